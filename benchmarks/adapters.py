@@ -43,8 +43,9 @@ def make_adapter(model: Path, folder: Path, rank: int, seed: int) -> None:
     weights = {}
     for name, parts in targets.items():
         if len(parts) == 1:
-            down = torch.randn(rank, parts[0].inputs, generator=generator) / parts[0].inputs ** 0.5
-            up = torch.randn(parts[0].outputs, rank, generator=generator) * 0.01
+            inputs, outputs = parts[0].inputs.whole, parts[0].width
+            down = torch.randn(rank, inputs, generator=generator) / inputs**0.5
+            up = torch.randn(outputs, rank, generator=generator) * 0.01
             weights[f"base_model.model.{name}.lora_A.weight"] = down.bfloat16()
             weights[f"base_model.model.{name}.lora_B.weight"] = up.bfloat16()
     folder.mkdir()

@@ -21,6 +21,7 @@ from kvern import LLM
 from kvern.bench.offline import run_once
 from kvern.bench.workloads import resolve
 from kvern.engine.core import EngineCore
+from kvern.engine.engine import Engine
 from kvern.step import SchedulerOutput, StepResult
 
 SHOWN = 12
@@ -147,6 +148,7 @@ def main() -> None:
     arguments = parser.parse_args()
     with LLM(arguments.model, load_format=arguments.load_format, max_model_len=arguments.max_model_len) as llm:
         engine = llm._engine
+        assert isinstance(engine, Engine)
         assert isinstance(engine.core, EngineCore), "an encoder has no first token"
         print(f"ready after {engine.startup}")
         for workload in resolve(tuple(arguments.workloads), llm.spec.vocab_size):

@@ -130,7 +130,8 @@ def engines(arguments: argparse.Namespace) -> dict[str, LLM]:
 
 def use_clock(llm: LLM, clock: Callable[[], float]) -> None:
     """Have an engine learn from this clock what drafts cost."""
-    core: Any = llm._engine.core
+    engine: Any = llm._engine
+    core = engine.core
     if core.drafting is not None:
         core.drafting._clock = clock
         core.executor._worker.runner._drafter.clock = clock

@@ -15,7 +15,7 @@ import statistics
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -60,7 +60,7 @@ class SyntheticDrafter:
 
 def rate(llm: LLM, requests: int, context: int, output: int) -> float:
     """Tokens a second while all of so many requests decode."""
-    core: Any = llm._engine.core
+    core = cast("Any", llm._engine).core
     dice = random.Random(0)
     params = SamplingParams(temperature=0.0, max_tokens=output, ignore_eos=True)
     for index in range(requests):
@@ -103,7 +103,7 @@ def main() -> None:
         max_model_len=arguments.context + arguments.output + 32,
         prefix_cache=False,
     )
-    core: Any = llm._engine.core
+    core = cast("Any", llm._engine).core
     runner = core.executor._worker.runner
     weights = list(runner._decoder.lm_head.parameters())
     if runner._decoder.spec.tie_word_embeddings or not weights:

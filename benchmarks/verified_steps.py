@@ -65,7 +65,8 @@ def main() -> None:
     dice = random.Random(0)
     for index in range(most):
         llm._engine.add(f"{index}", [dice.randrange(300, 2000) for _ in range(context)], params)
-    core: Any = llm._engine.core
+    engine: Any = llm._engine
+    core = engine.core
     while len(core.scheduler.running) < most or any(request.output_length < 2 for request in core.scheduler.running):
         llm._engine.step()
     runner = core.executor._worker.runner

@@ -1,8 +1,9 @@
-"""What all tests share: a deterministic hypothesis, and the tiny model of `tests.tiny_model` as an engine."""
+"""What all tests share: a deterministic hypothesis, the tiny model of `tests.tiny_model` as an engine, and a server."""
 
 import contextlib
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -13,6 +14,9 @@ from kvern.cpu.build import BuildError
 from kvern.cpu.ready import build
 from kvern.device.measurements import keep_builds
 from tests.tiny_model import make_tiny_model
+
+if TYPE_CHECKING:
+    from tests.served import Served
 
 settings.register_profile(
     "kvern",
@@ -48,3 +52,15 @@ def tiny_llm(tiny_model: Path) -> Iterator[LLM]:
     """An engine of the tiny model that tests share: leave nothing running behind."""
     with LLM(str(tiny_model), max_model_len=256, max_batch_requests=16, kv_cache_tokens=4096, threads=1) as llm:
         yield llm
+
+
+@pytest.fixture(scope="session")
+def server(tmp_path_factory: pytest.TempPathFactory) -> "Iterator[Served]":
+    """A server of the smallest model without keys, with a data folder, that tests share: leave nothing running behind.
+
+    A module whose server has other options has a fixture of this name itself.
+    """
+    from tests.served import SMALL, serving  # tests of kernels need no clients
+
+    with serving(*SMALL, "--data-dir", str(tmp_path_factory.mktemp("data"))) as served:
+        yield served

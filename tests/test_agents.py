@@ -41,10 +41,9 @@ def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tu
 
 
 QUESTIONS = ("Write the file made.txt", "Write it again, please")
-SESSIONS = [
-    *(name for name in AGENTS if name != "aider"),
-    pytest.param("aider", marks=pytest.mark.nightly),  # it starts for longer than all others answer
-]
+BY_NIGHT = ("aider", "opencode")
+"""Those that start for longer than others answer, and speak the APIs that others speak."""
+SESSIONS = [pytest.param(name, marks=[pytest.mark.nightly] if name in BY_NIGHT else []) for name in AGENTS]
 
 
 @pytest.mark.parametrize("name", SESSIONS)

@@ -126,7 +126,6 @@ def test_prompts_and_parameters_must_match(llm: LLM) -> None:
         ({"max_model_len": 100, "kv_cache_tokens": 64}, "room for 64 tokens"),
         ({"block_size": 0}, "block_size is 0: it must be at least 1"),
         ({"data_parallel_size": -1}, "data_parallel_size is -1: it must be at least 1"),
-        ({"data_parallel_size": 2}, "data_parallel_size is 2, and this is one engine, in this process: leave it out"),
         ({"policy": "fastest"}, "policy is 'fastest': it must be one of fcfs, priority, sjf, prefix"),
         ({"max_batch_tokens": 8, "max_batch_requests": 9}, "max_batch_tokens is 8, below max_batch_requests 9"),
     ],

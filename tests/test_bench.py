@@ -88,6 +88,8 @@ def test_bench_offline_writes_what_it_measured(tmp_path: Path, capsys: pytest.Ca
     assert main([*command, "--repeat", "2", "--warmup", "0", "--json", str(target)]) == 0
     assert "work" in capsys.readouterr().out
     report = json.loads(target.read_text())
+    (predicted,) = report["predicted_seconds"]
+    assert predicted > 0
     assert report["torch"] == torch.__version__
     assert report["config"]["model"] == "kvern-1m"
     (result,) = report["results"]

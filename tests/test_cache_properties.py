@@ -382,7 +382,7 @@ class CacheMachine(RuleBasedStateMachine):
 
 
 TestCacheMachine = CacheMachine.TestCase
-TestCacheMachine.settings = settings(max_examples=300, stateful_step_count=40)
+TestCacheMachine.settings = settings(max_examples=100, stateful_step_count=40)
 
 
 def test_what_was_forked_and_ends_before_the_next_step_leaves_no_state() -> None:

@@ -16,7 +16,7 @@ from kvern.cpu.build import find_compiler, library_path
 from kvern.cpu.check import GROUPS
 from kvern.cpu.cores import cpu_threads, shares_of_cores
 from kvern.cpu.ready import build, working_groups
-from kvern.worker.plan import CPU_KERNELS
+from kvern.worker.plan import CPU_KERNELS, RANK_KERNELS
 
 COMPILER = find_compiler()
 REAL = library_path(EngineConfig().cache_folder, COMPILER)
@@ -322,4 +322,4 @@ def test_threads_are_no_more_than_the_control_group_has_time_for(
 
 
 def test_every_group_has_a_check() -> None:
-    assert frozenset(GROUPS) == CPU_KERNELS
+    assert frozenset(GROUPS) == CPU_KERNELS | RANK_KERNELS

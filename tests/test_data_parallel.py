@@ -11,12 +11,15 @@ from pathlib import Path
 from typing import Any
 
 import openai
+import pynvml
 import pytest
+import torch
 
 from kvern import LLM, EngineConfig, SamplingParams
+from kvern.cli.main import main
 from kvern.engine.client import EngineClient
 from kvern.engine.generation import Generation
-from kvern.engine.places import places_of, visible_gpus
+from kvern.engine.places import gpu_count, places_of, visible_gpus
 from kvern.engine.prefix_record import PIECE_TOKENS, PrefixRecord, piece_keys
 from kvern.errors import ConfigError
 from kvern.request import PromptInput, RequestSpec
@@ -166,6 +169,101 @@ def a_death_is_unseen(served: Served, client: openai.OpenAI, expected: dict[str 
         client.completions.create(model="one", prompt=[5, 6])
 
 
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("again", [False, pytest.param(True, marks=pytest.mark.nightly)])
+def test_engines_come_and_go_while_streams_run(
+    tiny_model: Path,
+    adapter: Path,
+    tmp_path: Path,
+    expected: dict[str | None, list[str]],
+    capsys: pytest.CaptureFixture[str],
+    again: bool,
+) -> None:
+    """`again`: the one that is left is killed and gets another beside it, which takes over in turn."""
+    keys = tmp_path / "keys"
+    keys.write_text(f"admin:{KEY} admin=1\nuser:{KEY}-user\n")
+    options = "--model", str(tiny_model), "--served-model-name", "tiny", "--threads", "1", "--api-key-file", str(keys)
+    one = f"one={adapter}"
+    with serving(*options, "--adapter", one) as served, concurrent.futures.ThreadPoolExecutor(COUNT) as pool:
+        client = served.client()
+        refuses_engines_to_some_and_the_last_to_all(served)
+        streams = Streams(client, pool)
+        assert asked(served, "add_engine") == (200, {"id": "1", "object": "engine", "model": "tiny", "ready": True})
+        assert streams.texts() == expected[None]
+        assert main(["engines", "--base-url", served.url.removesuffix("/v1"), "--api-key", KEY]) == 0
+        assert capsys.readouterr().out == "0: takes requests\n1: takes requests\n"
+        before = generated(served)
+        assert Streams(client, pool, "one").texts() == expected["one"], "a new engine knows adapters"
+        assert all(after > one for after, one in zip(generated(served), before, strict=True))
+        assert len(engines(served)) == 2
+        streams = Streams(client, pool)
+        assert asked(served, "remove_engine", engine="0", grace_seconds=0)[0] == 200
+        assert streams.texts() == expected[None], "what ran there goes on elsewhere"
+        assert len(engines(served)) == 1
+        assert served.raw("GET", "/ready")[2]["engines"] == [{"model": "tiny", "engine": "1", "ready": True}]
+        assert served.figure("engine_ready") == served.figure("engine_ready", engine="1") == 1
+        if again:
+            streams = Streams(client, pool, "one")
+            os.kill(engines(served)[0], signal.SIGKILL)
+            assert streams.texts() == expected["one"]
+            assert asked(served, "add_engine")[1]["id"] == "0", "its place is free again"
+            streams = Streams(client, pool)
+            assert asked(served, "remove_engine", engine="1", grace_seconds=60)[0] == 200
+            assert streams.texts() == expected[None]
+            assert served.figure("generation_tokens_total", engine="1") == 0
+
+
+def asked(served: Served, what: str, key: str = KEY, **body: object) -> tuple[int, Any]:
+    status, _, answer = served.raw("POST", f"/v1/{what}", json.dumps(body).encode(), key)
+    return status, answer
+
+
+def test_the_command_says_why_it_cannot(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments, reason in (
+        (["remove"], "takes the name of an engine"),
+        (["add", "1"], "takes no engine"),
+        (["list", "--base-url", "localhost"], "must begin with http"),
+        (["list", "--base-url", "http://127.0.0.1:9"], "does not answer as kvern serve does"),
+    ):
+        assert main(["engines", *arguments]) == 2
+        assert reason in capsys.readouterr().err
+
+
+def refuses_engines_to_some_and_the_last_to_all(served: Served) -> None:
+    for what in ("add_engine", "remove_engine"):
+        status, answer = asked(served, what, f"{KEY}-user", engine="0")
+        assert status == 403 and "admin=1" in answer["error"]["message"]
+    for body, reason in (
+        ({"engine": "0"}, "is the only one that takes requests"),
+        ({"engine": "7"}, "this model's are 0"),
+        ({"engine": "0", "grace_seconds": -1}, "must be a number from 0"),
+        ({"engine": 0}, "engine"),
+    ):
+        status, answer = asked(served, "remove_engine", **body)
+        assert status == 400 and reason in answer["error"]["message"]
+
+
+@pytest.mark.timeout(120)
+def test_an_engine_without_a_place_is_not_added(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor one whose weights the memory does not hold; the server goes on."""
+
+    async def run() -> None:
+        async with EngineClient(EngineConfig(str(tiny_model), threads=1)) as client:
+            with monkeypatch.context() as patch:
+                patch.setattr("kvern.engine.places.shares_of_cores", lambda count: [(1, frozenset())])
+                with pytest.raises(ConfigError, match="may use 1 processor cores: each engine needs one"):
+                    await client.replicas.add()
+            with monkeypatch.context() as patch:
+                patch.setattr("kvern.engine.places.shares_of_cores", lambda count: [(1, frozenset())] * count)
+                patch.setattr("kvern.engine.places.available_memory", lambda: 10)
+                with pytest.raises(ConfigError, match=r"the weights take .* and 0\.0 GB of memory are free"):
+                    await client.replicas.add()
+            assert len(client.replicas) == 1
+            assert len(await tokens_of(client, await begun(client, [5, 6]))) == 100
+
+    asyncio.run(run())
+
+
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("dies", [False, pytest.param(True, marks=pytest.mark.nightly)])
 def test_a_full_engine_is_passed_by(tiny_model: Path, dies: bool) -> None:
@@ -243,6 +341,13 @@ def test_each_engine_needs_a_gpu_or_a_core(monkeypatch: pytest.MonkeyPatch) -> N
     with pytest.raises(ConfigError, match="data_parallel_size is 2, and this process sees 0 GPUs: each engine needs"):
         places_of(EngineConfig(device="cuda", data_parallel_size=2))
     assert places_of(EngineConfig(device="cuda"))[0].environment == {}
+
+
+def test_gpus_count_where_pytorch_can_use_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A driver may tell of some beside a PyTorch that is built for CPUs."""
+    monkeypatch.setattr(pynvml, "nvmlInit", lambda: None)
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetCount", lambda: 4)
+    assert gpu_count() == (0 if torch.version.cuda is None else 4)
 
 
 def test_an_engine_of_several_ranks_gets_as_many_gpus(monkeypatch: pytest.MonkeyPatch) -> None:

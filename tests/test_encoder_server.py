@@ -41,6 +41,9 @@ def test_embeddings_outlive_an_engine(tmp_path: Path) -> None:
         assert ranked["results"][0]["index"] == best
         refused = ask(server, "/v1/embeddings", 400, input=["a", [5] * (LENGTH + 1)])["error"]["message"]
         assert refused.startswith(f"the text has {LENGTH + 1} tokens, and xlm-roberta reads {LENGTH} at most")
+        assert len(ask(server, "/v1/embeddings", input=["a"] * 2048)["data"]) == 2048
+        refused = ask(server, "/v1/embeddings", 400, input=["a"] * 2049)["error"]["message"]
+        assert refused == "input holds 2049 prompts: at most 2048"
         for given in ({"input": 5}, {"input": []}, {"input": None}):
             assert ask(server, "/v1/embeddings", 400, **given)["error"]["message"].startswith("input is ")
         check_cuts(server, folder, tokenizer)

@@ -180,10 +180,14 @@ def random_model(family: str, folder: Path) -> dict[str, Any]:
     return {"model": str(model), "adapters": {name: str(made) for name, made in adapters.items()}}
 
 
+def marks_of(pair: tuple[str, str]) -> list[pytest.MarkDecorator]:
+    """By day, one of a request with one of an engine meets in what is tried together alone."""
+    at_night = len({*pair} - EVERYWHERE) == len({*pair} & EVERYWHERE) == 1
+    return [pytest.mark.features(*pair), *([pytest.mark.nightly] if at_night else [])]
+
+
 PAIRS = [
-    pytest.param(
-        frozenset(pair), id="+".join(sorted(set(pair), key=list(FEATURES).index)), marks=pytest.mark.features(*pair)
-    )
+    pytest.param(frozenset(pair), id="+".join(sorted(set(pair), key=list(FEATURES).index)), marks=marks_of(pair))
     for pair in itertools.combinations_with_replacement(FEATURES, 2)
 ]
 

@@ -172,7 +172,7 @@ def test_the_embedded_model_answers_from_its_file_alone(embedded: Path, tmp_path
 
 
 def test_a_file_is_served(embedded: Path, tmp_path: Path) -> None:
-    with serving("--model", str(embedded), "--cache-dir", str(tmp_path), "--max-model-len", "256") as served:
+    with serving("--model", str(embedded), "--cache-dir", cache_folder(tmp_path), "--max-model-len", "256") as served:
         client = served.client()
         answer = client.chat.completions.create(
             model=client.models.list().data[0].id, messages=QUESTION, max_tokens=8, temperature=0

@@ -14,7 +14,15 @@ from kvern.engine.drafting import Drafting
 from kvern.models.decoder import Decoder
 from kvern.models.loader import load_model, read_config
 from kvern.worker.drafter import ComputedStep
-from tests.draft_heads import Weights, add_prediction, eagle3_enter, eagle3_logits, eagle3_states, write_eagle
+from tests.draft_heads import (
+    Weights,
+    add_prediction,
+    eagle3_enter,
+    eagle3_logits,
+    eagle3_states,
+    write_eagle,
+    write_medusa,
+)
 from tests.families import make_checkpoint
 from tests.test_draft_heads import states_of
 from tests.test_speculation import EVERYTHING, answers
@@ -107,10 +115,13 @@ def test_prompts_are_read_before_anybody_asks(tmp_path: Path) -> None:
     assert all(drafts == eagle3_drafts(decoder, weights, config, text, len(drafts)) for text, drafts in found)
 
 
-@pytest.mark.parametrize("kind", ["eagle", "eagle3"])
+@pytest.mark.parametrize("kind", ["eagle", "eagle3", "medusa"])
 def test_every_parameter(kind: str, tmp_path: Path) -> None:
     target = make_tiny_model(tmp_path / "target")
-    write_eagle(tmp_path / "head", target, drafted=150 if kind == "eagle3" else None)
+    if kind == "medusa":
+        write_medusa(tmp_path / "head", target)
+    else:
+        write_eagle(tmp_path / "head", target, drafted=150 if kind == "eagle3" else None)
     prompts = [PROMPTS[index % 3] for index in range(len(EVERYTHING))]
     with LLM(str(target), **OPTIONS) as llm:
         expected = llm.generate(prompts, EVERYTHING)

@@ -22,6 +22,7 @@ from kvern.layers.experts import Experts, SeparateExperts
 from kvern.layers.linear import Linear, Weighted
 from kvern.layers.linear_format import LINEAR_METHODS, LinearMethods
 from kvern.layers.linear_method import Axis, LinearMethod, LinearShape, Part, Product, TensorLayout
+from kvern.layers.parted import PartedMethod
 from kvern.layers.tuning import tune
 from kvern.layers.unquantized import PackedMethod, Unquantized, UnquantizedMethod
 from kvern.model_spec import MoeSpec
@@ -205,6 +206,17 @@ def test_shards_take_their_slices_of_every_part(run: int) -> None:
     assert torch.equal(by_outputs.scales, tensors["scales"][[2, 3, 5]])
     assert torch.equal(by_inputs.packed, tensors["packed"][4:])
     assert torch.equal(by_inputs.scales, tensors["scales"][:, 2:])
+
+
+def test_parts_of_a_matrix_that_is_stored_in_several_ways_may_begin_within_one() -> None:
+    shape, stored = LinearShape(6, 3, torch.float32, CPU), torch.arange(36.0).view(12, 3)
+    methods = [UnquantizedMethod(shape._replace(outputs=outputs)) for outputs in (4, 2)]
+    for method in methods:
+        method.weight.zero_()
+    parted = PartedMethod(shape, methods, partial(torch.cat, dim=-1))
+    for first_row in (0, 7):
+        parted.load("weight", stored[first_row : first_row + 7], Part(1, range(5, 10), range(3)), first_row)
+    assert torch.equal(parted.dequantize(), torch.cat((torch.zeros(1, 3), stored[5:10])))
 
 
 def test_packed_weights_can_be_had_plain() -> None:

@@ -11,6 +11,7 @@ from kvern import LLM, EngineConfig, SamplingParams
 from kvern.errors import ConfigError
 from kvern.models.folder import merged, model_folder
 from kvern.tokenizer import Tokenizer
+from tests.cache_folder import cache_folder
 from tests.tiny_model import CONFIG, make_tiny_model
 
 MESSAGES = [{"role": "user", "content": "fox"}]
@@ -24,13 +25,14 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    folder = cache_folder(tmp_path / "cache" / "kvern")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    return tmp_path / "cache"
+    return Path(folder)
 
 
 def test_an_unchanged_model_is_its_own_folder(model: Path, cache: Path) -> None:
     assert model_folder(EngineConfig(str(model))) == model
-    assert not cache.exists()
+    assert [file.name for file in cache.iterdir()] == ["cpu"]
 
 
 @pytest.mark.parametrize("as_file", [True, False])
@@ -140,7 +142,7 @@ def test_a_start_that_fails_leaves_nothing(model: Path, cache: Path, monkeypatch
     monkeypatch.setattr(Path, "symlink_to", full)
     with pytest.raises(ConfigError, match="No space left on device"):
         model_folder(EngineConfig(str(model), hf_overrides={"max_position_embeddings": 64}))
-    assert not list((cache / "kvern" / "models").iterdir())
+    assert not list((cache / "models").iterdir())
 
 
 def test_the_model_itself_is_not_touched(model: Path) -> None:

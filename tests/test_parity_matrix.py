@@ -1,8 +1,9 @@
 """Every family through the whole engine, in every configuration of cache and scheduler, against transformers."""
 
+import functools
 import itertools
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -44,8 +45,8 @@ def matrix() -> Iterator[Any]:
 class Reference:
     """What transformers says about the prompts of one family."""
 
-    def __init__(self, family: str, folder: Path) -> None:
-        self.family, self.folder = family, folder
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
         rng = random.Random(3)
         head = [rng.randrange(3, 131) for _ in range(SHARED)]
         self.prompts = [
@@ -65,9 +66,9 @@ class Reference:
 
 
 @pytest.fixture(scope="module")
-def reference(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Reference:
-    folder = make_checkpoint(request.param, tmp_path_factory.mktemp(request.param))
-    return Reference(request.param, folder)
+def references(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Reference]:
+    """By family, each made once: pytest would make it again for each test that has other parameters beside it."""
+    return functools.cache(lambda family: Reference(make_checkpoint(family, tmp_path_factory.mktemp(family))))
 
 
 def engine(reference: Reference, kv_cache: str, prefix_cache: bool, chunked_prefill: bool, batching: str) -> LLM:
@@ -99,23 +100,28 @@ def check(outputs: list[RequestOutput], reference: Reference) -> None:
             torch.testing.assert_close(actual, expected[ids], atol=TOLERANCE, rtol=0)
 
 
-@pytest.mark.parametrize(
-    ("reference", "kv_cache", "prefix_cache", "chunked_prefill", "batching"), list(matrix()), indirect=["reference"]
-)
+@pytest.mark.parametrize(("family", "kv_cache", "prefix_cache", "chunked_prefill", "batching"), list(matrix()))
 def test_tokens_and_logits_equal_transformers(
-    reference: Reference, kv_cache: str, prefix_cache: bool, chunked_prefill: bool, batching: str
+    references: Callable[[str], Reference],
+    family: str,
+    kv_cache: str,
+    prefix_cache: bool,
+    chunked_prefill: bool,
+    batching: str,
 ) -> None:
+    reference = references(family)
     llm = engine(reference, kv_cache, prefix_cache, chunked_prefill, batching)
     params = SamplingParams(temperature=0, max_tokens=OUTPUT, ignore_eos=True, logprobs=100)
     for _ in range(2):  # the second time, prompts and answers are in the prefix cache
         check(llm.generate(reference.prompts, params), reference)
-    states_kept = reference.family not in HYBRIDS or (chunked_prefill and kv_cache == "paged")
+    states_kept = family not in HYBRIDS or (chunked_prefill and kv_cache == "paged")
     assert (llm.statistics().cached_tokens > 0) == (prefix_cache and states_kept)
 
 
 @pytest.mark.parametrize("kv_cache", ["paged", "contiguous"])
-@pytest.mark.parametrize("reference", FAMILIES, indirect=True)
-def test_prompt_logprobs_equal_transformers(reference: Reference, kv_cache: str) -> None:
+@pytest.mark.parametrize("family", FAMILIES)
+def test_prompt_logprobs_equal_transformers(references: Callable[[str], Reference], family: str, kv_cache: str) -> None:
+    reference = references(family)
     llm = engine(reference, kv_cache, True, True, "continuous")
     params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, prompt_logprobs=2)
     for output, expected in zip(llm.generate(reference.prompts, params), reference.logprobs, strict=True):

@@ -2,16 +2,22 @@
 
 import json
 import tomllib
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from kvern.cli.main import main
+from kvern.cli.main import main, read_command
+from kvern.cli.serve import planned
+from kvern.config import EngineConfig
 from kvern.errors import ConfigError
+from kvern.layers.linear_format import linear_methods
+from kvern.layers.unquantized import Unquantized
 from kvern.models.loader import outline_model
 from kvern.models.precision import shares
+from kvern.planning.choice import choose
 from kvern.planning.estimate import Model, Split, Workload, estimate, splits
-from kvern.planning.hardware import CARDS, parse_hardware, this_machine
+from kvern.planning.hardware import CARDS, check_alike, linked, names_of, parse_hardware, this_machine
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
@@ -40,6 +46,20 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {name: root / name for name in SIZES}
 
 
+MIXTURE = LLAMA | {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "moe_intermediate_size": 768,
+    "num_hidden_layers": 4,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+}
+
+
 @pytest.fixture(scope="module")
 def models(folders: dict[str, Path]) -> dict[str, Model]:
     outlines = {name: outline_model(folder, load_format="dummy") for name, folder in folders.items()}
@@ -65,6 +85,25 @@ def test_ranks_share_weights_and_keys(models: dict[str, Model]) -> None:
     assert sixteen.token_bytes == one.token_bytes / 8, "a rank has a head at least"
 
 
+def test_experts_are_cut_or_placed_whole(tmp_path: Path) -> None:
+    def of(width: int) -> Model:
+        (tmp_path / "config.json").write_text(json.dumps(MIXTURE | {"moe_intermediate_size": width}))
+        outline = outline_model(tmp_path, load_format="dummy")
+        return Model(outline.spec, "bfloat16", shares(outline))
+
+    model = of(768)
+    found = {str(split): estimate(model, CARDS["h200"], split, Workload(1, 100, 100)) for split in splits(4, model)}
+    cut, placed, one = (found[f"tensor {name}"] for name in ("4 x data 1", "4 x data 1, whole experts", "1 x data 4"))
+    assert cut.weights == placed.weights < 0.26 * one.weights
+    assert cut.decode_one < placed.decode_one, "of 8 experts a rank has more than its part"
+    assert [str(split) for split in splits(3, of(770))] == ["tensor 1 x data 3"]
+    assert [str(split) for split in splits(4, of(770))][1:] == [
+        "tensor 2 x data 2",
+        "tensor 2 x data 2, whole experts",
+        "tensor 4 x data 1, whole experts",
+    ]
+
+
 def test_heads_bound_how_a_model_is_divided(models: dict[str, Model]) -> None:
     assert [split.tensor for split in splits(6, models["8b"])] == [1, 2], "32 heads are no multiple of 3"
     assert [str(split) for split in splits(4, models["8b"])] == [
@@ -81,9 +120,11 @@ def test_what_does_not_fit_says_so(models: dict[str, Model]) -> None:
     assert "no room for a sequence of 101,000 tokens" in tight.lacks
 
 
-def test_weights_that_ranks_cannot_share_are_not_divided(models: dict[str, Model]) -> None:
-    whole = Model(models["8b"].spec, "bfloat16", models["8b"].shares, plain=False)
-    assert [split.tensor for split in splits(4, whole)] == [1]
+def test_groups_of_weights_bound_how_a_model_is_divided(models: dict[str, Model]) -> None:
+    for block, expected in ((128, [1, 2, 4]), (1024, [1, 2])):  # of the 14,336 inputs of an MLP's second layer
+        config = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, block]}}
+        model = replace(models["8b"], linear=linear_methods(config, Unquantized()))
+        assert [split.tensor for split in splits(4, model)] == expected
 
 
 def test_one_request_wants_all_cards(models: dict[str, Model]) -> None:
@@ -102,7 +143,7 @@ def test_the_command_chooses_and_writes(
     assert "Chosen: tensor 2 x data 1" in capsys.readouterr().out
     assert tomllib.loads(target.read_text()) == {"tensor_parallel_size": 2, "data_parallel_size": 1}
     assert main([*arguments, "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["splits"][0]["split"] == {"tensor": 2, "data": 1}
+    assert json.loads(capsys.readouterr().out)["splits"][0]["split"] == {"tensor": 2, "data": 1, "whole_experts": False}
 
 
 def test_a_model_that_fits_nowhere_is_an_error(folders: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:
@@ -124,6 +165,67 @@ def test_bad_workloads_are_refused(folders: dict[str, Path], capsys: pytest.Capt
     for wrong in (["--requests", "0"], ["--input", "0"], ["--output", "-1"], ["--input", "140000"]):
         assert main([*arguments, *wrong]) == 2
         assert "kvern: error:" in capsys.readouterr().err
+
+
+def test_a_server_takes_what_the_plan_chooses(folders: dict[str, Path]) -> None:
+    """Unless its options do not go with it."""
+    config = EngineConfig(str(folders["70b"]), load_format="dummy")
+    choice = choose(config, [CARDS["h200"]] * 2)
+    assert (choice.tensor_parallel_size, choice.data_parallel_size) == (2, 1)
+    assert choice.reason.startswith(
+        "2 x h200 of 150 GB, linked by NVLink: Chosen: tensor 2 x data 1. Tensor 1 x data 2 "
+    )
+    choice = choose(replace(config, deterministic=True), [CARDS["h200"]] * 2)
+    assert (choice.tensor_parallel_size, choice.data_parallel_size) == (1, 2)
+    assert "linked by PCIe: It fits in no way" in choose(config, [CARDS["l4"]] * 2).reason
+    short = choose(replace(config, max_model_len=64), [CARDS["b200"]])
+    assert short.reason == "1 x b200 of 191 GB: Nothing else is possible: tensor 1 x data 1."
+
+
+def test_unlike_cards_are_named() -> None:
+    with pytest.raises(ConfigError, match=r"GPUs differ \(0: h100 with 85 GB, 1: l4 with 24 GB\)"):
+        check_alike([CARDS["h100"], CARDS["l4"]])
+    with pytest.raises(ConfigError, match=r"0: h100 with 85 GB, 1: h100 with 40 GB"):
+        check_alike([CARDS["h100"], replace(CARDS["h100"], memory=40e9)])
+
+
+@pytest.mark.parametrize("pairs", [True, False])
+def test_links_are_those_that_the_driver_tells(pairs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of three GPUs of which one has no NVLink to another, PCIe is the slowest link."""
+    import pynvml
+
+    def status(one: str, other: str, what: int) -> int:
+        assert what == pynvml.NVML_P2P_CAPS_INDEX_NVLINK
+        return int(pynvml.NVML_P2P_STATUS_OK if pairs or {one, other} != {"0", "2"} else 1)
+
+    monkeypatch.setattr(pynvml, "nvmlInit", lambda: None)
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetHandleByUUID", lambda uuid: uuid)
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetP2PStatus", status)
+    cards = linked([CARDS["h100"]] * 3, ["0", "1", "2"])
+    assert names_of(cards) == f"3 x h100 of 85 GB, linked by {'NVLink' if pairs else 'PCIe'}"
+    assert len({(card.link, card.delay) for card in cards}) == 1
+
+
+def test_a_server_plans_where_there_are_several_gpus(
+    folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In a process of its own, which sees no GPU here; never where somebody has said it, nor with one GPU or none."""
+    engine = EngineConfig(str(folders["8b"]), load_format="dummy")
+    for gpus in ([], ["0"]):
+        monkeypatch.setattr("kvern.engine.places.seen_gpus", lambda config, gpus=gpus: gpus)
+        assert planned(engine) is engine
+    monkeypatch.setattr("kvern.engine.places.seen_gpus", lambda config: ["0", "1"])
+    assert planned(engine) == engine
+    said = capsys.readouterr().err
+    assert said.startswith("kvern: 1 x CPU of ") and said.endswith("(-tp and -dp say it otherwise)\n")
+    for arguments, environment, divided in (
+        (["m"], {}, False),
+        (["m", "-tp", "1"], {}, True),
+        (["m", "--data-parallel-size=1"], {}, True),
+        (["m"], {"KVERN_DATA_PARALLEL_SIZE": "1"}, True),
+    ):
+        command, _ = read_command(["serve", *arguments], environment)
+        assert command.divided is divided
 
 
 def test_this_machine_has_a_card_or_a_processor() -> None:

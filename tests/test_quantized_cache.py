@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from kvern import LLM, RequestOutput, SamplingParams
 from kvern.attention.eight_bit import LARGEST_CODE, codes_of
+from kvern.device.ranks import Ranks
 from kvern.errors import ConfigError, CorruptCheckpoint
 from kvern.model_spec import ModelSpec
 from kvern.models.cache_scales import stored_scales
@@ -188,6 +189,16 @@ def test_scales_of_a_checkpoint_are_taken(
     assert torch.equal(found[1], measured[1])
     assert scales(engine(model=model, kv_cache_dtype="int8"))[0][0, 0] == pytest.approx(0.25 * 448 / 127)
     assert tokens(engine(model=model).generate(PROMPTS, GREEDY)) == tokens(engine().generate(PROMPTS, GREEDY))
+
+
+def test_a_rank_takes_the_scales_of_its_heads(folder: Path, tmp_path: Path) -> None:
+    given = {"0.self_attn.k_scale": 0.25, "0.self_attn.v_scale": [0.5, 0.125]}
+    model = add_scales(folder, tmp_path / "model", given)
+    described, spec = read_config(model), spec_of(model)
+    for rank, size, expected in ((0, 2, 0.5), (1, 2, 0.125), (1, 4, 0.5), (2, 4, 0.125)):
+        first, second = stored_scales(model, described, spec, 448.0, Ranks(rank, size))
+        assert first is not None and first.tolist() == [[0.25], [expected]]
+        assert second is None
 
 
 def test_scales_of_integers_are_told_by_the_scheme(folder: Path, tmp_path: Path) -> None:

@@ -331,7 +331,7 @@ def test_inputs_come_to_groups_in_the_order_that_kernels_read() -> None:
     ids=["gptq", "awq", "nvfp4", "torchao", "nf4"],
 )
 def test_shards_take_their_slices_of_parts(pack: Pack, made: Callable[[], LinearFormat], run: int) -> None:
-    """The second of two shards of a matrix of two parts, cut along its outputs or, but for NF4, along its inputs."""
+    """The second of two shards of a matrix of two parts, cut along its outputs or along its inputs."""
     generator, build = torch.Generator().manual_seed(0), Build(torch.float32, CPU, 1)
     weights = {0: torch.randn(32, 128, generator=generator), 32: torch.randn(16, 128, generator=generator)}
     parts = {first: pack(weight) for first, weight in weights.items()}
@@ -345,18 +345,16 @@ def test_shards_take_their_slices_of_parts(pack: Pack, made: Callable[[], Linear
             for row in range(0, len(tensor), run) if tensor.dim() else [0]:
                 rows = tensor[row : row + run] if tensor.dim() else tensor
                 whole.load(kind, rows, Part(first, range(size), range(128)), row)
-                if pack is not nf4:
-                    by_inputs.load(kind, rows, Part(first, range(size), range(64, 128)), row)
+                by_inputs.load(kind, rows, Part(first, range(size), range(64, 128), 128), row)
                 if not kind.startswith("weight.q"):  # what NF4 says of the whole weight
                     by_outputs.load(kind, rows, Part(first // 2, range(size // 2, size), range(128)), row)
     expected = torch.cat([rounded for _, rounded in parts.values()])
-    for method in (whole, by_outputs) if pack is nf4 else (whole, by_outputs, by_inputs):
+    for method in (whole, by_outputs, by_inputs):
         method.finish()
     near = partial(torch.testing.assert_close, rtol=0, atol=0.004 if pack is plain_int4 else 1e-5)
     near(whole.dequantize(), expected)
     near(by_outputs.dequantize(), torch.cat([expected[16:32], expected[40:]]))
-    if pack is not nf4:
-        near(by_inputs.dequantize(), expected[:, 64:])
+    near(by_inputs.dequantize(), expected[:, 64:])
 
 
 @pytest.mark.gpu

@@ -22,7 +22,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from kvern import LLM, SamplingParams
 from kvern.errors import ConfigError
 from tests.ray_cluster import RAY, RayCluster, free_port
-from tests.served import Served, command_of, eventually
+from tests.served import KEY, Served, command_of, eventually
 
 pytest.importorskip("ray.serve")
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
@@ -113,22 +113,6 @@ def figures(asked: openai.OpenAI, name: str) -> dict[str, float]:
     }
 
 
-@pytest.mark.timeout(600)
-def test_a_cluster_serves_a_model(cluster: RayCluster, expected: dict[int, list[str]], tmp_path: Path) -> None:
-    with application(cluster, tmp_path, min_replicas=2, max_replicas=2) as address, client(address) as asked:
-        replicas_answer_and_sessions_stay(asked, expected[TOKENS])
-    ranks_of_two_nodes_answer_as_one_process(cluster, expected[TOKENS])
-    a_job_goes_on_without_a_node_and_another_time(cluster, expected[TOKENS], tmp_path)
-
-
-def replicas_answer_and_sessions_stay(asked: openai.OpenAI, expected: list[str]) -> None:
-    eventually(lambda: len(figures(asked, "engine_ready")) == 2, START_SECONDS)
-    session = {"x-session-id": "one"}
-    assert [ended(begun(asked, prompt, **session)) for prompt in PROMPTS] == expected
-    generated = figures(asked, "generation_tokens_total")
-    assert sorted(generated.values()) == [0, len(PROMPTS) * TOKENS], "one replica had all of the session"
-
-
 @contextlib.contextmanager
 def serving_on(cluster: RayCluster, *arguments: str) -> Iterator[Served]:
     with pytest.MonkeyPatch.context() as patch:
@@ -152,14 +136,52 @@ def engines_of(cluster: RayCluster, *nodes: subprocess.Popen[bytes]) -> list[int
     return found
 
 
-def ranks_of_two_nodes_answer_as_one_process(cluster: RayCluster, expected: list[str]) -> None:
+@pytest.mark.timeout(600)
+def test_ranks_of_two_nodes_answer_as_one_process(cluster: RayCluster, expected: dict[int, list[str]]) -> None:
     with serving_on(cluster, "-tp", "2", "--threads", str(CPUS - 1)) as served:
         assert [len(engines_of(cluster, node)) for node in cluster.nodes] == [1, 1]
         asked = served.client()
-        assert [ended(begun(asked, prompt)) for prompt in PROMPTS] == expected
+        assert [ended(begun(asked, prompt)) for prompt in PROMPTS] == expected[TOKENS]
 
 
-def a_job_goes_on_without_a_node_and_another_time(cluster: RayCluster, expected: list[str], folder: Path) -> None:
+@pytest.mark.nightly
+@pytest.mark.timeout(600)
+def test_engines_are_added_on_nodes_that_have_room(
+    cluster: RayCluster, expected: dict[int, list[str]], tmp_path: Path
+) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text(f"admin:{KEY} admin=1\n")
+    with serving_on(cluster, "--threads", "2", "--api-key-file", str(keys)) as served:
+        assert served.raw("POST", "/v1/add_engine", b"{}")[0] == 200
+        assert [len(engines_of(cluster, node)) for node in cluster.nodes] == [1, 1]
+        status, _, refused = served.raw("POST", "/v1/add_engine", b"{}")
+        assert status == 400
+        assert f"the engines need 6 CPUs, and the Ray cluster has {2 * CPUS}" in refused["error"]["message"]
+        assert served.raw("POST", "/v1/remove_engine", b'{"engine": "0"}')[0] == 200
+        assert len(engines_of(cluster)) == 1
+        asked = served.client()
+        assert [ended(begun(asked, prompt)) for prompt in PROMPTS] == expected[TOKENS]
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(600)
+def test_replicas_answer_and_sessions_stay(cluster: RayCluster, expected: dict[int, list[str]], tmp_path: Path) -> None:
+    with application(cluster, tmp_path, min_replicas=2, max_replicas=2) as address, client(address) as asked:
+        eventually(lambda: len(figures(asked, "engine_ready")) == 2, START_SECONDS)
+        session = {"x-session-id": "one"}
+        assert [ended(begun(asked, prompt, **session)) for prompt in PROMPTS] == expected[TOKENS]
+        generated = figures(asked, "generation_tokens_total")
+        assert sorted(generated.values()) == [0, len(PROMPTS) * TOKENS], "one replica had all of the session"
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(600)
+def test_a_job_goes_on_without_a_node_and_another_time(expected: dict[int, list[str]], tmp_path: Path) -> None:
+    with RayCluster(CPUS) as cluster:
+        job_loses_a_node(cluster, expected[TOKENS], tmp_path)
+
+
+def job_loses_a_node(cluster: RayCluster, expected: list[str], folder: Path) -> None:
     rows = [{"prompt": prompt, "seed": 7, "temperature": 0.8, "ignore_eos": True} for prompt in PROMPTS * 40]
     source, output = folder / "in.jsonl", folder / "out.jsonl"
     source.write_bytes(b"\n".join(map(msgspec.json.encode, rows)))

@@ -15,7 +15,7 @@ from tests.simulated_engine import SimulatedEngine
 TestEngineMachine = EngineMachine.TestCase
 
 
-TestEngineMachine.settings = settings(max_examples=300, stateful_step_count=30)
+TestEngineMachine.settings = settings(max_examples=100, stateful_step_count=30)
 
 
 @pytest.mark.parametrize("policy", sorted(POLICIES))
@@ -31,6 +31,19 @@ def test_every_configuration_serves_a_crowd(
         preemptions += engine.core.statistics().preemptions
     if paged and not prefix_cache:
         assert preemptions, "the pool is too large for this test to see a preemption"
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_drafts_bring_several_tokens_a_step(depth: int) -> None:
+    """A proposer that is always right; the answers are checked as all are."""
+    steps = []
+    for drafts in (0, 3):
+        engine = SimulatedEngine(Setup(depth=depth, max_model_len=64, drafts=drafts, accuracy=1.0, spare_budget=20))
+        engine.add([0, 1], 40)
+        engine.run()
+        steps.append(engine.core.statistics().steps)
+    assert engine.accepted_drafts > 8
+    assert steps[1] < 0.8 * steps[0]
 
 
 # Nobody starves

@@ -50,14 +50,15 @@ def expected(tiny_model: Path, folder: Path) -> dict[str | None, str]:
 
 
 @pytest.fixture
-def server(tiny_model: Path, folder: Path, tmp_path: Path) -> Iterator[Served]:
+def server(request: pytest.FixtureRequest, tiny_model: Path, folder: Path, tmp_path: Path) -> Iterator[Served]:
+    """A test's own options are the fixture's parameters."""
     keys = tmp_path / "keys"
     keys.write_text(f"user:{KEY}\nadmin:{ADMIN} admin=1\n")
     options = [f"--{name.replace('_', '-')}={value}" for name, value in OPTIONS.items()]
     one, allowed = folder / "adapters" / "one", folder / "adapters"
     served = Served(
         *(str(tiny_model), "--served-model-name", "base", "--adapter", f"one={one}", "--adapter-folder", str(allowed)),
-        *("--api-key-file", str(keys), "--data-dir", str(tmp_path), *options),
+        *("--api-key-file", str(keys), "--data-dir", str(tmp_path), *options, *getattr(request, "param", ())),
     )
     yield served
     served.stop()
@@ -75,6 +76,10 @@ def change(server: Served, what: str, key: str = ADMIN, **body: Any) -> tuple[in
     return status, answer
 
 
+RANKS = ("-tp", "2", "--device", "cpu", "--dtype", "float32")
+
+
+@pytest.mark.parametrize("server", [(), pytest.param(RANKS, marks=pytest.mark.nightly)], ids=str, indirect=True)
 def test_adapters_are_models_that_come_and_go(server: Served, folder: Path, expected: dict[str | None, str]) -> None:
     assert ask(server, "base") == expected[None]
     assert ask(server, "one") == expected["one"]

@@ -143,7 +143,7 @@ def test_a_client_that_reads_nothing(server: Served) -> None:
     with socket.socket() as connection:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         connection.connect((server.host, server.port))
-        body = json.dumps({"prompt": ["Once"] * 64, "max_tokens": 400, "ignore_eos": True, "logprobs": 20}).encode()
+        body = json.dumps({"prompt": [[7] * 500] * 24, "max_tokens": 1, "echo": True, "logprobs": 20}).encode()
         connection.sendall(POST + f"Content-Length: {len(body)}\r\n\r\n".encode() + body)
         eventually(lambda: connections(server) > 0)
         eventually(lambda: connections(server) == 0, 60)

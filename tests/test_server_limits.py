@@ -6,7 +6,6 @@ import signal
 import socket
 import ssl
 import subprocess
-import sys
 import threading
 from pathlib import Path
 from typing import Any, cast
@@ -15,6 +14,7 @@ import httpx2
 import openai
 import pytest
 
+from kvern.cli.main import main
 from kvern.engine.client import EngineClient
 from kvern.server.admission import Admission, KeyLimits
 from kvern.server.keys import ApiKey
@@ -232,12 +232,10 @@ def test_a_unix_socket(tmp_path: Path) -> None:
     ],
     ids=range(12),
 )
-def test_bad_options_are_one_line(arguments: list[str], said: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "kvern", "serve", *arguments], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 2
-    assert done.stderr.startswith("kvern: error: ") and said in done.stderr and done.stderr.count("\n") == 1
+def test_bad_options_are_one_line(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", *arguments]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("kvern: error: ") and said in error and error.count("\n") == 1
 
 
 def test_chunks_of_several_tokens() -> None:

@@ -4,19 +4,14 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from kvern.cli.main import main
 from tests.raw_requests import TEXT, connect, form, received
 from tests.served import SMALL, Served, eventually, serving
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    with serving(*SMALL, "--data-dir", str(tmp_path_factory.mktemp("data"))) as served:
-        yield served
 
 
 def ask(server: Served, method: str, path: str, headers: dict[str, str], body: bytes = b"") -> tuple[int, str]:
@@ -95,7 +90,21 @@ def test_a_path_with_a_newline_is_one_line_in_the_log(tmp_path: Path) -> None:
     assert not [line for line in log.read_text().splitlines() if line.startswith("kvern: forged")]
 
 
-def test_a_socket_that_a_killed_server_left(tmp_path: Path) -> None:
+@pytest.fixture
+def refused(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """The one line that a server says which does not start."""
+
+    def said(*arguments: str) -> str:
+        capsys.readouterr()
+        assert main(["serve", *arguments]) == 2
+        line = capsys.readouterr().err
+        assert line.count("\n") == 1
+        return line
+
+    return said
+
+
+def test_a_socket_that_a_killed_server_left(tmp_path: Path, refused: Callable[..., str]) -> None:
     path = tmp_path / "socket"
     arguments = (*SMALL, "--uds", str(path))
     first = Served(*arguments)
@@ -112,17 +121,9 @@ def test_a_socket_that_a_killed_server_left(tmp_path: Path) -> None:
     assert path.read_text() == "mine"
 
 
-def refused(*arguments: str) -> str:
-    """The one line that a server says which does not start."""
-    command = [sys.executable, "-m", "kvern", "serve", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 2 and done.stderr.count("\n") == 1
-    return done.stderr
-
-
 @pytest.mark.parametrize("option", ["--grace-seconds", "--request-timeout", "--engine-timeout"])
 @pytest.mark.parametrize("value", ["nan", "inf", "-1", "1e300"])
-def test_times_that_are_none(option: str, value: str) -> None:
+def test_times_that_are_none(option: str, value: str, refused: Callable[..., str]) -> None:
     assert f"{option[2:].replace('-', '_')} is " in refused(*SMALL, option, value)
 
 

@@ -13,18 +13,12 @@ from kvern import LLM
 from kvern.api.rerank import read_rerank
 from kvern.errors import ConfigError
 from kvern.server.config import ServerConfig
-from tests.served import KEY, QUESTION, SMALL, Served, serving
+from tests.served import KEY, QUESTION, Served, serving
 from tests.tiny_model import TEMPLATE, make_tiny_model
 
 DOCUMENTS = ["the quick brown fox", "the lazy dog", "over the fox"]
 LONG = "the lazy dog " * 200
 SITE = "https://chat.example"
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    with serving(*SMALL, "--data-dir", str(tmp_path_factory.mktemp("data"))) as served:
-        yield served
 
 
 @pytest.fixture(scope="module")

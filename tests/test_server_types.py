@@ -7,14 +7,7 @@ from typing import Any
 import pytest
 
 from tests.raw_requests import CHAT, SCORE, TEXT, connect
-from tests.served import SMALL, Served, serving
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    with serving(*SMALL, "--data-dir", str(tmp_path_factory.mktemp("data"))) as served:
-        yield served
-
+from tests.served import Served
 
 WRONG: list[Any] = [{}, {"a": 1}, [], [[]], [{}], [None], 1.5, -1, True, "", "\u0000", "x" * 100]
 FIELDS: dict[str, dict[str, Any]] = {

@@ -3,7 +3,6 @@
 import json
 import socket
 import threading
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -11,7 +10,7 @@ import openai
 import pytest
 
 from kvern import LLM, SamplingParams
-from tests.served import SMALL, Served, eventually, serving
+from tests.served import Served, eventually
 
 STREAMS = 8
 TOKENS = 24
@@ -95,12 +94,6 @@ CATASTROPHIC = [
     "a{100000000}",
 ]
 """Expressions at which a matcher that tries everything does not end."""
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[Served]:
-    with serving(*SMALL) as served:
-        yield served
 
 
 @pytest.fixture(scope="module")

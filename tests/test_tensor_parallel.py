@@ -1,54 +1,93 @@
 """What ranks have of a model, and what they refuse: logits here, whole engines in `test_rank_engines.py`."""
 
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from kvern import LLM
-from kvern.device.ranks import Ranks
+from kvern.device.ranks import ALONE, Ranks
 from kvern.errors import ConfigError
-from kvern.models.loader import load_model, read_config
+from kvern.layers.build import Build
+from kvern.models.checkpoint import read_headers
+from kvern.models.decoder import Decoder
+from kvern.models.loader import filled_model, load_model, read_config
 from kvern.models.registry import spec_from_config
-from kvern.models.share import share_of
+from kvern.models.share import WholeExperts, share_of
 from tests.families import FAMILIES, make_checkpoint, make_config
-from tests.test_model_parity import PROMPT, logits
+from tests.test_model_parity import PROMPT, logits, with_attention
 
 SECONDS = 60.0
-FEW = ("llama3", "llama_bias", "gemma3", "phi3", "gpt_neox")
-"""Tied embeddings, biases, norms of each head, fused tensors, tensors that are reordered first."""
+Result = TypeVar("Result")
+FEW = (
+    *("llama3", "llama_bias", "gemma3", "phi3", "gpt_neox", "olmo2", "cohere"),
+    *("lfm2", "qwen3_5", "qwen3_next", "granitemoehybrid", "deepseek_v3", "gemma3n"),
+    *("qwen2_moe", "glm4_moe_groups", "gpt_oss"),
+)
+"""Tied embeddings, biases, norms of each head, fused tensors, tensors that are reordered first, norms of all heads and
+with a weight for each, convolutions, states in the orders of two checkpoints and of a group on both ranks, latents,
+several residual streams, three kinds of routers."""
+CHANGED: dict[str, dict[str, Any]] = {"granitemoehybrid": {"mamba_n_groups": 1}}
+"""What tiny models have otherwise here: a group on both ranks."""
+EXPERTS = ("mixtral", "qwen3_moe", "qwen2_moe", "granitemoe", "glm4_moe", "glm4_moe_groups", "dots1", "qwen3_vl_moe")
 
 
-def logits_of_ranks(folder: Path, size: int) -> list[torch.Tensor]:
-    """Of PROMPT, as each of `size` ranks has them, which are threads here."""
+def of_ranks(
+    folder: Path, size: int, compute: Callable[[Decoder], Result], load: Callable[..., Decoder] = load_model
+) -> list[Result]:
+    """What each of `size` ranks, which are threads here, computes of its share of a model."""
 
-    def compute(rank: int) -> torch.Tensor:
+    def run(rank: int) -> Result:
         ranks = Ranks(rank, size)
         ranks.connect(folder / f"meeting-{size}", torch.device("cpu"), SECONDS)
-        return logits(load_model(folder, ranks=ranks), PROMPT)
+        return compute(load(folder, ranks=ranks))
 
     with ThreadPoolExecutor(size) as threads:
-        return list(threads.map(compute, range(size)))
+        return list(threads.map(run, range(size)))
 
 
-def check(folder: Path, size: int) -> None:
-    expected = logits(load_model(folder), PROMPT)
-    found = logits_of_ranks(folder, size)
+def logits_of_ranks(
+    folder: Path, size: int, load: Callable[..., Decoder] = load_model, **options: Any
+) -> list[torch.Tensor]:
+    """Of PROMPT; `options` of `load`."""
+    return of_ranks(folder, size, lambda decoder: logits(decoder, PROMPT), partial(load, **options))
+
+
+def check(folder: Path, size: int, load: Callable[..., Decoder] = load_model, **shared: Any) -> None:
+    expected = logits(load(folder), PROMPT)
+    found = logits_of_ranks(folder, size, load, **shared)
     assert (found[0] - expected).abs().max() < 1e-4
     assert all(torch.equal(found[0], other) for other in found), "each rank samples from the same numbers"
 
 
 @pytest.mark.parametrize("family", FEW)
 def test_ranks_compute_what_one_process_does(family: str, tmp_path: Path) -> None:
-    check(make_checkpoint(family, tmp_path), 2)
+    check(make_checkpoint(family, tmp_path, **CHANGED.get(family, {})), 2)
+
+
+@pytest.mark.parametrize(
+    ("family", "size", "redundant"),
+    [
+        ("mixtral", 2, 0),
+        ("glm4_moe", 4, 3),
+        *(pytest.param(family, *sizes, marks=pytest.mark.nightly) for family in EXPERTS for sizes in ((2, 2), (4, 0))),
+    ],
+)
+def test_ranks_with_whole_experts_compute_what_one_process_does(
+    family: str, size: int, redundant: int, tmp_path: Path
+) -> None:
+    check(make_checkpoint(family, tmp_path), size, whole_experts=WholeExperts(redundant))
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("family", FAMILIES)
 def test_all_families_are_shared_or_refused(family: str, tmp_path: Path) -> None:
-    folder = make_checkpoint(family, tmp_path)
+    folder = make_checkpoint(family, tmp_path, **CHANGED.get(family, {}))
     try:
         share_of(spec_from_config(read_config(folder)), 2)
     except ConfigError:
@@ -56,8 +95,43 @@ def test_all_families_are_shared_or_refused(family: str, tmp_path: Path) -> None
     check(folder, 2)
 
 
-def test_ranks_have_the_same_kv_heads_where_there_are_fewer(tmp_path: Path) -> None:
-    check(make_checkpoint("llama", tmp_path), 4)  # of 2 KV heads
+@pytest.mark.parametrize("family", ["llama", "olmo2"])
+def test_ranks_have_the_same_kv_heads_where_there_are_fewer(family: str, tmp_path: Path) -> None:
+    check(make_checkpoint(family, tmp_path), 4)  # of 2 KV heads
+
+
+def test_groups_of_state_heads_may_be_fewer_than_ranks(tmp_path: Path) -> None:
+    check(make_checkpoint("falcon_h1", tmp_path, mamba_n_heads=8, mamba_d_head=12), 4)  # 2 groups
+
+
+def load_with_sinks(folder: Path, ranks: Ranks = ALONE) -> Decoder:
+    """A model whose attention has sinks, which stand in its folder."""
+    spec = with_attention(sinks=True)(spec_from_config(read_config(folder)))
+    build = Build(torch.float32, torch.device("cpu"), 64, ranks=ranks)
+    return filled_model(Decoder, share_of(spec, ranks.size), build, folder, read_headers(folder))
+
+
+def test_each_rank_has_the_sinks_of_its_heads(tmp_path: Path) -> None:
+    folder = make_checkpoint("llama", tmp_path)
+    tensors = load_file(folder / "model.safetensors")
+    tensors |= {f"model.layers.{layer}.self_attn.sinks": torch.arange(4.0) + layer for layer in range(3)}
+    save_file(tensors, folder / "model.safetensors")
+    check(folder, 2, load_with_sinks)
+
+
+def test_ordered_sums_do_not_depend_on_what_is_beside(tmp_path: Path) -> None:
+    """Without kernels, where a library adds up in the order that it likes."""
+    given = torch.randn(3, 1000) * torch.tensor([1.0, 1e4, 1e-3])[:, None]
+
+    def run(rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+        ranks = Ranks(rank, 3)
+        ranks.connect(tmp_path / "meeting", torch.device("cpu"), SECONDS, ordered=True)
+        return ranks.sum(given[rank].clone()), ranks.least(torch.tensor([rank, 7, -rank]))
+
+    with ThreadPoolExecutor(3) as threads:
+        for total, least in threads.map(run, range(3)):
+            assert torch.equal(total, given[0] + given[1] + given[2])
+            assert least.tolist() == [0, 7, -2]
 
 
 def test_each_rank_holds_its_share_alone(tmp_path: Path) -> None:
@@ -85,15 +159,28 @@ def test_sizes_that_do_not_divide_a_model_are_refused(size: int, reason: str) ->
 
 
 @pytest.mark.parametrize(
+    ("family", "changes", "reason"),
+    [
+        ("qwen3_5", {}, "qwen3_5 has 2 key heads of a state"),
+        (
+            "falcon_h1",
+            {"mamba_n_groups": 1, "mamba_n_heads": 6},
+            "size is 4, and falcon_h1 has 6 heads of a state for each",
+        ),
+        ("falcon_h1", {"mamba_n_groups": 3}, "has 3 groups of heads of a state"),
+    ],
+)
+def test_sizes_that_do_not_divide_states_are_refused(family: str, changes: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        share_of(spec_from_config(make_config(family, **changes).to_dict()), 4)
+
+
+@pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"max_adapters": 2}, "adapters and tensor_parallel_size 2 are not possible together yet"),
-        ({"quantization": "int8"}, "quantized weights or a GGUF file and tensor_parallel_size 2"),
-        ({"kv_cache_dtype": "int8"}, "kv_cache_dtype int8 and"),
-        ({"draft_model": "kvern-1m"}, "draft_model kvern-1m and"),
-        ({"deterministic": True}, "deterministic and"),
-        ({"target_itl": "50ms"}, "target_itl and"),
         ({"tensor_parallel_size": 0}, "tensor_parallel_size is 0: it must be at least 1"),
+        ({"enable_expert_parallel": True}, "enable_expert_parallel is on, and llama has no experts"),
+        ({"redundant_experts": 1}, "redundant_experts is 1: it must be 0, or more with enable_expert_parallel"),
     ],
 )
 def test_what_ranks_cannot_do_yet_is_refused_by_name(options: dict[str, Any], reason: str) -> None:
@@ -101,7 +188,7 @@ def test_what_ranks_cannot_do_yet_is_refused_by_name(options: dict[str, Any], re
         LLM("kvern-12m", **{"tensor_parallel_size": 2, "device": "cpu", **options})
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3", "lfm2", "olmo2", "gemma3n"])
+@pytest.mark.parametrize("family", ["gemma4_experts"])
 def test_models_that_ranks_cannot_share_yet_are_refused_by_name(family: str) -> None:
     with pytest.raises(ConfigError, match="which is not possible together yet"):
         share_of(spec_from_config(make_config(family).to_dict()), 2)

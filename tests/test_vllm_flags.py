@@ -58,6 +58,16 @@ DOCUMENTED: list[tuple[str, dict[str, Any]]] = [
     ("serve m -tp 1 -q none", {"model": "m"}),
     ("serve m -tp=1 -O3", {"model": "m"}),
     ("serve m -tp 2", {"model": "m", "tensor_parallel_size": 2}),
+    (
+        "serve m -tp 2 --enable-expert-parallel --enable-eplb --num-redundant-experts 4",
+        {
+            "model": "m",
+            "tensor_parallel_size": 2,
+            "enable_expert_parallel": True,
+            "rebalance_experts": "60s",
+            "redundant_experts": 4,
+        },
+    ),
     ("serve m --tensor-parallel-size=4", {"model": "m", "tensor_parallel_size": 4}),
     ('serve m -sc \'{"method": "mtp", "num_speculative_tokens": 1}\'', {"model": "m", "draft_model": "mtp"}),
     ('serve m -sc \'{"method": "eagle3", "model": "h"}\'', {"model": "m", "draft_model": "h"}),
@@ -286,7 +296,8 @@ def test_every_row_of_the_table_gives_options_that_exist() -> None:
             assert rule.option in known or rule.option == "adapter", name
             assert name not in known or rule.option == name
         elif isinstance(rule, Switch):
-            assert known[rule.option] is bool or rule.yes in typing.get_args(known[rule.option]), name
+            kind = known[rule.option]
+            assert kind is bool or str in typing.get_args(kind) or rule.yes in typing.get_args(kind), name
 
 
 def test_help_about_a_word_knows_names_of_vllm(capsys: pytest.CaptureFixture[str]) -> None:

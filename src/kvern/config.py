@@ -57,6 +57,13 @@ class EngineConfig:
     executor: Literal["processes", "ray"] = "processes"
     """Who starts the processes of engines and of their ranks: processes of this machine, or ray on nodes of the cluster
     that RAY_ADDRESS names, where each rank has a GPU, or as many processors as threads says."""
+    enable_expert_parallel: bool = False
+    """Place whole experts of a mixture on the ranks of tensor_parallel_size, instead of a part of each on all."""
+    redundant_experts: int = 0
+    """Copies of busy experts, of each layer, beside all experts, where enable_expert_parallel places them."""
+    rebalance_experts: str | None = None
+    """Time such as 60s, after which experts that were placed whole change their places between steps, by what each has
+    had to do, and again each time. None: they stay where they are."""
     threads: int | None = None
     """CPU threads for the model. None: OMP_NUM_THREADS, else the physical cores of one memory node that the process may
     use, and no more than its control group gives it the time of."""
@@ -167,6 +174,8 @@ class EngineConfig:
     """Adapters on the device at the same time; others wait in host memory. None: 8 if there are adapters, else 0."""
     max_adapter_rank: int = 64
     """Highest rank of an adapter, 128 at most; a GPU sets memory aside for it."""
+    expert_counts: bool = False
+    """Tell in /metrics how many tokens each expert of each layer has had; some models have thousands of experts."""
     seed: int = 0
     """Requests without a seed of their own draw theirs from this one."""
     served_model_name: tuple[str, ...] = ()
@@ -188,6 +197,15 @@ class EngineConfig:
         for name in ("adapters", "chat_template_kwargs", "hf_overrides", "override_generation_config"):
             if not isinstance(getattr(self, name), Mapping):
                 raise ConfigError(f"{name} is {getattr(self, name)!r}: it must map names to values")
+        if self.redundant_experts < 0 or (self.redundant_experts and not self.enable_expert_parallel):
+            raise ConfigError(
+                f"redundant_experts is {self.redundant_experts}: it must be 0, or more with enable_expert_parallel"
+            )
+        if self.rebalance_seconds and not self.enable_expert_parallel:
+            raise ConfigError(
+                f"rebalance_experts is {self.rebalance_experts}, and enable_expert_parallel off: turn it on, or leave "
+                "rebalance_experts out"
+            )
         requests = self.max_batch_requests or 1
         if self.max_batch_tokens is not None and self.max_batch_tokens < requests:
             raise ConfigError(
@@ -227,6 +245,11 @@ class EngineConfig:
     def target_itl_seconds(self) -> float | None:
         """The option in seconds; 0: there is no limit. None: it is not given."""
         return None if self.target_itl is None else read_seconds("target_itl", self.target_itl)
+
+    @property
+    def rebalance_seconds(self) -> float:
+        """The option rebalance_experts in seconds; 0: experts stay where they are."""
+        return read_seconds("rebalance_experts", self.rebalance_experts or "none")
 
     @property
     def rank_timeout(self) -> float:

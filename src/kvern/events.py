@@ -1,5 +1,9 @@
 """What an engine says of its work: the token events of a step, and its counters."""
 
+from collections.abc import Sequence
+from itertools import zip_longest
+from typing import Any
+
 import msgspec
 
 from kvern.request import FinishReason
@@ -69,3 +73,17 @@ class EngineStatistics(msgspec.Struct, array_like=True, gc=False):
     def accepted_tokens(self) -> int:
         """Drafts that were right."""
         return sum(self.accepted_by_position)
+
+
+def all_together(each: Sequence[EngineStatistics]) -> EngineStatistics:
+    """Of several engines: the sums of what is counted, and the largest of shares and times."""
+    found: dict[str, Any] = {}
+    for name in EngineStatistics.__struct_fields__:
+        values = [getattr(one, name) for one in each]
+        if name in ("kv_cache_usage", "target_itl"):
+            found[name] = max(values)
+        elif name in ("drafts_by_position", "accepted_by_position"):
+            found[name] = tuple(map(sum, zip_longest(*values, fillvalue=0)))
+        else:
+            found[name] = sum(values)
+    return EngineStatistics(**found)

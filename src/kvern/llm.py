@@ -14,7 +14,8 @@ from kvern.engine.inputs import Messages, Prompt
 from kvern.engine.model_facts import ModelFacts
 from kvern.engine.relevance import PairClassifier, way_of
 from kvern.engine.scoring import Pair, Score, score_of, scored_prompts
-from kvern.errors import InvalidRequest, KvernError, RequestFailed
+from kvern.engine.several import SeveralEngines
+from kvern.errors import EngineDied, InvalidRequest, KvernError, RequestFailed
 from kvern.events import EngineStatistics
 from kvern.model_spec import ModelSpec
 from kvern.outputs import CompletionOutput, RequestOutput
@@ -49,7 +50,9 @@ class LLM:
     """
 
     def __init__(self, model: str | None = None, **options: Any) -> None:
-        self._engine = Engine(EngineConfig(model=model, **options))
+        config = EngineConfig(model=model, **options)
+        several = config.data_parallel_size > 1 or config.executor == "ray"
+        self._engine = SeveralEngines(config) if several else Engine(config)
         self._ids = (f"request-{number}" for number in itertools.count())
 
     @property
@@ -256,7 +259,7 @@ class LLM:
         An invalid input, or one that fails on the way, yields a FailedRequest and disturbs nobody. At most
         `max_in_flight` inputs (default: twice the batch) are held at once, so the input may be endless.
         """
-        limit = max_in_flight or 2 * self._engine.layout.max_batch_requests
+        limit = max_in_flight or 2 * self._engine.max_batch_requests
         source, alive = iter(inputs), dict[str, RequestOutput]()
         exhausted = False
         try:
@@ -270,6 +273,8 @@ class LLM:
                     try:
                         name = adapter[0] if adapter else None
                         alive[request_id] = self._engine.add(request_id, prompt, params, adapter=name)
+                    except EngineDied:  # no fault of that input
+                        raise
                     except KvernError as error:
                         yield FailedRequest(request_id, error)
                 if not alive:
@@ -294,9 +299,16 @@ class LLM:
         """What the engine has done since it started."""
         return self._engine.statistics()
 
+    def expert_tokens(self) -> list[list[int]]:
+        """How many tokens each expert of each layer has had since the engine started; empty for layers without any.
+
+        Tokens that fill up a batch on a GPU are counted as well.
+        """
+        return self._engine.expert_tokens()
+
     def close(self) -> None:
-        """Abort what runs. The memory goes with the object."""
-        self._engine.abort(list(self._engine.request_ids))
+        """Abort what runs. The memory goes with the object; engines of their own processes end."""
+        self._engine.close()
 
     def __enter__(self) -> Self:
         return self

@@ -190,7 +190,7 @@ class Mamba2Spec:
     what writes to it and reads it, its keys and queries. These and what is written, its values, go through a causal
     convolution over `kernel` tokens. What is read is gated and normalised in as many groups, with `epsilon`: `gating`
     tells on which side of the norm the gate stands, or that there is no norm. `bias` and `conv_bias`: the projections,
-    or the convolution, have one.
+    or the convolution, have one. `copies`: so many neighbouring ranks have heads of the same group.
     """
 
     heads: int
@@ -203,6 +203,7 @@ class Mamba2Spec:
     conv_bias: bool = True
     gating: Gating = "before_norm"
     scales: Mamba2Scales = Mamba2Scales()
+    copies: int = 1
 
     @property
     def inner(self) -> int:

@@ -117,6 +117,8 @@ class MoeSpec:
     that size and back. `bias`: the router and the matrices of all experts have one. The activation "clamped_swiglu" is
     `(up + 1) * gate * sigmoid(SWIGLU_SLOPE * gate)`, of a gate that is at most SWIGLU_LIMIT and an up that is at most
     as far from 0.
+
+    With `placed_over` > 1 whole experts are placed over so many ranks, and `redundant` copies of some of them.
     """
 
     experts: int
@@ -134,11 +136,18 @@ class MoeSpec:
     gated: bool = True
     latent: int = 0
     bias: bool = False
+    placed_over: int = 1
+    redundant: int = 0
 
     @property
     def first_width(self) -> int:
         """Outputs of an expert's first product: of gate and up, or of up alone."""
         return 2 * self.width if self.gated else self.width
+
+    @property
+    def slots(self) -> int:
+        """Experts that the rank with the most of them has."""
+        return -(-(self.experts + self.redundant) // self.placed_over)
 
     @property
     def has_plain_gate(self) -> bool:

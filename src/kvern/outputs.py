@@ -53,6 +53,12 @@ class RequestOutput:
         ended = (answer.stop_reason for answer in self.outputs if answer.finish_reason == "abort")
         return next((reason for reason in ended if isinstance(reason, str)), None)
 
+    def fail(self, reason: str) -> None:
+        """Its answers that were ended from outside could not go on."""
+        for answer in self.outputs:
+            if answer.finish_reason == "abort" and answer.stop_reason is None:
+                answer.stop_reason = reason
+
     def check(self) -> None:
         """Raise RequestFailed if one of the answers could not go on."""
         if self.failure is not None:

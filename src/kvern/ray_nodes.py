@@ -161,6 +161,6 @@ def check_room(cpus: int, gpus: int) -> None:
     for name, wanted in (("CPU", cpus), ("GPU", gpus)):
         if there.get(name, 0) < wanted:
             raise ConfigError(
-                f"the engines need {wanted} {name}s, and the Ray cluster has {there.get(name, 0):g}: lower "
-                "data_parallel_size, tensor_parallel_size or threads, or add nodes"
+                f"the engines need {wanted} {name}s, and the Ray cluster has {there.get(name, 0):g}: add nodes, "
+                "or lower the number of engines, tensor_parallel_size or threads"
             )

@@ -130,9 +130,7 @@ class ModelReplica:
 
     def check_health(self) -> None:
         """Raises EngineUnavailable if engines do not stay alive here; another process is tried in this one's place."""
-        troubles = [trouble for each in self._client.replicas if (trouble := each.supervisor.unavailable) is not None]
-        if len(troubles) == len(self._client.replicas):
-            raise troubles[0]
+        self._client.replicas.check_alive()
 
     def figures(self) -> tuple[str, bytes]:
         """Of this replica: its name, and its metrics in Prometheus's text format."""

@@ -15,6 +15,7 @@ from kvern.layers.linear import Linear
 from kvern.layers.linear_format import LinearMethods
 from kvern.layers.tuned_linear import TunedLinear
 from tests.kernels.test_norm import relative_error
+from tests.pairwise import pairwise
 
 
 def bf16(*shape: int) -> torch.Tensor:
@@ -84,11 +85,16 @@ def reference(
     return result
 
 
-@pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize("sizes", [(40,), (150, 130), (136, 24, 8), (70, 130, 24, 8), (1,)])
-@pytest.mark.parametrize("adapters", [[2], [0, -1, 3, 3, 1, -1, 2], [1] * 70 + [-1] * 20 + [0] * 9])
+@pytest.mark.parametrize(
+    ("adapters", "sizes", "deterministic"),
+    pairwise(
+        [[2], [0, -1, 3, 3, 1, -1, 2], [1] * 70 + [-1] * 20 + [0] * 9],
+        [[40], [150, 130], [136, 24, 8], [70, 130, 24, 8], [1]],
+        [False, True],
+    ),
+)
 def test_rows_get_what_their_adapter_adds(
-    device: torch.device, adapters: list[int], sizes: tuple[int, ...], deterministic: bool
+    device: torch.device, adapters: list[int], sizes: list[int], deterministic: bool
 ) -> None:
     generator = torch.Generator().manual_seed(len(adapters))
     inputs, most, ranks = 1100, 48, [8, 40, 17, 0]
@@ -106,11 +112,16 @@ def test_rows_get_what_their_adapter_adds(
     assert torch.equal(out[untouched], before)
 
 
-@pytest.mark.parametrize("splits", [1, 2])
-@pytest.mark.parametrize("sizes", [(40,), (160, 130), (128, 32, 32), (64, 32, 32, 32)])
-@pytest.mark.parametrize("adapters", [[2], [0, -1, 3, 3, 1, -1, 2], [1] * 17 + [-1] * 6 + [0] * 9])
+@pytest.mark.parametrize(
+    ("adapters", "sizes", "splits"),
+    pairwise(
+        [[2], [0, -1, 3, 3, 1, -1, 2], [1] * 17 + [-1] * 6 + [0] * 9],
+        [[40], [160, 130], [128, 32, 32], [64, 32, 32, 32]],
+        [1, 2],
+    ),
+)
 def test_a_product_with_what_adapters_add(
-    device: torch.device, adapters: list[int], sizes: tuple[int, ...], splits: int
+    device: torch.device, adapters: list[int], sizes: list[int], splits: int
 ) -> None:
     generator = torch.Generator().manual_seed(len(adapters))
     inputs, most, ranks = 1100, 48, torch.tensor([8, 40, 17, 0], dtype=torch.int32, device=device)

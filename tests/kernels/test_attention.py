@@ -12,6 +12,7 @@ from kvern.kernels.attention_prefix import SharedPrefix, prefix_members
 from kvern.kernels.attention_split import SplitShape, split_attention
 from kvern.kernels.launch import next_power_of_2
 from tests.kernels.test_norm import relative_error
+from tests.pairwise import pairwise
 
 BLOCK_SIZE = 4
 
@@ -85,10 +86,8 @@ def reference(
 
 
 SHAPES = [(4, 2, 16), (3, 3, 24), (8, 1, 20)]
-KINDS = pytest.mark.parametrize(
-    ("window", "softcap", "sunk"),
-    [(None, None, True), (7, None, False), (None, 5.0, False), (3, 2.0, True)],
-)
+KINDS = [(None, None, True), (7, None, False), (None, 5.0, False), (3, 2.0, True)]
+OPTIONS = ("heads", "kv_heads", "dim", "window", "softcap", "sunk")
 
 
 def make_sinks(heads: int, sunk: bool, device: torch.device) -> torch.Tensor | None:
@@ -96,9 +95,7 @@ def make_sinks(heads: int, sunk: bool, device: torch.device) -> torch.Tensor | N
     return torch.linspace(-30, 6, heads, device=device) if sunk else None
 
 
-@pytest.mark.parametrize(("heads", "kv_heads", "dim"), SHAPES)
-@KINDS
-@pytest.mark.parametrize("splits", [1, 4])
+@pytest.mark.parametrize((*OPTIONS, "splits"), pairwise(SHAPES, KINDS, [1, 4]))
 def test_decode(
     device: torch.device,
     heads: int,
@@ -131,8 +128,7 @@ def test_decode(
     assert relative_error(out, reference(batch, 0.3, window, softcap, sinks)) < 1e-5
 
 
-@pytest.mark.parametrize(("heads", "kv_heads", "dim"), SHAPES)
-@KINDS
+@pytest.mark.parametrize(OPTIONS, pairwise(SHAPES, KINDS))
 def test_prefill(
     device: torch.device, heads: int, kv_heads: int, dim: int, window: int | None, softcap: float | None, sunk: bool
 ) -> None:
@@ -162,9 +158,7 @@ def test_prefill(
     assert relative_error(out, reference(batch, 0.3, window, softcap, sinks)) < 1e-5
 
 
-@pytest.mark.parametrize(("heads", "kv_heads", "dim"), SHAPES)
-@KINDS
-@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize((*OPTIONS, "splits"), pairwise(SHAPES, KINDS, [1, 3]))
 def test_runs_whose_keys_are_shared_out(
     device: torch.device,
     heads: int,

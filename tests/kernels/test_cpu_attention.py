@@ -174,6 +174,20 @@ def test_answers(case: Case) -> None:
     assert torch.equal(batch.attend(wanted=wanted), found[wanted])
 
 
+@pytest.mark.parametrize("window", [1, 50, 64, 300])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_blocks_that_a_window_passed_are_others(dtype: torch.dtype, window: int) -> None:
+    """What is in them may be no number, and changes nothing."""
+    case = Case(window=window, block_size=4, dtype=dtype, cache_dtype=dtype)
+    batch = make_batch(case, [(700, 1), (333, 1), (322, 3), (610, 1), (320, 70)])
+    expected = batch.attend()
+    for row, (start, _) in zip(batch.table, batch.requests, strict=True):
+        passed = max(0, start + 1 - window) // case.block_size
+        batch.cache[:, row[:passed].long()] = float("nan")
+        row[:passed] = 0
+    assert torch.equal(batch.attend(), expected)
+
+
 @pytest.mark.parametrize("threads", [1, 2], indirect=True)
 @pytest.mark.parametrize(
     "case",

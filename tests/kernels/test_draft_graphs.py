@@ -25,7 +25,7 @@ def test_a_model_that_drafts_for_itself_is_right(
 ) -> None:
     """Of each row, and again behind drafts that were accepted or not; the keys of the last one are not there."""
     make_checkpoint("llama", tmp_path, num_hidden_layers=2)
-    params = [SamplingParams(temperature=0.7, seed=seed, max_tokens=12, ignore_eos=True) for seed in range(3)]
+    params = [SamplingParams(temperature=0.7, seed=seed, max_tokens=9, ignore_eos=True) for seed in range(3)]
     llm = on_device(tmp_path, **OPTIONS)
     answers = [output.outputs[0].token_ids for output in llm.generate(PROMPTS, params)]
     for index, (prompt, param) in enumerate(zip(PROMPTS, params, strict=True)):

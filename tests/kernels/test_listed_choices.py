@@ -42,7 +42,7 @@ def test_what_may_be_chosen_is_listed(
     layers = tuple(replace(layer, rope=None) for layer in spec.layers)
     plain, own = (linear_methods(config, way, online) for way in (Unquantized(), TunedLinear(META, "auto")))
     model = Decoder(replace(spec, layers=layers), Build(torch.bfloat16, META, 1, OURS, own))
-    packed = packed_kinds(spec, torch.bfloat16, plain)
+    packed = packed_kinds(spec, Build(torch.bfloat16, META, 1, linear=plain))
     assert bool(packed) == bool(config or online) and all(kind.part != "embed_tokens" for kind in packed)
     inputs = Inputs(CPU, torch.bfloat16, "empty", packed=packed)
     forms = [(kernel.name, form) for kernel in KERNELS for form in kernel.launched(spec, inputs)]

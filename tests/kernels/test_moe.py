@@ -19,6 +19,7 @@ from kvern.layers.tuned_experts import MOST_TOKENS
 from kvern.layers.tuning import tune
 from kvern.model_spec import MoeSpec
 from tests.kernels.test_norm import relative_error
+from tests.pairwise import pairwise
 
 REFERENCES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "silu": F.silu,
@@ -127,9 +128,10 @@ def test_route_of_no_numbers_stays_in_range(device: torch.device) -> None:
     assert chosen.min() >= 0 and chosen.max() < 6
 
 
-@pytest.mark.parametrize("tokens", [1, 3, 40])
-@pytest.mark.parametrize(("experts", "top_k", "rows"), [(4, 1, 16), (8, 2, 16), (37, 2, 64), (3, 3, 16)])
-@pytest.mark.parametrize(("chunk", "multiple"), [(32, 4), (4096, 1)])
+@pytest.mark.parametrize(
+    ("tokens", "experts", "top_k", "rows", "chunk", "multiple"),
+    pairwise([1, 3, 40], [(4, 1, 16), (8, 2, 16), (37, 2, 64), (3, 3, 16)], [(32, 4), (4096, 1)]),
+)
 def test_align(
     device: torch.device,
     monkeypatch: pytest.MonkeyPatch,
@@ -232,11 +234,15 @@ def run(
 
 
 @pytest.mark.parametrize(
-    ("path", "tokens"),
-    [(path, tokens) for path in PATHS for tokens in (1, 3, 17, 40) if (path, tokens) != ("direct", 40)],
+    ("path", "tokens", "experts", "top_k", "dtype"),
+    pairwise(
+        PATHS,
+        (1, 3, 17, 40),
+        [(4, 1), (4, 2), (8, 4)],
+        [torch.float32, torch.float16],
+        possible=lambda path, tokens, *_: (path, tokens) != ("direct", 40),
+    ),
 )
-@pytest.mark.parametrize(("experts", "top_k"), [(4, 1), (4, 2), (8, 4)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_experts(
     device: torch.device,
     monkeypatch: pytest.MonkeyPatch,
@@ -252,11 +258,10 @@ def test_experts(
     assert relative_error(out, experts_reference(*case, "silu")) < (1e-5 if dtype is torch.float32 else 1e-3)
 
 
-@pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize(
-    "activation", [pytest.param(name, marks=[pytest.mark.nightly] if name == "gelu" else []) for name in ACTIVATIONS]
+    ("path", "activation", "hidden", "width", "top_k"),
+    pairwise(PATHS, [*ACTIVATIONS], [(200, 32, 3), (64, 100, 1), (40, 17, 3)]),
 )
-@pytest.mark.parametrize(("hidden", "width", "top_k"), [(200, 32, 3), (64, 100, 1), (40, 17, 3)])
 def test_activations_odd_sizes_and_what_is_added(
     device: torch.device,
     monkeypatch: pytest.MonkeyPatch,
@@ -381,6 +386,7 @@ def test_layers_of_kernels_agree_with_those_of_pytorch(device: torch.device, nam
     fused.load_state_dict(plain.state_dict())
     x = torch.randn(7, 32, generator=generator).to(device)
     assert relative_error(fused(x), plain(x).double()) < 1e-5
+    assert torch.equal(fused.experts.expert_counts, plain.experts.expert_counts)
     fused(x[:2])
     chosen = torch.cat((plain.gate(x)[1], plain.gate(x[:2])[1]))
     assert torch.equal(fused.experts.expert_counts, chosen.flatten().bincount(minlength=spec.experts))

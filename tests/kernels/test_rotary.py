@@ -5,6 +5,7 @@ import torch
 
 from kvern.kernels.rotary import rotate_and_store
 from tests.kernels.test_norm import relative_error
+from tests.pairwise import pairwise
 
 BLOCK_SIZE, BLOCKS = 4, 6
 
@@ -22,12 +23,10 @@ def rotated(x: torch.Tensor, table: torch.Tensor, positions: torch.Tensor, inter
     return torch.cat((joined, x[..., dim:]), -1)
 
 
-@pytest.mark.parametrize("tokens", [1, 40])
 @pytest.mark.parametrize(
-    ("heads", "kv_heads", "dim", "rotary"), [(4, 2, 16, 16), (3, 1, 24, 8), (2, 2, 16, 0), (5, 5, 20, 12)]
+    ("tokens", "heads", "kv_heads", "dim", "rotary", "interleaved", "norm"),
+    pairwise([1, 40], [(4, 2, 16, 16), (3, 1, 24, 8), (2, 2, 16, 0), (5, 5, 20, 12)], [False, True], [False, True]),
 )
-@pytest.mark.parametrize("interleaved", [False, True])
-@pytest.mark.parametrize("norm", [False, True])
 def test_rotate_and_store(
     device: torch.device, tokens: int, heads: int, kv_heads: int, dim: int, rotary: int, interleaved: bool, norm: bool
 ) -> None:

@@ -22,6 +22,7 @@ from torch import Tensor
 from kvern.adapters.check import MOST_CONFIG_BYTES, WEIGHTS_NAME, AdaptedModule, Checked, Matrix, check_files
 from kvern.adapters.peft_config import CONFIG_NAME, ends_with_any
 from kvern.adapters.targets import Target
+from kvern.device.ranks import places
 from kvern.errors import InvalidAdapter
 from kvern.files import digest_of, open_regular, read_at, reason
 from kvern.model_spec import ModelSpec, Rename
@@ -46,6 +47,11 @@ class LowRank:
     @property
     def rank(self) -> int:
         return self.down.shape[0]
+
+    def share(self, target: Target) -> "LowRank":
+        """What is added to the part that is here."""
+        inputs, rows = target.inputs.held, [self.up[held.start : held.stop] for _, held in places(target.outputs)]
+        return LowRank(self.down[:, inputs.start : inputs.stop].contiguous(), torch.cat(rows))
 
 
 @dataclass(frozen=True)
@@ -136,7 +142,7 @@ def _place(
         raise InvalidAdapter(f"{file}: {name} {_why_not(name)}")
     if not module.targeted:
         raise InvalidAdapter(f"{file}: {name} has tensors, but target_modules does not name it")
-    rank, inputs, outputs = module.rank, parts[0].inputs, sum(part.outputs for part in parts)
+    rank, inputs, outputs = module.rank, parts[0].inputs.whole, sum(part.width for part in parts)
     for side, expected in (("A", (rank, inputs)), ("B", (outputs, rank))):
         if module.matrices[side].shape != expected:
             raise InvalidAdapter(
@@ -160,7 +166,7 @@ def _low_ranks(file: Path, weights: BinaryIO, place: _Place, spec: ModelSpec, dt
                 f"{file}: tensor {place.name}.lora_{side}.weight, scaled by {scale:g}, holds numbers that are not "
                 f"finite in {str(dtype).removeprefix('torch.')}"
             )
-    each = torch.split(up, [part.outputs for part in parts])
+    each = torch.split(up, [part.width for part in parts])
     return {part.key: LowRank(down, rows.contiguous()) for part, rows in zip(parts, each, strict=True)}
 
 

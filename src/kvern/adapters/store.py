@@ -14,7 +14,8 @@ from kvern.model_spec import ModelSpec
 class AdapterStore:
     """Adapters by their keys. `read` may run in another thread; all else belongs to the engine's.
 
-    `max_rank` is the highest that fits; `pinned` keeps weights where a GPU can fetch them by itself.
+    `max_rank` is the highest that fits; `pinned` keeps weights where a GPU can fetch them by itself. `shared`: of
+    several ranks each keeps its share of an adapter that one of them read.
     """
 
     def __init__(
@@ -24,13 +25,18 @@ class AdapterStore:
         max_rank: int,
         dtype: torch.dtype,
         pinned: bool = False,
+        shared: bool = False,
     ) -> None:
-        self._spec, self._targets, self._max_rank, self._dtype, self._pinned = spec, targets, max_rank, dtype, pinned
+        self._spec, self._targets, self._max_rank, self._dtype = spec, targets, max_rank, dtype
+        self._pinned, self._shared = pinned, shared
         self._adapters: dict[int, Adapter] = {}
 
     def read(self, path: str) -> Adapter:
-        """The adapter in a folder. Raises InvalidAdapter."""
+        """The adapter in a folder, of the whole model. Raises InvalidAdapter."""
         adapter = read_adapter(Path(path).expanduser(), self._spec, self._targets, self._max_rank, self._dtype)
+        return adapter if self._shared else self._kept(adapter)
+
+    def _kept(self, adapter: Adapter) -> Adapter:
         if not self._pinned:
             return adapter
         parts = {key: LowRank(item.down.pin_memory(), item.up.pin_memory()) for key, item in adapter.parts.items()}
@@ -44,6 +50,10 @@ class AdapterStore:
 
     def add(self, key: int, adapter: Adapter) -> None:
         """Keep an adapter that was read."""
+        if self._shared:
+            targets = {target.key: target for parts in self._targets.values() for target in parts}
+            shares = {name: part.share(targets[name]) for name, part in adapter.parts.items()}
+            adapter = self._kept(dataclasses.replace(adapter, parts=shares))
         self._adapters[key] = adapter
 
     def drop(self, key: int) -> None:

@@ -1,21 +1,30 @@
 """What of a decoder can be adapted: its linear layers, by the names that a Llama-style checkpoint gives them."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from torch import nn
 
+from kvern.device.ranks import Share
 from kvern.layers.linear import Linear
 
 
 @dataclass(frozen=True)
 class Target:
-    """One part of a linear layer: `layer` is its path in the decoder, `part` the name of the checkpoint's module."""
+    """One part of a linear layer: `layer` is its path in the decoder, `part` the name of the checkpoint's module.
+
+    `outputs`, which lie one behind the other, and `inputs`: those of the checkpoint, and which of them are here.
+    """
 
     layer: str
     part: str
-    inputs: int
-    outputs: int
+    outputs: Sequence[Share]
+    inputs: Share
+
+    @property
+    def width(self) -> int:
+        """How many outputs the checkpoint has."""
+        return sum(share.whole for share in self.outputs)
 
     @property
     def key(self) -> str:
@@ -34,7 +43,7 @@ def targets_of(decoder: nn.Module) -> dict[str, tuple[Target, ...]]:
     targets: dict[str, tuple[Target, ...]] = {}
     for path, linear in linear_layers(decoder):
         prefix = f"model.{path.rpartition('.')[0]}."
-        parts = [Target(path, part, linear.inputs, outputs) for part, outputs in linear.outputs.items()]
+        parts = [Target(path, part, *linear.shares(part)) for part in linear.outputs]
         targets |= {prefix + target.part: (target,) for target in parts}
         if linear.fused is not None:
             targets[prefix + linear.fused] = tuple(parts)

@@ -271,15 +271,15 @@ def parameters(body: Mapping[str, Any], url: str) -> dict[str, Any]:
     return found
 
 
-def read_prompts(body: Mapping[str, Any], name: str = "prompt") -> list[Prompt]:
+def read_prompts(body: Mapping[str, Any], name: str = "prompt", most: int = MOST_PROMPTS) -> list[Prompt]:
     """The prompts of a body, in a field of that name: one text or list of token ids, or several. Raises HttpError."""
     prompt = body.get(name)
     first = prompt[0] if isinstance(prompt, list) and prompt else None
     if isinstance(prompt, str) or (isinstance(prompt, list) and isinstance(first, int)):
         return [prompt]  # whether all of them are ids is looked at outside the event loop
     if isinstance(prompt, list) and isinstance(first, str | list):
-        if len(prompt) > MOST_PROMPTS:
-            raise HttpError(400, f"{name} holds {len(prompt)} prompts: at most {MOST_PROMPTS}", param=name)
+        if len(prompt) > most:
+            raise HttpError(400, f"{name} holds {len(prompt)} prompts: at most {most}", param=name)
         return list(prompt)
     raise HttpError(
         400, f"{name} is {shown(prompt)}: it must be a text, a list of token ids, or a list of these", param=name

@@ -16,6 +16,8 @@ from kvern.outputs import RequestOutput
 from kvern.tools.encoding import Encoding
 
 EMBEDDINGS = "/v1/embeddings"
+MOST_TEXTS = 2048
+"""As at OpenAI's: clients send a thousand at once by themselves."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +46,9 @@ def read_embedding(body: Mapping[str, Any]) -> EmbeddingBody:
     encoding = read_encoding(body, special=True, side="right")
     if encoding is not None:
         encoding = replace(encoding, keeps_special=encoding.add_special_tokens)
-    return EmbeddingBody(read_prompts(body, "input"), encoding, number_format, dimensions, read_common(body))
+    return EmbeddingBody(
+        read_prompts(body, "input", MOST_TEXTS), encoding, number_format, dimensions, read_common(body)
+    )
 
 
 def embedding_answer(

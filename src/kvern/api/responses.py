@@ -237,11 +237,15 @@ def _told_again(answer: CompletionOutput, most: int) -> Iterator[tuple[str, list
 
 
 def _logprobs(answer: CompletionOutput, first: int, most: int) -> list[dict[str, Any]]:
-    """Of all tokens from the one of this number on, each with the `most` probable; none if they were not asked for."""
+    """Of all tokens from the one of this number on, each with the `most` probable; none if they were not asked for.
+
+    A token that ends the answer is no part of what is said.
+    """
     if answer.logprobs is None:
         return []
     told = []
-    for token_id, table in zip(answer.token_ids[first:], answer.logprobs[first:], strict=True):
+    said = len(answer.token_ids) - (answer.finish_reason == "stop" and not isinstance(answer.stop_reason, str))
+    for token_id, table in zip(answer.token_ids[first:said], answer.logprobs[first:said], strict=True):
         best = sorted(table.values(), key=lambda entry: -entry.logprob)[:most]
         told.append({**_logprob(table[token_id]), "top_logprobs": [_logprob(entry) for entry in best]})
     return told

@@ -1,4 +1,4 @@
-"""One batch job: rows in, answers out, in order, through one engine or several that work on many rows at once.
+"""One batch job: rows in, answers out, in order, through one engine that works on many rows at once.
 
     reader --row--> request --as_completed--> engine --output--> waiting place --in order--> journal --> output file
 
@@ -30,7 +30,6 @@ from kvern.progress import generation_progress
 from kvern.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
-    from kvern.batch.engine_processes import EngineProcesses
     from kvern.engine.inputs import Prompt
     from kvern.llm import LLM, FailedRequest
     from kvern.outputs import RequestOutput
@@ -146,7 +145,7 @@ class BatchJob:
         self._cached_tokens = 0
         self._read = self._written = self._place = 0
 
-    def run(self, llm: LLM | EngineProcesses) -> BatchResult:
+    def run(self, llm: LLM) -> BatchResult:
         """Run what is not done yet. Ctrl-C ends it early, with everything that can be written written."""
         self.journal.open(self.overwrite)
         try:
@@ -154,7 +153,7 @@ class BatchJob:
         finally:
             self.journal.close()
 
-    def _run(self, llm: LLM | EngineProcesses) -> BatchResult:
+    def _run(self, llm: LLM) -> BatchResult:
         before = self.journal.record.done
         started = time.perf_counter()
         interrupted = False
@@ -182,7 +181,7 @@ class BatchJob:
             errors_path=self.journal.errors_path,
         )
 
-    def _answer_all(self, llm: LLM | EngineProcesses, report: Callable[[int, int], None]) -> None:
+    def _answer_all(self, llm: LLM, report: Callable[[int, int], None]) -> None:
         before = self.journal.record.done
         self._place = self._written = before.rows
         rows = iter(self.reader)
@@ -289,7 +288,7 @@ def interrupts_deferred() -> Iterator[None]:
         raise KeyboardInterrupt
 
 
-def chat_of(request: BatchRequest, llm: LLM | EngineProcesses) -> ChatRequest | None:
+def chat_of(request: BatchRequest, llm: LLM) -> ChatRequest | None:
     chat = request.chat
     if chat is None:
         return None

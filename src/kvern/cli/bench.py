@@ -45,6 +45,7 @@ class Offline:
         """Run the workloads, print the table and return the exit code. Raises KvernError."""
         from kvern.bench.offline import Result, check, describe, run_once
         from kvern.bench.workloads import resolve
+        from kvern.planning.prediction import predicted_seconds
 
         if self.repeat < 1:
             raise ConfigError(f"repeat is {self.repeat}: it must be at least 1")
@@ -61,11 +62,17 @@ class Offline:
                 _say(f"{workload.name}: run {number + 1} of {self.warmup + self.repeat}: {run.seconds:.3f} s")
                 runs.append(run)
             results.append(Result(workload, runs[self.warmup :]))
-        _print(results)
+        try:
+            predicted: list[float] = predicted_seconds(engine, workloads)
+        except ConfigError as error:
+            _say(f"nothing is predicted: {error}")
+            predicted = []
+        _print(results, predicted)
         if self.json is not None:
             report = describe(engine) | {
                 "temperature": self.temperature,
                 "results": [result.report() for result in results],
+                "predicted_seconds": predicted,
             }
             self.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
         return 0
@@ -86,6 +93,7 @@ class Kernels:
         import torch
         from rich.table import Table
 
+        from kvern.layers.build import Build
         from kvern.layers.linear_format import linear_methods
         from kvern.layers.unquantized import Unquantized
         from kvern.models.folder import model_folder
@@ -105,7 +113,8 @@ class Kernels:
         unknown = set(self.codes) - {"all", *FORMS}
         if unknown:
             raise ConfigError(f"codes are {', '.join(sorted(unknown))}; there are {', '.join(FORMS)}, and all")
-        packed = packed_kinds(spec, dtype, linear_methods(described, Unquantized(), self.engine.quantization))
+        methods = linear_methods(described, Unquantized(), self.engine.quantization)
+        packed = packed_kinds(spec, Build(dtype, torch.device("meta"), 1, linear=methods))
         packed += kinds_of_forms(spec, dtype, tuple(FORMS) if "all" in self.codes else self.codes)
         bandwidth, rate = ceilings(device)
         table = Table(
@@ -209,7 +218,8 @@ def _print_tables(*tables: Table) -> None:
         Console(width=None if sys.stdout.isatty() else 140).print(table)
 
 
-def _print(results: list[Result]) -> None:
+def _print(results: list[Result], predicted: list[float]) -> None:
+    """The table; `predicted`: the seconds of each workload by the estimates of kvern plan, or nothing."""
     from rich.table import Table
 
     table = Table(
@@ -229,7 +239,9 @@ def _print(results: list[Result]) -> None:
     if with_drafts:
         table.add_column("drafts right")
         table.add_column("tok/step with drafts")
-    for result in results:
+    if predicted:
+        table.add_column("s by kvern plan")
+    for number, result in enumerate(results):
         low, high = result.spread
         table.add_row(
             result.workload.name,
@@ -245,5 +257,6 @@ def _print(results: list[Result]) -> None:
             ),
             *([f"{result.drafts.accepted:,} of {result.drafts.count:,}"] if with_drafts else ()),
             *([f"{result.drafts.tokens_a_step:.2f}"] if with_drafts else ()),
+            *([f"{predicted[number]:.3f}"] if predicted else ()),
         )
     _print_tables(table)

@@ -16,6 +16,7 @@ from kvern.cli.arguments import TEXTS, kvern_arguments
 from kvern.cli.bench import Kernels, Offline, ProfileCommand
 from kvern.cli.bench_serve import ServeBench
 from kvern.cli.chat import ChatCommand
+from kvern.cli.engines import EnginesCommand
 from kvern.cli.flag_rules import json_object
 from kvern.cli.help import asked_help, print_help
 from kvern.cli.models import ModelsCommand
@@ -28,11 +29,13 @@ from kvern.cli.train_eagle import TrainEagleCommand
 from kvern.errors import KvernError
 
 BAD_INPUT = 2
+DIVISION = ("tensor_parallel_size", "data_parallel_size")
 Rule = Callable[[tyro.constructors.PrimitiveTypeInfo], tyro.constructors.PrimitiveConstructorSpec[Any] | None]
 KINDS: dict[tuple[str, ...], type] = {
     ("run",): RunCommand,
     ("chat",): ChatCommand,
     ("serve",): ServeCommand,
+    ("engines",): EnginesCommand,
     ("models",): ModelsCommand,
     ("plan",): PlanCommand,
     ("quantize",): QuantizeCommand,
@@ -79,7 +82,7 @@ def read_command(arguments: list[str], environment: Mapping[str, str]) -> tuple[
         registry.primitive_rule(rule)
     with registry:
         command = tyro.cli(
-            commands(defaults),
+            commands(defaults, divided=any(option in DIVISION for option in [*defaults.given, *options_in(arguments)])),
             args=arguments or ["--help"],
             prog="kvern",
             description=DESCRIPTION,
@@ -130,9 +133,19 @@ RULES = (
 """Several texts come as the JSON list that `kvern_arguments` makes of them, whatever they begin with."""
 
 
-def commands(defaults: Defaults) -> Any:
-    """Return the union of the commands, with the values of environment and configuration file as defaults."""
+def options_in(arguments: Sequence[str]) -> list[str]:
+    """The names of the options that a command line gives."""
+    flags = (argument.partition("=")[0] for argument in arguments if argument.startswith("--"))
+    return [flag[2:].replace("-", "_") for flag in flags]
+
+
+def commands(defaults: Defaults, divided: bool) -> Any:
+    """Return the union of the commands, with the values of environment and configuration file as defaults.
+
+    `divided`: somebody has said how a model is divided among GPUs.
+    """
     missing: Any = tyro.MISSING
+    serve = ServeCommand(divided=divided, server=defaults.server, engine=defaults.engine)
     run = RunCommand(missing, missing, sampling=defaults.sampling, engine=defaults.engine)
     chat = ChatCommand(sampling=defaults.sampling, engine=defaults.engine)
     benches = (
@@ -145,10 +158,8 @@ def commands(defaults: Defaults) -> Any:
     return (
         Annotated[RunCommand, tyro.conf.subcommand("run", default=run)]
         | Annotated[ChatCommand, tyro.conf.subcommand("chat", default=chat)]
-        | Annotated[
-            ServeCommand,
-            tyro.conf.subcommand("serve", default=ServeCommand(server=defaults.server, engine=defaults.engine)),
-        ]
+        | Annotated[ServeCommand, tyro.conf.subcommand("serve", default=serve)]
+        | Annotated[EnginesCommand, tyro.conf.subcommand("engines", default=EnginesCommand())]
         | Annotated[ModelsCommand, tyro.conf.subcommand("models", default=ModelsCommand())]
         | Annotated[PlanCommand, tyro.conf.subcommand("plan", default=PlanCommand(missing))]
         | Annotated[QuantizeCommand, tyro.conf.subcommand("quantize", default=quantize)]

@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from kvern.config import EngineConfig
+from kvern.cpu.host_memory import available_memory
 from kvern.model_spec import ModelSpec
 from kvern.models.loader import outline_model
 from kvern.models.precision import Share, shares
@@ -22,7 +23,6 @@ from kvern.worker.memory import (
     GIGABYTE,
     GPU_MEMORY_SHARE,
     MARGIN_BYTES,
-    available_memory,
     bytes_of_state,
     bytes_of_token,
     host_cache_bytes,

@@ -83,6 +83,8 @@ class Defaults:
     server: ServerConfig
     notes: tuple[str, ...] = ()
     """What the user should know about them."""
+    given: frozenset[str] = frozenset()
+    """The names of options that they say something about."""
 
 
 def read_defaults(arguments: Sequence[str], environment: Mapping[str, str]) -> Defaults:
@@ -113,7 +115,9 @@ def read_defaults(arguments: Sequence[str], environment: Mapping[str, str]) -> D
     engine, sampling, server = (
         {field.name: values[field.name] for field in dataclasses.fields(kind) if field.name in values} for kind in KINDS
     )
-    return Defaults(EngineConfig(**engine), SamplingOptions(**sampling), ServerConfig(**server), tuple(notes))
+    return Defaults(
+        EngineConfig(**engine), SamplingOptions(**sampling), ServerConfig(**server), tuple(notes), frozenset(values)
+    )
 
 
 def translated(name: str, value: Any, types: Mapping[str, Any], source: str, notes: list[str]) -> dict[str, Any]:

@@ -49,23 +49,22 @@ class PlanCommand:
         for name in ("requests", "input", "output"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}: give 1 or more")
-        from kvern.planning.estimate import Model, Workload, estimate, splits
+        from kvern.models.checkpoint import read_headers
+        from kvern.models.loader import read_config, stored_methods
+        from kvern.planning.choice import ranked
+        from kvern.planning.estimate import Model, Workload
         from kvern.planning.hardware import parse_hardware, this_machine
-        from kvern.worker.rank_limits import has_plain_weights
 
         report = self._report()
-        plain = self.load_format == "dummy" or has_plain_weights(report.folder)
-        model = Model(report.spec, report.dtype, report.shares, plain)
+        stored = [] if self.load_format == "dummy" else read_headers(report.folder)
+        linear = stored_methods(read_config(report.folder), report.spec, stored)
+        model = Model(report.spec, report.dtype, report.shares, linear)
         longest, context = self.input + self.output, model.spec.max_position_embeddings
         if longest > context:
             raise ConfigError(f"input and output are {longest} tokens, above the model's context of {context}")
         cards = this_machine() if self.hardware is None else parse_hardware(self.hardware)
-        if len({card.name for card in cards}) > 1:
-            raise ConfigError(f"cards differ: {', '.join(card.name for card in cards)}; choose like ones")
         workload = Workload(self.requests, self.input, self.output)
-        least = min(cards, key=lambda card: card.memory)
-        found = [estimate(model, least, split, workload) for split in splits(len(cards), model)]
-        found.sort(key=lambda item: (-item.rate, item.weights))
+        found = ranked(model, cards, workload)
         if self.write is not None and not found[0].lacks:
             self.write.write_text(as_toml(found[0], self.model, workload, cards))
         if self.json:
@@ -93,10 +92,12 @@ class PlanCommand:
         from rich.box import SIMPLE_HEAD
         from rich.table import Table
 
-        memory = cards[0].memory / 1e9
+        from kvern.planning.choice import verdict
+        from kvern.planning.hardware import names_of
+
         table = Table(
-            title=f"{self.model} on {len(cards)} x {cards[0].name} of {memory:.0f} GB, {self.requests} requests of "
-            f"{self.input:,} and {self.output:,} tokens",
+            title=f"{self.model} on {names_of(cards)}, {self.requests} requests of {self.input:,} and "
+            f"{self.output:,} tokens",
             box=SIMPLE_HEAD,
             title_justify="left",
             title_style="bold",
@@ -122,30 +123,16 @@ class PlanCommand:
             console.print(f"kvern serve {self.model} --config {self.write}", highlight=False)
 
 
-def verdict(found: list[Estimate]) -> str:
-    """Which split was chosen, and why the next lost; `found` are in order."""
-    best = found[0]
-    if best.lacks:
-        return f"It fits in no way: with {best.split} {best.lacks}."
-    if len(found) == 1:
-        return f"Nothing else is possible: {best.split}."
-    other = found[1]
-    if other.lacks:
-        return f"Chosen: {best.split}. With {other.split} {other.lacks}."
-    change = other.decode / best.decode - 1
-    steps = f"its steps take {abs(change):.0%} {'longer' if change > 0 else 'less'}, with a batch of {other.batch}"
-    less = f"{1 - other.rate / best.rate:.0%} less: {steps}"
-    return f"Chosen: {best.split}. {str(other.split).capitalize()} would give {less}."
-
-
 def as_toml(chosen: Estimate, model: str, workload: Workload, cards: list[Card]) -> str:
     """The options of a plan, for people to read and change."""
+    from kvern.planning.hardware import names_of
+
     return (
-        f"# {model} on {len(cards)} x {cards[0].name}\n"
+        f"# {model} on {names_of(cards)}\n"
         f"# for {workload.requests} requests at a time, of {workload.input} and {workload.output} tokens\n"
         f"# expected: {1000 * chosen.decode_one:.2f} ms a step with one request, {1000 * chosen.decode:.2f} with "
         f"{chosen.batch}; {chosen.rate:.0f} tokens/s\n"
         f"# of each card: {chosen.weights / 1e9:.1f} GB of weights, {chosen.cache_tokens} tokens of cache\n"
         f"tensor_parallel_size = {chosen.split.tensor}\n"
         f"data_parallel_size = {chosen.split.data}\n"
-    )
+    ) + "enable_expert_parallel = true\n" * chosen.split.whole_experts

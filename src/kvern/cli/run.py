@@ -13,6 +13,8 @@ from kvern.cli.options import SamplingOptions
 from kvern.config import DEFAULT_MODEL, EngineConfig
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from kvern.batch.job import BatchResult
     from kvern.llm import LLM
 
@@ -61,6 +63,7 @@ class RunCommand:
         from kvern.batch.requests import RowRules
         from kvern.events import EngineStatistics
         from kvern.observe.drafts import DraftFigures
+        from kvern.observe.experts import busiest_rows
 
         engine, usual = self.engine, EngineConfig()
         job = BatchJob(
@@ -76,19 +79,11 @@ class RunCommand:
             seed=engine.seed,
             overwrite=self.overwrite,
         )
-        drafts: list[tuple[str, str]] = []
-        if engine.executor == "ray":
-            from kvern.batch.engine_processes import EngineProcesses
-
-            with EngineProcesses(engine) as engines:
-                engines.check_generates()
-                result = job.run(engines)
-        else:
-            llm = load(engine)
+        with load(engine) as llm:
             llm.check_generates()
             result = job.run(llm)
-            drafts = DraftFigures.between(EngineStatistics(), llm.statistics()).rows()
-        print_table(result, drafts)
+            drafts = DraftFigures.between(EngineStatistics(), llm.statistics())
+            print_table(result, [*drafts.rows(), *busiest_rows(llm.expert_tokens())])
         if result.interrupted:
             sys.stderr.write(
                 f"kvern: interrupted: {result.totals.rows} rows are done; the same command goes on from there\n"
@@ -114,8 +109,8 @@ def load(engine: EngineConfig) -> LLM:
     return LLM(**{item.name: getattr(engine, item.name) for item in dataclasses.fields(engine)})
 
 
-def print_table(result: BatchResult, drafts: list[tuple[str, str]]) -> None:
-    """Print the closing table on stdout, with rows about drafts if there are any."""
+def print_table(result: BatchResult, figures: Sequence[tuple[str, str]]) -> None:
+    """Print the closing table on stdout, with more `figures` of the engine."""
     from rich.console import Console
     from rich.table import Table
 
@@ -128,7 +123,7 @@ def print_table(result: BatchResult, drafts: list[tuple[str, str]]) -> None:
     table.add_row("seconds", f"{result.seconds:.1f}")
     table.add_row("tokens/s", f"{result.tokens_per_second:,.0f}")
     table.add_row("prefix-cache hit rate", f"{result.prefix_cache_hit_rate:.1%}")
-    for name, value in drafts:
+    for name, value in figures:
         table.add_row(name, value)
     table.add_row("failed rows", f"{result.totals.failed:,}")
     Console().print(table)

@@ -23,6 +23,8 @@ class ServeCommand:
     """Folder, Hugging Face id, or the name of an embedded model; the same as --model."""
     config: Path | None = None
     """TOML or YAML file with options."""
+    divided: tyro.conf.Suppress[bool] = False
+    """Somebody has said how the model is divided among GPUs."""
     server: ServerConfig = field(default_factory=ServerConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
 
@@ -44,10 +46,39 @@ class ServeCommand:
             process = None
         if self.server.adapter_folder is not None and engine.max_adapters is None:
             engine = dataclasses.replace(engine, max_adapters=DEFAULT_ADAPTERS)
+        if not self.divided and engine.executor == "processes":
+            engine = planned(engine)
         logging.basicConfig(format="kvern: %(message)s", level=logging.WARNING)
         logging.getLogger("kvern.requests").setLevel(logging.INFO)
         uvloop.run(serve(engine, self.server, process, _say))
         return 0
+
+
+def planned(engine: EngineConfig) -> EngineConfig:
+    """With its model divided as the plan says, where there are several GPUs, and a line that tells why.
+
+    Raises KvernError if there is no such model.
+    """
+    from kvern.engine.places import seen_gpus
+
+    if len(seen_gpus(engine)) < 2:
+        return engine
+    import dataclasses
+    import subprocess
+
+    import msgspec
+
+    from kvern.models.folder import model_folder
+
+    asked = dataclasses.asdict(dataclasses.replace(engine, model=str(model_folder(engine)), revision=None))
+    command = [sys.executable, "-m", "kvern.planning.choice"]
+    done = subprocess.run(command, input=msgspec.json.encode(asked), stdout=subprocess.PIPE, check=False)  # noqa: S603
+    if done.returncode:
+        _say("one engine takes the first GPU, since the plan for all of them failed; -tp and -dp divide the model")
+        return engine
+    choice = msgspec.json.decode(done.stdout)
+    _say(f"{choice.pop('reason')} (-tp and -dp say it otherwise)")
+    return dataclasses.replace(engine, **choice)
 
 
 def _say(text: str) -> None:

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from kvern.cpu import activation, attention, elementwise, linear, norm, packed, rotary, sampling
+from kvern.cpu import activation, attention, elementwise, linear, norm, packed, ranks, rotary, sampling
 from kvern.cpu.library import load
 
 
@@ -28,6 +28,7 @@ GROUPS: Mapping[str, Callable[[], None]] = {
     "cpu_attention": attention.check,
     "cpu_packed": packed.check,
     "cpu_sampling": sampling.check,
+    "cpu_ranks": ranks.check,
 }
 """By name, what raises an AssertionError with the reason if the group's kernels answer wrongly."""
 THREADS = 2

@@ -10,7 +10,9 @@ from kvern.cpu.activation import KINDS
 from kvern.cpu.library import CODE, DTYPES, INTEGER, POINTER, address, close_to, function
 
 _pack = function("kvern_pack_linear", POINTER, POINTER, INTEGER, INTEGER, CODE, CODE)
-_unpack = function("kvern_unpack_linear", POINTER, POINTER, POINTER, INTEGER, INTEGER, INTEGER, CODE, CODE)
+_unpack = function(
+    "kvern_unpack_linear", POINTER, POINTER, INTEGER, POINTER, INTEGER, INTEGER, INTEGER, CODE, CODE
+)  # fmt: skip
 _linear = function(
     "kvern_linear", POINTER, POINTER, POINTER, POINTER, INTEGER, INTEGER, INTEGER, CODE, CODE, CODE, CODE
 )  # fmt: skip
@@ -45,13 +47,16 @@ def pack(weight: Tensor, *, gated: bool = False) -> PackedWeight:
     return PackedWeight(numbers, outputs, inputs, gated)
 
 
-def unpack(packed: PackedWeight, ids: Tensor | None = None) -> Tensor:
-    """The rows `ids [T]` int64 of the matrix, or all: `[T, inputs]`, bit by bit as they were."""
+def unpack(packed: PackedWeight, ids: Tensor | None = None, first: int = 0) -> Tensor:
+    """The rows `ids [T]` int64 of the matrix, or all: `[T, inputs]`, bit by bit as they were.
+
+    It may be a part of a larger one, from row `first` on: rows that it lacks are 0.
+    """
     numbers, outputs, inputs, gated = packed
     count, ids = (outputs, None) if ids is None else (ids.shape[0], ids.contiguous())
     plain = torch.empty(count, inputs, dtype=numbers.dtype)
     _unpack(
-        numbers.data_ptr(), address(ids), plain.data_ptr(), count, outputs, inputs, gated, DTYPES[numbers.dtype]
+        numbers.data_ptr(), address(ids), first, plain.data_ptr(), count, outputs, inputs, gated, DTYPES[numbers.dtype],
     )  # fmt: skip
     return plain
 
@@ -132,6 +137,10 @@ def check() -> None:
             gate, up = expected.chunk(2, -1)
             packed, gated = pack(weight), pack(weight, gated=True)
             assert torch.equal(unpack(packed), weight), "a packed matrix is not what it was"
+            some = unpack(packed, torch.tensor([4, 3, outputs + 4]), 4)
+            assert torch.equal(some, weight[:1].new_zeros(3, inputs).index_copy(0, torch.tensor([0]), weight[:1])), (
+                "rows of a part are others"
+            )
             close_to(linear(x, packed, bias), expected, tolerance)
             close_to(linear(x, gated, bias), expected, tolerance)
             close_to(gated_linear(x, gated, bias, KINDS["silu"]), torch.nn.functional.silu(gate) * up, tolerance)

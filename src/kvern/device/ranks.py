@@ -4,6 +4,7 @@ import importlib
 import os
 import socket
 import weakref
+from collections.abc import Iterable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,6 +13,7 @@ from urllib.parse import urlsplit
 import torch
 from torch import Tensor
 
+from kvern.cpu.ranks import SharedMemory
 from kvern.sockets import address_towards, interface_of
 
 LOOPBACK = "127.0.0.1"
@@ -24,28 +26,56 @@ class Share(NamedTuple):
     whole: int
 
 
+def places(shares: Iterable[Share]) -> Iterator[tuple[int, range]]:
+    """Of parts that lie one behind the other: where what a rank holds of each begins, and its entries in a checkpoint.
+
+    The first is a place among all that the rank holds.
+    """
+    place = begin = 0
+    for held, whole in shares:
+        yield place, range(begin + held.start, begin + held.stop)
+        place, begin = place + len(held), begin + whole
+
+
 class Ranks:
     """Rank `rank` of `size`. All of them call the same methods in the same order, on tensors of the same shapes.
 
     Tensors stay on the ranks' devices; on GPUs no method waits, and a CUDA graph may hold what it does. A method raises
     RuntimeError where another rank has ended, or on a CPU does not come within the time given to `connect`.
+
+    `check` raises it for calls that were captured on a CPU, and raise nothing when they are made again.
     """
 
     def __init__(self, rank: int = 0, size: int = 1) -> None:
         self.rank, self.size = rank, size
+        self._memory: SharedMemory | None = None
+        self._ordered = False
         self._groups: list[Any] = []  # PyTorch's own description of it lacks these methods
         weakref.finalize(self, self._groups.clear)  # its threads cannot end any more once Python has
 
     def connect(
-        self, meeting: Path | str, device: torch.device, seconds: float, listener: socket.socket | None = None
+        self,
+        meeting: Path | str,
+        device: torch.device,
+        seconds: float,
+        kernels: frozenset[str] = frozenset(),
+        *,
+        ordered: bool = False,
+        listener: socket.socket | None = None,
     ) -> None:
         """Meet the others, who name the same place; wait for them so long at most.
 
         That is a file, which does not exist before, of ranks on one machine, which talk over the loopback interface; or
         tcp://HOST:PORT, where the first rank has the `listener`, and all talk over the network that leads there. CPUs
-        talk through gloo, and wait so long each time; GPUs talk through NCCL.
+        share memory if all of them have the `kernels` "cpu_ranks", as only those of one machine may; else they talk
+        through gloo, and wait so long each time; GPUs talk through NCCL. With `ordered` sums of many numbers have the
+        same order of additions as sums of few.
         """
         if self.size == 1:
+            return
+        self._ordered = ordered
+        if "cpu_ranks" in kernels:
+            self._memory = SharedMemory(Path(meeting), self.rank, self.size, seconds)
             return
         distributed: Any = importlib.import_module("torch.distributed")
         own, place = LOOPBACK, urlsplit(str(meeting))
@@ -81,28 +111,75 @@ class Ranks:
         first = self.rank // copies * count
         return Share(range(first, first + count), count * self.size // copies)
 
-    def padded_share(self, whole: int) -> tuple[int, Share]:
-        """Of a dimension cut into parts of one size, of which the last may hold less: that size, and the share."""
-        count = -(-whole // self.size)
+    def padded_share(self, whole: int, multiple: int = 1) -> tuple[int, Share]:
+        """Of a dimension cut into parts of one size, of which the last may hold less: that size, and the share.
+
+        The size is a multiple of `multiple`.
+        """
+        count = -(-whole // (self.size * multiple)) * multiple
         first = min(self.rank * count, whole)
         return count, Share(range(first, min(first + count, whole)), whole)
 
     def sum(self, x: Tensor) -> Tensor:
         """The sum of what all ranks have, on each of them, in the same order of additions; `x` may be overwritten."""
+        if self.size == 1:
+            return x
+        if self._memory is not None:
+            return self._memory.sum(x)
         x = x.contiguous()
-        self._groups[0].allreduce([x]).wait()
-        return x
+        if not self._ordered or self.size == 2:
+            self._groups[0].allreduce([x]).wait()
+            return x
+        first, *others = self._parts(x)
+        total = first.float()
+        for part in others:
+            total += part
+        return x.copy_(total)
 
-    def beside(self, x: Tensor) -> Tensor:
-        """`x [N, width]` of all ranks side by side, on each of them: `[N, size * width]`."""
+    def beside(self, x: Tensor, width: int | None = None) -> Tensor:
+        """`x [N, columns]` of all ranks side by side, on each of them: `[N, width]`, the first columns, or all."""
+        width = x.shape[1] * self.size if width is None else width
+        if self._memory is not None:
+            return self._memory.beside(x, width)
+        return torch.cat(self._parts(x), -1)[:, :width].contiguous()
+
+    def _parts(self, x: Tensor) -> list[Tensor]:
+        """What all have."""
         parts = list(x.new_empty(self.size, *x.shape).unbind())
         self._groups[0].allgather([parts], [x.contiguous()]).wait()
-        return torch.cat(parts, -1)
+        return parts
+
+    def hand(self, x: Tensor, source: int, target: int) -> None:
+        """Write what the rank `source` has in `x`, contiguous and as large on all, to that of the rank `target`."""
+        if self._memory is not None:
+            numbers = x.view(1, -1).view(torch.uint8)
+            found = self._memory.beside(numbers, self.size * numbers.shape[1])
+            if self.rank == target:
+                numbers.copy_(found[:, source * numbers.shape[1] :][:, : numbers.shape[1]])
+        elif self.rank == source:
+            self._groups[0].send([x], target, 0).wait()
+        elif self.rank == target:
+            self._groups[0].recv([x], source, 0).wait()
 
     def first(self, x: Tensor) -> Tensor:
         """What the first rank has, on each of them; `x`, contiguous, is overwritten on the others."""
+        if self._memory is not None:
+            return self._memory.first(x)
         self._groups[0].broadcast([x]).wait()
         return x
+
+    def least(self, x: Tensor) -> Tensor:
+        """The least of what all ranks have at each place of `x [N]`, on each of them."""
+        return self.beside(x[:, None], self.size).amin(-1)
+
+    def own(self, key: bytes) -> bytes:
+        """The key of this rank's part of what all of them call `key`."""
+        return key + self.rank.to_bytes(2) if self.rank else key
+
+    def check(self) -> None:
+        """Raise RuntimeError if a rank was missing in a call that was captured."""
+        if self._memory is not None:
+            self._memory.check()
 
 
 ALONE = Ranks()

@@ -1,12 +1,13 @@
 """What a request's biases, bans and allowed tokens are to kernels: one list of numbers on the device."""
 
 from collections.abc import Sequence
+from functools import cached_property
 from itertools import accumulate
 
 import numpy as np
 import torch
 
-from kvern.device.rows import NO_WINDOWS, BatchRows, WindowTables
+from kvern.device.rows import BatchRows
 from kvern.device.transfer import send
 from kvern.step import Fork, NewRequest
 
@@ -14,16 +15,10 @@ from kvern.step import Fork, NewRequest
 class ListedRows(BatchRows):
     """Rows whose lists are on the device, for kernels that read them by their addresses."""
 
-    def __init__(
-        self,
-        slots: int,
-        max_model_len: int,
-        max_blocks: int,
-        device: torch.device,
-        windows: WindowTables = NO_WINDOWS,
-    ) -> None:
-        super().__init__(slots, max_model_len, max_blocks, device, windows)
-        self._lists: list[torch.Tensor | None] = [None] * slots
+    @cached_property
+    def _lists(self) -> list[torch.Tensor | None]:
+        """Each row's, for as long as kernels may read them."""
+        return [None] * len(self.requests)
 
     def fork(self, forked: Sequence[Fork]) -> None:
         kept = [self._lists[fork.source] for fork in forked]

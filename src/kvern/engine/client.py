@@ -16,7 +16,7 @@ from kvern.engine.output import OutputProcessor
 from kvern.engine.replicas import Replicas
 from kvern.engine.wire import Ready
 from kvern.errors import EngineClosed
-from kvern.models.folder import model_folder
+from kvern.models.folder import for_engines, model_folder
 from kvern.observe.metrics import Metrics, Refusals
 from kvern.tokenizer import Tokenizer
 
@@ -41,8 +41,7 @@ class EngineClient:
         self.tokenizer = Tokenizer(self.folder, config.chat_template_kwargs)
         self.inputs = ClientInputs(self.config, self.folder, self.tokenizer)
         names, outputs = AdapterNames(frozenset(self.names)), OutputProcessor(self.tokenizer)
-        theirs = config if config.executor == "ray" else self.config  # other machines have folders of their own
-        self.replicas = Replicas(theirs, outputs, names, process)
+        self.replicas = Replicas(for_engines(config, self.folder), outputs, names, process)
         self.adapters = self.replicas.adapters
         self.refusals = self.replicas.refusals
         self.generations = Generations(self.inputs, self.replicas)
@@ -60,7 +59,7 @@ class EngineClient:
     @property
     def max_batch_requests(self) -> int:
         """Sequences that run at the same time at most, in all engines."""
-        return sum(replica.supervisor.link.ready.max_batch_requests for replica in self.replicas)
+        return self.replicas.max_batch_requests
 
     @property
     def ready(self) -> Ready:
@@ -73,9 +72,6 @@ class EngineClient:
             self.adapters.names.add(self.adapters.names.reserve(name, path))
         await self.replicas.start()
         self.inputs.start(self.ready)
-        for replica in self.replicas:
-            if (gpu := replica.supervisor.link.ready.gpu) is not None:
-                replica.metrics.watch_gpu(gpu)
         return self
 
     async def __aexit__(self, *error: object) -> None:

@@ -84,10 +84,10 @@ class EngineAdapters:
 
 
 class ClientAdapters:
-    """Adapters of a model, which all of its engines read. `used`: the keys that requests use."""
+    """Adapters of a model, which all of its engines, those of the moment, read. `used`: the keys that requests use."""
 
     def __init__(
-        self, names: AdapterNames, engines: Sequence[EngineAdapters], used: Callable[[], set[int | None]]
+        self, names: AdapterNames, engines: Callable[[], Sequence[EngineAdapters]], used: Callable[[], set[int | None]]
     ) -> None:
         self.names = names
         self._engines = engines
@@ -97,7 +97,7 @@ class ClientAdapters:
 
     async def load(self, name: str, path: str) -> None:
         """Have the engines read the adapter in a folder, for requests to use. Raises InvalidAdapter or EngineDied."""
-        await until_one_is_available([engine.supervisor for engine in self._engines])
+        await until_one_is_available(lambda: [engine.supervisor for engine in self._engines()])
         adapter = self.names.reserve(name, path)
         try:
             await self._read(adapter)
@@ -109,7 +109,7 @@ class ClientAdapters:
         """Let no new request use an adapter; those that do go on to their end. Raises InvalidRequest."""
         adapter = self.names.remove(name)
         self._unloaded = [*self._still_used(), adapter]
-        for engine in self._engines:
+        for engine in self._engines():
             engine.forget(adapter.key)
 
     async def read_all(self, engine: EngineAdapters, link: EngineLink) -> Mapping[int, InvalidAdapter]:
@@ -140,17 +140,17 @@ class ClientAdapters:
         """Until all engines that take requests know it, of which some may die and others come."""
         try:
             while missing := [
-                engine for engine in self._engines if engine.supervisor.is_ready and adapter.key not in engine.known
+                engine for engine in self._engines() if engine.supervisor.is_ready and adapter.key not in engine.known
             ]:
                 results = await asyncio.gather(*(engine.read(adapter) for engine in missing), return_exceptions=True)
                 errors = [result for result in results if result is not None]
                 fatal = [error for error in errors if not isinstance(error, EngineDied)]
-                if not any(adapter.key in engine.known for engine in self._engines):
+                if not any(adapter.key in engine.known for engine in self._engines()):
                     fatal += errors
                 if fatal:
                     raise fatal[0]
         except (InvalidAdapter, asyncio.CancelledError):
-            for engine in self._engines:
+            for engine in self._engines():
                 if adapter.key in engine.known:
                     engine.forget(adapter.key)
             raise

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from kvern.step import StepResult
     from kvern.tokenizer import Tokenizer
     from kvern.worker.executor import Executor
+    from kvern.worker.expert_counts import LayerCounts
 
 logger = logging.getLogger("kvern")
 PREPARING_SECONDS = 0.01
@@ -93,6 +94,10 @@ class EngineCore:
     def idle(self) -> bool:
         """Make one thing that steps would run faster with, while none runs; whether there are more."""
         return self.executor.idle()
+
+    def count_experts(self) -> "Callable[[], LayerCounts]":
+        """Begin to read how many tokens each expert of each layer has had; what is returned may wait for the device."""
+        return self.executor.count_experts()
 
     def add(self, spec: RequestSpec, progress: Sequence[Progress] = ()) -> None:
         """Queue what a user asked in one; `progress` says how far an earlier engine brought which answers.

@@ -196,6 +196,10 @@ class EncoderCore:
         self._counted.running = sum(len(step.texts) for step in self._running)
         return self._counted
 
+    def count_experts(self) -> Callable[[], list[list[int]]]:
+        """There are none."""
+        return list
+
     def spare_seconds(self) -> float:
         """How long the next step can wait for requests that come meanwhile: nothing is computed beside it."""
         return 0.0

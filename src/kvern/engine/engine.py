@@ -32,12 +32,12 @@ class Engine:
         if config.data_parallel_size > 1:
             raise ConfigError(
                 f"data_parallel_size is {config.data_parallel_size}, and this is one engine, in this process: leave it "
-                "out, or use kvern serve"
+                "out, or use LLM, kvern run or kvern serve"
             )
         if config.executor != "processes":
             raise ConfigError(
                 f"executor is {config.executor}, and this is one engine, in this process: leave it out, or use "
-                "kvern serve or kvern run"
+                "LLM, kvern run or kvern serve"
             )
         self.startup = Startup()
         self.config = config
@@ -66,6 +66,11 @@ class Engine:
     def has_work(self) -> bool:
         """Some request has not ended."""
         return self.core.has_work
+
+    @property
+    def max_batch_requests(self) -> int:
+        """Sequences that run at the same time at most."""
+        return self.layout.max_batch_requests
 
     @property
     def request_ids(self) -> list[str]:
@@ -140,6 +145,14 @@ class Engine:
             self.core.finish(members)
             self._outputs.abort(members)
 
+    def close(self) -> None:
+        """Abort what runs. The memory goes with the object."""
+        self.abort(self.request_ids)
+
     def statistics(self) -> EngineStatistics:
         """Counted since the start."""
         return self.core.statistics()
+
+    def expert_tokens(self) -> list[list[int]]:
+        """How many tokens each expert of each layer has had."""
+        return self.core.count_experts()()

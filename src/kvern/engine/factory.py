@@ -68,7 +68,7 @@ def build_core(
         sizes = layout.max_batch_tokens, layout.max_batch_requests, layout.depth
         encoder = EncoderCore(runner, config, *sizes, note)
         return encoder, spec, layout
-    draft = draft_folder(config, folder, resolve_device(config).type) if config.tensor_parallel_size == 1 else None
+    draft = draft_folder(config, folder, resolve_device(config).type)
     executor, layout = start(config, folder, spec, startup, draft, lost)
     scheduler = make_scheduler(config, folder, layout, executor.tier)
     drafting = None
@@ -83,6 +83,7 @@ def build_core(
         use_idle_time(executor, GRAPH_SECONDS if prepares else math.inf)
     with startup.stage("pace"):
         pace = make_pace(config, executor, layout, streams)
+    executor.begin_counting()
     core = EngineCore(scheduler, executor, layout.depth, tokenizer, prepares, note, drafting, pace)
     return core, spec, layout
 
@@ -104,7 +105,8 @@ def make_scheduler(config: EngineConfig, folder: Path, layout: Layout, tier: KVT
         config.batching == "continuous",
     )
     what = config.load_format, config.dtype, layout.dtype, layout.block_size
-    identity = model_identity(folder, *what, *filter(None, [layout.scales]))
+    share = f"{config.tensor_parallel_size} ranks" if config.tensor_parallel_size > 1 else None
+    identity = model_identity(folder, *what, *filter(None, [layout.scales, share]))
     window = None
     if layout.window_tables:
         window = WindowLimits(layout.window, layout.window_tables, layout.max_batch_tokens, layout.positions)
@@ -117,8 +119,6 @@ def make_scheduler(config: EngineConfig, folder: Path, layout: Layout, tier: KVT
 def make_pace(config: EngineConfig, executor: Executor, layout: Layout, streams: bool) -> Pace | None:
     """The target that the time between tokens has, with what steps cost here; None: there is no target."""
     target = config.target_itl_seconds
-    if config.tensor_parallel_size > 1:
-        return None  # measuring abandons steps, which several ranks cannot
     if target == 0 or (target is None and not (streams and layout.device == "cuda")):
         return None
     timed = time_steps(executor, layout)

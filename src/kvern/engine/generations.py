@@ -7,8 +7,6 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from typing import Unpack
 
-import msgspec
-
 from kvern.engine.client_inputs import ClientInputs
 from kvern.engine.generation import Generation
 from kvern.engine.inputs import Prompt
@@ -56,14 +54,10 @@ class Generations:
         asked = time.monotonic()
         request_id = f"{os.getpid()}-{next(self._ids)}"
         checked = await self._inputs.request(request_id, prompt, params, owner, **options)
-        await self._replicas.until_available()
-        key = self._replicas.adapters.names.key(adapter)
-        output = self._replicas.outputs.add(prompt if isinstance(prompt, str) else None, checked)
-        turn = self._replicas.turns.take(owner, checked.params.sequences)
-        spec = msgspec.structs.replace(checked, adapter=key, turn=turn)
-        generation = Generation(output, spec, news, asked, owner, patient)
-        self._replicas.take(generation)
-        return generation
+        text = prompt if isinstance(prompt, str) else None
+        return await self._replicas.begin(
+            checked, text, news=news, asked=asked, owner=owner, patient=patient, adapter=adapter
+        )
 
     async def follow(
         self, generations: Sequence[Generation], news: asyncio.Event, deadline: float | None = None
@@ -92,5 +86,4 @@ class Generations:
 
     def abort(self, generations: Sequence[Generation]) -> None:
         """End those that have not ended; their blocks are free after the step that runs."""
-        for replica in self._replicas:
-            replica.workload.abort(generations)
+        self._replicas.abort(generations)

@@ -55,9 +55,11 @@ class EngineLink:
         except BaseException as error:
             sent.cancel()
             process.kill()  # a model that loads hears nothing
-            await process.wait()
-            await link.stop()
-            process.forget()
+            try:
+                await process.wait()
+            finally:  # also if others that start beside it end this
+                link.close()
+                process.forget()
             if isinstance(error, EngineDied):
                 raise ConfigError(str(error)) from error
             raise
@@ -102,4 +104,8 @@ class EngineLink:
             except TimeoutError:
                 self.process.kill()
                 await self.process.wait()
+        self.close()
+
+    def close(self) -> None:
+        """Say and hear nothing more."""
         self._socket.close()

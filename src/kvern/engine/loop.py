@@ -1,6 +1,6 @@
 """What drives a model, whichever kind it is: the engine's process and the Python API know no more of it."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from kvern.events import EngineStatistics, TokenEvent
@@ -8,6 +8,7 @@ from kvern.request import FinishReason, Progress, RequestSpec
 
 if TYPE_CHECKING:
     from kvern.adapters.peft import Adapter
+    from kvern.worker.expert_counts import LayerCounts
 
 
 class EngineLoop(Protocol):
@@ -34,6 +35,10 @@ class EngineLoop(Protocol):
 
     def statistics(self) -> EngineStatistics:
         """The counters as they stand."""
+        ...
+
+    def count_experts(self) -> "Callable[[], LayerCounts]":
+        """Begin to read how many tokens each expert of each layer has had; what is returned may wait for the device."""
         ...
 
     def spare_seconds(self) -> float:

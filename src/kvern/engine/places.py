@@ -1,12 +1,16 @@
 """Where the engines of one model run: a GPU each, a share of the processors each, or nodes of a Ray cluster."""
 
 import dataclasses
+import importlib.util
 import os
-from collections.abc import Mapping, Set
-from dataclasses import dataclass, field
+import runpy
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass
+from pathlib import Path
 
 from kvern.config import EngineConfig
 from kvern.cpu.cores import shares_of_cores
+from kvern.cpu.host_memory import available_memory
 from kvern.engine.child import EngineChild, EngineProcess
 from kvern.engine.node_engine import EngineOnNode
 from kvern.errors import ConfigError
@@ -17,10 +21,16 @@ from kvern.ray_nodes import NodeProcess, check_room, join_cluster
 class Place:
     """What the process of an engine is given; `threads`: None where the engine decides how many compute."""
 
-    environment: Mapping[str, str] = field(default_factory=dict)
+    gpus: Sequence[str] = ()
+    """By what CUDA_VISIBLE_DEVICES calls them; none are named: all that this process sees."""
     processors: Set[int] = frozenset()
     """Those that it may use; none are named: all."""
     threads: int | None = None
+
+    @property
+    def environment(self) -> Mapping[str, str]:
+        """What the process has beside that of this one."""
+        return {"CUDA_VISIBLE_DEVICES": ",".join(self.gpus)} if self.gpus else {}
 
     def config(self, config: EngineConfig) -> EngineConfig:
         """The options of the engine here."""
@@ -33,54 +43,79 @@ class Place:
 
 @dataclass(frozen=True)
 class RayPlace(Place):
-    """On some node of a Ray cluster, which has `cpus` and `gpus` for each of the engine's `ranks`."""
+    """On some node of a Ray cluster, which has so many processors and GPUs for each of the engine's `ranks`."""
 
-    cpus: int = 1
-    gpus: int = 0
+    rank_cpus: int = 1
+    rank_gpus: int = 0
     ranks: int = 1
 
     def launch(self) -> EngineProcess:
-        return EngineOnNode(NodeProcess(self.cpus, self.gpus, self.ranks))
+        return EngineOnNode(NodeProcess(self.rank_cpus, self.rank_gpus, self.ranks))
 
 
 def places_of(config: EngineConfig) -> list[Place]:
     """A place for each engine of `config.data_parallel_size`. Raises ConfigError if there are too few."""
     count = config.data_parallel_size
     if config.executor == "ray":
-        return _ray_places(config)
+        return [_ray_place(config, count)] * count
     if count == 1:
         return [Place()]
-    each = config.tensor_parallel_size
-    gpus = [] if config.device == "cpu" else visible_gpus(gpu_count(), os.environ.get("CUDA_VISIBLE_DEVICES"))
+    try:
+        return [place_of(config, number, count) for number in range(count)]
+    except ConfigError as error:
+        raise ConfigError(f"data_parallel_size is {count}, and {error}; lower it") from None
+
+
+def place_of(config: EngineConfig, number: int, count: int) -> Place:
+    """Where the engine of this number runs, from 0 on, when there are `count`. Raises ConfigError without such."""
+    if config.executor == "ray":
+        return _ray_place(config, count)
+    each, most = config.tensor_parallel_size, max(number + 1, count)
+    gpus = seen_gpus(config)
     if gpus or config.device == "cuda":
-        if count * each > len(gpus):
-            raise ConfigError(
-                f"data_parallel_size is {count}, and this process sees {len(gpus)} GPUs: each engine needs {each}; "
-                "lower it, or use device cpu"
-            )
-        shares = [gpus[number * each : (number + 1) * each] for number in range(count)]
-        return [Place({"CUDA_VISIBLE_DEVICES": ",".join(share)}) for share in shares]
-    cores = shares_of_cores(count)
-    if len(cores) < count:
-        raise ConfigError(
-            f"data_parallel_size is {count}, and this process may use {len(cores)} processor cores: each engine "
-            "needs one; lower it"
-        )
-    return [Place(processors=processors, threads=threads) for threads, processors in cores]
+        if most * each > len(gpus):
+            raise ConfigError(f"this process sees {len(gpus)} GPUs: each engine needs {each}")
+        return Place(gpus[number * each : (number + 1) * each])
+    cores = shares_of_cores(most)
+    if len(cores) < most:
+        raise ConfigError(f"this process may use {len(cores)} processor cores: each engine needs one")
+    threads, processors = cores[number]
+    return Place(processors=processors, threads=threads)
 
 
-def _ray_places(config: EngineConfig) -> list[Place]:
+def seen_gpus(config: EngineConfig) -> list[str]:
+    """The GPUs that engines may use, by what CUDA_VISIBLE_DEVICES calls them."""
+    return [] if config.device == "cpu" else visible_gpus(gpu_count(), os.environ.get("CUDA_VISIBLE_DEVICES"))
+
+
+def check_memory(config: EngineConfig, place: Place) -> None:
+    """Raise ConfigError if the host's memory does not hold the weights of another engine, on a CPU, as they are stored.
+
+    What a GPU holds, or a node of a Ray cluster, the engine finds out itself.
+    """
+    if config.executor == "ray" or place.gpus:
+        return
+    folder = Path(config.model or "")
+    files = [folder] if folder.is_file() else [*folder.glob("*.safetensors"), *folder.glob("*.gguf")]
+    needed, free = sum(file.stat().st_size for file in files), available_memory()
+    if needed > free:
+        raise ConfigError(f"the weights take {needed / 1e9:.1f} GB, and {free / 1e9:.1f} GB of memory are free")
+
+
+def _ray_place(config: EngineConfig, count: int) -> Place:
+    """The same for each of `count` engines: Ray chooses where."""
     if config.device == "auto":
         raise ConfigError("device is auto and executor ray: Ray has to know what an engine takes; give cuda or cpu")
-    place = RayPlace(cpus=config.threads or 1, gpus=int(config.device == "cuda"), ranks=config.tensor_parallel_size)
+    cpus, gpus, ranks = config.threads or 1, int(config.device == "cuda"), config.tensor_parallel_size
     join_cluster()
-    processes = config.data_parallel_size * config.tensor_parallel_size
-    check_room(processes * place.cpus, processes * place.gpus)
-    return [place] * config.data_parallel_size
+    check_room(count * ranks * cpus, count * ranks * gpus)
+    return RayPlace(rank_cpus=cpus, rank_gpus=gpus, ranks=ranks)
 
 
 def gpu_count() -> int:
-    """Of this machine, as the driver tells; 0: there is none."""
+    """Of this machine, as the driver tells; 0: there is none, or PyTorch is built without CUDA."""
+    if not _has_cuda():
+        return 0
     try:
         import pynvml
 
@@ -88,6 +123,14 @@ def gpu_count() -> int:
         return int(pynvml.nvmlDeviceGetCount())
     except Exception:  # whatever the driver's library raises: there is no driver
         return 0
+
+
+def _has_cuda() -> bool:
+    """How PyTorch is built, which takes seconds to import."""
+    found = importlib.util.find_spec("torch")
+    assert found is not None
+    assert found.origin is not None
+    return bool(runpy.run_path(str(Path(found.origin).with_name("version.py")))["cuda"])
 
 
 def visible_gpus(count: int, named: str | None) -> list[str]:

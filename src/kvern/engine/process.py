@@ -54,6 +54,8 @@ HEARTBEAT_SECONDS = 0.5
 """How often an engine with nothing to say gives a sign of life, and looks whether its parent lives."""
 READING_SECONDS = 0.01
 """The same while it reads an adapter."""
+COUNT_SECONDS = 1.0
+"""How often experts' tokens are read, where that is asked for."""
 MOST_MESSAGES = 256
 """Taken between two steps, or signs of life."""
 LINGER_MILLISECONDS = 2000
@@ -102,7 +104,7 @@ def main(address: str, running: str, parent: int) -> int:
     cached = layout.blocks * layout.block_size // columns if config.prefix_cache else 0
     socket.send(encode(Ready(layout.max_model_len, layout.max_batch_requests, str(startup), gpu, facts, cached)))
     try:
-        serve(socket, core, parent)
+        serve(socket, core, parent, counts=config.expert_counts)
     except Exception as error:
         logger.exception("the engine failed")
         socket.send(encode(Failed(f"{type(error).__name__}: {error}")))
@@ -142,9 +144,10 @@ def signs_of_life(socket: "zmq.Socket[bytes]", parent: int) -> Iterator[None]:
         speaker.join()
 
 
-def serve(socket: "zmq.Socket[bytes]", core: EngineLoop, parent: int) -> None:
-    """Carry out messages and steps, in turns."""
-    spoke = time.monotonic()
+def serve(socket: "zmq.Socket[bytes]", core: EngineLoop, parent: int, counts: bool = False) -> None:
+    """Carry out messages and steps, in turns. `counts`: say now and then how many tokens experts have had."""
+    spoke = counted = time.monotonic()
+    reading = core.count_experts() if counts else None
     adapters = AdapterReader(core)
     refused: list[TokenEvent] = []
     prepares = True
@@ -181,7 +184,10 @@ def serve(socket: "zmq.Socket[bytes]", core: EngineLoop, parent: int) -> None:
         events, refused = refused + (core.step() if core.has_work else []), []
         now = time.monotonic()
         if events or now - spoke >= HEARTBEAT_SECONDS:
-            socket.send(encode(Events(events, core.statistics(), now - started)))
+            expert_tokens = []
+            if reading is not None and now - counted >= COUNT_SECONDS:
+                expert_tokens, reading, counted = reading(), core.count_experts(), now
+            socket.send(encode(Events(events, core.statistics(), now - started, expert_tokens)))
             spoke = now
 
 

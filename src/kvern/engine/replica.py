@@ -17,6 +17,7 @@ from kvern.engine.turns import Turns
 from kvern.engine.wire import AdapterRead, Events
 from kvern.engine.workload import Workload
 from kvern.errors import EngineDied
+from kvern.events import EngineStatistics, all_together
 from kvern.observe.metrics import Metrics, Refusals
 
 
@@ -36,14 +37,17 @@ class Siblings(Protocol):
 
 
 class Replica:
-    """An engine in its place. `name` tells it from its siblings; None: it has none."""
+    """An engine in its place. `name` tells it from its siblings: its number, from 0 on."""
 
     def __init__(
-        self, config: EngineConfig, siblings: Siblings, place: Place, name: str | None, process: EngineProcess | None
+        self, config: EngineConfig, siblings: Siblings, place: Place, number: int, process: EngineProcess | None
     ) -> None:
         """`process`: of the first engine, if it runs already."""
-        self.name = name
-        self.metrics = Metrics(config.model_names[0], name)
+        self.name = str(number)
+        self.leaving = False
+        """It gets no new requests, and ends when it has none."""
+        self.metrics = Metrics(config.model_names[0])
+        self._earlier = self._latest = EngineStatistics()
         self.supervisor = Supervisor(place.config(config), self, place, process)
         self.adapters = EngineAdapters(self.supervisor)
         self.record = PrefixRecord()
@@ -58,7 +62,7 @@ class Replica:
     @property
     def accepts(self) -> bool:
         """There is an engine that begins with requests at once."""
-        return self.supervisor.is_ready and not self._probation.active
+        return self.supervisor.is_ready and not self._probation.active and not self.leaving
 
     @property
     def stranded(self) -> list[Generation]:
@@ -70,17 +74,31 @@ class Replica:
             if name not in suspected and not (generation.begun and self.supervisor.is_ready)
         ]
 
+    @property
+    def statistics(self) -> EngineStatistics:
+        """Of all engines that were here, one after the other."""
+        return all_together([self._earlier, self._latest])
+
+    def remember(self, wanted: bool) -> None:
+        """Note from now on what the engine has cached, if that is not done already; or forget it."""
+        if wanted != self.record.is_kept:
+            self.record.begin(self.supervisor.link.ready.cache_tokens if wanted else 0)
+
     def hear(self, message: AdapterRead | Events) -> None:
         """What the engine says."""
         if isinstance(message, AdapterRead):
             self.adapters.hear(message)
         else:
+            self._latest = message.statistics
             self.metrics.step(message.statistics, message.seconds)
+            if message.expert_tokens:
+                self.metrics.experts.count(message.expert_tokens)
             self.workload.deliver(message.events)
         self._recovery.heard()
 
     def died(self, death: Death) -> bool:
         """The engine has ended; returns whether that taught which request may be the cause."""
+        self._earlier, self._latest = self.statistics, EngineStatistics()
         self.adapters.interrupt(death.reason)
         self.metrics.engine(ready=False)
         learnt = self._recovery.died(death)
@@ -107,7 +125,9 @@ class Replica:
         self.metrics.engine(ready=True)
         if self._started:
             self.metrics.restarted()
-        if self.name is not None:
+        elif (gpu := self.supervisor.link.ready.gpu) is not None:
+            self.metrics.watch_gpu(gpu)
+        if self.record.is_kept:
             self.record.begin(self.supervisor.link.ready.cache_tokens)
         self._started = True
         self.workload.resume()

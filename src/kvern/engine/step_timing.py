@@ -49,7 +49,7 @@ def time_steps(executor: Executor, layout: Layout) -> tuple[float, StepCosts] | 
     per_key = max(timing.seconds(context, None) - plain, 0.0) / (requests * context)
     per_pair = max(timing.seconds(0, (context, largest)) - seconds[-1], 0.0) / (largest * context)
     products = [took - per_pair * (count - requests) ** 2 / 2 for count, took in zip(rows, seconds, strict=True)]
-    executor.abandon()
+    executor.forget()
     return plain, StepCosts(rows, [max(took, plain) for took in products], per_key, per_pair)
 
 

@@ -9,7 +9,7 @@ import asyncio
 import logging
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -107,11 +107,16 @@ class Supervisor:
             raise
         self._task = asyncio.create_task(self._forever())
 
-    async def stop(self) -> None:
-        """End the engine and all attempts to have one."""
+    def cease(self) -> None:
+        """Hear nothing more of the engine from now on; `stop` is to follow."""
         self.closed = True
         if self._task is not None:
             self._task.cancel()
+
+    async def stop(self) -> None:
+        """End the engine and all attempts to have one."""
+        self.cease()
+        if self._task is not None:
             await asyncio.wait([self._task])
         if self._link is not None:
             await self._link.stop()
@@ -191,17 +196,18 @@ class Supervisor:
         self._owner.resume()
 
 
-async def until_one_is_available(supervisors: Sequence[Supervisor]) -> None:
-    """Wait for an engine that takes requests. Raises EngineUnavailable or EngineClosed."""
-    while not any(supervisor.available.is_set() for supervisor in supervisors):
-        troubles = [trouble for supervisor in supervisors if (trouble := supervisor.unavailable) is not None]
-        if len(troubles) == len(supervisors):
+async def until_one_is_available(supervisors: Callable[[], Sequence[Supervisor]]) -> None:
+    """Wait for one of those that there are meanwhile to have an engine. Raises EngineUnavailable or EngineClosed."""
+    while not any(supervisor.available.is_set() for supervisor in supervisors()):
+        present = supervisors()
+        troubles = [trouble for supervisor in present if (trouble := supervisor.unavailable) is not None]
+        if len(troubles) == len(present):
             raise min(troubles, key=lambda trouble: trouble.seconds)
-        waiting = [asyncio.create_task(supervisor.available.wait()) for supervisor in supervisors]
+        waiting = [asyncio.create_task(supervisor.available.wait()) for supervisor in present]
         try:
             await asyncio.wait(waiting, timeout=LOOK_SECONDS, return_when=asyncio.FIRST_COMPLETED)
         finally:
             for task in waiting:
                 task.cancel()
-    if any(supervisor.closed for supervisor in supervisors):
+    if any(supervisor.closed for supervisor in supervisors()):
         raise EngineClosed("the engine is closed")

@@ -90,6 +90,8 @@ class Events(WireMessage):
     events: list[TokenEvent]
     statistics: EngineStatistics
     seconds: float
+    expert_tokens: list[list[int]] = []
+    """Now and then, where it is asked for: how many tokens each expert of each layer has had."""
 
 
 encode = msgspec.msgpack.Encoder().encode

@@ -1,8 +1,9 @@
 """What one engine is asked: requests that it has, or that its successor will get, and what became of them."""
 
+import asyncio
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from kvern.engine.generation import Generation
 from kvern.engine.output import OutputProcessor
@@ -45,6 +46,7 @@ class Workload:
         """Of all that are running or wait."""
         self.tokens = 0
         """To be computed for them, about."""
+        self._ended = asyncio.Event()
         self.begun_at = 0.0
         """When those on trial, or all, were given to the present engine, by the monotonic clock."""
 
@@ -86,6 +88,12 @@ class Workload:
         """It cannot go on."""
         generation.fail(error)
         self.abort([generation])
+
+    async def until_ended(self, which: Callable[[Generation], bool] = lambda _: True) -> None:
+        """Wait until there is none of these here any more."""
+        while any(which(generation) for generation in self.running.values()):
+            self._ended.clear()
+            await self._ended.wait()
 
     def close(self, error: KvernError) -> None:
         """There is no engine any more."""
@@ -160,6 +168,7 @@ class Workload:
         if generation is not None:
             self.sequences -= generation.spec.params.sequences
             self._weigh(generation, 0)
+            self._ended.set()
         return generation
 
     def _remember(self, generation: Generation) -> None:

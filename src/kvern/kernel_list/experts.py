@@ -54,7 +54,7 @@ def activated(moe: MoeSpec, gate_up: torch.Tensor) -> torch.Tensor:
 
 def make_biases(moe: MoeSpec, hidden: int, inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor] | None:
     """Of gate and up, and of down, where experts have them."""
-    return (inputs.numbers(moe.experts, 2 * moe.width), inputs.numbers(moe.experts, hidden)) if moe.bias else None
+    return (inputs.numbers(moe.slots, 2 * moe.width), inputs.numbers(moe.slots, hidden)) if moe.bias else None
 
 
 def _route(spec: ModelSpec, inputs: Inputs, moe: MoeSpec, tokens: int) -> Call:
@@ -72,19 +72,19 @@ def _route(spec: ModelSpec, inputs: Inputs, moe: MoeSpec, tokens: int) -> Call:
 def make_experts(
     spec: ModelSpec, inputs: Inputs, moe: MoeSpec, tokens: int, hopper: bool = False, tiles: int = 0
 ) -> Call:
-    """What each token makes of its experts."""
-    hidden, width = width_of_rows(spec, moe), moe.width
+    """What each token makes of its experts, of those that are here."""
+    hidden, width, slots = width_of_rows(spec, moe), moe.width, moe.slots
     x = inputs.numbers(tokens, hidden)
-    gate_up = inputs.numbers(moe.experts, moe.first_width, hidden, deviation=hidden**-0.5)
-    down = inputs.numbers(moe.experts, hidden, width, deviation=width**-0.5)
+    gate_up = inputs.numbers(slots, moe.first_width, hidden, deviation=hidden**-0.5)
+    down = inputs.numbers(slots, hidden, width, deviation=width**-0.5)
     weights, chosen = inputs.numbers(tokens, moe.experts, dtype=torch.float32).topk(moe.top_k)
-    chosen = as_chosen(moe, chosen)
+    chosen = as_chosen(moe, chosen.where(chosen < slots, -1))
     added = moe.shared_width and not moe.latent
     add, biases = inputs.numbers(tokens, hidden) if added else None, make_biases(moe, hidden, inputs)
 
     def reference() -> torch.Tensor:
         out = torch.zeros(x.shape, dtype=torch.float64, device=x.device) if add is None else add.double()
-        for expert in range(moe.experts):
+        for expert in range(slots):
             token, place = (chosen == expert).nonzero(as_tuple=True)
             first, second = (0, 0) if biases is None else (bias[expert].double() for bias in biases)
             made = activated(moe, x[token].double() @ gate_up[expert].double().T + first)
@@ -92,7 +92,7 @@ def make_experts(
             out.index_add_(0, token, made * weights[token, place].double()[:, None])
         return out
 
-    touched = moe.experts * (1 - (1 - moe.top_k / moe.experts) ** tokens)
+    touched = slots * (1 - (1 - moe.top_k / moe.experts) ** tokens)
     launch = partial(
         fused_experts,
         x,
@@ -105,6 +105,7 @@ def make_experts(
         add=add,
         hopper=hopper,
         tiles=tiles,
+        of=moe.experts if moe.placed_over > 1 else None,
     )
     each = bytes_of_expert(spec, inputs, moe)
     operations = 2 * tokens * moe.top_k * each / inputs.dtype.itemsize
@@ -142,7 +143,7 @@ def plain_experts(spec: ModelSpec, inputs: Inputs) -> list[MoeSpec]:
     return [
         moe
         for moe in moes(spec)
-        if moe.activation in ACTIVATIONS and (moe.experts * moe.first_width, width_of_rows(spec, moe)) not in packed
+        if moe.activation in ACTIVATIONS and (moe.slots * moe.first_width, width_of_rows(spec, moe)) not in packed
     ]
 
 

@@ -54,7 +54,8 @@ def _experts(
     biases = make_biases(moe, hidden, inputs)
     matrices = [random_packed(inputs, kind, kind.outputs) for kind in (gate_up, down)]
     weights, chosen = inputs.numbers(tokens, moe.experts, dtype=torch.float32).topk(moe.top_k)
-    chosen = as_chosen(moe, chosen)
+    chosen = as_chosen(moe, chosen.where(chosen < moe.slots, -1))
+    of = moe.experts if moe.placed_over > 1 else None
     codes = [Coding(kind.code, 0 if kind.group == kind.inputs else kind.group, late=hopper) for kind in (gate_up, down)]
 
     def through(values: torch.Tensor, matrix: int, expert: int) -> torch.Tensor:
@@ -67,7 +68,7 @@ def _experts(
 
     def reference() -> torch.Tensor:
         out = torch.zeros(x.shape, dtype=torch.float64, device=x.device) if add is None else add.double()
-        for expert in range(moe.experts):
+        for expert in range(moe.slots):
             token, place = (chosen == expert).nonzero(as_tuple=True)
             if len(token):
                 first, second = (0, 0) if biases is None else (bias[expert].double() for bias in biases)
@@ -81,16 +82,16 @@ def _experts(
         if lanes:
             gated, last = arranged
             return lane_experts(
-                x, gated, last, weights, chosen, moe.activation, experts=moe.experts, biases=biases, add=add
+                x, gated, last, weights, chosen, moe.activation, experts=moe.slots, biases=biases, add=add, of=of
             )
         one, other = map(readable, matrices)
         if by_codes:
             return coded_experts(
-                x, one, other, weights, chosen, moe.activation, experts=moe.experts, rounded=codes, add=add,
+                x, one, other, weights, chosen, moe.activation, experts=moe.slots, rounded=codes, add=add, of=of,
                 hopper=hopper, tiles=tiles,
             )  # fmt: skip
         return packed_experts(
-            x, one, other, weights, chosen, moe.activation, experts=moe.experts, biases=biases, add=add
+            x, one, other, weights, chosen, moe.activation, experts=moe.slots, biases=biases, add=add, of=of
         )
 
     touched = 1 - (1 - moe.top_k / moe.experts) ** tokens
@@ -112,8 +113,8 @@ def _kinds(spec: ModelSpec, inputs: Inputs) -> Iterator[tuple[MoeSpec, PackedKin
     """Experts, and how their gates and ups, and their downs, are stored."""
     for moe in moes(spec):
         shapes = {
-            "experts.gate_up_proj": (moe.experts * 2 * moe.width, spec.hidden_size),
-            "experts.down_proj": (moe.experts * spec.hidden_size, moe.width),
+            "experts.gate_up_proj": (moe.slots * 2 * moe.width, spec.hidden_size),
+            "experts.down_proj": (moe.slots * spec.hidden_size, moe.width),
         }
         found = [
             [kind for kind in inputs.packed if kind.part == part and (kind.outputs, kind.inputs) == shape]
@@ -125,7 +126,7 @@ def _kinds(spec: ModelSpec, inputs: Inputs) -> Iterator[tuple[MoeSpec, PackedKin
 
 def _expert_bytes(moe: MoeSpec, *kinds: PackedKind) -> int:
     """Of an expert's codes."""
-    return int(sum(kind.outputs * kind.inputs * _byte_share(kind) for kind in kinds) / moe.experts)
+    return int(sum(kind.outputs * kind.inputs * _byte_share(kind) for kind in kinds) / moe.slots)
 
 
 def _launched(spec: ModelSpec, inputs: Inputs) -> Sizes:

@@ -23,7 +23,6 @@ from kvern.kernels.scaled_product import multiplies_codes
 from kvern.layers.build import Build
 from kvern.layers.embedding import Embedding
 from kvern.layers.linear import Weighted
-from kvern.layers.linear_format import LinearMethods
 from kvern.layers.linear_method import LinearShape
 from kvern.layers.quantized.candidates import (
     PLAIN_RUNS,
@@ -85,15 +84,15 @@ FORMS: Mapping[str, Mapping[str, Any]] = {
 """What is timed, by name, whether a model stores it or not. Without a group, rows have a scale."""
 
 
-def packed_kinds(spec: ModelSpec, dtype: torch.dtype, methods: LinearMethods) -> tuple[PackedKind, ...]:
-    """The matrices that a model multiplies by and stores quantized, each kind once."""
+def packed_kinds(spec: ModelSpec, build: Build) -> tuple[PackedKind, ...]:
+    """The matrices that a model, built so, multiplies by and stores quantized, each kind once."""
     layers = tuple(dataclasses.replace(layer, rope=None) for layer in spec.layers)
-    outline = Decoder(dataclasses.replace(spec, layers=layers), Build(dtype, torch.device("meta"), 1, linear=methods))
+    outline = Decoder(dataclasses.replace(spec, layers=layers), build)
     kinds: dict[PackedKind, None] = {}
     for module in outline.modules():
         if isinstance(module, Weighted) and not isinstance(module, Embedding):
             for method in module.method.methods():
-                if isinstance(method, QuantizedMethod) and method.shape.dtype == dtype:
+                if isinstance(method, QuantizedMethod) and method.shape.dtype == build.dtype:
                     kinds[_kind(method, next(iter(module.outputs)), module.bias is not None)] = None
         elif isinstance(module, RowStackedExperts):
             kinds[_kind(module.gate_up_proj, "experts.gate_up_proj", False)] = None

@@ -183,6 +183,7 @@ def _sum_kernel(
     out: tl.tensor,
     places: tl.tensor,
     weights: tl.tensor,
+    topk_ids: tl.tensor | None,
     add_stride: tl.int64,
     hidden: tl.constexpr,
     top_k: tl.constexpr,
@@ -199,12 +200,15 @@ def _sum_kernel(
     total = tl.zeros([BLOCK], tl.float32)
     for choice in tl.static_range(top_k):
         pair = token * top_k + choice
+        known = inside
+        if topk_ids is not None:
+            known = inside & (tl.load(topk_ids + pair) >= 0)
         if SORTED:
             place = tl.load(places + pair).to(tl.int64)
-            part = tl.load(parts + place * hidden + column, mask=inside, other=0.0).to(tl.float32)
+            part = tl.load(parts + place * hidden + column, mask=known, other=0.0).to(tl.float32)
             total += part * tl.load(weights + pair)
         else:
-            total += tl.load(parts + pair * hidden + column, mask=inside, other=0.0).to(tl.float32)
+            total += tl.load(parts + pair * hidden + column, mask=known, other=0.0).to(tl.float32)
     if ADD:
         total += tl.load(add + token * add_stride + column, mask=inside, other=0.0).to(tl.float32)
     tl.store(out + token * hidden + column, total.to(out.dtype.element_ty), mask=inside)
@@ -223,6 +227,7 @@ def fused_experts(
     deterministic: bool = False,
     hopper: bool = False,
     tiles: int = 0,
+    of: int | None = None,
 ) -> torch.Tensor:
     """Sum x through the experts chosen, times their weights.
 
@@ -236,6 +241,7 @@ def fused_experts(
     deterministic  a token's result depends on no other token, and on no number of tokens
     hopper         the kernels for Hopper GPUs take what is grouped
     tiles          which of `TILES` do else
+    of             experts of the mixture, if others have some of them: these are -1 among the `topk_ids`, and left out
     returns        [T, hidden] in the dtype of x; sums in float32
 
     Moves the weights of each expert that is chosen once, 6 * width * hidden bytes in 16 bits with a gate, if it gets no
@@ -244,13 +250,14 @@ def fused_experts(
     tokens, top_k = topk_ids.shape
     experts, _, width = down.shape
     topk_ids, weights = topk_ids.contiguous(), weights.contiguous()
+    some = None if of is None else topk_ids
     gate_up_bias, down_bias = biases or (None, None)
     expert_bytes = (gate_up[0].numel() + down[0].numel()) * x.element_size()
-    if not deterministic and runs_direct(tokens, top_k, experts, expert_bytes):
+    if not deterministic and runs_direct(tokens, top_k, of or experts, expert_bytes):
         gated = torch.empty(tokens * top_k, width, dtype=x.dtype, device=x.device)
         direct_gate_up(x, gate_up, topk_ids, gated, activation, gate_up_bias)
         return direct_down(gated, down, weights, topk_ids, add, down_bias)
-    rows = DETERMINISTIC_ROWS if deterministic else rows_of_block(tokens * top_k, experts)
+    rows = DETERMINISTIC_ROWS if deterministic else rows_of_block(tokens * top_k, of or experts)
     cut = TILES[rows][tiles]
     if x.element_size() == 4:
         rows, cut = 16, FLOAT32_TILES
@@ -259,7 +266,7 @@ def fused_experts(
 
         blocks = align(topk_ids, experts, rows, HOPPER_GROUP)
         parts = experts_products(x, gate_up, down, blocks, topk_ids.numel(), top_k, activation, HOPPER_GROUP)
-        return sum_parts(parts, top_k, add, blocks.places, weights)
+        return sum_parts(parts, top_k, add, blocks.places, weights, some=some)
     blocks = align(topk_ids, experts, rows, 1 if hopper else cut.gate_up.group)
     gated = torch.empty(tokens * top_k, width, dtype=x.dtype, device=x.device)
     if hopper:
@@ -271,7 +278,7 @@ def fused_experts(
     else:
         _grouped_gate_up(x, gate_up, gate_up_bias, blocks, gated, top_k, activation, rows, cut.gate_up)
         parts = _grouped_down(gated, down, down_bias, weights, blocks, rows, cut.down)
-    return parts if top_k == 1 and add is None else sum_parts(parts, top_k, add)
+    return parts if top_k == 1 and add is None and some is None else sum_parts(parts, top_k, add, some=some)
 
 
 def _stages(x: torch.Tensor, rows: int, tile: Tile) -> int:
@@ -359,8 +366,12 @@ def sum_parts(
     add: torch.Tensor | None,
     places: torch.Tensor | None = None,
     weights: torch.Tensor | None = None,
+    some: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """`places` of the pairs among the parts, which are then still to be multiplied by `weights`."""
+    """`places` of the pairs among the parts, which are then still to be multiplied by `weights`.
+
+    `some`: the `topk_ids`, if those of -1 have no part.
+    """
     hidden = parts.shape[1]
     pairs = parts.shape[0] if places is None else places.shape[0]
     out = torch.empty(pairs // top_k, hidden, dtype=parts.dtype, device=parts.device)
@@ -372,6 +383,7 @@ def sum_parts(
         out,
         parts if places is None else places,
         parts if weights is None else weights,
+        some,
         0 if add is None else add.stride(0),
         hidden,
         top_k,

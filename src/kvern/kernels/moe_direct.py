@@ -71,6 +71,8 @@ def _direct_gate_up_kernel(
     EVEN: tl.constexpr = hidden % INPUTS == 0
     pair = tl.program_id(1).to(tl.int64)
     expert = tl.load(topk_ids + pair).to(tl.int64)
+    if expert < 0:
+        return
     row = x + pair // top_k * x_stride
     output = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
     known = output < width
@@ -122,9 +124,9 @@ def _direct_down_kernel(
     EVEN: tl.constexpr = width % INPUTS == 0
     token = tl.program_id(1).to(tl.int64)
     choice = tl.arange(0, CHOICES)
-    taken = choice < top_k
     pair = token * top_k + choice
-    expert = tl.load(topk_ids + pair, mask=taken, other=0).to(tl.int64)
+    expert = tl.load(topk_ids + pair, mask=choice < top_k, other=-1).to(tl.int64)
+    taken = expert >= 0
     scale = tl.load(weights + pair, mask=taken, other=0.0)
     output = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
     known = output < hidden
@@ -158,8 +160,9 @@ def direct_gate_up(
 ) -> None:
     """`activation(gate) * up` of every pair: x [T, hidden], gate_up [experts, 2 * width, hidden] -> out [pairs, width].
 
-    Without a gate `activation(up)`, with as many rows of up alone. `bias [experts, 2 * width]` is added to gate and up,
-    if it is given. Moves the gate and up weights of every pair's expert: 4 * width * hidden bytes in 16 bits.
+    Of pairs whose expert is -1 nothing is written. Without a gate `activation(up)`, with as many rows of up alone.
+    `bias [experts, 2 * width]` is added to gate and up, if it is given. Moves the gate and up weights of every pair's
+    expert: 4 * width * hidden bytes in 16 bits.
     """
     overlap = overlaps(x.device)
     (pairs, width), hidden = out.shape, x.shape[1]

@@ -57,6 +57,7 @@ def lane_experts(
     experts: int,
     biases: tuple[torch.Tensor, torch.Tensor] | None = None,
     add: torch.Tensor | None = None,
+    of: int | None = None,
 ) -> torch.Tensor:
     """As `packed_experts`, of weights in lanes and x in bfloat16.
 
@@ -70,15 +71,16 @@ def lane_experts(
         raise ValueError(f"{tokens} tokens in a step are too many for experts in MXFP4; lower max_batch_tokens")
     x, topk_ids, weights = x.contiguous(), topk_ids.int().contiguous(), weights.contiguous()
     expert_bytes = (gate_up.codes.nbytes + down.codes.nbytes) // experts
-    if pairs <= MOST_ALONE and runs_direct(tokens, top_k, experts, expert_bytes):
+    some = None if of is None else topk_ids
+    if pairs <= MOST_ALONE and some is None and runs_direct(tokens, top_k, experts, expert_bytes):
         rows, shape, chosen = FEWEST_ROWS, ALONE, topk_ids.view(-1)
         blocks = Alignment(alone(x.device), chosen, chosen)
     else:
-        rows = rows_of_block(pairs, experts)
+        rows = rows_of_block(pairs, of or experts)
         shape, blocks = SHAPES[rows], align(topk_ids, experts, rows)
     first_bias, second_bias = biases or (None, None)
     gated = torch.empty(pairs, width, dtype=x.dtype, device=x.device)
     stream_lanes(x, gate_up, gated, blocks, rows, shape, top_k=top_k, activation=activation, bias=first_bias)
     parts = torch.empty(pairs, x.shape[1], dtype=x.dtype, device=x.device)
     stream_lanes(gated, down, parts, blocks, rows, shape, bias=second_bias, weights=weights, early=True)
-    return parts if top_k == 1 and add is None else sum_parts(parts, top_k, add)
+    return parts if top_k == 1 and add is None and some is None else sum_parts(parts, top_k, add, some=some)

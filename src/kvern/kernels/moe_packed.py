@@ -246,6 +246,7 @@ def packed_experts(
     biases: tuple[torch.Tensor, torch.Tensor] | None = None,
     add: torch.Tensor | None = None,
     deterministic: bool = False,
+    of: int | None = None,
 ) -> torch.Tensor:
     """Sum x through the experts chosen, times their weights.
 
@@ -257,6 +258,7 @@ def packed_experts(
     biases         [experts, 2 * width] of gate and up, and [experts, hidden] of down, or None
     add            [T, hidden] that is added to the sum, or None; rows may have gaps
     deterministic  a token's result depends on no other token, and on no number of tokens
+    of             as `fused_experts` has it
     returns        [T, hidden] in the dtype of x; sums in float32
 
     Moves the codes and scales of each expert that is chosen once, if it gets no more rows than a block has.
@@ -265,11 +267,12 @@ def packed_experts(
     width = gate_up.codes.shape[0] // experts // 2
     topk_ids, weights = topk_ids.contiguous(), weights.contiguous()
     gate_up_bias, down_bias = biases or (None, None)
-    if not deterministic and one_by_one(topk_ids, experts, gate_up, down):
+    some = None if of is None else topk_ids
+    if not deterministic and some is None and one_by_one(topk_ids, experts, gate_up, down):
         gated = torch.empty(tokens * top_k, width, dtype=x.dtype, device=x.device)
         direct_gate_up(x, gate_up, topk_ids, gated, activation, gate_up_bias)
         return direct_down(gated, down, weights, topk_ids, add, hidden, down_bias)
-    rows = DETERMINISTIC_ROWS if deterministic else rows_of_block(tokens * top_k, experts)
+    rows = DETERMINISTIC_ROWS if deterministic else rows_of_block(tokens * top_k, of or experts)
     tile = TILES[rows]
     if x.element_size() == 4:
         rows, tile = 16, FLOAT32_TILE
@@ -277,7 +280,7 @@ def packed_experts(
     gated = torch.empty(tokens * top_k, width, dtype=x.dtype, device=x.device)
     _grouped_gate_up(x, gate_up, gate_up_bias, blocks, gated, top_k, activation, rows, tile, down.code in INTERLEAVED)
     parts = _grouped_down(gated, down, down_bias, weights, blocks, rows, tile, hidden)
-    return parts if top_k == 1 and add is None else sum_parts(parts, top_k, add)
+    return parts if top_k == 1 and add is None and some is None else sum_parts(parts, top_k, add, some=some)
 
 
 def _by_step(form: Form) -> bool:

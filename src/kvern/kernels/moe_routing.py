@@ -155,9 +155,9 @@ def _count_kernel(
         wait_for_previous()
     chunk = tl.program_id(0)
     pair = chunk * CHUNK + tl.arange(0, CHUNK)
-    inside = pair < pairs
-    expert = tl.load(topk_ids + pair, mask=inside, other=0).to(tl.int32)
-    tl.store(partial + chunk * EXPERTS + tl.arange(0, EXPERTS), tl.histogram(expert, EXPERTS, mask=inside))
+    expert = tl.load(topk_ids + pair, mask=pair < pairs, other=-1).to(tl.int32)
+    counts = tl.histogram(tl.maximum(expert, 0), EXPERTS, mask=expert >= 0)
+    tl.store(partial + chunk * EXPERTS + tl.arange(0, EXPERTS), counts)
 
 
 @Launcher
@@ -195,7 +195,7 @@ def _align_kernel(
         earlier = (row < chunk)[:, None] & (other == expert)[None, :]
         before = tl.sum(tl.sum(tl.where(earlier, counts, 0), axis=1), axis=0)
     else:
-        totals = tl.histogram(tl.where(inside, choice, 0), EXPERTS, mask=inside)
+        totals = tl.histogram(tl.maximum(choice, 0), EXPERTS, mask=choice >= 0)
     needed = (totals + ROWS - 1) // ROWS
     total = tl.sum(tl.where(other == expert, totals, 0), axis=0)
     first = tl.sum(tl.where(other < expert, needed, 0), axis=0)
@@ -219,7 +219,7 @@ def _align_kernel(
 def align(topk_ids: torch.Tensor, experts: int, rows: int, multiple: int = 1) -> Alignment:
     """Sort token-expert pairs by expert, each expert's run padded to a multiple of `rows`; pairs keep their order.
 
-    topk_ids  [T, top_k], int32 or int64
+    topk_ids  [T, top_k], int32 or int64; -1: this pair has no row, and its place is not written
     multiple  the number of blocks is one of this
 
     One launch up to `CHUNK` pairs, two beyond; reads `topk_ids` once for each expert, from the cache.

@@ -186,6 +186,7 @@ def coded_experts(
     add: torch.Tensor | None = None,
     hopper: bool = False,
     tiles: int = 0,
+    of: int | None = None,
 ) -> torch.Tensor:
     """As `packed_experts`, of weights without zeros or factors; `rounded` makes codes of x, and of what down gets.
 
@@ -196,9 +197,10 @@ def coded_experts(
     """
     (tokens, top_k), width = topk_ids.shape, gate_up.codes.shape[0] // experts // 2
     topk_ids, weights = topk_ids.contiguous(), weights.contiguous()
-    rows = rows_of_block(tokens * top_k, experts)
+    some = None if of is None else topk_ids
+    rows = rows_of_block(tokens * top_k, of or experts)
     if hopper and rows == ROWS:
-        return _coded_on_hopper(x, gate_up, down, weights, topk_ids, activation, experts, rounded, add)
+        return _coded_on_hopper(x, gate_up, down, weights, topk_ids, activation, experts, rounded, add, some)
     cut = TILES[rows][tiles]
     blocks = align(topk_ids, experts, rows, 1 if hopper else cut.gate_up.group)
     gated = torch.empty(tokens * top_k, width, dtype=x.dtype, device=x.device)
@@ -214,7 +216,7 @@ def coded_experts(
     else:
         _multiply(*rounded[0](x.contiguous()), gate_up, weights, blocks, gated, rows, cut.gate_up, top_k, activation)
         _multiply(*rounded[1](gated), down, weights, blocks, parts, rows, cut.down, top_k, None)
-    return parts if top_k == 1 and add is None else sum_parts(parts, top_k, add)
+    return parts if top_k == 1 and add is None and some is None else sum_parts(parts, top_k, add, some=some)
 
 
 def hopper_codes(code: str, dtype: torch.dtype, hidden: int, width: int) -> bool:
@@ -241,6 +243,7 @@ def _coded_on_hopper(
     experts: int,
     rounded: Sequence[Rounded],
     add: torch.Tensor | None,
+    some: torch.Tensor | None,
 ) -> torch.Tensor:
     from kvern.kernels.product_hopper import experts_product
 
@@ -252,7 +255,7 @@ def _coded_on_hopper(
     codes, scales = _with_scales(rounded[1](gated), down)
     parts = torch.empty(blocks.pairs.shape[0], x.shape[1], dtype=x.dtype, device=x.device)
     experts_product(codes, down.codes, parts, blocks, pairs, HOPPER_GROUP, scales=scales)
-    return sum_parts(parts, top_k, add, blocks.places, weights)
+    return sum_parts(parts, top_k, add, blocks.places, weights, some)
 
 
 def _multiply(

@@ -57,10 +57,12 @@ class AdaptedLinear(Module, Generic[Rows]):
 
     def forward(self, x: Tensor, rows: Rows | None = None) -> Tensor:
         """`rows`: which adapter each row of `x [T, inputs]` uses; None: no row uses one."""
-        out: Tensor = self.base(x)
-        if rows is not None:
-            self.add(out, x, rows)
-        return out
+        if rows is None:
+            plain: Tensor = self.base(x)
+            return plain
+        out = self.base.method.multiply(x, self.base.added)
+        self.add(out, x, rows)
+        return self.base.total(out)
 
     @abstractmethod
     def load(self, adapter_index: int, parts: Mapping[str, Matrices]) -> None:

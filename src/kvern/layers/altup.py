@@ -1,7 +1,7 @@
 """Several residual streams, of which a layer computes one and corrects all (Gemma 3n).
 
 AltUp: https://arxiv.org/abs/2301.13310. LAuReL, a product of low rank beside attention:
-https://arxiv.org/abs/2411.07501, section 2.2.
+https://arxiv.org/abs/2411.07501, section 2.2. All of it is small, and whole on each rank.
 """
 
 from typing import Any
@@ -122,8 +122,8 @@ class AltUpLayer(AugmentedLayer):
     def __init__(self, places: Places, model: ModelSpec, layer: LayerSpec, build: Build) -> None:
         super().__init__(places, model, layer, build)
         assert model.altup is not None
-        self.altup = AltUp(model, model.altup, build.at("altup"))
-        self.laurel = Laurel(model, model.altup, build.at("laurel"))
+        self.altup = AltUp(model, model.altup, build.at("altup").whole)
+        self.laurel = Laurel(model, model.altup, build.at("laurel").whole)
 
     def forward(
         self,

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from kvern.errors import UnsupportedModel
-from kvern.layers.build import Build
-from kvern.layers.loadable import Loadable, copy_rows
+from kvern.layers.build import Build, Section
+from kvern.layers.loadable import Loadable, copy_shares
 from kvern.layers.module import Identity, Module
 from kvern.layers.norm import RMSNorm, make_query_key_norm
 from kvern.layers.rope import Rotation, make_rotate
@@ -113,12 +113,13 @@ class Sinks(Loadable):
     def __init__(self, index: int, heads: int, build: Build) -> None:
         super().__init__(build.path)
         self.index, self.logits = index, build.empty(heads, dtype=torch.float32)
+        self._share = build.ranks.share(heads)
 
     def parts(self) -> dict[str, tuple[int, ...]]:
-        return {"sinks": tuple(self.logits.shape)}
+        return {"sinks": (self._share.whole,)}
 
     def load(self, part: str, tensor: Tensor, first_row: int = 0) -> None:
-        copy_rows(self.logits, tensor, first_row)
+        copy_shares(self.logits, tensor, first_row, [self._share])
 
 
 class WantedAttend:
@@ -146,12 +147,11 @@ class Attention(Module):
         own = spec.own_kv_heads
         self.rotated = spec.heads + own
         self.values = slice(spec.heads if spec.keys_are_values else self.rotated, None)
-        parts = {"q_proj": (1 + spec.gated) * spec.heads, "k_proj": own, "v_proj": 0 if spec.keys_are_values else own}
-        parts = {name: heads * spec.head_dim for name, heads in parts.items() if heads}
-        copies = dict.fromkeys(("k_proj", "v_proj"), spec.copies)
-        self.qkv_proj = build.column(
-            spec.inputs or model.hidden_size, parts, bias=model.qkv_bias, fused="qkv_proj", copies=copies
-        )
+        parts = {"q_proj": [Section((1 + spec.gated) * spec.heads * spec.head_dim)]}
+        keys = [Section(own * spec.head_dim, spec.copies)]
+        parts |= {"k_proj": keys} if own else {}
+        parts |= {"v_proj": keys} if own and not spec.keys_are_values else {}
+        self.qkv_proj = build.column(spec.inputs or model.hidden_size, parts, bias=model.qkv_bias, fused="qkv_proj")
         self.o_proj = build.row(spec.heads * spec.head_dim, "o_proj", model.hidden_size, bias=model.output_bias)
         self.rotate = make_rotate(layer.rope, spec.head_dim)
         self.sinks = Sinks(index, spec.heads, build) if spec.sinks else None

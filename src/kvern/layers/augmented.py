@@ -35,8 +35,9 @@ class AugmentedLayer(SequentialLayer):
             self.experts = ExpertsBeside(model.hidden_size, model.norm, layer.experts, build)
         self.per_layer_input_gate = None
         if (spec := model.per_layer) is not None:
-            self.per_layer_input_gate = build.column(model.hidden_size, {"per_layer_input_gate": spec.width})
-            self.per_layer_projection = build.row(spec.width, "per_layer_projection", model.hidden_size)
+            whole = build.whole  # a sum of ranks would take longer
+            self.per_layer_input_gate = whole.column(model.hidden_size, {"per_layer_input_gate": spec.width})
+            self.per_layer_projection = whole.row(spec.width, "per_layer_projection", model.hidden_size)
             self.per_layer_out = make_norm(model.norm, model.hidden_size, "post_per_layer_input_norm", build)
             self._gated, self._beside = gated_activation_of(spec.activation, build), build.on_rows.beside
         self.scalar = LayerScalar(build.path) if model.layer_scalars else None

@@ -1,6 +1,6 @@
 """How a described model becomes modules: the precision, the device, and how each linear layer holds its weight."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kvern.cpu import elementwise
-from kvern.device.ranks import ALONE, Ranks
+from kvern.device.ranks import ALONE, Ranks, Share
 from kvern.layers.experts import Experts, names_of
 from kvern.layers.linear import Linear, SummedLinear
 from kvern.layers.linear_format import LinearFormat, LinearMethods
@@ -30,6 +30,16 @@ class RowFunctions(NamedTuple):
     beside: Callable[[Sequence[Tensor]], Tensor]
 
 
+class Section(NamedTuple):
+    """So many neighbouring outputs of a layer, or entries of a vector, are a rank's share of what a checkpoint has.
+
+    `copies` neighbouring ranks have the same.
+    """
+
+    size: int
+    copies: int = 1
+
+
 @dataclass(frozen=True)
 class Build:
     """`dtype` and `device` of weights and activations, and the longest sequence, in tokens, that positions cover.
@@ -37,7 +47,8 @@ class Build:
     `kernels` names the modules of `kvern.kernels` that parts may be made of; without them PyTorch does the work.
     `linear` says how weights are stored and multiplied. `deterministic` forbids whatever makes a token's result depend
     on the other tokens of a step. `path` is where in the model the build is: it precedes the names of the parts built.
-    With several `ranks` sizes are those of one rank's share, but those of rows `[T, width]` and of vocabularies.
+    With several `ranks` sizes are those of one rank's share, but those of rows `[T, width]` and of vocabularies; `row`
+    layers give what all ranks have added up, if it `sums`, else a rank's summand.
     """
 
     dtype: torch.dtype
@@ -48,6 +59,7 @@ class Build:
     deterministic: bool = False
     path: str = "model"
     ranks: Ranks = ALONE
+    sums: bool = True
 
     def at(self, name: str) -> "Build":
         """The same, one level deeper in the model."""
@@ -76,27 +88,44 @@ class Build:
             self.on_rows.beside,
         )
 
+    def whole_method(self, parts: Mapping[str, int], inputs: int) -> LinearMethod:
+        """The weight of parts that no ranks share, without memory: what it has to say of a checkpoint's tensors."""
+        alone = replace(self, device=torch.device("meta"), kernels=frozenset(), ranks=ALONE)
+        return alone.linear_method(parts, inputs)
+
     def column(
         self,
         inputs: int,
-        parts: Mapping[str, int],
+        parts: Mapping[str, int | Sequence[Section]],
         *,
         bias: bool = False,
         fused: str | None = None,
-        copies: Mapping[str, int] | None = None,
     ) -> Linear:
         """A linear layer whose outputs are computed independently; `parts` maps checkpoint names to output sizes.
 
-        `fused` is the name under which some checkpoints store all parts as one tensor. `copies`: how many neighbouring
-        ranks hold the same outputs of a part, if it is not one.
+        A part of which ranks do not share all outputs alike has sections, one behind the other. `fused` is the name
+        under which some checkpoints store all parts as one tensor.
         """
-        shares = {part: self.ranks.share(size, (copies or {}).get(part, 1)) for part, size in parts.items()}
-        return Linear(inputs, parts, self, bias=bias, fused=fused, shares=shares)
+        sections = {name: [Section(part)] if isinstance(part, int) else part for name, part in parts.items()}
+        outputs = {name: sum(section.size for section in each) for name, each in sections.items()}
+        shares = {name: self.shares(each) for name, each in sections.items()}
+        return Linear(inputs, outputs, self, bias=bias, fused=fused, shares=shares)
+
+    def shares(self, sections: Iterable[Section]) -> Sequence[Share]:
+        """What this rank holds of sections that lie one behind the other."""
+        return [self.ranks.share(*section) for section in sections]
 
     def row(self, inputs: int, part: str, outputs: int, *, bias: bool = False) -> Linear:
         """A linear layer that sums over inputs which `column` layers produced."""
-        make = Linear if self.ranks.size == 1 else SummedLinear
-        return make(inputs, {part: outputs}, self, bias=bias)
+        if self.ranks.size > 1 and self.sums:
+            return SummedLinear(inputs, {part: outputs}, self, bias=bias)
+        assert self.sums or not bias, "each rank would add it"
+        return Linear(inputs, {part: outputs}, self, bias=bias, inputs_share=self.ranks.share(inputs))
+
+    @property
+    def whole(self) -> "Build":
+        """For what every rank has all of."""
+        return replace(self, ranks=ALONE)
 
     def experts(self, hidden_size: int, spec: MoeSpec) -> Experts:
         """The experts of a mixture, whose gate, up and down may be stored in different ways."""

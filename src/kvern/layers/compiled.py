@@ -9,17 +9,18 @@ from kvern.cpu.norm import KINDS
 from kvern.cpu.rotary import Heads, rotate, rotate_and_store
 from kvern.layers.attention import Attend, Attention, PagedAttend, rows_of
 from kvern.layers.build import Build
-from kvern.layers.norm import HeadNorm, RowNorm
+from kvern.layers.norm import HeadNorm, RowNorm, SharedRowNorm
 from kvern.layers.rope import Rotation
 from kvern.model_spec import LayerSpec, ModelSpec
 
 
 class CompiledAttention(Attention):
-    """Attention whose norms, rotation and cache write are one kernel."""
+    """Attention whose norms, rotation and cache write are one kernel, but for a norm that takes other ranks."""
 
     def __init__(self, index: int, model: ModelSpec, layer: LayerSpec, build: Build) -> None:
         super().__init__(index, model, layer, build)
         self._attention, self._rope, self._norm = layer.attention, layer.rope, model.query_key_norm
+        self._norm_of_ranks = self.norm_before if isinstance(self.norm_before, SharedRowNorm) else None
         self._described: Heads | None = None
 
     def _kernel_heads(self) -> Heads:
@@ -33,7 +34,7 @@ class CompiledAttention(Attention):
         heads = Heads(spec.heads, spec.own_kv_heads, spec.head_dim, keys_are_values=spec.keys_are_values)
         if rope is not None:
             heads.rotary_dim, heads.interleaved = rope.dim, rope.interleaved
-        if norm is not None:
+        if norm is not None and self._norm_of_ranks is None:
             heads.norm, heads.epsilon, heads.norm_after = KINDS[norm.norm.kind], norm.norm.epsilon, norm.after_rope
             heads.whole_row, heads.norm_values = norm.scope == "row", norm.values
             module = cast("HeadNorm | RowNorm", self.norm_after if norm.after_rope else self.norm_before)
@@ -46,6 +47,8 @@ class CompiledAttention(Attention):
         qkv, heads = qkv.contiguous(), self._kernel_heads()
         table, positions, query_scale = rotation
         parts = qkv.view(qkv.shape[0], -1, self.head_dim)
+        if self._norm_of_ranks is not None:
+            parts[:, : self.rotated] = self._norm_of_ranks(parts[:, : self.rotated])
         query = parts[:, : self.heads]
         paged = cast("PagedAttend", attend)
         cache = paged.cache(self.index)

@@ -37,6 +37,9 @@ class CompiledMethod(LinearMethod):
         self.packed = pack(self.weight, gated=self._is_gated)
         del self.weight
 
+    def stored(self) -> list[Tensor]:
+        return [self.packed.numbers]
+
     def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
         return linear(x, self.packed, bias)
 
@@ -55,6 +58,9 @@ class CompiledMethod(LinearMethod):
 
     def embed(self, ids: Tensor) -> Tensor:
         return unpack(self.packed, ids)
+
+    def embed_share(self, ids: Tensor, held: range) -> Tensor:
+        return unpack(self.packed, ids, held.start)
 
 
 def compiles(shape: LinearShape, build: "Build") -> bool:

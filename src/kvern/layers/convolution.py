@@ -1,25 +1,36 @@
 """A causal convolution of each channel by itself over the last few tokens of a request."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
-from kvern.layers.build import Build
-from kvern.layers.loadable import Loadable, copy_rows
+from kvern.layers.build import Build, Section
+from kvern.layers.loadable import Loadable, copy_shares
 from kvern.layers.states import StepStates, advance_states
 
 
 class Convolution(Loadable):
     """`x [T, channels]` -> float32 of the same shape, over `kernel` tokens; the checkpoint calls the weights `name`.
 
-    Its state [states, kernel - 1, channels] are the inputs of a request's last tokens. Its taps are [kernel, channels],
-    in float32, and hold the factors `scales` [channels] that the inputs have to be multiplied by, if any.
+    Channels come in `sections`, one behind the other. Its state [states, kernel - 1, channels] are the inputs of a
+    request's last tokens. Its taps are [kernel, channels], in float32, and hold the factors `scales` [channels] that
+    the inputs have to be multiplied by, if any.
     """
 
     def __init__(
-        self, kernel: int, channels: int, name: str, build: Build, *, bias: bool = False, scales: Tensor | None = None
+        self,
+        kernel: int,
+        sections: Sequence[Section],
+        name: str,
+        build: Build,
+        *,
+        bias: bool = False,
+        scales: Tensor | None = None,
     ) -> None:
         super().__init__(build.path)
-        self.name, self._scales = name, scales
+        self.name, self._scales, self._shares = name, scales, build.shares(sections)
+        channels = sum(section.size for section in sections)
         self.taps = build.empty(kernel, channels, dtype=torch.float32)
         self.bias = build.empty(channels, dtype=torch.float32) if bias else None
 
@@ -46,15 +57,16 @@ class Convolution(Loadable):
         return total if self.bias is None else total.add_(self.bias)
 
     def parts(self) -> dict[str, tuple[int, ...]]:
-        kernel, channels = self.taps.shape
+        kernel, channels = len(self.taps), sum(share.whole for share in self._shares)
         weight: dict[str, tuple[int, ...]] = {f"{self.name}.weight": (channels, 1, kernel)}
         return weight if self.bias is None else weight | {f"{self.name}.bias": (channels,)}
 
     def load(self, part: str, tensor: Tensor, first_row: int = 0) -> None:
         if self.bias is not None and part == f"{self.name}.bias":
-            copy_rows(self.bias, tensor, first_row)
+            copy_shares(self.bias, tensor, first_row, self._shares)
         else:
-            taps = self.taps.narrow(1, first_row, len(tensor))
-            taps.copy_(tensor[:, 0].T)
-            if self._scales is not None:
-                taps.mul_(self._scales[first_row : first_row + len(tensor)])
+            copy_shares(self.taps.T, tensor[:, 0], first_row, self._shares)
+
+    def finish(self) -> None:
+        if self._scales is not None:
+            self.taps.mul_(self._scales)

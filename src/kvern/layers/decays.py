@@ -6,7 +6,7 @@ from torch import Tensor
 
 from kvern.layers.build import Build
 from kvern.layers.linear_method import fill_random
-from kvern.layers.loadable import Loadable, copy_rows
+from kvern.layers.loadable import Loadable, copy_shares
 
 CHUNK = 64
 """Tokens that are taken together."""
@@ -22,19 +22,20 @@ class Decays(Loadable):
         super().__init__(build.path)
         self.rate = build.empty(heads, dtype=torch.float32)
         self.step = build.empty(heads, dtype=torch.float32)
+        self._share = build.ranks.share(heads)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         steps = F.softplus(x.float() + self.step)
         return steps, self.rate * steps
 
     def parts(self) -> dict[str, tuple[int, ...]]:
-        return {"A_log": tuple(self.rate.shape), "dt_bias": tuple(self.step.shape)}
+        return {"A_log": (self._share.whole,), "dt_bias": (self._share.whole,)}
 
     def load(self, part: str, tensor: Tensor, first_row: int = 0) -> None:
         if part == "A_log":
-            copy_rows(self.rate, tensor.float().exp().neg(), first_row)
+            copy_shares(self.rate, tensor.float().exp().neg(), first_row, [self._share])
         else:
-            copy_rows(self.step, tensor, first_row)
+            copy_shares(self.step, tensor, first_row, [self._share])
 
     def fill_random(self, generator: torch.Generator) -> None:
         fill_random(self.step, generator)

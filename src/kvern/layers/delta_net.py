@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kvern.layers.attention import NO_ADAPTERS, StepAdapters, rows_of
-from kvern.layers.build import Build
+from kvern.layers.build import Build, Section
 from kvern.layers.convolution import Convolution
 from kvern.layers.decays import Decays
 from kvern.layers.delta_rule import advance, advance_run
@@ -29,12 +29,13 @@ class DeltaNet(Module):
         super().__init__()
         self.index, self.spec = index, spec
         gates, heads = spec.value_heads * spec.value_dim, spec.value_heads
-        if spec.grouped:
-            parts = {"in_proj_qkvz": spec.channels + gates, "in_proj_ba": 2 * heads}
-        else:
-            parts = {"in_proj_qkv": spec.channels, "in_proj_z": gates, "in_proj_b": heads, "in_proj_a": heads}
+        keys = Section(spec.key_heads * spec.key_dim)
+        convolved = [keys, keys, Section(gates)]
+        parts: dict[str, int | Sequence[Section]] = {"in_proj_qkvz": spec.channels + gates, "in_proj_ba": 2 * heads}
+        if not spec.grouped:
+            parts = {"in_proj_qkv": convolved, "in_proj_z": gates, "in_proj_b": heads, "in_proj_a": heads}
         self.in_proj = build.column(hidden_size, parts)
-        self.conv1d = Convolution(spec.kernel, spec.channels, "conv1d", build)
+        self.conv1d = Convolution(spec.kernel, convolved, "conv1d", build)
         self.decays = Decays(heads, build)
         self.norm = RMSNorm(NormSpec(epsilon=spec.epsilon), spec.value_dim, "norm", build, dtype=torch.float32)
         self.out_proj = build.row(gates, "out_proj", hidden_size)

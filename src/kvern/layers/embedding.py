@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 class Embedding(Weighted):
     """`ids [T] -> [T, width]`, times `scale` rounded to the model's dtype, as the models that scale were trained.
 
-    `name`: what a checkpoint calls the table.
+    `name`: what a checkpoint calls the table. `share` and `columns` are what a rank holds of its rows, and of each row.
     """
 
     def __init__(
@@ -32,8 +32,10 @@ class Embedding(Weighted):
         *,
         name: str = "embed_tokens",
         share: Share | None = None,
+        columns: Share | None = None,
     ) -> None:
-        super().__init__(width, {name: vocab_size}, build, shares=None if share is None else {name: share})
+        shares = None if share is None else {name: [share]}
+        super().__init__(width, {name: vocab_size}, build, shares=shares, inputs_share=columns)
         self._multiply = build.on_rows.scale
         self.scale = float(torch.tensor(scale, dtype=build.dtype))
 
@@ -55,15 +57,14 @@ class SharedEmbedding(Embedding):
     """A rank's share of the vocabulary; it knows nothing of other tokens, which other ranks add."""
 
     def __init__(self, vocab_size: int, width: int, scale: float, build: Build) -> None:
-        count, share = build.ranks.padded_share(vocab_size)
+        multiple, _ = build.whole_method({"embed_tokens": vocab_size}, width).cuts()
+        count, share = build.ranks.padded_share(vocab_size, multiple)
         super().__init__(count, width, scale, build, share=share)
         self._held_ids, self._ranks = share.held, build.ranks
 
     def forward(self, ids: Tensor) -> Tensor:
-        places = ids - self._held_ids.start
-        others = (places < 0) | (places >= len(self._held_ids))
-        embedded = super().forward(places.masked_fill_(others, 0))
-        return self._ranks.sum(embedded.masked_fill_(others[:, None], 0))
+        embedded = self._ranks.sum(self.method.embed_share(ids, self._held_ids))
+        return embedded if self.scale == 1.0 else self._multiply(embedded, self.scale)
 
 
 class SharedHead(Linear):
@@ -72,16 +73,35 @@ class SharedHead(Linear):
     def __init__(
         self, inputs: int, vocab_size: int, build: Build, *, bias: bool = False, method: LinearMethod | None = None
     ) -> None:
-        count, share = build.ranks.padded_share(vocab_size)
-        shares = {"lm_head": share}
+        stored = method or build.whole_method({"lm_head": vocab_size}, inputs)
+        count, share = build.ranks.padded_share(vocab_size, stored.cuts()[0])
+        shares = {"lm_head": [share]}
         super().__init__(inputs, {"lm_head": count}, build, bias=bias, method=method, shares=shares)
         self._vocab_size, self._ranks = vocab_size, build.ranks
 
     def forward(self, x: "Tensor | RowCodes", rows: Any = None) -> Tensor:
-        return self._ranks.beside(super().forward(x, rows))[:, : self._vocab_size].contiguous()
+        return self._ranks.beside(super().forward(x, rows), self._vocab_size)
 
     def scores(self, x: Tensor) -> Tensor:
-        return self._ranks.beside(super().scores(x))[:, : self._vocab_size].contiguous()
+        return self._ranks.beside(super().scores(x), self._vocab_size)
+
+
+def make_embedding(vocab_size: int, width: int, scale: float, build: Build) -> Embedding:
+    """Of the whole vocabulary, which several ranks divide among them."""
+    make = Embedding if build.ranks.size == 1 else SharedEmbedding
+    return make(vocab_size, width, scale, build)
+
+
+def make_head(
+    inputs: int, vocab_size: int, build: Build, *, bias: bool = False, method: LinearMethod | None = None
+) -> Linear:
+    """Scores `[T, inputs] -> [T, vocabulary]`, which several ranks divide among them and all of them have then.
+
+    `method`: another's, whose weight it shares.
+    """
+    if build.ranks.size > 1:
+        return SharedHead(inputs, vocab_size, build, bias=bias, method=method)
+    return Linear(inputs, {"lm_head": vocab_size}, build, bias=bias, method=method)
 
 
 class Table(Loadable):

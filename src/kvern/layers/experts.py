@@ -11,8 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kvern.layers.activation import activation_of, gated_activation_of
-from kvern.layers.linear_method import LinearMethod, LinearShape, Part, TensorLayout
-from kvern.layers.loadable import Loadable, copy_rows
+from kvern.layers.expert_share import ExpertShare
+from kvern.layers.linear_method import INPUTS, OUTPUTS, LinearMethod, LinearShape, TensorLayout, copy_part
+from kvern.layers.loadable import Loadable
 from kvern.layers.parted import PartedMethod
 from kvern.model_spec import MoeSpec
 
@@ -36,8 +37,8 @@ class Experts(Loadable):
     Of experts that are not gated the first is up alone, `[width, hidden]`, whatever its name.
 
     `expert_counts [experts]` int64, on the device, holds how many tokens each expert has had since the model was built,
-    those that pad a batch included. Routers made of kernels keep it; beside PyTorch's it stays zero. `waits`: the host
-    may wait for the device to learn which rows are whose, as it may not among kernels.
+    those that pad a batch included; the router keeps it. `waits`: the host may wait for the device to learn which rows
+    are whose, as it may not among kernels. Of several ranks each has a `share`, and what it gives is a summand.
     """
 
     expert_counts: Tensor
@@ -49,7 +50,9 @@ class Experts(Loadable):
         counts = torch.zeros(spec.experts, dtype=torch.int64, device=build.device)
         self.register_buffer("expert_counts", counts, persistent=False)
         self.waits = build.device.type == "cpu" or not build.kernels
-        self.biases = ExpertBiases(hidden_size, spec, build) if spec.bias else None
+        self.share = ExpertShare(hidden_size, spec, build.ranks, build.device)
+        self.slots = len(self.share.held)
+        self.biases = ExpertBiases(self.share, spec, build) if spec.bias else None
 
     @abstractmethod
     def gate_up(self, expert: int, x: Tensor) -> Tensor:
@@ -60,17 +63,24 @@ class Experts(Loadable):
         """`x [T, width] -> [T, hidden]`."""
 
     def forward(self, x: Tensor, weights: Tensor, topk_ids: Tensor, add: Tensor | None = None) -> Tensor:
-        """Sum `x [T, hidden]` through the experts `topk_ids [T, top_k]`, times `weights [T, top_k]`.
+        """Sum `x [T, hidden]` through the experts in the slots `topk_ids [T, top_k]`, times `weights [T, top_k]`.
 
-        `add [T, hidden]`, if given, is added to the sum.
+        `topk_ids` are those of `ExpertShare.here`, -1: nothing. `add [T, hidden]`, if given, is added to the sum.
         """
         out = (self._chosen if self.waits else self._all)(x, weights.to(x.dtype), topk_ids)
         return out if add is None else out + add
 
     @property
     def bias_pair(self) -> tuple[Tensor, Tensor] | None:
-        """`[experts, 2 * width]` of gate and up and `[experts, hidden]` of down, if there are any."""
+        """`[slots, 2 * width]` of gate and up and `[slots, hidden]` of down, if there are any."""
         return None if self.biases is None else (self.biases.gate_up, self.biases.down)
+
+    def tensors_of(self, slot: int) -> list[Tensor] | None:
+        """All that is stored of a slot's expert, to be read or overwritten; None: it has no memory of its own."""
+        return None
+
+    def _biases_of(self, slot: int) -> list[Tensor]:
+        return [] if self.bias_pair is None else [bias[slot] for bias in self.bias_pair]
 
     @property
     def name(self) -> str:
@@ -88,8 +98,7 @@ class Experts(Loadable):
         """Each expert with its own rows, whose number the host waits for."""
         out = torch.zeros_like(x)
         order = topk_ids.flatten().argsort(stable=True)
-        counts = torch.bincount(topk_ids.flatten(), minlength=self.spec.experts).tolist()
-        start = 0
+        start, *counts = torch.bincount(topk_ids.flatten() + 1, minlength=self.slots + 1).tolist()
         for expert, count in enumerate(counts):
             if count:
                 picked = order[start : start + count]
@@ -102,7 +111,7 @@ class Experts(Loadable):
     def _all(self, x: Tensor, weights: Tensor, topk_ids: Tensor) -> Tensor:
         """Each expert with all rows: more to compute, but the host, or a CUDA graph, needs not know whose they are."""
         out = torch.zeros_like(x)
-        for expert in range(self.spec.experts):
+        for expert in range(self.slots):
             share = (weights * (topk_ids == expert)).sum(-1, keepdim=True)
             out += self._through(expert, x) * share
         return out
@@ -115,35 +124,44 @@ class Experts(Loadable):
 
 
 class ExpertBiases(Loadable):
-    """What is added to the products of all experts: `gate_up [experts, 2 * width]` and `down [experts, hidden]`."""
+    """What is added to the products of all experts: `gate_up [slots, 2 * width]` and `down [slots, hidden]`.
 
-    def __init__(self, hidden_size: int, spec: MoeSpec, build: "Build") -> None:
+    Of experts that are cut one rank adds that of down, and others have zeros.
+    """
+
+    def __init__(self, share: ExpertShare, spec: MoeSpec, build: "Build") -> None:
         super().__init__(build.path)
-        self.gate_up = build.empty(spec.experts, 2 * spec.width)
-        self.down = build.empty(spec.experts, hidden_size)
+        self._share, self._experts = share, spec.experts
+        self.gate_up = build.empty(len(share.held), 2 * spec.width)
+        self.down = build.empty(len(share.held), share.shape("down")[0])
+        if not share.is_first:
+            self.down.zero_()
 
     def parts(self) -> dict[str, tuple[int, ...]]:
-        return {_stack(name, "bias"): tuple(bias.shape) for name, bias in self.named_parameters()}
+        return self._shapes("gate_up", "down")
 
     def stacked_parts(self) -> dict[str, tuple[int, ...]]:
-        halves = dict.fromkeys(("gate", "up"), (self.gate_up.shape[0], self.gate_up.shape[1] // 2))
-        return {_stack(name, "bias"): shape for name, shape in halves.items()} | {
-            _stack("down", "bias"): tuple(self.down.shape)
-        }
+        return self._shapes(*NAMES)
+
+    def _shapes(self, *names: str) -> dict[str, tuple[int, ...]]:
+        return {_stack(name, "bias"): (self._experts, self._share.shape(name)[0]) for name in names}
 
     def load(self, part: str, tensor: Tensor, first_row: int = 0) -> None:
-        target = self.down if part == _stack("down", "bias") else self.gate_up
-        first = self.gate_up.shape[1] // 2 if part == _stack("up", "bias") else 0
-        copy_rows(target.narrow(1, first, tensor.shape[1]), tensor, first_row)
+        match = _STACKED_PART.fullmatch(part)
+        assert match is not None
+        if match[1] == "down" and not self._share.is_first:
+            return
+        target = self.down if match[1] == "down" else self.gate_up
+        _copy_experts(self._share, match[1], target, TensorLayout(target.dtype, (OUTPUTS,)), tensor, first_row)
 
 
 class StackedExperts(Experts):
-    """Plain weights: `gate_up_proj [experts, first_width, hidden]`, `down_proj [experts, hidden, width]`."""
+    """Plain weights: `gate_up_proj [slots, first_width, hidden]`, `down_proj [slots, hidden, width]`."""
 
     def __init__(self, hidden_size: int, spec: MoeSpec, build: "Build") -> None:
         super().__init__(hidden_size, spec, build)
-        self.gate_up_proj = build.empty(spec.experts, spec.first_width, hidden_size)
-        self.down_proj = build.empty(spec.experts, hidden_size, spec.width)
+        self.gate_up_proj = build.empty(self.slots, spec.first_width, hidden_size)
+        self.down_proj = build.empty(self.slots, hidden_size, spec.width)
 
     def gate_up(self, expert: int, x: Tensor) -> Tensor:
         return F.linear(x, self.gate_up_proj[expert])
@@ -151,47 +169,68 @@ class StackedExperts(Experts):
     def down(self, expert: int, x: Tensor) -> Tensor:
         return F.linear(x, self.down_proj[expert])
 
+    def tensors_of(self, slot: int) -> list[Tensor]:
+        return [self.gate_up_proj[slot], self.down_proj[slot], *self._biases_of(slot)]
+
     def parts(self) -> dict[str, tuple[int, ...]]:
         return {
-            f"experts.{expert}.{name}_proj.weight": shape
+            f"experts.{expert}.{name}_proj.weight": self.share.shape(name)
             for expert in range(self.spec.experts)
-            for name, shape in self._shapes().items()
+            for name in names_of(self.spec)
         }
 
     def fused_parts(self) -> dict[str, tuple[int, ...]]:
-        if not self.spec.gated:
-            return {}
-        weights = {"gate_up_proj": self.gate_up_proj, "down_proj": self.down_proj}
-        return {f"experts.{name}": tuple(weight.shape) for name, weight in weights.items()}
+        return self._stacks("gate_up", "down") if self.spec.gated else {}
 
     def stacked_parts(self) -> dict[str, tuple[int, ...]]:
-        return {f"experts.{name}_proj": (self.spec.experts, *shape) for name, shape in self._shapes().items()}
+        return self._stacks(*names_of(self.spec))
 
-    def _shapes(self) -> dict[str, tuple[int, int]]:
-        """Of an expert's matrices, by their names."""
-        width, hidden = self.spec.width, self.hidden_size
-        return {name: (hidden, width) if name == "down" else (width, hidden) for name in names_of(self.spec)}
+    def _stacks(self, *names: str) -> dict[str, tuple[int, ...]]:
+        return {_stack(name, "weight"): (self.spec.experts, *self.share.shape(name)) for name in names}
 
     def load(self, part: str, tensor: Tensor, first_row: int = 0) -> None:
         if match := _EXPERT_PART.fullmatch(part):
-            target, row = self._rows(match[2])
-            copy_rows(target[int(match[1])], tensor, row + first_row)
+            target = self._matrices(match[2])
+            for slot in self.share.slots_of(int(match[1])):
+                _copy_expert(self.share, match[2], target[slot], self._layout, tensor, first_row)
         elif match := _STACKED_PART.fullmatch(part):
-            target, row = self._rows(match[1])
-            copy_rows(target.narrow(1, row, tensor.shape[1]), tensor, first_row)
+            target = self._matrices(match[1])
+            _copy_experts(self.share, match[1], target, self._layout, tensor, first_row)
 
-    def _rows(self, name: str) -> tuple[Tensor, int]:
-        """Of which matrices what a checkpoint calls so are rows, and the first of them."""
-        target = self.down_proj if name == "down" else self.gate_up_proj
-        return target, self.spec.width if name == "up" and self.spec.gated else 0
+    def _matrices(self, name: str) -> Tensor:
+        """Of which what a checkpoint calls so is a part."""
+        return self.down_proj if name == "down" else self.gate_up_proj
+
+    @property
+    def _layout(self) -> TensorLayout:
+        return TensorLayout(self.dtype, (OUTPUTS, INPUTS))
+
+
+def _copy_experts(
+    share: ExpertShare, name: str, target: Tensor, layout: TensorLayout, tensor: Tensor, first: int
+) -> None:
+    """Of the experts in `tensor`, the first of which is `first`, those that have slots in `target`."""
+    for slot, expert in enumerate(share.held):
+        if first <= expert < first + len(tensor):
+            _copy_expert(share, name, target[slot], layout, tensor[expert - first])
+
+
+def _copy_expert(
+    share: ExpertShare, name: str, target: Tensor, layout: TensorLayout, tensor: Tensor, first_row: int = 0
+) -> None:
+    for part in share.parts(name):
+        copy_part(layout, target, tensor, part, first_row)
 
 
 class MethodExperts(Experts):
     """Experts whose weights are held by `LinearMethod`s, of any format: how a checkpoint's tensors reach them."""
 
     @abstractmethod
-    def matrix(self, name: str, expert: int) -> tuple[LinearMethod, Part]:
-        """What holds a checkpoint's "gate", "up", "gate_up" or "down" of an expert, and its place there."""
+    def matrix(self, name: str, slot: int) -> tuple[LinearMethod, int]:
+        """What holds a checkpoint's "gate", "up", "gate_up" or "down" of a slot's expert, and its first output there.
+
+        That is the first of the whole expert's in this matrix.
+        """
 
     @abstractmethod
     def methods(self) -> Iterable[LinearMethod]:
@@ -199,10 +238,10 @@ class MethodExperts(Experts):
 
     def parts(self) -> dict[str, tuple[int, ...]]:
         return {
-            f"experts.{expert}.{name}_proj.{kind}": layout.shape(len(part.outputs), len(part.inputs))
+            f"experts.{expert}.{name}_proj.{kind}": layout.shape(*self.share.shape(name))
             for expert in range(self.spec.experts)
             for name in names_of(self.spec)
-            for kind, layout, part in self._layouts(name, expert)
+            for kind, layout in self._layouts(name)
         }
 
     def fused_parts(self) -> dict[str, tuple[int, ...]]:
@@ -219,12 +258,17 @@ class MethodExperts(Experts):
 
     def load(self, part: str, tensor: Tensor, first_row: int = 0) -> None:
         if match := _EXPERT_PART.fullmatch(part):
-            method, place = self.matrix(match[2], int(match[1]))
-            method.load(match[3], tensor, place, first_row)
+            for slot in self.share.slots_of(int(match[1])):
+                self._load(match[2], slot, match[3], tensor, first_row)
         elif match := _STACKED_PART.fullmatch(part):
-            for expert, item in enumerate(tensor, first_row):
-                method, place = self.matrix(match[1], expert)
-                method.load(match[2] or "weight", item, place)
+            for slot, expert in enumerate(self.share.held):
+                if first_row <= expert < first_row + len(tensor):
+                    self._load(match[1], slot, match[2] or "weight", tensor[expert - first_row])
+
+    def _load(self, name: str, slot: int, kind: str, tensor: Tensor, first_row: int = 0) -> None:
+        method, first = self.matrix(name, slot)
+        for part in self.share.parts(name, first):
+            method.load(kind, tensor, part, first_row)
 
     def fill_random(self, generator: torch.Generator) -> None:
         for method in self.methods():
@@ -234,40 +278,32 @@ class MethodExperts(Experts):
         for method in self.methods():
             method.finish()
 
-    def _layouts(self, name: str, expert: int) -> list[tuple[str, TensorLayout, Part]]:
-        method, part = self.matrix(name, expert)
+    def _layouts(self, name: str) -> list[tuple[str, TensorLayout]]:
+        """Of the tensors of any expert's matrix."""
+        method, first = self.matrix(name, 0)
         if name == "gate_up" and isinstance(method, PartedMethod):  # nobody stores them as one
             return []
-        return [(kind, layout, part) for kind, layout in method.part_layouts(part.first).items()]
+        return list(method.part_layouts(self.share.parts(name, first)[0].first).items())
 
     def _all_layouts(self) -> Iterator[tuple[str, TensorLayout]]:
         """Of all tensors that a checkpoint may have, by name."""
         names = names_of(self.spec)
         for name in (*names, "gate_up") if self.spec.gated else names:
-            for kind, layout, _ in self._layouts(name, 0):
+            for kind, layout in self._layouts(name):
                 yield _stack(name, kind), layout
-        for expert in range(self.spec.experts):
-            for name in names:
-                for kind, layout, _ in self._layouts(name, expert):
-                    yield f"experts.{expert}.{name}_proj.{kind}", layout
+                if name in names:
+                    for expert in range(self.spec.experts):
+                        yield f"experts.{expert}.{name}_proj.{kind}", layout
 
     def _stacks(self, names: Iterable[str]) -> dict[str, tuple[int, ...]]:
-        layouts = {name: self._layouts(name, 0) for name in names}
+        layouts = {name: self._layouts(name) for name in names}
         if not all(layouts.values()):
             return {}
         return {
-            _stack(name, kind): (self.spec.experts, *layout.shape(len(part.outputs), len(part.inputs)))
+            _stack(name, kind): (self.spec.experts, *layout.shape(*self.share.shape(name)))
             for name, found in layouts.items()
-            for kind, layout, part in found
+            for kind, layout in found
         }
-
-    def _part(self, name: str, first: int) -> Part:
-        """The place of what a checkpoint calls so behind the output `first`."""
-        width, hidden = self.spec.width, self.hidden_size
-        if name == "down":
-            return Part(first, range(hidden), range(width))
-        rows = 2 * width if name == "gate_up" else width
-        return Part(first + (width if name == "up" and self.spec.gated else 0), range(rows), range(hidden))
 
 
 def _stack(name: str, kind: str) -> str:
@@ -301,8 +337,8 @@ class SeparateExperts(MethodExperts):
             )
 
         self._methods = {
-            "gate_up": [gate_up() for _ in range(spec.experts)],
-            "down": [method("down", hidden_size, spec.width) for _ in range(spec.experts)],
+            "gate_up": [gate_up() for _ in range(self.slots)],
+            "down": [method("down", hidden_size, spec.width) for _ in range(self.slots)],
         }
         self.gate_up_proj, self.down_proj = map(nn.ModuleList, self._methods.values())
         for one in self.methods():
@@ -315,8 +351,12 @@ class SeparateExperts(MethodExperts):
     def down(self, expert: int, x: Tensor) -> Tensor:
         return self._methods["down"][expert].multiply(x, None)
 
-    def matrix(self, name: str, expert: int) -> tuple[LinearMethod, Part]:
-        return self._methods["down" if name == "down" else "gate_up"][expert], self._part(name, 0)
+    def tensors_of(self, slot: int) -> list[Tensor] | None:
+        stored = [methods[slot].stored() for methods in self._methods.values()]
+        return None if None in stored else [*chain(*filter(None, stored)), *self._biases_of(slot)]
+
+    def matrix(self, name: str, slot: int) -> tuple[LinearMethod, int]:
+        return self._methods["down" if name == "down" else "gate_up"][slot], 0
 
     def methods(self) -> Iterable[LinearMethod]:
         return chain(*self._methods.values())

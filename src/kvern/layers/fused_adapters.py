@@ -72,7 +72,7 @@ class FusedAdaptedLinear(AdaptedLinear[Tensor]):
             return super().forward(x, rows)
         places = self._down, self._up, self._ranks, self._ends
         shape = adapted_shape(x.shape[0], *method.weight.shape)
-        return adapted_product(x, method.weight, self.base.bias, rows, *places, shape, method.arrived)
+        return self.base.total(adapted_product(x, method.weight, self.base.added, rows, *places, shape, method.arrived))
 
     def add(self, out: Tensor, x: Tensor, rows: Tensor) -> None:
         add_adapters(out, x, rows, self._down, self._up, self._ranks, self._ends, self._deterministic)

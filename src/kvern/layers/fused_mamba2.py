@@ -50,15 +50,17 @@ class FusedMamba2(Mamba2):
             return advance_runs(convolve_runs(mixed, taps, last, runs), steps, state, runs, sizes)
 
         read = memory.advance((mixed, step), of_tokens, of_drafts, of_runs)
-        weight = self.norm.weight if isinstance(self.norm, GatedNorm) else None
-        normal = gated_norm(
-            rows_of(read, wanted),
-            rows_of(gate, wanted),
-            weight,
-            spec.epsilon,
-            groups=spec.groups,
-            gating=spec.gating,
-            scale=spec.scales.gate,
-        )
+        normal = self._normal(rows_of(read, wanted), rows_of(gate, wanted))
         out: Tensor = self.out_proj(normal, adapters.wanted)
         return out if spec.scales.out == 1.0 else out.mul_(spec.scales.out)
+
+    def _normal(self, read: Tensor, gate: Tensor) -> Tensor:
+        """By a kernel, but where a group's heads are on several ranks."""
+        spec, norm = self.spec, self.norm
+        if isinstance(norm, GatedNorm) and spec.copies > 1:
+            normal: Tensor = norm(read, gate.float() * spec.scales.gate)
+            return normal.to(gate.dtype)
+        weight = norm.weight if isinstance(norm, GatedNorm) else None
+        return gated_norm(
+            read, gate, weight, spec.epsilon, groups=spec.groups, gating=spec.gating, scale=spec.scales.gate
+        )

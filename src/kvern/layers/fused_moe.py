@@ -3,13 +3,12 @@
 from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from kvern.kernels.moe import fused_experts, hopper_experts, route
 from kvern.layers.build import Build
 from kvern.layers.experts import StackedExperts
-from kvern.layers.router import ScaledRouter, SigmoidRouter, SoftmaxRouter
+from kvern.layers.router import ScaledRouter, SoftmaxRouter
 from kvern.layers.tuned_experts import Ways
 from kvern.model_spec import MoeSpec
 
@@ -44,36 +43,20 @@ class FusedExperts(StackedExperts):
             biases=self.bias_pair,
             add=add,
             deterministic=self.deterministic,
+            of=self.share.of,
             **way,
         )
-
-
-class Counter:
-    """Adds each expert's tokens to `counts [experts]` int64."""
-
-    def __init__(self, counts: Tensor) -> None:
-        self._counts, self._one = counts, torch.ones(1, dtype=torch.int64, device=counts.device)
-
-    def add(self, topk_ids: Tensor) -> None:
-        """Those of tokens that take `topk_ids [T, top_k]` int64."""
-        self._counts.scatter_add_(0, topk_ids.flatten(), self._one.expand(topk_ids.numel()))
 
 
 class FusedSoftmaxRouter(SoftmaxRouter):
     """Softmax, choice, weights and counts in one kernel: float32 weights and int32 experts, `[T, top_k]`.
 
-    `counts [experts]` int64 grows by each expert's tokens. Where groups are chosen first, PyTorch does all that.
+    Where groups are chosen first, PyTorch does all that.
     """
-
-    def __init__(self, hidden_size: int, spec: MoeSpec, build: Build, counts: Tensor) -> None:
-        super().__init__(hidden_size, spec, build)
-        self.counts, self._counter = counts, Counter(counts)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         if self.spec.groups > 1:
-            weights, topk_ids = super().forward(x)
-            self._counter.add(topk_ids)
-            return weights, topk_ids
+            return super().forward(x)
         logits = self.method.multiply(x, self.bias)
         return route(logits, self.spec.top_k, self.spec.renormalize, self.spec.routed_scale, self.counts)
 
@@ -81,24 +64,7 @@ class FusedSoftmaxRouter(SoftmaxRouter):
 class FusedScaledRouter(ScaledRouter):
     """As `FusedSoftmaxRouter`, whose weights are then multiplied by a learned number of each expert."""
 
-    def __init__(self, hidden_size: int, spec: MoeSpec, build: Build, counts: Tensor) -> None:
-        super().__init__(hidden_size, spec, build)
-        self.counts = counts
-
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         logits = self.method.multiply(x, self.bias)
         weights, topk_ids = route(logits, self.spec.top_k, self.spec.renormalize, self.spec.routed_scale, self.counts)
         return weights * self.per_expert_scale[topk_ids], topk_ids
-
-
-class CountingSigmoidRouter(SigmoidRouter):
-    """A sigmoid router that adds each expert's tokens to `counts [experts]` int64."""
-
-    def __init__(self, hidden_size: int, spec: MoeSpec, build: Build, counts: Tensor) -> None:
-        super().__init__(hidden_size, spec, build)
-        self._counter = Counter(counts)
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        weights, topk_ids = super().forward(x)
-        self._counter.add(topk_ids)
-        return weights, topk_ids

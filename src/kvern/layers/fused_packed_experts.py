@@ -61,16 +61,24 @@ class FusedPackedExperts(RowStackedExperts):
             self._ways = Ways(self._multiply, hopper, several=True)
 
     def forward(self, x: Tensor, weights: Tensor, topk_ids: Tensor, add: Tensor | None = None) -> Tensor:
-        experts, (gate_up, down) = self.spec.experts, self._packed
+        experts, (gate_up, down) = self.slots, self._packed
         if self._lanes is not None:
             return lane_experts(
                 x, self._lanes[0], self._lanes[1], weights, topk_ids, self.spec.activation,
-                experts=experts, biases=self.bias_pair, add=add,
+                experts=experts, biases=self.bias_pair, add=add, of=self.share.of,
             )  # fmt: skip
-        if self._ways is not None and not one_by_one(topk_ids, experts, gate_up, down):
+        few = self.share.of is None and one_by_one(topk_ids, experts, gate_up, down)
+        if self._ways is not None and not few:
             return self._ways(x, weights, topk_ids, add)
         given = x, gate_up, down, weights, topk_ids, self.spec.activation
-        return packed_experts(*given, experts=experts, biases=self.bias_pair, add=add, deterministic=self.deterministic)
+        return packed_experts(
+            *given,
+            experts=experts,
+            biases=self.bias_pair,
+            add=add,
+            deterministic=self.deterministic,
+            of=self.share.of,
+        )
 
     @property
     def name(self) -> str:
@@ -97,7 +105,7 @@ class FusedPackedExperts(RowStackedExperts):
     def _multiply(self, x: Tensor, weights: Tensor, topk_ids: Tensor, add: Tensor | None = None, **way: Any) -> Tensor:
         gate_up, down = self._packed
         given = x, gate_up, down, weights, topk_ids, self.spec.activation
-        return coded_experts(*given, experts=self.spec.experts, rounded=self._codings, add=add, **way)
+        return coded_experts(*given, experts=self.slots, rounded=self._codings, add=add, of=self.share.of, **way)
 
 
 def _coded(method: QuantizedMethod) -> "Coding | None":

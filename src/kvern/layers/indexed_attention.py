@@ -70,7 +70,7 @@ class IndexedAttention(LatentAttention):
     ) -> None:
         super().__init__(index, model, spec, rope, build)
         assert spec.indexer is not None
-        self.indexer = Indexer(model, spec, spec.indexer, build.at("indexer"))
+        self.indexer = Indexer(model, spec, spec.indexer, build.at("indexer").whole)  # all index heads select
         self.top_k, self._index_dim = spec.indexer.top_k, spec.indexer.head_dim
         self._rotate_index = make_rotate(rope, spec.qk_rope_head_dim)
         self._takes_tables = "cpu_layers" in build.kernels

@@ -7,9 +7,11 @@
 
 So no head's keys and values are ever made: the expansion `kv_b_proj` multiplies queries before, and what was attended
 to behind (DeepSeek-V2, https://arxiv.org/abs/2405.04434, section 2.1.2).
+
+Ranks share heads; what makes latents, and their cache, is on all of them.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -18,7 +20,7 @@ from torch import Tensor
 from kvern.cpu.linear import linear_heads, pack_heads
 from kvern.cpu.rotary import Heads, rotate
 from kvern.layers.attention import NO_ADAPTERS, Attend, StepAdapters, rows_of
-from kvern.layers.build import Build
+from kvern.layers.build import Build, Section
 from kvern.layers.compiled_linear import compiles
 from kvern.layers.linear import Weighted
 from kvern.layers.linear_method import LinearShape
@@ -61,7 +63,8 @@ class LatentExpansion(Weighted):
 
     def __init__(self, spec: LatentAttentionSpec, build: Build) -> None:
         outputs = spec.heads * (spec.qk_nope_head_dim + spec.v_head_dim)
-        super().__init__(spec.kv_lora_rank, {"kv_b_proj": outputs}, build)
+        shares = {"kv_b_proj": [build.ranks.share(outputs)]}
+        super().__init__(spec.kv_lora_rank, {"kv_b_proj": outputs}, build, shares=shares)
         self.spec = spec
         self._is_compiled = compiles(LinearShape(outputs, spec.kv_lora_rank, build.dtype, build.device), build)
 
@@ -101,10 +104,11 @@ class LatentAttention(Module):
         self._cached = spec.kv_lora_rank + spec.qk_rope_head_dim
         queries = spec.heads * (spec.qk_nope_head_dim + spec.qk_rope_head_dim)
         norm = NormSpec("rms", spec.epsilon)
-        first = {"q_proj": queries} if spec.q_lora_rank is None else {"q_a_proj": spec.q_lora_rank}
-        self.in_proj = build.column(
-            model.hidden_size, first | {"kv_a_proj_with_mqa": self._cached}, bias=model.qkv_bias
-        )
+        parts: dict[str, int | Sequence[Section]] = {"q_proj": queries}
+        if spec.q_lora_rank is not None:
+            parts = {"q_a_proj": [Section(spec.q_lora_rank, build.ranks.size)]}
+        parts["kv_a_proj_with_mqa"] = [Section(self._cached, build.ranks.size)]
+        self.in_proj = build.column(model.hidden_size, parts, bias=model.qkv_bias)
         if spec.q_lora_rank is not None:
             self.q_a_layernorm = make_norm(norm, spec.q_lora_rank, "q_a_layernorm", build)
             self.q_b_proj = build.column(spec.q_lora_rank, {"q_b_proj": queries})

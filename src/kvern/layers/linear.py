@@ -1,6 +1,6 @@
 """A linear layer made of one or more checkpoint tensors, stacked along its outputs."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from kvern.device.ranks import Share
-from kvern.layers.linear_method import OUTPUTS, LinearMethod, Part, TensorLayout, copy_part, fill_random
+from kvern.device.ranks import Share, places
+from kvern.errors import ConfigError
+from kvern.layers.linear_method import OUTPUTS, LinearMethod, Part, TensorLayout, copy_part, fill_random, taken
 from kvern.layers.loadable import Loadable
 
 if TYPE_CHECKING:
@@ -23,8 +24,8 @@ class Weighted(Loadable):
     `fused` is the name under which some checkpoints store all parts as one tensor. A module whose `method` is another's
     shares its weight: it loads no more than its own bias.
 
-    `inputs` and `outputs` are those of the matrix. `shares`, by part, and `inputs_share` say which of a checkpoint's
-    these are; what has none is there whole.
+    `inputs` and `outputs` are those of the matrix. `shares`, by part one or several that lie one behind the other, and
+    `inputs_share` say which of a checkpoint's these are; what has none is there whole.
     """
 
     bias: nn.Parameter | None
@@ -39,16 +40,19 @@ class Weighted(Loadable):
         fused: str | None = None,
         method: LinearMethod | None = None,
         dtype: torch.dtype | None = None,
-        shares: Mapping[str, Share] | None = None,
+        shares: Mapping[str, Sequence[Share]] | None = None,
         inputs_share: Share | None = None,
     ) -> None:
         super().__init__(build.path)
-        self._held = {name: Share(range(size), size) for name, size in outputs.items()} | dict(shares or {})
+        whole = {name: [Share(range(size), size)] for name, size in outputs.items()}
+        self._held: Mapping[str, Sequence[Share]] = whole | dict(shares or {})
         self._inputs_held = inputs_share or Share(range(inputs), inputs)
         self.inputs, self.outputs, self.fused = inputs, dict(outputs), fused
         self.dtype, self.device = dtype or build.dtype, build.device
         self._first = dict(zip(outputs, accumulate(outputs.values(), initial=0), strict=False))
         self._shares = method is not None
+        if build.ranks.size > 1 and method is None:
+            self._check_cuts(build)
         self.method = method or self._make_method(build)
         for part in () if self._shares else self.method.methods():
             part.use_kernels(build)
@@ -57,8 +61,33 @@ class Weighted(Loadable):
     def _make_method(self, build: "Build") -> LinearMethod:
         return build.linear_method(self.outputs, self.inputs, self.dtype)
 
+    def _check_cuts(self, build: "Build") -> None:
+        """Raise ConfigError where a share begins or ends among numbers that are stored together."""
+        sizes = {name: sum(share.whole for share in shares) for name, shares in self._held.items()}
+        whole = build.whole_method(sizes, self._inputs_held.whole)
+        outputs, inputs = whole.cuts()
+        cuts = [
+            (name, "outputs", held, sizes[name], outputs)
+            for name, shares in self._held.items()
+            for _, held in places(shares)
+        ]
+        cuts.append((next(iter(self._held)), "inputs", *self._inputs_held, inputs))
+        for name, what, held, count, together in cuts:
+            if any(end % together and end != count for end in (held.start, held.stop)):
+                size, stored = build.ranks.size, ", ".join(dict.fromkeys(method.name for method in whole.methods()))
+                fits = next((other for other in range(size - 1, 1, -1) if count % (other * together) == 0), 1)
+                raise ConfigError(
+                    f"tensor_parallel_size is {size}, and {build.name(name)} is stored as {stored}: {together} of its "
+                    f"{count} {what} stay together, and a share has {len(held)}; choose tensor_parallel_size {fits}, "
+                    "or a model whose groups divide the shares"
+                )
+
+    def shares(self, part: str) -> tuple[Sequence[Share], Share]:
+        """Which of a checkpoint's outputs and inputs of a part are here."""
+        return self._held[part], self._inputs_held
+
     def parts(self) -> dict[str, tuple[int, ...]]:
-        return self._shapes({name: share.whole for name, share in self._held.items()})
+        return self._shapes({name: sum(share.whole for share in shares) for name, shares in self._held.items()})
 
     def optional_parts(self) -> set[str]:
         return {f"{name}.{kind}" for name, kind, layout in self._layouts(self._all_names()) if not layout.needed}
@@ -70,7 +99,8 @@ class Weighted(Loadable):
         return [*self.outputs, *([self.fused] if self.fused else [])]
 
     def fused_parts(self) -> dict[str, tuple[int, ...]]:
-        return self._shapes({self.fused: sum(share.whole for share in self._held.values())}) if self.fused else {}
+        whole = sum(share.whole for shares in self._held.values() for share in shares)
+        return self._shapes({self.fused: whole}) if self.fused else {}
 
     def _shapes(self, outputs: Mapping[str, int]) -> dict[str, tuple[int, ...]]:
         shapes = {
@@ -93,21 +123,18 @@ class Weighted(Loadable):
         for place in self._places(name):
             if kind == "bias" and self.bias is not None:
                 copy_part(TensorLayout(self.dtype, (OUTPUTS,)), self.bias, tensor, place, first_row)
-            else:
-                self.method.load(kind, tensor, place, first_row)
+            elif (found := taken(self.method.part_layouts(place.first)[kind], tensor, place, first_row)) is not None:
+                self.method.load(kind, *found)
 
     def _places(self, name: str) -> Iterator[Part]:
-        """Where what a checkpoint calls so goes: of a fused part at once what is held whole, else part by part."""
-        inputs = self._inputs_held.held
-        if name in self.outputs:
-            yield Part(self._first[name], self._held[name].held, inputs)
-        elif all(len(share.held) == share.whole for share in self._held.values()):
-            yield Part(0, range(sum(self.outputs.values())), inputs)
-        else:
-            begin = 0
-            for part, (held, whole) in self._held.items():
-                yield Part(self._first[part], range(begin + held.start, begin + held.stop), inputs)
-                begin += whole
+        """Where what a checkpoint calls so goes: at once what is held whole, else share by share."""
+        parts = [name] if name in self.outputs else list(self.outputs)
+        shares = [share for part in parts for share in self._held[part]]
+        first, (inputs, all_inputs) = self._first[parts[0]], self._inputs_held
+        if all(len(share.held) == share.whole for share in shares):
+            shares = [Share(range(whole := sum(share.whole for share in shares)), whole)]
+        for place, outputs in places(shares):
+            yield Part(first + place, outputs, inputs, all_inputs)
 
     def fill_random(self, generator: torch.Generator) -> None:
         if not self._shares:
@@ -132,6 +159,15 @@ class Linear(Weighted):
             return self.method.multiply(x, self.bias)
         return self.method.multiply_codes(x, self.bias)
 
+    @property
+    def added(self) -> Tensor | None:
+        """The bias that is added here."""
+        return self.bias
+
+    def total(self, out: Tensor) -> Tensor:
+        """The layer's result, of its product here and what was added to that, which may be overwritten."""
+        return out
+
     def scores(self, x: Tensor) -> Tensor:
         """`x [T, inputs] -> [T, sum of outputs]` float32, for a head."""
         return self.method.scores(x, self.bias)
@@ -154,6 +190,13 @@ class SummedLinear(Linear):
         if isinstance(x, Tensor):
             return self._ranks.sum(self.method.multiply(x, self._added))
         return self._ranks.sum(self.method.multiply_codes(x, self._added))
+
+    @property
+    def added(self) -> Tensor | None:
+        return self._added
+
+    def total(self, out: Tensor) -> Tensor:
+        return self._ranks.sum(out)
 
     def row_product(self) -> None:
         """There is none: what follows a product in one launch would come before the sum."""

@@ -7,7 +7,7 @@ A layer owns a `LinearMethod` and knows nothing else of its weight. What a check
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
 import torch
@@ -55,12 +55,12 @@ class RowProduct(Protocol):
 
 
 class Axis(NamedTuple):
-    """A dimension of a stored tensor: `times` entries for each `per` outputs or inputs; for "others" it has `per`.
+    """A dimension of a stored tensor: `times` entries for each `per` outputs, inputs, or numbers of all rows together.
 
-    `per` is `ANY` where a checkpoint decides.
+    For "others" it has `per`, which is `ANY` where a checkpoint decides.
     """
 
-    of: Literal["outputs", "inputs", "others"]
+    of: Literal["outputs", "inputs", "numbers", "others"]
     per: int = 1
     times: int = 1
 
@@ -81,7 +81,7 @@ class TensorLayout(NamedTuple):
 
     def shape(self, outputs: int, inputs: int) -> tuple[int, ...]:
         """Of the tensor of a matrix, or of a part of one."""
-        counts = {"outputs": outputs, "inputs": inputs}
+        counts = {"outputs": outputs, "inputs": inputs, "numbers": outputs * inputs}
         return tuple(
             -(-counts[axis.of] // axis.per) * axis.times if axis.of in counts else axis.per for axis in self.axes
         )
@@ -91,12 +91,14 @@ class TensorLayout(NamedTuple):
 class Part:
     """A part of a checkpoint, as "k_proj", within a matrix: its outputs begin at the matrix's output `first`.
 
-    `outputs` and `inputs` are those of the part that the matrix holds: all, or the slice of a shard.
+    `outputs` and `inputs` are those of the part that the matrix holds: all, or the slice of a shard, of rows that have
+    `all_inputs`; None: as many as are held.
     """
 
     first: int
     outputs: range
     inputs: range
+    all_inputs: int | None = None
 
 
 def copy_part(layout: TensorLayout, target: Tensor, tensor: Tensor, part: Part, first_row: int, along: int = 0) -> None:
@@ -117,6 +119,30 @@ def copy_part(layout: TensorLayout, target: Tensor, tensor: Tensor, part: Part, 
         tensor = tensor.narrow(dim, first - begin, end - first)
         target = target.narrow(dim, place + first, end - first)
     target.copy_(tensor)
+
+
+def taken(layout: TensorLayout, tensor: Tensor, part: Part, first_row: int) -> tuple[Tensor, Part, int] | None:
+    """Of a run of a part's tensor the entries that `part` takes, as a view: others are not read. None: there are none.
+
+    Of all dimensions but the first, which has a first row, the part is one of what is left.
+    """
+    for dim, (of, per, times) in enumerate(layout.axes):
+        if of in ("numbers", "others"):
+            continue
+        wanted = part.outputs if of == "outputs" else part.inputs
+        begin = first_row if dim == 0 else 0
+        first = max(begin, wanted.start // per * times)
+        end = min(begin + tensor.shape[dim], -(-wanted.stop // per) * times)
+        if first >= end:
+            return None
+        tensor = tensor.narrow(dim, first - begin, end - first)
+        if dim == 0:
+            first_row = first
+        else:
+            left_out = wanted.start // per * per
+            held = range(wanted.start - left_out, wanted.stop - left_out)
+            part = replace(part, outputs=held) if of == "outputs" else replace(part, inputs=held)
+    return tensor, part, first_row
 
 
 def fill_random(parameter: Tensor, generator: torch.Generator) -> None:
@@ -183,12 +209,15 @@ class LinearMethod(Module, ABC):
 
     def cuts(self) -> tuple[int, int]:
         """Parts begin, and shards are cut, at multiples of so many outputs and inputs."""
-        axes = [axis for layout in self.layouts().values() for axis in layout.axes]
+        axes = [axis for layout in (*self.layouts().values(), *self.storage().values()) for axis in layout.axes]
         outputs, inputs = (math.lcm(*(axis.per for axis in axes if axis.of == of)) for of in ("outputs", "inputs"))
         return outputs, inputs
 
     def load(self, kind: str, tensor: Tensor, part: Part, first_row: int = 0) -> None:
-        """Take what `part` has of `tensor`: rows, from `first_row` on, of the part's tensor; any dtype and device."""
+        """Take what `part` has of `tensor`: rows, from `first_row` on, of the part's tensor; any dtype and device.
+
+        Rows are counted in the whole part; of other dimensions `tensor` and `part` may be what a share is in (`taken`).
+        """
         copy_part(self.layouts()[kind], getattr(self, kind), tensor, part, first_row)
 
     def fill_random(self, generator: torch.Generator) -> None:
@@ -198,6 +227,10 @@ class LinearMethod(Module, ABC):
 
     def finish(self) -> None:
         """All is loaded: store it as the products want it. Nothing is loaded afterwards."""
+
+    def stored(self) -> list[Tensor] | None:
+        """All that products read, once all is loaded, alike for one shape. None: it is not to be overwritten."""
+        return None
 
     def use_kernels(self, build: "Build") -> None:
         """Told once what a layer's products may be made of; formats that multiply by kernels of their own ask here."""
@@ -216,6 +249,12 @@ class LinearMethod(Module, ABC):
     def embed(self, ids: Tensor) -> Tensor:
         """The rows `ids [T]` int64 of the matrix: `[T, inputs]`. A format that stores embeddings reads those alone."""
         return F.embedding(ids, self.dequantize())
+
+    def embed_share(self, ids: Tensor, held: range) -> Tensor:
+        """As `embed`, of a matrix that has the rows `held` of a larger one: the others are 0."""
+        places = ids - held.start
+        others = (places < 0) | (places >= len(held))
+        return self.embed(places.masked_fill_(others, 0)).masked_fill_(others[:, None], 0)
 
     def coding(self, rows: int) -> "Coding | None":
         """How so many rows become codes, if the way chosen for them multiplies codes: their maker may round them."""

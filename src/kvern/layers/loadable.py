@@ -1,11 +1,12 @@
 """The contract between modules that own weights and the reader of checkpoints."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
+from kvern.device.ranks import Share, places
 from kvern.layers.linear_method import fill_random
 from kvern.layers.module import Module
 
@@ -60,3 +61,12 @@ class Loadable(Module, ABC):
 def copy_rows(target: Tensor, tensor: Tensor, first_row: int) -> None:
     """Write `tensor` to the rows of `target` from `first_row` on."""
     target.narrow(0, first_row, tensor.shape[0]).copy_(tensor)
+
+
+def copy_shares(target: Tensor, tensor: Tensor, first_row: int, shares: Sequence[Share]) -> None:
+    """Write what a rank's `shares` of the rows have of `tensor`, those from `first_row` on, to `target`, which has
+    nothing but these shares."""
+    for place, rows in places(shares):
+        begin, end = max(rows.start, first_row), min(rows.stop, first_row + len(tensor))
+        if begin < end:
+            copy_rows(target, tensor[begin - first_row : end - first_row], place + begin - rows.start)

@@ -5,10 +5,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kvern.layers.attention import NO_ADAPTERS, StepAdapters, rows_of
-from kvern.layers.build import Build
+from kvern.layers.build import Build, Section
 from kvern.layers.convolution import Convolution
 from kvern.layers.decays import Decays
-from kvern.layers.loadable import Loadable, copy_rows
+from kvern.layers.loadable import Loadable, copy_shares
 from kvern.layers.module import Module
 from kvern.layers.rope import Rotation
 from kvern.layers.state_space import advance, advance_run
@@ -23,12 +23,13 @@ class Vector(Loadable):
         super().__init__(build.path)
         self.name = name
         self.weight = build.empty(size, dtype=torch.float32)
+        self._share = build.ranks.share(size)
 
     def parts(self) -> dict[str, tuple[int, ...]]:
-        return {self.name: tuple(self.weight.shape)}
+        return {self.name: (self._share.whole,)}
 
     def load(self, part: str, tensor: Tensor, first_row: int = 0) -> None:
-        copy_rows(self.weight, tensor, first_row)
+        copy_shares(self.weight, tensor, first_row, [self._share])
 
 
 class GatedNorm(Vector):
@@ -37,13 +38,19 @@ class GatedNorm(Vector):
     def __init__(self, spec: Mamba2Spec, build: Build) -> None:
         super().__init__(spec.inner, "norm.weight", build)
         self.groups, self.epsilon = spec.groups, spec.epsilon
+        self._copies, self._ranks = spec.copies, build.ranks
 
     def forward(self, read: Tensor, gate: Tensor) -> Tensor:
         return self.normal(read * F.silu(gate))
 
     def normal(self, x: Tensor) -> Tensor:
         grouped = torch.unflatten(x, 1, (self.groups, -1))
-        return F.rms_norm(grouped, grouped.shape[2:], None, self.epsilon).flatten(1) * self.weight
+        if self._copies == 1:
+            return F.rms_norm(grouped, grouped.shape[2:], None, self.epsilon).flatten(1) * self.weight
+        means = self._ranks.beside(x.square().mean(1, keepdim=True))
+        first = self._ranks.rank // self._copies * self._copies
+        mean = means[:, first : first + self._copies].mean(1, keepdim=True)
+        return x * (mean + self.epsilon).rsqrt() * self.weight
 
 
 class NormThenGate(GatedNorm):
@@ -73,8 +80,8 @@ class Mamba2(Module):
     def __init__(self, index: int, hidden_size: int, spec: Mamba2Spec, build: Build) -> None:
         super().__init__()
         self.index, self.spec = index, spec
-        outputs = spec.inner + spec.channels + spec.heads
-        self.in_proj = build.column(hidden_size, {"in_proj": outputs}, bias=spec.bias)
+        parts = [Section(spec.inner), *convolved(spec), Section(spec.heads)]
+        self.in_proj = build.column(hidden_size, {"in_proj": parts}, bias=spec.bias)
         self.conv1d = make_convolution(spec, build)
         self.decays = Decays(spec.heads, build)
         self.skip = Vector(spec.heads, "D", build)
@@ -105,12 +112,17 @@ class Mamba2(Module):
         return out.mul_(spec.scales.out)
 
 
+def convolved(spec: Mamba2Spec) -> list[Section]:
+    """Values, keys and queries."""
+    shared = Section(spec.groups * spec.state_dim, spec.copies)
+    return [Section(spec.inner), shared, shared]
+
+
 def make_convolution(spec: Mamba2Spec, build: Build) -> Convolution:
     """That of values, keys and queries, with their scales."""
-    shared = spec.groups * spec.state_dim
-    scales = (spec.inner, spec.scales.value), (shared, spec.scales.key), (shared, spec.scales.query)
-    each = torch.cat([torch.full((count,), scale, device=build.device) for count, scale in scales])
-    return Convolution(spec.kernel, spec.channels, "conv1d", build, bias=spec.conv_bias, scales=each)
+    sections, scales = convolved(spec), (spec.scales.value, spec.scales.key, spec.scales.query)
+    each = [torch.full((part.size,), scale, device=build.device) for part, scale in zip(sections, scales, strict=True)]
+    return Convolution(spec.kernel, sections, "conv1d", build, bias=spec.conv_bias, scales=torch.cat(each))
 
 
 def make_mamba2(index: int, hidden_size: int, spec: Mamba2Spec, build: Build) -> Mamba2:

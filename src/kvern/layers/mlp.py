@@ -56,15 +56,25 @@ class SparseMLP(GatedMLP):
 
     def __init__(self, hidden_size: int, spec: MlpSpec, build: Build) -> None:
         super().__init__(hidden_size, spec, build)
-        self.width, self.deviations = spec.width, NormalDist().inv_cdf(spec.sparsity)
+        self.width, self.deviations, self._ranks = spec.width, NormalDist().inv_cdf(spec.sparsity), build.ranks
 
     def forward(self, x: Tensor, rows: Any = None) -> Tensor:
         gate_up = self.gate_up_proj(x, rows)
         gate = gate_up[:, : self.width].float()
-        spread, mean = torch.std_mean(gate, -1, correction=0, keepdim=True)
+        spread, mean = self._spread_and_mean(gate)
         gate_up[:, : self.width] = gate.sub_(mean + spread * self.deviations).relu_()
         out: Tensor = self.down_proj(self.activation(gate_up), rows)
         return out
+
+    def _spread_and_mean(self, gate: Tensor) -> tuple[Tensor, Tensor]:
+        """Each `[T, 1]`, of rows of which ranks have parts of one size."""
+        variance, mean = torch.var_mean(gate, -1, correction=0, keepdim=True)
+        if self._ranks.size == 1:
+            return variance.sqrt(), mean
+        found = self._ranks.beside(torch.cat((variance, mean), 1))
+        variances, means = found[:, ::2], found[:, 1::2]
+        among, mean = torch.var_mean(means, -1, correction=0, keepdim=True)
+        return (variances.mean(-1, keepdim=True) + among).sqrt(), mean
 
 
 class PlainMLP(Module):

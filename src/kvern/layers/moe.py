@@ -1,5 +1,6 @@
 """Mixture of experts: a router sends each token through a few of many MLPs."""
 
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -13,18 +14,26 @@ from kvern.model_spec import MlpSpec, MoeSpec, NormSpec
 
 
 class MoE(Module):
-    """Router and experts, which no adapter changes: `x [T, hidden] -> [T, hidden]`."""
+    """Router and experts, which no adapter changes: `x [T, hidden] -> [T, hidden]`.
+
+    Every rank has the router. What its shares of the experts and of an MLP beside them give is summed over ranks once.
+    """
 
     def __init__(self, hidden_size: int, spec: MoeSpec, build: Build) -> None:
         super().__init__()
         experts = build.experts(spec.latent or hidden_size, spec)
         self.gate = make_router(hidden_size, spec, build, experts.expert_counts)
         self.experts = experts
+        self._sum = build.ranks.sum
+
+    def routed(self, x: Tensor, inner: Tensor, add: Tensor | None = None) -> Tensor:
+        """This rank's summand of what the experts that the rows `x` choose make of `inner`, with `add`."""
+        weights, topk_ids = self.gate(x)
+        out: Tensor = self.experts(inner, weights, self.experts.share.here(topk_ids), add)
+        return out
 
     def forward(self, x: Tensor, rows: Any = None) -> Tensor:
-        weights, topk_ids = self.gate(x)
-        out: Tensor = self.experts(x, weights, topk_ids)
-        return out
+        return self._sum(self.routed(x, x))
 
 
 class SharedMoE(MoE):
@@ -33,16 +42,15 @@ class SharedMoE(MoE):
     def __init__(self, hidden_size: int, spec: MoeSpec, build: Build) -> None:
         super().__init__(hidden_size, spec, build)
         shared = MlpSpec(spec.shared_width, spec.activation, gated=spec.gated)
-        self.shared_expert = make_mlp(hidden_size, shared, build.at("shared_expert"))
-        self.shared_expert_gate = build.column(hidden_size, {"shared_expert_gate": 1}) if spec.shared_gate else None
+        self.shared_expert = make_mlp(hidden_size, shared, replace(build.at("shared_expert"), sums=False))
+        gate = {"shared_expert_gate": 1}
+        self.shared_expert_gate = build.whole.column(hidden_size, gate) if spec.shared_gate else None
 
     def forward(self, x: Tensor, rows: Any = None) -> Tensor:
         shared: Tensor = self.shared_expert(x, rows)
         if self.shared_expert_gate is not None:
             shared = shared * self.shared_expert_gate(x, rows).sigmoid()
-        weights, topk_ids = self.gate(x)
-        out: Tensor = self.experts(x, weights, topk_ids, shared)
-        return out
+        return self._sum(self.routed(x, x, shared))
 
 
 class LatentMoE(SharedMoE):
@@ -50,13 +58,12 @@ class LatentMoE(SharedMoE):
 
     def __init__(self, hidden_size: int, spec: MoeSpec, build: Build) -> None:
         super().__init__(hidden_size, spec, build)
-        self.fc1_latent_proj = build.column(hidden_size, {"fc1_latent_proj": spec.latent})
-        self.fc2_latent_proj = build.row(spec.latent, "fc2_latent_proj", hidden_size)
+        self.fc1_latent_proj = build.whole.column(hidden_size, {"fc1_latent_proj": spec.latent})
+        self.fc2_latent_proj = build.whole.row(spec.latent, "fc2_latent_proj", hidden_size)
 
     def forward(self, x: Tensor, rows: Any = None) -> Tensor:
-        weights, topk_ids = self.gate(x)
-        mixed: Tensor = self.fc2_latent_proj(self.experts(self.fc1_latent_proj(x, rows), weights, topk_ids), rows)
-        return mixed.add_(self.shared_expert(x, rows))
+        mixed: Tensor = self.fc2_latent_proj(self.routed(x, self.fc1_latent_proj(x, rows)), rows)
+        return self._sum(mixed.add_(self.shared_expert(x, rows)))
 
 
 class ExpertsBeside(Module):
@@ -71,13 +78,13 @@ class ExpertsBeside(Module):
         self.experts_in = make_norm(norm, hidden_size, "pre_feedforward_layernorm_2", build)
         self.experts_out = make_norm(norm, hidden_size, "post_feedforward_layernorm_2", build)
         self.mlp_out = make_norm(norm, hidden_size, "post_feedforward_layernorm_1", build)
-        self._add = build.on_rows.add
+        self._add, self._sum = build.on_rows.add, build.ranks.sum
 
     def forward(self, residual: Tensor, fed: Tensor) -> Tensor:
         """`residual [T, hidden]`, and what the MLP made of its norm."""
         weights, topk_ids = self.gate(self.gate_in(residual))
-        routed = self.experts(self.experts_in(residual), weights, topk_ids)
-        return self._add(self.mlp_out(fed), self.experts_out(routed))
+        routed = self.experts(self.experts_in(residual), weights, self.experts.share.here(topk_ids))
+        return self._add(self.mlp_out(fed), self.experts_out(self._sum(routed)))
 
 
 def make_moe(hidden_size: int, spec: MoeSpec, build: Build) -> nn.Module:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from kvern.cpu.norm import KINDS, add_norm
 from kvern.layers.build import Build
-from kvern.layers.loadable import Loadable
+from kvern.layers.loadable import Loadable, copy_shares
 from kvern.layers.module import Module
 from kvern.mixer_spec import AttentionSpec
 from kvern.model_spec import NormSpec, QueryKeyNormSpec
@@ -142,9 +142,10 @@ class HeadNorm(_NormWeights):
         self.spec, self.attention = spec.norm, attention
         self.shape = (attention.head_dim,)
         self.per_head = spec.scope == "each_head"
-        heads = attention.heads + attention.own_kv_heads
-        self.weight = build.empty(heads, attention.head_dim, dtype=torch.float32)
-        self.bias = build.empty(heads, attention.head_dim, dtype=torch.float32) if spec.norm.bias else None
+        own = attention.own_kv_heads
+        self.shares = {"q_norm": build.ranks.share(attention.heads), "k_norm": build.ranks.share(own, attention.copies)}
+        self.weight = build.empty(attention.heads + own, attention.head_dim, dtype=torch.float32)
+        self.bias = build.empty(*self.weight.shape, dtype=torch.float32) if spec.norm.bias else None
         self.floor = torch.tensor(math.sqrt(attention.head_dim * spec.norm.epsilon))
         divides = spec.norm.kind == "rms" and _is_on_cpu(build) and not build.kernels
         self.gain = math.sqrt(attention.head_dim) if divides else 1.0
@@ -171,8 +172,8 @@ class HeadNorm(_NormWeights):
 
     def parts(self) -> dict[str, tuple[int, ...]]:
         kinds = [kind for kind, _ in self.named_parameters()]
-        heads = {"q_norm": self.attention.heads, "k_norm": self.attention.own_kv_heads}
-        shapes = {name: (count, *self.shape) if self.per_head else self.shape for name, count in heads.items() if count}
+        heads = {name: share.whole for name, share in self.shares.items() if share.whole}
+        shapes = {name: (count, *self.shape) if self.per_head else self.shape for name, count in heads.items()}
         return {f"{name}.{kind}": shape for name, shape in shapes.items() for kind in kinds}
 
     def load(self, part: str, tensor: Tensor, first_row: int = 0) -> None:
@@ -180,9 +181,12 @@ class HeadNorm(_NormWeights):
         heads = self.attention.heads
         target = self.get_parameter(kind)
         rows = target[:heads] if name == "q_norm" else target[heads:]
-        rows = rows.narrow(0 if self.per_head else 1, first_row, tensor.shape[0])
         tensor = tensor.to(rows)
-        rows.copy_((tensor + self.spec.offset) * self.gain if kind == "weight" else tensor)
+        tensor = (tensor + self.spec.offset) * self.gain if kind == "weight" else tensor
+        if self.per_head:
+            copy_shares(rows, tensor, first_row, [self.shares[name]])
+        else:
+            rows.narrow(1, first_row, tensor.shape[0]).copy_(tensor)
 
 
 class RowNorm(Module):
@@ -204,5 +208,38 @@ class RowNorm(Module):
         return (self.q_norm.weight, self.k_norm.weight), (self.q_norm.bias, self.k_norm.bias)
 
 
+class SharedRowNorm(_NormWeights):
+    """As `RowNorm`, root-mean-square, of a rank's heads: the ranks tell each other how long their parts of rows are."""
+
+    def __init__(self, spec: QueryKeyNormSpec, attention: AttentionSpec, build: Build) -> None:
+        super().__init__(build.path)
+        self.spec, self._copies, self._ranks = spec.norm, attention.copies, build.ranks
+        self._heads = [attention.heads, attention.kv_heads]
+        sizes = [heads * attention.head_dim for heads in self._heads]
+        self.shares = {"q_norm": build.ranks.share(sizes[0]), "k_norm": build.ranks.share(sizes[1], attention.copies)}
+        self.weight = build.empty(sum(sizes), dtype=torch.float32)
+
+    def forward(self, query_key: Tensor) -> Tensor:
+        x = query_key.float()
+        squares = [part.square().mean((1, 2)) for part in torch.split(x, self._heads, 1)]
+        found = self._ranks.beside(torch.stack(squares, 1))  # queries and keys of one rank, then of the next
+        means = found[:, ::2].mean(1, keepdim=True), found[:, 1 :: 2 * self._copies].mean(1, keepdim=True)
+        scales = [
+            (mean + self.spec.epsilon).rsqrt().expand(-1, heads) for mean, heads in zip(means, self._heads, strict=True)
+        ]
+        return (x * torch.cat(scales, 1)[..., None] * self.weight.view(x.shape[1:])).to(query_key.dtype)
+
+    def parts(self) -> dict[str, tuple[int, ...]]:
+        return {f"{name}.weight": (share.whole,) for name, share in self.shares.items()}
+
+    def load(self, part: str, tensor: Tensor, first_row: int = 0) -> None:
+        name = part.partition(".")[0]
+        queries = len(self.shares["q_norm"].held)
+        rows = self.weight[:queries] if name == "q_norm" else self.weight[queries:]
+        copy_shares(rows, tensor.to(rows) + self.spec.offset, first_row, [self.shares[name]])
+
+
 def make_query_key_norm(spec: QueryKeyNormSpec, attention: AttentionSpec, build: Build) -> nn.Module:
-    return (RowNorm if spec.scope == "row" else HeadNorm)(spec, attention, build)
+    if spec.scope != "row":
+        return HeadNorm(spec, attention, build)
+    return (RowNorm if build.ranks.size == 1 else SharedRowNorm)(spec, attention, build)

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from itertools import accumulate
 
 import torch
@@ -53,20 +54,22 @@ class PartedMethod(LinearMethod):
         return outputs, inputs
 
     def load(self, kind: str, tensor: Tensor, part: Part, first_row: int = 0) -> None:
-        """A part of a checkpoint may hold several of the methods' outputs: each takes its own.
+        """A part of a checkpoint may hold outputs of several methods, or some of one: each takes its own.
 
         Raises ValueError where a block of the checkpoint has rows of two of them.
         """
         for first, method in self._first.items():
-            if part.first <= first < part.first + len(part.outputs):
-                begin = part.outputs.start + first - part.first
-                if begin % method.cuts()[0]:
+            begin = max(first, part.first)
+            end = min(first + method.shape.outputs, part.first + len(part.outputs))
+            if begin < end:
+                start = part.outputs.start + begin - part.first
+                if start % method.cuts()[0]:
                     raise ValueError(
                         f"a block of {method.cuts()[0]} rows holds rows of two layers; store queries, keys and values, "
                         "and gates and ups, in tensors of their own"
                     )
-                outputs = range(begin, begin + method.shape.outputs)
-                method.load(kind, tensor, Part(0, outputs, part.inputs), first_row)
+                outputs = range(start, start + end - begin)
+                method.load(kind, tensor, replace(part, first=begin - first, outputs=outputs), first_row)
 
     def fill_random(self, generator: torch.Generator) -> None:
         for method in self._methods:

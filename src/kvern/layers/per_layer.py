@@ -14,21 +14,25 @@ from kvern.model_spec import ModelSpec, PerLayerSpec
 
 
 class PerLayerInputs(Module):
-    """What each layer of a model gets, `[T, width]`."""
+    """What each layer of a model gets, `[T, width]`. Each rank has some columns of the table, which is large."""
 
     def __init__(self, model: ModelSpec, spec: PerLayerSpec, build: Build) -> None:
         super().__init__()
         outputs = len(model.layers) * spec.width
         scale = math.sqrt(spec.width)
         table = LookupTable if spec.vocab_size >= model.vocab_size else ShortTable
-        self.table = table(spec.vocab_size, outputs, scale, build, name="embed_tokens_per_layer")
-        self.projection = build.column(model.hidden_size, {"per_layer_model_projection": outputs})
+        self._ranks, held = build.ranks, outputs // build.ranks.size
+        columns = self._ranks.share(held)
+        self.table = table(spec.vocab_size, held, scale, build, name="embed_tokens_per_layer", columns=columns)
+        self.projection = build.whole.column(model.hidden_size, {"per_layer_model_projection": outputs})
         self.norm = make_norm(model.norm, spec.width, "per_layer_projection_norm", build)
         self.width, self._on_rows = spec.width, build.on_rows
         self._projection_scale = model.hidden_size**-0.5
 
     def forward(self, looked_up: Tensor, embedded: Tensor) -> Sequence[Tensor]:
-        """From the table's rows `[T, layers * width]` and the tokens' embeddings `[T, hidden]`."""
+        """From this rank's part of the table's rows `[T, layers * width]`, and the tokens' embeddings `[T, hidden]`."""
+        if self._ranks.size > 1:
+            looked_up = self._ranks.beside(looked_up)
         projected = self._on_rows.scale(self.projection(embedded).contiguous(), self._projection_scale)
         normal = self.norm(projected.view(-1, self.width)).view(looked_up.shape)
         return torch.split(self._on_rows.scale(self._on_rows.add(normal, looked_up), 0.5**0.5), self.width, -1)

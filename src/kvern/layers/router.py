@@ -1,12 +1,16 @@
 """Routers: which experts each token takes, and with what weights."""
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
 from kvern.layers.build import Build
 from kvern.layers.linear import Weighted
+from kvern.layers.linear_format import LinearMethods
 from kvern.layers.linear_method import fill_random
 from kvern.layers.loadable import copy_rows
+from kvern.layers.unquantized import Unquantized
 from kvern.model_spec import MoeSpec
 
 CORRECTION = "gate.e_score_correction_bias"
@@ -16,17 +20,25 @@ EXPERT_SCALES = "gate.per_expert_scale"
 class SoftmaxRouter(Weighted):
     """The `top_k` of a softmax over all experts: `x [T, hidden]` -> float32 weights and int64 experts, `[T, top_k]`.
 
-    Choosing groups of experts first: DeepSeek-V2 (https://arxiv.org/abs/2405.04434), section 2.2.2.
+    Each expert's tokens are added to `counts [experts]` int64. Choosing groups of experts first: DeepSeek-V2
+    (https://arxiv.org/abs/2405.04434), section 2.2.2.
     """
 
-    def __init__(self, hidden_size: int, spec: MoeSpec, build: Build, dtype: torch.dtype | None = None) -> None:
+    def __init__(
+        self, hidden_size: int, spec: MoeSpec, build: Build, counts: Tensor, dtype: torch.dtype | None = None
+    ) -> None:
         super().__init__(hidden_size, {"gate": spec.experts}, build, bias=spec.bias, dtype=dtype)
-        self.spec = spec
+        self.spec, self.counts = spec, counts
+        self._one = torch.ones(1, dtype=torch.int64, device=counts.device)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         scores = self.method.multiply(x, self.bias).softmax(-1, dtype=torch.float32)
         weights, topk_ids = self._within_groups(scores, 1).topk(self.spec.top_k, dim=-1)
-        return self._scale(weights), topk_ids
+        return self._scale(weights), self._counted(topk_ids)
+
+    def _counted(self, topk_ids: Tensor) -> Tensor:
+        self.counts.scatter_add_(0, topk_ids.flatten(), self._one.expand(topk_ids.numel()))
+        return topk_ids
 
     def _within_groups(self, scores: Tensor, counted: int) -> Tensor:
         """`[T, experts]`, below all others those outside the groups whose `counted` highest add up to the most."""
@@ -46,8 +58,8 @@ class SoftmaxRouter(Weighted):
 class ScaledRouter(SoftmaxRouter):
     """Weights are multiplied by a learned number of each expert."""
 
-    def __init__(self, hidden_size: int, spec: MoeSpec, build: Build) -> None:
-        super().__init__(hidden_size, spec, build)
+    def __init__(self, hidden_size: int, spec: MoeSpec, build: Build, counts: Tensor) -> None:
+        super().__init__(hidden_size, spec, build, counts)
         self.per_expert_scale = build.empty(spec.experts, dtype=torch.float32)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -74,15 +86,15 @@ class SigmoidRouter(SoftmaxRouter):
     Choosing groups of experts first: DeepSeek-V3 (https://arxiv.org/abs/2412.19437), section 2.1.2.
     """
 
-    def __init__(self, hidden_size: int, spec: MoeSpec, build: Build) -> None:
-        super().__init__(hidden_size, spec, build, torch.float32)
+    def __init__(self, hidden_size: int, spec: MoeSpec, build: Build, counts: Tensor) -> None:
+        super().__init__(hidden_size, spec, build, counts, torch.float32)
         self.e_score_correction_bias = build.empty(spec.experts, dtype=torch.float32)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         scores = self.method.multiply(x.float(), self.bias).sigmoid()
         corrected = self._within_groups(scores + self.e_score_correction_bias, 2)
         topk_ids = corrected.topk(self.spec.top_k, dim=-1).indices
-        return self._scale(scores.gather(-1, topk_ids)), topk_ids
+        return self._scale(scores.gather(-1, topk_ids)), self._counted(topk_ids)
 
     def parts(self) -> dict[str, tuple[int, ...]]:
         return super().parts() | {CORRECTION: (self.spec.experts,)}
@@ -99,14 +111,13 @@ class SigmoidRouter(SoftmaxRouter):
 
 
 def make_router(hidden_size: int, spec: MoeSpec, build: Build, counts: Tensor) -> SoftmaxRouter:
-    """The router of a specification; one of kernels adds each expert's tokens to `counts [experts]` int64."""
-    sigmoid = spec.scoring == "sigmoid"
+    """The router of a specification. Ranks multiply plain weights of one in the same way: they must choose alike."""
+    if build.ranks.size > 1 and isinstance(build.linear_format("gate"), Unquantized):
+        build = replace(build, linear=LinearMethods(Unquantized()))
+    if spec.scoring == "sigmoid":
+        return SigmoidRouter(hidden_size, spec, build, counts)
     if "moe" in build.kernels:
-        from kvern.layers.fused_moe import CountingSigmoidRouter, FusedScaledRouter, FusedSoftmaxRouter
+        from kvern.layers.fused_moe import FusedScaledRouter, FusedSoftmaxRouter
 
-        if spec.expert_scales:
-            return FusedScaledRouter(hidden_size, spec, build, counts)
-        return (CountingSigmoidRouter if sigmoid else FusedSoftmaxRouter)(hidden_size, spec, build, counts)
-    if spec.expert_scales:
-        return ScaledRouter(hidden_size, spec, build)
-    return (SigmoidRouter if sigmoid else SoftmaxRouter)(hidden_size, spec, build)
+        return (FusedScaledRouter if spec.expert_scales else FusedSoftmaxRouter)(hidden_size, spec, build, counts)
+    return (ScaledRouter if spec.expert_scales else SoftmaxRouter)(hidden_size, spec, build, counts)

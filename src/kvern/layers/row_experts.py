@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from kvern.cpu.packed import LANES
+from kvern.errors import ConfigError
 from kvern.layers.experts import Experts, MethodExperts, SeparateExperts
-from kvern.layers.linear_method import LinearMethod, LinearShape, Part
+from kvern.layers.linear_method import LinearMethod, LinearShape
 from kvern.layers.quantized.method import QuantizedMethod
 from kvern.model_spec import MoeSpec
 
@@ -21,7 +22,7 @@ META = torch.device("meta")
 
 
 class RowStackedExperts(MethodExperts):
-    """One matrix `[experts * first_width, hidden]` for gate and up, one `[experts * hidden, width]` for down.
+    """One matrix `[slots * first_width, hidden]` for gate and up, one `[slots * hidden, width]` for down.
 
     The rows of an expert follow each other: gate's, if it has one, then up's. So whatever a format says of rows holds
     for experts.
@@ -33,7 +34,7 @@ class RowStackedExperts(MethodExperts):
         super().__init__(hidden_size, spec, build)
 
         def method(linear_format: "LinearFormat", outputs: int, inputs: int) -> QuantizedMethod:
-            made = linear_format.linear(LinearShape(spec.experts * outputs, inputs, build.dtype, build.device), build)
+            made = linear_format.linear(LinearShape(self.slots * outputs, inputs, build.dtype, build.device), build)
             assert isinstance(made, QuantizedMethod), "stacks() asks for it"
             if outputs % LANES == 0 and build.device.type == "cpu":
                 made.use_kernels(build)
@@ -48,10 +49,10 @@ class RowStackedExperts(MethodExperts):
     def down(self, expert: int, x: Tensor) -> Tensor:
         return self.down_proj.multiply_part(x, expert * self.hidden_size, self.hidden_size)
 
-    def matrix(self, name: str, expert: int) -> tuple[LinearMethod, Part]:
+    def matrix(self, name: str, slot: int) -> tuple[LinearMethod, int]:
         if name == "down":
-            return self.down_proj, self._part(name, expert * self.hidden_size)
-        return self.gate_up_proj, self._part(name, expert * self.spec.first_width)
+            return self.down_proj, slot * self.hidden_size
+        return self.gate_up_proj, slot * self.spec.first_width
 
     def methods(self) -> Iterable[LinearMethod]:
         return self.gate_up_proj, self.down_proj
@@ -66,7 +67,13 @@ def make_experts(hidden_size: int, spec: MoeSpec, build: "Build", formats: Mappi
     """Experts whose "gate", if there is one, "up" and "down" have these formats: stacked by rows where they can be.
 
     A format that does not join parts keeps more of a part than rows, as an order of its inputs: it is not stacked.
+    Raises ConfigError where ranks have parts of experts: what is stored together is not cut.
     """
+    if build.ranks.size > 1 and spec.placed_over == 1:
+        raise ConfigError(
+            f"tensor_parallel_size is {build.ranks.size}, and {build.name('experts')} are quantized, of which ranks "
+            "cannot have parts yet: turn enable_expert_parallel on, for whole experts"
+        )
     gate, down = formats.get("gate", formats["up"]), formats["down"]
     if gate is formats["up"] and gate.joins and down.joins:
         outline = replace(build, device=META)

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from kvern.layers.attention import NO_ADAPTERS, StepAdapters, rows_of
-from kvern.layers.build import Build
+from kvern.layers.build import Build, Section
 from kvern.layers.convolution import Convolution
 from kvern.layers.module import Module
 from kvern.layers.rope import Rotation
@@ -18,8 +18,9 @@ class ShortConv(Module):
     def __init__(self, index: int, hidden_size: int, spec: ShortConvSpec, build: Build) -> None:
         super().__init__()
         self.index = index
-        self.in_proj = build.column(hidden_size, {"in_proj": 3 * spec.channels}, bias=spec.bias)
-        self.conv = Convolution(spec.kernel, spec.channels, "conv", build, bias=spec.bias)
+        channels = [Section(spec.channels)]
+        self.in_proj = build.column(hidden_size, {"in_proj": 3 * channels}, bias=spec.bias)
+        self.conv = Convolution(spec.kernel, channels, "conv", build, bias=spec.bias)
         self.out_proj = build.row(spec.channels, "out_proj", hidden_size, bias=spec.bias)
 
     def forward(

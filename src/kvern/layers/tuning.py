@@ -141,4 +141,4 @@ def _routed(experts: Experts, tokens: int) -> tuple[Tensor, ...]:
     spec, device = experts.spec, experts.expert_counts.device
     x = torch.randn(tokens, experts.hidden_size, dtype=experts.dtype, device=device)
     weights, topk_ids = torch.rand(tokens, spec.experts, device=device).topk(spec.top_k)
-    return x, weights, topk_ids.int()
+    return x, weights, experts.share.here(topk_ids.int())

@@ -7,10 +7,12 @@ from typing import Any
 
 import torch
 
+from kvern.device.ranks import ALONE, Ranks
 from kvern.errors import CorruptCheckpoint
 from kvern.model_spec import ModelSpec
 from kvern.models.checkpoint import StoredTensor, open_map, read_headers
 from kvern.models.loader import llama_name
+from kvern.models.share import share_of
 
 PLACES = (
     r"(?P<kind>[kv]|kv)_scale",  # compressed-tensors
@@ -25,30 +27,38 @@ STORED_LARGEST = {"float": 448.0, "int": 127.0}
 
 
 def stored_scales(
-    folder: Path, config: Mapping[str, Any], spec: ModelSpec, largest_code: float
+    folder: Path, config: Mapping[str, Any], spec: ModelSpec, largest_code: float, ranks: Ranks = ALONE
 ) -> list[torch.Tensor | None]:
     """Of each layer with a cache, [2, kv_heads] float32: by codes up to `largest_code`; None: there are none.
 
-    Raises CorruptCheckpoint for scales that are not positive numbers, for one head's or for all, of both kinds.
+    `spec` is of the whole model; of several `ranks` this one gets the scales of its heads. Raises CorruptCheckpoint for
+    scales that are not positive numbers, for one head's or for all, of both kinds.
     """
     quantization = config.get("quantization_config")
     scheme = quantization.get("kv_cache_scheme") if isinstance(quantization, dict) else None
     kind = scheme.get("type") if isinstance(scheme, dict) else None
     factor = STORED_LARGEST.get(str(kind), STORED_LARGEST["float"]) / largest_code
-    caching = spec.caching_layers
+    caching, heads = spec.caching_layers, _heads(spec, ranks)
     found: dict[tuple[int, str], torch.Tensor] = {}
     for tensor in read_headers(folder):
         name, _ = llama_name(tensor.name, spec.renames)
         match = next(filter(None, (pattern.match(name) for pattern in NAMES)), None)
         layer = -1 if match is None else int(match["layer"])
         if match is not None and layer in caching:
-            scale = _read(tensor, spec.layers[layer].attention.kv_heads) * factor
+            scale = _read(tensor, spec.layers[layer].attention.kv_heads)[heads[layer]] * factor
             found |= {(layer, kind): scale for kind in match["kind"]}
     for layer, kind in found:
         other = {"k": "v", "v": "k"}[kind]
         if (layer, other) not in found:
             raise CorruptCheckpoint(f"{folder} has {kind}_scale of layer {layer}, and no {other}_scale: add it")
     return [torch.stack((found[layer, "k"], found[layer, "v"])) if (layer, "k") in found else None for layer in caching]
+
+
+def _heads(spec: ModelSpec, ranks: Ranks) -> dict[int, slice]:
+    """Those of a rank, by layer with a cache."""
+    mixers = share_of(spec, ranks.size).attentions
+    held = [ranks.share(mixer.kv_heads, mixer.copies).held for mixer in mixers]
+    return {layer: slice(heads.start, heads.stop) for layer, heads in zip(spec.caching_layers, held, strict=True)}
 
 
 def _read(tensor: StoredTensor, kv_heads: int) -> torch.Tensor:

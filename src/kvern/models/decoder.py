@@ -11,7 +11,7 @@ from kvern.layers.altup import Streams
 from kvern.layers.attention import NO_ADAPTERS, Attend, StepAdapters, WantedAttend, rows_of
 from kvern.layers.block import Memory, Places, SequentialLayer, block_class
 from kvern.layers.build import Build
-from kvern.layers.embedding import Embedding, SharedEmbedding, SharedHead
+from kvern.layers.embedding import make_embedding, make_head
 from kvern.layers.linear import Linear
 from kvern.layers.norm import make_norm
 from kvern.layers.per_layer import PerLayerInputs
@@ -78,10 +78,9 @@ class Decoder(WeightedModel):
         ropes = list(dict.fromkeys(layer.rope for layer in spec.layers if layer.rope is not None))
         self.rope_tables = nn.ModuleList(RopeTable(rope, build) for rope in ropes)
         self._rope_index = tuple(0 if layer.rope is None else ropes.index(layer.rope) for layer in spec.layers)
-        make_embedding = Embedding if build.ranks.size == 1 else SharedEmbedding
         self.embed_tokens = make_embedding(spec.vocab_size, spec.hidden_size, spec.embedding_scale, build)
         self.per_layer = None if spec.per_layer is None else PerLayerInputs(spec, spec.per_layer, build)
-        self.streams = None if spec.altup is None else Streams(spec.hidden_size, spec.altup, build)
+        self.streams = None if spec.altup is None else Streams(spec.hidden_size, spec.altup, build.whole)
         kinds = [{isinstance(mixer, RecurrentSpec) for mixer in layer.mixers} for layer in spec.layers]
         self._memory_index = tuple(sum(kind) + (len(kind) == 2) for kind in kinds)
         self._last_storing = spec.last_storing_layer
@@ -103,9 +102,7 @@ class Decoder(WeightedModel):
         """The output projection; a tied one multiplies by the weight of the embeddings."""
         spec, build = self.spec, replace(self.build, path="")
         method = self.embed_tokens.method if spec.tie_word_embeddings else None
-        if build.ranks.size > 1:
-            return SharedHead(spec.hidden_size, spec.vocab_size, build, bias=spec.lm_head_bias, method=method)
-        return Linear(spec.hidden_size, {"lm_head": spec.vocab_size}, build, bias=spec.lm_head_bias, method=method)
+        return make_head(spec.hidden_size, spec.vocab_size, build, bias=spec.lm_head_bias, method=method)
 
     def forward(
         self,

@@ -19,6 +19,7 @@ from kvern.models.decoder import Decoder
 from kvern.models.draft_head import DraftHead, DraftHeadSpec, Eagle3Spec, make_draft_head
 from kvern.models.loader import filled_model, llama_name, read_config, stored_methods
 from kvern.models.registry import Config, spec_from_config
+from kvern.models.share import share_of
 
 _EAGLE = PredictionSpec(layer="model.layers.0", joined="fc")
 _EAGLE3 = PredictionSpec(layer="model.layers.0", joined="fc", norm="model.norm")
@@ -50,13 +51,15 @@ def load_draft_head(
 ) -> DraftHead:
     """Build the head of a folder beside `target`, in its precision and on its device, and load its weights.
 
-    The folder is the head's own, or the model's, whose layer for multi-token prediction is meant. Options as those of
-    `load_model`. Raises ModelNotFound, UnsupportedModel or CorruptCheckpoint.
+    The folder is the head's own, or the model's, whose layer for multi-token prediction is meant. Of several ranks it
+    is a share, as `target` is. Options as those of `load_model`. Raises ModelNotFound, UnsupportedModel or
+    CorruptCheckpoint.
     """
     config = read_config(folder)
     stored = None if load_format == "dummy" else read_headers(folder)
     if is_draft_head(folder, dummy=stored is None):
         head = read_eagle(config, target.spec, None if stored is None else {tensor.name for tensor in stored})
+        head = replace(head, model=share_of(head.model, target.build.ranks.size))
     else:
         head = prediction_of(target.spec)
         stored = None if stored is None else _of_prediction(head, stored, folder)

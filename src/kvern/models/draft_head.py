@@ -17,7 +17,7 @@ from torch import Tensor
 from kvern.layers.attention import Attend, make_attention
 from kvern.layers.block import Places, block_class
 from kvern.layers.build import Build
-from kvern.layers.embedding import Embedding
+from kvern.layers.embedding import make_embedding, make_head
 from kvern.layers.linear import Linear
 from kvern.layers.loadable import Loadable, copy_rows
 from kvern.layers.mlp import make_mlp
@@ -77,11 +77,11 @@ class DraftHead(WeightedModel):
         self.rope_table = None if layer.rope is None else RopeTable(layer.rope, build)
         self._embed: Callable[[Tensor], Tensor] = target.embed_tokens.forward
         if head.own_embedding:
-            self.embed_tokens = Embedding(model.vocab_size, size, 1.0, build)
+            self.embed_tokens = make_embedding(model.vocab_size, size, 1.0, build)
             self._embed = self.embed_tokens.forward
         self._score: Callable[[Tensor], Tensor] = target.logits
         if head.own_output:
-            self.lm_head = Linear(size, {"lm_head": head.drafted or model.vocab_size}, top)
+            self.lm_head = make_head(size, head.drafted or model.vocab_size, top)
             self._score = self.lm_head.scores
         self.drafted = None if head.drafted is None else DraftedTokens(head.drafted, model.vocab_size, top)
         path, name = _split(parts.joined)

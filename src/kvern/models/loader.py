@@ -23,7 +23,7 @@ from kvern.models.checkpoint import StoredTensor, open_map, read_headers
 from kvern.models.decoder import Decoder
 from kvern.models.embedder import spec_of_folder
 from kvern.models.encoder import Encoder
-from kvern.models.share import share_of
+from kvern.models.share import WholeExperts, share_of
 from kvern.models.weighted import TensorTarget, WeightedModel
 
 Model = TypeVar("Model", bound=WeightedModel)
@@ -86,6 +86,7 @@ def load_model(
     deterministic: bool = False,
     quantization: str | None = None,
     ranks: Ranks = ALONE,
+    whole_experts: WholeExperts | None = None,
 ) -> Decoder:
     """Build the model of a folder and load its weights.
 
@@ -93,12 +94,12 @@ def load_model(
     positions for). `load_format` "dummy" fills in seeded random weights and reads no weight file. `unquantized` is how
     plain weights multiply (None: PyTorch). `quantization` is what plain weights are made while they are loaded, "fp8",
     "int8" or "int4"; None: nothing. `kernels` and `deterministic` are those of `Build`. Of several `ranks` it is what
-    this one has of the model.
+    this one has of the model, with a part of each expert, or `whole_experts`.
 
     Raises ModelNotFound, UnsupportedModel, CorruptCheckpoint, or ConfigError for an unknown dtype.
     """
     config = read_config(folder)
-    spec = share_of(spec_of_folder(folder, config), ranks.size)
+    spec = share_of(spec_of_folder(folder, config), ranks.size, whole_experts)
     stored = [] if load_format == "dummy" else read_headers(folder)
     linear = stored_methods(config, spec, stored, unquantized, quantization)
     length = max_model_len or spec.max_position_embeddings

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from kvern.layers.activation import activation_of
 from kvern.layers.build import Build
+from kvern.layers.embedding import make_head
 from kvern.layers.linear import Linear
 from kvern.layers.module import Module
 from kvern.model_spec import ModelSpec
@@ -49,7 +50,7 @@ class MedusaHead(Module):
         )
         self._score: Callable[[Tensor], Tensor] = target.logits
         if medusa.own_output:
-            self.lm_head = Linear(size, {"lm_head": medusa.drafted or model.vocab_size}, build)
+            self.lm_head = make_head(size, medusa.drafted or model.vocab_size, build)
             self._score = self.lm_head.scores
 
     def forward(self, states: Tensor) -> Tensor:

@@ -1,27 +1,46 @@
 """What one of several ranks has of a model (tensor parallelism, Megatron-LM, https://arxiv.org/abs/1909.08053).
 
-Each rank has some heads of every attention and a part of every MLP's width; what it computes with them is a summand of
-what the layer gives. KV heads that are fewer than ranks are there several times.
+Each rank has some heads of every attention and state and a part of the width of every MLP and expert, or whole experts;
+what it computes with them is a summand of what the layer gives. KV heads, or groups of a state's heads, that are fewer
+than ranks are there several times.
 """
 
 from collections.abc import Iterable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 from torch import Tensor
 
 from kvern.errors import ConfigError
-from kvern.mixer_spec import AttentionSpec
-from kvern.model_spec import LayerSpec, MlpSpec, ModelSpec, Rename
+from kvern.mixer_spec import (
+    AttentionSpec,
+    DeltaNetSpec,
+    LatentAttentionSpec,
+    RecurrentSpec,
+    ShortConvSpec,
+    TwoMixersSpec,
+)
+from kvern.model_spec import LayerSpec, MlpSpec, ModelSpec, MoeSpec, Rename
 
 
-def share_of(spec: ModelSpec, size: int) -> ModelSpec:
+@dataclass(frozen=True)
+class WholeExperts:
+    """Experts are placed whole over the ranks, `redundant` copies of some of them beside (expert parallel)."""
+
+    redundant: int = 0
+
+
+def share_of(spec: ModelSpec, size: int, whole_experts: WholeExperts | None = None) -> ModelSpec:
     """The model as each of `size` ranks computes it, with sizes of its share. Raises ConfigError if there is none."""
+    if whole_experts is not None:
+        _check_experts(spec, size, whole_experts)
     if size == 1:
         return spec
     for reason in _reasons(spec):
         raise ConfigError(f"tensor_parallel_size is {size}, and {spec.model_type} has {reason}, {NOT_YET}")
-    layers = tuple(_layer_share(spec, layer, size) for layer in spec.layers)
+    if spec.per_layer is not None:
+        _check_divides(spec, "entries in the inputs of its layers", len(spec.layers) * spec.per_layer.width, size)
+    layers = tuple(_layer_share(spec, layer, size, whole_experts) for layer in spec.layers)
     return replace(spec, layers=layers, renames=tuple(_of_whole(rename, spec) for rename in spec.renames))
 
 
@@ -30,46 +49,100 @@ NOT_YET = "which is not possible together yet: leave tensor_parallel_size at 1"
 
 def _reasons(spec: ModelSpec) -> Iterable[str]:
     """What cannot be shared yet."""
-    mixers = [mixer for layer in spec.layers for mixer in layer.mixers]
-    attentions = [mixer for mixer in mixers if isinstance(mixer, AttentionSpec)]
-    mlps = [layer.mlp for layer in spec.layers if isinstance(layer.mlp, MlpSpec)]
     norm = spec.query_key_norm
     parts = {
         "an encoder's layers": spec.encoder is not None,
         "layers that transformers computes": not spec.layers,
-        "layers that keep states": bool(spec.recurrent),
-        "latent attention": spec.attends_to_latents,
-        "several residual streams": spec.altup is not None,
-        "inputs of each layer's own, or experts beside an MLP": spec.augmented,
-        "a mixture of experts": any(
-            layer.mlp is not None and not isinstance(layer.mlp, MlpSpec) for layer in spec.layers
-        ),
-        "attention sinks": any(item.sinks for item in attentions),
-        "norms over the queries of all heads, or one for each": norm is not None and norm.scope != "head",
-        "MLPs of which a share is active": any(mlp.sparsity for mlp in mlps),
+        "experts beside an MLP": any(layer.experts is not None for layer in spec.layers),
+        "norms over all heads that are no root-mean-square norms before a rotation": norm is not None
+        and norm.scope == "row"
+        and (norm.after_rope or norm.norm.kind != "rms"),
     }
     return (part for part, is_there in parts.items() if is_there)
 
 
-def _layer_share(spec: ModelSpec, layer: LayerSpec, size: int) -> LayerSpec:
+def _layer_share(spec: ModelSpec, layer: LayerSpec, size: int, whole: WholeExperts | None) -> LayerSpec:
     mixer, mlp = layer.mixer, layer.mlp
-    if isinstance(mixer, AttentionSpec):
+    if isinstance(mixer, TwoMixersSpec):
+        attention, recurrent = _attention(spec, mixer.attention, size), _recurrent(spec, mixer.recurrent, size)
+        mixer = replace(mixer, attention=attention, recurrent=recurrent)
+    elif isinstance(mixer, AttentionSpec):
+        mixer = _attention(spec, mixer, size)
+    elif isinstance(mixer, LatentAttentionSpec):
         _check_divides(spec, "attention heads", mixer.heads, size)
-        copies = max(1, size // mixer.kv_heads)
-        _check_divides(spec, "KV heads", mixer.kv_heads * copies, size)
-        _check_divides(spec, "query heads for each KV head", mixer.heads // mixer.kv_heads, copies)
-        mixer = replace(mixer, heads=mixer.heads // size, kv_heads=mixer.kv_heads * copies // size, copies=copies)
+        mixer = replace(mixer, heads=mixer.heads // size)
+    elif isinstance(mixer, RecurrentSpec):
+        mixer = _recurrent(spec, mixer, size)
     if isinstance(mlp, MlpSpec):
         _check_divides(spec, "entries in an MLP", mlp.width, size)
         mlp = replace(mlp, width=mlp.width // size)
+    elif mlp is not None:
+        mlp = _experts_share(spec, mlp, size, whole)
     return replace(layer, mixer=mixer, mlp=mlp)
 
 
-def _check_divides(spec: ModelSpec, what: str, count: int, size: int) -> None:
-    if count % size:
+def _attention(spec: ModelSpec, mixer: AttentionSpec, size: int) -> AttentionSpec:
+    _check_divides(spec, "attention heads", mixer.heads, size)
+    copies = max(1, size // mixer.kv_heads)
+    _check_divides(spec, "KV heads", mixer.kv_heads * copies, size)
+    _check_divides(spec, "query heads for each KV head", mixer.heads // mixer.kv_heads, size, sharing=copies)
+    return replace(mixer, heads=mixer.heads // size, kv_heads=mixer.kv_heads * copies // size, copies=copies)
+
+
+def _recurrent(spec: ModelSpec, mixer: RecurrentSpec, size: int) -> RecurrentSpec:
+    """A state's heads, or the channels of a convolution."""
+    if isinstance(mixer, ShortConvSpec):
+        _check_divides(spec, "channels of a convolution", mixer.channels, size)
+        return replace(mixer, channels=mixer.channels // size)
+    if isinstance(mixer, DeltaNetSpec):
+        _check_divides(spec, "key heads of a state", mixer.key_heads, size)
+        return replace(mixer, key_heads=mixer.key_heads // size, value_heads=mixer.value_heads // size)
+    copies = max(1, size // mixer.groups)
+    _check_divides(spec, "groups of heads of a state", mixer.groups * copies, size)
+    _check_divides(spec, "heads of a state for each group", mixer.heads // mixer.groups, size, sharing=copies)
+    return replace(mixer, heads=mixer.heads // size, groups=mixer.groups * copies // size, copies=copies)
+
+
+def _experts_share(spec: ModelSpec, moe: MoeSpec, size: int, whole: WholeExperts | None) -> MoeSpec:
+    _check_divides(spec, "entries in the MLP beside experts", moe.shared_width, size)
+    moe = replace(moe, shared_width=moe.shared_width // size)
+    if whole is not None:
+        return replace(moe, placed_over=size, redundant=whole.redundant)
+    _check_divides(spec, "entries in an expert", moe.width, size, "enable expert parallel, or ")
+    return replace(moe, width=moe.width // size)
+
+
+def _check_experts(spec: ModelSpec, size: int, whole: WholeExperts) -> None:
+    """Raise ConfigError where there are none that so many ranks could have whole."""
+    mixtures = [layer.mlp for layer in spec.layers if isinstance(layer.mlp, MoeSpec)]
+    if size == 1:
+        raise ConfigError(
+            "enable_expert_parallel is on, and tensor_parallel_size is 1: raise it to the ranks that experts are to be "
+            "placed on, or leave enable_expert_parallel off"
+        )
+    if not mixtures:
+        raise ConfigError(f"enable_expert_parallel is on, and {spec.model_type} has no experts: leave it off")
+    fewest = min(moe.experts for moe in mixtures)
+    if size > fewest:
+        raise ConfigError(
+            f"tensor_parallel_size is {size}, and {spec.model_type} has {fewest} experts: lower it to that, or leave "
+            "enable_expert_parallel off"
+        )
+    if whole.redundant > (size - 1) * fewest:
+        raise ConfigError(
+            f"redundant_experts is {whole.redundant}, and {size} ranks have at most {(size - 1) * fewest} more copies "
+            f"of {fewest} experts: lower it to that"
+        )
+
+
+def _check_divides(
+    spec: ModelSpec, what: str, count: int, size: int, instead: str = "", sharing: int | None = None
+) -> None:
+    """Raise ConfigError where ranks do not share evenly; `sharing`: so many of them, if not all."""
+    if count % (sharing or size):
         raise ConfigError(
             f"tensor_parallel_size is {size}, and {spec.model_type} has {count} {what}, which so many ranks cannot "
-            "share evenly: choose a size that divides them"
+            f"share evenly: {instead}choose a size that divides them"
         )
 
 

@@ -11,6 +11,7 @@ from prometheus_client.registry import Collector
 
 from kvern.events import EngineStatistics
 from kvern.observe.drafts import DraftFigures
+from kvern.observe.experts import ExpertTokens
 from kvern.outputs import RequestOutput
 
 logger = logging.getLogger("kvern")
@@ -37,12 +38,14 @@ class RequestTimes:
 class Metrics:
     """The figures of one engine, in a registry of their own.
 
-    `model` is the label `model_name` of them all, and `engine` the label of that name where a model has several.
+    `model` is the label `model_name` of them all.
     """
 
-    def __init__(self, model: str, engine: str | None = None) -> None:
+    def __init__(self, model: str) -> None:
         self.registry = CollectorRegistry()
-        self._labels = {"model_name": model} | ({} if engine is None else {"engine": engine})
+        self.engine_name: str | None = None
+        """The label `engine` that `together` gives them, where a model has several; None: they have none."""
+        self._labels = {"model_name": model}
         self._seen = EngineStatistics()
         gauge, counter, histogram = self._gauge, self._counter, self._histogram
         self._running = gauge("num_requests_running", "Sequences in the running batch.")
@@ -73,6 +76,8 @@ class Metrics:
         self._decode = self._by_reason("request_decode_time_seconds", "From the first token to the last.")
         self._prompt_length = histogram("request_prompt_tokens", "Tokens of one prompt.", TOKENS)
         self._answer_length = histogram("request_generation_tokens", "Tokens of one answer.", TOKENS)
+        self.experts = ExpertTokens(self._labels)
+        self.registry.register(self.experts)
         self._finished = Counter(
             "kvern:request_success",
             "Answers that ended, by reason.",
@@ -122,6 +127,7 @@ class Metrics:
         """Another engine has taken over; its counters begin at nothing."""
         self._restarts.inc()
         self._seen = EngineStatistics()
+        self.experts.restarted()
 
     def first_token(self, seconds: float) -> None:
         """A request's first token came so long after the request."""
@@ -170,6 +176,7 @@ class Refusals:
 
     def __init__(self, model: str) -> None:
         self.registry = CollectorRegistry()
+        self.engine_name = None
         self._model = model
         self._refused = Counter(
             "kvern:requests_refused",
@@ -193,7 +200,9 @@ class Together(Collector):
         """All families."""
         families: dict[str, Metric] = {}
         for one in self._metrics:
+            labels = {} if one.engine_name is None else {"engine": one.engine_name}
             for family in one.registry.collect():
+                family.samples = [sample._replace(labels={**sample.labels, **labels}) for sample in family.samples]
                 known = families.setdefault(family.name, family)
                 if known is not family:
                     known.samples.extend(family.samples)

@@ -7,6 +7,8 @@
 The shares of bandwidth and rate that steps reach are those that were measured on an H200 (docs/PERFORMANCE.md).
 """
 
+import contextlib
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -15,12 +17,15 @@ import torch
 
 from kvern.config import EngineConfig
 from kvern.errors import ConfigError
+from kvern.layers.linear_format import LinearMethods
+from kvern.layers.unquantized import Unquantized
 from kvern.model_spec import ModelSpec, MoeSpec
 from kvern.models.precision import SMALL, Share
-from kvern.models.share import share_of
+from kvern.models.share import WholeExperts, share_of
 from kvern.planning.hardware import Card
 from kvern.worker.memory import GPU_MEMORY_SHARE, MARGIN_BYTES, bytes_of_state, bytes_of_token, host_cache_bytes
 from kvern.worker.plan import BATCH_REQUESTS, states_of_a_request
+from kvern.worker.rank_limits import check_share
 
 READ, COMPUTED = 0.9, 0.65
 """Shares of a card's bandwidth and rate that steps reach."""
@@ -30,12 +35,12 @@ WHOLE = (SMALL, "routers", "indexer", "attention queries, latents", "residual st
 
 @dataclass(frozen=True)
 class Model:
-    """What of a model its cost depends on: `dtype` names its activations'; `plain`: ranks can share its weights."""
+    """What of a model its cost depends on: `dtype` names its activations'; its weights are stored as `linear` says."""
 
     spec: ModelSpec
     dtype: str
     shares: Sequence[Share]
-    plain: bool = True
+    linear: LinearMethods = LinearMethods(Unquantized())
 
     @cached_property
     def experts(self) -> MoeSpec | None:
@@ -76,13 +81,19 @@ class Workload:
 
 @dataclass(frozen=True)
 class Split:
-    """`data` replicas of the model, each over `tensor` cards."""
+    """`data` replicas of the model, each over `tensor` cards, which have parts of experts, or `whole_experts`."""
 
     tensor: int
     data: int
+    whole_experts: bool = False
 
     def __str__(self) -> str:
-        return f"tensor {self.tensor} x data {self.data}"
+        return f"tensor {self.tensor} x data {self.data}{', whole experts' * self.whole_experts}"
+
+    @property
+    def placing(self) -> WholeExperts | None:
+        """How experts are placed over the cards of a replica, for `share_of`."""
+        return WholeExperts() if self.whole_experts else None
 
 
 @dataclass(frozen=True)
@@ -109,18 +120,18 @@ class Estimate:
 def splits(cards: int, model: Model) -> Iterator[Split]:
     """All ways to divide a model among all of so many cards that kvern knows."""
     for tensor in range(1, cards + 1):
-        if cards % tensor or (tensor > 1 and not model.plain):
+        if cards % tensor:
             continue
-        try:
-            share_of(model.spec, tensor)
-        except ConfigError:
-            continue
-        yield Split(tensor, cards // tensor)
+        for whole_experts in (False, True)[: 1 + (tensor > 1)]:
+            split = Split(tensor, cards // tensor, whole_experts)
+            with contextlib.suppress(ConfigError):
+                check_share(model.spec, tensor, model.linear, split.placing)
+                yield split
 
 
 def estimate(model: Model, card: Card, split: Split, workload: Workload) -> Estimate:
     """What it would take and give on cards like this one."""
-    weights = sum(_part(share, split) * share.nbytes for share in model.shares)
+    weights = sum(_part(model, share, split) * share.nbytes for share in model.shares)
     token_bytes = model.token_bytes * _part_of_keys(model, split)
     state_bytes = model.state_bytes / split.tensor
     left = card.memory - weights
@@ -156,19 +167,48 @@ def estimate(model: Model, card: Card, split: Split, workload: Workload) -> Esti
     )
 
 
-def _part(share: Share, split: Split) -> float:
-    """Of these weights, what each rank has."""
+def _placed(model: Model, share: Share, split: Split) -> MoeSpec | None:
+    """The mixture whose experts these are, if ranks have whole ones; None: they have a part of each matrix, or all."""
+    return model.experts if share.kind == "experts" and split.whole_experts else None
+
+
+def _part(model: Model, share: Share, split: Split) -> float:
+    """Of these weights, what the rank with most of them has."""
+    if (moe := _placed(model, share, split)) is not None:
+        return -(-moe.experts // split.tensor) / moe.experts
     return 1.0 if share.kind in WHOLE else 1 / split.tensor
+
+
+def _read_part(model: Model, share: Share, split: Split, rows: int) -> float:
+    """Of these weights, what a step of so many rows reads on the rank that reads most."""
+    touched, part = model.touched(share, rows), _part(model, share, split)
+    if (moe := _placed(model, share, split)) is None:
+        return part * touched
+    return min(part, _busiest(touched * moe.experts, split) / moe.experts)
+
+
+def _computed_part(model: Model, share: Share, split: Split, rows: int) -> float:
+    """Of the products of so many rows with these weights, what the rank with most of them computes."""
+    if (moe := _placed(model, share, split)) is None:
+        return _part(model, share, split)
+    pairs = rows * moe.top_k
+    return _busiest(pairs, split) / pairs
+
+
+def _busiest(count: float, split: Split) -> float:
+    """Of so many things that fall on ranks at random, those of the rank with most: as of numbers by a Poisson law."""
+    mean = count / split.tensor
+    return min(count, mean + math.sqrt(2 * mean * math.log(split.tensor)))
 
 
 def _part_of_keys(model: Model, split: Split) -> float:
     """Of keys and values, what each rank has."""
-    share = share_of(model.spec, split.tensor)
+    share = share_of(model.spec, split.tensor, split.placing)
     return bytes_of_token(share, getattr(torch, model.dtype)) / max(model.token_bytes, 1)
 
 
 def _decode_seconds(model: Model, card: Card, split: Split, rows: int, context: int) -> float:
-    read = sum(_part(share, split) * share.nbytes * model.touched(share, rows) for share in model.shares)
+    read = sum(_read_part(model, share, split, rows) * share.nbytes for share in model.shares)
     computed = _product_seconds(model, card, split, rows)
     keys = _key_bytes(model, context) * _part_of_keys(model, split) + 2 * model.state_bytes / split.tensor
     seconds = max(read / (READ * card.bandwidth), computed) + rows * keys / (READ * card.bandwidth)
@@ -187,7 +227,8 @@ def _prompt_seconds(model: Model, card: Card, split: Split, length: int) -> floa
 
 def _product_seconds(model: Model, card: Card, split: Split, rows: int) -> float:
     return sum(
-        _part(share, split) * rows * model.operations(share) / (COMPUTED * _rate(card, share)) for share in model.shares
+        _computed_part(model, share, split, rows) * rows * model.operations(share) / (COMPUTED * _rate(card, share))
+        for share in model.shares
     )
 
 

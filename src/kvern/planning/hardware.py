@@ -1,19 +1,23 @@
 """What a machine can do: how much its cards hold, how fast they read, compute and talk to each other."""
 
+import itertools
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
+from kvern.cpu.host_memory import available_memory
 from kvern.errors import ConfigError
-from kvern.worker.memory import available_memory
 
 NVLINK, PCIE = 350e9, 20e9
 """Bytes a second that one card sends to another while an all-reduce runs."""
 NVLINK_DELAY, PCIE_DELAY = 8e-6, 30e-6
 """Seconds of an all-reduce of nothing."""
+
+ALIKE = 0.8
+"""Cards of a kind of which one has less than this share of another's memory free are not planned for as one kind."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +80,41 @@ def this_machine() -> list[Card]:
     """Its GPUs, those of an unknown kind by what PyTorch tells of them; else its CPU, which is measured."""
     if not torch.cuda.is_available():
         return [_measured_host()]
-    return [_of_gpu(index) for index in range(torch.cuda.device_count())]
+    cards = [_of_gpu(index) for index in range(torch.cuda.device_count())]
+    uuids = [f"GPU-{torch.cuda.get_device_properties(index).uuid}" for index in range(len(cards))]
+    return linked(cards, uuids) if len(cards) > 1 else cards
+
+
+def linked(cards: Sequence[Card], uuids: Sequence[str]) -> list[Card]:
+    """These GPUs with the links that the driver tells of: NVLink, if it is between any two of them, else PCIe."""
+    import pynvml
+
+    try:
+        pynvml.nvmlInit()
+        handles = [pynvml.nvmlDeviceGetHandleByUUID(uuid) for uuid in uuids]
+        is_nvlink = all(
+            pynvml.nvmlDeviceGetP2PStatus(one, other, pynvml.NVML_P2P_CAPS_INDEX_NVLINK) == pynvml.NVML_P2P_STATUS_OK
+            for one, other in itertools.permutations(handles, 2)
+        )
+    except pynvml.NVMLError as error:
+        raise ConfigError(f"the driver does not tell how GPUs are linked: {error}; give --hardware") from error
+    link, delay = (NVLINK, NVLINK_DELAY) if is_nvlink else (PCIE, PCIE_DELAY)
+    return [replace(card, link=link, delay=delay) for card in cards]
+
+
+def check_alike(cards: Sequence[Card]) -> None:
+    """Raise ConfigError, which names them, if cards are of different kinds or one has far less memory than another."""
+    memory = [card.memory for card in cards]
+    if len({card.name for card in cards}) > 1 or min(memory) < ALIKE * max(memory):
+        told = ", ".join(f"{number}: {card.name} with {card.memory / 1e9:.0f} GB" for number, card in enumerate(cards))
+        raise ConfigError(f"GPUs differ ({told}): name like ones in CUDA_VISIBLE_DEVICES, or free their memory")
+
+
+def names_of(cards: Sequence[Card]) -> str:
+    """How many there are of what, and how they are linked; `cards` are alike."""
+    least = min(cards, key=lambda card: card.memory)
+    link = "" if len(cards) == 1 else f", linked by {'NVLink' if least.link == NVLINK else 'PCIe'}"
+    return f"{len(cards)} x {least.name} of {least.memory / 1e9:.0f} GB{link}"
 
 
 def _of_gpu(index: int) -> Card:

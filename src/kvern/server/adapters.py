@@ -4,6 +4,7 @@ from pathlib import Path
 
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.routing import Route
 
 from kvern.api.errors import HttpError
 from kvern.api.fields import typed
@@ -26,6 +27,13 @@ class AdaptersApi:
         self._folder = service.config.adapter_folder
         self._loading: set[str] = set()
         """Names of adapters, whichever engine reads them."""
+
+    def routes(self) -> list[Route]:
+        """Which path each has."""
+        return [
+            Route("/v1/load_lora_adapter", self.load, methods=["POST"]),
+            Route("/v1/unload_lora_adapter", self.unload, methods=["POST"]),
+        ]
 
     async def load(self, request: Request) -> Response:
         """POST /v1/load_lora_adapter: `lora_name`, and `lora_path`, a folder relative to the server's or absolute."""

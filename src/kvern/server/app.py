@@ -28,6 +28,7 @@ from kvern.server.config import ServerConfig
 from kvern.server.conversations import Conversations
 from kvern.server.database import DataFolder, default_folder
 from kvern.server.embeddings import Embeddings
+from kvern.server.engine_routes import EnginesApi
 from kvern.server.files import Files
 from kvern.server.gate import Gate
 from kvern.server.http import CLIENT_GONE, PAGE_HEADERS, error_response, is_anthropic, json_response, path_of
@@ -82,12 +83,11 @@ class Server:
 
     def app(self) -> ASGIApp:
         """The ASGI application. With keys, every route but /health and /ping needs one of them."""
-        responses, claude, files, batches, adapters, tokens = (
+        responses, claude, files, batches, tokens = (
             self.responses,
             MessagesApi(self.service),
             Files(self.store),
             self.batches,
-            AdaptersApi(self.service),
             Tokens(self.service),
         )
         routes = [
@@ -103,8 +103,8 @@ class Server:
             Route("/detokenize", tokens.detokenize, methods=["POST"]),
             Route("/v1/models", self.list_models),
             Route("/v1/models/{model:path}", self.model),
-            Route("/v1/load_lora_adapter", adapters.load, methods=["POST"]),
-            Route("/v1/unload_lora_adapter", adapters.unload, methods=["POST"]),
+            *AdaptersApi(self.service).routes(),
+            *EnginesApi(self.service).routes(),
             Route(COMPLETIONS, self.completions.create, methods=["POST"]),
             Route(CHAT, self.completions.create, methods=["POST"]),
             Route(EMBEDDINGS, self.embeddings.create, methods=["POST"]),

@@ -22,7 +22,7 @@ class ApiKey:
     concurrent: int | None = None
     per_minute: int | None = None
     admin: bool = False
-    """May load and unload adapters, and read the metrics of all keys."""
+    """May load and unload adapters, add and remove engines, and read the metrics of all keys."""
     metrics: bool = False
     """May read metrics and nothing else."""
     is_batch: bool = False

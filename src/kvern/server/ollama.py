@@ -15,6 +15,7 @@ from starlette.routing import Route
 import kvern
 from kvern.api import ollama
 from kvern.api.completions import read_prompts
+from kvern.api.embeddings import MOST_TEXTS
 from kvern.api.errors import HttpError
 from kvern.api.fields import read_common, typed
 from kvern.api.ollama import CHAT, GENERATE, LATEST, OllamaBody, OllamaWriter, Seconds, nanoseconds
@@ -104,7 +105,7 @@ class OllamaApi:
         model, shown = self._model(body), named(body)
         client = self._service.engine_of(model).client
         check_embeds(client.inputs.model, client.folder, model)
-        prompts = read_prompts(body, "prompt" if is_old else "input")
+        prompts = read_prompts(body, "prompt" if is_old else "input", MOST_TEXTS)
         dimensions = typed(body, "dimensions", int, None)
         ask = self._service.ask(model, read_common(body), prompts, SamplingParams(), request.state.key, embed=True)
         let_go(request, body)

@@ -128,8 +128,9 @@ def _own_paths(models: list[str]) -> dict[str, Schema]:
 
 
 def _model_paths(models: list[str]) -> dict[str, Schema]:
-    """Models and adapters."""
-    of_model = {"model": common_fields(models)["model"], "lora_name": NAMED}
+    """Models, adapters and engines."""
+    model = {"model": common_fields(models)["model"]}
+    of_model = {**model, "lora_name": NAMED}
     return {
         "/v1/models": {"get": get("The names that `model` may have.", LISTING)},
         "/v1/models/{model}": {"get": get("One of them.", IDENTIFIED, 404, path=("model",))},
@@ -143,6 +144,17 @@ def _model_paths(models: list[str]) -> dict[str, Schema]:
         },
         "/v1/unload_lora_adapter": {
             "post": post("Let no new request use one.", record(of_model, "lora_name"), IDENTIFIED, guarded=True)
+        },
+        "/v1/add_engine": {
+            "post": post("Start another engine of a model, for keys that may.", record(model), IDENTIFIED, guarded=True)
+        },
+        "/v1/remove_engine": {
+            "post": post(
+                "End an engine; its requests end there in time, or others go on with them.",
+                record({**model, "engine": NAMED, "grace_seconds": {"type": "number", "minimum": 0}}, "engine"),
+                IDENTIFIED,
+                guarded=True,
+            )
         },
     }
 

@@ -108,7 +108,7 @@ class Service:
     @property
     def replicas(self) -> list[dict[str, object]]:
         """How each engine stands of models that have several."""
-        several = (one for one in self.engines if len(one.client.replicas) > 1)
+        several = (one for one in self.engines if one.client.replicas.named)
         return [
             {"model": one.models[0], "engine": replica.name, "ready": replica.supervisor.is_ready}
             for one in several
@@ -148,7 +148,8 @@ class Service:
     ) -> Ask:
         """What to ask the model's engine; `params` for all prompts, or for each. Raises HttpError, InvalidParameter."""
         if isinstance(params, SamplingParams):
-            check_bounds(params, len(prompts))
+            if not embed:
+                check_bounds(params, len(prompts))
             params = [params] * len(prompts)
         engine, timeout = self.engine_of(model), common.timeout
         return Ask(

@@ -176,7 +176,7 @@ class _Decodes:
     """Steps of so many requests; `slots` and `starts` are those of the next, `looked_up` its rows of the table."""
 
     def __init__(self, count: int, table: LookupTable | None) -> None:
-        self.looked_up = None if table is None else torch.empty(count, table.inputs, dtype=table.dtype)
+        self.looked_up = None if table is None else torch.zeros(count, table.inputs, dtype=table.dtype)
         self.requests = torch.ones(3, count, dtype=torch.int64)
         self.index = self.requests[0]
         self.slots, self.starts, _ = self.requests.numpy()

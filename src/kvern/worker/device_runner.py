@@ -42,7 +42,7 @@ from kvern.worker.drafter import Captures, ComputedStep, Drafter, GuardedDrafter
 from kvern.worker.needs import Needs, RowNeeds
 from kvern.worker.processor_rows import ProcessorRows
 from kvern.worker.prompt_graphs import PromptGraphs
-from kvern.worker.rank_choice import chosen_by_first
+from kvern.worker.rank_choice import CHOSEN_BY_FIRST, chosen_by_first
 from kvern.worker.result import PendingStep, PromptLogprobs, embeddings, prompt_logprobs, prompt_runs, tokens_wanted
 from kvern.worker.step_parts import StepTooLarge
 from kvern.worker.verify_graphs import VerifyGraphs
@@ -83,7 +83,7 @@ class DeviceRunner:
         self._adapters = adapters
         self._states = states
         self._needs = RowNeeds(rows.scratch)
-        self._drafter = GuardedDrafter(drafter)
+        self._drafter = GuardedDrafter(drafter, ranks=decoder.build.ranks)
         self._drafted: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
         self._graphs, self._prompt_graphs, self._verify_graphs = None, None, None
         if cuda_graphs and attention.captures and rows.device.type == "cuda":
@@ -318,7 +318,7 @@ class DeviceRunner:
         chosen = self._choose(logits, scores, slots, decoded, needs)
         if drawn is not None:
             accept(chosen, scores, rows, slots, decoded.positions, drawn)
-        if needs & Needs.GRAMMAR:
+        if needs & CHOSEN_BY_FIRST:
             chosen, unknown = chosen_by_first(self._decoder.build.ranks, chosen, unknown)
         counts: list[int | None] = []
         logprobs = None

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
 
 import torch
 
+from kvern.device.ranks import ALONE, Ranks
 from kvern.device.transfer import upload
 from kvern.models.decoder import LayerInputs
 from kvern.sample.rejection import Drawn
@@ -143,10 +144,15 @@ class ReadingDrafter(Drafter, Protocol):
 
 
 class GuardedDrafter:
-    """A drafter that costs its drafts alone if it raises; None: there is none."""
+    """A drafter that costs its drafts alone if it raises; None: there is none.
 
-    def __init__(self, drafter: Drafter | None, clock: Callable[[], float] = time.perf_counter) -> None:
-        self._drafter, self.clock = drafter, clock
+    On several `ranks` it costs the step: the others' drafts would be verified beside what it has not written.
+    """
+
+    def __init__(
+        self, drafter: Drafter | None, clock: Callable[[], float] = time.perf_counter, ranks: Ranks = ALONE
+    ) -> None:
+        self._drafter, self.clock, self._ranks = drafter, clock, ranks
         self.reads_hidden = drafter is not None and drafter.reads_hidden
         self._reads = isinstance(drafter, ReadingDrafter)
         self.inputs = None if drafter is None else drafter.inputs
@@ -194,5 +200,7 @@ class GuardedDrafter:
             with torch.inference_mode():
                 call(asked)
         except Exception:
+            if self._ranks.size > 1:
+                raise
             self._drafter, self.reads_hidden, self.inputs = None, False, None
             logger.exception("the drafter fails and is not asked again; answers go on without drafts")

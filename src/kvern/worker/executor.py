@@ -1,23 +1,41 @@
 """Where steps run: on one device or several, that do the same. The engine core knows nothing below this."""
 
+import math
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Protocol
 
 from kvern.adapters.peft import Adapter
+from kvern.cache.tier import KVTier
 from kvern.config import EngineConfig
 from kvern.device.ranks import Ranks
-from kvern.errors import EngineDied
+from kvern.errors import ConfigError, EngineDied
 from kvern.model_spec import ModelSpec
 from kvern.step import ModelRunnerOutput, SchedulerOutput, StepResult
 from kvern.worker.device import resolve_device
+from kvern.worker.expert_balance import ExpertBalance
+from kvern.worker.expert_counts import LayerCounts
 from kvern.worker.plan import Layout, agree, lay_out
 from kvern.worker.rank_processes import RankProcesses
-from kvern.worker.rank_wire import Found, HasRoom, IsReady, LoadWeights, RunStep, TakeMemory, UseIdleTime
+from kvern.worker.rank_tier import NotedTier
+from kvern.worker.rank_wire import (
+    AddAdapter,
+    DropAdapter,
+    ForgetSteps,
+    Found,
+    HasRoom,
+    IsReady,
+    LoadWeights,
+    PlaceExperts,
+    RunStep,
+    TakeMemory,
+    UseIdleTime,
+)
 from kvern.worker.startup import Startup
 from kvern.worker.step_parts import StepParts
-from kvern.worker.tiered import TIERS, Tier, TieredSteps
+from kvern.worker.tiered import Tier, make_tier, tiered
 from kvern.worker.worker import Worker
 
 ENDING_SECONDS = 2.0
@@ -35,8 +53,16 @@ class Executor(Protocol):
         """Forget all steps, one of which failed: every request joins anew. Raises if no other step can run."""
         ...
 
+    def forget(self) -> None:
+        """Forget all steps, none of which failed: rows and blocks are free again."""
+        ...
+
     def idle(self) -> bool:
         """Make one thing that steps would run faster with, while none runs; whether there are more."""
+        ...
+
+    def count_experts(self) -> Callable[[], LayerCounts]:
+        """Begin to read how many tokens each expert has had in all steps so far; what is returned may wait for them."""
         ...
 
     def prepare(self, grammar: str) -> "Future[None] | None":
@@ -65,10 +91,8 @@ class InProcessExecutor:
     def __init__(self, worker: Worker, tier: Tier | None = None) -> None:
         """`tier` keeps blocks that leave the KV cache; None: they are forgotten."""
         self._worker = worker
-        self.tier = tier
-        self._execute = StepParts(worker.runner.execute).execute
-        if tier is not None:
-            self._execute = TieredSteps(self._execute, tier, worker.runner.caches).execute
+        self.tier: KVTier | None = tier
+        self._execute = tiered(StepParts(worker.runner.execute).execute, tier, worker.runner)
         self._error: BaseException | None = None
 
     def submit(self, output: SchedulerOutput) -> StepResult:
@@ -83,10 +107,20 @@ class InProcessExecutor:
 
     def abandon(self) -> None:
         self._error = None
+        self.forget()
+
+    def forget(self) -> None:
         self._worker.runner.abandon()
 
     def idle(self) -> bool:
         return self._worker.runner.idle()
+
+    def begin_counting(self) -> None:
+        """The steps so far, which were for measurements, are no part of `count_experts`."""
+        self._worker.expert_counts.reset()
+
+    def count_experts(self) -> Callable[[], LayerCounts]:
+        return self._worker.expert_counts.read()
 
     def prepare(self, grammar: str) -> "Future[None] | None":
         return self._worker.prepare(grammar)
@@ -107,15 +141,36 @@ class RankedExecutor(InProcessExecutor):
     A step that fails leaves the ranks in different states, so no other can run.
     """
 
-    def __init__(self, worker: Worker, others: RankProcesses) -> None:
+    def __init__(
+        self,
+        worker: Worker,
+        others: RankProcesses,
+        ranks: Ranks,
+        tier: Tier | None = None,
+        balance: ExpertBalance | None = None,
+    ) -> None:
+        """`balance` has experts placed anew between steps; None: they stay where they are."""
         super().__init__(worker)
-        self._execute = worker.runner.execute  # whole: ranks would cut steps in different places
-        self._others = others
+        # Steps run whole: ranks would cut them in different places.
+        self._execute = tiered(worker.runner.execute, tier, worker.runner, ranks)
+        self._others, self._balance = others, balance
+        self._noted = self.tier = None if tier is None else NotedTier(tier)
 
     def submit(self, output: SchedulerOutput) -> StepResult:
         if self._error is None:
-            self._others.send(RunStep(output))
+            self._place_experts()
+        if self._error is None:
+            self._others.send(RunStep(output, [] if self._noted is None else self._noted.taken()))
         return super().submit(output)
+
+    def _place_experts(self) -> None:
+        if self._balance is None or not (placements := self._balance.due()):
+            return
+        self._others.send(PlaceExperts(placements))
+        try:
+            self._worker.place_experts(placements)
+        except BaseException as error:
+            self._error = error
 
     def abandon(self) -> None:
         ended = self._others.ended(ENDING_SECONDS)
@@ -124,9 +179,21 @@ class RankedExecutor(InProcessExecutor):
         cause, self._error = self._error, EngineDied(f"a step failed, and the engine cannot go on: {reason}")
         raise self._error from cause
 
+    def forget(self) -> None:
+        self._others.send(ForgetSteps())
+        super().forget()
+
     def idle(self) -> bool:
         self._others.send(UseIdleTime())
         return super().idle()
+
+    def add_adapter(self, key: int, adapter: Adapter) -> None:
+        self._others.send(AddAdapter.of(key, adapter))
+        super().add_adapter(key, adapter)
+
+    def drop_adapter(self, key: int) -> None:
+        self._others.send(DropAdapter(key))
+        super().drop_adapter(key)
 
 
 def start(
@@ -142,34 +209,65 @@ def start(
     `lost` as in `RankProcesses`. Raises KvernError subclasses.
     """
     if config.tensor_parallel_size > 1:
-        return _start_ranks(config, folder, spec, startup, lost)
+        return _start_ranks(config, folder, spec, startup, draft, lost)
     worker = Worker(config, folder, spec, resolve_device(config), startup, draft)
     plan = agree([worker.probe()], config, spec)
     layout = lay_out([worker.load(plan)], plan, config)
     worker.build(layout)
-    tier = None if config.kv_tier is None else TIERS.find(config.kv_tier)(config, layout)
-    return InProcessExecutor(worker, tier), layout
+    return InProcessExecutor(worker, make_tier(config, layout)), layout
 
 
 def _start_ranks(
-    config: EngineConfig, folder: Path, spec: ModelSpec, startup: Startup, lost: Callable[[int], None] | None
+    config: EngineConfig,
+    folder: Path,
+    spec: ModelSpec,
+    startup: Startup,
+    draft: Path | None,
+    lost: Callable[[int], None] | None,
 ) -> tuple[RankedExecutor, Layout]:
     device = resolve_device(config)
     ranks = Ranks(0, config.tensor_parallel_size)
-    worker = Worker(config, folder, spec, device, startup, ranks=ranks)
-    others = RankProcesses(config, folder, lost)
+    worker = Worker(config, folder, spec, device, startup, draft, ranks)
+    others = RankProcesses(config, folder, draft, lost)
     try:
+        begun = time.monotonic()
         findings = worker.probe()
+        took = time.monotonic() - begun
+        if config.executor == "ray":
+            took = math.inf  # another machine may have to load the model from the hub before
         with startup.stage("ranks"):
-            plan = agree([findings, *(answer.findings for answer in others.answers(Found))], config, spec)
+            found = others.answers(Found, "looked at its device", took)
+            plan = agree([findings, *(answer.findings for answer in found)], config, spec)
             others.send(LoadWeights(plan, others.meeting))
-            ranks.connect(others.meeting, device, config.rank_timeout, others.listener)
+            try:
+                ranks.connect(
+                    others.meeting,
+                    device,
+                    config.rank_timeout,
+                    plan.kernels,
+                    ordered=config.deterministic,
+                    listener=others.listener,
+                )
+            except (OSError, RuntimeError) as error:
+                raise ConfigError(f"the ranks cannot meet: {error}") from error
+        begun = time.monotonic()
         room = worker.load(plan)
-        layout = lay_out([room, *(answer.room for answer in others.answers(HasRoom))], plan, config)
+        answers = others.answers(HasRoom, "loaded its weights", time.monotonic() - begun)
+        layout = lay_out([room, *(answer.room for answer in answers)], plan, config)
         others.send(TakeMemory(layout))
+        begun = time.monotonic()
         worker.build(layout)
-        others.answers(IsReady)
+        tier = make_tier(config, layout)
+        others.answers(IsReady, "taken its memory", time.monotonic() - begun)
     except BaseException:
         others.end()
         raise
-    return RankedExecutor(worker, others), layout
+    return RankedExecutor(worker, others, ranks, tier, make_balance(config, worker)), layout
+
+
+def make_balance(config: EngineConfig, worker: Worker) -> ExpertBalance | None:
+    """What the options want experts to be placed anew by. Raises ConfigError for experts that cannot move."""
+    if not config.rebalance_seconds:
+        return None
+    worker.check_experts_move()
+    return ExpertBalance(worker.expert_counts.read, worker.expert_placements(), config.rebalance_seconds)

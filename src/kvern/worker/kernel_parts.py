@@ -174,7 +174,7 @@ class KernelParts:
         assert isinstance(rows, DeviceRows), "the other's steps run elsewhere"
         drawn = Drawn() if self._config.acceptance == "rejection" else None
         if isinstance(decoder, MedusaHeads):
-            return MedusaDrafter(decoder, rows, partial(_draw, rows, drawn), drawn)
+            return MedusaDrafter(decoder, rows, partial(_draw, rows), drawn)
         dtype = getattr(torch, self._plan.plain_cache_dtype)
         chosen = {} if self._choice is None else self._choice.phases
         attention = self._attention(layout.blocks + 1, layout.block_size, dtype, chosen, decoder, None)
@@ -183,7 +183,7 @@ class KernelParts:
         if isinstance(decoder, DraftHead):
             graphs = HeadGraphs(HeadSteps(decoder, attention, rows, size), rows) if captures else None
             return HeadDrafter(
-                decoder, attention, rows, partial(_build_batch, rows, size), partial(_draw, rows, None), graphs
+                decoder, attention, rows, partial(_build_batch, rows, size), partial(_draw, rows), graphs
             )
         steps = ModelSteps(decoder, attention, rows, size)
         model_graphs = DraftGraphs(steps, rows) if captures and drawn is None else None
@@ -287,15 +287,6 @@ def _build_batch(
 
 
 def _draw(
-    rows: DeviceRows,
-    drawn: Drawn | None,
-    logits: torch.Tensor,
-    slots: Sequence[int],
-    index: torch.Tensor,
-    positions: torch.Tensor,
+    rows: DeviceRows, logits: torch.Tensor, slots: Sequence[int], index: torch.Tensor, positions: torch.Tensor
 ) -> None:
-    if drawn is not None:
-        chosen = drawn.draw(logits, rows, slots, positions)
-    else:
-        chosen = sample(logits, None, index, positions, rows)
-    write_sampled(rows.tokens, index, positions, chosen)
+    write_sampled(rows.tokens, index, positions, sample(logits, None, index, positions, rows))

@@ -19,7 +19,7 @@ from kvern.worker.head_drafter import Choose
 class MedusaDrafter:
     """A `Drafter`, wherever the model's steps run, that makes no more drafts than there are heads.
 
-    `drawn`: where `choose` keeps what it draws from.
+    `drawn`: draws, and keeps what it drew from; else `choose` does.
     """
 
     reads_hidden, inputs, graphs = True, None, None
@@ -46,4 +46,9 @@ class MedusaDrafter:
         for head in range(asking[0].guesses):
             going = [item.slot for item in asking if item.guesses > head]
             logits = self._heads.logits(states[: len(going)], head)
-            self._choose(logits, going, slots[: len(going)], newest[: len(going)] + 1 + head)
+            index, positions = slots[: len(going)], newest[: len(going)] + 1 + head
+            if self.drawn is None:
+                self._choose(logits, going, index, positions)
+            else:
+                chosen = self.drawn.draw(logits, self._rows, going, positions)
+                self._rows.tokens[index, positions] = chosen.int()

@@ -3,12 +3,11 @@
 import gc
 import logging
 import math
-import os
-from pathlib import Path
 
 import torch
 
 from kvern.attention.groups import LayerGroups
+from kvern.cpu.host_memory import available_memory
 from kvern.model_spec import ModelSpec
 from kvern.worker.plan import Plan
 
@@ -124,13 +123,3 @@ def report_others(memory: DeviceMemory) -> None:
             total / GIGABYTE,
             free / GIGABYTE,
         )
-
-
-def available_memory() -> int:
-    """Bytes of host memory that can be had without swapping; half of all where the system does not tell."""
-    meminfo = Path("/proc/meminfo")
-    if meminfo.exists():
-        for line in meminfo.read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2

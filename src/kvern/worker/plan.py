@@ -25,6 +25,8 @@ REQUIRED_KERNELS = frozenset({"batch", "sampling"})
 """Without these the batch cannot live on the device, and PyTorch runs all steps."""
 CPU_KERNELS = frozenset({"cpu_layers", "cpu_linear", "cpu_attention", "cpu_packed", "cpu_sampling"})
 """The groups of `kvern.cpu.check`, beside which PyTorch runs the step."""
+RANK_KERNELS = frozenset({"cpu_ranks"})
+"""The group that several ranks need besides."""
 LARGEST_HEAD = 512
 """Of the Triton attention: larger heads do not fit into registers."""
 EIGHT_BIT = {"fp8": "float8_e4m3fn", "int8": "int8"}
@@ -134,7 +136,7 @@ def agree(findings: Sequence[Findings], config: EngineConfig, spec: ModelSpec) -
     first = findings[0]
     kernels = frozenset.intersection(*(item.kernels for item in findings))
     if not kernels >= REQUIRED_KERNELS:
-        kernels &= CPU_KERNELS
+        kernels &= CPU_KERNELS | RANK_KERNELS
     attention: str = config.attention_backend
     largest = largest_head(spec)
     if attention == "auto" and ("attention" not in kernels or largest > LARGEST_HEAD):

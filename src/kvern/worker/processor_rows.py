@@ -65,7 +65,7 @@ class ProcessorRows:
             self._members.pop(request.slot, None)
             self._failed.pop(request.slot, None)
             asked = request.params.logits_processors
-            if asked:
+            if asked and self._processors:
                 self._members[request.slot] = [name for name in self._processors if name in asked]
                 for name in self._members[request.slot]:
                     try:

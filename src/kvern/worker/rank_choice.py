@@ -1,9 +1,15 @@
-"""What of a step one rank decides for all: tokens that follow grammars, as that depends on the time it takes."""
+"""What of a step one rank decides for all.
+
+Grammars, as what they allow depends on the time it takes, and logits processors, whose code may do anything.
+"""
 
 import torch
 
 from kvern.device.ranks import Ranks
 from kvern.device.transfer import upload
+from kvern.worker.needs import Needs
+
+CHOSEN_BY_FIRST = Needs.GRAMMAR | Needs.PROCESSORS
 
 
 def chosen_by_first(ranks: Ranks, chosen: torch.Tensor, unknown: list[int]) -> tuple[torch.Tensor, list[int]]:

@@ -11,24 +11,32 @@ import sys
 import threading
 import time
 from collections import deque
+from pathlib import Path
+from typing import NamedTuple
 
 import zmq
 
 from kvern.config import EngineConfig
 from kvern.device.ranks import Ranks
 from kvern.errors import KvernError
+from kvern.models.draft import draft_folder
 from kvern.models.folder import folder_here
 from kvern.models.implementation import describe_model
 from kvern.models.loader import read_config
 from kvern.sockets import connect
 from kvern.step import StepResult
 from kvern.worker.device import resolve_device
+from kvern.worker.rank_tier import follow
 from kvern.worker.rank_wire import (
+    AddAdapter,
+    DropAdapter,
     Failed,
+    ForgetSteps,
     Found,
     HasRoom,
     IsReady,
     LoadWeights,
+    PlaceExperts,
     RunStep,
     TakeMemory,
     UseIdleTime,
@@ -37,6 +45,7 @@ from kvern.worker.rank_wire import (
     encode,
 )
 from kvern.worker.startup import Startup
+from kvern.worker.tiered import Tier, make_tier, tiered
 from kvern.worker.worker import Worker
 
 logger = logging.getLogger("kvern")
@@ -56,48 +65,73 @@ def main(address: str, parent: int) -> int:
     socket.set(zmq.LINGER, LINGER_MILLISECONDS)
     connect(socket, address)
     try:
-        worker, depth = _make_worker(socket)
+        rank = _make_rank(socket)
     except KvernError as error:
         logger.error("a rank cannot start: %s", error)  # the first one may be busy, and end without having read it
         socket.send(encode(Failed(str(error))))
         return 2
     gc.freeze()  # what is there now stays: collections need not look at it
-    _run(socket, worker, depth)
+    _run(socket, rank)
     return 0
 
 
-def _make_worker(socket: "zmq.Socket[bytes]") -> tuple[Worker, int]:
-    """The worker, and how many steps are in flight at most."""
+class _Rank(NamedTuple):
+    """What a rank runs steps with, of which `depth` are in flight at most."""
+
+    worker: Worker
+    ranks: Ranks
+    depth: int
+    tier: Tier | None
+
+
+def _make_rank(socket: "zmq.Socket[bytes]") -> _Rank:
+    """Load this rank's share when the first one says so."""
     start = decode_start(sys.stdin.buffer.read())
     config = EngineConfig(**start.config)
     folder = folder_here(config, start.folder)
     spec = describe_model(folder, read_config(folder), config.model_implementation)
     ranks = Ranks(start.rank, config.tensor_parallel_size)
-    device = resolve_device(config, start.rank if config.executor == "processes" else 0)
-    worker = Worker(config, folder, spec, device, Startup(), ranks=ranks)
+    on_ray = config.executor == "ray"
+    device = resolve_device(config, 0 if on_ray else start.rank)
+    draft = draft_folder(config, folder, device.type) if on_ray else start.draft and Path(start.draft)
+    worker = Worker(config, folder, spec, device, Startup(), draft or None, ranks)
     socket.send(encode(Found(worker.probe())))
     load = decode_for_rank(socket.recv())
     assert isinstance(load, LoadWeights)
-    ranks.connect(load.meeting, device, config.rank_timeout)
+    ranks.connect(load.meeting, device, config.rank_timeout, load.plan.kernels, ordered=config.deterministic)
     socket.send(encode(HasRoom(worker.load(load.plan))))
     take = decode_for_rank(socket.recv())
     assert isinstance(take, TakeMemory)
     worker.build(take.layout)
+    rank = _Rank(worker, ranks, take.layout.depth, make_tier(config, take.layout))
     socket.send(encode(IsReady()))
-    return worker, take.layout.depth
+    return rank
 
 
-def _run(socket: "zmq.Socket[bytes]", worker: Worker, depth: int) -> None:
+def _run(socket: "zmq.Socket[bytes]", rank: _Rank) -> None:
     """Run steps without end. Raises what a step raises: then the ranks do not agree any more."""
+    runner, tier = rank.worker.runner, rank.tier
+    execute = tiered(runner.execute, tier, runner, rank.ranks)
     in_flight: deque[StepResult] = deque()
     while True:
         match decode_for_rank(socket.recv()):
-            case RunStep(output):
-                in_flight.append(worker.runner.execute(output))
-                if len(in_flight) >= depth:
+            case RunStep(output, tier_calls):
+                if tier is not None:
+                    follow(tier, rank.ranks, tier_calls)
+                in_flight.append(execute(output))
+                if len(in_flight) >= rank.depth:
                     in_flight.popleft().result()
+            case ForgetSteps():
+                in_flight.clear()
+                runner.abandon()
             case UseIdleTime():
-                worker.runner.idle()
+                runner.idle()
+            case PlaceExperts(placements):
+                rank.worker.place_experts(placements)
+            case AddAdapter() as message:
+                rank.worker.add_adapter(message.key, message.adapter())
+            case DropAdapter(key):
+                rank.worker.drop_adapter(key)
 
 
 def _end_with(parent: int) -> None:

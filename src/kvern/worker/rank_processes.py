@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -25,6 +26,12 @@ from kvern.worker.rank_wire import Failed, RankMessage, StartRank, decode_for_fi
 
 logger = logging.getLogger("kvern")
 
+SHARED = "/dev/shm"  # noqa: S108 (a folder of our own in it)
+"""Where Linux has memory that processes share; elsewhere files are mapped, which it writes to a disk in between."""
+PATIENCE = 300.0
+"""Seconds that a rank may take longer than the first to import its modules, or to read what that has in memory."""
+TIMES = 3
+"""And so many times the first one's seconds."""
 LOOK_MILLISECONDS = 200
 """How often a rank that is waited for is looked after."""
 
@@ -52,8 +59,11 @@ class RankProcesses:
     `lost` is called, in a thread, with the exit code of the first that ended by itself, negative: by which signal.
     """
 
-    def __init__(self, config: EngineConfig, model: Path, lost: Callable[[int], None] | None = None) -> None:
-        folder = tempfile.TemporaryDirectory(prefix="kvern-", ignore_cleanup_errors=True)
+    def __init__(
+        self, config: EngineConfig, model: Path, draft: Path | None = None, lost: Callable[[int], None] | None = None
+    ) -> None:
+        memory = SHARED if os.access(SHARED, os.W_OK) else None
+        folder = tempfile.TemporaryDirectory(prefix="kvern-", dir=memory, ignore_cleanup_errors=True)
         self.meeting = str(Path(folder.name, "meeting"))
         self.listener: sockets.socket | None = None
         """Where the ranks meet by TCP: of the first one."""
@@ -69,7 +79,9 @@ class RankProcesses:
             socket = context.socket(zmq.PAIR)
             socket.set(zmq.LINGER, 0)
             socket.set(zmq.SNDHWM, 0)  # as many as are in flight
-            start = encode(StartRank(dataclasses.asdict(config), str(model), rank))
+            start = encode(
+                StartRank(dataclasses.asdict(config), str(model), None if draft is None else str(draft), rank)
+            )
             if group is None:
                 processes.append(_child(socket, Path(folder.name, f"rank-{rank}"), start))
             else:
@@ -87,14 +99,24 @@ class RankProcesses:
             with contextlib.suppress(zmq.Again):
                 socket.send(content, zmq.NOBLOCK)
 
-    def answers(self, kind: type[Answer]) -> list[Answer]:
-        """One of each, in their order. Raises ConfigError with the reason of one that cannot start."""
-        return [self._answer(rank, socket, kind) for rank, socket in enumerate(self._sockets, 1)]
+    def answers(self, kind: type[Answer], awaited: str, took: float) -> list[Answer]:
+        """One of each, in their order. Raises ConfigError with the reason of one that cannot start.
 
-    def _answer(self, rank: int, socket: "zmq.Socket[bytes]", kind: type[Answer]) -> Answer:
+        `awaited`: what each is to have done, which `took` the first one so many seconds. They do it at the same time,
+        so that one which takes several times as long, and PATIENCE, hangs.
+        """
+        until = time.monotonic() + PATIENCE + TIMES * took
+        return [self._answer(rank, socket, kind, awaited, until) for rank, socket in enumerate(self._sockets, 1)]
+
+    def _answer(self, rank: int, socket: "zmq.Socket[bytes]", kind: type[Answer], awaited: str, until: float) -> Answer:
         while not socket.poll(LOOK_MILLISECONDS):
             if self._end.reason is not None:
                 raise ConfigError(f"the model cannot be loaded by {self._end.reason}; the log may say more")
+            if time.monotonic() > until:
+                raise ConfigError(
+                    f"the model cannot be loaded: rank {rank} has not {awaited}, long after the first one had; "
+                    "it may hang at its files or its device"
+                )
         answer = decode_for_first(socket.recv())
         if isinstance(answer, Failed):
             raise ConfigError(f"rank {rank}: {answer.reason}")

@@ -1,13 +1,18 @@
 """What the process of the first rank and those of the others say to each other: msgpack, never pickle.
 
-first rank --> StartRank on standard input; LoadWeights, TakeMemory, then RunStep and UseIdleTime, in order --> rank
+first rank --> StartRank on standard input; LoadWeights, TakeMemory, then RunStep and what is between steps --> rank
 first rank <-- Found, HasRoom, IsReady; Failed in the place of any of them: it cannot start               <-- rank
+
+All come in order: an adapter is there before the first step that loads it, and goes behind the last.
 """
 
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
+import torch
 
+from kvern.adapters.peft import Adapter, LowRank
+from kvern.expert_placement import Placement
 from kvern.step import SchedulerOutput
 from kvern.worker.plan import Findings, Layout, Plan, Room
 
@@ -17,10 +22,11 @@ class RankMessage(msgspec.Struct, tag=True, array_like=True, gc=False):
 
 
 class StartRank(RankMessage):
-    """The options as built-in values, the model's folder, and which rank the process is."""
+    """The options as built-in values, the folders of the model and its draft, and which rank the process is."""
 
     config: dict[str, Any]
     folder: str
+    draft: str | None
     rank: int
 
 
@@ -37,14 +43,66 @@ class TakeMemory(RankMessage):
     layout: Layout
 
 
+class TierCall(msgspec.Struct, array_like=True, gc=False):
+    """What a tier of the KV cache was asked: a method of `KVTier`, its keys, and for `put` the block."""
+
+    method: Literal["put", "acquire", "release", "lose"]
+    keys: list[bytes]
+    block: int = 0
+
+
 class RunStep(RankMessage):
-    """The next step."""
+    """The next step, and what the first rank's tier was asked before."""
 
     output: SchedulerOutput
+    tier_calls: list[TierCall] = []
+
+
+class ForgetSteps(RankMessage):
+    """`Executor.forget`."""
 
 
 class UseIdleTime(RankMessage):
     """`Runner.idle`."""
+
+
+class PlaceExperts(RankMessage):
+    """Between the steps before and after it, the experts of these layers change their places."""
+
+    placements: dict[int, Placement]
+
+
+class AddAdapter(RankMessage):
+    """An adapter for steps to load, whole: by part its rank and the bytes of both matrices of this dtype."""
+
+    key: int
+    dtype: str
+    digest: bytes
+    parts: dict[str, tuple[int, bytearray, bytearray]]
+
+    @classmethod
+    def of(cls, key: int, adapter: Adapter) -> "AddAdapter":
+        """Of an adapter that was read."""
+        dtype = next((part.down.dtype for part in adapter.parts.values()), torch.float32)
+        parts = {name: (part.rank, _bytes(part.down), _bytes(part.up)) for name, part in adapter.parts.items()}
+        return cls(key, str(dtype).removeprefix("torch."), adapter.digest, parts)
+
+    def adapter(self) -> Adapter:
+        """The adapter, which shares the message's memory."""
+        dtype = getattr(torch, self.dtype)
+        parts = {
+            name: LowRank(
+                torch.frombuffer(down, dtype=dtype).view(rank, -1), torch.frombuffer(up, dtype=dtype).view(-1, rank)
+            )
+            for name, (rank, down, up) in self.parts.items()
+        }
+        return Adapter(parts, self.digest)
+
+
+class DropAdapter(RankMessage):
+    """No step loads this adapter any more."""
+
+    key: int
 
 
 class Found(RankMessage):
@@ -69,7 +127,13 @@ class Failed(RankMessage):
     reason: str
 
 
+def _bytes(matrix: torch.Tensor) -> bytearray:
+    return bytearray(matrix.view(torch.uint8).numpy())
+
+
 encode = msgspec.msgpack.Encoder().encode
 decode_start = msgspec.msgpack.Decoder(StartRank).decode
-decode_for_rank = msgspec.msgpack.Decoder(LoadWeights | TakeMemory | RunStep | UseIdleTime).decode
+decode_for_rank = msgspec.msgpack.Decoder(
+    LoadWeights | TakeMemory | RunStep | ForgetSteps | UseIdleTime | PlaceExperts | AddAdapter | DropAdapter
+).decode
 decode_for_first = msgspec.msgpack.Decoder(Found | HasRoom | IsReady | Failed).decode

@@ -21,7 +21,7 @@ from kvern.worker.captured_decodes import CapturedDecodes, Scored
 from kvern.worker.drafter import ComputedStep, Drafter, GuardedDrafter
 from kvern.worker.needs import Needs, RowNeeds
 from kvern.worker.processor_rows import ProcessorRows, ProcessorVerdict
-from kvern.worker.rank_choice import chosen_by_first
+from kvern.worker.rank_choice import CHOSEN_BY_FIRST, chosen_by_first
 from kvern.worker.result import (
     PendingStep,
     PromptLogprobs,
@@ -73,13 +73,15 @@ class ModelRunner:
         self._sampling = sampling
         self._captured = captured
         self._needs = RowNeeds(len(rows.requests))
-        self._drafter = GuardedDrafter(drafter)
+        self._drafter = GuardedDrafter(drafter, ranks=ranks)
 
     def execute(self, output: SchedulerOutput) -> StepResult:
         """Compute the scheduled tokens and sample where the scheduler says so."""
         if output.changes_rows:
             self._change_rows(output)
-        return self._decode(output.scheduled) or self._compute(output.scheduled)
+        step = self._decode(output.scheduled) or self._compute(output.scheduled)
+        self._ranks.check()
+        return step
 
     @torch.inference_mode()
     def _change_rows(self, output: SchedulerOutput) -> None:
@@ -211,7 +213,7 @@ class ModelRunner:
         drafts = rows.tokens[index, positions].tolist() if drafted and needs & Needs.GRAMMAR else []
         drawn = None if self._drafter.drawn is None else self._drafter.drawn.of(scheduled)
         chosen, (broken, unknown) = self._choose(logits, slots, index, positions, needs, drafts, drawn)
-        if needs & Needs.GRAMMAR:
+        if needs & CHOSEN_BY_FIRST:
             chosen, unknown = chosen_by_first(self._ranks, chosen, unknown)
         kept = None
         if drafted:

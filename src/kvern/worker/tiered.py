@@ -1,21 +1,26 @@
 """The worker's side of a tier (`cache/tier.py`): bytes of blocks go to it before a step, and come back behind one."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Protocol
 
 import torch
 
 from kvern.cache.tier import KVTier
 from kvern.config import EngineConfig
+from kvern.device.ranks import ALONE, Ranks
 from kvern.plugins import Plugins
 from kvern.step import BlockLoad, BlockSave, ModelRunnerOutput, SchedulerOutput, StepResult
+from kvern.worker.contents import Runner
 from kvern.worker.plan import Layout
 
 
 class Tier(KVTier, Protocol):
     """Decides what is kept, and keeps it. `caches` are those of all layers, [2, blocks, block_size, heads, head_dim].
 
-    What it starts on the device comes behind the steps that were started before, and before all later ones.
+    What it starts on the device comes behind the steps that were started before, and before all later ones. Each of
+    several ranks has one, for its part of the blocks: they are asked the same in the same order, the first one decides,
+    and the others' keys are longer.
     """
 
     def save(self, caches: Sequence[torch.Tensor], saves: Sequence[BlockSave]) -> None:
@@ -34,20 +39,44 @@ TIERS: Plugins[Callable[[EngineConfig, Layout], Tier]] = Plugins("tier of the KV
 """By the name that the option `kv_tier` gives."""
 
 
+def make_tier(config: EngineConfig, layout: Layout) -> Tier | None:
+    """That of the configuration. Raises ConfigError."""
+    return None if config.kv_tier is None else TIERS.find(config.kv_tier)(config, layout)
+
+
+def tiered(
+    execute: Callable[[SchedulerOutput], StepResult],
+    tier: Tier | None,
+    runner: Runner,
+    ranks: Ranks = ALONE,
+) -> Callable[[SchedulerOutput], StepResult]:
+    """`execute`, beside a tier of the runner's cache if there is one."""
+    return execute if tier is None else TieredSteps(execute, tier, runner.caches, ranks).execute
+
+
 class TieredSteps:
     """Runs steps through `execute`, with what they have to say to a tier."""
 
     def __init__(
-        self, execute: Callable[[SchedulerOutput], StepResult], tier: Tier, caches: Sequence[torch.Tensor]
+        self, execute: Callable[[SchedulerOutput], StepResult], tier: Tier, caches: Sequence[torch.Tensor], ranks: Ranks
     ) -> None:
-        self._execute, self._tier, self._caches = execute, tier, caches
+        self._execute, self._tier, self._caches, self._ranks = execute, tier, caches, ranks
 
     def execute(self, output: SchedulerOutput) -> StepResult:
         """Start a step, which may have nothing to compute. Raises what `execute` raises."""
         if output.saves:
-            self._tier.save(self._caches, output.saves)
+            self._tier.save(self._caches, [replace(save, key=self._ranks.own(save.key)) for save in output.saves])
         step = self._execute(output) if output.scheduled else _Nothing()
-        return _Loaded(step, self._tier.load(self._caches, output.loads)) if output.loads else step
+        return _Loaded(step, self._load(output.loads)) if output.loads else step
+
+    def _load(self, loads: Sequence[BlockLoad]) -> list[tuple[int, int]]:
+        """What all ranks could have."""
+        loaded = self._tier.load(self._caches, [replace(load, key=self._ranks.own(load.key)) for load in loads])
+        if self._ranks.size == 1:
+            return loaded
+        counts = {load.load: 0 for load in loads} | dict(loaded)
+        found = self._ranks.least(torch.tensor([*counts.values()], device=self._caches[0].device))
+        return [*zip(counts, found.tolist(), strict=True)]
 
 
 class _Nothing:

@@ -34,7 +34,7 @@ from kvern.worker.head_drafter import HeadDrafter
 from kvern.worker.medusa_drafter import MedusaDrafter
 from kvern.worker.memory import DeviceMemory, bytes_of_draft, bytes_of_state, bytes_of_token, cache_bytes
 from kvern.worker.needs import Needs
-from kvern.worker.plan import Layout, Plan, Room
+from kvern.worker.plan import RANK_KERNELS, Layout, Plan, Room
 from kvern.worker.runner import ModelRunner
 from kvern.worker.sampling import CompiledSampling, Sampling, TorchSampling
 from kvern.worker.state_memory import StateMemory
@@ -49,6 +49,8 @@ class TorchParts:
         self.unquantized = Unquantized()
         self.groups = choose_groups(config, spec, plan)
         self._compiled = "cpu_sampling" in plan.kernels
+        # What ranks say to each other without kernels would be missing when a captured step is run again.
+        self._captures = self._compiled and (config.tensor_parallel_size == 1 or plan.kernels >= RANK_KERNELS)
         self._rejection = config.acceptance == "rejection"
         self.restrict = cpu.restrict if self._compiled else masks.restrict
 
@@ -84,8 +86,7 @@ class TorchParts:
         rows = make_rows(slots, layout.max_model_len, -(-layout.max_model_len // size), device, windows)
         decoder, captured, draft = contents.decoder, None, contents.draft
         drafter = None if draft is None else draft.parts.drafter(draft.decoder, layout, rows)
-        captures = states is None and contents.ranks.size == 1  # what ranks say to each other is no kernel
-        if self._compiled and captures and isinstance(attention, CompiledAttention):
+        if self._captures and states is None and isinstance(attention, CompiledAttention):
             inputs = None if drafter is None else drafter.inputs
             captured = CapturedDecodes(decoder, attention, rows, size, inputs) if isinstance(decoder, Decoder) else None
         return ModelRunner(
@@ -108,16 +109,16 @@ class TorchParts:
         sampling = CompiledSampling(rows) if self._compiled else TorchSampling(rows)
         drawn = Drawn() if self._rejection else None
         if isinstance(decoder, MedusaHeads):
-            return MedusaDrafter(decoder, rows, partial(_draw, sampling, rows, drawn), drawn)
+            return MedusaDrafter(decoder, rows, partial(_draw, sampling), drawn)
         layout = msgspec.structs.replace(layout, dtype=self._plan.plain_cache_dtype, window_tables=0)
         attention, captured, size = self._attention(decoder, None, layout), None, layout.block_size
         if isinstance(decoder, DraftHead):
-            build, draw = partial(_build_batch, rows, size), partial(_draw, sampling, rows, None)
+            build, draw = partial(_build_batch, rows, size), partial(_draw, sampling)
             head = None
-            if self._compiled and isinstance(attention, CompiledAttention):
+            if self._captures and isinstance(attention, CompiledAttention):
                 head = CapturedHead(decoder, attention, rows, size)
             return HeadDrafter(decoder, attention, rows, build, draw, captured=head)
-        if self._compiled and isinstance(attention, CompiledAttention):
+        if self._captures and isinstance(attention, CompiledAttention):
             captured = CapturedDecodes(decoder, attention, rows, size)
         return DraftModel(decoder, attention, rows, size, layout.max_batch_tokens, sampling, captured, drawn)
 
@@ -146,16 +147,7 @@ def _build_batch(
 
 
 def _draw(
-    sampling: Sampling,
-    rows: BatchRows,
-    drawn: Drawn | None,
-    logits: torch.Tensor,
-    slots: Sequence[int],
-    index: torch.Tensor,
-    positions: torch.Tensor,
+    sampling: Sampling, logits: torch.Tensor, slots: Sequence[int], index: torch.Tensor, positions: torch.Tensor
 ) -> None:
-    if drawn is not None:
-        chosen = drawn.draw(logits, rows, slots, positions)
-    else:
-        chosen = sampling.sample(logits.contiguous(), slots, index, positions, Needs.NOTHING)
+    chosen = sampling.sample(logits.contiguous(), slots, index, positions, Needs.NOTHING)
     sampling.write(index, positions, chosen)

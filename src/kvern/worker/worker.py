@@ -1,9 +1,10 @@
 """One device of an engine, and all that lives on it: weights, KV cache, rows, adapters, grammars, processors."""
 
 import contextlib
+from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 
 import msgspec
@@ -19,6 +20,8 @@ from kvern.cpu.cores import cpu_threads
 from kvern.cpu.ready import build, working_groups
 from kvern.device.ranks import ALONE, Ranks
 from kvern.errors import ConfigError, InvalidAdapter
+from kvern.expert_placement import Placement
+from kvern.layers.build import Build
 from kvern.layers.linear_format import LinearMethods
 from kvern.layers.linear_method import LinearMethod
 from kvern.layers.unquantized import Unquantized
@@ -50,6 +53,8 @@ from kvern.worker.device import (
     check_states,
     check_weights_fit,
 )
+from kvern.worker.expert_counts import ExpertCounts, experts_of
+from kvern.worker.expert_moves import move_experts
 from kvern.worker.fallback_check import check_fallback, check_fallback_options
 from kvern.worker.memory import DeviceMemory
 from kvern.worker.plan import (
@@ -57,6 +62,7 @@ from kvern.worker.plan import (
     BATCH_TOKENS,
     CPU_KERNELS,
     EIGHT_BIT,
+    RANK_KERNELS,
     Findings,
     Layout,
     Plan,
@@ -64,6 +70,7 @@ from kvern.worker.plan import (
     resolve_max_model_len,
 )
 from kvern.worker.processor_rows import ProcessorRows
+from kvern.worker.rank_limits import whole_experts
 from kvern.worker.startup import Startup
 from kvern.worker.torch_parts import TorchParts
 from kvern.worker.windows import report
@@ -97,7 +104,8 @@ class Worker:
         """
         self._draft, self._ranks = draft, ranks
         self._config, self._folder, self._device = config, folder, device
-        self._spec = share_of(spec, ranks.size)
+        self._whole_experts = whole_experts(config)
+        self._whole, self._spec = spec, share_of(spec, ranks.size, self._whole_experts)
         self._startup = startup
         processes = ranks.size * config.data_parallel_size
         self._memory = DeviceMemory(device, config.gpu_memory_share, processes)
@@ -117,7 +125,8 @@ class Worker:
             check_fallback_options(config, self._spec, dtype, device)
         if config.kv_cache_dtype in EIGHT_BIT and config.load_format != "dummy" and self._spec.layers:
             largest = LARGEST_CODE[getattr(torch, EIGHT_BIT[config.kv_cache_dtype])]
-            self._stored_scales = stored_scales(self._folder, read_config(self._folder), self._spec, largest)
+            described = read_config(self._folder)
+            self._stored_scales = stored_scales(self._folder, described, self._whole, largest, self._ranks)
         gpu, methods = None, LinearMethods(Unquantized())
         if device.type == "cuda":
             torch.cuda.set_device(device)
@@ -131,7 +140,7 @@ class Worker:
             sharing = self._ranks.size if config.executor == "processes" else 1  # Ray gives each rank its own
             torch.set_num_threads(max(1, (config.threads or cpu_threads()) // sharing))
         drafts = config.proposer is not None or self._draft is not None
-        kernels = usable_kernels(config, self._spec, dtype, device, self._startup, methods, drafts)
+        kernels = usable_kernels(config, self._spec, dtype, device, self._startup, methods, drafts, self._ranks)
         check_state_kernels(self._spec, kernels, device)
         if isinstance(self._spec, TransformersSpec):
             kernels &= FALLBACK_KERNELS
@@ -151,9 +160,8 @@ class Worker:
         compiled = grammars_of(self._folder, spec.vocab_size, spec.eos_token_ids, config.grammar_backend)
         self._grammars = GrammarRows(compiled, spec.vocab_size, device, parts.restrict)
         sizes = spec.vocab_size, plan.max_batch_requests, plan.max_model_len
-        processors = ProcessorRows(
-            load_processors(config.logits_processors), ProcessorModel(self._folder, *sizes, device)
-        )
+        named = config.logits_processors if self._ranks.rank == 0 else ()  # the others take what it chooses
+        processors = ProcessorRows(load_processors(named), ProcessorModel(self._folder, *sizes, device))
         draft = None if self._draft is None else self._load_draft(self._draft, plan, model)
         self._contents = Contents(model, self._grammars, processors, adapters, draft=draft, ranks=self._ranks)
         if config.kv_cache_dtype not in EIGHT_BIT:
@@ -177,7 +185,7 @@ class Worker:
             return self._load_medusa(folder, model)
         if self._config.draft_model == OWN_LAYER or is_draft_head(folder, dummy=self._config.load_format == "dummy"):
             return self._load_head(folder, plan, model)
-        spec = read_draft(folder, self._folder, self._spec, plan.max_model_len)
+        spec = share_of(read_draft(folder, self._folder, self._spec, plan.max_model_len), self._ranks.size)
         parts = self._make_parts(plan, spec)
         decoder = self._load_decoder(folder, plan, parts, self._config.draft_quantization)
         parts.prepare(decoder)
@@ -221,6 +229,7 @@ class Worker:
                 unquantized=parts.unquantized,
                 deterministic=self._config.deterministic and bool(plan.kernels),
                 quantization=quantization,
+                whole_experts=self._whole_experts if folder == self._folder else None,
             )
 
     def _load_fallback(self, plan: Plan) -> LanguageModel | None:
@@ -250,6 +259,30 @@ class Worker:
     def build(self, layout: Layout) -> None:
         """Take the memory of the KV cache; then steps can run."""
         self.runner = self._parts.runner(self._contents, layout)
+
+    def expert_placements(self) -> dict[int, Placement]:
+        """Of the layers whose experts are placed whole."""
+        layers = enumerate(experts_of(self._contents.decoder))
+        shares = {layer: experts.share for layer, experts in layers if experts is not None}
+        return {layer: share.placement for layer, share in shares.items() if share.placement is not None}
+
+    def check_experts_move(self) -> None:
+        """Raises ConfigError where a slot of experts has no memory of its own."""
+        for experts in experts_of(self._contents.decoder):
+            if experts is not None and experts.tensors_of(0) is None:
+                raise ConfigError(
+                    f"rebalance_experts is {self._config.rebalance_experts}, and experts that are stored as "
+                    f"{experts.name} cannot change their places yet: leave rebalance_experts out"
+                )
+
+    def place_experts(self, placements: Mapping[int, Placement]) -> None:
+        """Place the experts of these layers anew, between the same steps on all ranks."""
+        move_experts(experts_of(self._contents.decoder), placements, self._ranks)
+
+    @cached_property
+    def expert_counts(self) -> ExpertCounts:
+        """Of the model's experts, once it is loaded."""
+        return ExpertCounts(self._contents.decoder)
 
     def prepare(self, grammar: str) -> "Future[None] | None":
         """Begin to make what following this grammar needs, in a thread; None: it is there."""
@@ -287,7 +320,8 @@ class Worker:
             return None
         bank = AdapterBank(decoder, places, rank, kernels)
         pinned = self._device.type == "cuda"
-        self._store = AdapterStore(decoder.spec, bank.targets, rank, decoder.build.dtype, pinned)
+        shared = self._ranks.size > 1
+        self._store = AdapterStore(decoder.spec, bank.targets, rank, decoder.build.dtype, pinned, shared)
         return Adapters(bank, self._store)
 
 
@@ -329,6 +363,7 @@ def usable_kernels(
     startup: Startup,
     methods: LinearMethods,
     drafts: bool = False,
+    ranks: Ranks = ALONE,
 ) -> frozenset[str]:
     """The groups of kernels that the options allow and that work on this device. Raises ConfigError."""
     if device.type == "cpu" and config.cpu_kernels and dtype in CPU_DTYPES:
@@ -336,7 +371,8 @@ def usable_kernels(
             if config.deterministic:  # it cannot do without
                 with contextlib.suppress(BuildError, OSError):
                     build(config.cache_folder)
-            return working_groups(config.cache_folder, torch.get_num_threads())
+            groups = working_groups(config.cache_folder, torch.get_num_threads())
+            return groups if config.executor == "processes" else groups - RANK_KERNELS  # machines share no memory
     if device.type != "cuda" or not config.triton_kernels:
         return frozenset()
     from kvern.device.measurements import keep_builds
@@ -346,6 +382,7 @@ def usable_kernels(
 
     check_head_dim(config, spec)
     keep_builds(config.cache_folder)
+    on_meta = Build(dtype, torch.device("meta"), 1, linear=methods, ranks=ranks)
     inputs = Inputs(
         device,
         dtype,
@@ -356,7 +393,7 @@ def usable_kernels(
         adapter_rank=config.max_adapter_rank if config.adapter_places else 0,
         adapter_places=config.adapter_places,
         cache_dtype=getattr(torch, EIGHT_BIT.get(config.kv_cache_dtype, ""), None),
-        packed=() if spec.encoder is not None else packed_kinds(spec, dtype, methods),
+        packed=() if spec.encoder is not None else packed_kinds(spec, on_meta),
         drafts=drafts,
     )
     with startup.stage("kernels"):

@@ -110,10 +110,14 @@ public:
 
 private:
     // Where `count` keys from `from` on and their values lie. A key that is not there is 0: what its place holds is
-    // nobody's.
+    // nobody's. So is one before all windows, whose block may be another request's by now.
     void locate(int64_t from, int count) {
-        int64_t block = from / layer_.block_size, offset = from % layer_.block_size;
-        for (int key = 0; key < count; ++key) {
+        const int64_t first = *std::min_element(rows_.first, rows_.first + rows_.count);
+        const int passed = static_cast<int>(std::clamp<int64_t>(first - from, 0, count));
+        std::fill(keys_of_, keys_of_ + passed, nothing_);
+        std::fill(values_of_, values_of_ + passed, nothing_);
+        int64_t block = (from + passed) / layer_.block_size, offset = (from + passed) % layer_.block_size;
+        for (int key = passed; key < count; ++key) {
             const int64_t token = blocks_[block] * layer_.block_size + offset;
             const int64_t place = (token * layer_.kv_heads + first_head_) * layer_.head_dim;
             keys_of_[key] = static_cast<const Number*>(layer_.keys) + place;

@@ -25,13 +25,18 @@ void pack(const void* plain, void* packed, Matrix matrix) {
 }
 
 template <class Number>
-void unpack(const void* packed, const int64_t* outputs, int64_t count, void* plain, Matrix matrix) {
+void unpack(const void* packed, const int64_t* ids, int64_t first, int64_t count, void* plain, Matrix matrix) {
     constexpr int INPUTS = INPUTS_OF_STEP<Number>;
     parallel(count, [&](int64_t row) {
-        int64_t stride;
-        const int64_t column = matrix.column(outputs == nullptr ? row : outputs[row]);
-        const Number* from = matrix.begin(static_cast<const Number*>(packed), column, &stride);
         Number* to = static_cast<Number*>(plain) + row * matrix.inputs;
+        const int64_t output = ids == nullptr ? row : ids[row] - first;
+        if (output < 0 || output >= matrix.outputs) {
+            std::memset(to, 0, matrix.inputs * sizeof(Number));
+            return;
+        }
+        int64_t stride;
+        const int64_t column = matrix.column(output);
+        const Number* from = matrix.begin(static_cast<const Number*>(packed), column, &stride);
         for (int64_t input = 0; input < matrix.inputs; input += INPUTS, from += stride) {
             std::memcpy(to + input, from, std::min<int64_t>(INPUTS, matrix.inputs - input) * sizeof(Number));
         }
@@ -48,11 +53,13 @@ KVERN_EXPORT void kvern_pack_linear(const void* plain, void* packed, int64_t out
     (dtype == FLOAT32 ? pack<float> : pack<BFloat16>)(plain, packed, Matrix{outputs, inputs, gated});
 }
 
-// plain [count, inputs] = the rows `ids` [count] of the matrix that was packed; without ids its first ones.
-KVERN_EXPORT void kvern_unpack_linear(const void* packed, const int64_t* ids, void* plain, int64_t count, int64_t outputs,
-                                      int64_t inputs, int32_t gated, int32_t dtype) {
+// plain [count, inputs] = the rows `ids` [count] of a matrix that was packed, whose rows are those from `first` on; zeros
+// where it has none. Without ids its first ones.
+KVERN_EXPORT void kvern_unpack_linear(const void* packed, const int64_t* ids, int64_t first, void* plain, int64_t count,
+                                      int64_t outputs, int64_t inputs, int32_t gated, int32_t dtype) {
     using namespace kvern;
-    (dtype == FLOAT32 ? unpack<float> : unpack<BFloat16>)(packed, ids, count, plain, Matrix{outputs, inputs, gated});
+    const Matrix matrix{outputs, inputs, gated};
+    (dtype == FLOAT32 ? unpack<float> : unpack<BFloat16>)(packed, ids, first, count, plain, matrix);
 }
 
 KVERN_REPLAYED(kvern_unpack_linear)

@@ -17,10 +17,6 @@
 #endif
 
 namespace kvern {
-namespace {
-
-// Longer than Python takes between two kernels of a step, and shorter than it takes between steps.
-constexpr auto SPIN = std::chrono::microseconds(60);
 
 void pause() {
 #if defined(__x86_64__)
@@ -30,7 +26,6 @@ void pause() {
 #endif
 }
 
-// The core that this thread runs on; -1 where the system does not say.
 int core() {
 #if defined(__linux__)
     return sched_getcpu();
@@ -38,6 +33,11 @@ int core() {
     return -1;
 #endif
 }
+
+namespace {
+
+// Longer than Python takes between two kernels of a step, and shorter than it takes between steps.
+constexpr auto SPIN = std::chrono::microseconds(60);
 
 class Pool {
 public:

@@ -9,6 +9,12 @@
 
 namespace kvern {
 
+// Let the core do other things for a moment, between two looks at what another one writes.
+void pause();
+
+// The core that this thread runs on; -1 where the system does not say.
+int core();
+
 using Job = void (*)(const void* body, int64_t index);
 
 // Threads that take part, the caller's among them.

@@ -34,7 +34,7 @@ class AwqMethod(GroupedMethod):
     """A matrix of an AWQ checkpoint."""
 
     def layouts(self) -> Mapping[str, TensorLayout]:
-        groups, words = Axis("inputs", self.group), Axis("outputs", 8)
+        groups, words = self.groups, Axis("outputs", 8)
         return {
             "qweight": TensorLayout(torch.int32, (INPUTS, words)),
             "qzeros": TensorLayout(torch.int32, (groups, words)),

@@ -43,11 +43,10 @@ class GptqMethod(GroupedMethod):
 
     def layouts(self) -> Mapping[str, TensorLayout]:
         codes = 4 if self.form.code == "int8" else 8
-        groups = Axis("inputs", self.group)
         return {
             "qweight": TensorLayout(torch.int32, (Axis("inputs", codes), OUTPUTS)),
-            "qzeros": TensorLayout(torch.int32, (groups, Axis("outputs", codes))),
-            "scales": TensorLayout(self.form.scale, (groups, OUTPUTS)),
+            "qzeros": TensorLayout(torch.int32, (self.groups, Axis("outputs", codes))),
+            "scales": TensorLayout(self.form.scale, (self.groups, OUTPUTS)),
             "g_idx": TensorLayout(torch.int32, (INPUTS,), needed=self.form.ordered),
             "bias": TensorLayout(self.shape.dtype, (OUTPUTS,), needed=False),
         }

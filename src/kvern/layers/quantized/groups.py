@@ -4,6 +4,7 @@ What checkpoints hold is turned into this one form run by run, as it is loaded, 
 ever allocated for a whole layer. Formats say in `layouts` and `load` how theirs becomes this.
 """
 
+import math
 from collections.abc import Callable, Mapping
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -40,6 +41,10 @@ EXACT = ("int4", "int8", "e2m1")
 """Codes whose numbers, less a zero, any dtype of activations holds."""
 
 
+SMALLEST_SHARED = 32
+"""Inputs of a group that a share of a matrix cuts: kernels of CPUs and GPUs read such groups."""
+
+
 class Form(NamedTuple):
     """How a matrix is stored: the code's name, and how many inputs share a scale of this dtype; -1: all of a row.
 
@@ -58,7 +63,8 @@ class GroupedMethod(QuantizedMethod):
     """`(code - zero) * scale`, or a number of the code's times `scale`, times the row's `factor`.
 
     `codes` uint8 [outputs, inputs / 2], whose low four bits are the even input's, or int8 [outputs, inputs]; `scale`
-    and `zero` [outputs, inputs / group]. E8M0 scales are uint8, the exponent plus 127.
+    and `zero` [outputs, inputs / group]. E8M0 scales are uint8, the exponent plus 127. A share of a larger matrix that
+    begins or ends within groups of a checkpoint, `groups`, has smaller ones.
     """
 
     codes: Tensor
@@ -70,16 +76,18 @@ class GroupedMethod(QuantizedMethod):
 
     def __init__(self, shape: LinearShape, form: Form) -> None:
         self.form = form
-        self.group = shape.inputs if form.group == -1 else form.group
+        self.group = shape.inputs if form.group == -1 else math.gcd(form.group, shape.inputs)
+        self.groups = Axis("others", 1) if form.group == -1 else Axis("inputs", form.group)
+        self._own_groups = self.groups if form.group == -1 else Axis("inputs", self.group)
         super().__init__(shape)
         for kind in {"zero", "factor", "order"} - self.storage().keys():
             setattr(self, kind, None)
-        self.name = f"{form.code} in groups of {self.group}"
+        self.name = f"{form.code} in groups of {self.group}{' in any order' * form.ordered}"
         self._begun: set[str] = set()
         self._ordered_by: int | None = None
 
     def storage(self) -> Mapping[str, TensorLayout]:
-        form, groups = self.form, (OUTPUTS, Axis("inputs", self.group))
+        form, groups = self.form, (OUTPUTS, self._own_groups)
         wide = form.code == "int8"
         layouts = {
             "codes": TensorLayout(torch.int8, (OUTPUTS, INPUTS))
@@ -95,11 +103,21 @@ class GroupedMethod(QuantizedMethod):
             layouts["order"] = TensorLayout(torch.int32, (INPUTS,))
         return layouts
 
+    def cuts(self) -> tuple[int, int]:
+        """Shares may cut a group of a checkpoint: each then has its scale, for smaller groups."""
+        outputs, inputs = super().cuts()
+        if self.form.ordered:
+            return outputs, self.shape.inputs
+        return outputs, SMALLEST_SHARED if inputs % SMALLEST_SHARED == 0 else inputs
+
     def put(self, kind: str, tensor: Tensor, part: Part, first: int, along: int = 0) -> None:
         """Copy a run of a part of `codes`, `scale` or `zero`, as they are stored here: see `copy_part`.
 
         Scales keep the checkpoint's precision. Raises ValueError for a scale that is no number.
         """
+        if kind in ("scale", "zero") and self.group < self.form.group:
+            copies = self.form.group // self.group
+            tensor, first = tensor.repeat_interleave(copies, 1), first * copies if along == 1 else first
         target = getattr(self, kind)
         if tensor.dtype.itemsize == 1 < target.dtype.itemsize:
             tensor = tensor.float()
@@ -119,10 +137,11 @@ class GroupedMethod(QuantizedMethod):
 
     def put_group_index(self, groups: Tensor, part: Part, first: int) -> None:
         """A run of the group of each input. Raises ValueError where this matrix cannot be stored so."""
-        place = slice(first, first + len(groups))
+        place = slice(first - part.inputs.start, first - part.inputs.start + len(groups))
         if self.order is None:
-            inputs = torch.arange(place.start, place.stop, device=groups.device)
-            if not torch.equal(groups.long(), inputs // self.group):
+            inputs = torch.arange(first, first + len(groups), device=groups.device)
+            expected = inputs // self.form.group if self.form.group != -1 else torch.zeros_like(inputs)
+            if not torch.equal(groups.long(), expected):
                 raise ValueError(
                     "its inputs are not in the order of their groups, though the quantization_config says neither "
                     "desc_act (GPTQ) nor actorder (compressed-tensors): correct it there"
@@ -265,7 +284,7 @@ def pack_pairs(codes: Tensor) -> Tensor:
 
 def words_to_bytes(words: Tensor) -> Tensor:
     """int32 [..., N] -> uint8 [..., 4 * N], the lowest byte of each first."""
-    return words.to(torch.int32).flatten().view(torch.uint8).view(*words.shape[:-1], 4 * words.shape[-1])
+    return words.to(torch.int32).flatten().contiguous().view(torch.uint8).view(*words.shape[:-1], 4 * words.shape[-1])
 
 
 def signed(codes: Tensor) -> Tensor:
@@ -295,7 +314,7 @@ class GroupedFormat(LinearFormat):
     def linear(self, shape: LinearShape, build: "Build") -> LinearMethod:
         for what, size, pieces in (("inputs", shape.inputs, self._inputs), ("outputs", shape.outputs, self._outputs)):
             for piece in pieces:
-                if size % piece:
+                if size % piece and build.ranks.size == 1:
                     raise UnsupportedModel(
                         f"{build.path or 'the model'}: a weight of {size} {what} cannot be cut into groups of {piece}, "
                         f"as {self.name} is; quantize it with a group size that divides {size}, or leave it plain"

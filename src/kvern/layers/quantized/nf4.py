@@ -7,7 +7,7 @@ of JSON. With double quantization absmax is uint8, codes of `weight.nested_quant
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -18,9 +18,11 @@ from torch import Tensor
 from kvern.errors import UnsupportedModel
 from kvern.kernels.packed import NF4
 from kvern.layers.linear_format import LinearFormat
-from kvern.layers.linear_method import ANY, Axis, LinearShape, Part, TensorLayout, copy_part
+from kvern.layers.linear_method import ANY, Axis, LinearShape, Part, TensorLayout
 from kvern.layers.quantized.groups import Form, GroupedFormat, GroupedMethod
 
+Place = tuple[slice, slice]
+"""Rows and columns of a matrix."""
 BLOCK, NESTED_BLOCK = 64, 256
 STATE = "weight.quant_state.bitsandbytes__nf4"
 
@@ -43,13 +45,14 @@ class Nf4Method(GroupedMethod):
         self._nested = nested
         self._states: dict[int, _State] = {}
 
+    def cuts(self) -> tuple[int, int]:
+        return 1, BLOCK
+
     def layouts(self) -> Mapping[str, TensorLayout]:
-        inputs, bytes_ = self.shape.inputs, torch.uint8
+        bytes_ = torch.uint8
         layouts = {
-            "weight": TensorLayout(bytes_, (Axis("outputs", 1, inputs // 2), Axis("others", 1))),
-            "weight.absmax": TensorLayout(
-                bytes_ if self._nested else torch.float32, (Axis("outputs", 1, inputs // BLOCK),)
-            ),
+            "weight": TensorLayout(bytes_, (Axis("numbers", 2), Axis("others", 1))),
+            "weight.absmax": TensorLayout(bytes_ if self._nested else torch.float32, (Axis("numbers", BLOCK),)),
             "weight.quant_map": TensorLayout(torch.float32, (Axis("others", 16),)),
             STATE: TensorLayout(bytes_, (Axis("others", ANY),)),
         }
@@ -59,12 +62,13 @@ class Nf4Method(GroupedMethod):
         return layouts
 
     def load(self, kind: str, tensor: Tensor, part: Part, first_row: int = 0) -> None:
-        layout = self.layouts()[kind]
         if kind == "weight":
-            tensor = tensor.to(self.shape.device)
-            copy_part(layout, self.codes.view(-1, 1), tensor >> 4 | tensor << 4, part, first_row)
+            for run, place in self._taken(tensor.view(-1), part, first_row, 2):
+                codes = run.to(self.shape.device)
+                self.codes[place].copy_(codes >> 4 | codes << 4)
         elif kind == "weight.absmax":
-            copy_part(layout, self.scale.view(-1), tensor, part, first_row)
+            for run, place in self._taken(tensor, part, first_row, BLOCK):
+                self.scale[place].copy_(run)
         else:
             state = self._states.setdefault(part.first, _State(part))
             if kind == STATE:
@@ -72,46 +76,79 @@ class Nf4Method(GroupedMethod):
             else:
                 state.tensors.setdefault(kind.removeprefix("weight."), []).append(tensor.to("cpu", copy=True).float())
 
+    def _taken(self, entries: Tensor, part: Part, first: int, numbers: int) -> Iterator[tuple[Tensor, Place]]:
+        """Of entries from `first` on, each of so many `numbers` of the part's rows, what is held, and where."""
+        width, outputs = _all_inputs(part) // numbers, part.outputs
+        inputs = range(part.inputs.start // numbers, part.inputs.stop // numbers)
+        begun = min(-first % width, len(entries))  # of a row that an earlier run began
+        rest = (len(entries) - begun) % width
+        for run in torch.split(entries, [begun, len(entries) - begun - rest, rest]):
+            if len(run):
+                row, column = divmod(first, width)
+                first, run = first + len(run), run.view(-1, min(len(run), width))
+                rows = range(max(row, outputs.start), min(row + len(run), outputs.stop))
+                columns = range(max(column, inputs.start), min(column + run.shape[1], inputs.stop))
+                if rows and columns:
+                    below, left = part.first - outputs.start, inputs.start
+                    place = (
+                        slice(rows.start + below, rows.stop + below),
+                        slice(columns.start - left, columns.stop - left),
+                    )
+                    run = run[rows.start - row : rows.stop - row, columns.start - column : columns.stop - column]
+                    yield run, place
+
     def finish(self) -> None:
         for state in self._states.values():
             tensors = {kind: torch.cat(runs) for kind, runs in state.tensors.items()}
-            offset = self._check(state, tensors["quant_map"])
+            rows, offset = self._check(state, tensors["quant_map"])
             if self._nested:
-                self._undo_nesting(state.part, offset, tensors["nested_quant_map"], tensors["nested_absmax"])
+                self._undo_nesting(state.part, rows, offset, tensors["nested_quant_map"], tensors["nested_absmax"])
         self._states = {}
         if not bool(self.scale.isfinite().all()):
             raise ValueError("the absmax of a block is not finite; the file is damaged, download it again")
         super().finish()
 
-    def _check(self, state: _State, numbers: Tensor) -> float:
-        """What a part's quant_state says is what is read here; the offset of its nested scales. Raises ValueError."""
+    def _check(self, state: _State, numbers: Tensor) -> tuple[int, float]:
+        """What a part's quant_state says is what is read here: its rows, and the offset of its nested scales.
+
+        Raises ValueError.
+        """
         try:
             found = json.loads(state.text)
-            offset = float(found.get("nested_offset", 0.0))
-        except (ValueError, ArithmeticError, AttributeError, TypeError, RecursionError):
+            offset, rows = float(found.get("nested_offset", 0.0)), int(found.get("shape", [0])[0])
+        except (ValueError, ArithmeticError, AttributeError, LookupError, TypeError, RecursionError):
             raise ValueError("its quant_state is no JSON that bitsandbytes writes") from None
         wanted = {
             "quant_type": "nf4",
             "blocksize": BLOCK,
-            "shape": [len(state.part.outputs), len(state.part.inputs)],
+            "shape": [max(rows, state.part.outputs.stop), _all_inputs(state.part)],
         } | ({"nested_blocksize": NESTED_BLOCK} if self._nested else {})
         for key, value in wanted.items():
             if found.get(key) != value:
                 raise ValueError(f"its quant_state has the {key} {found.get(key)!r:.60}; what is read is {value}")
         if not torch.allclose(numbers, torch.tensor(NF4), rtol=0, atol=1e-6):
             raise ValueError("its quant_map is not that of NF4")
-        return offset
+        return rows, offset
 
-    def _undo_nesting(self, part: Part, offset: float, numbers: Tensor, absmax: Tensor) -> None:
+    def _undo_nesting(self, part: Part, rows: int, offset: float, numbers: Tensor, absmax: Tensor) -> None:
         scale = self.scale[part.first : part.first + len(part.outputs)]
-        if len(absmax) != -(-scale.numel() // NESTED_BLOCK):
+        width = _all_inputs(part) // BLOCK
+        if len(absmax) != -(-rows * width // NESTED_BLOCK):
             raise ValueError(
-                f"its nested_absmax has {len(absmax)} entries, and there are {scale.numel()} blocks: one is for "
+                f"its nested_absmax has {len(absmax)} entries, and there are {rows * width} blocks: one is for "
                 f"{NESTED_BLOCK}"
             )
         numbers, absmax = numbers.to(scale.device), absmax.to(scale.device)
-        outer = absmax.repeat_interleave(NESTED_BLOCK)[: scale.numel()].view(scale.shape)
+        row, column = (
+            torch.arange(held.start, held.stop, device=scale.device)
+            for held in (part.outputs, range(part.inputs.start // BLOCK, part.inputs.stop // BLOCK))
+        )
+        outer = absmax[(row[:, None] * width + column) // NESTED_BLOCK]
         scale.copy_(numbers[scale.long()] * outer + offset)
+
+
+def _all_inputs(part: Part) -> int:
+    return len(part.inputs) if part.all_inputs is None else part.all_inputs
 
 
 def bitsandbytes_nf4(quantization: Mapping[str, Any], unquantized: LinearFormat) -> LinearFormat:

@@ -57,8 +57,12 @@ class OnlineInt4Method(GroupedMethod):
     def layouts(self) -> Mapping[str, TensorLayout]:
         return {"weight": TensorLayout(self.shape.dtype, (OUTPUTS, INPUTS))}
 
+    def cuts(self) -> tuple[int, int]:
+        """Anywhere: a share has groups of its own."""
+        return 1, 1
+
     def load(self, kind: str, tensor: Tensor, part: Part, first_row: int = 0) -> None:
-        groups = tensor.to(self.shape.device).float().view(len(tensor), -1, self.group)
+        groups = tensor.to(self.shape.device).float().reshape(len(tensor), -1, self.group)
         low, high = groups.amin(-1, keepdim=True).clamp_max(0), groups.amax(-1, keepdim=True).clamp_min(0)
         scale = ((high - low) / 15).clamp_min(SMALLEST_GROUP_SCALE).to(self.form.scale)
         zero = (-low / scale.float()).round().clamp_max(15)

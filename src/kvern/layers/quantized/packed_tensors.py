@@ -34,15 +34,14 @@ class PackQuantizedMethod(GroupedMethod):
 
     def layouts(self) -> Mapping[str, TensorLayout]:
         form, codes = self.form, 4 if self.form.code == "int8" else 8
-        groups = Axis("inputs", self.group)
         layouts = {
             "weight_packed": TensorLayout(torch.int32, (OUTPUTS, Axis("inputs", codes))),
-            "weight_scale": TensorLayout(form.scale, (OUTPUTS, groups)),
+            "weight_scale": TensorLayout(form.scale, (OUTPUTS, self.groups)),
             "weight_shape": TensorLayout(torch.int64, (Axis("others", 2),), needed=False),
             "weight_g_idx": TensorLayout(torch.int32, (INPUTS,), needed=form.ordered),
         }
         if form.zero:
-            layouts["weight_zero_point"] = TensorLayout(torch.int32, (Axis("outputs", codes), groups))
+            layouts["weight_zero_point"] = TensorLayout(torch.int32, (Axis("outputs", codes), self.groups))
         return layouts
 
     def load(self, kind: str, tensor: Tensor, part: Part, first_row: int = 0) -> None:
@@ -59,8 +58,8 @@ class PackQuantizedMethod(GroupedMethod):
             self.put("zero", zero, part, first_row * (4 if wide else 8))
         elif kind == "weight_g_idx":
             self.put_group_index(tensor, part, first_row)
-        elif len(tensor) == 2 and (tensor[0] < part.outputs.stop or tensor[1] != len(part.inputs)):
-            raise ValueError(f"it is {tensor.tolist()}, the weight has {[part.outputs.stop, len(part.inputs)]}")
+        elif len(tensor) == 2 and (tensor[0] < part.outputs.stop or tensor[1] < part.inputs.stop):
+            raise ValueError(f"it is {tensor.tolist()}, the weight has {[part.outputs.stop, part.inputs.stop]}")
 
 
 def packed_format(weights: Mapping[str, Any], input_activations: Mapping[str, Any] | None, form: str) -> LinearFormat:

@@ -159,7 +159,9 @@ class ScaledMethod(QuantizedMethod):
         return min(self.form.block.inputs or self.shape.inputs, self.shape.inputs)
 
     def cuts(self) -> tuple[int, int]:
-        return self.rows_per_scale, max(self.form.block.inputs, 1)
+        how = self.form.activations
+        together = math.lcm(max(self.form.block.inputs, 1), how.group if how is not None and how.group else 1)
+        return self.rows_per_scale, together
 
     def load(self, kind: str, tensor: Tensor, part: Part, first_row: int = 0) -> None:
         if kind == "weight":
@@ -182,7 +184,7 @@ class ScaledMethod(QuantizedMethod):
         repeats = -(-rows // self.rows_per_scale)
         tensor = tensor.reshape(max(len(tensor), 1) if tensor.dim() else 1, -1).repeat_interleave(repeats, 0)
         if not self.form.block.outputs:
-            part = Part(part.first, range(rows), part.inputs)
+            part = replace(part, outputs=range(rows))
         copy_part(self.storage()[name], getattr(self, name), tensor, part, first_row * repeats)
 
     def finish(self) -> None:

@@ -25,7 +25,7 @@ class PlainInt4Method(GroupedMethod):
     """
 
     def layouts(self) -> Mapping[str, TensorLayout]:
-        groups = (Axis("inputs", self.group), OUTPUTS)
+        groups = (self.groups, OUTPUTS)
         return {
             "weight": TensorLayout(torch.int8, (OUTPUTS, Axis("inputs", 2))),
             "weight_scale": TensorLayout(self.form.scale, groups),

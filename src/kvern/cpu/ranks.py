@@ -1,0 +1,127 @@
+"""What ranks on one machine's CPUs say to each other, through memory that they share."""
+
+import ctypes
+import mmap
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import torch
+from torch import Tensor
+
+from kvern.cpu.library import CODE, DTYPES, INTEGER, POINTER, close_to, function
+
+_bytes = function("kvern_ranks_bytes", POINTER, INTEGER)
+_sum = function("kvern_ranks_sum", POINTER, POINTER, INTEGER, CODE)
+_beside = function("kvern_ranks_beside", POINTER, POINTER, POINTER, INTEGER, INTEGER, INTEGER)
+_first = function("kvern_ranks_first", POINTER, POINTER, INTEGER)
+
+LOOK_SECONDS = 0.005
+"""How often a rank looks whether the first one has made the memory."""
+LOSSES = ("did not come within {} s", "has ended", "computes another step than this one")
+"""How a rank was lost, as `sources/ranks.cpp` counts it."""
+
+
+class _Ranks(ctypes.Structure):
+    """As `sources/ranks.cpp` has it."""
+
+    _fields_ = [
+        ("memory", POINTER),
+        ("rank", INTEGER),
+        ("size", INTEGER),
+        ("pieces", INTEGER),
+        ("nanoseconds", INTEGER),
+        ("lost", INTEGER),
+        ("loss", INTEGER),
+    ]
+
+
+class SharedMemory:
+    """Rank `rank` of `size`, which meet in `file`: the first one makes it, and removes it when all have come.
+
+    Methods do what those of `kvern.device.ranks.Ranks` do. Captured calls that are made again raise nothing,
+    and `check` says whether a rank was missing, from when on nothing is computed any more.
+    """
+
+    def __init__(self, file: Path, rank: int, size: int, seconds: float) -> None:
+        """Wait for the others, here and each time, so many seconds at most. Raises RuntimeError and OSError."""
+        self._seconds, count = seconds, ctypes.c_int64()
+        _bytes(ctypes.addressof(count), size)
+        self._memory = _make(file, count.value) if rank == 0 else _find(file, seconds)
+        begin = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
+        self._ranks = _Ranks(begin, rank, size, 0, int(seconds * 1e9), 0, 0)
+        self._address = ctypes.addressof(self._ranks)
+        try:
+            self.first(torch.zeros(1))
+        finally:
+            if rank == 0:
+                file.unlink()
+
+    def sum(self, x: Tensor) -> Tensor:
+        """Of float32 or bfloat16; added up in float32, in the order of the ranks."""
+        x = x.contiguous()
+        _sum(self._address, x.data_ptr(), x.numel(), DTYPES[x.dtype])
+        self.check()
+        return x
+
+    def beside(self, x: Tensor, width: int) -> Tensor:
+        """The first `width` columns of `x [N, columns]` of all ranks side by side."""
+        x = x.contiguous()
+        out = torch.empty(x.shape[0], width, dtype=x.dtype)
+        size = x.itemsize
+        _beside(self._address, x.data_ptr(), out.data_ptr(), x.shape[0], x.shape[1] * size, width * size)
+        self.check()
+        return out
+
+    def first(self, x: Tensor) -> Tensor:
+        """What the first rank has."""
+        assert x.is_contiguous()
+        _first(self._address, x.data_ptr(), x.nbytes)
+        self.check()
+        return x
+
+    def check(self) -> None:
+        """Raise RuntimeError if a rank was missing, with its number."""
+        if self._ranks.lost:
+            how = LOSSES[self._ranks.loss].format(f"{self._seconds:g}")
+            raise RuntimeError(f"rank {self._ranks.lost - 1} {how}")
+
+
+def _make(file: Path, size: int) -> mmap.mmap:
+    making = file.with_suffix(".making")
+    with making.open("w+b") as opened:
+        opened.write(bytes(size))  # where there is no room, it shows here
+        opened.flush()
+        memory = mmap.mmap(opened.fileno(), size)
+    making.rename(file)
+    return memory
+
+
+def _find(file: Path, seconds: float) -> mmap.mmap:
+    until = time.monotonic() + seconds
+    while not file.exists():
+        if time.monotonic() > until:
+            raise RuntimeError(f"rank 0 {LOSSES[0].format(f'{seconds:g}')}")
+        time.sleep(LOOK_SECONDS)
+    with file.open("r+b") as opened:
+        return mmap.mmap(opened.fileno(), 0)
+
+
+def check() -> None:
+    """Compare with PyTorch, among threads. Raises AssertionError."""
+    size, generator = 3, torch.Generator().manual_seed(0)
+    with TemporaryDirectory() as folder, ThreadPoolExecutor(size) as pool:
+
+        def meet(rank: int) -> SharedMemory:
+            return SharedMemory(Path(folder, "meeting"), rank, size, 60.0)
+
+        ranks = list(pool.map(meet, range(size)))
+        for dtype in (torch.float32, torch.bfloat16):
+            x = torch.randn(size, 300, 389, generator=generator).to(dtype)  # more than a piece
+            for found in pool.map(SharedMemory.sum, ranks, x.clone()):
+                close_to(found, x.double().sum(0))
+            for found in pool.map(SharedMemory.beside, ranks, x, [1100] * size):
+                assert torch.equal(found, torch.cat([*x], -1)[:, :1100]), "rows stand elsewhere"
+            for found in pool.map(SharedMemory.first, ranks, x.clone()):
+                assert torch.equal(found, x[0]), "it is not the first one's"

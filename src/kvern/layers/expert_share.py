@@ -1,0 +1,78 @@
+"""What a rank has of the experts of a mixture: a part of the width of each, or some of them whole (expert parallel)."""
+
+import torch
+from torch import Tensor
+
+from kvern.device.ranks import Ranks, Share
+from kvern.expert_placement import Placement, place_experts
+from kvern.layers.linear_method import Part
+from kvern.model_spec import MoeSpec
+
+TURNS = 12
+"""Rows after which the copies of an expert take turns anew: up to four copies have the same number of them."""
+
+
+class ExpertShare:
+    """The experts in a rank's slots, `held`, and which entries of their `width` it has.
+
+    `placement` says the same of all ranks; None: each has a part of all experts.
+    """
+
+    def __init__(self, hidden_size: int, spec: MoeSpec, ranks: Ranks, device: torch.device) -> None:
+        self._hidden, self._gated, self._experts, self._rank = hidden_size, spec.gated, spec.experts, ranks.rank
+        self.width = ranks.share(spec.width)
+        self.held: tuple[int, ...] = tuple(range(spec.experts))
+        self.placement: Placement | None = None
+        if spec.placed_over > 1:
+            self.width = Share(range(spec.width), spec.width)
+            self._slots = torch.empty(TURNS if spec.redundant else 1, spec.experts, dtype=torch.int32, device=device)
+            self.place(place_experts([1.0] * spec.experts, spec.placed_over, spec.redundant))
+        self.is_first = ranks.rank == 0 or self.placement is not None
+        """Whether what is added once to an expert's products is added here."""
+
+    @property
+    def of(self) -> int | None:
+        """How many experts there are, if other ranks have some of them; None: all are here."""
+        return None if self.placement is None else self._experts
+
+    def place(self, placement: Placement) -> None:
+        """From now on each rank has these experts."""
+        owners = [[rank for rank, held in enumerate(placement) if expert in held] for expert in range(self._experts)]
+        self.placement, self.held = placement, placement[self._rank]
+        slots = [
+            [
+                self.held.index(expert) if owning[turn % len(owning)] == self._rank else -1
+                for expert, owning in enumerate(owners)
+            ]
+            for turn in range(len(self._slots))
+        ]
+        self._slots.copy_(torch.tensor(slots, dtype=torch.int32))
+
+    def here(self, topk_ids: Tensor) -> Tensor:
+        """The slots that hold the experts `topk_ids [T, top_k]`; -1: another rank computes this one for this row."""
+        if self.placement is None:
+            return topk_ids
+        if len(self._slots) == 1:
+            return self._slots[0][topk_ids]
+        turn = torch.arange(len(topk_ids), device=topk_ids.device).remainder_(TURNS).unsqueeze(1)
+        return self._slots[turn, topk_ids]
+
+    def slots_of(self, expert: int) -> list[int]:
+        """Where an expert is on this rank."""
+        return [slot for slot, held in enumerate(self.held) if held == expert]
+
+    def shape(self, name: str) -> tuple[int, int]:
+        """Outputs and inputs of what a checkpoint calls "gate", "up", "gate_up" or "down" of an expert."""
+        whole = self.width.whole
+        return (self._hidden, whole) if name == "down" else ((2 * whole if name == "gate_up" else whole), self._hidden)
+
+    def parts(self, name: str, first: int = 0) -> tuple[Part, ...]:
+        """Where that goes in a matrix in which the expert's begins at the output `first`."""
+        (held, whole), rows = self.width, range(self._hidden)
+        if name == "down":
+            return (Part(first, rows, held),)
+        if name != "gate_up":
+            return (Part(first + (len(held) if name == "up" and self._gated else 0), held, rows),)
+        if len(held) == whole:
+            return (Part(first, range(2 * whole), rows),)
+        return Part(first, held, rows), Part(first + len(held), range(whole + held.start, whole + held.stop), rows)

@@ -1,0 +1,103 @@
+"""Which way of dividing a model among cards gives most; for a server among its GPUs: `python -m kvern.planning.choice`.
+
+It reads an engine's options from stdin and writes the `Choice` to stdout, both as JSON. A process of its own, since
+whoever asks PyTorch about GPUs holds memory of each until its end.
+"""
+
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+
+from kvern.config import EngineConfig
+from kvern.errors import ConfigError, KvernError
+from kvern.models.checkpoint import read_headers
+from kvern.models.loader import outline_model, read_config, stored_methods
+from kvern.models.precision import shares
+from kvern.planning.estimate import Estimate, Model, Workload, estimate, splits
+from kvern.planning.hardware import Card, check_alike, names_of, this_machine
+from kvern.worker.rank_limits import check_ranks
+
+
+class Choice(msgspec.Struct):
+    """The options to take, and why; or why there is nothing to choose, in `reason` alone."""
+
+    reason: str
+    tensor_parallel_size: int = 1
+    data_parallel_size: int = 1
+
+
+def ranked(
+    model: Model, cards: Sequence[Card], workload: Workload, possible: Callable[[int], bool] = lambda ranks: True
+) -> list[Estimate]:
+    """Each way to divide it among all of these cards, the best first; `possible`: with so many ranks.
+
+    Raises ConfigError if the cards differ.
+    """
+    check_alike(cards)
+    least = min(cards, key=lambda card: card.memory)
+    ways = [split for split in splits(len(cards), model) if possible(split.tensor)]
+    return sorted(
+        (estimate(model, least, split, workload) for split in ways), key=lambda item: (-item.rate, item.weights)
+    )
+
+
+def model_of(config: EngineConfig, folder: Path) -> Model:
+    """What the costs of the model in `folder` depend on, from the headers of its files. Raises KvernError."""
+    outline = outline_model(folder, load_format=config.load_format)
+    stored = [] if config.load_format == "dummy" else read_headers(folder)
+    linear = stored_methods(read_config(folder), outline.spec, stored, quantization=config.quantization)
+    return Model(outline.spec, str(outline.build.dtype).removeprefix("torch."), shares(outline), linear)
+
+
+def verdict(found: Sequence[Estimate]) -> str:
+    """Which split was chosen, and why the next lost; `found` are in order."""
+    best = found[0]
+    if best.lacks:
+        return f"It fits in no way: with {best.split} {best.lacks}."
+    if len(found) == 1:
+        return f"Nothing else is possible: {best.split}."
+    other = found[1]
+    if other.lacks:
+        return f"Chosen: {best.split}. With {other.split} {other.lacks}."
+    change = other.decode / best.decode - 1
+    steps = f"its steps take {abs(change):.0%} {'longer' if change > 0 else 'less'}, with a batch of {other.batch}"
+    less = f"{1 - other.rate / best.rate:.0%} less: {steps}"
+    return f"Chosen: {best.split}. {str(other.split).capitalize()} would give {less}."
+
+
+def choose(config: EngineConfig, cards: Sequence[Card]) -> Choice:
+    """For the usual workload, as far as the model's context goes; `config.model` is a folder. Raises KvernError."""
+    folder = Path(config.model or "")
+    model = model_of(config, folder)
+    longest = config.max_model_len or model.spec.max_position_embeddings
+    usual = Workload()
+    if usual.input + usual.output > longest:
+        usual = Workload(input=max(longest // 2, 1), output=max(longest // 4, 1))
+
+    def possible(ranks: int) -> bool:
+        try:
+            check_ranks(replace(config, tensor_parallel_size=ranks), folder, model.spec)
+        except ConfigError:
+            return ranks == 1
+        return True
+
+    found = ranked(model, cards, usual, possible)
+    best = found[0].split
+    return Choice(f"{names_of(cards)}: {verdict(found)}", best.tensor, best.data)
+
+
+def main() -> int:
+    """Answer, always with an exit code of 0: a plan that cannot be made is no reason not to serve."""
+    try:
+        choice = choose(msgspec.json.decode(sys.stdin.buffer.read(), type=EngineConfig), this_machine())
+    except KvernError as error:
+        choice = Choice(f"there is no plan for these GPUs, and one engine takes the first: {error}")
+    sys.stdout.buffer.write(msgspec.json.encode(choice))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

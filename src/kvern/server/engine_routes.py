@@ -1,0 +1,57 @@
+"""Adding and removing engines while the server runs, for keys that may."""
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from kvern.api.errors import HttpError
+from kvern.api.fields import LONGEST_TIMEOUT, typed
+from kvern.errors import ConfigError, InvalidRequest, shown
+from kvern.server.bodies import read_object
+from kvern.server.engines import ServedEngine
+from kvern.server.http import json_response, until_gone
+from kvern.server.service import Service
+
+
+class EnginesApi:
+    """The handlers. Who leaves before the answer has changed nothing."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+
+    def routes(self) -> list[Route]:
+        """Which path each has."""
+        return [
+            Route("/v1/add_engine", self.add, methods=["POST"]),
+            Route("/v1/remove_engine", self.remove, methods=["POST"]),
+        ]
+
+    async def add(self, request: Request) -> Response:
+        """POST /v1/add_engine: start another engine of a model. Answered when it takes requests."""
+        engine, _ = await self._read(request)
+        try:
+            added = await until_gone(engine.client.replicas.add(), request.receive)
+        except ConfigError as error:
+            raise HttpError(400, f"no engine is added: {error}") from error
+        return json_response({"id": added and added.name, "object": "engine", "model": engine.models[0], "ready": True})
+
+    async def remove(self, request: Request) -> Response:
+        """POST /v1/remove_engine: end `engine`, after `grace_seconds` at most. Answered when it has ended."""
+        engine, body = await self._read(request)
+        name = typed(body, "engine", str, "")
+        seconds = typed(body, "grace_seconds", (int, float), self._service.config.grace_seconds)
+        if not 0 <= seconds <= LONGEST_TIMEOUT:
+            message = f"grace_seconds is {shown(seconds)}: it must be a number from 0 to {LONGEST_TIMEOUT:.0f}"
+            raise HttpError(400, message, param="grace_seconds")
+        try:
+            await until_gone(engine.client.replicas.remove(name, seconds), request.receive)
+        except InvalidRequest as error:
+            raise HttpError(400, str(error), param="engine") from error
+        return json_response({"id": name, "object": "engine", "model": engine.models[0], "ready": False})
+
+    async def _read(self, request: Request) -> tuple[ServedEngine, dict[str, object]]:
+        """What answers for the model that `model` names if there are several, and the body."""
+        if not request.state.key.admin:
+            raise HttpError(403, "this needs an API key with admin=1", code="permission_denied")
+        body = await read_object(request)
+        return self._service.engine_of(self._service.model(body)), body

@@ -1,0 +1,133 @@
+"""Engines whose ranks have whole experts, which change their places; and what is told of the use of experts."""
+
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prometheus_client import generate_latest
+
+from kvern import LLM, SamplingParams
+from kvern.expert_placement import rank_loads
+from kvern.observe.experts import busiest_rows
+from kvern.observe.metrics import Metrics
+from kvern.worker.expert_balance import ExpertBalance
+from kvern.worker.expert_moves import Move, moves_between
+from tests.families import make_checkpoint, similar_prompts
+from tests.served import eventually, serving
+from tests.tiny_model import make_tiny_model
+
+OPTIONS: dict[str, Any] = {
+    "dtype": "float32",
+    "device": "cpu",
+    "threads": 1,
+    "max_batch_tokens": 24,
+    "max_batch_requests": 4,
+    "block_size": 4,
+}
+PARAMS = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
+PROMPTS = similar_prompts(131)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint("mixtral", tmp_path_factory.mktemp("mixtral"))
+
+
+def answers(llm: LLM) -> list[list[int]]:
+    return [list(output.outputs[0].token_ids) for output in llm.generate(PROMPTS, PARAMS)]
+
+
+@pytest.fixture(scope="module")
+def alone(folder: Path) -> Iterator[LLM]:
+    with LLM(str(folder), **OPTIONS) as llm:
+        yield llm
+
+
+def test_tokens_of_experts_are_counted(alone: LLM) -> None:
+    before = alone.expert_tokens()
+    computed = alone.statistics().computed_tokens
+    answers(alone)
+    first, second, last = (sum(now) - sum(then) for now, then in zip(alone.expert_tokens(), before, strict=True))
+    assert first == second == 2 * (alone.statistics().computed_tokens - computed), "two experts a token"
+    assert 0 < last <= first, "the last layer computes what is sampled behind"
+    assert [len(layer) for layer in before] == [5, 5, 5]
+
+
+def test_ranks_whose_experts_move_answer_as_one_process_does(folder: Path, alone: LLM) -> None:
+    options = {"enable_expert_parallel": True, "redundant_experts": 2, "rebalance_experts": "1ms"}
+    expected = answers(alone)
+    with LLM(str(folder), tensor_parallel_size=2, **OPTIONS, **options) as ranked:
+        executor: Any = ranked._engine.core.executor  # type: ignore[union-attr]
+        placed = executor._worker.expert_placements()
+        assert answers(ranked) == expected
+        assert sum(ranked.expert_tokens()[0]) == 2 * ranked.statistics().computed_tokens
+        assert executor._worker.expert_placements() != placed, "experts have moved"
+        assert answers(ranked) == expected
+
+
+def test_experts_move_where_that_makes_work_even() -> None:
+    clock, counts = [0.0], [[10, 10, 10, 10], [0] * 4]
+    balance = ExpertBalance(
+        lambda: lambda: [list(layer) for layer in counts], {0: ((0, 2), (1, 3))}, 60, clock=lambda: clock[0]
+    )
+    clock[0] = 61
+    assert balance.due() == {}, "work is even"
+    counts[0] = [110, 12, 90, 15]
+    assert balance.due() == {}, "it is not time"
+    clock[0] = 122
+    (placement,) = balance.due().values()
+    assert max(rank_loads(placement, [100, 2, 80, 5])) == 102
+    clock[0] = 183
+    assert balance.due() == {}, "nothing happened since"
+
+
+def test_moves_are_between_ranks_that_have_and_have_not() -> None:
+    old, new = ((0, 1), (2, 0)), ((2, 1), (2, 0))
+    assert moves_between(old, new) == [Move(1, 0, 0, 0)]
+    assert moves_between(old, old) == []
+
+
+def test_metrics_add_up_over_engines() -> None:
+    metrics = Metrics("m")
+    assert b"expert_tokens" not in generate_latest(metrics.registry)
+    metrics.experts.count([[], [3, 4]])
+    metrics.experts.count([[], [5, 4]])
+    metrics.restarted()
+    metrics.experts.count([[], [1, 0]])
+    text = generate_latest(metrics.registry).decode()
+    assert 'kvern:expert_tokens_total{expert="0",layer="1",model_name="m"} 6.0' in text
+    assert 'expert="1",layer="1",model_name="m"} 4.0' in text
+
+
+def test_the_closing_table_names_the_busiest_expert() -> None:
+    assert busiest_rows([[], [0, 0]]) == []
+    assert busiest_rows([[], [6, 1, 1, 0], [2, 2, 2, 2]]) == [
+        ("busiest experts, of an even share", "2.00 on average, 3.00 of 0 in layer 1"),
+        ("experts that nobody chose", "1 of 8"),
+    ]
+
+
+@pytest.mark.nightly
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_a_server_counts_experts_over_engines_that_follow_one_another(tmp_path: Path) -> None:
+    make_checkpoint("mixtral", make_tiny_model(tmp_path), vocab_size=288)
+    ranks = ("-tp", "2", "--enable-expert-parallel", "--rebalance-experts", "50ms", "--redundant-experts", "1")
+    sizes = ("--threads", "1", "--dtype", "float32", "--device", "cpu", "--max-batch-requests", "4")
+    with serving(str(tmp_path), *ranks, *sizes, "--expert-counts") as served:
+
+        def ask() -> None:
+            extra = {"ignore_eos": True}
+            served.client().completions.create(model=str(tmp_path), prompt="a dog", max_tokens=40, extra_body=extra)
+
+        ask()
+        eventually(lambda: served.figure("expert_tokens_total", layer="0") >= 2 * 40)
+        before, engine = served.figure("expert_tokens_total", layer="0"), served.engine_pid()
+        os.kill(engine, signal.SIGKILL)
+        eventually(lambda: served.figure("engine_restarts_total") == 1)
+        assert served.figure("expert_tokens_total", layer="0") == before
+        ask()
+        eventually(lambda: served.figure("expert_tokens_total", layer="0") >= before + 2 * 40)

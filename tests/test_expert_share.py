@@ -1,0 +1,142 @@
+"""What ranks have of the experts of a mixture: their summands make what one process does, whatever the weights are."""
+
+import re
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from kvern.device.ranks import Ranks
+from kvern.errors import ConfigError
+from kvern.expert_placement import kept_in_place, place_experts, rank_loads
+from kvern.layers.build import Build
+from kvern.layers.experts import Experts
+from kvern.layers.linear_format import LinearMethods
+from kvern.layers.loadable import Loadable
+from kvern.layers.unquantized import Unquantized
+from kvern.model_spec import MoeSpec
+from kvern.models.registry import spec_from_config
+from kvern.models.share import WholeExperts, share_of
+from tests.families import make_config
+from tests.test_quantized_experts import Int8
+
+HIDDEN, TOKENS = 8, 14
+PLAIN = LinearMethods(Unquantized())
+INT8 = LinearMethods(Unquantized(), ((re.compile("experts"), Int8()),))
+SPECS = {
+    "gated": MoeSpec(5, 2, 12),
+    "not gated": MoeSpec(5, 2, 12, activation="relu2", gated=False),
+    "biases": MoeSpec(5, 2, 12, activation="clamped_swiglu", bias=True),
+}
+
+
+def cut(spec: MoeSpec, ranks: int) -> MoeSpec:
+    return replace(spec, width=spec.width // ranks)
+
+
+def placed(spec: MoeSpec, ranks: int) -> MoeSpec:
+    return replace(spec, placed_over=ranks)
+
+
+def copied(spec: MoeSpec, ranks: int) -> MoeSpec:
+    return replace(spec, placed_over=ranks, redundant=3)
+
+
+def loaded(spec: MoeSpec, linear: LinearMethods, ranks: Ranks, names: str) -> Experts:
+    """Experts of a checkpoint that is always the same."""
+    experts = Build(torch.float32, torch.device("cpu"), 16, linear=linear, ranks=ranks).experts(HIDDEN, spec)
+    generator = torch.Generator().manual_seed(3)
+    for module in experts.modules():
+        if isinstance(module, Loadable):
+            for part, shape in (getattr(module, names)() or module.parts()).items():
+                if part.endswith("qweight"):
+                    module.load(part, torch.randint(-7, 8, shape, generator=generator).to(torch.int8))
+                else:
+                    module.load(part, torch.rand(shape, generator=generator) / 9)
+    experts.finish()
+    return experts
+
+
+def through(experts: Experts) -> Tensor:
+    generator = torch.Generator().manual_seed(7)
+    x, weights = torch.randn(TOKENS, HIDDEN, generator=generator), torch.rand(TOKENS, 2, generator=generator)
+    out: Tensor = experts(x, weights, experts.share.here(torch.rand(TOKENS, 5, generator=generator).topk(2).indices))
+    return out
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("name", SPECS)
+@pytest.mark.parametrize(
+    ("linear", "share"), [(PLAIN, cut), (PLAIN, placed), (PLAIN, copied), (INT8, placed), (INT8, copied)]
+)
+def test_summands_of_ranks(name: str, linear: LinearMethods, share: "type[cut]", size: int) -> None:
+    spec = SPECS[name]
+    for names in ("parts", "stacked_parts", "fused_parts"):
+        expected = through(loaded(spec, linear, Ranks(), names))
+        ranks = [loaded(share(spec, size), linear, Ranks(rank, size), names) for rank in range(size)]
+        torch.testing.assert_close(sum(map(through, ranks)), expected, rtol=0, atol=1e-5)
+        for experts in ranks:
+            experts.waits = False
+        torch.testing.assert_close(sum(map(through, ranks)), expected, rtol=0, atol=1e-5)
+
+
+def test_parts_of_quantized_experts_are_refused() -> None:
+    with pytest.raises(
+        ConfigError, match="experts are quantized, of which ranks cannot have parts yet: turn enable_exp"
+    ):
+        loaded(cut(SPECS["gated"], 2), INT8, Ranks(0, 2), "parts")
+
+
+def test_experts_are_on_few_ranks_and_copies_take_turns() -> None:
+    ranks = [loaded(copied(SPECS["gated"], 2), PLAIN, Ranks(rank, 2), "parts") for rank in range(2)]
+    assert [len(experts.share.held) for experts in ranks] == [4, 4]
+    chosen = torch.arange(5).expand(TOKENS, 5)
+    first, second = (experts.share.here(chosen) >= 0 for experts in ranks)
+    assert torch.equal(first, ~second), "each row is computed on one rank"
+    assert sorted(first.sum(0).tolist()) == [0, 7, 7, 7, TOKENS], "three experts are on both"
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("redundant", range(8))
+@pytest.mark.parametrize("seed", range(5))
+def test_every_expert_is_placed_on_different_ranks_of_like_sizes(ranks: int, redundant: int, seed: int) -> None:
+    redundant = min(redundant, (ranks - 1) * 6)
+    load = torch.rand(6, generator=torch.Generator().manual_seed(seed)).pow(4).tolist()
+    placement = place_experts(load, ranks, redundant)
+    assert sum(map(len, placement)) == 6 + redundant and set().union(*placement) == set(range(6))
+    assert all(len(set(held)) == len(held) for held in placement)
+    assert max(map(len, placement)) - min(map(len, placement)) <= 1
+    loads, even = rank_loads(placement, load), place_experts([1.0] * 6, ranks, redundant)
+    assert max(loads) <= sum(loads) / ranks + max(load)
+    moved = kept_in_place(even, placement)
+    assert [sorted(held) for held in moved] == [list(held) for held in placement]
+    for before, after in zip(even, moved, strict=True):
+        assert all(old == new for old, new in zip(before, after, strict=True) if old in after and new in before)
+
+
+def test_copies_are_made_of_the_busiest() -> None:
+    assert place_experts([5.0, 1.0, 1.0, 1.0], 2, 1) == ((0, 1, 3), (0, 2))
+
+
+@pytest.mark.parametrize(
+    ("size", "whole", "reason"),
+    [
+        (8, None, "mixtral has 4 attention heads"),
+        (1, WholeExperts(), "enable_expert_parallel is on, and tensor_parallel_size is 1: raise it"),
+        (8, WholeExperts(), "tensor_parallel_size is 8, and mixtral has 5 experts: lower it to that"),
+        (2, WholeExperts(6), "redundant_experts is 6, and 2 ranks have at most 5 more copies of 5 experts"),
+    ],
+)
+def test_what_does_not_go_is_refused(size: int, whole: WholeExperts | None, reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        share_of(spec_from_config(make_config("mixtral").to_dict()), size, whole)
+
+
+def test_experts_that_are_too_odd_to_cut_can_be_placed() -> None:
+    spec = spec_from_config(make_config("mixtral", intermediate_size=81).to_dict())
+    with pytest.raises(ConfigError, match=r"81 entries in an expert.*enable expert parallel, or choose a size"):
+        share_of(spec, 2)
+    assert share_of(spec, 2, WholeExperts()).layers[0].mlp.placed_over == 2  # type: ignore[union-attr]
+    with pytest.raises(ConfigError, match="enable_expert_parallel is on, and llama has no experts"):
+        share_of(spec_from_config(make_config("llama").to_dict()), 2, WholeExperts())

@@ -1,0 +1,15 @@
+"""What is tried a hundred times by day, at length."""
+
+import pytest
+from hypothesis import settings
+from hypothesis.stateful import RuleBasedStateMachine, run_state_machine_as_test
+
+from tests.random_lives import EngineMachine
+from tests.test_block_pool import PoolMachine
+from tests.test_cache_properties import CacheMachine
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("machine", [EngineMachine, CacheMachine, PoolMachine])
+def test_many_lives(machine: type[RuleBasedStateMachine]) -> None:
+    run_state_machine_as_test(machine, settings=settings(max_examples=1000, stateful_step_count=40))
