@@ -41,9 +41,15 @@ def setups(draw: st.DrawFn) -> Setup:
         on_device=draw(st.booleans()),
         step_rows=draw(st.sampled_from((0, 0, 1, 3, 6))),
     )
+    setup = with_stages(setup, draw(st.sampled_from((1, 1, 1, 2, 3))))
     setup = with_states(setup, draw(st.sampled_from((None, None, 0, 1, 8))))
     windowed = draw(st.sampled_from((None, None, (1, 1), (3, 2), (9, 1))))
     return with_window(setup, windowed, draw(st.booleans()))
+
+
+def with_stages(setup: Setup, stages: int) -> Setup:
+    """The same for a model of so many stages, each of which computes a step; nobody guesses on their devices."""
+    return setup if stages == 1 else replace(setup, stages=stages, depth=stages, on_device=False)
 
 
 def with_states(setup: Setup, kept: int | None) -> Setup:

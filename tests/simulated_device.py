@@ -25,10 +25,7 @@ from kvern.step import (
     SchedulerOutput,
 )
 
-VOCABULARY = 4
-
-
-STOP_TOKEN = 3
+VOCABULARY, STOP_TOKEN = 4, 3
 
 
 @dataclass(frozen=True)
@@ -41,6 +38,7 @@ class Setup:
     continuous: bool = True
     policy: str = "fcfs"
     depth: int = 1
+    stages: int = 1
     block_size: int = 4
     max_model_len: int = 24
     spare_blocks: int = 3
@@ -95,7 +93,7 @@ class Setup:
         budget = slots + self.spare_budget
         if not self.chunked:
             budget = max(budget, self.max_model_len)
-        return SchedulerLimits(budget, slots, self.aging_steps, self.chunked, self.continuous)
+        return SchedulerLimits(budget, slots, self.aging_steps, self.chunked, self.continuous, self.stages)
 
 
 def first_key(request: Request) -> int:
@@ -275,7 +273,7 @@ class SimulatedDevice:
             kept = self._verified(row, item, prefix)
             width = row.request.params.beam_width
             if width is None:
-                if item.sampled:
+                if item.sampled and self.setup.stages == 1:
                     row.tokens[len(prefix) + 1 - item.sampled :] = kept
                 if any(other.uncertain or other.guesses or other.sampled > 1 for other in output.scheduled):
                     row.computed = len(prefix) + len(kept) - item.sampled
@@ -295,7 +293,7 @@ class SimulatedDevice:
         return result
 
     def _change_rows(self, output: SchedulerOutput) -> None:
-        """Rows fork, then join and grow."""
+        """Rows fork, then join, grow, and learn what a later stage has sampled."""
         before = dict(self.rows)
         for fork in output.forked:
             source = before[fork.source]
@@ -317,6 +315,9 @@ class SimulatedDevice:
             own = self.rows[grown.slot].windowed[grown.table]
             assert not own or own.keys() & {grown.first - 1, grown.first}, "a block table has a gap within its window"
             own |= enumerate(grown.block_ids, grown.first)
+        for slot, first, token_ids in output.known:
+            assert token_ids and len(self.rows[slot].tokens) >= first, "a token between is not known"
+            self.rows[slot].tokens[first:] = token_ids
 
     def _blocks(self, row: Row, position: int) -> list[tuple[int, int]]:
         """Where a row has a token, in each block table with memory; that of layers without a window is -1."""

@@ -62,9 +62,14 @@ class DenseAttend:
 
 def logits(decoder: Decoder, token_ids: list[int], adapters: StepAdapters = NO_ADAPTERS) -> torch.Tensor:
     with torch.inference_mode():
+        return decoder.logits(hidden_states(decoder, token_ids, adapters))
+
+
+def hidden_states(decoder: Decoder, token_ids: list[int], adapters: StepAdapters = NO_ADAPTERS) -> torch.Tensor:
+    with torch.inference_mode():
         positions, attend = torch.arange(len(token_ids)), DenseAttend(decoder)
         states = new_states(decoder.spec.recurrent, [len(token_ids)], decoder.build.dtype, decoder.build.device)
-        return decoder.logits(decoder(torch.tensor(token_ids), positions, attend, adapters=adapters, states=states))
+        return decoder(torch.tensor(token_ids), positions, attend, adapters=adapters, states=states)
 
 
 def error(decoder: Decoder, folder: Path) -> float:

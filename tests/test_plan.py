@@ -96,8 +96,8 @@ def test_experts_are_cut_or_placed_whole(tmp_path: Path) -> None:
     cut, placed, one = (found[f"tensor {name}"] for name in ("4 x data 1", "4 x data 1, whole experts", "1 x data 4"))
     assert cut.weights == placed.weights < 0.26 * one.weights
     assert cut.decode_one < placed.decode_one, "of 8 experts a rank has more than its part"
-    assert [str(split) for split in splits(3, of(770))] == ["tensor 1 x data 3"]
-    assert [str(split) for split in splits(4, of(770))][1:] == [
+    assert {split.tensor for split in splits(3, of(770))} == {1}
+    assert [str(split) for split in splits(4, of(770)) if split.pipeline == 1][1:] == [
         "tensor 2 x data 2",
         "tensor 2 x data 2, whole experts",
         "tensor 4 x data 1, whole experts",
@@ -105,12 +105,28 @@ def test_experts_are_cut_or_placed_whole(tmp_path: Path) -> None:
 
 
 def test_heads_bound_how_a_model_is_divided(models: dict[str, Model]) -> None:
-    assert [split.tensor for split in splits(6, models["8b"])] == [1, 2], "32 heads are no multiple of 3"
+    assert {split.tensor for split in splits(6, models["8b"])} == {1, 2}, "32 heads are no multiple of 3"
     assert [str(split) for split in splits(4, models["8b"])] == [
         "tensor 1 x data 4",
+        "tensor 1 x pipeline 2 x data 2",
+        "tensor 1 x pipeline 4 x data 1",
         "tensor 2 x data 2",
+        "tensor 2 x pipeline 2 x data 1",
         "tensor 4 x data 1",
     ]
+
+
+def test_stages_divide_layers_and_the_requests_of_a_step(models: dict[str, Model]) -> None:
+    """The first has the embeddings beside half of what steps read; a step of a stage has half of the requests."""
+    model, workload = models["8b"], Workload(32, 1024, 256)
+    one, two = (estimate(model, CARDS["h200"], Split(1, 1, stages), workload) for stages in (1, 2))
+    embeddings = sum(share.nbytes for share in model.shares if share.kind == "embeddings")
+    assert two.weights == (one.weights - embeddings) / 2 + embeddings
+    assert two.token_bytes == one.token_bytes / 2
+    half = estimate(model, CARDS["h200"], Split(1, 1), Workload(16, 1024, 256))
+    assert two.decode == pytest.approx(half.decode, rel=0.01)
+    assert two.decode_one == pytest.approx(one.decode_one, rel=0.01), "one request is nowhere faster"
+    assert 1.2 * one.rate < two.rate < 2 * one.rate
 
 
 def test_what_does_not_fit_says_so(models: dict[str, Model]) -> None:
@@ -124,7 +140,9 @@ def test_groups_of_weights_bound_how_a_model_is_divided(models: dict[str, Model]
     for block, expected in ((128, [1, 2, 4]), (1024, [1, 2])):  # of the 14,336 inputs of an MLP's second layer
         config = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, block]}}
         model = replace(models["8b"], linear=linear_methods(config, Unquantized()))
-        assert [split.tensor for split in splits(4, model)] == expected
+        found = list(splits(4, model))
+        assert [split.tensor for split in found if split.pipeline == 1] == expected
+        assert {split.pipeline for split in found} == {1, 2, 4}, "but by layers they are"
 
 
 def test_one_request_wants_all_cards(models: dict[str, Model]) -> None:
@@ -141,9 +159,14 @@ def test_the_command_chooses_and_writes(
     arguments = ["plan", str(folders["70b"]), "--load-format", "dummy", "--hardware", "2x h200"]
     assert main([*arguments, "--write", str(target)]) == 0
     assert "Chosen: tensor 2 x data 1" in capsys.readouterr().out
-    assert tomllib.loads(target.read_text()) == {"tensor_parallel_size": 2, "data_parallel_size": 1}
+    assert tomllib.loads(target.read_text()) == {
+        "tensor_parallel_size": 2,
+        "pipeline_parallel_size": 1,
+        "data_parallel_size": 1,
+    }
     assert main([*arguments, "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["splits"][0]["split"] == {"tensor": 2, "data": 1, "whole_experts": False}
+    split = {"tensor": 2, "data": 1, "pipeline": 1, "whole_experts": False}
+    assert json.loads(capsys.readouterr().out)["splits"][0]["split"] == split
 
 
 def test_a_model_that_fits_nowhere_is_an_error(folders: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:
@@ -173,10 +196,10 @@ def test_a_server_takes_what_the_plan_chooses(folders: dict[str, Path]) -> None:
     choice = choose(config, [CARDS["h200"]] * 2)
     assert (choice.tensor_parallel_size, choice.data_parallel_size) == (2, 1)
     assert choice.reason.startswith(
-        "2 x h200 of 150 GB, linked by NVLink: Chosen: tensor 2 x data 1. Tensor 1 x data 2 "
+        "2 x h200 of 150 GB, linked by NVLink: Chosen: tensor 2 x data 1. Tensor 1 x pipeline 2 x data 1 "
     )
-    choice = choose(replace(config, deterministic=True), [CARDS["h200"]] * 2)
-    assert (choice.tensor_parallel_size, choice.data_parallel_size) == (1, 2)
+    choice = choose(replace(config, model=str(folders["8b"]), kv_tier="host"), [CARDS["l4"]] * 2)
+    assert choice.pipeline_parallel_size == 1, "stages have no tier"
     assert "linked by PCIe: It fits in no way" in choose(config, [CARDS["l4"]] * 2).reason
     short = choose(replace(config, max_model_len=64), [CARDS["b200"]])
     assert short.reason == "1 x b200 of 191 GB: Nothing else is possible: tensor 1 x data 1."
@@ -217,7 +240,7 @@ def test_a_server_plans_where_there_are_several_gpus(
     monkeypatch.setattr("kvern.engine.places.seen_gpus", lambda config: ["0", "1"])
     assert planned(engine) == engine
     said = capsys.readouterr().err
-    assert said.startswith("kvern: 1 x CPU of ") and said.endswith("(-tp and -dp say it otherwise)\n")
+    assert said.startswith("kvern: 1 x CPU of ") and said.endswith("(-tp, -pp and -dp say it otherwise)\n")
     for arguments, environment, divided in (
         (["m"], {}, False),
         (["m", "-tp", "1"], {}, True),

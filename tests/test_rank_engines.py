@@ -102,19 +102,28 @@ def ranked(packages: None) -> Iterator[LLM]:
         yield llm
 
 
-def test_two_ranks_answer_as_one_process_does(ranked: LLM, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.fixture(scope="module")
+def expected(packages: None) -> list[RequestOutput]:
     with LLM(**OPTIONS | ALL) as alone:
-        expected = answers(alone)
-    with caplog.at_level(logging.DEBUG, "kvern"):
-        found_answers = answers(ranked)
-    assert "not captured" not in caplog.text
-    for name, one, other in zip(list(ASKED) * 2, expected, found_answers, strict=True):
+        return answers(alone)
+
+
+def check(expected: list[RequestOutput], found: list[RequestOutput]) -> None:
+    for name, one, other in zip(list(ASKED) * 2, expected, found, strict=True):
         assert [item.token_ids for item in other.outputs] == [item.token_ids for item in one.outputs], name
-        for item, found in zip(one.outputs, other.outputs, strict=True):
-            for table, found_table in zip(item.logprobs or [], found.logprobs or [], strict=True):
+        for item, ours in zip(one.outputs, other.outputs, strict=True):
+            for table, found_table in zip(item.logprobs or [], ours.logprobs or [], strict=True):
                 assert list(table) == list(found_table)
                 wanted = [entry.logprob for entry in table.values()]
                 assert [entry.logprob for entry in found_table.values()] == pytest.approx(wanted, abs=1e-4)
+
+
+def test_two_ranks_answer_as_one_process_does(
+    ranked: LLM, expected: list[RequestOutput], caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.DEBUG, "kvern"):
+        check(expected, answers(ranked))
+    assert "not captured" not in caplog.text
     assert any(ranked.statistics().drafts_by_position), "drafts were verified"
 
 
@@ -141,11 +150,34 @@ def test_a_rank_that_hangs_while_it_loads_is_named(monkeypatch: pytest.MonkeyPat
 
 
 def test_a_lost_rank_ends_an_engine_in_its_process_with_the_reason(ranked: LLM) -> None:
-    (rank,) = ranks_of(os.getpid())
+    rank, *_ = ranks_of(os.getpid())
     os.kill(rank, signal.SIGKILL)
-    with pytest.raises(EngineDied, match="it lost rank 1, which ended with a signal, SIGKILL"):
+    with pytest.raises(EngineDied, match=r"it lost rank [0-3], which ended with a signal, SIGKILL"):
         ranked.generate("Once upon a time", PLAIN)
     assert ranks_of(os.getpid()) == []
+
+
+@pytest.mark.parametrize(
+    "size",
+    [
+        {"pipeline_parallel_size": 2},
+        pytest.param({"pipeline_parallel_size": 3}, marks=pytest.mark.nightly),
+        pytest.param({"pipeline_parallel_size": 2, "tensor_parallel_size": 2}, marks=pytest.mark.nightly),
+    ],
+    ids=str,
+)
+def test_stages_answer_as_one_process_does_and_end_together(
+    size: dict[str, int], expected: list[RequestOutput]
+) -> None:
+    before = ranks_of(os.getpid())
+    options = {name: value for name, value in ALL.items() if name not in ("target_itl", "kv_tier")}
+    with LLM(**OPTIONS | options | size) as llm:
+        check(expected, answers(llm))
+        rank = next(rank for rank in ranks_of(os.getpid()) if rank not in before)
+        os.kill(rank, signal.SIGKILL)
+        with pytest.raises(EngineDied, match=r"it lost rank [0-3], which ended with a signal, SIGKILL"):
+            llm.generate("Once upon a time", PLAIN)
+    assert ranks_of(os.getpid()) == before
 
 
 def read(client: openai.OpenAI, seed: int) -> str:
@@ -156,13 +188,14 @@ def read(client: openai.OpenAI, seed: int) -> str:
 
 
 @pytest.mark.nightly
+@pytest.mark.parametrize("option", ["-tp", "-pp"])
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
-def test_streams_go_on_when_a_rank_ends_or_hangs(how: signal.Signals) -> None:
+def test_streams_go_on_when_a_rank_ends_or_hangs(how: signal.Signals, option: str) -> None:
     seeds = range(6)
     with LLM("kvern-1m", threads=1, max_model_len=512, dtype="float32", device="cpu") as alone:
         params = [SamplingParams(temperature=0.8, seed=seed, max_tokens=TOKENS, ignore_eos=True) for seed in seeds]
         expected = [output.outputs[0].text for output in alone.generate(["Once upon a time"] * len(seeds), params)]
-    with serving(*SMALL, "-tp", "2", "--device", "cpu", "--engine-timeout", "8") as served:
+    with serving(*SMALL, option, "2", "--device", "cpu", "--engine-timeout", "8") as served:
         with concurrent.futures.ThreadPoolExecutor(len(seeds)) as pool:
             client = served.client().with_options(timeout=120)
             texts = [pool.submit(read, client, seed) for seed in seeds]

@@ -136,9 +136,12 @@ def engines_of(cluster: RayCluster, *nodes: subprocess.Popen[bytes]) -> list[int
     return found
 
 
+@pytest.mark.parametrize("flag", ["-tp", pytest.param("-pp", marks=pytest.mark.nightly)])
 @pytest.mark.timeout(600)
-def test_ranks_of_two_nodes_answer_as_one_process(cluster: RayCluster, expected: dict[int, list[str]]) -> None:
-    with serving_on(cluster, "-tp", "2", "--threads", str(CPUS - 1)) as served:
+def test_ranks_of_two_nodes_answer_as_one_process(
+    cluster: RayCluster, expected: dict[int, list[str]], flag: str
+) -> None:
+    with serving_on(cluster, flag, "2", "--threads", str(CPUS - 1)) as served:
         assert [len(engines_of(cluster, node)) for node in cluster.nodes] == [1, 1]
         asked = served.client()
         assert [ended(begun(asked, prompt)) for prompt in PROMPTS] == expected[TOKENS]

@@ -52,9 +52,9 @@ def copies_in_the_wrong_order(monkeypatch: pytest.MonkeyPatch) -> None:
     schedule = Scheduler.schedule
 
     def schedule_reversed(
-        self: Scheduler, time: StepTime | None = None, wanted: Wanted | None = None
+        self: Scheduler, time: StepTime | None = None, wanted: Wanted | None = None, begin: int = 1
     ) -> SchedulerOutput:
-        output = schedule(self, time, wanted)
+        output = schedule(self, time, wanted, begin)
         output.copies.reverse()
         return output
 
@@ -217,9 +217,9 @@ def rows_behind_drafts_begin_where_planned(monkeypatch: pytest.MonkeyPatch) -> N
     schedule = Scheduler.schedule
 
     def schedule_certain(
-        self: Scheduler, time: StepTime | None = None, wanted: Wanted | None = None
+        self: Scheduler, time: StepTime | None = None, wanted: Wanted | None = None, begin: int = 1
     ) -> SchedulerOutput:
-        output = schedule(self, time, wanted)
+        output = schedule(self, time, wanted, begin)
         output.scheduled = [msgspec.structs.replace(item, uncertain=False) for item in output.scheduled]
         return output
 

@@ -186,9 +186,3 @@ def test_sizes_that_do_not_divide_states_are_refused(family: str, changes: dict[
 def test_what_ranks_cannot_do_yet_is_refused_by_name(options: dict[str, Any], reason: str) -> None:
     with pytest.raises(ConfigError, match=reason):
         LLM("kvern-12m", **{"tensor_parallel_size": 2, "device": "cpu", **options})
-
-
-@pytest.mark.parametrize("family", ["gemma4_experts"])
-def test_models_that_ranks_cannot_share_yet_are_refused_by_name(family: str) -> None:
-    with pytest.raises(ConfigError, match="which is not possible together yet"):
-        share_of(spec_from_config(make_config(family).to_dict()), 2)

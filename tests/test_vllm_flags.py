@@ -68,6 +68,7 @@ DOCUMENTED: list[tuple[str, dict[str, Any]]] = [
             "redundant_experts": 4,
         },
     ),
+    ("serve m -pp 2", {"model": "m", "pipeline_parallel_size": 2}),
     ("serve m --tensor-parallel-size=4", {"model": "m", "tensor_parallel_size": 4}),
     ('serve m -sc \'{"method": "mtp", "num_speculative_tokens": 1}\'', {"model": "m", "draft_model": "mtp"}),
     ('serve m -sc \'{"method": "eagle3", "model": "h"}\'', {"model": "m", "draft_model": "h"}),
@@ -169,10 +170,10 @@ def test_documented_commands_are_understood(line: str, expected: dict[str, Any])
     ("line", "reason"),
     [
         (
-            "serve m --pipeline-parallel-size 2",
-            "--pipeline-parallel-size 2 is refused: an engine is one device, or the",
+            "serve m --decode-context-parallel-size 2",
+            "--decode-context-parallel-size 2 is refused: an engine is one device, or the ranks of",
         ),
-        ("serve m -pp 4", "-pp 4 is refused: an engine is one device, or the ranks of --tensor-parallel-size"),
+        ("serve m -dcp 4", "-dcp 4 is refused: an engine is one device, or the ranks of --tensor-parallel-size"),
         ("serve m --trust-remote-code", "--trust-remote-code is refused: kvern runs no code from a model's folder"),
         (
             "serve m --kv-cache-dtype fp8_e5m2",

@@ -64,6 +64,9 @@ class EngineConfig:
     rebalance_experts: str | None = None
     """Time such as 60s, after which experts that were placed whole change their places between steps, by what each has
     had to do, and again each time. None: they stay where they are."""
+    pipeline_parallel_size: int = 1
+    """Stages that have some of the model's layers each, one behind the other, and compute different steps at a time:
+    tensor_parallel_size processes each."""
     threads: int | None = None
     """CPU threads for the model. None: OMP_NUM_THREADS, else the physical cores of one memory node that the process may
     use, and no more than its control group gives it the time of."""
@@ -185,7 +188,8 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         sizes = "max_model_len", "kv_cache_tokens", "block_size", "max_batch_requests"
-        for name in ("threads", "tensor_parallel_size", "data_parallel_size", "aging_steps", *sizes):
+        processes = "tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"
+        for name in ("threads", *processes, "aging_steps", *sizes):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"{name} is {value}: it must be at least 1")
@@ -250,6 +254,16 @@ class EngineConfig:
     def rebalance_seconds(self) -> float:
         """The option rebalance_experts in seconds; 0: experts stay where they are."""
         return read_seconds("rebalance_experts", self.rebalance_experts or "none")
+
+    @property
+    def ranks(self) -> int:
+        """Processes that compute the model together: stage by stage, those of one stage behind one another."""
+        return self.pipeline_parallel_size * self.tensor_parallel_size
+
+    @property
+    def first_rank(self) -> int:
+        """The rank that an engine's own process is: the first of the last stage, where tokens are sampled."""
+        return self.ranks - self.tensor_parallel_size
 
     @property
     def rank_timeout(self) -> float:

@@ -162,5 +162,5 @@ def check_room(cpus: int, gpus: int) -> None:
         if there.get(name, 0) < wanted:
             raise ConfigError(
                 f"the engines need {wanted} {name}s, and the Ray cluster has {there.get(name, 0):g}: add nodes, "
-                "or lower the number of engines, tensor_parallel_size or threads"
+                "or lower the number of engines, tensor_parallel_size, pipeline_parallel_size or threads"
             )

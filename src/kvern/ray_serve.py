@@ -60,7 +60,7 @@ def application(options: dict[str, Any]) -> serve.Application:
     engine, server, replicas = read_options(options)
     batch = engine.data_parallel_size * (engine.max_batch_requests or USUAL_BATCH[engine.device])
     engines = 0 if engine.executor == "ray" else engine.data_parallel_size
-    gpus = engines * engine.tensor_parallel_size if engine.device == "cuda" else 0
+    gpus = engines * engine.ranks if engine.device == "cuda" else 0
     deployment = serve.deployment(
         name=NAME,
         max_ongoing_requests=batch + server.max_queue,

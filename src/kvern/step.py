@@ -153,6 +153,8 @@ class SchedulerOutput:
     grown_windows: list[GrownTable] = field(default_factory=list)
     drafts: list[tuple[int, int, list[int]]] = field(default_factory=list)
     """(slot, first position, token ids) that a row's tokens go on with, unless sampling says otherwise."""
+    known: list[tuple[int, int, list[int]]] = field(default_factory=list)
+    """(slot, first position, token ids) that a later stage has sampled, for the first, which goes on with them."""
     scheduled: list[ScheduledTokens] = field(default_factory=list)
     loads: list[BlockLoad] = field(default_factory=list)
     """Blocks to be loaded behind all else, or later: nobody uses them before `EngineCore.loaded` was told."""
@@ -174,6 +176,7 @@ class SchedulerOutput:
             or self.copies
             or self.forked
             or self.drafts
+            or self.known
             or self.adapters
             or self.state_copies
         )

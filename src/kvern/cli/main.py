@@ -29,7 +29,7 @@ from kvern.cli.train_eagle import TrainEagleCommand
 from kvern.errors import KvernError
 
 BAD_INPUT = 2
-DIVISION = ("tensor_parallel_size", "data_parallel_size")
+DIVISION = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size", "enable_expert_parallel")
 Rule = Callable[[tyro.constructors.PrimitiveTypeInfo], tyro.constructors.PrimitiveConstructorSpec[Any] | None]
 KINDS: dict[tuple[str, ...], type] = {
     ("run",): RunCommand,

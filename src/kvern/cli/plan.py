@@ -134,5 +134,6 @@ def as_toml(chosen: Estimate, model: str, workload: Workload, cards: list[Card])
         f"{chosen.batch}; {chosen.rate:.0f} tokens/s\n"
         f"# of each card: {chosen.weights / 1e9:.1f} GB of weights, {chosen.cache_tokens} tokens of cache\n"
         f"tensor_parallel_size = {chosen.split.tensor}\n"
+        f"pipeline_parallel_size = {chosen.split.pipeline}\n"
         f"data_parallel_size = {chosen.split.data}\n"
     ) + "enable_expert_parallel = true\n" * chosen.split.whole_experts

@@ -74,10 +74,10 @@ def planned(engine: EngineConfig) -> EngineConfig:
     command = [sys.executable, "-m", "kvern.planning.choice"]
     done = subprocess.run(command, input=msgspec.json.encode(asked), stdout=subprocess.PIPE, check=False)  # noqa: S603
     if done.returncode:
-        _say("one engine takes the first GPU, since the plan for all of them failed; -tp and -dp divide the model")
+        _say("one engine takes the first GPU, since the plan for all of them failed; -tp, -pp and -dp divide the model")
         return engine
     choice = msgspec.json.decode(done.stdout)
-    _say(f"{choice.pop('reason')} (-tp and -dp say it otherwise)")
+    _say(f"{choice.pop('reason')} (-tp, -pp and -dp say it otherwise)")
     return dataclasses.replace(engine, **choice)
 
 

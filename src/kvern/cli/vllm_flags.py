@@ -144,7 +144,6 @@ VLLM: dict[str, Rule] = {
     "disable_cascade_attn": Switch("shared_prefix_attention", yes=False, no=True),
     "disable_custom_all_reduce": Idle(ONE_DEVICE),
     # Several devices.
-    "pipeline_parallel_size": Idle(ONE_DEVICE, 1, only=ONE),
     "data_parallel_size_local": Idle("all engines of --data-parallel-size run on this machine", 1),
     "decode_context_parallel_size": Idle(ONE_DEVICE, 1, only=ONE),
     "prefill_context_parallel_size": Idle(ONE_DEVICE, 1, only=ONE),

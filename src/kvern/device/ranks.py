@@ -1,22 +1,17 @@
 """Ranks that compute one model together: processes, each with a device and a share of the weights."""
 
-import importlib
-import os
 import socket
 import weakref
-from collections.abc import Iterable, Iterator
-from datetime import timedelta
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
-from urllib.parse import urlsplit
 
 import torch
 from torch import Tensor
 
 from kvern.cpu.ranks import SharedMemory
-from kvern.sockets import address_towards, interface_of
-
-LOOPBACK = "127.0.0.1"
+from kvern.device.process_group import Meeting
+from kvern.device.stages import WHOLE, Stage
 
 
 class Share(NamedTuple):
@@ -38,7 +33,9 @@ def places(shares: Iterable[Share]) -> Iterator[tuple[int, range]]:
 
 
 class Ranks:
-    """Rank `rank` of `size`. All of them call the same methods in the same order, on tensors of the same shapes.
+    """Rank `rank` of `size`, which share the layers of a `stage`.
+
+    All of them call the same methods in the same order, on tensors of the same shapes.
 
     Tensors stay on the ranks' devices; on GPUs no method waits, and a CUDA graph may hold what it does. A method raises
     RuntimeError where another rank has ended, or on a CPU does not come within the time given to `connect`.
@@ -46,16 +43,16 @@ class Ranks:
     `check` raises it for calls that were captured on a CPU, and raise nothing when they are made again.
     """
 
-    def __init__(self, rank: int = 0, size: int = 1) -> None:
-        self.rank, self.size = rank, size
+    def __init__(self, rank: int = 0, size: int = 1, stage: Stage = WHOLE) -> None:
+        self.rank, self.size, self.stage = rank, size, stage
         self._memory: SharedMemory | None = None
         self._ordered = False
-        self._groups: list[Any] = []  # PyTorch's own description of it lacks these methods
+        self._groups: list[Any] = []
         weakref.finalize(self, self._groups.clear)  # its threads cannot end any more once Python has
 
     def connect(
         self,
-        meeting: Path | str,
+        place: Path | str,
         device: torch.device,
         seconds: float,
         kernels: frozenset[str] = frozenset(),
@@ -63,48 +60,29 @@ class Ranks:
         ordered: bool = False,
         listener: socket.socket | None = None,
     ) -> None:
-        """Meet the others, who name the same place; wait for them so long at most.
+        """Meet the others, who name the same place as of `Meeting`; wait for them so long at most.
 
-        That is a file, which does not exist before, of ranks on one machine, which talk over the loopback interface; or
-        tcp://HOST:PORT, where the first rank has the `listener`, and all talk over the network that leads there. CPUs
-        share memory if all of them have the `kernels` "cpu_ranks", as only those of one machine may; else they talk
+        CPUs share memory if all have the `kernels` "cpu_ranks", as only those of one machine may; else they talk
         through gloo, and wait so long each time; GPUs talk through NCCL. With `ordered` sums of many numbers have the
         same order of additions as sums of few.
         """
-        if self.size == 1:
-            return
         self._ordered = ordered
-        if "cpu_ranks" in kernels:
-            self._memory = SharedMemory(Path(meeting), self.rank, self.size, seconds)
+        own = f"stage-{self.stage.index}"
+        shares_memory = "cpu_ranks" in kernels
+        if self.size > 1 and shares_memory:
+            file = Path(place)
+            self._memory = SharedMemory(file.with_name(f"{file.name}-{own}"), self.rank, self.size, seconds)
+        if self.processes == 1 or (self.stage.count == 1 and shares_memory):
             return
-        distributed: Any = importlib.import_module("torch.distributed")
-        own, place = LOOPBACK, urlsplit(str(meeting))
-        if place.scheme == "tcp":
-            own = address_towards(place.hostname or "")
-            descriptor = None if listener is None else listener.detach()
-            store = distributed.TCPStore(
-                place.hostname,
-                place.port,
-                self.size,
-                listener is not None,
-                timedelta(seconds=seconds),
-                wait_for_workers=False,
-                master_listen_fd=descriptor,
-            )
-        else:
-            store = distributed.FileStore(str(meeting), self.size)
-        store.set_timeout(timedelta(seconds=seconds))
-        if device.type == "cuda":
-            os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo" if own == LOOPBACK else interface_of(own))
-            options = distributed.ProcessGroupNCCL.Options()
-            options._timeout = timedelta(seconds=seconds)
-            self._groups.append(distributed.ProcessGroupNCCL(store, self.rank, self.size, options))
-            return
-        gloo = distributed.ProcessGroupGloo
-        gloo_options = gloo._Options()
-        gloo_options._timeout = timedelta(seconds=seconds)
-        gloo_options._devices = [gloo.create_device(hostname=own)]
-        self._groups.append(gloo(store, self.rank, self.size, gloo_options))
+        meeting = Meeting(place, self.processes, device, seconds, listener)
+        if self.size > 1 and not shares_memory:
+            self._groups.append(meeting.group(own, self.rank, self.size))
+        self.stage.connect(meeting, f"rank-{self.rank}")
+
+    @property
+    def processes(self) -> int:
+        """How many compute the model, those of all stages."""
+        return self.size * self.stage.count
 
     def share(self, count: int, copies: int = 1) -> Share:
         """This rank's of a dimension cut into parts of `count` entries; `copies` neighbours hold the same part."""
@@ -180,6 +158,13 @@ class Ranks:
         """Raise RuntimeError if a rank was missing in a call that was captured."""
         if self._memory is not None:
             self._memory.check()
+
+
+def ranks_of(number: int, size: int, layers: Sequence[range]) -> Ranks:
+    """Process `number` of stages with these layers, each of `size` ranks."""
+    index, rank = divmod(number, size)
+    stage = Stage(index, len(layers), layers[index]) if len(layers) > 1 else WHOLE
+    return Ranks(rank, size, stage)
 
 
 ALONE = Ranks()

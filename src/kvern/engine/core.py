@@ -22,6 +22,7 @@ from kvern.engine.branching import Branching
 from kvern.engine.drafting import Drafting
 from kvern.engine.pace import Pace
 from kvern.engine.scheduler import Scheduler
+from kvern.engine.stages import known_tokens
 from kvern.engine.trial import Trial, computed, reached
 from kvern.errors import in_a_line
 from kvern.events import EngineStatistics, TokenEvent
@@ -194,7 +195,8 @@ class EngineCore:
             wanted = None
             if self.drafting is not None:
                 wanted = self.drafting.wanted(len(self.scheduler.running) + len(self.scheduler.waiting))
-            output = self.scheduler.schedule(self._pace.time(self.scheduler.waiting.best()), wanted)
+            time_limit = self._pace.time(self.scheduler.waiting.best())
+            output = self.scheduler.schedule(time_limit, wanted, self._depth - len(self._in_flight))
             if output.scheduled or output.loads:
                 self._submit(output)
                 if len(self._in_flight) < self._depth:
@@ -237,6 +239,8 @@ class EngineCore:
         self._counted.computed_tokens += output.token_count
         self._counted.prefill_tokens += sum(item.count for item in output.scheduled if item.count > (item.sampled or 1))
         requests = [self.scheduler.running_request(request_id) for request_id in output.request_ids]
+        if self.scheduler.limits.stages > 1:
+            output.known = known_tokens(output.scheduled, requests)
         if output.joined:
             now = time.monotonic()
             for request in requests:

@@ -61,18 +61,18 @@ def build_core(
     Raises KvernError subclasses.
     """
     spec = describe_model(folder, read_config(folder), config.model_implementation)
-    if config.tensor_parallel_size > 1:
+    if config.ranks > 1:
         check_ranks(config, folder, spec)
     if spec.encoder is not None:
         runner, layout = start_encoder(config, folder, spec, startup)
         sizes = layout.max_batch_tokens, layout.max_batch_requests, layout.depth
         encoder = EncoderCore(runner, config, *sizes, note)
         return encoder, spec, layout
-    draft = draft_folder(config, folder, resolve_device(config).type)
+    draft = draft_folder(config, folder, resolve_device(config).type) if config.pipeline_parallel_size == 1 else None
     executor, layout = start(config, folder, spec, startup, draft, lost)
     scheduler = make_scheduler(config, folder, layout, executor.tier)
     drafting = None
-    if config.speculation != "off":
+    if config.speculation != "off" and not (spec.recurrent and config.pipeline_parallel_size > 1):
         proposer = None if config.proposer is None else PROPOSERS.find(config.proposer)(config, spec)
         device = layout.device if proposer is None and draft is not None else None
         drafting = Drafting(
@@ -103,6 +103,7 @@ def make_scheduler(config: EngineConfig, folder: Path, layout: Layout, tier: KVT
         config.aging_steps,
         config.chunked_prefill,
         config.batching == "continuous",
+        config.pipeline_parallel_size,
     )
     what = config.load_format, config.dtype, layout.dtype, layout.block_size
     share = f"{config.tensor_parallel_size} ranks" if config.tensor_parallel_size > 1 else None
@@ -119,6 +120,8 @@ def make_scheduler(config: EngineConfig, folder: Path, layout: Layout, tier: KVT
 def make_pace(config: EngineConfig, executor: Executor, layout: Layout, streams: bool) -> Pace | None:
     """The target that the time between tokens has, with what steps cost here; None: there is no target."""
     target = config.target_itl_seconds
+    if config.pipeline_parallel_size > 1:
+        return None  # measuring abandons steps, which stages cannot
     if target == 0 or (target is None and not (streams and layout.device == "cuda")):
         return None
     timed = time_steps(executor, layout)

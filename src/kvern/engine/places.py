@@ -70,7 +70,7 @@ def place_of(config: EngineConfig, number: int, count: int) -> Place:
     """Where the engine of this number runs, from 0 on, when there are `count`. Raises ConfigError without such."""
     if config.executor == "ray":
         return _ray_place(config, count)
-    each, most = config.tensor_parallel_size, max(number + 1, count)
+    each, most = config.ranks, max(number + 1, count)
     gpus = seen_gpus(config)
     if gpus or config.device == "cuda":
         if most * each > len(gpus):
@@ -106,7 +106,7 @@ def _ray_place(config: EngineConfig, count: int) -> Place:
     """The same for each of `count` engines: Ray chooses where."""
     if config.device == "auto":
         raise ConfigError("device is auto and executor ray: Ray has to know what an engine takes; give cuda or cpu")
-    cpus, gpus, ranks = config.threads or 1, int(config.device == "cuda"), config.tensor_parallel_size
+    cpus, gpus, ranks = config.threads or 1, int(config.device == "cuda"), config.ranks
     join_cluster()
     check_room(count * ranks * cpus, count * ranks * gpus)
     return RayPlace(rank_cpus=cpus, rank_gpus=gpus, ranks=ranks)

@@ -27,6 +27,7 @@ from kvern.engine.draft_room import Wanted, to_guess, to_verify
 from kvern.engine.forks import PendingForks
 from kvern.engine.policy import Policy
 from kvern.engine.running import RunningRequests, future_siblings
+from kvern.engine.stages import in_turn
 from kvern.engine.step_budget import StepBudget, StepTime
 from kvern.engine.step_costs import load_of
 from kvern.engine.waiting import Cause, WaitingQueue
@@ -43,6 +44,7 @@ class SchedulerLimits:
     aging_steps: int
     chunked_prefill: bool = True
     continuous: bool = True
+    stages: int = 1
 
 
 class Scheduler:
@@ -138,16 +140,16 @@ class Scheduler:
 
     # Steps
 
-    def schedule(self, time: StepTime | None = None, wanted: Wanted | None = None) -> SchedulerOutput:
+    def schedule(self, time: StepTime | None = None, wanted: Wanted | None = None, begin: int = 1) -> SchedulerOutput:
         """Plan the next step, of this `time` if decodes are in it; empty when nothing can run before one returns.
 
-        `wanted` says how many drafts the device should guess of a request behind the step; None: it guesses none.
+        `wanted` says how many drafts the device should guess of a request behind it; None: none. `begin`: as `in_turn`.
         """
         self.step += 1
         self._wanted = wanted
         output = SchedulerOutput(self.step)
         preempted = self.preemption_count
-        budget = self._schedule_running(output, time)
+        budget = self._schedule_running(output, time, begin)
         if self.preemption_count == preempted:
             self._admit(output, budget)
             while not output.scheduled and self._make_room():
@@ -185,11 +187,11 @@ class Scheduler:
         for unit in units:
             self.waiting.wake(unit)
 
-    def _schedule_running(self, output: SchedulerOutput, time: StepTime | None) -> StepBudget:
+    def _schedule_running(self, output: SchedulerOutput, time: StepTime | None, begin: int) -> StepBudget:
         """Returns what is left of the budget."""
         tokens = self.limits.max_batch_tokens
         behind: list[Request] = []
-        for request in list(self.running):
+        for request in in_turn(self.running, self.limits.stages, begin):
             remaining = request.remaining_tokens
             if remaining > 1:
                 behind.append(request)

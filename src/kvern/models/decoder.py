@@ -16,6 +16,7 @@ from kvern.layers.linear import Linear
 from kvern.layers.norm import make_norm
 from kvern.layers.per_layer import PerLayerInputs
 from kvern.layers.rope import RopeTable, Rotation
+from kvern.layers.stages import ReceivedRows, SentRows
 from kvern.layers.states import StepStates
 from kvern.mixer_spec import AttentionSpec, RecurrentSpec
 from kvern.model_spec import ModelSpec
@@ -78,24 +79,30 @@ class Decoder(WeightedModel):
         ropes = list(dict.fromkeys(layer.rope for layer in spec.layers if layer.rope is not None))
         self.rope_tables = nn.ModuleList(RopeTable(rope, build) for rope in ropes)
         self._rope_index = tuple(0 if layer.rope is None else ropes.index(layer.rope) for layer in spec.layers)
-        self.embed_tokens = make_embedding(spec.vocab_size, spec.hidden_size, spec.embedding_scale, build)
+        stage = build.ranks.stage
+        if stage.is_first or (stage.is_last and spec.tie_word_embeddings):
+            self.embed_tokens = make_embedding(spec.vocab_size, spec.hidden_size, spec.embedding_scale, build)
+        self.entry = self.embed_tokens if stage.is_first else ReceivedRows(spec.hidden_size, build)
         self.per_layer = None if spec.per_layer is None else PerLayerInputs(spec, spec.per_layer, build)
         self.streams = None if spec.altup is None else Streams(spec.hidden_size, spec.altup, build.whole)
         kinds = [{isinstance(mixer, RecurrentSpec) for mixer in layer.mixers} for layer in spec.layers]
         self._memory_index = tuple(sum(kind) + (len(kind) == 2) for kind in kinds)
         self._last_storing = spec.last_storing_layer
         self.layers = nn.ModuleList(self._make_layers())
-        self.norm = make_norm(spec.norm, spec.hidden_size, "norm", build)
-        self.lm_head = self._make_head()
+        self.norm = make_norm(spec.norm, spec.hidden_size, "norm", build) if stage.is_last else SentRows(build)
+        if stage.is_last:
+            self.lm_head = self._make_head()
 
     def _make_layers(self) -> Iterator[SequentialLayer]:
         caching, states = self.spec.caching_layers, 0
+        layers = self.build.ranks.stage.layers
+        first = 0 if layers is None else layers.start
         for index, layer in enumerate(self.spec.layers):
             borrowed = [mixer.cache_of for mixer in layer.mixers if isinstance(mixer, AttentionSpec)]
             owner = index if borrowed in ([], [None]) else borrowed[0]
             places = Places(caching.index(owner) if owner in caching else 0, states)
             make = block_class(self.spec, layer, self.build)
-            yield make(places, self.spec, layer, self.build.at(f"layers.{index}"))
+            yield make(places, self.spec, layer, self.build.at(f"layers.{first + index}"))
             states += sum(isinstance(mixer, RecurrentSpec) for mixer in layer.mixers)
 
     def _make_head(self) -> Linear:
@@ -121,9 +128,10 @@ class Decoder(WeightedModel):
         that stores something computes no more than that, and layers behind it nothing. `adapters`: those of the tokens,
         and of the wanted ones. `states`: of their requests, where its layers have any. `inputs` takes what layers are
         given, without `wanted`.
+        Of several stages, the first reads `token_ids`, and those before the last return what they hand on.
         """
         looked_up = None if self.per_layer is None else self.per_layer.table(token_ids)
-        return self.run(self.embed_tokens(token_ids), positions, attend, wanted, adapters, states, looked_up, inputs)
+        return self.run(self.entry(token_ids), positions, attend, wanted, adapters, states, looked_up, inputs)
 
     def run(
         self,

@@ -24,6 +24,7 @@ from kvern.models.decoder import Decoder
 from kvern.models.embedder import spec_of_folder
 from kvern.models.encoder import Encoder
 from kvern.models.share import WholeExperts, share_of
+from kvern.models.stages import part_of_stage, tensors_of_stage
 from kvern.models.weighted import TensorTarget, WeightedModel
 
 Model = TypeVar("Model", bound=WeightedModel)
@@ -99,19 +100,15 @@ def load_model(
     Raises ModelNotFound, UnsupportedModel, CorruptCheckpoint, or ConfigError for an unknown dtype.
     """
     config = read_config(folder)
-    spec = share_of(spec_of_folder(folder, config), ranks.size, whole_experts)
+    whole = spec_of_folder(folder, config)
+    spec = part_of_stage(share_of(whole, ranks.size, whole_experts), ranks.stage)
     stored = [] if load_format == "dummy" else read_headers(folder)
     linear = stored_methods(config, spec, stored, unquantized, quantization)
+    names = (llama_name(tensor.name, (*spec.renames, *linear.renames))[0] for tensor in stored)
+    stored = tensors_of_stage(stored, names, whole, ranks.stage)
     length = max_model_len or spec.max_position_embeddings
-    build = Build(
-        choose_dtype(dtype, spec, None if load_format == "dummy" else folder),
-        torch.device(device),
-        length,
-        kernels,
-        linear,
-        deterministic,
-        ranks=ranks,
-    )
+    chosen = choose_dtype(dtype, spec, None if load_format == "dummy" else folder)
+    build = Build(chosen, torch.device(device), length, kernels, linear, deterministic, ranks=ranks)
     return filled_model(Decoder, spec, build, folder, None if load_format == "dummy" else stored)
 
 
@@ -171,7 +168,7 @@ def _check_sizes(
     if stored is not None:
         _assign(outline, folder, stored)
     if build.device.type == "cpu":
-        weights = outline.weight_bytes * build.ranks.size
+        weights = outline.weight_bytes * build.ranks.processes
         rotations = 4 * build.max_model_len * sum(rope.dim for rope in {layer.rope for layer in spec.layers} if rope)
         memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         if weights + 2 * rotations > memory:

@@ -41,7 +41,7 @@ def share_of(spec: ModelSpec, size: int, whole_experts: WholeExperts | None = No
     if spec.per_layer is not None:
         _check_divides(spec, "entries in the inputs of its layers", len(spec.layers) * spec.per_layer.width, size)
     layers = tuple(_layer_share(spec, layer, size, whole_experts) for layer in spec.layers)
-    return replace(spec, layers=layers, renames=tuple(_of_whole(rename, spec) for rename in spec.renames))
+    return replace(spec, layers=layers, renames=tuple(of_whole(rename, spec) for rename in spec.renames))
 
 
 NOT_YET = "which is not possible together yet: leave tensor_parallel_size at 1"
@@ -53,7 +53,6 @@ def _reasons(spec: ModelSpec) -> Iterable[str]:
     parts = {
         "an encoder's layers": spec.encoder is not None,
         "layers that transformers computes": not spec.layers,
-        "experts beside an MLP": any(layer.experts is not None for layer in spec.layers),
         "norms over all heads that are no root-mean-square norms before a rotation": norm is not None
         and norm.scope == "row"
         and (norm.after_rope or norm.norm.kind != "rms"),
@@ -78,7 +77,8 @@ def _layer_share(spec: ModelSpec, layer: LayerSpec, size: int, whole: WholeExper
         mlp = replace(mlp, width=mlp.width // size)
     elif mlp is not None:
         mlp = _experts_share(spec, mlp, size, whole)
-    return replace(layer, mixer=mixer, mlp=mlp)
+    experts = None if layer.experts is None else _experts_share(spec, layer.experts, size, whole)
+    return replace(layer, mixer=mixer, mlp=mlp, experts=experts)
 
 
 def _attention(spec: ModelSpec, mixer: AttentionSpec, size: int) -> AttentionSpec:
@@ -114,7 +114,8 @@ def _experts_share(spec: ModelSpec, moe: MoeSpec, size: int, whole: WholeExperts
 
 def _check_experts(spec: ModelSpec, size: int, whole: WholeExperts) -> None:
     """Raise ConfigError where there are none that so many ranks could have whole."""
-    mixtures = [layer.mlp for layer in spec.layers if isinstance(layer.mlp, MoeSpec)]
+    parts = [part for layer in spec.layers for part in (layer.mlp, layer.experts)]
+    mixtures = [part for part in parts if isinstance(part, MoeSpec)]
     if size == 1:
         raise ConfigError(
             "enable_expert_parallel is on, and tensor_parallel_size is 1: raise it to the ranks that experts are to be "
@@ -146,8 +147,8 @@ def _check_divides(
         )
 
 
-def _of_whole(rename: Rename, spec: ModelSpec) -> Rename:
-    """The rule for tensors of the checkpoint, which has the whole model."""
+def of_whole(rename: Rename, spec: ModelSpec) -> Rename:
+    """The rule for tensors of the checkpoint, which has the whole model `spec`."""
     return rename if rename.transform is None else replace(rename, transform=partial(_transformed, rename, spec))
 
 

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -16,7 +17,7 @@ from kvern.errors import ConfigError, KvernError
 from kvern.models.checkpoint import read_headers
 from kvern.models.loader import outline_model, read_config, stored_methods
 from kvern.models.precision import shares
-from kvern.planning.estimate import Estimate, Model, Workload, estimate, splits
+from kvern.planning.estimate import Estimate, Model, Split, Workload, estimate, splits
 from kvern.planning.hardware import Card, check_alike, names_of, this_machine
 from kvern.worker.rank_limits import check_ranks
 
@@ -26,19 +27,21 @@ class Choice(msgspec.Struct):
 
     reason: str
     tensor_parallel_size: int = 1
+    pipeline_parallel_size: int = 1
     data_parallel_size: int = 1
+    enable_expert_parallel: bool = False
 
 
 def ranked(
-    model: Model, cards: Sequence[Card], workload: Workload, possible: Callable[[int], bool] = lambda ranks: True
+    model: Model, cards: Sequence[Card], workload: Workload, possible: Callable[[Split], bool] = lambda split: True
 ) -> list[Estimate]:
-    """Each way to divide it among all of these cards, the best first; `possible`: with so many ranks.
+    """Each way to divide it among all of these cards, the best first; `possible`: with these options.
 
     Raises ConfigError if the cards differ.
     """
     check_alike(cards)
     least = min(cards, key=lambda card: card.memory)
-    ways = [split for split in splits(len(cards), model) if possible(split.tensor)]
+    ways = [split for split in splits(len(cards), model) if possible(split)]
     return sorted(
         (estimate(model, least, split, workload) for split in ways), key=lambda item: (-item.rate, item.weights)
     )
@@ -77,16 +80,17 @@ def choose(config: EngineConfig, cards: Sequence[Card]) -> Choice:
     if usual.input + usual.output > longest:
         usual = Workload(input=max(longest // 2, 1), output=max(longest // 4, 1))
 
-    def possible(ranks: int) -> bool:
+    def possible(split: Split) -> bool:
+        options: dict[str, Any] = split.options
         try:
-            check_ranks(replace(config, tensor_parallel_size=ranks), folder, model.spec)
+            check_ranks(replace(config, **options), folder, model.spec)
         except ConfigError:
-            return ranks == 1
+            return split.cards == 1
         return True
 
     found = ranked(model, cards, usual, possible)
-    best = found[0].split
-    return Choice(f"{names_of(cards)}: {verdict(found)}", best.tensor, best.data)
+    options: dict[str, Any] = found[0].split.options
+    return Choice(f"{names_of(cards)}: {verdict(found)}", **options)
 
 
 def main() -> int:

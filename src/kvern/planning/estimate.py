@@ -4,6 +4,9 @@
                 + keys and values read / bandwidth + overhead of each layer + all-reduces
     prompts     = operations / rate + all-reduces
 
+Stages are taken to be even. Each computes a share of the requests at a time, so that a decode of one of them takes what
+it takes a whole model with that share, and what stages hand on.
+
 The shares of bandwidth and rate that steps reach are those that were measured on an H200 (docs/PERFORMANCE.md).
 """
 
@@ -12,6 +15,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import product
 
 import torch
 
@@ -22,6 +26,7 @@ from kvern.layers.unquantized import Unquantized
 from kvern.model_spec import ModelSpec, MoeSpec
 from kvern.models.precision import SMALL, Share
 from kvern.models.share import WholeExperts, share_of
+from kvern.models.stages import check_stages
 from kvern.planning.hardware import Card
 from kvern.worker.memory import GPU_MEMORY_SHARE, MARGIN_BYTES, bytes_of_state, bytes_of_token, host_cache_bytes
 from kvern.worker.plan import BATCH_REQUESTS, states_of_a_request
@@ -81,19 +86,39 @@ class Workload:
 
 @dataclass(frozen=True)
 class Split:
-    """`data` replicas of the model, each over `tensor` cards, which have parts of experts, or `whole_experts`."""
+    """`data` replicas of the model, each in `pipeline` stages over `tensor` cards.
+
+    These have parts of experts, or `whole_experts`.
+    """
 
     tensor: int
     data: int
+    pipeline: int = 1
     whole_experts: bool = False
 
     def __str__(self) -> str:
-        return f"tensor {self.tensor} x data {self.data}{', whole experts' * self.whole_experts}"
+        stages = f"pipeline {self.pipeline} x " if self.pipeline > 1 else ""
+        return f"tensor {self.tensor} x {stages}data {self.data}{', whole experts' * self.whole_experts}"
 
     @property
     def placing(self) -> WholeExperts | None:
-        """How experts are placed over the cards of a replica, for `share_of`."""
+        """How experts are placed over the cards of a stage, for `share_of`."""
         return WholeExperts() if self.whole_experts else None
+
+    @property
+    def options(self) -> dict[str, int | bool]:
+        """Of `EngineConfig`."""
+        return {
+            "tensor_parallel_size": self.tensor,
+            "pipeline_parallel_size": self.pipeline,
+            "data_parallel_size": self.data,
+            "enable_expert_parallel": self.whole_experts,
+        }
+
+    @property
+    def cards(self) -> int:
+        """Of a replica."""
+        return self.tensor * self.pipeline
 
 
 @dataclass(frozen=True)
@@ -119,21 +144,23 @@ class Estimate:
 
 def splits(cards: int, model: Model) -> Iterator[Split]:
     """All ways to divide a model among all of so many cards that kvern knows."""
-    for tensor in range(1, cards + 1):
-        if cards % tensor:
+    for tensor, pipeline in product(range(1, cards + 1), repeat=2):
+        if cards % (tensor * pipeline):
             continue
         for whole_experts in (False, True)[: 1 + (tensor > 1)]:
-            split = Split(tensor, cards // tensor, whole_experts)
+            split = Split(tensor, cards // (tensor * pipeline), pipeline, whole_experts)
             with contextlib.suppress(ConfigError):
                 check_share(model.spec, tensor, model.linear, split.placing)
+                if pipeline > 1:
+                    check_stages(model.spec, pipeline)
                 yield split
 
 
 def estimate(model: Model, card: Card, split: Split, workload: Workload) -> Estimate:
     """What it would take and give on cards like this one."""
-    weights = sum(_part(model, share, split) * share.nbytes for share in model.shares)
-    token_bytes = model.token_bytes * _part_of_keys(model, split)
-    state_bytes = model.state_bytes / split.tensor
+    weights = _weights(model, split)
+    token_bytes = model.token_bytes * _part_of_keys(model, split) / split.pipeline
+    state_bytes = model.state_bytes / split.cards
     left = card.memory - weights
     if card.host:
         room = float(host_cache_bytes(max(int(left), 0), int(token_bytes), int(state_bytes)))
@@ -149,8 +176,8 @@ def estimate(model: Model, card: Card, split: Split, workload: Workload) -> Esti
         lacks = f"weights of {weights / 1e9:.1f} GB are more than a card's {card.memory / 1e9:.1f}"
     elif batch < 1:
         lacks = f"beside weights of {weights / 1e9:.1f} GB there is no room for a sequence of {longest:,} tokens"
-    rows, middle = max(batch, 1), workload.input + workload.output // 2
-    decode = _decode_seconds(model, card, split, rows, middle)
+    stages, middle = min(split.pipeline, max(batch, 1)), workload.input + workload.output // 2
+    decode = _decode_seconds(model, card, split, max(-(-batch // stages), 1), middle)
     served = min(workload.requests, split.data * batch)
     prompt = _prompt_seconds(model, card, split, workload.input)
     return Estimate(
@@ -162,9 +189,19 @@ def estimate(model: Model, card: Card, split: Split, workload: Workload) -> Esti
         decode_one=_decode_seconds(model, card, split, 1, middle),
         decode=decode,
         first_token=max(prompt, _decode_seconds(model, card, split, 1, 1)),
-        rate=0.0 if lacks else served * workload.output / (batch * prompt + workload.output * decode),
+        rate=0.0 if lacks else served * workload.output / (batch * prompt / stages + workload.output * decode),
         lacks=lacks,
     )
+
+
+def _weights(model: Model, split: Split) -> float:
+    """Bytes on the fullest card: of several stages the first has the embeddings beside its part of what steps read."""
+    bytes_of = {share: _part(model, share, split) * share.nbytes for share in model.shares}
+    if split.pipeline == 1:
+        return sum(bytes_of.values())
+    embeddings = sum(size for share, size in bytes_of.items() if share.kind == "embeddings")
+    read = sum(bytes_of.values()) - (0 if model.spec.tie_word_embeddings else embeddings)
+    return read / split.pipeline + embeddings
 
 
 def _placed(model: Model, share: Share, split: Split) -> MoeSpec | None:
@@ -212,7 +249,8 @@ def _decode_seconds(model: Model, card: Card, split: Split, rows: int, context: 
     computed = _product_seconds(model, card, split, rows)
     keys = _key_bytes(model, context) * _part_of_keys(model, split) + 2 * model.state_bytes / split.tensor
     seconds = max(read / (READ * card.bandwidth), computed) + rows * keys / (READ * card.bandwidth)
-    return seconds + len(model.spec.layers) * card.overhead * (not card.host) + _reduced(model, card, split, rows)
+    overhead = len(model.spec.layers) * card.overhead * (not card.host)
+    return seconds + overhead + _moved(model, card, split, rows)
 
 
 def _prompt_seconds(model: Model, card: Card, split: Split, length: int) -> float:
@@ -222,7 +260,7 @@ def _prompt_seconds(model: Model, card: Card, split: Split, length: int) -> floa
         for item in model.spec.attentions
     )
     attended = pairs / (split.tensor * COMPUTED * card.rate)
-    return _product_seconds(model, card, split, length) + attended + _reduced(model, card, split, length)
+    return _product_seconds(model, card, split, length) + attended + _moved(model, card, split, length)
 
 
 def _product_seconds(model: Model, card: Card, split: Split, rows: int) -> float:
@@ -245,10 +283,11 @@ def _key_bytes(model: Model, context: int) -> float:
     return numbers * int(getattr(torch, model.dtype).itemsize)
 
 
-def _reduced(model: Model, card: Card, split: Split, rows: int) -> float:
-    """Seconds of all-reduces: two of a layer, of all rows."""
-    if split.tensor == 1:
-        return 0.0
+def _moved(model: Model, card: Card, split: Split, rows: int) -> float:
+    """Seconds of all-reduces, two of a layer, and of what stages hand on, of all rows."""
     moved = rows * model.spec.hidden_size * int(getattr(torch, model.dtype).itemsize)
+    handed = (split.pipeline - 1) * (card.delay + moved / card.link)
+    if split.tensor == 1:
+        return handed
     each = card.delay + 2 * (split.tensor - 1) / split.tensor * moved / card.link
-    return 2 * len(model.spec.layers) * each
+    return handed + 2 * len(model.spec.layers) * each

@@ -42,7 +42,7 @@ from kvern.worker.drafter import Captures, ComputedStep, Drafter, GuardedDrafter
 from kvern.worker.needs import Needs, RowNeeds
 from kvern.worker.processor_rows import ProcessorRows
 from kvern.worker.prompt_graphs import PromptGraphs
-from kvern.worker.rank_choice import CHOSEN_BY_FIRST, chosen_by_first
+from kvern.worker.rank_choice import CHOSEN_BY_FIRST, change_choices, chosen_by_first
 from kvern.worker.result import PendingStep, PromptLogprobs, embeddings, prompt_logprobs, prompt_runs, tokens_wanted
 from kvern.worker.step_parts import StepTooLarge
 from kvern.worker.verify_graphs import VerifyGraphs
@@ -74,7 +74,7 @@ class DeviceRunner:
         drafts: bool = False,
     ) -> None:
         """Steps with prompts, of at most `max_batch_tokens`, are captured up to that many; with `drafts` such steps."""
-        self._decoder = decoder
+        self._decoder, self._ranks = decoder, decoder.build.ranks
         self._attention = attention
         self.caches = attention.caches
         self._rows = rows
@@ -107,16 +107,13 @@ class DeviceRunner:
         if self._states is not None:
             self._states.prepare(output)
         self._rows.fork(output.forked)
-        self._grammars.fork(output.forked)
-        self._processors.fork(output.forked, self._rows)
-        self._needs.fork(output.forked)
         self._rows.join(output.joined)
-        self._grammars.join(output.joined if self._decoder.build.ranks.rank == 0 else ())
-        self._processors.join(output.joined)
+        change_choices(self._ranks, output, self._rows, self._grammars, self._processors, self._needs)
+        if self._ranks.stage.is_first:
+            self._rows.draft(output.known)
         self._rows.grow(output.grown)
         self._rows.grow_windows(output.grown_windows)
         self._rows.draft(output.drafts)
-        self._needs.join(output.joined)
         self._drafter.prepare(output)
         try:
             step, computed = self._start(output.scheduled)
@@ -200,8 +197,9 @@ class DeviceRunner:
             if step is not None:
                 return step, None
         batch = build_device_batch(self._rows, scheduled, self._block_size)
-        runs = prompt_runs(self._rows, batch)
-        positions = None if self._drafter.reads_hidden else tokens_wanted(batch, runs)
+        is_last = self._ranks.stage.is_last
+        runs = prompt_runs(self._rows, batch) if is_last else []
+        positions = None if self._drafter.reads_hidden or not is_last else tokens_wanted(batch, runs)
         adapters = NO_ADAPTERS
         if self._adapters is not None:
             adapters = self._adapters.select(self._rows, batch, positions is not None)
@@ -209,6 +207,8 @@ class DeviceRunner:
         attend = self._attention.plan(batch)
         inputs = self._drafter.inputs
         hidden = self._decoder(batch.token_ids, batch.positions, attend, positions, adapters, states, inputs)
+        if not is_last:
+            return PendingStep(scheduled, None, on_gpu=self._rows.device.type == "cuda"), None
         prompts = prompt_logprobs(self._decoder, batch, runs, hidden, reported)
         if not batch.sample_slots:
             on_gpu = self._rows.device.type == "cuda"  # or a long prompt's steps would all be launched at once
@@ -319,7 +319,7 @@ class DeviceRunner:
         if drawn is not None:
             accept(chosen, scores, rows, slots, decoded.positions, drawn)
         if needs & CHOSEN_BY_FIRST:
-            chosen, unknown = chosen_by_first(self._decoder.build.ranks, chosen, unknown)
+            chosen, unknown = chosen_by_first(self._ranks, chosen, unknown)
         counts: list[int | None] = []
         logprobs = None
         if needs & Needs.LOGPROBS:

@@ -4,15 +4,18 @@ import math
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
 from kvern.adapters.peft import Adapter
 from kvern.cache.tier import KVTier
 from kvern.config import EngineConfig
-from kvern.device.ranks import Ranks
+from kvern.device.ranks import Ranks, ranks_of
 from kvern.errors import ConfigError, EngineDied
 from kvern.model_spec import ModelSpec
+from kvern.models.loader import outline_model
+from kvern.models.stages import divide
 from kvern.step import ModelRunnerOutput, SchedulerOutput, StepResult
 from kvern.worker.device import resolve_device
 from kvern.worker.expert_balance import ExpertBalance
@@ -196,6 +199,28 @@ class RankedExecutor(InProcessExecutor):
         super().drop_adapter(key)
 
 
+class StagedExecutor(RankedExecutor):
+    """The last of several stages on CPUs, which begins a step when its result is asked for.
+
+    It has to wait for the stage before, and meanwhile others can begin.
+    """
+
+    def submit(self, output: SchedulerOutput) -> StepResult:
+        if self._error is None:
+            self._others.send(RunStep(output, []))
+        return _LaterStep(partial(InProcessExecutor.submit, self, output))
+
+
+class _LaterStep:
+    """A step that begins when its result is asked for."""
+
+    def __init__(self, begin: Callable[[], StepResult]) -> None:
+        self._begin = begin
+
+    def result(self) -> ModelRunnerOutput:
+        return self._begin().result()
+
+
 def start(
     config: EngineConfig,
     folder: Path,
@@ -208,7 +233,7 @@ def start(
 
     `lost` as in `RankProcesses`. Raises KvernError subclasses.
     """
-    if config.tensor_parallel_size > 1:
+    if config.ranks > 1:
         return _start_ranks(config, folder, spec, startup, draft, lost)
     worker = Worker(config, folder, spec, resolve_device(config), startup, draft)
     plan = agree([worker.probe()], config, spec)
@@ -225,10 +250,13 @@ def _start_ranks(
     draft: Path | None,
     lost: Callable[[int], None] | None,
 ) -> tuple[RankedExecutor, Layout]:
-    device = resolve_device(config)
-    ranks = Ranks(0, config.tensor_parallel_size)
+    layers = [range(len(spec.layers))]
+    if config.pipeline_parallel_size > 1:
+        layers = divide(outline_model(folder, config.dtype, config.load_format), config.pipeline_parallel_size)
+    device = resolve_device(config, config.first_rank)
+    ranks = ranks_of(config.first_rank, config.tensor_parallel_size, layers)
     worker = Worker(config, folder, spec, device, startup, draft, ranks)
-    others = RankProcesses(config, folder, draft, lost)
+    others = RankProcesses(config, folder, layers, draft, lost)
     try:
         begun = time.monotonic()
         findings = worker.probe()
@@ -262,7 +290,8 @@ def _start_ranks(
     except BaseException:
         others.end()
         raise
-    return RankedExecutor(worker, others, ranks, tier, make_balance(config, worker)), layout
+    make = StagedExecutor if len(layers) > 1 and device.type == "cpu" else RankedExecutor
+    return make(worker, others, ranks, tier, make_balance(config, worker)), layout
 
 
 def make_balance(config: EngineConfig, worker: Worker) -> ExpertBalance | None:

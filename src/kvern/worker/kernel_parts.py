@@ -73,6 +73,7 @@ class KernelParts:
         self._layers = list(spec.attentions)
         self.unquantized = TunedLinear(memory.device, plan.linear_backend)
         self._choice: AttentionChoice | None = None
+        self._captures = config.cuda_graphs and config.pipeline_parallel_size == 1  # a graph samples
         self.groups = LayerGroups.one_table(self._layers)
 
     @property
@@ -160,7 +161,7 @@ class KernelParts:
             layout.block_size,
             contents.grammars,
             contents.processors,
-            config.cuda_graphs,
+            self._captures,
             config.shared_prefix_attention,
             contents.adapters,
             layout.max_batch_tokens,
@@ -253,7 +254,7 @@ class KernelParts:
         runner.execute(SchedulerOutput(0, joined=joined, scheduled=prompts)).result()
         torch.cuda.reset_peak_memory_stats(device)
         runner.execute(SchedulerOutput(1, scheduled=decodes)).result()
-        if not (self._config.cuda_graphs and attention.captures):
+        if not (self._captures and attention.captures):
             return 0
         adapts = contents.adapters is not None and contents.adapters.bank.captures
         graphs = sum(1 for _ in captures(slots, attention.prefix_members > 0, adapts))

@@ -216,7 +216,7 @@ def lay_out(rooms: Sequence[Room], plan: Plan, config: EngineConfig) -> Layout:
         dtype=plan.cache_dtype,
         max_batch_requests=requests,
         max_batch_tokens=_batch_tokens(config, plan.device, requests, longest),
-        depth=2 if plan.on_device and config.overlap else 1,
+        depth=_depth(plan, config),
         attention=_agreed_attention(rooms),
         device=plan.device,
         gpus=plan.gpus,
@@ -228,6 +228,13 @@ def lay_out(rooms: Sequence[Room], plan: Plan, config: EngineConfig) -> Layout:
         most_drafts=room.most_drafts,
         catches_up=room.catches_up,
     )
+
+
+def _depth(plan: Plan, config: EngineConfig) -> int:
+    """Steps in flight: one in each stage; else the host's work on one beside the device's on another."""
+    if config.pipeline_parallel_size > 1:
+        return config.pipeline_parallel_size
+    return 2 if plan.on_device and config.overlap else 1
 
 
 def longest_fitting(tokens: int, room: Room, plan: Plan, config: EngineConfig) -> int:

@@ -1,4 +1,4 @@
-"""What of a step one rank decides for all.
+"""Which ranks choose tokens: those of the last stage, and what the first of them decides for all.
 
 Grammars, as what they allow depends on the time it takes, and logits processors, whose code may do anything.
 """
@@ -6,10 +6,33 @@ Grammars, as what they allow depends on the time it takes, and logits processors
 import torch
 
 from kvern.device.ranks import Ranks
+from kvern.device.rows import BatchRows
 from kvern.device.transfer import upload
-from kvern.worker.needs import Needs
+from kvern.step import SchedulerOutput
+from kvern.structured.masks import GrammarRows
+from kvern.worker.needs import Needs, RowNeeds
+from kvern.worker.processor_rows import ProcessorRows
 
 CHOSEN_BY_FIRST = Needs.GRAMMAR | Needs.PROCESSORS
+
+
+def change_choices(
+    ranks: Ranks,
+    output: SchedulerOutput,
+    rows: BatchRows,
+    grammars: GrammarRows,
+    processors: ProcessorRows,
+    needs: RowNeeds,
+) -> None:
+    """Tell what chooses tokens here of the `rows` that a step let fork and join."""
+    if not ranks.stage.is_last:
+        return
+    grammars.fork(output.forked)
+    processors.fork(output.forked, rows)
+    needs.fork(output.forked)
+    grammars.join(output.joined if ranks.rank == 0 else ())
+    processors.join(output.joined)
+    needs.join(output.joined)
 
 
 def chosen_by_first(ranks: Ranks, chosen: torch.Tensor, unknown: list[int]) -> tuple[torch.Tensor, list[int]]:

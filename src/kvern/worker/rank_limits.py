@@ -13,18 +13,55 @@ from kvern.model_spec import ModelSpec
 from kvern.models.checkpoint import read_headers
 from kvern.models.loader import outline_of, read_config, stored_methods
 from kvern.models.share import WholeExperts, share_of
+from kvern.models.stages import check_stages
 from kvern.worker.device import resolve_device
+from kvern.worker.plan import EIGHT_BIT
 
 
 def check_ranks(config: EngineConfig, folder: Path, spec: ModelSpec) -> None:
     """Raise ConfigError for options, for the model in `folder`, and a machine, that do not go with several ranks."""
-    size = config.tensor_parallel_size
     here = config.executor == "processes"  # Ray gives each rank a GPU, which is all that it sees
-    if here and resolve_device(config).type == "cuda" and torch.cuda.device_count() < size:
+    if here and resolve_device(config).type == "cuda" and torch.cuda.device_count() < config.ranks:
         raise ConfigError(
-            f"tensor_parallel_size is {size}, and this machine has {torch.cuda.device_count()} GPUs: lower it to that, "
-            "or use device cpu"
+            f"tensor_parallel_size is {config.tensor_parallel_size} and pipeline_parallel_size "
+            f"{config.pipeline_parallel_size}, and this machine has {torch.cuda.device_count()} GPUs: lower them to "
+            "that in all, or use device cpu"
         )
+    if config.pipeline_parallel_size > 1:
+        _check_options_of_stages(config, spec)
+        check_stages(spec, config.pipeline_parallel_size)
+    if config.tensor_parallel_size > 1:
+        _check_shares(config, folder, spec)
+
+
+def _check_options_of_stages(config: EngineConfig, spec: ModelSpec) -> None:
+    """Raise ConfigError for options that do not go with stages."""
+    refused = {
+        "adapters": (config.adapter_places > 0, "leave adapters and max_adapters out"),
+        f"kv_cache_dtype {config.kv_cache_dtype}": (config.kv_cache_dtype in EIGHT_BIT, "leave kv_cache_dtype auto"),
+        f"kv_tier {config.kv_tier}": (config.kv_tier is not None, "leave kv_tier out"),
+        f"draft_model {config.draft_model}": (
+            config.draft_model is not None,
+            "leave draft_model out, or use a proposer",
+        ),
+        f"proposer {config.proposer}, for a model with states,": (
+            config.proposer is not None and bool(spec.recurrent),
+            "leave proposer out",
+        ),
+        "target_itl": (config.target_itl is not None, "leave target_itl out"),
+        "rebalance_experts": (config.rebalance_experts is not None, "leave rebalance_experts out"),
+        "expert_counts": (config.expert_counts, "leave expert_counts off"),
+    }
+    for what, (is_asked, remedy) in refused.items():
+        if is_asked:
+            raise ConfigError(
+                f"{what} and pipeline_parallel_size {config.pipeline_parallel_size} are not possible together yet: "
+                f"{remedy}, or leave pipeline_parallel_size at 1"
+            )
+
+
+def _check_shares(config: EngineConfig, folder: Path, spec: ModelSpec) -> None:
+    size = config.tensor_parallel_size
     stored = [] if config.load_format == "dummy" else read_headers(folder)
     linear = stored_methods(read_config(folder), spec, stored, quantization=config.quantization)
     check_share(spec, size, linear, whole_experts(config))

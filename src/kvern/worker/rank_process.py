@@ -17,7 +17,7 @@ from typing import NamedTuple
 import zmq
 
 from kvern.config import EngineConfig
-from kvern.device.ranks import Ranks
+from kvern.device.ranks import Ranks, ranks_of
 from kvern.errors import KvernError
 from kvern.models.draft import draft_folder
 from kvern.models.folder import folder_here
@@ -90,11 +90,13 @@ def _make_rank(socket: "zmq.Socket[bytes]") -> _Rank:
     config = EngineConfig(**start.config)
     folder = folder_here(config, start.folder)
     spec = describe_model(folder, read_config(folder), config.model_implementation)
-    ranks = Ranks(start.rank, config.tensor_parallel_size)
-    on_ray = config.executor == "ray"
-    device = resolve_device(config, 0 if on_ray else start.rank)
-    draft = draft_folder(config, folder, device.type) if on_ray else start.draft and Path(start.draft)
-    worker = Worker(config, folder, spec, device, Startup(), draft or None, ranks)
+    layers = [range(*places) for places in start.layers]
+    ranks = ranks_of(start.rank, config.tensor_parallel_size, layers)
+    device = resolve_device(config, start.rank)
+    draft = None if start.draft is None else Path(start.draft)
+    if config.executor == "ray":  # this machine has a folder of its own
+        draft = draft_folder(config, folder, device.type)
+    worker = Worker(config, folder, spec, device, Startup(), draft, ranks)
     socket.send(encode(Found(worker.probe())))
     load = decode_for_rank(socket.recv())
     assert isinstance(load, LoadWeights)

@@ -12,7 +12,7 @@ import tempfile
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol, TypeVar
 
@@ -54,19 +54,26 @@ Answer = TypeVar("Answer", bound=RankMessage)
 
 
 class RankProcesses:
-    """Ranks 1, 2 ..., which end when one of them does, when this object is gone, or when this process ends.
+    """All ranks but this process's own, which end when one of them does, or this object or process does.
+
+    `layers`: those of each stage.
 
     `lost` is called, in a thread, with the exit code of the first that ended by itself, negative: by which signal.
     """
 
     def __init__(
-        self, config: EngineConfig, model: Path, draft: Path | None = None, lost: Callable[[int], None] | None = None
+        self,
+        config: EngineConfig,
+        model: Path,
+        layers: Sequence[range],
+        draft: Path | None = None,
+        lost: Callable[[int], None] | None = None,
     ) -> None:
         memory = SHARED if os.access(SHARED, os.W_OK) else None
         folder = tempfile.TemporaryDirectory(prefix="kvern-", dir=memory, ignore_cleanup_errors=True)
         self.meeting = str(Path(folder.name, "meeting"))
         self.listener: sockets.socket | None = None
-        """Where the ranks meet by TCP: of the first one."""
+        """Where the ranks meet by TCP: this process's."""
         context = zmq.Context()
         self._sockets: list[zmq.Socket[bytes]] = []
         processes: list[Process] = []
@@ -75,21 +82,23 @@ class RankProcesses:
             group = own_group()
             self.listener = sockets.create_server((join_cluster(), 0))
             self.meeting = "tcp://{}:{}".format(*self.listener.getsockname())
-        for rank in range(1, config.tensor_parallel_size):
+        self._ranks = [rank for rank in range(config.ranks) if rank != config.first_rank]
+        places = [(stage.start, stage.stop) for stage in layers]
+        for rank in self._ranks:
             socket = context.socket(zmq.PAIR)
             socket.set(zmq.LINGER, 0)
             socket.set(zmq.SNDHWM, 0)  # as many as are in flight
-            start = encode(
-                StartRank(dataclasses.asdict(config), str(model), None if draft is None else str(draft), rank)
-            )
+            guesses = None if draft is None else str(draft)
+            start = encode(StartRank(dataclasses.asdict(config), str(model), guesses, rank, places))
             if group is None:
                 processes.append(_child(socket, Path(folder.name, f"rank-{rank}"), start))
             else:
-                process = NodeProcess(config.threads or 1, int(config.device == "cuda"), group=group, bundle=rank)
+                bundle = (rank - config.first_rank) % config.ranks  # 0 is this process's
+                process = NodeProcess(config.threads or 1, int(config.device == "cuda"), group=group, bundle=bundle)
                 process.start(socket, MODULE, start)
                 processes.append(process)
             self._sockets.append(socket)
-        self._end = _End(processes, lost)
+        self._end = _End(dict(zip(self._ranks, processes, strict=True)), lost)
         weakref.finalize(self, _leave, self._end, self._sockets, context, folder)
 
     def send(self, message: RankMessage) -> None:
@@ -106,7 +115,8 @@ class RankProcesses:
         so that one which takes several times as long, and PATIENCE, hangs.
         """
         until = time.monotonic() + PATIENCE + TIMES * took
-        return [self._answer(rank, socket, kind, awaited, until) for rank, socket in enumerate(self._sockets, 1)]
+        ranks = zip(self._ranks, self._sockets, strict=True)
+        return [self._answer(rank, socket, kind, awaited, until) for rank, socket in ranks]
 
     def _answer(self, rank: int, socket: "zmq.Socket[bytes]", kind: type[Answer], awaited: str, until: float) -> Answer:
         while not socket.poll(LOOK_MILLISECONDS):
@@ -163,12 +173,13 @@ def _leave(
 class _End:
     """Of processes, which end together."""
 
-    def __init__(self, processes: Sequence[Process], lost: Callable[[int], None] | None) -> None:
-        self._processes, self._lost = processes, lost
+    def __init__(self, processes: Mapping[int, Process], lost: Callable[[int], None] | None) -> None:
+        """`processes`: by their ranks."""
+        self._processes, self._lost = list(processes.values()), lost
         self._wanted = threading.Lock()
         self.noticed = threading.Event()
         self.reason: str | None = None
-        for rank, process in enumerate(processes, 1):
+        for rank, process in processes.items():
             threading.Thread(target=self._watch, args=(rank, process), name=f"rank-{rank}", daemon=True).start()
 
     def all(self) -> None:

@@ -22,12 +22,17 @@ class RankMessage(msgspec.Struct, tag=True, array_like=True, gc=False):
 
 
 class StartRank(RankMessage):
-    """The options as built-in values, the folders of the model and its draft, and which rank the process is."""
+    """The options as built-in values, the folders of the model and its draft, which rank the process is, and how stages
+    share layers.
+
+    `layers`: where those of each stage begin and end.
+    """
 
     config: dict[str, Any]
     folder: str
     draft: str | None
     rank: int
+    layers: list[tuple[int, int]]
 
 
 class LoadWeights(RankMessage):

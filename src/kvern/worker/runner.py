@@ -21,7 +21,7 @@ from kvern.worker.captured_decodes import CapturedDecodes, Scored
 from kvern.worker.drafter import ComputedStep, Drafter, GuardedDrafter
 from kvern.worker.needs import Needs, RowNeeds
 from kvern.worker.processor_rows import ProcessorRows, ProcessorVerdict
-from kvern.worker.rank_choice import CHOSEN_BY_FIRST, chosen_by_first
+from kvern.worker.rank_choice import CHOSEN_BY_FIRST, change_choices, chosen_by_first
 from kvern.worker.result import (
     PendingStep,
     PromptLogprobs,
@@ -91,13 +91,10 @@ class ModelRunner:
         if self._states is not None:
             self._states.prepare(output)
         self._rows.fork(output.forked)
-        self._grammars.fork(output.forked)
-        self._processors.fork(output.forked, self._rows)
-        self._needs.fork(output.forked)
         self._rows.join(output.joined)
-        self._grammars.join(output.joined if self._ranks.rank == 0 else ())
-        self._processors.join(output.joined)
-        self._needs.join(output.joined)
+        change_choices(self._ranks, output, self._rows, self._grammars, self._processors, self._needs)
+        if self._ranks.stage.is_first:
+            self._rows.draft(output.known)
         self._rows.grow(output.grown)
         self._rows.grow_windows(output.grown_windows)
         self._rows.draft(output.drafts)
@@ -161,8 +158,9 @@ class ModelRunner:
                     scored = replace(scored, logits=scored.logits.clone())
                 return self._sample(scheduled, scored, needs, None, drafted)
         batch = build_input_batch(self._rows, scheduled, self._block_size)
-        runs = prompt_runs(self._rows, batch)
-        wanted = None if self._drafter.reads_hidden else tokens_wanted(batch, runs)
+        is_last = self._ranks.stage.is_last
+        runs = prompt_runs(self._rows, batch) if is_last else []
+        wanted = None if self._drafter.reads_hidden or not is_last else tokens_wanted(batch, runs)
         adapters = NO_ADAPTERS
         if self._adapters is not None:
             adapters = self._adapters.select(self._rows, batch, wanted is not None)
@@ -170,6 +168,8 @@ class ModelRunner:
         attend = self._attention.plan(batch)
         inputs = self._drafter.inputs
         hidden = self._decoder(batch.token_ids, batch.positions, attend, wanted, adapters, states, inputs)
+        if not is_last:
+            return PendingStep(scheduled, None)
         told = hidden if inputs is None else inputs.rows()
         prompts = prompt_logprobs(self._decoder, batch, runs, hidden, self._sampling.logprobs)
         if not batch.sample_slots:

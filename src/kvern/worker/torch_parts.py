@@ -86,7 +86,8 @@ class TorchParts:
         rows = make_rows(slots, layout.max_model_len, -(-layout.max_model_len // size), device, windows)
         decoder, captured, draft = contents.decoder, None, contents.draft
         drafter = None if draft is None else draft.parts.drafter(draft.decoder, layout, rows)
-        if self._captures and states is None and isinstance(attention, CompiledAttention):
+        captures = self._captures and states is None and contents.ranks.stage.count == 1
+        if captures and isinstance(attention, CompiledAttention):
             inputs = None if drafter is None else drafter.inputs
             captured = CapturedDecodes(decoder, attention, rows, size, inputs) if isinstance(decoder, Decoder) else None
         return ModelRunner(

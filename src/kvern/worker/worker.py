@@ -36,6 +36,7 @@ from kvern.models.loader import choose_dtype, load_model, read_config, stored_me
 from kvern.models.medusa_formats import is_medusa, load_medusa
 from kvern.models.medusa_heads import MedusaHeads
 from kvern.models.share import share_of
+from kvern.models.stages import part_of_stage
 from kvern.models.weighted import WeightedModel
 from kvern.sample.processors import ProcessorModel, load_processors
 from kvern.structured.grammar import grammars_of
@@ -105,9 +106,10 @@ class Worker:
         self._draft, self._ranks = draft, ranks
         self._config, self._folder, self._device = config, folder, device
         self._whole_experts = whole_experts(config)
-        self._whole, self._spec = spec, share_of(spec, ranks.size, self._whole_experts)
+        self._whole, shared = spec, share_of(spec, ranks.size, self._whole_experts)
+        self._spec = part_of_stage(shared, ranks.stage)
         self._startup = startup
-        processes = ranks.size * config.data_parallel_size
+        processes = ranks.processes * config.data_parallel_size
         self._memory = DeviceMemory(device, config.gpu_memory_share, processes)
         self._store: AdapterStore | None = None
         self._stored_scales: list[torch.Tensor | None] = [None] * len(spec.attentions)
@@ -137,7 +139,7 @@ class Worker:
             methods = stored_methods(described, self._spec, stored, quantization=config.quantization)
             check_weights_fit(self._spec, dtype, self._memory, methods, self._ranks)
         else:
-            sharing = self._ranks.size if config.executor == "processes" else 1  # Ray gives each rank its own
+            sharing = self._ranks.processes if config.executor == "processes" else 1  # Ray gives each rank its own
             torch.set_num_threads(max(1, (config.threads or cpu_threads()) // sharing))
         drafts = config.proposer is not None or self._draft is not None
         kernels = usable_kernels(config, self._spec, dtype, device, self._startup, methods, drafts, self._ranks)

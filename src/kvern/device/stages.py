@@ -1,0 +1,52 @@
+"""Stages of a model (pipeline parallelism, GPipe, https://arxiv.org/abs/1811.06965): each has some of its layers.
+
+tokens --> stage 0: embeddings, layers --> stage 1: layers --> ... --> last stage: layers, norm, scores
+"""
+
+import weakref
+from collections import deque
+from typing import Any
+
+from torch import Tensor
+
+from kvern.device.process_group import Meeting
+
+
+class Stage:
+    """Number `index` of `count`, which has the model's layers at the places `layers`; None: all.
+
+    All stages run the same steps in the same order. A method raises RuntimeError where another stage has ended, or on a
+    CPU does not come within the time of the `Meeting`.
+    """
+
+    def __init__(self, index: int = 0, count: int = 1, layers: range | None = None) -> None:
+        self.index, self.count, self.layers = index, count, layers
+        self.is_first, self.is_last = index == 0, index == count - 1
+        self._groups: list[Any] = []
+        self._sending: deque[Any] = deque()
+        weakref.finalize(self, _forget, self._sending, self._groups)
+
+    def connect(self, meeting: Meeting, name: str) -> None:
+        """Meet the other stages, whose processes call their group by the same name."""
+        if self.count > 1:
+            self._groups.append(meeting.group(name, self.index, self.count))
+
+    def send(self, hidden: Tensor) -> None:
+        """Hand `hidden [T, width]` to the next stage, without waiting until that takes it."""
+        while len(self._sending) >= self.count:  # no more steps are in flight
+            self._sending.popleft().wait()
+        self._sending.append(self._groups[0].send([hidden.contiguous()], self.index + 1, 0))
+
+    def receive(self, hidden: Tensor) -> Tensor:
+        """Fill `hidden [T, width]` with what the stage before sent; a CPU waits for it."""
+        self._groups[0].recv([hidden], self.index - 1, 0).wait()
+        return hidden
+
+
+def _forget(sending: "deque[Any]", groups: list[Any]) -> None:
+    """Their threads cannot end any more once Python has."""
+    sending.clear()
+    groups.clear()
+
+
+WHOLE = Stage()

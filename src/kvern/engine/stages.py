@@ -1,0 +1,31 @@
+"""Which requests share a step where the model has several stages, each of which computes a step at a time.
+
+The first stage learns of a token when the last has sampled it and the host knows it. So a request is in one step at a
+time, and steps take even shares of all that decode: as many are on their way as there are stages.
+"""
+
+from collections.abc import Iterable, Sequence
+
+from kvern.request import Request
+from kvern.step import ScheduledTokens
+
+
+def in_turn(running: Iterable[Request], stages: int, begin: int) -> list[Request]:
+    """Those that the next step may compute, where `begin` steps, that one among them, may begin before one returns."""
+    if stages == 1:
+        return list(running)
+    running = list(running)
+    decoding = [request for request in running if request.remaining_tokens == 1]
+    ready = [request for request in decoding if not request.in_flight]
+    count = min(-(-len(ready) // begin), -(-len(decoding) // stages))
+    passed = {*decoding}.difference(ready[:count])
+    return [request for request in running if request not in passed]
+
+
+def known_tokens(scheduled: Sequence[ScheduledTokens], requests: Sequence[Request]) -> list[tuple[int, int, list[int]]]:
+    """What a step computes of the answers that its requests have so far: `SchedulerOutput.known`."""
+    return [
+        (item.slot, item.start, request.token_ids[item.start : item.start + item.count])
+        for item, request in zip(scheduled, requests, strict=True)
+        if item.start >= request.prompt_length
+    ]

@@ -1,0 +1,35 @@
+"""What stands at the ends of a stage in the place of embeddings and of the last norm."""
+
+import torch
+from torch import Tensor
+
+from kvern.device.stages import Stage
+from kvern.layers.build import Build
+from kvern.layers.module import Module
+
+
+class ReceivedRows(Module):
+    """Rows `[T, width]` of a step's tokens, as the stage before handed them on: `ids [T] -> [T, width]`."""
+
+    def __init__(self, width: int, build: Build) -> None:
+        super().__init__()
+        self._width, self._dtype, self._device = width, build.dtype, build.device
+        self._stage: Stage = build.ranks.stage
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self._stage.receive(torch.empty(len(ids), self._width, dtype=self._dtype, device=self._device))
+
+
+class SentRows(Module):
+    """Hands the residual on to the stage behind."""
+
+    def __init__(self, build: Build) -> None:
+        super().__init__()
+        self._add, self._stage = build.on_rows.add, build.ranks.stage
+
+    def after(self, hidden: Tensor, update: Tensor | None) -> tuple[Tensor, Tensor]:
+        """The residual `[T, width]` with `update` added, twice: there is no norm."""
+        if update is not None:
+            hidden = self._add(hidden, update)
+        self._stage.send(hidden)
+        return hidden, hidden

@@ -1,0 +1,240 @@
+"""Stages of a model: how layers are divided, what a stage loads and computes, and which requests share a step."""
+
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from kvern import LLM, SamplingParams
+from kvern.device.ranks import Ranks, ranks_of
+from kvern.device.stages import Stage
+from kvern.errors import ConfigError
+from kvern.models.loader import load_model, outline_model, read_config
+from kvern.models.registry import spec_from_config
+from kvern.models.stages import balanced, check_stages, divide
+from kvern.step import SchedulerOutput
+from tests.families import FAMILIES, make_checkpoint, make_config
+from tests.gguf_files import write_gguf
+from tests.simulated_device import Setup
+from tests.simulated_engine import SimulatedEngine
+from tests.test_gguf import folder_of
+from tests.test_model_parity import PROMPT, hidden_states, logits
+
+SECONDS = 60.0
+FEW = ("llama3", "gemma3", "gpt_neox", "qwen3_moe")
+"""Tied embeddings, windows, tensors that are reordered first, experts."""
+
+
+def logits_of_stages(folder: Path, stages: int, size: int) -> list[torch.Tensor]:
+    """Of PROMPT, as each of `size` ranks of the last of so many stages has them; ranks are threads here."""
+    layers = divide(outline_model(folder), stages)
+    members = [ranks_of(number, size, layers) for number in range(stages * size)]  # there until all have ended
+
+    def compute(ranks: Ranks) -> torch.Tensor:
+        ranks.connect(folder / "meeting", torch.device("cpu"), SECONDS)
+        run = logits if ranks.stage.is_last else hidden_states
+        return run(load_model(folder, ranks=ranks), PROMPT)
+
+    with ThreadPoolExecutor(len(members)) as threads:
+        return list(threads.map(compute, members))[-size:]
+
+
+def check(folder: Path, stages: int, size: int = 1) -> None:
+    expected = logits(load_model(folder), PROMPT)
+    for found in logits_of_stages(folder, stages, size):
+        assert (found - expected).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("family", FEW)
+def test_stages_compute_what_one_process_does(family: str, tmp_path: Path) -> None:
+    check(make_checkpoint(family, tmp_path), 2)
+
+
+def test_stages_of_several_ranks_compute_what_one_process_does(tmp_path: Path) -> None:
+    check(make_checkpoint("llama3", tmp_path), 2, 2)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("family", FAMILIES)
+def test_all_families_are_divided_or_refused(family: str, tmp_path: Path) -> None:
+    folder = make_checkpoint(family, tmp_path)
+    try:
+        check_stages(spec_from_config(read_config(folder)), 2)
+    except ConfigError:
+        return
+    check(folder, 2)
+
+
+OPTIONS: dict[str, Any] = {
+    "dtype": "float32",
+    "device": "cpu",
+    "threads": 1,
+    "max_model_len": 64,
+    "max_batch_tokens": 16,
+    "max_batch_requests": 4,
+    "block_size": 4,
+    "kv_cache_tokens": 192,  # of four sequences of 64 some have to give way
+}
+
+
+def tokens_of(folder: Path, **options: Any) -> list[list[int]]:
+    """What is made of prompts of which some begin alike."""
+    prompts = [[1, 2, 3, 4, 5, 6, 7, number % 3] * (1 + number % 4) for number in range(8)]
+    params = SamplingParams(max_tokens=24, temperature=0.8, seed=3, ignore_eos=True)
+    with LLM(str(folder), **OPTIONS | options) as llm:
+        return [output.outputs[0].token_ids for output in llm.generate(prompts, params)]
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("family", ["gemma3", "qwen3_moe", "deepseek_v3", "lfm2", "qwen3_next"])
+def test_engines_in_stages_answer_as_one_process_does(family: str, tmp_path: Path) -> None:
+    """Windows, experts, latents, and layers that keep states."""
+    states = {"lfm2": "conv", "qwen3_next": "linear_attention"}.get(family)
+    kinds = {} if states is None else {"layer_types": [states, "full_attention"] * 2, "num_hidden_layers": 4}
+    folder = make_checkpoint(family, tmp_path, **kinds)
+    assert tokens_of(folder, pipeline_parallel_size=2) == tokens_of(folder)
+
+
+@pytest.mark.nightly
+def test_quantized_weights_are_divided(tmp_path: Path) -> None:
+    folder = make_checkpoint("llama", tmp_path / "model", hidden_size=128, intermediate_size=256)
+    expected = tokens_of(folder, quantization="int8")
+    assert tokens_of(folder, pipeline_parallel_size=2, quantization="int8") == expected
+
+
+@pytest.mark.nightly
+def test_gguf_files_are_divided(tmp_path: Path) -> None:
+    model = make_checkpoint("llama", tmp_path / "model", hidden_size=64, intermediate_size=96)
+    check(folder_of(write_gguf(model, tmp_path, "Q8_0").file, tmp_path), 2)
+
+
+def test_each_stage_has_a_layer_with_keys_and_values() -> None:
+    assert balanced([1] * 8, 0, 0, 2, [0, 1, 2]) == [range(2), range(2, 8)]
+    assert balanced([1] * 8, 0, 0, 2, [6, 7]) == [range(7), range(7, 8)]
+
+
+@pytest.mark.parametrize(
+    ("costs", "before", "behind", "expected"),
+    [
+        ([1, 1, 1, 1], 0, 0, [2, 2]),
+        ([1, 1, 1, 1], 0, 2, [3, 1]),
+        ([1, 1, 1, 1], 2, 0, [1, 3]),
+        ([1, 1, 1, 1], 0, 9, [3, 1]),
+        ([5, 1, 1, 1, 1, 1], 0, 0, [1, 5]),
+        ([1, 1, 1, 1, 1, 1, 1], 0, 1, [2, 3, 2]),
+        ([1, 1, 1], 0, 7, [1, 1, 1]),
+    ],
+)
+def test_layers_are_cut_where_the_largest_stage_is_smallest(
+    costs: list[int], before: int, behind: int, expected: list[int]
+) -> None:
+    found = balanced(costs, before, behind, len(expected), range(len(costs)))
+    assert [place for places in found for place in places] == list(range(len(costs)))
+    assert [len(places) for places in found] == expected
+
+
+def test_a_large_vocabulary_leaves_the_last_stage_fewer_layers(tmp_path: Path) -> None:
+    folder = make_checkpoint("llama", tmp_path, num_hidden_layers=4, vocab_size=3000)
+    assert divide(outline_model(folder), 2) == [range(3), range(3, 4)]
+    folder = make_checkpoint("llama", tmp_path / "small", num_hidden_layers=4, vocab_size=64)
+    assert divide(outline_model(folder), 2) == [range(2), range(2, 4)]
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_each_stage_holds_its_layers_alone(tied: bool, tmp_path: Path) -> None:
+    folder = make_checkpoint("llama", tmp_path, tie_word_embeddings=tied)
+    whole = load_model(folder)
+    first, last = (
+        load_model(folder, ranks=Ranks(stage=Stage(index, 2, places)))
+        for index, places in enumerate((range(1), range(1, 3)))
+    )
+    embedding, head = whole.embed_tokens.method.dequantize(), whole.lm_head.method.dequantize()
+    assert torch.equal(first.embed_tokens.method.dequantize(), embedding)
+    assert torch.equal(last.lm_head.method.dequantize(), head)
+    both = first.weight_bytes + last.weight_bytes
+    assert both == whole.weight_bytes + (embedding.nbytes if tied else 0)
+    assert not hasattr(first, "lm_head") and hasattr(last, "embed_tokens") == tied
+
+
+@pytest.mark.parametrize(
+    ("family", "stages", "reason"),
+    [
+        ("llama", 4, "pipeline_parallel_size is 4, and llama has 3 layers that keep keys and values: lower it"),
+        ("gemma3n", 2, "and gemma3n_text has several residual streams, which is not possible together yet"),
+    ],
+)
+def test_models_that_cannot_be_divided_are_refused_by_name(family: str, stages: int, reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        check_stages(spec_from_config(make_config(family).to_dict()), stages)
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"max_adapters": 2}, "adapters and pipeline_parallel_size 2 are not possible together yet"),
+        ({"kv_cache_dtype": "int8"}, "kv_cache_dtype int8 and"),
+        ({"draft_model": "kvern-1m"}, "draft_model kvern-1m and"),
+        ({"target_itl": "50ms"}, "target_itl and"),
+        ({"pipeline_parallel_size": 0}, "pipeline_parallel_size is 0: it must be at least 1"),
+        ({"pipeline_parallel_size": 8}, "pipeline_parallel_size is 8, and llama has 7 layers that keep"),
+    ],
+)
+def test_what_stages_cannot_do_yet_is_refused_by_name(options: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        LLM("kvern-12m", **{"pipeline_parallel_size": 2, "device": "cpu", **options})
+
+
+class TracedEngine(SimulatedEngine):
+    """Remembers the requests of the steps that begin, and how many are then on their way."""
+
+    def __init__(self, setup: Setup) -> None:
+        super().__init__(setup)
+        self.steps: list[set[str]] = []
+        self.in_flight: list[int] = []
+
+    def submit(self, output: SchedulerOutput) -> Any:
+        self.steps.append(set(output.request_ids))
+        self.in_flight.append(len(self.device.queue) + 1)
+        return super().submit(output)
+
+
+@pytest.mark.parametrize(("stages", "requests"), [(2, 4), (2, 5), (2, 2), (3, 6), (3, 4), (4, 8)])
+def test_in_steady_decode_each_stage_has_a_step_of_other_requests(stages: int, requests: int) -> None:
+    setup = Setup(stages=stages, depth=stages, slots=requests, max_model_len=100, spare_blocks=300, spare_budget=50)
+    engine = TracedEngine(setup)
+    for number in range(requests):
+        engine.add([number % 3, 1, 2], max_tokens=60)
+    while len(engine.steps) < 60:
+        engine.step()
+    assert set(engine.in_flight[20:]) == {stages}, "no stage is without a step"
+    for begin in range(20, 50, stages):
+        together = engine.steps[begin : begin + stages]
+        taken = Counter(name for step in together for name in step)
+        assert taken == Counter(f"{number}#0" for number in range(requests))
+        sizes = [len(step) for step in together]
+        assert max(sizes) - min(sizes) <= 1
+
+
+def test_steps_are_even_again_when_requests_have_ended() -> None:
+    setup = Setup(stages=2, depth=2, slots=8, max_model_len=100, spare_blocks=300, spare_budget=50)
+    engine = TracedEngine(setup)
+    first = [engine.add([number % 3, 1], max_tokens=60)[0] for number in range(8)]
+    while len(engine.steps) < 21:
+        engine.step()
+    for request in [request for request in first if request.request_id in engine.steps[-1]][:3]:
+        engine.finish(request)
+    while len(engine.steps) < 40:
+        engine.step()
+    assert sorted(len(step) for step in engine.steps[-2:]) == [2, 3]
+    assert set(engine.in_flight[-10:]) == {2}
+
+
+def test_a_single_request_is_in_one_step_at_a_time() -> None:
+    engine = TracedEngine(replace(Setup(), stages=2, depth=2))
+    engine.add([0, 1, 2], max_tokens=10)
+    engine.run()
+    assert set(engine.in_flight) == {1}
