@@ -154,12 +154,12 @@ def test_engines_are_added_on_nodes_that_have_room(
 ) -> None:
     keys = tmp_path / "keys"
     keys.write_text(f"admin:{KEY} admin=1\n")
-    with serving_on(cluster, "--threads", "2", "--api-key-file", str(keys)) as served:
+    with serving_on(cluster, "--threads", str(CPUS), "--api-key-file", str(keys)) as served:
         assert served.raw("POST", "/v1/add_engine", b"{}")[0] == 200
         assert [len(engines_of(cluster, node)) for node in cluster.nodes] == [1, 1]
         status, _, refused = served.raw("POST", "/v1/add_engine", b"{}")
         assert status == 400
-        assert f"the engines need 6 CPUs, and the Ray cluster has {2 * CPUS}" in refused["error"]["message"]
+        assert f"the engines need {3 * CPUS} CPUs, and the Ray cluster has {2 * CPUS}" in refused["error"]["message"]
         assert served.raw("POST", "/v1/remove_engine", b'{"engine": "0"}')[0] == 200
         assert len(engines_of(cluster)) == 1
         asked = served.client()
