@@ -54,6 +54,9 @@ class EngineConfig:
     tensor_parallel_size: int = 1
     """Processes that compute the model together, each with a share of its weights and of its KV cache: one a GPU, or
     several of a CPU. One that waits for another for half of engine_timeout gives up: a server then starts anew."""
+    executor: Literal["processes", "ray"] = "processes"
+    """Who starts the processes of engines and of their ranks: processes of this machine, or ray on nodes of the cluster
+    that RAY_ADDRESS names, where each rank has a GPU, or as many processors as threads says."""
     enable_expert_parallel: bool = False
     """Place whole experts of a mixture on the ranks of tensor_parallel_size, instead of a part of each on all."""
     redundant_experts: int = 0

@@ -51,7 +51,8 @@ class LLM:
 
     def __init__(self, model: str | None = None, **options: Any) -> None:
         config = EngineConfig(model=model, **options)
-        self._engine = SeveralEngines(config) if config.data_parallel_size > 1 else Engine(config)
+        several = config.data_parallel_size > 1 or config.executor == "ray"
+        self._engine = SeveralEngines(config) if several else Engine(config)
         self._ids = (f"request-{number}" for number in itertools.count())
 
     @property

@@ -8,7 +8,7 @@ import sys
 
 from kvern.cli.stderr_relay import relay_stderr
 from kvern.cpu.cores import limit_spinning
-from kvern.engine.child import EngineProcess
+from kvern.engine.child import EngineChild, EngineProcess
 
 _begun: list[EngineProcess] = []
 
@@ -39,4 +39,4 @@ def engine_process() -> EngineProcess:
 def _begin() -> None:
     for number in (signal.SIGINT, signal.SIGTERM):  # until the server has handlers: nothing runs yet
         signal.signal(number, lambda *_: sys.exit(0))
-    _begun.append(EngineProcess())
+    _begun.append(EngineChild())

@@ -11,6 +11,7 @@ from typing import Annotated
 import tyro
 
 from kvern.config import DEFAULT_ADAPTERS, EngineConfig
+from kvern.engine.child import EngineProcess
 from kvern.server.config import ServerConfig
 
 
@@ -33,15 +34,19 @@ class ServeCommand:
 
         from kvern.cli.entry import engine_process
 
-        process = engine_process()  # it imports PyTorch while this one imports the server
+        process: EngineProcess | None = engine_process()  # it imports PyTorch while this one imports the server
         import uvloop
 
         from kvern.server.run import serve
 
         engine = dataclasses.replace(self.engine, model=self.name) if self.name is not None else self.engine
+        if process is not None and engine.executor == "ray":  # all engines run where Ray says
+            process.kill()
+            process.forget()
+            process = None
         if self.server.adapter_folder is not None and engine.max_adapters is None:
             engine = dataclasses.replace(engine, max_adapters=DEFAULT_ADAPTERS)
-        if not self.divided:
+        if not self.divided and engine.executor == "processes":
             engine = planned(engine)
         logging.basicConfig(format="kvern: %(message)s", level=logging.WARNING)
         logging.getLogger("kvern.requests").setLevel(logging.INFO)

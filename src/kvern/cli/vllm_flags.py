@@ -148,7 +148,7 @@ VLLM: dict[str, Rule] = {
     "decode_context_parallel_size": Idle(ONE_DEVICE, 1, only=ONE),
     "prefill_context_parallel_size": Idle(ONE_DEVICE, 1, only=ONE),
     "nnodes": Idle("kvern runs on one machine", 1, only=ONE),
-    "distributed_executor_backend": Idle(ONE_PROCESS, 1, only=("mp", "uni")),
+    "distributed_executor_backend": Named("executor", lambda name: "processes" if name in ("mp", "uni") else name),
     "max_parallel_loading_workers": Idle(ONE_PROCESS, 1),
     "num_redundant_experts": Named("redundant_experts"),
     "enable_eplb": Switch("rebalance_experts", yes="60s", no="none"),

@@ -1,32 +1,66 @@
-"""Groups of processes of one machine that exchange tensors: through gloo on CPUs, through NCCL on GPUs."""
+"""Groups of processes that exchange tensors: through gloo on CPUs, through NCCL on GPUs."""
 
 import importlib
 import os
+import socket
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import torch
+
+from kvern.sockets import address_towards, interface_of
 
 LOOPBACK = "127.0.0.1"
 
 
-def connect(file: Path, rank: int, size: int, device: torch.device, seconds: float) -> Any:
-    """PyTorch's group, once all `size` members are there, who name the same file, which does not exist before.
+class Meeting:
+    """Where processes meet that compute one model with these devices, and wait for each other so many seconds at most.
 
-    It waits for them so long at most. Members on CPUs talk over the loopback interface, and wait so long each time.
-    PyTorch's own description of groups lacks their methods.
+    That is a file, which does not exist before, of processes of one machine, which talk over the loopback interface; or
+    tcp://HOST:PORT, where one of them has the `listener`, and all talk over the network that leads there.
     """
-    distributed: Any = importlib.import_module("torch.distributed")
-    store = distributed.FileStore(str(file), size)
-    store.set_timeout(timedelta(seconds=seconds))
-    if device.type == "cuda":
-        os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")  # all are on one machine
-        options = distributed.ProcessGroupNCCL.Options()
-        options._timeout = timedelta(seconds=seconds)
-        return distributed.ProcessGroupNCCL(store, rank, size, options)
-    gloo = distributed.ProcessGroupGloo
-    gloo_options = gloo._Options()
-    gloo_options._timeout = timedelta(seconds=seconds)
-    gloo_options._devices = [gloo.create_device(hostname=LOOPBACK)]
-    return gloo(store, rank, size, gloo_options)
+
+    def __init__(
+        self,
+        place: Path | str,
+        processes: int,
+        device: torch.device,
+        seconds: float,
+        listener: socket.socket | None = None,
+    ) -> None:
+        self._device, self._waits = device, timedelta(seconds=seconds)
+        self._distributed: Any = importlib.import_module("torch.distributed")
+        self._own, url = LOOPBACK, urlsplit(str(place))
+        if url.scheme == "tcp":
+            self._own = address_towards(url.hostname or "")
+            self._store = self._distributed.TCPStore(
+                url.hostname,
+                url.port,
+                processes,
+                listener is not None,
+                self._waits,
+                wait_for_workers=False,
+                master_listen_fd=None if listener is None else listener.detach(),
+            )
+        else:
+            self._store = self._distributed.FileStore(str(place), processes)
+        self._store.set_timeout(self._waits)
+
+    def group(self, name: str, rank: int, size: int) -> Any:
+        """PyTorch's group, once all `size` members are there, which call it by this name.
+
+        Members on CPUs wait so long for each other each time. PyTorch's own description of groups lacks their methods.
+        """
+        store = self._distributed.PrefixStore(name, self._store)
+        if self._device.type == "cuda":
+            os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo" if self._own == LOOPBACK else interface_of(self._own))
+            options = self._distributed.ProcessGroupNCCL.Options()
+            options._timeout = self._waits
+            return self._distributed.ProcessGroupNCCL(store, rank, size, options)
+        gloo = self._distributed.ProcessGroupGloo
+        gloo_options = gloo._Options()
+        gloo_options._timeout = self._waits
+        gloo_options._devices = [gloo.create_device(hostname=self._own)]
+        return gloo(store, rank, size, gloo_options)

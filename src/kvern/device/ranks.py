@@ -1,5 +1,6 @@
-"""Ranks that compute one model together: processes of one machine, each with a device and a share of the weights."""
+"""Ranks that compute one model together: processes, each with a device and a share of the weights."""
 
+import socket
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kvern.cpu.ranks import SharedMemory
-from kvern.device.process_group import connect
+from kvern.device.process_group import Meeting
 from kvern.device.stages import WHOLE, Stage
 
 
@@ -51,26 +52,32 @@ class Ranks:
 
     def connect(
         self,
-        file: Path,
+        place: Path | str,
         device: torch.device,
         seconds: float,
         kernels: frozenset[str] = frozenset(),
         *,
         ordered: bool = False,
+        listener: socket.socket | None = None,
     ) -> None:
-        """Meet the others, who name the same file, which does not exist before; wait for them so long at most.
+        """Meet the others, who name the same place as of `Meeting`; wait for them so long at most.
 
-        CPUs share memory if all of them have the `kernels` "cpu_ranks", else they talk through gloo over the loopback
-        interface, and wait so long each time; GPUs talk through NCCL. With `ordered` sums of many numbers have the same
-        order of additions as sums of few.
+        CPUs share memory if all have the `kernels` "cpu_ranks", as only those of one machine may; else they talk
+        through gloo, and wait so long each time; GPUs talk through NCCL. With `ordered` sums of many numbers have the
+        same order of additions as sums of few.
         """
         self._ordered = ordered
-        own = _of(file, "stage", self.stage.index)
-        if self.size > 1 and "cpu_ranks" in kernels:
-            self._memory = SharedMemory(own, self.rank, self.size, seconds)
-        elif self.size > 1:
-            self._groups.append(connect(own, self.rank, self.size, device, seconds))
-        self.stage.connect(_of(file, "rank", self.rank), device, seconds)
+        own = f"stage-{self.stage.index}"
+        shares_memory = "cpu_ranks" in kernels
+        if self.size > 1 and shares_memory:
+            file = Path(place)
+            self._memory = SharedMemory(file.with_name(f"{file.name}-{own}"), self.rank, self.size, seconds)
+        if self.processes == 1 or (self.stage.count == 1 and shares_memory):
+            return
+        meeting = Meeting(place, self.processes, device, seconds, listener)
+        if self.size > 1 and not shares_memory:
+            self._groups.append(meeting.group(own, self.rank, self.size))
+        self.stage.connect(meeting, f"rank-{self.rank}")
 
     @property
     def processes(self) -> int:
@@ -151,10 +158,6 @@ class Ranks:
         """Raise RuntimeError if a rank was missing in a call that was captured."""
         if self._memory is not None:
             self._memory.check()
-
-
-def _of(file: Path, kind: str, number: int) -> Path:
-    return file.with_name(f"{file.name}-{kind}-{number}")
 
 
 def ranks_of(number: int, size: int, layers: Sequence[range]) -> Ranks:

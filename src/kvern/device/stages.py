@@ -5,20 +5,18 @@ tokens --> stage 0: embeddings, layers --> stage 1: layers --> ... --> last stag
 
 import weakref
 from collections import deque
-from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from kvern.device.process_group import connect
+from kvern.device.process_group import Meeting
 
 
 class Stage:
     """Number `index` of `count`, which has the model's layers at the places `layers`; None: all.
 
     All stages run the same steps in the same order. A method raises RuntimeError where another stage has ended, or on a
-    CPU does not come within the time given to `connect`.
+    CPU does not come within the time of the `Meeting`.
     """
 
     def __init__(self, index: int = 0, count: int = 1, layers: range | None = None) -> None:
@@ -28,10 +26,10 @@ class Stage:
         self._sending: deque[Any] = deque()
         weakref.finalize(self, _forget, self._sending, self._groups)
 
-    def connect(self, file: Path, device: torch.device, seconds: float) -> None:
-        """Meet the other stages; as `Ranks.connect`."""
+    def connect(self, meeting: Meeting, name: str) -> None:
+        """Meet the other stages, whose processes call their group by the same name."""
         if self.count > 1:
-            self._groups.append(connect(file, self.index, self.count, device, seconds))
+            self._groups.append(meeting.group(name, self.index, self.count))
 
     def send(self, hidden: Tensor) -> None:
         """Hand `hidden [T, width]` to the next stage, without waiting until that takes it."""

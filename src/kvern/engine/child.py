@@ -10,12 +10,49 @@ import threading
 from collections.abc import Mapping, Set
 from concurrent.futures import Future
 from pathlib import Path
+from typing import Any, Protocol
+
+import zmq
 
 from kvern.bytecode import bytecode_environment
+from kvern.engine.running_file import read_running
 
 
-class EngineProcess:
-    """A process that imports what engines need, and waits at `address` for the message that names its model.
+class EngineProcess(Protocol):
+    """An engine's process, wherever it runs."""
+
+    @property
+    def returncode(self) -> int | None:
+        """How it ended, negative: by which signal; None: it runs."""
+        ...
+
+    def listen(self, socket: "zmq.Socket[Any]") -> None:
+        """Bind the socket to where the process will connect, or has."""
+        ...
+
+    def bind(self, processors: Set[int]) -> None:
+        """Let it run on these alone, if any are named."""
+        ...
+
+    async def wait(self) -> int:
+        """Its `returncode`, once there is one."""
+        ...
+
+    def kill(self) -> None:
+        """End it at once."""
+        ...
+
+    def last_requests(self) -> list[str]:
+        """The requests that it computed when it ended, those of the last step first."""
+        ...
+
+    def forget(self) -> None:
+        """Remove what it leaves behind."""
+        ...
+
+
+class EngineChild:
+    """A child of this process that imports what engines need, and waits for the message that names its model.
 
     In the file `running` it notes what it computes. Both are in a folder that only this user may enter. The process
     ends when this one does.
@@ -24,36 +61,37 @@ class EngineProcess:
     def __init__(self, environment: Mapping[str, str] | None = None) -> None:
         """`environment`: what it has beside that of this process."""
         self._folder = tempfile.TemporaryDirectory(prefix="kvern-", ignore_cleanup_errors=True)
-        self.address = f"ipc://{Path(self._folder.name, 'engine')}"
-        self.running = Path(self._folder.name, "running")
-        command = [sys.executable, "-m", "kvern.engine.process", self.address, str(self.running), str(os.getpid())]
+        self._address = f"ipc://{Path(self._folder.name, 'engine')}"
+        self._running = Path(self._folder.name, "running")
+        command = [sys.executable, "-m", "kvern.engine.process", self._address, str(self._running), str(os.getpid())]
         self._process = subprocess.Popen(  # noqa: S603 (no shell, our own words)
             command, stdin=subprocess.DEVNULL, env={**os.environ, **bytecode_environment(), **(environment or {})}
         )
         self._ended: Future[int] = Future()
         threading.Thread(target=self._watch, name="engine-process", daemon=True).start()
 
+    def listen(self, socket: "zmq.Socket[Any]") -> None:
+        socket.bind(self._address)
+
     def bind(self, processors: Set[int]) -> None:
-        """Let it run on these alone, if any are named."""
         if processors:
             with contextlib.suppress(ProcessLookupError):  # that it has ended is noticed elsewhere
                 os.sched_setaffinity(self._process.pid, processors)
 
     @property
     def returncode(self) -> int | None:
-        """How it ended, negative: by which signal; None: it runs."""
         return self._ended.result() if self._ended.done() else None
 
     async def wait(self) -> int:
-        """Its `returncode`, once there is one."""
         return await asyncio.shield(asyncio.wrap_future(self._ended))
 
     def kill(self) -> None:
-        """End it at once."""
         self._process.kill()
 
+    def last_requests(self) -> list[str]:
+        return read_running(self._running.read_bytes()) if self._running.exists() else []
+
     def forget(self) -> None:
-        """Remove what it leaves behind."""
         self._folder.cleanup()
 
     def _watch(self) -> None:

@@ -16,7 +16,7 @@ from kvern.engine.output import OutputProcessor
 from kvern.engine.replicas import Replicas
 from kvern.engine.wire import Ready
 from kvern.errors import EngineClosed
-from kvern.models.folder import model_folder
+from kvern.models.folder import for_engines, model_folder
 from kvern.observe.metrics import Metrics, Refusals
 from kvern.tokenizer import Tokenizer
 
@@ -41,7 +41,7 @@ class EngineClient:
         self.tokenizer = Tokenizer(self.folder, config.chat_template_kwargs)
         self.inputs = ClientInputs(self.config, self.folder, self.tokenizer)
         names, outputs = AdapterNames(frozenset(self.names)), OutputProcessor(self.tokenizer)
-        self.replicas = Replicas(self.config, outputs, names, process)
+        self.replicas = Replicas(for_engines(config, self.folder), outputs, names, process)
         self.adapters = self.replicas.adapters
         self.refusals = self.replicas.refusals
         self.generations = Generations(self.inputs, self.replicas)

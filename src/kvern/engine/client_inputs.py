@@ -82,6 +82,10 @@ class ClientInputs:
         """What decides about requests."""
         return self._ready.model
 
+    def check_generates(self) -> None:
+        """Raises InvalidRequest for a model that generates no text."""
+        self._ready.check_generates()
+
     async def request(
         self,
         request_id: str,

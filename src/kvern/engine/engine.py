@@ -34,6 +34,11 @@ class Engine:
                 f"data_parallel_size is {config.data_parallel_size}, and this is one engine, in this process: leave it "
                 "out, or use LLM, kvern run or kvern serve"
             )
+        if config.executor != "processes":
+            raise ConfigError(
+                f"executor is {config.executor}, and this is one engine, in this process: leave it out, or use "
+                "LLM, kvern run or kvern serve"
+            )
         self.startup = Startup()
         self.config = config
         self.folder = folder = model_folder(config)

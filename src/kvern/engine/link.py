@@ -44,7 +44,7 @@ class EngineLink:
         socket = zmq.asyncio.Context.instance().socket(zmq.PAIR)
         socket.set(zmq.LINGER, 0)
         socket.set(zmq.SNDHWM, 0)  # what is sent is bounded by what is asked
-        socket.bind(process.address)
+        process.listen(socket)
         link = cls(process, socket, config.engine_timeout)
         sent = asyncio.ensure_future(socket.send(encode(Start(dataclasses.asdict(config)))))
         try:

@@ -1,4 +1,4 @@
-"""Where the engines of one model run: a GPU each, or a share of the processors each."""
+"""Where the engines of one model run: a GPU each, a share of the processors each, or nodes of a Ray cluster."""
 
 import dataclasses
 import importlib.util
@@ -11,7 +11,10 @@ from pathlib import Path
 from kvern.config import EngineConfig
 from kvern.cpu.cores import shares_of_cores
 from kvern.cpu.host_memory import available_memory
+from kvern.engine.child import EngineChild, EngineProcess
+from kvern.engine.node_engine import EngineOnNode
 from kvern.errors import ConfigError
+from kvern.ray_nodes import NodeProcess, check_room, join_cluster
 
 
 @dataclass(frozen=True)
@@ -33,10 +36,28 @@ class Place:
         """The options of the engine here."""
         return dataclasses.replace(config, threads=config.threads or self.threads)
 
+    def launch(self) -> EngineProcess:
+        """The process of an engine here."""
+        return EngineChild(self.environment)
+
+
+@dataclass(frozen=True)
+class RayPlace(Place):
+    """On some node of a Ray cluster, which has so many processors and GPUs for each of the engine's `ranks`."""
+
+    rank_cpus: int = 1
+    rank_gpus: int = 0
+    ranks: int = 1
+
+    def launch(self) -> EngineProcess:
+        return EngineOnNode(NodeProcess(self.rank_cpus, self.rank_gpus, self.ranks))
+
 
 def places_of(config: EngineConfig) -> list[Place]:
     """A place for each engine of `config.data_parallel_size`. Raises ConfigError if there are too few."""
     count = config.data_parallel_size
+    if config.executor == "ray":
+        return [_ray_place(config, count)] * count
     if count == 1:
         return [Place()]
     try:
@@ -47,6 +68,8 @@ def places_of(config: EngineConfig) -> list[Place]:
 
 def place_of(config: EngineConfig, number: int, count: int) -> Place:
     """Where the engine of this number runs, from 0 on, when there are `count`. Raises ConfigError without such."""
+    if config.executor == "ray":
+        return _ray_place(config, count)
     each, most = config.ranks, max(number + 1, count)
     gpus = seen_gpus(config)
     if gpus or config.device == "cuda":
@@ -68,13 +91,25 @@ def seen_gpus(config: EngineConfig) -> list[str]:
 def check_memory(config: EngineConfig, place: Place) -> None:
     """Raise ConfigError if the host's memory does not hold the weights of another engine, on a CPU, as they are stored.
 
-    What a GPU holds the engine finds out itself.
+    What a GPU holds, or a node of a Ray cluster, the engine finds out itself.
     """
+    if config.executor == "ray" or place.gpus:
+        return
     folder = Path(config.model or "")
     files = [folder] if folder.is_file() else [*folder.glob("*.safetensors"), *folder.glob("*.gguf")]
     needed, free = sum(file.stat().st_size for file in files), available_memory()
-    if not place.gpus and needed > free:
+    if needed > free:
         raise ConfigError(f"the weights take {needed / 1e9:.1f} GB, and {free / 1e9:.1f} GB of memory are free")
+
+
+def _ray_place(config: EngineConfig, count: int) -> Place:
+    """The same for each of `count` engines: Ray chooses where."""
+    if config.device == "auto":
+        raise ConfigError("device is auto and executor ray: Ray has to know what an engine takes; give cuda or cpu")
+    cpus, gpus, ranks = config.threads or 1, int(config.device == "cuda"), config.ranks
+    join_cluster()
+    check_room(count * ranks * cpus, count * ranks * gpus)
+    return RayPlace(rank_cpus=cpus, rank_gpus=gpus, ranks=ranks)
 
 
 def gpu_count() -> int:

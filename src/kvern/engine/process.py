@@ -40,6 +40,8 @@ from kvern.engine.wire import (
 )
 from kvern.errors import KvernError, in_a_line
 from kvern.events import TokenEvent
+from kvern.models.folder import folder_here
+from kvern.sockets import connect
 from kvern.worker import ahead
 from kvern.worker.startup import Startup
 
@@ -67,7 +69,7 @@ def main(address: str, running: str, parent: int) -> int:
     socket = zmq.Context().socket(zmq.PAIR)
     socket.set(zmq.SNDHWM, 0)  # a server that is busy must not stop the engine
     socket.set(zmq.LINGER, LINGER_MILLISECONDS)
-    socket.connect(address)
+    connect(socket, address)
     gc.disable()  # nothing that a start makes is garbage
     ahead.identify_triton()
     importing = threading.Thread(target=import_engine, name="import", daemon=True)
@@ -87,7 +89,7 @@ def main(address: str, running: str, parent: int) -> int:
 
             startup = Startup()
             note = RunningFile(Path(running)).write
-            folder = Path(config.model or "")
+            folder = folder_here(config, config.model or "")
             core, spec, layout = build_core(
                 config, folder, startup, prepares=True, note=note, streams=True, lost=end_like
             )

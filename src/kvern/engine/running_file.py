@@ -25,11 +25,10 @@ class RunningFile:
         os.pwrite(self._descriptor, len(content).to_bytes(LENGTH_BYTES, "little") + content, 0)
 
 
-def read_running(path: Path) -> list[str]:
+def read_running(content: bytes) -> list[str]:
     """The requests that ran at the end, those of the last step first."""
     try:
-        content = path.read_bytes()
         end = LENGTH_BYTES + int.from_bytes(content[:LENGTH_BYTES], "little")
         return msgspec.msgpack.decode(content[LENGTH_BYTES:end], type=list[str])
-    except (OSError, msgspec.DecodeError):
+    except msgspec.DecodeError:
         return []

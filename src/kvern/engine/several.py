@@ -6,7 +6,6 @@ Between calls the loop stands still, so that no output grows while its reader lo
 """
 
 import asyncio
-import dataclasses
 import threading
 import time
 import weakref
@@ -25,7 +24,7 @@ from kvern.engine.supervisor import LOOK_SECONDS
 from kvern.errors import EngineClosed, InvalidRequest
 from kvern.events import EngineStatistics, all_together
 from kvern.model_spec import ModelSpec
-from kvern.models.folder import model_folder
+from kvern.models.folder import for_engines, model_folder
 from kvern.models.implementation import describe_model
 from kvern.models.loader import read_config
 from kvern.outputs import RequestOutput
@@ -38,7 +37,7 @@ T = TypeVar("T")
 
 
 class SeveralEngines:
-    """The engines of a configuration with `data_parallel_size`; its methods are those of `Engine`. Not thread-safe.
+    """The engines of `data_parallel_size`, or of a cluster of Ray, with the methods of `Engine`. Not thread-safe.
 
     An engine that dies is replaced, and others go on with its requests. `add` and `step` raise EngineUnavailable if
     engines keep dying.
@@ -50,8 +49,7 @@ class SeveralEngines:
         self.config = config
         self.tokenizer = Tokenizer(self.folder, config.chat_template_kwargs)
         self._names = AdapterNames(frozenset(config.model_names))
-        own = dataclasses.replace(config, model=str(self.folder), revision=None)
-        self._replicas = Replicas(own, OutputProcessor(self.tokenizer), self._names, None)
+        self._replicas = Replicas(for_engines(config, self.folder), OutputProcessor(self.tokenizer), self._names, None)
         self._generations: dict[str, Generation] = {}
         self._grown = asyncio.Event()
         self._changed: dict[str, None] = {}

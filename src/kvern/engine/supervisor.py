@@ -17,7 +17,6 @@ from kvern.config import EngineConfig
 from kvern.engine.child import EngineProcess
 from kvern.engine.link import EngineLink
 from kvern.engine.places import Place
-from kvern.engine.running_file import read_running
 from kvern.engine.wire import AdapterRead, Events, WireMessage
 from kvern.errors import ConfigError, EngineClosed, EngineDied, EngineUnavailable
 
@@ -155,7 +154,7 @@ class Supervisor:
             self.available.clear()
             await self.link.stop()
             killed = self.link.silent or self.link.process.returncode == -signal.SIGKILL
-            return Death(error, read_running(self.link.process.running), killed, time.monotonic() - self._began)
+            return Death(error, self.link.process.last_requests(), killed, time.monotonic() - self._began)
         raise AssertionError("the engine's messages end with its death")
 
     def _bury(self, death: Death) -> None:
@@ -188,7 +187,7 @@ class Supervisor:
     async def _launch(self) -> None:
         if self._link is not None:
             self._link.process.forget()
-        process, self._first = self._first or EngineProcess(self._place.environment), None
+        process, self._first = self._first or self._place.launch(), None
         process.bind(self._place.processors)
         self._link = await EngineLink.start(self._config, process)
         await self._owner.prepare(self._link)

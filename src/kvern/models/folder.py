@@ -10,6 +10,7 @@ a name that says what is in it, so that another start of the same model finds it
 well, with what it says of the model in the files that other models have.
 """
 
+import dataclasses
 import hashlib
 import json
 import os
@@ -56,6 +57,19 @@ def model_folder(config: EngineConfig) -> Path:
     if config.generation_config != "auto" or config.override_generation_config:
         files["generation_config.json"] = as_json(_generation_config(files, config))
     return folder if files == found else _linked(files, cache)
+
+
+def for_engines(config: EngineConfig, folder: Path) -> EngineConfig:
+    """The options that engines get, whose model is in `folder` here; on a Ray cluster each machine has its own."""
+    return config if config.executor == "ray" else dataclasses.replace(config, model=str(folder), revision=None)
+
+
+def folder_here(config: EngineConfig, folder: str) -> Path:
+    """The model's folder for an engine or rank that was started by a process whose own is `folder`.
+
+    On a Ray cluster that may be another machine. Raises what `model_folder` does.
+    """
+    return model_folder(config) if config.executor == "ray" else Path(folder)
 
 
 def _made_of_gguf(file: Path, cache: Path, *, tokenizer: bool) -> Path:

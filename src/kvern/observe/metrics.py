@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
 from kvern.events import EngineStatistics
@@ -212,6 +213,30 @@ def together(metrics: Iterable[Metrics | Refusals]) -> bytes:
     """All figures of several engines in Prometheus's text format."""
     registry = CollectorRegistry()
     registry.register(Together(metrics))
+    return generate_latest(registry)
+
+
+class OfServers(Collector):
+    """The figures of several servers, each with its name as the label `replica`."""
+
+    def __init__(self, texts: Iterable[tuple[str, bytes]]) -> None:
+        self._texts = texts
+
+    def collect(self) -> Iterator[Metric]:
+        """All families."""
+        families: dict[str, Metric] = {}
+        for replica, text in self._texts:
+            for family in text_string_to_metric_families(text.decode()):
+                samples = [sample._replace(labels={**sample.labels, "replica": replica}) for sample in family.samples]
+                known = families.setdefault(family.name, family)
+                known.samples = samples if known is family else [*known.samples, *samples]
+        yield from families.values()
+
+
+def of_servers(texts: Iterable[tuple[str, bytes]]) -> bytes:
+    """All figures of several servers, given by their names in Prometheus's text format, in that format."""
+    registry = CollectorRegistry()
+    registry.register(OfServers(texts))
     return generate_latest(registry)
 
 

@@ -1,7 +1,7 @@
 """The HTTP application: which handler a route has, and what happens to errors."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -56,8 +56,16 @@ METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 class Server:
     """The handlers, and the engines behind them, one for each model."""
 
-    def __init__(self, clients: Sequence[EngineClient], config: ServerConfig, keys: Sequence[ApiKey] = ()) -> None:
+    def __init__(
+        self,
+        clients: Sequence[EngineClient],
+        config: ServerConfig,
+        keys: Sequence[ApiKey] = (),
+        figures_of_all: Callable[[], Awaitable[bytes]] | None = None,
+    ) -> None:
+        """`figures_of_all`: what /metrics shows where this is one of several servers; None: `figures`."""
         self._keys = keys
+        self._figures_of_all = figures_of_all
         self.service = Service(clients, config, keys)
         self.completions = Completions(self.service)
         self.embeddings = Embeddings(self.service)
@@ -167,8 +175,12 @@ class Server:
     async def metrics(self, request: Request) -> Response:
         """Figures for Prometheus."""
         self._check_watcher(request)
-        text = together([figures for engine in self.service.engines for figures in engine.client.metrics])
+        text = self.figures() if self._figures_of_all is None else await self._figures_of_all()
         return Response(text, headers={"content-type": METRICS_TYPE})
+
+    def figures(self) -> bytes:
+        """Of this server, in Prometheus's text format."""
+        return together([figures for engine in self.service.engines for figures in engine.client.metrics])
 
     def _check_watcher(self, request: Request) -> None:
         """Figures of several keys are for a key of Prometheus's own, or an administrator's."""
@@ -211,8 +223,7 @@ def _walled(app: ASGIApp) -> ASGIApp:
     """Keys of Prometheus see nothing but figures."""
 
     async def walled(scope: Scope, receive: Receive, send: Send) -> None:
-        path = path_of(scope)
-        if scope["type"] == "http" and scope["state"]["key"].metrics and path not in METRICS_ROUTES:
+        if scope["type"] == "http" and scope["state"]["key"].metrics and path_of(scope) not in METRICS_ROUTES:
             message = f"an API key with metrics=1 may only read {', '.join(METRICS_ROUTES)}: use another"
             refusal = error_response(HttpError(403, message, code="permission_denied"), scope)
             await refusal(scope, receive, send)

@@ -26,8 +26,10 @@ KEEP_ALIVE_SECONDS = 75
 """An idle connection stays open so long, longer than proxies in front keep theirs."""
 
 
-async def serve(config: EngineConfig, server: ServerConfig, process: EngineProcess, say: Callable[[str], None]) -> None:
-    """Serve until SIGINT or SIGTERM, with an engine that `process` will be.
+async def serve(
+    config: EngineConfig, server: ServerConfig, process: EngineProcess | None, say: Callable[[str], None]
+) -> None:
+    """Serve until SIGINT or SIGTERM; `process`, if it runs already, will be the first engine.
 
     Raises ConfigError if the address is taken or the engine cannot start.
     """

@@ -19,11 +19,11 @@ from kvern.worker.plan import EIGHT_BIT, LARGEST_HEAD, REQUIRED_KERNELS, largest
 
 
 def resolve_device(config: EngineConfig, rank: int = 0) -> torch.device:
-    """The configured device of a rank, if this machine has it. Raises ConfigError."""
+    """The configured device of a rank, if this machine has it; Ray lets each see its own alone. Raises ConfigError."""
     if config.device == "cuda" and not torch.cuda.is_available():
         raise ConfigError(f"device is cuda, but {missing_gpu()}")
     on_gpu = config.device == "cuda" or (config.device == "auto" and torch.cuda.is_available())
-    return torch.device("cuda", rank) if on_gpu else torch.device("cpu")
+    return torch.device("cuda", 0 if config.executor == "ray" else rank) if on_gpu else torch.device("cpu")
 
 
 def missing_gpu() -> str:

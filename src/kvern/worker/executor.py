@@ -1,5 +1,6 @@
 """Where steps run: on one device or several, that do the same. The engine core knows nothing below this."""
 
+import math
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -260,12 +261,21 @@ def _start_ranks(
         begun = time.monotonic()
         findings = worker.probe()
         took = time.monotonic() - begun
+        if config.executor == "ray":
+            took = math.inf  # another machine may have to load the model from the hub before
         with startup.stage("ranks"):
             found = others.answers(Found, "looked at its device", took)
             plan = agree([findings, *(answer.findings for answer in found)], config, spec)
-            others.send(LoadWeights(plan, str(others.meeting)))
+            others.send(LoadWeights(plan, others.meeting))
             try:
-                ranks.connect(others.meeting, device, config.rank_timeout, plan.kernels, ordered=config.deterministic)
+                ranks.connect(
+                    others.meeting,
+                    device,
+                    config.rank_timeout,
+                    plan.kernels,
+                    ordered=config.deterministic,
+                    listener=others.listener,
+                )
             except (OSError, RuntimeError) as error:
                 raise ConfigError(f"the ranks cannot meet: {error}") from error
         begun = time.monotonic()

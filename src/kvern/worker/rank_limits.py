@@ -20,7 +20,8 @@ from kvern.worker.plan import EIGHT_BIT
 
 def check_ranks(config: EngineConfig, folder: Path, spec: ModelSpec) -> None:
     """Raise ConfigError for options, for the model in `folder`, and a machine, that do not go with several ranks."""
-    if resolve_device(config).type == "cuda" and torch.cuda.device_count() < config.ranks:
+    here = config.executor == "processes"  # Ray gives each rank a GPU, which is all that it sees
+    if here and resolve_device(config).type == "cuda" and torch.cuda.device_count() < config.ranks:
         raise ConfigError(
             f"tensor_parallel_size is {config.tensor_parallel_size} and pipeline_parallel_size "
             f"{config.pipeline_parallel_size}, and this machine has {torch.cuda.device_count()} GPUs: lower them to "

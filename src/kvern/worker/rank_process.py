@@ -19,8 +19,11 @@ import zmq
 from kvern.config import EngineConfig
 from kvern.device.ranks import Ranks, ranks_of
 from kvern.errors import KvernError
+from kvern.models.draft import draft_folder
+from kvern.models.folder import folder_here
 from kvern.models.implementation import describe_model
 from kvern.models.loader import read_config
+from kvern.sockets import connect
 from kvern.step import StepResult
 from kvern.worker.device import resolve_device
 from kvern.worker.rank_tier import follow
@@ -60,7 +63,7 @@ def main(address: str, parent: int) -> int:
     threading.Thread(target=_end_with, args=(parent,), name="parent", daemon=True).start()
     socket = zmq.Context().socket(zmq.PAIR)
     socket.set(zmq.LINGER, LINGER_MILLISECONDS)
-    socket.connect(address)
+    connect(socket, address)
     try:
         rank = _make_rank(socket)
     except KvernError as error:
@@ -84,18 +87,20 @@ class _Rank(NamedTuple):
 def _make_rank(socket: "zmq.Socket[bytes]") -> _Rank:
     """Load this rank's share when the first one says so."""
     start = decode_start(sys.stdin.buffer.read())
-    config, folder = EngineConfig(**start.config), Path(start.folder)
+    config = EngineConfig(**start.config)
+    folder = folder_here(config, start.folder)
     spec = describe_model(folder, read_config(folder), config.model_implementation)
     layers = [range(*places) for places in start.layers]
     ranks = ranks_of(start.rank, config.tensor_parallel_size, layers)
     device = resolve_device(config, start.rank)
     draft = None if start.draft is None else Path(start.draft)
+    if config.executor == "ray":  # this machine has a folder of its own
+        draft = draft_folder(config, folder, device.type)
     worker = Worker(config, folder, spec, device, Startup(), draft, ranks)
     socket.send(encode(Found(worker.probe())))
     load = decode_for_rank(socket.recv())
     assert isinstance(load, LoadWeights)
-    kernels, meeting = load.plan.kernels, Path(load.meeting)
-    ranks.connect(meeting, device, config.rank_timeout, kernels, ordered=config.deterministic)
+    ranks.connect(load.meeting, device, config.rank_timeout, load.plan.kernels, ordered=config.deterministic)
     socket.send(encode(HasRoom(worker.load(load.plan))))
     take = decode_for_rank(socket.recv())
     assert isinstance(take, TakeMemory)

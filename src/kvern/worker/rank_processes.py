@@ -5,6 +5,7 @@ import dataclasses
 import logging
 import os
 import signal
+import socket as sockets
 import subprocess
 import sys
 import tempfile
@@ -13,13 +14,14 @@ import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import zmq
 
 from kvern.bytecode import bytecode_environment
 from kvern.config import EngineConfig
 from kvern.errors import ConfigError
+from kvern.ray_nodes import NodeProcess, join_cluster, own_group
 from kvern.worker.rank_wire import Failed, RankMessage, StartRank, decode_for_first, encode
 
 logger = logging.getLogger("kvern")
@@ -32,6 +34,21 @@ TIMES = 3
 """And so many times the first one's seconds."""
 LOOK_MILLISECONDS = 200
 """How often a rank that is waited for is looked after."""
+
+MODULE = "kvern.worker.rank_process"
+
+
+class Process(Protocol):
+    """On this machine or another."""
+
+    def wait(self) -> int:
+        """Its exit code, once there is one, negative: by which signal."""
+        ...
+
+    def kill(self) -> None:
+        """End it at once."""
+        ...
+
 
 Answer = TypeVar("Answer", bound=RankMessage)
 
@@ -54,28 +71,33 @@ class RankProcesses:
     ) -> None:
         memory = SHARED if os.access(SHARED, os.W_OK) else None
         folder = tempfile.TemporaryDirectory(prefix="kvern-", dir=memory, ignore_cleanup_errors=True)
-        self.meeting = Path(folder.name, "meeting")
+        self.meeting = str(Path(folder.name, "meeting"))
+        self.listener: sockets.socket | None = None
+        """Where the ranks meet by TCP: this process's."""
         context = zmq.Context()
-        self._sockets, processes = [], []
+        self._sockets: list[zmq.Socket[bytes]] = []
+        processes: list[Process] = []
+        group = None
+        if config.executor == "ray":
+            group = own_group()
+            self.listener = sockets.create_server((join_cluster(), 0))
+            self.meeting = "tcp://{}:{}".format(*self.listener.getsockname())
         self._ranks = [rank for rank in range(config.ranks) if rank != config.first_rank]
         places = [(stage.start, stage.stop) for stage in layers]
         for rank in self._ranks:
-            address = f"ipc://{Path(folder.name, f'rank-{rank}')}"
             socket = context.socket(zmq.PAIR)
             socket.set(zmq.LINGER, 0)
             socket.set(zmq.SNDHWM, 0)  # as many as are in flight
-            socket.bind(address)
             guesses = None if draft is None else str(draft)
-            start = StartRank(dataclasses.asdict(config), str(model), guesses, rank, places)
-            command = [sys.executable, "-m", "kvern.worker.rank_process", address, str(os.getpid())]
-            process = subprocess.Popen(  # noqa: S603 (no shell, our own words)
-                command, stdin=subprocess.PIPE, env=os.environ | bytecode_environment()
-            )
-            assert process.stdin is not None
-            with contextlib.suppress(BrokenPipeError), process.stdin:  # if it has ended, `answers` will tell
-                process.stdin.write(encode(start))
+            start = encode(StartRank(dataclasses.asdict(config), str(model), guesses, rank, places))
+            if group is None:
+                processes.append(_child(socket, Path(folder.name, f"rank-{rank}"), start))
+            else:
+                bundle = (rank - config.first_rank) % config.ranks  # 0 is this process's
+                process = NodeProcess(config.threads or 1, int(config.device == "cuda"), group=group, bundle=bundle)
+                process.start(socket, MODULE, start)
+                processes.append(process)
             self._sockets.append(socket)
-            processes.append(process)
         self._end = _End(dict(zip(self._ranks, processes, strict=True)), lost)
         weakref.finalize(self, _leave, self._end, self._sockets, context, folder)
 
@@ -121,6 +143,20 @@ class RankProcesses:
         self._end.all()
 
 
+def _child(socket: "zmq.Socket[bytes]", path: Path, start: bytes) -> "subprocess.Popen[bytes]":
+    """A rank as a process of this one, which is sent `start` and connects to this socket."""
+    address = f"ipc://{path}"
+    socket.bind(address)
+    command = [sys.executable, "-m", MODULE, address, str(os.getpid())]
+    process = subprocess.Popen(  # noqa: S603 (no shell, our own words)
+        command, stdin=subprocess.PIPE, env=os.environ | bytecode_environment()
+    )
+    assert process.stdin is not None
+    with contextlib.suppress(BrokenPipeError), process.stdin:  # if it has ended, `answers` will tell
+        process.stdin.write(start)
+    return process
+
+
 def _leave(
     end: "_End",
     sockets: "Sequence[zmq.Socket[bytes]]",
@@ -137,7 +173,7 @@ def _leave(
 class _End:
     """Of processes, which end together."""
 
-    def __init__(self, processes: Mapping[int, "subprocess.Popen[bytes]"], lost: Callable[[int], None] | None) -> None:
+    def __init__(self, processes: Mapping[int, Process], lost: Callable[[int], None] | None) -> None:
         """`processes`: by their ranks."""
         self._processes, self._lost = list(processes.values()), lost
         self._wanted = threading.Lock()
@@ -154,7 +190,7 @@ class _End:
             for process in self._processes:
                 process.wait()
 
-    def _watch(self, rank: int, process: "subprocess.Popen[bytes]") -> None:
+    def _watch(self, rank: int, process: Process) -> None:
         code = process.wait()
         if self._wanted.locked():
             return

@@ -36,7 +36,7 @@ class StartRank(RankMessage):
 
 
 class LoadWeights(RankMessage):
-    """What all ranks agreed on, and the file where they meet."""
+    """What all ranks agreed on, and where they meet, as `Ranks.connect` takes it."""
 
     plan: Plan
     meeting: str

@@ -63,6 +63,7 @@ from kvern.worker.plan import (
     BATCH_TOKENS,
     CPU_KERNELS,
     EIGHT_BIT,
+    RANK_KERNELS,
     Findings,
     Layout,
     Plan,
@@ -138,7 +139,8 @@ class Worker:
             methods = stored_methods(described, self._spec, stored, quantization=config.quantization)
             check_weights_fit(self._spec, dtype, self._memory, methods, self._ranks)
         else:
-            torch.set_num_threads(max(1, (config.threads or cpu_threads()) // self._ranks.processes))
+            sharing = self._ranks.processes if config.executor == "processes" else 1  # Ray gives each rank its own
+            torch.set_num_threads(max(1, (config.threads or cpu_threads()) // sharing))
         drafts = config.proposer is not None or self._draft is not None
         kernels = usable_kernels(config, self._spec, dtype, device, self._startup, methods, drafts, self._ranks)
         check_state_kernels(self._spec, kernels, device)
@@ -371,7 +373,8 @@ def usable_kernels(
             if config.deterministic:  # it cannot do without
                 with contextlib.suppress(BuildError, OSError):
                     build(config.cache_folder)
-            return working_groups(config.cache_folder, torch.get_num_threads())
+            groups = working_groups(config.cache_folder, torch.get_num_threads())
+            return groups if config.executor == "processes" else groups - RANK_KERNELS  # machines share no memory
     if device.type != "cuda" or not config.triton_kernels:
         return frozenset()
     from kvern.device.measurements import keep_builds

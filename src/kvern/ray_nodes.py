@@ -1,0 +1,166 @@
+"""Processes on the nodes of a Ray cluster, each kept by an actor, which has some of its node's processors and GPUs.
+
+    here: NodeProcess --Ray--> Keeper, an actor on some node --> python -m MODULE ADDRESS ..., which connects to here
+
+An actor that is lost with its node, or ended, takes its process with it. Ray hands them their address and key: whoever
+may use the cluster could run anything there anyway, and its token authentication says who may.
+"""
+
+import contextlib
+import importlib
+import logging
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import zmq
+
+from kvern.bytecode import bytecode_environment
+from kvern.errors import ConfigError, in_a_line
+from kvern.sockets import KEY, listen
+
+logger = logging.getLogger("kvern")
+
+NAMESPACE = "kvern"
+GROUP = "KVERN_RAY_GROUP"
+"""The variable with the placement group of an engine and its ranks: namespace/name."""
+KILLED = -signal.SIGKILL
+
+
+def join_cluster(namespace: str = NAMESPACE) -> str:
+    """Join the cluster that RAY_ADDRESS names, or one of this machine's; the address of this node.
+
+    Raises ConfigError if there is none, or Ray is not installed.
+    """
+    ray = ray_module()
+    if not ray.is_initialized():
+        try:
+            with _own_signals():
+                ray.init(os.environ.get("RAY_ADDRESS", "auto"), namespace=namespace, logging_level="warning")
+        except (ConnectionError, RuntimeError, ValueError) as error:
+            raise ConfigError(
+                f"executor is ray, and the cluster cannot be joined ({' '.join(str(error).split())[:300]}): start a "
+                "node of it on this machine with ray start, and name it by RAY_ADDRESS"
+            ) from error
+    return str(ray.util.get_node_ip_address())
+
+
+@contextlib.contextmanager
+def _own_signals() -> Iterator[None]:
+    """Keep what signals do here, which Ray would have end the process."""
+    if threading.current_thread() is not threading.main_thread():  # where nobody can change it
+        yield
+        return
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+
+
+def ray_module() -> Any:
+    """Ray, which is an extra. Raises ConfigError."""
+    try:
+        return importlib.import_module("ray")
+    except ImportError as error:
+        raise ConfigError("executor is ray, and Ray is not installed: pip install 'kvern[ray]'") from error
+
+
+class Keeper:
+    """The actor: of one process."""
+
+    def run(
+        self, module: str, address: str, environment: dict[str, str], given: bytes, notes: bool
+    ) -> tuple[int, bytes]:
+        """Run a module until it ends; its exit code, and what it wrote into the file that is its argument with `notes`.
+
+        It is given `given` on its standard input.
+        """
+        with tempfile.TemporaryDirectory(prefix="kvern-", ignore_cleanup_errors=True) as folder:
+            file = Path(folder, "notes")
+            arguments = [address, *([str(file)] if notes else []), str(os.getpid())]
+            variables = {**os.environ, **bytecode_environment(), **environment}
+            command = [sys.executable, "-m", module, *arguments]
+            process = subprocess.Popen(command, stdin=subprocess.PIPE, env=variables)  # noqa: S603 (our own words)
+            process.communicate(given)
+            return process.returncode, file.read_bytes() if file.exists() else b""
+
+
+class NodeProcess:
+    """A process on some node, once one has room for it; with `ranks` above 1, room for so many is set aside with it.
+
+    Ends when this one does, and with `kill`. Begin it with `start`.
+    """
+
+    def __init__(self, cpus: int, gpus: int, ranks: int = 1, group: Any = None, bundle: int = 0) -> None:
+        """`cpus` and `gpus`: of the node, for this process and each of its ranks. `group` and `bundle`: where it is
+        among the ranks of another."""
+        ray = ray_module()
+        self._ray = ray
+        self._own_group = None
+        strategy: Any = "SPREAD"
+        if ranks > 1:
+            each = {"CPU": cpus, **({"GPU": gpus} if gpus else {})}
+            name = os.urandom(16).hex()
+            self._own_group = group = ray.util.placement_group([each] * ranks, strategy="PACK", name=name)
+            self._variables = {GROUP: f"{ray.get_runtime_context().namespace}/{name}"}
+        else:
+            self._variables = {}
+        if group is not None:
+            strategies = importlib.import_module("ray.util.scheduling_strategies")
+            strategy = strategies.PlacementGroupSchedulingStrategy(group, bundle)
+        options = {"num_cpus": cpus, "num_gpus": gpus, "scheduling_strategy": strategy}
+        self._keeper = ray.remote(Keeper).options(**options).remote()
+        self._result: Any = None
+        self._killed = False
+        self.notes = b""
+        """What it left behind, once it has ended."""
+
+    def start(self, socket: "zmq.Socket[bytes]", module: str, given: bytes = b"", notes: bool = False) -> None:
+        """Run the module as `Keeper.run` does, for it to connect to this socket."""
+        address, key = listen(socket, self._ray.util.get_node_ip_address())
+        environment = {**self._variables, KEY: key}
+        self._result = self._keeper.run.remote(module, address, environment, given, notes)
+
+    def wait(self) -> int:
+        """Its exit code, once there is one, negative: by which signal. One that was lost with its node was killed."""
+        try:
+            code, self.notes = self._ray.get(self._result)
+        except self._ray.exceptions.RayError as error:
+            if not self._killed:
+                logger.warning("a process on a node of the Ray cluster is lost: %s", in_a_line(error))
+            return KILLED
+        return int(code)
+
+    def kill(self) -> None:
+        """End it at once, wherever it is."""
+        self._killed = True
+        if self._ray.is_initialized():  # else this process is at its end, and all of these are with it
+            self._ray.kill(self._keeper)
+            if self._own_group is not None:
+                self._ray.util.remove_placement_group(self._own_group)
+
+
+def own_group() -> Any:
+    """The placement group of the engine that this process is, which joins the cluster for that."""
+    namespace, _, name = os.environ[GROUP].partition("/")
+    join_cluster(namespace)
+    return ray_module().util.get_placement_group(name)
+
+
+def check_room(cpus: int, gpus: int) -> None:
+    """Raise ConfigError if the cluster has less than that in all, so that what is asked for could never start."""
+    there = ray_module().cluster_resources()
+    for name, wanted in (("CPU", cpus), ("GPU", gpus)):
+        if there.get(name, 0) < wanted:
+            raise ConfigError(
+                f"the engines need {wanted} {name}s, and the Ray cluster has {there.get(name, 0):g}: add nodes, "
+                "or lower the number of engines, tensor_parallel_size, pipeline_parallel_size or threads"
+            )
