@@ -172,7 +172,9 @@ def command_lines() -> dict[str, list[str]]:
 @pytest.mark.parametrize("name", command_lines())
 def test_kvern_takes_the_arguments(name: str) -> None:
     arguments = command_lines()[name]
-    command = tyro.cli(commands(read_defaults([], {})), args=arguments, config=(tyro.conf.OmitArgPrefixes,))
+    command = tyro.cli(
+        commands(read_defaults([], {}), divided=True), args=arguments, config=(tyro.conf.OmitArgPrefixes,)
+    )
     assert isinstance(command, ServeCommand)
     assert command.server.host == ("127.0.0.1" if name == "systemd" else "0.0.0.0")
     assert command.server.port == 8000

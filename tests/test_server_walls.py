@@ -2,6 +2,8 @@
 
 import asyncio
 import json
+import os
+import signal
 from collections.abc import Iterator
 from typing import Any
 
@@ -154,11 +156,16 @@ def test_metadata_has_limits(server: Served, metadata: Any, said: str) -> None:
 def test_a_response_that_was_left_has_ended(server: Served) -> None:
     client = server.client("alice-key")
     options: dict[str, Any] = {"model": "kvern-1m", "input": "Once", "extra_body": {"ignore_eos": True}}
-    stream = client.responses.create(**options, max_output_tokens=400, stream=True)
-    created = next(iter(stream))
-    assert client.responses.retrieve(created.response.id).status == "in_progress"
-    stream.close()
-    eventually(lambda: client.responses.retrieve(created.response.id).status == "cancelled")
+    engine = server.engine_pid()
+    os.kill(engine, signal.SIGSTOP)  # else it may be done before the client has left
+    try:
+        stream = client.responses.create(**options, max_output_tokens=400, stream=True)
+        created = next(iter(stream))
+        assert client.responses.retrieve(created.response.id).status == "in_progress"
+        stream.close()
+        eventually(lambda: client.responses.retrieve(created.response.id).status == "cancelled")
+    finally:
+        os.kill(engine, signal.SIGCONT)
     late = options | {"extra_body": {"ignore_eos": True, "timeout": 0.01}}
     events = list(client.responses.create(**late, max_output_tokens=400, stream=True))
     assert events[-1].type == "response.failed"

@@ -22,10 +22,10 @@ from kvern.models.encoder import Encoder
 from kvern.models.loader import choose_dtype, load_encoder, read_config
 from kvern.request import PromptInput
 from kvern.worker.device import check_dtype, check_encoder, check_weights_fit, resolve_device
+from kvern.worker.kernel_choice import settle_threads, usable_kernels
 from kvern.worker.memory import MARGIN_BYTES, DeviceMemory
 from kvern.worker.plan import CPU_KERNELS, Findings, Layout, Plan, agree, resolve_max_model_len
 from kvern.worker.startup import Startup
-from kvern.worker.worker import settle_threads, usable_kernels
 
 logger = logging.getLogger("kvern")
 

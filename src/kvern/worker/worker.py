@@ -1,6 +1,5 @@
 """One device of an engine, and all that lives on it: weights, KV cache, rows, adapters, grammars, processors."""
 
-import contextlib
 from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import replace
@@ -15,15 +14,11 @@ from kvern.adapters.peft import Adapter
 from kvern.adapters.store import AdapterStore
 from kvern.attention.eight_bit import LARGEST_CODE, EightBit
 from kvern.config import EngineConfig
-from kvern.cpu.build import BuildError
 from kvern.cpu.cores import cpu_threads
-from kvern.cpu.ready import build, working_groups
 from kvern.device.ranks import ALONE, Ranks
 from kvern.errors import ConfigError, InvalidAdapter
 from kvern.expert_placement import Placement
-from kvern.layers.build import Build
 from kvern.layers.linear_format import LinearMethods
-from kvern.layers.linear_method import LinearMethod
 from kvern.layers.unquantized import Unquantized
 from kvern.model_spec import ModelSpec
 from kvern.models.cache_scales import stored_scales
@@ -37,7 +32,6 @@ from kvern.models.medusa_formats import is_medusa, load_medusa
 from kvern.models.medusa_heads import MedusaHeads
 from kvern.models.share import share_of
 from kvern.models.stages import part_of_stage
-from kvern.models.weighted import WeightedModel
 from kvern.sample.processors import ProcessorModel, load_processors
 from kvern.structured.grammar import grammars_of
 from kvern.structured.masks import GrammarRows
@@ -46,7 +40,6 @@ from kvern.worker.cache_scales import digest, measured_scales
 from kvern.worker.contents import Contents, Draft, Parts, Runner
 from kvern.worker.device import (
     check_dtype,
-    check_head_dim,
     check_indexers,
     check_kernels,
     check_latents,
@@ -57,13 +50,11 @@ from kvern.worker.device import (
 from kvern.worker.expert_counts import ExpertCounts, experts_of
 from kvern.worker.expert_moves import move_experts
 from kvern.worker.fallback_check import check_fallback, check_fallback_options
+from kvern.worker.kernel_choice import settle_threads, usable_kernels
 from kvern.worker.memory import DeviceMemory
 from kvern.worker.plan import (
-    BATCH_REQUESTS,
-    BATCH_TOKENS,
     CPU_KERNELS,
     EIGHT_BIT,
-    RANK_KERNELS,
     Findings,
     Layout,
     Plan,
@@ -80,8 +71,6 @@ MODEL_KERNELS = frozenset({"norm", "rotary", "activation", "few_rows", "moe", "h
 """What the parts of a model may be made of, besides kernels of a CPU."""
 FALLBACK_KERNELS = frozenset({"cpu_attention", "cpu_sampling"})
 """What is left to do beside a model that transformers computes."""
-CPU_DTYPES = (torch.float32, torch.bfloat16)
-"""Of models that kernels of a CPU compute."""
 
 
 class Worker:
@@ -332,71 +321,3 @@ def _with_states(model: LanguageModel, head: Path) -> Decoder:
     if not isinstance(model, Decoder):
         raise ConfigError(f"draft_model {str(head)!r} is a head: it reads states of models that kvern computes")
     return model
-
-
-def settle_threads(config: EngineConfig, plan: Plan, model: WeightedModel) -> None:
-    """Where kernels do all that takes long, PyTorch's own threads would only spin on the cores that those need.
-
-    Raises ConfigError if steps must be deterministic, and PyTorch multiplies or attends.
-    """
-    missing = sorted(CPU_KERNELS - plan.kernels)
-    plain = {item.name for item in model.modules() if isinstance(item, LinearMethod) and not item.compiled}
-    if not missing and not plain:
-        torch.set_num_threads(1)
-    elif config.deterministic:
-        found = f"there are no kernels {', '.join(missing)}" if missing else f"none multiplies {', '.join(plain)}"
-        raise ConfigError(
-            f"deterministic is on, which takes kvern's kernels for this CPU, but {found}: in PyTorch a token's results "
-            "depend on the batch; see the messages above, choose dtype bfloat16 or float32 and another format of "
-            "weights, or leave deterministic off"
-        )
-    if config.deterministic and config.adapter_places:
-        raise ConfigError(
-            "deterministic is on and there may be adapters: on a CPU PyTorch multiplies theirs, with results that "
-            "depend on the batch; leave one of both off"
-        )
-
-
-def usable_kernels(
-    config: EngineConfig,
-    spec: ModelSpec,
-    dtype: torch.dtype,
-    device: torch.device,
-    startup: Startup,
-    methods: LinearMethods,
-    drafts: bool = False,
-    ranks: Ranks = ALONE,
-) -> frozenset[str]:
-    """The groups of kernels that the options allow and that work on this device. Raises ConfigError."""
-    if device.type == "cpu" and config.cpu_kernels and dtype in CPU_DTYPES:
-        with startup.stage("kernels"):
-            if config.deterministic:  # it cannot do without
-                with contextlib.suppress(BuildError, OSError):
-                    build(config.cache_folder)
-            groups = working_groups(config.cache_folder, torch.get_num_threads())
-            return groups if config.executor == "processes" else groups - RANK_KERNELS  # machines share no memory
-    if device.type != "cuda" or not config.triton_kernels:
-        return frozenset()
-    from kvern.device.measurements import keep_builds
-    from kvern.kernel_list import Inputs
-    from kvern.kernel_list.quantized import packed_kinds
-    from kvern.worker.kernel_check import working_kernels
-
-    check_head_dim(config, spec)
-    keep_builds(config.cache_folder)
-    on_meta = Build(dtype, torch.device("meta"), 1, linear=methods, ranks=ranks)
-    inputs = Inputs(
-        device,
-        dtype,
-        "zeros",
-        block_size=config.block_size,
-        batch_requests=config.max_batch_requests or BATCH_REQUESTS[device.type],
-        batch_tokens=config.max_batch_tokens or BATCH_TOKENS[device.type],
-        adapter_rank=config.max_adapter_rank if config.adapter_places else 0,
-        adapter_places=config.adapter_places,
-        cache_dtype=getattr(torch, EIGHT_BIT.get(config.kv_cache_dtype, ""), None),
-        packed=() if spec.encoder is not None else packed_kinds(spec, on_meta),
-        drafts=drafts,
-    )
-    with startup.stage("kernels"):
-        return working_kernels(spec, inputs)

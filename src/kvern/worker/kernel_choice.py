@@ -1,0 +1,97 @@
+"""Which of kvern's own kernels steps on a device use, and who has the cores of a CPU beside them."""
+
+import contextlib
+
+import torch
+
+from kvern.config import EngineConfig
+from kvern.cpu.build import BuildError
+from kvern.cpu.ready import build, working_groups
+from kvern.device.ranks import ALONE, Ranks
+from kvern.errors import ConfigError
+from kvern.layers.build import Build
+from kvern.layers.linear_format import LinearMethods
+from kvern.layers.linear_method import LinearMethod
+from kvern.model_spec import ModelSpec
+from kvern.models.weighted import WeightedModel
+from kvern.worker.device import check_head_dim
+from kvern.worker.plan import (
+    BATCH_REQUESTS,
+    BATCH_TOKENS,
+    CPU_KERNELS,
+    EIGHT_BIT,
+    RANK_KERNELS,
+    Plan,
+)
+from kvern.worker.startup import Startup
+
+CPU_DTYPES = (torch.float32, torch.bfloat16)
+"""Of models that kernels of a CPU compute."""
+
+
+def settle_threads(config: EngineConfig, plan: Plan, model: WeightedModel) -> None:
+    """Where kernels do all that takes long, PyTorch's own threads would only spin on the cores that those need.
+
+    Raises ConfigError if steps must be deterministic, and PyTorch multiplies or attends.
+    """
+    missing = sorted(CPU_KERNELS - plan.kernels)
+    plain = {item.name for item in model.modules() if isinstance(item, LinearMethod) and not item.compiled}
+    if not missing and not plain:
+        torch.set_num_threads(1)
+    elif config.deterministic:
+        found = f"there are no kernels {', '.join(missing)}" if missing else f"none multiplies {', '.join(plain)}"
+        raise ConfigError(
+            f"deterministic is on, which takes kvern's kernels for this CPU, but {found}: in PyTorch a token's results "
+            "depend on the batch; see the messages above, choose dtype bfloat16 or float32 and another format of "
+            "weights, or leave deterministic off"
+        )
+    if config.deterministic and config.adapter_places:
+        raise ConfigError(
+            "deterministic is on and there may be adapters: on a CPU PyTorch multiplies theirs, with results that "
+            "depend on the batch; leave one of both off"
+        )
+
+
+def usable_kernels(
+    config: EngineConfig,
+    spec: ModelSpec,
+    dtype: torch.dtype,
+    device: torch.device,
+    startup: Startup,
+    methods: LinearMethods,
+    drafts: bool = False,
+    ranks: Ranks = ALONE,
+) -> frozenset[str]:
+    """The groups of kernels that the options allow and that work on this device. Raises ConfigError."""
+    if device.type == "cpu" and config.cpu_kernels and dtype in CPU_DTYPES:
+        with startup.stage("kernels"):
+            if config.deterministic:  # it cannot do without
+                with contextlib.suppress(BuildError, OSError):
+                    build(config.cache_folder)
+            groups = working_groups(config.cache_folder, torch.get_num_threads())
+            return groups if config.executor == "processes" else groups - RANK_KERNELS  # machines share no memory
+    if device.type != "cuda" or not config.triton_kernels:
+        return frozenset()
+    from kvern.device.measurements import keep_builds
+    from kvern.kernel_list import Inputs
+    from kvern.kernel_list.quantized import packed_kinds
+    from kvern.worker.kernel_check import working_kernels
+
+    check_head_dim(config, spec)
+    keep_builds(config.cache_folder)
+    on_meta = Build(dtype, torch.device("meta"), 1, linear=methods, ranks=ranks)
+    inputs = Inputs(
+        device,
+        dtype,
+        "zeros",
+        block_size=config.block_size,
+        batch_requests=config.max_batch_requests or BATCH_REQUESTS[device.type],
+        batch_tokens=config.max_batch_tokens or BATCH_TOKENS[device.type],
+        adapter_rank=config.max_adapter_rank if config.adapter_places else 0,
+        adapter_places=config.adapter_places,
+        cache_dtype=getattr(torch, EIGHT_BIT.get(config.kv_cache_dtype, ""), None),
+        packed=() if spec.encoder is not None else packed_kinds(spec, on_meta),
+        drafts=drafts,
+    )
+    with startup.stage("kernels"):
+        return working_kernels(spec, inputs)
