@@ -71,7 +71,7 @@ PUBLISHED = {
 
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
-    return Reference("gpt_oss", make_checkpoint("gpt_oss", tmp_path_factory.mktemp("gpt_oss")))
+    return Reference(make_checkpoint("gpt_oss", tmp_path_factory.mktemp("gpt_oss")))
 
 
 def engine(folder: Path, **options: Any) -> LLM:
@@ -122,7 +122,7 @@ def test_published_experts(options: dict[str, Any], tmp_path: Path, monkeypatch:
     model = make_checkpoint("gpt_oss", tmp_path / "model", hidden_size=64, intermediate_size=32)
     made = store(model, tmp_path, pack, r"experts\.\w+_proj$", PUBLISHED["quantization_config"])
     with engine(made.quantized, **options) as llm:
-        check(llm.generate((expected := Reference("gpt_oss", made.rounded)).prompts, PARAMS), expected)
+        check(llm.generate((expected := Reference(made.rounded)).prompts, PARAMS), expected)
 
 
 def test_the_published_configuration() -> None:
