@@ -82,6 +82,11 @@ def test_every_option_of_the_engine_is_a_flag(capsys: pytest.CaptureFixture[str]
         assert ("--adapter " if name == "adapters" else name.replace("_", "-")) in shown, field
 
 
+def test_help_names_what_is_taken_without_a_flag(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", "--help"]) == 0
+    assert "usage: kvern serve [MODEL] [options]" in capsys.readouterr().out
+
+
 def bad_commands(folder: Path, model: Path) -> Iterator[tuple[list[str], str]]:
     (folder / "in.jsonl").write_text('{"prompt": "a"}\n')
     files = [str(folder / "in.jsonl"), str(folder / "out.jsonl")]

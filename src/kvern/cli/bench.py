@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvern.config import EngineConfig
-from kvern.errors import ConfigError
+from kvern.errors import ConfigError, KvernError
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -64,7 +64,7 @@ class Offline:
             results.append(Result(workload, runs[self.warmup :]))
         try:
             predicted: list[float] = predicted_seconds(engine, workloads)
-        except ConfigError as error:
+        except KvernError as error:  # a model that is not described has no estimate
             _say(f"nothing is predicted: {error}")
             predicted = []
         _print(results, predicted)

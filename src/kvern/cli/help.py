@@ -142,7 +142,8 @@ def positional(kind: type) -> Iterator[tuple[str, str, bool]]:
     """What a command takes without a flag: its name, what it is, and whether it may be left out."""
     documents = field_documents(kind)
     for name, hint in typing.get_type_hints(kind, include_extras=True).items():
-        if typing.get_origin(hint) is Annotated:
+        hidden = typing.get_origin(hint) is Annotated and "Suppress" in map(repr, hint.__metadata__)  # tyro's mark
+        if typing.get_origin(hint) is Annotated and not hidden:
             names = [found for item in hint.__metadata__ if (found := getattr(item, "metavar", None))]
             yield names[0] if names else name.upper(), documents[name], type(None) in typing.get_args(hint.__origin__)
 

@@ -22,7 +22,7 @@ from kvern.cli.flag_rules import (
 )
 
 ONE = ("1",)
-ONE_DEVICE = "an engine is one device, or the ranks of --tensor-parallel-size"
+ONE_DEVICE = "an engine is one device, or the ranks of --tensor-parallel-size and --pipeline-parallel-size"
 ONE_PROCESS = "a server is one process, and its engine another"
 NO_CODE = "kvern runs no code from a model's folder: see kvern models --families, or install a package that adds one"
 NO_COMPILER = "nothing is compiled by torch.compile, and CUDA graphs are captured for all sizes; see --no-cuda-graphs"
@@ -144,10 +144,10 @@ VLLM: dict[str, Rule] = {
     "disable_cascade_attn": Switch("shared_prefix_attention", yes=False, no=True),
     "disable_custom_all_reduce": Idle(ONE_DEVICE),
     # Several devices.
-    "data_parallel_size_local": Idle("all engines of --data-parallel-size run on this machine", 1),
+    "data_parallel_size_local": Idle("engines of --data-parallel-size run on this machine, or where Ray finds room", 1),
     "decode_context_parallel_size": Idle(ONE_DEVICE, 1, only=ONE),
     "prefill_context_parallel_size": Idle(ONE_DEVICE, 1, only=ONE),
-    "nnodes": Idle("kvern runs on one machine", 1, only=ONE),
+    "nnodes": Idle("several machines are a Ray cluster: --executor ray", 1, only=ONE),
     "distributed_executor_backend": Named("executor", lambda name: "processes" if name in ("mp", "uni") else name),
     "max_parallel_loading_workers": Idle(ONE_PROCESS, 1),
     "num_redundant_experts": Named("redundant_experts"),

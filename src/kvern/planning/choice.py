@@ -82,6 +82,8 @@ def choose(config: EngineConfig, cards: Sequence[Card]) -> Choice:
 
     def possible(split: Split) -> bool:
         options: dict[str, Any] = split.options
+        if split.pipeline > 1:
+            return False  # its steps are not captured on GPUs, which estimates leave out
         try:
             check_ranks(replace(config, **options), folder, model.spec)
         except ConfigError:
@@ -89,7 +91,7 @@ def choose(config: EngineConfig, cards: Sequence[Card]) -> Choice:
         return True
 
     found = ranked(model, cards, usual, possible)
-    options: dict[str, Any] = found[0].split.options
+    options: dict[str, Any] = {} if found[0].lacks else found[0].split.options
     return Choice(f"{names_of(cards)}: {verdict(found)}", **options)
 
 

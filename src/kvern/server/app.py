@@ -63,7 +63,8 @@ class Server:
         keys: Sequence[ApiKey] = (),
         figures_of_all: Callable[[], Awaitable[bytes]] | None = None,
     ) -> None:
-        """`figures_of_all`: what /metrics shows where this is one of several servers; None: `figures`."""
+        """`figures_of_all`: what /metrics shows where this is one of several servers, whose engines somebody else adds
+        and removes; None: `figures`."""
         self._keys = keys
         self._figures_of_all = figures_of_all
         self.service = Service(clients, config, keys)
@@ -104,7 +105,7 @@ class Server:
             Route("/v1/models", self.list_models),
             Route("/v1/models/{model:path}", self.model),
             *AdaptersApi(self.service).routes(),
-            *EnginesApi(self.service).routes(),
+            *(EnginesApi(self.service).routes() if self._figures_of_all is None else ()),
             Route(COMPLETIONS, self.completions.create, methods=["POST"]),
             Route(CHAT, self.completions.create, methods=["POST"]),
             Route(EMBEDDINGS, self.embeddings.create, methods=["POST"]),
