@@ -181,6 +181,10 @@ def test_sizes_that_do_not_divide_states_are_refused(family: str, changes: dict[
         ({"tensor_parallel_size": 0}, "tensor_parallel_size is 0: it must be at least 1"),
         ({"enable_expert_parallel": True}, "enable_expert_parallel is on, and llama has no experts"),
         ({"redundant_experts": 1}, "redundant_experts is 1: it must be 0, or more with enable_expert_parallel"),
+        (
+            {"redundant_experts": 1, "enable_expert_parallel": True, "deterministic": True},
+            "copies of experts, or experts that move",
+        ),
     ],
 )
 def test_what_ranks_cannot_do_yet_is_refused_by_name(options: dict[str, Any], reason: str) -> None:

@@ -156,7 +156,7 @@ class RankedExecutor(InProcessExecutor):
         super().__init__(worker)
         # Steps run whole: ranks would cut them in different places.
         self._execute = tiered(worker.runner.execute, tier, worker.runner, ranks)
-        self._others, self._balance = others, balance
+        self._others, self._balance, self._has_all_layers = others, balance, ranks.stage.count == 1
         self._noted = self.tier = None if tier is None else NotedTier(tier)
 
     def submit(self, output: SchedulerOutput) -> StepResult:
@@ -165,6 +165,10 @@ class RankedExecutor(InProcessExecutor):
         if self._error is None:
             self._others.send(RunStep(output, [] if self._noted is None else self._noted.taken()))
         return super().submit(output)
+
+    def count_experts(self) -> Callable[[], LayerCounts]:
+        """Nothing of stages, each of which knows those of its own layers."""
+        return super().count_experts() if self._has_all_layers else list
 
     def _place_experts(self) -> None:
         if self._balance is None or not (placements := self._balance.due()):

@@ -62,6 +62,11 @@ def _check_options_of_stages(config: EngineConfig, spec: ModelSpec) -> None:
 
 def _check_shares(config: EngineConfig, folder: Path, spec: ModelSpec) -> None:
     size = config.tensor_parallel_size
+    if config.deterministic and (config.redundant_experts or config.rebalance_seconds):
+        raise ConfigError(
+            "deterministic is on, and copies of experts, or experts that move, add up in other orders in other steps: "
+            "leave redundant_experts and rebalance_experts out, or deterministic off"
+        )
     stored = [] if config.load_format == "dummy" else read_headers(folder)
     linear = stored_methods(read_config(folder), spec, stored, quantization=config.quantization)
     check_share(spec, size, linear, whole_experts(config))

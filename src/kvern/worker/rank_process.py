@@ -94,7 +94,7 @@ def _make_rank(socket: "zmq.Socket[bytes]") -> _Rank:
     ranks = ranks_of(start.rank, config.tensor_parallel_size, layers)
     device = resolve_device(config, start.rank)
     draft = None if start.draft is None else Path(start.draft)
-    if config.executor == "ray":  # this machine has a folder of its own
+    if draft is not None and config.executor == "ray":  # this machine has a folder of its own
         draft = draft_folder(config, folder, device.type)
     worker = Worker(config, folder, spec, device, Startup(), draft, ranks)
     socket.send(encode(Found(worker.probe())))
