@@ -127,6 +127,27 @@ def test_times_that_are_none(option: str, value: str, refused: Callable[..., str
     assert f"{option[2:].replace('-', '_')} is " in refused(*SMALL, option, value)
 
 
+SIGNAL_IN_AN_IMPORT = """
+import os, signal, sys, weakref
+from kvern.cli.entry import main
+
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if name == "kvern.server.run":
+            nobody = weakref.ref(set(), lambda _: os.kill(os.getpid(), signal.SIGTERM))
+
+sys.meta_path.insert(0, Finder())
+sys.exit(main())
+"""
+"""What a callback raises is lost."""
+
+
+def test_a_signal_in_a_callback_of_an_import() -> None:
+    command = [sys.executable, "-c", SIGNAL_IN_AN_IMPORT, "serve", "--port", "0", *SMALL]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "", "")
+
+
 def test_a_signal_while_the_model_loads() -> None:
     command = [sys.executable, "-m", "kvern", "serve", "--port", "0", *SMALL]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
@@ -134,7 +155,7 @@ def test_a_signal_while_the_model_loads() -> None:
         eventually(lambda: bool(children.read_text()))
         engine = int(children.read_text().split()[0])
         process.send_signal(signal.SIGTERM)
-        _, said = process.communicate(timeout=30)
+        _, said = process.communicate(timeout=120)
     assert (process.returncode, said) == (0, "")
     eventually(lambda: not Path(f"/proc/{engine}").exists())
 

@@ -11,6 +11,9 @@ from kvern.cpu.cores import limit_spinning
 from kvern.engine.child import EngineChild, EngineProcess
 
 _begun: list[EngineProcess] = []
+signals: list[int] = []
+"""That came before the server could take them. In the midst of an import an exception may be lost, as in any callback
+of the interpreter, so they are only noted."""
 
 
 def main() -> int:
@@ -37,6 +40,6 @@ def engine_process() -> EngineProcess:
 
 
 def _begin() -> None:
-    for number in (signal.SIGINT, signal.SIGTERM):  # until the server has handlers: nothing runs yet
-        signal.signal(number, lambda *_: sys.exit(0))
+    for number in (signal.SIGINT, signal.SIGTERM):  # until the server has handlers
+        signal.signal(number, lambda number, _: signals.append(number))
     _begun.append(EngineChild())

@@ -32,7 +32,7 @@ class ServeCommand:
         """Serve until a signal ends it and return the exit code. Raises KvernError if the engine cannot start."""
         import dataclasses
 
-        from kvern.cli.entry import engine_process
+        from kvern.cli.entry import engine_process, signals
 
         process: EngineProcess | None = engine_process()  # it imports PyTorch while this one imports the server
         import uvloop
@@ -50,7 +50,7 @@ class ServeCommand:
             engine = planned(engine)
         logging.basicConfig(format="kvern: %(message)s", level=logging.WARNING)
         logging.getLogger("kvern.requests").setLevel(logging.INFO)
-        uvloop.run(serve(engine, self.server, process, _say))
+        uvloop.run(serve(engine, self.server, process, _say, signals))
         return 0
 
 

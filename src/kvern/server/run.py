@@ -7,7 +7,7 @@ import gc
 import signal
 import socket
 import ssl
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import uvicorn
@@ -27,9 +27,15 @@ KEEP_ALIVE_SECONDS = 75
 
 
 async def serve(
-    config: EngineConfig, server: ServerConfig, process: EngineProcess | None, say: Callable[[str], None]
+    config: EngineConfig,
+    server: ServerConfig,
+    process: EngineProcess | None,
+    say: Callable[[str], None],
+    signals: Sequence[int],
 ) -> None:
     """Serve until SIGINT or SIGTERM; `process`, if it runs already, will be the first engine.
+
+    `signals` are those that came before this could take them: with any, it ends as if one came while a model loads.
 
     Raises ConfigError if the address is taken or the engine cannot start.
     """
@@ -50,6 +56,8 @@ async def serve(
 
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, end)
+    if signals:
+        end()
     with contextlib.suppress(asyncio.CancelledError), _removed(server.uds):
         async with EngineClient(config, process) as client:
             application = Server([client], server, keys)
