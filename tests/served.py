@@ -60,6 +60,8 @@ class Served:
                 break
         else:
             raise AssertionError("".join(lines))
+        self.said = "".join(lines)
+        """What it said before it served, and where."""
         self._reader = None
         if log is not None:
             self._reader = threading.Thread(target=self._copy, args=(log.open("w", buffering=1),))

@@ -1,0 +1,148 @@
+"""Two GPUs: the answers of one, whatever is divided and switched on or off, and streams that outlive a rank.
+
+Run with `pytest -m gpu` on a machine with two GPUs.
+"""
+
+import concurrent.futures
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from kvern import LLM, SamplingParams
+from kvern.outputs import RequestOutput
+from tests import test_expert_parallel, test_rank_engines, test_rank_weights
+from tests.families import CPU_ALONE, make_checkpoint
+from tests.packers import gptq, store
+from tests.peft_adapters import make_adapter
+from tests.served import SMALL, child_of, eventually, serving
+from tests.test_head_drafting import drafting
+from tests.test_quantized_four_bits import GPTQ, LINEAR
+from tests.test_rank_drafts import KINDS, write
+from tests.test_rank_engines import RANK, TOKENS, is_running, read
+from tests.test_tensor_parallel import CHANGED, FEW
+from tests.tiny_model import make_tiny_model
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="fewer than two GPUs"),
+    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning"),  # within PEFT
+]
+
+DEVICE = "cuda"
+OPTIONS: dict[str, Any] = test_rank_engines.OPTIONS | {"device": DEVICE, "threads": None}
+PROCESSED = OPTIONS | {"logits_processors": test_rank_engines.ALL["logits_processors"]}
+packages = test_rank_engines.packages
+GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+PROMPTS = [[1 + number % 3, *range(4, 4 + 3 * number), 7] for number in range(12)]
+"""Of few tokens and of many; some are computed in several steps."""
+
+
+def said(outputs: list[RequestOutput]) -> list[list[list[int]]]:
+    return [[answer.token_ids for answer in output.outputs] for output in outputs]
+
+
+@pytest.fixture(scope="module")
+def expected(packages: None) -> list[list[list[int]]]:
+    with LLM(**PROCESSED) as alone:
+        return said(test_rank_engines.answers(alone))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"tensor_parallel_size": 2},
+        {"tensor_parallel_size": 2, "cuda_graphs": False},
+        {"tensor_parallel_size": 2, "overlap": False},
+        {"tensor_parallel_size": 2, "triton_kernels": False},
+        {"tensor_parallel_size": 2, "deterministic": True},
+        {"tensor_parallel_size": 2, "target_itl": "1s"},
+        {"tensor_parallel_size": 2, "proposer": "ngram"},
+        {"tensor_parallel_size": 2, "kv_tier": "host memory"},
+        {"pipeline_parallel_size": 2},
+        {"pipeline_parallel_size": 2, "overlap": False},
+        {"data_parallel_size": 2},
+    ],
+    ids=str,
+)
+def test_two_gpus_answer_as_one_does(options: dict[str, Any], expected: list[list[list[int]]]) -> None:
+    with LLM(**PROCESSED | options) as llm:
+        assert said(test_rank_engines.answers(llm)) == expected
+
+
+@pytest.mark.parametrize("size", ["tensor_parallel_size", "pipeline_parallel_size"])
+@pytest.mark.parametrize("family", [family for family in FEW if family not in CPU_ALONE and family != "gemma3n"])
+def test_kinds_of_layers(family: str, size: str, tmp_path: Path) -> None:
+    folder = make_checkpoint(family, tmp_path, **CHANGED.get(family, {}))
+    options = OPTIONS | {"model": str(folder), "max_model_len": 64}
+    found = []
+    for changed in ({}, {size: 2}):
+        with LLM(**options | changed) as llm:
+            found.append(said(llm.generate(PROMPTS, GREEDY)))
+    assert found[1] == found[0]
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"enable_expert_parallel": True}, {"redundant_experts": 2, "rebalance_experts": "1ms"}], ids=str
+)
+def test_experts_cut_placed_and_moved(options: dict[str, Any], tmp_path: Path) -> None:
+    folder = str(make_checkpoint("mixtral", tmp_path))
+    given = test_expert_parallel.OPTIONS | {"device": DEVICE, "threads": None}
+    if "rebalance_experts" in options:
+        options = options | {"enable_expert_parallel": True}
+    with LLM(folder, **given) as alone:
+        expected = test_expert_parallel.answers(alone)
+    with LLM(folder, tensor_parallel_size=2, **given | options) as ranked:
+        assert [test_expert_parallel.answers(ranked) for _ in range(3)] == [expected] * 3
+
+
+def test_packed_weights_adapters_and_codes_of_keys(tiny_model: Path, tmp_path: Path) -> None:
+    adapters = {name: make_adapter(tiny_model, tmp_path / name, seed, r=4) for seed, name in enumerate(("one", "two"))}
+    packed = store(tiny_model, tmp_path, gptq, LINEAR, GPTQ).quantized
+    given = {"device": DEVICE, "threads": None, "kv_cache_dtype": "fp8", "max_adapters": 1}
+    test_rank_weights.check(packed, adapters, **given)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_heads_draft_as_on_one_gpu(kind: str, tmp_path: Path) -> None:
+    target = make_tiny_model(tmp_path / "target")
+    write(kind, tmp_path / "head", target)
+    options = OPTIONS | {"model": str(target), "draft_model": str(tmp_path / "head"), "max_model_len": 64}
+    found = []
+    for size in (1, 2):
+        with LLM(**options, tensor_parallel_size=size) as llm, drafting(llm, 3) as drafts:
+            found.append((said(llm.generate(PROMPTS, GREEDY)), len(drafts) > 0))
+    assert found == [(found[0][0], True)] * 2
+
+
+@pytest.mark.parametrize("option", ["-tp", "-pp"])
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_streams_go_on_when_a_rank_ends_or_hangs(how: signal.Signals, option: str) -> None:
+    seeds = range(6)
+    given: dict[str, Any] = {"max_model_len": 512, "dtype": "float32", "device": DEVICE, "kv_cache_tokens": 8192}
+    with LLM("kvern-1m", **given) as alone:
+        params = [SamplingParams(temperature=0.8, seed=seed, max_tokens=TOKENS, ignore_eos=True) for seed in seeds]
+        expected = [output.outputs[0].text for output in alone.generate(["Once upon a time"] * len(seeds), params)]
+    small = [*SMALL, "--device", DEVICE, "--kv-cache-tokens", "8192", "--engine-timeout", "20"]
+    with serving(*small, option, "2") as served:
+        with concurrent.futures.ThreadPoolExecutor(len(seeds)) as pool:
+            client = served.client().with_options(timeout=250)
+            texts = [pool.submit(read, client, seed) for seed in seeds]
+            eventually(lambda: served.figure("generation_tokens_total") > TOKENS / 4)
+            engine = served.engine_pid()
+            rank = child_of(engine, RANK)
+            os.kill(rank, how)
+            assert [text.result(250) for text in texts] == expected
+        assert served.engine_pid() != engine
+    for pid in (engine, rank):
+        eventually(lambda pid=pid: not is_running(pid), 60)  # type: ignore[misc]
+
+
+def test_a_server_without_options_takes_both_gpus() -> None:
+    with serving("kvern-12m", "--max-model-len", "512", "--kv-cache-tokens", "8192") as served:
+        said = served.client().completions.create(prompt="Once", model="kvern-12m", max_tokens=4, temperature=0)
+        assert said.usage is not None and said.usage.completion_tokens == 4
+    assert "kvern: 2 x " in served.said and "(-tp, -pp and -dp say it otherwise)" in served.said
