@@ -12,6 +12,9 @@ from kvern.adapters.bank import AdapterBank
 from kvern.adapters.peft import read_adapter
 from kvern.adapters.places import AdapterPlaces
 from kvern.errors import InvalidRequest
+from kvern.layers.adapted_linear import AdaptedRows, StackedLinear
+from kvern.layers.build import Build
+from kvern.layers.linear import Linear
 from kvern.models.loader import load_model
 from kvern.structured_output import StructuredOutput
 from tests.families import make_checkpoint, reference_logits
@@ -228,3 +231,18 @@ def test_an_unloaded_adapter_finishes_what_it_began(
             engine.step()
         assert [output.outputs[0].token_ids for output in outputs] == [expected["all"][0]] * 2
         assert len(engine.core.executor._worker._store._adapters) == len(KINDS) - 1
+
+
+def test_an_adapter_that_overflows_spoils_no_row_but_its_own() -> None:
+    cpu = torch.device("cpu")
+    layer = StackedLinear(Linear(8, {"o": 6}, Build(torch.float32, cpu, 16)))
+    layer.base.fill_random(torch.Generator().manual_seed(0))
+    generator = torch.Generator().manual_seed(1)
+    for index, size in enumerate((1.0, 1e38)):
+        layer.load(index, {"o": (torch.full((2, 8), size), torch.randn(6, 2, generator=generator))})
+    x = torch.rand(5, 8, generator=generator) + 1
+    found = layer(x, AdaptedRows.of([0, 1, -1, 1, 0], cpu))
+    assert not found[[1, 3]].isfinite().any()
+    kept = torch.tensor([0, 2, 4])
+    torch.testing.assert_close(found[kept], layer(x[kept], AdaptedRows.of([0, -1, 0], cpu)))
+    assert found[kept].isfinite().all()

@@ -1,7 +1,7 @@
 """Attention over the paged cache beside float64, and the same result however a launch is cut."""
 
 import itertools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -85,6 +85,83 @@ def reference(
     return torch.cat(out)
 
 
+def decode(
+    batch: Batch, splits: int = 1, keys: int = 16, shared: SharedPrefix | None = None, **options: Any
+) -> torch.Tensor:
+    """What `decode_attention` finds, its counters zeros again."""
+    arrived = torch.zeros(len(batch.query) * batch.cache.shape[3], dtype=torch.int32, device=batch.query.device)
+    out = torch.full_like(batch.query, float("nan"), memory_format=torch.contiguous_format)
+    decode_attention(
+        batch.query,
+        batch.cache,
+        batch.table,
+        batch.slots,
+        batch.starts,
+        arrived,
+        out,
+        DecodeShape(keys, splits, 20, 16, 4, 2),
+        scale=0.3,
+        shared=shared,
+        **options,
+    )
+    assert not arrived.any()
+    return out
+
+
+def tiles_of(batch: Batch, queries: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Requests, and first queries, of tiles of so many queries."""
+    counts = batch.counts.tolist()
+    tiles = [(index, first) for index, count in enumerate(counts) for first in range(0, count, queries)]
+    requests, firsts = torch.tensor(tiles, dtype=torch.int32, device=batch.query.device).T.contiguous()
+    return requests, firsts
+
+
+def prefill(batch: Batch, **options: Any) -> torch.Tensor:
+    """What `prefill_attention` finds."""
+    out = torch.full_like(batch.query, float("nan"), memory_format=torch.contiguous_format)
+    prefill_attention(
+        batch.query,
+        batch.cache,
+        batch.table,
+        batch.slots,
+        batch.starts,
+        batch.tokens,
+        batch.counts,
+        *tiles_of(batch, 16),
+        out,
+        PrefillShape(16, 16, 4, 2),
+        scale=0.3,
+        **options,
+    )
+    return out
+
+
+def split(batch: Batch, splits: int = 1, **options: Any) -> torch.Tensor:
+    """What `split_attention` finds, its counters zeros again."""
+    heads, kv_heads = batch.query.shape[1], batch.cache.shape[3]
+    requests, firsts = tiles_of(batch, 32 // next_power_of_2(heads // kv_heads))
+    arrived = torch.zeros(len(requests) * kv_heads, dtype=torch.int32, device=batch.query.device)
+    out = torch.full_like(batch.query, float("nan"), memory_format=torch.contiguous_format)
+    split_attention(
+        batch.query,
+        batch.cache,
+        batch.table,
+        batch.slots,
+        batch.starts,
+        batch.tokens,
+        batch.counts,
+        requests,
+        firsts,
+        out,
+        arrived,
+        SplitShape(32, 16, splits, 1000, 16, 4, 2),
+        scale=0.3,
+        **options,
+    )
+    assert not arrived.any()
+    return out
+
+
 SHAPES = [(4, 2, 16), (3, 3, 24), (8, 1, 20)]
 KINDS = [(None, None, True), (7, None, False), (None, 5.0, False), (3, 2.0, True)]
 OPTIONS = ("heads", "kv_heads", "dim", "window", "softcap", "sunk")
@@ -108,23 +185,7 @@ def test_decode(
 ) -> None:
     sinks = make_sinks(heads, sunk, device)
     batch = make_batch(device, [0, 5, 37, 16], [1, 1, 1, 1], heads, kv_heads, dim, torch.float32)
-    arrived = torch.zeros(4 * kv_heads, dtype=torch.int32, device=device)
-    out = torch.full((4, heads, dim), float("nan"), device=device)
-    decode_attention(
-        batch.query,
-        batch.cache,
-        batch.table,
-        batch.slots,
-        batch.starts,
-        arrived,
-        out,
-        DecodeShape(16, splits, 20, 16, 4, 2),
-        scale=0.3,
-        window=window,
-        softcap=softcap,
-        sinks=sinks,
-    )
-    assert not arrived.any()
+    out = decode(batch, splits, window=window, softcap=softcap, sinks=sinks)
     assert relative_error(out, reference(batch, 0.3, window, softcap, sinks)) < 1e-5
 
 
@@ -134,27 +195,7 @@ def test_prefill(
 ) -> None:
     sinks = make_sinks(heads, sunk, device)
     batch = make_batch(device, [0, 9, 30, 4], [21, 17, 1, 16], heads, kv_heads, dim, torch.float32)
-    shape = PrefillShape(16, 16, 4, 2)
-    tiles = [(index, first) for index, count in enumerate(batch.counts.tolist()) for first in range(0, count, 16)]
-    requests, firsts = torch.tensor(tiles, dtype=torch.int32, device=device).T.contiguous()
-    out = torch.full((batch.query.shape[0], heads, dim), float("nan"), device=device)
-    prefill_attention(
-        batch.query,
-        batch.cache,
-        batch.table,
-        batch.slots,
-        batch.starts,
-        batch.tokens,
-        batch.counts,
-        requests,
-        firsts,
-        out,
-        shape,
-        scale=0.3,
-        window=window,
-        softcap=softcap,
-        sinks=sinks,
-    )
+    out = prefill(batch, window=window, softcap=softcap, sinks=sinks)
     assert relative_error(out, reference(batch, 0.3, window, softcap, sinks)) < 1e-5
 
 
@@ -171,31 +212,7 @@ def test_runs_whose_keys_are_shared_out(
 ) -> None:
     sinks = make_sinks(heads, sunk, device)
     batch = make_batch(device, [0, 9, 60, 4], [11, 5, 1, 16], heads, kv_heads, dim, torch.float32)
-    together = 32 // next_power_of_2(heads // kv_heads)
-    counts = batch.counts.tolist()
-    tiles = [(index, first) for index, count in enumerate(counts) for first in range(0, count, together)]
-    requests, firsts = torch.tensor(tiles, dtype=torch.int32, device=device).T.contiguous()
-    arrived = torch.zeros(len(tiles) * kv_heads, dtype=torch.int32, device=device)
-    out = torch.full((batch.query.shape[0], heads, dim), float("nan"), device=device)
-    split_attention(
-        batch.query,
-        batch.cache,
-        batch.table,
-        batch.slots,
-        batch.starts,
-        batch.tokens,
-        batch.counts,
-        requests,
-        firsts,
-        out,
-        arrived,
-        SplitShape(32, 16, splits, 1000, 16, 4, 2),
-        scale=0.3,
-        window=window,
-        softcap=softcap,
-        sinks=sinks,
-    )
-    assert not arrived.any()
+    out = split(batch, splits, window=window, softcap=softcap, sinks=sinks)
     assert relative_error(out, reference(batch, 0.3, window, softcap, sinks)) < 1e-5
 
 
@@ -228,21 +245,5 @@ def test_decode_reads_a_shared_prefix_once(
     shared = SharedPrefix(
         members, torch.tensor([16, 16, 8, 0], **integers), torch.tensor([16, 0, 16, 16, 8, 8], **integers)
     )
-    arrived = torch.zeros(6 * kv_heads, dtype=torch.int32, device=device)
-    out = torch.full((6, heads, dim), float("nan"), device=device)
-    decode_attention(
-        batch.query,
-        batch.cache,
-        table,
-        batch.slots,
-        batch.starts,
-        arrived,
-        out,
-        DecodeShape(16, splits, 20, 16, 4, 2),
-        scale=0.3,
-        softcap=softcap,
-        shared=shared,
-        sinks=sinks,
-    )
-    assert not arrived.any()
+    out = decode(batch, splits, softcap=softcap, shared=shared, sinks=sinks)
     assert relative_error(out, reference(batch, 0.3, None, softcap, sinks)) < 1e-5

@@ -43,6 +43,7 @@ class Gather:
     run     the first key's place in the cache where one request's blocks follow each other: they are read in place
     shared  [S] int64, blocks before those that all B requests have in common; None: none
     mask    [B, 1, queries, keys] float, added to the scores; None: nothing is hidden, or `causal` says it all
+    behind  [N] int64, gathered keys behind the last of their request; None: there are none
     """
 
     requests: int
@@ -54,6 +55,7 @@ class Gather:
     mask: torch.Tensor | None
     causal: bool
     shared: torch.Tensor | None = None
+    behind: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -192,7 +194,8 @@ class TorchAttention:
         skipped = 0 if shared is None else len(shared)
         first = [skipped if window is None else max(0, start + 1 - window) // size for start in starts]
         ends = [start + queries for start in starts]
-        keys = max(end - block * size for end, block in zip(ends, first, strict=True))
+        lengths = [end - block * size for end, block in zip(ends, first, strict=True)]
+        keys = max(lengths)
         first_blocks = torch.tensor(first, device=device)
         columns = first_blocks[:, None] + torch.arange(-(-keys // size), device=device)
         rows = torch.tensor(slots, device=device)
@@ -215,7 +218,8 @@ class TorchAttention:
         if window is not None:
             hidden |= key_positions <= query_positions - window
         mask = torch.zeros(hidden.shape, dtype=self._dtype, device=device).masked_fill_(hidden, float("-inf"))
-        return Gather(len(slots), queries, tokens, blocks, run, keys, mask[:, None], False, shared)
+        behind = None if min(lengths) == keys else _behind(lengths, size).to(device)
+        return Gather(len(slots), queries, tokens, blocks, run, keys, mask[:, None], False, shared, behind)
 
 
 class TorchAttend:
@@ -311,6 +315,9 @@ def _read(store: LayerStore, spec: AttentionSpec, part: Gather) -> torch.Tensor:
         gathered = store.cache[:, : part.keys].index_select(0, part.blocks)
     else:
         gathered = store.rows.index_select(0, part.blocks)
+    if part.behind is not None:  # it is another's, and 0 * NaN is NaN
+        tokens = gathered.view(-1, spec.width)
+        (tokens.view(torch.uint8) if tokens.itemsize == 1 else tokens).index_fill_(0, part.behind, 0)
     return gathered.view(part.requests, -1, spec.kv_heads, spec.head_dim)[:, : part.keys].transpose(1, 2)
 
 
@@ -349,6 +356,15 @@ def _run(blocks: list[int], block_size: int) -> int | None:
     """The place of the first key of blocks that follow each other."""
     first = blocks[0]
     return first * block_size if blocks == list(range(first, first + len(blocks))) else None
+
+
+def _behind(lengths: Sequence[int], block_size: int) -> torch.Tensor:
+    """Of so many keys of each request, gathered in as many places as the longest takes, the places that are left."""
+    keys = max(lengths)
+    places = keys if keys < block_size else -(-keys // block_size) * block_size
+    left = torch.arange(keys) >= torch.tensor(lengths)[:, None]
+    request, key = left.nonzero(as_tuple=True)
+    return request * places + key
 
 
 def _visible(length: int, window: int | None) -> int:

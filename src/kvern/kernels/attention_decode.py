@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kvern.kernels.attention_loop import attend, beside_sinks, first_blocks, join_parts, parts_at_a_time
+from kvern.kernels.attention_loop import attend, beside_sinks, first_blocks, first_tile, join_parts, parts_at_a_time
 from kvern.kernels.attention_prefill import LOG2_E
 from kvern.kernels.attention_prefix import SharedPrefix, attend_to_prefix, prefix_parts
 from kvern.kernels.eight_bit import for_kernels, in_values, query_factors, score_scale
@@ -102,9 +102,7 @@ def _decode_attention_kernel(
     table = block_table + tl.load(slots + request).to(tl.int64) * table_stride
     shared = 0
     before = 0
-    base = 0
-    if WINDOW > 0:
-        base = tl.maximum(length - WINDOW, 0) // TILE * TILE
+    base = first_tile(length - 1, block_size, WINDOW, TILE)
     if SHARED:
         shared = tl.load(shared_keys + request)
         base = shared

@@ -77,7 +77,7 @@ def _produce(
         start = gl.load(starts + request)
         table = block_table + gl.load(slots + request).to(gl.int64) * table_stride
         column = head // group * head_dim
-        begin, steps = key_tiles(start, count, first, WINDOW, 2 * q.shape[1], KEYS)
+        begin, steps = key_tiles(start, count, first, WINDOW, 2 * q.shape[1], KEYS, BOX)
         if not VALUES:
             token = gl.load(tokens + request)
             buffer = index % BUFFERS

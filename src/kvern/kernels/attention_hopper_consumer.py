@@ -36,13 +36,16 @@ def items_of(tiles, heads):
 
 
 @gluon.jit
-def key_tiles(start, count, first, WINDOW: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr):
-    """The first key, and the number of tiles of keys, that a tile of queries sees."""
+def key_tiles(start, count, first, WINDOW: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr, BOX: gl.constexpr):
+    """Where tiles of keys that a tile of queries sees begin, and how many they are.
+
+    The first box has the first key that is seen: what lies before may be another request's by now.
+    """
     low = start + first
     end = gl.minimum(start + count, low + ROWS)
     begin = 0
     if WINDOW > 0:
-        begin = gl.maximum(low - WINDOW + 1, 0) // KEYS * KEYS
+        begin = gl.maximum(low - WINDOW + 1, 0) // BOX * BOX
     return begin, gl.maximum((end - begin + KEYS - 1) // KEYS, 1)
 
 
@@ -173,7 +176,7 @@ def consume(
     tile, next_head = tile_of(1, tiles, heads)
     request = gl.load(tile_request + tile)
     next_first = gl.load(tile_first + tile)
-    begin, steps = key_tiles(start, count, first, WINDOW, 2 * ROWS, KEYS)
+    begin, steps = key_tiles(start, count, first, WINDOW, 2 * ROWS, KEYS, BOX)
     low = start + first + HALF * ROWS
     mbarrier.wait(q_full.index(0), 0)
     mbarrier.wait(k_full.index(0), 0)
@@ -246,7 +249,7 @@ def consume(
         count = later_count
         start = later_start
         token = later_token
-        begin, steps = key_tiles(start, count, first, WINDOW, 2 * ROWS, KEYS)
+        begin, steps = key_tiles(start, count, first, WINDOW, 2 * ROWS, KEYS, BOX)
         low = start + first + HALF * ROWS
         scores = warpgroup_mma_wait(0, (scores,))
         mbarrier.arrive(k_empty.index(stage_k), pred=more)

@@ -4,11 +4,32 @@ what several programs found for the same queries is joined.
 Layout of keys and of values: [blocks, block_size, kv_heads, head_dim]. All scores are kept as powers of two.
 """
 
+import math
+
 import triton
 import triton.language as tl
 
 from kvern.kernels.attention_prefill import capped
 from kvern.kernels.eight_bit import factor_pairs
+
+
+@triton.constexpr_function
+def common_size(block_size, keys):
+    """The most tokens that both a block and a tile of keys are a multiple of."""
+    return math.gcd(block_size, keys)
+
+
+@triton.jit
+def first_tile(position, block_size: tl.constexpr, WINDOW: tl.constexpr, KEYS: tl.constexpr):
+    """Where tiles of keys begin for queries from `position` on: in the block of the first key that is seen.
+
+    What lies before may be another request's by now, and no number: 0 * NaN is NaN.
+    """
+    begin = 0
+    if WINDOW > 0:
+        size: tl.constexpr = common_size(block_size, KEYS)
+        begin = tl.maximum(position - WINDOW + 1, 0) // size * size
+    return begin
 
 
 @triton.jit

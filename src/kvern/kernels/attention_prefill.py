@@ -39,6 +39,7 @@ def prefill_tile(
     gathered,
     start,
     end,
+    low,
     query_position,
     key_cache,
     value_cache,
@@ -59,11 +60,13 @@ def prefill_tile(
     position = start + tl.arange(0, KEYS)
     if MASKED:
         known = position < end
+        if WINDOW > 0:
+            known &= position > low - WINDOW
         block = tl.load(table + position // block_size, mask=known, other=0).to(tl.int64)
     else:
         block = tl.load(table + position // block_size).to(tl.int64)
     place = ((block * block_size + position % block_size) * kv_heads + kv_head) * head_dim
-    if MASKED:  # what lies behind the last key may be anything, and 0 * NaN is NaN
+    if MASKED:  # what lies behind the last key, or before all windows, is another's, and 0 * NaN is NaN
         in_head = dim < head_dim
         key = tl.load(key_cache + place[None, :] + dim[:, None], mask=known[None, :] & in_head[:, None], other=0.0)
         value = tl.load(value_cache + place[:, None] + dim[None, :], mask=known[:, None] & in_head[None, :], other=0.0)
@@ -146,7 +149,7 @@ def _prefill_attention_kernel(
     end = tl.minimum(start + count, low + QUERIES)
     begin = 0
     unmasked = low // KEYS * KEYS
-    if WINDOW > 0:
+    if WINDOW > 0:  # at a multiple of `KEYS`, so that a token's sums do not depend on where its chunk begins
         begin = tl.maximum(low - WINDOW + 1, 0) // KEYS * KEYS
         unmasked = begin
     maximum = tl.full([QUERIES], float("-inf"), tl.float32)
@@ -154,13 +157,13 @@ def _prefill_attention_kernel(
     gathered = tl.zeros([QUERIES, DIM], tl.float32)
     for key in tl.range(begin, unmasked, KEYS):
         maximum, total, gathered = prefill_tile(
-            queries, maximum, total, gathered, key, end, query_position, key_cache, value_cache, table, kv_head, scale,
-            softcap, kv_heads, head_dim, block_size, WINDOW, SOFTCAP, DIM, KEYS, False,
+            queries, maximum, total, gathered, key, end, low, query_position, key_cache, value_cache, table, kv_head,
+            scale, softcap, kv_heads, head_dim, block_size, WINDOW, SOFTCAP, DIM, KEYS, False,
         )  # fmt: skip
     for key in tl.range(unmasked, end, KEYS):
         maximum, total, gathered = prefill_tile(
-            queries, maximum, total, gathered, key, end, query_position, key_cache, value_cache, table, kv_head, scale,
-            softcap, kv_heads, head_dim, block_size, WINDOW, SOFTCAP, DIM, KEYS, True,
+            queries, maximum, total, gathered, key, end, low, query_position, key_cache, value_cache, table, kv_head,
+            scale, softcap, kv_heads, head_dim, block_size, WINDOW, SOFTCAP, DIM, KEYS, True,
         )  # fmt: skip
     if sinks is not None:
         total += tl.exp2(tl.load(sinks + head) * 1.4426950408889634 - maximum)

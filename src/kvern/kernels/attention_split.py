@@ -10,7 +10,15 @@ import torch
 import triton
 import triton.language as tl
 
-from kvern.kernels.attention_loop import attend, beside_sinks, first_blocks, join_parts, most_rows, parts_at_a_time
+from kvern.kernels.attention_loop import (
+    attend,
+    beside_sinks,
+    first_blocks,
+    first_tile,
+    join_parts,
+    most_rows,
+    parts_at_a_time,
+)
 from kvern.kernels.attention_prefill import LOG2_E
 from kvern.kernels.eight_bit import for_kernels, in_values, query_factors, score_scale
 from kvern.kernels.launch import Launcher, next_power_of_2, overlaps, wait_for_previous
@@ -100,9 +108,7 @@ def _split_attention_kernel(
     token = tl.load(tokens + request).to(tl.int64)
     low = start + first
     end = tl.minimum(start + count, low + ROWS // GROUP)
-    begin = 0
-    if WINDOW > 0:
-        begin = tl.maximum(low - WINDOW + 1, 0) // KEYS * KEYS
+    begin = first_tile(low, block_size, WINDOW, KEYS)
     pieces = 1
     if splits > 1:
         fair = tl.cdiv(all_keys(starts, counts, requests, WINDOW) * kv_heads, programs)

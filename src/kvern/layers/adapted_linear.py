@@ -113,8 +113,8 @@ class StackedLinear(AdaptedLinear[AdaptedRows]):
                 else:
                     out.index_add_(0, members, low @ up)
         elif self._owners.shape[0]:
-            low = self._multiply(x, self._down, None)
-            out.addmm_(low * (rows.adapter_indices[:, None] == self._owners), self._up)
+            low = self._multiply(x, self._down, None)  # what others' adapters make of a row may overflow
+            out.addmm_(low.masked_fill_(rows.adapter_indices[:, None] != self._owners, 0), self._up)
 
     def _like(self, *shape: int) -> Tensor:
         return torch.empty(shape, dtype=self.base.dtype, device=self.base.device)

@@ -112,8 +112,10 @@ class Experts(Loadable):
         """Each expert with all rows: more to compute, but the host, or a CUDA graph, needs not know whose they are."""
         out = torch.zeros_like(x)
         for expert in range(self.slots):
-            share = (weights * (topk_ids == expert)).sum(-1, keepdim=True)
-            out += self._through(expert, x) * share
+            chosen = topk_ids == expert
+            share = (weights * chosen).sum(-1, keepdim=True)
+            part = self._through(expert, x) * share  # of rows that chose others it may overflow, and 0 * inf is NaN
+            out += part.masked_fill_(~chosen.any(-1, keepdim=True), 0)
         return out
 
     def _through(self, expert: int, x: Tensor) -> Tensor:

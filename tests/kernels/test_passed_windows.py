@@ -1,0 +1,93 @@
+"""Keys and values that no query sees are others': blocks that a window has passed, and what lies behind a context."""
+
+import random
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from kvern.attention.eight_bit import LARGEST_CODE, codes_of
+from tests.kernels.test_attention import Batch, decode, make_batch, prefill, reference, split
+from tests.kernels.test_norm import relative_error
+
+KERNELS: dict[str, tuple[Callable[..., torch.Tensor], bool]] = {
+    "decode": (decode, True),
+    "decode, its keys shared out": (lambda *given, **options: decode(*given, splits=3, **options), True),
+    "decode, tiles as long as several blocks": (lambda *given, **options: decode(*given, keys=64, **options), True),
+    "prefill": (prefill, False),
+    "split": (split, False),
+    "split, its keys shared out": (lambda *given, **options: split(*given, splits=3, **options), False),
+}
+"""How each is launched, and whether it takes single queries."""
+
+
+def give_back(batch: Batch, window: int) -> None:
+    """Let others write to the blocks of which the first query of each request sees nothing; tables name them still.
+
+    They write what is no number where the dtype has it, and the largest otherwise.
+    """
+    size, dtype = batch.cache.shape[2], batch.cache.dtype
+    others = torch.tensor([float("nan"), float("inf")] if dtype.is_floating_point else [127.0, -127.0])
+    others = others.to(batch.cache).repeat(batch.cache.shape[4] // 2)
+    for slot, start in zip(batch.slots.tolist(), batch.starts.tolist(), strict=True):
+        passed = max(0, start + 1 - window) // size
+        for block in batch.table[slot, :passed].tolist():
+            batch.cache[:, block] = others
+
+
+def in_codes(batch: Batch, dtype: torch.dtype) -> tuple[Batch, Batch, torch.Tensor]:
+    """With a cache in 8 bits, with the numbers that it stands for, and its scales."""
+    scales = torch.tensor([[0.7, 1.3], [1.1, 0.9]], device=batch.cache.device) * 4 / LARGEST_CODE[dtype]
+    codes = [codes_of(kind.flatten(0, 1), scale, dtype) for kind, scale in zip(batch.cache, scales, strict=True)]
+    cache = torch.stack(codes).view(batch.cache.shape)
+    plain = cache.float() * scales[:, None, None, :, None]
+    return batch._replace(cache=cache), batch._replace(cache=plain), scales
+
+
+def lives(seed: int, single: bool) -> tuple[int, int, list[int], list[int]]:
+    """A window, the size of blocks, and where requests are: most of them far beyond the window."""
+    chance = random.Random(seed)
+    window, size = chance.randint(1, 40), chance.choice([4, 8, 16, 24, 64])
+    starts = [chance.randint(0, 40), chance.randint(60, 150), window + size * chance.randint(1, 3)]
+    return window, size, starts, [1 if single else chance.choice([1, 2, 5, 19]) for _ in starts]
+
+
+@pytest.mark.parametrize("seed", [0, 2, *(pytest.param(seed, marks=pytest.mark.nightly) for seed in range(3, 40))])
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_what_a_window_passed_is_not_read(kernel: str, seed: int, device: torch.device) -> None:
+    attend, single = KERNELS[kernel]
+    window, size, starts, counts = lives(seed, single)
+    batch = make_batch(device, starts, counts, 4, 2, 16, torch.float32, size)
+    expected = reference(batch, 0.3, window, None)
+    give_back(batch, window)
+    assert relative_error(attend(batch, window=window), expected) < 1e-5
+
+
+@pytest.mark.parametrize("dtype", LARGEST_CODE, ids=str)
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_codes_that_a_window_passed_are_not_read(kernel: str, dtype: torch.dtype, device: torch.device) -> None:
+    """Of e4m3 some code is no number; integers are numbers, and what they stand for is large."""
+    attend, single = KERNELS[kernel]
+    window, size, starts, counts = lives(0, single)
+    coded, plain, scales = in_codes(make_batch(device, starts, counts, 4, 2, 16, torch.float32, size), dtype)
+    expected = reference(plain, 0.3, window, None)
+    give_back(coded, window)
+    assert relative_error(attend(coded, window=window, scales=scales), expected) < 5e-3
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, *LARGEST_CODE], ids=str)
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_what_a_window_passed_is_not_read_on_a_gpu(kernel: str, dtype: torch.dtype) -> None:
+    """In tiles of several stages, which are fetched ahead."""
+    device, (attend, single) = torch.device("cuda"), KERNELS[kernel]
+    for window, size in ((1, 16), (100, 16), (128, 16), (130, 64), (50, 24)):
+        counts = [1, 1, 1] if single else [70, 3, 128]
+        batch = make_batch(device, [900, 300, 63], counts, 8, 2, 128, torch.bfloat16, size)
+        plain, scales = batch, None
+        if dtype in LARGEST_CODE:
+            batch, plain, scales = in_codes(batch, dtype)
+        expected = reference(plain, 0.3, window, None)
+        give_back(batch, window)
+        assert relative_error(attend(batch, window=window, scales=scales), expected) < 2e-2
