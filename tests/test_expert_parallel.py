@@ -57,6 +57,15 @@ def test_tokens_of_experts_are_counted(alone: LLM) -> None:
     assert [len(layer) for layer in before] == [5, 5, 5]
 
 
+@pytest.mark.nightly
+def test_several_engines_tell_what_they_have_counted_together(folder: Path) -> None:
+    with LLM(str(folder), data_parallel_size=2, **OPTIONS) as two:
+        answers(two)
+        first, second, last = map(sum, two.expert_tokens())
+        assert first == second == 2 * two.statistics().computed_tokens
+        assert 0 < last <= first
+
+
 def test_ranks_whose_experts_move_answer_as_one_process_does(folder: Path, alone: LLM) -> None:
     options = {"enable_expert_parallel": True, "redundant_experts": 2, "rebalance_experts": "1ms"}
     expected = answers(alone)

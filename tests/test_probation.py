@@ -7,19 +7,23 @@ from hypothesis import strategies as st
 
 from kvern.engine.probation import DEATHS, KILLINGS, LARGEST_GROUP, Probation
 
+LOSSES = 2
+
 
 def run(
     names: list[str], killers: dict[str, int], chance: random.Random, killed: bool = False
 ) -> tuple[list[str], int]:
     """Engines until nobody is suspected; who was found guilty, and how many engines died.
 
-    A killer ends the process at the step of its progress; others end with their tenth.
+    A killer ends the process at the step of its progress; others end with their tenth. Who was cleared runs on beside
+    those on trial, and what the last step has brought may be lost with an engine, LOSSES times.
     """
     probation, progress, guilty, deaths = Probation(), dict.fromkeys(names, 0), [], 0
-    waiting = list(names)
+    waiting, given, known, losses = list(names), dict.fromkeys(names), dict(progress), LOSSES
     while waiting or probation.active:
-        may = probation.on_trial if probation.active else list(waiting)
-        running = [name for name in may if chance.random() < 0.8] or may[:1]
+        given |= dict.fromkeys(probation.on_trial if probation.active else waiting)
+        there = [name for name in given if name in waiting]
+        running = [name for name in there if chance.random() < 0.8] or there[:1]
         deadly = [name for name in running if killers.get(name) == progress[name]]
         if deadly:
             deaths += 1
@@ -28,7 +32,11 @@ def run(
             if found is not None:
                 guilty.append(found)
                 waiting.remove(found)
+            given.clear()
+            if losses and chance.random() < 0.5:
+                progress, losses = dict(known), losses - 1
             continue
+        known = dict(progress)
         for name in running:
             progress[name] += 1
             if progress[name] == 10:
@@ -45,7 +53,30 @@ def test_the_killers_are_found_and_nobody_else(count: int, killers: int, seed: i
     guilty, deaths = run(names, marked, chance, killed)
     assert sorted(guilty) == sorted(marked)
     most = LARGEST_GROUP.bit_length() + (KILLINGS if killed else DEATHS) + 1
-    assert deaths <= len(marked) * most
+    assert deaths <= (len(marked) + bool(marked) * LOSSES) * most
+
+
+def test_who_is_left_of_a_group_is_not_blamed_for_one_of_it_that_was_cleared() -> None:
+    """That runs on, and may end the engine a token later."""
+    probation = Probation()
+    probation.died(["a", "deadly", "innocent"], killed=False)
+    probation.clear("a")
+    assert probation.on_trial == ["deadly", "innocent"]
+    probation.clear("deadly")
+    assert probation.died(["deadly", "innocent", "a"], killed=False) is None
+    assert probation.on_trial == ["innocent"]
+    assert probation.clear("innocent") and probation.on_trial == ["deadly"]
+    assert probation.died(["deadly", "innocent"], killed=False) is None
+    assert probation.on_trial == ["deadly"]
+    assert probation.died(["deadly"], killed=False) == "deadly"
+
+
+def test_who_comes_on_trial_alone_is_not_blamed_for_one_that_was_cleared_before() -> None:
+    probation = Probation()
+    probation.died(["deadly", "innocent"], killed=False)
+    assert probation.clear("deadly") and probation.on_trial == ["innocent"]
+    assert probation.died(["innocent", "deadly"], killed=False) is None
+    assert probation.on_trial == ["innocent"]
 
 
 def test_a_kill_from_outside_blames_nobody() -> None:

@@ -6,6 +6,7 @@ import logging
 import os
 import signal
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,10 +15,14 @@ import openai
 import pytest
 
 from kvern import LLM, SamplingParams
+from kvern.config import EngineConfig
+from kvern.engine.factory import build_core
 from kvern.errors import ConfigError, EngineDied
+from kvern.models.folder import model_folder
 from kvern.outputs import RequestOutput
 from kvern.structured_output import StructuredOutput
 from kvern.worker import rank_processes
+from kvern.worker.startup import Startup
 from tests import processors
 from tests.served import SMALL, STORY, child_of, children_of, command_of, eventually, serving
 from tests.speculation import AnyLength
@@ -144,9 +149,37 @@ def test_a_rank_that_hangs_while_it_loads_is_named(monkeypatch: pytest.MonkeyPat
     before = ranks_of(os.getpid())
     monkeypatch.setattr(rank_processes, "PATIENCE", 0.0)
     monkeypatch.setattr(rank_processes, "TIMES", 0)
-    with pytest.raises(ConfigError, match="rank 1 has not looked at its device, long after the first one had"):
+    with pytest.raises(ConfigError, match="rank 1 has not connected, long after the first one was ready for it"):
         LLM(tensor_parallel_size=2, **OPTIONS)
     assert ranks_of(os.getpid()) == before
+
+
+class FarProcess:
+    """A rank on a machine that its messages do not leave."""
+
+    def __init__(self, *_: object, **__: object) -> None:
+        self._ended = threading.Event()
+
+    def start(self, *_: object) -> None:
+        """It runs."""
+
+    def wait(self) -> int:
+        self._ended.wait()
+        return -signal.SIGKILL
+
+    def kill(self) -> None:
+        self._ended.set()
+
+
+@pytest.mark.timeout(300)
+def test_a_rank_on_another_machine_that_never_connects_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rank_processes, "NodeProcess", FarProcess)
+    monkeypatch.setattr(rank_processes, "own_group", object)
+    monkeypatch.setattr(rank_processes, "join_cluster", lambda: "127.0.0.1")
+    monkeypatch.setattr(rank_processes, "PATIENCE", 1.0)
+    config = EngineConfig(**OPTIONS, tensor_parallel_size=2, executor="ray")
+    with pytest.raises(ConfigError, match=r"rank 1 has not connected, .* or the network between them"):
+        build_core(config, model_folder(config), Startup())
 
 
 def test_a_lost_rank_ends_an_engine_in_its_process_with_the_reason(ranked: LLM) -> None:

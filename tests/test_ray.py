@@ -21,6 +21,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from kvern import LLM, SamplingParams
 from kvern.errors import ConfigError
+from kvern.ray_nodes import MOST_PROCESSES
 from tests.ray_cluster import RAY, RayCluster, free_port
 from tests.served import KEY, Served, command_of, eventually
 
@@ -143,6 +144,9 @@ def test_ranks_of_two_nodes_answer_as_one_process(
 ) -> None:
     with serving_on(cluster, flag, "2", "--threads", str(CPUS - 1)) as served:
         assert [len(engines_of(cluster, node)) for node in cluster.nodes] == [1, 1]
+        for pid in engines_of(cluster):
+            variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+            assert f"{MOST_PROCESSES}=1".encode() in variables, "a node has processors for one alone"
         asked = served.client()
         assert [ended(begun(asked, prompt)) for prompt in PROMPTS] == expected[TOKENS]
 

@@ -20,6 +20,7 @@ import pytest
 
 from kvern import LLM, SamplingParams
 from kvern.config import EngineConfig
+from kvern.engine.child import EngineChild
 from kvern.engine.client import EngineClient
 from kvern.engine.generation import Generation
 from kvern.engine.link import EngineLink
@@ -262,6 +263,24 @@ def test_who_ends_the_engine_before_any_step_is_found(monkeypatch: pytest.Monkey
             with pytest.raises(RequestFailed, match="was alone when the engine died"):
                 await tokens_of(client, "I end it")
             assert await asyncio.gather(*others) == expected
+
+    asyncio.run(run())
+
+
+class Unheard(EngineChild):
+    """A process that cannot be listened to, as where no port is free."""
+
+    def listen(self, socket: object) -> None:
+        raise OSError("as planned")
+
+
+def test_an_engine_that_cannot_be_listened_to_leaves_nothing() -> None:
+    async def run() -> None:
+        process = Unheard()
+        with pytest.raises(OSError, match="as planned"):
+            await EngineLink.start(EngineConfig(model="kvern-1m"), process)
+        assert await process.wait() == -signal.SIGKILL
+        assert not Path(process._folder.name).exists()
 
     asyncio.run(run())
 

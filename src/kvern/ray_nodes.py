@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,8 @@ logger = logging.getLogger("kvern")
 NAMESPACE = "kvern"
 GROUP = "KVERN_RAY_GROUP"
 """The variable with the placement group of an engine and its ranks: namespace/name."""
+MOST_PROCESSES = "KVERN_RAY_PROCESSES"
+"""The variable in which a process is told how many like it its node has room for."""
 KILLED = -signal.SIGKILL
 
 
@@ -77,16 +79,17 @@ class Keeper:
     """The actor: of one process."""
 
     def run(
-        self, module: str, address: str, environment: dict[str, str], given: bytes, notes: bool
+        self, module: str, address: str, environment: dict[str, str], given: bytes, notes: bool, each: dict[str, int]
     ) -> tuple[int, bytes]:
         """Run a module until it ends; its exit code, and what it wrote into the file that is its argument with `notes`.
 
-        It is given `given` on its standard input.
+        It is given `given` on its standard input, and told for how many that take `each` this node has room.
         """
         with tempfile.TemporaryDirectory(prefix="kvern-", ignore_cleanup_errors=True) as folder:
             file = Path(folder, "notes")
             arguments = [address, *([str(file)] if notes else []), str(os.getpid())]
-            variables = {**os.environ, **bytecode_environment(), **environment}
+            most = {MOST_PROCESSES: str(_room_here(each))}
+            variables = {**os.environ, **bytecode_environment(), **environment, **most}
             command = [sys.executable, "-m", module, *arguments]
             process = subprocess.Popen(command, stdin=subprocess.PIPE, env=variables)  # noqa: S603 (our own words)
             process.communicate(given)
@@ -105,11 +108,11 @@ class NodeProcess:
         ray = ray_module()
         self._ray = ray
         self._own_group = None
+        self._each = {"CPU": cpus, **({"GPU": gpus} if gpus else {})}
         strategy: Any = "SPREAD"
         if ranks > 1:
-            each = {"CPU": cpus, **({"GPU": gpus} if gpus else {})}
             name = os.urandom(16).hex()
-            self._own_group = group = ray.util.placement_group([each] * ranks, strategy="PACK", name=name)
+            self._own_group = group = ray.util.placement_group([self._each] * ranks, strategy="PACK", name=name)
             self._variables = {GROUP: f"{ray.get_runtime_context().namespace}/{name}"}
         else:
             self._variables = {}
@@ -127,7 +130,7 @@ class NodeProcess:
         """Run the module as `Keeper.run` does, for it to connect to this socket."""
         address, key = listen(socket, self._ray.util.get_node_ip_address())
         environment = {**self._variables, KEY: key}
-        self._result = self._keeper.run.remote(module, address, environment, given, notes)
+        self._result = self._keeper.run.remote(module, address, environment, given, notes, self._each)
 
     def wait(self) -> int:
         """Its exit code, once there is one, negative: by which signal. One that was lost with its node was killed."""
@@ -146,6 +149,14 @@ class NodeProcess:
             self._ray.kill(self._keeper)
             if self._own_group is not None:
                 self._ray.util.remove_placement_group(self._own_group)
+
+
+def _room_here(each: Mapping[str, int]) -> int:
+    """How many processes that take `each` the node of this actor has room for when it has nothing else."""
+    ray = ray_module()
+    name = ray.get_runtime_context().get_node_id()
+    there = next(node["Resources"] for node in ray.nodes() if node["NodeID"] == name)
+    return max(1, min(int(there.get(kind, 0) // count) for kind, count in each.items()))
 
 
 def own_group() -> Any:

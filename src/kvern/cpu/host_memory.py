@@ -1,7 +1,19 @@
-"""How much memory of the host a process may still take."""
+"""How much memory of the host a process may still take, and how many processes take theirs of it."""
 
 import os
 from pathlib import Path
+
+from kvern.ray_nodes import MOST_PROCESSES
+
+
+def total_memory() -> int:
+    """Bytes of memory that the host has."""
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def processes_here(count: int) -> int:
+    """How many of `count` processes of kvern this machine has at most: all, but for other nodes of a Ray cluster."""
+    return min(count, int(os.environ.get(MOST_PROCESSES, count)))
 
 
 def available_memory() -> int:
@@ -11,4 +23,4 @@ def available_memory() -> int:
         for line in meminfo.read_text().splitlines():
             if line.startswith("MemAvailable:"):
                 return int(line.split()[1]) * 1024
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+    return total_memory() // 2

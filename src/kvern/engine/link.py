@@ -44,8 +44,14 @@ class EngineLink:
         socket = zmq.asyncio.Context.instance().socket(zmq.PAIR)
         socket.set(zmq.LINGER, 0)
         socket.set(zmq.SNDHWM, 0)  # what is sent is bounded by what is asked
-        process.listen(socket)
         link = cls(process, socket, config.engine_timeout)
+        try:
+            process.listen(socket)
+        except BaseException:
+            process.kill()
+            link.close()
+            process.forget()
+            raise
         sent = asyncio.ensure_future(socket.send(encode(Start(dataclasses.asdict(config)))))
         try:
             async for message in link.messages():

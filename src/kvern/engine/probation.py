@@ -4,7 +4,8 @@
     progress       whoever gets on is cleared; when all of a group are, the next group is tried
     another death  the half of the group that ran is tried first, then the other half, until one is alone
 
-Nothing else runs meanwhile, so that what came later is never blamed. No engine, no clock: names in, names out.
+What came later does not run meanwhile, so it is never blamed. Whoever was cleared runs on, and may end the engine a
+token later: so nobody is alone but the first whom an engine gets. No engine, no clock: names in, names out.
 """
 
 from collections import Counter, deque
@@ -23,6 +24,8 @@ class Probation:
     def __init__(self) -> None:
         self._groups: deque[list[str]] = deque()
         self._deaths: Counter[str] = Counter()
+        self._is_alone = False
+        """The present engine has been given the one on trial, and nobody else."""
 
     @property
     def active(self) -> bool:
@@ -58,19 +61,20 @@ class Probation:
             behind = [name for name in group if name not in tried]
             behind += [name for name in running if name not in pending]  # cleared, and here again
         self._deaths.update(tried)
+        guilty = None
         if len(tried) == 1:
             [alone] = tried
-            if self._deaths[alone] >= (KILLINGS if killed else DEATHS):
-                self._groups.extend(_growing(behind))
+            if self._is_alone and self._deaths[alone] >= (KILLINGS if killed else DEATHS):
+                guilty, tried = alone, []
                 del self._deaths[alone]
-                return alone
         if len(tried) > 1 and pending:
             middle = (len(tried) + 1) // 2
             self._groups.extendleft((tried[middle:], tried[:middle]))
         else:
             self._groups.extendleft(reversed(_growing(tried)))
         self._groups.extend(_growing(behind))
-        return None
+        self._is_alone = len(self.on_trial) == 1
+        return guilty
 
     def clear(self, name: str) -> bool:
         """A request got on, or has ended; whether that lets others run."""
@@ -81,6 +85,7 @@ class Probation:
                 group.remove(name)
                 if not group:
                     self._groups.remove(group)
+                    self._is_alone = self._is_alone and not first
                 return first and not group
         return False
 

@@ -55,7 +55,7 @@ HEARTBEAT_SECONDS = 0.5
 READING_SECONDS = 0.01
 """The same while it reads an adapter."""
 COUNT_SECONDS = 1.0
-"""How often experts' tokens are read, where that is asked for."""
+"""How often experts' tokens are read while steps run, where that is asked for."""
 MOST_MESSAGES = 256
 """Taken between two steps, or signs of life."""
 LINGER_MILLISECONDS = 2000
@@ -181,11 +181,15 @@ def serve(socket: "zmq.Socket[bytes]", core: EngineLoop, parent: int, counts: bo
         if prepares and not core.has_work:
             prepares = core.idle()
         started = time.monotonic()
-        events, refused = refused + (core.step() if core.has_work else []), []
+        worked = core.has_work
+        events, refused = refused + (core.step() if worked else []), []
         now = time.monotonic()
-        if events or now - spoke >= HEARTBEAT_SECONDS:
+        rests = worked and not core.has_work
+        if events or rests or now - spoke >= HEARTBEAT_SECONDS:
             expert_tokens = []
-            if reading is not None and now - counted >= COUNT_SECONDS:
+            if reading is not None and (rests or now - counted >= COUNT_SECONDS):
+                if rests:
+                    reading = core.count_experts()  # for which no step is waited for
                 expert_tokens, reading, counted = reading(), core.count_experts(), now
             socket.send(encode(Events(events, core.statistics(), now - started, expert_tokens)))
             spoke = now

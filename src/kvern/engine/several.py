@@ -6,6 +6,7 @@ Between calls the loop stands still, so that no output grows while its reader lo
 """
 
 import asyncio
+import dataclasses
 import threading
 import time
 import weakref
@@ -49,7 +50,9 @@ class SeveralEngines:
         self.config = config
         self.tokenizer = Tokenizer(self.folder, config.chat_template_kwargs)
         self._names = AdapterNames(frozenset(config.model_names))
-        self._replicas = Replicas(for_engines(config, self.folder), OutputProcessor(self.tokenizer), self._names, None)
+        counts = config.pipeline_parallel_size == 1  # stages know no counts of all layers
+        engines = dataclasses.replace(for_engines(config, self.folder), expert_counts=counts)
+        self._replicas = Replicas(engines, OutputProcessor(self.tokenizer), self._names, None)
         self._generations: dict[str, Generation] = {}
         self._grown = asyncio.Event()
         self._changed: dict[str, None] = {}
@@ -151,7 +154,9 @@ class SeveralEngines:
         return all_together([replica.statistics for replica in self._replicas])
 
     def expert_tokens(self) -> list[list[int]]:
-        """How many tokens each expert of each layer has had, as far as engines have told."""
+        """How many tokens each expert of each layer has had, as far as engines have told: they do when they rest."""
+        if self._close.alive:
+            self._wait(asyncio.sleep(0))  # hears what has come
         told = [replica.metrics.experts.sums() for replica in self._replicas]
         layers = zip(*filter(None, told), strict=True)
         return [[sum(counts) for counts in zip(*experts, strict=True)] for experts in layers]

@@ -11,6 +11,7 @@ from typing import Any, Literal, TypeVar
 
 import torch
 
+from kvern.cpu.host_memory import processes_here, total_memory
 from kvern.device.ranks import ALONE, Ranks
 from kvern.errors import ConfigError, CorruptCheckpoint, ModelNotFound
 from kvern.files import read_object
@@ -101,7 +102,8 @@ def load_model(
     """
     config = read_config(folder)
     whole = spec_of_folder(folder, config)
-    spec = part_of_stage(share_of(whole, ranks.size, whole_experts), ranks.stage)
+    share = share_of(whole, ranks.size, whole_experts)
+    spec = part_of_stage(share, ranks.stage)
     stored = [] if load_format == "dummy" else read_headers(folder)
     linear = stored_methods(config, spec, stored, unquantized, quantization)
     names = (llama_name(tensor.name, (*spec.renames, *linear.renames))[0] for tensor in stored)
@@ -109,7 +111,10 @@ def load_model(
     length = max_model_len or spec.max_position_embeddings
     chosen = choose_dtype(dtype, spec, None if load_format == "dummy" else folder)
     build = Build(chosen, torch.device(device), length, kernels, linear, deterministic, ranks=ranks)
-    return filled_model(Decoder, spec, build, folder, None if load_format == "dummy" else stored)
+    all_stages = None
+    if ranks.stage.count > 1 and build.device.type == "cpu":
+        all_stages = outline_of(share, replace(build, ranks=Ranks(ranks.rank, ranks.size))).weight_bytes * ranks.size
+    return filled_model(Decoder, spec, build, folder, None if load_format == "dummy" else stored, all_stages)
 
 
 def load_encoder(
@@ -137,9 +142,15 @@ def filled_model(
     build: Build,
     folder: Path,
     stored: list[StoredTensor] | None,
+    all_stages: int | None = None,
 ) -> Model:
-    """The model, with the tensors that are stored in the folder, None: with random weights."""
-    _check_sizes(make, spec, build, folder, stored)
+    """The model, with the tensors that are stored in the folder, None: with random weights.
+
+    `all_stages`: bytes of weights that the ranks of all stages have together, where it is one of several.
+    """
+    outline = _checked_outline(make, spec, build, folder, stored)
+    if build.device.type == "cpu":
+        _check_memory(outline, spec, build, all_stages)
     model = make(spec, build)
     if stored is None:
         fill_random(model)
@@ -149,17 +160,14 @@ def filled_model(
     return model.eval()
 
 
-def _check_sizes(
+def _checked_outline(
     make: Callable[[ModelSpec, Build], Model],
     spec: ModelSpec,
     build: Build,
     folder: Path,
     stored: list[StoredTensor] | None,
-) -> None:
-    """Before memory is taken: the files hold all of the model's tensors, and the host its weights.
-
-    Raises CorruptCheckpoint or ConfigError.
-    """
+) -> Model:
+    """The model without memory, all of whose tensors the files hold. Raises CorruptCheckpoint."""
     if stored is not None and len(stored) < len(spec.layers):
         raise CorruptCheckpoint(
             f"weights in {folder} do not fit config.json: {len(stored)} tensors for {len(spec.layers)} layers"
@@ -167,15 +175,23 @@ def _check_sizes(
     outline = _outline(make, spec, build)
     if stored is not None:
         _assign(outline, folder, stored)
-    if build.device.type == "cpu":
-        weights = outline.weight_bytes * build.ranks.processes
-        rotations = 4 * build.max_model_len * sum(rope.dim for rope in {layer.rope for layer in spec.layers} if rope)
-        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        if weights + 2 * rotations > memory:
-            raise ConfigError(
-                f"the weights take {weights / 1e9:.1f} GB, the positions {2 * rotations / 1e9:.1f} GB, and this "
-                f"machine has {memory / 1e9:.1f} GB: use a smaller model, or lower max_model_len"
-            )
+    return outline
+
+
+def _check_memory(outline: WeightedModel, spec: ModelSpec, build: Build, all_stages: int | None) -> None:
+    """Raise ConfigError if the host's memory does not hold the weights of all ranks that may be there."""
+    here = processes_here(build.ranks.processes)
+    weights = outline.weight_bytes * here
+    if all_stages is not None:
+        weights = min(weights, all_stages)  # stages are uneven: what is too much is noticed by the fullest
+    rotations = 4 * build.max_model_len * sum(rope.dim for rope in {layer.rope for layer in spec.layers} if rope)
+    memory = total_memory()
+    if weights + 2 * rotations > memory:
+        raise ConfigError(
+            f"the weights take {weights / 1e9:.1f} GB, the positions {2 * rotations / 1e9:.1f} GB, and this "
+            f"machine has {memory / 1e9:.1f} GB: use a smaller model, or lower max_model_len"
+            + (", or have fewer ranks on a machine (docs/ray.md)" if here > 1 else "")
+        )
 
 
 def outline_of(spec: ModelSpec, build: Build) -> Decoder:
@@ -200,8 +216,7 @@ def outline_model(folder: Path, dtype: str = "auto", load_format: Literal["auto"
     stored = [] if dummy else read_headers(folder)
     linear = stored_methods(config, spec, stored)
     build = Build(choose_dtype(dtype, spec, None if dummy else folder), torch.device("meta"), 1, linear=linear)
-    _check_sizes(Decoder, spec, build, folder, None if dummy else stored)
-    return outline_of(spec, build)
+    return _checked_outline(Decoder, spec, build, folder, None if dummy else stored)
 
 
 def check_fits(outline: Decoder, folder: Path, stored: list[StoredTensor]) -> None:

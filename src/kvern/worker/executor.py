@@ -28,7 +28,9 @@ from kvern.worker.rank_wire import (
     DropAdapter,
     ForgetSteps,
     Found,
+    HasFiles,
     HasRoom,
+    IsHere,
     IsReady,
     LoadWeights,
     PlaceExperts,
@@ -265,9 +267,10 @@ def _start_ranks(
         begun = time.monotonic()
         findings = worker.probe()
         took = time.monotonic() - begun
-        if config.executor == "ray":
-            took = math.inf  # another machine may have to load the model from the hub before
         with startup.stage("ranks"):
+            others.answers(IsHere, "connected", 0.0)
+            # Another machine may have to load them from the hub, which has time limits of its own.
+            others.answers(HasFiles, "found its files", math.inf if config.executor == "ray" else took)
             found = others.answers(Found, "looked at its device", took)
             plan = agree([findings, *(answer.findings for answer in found)], config, spec)
             others.send(LoadWeights(plan, others.meeting))

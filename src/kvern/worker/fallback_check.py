@@ -1,13 +1,13 @@
 """What goes with a model that transformers computes, and whether it is right over kvern's cache: asked at the start."""
 
 import math
-import os
 from typing import TYPE_CHECKING
 
 import torch
 
 from kvern.attention.torch_sdpa import TorchAttention
 from kvern.config import EngineConfig
+from kvern.cpu.host_memory import total_memory
 from kvern.device.input_batch import build_input_batch
 from kvern.device.rows import BatchRows
 from kvern.errors import ConfigError, UnsupportedModel, in_a_line
@@ -93,7 +93,7 @@ def check_fallback_options(
     for what, (is_asked, reason) in refused.items():
         if is_asked:
             raise ConfigError(f"{what} does not go with {spec.model_type}, which transformers computes: {reason}")
-    needed, memory = spec.parameters * dtype.itemsize, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    needed, memory = spec.parameters * dtype.itemsize, total_memory()
     if needed > memory:
         raise ConfigError(
             f"the weights take {needed / GIGABYTE:.1f} GB, and this machine has {memory / GIGABYTE:.1f} GB: use a "

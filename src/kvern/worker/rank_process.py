@@ -33,7 +33,9 @@ from kvern.worker.rank_wire import (
     Failed,
     ForgetSteps,
     Found,
+    HasFiles,
     HasRoom,
+    IsHere,
     IsReady,
     LoadWeights,
     PlaceExperts,
@@ -86,6 +88,7 @@ class _Rank(NamedTuple):
 
 def _make_rank(socket: "zmq.Socket[bytes]") -> _Rank:
     """Load this rank's share when the first one says so."""
+    socket.send(encode(IsHere()))
     start = decode_start(sys.stdin.buffer.read())
     config = EngineConfig(**start.config)
     folder = folder_here(config, start.folder)
@@ -96,6 +99,7 @@ def _make_rank(socket: "zmq.Socket[bytes]") -> _Rank:
     draft = None if start.draft is None else Path(start.draft)
     if draft is not None and config.executor == "ray":  # this machine has a folder of its own
         draft = draft_folder(config, folder, device.type)
+    socket.send(encode(HasFiles()))
     worker = Worker(config, folder, spec, device, Startup(), draft, ranks)
     socket.send(encode(Found(worker.probe())))
     load = decode_for_rank(socket.recv())

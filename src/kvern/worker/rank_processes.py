@@ -99,7 +99,7 @@ class RankProcesses:
                 processes.append(process)
             self._sockets.append(socket)
         self._end = _End(dict(zip(self._ranks, processes, strict=True)), lost)
-        weakref.finalize(self, _leave, self._end, self._sockets, context, folder)
+        weakref.finalize(self, _leave, self._end, self._sockets, context, folder, self.listener)
 
     def send(self, message: RankMessage) -> None:
         """To all of them, without waiting: of one that has ended the step will tell."""
@@ -124,8 +124,8 @@ class RankProcesses:
                 raise ConfigError(f"the model cannot be loaded by {self._end.reason}; the log may say more")
             if time.monotonic() > until:
                 raise ConfigError(
-                    f"the model cannot be loaded: rank {rank} has not {awaited}, long after the first one had; "
-                    "it may hang at its files or its device"
+                    f"the model cannot be loaded: rank {rank} has not {awaited}, long after the first one was ready "
+                    "for it; it may hang at its files, its device, or the network between them"
                 )
         answer = decode_for_first(socket.recv())
         if isinstance(answer, Failed):
@@ -162,8 +162,11 @@ def _leave(
     sockets: "Sequence[zmq.Socket[bytes]]",
     context: "zmq.Context[zmq.Socket[bytes]]",
     folder: "tempfile.TemporaryDirectory[str]",
+    listener: sockets.socket | None,
 ) -> None:
     end.all()
+    if listener is not None:
+        listener.close()
     for socket in sockets:  # the context, which waits for them, does not know those that go with their owner
         socket.close(linger=0)
     context.term()

@@ -1,7 +1,7 @@
 """What the process of the first rank and those of the others say to each other: msgpack, never pickle.
 
 first rank --> StartRank on standard input; LoadWeights, TakeMemory, then RunStep and what is between steps --> rank
-first rank <-- Found, HasRoom, IsReady; Failed in the place of any of them: it cannot start               <-- rank
+first rank <-- IsHere, HasFiles, Found, HasRoom, IsReady; Failed in the place of any: it cannot start      <-- rank
 
 All come in order: an adapter is there before the first step that loads it, and goes behind the last.
 """
@@ -110,6 +110,14 @@ class DropAdapter(RankMessage):
     key: int
 
 
+class IsHere(RankMessage):
+    """The rank runs, and its messages arrive."""
+
+
+class HasFiles(RankMessage):
+    """The model's files are on the rank's machine, which on a Ray cluster may have had to load them first."""
+
+
 class Found(RankMessage):
     """What `Worker.probe` found."""
 
@@ -141,4 +149,4 @@ decode_start = msgspec.msgpack.Decoder(StartRank).decode
 decode_for_rank = msgspec.msgpack.Decoder(
     LoadWeights | TakeMemory | RunStep | ForgetSteps | UseIdleTime | PlaceExperts | AddAdapter | DropAdapter
 ).decode
-decode_for_first = msgspec.msgpack.Decoder(Found | HasRoom | IsReady | Failed).decode
+decode_for_first = msgspec.msgpack.Decoder(IsHere | HasFiles | Found | HasRoom | IsReady | Failed).decode

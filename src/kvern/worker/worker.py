@@ -15,6 +15,7 @@ from kvern.adapters.store import AdapterStore
 from kvern.attention.eight_bit import LARGEST_CODE, EightBit
 from kvern.config import EngineConfig
 from kvern.cpu.cores import cpu_threads
+from kvern.cpu.host_memory import processes_here
 from kvern.device.ranks import ALONE, Ranks
 from kvern.errors import ConfigError, InvalidAdapter
 from kvern.expert_placement import Placement
@@ -98,7 +99,7 @@ class Worker:
         self._whole, shared = spec, share_of(spec, ranks.size, self._whole_experts)
         self._spec = part_of_stage(shared, ranks.stage)
         self._startup = startup
-        processes = ranks.processes * config.data_parallel_size
+        processes = processes_here(ranks.processes * config.data_parallel_size)
         self._memory = DeviceMemory(device, config.gpu_memory_share, processes)
         self._store: AdapterStore | None = None
         self._stored_scales: list[torch.Tensor | None] = [None] * len(spec.attentions)
