@@ -23,7 +23,10 @@ from tests.test_quantized_experts import Int8
 
 HIDDEN, TOKENS = 8, 14
 PLAIN = LinearMethods(Unquantized())
-INT8 = LinearMethods(Unquantized(), ((re.compile("experts"), Int8()),))
+INT8, BLOCKS, APART = (
+    LinearMethods(Unquantized(), ((re.compile("experts"), stored),)) for stored in (Int8(), Int8(2), Int8(joins=False))
+)
+"""Scales of rows, of two rows, and gate and up in matrices of their own."""
 SPECS = {
     "gated": MoeSpec(5, 2, 12),
     "not gated": MoeSpec(5, 2, 12, activation="relu2", gated=False),
@@ -68,7 +71,8 @@ def through(experts: Experts) -> Tensor:
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("name", SPECS)
 @pytest.mark.parametrize(
-    ("linear", "share"), [(PLAIN, cut), (PLAIN, placed), (PLAIN, copied), (INT8, placed), (INT8, copied)]
+    ("linear", "share"),
+    [(linear, share) for linear in (PLAIN, INT8) for share in (cut, placed, copied)] + [(BLOCKS, cut), (APART, cut)],
 )
 def test_summands_of_ranks(name: str, linear: LinearMethods, share: "type[cut]", size: int) -> None:
     spec = SPECS[name]
@@ -81,11 +85,18 @@ def test_summands_of_ranks(name: str, linear: LinearMethods, share: "type[cut]",
         torch.testing.assert_close(sum(map(through, ranks)), expected, rtol=0, atol=1e-5)
 
 
-def test_parts_of_quantized_experts_are_refused() -> None:
+@pytest.mark.parametrize("size", [2, 4])
+def test_shares_that_begin_within_a_block_are_refused(size: int) -> None:
+    linear = LinearMethods(Unquantized(), ((re.compile("experts"), Int8(6)),))
+    if size == 2:
+        loaded(cut(SPECS["gated"], 2), linear, Ranks(0, 2), "parts")
+        return
     with pytest.raises(
-        ConfigError, match="experts are quantized, of which ranks cannot have parts yet: turn enable_exp"
+        ConfigError,
+        match=r"is 4, and model\.experts\.gate_proj is stored as int8_blocks: 6 of its 12 outputs stay together, and a "
+        "share has 3; turn enable_expert_parallel on, or choose tensor_parallel_size 2, or a model",
     ):
-        loaded(cut(SPECS["gated"], 2), INT8, Ranks(0, 2), "parts")
+        loaded(cut(SPECS["gated"], 4), linear, Ranks(0, 4), "parts")
 
 
 def test_experts_are_on_few_ranks_and_copies_take_turns() -> None:

@@ -17,21 +17,25 @@ from kvern.layers.quantized.packed_tensors import packed_format
 from kvern.models.loader import load_model
 from tests.families import make_checkpoint
 from tests.gguf_files import write_gguf
-from tests.packers import Pack, awq, gptq, nf4, nvfp4
+from tests.packers import Pack, awq, gptq, nf4, nvfp4, store
 from tests.scaled_checkpoints import CHECKPOINTS, quantize, reference
 from tests.test_gguf import MIXES, folder_of
+from tests.test_gpt_oss import PUBLISHED
+from tests.test_gpt_oss import pack as pack_published
 from tests.test_linear_methods import methods
 from tests.test_model_parity import PROMPT, logits
 from tests.test_packed_tensors import INTEGERS, packed
 from tests.test_quantized_four_bits import AWQ, CASES, FORMATS, GPTQ, make, of_tests
 from tests.test_tensor_parallel import logits_of_ranks
 
-MIXTURES = ("mixtral", "qwen2_moe", "qwen3_moe", "minimax_m2", "glm4_moe_lite")
 SHARED = {
     "fp8, static": {},
     "compressed-tensors, dynamic": {},
     "torchao, int8 weights": {},
     "fp8 by blocks": {"hidden_size": 64, "intermediate_size": 128, "head_dim": 32, "num_key_value_heads": 2},
+    "fp8 of experts": {},
+    "compressed-tensors, weights alone": {"hidden_size": 64, "intermediate_size": 96},
+    "compressed-tensors, blocks": {"head_dim": 24, "intermediate_size": 96, "moe_intermediate_size": 96},
 }
 """Checkpoints of `CHECKPOINTS` that a fast run has, with sizes whose shares blocks divide."""
 
@@ -54,7 +58,7 @@ def test_codes_of_a_byte_are_shared(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("name", [name for name, (family, *_) in CHECKPOINTS.items() if family not in MIXTURES])
+@pytest.mark.parametrize("name", CHECKPOINTS)
 def test_all_codes_of_a_byte_are_shared_or_refused(name: str, tmp_path: Path) -> None:
     with suppress(ConfigError):
         check_scaled(name, tmp_path)
@@ -73,8 +77,18 @@ FOUR_BITS: dict[str, tuple[str, Pack, dict[str, Any]]] = {
     "pack-quantized, cut within groups": ("qwen3", partial(packed, group=64), of_tests("pack-quantized in 64")),
     "nvfp4": ("qwen3", nvfp4, of_tests("nvfp4")),
     "nf4 of fused tensors": ("phi3", partial(nf4, nested=True), of_tests("nested nf4")),
+    "gptq of experts": ("mixtral", gptq, GPTQ),
+    "awq of experts, cut within groups": ("mixtral", partial(awq, group=64), AWQ | {"group_size": 64}),
+    "pack-quantized experts": ("qwen3_moe", packed, of_tests("pack-quantized")),
+    "nvfp4 of experts": ("mixtral", nvfp4, of_tests("nvfp4")),
+    "nf4 of experts": ("mixtral", partial(nf4, nested=True), of_tests("nested nf4")),
 }
-SIZES = {"nf4 of fused tensors": {"hidden_size": 128, "num_key_value_heads": 2}}
+SIZES = {
+    "nf4 of fused tensors": {"hidden_size": 128, "num_key_value_heads": 2},
+    "awq of experts, cut within groups": {"intermediate_size": 192},
+    "pack-quantized experts": {"moe_intermediate_size": 64},
+    "nf4 of experts": {"hidden_size": 128, "head_dim": 32},
+}
 
 
 def check_four_bits(family: str, pack: Pack, config: dict[str, Any], folder: Path, **sizes: Any) -> None:
@@ -89,8 +103,18 @@ def test_codes_of_four_bits_are_shared(name: str, tmp_path: Path) -> None:
     check_four_bits(*FOUR_BITS[name], tmp_path, **SIZES.get(name, {}))
 
 
+def test_experts_as_gpt_oss_publishes_them_are_shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gate and up in turns, with biases, in runs of an expert or two."""
+    monkeypatch.setattr("kvern.models.checkpoint.RUN_BYTES", 4500)
+    model = make_checkpoint("gpt_oss", tmp_path / "model", hidden_size=64, intermediate_size=64)
+    made = store(model, tmp_path, pack_published, r"experts\.\w+_proj$", PUBLISHED["quantization_config"])
+    found, expected = logits_of_ranks(made.quantized, 2), logits(load_model(made.rounded), PROMPT)
+    assert (found[0] - expected).abs().max() < 1e-4
+    assert torch.equal(found[0], found[1])
+
+
 @pytest.mark.nightly
-@pytest.mark.parametrize("case", [case for case in CASES if case[0] not in MIXTURES])
+@pytest.mark.parametrize("case", CASES)
 def test_all_codes_of_four_bits_are_shared_or_refused(case: tuple[str, Pack, dict[str, Any]], tmp_path: Path) -> None:
     with suppress(ConfigError):
         check_four_bits(*case, tmp_path)
@@ -102,14 +126,23 @@ def test_all_codes_of_four_bits_are_shared_or_refused(case: tuple[str, Pack, dic
         ("llama", "q4_k_m"),
         *(pytest.param("llama", mix, marks=pytest.mark.nightly) for mix in MIXES if mix not in ("q4_k_m", "gpt_oss")),
         *(pytest.param(family, "q4_k_m", marks=pytest.mark.nightly) for family in ("phi3", "gemma3", "gpt_neox")),
+        ("qwen3_moe", "q4_k_m"),
+        *(
+            pytest.param("qwen3_moe", mix, marks=pytest.mark.nightly)
+            for mix in MIXES
+            if mix not in ("q4_k_m", "gpt_oss")
+        ),
+        pytest.param("gpt_oss", "gpt_oss", marks=pytest.mark.nightly),
     ],
 )
 def test_blocks_of_gguf_files_are_shared(family: str, mix: str, tmp_path: Path) -> None:
     sizes: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 1, "head_dim": 128}
     if family == "gpt_neox":
         sizes |= {"hidden_size": 512}
-    if family == "gemma3":
+    if family in ("gemma3", "gpt_oss"):
         sizes |= {"layer_types": ["sliding_attention"]}
+    if family == "qwen3_moe":
+        sizes |= {"moe_intermediate_size": 512, "num_experts": 3, "num_experts_per_tok": 2, "mlp_only_layers": []}
     kinds = MIXES[mix]
     model = make_checkpoint(family, tmp_path / "model", **sizes)
     made = write_gguf(model, tmp_path, lambda name: next(kinds[part] for part in kinds if re.search(part, name)))
@@ -120,8 +153,9 @@ def test_blocks_of_gguf_files_are_shared(family: str, mix: str, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("quantization", ["fp8", "int8", "int4"])
-def test_plain_weights_are_quantized_share_by_share(quantization: str, tmp_path: Path) -> None:
-    folder = make_checkpoint("llama_bias", tmp_path / "model")
+@pytest.mark.parametrize("family", ["llama_bias", "mixtral"])
+def test_plain_weights_are_quantized_share_by_share(family: str, quantization: str, tmp_path: Path) -> None:
+    folder = make_checkpoint(family, tmp_path / "model")
     found = logits_of_ranks(folder, 2, quantization=quantization)
     plain = logits(load_model(folder), PROMPT)
     alone = logits(load_model(folder, quantization=quantization), PROMPT)

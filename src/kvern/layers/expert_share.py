@@ -70,7 +70,7 @@ class ExpertShare:
         """Where that goes in a matrix in which the expert's begins at the output `first`."""
         (held, whole), rows = self.width, range(self._hidden)
         if name == "down":
-            return (Part(first, rows, held),)
+            return (Part(first, rows, held, whole),)
         if name != "gate_up":
             return (Part(first + (len(held) if name == "up" and self._gated else 0), held, rows),)
         if len(held) == whole:

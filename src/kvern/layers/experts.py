@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from kvern.layers.activation import activation_of, gated_activation_of
 from kvern.layers.expert_share import ExpertShare
-from kvern.layers.linear_method import INPUTS, OUTPUTS, LinearMethod, LinearShape, TensorLayout, copy_part
+from kvern.layers.linear_method import INPUTS, OUTPUTS, LinearMethod, LinearShape, TensorLayout, copy_part, taken
 from kvern.layers.loadable import Loadable
 from kvern.layers.parted import PartedMethod
 from kvern.model_spec import MoeSpec
@@ -270,7 +270,9 @@ class MethodExperts(Experts):
     def _load(self, name: str, slot: int, kind: str, tensor: Tensor, first_row: int = 0) -> None:
         method, first = self.matrix(name, slot)
         for part in self.share.parts(name, first):
-            method.load(kind, tensor, part, first_row)
+            found = taken(method.part_layouts(part.first)[kind], tensor, part, first_row)
+            if found is not None:
+                method.load(kind, *found)
 
     def fill_random(self, generator: torch.Generator) -> None:
         for method in self.methods():

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from kvern.device.ranks import Share, places
-from kvern.errors import ConfigError
+from kvern.layers.cuts import check_cut
 from kvern.layers.linear_method import OUTPUTS, LinearMethod, Part, TensorLayout, copy_part, fill_random, taken
 from kvern.layers.loadable import Loadable
 
@@ -65,22 +65,10 @@ class Weighted(Loadable):
         """Raise ConfigError where a share begins or ends among numbers that are stored together."""
         sizes = {name: sum(share.whole for share in shares) for name, shares in self._held.items()}
         whole = build.whole_method(sizes, self._inputs_held.whole)
-        outputs, inputs = whole.cuts()
-        cuts = [
-            (name, "outputs", held, sizes[name], outputs)
-            for name, shares in self._held.items()
-            for _, held in places(shares)
-        ]
-        cuts.append((next(iter(self._held)), "inputs", *self._inputs_held, inputs))
-        for name, what, held, count, together in cuts:
-            if any(end % together and end != count for end in (held.start, held.stop)):
-                size, stored = build.ranks.size, ", ".join(dict.fromkeys(method.name for method in whole.methods()))
-                fits = next((other for other in range(size - 1, 1, -1) if count % (other * together) == 0), 1)
-                raise ConfigError(
-                    f"tensor_parallel_size is {size}, and {build.name(name)} is stored as {stored}: {together} of its "
-                    f"{count} {what} stay together, and a share has {len(held)}; choose tensor_parallel_size {fits}, "
-                    "or a model whose groups divide the shares"
-                )
+        for name, shares in self._held.items():
+            for _, held in places(shares):
+                check_cut(build, name, whole, "outputs", Share(held, sizes[name]))
+        check_cut(build, next(iter(self._held)), whole, "inputs", self._inputs_held)
 
     def shares(self, part: str) -> tuple[Sequence[Share], Share]:
         """Which of a checkpoint's outputs and inputs of a part are here."""

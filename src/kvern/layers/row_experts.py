@@ -8,7 +8,9 @@ import torch
 from torch import Tensor
 
 from kvern.cpu.packed import LANES
-from kvern.errors import ConfigError
+from kvern.device.ranks import Share
+from kvern.layers.cuts import check_cut
+from kvern.layers.expert_share import ExpertShare
 from kvern.layers.experts import Experts, MethodExperts, SeparateExperts
 from kvern.layers.linear_method import LinearMethod, LinearShape
 from kvern.layers.quantized.method import QuantizedMethod
@@ -67,13 +69,10 @@ def make_experts(hidden_size: int, spec: MoeSpec, build: "Build", formats: Mappi
     """Experts whose "gate", if there is one, "up" and "down" have these formats: stacked by rows where they can be.
 
     A format that does not join parts keeps more of a part than rows, as an order of its inputs: it is not stacked.
-    Raises ConfigError where ranks have parts of experts: what is stored together is not cut.
+    Raises ConfigError where ranks would cut what is stored together.
     """
-    if build.ranks.size > 1 and spec.placed_over == 1:
-        raise ConfigError(
-            f"tensor_parallel_size is {build.ranks.size}, and {build.name('experts')} are quantized, of which ranks "
-            "cannot have parts yet: turn enable_expert_parallel on, for whole experts"
-        )
+    if build.ranks.size > 1:
+        _check_cuts(hidden_size, spec, build, formats)
     gate, down = formats.get("gate", formats["up"]), formats["down"]
     if gate is formats["up"] and gate.joins and down.joins:
         outline = replace(build, device=META)
@@ -87,3 +86,14 @@ def make_experts(hidden_size: int, spec: MoeSpec, build: "Build", formats: Mappi
                     return FusedPackedExperts(hidden_size, spec, build, gate, down)
             return RowStackedExperts(hidden_size, spec, build, gate, down)
     return SeparateExperts(hidden_size, spec, build, formats)
+
+
+def _check_cuts(hidden_size: int, spec: MoeSpec, build: "Build", formats: Mapping[str, "LinearFormat"]) -> None:
+    """Raise ConfigError where a share of an expert begins or ends among numbers that are stored together."""
+    share, instead = ExpertShare(hidden_size, spec, build.ranks, META), "turn enable_expert_parallel on, or "
+    alone = replace(build.whole, device=META, kernels=frozenset())
+    for name, linear_format in formats.items():
+        (outputs, inputs), (part,) = share.shape(name), share.parts(name)
+        whole = linear_format.linear(LinearShape(outputs, inputs, build.dtype, META), alone)
+        check_cut(build, f"experts.{name}_proj", whole, "outputs", Share(part.outputs, outputs), instead=instead)
+        check_cut(build, f"experts.{name}_proj", whole, "inputs", Share(part.inputs, inputs), instead=instead)
