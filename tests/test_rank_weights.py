@@ -33,6 +33,9 @@ OPTIONS: dict[str, Any] = {
     "kv_cache_tokens": 1024,
 }
 
+TWO_RANKS = {"tensor_parallel_size": 2}
+TWO_STAGES = {"pipeline_parallel_size": 2}
+
 
 def answers(llm: LLM, adapters: list[str | None]) -> list[list[list[int]]]:
     """Every adapter with every way to be asked, in one batch and one after another: places change hands."""
@@ -43,12 +46,14 @@ def answers(llm: LLM, adapters: list[str | None]) -> list[list[list[int]]]:
     return [[answer.token_ids for answer in output.outputs] for output in outputs]
 
 
-def check(model: Path, adapters: Mapping[str, Path], **options: Any) -> list[list[list[int]]]:
-    """The answers of two ranks, which are those of one process."""
+def check(
+    model: Path, adapters: Mapping[str, Path], divided: Mapping[str, int] = TWO_RANKS, **options: Any
+) -> list[list[list[int]]]:
+    """The answers of two ranks, or of the `divided` model, which are those of one process."""
     given = {name: str(path) for name, path in adapters.items()}
     found = []
-    for size in (1, 2):
-        with LLM(str(model), tensor_parallel_size=size, adapters=given, **(OPTIONS | options)) as llm:
+    for ranks in ({}, divided):
+        with LLM(str(model), adapters=given, **(OPTIONS | options | ranks)) as llm:
             found.append(answers(llm, [None, *adapters]))
             llm._engine.core.scheduler.check_integrity()
     assert found[1] == found[0]
@@ -69,3 +74,44 @@ def test_other_formats(form: str, dtype: str, tiny_model: Path, tmp_path: Path) 
     adapters = {"one": make_adapter(tiny_model, tmp_path / "one", 0, r=4)}
     model = tiny_model if form == "plain" else store(tiny_model, tmp_path, awq, LINEAR, AWQ).quantized
     check(model, adapters, kv_cache_dtype=dtype)
+
+
+@pytest.fixture(scope="module")
+def adapters(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """One of all layers, and one of a layer that each stage but one knows by name alone."""
+    folder = tmp_path_factory.mktemp("adapters")
+    chosen: dict[str, dict[str, Any]] = {"one": {"r": 4}, "last": {"r": 3, "layers_to_transform": [1]}}
+    return {
+        name: make_adapter(tiny_model, folder / name, seed, **options)
+        for seed, (name, options) in enumerate(chosen.items())
+    }
+
+
+@pytest.mark.parametrize(
+    "divided", [TWO_STAGES, pytest.param(TWO_STAGES | TWO_RANKS, marks=pytest.mark.nightly)], ids=str
+)
+def test_each_stage_adds_its_layers_part_of_an_adapter(
+    divided: dict[str, int], adapters: dict[str, Path], tiny_model: Path
+) -> None:
+    found = check(tiny_model, adapters, divided, max_adapters=1)
+    assert len({str(answer) for answer in found[:3]}) == 3, "adapters change answers"
+
+
+def test_adapters_come_and_go_while_stages_compute(adapters: dict[str, Path], tiny_model: Path) -> None:
+    params = GREEDY.replace(max_tokens=30)
+    with LLM(str(tiny_model), **(OPTIONS | TWO_STAGES), max_adapters=1) as llm:
+        engine: Any = llm._engine
+        expected = {}
+        for name, path in adapters.items():
+            llm.load_adapter(name, str(path))
+            expected[name] = llm.generate(PROMPTS[0], params, adapter=name)[0].outputs[0].token_ids
+        assert expected["one"] != expected["last"]
+        engine.add("given up", PROMPTS[0], params, adapter="one")
+        engine.step()
+        engine.abort(["given up"])  # the step that loads its adapter has not begun here
+        llm.unload_adapter("one")
+        assert llm.generate(PROMPTS[0], params, adapter="last")[0].outputs[0].token_ids == expected["last"]
+        llm.load_adapter("one", str(adapters["last"]))
+        assert llm.generate(PROMPTS[0], params, adapter="one")[0].outputs[0].token_ids == expected["last"]
+        assert len(engine.core.executor._worker._store._adapters) == 2
+        engine.core.scheduler.check_integrity()

@@ -30,7 +30,6 @@ class AdapterBank:
         if kernels:
             self._check_memory(decoder, places, rank)
         for path, linear in layers:
-            parent, _, name = path.rpartition(".")
             adapted: AdaptedLinear[object]
             if kernels:
                 from kvern.layers.fused_adapters import FusedAdaptedLinear
@@ -39,7 +38,10 @@ class AdapterBank:
             else:
                 adapted = StackedLinear(linear)  # type: ignore[assignment]
             self._layers[path] = adapted
-            setattr(decoder.get_submodule(parent), name, adapted)
+            _, place, inner = path.split(".", 2)
+            parent, _, name = inner.rpartition(".")
+            layer = decoder.layers[int(place) - decoder.build.ranks.stage.first_layer]
+            setattr(layer.get_submodule(parent), name, adapted)
 
     def load(self, adapter_index: int, adapter: Adapter) -> None:
         """Put an adapter into a place, behind the steps that were started."""

@@ -14,8 +14,8 @@ from kvern.model_spec import ModelSpec
 class AdapterStore:
     """Adapters by their keys. `read` may run in another thread; all else belongs to the engine's.
 
-    `max_rank` is the highest that fits; `pinned` keeps weights where a GPU can fetch them by itself. `shared`: of
-    several ranks each keeps its share of an adapter that one of them read.
+    `max_rank` is the highest that fits; `pinned` keeps weights where a GPU can fetch them by itself. `readable`:
+    targets of all layers, where of several ranks each keeps its part of an adapter that one of them read.
     """
 
     def __init__(
@@ -25,15 +25,16 @@ class AdapterStore:
         max_rank: int,
         dtype: torch.dtype,
         pinned: bool = False,
-        shared: bool = False,
+        readable: Mapping[str, tuple[Target, ...]] | None = None,
     ) -> None:
         self._spec, self._targets, self._max_rank, self._dtype = spec, targets, max_rank, dtype
-        self._pinned, self._shared = pinned, shared
+        self._pinned, self._shared = pinned, readable is not None
+        self._readable = targets if readable is None else readable
         self._adapters: dict[int, Adapter] = {}
 
     def read(self, path: str) -> Adapter:
         """The adapter in a folder, of the whole model. Raises InvalidAdapter."""
-        adapter = read_adapter(Path(path).expanduser(), self._spec, self._targets, self._max_rank, self._dtype)
+        adapter = read_adapter(Path(path).expanduser(), self._spec, self._readable, self._max_rank, self._dtype)
         return adapter if self._shared else self._kept(adapter)
 
     def _kept(self, adapter: Adapter) -> Adapter:
@@ -52,7 +53,7 @@ class AdapterStore:
         """Keep an adapter that was read."""
         if self._shared:
             targets = {target.key: target for parts in self._targets.values() for target in parts}
-            shares = {name: part.share(targets[name]) for name, part in adapter.parts.items()}
+            shares = {name: part.share(targets[name]) for name, part in adapter.parts.items() if name in targets}
             adapter = self._kept(dataclasses.replace(adapter, parts=shares))
         self._adapters[key] = adapter
 

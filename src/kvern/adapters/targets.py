@@ -3,15 +3,14 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from torch import nn
-
 from kvern.device.ranks import Share
 from kvern.layers.linear import Linear
+from kvern.models.decoder import Decoder
 
 
 @dataclass(frozen=True)
 class Target:
-    """One part of a linear layer: `layer` is its path in the decoder, `part` the name of the checkpoint's module.
+    """One part of a linear layer: `layer` is its path in the model, `part` the name of the checkpoint's module.
 
     `outputs`, which lie one behind the other, and `inputs`: those of the checkpoint, and which of them are here.
     """
@@ -31,14 +30,15 @@ class Target:
         return f"{self.layer}/{self.part}"
 
 
-def linear_layers(decoder: nn.Module) -> Iterator[tuple[str, Linear]]:
-    """The linear layers of the decoder's blocks, with their paths."""
-    for path, module in decoder.named_modules():
-        if path.startswith("layers.") and isinstance(module, Linear):
-            yield path, module
+def linear_layers(decoder: Decoder) -> Iterator[tuple[str, Linear]]:
+    """The linear layers of the decoder's blocks, with their paths in the model, of which it may be one stage."""
+    for place, layer in enumerate(decoder.layers, decoder.build.ranks.stage.first_layer):
+        for path, module in layer.named_modules():
+            if isinstance(module, Linear):
+                yield f"layers.{place}.{path}", module
 
 
-def targets_of(decoder: nn.Module) -> dict[str, tuple[Target, ...]]:
+def targets_of(decoder: Decoder) -> dict[str, tuple[Target, ...]]:
     """By the names of a checkpoint's modules, fused ones beside their parts: "model.layers.0.self_attn.q_proj"."""
     targets: dict[str, tuple[Target, ...]] = {}
     for path, linear in linear_layers(decoder):

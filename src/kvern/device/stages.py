@@ -26,6 +26,11 @@ class Stage:
         self._sending: deque[Any] = deque()
         weakref.finalize(self, _forget, self._sending, self._groups)
 
+    @property
+    def first_layer(self) -> int:
+        """The place in the model of the first layer that is here."""
+        return 0 if self.layers is None else self.layers.start
+
     def connect(self, meeting: Meeting, name: str) -> None:
         """Meet the other stages, whose processes call their group by the same name."""
         if self.count > 1:

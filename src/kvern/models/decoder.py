@@ -95,8 +95,7 @@ class Decoder(WeightedModel):
 
     def _make_layers(self) -> Iterator[SequentialLayer]:
         caching, states = self.spec.caching_layers, 0
-        layers = self.build.ranks.stage.layers
-        first = 0 if layers is None else layers.start
+        first = self.build.ranks.stage.first_layer
         for index, layer in enumerate(self.spec.layers):
             borrowed = [mixer.cache_of for mixer in layer.mixers if isinstance(mixer, AttentionSpec)]
             owner = index if borrowed in ([], [None]) else borrowed[0]

@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
@@ -211,10 +211,23 @@ class StagedExecutor(RankedExecutor):
     It has to wait for the stage before, and meanwhile others can begin.
     """
 
+    _dropped: tuple[int, ...] = ()
+    """Adapters that steps which have not begun may load."""
+
     def submit(self, output: SchedulerOutput) -> StepResult:
         if self._error is None:
             self._others.send(RunStep(output, []))
-        return _LaterStep(partial(InProcessExecutor.submit, self, output))
+        dropped, self._dropped = self._dropped, ()
+        return _LaterStep(partial(self._begin, output, dropped))
+
+    def drop_adapter(self, key: int) -> None:
+        self._others.send(DropAdapter(key))
+        self._dropped += (key,)
+
+    def _begin(self, output: SchedulerOutput, dropped: Iterable[int]) -> StepResult:
+        for key in dropped:
+            self._worker.drop_adapter(key)
+        return InProcessExecutor.submit(self, output)
 
 
 class _LaterStep:

@@ -37,7 +37,6 @@ def check_ranks(config: EngineConfig, folder: Path, spec: ModelSpec) -> None:
 def _check_options_of_stages(config: EngineConfig, spec: ModelSpec) -> None:
     """Raise ConfigError for options that do not go with stages."""
     refused = {
-        "adapters": (config.adapter_places > 0, "leave adapters and max_adapters out"),
         f"kv_cache_dtype {config.kv_cache_dtype}": (config.kv_cache_dtype in EIGHT_BIT, "leave kv_cache_dtype auto"),
         f"kv_tier {config.kv_tier}": (config.kv_tier is not None, "leave kv_tier out"),
         f"draft_model {config.draft_model}": (

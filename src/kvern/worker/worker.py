@@ -12,6 +12,7 @@ import torch
 from kvern.adapters.bank import AdapterBank
 from kvern.adapters.peft import Adapter
 from kvern.adapters.store import AdapterStore
+from kvern.adapters.targets import Target, targets_of
 from kvern.attention.eight_bit import LARGEST_CODE, EightBit
 from kvern.config import EngineConfig
 from kvern.cpu.cores import cpu_threads
@@ -28,7 +29,7 @@ from kvern.models.decoder import Decoder, LanguageModel
 from kvern.models.draft import OWN_LAYER, read_draft
 from kvern.models.draft_formats import is_draft_head, load_draft_head
 from kvern.models.implementation import TransformersSpec
-from kvern.models.loader import choose_dtype, load_model, read_config, stored_methods
+from kvern.models.loader import choose_dtype, load_model, outline_of, read_config, stored_methods
 from kvern.models.medusa_formats import is_medusa, load_medusa
 from kvern.models.medusa_heads import MedusaHeads
 from kvern.models.share import share_of
@@ -312,9 +313,15 @@ class Worker:
             return None
         bank = AdapterBank(decoder, places, rank, kernels)
         pinned = self._device.type == "cuda"
-        shared = self._ranks.size > 1
-        self._store = AdapterStore(decoder.spec, bank.targets, rank, decoder.build.dtype, pinned, shared)
+        readable = self._readable_targets(decoder) if self._ranks.processes > 1 else None
+        self._store = AdapterStore(decoder.spec, bank.targets, rank, decoder.build.dtype, pinned, readable)
         return Adapters(bank, self._store)
+
+    def _readable_targets(self, decoder: Decoder) -> Mapping[str, tuple[Target, ...]]:
+        """What an adapter of the whole model may change, also in layers of other stages."""
+        ranks = Ranks(self._ranks.rank, self._ranks.size)
+        spec = share_of(self._whole, ranks.size, self._whole_experts)
+        return targets_of(outline_of(spec, replace(decoder.build, ranks=ranks)))
 
 
 def _with_states(model: LanguageModel, head: Path) -> Decoder:
