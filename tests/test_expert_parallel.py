@@ -17,7 +17,9 @@ from kvern.observe.metrics import Metrics
 from kvern.worker.expert_balance import ExpertBalance
 from kvern.worker.expert_moves import Move, moves_between
 from tests.families import make_checkpoint, similar_prompts
+from tests.packers import gptq, store
 from tests.served import eventually, serving
+from tests.test_quantized_four_bits import GPTQ
 from tests.tiny_model import make_tiny_model
 
 OPTIONS: dict[str, Any] = {
@@ -28,13 +30,17 @@ OPTIONS: dict[str, Any] = {
     "max_batch_requests": 4,
     "block_size": 4,
 }
+EXPERTS_ALONE = GPTQ | {"dynamic": {"-:.*self_attn": {}}}
 PARAMS = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
 PROMPTS = similar_prompts(131)
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_checkpoint("mixtral", tmp_path_factory.mktemp("mixtral"))
+    """Experts in codes of four bits."""
+    folder = tmp_path_factory.mktemp("mixtral")
+    model = make_checkpoint("mixtral", folder / "model", intermediate_size=192)
+    return store(model, folder, gptq, r"experts\.\d", EXPERTS_ALONE).quantized
 
 
 def answers(llm: LLM) -> list[list[int]]:
@@ -66,9 +72,8 @@ def test_several_engines_tell_what_they_have_counted_together(folder: Path) -> N
         assert 0 < last <= first
 
 
-def test_ranks_whose_experts_move_answer_as_one_process_does(folder: Path, alone: LLM) -> None:
+def check_moves(folder: Path, expected: list[list[int]]) -> None:
     options = {"enable_expert_parallel": True, "redundant_experts": 2, "rebalance_experts": "1ms"}
-    expected = answers(alone)
     with LLM(str(folder), tensor_parallel_size=2, **OPTIONS, **options) as ranked:
         executor: Any = ranked._engine.core.executor  # type: ignore[union-attr]
         placed = executor._worker.expert_placements()
@@ -76,6 +81,24 @@ def test_ranks_whose_experts_move_answer_as_one_process_does(folder: Path, alone
         assert sum(ranked.expert_tokens()[0]) == 2 * ranked.statistics().computed_tokens
         assert executor._worker.expert_placements() != placed, "experts have moved"
         assert answers(ranked) == expected
+
+
+def test_ranks_whose_experts_move_answer_as_one_process_does(folder: Path, alone: LLM) -> None:
+    check_moves(folder, answers(alone))
+
+
+@pytest.mark.nightly
+def test_ranks_whose_plain_experts_move_answer_as_one_process_does(tmp_path: Path) -> None:
+    folder = make_checkpoint("mixtral", tmp_path)
+    with LLM(str(folder), **OPTIONS) as llm:
+        expected = answers(llm)
+    check_moves(folder, expected)
+
+
+@pytest.mark.nightly
+def test_ranks_with_parts_of_quantized_experts_answer_as_one_process_does(folder: Path, alone: LLM) -> None:
+    with LLM(str(folder), tensor_parallel_size=2, **OPTIONS) as ranked:
+        assert answers(ranked) == answers(alone)
 
 
 def test_experts_move_where_that_makes_work_even() -> None:

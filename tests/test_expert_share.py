@@ -14,6 +14,8 @@ from kvern.layers.build import Build
 from kvern.layers.experts import Experts
 from kvern.layers.linear_format import LinearMethods
 from kvern.layers.loadable import Loadable
+from kvern.layers.quantized.rounding import Rounding
+from kvern.layers.quantized.scaled import TENSOR, Scaled
 from kvern.layers.unquantized import Unquantized
 from kvern.model_spec import MoeSpec
 from kvern.models.registry import spec_from_config
@@ -27,6 +29,7 @@ INT8, BLOCKS, APART = (
     LinearMethods(Unquantized(), ((re.compile("experts"), stored),)) for stored in (Int8(), Int8(2), Int8(joins=False))
 )
 """Scales of rows, of two rows, and gate and up in matrices of their own."""
+STATIC = LinearMethods(Unquantized(), ((re.compile("experts"), Scaled("e4m3", TENSOR, Rounding("e4m3"), static=True)),))
 SPECS = {
     "gated": MoeSpec(5, 2, 12),
     "not gated": MoeSpec(5, 2, 12, activation="relu2", gated=False),
@@ -72,7 +75,8 @@ def through(experts: Experts) -> Tensor:
 @pytest.mark.parametrize("name", SPECS)
 @pytest.mark.parametrize(
     ("linear", "share"),
-    [(linear, share) for linear in (PLAIN, INT8) for share in (cut, placed, copied)] + [(BLOCKS, cut), (APART, cut)],
+    [(linear, share) for linear in (PLAIN, INT8, STATIC) for share in (cut, placed, copied)]
+    + [(BLOCKS, cut), (APART, cut)],
 )
 def test_summands_of_ranks(name: str, linear: LinearMethods, share: "type[cut]", size: int) -> None:
     spec = SPECS[name]

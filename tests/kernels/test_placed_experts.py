@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -9,8 +10,12 @@ import torch
 from kvern.device.ranks import Ranks
 from kvern.kernels.moe import fused_experts
 from kvern.layers.build import Build
+from kvern.layers.fused_packed_experts import FusedPackedExperts
+from kvern.layers.linear_format import LinearMethods
 from kvern.layers.loadable import Loadable
 from kvern.layers.moe import MoE, SharedMoE, make_moe
+from kvern.layers.quantized.fp4 import MX, Mxfp4Blocks
+from kvern.layers.quantized.groups import GroupedFormat
 from kvern.model_spec import MoeSpec
 from tests.kernels.test_moe import SPECS
 from tests.kernels.test_norm import relative_error
@@ -57,3 +62,38 @@ def test_experts_that_are_elsewhere_add_nothing(
         shared = share.shared_expert(x) if isinstance(share, SharedMoE) else None
         summands.append(share.routed(x, x, shared))
     assert relative_error(summands[0] + summands[1], make(spec, frozenset())(x).double()) < 1e-5
+
+
+MXFP4 = LinearMethods(GroupedFormat("MXFP4", partial(Mxfp4Blocks, form=MX), MX.group))
+
+
+@pytest.mark.parametrize("lanes", [False, True])
+def test_packed_experts_move(device: torch.device, lanes: bool) -> None:
+    """A rank has all that another had of its slots, also in the order of lanes, which kernels for Hopper read."""
+    spec = MoeSpec(4, 2, 64, activation="clamped_swiglu", bias=True, placed_over=2)
+    kernels = frozenset({"moe", "quantized", "hopper_linear"} if lanes else {"moe", "quantized"})
+
+    def make(rank: int) -> FusedPackedExperts:
+        dtype = torch.bfloat16 if lanes else torch.float32
+        made = Build(dtype, device, 16, kernels, MXFP4, ranks=Ranks(rank, 2)).experts(128, spec)
+        generator = torch.Generator().manual_seed(5)
+        for module in made.modules():
+            for part, shape in module.stacked_parts().items() if isinstance(module, Loadable) else ():
+                numbers = torch.randint(118, 123, shape, generator=generator, dtype=torch.uint8)
+                module.load(part, torch.randn(shape, generator=generator) if "bias" in part else numbers)
+        made.finish()
+        assert isinstance(made, FusedPackedExperts)
+        return made
+
+    first, second = make(0), make(1)
+    assert (first.gate_up_proj.scale.dtype == torch.int32) == lanes
+    for slot in range(2):
+        for there, here in zip(first.tensors_of(slot), second.tensors_of(slot), strict=True):
+            there.copy_(here)
+    for there, here in zip(first.parameters(), second.parameters(), strict=True):
+        assert torch.equal(there, here)
+    if not lanes:
+        x, weights = torch.randn(5, 128, device=device), torch.rand(5, 2, device=device)
+        slots = torch.tensor([[0, 1]] * 5, dtype=torch.int32, device=device)
+        assert torch.equal(first(x, weights, slots), second(x, weights, slots))
+        assert not torch.equal(first(x, weights, slots), make(0)(x, weights, slots))

@@ -129,15 +129,15 @@ class Ranks:
 
     def hand(self, x: Tensor, source: int, target: int) -> None:
         """Write what the rank `source` has in `x`, contiguous and as large on all, to that of the rank `target`."""
+        numbers = x.view(1, -1).view(torch.uint8)  # of any dtype, also those that no library sends
         if self._memory is not None:
-            numbers = x.view(1, -1).view(torch.uint8)
             found = self._memory.beside(numbers, self.size * numbers.shape[1])
             if self.rank == target:
                 numbers.copy_(found[:, source * numbers.shape[1] :][:, : numbers.shape[1]])
         elif self.rank == source:
-            self._groups[0].send([x], target, 0).wait()
+            self._groups[0].send([numbers], target, 0).wait()
         elif self.rank == target:
-            self._groups[0].recv([x], source, 0).wait()
+            self._groups[0].recv([numbers], source, 0).wait()
 
     def first(self, x: Tensor) -> Tensor:
         """What the first rank has, on each of them; `x`, contiguous, is overwritten on the others."""

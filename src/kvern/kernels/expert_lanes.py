@@ -31,6 +31,10 @@ class LaneWeight(NamedTuple):
     codes: Tensor
     scales: Tensor
 
+    def rows(self, first: int, outputs: int) -> tuple[Tensor, Tensor]:
+        """Codes and scales of so many outputs from one on, as views."""
+        return self.codes[first : first + outputs], self.scales[:, first : first + outputs]
+
 
 def knows_lanes(code: str, group: int, scale: str, inputs: int) -> bool:
     """Whether a form is that of MXFP4, with a scale of that dtype, in rows that TMA reads."""

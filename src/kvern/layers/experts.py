@@ -12,7 +12,16 @@ from torch import Tensor, nn
 
 from kvern.layers.activation import activation_of, gated_activation_of
 from kvern.layers.expert_share import ExpertShare
-from kvern.layers.linear_method import INPUTS, OUTPUTS, LinearMethod, LinearShape, TensorLayout, copy_part, taken
+from kvern.layers.linear_method import (
+    INPUTS,
+    OUTPUTS,
+    LinearMethod,
+    LinearShape,
+    TensorLayout,
+    all_stored,
+    copy_part,
+    taken,
+)
 from kvern.layers.loadable import Loadable
 from kvern.layers.parted import PartedMethod
 from kvern.model_spec import MoeSpec
@@ -238,6 +247,12 @@ class MethodExperts(Experts):
     def methods(self) -> Iterable[LinearMethod]:
         """All that hold weights."""
 
+    @property
+    def name(self) -> str:
+        """As `Experts.name`."""
+        stored = (part.name for method in self.methods() for part in method.methods())
+        return " and ".join(dict.fromkeys(stored))
+
     def parts(self) -> dict[str, tuple[int, ...]]:
         return {
             f"experts.{expert}.{name}_proj.{kind}": layout.shape(*self.share.shape(name))
@@ -260,12 +275,17 @@ class MethodExperts(Experts):
 
     def load(self, part: str, tensor: Tensor, first_row: int = 0) -> None:
         if match := _EXPERT_PART.fullmatch(part):
-            for slot in self.share.slots_of(int(match[1])):
+            for slot in self._slots_of(int(match[1]), match[2], match[3]):
                 self._load(match[2], slot, match[3], tensor, first_row)
         elif match := _STACKED_PART.fullmatch(part):
-            for slot, expert in enumerate(self.share.held):
-                if first_row <= expert < first_row + len(tensor):
-                    self._load(match[1], slot, match[2] or "weight", tensor[expert - first_row])
+            name, kind = match[1], match[2] or "weight"
+            for expert, own in enumerate(tensor, first_row):
+                for slot in self._slots_of(expert, name, kind):
+                    self._load(name, slot, kind, own)
+
+    def _slots_of(self, expert: int, name: str, kind: str) -> list[int]:
+        """Which slots' matrices take this tensor of an expert."""
+        return self.share.slots_of(expert)
 
     def _load(self, name: str, slot: int, kind: str, tensor: Tensor, first_row: int = 0) -> None:
         method, first = self.matrix(name, slot)
@@ -357,7 +377,7 @@ class SeparateExperts(MethodExperts):
 
     def tensors_of(self, slot: int) -> list[Tensor] | None:
         stored = [methods[slot].stored() for methods in self._methods.values()]
-        return None if None in stored else [*chain(*filter(None, stored)), *self._biases_of(slot)]
+        return all_stored([*stored, self._biases_of(slot)])
 
     def matrix(self, name: str, slot: int) -> tuple[LinearMethod, int]:
         return self._methods["down" if name == "down" else "gate_up"][slot], 0

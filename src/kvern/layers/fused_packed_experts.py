@@ -80,9 +80,13 @@ class FusedPackedExperts(RowStackedExperts):
             of=self.share.of,
         )
 
-    @property
-    def name(self) -> str:
-        return " and ".join(dict.fromkeys(method.name for method in self.methods()))
+    def tensors_of(self, slot: int) -> list[Tensor]:
+        if self._lanes is None:
+            return super().tensors_of(slot)
+        gate_up, down = self._lanes
+        first_width, hidden = self.spec.first_width, self.hidden_size
+        found = [*gate_up.rows(slot * first_width, first_width), *down.rows(slot * hidden, hidden)]
+        return found + self._biases_of(slot)
 
     def candidates(self) -> Mapping[int, Mapping[Hashable, Callable[..., Tensor]]]:
         return {} if self._ways is None else self._ways.candidates()

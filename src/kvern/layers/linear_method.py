@@ -8,6 +8,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
 import torch
@@ -72,12 +73,14 @@ OUTPUTS, INPUTS = Axis("outputs"), Axis("inputs")
 class TensorLayout(NamedTuple):
     """A tensor that a checkpoint holds for a matrix, if it is not `needed` perhaps, and the parameter it is read into.
 
-    A checkpoint may leave out or add dimensions of one entry.
+    A checkpoint may leave out or add dimensions of one entry. `common`: it is of all that a matrix multiplies, also
+    where a rank has only some of the experts in it.
     """
 
     dtype: torch.dtype
     axes: tuple[Axis, ...]
     needed: bool = True
+    common: bool = False
 
     def shape(self, outputs: int, inputs: int) -> tuple[int, ...]:
         """Of the tensor of a matrix, or of a part of one."""
@@ -154,6 +157,12 @@ def fill_random(parameter: Tensor, generator: torch.Generator) -> None:
     else:
         numbers = torch.empty(parameter.shape, device=parameter.device)
         parameter.copy_(nn.init.uniform_(numbers, -RANDOM_SPREAD, RANDOM_SPREAD, generator=generator))
+
+
+def all_stored(found: Iterable[list[Tensor] | None]) -> list[Tensor] | None:
+    """What several `LinearMethod.stored` are together."""
+    lists = list(found)
+    return None if None in lists else list(chain(*filter(None, lists)))
 
 
 class LinearMethod(Module, ABC):

@@ -8,7 +8,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor, nn
 
-from kvern.layers.linear_method import LinearMethod, LinearShape, Part, TensorLayout
+from kvern.layers.linear_method import LinearMethod, LinearShape, Part, TensorLayout, all_stored
 
 
 class PartedMethod(LinearMethod):
@@ -31,6 +31,9 @@ class PartedMethod(LinearMethod):
 
     def part_layouts(self, first: int) -> Mapping[str, TensorLayout]:
         return self._first[first].layouts()
+
+    def stored(self) -> list[Tensor] | None:
+        return all_stored(method.stored() for method in self._methods)
 
     @property
     def compiled(self) -> bool:

@@ -51,6 +51,15 @@ class RowStackedExperts(MethodExperts):
     def down(self, expert: int, x: Tensor) -> Tensor:
         return self.down_proj.multiply_part(x, expert * self.hidden_size, self.hidden_size)
 
+    def tensors_of(self, slot: int) -> list[Tensor]:
+        first_width, hidden = self.spec.first_width, self.hidden_size
+        gate_up = self.gate_up_proj.stored_part(slot * first_width, first_width)
+        return gate_up + self.down_proj.stored_part(slot * hidden, hidden) + self._biases_of(slot)
+
+    def _slots_of(self, expert: int, name: str, kind: str) -> list[int]:
+        slots, (method, _) = super()._slots_of(expert, name, kind), self.matrix(name, 0)
+        return slots or [0] * method.layouts()[kind].common
+
     def matrix(self, name: str, slot: int) -> tuple[LinearMethod, int]:
         if name == "down":
             return self.down_proj, slot * self.hidden_size

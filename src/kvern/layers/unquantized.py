@@ -49,6 +49,9 @@ class UnquantizedMethod(LinearMethod):
     def layouts(self) -> Mapping[str, TensorLayout]:
         return {"weight": TensorLayout(self.shape.dtype, (OUTPUTS, INPUTS))}
 
+    def stored(self) -> list[Tensor] | None:
+        return [self.weight]
+
     def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
         return self._multiply(x, self.weight, bias)
 
@@ -77,6 +80,9 @@ class PackedMethod(UnquantizedMethod):
     def finish(self) -> None:
         self.packed = torch.ops.mkldnn._reorder_linear_weight(self.weight.detach(), 1)
         del self.weight
+
+    def stored(self) -> None:
+        """oneDNN alone knows it."""
 
     def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
         out: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.packed, bias, "none", [], "")

@@ -315,8 +315,7 @@ def _start_ranks(
 
 
 def make_balance(config: EngineConfig, worker: Worker) -> ExpertBalance | None:
-    """What the options want experts to be placed anew by. Raises ConfigError for experts that cannot move."""
+    """What the options want experts to be placed anew by."""
     if not config.rebalance_seconds:
         return None
-    worker.check_experts_move()
     return ExpertBalance(worker.expert_counts.read, worker.expert_placements(), config.rebalance_seconds)

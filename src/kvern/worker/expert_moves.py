@@ -2,8 +2,12 @@
 
 from collections.abc import Mapping
 from typing import NamedTuple
+from zlib import crc32
+
+import torch
 
 from kvern.device.ranks import Ranks
+from kvern.errors import ConfigError
 from kvern.expert_placement import Placement
 from kvern.layers.experts import Experts
 
@@ -29,6 +33,23 @@ def moves_between(old: Placement, new: Placement) -> list[Move]:
     return found
 
 
+def check_moves(layers: list[Experts | None], ranks: Ranks) -> None:
+    """Raise ConfigError, on all ranks, where not all slots of a layer's experts store theirs alike."""
+    for experts in filter(None, layers):
+        forms = {_form(experts.tensors_of(slot)) for slot in range(experts.slots)}
+        own = crc32(forms.pop().encode()) if len(forms) == 1 and "" not in forms else -1
+        found = ranks.beside(torch.tensor([[own]], device=experts.expert_counts.device))
+        if own == -1 or int(found.min()) != int(found.max()):
+            raise ConfigError(
+                f"rebalance_experts is on, and not all experts of {experts.path} are stored alike, as {experts.name}, "
+                "or kernels keep numbers of theirs: they cannot change their places, leave rebalance_experts out"
+            )
+
+
+def _form(tensors: list[torch.Tensor] | None) -> str:
+    return "" if tensors is None else str([(tensor.shape, tensor.dtype) for tensor in tensors])
+
+
 def move_experts(layers: list[Experts | None], placements: Mapping[int, Placement], ranks: Ranks) -> None:
     """Place the experts of some layers anew. A layer's weights are all read before any of them is overwritten."""
     for layer, placement in placements.items():
@@ -41,7 +62,7 @@ def move_experts(layers: list[Experts | None], placements: Mapping[int, Placemen
             tensors = experts.tensors_of(slot)
             assert tensors is not None, "start asks for it"
             for tensor in tensors:
-                copy = tensor.clone() if takes else tensor
+                copy = tensor.clone(memory_format=torch.contiguous_format) if takes else tensor.contiguous()
                 ranks.hand(copy, move.source, move.target)
                 came += [(tensor, copy)] if takes else []
         for tensor, copy in came:

@@ -50,7 +50,7 @@ from kvern.worker.device import (
     check_weights_fit,
 )
 from kvern.worker.expert_counts import ExpertCounts, experts_of
-from kvern.worker.expert_moves import move_experts
+from kvern.worker.expert_moves import check_moves, move_experts
 from kvern.worker.fallback_check import check_fallback, check_fallback_options
 from kvern.worker.kernel_choice import settle_threads, usable_kernels
 from kvern.worker.memory import DeviceMemory
@@ -250,23 +250,16 @@ class Worker:
         return EightBit(scales, getattr(torch, plan.plain_cache_dtype))
 
     def build(self, layout: Layout) -> None:
-        """Take the memory of the KV cache; then steps can run."""
+        """Take the memory of the KV cache; then steps can run. Raises ConfigError for experts that cannot move."""
         self.runner = self._parts.runner(self._contents, layout)
+        if self._config.rebalance_seconds:
+            check_moves(experts_of(self._contents.decoder), self._ranks)
 
     def expert_placements(self) -> dict[int, Placement]:
         """Of the layers whose experts are placed whole."""
         layers = enumerate(experts_of(self._contents.decoder))
         shares = {layer: experts.share for layer, experts in layers if experts is not None}
         return {layer: share.placement for layer, share in shares.items() if share.placement is not None}
-
-    def check_experts_move(self) -> None:
-        """Raises ConfigError where a slot of experts has no memory of its own."""
-        for experts in experts_of(self._contents.decoder):
-            if experts is not None and experts.tensors_of(0) is None:
-                raise ConfigError(
-                    f"rebalance_experts is {self._config.rebalance_experts}, and experts that are stored as "
-                    f"{experts.name} cannot change their places yet: leave rebalance_experts out"
-                )
 
     def place_experts(self, placements: Mapping[int, Placement]) -> None:
         """Place the experts of these layers anew, between the same steps on all ranks."""

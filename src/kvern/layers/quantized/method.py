@@ -86,6 +86,19 @@ class QuantizedMethod(LinearMethod):
     def compiled(self) -> bool:
         return self._cpu_product is not None
 
+    def stored(self) -> list[Tensor] | None:
+        return list(self.parameters())
+
+    def stored_part(self, first: int, outputs: int) -> list[Tensor]:
+        """What products read of so many outputs from one on, as views: no block has others beside them."""
+        layouts, whole = self.storage(), self.shape.outputs
+        of_rows = [
+            tensor
+            for name, tensor in self.named_parameters()
+            if name not in layouts or layouts[name].axes[0].of == "outputs"
+        ]
+        return [tensor[first * len(tensor) // whole : (first + outputs) * len(tensor) // whole] for tensor in of_rows]
+
     def stored_rows(self, stored: Tensor, index: Tensor | slice) -> Tensor:
         """Rows of the codes or of what stands beside them, in whichever order `stored` has them now."""
         if self._cpu_product is None:

@@ -133,7 +133,7 @@ class ScaledMethod(QuantizedMethod):
         if form.zeros:
             found["weight_zero_point"] = TensorLayout(torch.int8, tuple(axes), form.zeros_needed)
         if form.static:
-            found["input_scale"] = TensorLayout(torch.float32, ())
+            found["input_scale"] = TensorLayout(torch.float32, (), common=True)
         return found
 
     def storage(self) -> Mapping[str, TensorLayout]:
@@ -194,6 +194,10 @@ class ScaledMethod(QuantizedMethod):
         if self.zero is not None or not (self.form.activations is None or self.form.activations.symmetric):
             self.name += ", with zeros"
         super().finish()
+
+    def stored(self) -> list[Tensor] | None:
+        """As `LinearMethod.stored`; a kernel for CPUs keeps the scale of static activations for itself."""
+        return None if self.form.static else super().stored()
 
     def cpu_product(self) -> "CpuProduct | None":
         """None of activations that are rounded in another way than for each token."""
