@@ -68,12 +68,12 @@ def main(address: str, parent: int) -> int:
     connect(socket, address)
     try:
         rank = _make_rank(socket)
+        gc.freeze()  # what is there now stays: collections need not look at it
+        _run(socket, rank)
     except KvernError as error:
-        logger.error("a rank cannot start: %s", error)  # the first one may be busy, and end without having read it
+        logger.error("a rank ends: %s", error)  # the first one may be busy, and end without having read it
         socket.send(encode(Failed(str(error))))
         return 2
-    gc.freeze()  # what is there now stays: collections need not look at it
-    _run(socket, rank)
     return 0
 
 
