@@ -182,10 +182,6 @@ def test_documented_commands_are_understood(line: str, expected: dict[str, Any])
             """serve m --eplb-config '{"num_redundant_experts": 4}'""",
             "--eplb-config is refused: copies of experts are --redundant-experts N, and --rebalance-experts SECONDS",
         ),
-        (
-            "serve m --expert-placement-strategy round_robin",
-            "--expert-placement-strategy round_robin is refused: ranks have neighbouring experts, until",
-        ),
         ("serve m --node-rank 1", "--node-rank is refused: engines and ranks on several machines are --executor ray"),
         ("serve m --trust-remote-code", "--trust-remote-code is refused: kvern runs no code from a model's folder"),
         (

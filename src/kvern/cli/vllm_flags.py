@@ -25,7 +25,6 @@ ONE = ("1",)
 ONE_DEVICE = "an engine is one device, or the ranks of --tensor-parallel-size and --pipeline-parallel-size"
 SEVERAL_MACHINES = "engines and ranks on several machines are --executor ray, on a Ray cluster"
 EXPERTS = "copies of experts are --redundant-experts N, and --rebalance-experts SECONDS moves them by their load"
-PLACES = "ranks have neighbouring experts, until --rebalance-experts moves them"
 ONE_PROCESS = "a server is one process, and its engine another"
 NO_CODE = "kvern runs no code from a model's folder: see kvern models --families, or install a package that adds one"
 NO_COMPILER = "nothing is compiled by torch.compile, and CUDA graphs are captured for all sizes; see --no-cuda-graphs"
@@ -156,7 +155,7 @@ VLLM: dict[str, Rule] = {
     "num_redundant_experts": Named("redundant_experts"),
     "enable_eplb": Switch("rebalance_experts", yes="60s", no="none"),
     "eplb_config": Refused(EXPERTS),
-    "expert_placement_strategy": Idle(PLACES, 1, only=("linear",)),
+    "expert_placement_strategy": Idle("experts are dealt out in turns; see --rebalance-experts", 1),
     "data_parallel_backend": Idle(SEVERAL_MACHINES, 1, only=("mp",)),
     "headless": Refused(ONE_DEVICE, 0),
     "api_server_count": Idle(ONE_PROCESS, 1),
