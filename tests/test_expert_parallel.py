@@ -1,9 +1,10 @@
 """Engines whose ranks have whole experts, which change their places; and what is told of the use of experts."""
 
+import functools
 import os
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,13 @@ import pytest
 from prometheus_client import generate_latest
 
 from kvern import LLM, SamplingParams
+from kvern.device.ranks import Ranks
 from kvern.expert_placement import rank_loads
 from kvern.observe.experts import busiest_rows
 from kvern.observe.metrics import Metrics
 from kvern.worker.expert_balance import ExpertBalance
 from kvern.worker.expert_moves import Move, moves_between
+from kvern.worker.torch_parts import TorchParts
 from tests.families import make_checkpoint, similar_prompts
 from tests.packers import gptq, store
 from tests.served import eventually, serving
@@ -45,6 +48,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def answers(llm: LLM) -> list[list[int]]:
     return [list(output.outputs[0].token_ids) for output in llm.generate(PROMPTS, PARAMS)]
+
+
+def noted(function: Callable[..., Any], called: list[str]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def call(*arguments: Any) -> Any:
+        called.append(function.__name__)
+        return function(*arguments)
+
+    return call
 
 
 @pytest.fixture(scope="module")
@@ -83,8 +95,15 @@ def check_moves(folder: Path, expected: list[list[int]]) -> None:
         assert answers(ranked) == expected
 
 
-def test_ranks_whose_experts_move_answer_as_one_process_does(folder: Path, alone: LLM) -> None:
-    check_moves(folder, answers(alone))
+def test_ranks_whose_experts_move_answer_as_one_process_does(
+    folder: Path, alone: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = answers(alone)
+    called: list[str] = []
+    for owner, name in ((Ranks, "hand"), (TorchParts, "room")):
+        monkeypatch.setattr(owner, name, noted(getattr(owner, name), called))
+    check_moves(folder, expected)
+    assert called[:3] == ["hand", "hand", "room"], "what handing over takes is taken before the cache is"
 
 
 @pytest.mark.nightly

@@ -5,6 +5,7 @@ import gc
 import logging
 import os
 import signal
+import subprocess
 import sys
 import threading
 from collections.abc import Iterator
@@ -182,12 +183,26 @@ def test_a_rank_on_another_machine_that_never_connects_is_named(monkeypatch: pyt
         build_core(config, model_folder(config), Startup())
 
 
+def test_a_rank_whose_engine_was_killed_removes_the_folder_that_they_met_in(tmp_path: Path) -> None:
+    folder = tmp_path / "kvern-met"
+    folder.mkdir()
+    (folder / "rank-1").touch()
+    command = [sys.executable, "-m", RANK, f"ipc://{folder / 'rank-1'}", str(os.getppid())]  # who did not start it
+    with subprocess.Popen(command, stdin=subprocess.PIPE) as rank:
+        assert rank.wait(100) == 1
+    assert not folder.exists()
+
+
 def test_a_lost_rank_ends_an_engine_in_its_process_with_the_reason(ranked: LLM) -> None:
+    engine: Any = ranked._engine
+    folder = Path(engine.core.executor._others.meeting).parent
+    assert folder.exists()
     rank, *_ = ranks_of(os.getpid())
     os.kill(rank, signal.SIGKILL)
     with pytest.raises(EngineDied, match=r"it lost rank [0-3], which ended with a signal, SIGKILL"):
         ranked.generate("Once upon a time", PLAIN)
     assert ranks_of(os.getpid()) == []
+    eventually(lambda: not folder.exists())
 
 
 @pytest.mark.parametrize(

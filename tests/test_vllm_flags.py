@@ -174,6 +174,15 @@ def test_documented_commands_are_understood(line: str, expected: dict[str, Any])
             "--decode-context-parallel-size 2 is refused: an engine is one device, or the ranks of",
         ),
         ("serve m -dcp 4", "-dcp 4 is refused: an engine is one device, or the ranks of --tensor-parallel-size"),
+        (
+            "serve m -dp 2 --data-parallel-backend ray",
+            "--data-parallel-backend ray is refused: engines and ranks on several machines are --executor ray",
+        ),
+        (
+            """serve m --eplb-config '{"num_redundant_experts": 4}'""",
+            "--eplb-config is refused: copies of experts are --redundant-experts N, and --rebalance-experts SECONDS",
+        ),
+        ("serve m --node-rank 1", "--node-rank is refused: engines and ranks on several machines are --executor ray"),
         ("serve m --trust-remote-code", "--trust-remote-code is refused: kvern runs no code from a model's folder"),
         (
             "serve m --kv-cache-dtype fp8_e5m2",

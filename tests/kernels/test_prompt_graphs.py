@@ -11,6 +11,8 @@ import torch
 
 import kvern.worker.prompt_graphs
 from kvern import LLM, SamplingParams
+from kvern.device.ranks import ALONE, Ranks, ranks_of
+from kvern.errors import ConfigError
 from kvern.worker.cuda_graph import DecodedStep
 from kvern.worker.device_runner import DeviceRunner
 from kvern.worker.drafter import GuardedDrafter
@@ -106,8 +108,9 @@ class Missing:
         raise self._error
 
 
-def idle(error: Exception) -> bool:
+def idle(error: Exception, ranks: Ranks = ALONE) -> bool:
     runner = object.__new__(DeviceRunner)
+    runner._ranks = ranks
     runner._graphs, runner._prompt_graphs, runner._verify_graphs = Missing(error), None, None  # type: ignore[assignment]
     runner._drafter = GuardedDrafter(None)
     return runner.idle()
@@ -117,6 +120,12 @@ def idle(error: Exception) -> bool:
 def test_without_memory_for_a_graph_the_engine_goes_on_without(error: Exception, caplog: Any) -> None:
     assert not idle(error)
     assert "no GPU memory for 2 CUDA graphs" in caplog.text
+
+
+@pytest.mark.parametrize("ranks", [Ranks(1, 2), ranks_of(1, 1, [range(1), range(1, 2)])], ids=["ranks", "stages"])
+def test_ranks_without_memory_for_a_graph_end_since_others_have_it(ranks: Ranks) -> None:
+    with pytest.raises(ConfigError, match=r"no GPU memory for 2 CUDA graphs of this rank.*: lower max_batch_requests"):
+        idle(torch.OutOfMemoryError("no room"), ranks)
 
 
 def test_other_errors_of_a_capture_are_not_hidden() -> None:

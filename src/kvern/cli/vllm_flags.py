@@ -23,6 +23,8 @@ from kvern.cli.flag_rules import (
 
 ONE = ("1",)
 ONE_DEVICE = "an engine is one device, or the ranks of --tensor-parallel-size and --pipeline-parallel-size"
+SEVERAL_MACHINES = "engines and ranks on several machines are --executor ray, on a Ray cluster"
+EXPERTS = "copies of experts are --redundant-experts N, and --rebalance-experts SECONDS moves them by their load"
 ONE_PROCESS = "a server is one process, and its engine another"
 NO_CODE = "kvern runs no code from a model's folder: see kvern models --families, or install a package that adds one"
 NO_COMPILER = "nothing is compiled by torch.compile, and CUDA graphs are captured for all sizes; see --no-cuda-graphs"
@@ -147,11 +149,14 @@ VLLM: dict[str, Rule] = {
     "data_parallel_size_local": Idle("engines of --data-parallel-size run on this machine, or where Ray finds room", 1),
     "decode_context_parallel_size": Idle(ONE_DEVICE, 1, only=ONE),
     "prefill_context_parallel_size": Idle(ONE_DEVICE, 1, only=ONE),
-    "nnodes": Idle("several machines are a Ray cluster: --executor ray", 1, only=ONE),
+    "nnodes": Idle(SEVERAL_MACHINES, 1, only=ONE),
     "distributed_executor_backend": Named("executor", lambda name: "processes" if name in ("mp", "uni") else name),
     "max_parallel_loading_workers": Idle(ONE_PROCESS, 1),
     "num_redundant_experts": Named("redundant_experts"),
     "enable_eplb": Switch("rebalance_experts", yes="60s", no="none"),
+    "eplb_config": Refused(EXPERTS),
+    "expert_placement_strategy": Idle("experts are dealt out in turns; see --rebalance-experts", 1),
+    "data_parallel_backend": Idle(SEVERAL_MACHINES, 1, only=("mp",)),
     "headless": Refused(ONE_DEVICE, 0),
     "api_server_count": Idle(ONE_PROCESS, 1),
     "disable_frontend_multiprocessing": Idle(f"{ONE_PROCESS}: requests survive the engine's death"),
@@ -217,11 +222,10 @@ VLLM: dict[str, Rule] = {
 }
 
 ALIKE: dict[Rule, tuple[str, ...]] = {
-    Refused(ONE_DEVICE): (
-        "all2all_backend", "data_parallel_address", "data_parallel_backend", "data_parallel_external_lb",
-        "data_parallel_hybrid_lb", "data_parallel_rank", "data_parallel_rpc_port", "data_parallel_start_rank",
-        "enable_dbo", "eplb_config", "expert_placement_strategy", "master_addr", "master_port", "node_rank",
-        "ray_workers_use_nsight",
+    Refused(ONE_DEVICE): ("all2all_backend", "enable_dbo", "ray_workers_use_nsight"),
+    Refused(SEVERAL_MACHINES): (
+        "data_parallel_address", "data_parallel_external_lb", "data_parallel_hybrid_lb", "data_parallel_rank",
+        "data_parallel_rpc_port", "data_parallel_start_rank", "master_addr", "master_port", "node_rank",
     ),
     Idle(TEXT_ALONE): ("disable_chunked_mm_input", "enable_multimodal_encoder_data_parallel", "interleave_mm_strings"),
     Idle(TEXT_ALONE, 1): (

@@ -3,6 +3,7 @@
 import socket
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import permutations
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -138,6 +139,11 @@ class Ranks:
             self._groups[0].send([numbers], target, 0).wait()
         elif self.rank == target:
             self._groups[0].recv([numbers], source, 0).wait()
+
+    def hand_once(self, device: torch.device) -> None:
+        """Have each hand something to each, since NCCL takes memory for a pair when it first does that."""
+        for source, target in permutations(range(self.size), 2):
+            self.hand(torch.zeros(1, device=device), source, target)
 
     def first(self, x: Tensor) -> Tensor:
         """What the first rank has, on each of them; `x`, contiguous, is overwritten on the others."""

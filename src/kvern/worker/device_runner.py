@@ -20,7 +20,7 @@ from kvern.attention.base import AttentionBackend
 from kvern.device.device_batch import DeviceBatch, DeviceRows, build_device_batch
 from kvern.device.input_batch import sampled_tokens
 from kvern.device.transfer import upload
-from kvern.errors import in_a_line
+from kvern.errors import ConfigError, in_a_line
 from kvern.kernels import logprobs
 from kvern.kernels.batch import write_sampled
 from kvern.kernels.constraints import change
@@ -141,7 +141,10 @@ class DeviceRunner:
 
     @torch.inference_mode()
     def idle(self) -> bool:
-        """Capture one graph; whether there are more. Plain decodes come first, then drafts, then prompts."""
+        """Capture one graph; whether there are more. Plain decodes come first, then drafts, then prompts.
+
+        Where there is no memory for it, steps run without; of several ranks one cannot alone: ConfigError.
+        """
         decodes = self._graphs
         if decodes is None:
             return False
@@ -157,6 +160,11 @@ class DeviceRunner:
             if not isinstance(error, torch.OutOfMemoryError) and "out of memory" not in str(error):
                 raise
             count = 1 + len(graphs.missing)
+            if self._ranks.processes > 1:
+                raise ConfigError(
+                    f"no GPU memory for {count} CUDA graphs of this rank, which the others may have: lower "
+                    f"max_batch_requests or gpu_memory_share, or set cuda_graphs to false ({in_a_line(error)})"
+                ) from error
             logger.warning("no GPU memory for %d CUDA graphs: such steps run slower; %s", count, in_a_line(error))
             graphs.missing.clear()
             torch.cuda.empty_cache()

@@ -6,6 +6,7 @@ It serves the process PARENT, that of the first rank, which started it, and ends
 import gc
 import logging
 import os
+import shutil
 import signal
 import sys
 import threading
@@ -52,6 +53,7 @@ from kvern.worker.worker import Worker
 
 logger = logging.getLogger("kvern")
 
+IPC = "ipc://"
 LOOK_SECONDS = 0.25
 """How often a rank looks whether the first one lives."""
 LINGER_MILLISECONDS = 2000
@@ -62,18 +64,18 @@ def main(address: str, parent: int) -> int:
     """Load this rank's share of the model, then run the steps that come."""
     for number in (signal.SIGINT, signal.SIGTERM):  # they may reach the whole group; the first rank decides
         signal.signal(number, signal.SIG_IGN)
-    threading.Thread(target=_end_with, args=(parent,), name="parent", daemon=True).start()
+    threading.Thread(target=_end_with, args=(parent, address), name="parent", daemon=True).start()
     socket = zmq.Context().socket(zmq.PAIR)
     socket.set(zmq.LINGER, LINGER_MILLISECONDS)
     connect(socket, address)
     try:
         rank = _make_rank(socket)
+        gc.freeze()  # what is there now stays: collections need not look at it
+        _run(socket, rank)
     except KvernError as error:
-        logger.error("a rank cannot start: %s", error)  # the first one may be busy, and end without having read it
+        logger.error("a rank ends: %s", error)  # the first one may be busy, and end without having read it
         socket.send(encode(Failed(str(error))))
         return 2
-    gc.freeze()  # what is there now stays: collections need not look at it
-    _run(socket, rank)
     return 0
 
 
@@ -140,9 +142,11 @@ def _run(socket: "zmq.Socket[bytes]", rank: _Rank) -> None:
                 rank.worker.drop_adapter(key)
 
 
-def _end_with(parent: int) -> None:
+def _end_with(parent: int, address: str) -> None:
     while os.getppid() == parent:
         time.sleep(LOOK_SECONDS)
+    if address.startswith(IPC):  # its folder is the parent's, which may have been killed
+        shutil.rmtree(Path(address.removeprefix(IPC)).parent, ignore_errors=True)
     os._exit(1)  # the main thread may wait for other ranks
 
 

@@ -69,19 +69,20 @@ class RankProcesses:
         draft: Path | None = None,
         lost: Callable[[int], None] | None = None,
     ) -> None:
-        memory = SHARED if os.access(SHARED, os.W_OK) else None
-        folder = tempfile.TemporaryDirectory(prefix="kvern-", dir=memory, ignore_cleanup_errors=True)
-        self.meeting = str(Path(folder.name, "meeting"))
         self.listener: sockets.socket | None = None
         """Where the ranks meet by TCP: this process's."""
         context = zmq.Context()
         self._sockets: list[zmq.Socket[bytes]] = []
         processes: list[Process] = []
-        group = None
+        group = folder = None
         if config.executor == "ray":
             group = own_group()
             self.listener = sockets.create_server((join_cluster(), 0))
             self.meeting = "tcp://{}:{}".format(*self.listener.getsockname())
+        else:
+            memory = SHARED if os.access(SHARED, os.W_OK) else None
+            folder = tempfile.TemporaryDirectory(prefix="kvern-", dir=memory, ignore_cleanup_errors=True)
+            self.meeting = str(Path(folder.name, "meeting"))
         self._ranks = [rank for rank in range(config.ranks) if rank != config.first_rank]
         places = [(stage.start, stage.stop) for stage in layers]
         for rank in self._ranks:
@@ -90,7 +91,7 @@ class RankProcesses:
             socket.set(zmq.SNDHWM, 0)  # as many as are in flight
             guesses = None if draft is None else str(draft)
             start = encode(StartRank(dataclasses.asdict(config), str(model), guesses, rank, places))
-            if group is None:
+            if folder is not None:
                 processes.append(_child(socket, Path(folder.name, f"rank-{rank}"), start))
             else:
                 bundle = (rank - config.first_rank) % config.ranks  # 0 is this process's
@@ -98,8 +99,8 @@ class RankProcesses:
                 process.start(socket, MODULE, start)
                 processes.append(process)
             self._sockets.append(socket)
-        self._end = _End(dict(zip(self._ranks, processes, strict=True)), lost)
-        weakref.finalize(self, _leave, self._end, self._sockets, context, folder, self.listener)
+        self._end = _End(dict(zip(self._ranks, processes, strict=True)), folder, lost)
+        weakref.finalize(self, _leave, self._end, self._sockets, context, self.listener)
 
     def send(self, message: RankMessage) -> None:
         """To all of them, without waiting: of one that has ended the step will tell."""
@@ -161,7 +162,6 @@ def _leave(
     end: "_End",
     sockets: "Sequence[zmq.Socket[bytes]]",
     context: "zmq.Context[zmq.Socket[bytes]]",
-    folder: "tempfile.TemporaryDirectory[str]",
     listener: sockets.socket | None,
 ) -> None:
     end.all()
@@ -170,15 +170,19 @@ def _leave(
     for socket in sockets:  # the context, which waits for them, does not know those that go with their owner
         socket.close(linger=0)
     context.term()
-    folder.cleanup()
 
 
 class _End:
-    """Of processes, which end together."""
+    """Of processes, which end together, and of the folder in which they meet."""
 
-    def __init__(self, processes: Mapping[int, Process], lost: Callable[[int], None] | None) -> None:
+    def __init__(
+        self,
+        processes: Mapping[int, Process],
+        folder: "tempfile.TemporaryDirectory[str] | None",
+        lost: Callable[[int], None] | None,
+    ) -> None:
         """`processes`: by their ranks."""
-        self._processes, self._lost = list(processes.values()), lost
+        self._processes, self._folder, self._lost = list(processes.values()), folder, lost
         self._wanted = threading.Lock()
         self.noticed = threading.Event()
         self.reason: str | None = None
@@ -192,6 +196,8 @@ class _End:
                 process.kill()
             for process in self._processes:
                 process.wait()
+            if self._folder is not None:
+                self._folder.cleanup()
 
     def _watch(self, rank: int, process: Process) -> None:
         code = process.wait()

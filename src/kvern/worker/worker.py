@@ -157,6 +157,8 @@ class Worker:
         processors = ProcessorRows(load_processors(named), ProcessorModel(self._folder, *sizes, device))
         draft = None if self._draft is None else self._load_draft(self._draft, plan, model)
         self._contents = Contents(model, self._grammars, processors, adapters, draft=draft, ranks=self._ranks)
+        if config.rebalance_seconds:
+            self._ranks.hand_once(device)
         if config.kv_cache_dtype not in EIGHT_BIT:
             return self._room()
         with self._startup.stage("cache scales"):
