@@ -132,13 +132,19 @@ def test_every_parameter(kind: str, tmp_path: Path) -> None:
     assert len(found) > 50
 
 
-@pytest.mark.parametrize("family", ["glm4_moe", "glm4_moe_lite"])
-def test_the_models_own_layer(family: str, tmp_path: Path) -> None:
-    folder = make_tiny_model(tmp_path)
+def make_model_with_layer(family: str, folder: Path) -> Path:
+    """A model of the tiny model's tokens that predicts several."""
+    make_tiny_model(folder)
     (folder / "model.safetensors").unlink()
     make_checkpoint(family, folder, vocab_size=288)
     changes = {"mlp_layer_types": ["sparse"]} if family == "glm4_moe_lite" else {"first_k_dense_replace": 0}
     add_prediction(folder, family, "deepseek", vocab_size=288, num_hidden_layers=1, **changes)
+    return folder
+
+
+@pytest.mark.parametrize("family", ["glm4_moe", "glm4_moe_lite"])
+def test_the_models_own_layer(family: str, tmp_path: Path) -> None:
+    folder = make_model_with_layer(family, tmp_path)
     params = SamplingParams(temperature=0.8, seed=3, max_tokens=24, ignore_eos=True)
     with LLM(str(folder), **OPTIONS) as llm:
         expected = llm.generate(PROMPTS, params)

@@ -14,10 +14,8 @@ from kvern.models.loader import load_model
 from kvern.models.medusa_formats import load_medusa
 from tests.draft_heads import Weights, medusa_logits, write_medusa
 from tests.families import make_checkpoint
-from tests.speculation import AnyLength
 from tests.test_draft_heads import states_of
 from tests.test_head_drafting import OPTIONS, PROMPTS, drafting
-from tests.test_rejection import HOT, TOKENS, logits_of, p_value
 from tests.test_speculation import answers
 from tests.tiny_model import make_tiny_model
 
@@ -149,29 +147,3 @@ def test_no_more_drafts_than_heads(tmp_path: Path) -> None:
     with LLM(str(target), draft_model=str(tmp_path / "heads"), **OPTIONS) as llm:
         llm.generate(PROMPTS[:1], params)
         assert len(llm.statistics().drafts_by_position) == 3
-
-
-def test_tokens_have_the_models_probabilities_by_rejection(tmp_path: Path) -> None:
-    """At a high temperature biases alone count, and heads that know no others guess evenly among those tokens."""
-    target, folder = make_tiny_model(tmp_path / "target"), tmp_path / "heads"
-    write_medusa(folder, target, drafted=len(TOKENS))
-    save_file(load_file(folder / FILE) | {"token_map": torch.tensor(TOKENS)}, folder / FILE)
-    own, count = logits_of(1)[0], 40
-    biases = {token: HOT * float(logit) for token, logit in zip(TOKENS, own, strict=True)}
-    hot = SamplingParams(
-        temperature=HOT, max_tokens=count, ignore_eos=True, allowed_token_ids=TOKENS, logit_bias=biases
-    )
-    params = [hot.replace(seed=seed) for seed in range(60)] + [hot.replace(temperature=0)]
-    shares, greedy = {}, {}
-    for acceptance in ("coupled", "rejection"):
-        options = OPTIONS | {"max_batch_tokens": 256, "kv_cache_tokens": 4096}
-        with LLM(str(target), draft_model=str(folder), acceptance=acceptance, **options) as llm:
-            llm._engine.core.drafting = AnyLength(None, llm._engine.inputs.vocab_size, 3)
-            outputs = llm.generate([[5, 6, 7]] * len(params), params)
-            statistics = llm.statistics()
-        tokens = torch.tensor([output.outputs[0].token_ids for output in outputs])
-        assert p_value((tokens[:-1] - TOKENS[0]).flatten(), own.softmax(-1)) > 0.001
-        shares[acceptance] = statistics.accepted_tokens / statistics.draft_tokens
-        greedy[acceptance] = tokens[-1].tolist()
-    assert greedy["rejection"] == greedy["coupled"]
-    assert shares["rejection"] > 1.1 * shares["coupled"]

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from kvern import LLM, SamplingParams
 from kvern.device.rows import BatchRows
@@ -22,8 +23,12 @@ from kvern.sample.rejection import Drawn, DrawnDrafts, accept
 from kvern.step import ScheduledTokens, SchedulerOutput
 from kvern.structured_output import StructuredOutput
 from kvern.worker.drafter import ComputedStep, GuardedDrafter
+from tests.draft_heads import write_eagle, write_medusa
 from tests.speculation import AnyLength
+from tests.test_head_drafting import OPTIONS, make_model_with_layer
+from tests.test_medusa import FILE
 from tests.test_sampler import make_rows
+from tests.tiny_model import make_tiny_model
 
 VOCABULARY, DRAWS = 9, 20_000
 POSITIONS = torch.arange(1, DRAWS + 1)
@@ -52,7 +57,7 @@ def drawn_from(probabilities: torch.Tensor, seed: int = 11) -> torch.Tensor:
 
 def p_value(tokens: torch.Tensor, probabilities: torch.Tensor) -> float:
     """Of Pearson's chi-square: how likely it is that numbers of tokens are so far from what is expected."""
-    expected, found = probabilities.double() * len(tokens), tokens.bincount(minlength=VOCABULARY)
+    expected, found = probabilities.double() * len(tokens), tokens.bincount(minlength=len(probabilities))
     possible = expected > 0
     assert not found[~possible].any()
     distance = ((found[possible] - expected[possible]) ** 2 / expected[possible]).sum()
@@ -269,3 +274,56 @@ def test_a_draft_model_tells_what_it_draws_from(tiny_model: Path, compiled: bool
     with LLM(str(tiny_model), **options) as plain:
         expected = plain.generate([[5, 6, 7]] * len(params), params)
     assert before[-1].outputs[0].token_ids == expected[-1].outputs[0].token_ids
+
+
+def make_head(kind: str, folder: Path) -> tuple[str, str, list[int]]:
+    """A model, a head for it of random weights, and the tokens that the head knows of."""
+    head, everything = folder / "head", list(range(288))
+    if kind == "mtp":
+        return str(make_model_with_layer("glm4_moe", folder / "target")), kind, everything
+    target = make_tiny_model(folder / "target")
+    if kind == "eagle":
+        write_eagle(head, target)
+        return str(target), str(head), everything
+    if kind == "medusa":
+        write_medusa(head, target, drafted=VOCABULARY)
+        file, tokens = head / FILE, {"token_map": torch.tensor(TOKENS)}
+    else:
+        write_eagle(head, target, drafted=VOCABULARY)
+        file, tokens = head / "model.safetensors", {"d2t": torch.tensor(TOKENS) - torch.arange(VOCABULARY)}
+        tokens["t2d"] = torch.zeros(288, dtype=torch.bool).index_fill_(0, torch.tensor(TOKENS), True)
+    save_file(load_file(file) | tokens, file)
+    return str(target), str(head), TOKENS
+
+
+@pytest.mark.parametrize(
+    ("kind", "compiled"),
+    [
+        ("medusa", True),
+        ("eagle3", True),
+        pytest.param("eagle3", False, marks=pytest.mark.nightly),
+        pytest.param("eagle", True, marks=pytest.mark.nightly),
+        pytest.param("mtp", True, marks=pytest.mark.nightly),
+    ],
+)
+def test_a_head_tells_what_it_draws_from(kind: str, compiled: bool, tmp_path: Path) -> None:
+    """At a high temperature biases alone count, of which a head knows nothing: it guesses evenly."""
+    target, head, tokens = make_head(kind, tmp_path)
+    logits, count = torch.randn(len(tokens), generator=torch.Generator().manual_seed(1)), 40
+    own, biases = logits.softmax(-1), {token: HOT * float(logit) for token, logit in zip(tokens, logits, strict=True)}
+    hot = SamplingParams(
+        temperature=HOT, max_tokens=count, ignore_eos=True, allowed_token_ids=tokens, logit_bias=biases
+    )
+    params = [hot.replace(seed=seed) for seed in range(60)] + [hot.replace(temperature=0)]
+    options = OPTIONS | {"max_batch_tokens": 256, "kv_cache_tokens": 4096, "cpu_kernels": compiled}
+    with LLM(target, draft_model=head, acceptance="rejection", **options) as llm:
+        llm._engine.core.drafting = AnyLength(None, llm._engine.inputs.vocab_size, 3)
+        outputs = llm.generate([[5, 6, 7]] * len(params), params)
+        statistics = llm.statistics()
+    found = torch.tensor([output.outputs[0].token_ids for output in outputs])
+    with LLM(target, **options) as plain:
+        assert plain.generate([[5, 6, 7]], params[-1])[0].outputs[0].token_ids == found[-1].tolist()
+    assert p_value((found[:-1] - tokens[0]).flatten(), own) > 0.001
+    share, drafts = float(own.clamp(max=1 / len(tokens)).sum()), statistics.drafts_by_position[0]
+    accepted = statistics.accepted_by_position[0] / drafts
+    assert drafts > 500 and abs(accepted - share) < 4 * math.sqrt(share * (1 - share) / drafts)

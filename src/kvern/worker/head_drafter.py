@@ -21,6 +21,7 @@ from kvern.device.input_batch import InputBatch
 from kvern.device.rows import BatchRows
 from kvern.device.transfer import upload
 from kvern.models.draft_head import DraftHead
+from kvern.sample.rejection import Drawn
 from kvern.step import ScheduledTokens, SchedulerOutput
 from kvern.worker.captured_head import CapturedHead
 from kvern.worker.drafter import ComputedStep
@@ -49,11 +50,16 @@ class HeadDrafter(Generic[Batch]):
         choose: Choose,
         graphs: "HeadGraphs | None" = None,
         captured: CapturedHead | None = None,
+        drawn: Drawn | None = None,
     ) -> None:
-        """`graphs`: what reads and drafts in them. `captured`: small steps on a CPU."""
+        """`graphs`: what reads and drafts in them. `captured`: small steps on a CPU.
+
+        `drawn`: draws, and keeps what it drew from, outside of graphs and captured steps; else `choose` does.
+        """
         self._head, self._attention, self._rows = head, attention, rows
         self._build_batch, self._choose = build_batch, choose
         self.inputs, self.graphs, self._captured = head.layer_inputs(), graphs, captured
+        self.drawn = drawn
         self.reader = None if graphs is None else graphs.reader
 
     def prepare(self, output: SchedulerOutput) -> None:
@@ -62,6 +68,8 @@ class HeadDrafter(Generic[Batch]):
 
     def draft(self, step: ComputedStep) -> None:
         """What `Drafter` does."""
+        if self.drawn is not None:
+            self.drawn.clear()
         asking = [(place, item) for place, item in enumerate(step.scheduled) if item.sampled and item.guesses]
         states = None if step.read else self._read(step)
         if self.graphs is not None:
@@ -88,11 +96,15 @@ class HeadDrafter(Generic[Batch]):
                     for item, bound in zip(asking[:going], bounds, strict=False)
                 ]
                 states = self._forward(steps, newest[:going] + ahead - 1, states[:going], told=False)
-            positions = newest[:going].long() + ahead + 1
-            if self._captured is None or not self._captured.draw(slots[:going], positions, states):
-                self._choose(
-                    self._head.logits(states), [item.slot for item in asking[:going]], slots[:going], positions
-                )
+            self._draw([item.slot for item in asking[:going]], slots[:going], newest[:going].long() + ahead + 1, states)
+
+    def _draw(self, slots: Sequence[int], index: Tensor, positions: Tensor, states: Tensor) -> None:
+        """Let rows, by host and device, go on at `positions` [N] int64 with what `states` [N, hidden] lead to."""
+        if self.drawn is not None:
+            chosen = self.drawn.draw(self._head.logits(states), self._rows, slots, positions)
+            self._rows.tokens[index, positions] = chosen.int()
+        elif self._captured is None or not self._captured.draw(index, positions, states):
+            self._choose(self._head.logits(states), slots, index, positions)
 
     def _read(self, step: ComputedStep) -> Tensor:
         """Read a step's tokens: the states `[N, hidden]` behind the last that is kept of each that asks for drafts."""

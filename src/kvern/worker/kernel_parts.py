@@ -179,22 +179,21 @@ class KernelParts:
         dtype = getattr(torch, self._plan.plain_cache_dtype)
         chosen = {} if self._choice is None else self._choice.phases
         attention = self._attention(layout.blocks + 1, layout.block_size, dtype, chosen, decoder, None)
-        captures = self._config.cuda_graphs and attention.captures and self._device.type == "cuda"
+        captures = drawn is None and self._config.cuda_graphs and attention.captures and self._device.type == "cuda"
         size = layout.block_size
         if isinstance(decoder, DraftHead):
             graphs = HeadGraphs(HeadSteps(decoder, attention, rows, size), rows) if captures else None
-            return HeadDrafter(
-                decoder, attention, rows, partial(_build_batch, rows, size), partial(_draw, rows), graphs
-            )
+            build, draw = partial(_build_batch, rows, size), partial(_draw, rows)
+            return HeadDrafter(decoder, attention, rows, build, draw, graphs, drawn=drawn)
         steps = ModelSteps(decoder, attention, rows, size)
-        model_graphs = DraftGraphs(steps, rows) if captures and drawn is None else None
+        model_graphs = DraftGraphs(steps, rows) if captures else None
         return DeviceDraftModel(decoder, attention, rows, size, layout.max_batch_tokens, model_graphs, drawn)
 
     def _drafting_bytes(self, draft: Decoder | DraftHead | MedusaHeads) -> int:
         """What the steps of a draft model or head take beside those of the model."""
         rows = padded_rows(min(self._plan.max_batch_requests, MOST_ROWS))
         captured = self._config.cuda_graphs and not isinstance(draft, MedusaHeads)
-        drawn = MOST_ROWS if self._config.acceptance == "rejection" and not isinstance(draft, DraftHead) else 0
+        drawn = MOST_ROWS if self._config.acceptance == "rejection" else 0
         size = self._dtype.itemsize
         taken = bytes_of_drafting(draft.spec, size, rows, 2 * rows.bit_length() if captured else 0, drawn)
         if isinstance(draft, DraftHead) and draft.layer_inputs() is not None:

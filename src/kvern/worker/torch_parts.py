@@ -118,7 +118,7 @@ class TorchParts:
             head = None
             if self._captures and isinstance(attention, CompiledAttention):
                 head = CapturedHead(decoder, attention, rows, size)
-            return HeadDrafter(decoder, attention, rows, build, draw, captured=head)
+            return HeadDrafter(decoder, attention, rows, build, draw, captured=head, drawn=drawn)
         if self._captures and isinstance(attention, CompiledAttention):
             captured = CapturedDecodes(decoder, attention, rows, size)
         return DraftModel(decoder, attention, rows, size, layout.max_batch_tokens, sampling, captured, drawn)
