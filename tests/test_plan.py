@@ -15,7 +15,7 @@ from kvern.layers.linear_format import linear_methods
 from kvern.layers.unquantized import Unquantized
 from kvern.models.loader import outline_model
 from kvern.models.precision import shares
-from kvern.planning.choice import choose
+from kvern.planning.choice import choose, model_of
 from kvern.planning.estimate import Model, Split, Workload, estimate, splits
 from kvern.planning.hardware import CARDS, check_alike, linked, names_of, parse_hardware, this_machine
 
@@ -104,6 +104,17 @@ def test_experts_are_cut_or_placed_whole(tmp_path: Path) -> None:
     ]
 
 
+def test_quantized_experts_are_cut_where_their_groups_allow(tmp_path: Path) -> None:
+    stored = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
+    (tmp_path / "config.json").write_text(json.dumps(MIXTURE | stored))
+    model = model_of(EngineConfig(str(tmp_path), load_format="dummy"), tmp_path)
+    assert [str(split) for split in splits(4, model) if split.pipeline == 1][1:] == [
+        "tensor 2 x data 2",
+        "tensor 2 x data 2, whole experts",
+        "tensor 4 x data 1, whole experts",
+    ]
+
+
 def test_heads_bound_how_a_model_is_divided(models: dict[str, Model]) -> None:
     assert {split.tensor for split in splits(6, models["8b"])} == {1, 2}, "32 heads are no multiple of 3"
     assert [str(split) for split in splits(4, models["8b"])] == [
@@ -167,6 +178,29 @@ def test_the_command_chooses_and_writes(
     assert main([*arguments, "--json"]) == 0
     split = {"tensor": 2, "data": 1, "pipeline": 1, "whole_experts": False}
     assert json.loads(capsys.readouterr().out)["splits"][0]["split"] == split
+
+
+def test_plans_are_of_weights_as_options_load_them(
+    folders: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = EngineConfig(str(folders["8b"]), load_format="dummy")
+    stored, wide, eight, four = (
+        estimate(model_of(replace(config, **options), folders["8b"]), CARDS["b200"], Split(1, 1), Workload(1, 100, 100))
+        for options in ({}, {"dtype": "float32"}, {"quantization": "fp8"}, {"quantization": "int4"})
+    )
+    assert wide.weights == 2 * stored.weights and wide.token_bytes == 2 * stored.token_bytes
+    assert 0.5 * stored.weights < eight.weights < 0.6 * stored.weights
+    assert 0.25 * stored.weights < four.weights < 0.45 * stored.weights
+    assert eight.decode_one < 0.65 * stored.decode_one
+    cards = [CARDS["rtx-5090"]] * 2
+    assert "fits in no way" in choose(replace(config, model=str(folders["70b"])), cards).reason
+    target = tmp_path / "plan.toml"
+    arguments = ["plan", str(folders["70b"]), "--load-format", "dummy", "--hardware", "2x rtx-5090", "--requests", "1"]
+    assert main([*arguments, "--quantization", "int4", "--dtype", "float16", "--write", str(target)]) == 0
+    written = tomllib.loads(target.read_text())
+    assert written["quantization"] == "int4" and written["dtype"] == "float16" and written["tensor_parallel_size"] == 2
+    assert main([*arguments, "--quantization", "int8"]) == 1
+    assert "kvern quantize" not in capsys.readouterr().out
 
 
 def test_a_model_that_fits_nowhere_is_an_error(folders: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:

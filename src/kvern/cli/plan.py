@@ -16,7 +16,6 @@ from kvern.errors import ConfigError
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from kvern.cli.model_report import ModelReport
     from kvern.planning.estimate import Estimate, Workload
     from kvern.planning.hardware import Card
 
@@ -41,6 +40,10 @@ class PlanCommand:
     """Write the choice to this TOML file, for --config of kvern serve."""
     load_format: Literal["auto", "dummy"] = "auto"
     """dummy: MODEL has a configuration and no weights."""
+    quantization: Literal["fp8", "int8", "int4"] | None = None
+    """What plain weights become while they are loaded, as of kvern serve."""
+    dtype: Literal["auto", "bfloat16", "bf16", "float16", "fp16", "half", "float32", "fp32"] = "auto"
+    """Number format of weights and activations; auto takes the checkpoint's."""
     json: bool = False
     """Say it as JSON."""
 
@@ -49,16 +52,17 @@ class PlanCommand:
         for name in ("requests", "input", "output"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}: give 1 or more")
-        from kvern.models.checkpoint import read_headers
-        from kvern.models.loader import read_config, stored_methods
-        from kvern.planning.choice import ranked
-        from kvern.planning.estimate import Model, Workload
+        from kvern.config import EngineConfig
+        from kvern.models.folder import model_folder
+        from kvern.models.hub import resolve_model
+        from kvern.planning.choice import model_of, ranked
+        from kvern.planning.estimate import Workload
         from kvern.planning.hardware import parse_hardware, this_machine
 
-        report = self._report()
-        stored = [] if self.load_format == "dummy" else read_headers(report.folder)
-        linear = stored_methods(read_config(report.folder), report.spec, stored)
-        model = Model(report.spec, report.dtype, report.shares, linear)
+        resolved = str(resolve_model(self.model, offline=True))
+        config = EngineConfig(resolved, load_format=self.load_format, quantization=self.quantization, dtype=self.dtype)
+        folder = model_folder(config)
+        model = model_of(config, folder)
         longest, context = self.input + self.output, model.spec.max_position_embeddings
         if longest > context:
             raise ConfigError(f"input and output are {longest} tokens, above the model's context of {context}")
@@ -66,7 +70,7 @@ class PlanCommand:
         workload = Workload(self.requests, self.input, self.output)
         found = ranked(model, cards, workload)
         if self.write is not None and not found[0].lacks:
-            self.write.write_text(as_toml(found[0], self.model, workload, cards))
+            self.write.write_text(as_toml(found[0], self, workload, cards))
         if self.json:
             told = [dataclasses.asdict(item) for item in found]
             sys.stdout.write(json.dumps({"cards": [card.name for card in cards], "splits": told}, indent=1) + "\n")
@@ -75,18 +79,15 @@ class PlanCommand:
 
             console = Console()
             self._print(console, found, cards)
-            for method, size in report.smaller().items() if found[0].lacks else ():
-                console.print(f"kvern quantize --method {method} would make about {size / 1e9:.1f} GB of the weights")
+            if found[0].lacks and self.quantization is None:
+                self._print_smaller(console, folder)
         return int(bool(found[0].lacks))
 
-    def _report(self) -> ModelReport:
+    def _print_smaller(self, console: Console, folder: Path) -> None:
         from kvern.cli.model_report import report_of
-        from kvern.config import EngineConfig
-        from kvern.models.folder import model_folder
-        from kvern.models.hub import resolve_model
 
-        folder = model_folder(EngineConfig(str(resolve_model(self.model, offline=True))))
-        return report_of(self.model, folder, self.load_format)
+        for method, size in report_of(self.model, folder, self.load_format).smaller().items():
+            console.print(f"kvern quantize --method {method} would make about {size / 1e9:.1f} GB of the weights")
 
     def _print(self, console: Console, found: list[Estimate], cards: list[Card]) -> None:
         from rich.box import SIMPLE_HEAD
@@ -123,12 +124,12 @@ class PlanCommand:
             console.print(f"kvern serve {self.model} --config {self.write}", highlight=False)
 
 
-def as_toml(chosen: Estimate, model: str, workload: Workload, cards: list[Card]) -> str:
+def as_toml(chosen: Estimate, command: PlanCommand, workload: Workload, cards: list[Card]) -> str:
     """The options of a plan, for people to read and change."""
     from kvern.planning.hardware import names_of
 
     return (
-        f"# {model} on {names_of(cards)}\n"
+        f"# {command.model} on {names_of(cards)}\n"
         f"# for {workload.requests} requests at a time, of {workload.input} and {workload.output} tokens\n"
         f"# expected: {1000 * chosen.decode_one:.2f} ms a step with one request, {1000 * chosen.decode:.2f} with "
         f"{chosen.batch}; {chosen.rate:.0f} tokens/s\n"
@@ -136,4 +137,7 @@ def as_toml(chosen: Estimate, model: str, workload: Workload, cards: list[Card])
         f"tensor_parallel_size = {chosen.split.tensor}\n"
         f"pipeline_parallel_size = {chosen.split.pipeline}\n"
         f"data_parallel_size = {chosen.split.data}\n"
-    ) + "enable_expert_parallel = true\n" * chosen.split.whole_experts
+        + "enable_expert_parallel = true\n" * chosen.split.whole_experts
+        + (f'quantization = "{command.quantization}"\n' if command.quantization else "")
+        + (f'dtype = "{command.dtype}"\n' if command.dtype != "auto" else "")
+    )

@@ -205,16 +205,21 @@ def _outline(make: Callable[[ModelSpec, Build], Model], spec: ModelSpec, build: 
     return make(replace(spec, layers=layers), meta)
 
 
-def outline_model(folder: Path, dtype: str = "auto", load_format: Literal["auto", "dummy"] = "auto") -> Decoder:
+def outline_model(
+    folder: Path,
+    dtype: str = "auto",
+    load_format: Literal["auto", "dummy"] = "auto",
+    quantization: str | None = None,
+) -> Decoder:
     """The model of a folder without memory, told by the headers of its files, which are checked; no weight is read.
 
-    Its formats are those of a CPU; `load_format` "dummy" needs no files beside the configuration. Raises what
-    `load_model` raises.
+    Its formats are those of a CPU; `load_format` "dummy" needs no files beside the configuration. `quantization` as of
+    `load_model`. Raises what that raises.
     """
     config, dummy = read_config(folder), load_format == "dummy"
     spec = spec_of_folder(folder, config)
     stored = [] if dummy else read_headers(folder)
-    linear = stored_methods(config, spec, stored)
+    linear = stored_methods(config, spec, stored, quantization=quantization)
     build = Build(choose_dtype(dtype, spec, None if dummy else folder), torch.device("meta"), 1, linear=linear)
     return _checked_outline(Decoder, spec, build, folder, None if dummy else stored)
 

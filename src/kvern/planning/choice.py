@@ -14,8 +14,7 @@ import msgspec
 
 from kvern.config import EngineConfig
 from kvern.errors import ConfigError, KvernError
-from kvern.models.checkpoint import read_headers
-from kvern.models.loader import outline_model, read_config, stored_methods
+from kvern.models.loader import outline_model
 from kvern.models.precision import shares
 from kvern.planning.estimate import Estimate, Model, Split, Workload, estimate, splits
 from kvern.planning.hardware import Card, check_alike, names_of, this_machine
@@ -48,11 +47,12 @@ def ranked(
 
 
 def model_of(config: EngineConfig, folder: Path) -> Model:
-    """What the costs of the model in `folder` depend on, from the headers of its files. Raises KvernError."""
-    outline = outline_model(folder, load_format=config.load_format)
-    stored = [] if config.load_format == "dummy" else read_headers(folder)
-    linear = stored_methods(read_config(folder), outline.spec, stored, quantization=config.quantization)
-    return Model(outline.spec, str(outline.build.dtype).removeprefix("torch."), shares(outline), linear)
+    """What the costs of the model in `folder` depend on, as these options load it, from the headers of its files.
+
+    Raises KvernError.
+    """
+    outline = outline_model(folder, config.dtype, config.load_format, config.quantization)
+    return Model(outline.spec, str(outline.build.dtype).removeprefix("torch."), shares(outline), outline.build.linear)
 
 
 def verdict(found: Sequence[Estimate]) -> str:

@@ -271,7 +271,8 @@ def _start_ranks(
 ) -> tuple[RankedExecutor, Layout]:
     layers = [range(len(spec.layers))]
     if config.pipeline_parallel_size > 1:
-        layers = divide(outline_model(folder, config.dtype, config.load_format), config.pipeline_parallel_size)
+        outline = outline_model(folder, config.dtype, config.load_format, config.quantization)
+        layers = divide(outline, config.pipeline_parallel_size)
     device = resolve_device(config, config.first_rank)
     ranks = ranks_of(config.first_rank, config.tensor_parallel_size, layers)
     worker = Worker(config, folder, spec, device, startup, draft, ranks)
