@@ -309,8 +309,10 @@ def test_an_engine_ends_with_a_server_that_is_killed_while_it_loads() -> None:
         while (engine := engine_pid(process.pid)) is None:
             assert process.poll() is None
             time.sleep(0.01)
+        [folder] = {Path(part).parent for part in command_of(engine).split("\0") if "/running" in part}
         process.kill()
     eventually(lambda: not Path(f"/proc/{engine}").exists() or "Z" in Path(f"/proc/{engine}/stat").read_text())
+    assert not folder.exists()
 
 
 def engine_pid(served: Served | int) -> int | None:

@@ -8,6 +8,7 @@ import gc
 import importlib
 import logging
 import os
+import shutil
 import signal
 import sys
 import threading
@@ -76,6 +77,7 @@ def main(address: str, running: str, parent: int) -> int:
     importing.start()
     while not socket.poll(int(1000 * HEARTBEAT_SECONDS)):
         if os.getppid() != parent:
+            forget(running)
             os._exit(1)  # in the middle of imports
     start = decode_for_engine(socket.recv())
     assert isinstance(start, Start)
@@ -83,7 +85,7 @@ def main(address: str, running: str, parent: int) -> int:
         config = EngineConfig(**start.config)
         if config.device != "cpu":
             ahead.make_context()
-        with signs_of_life(socket, parent):
+        with signs_of_life(socket, running, parent):
             importing.join()
             from kvern.engine.factory import build_core
 
@@ -109,7 +111,14 @@ def main(address: str, running: str, parent: int) -> int:
         logger.exception("the engine failed")
         socket.send(encode(Failed(f"{type(error).__name__}: {error}")))
         return 1
+    if os.getppid() != parent:
+        forget(running)
     return 0
+
+
+def forget(running: str) -> None:
+    """Remove the folder that the parent made, which has ended and cannot."""
+    shutil.rmtree(Path(running).parent, ignore_errors=True)
 
 
 def end_like(code: int) -> None:
@@ -125,7 +134,7 @@ def import_engine() -> None:
 
 
 @contextlib.contextmanager
-def signs_of_life(socket: "zmq.Socket[bytes]", parent: int) -> Iterator[None]:
+def signs_of_life(socket: "zmq.Socket[bytes]", running: str, parent: int) -> Iterator[None]:
     """Say that this process lives, and end with its parent, while the block works, which must not use the socket."""
     ended = threading.Event()
 
@@ -133,6 +142,7 @@ def signs_of_life(socket: "zmq.Socket[bytes]", parent: int) -> Iterator[None]:
         while not ended.wait(HEARTBEAT_SECONDS):
             socket.send(encode(Loading()))
             if os.getppid() != parent:
+                forget(running)
                 os._exit(1)
 
     speaker = threading.Thread(target=speak, name="signs-of-life")
