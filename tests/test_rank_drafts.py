@@ -8,6 +8,7 @@ import torch
 
 from kvern import LLM, SamplingParams
 from kvern.device.ranks import Ranks
+from kvern.device.stages import Stage
 from kvern.errors import ConfigError
 from kvern.models.decoder import Decoder
 from kvern.models.draft_formats import load_draft_head
@@ -15,8 +16,9 @@ from kvern.models.loader import load_model
 from kvern.models.medusa_formats import load_medusa
 from kvern.step import SchedulerOutput
 from kvern.worker.drafter import ComputedStep, GuardedDrafter
-from tests.draft_heads import write_eagle, write_medusa
+from tests.draft_heads import add_prediction, write_eagle, write_medusa
 from tests.families import make_checkpoint
+from tests.speculation import AnyLength
 from tests.test_draft_heads import drafted, states_of
 from tests.test_head_drafting import OPTIONS, PROMPTS, drafting
 from tests.test_speculation import answers
@@ -48,8 +50,9 @@ class Failing:
 def test_a_drafter_that_fails_on_a_rank_costs_the_step() -> None:
     """Another one's drafts would be verified there."""
     GuardedDrafter(Failing()).prepare(SchedulerOutput(1))
-    with pytest.raises(ValueError, match="it fails"):
-        GuardedDrafter(Failing(), ranks=Ranks(1, 2)).prepare(SchedulerOutput(1))
+    for ranks in (Ranks(1, 2), Ranks(stage=Stage(1, 2))):
+        with pytest.raises(ValueError, match="it fails"):
+            GuardedDrafter(Failing(), ranks=ranks).prepare(SchedulerOutput(1))
 
 
 KINDS = ["eagle", "eagle3", "medusa"]
@@ -85,17 +88,76 @@ def test_a_head_that_ranks_cannot_share_is_refused(tmp_path: Path) -> None:
         of_ranks(target, 2, lambda decoder: load_draft_head(tmp_path / "head", decoder))
 
 
-@pytest.mark.nightly
-@pytest.mark.parametrize("compiled", [True, False])
-@pytest.mark.parametrize("kind", KINDS)
-def test_engines_of_ranks_draft_as_one_process_does(kind: str, compiled: bool, tmp_path: Path) -> None:
+TWO_STAGES = {"pipeline_parallel_size": 2}
+TWO_RANKS = {"tensor_parallel_size": 2}
+
+
+@pytest.mark.parametrize(
+    ("kind", "compiled", "divided"),
+    [
+        ("eagle", True, TWO_STAGES),
+        *(
+            pytest.param(kind, compiled, divided, marks=pytest.mark.nightly)
+            for kind in KINDS
+            for compiled in (True, False)
+            for divided in (TWO_RANKS, TWO_STAGES, TWO_RANKS | TWO_STAGES)
+            if kind != "eagle3" or divided == TWO_RANKS
+        ),
+    ],
+)
+def test_engines_of_ranks_draft_as_one_process_does(
+    kind: str, compiled: bool, divided: dict[str, int], tmp_path: Path
+) -> None:
     target = make_tiny_model(tmp_path / "target")
     write(kind, tmp_path / "head", target)
     params = [SamplingParams(temperature=value, seed=3, max_tokens=24, ignore_eos=True) for value in (0, 0.8, 1.2)]
     options = OPTIONS | {"cpu_kernels": compiled, "draft_model": str(tmp_path / "head"), "device": "cpu"}
     found = []
-    for size in (1, 2):
-        with LLM(str(target), tensor_parallel_size=size, **options) as llm, drafting(llm, 3) as drafts:
-            found.append((answers(llm.generate(PROMPTS, params)), drafts))
+    for ranks in ({}, divided):
+        with LLM(str(target), **options | ranks) as llm, drafting(llm, 3) as drafts:
+            found.append((answers(llm.generate(PROMPTS, params)), sorted(drafts)))
+    assert found[0] == found[1]
+    assert len(found[0][1]) > 20
+
+
+def test_a_head_that_reads_states_of_several_stages_is_refused(tmp_path: Path) -> None:
+    target = make_tiny_model(tmp_path / "target")
+    write("eagle3", tmp_path / "head", target)
+    with pytest.raises(ConfigError, match="reads states of layers of several stages, and pipeline_parallel_size is 2"):
+        LLM(str(target), **OPTIONS | TWO_STAGES | {"draft_model": str(tmp_path / "head"), "device": "cpu"})
+
+
+@pytest.mark.parametrize(
+    "divided", [TWO_STAGES, pytest.param(TWO_STAGES | TWO_RANKS, marks=pytest.mark.nightly)], ids=str
+)
+def test_a_model_behind_the_last_stage_drafts_from_its_own_keys(divided: dict[str, int], tmp_path: Path) -> None:
+    """It guesses for itself: a draft is wrong only if a stage, or the drafter, read other tokens than the others."""
+    target = make_tiny_model(tmp_path / "target")
+    prompts = [[1, 2, 3, 4, 5, 6, 7, number % 3] * (1 + number % 4) for number in range(8)]
+    params = SamplingParams(temperature=0.8, seed=3, max_tokens=24, ignore_eos=True)
+    options = OPTIONS | {"device": "cpu", "max_batch_requests": 4, "kv_cache_tokens": 128}
+    with LLM(str(target), **options) as alone:
+        expected = answers(alone.generate(prompts, params))
+    with LLM(str(target), **options | divided | {"draft_model": str(target)}) as llm:
+        llm._engine.core.drafting = AnyLength(None, llm._engine.inputs.vocab_size, 5)  # type: ignore[attr-defined]
+        assert answers(llm.generate(prompts, params)) == expected
+        found = llm.statistics()
+        llm._engine.core.scheduler.check_integrity()  # type: ignore[attr-defined]
+    assert found.preemptions
+    assert found.accepted_tokens == found.draft_tokens > 100
+
+
+@pytest.mark.nightly
+def test_the_models_own_layer_drafts_behind_the_last_stage(tmp_path: Path) -> None:
+    folder = make_tiny_model(tmp_path)
+    (folder / "model.safetensors").unlink()
+    make_checkpoint("glm4_moe", folder, vocab_size=288)
+    add_prediction(folder, "glm4_moe", "deepseek", vocab_size=288, num_hidden_layers=1, first_k_dense_replace=0)
+    params = SamplingParams(temperature=0.8, seed=3, max_tokens=24, ignore_eos=True)
+    found = []
+    for divided in ({}, TWO_STAGES):
+        options = OPTIONS | divided | {"draft_model": "mtp", "device": "cpu"}
+        with LLM(str(folder), **options) as llm, drafting(llm, 2) as drafts:
+            found.append((answers(llm.generate(PROMPTS, params)), sorted(drafts)))
     assert found[0] == found[1]
     assert len(found[0][1]) > 20

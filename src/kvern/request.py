@@ -195,6 +195,8 @@ class Request:
     """Of the tokens in flight, those that are not sampled if drafts are rejected."""
     guesses: int = 0
     """Drafts that its row has behind the newest token when the steps in flight are done, guessed on the device."""
+    guessed_token_ids: list[int] = field(default_factory=list)
+    """Those drafts, where the host has to hand them on: `ModelRunnerOutput.guessed`."""
     draft_token_ids: list[int] = field(default_factory=list)
     """What may follow `token_ids`, as a proposer guessed."""
     drafted_tokens: int = 0

@@ -154,7 +154,7 @@ class SchedulerOutput:
     drafts: list[tuple[int, int, list[int]]] = field(default_factory=list)
     """(slot, first position, token ids) that a row's tokens go on with, unless sampling says otherwise."""
     known: list[tuple[int, int, list[int]]] = field(default_factory=list)
-    """(slot, first position, token ids) that a later stage has sampled, for the first, which goes on with them."""
+    """(slot, first position, token ids) that a later stage has sampled or guessed: the first goes on with them."""
     scheduled: list[ScheduledTokens] = field(default_factory=list)
     loads: list[BlockLoad] = field(default_factory=list)
     """Blocks to be loaded behind all else, or later: nobody uses them before `EngineCore.loaded` was told."""
@@ -216,6 +216,8 @@ class ModelRunnerOutput:
     """By slot, of beams; their sampled token means nothing."""
     loaded: list[tuple[int, int]] = field(default_factory=list)
     """(number of a load, how many of its blocks, from the first one on, have arrived), each load once."""
+    guessed: dict[int, list[int]] = field(default_factory=dict)
+    """By slot: the drafts that were written behind the newest token, which the first of several stages has to know."""
     drafting_seconds: float = 0.0
     """What it took to guess what follows, as far as the host knows."""
 

@@ -3,6 +3,7 @@
 import socket
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
+from copy import copy
 from itertools import permutations
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -79,6 +80,12 @@ class Ranks:
         if self.size > 1 and not shares_memory:
             self._groups.append(meeting.group(own, self.rank, self.size))
         self.stage.connect(meeting, f"rank-{self.rank}")
+
+    def of_own_stage(self) -> "Ranks":
+        """The ranks of this stage alone, once they have met: for a whole model beside its layers."""
+        ranks = copy(self)
+        ranks.stage = WHOLE
+        return ranks
 
     @property
     def processes(self) -> int:
@@ -166,10 +173,10 @@ class Ranks:
             self._memory.check()
 
 
-def ranks_of(number: int, size: int, layers: Sequence[range]) -> Ranks:
-    """Process `number` of stages with these layers, each of `size` ranks."""
+def ranks_of(number: int, size: int, layers: Sequence[range], *, drafts: bool = False) -> Ranks:
+    """Process `number` of stages with these layers, each of `size` ranks; `drafts`: as of `Stage`."""
     index, rank = divmod(number, size)
-    stage = Stage(index, len(layers), layers[index]) if len(layers) > 1 else WHOLE
+    stage = Stage(index, len(layers), layers[index], drafts=drafts) if len(layers) > 1 else WHOLE
     return Ranks(rank, size, stage)
 
 

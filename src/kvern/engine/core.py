@@ -306,6 +306,7 @@ class EngineCore:
             if request.state is State.FINISHED:
                 continue  # aborted, or it stopped one step ago
             request_id, item, token_ids = request.request_id, output.scheduled[index], result.token_ids[index]
+            request.guessed_token_ids = result.guessed.get(item.slot, [])
             prompt_logprobs = _not_yet_reported(request, item.start, result.prompt_logprobs[index])
             if not token_ids or request.beams is not None:
                 if prompt_logprobs is not None:

@@ -68,7 +68,9 @@ def build_core(
         sizes = layout.max_batch_tokens, layout.max_batch_requests, layout.depth
         encoder = EncoderCore(runner, config, *sizes, note)
         return encoder, spec, layout
-    draft = draft_folder(config, folder, resolve_device(config).type) if config.pipeline_parallel_size == 1 else None
+    draft = None
+    if not (spec.recurrent and config.pipeline_parallel_size > 1):
+        draft = draft_folder(config, folder, resolve_device(config).type)
     executor, layout = start(config, folder, spec, startup, draft, lost)
     scheduler = make_scheduler(config, folder, layout, executor.tier)
     drafting = None

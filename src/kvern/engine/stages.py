@@ -23,9 +23,16 @@ def in_turn(running: Iterable[Request], stages: int, begin: int) -> list[Request
 
 
 def known_tokens(scheduled: Sequence[ScheduledTokens], requests: Sequence[Request]) -> list[tuple[int, int, list[int]]]:
-    """What a step computes of the answers that its requests have so far: `SchedulerOutput.known`."""
+    """What a step computes of the answers that its requests have so far, and drafts: `SchedulerOutput.known`."""
     return [
-        (item.slot, item.start, request.token_ids[item.start : item.start + item.count])
+        (
+            item.slot,
+            item.start,
+            [
+                *request.token_ids[item.start : item.start + item.count],
+                *(request.guessed_token_ids[: item.sampled - 1] if item.sampled else ()),
+            ],
+        )
         for item, request in zip(scheduled, requests, strict=True)
         if item.start >= request.prompt_length
     ]

@@ -80,7 +80,7 @@ class Decoder(WeightedModel):
         self.rope_tables = nn.ModuleList(RopeTable(rope, build) for rope in ropes)
         self._rope_index = tuple(0 if layer.rope is None else ropes.index(layer.rope) for layer in spec.layers)
         stage = build.ranks.stage
-        if stage.is_first or (stage.is_last and spec.tie_word_embeddings):
+        if stage.has_embeddings(tied=spec.tie_word_embeddings):
             self.embed_tokens = make_embedding(spec.vocab_size, spec.hidden_size, spec.embedding_scale, build)
         self.entry = self.embed_tokens if stage.is_first else ReceivedRows(spec.hidden_size, build)
         self.per_layer = None if spec.per_layer is None else PerLayerInputs(spec, spec.per_layer, build)

@@ -10,14 +10,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
-from kvern.errors import UnsupportedModel
+from kvern.config import EngineConfig
+from kvern.errors import ConfigError, UnsupportedModel
 from kvern.layers.linear_format import LinearFormat
 from kvern.mixer_spec import AttentionSpec
 from kvern.model_spec import MlpSpec, ModelSpec, MoeSpec, PredictionSpec, Rename
 from kvern.models.checkpoint import StoredTensor, read_headers
 from kvern.models.decoder import Decoder
+from kvern.models.draft import OWN_LAYER
 from kvern.models.draft_head import DraftHead, DraftHeadSpec, Eagle3Spec, make_draft_head
 from kvern.models.loader import filled_model, llama_name, read_config, stored_methods
+from kvern.models.medusa_formats import is_medusa
 from kvern.models.registry import Config, spec_from_config
 from kvern.models.share import share_of
 
@@ -41,6 +44,13 @@ def is_draft_head(folder: Path, *, dummy: bool = False) -> bool:
     return not dummy and any(tensor.name == "fc.weight" for tensor in read_headers(folder))
 
 
+def reads_embeddings(config: EngineConfig, draft: Path) -> bool:
+    """Whether what is to guess, in the folder `draft`, is a head of this kind. Raises as `is_draft_head`."""
+    if config.draft_model == OWN_LAYER:
+        return True
+    return not is_medusa(draft) and is_draft_head(draft, dummy=config.load_format == "dummy")
+
+
 def load_draft_head(
     folder: Path,
     target: Decoder,
@@ -59,6 +69,11 @@ def load_draft_head(
     stored = None if load_format == "dummy" else read_headers(folder)
     if is_draft_head(folder, dummy=stored is None):
         head = read_eagle(config, target.spec, None if stored is None else {tensor.name for tensor in stored})
+        if head.eagle3 is not None and (count := target.build.ranks.stage.count) > 1:
+            raise ConfigError(
+                f"draft_model {str(folder)!r} reads states of layers of several stages, and pipeline_parallel_size is "
+                f"{count}, which is not possible together: choose another, or leave pipeline_parallel_size at 1"
+            )
         head = replace(head, model=share_of(head.model, target.build.ranks.size))
     else:
         head = prediction_of(target.spec)

@@ -101,7 +101,7 @@ def _is_of_others(name: str, whole: ModelSpec, stage: Stage) -> bool:
         place = int(layer[1])
         return place < len(whole.layers) and place not in stage.layers
     if name.startswith("model.embed_tokens."):
-        return not (stage.is_first or (stage.is_last and whole.tie_word_embeddings))
+        return not stage.has_embeddings(tied=whole.tie_word_embeddings)
     return not stage.is_last and name.startswith(("model.norm.", "lm_head."))
 
 

@@ -146,7 +146,7 @@ class ReadingDrafter(Drafter, Protocol):
 class GuardedDrafter:
     """A drafter that costs its drafts alone if it raises; None: there is none.
 
-    On several `ranks` it costs the step: the others' drafts would be verified beside what it has not written.
+    On several `ranks`, or behind stages, it costs the step: others would compute drafts that it has not written.
     """
 
     def __init__(
@@ -200,7 +200,7 @@ class GuardedDrafter:
             with torch.inference_mode():
                 call(asked)
         except Exception:
-            if self._ranks.size > 1:
+            if self._ranks.processes > 1:
                 raise
             self._drafter, self.reads_hidden, self.inputs = None, False, None
             logger.exception("the drafter fails and is not asked again; answers go on without drafts")

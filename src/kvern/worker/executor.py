@@ -14,6 +14,7 @@ from kvern.config import EngineConfig
 from kvern.device.ranks import Ranks, ranks_of
 from kvern.errors import ConfigError, EngineDied
 from kvern.model_spec import ModelSpec
+from kvern.models.draft_formats import reads_embeddings
 from kvern.models.loader import outline_model
 from kvern.models.stages import divide
 from kvern.step import ModelRunnerOutput, SchedulerOutput, StepResult
@@ -274,7 +275,8 @@ def _start_ranks(
         outline = outline_model(folder, config.dtype, config.load_format, config.quantization)
         layers = divide(outline, config.pipeline_parallel_size)
     device = resolve_device(config, config.first_rank)
-    ranks = ranks_of(config.first_rank, config.tensor_parallel_size, layers)
+    drafts = draft is not None and reads_embeddings(config, draft)
+    ranks = ranks_of(config.first_rank, config.tensor_parallel_size, layers, drafts=drafts)
     worker = Worker(config, folder, spec, device, startup, draft, ranks)
     others = RankProcesses(config, folder, layers, draft, lost)
     try:

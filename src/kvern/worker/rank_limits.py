@@ -36,16 +36,17 @@ def check_ranks(config: EngineConfig, folder: Path, spec: ModelSpec) -> None:
 
 def _check_options_of_stages(config: EngineConfig, spec: ModelSpec) -> None:
     """Raise ConfigError for options that do not go with stages."""
+    on_gpu = resolve_device(config).type == "cuda"
     refused = {
         f"kv_cache_dtype {config.kv_cache_dtype}": (config.kv_cache_dtype in EIGHT_BIT, "leave kv_cache_dtype auto"),
         f"kv_tier {config.kv_tier}": (config.kv_tier is not None, "leave kv_tier out"),
-        f"draft_model {config.draft_model}": (
-            config.draft_model is not None,
+        f"draft_model {config.draft_model}, on GPUs,": (
+            config.draft_model is not None and on_gpu,
             "leave draft_model out, or use a proposer",
         ),
-        f"proposer {config.proposer}, for a model with states,": (
-            config.proposer is not None and bool(spec.recurrent),
-            "leave proposer out",
+        "drafts for a model with states": (
+            bool(spec.recurrent) and (config.proposer is not None or config.draft_model is not None),
+            "leave proposer and draft_model out",
         ),
         "target_itl": (config.target_itl is not None, "leave target_itl out"),
         "rebalance_experts": (config.rebalance_experts is not None, "leave rebalance_experts out"),

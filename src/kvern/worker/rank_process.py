@@ -21,6 +21,7 @@ from kvern.config import EngineConfig
 from kvern.device.ranks import Ranks, ranks_of
 from kvern.errors import KvernError
 from kvern.models.draft import draft_folder
+from kvern.models.draft_formats import reads_embeddings
 from kvern.models.folder import folder_here
 from kvern.models.implementation import describe_model
 from kvern.models.loader import read_config
@@ -96,12 +97,13 @@ def _make_rank(socket: "zmq.Socket[bytes]") -> _Rank:
     folder = folder_here(config, start.folder)
     spec = describe_model(folder, read_config(folder), config.model_implementation)
     layers = [range(*places) for places in start.layers]
-    ranks = ranks_of(start.rank, config.tensor_parallel_size, layers)
     device = resolve_device(config, start.rank)
     draft = None if start.draft is None else Path(start.draft)
     if draft is not None and config.executor == "ray":  # this machine has a folder of its own
         draft = draft_folder(config, folder, device.type)
     socket.send(encode(HasFiles()))
+    drafts = draft is not None and reads_embeddings(config, draft)
+    ranks = ranks_of(start.rank, config.tensor_parallel_size, layers, drafts=drafts)
     worker = Worker(config, folder, spec, device, Startup(), draft, ranks)
     socket.send(encode(Found(worker.probe())))
     load = decode_for_rank(socket.recv())

@@ -85,13 +85,15 @@ class PendingStep:
         candidates: DeviceCandidates | None = None,
         verdict: ProcessorVerdict | None = None,
         kept: torch.Tensor | None = None,
+        guessed: dict[int, list[int]] | None = None,
         on_gpu: bool = False,
     ) -> None:
         """`sampled` [S] and `logprobs` belong to the tokens that are sampled; `counts` are None where none were asked.
 
         `embeddings`: slots [E] and their hidden states [E, hidden]; `broken`: as in ModelRunnerOutput, but by place
         among the S; `verdict`: of logits processors; `kept` [R]: how many of the tokens sampled for each request are
-        kept; None: all. `on_gpu`: there is a GPU to wait for even if nothing is sampled.
+        kept; None: all. `guessed`: as in ModelRunnerOutput. `on_gpu`: there is a GPU to wait for even if nothing is
+        sampled.
         """
         self._scheduled = scheduled
         self._counts = counts
@@ -103,6 +105,7 @@ class PendingStep:
         self._broken = broken or {}
         self._candidates = candidates
         self._verdict = verdict or ProcessorVerdict()
+        self._guessed = guessed or {}
         self._embeddings = None if embeddings is None else (embeddings[0], fetch(embeddings[1].float()))
         self.drafted: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
         """Begin and end of guessing on the device, which came between the step before and this one."""
@@ -116,6 +119,7 @@ class PendingStep:
         if self._done is not None:
             self._done.synchronize()
         output = self._output()
+        output.guessed = self._guessed
         if self.drafted is not None:
             begun, ended = self.drafted
             output.drafting_seconds = begun.elapsed_time(ended) / 1000

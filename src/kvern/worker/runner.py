@@ -224,8 +224,9 @@ class ModelRunner:
         self._sampling.write(index, positions, chosen)
         if drafted:
             self._drafter.draft(ComputedStep(scheduled, starts, kept, scored.told))
+        guessed = self._guessed(scheduled) if drafted and self._ranks.stage.count > 1 else None
         if not needs:
-            return PendingStep(scheduled, chosen, prompt_logprobs=prompts, kept=kept)
+            return PendingStep(scheduled, chosen, prompt_logprobs=prompts, kept=kept, guessed=guessed)
         counts: list[int | None] = []
         logprobs = None
         if needs & Needs.LOGPROBS:
@@ -233,7 +234,15 @@ class ModelRunner:
             logprobs = self._sampling.logprobs(original, chosen, max(count for count in counts if count is not None))
         candidates = DeviceCandidates(logits, original, rows, slots) if needs & Needs.BEAMS else None
         states = embeddings(rows, slots, scored.hidden) if needs & Needs.EMBEDDING else None
-        return PendingStep(scheduled, chosen, counts, logprobs, prompts, states, broken, candidates, verdict, kept)
+        return PendingStep(
+            scheduled, chosen, counts, logprobs, prompts, states, broken, candidates, verdict, kept, guessed
+        )
+
+    def _guessed(self, scheduled: Sequence[ScheduledTokens]) -> dict[int, list[int]]:
+        """What rows go on with behind their newest tokens, as far as a step asks for drafts: by slot."""
+        tokens, computed = self._rows.tokens.numpy(), self._rows.num_computed_tokens.tolist()
+        firsts = ((item, computed[item.slot] + 1) for item in scheduled if item.sampled and item.guesses)
+        return {item.slot: tokens[item.slot, first : first + item.guesses].tolist() for item, first in firsts}
 
     def idle(self) -> bool:
         """Nothing can be made beforehand."""

@@ -26,8 +26,8 @@ from kvern.model_spec import ModelSpec
 from kvern.models.cache_scales import stored_scales
 from kvern.models.checkpoint import read_headers
 from kvern.models.decoder import Decoder, LanguageModel
-from kvern.models.draft import OWN_LAYER, read_draft
-from kvern.models.draft_formats import is_draft_head, load_draft_head
+from kvern.models.draft import read_draft
+from kvern.models.draft_formats import load_draft_head, reads_embeddings
 from kvern.models.implementation import TransformersSpec
 from kvern.models.loader import choose_dtype, load_model, outline_of, read_config, stored_methods
 from kvern.models.medusa_formats import is_medusa, load_medusa
@@ -92,9 +92,9 @@ class Worker:
     ) -> None:
         """`spec`: of the whole model, of which one of several `ranks` has a share. Before `load` these must have met.
 
-        `draft`: where a model is that guesses what this one goes on with.
+        `draft`: where a model is that guesses what this one goes on with, which the last stage asks.
         """
-        self._draft, self._ranks = draft, ranks
+        self._draft, self._ranks = draft if ranks.stage.is_last else None, ranks
         self._config, self._folder, self._device = config, folder, device
         self._whole_experts = whole_experts(config)
         self._whole, shared = spec, share_of(spec, ranks.size, self._whole_experts)
@@ -145,7 +145,7 @@ class Worker:
         self._parts = parts = self._make_parts(plan, spec)
         adapters, model = None, self._load_fallback(plan)
         if model is None:
-            decoder = model = self._load_decoder(self._folder, plan, parts, config.quantization)
+            decoder = model = self._load_decoder(self._folder, plan, parts, config.quantization, self._ranks)
             parts.prepare(decoder)
             if device.type == "cpu" and not plan.on_device:
                 settle_threads(config, plan, decoder)
@@ -176,13 +176,14 @@ class Worker:
         return msgspec.structs.replace(room, most_drafts=most, catches_up=isinstance(draft.decoder, Decoder))
 
     def _load_draft(self, folder: Path, plan: Plan, model: LanguageModel) -> Draft:
-        if self._config.draft_model != OWN_LAYER and is_medusa(folder):
-            return self._load_medusa(folder, model)
-        if self._config.draft_model == OWN_LAYER or is_draft_head(folder, dummy=self._config.load_format == "dummy"):
+        if reads_embeddings(self._config, folder):
             return self._load_head(folder, plan, model)
+        if is_medusa(folder):
+            return self._load_medusa(folder, model)
         spec = share_of(read_draft(folder, self._folder, self._spec, plan.max_model_len), self._ranks.size)
         parts = self._make_parts(plan, spec)
-        decoder = self._load_decoder(folder, plan, parts, self._config.draft_quantization)
+        ranks = self._ranks.of_own_stage()
+        decoder = self._load_decoder(folder, plan, parts, self._config.draft_quantization, ranks)
         parts.prepare(decoder)
         return Draft(decoder, parts)
 
@@ -211,11 +212,11 @@ class Worker:
         parts.prepare(head)
         return Draft(head, parts)
 
-    def _load_decoder(self, folder: Path, plan: Plan, parts: Parts, quantization: str | None) -> Decoder:
+    def _load_decoder(self, folder: Path, plan: Plan, parts: Parts, quantization: str | None, ranks: Ranks) -> Decoder:
         with self._startup.stage("weights"):
             return load_model(
                 folder,
-                ranks=self._ranks,
+                ranks=ranks,
                 dtype=plan.dtype,
                 device=self._device,
                 max_model_len=plan.max_model_len,
