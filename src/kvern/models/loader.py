@@ -101,7 +101,8 @@ def load_model(
     """
     config = read_config(folder)
     whole = spec_of_folder(folder, config)
-    spec = part_of_stage(share_of(whole, ranks.size, whole_experts), ranks.stage)
+    shared = share_of(whole, ranks.sharing_experts, whole_experts, own_rows=ranks.own_rows is not None)
+    spec = part_of_stage(shared, ranks.stage)
     stored = [] if load_format == "dummy" else read_headers(folder)
     linear = stored_methods(config, spec, stored, unquantized, quantization)
     names = (llama_name(tensor.name, (*spec.renames, *linear.renames))[0] for tensor in stored)
