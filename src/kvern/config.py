@@ -59,6 +59,9 @@ class EngineConfig:
     that RAY_ADDRESS names, where each rank has a GPU, or as many processors as threads says."""
     enable_expert_parallel: bool = False
     """Place whole experts of a mixture on the ranks of tensor_parallel_size, instead of a part of each on all."""
+    enable_dp_attention: bool = False
+    """Each rank of tensor_parallel_size computes attention, and all else but experts, whole, for requests of its own,
+    whose KV cache it has: data-parallel attention. Ranks share experts alone, for the rows of all."""
     redundant_experts: int = 0
     """Copies of busy experts, of each layer, beside all experts, where enable_expert_parallel places them."""
     rebalance_experts: str | None = None
@@ -201,15 +204,7 @@ class EngineConfig:
         for name in ("adapters", "chat_template_kwargs", "hf_overrides", "override_generation_config"):
             if not isinstance(getattr(self, name), Mapping):
                 raise ConfigError(f"{name} is {getattr(self, name)!r}: it must map names to values")
-        if self.redundant_experts < 0 or (self.redundant_experts and not self.enable_expert_parallel):
-            raise ConfigError(
-                f"redundant_experts is {self.redundant_experts}: it must be 0, or more with enable_expert_parallel"
-            )
-        if self.rebalance_seconds and not self.enable_expert_parallel:
-            raise ConfigError(
-                f"rebalance_experts is {self.rebalance_experts}, and enable_expert_parallel off: turn it on, or leave "
-                "rebalance_experts out"
-            )
+        self._check_experts()
         requests = self.max_batch_requests or 1
         if self.max_batch_tokens is not None and self.max_batch_tokens < requests:
             raise ConfigError(
@@ -244,6 +239,29 @@ class EngineConfig:
             if getattr(self, name) not in options:
                 choices = ", ".join(filter(None, options))
                 raise ConfigError(f"{name} is {getattr(self, name)!r}: it must be one of {choices}")
+
+    def _check_experts(self) -> None:
+        """Raise ConfigError for ways to share experts that do not go together."""
+        if self.redundant_experts < 0 or (self.redundant_experts and not self.enable_expert_parallel):
+            raise ConfigError(
+                f"redundant_experts is {self.redundant_experts}: it must be 0, or more with enable_expert_parallel"
+            )
+        if self.rebalance_seconds and not self.enable_expert_parallel:
+            raise ConfigError(
+                f"rebalance_experts is {self.rebalance_experts}, and enable_expert_parallel off: turn it on, or leave "
+                "rebalance_experts out"
+            )
+        if self.enable_dp_attention and self.tensor_parallel_size == 1:
+            raise ConfigError(
+                "enable_dp_attention is on, and tensor_parallel_size is 1: raise it to the ranks that are to share "
+                "experts, or leave enable_dp_attention off"
+            )
+        if self.enable_expert_parallel and self.data_parallel_size > 1 and self.tensor_parallel_size == 1:
+            raise ConfigError(
+                f"data_parallel_size is {self.data_parallel_size}, and enable_expert_parallel on: engines beside each "
+                f"other share no experts; for ranks that do, with requests of their own, give tensor_parallel_size "
+                f"{self.data_parallel_size} and enable_dp_attention instead of data_parallel_size"
+            )
 
     @property
     def target_itl_seconds(self) -> float | None:

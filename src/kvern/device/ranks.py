@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from copy import copy
 from itertools import permutations
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,6 +14,9 @@ from torch import Tensor
 from kvern.cpu.ranks import SharedMemory
 from kvern.device.process_group import Meeting
 from kvern.device.stages import WHOLE, Stage
+
+if TYPE_CHECKING:
+    from kvern.device.own_rows import OwnRows
 
 
 class Share(NamedTuple):
@@ -43,10 +46,12 @@ class Ranks:
     RuntimeError where another rank has ended, or on a CPU does not come within the time given to `connect`.
 
     `check` raises it for calls that were captured on a CPU, and raise nothing when they are made again.
+
+    With `own_rows` this is a rank alone, which shares nothing but experts, with the ranks that these know of.
     """
 
-    def __init__(self, rank: int = 0, size: int = 1, stage: Stage = WHOLE) -> None:
-        self.rank, self.size, self.stage = rank, size, stage
+    def __init__(self, rank: int = 0, size: int = 1, stage: Stage = WHOLE, own_rows: "OwnRows | None" = None) -> None:
+        self.rank, self.size, self.stage, self.own_rows = rank, size, stage, own_rows
         self._memory: SharedMemory | None = None
         self._ordered = False
         self._groups: list[Any] = []
@@ -61,13 +66,17 @@ class Ranks:
         *,
         ordered: bool = False,
         listener: socket.socket | None = None,
+        on_host: bool = False,
     ) -> None:
         """Meet the others, who name the same place as of `Meeting`; wait for them so long at most.
 
         CPUs share memory if all have the `kernels` "cpu_ranks", as only those of one machine may; else they talk
         through gloo, and wait so long each time; GPUs talk through NCCL. With `ordered` sums of many numbers have the
-        same order of additions as sums of few.
+        same order of additions as sums of few. What calls `numbers` has to say `on_host`.
         """
+        if self.own_rows is not None:
+            self.own_rows.connect(place, device, seconds, kernels, ordered=ordered, listener=listener)
+            return
         self._ordered = ordered
         own = f"stage-{self.stage.index}"
         shares_memory = "cpu_ranks" in kernels
@@ -79,6 +88,8 @@ class Ranks:
         meeting = Meeting(place, self.processes, device, seconds, listener)
         if self.size > 1 and not shares_memory:
             self._groups.append(meeting.group(own, self.rank, self.size))
+            if on_host and device.type == "cuda":
+                self._groups.append(meeting.group(f"{own}-host", self.rank, self.size, torch.device("cpu")))
         self.stage.connect(meeting, f"rank-{self.rank}")
 
     def of_own_stage(self) -> "Ranks":
@@ -90,7 +101,17 @@ class Ranks:
     @property
     def processes(self) -> int:
         """How many compute the model, those of all stages."""
-        return self.size * self.stage.count
+        return self.sharing_experts * self.stage.count
+
+    @property
+    def drops_rows(self) -> bool:
+        """Whether a last layer may leave rows out behind which nothing is sampled: no other rank counts on them."""
+        return self.stage.is_last and self.own_rows is None
+
+    @property
+    def sharing_experts(self) -> int:
+        """Ranks that have a share of the same experts each."""
+        return self.size if self.own_rows is None else self.own_rows.ranks.size
 
     def share(self, count: int, copies: int = 1) -> Share:
         """This rank's of a dimension cut into parts of `count` entries; `copies` neighbours hold the same part."""
@@ -128,6 +149,32 @@ class Ranks:
         if self._memory is not None:
             return self._memory.beside(x, width)
         return torch.cat(self._parts(x), -1)[:, :width].contiguous()
+
+    def numbers(self, number: int) -> list[int]:
+        """What each rank has said, on each of them; the host waits for the others, and no device."""
+        told = torch.tensor([[number]])
+        if self._memory is not None:
+            return self._memory.beside(told, self.size)[0].tolist()
+        parts = [torch.empty_like(told) for _ in range(self.size)]
+        self._groups[-1].allgather([parts], [told]).wait()
+        return [int(part) for part in parts]
+
+    def gather(self, x: Tensor) -> Tensor:
+        """`x [N, width]` of all ranks, one behind the other, on each of them: `[size * N, width]`."""
+        if self._memory is not None:
+            return self._memory.beside(x.view(1, -1), self.size * x.numel()).view(-1, x.shape[1])
+        out = x.new_empty(self.size * len(x), x.shape[1])
+        self._groups[0]._allgather_base(out, x.contiguous()).wait()
+        return out
+
+    def sum_scattered(self, x: Tensor) -> Tensor:
+        """Of the sum of what all ranks have, `x [size * N, width]`, this rank's rows `[N, width]`."""
+        count = len(x) // self.size
+        if self._ordered or x.device.type == "cpu":
+            return self.sum(x)[self.rank * count :][:count]
+        out = x.new_empty(count, x.shape[1])
+        self._groups[0]._reduce_scatter_base(out, x.contiguous()).wait()
+        return out
 
     def _parts(self, x: Tensor) -> list[Tensor]:
         """What all have."""
@@ -174,7 +221,10 @@ class Ranks:
 
 
 def ranks_of(number: int, size: int, layers: Sequence[range], *, drafts: bool = False) -> Ranks:
-    """Process `number` of stages with these layers, each of `size` ranks; `drafts`: as of `Stage`."""
+    """Process `number` of stages with these layers, each of `size` ranks that share all of them.
+
+    `drafts`: as of `Stage`.
+    """
     index, rank = divmod(number, size)
     stage = Stage(index, len(layers), layers[index], drafts=drafts) if len(layers) > 1 else WHOLE
     return Ranks(rank, size, stage)

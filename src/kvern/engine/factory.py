@@ -14,6 +14,7 @@ from kvern.config import EngineConfig
 from kvern.engine.core import EngineCore
 from kvern.engine.drafting import Drafting
 from kvern.engine.encoder_core import EncoderCore
+from kvern.engine.homes import Home, HomedCores
 from kvern.engine.loop import EngineLoop
 from kvern.engine.pace import Pace
 from kvern.engine.policy import POLICIES
@@ -27,7 +28,7 @@ from kvern.models.loader import read_config
 from kvern.tokenizer import Tokenizer
 from kvern.worker.device import resolve_device
 from kvern.worker.encoder_runner import start_encoder
-from kvern.worker.executor import Executor, start
+from kvern.worker.executor import Executor, OwnRowsExecutor, start
 from kvern.worker.plan import Layout
 from kvern.worker.rank_limits import check_ranks
 from kvern.worker.startup import Startup
@@ -72,6 +73,9 @@ def build_core(
     if not (spec.recurrent and config.pipeline_parallel_size > 1):
         draft = draft_folder(config, folder, resolve_device(config).type)
     executor, layout = start(config, folder, spec, startup, draft, lost)
+    if isinstance(executor, OwnRowsExecutor):
+        executor.begin_counting()
+        return make_homes(config, folder, layout, executor, note), spec, layout
     scheduler = make_scheduler(config, folder, layout, executor.tier)
     drafting = None
     if config.speculation != "off" and not (spec.recurrent and config.pipeline_parallel_size > 1):
@@ -88,6 +92,28 @@ def build_core(
     executor.begin_counting()
     core = EngineCore(scheduler, executor, layout.depth, tokenizer, prepares, note, drafting, pace)
     return core, spec, layout
+
+
+def make_homes(
+    config: EngineConfig,
+    folder: Path,
+    layout: Layout,
+    executor: OwnRowsExecutor,
+    note: Callable[[list[str]], None] | None,
+) -> HomedCores:
+    """The cores of all ranks, of which this process's is the first."""
+    assert executor.others is not None
+    cached = layout.cached_tokens if config.prefix_cache else 0
+    homes = [Home(layout.max_batch_requests, cached) for _ in range(config.ranks)]
+    core = make_home_core(config, folder, layout, executor)
+    return HomedCores(core, executor, executor.others, homes, config.rank_timeout, note)
+
+
+def make_home_core(config: EngineConfig, folder: Path, layout: Layout, executor: OwnRowsExecutor) -> EngineCore:
+    """The core of one rank with requests of its own."""
+    scheduler = make_scheduler(config, folder, layout, None)
+    tokenizer = functools.cache(functools.partial(Tokenizer, folder))
+    return EngineCore(scheduler, executor, layout.depth, tokenizer, prepares=True)
 
 
 def use_idle_time(executor: Executor, seconds: float) -> None:

@@ -1,14 +1,18 @@
 """What drives a model, whichever kind it is: the engine's process and the Python API know no more of it."""
 
+import logging
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
+from kvern.errors import in_a_line
 from kvern.events import EngineStatistics, TokenEvent
 from kvern.request import FinishReason, Progress, RequestSpec
 
 if TYPE_CHECKING:
     from kvern.adapters.peft import Adapter
     from kvern.worker.expert_counts import LayerCounts
+
+logger = logging.getLogger("kvern")
 
 
 class EngineLoop(Protocol):
@@ -60,3 +64,14 @@ class EngineLoop(Protocol):
     def unload_adapter(self, key: int) -> None:
         """Forget an adapter, once the requests that use it have ended."""
         ...
+
+
+def queued(core: EngineLoop, spec: RequestSpec, progress: Sequence[Progress]) -> list[TokenEvent]:
+    """Queue what a user asked in one; the events that say why it cannot be: that is the fault of this request alone."""
+    try:
+        core.add(spec, progress)
+    except Exception as error:
+        logger.exception("request %s cannot be queued", spec.request_id)
+        reason = f"it cannot be queued: {in_a_line(error)}"
+        return [TokenEvent(name, finish_reason="abort", stop_reason=reason) for name in spec.answer_ids]
+    return []

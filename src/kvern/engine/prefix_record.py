@@ -8,6 +8,8 @@ from kvern.request import RequestSpec, cache_namespace
 
 PIECE_TOKENS = 32
 """A shorter beginning is computed sooner than it is worth a thought."""
+SEQUENCE_TOKENS = 64
+"""So many tokens of a prompt to compute are as much work as a sequence that has not ended."""
 MOST_PIECES = 1 << 18
 """Of one engine: 8 million tokens, some 40 MB."""
 

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 import zmq
 
 from kvern.config import EngineConfig
-from kvern.engine.loop import EngineLoop
+from kvern.engine.loop import EngineLoop, queued
 from kvern.engine.model_facts import ModelFacts
 from kvern.engine.running_file import RunningFile
 from kvern.engine.wire import (
@@ -102,8 +102,7 @@ def main(address: str, running: str, parent: int) -> int:
     gc.enable()
     gpu = next(iter(layout.gpus), None)
     facts = ModelFacts.of(spec)
-    columns = (layout.positions == 0) + layout.window_tables  # blocks that a token takes
-    cached = layout.blocks * layout.block_size // columns if config.prefix_cache else 0
+    cached = layout.cached_tokens if config.prefix_cache else 0
     socket.send(encode(Ready(layout.max_model_len, layout.max_batch_requests, str(startup), gpu, facts, cached)))
     try:
         serve(socket, core, parent, counts=config.expert_counts)
@@ -170,14 +169,7 @@ def serve(socket: "zmq.Socket[bytes]", core: EngineLoop, parent: int, counts: bo
                 break
             match decode_for_engine(socket.recv()):
                 case AddRequest(spec, progress):
-                    try:
-                        core.add(spec, progress)
-                    except Exception as error:  # the fault of that request alone
-                        logger.exception("request %s cannot be queued", spec.request_id)
-                        reason = f"it cannot be queued: {in_a_line(error)}"
-                        refused += [
-                            TokenEvent(name, finish_reason="abort", stop_reason=reason) for name in spec.answer_ids
-                        ]
+                    refused += queued(core, spec, progress)
                 case FinishRequests(request_ids, reason, stop_reason):
                     core.finish(request_ids, reason, stop_reason)
                 case LoadAdapter(key, path):

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from kvern.engine.generation import Generation
 from kvern.engine.output import OutputProcessor
-from kvern.engine.prefix_record import PrefixRecord, piece_keys
+from kvern.engine.prefix_record import SEQUENCE_TOKENS, PrefixRecord, piece_keys
 from kvern.engine.probation import Probation
 from kvern.engine.supervisor import Supervisor
 from kvern.engine.turns import Turns
@@ -17,9 +17,6 @@ from kvern.events import TokenEvent
 from kvern.observe.metrics import Metrics
 
 logger = logging.getLogger("kvern")
-
-SEQUENCE_TOKENS = 64
-"""So many tokens of a prompt to compute are as much work as a sequence that has not ended."""
 
 
 class Workload:

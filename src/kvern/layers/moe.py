@@ -17,14 +17,18 @@ class MoE(Module):
     """Router and experts, which no adapter changes: `x [T, hidden] -> [T, hidden]`.
 
     Every rank has the router. What its shares of the experts and of an MLP beside them give is summed over ranks once.
+    Where each has rows of its own, they go to all ranks before, sums come back, and an MLP beside experts is whole.
     """
 
     def __init__(self, hidden_size: int, spec: MoeSpec, build: Build) -> None:
         super().__init__()
-        experts = build.experts(spec.latent or hidden_size, spec)
-        self.gate = make_router(hidden_size, spec, build, experts.expert_counts)
+        self._own_rows = build.ranks.own_rows
+        shared = build if self._own_rows is None else replace(build, ranks=self._own_rows.ranks)
+        experts = shared.experts(spec.latent or hidden_size, spec)
+        self.gate = make_router(hidden_size, spec, shared, experts.expert_counts)
         self.experts = experts
         self._sum = build.ranks.sum
+        self._no_rows = build.empty(0, hidden_size).data
 
     def routed(self, x: Tensor, inner: Tensor, add: Tensor | None = None) -> Tensor:
         """This rank's summand of what the experts that the rows `x` choose make of `inner`, with `add`."""
@@ -32,8 +36,20 @@ class MoE(Module):
         out: Tensor = self.experts(inner, weights, self.experts.share.here(topk_ids), add)
         return out
 
+    def mixed(self, x: Tensor, add: Tensor | None = None) -> Tensor:
+        """What all ranks' experts make of `x`, and the sum of what they `add`."""
+        if self._own_rows is None:
+            return self._sum(self.routed(x, x, add))
+        everybodys = self._own_rows.gather(x)
+        out = self._own_rows.sum_scattered(self.routed(everybodys, everybodys), len(x))
+        return out if add is None else out + add
+
     def forward(self, x: Tensor, rows: Any = None) -> Tensor:
-        return self._sum(self.routed(x, x))
+        return self.mixed(x)
+
+    def join(self) -> None:
+        """Compute what other ranks' rows choose of this one's experts, in a step in which it has none itself."""
+        self.mixed(self._no_rows)
 
 
 class SharedMoE(MoE):
@@ -50,7 +66,7 @@ class SharedMoE(MoE):
         shared: Tensor = self.shared_expert(x, rows)
         if self.shared_expert_gate is not None:
             shared = shared * self.shared_expert_gate(x, rows).sigmoid()
-        return self._sum(self.routed(x, x, shared))
+        return self.mixed(x, shared)
 
 
 class LatentMoE(SharedMoE):

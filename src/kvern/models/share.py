@@ -2,7 +2,7 @@
 
 Each rank has some heads of every attention and state and a part of the width of every MLP and expert, or whole experts;
 what it computes with them is a summand of what the layer gives. KV heads, or groups of a state's heads, that are fewer
-than ranks are there several times.
+than ranks are there several times. Ranks with rows of their own share experts alone.
 """
 
 from collections.abc import Iterable
@@ -30,18 +30,46 @@ class WholeExperts:
     redundant: int = 0
 
 
-def share_of(spec: ModelSpec, size: int, whole_experts: WholeExperts | None = None) -> ModelSpec:
-    """The model as each of `size` ranks computes it, with sizes of its share. Raises ConfigError if there is none."""
+def share_of(
+    spec: ModelSpec, size: int, whole_experts: WholeExperts | None = None, *, own_rows: bool = False
+) -> ModelSpec:
+    """The model as each of `size` ranks computes it, with sizes of its share. Raises ConfigError if there is none.
+
+    With `own_rows` each computes all but the experts for rows that no other has.
+    """
     if whole_experts is not None:
         _check_experts(spec, size, whole_experts)
     if size == 1:
         return spec
+    if own_rows:
+        return _share_of_experts(spec, size, whole_experts)
     for reason in _reasons(spec):
         raise ConfigError(f"tensor_parallel_size is {size}, and {spec.model_type} has {reason}, {NOT_YET}")
     if spec.per_layer is not None:
         _check_divides(spec, "entries in the inputs of its layers", len(spec.layers) * spec.per_layer.width, size)
     layers = tuple(_layer_share(spec, layer, size, whole_experts) for layer in spec.layers)
     return replace(spec, layers=layers, renames=tuple(of_whole(rename, spec) for rename in spec.renames))
+
+
+def _share_of_experts(spec: ModelSpec, size: int, whole: WholeExperts | None) -> ModelSpec:
+    mixtures = [layer.mlp for layer in spec.layers if isinstance(layer.mlp, MoeSpec)]
+    refused = {
+        "no experts: leave enable_dp_attention off, or use data_parallel_size": not mixtures,
+        "experts beside MLPs, which are not possible with enable_dp_attention yet: leave it off": any(
+            layer.experts is not None for layer in spec.layers
+        ),
+        "experts over narrower rows, which are not possible with enable_dp_attention yet: leave it off": any(
+            moe.latent for moe in mixtures
+        ),
+    }
+    for what, is_there in refused.items():
+        if is_there:
+            raise ConfigError(f"enable_dp_attention is on, and {spec.model_type} has {what}")
+    layers = [
+        replace(layer, mlp=_cut_experts(spec, layer.mlp, size, whole)) if isinstance(layer.mlp, MoeSpec) else layer
+        for layer in spec.layers
+    ]
+    return replace(spec, layers=tuple(layers), renames=tuple(of_whole(rename, spec) for rename in spec.renames))
 
 
 NOT_YET = "which is not possible together yet: leave tensor_parallel_size at 1"
@@ -105,7 +133,10 @@ def _recurrent(spec: ModelSpec, mixer: RecurrentSpec, size: int) -> RecurrentSpe
 
 def _experts_share(spec: ModelSpec, moe: MoeSpec, size: int, whole: WholeExperts | None) -> MoeSpec:
     _check_divides(spec, "entries in the MLP beside experts", moe.shared_width, size)
-    moe = replace(moe, shared_width=moe.shared_width // size)
+    return _cut_experts(spec, replace(moe, shared_width=moe.shared_width // size), size, whole)
+
+
+def _cut_experts(spec: ModelSpec, moe: MoeSpec, size: int, whole: WholeExperts | None) -> MoeSpec:
     if whole is not None:
         return replace(moe, placed_over=size, redundant=whole.redundant)
     _check_divides(spec, "entries in an expert", moe.width, size, "enable expert parallel, or ")

@@ -207,7 +207,7 @@ class DeviceRunner:
         batch = build_device_batch(self._rows, scheduled, self._block_size)
         is_last = self._ranks.stage.is_last
         runs = prompt_runs(self._rows, batch) if is_last else []
-        positions = None if self._drafter.reads_hidden or not is_last else tokens_wanted(batch, runs)
+        positions = None if self._drafter.reads_hidden or not self._ranks.drops_rows else tokens_wanted(batch, runs)
         adapters = NO_ADAPTERS
         if self._adapters is not None:
             adapters = self._adapters.select(self._rows, batch, positions is not None)

@@ -11,10 +11,10 @@ from typing import Protocol
 from kvern.adapters.peft import Adapter
 from kvern.cache.tier import KVTier
 from kvern.config import EngineConfig
-from kvern.device.ranks import Ranks, ranks_of
+from kvern.device.own_rows import OwnRows
+from kvern.device.ranks import Ranks
 from kvern.errors import ConfigError, EngineDied
 from kvern.model_spec import ModelSpec
-from kvern.models.draft_formats import reads_embeddings
 from kvern.models.loader import outline_model
 from kvern.models.stages import divide
 from kvern.step import ModelRunnerOutput, SchedulerOutput, StepResult
@@ -22,7 +22,8 @@ from kvern.worker.device import resolve_device
 from kvern.worker.expert_balance import ExpertBalance
 from kvern.worker.expert_counts import LayerCounts
 from kvern.worker.plan import Layout, agree, lay_out
-from kvern.worker.rank_processes import RankProcesses
+from kvern.worker.rank_limits import rank_of
+from kvern.worker.rank_processes import RANKS_DISAGREE, RankProcesses
 from kvern.worker.rank_tier import NotedTier
 from kvern.worker.rank_wire import (
     AddAdapter,
@@ -43,9 +44,6 @@ from kvern.worker.startup import Startup
 from kvern.worker.step_parts import StepParts
 from kvern.worker.tiered import Tier, make_tier, tiered
 from kvern.worker.worker import Worker
-
-ENDING_SECONDS = 2.0
-"""So long after a failed step the end of a rank, which may be its cause, may take to be noticed."""
 
 
 class Executor(Protocol):
@@ -183,10 +181,7 @@ class RankedExecutor(InProcessExecutor):
             self._error = error
 
     def abandon(self) -> None:
-        ended = self._others.ended(ENDING_SECONDS)
-        self._others.end()
-        reason = f"it lost {ended}" if ended else "its ranks do not agree any more"
-        cause, self._error = self._error, EngineDied(f"a step failed, and the engine cannot go on: {reason}")
+        cause, self._error = self._error, self._others.give_up()
         raise self._error from cause
 
     def forget(self) -> None:
@@ -231,6 +226,35 @@ class StagedExecutor(RankedExecutor):
         return InProcessExecutor.submit(self, output)
 
 
+class OwnRowsExecutor(InProcessExecutor):
+    """Of a rank with rows of its own, whose steps are parts of steps of all ranks: in each turn there is one of these.
+
+    In a turn the rank starts a step or none, then it ends the turn. If a step fails, no other can run.
+    """
+
+    def __init__(self, worker: Worker, own_rows: OwnRows, others: RankProcesses | None = None) -> None:
+        """`others`: those behind the first, which this one is; None: it is one of them."""
+        super().__init__(worker)
+        self.others, self._own_rows, self._has_started = others, own_rows, False
+        self._execute = self._start
+
+    def _start(self, output: SchedulerOutput) -> StepResult:
+        self._has_started = True
+        self._own_rows.agree(output.token_count)
+        return self._worker.runner.execute(output)
+
+    def end_turn(self) -> None:
+        """Take part in the others' step, if this rank has not started its own part of it."""
+        if not self._has_started and self._own_rows.agree(0):
+            self._worker.join_step()
+        self._has_started = False
+
+    def abandon(self) -> None:
+        cause = self._error
+        self._error = EngineDied(RANKS_DISAGREE) if self.others is None else self.others.give_up()
+        raise self._error from cause
+
+
 class _LaterStep:
     """A step that begins when its result is asked for."""
 
@@ -269,14 +293,13 @@ def _start_ranks(
     startup: Startup,
     draft: Path | None,
     lost: Callable[[int], None] | None,
-) -> tuple[RankedExecutor, Layout]:
+) -> tuple[InProcessExecutor, Layout]:
     layers = [range(len(spec.layers))]
     if config.pipeline_parallel_size > 1:
         outline = outline_model(folder, config.dtype, config.load_format, config.quantization)
         layers = divide(outline, config.pipeline_parallel_size)
     device = resolve_device(config, config.first_rank)
-    drafts = draft is not None and reads_embeddings(config, draft)
-    ranks = ranks_of(config.first_rank, config.tensor_parallel_size, layers, drafts=drafts)
+    ranks = rank_of(config, config.first_rank, layers, draft)
     worker = Worker(config, folder, spec, device, startup, draft, ranks)
     others = RankProcesses(config, folder, layers, draft, lost)
     try:
@@ -313,6 +336,8 @@ def _start_ranks(
     except BaseException:
         others.end()
         raise
+    if ranks.own_rows is not None:
+        return OwnRowsExecutor(worker, ranks.own_rows, others), layout
     make = StagedExecutor if len(layers) > 1 and device.type == "cpu" else RankedExecutor
     return make(worker, others, ranks, tier, make_balance(config, worker)), layout
 

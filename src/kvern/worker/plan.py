@@ -130,6 +130,12 @@ class Layout(msgspec.Struct, frozen=True):
     most_drafts: int | None = None
     catches_up: bool = True
 
+    @property
+    def cached_tokens(self) -> int:
+        """As many as a prefix cache keeps at most."""
+        columns = (self.positions == 0) + self.window_tables  # blocks that a token takes
+        return self.blocks * self.block_size // columns
+
 
 def agree(findings: Sequence[Findings], config: EngineConfig, spec: ModelSpec) -> Plan:
     """What all ranks can do. Raises ConfigError for a `max_model_len` above the model's."""

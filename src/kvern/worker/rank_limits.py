@@ -1,16 +1,19 @@
 """What several ranks cannot do yet, refused by name before any of them starts."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
 from kvern.config import EngineConfig
-from kvern.device.ranks import Ranks
+from kvern.device.own_rows import rank_of_own_rows
+from kvern.device.ranks import Ranks, ranks_of
 from kvern.errors import ConfigError
 from kvern.layers.build import Build
 from kvern.layers.linear_format import LinearMethods
 from kvern.model_spec import ModelSpec
 from kvern.models.checkpoint import read_headers
+from kvern.models.draft_formats import reads_embeddings
 from kvern.models.loader import outline_of, read_config, stored_methods
 from kvern.models.share import WholeExperts, share_of
 from kvern.models.stages import check_stages
@@ -30,8 +33,33 @@ def check_ranks(config: EngineConfig, folder: Path, spec: ModelSpec) -> None:
     if config.pipeline_parallel_size > 1:
         _check_options_of_stages(config, spec)
         check_stages(spec, config.pipeline_parallel_size)
+    if config.enable_dp_attention:
+        _check_options_of_own_rows(config)
     if config.tensor_parallel_size > 1:
         _check_shares(config, folder, spec)
+
+
+def _check_options_of_own_rows(config: EngineConfig) -> None:
+    """Raise ConfigError for options that do not go with ranks that have rows of their own."""
+    refused = {
+        f"pipeline_parallel_size {config.pipeline_parallel_size}": (
+            config.pipeline_parallel_size > 1,
+            "leave pipeline_parallel_size at 1",
+        ),
+        "executor ray": (config.executor == "ray", "leave executor out"),
+        "adapters": (config.adapter_places > 0, "leave adapters and max_adapters out"),
+        f"kv_tier {config.kv_tier}": (config.kv_tier is not None, "leave kv_tier out"),
+        f"draft_model {config.draft_model}": (config.draft_model is not None, "leave draft_model out"),
+        f"proposer {config.proposer}": (config.proposer is not None, "leave proposer out"),
+        "target_itl": (config.target_itl is not None, "leave target_itl out"),
+        "rebalance_experts": (config.rebalance_experts is not None, "leave rebalance_experts out"),
+    }
+    for what, (is_asked, remedy) in refused.items():
+        if is_asked:
+            raise ConfigError(
+                f"{what} and enable_dp_attention are not possible together yet: {remedy}, or leave "
+                "enable_dp_attention off"
+            )
 
 
 def _check_options_of_stages(config: EngineConfig, spec: ModelSpec) -> None:
@@ -69,7 +97,15 @@ def _check_shares(config: EngineConfig, folder: Path, spec: ModelSpec) -> None:
         )
     stored = [] if config.load_format == "dummy" else read_headers(folder)
     linear = stored_methods(read_config(folder), spec, stored, quantization=config.quantization)
-    check_share(spec, size, linear, whole_experts(config))
+    check_share(spec, size, linear, whole_experts(config), own_rows=config.enable_dp_attention)
+
+
+def rank_of(config: EngineConfig, number: int, layers: Sequence[range], draft: Path | None) -> Ranks:
+    """Process `number` of an engine whose stages have these layers, beside a draft model or head in a folder."""
+    if config.enable_dp_attention:
+        return rank_of_own_rows(number, config.tensor_parallel_size)
+    drafts = draft is not None and reads_embeddings(config, draft)
+    return ranks_of(number, config.tensor_parallel_size, layers, drafts=drafts)
 
 
 def whole_experts(config: EngineConfig) -> WholeExperts | None:
@@ -77,8 +113,16 @@ def whole_experts(config: EngineConfig) -> WholeExperts | None:
     return WholeExperts(config.redundant_experts) if config.enable_expert_parallel else None
 
 
-def check_share(spec: ModelSpec, size: int, linear: LinearMethods, placing: WholeExperts | None = None) -> None:
+def check_share(
+    spec: ModelSpec,
+    size: int,
+    linear: LinearMethods,
+    placing: WholeExperts | None = None,
+    *,
+    own_rows: bool = False,
+) -> None:
     """Raise ConfigError if so many ranks cannot share the model, whose weights are stored as `linear` says."""
     if size > 1:
-        build = Build(torch.bfloat16, torch.device("meta"), 1, linear=linear, ranks=Ranks(0, size))
-        outline_of(share_of(spec, size, placing), build)
+        ranks = rank_of_own_rows(0, size) if own_rows else Ranks(0, size)
+        build = Build(torch.bfloat16, torch.device("meta"), 1, linear=linear, ranks=ranks)
+        outline_of(share_of(spec, size, placing, own_rows=own_rows), build)

@@ -12,22 +12,24 @@ import sys
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
 import zmq
 
 from kvern.config import EngineConfig
-from kvern.device.ranks import Ranks, ranks_of
+from kvern.device.ranks import Ranks
 from kvern.errors import KvernError
 from kvern.models.draft import draft_folder
-from kvern.models.draft_formats import reads_embeddings
 from kvern.models.folder import folder_here
 from kvern.models.implementation import describe_model
 from kvern.models.loader import read_config
 from kvern.sockets import connect
 from kvern.step import StepResult
 from kvern.worker.device import resolve_device
+from kvern.worker.plan import Layout
+from kvern.worker.rank_limits import rank_of
 from kvern.worker.rank_tier import follow
 from kvern.worker.rank_wire import (
     AddAdapter,
@@ -61,8 +63,19 @@ LINGER_MILLISECONDS = 2000
 """So long the last words may take to reach the first rank."""
 
 
-def main(address: str, parent: int) -> int:
-    """Load this rank's share of the model, then run the steps that come."""
+class Rank(NamedTuple):
+    """What a rank of an engine runs steps with."""
+
+    config: EngineConfig
+    folder: Path
+    worker: Worker
+    ranks: Ranks
+    layout: Layout
+    tier: Tier | None
+
+
+def main(address: str, parent: int, run: "Callable[[zmq.Socket[bytes], Rank], None]") -> int:
+    """Load this rank's share of the model, then `run` it, without end."""
     for number in (signal.SIGINT, signal.SIGTERM):  # they may reach the whole group; the first rank decides
         signal.signal(number, signal.SIG_IGN)
     threading.Thread(target=_end_with, args=(parent, address), name="parent", daemon=True).start()
@@ -72,7 +85,7 @@ def main(address: str, parent: int) -> int:
     try:
         rank = _make_rank(socket)
         gc.freeze()  # what is there now stays: collections need not look at it
-        _run(socket, rank)
+        run(socket, rank)
     except KvernError as error:
         logger.error("a rank ends: %s", error)  # the first one may be busy, and end without having read it
         socket.send(encode(Failed(str(error))))
@@ -80,16 +93,7 @@ def main(address: str, parent: int) -> int:
     return 0
 
 
-class _Rank(NamedTuple):
-    """What a rank runs steps with, of which `depth` are in flight at most."""
-
-    worker: Worker
-    ranks: Ranks
-    depth: int
-    tier: Tier | None
-
-
-def _make_rank(socket: "zmq.Socket[bytes]") -> _Rank:
+def _make_rank(socket: "zmq.Socket[bytes]") -> Rank:
     """Load this rank's share when the first one says so."""
     socket.send(encode(IsHere()))
     start = decode_start(sys.stdin.buffer.read())
@@ -102,8 +106,7 @@ def _make_rank(socket: "zmq.Socket[bytes]") -> _Rank:
     if draft is not None and config.executor == "ray":  # this machine has a folder of its own
         draft = draft_folder(config, folder, device.type)
     socket.send(encode(HasFiles()))
-    drafts = draft is not None and reads_embeddings(config, draft)
-    ranks = ranks_of(start.rank, config.tensor_parallel_size, layers, drafts=drafts)
+    ranks = rank_of(config, start.rank, layers, draft)
     worker = Worker(config, folder, spec, device, Startup(), draft, ranks)
     socket.send(encode(Found(worker.probe())))
     load = decode_for_rank(socket.recv())
@@ -113,12 +116,12 @@ def _make_rank(socket: "zmq.Socket[bytes]") -> _Rank:
     take = decode_for_rank(socket.recv())
     assert isinstance(take, TakeMemory)
     worker.build(take.layout)
-    rank = _Rank(worker, ranks, take.layout.depth, make_tier(config, take.layout))
+    rank = Rank(config, folder, worker, ranks, take.layout, make_tier(config, take.layout))
     socket.send(encode(IsReady()))
     return rank
 
 
-def _run(socket: "zmq.Socket[bytes]", rank: _Rank) -> None:
+def run_steps(socket: "zmq.Socket[bytes]", rank: Rank) -> None:
     """Run steps without end. Raises what a step raises: then the ranks do not agree any more."""
     runner, tier = rank.worker.runner, rank.tier
     execute = tiered(runner.execute, tier, runner, rank.ranks)
@@ -129,7 +132,7 @@ def _run(socket: "zmq.Socket[bytes]", rank: _Rank) -> None:
                 if tier is not None:
                     follow(tier, rank.ranks, tier_calls)
                 in_flight.append(execute(output))
-                if len(in_flight) >= rank.depth:
+                if len(in_flight) >= rank.layout.depth:
                     in_flight.popleft().result()
             case ForgetSteps():
                 in_flight.clear()
@@ -153,4 +156,4 @@ def _end_with(parent: int, address: str) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1], int(sys.argv[2])))
+    sys.exit(main(sys.argv[1], int(sys.argv[2]), run_steps))

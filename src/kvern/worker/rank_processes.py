@@ -20,9 +20,9 @@ import zmq
 
 from kvern.bytecode import bytecode_environment
 from kvern.config import EngineConfig
-from kvern.errors import ConfigError
+from kvern.errors import ConfigError, EngineDied
 from kvern.ray_nodes import NodeProcess, join_cluster, own_group
-from kvern.worker.rank_wire import Failed, RankMessage, StartRank, decode_for_first, encode
+from kvern.worker.rank_wire import Failed, RankMessage, StartRank, TurnTaken, decode_for_first, encode
 
 logger = logging.getLogger("kvern")
 
@@ -35,7 +35,14 @@ TIMES = 3
 LOOK_MILLISECONDS = 200
 """How often a rank that is waited for is looked after."""
 
+ENDING_SECONDS = 2.0
+"""So long after a failed step the end of a rank, which may be its cause, may take to be noticed."""
+FAILED = "a step failed, and the engine cannot go on: "
+RANKS_DISAGREE = f"{FAILED}its ranks do not agree any more"
+
 MODULE = "kvern.worker.rank_process"
+MODULE_OF_OWN_ROWS = "kvern.engine.home_process"
+"""Of ranks whose requests are their own."""
 
 
 class Process(Protocol):
@@ -83,6 +90,7 @@ class RankProcesses:
             memory = SHARED if os.access(SHARED, os.W_OK) else None
             folder = tempfile.TemporaryDirectory(prefix="kvern-", dir=memory, ignore_cleanup_errors=True)
             self.meeting = str(Path(folder.name, "meeting"))
+        module = MODULE_OF_OWN_ROWS if config.enable_dp_attention else MODULE
         self._ranks = [rank for rank in range(config.ranks) if rank != config.first_rank]
         places = [(stage.start, stage.stop) for stage in layers]
         for rank in self._ranks:
@@ -92,11 +100,11 @@ class RankProcesses:
             guesses = None if draft is None else str(draft)
             start = encode(StartRank(dataclasses.asdict(config), str(model), guesses, rank, places))
             if folder is not None:
-                processes.append(_child(socket, Path(folder.name, f"rank-{rank}"), start))
+                processes.append(_child(socket, Path(folder.name, f"rank-{rank}"), module, start))
             else:
                 bundle = (rank - config.first_rank) % config.ranks  # 0 is this process's
                 process = NodeProcess(config.threads or 1, int(config.device == "cuda"), group=group, bundle=bundle)
-                process.start(socket, MODULE, start)
+                process.start(socket, module, start)
                 processes.append(process)
             self._sockets.append(socket)
         self._end = _End(dict(zip(self._ranks, processes, strict=True)), folder, lost)
@@ -108,6 +116,25 @@ class RankProcesses:
         for socket in self._sockets:
             with contextlib.suppress(zmq.Again):
                 socket.send(content, zmq.NOBLOCK)
+
+    def send_each(self, messages: Sequence[RankMessage]) -> None:
+        """As `send`, to each of them its own."""
+        for socket, message in zip(self._sockets, messages, strict=True):
+            with contextlib.suppress(zmq.Again):
+                socket.send(encode(message), zmq.NOBLOCK)
+
+    def turns(self, seconds: float) -> list[TurnTaken]:
+        """What all of them answer to a turn, in their order, each within so many seconds. Raises EngineDied."""
+        return [self._turn(rank, socket, seconds) for rank, socket in zip(self._ranks, self._sockets, strict=True)]
+
+    def _turn(self, rank: int, socket: "zmq.Socket[bytes]", seconds: float) -> TurnTaken:
+        until = time.monotonic() + seconds
+        while not socket.poll(LOOK_MILLISECONDS):
+            if self._end.reason is not None or time.monotonic() > until:
+                raise self.give_up()
+        taken = decode_for_first(socket.recv())
+        assert isinstance(taken, TurnTaken), "nothing else follows a turn"
+        return taken
 
     def answers(self, kind: type[Answer], awaited: str, took: float) -> list[Answer]:
         """One of each, in their order. Raises ConfigError with the reason of one that cannot start.
@@ -134,21 +161,22 @@ class RankProcesses:
         assert isinstance(answer, kind), "ranks answer in turns"
         return answer
 
-    def ended(self, seconds: float) -> str | None:
-        """Wait so long for one of them to end: which did, and how; None: none did."""
-        self._end.noticed.wait(seconds)
-        return self._end.reason
+    def give_up(self) -> EngineDied:
+        """End them, as a step failed; the error that says so, and which one ended by itself, if one did."""
+        self._end.noticed.wait(ENDING_SECONDS)
+        self.end()
+        return EngineDied(RANKS_DISAGREE if self._end.reason is None else f"{FAILED}it lost {self._end.reason}")
 
     def end(self) -> None:
         """End them."""
         self._end.all()
 
 
-def _child(socket: "zmq.Socket[bytes]", path: Path, start: bytes) -> "subprocess.Popen[bytes]":
+def _child(socket: "zmq.Socket[bytes]", path: Path, module: str, start: bytes) -> "subprocess.Popen[bytes]":
     """A rank as a process of this one, which is sent `start` and connects to this socket."""
     address = f"ipc://{path}"
     socket.bind(address)
-    command = [sys.executable, "-m", MODULE, address, str(os.getpid())]
+    command = [sys.executable, "-m", module, address, str(os.getpid())]
     process = subprocess.Popen(  # noqa: S603 (no shell, our own words)
         command, stdin=subprocess.PIPE, env=os.environ | bytecode_environment()
     )

@@ -3,16 +3,21 @@
 first rank --> StartRank on standard input; LoadWeights, TakeMemory, then RunStep and what is between steps --> rank
 first rank <-- IsHere, HasFiles, Found, HasRoom, IsReady; Failed in the place of any: it cannot start      <-- rank
 
+Ranks with rows of their own get TakeTurn in the place of RunStep, and answer each with TurnTaken.
+
 All come in order: an adapter is there before the first step that loads it, and goes behind the last.
 """
 
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import msgspec
 import torch
 
 from kvern.adapters.peft import Adapter, LowRank
+from kvern.events import EngineStatistics, TokenEvent
 from kvern.expert_placement import Placement
+from kvern.request import FinishReason, Progress, RequestSpec
 from kvern.step import SchedulerOutput
 from kvern.worker.plan import Findings, Layout, Plan, Room
 
@@ -69,6 +74,25 @@ class ForgetSteps(RankMessage):
 
 class UseIdleTime(RankMessage):
     """`Runner.idle`."""
+
+
+class TakeTurn(RankMessage):
+    """Begin and end requests at this rank, whose they are, then run its next step, or join in that of the others.
+
+    `added`: each with how far an earlier engine brought it. `finished`: answers, by the reason and stop string that
+    they end for.
+    """
+
+    added: list[tuple[RequestSpec, Sequence[Progress]]] = []
+    finished: list[tuple[list[str], FinishReason, str | None]] = []
+
+
+class TurnTaken(RankMessage):
+    """What came of the steps of a rank that has rows of its own, how it stands, and whether it has more to do."""
+
+    events: list[TokenEvent]
+    statistics: EngineStatistics
+    has_work: bool
 
 
 class PlaceExperts(RankMessage):
@@ -147,6 +171,6 @@ def _bytes(matrix: torch.Tensor) -> bytearray:
 encode = msgspec.msgpack.Encoder().encode
 decode_start = msgspec.msgpack.Decoder(StartRank).decode
 decode_for_rank = msgspec.msgpack.Decoder(
-    LoadWeights | TakeMemory | RunStep | ForgetSteps | UseIdleTime | PlaceExperts | AddAdapter | DropAdapter
+    LoadWeights | TakeMemory | RunStep | TakeTurn | ForgetSteps | UseIdleTime | PlaceExperts | AddAdapter | DropAdapter
 ).decode
-decode_for_first = msgspec.msgpack.Decoder(IsHere | HasFiles | Found | HasRoom | IsReady | Failed).decode
+decode_for_first = msgspec.msgpack.Decoder(IsHere | HasFiles | Found | HasRoom | IsReady | TurnTaken | Failed).decode

@@ -160,7 +160,7 @@ class ModelRunner:
         batch = build_input_batch(self._rows, scheduled, self._block_size)
         is_last = self._ranks.stage.is_last
         runs = prompt_runs(self._rows, batch) if is_last else []
-        wanted = None if self._drafter.reads_hidden or not is_last else tokens_wanted(batch, runs)
+        wanted = None if self._drafter.reads_hidden or not self._ranks.drops_rows else tokens_wanted(batch, runs)
         adapters = NO_ADAPTERS
         if self._adapters is not None:
             adapters = self._adapters.select(self._rows, batch, wanted is not None)

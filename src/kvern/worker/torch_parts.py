@@ -51,6 +51,7 @@ class TorchParts:
         self._compiled = "cpu_sampling" in plan.kernels
         # What ranks say to each other without kernels would be missing when a captured step is run again.
         self._captures = self._compiled and (config.tensor_parallel_size == 1 or plan.kernels >= RANK_KERNELS)
+        self._captures &= not config.enable_dp_attention  # a captured step gathers as many rows each time
         self._rejection = config.acceptance == "rejection"
         self.restrict = cpu.restrict if self._compiled else masks.restrict
 

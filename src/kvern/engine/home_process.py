@@ -1,0 +1,32 @@
+"""A rank behind the first, whose requests are its own: `python -m kvern.engine.home_process ADDRESS PARENT`.
+
+It is a rank as any other (`worker/rank_process.py`), but that it schedules, and takes turns in the place of steps.
+"""
+
+import sys
+from typing import TYPE_CHECKING
+
+from kvern.engine.factory import make_home_core
+from kvern.engine.homes import take_turn
+from kvern.worker.executor import OwnRowsExecutor
+from kvern.worker.rank_process import Rank, main
+from kvern.worker.rank_wire import TakeTurn, TurnTaken, decode_for_rank, encode
+
+if TYPE_CHECKING:
+    import zmq
+
+
+def run_turns(socket: "zmq.Socket[bytes]", rank: Rank) -> None:
+    """Take turns without end. Raises what a step raised: then the ranks do not agree any more."""
+    assert rank.ranks.own_rows is not None
+    executor = OwnRowsExecutor(rank.worker, rank.ranks.own_rows)
+    core = make_home_core(rank.config, rank.folder, rank.layout, executor)
+    while True:
+        message = decode_for_rank(socket.recv())
+        assert isinstance(message, TakeTurn)
+        events = take_turn(core, executor, message)
+        socket.send(encode(TurnTaken(events, core.statistics(), core.has_work)))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1], int(sys.argv[2]), run_turns))

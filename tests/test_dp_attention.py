@@ -1,0 +1,223 @@
+"""Ranks with attention of their own rows, which share experts: they answer as one process does."""
+
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from kvern import LLM, EngineConfig, SamplingParams
+from kvern.device.own_rows import rank_of_own_rows
+from kvern.engine.engine import Engine
+from kvern.errors import ConfigError, EngineDied
+from kvern.layers.moe import MoE
+from kvern.model_spec import MoeSpec
+from kvern.models.loader import load_model
+from kvern.models.registry import spec_from_config
+from kvern.models.share import WholeExperts, share_of
+from kvern.outputs import RequestOutput
+from kvern.worker.rank_limits import check_ranks
+from tests.families import make_checkpoint, make_config, similar_prompts
+from tests.served import children_of, command_of, eventually, serving
+from tests.test_model_parity import logits
+from tests.test_rank_engines import ASKED
+from tests.tiny_model import make_tiny_model
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+SECONDS = 60.0
+RANK = "kvern.engine.home_process"
+FAMILIES = ("mixtral", "qwen3_moe", "qwen2_moe", "granitemoe", "glm4_moe", "dots1", "deepseek_v3", "qwen3_next")
+"""With shared experts, behind gates, too; layers without experts; latents; states."""
+OPTIONS: dict[str, Any] = {
+    "dtype": "float32",
+    "device": "cpu",
+    "threads": 1,
+    "max_model_len": 128,
+    "max_batch_tokens": 24,  # most prompts are computed in several steps
+    "max_batch_requests": 6,
+    "block_size": 4,
+    "kv_cache_tokens": 140,  # requests are preempted
+}
+RANKS: dict[str, Any] = {"tensor_parallel_size": 2, "enable_expert_parallel": True, "enable_dp_attention": True}
+SPEC = spec_from_config(make_config("qwen3_moe").to_dict())
+ALIKE = {name: params for name, params in ASKED.items() if name != "processors"}
+
+
+@pytest.mark.parametrize(
+    ("family", "size", "whole"),
+    [
+        ("qwen2_moe", 2, WholeExperts(3)),
+        ("deepseek_v3", 3, WholeExperts()),
+        *(
+            pytest.param(family, 2, whole, marks=pytest.mark.nightly)
+            for family in FAMILIES
+            for whole in (None, WholeExperts())
+        ),
+    ],
+)
+def test_each_rank_computes_its_own_rows(family: str, size: int, whole: WholeExperts | None, tmp_path: Path) -> None:
+    folder = make_checkpoint(family, tmp_path)
+    prompts = [similar_prompts(100)[rank] for rank in range(size - 1)]  # the last has no rows
+
+    def run(rank: int) -> torch.Tensor | None:
+        ranks = rank_of_own_rows(rank, size)
+        ranks.connect(folder / "meeting", torch.device("cpu"), SECONDS)
+        decoder = load_model(folder, ranks=ranks, whole_experts=whole)
+        assert ranks.own_rows is not None
+        if rank < len(prompts):
+            ranks.own_rows.agree(len(prompts[rank]))
+            return logits(decoder, prompts[rank])
+        ranks.own_rows.agree(0)
+        with torch.inference_mode():
+            for part in decoder.modules():
+                if isinstance(part, MoE):
+                    part.join()
+        return None
+
+    with ThreadPoolExecutor(size) as threads:
+        found = list(threads.map(run, range(size)))
+    alone = load_model(folder)
+    for prompt, own in zip(prompts, found, strict=False):
+        assert own is not None
+        assert (own - logits(alone, prompt)).abs().max() < 1e-4
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = make_tiny_model(tmp_path_factory.mktemp("qwen3_moe"))
+    return make_checkpoint("qwen3_moe", folder, vocab_size=288)
+
+
+@pytest.fixture(scope="module")
+def ranked(folder: Path) -> Iterator[LLM]:
+    with LLM(str(folder), **OPTIONS | RANKS) as llm:
+        yield llm
+
+
+@pytest.fixture(scope="module")
+def alone(folder: Path) -> Iterator[LLM]:
+    with LLM(str(folder), **OPTIONS) as llm:
+        yield llm
+
+
+def answers(llm: LLM) -> list[RequestOutput]:
+    """All in one batch, twice: the second time prompts come out of the prefix cache."""
+    prompts = [similar_prompts(280)[number % 6] for number in range(len(ALIKE))]
+    return [output for _ in range(2) for output in llm.generate(prompts, list(ALIKE.values()))]
+
+
+def test_requests_at_home_answer_as_in_one_process(alone: LLM, ranked: LLM) -> None:
+    for name, one, other in zip(list(ALIKE) * 2, answers(alone), answers(ranked), strict=True):
+        assert [item.token_ids for item in other.outputs] == [item.token_ids for item in one.outputs], name
+        assert [item.finish_reason for item in other.outputs] == [item.finish_reason for item in one.outputs], name
+        for item, ours in zip(one.outputs, other.outputs, strict=True):
+            for table, found_table in zip(item.logprobs or [], ours.logprobs or [], strict=True):
+                wanted = [entry.logprob for entry in table.values()]
+                assert [entry.logprob for entry in found_table.values()] == pytest.approx(wanted, abs=1e-4)
+    statistics = ranked.statistics()
+    assert statistics.preemptions > 0
+    assert statistics.cached_tokens > 0
+    assert statistics.generation_tokens == alone.statistics().generation_tokens
+    assert (statistics.running, statistics.waiting) == (0, 0)
+
+
+def test_a_prompt_goes_where_it_is_cached_and_others_where_less_is_to_be_done(ranked: LLM) -> None:
+    params = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)
+    prompts = [list(range(first, first + 70)) for first in (10, 90)]
+    ranked.generate(prompts, params)
+    again = [ranked.generate([[*prompt, 5]], params)[0] for prompt in prompts for _ in range(2)]
+    assert [output.cached_tokens >= 64 for output in again] == [True] * 4
+
+
+def test_answers_that_are_given_up_leave_the_others_as_they_are(folder: Path, alone: LLM, ranked: LLM) -> None:
+    params = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True)
+    prompts = similar_prompts(280)
+    expected = [output.outputs[0].token_ids for output in alone.generate(prompts, params)]
+    engine = ranked._engine
+    assert isinstance(engine, Engine)
+    outputs = [engine.add(f"one-{number}", prompt, params) for number, prompt in enumerate(prompts)]
+    for _ in range(6):
+        engine.step()
+    engine.abort(["one-0", "one-3"])
+    while engine.has_work:
+        engine.step()
+    found = [outputs[number].outputs[0].token_ids for number in (1, 2, 4, 5)]
+    assert found == [expected[number] for number in (1, 2, 4, 5)]
+    assert (ranked.statistics().running, ranked.statistics().waiting) == (0, 0)
+
+
+def test_tokens_of_experts_are_counted_for_the_rows_of_all(ranked: LLM) -> None:
+    before, computed = ranked.expert_tokens(), ranked.statistics().computed_tokens
+    ranked.generate(similar_prompts(280), SamplingParams(max_tokens=3, temperature=0, ignore_eos=True))
+    computed = ranked.statistics().computed_tokens - computed
+    pairs = [sum(now) - sum(then) for now, then in zip(ranked.expert_tokens(), before, strict=True) if now]
+    top_k = make_config("qwen3_moe").num_experts_per_tok
+    assert pairs == [top_k * computed] * len(pairs)
+
+
+def test_a_lost_rank_ends_the_engine_with_the_reason(ranked: LLM) -> None:
+    (rank,) = [child for child in children_of(os.getpid()) if RANK in command_of(child)]
+    os.kill(rank, signal.SIGKILL)
+    with pytest.raises(EngineDied, match="it lost rank 1, which ended with a signal, SIGKILL"):
+        ranked.generate([[1, 2, 3]], SamplingParams(max_tokens=100, ignore_eos=True))
+
+
+@pytest.mark.nightly
+def test_streams_go_on_when_a_rank_ends(folder: Path, alone: LLM) -> None:
+    params = SamplingParams(temperature=0.8, seed=9, max_tokens=100, ignore_eos=True)
+    expected = alone.generate(["a dog"], params)[0].outputs[0].text
+    flags = ("-tp", "2", "--enable-expert-parallel", "--enable-dp-attention", "--threads", "1", "--device", "cpu")
+    with serving(str(folder), *flags, "--dtype", "float32", "--max-model-len", "128") as served:
+        client = served.client().with_options(timeout=120)
+        extra = {"ignore_eos": True}
+        asked: dict[str, Any] = {"model": str(folder), "prompt": "a dog", "max_tokens": 100, "extra_body": extra}
+        with ThreadPoolExecutor(1) as pool:
+            text = pool.submit(client.completions.create, temperature=0.8, seed=9, **asked)
+            eventually(lambda: served.figure("generation_tokens_total") > 20)
+            (rank,) = [child for child in children_of(served.engine_pid()) if RANK in command_of(child)]
+            os.kill(rank, signal.SIGKILL)
+            assert text.result(120).choices[0].text == expected
+        assert served.figure("engine_restarts_total") == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"tensor_parallel_size": 1}, "enable_dp_attention is on, and tensor_parallel_size is 1: raise it"),
+        (
+            {"tensor_parallel_size": 1, "data_parallel_size": 2, "enable_dp_attention": False},
+            "engines beside each other share no experts; .* give tensor_parallel_size 2 and enable_dp_attention",
+        ),
+        ({"pipeline_parallel_size": 2}, "pipeline_parallel_size 2 and enable_dp_attention are not possible together"),
+        ({"max_adapters": 1}, "adapters and enable_dp_attention"),
+        ({"kv_tier": "cpu"}, "kv_tier cpu and enable_dp_attention"),
+        ({"proposer": "ngram"}, "proposer ngram and enable_dp_attention"),
+        ({"draft_model": "mtp"}, "draft_model mtp and enable_dp_attention"),
+        ({"target_itl": "20ms"}, "target_itl and enable_dp_attention"),
+        ({"rebalance_experts": "60s"}, "rebalance_experts and enable_dp_attention"),
+        ({"executor": "ray"}, "executor ray and enable_dp_attention"),
+    ],
+)
+def test_options_that_do_not_go_with_it_are_refused_by_name(options: dict[str, Any], reason: str, folder: Path) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        check_ranks(EngineConfig(model=str(folder), **{"device": "cpu", **RANKS, **options}), folder, SPEC)
+
+
+def test_models_whose_experts_cannot_be_shared_so_are_refused() -> None:
+    llama = spec_from_config(make_config("llama").to_dict())
+    with pytest.raises(ConfigError, match="llama has no experts: leave enable_dp_attention off, or use data_parallel"):
+        share_of(llama, 2, own_rows=True)
+    first = SPEC.layers[0]
+    assert isinstance(first.mlp, MoeSpec)
+    latent = replace(SPEC, layers=(replace(first, mlp=replace(first.mlp, latent=8)),))
+    with pytest.raises(ConfigError, match="qwen3_moe has experts over narrower rows"):
+        share_of(latent, 2, own_rows=True)
+    beside = replace(SPEC, layers=(replace(first, experts=first.mlp),))
+    with pytest.raises(ConfigError, match="qwen3_moe has experts beside MLPs"):
+        share_of(beside, 2, own_rows=True)
