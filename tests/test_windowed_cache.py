@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from kvern import LLM, SamplingParams
+from kvern.attention import compiled, torch_sdpa
 from kvern.attention.groups import group_layers
 from kvern.attention.memory import zero_caches
 from kvern.config import EngineConfig
@@ -15,8 +16,10 @@ from kvern.mixer_spec import AttentionSpec
 from kvern.models.implementation import describe_model
 from kvern.models.loader import read_config
 from kvern.worker.plan import Findings, agree
+from kvern.worker.runner import ModelRunner
 from kvern.worker.windows import choose_groups, report
 from tests.families import make_checkpoint
+from tests.spoiled_blocks import spoiled_engine
 
 NIGHTLY = ("mixtral", "phi3", "gemma2", "gpt_oss", "cohere2", "olmo3", "exaone4", "ministral")
 FAMILIES = [
@@ -85,6 +88,20 @@ def test_answers_are_those_of_one_table(folder: Path) -> None:
             found = llm.statistics()
             llm._engine.core.scheduler.check_integrity()
         assert (found.preemptions > 0) == ("kv_cache_tokens" in options)
+
+
+@pytest.mark.parametrize("family", ["gemma3", pytest.param("gemma4", marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("options", [SMALL, SMALL | {"cpu_kernels": False}], ids=["compiled", "PyTorch"])
+def test_what_others_left_in_blocks_changes_nothing(
+    family: str, options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = make_checkpoint(family, tmp_path)
+    params = SamplingParams(temperature=0, max_tokens=8, n=2, ignore_eos=True, logprobs=0)
+    expected = answers(engine(folder, **options), params)
+    backends = [compiled, torch_sdpa]
+    llm, spoiled = spoiled_engine(monkeypatch, lambda: engine(folder, **options), ModelRunner, backends)
+    check(answers(llm, params), expected)
+    assert spoiled
 
 
 def layers(

@@ -2,13 +2,25 @@
 
 import random
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from kvern import LLM, SamplingParams
+from kvern.attention import paged
 from kvern.attention.eight_bit import LARGEST_CODE, codes_of
+from kvern.attention.flash_attn import FlashAttnKernels, held_blocks
+from kvern.attention.selection import Shapes, make_queries, reference_attention
+from kvern.mixer_spec import AttentionSpec
+from kvern.worker.device_runner import DeviceRunner
+from tests.families import make_checkpoint
 from tests.kernels.test_attention import Batch, decode, make_batch, prefill, reference, split
+from tests.kernels.test_device_engine import answers, logprobs
 from tests.kernels.test_norm import relative_error
+from tests.spoiled_blocks import spoiled_engine
+from tests.test_windowed_cache import prompts
 
 KERNELS: dict[str, tuple[Callable[..., torch.Tensor], bool]] = {
     "decode": (decode, True),
@@ -91,3 +103,45 @@ def test_what_a_window_passed_is_not_read_on_a_gpu(kernel: str, dtype: torch.dty
         expected = reference(plain, 0.3, window, None)
         give_back(batch, window)
         assert relative_error(attend(batch, window=window, scales=scales), expected) < 2e-2
+
+
+def test_a_table_names_no_blocks_that_a_window_passed() -> None:
+    table = torch.arange(24, dtype=torch.int32).view(3, 8)
+    found = held_blocks(table, torch.tensor([0, 19, 31], dtype=torch.int32), window=9, block_size=4)
+    assert found.dtype == torch.int32
+    assert found.tolist() == [
+        [0, 1, 2, 3, 4, 5, 6, 7],
+        [10, 10, 10, 11, 12, 13, 14, 15],
+        [21, 21, 21, 21, 21, 21, 22, 23],
+    ]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+@pytest.mark.parametrize("requests", [[(900, 1), (300, 1), (63, 1)], [(900, 70), (300, 3), (63, 128)]], ids=str)
+def test_flash_attention_reads_no_blocks_that_a_window_passed(requests: list[tuple[int, int]]) -> None:
+    pytest.importorskip("flash_attn.cute")
+    device, layer = torch.device("cuda"), AttentionSpec(heads=8, kv_heads=2, head_dim=128, scale=0.1, window=100)
+    shapes = Shapes([layer], 16, torch.bfloat16, torch.bfloat16, device, 8, 2000)
+    queries, query, cache = make_queries(requests, shapes, layer)
+    expected, out = reference_attention(queries, query, cache, layer), torch.empty_like(query)
+    for row, (start, _) in zip(queries.block_table, requests, strict=True):
+        cache[:, row[: max(0, start + 1 - 100) // 16].long()] = float("nan")
+    FlashAttnKernels([layer]).prefill(queries)(0, query, cache, out)
+    assert relative_error(out, expected) < 2e-2
+
+
+@pytest.mark.nightly
+def test_an_engine_of_kernels_reads_no_blocks_that_others_had(
+    tmp_path: Path, on_device: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, given = make_checkpoint("gemma3", tmp_path), [prompt[:24] for prompt in prompts()[1:3]]
+    sizes: dict[str, Any] = {"block_size": 4, "max_model_len": 28, "kv_cache_tokens": 64, "max_batch_tokens": 24}
+    options = sizes | {"max_batch_requests": 2, "dtype": "float32", "prefix_cache": False}
+    params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True, logprobs=0)
+    expected = LLM(str(folder), device="cpu", **options).generate(given, params)
+    llm, spoiled = spoiled_engine(monkeypatch, lambda: on_device(folder, **options), DeviceRunner, [paged])
+    found = llm.generate(given, params)
+    assert answers(found) == answers(expected)
+    assert list(logprobs(found)) == pytest.approx(list(logprobs(expected)), abs=2e-4)
+    assert spoiled

@@ -11,6 +11,18 @@ from kvern.device.transfer import upload
 from kvern.mixer_spec import AttentionSpec
 
 
+def held_blocks(table: torch.Tensor, starts: torch.Tensor, window: int, block_size: int) -> torch.Tensor:
+    """`table [R, blocks]` int32 with names of held blocks alone: those that a window has passed may be others' by now.
+
+    starts  [R] int32: positions of the first queries
+
+    In their place stands the first that is held: what its keys weigh is 0, and they are numbers.
+    """
+    first = (starts + 1 - window).clamp_(min=0) // block_size
+    column = torch.arange(table.shape[1], device=table.device)
+    return table.gather(1, torch.maximum(column, first[:, None]))
+
+
 class FlashAttnKernels:
     """AttentionKernels out of one function for any number of queries. Raises ImportError if the package is missing."""
 
@@ -33,6 +45,7 @@ class FlashAttnKernels:
         sent = upload(bounds + keys, torch.int32, device)
         firsts, lengths = sent[: len(bounds)], sent[len(bounds) :].clone()  # an address that is a multiple of 16 bytes
         table = queries.block_table.index_select(0, queries.device_slots)
+        held: dict[int | None, torch.Tensor] = {None: table}
 
         def run(
             layer: int,
@@ -43,6 +56,8 @@ class FlashAttnKernels:
             sinks: torch.Tensor | None = None,
         ) -> None:
             spec = self._layers[layer]
+            if spec.window is not None and spec.window not in held:
+                held[spec.window] = held_blocks(table, queries.device_starts, spec.window, cache.shape[2])
             result = self._attend(
                 query,
                 cache[0],
@@ -50,7 +65,7 @@ class FlashAttnKernels:
                 cu_seqlens_q=firsts,
                 max_seqlen_q=max(queries.counts),
                 seqused_k=lengths,
-                page_table=table,
+                page_table=held[spec.window],
                 softmax_scale=spec.scale,
                 causal=True,
                 window_size=(None, None) if spec.window is None else (spec.window - 1, 0),

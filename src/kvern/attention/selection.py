@@ -209,7 +209,10 @@ def _kinds(layers: Sequence[AttentionSpec]) -> dict[AttentionSpec, int]:
 def make_queries(
     requests: Sequence[tuple[int, int]], shapes: Shapes, layer: AttentionSpec
 ) -> tuple[Queries, torch.Tensor, torch.Tensor]:
-    """Requests with these first positions and numbers of tokens, their queries, and a cache with scattered blocks."""
+    """Requests with these first positions and numbers of tokens, their queries, and a cache with scattered blocks.
+
+    Behind a context its last block holds NaN: whoever had the block before left what is there.
+    """
     blocks = [-(-(start + count) // shapes.block_size) for start, count in requests]
     generator = torch.Generator().manual_seed(len(requests))
     order = torch.randperm(sum(blocks), generator=generator)
@@ -237,6 +240,8 @@ def make_queries(
         return torch.randn(shape, dtype=shapes.dtype, device=shapes.device)
 
     cache = random(2, sum(blocks), shapes.block_size, layer.kv_heads, layer.head_dim)
+    for row, (start, count), used in zip(table, requests, blocks, strict=True):
+        cache[:, row[used - 1], start + count - (used - 1) * shapes.block_size :] = float("nan")
     return queries, random(firsts[-1], layer.heads, layer.head_dim), cache
 
 
