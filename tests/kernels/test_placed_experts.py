@@ -68,8 +68,6 @@ def test_experts_that_are_elsewhere_add_nothing(
 
 
 MXFP4 = LinearMethods(GroupedFormat("MXFP4", partial(Mxfp4Blocks, form=MX), MX.group))
-
-
 INT4 = LinearMethods(
     GroupedFormat("pack-quantized", partial(PackQuantizedMethod, form=Form("int4", 64, zero=True)), 64, per_word=8)
 )
