@@ -99,7 +99,9 @@ def exchange(decoder: Decoder) -> tuple[Tensor, Tensor]:
     return before, logits(decoder, PROMPT)
 
 
-@pytest.mark.parametrize("kernels", [(), CPU_KERNELS], ids=["PyTorch", "kernels"])
+@pytest.mark.parametrize(
+    "kernels", [pytest.param((), id="PyTorch", marks=pytest.mark.nightly), pytest.param(CPU_KERNELS, id="kernels")]
+)
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[] if name in BY_DAY else pytest.mark.nightly) for name in FOLDERS]
 )

@@ -10,12 +10,15 @@ import torch
 from kvern.device.ranks import Ranks
 from kvern.kernels.moe import fused_experts
 from kvern.layers.build import Build
+from kvern.layers.experts import Experts
 from kvern.layers.fused_packed_experts import FusedPackedExperts
 from kvern.layers.linear_format import LinearMethods
 from kvern.layers.loadable import Loadable
 from kvern.layers.moe import MoE, SharedMoE, make_moe
 from kvern.layers.quantized.fp4 import MX, Mxfp4Blocks
-from kvern.layers.quantized.groups import GroupedFormat
+from kvern.layers.quantized.groups import Form, GroupedFormat
+from kvern.layers.quantized.packed_tensors import PackQuantizedMethod
+from kvern.layers.quantized.scaled import Block, Scaled
 from kvern.model_spec import MoeSpec
 from tests.kernels.test_moe import SPECS
 from tests.kernels.test_norm import relative_error
@@ -65,6 +68,48 @@ def test_experts_that_are_elsewhere_add_nothing(
 
 
 MXFP4 = LinearMethods(GroupedFormat("MXFP4", partial(Mxfp4Blocks, form=MX), MX.group))
+INT4 = LinearMethods(
+    GroupedFormat("pack-quantized", partial(PackQuantizedMethod, form=Form("int4", 64, zero=True)), 64, per_word=8)
+)
+BLOCKS = LinearMethods(Scaled("e4m3", Block(32, 32)))
+
+
+@pytest.mark.parametrize("tokens", [1, pytest.param(5, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize(
+    ("linear", "width"),
+    [(MXFP4, 192), (INT4, 192), pytest.param(BLOCKS, 64, marks=pytest.mark.nightly)],
+    ids=["MXFP4", "INT4 in groups that shares cut", "FP8 by blocks"],
+)
+def test_parts_of_packed_experts(device: torch.device, linear: LinearMethods, width: int, tokens: int) -> None:
+    spec = MoeSpec(3, 2, width, activation="clamped_swiglu" if linear is MXFP4 else "silu", bias=linear is MXFP4)
+
+    def make(spec: MoeSpec, kernels: frozenset[str], ranks: Ranks) -> Experts:
+        made = Build(torch.float32, device, 16, kernels, linear, ranks=ranks).experts(64, spec)
+        generator = torch.Generator().manual_seed(5)
+        for module in made.modules():
+            for part, shape in module.stacked_parts().items() if isinstance(module, Loadable) else ():
+                if part not in module.optional_parts():
+                    module.load(part, numbers_of(module.part_dtypes().get(part), shape, generator))
+        made.finish()
+        return made
+
+    x, weights = torch.randn(tokens, 64, device=device), torch.rand(tokens, 2, device=device)
+    chosen = torch.rand(tokens, 3, device=device).topk(2).indices.int()
+    half, kernels = replace(spec, width=width // 2), frozenset({"moe", "quantized"})
+    ranks = [make(half, kernels, Ranks(rank, 2)) for rank in range(2)]
+    assert all(isinstance(experts, FusedPackedExperts) for experts in ranks)
+    found = ranks[0](x, weights, chosen) + ranks[1](x, weights, chosen)
+    expected = make(spec, frozenset(), Ranks())(x, weights, chosen)
+    assert relative_error(found, expected.double()) < 1e-4
+
+
+def numbers_of(dtype: torch.dtype | None, shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
+    """Any codes, under small scales."""
+    if dtype == torch.uint8:
+        return torch.randint(118, 123, shape, generator=generator, dtype=dtype)
+    if dtype == torch.int32:
+        return torch.randint(-(2**31), 2**31 - 1, shape, generator=generator).int()
+    return torch.rand(shape, generator=generator) / 16
 
 
 @pytest.mark.parametrize("lanes", [False, True])
@@ -93,7 +138,7 @@ def test_packed_experts_move(device: torch.device, lanes: bool) -> None:
     for there, here in zip(first.parameters(), second.parameters(), strict=True):
         assert torch.equal(there, here)
     if not lanes:
-        x, weights = torch.randn(5, 128, device=device), torch.rand(5, 2, device=device)
-        slots = torch.tensor([[0, 1]] * 5, dtype=torch.int32, device=device)
+        x, weights = torch.randn(1, 128, device=device), torch.rand(1, 2, device=device)
+        slots = torch.tensor([[0, 1]], dtype=torch.int32, device=device)
         assert torch.equal(first(x, weights, slots), second(x, weights, slots))
         assert not torch.equal(first(x, weights, slots), make(0)(x, weights, slots))
