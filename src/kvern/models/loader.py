@@ -11,7 +11,6 @@ from typing import Any, Literal, TypeVar
 
 import torch
 
-from kvern.cpu.host_memory import processes_here, total_memory
 from kvern.device.ranks import ALONE, Ranks
 from kvern.errors import ConfigError, CorruptCheckpoint, ModelNotFound
 from kvern.files import read_object
@@ -24,6 +23,7 @@ from kvern.models.checkpoint import StoredTensor, open_map, read_headers
 from kvern.models.decoder import Decoder
 from kvern.models.embedder import spec_of_folder
 from kvern.models.encoder import Encoder
+from kvern.models.room import check_memory
 from kvern.models.share import WholeExperts, share_of
 from kvern.models.stages import part_of_stage, tensors_of_stage
 from kvern.models.weighted import TensorTarget, WeightedModel
@@ -150,7 +150,7 @@ def filled_model(
     """
     outline = _checked_outline(make, spec, build, folder, stored)
     if build.device.type == "cpu":
-        _check_memory(outline, spec, build, all_stages)
+        check_memory(outline.weight_bytes, spec, build, all_stages)
     model = make(spec, build)
     if stored is None:
         fill_random(model)
@@ -176,22 +176,6 @@ def _checked_outline(
     if stored is not None:
         _assign(outline, folder, stored)
     return outline
-
-
-def _check_memory(outline: WeightedModel, spec: ModelSpec, build: Build, all_stages: int | None) -> None:
-    """Raise ConfigError if the host's memory does not hold the weights of all ranks that may be there."""
-    here = processes_here(build.ranks.processes)
-    weights = outline.weight_bytes * here
-    if all_stages is not None:
-        weights = min(weights, all_stages)  # stages are uneven: what is too much is noticed by the fullest
-    rotations = 4 * build.max_model_len * sum(rope.dim for rope in {layer.rope for layer in spec.layers} if rope)
-    memory = total_memory()
-    if weights + 2 * rotations > memory:
-        raise ConfigError(
-            f"the weights take {weights / 1e9:.1f} GB, the positions {2 * rotations / 1e9:.1f} GB, and this "
-            f"machine has {memory / 1e9:.1f} GB: use a smaller model, or lower max_model_len"
-            + (", or have fewer ranks on a machine (docs/ray.md)" if here > 1 else "")
-        )
 
 
 def outline_of(spec: ModelSpec, build: Build) -> Decoder:

@@ -11,7 +11,6 @@ differences --> rows on the device --> tokens, positions, slot mapping read on t
 sampled tokens <-- copied to the host behind the step, which an event marks as done
 """
 
-import logging
 from collections.abc import Callable, Sequence
 
 import torch
@@ -20,7 +19,6 @@ from kvern.attention.base import AttentionBackend
 from kvern.device.device_batch import DeviceBatch, DeviceRows, build_device_batch
 from kvern.device.input_batch import sampled_tokens
 from kvern.device.transfer import upload
-from kvern.errors import ConfigError, in_a_line
 from kvern.kernels import logprobs
 from kvern.kernels.batch import write_sampled
 from kvern.kernels.constraints import change
@@ -39,6 +37,7 @@ from kvern.worker.adapters import Adapters
 from kvern.worker.cuda_graph import DecodedStates, DecodeGraphs
 from kvern.worker.device_states import DeviceStateMemory
 from kvern.worker.drafter import Captures, ComputedStep, Drafter, GuardedDrafter
+from kvern.worker.graph_captures import give_up
 from kvern.worker.needs import Needs, RowNeeds
 from kvern.worker.processor_rows import ProcessorRows
 from kvern.worker.prompt_graphs import PromptGraphs
@@ -46,9 +45,6 @@ from kvern.worker.rank_choice import CHOSEN_BY_FIRST, change_choices, chosen_by_
 from kvern.worker.result import PendingStep, PromptLogprobs, embeddings, prompt_logprobs, prompt_runs, tokens_wanted
 from kvern.worker.step_parts import StepTooLarge
 from kvern.worker.verify_graphs import VerifyGraphs
-
-logger = logging.getLogger("kvern")
-
 
 IN_KERNELS = Needs.FILTERS | Needs.CONSTRAINTS | Needs.LOGPROBS
 """What is done to each row as it asks, inside the graph."""
@@ -143,7 +139,7 @@ class DeviceRunner:
     def idle(self) -> bool:
         """Capture one graph; whether there are more. Plain decodes come first, then drafts, then prompts.
 
-        Where there is no memory for it, steps run without; of several ranks one cannot alone: ConfigError.
+        Where there is no memory for it, steps run without. Raises what `give_up` does.
         """
         decodes = self._graphs
         if decodes is None:
@@ -156,18 +152,8 @@ class DeviceRunner:
             return False
         try:
             graphs.capture_next()
-        except RuntimeError as error:  # the driver's own is no torch.OutOfMemoryError
-            if not isinstance(error, torch.OutOfMemoryError) and "out of memory" not in str(error):
-                raise
-            count = 1 + len(graphs.missing)
-            if self._ranks.processes > 1:
-                raise ConfigError(
-                    f"no GPU memory for {count} CUDA graphs of this rank, which the others may have: lower "
-                    f"max_batch_requests or gpu_memory_share, or set cuda_graphs to false ({in_a_line(error)})"
-                ) from error
-            logger.warning("no GPU memory for %d CUDA graphs: such steps run slower; %s", count, in_a_line(error))
-            graphs.missing.clear()
-            torch.cuda.empty_cache()
+        except RuntimeError as error:
+            give_up(graphs.missing, error, is_alone=self._ranks.processes == 1)
         return any(kind.missing for kind in kinds)
 
     def abandon(self) -> None:

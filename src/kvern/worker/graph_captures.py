@@ -6,10 +6,17 @@ in a step     none: a step whose graph is missing runs by a larger one, or one t
               times, or eagerly
 """
 
+import logging
+from collections import deque
 from collections.abc import Collection, Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import torch
+
+from kvern.errors import ConfigError, in_a_line
 from kvern.worker.shared_prefix import LEAST_REQUESTS
+
+logger = logging.getLogger("kvern")
 
 
 class Captured(NamedTuple):
@@ -53,3 +60,21 @@ def captures(requests: int, prefixes: bool, adapters: bool) -> Iterator[Captured
                 for size in sizes:
                     if size >= LEAST_REQUESTS or not prefix:
                         yield Captured(size, options, prefix, adapted)
+
+
+def give_up(missing: deque[Any], error: RuntimeError, *, is_alone: bool) -> None:
+    """Leave out the graphs that are `missing`, since the capture of the one before had no GPU memory.
+
+    Raises any other error, and ConfigError on one of several ranks: others have them, and would run other steps.
+    """
+    if not isinstance(error, torch.OutOfMemoryError) and "out of memory" not in str(error):  # which the driver says
+        raise error
+    count = 1 + len(missing)
+    if not is_alone:
+        raise ConfigError(
+            f"no GPU memory for {count} CUDA graphs of this rank, which the others may have: lower max_batch_requests "
+            f"or gpu_memory_share, or set cuda_graphs to false ({in_a_line(error)})"
+        ) from error
+    logger.warning("no GPU memory for %d CUDA graphs: such steps run slower; %s", count, in_a_line(error))
+    missing.clear()
+    torch.cuda.empty_cache()
