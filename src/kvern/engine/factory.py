@@ -109,7 +109,8 @@ def make_scheduler(config: EngineConfig, folder: Path, layout: Layout, tier: KVT
     )
     what = config.load_format, config.dtype, layout.dtype, layout.block_size
     share = f"{config.tensor_parallel_size} ranks" if config.tensor_parallel_size > 1 else None
-    identity = model_identity(folder, *what, *filter(None, [layout.scales, share]))
+    stages = f"{config.pipeline_parallel_size} stages" if config.pipeline_parallel_size > 1 else None
+    identity = model_identity(folder, *what, *filter(None, [layout.scales, share, stages]))
     window = None
     if layout.window_tables:
         window = WindowLimits(layout.window, layout.window_tables, layout.max_batch_tokens, layout.positions)

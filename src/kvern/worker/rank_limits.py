@@ -15,7 +15,6 @@ from kvern.models.loader import outline_of, read_config, stored_methods
 from kvern.models.share import WholeExperts, share_of
 from kvern.models.stages import check_stages
 from kvern.worker.device import resolve_device
-from kvern.worker.plan import EIGHT_BIT
 
 
 def check_ranks(config: EngineConfig, folder: Path, spec: ModelSpec) -> None:
@@ -38,8 +37,6 @@ def _check_options_of_stages(config: EngineConfig, spec: ModelSpec) -> None:
     """Raise ConfigError for options that do not go with stages."""
     on_gpu = resolve_device(config).type == "cuda"
     refused = {
-        f"kv_cache_dtype {config.kv_cache_dtype}": (config.kv_cache_dtype in EIGHT_BIT, "leave kv_cache_dtype auto"),
-        f"kv_tier {config.kv_tier}": (config.kv_tier is not None, "leave kv_tier out"),
         f"draft_model {config.draft_model}, on GPUs,": (
             config.draft_model is not None and on_gpu,
             "leave draft_model out, or use a proposer",

@@ -240,8 +240,10 @@ class Worker:
 
     def _eight_bit(self, plan: Plan) -> EightBit:
         """How a cache in 8 bits is read: by the checkpoint's scales, and those that are measured where it has none."""
-        found = self._stored_scales
-        if any(scale is None for scale in found):
+        stored, places = self._stored_scales, self._whole.caching_layers
+        layers = self._ranks.stage.layers
+        found = [scale for scale, place in zip(stored, places, strict=True) if layers is None or place in layers]
+        if any(scale is None for scale in stored):  # also of other stages alone, which then wait for these layers
             contents, size = self._contents, self._config.block_size
             make_runner = partial(self._parts.runner, contents)
             measured = measured_scales(make_runner, self._spec, plan, size, getattr(torch, plan.cache_dtype))
