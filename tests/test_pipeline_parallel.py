@@ -190,7 +190,7 @@ def test_models_that_cannot_be_divided_are_refused_by_name(family: str, stages: 
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"target_itl": "50ms"}, "target_itl and pipeline_parallel_size 2 are not possible together yet"),
+        ({"expert_counts": True}, "expert_counts and pipeline_parallel_size 2 are not possible together yet"),
         ({"pipeline_parallel_size": 0}, "pipeline_parallel_size is 0: it must be at least 1"),
         ({"pipeline_parallel_size": 8}, "pipeline_parallel_size is 8, and llama has 7 layers that keep"),
     ],

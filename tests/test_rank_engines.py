@@ -174,8 +174,7 @@ def test_stages_answer_as_one_process_does_and_end_together(
     size: dict[str, int], expected: list[RequestOutput]
 ) -> None:
     before = ranks_of(os.getpid())
-    options = {name: value for name, value in ALL.items() if name != "target_itl"}
-    with LLM(**OPTIONS | options | size) as llm:
+    with LLM(**OPTIONS | ALL | size) as llm:
         engine: Any = llm._engine
         engine.core.drafting = AnyLength(None, engine.inputs.vocab_size, 3)
         check(expected, answers(llm))

@@ -173,10 +173,10 @@ class Ranks:
             self._memory.check()
 
 
-def ranks_of(number: int, size: int, layers: Sequence[range], *, drafts: bool = False) -> Ranks:
-    """Process `number` of stages with these layers, each of `size` ranks; `drafts`: as of `Stage`."""
+def ranks_of(number: int, size: int, layers: Sequence[range], *, embeds: bool = False) -> Ranks:
+    """Process `number` of stages with these layers, each of `size` ranks; `embeds`: as of `Stage`."""
     index, rank = divmod(number, size)
-    stage = Stage(index, len(layers), layers[index], drafts=drafts) if len(layers) > 1 else WHOLE
+    stage = Stage(index, len(layers), layers[index], embeds=embeds) if len(layers) > 1 else WHOLE
     return Ranks(rank, size, stage)
 
 

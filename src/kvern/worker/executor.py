@@ -294,8 +294,8 @@ def _start_ranks(
     if config.pipeline_parallel_size > 1:
         layers = divide(outline_model(folder, config.dtype, config.load_format), config.pipeline_parallel_size)
     device = resolve_device(config, config.first_rank)
-    drafts = draft is not None and reads_embeddings(config, draft)
-    ranks = ranks_of(config.first_rank, config.tensor_parallel_size, layers, drafts=drafts)
+    embeds = reads_embeddings(config, draft)
+    ranks = ranks_of(config.first_rank, config.tensor_parallel_size, layers, embeds=embeds)
     worker = Worker(config, folder, spec, device, startup, draft, ranks)
     others = RankProcesses(config, folder, layers, draft, lost)
     try:

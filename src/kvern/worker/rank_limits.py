@@ -45,7 +45,6 @@ def _check_options_of_stages(config: EngineConfig, spec: ModelSpec) -> None:
             bool(spec.recurrent) and (config.proposer is not None or config.draft_model is not None),
             "leave proposer and draft_model out",
         ),
-        "target_itl": (config.target_itl is not None, "leave target_itl out"),
         "rebalance_experts": (config.rebalance_experts is not None, "leave rebalance_experts out"),
         "expert_counts": (config.expert_counts, "leave expert_counts off"),
     }

@@ -96,8 +96,8 @@ def _make_rank(socket: "zmq.Socket[bytes]") -> _Rank:
     draft = None if start.draft is None else Path(start.draft)
     if draft is not None and config.executor == "ray":  # this machine has a folder of its own
         draft = draft_folder(config, folder, device.type)
-    drafts = draft is not None and reads_embeddings(config, draft)
-    ranks = ranks_of(start.rank, config.tensor_parallel_size, layers, drafts=drafts)
+    embeds = reads_embeddings(config, draft)
+    ranks = ranks_of(start.rank, config.tensor_parallel_size, layers, embeds=embeds)
     worker = Worker(config, folder, spec, device, Startup(), draft, ranks)
     socket.send(encode(Found(worker.probe())))
     load = decode_for_rank(socket.recv())
