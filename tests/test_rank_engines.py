@@ -124,6 +124,19 @@ def check(expected: list[RequestOutput], found: list[RequestOutput]) -> None:
                 assert [entry.logprob for entry in found_table.values()] == pytest.approx(wanted, abs=1e-4)
 
 
+def check_blocks_come_back(llm: LLM) -> None:
+    prompts = [list(range(100 * number + 50, 100 * number + 170)) for number in range(6)]  # more than the cache holds
+    params = SEEDED.replace(max_tokens=8, logprobs=1)
+    expected = [llm.generate([prompt], params)[0].outputs[0] for prompt in prompts]
+    engine: Any = llm._engine
+    tier = engine.core.executor._noted._tier
+    loaded = tier.loaded
+    found = [output.outputs[0] for output in llm.generate(prompts, params)]
+    assert tier.loaded > loaded, "blocks came back"
+    assert [output.token_ids for output in found] == [output.token_ids for output in expected]
+    assert [output.logprobs for output in found] == [output.logprobs for output in expected]
+
+
 def test_two_ranks_answer_as_one_process_does(
     ranked: LLM, expected: list[RequestOutput], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -134,16 +147,7 @@ def test_two_ranks_answer_as_one_process_does(
 
 
 def test_blocks_come_back_to_all_ranks_and_no_bit_depends_on_the_batch(ranked: LLM) -> None:
-    prompts = [list(range(100 * number + 50, 100 * number + 170)) for number in range(6)]  # more than the cache holds
-    params = SEEDED.replace(max_tokens=8, logprobs=1)
-    expected = [ranked.generate([prompt], params)[0].outputs[0] for prompt in prompts]
-    engine: Any = ranked._engine
-    tier = engine.core.executor._noted._tier
-    loaded = tier.loaded
-    found = [output.outputs[0] for output in ranked.generate(prompts, params)]
-    assert tier.loaded > loaded, "blocks came back"
-    assert [output.token_ids for output in found] == [output.token_ids for output in expected]
-    assert [output.logprobs for output in found] == [output.logprobs for output in expected]
+    check_blocks_come_back(ranked)
 
 
 def test_a_rank_that_hangs_while_it_loads_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -220,9 +224,12 @@ def test_stages_answer_as_one_process_does_and_end_together(
     size: dict[str, int], expected: list[RequestOutput]
 ) -> None:
     before = ranks_of(os.getpid())
-    options = {name: value for name, value in ALL.items() if name not in ("target_itl", "kv_tier")}
-    with LLM(**OPTIONS | options | size) as llm:
+    with LLM(**OPTIONS | ALL | size) as llm:
+        engine: Any = llm._engine
+        engine.core.drafting = AnyLength(None, engine.inputs.vocab_size, 3)
         check(expected, answers(llm))
+        assert any(llm.statistics().drafts_by_position), "drafts were verified"
+        check_blocks_come_back(llm)
         rank = next(rank for rank in ranks_of(os.getpid()) if rank not in before)
         os.kill(rank, signal.SIGKILL)
         with pytest.raises(EngineDied, match=r"it lost rank [0-3], which ended with a signal, SIGKILL"):

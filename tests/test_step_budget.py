@@ -191,6 +191,12 @@ def test_steps_grow_with_the_wait_of_the_first_in_the_queue_unless_the_target_is
     assert Pace().time(waiting(0.0)) is None
 
 
+def test_stages_have_their_part_of_the_time_between_tokens() -> None:
+    pace = Pace(costs(), 0.015, stages=3)
+    assert seconds_of(pace) == pytest.approx(0.005)
+    assert pace.target == 0.015
+
+
 def run(pace: Pace, clock: Clock, seconds: float, *items: ScheduledTokens) -> None:
     """A step that is waited for; seconds of 0: its result was there."""
     pace.time(None)

@@ -207,12 +207,18 @@ class Ranks:
         return x
 
     def least(self, x: Tensor) -> Tensor:
-        """The least of what all ranks have at each place of `x [N]`, on each of them."""
-        return self.beside(x[:, None], self.size).amin(-1)
+        """The least of what all ranks, and those of earlier stages, have at each place of `x [N]`, on each of them."""
+        least = x if self.size == 1 else self.beside(x[:, None], self.size).amin(-1)
+        if not self.stage.is_first:
+            least = least.minimum(self.stage.receive(torch.empty_like(least)))
+        if not self.stage.is_last:
+            self.stage.send(least)
+        return least
 
     def own(self, key: bytes) -> bytes:
-        """The key of this rank's part of what all of them call `key`."""
-        return key + self.rank.to_bytes(2) if self.rank else key
+        """The key of this rank's part of what all of them call `key`, as the first of the last stage does, too."""
+        number = (self.stage.count - 1 - self.stage.index) * self.size + self.rank
+        return key + number.to_bytes(2) if number else key
 
     def check(self) -> None:
         """Raise RuntimeError if a rank was missing in a call that was captured."""
@@ -220,13 +226,13 @@ class Ranks:
             self._memory.check()
 
 
-def ranks_of(number: int, size: int, layers: Sequence[range], *, drafts: bool = False) -> Ranks:
+def ranks_of(number: int, size: int, layers: Sequence[range], *, embeds: bool = False) -> Ranks:
     """Process `number` of stages with these layers, each of `size` ranks that share all of them.
 
-    `drafts`: as of `Stage`.
+    `embeds`: as of `Stage`.
     """
     index, rank = divmod(number, size)
-    stage = Stage(index, len(layers), layers[index], drafts=drafts) if len(layers) > 1 else WHOLE
+    stage = Stage(index, len(layers), layers[index], embeds=embeds) if len(layers) > 1 else WHOLE
     return Ranks(rank, size, stage)
 
 

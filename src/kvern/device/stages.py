@@ -15,13 +15,13 @@ from kvern.device.process_group import Meeting
 class Stage:
     """Number `index` of `count`, which has the model's layers at the places `layers`; None: all.
 
-    `drafts`: behind the last stage a head reads embeddings, too.
+    `embeds`: a draft head behind the last stage reads embeddings, too.
     All stages run the same steps in the same order. A method raises RuntimeError where another stage has ended, or on a
     CPU does not come within the time of the `Meeting`.
     """
 
-    def __init__(self, index: int = 0, count: int = 1, layers: range | None = None, *, drafts: bool = False) -> None:
-        self.index, self.count, self.layers, self._drafts = index, count, layers, drafts
+    def __init__(self, index: int = 0, count: int = 1, layers: range | None = None, *, embeds: bool = False) -> None:
+        self.index, self.count, self.layers, self._embeds = index, count, layers, embeds
         self.is_first, self.is_last = index == 0, index == count - 1
         self._groups: list[Any] = []
         self._sending: deque[Any] = deque()
@@ -34,7 +34,7 @@ class Stage:
 
     def has_embeddings(self, *, tied: bool) -> bool:
         """Whether a table of embeddings is here, which is `tied` to the output layer, or is not."""
-        return self.is_first or (self.is_last and (tied or self._drafts))
+        return self.is_first or (self.is_last and (tied or self._embeds))
 
     def connect(self, meeting: Meeting, name: str) -> None:
         """Meet the other stages, whose processes call their group by the same name."""

@@ -135,7 +135,8 @@ def make_scheduler(config: EngineConfig, folder: Path, layout: Layout, tier: KVT
     )
     what = config.load_format, config.dtype, layout.dtype, layout.block_size
     share = f"{config.tensor_parallel_size} ranks" if config.tensor_parallel_size > 1 else None
-    identity = model_identity(folder, *what, *filter(None, [layout.scales, share]))
+    stages = f"{config.pipeline_parallel_size} stages" if config.pipeline_parallel_size > 1 else None
+    identity = model_identity(folder, *what, *filter(None, [layout.scales, share, stages]))
     window = None
     if layout.window_tables:
         window = WindowLimits(layout.window, layout.window_tables, layout.max_batch_tokens, layout.positions)
@@ -147,13 +148,11 @@ def make_scheduler(config: EngineConfig, folder: Path, layout: Layout, tier: KVT
 
 def make_pace(config: EngineConfig, executor: Executor, layout: Layout, streams: bool) -> Pace | None:
     """The target that the time between tokens has, with what steps cost here; None: there is no target."""
-    target = config.target_itl_seconds
-    if config.pipeline_parallel_size > 1:
-        return None  # measuring abandons steps, which stages cannot
-    if target == 0 or (target is None and not (streams and layout.device == "cuda")):
+    target, stages = config.target_itl_seconds, config.pipeline_parallel_size
+    if target == 0 or (target is None and not (streams and layout.device == "cuda" and stages == 1)):
         return None
     timed = time_steps(executor, layout)
     if timed is None:
         return None
     plain, costs = timed
-    return Pace(costs, target or DECODE_STEPS * plain, yields=target is None)
+    return Pace(costs, target or DECODE_STEPS * plain, yields=target is None, stages=stages)

@@ -25,7 +25,9 @@ REMEMBERED = 4
 
 
 class Pace:
-    """Keeps to `target`, the seconds that a step with decodes should take. Without `costs` there is no target.
+    """Keeps to `target`, the seconds between two tokens of a request. Without `costs` there is no target.
+
+    A request is in every step, or of a model in `stages` in one of so many, each of which begins when another ends.
 
     With `yields` steps become longer as those that wait have waited longer: who has waited for a second gets steps of
     a tenth of that. So a crowd is served with large steps, which cost less for each token.
@@ -41,8 +43,9 @@ class Pace:
         target: float = 0.0,
         yields: bool = False,
         clock: Callable[[], float] = time.monotonic,
+        stages: int = 1,
     ) -> None:
-        self.costs, self.target = costs, target
+        self.costs, self.target, self._step_target = costs, target, target / stages
         self._yields, self._clock = yields, clock
         self._begun: deque[tuple[StepLoad | None, float]] = deque()
         """Loads of steps with prompts, None of others, and when they began."""
@@ -59,7 +62,7 @@ class Pace:
         if self.costs is None:
             return None
         self._asked = self._clock()
-        seconds = self.target
+        seconds = self._step_target
         if self._yields and head is not None and not head.begun_at:
             seconds = max(seconds, SHARE_OF_WAIT * (self._asked - head.arrived_at))
         return StepTime(self.costs, seconds)
@@ -111,7 +114,8 @@ class Pace:
             return 0.0
         load, began = self._begun[0]
         ends = max(began, self._ended) + min(self._expected(load), LONGEST_REST)
-        latest = self._came + self.target - self._launching  # the result of the step on its way waits for the launch
+        # The result of the step on its way waits for the launch.
+        latest = self._came + self._step_target - self._launching
         spare = max(0.0, min(ends - LEAD_SECONDS - 2 * self._planning, latest) - self._clock())
         self._rested = self._rested or spare > 0
         return spare

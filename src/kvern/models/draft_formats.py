@@ -44,10 +44,10 @@ def is_draft_head(folder: Path, *, dummy: bool = False) -> bool:
     return not dummy and any(tensor.name == "fc.weight" for tensor in read_headers(folder))
 
 
-def reads_embeddings(config: EngineConfig, draft: Path) -> bool:
+def reads_embeddings(config: EngineConfig, draft: Path | None) -> bool:
     """Whether what is to guess, in the folder `draft`, is a head of this kind. Raises as `is_draft_head`."""
-    if config.draft_model == OWN_LAYER:
-        return True
+    if draft is None or config.draft_model == OWN_LAYER:
+        return draft is not None
     return not is_medusa(draft) and is_draft_head(draft, dummy=config.load_format == "dummy")
 
 

@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
@@ -158,7 +158,7 @@ class RankedExecutor(InProcessExecutor):
         # Steps run whole: ranks would cut them in different places.
         self._execute = tiered(worker.runner.execute, tier, worker.runner, ranks)
         self._others, self._balance, self._has_all_layers = others, balance, ranks.stage.count == 1
-        self._noted = self.tier = None if tier is None else NotedTier(tier)
+        self._noted = self.tier = None if tier is None else NotedTier(tier, self._begin_all)
 
     def submit(self, output: SchedulerOutput) -> StepResult:
         if self._error is None:
@@ -166,6 +166,9 @@ class RankedExecutor(InProcessExecutor):
         if self._error is None:
             self._others.send(RunStep(output, [] if self._noted is None else self._noted.taken()))
         return super().submit(output)
+
+    def _begin_all(self) -> None:
+        """Begin the steps that were submitted: they are begun."""
 
     def count_experts(self) -> Callable[[], LayerCounts]:
         """Nothing of stages, each of which knows those of its own layers."""
@@ -209,12 +212,21 @@ class StagedExecutor(RankedExecutor):
 
     _dropped: tuple[int, ...] = ()
     """Adapters that steps which have not begun may load."""
+    _later: Sequence["_LaterStep"] = ()
+    """Of which some have not begun."""
 
     def submit(self, output: SchedulerOutput) -> StepResult:
         if self._error is None:
-            self._others.send(RunStep(output, []))
+            self._others.send(RunStep(output, [] if self._noted is None else self._noted.taken()))
         dropped, self._dropped = self._dropped, ()
-        return _LaterStep(partial(self._begin, output, dropped))
+        step = _LaterStep(partial(self._begin, output, dropped))
+        self._later = [*(other for other in self._later if not other.has_begun), step]
+        return step
+
+    def _begin_all(self) -> None:
+        """A tier is asked behind the steps before, as on the other ranks: they may save and load what it was told."""
+        for step in self._later:
+            step.begin()
 
     def drop_adapter(self, key: int) -> None:
         self._others.send(DropAdapter(key))
@@ -260,9 +272,19 @@ class _LaterStep:
 
     def __init__(self, begin: Callable[[], StepResult]) -> None:
         self._begin = begin
+        self._step: StepResult | None = None
+
+    @property
+    def has_begun(self) -> bool:
+        return self._step is not None
+
+    def begin(self) -> StepResult:
+        if self._step is None:
+            self._step = self._begin()
+        return self._step
 
     def result(self) -> ModelRunnerOutput:
-        return self._begin().result()
+        return self.begin().result()
 
 
 def start(

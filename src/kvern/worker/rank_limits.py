@@ -18,7 +18,6 @@ from kvern.models.loader import outline_of, read_config, stored_methods
 from kvern.models.share import WholeExperts, share_of
 from kvern.models.stages import check_stages
 from kvern.worker.device import resolve_device
-from kvern.worker.plan import EIGHT_BIT
 
 
 def check_ranks(config: EngineConfig, folder: Path, spec: ModelSpec) -> None:
@@ -66,8 +65,6 @@ def _check_options_of_stages(config: EngineConfig, spec: ModelSpec) -> None:
     """Raise ConfigError for options that do not go with stages."""
     on_gpu = resolve_device(config).type == "cuda"
     refused = {
-        f"kv_cache_dtype {config.kv_cache_dtype}": (config.kv_cache_dtype in EIGHT_BIT, "leave kv_cache_dtype auto"),
-        f"kv_tier {config.kv_tier}": (config.kv_tier is not None, "leave kv_tier out"),
         f"draft_model {config.draft_model}, on GPUs,": (
             config.draft_model is not None and on_gpu,
             "leave draft_model out, or use a proposer",
@@ -76,7 +73,6 @@ def _check_options_of_stages(config: EngineConfig, spec: ModelSpec) -> None:
             bool(spec.recurrent) and (config.proposer is not None or config.draft_model is not None),
             "leave proposer and draft_model out",
         ),
-        "target_itl": (config.target_itl is not None, "leave target_itl out"),
         "rebalance_experts": (config.rebalance_experts is not None, "leave rebalance_experts out"),
         "expert_counts": (config.expert_counts, "leave expert_counts off"),
     }
@@ -104,8 +100,8 @@ def rank_of(config: EngineConfig, number: int, layers: Sequence[range], draft: P
     """Process `number` of an engine whose stages have these layers, beside a draft model or head in a folder."""
     if config.enable_dp_attention:
         return rank_of_own_rows(number, config.tensor_parallel_size)
-    drafts = draft is not None and reads_embeddings(config, draft)
-    return ranks_of(number, config.tensor_parallel_size, layers, drafts=drafts)
+    embeds = reads_embeddings(config, draft)
+    return ranks_of(number, config.tensor_parallel_size, layers, embeds=embeds)
 
 
 def whole_experts(config: EngineConfig) -> WholeExperts | None:

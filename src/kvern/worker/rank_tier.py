@@ -1,6 +1,6 @@
 """What the first rank's tier decides reaches the others', each of which keeps its part of the same blocks."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from kvern.cache.tier import KVTier
 from kvern.device.ranks import Ranks
@@ -8,26 +8,30 @@ from kvern.worker.rank_wire import TierCall
 
 
 class NotedTier:
-    """A tier that decides for all ranks, and notes what it was asked."""
+    """A tier that decides for all ranks, and notes what it was asked; `before` is called first each time."""
 
-    def __init__(self, tier: KVTier) -> None:
-        self._tier = tier
+    def __init__(self, tier: KVTier, before: Callable[[], None]) -> None:
+        self._tier, self._before = tier, before
         self._calls: list[TierCall] = []
 
     def put(self, key: bytes, block: int) -> bool:
+        self._before()
         self._calls.append(TierCall("put", [key], block))
         return self._tier.put(key, block)
 
     def acquire(self, keys: Iterable[bytes]) -> list[bytes]:
+        self._before()
         found = self._tier.acquire(keys)
         self._calls.append(TierCall("acquire", found))
         return found
 
     def release(self, keys: Sequence[bytes]) -> None:
+        self._before()
         self._calls.append(TierCall("release", [*keys]))
         self._tier.release(keys)
 
     def lose(self, keys: Sequence[bytes]) -> None:
+        self._before()
         self._calls.append(TierCall("lose", [*keys]))
         self._tier.lose(keys)
 

@@ -72,7 +72,7 @@ class TieredSteps:
     def _load(self, loads: Sequence[BlockLoad]) -> list[tuple[int, int]]:
         """What all ranks could have."""
         loaded = self._tier.load(self._caches, [replace(load, key=self._ranks.own(load.key)) for load in loads])
-        if self._ranks.size == 1:
+        if self._ranks.processes == 1:
             return loaded
         counts = {load.load: 0 for load in loads} | dict(loaded)
         found = self._ranks.least(torch.tensor([*counts.values()], device=self._caches[0].device))

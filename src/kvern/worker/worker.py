@@ -245,8 +245,11 @@ class Worker:
 
     def _eight_bit(self, plan: Plan) -> EightBit:
         """How a cache in 8 bits is read: by the checkpoint's scales, and those that are measured where it has none."""
-        found = self._stored_scales
-        if any(scale is None for scale in found):
+        found = stored = self._stored_scales
+        if (layers := self._ranks.stage.layers) is not None:
+            places = zip(stored, self._whole.caching_layers, strict=True)
+            found = [scale for scale, place in places if place in layers]
+        if any(scale is None for scale in stored):  # also of other stages alone, which then wait for these layers
             contents, size = self._contents, self._config.block_size
             make_runner = partial(self._parts.runner, contents)
             measured = measured_scales(make_runner, self._spec, plan, size, getattr(torch, plan.cache_dtype))
