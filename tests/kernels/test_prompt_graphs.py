@@ -11,6 +11,9 @@ import torch
 
 import kvern.worker.prompt_graphs
 from kvern import LLM, SamplingParams
+from kvern.device.own_rows import rank_of_own_rows
+from kvern.device.ranks import ALONE, Ranks
+from kvern.errors import ConfigError
 from kvern.worker.cuda_graph import DecodedStep
 from kvern.worker.device_runner import DeviceRunner
 from kvern.worker.drafter import GuardedDrafter
@@ -106,10 +109,10 @@ class Missing:
         raise self._error
 
 
-def idle(error: Exception) -> bool:
+def idle(error: Exception, ranks: Ranks = ALONE) -> bool:
     runner = object.__new__(DeviceRunner)
     runner._graphs, runner._prompt_graphs, runner._verify_graphs = Missing(error), None, None  # type: ignore[assignment]
-    runner._drafter = GuardedDrafter(None)
+    runner._drafter, runner._ranks = GuardedDrafter(None), ranks
     return runner.idle()
 
 
@@ -117,6 +120,11 @@ def idle(error: Exception) -> bool:
 def test_without_memory_for_a_graph_the_engine_goes_on_without(error: Exception, caplog: Any) -> None:
     assert not idle(error)
     assert "no GPU memory for 2 CUDA graphs" in caplog.text
+
+
+def test_ranks_with_rows_of_their_own_need_all_graphs() -> None:
+    with pytest.raises(ConfigError, match="for CUDA graphs: turn cuda_graphs off; OutOfMemoryError: no room"):
+        idle(torch.OutOfMemoryError("no room"), rank_of_own_rows(0, 2))
 
 
 def test_other_errors_of_a_capture_are_not_hidden() -> None:

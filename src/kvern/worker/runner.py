@@ -10,7 +10,7 @@ from kvern.device.input_batch import InputBatch, build_input_batch
 from kvern.device.ranks import ALONE, Ranks
 from kvern.device.rows import BatchRows
 from kvern.layers.attention import NO_ADAPTERS
-from kvern.models.decoder import LanguageModel
+from kvern.models.decoder import Decoder, LanguageModel
 from kvern.sample.beams import DeviceCandidates
 from kvern.sample.drafts import kept_of, verify
 from kvern.sample.rejection import DrawnDrafts, accept
@@ -234,6 +234,12 @@ class ModelRunner:
         candidates = DeviceCandidates(logits, original, rows, slots) if needs & Needs.BEAMS else None
         states = embeddings(rows, slots, scored.hidden) if needs & Needs.EMBEDDING else None
         return PendingStep(scheduled, chosen, counts, logprobs, prompts, states, broken, candidates, verdict, kept)
+
+    @torch.inference_mode()
+    def assist(self) -> None:
+        """Compute what other ranks' rows choose of this one's experts."""
+        assert isinstance(self._decoder, Decoder), "start asks for it"
+        self._decoder.assist()
 
     def idle(self) -> bool:
         """Nothing can be made beforehand."""
