@@ -16,7 +16,6 @@ from kvern import LLM, EngineConfig, SamplingParams
 from kvern.device.own_rows import rank_of_own_rows
 from kvern.engine.engine import Engine
 from kvern.errors import ConfigError, EngineDied
-from kvern.layers.moe import MoE
 from kvern.model_spec import MoeSpec
 from kvern.models.loader import load_model
 from kvern.models.registry import spec_from_config
@@ -71,13 +70,11 @@ def test_each_rank_computes_its_own_rows(family: str, size: int, whole: WholeExp
         decoder = load_model(folder, ranks=ranks, whole_experts=whole)
         assert ranks.own_rows is not None
         if rank < len(prompts):
-            ranks.own_rows.agree(len(prompts[rank]))
+            ranks.own_rows.agree(len(prompts[rank]), decodes=False)
             return logits(decoder, prompts[rank])
-        ranks.own_rows.agree(0)
+        ranks.own_rows.agree(0, decodes=True)
         with torch.inference_mode():
-            for part in decoder.modules():
-                if isinstance(part, MoE):
-                    part.join()
+            decoder.assist()
         return None
 
     with ThreadPoolExecutor(size) as threads:

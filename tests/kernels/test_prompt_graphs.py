@@ -11,6 +11,7 @@ import torch
 
 import kvern.worker.prompt_graphs
 from kvern import LLM, SamplingParams
+from kvern.device.own_rows import rank_of_own_rows
 from kvern.device.ranks import ALONE, Ranks, ranks_of
 from kvern.errors import ConfigError
 from kvern.worker.cuda_graph import DecodedStep
@@ -110,9 +111,8 @@ class Missing:
 
 def idle(error: Exception, ranks: Ranks = ALONE) -> bool:
     runner = object.__new__(DeviceRunner)
-    runner._ranks = ranks
     runner._graphs, runner._prompt_graphs, runner._verify_graphs = Missing(error), None, None  # type: ignore[assignment]
-    runner._drafter = GuardedDrafter(None)
+    runner._drafter, runner._ranks = GuardedDrafter(None), ranks
     return runner.idle()
 
 
@@ -122,7 +122,11 @@ def test_without_memory_for_a_graph_the_engine_goes_on_without(error: Exception,
     assert "no GPU memory for 2 CUDA graphs" in caplog.text
 
 
-@pytest.mark.parametrize("ranks", [Ranks(1, 2), ranks_of(1, 1, [range(1), range(1, 2)])], ids=["ranks", "stages"])
+@pytest.mark.parametrize(
+    "ranks",
+    [Ranks(1, 2), ranks_of(1, 1, [range(1), range(1, 2)]), rank_of_own_rows(0, 2)],
+    ids=["ranks", "stages", "own rows"],
+)
 def test_ranks_without_memory_for_a_graph_end_since_others_have_it(ranks: Ranks) -> None:
     with pytest.raises(ConfigError, match=r"no GPU memory for 2 CUDA graphs of this rank.*: lower max_batch_requests"):
         idle(torch.OutOfMemoryError("no room"), ranks)

@@ -108,6 +108,10 @@ class Ranks:
         """Whether a last layer may leave rows out behind which nothing is sampled: no other rank counts on them."""
         return self.stage.is_last and self.own_rows is None
 
+    def padded_decodes(self, count: int) -> int:
+        """How many rows a captured step of `count` decodes has to have at least; 0: it cannot be a captured one."""
+        return count if self.own_rows is None else self.own_rows.most_decodes
+
     @property
     def sharing_experts(self) -> int:
         """Ranks that have a share of the same experts each."""

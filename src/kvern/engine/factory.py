@@ -74,6 +74,8 @@ def build_core(
         draft = draft_folder(config, folder, resolve_device(config).type)
     executor, layout = start(config, folder, spec, startup, draft, lost)
     if isinstance(executor, OwnRowsExecutor):
+        with startup.stage("graphs"):
+            executor.capture_all()
         executor.begin_counting()
         return make_homes(config, folder, layout, executor, note), spec, layout
     scheduler = make_scheduler(config, folder, layout, executor.tier)

@@ -192,7 +192,7 @@ class HomedCores:
         return self._core.read_adapter(path)
 
     def add_adapter(self, key: int, adapter: "Adapter") -> None:
-        raise NotImplementedError
+        raise NotImplementedError  # none can be read
 
     def unload_adapter(self, key: int) -> None:
         raise NotImplementedError

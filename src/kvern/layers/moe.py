@@ -47,7 +47,7 @@ class MoE(Module):
     def forward(self, x: Tensor, rows: Any = None) -> Tensor:
         return self.mixed(x)
 
-    def join(self) -> None:
+    def assist(self) -> None:
         """Compute what other ranks' rows choose of this one's experts, in a step in which it has none itself."""
         self.mixed(self._no_rows)
 

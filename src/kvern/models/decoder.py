@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Protocol, cast
 
 from torch import Tensor, nn
@@ -13,6 +14,7 @@ from kvern.layers.block import Memory, Places, SequentialLayer, block_class
 from kvern.layers.build import Build
 from kvern.layers.embedding import make_embedding, make_head
 from kvern.layers.linear import Linear
+from kvern.layers.moe import MoE
 from kvern.layers.norm import make_norm
 from kvern.layers.per_layer import PerLayerInputs
 from kvern.layers.rope import RopeTable, Rotation
@@ -178,6 +180,15 @@ class Decoder(WeightedModel):
 
     def _rotations(self, positions: Tensor) -> list[Rotation]:
         return [table(positions) for table in self.rope_tables] or [Rotation(positions, positions)]
+
+    def assist(self) -> None:
+        """Compute what other ranks' rows choose of this one's experts, in a step in which it has none itself."""
+        for mixture in self._mixtures:
+            mixture.assist()
+
+    @cached_property
+    def _mixtures(self) -> list[MoE]:
+        return [part for part in self.layers.modules() if isinstance(part, MoE)]
 
     def logits(self, hidden: Tensor, *, upcast: bool = True) -> Tensor:
         """Score the vocabulary: `hidden [N, hidden]` -> float32 `[N, vocab]`.

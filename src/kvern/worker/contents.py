@@ -62,6 +62,10 @@ class Runner(Protocol):
         """Make one thing that steps would run faster with, while none runs; whether there are more."""
         ...
 
+    def assist(self) -> None:
+        """Take part in a step of ranks with rows of their own, in which this one has none."""
+        ...
+
     def abandon(self) -> None:
         """Wait for the device, then forget all steps: every request joins anew. Raises if the device is broken."""
         ...

@@ -163,23 +163,30 @@ class DecodeGraphs:
         options: bool,
         adapted: bool = False,
         exact: torch.Tensor | None = None,
+        size: int = 0,
     ) -> torch.Tensor:
         """Start a step of one token for each request; the sampled tokens, [R] int64, good until the next call.
 
         `options`: some of the rows ask for more than a temperature; then `logprobs` has what is reported of the tokens.
         `adapted`: some of the rows use adapters. `exact` [R] int32: where they begin, if `starts` are only bounds.
+        `size`: of a graph that is large enough for so many requests, of which there may be none.
         """
-        return self._replay(slots, starts, options, adapted, exact).outputs.sampled[: len(slots)]
+        return self._replay(slots, starts, options, adapted, exact, size).outputs.sampled[: len(slots)]
 
     def logprobs(self, count: int, most: int) -> DeviceLogprobs:
         """Of the first `count` tokens of the last step with options, and of at most so many others beside each."""
         return DeviceLogprobs.of(self._reported, count, most)
 
     def run_to_states(
-        self, slots: list[int], starts: list[int], adapted: bool = False, exact: torch.Tensor | None = None
+        self,
+        slots: list[int],
+        starts: list[int],
+        adapted: bool = False,
+        exact: torch.Tensor | None = None,
+        size: int = 0,
     ) -> DecodedStates:
-        """Start a step of one token for each request, whose sampling takes more than a graph can do."""
-        graph, count = self._replay(slots, starts, False, adapted, exact), len(slots)
+        """Start a step of one token for each request, whose sampling takes more than a graph can do; as `run`."""
+        graph, count = self._replay(slots, starts, False, adapted, exact, size), len(slots)
         outputs, rows = graph.outputs, graph.inputs[0, :count]
         return DecodedStates(outputs.hidden[:count], rows, outputs.positions[:count], outputs.logits[:count])
 
@@ -189,10 +196,10 @@ class DecodeGraphs:
             graph.slots, graph.starts, graph.groups = [], [], None
 
     def _replay(
-        self, slots: list[int], starts: list[int], options: bool, adapted: bool, exact: torch.Tensor | None
+        self, slots: list[int], starts: list[int], options: bool, adapted: bool, exact: torch.Tensor | None, size: int
     ) -> DecodeGraph:
         groups = self._shared_prefixes(slots, starts)
-        plain = smallest(self._graphs, len(slots), options, adapted)
+        plain = smallest(self._graphs, max(len(slots), size), options, adapted)
         assert plain is not None, "`can_run` was not asked"
         graph = self._graphs[plain]
         if groups is not None:

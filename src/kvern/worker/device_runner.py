@@ -18,23 +18,21 @@ import torch
 from kvern.attention.base import AttentionBackend
 from kvern.device.device_batch import DeviceBatch, DeviceRows, build_device_batch
 from kvern.device.input_batch import sampled_tokens
-from kvern.device.transfer import upload
-from kvern.kernels import logprobs
 from kvern.kernels.batch import write_sampled
 from kvern.kernels.constraints import change
 from kvern.kernels.sampling import sample as sample_tokens
 from kvern.layers.attention import NO_ADAPTERS
 from kvern.models.decoder import Decoder
-from kvern.sample.beams import DeviceCandidates, most_probable
+from kvern.sample.beams import DeviceCandidates
 from kvern.sample.drafts import read_drafts, verify
 from kvern.sample.dry import penalize_repetitions
-from kvern.sample.logprobs import DeviceLogprobs
 from kvern.sample.rejection import accept
 from kvern.sample.sampler import sample
 from kvern.step import ScheduledTokens, SchedulerOutput
 from kvern.structured.masks import GrammarRows, Restricted
 from kvern.worker.adapters import Adapters
 from kvern.worker.cuda_graph import DecodedStates, DecodeGraphs
+from kvern.worker.device_logprobs import listed, reported
 from kvern.worker.device_states import DeviceStateMemory
 from kvern.worker.drafter import Captures, ComputedStep, Drafter, GuardedDrafter
 from kvern.worker.graph_captures import give_up
@@ -87,11 +85,12 @@ class DeviceRunner:
             bank = None if adapters is None else adapters.bank
             self._graphs = DecodeGraphs(decoder, attention, rows, block_size, members, bank, states)
             sizes = block_size, max_batch_tokens, self._graphs.pool, self._graphs.stream
-            if attention.reads_device_starts and not attention.deterministic:
+            is_alone = self._ranks.own_rows is None  # other ranks' steps may be of other kinds
+            if attention.reads_device_starts and not attention.deterministic and is_alone:
                 self._prompt_graphs = PromptGraphs(decoder, attention, rows, *sizes, states)
             reader = self._drafter.reader
             drafts = drafts and self._drafter.drawn is None and (reader is not None or self._drafter.inputs is None)
-            if drafts and attention.reads_device_starts:
+            if drafts and attention.reads_device_starts and is_alone:
                 self._verify_graphs = VerifyGraphs(decoder, attention, rows, *sizes, bank, states, reader)
 
     @torch.inference_mode()
@@ -136,6 +135,15 @@ class DeviceRunner:
         self._drafted = begun, ended
 
     @torch.inference_mode()
+    def assist(self) -> None:
+        """Take part in a step of other ranks: in a graph of rows that pad, or with experts alone."""
+        size = self._ranks.padded_decodes(0)
+        if size and self._graphs is not None and self._graphs.can_run(size, adapted=False):
+            self._graphs.run([], [], options=False, size=size)
+        else:
+            self._decoder.assist()
+
+    @torch.inference_mode()
     def idle(self) -> bool:
         """Capture one graph; whether there are more. Plain decodes come first, then drafts, then prompts.
 
@@ -153,7 +161,8 @@ class DeviceRunner:
         try:
             graphs.capture_next()
         except RuntimeError as error:
-            give_up(graphs.missing, error, is_alone=self._ranks.processes == 1)
+            is_alone = self._ranks.processes == 1 and self._ranks.own_rows is None
+            give_up(graphs.missing, error, is_alone=is_alone)
         return any(kind.missing for kind in kinds)
 
     def abandon(self) -> None:
@@ -181,8 +190,9 @@ class DeviceRunner:
         slots = [item.slot for item in scheduled]
         adapted = self._adapters is not None and max(self._adapters.indices(self._rows, slots)) >= 0
         drafting = self._drafter.is_asked(scheduled)
-        if decodes and not drafting and self._graphs is not None and self._graphs.can_run(len(slots), adapted):
-            return self._replay_decodes(self._graphs, scheduled, wanted, adapted, uncertain), None
+        size = self._ranks.padded_decodes(len(slots)) if decodes and not drafting else 0
+        if size and self._graphs is not None and self._graphs.can_run(size, adapted):
+            return self._replay_decodes(self._graphs, scheduled, wanted, adapted, uncertain, size), None
         verified = self._replay_drafts(scheduled, wanted, adapted) if drafting or not decodes else None
         if verified is not None:
             return verified
@@ -228,13 +238,14 @@ class DeviceRunner:
         wanted: Needs,
         adapted: bool,
         uncertain: bool,
+        size: int,
     ) -> PendingStep:
-        """A step of plain decodes, for which there is a graph."""
+        """A step of plain decodes, for which there is a graph of `size` rows or more."""
         slots = [item.slot for item in scheduled]
         starts = [item.start for item in scheduled]
         exact = self._rows.starts(scheduled) if uncertain else None
-        if not wanted & ~IN_KERNELS and graphs.can_run(len(slots), adapted, bool(wanted)):
-            sampled = graphs.run(slots, starts, bool(wanted), adapted, exact)
+        if not wanted & ~IN_KERNELS and graphs.can_run(size, adapted, bool(wanted)):
+            sampled = graphs.run(slots, starts, bool(wanted), adapted, exact, size)
             if exact is not None:
                 self._rows.advance(scheduled, exact)
             if not wanted & Needs.LOGPROBS:
@@ -242,7 +253,7 @@ class DeviceRunner:
             counts = [self._rows.request(slot).params.logprobs for slot in slots]
             most = max(count for count in counts if count is not None)
             return PendingStep(scheduled, sampled, counts, graphs.logprobs(len(slots), most))
-        decoded = graphs.run_to_states(slots, starts, adapted, exact)
+        decoded = graphs.run_to_states(slots, starts, adapted, exact, size)
         return self._sample(scheduled, slots, decoded, wanted, None, exact)
 
     def _replay_drafts(
@@ -376,19 +387,3 @@ class DeviceRunner:
 def _computes(needs: Needs) -> bool:
     """Whether more is asked for than a temperature and a mask, which the logits take as they are."""
     return bool(needs & ~(Needs.EMBEDDING | Needs.GRAMMAR | Needs.BEAMS))
-
-
-def reported(logits: torch.Tensor, tokens: torch.Tensor, most: int) -> DeviceLogprobs:
-    """What `token_logprobs` returns."""
-    found = logprobs.empty(len(tokens), logits.device)
-    slots = torch.zeros(len(tokens), dtype=torch.int32, device=logits.device)
-    logprobs.logprobs(logits, slots, upload([most], torch.int64, logits.device), tokens, found)
-    return DeviceLogprobs.of(found, len(tokens), min(most, logits.shape[-1]))
-
-
-def listed(scores: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """What `most_probable` returns."""
-    if count > logprobs.WIDTH:
-        return most_probable(scores, count)
-    found = reported(scores, torch.zeros(len(scores), dtype=torch.int64, device=scores.device), count)
-    return found.best, found.best_ids

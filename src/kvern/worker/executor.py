@@ -1,6 +1,7 @@
 """Where steps run: on one device or several, that do the same. The engine core knows nothing below this."""
 
 import math
+import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
@@ -252,19 +253,24 @@ class OwnRowsExecutor(InProcessExecutor):
 
     def _start(self, output: SchedulerOutput) -> StepResult:
         self._has_started = True
-        self._own_rows.agree(output.token_count)
+        decodes = all(item.count == item.sampled == 1 for item in output.scheduled)
+        self._own_rows.agree(output.token_count, decodes=decodes)
         return self._worker.runner.execute(output)
+
+    def capture_all(self) -> None:
+        """Make all that steps run faster with, before the first turn: all ranks replay the same. Raises ConfigError."""
+        while self.idle():
+            pass
 
     def end_turn(self) -> None:
         """Take part in the others' step, if this rank has not started its own part of it."""
-        if not self._has_started and self._own_rows.agree(0):
-            self._worker.join_step()
+        if not self._has_started and self._own_rows.agree(0, decodes=True):
+            self._worker.runner.assist()
         self._has_started = False
 
     def abandon(self) -> None:
-        cause = self._error
         self._error = EngineDied(RANKS_DISAGREE) if self.others is None else self.others.give_up()
-        raise self._error from cause
+        raise self._error from sys.exception()  # which may have come of a step on its way
 
 
 class _LaterStep:

@@ -74,7 +74,6 @@ class KernelParts:
         self.unquantized = TunedLinear(memory.device, plan.linear_backend)
         self._choice: AttentionChoice | None = None
         self._captures = config.cuda_graphs and config.pipeline_parallel_size == 1  # a graph samples
-        self._captures &= not config.enable_dp_attention  # and gathers as many rows each time
         self.groups = LayerGroups.one_table(self._layers)
 
     @property

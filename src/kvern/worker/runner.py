@@ -10,7 +10,7 @@ from kvern.device.input_batch import InputBatch, build_input_batch
 from kvern.device.ranks import ALONE, Ranks
 from kvern.device.rows import BatchRows
 from kvern.layers.attention import NO_ADAPTERS
-from kvern.models.decoder import LanguageModel
+from kvern.models.decoder import Decoder, LanguageModel
 from kvern.sample.beams import DeviceCandidates
 from kvern.sample.drafts import kept_of, verify
 from kvern.sample.rejection import DrawnDrafts, accept
@@ -243,6 +243,12 @@ class ModelRunner:
         tokens, computed = self._rows.tokens.numpy(), self._rows.num_computed_tokens.tolist()
         firsts = ((item, computed[item.slot] + 1) for item in scheduled if item.sampled and item.guesses)
         return {item.slot: tokens[item.slot, first : first + item.guesses].tolist() for item, first in firsts}
+
+    @torch.inference_mode()
+    def assist(self) -> None:
+        """Compute what other ranks' rows choose of this one's experts."""
+        assert isinstance(self._decoder, Decoder), "start asks for it"
+        self._decoder.assist()
 
     def idle(self) -> bool:
         """Nothing can be made beforehand."""

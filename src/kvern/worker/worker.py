@@ -21,7 +21,6 @@ from kvern.device.ranks import ALONE, Ranks
 from kvern.errors import ConfigError, InvalidAdapter
 from kvern.expert_placement import Placement
 from kvern.layers.linear_format import LinearMethods
-from kvern.layers.moe import MoE
 from kvern.layers.unquantized import Unquantized
 from kvern.model_spec import ModelSpec
 from kvern.models.cache_scales import stored_scales
@@ -272,17 +271,6 @@ class Worker:
     def place_experts(self, placements: Mapping[int, Placement]) -> None:
         """Place the experts of these layers anew, between the same steps on all ranks."""
         move_experts(experts_of(self._contents.decoder), placements, self._ranks)
-
-    @torch.inference_mode()
-    def join_step(self) -> None:
-        """Compute what rows of other ranks choose of this one's experts, in a step in which it has no rows."""
-        for mixture in self._mixtures:
-            mixture.join()
-
-    @cached_property
-    def _mixtures(self) -> list[MoE]:
-        assert isinstance(self._contents.decoder, Decoder), "start asks for it"
-        return [part for part in self._contents.decoder.modules() if isinstance(part, MoE)]
 
     @cached_property
     def expert_counts(self) -> ExpertCounts:
