@@ -148,7 +148,7 @@ async def streamed(llm: AsyncLLM, asks: Sequence[Ask]) -> list[Result]:
         return Result(ask, output, streamed=news)
 
     gate = threading.Event()
-    llm._between_steps(lambda: assert_true(gate.wait(60)))
+    llm._between_steps(lambda: assert_true(gate.wait(240)))
     tasks = [asyncio.create_task(one(ask)) for ask in asks]
     await asyncio.sleep(0)  # every task has handed its request over
     gate.set()

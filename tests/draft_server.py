@@ -46,7 +46,7 @@ def drafts_served() -> Iterator[tuple[Drafts, str]]:
         def do_POST(self) -> None:
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
             drafts.bodies.append(body)
-            drafts.gate.wait(30)
+            drafts.gate.wait(240)
             self._send(drafts.answer(body))
 
         def _send(self, found: Any) -> None:

@@ -328,7 +328,7 @@ def send(address: tuple[str, int], probes: Iterable[Probe], findings: Findings, 
     lock = threading.Lock()
 
     def work() -> None:
-        connection = http.client.HTTPConnection(*address, timeout=60)
+        connection = http.client.HTTPConnection(*address, timeout=240)
         while not queue.empty():
             try:
                 probe = queue.get_nowait()

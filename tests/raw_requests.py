@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from tests.served import Served
+from tests.served import PATIENCE, Served
 
 MEGABYTE = 1 << 20
 SOON = 12.0
@@ -16,7 +16,7 @@ SOON = 12.0
 
 
 def connect(server: Served) -> socket.socket:
-    return socket.create_connection((server.host, server.port), timeout=30)
+    return socket.create_connection((server.host, server.port), timeout=PATIENCE)
 
 
 def resident(server: Served) -> int:
@@ -76,10 +76,10 @@ def received(connection: socket.socket) -> bytes:
 POST = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
 
 
-def drip(connection: socket.socket, part: bytes, seconds: float = 60.0) -> bool:
+def drip(connection: socket.socket, part: bytes) -> bool:
     """Send a little now and then; whether the server closes meanwhile."""
     connection.settimeout(0.2)
-    deadline = time.monotonic() + seconds
+    deadline = time.monotonic() + PATIENCE
     while time.monotonic() < deadline:
         try:
             connection.sendall(part)

@@ -18,8 +18,9 @@ import openai
 from prometheus_client.parser import text_string_to_metric_families
 
 KEY = "secret-key"
-
-
+ENGINE = "kvern.engine.process"
+PATIENCE = 240.0
+"""Seconds that something may take on a machine that is busy with other things, before a test gives up."""
 QUESTION = [{"role": "user", "content": "What is 17 + 25?"}]
 
 
@@ -28,7 +29,11 @@ def children_of(pid: int) -> list[int]:
 
 
 def command_of(pid: int) -> str:
-    return Path(f"/proc/{pid}/cmdline").read_text()
+    """Empty where the process has ended."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
 
 
 def child_of(pid: int, module: str) -> int:
@@ -77,7 +82,7 @@ class Served:
         return f"http://{self.host}:{self.port}/v1"
 
     def client(self, key: str = KEY) -> openai.OpenAI:
-        client = openai.OpenAI(base_url=self.url, api_key=key, max_retries=0, timeout=60)
+        client = openai.OpenAI(base_url=self.url, api_key=key, max_retries=0, timeout=PATIENCE)
         self._clients.append(client)
         return client
 
@@ -86,7 +91,7 @@ class Served:
         head = f"{method} {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nContent-Length: {len(body)}\r\n"
         if key is not None:
             head += f"Authorization: Bearer {key}\r\n"
-        with socket.create_connection((self.host, self.port), timeout=60) as connection:
+        with socket.create_connection((self.host, self.port), timeout=PATIENCE) as connection:
             connection.sendall(head.encode() + b"\r\n" + body)
             data = b""
             while part := connection.recv(65536):
@@ -99,7 +104,7 @@ class Served:
     def figure(self, name: str, key: str = KEY, **labels: str) -> float:
         """One of the metrics: the sum of those with these labels; 0 if there is none."""
         head = f"GET /metrics HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nAuthorization: Bearer {key}\r\n\r\n"
-        with socket.create_connection((self.host, self.port), timeout=60) as connection:
+        with socket.create_connection((self.host, self.port), timeout=PATIENCE) as connection:
             connection.sendall(head.encode())
             data = b""
             while part := connection.recv(65536):
@@ -112,11 +117,24 @@ class Served:
         os.kill(self.engine_pid(), signal.SIGKILL)
 
     def engine_pid(self) -> int:
-        return child_of(self.process.pid, "kvern.engine.process")
+        return child_of(self.process.pid, ENGINE)
 
     def worked(self) -> float:
         """Seconds of processors that the server and its engine have used: no load of the machine changes them."""
         return worked(self.process.pid) + worked(self.engine_pid())
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """No engine computes while the block runs: whatever is asked does not end meanwhile."""
+        engines = [child for child in children_of(self.process.pid) if ENGINE in command_of(child)]
+        for engine in engines:
+            os.kill(engine, signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            for engine in engines:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(engine, signal.SIGCONT)
 
     def child(self, module: str) -> int:
         """The process of the server that runs a module."""
@@ -132,12 +150,12 @@ class Served:
             client.close()
         assert self.process.stderr is not None
         if self._reader is not None:
-            self._reader.join(60)
+            self._reader.join(PATIENCE)
         self.process.stderr.close()
-        return self.process.wait(60)
+        return self.process.wait(PATIENCE)
 
 
-def eventually(condition: Callable[[], bool], seconds: float = 60) -> None:
+def eventually(condition: Callable[[], bool], seconds: float = PATIENCE) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline

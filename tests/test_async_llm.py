@@ -22,7 +22,7 @@ def serve(tiny_model: Path, work: Callable[[AsyncLLM], Any], **options: Any) -> 
 
     async def main() -> Any:
         async with AsyncLLM(str(tiny_model), max_model_len=256, threads=1, **options) as llm:
-            result = await asyncio.wait_for(work(llm), 60)
+            result = await asyncio.wait_for(work(llm), 240)
         assert is_idle(llm)
         return result
 

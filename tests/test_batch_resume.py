@@ -158,7 +158,8 @@ def wait_for_rows(process: "subprocess.Popen[str]", path: Path, count: int) -> N
         raise AssertionError(f"ended too early: {process.communicate()}")
 
 
-LONG_ROWS = [{"prompt": f"the fox {index}", "max_tokens": 40} for index in range(100)]
+LONG_ROWS = [{"prompt": f"the fox {index}", "max_tokens": 10 if index < 50 else 120} for index in range(100)]
+"""The first are done soon, and a job that has done them has much to do yet."""
 
 
 @pytest.fixture(scope="module")
@@ -178,7 +179,7 @@ def whole(undisturbed: Path, tmp_path: Path) -> Path:
 
 def finish(start: Start, output: str) -> str:
     process = start("in.jsonl", output)
-    shown, errors = process.communicate(timeout=120)
+    shown, errors = process.communicate(timeout=240)
     assert process.returncode == 0, errors
     return shown
 
@@ -201,7 +202,7 @@ def test_ctrl_c_keeps_what_is_done_and_says_how_to_go_on(start: Start, whole: Pa
     process = start("in.jsonl", "out.jsonl")
     wait_for_rows(process, tmp_path / "out.jsonl", 20)
     process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=60)
+    _, errors = process.communicate(timeout=240)
     assert process.returncode == 130
     assert len(errors.splitlines()) == 1
     assert "the same command goes on from there" in errors
@@ -215,7 +216,7 @@ def test_ctrl_c_keeps_what_is_done_and_says_how_to_go_on(start: Start, whole: Pa
 @pytest.mark.parametrize("output", ["out.jsonl", pytest.param("out.csv", marks=pytest.mark.nightly)])
 def test_a_full_disk_keeps_what_was_done(start: Start, whole: Path, tmp_path: Path, output: str) -> None:
     process = start("in.jsonl", output, preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (5000, 5000)))
-    _, errors = process.communicate(timeout=120)
+    _, errors = process.communicate(timeout=240)
     assert process.returncode == 2
     assert len(errors.splitlines()) == 1
     assert errors.startswith("kvern: error: File too large while writing")
@@ -240,7 +241,7 @@ def test_a_disk_that_is_really_full(start: Start, whole: Path, tmp_path: Path) -
         pytest.skip("a file system can only be mounted by root")
     try:
         process = start("in.jsonl", "small/out.jsonl")
-        _, errors = process.communicate(timeout=120)
+        _, errors = process.communicate(timeout=240)
         assert process.returncode == 2
         assert "No space left on device" in errors
         assert whole.read_bytes().startswith((small / "out.jsonl").read_bytes())

@@ -135,8 +135,9 @@ def test_every_token_is_counted_and_timed(server: Served) -> None:
     for outcome in run.outcomes:
         assert outcome.error_kind == ""
         assert 0 < outcome.ttft <= outcome.e2el < run.seconds
-        assert 1 <= len(outcome.gaps) < outcome.output_tokens
+        assert len(outcome.gaps) < outcome.output_tokens
         assert sum(outcome.gaps) <= outcome.e2el - outcome.ttft + 1e-9
+    assert any(outcome.gaps for outcome in run.outcomes)
 
 
 def test_the_command_prints_and_writes_what_it_measured(bench: Bench, server: Served) -> None:
@@ -273,7 +274,7 @@ def test_bad_options_are_one_line(bench: Bench, options: tuple[str, ...], reason
 
 
 def test_a_server_that_dies_midway_is_counted() -> None:
-    served = Served(*SMALL)
+    served = Served("kvern-12m", *SMALL[1:], "--max-model-len", "2048")
     engine = served.engine_pid()
 
     def stop_after_one(done: int, tokens: int) -> None:
@@ -286,9 +287,9 @@ def test_a_server_that_dies_midway_is_counted() -> None:
         yield stop_after_one
 
     async def load() -> LoadRun:
-        samples = [Sample([300 + number] * 4, 2 if number == 0 else 250) for number in range(6)]
+        samples = [Sample([300 + number] * 4, 2 if number == 0 else 2000) for number in range(6)]
         async with HttpClient(served.url) as client:
-            sender = Sender(client, "/v1/completions", "kvern-1m", {"ignore_eos": True}, progress=progress)
+            sender = Sender(client, "/v1/completions", "kvern-12m", {"ignore_eos": True}, progress=progress)
             return await sender.run(samples, concurrency=3)
 
     found = summarize(run_loop(load()))

@@ -1,8 +1,6 @@
 """Encoders behind the server: the same routes, and an engine that is replaced when it dies."""
 
 import json
-import os
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +9,7 @@ import pytest
 from kvern.engine.relevance import sigmoid
 from kvern.tokenizer import Tokenizer
 from tests.encoders import LENGTH, expected_labels, expected_vector, make_encoder
-from tests.served import Served, child_of, serving
+from tests.served import Served, serving
 
 TOLERANCE = 1e-4
 QUERY = "What do foxes eat?"
@@ -34,7 +32,7 @@ def test_embeddings_outlive_an_engine(tmp_path: Path) -> None:
             for entry, vector in zip(answer["data"], vectors, strict=True):
                 assert entry["embedding"] == pytest.approx(vector, abs=TOLERANCE)
             assert answer["usage"]["prompt_tokens"] > 5 * 3
-            os.kill(child_of(server.process.pid, "kvern.engine.process"), signal.SIGKILL)
+            server.kill_engine()
         ranked = ask(server, "/v1/rerank", query=QUERY, documents=DOCUMENTS)
         assert ranked["method"] == "cosine"
         best = max(range(4), key=lambda place: sum(a * b for a, b in zip(vectors[0], vectors[1 + place], strict=True)))

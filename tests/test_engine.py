@@ -106,7 +106,7 @@ def test_requests_made_at_once_draw_different_seeds(llm: LLM, monkeypatch: pytes
     class Meeting(type(inputs)):  # type: ignore[misc]
         @property
         def _seed(self) -> int:
-            both.wait(30)
+            both.wait(240)
             return 0
 
     met = Meeting.__new__(Meeting)

@@ -129,7 +129,7 @@ def test_streams_go_on_when_a_rank_ends_or_hangs(how: signal.Signals, option: st
     small = [*SMALL, "--device", DEVICE, "--kv-cache-tokens", "8192", "--engine-timeout", "20"]
     with serving(*small, option, "2") as served:
         with concurrent.futures.ThreadPoolExecutor(len(seeds)) as pool:
-            client = served.client().with_options(timeout=250)
+            client = served.client()
             texts = [pool.submit(read, client, seed) for seed in seeds]
             eventually(lambda: served.figure("generation_tokens_total") > TOKENS / 4)
             engine = served.engine_pid()

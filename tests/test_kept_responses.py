@@ -55,7 +55,7 @@ def test_a_conversation_and_its_items(alice: openai.OpenAI) -> None:
         alice.conversations.items.list(begun.id)
 
 
-def test_responses_go_on_with_a_conversation_one_at_a_time(alice: openai.OpenAI) -> None:
+def test_responses_go_on_with_a_conversation_one_at_a_time(server: Served, alice: openai.OpenAI) -> None:
     conversation = alice.conversations.create().id
     first = alice.responses.create(**SHORT, input="Who are you?", conversation=conversation)
     assert first.conversation is not None and first.conversation.id == conversation
@@ -68,11 +68,12 @@ def test_responses_go_on_with_a_conversation_one_at_a_time(alice: openai.OpenAI)
         {"role": role, "content": text} for role, text in zip(("user", "assistant", "user"), texts, strict=False)
     ]
     assert alice.responses.create(**SHORT, input=told).output_text == second.output_text
-    stream = alice.responses.create(**LONG, stream=True, conversation=conversation)
-    next(iter(stream))
-    with pytest.raises(openai.ConflictError, match="another response goes on with conversation"):
-        alice.responses.create(**SHORT, input="Now?", conversation=conversation)
-    stream.close()  # and nothing of it is added
+    with server.held():
+        stream = alice.responses.create(**LONG, stream=True, conversation=conversation)
+        next(iter(stream))
+        with pytest.raises(openai.ConflictError, match="another response goes on with conversation"):
+            alice.responses.create(**SHORT, input="Now?", conversation=conversation)
+        stream.close()  # and nothing of it is added
     eventually(lambda: _goes_on(alice, conversation))
     assert len(list(alice.conversations.items.list(conversation))) == 6
 

@@ -11,7 +11,7 @@ import pytest
 from playwright.sync_api import Browser, BrowserContext, Page, Route, expect, sync_playwright
 
 from tests.scripted_model import Call, make_scripted_model
-from tests.served import KEY, SMALL, Served, eventually, serving
+from tests.served import KEY, PATIENCE, SMALL, Served, eventually, serving
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 ARGUMENTS = [
@@ -36,6 +36,7 @@ def server() -> Iterator[Served]:
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
+    expect.set_options(timeout=PATIENCE * 1000)
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=CHROMIUM, args=ARGUMENTS)
         yield browser
@@ -60,7 +61,9 @@ def page(browser: Browser, server: Served) -> Iterator[Page]:
 
 def opened(browser: Browser, server: Served, **options: Any) -> BrowserContext:
     credentials: Any = {"username": "me", "password": KEY}
-    return browser.new_context(http_credentials=credentials, **options)
+    context = browser.new_context(http_credentials=credentials, **options)
+    context.set_default_timeout(PATIENCE * 1000)
+    return context
 
 
 def ask(page: Page, question: str) -> None:
@@ -83,7 +86,7 @@ def test_an_answer_and_its_figures(page: Page, server: Served) -> None:
     ask(page, QUESTION)
     expect(page.locator(".question")).to_have_text(QUESTION)
     figures = page.locator(".figures")
-    expect(figures).to_contain_text("tokens/s", timeout=20_000)
+    expect(figures).to_contain_text("tokens/s")
     expect(figures).to_contain_text("first token")
     client = server.client()
     messages: Any = [{"role": "user", "content": QUESTION}]
@@ -91,7 +94,7 @@ def test_an_answer_and_its_figures(page: Page, server: Served) -> None:
     page.get_by_role("button", name="Settings").click()
     page.get_by_label("Temperature").fill("0")
     page.get_by_role("button", name="Answer again").click()
-    expect(page.locator(".answer")).to_contain_text(expected.choices[0].message.content[:40], timeout=20_000)
+    expect(page.locator(".answer")).to_contain_text(expected.choices[0].message.content[:40])
     page.reload()
     expect(page.locator(".answer")).to_contain_text(expected.choices[0].message.content[:40])
     page.get_by_role("button", name="New conversation").click()
@@ -107,7 +110,7 @@ def test_a_conversation_goes_on(page: Page) -> None:
     page.get_by_label("Seed").fill("3")
     for number in (1, 2):
         ask(page, f"What is {number} + 1?")
-        expect(page.locator(".figures")).to_have_count(number, timeout=20_000)
+        expect(page.locator(".figures")).to_have_count(number)
     assert [message["role"] for message in bodies[1]["messages"]] == ["system", "user", "assistant", "user"]
     assert (bodies[1]["max_tokens"], bodies[1]["seed"], bodies[1]["model"]) == (12, 3, "kvern-12m")
     assert "temperature" not in bodies[1]
@@ -122,14 +125,15 @@ def test_stop_ends_the_request(page: Page, server: Served, how: str) -> None:
     page.route("**/v1/chat/completions", long)
     before = server.figure("request_success_total", finished_reason="abort")
     ask(page, "Tell me a story about a fox.")
-    expect(page.locator(".answer .markdown")).to_contain_text(re.compile(r"\w+ \w+"), timeout=20_000)
-    if how == "button":
-        page.get_by_role("button", name="Stop").click()
-    else:
-        page.keyboard.press("Escape")
-    expect(page.locator(".figures")).to_contain_text("stopped")
     expect(page.locator(".answer .markdown")).to_contain_text(re.compile(r"\w+ \w+"))
-    eventually(lambda: server.figure("request_success_total", finished_reason="abort") == before + 1)
+    with server.held():
+        if how == "button":
+            page.get_by_role("button", name="Stop").click()
+        else:
+            page.keyboard.press("Escape")
+        expect(page.locator(".figures")).to_contain_text("stopped")
+        expect(page.locator(".answer .markdown")).to_contain_text(re.compile(r"\w+ \w+"))
+        eventually(lambda: server.figure("request_success_total", finished_reason="abort") == before + 1)
     eventually(lambda: server.figure("num_requests_running") == 0)
 
 
@@ -148,7 +152,7 @@ def test_markdown_is_shown_and_scripts_are_not_run(page: Page) -> None:
 
 def test_errors_are_told_in_words(page: Page) -> None:
     ask(page, "What is 1 + 1?")
-    expect(page.locator(".figures")).to_have_count(1, timeout=20_000)
+    expect(page.locator(".figures")).to_have_count(1)
     page.get_by_role("button", name="Settings").click()
     page.get_by_label("Temperature").fill("9999999")
     ask(page, "And 2 + 2?")
@@ -163,7 +167,7 @@ def test_the_keyboard_alone_is_enough(page: Page) -> None:
     page.keyboard.type("Tell me.")
     page.keyboard.press("Enter")
     expect(page.locator(".question")).to_have_text("What is 1 + 1?\nTell me.")
-    expect(page.locator(".figures")).to_have_count(1, timeout=20_000)
+    expect(page.locator(".figures")).to_have_count(1)
     for _ in range(20):
         page.keyboard.press("Tab")
         if page.evaluate("document.activeElement.getAttribute('role')") == "tab":
@@ -179,11 +183,11 @@ def test_the_keyboard_alone_is_enough(page: Page) -> None:
 
 def test_the_engine_tab_draws_the_metrics(page: Page, server: Served) -> None:
     page.get_by_role("tab", name="Engine").click()
-    expect(page.locator(".chart")).to_have_count(10, timeout=10_000)
+    expect(page.locator(".chart")).to_have_count(10)
     client = server.client()
     client.completions.create(model="kvern-12m", prompt="Once", max_tokens=300, extra_body={"ignore_eos": True})
     rate = page.locator(".chart", has_text="Generated tokens/s")
-    expect(rate.locator("path.line")).to_have_attribute("d", re.compile("L"), timeout=10_000)
+    expect(rate.locator("path.line")).to_have_attribute("d", re.compile("L"))
     expect(page.locator(".chart", has_text="Between tokens").locator("strong").first).to_contain_text(
         re.compile("[mµ]s")
     )
@@ -199,7 +203,7 @@ def test_thoughts_calls_and_their_results(browser: Browser, tmp_path: Path) -> N
     phone: Any = {"viewport": {"width": 390, "height": 740}, "has_touch": True, "is_mobile": True}
     with (
         serving(str(model), "--threads", "1", "--max-model-len", "2048") as server,
-        browser.new_context(**phone) as context,
+        opened(browser, server, **phone) as context,
     ):
         page = context.new_page()
         page.goto(f"http://{server.host}:{server.port}/")
@@ -210,7 +214,7 @@ def test_thoughts_calls_and_their_results(browser: Browser, tmp_path: Path) -> N
         page.get_by_label("Tools, a JSON list").fill(TOOLS)
         page.get_by_role("button", name="Settings").tap()
         page.get_by_role("button", name="Answer again").tap()
-        expect(page.locator(".call")).to_contain_text('"word": "granite"', timeout=20_000)
+        expect(page.locator(".call")).to_contain_text('"word": "granite"')
         page.get_by_role("button", name="Thoughts").tap()
         expect(page.locator(".thinking strong")).to_have_text("more")
         assert page.evaluate("document.documentElement.scrollWidth") <= 390
@@ -230,11 +234,11 @@ def test_an_answer_of_a_schema(page: Page) -> None:
     page.get_by_role("button", name="Settings").click()
     page.get_by_label("Answer as JSON of this schema").fill('{"enum": [{"colour": "green"}]}')
     ask(page, "Which colour?")
-    expect(page.locator(".answer pre")).to_have_text('{\n  "colour": "green"\n}', timeout=20_000)
+    expect(page.locator(".answer pre")).to_have_text('{\n  "colour": "green"\n}')
 
 
 def test_adapters_can_be_chosen(browser: Browser) -> None:
-    with serving(*SMALL, "--adapter", f"gull={ADAPTER}") as server, browser.new_context() as context:
+    with serving(*SMALL, "--adapter", f"gull={ADAPTER}") as server, opened(browser, server) as context:
         page = context.new_page()
         page.goto(f"http://{server.host}:{server.port}/")
         expect(page.locator("optgroup[label=Adapters] option")).to_have_text(["gull"])
@@ -242,7 +246,7 @@ def test_adapters_can_be_chosen(browser: Browser) -> None:
         with page.expect_request("**/v1/chat/completions") as sent:
             ask(page, "What is 1 + 1?")
         assert sent.value.post_data_json["model"] == "gull"
-        expect(page.locator(".figures")).to_contain_text("tokens", timeout=20_000)
+        expect(page.locator(".figures")).to_contain_text("tokens")
 
 
 def test_dark_and_narrow(browser: Browser, server: Served) -> None:

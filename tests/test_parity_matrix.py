@@ -22,24 +22,23 @@ LENGTHS = (1, BLOCK, SHARED + BLOCK, SHARED + WINDOW, SHARED + 2 * CHUNK + 2)
 """Prompts within a block, at its end, over several, over the window, and over several chunks."""
 
 SWITCHES = (("paged", "contiguous"), (True, False), (True, False), ("continuous", "static"))
-COVERING = {(0, 0, 1, 1), (1, 1, 0, 1), (1, 0, 1, 0)}
-"""Each switch stands both ways."""
+OTHER_CHOICES = list(itertools.product((0, 1), repeat=len(SWITCHES)))[1:]
 
 
 def matrix() -> Iterator[Any]:
-    """All switches for all families. By day each family has the usual ones, and three in which each switch stands both
-    ways; they are others for the next family, so that together they are all. Language models of checkpoints that see
-    images are those of other families: by day they have the usual ones alone. So have all but two with states, which go
-    through the engine alike."""
-    for number, (family, (_, fields)) in enumerate(FAMILIES.items()):
+    """All switches for all families.
+
+    By day each family has the usual ones, and one other choice, which differs from that of the next family, so that
+    together they are all. Language models of checkpoints that see images are those of other families: by day they have
+    the usual ones alone. So have all but two with states, which go through the engine alike.
+    """
+    others = itertools.cycle(OTHER_CHOICES)
+    for family, (_, fields) in FAMILIES.items():
+        is_like_others = "text_config" in fields or (family in HYBRIDS and family not in ("qwen3_next", "nemotron_h"))
+        by_day = [(0,) * len(SWITCHES), *([] if is_like_others else [next(others)])]
         for choice in itertools.product((0, 1), repeat=len(SWITCHES)):
-            turned = tuple(one ^ number >> place & 1 for place, one in enumerate(choice))
-            is_like_others = "text_config" in fields or (
-                family in HYBRIDS and family not in ("qwen3_next", "nemotron_h")
-            )
-            by_day = not any(choice) or (turned in COVERING and not is_like_others)
             values = [options[one] for options, one in zip(SWITCHES, choice, strict=True)]
-            yield pytest.param(family, *values, marks=[] if by_day else [pytest.mark.nightly])
+            yield pytest.param(family, *values, marks=[] if choice in by_day else [pytest.mark.nightly])
 
 
 class Reference:
@@ -118,8 +117,14 @@ def test_tokens_and_logits_equal_transformers(
     assert (llm.statistics().cached_tokens > 0) == (prefix_cache and states_kept)
 
 
-@pytest.mark.parametrize("kv_cache", ["paged", "contiguous"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "kv_cache"),
+    [
+        pytest.param(family, kv_cache, marks=[pytest.mark.nightly] if number % len(SWITCHES[0]) != place else [])
+        for number, family in enumerate(FAMILIES)
+        for place, kv_cache in enumerate(SWITCHES[0])
+    ],
+)
 def test_prompt_logprobs_equal_transformers(references: Callable[[str], Reference], family: str, kv_cache: str) -> None:
     reference = references(family)
     llm = engine(reference, kv_cache, True, True, "continuous")

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-def of_ranks(folder: Path, compute: Callable[[SharedMemory, int], Any], seconds: float = 60.0) -> list[Any]:
+def of_ranks(folder: Path, compute: Callable[[SharedMemory, int], Any], seconds: float = 240.0) -> list[Any]:
     """What each of two ranks, which are threads here, computes."""
 
     def run(rank: int) -> Any:

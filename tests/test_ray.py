@@ -23,7 +23,7 @@ from kvern import LLM, SamplingParams
 from kvern.errors import ConfigError
 from kvern.ray_nodes import MOST_PROCESSES
 from tests.ray_cluster import RAY, RayCluster, free_port
-from tests.served import KEY, Served, command_of, eventually
+from tests.served import ENGINE, KEY, Served, command_of, eventually
 
 pytest.importorskip("ray.serve")
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
@@ -75,7 +75,7 @@ def application(cluster: RayCluster, folder: Path, **options: Any) -> Iterator[s
         yield address
     finally:
         serving.send_signal(signal.SIGINT)
-        serving.wait(60)
+        serving.wait(240)
 
 
 def is_ready(address: str) -> bool:
@@ -131,9 +131,8 @@ def engines_of(cluster: RayCluster, *nodes: subprocess.Popen[bytes]) -> list[int
     """The processes of engines and their ranks on these nodes, or on all."""
     found = []
     for pid in cluster.processes(*nodes):
-        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-            command = command_of(pid)
-            found += [pid] if "kvern.engine.process" in command or "kvern.worker.rank_process" in command else []
+        command = command_of(pid)
+        found += [pid] if ENGINE in command or "kvern.worker.rank_process" in command else []
     return found
 
 

@@ -48,7 +48,7 @@ def request(tokens: Sequence[int], **options: Any) -> Request:
 def settle(proposer: RemoteProposer) -> None:
     """Until the server has answered, well or not."""
     assert proposer._asked is not None
-    assert wait([proposer._asked.answer], 30).done
+    assert wait([proposer._asked.answer], 240).done
 
 
 def answered(proposer: RemoteProposer, one: Request, count: int = 3) -> list[int]:
@@ -249,7 +249,7 @@ def test_the_thread_ends_with_the_proposer(served: tuple[Drafts, str], asking: C
     proposer.propose([request([1, 5])], [3])
     del proposer
     gc.collect()
-    thread.join(30)
+    thread.join(240)
     assert not thread.is_alive()
 
 

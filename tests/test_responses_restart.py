@@ -43,10 +43,12 @@ def test_a_server_that_is_killed_forgets_no_response(start: Start, tmp_path: Pat
     first = client.responses.create(**SHORT, input="Once", conversation=conversation)
     client.responses.create(**SHORT, input="nobody may read this", store=False)
     followed = plain(client.responses.create(**SHORT, **FOLLOWED, input="Once"))
-    streams: list[Any] = [client.responses.create(**LONG, stream=True), client.responses.create(**LONG, **FOLLOWED)]
-    cut = [next(iter(stream)).response.id for stream in streams]
-    cut.append(client.responses.create(**LONG, background=True).id)
-    before.stop(signal.SIGKILL)
+    with before.held():
+        asked = {"stream": True}, FOLLOWED
+        streams: list[Any] = [client.responses.create(**LONG, **options) for options in asked]
+        cut = [next(iter(stream)).response.id for stream in streams]
+        cut.append(client.responses.create(**LONG, background=True).id)
+        before.stop(signal.SIGKILL)
 
     after = start()
     client = after.client("alice-key")
@@ -67,8 +69,10 @@ def test_a_server_that_is_killed_forgets_no_response(start: Start, tmp_path: Pat
     last = start("--grace-seconds", "0", "--max-batch-requests", "1")
     client = last.client("alice-key")
     assert client.responses.retrieve(going).status == "incomplete"
-    going = [client.responses.create(**LONG, background=True).id for _ in range(10)][-1]  # nine are before it
-    last.stop()
+    with last.held():
+        going = [client.responses.create(**LONG, background=True).id for _ in range(10)][-1]  # nine are before it
+        last.process.send_signal(signal.SIGTERM)
+    last.close()
     ended = msgspec.json.decode(asyncio.run(_kept(tmp_path / "data", going)).body)
     assert ended["status"] == "failed" and "server ended" in ended["error"]["message"]
 

@@ -27,7 +27,7 @@ from tests.raw_requests import (
     small_requests_are_answered,
     upload,
 )
-from tests.served import SMALL, Served, eventually, serving
+from tests.served import PATIENCE, SMALL, Served, eventually, serving
 
 
 @pytest.fixture(scope="module")
@@ -122,7 +122,7 @@ def test_too_many_headers_begin_no_request() -> None:
             reader, writer = await asyncio.open_connection(*listener.getsockname())
             request = f"POST /{count} HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1\r\n" + "a: b\r\n" * count
             writer.write(f"{request}Connection: close\r\n\r\na".encode() + b"GET /more HTTP/1.1\r\n\r\n")
-            await asyncio.wait_for(reader.read(), 20)
+            await asyncio.wait_for(reader.read(), PATIENCE)
             writer.close()
         server.should_exit = True
         await serving_it
@@ -146,7 +146,7 @@ def test_a_client_that_reads_nothing(server: Served) -> None:
         body = json.dumps({"prompt": [[7] * 500] * 24, "max_tokens": 1, "echo": True, "logprobs": 20}).encode()
         connection.sendall(POST + f"Content-Length: {len(body)}\r\n\r\n".encode() + body)
         eventually(lambda: connections(server) > 0)
-        eventually(lambda: connections(server) == 0, 60)
+        eventually(lambda: connections(server) == 0)
 
 
 def connections(server: Served) -> int:

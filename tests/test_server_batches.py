@@ -21,7 +21,7 @@ from kvern.server.batches import Answerer
 from kvern.server.database import DataFolder
 from kvern.server.keys import ApiKey
 from kvern.server.store import Store
-from tests.served import KEY, Served, eventually
+from tests.served import KEY, PATIENCE, Served, eventually
 
 CHAT = "/v1/chat/completions"
 ARGUMENTS = (
@@ -74,7 +74,7 @@ def begin(client: openai.OpenAI, content: bytes) -> Any:
 
 
 def ended(client: openai.OpenAI, batch_id: str) -> Any:
-    eventually(lambda: client.batches.retrieve(batch_id).status in ("completed", "failed", "cancelled"), 60)
+    eventually(lambda: client.batches.retrieve(batch_id).status in ("completed", "failed", "cancelled"))
     return client.batches.retrieve(batch_id)
 
 
@@ -272,7 +272,7 @@ def work_of(folder: Path, answer: Answerer, content: bytes | None = None) -> lis
         batches = Batches(store, [key, *others], {CHAT: answer}, 2)
         await batches.resume()
         stands = batches._work["batch_1"]
-        await asyncio.wait_for(stands.task, 20)
+        await asyncio.wait_for(stands.task, PATIENCE)
         assert (stands.body["status"], stands.key.per_minute) == ("completed", 7)
         lines = store.path(stands.body["error_file_id"]).read_text().splitlines()
         await batches.stop()

@@ -46,7 +46,7 @@ async def two_engines(tiny_model: Path, adapters: dict[str, str], folder: Path) 
         server = Server([one, two], ServerConfig(adapter_folder=folder), [ApiKey("admin", b"secret", admin=True)])
         transport, key = httpx2.ASGITransport(server.app()), {"authorization": "Bearer secret"}
         async with httpx2.AsyncClient(
-            transport=transport, base_url="http://127.0.0.1", headers=key, timeout=60
+            transport=transport, base_url="http://127.0.0.1", headers=key, timeout=120
         ) as http:
             yield http
         with pytest.raises(ConfigError, match="tiny names two models"):

@@ -22,13 +22,13 @@ from kvern.config import EngineConfig
 from kvern.engine.client import EngineClient
 from kvern.server.app import Server
 from kvern.server.config import ServerConfig
-from tests.served import SMALL, STORY, Served, eventually, serving
+from tests.served import PATIENCE, SMALL, STORY, Served, eventually, serving
 from tests.tiny_model import make_tiny_model
 
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Served]:
-    with serving(*SMALL, "--request-timeout", "1") as served:
+    with serving(*SMALL, "--max-model-len", "2048", "--request-timeout", "1") as served:
         yield served
 
 
@@ -45,7 +45,7 @@ def served_nothing(server: Served) -> bool:
 
 
 def connect(server: Served) -> socket.socket:
-    return socket.create_connection((server.host, server.port), timeout=30)
+    return socket.create_connection((server.host, server.port), timeout=PATIENCE)
 
 
 def request(body: object, path: str = "/v1/completions") -> bytes:
@@ -53,7 +53,7 @@ def request(body: object, path: str = "/v1/completions") -> bytes:
     return f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(data)}\r\n\r\n".encode() + data
 
 
-STREAM = {"prompt": "Once", "max_tokens": 450, "ignore_eos": True, "stream": True}
+STREAM = {"prompt": "Once", "max_tokens": 2000, "ignore_eos": True, "stream": True}
 
 
 def test_five_hundred_clients_leave_in_mid_stream(server: Served) -> None:
@@ -73,10 +73,9 @@ def test_blocks_are_free_soon_after_a_client_left(server: Served) -> None:
     with connect(server) as connection:
         connection.sendall(request(STREAM))
         assert connection.recv(10)
-        eventually(lambda: server.figure("num_requests_running") == 1)
         before = server.figure("generation_tokens_total")
     eventually(lambda: served_nothing(server))
-    assert server.figure("generation_tokens_total") - before < 400
+    assert server.figure("generation_tokens_total") - before < 1500
 
 
 def test_half_closed_sockets(server: Served) -> None:
@@ -153,14 +152,14 @@ def test_kill_under_64_streams() -> None:
         def read(prompt: str) -> str:
             stream = client.completions.create(prompt=prompt, seed=9, stream=True, **(STORY | {"max_tokens": 150}))
             text = next(iter(stream)).choices[0].text
-            begun.wait(60)
+            begun.wait(PATIENCE)
             return text + "".join(chunk.choices[0].text for chunk in stream)
 
         with concurrent.futures.ThreadPoolExecutor(64) as pool:
             texts = [pool.submit(read, prompt) for prompt in prompts]
-            begun.wait(60)
+            begun.wait(PATIENCE)
             os.kill(served.engine_pid(), signal.SIGKILL)
-            assert [text.result(100) for text in texts] == expected
+            assert [text.result() for text in texts] == expected
         eventually(lambda: served_nothing(served))
 
 

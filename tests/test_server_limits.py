@@ -6,7 +6,7 @@ import signal
 import socket
 import ssl
 import subprocess
-import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
 
@@ -18,46 +18,59 @@ from kvern.cli.main import main
 from kvern.engine.client import EngineClient
 from kvern.server.admission import Admission, KeyLimits
 from kvern.server.keys import ApiKey
-from tests.served import KEY, SMALL, STORY, Served, eventually, serving
+from tests.served import KEY, PATIENCE, SMALL, STORY, Served, eventually, serving
 
 LONG: dict[str, Any] = STORY | {"max_tokens": 450}
 ONE_SLOT = ("--max-batch-requests", "1")
+KEYS = f"""# who
+alice:{KEY}-a concurrent=1
+bob:{KEY}-b per_minute=2
+carol:{KEY}-c admin=1
+dave:{KEY}-d
+erin:{KEY}-e
+frank:{KEY}-f
+"""
+
+
+@pytest.fixture(scope="module")
+def with_keys(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """A server of one slot, and of keys with limits and without."""
+    keys = tmp_path_factory.mktemp("limits") / "keys"
+    keys.write_text(KEYS)
+    with serving(*SMALL, *ONE_SLOT, "--api-key-file", str(keys)) as served:
+        yield served
 
 
 def test_a_full_queue_tells_when_to_come_back() -> None:
     with serving(*SMALL, *ONE_SLOT, "--max-queue", "2") as served:
         client = served.client()
         with concurrent.futures.ThreadPoolExecutor(3) as pool:
-            held = [client.completions.create(prompt="Once", stream=True, **LONG)]
-            eventually(lambda: served.figure("num_requests_running") == 1)
-            held += [client.completions.create(prompt="Once", stream=True, **LONG) for _ in range(2)]
-            eventually(lambda: served.figure("num_requests_waiting") == 2)
-            with pytest.raises(openai.RateLimitError, match="2 sequences wait already") as full:
-                client.completions.create(prompt="Once", **LONG)
-            assert 1 <= int(full.value.response.headers["retry-after"]) <= 60
-            with pytest.raises(openai.BadRequestError, match="asks for 9 sequences, and this server runs and queues 3"):
-                client.completions.create(prompt="Once", n=9, **LONG)
+            with served.held():
+                held = [client.completions.create(prompt="Once", stream=True, **LONG) for _ in range(3)]
+                with pytest.raises(openai.RateLimitError, match="2 sequences wait already") as full:
+                    client.completions.create(prompt="Once", **LONG)
+                assert 1 <= int(full.value.response.headers["retry-after"]) <= 60
+                most = "asks for 9 sequences, and this server runs and queues 3"
+                with pytest.raises(openai.BadRequestError, match=most):
+                    client.completions.create(prompt="Once", n=9, **LONG)
             list(pool.map(list, held))
         assert served.figure("requests_refused_total") == 1
         assert client.completions.create(prompt="Once", model="kvern-1m", max_tokens=1).usage.completion_tokens == 1
 
 
-def test_limits_of_a_key(tmp_path: Path) -> None:
-    keys = tmp_path / "keys"
-    keys.write_text(f"# who\nalice:{KEY}-a concurrent=1\nbob:{KEY}-b per_minute=2\n")
-    with serving(*SMALL, "--api-key-file", str(keys)) as served:
-        alice, bob = served.client(f"{KEY}-a"), served.client(f"{KEY}-b")
+def test_limits_of_a_key(with_keys: Served) -> None:
+    alice, bob = with_keys.client(f"{KEY}-a"), with_keys.client(f"{KEY}-b")
+    with with_keys.held():
         stream = alice.completions.create(prompt="Once", stream=True, **LONG)
-        next(iter(stream))
         with pytest.raises(openai.RateLimitError, match="key alice has 1 requests at the same time"):
             alice.completions.create(prompt="Once", **LONG)
-        for _ in range(2):
-            bob.completions.create(model="kvern-1m", prompt="Once", max_tokens=1)
-        with pytest.raises(openai.RateLimitError, match="key bob has made 2 requests in the last minute") as limited:
-            bob.completions.create(model="kvern-1m", prompt="Once", max_tokens=1)
-        assert 50 <= int(limited.value.response.headers["retry-after"]) <= 60
-        list(stream)
-        assert alice.completions.create(model="kvern-1m", prompt="Once", max_tokens=1)
+    for _ in range(2):
+        bob.completions.create(model="kvern-1m", prompt="Once", max_tokens=1)
+    with pytest.raises(openai.RateLimitError, match="key bob has made 2 requests in the last minute") as limited:
+        bob.completions.create(model="kvern-1m", prompt="Once", max_tokens=1)
+    assert 10 < int(limited.value.response.headers["retry-after"]) <= 60
+    list(stream)
+    assert alice.completions.create(model="kvern-1m", prompt="Once", max_tokens=1)
 
 
 def test_what_the_engine_has_does_not_arrive_any_more() -> None:
@@ -68,34 +81,30 @@ def test_what_the_engine_has_does_not_arrive_any_more() -> None:
     assert not admission._arriving
 
 
-def test_no_key_starves_another() -> None:
+def test_no_key_starves_another(with_keys: Served) -> None:
     """One key asks for forty answers; another's single one comes before most of them."""
-    with serving(*SMALL, *ONE_SLOT, "--api-key", f"a:{KEY}-a admin=1", f"b:{KEY}-b") as served:
-        greedy, modest = served.client(f"{KEY}-a"), served.client(f"{KEY}-b")
-        done: list[str] = []
+    greedy, modest = with_keys.client(f"{KEY}-c"), with_keys.client(f"{KEY}-d")
+    done: list[str] = []
 
-        def ask(client: openai.OpenAI, name: str) -> None:
-            client.completions.create(model="kvern-1m", prompt="Once", max_tokens=60, extra_body={"ignore_eos": True})
-            done.append(name)
+    def ask(client: openai.OpenAI, name: str) -> None:
+        client.completions.create(model="kvern-1m", prompt="Once", max_tokens=60, extra_body={"ignore_eos": True})
+        done.append(name)
 
-        with concurrent.futures.ThreadPoolExecutor(41) as pool:
-            first = [pool.submit(ask, greedy, "greedy") for _ in range(40)]
-            eventually(lambda: served.figure("num_requests_waiting", f"{KEY}-a") >= 20)
-            last = pool.submit(ask, modest, "modest")
-            for task in (*first, last):
-                task.result(60)
-        assert done.index("modest") < 30  # by arrival alone it would be 40
+    with concurrent.futures.ThreadPoolExecutor(41) as pool:
+        first = [pool.submit(ask, greedy, "greedy") for _ in range(40)]
+        eventually(lambda: with_keys.figure("num_requests_waiting", f"{KEY}-c") >= 20)
+        last = pool.submit(ask, modest, "modest")
+        for task in (*first, last):
+            task.result()
+    assert done.index("modest") < 30  # by arrival alone it would be 40
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_a_deadline_ends_a_request(stream: bool) -> None:
-    with serving(*SMALL) as served:
-        client = served.client()
-        options = LONG | {"extra_body": {"ignore_eos": True, "timeout": 0.2}}
-        with pytest.raises(openai.APIError, match="timeout has passed"):
-            list(client.completions.create(prompt="Once", n=8, stream=stream, **options))
-        eventually(lambda: served.figure("num_requests_running") == 0)
-        assert served.figure("kv_cache_usage_perc") == 0
+def test_a_deadline_ends_a_request(server: Served, stream: bool) -> None:
+    options = LONG | {"extra_body": {"ignore_eos": True, "timeout": 0.05}}
+    with pytest.raises(openai.APIError, match="timeout has passed"):
+        list(server.client().completions.create(prompt="Once", n=8, stream=stream, **options))
+    eventually(lambda: server.figure("num_requests_running") == server.figure("kv_cache_usage_perc") == 0)
 
 
 def cached(client: openai.OpenAI, **extra: Any) -> int:
@@ -104,22 +113,27 @@ def cached(client: openai.OpenAI, **extra: Any) -> int:
     return answer.usage.prompt_tokens_details.cached_tokens
 
 
-def test_caches_of_keys_and_salts_are_apart() -> None:
-    with serving(*SMALL, "--api-key", f"{KEY}-a", f"{KEY}-b") as served:
-        one, other = served.client(f"{KEY}-a"), served.client(f"{KEY}-b")
-        assert (cached(one), cached(other)) == (0, 0)
-        assert cached(one) == cached(other) > 50
-        assert cached(one, cache_salt="x") == 0
-        assert cached(one, cache_salt="x") > 50
-        assert cached(one, cache_salt="y") == 0
+def test_caches_of_keys_and_salts_are_apart(with_keys: Served) -> None:
+    one, other = with_keys.client(f"{KEY}-e"), with_keys.client(f"{KEY}-f")
+    assert (cached(one), cached(other)) == (0, 0)
+    assert cached(one) == cached(other) > 50
+    assert cached(one, cache_salt="x") == 0
+    assert cached(one, cache_salt="x") > 50
+    assert cached(one, cache_salt="y") == 0
 
 
-def test_keys_that_share_their_caches() -> None:
-    with serving(*SMALL, "--api-key", f"{KEY}-a", f"{KEY}-b", "--share-prefix-cache") as served:
+def test_keys_that_share_their_caches_and_chunks_of_several_tokens() -> None:
+    options = ("--share-prefix-cache", "--stream-interval", "10")
+    with serving(*SMALL, "--api-key", f"{KEY}-a", f"{KEY}-b", *options) as served:
         one, other = served.client(f"{KEY}-a"), served.client(f"{KEY}-b")
         assert cached(one) == 0
         assert cached(other) > 50
         assert cached(other, cache_salt="x") == 0
+        asked = STORY | {"prompt": "Once", "seed": 1, "max_tokens": 45}
+        whole = one.completions.create(**asked).choices[0].text
+        chunks = list(one.completions.create(stream=True, **asked))
+        assert "".join(chunk.choices[0].text for chunk in chunks) == whole
+        assert len(chunks) <= 6
 
 
 def test_request_ids_and_logs(tmp_path: Path) -> None:
@@ -151,17 +165,18 @@ def test_a_drain_lets_running_requests_end() -> None:
         served.process.send_signal(signal.SIGTERM)
         eventually(lambda: refused(served))
         assert list(stream)[-1].choices[0].finish_reason == "length"
-        assert served.process.wait(30) == 0
+        assert served.process.wait(PATIENCE) == 0
 
 
 def test_a_second_signal_does_not_wait() -> None:
     with serving(*SMALL, *ONE_SLOT) as served:
         client = served.client()
-        held = [client.completions.create(prompt="Once", stream=True, **LONG) for _ in range(20)]
-        served.process.send_signal(signal.SIGTERM)
-        eventually(lambda: refused(served))
-        served.process.send_signal(signal.SIGTERM)
-        assert served.process.wait(20) == 0
+        with served.held():
+            held = [client.completions.create(prompt="Once", stream=True, **LONG) for _ in range(20)]
+            served.process.send_signal(signal.SIGTERM)
+            eventually(lambda: refused(served))
+            served.process.send_signal(signal.SIGTERM)
+        assert served.process.wait(PATIENCE) == 0
         ends = [end_of(stream) for stream in held]
         assert not all(ends)
 
@@ -238,34 +253,17 @@ def test_bad_options_are_one_line(arguments: list[str], said: str, capsys: pytes
     assert error.startswith("kvern: error: ") and said in error and error.count("\n") == 1
 
 
-def test_chunks_of_several_tokens() -> None:
-    with serving(*SMALL, "--stream-interval", "10") as served:
-        client = served.client()
-        whole = client.completions.create(prompt="Once", seed=1, **(STORY | {"max_tokens": 45})).choices[0].text
-        chunks = list(client.completions.create(prompt="Once", seed=1, stream=True, **(STORY | {"max_tokens": 45})))
-        assert "".join(chunk.choices[0].text for chunk in chunks) == whole
-        assert len(chunks) <= 6
-
-
 def test_figures_for_prometheus() -> None:
-    with serving(*SMALL, "--max-batch-requests", "4") as served:
+    with serving("kvern-12m", *SMALL[1:], "--max-model-len", "2048", "--max-batch-requests", "4") as served:
         client = served.client()
+        asked: dict[str, Any] = {"model": "kvern-12m", "extra_body": {"ignore_eos": True}}
         for prompt in ("Once upon a time there was a fox", "Once upon a time there was a fox"):
-            client.completions.create(model="kvern-1m", prompt=prompt, max_tokens=8, extra_body={"ignore_eos": True})
-        stopper = threading.Event()
-
-        def leave() -> None:
-            stream = client.completions.create(prompt="Once", stream=True, **LONG)
-            next(iter(stream))
-            stopper.wait(10)
-            stream.close()
-
-        thread = threading.Thread(target=leave)
-        thread.start()
+            client.completions.create(**asked, prompt=prompt, max_tokens=8)
+        stream = client.completions.create(prompt="Once", stream=True, max_tokens=2000, **asked)
+        next(iter(stream))
         eventually(lambda: served.figure("num_requests_running") == 1)
         assert 0 < served.figure("kv_cache_usage_perc") < 1
-        stopper.set()
-        thread.join()
+        stream.close()
         eventually(lambda: served.figure("num_requests_running") == 0)
         assert served.figure("time_to_first_token_seconds_count") == 3
         assert served.figure("inter_token_latency_seconds_count") >= 14
@@ -278,5 +276,5 @@ def test_figures_for_prometheus() -> None:
         served.kill_engine()
         eventually(lambda: served.figure("engine_restarts_total") == 1)
         before = served.figure("generation_tokens_total")
-        client.completions.create(model="kvern-1m", prompt="Once", max_tokens=8, extra_body={"ignore_eos": True})
+        client.completions.create(**asked, prompt="Once", max_tokens=8)
         assert served.figure("generation_tokens_total") == before + 8

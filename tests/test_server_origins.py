@@ -1,17 +1,19 @@
 """Who may talk to a server without keys: pages of a browser, names, sockets; and how it begins and ends."""
 
+import os
 import signal
 import socket
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from kvern.cli.main import main
 from tests.raw_requests import TEXT, connect, form, received
-from tests.served import SMALL, Served, eventually, serving
+from tests.served import ENGINE, SMALL, Served, children_of, command_of, eventually, serving
 
 
 def ask(server: Served, method: str, path: str, headers: dict[str, str], body: bytes = b"") -> tuple[int, str]:
@@ -119,6 +121,16 @@ def test_a_socket_that_a_killed_server_left(tmp_path: Path, refused: Callable[..
     path.write_text("mine")
     assert "cannot listen on" in refused(*arguments)
     assert path.read_text() == "mine"
+
+
+def test_a_start_that_fails_leaves_no_process_and_no_handlers(refused: Callable[..., str]) -> None:
+    def left() -> tuple[set[int], list[Any]]:
+        engines = {child for child in children_of(os.getpid()) if ENGINE in command_of(child)}
+        return engines, [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+
+    before = left()
+    assert "api_key_file /nothing cannot be read" in refused(*SMALL, "--api-key-file", "/nothing")
+    eventually(lambda: left() == before)
 
 
 @pytest.mark.parametrize("option", ["--grace-seconds", "--request-timeout", "--engine-timeout"])

@@ -44,7 +44,7 @@ def guarded(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
 
 def ask(server: Served, method: str, path: str, body: Any = None, **headers: str) -> tuple[int, dict[str, str], str]:
     """Status, headers and text of an answer."""
-    connection = http.client.HTTPConnection(server.host, server.port, timeout=60)
+    connection = http.client.HTTPConnection(server.host, server.port, timeout=240)
     named = {name.replace("_", "-"): value for name, value in headers.items()}
     connection.request(method, path, None if body is None else json.dumps(body), named)
     answer = connection.getresponse()

@@ -2,8 +2,6 @@
 
 import asyncio
 import json
-import os
-import signal
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,7 +12,7 @@ from kvern.errors import ConfigError
 from kvern.server.bodies import LARGE_BODIES_BYTES, MAX_BODY_BYTES, Lane
 from kvern.server.config import ServerConfig
 from kvern.server.keys import read_keys
-from tests.served import SMALL, STORY, Served, eventually
+from tests.served import PATIENCE, SMALL, STORY, Served, eventually
 
 KEYS = """
 alice:alice-key
@@ -68,12 +66,13 @@ def test_figures_are_for_keys_of_their_own(server: Served) -> None:
 
 def test_one_key_fills_the_queue_for_itself_alone(server: Served) -> None:
     alice, bob = server.client("alice-key"), server.client("bob-key")
-    streams = [alice.completions.create(n=(SLOTS + QUEUE) // 2, stream=True, **LONG) for _ in range(2)]
-    with pytest.raises(openai.RateLimitError, match="more requests than it lets wait: try again") as full:
-        alice.completions.create(**LONG)
-    assert "18" not in str(full.value) and str(QUEUE) not in str(full.value)
-    with pytest.raises(openai.RateLimitError, match="more requests than it lets wait: try again"):
-        bob.completions.create(n=SHARE + 1, **LONG)
+    with server.held():
+        streams = [alice.completions.create(n=(SLOTS + QUEUE) // 2, stream=True, **LONG) for _ in range(2)]
+        with pytest.raises(openai.RateLimitError, match="more requests than it lets wait: try again") as full:
+            alice.completions.create(**LONG)
+        assert "18" not in str(full.value) and str(QUEUE) not in str(full.value)
+        with pytest.raises(openai.RateLimitError, match="more requests than it lets wait: try again"):
+            bob.completions.create(n=SHARE + 1, **LONG)
     answer = bob.completions.create(n=SHARE, **(LONG | {"max_tokens": 2}))
     assert answer.usage.completion_tokens == 2 * SHARE
     for stream in streams:
@@ -97,7 +96,7 @@ def test_rows_and_small_requests_count(server: Served) -> None:
     eventually(lambda: few.batches.retrieve(batch.id).request_counts.completed == 1)
     counted = {"messages": [{"role": "user", "content": "a"}]}
     status, headers, body = post(server, "/v1/messages/count_tokens", counted, "few-key")
-    assert status == 429 and 30 <= int(headers["retry-after"]) <= 60
+    assert status == 429 and 1 < int(headers["retry-after"]) <= 60
     assert "few has made 3 requests in the last minute" in body["error"]["message"]
     others = [few.batches.create(**asked) for _ in range(15)]
     with pytest.raises(openai.RateLimitError, match="few has 16 unfinished batches, and may have 16"):
@@ -156,16 +155,12 @@ def test_metadata_has_limits(server: Served, metadata: Any, said: str) -> None:
 def test_a_response_that_was_left_has_ended(server: Served) -> None:
     client = server.client("alice-key")
     options: dict[str, Any] = {"model": "kvern-1m", "input": "Once", "extra_body": {"ignore_eos": True}}
-    engine = server.engine_pid()
-    os.kill(engine, signal.SIGSTOP)  # else it may be done before the client has left
-    try:
+    with server.held():
         stream = client.responses.create(**options, max_output_tokens=400, stream=True)
         created = next(iter(stream))
         assert client.responses.retrieve(created.response.id).status == "in_progress"
         stream.close()
         eventually(lambda: client.responses.retrieve(created.response.id).status == "cancelled")
-    finally:
-        os.kill(engine, signal.SIGCONT)
     late = options | {"extra_body": {"ignore_eos": True, "timeout": 0.01}}
     events = list(client.responses.create(**late, max_output_tokens=400, stream=True))
     assert events[-1].type == "response.failed"
@@ -177,17 +172,17 @@ def test_large_bodies_of_one_key_leave_room_for_another() -> None:
         lane = Lane(2)
         part = LARGE_BODIES_BYTES // 2 // MAX_BODY_BYTES
         held = [asyncio.create_task(lane.take("alice", MAX_BODY_BYTES)) for _ in range(2 * part)]
-        await asyncio.wait_for(lane.take("bob", MAX_BODY_BYTES), 10)
+        await asyncio.wait_for(lane.take("bob", MAX_BODY_BYTES), PATIENCE)
         assert [task.done() for task in held] == [True] * part + [False] * part
         held.pop().cancel()
         lane.give("alice", MAX_BODY_BYTES)
-        await asyncio.wait(held, timeout=10, return_when=asyncio.ALL_COMPLETED)
+        await asyncio.wait(held, timeout=PATIENCE, return_when=asyncio.ALL_COMPLETED)
         assert all(task.done() for task in held) == (part == 2)
         for _ in range(part):
             lane.give("alice", MAX_BODY_BYTES)
         lane.give("bob", MAX_BODY_BYTES)
         whole = [lane.take(str(number), MAX_BODY_BYTES) for number in range(LARGE_BODIES_BYTES // MAX_BODY_BYTES)]
-        await asyncio.wait_for(asyncio.gather(*whole), 10)  # all of it is free
+        await asyncio.wait_for(asyncio.gather(*whole), PATIENCE)  # all of it is free
 
     asyncio.run(take())
 

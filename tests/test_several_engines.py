@@ -63,7 +63,6 @@ def test_two_engines_answer_as_one(one: LLM, two: LLM) -> None:
     assert two.spec == one.spec
 
 
-@pytest.mark.timeout(120)
 def test_a_killed_engine_loses_no_row(one: LLM, two: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor does a job that is interrupted and goes on with one engine: the same file, row for row."""
     source = write_rows(tmp_path / "in.jsonl", ROWS)
@@ -97,7 +96,6 @@ def test_a_killed_engine_loses_no_row(one: LLM, two: LLM, tmp_path: Path, monkey
     eventually(lambda: two.statistics() is not None and all(engine.supervisor.is_ready for engine in engines(two)))
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.nightly
 def test_engines_that_do_not_start_again_end_the_job(tiny_model: Path, tmp_path: Path) -> None:
     """And leave what is done for the next one."""

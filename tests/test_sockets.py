@@ -19,7 +19,7 @@ with zmq.Context() as context, context.socket(zmq.PAIR) as socket:
     socket.send(sys.argv[2].encode())
     sys.stdin.read()
 """
-PATIENCE = 60_000
+PATIENCE = 240_000
 REFUSED = zmq.Event.HANDSHAKE_FAILED_PROTOCOL, zmq.Event.HANDSHAKE_FAILED_NO_DETAIL
 
 

@@ -35,7 +35,7 @@ async def compiled(processes: GrammarProcesses, grammars: Grammars) -> str:
     async def work() -> str:
         return grammars.compile(FORM)
 
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(240):
         return await processes.run(work, "owner")
 
 
@@ -67,7 +67,7 @@ def test_a_form_that_is_always_forgotten_ends() -> None:
         async def work() -> None:
             raise NotCompiled(b"form")
 
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(240):
             await processes.run(work, "owner")
 
     with pytest.raises(ServerBusy, match="too many other forms"):
@@ -151,7 +151,7 @@ class Slow(Grammars):
 
     def matcher(self, grammar: str) -> Matcher:
         if grammar.startswith("slow "):
-            assert self.may.wait(60)
+            assert self.may.wait(240)
         return super().matcher(grammar.removeprefix("slow ").lstrip("0123456789 "))
 
 
@@ -168,11 +168,11 @@ def test_who_begins_does_not_wait_for_what_is_prepared(slow: Slow) -> None:
     futures = [store.prepare(f"slow {number} {grammar}") for number in range(64)]
     with ThreadPoolExecutor(1) as threads:
         try:
-            assert len(threads.submit(store.take, [grammar] * 3).result(timeout=30)) == 3
+            assert len(threads.submit(store.take, [grammar] * 3).result(timeout=240)) == 3
         finally:
             slow.may.set()
     for future in futures:
-        assert future is not None and future.result(30) is None
+        assert future is not None and future.result(240) is None
     kept = len(store._spare)
     [matcher, *_] = store.take([f"slow 1 {grammar}", grammar])
     assert matcher is not None and len(store._spare) == kept - 1

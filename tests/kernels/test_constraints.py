@@ -63,7 +63,7 @@ def requests(rng: random.Random, count: int, vocabulary: int) -> list[NewRequest
     return made
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", [*range(3), *(pytest.param(seed, marks=pytest.mark.nightly) for seed in range(3, 6))])
 def test_any_mixture(seed: int, device: torch.device) -> None:
     rng, vocabulary, count = random.Random(seed), (700, 4099)[seed % 2], 6
     rows, on_device = BatchRows(count, 64, 4, torch.device("cpu")), DeviceRows(count, 64, 4, device, scratch_block=0)

@@ -195,9 +195,9 @@ def test_drafts_leave_the_answers(options: dict[str, Any], folder: Path, on_devi
 def test_a_draft_model_guesses_without_the_host(folder: Path, on_device: Callable[..., LLM]) -> None:
     """The model guesses for itself: its drafts are right if the keys that they were guessed by are."""
     params = [
-        SamplingParams(temperature=0, max_tokens=9, ignore_eos=True),
-        SamplingParams(temperature=0.8, seed=5, max_tokens=9, ignore_eos=True),
         SamplingParams(temperature=0, max_tokens=7, ignore_eos=True),
+        SamplingParams(temperature=0.8, seed=5, max_tokens=6, ignore_eos=True),
+        SamplingParams(temperature=0, max_tokens=5, ignore_eos=True),
     ]
     expected = LLM(str(folder), device="cpu", **OPTIONS).generate(PROMPTS, params)
     llm = on_device(folder, draft_model=str(folder), **(OPTIONS | {"max_batch_tokens": 9}))

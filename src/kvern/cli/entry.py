@@ -3,14 +3,19 @@
 It imports PyTorch, which takes longer than all that a server does before it has an engine.
 """
 
+import contextlib
 import signal
 import sys
+from collections.abc import Iterator
+from typing import Any
 
 from kvern.cli.stderr_relay import relay_stderr
 from kvern.cpu.cores import limit_spinning
 from kvern.engine.child import EngineChild, EngineProcess
 
 _begun: list[EngineProcess] = []
+_handlers: dict[int, Any] = {}
+"""Of signals, before the process was begun."""
 signals: list[int] = []
 """That came before the server could take them. In the midst of an import an exception may be lost, as in any callback
 of the interpreter, so they are only noted."""
@@ -32,14 +37,23 @@ def main() -> int:
             process.kill()
 
 
-def engine_process() -> EngineProcess:
-    """The process that was begun, or one that begins now."""
+@contextlib.contextmanager
+def engine_process() -> Iterator[EngineProcess]:
+    """The process that was begun, or one that begins now; with the block it ends, and signals are whose they were."""
     if not _begun:
         _begin()
-    return _begun.pop()
+    process = _begun.pop()
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.forget()
+        for number, handler in _handlers.items():
+            signal.signal(number, handler)
+        signals.clear()
 
 
 def _begin() -> None:
     for number in (signal.SIGINT, signal.SIGTERM):  # until the server has handlers
-        signal.signal(number, lambda number, _: signals.append(number))
+        _handlers[number] = signal.signal(number, lambda number, _: signals.append(number))
     _begun.append(EngineChild())

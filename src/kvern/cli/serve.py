@@ -30,13 +30,18 @@ class ServeCommand:
 
     def execute(self) -> int:
         """Serve until a signal ends it and return the exit code. Raises KvernError if the engine cannot start."""
+        from kvern.cli.entry import engine_process
+
+        with engine_process() as process:  # it imports PyTorch while this one imports the server
+            self._serve(process)
+        return 0
+
+    def _serve(self, process: EngineProcess | None) -> None:
         import dataclasses
 
-        from kvern.cli.entry import engine_process, signals
-
-        process: EngineProcess | None = engine_process()  # it imports PyTorch while this one imports the server
         import uvloop
 
+        from kvern.cli.entry import signals
         from kvern.server.run import serve
 
         engine = dataclasses.replace(self.engine, model=self.name) if self.name is not None else self.engine
@@ -51,7 +56,6 @@ class ServeCommand:
         logging.basicConfig(format="kvern: %(message)s", level=logging.WARNING)
         logging.getLogger("kvern.requests").setLevel(logging.INFO)
         uvloop.run(serve(engine, self.server, process, _say, signals))
-        return 0
 
 
 def planned(engine: EngineConfig) -> EngineConfig:
