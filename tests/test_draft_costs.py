@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from kvern.engine.draft_costs import MOST, DraftCosts, LeastTimes, TimedStep
+from kvern.engine.draft_costs import EXPLORED, MOST, DraftCosts, LeastTimes, TimedStep
 from kvern.request import PromptInput, Request, RequestSpec
 from kvern.sampling_params import ResolvedParams
 from kvern.step import ScheduledTokens
@@ -18,9 +18,9 @@ def requests(count: int, prompt: int = 3) -> list[Request]:
 
 
 def learnt(base: float, row: float, one_pass: float, right: int, running: int, most: int = MOST) -> DraftCosts:
-    """What is known behind steps with none to four drafts a request, of which so many were right."""
+    """What is known behind steps with none to five drafts a request, of which so many were right."""
     costs = DraftCosts(8, most, on_device=True)
-    for drafts in (0, 1, 2, 3, 4) * 5:
+    for drafts in [*range(EXPLORED + 1)] * 5:
         scheduled = [ScheduledTokens(0, 9, 1 + drafts, 1 + drafts, guesses=drafts) for _ in range(running)]
         accepted, guessing = min(right, drafts) * running, one_pass * drafts
         seconds = base + row * running * (1 + drafts) + guessing
@@ -38,12 +38,12 @@ def counts(costs: DraftCosts, asked: list[Request]) -> list[int]:
 @pytest.mark.parametrize(
     ("base", "row", "one_pass", "right", "running", "expected"),
     [
-        (10.0, 0.1, 0.1, 4, 1, 7),  # they cost next to nothing and are right: as many as there are rows
-        (10.0, 0.1, 0.1, 4, 4, 1),
-        (10.0, 0.1, 0.1, 4, 5, 0),  # there are no rows left
+        (10.0, 0.1, 0.1, 5, 1, 7),  # they cost next to nothing and are right: as many as there are rows
+        (10.0, 0.1, 0.1, 5, 4, 1),
+        (10.0, 0.1, 0.1, 5, 5, 0),  # there are no rows left
         (10.0, 0.1, 0.1, 0, 1, 0),  # none is right
-        (0.1, 10.0, 0.1, 4, 1, 0),  # a row costs what a token costs
-        (10.0, 0.1, 12.0, 4, 1, 0),  # to guess takes longer than not to
+        (0.1, 10.0, 0.1, 5, 1, 0),  # a row costs what a token costs
+        (10.0, 0.1, 12.0, 5, 1, 0),  # to guess takes longer than not to
     ],
 )
 def test_drafts_are_as_many_as_pay(
@@ -59,8 +59,18 @@ def test_one_request_finds_out_what_rows_take() -> None:
     assert counts(costs, requests(2)) == [3, 0]
 
 
+def test_more_rows_than_any_step_had_take_what_rows_took_beside_the_first() -> None:
+    """Of plain steps of one row and of those with five drafts: what a step takes whatever its rows is paid once."""
+    costs = DraftCosts(8, on_device=True)
+    for drafts in (0, EXPLORED) * 5:
+        scheduled = [ScheduledTokens(0, 9, 1 + drafts, 1 + drafts, guesses=drafts)]
+        costs.learn(TimedStep(scheduled, 10.0 + 0.1 * drafts, drafts, 0.1 * drafts, scheduled))
+        costs.verified(drafts, False)
+    assert counts(costs, requests(1)) == [7]
+
+
 def test_a_drafter_that_makes_a_few_is_asked_for_no_more() -> None:
-    assert counts(learnt(10.0, 0.1, 0.1, 4, 1, most=2), requests(1)) == [2]
+    assert counts(learnt(10.0, 0.1, 0.1, 5, 1, most=2), requests(1)) == [2]
 
 
 def test_a_request_is_tried_again_however_long_its_text_is() -> None:
@@ -81,7 +91,7 @@ def test_who_has_read_the_text_has_nothing_to_catch_up_with() -> None:
 
 def test_reading_prompts_costs_drafts_nothing() -> None:
     """A head reads them whether or not drafts are wanted."""
-    costs = learnt(10.0, 0.1, 0.1, 4, 1)
+    costs = learnt(10.0, 0.1, 0.1, 5, 1)
     wanted = counts(costs, requests(1))
     for _ in range(1000):
         costs.learn(TimedStep([ScheduledTokens(0, 0, 500, 1)], 30.0, drafting=10.0))
@@ -90,7 +100,7 @@ def test_reading_prompts_costs_drafts_nothing() -> None:
 
 def test_a_long_prompt_is_made_up_for_only_if_answers_are_long() -> None:
     (request,) = requests(1, prompt=2_000)
-    costs = learnt(10.0, 0.1, 0.1, 4, 1)
+    costs = learnt(10.0, 0.1, 0.1, 5, 1)
     for _ in range(60):
         costs.answered(5)
     assert costs.wanted(1)(request) == 0
@@ -102,7 +112,7 @@ def test_a_long_prompt_is_made_up_for_only_if_answers_are_long() -> None:
 def test_what_a_drafter_takes_for_a_prompt_is_learnt() -> None:
     """Reading it takes a card next to nothing, and a CPU as long as all passes behind it."""
     (request,) = requests(1, prompt=20_000)
-    costs = learnt(10.0, 0.1, 0.1, 4, 1)
+    costs = learnt(10.0, 0.1, 0.1, 5, 1)
     assert costs.wanted(1)(request) == 0
     prompt = [ScheduledTokens(0, 0, 1000, 1, guesses=1)]
     costs.learn(TimedStep(prompt, 80.0, 0, 0.5, prompt))

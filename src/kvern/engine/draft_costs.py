@@ -38,8 +38,8 @@ FORGOTTEN = 1.01
 """By which what steps of a size take at least is raised with each that follows."""
 VISITS = 4
 """Steps of a size before it is known what they take: others share the machine, and the first makes what it needs."""
-EXPLORED = 4
-"""Drafts of a request in steps that find out what more rows take."""
+EXPLORED = 5
+"""Drafts of a request in steps that find out what more rows take: kernels of CPUs take six rows at a time."""
 REMEASURED = 64
 """Steps with drafts behind which one has none: what they gain is told by what such steps take now."""
 FIRST_PASS = 0.125
@@ -91,14 +91,18 @@ class LeastTimes:
         """The most rows of which it is known what they take; 0: none are."""
         return self._known[-1] if self._known else 0
 
-    def of(self, rows: int) -> float:
-        """What so many rows take: between known sizes, and beyond them, as on a line, and never less for more rows."""
+    def of(self, rows: int, fewer: tuple[int, float] = (0, 0.0)) -> float:
+        """What so many rows take: between known sizes, and beyond them, as on a line, and never less for more rows.
+
+        `fewer`: rows, and what they take, from which the line comes where one size alone is known.
+        """
         known, least = self._known, self._least
         place = bisect_left(known, rows)
         if place < len(known) and (place == 0 or known[place] == rows):
             return least[known[place]]
         if len(known) == 1:
-            return least[known[0]] * rows / known[0]
+            slope = max(0.0, (least[known[0]] - fewer[1]) / (known[0] - fewer[0]))
+            return least[known[0]] + slope * (rows - known[0])
         place = min(place, len(known) - 1)
         low, high = known[place - 1], known[place]
         slope = max(0.0, (least[high] - least[low]) / (high - low))
@@ -248,7 +252,7 @@ class DraftCosts:
         else:
             having = max(1.0, self._share * running)
             for count in range(1, most + 1):
-                verifying = self._verifying.of(round(running + having * count))
+                verifying = self._verifying.of(round(running + having * count), (running, plain))
                 costs.append(1 + ((verifying - plain) * running / having + count * one_pass) / plain)
 
         def count_of(request: Request) -> int:

@@ -156,13 +156,10 @@ class GuardedDrafter:
         self.reads_hidden = drafter is not None and drafter.reads_hidden
         self._reads = isinstance(drafter, ReadingDrafter)
         self.inputs = None if drafter is None else drafter.inputs
+        self.drawn = drafter.drawn if isinstance(drafter, DrawingDrafter) else None
+        """What drafts were drawn from, if it is to be used."""
         self.seconds = 0.0
         """What it took to guess behind the last step, on a device that the host waits for."""
-
-    @property
-    def drawn(self) -> Drawn | None:
-        """What drafts were drawn from, if it is to be used."""
-        return self._drafter.drawn if isinstance(self._drafter, DrawingDrafter) else None
 
     @property
     def reader(self) -> StepReader | None:
@@ -202,5 +199,5 @@ class GuardedDrafter:
         except Exception:
             if self._ranks.processes > 1:
                 raise
-            self._drafter, self.reads_hidden, self.inputs = None, False, None
+            self._drafter, self.reads_hidden, self.inputs, self.drawn = None, False, None, None
             logger.exception("the drafter fails and is not asked again; answers go on without drafts")

@@ -118,9 +118,10 @@ class ModelRunner:
         if not drafts and not self._drafter.is_asked(scheduled):
             return SampledStep([[token] for token in sampled])
         kept = kept_of(scheduled, drafts or [[]] * len(scheduled), sampled)
-        rejected = [item.sampled - len(token_ids) for item, token_ids in zip(scheduled, kept, strict=True)]
+        computed = self._rows.num_computed_tokens.numpy()
+        for item, token_ids in zip(scheduled, kept, strict=True):
+            computed[item.slot] = item.start + item.count - item.sampled + len(token_ids)
         starts = torch.tensor([item.start for item in scheduled], dtype=torch.int32)
-        self._rows.advance(scheduled, starts, torch.tensor(rejected))
         counts = torch.tensor([len(token_ids) for token_ids in kept])
         self._drafter.draft(ComputedStep(scheduled, starts, counts, hidden))
         return SampledStep(kept, self._drafter.seconds)
