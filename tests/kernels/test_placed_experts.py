@@ -1,4 +1,4 @@
-"""Experts of which some are on another rank, through the kernels."""
+"""Experts of which some are on another rank, through the kernels, and experts that overflow on rows of others."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -10,7 +10,7 @@ import torch
 from kvern.device.ranks import Ranks
 from kvern.kernels.moe import fused_experts
 from kvern.layers.build import Build
-from kvern.layers.experts import Experts
+from kvern.layers.experts import Experts, StackedExperts
 from kvern.layers.fused_packed_experts import FusedPackedExperts
 from kvern.layers.linear_format import LinearMethods
 from kvern.layers.loadable import Loadable
@@ -20,7 +20,7 @@ from kvern.layers.quantized.groups import Form, GroupedFormat
 from kvern.layers.quantized.packed_tensors import PackQuantizedMethod
 from kvern.layers.quantized.scaled import Block, Scaled
 from kvern.model_spec import MoeSpec
-from tests.kernels.test_moe import SPECS
+from tests.kernels.test_moe import SPECS, experts_reference, make_case
 from tests.kernels.test_norm import relative_error
 
 
@@ -142,3 +142,16 @@ def test_packed_experts_move(device: torch.device, lanes: bool) -> None:
         slots = torch.tensor([[0, 1]], dtype=torch.int32, device=device)
         assert torch.equal(first(x, weights, slots), second(x, weights, slots))
         assert not torch.equal(first(x, weights, slots), make(0)(x, weights, slots))
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_experts_that_a_row_has_not_chosen_may_overflow(waits: bool) -> None:
+    experts = StackedExperts(64, MoeSpec(4, 2, 48), Build(torch.float32, torch.device("cpu"), 16))
+    x, gate_up, down, weights, _ = make_case(torch.device("cpu"), 9, 4, 2, 64, 48, torch.float32)
+    gate_up[-1] *= 1e30
+    experts.gate_up_proj.copy_(gate_up)
+    experts.down_proj.copy_(down)
+    experts.waits = waits
+    chosen = torch.tensor([[0, 1], [2, 0], [1, 2]] * 3)
+    expected = experts_reference(x, gate_up, down, weights, chosen, "silu")
+    assert relative_error(experts(x, weights, chosen), expected) < 1e-5

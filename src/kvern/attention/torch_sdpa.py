@@ -14,6 +14,7 @@ import torch.nn.functional as F
 
 from kvern.attention.base import contexts_of, copy_cache_blocks, sinks_of
 from kvern.attention.eight_bit import EightBit, of_query_heads, store_tokens
+from kvern.attention.gather import Gather, consecutive, keys_behind
 from kvern.attention.groups import LayerGroups
 from kvern.attention.memory import zero_caches
 from kvern.device.input_batch import InputBatch
@@ -32,30 +33,6 @@ SHARED_BLOCKS = 4
 
 Decode = tuple[int, int, int]
 """(position, row, index in the batch) of a request with one token."""
-
-
-@dataclass
-class Gather:
-    """B requests with `queries` tokens each, over the same number of gathered keys.
-
-    tokens  index of their tokens in the batch: a slice, or [B * queries] int64
-    blocks  [B * blocks per request] int64
-    run     the first key's place in the cache where one request's blocks follow each other: they are read in place
-    shared  [S] int64, blocks before those that all B requests have in common; None: none
-    mask    [B, 1, queries, keys] float, added to the scores; None: nothing is hidden, or `causal` says it all
-    behind  [N] int64, gathered keys behind the last of their request; None: there are none
-    """
-
-    requests: int
-    queries: int
-    tokens: slice | torch.Tensor
-    blocks: torch.Tensor
-    run: int | None
-    keys: int
-    mask: torch.Tensor | None
-    causal: bool
-    shared: torch.Tensor | None = None
-    behind: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -200,7 +177,7 @@ class TorchAttention:
         columns = first_blocks[:, None] + torch.arange(-(-keys // size), device=device)
         rows = torch.tensor(slots, device=device)
         blocks = batch.block_table[rows[:, None], columns.clamp(max=batch.block_table.shape[1] - 1)].long().flatten()
-        run = _run(blocks.tolist(), size) if len(slots) == 1 and device.type == "cpu" else None
+        run = consecutive(blocks.tolist(), size) if len(slots) == 1 and device.type == "cpu" else None
         key_positions = (first_blocks * size)[:, None, None] + torch.arange(keys, device=device)
         query_positions = (torch.tensor(starts, device=device)[:, None] + torch.arange(queries, device=device))[
             ..., None
@@ -218,7 +195,7 @@ class TorchAttention:
         if window is not None:
             hidden |= key_positions <= query_positions - window
         mask = torch.zeros(hidden.shape, dtype=self._dtype, device=device).masked_fill_(hidden, float("-inf"))
-        behind = None if min(lengths) == keys else _behind(lengths, size).to(device)
+        behind = None if min(lengths) == keys else keys_behind(lengths, size).to(device)
         return Gather(len(slots), queries, tokens, blocks, run, keys, mask[:, None], False, shared, behind)
 
 
@@ -350,21 +327,6 @@ def _prefix_attention(
 def _beside_sinks(attended: torch.Tensor, sums: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
     """What is left of `attended [..., dim]` beside sinks, of `sums [...]`, the logarithms of the keys' weights."""
     return (attended * torch.sigmoid(sums - sinks).unsqueeze(-1)).to(attended.dtype)
-
-
-def _run(blocks: list[int], block_size: int) -> int | None:
-    """The place of the first key of blocks that follow each other."""
-    first = blocks[0]
-    return first * block_size if blocks == list(range(first, first + len(blocks))) else None
-
-
-def _behind(lengths: Sequence[int], block_size: int) -> torch.Tensor:
-    """Of so many keys of each request, gathered in as many places as the longest takes, the places that are left."""
-    keys = max(lengths)
-    places = keys if keys < block_size else -(-keys // block_size) * block_size
-    left = torch.arange(keys) >= torch.tensor(lengths)[:, None]
-    request, key = left.nonzero(as_tuple=True)
-    return request * places + key
 
 
 def _visible(length: int, window: int | None) -> int:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import uvicorn
+from starlette.types import ASGIApp
 
 from kvern.config import EngineConfig
 from kvern.engine.child import EngineProcess
@@ -62,23 +63,7 @@ async def serve(
         async with EngineClient(config, process) as client:
             application = Server([client], server, keys)
             await application.batches.resume()
-            http = HttpServer(
-                uvicorn.Config(
-                    application.app(),
-                    log_config=None,
-                    access_log=False,
-                    http=functools.partial(Connection, server.request_timeout),  # type: ignore[arg-type]
-                    ws="none",
-                    lifespan="off",
-                    root_path=server.root_path,
-                    server_header=False,
-                    backlog=2048,
-                    timeout_keep_alive=KEEP_ALIVE_SECONDS,
-                    timeout_graceful_shutdown=int(server.grace_seconds),
-                    ssl_certfile=server.tls_cert,
-                    ssl_keyfile=server.tls_key,
-                )
-            )
+            http = HttpServer(http_config(application.app(), server))
             application.responses.tasks = http.server_state.tasks  # for which the end waits as for requests
             gc.freeze()  # what is there now stays: collections need not look at it
             engines = f"{len(client.replicas)} engines, " if len(client.replicas) > 1 else ""
@@ -89,6 +74,25 @@ async def serve(
             say(f"serving {client.names[0]} on {shown_address(listener, server)}")
             await http.serve(sockets=[listener])
             await application.stop()
+
+
+def http_config(application: ASGIApp, server: ServerConfig) -> uvicorn.Config:
+    """How an application is served over HTTP."""
+    return uvicorn.Config(
+        application,
+        log_config=None,
+        access_log=False,
+        http=functools.partial(Connection, server.request_timeout),  # type: ignore[arg-type]
+        ws="none",
+        lifespan="off",
+        root_path=server.root_path,
+        server_header=False,
+        backlog=2048,
+        timeout_keep_alive=KEEP_ALIVE_SECONDS,
+        timeout_graceful_shutdown=int(server.grace_seconds),
+        ssl_certfile=server.tls_cert,
+        ssl_keyfile=server.tls_key,
+    )
 
 
 class HttpServer(uvicorn.Server):
