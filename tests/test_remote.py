@@ -259,6 +259,10 @@ SMALL: dict[str, Any] = {"dtype": "float32", "threads": 1, "max_model_len": 64, 
 
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    wait_for_answers(monkeypatch)
+
+
+def wait_for_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every answer comes between the step that it is asked at and the next."""
     take_answer = RemoteProposer._take_answer
 
