@@ -6,7 +6,7 @@ It holds what pytest collects: tests with the mark `features`, unless they are m
 import contextlib
 import io
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -18,7 +18,8 @@ HEAD = """# Features together
 
 A request may ask for any of these at once, and any mixture of requests shares one batch. This page is made from the
 tests (`python -m tests.feature_matrix > docs/features.md`), and a test fails if it is not current or a cell is empty. A
-cell is the number of tests whose requests use both features; on the diagonal, the one.
+cell is the number of tests whose requests use both features; on the diagonal, the one. What goes with a model that is
+divided is [below](#several-ranks).
 
 """
 PROMISES = """
@@ -34,7 +35,17 @@ an engine such a model refuses, by name, is tested beside. On top of that:
 MORE = """
 ## Tests of three and more
 
-Those of all eleven answer one batch of requests with seven or eight features each; every two meet in one request.
+Those of ten and more answer one batch of requests with seven or eight features each; every two meet in one request.
+
+"""
+SEVERAL = """
+## Several ranks
+
+What goes with each division of a model ([several ranks](parallel.md)): `tp` is `-tp`, `pp` is `-pp`, `dp` is `-dp`, and
+`ep` is `-tp` with `--enable-expert-parallel`, of a mixture of experts. Two processes each, or four, on CPUs. A cell is
+the number of tests; "refused" is what an engine says at its start in a line, which names the option and what to do. In
+`tests/test_rank_features.py` every request gets the answers of one process, beside others, in an engine with too little
+room and a prefix cache, and features are checked by what they promise. Of engines are:
 
 """
 
@@ -44,16 +55,20 @@ class Collector:
 
     def __init__(self) -> None:
         self.tests: dict[str, frozenset[str]] = {}
+        self.refused: dict[str, frozenset[str]] = {}
+        """Those of tests that show that features do not go together."""
 
     def pytest_collection_modifyitems(self, items: Sequence[pytest.Item]) -> None:
         for item in items:
             marks = {mark.name: mark for mark in item.iter_markers()}
             if "features" in marks and not UNSURE & set(marks):
-                self.tests[item.nodeid] = frozenset(marks["features"].args)
+                mark = marks["features"]
+                found = self.refused if mark.kwargs.get("refused") else self.tests
+                found[item.nodeid] = frozenset(mark.args)
 
 
-def collect() -> dict[str, frozenset[str]]:
-    """The features of every marked test, by its id."""
+def collect() -> Collector:
+    """The features of every marked test."""
     files = [path for path in sorted((ROOT / "tests").glob("test_*.py")) if "mark.features" in path.read_text()]
     collector, said = Collector(), io.StringIO()
     with contextlib.redirect_stdout(said):
@@ -62,18 +77,18 @@ def collect() -> dict[str, frozenset[str]]:
         )
     if status:
         raise SystemExit(f"the tests cannot be collected:\n{said.getvalue()}")
-    return collector.tests
+    return collector
 
 
-def page(tests: Mapping[str, frozenset[str]], promises: Mapping[str, str]) -> str:
+def page(tests: Mapping[str, frozenset[str]], promises: Mapping[str, str], beside: Collection[str] = ()) -> str:
     """The page, in Markdown: the features of each test, and what each feature promises.
 
-    Raises SystemExit if a test names another feature, or if none covers some pair.
+    Tests may have features `beside` those. Raises SystemExit if a test names another, or if none covers some pair.
     """
-    names = list(promises)
+    names, known = list(promises), [*promises, *beside]
     for test, features in tests.items():
-        if not features or not features.issubset(names):
-            raise SystemExit(f"{test} is marked with {sorted(features)}: features are {', '.join(names)}")
+        if not features or not features.issubset(known):
+            raise SystemExit(f"{test} is marked with {sorted(features)}: features are {', '.join(known)}")
 
     few = []
     for pair in itertools.combinations_with_replacement(names, 2):
@@ -81,7 +96,7 @@ def page(tests: Mapping[str, frozenset[str]], promises: Mapping[str, str]) -> st
         own = [linked(test) for test, features in tests.items() if features == set(pair)]
         few.append([f'<a id="{anchor(ordered)}"></a>{", ".join(ordered)}', "<br>".join(own)])
     more = [
-        [", ".join(sorted(features, key=names.index)), linked(test)]
+        [", ".join(sorted(features, key=known.index)), linked(test)]
         for test, features in tests.items()
         if len(features) > 2
     ]
@@ -97,6 +112,34 @@ def page(tests: Mapping[str, frozenset[str]], promises: Mapping[str, str]) -> st
         table(["features", "test"], more),
     )
     return "".join(sections)
+
+
+def several_ranks(
+    tests: Mapping[str, frozenset[str]],
+    refused: Mapping[str, frozenset[str]],
+    rows: Mapping[str, str],
+    divisions: Sequence[str],
+) -> str:
+    """The part of the page on models that are divided: of each feature of `rows`, with what those of engines promise.
+
+    Raises SystemExit if a feature is neither tried with a division nor refused, or both.
+    """
+    matrix, each = [], []
+    for row in rows:
+        matrix.append([f"**{row}**"])
+        for division in divisions:
+            both = {row, division}
+            tried = [linked(test) for test, features in tests.items() if features >= both]
+            refusals = [f"refused: {linked(test)}" for test, features in refused.items() if features == both]
+            if bool(tried) == bool(refusals):
+                raise SystemExit(f"{row} and {division} are tried by {len(tried)} tests, refused by {len(refusals)}")
+            name = anchor([row, division])
+            matrix[-1].append(f"[{len(tried) or 'refused'}](#{name})")
+            own = [linked(test) for test, features in tests.items() if features == both]
+            each.append([f'<a id="{name}"></a>{row}, {division}', "<br>".join(own or refusals)])
+    promised = [[f"**{row}**", promise] for row, promise in rows.items() if promise]
+    sections = table(["", "promise"], promised), table(["", *divisions], matrix), table(["", "test"], each)
+    return SEVERAL + "\n".join(sections)
 
 
 def cell(features: set[str], tests: Mapping[str, frozenset[str]], names: Sequence[str]) -> str:
@@ -123,10 +166,14 @@ def linked(test: str) -> str:
 
 
 def main() -> None:
-    tests = collect()
-    from tests.combined_features import PROMISED  # only now: what pytest imports itself must not be there before
+    found = collect()
+    # Only now: what pytest imports itself must not be there before.
+    from tests.combined_features import PROMISED
+    from tests.rank_features import DIVISIONS, OF_ENGINES
 
-    print(page(tests, PROMISED), end="")
+    beside = {name: of_engine.promise for name, of_engine in OF_ENGINES.items()}
+    print(page(found.tests, PROMISED, [*beside, *DIVISIONS]), end="")
+    print(several_ranks(found.tests, found.refused, dict.fromkeys(PROMISED, "") | beside, [*DIVISIONS]), end="")
 
 
 if __name__ == "__main__":

@@ -30,6 +30,7 @@ from tests.families import CPU_ALONE, FAMILIES, make_checkpoint, reference_logit
 from tests.host_tier import HostTier
 from tests.interruptions import goes_on_where_it_was
 from tests.peft_adapters import make_adapter, merge
+from tests.rank_features import NOT_DIVIDED, OF_EXPERTS
 from tests.speculation import speculating
 from tests.test_model_parity import PROMPT, logits
 
@@ -207,8 +208,12 @@ EVERYWHERE: Mapping[str, Collection[str]] = {
     "logits": FAMILIES,
     "chunks, prefix cache": FAMILIES,
     "GPU": FAMILIES.keys() - {*CPU_ALONE},
+    "tp 2": FAMILIES,
+    "pp 2": FAMILIES.keys() - NOT_DIVIDED.keys(),
+    "ep 2": OF_EXPERTS,
 }
-"""What other tests show of these families: `test_model_parity.py`, `test_parity_matrix.py`, and `test_gpu.py`."""
+"""What other tests show of these families: `test_model_parity.py`, `test_parity_matrix.py`, `test_gpu.py`,
+`test_tensor_parallel.py`, and `test_pipeline_parallel.py`."""
 
 
 def recorded() -> dict[str, dict[str, bool]]:

@@ -40,7 +40,7 @@ from tests.combined_features import (
 )
 from tests.combined_questions import QUESTIONS, RECORD
 from tests.families import make_checkpoint
-from tests.feature_matrix import page
+from tests.feature_matrix import page, several_ranks
 from tests.idle import is_idle
 from tests.model_features import QUERIES  # with the tier of a table
 from tests.peft_adapters import make_adapter
@@ -166,12 +166,12 @@ def alone(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     made.check()
 
 
-def random_model(family: str, folder: Path) -> dict[str, Any]:
+def random_model(family: str, folder: Path, **changes: Any) -> dict[str, Any]:
     """Options of an engine with a tiny model of a family, and with adapters that are called like the embedded one's."""
     embedded = Path(kvern.__file__).parent / "embedded" / "kvern-1m"
     config = json.loads((embedded / "config.json").read_text())
     sizes = {name: config[name] for name in ("vocab_size", "eos_token_id", "max_position_embeddings")}
-    model = make_checkpoint(family, folder / "model", **sizes)
+    model = make_checkpoint(family, folder / "model", **sizes, **changes)
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         shutil.copy(embedded / name, model)
     adapters = {
@@ -329,3 +329,7 @@ def test_the_page_is_current_and_no_cell_is_empty() -> None:
     tests = {param.id: param.values[0] for param in PAIRS if param.id != "tools+n"}
     with pytest.raises(SystemExit, match="no test combines tools and n"):
         page(tests, PROMISED)
+    tried, refused = {"1": frozenset(["n", "tp"])}, {"2": frozenset(["n", "pp"])}
+    assert "[1](#n-tp) | [refused](#n-pp)" in several_ranks(tried, refused, {"n": ""}, ["tp", "pp"])
+    with pytest.raises(SystemExit, match="n and dp are tried by 0 tests, refused by 0"):
+        several_ranks(tried, refused, {"n": ""}, ["tp", "dp"])

@@ -20,6 +20,7 @@ from kvern.models.loader import filled_model, load_model, read_config
 from kvern.models.registry import spec_from_config
 from kvern.models.share import WholeExperts, share_of
 from tests.families import FAMILIES, make_checkpoint, make_config
+from tests.rank_features import OF_EXPERTS
 from tests.test_model_parity import PROMPT, logits, with_attention
 
 SECONDS = 60.0
@@ -75,7 +76,8 @@ def test_ranks_compute_what_one_process_does(family: str, tmp_path: Path) -> Non
     [
         ("mixtral", 2, 0),
         ("glm4_moe", 4, 3),
-        *(pytest.param(family, *sizes, marks=pytest.mark.nightly) for family in EXPERTS for sizes in ((2, 2), (4, 0))),
+        *(pytest.param(family, 4, 0, marks=pytest.mark.nightly) for family in EXPERTS),
+        *(pytest.param(family, 2, 2, marks=pytest.mark.nightly) for family in OF_EXPERTS),
     ],
 )
 def test_ranks_with_whole_experts_compute_what_one_process_does(
@@ -86,13 +88,16 @@ def test_ranks_with_whole_experts_compute_what_one_process_does(
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("family", FAMILIES)
-def test_all_families_are_shared_or_refused(family: str, tmp_path: Path) -> None:
-    folder = make_checkpoint(family, tmp_path, **CHANGED.get(family, {}))
-    try:
-        share_of(spec_from_config(read_config(folder)), 2)
-    except ConfigError:
-        return
-    check(folder, 2)
+def test_all_families_are_shared(family: str, tmp_path: Path) -> None:
+    check(make_checkpoint(family, tmp_path, **CHANGED.get(family, {})), 2)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("family", sorted(FAMILIES.keys() - {*OF_EXPERTS}))
+def test_families_without_experts_are_refused_where_these_are_to_be_whole(family: str) -> None:
+    spec = spec_from_config(make_config(family).to_dict())
+    with pytest.raises(ConfigError, match=r"^enable_expert_parallel is on, and .* has no experts: leave it off"):
+        share_of(spec, 2, WholeExperts())
 
 
 @pytest.mark.parametrize("family", ["llama", "olmo2"])
