@@ -86,13 +86,20 @@ def test_kinds_of_layers(family: str, size: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"enable_expert_parallel": True}, {"redundant_experts": 2, "rebalance_experts": "1ms"}], ids=str
+    "options",
+    [
+        {},
+        {"enable_expert_parallel": True},
+        {"enable_expert_parallel": True, "redundant_experts": 2, "rebalance_experts": "1ms"},
+        {"enable_dp_attention": True},
+        {"enable_dp_attention": True, "enable_expert_parallel": True},
+        {"enable_dp_attention": True, "cuda_graphs": False},
+    ],
+    ids=str,
 )
-def test_experts_cut_placed_and_moved(options: dict[str, Any], tmp_path: Path) -> None:
+def test_experts_are_shared_in_all_ways(options: dict[str, Any], tmp_path: Path) -> None:
     folder = str(make_checkpoint("mixtral", tmp_path))
     given = test_expert_parallel.OPTIONS | {"device": DEVICE, "threads": None}
-    if "rebalance_experts" in options:
-        options = options | {"enable_expert_parallel": True}
     with LLM(folder, **given) as alone:
         expected = test_expert_parallel.answers(alone)
     with LLM(folder, tensor_parallel_size=2, **given | options) as ranked:
