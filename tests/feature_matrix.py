@@ -43,9 +43,10 @@ SEVERAL = """
 
 What goes with each division of a model ([several ranks](parallel.md)): `tp` is `-tp`, `pp` is `-pp`, `dp` is `-dp`, and
 `ep` is `-tp` with `--enable-expert-parallel`, of a mixture of experts. Two processes each, or four, on CPUs. A cell is
-the number of tests; "refused" is what an engine says at its start in a line, which names the option and what to do. In
-`tests/test_rank_features.py` every request gets the answers of one process, beside others, in an engine with too little
-room and a prefix cache, and features are checked by what they promise. Of engines are:
+the number of tests; "refused" is what an engine says at its start in a line, which names the option and what to do.
+What `--enable-dp-attention` refuses stands in [several ranks](parallel.md). In `tests/test_rank_features.py` every
+request gets the answers of one process, beside others, in an engine with too little room and a prefix cache, and
+features are checked by what they promise. Of engines are:
 
 """
 

@@ -56,7 +56,7 @@ OF_ENGINES: Mapping[str, OfEngine] = {
 }
 
 REFUSED: Mapping[tuple[str, str], str] = {
-    ("drafts for hybrids", "pipeline_parallel_size"): "proposer ngram, for a model with states,",
+    ("drafts for hybrids", "pipeline_parallel_size"): "drafts for a model with states",
 }
 """By a feature and the option of a division: how the error begins that an engine with both raises."""
 ROWS = (*FEATURES, *OF_ENGINES)

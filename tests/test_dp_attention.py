@@ -157,13 +157,16 @@ def test_tokens_of_experts_are_counted_for_the_rows_of_all(ranked: LLM) -> None:
     assert pairs == [top_k * computed] * len(pairs)
 
 
-def test_a_lost_rank_ends_the_engine_with_the_reason(folder: Path) -> None:
+@pytest.mark.parametrize("most", [[100], pytest.param([1, 100], marks=pytest.mark.nightly)], ids=["busy", "idle"])
+def test_a_lost_rank_ends_the_engine_with_the_reason(folder: Path, most: list[int]) -> None:
+    """The first rank has a part of the step, or takes part in another's alone."""
     before = children_of(os.getpid())
     with LLM(str(folder), **OPTIONS | RANKS) as ranked:
         (rank,) = [child for child in children_of(os.getpid()) if child not in before and RANK in command_of(child)]
         os.kill(rank, signal.SIGKILL)
+        params = [SamplingParams(max_tokens=count, ignore_eos=True) for count in most]
         with pytest.raises(EngineDied, match="it lost rank 1, which ended with a signal, SIGKILL"):
-            ranked.generate([[1, 2, 3]], SamplingParams(max_tokens=100, ignore_eos=True))
+            ranked.generate([[1, 2, number] for number in range(len(most))], params)
 
 
 @pytest.mark.nightly

@@ -218,11 +218,28 @@ class TracedEngine(SimulatedEngine):
         super().__init__(setup)
         self.steps: list[set[str]] = []
         self.in_flight: list[int] = []
+        self.tokens: list[int] = []
 
     def submit(self, output: SchedulerOutput) -> Any:
         self.steps.append(set(output.request_ids))
+        self.tokens.append(output.token_count)
         self.in_flight.append(len(self.device.queue) + 1)
         return super().submit(output)
+
+
+@pytest.mark.parametrize("stages", [1, 2, 3])
+def test_a_prompt_leaves_a_decode_its_time_in_every_step(stages: int) -> None:
+    """Also in steps without that decode, which is on its way through other stages and goes on behind them."""
+    setup = Setup(stages=stages, depth=stages, max_model_len=300, spare_blocks=200, spare_budget=100, step_rows=6)
+    engine = TracedEngine(setup)
+    engine.add([1, 2], max_tokens=90)
+    for _ in range(3):
+        engine.step()
+    engine.add(list(range(3, 203)), max_tokens=1)
+    before = len(engine.tokens)
+    while len(engine.tokens) < before + 20:
+        engine.step()
+    assert max(engine.tokens[before:]) <= 6
 
 
 @pytest.mark.parametrize(("stages", "requests"), [(2, 4), (2, 5), (2, 2), (3, 6), (3, 4), (4, 8)])

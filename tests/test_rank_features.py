@@ -19,7 +19,7 @@ from kvern.engine.engine import Engine
 from kvern.errors import ConfigError
 from tests import processors
 from tests.combined_answers import check_same
-from tests.combined_features import ADAPTERS, FEATURES, OPTIONS, Alone, Ask, Result, Run, at_once
+from tests.combined_features import FEATURES, OPTIONS, Alone, Ask, Result, Run, at_once
 from tests.idle import is_idle
 from tests.rank_features import DIVISIONS, OF_ENGINES, ROWS, models_of, refusal
 from tests.speculation import AnyLength, Remembered
@@ -148,8 +148,6 @@ def divided(
     """An engine with too little room for these."""
     room = too_little_room(asks, alone)
     sizes = {"kv_cache_tokens": room, "max_model_len": room, "windowed_kv_cache": "off", "prefix_cache": True}
-    if refusal("LoRA", division):
-        sizes["adapters"] = {}
     with LLM(**alone.options | sizes | options | DIVISIONS[division]) as llm:
         yield Divided(llm, alone, drafts)
         assert not llm._engine.has_work
@@ -245,7 +243,7 @@ REFUSALS = [
 
 @pytest.mark.parametrize(("feature", "division", "beginning", "option"), REFUSALS)
 def test_what_is_refused_is_named(feature: str, division: str, beginning: str, option: str, models: Models) -> None:
-    wanted = OF_ENGINES[feature].options if feature in OF_ENGINES else {"adapters": ADAPTERS}
+    wanted = OF_ENGINES[feature].options
     for family in models_of(feature, division) or [None]:
         options = OPTIONS | models.options(family, feature, division) | {"adapters": {}} | wanted
         with pytest.raises(ConfigError) as refused:

@@ -107,9 +107,10 @@ class EngineConfig:
     target_itl: str | None = None
     """Time between the tokens of an answer that prompts beside it may cause, such as 15ms or 0.015s; none: any. Prompts
     are spread over as many steps as that takes. None: three times what a decode step takes, longer for prompts that
-    have waited; any where nobody waits for single tokens, and on a CPU."""
+    have waited; any where nobody waits for single tokens, on a CPU, and with pipeline_parallel_size."""
     max_batch_requests: int | None = None
-    """Requests that run at the same time at most. None: 256 on a CPU, 512 on a GPU."""
+    """Requests that run at the same time at most, on each rank with enable_dp_attention. None: 256 on a CPU, 512 on a
+    GPU."""
     attention_backend: Literal["auto", "triton", "flashinfer", "flash_attn", "torch_sdpa"] = "auto"
     """Who computes attention on a GPU; auto times those that are installed and remembers which was fastest."""
     linear_backend: Literal["auto", "cublas", "triton"] = "auto"
@@ -139,7 +140,7 @@ class EngineConfig:
     """auto guesses as many tokens as are worth their time, where somebody guesses; off guesses none."""
     acceptance: Literal["coupled", "rejection"] = "coupled"
     """coupled accepts drafts that are drawn in their places, so that they change no token; rejection (Leviathan et al.
-    2023) more of a draft model's, and tokens then depend on drafts, though their probabilities do not."""
+    2023) more of a draft model's or head's, and tokens then depend on drafts, though their probabilities do not."""
     kv_tier: str | None = None
     """Who keeps blocks that leave the KV cache: an entry point of an installed package. None: nobody."""
     grammar_backend: Literal["llguidance", "xgrammar"] = "llguidance"
@@ -277,6 +278,11 @@ class EngineConfig:
     def ranks(self) -> int:
         """Processes that compute the model together: stage by stage, those of one stage behind one another."""
         return self.pipeline_parallel_size * self.tensor_parallel_size
+
+    @property
+    def homes(self) -> int:
+        """Ranks that have requests of their own, with rows and a KV cache for them; otherwise there is one for all."""
+        return self.ranks if self.enable_dp_attention else 1
 
     @property
     def first_rank(self) -> int:

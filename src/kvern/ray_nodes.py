@@ -75,6 +75,10 @@ def ray_module() -> Any:
         raise ConfigError("executor is ray, and Ray is not installed: pip install 'kvern[ray]'") from error
 
 
+def _folder() -> "tempfile.TemporaryDirectory[str]":
+    return tempfile.TemporaryDirectory(prefix="kvern-", ignore_cleanup_errors=True)
+
+
 class Keeper:
     """The actor: of one process."""
 
@@ -85,15 +89,15 @@ class Keeper:
 
         It is given `given` on its standard input, and told for how many that take `each` this node has room.
         """
-        with tempfile.TemporaryDirectory(prefix="kvern-", ignore_cleanup_errors=True) as folder:
-            file = Path(folder, "notes")
-            arguments = [address, *([str(file)] if notes else []), str(os.getpid())]
+        with contextlib.ExitStack() as kept:
+            file = Path(kept.enter_context(_folder()), "notes") if notes else None
+            arguments = [address, *([] if file is None else [str(file)]), str(os.getpid())]
             most = {MOST_PROCESSES: str(_room_here(each))}
             variables = {**os.environ, **bytecode_environment(), **environment, **most}
             command = [sys.executable, "-m", module, *arguments]
             process = subprocess.Popen(command, stdin=subprocess.PIPE, env=variables)  # noqa: S603 (our own words)
             process.communicate(given)
-            return process.returncode, file.read_bytes() if file.exists() else b""
+            return process.returncode, file.read_bytes() if file is not None and file.exists() else b""
 
 
 class NodeProcess:

@@ -55,5 +55,11 @@ def engine_process() -> Iterator[EngineProcess]:
 
 def _begin() -> None:
     for number in (signal.SIGINT, signal.SIGTERM):  # until the server has handlers
-        _handlers[number] = signal.signal(number, lambda number, _: signals.append(number))
+        _handlers[number] = signal.signal(number, _note)
     _begun.append(EngineChild())
+
+
+def _note(number: int, _: Any) -> None:
+    """The second ends the process at once: a model may be downloaded meanwhile."""
+    signals.append(number)
+    signal.signal(number, signal.SIG_DFL)

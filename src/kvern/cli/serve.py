@@ -53,6 +53,8 @@ class ServeCommand:
             engine = dataclasses.replace(engine, max_adapters=DEFAULT_ADAPTERS)
         if not self.divided and engine.executor == "processes":
             engine = planned(engine)
+        if signals:
+            return
         logging.basicConfig(format="kvern: %(message)s", level=logging.WARNING)
         logging.getLogger("kvern.requests").setLevel(logging.INFO)
         uvloop.run(serve(engine, self.server, process, _say, signals))

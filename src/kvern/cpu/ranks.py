@@ -56,7 +56,7 @@ class SharedMemory:
             self.first(torch.zeros(1))
         finally:
             if rank == 0:
-                file.unlink()
+                file.unlink(missing_ok=True)
 
     def sum(self, x: Tensor) -> Tensor:
         """Of float32 or bfloat16; added up in float32, in the order of the ranks."""

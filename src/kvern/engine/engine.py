@@ -70,7 +70,7 @@ class Engine:
     @property
     def max_batch_requests(self) -> int:
         """Sequences that run at the same time at most."""
-        return self.layout.max_batch_requests
+        return self.config.homes * self.layout.max_batch_requests
 
     @property
     def request_ids(self) -> list[str]:

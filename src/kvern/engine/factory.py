@@ -74,8 +74,6 @@ def build_core(
         draft = draft_folder(config, folder, resolve_device(config).type)
     executor, layout = start(config, folder, spec, startup, draft, lost)
     if isinstance(executor, OwnRowsExecutor):
-        with startup.stage("graphs"):
-            executor.capture_all()
         executor.begin_counting()
         return make_homes(config, folder, layout, executor, note), spec, layout
     scheduler = make_scheduler(config, folder, layout, executor.tier)
@@ -106,7 +104,7 @@ def make_homes(
     """The cores of all ranks, of which this process's is the first."""
     assert executor.others is not None
     cached = layout.cached_tokens if config.prefix_cache else 0
-    homes = [Home(layout.max_batch_requests, cached) for _ in range(config.ranks)]
+    homes = [Home(layout.max_batch_requests, cached) for _ in range(config.homes)]
     core = make_home_core(config, folder, layout, executor)
     return HomedCores(core, executor, executor.others, homes, config.rank_timeout, note)
 

@@ -159,8 +159,10 @@ class HomedCores:
             raise EngineDied(RANKS_DISAGREE)
         try:
             return self._turn()
-        except BaseException:
+        except BaseException as error:
             self._is_broken = True
+            if isinstance(error, Exception) and not isinstance(error, EngineDied):  # another rank has ended
+                raise self._others.give_up() from error
             self._others.end()
             raise
 
@@ -192,7 +194,7 @@ class HomedCores:
         return self._core.read_adapter(path)
 
     def add_adapter(self, key: int, adapter: "Adapter") -> None:
-        raise NotImplementedError  # none can be read
+        """None was ever read."""
 
     def unload_adapter(self, key: int) -> None:
-        raise NotImplementedError
+        """None was ever read."""

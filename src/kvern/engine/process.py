@@ -102,8 +102,9 @@ def main(address: str, running: str, parent: int) -> int:
     gc.enable()
     gpu = next(iter(layout.gpus), None)
     facts = ModelFacts.of(spec)
-    cached = layout.cached_tokens if config.prefix_cache else 0
-    socket.send(encode(Ready(layout.max_model_len, layout.max_batch_requests, str(startup), gpu, facts, cached)))
+    cached = config.homes * layout.cached_tokens if config.prefix_cache else 0
+    most = layout.max_batch_requests
+    socket.send(encode(Ready(layout.max_model_len, most, str(startup), gpu, facts, cached, config.homes)))
     try:
         serve(socket, core, parent, counts=config.expert_counts)
     except Exception as error:

@@ -73,7 +73,7 @@ class Replicas:
     @property
     def max_batch_requests(self) -> int:
         """Sequences that run at the same time at most, in all engines."""
-        return sum(replica.supervisor.link.ready.max_batch_requests for replica in self)
+        return sum(replica.supervisor.link.ready.sequences for replica in self)
 
     @property
     def trouble(self) -> str | None:

@@ -27,7 +27,7 @@ from kvern.engine.draft_room import Wanted, to_guess, to_verify
 from kvern.engine.forks import PendingForks
 from kvern.engine.policy import Policy
 from kvern.engine.running import RunningRequests, future_siblings
-from kvern.engine.stages import in_turn
+from kvern.engine.stages import decodes, in_turn
 from kvern.engine.step_budget import StepBudget, StepTime
 from kvern.engine.step_costs import load_of
 from kvern.engine.waiting import Cause, WaitingQueue
@@ -189,8 +189,7 @@ class Scheduler:
 
     def _schedule_running(self, output: SchedulerOutput, time: StepTime | None, begin: int) -> StepBudget:
         """Returns what is left of the budget."""
-        tokens = self.limits.max_batch_tokens
-        behind: list[Request] = []
+        tokens, behind = self.limits.max_batch_tokens, list[Request]()
         for request in in_turn(self.running, self.limits.stages, begin):
             remaining = request.remaining_tokens
             if remaining > 1:
@@ -200,7 +199,8 @@ class Scheduler:
                 verified = self._verify(request, tokens - len(self.running), output) if drafted else 0
                 tokens -= verified or self._advance(request, 1, 1, output)
         budget = StepBudget(tokens, self.limits.chunked_prefill)
-        if time is not None and output.scheduled and (behind or (self.waiting and self.running.free_rows)):
+        waits = behind or (self.waiting and self.running.free_rows)
+        if time is not None and waits and decodes(output, self.running, self.limits.stages):
             budget.limit(time, load_of(output.scheduled))
         for request in behind:
             start, remaining = request.num_computed_tokens, request.remaining_tokens

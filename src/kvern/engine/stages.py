@@ -7,7 +7,7 @@ time, and steps take even shares of all that decode: as many are on their way as
 from collections.abc import Iterable, Sequence
 
 from kvern.request import Request
-from kvern.step import ScheduledTokens
+from kvern.step import ScheduledTokens, SchedulerOutput
 
 
 def in_turn(running: Iterable[Request], stages: int, begin: int) -> list[Request]:
@@ -20,6 +20,11 @@ def in_turn(running: Iterable[Request], stages: int, begin: int) -> list[Request
     count = min(-(-len(ready) // begin), -(-len(decoding) // stages))
     passed = {*decoding}.difference(ready[:count])
     return [request for request in running if request not in passed]
+
+
+def decodes(output: SchedulerOutput, running: Iterable[Request], stages: int) -> bool:
+    """Whether a request decodes in this step, or in one that is on its way and goes on behind this one."""
+    return bool(output.scheduled) or (stages > 1 and any(request.remaining_tokens == 1 for request in running))
 
 
 def known_tokens(scheduled: Sequence[ScheduledTokens], requests: Sequence[Request]) -> list[tuple[int, int, list[int]]]:

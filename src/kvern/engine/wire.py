@@ -69,6 +69,13 @@ class Ready(WireMessage):
     model: ModelFacts = ModelFacts()
     cache_tokens: int = 0
     """Of finished requests the prefix cache keeps at most."""
+    homes: int = 1
+    """Ranks that each run `max_batch_requests` sequences, of requests of their own."""
+
+    @property
+    def sequences(self) -> int:
+        """That run at the same time at most."""
+        return self.homes * self.max_batch_requests
 
 
 class Failed(WireMessage):

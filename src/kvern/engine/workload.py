@@ -52,7 +52,7 @@ class Workload:
 
         These are those of all that are here, and of its own prompt what is not cached.
         """
-        full = self.sequences >= self._supervisor.link.ready.max_batch_requests
+        full = self.sequences >= self._supervisor.link.ready.sequences
         return full, self.tokens + self._uncached(generation)
 
     def take(self, generation: Generation) -> None:

@@ -1,9 +1,12 @@
 """Whether the memory of a machine without GPUs holds a model, asked before any of it is taken."""
 
+import os
+
 from kvern.cpu.host_memory import processes_here, total_memory
 from kvern.errors import ConfigError
 from kvern.layers.build import Build
 from kvern.model_spec import ModelSpec
+from kvern.ray_nodes import MOST_PROCESSES
 
 
 def check_memory(weight_bytes: int, spec: ModelSpec, build: Build, all_stages: int | None) -> None:
@@ -21,5 +24,5 @@ def check_memory(weight_bytes: int, spec: ModelSpec, build: Build, all_stages: i
         raise ConfigError(
             f"the weights take {weights / 1e9:.1f} GB, the positions {2 * rotations / 1e9:.1f} GB, and this "
             f"machine has {memory / 1e9:.1f} GB: use a smaller model, or lower max_model_len"
-            + (", or have fewer ranks on a machine (docs/ray.md)" if here > 1 else "")
+            + (", or have fewer ranks on a machine (docs/ray.md)" if MOST_PROCESSES in os.environ else "")
         )

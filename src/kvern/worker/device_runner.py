@@ -161,8 +161,7 @@ class DeviceRunner:
         try:
             graphs.capture_next()
         except RuntimeError as error:
-            is_alone = self._ranks.processes == 1 and self._ranks.own_rows is None
-            give_up(graphs.missing, error, is_alone=is_alone)
+            give_up(graphs.missing, error, is_alone=self._ranks.processes == 1)
         return any(kind.missing for kind in kinds)
 
     def abandon(self) -> None:

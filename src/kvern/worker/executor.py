@@ -257,11 +257,6 @@ class OwnRowsExecutor(InProcessExecutor):
         self._own_rows.agree(output.token_count, decodes=decodes)
         return self._worker.runner.execute(output)
 
-    def capture_all(self) -> None:
-        """Make all that steps run faster with, before the first turn: all ranks replay the same. Raises ConfigError."""
-        while self.idle():
-            pass
-
     def end_turn(self) -> None:
         """Take part in the others' step, if this rank has not started its own part of it."""
         if not self._has_started and self._own_rows.agree(0, decodes=True):
@@ -269,8 +264,11 @@ class OwnRowsExecutor(InProcessExecutor):
         self._has_started = False
 
     def abandon(self) -> None:
+        cause = sys.exception() or self._error  # the first may have come of a step on its way
+        if self.others is None and cause is not None:
+            raise cause
         self._error = EngineDied(RANKS_DISAGREE) if self.others is None else self.others.give_up()
-        raise self._error from sys.exception()  # which may have come of a step on its way
+        raise self._error from cause
 
 
 class _LaterStep:

@@ -50,8 +50,8 @@ def _check_options_of_own_rows(config: EngineConfig) -> None:
         f"kv_tier {config.kv_tier}": (config.kv_tier is not None, "leave kv_tier out"),
         f"draft_model {config.draft_model}": (config.draft_model is not None, "leave draft_model out"),
         f"proposer {config.proposer}": (config.proposer is not None, "leave proposer out"),
-        "target_itl": (config.target_itl is not None, "leave target_itl out"),
-        "rebalance_experts": (config.rebalance_experts is not None, "leave rebalance_experts out"),
+        "target_itl": (bool(config.target_itl_seconds), "leave target_itl out"),
+        "rebalance_experts": (bool(config.rebalance_seconds), "leave rebalance_experts out"),
     }
     for what, (is_asked, remedy) in refused.items():
         if is_asked:
@@ -73,7 +73,7 @@ def _check_options_of_stages(config: EngineConfig, spec: ModelSpec) -> None:
             bool(spec.recurrent) and (config.proposer is not None or config.draft_model is not None),
             "leave proposer and draft_model out",
         ),
-        "rebalance_experts": (config.rebalance_experts is not None, "leave rebalance_experts out"),
+        "rebalance_experts": (bool(config.rebalance_seconds), "leave rebalance_experts out"),
         "expert_counts": (config.expert_counts, "leave expert_counts off"),
     }
     for what, (is_asked, remedy) in refused.items():

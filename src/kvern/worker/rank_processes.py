@@ -130,9 +130,15 @@ class RankProcesses:
     def _turn(self, rank: int, socket: "zmq.Socket[bytes]", seconds: float) -> TurnTaken:
         until = time.monotonic() + seconds
         while not socket.poll(LOOK_MILLISECONDS):
-            if self._end.reason is not None or time.monotonic() > until:
+            if self._end.reason is not None:
                 raise self.give_up()
+            if time.monotonic() > until:
+                self.end()
+                raise EngineDied(f"{FAILED}rank {rank} has not answered for {seconds:g} seconds")
         taken = decode_for_first(socket.recv())
+        if isinstance(taken, Failed):
+            self.end()
+            raise EngineDied(f"{FAILED}rank {rank}: {taken.reason}")
         assert isinstance(taken, TurnTaken), "nothing else follows a turn"
         return taken
 

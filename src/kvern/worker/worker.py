@@ -257,8 +257,14 @@ class Worker:
         return EightBit(scales, getattr(torch, plan.plain_cache_dtype))
 
     def build(self, layout: Layout) -> None:
-        """Take the memory of the KV cache; then steps can run. Raises ConfigError for experts that cannot move."""
+        """Take the memory of the KV cache; then steps can run.
+
+        Raises ConfigError for experts that cannot move, and for ranks with rows of their own, which all replay the same
+        graphs, if there is no memory for one.
+        """
         self.runner = self._parts.runner(self._contents, layout)
+        while self._ranks.own_rows is not None and self.runner.idle():
+            pass
         if self._config.rebalance_seconds:
             check_moves(experts_of(self._contents.decoder), self._ranks)
 
