@@ -109,8 +109,8 @@ class EngineConfig:
     are spread over as many steps as that takes. None: three times what a decode step takes, longer for prompts that
     have waited; any where nobody waits for single tokens, on a CPU, and with pipeline_parallel_size."""
     max_batch_requests: int | None = None
-    """Requests that run at the same time at most, on each rank with enable_dp_attention. None: 256 on a CPU, 512 on a
-    GPU."""
+    """Requests that run at the same time at most. None: 256 on a CPU, 512 on a GPU. With enable_dp_attention each rank
+    has so many."""
     attention_backend: Literal["auto", "triton", "flashinfer", "flash_attn", "torch_sdpa"] = "auto"
     """Who computes attention on a GPU; auto times those that are installed and remembers which was fastest."""
     linear_backend: Literal["auto", "cublas", "triton"] = "auto"
