@@ -3,8 +3,6 @@
 Run with `pytest -m gpu` on a machine with two GPUs.
 """
 
-import concurrent.futures
-import os
 import signal
 from pathlib import Path
 from typing import Any
@@ -18,11 +16,11 @@ from tests import test_expert_parallel, test_rank_engines, test_rank_weights
 from tests.families import CPU_ALONE, make_checkpoint
 from tests.packers import gptq, store
 from tests.peft_adapters import make_adapter
-from tests.served import SMALL, child_of, eventually, serving
+from tests.served import serving
 from tests.test_head_drafting import drafting
 from tests.test_quantized_four_bits import GPTQ, LINEAR
 from tests.test_rank_drafts import KINDS, write
-from tests.test_rank_engines import RANK, TOKENS, is_running, read
+from tests.test_rank_engines import check_streams
 from tests.test_tensor_parallel import CHANGED, FEW
 from tests.tiny_model import make_tiny_model
 
@@ -128,24 +126,7 @@ def test_heads_draft_as_on_one_gpu(kind: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("option", ["-tp", "-pp"])
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
 def test_streams_go_on_when_a_rank_ends_or_hangs(how: signal.Signals, option: str) -> None:
-    seeds = range(6)
-    given: dict[str, Any] = {"max_model_len": 512, "dtype": "float32", "device": DEVICE, "kv_cache_tokens": 8192}
-    with LLM("kvern-1m", **given) as alone:
-        params = [SamplingParams(temperature=0.8, seed=seed, max_tokens=TOKENS, ignore_eos=True) for seed in seeds]
-        expected = [output.outputs[0].text for output in alone.generate(["Once upon a time"] * len(seeds), params)]
-    small = [*SMALL, "--device", DEVICE, "--kv-cache-tokens", "8192", "--engine-timeout", "20"]
-    with serving(*small, option, "2") as served:
-        with concurrent.futures.ThreadPoolExecutor(len(seeds)) as pool:
-            client = served.client()
-            texts = [pool.submit(read, client, seed) for seed in seeds]
-            eventually(lambda: served.figure("generation_tokens_total") > TOKENS / 4)
-            engine = served.engine_pid()
-            rank = child_of(engine, RANK)
-            os.kill(rank, how)
-            assert [text.result(250) for text in texts] == expected
-        assert served.engine_pid() != engine
-    for pid in (engine, rank):
-        eventually(lambda pid=pid: not is_running(pid), 60)  # type: ignore[misc]
+    check_streams(how, option, DEVICE, "20")
 
 
 def test_a_server_without_options_takes_both_gpus() -> None:

@@ -18,15 +18,15 @@ BLOCK_SIZE = 4
 
 
 class Batch(NamedTuple):
-    """Requests whose keys lie scattered over a cache that is NaN elsewhere."""
+    """Requests whose keys lie scattered over a cache that is NaN elsewhere, in the order in which kernels take it."""
 
     query: torch.Tensor
     cache: torch.Tensor
     table: torch.Tensor
     slots: torch.Tensor
     starts: torch.Tensor
-    counts: torch.Tensor
     tokens: torch.Tensor
+    counts: torch.Tensor
 
 
 def make_batch(
@@ -54,7 +54,7 @@ def make_batch(
             place.copy_(torch.randn(2, kv_heads, dim, generator=generator))
     query = torch.randn(sum(counts), heads + 2, dim, generator=generator)[:, :heads]
     tokens = [sum(counts[:index]) for index in range(len(counts))]
-    integers = [torch.tensor(item, dtype=torch.int32, device=device) for item in (starts, counts, tokens)]
+    integers = [torch.tensor(item, dtype=torch.int32, device=device) for item in (starts, tokens, counts)]
     return Batch(
         query.to(dtype).to(device), cache.to(dtype).to(device), table.to(device), slots.int().to(device), *integers
     )
@@ -120,13 +120,7 @@ def prefill(batch: Batch, **options: Any) -> torch.Tensor:
     """What `prefill_attention` finds."""
     out = torch.full_like(batch.query, float("nan"), memory_format=torch.contiguous_format)
     prefill_attention(
-        batch.query,
-        batch.cache,
-        batch.table,
-        batch.slots,
-        batch.starts,
-        batch.tokens,
-        batch.counts,
+        *batch,
         *tiles_of(batch, 16),
         out,
         PrefillShape(16, 16, 4, 2),
@@ -143,13 +137,7 @@ def split(batch: Batch, splits: int = 1, **options: Any) -> torch.Tensor:
     arrived = torch.zeros(len(requests) * kv_heads, dtype=torch.int32, device=batch.query.device)
     out = torch.full_like(batch.query, float("nan"), memory_format=torch.contiguous_format)
     split_attention(
-        batch.query,
-        batch.cache,
-        batch.table,
-        batch.slots,
-        batch.starts,
-        batch.tokens,
-        batch.counts,
+        *batch,
         requests,
         firsts,
         out,

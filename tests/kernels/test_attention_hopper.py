@@ -52,13 +52,7 @@ def test_hopper_prefill(
         give_back(batch, window)
     out = torch.full((len(batch.query) + 1, heads, dim), float("nan"), dtype=dtype, device=device)
     hopper_prefill(
-        batch.query,
-        batch.cache,
-        batch.table,
-        batch.slots,
-        batch.starts,
-        batch.tokens,
-        batch.counts,
+        *batch,
         requests,
         firsts,
         out,
