@@ -87,6 +87,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True, help="folder or Hugging Face id, with a head of its own")
     parser.add_argument("--draft-model", required=True, help="the same")
+    parser.add_argument("--draft-quantization", choices=["int8", "fp8", "int4"], help="of the draft model's weights")
     parser.add_argument("--load-format", default="auto")
     parser.add_argument("--requests", type=int, nargs="+", default=[1, 32, 256])
     parser.add_argument("--drafts", nargs="+", default=["auto"], help="of each step; auto: as many as pay")
@@ -98,6 +99,7 @@ def main() -> None:
     llm = LLM(
         arguments.model,
         draft_model=arguments.draft_model,
+        draft_quantization=arguments.draft_quantization,
         load_format=arguments.load_format,
         max_batch_requests=max(arguments.requests),
         max_model_len=arguments.context + arguments.output + 32,

@@ -43,6 +43,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True, help="folder or Hugging Face id")
     parser.add_argument("--draft-model", help="the same; none guesses if left out")
+    parser.add_argument("--draft-quantization", choices=["int8", "fp8", "int4"], help="of the draft model's weights")
     parser.add_argument("--load-format", default="auto")
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--tokens", type=int, nargs="+", default=[2, 5, 9], help="verified for each request")
@@ -54,6 +55,7 @@ def main() -> None:
     llm = LLM(
         arguments.model,
         draft_model=arguments.draft_model,
+        draft_quantization=arguments.draft_quantization,
         load_format=arguments.load_format,
         proposer=None if arguments.draft_model else "ngram",
         max_batch_requests=most,

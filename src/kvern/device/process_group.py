@@ -1,8 +1,11 @@
 """Groups of processes that exchange tensors: through gloo on CPUs, through NCCL on GPUs."""
 
+import ctypes
 import importlib
 import os
 import socket
+import threading
+import weakref
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -60,9 +63,29 @@ class Meeting:
             os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo" if self._own == LOOPBACK else interface_of(self._own))
             options = self._distributed.ProcessGroupNCCL.Options()
             options._timeout = self._waits
-            return self._distributed.ProcessGroupNCCL(store, rank, size, options)
+            group = self._distributed.ProcessGroupNCCL(store, rank, size, options)
+            group.eager_connect_single_device(device or self._device)  # else each pair has a connection of its own
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))  # see `end_with`
+            return group
         gloo = self._distributed.ProcessGroupGloo
         gloo_options = gloo._Options()
         gloo_options._timeout = self._waits
         gloo_options._devices = [gloo.create_device(hostname=self._own)]
         return gloo(store, rank, size, gloo_options)
+
+
+def end_with(owner: object, groups: list[Any]) -> None:
+    """Have groups that the `owner` talks through end when it does.
+
+    Those of CPUs end before Python does, too: their threads could not any more. Those of GPUs wait for the end of each
+    CUDA graph that holds a kernel of theirs, and graphs may have the same owner. So that happens in a thread, while
+    they go, and not at all when the process ends.
+    """
+    weakref.finalize(owner, groups.clear)
+    for group in groups:
+        if group._get_backend_name() == "nccl":
+            weakref.finalize(owner, _abort, group).atexit = False
+
+
+def _abort(group: Any) -> None:
+    threading.Thread(target=group.abort, name="abort-nccl", daemon=True).start()

@@ -1,7 +1,6 @@
 """Ranks that compute one model together: processes, each with a device and a share of the weights."""
 
 import socket
-import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from copy import copy
 from itertools import permutations
@@ -12,7 +11,7 @@ import torch
 from torch import Tensor
 
 from kvern.cpu.ranks import SharedMemory
-from kvern.device.process_group import Meeting
+from kvern.device.process_group import Meeting, end_with
 from kvern.device.stages import WHOLE, Stage
 
 if TYPE_CHECKING:
@@ -55,7 +54,6 @@ class Ranks:
         self._memory: SharedMemory | None = None
         self._ordered = False
         self._groups: list[Any] = []
-        weakref.finalize(self, self._groups.clear)  # its threads cannot end any more once Python has
 
     def connect(
         self,
@@ -90,6 +88,7 @@ class Ranks:
             self._groups.append(meeting.group(own, self.rank, self.size))
             if on_host and device.type == "cuda":
                 self._groups.append(meeting.group(f"{own}-host", self.rank, self.size, torch.device("cpu")))
+        end_with(self, self._groups)
         self.stage.connect(meeting, f"rank-{self.rank}")
 
     def of_own_stage(self) -> "Ranks":

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from kvern.device.process_group import Meeting
+from kvern.device.process_group import Meeting, end_with
 
 
 class Stage:
@@ -25,7 +25,6 @@ class Stage:
         self.is_first, self.is_last = index == 0, index == count - 1
         self._groups: list[Any] = []
         self._sending: deque[Any] = deque()
-        weakref.finalize(self, _forget, self._sending, self._groups)
 
     @property
     def first_layer(self) -> int:
@@ -40,6 +39,8 @@ class Stage:
         """Meet the other stages, whose processes call their group by the same name."""
         if self.count > 1:
             self._groups.append(meeting.group(name, self.index, self.count))
+            weakref.finalize(self, self._sending.clear)  # they hold the group
+            end_with(self, self._groups)
 
     def send(self, hidden: Tensor) -> None:
         """Hand `hidden [T, width]` to the next stage, without waiting until that takes it."""
@@ -51,12 +52,6 @@ class Stage:
         """Fill `hidden [T, width]` with what the stage before sent; a CPU waits for it."""
         self._groups[0].recv([hidden], self.index - 1, 0).wait()
         return hidden
-
-
-def _forget(sending: "deque[Any]", groups: list[Any]) -> None:
-    """Their threads cannot end any more once Python has."""
-    sending.clear()
-    groups.clear()
 
 
 WHOLE = Stage()

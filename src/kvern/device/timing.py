@@ -14,8 +14,13 @@ def time_calls(calls: Sequence[Callable[[], object]]) -> float:
         call()  # compiles, and lets libraries choose
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
+    # Of this device: PyTorch's own for captures stays with the device that first had one.
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     # A capture that fails leaves the stream that it took as the current one: the outer context gives back what was.
-    with torch.cuda.stream(torch.cuda.current_stream()), torch.cuda.graph(graph, capture_error_mode="thread_local"):
+    with (
+        torch.cuda.stream(torch.cuda.current_stream()),
+        torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"),
+    ):
         for call in calls:
             call()
     graph.replay()

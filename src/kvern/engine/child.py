@@ -3,10 +3,12 @@
 import asyncio
 import contextlib
 import os
+import signal
 import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Mapping, Set
 from concurrent.futures import Future
 from pathlib import Path
@@ -16,6 +18,11 @@ import zmq
 
 from kvern.bytecode import bytecode_environment
 from kvern.engine.running_file import read_running
+
+ORPHAN_SECONDS = 2.0
+"""So long ranks may take to notice that their engine has ended, and to remove what they share."""
+LOOK_SECONDS = 0.02
+"""How often is looked whether they are there."""
 
 
 class EngineProcess(Protocol):
@@ -65,7 +72,10 @@ class EngineChild:
         self._running = Path(self._folder.name, "running")
         command = [sys.executable, "-m", "kvern.engine.process", self._address, str(self._running), str(os.getpid())]
         self._process = subprocess.Popen(  # noqa: S603 (no shell, our own words)
-            command, stdin=subprocess.DEVNULL, env={**os.environ, **bytecode_environment(), **(environment or {})}
+            command,
+            stdin=subprocess.DEVNULL,
+            env={**os.environ, **bytecode_environment(), **(environment or {})},
+            process_group=0,
         )
         self._ended: Future[int] = Future()
         threading.Thread(target=self._watch, name="engine-process", daemon=True).start()
@@ -95,4 +105,17 @@ class EngineChild:
         self._folder.cleanup()
 
     def _watch(self) -> None:
-        self._ended.set_result(self._process.wait())
+        code = self._process.wait()
+        _end_ranks(self._process.pid)
+        self._ended.set_result(code)
+
+
+def _end_ranks(group: int) -> None:
+    """End what an engine that has ended leaves of its process group: ranks that hang, and do not notice."""
+    with contextlib.suppress(ProcessLookupError):  # nobody is left
+        os.killpg(group, signal.SIGCONT)
+        until = time.monotonic() + ORPHAN_SECONDS
+        while time.monotonic() < until:
+            os.killpg(group, 0)
+            time.sleep(LOOK_SECONDS)
+        os.killpg(group, signal.SIGKILL)

@@ -177,7 +177,8 @@ class DeviceRunner:
         needs = 0
         decodes, uncertain = True, False
         for item in scheduled:
-            needs |= self._needs[item.slot]
+            if item.sampled:
+                needs |= self._needs[item.slot]
             decodes = decodes and item.count == item.sampled == 1
             uncertain = uncertain or item.uncertain
         wanted = Needs(needs)
