@@ -77,7 +77,7 @@ class PlanCommand:
         else:
             from rich.console import Console
 
-            console = Console()
+            console = Console(width=None if sys.stdout.isatty() else 140)
             self._print(console, found, cards)
             if found[0].lacks and self.quantization is None:
                 self._print_smaller(console, folder)
