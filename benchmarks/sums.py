@@ -137,14 +137,15 @@ def run_rank(rank: int, size: int, place: str, results: Any) -> None:
     meeting = Meeting(place, size, device, 60)
     group = meeting.group("sums", rank, size)
     found = Found([], {})
-    kept: list[Tensor] = []
     with torch.inference_mode():
         for width in WIDTHS:
             rows = min(512, MOST_BYTES // (8 * words_of(size, 1, width)))
             own, addresses = map_words(meeting.store(f"{width}"), rank, size, device, words_of(size, rows, width))
-            kept.append(own)  # others write to it
-            buffers = torch.tensor(addresses, device=device)
-            peers = PeerMemory(buffers, torch.zeros(rows, dtype=torch.int32, device=device), rank, size, rows, width)
+            buffers, epochs = (
+                torch.tensor(addresses, device=device),
+                torch.zeros(rows, dtype=torch.int32, device=device),
+            )
+            peers = PeerMemory(own, buffers, epochs, rank, size, rows, width)
             for count in CHECKED_ROWS:
                 found.wrong.extend(Sums(group, peers, count).check())
             for count in ROWS:

@@ -33,7 +33,8 @@ class Meeting:
         self._device, self._waits = device, timedelta(seconds=seconds)
         self._distributed: Any = importlib.import_module("torch.distributed")
         self._own, url = LOOPBACK, urlsplit(str(place))
-        if url.scheme == "tcp":
+        self.on_one_machine = url.scheme != "tcp"
+        if not self.on_one_machine:
             self._own = address_towards(url.hostname or "")
             self._store = self._distributed.TCPStore(
                 url.hostname,

@@ -24,24 +24,33 @@ import triton.language as tl
 from kvern.kernels.launch import INTERPRETED, Launcher, next_power_of_2, overlaps, processors, wait_for_previous
 
 WORD_BYTES = 8
+MOST_ROWS = 512
+MOST_BYTES = 32 << 20
+"""Of a rank's memory that others write to."""
 PACKED = 4
 """Words of each rank that a thread waits for at once."""
 
 
 class PeerMemory(NamedTuple):
-    """What a rank needs for sums of up to `rows` rows of `width` 16-bit numbers; its own part is there from zeros.
+    """What a rank needs for sums of up to `rows` rows of `width` 16-bit numbers; all is zero at first.
 
-    buffers  [size] int64, addresses of each rank's words as this one sees them: each [2, size, rows, width / 2] int64,
-             by the epoch's parity, sender, row
+    words    int64, to which others write: [2, size, rows, width / 2], by the epoch's parity, sender, row
+    buffers  [size] int64, addresses of each rank's words as this one's device sees them
     epochs   [rows] int32, of this rank
     """
 
+    words: torch.Tensor
     buffers: torch.Tensor
     epochs: torch.Tensor
     rank: int
     size: int
     rows: int
     width: int
+
+
+def slots_of(size: int, width: int) -> int:
+    """For how many rows of `width` ranks keep words: as many as sums in this way could pay for."""
+    return min(MOST_ROWS, MOST_BYTES // (WORD_BYTES * words_of(size, 1, width)))
 
 
 def words_of(size: int, rows: int, width: int) -> int:

@@ -1,0 +1,38 @@
+"""Which sums of ranks on GPUs go through memory of each other, and which through NCCL: what is faster, alike on all."""
+
+import torch
+
+from kvern.device.measurements import Measurements
+from kvern.device.ranks import Ranks
+from kvern.device.timing import time_calls
+
+SECTION = "sums of ranks"
+
+
+def choose_sums(ranks: Ranks, width: int, dtype: torch.dtype, device: torch.device, known: Measurements) -> list[str]:
+    """Let `ranks` sum rows of `width` in the way that is faster on the first of them; a line about that.
+
+    All ranks call this before a model is built, and then do alike.
+    """
+    try:
+        peers = ranks.map_peers(width, device)
+    except RuntimeError as error:
+        return [f"sums of ranks: NCCL, since their GPUs share no memory: {str(error).splitlines()[0]}"]
+    if peers is None:
+        return ["sums of ranks: NCCL, since not every GPU reaches the memory of all others"]
+    key = f"{ranks.size} ranks, {width}, {dtype}"
+    most = _first(ranks, known.section(SECTION).get(key, -1), device)
+    if most < 0:
+        most = _first(ranks, peers.most_that_pay(ranks.group_sum, dtype, time_calls), device)
+        known.remember(SECTION, {key: most})
+        known.save()
+    if most == 0:
+        return ["sums of ranks: NCCL, which is faster"]
+    peers.most_rows = most
+    ranks.peers = peers
+    return [f"sums of ranks: memory of each other for up to {most} rows, with the norm behind; NCCL for more"]
+
+
+def _first(ranks: Ranks, number: int, device: torch.device) -> int:
+    """What the first rank says."""
+    return int(ranks.first(torch.tensor([number], device=device)))
