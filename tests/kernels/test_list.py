@@ -87,7 +87,7 @@ def test_every_kernel_is_launched_by_some_model(device: torch.device, monkeypatc
     packed += kinds_of_forms(spec_of("llama", LARGE_MODELS), torch.bfloat16, ("int4", "q4_k"))
     packed += kinds_of_forms(spec_of("gpt_oss", LARGE_MODELS), torch.bfloat16, ("e2m1",))
     made = partial(Inputs, device, torch.bfloat16, adapter_rank=16, packed=packed)
-    caches = [made(), made(cache_dtype=torch.int8), made(packed=())]
+    caches = [made(), made(cache_dtype=torch.int8), made(packed=(), ranks=(1, 2))]
     specs = [spec_of(name, models) for models in (TINY_MODELS, LARGE_MODELS) for name in models]
     forms = [(spec, inputs) for spec in specs for inputs in caches]
     forms += [(spec_of(name, TINY_ENCODERS), caches[-1]) for name in TINY_ENCODERS]

@@ -7,7 +7,7 @@ import torch
 
 from kvern.kernel_list.dense import normed
 from kvern.kernel_list.entry import Call, Inputs, Kernel
-from kvern.kernels.peer_sum import PeerMemory, peer_sum, peer_sum_norm, slots_of, words_of
+from kvern.kernels.peer_sum import PeerMemory, peer_sum, peer_sum_norm, slots_of, takes, words_of
 from kvern.model_spec import ModelSpec
 
 ROWS = 4
@@ -21,8 +21,8 @@ def sent(parts: torch.Tensor, rows: int, epoch: int) -> torch.Tensor:
     return words.flatten()
 
 
-def _sum(spec: ModelSpec, inputs: Inputs, norm: bool) -> Call:
-    (rank, size), width = inputs.ranks, spec.hidden_size
+def _sum(spec: ModelSpec, inputs: Inputs, rank: int, size: int, norm: bool) -> Call:
+    width = spec.hidden_size
     slots = slots_of(size, width)
     parts, hidden = inputs.numbers(size, ROWS, width), inputs.numbers(ROWS, width)
     weight = inputs.numbers(width, dtype=torch.float32 if spec.norm.offset else None)
@@ -32,7 +32,8 @@ def _sum(spec: ModelSpec, inputs: Inputs, norm: bool) -> Call:
     memory = PeerMemory(own, inputs.integers(addresses, torch.int64), epochs, rank, size, slots, width)
 
     def launch() -> tuple[torch.Tensor, ...]:
-        epochs.zero_(), others.zero_()
+        epochs.zero_()  # the others have sent words of the first epoch alone
+        others.zero_()
         if not norm:
             return (peer_sum(parts[rank], memory),)
         return peer_sum_norm(parts[rank], hidden, weight, 1e-6, memory), hidden
@@ -47,10 +48,10 @@ def _sum(spec: ModelSpec, inputs: Inputs, norm: bool) -> Call:
 
 
 def _launched(spec: ModelSpec, inputs: Inputs) -> Iterator[tuple[Any, ...]]:
-    if inputs.ranks[1] > 1 and inputs.dtype.itemsize == 2 and spec.hidden_size % 2 == 0:
-        yield (False,)
+    if inputs.ranks[1] > 1 and takes(inputs.dtype, spec.hidden_size):
+        yield *inputs.ranks, False
         if spec.norm.kind == "rms" and spec.norm.weight:
-            yield (True,)
+            yield *inputs.ranks, True
 
 
 KERNELS = (Kernel("sum of ranks", "peer_sum", _sum, _launched),)

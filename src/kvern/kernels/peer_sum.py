@@ -48,6 +48,11 @@ class PeerMemory(NamedTuple):
     width: int
 
 
+def takes(dtype: torch.dtype, width: int) -> bool:
+    """Whether rows of so many numbers can be summed: their words are aligned as Triton likes numbers to be."""
+    return dtype.itemsize == 2 and width % 16 == 0
+
+
 def slots_of(size: int, width: int) -> int:
     """For how many rows of `width` ranks keep words: as many as sums in this way could pay for."""
     return min(MOST_ROWS, MOST_BYTES // (WORD_BYTES * words_of(size, 1, width)))

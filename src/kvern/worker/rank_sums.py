@@ -5,6 +5,7 @@ import torch
 from kvern.device.measurements import Measurements
 from kvern.device.ranks import Ranks
 from kvern.device.timing import time_calls
+from kvern.kernels.peer_sum import takes
 
 SECTION = "sums of ranks"
 
@@ -14,6 +15,8 @@ def choose_sums(ranks: Ranks, width: int, dtype: torch.dtype, device: torch.devi
 
     All ranks call this before a model is built, and then do alike.
     """
+    if not takes(dtype, width):
+        return [f"sums of ranks: NCCL, since rows are {width} of {dtype}"]
     try:
         peers = ranks.map_peers(width, device)
     except RuntimeError as error:

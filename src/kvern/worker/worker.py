@@ -181,7 +181,7 @@ class Worker:
     def _choose_sums(self, plan: Plan) -> None:
         """Have ranks on GPUs of one machine sum few rows by a kernel, if that is faster."""
         ranks, dtype = self._ranks, getattr(torch, plan.dtype)
-        if ranks.size > 1 and "peer_sum" in plan.kernels and dtype.itemsize == 2 and self._spec.hidden_size % 16 == 0:
+        if ranks.size > 1 and self._device.type == "cuda" and "peer_sum" in plan.kernels:
             from kvern.worker.rank_sums import choose_sums
 
             with self._startup.stage("sums"), torch.inference_mode():
