@@ -21,7 +21,7 @@ from torch import Tensor
 from kvern.device.peer_memory import map_words
 from kvern.device.process_group import Meeting
 from kvern.kernels.norm import add_rms_norm
-from kvern.kernels.peer_sum import PeerMemory, peer_sum, peer_sum_norm, words_of
+from kvern.kernels.peer_sum import PeerMemory, peer_sum, peer_sum_norm, row_words_of, words_of
 
 ROWS = (1, 8, 32, 64, 128, 256, 512, 2048)
 CHECKED_ROWS = (1, 8, 33, 132, 200)
@@ -30,6 +30,7 @@ MOST_BYTES = 1 << 28
 """Of one rank's words."""
 CALLS, ROUNDS = 50, 7
 EPSILON = 1e-5
+DTYPE = torch.bfloat16
 CHECKED = 512
 """Sums of fresh numbers, for each size."""
 DELAYS = 8
@@ -46,12 +47,12 @@ class Found(NamedTuple):
 class Sums:
     """One rank's sums of `rows` rows, through NCCL and through memory of the others."""
 
-    def __init__(self, group: Any, peers: PeerMemory, rows: int) -> None:
+    def __init__(self, group: Any, peers: PeerMemory, rows: int, width: int) -> None:
         self.group, self.peers = group, peers
         self.device = device = peers.buffers.device
-        self.x = torch.zeros(rows, peers.width, dtype=torch.bfloat16, device=device)
+        self.x = torch.zeros(rows, width, dtype=DTYPE, device=device)
         self.hidden = torch.zeros_like(self.x)
-        self.weight = torch.ones(peers.width, dtype=torch.bfloat16, device=device)
+        self.weight = torch.ones(width, dtype=DTYPE, device=device)
 
     def calls(self) -> dict[str, Callable[[], object]]:
         """All that is timed."""
@@ -100,7 +101,7 @@ class Sums:
             graph.replay()
         counts = wrong.tolist()
         return (
-            [f"{len(x)} x {peers.width}: of {CHECKED} sums, residuals, norms {counts} are wrong"] if any(counts) else []
+            [f"{len(x)} x {x.shape[1]}: of {CHECKED} sums, residuals, norms {counts} are wrong"] if any(counts) else []
         )
 
 
@@ -139,17 +140,18 @@ def run_rank(rank: int, size: int, place: str, results: Any) -> None:
     found = Found([], {})
     with torch.inference_mode():
         for width in WIDTHS:
-            rows = min(512, MOST_BYTES // (8 * words_of(size, 1, width)))
-            own, addresses = map_words(meeting.store(f"{width}"), rank, size, device, words_of(size, rows, width))
+            row_words = row_words_of(width, DTYPE)
+            rows = min(512, MOST_BYTES // (8 * words_of(size, 1, row_words)))
+            own, addresses = map_words(meeting.store(f"{width}"), rank, size, device, words_of(size, rows, row_words))
             buffers, epochs = (
                 torch.tensor(addresses, device=device),
                 torch.zeros(rows, dtype=torch.int32, device=device),
             )
-            peers = PeerMemory(own, buffers, epochs, rank, size, rows, width)
+            peers = PeerMemory(own, buffers, epochs, rank, size, rows, row_words)
             for count in CHECKED_ROWS:
-                found.wrong.extend(Sums(group, peers, count).check())
+                found.wrong.extend(Sums(group, peers, count, width).check())
             for count in ROWS:
-                calls = Sums(group, peers, count).calls()
+                calls = Sums(group, peers, count, width).calls()
                 found.times[count, width] = {name: microseconds(call) for name, call in calls.items()}
         torch.cuda.synchronize()
     results.put(found)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kvern.device.peer_memory import map_words
 from kvern.kernels.norm import add_rms_norm
-from kvern.kernels.peer_sum import PeerMemory, peer_sum, peer_sum_norm, slots_of, words_of
+from kvern.kernels.peer_sum import PeerMemory, peer_sum, peer_sum_norm, row_words_of, slots_of, words_of
 
 Time = Callable[[Sequence[Callable[[], object]]], float]
 
@@ -19,20 +19,22 @@ EPSILON = 1e-6
 
 
 class PeerSums:
-    """Of rows of `width` numbers of 16 bits, at most `most_rows` at a time: none before that is told."""
+    """Of rows of `width` numbers of a dtype, at most `most_rows` at a time: none before that is told."""
 
-    def __init__(self, store: Any, rank: int, size: int, width: int, device: torch.device) -> None:
+    def __init__(self, store: Any, rank: int, size: int, width: int, dtype: torch.dtype, device: torch.device) -> None:
         """All ranks call this. Raises RuntimeError where memory cannot be mapped."""
-        rows = slots_of(size, width)
-        words, addresses = map_words(store, rank, size, device, words_of(size, rows, width))
+        row_words = row_words_of(width, dtype)
+        rows = slots_of(size, row_words)
+        words, addresses = map_words(store, rank, size, device, words_of(size, rows, row_words))
         epochs = torch.zeros(rows, dtype=torch.int32, device=device)
-        self._memory = PeerMemory(words, torch.tensor(addresses, device=device), epochs, rank, size, rows, width)
+        self._memory = PeerMemory(words, torch.tensor(addresses, device=device), epochs, rank, size, rows, row_words)
+        self._width, self._dtype, self._device = width, dtype, device
         self.most_rows = 0
 
     def takes(self, x: Tensor) -> bool:
         """Whether to sum `x` here."""
-        fits = x.dim() == 2 and 0 < x.shape[0] <= self.most_rows and x.shape[1] == self._memory.width
-        return fits and x.element_size() == 2 and x.is_contiguous()
+        fits = x.dim() == 2 and 0 < x.shape[0] <= self.most_rows and x.shape[1] == self._width
+        return fits and x.dtype == self._dtype and x.is_contiguous()
 
     def sum(self, x: Tensor) -> Tensor:
         """What all ranks have of `x`, added up in their order in float32."""
@@ -42,14 +44,14 @@ class PeerSums:
         """Of the residual `hidden`, to which the sum of all ranks' `x` is added in place, the norm."""
         return peer_sum_norm(x, hidden, weight, epsilon, self._memory)
 
-    def most_that_pay(self, through_nccl: Callable[[Tensor], Tensor], dtype: torch.dtype, time: Time) -> int:
+    def most_that_pay(self, through_nccl: Callable[[Tensor], Tensor], time: Time) -> int:
         """Up to how many rows a sum with a norm is faster here; all ranks call this, and each has times of its own."""
-        memory, most = self._memory, 0
-        weight = torch.ones(memory.width, dtype=dtype, device=memory.buffers.device)
+        made = partial(torch.zeros, dtype=self._dtype, device=self._device)
+        weight, most = made(self._width), 0
         for rows in TIMED_ROWS:
-            if rows > memory.rows:
+            if rows > self._memory.rows:
                 break
-            x, hidden = torch.zeros(2, rows, memory.width, dtype=dtype, device=weight.device)
+            x, hidden = made(2, rows, self._width)
 
             def other(x: Tensor = x, hidden: Tensor = hidden) -> Tensor:
                 return add_rms_norm(hidden, through_nccl(x), weight, EPSILON)

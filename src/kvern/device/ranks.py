@@ -96,8 +96,8 @@ class Ranks:
                 self._groups.append(meeting.group(f"{own}-host", self.rank, self.size, torch.device("cpu")))
         self.stage.connect(meeting, f"rank-{self.rank}")
 
-    def map_peers(self, width: int, device: torch.device) -> "PeerSums | None":
-        """What sums rows of `width` without NCCL, if it is to; None: these GPUs do not reach each other's memory.
+    def map_peers(self, width: int, dtype: torch.dtype, device: torch.device) -> "PeerSums | None":
+        """What sums such rows without NCCL, if it is to; None: these GPUs do not reach each other's memory.
 
         All ranks call this. Raises RuntimeError where memory cannot be mapped.
         """
@@ -109,7 +109,7 @@ class Ranks:
         store = self._meeting.store(f"stage-{self.stage.index}-peers")
         if not reaches_all(store, self.rank, self.size, device):
             return None
-        return PeerSums(store, self.rank, self.size, width, device)
+        return PeerSums(store, self.rank, self.size, width, dtype, device)
 
     def of_own_stage(self) -> "Ranks":
         """The ranks of this stage alone, once they have met: for a whole model beside its layers."""

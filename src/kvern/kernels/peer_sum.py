@@ -2,14 +2,15 @@
 
     x of this rank -> words to all others -> [words of all others + x, in rank order] -> [residual +=] -> [norm]
 
-A word is 8 bytes: two neighbouring numbers, and an epoch. It is written and read whole, so that a reader who finds the
-present epoch has the numbers that came with it: there is no barrier, and no fence. Each row has a slot, and each slot a
-counter of epochs on its own device, which the kernel advances: a CUDA graph can hold it. Of each rank's words there are
-two copies, of even and of odd epochs. Two are enough. A rank writes words of epoch e + 1 after it has ended e, and so
-after words of e came from every other rank. Those were sent after that rank had ended e - 1, since launches follow each
-other; so it has read the words that are overwritten, those of e - 1. Nobody is ever more than one epoch ahead. A slot's
-rows have one width, so all of its words are written in each epoch, and a word has the epoch e or e - 2, never an older
-one that could be taken for e when the counter starts again.
+A word is 8 bytes: two neighbouring numbers of 16 bits, or one of 32, and an epoch. It is written and read whole, so
+that a reader who finds the present epoch has the numbers that came with it: there is no barrier, and no fence. Each row
+has a slot, and each slot a counter of epochs on its own device, which the kernel advances: a CUDA graph can hold it.
+
+Of each rank's words there are two copies, of even and of odd epochs. Two are enough: a rank writes words of epoch e + 1
+after it has ended e, and so after words of e came from every other rank. Those were sent after that rank had ended
+e - 1, since launches follow each other; so it has read the words that are overwritten, those of e - 1. Nobody is ever
+more than one epoch ahead. All rows have as many words, so each of a slot's is written in each epoch, and has the epoch
+e or e - 2: never an older one, which could be taken for e when the counter starts again.
 
 A program sends all its rows before it waits for any, and waits for nothing but the same program of other ranks. All of
 a launch must be on the device together; there are no more programs than processors.
@@ -32,9 +33,9 @@ PACKED = 4
 
 
 class PeerMemory(NamedTuple):
-    """What a rank needs for sums of up to `rows` rows of `width` 16-bit numbers; all is zero at first.
+    """What a rank needs for sums of up to `rows` rows of `row_words` words each; all is zero at first.
 
-    words    int64, to which others write: [2, size, rows, width / 2], by the epoch's parity, sender, row
+    words    int64, to which others write: [2, size, rows, row_words], by the epoch's parity, sender, row
     buffers  [size] int64, addresses of each rank's words as this one's device sees them
     epochs   [rows] int32, of this rank
     """
@@ -45,22 +46,22 @@ class PeerMemory(NamedTuple):
     rank: int
     size: int
     rows: int
-    width: int
+    row_words: int
 
 
-def takes(dtype: torch.dtype, width: int) -> bool:
-    """Whether rows of so many numbers can be summed: their words are aligned as Triton likes numbers to be."""
-    return dtype.itemsize == 2 and width % 16 == 0
+def row_words_of(width: int, dtype: torch.dtype) -> int:
+    """How many words a row of so many numbers takes; 0: such rows are not summed."""
+    return width * dtype.itemsize // 4 if dtype.itemsize in (2, 4) and width % 16 == 0 else 0
 
 
-def slots_of(size: int, width: int) -> int:
-    """For how many rows of `width` ranks keep words: as many as sums in this way could pay for."""
-    return min(MOST_ROWS, MOST_BYTES // (WORD_BYTES * words_of(size, 1, width)))
+def slots_of(size: int, row_words: int) -> int:
+    """For how many rows ranks keep words: as many as sums in this way could pay for."""
+    return min(MOST_ROWS, MOST_BYTES // (WORD_BYTES * words_of(size, 1, row_words)))
 
 
-def words_of(size: int, rows: int, width: int) -> int:
-    """How many int64 words a rank's buffer of `PeerMemory` has."""
-    return 2 * size * rows * (width // 2)
+def words_of(size: int, rows: int, row_words: int) -> int:
+    """How many int64 words others write to in a rank's memory."""
+    return 2 * size * rows * row_words
 
 
 SEND = tl.constexpr(
@@ -97,17 +98,25 @@ def _others(rank: int, size: int) -> tuple[int, ...]:
 
 
 @triton.jit
-def _halves(word, dtype: tl.constexpr):
-    """The two numbers of 32 bits, in float32."""
-    low = word.to(tl.int16).to(dtype, bitcast=True).to(tl.float32)
-    return low, (word >> 16).to(tl.int16).to(dtype, bitcast=True).to(tl.float32)
+def _numbers(word, dtype: tl.constexpr):
+    """Those of 32 bits, in float32; zeros beside one that takes all."""
+    if dtype.primitive_bitwidth == 32:
+        low, high = word.to(tl.float32, bitcast=True), tl.zeros(word.shape, tl.float32)
+    else:
+        low = word.to(tl.int16).to(dtype, bitcast=True).to(tl.float32)
+        high = (word >> 16).to(tl.int16).to(dtype, bitcast=True).to(tl.float32)
+    return low, high
 
 
 @triton.jit
 def _joined(low, high, dtype: tl.constexpr):
-    """Two numbers, rounded, as 32 bits."""
-    first = low.to(dtype).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
-    return first | (high.to(dtype).to(tl.int16, bitcast=True).to(tl.int32) << 16)
+    """As 32 bits, rounded."""
+    if dtype.primitive_bitwidth == 32:
+        word = low.to(tl.int32, bitcast=True)
+    else:
+        word = low.to(dtype).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
+        word |= high.to(dtype).to(tl.int16, bitcast=True).to(tl.int32) << 16
+    return word
 
 
 @triton.jit
@@ -168,14 +177,15 @@ def _peer_sum_kernel(
 ):
     """WORDS of a row, BLOCK of a program: beyond the last the last is read again. Threads have PACK of them each."""
     dtype: tl.constexpr = x.dtype.element_ty
-    PAIRS: tl.constexpr = tl.pointer_type(tl.int32)
+    BITS: tl.constexpr = tl.pointer_type(tl.int32)
+    WIDTH: tl.constexpr = WORDS * 32 // dtype.primitive_bitwidth
     OF_RANK: tl.constexpr = SLOTS * WORDS * 8
     index = tl.arange(0, BLOCK)
     inside = index < WORDS
     word = tl.max_contiguous(tl.minimum(index, WORDS - 1), 1)  # neighbouring threads send neighbouring words
     if NORM:
-        if weight.dtype.element_ty.primitive_bitwidth == 16:
-            low_gain, high_gain = _halves(tl.load(weight.to(PAIRS) + word), weight.dtype.element_ty)
+        if weight.dtype.element_ty.primitive_bitwidth == dtype.primitive_bitwidth:
+            low_gain, high_gain = _numbers(tl.load(weight.to(BITS) + word), weight.dtype.element_ty)
         else:
             low_gain, high_gain = tl.load(weight + 2 * word), tl.load(weight + 2 * word + 1)
     own_buffer = tl.load(buffers + RANK)
@@ -184,37 +194,37 @@ def _peer_sum_kernel(
     first = tl.program_id(0).to(tl.int64)
     for row in range(first, rows, tl.num_programs(0)):
         epoch = tl.load(epochs + row) + 1
-        numbers = tl.load((x + row * (2 * WORDS)).to(PAIRS) + word)
+        numbers = tl.load((x + row * WIDTH).to(BITS) + word)
         place = (((epoch & 1) * SIZE + RANK) * SLOTS + row) * (WORDS * 8) + word * 8
         for other in tl.static_range(SIZE):
             if other != RANK:
                 _send(tl.load(buffers + other) + place, numbers, epoch, inside)
     for row in range(first, rows, tl.num_programs(0)):
         epoch = tl.load(epochs + row) + 1
-        own = tl.load((x + row * (2 * WORDS)).to(PAIRS) + word)
+        own = tl.load((x + row * WIDTH).to(BITS) + word)
         if NORM:
-            residual = (hidden + row * hidden_stride).to(PAIRS) + word
-            low_residual, high_residual = _halves(tl.load(residual), dtype)
+            residual = (hidden + row * hidden_stride).to(BITS) + word
+            low_residual, high_residual = _numbers(tl.load(residual), dtype)
         place = ((epoch & 1) * (SIZE * SLOTS) + row) * (WORDS * 8) + word * 8
         received = _received(own_buffer + place, epoch, RANK, SIZE, OF_RANK, PACK)
-        low, high = _halves(own if RANK == 0 else received[0], dtype)
+        low, high = _numbers(own if RANK == 0 else received[0], dtype)
         for other in tl.static_range(1, SIZE):
             if other == RANK:
-                more_low, more_high = _halves(own, dtype)
+                more_low, more_high = _numbers(own, dtype)
             elif other < RANK:
-                more_low, more_high = _halves(received[other], dtype)
+                more_low, more_high = _numbers(received[other], dtype)
             else:
-                more_low, more_high = _halves(received[other - 1], dtype)
+                more_low, more_high = _numbers(received[other - 1], dtype)
             low += more_low
             high += more_high
-        target = (out + row * (2 * WORDS)).to(PAIRS) + word
+        target = (out + row * WIDTH).to(BITS) + word
         if NORM:
-            low, high = _halves(_joined(low, high, dtype), dtype)
+            low, high = _numbers(_joined(low, high, dtype), dtype)
             total = _joined(low + low_residual, high + high_residual, dtype)
             tl.store(residual, total, mask=inside)
-            low, high = _halves(total, dtype)
+            low, high = _numbers(total, dtype)
             squares = tl.where(inside, low * low + high * high, 0.0)
-            inverse = tl.rsqrt(tl.sum(squares, axis=0) / (2 * WORDS) + epsilon)
+            inverse = tl.rsqrt(tl.sum(squares, axis=0) / WIDTH + epsilon)
             low, high = low * inverse * low_gain, high * inverse * high_gain
         tl.store(target, _joined(low, high, dtype), mask=inside)
         tl.debug_barrier()  # all threads have read the epoch
@@ -240,8 +250,7 @@ def _launch(
     x: torch.Tensor, hidden: torch.Tensor | None, weight: torch.Tensor | None, epsilon: float, peers: PeerMemory
 ) -> torch.Tensor:
     rows = x.shape[0]
-    words = peers.width // 2
-    block = next_power_of_2(words)
+    block = next_power_of_2(peers.row_words)
     pack = max(PACKED, block // 1024)
     warps = max(1, block // (32 * pack))
     overlap = overlaps(x.device)
@@ -259,7 +268,7 @@ def _launch(
         peers.rank,
         peers.size,
         peers.rows,
-        words,
+        peers.row_words,
         hidden is not None,
         block,
         max(1, block // (32 * warps)),
