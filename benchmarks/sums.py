@@ -7,6 +7,7 @@ rank.
 """
 
 import argparse
+import itertools
 import multiprocessing
 import statistics
 import tempfile
@@ -20,7 +21,9 @@ from torch import Tensor
 
 from kvern.device.peer_memory import map_words
 from kvern.device.process_group import Meeting
+from kvern.kernels.launch import processors
 from kvern.kernels.norm import add_rms_norm
+from kvern.kernels.peer_rows import PeerRows, memory_of, peer_rows, peer_rows_norm
 from kvern.kernels.peer_sum import PeerMemory, peer_sum, peer_sum_norm, row_words_of, words_of
 
 ROWS = (1, 8, 32, 64, 128, 256, 512, 2048)
@@ -44,26 +47,55 @@ class Found(NamedTuple):
     times: dict[tuple[int, int], dict[str, float]]
 
 
-class Sums:
-    """One rank's sums of `rows` rows, through NCCL and through memory of the others."""
+class Way(NamedTuple):
+    """How to sum `x`, for at most so many rows, and to add that to a residual and take the norm."""
 
-    def __init__(self, group: Any, peers: PeerMemory, rows: int, width: int) -> None:
-        self.group, self.peers = group, peers
-        self.device = device = peers.buffers.device
+    name: str
+    rows: int
+    sum: Callable[[Tensor], Tensor]
+    sum_norm: Callable[[Tensor, Tensor, Tensor, float], Tensor]
+
+
+def ways_of(meeting: Meeting, rank: int, size: int, width: int, device: torch.device) -> list[Way]:
+    """Those of kvern's own, over memory that all ranks map now."""
+
+    def mapped(name: str, count: int) -> tuple[Tensor, Tensor]:
+        own, addresses = map_words(meeting.store(f"{name}-{width}"), rank, size, device, count)
+        return own, torch.tensor(addresses, device=device)
+
+    zeros = partial(torch.zeros, dtype=torch.int32, device=device)
+    row_words, programs = row_words_of(width, DTYPE), processors(device)
+    slots = min(512, MOST_BYTES // (8 * words_of(size, 1, row_words)))
+    words = PeerMemory(*mapped("words", words_of(size, slots, row_words)), zeros(slots), rank, size, slots, row_words)
+    kept = mapped("rows", memory_of(size, 512, width, DTYPE, programs))
+    rows = PeerRows(*kept, zeros(programs), rank, size, 512, width)
+    return [
+        Way("words", slots, partial(peer_sum, peers=words), partial(peer_sum_norm, peers=words)),
+        Way("rows", 512, partial(peer_rows, peers=rows), partial(peer_rows_norm, peers=rows)),
+    ]
+
+
+class Sums:
+    """One rank's sums of `rows` rows, through NCCL's `group` and in other ways."""
+
+    def __init__(self, group: Any, rank: int, size: int, rows: int, width: int, device: torch.device) -> None:
+        self.group, self.rank, self.size, self.device = group, rank, size, device
         self.x = torch.zeros(rows, width, dtype=DTYPE, device=device)
         self.hidden = torch.zeros_like(self.x)
         self.weight = torch.ones(width, dtype=DTYPE, device=device)
 
-    def calls(self) -> dict[str, Callable[[], object]]:
+    def calls(self, ways: list[Way]) -> dict[str, Callable[[], object]]:
         """All that is timed."""
+        given = self.x, self.hidden, self.weight, EPSILON
         found: dict[str, Callable[[], object]] = {
             "NCCL": self.through_nccl,
             "norm": partial(add_rms_norm, self.hidden, self.x, self.weight, EPSILON),
             "NCCL + norm": self.through_nccl_with_norm,
         }
-        if self.x.shape[0] <= self.peers.rows:
-            found["peers"] = partial(peer_sum, self.x, self.peers)
-            found["peers + norm"] = self.with_norm
+        for way in ways:
+            if self.x.shape[0] <= way.rows:
+                found[way.name] = partial(way.sum, self.x)
+                found[f"{way.name} + norm"] = partial(way.sum_norm, *given)
         return found
 
     def through_nccl(self) -> None:
@@ -73,21 +105,22 @@ class Sums:
         self.through_nccl()
         return add_rms_norm(self.hidden, self.x, self.weight, EPSILON)
 
-    def with_norm(self) -> Tensor:
-        return peer_sum_norm(self.x, self.hidden, self.weight, EPSILON, self.peers)
-
-    def check(self) -> list[str]:
+    def check(self, way: Way) -> list[str]:
         """Sums of fresh numbers, some ranks later than others, are those of float32 in rank order; else a line."""
-        peers, x, hidden = self.peers, self.x, self.hidden
-        own, common = (torch.Generator(self.device).manual_seed(seed) for seed in (peers.rank, 99))
-        parts = list(torch.empty(peers.size, *x.shape, dtype=x.dtype, device=self.device).unbind())
+        x, hidden = self.x, self.hidden
+        own, common = (torch.Generator(self.device).manual_seed(seed) for seed in (self.rank, 99))
+        parts = list(torch.empty(self.size, *x.shape, dtype=x.dtype, device=self.device).unbind())
         results: list[Tensor] = []
-        graph = captured(lambda: results.__setitem__(slice(None), [peer_sum(x, peers), self.with_norm()]), 1)
+
+        def both() -> None:
+            results[:] = way.sum(x), way.sum_norm(x, hidden, self.weight, EPSILON)
+
+        graph = captured(both, 1)
         wrong = torch.zeros(3, dtype=torch.int64, device=self.device)
         for turn in range(CHECKED):
             x.normal_(generator=own)
             before = hidden.normal_(generator=common).clone()
-            if turn % peers.size == peers.rank:
+            if turn % self.size == self.rank:
                 torch.cuda._sleep(20_000 * (turn % DELAYS))  # type: ignore[no-untyped-call]
             graph.replay()
             summed, normal = results
@@ -100,9 +133,8 @@ class Sums:
         for _ in range(CHECKED):  # nothing between these holds a rank back
             graph.replay()
         counts = wrong.tolist()
-        return (
-            [f"{len(x)} x {x.shape[1]}: of {CHECKED} sums, residuals, norms {counts} are wrong"] if any(counts) else []
-        )
+        line = f"{way.name}, {len(x)} x {x.shape[1]}: of {CHECKED} sums, residuals, norms {counts} are wrong"
+        return [line] if any(counts) else []
 
 
 def captured(call: Callable[[], object], calls: int) -> torch.cuda.CUDAGraph:
@@ -140,18 +172,12 @@ def run_rank(rank: int, size: int, place: str, results: Any) -> None:
     found = Found([], {})
     with torch.inference_mode():
         for width in WIDTHS:
-            row_words = row_words_of(width, DTYPE)
-            rows = min(512, MOST_BYTES // (8 * words_of(size, 1, row_words)))
-            own, addresses = map_words(meeting.store(f"{width}"), rank, size, device, words_of(size, rows, row_words))
-            buffers, epochs = (
-                torch.tensor(addresses, device=device),
-                torch.zeros(rows, dtype=torch.int32, device=device),
-            )
-            peers = PeerMemory(own, buffers, epochs, rank, size, rows, row_words)
-            for count in CHECKED_ROWS:
-                found.wrong.extend(Sums(group, peers, count, width).check())
+            ways = ways_of(meeting, rank, size, width, device)
+            made = partial(Sums, group, rank, size, width=width, device=device)
+            for count, way in itertools.product(CHECKED_ROWS, ways):
+                found.wrong.extend(made(rows=count).check(way))
             for count in ROWS:
-                calls = Sums(group, peers, count, width).calls()
+                calls = made(rows=count).calls(ways)
                 found.times[count, width] = {name: microseconds(call) for name, call in calls.items()}
         torch.cuda.synchronize()
     results.put(found)
@@ -174,7 +200,7 @@ def main() -> None:
             process.join()
     wrong = sorted({line for each in found for line in each.wrong})
     print("\n".join([*wrong, f"{size} GPUs: {'WRONG' if wrong else 'all checks pass'}"]))
-    names = ("NCCL", "norm", "NCCL + norm", "peers", "peers + norm")
+    names = ("NCCL", "norm", "NCCL + norm", "words", "words + norm", "rows", "rows + norm")
     print("rows  width  " + "  ".join(names))
     for (rows, width), times in found[0].times.items():
         slowest = {name: max(each.times[rows, width][name] for each in found) for name in times}

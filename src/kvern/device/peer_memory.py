@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 from torch._C._distributed_c10d import Store, _SymmetricMemory
 
+from kvern.kernels.launch import processors
+
 _names = itertools.count()
 """PyTorch keeps who meets where by names, for the life of a process."""
 
@@ -47,12 +49,15 @@ class _Counted(Store):
         self._store.wait([self._own(key) for key in keys], *timeout)
 
 
-def reaches_all(store: Any, rank: int, size: int, device: torch.device) -> bool:
-    """Whether the GPU of every rank reaches those of all others; `device`: of this one. Each is asked once."""
+def processors_together(store: Any, rank: int, size: int, device: torch.device) -> int:
+    """The least number of processors that a rank's GPU has; 0: some GPU does not reach those of all others.
+
+    `device`: of this rank. All ranks call this once.
+    """
     others = [index for index in range(torch.cuda.device_count()) if index != device.index]
     reached = sum(torch.cuda.can_device_access_peer(device, index) for index in others)
-    store.set(f"reaches-{rank}", str(int(reached >= size - 1)))
-    return all(store.get(f"reaches-{other}") == b"1" for other in range(size))
+    store.set(f"processors-{rank}", str(processors(device) if reached >= size - 1 else 0))
+    return min(int(store.get(f"processors-{other}")) for other in range(size))
 
 
 def map_words(store: Any, rank: int, size: int, device: torch.device, words: int) -> tuple[Tensor, list[int]]:

@@ -101,15 +101,14 @@ class Ranks:
 
         All ranks call this. Raises RuntimeError where memory cannot be mapped.
         """
-        from kvern.device.peer_memory import reaches_all
+        from kvern.device.peer_memory import processors_together
         from kvern.device.peer_sums import PeerSums
 
         if self._meeting is None or not self._meeting.on_one_machine:
             return None
         store = self._meeting.store(f"stage-{self.stage.index}-peers")
-        if not reaches_all(store, self.rank, self.size, device):
-            return None
-        return PeerSums(store, self.rank, self.size, width, dtype, device)
+        programs = processors_together(store, self.rank, self.size, device)
+        return PeerSums(store, self.rank, self.size, width, dtype, device, programs) if programs else None
 
     def of_own_stage(self) -> "Ranks":
         """The ranks of this stage alone, once they have met: for a whole model beside its layers."""
