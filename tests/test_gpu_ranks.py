@@ -5,13 +5,15 @@ Run with `pytest -m gpu` on a machine with two GPUs.
 
 import signal
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 
 from kvern import LLM, SamplingParams
+from kvern.device.peer_sums import TIMED_ROWS, WAYS, Way
 from kvern.outputs import RequestOutput
+from kvern.worker import rank_sums
 from tests import test_expert_parallel, test_pipeline_parallel, test_rank_engines, test_rank_weights
 from tests.families import CPU_ALONE, make_checkpoint
 from tests.packers import gptq, store
@@ -69,6 +71,33 @@ def expected(packages: None) -> list[list[list[int]]]:
 def test_two_gpus_answer_as_one_does(options: dict[str, Any], expected: list[list[list[int]]]) -> None:
     with LLM(**PROCESSED | options) as llm:
         assert said(test_rank_engines.answers(llm)) == expected
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("way", WAYS)
+def test_each_way_to_sum(
+    way: Way, deterministic: bool, expected: list[list[list[int]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first rank says which, as if it knew from an earlier start."""
+    ways = [way] * len(TIMED_ROWS)
+    monkeypatch.setattr(rank_sums, "known_ways", lambda *_: ways)
+    with LLM(**PROCESSED, tensor_parallel_size=2, deterministic=deterministic) as llm:
+        assert said(test_rank_engines.answers(llm)) == expected
+        peers = cast("Any", llm)._engine.core.executor._worker._ranks.peers
+        assert peers is None if way == "nccl" else peers.ways == ways
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("family", ["llama_bias", "qwen2_moe", "gemma2"])
+def test_each_way_to_sum_of_a_family(family: str, way: Way, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = make_checkpoint(family, tmp_path)
+    monkeypatch.setattr(rank_sums, "known_ways", lambda *_: [way] * len(TIMED_ROWS))
+    options = OPTIONS | {"model": str(folder), "max_model_len": 64}
+    found = []
+    for size in (1, 2):
+        with LLM(**options, tensor_parallel_size=size) as llm:
+            found.append(said(llm.generate(PROMPTS, GREEDY)))
+    assert found[1] == found[0]
 
 
 @pytest.mark.parametrize("size", ["tensor_parallel_size", "pipeline_parallel_size"])

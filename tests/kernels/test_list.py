@@ -5,7 +5,7 @@ from functools import partial
 import pytest
 import torch
 
-from kvern.kernel_list import KERNELS, Inputs, Kernel, attention, kernels_of
+from kvern.kernel_list import KERNELS, Inputs, Kernel, attention, kernels_of, ranks
 from kvern.kernel_list.entry import Call
 from kvern.kernel_list.quantized import FORMS, kinds_of_forms
 from kvern.kernels.attention_decode import decode_shape
@@ -42,6 +42,15 @@ def test_what_a_kernel_returns(kernel: Kernel, model: str, device: torch.device)
     close = 5e-4 if kernel.group == "quantized" else 1e-4  # half bytes carry a bias of 2048 in float32 sums
     for arguments in kernel.launched(spec, inputs):
         compare(kernel.make(spec, inputs, *arguments), close)
+
+
+@pytest.mark.parametrize("model", ["llama", "gemma2"])
+def test_sums_of_ranks(model: str, device: torch.device) -> None:
+    spec, inputs = spec_of(model), Inputs(device, torch.float32, ranks=(1, 2))
+    forms = [form for kernel in ranks.KERNELS for form in kernel.launched(spec, inputs)]
+    for form in forms:
+        compare(ranks.KERNELS[0].make(spec, inputs, *form), 1e-4)
+    assert len(forms) == 4
 
 
 def compare(call: Call, close: float) -> None:
@@ -87,7 +96,7 @@ def test_every_kernel_is_launched_by_some_model(device: torch.device, monkeypatc
     packed += kinds_of_forms(spec_of("llama", LARGE_MODELS), torch.bfloat16, ("int4", "q4_k"))
     packed += kinds_of_forms(spec_of("gpt_oss", LARGE_MODELS), torch.bfloat16, ("e2m1",))
     made = partial(Inputs, device, torch.bfloat16, adapter_rank=16, packed=packed)
-    caches = [made(), made(cache_dtype=torch.int8), made(packed=())]
+    caches = [made(), made(cache_dtype=torch.int8), made(packed=(), ranks=(1, 2))]
     specs = [spec_of(name, models) for models in (TINY_MODELS, LARGE_MODELS) for name in models]
     forms = [(spec, inputs) for spec in specs for inputs in caches]
     forms += [(spec_of(name, TINY_ENCODERS), caches[-1]) for name in TINY_ENCODERS]

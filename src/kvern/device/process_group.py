@@ -36,7 +36,8 @@ class Meeting:
         self._device, self._waits = device, timedelta(seconds=seconds)
         self._distributed: Any = importlib.import_module("torch.distributed")
         self._own, url = LOOPBACK, urlsplit(str(place))
-        if url.scheme == "tcp":
+        self.on_one_machine = url.scheme != "tcp"
+        if not self.on_one_machine:
             self._own = address_towards(url.hostname or "")
             self._store = self._distributed.TCPStore(
                 url.hostname,
@@ -51,6 +52,10 @@ class Meeting:
             self._store = self._distributed.FileStore(str(place), processes)
         self._store.set_timeout(self._waits)
 
+    def store(self, name: str) -> Any:
+        """Where members of what they call so tell each other things."""
+        return self._distributed.PrefixStore(name, self._store)
+
     def group(self, name: str, rank: int, size: int, device: torch.device | None = None) -> Any:
         """PyTorch's group for tensors on such devices, once all `size` members are there, which call it by this name.
 
@@ -58,7 +63,7 @@ class Meeting:
 
         Members on CPUs wait so long for each other each time. PyTorch's own description of groups lacks their methods.
         """
-        store = self._distributed.PrefixStore(name, self._store)
+        store = self.store(name)
         if (device or self._device).type == "cuda":
             os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo" if self._own == LOOPBACK else interface_of(self._own))
             options = self._distributed.ProcessGroupNCCL.Options()

@@ -16,6 +16,7 @@ from kvern.device.stages import WHOLE, Stage
 
 if TYPE_CHECKING:
     from kvern.device.own_rows import OwnRows
+    from kvern.device.peer_sums import PeerSums
 
 
 class Share(NamedTuple):
@@ -52,6 +53,9 @@ class Ranks:
     def __init__(self, rank: int = 0, size: int = 1, stage: Stage = WHOLE, own_rows: "OwnRows | None" = None) -> None:
         self.rank, self.size, self.stage, self.own_rows = rank, size, stage, own_rows
         self._memory: SharedMemory | None = None
+        self._meeting: Meeting | None = None
+        self.peers: PeerSums | None = None
+        """Sums of few rows on GPUs, which norms behind them may join."""
         self._ordered = False
         self._groups: list[Any] = []
 
@@ -83,13 +87,27 @@ class Ranks:
             self._memory = SharedMemory(file.with_name(f"{file.name}-{own}"), self.rank, self.size, seconds)
         if self.processes == 1 or (self.stage.count == 1 and shares_memory):
             return
-        meeting = Meeting(place, self.processes, device, seconds, listener)
+        self._meeting = meeting = Meeting(place, self.processes, device, seconds, listener)
         if self.size > 1 and not shares_memory:
             self._groups.append(meeting.group(own, self.rank, self.size))
             if on_host and device.type == "cuda":
                 self._groups.append(meeting.group(f"{own}-host", self.rank, self.size, torch.device("cpu")))
         end_with(self, self._groups)
         self.stage.connect(meeting, f"rank-{self.rank}")
+
+    def map_peers(self, width: int, dtype: torch.dtype, device: torch.device) -> "PeerSums | None":
+        """What sums such rows without NCCL, if it is to; None: these GPUs do not reach each other's memory.
+
+        All ranks call this. Raises RuntimeError where memory cannot be mapped.
+        """
+        from kvern.device.peer_memory import processors_together
+        from kvern.device.peer_sums import PeerSums
+
+        if self._meeting is None or not self._meeting.on_one_machine:
+            return None
+        store = self._meeting.store(f"stage-{self.stage.index}-peers")
+        programs = processors_together(store, self.rank, self.size, device)
+        return PeerSums(store, self.rank, self.size, width, dtype, device, programs) if programs else None
 
     def of_own_stage(self) -> "Ranks":
         """The ranks of this stage alone, once they have met: for a whole model beside its layers."""
@@ -136,6 +154,12 @@ class Ranks:
             return x
         if self._memory is not None:
             return self._memory.sum(x)
+        if self.peers is not None and self.peers.takes(x):
+            return self.peers.sum(x)
+        return self.group_sum(x)
+
+    def group_sum(self, x: Tensor) -> Tensor:
+        """As `sum`, through NCCL or gloo, whatever `x` is."""
         x = x.contiguous()
         if not self._ordered or self.size == 2:
             self._groups[0].allreduce([x]).wait()

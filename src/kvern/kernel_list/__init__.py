@@ -14,6 +14,7 @@ from kvern.kernel_list import (
     packed_experts,
     packed_hopper,
     quantized,
+    ranks,
     rounding,
     texts,
 )
@@ -38,6 +39,7 @@ KERNELS: tuple[Kernel, ...] = (
     *hopper.KERNELS,
     *packed_hopper.KERNELS,
     *texts.KERNELS,
+    *ranks.KERNELS,
 )
 ENCODER_GROUPS = frozenset({"texts", "rotary", "activation"})
 """What steps of an encoder are made of, beside what PyTorch does."""

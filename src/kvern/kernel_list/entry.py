@@ -27,6 +27,7 @@ class Inputs:
     `dtype` and `block_size` are the model's and the cache's, whose numbers have 8 bits with another `cache_dtype`. A
     step has `batch_requests` and `batch_tokens` at most; `adapter_rank` is the highest of `adapter_places` adapters, 0:
     there are none. `packed` are the matrices that the model stores quantized. `drafts`: some are verified.
+    `ranks`: which this is, and of how many.
     """
 
     def __init__(
@@ -43,13 +44,14 @@ class Inputs:
         cache_dtype: torch.dtype | None = None,
         packed: Sequence["PackedKind"] = (),
         drafts: bool = True,
+        ranks: tuple[int, int] = (0, 1),
     ) -> None:
         self.device, self.dtype, self.block_size = device, dtype, block_size
         self.cache_dtype = cache_dtype or dtype
         self.batch_requests, self.batch_tokens = batch_requests, batch_tokens
         self.adapter_rank, self.adapter_places = adapter_rank, adapter_places
         self.packed = tuple(packed)
-        self.drafts = drafts
+        self.drafts, self.ranks = drafts, ranks
         self._fill = fill
         self._generator = torch.Generator(device).manual_seed(0)
         on_gpu = device.type == "cuda"

@@ -1,6 +1,7 @@
 """The blocks of a decoder: attention, or what stands in its place, and MLP around the residual stream."""
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -69,6 +70,8 @@ class SequentialLayer(Module):
         self.scale, self._add, self._multiply = model.residual_scale, on_rows.add, on_rows.scale
         self.attention_in, self.attention_out = norm("attention_in", layer.mixer), norm("attention_out", layer.mixer)
         self.mlp_in, self.mlp_out = norm("mlp_in", layer.mlp), norm("mlp_out", layer.mlp)
+        if build.late_sums:
+            build = replace(build, sums=False)
         mixes = [self._make_mixer(mixer, places, model, layer, build) for mixer in layer.mixers]
         if isinstance(layer.mixer, TwoMixersSpec):
             attend, advance = mixes
@@ -213,6 +216,22 @@ class PostNormLayer(SequentialLayer):
         _, hidden = self.attention_out.after(rows_of(hidden, wanted), attended)
         _, hidden = self.mlp_out.after(hidden, self.mlp(hidden, adapters.wanted))
         return hidden, None
+
+
+def sums_late(spec: ModelSpec, build: Build) -> bool:
+    """Whether norms can add up what ranks compute of a model's layers, as all of it goes to the residual through one.
+
+    They are kernels, whose results depend on how many rows there are.
+    """
+    return (
+        build.ranks.peers is not None
+        and "norm" in build.kernels
+        and not build.deterministic
+        and spec.norm.kind == "rms"
+        and spec.norm.weight
+        and set(spec.block_norms) == {"attention_in", "mlp_in"}
+        and not (spec.parallel or spec.augmented)
+    )
 
 
 def block_class(spec: ModelSpec, layer: LayerSpec, build: Build) -> type[SequentialLayer]:

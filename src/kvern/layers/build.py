@@ -12,7 +12,7 @@ from torch import Tensor
 from kvern.cpu import elementwise
 from kvern.device.ranks import ALONE, Ranks, Share
 from kvern.layers.experts import Experts, names_of
-from kvern.layers.linear import Linear, SummedLinear
+from kvern.layers.linear import Linear, SummandLinear, SummedLinear
 from kvern.layers.linear_format import LinearFormat, LinearMethods
 from kvern.layers.linear_method import LinearMethod, LinearShape
 from kvern.layers.parted import PartedMethod
@@ -48,7 +48,8 @@ class Build:
     `linear` says how weights are stored and multiplied. `deterministic` forbids whatever makes a token's result depend
     on the other tokens of a step. `path` is where in the model the build is: it precedes the names of the parts built.
     With several `ranks` sizes are those of one rank's share, but those of rows `[T, width]` and of vocabularies; `row`
-    layers give what all ranks have added up, if it `sums`, else a rank's summand.
+    layers give what all ranks have added up, if it `sums`, else a rank's summand. With `late_sums` layers hand
+    summands on, and the norms that add them to the residual add them up.
     """
 
     dtype: torch.dtype
@@ -60,6 +61,7 @@ class Build:
     path: str = "model"
     ranks: Ranks = ALONE
     sums: bool = True
+    late_sums: bool = False
 
     def at(self, name: str) -> "Build":
         """The same, one level deeper in the model."""
@@ -117,10 +119,9 @@ class Build:
 
     def row(self, inputs: int, part: str, outputs: int, *, bias: bool = False) -> Linear:
         """A linear layer that sums over inputs which `column` layers produced."""
-        if self.ranks.size > 1 and self.sums:
-            return SummedLinear(inputs, {part: outputs}, self, bias=bias)
-        assert self.sums or not bias, "each rank would add it"
-        return Linear(inputs, {part: outputs}, self, bias=bias, inputs_share=self.ranks.share(inputs))
+        if self.ranks.size == 1:
+            return Linear(inputs, {part: outputs}, self, bias=bias)
+        return (SummedLinear if self.sums else SummandLinear)(inputs, {part: outputs}, self, bias=bias)
 
     @property
     def whole(self) -> "Build":

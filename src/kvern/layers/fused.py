@@ -52,6 +52,29 @@ class FusedRMSNorm(Norm):
         return hidden, coded_rms_norm(hidden, update, self.weight, self.epsilon, coding)
 
 
+class SummingRMSNorm(FusedRMSNorm):
+    """One that is handed a rank's summand of the update: for few rows all ranks' are added up in the same kernel."""
+
+    def __init__(self, spec: NormSpec, width: int, name: str, build: Build) -> None:
+        super().__init__(spec, width, name, build)
+        self._ranks = build.ranks
+
+    def after(self, hidden: Tensor, update: Tensor | None) -> tuple[Tensor, Tensor]:
+        peers = self._ranks.peers
+        if update is None or peers is None or not peers.takes(update):
+            return super().after(hidden, None if update is None else self._ranks.sum(update))
+        return hidden, peers.sum_norm(update, hidden, self.weight, self.epsilon)
+
+    def before(
+        self, method: LinearMethod | None, hidden: Tensor, update: Tensor | None
+    ) -> tuple[Tensor, Tensor | RowCodes]:
+        coding = None if method is None else method.coding(hidden.shape[0])
+        if coding is None:
+            return self.after(hidden, update)
+        update = None if update is None else self._ranks.sum(update)
+        return hidden, coded_rms_norm(hidden, update, self.weight, self.epsilon, coding)
+
+
 class FusedAttention(Attention):
     """Attention whose norm, rotation and cache write are one kernel."""
 
@@ -168,6 +191,7 @@ class FusedLayer(SequentialLayer):
         )
         first = self.mlp.first_method if isinstance(self.mlp, FusedGatedMLP) else None
         self._readers = self.self_attn.qkv_proj.method, first
+        self._late_sums = build.late_sums
 
     def forward(
         self,
@@ -183,6 +207,8 @@ class FusedLayer(SequentialLayer):
             return super().forward(hidden, update, rotation, memory, wanted, adapters)
         if hidden.shape[0] > 1 or products is None:
             return self._many_rows(hidden, update, rotation, memory, wanted)
+        if self._late_sums:
+            return self._share_of_row(products, hidden, update, rotation, memory)
         qkv_product, output_product, *mlp_products = products
         attention, norm = self.self_attn, self.attention_in
         if update is None:
@@ -198,6 +224,25 @@ class FusedLayer(SequentialLayer):
         gate_up_product, down_product = mlp_products
         activated = gate_up_product(hidden, around=Around(norm.weight, norm.epsilon, activation=mlp.kind))
         return down_product(activated, around=Around(residual=hidden)), None
+
+    def _share_of_row(
+        self,
+        products: "list[Callable[..., Tensor]]",
+        hidden: Tensor,
+        update: Tensor | None,
+        rotation: Rotation,
+        attend: Attend,
+    ) -> Residual:
+        """A rank's share of one row: norms sum over ranks, so that no product adds to the residual or takes a norm."""
+        qkv_product, output_product, *mlp_products = products
+        hidden, normal = self.attention_in.after(hidden, update)
+        attended = self.self_attn.attended(qkv_product(normal), rotation, attend)
+        hidden, normal = self.mlp_in.after(hidden, output_product(attended))
+        mlp = self.mlp
+        if not isinstance(mlp, FusedGatedMLP):
+            return hidden, mlp(normal)
+        gate_up_product, down_product = mlp_products
+        return hidden, down_product(gate_up_product(normal, around=Around(activation=mlp.kind)))
 
     def _many_rows(
         self, hidden: Tensor, update: Tensor | None, rotation: Rotation, attend: Attend, wanted: Tensor | None

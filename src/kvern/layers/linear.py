@@ -144,8 +144,8 @@ class Linear(Weighted):
         `rows`, the adapters of the rows, are for those who take a linear layer's place (`AdaptedLinear`).
         """
         if isinstance(x, Tensor):
-            return self.method.multiply(x, self.bias)
-        return self.method.multiply_codes(x, self.bias)
+            return self.method.multiply(x, self.added)
+        return self.method.multiply_codes(x, self.added)
 
     @property
     def added(self) -> Tensor | None:
@@ -163,25 +163,27 @@ class Linear(Weighted):
     def row_product(self) -> Callable[..., Tensor] | None:
         """`(x [1, inputs], around=...)`, see `LinearMethod.row_product`."""
         product = self.method.row_product()
-        return None if product is None else partial(product, bias=self.bias)
+        return None if product is None else partial(product, bias=self.added)
 
 
-class SummedLinear(Linear):
-    """One over a rank's share of the inputs, whose products all ranks add up; the first of them adds the bias."""
+class SummandLinear(Linear):
+    """One over a rank's share of the inputs: its products are to be added up over ranks; the first adds the bias."""
 
     def __init__(self, inputs: int, outputs: Mapping[str, int], build: "Build", *, bias: bool = False) -> None:
         super().__init__(inputs, outputs, build, bias=bias, inputs_share=build.ranks.share(inputs))
         self._ranks = build.ranks
         self._added = self.bias if build.ranks.rank == 0 else None
 
-    def forward(self, x: "Tensor | RowCodes", rows: Any = None) -> Tensor:
-        if isinstance(x, Tensor):
-            return self._ranks.sum(self.method.multiply(x, self._added))
-        return self._ranks.sum(self.method.multiply_codes(x, self._added))
-
     @property
     def added(self) -> Tensor | None:
         return self._added
+
+
+class SummedLinear(SummandLinear):
+    """One whose products are added up here."""
+
+    def forward(self, x: "Tensor | RowCodes", rows: Any = None) -> Tensor:
+        return self._ranks.sum(super().forward(x, rows))
 
     def total(self, out: Tensor) -> Tensor:
         return self._ranks.sum(out)

@@ -1,5 +1,6 @@
 """Mixture of experts: a router sends each token through a few of many MLPs."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -27,7 +28,7 @@ class MoE(Module):
         experts = shared.experts(spec.latent or hidden_size, spec)
         self.gate = make_router(hidden_size, spec, shared, experts.expert_counts)
         self.experts = experts
-        self._sum = build.ranks.sum
+        self._sum: Callable[[Tensor], Tensor] = build.ranks.sum if build.sums else _summand
         self._no_rows = build.empty(0, hidden_size).data
 
     def routed(self, x: Tensor, inner: Tensor, add: Tensor | None = None) -> Tensor:
@@ -37,7 +38,7 @@ class MoE(Module):
         return out
 
     def mixed(self, x: Tensor, add: Tensor | None = None) -> Tensor:
-        """What all ranks' experts make of `x`, and the sum of what they `add`."""
+        """What all ranks' experts make of `x`, and the sum of what they `add`; or this rank's summand of both."""
         if self._own_rows is None:
             return self._sum(self.routed(x, x, add))
         everybodys = self._own_rows.gather(x)
@@ -101,6 +102,11 @@ class ExpertsBeside(Module):
         weights, topk_ids = self.gate(self.gate_in(residual))
         routed = self.experts(self.experts_in(residual), weights, self.experts.share.here(topk_ids))
         return self._add(self.mlp_out(fed), self.experts_out(self._sum(routed)))
+
+
+def _summand(x: Tensor) -> Tensor:
+    """Who takes it sums over ranks."""
+    return x
 
 
 def make_moe(hidden_size: int, spec: MoeSpec, build: Build) -> nn.Module:

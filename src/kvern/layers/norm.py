@@ -126,9 +126,9 @@ def make_norm(spec: NormSpec, width: int, name: str, build: Build) -> Norm:
     if spec.kind == "layer":
         return LayerNorm(spec, width, name, build)
     if spec.weight and "norm" in build.kernels:
-        from kvern.layers.fused import FusedRMSNorm
+        from kvern.layers.fused import FusedRMSNorm, SummingRMSNorm
 
-        return FusedRMSNorm(spec, width, name, build)
+        return (SummingRMSNorm if build.late_sums else FusedRMSNorm)(spec, width, name, build)
     if spec.weight and _is_on_cpu(build):
         return CpuRMSNorm(spec, width, name, build)
     return (OffsetRMSNorm if spec.offset else RMSNorm)(spec, width, name, build)

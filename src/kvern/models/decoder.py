@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from kvern.errors import UnsupportedModel
 from kvern.layers.altup import Streams
 from kvern.layers.attention import NO_ADAPTERS, Attend, StepAdapters, WantedAttend, rows_of
-from kvern.layers.block import Memory, Places, SequentialLayer, block_class
+from kvern.layers.block import Memory, Places, SequentialLayer, block_class, sums_late
 from kvern.layers.build import Build
 from kvern.layers.embedding import make_embedding, make_head
 from kvern.layers.linear import Linear
@@ -90,20 +90,22 @@ class Decoder(WeightedModel):
         kinds = [{isinstance(mixer, RecurrentSpec) for mixer in layer.mixers} for layer in spec.layers]
         self._memory_index = tuple(sum(kind) + (len(kind) == 2) for kind in kinds)
         self._last_storing = spec.last_storing_layer
-        self.layers = nn.ModuleList(self._make_layers())
-        self.norm = make_norm(spec.norm, spec.hidden_size, "norm", build) if stage.is_last else SentRows(build)
+        inner = replace(build, late_sums=sums_late(spec, build))
+        self.layers = nn.ModuleList(self._make_layers(inner))
+        self.norm = make_norm(spec.norm, spec.hidden_size, "norm", inner) if stage.is_last else SentRows(inner)
+        self._late_sums = inner.late_sums
         if stage.is_last:
             self.lm_head = self._make_head()
 
-    def _make_layers(self) -> Iterator[SequentialLayer]:
+    def _make_layers(self, build: Build) -> Iterator[SequentialLayer]:
         caching, states = self.spec.caching_layers, 0
-        first = self.build.ranks.stage.first_layer
+        first = build.ranks.stage.first_layer
         for index, layer in enumerate(self.spec.layers):
             borrowed = [mixer.cache_of for mixer in layer.mixers if isinstance(mixer, AttentionSpec)]
             owner = index if borrowed in ([], [None]) else borrowed[0]
             places = Places(caching.index(owner) if owner in caching else 0, states)
-            make = block_class(self.spec, layer, self.build)
-            yield make(places, self.spec, layer, self.build.at(f"layers.{first + index}"))
+            make = block_class(self.spec, layer, build)
+            yield make(places, self.spec, layer, build.at(f"layers.{first + index}"))
             states += sum(isinstance(mixer, RecurrentSpec) for mixer in layer.mixers)
 
     def _make_head(self) -> Linear:
@@ -160,7 +162,7 @@ class Decoder(WeightedModel):
             hidden = self.streams.enter(hidden)
         for index, layer in enumerate(self.layers):
             if inputs is not None and index in inputs.entries:
-                inputs.note(index, hidden, update)
+                inputs.note(index, hidden, self._summed(update))
             rotation, memory = rotations[self._rope_index[index]], memories[self._memory_index[index]]
             if index != self._last_storing:
                 hidden, update = layer(hidden, update, rotation, memory, None, inner, *own[index])
@@ -174,9 +176,13 @@ class Decoder(WeightedModel):
         if self.streams is not None:
             hidden = self.streams.leave(hidden)
         if inputs is not None and len(self.layers) in inputs.entries:
-            inputs.note(len(self.layers), hidden, update)
+            inputs.note(len(self.layers), hidden, self._summed(update))
         _, normal = self.norm.after(hidden, update)
         return normal
+
+    def _summed(self, update: Tensor | None) -> Tensor | None:
+        """What all ranks together add to the residual; `update` stays as it is."""
+        return self.build.ranks.sum(update.clone()) if self._late_sums and update is not None else update
 
     def _rotations(self, positions: Tensor) -> list[Rotation]:
         return [table(positions) for table in self.rope_tables] or [Rotation(positions, positions)]

@@ -92,6 +92,7 @@ def usable_kernels(
         cache_dtype=getattr(torch, EIGHT_BIT.get(config.kv_cache_dtype, ""), None),
         packed=() if spec.encoder is not None else packed_kinds(spec, on_meta),
         drafts=drafts,
+        ranks=(ranks.rank, ranks.size),
     )
     with startup.stage("kernels"):
         return working_kernels(spec, inputs)

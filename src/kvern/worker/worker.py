@@ -17,6 +17,7 @@ from kvern.attention.eight_bit import LARGEST_CODE, EightBit
 from kvern.config import EngineConfig
 from kvern.cpu.cores import cpu_threads
 from kvern.cpu.host_memory import processes_here
+from kvern.device.measurements import Measurements
 from kvern.device.ranks import ALONE, Ranks
 from kvern.errors import ConfigError, InvalidAdapter
 from kvern.expert_placement import Placement
@@ -143,6 +144,7 @@ class Worker:
     def load(self, plan: Plan) -> Room:
         """Load the weights and whatever a batch of the plan's size needs beside its cache. Raises KvernError."""
         config, spec, device = self._config, self._spec, self._device
+        self._choose_sums(plan)
         self._parts = parts = self._make_parts(plan, spec)
         adapters, model = None, self._load_fallback(plan)
         if model is None:
@@ -175,6 +177,16 @@ class Worker:
             return room
         most = draft.decoder.count if isinstance(draft.decoder, MedusaHeads) else None
         return msgspec.structs.replace(room, most_drafts=most, catches_up=isinstance(draft.decoder, Decoder))
+
+    def _choose_sums(self, plan: Plan) -> None:
+        """Have ranks on GPUs of one machine sum few rows by a kernel, if that is faster."""
+        ranks, dtype = self._ranks, getattr(torch, plan.dtype)
+        if ranks.size > 1 and self._device.type == "cuda" and "peer_sum" in plan.kernels:
+            from kvern.worker.rank_sums import choose_sums
+
+            with self._startup.stage("sums"), torch.inference_mode():
+                known = Measurements(self._config.cache_folder, self._device)
+                self._startup.report(choose_sums(ranks, self._spec.hidden_size, dtype, self._device, known))
 
     def _load_draft(self, folder: Path, plan: Plan, model: LanguageModel) -> Draft:
         if reads_embeddings(self._config, folder):

@@ -1,0 +1,212 @@
+"""Sums over ranks with the norm behind them: kernels of kvern's own beside NCCL, checked, then timed.
+
+    python benchmarks/sums.py --size 2
+
+Takes as many GPUs of one machine. Times are microseconds of one sum among many in a CUDA graph: medians, of the slowest
+rank.
+"""
+
+import argparse
+import itertools
+import multiprocessing
+import statistics
+import tempfile
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from kvern.device.peer_memory import map_words
+from kvern.device.process_group import Meeting
+from kvern.kernels.launch import processors
+from kvern.kernels.norm import add_rms_norm
+from kvern.kernels.peer_rows import PeerRows, memory_of, peer_rows, peer_rows_norm
+from kvern.kernels.peer_sum import PeerMemory, peer_sum, peer_sum_norm, row_words_of, words_of
+
+ROWS = (1, 8, 32, 64, 128, 256, 512, 2048)
+CHECKED_ROWS = (1, 8, 33, 132, 200)
+WIDTHS = (4096, 8192)
+MOST_BYTES = 1 << 28
+"""Of one rank's words."""
+CALLS, ROUNDS = 50, 7
+EPSILON = 1e-5
+DTYPE = torch.bfloat16
+CHECKED = 512
+"""Sums of fresh numbers, for each size."""
+DELAYS = 8
+"""Ranks are late in turn, by so many different times."""
+
+
+class Found(NamedTuple):
+    """What a rank found: sizes whose results are wrong, and microseconds by what was timed, by rows and width."""
+
+    wrong: list[str]
+    times: dict[tuple[int, int], dict[str, float]]
+
+
+class Way(NamedTuple):
+    """How to sum `x`, for at most so many rows, and to add that to a residual and take the norm."""
+
+    name: str
+    rows: int
+    sum: Callable[[Tensor], Tensor]
+    sum_norm: Callable[[Tensor, Tensor, Tensor, float], Tensor]
+
+
+def ways_of(meeting: Meeting, rank: int, size: int, width: int, device: torch.device) -> list[Way]:
+    """Those of kvern's own, over memory that all ranks map now."""
+
+    def mapped(name: str, count: int) -> tuple[Tensor, Tensor]:
+        own, addresses = map_words(meeting.store(f"{name}-{width}"), rank, size, device, count)
+        return own, torch.tensor(addresses, device=device)
+
+    zeros = partial(torch.zeros, dtype=torch.int32, device=device)
+    row_words, programs = row_words_of(width, DTYPE), processors(device)
+    slots = min(512, MOST_BYTES // (8 * words_of(size, 1, row_words)))
+    words = PeerMemory(*mapped("words", words_of(size, slots, row_words)), zeros(slots), rank, size, slots, row_words)
+    kept = mapped("rows", memory_of(size, 512, width, DTYPE, programs))
+    rows = PeerRows(*kept, zeros(programs), rank, size, 512, width)
+    return [
+        Way("words", slots, partial(peer_sum, peers=words), partial(peer_sum_norm, peers=words)),
+        Way("rows", 512, partial(peer_rows, peers=rows), partial(peer_rows_norm, peers=rows)),
+    ]
+
+
+class Sums:
+    """One rank's sums of `rows` rows, through NCCL's `group` and in other ways."""
+
+    def __init__(self, group: Any, rank: int, size: int, rows: int, width: int, device: torch.device) -> None:
+        self.group, self.rank, self.size, self.device = group, rank, size, device
+        self.x = torch.zeros(rows, width, dtype=DTYPE, device=device)
+        self.hidden = torch.zeros_like(self.x)
+        self.weight = torch.ones(width, dtype=DTYPE, device=device)
+
+    def calls(self, ways: list[Way]) -> dict[str, Callable[[], object]]:
+        """All that is timed."""
+        given = self.x, self.hidden, self.weight, EPSILON
+        found: dict[str, Callable[[], object]] = {
+            "NCCL": self.through_nccl,
+            "norm": partial(add_rms_norm, self.hidden, self.x, self.weight, EPSILON),
+            "NCCL + norm": self.through_nccl_with_norm,
+        }
+        for way in ways:
+            if self.x.shape[0] <= way.rows:
+                found[way.name] = partial(way.sum, self.x)
+                found[f"{way.name} + norm"] = partial(way.sum_norm, *given)
+        return found
+
+    def through_nccl(self) -> None:
+        self.group.allreduce([self.x]).wait()
+
+    def through_nccl_with_norm(self) -> Tensor:
+        self.through_nccl()
+        return add_rms_norm(self.hidden, self.x, self.weight, EPSILON)
+
+    def check(self, way: Way) -> list[str]:
+        """Sums of fresh numbers, some ranks later than others, are those of float32 in rank order; else a line."""
+        x, hidden = self.x, self.hidden
+        own, common = (torch.Generator(self.device).manual_seed(seed) for seed in (self.rank, 99))
+        parts = list(torch.empty(self.size, *x.shape, dtype=x.dtype, device=self.device).unbind())
+        results: list[Tensor] = []
+
+        def both() -> None:
+            results[:] = way.sum(x), way.sum_norm(x, hidden, self.weight, EPSILON)
+
+        graph = captured(both, 1)
+        wrong = torch.zeros(3, dtype=torch.int64, device=self.device)
+        for turn in range(CHECKED):
+            x.normal_(generator=own)
+            before = hidden.normal_(generator=common).clone()
+            if turn % self.size == self.rank:
+                torch.cuda._sleep(20_000 * (turn % DELAYS))  # type: ignore[no-untyped-call]
+            graph.replay()
+            summed, normal = results
+            self.group.allgather([parts], [x]).wait()
+            expected = sum((part.float() for part in parts[1:]), parts[0].float()).to(x.dtype)
+            norm = add_rms_norm(before, expected, self.weight, EPSILON).float()
+            wrong[0] += (summed != expected).any()
+            wrong[1] += (hidden != before).any()
+            wrong[2] += ((normal.float() - norm).abs() > 0.01 * norm.abs() + 1e-3).any()
+        for _ in range(CHECKED):  # nothing between these holds a rank back
+            graph.replay()
+        counts = wrong.tolist()
+        line = f"{way.name}, {len(x)} x {x.shape[1]}: of {CHECKED} sums, residuals, norms {counts} are wrong"
+        return [line] if any(counts) else []
+
+
+def captured(call: Callable[[], object], calls: int) -> torch.cuda.CUDAGraph:
+    """So many calls as a graph."""
+    call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        for _ in range(calls):
+            call()
+    return graph
+
+
+def microseconds(call: Callable[[], object]) -> float:
+    """Of one call, a median."""
+    graph = captured(call, CALLS)
+    graph.replay()
+    found: list[float] = []
+    for _ in range(ROUNDS):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        found.append(start.elapsed_time(end) * 1000 / CALLS)
+    return statistics.median(found)
+
+
+def run_rank(rank: int, size: int, place: str, results: Any) -> None:
+    """Check and time as one of the ranks; what it found goes to `results`."""
+    device = torch.device("cuda", rank)
+    torch.cuda.set_device(device)
+    meeting = Meeting(place, size, device, 60)
+    group = meeting.group("sums", rank, size)
+    found = Found([], {})
+    with torch.inference_mode():
+        for width in WIDTHS:
+            ways = ways_of(meeting, rank, size, width, device)
+            made = partial(Sums, group, rank, size, width=width, device=device)
+            for count, way in itertools.product(CHECKED_ROWS, ways):
+                found.wrong.extend(made(rows=count).check(way))
+            for count in ROWS:
+                calls = made(rows=count).calls(ways)
+                found.times[count, width] = {name: microseconds(call) for name, call in calls.items()}
+        torch.cuda.synchronize()
+    results.put(found)
+
+
+def main() -> None:
+    """Start the ranks, print a table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--size", type=int, default=2, help="GPUs")
+    size: int = parser.parse_args().size
+    context = multiprocessing.get_context("spawn")
+    results: Any = context.Queue()
+    with tempfile.TemporaryDirectory() as folder:
+        given = size, str(Path(folder) / "meeting"), results
+        ranks = [context.Process(target=run_rank, args=(rank, *given), daemon=True) for rank in range(size)]
+        for process in ranks:
+            process.start()
+        found: list[Found] = [results.get(timeout=300) for _ in ranks]
+        for process in ranks:
+            process.join()
+    wrong = sorted({line for each in found for line in each.wrong})
+    print("\n".join([*wrong, f"{size} GPUs: {'WRONG' if wrong else 'all checks pass'}"]))
+    names = ("NCCL", "norm", "NCCL + norm", "words", "words + norm", "rows", "rows + norm")
+    print("rows  width  " + "  ".join(names))
+    for (rows, width), times in found[0].times.items():
+        slowest = {name: max(each.times[rows, width][name] for each in found) for name in times}
+        cells = (f"{f'{slowest[name]:.1f}' if name in slowest else '-':>{len(name)}}" for name in names)
+        print(f"{rows:>4}  {width:>5}  " + "  ".join(cells))
+
+
+if __name__ == "__main__":
+    main()

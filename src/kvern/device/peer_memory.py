@@ -1,0 +1,74 @@
+"""Memory of every rank's GPU that the GPUs of all ranks on a machine can write to."""
+
+import itertools
+import os
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C._distributed_c10d import Store, _SymmetricMemory
+
+from kvern.kernels.launch import processors
+
+_names = itertools.count()
+"""PyTorch keeps who meets where by names, for the life of a process."""
+
+
+class _Counted(Store):
+    """A store of one meeting, for PyTorch, whose keys count what a process has exchanged in all its life.
+
+    Here they count what was exchanged in this meeting, so that processes with different pasts find each other.
+    """
+
+    def __init__(self, store: Any) -> None:
+        super().__init__()
+        self._store = store
+        self._counts: dict[str, int] = {}
+
+    def _own(self, key: str) -> str:
+        prefix, *parts = key.split("/")
+        count = self._counts.setdefault(parts[0], len(self._counts)) if parts else 0
+        return "/".join([prefix, str(count), *parts[1:]])
+
+    def set(self, key: str, value: Any) -> None:
+        self._store.set(self._own(key), value)
+
+    def get(self, key: str) -> bytes:
+        found: bytes = self._store.get(self._own(key))
+        return found
+
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        found: list[bytes] = self._store.multi_get([self._own(key) for key in keys])
+        return found
+
+    def add(self, key: str, value: int) -> int:
+        total: int = self._store.add(self._own(key), value)
+        return total
+
+    def wait(self, keys: list[str], *timeout: Any) -> None:
+        self._store.wait([self._own(key) for key in keys], *timeout)
+
+
+def processors_together(store: Any, rank: int, size: int, device: torch.device) -> int:
+    """The least number of processors that a rank's GPU has; 0: some GPU does not reach those of all others.
+
+    `device`: of this rank. All ranks call this once.
+    """
+    others = [index for index in range(torch.cuda.device_count()) if index != device.index]
+    reached = sum(torch.cuda.can_device_access_peer(device, index) for index in others)
+    store.set(f"processors-{rank}", str(processors(device) if reached >= size - 1 else 0))
+    return min(int(store.get(f"processors-{other}")) for other in range(size))
+
+
+def map_words(store: Any, rank: int, size: int, device: torch.device, words: int) -> tuple[Tensor, list[int]]:
+    """This rank's `words` int64, all zero, and where all ranks' are, as this one's GPU sees them.
+
+    All ranks call this. Raises RuntimeError.
+    """
+    os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")  # nothing here is sent to all at once
+    name = f"kvern-{next(_names)}"
+    _SymmetricMemory.set_group_info(name, rank, size, _Counted(store))
+    own = _SymmetricMemory.empty_strided_p2p([words], [1], torch.int64, device, name)
+    own.zero_()
+    torch.cuda.synchronize(device)  # before others can write
+    return own, [int(address) for address in _SymmetricMemory.rendezvous(own).buffer_ptrs]

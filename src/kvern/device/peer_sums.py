@@ -1,0 +1,94 @@
+"""Sums over ranks through memory that their GPUs map of each other, for the rows for which NCCL is slower."""
+
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor
+
+from kvern.device.peer_memory import map_words
+from kvern.kernels.norm import add_rms_norm
+from kvern.kernels.peer_rows import PeerRows, memory_of, peer_rows, peer_rows_norm, rows_kept
+from kvern.kernels.peer_sum import PeerMemory, peer_sum, peer_sum_norm, row_words_of, slots_of, words_of
+
+Time = Callable[[Sequence[Callable[[], object]]], float]
+Way = Literal["nccl", "words", "rows"]
+"""Through NCCL, or as `peer_sum.py` and `peer_rows.py` say."""
+WAYS: tuple[Way, ...] = get_args(Way)
+
+TIMED_ROWS = (1, 8, 16, 32, 64, 128, 256, 512)
+TIMED_CALLS = 20
+EPSILON = 1e-6
+
+
+class PeerSums:
+    """Of rows of `width` numbers of a dtype: in which way, `ways` say for up to as many rows as each of TIMED_ROWS."""
+
+    ways: Sequence[Way] = ()
+
+    def __init__(
+        self, store: Any, rank: int, size: int, width: int, dtype: torch.dtype, device: torch.device, programs: int
+    ) -> None:
+        """All ranks call this. Raises RuntimeError where memory cannot be mapped."""
+        self._width, self._dtype, self._device = width, dtype, device
+        row_words, rows = row_words_of(width, dtype), rows_kept(size, width, dtype)
+        slots = slots_of(size, row_words)
+        words, buffers = self._mapped(store, rank, size, words_of(size, slots, row_words))
+        self._words = PeerMemory(words, buffers, self._zeros(slots), rank, size, slots, row_words)
+        memory, buffers = self._mapped(store, rank, size, memory_of(size, rows, width, dtype, programs))
+        self._rows = PeerRows(memory, buffers, self._zeros(programs), rank, size, rows, width)
+
+    def _mapped(self, store: Any, rank: int, size: int, words: int) -> tuple[Tensor, Tensor]:
+        own, addresses = map_words(store, rank, size, self._device, words)
+        return own, torch.tensor(addresses, device=self._device)
+
+    def _zeros(self, count: int) -> Tensor:
+        return torch.zeros(count, dtype=torch.int32, device=self._device)
+
+    def _way(self, x: Tensor) -> Way:
+        place = bisect_left(TIMED_ROWS, x.shape[0])
+        return self.ways[place] if place < len(self.ways) else "nccl"
+
+    def takes(self, x: Tensor) -> bool:
+        """Whether to sum `x` here."""
+        fits = x.dim() == 2 and x.shape[0] > 0 and x.shape[1] == self._width
+        return fits and x.dtype == self._dtype and x.is_contiguous() and self._way(x) != "nccl"
+
+    def sum(self, x: Tensor) -> Tensor:
+        """What all ranks have of `x`, added up in their order in float32."""
+        return peer_sum(x, self._words) if self._way(x) == "words" else peer_rows(x, self._rows)
+
+    def sum_norm(self, x: Tensor, hidden: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+        """Of the residual `hidden`, to which the sum of all ranks' `x` is added in place, the norm."""
+        if self._way(x) == "words":
+            return peer_sum_norm(x, hidden, weight, epsilon, self._words)
+        return peer_rows_norm(x, hidden, weight, epsilon, self._rows)
+
+    def fastest(self, through_nccl: Callable[[Tensor], Tensor], time: Time) -> list[Way]:
+        """How to sum each number of TIMED_ROWS with a norm; all ranks call this, and each has times of its own."""
+        made = partial(torch.zeros, dtype=self._dtype, device=self._device)
+        weight, found = made(self._width), list[Way]()
+        for rows in TIMED_ROWS:
+            x, hidden = made(2, rows, self._width)
+
+            def other(x: Tensor = x, hidden: Tensor = hidden) -> Tensor:
+                return add_rms_norm(hidden, through_nccl(x), weight, EPSILON)
+
+            calls: dict[Way, Callable[[], object]] = {"nccl": other}
+            if rows <= self._words.rows:
+                calls["words"] = partial(peer_sum_norm, x, hidden, weight, EPSILON, self._words)
+            if rows <= self._rows.rows:
+                calls["rows"] = partial(peer_rows_norm, x, hidden, weight, EPSILON, self._rows)
+            seconds = {way: time([call] * TIMED_CALLS) for way, call in calls.items()}
+            found.append(min(seconds, key=seconds.__getitem__))
+        return found
+
+    def compile_sums(self) -> None:
+        """Compile those without a norm, before a step has to wait for it; all ranks call this."""
+        x = torch.zeros(1, self._width, dtype=self._dtype, device=self._device)
+        if "words" in self.ways:
+            peer_sum(x, self._words)
+        if "rows" in self.ways:
+            peer_rows(x, self._rows)

@@ -1,0 +1,79 @@
+"""Sums over ranks, as one rank launches them when what the others send is there."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from kvern.kernel_list.dense import normed
+from kvern.kernel_list.entry import Call, Inputs, Kernel
+from kvern.kernels.peer_rows import PeerRows, memory_of, peer_rows, peer_rows_norm, rows_kept
+from kvern.kernels.peer_sum import PeerMemory, peer_sum, peer_sum_norm, row_words_of, slots_of, words_of
+from kvern.model_spec import ModelSpec
+
+ROWS = 4
+
+
+def sent_words(parts: torch.Tensor, rows: int, epoch: int) -> torch.Tensor:
+    """The words of `PeerMemory` with `parts [size, T, width]` in this epoch."""
+    bits = parts.view(torch.int32).long() & 0xFFFFFFFF
+    words = torch.zeros(2, len(parts), rows, bits.shape[-1], dtype=torch.int64, device=parts.device)
+    words[epoch % 2, :, : parts.shape[1]] = bits | epoch << 32
+    return words.flatten()
+
+
+def sent_rows(parts: torch.Tensor, rows: int, programs: int, epoch: int) -> torch.Tensor:
+    """The memory of `PeerRows` with `parts [size, T, width]` in this epoch."""
+    numbers = parts.new_zeros(2, len(parts), rows, parts.shape[-1])
+    numbers[epoch % 2, :, : parts.shape[1]] = parts
+    flags = torch.zeros(2, len(parts), programs, dtype=torch.int32, device=parts.device)
+    flags[epoch % 2] = epoch
+    return torch.cat((numbers.flatten().view(torch.int64), flags.flatten().view(torch.int64)))
+
+
+def _sum(spec: ModelSpec, inputs: Inputs, way: str, rank: int, size: int, norm: bool) -> Call:
+    width, dtype = spec.hidden_size, inputs.dtype
+    parts, hidden = inputs.numbers(size, ROWS, width), inputs.numbers(ROWS, width)
+    weight = inputs.numbers(width, dtype=torch.float32 if spec.norm.offset else None)
+    if way == "words":
+        row_words = row_words_of(width, dtype)
+        slots = slots_of(size, row_words)
+        own, count, epochs = sent_words(parts, slots, 1), words_of(size, slots, row_words), inputs.zeros(slots)
+    else:
+        slots, programs = rows_kept(size, width, dtype), inputs.processors
+        own, count = sent_rows(parts, slots, programs, 1), memory_of(size, slots, width, dtype, programs)
+        epochs = inputs.zeros(programs)
+    others = inputs.zeros(count, dtype=torch.int64)
+    addresses = [own.data_ptr() if index == rank else others.data_ptr() for index in range(size)]
+    buffers = inputs.integers(addresses, torch.int64)
+
+    def launch() -> tuple[torch.Tensor, ...]:
+        epochs.zero_()  # nobody sends anything of a second epoch
+        others.zero_()
+        if way == "words":
+            words = PeerMemory(own, buffers, epochs, rank, size, slots, row_words)
+            if norm:
+                return peer_sum_norm(parts[rank], hidden, weight, 1e-6, words), hidden
+            return (peer_sum(parts[rank], words),)
+        memory = PeerRows(own, buffers, epochs, rank, size, slots, width)
+        if norm:
+            return peer_rows_norm(parts[rank], hidden, weight, 1e-6, memory), hidden
+        return (peer_rows(parts[rank], memory),)
+
+    def reference() -> tuple[torch.Tensor, ...]:
+        total = parts.double().sum(0)
+        if not norm:
+            return (total,)
+        return normed(hidden.double() + total, weight, 1e-6), hidden.double() + total
+
+    moved = 2 * (size - 1) * ROWS * width * dtype.itemsize
+    return Call(f"{ROWS} x {width} of {size} ranks", launch, reference, 2 * moved if way == "words" else moved)
+
+
+def _launched(spec: ModelSpec, inputs: Inputs) -> Iterator[tuple[Any, ...]]:
+    if inputs.ranks[1] > 1 and row_words_of(spec.hidden_size, inputs.dtype):
+        normed_too = spec.norm.kind == "rms" and spec.norm.weight
+        yield from ((way, *inputs.ranks, norm) for way in ("words", "rows") for norm in (False, True)[: 1 + normed_too])
+
+
+KERNELS = (Kernel("sum of ranks", "peer_sum", _sum, _launched),)

@@ -1,0 +1,204 @@
+"""Sums over ranks as in `peer_sum.py`, for more rows: numbers alone are sent, and a flag behind those of a program.
+
+    x of this rank -> rows to all others, then flags -> [rows of all + x, in rank order] -> [residual +=] -> [norm]
+
+Half as many bytes go to others as with an epoch beside the numbers, but a flag has to wait until all that was written
+before is there. A row's program is the same on all ranks and in all launches: `row % programs`, of which there are no
+more than any rank's device has processors. It counts its epochs, and of rows and flags there are copies of even and of
+odd ones; why two are enough `peer_sum.py` says. A program sends all its rows, then its flags, and only then waits.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from kvern.kernels.launch import INTERPRETED, Launcher, next_power_of_2, overlaps, wait_for_previous
+
+MOST_ROWS = 512
+MOST_BYTES = 64 << 20
+"""Of a rank's memory that others write to."""
+
+
+class PeerRows(NamedTuple):
+    """What a rank needs for sums of up to `rows` rows of `width` numbers; all is zero at first.
+
+    memory   int64, to which others write: numbers [2, size, rows, width] by the epoch's parity, sender, row; then
+             flags [2, size, programs] int32
+    buffers  [size] int64, addresses of each rank's memory as this one's device sees them
+    epochs   [programs] int32, of this rank; the least of all ranks' processors
+    """
+
+    memory: torch.Tensor
+    buffers: torch.Tensor
+    epochs: torch.Tensor
+    rank: int
+    size: int
+    rows: int
+    width: int
+
+
+def rows_kept(size: int, width: int, dtype: torch.dtype) -> int:
+    """For how many rows ranks keep memory; 0: such rows are not summed."""
+    return min(MOST_ROWS, MOST_BYTES // (2 * size * width * dtype.itemsize)) if width % 16 == 0 else 0
+
+
+def memory_of(size: int, rows: int, width: int, dtype: torch.dtype, programs: int) -> int:
+    """How many int64 a rank's memory of `PeerRows` has."""
+    return 2 * size * (rows * width * dtype.itemsize + 4 * programs) // 8
+
+
+def _by_one(instructions: str) -> tl.constexpr:
+    """What one thread of a program does; the others go on."""
+    thread = (
+        "{ .reg .pred other; .reg .b32 thread; mov.u32 thread, %tid.x; setp.ne.u32 other, thread, 0; @other bra end;"
+    )
+    return tl.constexpr(f"{thread} {instructions} end: mov.b32 $0, 0; }}")
+
+
+FENCE = _by_one("fence.acq_rel.sys;")
+RAISE = _by_one("st.relaxed.sys.global.b32 [$1], $2;")
+AWAIT = _by_one("again: ld.acquire.sys.global.b32 thread, [$1]; setp.ne.b32 other, thread, $2; @other bra again;")
+
+
+@triton.jit
+def _fence():
+    """What all threads wrote before is there before anything that one of them writes afterwards."""
+    if not INTERPRETED:
+        tl.debug_barrier()
+        tl.inline_asm_elementwise(FENCE, "=r", [], tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit
+def _raise(flag, epoch):
+    if INTERPRETED:
+        tl.store(flag.to(tl.pointer_type(tl.int32)), epoch)
+    else:
+        tl.inline_asm_elementwise(RAISE, "=r,l,r", [flag, epoch], tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit
+def _await(flag, epoch):
+    """One thread waits; a barrier has the others wait for that."""
+    if INTERPRETED:
+        while tl.load(flag.to(tl.pointer_type(tl.int32))) != epoch:
+            pass
+    else:
+        tl.inline_asm_elementwise(AWAIT, "=r,l,r", [flag, epoch], tl.int32, is_pure=False, pack=1)
+
+
+@Launcher
+@triton.jit(do_not_specialize=["rows"])
+def _peer_rows_kernel(
+    x: tl.tensor,
+    hidden: tl.tensor,
+    weight: tl.tensor,
+    out: tl.tensor,
+    buffers: tl.tensor,
+    epochs: tl.tensor,
+    rows,
+    hidden_stride: tl.int64,
+    epsilon: tl.float32,
+    RANK: tl.constexpr,
+    SIZE: tl.constexpr,
+    SLOTS: tl.constexpr,
+    FLAGS: tl.constexpr,
+    width: tl.constexpr,
+    NORM: tl.constexpr,
+    BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """SLOTS rows of each rank, and as many FLAGS."""
+    dtype: tl.constexpr = x.dtype.element_ty
+    NUMBERS: tl.constexpr = tl.pointer_type(dtype)
+    ROW_BYTES: tl.constexpr = width * dtype.primitive_bitwidth // 8
+    FLAGS_AT: tl.constexpr = 2 * SIZE * SLOTS * ROW_BYTES
+    column = tl.arange(0, BLOCK)
+    inside = column < width
+    if NORM:
+        gain = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
+    own_buffer = tl.load(buffers + RANK)
+    if OVERLAP:
+        wait_for_previous()
+    first = tl.program_id(0).to(tl.int64)
+    epoch = tl.load(epochs + first) + 1
+    parity = (epoch & 1).to(tl.int64) * SIZE
+    for row in range(first, rows, tl.num_programs(0)):
+        numbers = tl.load(x + row * width + column, mask=inside, other=0.0)
+        place = ((parity + RANK) * SLOTS + row) * ROW_BYTES
+        for other in tl.static_range(SIZE):
+            if other != RANK:
+                target = (tl.load(buffers + other) + place).to(NUMBERS)
+                tl.store(tl.multiple_of(target, 16) + column, numbers, mask=inside)
+    _fence()
+    for other in tl.static_range(SIZE):
+        if other != RANK:
+            _raise(tl.load(buffers + other) + (FLAGS_AT + ((parity + RANK) * FLAGS + first) * 4), epoch)
+    for other in tl.static_range(SIZE):
+        if other != RANK:
+            _await(own_buffer + (FLAGS_AT + ((parity + other) * FLAGS + first) * 4), epoch)
+    tl.debug_barrier()  # all threads have read the epoch, and find what the others have sent
+    tl.store(epochs + first, epoch)
+    for row in range(first, rows, tl.num_programs(0)):
+        total = tl.zeros([BLOCK], tl.float32)
+        for other in tl.static_range(SIZE):
+            if other == RANK:
+                part = tl.load(x + row * width + column, mask=inside, other=0.0)
+            else:
+                source = (own_buffer + ((parity + other) * SLOTS + row) * ROW_BYTES).to(NUMBERS)
+                part = tl.load(tl.multiple_of(source, 16) + column, mask=inside, other=0.0, cache_modifier=".cg")
+            total += part.to(tl.float32)
+        if NORM:
+            residual = hidden + row * hidden_stride + column
+            total = total.to(dtype).to(tl.float32) + tl.load(residual, mask=inside, other=0.0).to(tl.float32)
+            tl.store(residual, total.to(dtype), mask=inside)
+            total = total.to(dtype).to(tl.float32)
+            total *= tl.rsqrt(tl.sum(total * total, axis=0) / width + epsilon) * gain
+        tl.store(out + row * width + column, total.to(dtype), mask=inside)
+
+
+def peer_rows(x: torch.Tensor, peers: PeerRows) -> torch.Tensor:
+    """The sum of all ranks' `x [rows, width]`, in their order and in float32; at most `peers.rows` rows.
+
+    Writes as many bytes to each other rank as `x` has, and reads as many.
+    """
+    return _launch(x, None, None, 0.0, peers)
+
+
+def peer_rows_norm(
+    x: torch.Tensor, hidden: torch.Tensor, weight: torch.Tensor, epsilon: float, peers: PeerRows
+) -> torch.Tensor:
+    """`add_rms_norm(hidden, peer_rows(x), weight, epsilon)` in one launch: `hidden` is added to in place."""
+    return _launch(x, hidden, weight, epsilon, peers)
+
+
+def _launch(
+    x: torch.Tensor, hidden: torch.Tensor | None, weight: torch.Tensor | None, epsilon: float, peers: PeerRows
+) -> torch.Tensor:
+    rows, width = x.shape
+    block = next_power_of_2(width)
+    overlap, programs = overlaps(x.device), len(peers.epochs)
+    out = torch.empty_like(x)
+    _peer_rows_kernel[(min(rows, programs),)](
+        x,
+        x if hidden is None else hidden,
+        x if weight is None else weight,
+        out,
+        peers.buffers,
+        peers.epochs,
+        rows,
+        0 if hidden is None else hidden.stride(0),
+        epsilon,
+        peers.rank,
+        peers.size,
+        peers.rows,
+        programs,
+        width,
+        hidden is not None,
+        block,
+        overlap,
+        num_warps=min(16, max(1, block // 512)),
+        launch_pdl=overlap,
+    )
+    return out

@@ -1,0 +1,66 @@
+"""Which sums of ranks on GPUs go through memory of each other, and which through NCCL: what is faster, alike on all."""
+
+from collections.abc import Sequence
+
+import torch
+
+from kvern.device.measurements import Measurements
+from kvern.device.peer_sums import TIMED_ROWS, WAYS, Way
+from kvern.device.ranks import Ranks
+from kvern.device.timing import time_calls
+from kvern.kernels.peer_sum import row_words_of
+
+SECTION = "sums of ranks"
+NOT_KNOWN = len(WAYS)
+
+
+def choose_sums(ranks: Ranks, width: int, dtype: torch.dtype, device: torch.device, known: Measurements) -> list[str]:
+    """Let `ranks` sum rows of `width` in the ways that are fastest on the first of them; a line about that.
+
+    All ranks call this before a model is built, and then do alike.
+    """
+    if not row_words_of(width, dtype):
+        return [f"sums of ranks: NCCL, since rows are {width} of {dtype}"]
+    try:
+        peers = ranks.map_peers(width, dtype, device)
+    except RuntimeError as error:
+        return [f"sums of ranks: NCCL, since their GPUs share no memory: {str(error).splitlines()[0]}"]
+    if peers is None:
+        return ["sums of ranks: NCCL, since not every GPU reaches the memory of all others"]
+    key = f"{ranks.size} ranks, {width}, {dtype}"
+    ways = _first(ranks, known_ways(known, key), device)
+    if not ways:
+        ways = _first(ranks, peers.fastest(ranks.group_sum, time_calls), device)
+        known.remember(SECTION, {key: ways})
+        known.save()
+    if set(ways) != {"nccl"}:
+        peers.ways = ways
+        peers.compile_sums()
+        ranks.peers = peers
+    return [described(ways)]
+
+
+def known_ways(known: Measurements, key: str) -> list[Way]:
+    """What was measured once, for each of TIMED_ROWS; nothing, if it was not."""
+    stored = known.section(SECTION).get(key)
+    ways = [name for name in stored if name in WAYS] if isinstance(stored, list) else []
+    return ways if len(ways) == len(TIMED_ROWS) else []
+
+
+def described(ways: Sequence[Way]) -> str:
+    """For the report of a start."""
+    spans: list[tuple[Way, int]] = []
+    for way, rows in zip(ways, TIMED_ROWS, strict=True):
+        if spans and spans[-1][0] == way:
+            spans.pop()
+        spans.append((way, rows))
+    names = {"nccl": "NCCL", "words": "words to each other", "rows": "rows to each other"}
+    parts = [f"{names[way]} up to {rows} rows" for way, rows in spans if rows < TIMED_ROWS[-1] or way != "nccl"]
+    return f"sums of ranks: {', '.join([*parts, 'NCCL above'] if parts else ['NCCL'])}"
+
+
+def _first(ranks: Ranks, ways: Sequence[Way], device: torch.device) -> list[Way]:
+    """What the first rank says."""
+    numbers = [WAYS.index(way) for way in ways] or [NOT_KNOWN] * len(TIMED_ROWS)
+    told: list[int] = ranks.first(torch.tensor(numbers, device=device)).tolist()
+    return [WAYS[number] for number in told if number != NOT_KNOWN]
