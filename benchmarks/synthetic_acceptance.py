@@ -83,7 +83,7 @@ def always(drafts: int, running: int) -> Callable[[Request], int]:
     return lambda _: drafts
 
 
-def main() -> None:
+def read_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True, help="folder or Hugging Face id, with a head of its own")
     parser.add_argument("--draft-model", required=True, help="the same")
@@ -95,7 +95,11 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=128)
     parser.add_argument("--output", type=int, default=256)
     parser.add_argument("--rounds", type=int, default=3)
-    arguments = parser.parse_args()
+    return parser.parse_args()
+
+
+def main() -> None:
+    arguments = read_arguments()
     llm = LLM(
         arguments.model,
         draft_model=arguments.draft_model,

@@ -123,25 +123,6 @@ def test_latents_beside_adapters_and_quantized_weights(
         assert found[::2] == pytest.approx(expected[::2], abs=close)
 
 
-def test_a_part_of_a_prompt_is_asked_for_nothing_beside_a_decode(
-    folder: Path, on_device: Callable[..., LLM], caplog: pytest.LogCaptureFixture
-) -> None:
-    """What a request wants of its tokens, those beside a part of its prompt have nothing of."""
-    options = OPTIONS | {"max_batch_tokens": 8}
-    params = [
-        SamplingParams(temperature=0, max_tokens=6, ignore_eos=True),
-        SamplingParams(temperature=0, max_tokens=2, ignore_eos=True, logprobs=1),
-    ]
-    prompts = [PROMPTS[2][:2], PROMPTS[1] * 2]
-    expected, found = (
-        llm.generate(prompts, params)
-        for llm in (LLM(str(folder), device="cpu", **options), on_device(folder, **options))
-    )
-    assert answers(found) == answers(expected)
-    assert list(logprobs(found)) == pytest.approx(list(logprobs(expected)), abs=2e-4)
-    assert "failed" not in caplog.text, "no step ran again"
-
-
 @pytest.mark.parametrize(
     "options",
     [

@@ -6,7 +6,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C._distributed_c10d import Store, _SymmetricMemory
+from torch._C._distributed_c10d import (
+    ProcessGroup,
+    Store,
+    _register_process_group,
+    _SymmetricMemory,
+    _unregister_process_group,
+)
 
 from kvern.kernels.launch import processors
 
@@ -66,9 +72,12 @@ def map_words(store: Any, rank: int, size: int, device: torch.device, words: int
     All ranks call this. Raises RuntimeError.
     """
     os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")  # nothing here is sent to all at once
-    name = f"kvern-{next(_names)}"
-    _SymmetricMemory.set_group_info(name, rank, size, _Counted(store))
+    name, group = f"kvern-{next(_names)}", ProcessGroup(_Counted(store), rank, size)
     own = _SymmetricMemory.empty_strided_p2p([words], [1], torch.int64, device, name)
     own.zero_()
     torch.cuda.synchronize(device)  # before others can write
-    return own, [int(address) for address in _SymmetricMemory.rendezvous(own).buffer_ptrs]
+    _register_process_group(name, group)
+    try:
+        return own, [int(address) for address in _SymmetricMemory.rendezvous(own).buffer_ptrs]
+    finally:
+        _unregister_process_group(name)

@@ -84,7 +84,7 @@ def end_with(owner: object, groups: list[Any]) -> None:
 
     Those of CPUs end before Python does, too: their threads could not any more. Those of GPUs wait for the end of each
     CUDA graph that holds a kernel of theirs, and graphs may have the same owner. So that happens in a thread, while
-    they go, and not at all when the process ends.
+    they go, and not at all where the owner lives as long as the process.
     """
     weakref.finalize(owner, groups.clear)
     for group in groups:
@@ -93,4 +93,4 @@ def end_with(owner: object, groups: list[Any]) -> None:
 
 
 def _abort(group: Any) -> None:
-    threading.Thread(target=group.abort, name="abort-nccl", daemon=True).start()
+    threading.Thread(target=group.abort, name="abort-nccl").start()  # Python waits for it: it comes back from C++
