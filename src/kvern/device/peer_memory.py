@@ -72,7 +72,8 @@ def map_words(store: Any, rank: int, size: int, device: torch.device, words: int
     All ranks call this. Raises RuntimeError.
     """
     os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")  # nothing here is sent to all at once
-    name, group = f"kvern-{next(_names)}", ProcessGroup(_Counted(store), rank, size)
+    name: Any = f"kvern-{next(_names)}"
+    group = ProcessGroup(_Counted(store), rank, size)
     own = _SymmetricMemory.empty_strided_p2p([words], [1], torch.int64, device, name)
     own.zero_()
     torch.cuda.synchronize(device)  # before others can write
