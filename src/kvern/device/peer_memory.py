@@ -66,9 +66,11 @@ def map_words(store: Any, rank: int, size: int, device: torch.device, words: int
     All ranks call this. Raises RuntimeError.
     """
     os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")  # nothing here is sent to all at once
-    name = f"kvern-{next(_names)}"
-    _SymmetricMemory.set_group_info(name, rank, size, _Counted(store))
+    name, counted = f"kvern-{next(_names)}", _Counted(store)
+    _SymmetricMemory.set_group_info(name, rank, size, counted)
     own = _SymmetricMemory.empty_strided_p2p([words], [1], torch.int64, device, name)
     own.zero_()
     torch.cuda.synchronize(device)  # before others can write
-    return own, [int(address) for address in _SymmetricMemory.rendezvous(own).buffer_ptrs]
+    mapped = _SymmetricMemory.rendezvous(own)
+    del counted  # PyTorch asked it, and does not keep what Python has of it
+    return own, [int(address) for address in mapped.buffer_ptrs]
