@@ -10,8 +10,17 @@ from torch import Tensor
 
 from kvern.device.peer_memory import map_words
 from kvern.kernels.norm import add_rms_norm
-from kvern.kernels.peer_rows import PeerRows, memory_of, peer_rows, peer_rows_norm, rows_kept
-from kvern.kernels.peer_sum import PeerMemory, peer_sum, peer_sum_norm, row_words_of, slots_of, words_of
+from kvern.kernels.peer_rows import PeerRows, coded_peer_rows_norm, memory_of, peer_rows, peer_rows_norm, rows_kept
+from kvern.kernels.peer_sum import (
+    PeerMemory,
+    coded_peer_sum_norm,
+    peer_sum,
+    peer_sum_norm,
+    row_words_of,
+    slots_of,
+    words_of,
+)
+from kvern.kernels.quantize_rows import Coding, RowCodes
 
 Time = Callable[[Sequence[Callable[[], object]]], float]
 Way = Literal["nccl", "words", "rows"]
@@ -65,6 +74,14 @@ class PeerSums:
         if self._way(x) == "words":
             return peer_sum_norm(x, hidden, weight, epsilon, self._words)
         return peer_rows_norm(x, hidden, weight, epsilon, self._rows)
+
+    def sum_codes(self, x: Tensor, hidden: Tensor, weight: Tensor, epsilon: float, coding: Coding) -> RowCodes:
+        """What `coding` makes of `sum_norm`."""
+        if coding.group > self._width or not coding.block(self._width):
+            return coding(self.sum_norm(x, hidden, weight, epsilon))
+        if self._way(x) == "words":
+            return coded_peer_sum_norm(x, hidden, weight, epsilon, self._words, coding)
+        return coded_peer_rows_norm(x, hidden, weight, epsilon, self._rows, coding)
 
     def fastest(self, through_nccl: Callable[[Tensor], Tensor], time: Time) -> list[Way]:
         """How to sum each number of TIMED_ROWS with a norm; all ranks call this, and each has times of its own."""
