@@ -6,15 +6,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C._distributed_c10d import Store, _SymmetricMemory
+from torch._C import _distributed_c10d
 
 from kvern.kernels.launch import processors
 
+distributed: Any = _distributed_c10d  # PyTorch's own description of it lacks some of this
 _names = itertools.count()
 """PyTorch keeps who meets where by names, for the life of a process."""
 
 
-class _Counted(Store):
+class _Counted(_distributed_c10d.Store):
     """A store of one meeting, for PyTorch, whose keys count what a process has exchanged in all its life.
 
     Here they count what was exchanged in this meeting, so that processes with different pasts find each other.
@@ -67,10 +68,13 @@ def map_words(store: Any, rank: int, size: int, device: torch.device, words: int
     """
     os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")  # nothing here is sent to all at once
     name, counted = f"kvern-{next(_names)}", _Counted(store)
-    _SymmetricMemory.set_group_info(name, rank, size, counted)
-    own = _SymmetricMemory.empty_strided_p2p([words], [1], torch.int64, device, name)
-    own.zero_()
-    torch.cuda.synchronize(device)  # before others can write
-    mapped = _SymmetricMemory.rendezvous(own)
-    del counted  # PyTorch asked it, and does not keep what Python has of it
-    return own, [int(address) for address in mapped.buffer_ptrs]
+    group: Any = distributed.ProcessGroup(counted, rank, size)  # neither is kept by those who look it up
+    distributed._register_process_group(name, group)
+    distributed._SymmetricMemory.set_group_info(name, rank, size, counted)  # some versions of PyTorch look here
+    try:
+        own = distributed._SymmetricMemory.empty_strided_p2p([words], [1], torch.int64, device, name)
+        own.zero_()
+        torch.cuda.synchronize(device)  # before others can write
+        return own, [int(address) for address in distributed._SymmetricMemory.rendezvous(own).buffer_ptrs]
+    finally:
+        distributed._unregister_process_group(name)
