@@ -61,13 +61,15 @@ def processors_together(store: Any, rank: int, size: int, device: torch.device) 
     return min(int(store.get(f"processors-{other}")) for other in range(size))
 
 
-def map_words(store: Any, rank: int, size: int, device: torch.device, words: int) -> tuple[Tensor, list[int]]:
+def map_words(
+    store: Any, what: str, rank: int, size: int, device: torch.device, words: int
+) -> tuple[Tensor, list[int]]:
     """This rank's `words` int64, all zero, and where all ranks' are, as this one's GPU sees them.
 
-    All ranks call this. Raises RuntimeError.
+    All ranks call this, `what` they map once. Raises RuntimeError.
     """
     os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")  # nothing here is sent to all at once
-    name, counted = f"kvern-{next(_names)}", _Counted(store)
+    name, counted = f"kvern-{next(_names)}", _Counted(distributed.PrefixStore(what, store))
     group: Any = distributed.ProcessGroup(counted, rank, size)  # neither is kept by those who look it up
     distributed._register_process_group(name, group)
     distributed._SymmetricMemory.set_group_info(name, rank, size, counted)  # some versions of PyTorch look here

@@ -44,13 +44,13 @@ class PeerSums:
         self._width, self._dtype, self._device = width, dtype, device
         row_words, rows = row_words_of(width, dtype), rows_kept(size, width, dtype)
         slots = slots_of(size, row_words)
-        words, buffers = self._mapped(store, rank, size, words_of(size, slots, row_words))
+        words, buffers = self._mapped(store, "words", rank, size, words_of(size, slots, row_words))
         self._words = PeerMemory(words, buffers, self._zeros(slots), rank, size, slots, row_words)
-        memory, buffers = self._mapped(store, rank, size, memory_of(size, rows, width, dtype, programs))
+        memory, buffers = self._mapped(store, "rows", rank, size, memory_of(size, rows, width, dtype, programs))
         self._rows = PeerRows(memory, buffers, self._zeros(programs), rank, size, rows, width)
 
-    def _mapped(self, store: Any, rank: int, size: int, words: int) -> tuple[Tensor, Tensor]:
-        own, addresses = map_words(store, rank, size, self._device, words)
+    def _mapped(self, store: Any, what: str, rank: int, size: int, words: int) -> tuple[Tensor, Tensor]:
+        own, addresses = map_words(store, what, rank, size, self._device, words)
         return own, torch.tensor(addresses, device=self._device)
 
     def _zeros(self, count: int) -> Tensor:
