@@ -59,8 +59,10 @@ class Way(NamedTuple):
 def ways_of(meeting: Meeting, rank: int, size: int, width: int, device: torch.device) -> list[Way]:
     """Those of kvern's own, over memory that all ranks map now."""
 
+    store = meeting.store(f"{width}")
+
     def mapped(name: str, count: int) -> tuple[Tensor, Tensor]:
-        own, addresses = map_words(meeting.store(f"{name}-{width}"), rank, size, device, count)
+        own, addresses = map_words(store, name, rank, size, device, count)
         return own, torch.tensor(addresses, device=device)
 
     zeros = partial(torch.zeros, dtype=torch.int32, device=device)

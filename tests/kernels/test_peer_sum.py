@@ -9,9 +9,18 @@ import torch
 
 from kvern.kernel_list.ranks import sent_rows, sent_words
 from kvern.kernels.norm import add_rms_norm
-from kvern.kernels.peer_rows import PeerRows, memory_of, peer_rows, peer_rows_norm, rows_kept
-from kvern.kernels.peer_sum import PeerMemory, peer_sum, peer_sum_norm, row_words_of, slots_of, words_of
-from tests.kernels.test_norm import reference, relative_error
+from kvern.kernels.peer_rows import PeerRows, coded_peer_rows_norm, memory_of, peer_rows, peer_rows_norm, rows_kept
+from kvern.kernels.peer_sum import (
+    PeerMemory,
+    coded_peer_sum_norm,
+    peer_sum,
+    peer_sum_norm,
+    row_words_of,
+    slots_of,
+    words_of,
+)
+from kvern.kernels.quantize_rows import Coding, RowCodes
+from tests.kernels.test_norm import CODINGS, codings, reference, relative_error
 
 ROWS, SLOTS, TURNS, PROGRAMS = 3, 4, 5, 2
 EPSILON = 1e-5
@@ -56,6 +65,16 @@ def launch_rows(width: int, size: int, rank: int, dtype: torch.dtype, gain: torc
     return peer_rows_norm(x, x.clone(), torch.empty(width, dtype=gain), EPSILON, peers)
 
 
+def launch_codes(width: int, size: int, rank: int, coding: Coding) -> object:
+    """Likewise."""
+    x, weight = torch.empty(4, width, dtype=torch.bfloat16), torch.empty(width, dtype=torch.bfloat16)
+    zeros, row_words = [torch.zeros(1, dtype=torch.int64)] * size, width // 2
+    words = memory(zeros, rank, slots_of(size, row_words), row_words)
+    rows = rows_memory(zeros, rank, rows_kept(size, width, x.dtype), width, 132)
+    given = x, x.clone(), weight, EPSILON
+    return coded_peer_sum_norm(*given, words, coding), coded_peer_rows_norm(*given, rows, coding)
+
+
 LAUNCHES: list[Callable[[], object]] = [
     lambda: launch(8192, 2, 0, torch.bfloat16, torch.bfloat16),
     lambda: launch(8192, 2, 1, torch.bfloat16, None),
@@ -67,6 +86,8 @@ LAUNCHES: list[Callable[[], object]] = [
     lambda: launch_rows(8192, 2, 1, torch.bfloat16, torch.bfloat16),
     lambda: launch_rows(5120, 8, 0, torch.float16, None),
     lambda: launch_rows(4096, 4, 2, torch.float32, torch.float32),
+    lambda: launch_codes(8192, 4, 1, Coding("e4m3")),
+    lambda: launch_codes(5120, 2, 0, Coding("e4m3", 128, columns=True)),
 ]
 
 
@@ -182,6 +203,34 @@ def test_rows_of_others_are_added_in_rank_order(
     close = add_rms_norm(left, total.to(dtype), weight, EPSILON)
     assert torch.equal(hidden, left)
     torch.testing.assert_close(normal, close, rtol=2 * torch.finfo(dtype).eps, atol=1e-3)
+
+
+@pytest.mark.parametrize("name", CODINGS)
+@pytest.mark.parametrize("way", ["words", "rows"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_codes_are_those_of_the_norm(device: torch.device, dtype: torch.dtype, way: str, name: str) -> None:
+    size, rank, rows, width, coding = 2, 1, 3, 96, codings(device)[name]
+    parts, hidden = torch.randn(size, rows, width).to(device, dtype), torch.randn(rows, width).to(device, dtype)
+    weight = torch.randn(width).to(device, dtype)
+    found: list[RowCodes] = []
+    residuals = hidden.clone(), hidden.clone()
+    for turn, left in enumerate(residuals):
+        given = parts[rank], left, weight, EPSILON
+        if way == "words":
+            own = sent_words(parts, rows, 1)
+            words = memory([torch.zeros_like(own), own], rank, rows, row_words_of(width, dtype))
+            found.append(coded_peer_sum_norm(*given, words, coding) if turn else coding(peer_sum_norm(*given, words)))
+        else:
+            own = sent_rows(parts, rows, rows, 1)
+            whole = rows_memory([torch.zeros_like(own), own], rank, rows, width, rows)
+            found.append(coded_peer_rows_norm(*given, whole, coding) if turn else coding(peer_rows_norm(*given, whole)))
+    plain, fused = found
+    assert torch.equal(*residuals) and fused.scales.stride() == plain.scales.stride()
+    torch.testing.assert_close(fused.scales, plain.scales, rtol=2e-3, atol=0)
+    values = [made.codes.float().cpu() for made in found]
+    off = (values[0] - values[1]).abs() > 0.13 * values[0].abs() + 1  # by one code
+    assert not off.any()
+    assert (values[0] != values[1]).float().mean() < 0.02
 
 
 @pytest.mark.gpu

@@ -6,21 +6,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C._distributed_c10d import (
-    ProcessGroup,
-    Store,
-    _register_process_group,
-    _SymmetricMemory,
-    _unregister_process_group,
-)
+from torch._C import _distributed_c10d
 
 from kvern.kernels.launch import processors
 
+distributed: Any = _distributed_c10d  # PyTorch's own description of it lacks some of this
 _names = itertools.count()
 """PyTorch keeps who meets where by names, for the life of a process."""
 
 
-class _Counted(Store):
+class _Counted(_distributed_c10d.Store):
     """A store of one meeting, for PyTorch, whose keys count what a process has exchanged in all its life.
 
     Here they count what was exchanged in this meeting, so that processes with different pasts find each other.
@@ -66,19 +61,22 @@ def processors_together(store: Any, rank: int, size: int, device: torch.device) 
     return min(int(store.get(f"processors-{other}")) for other in range(size))
 
 
-def map_words(store: Any, rank: int, size: int, device: torch.device, words: int) -> tuple[Tensor, list[int]]:
+def map_words(
+    store: Any, what: str, rank: int, size: int, device: torch.device, words: int
+) -> tuple[Tensor, list[int]]:
     """This rank's `words` int64, all zero, and where all ranks' are, as this one's GPU sees them.
 
-    All ranks call this. Raises RuntimeError.
+    All ranks call this, `what` they map once. Raises RuntimeError.
     """
     os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")  # nothing here is sent to all at once
-    name: Any = f"kvern-{next(_names)}"
-    group = ProcessGroup(_Counted(store), rank, size)
-    own = _SymmetricMemory.empty_strided_p2p([words], [1], torch.int64, device, name)
-    own.zero_()
-    torch.cuda.synchronize(device)  # before others can write
-    _register_process_group(name, group)
+    name, counted = f"kvern-{next(_names)}", _Counted(distributed.PrefixStore(what, store))
+    group: Any = distributed.ProcessGroup(counted, rank, size)  # neither is kept by those who look it up
+    distributed._register_process_group(name, group)
+    distributed._SymmetricMemory.set_group_info(name, rank, size, counted)  # some versions of PyTorch look here
     try:
-        return own, [int(address) for address in _SymmetricMemory.rendezvous(own).buffer_ptrs]
+        own = distributed._SymmetricMemory.empty_strided_p2p([words], [1], torch.int64, device, name)
+        own.zero_()
+        torch.cuda.synchronize(device)  # before others can write
+        return own, [int(address) for address in distributed._SymmetricMemory.rendezvous(own).buffer_ptrs]
     finally:
-        _unregister_process_group(name)
+        distributed._unregister_process_group(name)

@@ -10,8 +10,17 @@ from torch import Tensor
 
 from kvern.device.peer_memory import map_words
 from kvern.kernels.norm import add_rms_norm
-from kvern.kernels.peer_rows import PeerRows, memory_of, peer_rows, peer_rows_norm, rows_kept
-from kvern.kernels.peer_sum import PeerMemory, peer_sum, peer_sum_norm, row_words_of, slots_of, words_of
+from kvern.kernels.peer_rows import PeerRows, coded_peer_rows_norm, memory_of, peer_rows, peer_rows_norm, rows_kept
+from kvern.kernels.peer_sum import (
+    PeerMemory,
+    coded_peer_sum_norm,
+    peer_sum,
+    peer_sum_norm,
+    row_words_of,
+    slots_of,
+    words_of,
+)
+from kvern.kernels.quantize_rows import Coding, RowCodes
 
 Time = Callable[[Sequence[Callable[[], object]]], float]
 Way = Literal["nccl", "words", "rows"]
@@ -35,13 +44,13 @@ class PeerSums:
         self._width, self._dtype, self._device = width, dtype, device
         row_words, rows = row_words_of(width, dtype), rows_kept(size, width, dtype)
         slots = slots_of(size, row_words)
-        words, buffers = self._mapped(store, rank, size, words_of(size, slots, row_words))
+        words, buffers = self._mapped(store, "words", rank, size, words_of(size, slots, row_words))
         self._words = PeerMemory(words, buffers, self._zeros(slots), rank, size, slots, row_words)
-        memory, buffers = self._mapped(store, rank, size, memory_of(size, rows, width, dtype, programs))
+        memory, buffers = self._mapped(store, "rows", rank, size, memory_of(size, rows, width, dtype, programs))
         self._rows = PeerRows(memory, buffers, self._zeros(programs), rank, size, rows, width)
 
-    def _mapped(self, store: Any, rank: int, size: int, words: int) -> tuple[Tensor, Tensor]:
-        own, addresses = map_words(store, rank, size, self._device, words)
+    def _mapped(self, store: Any, what: str, rank: int, size: int, words: int) -> tuple[Tensor, Tensor]:
+        own, addresses = map_words(store, what, rank, size, self._device, words)
         return own, torch.tensor(addresses, device=self._device)
 
     def _zeros(self, count: int) -> Tensor:
@@ -65,6 +74,14 @@ class PeerSums:
         if self._way(x) == "words":
             return peer_sum_norm(x, hidden, weight, epsilon, self._words)
         return peer_rows_norm(x, hidden, weight, epsilon, self._rows)
+
+    def sum_codes(self, x: Tensor, hidden: Tensor, weight: Tensor, epsilon: float, coding: Coding) -> RowCodes:
+        """What `coding` makes of `sum_norm`."""
+        if coding.group > self._width or not coding.block(self._width):
+            return coding(self.sum_norm(x, hidden, weight, epsilon))
+        if self._way(x) == "words":
+            return coded_peer_sum_norm(x, hidden, weight, epsilon, self._words, coding)
+        return coded_peer_rows_norm(x, hidden, weight, epsilon, self._rows, coding)
 
     def fastest(self, through_nccl: Callable[[Tensor], Tensor], time: Time) -> list[Way]:
         """How to sum each number of TIMED_ROWS with a norm; all ranks call this, and each has times of its own."""

@@ -15,6 +15,8 @@ import triton
 import triton.language as tl
 
 from kvern.kernels.launch import INTERPRETED, Launcher, next_power_of_2, overlaps, wait_for_previous
+from kvern.kernels.norm import PLAIN
+from kvern.kernels.quantize_rows import Coding, RowCodes, store_codes
 
 MOST_ROWS = 512
 MOST_BYTES = 64 << 20
@@ -89,12 +91,17 @@ def _await(flag, epoch):
 
 
 @Launcher
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit(do_not_specialize=["rows", "scale_stride", "group_stride"])
 def _peer_rows_kernel(
     x: tl.tensor,
     hidden: tl.tensor,
     weight: tl.tensor,
     out: tl.tensor,
+    scales,
+    static,
+    scale_stride,
+    group_stride,
+    limit,
     buffers: tl.tensor,
     epochs: tl.tensor,
     rows,
@@ -106,10 +113,15 @@ def _peer_rows_kernel(
     FLAGS: tl.constexpr,
     width: tl.constexpr,
     NORM: tl.constexpr,
+    CODED: tl.constexpr,
+    LARGEST: tl.constexpr,
+    INTEGER: tl.constexpr,
+    STATIC: tl.constexpr,
+    GROUP: tl.constexpr,
     BLOCK: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """SLOTS rows of each rank, and as many FLAGS."""
+    """SLOTS rows of each rank, and as many FLAGS. CODED: the norm as codes; else what is said of these is None."""
     dtype: tl.constexpr = x.dtype.element_ty
     NUMBERS: tl.constexpr = tl.pointer_type(dtype)
     ROW_BYTES: tl.constexpr = width * dtype.primitive_bitwidth // 8
@@ -155,7 +167,14 @@ def _peer_rows_kernel(
             tl.store(residual, total.to(dtype), mask=inside)
             total = total.to(dtype).to(tl.float32)
             total *= tl.rsqrt(tl.sum(total * total, axis=0) / width + epsilon) * gain
-        tl.store(out + row * width + column, total.to(dtype), mask=inside)
+        if CODED:
+            normal = total.to(dtype).to(tl.float32)
+            store_codes(
+                normal, row, column, width, out, scales, static, scale_stride, group_stride, limit,
+                LARGEST, INTEGER, STATIC, GROUP,
+            )  # fmt: skip
+        else:
+            tl.store(out + row * width + column, total.to(dtype), mask=inside)
 
 
 def peer_rows(x: torch.Tensor, peers: PeerRows) -> torch.Tensor:
@@ -163,28 +182,51 @@ def peer_rows(x: torch.Tensor, peers: PeerRows) -> torch.Tensor:
 
     Writes as many bytes to each other rank as `x` has, and reads as many.
     """
-    return _launch(x, None, None, 0.0, peers)
+    out = torch.empty_like(x)
+    _launch(x, None, None, 0.0, peers, out)
+    return out
 
 
 def peer_rows_norm(
     x: torch.Tensor, hidden: torch.Tensor, weight: torch.Tensor, epsilon: float, peers: PeerRows
 ) -> torch.Tensor:
     """`add_rms_norm(hidden, peer_rows(x), weight, epsilon)` in one launch: `hidden` is added to in place."""
-    return _launch(x, hidden, weight, epsilon, peers)
+    out = torch.empty_like(x)
+    _launch(x, hidden, weight, epsilon, peers, out)
+    return out
+
+
+def coded_peer_rows_norm(
+    x: torch.Tensor, hidden: torch.Tensor, weight: torch.Tensor, epsilon: float, peers: PeerRows, coding: Coding
+) -> RowCodes:
+    """What `coding`, whose groups are no longer than a row, makes of `peer_rows_norm`."""
+    made = coding.empty(x.shape[0], x.shape[1], x.device)
+    _launch(x, hidden, weight, epsilon, peers, made, coding)
+    return made
 
 
 def _launch(
-    x: torch.Tensor, hidden: torch.Tensor | None, weight: torch.Tensor | None, epsilon: float, peers: PeerRows
-) -> torch.Tensor:
+    x: torch.Tensor,
+    hidden: torch.Tensor | None,
+    weight: torch.Tensor | None,
+    epsilon: float,
+    peers: PeerRows,
+    out: torch.Tensor | RowCodes,
+    coding: Coding | None = None,
+) -> None:
+    """`out`: where the result goes, as codes with a `coding`."""
+    variables: tuple[object, ...] = (out, *PLAIN, None)
+    constants: tuple[object, ...] = PLAIN
+    if coding is not None and isinstance(out, RowCodes):
+        variables, constants = coding.arguments(out)
     rows, width = x.shape
     block = next_power_of_2(width)
     overlap, programs = overlaps(x.device), len(peers.epochs)
-    out = torch.empty_like(x)
     _peer_rows_kernel[(min(rows, programs),)](
         x,
         x if hidden is None else hidden,
         x if weight is None else weight,
-        out,
+        *variables,
         peers.buffers,
         peers.epochs,
         rows,
@@ -196,9 +238,10 @@ def _launch(
         programs,
         width,
         hidden is not None,
+        coding is not None,
+        *constants,
         block,
         overlap,
         num_warps=min(16, max(1, block // 512)),
         launch_pdl=overlap,
     )
-    return out

@@ -23,6 +23,8 @@ import triton
 import triton.language as tl
 
 from kvern.kernels.launch import INTERPRETED, Launcher, next_power_of_2, overlaps, processors, wait_for_previous
+from kvern.kernels.norm import PLAIN
+from kvern.kernels.quantize_rows import Coding, RowCodes, store_codes
 
 WORD_BYTES = 8
 MOST_ROWS = 512
@@ -155,12 +157,17 @@ def _received(address, epoch, RANK: tl.constexpr, SIZE: tl.constexpr, STRIDE: tl
 
 
 @Launcher
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit(do_not_specialize=["rows", "scale_stride", "group_stride"])
 def _peer_sum_kernel(
     x: tl.tensor,
     hidden: tl.tensor,
     weight: tl.tensor,
     out: tl.tensor,
+    scales,
+    static,
+    scale_stride,
+    group_stride,
+    limit,
     buffers: tl.tensor,
     epochs: tl.tensor,
     rows,
@@ -171,11 +178,19 @@ def _peer_sum_kernel(
     SLOTS: tl.constexpr,
     WORDS: tl.constexpr,
     NORM: tl.constexpr,
+    CODED: tl.constexpr,
+    LARGEST: tl.constexpr,
+    INTEGER: tl.constexpr,
+    STATIC: tl.constexpr,
+    GROUP: tl.constexpr,
     BLOCK: tl.constexpr,
     PACK: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """WORDS of a row, BLOCK of a program: beyond the last the last is read again. Threads have PACK of them each."""
+    """WORDS of a row, BLOCK of a program: beyond the last the last is read again. Threads have PACK of them each.
+
+    CODED: the norm as codes; else all that is said of these is None.
+    """
     dtype: tl.constexpr = x.dtype.element_ty
     BITS: tl.constexpr = tl.pointer_type(tl.int32)
     WIDTH: tl.constexpr = WORDS * 32 // dtype.primitive_bitwidth
@@ -217,7 +232,6 @@ def _peer_sum_kernel(
                 more_low, more_high = _numbers(received[other - 1], dtype)
             low += more_low
             high += more_high
-        target = (out + row * WIDTH).to(BITS) + word
         if NORM:
             low, high = _numbers(_joined(low, high, dtype), dtype)
             total = _joined(low + low_residual, high + high_residual, dtype)
@@ -226,7 +240,17 @@ def _peer_sum_kernel(
             squares = tl.where(inside, low * low + high * high, 0.0)
             inverse = tl.rsqrt(tl.sum(squares, axis=0) / WIDTH + epsilon)
             low, high = low * inverse * low_gain, high * inverse * high_gain
-        tl.store(target, _joined(low, high, dtype), mask=inside)
+        made = _joined(low, high, dtype)
+        if CODED:
+            low, high = _numbers(tl.where(inside, made, 0), dtype)
+            normal = low if dtype.primitive_bitwidth == 32 else tl.interleave(low, high)
+            column = tl.arange(0, normal.shape[0])
+            store_codes(
+                normal, row, column, WIDTH, out, scales, static, scale_stride, group_stride, limit,
+                LARGEST, INTEGER, STATIC, GROUP,
+            )  # fmt: skip
+        else:
+            tl.store((out + row * WIDTH).to(BITS) + word, made, mask=inside)
         tl.debug_barrier()  # all threads have read the epoch
         tl.store(epochs + row, epoch)
 
@@ -236,30 +260,53 @@ def peer_sum(x: torch.Tensor, peers: PeerMemory) -> torch.Tensor:
 
     Writes 4 bytes a number to each other rank, and reads as many.
     """
-    return _launch(x, None, None, 0.0, peers)
+    out = torch.empty_like(x)
+    _launch(x, None, None, 0.0, peers, out)
+    return out
 
 
 def peer_sum_norm(
     x: torch.Tensor, hidden: torch.Tensor, weight: torch.Tensor, epsilon: float, peers: PeerMemory
 ) -> torch.Tensor:
     """`add_rms_norm(hidden, peer_sum(x), weight, epsilon)` in one launch: `hidden` is added to in place."""
-    return _launch(x, hidden, weight, epsilon, peers)
+    out = torch.empty_like(x)
+    _launch(x, hidden, weight, epsilon, peers, out)
+    return out
+
+
+def coded_peer_sum_norm(
+    x: torch.Tensor, hidden: torch.Tensor, weight: torch.Tensor, epsilon: float, peers: PeerMemory, coding: Coding
+) -> RowCodes:
+    """What `coding`, whose groups are no longer than a row, makes of `peer_sum_norm`."""
+    made = coding.empty(x.shape[0], x.shape[1], x.device)
+    _launch(x, hidden, weight, epsilon, peers, made, coding)
+    return made
 
 
 def _launch(
-    x: torch.Tensor, hidden: torch.Tensor | None, weight: torch.Tensor | None, epsilon: float, peers: PeerMemory
-) -> torch.Tensor:
+    x: torch.Tensor,
+    hidden: torch.Tensor | None,
+    weight: torch.Tensor | None,
+    epsilon: float,
+    peers: PeerMemory,
+    out: torch.Tensor | RowCodes,
+    coding: Coding | None = None,
+) -> None:
+    """`out`: where the result goes, as codes with a `coding`."""
+    variables: tuple[object, ...] = (out, *PLAIN, None)
+    constants: tuple[object, ...] = PLAIN
+    if coding is not None and isinstance(out, RowCodes):
+        variables, constants = coding.arguments(out)
     rows = x.shape[0]
     block = next_power_of_2(peers.row_words)
     pack = max(PACKED, block // 1024)
     warps = max(1, block // (32 * pack))
     overlap = overlaps(x.device)
-    out = torch.empty_like(x)
     _peer_sum_kernel[(min(rows, processors(x.device)),)](
         x,
         x if hidden is None else hidden,
         x if weight is None else weight,
-        out,
+        *variables,
         peers.buffers,
         peers.epochs,
         rows,
@@ -270,10 +317,11 @@ def _launch(
         peers.rows,
         peers.row_words,
         hidden is not None,
+        coding is not None,
+        *constants,
         block,
         max(1, block // (32 * warps)),
         overlap,
         num_warps=warps,
         launch_pdl=overlap,
     )
-    return out

@@ -71,8 +71,11 @@ class SummingRMSNorm(FusedRMSNorm):
         coding = None if method is None else method.coding(hidden.shape[0])
         if coding is None:
             return self.after(hidden, update)
-        update = None if update is None else self._ranks.sum(update)
-        return hidden, coded_rms_norm(hidden, update, self.weight, self.epsilon, coding)
+        peers = self._ranks.peers
+        if update is None or peers is None or not peers.takes(update):
+            update = None if update is None else self._ranks.sum(update)
+            return hidden, coded_rms_norm(hidden, update, self.weight, self.epsilon, coding)
+        return hidden, peers.sum_codes(update, hidden, self.weight, self.epsilon, coding)
 
 
 class FusedAttention(Attention):

@@ -54,8 +54,11 @@ def described(ways: Sequence[Way]) -> str:
         if spans and spans[-1][0] == way:
             spans.pop()
         spans.append((way, rows))
-    names = {"nccl": "NCCL", "words": "words to each other", "rows": "rows to each other"}
-    parts = [f"{names[way]} up to {rows} rows" for way, rows in spans if rows < TIMED_ROWS[-1] or way != "nccl"]
+    parts = [
+        f"{'NCCL' if way == 'nccl' else way} up to {rows} rows"
+        for way, rows in spans
+        if rows < TIMED_ROWS[-1] or way != "nccl"
+    ]
     return f"sums of ranks: {', '.join([*parts, 'NCCL above'] if parts else ['NCCL'])}"
 
 

@@ -1,0 +1,135 @@
+"""Which way ranks sum: what the first of them measured or knows, on all; and stores of processes with other pasts."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed import FileStore
+
+from kvern.device.measurements import Measurements
+from kvern.device.peer_memory import _Counted
+from kvern.device.peer_sums import TIMED_ROWS, PeerSums, Way
+from kvern.worker.rank_sums import choose_sums, described
+
+CPU = torch.device("cpu")
+WAYS: list[Way] = ["words", "words", "words", "rows", "rows", "nccl", "nccl", "nccl"]
+
+
+class Peers(PeerSums):
+    """Memory that is nowhere, and measurements that are given."""
+
+    def __init__(self, found: list[Way]) -> None:
+        self._found, self._width, self._dtype = found, 32, torch.bfloat16
+        self.asked = 0
+
+    def fastest(self, *given: Any) -> list[Way]:
+        self.asked += 1
+        return self._found
+
+    def compile_sums(self) -> None:
+        assert self.ways
+
+
+class OneOfTwo:
+    """Ranks of which the first tells `told`; None: this is it."""
+
+    size = 2
+    peers: PeerSums | None = None
+
+    def __init__(self, mapped: PeerSums | None, told: list[list[int]] | None = None) -> None:
+        self._mapped, self._told = mapped, told
+
+    def map_peers(self, *given: Any) -> PeerSums | None:
+        return self._mapped
+
+    def group_sum(self, x: Tensor) -> Tensor:
+        return x
+
+    def first(self, x: Tensor) -> Tensor:
+        return x if self._told is None else torch.tensor(self._told.pop(0))
+
+
+def choose(ranks: Any, folder: Path, width: int = 32) -> list[str]:
+    return choose_sums(ranks, width, torch.bfloat16, CPU, Measurements(folder, CPU))
+
+
+def test_what_was_measured_is_used_and_known_to_the_next_start(tmp_path: Path) -> None:
+    peers, again = Peers(WAYS), Peers(WAYS)
+    ranks = OneOfTwo(peers)
+    assert choose(ranks, tmp_path) == ["sums of ranks: words up to 16 rows, rows up to 64 rows, NCCL above"]
+    assert ranks.peers is peers and peers.ways == WAYS
+    choose(OneOfTwo(again), tmp_path)
+    assert (peers.asked, again.asked, again.ways) == (1, 0, WAYS)
+    other = Peers(WAYS)
+    choose(OneOfTwo(other), tmp_path, 64)
+    assert other.asked == 1, "rows of another width"
+
+
+def test_all_do_what_the_first_found(tmp_path: Path) -> None:
+    choose(OneOfTwo(Peers(WAYS)), tmp_path)
+    peers = Peers(["nccl"] * len(TIMED_ROWS))
+    ranks = OneOfTwo(peers, [[3] * len(TIMED_ROWS), [2] * len(TIMED_ROWS)])
+    assert choose(ranks, tmp_path) == ["sums of ranks: rows up to 512 rows, NCCL above"]
+    assert peers.asked == 1, "the first did not know what this one knows"
+    known = Peers(WAYS)
+    choose(OneOfTwo(known, [[1] * len(TIMED_ROWS)]), tmp_path / "empty")
+    assert (known.asked, known.ways) == (0, ["words"] * len(TIMED_ROWS))
+
+
+def test_nccl_sums_what_is_not_faster_otherwise(tmp_path: Path) -> None:
+    ranks = OneOfTwo(Peers(["nccl"] * len(TIMED_ROWS)))
+    assert choose(ranks, tmp_path) == ["sums of ranks: NCCL"] and ranks.peers is None
+    assert choose(OneOfTwo(None), tmp_path) == [
+        "sums of ranks: NCCL, since not every GPU reaches the memory of all others"
+    ]
+    assert choose(OneOfTwo(Peers(WAYS)), tmp_path, 40) == ["sums of ranks: NCCL, since rows are 40 of torch.bfloat16"]
+
+
+def test_a_stored_answer_that_is_none_is_measured_anew(tmp_path: Path) -> None:
+    known = Measurements(tmp_path, CPU)
+    known.remember("sums of ranks", {"2 ranks, 32, torch.bfloat16": ["words", 7]})
+    known.save()
+    peers = Peers(WAYS)
+    choose(OneOfTwo(peers), tmp_path)
+    assert peers.asked == 1 and peers.ways == WAYS
+
+
+def test_a_way_between_others_is_told() -> None:
+    ways: list[Way] = ["nccl", "words", "words", "words", "nccl", "rows", "rows", "rows"]
+    assert described(ways) == (
+        "sums of ranks: NCCL up to 1 rows, words up to 32 rows, NCCL up to 64 rows, rows up to 512 rows, NCCL above"
+    )
+
+
+@pytest.mark.parametrize(
+    ("x", "taken"),
+    [
+        (torch.zeros(1, 32), False),
+        (torch.zeros(1, 32).bfloat16(), True),
+        (torch.zeros(64, 32).bfloat16(), True),
+        (torch.zeros(65, 32).bfloat16(), False),
+        (torch.zeros(1000, 32).bfloat16(), False),
+        (torch.zeros(0, 32).bfloat16(), False),
+        (torch.zeros(4, 48).bfloat16(), False),
+        (torch.zeros(4, 64).bfloat16()[:, :32], False),
+        (torch.zeros(2, 2, 32).bfloat16(), False),
+    ],
+)
+def test_what_is_summed_in_memory_of_each_other(x: Tensor, taken: bool) -> None:
+    peers = Peers(WAYS)
+    peers.ways = WAYS
+    assert peers.takes(x) == taken
+
+
+def test_processes_that_have_met_others_before_find_each_other(tmp_path: Path) -> None:
+    stores: list[Any] = [_Counted(FileStore(str(tmp_path / "store"), 2)) for _ in range(2)]
+    for round_ in range(2):
+        keys = [f"CUDASymmetricMemory/{round_}/0", f"CUDASymmetricMemory/{7 + round_}/1"]
+        for store, key in zip(stores, keys, strict=True):
+            store.set(key, key.encode())
+        for store, past in zip(stores, (0, 7), strict=True):
+            wanted = [f"CUDASymmetricMemory/{past + round_}/{rank}" for rank in range(2)]
+            assert store.multi_get(wanted) == [key.encode() for key in keys]
+            assert [store.get(key) for key in wanted] == [key.encode() for key in keys]
