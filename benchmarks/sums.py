@@ -73,7 +73,12 @@ def ways_of(meeting: Meeting, rank: int, size: int, width: int, device: torch.de
     rows = PeerRows(*kept, zeros(programs), rank, size, 512, width)
     return [
         Way("words", slots, partial(peer_sum, peers=words), partial(peer_sum_norm, peers=words)),
-        Way("rows", 512, partial(peer_rows, peers=rows), partial(peer_rows_norm, peers=rows)),
+        *(
+            Way(
+                name, 512, partial(peer_rows, peers=rows, owned=owned), partial(peer_rows_norm, peers=rows, owned=owned)
+            )
+            for name, owned in (("rows", False), ("owners", True))
+        ),
     ]
 
 
@@ -202,7 +207,7 @@ def main() -> None:
             process.join()
     wrong = sorted({line for each in found for line in each.wrong})
     print("\n".join([*wrong, f"{size} GPUs: {'WRONG' if wrong else 'all checks pass'}"]))
-    names = ("NCCL", "norm", "NCCL + norm", "words", "words + norm", "rows", "rows + norm")
+    names = ("NCCL", "norm", "NCCL + norm", "words", "words + norm", "rows", "rows + norm", "owners + norm")
     print("rows  width  " + "  ".join(names))
     for (rows, width), times in found[0].times.items():
         slowest = {name: max(each.times[rows, width][name] for each in found) for name in times}

@@ -55,14 +55,16 @@ def launch(width: int, size: int, rank: int, dtype: torch.dtype, gain: torch.dty
     )
 
 
-def launch_rows(width: int, size: int, rank: int, dtype: torch.dtype, gain: torch.dtype | None) -> object:
+def launch_rows(
+    width: int, size: int, rank: int, dtype: torch.dtype, gain: torch.dtype | None, *, owned: bool = False
+) -> object:
     """Likewise."""
     x = torch.empty(4, width, dtype=dtype)
     zeros = [torch.zeros(1, dtype=torch.int64)] * size
     peers = rows_memory(zeros, rank, rows_kept(size, width, dtype), width, 132)
     if gain is None:
-        return peer_rows(x, peers)
-    return peer_rows_norm(x, x.clone(), torch.empty(width, dtype=gain), EPSILON, peers)
+        return peer_rows(x, peers, owned)
+    return peer_rows_norm(x, x.clone(), torch.empty(width, dtype=gain), EPSILON, peers, owned)
 
 
 def launch_codes(width: int, size: int, rank: int, coding: Coding) -> object:
@@ -84,6 +86,8 @@ LAUNCHES: list[Callable[[], object]] = [
     lambda: launch(64, 3, 1, torch.bfloat16, None),
     lambda: launch(4096, 2, 1, torch.float32, torch.float32),
     lambda: launch_rows(8192, 2, 1, torch.bfloat16, torch.bfloat16),
+    lambda: launch_rows(8192, 4, 1, torch.bfloat16, torch.bfloat16, owned=True),
+    lambda: launch_rows(4096, 8, 3, torch.float16, None, owned=True),
     lambda: launch_rows(5120, 8, 0, torch.float16, None),
     lambda: launch_rows(4096, 4, 2, torch.float32, torch.float32),
     lambda: launch_codes(8192, 4, 1, Coding("e4m3")),
@@ -102,13 +106,14 @@ def run(
         rows = 1 + turn % ROWS
         x, residual = xs[turn, rank, :rows], hidden[turn, :rows, :width]  # whose rows have gaps
         given = x, residual, weight, EPSILON
-        out[rank, turn, 0, :rows] = peer_sum(x, words) if way == "words" else peer_rows(x, whole)
-        norm = peer_sum_norm(*given, words) if way == "words" else peer_rows_norm(*given, whole)
+        owned = way == "owners" or (way == "mixed" and turn % 2 == 0)
+        out[rank, turn, 0, :rows] = peer_sum(x, words) if way == "words" else peer_rows(x, whole, owned)
+        norm = peer_sum_norm(*given, words) if way == "words" else peer_rows_norm(*given, whole, owned)
         out[rank, turn, 1, :rows], out[rank, turn, 2, :rows] = norm, residual
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="interpreted kernels share memory of processes")
-@pytest.mark.parametrize("way", ["words", "rows"])
+@pytest.mark.parametrize("way", ["words", "rows", "owners", "mixed"])
 @pytest.mark.parametrize(
     ("size", "width", "dtype"), [(2, 64, torch.float16), (3, 48, torch.float16), (2, 80, torch.float32)], ids=str
 )

@@ -23,8 +23,8 @@ from kvern.kernels.peer_sum import (
 from kvern.kernels.quantize_rows import Coding, RowCodes
 
 Time = Callable[[Sequence[Callable[[], object]]], float]
-Way = Literal["nccl", "words", "rows"]
-"""Through NCCL, or as `peer_sum.py` and `peer_rows.py` say."""
+Way = Literal["nccl", "words", "rows", "owners"]
+"""Through NCCL, as `peer_sum.py` says, or in either way of `peer_rows.py`."""
 WAYS: tuple[Way, ...] = get_args(Way)
 
 TIMED_ROWS = (1, 8, 16, 32, 64, 128, 256, 512)
@@ -67,21 +67,24 @@ class PeerSums:
 
     def sum(self, x: Tensor) -> Tensor:
         """What all ranks have of `x`, added up in their order in float32."""
-        return peer_sum(x, self._words) if self._way(x) == "words" else peer_rows(x, self._rows)
+        way = self._way(x)
+        return peer_sum(x, self._words) if way == "words" else peer_rows(x, self._rows, way == "owners")
 
     def sum_norm(self, x: Tensor, hidden: Tensor, weight: Tensor, epsilon: float) -> Tensor:
         """Of the residual `hidden`, to which the sum of all ranks' `x` is added in place, the norm."""
-        if self._way(x) == "words":
-            return peer_sum_norm(x, hidden, weight, epsilon, self._words)
-        return peer_rows_norm(x, hidden, weight, epsilon, self._rows)
+        way, given = self._way(x), (x, hidden, weight, epsilon)
+        if way == "words":
+            return peer_sum_norm(*given, self._words)
+        return peer_rows_norm(*given, self._rows, way == "owners")
 
     def sum_codes(self, x: Tensor, hidden: Tensor, weight: Tensor, epsilon: float, coding: Coding) -> RowCodes:
         """What `coding` makes of `sum_norm`."""
         if coding.group > self._width or not coding.block(self._width):
             return coding(self.sum_norm(x, hidden, weight, epsilon))
-        if self._way(x) == "words":
-            return coded_peer_sum_norm(x, hidden, weight, epsilon, self._words, coding)
-        return coded_peer_rows_norm(x, hidden, weight, epsilon, self._rows, coding)
+        way, given = self._way(x), (x, hidden, weight, epsilon)
+        if way == "words":
+            return coded_peer_sum_norm(*given, self._words, coding)
+        return coded_peer_rows_norm(*given, self._rows, coding, way == "owners")
 
     def fastest(self, through_nccl: Callable[[Tensor], Tensor], time: Time) -> list[Way]:
         """How to sum each number of TIMED_ROWS with a norm; all ranks call this, and each has times of its own."""
@@ -93,11 +96,14 @@ class PeerSums:
             def other(x: Tensor = x, hidden: Tensor = hidden) -> Tensor:
                 return add_rms_norm(hidden, through_nccl(x), weight, EPSILON)
 
+            given = x, hidden, weight, EPSILON
             calls: dict[Way, Callable[[], object]] = {"nccl": other}
             if rows <= self._words.rows:
-                calls["words"] = partial(peer_sum_norm, x, hidden, weight, EPSILON, self._words)
+                calls["words"] = partial(peer_sum_norm, *given, self._words)
             if rows <= self._rows.rows:
-                calls["rows"] = partial(peer_rows_norm, x, hidden, weight, EPSILON, self._rows)
+                calls["rows"] = partial(peer_rows_norm, *given, self._rows)
+                if self._rows.size > 2:  # of two, one sends as much in two steps as in one
+                    calls["owners"] = partial(peer_rows_norm, *given, self._rows, owned=True)
             seconds = {way: time([call] * TIMED_CALLS) for way, call in calls.items()}
             found.append(min(seconds, key=seconds.__getitem__))
         return found
@@ -107,5 +113,6 @@ class PeerSums:
         x = torch.zeros(1, self._width, dtype=self._dtype, device=self._device)
         if "words" in self.ways:
             peer_sum(x, self._words)
-        if "rows" in self.ways:
-            peer_rows(x, self._rows)
+        for way, owned in (("rows", False), ("owners", True)):
+            if way in self.ways:
+                peer_rows(x, self._rows, owned)

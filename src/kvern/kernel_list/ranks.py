@@ -12,6 +12,7 @@ from kvern.kernels.peer_sum import PeerMemory, peer_sum, peer_sum_norm, row_word
 from kvern.model_spec import ModelSpec
 
 ROWS = 4
+WAYS = ("words", "rows", "owners")
 
 
 def sent_words(parts: torch.Tensor, rows: int, epoch: int) -> torch.Tensor:
@@ -31,6 +32,15 @@ def sent_rows(parts: torch.Tensor, rows: int, programs: int, epoch: int) -> torc
     return torch.cat((numbers.flatten().view(torch.int64), flags.flatten().view(torch.int64)))
 
 
+def with_sums(parts: torch.Tensor, rank: int) -> torch.Tensor:
+    """What a rank has of `parts [size, T, width]` when rows have owners: sums, of all but its own rows."""
+    sent, sums = parts.clone(), parts.float().sum(0).to(parts.dtype)
+    for row in range(parts.shape[1]):
+        if row % len(parts) != rank:
+            sent[row % len(parts), row] = sums[row]
+    return sent
+
+
 def _sum(spec: ModelSpec, inputs: Inputs, way: str, rank: int, size: int, norm: bool) -> Call:
     width, dtype = spec.hidden_size, inputs.dtype
     parts, hidden = inputs.numbers(size, ROWS, width), inputs.numbers(ROWS, width)
@@ -41,7 +51,8 @@ def _sum(spec: ModelSpec, inputs: Inputs, way: str, rank: int, size: int, norm: 
         own, count, epochs = sent_words(parts, slots, 1), words_of(size, slots, row_words), inputs.zeros(slots)
     else:
         slots, programs = rows_kept(size, width, dtype), inputs.processors
-        own, count = sent_rows(parts, slots, programs, 1), memory_of(size, slots, width, dtype, programs)
+        sent = with_sums(parts, rank) if way == "owners" else parts
+        own, count = sent_rows(sent, slots, programs, 1), memory_of(size, slots, width, dtype, programs)
         epochs = inputs.zeros(programs)
     others = inputs.zeros(count, dtype=torch.int64)
     addresses = [own.data_ptr() if index == rank else others.data_ptr() for index in range(size)]
@@ -57,8 +68,8 @@ def _sum(spec: ModelSpec, inputs: Inputs, way: str, rank: int, size: int, norm: 
             return (peer_sum(parts[rank], words),)
         memory = PeerRows(own, buffers, epochs, rank, size, slots, width)
         if norm:
-            return peer_rows_norm(parts[rank], hidden, weight, 1e-6, memory), hidden
-        return (peer_rows(parts[rank], memory),)
+            return peer_rows_norm(parts[rank], hidden, weight, 1e-6, memory, way == "owners"), hidden
+        return (peer_rows(parts[rank], memory, way == "owners"),)
 
     def reference() -> tuple[torch.Tensor, ...]:
         total = parts.double().sum(0)
@@ -73,7 +84,7 @@ def _sum(spec: ModelSpec, inputs: Inputs, way: str, rank: int, size: int, norm: 
 def _launched(spec: ModelSpec, inputs: Inputs) -> Iterator[tuple[Any, ...]]:
     if inputs.ranks[1] > 1 and row_words_of(spec.hidden_size, inputs.dtype):
         normed_too = spec.norm.kind == "rms" and spec.norm.weight
-        yield from ((way, *inputs.ranks, norm) for way in ("words", "rows") for norm in (False, True)[: 1 + normed_too])
+        yield from ((way, *inputs.ranks, norm) for way in WAYS for norm in (False, True)[: 1 + normed_too])
 
 
 KERNELS = (Kernel("sum of ranks", "peer_sum", _sum, _launched),)

@@ -6,6 +6,14 @@ Half as many bytes go to others as with an epoch beside the numbers, but a flag 
 before is there. A row's program is the same on all ranks and in all launches: `row % programs`, of which there are no
 more than any rank's device has processors. It counts its epochs, and of rows and flags there are copies of even and of
 odd ones; why two are enough `peer_sum.py` says. A program sends all its rows, then its flags, and only then waits.
+
+Of still more rows each is summed by one rank, its owner, to whom the others send it, and who sends them the sum:
+
+    x of this rank -> rows to their owners, flags -> [rows of all + x] of own rows -> sums to all others, flags -> ...
+
+Of each row a rank sends (or is owner, and sends) 2 / size of what it has to send otherwise, in two steps. A program's
+rows have one owner, the rank `program % size`. Both kinds of sums use the same memory and count the same epochs: behind
+both a rank knows that all others have ended the epoch before, as the owner has heard of all before it answers.
 """
 
 from typing import NamedTuple
@@ -90,6 +98,57 @@ def _await(flag, epoch):
         tl.inline_asm_elementwise(AWAIT, "=r,l,r", [flag, epoch], tl.int32, is_pure=False, pack=1)
 
 
+@triton.jit
+def _place(buffer, parity, sender, row, SLOTS: tl.constexpr, ROW_BYTES: tl.constexpr, dtype: tl.constexpr):
+    """Where a sender's row is in a rank's memory."""
+    return tl.multiple_of((buffer + ((parity + sender) * SLOTS + row) * ROW_BYTES).to(tl.pointer_type(dtype)), 16)
+
+
+@triton.jit
+def _total(
+    x, own_buffer, parity, row, column, inside, width: tl.constexpr,
+    RANK: tl.constexpr, SIZE: tl.constexpr, SLOTS: tl.constexpr, ROW_BYTES: tl.constexpr,
+):  # fmt: skip
+    """The sum of a row of this rank and those that the others have sent, in rank order."""
+    dtype: tl.constexpr = x.dtype.element_ty
+    total = tl.zeros(column.shape, tl.float32)
+    for other in tl.static_range(SIZE):
+        if other == RANK:
+            part = tl.load(x + row * width + column, mask=inside, other=0.0)
+        else:
+            source = _place(own_buffer, parity, other, row, SLOTS, ROW_BYTES, dtype)
+            part = tl.load(source + column, mask=inside, other=0.0, cache_modifier=".cg")
+        total += part.to(tl.float32)
+    return total
+
+
+@triton.jit
+def _send_to_others(
+    buffers, numbers, parity, row, column, inside,
+    RANK: tl.constexpr, SIZE: tl.constexpr, SLOTS: tl.constexpr, ROW_BYTES: tl.constexpr,
+):  # fmt: skip
+    for other in tl.static_range(SIZE):
+        if other != RANK:
+            target = _place(tl.load(buffers + other), parity, RANK, row, SLOTS, ROW_BYTES, numbers.dtype)
+            tl.store(target + column, numbers, mask=inside)
+
+
+@triton.jit
+def _raise_at_others(buffers, flag, epoch, RANK: tl.constexpr, SIZE: tl.constexpr):
+    """`flag`: where this rank's is in the memory of each."""
+    for other in tl.static_range(SIZE):
+        if other != RANK:
+            _raise(tl.load(buffers + other) + flag, epoch)
+
+
+@triton.jit
+def _await_others(flags, stride, epoch, RANK: tl.constexpr, SIZE: tl.constexpr):
+    for other in tl.static_range(SIZE):
+        if other != RANK:
+            _await(flags + other * stride, epoch)
+    tl.debug_barrier()
+
+
 @Launcher
 @triton.jit(do_not_specialize=["rows", "scale_stride", "group_stride"])
 def _peer_rows_kernel(
@@ -111,6 +170,7 @@ def _peer_rows_kernel(
     SIZE: tl.constexpr,
     SLOTS: tl.constexpr,
     FLAGS: tl.constexpr,
+    OWNED: tl.constexpr,
     width: tl.constexpr,
     NORM: tl.constexpr,
     CODED: tl.constexpr,
@@ -121,11 +181,12 @@ def _peer_rows_kernel(
     BLOCK: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """SLOTS rows of each rank, and as many FLAGS. CODED: the norm as codes; else what is said of these is None."""
+    """SLOTS rows of each rank, and as many FLAGS. OWNED: a program's rows are summed by one rank.
+
+    CODED: the norm as codes; else what is said of these is None.
+    """
     dtype: tl.constexpr = x.dtype.element_ty
-    NUMBERS: tl.constexpr = tl.pointer_type(dtype)
     ROW_BYTES: tl.constexpr = width * dtype.primitive_bitwidth // 8
-    FLAGS_AT: tl.constexpr = 2 * SIZE * SLOTS * ROW_BYTES
     column = tl.arange(0, BLOCK)
     inside = column < width
     if NORM:
@@ -134,33 +195,44 @@ def _peer_rows_kernel(
     if OVERLAP:
         wait_for_previous()
     first = tl.program_id(0).to(tl.int64)
+    owner = first % SIZE
     epoch = tl.load(epochs + first) + 1
     parity = (epoch & 1).to(tl.int64) * SIZE
-    for row in range(first, rows, tl.num_programs(0)):
-        numbers = tl.load(x + row * width + column, mask=inside, other=0.0)
-        place = ((parity + RANK) * SLOTS + row) * ROW_BYTES
-        for other in tl.static_range(SIZE):
-            if other != RANK:
-                target = (tl.load(buffers + other) + place).to(NUMBERS)
-                tl.store(tl.multiple_of(target, 16) + column, numbers, mask=inside)
-    _fence()
-    for other in tl.static_range(SIZE):
-        if other != RANK:
-            _raise(tl.load(buffers + other) + (FLAGS_AT + ((parity + RANK) * FLAGS + first) * 4), epoch)
-    for other in tl.static_range(SIZE):
-        if other != RANK:
-            _await(own_buffer + (FLAGS_AT + ((parity + other) * FLAGS + first) * 4), epoch)
+    flags = 2 * SIZE * SLOTS * ROW_BYTES + (parity * FLAGS + first) * 4
+    if OWNED:
+        if owner == RANK:
+            _await_others(own_buffer + flags, FLAGS * 4, epoch, RANK, SIZE)
+            for row in range(first, rows, tl.num_programs(0)):
+                total = _total(x, own_buffer, parity, row, column, inside, width, RANK, SIZE, SLOTS, ROW_BYTES)
+                _send_to_others(buffers, total.to(dtype), parity, row, column, inside, RANK, SIZE, SLOTS, ROW_BYTES)
+                own = _place(own_buffer, parity, RANK, row, SLOTS, ROW_BYTES, dtype)
+                tl.store(own + column, total.to(dtype), mask=inside)
+            _fence()
+            _raise_at_others(buffers, flags + RANK * FLAGS * 4, epoch, RANK, SIZE)
+        else:
+            target = tl.load(buffers + owner)
+            for row in range(first, rows, tl.num_programs(0)):
+                numbers = tl.load(x + row * width + column, mask=inside, other=0.0)
+                theirs = _place(target, parity, RANK, row, SLOTS, ROW_BYTES, dtype)
+                tl.store(theirs + column, numbers, mask=inside)
+            _fence()
+            _raise(target + flags + RANK * FLAGS * 4, epoch)
+            _await(own_buffer + flags + owner * (FLAGS * 4), epoch)
+    else:
+        for row in range(first, rows, tl.num_programs(0)):
+            numbers = tl.load(x + row * width + column, mask=inside, other=0.0)
+            _send_to_others(buffers, numbers, parity, row, column, inside, RANK, SIZE, SLOTS, ROW_BYTES)
+        _fence()
+        _raise_at_others(buffers, flags + RANK * FLAGS * 4, epoch, RANK, SIZE)
+        _await_others(own_buffer + flags, FLAGS * 4, epoch, RANK, SIZE)
     tl.debug_barrier()  # all threads have read the epoch, and find what the others have sent
     tl.store(epochs + first, epoch)
     for row in range(first, rows, tl.num_programs(0)):
-        total = tl.zeros([BLOCK], tl.float32)
-        for other in tl.static_range(SIZE):
-            if other == RANK:
-                part = tl.load(x + row * width + column, mask=inside, other=0.0)
-            else:
-                source = (own_buffer + ((parity + other) * SLOTS + row) * ROW_BYTES).to(NUMBERS)
-                part = tl.load(tl.multiple_of(source, 16) + column, mask=inside, other=0.0, cache_modifier=".cg")
-            total += part.to(tl.float32)
+        if OWNED:
+            summed = _place(own_buffer, parity, owner, row, SLOTS, ROW_BYTES, dtype)
+            total = tl.load(summed + column, mask=inside, other=0.0, cache_modifier=".cg").to(tl.float32)
+        else:
+            total = _total(x, own_buffer, parity, row, column, inside, width, RANK, SIZE, SLOTS, ROW_BYTES)
         if NORM:
             residual = hidden + row * hidden_stride + column
             total = total.to(dtype).to(tl.float32) + tl.load(residual, mask=inside, other=0.0).to(tl.float32)
@@ -177,31 +249,42 @@ def _peer_rows_kernel(
             tl.store(out + row * width + column, total.to(dtype), mask=inside)
 
 
-def peer_rows(x: torch.Tensor, peers: PeerRows) -> torch.Tensor:
+def peer_rows(x: torch.Tensor, peers: PeerRows, owned: bool = False) -> torch.Tensor:
     """The sum of all ranks' `x [rows, width]`, in their order and in float32; at most `peers.rows` rows.
 
-    Writes as many bytes to each other rank as `x` has, and reads as many.
+    Writes as many bytes to each other rank as `x` has, and reads as many; if rows are `owned`, 2 / size of that.
     """
     out = torch.empty_like(x)
-    _launch(x, None, None, 0.0, peers, out)
+    _launch(x, None, None, 0.0, peers, owned, out)
     return out
 
 
 def peer_rows_norm(
-    x: torch.Tensor, hidden: torch.Tensor, weight: torch.Tensor, epsilon: float, peers: PeerRows
+    x: torch.Tensor,
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    epsilon: float,
+    peers: PeerRows,
+    owned: bool = False,
 ) -> torch.Tensor:
     """`add_rms_norm(hidden, peer_rows(x), weight, epsilon)` in one launch: `hidden` is added to in place."""
     out = torch.empty_like(x)
-    _launch(x, hidden, weight, epsilon, peers, out)
+    _launch(x, hidden, weight, epsilon, peers, owned, out)
     return out
 
 
 def coded_peer_rows_norm(
-    x: torch.Tensor, hidden: torch.Tensor, weight: torch.Tensor, epsilon: float, peers: PeerRows, coding: Coding
+    x: torch.Tensor,
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    epsilon: float,
+    peers: PeerRows,
+    coding: Coding,
+    owned: bool = False,
 ) -> RowCodes:
     """What `coding`, whose groups are no longer than a row, makes of `peer_rows_norm`."""
     made = coding.empty(x.shape[0], x.shape[1], x.device)
-    _launch(x, hidden, weight, epsilon, peers, made, coding)
+    _launch(x, hidden, weight, epsilon, peers, owned, made, coding)
     return made
 
 
@@ -211,6 +294,7 @@ def _launch(
     weight: torch.Tensor | None,
     epsilon: float,
     peers: PeerRows,
+    owned: bool,
     out: torch.Tensor | RowCodes,
     coding: Coding | None = None,
 ) -> None:
@@ -236,6 +320,7 @@ def _launch(
         peers.size,
         peers.rows,
         programs,
+        owned,
         width,
         hidden is not None,
         coding is not None,
