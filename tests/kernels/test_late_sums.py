@@ -44,6 +44,8 @@ class Turns(Ranks):
         self._turn = turn
         self.joined = [0][:0]
         """Rows of sums that a norm joined."""
+        self.shown = [0][:0]
+        """Columns that were put side by side."""
 
     def _waiting(self, call: Callable[..., Tensor], *given: Any) -> Tensor:
         self._turn.release()
@@ -56,7 +58,11 @@ class Turns(Ranks):
         return self._waiting(super().group_sum, x)
 
     def beside(self, x: Tensor, width: int | None = None) -> Tensor:
+        self.shown.append(x.shape[1])
         return self._waiting(super().beside, x, width)
+
+    def gather(self, x: Tensor) -> Tensor:
+        return self._waiting(super().gather, x)
 
 
 class Peers:
@@ -115,14 +121,15 @@ def test_norms_add_up_what_ranks_compute(family: str, tmp_path: Path) -> None:
     expected = sampled(folder, ALONE)
     turn = threading.Lock()
 
-    def run(rank: int) -> tuple[list[list[list[int]]], list[int]]:
+    def run(rank: int) -> tuple[list[list[list[int]]], list[int], list[int]]:
         ranks = Turns(rank, turn)
         ranks.connect(tmp_path / "meeting", CPU, SECONDS)
         ranks.peers = Peers(ranks)  # type: ignore[assignment]
         with turn:
-            return sampled(folder, ranks, tensor_parallel_size=2), ranks.joined
+            return sampled(folder, ranks, tensor_parallel_size=2), ranks.joined, ranks.shown
 
     with ThreadPoolExecutor(2) as threads:
-        (first, joined), (second, others) = threads.map(run, range(2))
+        (first, joined, shown), (second, others, _) = threads.map(run, range(2))
     assert first == second == expected
     assert joined == others and set(joined) == {1, 2}, "norms of few rows"
+    assert not shown, "no rank has all logits"

@@ -133,7 +133,8 @@ def run_rank(folder: Path, rank: int, turn: threading.Lock) -> tuple[dict[str, l
         runner._graphs = Recorded(runner._decoder, runner._attention, runner._rows, layout.block_size, 0)
         runner._graphs.replayed = []
         executor = OwnRowsExecutor(worker, own_rows)
-        executor.capture_all()
+        while runner.idle():
+            pass
         core = make_home_core(config, folder, layout, executor)
         params = ResolvedParams(temperature=0.0)
         asked = [

@@ -10,7 +10,8 @@ from kvern import SamplingParams
 from kvern.device.device_batch import DeviceRows
 from kvern.device.rows import BatchRows
 from kvern.kernels.constraints import change
-from kvern.kernels.sampling import sample
+from kvern.kernels.sampling import choose as choose_among
+from kvern.kernels.sampling import find, sample
 from kvern.request import PromptInput, RequestSpec
 from kvern.sample import sampler
 from kvern.step import NewRequest
@@ -53,6 +54,26 @@ def test_temperature_and_greedy(device: torch.device, dtype: torch.dtype) -> Non
     assert choose(logits, rows, slots, positions, filtered=True) == expected
     alone = [choose(logits[[row]], rows, [slot], positions[[row]], filtered=False)[0] for row, slot in enumerate(slots)]
     assert alone == chosen
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_parts_of_a_vocabulary_give_what_all_of_it_gives(device: torch.device, dtype: torch.dtype) -> None:
+    """Three ranks have parts of several chunks, the last one padding, and the middle one what is ruled out alone."""
+    params = [SamplingParams(temperature=value) for value in (0.0, 0.6, 1.0, 1e-4, 1e6)]
+    rows = make_rows(device, params)
+    slots = torch.tensor([0, 1, 2, 3, 4, 1, 0], dtype=torch.int32, device=device)
+    logits = (3 * torch.randn(7, 15000, generator=torch.Generator().manual_seed(1))).to(dtype).to(device)
+    logits[5, 6000:12000] = float("-inf")
+    logits[6] = float("nan")
+    positions = torch.arange(5, 12, device=device)
+    found = []
+    for first, known in ((0, 6000), (6000, 6000), (12000, 3000)):
+        part = torch.full((7, 6000), 1e9, dtype=dtype, device=device)  # what pads is never chosen
+        part[:, :known] = logits[:, first : first + known]
+        found.append(find(part, None, slots, positions, rows, first, known))
+    expected = sample(logits, None, slots, positions, rows)
+    assert choose_among(torch.cat(found), 3, slots, rows).tolist() == expected.tolist()
+    assert expected[6] == 0
 
 
 FILTERS = [

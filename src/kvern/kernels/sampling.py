@@ -7,11 +7,14 @@ The winner is the largest `scaled - log(time)`, one pass over the vocabulary; th
 `sample.random`. Each chunk scales its distances from its largest logit, so that logits of 1e9 do not swallow the random
 numbers.
 
+Ranks that have a part of the vocabulary's logits each need not show each other these: what chunks have found comes
+together, a few numbers for each, and all choose among that.
+
 Whatever the logits are, the token is one of the vocabulary: infinite ones are the largest numbers, and a row of which
 nothing can be sampled, or that is no numbers, gives token 0.
 """
 
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 import triton
@@ -23,6 +26,25 @@ from kvern.kernels.launch import overlaps, wait_for_previous
 
 CHUNK = 4096
 """Entries of the vocabulary that one program of the draw takes."""
+NO_TOKEN = tl.constexpr(2**31 - 1)
+
+
+class Gathering(Protocol):
+    """Ranks, of which each has a part of the vocabulary."""
+
+    size: int
+
+    def gather(self, x: torch.Tensor) -> torch.Tensor:
+        """`x [N, width]` of all ranks, one behind the other, on each of them: `[size * N, width]`."""
+        ...
+
+
+class VocabularyPart(NamedTuple):
+    """Whose logits are here: of so many `tokens` from the token `first` on; columns behind them pad."""
+
+    first: int
+    tokens: int
+    ranks: Gathering
 
 
 @triton.jit
@@ -63,7 +85,7 @@ def _score(distances, temperature, seed, position, token):
 
 
 @triton.jit(
-    do_not_specialize=["chunks"],
+    do_not_specialize=["first", "vocabulary", "columns", "chunks"],
     do_not_specialize_on_alignment=["slots", "positions", "changes", "temperatures", "seeds"],
 )
 def _sample_chunk_kernel(
@@ -75,10 +97,11 @@ def _sample_chunk_kernel(
     temperatures: tl.tensor,
     seeds: tl.tensor,
     bounds: tl.tensor,
-    largests: tl.tensor,
-    best_scores: tl.tensor,
-    best_tokens: tl.tensor,
+    found: tl.tensor,
+    found_tokens: tl.tensor,
+    first,
     vocabulary,
+    columns,
     chunks,
     OPTIONS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -96,26 +119,28 @@ def _sample_chunk_kernel(
         distances = tl.abs((values - tl.load(bounds + row * 4 + 1)) - tl.load(bounds + row * 4 + 2))
         values = tl.where(distances <= tl.load(bounds + row * 4 + 3), values, float("-inf"))
     else:
-        values = read_scores(logits, scores, False, row, token, vocabulary)
+        padding = row * (columns - vocabulary)  # of the rows before
+        values = read_scores(logits + padding, scores, False, row, token, vocabulary)
     largest = tl.maximum(tl.max(values, axis=0), -LARGEST)
+    token += first
     drawn = _score(
         values - largest, tl.load(temperatures + slot), tl.load(seeds + slot), tl.load(positions + row), token
     )
     best = tl.max(drawn, axis=0)
-    tl.store(largests + row * chunks + chunk, largest)
-    tl.store(best_scores + row * chunks + chunk, best)
-    tl.store(best_tokens + row * chunks + chunk, tl.min(tl.where(drawn == best, token, vocabulary), axis=0))
+    place = row * 3 * chunks + chunk
+    tl.store(found + place, largest)
+    tl.store(found + place + chunks, best)
+    tl.store(found_tokens + place + 2 * chunks, tl.min(tl.where(drawn == best, token, NO_TOKEN), axis=0))
 
 
-@triton.jit(do_not_specialize_on_alignment=["slots", "temperatures"])
+@triton.jit(do_not_specialize=["parts", "chunks"], do_not_specialize_on_alignment=["slots", "temperatures"])
 def _sample_best_kernel(
     slots: tl.tensor,
     temperatures: tl.tensor,
-    largests: tl.tensor,
-    best_scores: tl.tensor,
-    best_tokens: tl.tensor,
+    found: tl.tensor,
+    found_tokens: tl.tensor,
     out: tl.tensor,
-    vocabulary,
+    parts,
     chunks,
     CHUNKS: tl.constexpr,
     OVERLAP: tl.constexpr,
@@ -124,15 +149,16 @@ def _sample_best_kernel(
         wait_for_previous()
     row = tl.program_id(0).to(tl.int64)
     chunk = tl.arange(0, CHUNKS)
-    inside = chunk < chunks
-    scores = tl.load(best_scores + row * chunks + chunk, mask=inside, other=float("-inf"))
-    largests_of_chunks = tl.load(largests + row * chunks + chunk, mask=inside, other=-LARGEST)
-    distances = largests_of_chunks - tl.max(largests_of_chunks, axis=0)
+    inside = chunk < parts * chunks
+    place = (chunk // chunks * tl.num_programs(0) + row) * 3 * chunks + chunk % chunks
+    largests = tl.load(found + place, mask=inside, other=-LARGEST)
+    scores = tl.load(found + place + chunks, mask=inside, other=float("-inf"))
+    distances = largests - tl.max(largests, axis=0)
     temperature = tl.load(temperatures + tl.load(slots + row).to(tl.int64))
     scores += tl.where(temperature < GREEDY_BELOW, distances, distances / temperature)
-    tokens = tl.load(best_tokens + row * chunks + chunk, mask=inside, other=vocabulary)
+    tokens = tl.load(found_tokens + place + 2 * chunks, mask=inside, other=NO_TOKEN)
     best = tl.max(scores, axis=0)
-    tl.store(out + row, tl.min(tl.where(scores == best, tokens, vocabulary), axis=0).to(tl.int64))
+    tl.store(out + row, tl.min(tl.where(scores == best, tokens, NO_TOKEN), axis=0).to(tl.int64))
 
 
 class SampledRows(FilteredRows, Protocol):
@@ -147,24 +173,41 @@ def sample(
     slots: torch.Tensor,
     positions: torch.Tensor,
     rows: SampledRows,
+    part: VocabularyPart | None = None,
 ) -> torch.Tensor:
     """Choose one token for each row; a row's token does not depend on the other rows.
 
-    logits     [N, vocabulary], contiguous, any float dtype
+    logits     [N, vocabulary], contiguous, any float dtype; with a `part` of the vocabulary [N, its columns]
     scores     [N, vocabulary] float32, which count instead in rows that change their logits; None: no row does, and
-               none has a filter
+               none has a filter, as with a `part`
     slots      [N] integers: their rows
     positions  [N] int64: the position of the token that is chosen
     returns    [N] int64
     """
-    count, vocabulary = logits.shape
-    chunks = triton.cdiv(vocabulary, CHUNK)
-    overlap = overlaps(logits.device)
-    largests = torch.empty(count, chunks, dtype=torch.float32, device=logits.device)
-    best_scores = torch.empty_like(largests)
-    tokens = torch.empty(count, chunks, dtype=torch.int32, device=logits.device)
-    out = torch.empty(count, dtype=torch.int64, device=logits.device)
-    kept = largests if scores is None else bounds(logits, scores, slots, rows)
+    if part is None:
+        return choose(find(logits, scores, slots, positions, rows), 1, slots, rows)
+    assert scores is None, "filters look at the whole vocabulary"
+    found = find(logits, None, slots, positions, rows, part.first, part.tokens)
+    return choose(part.ranks.gather(found), part.ranks.size, slots, rows)
+
+
+def find(
+    logits: torch.Tensor,
+    scores: torch.Tensor | None,
+    slots: torch.Tensor,
+    positions: torch.Tensor,
+    rows: SampledRows,
+    first: int = 0,
+    known: int | None = None,
+) -> torch.Tensor:
+    """As `sample`, but `[N, 3 * chunks]` int32: of each chunk its largest logit, its best score, and whose that is.
+
+    `first`: the token of the first column; `known`: how many columns are tokens, the others pad; None: all.
+    """
+    count, columns = logits.shape
+    chunks, overlap = triton.cdiv(columns, CHUNK), overlaps(logits.device)
+    found = torch.empty(count, 3 * chunks, dtype=torch.int32, device=logits.device)
+    floats = found.view(torch.float32)
     _sample_chunk_kernel[(count, chunks)](
         logits,
         logits if scores is None else scores,
@@ -173,11 +216,12 @@ def sample(
         rows.changes,
         rows.temperature,
         rows.seeds,
-        kept,
-        largests,
-        best_scores,
-        tokens,
-        vocabulary,
+        floats if scores is None else bounds(logits, scores, slots, rows),
+        floats,
+        found,
+        first,
+        columns if known is None else known,
+        columns,
         chunks,
         scores is not None,
         CHUNK,
@@ -185,16 +229,22 @@ def sample(
         num_warps=4,
         launch_pdl=overlap,
     )
+    return found
+
+
+def choose(found: torch.Tensor, parts: int, slots: torch.Tensor, rows: SampledRows) -> torch.Tensor:
+    """The tokens [N] int64 that win among what `find` found of so many parts, `[parts * N, 3 * chunks]`."""
+    count, chunks = len(slots), found.shape[1] // 3
+    out, overlap = torch.empty(count, dtype=torch.int64, device=found.device), overlaps(found.device)
     _sample_best_kernel[(count,)](
         slots,
         rows.temperature,
-        largests,
-        best_scores,
-        tokens,
+        found.view(torch.float32),
+        found,
         out,
-        vocabulary,
+        parts,
         chunks,
-        triton.next_power_of_2(chunks),
+        triton.next_power_of_2(parts * chunks),
         overlap,
         num_warps=1,
         launch_pdl=overlap,

@@ -77,13 +77,25 @@ class SharedHead(Linear):
         count, share = build.ranks.padded_share(vocab_size, stored.cuts()[0])
         shares = {"lm_head": [share]}
         super().__init__(inputs, {"lm_head": count}, build, bias=bias, method=method, shares=shares)
-        self._vocab_size, self._ranks = vocab_size, build.ranks
+        self._vocab_size, self._ranks, self.held = vocab_size, build.ranks, share.held
 
     def forward(self, x: "Tensor | RowCodes", rows: Any = None) -> Tensor:
-        return self._ranks.beside(super().forward(x, rows), self._vocab_size)
+        return self.whole(super().forward(x, rows))
 
     def scores(self, x: Tensor) -> Tensor:
-        return self._ranks.beside(super().scores(x), self._vocab_size)
+        return self.whole(super().scores(x))
+
+    def own(self, x: Tensor) -> Tensor:
+        """As `forward`, of the rank's share alone: of the tokens `held`, and columns that pad."""
+        return super().forward(x)
+
+    def own_scores(self, x: Tensor) -> Tensor:
+        """As `scores`, likewise."""
+        return super().scores(x)
+
+    def whole(self, scores: Tensor) -> Tensor:
+        """What all ranks have of `own` or `own_scores`, side by side: `[T, vocabulary]`."""
+        return self._ranks.beside(scores, self._vocab_size)
 
 
 def make_embedding(vocab_size: int, width: int, scale: float, build: Build) -> Embedding:

@@ -12,7 +12,7 @@ from kvern.layers.altup import Streams
 from kvern.layers.attention import NO_ADAPTERS, Attend, StepAdapters, WantedAttend, rows_of
 from kvern.layers.block import Memory, Places, SequentialLayer, block_class, sums_late
 from kvern.layers.build import Build
-from kvern.layers.embedding import make_embedding, make_head
+from kvern.layers.embedding import SharedHead, make_embedding, make_head
 from kvern.layers.linear import Linear
 from kvern.layers.moe import MoE
 from kvern.layers.norm import make_norm
@@ -205,6 +205,19 @@ class Decoder(WeightedModel):
             plain: Tensor = self.lm_head(hidden)
             return plain
         return self.scaled(self.lm_head.scores(hidden))
+
+    def own_logits(self, hidden: Tensor) -> Tensor:
+        """As `logits` without `upcast`; of several ranks those of a rank's share of the vocabulary, and padding."""
+        head = self.lm_head
+        if not isinstance(head, SharedHead):
+            return self.logits(hidden, upcast=False)
+        if self.spec.logit_scale == 1.0 and self.spec.logit_softcap is None:
+            return head.own(hidden)
+        return self.scaled(head.own_scores(hidden))
+
+    def whole_logits(self, own: Tensor) -> Tensor:
+        """What `logits` gives without `upcast`, of what all ranks have of `own_logits`."""
+        return self.lm_head.whole(own) if isinstance(self.lm_head, SharedHead) else own
 
     def scaled(self, logits: Tensor) -> Tensor:
         """What a model makes of its head's scores, `[N, vocab]` float32, in place."""

@@ -29,6 +29,7 @@ from kvern.layers.attention import NO_ADAPTERS, StepAdapters
 from kvern.models.decoder import Decoder
 from kvern.sample.logprobs import DeviceLogprobs
 from kvern.step import NewRequest
+from kvern.worker.device_sampling import sample_plain
 from kvern.worker.device_states import DeviceStateMemory
 from kvern.worker.graph_captures import Captured, captures, smallest
 from kvern.worker.shared_prefix import PrefixGroups, find_shared_prefixes
@@ -188,7 +189,8 @@ class DecodeGraphs:
         """Start a step of one token for each request, whose sampling takes more than a graph can do; as `run`."""
         graph, count = self._replay(slots, starts, False, adapted, exact, size), len(slots)
         outputs, rows = graph.outputs, graph.inputs[0, :count]
-        return DecodedStates(outputs.hidden[:count], rows, outputs.positions[:count], outputs.logits[:count])
+        logits = self._decoder.whole_logits(outputs.logits[:count])
+        return DecodedStates(outputs.hidden[:count], rows, outputs.positions[:count], logits)
 
     def forget_inputs(self) -> None:
         """What the graphs have read and advanced is not known after a failed step: it is written anew."""
@@ -282,10 +284,12 @@ class DecodeGraphs:
         hidden = self._decoder(
             batch.token_ids, batch.positions, self._attention.plan(batch), adapters=adapters, states=states
         )
-        logits = self._decoder.logits(hidden, upcast=False)
-        scores = change(logits, slots, next_positions, rows, everything=False) if options else None
-        sampled = sample(logits, scores, slots, next_positions, rows)
         if options:
+            logits = self._decoder.logits(hidden, upcast=False)
+            scores = change(logits, slots, next_positions, rows, everything=False)
+            sampled = sample(logits, scores, slots, next_positions, rows)
             logprobs.logprobs(logits, slots, rows.logprobs, sampled, self._reported)
+        else:
+            logits, sampled = sample_plain(self._decoder, hidden, slots, next_positions, rows)
         write_sampled(rows.tokens, slots, next_positions, sampled, starts)
         return DecodedStep(hidden, logits, next_positions, sampled)

@@ -12,11 +12,11 @@ from kvern.attention.base import AttentionBackend
 from kvern.device.device_batch import DeviceBatch, DeviceRows, build_device_batch
 from kvern.device.transfer import upload
 from kvern.kernels.batch import write_sampled
-from kvern.kernels.sampling import sample
 from kvern.layers.attention import NO_ADAPTERS
 from kvern.models.decoder import Decoder
 from kvern.sample.rejection import Drawn
 from kvern.step import ScheduledTokens, SchedulerOutput
+from kvern.worker.device_sampling import sample_plain
 from kvern.worker.draft_graphs import MOST_ROWS, DraftGraphs
 from kvern.worker.draft_keys import DraftKeys
 from kvern.worker.drafter import ComputedStep
@@ -98,12 +98,12 @@ class DeviceDraftModel:
         """Write what follows the last token of each entry, which begins at `starts` [R] int32 on the device."""
         batch = build_device_batch(self._rows, scheduled, self._block_size, starts)
         hidden = self._run(batch)
-        logits = self._decoder.logits(hidden, upcast=False)
         slots, positions = batch.device_sample_slots, batch.sample_positions
         if self.drawn is not None:
-            chosen = self.drawn.draw(logits.float(), self._rows, batch.sample_slots, positions)
+            logits = self._decoder.logits(hidden)
+            chosen = self.drawn.draw(logits, self._rows, batch.sample_slots, positions)
         else:
-            chosen = sample(logits, None, slots, positions, self._rows)
+            _, chosen = sample_plain(self._decoder, hidden, slots, positions, self._rows)
         write_sampled(self._rows.tokens, slots, positions, chosen)
 
     def _run(self, batch: DeviceBatch) -> torch.Tensor:

@@ -18,13 +18,12 @@ import torch
 from kvern.attention.base import AttentionBackend
 from kvern.device.device_batch import DeviceBatch, DeviceRows, build_device_batch
 from kvern.device.input_batch import sampled_tokens
-from kvern.kernels.batch import write_sampled
 from kvern.kernels.constraints import change
 from kvern.kernels.sampling import sample as sample_tokens
 from kvern.layers.attention import NO_ADAPTERS
 from kvern.models.decoder import Decoder
 from kvern.sample.beams import DeviceCandidates
-from kvern.sample.drafts import read_drafts, verify
+from kvern.sample.drafts import read_drafts
 from kvern.sample.dry import penalize_repetitions
 from kvern.sample.rejection import accept
 from kvern.sample.sampler import sample
@@ -33,6 +32,7 @@ from kvern.structured.masks import GrammarRows, Restricted
 from kvern.worker.adapters import Adapters
 from kvern.worker.cuda_graph import DecodedStates, DecodeGraphs
 from kvern.worker.device_logprobs import listed, reported
+from kvern.worker.device_sampling import sample_plain, write_chosen
 from kvern.worker.device_states import DeviceStateMemory
 from kvern.worker.drafter import Captures, ComputedStep, Drafter, GuardedDrafter
 from kvern.worker.graph_captures import give_up
@@ -291,9 +291,8 @@ class DeviceRunner:
             return PendingStep(scheduled, None, on_gpu=self._rows.device.type == "cuda")
         if not needs:
             return PendingStep(scheduled, outputs.sampled[:count])
-        decoded = DecodedStates(
-            outputs.hidden[:count], graph.slots[:count], outputs.positions[:count], outputs.logits[:count]
-        )
+        logits = self._decoder.whole_logits(outputs.logits[:count])
+        decoded = DecodedStates(outputs.hidden[:count], graph.slots[:count], outputs.positions[:count], logits)
         return self._sample(scheduled, sampled_tokens(scheduled).slots, decoded, needs, None, None)
 
     def _sample(
@@ -311,8 +310,12 @@ class DeviceRunner:
         `starts` [R] int32: of a step with drafts, or behind them. `drafts`: see `read_drafts`, if grammars follow them.
         """
         rows = self._rows
-        logits = self._decoder.logits(decoded.hidden, upcast=False) if decoded.logits is None else decoded.logits
         drawn = None if self._drafter.drawn is None else self._drafter.drawn.of(scheduled)
+        if not needs and drawn is None and decoded.logits is None:
+            _, chosen = sample_plain(self._decoder, decoded.hidden, decoded.slots, decoded.positions, rows)
+            kept = write_chosen(rows, scheduled, decoded.slots, decoded.positions, chosen, starts, self._states)
+            return PendingStep(scheduled, chosen, prompt_logprobs=prompts, kept=kept)
+        logits = self._decoder.logits(decoded.hidden, upcast=False) if decoded.logits is None else decoded.logits
         scores = self._scores(logits, scheduled, slots, decoded, needs, starts is not None, drawn is not None)
         verdict = None
         if needs & Needs.PROCESSORS:
@@ -332,12 +335,8 @@ class DeviceRunner:
             logprobs = reported(logits, chosen, max(count for count in counts if count is not None))
         states = embeddings(rows, slots, decoded.hidden) if needs & Needs.EMBEDDING else None
         candidates = DeviceCandidates(scores, logits, rows, slots, listed) if needs & Needs.BEAMS else None
-        kept = None  # rows change behind all that takes much memory: a step that runs out of it is run again
-        if starts is not None:
-            kept = verify(rows, scheduled, starts, decoded.slots, decoded.positions, chosen, unknown)
-            if kept is not None and self._states is not None:
-                self._states.accept(kept)
-        write_sampled(rows.tokens, decoded.slots, decoded.positions, chosen)
+        # Rows change behind all that takes much memory: a step that runs out of it is run again.
+        kept = write_chosen(rows, scheduled, decoded.slots, decoded.positions, chosen, starts, self._states, unknown)
         step = PendingStep(scheduled, chosen, counts, logprobs, prompts, states, broken, candidates, verdict, kept)
         if needs & Needs.GRAMMAR:
             self._grammars.expect(rows.sampled_slots(scheduled), step)

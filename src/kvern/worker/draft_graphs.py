@@ -19,9 +19,9 @@ from kvern.attention.base import AttentionBackend
 from kvern.device.device_batch import DeviceBatch, DeviceRows, decodes_on_device
 from kvern.device.transfer import upload
 from kvern.kernels.drafts import begin_drafts, write_drafts
-from kvern.kernels.sampling import sample
 from kvern.models.decoder import Decoder
 from kvern.worker.cuda_graph import DecodedStep, capture
+from kvern.worker.device_sampling import sample_plain
 
 MOST_ROWS = 256
 """Of one step; more are drafted for in several."""
@@ -149,7 +149,6 @@ class ModelSteps:
         hidden = self._decoder(batch.token_ids, batch.positions, self._attention.plan(batch))
         if last is not None:
             hidden, next_positions = hidden.index_select(0, last), next_positions.index_select(0, last)
-        logits = self._decoder.logits(hidden, upcast=False)
-        sampled = sample(logits, None, state[0], next_positions, rows)
+        logits, sampled = sample_plain(self._decoder, hidden, state[0], next_positions, rows)
         write_drafts(rows.tokens, state, sampled)
         return DecodedStep(hidden, logits, next_positions, sampled)

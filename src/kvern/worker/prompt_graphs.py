@@ -29,12 +29,12 @@ from kvern.kernels import delta_net
 from kvern.kernels.attention_latent import QUERIES
 from kvern.kernels.attention_prefill import prefill_shape
 from kvern.kernels.batch import read_tokens, write_sampled
-from kvern.kernels.sampling import sample
 from kvern.mixer_spec import RecurrentSpec
 from kvern.model_spec import ModelSpec
 from kvern.models.decoder import Decoder
 from kvern.step import ScheduledTokens
 from kvern.worker.cuda_graph import DecodedStep, capture
+from kvern.worker.device_sampling import sample_plain
 from kvern.worker.device_states import DeviceStateMemory
 
 DECODES = (16, 64, 128, 256)
@@ -239,7 +239,6 @@ class PromptGraphs:
             of_tokens, chunks = torch.split(cut, [step.tokens, 2 * self._chunks(step)])
             states = self._states.plan(batch, (of_tokens, chunks.view(2, -1)))
         hidden = self._decoder(token_ids, positions, self._attention.plan(batch), indices, states=states)
-        logits = self._decoder.logits(hidden, upcast=False)
-        sampled = sample(logits, None, sample_slots, positions_sampled, rows)
+        logits, sampled = sample_plain(self._decoder, hidden, sample_slots, positions_sampled, rows)
         write_sampled(rows.tokens, sample_slots, positions_sampled, sampled)
         return DecodedStep(hidden, logits, positions_sampled, sampled)

@@ -31,6 +31,7 @@ from kvern.models.decoder import Decoder
 from kvern.sample.logprobs import DeviceLogprobs
 from kvern.step import ScheduledTokens
 from kvern.worker.cuda_graph import DecodedStep, capture
+from kvern.worker.device_sampling import sample_plain
 from kvern.worker.device_states import DeviceStateMemory
 from kvern.worker.drafter import StepReader
 
@@ -236,11 +237,13 @@ class VerifyGraphs:
         states = None if self._states is None else self._states.plan(batch)
         attend, told = self._attention.plan(batch), None if self.reader is None else self.reader.inputs
         hidden = self._decoder(token_ids, positions, attend, adapters=adapters, states=states, inputs=told)
-        logits = self._decoder.logits(hidden, upcast=False)
-        scores = change(logits, token_slots, next_positions, rows, everything=False) if step.options else None
-        sampled = sample(logits, scores, token_slots, next_positions, rows)
         if step.options:
+            logits = self._decoder.logits(hidden, upcast=False)
+            scores = change(logits, token_slots, next_positions, rows, everything=False)
+            sampled = sample(logits, scores, token_slots, next_positions, rows)
             logprobs.logprobs(logits, token_slots, rows.logprobs, sampled, self._reported)
+        else:
+            logits, sampled = sample_plain(self._decoder, hidden, token_slots, next_positions, rows)
         accept_drafts(rows.tokens, rows.num_computed_tokens, slots, starts, firsts, counts, sampled, self._kept)
         if self._states is not None:
             self._states.accept(self._kept[:runs])
