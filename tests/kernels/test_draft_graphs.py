@@ -8,8 +8,10 @@ import pytest
 import torch
 
 from kvern import LLM, SamplingParams
+from kvern.device.device_batch import DeviceRows
+from kvern.worker.cuda_graph import DecodedStep
 from kvern.worker.device_runner import DeviceRunner
-from kvern.worker.draft_graphs import DraftGraphs, ModelSteps
+from kvern.worker.draft_graphs import DraftGraphs, DraftRun, DraftSteps, ModelSteps, draft_runs
 from tests.families import make_checkpoint
 from tests.kernels.test_device_engine import OPTIONS
 
@@ -65,3 +67,66 @@ def test_a_model_that_drafts_for_itself_is_right(
         assert draft(newest) == expected(newest)
         newest = [newest[0] + 4, newest[1] + 1, newest[2] + 2]  # all accepted, none, one of two
         assert draft(newest) == expected(newest)
+
+
+class Noted:
+    """A `StepMaker` whose steps are noted, as are graphs of them; everything is one request's."""
+
+    def __init__(self) -> None:
+        self.launched: list[DraftRun] = []
+        self.eager = 0
+
+    def make(self, size: int) -> DraftSteps:
+        def step() -> DecodedStep:
+            self.eager += 1
+            nothing = torch.zeros(0)
+            return DecodedStep(nothing, nothing, nothing, nothing)
+
+        return DraftSteps(step, step, torch.zeros(2, size, dtype=torch.int32), ())
+
+
+@pytest.fixture
+def noted(monkeypatch: pytest.MonkeyPatch) -> tuple[DraftGraphs, Noted]:
+    """Graphs of an engine of 20 rows, none of them captured yet."""
+    maker, rows = Noted(), DeviceRows(20, 64, 32, torch.device("cpu"), scratch_block=0)
+    graphs: Any = DraftGraphs(maker, rows)
+    monkeypatch.setattr(graphs, "_record", lambda run: lambda: maker.launched.append(run.args[1]))
+    return graphs, maker
+
+
+@pytest.mark.parametrize("rows", [1, 3, 8])
+def test_drafts_of_few_rows_are_one_launch_or_two(noted: tuple[DraftGraphs, Noted], rows: int) -> None:
+    """And no graph is launched while it still runs."""
+    graphs, maker = noted
+    while graphs.missing:
+        graphs.capture_next()
+    for count in range(1, 17):
+        maker.launched.clear()
+        graphs.run([*range(rows)], [count] + [1] * (rows - 1))
+        assert sum(run.steps for run in maker.launched) == count
+        assert [run.begins for run in maker.launched] == [True] + [False] * (count > 8)
+        assert len({*maker.launched}) == len(maker.launched)
+    assert maker.eager == 0
+
+
+def test_drafts_of_many_rows_are_a_launch_each(noted: tuple[DraftGraphs, Noted]) -> None:
+    graphs, maker = noted
+    while graphs.missing:
+        graphs.capture_next()
+    graphs.run([*range(9)], [3] * 9)
+    assert maker.launched == [DraftRun(16, 1, True), *[DraftRun(16, 1, False)] * 2]
+
+
+def test_what_is_not_captured_runs_step_by_step(noted: tuple[DraftGraphs, Noted]) -> None:
+    graphs, maker = noted
+    while graphs.missing[0] != DraftRun(8, 8, True):
+        graphs.capture_next()
+    graphs.run([*range(8)], [11] * 8)
+    assert maker.eager == 3 and maker.launched == [DraftRun(8, 8, False)]
+
+
+def test_graphs_are_few_and_the_largest_come_first() -> None:
+    runs = draft_runs(100)
+    assert len({*runs}) == len(runs) == 4 * 9 + 4 * 2
+    assert [run.rows for run in runs] == sorted((run.rows for run in runs), reverse=True)
+    assert runs[0] == DraftRun(128, 1, False) and runs[-1] == DraftRun(1, 1, True)

@@ -37,7 +37,7 @@ from kvern.worker.contents import Contents
 from kvern.worker.device_draft_model import DeviceDraftModel
 from kvern.worker.device_runner import DeviceRunner
 from kvern.worker.device_states import DeviceStateMemory
-from kvern.worker.draft_graphs import MOST_ROWS, DraftGraphs, ModelSteps, padded_rows
+from kvern.worker.draft_graphs import MOST_ROWS, DraftGraphs, ModelSteps, draft_runs, padded_rows
 from kvern.worker.drafter import Drafter
 from kvern.worker.graph_captures import captures
 from kvern.worker.head_drafter import HeadDrafter
@@ -193,9 +193,10 @@ class KernelParts:
         """What the steps of a draft model or head take beside those of the model."""
         rows = padded_rows(min(self._plan.max_batch_requests, MOST_ROWS))
         captured = self._config.cuda_graphs and not isinstance(draft, MedusaHeads)
+        steps = sum(run.steps for run in draft_runs(rows)) if captured else 0
         drawn = MOST_ROWS if self._config.acceptance == "rejection" else 0
         size = self._dtype.itemsize
-        taken = bytes_of_drafting(draft.spec, size, rows, 2 * rows.bit_length() if captured else 0, drawn)
+        taken = bytes_of_drafting(draft.spec, size, rows, steps, drawn)
         if isinstance(draft, DraftHead) and draft.layer_inputs() is not None:
             taken += 2 * self._plan.max_batch_tokens * draft.head.state_size * size  # of two steps, kept and joined
         return taken
