@@ -25,7 +25,7 @@ from kvern.models.loader import read_config
 from kvern.models.registry import spec_from_config
 from kvern.structured_output import StructuredOutput
 from kvern.worker.cuda_graph import DecodeGraphs
-from kvern.worker.draft_graphs import DraftGraphs, ModelSteps
+from kvern.worker.draft_graphs import DraftGraphs, ModelGraphs, ModelSteps
 from kvern.worker.kernel_choice import Stored, inputs_of, inputs_of_draft
 from kvern.worker.prompt_graphs import PromptGraphs
 from kvern.worker.verify_graphs import VerifyGraphs
@@ -122,8 +122,11 @@ def take_graphs(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
         sizes = 2, OPTIONS["max_batch_tokens"], None, runner._graphs.stream
         runner._verify_graphs = VerifyGraphs(runner._decoder, runner._attention, runner._rows, *sizes)
         runner._verify_graphs._kept.fill_(1)  # which no kernel does here
-        drafter.graphs = DraftGraphs(ModelSteps(drafter._decoder, drafter._attention, runner._rows, 2), runner._rows)
-        drafter.graphs._stream = runner._graphs.stream
+        of_draft = drafter._decoder, drafter._attention, runner._rows, 2
+        drafts, read = DraftGraphs(ModelSteps(*of_draft), runner._rows), OPTIONS["max_batch_tokens"]
+        drafts.stream = runner._graphs.stream
+        prompts = PromptGraphs(*of_draft, read, None, drafts.stream, samples=False)
+        drafter.graphs = ModelGraphs(drafts, prompts)
     if runner._states is None:
         runner._prompt_graphs = PromptGraphs(
             runner._decoder, runner._attention, runner._rows, 2, OPTIONS["max_batch_tokens"], None, None

@@ -24,6 +24,8 @@ from kvern.kernels.drafts import begin_drafts, write_drafts
 from kvern.kernels.sampling import sample
 from kvern.models.decoder import Decoder
 from kvern.worker.cuda_graph import DecodedStep, capture
+from kvern.worker.drafter import Captures
+from kvern.worker.prompt_graphs import PromptGraphs
 
 MOST_ROWS = 256
 """Of one step; more are drafted for in several."""
@@ -91,10 +93,10 @@ class DraftGraphs:
 
     def __init__(self, maker: StepMaker, rows: DeviceRows) -> None:
         self._maker, self._device = maker, rows.device
-        self._stream: torch.cuda.Stream | None = None
-        self._pool: Any = None
+        self.stream: torch.cuda.Stream | None = None
+        self.pool: Any = None
         if rows.device.type == "cuda":
-            self._pool, self._stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream(rows.device)  # type: ignore[no-untyped-call]
+            self.pool, self.stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream(rows.device)  # type: ignore[no-untyped-call]
         self.missing = deque(draft_runs(rows.scratch))
         self._steps: dict[int, DraftSteps] = {}
         self._graphs: dict[DraftRun, Callable[[], None]] = {}
@@ -136,8 +138,8 @@ class DraftGraphs:
 
     def _record(self, run: Callable[[], DecodedStep]) -> Callable[[], None]:
         """Whatever repeats the steps."""
-        assert self._stream is not None, "graphs are those of a GPU"
-        graph, _ = capture(run, self._pool, self._stream)
+        assert self.stream is not None, "graphs are those of a GPU"
+        graph, _ = capture(run, self.pool, self.stream)
         return graph.replay
 
 
@@ -147,6 +149,23 @@ def _run_eagerly(steps: DraftSteps, run: DraftRun) -> DecodedStep:
     for _ in range(run.steps - 1):
         found = steps.following()
     return found
+
+
+class ModelGraphs:
+    """The `Captures` of a draft model: its steps that draft, and small ones that read prompts before."""
+
+    def __init__(self, drafts: DraftGraphs, prompts: PromptGraphs) -> None:
+        self.drafts, self.prompts = drafts, prompts
+
+    @property
+    def missing(self) -> deque[Any]:
+        """What `Captures` does."""
+        return self.drafts.missing or self.prompts.missing
+
+    def capture_next(self) -> None:
+        """What `Captures` does."""
+        graphs: Captures = self.drafts if self.drafts.missing else self.prompts
+        graphs.capture_next()
 
 
 class ModelSteps:

@@ -3,6 +3,7 @@
 import gc
 import logging
 import math
+from collections.abc import Sequence
 
 import torch
 
@@ -84,6 +85,14 @@ def bytes_of_drafting(spec: ModelSpec, itemsize: int, rows: int, steps: int, dra
     if drawn:
         return 4 * 4 * drawn * spec.vocab_size
     return steps * GRAPH_BYTES + rows * spec.vocab_size * (itemsize + 4)
+
+
+def bytes_of_reading(spec: ModelSpec, itemsize: int, graphs: Sequence[int]) -> int:
+    """Bytes that a draft model takes for graphs that read so many tokens each, with activations of `itemsize` bytes.
+
+    Of each token of the largest a layer has some states, and gates, ups and products of an MLP four times as wide.
+    """
+    return len(graphs) * GRAPH_BYTES + 16 * spec.hidden_size * itemsize * max(graphs, default=0)
 
 
 def bytes_of_state(spec: ModelSpec, dtype: torch.dtype) -> int:
