@@ -20,7 +20,7 @@ import torch
 from kvern import LLM, SamplingParams
 from kvern.step import ScheduledTokens
 from kvern.worker.device_runner import DeviceRunner
-from kvern.worker.draft_graphs import DraftGraphs
+from kvern.worker.draft_graphs import ModelGraphs
 
 
 @torch.inference_mode()
@@ -85,10 +85,9 @@ def main() -> None:
             verified = milliseconds(partial(verifies.run, scheduled, arguments.options, False))
             found = {"rows": rows, "tokens": tokens, "plain ms": round(plain, 3), "verified ms": round(verified, 3)}
             print(json.dumps(found | {"ratio": round(verified / plain, 3)}), flush=True)
-        if isinstance(drafts, DraftGraphs):
-            guessed = {
-                count: round(milliseconds(partial(drafts.run, slots, [count] * rows)), 3) for count in arguments.drafts
-            }
+        if isinstance(drafts, ModelGraphs):
+            run = drafts.drafts.run
+            guessed = {count: round(milliseconds(partial(run, slots, [count] * rows)), 3) for count in arguments.drafts}
             print(json.dumps({"rows": rows, "ms of drafts": guessed}), flush=True)
 
 

@@ -1,5 +1,7 @@
 """A fresh process that answers requests of all kinds for the first time: `python -m tests.first_time MODEL...`.
 
+`MODEL+DRAFT` or `MODEL+DRAFT+int4` is a model for which another guesses, as it is or quantized, always as many drafts.
+
 Every workload runs several times. Printed is JSON: for each model what was compiled, captured and imported in steps,
 and which steps of the first run were far slower than the same steps later.
 """
@@ -15,6 +17,7 @@ import torch
 from benchmarks.first_time import Step, StepWatch
 
 from kvern import LLM, SamplingParams
+from kvern.engine.proposer import takes_drafts
 from kvern.structured_output import StructuredOutput
 from tests.combined_features import ADAPTERS
 
@@ -25,6 +28,8 @@ FACTOR = 5
 """Of the median of the later runs: above, a step did something for the first time."""
 LEAST_MILLISECONDS = 20.0
 """And above this: a pause of the host's is no first time."""
+DRAFTS = 3
+"""Of a request in each step, where somebody guesses."""
 FORM = StructuredOutput(regex="[a-z]{12}")
 
 COMMON: dict[str, Any] = {"max_tokens": 10, "ignore_eos": True, "seed": 1}
@@ -104,9 +109,14 @@ def main(models: list[str]) -> None:
     for model in models:
         embedded = model == "kvern-1m"
         options: dict[str, Any] = {"adapters": ADAPTERS} if embedded else {}
+        folder, *drafting = model.split("+")
+        options |= dict(zip(("draft_model", "draft_quantization"), drafting, strict=False))
         with LLM(
-            model, device="cuda", dtype="bfloat16", max_model_len=LONGEST, kv_cache_tokens=65536, **options
+            folder, device="cuda", dtype="bfloat16", max_model_len=LONGEST, kv_cache_tokens=65536, **options
         ) as llm:
+            if drafting:
+                core: Any = llm._engine.core
+                core.drafting.wanted = lambda _: lambda request: DRAFTS * takes_drafts(request)
             batches = workloads(llm.spec.vocab_size, LONGEST, PARAMS + WITH_TEXT if embedded else PARAMS)
             for params in RARE if embedded else RARE[:1]:
                 llm.generate([5, 6, 7], params)
@@ -119,7 +129,7 @@ def main(models: list[str]) -> None:
                 "steps": len(steps[0]),
                 "compiled": [name for watch in watches for name in watch.compiled],
                 "captured": [str(step) for run in steps for step in run if "captures a graph" in step.happened],
-                "far slower": far_slower(steps),
+                "far slower": [] if drafting else far_slower(steps),  # runs differ by which drafts are right
                 "imported": sorted(set(sys.modules) - modules),
             }
             gc.enable()

@@ -1,6 +1,7 @@
 """An engine's steps and drafts by the clock alone: what they take is said, and how often drafts are right is drawn."""
 
 import random
+from collections import deque
 from collections.abc import Callable, Sequence
 
 from kvern.engine.drafting import Drafting
@@ -17,6 +18,7 @@ class SimulatedSteps:
 
     `seconds` says what a step takes: of so many rows, some of which verify drafts. A proposer takes `asked` seconds for
     each request, and guesses something in a `share` of cases; `one_pass`: the device guesses instead, a draft a pass.
+    `stalls`: how long it is held up, in seconds, the first times that it guesses.
     """
 
     def __init__(
@@ -32,10 +34,13 @@ class SimulatedSteps:
         prompt: int = 20,
         first: float = 0.0,
         device: str = "cpu",
+        stalls: Sequence[float] = (),
     ) -> None:
         self._seconds, self._acceptance, self._dice = seconds, acceptance, random.Random(1)
         self._asked, self._share, self._pass, self._first = asked, share, one_pass, first
         self._length, self._prompt, self._number = length, prompt, 0
+        self._stalls = deque(stalls)
+        self._is_gpu, self._behind = device == "cuda", 0.0
         self.now, self.tokens, self.drafts = 0.0, 0, 0
         self.without = 0.0
         """What the same tokens take without drafts."""
@@ -81,6 +86,9 @@ class SimulatedSteps:
                 behind = len(request.token_ids) - request.drafted_tokens
                 passes += max(0, behind - 1 - item.count) * 0.02 * (self._pass or 0.0)
                 request.drafted_tokens = len(request.token_ids) + 1
+        passes += self._stalls.popleft() if most and self._stalls else 0.0
+        if self._is_gpu:  # it guesses behind a step, in the time of the next
+            passes, self._behind = self._behind, passes
         self.now += self._seconds(rows, any(verified)) + passes + (0 if rows in self._seen else self._first)
         self._seen.add(rows)
         kept = []

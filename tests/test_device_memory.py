@@ -14,6 +14,7 @@ from kvern.worker.memory import (
     GRAPH_BYTES,
     DeviceMemory,
     bytes_of_drafting,
+    bytes_of_reading,
     cache_bytes,
     left_of_share,
 )
@@ -76,3 +77,6 @@ def test_what_drafts_take_is_counted() -> None:
     spec: Any = SimpleNamespace(vocab_size=1000)
     assert bytes_of_drafting(spec, 2, 64, 14, 0) == 14 * GRAPH_BYTES + 64 * 1000 * 6
     assert bytes_of_drafting(spec, 2, 64, 14, 256) == 4 * 256 * 1000 * 4
+    spec = SimpleNamespace(hidden_size=64)
+    assert bytes_of_reading(spec, 2, [512, 128]) == 2 * GRAPH_BYTES + 512 * 16 * 64 * 2
+    assert bytes_of_reading(spec, 2, []) == 0

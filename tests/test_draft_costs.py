@@ -196,3 +196,24 @@ def test_the_balance_of_all_drafts_bounds_what_they_lose() -> None:
     steps.drafting._costs._best = lambda request, costs: (MOST, 2.0)  # type: ignore[method-assign]
     steps.run(4000)
     assert steps.drafts > 0 and steps.now < 1.02 * steps.without
+
+
+@pytest.mark.parametrize("before", [0, 9, 40])
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_step_that_is_held_up_stops_drafts_for_a_moment(before: int, device: str) -> None:
+    """As by a kernel that is compiled, or a machine that sleeps, for 800 steps' time."""
+    stall = 800 * reads_weights(1, False)
+    stalls = [0.0] * before + [stall]
+    steps = SimulatedSteps(1, reads_weights, lambda *_: 0.9, one_pass=0.1, device=device, stalls=stalls)
+    steps.run(300)
+    begun, without = steps.now, steps.without
+    steps.run(500)
+    assert 2.5 * (steps.now - begun) < steps.without - without
+
+
+def test_steps_that_are_held_up_again_and_again_are_paid_for() -> None:
+    """For 100 steps' time whenever it guesses: that is what it takes, and nothing that happens to it."""
+    stalls = [100 * reads_weights(1, False)] * 2000
+    steps = SimulatedSteps(1, reads_weights, lambda *_: 0.9, one_pass=0.1, device="cuda", stalls=stalls)
+    steps.run(60_000)
+    assert steps.now < 1.02 * steps.without

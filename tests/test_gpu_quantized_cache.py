@@ -155,7 +155,7 @@ for _ in range(15):
     used = [torch.randint(-(2**62), 2**62, (size,), device=device) for size in 24 * [1 << 23] + 2000 * [1 << 12]]
     torch.cuda.synchronize()
     del used
-    print(len(working_kernels(spec, Inputs(device, torch.float16, "zeros", **kind))))
+    print(len(working_kernels([(spec, Inputs(device, torch.float16, "zeros", **kind))])[0]))
     torch.cuda.synchronize()
 """
 

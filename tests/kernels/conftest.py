@@ -47,7 +47,7 @@ def on_device(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> Callable
 
     def make(folder: Path, **options: Any) -> LLM:
         with monkeypatch.context() as patched:
-            patched.setattr(kvern.worker.worker, "usable_kernels", lambda *_: frozenset(groups))
+            patched.setattr(kvern.worker.worker, "usable_kernels", lambda *_: (frozenset(groups),) * 2)
             if device.type == "cpu":  # a short run takes as long as a chunk
                 monkeypatch.setattr(delta_net, "CHUNK", 16)
             return LLM(str(folder), device=device.type, **options)

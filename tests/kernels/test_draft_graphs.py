@@ -7,11 +7,17 @@ from typing import Any
 import pytest
 import torch
 
+import kvern.worker.prompt_graphs
 from kvern import LLM, SamplingParams
+from kvern.device.device_batch import DeviceRows
+from kvern.worker.cuda_graph import DecodedStep
+from kvern.worker.device_draft_model import parts_of
 from kvern.worker.device_runner import DeviceRunner
-from kvern.worker.draft_graphs import DraftGraphs, ModelSteps
+from kvern.worker.draft_graphs import DraftGraphs, DraftRun, DraftSteps, ModelGraphs, ModelSteps, draft_runs
 from tests.families import make_checkpoint
-from tests.kernels.test_device_engine import OPTIONS
+from tests.kernels.test_device_engine import OPTIONS, answers
+from tests.kernels.test_prompt_graphs import Recorded
+from tests.speculation import AnyLength
 
 pytestmark = pytest.mark.usefixtures("few_products")
 
@@ -27,7 +33,7 @@ def test_a_model_that_drafts_for_itself_is_right(
     make_checkpoint("llama", tmp_path, num_hidden_layers=2)
     params = [SamplingParams(temperature=0.7, seed=seed, max_tokens=9, ignore_eos=True) for seed in range(3)]
     llm = on_device(tmp_path, **OPTIONS)
-    answers = [output.outputs[0].token_ids for output in llm.generate(PROMPTS, params)]
+    found = [output.outputs[0].token_ids for output in llm.generate(PROMPTS, params)]
     for index, (prompt, param) in enumerate(zip(PROMPTS, params, strict=True)):
         llm._engine.add(f"{index}", prompt, param)
     core: Any = llm._engine.core
@@ -35,7 +41,7 @@ def test_a_model_that_drafts_for_itself_is_right(
         llm._engine.step()
     runner = core.executor._worker.runner
     assert isinstance(runner, DeviceRunner)
-    rows, texts = runner._rows, [prompt + answer for prompt, answer in zip(PROMPTS, answers, strict=True)]
+    rows, texts = runner._rows, [prompt + answer for prompt, answer in zip(PROMPTS, found, strict=True)]
     slots = [request.slot for request in sorted(core.scheduler.running, key=lambda request: request.arrival)]
     for slot, text in zip(slots, texts, strict=True):
         rows.tokens[slot, : len(text)] = torch.tensor(text, dtype=torch.int32)
@@ -65,3 +71,103 @@ def test_a_model_that_drafts_for_itself_is_right(
         assert draft(newest) == expected(newest)
         newest = [newest[0] + 4, newest[1] + 1, newest[2] + 2]  # all accepted, none, one of two
         assert draft(newest) == expected(newest)
+
+
+def test_prompts_are_replayed_where_a_model_drafts(
+    tmp_path: Path, on_device: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of the model, and what its draft model catches up with: drafts are right if the keys of prompts are."""
+    make_checkpoint("llama", tmp_path, num_hidden_layers=2)
+    params = [SamplingParams(temperature=0.7, seed=seed, max_tokens=7, ignore_eos=True) for seed in range(3)]
+    expected = answers(on_device(tmp_path, **OPTIONS).generate(PROMPTS, params))
+    monkeypatch.setattr(kvern.worker.prompt_graphs, "DECODES", (4,))
+    monkeypatch.setattr(kvern.worker.prompt_graphs, "TOKENS", (24,))
+    llm = on_device(tmp_path, draft_model=str(tmp_path), prefix_cache=False, **OPTIONS)
+    core: Any = llm._engine.core
+    core.drafting = AnyLength(None, llm._engine.inputs.vocab_size, 3)
+    runner = core.executor._worker.runner
+    drafter, rows, sizes = runner._drafter._drafter, runner._rows, (4, 100, None, None)
+    of_model = Recorded(runner._decoder, runner._attention, rows, *sizes)  # type: ignore[arg-type]
+    of_draft = Recorded(drafter._decoder, drafter._attention, rows, *sizes, samples=False)  # type: ignore[arg-type]
+    steps = ModelSteps(drafter._decoder, drafter._attention, rows, 4)
+    runner._prompt_graphs, drafter.graphs = of_model, ModelGraphs(DraftGraphs(steps, rows), of_draft)
+    for graphs in (of_model, of_draft):
+        graphs.used = []
+        with torch.inference_mode():
+            graphs.capture_next()
+    for _ in range(3):
+        assert answers(llm.generate(PROMPTS, params)) == expected
+    statistics = llm.statistics()
+    assert statistics.accepted_tokens == statistics.draft_tokens > 20
+    assert len(of_model.used) > 2 and len(of_draft.used) > 2
+    core.scheduler.check_integrity()
+
+
+def test_rows_that_are_behind_catch_up_together() -> None:
+    """In as few steps as there are tokens for; single tokens come first, as in any batch."""
+    parts = [*parts_of([(0, 3, 8), (1, 5, 5), (2, 6, 7), (3, 0, 13)], 8)]
+    steps = [[(item.slot, item.start, item.count) for item in part] for part in parts]
+    assert steps == [[(2, 6, 1), (0, 3, 5), (3, 0, 2)], [(3, 2, 8)], [(3, 10, 3)]]
+
+
+class Noted:
+    """A `StepMaker` whose steps are noted, as are graphs of them; everything is one request's."""
+
+    def __init__(self) -> None:
+        self.launched: list[DraftRun] = []
+        self.eager = 0
+
+    def make(self, size: int) -> DraftSteps:
+        def step() -> DecodedStep:
+            self.eager += 1
+            nothing = torch.zeros(0)
+            return DecodedStep(nothing, nothing, nothing, nothing)
+
+        return DraftSteps(step, step, torch.zeros(2, size, dtype=torch.int32), ())
+
+
+@pytest.fixture
+def noted(monkeypatch: pytest.MonkeyPatch) -> tuple[DraftGraphs, Noted]:
+    """Graphs of an engine of 20 rows, none of them captured yet."""
+    maker, rows = Noted(), DeviceRows(20, 64, 32, torch.device("cpu"), scratch_block=0)
+    graphs: Any = DraftGraphs(maker, rows)
+    monkeypatch.setattr(graphs, "_record", lambda run: lambda: maker.launched.append(run.args[1]))
+    return graphs, maker
+
+
+@pytest.mark.parametrize("rows", [1, 3, 8])
+def test_drafts_of_few_rows_are_one_launch_or_two(noted: tuple[DraftGraphs, Noted], rows: int) -> None:
+    """And no graph is launched while it still runs."""
+    graphs, maker = noted
+    while graphs.missing:
+        graphs.capture_next()
+    for count in range(1, 17):
+        maker.launched.clear()
+        graphs.run([*range(rows)], [count] + [1] * (rows - 1))
+        assert sum(run.steps for run in maker.launched) == count
+        assert [run.begins for run in maker.launched] == [True] + [False] * (count > 8)
+        assert len({*maker.launched}) == len(maker.launched)
+    assert maker.eager == 0
+
+
+def test_drafts_of_many_rows_are_a_launch_each(noted: tuple[DraftGraphs, Noted]) -> None:
+    graphs, maker = noted
+    while graphs.missing:
+        graphs.capture_next()
+    graphs.run([*range(9)], [3] * 9)
+    assert maker.launched == [DraftRun(16, 1, True), *[DraftRun(16, 1, False)] * 2]
+
+
+def test_what_is_not_captured_runs_step_by_step(noted: tuple[DraftGraphs, Noted]) -> None:
+    graphs, maker = noted
+    while graphs.missing[0] != DraftRun(8, 8, True):
+        graphs.capture_next()
+    graphs.run([*range(8)], [11] * 8)
+    assert maker.eager == 3 and maker.launched == [DraftRun(8, 8, False)]
+
+
+def test_graphs_are_few_and_the_largest_come_first() -> None:
+    runs = draft_runs(100)
+    assert len({*runs}) == len(runs) == 4 * 9 + 4 * 2
+    assert [run.rows for run in runs] == sorted((run.rows for run in runs), reverse=True)
+    assert runs[0] == DraftRun(128, 1, False) and runs[-1] == DraftRun(1, 1, True)

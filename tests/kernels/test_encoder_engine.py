@@ -21,7 +21,7 @@ SMALL = {"num_hidden_layers": 2}
 @pytest.fixture(autouse=True)
 def all_kernels_work(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
     if device.type == "cpu":
-        monkeypatch.setattr(kvern.worker.encoder_runner, "usable_kernels", lambda *_: ENCODER_GROUPS)
+        monkeypatch.setattr(kvern.worker.encoder_runner, "usable_kernels", lambda *_: (ENCODER_GROUPS, ENCODER_GROUPS))
 
 
 def make(folder: Path, device: torch.device, **options: Any) -> LLM:

@@ -4,10 +4,10 @@ Kernels are not run here, so that answers are zeros; which of them are launched,
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -16,12 +16,19 @@ import kvern.worker.cuda_graph
 import kvern.worker.shared_prefix
 from kvern import LLM, SamplingParams
 from kvern.engine.factory import use_idle_time
+from kvern.engine.proposer import takes_drafts
 from kvern.kernel_list import KERNELS, Inputs
+from kvern.layers.linear_format import LinearMethods
+from kvern.layers.unquantized import Unquantized
+from kvern.model_spec import ModelSpec
 from kvern.models.loader import read_config
 from kvern.models.registry import spec_from_config
 from kvern.structured_output import StructuredOutput
 from kvern.worker.cuda_graph import DecodeGraphs
+from kvern.worker.draft_graphs import DraftGraphs, ModelGraphs, ModelSteps
+from kvern.worker.kernel_choice import Stored, inputs_of, inputs_of_draft
 from kvern.worker.prompt_graphs import PromptGraphs
+from kvern.worker.verify_graphs import VerifyGraphs
 from tests.families import make_checkpoint
 from tests.kernels.recorded import Specialisation, recorded
 from tests.latent_families import LATENT
@@ -75,16 +82,17 @@ class Nothing:
         return lambda *_, **__: None
 
 
-def listed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> dict[Specialisation, list[Any]]:
+def listed(
+    models: Sequence[tuple[ModelSpec, Inputs]], monkeypatch: pytest.MonkeyPatch
+) -> dict[Specialisation, list[Any]]:
     """What a start launches."""
-    inputs = Inputs(torch.device("cpu"), torch.bfloat16, "zeros", block_size=2, adapter_rank=16, adapter_places=3)
-    spec = spec_from_config(read_config(folder))
-    if not spec.attends_to_latents:  # else of an H100, as in the engine
-        inputs.processors = 1  # as the engine counts a CPU's
     with recorded(monkeypatch) as launched:
-        for kernel in KERNELS:
-            for arguments in kernel.launched(spec, inputs):
-                kernel.make(spec, inputs, *arguments).launch()
+        for spec, inputs in models:
+            if not spec.attends_to_latents:  # else of an H100, as in the engine
+                inputs.processors = 1  # as the engine counts a CPU's
+            for kernel in KERNELS:
+                for arguments in kernel.launched(spec, inputs):
+                    kernel.make(spec, inputs, *arguments).launch()
     return launched
 
 
@@ -109,6 +117,16 @@ def take_graphs(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     runner._graphs = DecodeGraphs(
         runner._decoder, runner._attention, runner._rows, 2, runner._attention.prefix_members, bank, runner._states
     )
+    drafter = runner._drafter._drafter
+    if drafter is not None:
+        sizes = 2, OPTIONS["max_batch_tokens"], None, runner._graphs.stream
+        runner._verify_graphs = VerifyGraphs(runner._decoder, runner._attention, runner._rows, *sizes)
+        runner._verify_graphs._kept.fill_(1)  # which no kernel does here
+        of_draft = drafter._decoder, drafter._attention, runner._rows, 2
+        drafts, read = DraftGraphs(ModelSteps(*of_draft), runner._rows), OPTIONS["max_batch_tokens"]
+        drafts.stream = runner._graphs.stream
+        prompts = PromptGraphs(*of_draft, read, None, drafts.stream, samples=False)
+        drafter.graphs = ModelGraphs(drafts, prompts)
     if runner._states is None:
         runner._prompt_graphs = PromptGraphs(
             runner._decoder, runner._attention, runner._rows, 2, OPTIONS["max_batch_tokens"], None, None
@@ -163,9 +181,51 @@ def test_what_is_launched_was_launched_at_start(
         use_everything(llm, adapter)
         take_graphs(llm, monkeypatch)
         use_everything(llm, adapter)
-    known = listed(folder, monkeypatch)  # behind the engine, which the interpreter gives shorter chunks
+    spec = spec_from_config(read_config(folder))
+    inputs = Inputs(torch.device("cpu"), torch.bfloat16, "zeros", block_size=2, adapter_rank=16, adapter_places=3)
+    known = listed([(spec, inputs)], monkeypatch)  # behind the engine, which the interpreter gives shorter chunks
     names = {name for name, _ in launched}
     attention = {"_prefill_attention_kernel", "_prefix_attention_kernel"}
     assert names >= {"_sample_chunk_kernel"} | ({"_join_latents_kernel"} if family in LATENT else attention)
+    missing = [f"{name} {form}" for name, form in launched if (name, form) not in known]
+    assert not missing, "\n".join(missing)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("quantization", [None, "int4", "int8", "fp8"])
+def test_what_a_draft_model_launches_was_launched_at_start(
+    quantization: Literal["int4", "int8", "fp8"] | None,
+    tmp_path: Path,
+    on_device: Callable[..., LLM],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its sizes are others than the model's."""
+    make_checkpoint("llama", tmp_path / "model")
+    sizes = {"hidden_size": 128, "intermediate_size": 384, "num_attention_heads": 8, "num_key_value_heads": 2}
+    make_checkpoint("qwen3", tmp_path / "draft", **sizes, head_dim=32, num_hidden_layers=2)
+    monkeypatch.setattr(torch, "empty", zeroed(torch.empty))
+    monkeypatch.setattr(torch, "empty_like", zeroed(torch.empty_like))
+    monkeypatch.setattr(kvern.worker.shared_prefix, "LEAST_KEYS", 64)
+    options = OPTIONS | {"draft_model": str(tmp_path / "draft"), "draft_quantization": quantization}
+    with recorded(monkeypatch) as launched:
+        llm = on_device(tmp_path / "model", **options)
+        core: Any = llm._engine.core
+        core.drafting.wanted = lambda _: lambda request: 3 * takes_drafts(request)
+        use_everything(llm, None)
+        take_graphs(llm, monkeypatch)
+        use_everything(llm, None)
+    assert llm.statistics().draft_tokens > 0
+    worker = core.executor._worker
+    config, device = worker._config, torch.device("cpu")
+    draft = worker._stored_draft(worker._draft)
+    model = Stored(worker._spec, LinearMethods(Unquantized()))
+    known = listed(
+        [
+            (model.spec, inputs_of(config, torch.bfloat16, device, model, drafts=True)),
+            (draft.spec, inputs_of_draft(config, torch.bfloat16, device, draft)),
+        ],
+        monkeypatch,
+    )
+    assert "_begin_drafts_kernel" in {name for name, _ in launched}
     missing = [f"{name} {form}" for name, form in launched if (name, form) not in known]
     assert not missing, "\n".join(missing)

@@ -19,9 +19,8 @@ triton.runtime.driver.set_active(kernel_processes.TargetDriver(GPUTarget("cuda",
 norms = [kernel for kernel in KERNELS if kernel.group == "norm"]
 kernel_processes.kernels_of = lambda spec: norms
 spec, inputs = spec_of("llama", LARGE_MODELS), Inputs(torch.device("cpu"), torch.bfloat16, "zeros")
-kernel_processes.compile_in_processes(spec, inputs)
 coded = Inputs(torch.device("cpu"), torch.bfloat16, "zeros", cache_dtype=torch.int8)
-kernel_processes.compile_in_processes(spec, coded)
+kernel_processes.compile_in_processes([(spec, inputs), (spec, coded)])
 
 found = []
 triton.knobs.compilation.listener = lambda *, cache_hit, **_: found.append(cache_hit)

@@ -108,7 +108,7 @@ class Nothing:
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """That of a model; engines made now have their batch on the device, and capture steps."""
     groups = frozenset(kernel.group for kernel in KERNELS if not kernel.group.startswith("hopper"))
-    monkeypatch.setattr(kvern.worker.worker, "usable_kernels", lambda *_: groups)
+    monkeypatch.setattr(kvern.worker.worker, "usable_kernels", lambda *_: (groups, groups))
     for name in ("Stream", "graph_pool_handle"):
         monkeypatch.setattr(torch.cuda, name, Nothing)
     monkeypatch.setattr(kvern.worker.cuda_graph, "capture", repeated)

@@ -60,6 +60,9 @@ LOOKED_AT = 8
 """Of steps while nobody gets any, one in so many is learnt from."""
 LARGEST_FIRST_LOSS = 2
 """What the first step of its size may draw from the balance, in the same: what it makes is made once."""
+LARGEST_LOSS = 12
+"""What a step may draw at most, in the same, unless another drew more of late: what holds one up so long, as a machine
+that sleeps, or something that is made once, seldom comes twice."""
 LONGEST = 5.0
 """Times what was expected: of a step that took longer, something else held up the rest."""
 
@@ -164,6 +167,8 @@ class DraftCosts:
         """Tokens of an answer, and what a drafter takes for each token of a prompt."""
         self._balance: float | None = None
         """Seconds that drafts may still lose; None: it is not known yet what steps take."""
+        self._forgiven = 0.0
+        """Seconds of a step that drew more than `LARGEST_LOSS`; the time that passes makes up for them, too."""
         self._since_plain = self._since_drafts = 0
         """Steps behind the last without drafts, and with."""
         self._resting = self._running = 0
@@ -175,6 +180,7 @@ class DraftCosts:
         if balance is None or (balance > 0 and not self._resting) or self._since_drafts % LOOKED_AT == 0:
             return False
         self._since_drafts += 1
+        self._forgiven = max(0.0, self._forgiven - ALLOWED * seconds)
         self._balance = balance + ALLOWED * seconds - proposing
         return True
 
@@ -204,8 +210,17 @@ class DraftCosts:
             plain, gained = self._plain.of(max(1, step.decodes)), self._gained(step)
             if is_first:
                 gained = max(gained, -LARGEST_FIRST_LOSS * plain)
-            gained -= step.proposing
+            gained = self._forgive(gained - step.proposing, step.seconds, plain)
             self._balance = min(self._balance + gained, max(self._balance, LARGEST_BALANCE * plain))
+
+    def _forgive(self, gained: float, seconds: float, plain: float) -> float:
+        """What counts of what a step gained, or lost: of one that lost far more than others of late, a part."""
+        self._forgiven = max(0.0, self._forgiven - ALLOWED * seconds)
+        most = LARGEST_LOSS * plain
+        if self._forgiven or gained >= -most:
+            return gained
+        self._forgiven = min(-gained - most, LARGEST_BALANCE * plain)
+        return -most
 
     def _gained(self, step: TimedStep) -> float:
         """Seconds that a step took less than its tokens would have taken without drafts, and those that it may lose."""

@@ -4,7 +4,7 @@ Where a row's newest token is, the device says. What the host knows is a bound: 
 or less, and from the token before the newest each row goes on; that one may have keys already and gets the same again.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -17,9 +17,28 @@ from kvern.models.decoder import Decoder
 from kvern.sample.rejection import Drawn
 from kvern.step import ScheduledTokens, SchedulerOutput
 from kvern.worker.device_sampling import sample_plain
-from kvern.worker.draft_graphs import MOST_ROWS, DraftGraphs
+from kvern.worker.draft_graphs import MOST_ROWS, ModelGraphs
 from kvern.worker.draft_keys import DraftKeys
 from kvern.worker.drafter import ComputedStep
+
+
+def parts_of(behind: Sequence[tuple[int, int, int]], most: int) -> Iterator[list[ScheduledTokens]]:
+    """Steps of `most` tokens at most that compute rows, each from a first token to before another: (row, first, end).
+
+    Those of a single token come first in each, as batches have them.
+    """
+    part: list[ScheduledTokens] = []
+    room = most
+    for slot, first, end in behind:
+        while first < end:
+            count = min(end - first, room)
+            part.append(ScheduledTokens(slot, first, count, 1))
+            first, room = first + count, room - count
+            if not room:
+                yield sorted(part, key=lambda item: item.count > 1)
+                part, room = [], most
+    if part:
+        yield sorted(part, key=lambda item: item.count > 1)
 
 
 class DeviceDraftModel:
@@ -34,10 +53,10 @@ class DeviceDraftModel:
         rows: DeviceRows,
         block_size: int,
         max_tokens: int,
-        graphs: DraftGraphs | None = None,
+        graphs: ModelGraphs | None = None,
         drawn: Drawn | None = None,
     ) -> None:
-        """`graphs`: of steps that do not catch up. `drawn`: where it keeps what it draws from, outside of graphs."""
+        """`graphs`: of its steps. `drawn`: where it keeps what it draws from, outside of graphs."""
         self._decoder, self._attention, self._rows = decoder, attention, rows
         self._block_size, self._max_tokens, self.drawn = block_size, max_tokens, drawn
         self._keys = DraftKeys(len(rows.requests), attention.caches[0].shape[1], block_size)
@@ -56,22 +75,24 @@ class DeviceDraftModel:
         """What `Drafter` does."""
         if self.drawn is not None:
             self.drawn.clear()
+        behind: list[tuple[int, int, int]] = []
         runs: list[tuple[int, int, int]] = []
         for item in step.scheduled:
             if not item.guesses:
                 continue
             slot, most = item.slot, item.start + item.count
             if item.sampled <= 1:  # else it was guessed for behind the step before, and lacks the last two at most
-                self._catch_up(slot, self._keys.reach(slot), most - item.sampled)
+                behind.append((slot, self._keys.reach(slot), most - item.sampled))
             certain = most - max(item.sampled - 1, 0)
             self._least[slot] = self._least[slot] + 1 if item.uncertain else certain
             self._keys.computed(slot, self._least[slot] + bool(item.sampled))
             if item.sampled:
                 runs.append((item.guesses, slot, most))
+        self._catch_up(behind)
         if self.graphs is not None:
             for first in range(0, len(runs), MOST_ROWS):
                 part = runs[first : first + MOST_ROWS]
-                self.graphs.run([slot for _, slot, _ in part], [guesses for guesses, *_ in part])
+                self.graphs.drafts.run([slot for _, slot, _ in part], [guesses for guesses, *_ in part])
             return
         if not runs:
             return
@@ -88,11 +109,11 @@ class DeviceDraftModel:
             ]
             self._decode(scheduled, newest[:going] + first)
 
-    def _catch_up(self, slot: int, first: int, end: int) -> None:
-        """Compute a row's tokens from `first` to before `end`, of which nothing is wanted but their keys."""
-        for start in range(first, end, self._max_tokens):
-            part = [ScheduledTokens(slot, start, min(self._max_tokens, end - start), 1)]
-            self._run(build_device_batch(self._rows, part, self._block_size))
+    def _catch_up(self, behind: Sequence[tuple[int, int, int]]) -> None:
+        """Compute what rows are behind with, of which nothing is wanted but the keys; as `parts_of`."""
+        for part in parts_of(behind, self._max_tokens):
+            if self.graphs is None or self.graphs.prompts.run(part) is None:
+                self._run(build_device_batch(self._rows, part, self._block_size))
 
     def _decode(self, scheduled: Sequence[ScheduledTokens], starts: torch.Tensor) -> None:
         """Write what follows the last token of each entry, which begins at `starts` [R] int32 on the device."""

@@ -196,10 +196,11 @@ class DeviceRunner:
         verified = self._replay_drafts(scheduled, wanted, adapted) if drafting or not decodes else None
         if verified is not None:
             return verified
-        if self._prompt_graphs is not None and not (decodes or adapted or uncertain or drafting):
+        is_read = drafting and self._drafter.reads_hidden
+        if self._prompt_graphs is not None and not (decodes or adapted or uncertain or is_read):
             step = self._replay_prompts(self._prompt_graphs, scheduled, wanted)
             if step is not None:
-                return step, None
+                return step, self._behind_prompts(scheduled) if drafting else None
         batch = build_device_batch(self._rows, scheduled, self._block_size)
         is_last = self._ranks.stage.is_last
         runs = prompt_runs(self._rows, batch) if is_last else []
@@ -294,6 +295,12 @@ class DeviceRunner:
         logits = self._decoder.whole_logits(outputs.logits[:count])
         decoded = DecodedStates(outputs.hidden[:count], graph.slots[:count], outputs.positions[:count], logits)
         return self._sample(scheduled, sampled_tokens(scheduled).slots, decoded, needs, None, None)
+
+    def _behind_prompts(self, scheduled: Sequence[ScheduledTokens]) -> ComputedStep:
+        """What a drafter is told of a step that was replayed, and that began where the host said."""
+        starts = self._rows.starts(scheduled)
+        self._rows.advance(scheduled, starts)
+        return ComputedStep(scheduled, starts, None, None)
 
     def _sample(
         self,

@@ -1,17 +1,19 @@
-"""Steps that draft on a GPU, each a CUDA graph: from rows and counts on the device to drafts in the rows.
+"""Steps that draft on a GPU as CUDA graphs: from rows and counts on the device to drafts in the rows.
 
     first   what the newest token of each row leads to. A draft model reads it, and the one before it: that was the last
             draft of the step before, which was never read, if all were accepted. A head (`head_graphs.py`) has read it
     others  the draft written by the step before; rows that have all their drafts pad
 
-A host launches as many as the longest run of drafts takes, and waits for none.
+Of few rows a step is short, and to launch a graph takes a host longer, above all one that still runs: there a graph
+holds a whole run of steps, the first among them, or many of the others. Of more rows each step is a graph. A host
+launches as many as the longest run of drafts takes, and waits for none.
 """
 
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -22,14 +24,44 @@ from kvern.kernels.drafts import begin_drafts, write_drafts
 from kvern.models.decoder import Decoder
 from kvern.worker.cuda_graph import DecodedStep, capture
 from kvern.worker.device_sampling import sample_plain
+from kvern.worker.drafter import Captures
+from kvern.worker.prompt_graphs import PromptGraphs
 
 MOST_ROWS = 256
 """Of one step; more are drafted for in several."""
+FEW_ROWS = 8
+"""Of which runs of steps are captured."""
+LONGEST_RUN = 8
+"""Steps of such a run; what is longer is a short one, and others of so many behind it."""
 
 
 def padded_rows(rows: int) -> int:
     """The rows of the steps that draft for so many: a power of two."""
     return 1 << (rows - 1).bit_length()
+
+
+class DraftRun(NamedTuple):
+    """So many steps in a row for so many rows, the first among them or all of them others."""
+
+    rows: int
+    steps: int
+    begins: bool
+
+
+def longest_run(rows: int) -> int:
+    """Steps that a graph for so many rows holds at most."""
+    return LONGEST_RUN if rows <= FEW_ROWS else 1
+
+
+def draft_runs(rows: int) -> list[DraftRun]:
+    """All graphs of an engine that drafts for so many rows at once; the largest first, in whose memory others fit."""
+    largest = padded_rows(min(rows, MOST_ROWS))
+    runs = []
+    for size in (1 << power for power in reversed(range(largest.bit_length()))):
+        longest = longest_run(size)
+        runs += [DraftRun(size, longest, begins=False)]
+        runs += [DraftRun(size, steps, begins=True) for steps in reversed(range(1, longest + 1))]
+    return runs
 
 
 @dataclass
@@ -39,8 +71,8 @@ class DraftSteps:
     asked  [2 or more, R] int32, as for `begin_drafts`, and behind it what else `first` is told of each row
     """
 
-    first: Callable[[], Any]
-    following: Callable[[], Any]
+    first: Callable[[], DecodedStep]
+    following: Callable[[], DecodedStep]
     asked: torch.Tensor
     read: Sequence[torch.Tensor]
     """What else they read and write: a graph has no hold on its memory."""
@@ -61,20 +93,18 @@ class DraftGraphs:
 
     def __init__(self, maker: StepMaker, rows: DeviceRows) -> None:
         self._maker, self._device = maker, rows.device
-        self._stream: torch.cuda.Stream | None = None
-        self._pool: Any = None
+        self.stream: torch.cuda.Stream | None = None
+        self.pool: Any = None
         if rows.device.type == "cuda":
-            self._pool, self._stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream(rows.device)  # type: ignore[no-untyped-call]
-        largest = padded_rows(min(rows.scratch, MOST_ROWS))
-        self.missing = deque(1 << size for size in reversed(range(largest.bit_length())))
+            self.pool, self.stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream(rows.device)  # type: ignore[no-untyped-call]
+        self.missing = deque(draft_runs(rows.scratch))
         self._steps: dict[int, DraftSteps] = {}
+        self._graphs: dict[DraftRun, Callable[[], None]] = {}
 
     def capture_next(self) -> None:
         """Capture the next of those that are `missing`."""
-        size = self.missing.popleft()
-        steps = self._maker.make(size)
-        steps.first, steps.following = self._record(steps.first), self._record(steps.following)
-        self._steps[size] = steps
+        run = self.missing.popleft()
+        self._graphs[run] = self._record(partial(_run_eagerly, self._steps_of(run.rows), run))
 
     def run(self, slots: Sequence[int], drafts: Sequence[int], *others: Sequence[int]) -> None:
         """Write so many drafts behind the newest tokens of these rows, at most MOST_ROWS, without waiting.
@@ -82,23 +112,60 @@ class DraftGraphs:
         `others`: what else is `asked` of each row.
         """
         size = padded_rows(len(slots))
-        steps = self._steps.get(size)
-        if steps is None:
-            steps = self._steps[size] = self._maker.make(size)
+        steps = self._steps_of(size)
         padding = [0] * (size - len(slots))
         written = [number for numbers in (slots, drafts, *others) for number in (*numbers, *padding)]
         if written != steps.written:
             steps.asked.copy_(upload(written, torch.int32, self._device).view(-1, size))
             steps.written = written
-        steps.first()
-        for _ in range(max(drafts) - 1):
-            steps.following()
+        whole, short = divmod(max(drafts) - 1, longest_run(size))
+        self._replay(steps, DraftRun(size, short + 1, begins=True))
+        for _ in range(whole):
+            self._replay(steps, DraftRun(size, longest_run(size), begins=False))
 
-    def _record(self, step: Callable[[], DecodedStep]) -> Callable[[], None]:
-        """Whatever repeats the step."""
-        assert self._stream is not None, "graphs are those of a GPU"
-        graph, _ = capture(step, self._pool, self._stream)
+    def _steps_of(self, size: int) -> DraftSteps:
+        steps = self._steps.get(size)
+        if steps is None:
+            steps = self._steps[size] = self._maker.make(size)
+        return steps
+
+    def _replay(self, steps: DraftSteps, run: DraftRun) -> None:
+        graph = self._graphs.get(run)
+        if graph is None:
+            _run_eagerly(steps, run)
+        else:
+            graph()
+
+    def _record(self, run: Callable[[], DecodedStep]) -> Callable[[], None]:
+        """Whatever repeats the steps."""
+        assert self.stream is not None, "graphs are those of a GPU"
+        graph, _ = capture(run, self.pool, self.stream)
         return graph.replay
+
+
+def _run_eagerly(steps: DraftSteps, run: DraftRun) -> DecodedStep:
+    """What the last of the steps leaves."""
+    found = steps.first() if run.begins else steps.following()
+    for _ in range(run.steps - 1):
+        found = steps.following()
+    return found
+
+
+class ModelGraphs:
+    """The `Captures` of a draft model: its steps that draft, and small ones that read prompts before."""
+
+    def __init__(self, drafts: DraftGraphs, prompts: PromptGraphs) -> None:
+        self.drafts, self.prompts = drafts, prompts
+
+    @property
+    def missing(self) -> deque[Any]:
+        """What `Captures` does."""
+        return self.drafts.missing or self.prompts.missing
+
+    def capture_next(self) -> None:
+        """What `Captures` does."""
+        graphs: Captures = self.drafts if self.drafts.missing else self.prompts
+        graphs.capture_next()
 
 
 class ModelSteps:

@@ -22,7 +22,7 @@ from kvern.models.encoder import Encoder
 from kvern.models.loader import choose_dtype, load_encoder, read_config
 from kvern.request import PromptInput
 from kvern.worker.device import check_dtype, check_encoder, check_weights_fit, resolve_device
-from kvern.worker.kernel_choice import settle_threads, usable_kernels
+from kvern.worker.kernel_choice import Stored, settle_threads, usable_kernels
 from kvern.worker.memory import MARGIN_BYTES, DeviceMemory
 from kvern.worker.plan import CPU_KERNELS, Findings, Layout, Plan, agree, resolve_max_model_len
 from kvern.worker.startup import Startup
@@ -100,7 +100,7 @@ def start_encoder(
         check_weights_fit(spec, dtype, memory, methods)
     else:
         torch.set_num_threads(config.threads or cpu_threads())
-    kernels = usable_kernels(config, spec, dtype, device, startup, methods)
+    kernels, _ = usable_kernels(config, dtype, device, startup, Stored(spec, methods))
     if "texts" not in kernels and not kernels >= CPU_KERNELS:
         kernels = frozenset()  # the layers' kernels write keys and values for that of attention
     if all(layer.rope is None for layer in spec.layers):

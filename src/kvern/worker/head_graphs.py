@@ -19,7 +19,7 @@ from kvern.kernels.sampling import sample
 from kvern.models.draft_head import DraftHead
 from kvern.step import ScheduledTokens
 from kvern.worker.cuda_graph import DecodedStep
-from kvern.worker.draft_graphs import MOST_ROWS, DraftGraphs, DraftSteps
+from kvern.worker.draft_graphs import MOST_ROWS, DraftGraphs, DraftRun, DraftSteps
 
 PADDING = 2
 """Runs of a graph that verifies drafts which belong to nobody."""
@@ -99,7 +99,7 @@ class HeadGraphs:
         self.reader, self._graphs = reader, DraftGraphs(reader, rows)
 
     @property
-    def missing(self) -> deque[int]:
+    def missing(self) -> deque[DraftRun]:
         """What `Captures` does."""
         return self._graphs.missing
 

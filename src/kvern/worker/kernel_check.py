@@ -1,4 +1,5 @@
-"""Compiles the kernels that a model needs, in parallel, before its weights are there; names the groups that work.
+"""Compiles the kernels that a model and its draft model need, in parallel, before weights are there; names the groups
+that work.
 
 Each is launched once on small inputs with the head sizes, widths and dtype of the model, in every form that a step can
 take, so that what serving launches is compiled already. A kernel that does not compile or run is left to PyTorch, with
@@ -6,7 +7,8 @@ a warning that names its group.
 """
 
 import logging
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -22,14 +24,14 @@ logger = logging.getLogger("kvern")
 THREADS = 8
 
 
-def working_kernels(spec: ModelSpec, inputs: Inputs) -> frozenset[str]:
-    """Launch every kernel once and return the groups all of whose kernels work on this device."""
-    device = inputs.device
+def working_kernels(models: Sequence[tuple[ModelSpec, Inputs]]) -> list[frozenset[str]]:
+    """Launch every kernel once and return, for each model, the groups all of whose kernels work on this device."""
+    device = models[0][1].device
     if device.type == "cuda":
         ahead.finish()
-        compile_in_processes(spec, inputs)
+        compile_in_processes(models)
 
-    def launch(kernel: Kernel, arguments: tuple[Any, ...]) -> None:
+    def launch(kernel: Kernel, spec: ModelSpec, inputs: Inputs, arguments: tuple[Any, ...]) -> None:
         call = kernel.make(spec, inputs, *arguments)
         # Launches of other threads lie between these, and some begin before their predecessors end: a kernel finds its
         # inputs made, and nobody gets their memory before it ended.
@@ -40,22 +42,36 @@ def working_kernels(spec: ModelSpec, inputs: Inputs) -> frozenset[str]:
     use = partial(torch.cuda.set_device, device) if device.type == "cuda" else None  # a thread begins at the first
     with ThreadPoolExecutor(THREADS, initializer=use) as pool:
         running = [
-            (kernel.group, pool.submit(launch, kernel, arguments))
-            for kernel in kernels_of(spec)
-            for arguments in kernel.launched(spec, inputs)
+            [
+                (kernel.group, pool.submit(launch, kernel, spec, inputs, arguments))
+                for kernel in kernels_of(spec)
+                for arguments in kernel.launched(spec, inputs)
+            ]
+            for spec, inputs in models
         ]
-        broken: dict[str, BaseException] = {}
-        for group, future in running:
-            error = future.exception()
-            if error is not None:
-                broken.setdefault(group, error)
+        broken = [_broken(launches) for launches in running]
     if device.type == "cuda":
         torch.cuda.empty_cache()
-    for name, error in broken.items():
+    for name, error in {name: error for errors in reversed(broken) for name, error in errors.items()}.items():
         reason = (str(error) or type(error).__name__).splitlines()[0]
         logger.warning("the kernels for %s do not work here, PyTorch does their work: %s", name, reason)
-    known = (kernel.group for kernel in kernels_of(spec))
-    return frozenset(group for group in known if inputs.hopper or not group.startswith("hopper")) - frozenset(broken)
+    return [_known(*model) - frozenset(errors) for model, errors in zip(models, broken, strict=True)]
+
+
+def _broken(launches: Sequence[tuple[str, Future[None]]]) -> dict[str, BaseException]:
+    """The groups of those that fail, with the first error of each."""
+    broken: dict[str, BaseException] = {}
+    for group, future in launches:
+        error = future.exception()
+        if error is not None:
+            broken.setdefault(group, error)
+    return broken
+
+
+def _known(spec: ModelSpec, inputs: Inputs) -> frozenset[str]:
+    """All groups that a model may launch on such a device."""
+    groups = (kernel.group for kernel in kernels_of(spec))
+    return frozenset(group for group in groups if inputs.hopper or not group.startswith("hopper"))
 
 
 def _wait(device: torch.device) -> None:

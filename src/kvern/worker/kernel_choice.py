@@ -1,6 +1,8 @@
 """Which of kvern's own kernels steps on a device use, and who has the cores of a CPU beside them."""
 
 import contextlib
+import dataclasses
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -24,6 +26,9 @@ from kvern.worker.plan import (
     Plan,
 )
 from kvern.worker.startup import Startup
+
+if TYPE_CHECKING:
+    from kvern.kernel_list import Inputs
 
 CPU_DTYPES = (torch.float32, torch.bfloat16)
 """Of models that kernels of a CPU compute."""
@@ -52,35 +57,57 @@ def settle_threads(config: EngineConfig, plan: Plan, model: WeightedModel) -> No
         )
 
 
+class Stored(NamedTuple):
+    """A model as its steps multiply: what it is made of, how its weights are stored, and who shares it."""
+
+    spec: ModelSpec
+    methods: LinearMethods
+    ranks: Ranks = ALONE
+
+
 def usable_kernels(
     config: EngineConfig,
-    spec: ModelSpec,
     dtype: torch.dtype,
     device: torch.device,
     startup: Startup,
-    methods: LinearMethods,
+    model: Stored,
+    draft: Stored | None = None,
     drafts: bool = False,
-    ranks: Ranks = ALONE,
-) -> frozenset[str]:
-    """The groups of kernels that the options allow and that work on this device. Raises ConfigError."""
+) -> tuple[frozenset[str], frozenset[str]]:
+    """The groups of kernels that the options allow and that work on this device, for a model and for its draft model.
+
+    `drafts`: some are verified. Raises ConfigError.
+    """
     if device.type == "cpu" and config.cpu_kernels and dtype in CPU_DTYPES:
         with startup.stage("kernels"):
             if config.deterministic:  # it cannot do without
                 with contextlib.suppress(BuildError, OSError):
                     build(config.cache_folder)
             groups = working_groups(config.cache_folder, torch.get_num_threads())
-            return groups if config.executor == "processes" else groups - RANK_KERNELS  # machines share no memory
+            groups = groups if config.executor == "processes" else groups - RANK_KERNELS  # machines share no memory
+            return groups, groups
     if device.type != "cuda" or not config.triton_kernels:
-        return frozenset()
+        return frozenset(), frozenset()
     from kvern.device.measurements import keep_builds
-    from kvern.kernel_list import Inputs
-    from kvern.kernel_list.quantized import packed_kinds
     from kvern.worker.kernel_check import working_kernels
 
-    check_head_dim(config, spec)
+    check_head_dim(config, model.spec)
     keep_builds(config.cache_folder)
-    on_meta = Build(dtype, torch.device("meta"), 1, linear=methods, ranks=ranks)
-    inputs = Inputs(
+    launched = [(model.spec, inputs_of(config, dtype, device, model, drafts))]
+    if draft is not None:
+        launched.append((draft.spec, inputs_of_draft(config, dtype, device, draft)))
+    with startup.stage("kernels"):
+        working = working_kernels(launched)
+    return working[0], working[-1]
+
+
+def inputs_of(config: EngineConfig, dtype: torch.dtype, device: torch.device, model: Stored, drafts: bool) -> "Inputs":
+    """What kernels are launched on at a start, by a model of which some `drafts` are verified."""
+    from kvern.kernel_list import Inputs
+    from kvern.kernel_list.quantized import packed_kinds
+
+    on_meta = Build(dtype, torch.device("meta"), 1, linear=model.methods, ranks=model.ranks)
+    return Inputs(
         device,
         dtype,
         "zeros",
@@ -90,9 +117,13 @@ def usable_kernels(
         adapter_rank=config.max_adapter_rank if config.adapter_places else 0,
         adapter_places=config.adapter_places,
         cache_dtype=getattr(torch, EIGHT_BIT.get(config.kv_cache_dtype, ""), None),
-        packed=() if spec.encoder is not None else packed_kinds(spec, on_meta),
+        packed=() if model.spec.encoder is not None else packed_kinds(model.spec, on_meta),
         drafts=drafts,
         ranks=(ranks.rank, ranks.size),
     )
-    with startup.stage("kernels"):
-        return working_kernels(spec, inputs)
+
+
+def inputs_of_draft(config: EngineConfig, dtype: torch.dtype, device: torch.device, draft: Stored) -> "Inputs":
+    """The same of a draft model, whose cache is never of 8 bits and which has no adapters."""
+    config = dataclasses.replace(config, kv_cache_dtype="auto", adapters={}, max_adapters=None)
+    return inputs_of(config, dtype, device, draft, drafts=True)

@@ -37,7 +37,7 @@ from kvern.worker.contents import Contents
 from kvern.worker.device_draft_model import DeviceDraftModel
 from kvern.worker.device_runner import DeviceRunner
 from kvern.worker.device_states import DeviceStateMemory
-from kvern.worker.draft_graphs import MOST_ROWS, DraftGraphs, ModelSteps, padded_rows
+from kvern.worker.draft_graphs import MOST_ROWS, DraftGraphs, ModelGraphs, ModelSteps, draft_runs, padded_rows
 from kvern.worker.drafter import Drafter
 from kvern.worker.graph_captures import captures
 from kvern.worker.head_drafter import HeadDrafter
@@ -48,13 +48,14 @@ from kvern.worker.memory import (
     DeviceMemory,
     bytes_of_draft,
     bytes_of_drafting,
+    bytes_of_reading,
     bytes_of_state,
     bytes_of_token,
     cache_bytes,
     report_others,
 )
 from kvern.worker.plan import Layout, Plan, Room
-from kvern.worker.prompt_graphs import prompt_steps
+from kvern.worker.prompt_graphs import PromptGraphs, prompt_steps, reading_steps
 from kvern.worker.startup import Startup
 from kvern.worker.step_parts import StepTooLarge
 from kvern.worker.verify_graphs import verify_steps
@@ -185,17 +186,27 @@ class KernelParts:
             graphs = HeadGraphs(HeadSteps(decoder, attention, rows, size), rows) if captures else None
             build, draw = partial(_build_batch, rows, size), partial(_draw, rows)
             return HeadDrafter(decoder, attention, rows, build, draw, graphs, drawn=drawn)
-        steps = ModelSteps(decoder, attention, rows, size)
-        model_graphs = DraftGraphs(steps, rows) if captures else None
-        return DeviceDraftModel(decoder, attention, rows, size, layout.max_batch_tokens, model_graphs, drawn)
+        most, model_graphs = layout.max_batch_tokens, None
+        if captures:
+            drafts = DraftGraphs(ModelSteps(decoder, attention, rows, size), rows)
+            reads = 0 if attention.deterministic or not attention.reads_device_starts else most
+            assert drafts.stream is not None, "of a GPU"
+            of_drafts = drafts.pool, drafts.stream
+            prompts = PromptGraphs(decoder, attention, rows, size, reads, *of_drafts, samples=False)
+            model_graphs = ModelGraphs(drafts, prompts)
+        return DeviceDraftModel(decoder, attention, rows, size, most, model_graphs, drawn)
 
     def _drafting_bytes(self, draft: Decoder | DraftHead | MedusaHeads) -> int:
         """What the steps of a draft model or head take beside those of the model."""
         rows = padded_rows(min(self._plan.max_batch_requests, MOST_ROWS))
         captured = self._config.cuda_graphs and not isinstance(draft, MedusaHeads)
+        steps = sum(run.steps for run in draft_runs(rows)) if captured else 0
         drawn = MOST_ROWS if self._config.acceptance == "rejection" else 0
         size = self._dtype.itemsize
-        taken = bytes_of_drafting(draft.spec, size, rows, 2 * rows.bit_length() if captured else 0, drawn)
+        taken = bytes_of_drafting(draft.spec, size, rows, steps, drawn)
+        if captured and isinstance(draft, Decoder):
+            reading = reading_steps(self._plan.max_batch_tokens, self._plan.max_model_len)
+            taken += bytes_of_reading(draft.spec, size, [step.tokens for step in reading])
         if isinstance(draft, DraftHead) and draft.layer_inputs() is not None:
             taken += 2 * self._plan.max_batch_tokens * draft.head.state_size * size  # of two steps, kept and joined
         return taken

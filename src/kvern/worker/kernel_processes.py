@@ -65,22 +65,30 @@ class TargetDriver:
         return torch.device("cpu")
 
 
-def compile_in_processes(spec: ModelSpec, inputs: Inputs) -> None:
-    """Compile what is launched on `inputs`, of a GPU, if nobody has: then a launch finds it in Triton's cache.
+def compile_in_processes(models: Sequence[tuple[ModelSpec, Inputs]]) -> None:
+    """Compile what models launch on their inputs, of a GPU, if nobody has: then a launch finds it in Triton's cache.
 
     What does not compile is left for the launch to report.
     """
     target = triton.runtime.driver.active.get_current_target()
-    forms = [(kernel, given) for kernel in kernels_of(spec) for given in kernel.launched(spec, inputs)]
-    done = _mark(spec, inputs, forms, target)
-    if target.backend != "cuda" or done.exists() or "fork" not in multiprocessing.get_all_start_methods():
+    if target.backend != "cuda" or "fork" not in multiprocessing.get_all_start_methods():
         return
     if multiprocessing.current_process().daemon:  # it may have no processes
         return
-    host = inputs.without_device()
+    forms: list[tuple[Kernel, Callable[[], None]]] = []
+    marks = []
+    for spec, inputs in models:
+        launched = [(kernel, given) for kernel in kernels_of(spec) for given in kernel.launched(spec, inputs)]
+        mark = _mark(spec, inputs, launched, target)
+        if not mark.exists():
+            marks.append(mark)
+            host = inputs.without_device()
+            forms += [(kernel, partial(_launch, kernel, spec, host, given)) for kernel, given in launched]
+    if not forms:
+        return
     order = {group: place for place, group in enumerate(LONGEST)}
     longest_first = sorted(forms, key=lambda form: order.get(form[0].group, len(LONGEST)))
-    launches = [partial(_launch, kernel, spec, host, given) for kernel, given in longest_first]
+    launches = [launch for _, launch in longest_first]
     context = multiprocessing.get_context("fork")
     following = context.Value("i", 0)
     count = min(MOST_PROCESSES, len(os.sched_getaffinity(0)), len(launches))
@@ -97,8 +105,9 @@ def compile_in_processes(spec: ModelSpec, inputs: Inputs) -> None:
             process.kill()
             process.join()
     if not any(process.exitcode for process in processes):
-        done.parent.mkdir(parents=True, exist_ok=True)
-        done.touch()
+        for mark in marks:
+            mark.parent.mkdir(parents=True, exist_ok=True)
+            mark.touch()
 
 
 def _mark(spec: ModelSpec, inputs: Inputs, forms: Sequence[tuple[Kernel, tuple[Any, ...]]], target: GPUTarget) -> Path:

@@ -3,6 +3,7 @@
 import gc
 import logging
 import math
+from collections.abc import Sequence
 
 import torch
 
@@ -74,15 +75,24 @@ def bytes_of_draft(spec: ModelSpec, plan: Plan, groups: LayerGroups) -> int:
     return bytes_of_token(spec, getattr(torch, plan.plain_cache_dtype)) * (1 + groups.window_tables)
 
 
-def bytes_of_drafting(spec: ModelSpec, itemsize: int, rows: int, graphs: int, drawn: int) -> int:
+def bytes_of_drafting(spec: ModelSpec, itemsize: int, rows: int, steps: int, drawn: int) -> int:
     """Bytes that a draft model takes on a GPU beside the model's steps, with activations of `itemsize` bytes.
 
-    Either `graphs` and the scores of their `rows`, also as float32. Or, of `drawn` drafts, what each was drawn from and
-    three times as much while they are verified, all of it float32.
+    Either graphs of so many `steps`, each as large as one of the model's, and the scores of their `rows`, also as
+    float32. Or, of `drawn` drafts, what each was drawn from and three times as much while they are verified, all of it
+    float32.
     """
     if drawn:
         return 4 * 4 * drawn * spec.vocab_size
-    return graphs * GRAPH_BYTES + rows * spec.vocab_size * (itemsize + 4)
+    return steps * GRAPH_BYTES + rows * spec.vocab_size * (itemsize + 4)
+
+
+def bytes_of_reading(spec: ModelSpec, itemsize: int, graphs: Sequence[int]) -> int:
+    """Bytes that a draft model takes for graphs that read so many tokens each, with activations of `itemsize` bytes.
+
+    Of each token of the largest a layer has some states, and gates, ups and products of an MLP four times as wide.
+    """
+    return len(graphs) * GRAPH_BYTES + 16 * spec.hidden_size * itemsize * max(graphs, default=0)
 
 
 def bytes_of_state(spec: ModelSpec, dtype: torch.dtype) -> int:

@@ -40,13 +40,15 @@ BATCH_TOKENS = {"cpu": 1024, "cuda": 8192}
 class Findings(msgspec.Struct, frozen=True):
     """One rank's device before weights are on it: its type, the groups of kernels that work, and the GPU's UUID.
 
-    `dtype` is the name of the model's in PyTorch, which the checkpoint may have decided.
+    `dtype` is the name of the model's in PyTorch, which the checkpoint may have decided. `draft_kernels` are those that
+    work with what a draft model is made of, too; None: this rank has none.
     """
 
     device: str
     dtype: str
     kernels: frozenset[str] = frozenset()
     gpu: str | None = None
+    draft_kernels: frozenset[str] | None = None
 
 
 class Plan(msgspec.Struct, frozen=True):
@@ -64,11 +66,23 @@ class Plan(msgspec.Struct, frozen=True):
     max_batch_requests: int
     max_batch_tokens: int
     gpus: tuple[str, ...]
+    draft_kernels: frozenset[str] = frozenset()
 
     @property
     def on_device(self) -> bool:
         """The batch lives on the device, and Triton's kernels run its steps; else PyTorch does, beside a CPU's."""
         return self.kernels >= REQUIRED_KERNELS
+
+    def of_draft(self, spec: ModelSpec) -> "Plan":
+        """The same for a draft model, with which other kernels may work."""
+        kernels = self.kernels & self.draft_kernels
+        attends = "attention" in kernels and largest_head(spec) <= LARGEST_HEAD
+        return msgspec.structs.replace(
+            self,
+            kernels=kernels,
+            linear_backend=self.linear_backend if "linear" in kernels else "cublas",
+            attention_backend=self.attention_backend if attends else "torch_sdpa",
+        )
 
 
 class Room(msgspec.Struct, frozen=True):
@@ -141,7 +155,8 @@ def agree(findings: Sequence[Findings], config: EngineConfig, spec: ModelSpec) -
     """What all ranks can do. Raises ConfigError for a `max_model_len` above the model's."""
     first = findings[0]
     kernels = frozenset.intersection(*(item.kernels for item in findings))
-    if not kernels >= REQUIRED_KERNELS:
+    drafting = kernels.intersection(*(item.draft_kernels for item in findings if item.draft_kernels is not None))
+    if not drafting >= REQUIRED_KERNELS:
         kernels &= CPU_KERNELS | RANK_KERNELS
     attention: str = config.attention_backend
     largest = largest_head(spec)
@@ -166,6 +181,7 @@ def agree(findings: Sequence[Findings], config: EngineConfig, spec: ModelSpec) -
         max_batch_requests=requests,
         max_batch_tokens=_batch_tokens(config, first.device, requests, longest),
         gpus=tuple(item.gpu for item in findings if item.gpu is not None),
+        draft_kernels=drafting,
     )
 
 

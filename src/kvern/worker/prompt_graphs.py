@@ -75,6 +75,11 @@ def prompt_steps(requests: int, most: int, longest: int) -> list[PromptStep]:
     return [step for step in steps if sum(step) <= most and step.tokens <= longest]
 
 
+def reading_steps(most: int, longest: int) -> list[PromptStep]:
+    """The same of who reads prompts alone."""
+    return [PromptStep(0, tokens) for tokens in reversed(TOKENS) if tokens <= min(most, longest)]
+
+
 def most_keys(spec: ModelSpec) -> int:
     """Of a run in a graph: there a layer that attends is slow, and outside all are launched slowly."""
     attending = sum(any(not isinstance(mixer, RecurrentSpec) for mixer in layer.mixers) for layer in spec.layers)
@@ -105,10 +110,15 @@ class PromptGraphs:
         pool: Any,
         stream: torch.cuda.Stream,
         states: DeviceStateMemory | None = None,
+        *,
+        samples: bool = True,
     ) -> None:
-        """`most`: tokens of a step; `pool` and `stream`: of graphs."""
+        """`most`: tokens of a step; `pool` and `stream`: of graphs.
+
+        Without `samples` prompts are read, whose keys alone are wanted: steps have no decodes, and nothing is sampled.
+        """
         self._decoder, self._attention, self._rows, self._block_size = decoder, attention, rows, block_size
-        self._states = states
+        self._states, self._samples = states, samples
         self._pool, self._stream = pool, stream
         size = attention.caches[0].element_size()
         sizes = {
@@ -117,7 +127,9 @@ class PromptGraphs:
         }
         self._most_keys = most_keys(decoder.spec)
         self._tile = sizes.pop() if len(sizes) == 1 else 0
-        self.missing = deque(prompt_steps(rows.scratch, most, rows.tokens.shape[1] - 1) if self._tile else [])
+        longest = rows.tokens.shape[1] - 1
+        steps = prompt_steps(rows.scratch, most, longest) if samples else reading_steps(most, longest)
+        self.missing = deque(steps if self._tile else [])
         self._graphs: dict[PromptStep, PromptGraph] = {}
 
     def capture_next(self) -> None:
@@ -127,7 +139,9 @@ class PromptGraphs:
 
     def run(self, scheduled: Sequence[ScheduledTokens]) -> tuple[PromptGraph, int] | None:
         """Start a step, decodes first; its graph, and how many tokens it samples. None: there is no graph for it."""
-        decodes = next((place for place, item in enumerate(scheduled) if item.count > 1), len(scheduled))
+        decodes = 0
+        if self._samples:
+            decodes = next((place for place, item in enumerate(scheduled) if item.count > 1), len(scheduled))
         tokens = sum(item.count for item in scheduled[decodes:])
         runs = scheduled[decodes:]
         if len(runs) > RUNS or tokens > TOKENS[-1] or decodes > DECODES[-1]:
@@ -239,6 +253,8 @@ class PromptGraphs:
             of_tokens, chunks = torch.split(cut, [step.tokens, 2 * self._chunks(step)])
             states = self._states.plan(batch, (of_tokens, chunks.view(2, -1)))
         hidden = self._decoder(token_ids, positions, self._attention.plan(batch), indices, states=states)
+        if not self._samples:
+            return DecodedStep(hidden, hidden, positions_sampled, positions_sampled)
         logits, sampled = sample_plain(self._decoder, hidden, sample_slots, positions_sampled, rows)
         write_sampled(rows.tokens, sample_slots, positions_sampled, sampled)
         return DecodedStep(hidden, logits, positions_sampled, sampled)

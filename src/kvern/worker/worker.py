@@ -53,7 +53,7 @@ from kvern.worker.device import (
 from kvern.worker.expert_counts import ExpertCounts, experts_of
 from kvern.worker.expert_moves import check_moves, move_experts
 from kvern.worker.fallback_check import check_fallback, check_fallback_options
-from kvern.worker.kernel_choice import settle_threads, usable_kernels
+from kvern.worker.kernel_choice import Stored, settle_threads, usable_kernels
 from kvern.worker.memory import DeviceMemory
 from kvern.worker.plan import (
     CPU_KERNELS,
@@ -135,11 +135,27 @@ class Worker:
             sharing = self._ranks.processes if config.executor == "processes" else 1  # Ray gives each rank its own
             torch.set_num_threads(max(1, (config.threads or cpu_threads()) // sharing))
         drafts = config.proposer is not None or self._draft is not None
-        kernels = usable_kernels(config, self._spec, dtype, device, self._startup, methods, drafts, self._ranks)
+        model = Stored(self._spec, methods, self._ranks)
+        draft = None if self._draft is None or device.type != "cuda" else self._stored_draft(self._draft)
+        kernels, of_draft = usable_kernels(config, dtype, device, self._startup, model, draft, drafts)
         check_state_kernels(self._spec, kernels, device)
         if isinstance(self._spec, TransformersSpec):
             kernels &= FALLBACK_KERNELS
-        return Findings(device.type, str(dtype).removeprefix("torch."), kernels, gpu)
+        name = str(dtype).removeprefix("torch.")
+        return Findings(device.type, name, kernels, gpu, None if self._draft is None else of_draft)
+
+    def _stored_draft(self, folder: Path) -> Stored | None:
+        """A draft model as its steps multiply; None: who guesses is a head. Raises ConfigError."""
+        if reads_embeddings(self._config, folder) or is_medusa(folder):
+            return None
+        spec = self._spec_of_draft(folder, resolve_max_model_len(self._config, self._spec))
+        stored = [] if self._config.load_format == "dummy" else read_headers(folder)
+        quantization = self._config.draft_quantization
+        methods = stored_methods(read_config(folder), spec, stored, quantization=quantization)
+        return Stored(spec, methods, self._ranks.of_own_stage())
+
+    def _spec_of_draft(self, folder: Path, longest: int) -> ModelSpec:
+        return share_of(read_draft(folder, self._folder, self._spec, longest), self._ranks.size)
 
     def load(self, plan: Plan) -> Room:
         """Load the weights and whatever a batch of the plan's size needs beside its cache. Raises KvernError."""
@@ -193,7 +209,8 @@ class Worker:
             return self._load_head(folder, plan, model)
         if is_medusa(folder):
             return self._load_medusa(folder, model)
-        spec = share_of(read_draft(folder, self._folder, self._spec, plan.max_model_len), self._ranks.size)
+        spec = self._spec_of_draft(folder, plan.max_model_len)
+        plan = plan.of_draft(spec)
         parts = self._make_parts(plan, spec)
         ranks = self._ranks.of_own_stage()
         decoder = self._load_decoder(folder, plan, parts, self._config.draft_quantization, ranks)
