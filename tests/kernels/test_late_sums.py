@@ -112,7 +112,7 @@ def sampled(folder: Path, ranks: Ranks, **options: Any) -> list[list[list[int]]]
 @pytest.fixture(autouse=True)
 def all_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     groups = frozenset(kernel.group for kernel in KERNELS if not kernel.group.startswith("hopper"))
-    monkeypatch.setattr(kvern.worker.worker, "usable_kernels", lambda *_: groups)
+    monkeypatch.setattr(kvern.worker.worker, "usable_kernels", lambda *_: (groups, groups))
 
 
 @pytest.mark.parametrize("family", ["llama_bias", "qwen2_moe"])
