@@ -119,7 +119,7 @@ def inputs_of(config: EngineConfig, dtype: torch.dtype, device: torch.device, mo
         cache_dtype=getattr(torch, EIGHT_BIT.get(config.kv_cache_dtype, ""), None),
         packed=() if model.spec.encoder is not None else packed_kinds(model.spec, on_meta),
         drafts=drafts,
-        ranks=(ranks.rank, ranks.size),
+        ranks=(model.ranks.rank, model.ranks.size),
     )
 
 
