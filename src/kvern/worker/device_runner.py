@@ -128,10 +128,11 @@ class DeviceRunner:
         if self._rows.device.type != "cuda":
             self._drafter.draft(computed)
             return
+        stream = torch.cuda.current_stream(self._rows.device)
         begun, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-        begun.record()
+        begun.record(stream)
         self._drafter.draft(computed)
-        ended.record()
+        ended.record(stream)
         self._drafted = begun, ended
 
     @torch.inference_mode()
@@ -174,14 +175,13 @@ class DeviceRunner:
 
     def _start(self, scheduled: Sequence[ScheduledTokens]) -> tuple[PendingStep, ComputedStep | None]:
         """Compute and sample; what a drafter is told, if it is to guess what follows."""
-        needs = 0
+        wanted = 0
         decodes, uncertain = True, False
         for item in scheduled:
             if item.sampled:
-                needs |= self._needs[item.slot]
+                wanted |= self._needs[item.slot]
             decodes = decodes and item.count == item.sampled == 1
             uncertain = uncertain or item.uncertain
-        wanted = Needs(needs)
         if uncertain and (wanted & Needs.PROCESSORS or not self._attention.reads_device_starts):
             scheduled = self._rows.certain(scheduled)
         drafts = None
@@ -236,7 +236,7 @@ class DeviceRunner:
         self,
         graphs: DecodeGraphs,
         scheduled: Sequence[ScheduledTokens],
-        wanted: Needs,
+        wanted: int,
         adapted: bool,
         uncertain: bool,
         size: int,
@@ -258,7 +258,7 @@ class DeviceRunner:
         return self._sample(scheduled, slots, decoded, wanted, None, exact)
 
     def _replay_drafts(
-        self, scheduled: Sequence[ScheduledTokens], needs: Needs, adapted: bool
+        self, scheduled: Sequence[ScheduledTokens], needs: int, adapted: bool
     ) -> tuple[PendingStep, ComputedStep] | None:
         """A step that verifies drafts, if there is a graph for it."""
         graphs = self._verify_graphs
@@ -276,7 +276,7 @@ class DeviceRunner:
         return PendingStep(scheduled, sampled, counts, found, kept=kept), computed
 
     def _replay_prompts(
-        self, graphs: PromptGraphs, scheduled: Sequence[ScheduledTokens], needs: Needs
+        self, graphs: PromptGraphs, scheduled: Sequence[ScheduledTokens], needs: int
     ) -> PendingStep | None:
         """A small step with prompts, if there is a graph for it."""
         for item in scheduled:
@@ -307,7 +307,7 @@ class DeviceRunner:
         scheduled: Sequence[ScheduledTokens],
         slots: Sequence[int],
         decoded: DecodedStates,
-        needs: Needs,
+        needs: int,
         prompts: PromptLogprobs | None,
         starts: torch.Tensor | None,
         drafts: Callable[[], list[int]] | None = None,
@@ -355,7 +355,7 @@ class DeviceRunner:
         scheduled: Sequence[ScheduledTokens],
         slots: Sequence[int],
         decoded: DecodedStates,
-        needs: Needs,
+        needs: int,
         counted: bool,
         everything: bool,
     ) -> torch.Tensor:
@@ -380,7 +380,7 @@ class DeviceRunner:
         scores: torch.Tensor,
         slots: Sequence[int],
         decoded: DecodedStates,
-        needs: Needs,
+        needs: int,
     ) -> torch.Tensor:
         """One token [S] int64 for each row."""
         if needs & Needs.RARE_FILTERS:
@@ -390,6 +390,6 @@ class DeviceRunner:
         return sample_tokens(logits, scores if _computes(needs) else None, decoded.slots, decoded.positions, self._rows)
 
 
-def _computes(needs: Needs) -> bool:
+def _computes(needs: int) -> bool:
     """Whether more is asked for than a temperature and a mask, which the logits take as they are."""
     return bool(needs & ~(Needs.EMBEDDING | Needs.GRAMMAR | Needs.BEAMS))

@@ -1,6 +1,5 @@
 """What sampling for the requests of a batch takes."""
 
-import enum
 from collections.abc import Iterable, Sequence
 from functools import reduce
 from operator import or_
@@ -11,8 +10,8 @@ from kvern.sample.sampler import GREEDY_BELOW, filters
 from kvern.step import Fork, NewRequest
 
 
-class Needs(enum.IntFlag):
-    """What a request asks of sampling beyond the temperature."""
+class Needs:
+    """What a request asks of sampling beyond the temperature: bits of a number, which are asked for in each step."""
 
     NOTHING = 0
     FILTERS = 1
@@ -34,7 +33,7 @@ class Needs(enum.IntFlag):
     """DRY changes the logits; PyTorch does that."""
 
 
-def needs_of(request: NewRequest) -> Needs:
+def needs_of(request: NewRequest) -> int:
     """What sampling for this request takes."""
     params = request.params
     drawn = params.temperature >= GREEDY_BELOW
@@ -53,7 +52,7 @@ def needs_of(request: NewRequest) -> Needs:
 
 
 class RowNeeds(list[int]):
-    """Those of each row's request, as numbers: they are asked for in each step."""
+    """Those of each row's request."""
 
     def __init__(self, slots: int) -> None:
         super().__init__([0] * slots)
@@ -66,4 +65,4 @@ class RowNeeds(list[int]):
     def join(self, joined: Iterable[NewRequest]) -> None:
         """Let requests take their rows."""
         for request in joined:
-            self[request.slot] = int(needs_of(request))
+            self[request.slot] = needs_of(request)

@@ -36,7 +36,7 @@ from kvern.worker.state_memory import StateMemory
 
 CHANGES = Needs.CONSTRAINTS | Needs.REPETITIONS | Needs.PROCESSORS | Needs.GRAMMAR
 """What the logits are changed for."""
-BESIDE_KERNELS = int(~Needs.FILTERS)
+BESIDE_KERNELS = ~Needs.FILTERS
 """What captured steps leave to others; a number, since each step asks."""
 LOOKS_AT_ALL = Needs.FILTERS | Needs.RARE_FILTERS | Needs.BEAMS
 """More than one token's logit decides."""
@@ -191,18 +191,18 @@ class ModelRunner:
             return False
         return max(self._adapters.indices(self._rows, [item.slot for item in scheduled]), default=-1) >= 0
 
-    def _needed(self, slots: Sequence[int]) -> Needs:
+    def _needed(self, slots: Sequence[int]) -> int:
         """What sampling for these rows takes, all together."""
         asked = 0
         for slot in slots:
             asked |= self._needs[slot]
-        return Needs(asked)
+        return asked
 
     def _sample(
         self,
         scheduled: Sequence[ScheduledTokens],
         scored: Scored,
-        needs: Needs,
+        needs: int,
         prompts: PromptLogprobs | None,
         drafted: bool,
     ) -> PendingStep:
@@ -262,7 +262,7 @@ class ModelRunner:
             torch.cuda.synchronize(self._rows.device)
 
     def _constrain(
-        self, logits: torch.Tensor, slots: Sequence[int], index: torch.Tensor, positions: torch.Tensor, needs: Needs
+        self, logits: torch.Tensor, slots: Sequence[int], index: torch.Tensor, positions: torch.Tensor, needs: int
     ) -> ProcessorVerdict | None:
         """Change `logits` [S, vocabulary] in place as the requests ask."""
         if needs & (Needs.CONSTRAINTS | Needs.REPETITIONS):
@@ -277,7 +277,7 @@ class ModelRunner:
         slots: Sequence[int],
         index: torch.Tensor,
         positions: torch.Tensor,
-        needs: Needs,
+        needs: int,
         drafts: Sequence[int],
         drawn: DrawnDrafts | None,
     ) -> tuple[torch.Tensor, Restricted]:

@@ -28,7 +28,7 @@ class Sampling(Protocol):
         """Change the logits in place as each row's request asks."""
         ...
 
-    def sample(self, logits: Tensor, slots: Sequence[int], index: Tensor, positions: Tensor, needs: Needs) -> Tensor:
+    def sample(self, logits: Tensor, slots: Sequence[int], index: Tensor, positions: Tensor, needs: int) -> Tensor:
         """Choose one token [N] int64 for each row; `needs`: of all."""
         ...
 
@@ -50,7 +50,7 @@ class TorchSampling:
     def constrain(self, logits: Tensor, slots: Sequence[int], index: Tensor, positions: Tensor) -> None:
         constrain(logits, self._rows, slots, positions.tolist())
 
-    def sample(self, logits: Tensor, slots: Sequence[int], index: Tensor, positions: Tensor, needs: Needs) -> Tensor:
+    def sample(self, logits: Tensor, slots: Sequence[int], index: Tensor, positions: Tensor, needs: int) -> Tensor:
         return sample(logits, self._rows, slots, positions)
 
     def write(self, index: Tensor, positions: Tensor, tokens: Tensor) -> None:
@@ -74,7 +74,7 @@ class CompiledSampling:
         if repeating:
             penalize_repetitions(logits, rows, repeating, slots, positions.tolist(), None)
 
-    def sample(self, logits: Tensor, slots: Sequence[int], index: Tensor, positions: Tensor, needs: Needs) -> Tensor:
+    def sample(self, logits: Tensor, slots: Sequence[int], index: Tensor, positions: Tensor, needs: int) -> Tensor:
         chosen = self._sampler.sample(logits, index, positions)
         if needs & Needs.RARE_FILTERS:
             params = [self._rows.request(slot).params for slot in slots]

@@ -8,6 +8,7 @@ the host reads tokens one step late, as of other steps.
              [tiles] int32 each, for each size of tiles: request and first query of each
 """
 
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -138,6 +139,8 @@ class VerifyGraphs:
         adapts = adapters is not None and adapters.captures
         self.missing = deque(verify_steps(rows.scratch, most, rows.tokens.shape[1] - 1, adapts))
         self._graphs: dict[VerifyStep, VerifyGraph] = {}
+        self._chosen: dict[tuple[int, int, bool, bool], VerifyStep | None] = {}
+        """Of those captured so far, by the places of the sizes of a step among `ROWS` and `TOKENS`."""
         largest = max((step.tokens for step in self.missing), default=0)
         self._reported = logprobs.empty(largest, rows.device)
         self._kept = torch.zeros(max(ROWS) + 2, dtype=torch.int64, device=rows.device)
@@ -147,6 +150,7 @@ class VerifyGraphs:
         """Capture the next of those that are `missing`."""
         step = self.missing.popleft()
         self._graphs[step] = self._capture(step)
+        self._chosen.clear()
 
     def run(self, scheduled: Sequence[ScheduledTokens], options: bool, adapted: bool) -> VerifiedStep | None:
         """Start a step all of whose tokens are sampled behind. None: it is another, or there is no graph for it.
@@ -157,10 +161,9 @@ class VerifyGraphs:
         tokens = sum(item.count for item in scheduled)
         if any(item.count != item.sampled or item.count > MOST_TOKENS for item in scheduled):
             return None
-        fitting = [step for step in self._graphs if step.fits(len(scheduled), tokens, options, adapted)]
-        if not fitting:
+        step = self._smallest(len(scheduled), tokens, options, adapted)
+        if step is None:
             return None
-        step = min(fitting, key=lambda step: (step.tokens, step.rows))
         graph = self._graphs[step]
         packed = self._packed(step, scheduled)
         if packed != graph.packed:
@@ -169,6 +172,14 @@ class VerifyGraphs:
         graph.replay()
         count, outputs = len(scheduled), graph.outputs
         return VerifiedStep(outputs.sampled[:tokens], self._kept[:count], self._starts[:count], outputs.hidden[:tokens])
+
+    def _smallest(self, rows: int, tokens: int, options: bool, adapted: bool) -> VerifyStep | None:
+        """The smallest graph that such a step fits into; None: there is none."""
+        sizes = bisect_left(ROWS, rows), bisect_left(TOKENS, tokens), options, adapted
+        if sizes not in self._chosen:
+            fitting = (step for step in self._graphs if step.fits(rows, tokens, options, adapted))
+            self._chosen[sizes] = min(fitting, key=lambda step: (step.tokens, step.rows), default=None)
+        return self._chosen[sizes]
 
     def logprobs(self, count: int, most: int) -> DeviceLogprobs:
         """Of the first `count` tokens of the last step with options, and of at most so many others beside each."""
