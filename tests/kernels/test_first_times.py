@@ -15,6 +15,7 @@ import torch
 import kvern.worker.cuda_graph
 import kvern.worker.shared_prefix
 from kvern import LLM, SamplingParams
+from kvern.config import EngineConfig
 from kvern.engine.factory import use_idle_time
 from kvern.engine.proposer import takes_drafts
 from kvern.kernel_list import KERNELS, Inputs
@@ -25,10 +26,15 @@ from kvern.models.loader import read_config
 from kvern.models.registry import spec_from_config
 from kvern.structured_output import StructuredOutput
 from kvern.worker.cuda_graph import DecodeGraphs
+from kvern.worker.device_draft_model import DeviceDraftModel
 from kvern.worker.draft_graphs import DraftGraphs, ModelGraphs, ModelSteps
+from kvern.worker.head_graphs import HeadGraphs, HeadSteps
 from kvern.worker.kernel_choice import Stored, inputs_of, inputs_of_draft
 from kvern.worker.prompt_graphs import PromptGraphs
+from kvern.worker.startup import Startup
 from kvern.worker.verify_graphs import VerifyGraphs
+from kvern.worker.worker import Worker
+from tests.draft_heads import add_prediction, write_eagle, write_medusa
 from tests.families import make_checkpoint
 from tests.kernels.recorded import Specialisation, recorded
 from tests.latent_families import LATENT
@@ -191,6 +197,19 @@ def test_what_is_launched_was_launched_at_start(
     assert not missing, "\n".join(missing)
 
 
+def models_of(llm: LLM) -> list[tuple[ModelSpec, Inputs]]:
+    """What a start launches kernels for: the model, and what guesses beside it."""
+    core: Any = llm._engine.core
+    worker, device = core.executor._worker, torch.device("cpu")
+    config, draft = worker._config, worker._stored_draft(worker._draft)
+    has_head = not isinstance(worker.runner._drafter._drafter, DeviceDraftModel)
+    model = Stored(worker._spec, LinearMethods(Unquantized()), has_head=has_head)
+    models = [(model.spec, inputs_of(config, torch.bfloat16, device, model, drafts=True))]
+    if draft is not None:
+        models.append((draft.spec, inputs_of_draft(config, torch.bfloat16, device, draft)))
+    return models
+
+
 @pytest.mark.nightly
 @pytest.mark.parametrize("quantization", [None, "int4", "int8", "fp8"])
 def test_what_a_draft_model_launches_was_launched_at_start(
@@ -215,17 +234,56 @@ def test_what_a_draft_model_launches_was_launched_at_start(
         take_graphs(llm, monkeypatch)
         use_everything(llm, None)
     assert llm.statistics().draft_tokens > 0
-    worker = core.executor._worker
-    config, device = worker._config, torch.device("cpu")
-    draft = worker._stored_draft(worker._draft)
-    model = Stored(worker._spec, LinearMethods(Unquantized()))
-    known = listed(
-        [
-            (model.spec, inputs_of(config, torch.bfloat16, device, model, drafts=True)),
-            (draft.spec, inputs_of_draft(config, torch.bfloat16, device, draft)),
-        ],
-        monkeypatch,
-    )
+    known = listed(models_of(llm), monkeypatch)
     assert "_begin_drafts_kernel" in {name for name, _ in launched}
     missing = [f"{name} {form}" for name, form in launched if (name, form) not in known]
     assert not missing, "\n".join(missing)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("kind", ["eagle", "eagle3", "medusa"])
+def test_what_a_draft_head_launches_was_launched_at_start(
+    kind: str, tmp_path: Path, on_device: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, head = make_checkpoint("llama", tmp_path / "model", hidden_size=96), tmp_path / "head"
+    if kind == "medusa":
+        write_medusa(head, target)
+    else:
+        write_eagle(head, target, drafted=60 if kind == "eagle3" else None)
+    monkeypatch.setattr(torch, "empty", zeroed(torch.empty))
+    monkeypatch.setattr(torch, "empty_like", zeroed(torch.empty_like))
+    with recorded(monkeypatch) as launched:
+        llm = on_device(target, draft_model=str(head), **OPTIONS)
+        core: Any = llm._engine.core
+        core.drafting.wanted = lambda _: lambda request: 3 * takes_drafts(request)
+        use_everything(llm, None)
+        runner = core.executor._worker.runner
+        if kind != "medusa":
+            drafter = runner._drafter._drafter
+            drafter.graphs = HeadGraphs(HeadSteps(drafter._head, drafter._attention, runner._rows, 2), runner._rows)
+            use_everything(llm, None)
+    known = listed(models_of(llm), monkeypatch)
+    missing = [f"{name} {form}" for name, form in launched if (name, form) not in known]
+    assert not missing, "\n".join(missing)
+
+
+@pytest.mark.parametrize(
+    ("family", "names", "changes"),
+    [
+        ("qwen3_next", "qwen", {"layer_types": ["full_attention"], "num_experts": 0}),
+        ("glm4_moe_lite", "deepseek", {"mlp_layer_types": ["sparse"]}),
+    ],
+)
+def test_a_models_own_layer_is_listed(family: str, names: str, changes: dict[str, Any], tmp_path: Path) -> None:
+    """That for multi-token prediction, which is a head, beside layers of states and of latents."""
+    make_checkpoint(family, tmp_path, vocab_size=288)
+    add_prediction(tmp_path, family, names, vocab_size=288, num_hidden_layers=1, **changes)
+    config = EngineConfig(str(tmp_path), draft_model="mtp")
+    spec = spec_from_config(read_config(tmp_path))
+    device = torch.device("cpu")
+    worker = Worker(config, tmp_path, spec, device, Startup(), tmp_path)
+    draft = worker._stored_draft(tmp_path)
+    assert draft is not None
+    inputs = inputs_of_draft(config, torch.bfloat16, device, draft)
+    groups = {kernel.group for kernel in KERNELS for _ in kernel.launched(draft.spec, inputs)}
+    assert {"norm", "sampling"} < groups

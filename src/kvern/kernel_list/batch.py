@@ -264,12 +264,17 @@ def _change_timed(spec: ModelSpec, inputs: Inputs) -> Sizes:
 
 
 def _sample(
-    spec: ModelSpec, inputs: Inputs, count: int, options: bool, changed: bool, slot_type: torch.dtype = torch.int32
+    spec: ModelSpec,
+    inputs: Inputs,
+    count: int,
+    options: bool,
+    changed: bool,
+    slot_type: torch.dtype = torch.int32,
+    exact: bool = False,
 ) -> Call:
-    """`changed`: what is drawn from are scores of float32."""
-    logits = inputs.numbers(
-        count, spec.vocab_size, deviation=3.0, dtype=torch.float32 if changed else _logits_dtype(spec, inputs)
-    )
+    """`changed`: what is drawn from are scores of float32; `exact`: they were so from the first."""
+    dtype = torch.float32 if changed or exact else _logits_dtype(spec, inputs)
+    logits = inputs.numbers(count, spec.vocab_size, deviation=3.0, dtype=dtype)
     filters = [{"temperature": asked["temperature"]} for asked in ASKED]
     if options:
         filters = [{"temperature": 0.8, "top_k": 20, "top_p": 0.9, "min_p": 0.01}, {"temperature": 0.0}]
@@ -287,6 +292,8 @@ def _sample(
 def _sample_launched(spec: ModelSpec, inputs: Inputs) -> Sizes:
     for slots in (torch.int32, torch.int64):
         yield from ((3, False, False, slots), (3, True, False, slots), (3, True, True, slots))
+        if inputs.has_head:  # which scores in float32
+            yield 3, False, False, slots, True
 
 
 def _logits_dtypes(inputs: Inputs) -> list[torch.dtype]:

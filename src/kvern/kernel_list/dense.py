@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from kvern.attention.eight_bit import codes_of
-from kvern.kernel_list.entry import Call, Inputs, Kernel, linear_shapes
+from kvern.kernel_list.entry import Call, Inputs, Kernel, linear_shapes, multiplied
 from kvern.kernels import adapters
 from kvern.kernels.activation import ACTIVATIONS, gated_activation
 from kvern.kernels.adapted_product import adapted_product
@@ -273,9 +273,8 @@ def _matvec_launched(spec: ModelSpec, inputs: Inputs) -> Sizes:
         elif mlp in gated_mlps(spec):
             launched.append((2 * mlp.width, hidden, True, mlp.activation, False, mlp.bias))
             launched.append((hidden, mlp.width, False, None, True, mlp.bias))
-    if spec.attends_to_latents:
-        kinds = linear_shapes(spec, inputs.dtype)
-        launched += [(sum(kind.outputs), kind.inputs, *plain, kind.biased) for kind in kinds]
+    if spec.attends_to_latents or inputs.has_head:
+        launched += [(outputs, width, *plain, biased) for width, outputs, biased in multiplied(spec, inputs)]
     yield from dict.fromkeys(launched)
 
 
@@ -308,10 +307,8 @@ def _product(
 
 
 def _product_launched(spec: ModelSpec, inputs: Inputs) -> Sizes:
-    layers = [(layer.inputs, sum(layer.outputs), layer.biased) for layer in linear_shapes(spec, inputs.dtype)]
-    layers.append((spec.hidden_size, spec.vocab_size, spec.lm_head_bias))
     launched = set()
-    for width, outputs, biased in layers:
+    for width, outputs, biased in multiplied(spec, inputs):
         for rows, cut in _cuts(inputs, outputs, width):
             form = cut, rows, width % 16, width % cut.inputs == 0, outputs % 16 == 0, biased
             if form not in launched:

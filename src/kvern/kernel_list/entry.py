@@ -27,7 +27,7 @@ class Inputs:
     `dtype` and `block_size` are the model's and the cache's, whose numbers have 8 bits with another `cache_dtype`. A
     step has `batch_requests` and `batch_tokens` at most; `adapter_rank` is the highest of `adapter_places` adapters, 0:
     there are none. `packed` are the matrices that the model stores quantized. `drafts`: some are verified.
-    `ranks`: which this is, and of how many.
+    `has_head`: a draft head guesses beside the model. `ranks`: which this is, and of how many.
     """
 
     def __init__(
@@ -44,6 +44,7 @@ class Inputs:
         cache_dtype: torch.dtype | None = None,
         packed: Sequence["PackedKind"] = (),
         drafts: bool = True,
+        has_head: bool = False,
         ranks: tuple[int, int] = (0, 1),
     ) -> None:
         self.device, self.dtype, self.block_size = device, dtype, block_size
@@ -51,7 +52,7 @@ class Inputs:
         self.batch_requests, self.batch_tokens = batch_requests, batch_tokens
         self.adapter_rank, self.adapter_places = adapter_rank, adapter_places
         self.packed = tuple(packed)
-        self.drafts, self.ranks = drafts, ranks
+        self.drafts, self.has_head, self.ranks = drafts, has_head, ranks
         self._fill = fill
         self._generator = torch.Generator(device).manual_seed(0)
         on_gpu = device.type == "cuda"
@@ -134,6 +135,19 @@ def linear_shapes(spec: ModelSpec, dtype: torch.dtype) -> list[LinearKind]:
         for _, layer in linear_layers(outline)
     )
     return list(dict.fromkeys(kinds))
+
+
+def multiplied(spec: ModelSpec, inputs: Inputs) -> list[tuple[int, int, bool]]:
+    """Inputs, outputs, and whether there is a bias, of all that a model multiplies by, and a draft head beside it.
+
+    Layers that a head has besides make a state of one, of an embedding and one, or of three.
+    """
+    layers = [(layer.inputs, sum(layer.outputs), layer.biased) for layer in linear_shapes(spec, inputs.dtype)]
+    layers.append((spec.hidden_size, spec.vocab_size, spec.lm_head_bias))
+    if inputs.has_head:
+        widths = (count * spec.hidden_size for count in (1, 2, 3))
+        layers += [(width, spec.hidden_size, biased) for width in widths for biased in (False, True)]
+    return list(dict.fromkeys(layers))
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from kvern.config import EngineConfig
+from kvern.device.ranks import Ranks
 from kvern.errors import ConfigError, UnsupportedModel
 from kvern.layers.linear_format import LinearFormat
 from kvern.mixer_spec import AttentionSpec
@@ -65,24 +66,30 @@ def load_draft_head(
     is a share, as `target` is. Options as those of `load_model`. Raises ModelNotFound, UnsupportedModel or
     CorruptCheckpoint.
     """
-    config = read_config(folder)
-    stored = None if load_format == "dummy" else read_headers(folder)
-    if is_draft_head(folder, dummy=stored is None):
-        head = read_eagle(config, target.spec, None if stored is None else {tensor.name for tensor in stored})
-        if head.eagle3 is not None and (count := target.build.ranks.stage.count) > 1:
-            raise ConfigError(
-                f"draft_model {str(folder)!r} reads states of layers of several stages, and pipeline_parallel_size is "
-                f"{count}, which is not possible together: choose another, or leave pipeline_parallel_size at 1"
-            )
-        head = replace(head, model=share_of(head.model, target.build.ranks.size))
-    else:
-        head = prediction_of(target.spec)
-        stored = None if stored is None else _of_prediction(head, stored, folder)
-    linear = stored_methods(config, head.model, stored or [], unquantized, quantization)
+    head, stored = read_draft_head(folder, target.spec, target.build.ranks, dummy=load_format == "dummy")
+    linear = stored_methods(read_config(folder), head.model, stored or [], unquantized, quantization)
     build = replace(target.build, linear=linear)
     return filled_model(
         lambda model, build: make_draft_head(head, target, model, build), head.model, build, folder, stored
     )
+
+
+def read_draft_head(
+    folder: Path, target: ModelSpec, ranks: Ranks, *, dummy: bool = False
+) -> tuple[DraftHeadSpec, list[StoredTensor] | None]:
+    """The head of a folder, as `load_draft_head` takes it, and its tensors; `dummy`: it needs none. Raises the same."""
+    config = read_config(folder)
+    stored = None if dummy else read_headers(folder)
+    if not is_draft_head(folder, dummy=dummy):
+        head = prediction_of(target)
+        return head, None if stored is None else _of_prediction(head, stored, folder)
+    head = read_eagle(config, target, None if stored is None else {tensor.name for tensor in stored})
+    if head.eagle3 is not None and (count := ranks.stage.count) > 1:
+        raise ConfigError(
+            f"draft_model {str(folder)!r} reads states of layers of several stages, and pipeline_parallel_size is "
+            f"{count}, which is not possible together: choose another, or leave pipeline_parallel_size at 1"
+        )
+    return replace(head, model=share_of(head.model, ranks.size)), stored
 
 
 def prediction_of(target: ModelSpec) -> DraftHeadSpec:

@@ -58,11 +58,15 @@ def settle_threads(config: EngineConfig, plan: Plan, model: WeightedModel) -> No
 
 
 class Stored(NamedTuple):
-    """A model as its steps multiply: what it is made of, how its weights are stored, and who shares it."""
+    """A model as its steps multiply: what it is made of, how its weights are stored, and who shares it.
+
+    `has_head`: a draft head guesses beside it.
+    """
 
     spec: ModelSpec
     methods: LinearMethods
     ranks: Ranks = ALONE
+    has_head: bool = False
 
 
 def usable_kernels(
@@ -119,11 +123,12 @@ def inputs_of(config: EngineConfig, dtype: torch.dtype, device: torch.device, mo
         cache_dtype=getattr(torch, EIGHT_BIT.get(config.kv_cache_dtype, ""), None),
         packed=() if model.spec.encoder is not None else packed_kinds(model.spec, on_meta),
         drafts=drafts,
+        has_head=model.has_head,
         ranks=(model.ranks.rank, model.ranks.size),
     )
 
 
 def inputs_of_draft(config: EngineConfig, dtype: torch.dtype, device: torch.device, draft: Stored) -> "Inputs":
-    """The same of a draft model, whose cache is never of 8 bits and which has no adapters."""
+    """The same of a draft model or head, whose cache is never of 8 bits and which has no adapters."""
     config = dataclasses.replace(config, kv_cache_dtype="auto", adapters={}, max_adapters=None)
     return inputs_of(config, dtype, device, draft, drafts=True)

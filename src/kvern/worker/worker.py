@@ -28,7 +28,7 @@ from kvern.models.cache_scales import stored_scales
 from kvern.models.checkpoint import read_headers
 from kvern.models.decoder import Decoder, LanguageModel
 from kvern.models.draft import read_draft
-from kvern.models.draft_formats import load_draft_head, reads_embeddings
+from kvern.models.draft_formats import load_draft_head, read_draft_head, reads_embeddings
 from kvern.models.implementation import TransformersSpec
 from kvern.models.loader import choose_dtype, load_model, outline_of, read_config, stored_methods
 from kvern.models.medusa_formats import is_medusa, load_medusa
@@ -135,7 +135,8 @@ class Worker:
             sharing = self._ranks.processes if config.executor == "processes" else 1  # Ray gives each rank its own
             torch.set_num_threads(max(1, (config.threads or cpu_threads()) // sharing))
         drafts = config.proposer is not None or self._draft is not None
-        model = Stored(self._spec, methods, self._ranks)
+        has_head = self._draft is not None and (reads_embeddings(config, self._draft) or is_medusa(self._draft))
+        model = Stored(self._spec, methods, self._ranks, has_head)
         draft = None if self._draft is None or device.type != "cuda" else self._stored_draft(self._draft)
         kernels, of_draft = usable_kernels(config, dtype, device, self._startup, model, draft, drafts)
         check_state_kernels(self._spec, kernels, device)
@@ -145,14 +146,20 @@ class Worker:
         return Findings(device.type, name, kernels, gpu, None if self._draft is None else of_draft)
 
     def _stored_draft(self, folder: Path) -> Stored | None:
-        """A draft model as its steps multiply; None: who guesses is a head. Raises ConfigError."""
-        if reads_embeddings(self._config, folder) or is_medusa(folder):
+        """What guesses as its steps multiply; None: Medusa heads, which have no layers. Raises KvernError."""
+        dummy, quantization = self._config.load_format == "dummy", self._config.draft_quantization
+        is_head = reads_embeddings(self._config, folder)
+        if is_head:
+            head, tensors = read_draft_head(folder, self._spec, self._ranks, dummy=dummy)
+            quantization = self._config.quantization if folder == self._folder else quantization
+            spec, stored = head.model, tensors or []
+        elif is_medusa(folder):
             return None
-        spec = self._spec_of_draft(folder, resolve_max_model_len(self._config, self._spec))
-        stored = [] if self._config.load_format == "dummy" else read_headers(folder)
-        quantization = self._config.draft_quantization
+        else:
+            spec = self._spec_of_draft(folder, resolve_max_model_len(self._config, self._spec))
+            stored = [] if dummy else read_headers(folder)
         methods = stored_methods(read_config(folder), spec, stored, quantization=quantization)
-        return Stored(spec, methods, self._ranks.of_own_stage())
+        return Stored(spec, methods, self._ranks.of_own_stage(), is_head)
 
     def _spec_of_draft(self, folder: Path, longest: int) -> ModelSpec:
         return share_of(read_draft(folder, self._folder, self._spec, longest), self._ranks.size)
