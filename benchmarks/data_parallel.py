@@ -1,9 +1,9 @@
-"""Seconds that requests all at once take several engines beside each other, each with a GPU or its share of the processor.
+"""Seconds that requests all at once take engines beside each other, each with a GPU or its share of the processor.
 
     python benchmarks/data_parallel.py --model MODEL --load-format dummy --engines 2 --requests 512
 
-Prompts of 100 to 1024 tokens and answers of as many, drawn evenly; 1 is an engine alone. Medians of the rounds behind one
-to warm up.
+Prompts of 100 to 1024 tokens and answers of as many, drawn evenly; 1 is an engine alone. Medians of the rounds behind
+one to warm up.
 """
 
 import argparse

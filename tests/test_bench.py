@@ -15,6 +15,7 @@ from kvern.bench.workloads import SUITES, WORKLOADS, Workload, resolve
 from kvern.cli.main import main
 from kvern.engine.engine import Engine
 from kvern.errors import ConfigError
+from tests.families import make_checkpoint
 
 CHECKSUMS = {
     "decode1": "8f4d511b7cae7da0",
@@ -98,6 +99,22 @@ def test_bench_offline_writes_what_it_measured(tmp_path: Path, capsys: pytest.Ca
     assert set(result["ttft_milliseconds"]) == {"p50", "p90", "p99"}
     assert main(["bench", "offline", "--workload", "nothing"]) == 2
     assert main(["bench", "offline", "--repeat", "0"]) == 2
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # within PEFT
+def test_ranks_with_rows_of_their_own_are_measured_without_a_prefix_cache(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, asked = make_checkpoint("mixtral", tmp_path), tmp_path / "asked.jsonl"
+    asked.write_text("".join(f'{{"prompt_token_ids": [{row + 4}, 7, 9], "max_tokens": 5}}\n' for row in range(4)))
+    options = ["--tensor-parallel-size", "2", "--enable-dp-attention", "--threads", "2", "--max-model-len", "64"]
+    command = ["bench", "offline", "--model", str(folder), "--workload", str(asked), "--repeat", "1", *options]
+    command += ["--device", "cpu"]
+    assert main(command) == 2
+    assert "keep prefixes from run to run: give --no-prefix-cache" in capsys.readouterr().err
+    assert main([*command, "--no-prefix-cache", "--json", str(tmp_path / "found.json")]) == 0
+    (found,) = json.loads((tmp_path / "found.json").read_text())["results"]
+    assert found["generated_tokens"] == 20 and found["seconds"] > 0
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

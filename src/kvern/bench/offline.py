@@ -15,6 +15,7 @@ import kvern
 from kvern.bench.percentile import percentile
 from kvern.bench.workloads import Workload
 from kvern.engine.core import EngineCore
+from kvern.engine.encoder_core import EncoderCore
 from kvern.engine.engine import Engine
 from kvern.errors import ConfigError
 from kvern.observe.drafts import DraftFigures
@@ -107,9 +108,7 @@ def check(workload: Workload, engine: Engine) -> None:
 def run_once(engine: Engine, workload: Workload, temperature: float) -> OfflineRun:
     """Run all requests at once, with a prefix cache that is empty at the start."""
     core = engine.core
-    if not isinstance(core, EngineCore):
-        raise ConfigError(f"{engine.spec.model_type} is an encoder: workloads are for models that generate")
-    core.scheduler.cache.tree.clear()
+    _forget_prefixes(engine)
     before = copy.copy(core.statistics())
     params = {
         length: SamplingParams(max_tokens=length, temperature=temperature, ignore_eos=True)
@@ -140,6 +139,17 @@ def run_once(engine: Engine, workload: Workload, temperature: float) -> OfflineR
     queried = after.queried_tokens - before.queried_tokens
     hits = (after.cached_tokens - before.cached_tokens) / queried if queried else 0.0
     return OfflineRun(seconds, first_token, between_tokens, hits, DraftFigures.between(before, after))
+
+
+def _forget_prefixes(engine: Engine) -> None:
+    """Empty the prefix cache. Raises ConfigError where workloads cannot run, or not each as if it were the first."""
+    core = engine.core
+    if isinstance(core, EncoderCore):
+        raise ConfigError(f"{engine.spec.model_type} is an encoder: workloads are for models that generate")
+    if isinstance(core, EngineCore):
+        core.scheduler.cache.tree.clear()
+    elif engine.config.prefix_cache:
+        raise ConfigError("ranks with rows of their own keep prefixes from run to run: give --no-prefix-cache")
 
 
 def describe(engine: Engine) -> dict[str, Any]:

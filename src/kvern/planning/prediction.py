@@ -21,6 +21,8 @@ def predicted_seconds(engine: Engine, workloads: Sequence[Measured]) -> list[flo
     Raises ConfigError for a GPU of which nobody told how fast it is, and KvernError for a model without a description.
     """
     config = engine.config
+    if config.enable_dp_attention:
+        raise ConfigError("estimates are of ranks that share all layers, not experts alone")
     model, card = model_of(config, engine.folder), replace(this_machine()[0], memory=ENOUGH)
     if card.host != (resolve_device(config).type == "cpu"):
         raise ConfigError(f"the engine computes on a {resolve_device(config).type}, and estimates are of {card.name}")
