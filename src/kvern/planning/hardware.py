@@ -11,9 +11,9 @@ import torch
 from kvern.cpu.host_memory import available_memory
 from kvern.errors import ConfigError
 
-NVLINK, PCIE = 350e9, 20e9
+NVLINK, PCIE = 250e9, 20e9
 """Bytes a second that one card sends to another while an all-reduce runs."""
-NVLINK_DELAY, PCIE_DELAY = 8e-6, 30e-6
+NVLINK_DELAY, PCIE_DELAY = 4e-6, 30e-6
 """Seconds of an all-reduce of nothing."""
 
 ALIKE = 0.8
