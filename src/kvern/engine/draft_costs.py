@@ -16,8 +16,7 @@ and `ALLOWED` of all time.
 import math
 from bisect import bisect_left, insort
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, field
 
 from kvern.engine.draft_room import Wanted
 from kvern.engine.proposer import takes_drafts
@@ -57,7 +56,9 @@ FIRST_BALANCE, LARGEST_BALANCE = 12, 256
 RESTED = 16
 """Steps in which nobody is asked behind one in which nobody got any: beside a small model to ask takes time, too."""
 LOOKED_AT = 8
-"""Of steps while nobody gets any, one in so many is learnt from."""
+"""Of steps in a row in which nobody has any, one in so many is learnt from."""
+HELD = 8
+"""Steps for which what drafts cost is worked out at once."""
 LARGEST_FIRST_LOSS = 2
 """What the first step of its size may draw from the balance, in the same: what it makes is made once."""
 LONGEST = 5.0
@@ -80,6 +81,10 @@ class LeastTimes:
         if visits == VISITS:
             insort(self._known, rows)
         return visits == 1
+
+    def knows(self, rows: int) -> bool:
+        """Whether it is known what steps of so many rows take."""
+        return self._visits.get(rows, 0) >= VISITS
 
     @property
     def seen(self) -> bool:
@@ -109,7 +114,7 @@ class LeastTimes:
         return least[low] + slope * (rows - low)
 
 
-@dataclass(frozen=True)
+@dataclass
 class TimedStep:
     """A step that took so many `seconds`, of which the device guessed behind the step `guessed` for `drafting`.
 
@@ -122,18 +127,16 @@ class TimedStep:
     drafting: float = 0.0
     guessed: Sequence[ScheduledTokens] = ()
     proposing: float = 0.0
+    rows: int = field(init=False)
+    decodes: int = field(init=False)
+    drafts: int = field(init=False)
 
-    @cached_property
-    def rows(self) -> int:
-        return sum(item.count for item in self.scheduled)
-
-    @cached_property
-    def decodes(self) -> int:
-        return sum(item.count == item.sampled for item in self.scheduled)
-
-    @cached_property
-    def drafts(self) -> int:
-        return sum(item.sampled - 1 for item in self.scheduled if item.sampled > 1)
+    def __post_init__(self) -> None:
+        self.rows = self.decodes = self.drafts = 0
+        for item in self.scheduled:
+            self.rows += item.count
+            self.decodes += item.count == item.sampled
+            self.drafts += max(0, item.sampled - 1)
 
     @property
     def has_prompts(self) -> bool:
@@ -164,19 +167,39 @@ class DraftCosts:
         """Tokens of an answer, and what a drafter takes for each token of a prompt."""
         self._balance: float | None = None
         """Seconds that drafts may still lose; None: it is not known yet what steps take."""
+        self._largest_balance = 0.0
         self._since_plain = self._since_drafts = 0
         """Steps behind the last without drafts, and with."""
+        self._costs = [1.0]
+        self._held = self._held_for = 0
+        """For how many steps more `_costs` hold, if so many run."""
         self._resting = self._running = 0
         """Steps in which nobody is asked, as long as so many run."""
 
-    def passes_over(self, seconds: float, proposing: float) -> bool:
-        """Whether nothing is to be learnt of a step without drafts, as nobody gets any for a while."""
+    def passes_over(self, running: int, seconds: float, proposing: float) -> bool:
+        """Whether nothing is to be learnt of a step of so many requests without drafts, as those before had none."""
         balance = self._balance
-        if balance is None or (balance > 0 and not self._resting) or self._since_drafts % LOOKED_AT == 0:
+        if balance is None or self._since_drafts % LOOKED_AT == 0 or not self._plain.knows(running):
             return False
         self._since_drafts += 1
-        self._balance = balance + ALLOWED * seconds - proposing
+        self._balance = min(balance + ALLOWED * seconds - proposing, max(balance, self._largest_balance))
         return True
+
+    def rest(self) -> int:
+        """Behind a step in which nobody got drafts: in how many nobody needs to be asked, or looked at."""
+        if self._balance is None or (self._balance > 0 and not self._resting):
+            return 0
+        if self._balance <= 0:
+            return LOOKED_AT - 1
+        rest = min(self._resting, LOOKED_AT - 1)
+        self._resting -= rest
+        return rest
+
+    def rested(self, steps: int, seconds: float) -> None:
+        """So many steps went by, each of which took about so long."""
+        self._since_drafts += steps
+        if self._balance is not None:
+            self._balance = min(self._balance + ALLOWED * steps * seconds, max(self._balance, self._largest_balance))
 
     def learn(self, step: TimedStep) -> None:
         """A step has ended."""
@@ -205,7 +228,8 @@ class DraftCosts:
             if is_first:
                 gained = max(gained, -LARGEST_FIRST_LOSS * plain)
             gained -= step.proposing
-            self._balance = min(self._balance + gained, max(self._balance, LARGEST_BALANCE * plain))
+            self._largest_balance = LARGEST_BALANCE * plain
+            self._balance = min(self._balance + gained, max(self._balance, self._largest_balance))
 
     def _gained(self, step: TimedStep) -> float:
         """Seconds that a step took less than its tokens would have taken without drafts, and those that it may lose."""
@@ -246,14 +270,9 @@ class DraftCosts:
         plain, one_pass = self._plain.of(running), 0.0
         if self._on_device:
             one_pass = self._passes.of(running) if self._passes.largest else FIRST_PASS * plain
-        explored, costs = 0, [1.0]
-        if self._verifying.largest < running + min(EXPLORED, most):
-            explored = min(EXPLORED, most)
-        else:
-            having = max(1.0, self._share * running)
-            for count in range(1, most + 1):
-                verifying = self._verifying.of(round(running + having * count), (running, plain))
-                costs.append(1 + ((verifying - plain) * running / having + count * one_pass) / plain)
+        explored, costs = min(EXPLORED, most), [1.0]
+        if self._verifying.largest >= running + explored:
+            explored, costs = 0, self._costs_of(running, most, plain, one_pass)
 
         def count_of(request: Request) -> int:
             nonlocal explored
@@ -283,6 +302,17 @@ class DraftCosts:
             return count
 
         return of
+
+    def _costs_of(self, running: int, most: int, plain: float, one_pass: float) -> list[float]:
+        """What a step takes with none, one, ... drafts of each request, as multiples of the first; as of late."""
+        if running != self._held_for or not self._held:
+            having, costs = max(1.0, self._share * running), [1.0]
+            for count in range(1, most + 1):
+                verifying = self._verifying.of(round(running + having * count), (running, plain))
+                costs.append(1 + ((verifying - plain) * running / having + count * one_pass) / plain)
+            self._costs, self._held_for, self._held = costs, running, HELD
+        self._held -= 1
+        return self._costs
 
     def _best(self, request: Request, costs: Sequence[float]) -> tuple[int, float]:
         """As many drafts as give the most tokens in the time, and how many times as many as none do."""

@@ -21,6 +21,17 @@ READ_OF_EACH = 32
 """Tokens of a text that are read in any case: one that was read goes on, whatever others begin."""
 
 
+def same(token_ids: Sequence[int], place: int, ending: Sequence[int]) -> int:
+    """How many tokens up to a place, two at least, are those of a text's `ending`."""
+    before = token_ids[max(0, place + 1 - len(ending)) : place + 1]
+    if before == ending:
+        return len(ending)
+    length, most = 2, min(len(before), len(ending))
+    while length < most and before[-1 - length] == ending[-1 - length]:
+        length += 1
+    return length
+
+
 @PROPOSERS.register("ngram")
 class NgramProposer:
     """The tokens behind the last earlier place where a text has the two tokens, or more, that it now ends with."""
@@ -74,12 +85,13 @@ class Text:
         if len(self._before) <= end:
             return -1, 0
         found, longest, place = -1, 0, self._before[end]
+        if place < 0:
+            return found, longest
+        ending = token_ids[-LONGEST:]
         for _ in range(PLACES):
-            if place < 0:
+            if place < 0 or longest == LONGEST:
                 break
-            length = 2
-            while length < min(LONGEST, place + 1) and token_ids[place - length] == token_ids[end - length]:
-                length += 1
+            length = same(token_ids, place, ending)
             if length > longest:
                 found, longest = place, length
             place = self._before[place]

@@ -11,10 +11,11 @@ each pair of tokens gives the same matches among the latest places, in a fixed a
 import weakref
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
+from operator import itemgetter
 from weakref import WeakKeyDictionary
 
 from kvern.config import EngineConfig
-from kvern.engine.ngram import LONGEST, READ_AT_ONCE, READ_OF_EACH, Text
+from kvern.engine.ngram import LONGEST, READ_AT_ONCE, READ_OF_EACH, Text, same
 from kvern.engine.proposer import PROPOSERS
 from kvern.model_spec import ModelSpec
 from kvern.request import Request
@@ -139,39 +140,33 @@ class SuffixProposer:
     def _guess(self, token_ids: Sequence[int], text: Text, answer: KeptAnswer, count: int) -> list[int]:
         found, longest = text.match(token_ids)
         best: list[tuple[Sequence[int], int]] = []
+        ending = token_ids[-LONGEST:]
         for others, place in self._kept.places(answer):
-            length = _same(others, place, token_ids)
+            length = same(others, place, ending)
             if length < longest or place + 1 == len(others):
                 continue
             if length > longest:
                 found, longest, best = -1, length, []
             best.append((others, place))
+            if length == LONGEST and len(best) == PLACES:
+                break
         continued = [others[place + 1 : place + 1 + count] for others, place in best[:PLACES]]
         if found >= 0:
             continued.append(text.continued_from(token_ids, found, count))
         return likeliest(continued, count)
 
 
-def _same(others: Sequence[int], place: int, token_ids: Sequence[int]) -> int:
-    """How many tokens up to a place are those that a text ends with."""
-    length, end = 2, len(token_ids) - 1
-    most = min(LONGEST, place + 1, end + 1)
-    while length < most and others[place - length] == token_ids[end - length]:
-        length += 1
-    return length
-
-
 def likeliest(continued: Sequence[Sequence[int]], count: int) -> list[int]:
     """What most of the continuations say, and of these again the most, as long as enough of them agree."""
     guess: list[int] = []
     while continued and len(guess) < count:
-        ahead = len(guess)
-        if len(continued) == 1:
-            return [*guess, *continued[0][ahead:count]]
-        votes = Counter(tokens[ahead] for tokens in continued if len(tokens) > ahead)
+        ahead, first = len(guess), continued[0]
+        if all(tokens == first for tokens in continued):
+            return [*guess, *first[ahead:count]]
+        votes = Counter([tokens[ahead] for tokens in continued if len(tokens) > ahead])
         if not votes:
             break
-        ((token, agreeing),) = votes.most_common(1)
+        token, agreeing = max(votes.items(), key=itemgetter(1))
         if agreeing < AGREEING * len(continued):
             break
         guess.append(token)
