@@ -53,6 +53,8 @@ ALLOWED = 0.008
 """Share of the time that drafts may lose in the long run."""
 FIRST_BALANCE, LARGEST_BALANCE = 12, 256
 """What they may lose in addition, at first and behind what they have gained: as steps without drafts take."""
+REVIVED = 4
+"""What the balance must have come to again behind its end, in the same: drafts need a few steps to show what they gain."""
 RESTED = 16
 """Steps in which nobody is asked behind one in which nobody got any: beside a small model to ask takes time, too."""
 LOOKED_AT = 8
@@ -63,6 +65,8 @@ LARGEST_FIRST_LOSS = 2
 """What the first step of its size may draw from the balance, in the same: what it makes is made once."""
 LONGEST = 5.0
 """Times what was expected: of a step that took longer, something else held up the rest."""
+LONGEST_KNOWN = 2.0
+"""The same of steps of a size that is known."""
 
 
 class LeastTimes:
@@ -167,7 +171,8 @@ class DraftCosts:
         """Tokens of an answer, and what a drafter takes for each token of a prompt."""
         self._balance: float | None = None
         """Seconds that drafts may still lose; None: it is not known yet what steps take."""
-        self._largest_balance = 0.0
+        self._largest_balance = self._least_balance = 0.0
+        """More than the least is needed: it is none, or, once all was lost, what `REVIVED` says."""
         self._since_plain = self._since_drafts = 0
         """Steps behind the last without drafts, and with."""
         self._costs = [1.0]
@@ -187,9 +192,9 @@ class DraftCosts:
 
     def rest(self) -> int:
         """Behind a step in which nobody got drafts: in how many nobody needs to be asked, or looked at."""
-        if self._balance is None or (self._balance > 0 and not self._resting):
+        if self._balance is None:
             return 0
-        if self._balance <= 0:
+        if self._balance <= self._least_balance:
             return LOOKED_AT - 1
         rest = min(self._resting, LOOKED_AT - 1)
         self._resting -= rest
@@ -237,7 +242,10 @@ class DraftCosts:
         took, without = step.seconds - read, step.seconds - step.drafting
         if step.drafts:
             plain = self._plain.of(step.decodes)
-            took = min(took, LONGEST * self._plain.of(step.rows) + step.drafting)
+            longest = LONGEST * self._plain.of(step.rows)
+            if not step.has_prompts and self._verifying.knows(step.rows):
+                longest = min(longest, LONGEST_KNOWN * self._verifying.of(step.rows))
+            took = min(took, longest + step.drafting)
             # Rows of prompts take time, each of them.
             without = without * (1 - step.drafts / step.rows) if step.has_prompts else plain
             without += step.right * plain / step.decodes
@@ -261,8 +269,12 @@ class DraftCosts:
         """How many drafts each of so many requests should get in the next step; None: nobody gets any."""
         most = min(self._most, self._most_rows // running - 1)
         balance = self._balance
-        if most < 1 or balance is None or balance <= 0 or self._since_plain >= REMEASURED:
+        if most < 1 or balance is None or self._since_plain >= REMEASURED:
             return None
+        if balance <= self._least_balance:
+            self._least_balance = REVIVED * self._largest_balance / LARGEST_BALANCE
+            return None
+        self._least_balance = 0.0
         if self._resting and running == self._running:
             self._resting -= 1
             return None

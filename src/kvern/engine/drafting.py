@@ -5,13 +5,14 @@ step --ended--> DraftCosts --propose--> Proposer: as many drafts of each request
 """
 
 import logging
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 from weakref import WeakSet
 
-from kvern.engine.draft_costs import MOST, MOST_ROWS, DraftCosts, TimedStep
+from kvern.engine.draft_costs import FORGOTTEN, LONGEST, MOST, MOST_ROWS, DraftCosts, TimedStep
 from kvern.engine.draft_room import Wanted
 from kvern.engine.prediction import PredictionProposer
 from kvern.engine.proposer import Proposer, takes_drafts
@@ -100,6 +101,8 @@ class Drafting:
         None: of a step in which nobody was asked.
         """
         self._ended = self._proposing = self._learning = 0.0
+        self._least_asking = math.inf
+        """What it takes to ask for drafts: the least of late. Much more does something else that held it up."""
         self._guessed: Sequence[ScheduledTokens] = ()
         """Behind which the device guesses, in a step of a GPU, before it begins with the next."""
         self._quiet = 0
@@ -187,7 +190,11 @@ class Drafting:
             else:
                 for request in asked.going:
                     request.draft_token_ids = []
-            self._proposing, self._learning = self._learning + self._clock() - begun, 0.0
+            took = self._clock() - begun
+            if not self._quiet:
+                self._least_asking = min(took, FORGOTTEN * self._least_asking)
+            self._proposing = self._learning + min(took, LONGEST * self._least_asking)
+            self._learning = 0.0
 
     def _who(self, requests: Sequence[Request], running: int) -> Asked:
         """Whom to guess for, and how much; nobody for a while, if nobody gets drafts."""

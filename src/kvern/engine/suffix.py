@@ -22,7 +22,7 @@ from kvern.request import Request
 
 KEPT = 1 << 17
 """Tokens of answers, of all namespaces together; the oldest are forgotten first."""
-PLACES = 16
+PLACES = 8
 """In other answers, of which those that read the same for longest decide."""
 OF_PROMPT = 2
 """Tokens before an answer that are kept with it, so that its beginning is found, too."""
