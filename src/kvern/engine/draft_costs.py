@@ -51,17 +51,17 @@ PROBED = 64
 """Tokens after which a request whose drafts were not worth it gets one again."""
 ALLOWED = 0.008
 """Share of the time that drafts may lose in the long run."""
-FIRST_BALANCE, LARGEST_BALANCE = 12, 256
+FIRST_BALANCE, LARGEST_BALANCE = 12, 64
 """What they may lose in addition, at first and behind what they have gained: as steps without drafts take."""
-REVIVED = 4
-"""What the balance must have come to again behind its end, in the same: drafts need a few steps to show what they gain."""
+REVIVED = 2
+"""What the balance must come to again behind its end, in the same: drafts take a few steps to show what they gain."""
 RESTED = 16
 """Steps in which nobody is asked behind one in which nobody got any: beside a small model to ask takes time, too."""
 LOOKED_AT = 8
 """Of steps in a row in which nobody has any, one in so many is learnt from."""
 HELD = 8
 """Steps for which what drafts cost is worked out at once."""
-LARGEST_FIRST_LOSS = 2
+LARGEST_FIRST_LOSS = 0.5
 """What the first step of its size may draw from the balance, in the same: what it makes is made once."""
 LONGEST = 5.0
 """Times what was expected: of a step that took longer, something else held up the rest."""
@@ -72,13 +72,16 @@ LONGEST_KNOWN = 2.0
 class LeastTimes:
     """What steps take by their rows: the least of late, as whatever else the machine does only adds to it."""
 
-    def __init__(self) -> None:
+    def __init__(self, alike_from: int = 1 << 30, alike: int = 1) -> None:
+        """Steps of more rows than `alike_from` are told apart by multiples of `alike`: there are all sizes of them."""
+        self._alike_from, self._alike = alike_from, alike
         self._least: dict[int, float] = {}
         self._visits: dict[int, int] = {}
         self._known: list[int] = []
 
     def add(self, rows: int, seconds: float) -> bool:
         """A step of so many rows took so long; whether it is the first of its size, which takes longer."""
+        rows = self._size(rows)
         visits = self._visits[rows] = self._visits.get(rows, 0) + 1
         if visits > 1:
             self._least[rows] = min(seconds, FORGOTTEN * self._least.get(rows, math.inf))
@@ -88,7 +91,10 @@ class LeastTimes:
 
     def knows(self, rows: int) -> bool:
         """Whether it is known what steps of so many rows take."""
-        return self._visits.get(rows, 0) >= VISITS
+        return self._visits.get(self._size(rows), 0) >= VISITS
+
+    def _size(self, rows: int) -> int:
+        return rows if rows <= self._alike_from else -(-rows // self._alike) * self._alike
 
     @property
     def seen(self) -> bool:
@@ -103,13 +109,14 @@ class LeastTimes:
     def of(self, rows: int, fewer: tuple[int, float] = (0, 0.0)) -> float:
         """What so many rows take: between known sizes, and beyond them, as on a line, and never less for more rows.
 
-        `fewer`: rows, and what they take, from which the line comes where one size alone is known.
+        `fewer`: rows, and what they take, from which the line comes to the smallest size, or to the only one.
         """
         known, least = self._known, self._least
         place = bisect_left(known, rows)
-        if place < len(known) and (place == 0 or known[place] == rows):
+        is_between = place == 0 and 0 < fewer[0] <= rows < known[0]
+        if place < len(known) and (place == 0 or known[place] == rows) and not is_between:
             return least[known[place]]
-        if len(known) == 1:
+        if len(known) == 1 or is_between:
             slope = max(0.0, (least[known[0]] - fewer[1]) / (known[0] - fewer[0]))
             return least[known[0]] + slope * (rows - known[0])
         place = min(place, len(known) - 1)
@@ -163,7 +170,7 @@ class DraftCosts:
     ) -> None:
         self._most_rows, self._most, self._on_device = most_rows, most, on_device
         self._catches_up = on_device and catches_up
-        self._plain, self._verifying, self._passes = LeastTimes(), LeastTimes(), LeastTimes()
+        self._plain, self._verifying, self._passes = LeastTimes(), LeastTimes(8, 4), LeastTimes()
         self._share = 1.0
         """Of the requests, those that have drafts where any has."""
         self._right, self._wrong = 2.0, 1.0

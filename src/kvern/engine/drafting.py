@@ -184,17 +184,16 @@ class Drafting:
         if asked is None or not asked.holds(requests, running):
             asked = self._who(requests, running)
             self._asked = asked if any(asked.counts) else None
-        if asked.going:
-            if self._quiet % QUIET == 0:
-                self._guess(asked)
-            else:
-                for request in asked.going:
-                    request.draft_token_ids = []
+        if self._quiet % QUIET:
+            for request in asked.going:
+                request.draft_token_ids = []
+        elif asked.going:
+            self._guess(asked)
             took = self._clock() - begun
             if not self._quiet:
                 self._least_asking = min(took, FORGOTTEN * self._least_asking)
             self._proposing = self._learning + min(took, LONGEST * self._least_asking)
-            self._learning = 0.0
+        self._learning = 0.0
 
     def _who(self, requests: Sequence[Request], running: int) -> Asked:
         """Whom to guess for, and how much; nobody for a while, if nobody gets drafts."""

@@ -63,7 +63,7 @@ class Chances:
     """How often a guess is right, by what speaks for it: learnt of all texts."""
 
     def __init__(self) -> None:
-        self._right, self._wrong = [2.0] * 7, [0.5] * 7
+        self._right, self._wrong = [8.0] * 7, [1.0] * 7
 
     @staticmethod
     def kind(length: int) -> int:
@@ -72,7 +72,7 @@ class Chances:
 
     def of(self, kind: int) -> float:
         """That a token is right if those before it are."""
-        return self._right[kind] / (self._right[kind] + self._wrong[kind])
+        return min(0.99, max(0.01, self._right[kind] / (self._right[kind] + self._wrong[kind])))
 
     def most(self, kind: int) -> int:
         """How many are right often enough."""
