@@ -6,7 +6,9 @@
 Tasks, as far as the embedded model can do them:
 
     run         a run of random tokens, eight times: most models go on with it
-    copy        a text of the model's own, twice, and its beginning: the rest is quoted
+    quote       a passage of a text, from some words on; as the next, for what `training.editing` makes of the model
+    edit        a text in which a name, or a thing, is another one
+    repeat      a text
     extract     what a text says of a person as JSON, each time of another one
     template    the same, of a few people again and again
     story       tales of all kinds, in which nothing repeats
@@ -21,8 +23,10 @@ import copy
 import itertools
 import json
 import random
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,8 +34,10 @@ import torch
 from kvern import LLM, RequestOutput, SamplingParams
 from kvern.observe.drafts import DraftFigures
 
-PLAIN = "none"
-ENDLESS = ("run", "copy")
+PLAIN, CONTROL = "none", "none again"
+WARMING = 8
+"""Rounds that are not counted: steps are captured in them, and it is learnt what they take."""
+ENDLESS = ("run",)
 """Tasks whose answers have all their tokens."""
 NAMES = ["Anna", "Paul", "Mia", "Omar", "Lena", "Ivan", "Sara", "Tom", "Nina", "Carl", "Rosa", "Hugo"]
 CITIES = ["Bremen", "Leipzig", "Paris", "London", "Rome", "Vienna", "Oslo", "Madrid", "Lisbon", "Prague"]
@@ -47,6 +53,7 @@ class Tasks:
     def __init__(self, llm: LLM, params: SamplingParams) -> None:
         self._llm, self._params = llm, params
         self._dice = random.Random(0)
+        sys.path.insert(0, str(Path(__file__).parents[1]))  # training/ is not installed
         self._asked = 0
 
     def draw(self, task: str, count: int) -> Asked:
@@ -56,9 +63,14 @@ class Tasks:
     def run(self) -> tuple[list[int], list[int]]:
         return [self._dice.randrange(300, 2000) for _ in range(12)] * 8, []
 
-    def copy(self) -> tuple[list[int], list[int]]:
-        tale = self._tale(self._tale_prompt())
-        return tale * 2 + tale[:12], []
+    def quote(self) -> tuple[list[int], list[int]]:
+        return self._taught("quote")
+
+    def edit(self) -> tuple[list[int], list[int]]:
+        return self._taught("edit")
+
+    def repeat(self) -> tuple[list[int], list[int]]:
+        return self._taught("repeat")
 
     def extract(self) -> tuple[list[int], list[int]]:
         return self._extract(NAMES, CITIES, TRADES), []
@@ -79,6 +91,14 @@ class Tasks:
     def chat(self) -> tuple[list[int], list[int]]:
         self._asked += 1
         return [self._sum, self.story, self._list, self.extract][self._asked % 4]()
+
+    def _taught(self, task: str) -> tuple[list[int], list[int]]:
+        """One that the model was not taught with."""
+        from training.draw import Draw
+        from training.editing import TASKS
+
+        example = TASKS[task](Draw(self._dice.randrange(1 << 30), held_out=True))
+        return self._chat(example.messages[0]["content"]), []
 
     def _sum(self) -> tuple[list[int], list[int]]:
         return self._chat(f"What is {self._dice.randrange(100)} plus {self._dice.randrange(100)}?"), []
@@ -122,6 +142,8 @@ def engines(arguments: argparse.Namespace) -> dict[str, LLM]:
     guessing |= {name: {"draft_model": name} for name in arguments.draft_model}
     common: dict[str, Any] = {"threads": arguments.threads, "max_model_len": 1024}
     common |= {"max_batch_requests": max(arguments.requests), "load_format": arguments.load_format}
+    if arguments.control:
+        guessing[CONTROL] = {"speculation": "off"}
     return {
         name: LLM(arguments.model, **common, **options)
         for name, options in (guessing | {PLAIN: {"speculation": "off"}}).items()
@@ -143,6 +165,7 @@ def main() -> None:
     parser.add_argument("--load-format", default="auto")
     parser.add_argument("--proposer", nargs="+", default=[])
     parser.add_argument("--draft-model", nargs="+", default=[], help="folders, Hugging Face ids, or embedded models")
+    parser.add_argument("--control", action="store_true", help="two engines without drafts: what differs is noise")
     parser.add_argument("--task", nargs="+", default=["run"])
     parser.add_argument("--threads", type=int, help="of a CPU")
     parser.add_argument("--requests", type=int, nargs="+", default=[1, 4, 16])
@@ -160,17 +183,17 @@ def main() -> None:
         before = {name: copy.copy(llm.statistics()) for name, llm in llms.items()}
         tokens, seconds = 0, {name: [0.0] * arguments.rounds for name in llms}
         same = True
-        for turn in range(arguments.rounds + 1):
+        for turn in range(-WARMING, arguments.rounds):
             asked = tasks.draw(task, count)
             unpredicted: Asked = [(prompt, []) for prompt, _ in asked]
             answers = []
-            for name, llm in llms.items():
-                start = clock()
-                outputs = answered(llm, unpredicted if name == PLAIN else asked, params, turn * count)
+            for name in [*llms][turn % len(llms) :] + [*llms][: turn % len(llms)]:
+                llm, start = llms[name], clock()
+                outputs = answered(llm, unpredicted if name == PLAIN else asked, params, (turn + WARMING) * count)
                 answers.append([output.outputs[0].token_ids for output in outputs])
-                if turn:
-                    seconds[name][turn - 1] = clock() - start
-            tokens += sum(map(len, answers[-1])) if turn else 0
+                if turn >= 0:
+                    seconds[name][turn] = clock() - start
+            tokens += sum(map(len, answers[-1])) if turn >= 0 else 0
             same = same and all(answer == answers[0] for answer in answers)
         for name, llm in llms.items():
             if name == PLAIN:

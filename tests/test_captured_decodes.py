@@ -11,10 +11,11 @@ import pytest
 
 from kvern import LLM, SamplingParams
 from kvern.step import ScheduledTokens
-from kvern.worker.captured_decodes import CapturedDecodes
+from kvern.worker.captured_decodes import ALIKE, ALIKE_FROM, SELDOM, CapturedDecodes
 from tests.cache_folder import cache_folder, load_kernels
 from tests.families import make_checkpoint
 from tests.gguf_files import write_gguf
+from tests.speculation import speculating
 from tests.test_gguf import WITHOUT_TOKENIZER
 
 PARAMS = [
@@ -84,6 +85,23 @@ def test_answers_are_those_of_steps_that_are_not(
         steps.lets, steps.captured = False, 0
         assert found == [answers(llm)] * 2
         assert steps.captured == 0
+
+
+def test_steps_of_many_sizes_share_programs_until_they_come_often(tmp_path: Path) -> None:
+    """What is verified is as many tokens as happen to be guessed, and each program takes a while to capture."""
+    folder = make_checkpoint("llama", tmp_path, vocab_size=288)
+    asked = [SamplingParams(temperature=t, seed=9, max_tokens=30, ignore_eos=True) for t in (0, 1) for _ in range(4)]
+    prompts = [[5, 6, 7 + index] for index in range(len(asked))]
+    with LLM(str(folder), threads=1, dtype="float32", max_batch_requests=8) as llm:
+        outputs = llm.generate(prompts, asked)
+        captured = llm._engine.core.executor._worker.runner._captured  # type: ignore[attr-defined]
+        with speculating(llm, outputs):
+            again = llm.generate(prompts, asked)
+            assert [one.outputs[0].token_ids for one in again] == [one.outputs[0].token_ids for one in outputs]
+        assert len(captured._visits) > 6 and all(size % ALIKE == 0 for size in captured._sizes if size > ALIKE_FROM)
+        often = next(iter(captured._visits))
+        captured._visits[often] = SELDOM
+        assert captured._padded(often) == often
 
 
 def test_files_whose_parts_are_quantized_in_different_ways(steps: Steps, tmp_path: Path) -> None:

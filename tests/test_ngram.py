@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from kvern import LLM, SamplingParams
 from kvern.config import EngineConfig
 from kvern.engine import ngram
-from kvern.engine.ngram import LONGEST, PLACES, Text
+from kvern.engine.ngram import LONGEST, PLACES, Chances, Followed, Text
 from kvern.models.implementation import describe_model
 from kvern.models.loader import read_config
 from kvern.request import PromptInput, Request, RequestSpec
@@ -93,3 +93,59 @@ def test_answers_are_those_without(options: dict[str, Any], tiny_model: Path) ->
         core.scheduler.check_integrity()
         assert core.drafting is not None and isinstance(proposer := core.drafting._proposer, ngram.NgramProposer)
         assert not proposer._texts, "what is known of texts outlives their requests"
+
+
+def grown(text: Followed, token_ids: list[int], answer: list[int], count: int) -> tuple[list[int], int]:
+    """How many drafts each step had until an answer was there, and how many of all were right."""
+    drafts, right, known = [], 0, list(token_ids)
+    while len(known) < len(token_ids) + len(answer):
+        text.read(known, 999)
+        guess, rest = text.guess(known, count), answer[len(known) - len(token_ids) :]
+        agreeing = 0
+        while agreeing < min(len(guess), len(rest)) and guess[agreeing] == rest[agreeing]:
+            agreeing += 1
+        drafts.append(len(guess))
+        right += agreeing
+        known += rest[: agreeing + 1]
+    return drafts, right
+
+
+PASSAGE = [*range(10, 34)]
+
+
+@pytest.mark.parametrize(
+    ("edited", "steps"),
+    [
+        pytest.param([*PASSAGE[:12], 99, *PASSAGE[13:]], 5, id="another"),
+        pytest.param([*PASSAGE[:12], *PASSAGE[15:]], 5, id="left out"),
+        pytest.param([*PASSAGE[:12], 99, 98, *PASSAGE[12:]], 7, id="put in"),
+    ],
+)
+def test_a_text_is_followed_across_what_is_edited(edited: list[int], steps: int) -> None:
+    """By eight drafts a step: behind the first two tokens it goes on at once where one differs."""
+    drafts, right = grown(Followed(Chances()), [*PASSAGE, 1, 2], edited, 8)
+    assert len(drafts) <= steps + 1 and right >= len(edited) - len(drafts)
+
+
+def test_matches_that_are_seldom_right_give_fewer_drafts() -> None:
+    chances = Chances()
+    first = chances.most(Chances.kind(2))
+    for _ in range(500):
+        chances.learn(Chances.kind(2), 0, True)
+        chances.learn(Chances.kind(LONGEST), 8, False)
+    assert chances.most(Chances.kind(2)) == 0 < first < chances.most(Chances.kind(LONGEST))
+
+
+def test_what_is_left_out_is_learnt_from() -> None:
+    """Matches that were seldom right give drafts again once they would have been."""
+    chances = Chances()
+    for _ in range(500):
+        chances.learn(Chances.kind(2), 0, True)
+    drafts = []
+    for _ in range(40):
+        text, token_ids = Followed(chances), [8, 5, 6, 7, 4, 9, 5, 6]
+        for token in (7, 4):
+            text.read(token_ids, 999)
+            drafts.append(len(text.guess(token_ids, 4)))
+            token_ids.append(token)
+    assert drafts[0] == 0 and drafts[-2] > 0

@@ -10,6 +10,8 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
+from training import editing
+from training.adapter import load
 from training.arithmetic import operands
 from training.draw import Draw, Example, is_held_out
 from training.exam import is_right, questions, wanted
@@ -17,6 +19,8 @@ from training.extraction import extraction
 from training.text import TASKS, stream
 from training.tokenizer import SPECIAL, TEMPLATE, document, render, save, train_tokenizer
 from training.train import SIZES, Llama, document_mask, export, pack, train, weigh
+
+from kvern.models.hub import resolve_model
 
 # Greetings are the same for everybody; nothing of them is held out. Questions without a blank are always trained on.
 SPLIT_TASKS = [task for task in TASKS if task not in ("identity", "memory")]
@@ -191,3 +195,22 @@ def test_exported_folder_loads_in_transformers_with_the_same_logits(tokenizer_fo
     with torch.no_grad():
         ours, theirs = model(tokens, document_mask(tokens, compiled=False)), loaded(tokens).logits
     torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("task", editing.TASKS)
+def test_edited_texts_are_those_of_their_prompts(task: str) -> None:
+    draw = Draw(3)
+    for _ in range(30):
+        asked, answer = (message["content"] for message in editing.TASKS[task](draw).messages)
+        if task == "edit":
+            (old, new), text = asked.removeprefix("Replace ").split(": ")[0].split(" by "), asked.split(": ", 1)[1]
+            assert old in text and answer == text.replace(old, new)
+        else:
+            assert asked.endswith(answer)
+
+
+def test_a_model_learns_to_edit(tmp_path: Path) -> None:
+    folder = resolve_model("kvern-1m")
+    before = load(folder).state_dict()
+    learnt = editing.train(folder, 2, rows=1, length=256).state_dict()
+    assert any(not torch.equal(before[name], weight) for name, weight in learnt.items())

@@ -201,6 +201,11 @@ class BatchRows:
 
     def _write(self, target: torch.Tensor, runs: Iterable[tuple[int, int, list[int]]]) -> None:
         """Write runs of values to rows of `target`: (row, first column, values)."""
+        if target.device.type == "cpu":
+            numbers = target.numpy()
+            for slot, first, values in runs:
+                numbers[slot, first : first + len(values)] = values
+            return
         for slot, first, values in runs:
             target[slot, first : first + len(values)] = torch.tensor(values, dtype=torch.int32)
 

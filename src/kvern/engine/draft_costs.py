@@ -16,8 +16,7 @@ and `ALLOWED` of all time.
 import math
 from bisect import bisect_left, insort
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, field
 
 from kvern.engine.draft_room import Wanted
 from kvern.engine.proposer import takes_drafts
@@ -52,37 +51,53 @@ PROBED = 64
 """Tokens after which a request whose drafts were not worth it gets one again."""
 ALLOWED = 0.008
 """Share of the time that drafts may lose in the long run."""
-FIRST_BALANCE, LARGEST_BALANCE = 12, 256
+FIRST_BALANCE, LARGEST_BALANCE = 12, 64
 """What they may lose in addition, at first and behind what they have gained: as steps without drafts take."""
+REVIVED = 2
+"""What the balance must come to again behind its end, in the same: drafts take a few steps to show what they gain."""
 RESTED = 16
 """Steps in which nobody is asked behind one in which nobody got any: beside a small model to ask takes time, too."""
 LOOKED_AT = 8
-"""Of steps while nobody gets any, one in so many is learnt from."""
-LARGEST_FIRST_LOSS = 2
+"""Of steps in a row in which nobody has any, one in so many is learnt from."""
+HELD = 8
+"""Steps for which what drafts cost is worked out at once."""
+LARGEST_FIRST_LOSS = 0.5
 """What the first step of its size may draw from the balance, in the same: what it makes is made once."""
 LARGEST_LOSS = 12
 """What a step may draw at most, in the same, unless another drew more of late: what holds one up so long, as a machine
 that sleeps, or something that is made once, seldom comes twice."""
 LONGEST = 5.0
 """Times what was expected: of a step that took longer, something else held up the rest."""
+LONGEST_KNOWN = 2.0
+"""The same of steps of a size that is known."""
 
 
 class LeastTimes:
     """What steps take by their rows: the least of late, as whatever else the machine does only adds to it."""
 
-    def __init__(self) -> None:
+    def __init__(self, alike_from: int = 1 << 30, alike: int = 1) -> None:
+        """Steps of more rows than `alike_from` are told apart by multiples of `alike`: there are all sizes of them."""
+        self._alike_from, self._alike = alike_from, alike
         self._least: dict[int, float] = {}
         self._visits: dict[int, int] = {}
         self._known: list[int] = []
 
     def add(self, rows: int, seconds: float) -> bool:
         """A step of so many rows took so long; whether it is the first of its size, which takes longer."""
+        rows = self._size(rows)
         visits = self._visits[rows] = self._visits.get(rows, 0) + 1
         if visits > 1:
             self._least[rows] = min(seconds, FORGOTTEN * self._least.get(rows, math.inf))
         if visits == VISITS:
             insort(self._known, rows)
         return visits == 1
+
+    def knows(self, rows: int) -> bool:
+        """Whether it is known what steps of so many rows take."""
+        return self._visits.get(self._size(rows), 0) >= VISITS
+
+    def _size(self, rows: int) -> int:
+        return rows if rows <= self._alike_from else -(-rows // self._alike) * self._alike
 
     @property
     def seen(self) -> bool:
@@ -97,13 +112,14 @@ class LeastTimes:
     def of(self, rows: int, fewer: tuple[int, float] = (0, 0.0)) -> float:
         """What so many rows take: between known sizes, and beyond them, as on a line, and never less for more rows.
 
-        `fewer`: rows, and what they take, from which the line comes where one size alone is known.
+        `fewer`: rows, and what they take, from which the line comes to the smallest size, or to the only one.
         """
         known, least = self._known, self._least
         place = bisect_left(known, rows)
-        if place < len(known) and (place == 0 or known[place] == rows):
+        is_between = place == 0 and 0 < fewer[0] <= rows < known[0]
+        if place < len(known) and (place == 0 or known[place] == rows) and not is_between:
             return least[known[place]]
-        if len(known) == 1:
+        if len(known) == 1 or is_between:
             slope = max(0.0, (least[known[0]] - fewer[1]) / (known[0] - fewer[0]))
             return least[known[0]] + slope * (rows - known[0])
         place = min(place, len(known) - 1)
@@ -112,7 +128,7 @@ class LeastTimes:
         return least[low] + slope * (rows - low)
 
 
-@dataclass(frozen=True)
+@dataclass
 class TimedStep:
     """A step that took so many `seconds`, of which the device guessed behind the step `guessed` for `drafting`.
 
@@ -125,18 +141,16 @@ class TimedStep:
     drafting: float = 0.0
     guessed: Sequence[ScheduledTokens] = ()
     proposing: float = 0.0
+    rows: int = field(init=False)
+    decodes: int = field(init=False)
+    drafts: int = field(init=False)
 
-    @cached_property
-    def rows(self) -> int:
-        return sum(item.count for item in self.scheduled)
-
-    @cached_property
-    def decodes(self) -> int:
-        return sum(item.count == item.sampled for item in self.scheduled)
-
-    @cached_property
-    def drafts(self) -> int:
-        return sum(item.sampled - 1 for item in self.scheduled if item.sampled > 1)
+    def __post_init__(self) -> None:
+        self.rows = self.decodes = self.drafts = 0
+        for item in self.scheduled:
+            self.rows += item.count
+            self.decodes += item.count == item.sampled
+            self.drafts += max(0, item.sampled - 1)
 
     @property
     def has_prompts(self) -> bool:
@@ -159,7 +173,7 @@ class DraftCosts:
     ) -> None:
         self._most_rows, self._most, self._on_device = most_rows, most, on_device
         self._catches_up = on_device and catches_up
-        self._plain, self._verifying, self._passes = LeastTimes(), LeastTimes(), LeastTimes()
+        self._plain, self._verifying, self._passes = LeastTimes(), LeastTimes(8, 4), LeastTimes()
         self._share = 1.0
         """Of the requests, those that have drafts where any has."""
         self._right, self._wrong = 2.0, 1.0
@@ -169,20 +183,42 @@ class DraftCosts:
         """Seconds that drafts may still lose; None: it is not known yet what steps take."""
         self._forgiven = 0.0
         """Seconds of a step that drew more than `LARGEST_LOSS`; the time that passes makes up for them, too."""
+        self._largest_balance = self._least_balance = 0.0
+        """More than the least is needed: it is none, or, once all was lost, what `REVIVED` says."""
         self._since_plain = self._since_drafts = 0
         """Steps behind the last without drafts, and with."""
+        self._costs = [1.0]
+        self._held = self._held_for = 0
+        """For how many steps more `_costs` hold, if so many run."""
         self._resting = self._running = 0
         """Steps in which nobody is asked, as long as so many run."""
 
-    def passes_over(self, seconds: float, proposing: float) -> bool:
-        """Whether nothing is to be learnt of a step without drafts, as nobody gets any for a while."""
+    def passes_over(self, running: int, seconds: float, proposing: float) -> bool:
+        """Whether nothing is to be learnt of a step of so many requests without drafts, as those before had none."""
         balance = self._balance
-        if balance is None or (balance > 0 and not self._resting) or self._since_drafts % LOOKED_AT == 0:
+        if balance is None or self._since_drafts % LOOKED_AT == 0 or not self._plain.knows(running):
             return False
         self._since_drafts += 1
         self._forgiven = max(0.0, self._forgiven - ALLOWED * seconds)
-        self._balance = balance + ALLOWED * seconds - proposing
+        self._balance = min(balance + ALLOWED * seconds - proposing, max(balance, self._largest_balance))
         return True
+
+    def rest(self) -> int:
+        """Behind a step in which nobody got drafts: in how many nobody needs to be asked, or looked at."""
+        if self._balance is None:
+            return 0
+        if self._balance <= self._least_balance:
+            return LOOKED_AT - 1
+        rest = min(self._resting, LOOKED_AT - 1)
+        self._resting -= rest
+        return rest
+
+    def rested(self, steps: int, seconds: float) -> None:
+        """So many steps went by, each of which took about so long."""
+        self._since_drafts += steps
+        if self._balance is not None:
+            self._forgiven = max(0.0, self._forgiven - ALLOWED * steps * seconds)
+            self._balance = min(self._balance + ALLOWED * steps * seconds, max(self._balance, self._largest_balance))
 
     def learn(self, step: TimedStep) -> None:
         """A step has ended."""
@@ -211,7 +247,8 @@ class DraftCosts:
             if is_first:
                 gained = max(gained, -LARGEST_FIRST_LOSS * plain)
             gained = self._forgive(gained - step.proposing, step.seconds, plain)
-            self._balance = min(self._balance + gained, max(self._balance, LARGEST_BALANCE * plain))
+            self._largest_balance = LARGEST_BALANCE * plain
+            self._balance = min(self._balance + gained, max(self._balance, self._largest_balance))
 
     def _forgive(self, gained: float, seconds: float, plain: float) -> float:
         """What counts of what a step gained, or lost: of one that lost far more than others of late, a part."""
@@ -228,7 +265,10 @@ class DraftCosts:
         took, without = step.seconds - read, step.seconds - step.drafting
         if step.drafts:
             plain = self._plain.of(step.decodes)
-            took = min(took, LONGEST * self._plain.of(step.rows) + step.drafting)
+            longest = LONGEST * self._plain.of(step.rows)
+            if not step.has_prompts and self._verifying.knows(step.rows):
+                longest = min(longest, LONGEST_KNOWN * self._verifying.of(step.rows))
+            took = min(took, longest + step.drafting)
             # Rows of prompts take time, each of them.
             without = without * (1 - step.drafts / step.rows) if step.has_prompts else plain
             without += step.right * plain / step.decodes
@@ -252,8 +292,12 @@ class DraftCosts:
         """How many drafts each of so many requests should get in the next step; None: nobody gets any."""
         most = min(self._most, self._most_rows // running - 1)
         balance = self._balance
-        if most < 1 or balance is None or balance <= 0 or self._since_plain >= REMEASURED:
+        if most < 1 or balance is None or self._since_plain >= REMEASURED:
             return None
+        if balance <= self._least_balance:
+            self._least_balance = REVIVED * self._largest_balance / LARGEST_BALANCE
+            return None
+        self._least_balance = 0.0
         if self._resting and running == self._running:
             self._resting -= 1
             return None
@@ -261,14 +305,9 @@ class DraftCosts:
         plain, one_pass = self._plain.of(running), 0.0
         if self._on_device:
             one_pass = self._passes.of(running) if self._passes.largest else FIRST_PASS * plain
-        explored, costs = 0, [1.0]
-        if self._verifying.largest < running + min(EXPLORED, most):
-            explored = min(EXPLORED, most)
-        else:
-            having = max(1.0, self._share * running)
-            for count in range(1, most + 1):
-                verifying = self._verifying.of(round(running + having * count), (running, plain))
-                costs.append(1 + ((verifying - plain) * running / having + count * one_pass) / plain)
+        explored, costs = min(EXPLORED, most), [1.0]
+        if self._verifying.largest >= running + explored:
+            explored, costs = 0, self._costs_of(running, most, plain, one_pass)
 
         def count_of(request: Request) -> int:
             nonlocal explored
@@ -298,6 +337,17 @@ class DraftCosts:
             return count
 
         return of
+
+    def _costs_of(self, running: int, most: int, plain: float, one_pass: float) -> list[float]:
+        """What a step takes with none, one, ... drafts of each request, as multiples of the first; as of late."""
+        if running != self._held_for or not self._held:
+            having, costs = max(1.0, self._share * running), [1.0]
+            for count in range(1, most + 1):
+                verifying = self._verifying.of(round(running + having * count), (running, plain))
+                costs.append(1 + ((verifying - plain) * running / having + count * one_pass) / plain)
+            self._costs, self._held_for, self._held = costs, running, HELD
+        self._held -= 1
+        return self._costs
 
     def _best(self, request: Request, costs: Sequence[float]) -> tuple[int, float]:
         """As many drafts as give the most tokens in the time, and how many times as many as none do."""

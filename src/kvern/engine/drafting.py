@@ -5,12 +5,14 @@ step --ended--> DraftCosts --propose--> Proposer: as many drafts of each request
 """
 
 import logging
+import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 from weakref import WeakSet
 
-from kvern.engine.draft_costs import MOST, MOST_ROWS, DraftCosts, TimedStep
+from kvern.engine.draft_costs import FORGOTTEN, LONGEST, MOST, MOST_ROWS, DraftCosts, TimedStep
 from kvern.engine.draft_room import Wanted
 from kvern.engine.prediction import PredictionProposer
 from kvern.engine.proposer import Proposer, takes_drafts
@@ -22,6 +24,7 @@ logger = logging.getLogger("kvern")
 
 KEPT_OF_REQUEST = 0.9
 """Of the weight of what became of a request's earlier drafts, by each step with others."""
+NOBODY: frozenset[str] = frozenset()
 QUIET = 16
 """Steps without drafts, in one of which a proposer is told of the texts nevertheless."""
 
@@ -42,6 +45,21 @@ class Positions:
             self.drafts[place] += 1
         for place in range(accepted):
             self.accepted[place] += 1
+
+
+class Asked(NamedTuple):
+    """Whom to guess for, and how much, where so many run."""
+
+    running: int
+    going: Sequence[Request]
+    counts: Sequence[int]
+    has_predictions: bool
+
+    def holds(self, requests: Sequence[Request], running: int) -> bool:
+        """Whether it is so still, as the same requests got tokens and none has ended."""
+        if running != self.running or requests != self.going:
+            return False
+        return all(request.state is not State.FINISHED for request in requests)
 
 
 class Drafting:
@@ -73,20 +91,32 @@ class Drafting:
         self._predictions = PredictionProposer()
         self._predicted: WeakSet[Request] = WeakSet()
         """Requests whose drafts are of their predictions."""
-        self.verified_predictions: frozenset[str] = frozenset()
+        self.verified_predictions = NOBODY
         """The same by their ids, of those whose drafts the last step to return had verified."""
         self._vocab_size, self._clock = vocab_size, clock
         self.positions = Positions()
-        self._begun: deque[tuple[float, float, frozenset[str]]] = deque()
-        """When steps began, how long they waited for the proposer, and `verified_predictions` of them."""
-        self._ended = self._proposing = 0.0
+        self._begun: deque[tuple[float, float, frozenset[str]] | None] = deque()
+        """When steps began, how long they waited for the proposer, and `verified_predictions` of them.
+
+        None: of a step in which nobody was asked.
+        """
+        self._ended = self._proposing = self._learning = 0.0
+        self._least_asking = math.inf
+        """What it takes to ask for drafts: the least of late. Much more does something else that held it up."""
         self._guessed: Sequence[ScheduledTokens] = ()
         """Behind which the device guesses, in a step of a GPU, before it begins with the next."""
         self._quiet = 0
+        self._asked: Asked | None = None
+        """Holds until more is learnt."""
+        self._rest = self._rested = self._resting = 0
+        """Steps in which nobody is asked, from now on and before, as long as so many requests run."""
 
     def began(self, output: SchedulerOutput, requests: Sequence[Request]) -> None:
         """A step of these requests was submitted."""
-        predicted: frozenset[str] = frozenset()
+        if self._rest and not output.drafts:
+            self._begun.append(None)
+            return
+        predicted = NOBODY
         if output.drafts and self._predicted:
             slots = {slot for slot, _, _ in output.drafts}
             predicted = frozenset(
@@ -111,10 +141,11 @@ class Drafting:
 
         `drafting_seconds`: what guessing behind it took on the device.
         """
-        if not self._begun:
-            self.verified_predictions = frozenset()
-            return  # it was submitted before anybody guessed
-        (begun, waited, self.verified_predictions), now = self._begun.popleft(), self._clock()
+        step = self._begun.popleft() if self._begun else None  # or it was submitted before anybody guessed
+        if step is None:
+            self.verified_predictions = NOBODY
+            return
+        (begun, waited, self.verified_predictions), now = step, self._clock()
         seconds, self._ended = now - max(begun, self._ended), now
         guessed: Sequence[ScheduledTokens] = output.scheduled
         if self._device == "cuda":
@@ -122,8 +153,12 @@ class Drafting:
         tokens, count, right = output.token_count, len(output.scheduled), 0
         if tokens == count and not self._would_guess(count):
             return
-        if tokens == count and not drafting_seconds and self._costs.passes_over(seconds, waited):
+        if self._rested:
+            self._costs.rested(self._rested, seconds)
+            self._rested = 0
+        if tokens == count and not drafting_seconds and self._costs.passes_over(count, seconds, waited):
             return
+        self._asked = None
         for item, request, token_ids in zip(output.scheduled, requests, kept, strict=True):
             if item.sampled > 1 and token_ids:
                 accepted = len(token_ids) - 1
@@ -134,45 +169,83 @@ class Drafting:
                 request.drafts_wrong = KEPT_OF_REQUEST * request.drafts_wrong + is_wrong
                 self._costs.verified(accepted, is_wrong)
         self._costs.learn(TimedStep(output.scheduled, seconds, right, drafting_seconds, guessed, waited))
+        self._learning = self._clock() - now
 
     def _would_guess(self, running: int) -> bool:
         """Whether anybody guesses where so many run."""
         guesses = self._device is not None or self._proposer is not None or bool(self._predicted)
         return guesses and self._costs.has_rows(running)
 
-    def propose(self, requests: Iterable[Request], running: int) -> None:
+    def propose(self, requests: Sequence[Request], running: int) -> None:
         """Guess how requests go on that got tokens, in an engine that runs so many."""
-        begun = self._clock()
-        going = []
+        if self._rest and self._rests(requests, running):
+            return
+        begun, asked = self._clock(), self._asked
+        if asked is None or not asked.holds(requests, running):
+            asked = self._who(requests, running)
+            self._asked = asked if any(asked.counts) else None
+        if self._quiet % QUIET:
+            for request in asked.going:
+                request.draft_token_ids = []
+        elif asked.going:
+            self._guess(asked)
+            took = self._clock() - begun
+            if not self._quiet:
+                self._least_asking = min(took, FORGOTTEN * self._least_asking)
+            self._proposing = self._learning + min(took, LONGEST * self._least_asking)
+        self._learning = 0.0
+
+    def _who(self, requests: Sequence[Request], running: int) -> Asked:
+        """Whom to guess for, and how much; nobody for a while, if nobody gets drafts."""
+        going, has_predictions = [], False
         for request in requests:
             if request.state is State.FINISHED:
                 self._costs.answered(request.output_length)
             elif (self._proposer is not None or request.spec.prediction) and takes_drafts(request):
                 going.append(request)
-        if going:
-            counts = self.most(going, running)
-            self._quiet = 0 if any(counts) else self._quiet + 1
-            if self._quiet % QUIET == 0:
-                self._guess(going, counts)
-            else:
-                for request in going:
-                    request.draft_token_ids = []
-            self._proposing = self._clock() - begun
+                has_predictions = has_predictions or bool(request.spec.prediction)
+        counts = self.most(going, running) if going else []
+        if any(counts):
+            self._quiet = 0
+        elif going:
+            self._quiet += 1
+            self._rest, self._resting = 0 if self._device else self._costs.rest(), running
+        return Asked(running, going, counts, has_predictions)
 
-    def _guess(self, going: Sequence[Request], counts: Sequence[int]) -> None:
-        """Have so many tokens of each guessed."""
-        most = {request: count and count + request.in_flight for request, count in zip(going, counts, strict=True)}
+    def _rests(self, requests: Sequence[Request], running: int) -> bool:
+        """Whether nobody is asked, as nobody got drafts before; who comes or goes changes that."""
+        self._rest -= 1
+        self._rested += 1
+        self._quiet += 1
+        stays = running == self._resting and all(request.state is not State.FINISHED for request in requests)
+        if not stays or self._quiet % QUIET == 0:
+            self._rest = 0
+            self._quiet -= 1
+            return False
+        return True
+
+    def _guess(self, asked: Asked) -> None:
+        """Have tokens guessed."""
+        going = asked.going
+        most = [count and count + request.in_flight for request, count in zip(going, asked.counts, strict=True)]
+        if asked.has_predictions:
+            going, most = self._unpredicted(going, most)
+        for request, drafts in zip(going, self._guesses(going, most), strict=True):
+            request.draft_token_ids = drafts
+
+    def _unpredicted(self, going: Sequence[Request], most: Sequence[int]) -> tuple[list[Request], list[int]]:
+        """Guess by predictions, and leave those requests that have none, or say something else."""
+        wanted = dict(zip(going, most, strict=True))
         predicted = [request for request in going if request.spec.prediction]
-        found = self._predictions.propose(predicted, [most[request] for request in predicted])
+        found = self._predictions.propose(predicted, [wanted[request] for request in predicted])
         for request, drafts in zip(predicted, found, strict=True):
             request.draft_token_ids = drafts
             if drafts:
                 self._predicted.add(request)
-                del most[request]
+                del wanted[request]
             else:
                 self._predicted.discard(request)
-        for request, drafts in zip(most, self._guesses([*most], [*most.values()]), strict=True):
-            request.draft_token_ids = drafts
+        return [*wanted], [*wanted.values()]
 
     def wanted(self, running: int) -> Wanted | None:
         """How many drafts the device should guess where so many run, or are about to; None: nobody does there."""

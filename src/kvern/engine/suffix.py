@@ -11,17 +11,18 @@ each pair of tokens gives the same matches among the latest places, in a fixed a
 import weakref
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
+from operator import itemgetter
 from weakref import WeakKeyDictionary
 
 from kvern.config import EngineConfig
-from kvern.engine.ngram import LONGEST, READ_AT_ONCE, READ_OF_EACH, Text
+from kvern.engine.ngram import LONGEST, READ_AT_ONCE, READ_OF_EACH, Chances, Text, same
 from kvern.engine.proposer import PROPOSERS
 from kvern.model_spec import ModelSpec
 from kvern.request import Request
 
 KEPT = 1 << 17
 """Tokens of answers, of all namespaces together; the oldest are forgotten first."""
-PLACES = 16
+PLACES = 8
 """In other answers, of which those that read the same for longest decide."""
 OF_PROMPT = 2
 """Tokens before an answer that are kept with it, so that its beginning is found, too."""
@@ -104,13 +105,43 @@ def _key(answer: KeptAnswer, place: int) -> tuple[bytes, int, int]:
     return answer.namespace, answer.token_ids[place - 1], answer.token_ids[place]
 
 
+class KnownText:
+    """What is known of a request: its text, what is kept of its answer, and where it was found to stand."""
+
+    def __init__(self, request: Request) -> None:
+        self.text, self.answer = Text(), KeptAnswer(request)
+        self.places: list[tuple[Sequence[int], int]] = []
+        """Texts, and the places in them up to which they read as this one did when it had `length` tokens."""
+        self.length, self.same = 0, 0
+        """How many tokens read the same at least."""
+        self.guess: list[int] = []
+
+    def learn(self, new: Sequence[int], chances: Chances) -> None:
+        """The text has grown: how far as was guessed."""
+        right = 0
+        for guessed, token in zip(self.guess, new, strict=False):
+            if guessed != token:
+                break
+            right += 1
+        if self.guess and new:
+            chances.learn(Chances.kind(self.same), right, right < min(len(new), len(self.guess)))
+
+    def follow(self, new: Sequence[int]) -> None:
+        """Leave the places at which texts go on in another way."""
+        count = len(new)
+        self.places = [
+            (tokens, place + count) for tokens, place in self.places if tokens[place + 1 : place + 1 + count] == new
+        ]
+        self.same = min(LONGEST, self.same + count)
+
+
 @PROPOSERS.register("suffix")
 class SuffixProposer:
     """What other answers, or the text itself, went on with where they read as the text does at its end."""
 
     def __init__(self, config: EngineConfig, spec: ModelSpec) -> None:
-        self._kept = KeptAnswers(KEPT)
-        self._known: WeakKeyDictionary[Request, tuple[Text, KeptAnswer]] = WeakKeyDictionary()
+        self._kept, self._chances = KeptAnswers(KEPT), Chances()
+        self._known: WeakKeyDictionary[Request, KnownText] = WeakKeyDictionary()
         self._ended: deque[KeptAnswer] = deque()
         """Answers of which the last tokens are to be kept still."""
 
@@ -125,53 +156,65 @@ class SuffixProposer:
         for request, count in zip(requests, most, strict=True):
             known = self._known.get(request)
             if known is None:
-                known = self._known[request] = Text(), KeptAnswer(request)
-                weakref.finalize(request, self._ended.append, known[1]).atexit = False
-            text, answer = known
-            self._kept.keep(answer)
+                known = self._known[request] = KnownText(request)
+                weakref.finalize(request, self._ended.append, known.answer).atexit = False
+            self._kept.keep(known.answer)
             if not count:
                 guesses.append([])
                 continue
-            left -= text.read(request.token_ids, max(left, READ_OF_EACH))
-            guesses.append(self._guess(request.token_ids, text, answer, count))
+            left -= known.text.read(request.token_ids, max(left, READ_OF_EACH))
+            guesses.append(self._guess(known, request.token_ids, count))
         return guesses
 
-    def _guess(self, token_ids: Sequence[int], text: Text, answer: KeptAnswer, count: int) -> list[int]:
-        found, longest = text.match(token_ids)
-        best: list[tuple[Sequence[int], int]] = []
-        for others, place in self._kept.places(answer):
-            length = _same(others, place, token_ids)
-            if length < longest or place + 1 == len(others):
+    def _guess(self, known: KnownText, token_ids: list[int], count: int) -> list[int]:
+        new = token_ids[known.length :] if known.length else []
+        known.learn(new, self._chances)
+        known.length = len(token_ids)
+        known.follow(new)
+        if not known.places:
+            self._look_up(known, token_ids)
+        if not known.places:
+            known.guess = []
+            return []
+        most = min(count, self._chances.most(Chances.kind(known.same)))
+        guessed = max(1, most)
+        continued = [
+            known.text.continued_from(token_ids, place, guessed)
+            if tokens is token_ids
+            else tokens[place + 1 : place + 1 + guessed]
+            for tokens, place in known.places
+        ]
+        known.guess = likeliest([tokens for tokens in continued if tokens], guessed)
+        return known.guess[:most]
+
+    def _look_up(self, known: KnownText, token_ids: list[int]) -> None:
+        """Find the places where texts read as this one does at its end, for longest."""
+        found, known.same = known.text.match(token_ids)
+        known.places = [(token_ids, found)] if found >= 0 else []
+        ending, others = token_ids[-LONGEST:], 0
+        for tokens, place in self._kept.places(known.answer):
+            length = same(tokens, place, ending)
+            if length < known.same or place + 1 == len(tokens):
                 continue
-            if length > longest:
-                found, longest, best = -1, length, []
-            best.append((others, place))
-        continued = [others[place + 1 : place + 1 + count] for others, place in best[:PLACES]]
-        if found >= 0:
-            continued.append(text.continued_from(token_ids, found, count))
-        return likeliest(continued, count)
-
-
-def _same(others: Sequence[int], place: int, token_ids: Sequence[int]) -> int:
-    """How many tokens up to a place are those that a text ends with."""
-    length, end = 2, len(token_ids) - 1
-    most = min(LONGEST, place + 1, end + 1)
-    while length < most and others[place - length] == token_ids[end - length]:
-        length += 1
-    return length
+            if length > known.same:
+                known.same, known.places, others = length, [], 0
+            known.places.append((tokens, place))
+            others += 1
+            if others == PLACES and length == LONGEST:
+                break
 
 
 def likeliest(continued: Sequence[Sequence[int]], count: int) -> list[int]:
     """What most of the continuations say, and of these again the most, as long as enough of them agree."""
     guess: list[int] = []
     while continued and len(guess) < count:
-        ahead = len(guess)
-        if len(continued) == 1:
-            return [*guess, *continued[0][ahead:count]]
-        votes = Counter(tokens[ahead] for tokens in continued if len(tokens) > ahead)
+        ahead, first = len(guess), continued[0]
+        if all(tokens == first for tokens in continued):
+            return [*guess, *first[ahead:count]]
+        votes = Counter([tokens[ahead] for tokens in continued if len(tokens) > ahead])
         if not votes:
             break
-        ((token, agreeing),) = votes.most_common(1)
+        token, agreeing = max(votes.items(), key=itemgetter(1))
         if agreeing < AGREEING * len(continued):
             break
         guess.append(token)

@@ -1,6 +1,7 @@
 """Steps of decodes on a CPU, captured once for each number of tokens: then one call does all that the model does."""
 
 import logging
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -21,6 +22,10 @@ from kvern.step import ScheduledTokens
 
 logger = logging.getLogger("kvern")
 
+ALIKE_FROM, ALIKE = 8, 4
+"""Steps of more tokens that verify drafts, of which there are all sizes, are captured in multiples of so many."""
+SELDOM = 32
+"""Steps of a size until it is captured for itself: what is computed beside it then costs more than to capture once."""
 MOST_TOKENS = 64
 """Of a step: while one is captured, what all layers compute is held at once, and larger ones gain little."""
 
@@ -63,6 +68,8 @@ class CapturedDecodes:
         self._sampler = RowSampler(rows)
         self._memory = Memory()
         self._sizes: dict[int, _Decodes] = {}
+        self._visits: Counter[int] = Counter()
+        """How often there were steps of sizes that are not captured for themselves."""
         self._captures, self._embeds = True, isinstance(decoder.embed_tokens.method, CompiledMethod)
         self._table = None if decoder.per_layer is None else decoder.per_layer.table
         self._looks_up = not self._embeds or self._table is not None
@@ -76,8 +83,11 @@ class CapturedDecodes:
         it. Drafts are decodes of the same row that begin one behind the other: each attends to what those before it
         have written.
         """
-        decodes = self._decodes(scheduled) if self._is_whole else None
-        return None if decodes is None else decodes.run(_READ, _CHOOSE)[0].tolist()
+        decodes = self._decodes(scheduled, may_pad=True) if self._is_whole else None
+        if decodes is None:
+            return None
+        sampled: list[int] = decodes.run(_READ, _CHOOSE)[0].tolist()
+        return sampled[: sum(item.count for item in scheduled)]
 
     def score(self, scheduled: Sequence[ScheduledTokens]) -> Scored | None:
         """As `decode`, up to what tokens are chosen by; PyTorch may have had a part in it."""
@@ -100,8 +110,11 @@ class CapturedDecodes:
         token_ids: list[int] = chosen.tolist()
         return token_ids
 
-    def _decodes(self, scheduled: Sequence[ScheduledTokens]) -> "_Decodes | None":
-        """Ready to run for a step; None: it is another, or is not captured."""
+    def _decodes(self, scheduled: Sequence[ScheduledTokens], may_pad: bool = False) -> "_Decodes | None":
+        """Ready to run for a step; None: it is another, or is not captured.
+
+        If it `may_pad`, its last token may come several times, which computes and writes the same again.
+        """
         if not self._captures or is_recorded():
             return None
         slots, starts = [item.slot for item in scheduled], [item.start for item in scheduled]
@@ -110,6 +123,9 @@ class CapturedDecodes:
                 return None
             slots = [item.slot for item in scheduled for _ in range(item.count)]
             starts = [item.start + place for item in scheduled for place in range(item.count)]
+            missing = self._padded(len(slots)) - len(slots) if may_pad else 0
+            slots += slots[-1:] * missing
+            starts += starts[-1:] * missing
         if not 0 < len(slots) <= MOST_TOKENS:
             return None
         decodes = self._sizes.get(len(slots))
@@ -130,6 +146,13 @@ class CapturedDecodes:
                 self._rows.tokens[following] = drafts
             self._sizes[len(slots)] = decodes
         return decodes
+
+    def _padded(self, count: int) -> int:
+        """The size of the program that computes a step of so many tokens."""
+        if count <= ALIKE_FROM or count in self._sizes or self._visits[count] >= SELDOM:
+            return count
+        self._visits[count] += 1
+        return min(MOST_TOKENS, -(-count // ALIKE) * ALIKE) if count < MOST_TOKENS else count
 
     def _capture(self, requests: Tensor, looked_up: Tensor | None) -> Program:
         """The stages of a step, which they compute at once, but for what no kernel looks up."""

@@ -25,7 +25,7 @@ def change_choices(
     needs: RowNeeds,
 ) -> None:
     """Tell what chooses tokens here of the `rows` that a step let fork and join."""
-    if not ranks.stage.is_last:
+    if not ranks.stage.is_last or not (output.forked or output.joined):
         return
     grammars.fork(output.forked)
     processors.fork(output.forked, rows)

@@ -115,12 +115,15 @@ class ModelRunner:
         hidden: torch.Tensor | None = None,
     ) -> SampledStep:
         """Keep what is right of those that were sampled behind all tokens of a step, and guess what follows."""
-        if not drafts and not self._drafter.is_asked(scheduled):
+        is_asked = self._drafter.is_asked(scheduled)
+        if not drafts and not is_asked:
             return SampledStep([[token] for token in sampled])
         kept = kept_of(scheduled, drafts or [[]] * len(scheduled), sampled)
         computed = self._rows.num_computed_tokens.numpy()
         for item, token_ids in zip(scheduled, kept, strict=True):
             computed[item.slot] = item.start + item.count - item.sampled + len(token_ids)
+        if not is_asked:
+            return SampledStep(kept)
         starts = torch.tensor([item.start for item in scheduled], dtype=torch.int32)
         counts = torch.tensor([len(token_ids) for token_ids in kept])
         self._drafter.draft(ComputedStep(scheduled, starts, counts, hidden))
