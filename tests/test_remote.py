@@ -20,6 +20,7 @@ from kvern.models.implementation import describe_model
 from kvern.models.loader import read_config
 from kvern.request import PromptInput, Request, RequestSpec
 from kvern.sampling_params import ResolvedParams
+from kvern.tokenizer import Tokenizer
 from tests.draft_server import MODELS, Body, Drafts, counting, drafts_served
 from tests.served import serving
 from tests.speculation import AnyLength
@@ -342,9 +343,46 @@ def test_another_kvern_draws_by_the_same_random_numbers(patient: None, tiny_mode
             assert right > 0.9 * count > 0
 
 
+def test_a_server_with_other_tokens_is_asked_by_text(served: tuple[Drafts, str], tiny_model: Path) -> None:
+    """Its words become the model's tokens, but for the last, which may not be whole."""
+    drafts, url = served
+    config = EngineConfig(str(tiny_model), proposer="remote", draft_url=url, draft_as_text=True)
+    spec = describe_model(tiny_model, read_config(tiny_model), config.model_implementation)
+    proposer, tokenizer = RemoteProposer(config, spec), Tokenizer(tiny_model)
+    known, follows = (
+        tokenizer.encode("the cat sat on"),
+        tokenizer.encode(" the mat and then it", add_special_tokens=False),
+    )
+    drafts.answer = lambda body: {"choices": [{"index": 0, "text": " the mat and then it"}]}
+    one = request(known, params={"temperature": 0.7})
+    assert answered(proposer, one, count=6) == follows[:-1][:6]
+    body = drafts.bodies[0]
+    assert body["prompt"] == ["the cat sat on"] and body["temperature"] == 0 and "seed" not in body
+    assert "return_token_ids" not in body
+    one.token_ids += follows[:-1]
+    drafts.answer = lambda body: {"choices": [{"index": 0, "token_ids": [5]}]}
+    assert answered(proposer, one) == [], "it has to answer with text"
+
+
+def test_texts_cross_between_servers(patient: None, tiny_model: Path) -> None:
+    """Drafts of another kvern are right that have come as text, and change no token."""
+    flags = ("--dtype", "float32", "--threads", "1", "--max-model-len", "256")
+    options: dict[str, Any] = SMALL | {"draft_as_text": True}
+    with (
+        serving("--model", "kvern-1m", *flags) as served,
+        LLM("kvern-1m", **SMALL, speculation="off") as plain,
+        LLM("kvern-1m", proposer="remote", draft_url=served.url, **options) as guessing,
+    ):
+        ask_always(guessing)
+        for temperature in (0, 1):
+            count, right = compare(plain, guessing, temperature)
+            assert 0 < right < count
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [
+        ({"draft_as_text": True}, "draft_as_text is on, and says how the server at draft_url is asked: give that, too"),
         ({"draft_url": "http://a"}, "nobody asks it: give proposer remote, too"),
         ({"draft_url": "a:80", "proposer": "remote"}, "draft_url is 'a:80': it must begin with http:// or https://"),
         ({"proposer": "remote"}, "name it by draft_url"),

@@ -129,7 +129,9 @@ class EngineConfig:
     where other answers do, remote asks the server at draft_url; or an entry point of an installed package. None:
     nobody."""
     draft_url: str | None = None
-    """Another server of OpenAI's API, whose smaller model has the same tokens: who proposer remote asks."""
+    """Another server of OpenAI's API, with a smaller model: who proposer remote asks."""
+    draft_as_text: bool = False
+    """The model at draft_url has other tokens: it is asked by text and answers with text, without a temperature."""
     draft_model: str | None = None
     """A smaller model with the same vocabulary that guesses at tokens, or a draft head: a folder, Hugging Face id, or
     embedded model; mtp: the layer of the model's own checkpoint. None: the one that was made for an embedded model, or
@@ -229,6 +231,8 @@ class EngineConfig:
             )
         if self.proposer == "remote" and self.draft_url is None:
             raise ConfigError("proposer is remote, which asks another server: name it by draft_url")
+        if self.draft_as_text and self.draft_url is None:
+            raise ConfigError("draft_as_text is on, and says how the server at draft_url is asked: give that, too")
         if self.draft_url is not None:
             if self.proposer != "remote":
                 raise ConfigError(f"draft_url is {self.draft_url}, and nobody asks it: give proposer remote, too")

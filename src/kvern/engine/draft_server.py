@@ -11,12 +11,17 @@ import aiohttp
 import msgspec
 
 from kvern.errors import shown
+from kvern.tokenizer import Tokenizer
 
 CONNECTING_SECONDS = 5.0
 LONGEST_SAID = 200
 """Characters of what a server says to a refusal."""
 BYTES_OF_ROW = 16_384
 """Of an answer, for each text: it names a few tokens, and has words around them."""
+MORE_TOKENS = 2
+"""Times as many as the model's own may be what a server with other tokens makes of a text: it is asked if they fit."""
+TAIL = 8
+"""Tokens before an answer that is text, with which it is cut into tokens: they may be other ones alone."""
 
 
 class BadDrafts(Exception):
@@ -32,11 +37,35 @@ class DraftedText:
     """Of a body: how tokens are to be drawn, and with whom what is cached is shared."""
 
 
-class DraftServer:
-    """The server at `url`, which has /v1/models and /v1/completions, and the same token ids. To be closed."""
+class Translation:
+    """Between a model's tokens and a server's that has others: by text."""
 
-    def __init__(self, url: str, vocab_size: int) -> None:
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        """Raises InvalidRequest without a tokenizer's file."""
+        self._tokenizer, self._leading = tokenizer, tokenizer.leading_special_tokens()
+
+    def text(self, token_ids: Sequence[int]) -> str:
+        """What the server is asked: it puts tokens of its own before a text."""
+        begins = len(self._leading) if list(token_ids[: len(self._leading)]) == self._leading else 0
+        return self._tokenizer.decode(token_ids[begins:], skip_special_tokens=False)
+
+    def tokens(self, token_ids: Sequence[int], answer: str) -> list[int]:
+        """Those of an answer behind these, but for the last, which may be a part of a longer one."""
+        tail = list(token_ids[-TAIL:])
+        known = self._tokenizer.decode(tail, skip_special_tokens=False)
+        found = self._tokenizer.encode(known + answer, add_special_tokens=False)
+        if found[: len(tail)] != tail:  # what is known was cut otherwise
+            return self._tokenizer.encode(answer, add_special_tokens=False)[:-1]
+        return found[len(tail) : -1]
+
+
+class DraftServer:
+    """The server at `url`, which has /v1/models and /v1/completions. To be closed."""
+
+    def __init__(self, url: str, vocab_size: int, translation: Translation | None = None) -> None:
+        """`translation`: of a server with other tokens; None: it has the same token ids."""
         self._url, self._vocab_size = url.rstrip("/").removesuffix("/v1"), vocab_size
+        self._translation = translation
         self._loop, self._closing = asyncio.new_event_loop(), asyncio.Event()
         self._session: aiohttp.ClientSession | None = None
         self._model: tuple[str, int] | None = None
@@ -58,7 +87,7 @@ class DraftServer:
             await self._session.close()
 
     def ask(self, texts: Sequence[DraftedText], count: int) -> "Future[list[list[int]]]":
-        """For each text the `count` tokens that follow it; none behind one that fills the model's context.
+        """For each text the `count` tokens that follow it, at most; none behind one that fills the model's context.
 
         Cancel the future to give up. It raises BadDrafts, aiohttp.ClientError or TimeoutError.
         """
@@ -73,7 +102,7 @@ class DraftServer:
         name, longest = self._model
         groups: dict[bytes, list[int]] = {}
         for place, text in enumerate(texts):
-            if len(text.token_ids) < longest:
+            if len(text.token_ids) * (1 if self._translation is None else MORE_TOKENS) < longest:
                 groups.setdefault(msgspec.json.encode(text.fields), []).append(place)
         found = await asyncio.gather(
             *(self._ask_alike(name, [texts[i] for i in group], count) for group in groups.values())
@@ -86,15 +115,20 @@ class DraftServer:
 
     async def _ask_alike(self, model: str, texts: Sequence[DraftedText], count: int) -> list[list[int]]:
         """Of texts whose fields are equal."""
-        body = {
-            "model": model,
-            "prompt": [list(text.token_ids) for text in texts],
-            "max_tokens": count,
-            "ignore_eos": True,
-            "return_token_ids": True,
-            **texts[0].fields,
-        }
-        return self._drafts(await self._read("POST", "/v1/completions", body, len(texts)), len(texts), count)
+        translation = self._translation
+        asked = {"model": model, "max_tokens": count, "ignore_eos": True, **texts[0].fields}
+        if translation is None:
+            asked |= {"prompt": [list(text.token_ids) for text in texts], "return_token_ids": True}
+        else:
+            asked["prompt"] = [
+                translation.text(text.token_ids) or "\n" for text in texts
+            ]  # one without tokens is refused
+        choices = _choices(await self._read("POST", "/v1/completions", asked, len(texts)), len(texts))
+        if translation is None:
+            return [self._drafts(choice, count) for choice in choices]
+        return [
+            self._translated(translation, text, choice)[:count] for text, choice in zip(texts, choices, strict=True)
+        ]
 
     async def _read(self, method: str, path: str, body: object, rows: int) -> Any:
         assert self._session is not None
@@ -117,25 +151,39 @@ class DraftServer:
         except (msgspec.DecodeError, RecursionError) as error:
             raise BadDrafts(f"{method} {path} is answered by no JSON: {shown(content[:LONGEST_SAID])}") from error
 
-    def _drafts(self, answer: object, rows: int, count: int) -> list[list[int]]:
-        """The tokens that an answer names, in the order of the texts. Raises BadDrafts."""
-        choices = answer.get("choices") if isinstance(answer, dict) else None
-        if not isinstance(choices, list) or len(choices) != rows:
-            raise BadDrafts(f"{rows} texts are answered by {shown(choices)}: it must be a list of {rows} choices")
-        found: dict[int, list[int]] = {}
-        for choice in choices:
-            if not isinstance(choice, dict):
-                raise BadDrafts(f"a choice is {shown(choice)}: it must be an object")
-            index, token_ids = choice.get("index"), choice.get("token_ids")
-            if type(index) is not int or not 0 <= index < rows or index in found:
-                raise BadDrafts(f"a choice has the index {shown(index)}: each from 0 to {rows - 1} must come once")
-            if not isinstance(token_ids, list) or len(token_ids) > count:
-                raise BadDrafts(f"a choice has token_ids {shown(token_ids)}: it must be a list of {count} at most")
-            for token in token_ids:
-                if type(token) is not int or not 0 <= token < self._vocab_size:
-                    raise BadDrafts(f"it guesses {shown(token)}: the model has token ids 0 to {self._vocab_size - 1}")
-            found[index] = token_ids
-        return [found[place] for place in range(rows)]
+    def _drafts(self, choice: Mapping[str, Any], count: int) -> list[int]:
+        """The tokens that a choice names. Raises BadDrafts."""
+        token_ids = choice.get("token_ids")
+        if not isinstance(token_ids, list) or len(token_ids) > count:
+            raise BadDrafts(f"a choice has token_ids {shown(token_ids)}: it must be a list of {count} at most")
+        for token in token_ids:
+            if type(token) is not int or not 0 <= token < self._vocab_size:
+                raise BadDrafts(f"it guesses {shown(token)}: the model has token ids 0 to {self._vocab_size - 1}")
+        return token_ids
+
+    def _translated(self, translation: Translation, text: DraftedText, choice: Mapping[str, Any]) -> list[int]:
+        """The tokens of what a choice says. Raises BadDrafts."""
+        said = choice.get("text")
+        if not isinstance(said, str):
+            raise BadDrafts(f"a choice has the text {shown(said)}: it must be a string")
+        found = translation.tokens(text.token_ids, said)
+        return found[: next((place for place, token in enumerate(found) if token >= self._vocab_size), None)]
+
+
+def _choices(answer: object, rows: int) -> list[Mapping[str, Any]]:
+    """Those of an answer, in the order of the texts. Raises BadDrafts."""
+    choices = answer.get("choices") if isinstance(answer, dict) else None
+    if not isinstance(choices, list) or len(choices) != rows:
+        raise BadDrafts(f"{rows} texts are answered by {shown(choices)}: it must be a list of {rows} choices")
+    found: dict[int, Mapping[str, Any]] = {}
+    for choice in choices:
+        if not isinstance(choice, dict):
+            raise BadDrafts(f"a choice is {shown(choice)}: it must be an object")
+        index = choice.get("index")
+        if type(index) is not int or not 0 <= index < rows or index in found:
+            raise BadDrafts(f"a choice has the index {shown(index)}: each from 0 to {rows - 1} must come once")
+        found[index] = choice
+    return [found[place] for place in range(rows)]
 
 
 def _model_of(answer: object) -> tuple[str, int]:

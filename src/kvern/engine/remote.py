@@ -20,11 +20,13 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from kvern.config import EngineConfig
-from kvern.engine.draft_server import DraftedText, DraftServer
+from kvern.engine.draft_server import DraftedText, DraftServer, Translation
 from kvern.engine.proposer import PROPOSERS
 from kvern.errors import in_a_line
 from kvern.model_spec import ModelSpec
+from kvern.models.folder import model_folder
 from kvern.request import Request
+from kvern.tokenizer import Tokenizer
 
 logger = logging.getLogger("kvern")
 
@@ -56,7 +58,9 @@ class RemoteProposer:
     def __init__(self, config: EngineConfig, spec: ModelSpec) -> None:
         assert config.draft_url is not None
         self._url = config.draft_url
-        self._server = DraftServer(config.draft_url, spec.vocab_size)
+        translation = Translation(Tokenizer(model_folder(config))) if config.draft_as_text else None
+        self._as_text = config.draft_as_text
+        self._server = DraftServer(config.draft_url, spec.vocab_size, translation)
         weakref.finalize(self, self._server.close)
         self._guesses: WeakKeyDictionary[Request, tuple[int, list[int]]] = WeakKeyDictionary()
         """What follows a text from a position on, as guessed."""
@@ -94,7 +98,7 @@ class RemoteProposer:
             if wanted and len(guess) < count and len(rows) < MOST_TEXTS:
                 drafts = guess[:wanted]
                 rows.append((weakref.ref(request), len(request.token_ids), drafts))
-                texts.append(DraftedText([*request.token_ids, *drafts], fields_of(request)))
+                texts.append(DraftedText([*request.token_ids, *drafts], fields_of(request, drawn=not self._as_text)))
         if texts:
             self._asked = Asked(self._server.ask(texts, count), rows, count)
 
@@ -136,11 +140,14 @@ class RemoteProposer:
             )
 
 
-def fields_of(request: Request) -> dict[str, Any]:
-    """What a body says of a text: how its tokens are drawn, which depends on seed and position as here, and a salt."""
+def fields_of(request: Request, *, drawn: bool = True) -> dict[str, Any]:
+    """What a body says of a text: how its tokens are drawn, which depends on seed and position as here, and a salt.
+
+    If they are not `drawn` as here, as other tokens cannot be, they are the likeliest.
+    """
     params = request.params
-    fields: dict[str, Any] = {"temperature": params.temperature, "repetition_penalty": 1}
-    if params.temperature:
+    fields: dict[str, Any] = {"temperature": params.temperature if drawn else 0, "repetition_penalty": 1}
+    if drawn and params.temperature:
         fields |= {"seed": request.seed, "top_k": params.top_k, "top_p": params.top_p, "min_p": params.min_p}
     if request.cache_namespace:
         fields["cache_salt"] = hashlib.blake2b(request.cache_namespace, digest_size=16).hexdigest()

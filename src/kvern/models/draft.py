@@ -45,7 +45,7 @@ def read_draft(draft: Path, folder: Path, spec: ModelSpec, longest: int) -> Mode
     refused = {
         "it is an encoder, which generates nothing": found.encoder is not None,
         "its layers keep states, which cannot go back behind rejected drafts": bool(found.recurrent),
-        "the model's tokenizer has other tokens; a draft needs the same": (
+        "its tokenizer has other tokens: serve it apart, and give proposer remote, draft_url and draft_as_text": (
             not is_same and _vocabulary(files[0]) != _vocabulary(files[1])
         ),
         f"its vocabulary of {found.vocab_size} is larger than the model's {spec.vocab_size}": (
