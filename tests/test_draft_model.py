@@ -110,7 +110,7 @@ def test_who_cannot_guess_is_named(tiny_model: Path, other_model: Path, tmp_path
     vocabulary[one], vocabulary[other] = vocabulary[other], vocabulary[one]
     (draft / "tokenizer.json").write_text(json.dumps(tokenizer))
     with pytest.raises(
-        ConfigError, match=r"draft_model .* cannot guess for .*: the model's tokenizer has other tokens"
+        ConfigError, match=r"draft_model .* cannot guess for .*: its tokenizer has other tokens: serve it apart"
     ):
         LLM(str(tiny_model), draft_model=str(draft), **OPTIONS)
     with pytest.raises(ConfigError, match=r"cannot guess for .*: its vocabulary of 4096 is larger than|other tokens"):
