@@ -12,6 +12,7 @@ from kvern.kernels.convolution import Drafts, Taps, accept_inputs, convolve_draf
 from kvern.kernels.delta_net import CHUNK, LENGTH_FLOOR, Gates, Heads, advance_runs, advance_tokens, gated_norm
 from kvern.kernels.delta_net_drafts import read_drafts
 from kvern.layers import delta_net
+from tests.kernels.recorded import recorded
 
 KERNEL = 4
 SIZES = [Heads(1, 2, 16, 16), Heads(1, 1, 20, 40)]
@@ -98,6 +99,18 @@ def test_inputs_of_accepted_drafts(gated: bool, device: torch.device) -> None:
     assert torch.equal(memory, before)
     accept_inputs(memory, noted, drafts, kept)
     assert_near(memory, torch.stack(expected))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="launches are recorded by Triton's interpreter")
+def test_more_tokens_are_the_same_launches(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of rows of an odd multiple of eight numbers: what is not aligned alike is compiled again."""
+    memory, taps, states = torch.zeros(2, 8, KERNEL - 1, 40), Taps(torch.zeros(KERNEL, 40)), torch.zeros(1).int()
+    with recorded(monkeypatch) as launched:
+        for tokens in (33, 34, 48):
+            counts, runs = states + tokens, runs_of(states, [tokens])
+            convolve_runs(torch.zeros(tokens, 56)[:, :40], taps, memory[0], runs)
+            accept_inputs(memory, torch.zeros(2, tokens, 40), Drafts(*runs[:4]), counts)
+    assert sorted(name for name, _ in launched) == ["_convolve_runs_kernel", "_remember_kernel"]
 
 
 @pytest.mark.parametrize("heads", [*SIZES, Heads(2, 4, 16, 8)], ids=str)

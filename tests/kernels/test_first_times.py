@@ -61,6 +61,11 @@ CHANGES: dict[str, dict[str, Any]] = {
     **dict.fromkeys(LATENT, ALIGNED_LATENTS),
 }
 """Rows of projections that are aligned, as they are in large models."""
+UNALIGNED: dict[str, dict[str, Any]] = {
+    "qwen3_5": {"linear_num_value_heads": 4},
+    "granitemoehybrid": {"mamba_n_heads": 4, "mamba_d_head": 24},
+}
+"""Rows that are multiples of 8 and of 4 numbers alone, as those of one of several ranks."""
 
 BY_DAY = ("tiny", "llama_bias", "gemma2", "qwen3_moe", "qwen2_moe", "qwen3_next", "qwen3_5")
 BY_NIGHT = (
@@ -74,7 +79,11 @@ BY_NIGHT = (
     "nemotron_h",
     "falcon_h1",
 )
-FAMILIES = (*BY_DAY, *(pytest.param(name, marks=pytest.mark.nightly) for name in BY_NIGHT))
+FAMILIES = (
+    *(pytest.param(name, CHANGES.get(name, {}), id=name) for name in BY_DAY),
+    *(pytest.param(name, changes, id=f"{name}-unaligned") for name, changes in UNALIGNED.items()),
+    *(pytest.param(name, CHANGES.get(name, {}), id=name, marks=pytest.mark.nightly) for name in BY_NIGHT),
+)
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="launches are recorded by Triton's interpreter")
 
@@ -126,7 +135,9 @@ def take_graphs(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     drafter = runner._drafter._drafter
     if drafter is not None:
         sizes = 2, OPTIONS["max_batch_tokens"], None, runner._graphs.stream
-        runner._verify_graphs = VerifyGraphs(runner._decoder, runner._attention, runner._rows, *sizes)
+        runner._verify_graphs = VerifyGraphs(
+            runner._decoder, runner._attention, runner._rows, *sizes, states=runner._states
+        )
         runner._verify_graphs._kept.fill_(1)  # which no kernel does here
         of_draft = drafter._decoder, drafter._attention, runner._rows, 2
         drafts, read = DraftGraphs(ModelSteps(*of_draft), runner._rows), OPTIONS["max_batch_tokens"]
@@ -167,9 +178,13 @@ def use_everything(llm: LLM, adapter: str | None) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # within PEFT
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "changes"), FAMILIES)
 def test_what_is_launched_was_launched_at_start(
-    family: str, tmp_path: Path, on_device: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
+    family: str,
+    changes: dict[str, Any],
+    tmp_path: Path,
+    on_device: Callable[..., LLM],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     folder, options, adapter = tmp_path / "model", OPTIONS, None
     if family == "tiny":
@@ -178,7 +193,7 @@ def test_what_is_launched_was_launched_at_start(
         path = make_adapter(folder, tmp_path / "adapter", 1, r=3)
         options = options | PLACES | {"adapters": {adapter: str(path)}}
     else:
-        make_checkpoint(family, folder, **CHANGES.get(family, {}))
+        make_checkpoint(family, folder, **changes)
     monkeypatch.setattr(torch, "empty", zeroed(torch.empty))
     monkeypatch.setattr(torch, "empty_like", zeroed(torch.empty_like))
     monkeypatch.setattr(kvern.worker.shared_prefix, "LEAST_KEYS", 64)
@@ -211,15 +226,19 @@ def models_of(llm: LLM) -> list[tuple[ModelSpec, Inputs]]:
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("quantization", [None, "int4", "int8", "fp8"])
+@pytest.mark.parametrize(
+    ("family", "quantization"),
+    [("llama", None), ("llama", "int4"), ("llama", "int8"), ("llama", "fp8"), *((name, None) for name in UNALIGNED)],
+)
 def test_what_a_draft_model_launches_was_launched_at_start(
+    family: str,
     quantization: Literal["int4", "int8", "fp8"] | None,
     tmp_path: Path,
     on_device: Callable[..., LLM],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Its sizes are others than the model's."""
-    make_checkpoint("llama", tmp_path / "model")
+    make_checkpoint(family, tmp_path / "model", **UNALIGNED.get(family, {}))
     sizes = {"hidden_size": 128, "intermediate_size": 384, "num_attention_heads": 8, "num_key_value_heads": 2}
     make_checkpoint("qwen3", tmp_path / "draft", **sizes, head_dim=32, num_hidden_layers=2)
     monkeypatch.setattr(torch, "empty", zeroed(torch.empty))

@@ -22,6 +22,8 @@ COUNTS = (1, CHUNK + 3, 2)
 """Runs that are launched: shorter than the convolution, and of more than a chunk."""
 DRAFTED, ACCEPTED = (2, 3, 5), (1, 3, 4)
 """Tokens of runs that may be rejected, and as many of them as are not."""
+ALIGNED = 16
+"""Bytes, as kernels are compiled for pointers to a multiple of them or for any."""
 TIMED_TOKENS = (1, 64)
 TIMED_COUNTS = ((8192,), (1024,) * 8)
 TIMED_DRAFTS = ((5,), (5,) * 32)
@@ -44,9 +46,22 @@ def accepted_tokens(counts: Sequence[int], accepted: Sequence[int]) -> list[int]
     return [first + place for first, count in zip(firsts, accepted, strict=False) for place in range(count)]
 
 
-def beside(mixer: RecurrentSpec) -> int:
-    """Entries of a projection's rows that are not convolved: what rows are apart is known to the kernels."""
-    return mixer.inner + mixer.heads if isinstance(mixer, Mamba2Spec) else 16
+def projected(inputs: Inputs, mixer: RecurrentSpec, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of a projection's outputs what is convolved and the gates [tokens, ...], in rows as far apart as in the model.
+
+    How far that is decides how kernels are compiled. A short convolution's gates are among what is convolved.
+    """
+    if isinstance(mixer, Mamba2Spec):
+        rows = inputs.numbers(tokens, mixer.inner + mixer.channels + mixer.heads)
+        return rows[:, mixer.inner : mixer.inner + mixer.channels], rows[:, : mixer.inner]
+    if isinstance(mixer, ShortConvSpec):
+        rows = inputs.numbers(tokens, 3 * mixer.channels)
+        return rows, rows
+    gates = mixer.value_heads * mixer.value_dim
+    if mixer.grouped:  # what is projected key head by key head is copied
+        return inputs.numbers(tokens, mixer.channels), inputs.numbers(tokens, gates)
+    rows = inputs.numbers(tokens, mixer.channels + gates + 2 * mixer.value_heads)
+    return rows[:, : mixer.channels], rows[:, mixer.channels : mixer.channels + gates]
 
 
 def convolved(
@@ -79,11 +94,11 @@ def _convolve(
     counts: Sequence[int],
     single: bool,
     accepted: Sequence[int] | None = None,
+    before: int = 0,
 ) -> Call:
-    """Of runs that may be rejected if it is said what is `accepted` of them."""
+    """Behind so many tokens of others; of runs that may be rejected if it is said what is `accepted` of them."""
     requests, tokens, channels, gated = len(counts), sum(counts), mixer.channels, isinstance(mixer, ShortConvSpec)
-    width = 3 * channels if gated else channels
-    mixed = inputs.numbers(tokens, width + beside(mixer))[:, :width]
+    mixed = projected(inputs, mixer, before + tokens)[0][before:]
     taps = Taps(inputs.numbers(mixer.kernel, channels, dtype=torch.float32))
     if (isinstance(mixer, ShortConvSpec) and mixer.bias) or (isinstance(mixer, Mamba2Spec) and mixer.conv_bias):
         taps = taps._replace(bias=inputs.numbers(channels, dtype=torch.float32))
@@ -101,7 +116,7 @@ def _convolve(
             return convolution.convolve_tokens(mixed, taps, memory, described.states, gated=gated), memory
         return convolution.convolve_runs(mixed, taps, memory, described, gated=gated), memory
 
-    moved = (tokens * (width + channels) + 2 * memory.numel()) * memory.element_size() + 4 * taps.weights.numel()
+    moved = (mixed.numel() + tokens * channels + 2 * memory.numel()) * memory.element_size() + 4 * taps.weights.numel()
     sizes = f"{'x'.join(map(str, dict.fromkeys((requests, max(counts)))))} x {channels}"
 
     def reference() -> tuple[torch.Tensor, torch.Tensor]:
@@ -114,8 +129,19 @@ def _convolve(
     return Call(sizes, launch, reference, moved)
 
 
-def _launched(spec: ModelSpec, inputs: Inputs, counts: Sequence[int], single: bool) -> Sizes:
-    yield from ((mixer, counts, single) for mixer in dict.fromkeys(spec.recurrent))
+def _tokens_before(mixer: RecurrentSpec, inputs: Inputs) -> tuple[int, ...]:
+    """How many there are before runs, in each form: of rows that are not aligned these decide if the runs' first is."""
+    rows, _ = projected(inputs.without_device(), mixer, 1)
+    return (0,) if rows.stride(0) * rows.element_size() % ALIGNED == 0 else (0, 1)
+
+
+def _single_launched(spec: ModelSpec, inputs: Inputs) -> Sizes:
+    yield from ((mixer, SINGLE, True) for mixer in dict.fromkeys(spec.recurrent))
+
+
+def _runs_launched(spec: ModelSpec, inputs: Inputs) -> Sizes:
+    for mixer in dict.fromkeys(spec.recurrent):
+        yield from ((mixer, COUNTS, False, None, before) for before in _tokens_before(mixer, inputs))
 
 
 def _single_timed(spec: ModelSpec, inputs: Inputs) -> Sizes:
@@ -128,7 +154,8 @@ def _runs_timed(spec: ModelSpec, inputs: Inputs) -> Sizes:
 
 def _drafts_launched(spec: ModelSpec, inputs: Inputs) -> Sizes:
     if inputs.drafts:
-        yield from ((mixer, DRAFTED, False, ACCEPTED) for mixer in dict.fromkeys(spec.recurrent))
+        for mixer in dict.fromkeys(spec.recurrent):
+            yield from ((mixer, DRAFTED, False, ACCEPTED, before) for before in _tokens_before(mixer, inputs))
 
 
 def _drafts_timed(spec: ModelSpec, inputs: Inputs) -> Sizes:
@@ -138,7 +165,7 @@ def _drafts_timed(spec: ModelSpec, inputs: Inputs) -> Sizes:
 
 _entry = partial(Kernel, group="states", make=_convolve)
 KERNELS = (
-    _entry(name="convolve_tokens", launched=partial(_launched, counts=SINGLE, single=True), timed=_single_timed),
-    _entry(name="convolve_runs", launched=partial(_launched, counts=COUNTS, single=False), timed=_runs_timed),
+    _entry(name="convolve_tokens", launched=_single_launched, timed=_single_timed),
+    _entry(name="convolve_runs", launched=_runs_launched, timed=_runs_timed),
     _entry(name="convolve_drafts", launched=_drafts_launched, timed=_drafts_timed),
 )

@@ -17,6 +17,7 @@ from kvern.kernel_list.convolution import (
     TIMED_TOKENS,
     accepted_tokens,
     drafts,
+    projected,
     runs,
 )
 from kvern.kernel_list.entry import Call, Inputs, Kernel
@@ -115,10 +116,11 @@ def _verify(spec: ModelSpec, inputs: Inputs, net: DeltaNetSpec, counts: Sequence
     )
 
 
-def _norm(spec: ModelSpec, inputs: Inputs, net: DeltaNetSpec, tokens: int) -> Call:
+def _norm(spec: ModelSpec, inputs: Inputs, net: DeltaNetSpec, tokens: int, apart: bool = True) -> Call:
+    """Of gates that lie in a projection's rows, or that were taken out of them."""
     heads, width = net.value_heads, net.value_dim
     read = inputs.numbers(tokens, heads, width, dtype=torch.float32)
-    gate = inputs.numbers(tokens, heads * width + 16)[:, : heads * width]
+    gate = projected(inputs, net, tokens)[1] if apart else inputs.numbers(tokens, heads * width)
     weight = inputs.numbers(width, dtype=torch.float32)
 
     def reference() -> torch.Tensor:
@@ -143,7 +145,7 @@ def _runs_launched(spec: ModelSpec, inputs: Inputs) -> Sizes:
 
 
 def _norm_launched(spec: ModelSpec, inputs: Inputs) -> Sizes:
-    yield from ((net, 3) for net in _nets(spec))
+    yield from ((net, 3, apart) for net in _nets(spec) for apart in ((False,) if net.grouped else (True, False)))
 
 
 def _single_timed(spec: ModelSpec, inputs: Inputs) -> Sizes:

@@ -16,8 +16,8 @@ from kvern.kernel_list.convolution import (
     TIMED_DRAFTS,
     TIMED_TOKENS,
     accepted_tokens,
-    beside,
     drafts,
+    projected,
     runs,
 )
 from kvern.kernel_list.entry import Call, Inputs, Kernel
@@ -119,7 +119,7 @@ def _verify(spec: ModelSpec, inputs: Inputs, mixer: Mamba2Spec, counts: Sequence
 def _norm(spec: ModelSpec, inputs: Inputs, mixer: Mamba2Spec, tokens: int, apart: bool = True) -> Call:
     """Of gates that lie in a projection's rows, or that were taken out of them."""
     read, inner = inputs.numbers(tokens, mixer.inner, dtype=torch.float32), mixer.inner
-    gate = inputs.numbers(tokens, mixer.channels + beside(mixer) if apart else inner)[:, :inner]
+    gate = projected(inputs, mixer, tokens)[1] if apart else inputs.numbers(tokens, inner)
     weight = None if mixer.gating == "without_norm" else inputs.numbers(inner, dtype=torch.float32)
 
     def normal(rows: torch.Tensor) -> torch.Tensor:

@@ -192,7 +192,7 @@ def _convolve_runs_kernel(
 
 
 @Launcher
-@triton.jit(do_not_specialize_on_alignment=PLACES)
+@triton.jit(do_not_specialize=["tokens", "places"], do_not_specialize_on_alignment=PLACES)
 def _remember_kernel(
     mixed: tl.tensor,
     memory: tl.tensor,
@@ -200,20 +200,24 @@ def _remember_kernel(
     firsts: tl.tensor,
     counts: tl.tensor,
     mixed_stride: tl.int64,
-    mixed_layer: tl.int64,
-    memory_layer: tl.int64,
+    tokens,
+    places,
     channels: tl.constexpr,
     KERNEL: tl.constexpr,
     GATED: tl.constexpr,
     BLOCK: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """The last inputs of a run, or of what was there before where it is shorter; layers are so far apart."""
+    """The last inputs of a run, or of what was there before where it is shorter.
+
+    Layers have so many tokens and states each. Where one begins is a multiple of a row, whose alignment is known: that
+    of how far they are apart would change with a step's tokens.
+    """
     if OVERLAP:
         wait_for_previous()
-    request, layer = tl.program_id(0), tl.program_id(2)
-    mixed += layer * mixed_layer
-    memory += layer * memory_layer
+    request, layer = tl.program_id(0), tl.program_id(2).to(tl.int64)
+    mixed += layer * tokens * mixed_stride
+    memory += layer * places * ((KERNEL - 1) * channels)
     channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = channel < channels
     first, count = tl.load(firsts + request).to(tl.int64), tl.load(counts + request)
@@ -243,13 +247,13 @@ def _convolve(
 def _remember(
     mixed: torch.Tensor, memory: torch.Tensor, runs: Runs | Drafts, counts: torch.Tensor, gated: bool
 ) -> None:
-    """mixed [layers, T, ...], memory [layers, all states, kernel - 1, channels]."""
-    layers, _, remembered, channels = memory.shape
+    """mixed [layers, T, ...], memory [layers, all states, kernel - 1, channels]; each layer's lie behind another's."""
+    layers, places, remembered, channels = memory.shape
     if not remembered:
         return
     block, overlap = min(CHANNELS, next_power_of_2(channels)), overlaps(memory.device)
     _remember_kernel[(len(runs.states), cdiv(channels, block), layers)](
-        mixed, memory, runs.states, runs.firsts, counts, mixed.stride(1), mixed.stride(0), memory.stride(0),
+        mixed, memory, runs.states, runs.firsts, counts, mixed.stride(1), mixed.shape[1], places,
         channels, remembered + 1, gated, block, overlap, num_warps=2, launch_pdl=overlap,
     )  # fmt: skip
 
