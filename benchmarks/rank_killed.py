@@ -9,6 +9,7 @@ waits until all have ended.
 
 import argparse
 import asyncio
+import contextlib
 import json
 import os
 import signal
@@ -38,8 +39,12 @@ class Stream:
 
 def ranks() -> list[int]:
     """All ranks behind the first on this machine."""
-    processes = (path for path in Path("/proc").iterdir() if path.name.isdigit())
-    return [int(path.name) for path in processes if RANK in (path / "cmdline").read_text()]
+    found = []
+    for path in Path("/proc").iterdir():
+        with contextlib.suppress(OSError):  # others end meanwhile, and not all in it are processes
+            if RANK in (path / "cmdline").read_text():
+                found.append(int(path.name))
+    return found
 
 
 async def read(http: aiohttp.ClientSession, url: str, model: str, number: int, tokens: int, stream: Stream) -> None:

@@ -1,15 +1,16 @@
 """Which way ranks sum: what the first of them measured or knows, on all; and stores of processes with other pasts."""
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from torch.distributed import FileStore
+from torch.distributed import FileStore, HashStore, PrefixStore
 
 from kvern.device.measurements import Measurements
-from kvern.device.peer_memory import _Counted
+from kvern.device.peer_memory import _Counted, on_all
 from kvern.device.peer_sums import TIMED_ROWS, PeerSums, Way
 from kvern.worker.rank_sums import choose_sums, described
 
@@ -41,7 +42,9 @@ class OneOfTwo:
     def __init__(self, mapped: PeerSums | None, told: list[list[int]] | None = None) -> None:
         self._mapped, self._told = mapped, told
 
-    def map_peers(self, *given: Any) -> PeerSums | None:
+    def map_peers(self, *given: Any) -> PeerSums:
+        if self._mapped is None:
+            raise RuntimeError("not every GPU reaches the memory of all others")
         return self._mapped
 
     def group_sum(self, x: Tensor) -> Tensor:
@@ -121,6 +124,31 @@ def test_what_is_summed_in_memory_of_each_other(x: Tensor, taken: bool) -> None:
     peers = Peers(WAYS)
     peers.ways = WAYS
     assert peers.takes(x) == taken
+
+
+def test_what_fails_on_one_rank_is_made_on_none(tmp_path: Path) -> None:
+    """All learn why, so that none waits for another in a way of its own."""
+
+    def make(rank: int, fails: bool) -> int:
+        if fails:
+            raise RuntimeError(f"rank {rank} has no memory\nCall stack")
+        return rank
+
+    def run(name: str, failing: int | None) -> list[int | str]:
+        def one(rank: int) -> int | str:
+            try:
+                return on_all(PrefixStore(name, store), rank, 2, lambda: make(rank, rank == failing))
+            except RuntimeError as error:
+                return str(error)
+
+        with ThreadPoolExecutor(2) as threads:
+            return list(threads.map(one, range(2)))
+
+    store = HashStore()
+    assert run("well", None) == [0, 1]
+    (first, second) = run("badly", 1)
+    assert first == second and str(first).startswith("their GPUs share no memory: RuntimeError: rank 1 has no memory")
+    assert "\n" not in str(first)
 
 
 def test_processes_that_have_met_others_before_find_each_other(tmp_path: Path) -> None:

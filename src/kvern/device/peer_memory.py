@@ -2,13 +2,17 @@
 
 import itertools
 import os
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch._C import _distributed_c10d
 
+from kvern.errors import in_a_line
 from kvern.kernels.launch import processors
+
+Made = TypeVar("Made")
 
 distributed: Any = _distributed_c10d  # PyTorch's own description of it lacks some of this
 _names = itertools.count()
@@ -55,10 +59,26 @@ def processors_together(store: Any, rank: int, size: int, device: torch.device) 
 
     `device`: of this rank. All ranks call this once.
     """
-    others = [index for index in range(torch.cuda.device_count()) if index != device.index]
-    reached = sum(torch.cuda.can_device_access_peer(device, index) for index in others)
-    store.set(f"processors-{rank}", str(processors(device) if reached >= size - 1 else 0))
+    store.set(f"device-{rank}", str(device.index))
+    others = [int(store.get(f"device-{other}")) for other in range(size) if other != rank]
+    reaches = all(torch.cuda.can_device_access_peer(device, other) for other in others)
+    store.set(f"processors-{rank}", str(processors(device) if reaches else 0))
     return min(int(store.get(f"processors-{other}")) for other in range(size))
+
+
+def on_all(store: Any, rank: int, size: int, make: Callable[[], Made]) -> Made:
+    """What `make` gives, if it does on all ranks, which call this once. Raises RuntimeError on all, or on none."""
+    made, failed = None, ""
+    try:
+        made = make()
+    except RuntimeError as error:
+        failed = in_a_line(error)
+    store.set(f"failed-{rank}", failed)
+    failures = [store.get(f"failed-{other}").decode() for other in range(size)]
+    reason = next(filter(None, failures), None)
+    if made is None or reason is not None:
+        raise RuntimeError(f"their GPUs share no memory: {reason or failed}")
+    return made
 
 
 def map_words(

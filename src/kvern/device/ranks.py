@@ -95,19 +95,23 @@ class Ranks:
         end_with(self, self._groups)
         self.stage.connect(meeting, f"rank-{self.rank}")
 
-    def map_peers(self, width: int, dtype: torch.dtype, device: torch.device) -> "PeerSums | None":
-        """What sums such rows without NCCL, if it is to; None: these GPUs do not reach each other's memory.
-
-        All ranks call this. Raises RuntimeError where memory cannot be mapped.
-        """
-        from kvern.device.peer_memory import processors_together
+    def map_peers(self, width: int, dtype: torch.dtype, device: torch.device) -> "PeerSums":
+        """What sums such rows without NCCL. All ranks call this, and it raises RuntimeError, which says why, on all."""
+        from kvern.device.peer_memory import on_all, processors_together
         from kvern.device.peer_sums import PeerSums
 
         if self._meeting is None or not self._meeting.on_one_machine:
-            return None
+            raise RuntimeError("they meet over a network")
         store = self._meeting.store(f"stage-{self.stage.index}-peers")
         programs = processors_together(store, self.rank, self.size, device)
-        return PeerSums(store, self.rank, self.size, width, dtype, device, programs) if programs else None
+        if not programs:
+            raise RuntimeError("not every GPU reaches the memory of all others")
+        return on_all(
+            store,
+            self.rank,
+            self.size,
+            lambda: PeerSums(store, self.rank, self.size, width, dtype, device, programs),
+        )
 
     def of_own_stage(self) -> "Ranks":
         """The ranks of this stage alone, once they have met: for a whole model beside its layers."""

@@ -106,8 +106,10 @@ class EngineChild:
 
     def _watch(self) -> None:
         code = self._process.wait()
-        _end_ranks(self._process.pid)
-        self._ended.set_result(code)
+        try:
+            _end_ranks(self._process.pid)
+        finally:
+            self._ended.set_result(code)
 
 
 def _end_ranks(group: int) -> None:
@@ -116,6 +118,14 @@ def _end_ranks(group: int) -> None:
         os.killpg(group, signal.SIGCONT)
         until = time.monotonic() + ORPHAN_SECONDS
         while time.monotonic() < until:
+            _forget_ended(group)
             os.killpg(group, 0)
             time.sleep(LOOK_SECONDS)
         os.killpg(group, signal.SIGKILL)
+
+
+def _forget_ended(group: int) -> None:
+    """Take note of those that have ended: they are this process's children, if it is a container's first."""
+    with contextlib.suppress(ChildProcessError):  # they are another one's
+        while os.waitpid(-group, os.WNOHANG)[0]:
+            pass

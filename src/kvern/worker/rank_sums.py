@@ -24,9 +24,7 @@ def choose_sums(ranks: Ranks, width: int, dtype: torch.dtype, device: torch.devi
     try:
         peers = ranks.map_peers(width, dtype, device)
     except RuntimeError as error:
-        return [f"sums of ranks: NCCL, since their GPUs share no memory: {str(error).splitlines()[0]}"]
-    if peers is None:
-        return ["sums of ranks: NCCL, since not every GPU reaches the memory of all others"]
+        return [f"sums of ranks: NCCL, since {error}"]
     key = f"{ranks.size} ranks, {width}, {dtype}"
     ways = _first(ranks, known_ways(known, key), device)
     if not ways:
