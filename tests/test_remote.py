@@ -14,6 +14,7 @@ import pytest
 from kvern import LLM, SamplingParams
 from kvern.config import EngineConfig
 from kvern.engine.core import EngineCore
+from kvern.engine.draft_server import Translation
 from kvern.engine.remote import RemoteProposer
 from kvern.errors import ConfigError
 from kvern.models.implementation import describe_model
@@ -357,11 +358,30 @@ def test_a_server_with_other_tokens_is_asked_by_text(served: tuple[Drafts, str],
     one = request(known, params={"temperature": 0.7})
     assert answered(proposer, one, count=6) == follows[:-1][:6]
     body = drafts.bodies[0]
-    assert body["prompt"] == ["the cat sat on"] and body["temperature"] == 0 and "seed" not in body
-    assert "return_token_ids" not in body
+    assert body == {"model": "small", "max_tokens": 8, "temperature": 0, "prompt": ["the cat sat on"]}, "as any knows"
     one.token_ids += follows[:-1]
     drafts.answer = lambda body: {"choices": [{"index": 0, "token_ids": [5]}]}
     assert answered(proposer, one) == [], "it has to answer with text"
+
+
+def test_of_a_long_text_the_end_is_asked(served: tuple[Drafts, str], tiny_model: Path) -> None:
+    """As much as fits, cut in one place while it grows; a server that does not tell its context gets more."""
+    tokenizer = Tokenizer(tiny_model)
+    translation, ids = Translation(tokenizer), tokenizer.encode(" ".join(map(str, range(100, 160))))[:100]
+    lengths, begins = range(30, 100, 3), []
+    for length in lengths:
+        cuts = [tokenizer.decode(ids[begin:length], skip_special_tokens=False) for begin in range(length)]
+        begins.append(cuts.index(translation.text(ids[:length], 30)))
+    assert begins == [-((30 - length) // 10) * 10 for length in lengths]
+    whole = tokenizer.decode(ids, skip_special_tokens=False)
+    drafts, url = served
+    config = EngineConfig(str(tiny_model), proposer="remote", draft_url=url, draft_as_text=True)
+    spec = describe_model(tiny_model, read_config(tiny_model), config.model_implementation)
+    drafts.answer = lambda body: {"choices": [{"index": 0, "text": " a b"}]}
+    for models, cut in ((MODELS, True), ({"data": [{"id": "small"}]}, False)):
+        drafts.models = models
+        answered(RemoteProposer(config, spec), request(ids))
+        assert (len(drafts.bodies[-1]["prompt"][0]) < len(whole)) == cut
 
 
 def test_texts_cross_between_servers(patient: None, tiny_model: Path) -> None:

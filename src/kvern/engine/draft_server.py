@@ -1,6 +1,7 @@
 """Asks another server how texts go on, by OpenAI's API, in a thread of its own: nobody waits for it."""
 
 import asyncio
+import sys
 import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
@@ -19,7 +20,9 @@ LONGEST_SAID = 200
 BYTES_OF_ROW = 16_384
 """Of an answer, for each text: it names a few tokens, and has words around them."""
 MORE_TOKENS = 2
-"""Times as many as the model's own may be what a server with other tokens makes of a text: it is asked if they fit."""
+"""Times as many as the model's own may be what a server with other tokens makes of a text."""
+WINDOW = 3072
+"""Tokens of the end of a text that is asked by text: each time they become text anew."""
 TAIL = 8
 """Tokens before an answer that is text, with which it is cut into tokens: they may be other ones alone."""
 
@@ -44,9 +47,14 @@ class Translation:
         """Raises InvalidRequest without a tokenizer's file."""
         self._tokenizer, self._leading = tokenizer, tokenizer.leading_special_tokens()
 
-    def text(self, token_ids: Sequence[int]) -> str:
-        """What the server is asked: it puts tokens of its own before a text."""
+    def text(self, token_ids: Sequence[int], most: int) -> str:
+        """What the server is asked, of the last tokens, `most` or up to a third fewer: it puts its own before a text.
+
+        Where a text is cut stays the same while it grows, so that the server may have it in its cache.
+        """
         begins = len(self._leading) if list(token_ids[: len(self._leading)]) == self._leading else 0
+        step = max(1, most // 3)
+        begins = max(begins, -((most - len(token_ids)) // step) * step)
         return self._tokenizer.decode(token_ids[begins:], skip_special_tokens=False)
 
     def tokens(self, token_ids: Sequence[int], answer: str) -> list[int]:
@@ -69,7 +77,7 @@ class DraftServer:
         self._loop, self._closing = asyncio.new_event_loop(), asyncio.Event()
         self._session: aiohttp.ClientSession | None = None
         self._model: tuple[str, int] | None = None
-        """Its name, and tokens of its context."""
+        """Its name, and tokens of its context; more than any text has, if a server with other tokens does not tell."""
         threading.Thread(target=self._run, name="kvern-drafts", daemon=True).start()
 
     def close(self) -> None:
@@ -98,14 +106,15 @@ class DraftServer:
             timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECTING_SECONDS)
             self._session = aiohttp.ClientSession(timeout=timeout)
         if self._model is None:
-            self._model = _model_of(await self._read("GET", "/v1/models", None, 1))
+            unknown = None if self._translation is None else sys.maxsize
+            self._model = _model_of(await self._read("GET", "/v1/models", None, 1), unknown)
         name, longest = self._model
         groups: dict[bytes, list[int]] = {}
         for place, text in enumerate(texts):
-            if len(text.token_ids) * (1 if self._translation is None else MORE_TOKENS) < longest:
+            if self._translation is not None or len(text.token_ids) < longest:
                 groups.setdefault(msgspec.json.encode(text.fields), []).append(place)
         found = await asyncio.gather(
-            *(self._ask_alike(name, [texts[i] for i in group], count) for group in groups.values())
+            *(self._ask_alike(name, [texts[i] for i in group], count, longest) for group in groups.values())
         )
         drafts: list[list[int]] = [[] for _ in texts]
         for group, answers in zip(groups.values(), found, strict=True):
@@ -113,16 +122,18 @@ class DraftServer:
                 drafts[place] = answer
         return drafts
 
-    async def _ask_alike(self, model: str, texts: Sequence[DraftedText], count: int) -> list[list[int]]:
+    async def _ask_alike(self, model: str, texts: Sequence[DraftedText], count: int, longest: int) -> list[list[int]]:
         """Of texts whose fields are equal."""
         translation = self._translation
-        asked = {"model": model, "max_tokens": count, "ignore_eos": True, **texts[0].fields}
+        asked = {"model": model, "max_tokens": count, **texts[0].fields}
+        prompt: list[Any]
         if translation is None:
-            asked |= {"prompt": [list(text.token_ids) for text in texts], "return_token_ids": True}
-        else:
-            asked["prompt"] = [
-                translation.text(text.token_ids) or "\n" for text in texts
-            ]  # one without tokens is refused
+            prompt = [list(text.token_ids) for text in texts]
+            asked |= {"ignore_eos": True, "return_token_ids": True}
+        else:  # nothing that not every server of completions knows
+            most = min(WINDOW, max(1, longest // MORE_TOKENS - count))
+            prompt = [translation.text(text.token_ids, most) or "\n" for text in texts]  # none without a token
+        asked["prompt"] = prompt
         choices = _choices(await self._read("POST", "/v1/completions", asked, len(texts)), len(texts))
         if translation is None:
             return [self._drafts(choice, count) for choice in choices]
@@ -186,11 +197,13 @@ def _choices(answer: object, rows: int) -> list[Mapping[str, Any]]:
     return [found[place] for place in range(rows)]
 
 
-def _model_of(answer: object) -> tuple[str, int]:
-    """The name of the first model in a list of them, and tokens of its context. Raises BadDrafts."""
+def _model_of(answer: object, unknown: int | None = None) -> tuple[str, int]:
+    """The name of the first model in a list of them, and tokens of its context, or `unknown`. Raises BadDrafts."""
     models = answer.get("data") if isinstance(answer, dict) else None
     first = models[0] if isinstance(models, list) and models else None
-    name, longest = (first.get("id"), first.get("max_model_len")) if isinstance(first, dict) else (None, None)
+    name, longest = None, unknown
+    if isinstance(first, dict):
+        name, longest = first.get("id"), first.get("max_model_len", unknown)
     if not isinstance(name, str) or not isinstance(longest, int):
         raise BadDrafts(f"GET /v1/models is answered by {shown(answer)}: it must name a model and its max_model_len")
     return name, longest

@@ -146,7 +146,9 @@ def fields_of(request: Request, *, drawn: bool = True) -> dict[str, Any]:
     If they are not `drawn` as here, as other tokens cannot be, they are the likeliest.
     """
     params = request.params
-    fields: dict[str, Any] = {"temperature": params.temperature if drawn else 0, "repetition_penalty": 1}
+    fields: dict[str, Any] = {"temperature": 0}
+    if drawn:
+        fields = {"temperature": params.temperature, "repetition_penalty": 1}
     if drawn and params.temperature:
         fields |= {"seed": request.seed, "top_k": params.top_k, "top_p": params.top_p, "min_p": params.min_p}
     if request.cache_namespace:
