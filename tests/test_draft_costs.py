@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from kvern.engine.draft_costs import EXPLORED, MOST, DraftCosts, LeastTimes, TimedStep
+from kvern.engine.draft_costs import ALLOWED, EXPLORED, FIRST_BALANCE, MOST, DraftCosts, LeastTimes, TimedStep
 from kvern.request import PromptInput, Request, RequestSpec
 from kvern.sampling_params import ResolvedParams
 from kvern.step import ScheduledTokens
@@ -204,6 +204,18 @@ def test_the_balance_of_all_drafts_bounds_what_they_lose() -> None:
     steps.drafting._costs._best = lambda request, costs: (MOST, 2.0)  # type: ignore[method-assign]
     steps.run(4000)
     assert steps.drafts > 0 and steps.now < 1.02 * steps.without
+
+
+@pytest.mark.parametrize(("seconds", "running"), [(computes, 1), (in_tiles, 4), (reads_weights, 16)])
+def test_steps_in_flight_lose_no_more(seconds: Callable[[int, bool], float], running: int) -> None:
+    """A step takes no longer because the one before it, which it waits for, is not looked at."""
+    depths = [SimulatedSteps(running, seconds, lambda *_: 0.0, depth=depth) for depth in (1, 2)]
+    for steps in depths:
+        steps.run(4000)
+        lost = steps.now - (1 + ALLOWED) * steps.without
+        assert lost < (FIRST_BALANCE + 2) * seconds(running, False), "more than was allowed"
+    one, two = (steps.drafts for steps in depths)
+    assert 0 < two < 1.1 * one
 
 
 @pytest.mark.parametrize("before", [0, 9, 40])

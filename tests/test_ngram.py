@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from kvern import LLM, SamplingParams
 from kvern.config import EngineConfig
 from kvern.engine import ngram
-from kvern.engine.ngram import LONGEST, PLACES, Chances, Followed, Text
+from kvern.engine.ngram import KEPT, LONGEST, PLACES, Chances, Followed, Text
 from kvern.models.implementation import describe_model
 from kvern.models.loader import read_config
 from kvern.request import PromptInput, Request, RequestSpec
@@ -131,16 +131,41 @@ def test_matches_that_are_seldom_right_give_fewer_drafts() -> None:
     chances = Chances()
     first = chances.most(Chances.kind(2))
     for _ in range(500):
-        chances.learn(Chances.kind(2), 0, True)
-        chances.learn(Chances.kind(LONGEST), 8, False)
+        chances.learn(Chances.kind(2), [1], [2])
+        chances.learn(Chances.kind(LONGEST), [1] * 8, [1] * 8)
     assert chances.most(Chances.kind(2)) == 0 < first < chances.most(Chances.kind(LONGEST))
+
+
+@pytest.mark.parametrize(
+    ("new", "right", "wrong"),
+    [
+        ([1, 2, 3], 3, 0),
+        ([1, 2], 2, 0),  # what was guessed further on may come yet
+        ([1, 2, 3, 4], 3, 0),
+        ([1, 4, 3], 1, 1),
+        ([4], 0, 1),
+    ],
+)
+def test_a_guess_counts_up_to_its_first_wrong_token(new: list[int], right: int, wrong: int) -> None:
+    chances, kind = Chances(), Chances.kind(2)
+    chances.learn(kind, [1, 2, 3], new)
+    assert chances.of(kind) == pytest.approx((KEPT * 8 + right) / (KEPT * 9 + right + wrong))
+
+
+def test_nothing_is_learnt_where_nothing_was_guessed_or_came() -> None:
+    chances, kind = Chances(), Chances.kind(2)
+    for _ in range(100):
+        chances.learn(kind, [], [1])
+        chances.learn(kind, [1], [])
+    chances.learn(kind, [1], [2])
+    assert chances.of(kind) == pytest.approx(KEPT * 8 / (KEPT * 9 + 1))
 
 
 def test_what_is_left_out_is_learnt_from() -> None:
     """Matches that were seldom right give drafts again once they would have been."""
     chances = Chances()
     for _ in range(500):
-        chances.learn(Chances.kind(2), 0, True)
+        chances.learn(Chances.kind(2), [1], [2])
     drafts = []
     for _ in range(40):
         text, token_ids = Followed(chances), [8, 5, 6, 7, 4, 9, 5, 6]

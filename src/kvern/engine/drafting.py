@@ -143,7 +143,7 @@ class Drafting:
         """
         step = self._begun.popleft() if self._begun else None  # or it was submitted before anybody guessed
         if step is None:
-            self.verified_predictions = NOBODY
+            self.verified_predictions, self._ended = NOBODY, self._clock()  # the device went on with the next
             return
         (begun, waited, self.verified_predictions), now = step, self._clock()
         seconds, self._ended = now - max(begun, self._ended), now

@@ -78,10 +78,14 @@ class Chances:
         """How many are right often enough."""
         return int(math.log(LEAST_CHANCE) / math.log(self.of(kind)))
 
-    def learn(self, kind: int, right: int, wrong: bool) -> None:
-        """Of a guess so many tokens were right, and the one behind them was not."""
-        self._right[kind] = KEPT * self._right[kind] + right
-        self._wrong[kind] = KEPT * self._wrong[kind] + wrong
+    def learn(self, kind: int, guess: Sequence[int], new: Sequence[int]) -> None:
+        """A text of which this was guessed has grown by these `new` tokens; without either, nothing is learnt."""
+        right, compared = 0, min(len(guess), len(new))
+        while right < compared and guess[right] == new[right]:
+            right += 1
+        if compared:
+            self._right[kind] = KEPT * self._right[kind] + right
+            self._wrong[kind] = KEPT * self._wrong[kind] + (right < compared)
 
 
 def same(token_ids: Sequence[int], place: int, ending: Sequence[int]) -> int:
@@ -179,13 +183,8 @@ class Followed(Text):
 
     def _learn(self, token_ids: Sequence[int]) -> None:
         """The text has grown: how far as was guessed, and as it stood before."""
-        new, right = token_ids[self._length :], 0
-        for guessed, token in zip(self._guess, new, strict=False):
-            if guessed != token:
-                break
-            right += 1
-        if self._guess and new:
-            self._chances.learn(self._kind, right, right < min(len(new), len(self._guess)))
+        new = token_ids[self._length :]
+        self._chances.learn(self._kind, self._guess, new)
         if self._place < 0:
             return
         for place, token in enumerate(new, self._length):

@@ -116,16 +116,6 @@ class KnownText:
         """How many tokens read the same at least."""
         self.guess: list[int] = []
 
-    def learn(self, new: Sequence[int], chances: Chances) -> None:
-        """The text has grown: how far as was guessed."""
-        right = 0
-        for guessed, token in zip(self.guess, new, strict=False):
-            if guessed != token:
-                break
-            right += 1
-        if self.guess and new:
-            chances.learn(Chances.kind(self.same), right, right < min(len(new), len(self.guess)))
-
     def follow(self, new: Sequence[int]) -> None:
         """Leave the places at which texts go on in another way."""
         count = len(new)
@@ -168,7 +158,7 @@ class SuffixProposer:
 
     def _guess(self, known: KnownText, token_ids: list[int], count: int) -> list[int]:
         new = token_ids[known.length :] if known.length else []
-        known.learn(new, self._chances)
+        self._chances.learn(Chances.kind(known.same), known.guess, new)
         known.length = len(token_ids)
         known.follow(new)
         if not known.places:
