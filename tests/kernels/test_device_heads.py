@@ -8,11 +8,19 @@ import pytest
 import torch
 
 import kvern.worker.verify_graphs
-from kvern import LLM, SamplingParams
+import kvern.worker.worker
+from kvern import LLM, EngineConfig, SamplingParams
+from kvern.attention.torch_sdpa import TorchAttention
+from kvern.kernel_list import KERNELS
+from kvern.layers.fused import FusedRMSNorm
 from kvern.models.loader import load_model, read_config
+from kvern.models.registry import spec_from_config
 from kvern.worker.device_runner import DeviceRunner
 from kvern.worker.head_drafter import HeadDrafter
 from kvern.worker.head_graphs import HeadGraphs, HeadSteps
+from kvern.worker.plan import agree, lay_out
+from kvern.worker.startup import Startup
+from kvern.worker.worker import Worker
 from tests.draft_heads import add_prediction, write_eagle, write_medusa
 from tests.families import make_checkpoint
 from tests.kernels.test_device_engine import OPTIONS, WITH_STATES
@@ -120,3 +128,28 @@ def test_medusa_with_two_steps_in_flight(acceptance: str, tmp_path: Path, on_dev
     assert [item.outputs[0].token_ids for item in outputs] == [item.outputs[0].token_ids for item in expected]
     assert len(found) > 6
     assert all(drafts == medusa_drafts(decoder, weights, text, len(drafts)) for text, drafts in found)
+
+
+@pytest.mark.parametrize("kind", ["eagle", "eagle3"])
+def test_a_head_uses_no_kernels_that_do_not_work_with_it(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its layer and who attends; the model goes on with all."""
+    target, folder = make_checkpoint("llama", tmp_path / "model"), tmp_path / "head"
+    write_eagle(folder, target, drafted=60 if kind == "eagle3" else None)
+    groups = frozenset(kernel.group for kernel in KERNELS if not kernel.group.startswith("hopper"))
+    working = groups, groups - {"norm", "attention"}
+    monkeypatch.setattr(kvern.worker.worker, "usable_kernels", lambda *_: working)
+    config = EngineConfig(str(target), draft_model=str(folder), **OPTIONS | {"device": "cpu"})
+    spec = spec_from_config(read_config(target))
+    worker = Worker(config, target, spec, torch.device("cpu"), Startup(), folder)
+    plan = agree([worker.probe()], config, spec)
+    worker.build(lay_out([worker.load(plan)], plan, config))
+    runner: Any = worker.runner
+    drafter = runner._drafter._drafter
+    assert isinstance(drafter, HeadDrafter)
+    models = runner._decoder, drafter._head
+    assert ["norm" in model.build.kernels for model in models] == [True, False]
+    assert [any(isinstance(part, FusedRMSNorm) for part in model.modules()) for model in models] == [True, False]
+    backends = runner._attention, drafter._attention
+    assert [isinstance(backend, TorchAttention) for backend in backends] == [False, True]

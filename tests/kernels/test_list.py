@@ -1,5 +1,6 @@
 """Every kernel of the list, in every form that these models launch, beside PyTorch in float64."""
 
+import dataclasses
 from functools import partial
 
 import pytest
@@ -44,13 +45,37 @@ def test_what_a_kernel_returns(kernel: Kernel, model: str, device: torch.device)
         compare(kernel.make(spec, inputs, *arguments), close)
 
 
-@pytest.mark.parametrize("model", ["llama", "gemma2"])
-def test_sums_of_ranks(model: str, device: torch.device) -> None:
-    spec, inputs = spec_of(model), Inputs(device, torch.float32, ranks=(1, 2))
-    forms = [form for kernel in ranks.KERNELS for form in kernel.launched(spec, inputs)]
+@pytest.mark.parametrize(
+    ("model", "codes", "count"), [("llama", (), 6), ("gemma2", (), 6), ("llama", ("fp8", "fp8_blocks", "int8"), 15)]
+)
+def test_sums_of_ranks(model: str, codes: tuple[str, ...], count: int, device: torch.device) -> None:
+    """Alone, with a norm, and with one that becomes codes."""
+    spec = dataclasses.replace(spec_of(model), hidden_size=128)
+    inputs = Inputs(device, torch.float32, packed=kinds_of_forms(spec, torch.float32, codes), ranks=(1, 2))
+    [kernel] = ranks.KERNELS
+    forms = list(kernel.launched(spec, inputs))
     for form in forms:
-        compare(ranks.KERNELS[0].make(spec, inputs, *form), 1e-4)
-    assert len(forms) == 6
+        compare(kernel.make(spec, inputs, *form), 1e-4)
+    assert len(forms) == count
+
+
+@pytest.mark.parametrize("codes", [(), ("int4",)], ids=["plain", "int4"])
+def test_products_of_a_row_of_ranks(codes: tuple[str, ...], device: torch.device) -> None:
+    """Norms that sum over ranks stand alone, so that an activation does, too; of what all would add one adds."""
+    config = {"model_type": "llama"} | TINY_MODELS["llama"] | {"hidden_size": 128, "mlp_bias": True}
+    spec = spec_from_config(config)
+    packed = kinds_of_forms(spec, torch.float32, codes)
+    packed = tuple(kind._replace(part="gate_proj") for kind in packed if kind.part == "q_proj")
+    name = "quantized, one row" if codes else "matrix-vector product"
+    [kernel] = [kernel for kernel in KERNELS if kernel.name == name]
+    alone, shared = (Inputs(device, torch.float32, packed=packed, ranks=ranks) for ranks in ((0, 1), (1, 2)))
+    known = set(kernel.launched(spec, alone))
+    forms = [form for form in kernel.launched(spec, shared) if form not in known]
+    assert any(False in form and "silu" in form for form in forms)
+    if not codes:
+        assert (128, spec.layers[0].mlp.width, False, None, False, False) in forms  # type: ignore[union-attr]
+    for form in forms:
+        compare(kernel.make(spec, shared, *form), 5e-4)
 
 
 def compare(call: Call, close: float) -> None:

@@ -31,11 +31,12 @@ class Recorded(PromptGraphs):
     used: list[bool]
     """Of each step, whether it had decodes."""
 
-    def _record(self, step: Callable[[], DecodedStep]) -> tuple[Callable[[], None], DecodedStep]:
+    def _record(self, step: Callable[[], DecodedStep | None]) -> tuple[Callable[[], None], DecodedStep | None]:
         outputs = step()
+        assert (outputs is not None) == self._samples
 
         def replay() -> None:
-            for target, source in zip(outputs, step(), strict=True):
+            for target, source in zip(outputs or (), step() or (), strict=True):
                 target.copy_(source)
 
         return replay, outputs
@@ -45,9 +46,10 @@ class Recorded(PromptGraphs):
         if replayed is None:
             return None
         self.used.append(any(item.count == 1 for item in scheduled))
-        graph, count = (
-            replayed  # results are copied from a GPU before the next replay, here they would be read behind it
-        )
+        graph, count = replayed
+        if graph.outputs is None:
+            return replayed
+        # Results are copied from a GPU before the next replay; here they would be read behind it.
         return dataclasses.replace(graph, outputs=DecodedStep(*(output.clone() for output in graph.outputs))), count
 
 

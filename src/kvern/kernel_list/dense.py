@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from kvern.attention.eight_bit import codes_of
-from kvern.kernel_list.entry import Call, Inputs, Kernel, linear_shapes, multiplied
+from kvern.kernel_list.entry import Call, Inputs, Kernel, linear_shapes, multiplied, scored
 from kvern.kernels import adapters
 from kvern.kernels.activation import ACTIVATIONS, gated_activation
 from kvern.kernels.adapted_product import adapted_product
@@ -237,7 +237,7 @@ def _matvec(
     bias = inputs.numbers(outputs) if biased else None
     x, weight = inputs.numbers(1, width), inputs.numbers(outputs, width, deviation=width**-0.5)
     around = NOTHING
-    if norm or residual:
+    if norm or residual or activation is not None:
         gain = _gain(spec, inputs) if norm else None
         around = Around(gain, 1e-6, activation, inputs.numbers(1, outputs) if residual else None)
 
@@ -257,7 +257,7 @@ def _matvec(
 
 def _matvec_launched(spec: ModelSpec, inputs: Inputs) -> Sizes:
     hidden, plain = spec.hidden_size, (False, None, False)
-    launched: list[tuple[Any, ...]] = [(spec.vocab_size, hidden, *plain, spec.lm_head_bias)]
+    launched: list[tuple[Any, ...]] = [(scored(spec, inputs), hidden, *plain, spec.lm_head_bias)]
     for layer in dict.fromkeys(spec.attending):
         attention, mlp = layer.attention, layer.mlp
         values = 0 if attention.keys_are_values else attention.own_kv_heads
@@ -273,7 +273,10 @@ def _matvec_launched(spec: ModelSpec, inputs: Inputs) -> Sizes:
         elif mlp in gated_mlps(spec):
             launched.append((2 * mlp.width, hidden, True, mlp.activation, False, mlp.bias))
             launched.append((hidden, mlp.width, False, None, True, mlp.bias))
-    if spec.attends_to_latents or inputs.has_head:
+    shared = inputs.ranks[1] > 1  # norms that sum over ranks have their launches before products, and behind them
+    if shared:
+        launched += [(2 * mlp.width, hidden, False, mlp.activation, False, mlp.bias) for mlp in gated_mlps(spec)]
+    if spec.attends_to_latents or inputs.has_head or shared:
         launched += [(outputs, width, *plain, biased) for width, outputs, biased in multiplied(spec, inputs)]
     yield from dict.fromkeys(launched)
 

@@ -10,6 +10,7 @@ import triton
 
 from kvern.adapters.targets import linear_layers
 from kvern.attention.eight_bit import LARGEST_CODE, codes_of
+from kvern.device.ranks import ALONE, Ranks
 from kvern.layers.build import Build
 from kvern.layers.linear_method import LinearMethod
 from kvern.model_spec import ModelSpec
@@ -126,15 +127,21 @@ class LinearKind(NamedTuple):
     biased: bool
 
 
-def linear_shapes(spec: ModelSpec, dtype: torch.dtype) -> list[LinearKind]:
-    """Of the linear layers of the model's blocks."""
+def linear_shapes(spec: ModelSpec, dtype: torch.dtype, ranks: Ranks = ALONE) -> list[LinearKind]:
+    """Of the linear layers of the model's blocks; of several `ranks` the first alone adds what all would add."""
     layers = tuple(replace(layer, rope=None) for layer in dict.fromkeys(spec.layers))
-    outline = Decoder(replace(spec, layers=layers), Build(dtype, torch.device("meta"), 1))
+    outline = Decoder(replace(spec, layers=layers), Build(dtype, torch.device("meta"), 1, ranks=ranks))
     kinds = (
-        LinearKind(layer.inputs, tuple(layer.outputs.values()), layer.bias is not None)
+        LinearKind(layer.inputs, tuple(layer.outputs.values()), layer.added is not None)
         for _, layer in linear_layers(outline)
     )
     return list(dict.fromkeys(kinds))
+
+
+def scored(spec: ModelSpec, inputs: Inputs) -> int:
+    """Of how many tokens a rank computes the scores: its part of the vocabulary, and padding."""
+    count, _ = Ranks(*inputs.ranks).padded_share(spec.vocab_size)
+    return count
 
 
 def multiplied(spec: ModelSpec, inputs: Inputs) -> list[tuple[int, int, bool]]:
@@ -142,8 +149,9 @@ def multiplied(spec: ModelSpec, inputs: Inputs) -> list[tuple[int, int, bool]]:
 
     Layers that a head has besides make a state of one, of an embedding and one, or of three.
     """
-    layers = [(layer.inputs, sum(layer.outputs), layer.biased) for layer in linear_shapes(spec, inputs.dtype)]
-    layers.append((spec.hidden_size, spec.vocab_size, spec.lm_head_bias))
+    kinds = linear_shapes(spec, inputs.dtype, Ranks(*inputs.ranks))
+    layers = [(layer.inputs, sum(layer.outputs), layer.biased) for layer in kinds]
+    layers.append((spec.hidden_size, scored(spec, inputs), spec.lm_head_bias))
     if inputs.has_head:
         widths = (count * spec.hidden_size for count in (1, 2, 3))
         layers += [(width, spec.hidden_size, biased) for width in widths for biased in (False, True)]

@@ -85,7 +85,7 @@ def _row_launched(spec: ModelSpec, inputs: Inputs) -> Sizes:
 
     for kind in forms_of(inputs):
         offered = [shape for shape in BLOCK_STREAMS[1] if streams_blocks(kind.code, shape)]
-        for norm, activation, residual in arounds(spec, kind) if offered else ():
+        for norm, activation, residual in arounds(spec, inputs, kind) if offered else ():
             shapes = (row_shape(shape, kind.code, activation is not None) for shape in offered)
             for shape in dict.fromkeys(shapes):
                 yield kind._replace(part=""), kind.outputs, shape, norm, activation, residual

@@ -22,7 +22,7 @@ from kvern.kernels.plain_weights import plain_weights
 from kvern.kernels.scaled_product import multiplies_codes
 from kvern.layers.build import Build
 from kvern.layers.embedding import Embedding
-from kvern.layers.linear import Weighted
+from kvern.layers.linear import Linear, Weighted
 from kvern.layers.linear_method import LinearShape
 from kvern.layers.quantized.candidates import (
     PLAIN_RUNS,
@@ -91,9 +91,10 @@ def packed_kinds(spec: ModelSpec, build: Build) -> tuple[PackedKind, ...]:
     kinds: dict[PackedKind, None] = {}
     for module in outline.modules():
         if isinstance(module, Weighted) and not isinstance(module, Embedding):
+            added = module.added if isinstance(module, Linear) else module.bias
             for method in module.method.methods():
                 if isinstance(method, QuantizedMethod) and method.shape.dtype == build.dtype:
-                    kinds[_kind(method, next(iter(module.outputs)), module.bias is not None)] = None
+                    kinds[_kind(method, next(iter(module.outputs)), added is not None)] = None
         elif isinstance(module, RowStackedExperts):
             kinds[_kind(module.gate_up_proj, "experts.gate_up_proj", False)] = None
             kinds[_kind(module.down_proj, "experts.down_proj", False)] = None
@@ -235,7 +236,7 @@ def one_row(
     packed, x = random_packed(inputs, kind, outputs), inputs.numbers(1, kind.inputs)
     bias = inputs.numbers(outputs) if kind.biased else None
     around = NOTHING
-    if norm or residual:
+    if norm or residual or activation is not None:
         gain = inputs.numbers(kind.inputs, dtype=torch.float32 if spec.norm.offset else None) if norm else None
         around = Around(gain, 1e-6, activation, inputs.numbers(1, outputs) if residual else None)
 
@@ -288,14 +289,15 @@ def _plain_forms(kinds: list[PackedKind]) -> Sizes:
         yield (kind,)
 
 
-def arounds(spec: ModelSpec, kind: PackedKind) -> Sizes:
+def arounds(spec: ModelSpec, inputs: Inputs, kind: PackedKind) -> Sizes:
     """What a product of one row is launched with, beside nothing: whether with a norm, activation, with a residual."""
     if kind.part in ("o_proj", "down_proj"):
         yield False, None, True
     elif kind.part == "q_proj":
         yield True, None, False
     elif kind.part == "gate_proj":
-        yield from ((True, mlp.activation, False) for mlp in gated_mlps(spec))
+        norms = (True, False) if inputs.ranks[1] > 1 else (True,)  # those that sum over ranks are launched alone
+        yield from ((norm, mlp.activation, False) for mlp in gated_mlps(spec) for norm in norms)
 
 
 def _dense(inputs: Inputs) -> list[PackedKind]:
@@ -322,9 +324,8 @@ def _row_shapes(inputs: Inputs, kind: PackedKind, activated: bool = False) -> li
 def _row_launched(spec: ModelSpec, inputs: Inputs) -> Sizes:
     launched: dict[tuple[Any, ...], None] = {}
     for kind in forms_of(inputs):
-        for norm, activation, residual in ((False, None, False), *(arounds(spec, kind) if not kind.order else ())):
-            around = (norm, activation, residual) if norm or residual else ()
-            for shape in _row_shapes(inputs, kind, activation is not None):
+        for around in ((), *(() if kind.order else arounds(spec, inputs, kind))):
+            for shape in _row_shapes(inputs, kind, bool(around) and around[1] is not None):
                 launched[kind._replace(part=""), kind.outputs, shape, *around] = None
     yield from launched
 

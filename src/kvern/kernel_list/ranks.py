@@ -7,8 +7,18 @@ import torch
 
 from kvern.kernel_list.dense import normed
 from kvern.kernel_list.entry import Call, Inputs, Kernel
-from kvern.kernels.peer_rows import PeerRows, memory_of, peer_rows, peer_rows_norm, rows_kept
-from kvern.kernels.peer_sum import PeerMemory, peer_sum, peer_sum_norm, row_words_of, slots_of, words_of
+from kvern.kernel_list.rounding import codes_of_norms, coding_of
+from kvern.kernels.norm import rms_norm
+from kvern.kernels.peer_rows import PeerRows, coded_peer_rows_norm, memory_of, peer_rows, peer_rows_norm, rows_kept
+from kvern.kernels.peer_sum import (
+    PeerMemory,
+    coded_peer_sum_norm,
+    peer_sum,
+    peer_sum_norm,
+    row_words_of,
+    slots_of,
+    words_of,
+)
 from kvern.model_spec import ModelSpec
 
 ROWS = 4
@@ -41,7 +51,11 @@ def with_sums(parts: torch.Tensor, rank: int) -> torch.Tensor:
     return sent
 
 
-def _sum(spec: ModelSpec, inputs: Inputs, way: str, rank: int, size: int, norm: bool) -> Call:
+def _sum(
+    spec: ModelSpec, inputs: Inputs, way: str, rank: int, size: int, norm: bool, codes: tuple[str, str] | None = None
+) -> Call:
+    """`codes`: those that the norm becomes, as of `coding_of`."""
+    coding = None if codes is None else coding_of(inputs, *codes)
     width, dtype = spec.hidden_size, inputs.dtype
     parts, hidden = inputs.numbers(size, ROWS, width), inputs.numbers(ROWS, width)
     weight = inputs.numbers(width, dtype=torch.float32 if spec.norm.offset else None)
@@ -61,20 +75,24 @@ def _sum(spec: ModelSpec, inputs: Inputs, way: str, rank: int, size: int, norm: 
     def launch() -> tuple[torch.Tensor, ...]:
         epochs.zero_()  # nobody sends anything of a second epoch
         others.zero_()
+        given, owned = (parts[rank], hidden, weight, 1e-6), way == "owners"
         if way == "words":
             words = PeerMemory(own, buffers, epochs, rank, size, slots, row_words)
-            if norm:
-                return peer_sum_norm(parts[rank], hidden, weight, 1e-6, words), hidden
-            return (peer_sum(parts[rank], words),)
+            if coding is not None:
+                return *coded_peer_sum_norm(*given, words, coding), hidden
+            return (peer_sum_norm(*given, words), hidden) if norm else (peer_sum(parts[rank], words),)
         memory = PeerRows(own, buffers, epochs, rank, size, slots, width)
-        if norm:
-            return peer_rows_norm(parts[rank], hidden, weight, 1e-6, memory, way == "owners"), hidden
-        return (peer_rows(parts[rank], memory, way == "owners"),)
+        if coding is not None:
+            return *coded_peer_rows_norm(*given, memory, coding, owned), hidden
+        return (peer_rows_norm(*given, memory, owned), hidden) if norm else (peer_rows(parts[rank], memory, owned),)
 
     def reference() -> tuple[torch.Tensor, ...]:
         total = parts.double().sum(0)
         if not norm:
             return (total,)
+        if coding is not None:
+            added = hidden + parts.float().sum(0).to(dtype)
+            return *(part.double() for part in coding(rms_norm(added, weight, 1e-6))), added.double()
         return normed(hidden.double() + total, weight, 1e-6), hidden.double() + total
 
     moved = 2 * (size - 1) * ROWS * width * dtype.itemsize
@@ -85,6 +103,11 @@ def _launched(spec: ModelSpec, inputs: Inputs) -> Iterator[tuple[Any, ...]]:
     if inputs.ranks[1] > 1 and row_words_of(spec.hidden_size, inputs.dtype):
         normed_too = spec.norm.kind == "rms" and spec.norm.weight
         yield from ((way, *inputs.ranks, norm) for way in WAYS for norm in (False, True)[: 1 + normed_too])
+        for codes in codes_of_norms(inputs) if normed_too else ():
+            coding = coding_of(inputs, *codes)
+            rounds = coding.group <= spec.hidden_size and coding.block(spec.hidden_size)
+            if rounds and not coding.columns:  # which compile nothing else
+                yield from ((way, *inputs.ranks, True, codes) for way in WAYS)
 
 
 KERNELS = (Kernel("sum of ranks", "peer_sum", _sum, _launched),)

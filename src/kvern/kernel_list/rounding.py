@@ -20,15 +20,15 @@ GROUP = 128
 """Of blocks' activations."""
 
 
-def _coding(inputs: Inputs, code: str, form: str) -> Coding:
-    """Scales of "rows" or "groups", the latter in "columns" too, or "static" ones."""
+def coding_of(inputs: Inputs, code: str, form: str) -> Coding:
+    """A coding to these codes, with scales of "rows" or "groups", the latter in "columns" too, or "static" ones."""
     static = torch.full((1,), 0.25, device=inputs.device) if form == "static" else None
     return Coding(code, GROUP if form in ("groups", "columns") else 0, static, columns=form == "columns")
 
 
 def _round(spec: ModelSpec, inputs: Inputs, code: str, form: str, rows: int, width: int) -> Call:
     """Numbers that rounding does not change, the largest in each group: what is between them rounds to either side."""
-    largest, coding = LARGEST[code], _coding(inputs, code, form)
+    largest, coding = LARGEST[code], coding_of(inputs, code, form)
     x = inputs.bytes(rows, width)
     x = x.view(torch.int8).float() if code == "int8" else (x & 0xBF).view(torch.float8_e4m3fn).float() * 256
     x = x.clamp(-largest, largest)
@@ -43,7 +43,7 @@ def _round(spec: ModelSpec, inputs: Inputs, code: str, form: str, rows: int, wid
 
 
 def _norm(spec: ModelSpec, inputs: Inputs, code: str, form: str, rows: int, add: bool) -> Call:
-    coding, width = _coding(inputs, code, form), spec.hidden_size
+    coding, width = coding_of(inputs, code, form), spec.hidden_size
     x, weight = inputs.numbers(rows, width), inputs.numbers(width, dtype=torch.float32 if spec.norm.offset else None)
     update = inputs.numbers(rows, width) if add else None
 
@@ -57,7 +57,7 @@ def _norm(spec: ModelSpec, inputs: Inputs, code: str, form: str, rows: int, add:
 
 
 def _activate(spec: ModelSpec, inputs: Inputs, code: str, form: str, rows: int, width: int, activation: str) -> Call:
-    coding, x = _coding(inputs, code, form), inputs.numbers(rows, 2 * width)
+    coding, x = coding_of(inputs, code, form), inputs.numbers(rows, 2 * width)
 
     def reference() -> list[torch.Tensor]:
         return [part.double() for part in coding(gated_activation(x, activation))]
@@ -82,9 +82,14 @@ def _round_launched(spec: ModelSpec, inputs: Inputs, rows: int = ROWS) -> Iterat
     yield from ((code, form, rows, width) for code, form, width in _forms(inputs))
 
 
+def codes_of_norms(inputs: Inputs) -> dict[tuple[str, str], None]:
+    """The codes and scales of what norms are rounded to."""
+    return {(code, form): None for code, form, _ in _forms(inputs, "q_proj", "gate_proj")}
+
+
 def _norm_launched(spec: ModelSpec, inputs: Inputs, rows: int = ROWS) -> Iterator[tuple[Any, ...]]:
     if spec.norm.kind == "rms":
-        for code, form, _ in _forms(inputs, "q_proj", "gate_proj"):
+        for code, form in codes_of_norms(inputs):
             yield from ((code, form, rows, add) for add in (False, True))
 
 

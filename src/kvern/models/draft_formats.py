@@ -57,18 +57,19 @@ def load_draft_head(
     target: Decoder,
     *,
     load_format: Literal["auto", "dummy"] = "auto",
+    kernels: frozenset[str] | None = None,
     unquantized: LinearFormat | None = None,
     quantization: str | None = None,
 ) -> DraftHead:
     """Build the head of a folder beside `target`, in its precision and on its device, and load its weights.
 
     The folder is the head's own, or the model's, whose layer for multi-token prediction is meant. Of several ranks it
-    is a share, as `target` is. Options as those of `load_model`. Raises ModelNotFound, UnsupportedModel or
-    CorruptCheckpoint.
+    is a share, as `target` is. Options as those of `load_model`, but without `kernels` those of `target`. Raises
+    ModelNotFound, UnsupportedModel or CorruptCheckpoint.
     """
     head, stored = read_draft_head(folder, target.spec, target.build.ranks, dummy=load_format == "dummy")
     linear = stored_methods(read_config(folder), head.model, stored or [], unquantized, quantization)
-    build = replace(target.build, linear=linear)
+    build = replace(target.build, linear=linear, kernels=target.build.kernels if kernels is None else kernels)
     return filled_model(
         lambda model, build: make_draft_head(head, target, model, build), head.model, build, folder, stored
     )

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from operator import is_not
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -36,10 +36,12 @@ from kvern.worker.shared_prefix import PrefixGroups, find_shared_prefixes
 
 
 class DecodedStep(NamedTuple):
-    """What a step of R decodes leaves, all good until the next.
+    """What a step that samples R tokens leaves, all good until the next.
 
     hidden     [R, hidden]      the last hidden states
-    logits     [R, vocabulary]  scores of the tokens to be sampled, in the model's dtype unless something scales them
+    logits     [R, vocabulary]  scores of the tokens to be sampled, in the model's dtype unless something scales them;
+                                where a graph samples plainly, `Decoder.own_logits`: of several ranks a rank's part of
+                                the vocabulary, and padding, of which whoever reads them makes `Decoder.whole_logits`
     positions  [R] int64        of these tokens
     sampled    [R] int64        the tokens
     """
@@ -100,10 +102,11 @@ def unowned(tensor: torch.Tensor) -> torch.Tensor:
     return torch.as_tensor(_Memory(tensor), device=tensor.device).view(tensor.dtype).view(tensor.shape)
 
 
-def capture(
-    step: Callable[[], DecodedStep], pool: Any, stream: torch.cuda.Stream
-) -> tuple[torch.cuda.CUDAGraph, DecodedStep]:
-    """A step as a graph in a pool of memory, and what it leaves there."""
+Left = TypeVar("Left", DecodedStep, DecodedStep | None)
+
+
+def capture(step: Callable[[], Left], pool: Any, stream: torch.cuda.Stream) -> tuple[torch.cuda.CUDAGraph, Left]:
+    """A step as a graph in a pool of memory, and what it leaves there, if anything."""
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.stream(stream):
         # Not torch.cuda.graph, which waits for the device and gives all unused memory back, for the next steps to
@@ -116,6 +119,8 @@ def capture(
                 graph.capture_end()
             raise
         graph.capture_end()
+    if outputs is None:
+        return graph, outputs
     return graph, outputs._replace(hidden=unowned(outputs.hidden), logits=unowned(outputs.logits))
 
 

@@ -290,6 +290,7 @@ class DeviceRunner:
         outputs = graph.outputs
         if not count:
             return PendingStep(scheduled, None, on_gpu=self._rows.device.type == "cuda")
+        assert outputs is not None, "a model's graphs sample"
         if not needs:
             return PendingStep(scheduled, outputs.sampled[:count])
         logits = self._decoder.whole_logits(outputs.logits[:count])

@@ -88,11 +88,11 @@ def most_keys(spec: ModelSpec) -> int:
 
 @dataclass
 class PromptGraph:
-    """A captured step: reads `inputs` int32, writes `outputs`."""
+    """A captured step: reads `inputs` int32, writes `outputs`; None: prompts are read, and nothing is sampled."""
 
     replay: Callable[[], None]
     inputs: torch.Tensor
-    outputs: DecodedStep
+    outputs: DecodedStep | None
     slots: torch.Tensor
     """[S] int64, in `inputs`: the rows that are sampled for."""
 
@@ -211,12 +211,12 @@ class PromptGraphs:
         sampling = inputs[: 6 * step.samples].view(torch.int64).view(3, -1)
         return PromptGraph(replay, inputs, outputs, sampling[2])
 
-    def _record(self, step: Callable[[], DecodedStep]) -> tuple[Callable[[], None], DecodedStep]:
+    def _record(self, step: Callable[[], DecodedStep | None]) -> tuple[Callable[[], None], DecodedStep | None]:
         """Whatever repeats the step, and where it then leaves what."""
         graph, outputs = capture(step, self._pool, self._stream)
         return graph.replay, outputs
 
-    def _step(self, step: PromptStep, inputs: torch.Tensor) -> DecodedStep:
+    def _step(self, step: PromptStep, inputs: torch.Tensor) -> DecodedStep | None:
         rows, requests, samples, tokens = self._rows, step.requests, step.samples, step.decodes + step.tokens
         indices, positions_sampled, sample_slots = inputs[: 6 * samples].view(torch.int64).view(3, -1)
         numbers = inputs[6 * samples :]
@@ -254,7 +254,7 @@ class PromptGraphs:
             states = self._states.plan(batch, (of_tokens, chunks.view(2, -1)))
         hidden = self._decoder(token_ids, positions, self._attention.plan(batch), indices, states=states)
         if not self._samples:
-            return DecodedStep(hidden, hidden, positions_sampled, positions_sampled)
+            return None
         logits, sampled = sample_plain(self._decoder, hidden, sample_slots, positions_sampled, rows)
         write_sampled(rows.tokens, sample_slots, positions_sampled, sampled)
         return DecodedStep(hidden, logits, positions_sampled, sampled)

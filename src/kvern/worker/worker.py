@@ -236,16 +236,20 @@ class Worker:
         return Draft(heads, self._parts)
 
     def _load_head(self, folder: Path, plan: Plan, model: LanguageModel) -> Draft:
-        config = self._config
+        config, target = self._config, _with_states(model, folder)
+        dummy = config.load_format == "dummy"
+        described, _ = read_draft_head(folder, target.spec, self._ranks, dummy=dummy)
+        plan = plan.of_draft(described.model)
+        parts = self._make_parts(plan, described.model)
         with self._startup.stage("weights"):
             head = load_draft_head(
                 folder,
-                _with_states(model, folder),
+                target,
                 load_format=config.load_format,
-                unquantized=self._parts.unquantized,
+                kernels=plan.kernels & (MODEL_KERNELS | CPU_KERNELS),
+                unquantized=parts.unquantized,
                 quantization=config.quantization if folder == self._folder else config.draft_quantization,
             )
-        parts = self._make_parts(plan, head.spec)
         parts.prepare(head)
         return Draft(head, parts)
 

@@ -1,0 +1,84 @@
+"""What layers of one of several ranks launch is on the list of a start's kernels, in the same specialisation.
+
+No kernel is run, nor does another rank answer: which kernels are launched, and on what, does not depend on either.
+"""
+
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+import torch
+from torch import Tensor
+
+import kvern.device.peer_sums
+import kvern.worker.worker
+from kvern.device.peer_sums import TIMED_ROWS, PeerSums
+from kvern.device.ranks import Ranks
+from kvern.kernel_list import KERNELS, Inputs
+from kvern.model_spec import ModelSpec
+from kvern.models.checkpoint import read_headers
+from kvern.models.loader import read_config, stored_methods
+from kvern.worker.kernel_choice import Stored, inputs_of
+from tests.families import make_checkpoint
+from tests.kernels.recorded import recorded
+from tests.kernels.test_first_times import listed, zeroed
+from tests.kernels.test_late_sums import sampled
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="launches are recorded by Triton's interpreter")
+
+
+class SecondOfTwo(Ranks):
+    """A rank that hears of no other."""
+
+    def __init__(self) -> None:
+        super().__init__(1, 2)
+
+    def group_sum(self, x: Tensor) -> Tensor:
+        return x
+
+    def sum(self, x: Tensor) -> Tensor:
+        return x
+
+    def beside(self, x: Tensor, width: int | None = None) -> Tensor:
+        return torch.cat([x] * self.size, -1)[:, :width]
+
+    def gather(self, x: Tensor) -> Tensor:
+        return torch.stack([x] * self.size)
+
+
+@pytest.mark.parametrize("way", ["words", "owners"])
+@pytest.mark.parametrize("quantization", [None, "int8"])
+def test_what_layers_of_a_rank_launch_was_launched_at_start(
+    quantization: Literal["int8"] | None,
+    way: Literal["words", "owners"],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    folder = make_checkpoint("llama_bias", tmp_path, vocab_size=200)  # of which 100 are a rank's
+    groups = frozenset(kernel.group for kernel in KERNELS if not kernel.group.startswith("hopper"))
+    made: list[tuple[ModelSpec, Inputs]] = []
+
+    def usable(config: Any, dtype: Any, device: Any, startup: Any, model: Stored, *_: Any) -> Any:
+        methods = stored_methods(read_config(folder), model.spec, read_headers(folder), quantization=quantization)
+        model = model._replace(methods=methods)
+        made.append((model.spec, inputs_of(config, dtype, device, model, drafts=False)))
+        return groups, groups
+
+    def mapped(store: Any, what: str, rank: int, size: int, device: torch.device, words: int) -> Any:
+        own = torch.zeros(words, dtype=torch.int64)
+        return own, [own.data_ptr()] * size
+
+    monkeypatch.setattr(kvern.worker.worker, "usable_kernels", usable)
+    monkeypatch.setattr(kvern.device.peer_sums, "map_words", mapped)
+    monkeypatch.setattr(torch, "empty", zeroed(torch.empty))
+    monkeypatch.setattr(torch, "empty_like", zeroed(torch.empty_like))
+    ranks = SecondOfTwo()
+    ranks.peers = PeerSums(None, 1, 2, 48, torch.float32, torch.device("cpu"), programs=1)
+    ranks.peers.ways = [way] * len(TIMED_ROWS)
+    with recorded(monkeypatch) as launched:
+        sampled(folder, ranks, tensor_parallel_size=2, quantization=quantization)
+    known = listed(made, monkeypatch)
+    assert {name for name, _ in launched} >= {"_peer_sum_kernel" if way == "words" else "_peer_rows_kernel"}
+    of_layers = ("_matvec", "_small_matmul", "_packed", "_scale", "_quantize", "_rms_norm", "_coded", "_gated", "_peer")
+    missing = [f"{name} {form}" for name, form in launched if name.startswith(of_layers) and (name, form) not in known]
+    assert not missing, "\n".join(missing)
