@@ -9,7 +9,6 @@ rank.
 import argparse
 import itertools
 import multiprocessing
-import statistics
 import tempfile
 from collections.abc import Callable
 from functools import partial
@@ -21,6 +20,7 @@ from torch import Tensor
 
 from kvern.device.peer_memory import map_words
 from kvern.device.process_group import Meeting
+from kvern.device.timing import time_calls
 from kvern.kernels.launch import processors
 from kvern.kernels.norm import add_rms_norm
 from kvern.kernels.peer_rows import PeerRows, memory_of, peer_rows, peer_rows_norm
@@ -31,7 +31,7 @@ CHECKED_ROWS = (1, 8, 33, 132, 200)
 WIDTHS = (4096, 8192)
 MOST_BYTES = 1 << 28
 """Of one rank's words."""
-CALLS, ROUNDS = 50, 7
+CALLS = 50
 EPSILON = 1e-5
 DTYPE = torch.bfloat16
 CHECKED = 512
@@ -157,17 +157,7 @@ def captured(call: Callable[[], object], calls: int) -> torch.cuda.CUDAGraph:
 
 def microseconds(call: Callable[[], object]) -> float:
     """Of one call, a median."""
-    graph = captured(call, CALLS)
-    graph.replay()
-    found: list[float] = []
-    for _ in range(ROUNDS):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        found.append(start.elapsed_time(end) * 1000 / CALLS)
-    return statistics.median(found)
+    return 1e6 * time_calls([call] * CALLS)
 
 
 def run_rank(rank: int, size: int, place: str, results: Any) -> None:
