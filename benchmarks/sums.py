@@ -23,14 +23,13 @@ from kvern.device.process_group import Meeting
 from kvern.device.timing import time_calls
 from kvern.kernels.launch import processors
 from kvern.kernels.norm import add_rms_norm
-from kvern.kernels.peer_rows import PeerRows, memory_of, peer_rows, peer_rows_norm
-from kvern.kernels.peer_sum import PeerMemory, peer_sum, peer_sum_norm, row_words_of, words_of
+from kvern.kernels.peer_sum import PeerMemory, memory_of, peer_sum, peer_sum_norm, row_words_of
 
 ROWS = (1, 8, 32, 64, 128, 256, 512, 2048)
+MOST_ROWS = 512
+"""That are summed in kvern's own ways."""
 CHECKED_ROWS = (1, 8, 33, 132, 200)
 WIDTHS = (4096, 8192)
-MOST_BYTES = 1 << 28
-"""Of one rank's words."""
 CALLS = 50
 EPSILON = 1e-5
 DTYPE = torch.bfloat16
@@ -59,26 +58,15 @@ class Way(NamedTuple):
 def ways_of(meeting: Meeting, rank: int, size: int, width: int, device: torch.device) -> list[Way]:
     """Those of kvern's own, over memory that all ranks map now."""
 
-    store = meeting.store(f"{width}")
-
-    def mapped(name: str, count: int) -> tuple[Tensor, Tensor]:
-        own, addresses = map_words(store, name, rank, size, device, count)
-        return own, torch.tensor(addresses, device=device)
-
-    zeros = partial(torch.zeros, dtype=torch.int32, device=device)
-    row_words, programs = row_words_of(width, DTYPE), processors(device)
-    slots = min(512, MOST_BYTES // (8 * words_of(size, 1, row_words)))
-    words = PeerMemory(*mapped("words", words_of(size, slots, row_words)), zeros(slots), rank, size, slots, row_words)
-    kept = mapped("rows", memory_of(size, 512, width, DTYPE, programs))
-    rows = PeerRows(*kept, zeros(programs), rank, size, 512, width)
+    rows, row_words = MOST_ROWS, row_words_of(width, DTYPE)
+    own, addresses = map_words(
+        meeting.store(f"{width}"), "sums", rank, size, device, memory_of(size, rows, row_words)
+    )
+    buffers, epochs = torch.tensor(addresses, device=device), torch.zeros(rows, dtype=torch.int32, device=device)
+    memory = PeerMemory(own, buffers, epochs, rank, size, rows, row_words, processors(device))
     return [
-        Way("words", slots, partial(peer_sum, peers=words), partial(peer_sum_norm, peers=words)),
-        *(
-            Way(
-                name, 512, partial(peer_rows, peers=rows, owned=owned), partial(peer_rows_norm, peers=rows, owned=owned)
-            )
-            for name, owned in (("rows", False), ("owners", True))
-        ),
+        Way(name, rows, partial(peer_sum, peers=memory, parts=parts), partial(peer_sum_norm, peers=memory, parts=parts))
+        for name, parts in (("whole", False), ("parts", True))
     ]
 
 
@@ -197,7 +185,7 @@ def main() -> None:
             process.join()
     wrong = sorted({line for each in found for line in each.wrong})
     print("\n".join([*wrong, f"{size} GPUs: {'WRONG' if wrong else 'all checks pass'}"]))
-    names = ("NCCL", "norm", "NCCL + norm", "words", "words + norm", "rows", "rows + norm", "owners + norm")
+    names = ("NCCL", "norm", "NCCL + norm", "whole", "whole + norm", "parts", "parts + norm")
     print("rows  width  " + "  ".join(names))
     for (rows, width), times in found[0].times.items():
         slowest = {name: max(each.times[rows, width][name] for each in found) for name in times}

@@ -15,7 +15,7 @@ from kvern.device.peer_sums import TIMED_ROWS, PeerSums, Way
 from kvern.worker.rank_sums import choose_sums, described
 
 CPU = torch.device("cpu")
-WAYS: list[Way] = ["words", "words", "words", "rows", "rows", "nccl", "nccl", "nccl"]
+WAYS: list[Way] = ["whole", "whole", "whole", "parts", "parts", "nccl", "nccl", "nccl"]
 
 
 class Peers(PeerSums):
@@ -61,7 +61,7 @@ def choose(ranks: Any, folder: Path, width: int = 32) -> list[str]:
 def test_what_was_measured_is_used_and_known_to_the_next_start(tmp_path: Path) -> None:
     peers, again = Peers(WAYS), Peers(WAYS)
     ranks = OneOfTwo(peers)
-    assert choose(ranks, tmp_path) == ["sums of ranks: words up to 16 rows, rows up to 64 rows, NCCL above"]
+    assert choose(ranks, tmp_path) == ["sums of ranks: whole up to 16 rows, parts up to 64 rows, NCCL above"]
     assert ranks.peers is peers and peers.ways == WAYS
     choose(OneOfTwo(again), tmp_path)
     assert (peers.asked, again.asked, again.ways) == (1, 0, WAYS)
@@ -73,12 +73,12 @@ def test_what_was_measured_is_used_and_known_to_the_next_start(tmp_path: Path) -
 def test_all_do_what_the_first_found(tmp_path: Path) -> None:
     choose(OneOfTwo(Peers(WAYS)), tmp_path)
     peers = Peers(["nccl"] * len(TIMED_ROWS))
-    ranks = OneOfTwo(peers, [[4] * len(TIMED_ROWS), [3] * len(TIMED_ROWS)])
-    assert choose(ranks, tmp_path) == ["sums of ranks: owners up to 512 rows, NCCL above"]
+    ranks = OneOfTwo(peers, [[3] * len(TIMED_ROWS), [2] * len(TIMED_ROWS)])
+    assert choose(ranks, tmp_path) == ["sums of ranks: parts up to 512 rows, NCCL above"]
     assert peers.asked == 1, "the first did not know what this one knows"
     known = Peers(WAYS)
     choose(OneOfTwo(known, [[1] * len(TIMED_ROWS)]), tmp_path / "empty")
-    assert (known.asked, known.ways) == (0, ["words"] * len(TIMED_ROWS))
+    assert (known.asked, known.ways) == (0, ["whole"] * len(TIMED_ROWS))
 
 
 def test_nccl_sums_what_is_not_faster_otherwise(tmp_path: Path) -> None:
@@ -92,7 +92,7 @@ def test_nccl_sums_what_is_not_faster_otherwise(tmp_path: Path) -> None:
 
 def test_a_stored_answer_that_is_none_is_measured_anew(tmp_path: Path) -> None:
     known = Measurements(tmp_path, CPU)
-    known.remember("sums of ranks", {"2 ranks, 32, torch.bfloat16": ["words", 7]})
+    known.remember("sums of ranks", {"2 ranks, 32, torch.bfloat16": ["whole", 7]})
     known.save()
     peers = Peers(WAYS)
     choose(OneOfTwo(peers), tmp_path)
@@ -100,9 +100,9 @@ def test_a_stored_answer_that_is_none_is_measured_anew(tmp_path: Path) -> None:
 
 
 def test_a_way_between_others_is_told() -> None:
-    ways: list[Way] = ["nccl", "words", "words", "words", "nccl", "rows", "rows", "rows"]
+    ways: list[Way] = ["nccl", "whole", "whole", "whole", "nccl", "parts", "parts", "parts"]
     assert described(ways) == (
-        "sums of ranks: NCCL up to 1 rows, words up to 32 rows, NCCL up to 64 rows, rows up to 512 rows, NCCL above"
+        "sums of ranks: NCCL up to 1 rows, whole up to 32 rows, NCCL up to 64 rows, parts up to 512 rows, NCCL above"
     )
 
 

@@ -46,12 +46,13 @@ def test_what_a_kernel_returns(kernel: Kernel, model: str, device: torch.device)
 
 
 @pytest.mark.parametrize(
-    ("model", "codes", "count"), [("llama", (), 6), ("gemma2", (), 6), ("llama", ("fp8", "fp8_blocks", "int8"), 15)]
+    ("model", "codes", "size", "count"),
+    [("llama", (), 2, 2), ("gemma2", (), 4, 4), ("llama", ("fp8", "fp8_blocks", "int8"), 3, 10)],
 )
-def test_sums_of_ranks(model: str, codes: tuple[str, ...], count: int, device: torch.device) -> None:
-    """Alone, with a norm, and with one that becomes codes."""
+def test_sums_of_ranks(model: str, codes: tuple[str, ...], size: int, count: int, device: torch.device) -> None:
+    """Alone, with a norm, and with one that becomes codes; of more than two ranks in parts, too."""
     spec = dataclasses.replace(spec_of(model), hidden_size=128)
-    inputs = Inputs(device, torch.float32, packed=kinds_of_forms(spec, torch.float32, codes), ranks=(1, 2))
+    inputs = Inputs(device, torch.float32, packed=kinds_of_forms(spec, torch.float32, codes), ranks=(1, size))
     [kernel] = ranks.KERNELS
     forms = list(kernel.launched(spec, inputs))
     for form in forms:

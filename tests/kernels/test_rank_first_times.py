@@ -46,11 +46,9 @@ class SecondOfTwo(Ranks):
         return torch.stack([x] * self.size)
 
 
-@pytest.mark.parametrize("way", ["words", "owners"])
 @pytest.mark.parametrize("quantization", [None, "int8"])
 def test_what_layers_of_a_rank_launch_was_launched_at_start(
     quantization: Literal["int8"] | None,
-    way: Literal["words", "owners"],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -74,11 +72,11 @@ def test_what_layers_of_a_rank_launch_was_launched_at_start(
     monkeypatch.setattr(torch, "empty_like", zeroed(torch.empty_like))
     ranks = SecondOfTwo()
     ranks.peers = PeerSums(None, 1, 2, 48, torch.float32, torch.device("cpu"), programs=1)
-    ranks.peers.ways = [way] * len(TIMED_ROWS)
+    ranks.peers.ways = ["whole"] * len(TIMED_ROWS)
     with recorded(monkeypatch) as launched:
         sampled(folder, ranks, tensor_parallel_size=2, quantization=quantization)
     known = listed(made, monkeypatch)
-    assert {name for name, _ in launched} >= {"_peer_sum_kernel" if way == "words" else "_peer_rows_kernel"}
+    assert {name for name, _ in launched} >= {"_peer_sum_kernel"}
     of_layers = ("_matvec", "_small_matmul", "_packed", "_scale", "_quantize", "_rms_norm", "_coded", "_gated", "_peer")
     missing = [f"{name} {form}" for name, form in launched if name.startswith(of_layers) and (name, form) not in known]
     assert not missing, "\n".join(missing)

@@ -84,7 +84,7 @@ def on_all(store: Any, rank: int, size: int, make: Callable[[], Made]) -> Made:
 def map_words(
     store: Any, what: str, rank: int, size: int, device: torch.device, words: int
 ) -> tuple[Tensor, list[int]]:
-    """This rank's `words` int64, all zero, and where all ranks' are, as this one's GPU sees them.
+    """This rank's `words` int64, all -1, and where all ranks' are, as this one's GPU sees them.
 
     All ranks call this, `what` they map once. Raises RuntimeError.
     """
@@ -95,7 +95,7 @@ def map_words(
     distributed._SymmetricMemory.set_group_info(name, rank, size, counted)  # some versions of PyTorch look here
     try:
         own = distributed._SymmetricMemory.empty_strided_p2p([words], [1], torch.int64, device, name)
-        own.zero_()
+        own.fill_(-1)
         torch.cuda.synchronize(device)  # before others can write
         return own, [int(address) for address in distributed._SymmetricMemory.rendezvous(own).buffer_ptrs]
     finally:

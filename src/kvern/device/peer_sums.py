@@ -10,21 +10,20 @@ from torch import Tensor
 
 from kvern.device.peer_memory import map_words
 from kvern.kernels.norm import add_rms_norm
-from kvern.kernels.peer_rows import PeerRows, coded_peer_rows_norm, memory_of, peer_rows, peer_rows_norm, rows_kept
 from kvern.kernels.peer_sum import (
     PeerMemory,
     coded_peer_sum_norm,
+    memory_of,
     peer_sum,
     peer_sum_norm,
     row_words_of,
-    slots_of,
-    words_of,
+    rows_kept,
 )
 from kvern.kernels.quantize_rows import Coding, RowCodes
 
 Time = Callable[[Sequence[Callable[[], object]]], float]
-Way = Literal["nccl", "words", "rows", "owners"]
-"""Through NCCL, as `peer_sum.py` says, or in either way of `peer_rows.py`."""
+Way = Literal["nccl", "whole", "parts"]
+"""Through NCCL, or in either way of `peer_sum.py`."""
 WAYS: tuple[Way, ...] = get_args(Way)
 
 TIMED_ROWS = (1, 8, 16, 32, 64, 128, 256, 512)
@@ -42,19 +41,12 @@ class PeerSums:
     ) -> None:
         """All ranks call this. Raises RuntimeError where memory cannot be mapped."""
         self._width, self._dtype, self._device = width, dtype, device
-        row_words, rows = row_words_of(width, dtype), rows_kept(size, width, dtype)
-        slots = slots_of(size, row_words)
-        words, buffers = self._mapped(store, "words", rank, size, words_of(size, slots, row_words))
-        self._words = PeerMemory(words, buffers, self._zeros(slots), rank, size, slots, row_words)
-        memory, buffers = self._mapped(store, "rows", rank, size, memory_of(size, rows, width, dtype, programs))
-        self._rows = PeerRows(memory, buffers, self._zeros(programs), rank, size, rows, width)
-
-    def _mapped(self, store: Any, what: str, rank: int, size: int, words: int) -> tuple[Tensor, Tensor]:
-        own, addresses = map_words(store, what, rank, size, self._device, words)
-        return own, torch.tensor(addresses, device=self._device)
-
-    def _zeros(self, count: int) -> Tensor:
-        return torch.zeros(count, dtype=torch.int32, device=self._device)
+        row_words = row_words_of(width, dtype)
+        rows = rows_kept(size, row_words)
+        own, addresses = map_words(store, "sums", rank, size, device, memory_of(size, rows, row_words))
+        buffers = torch.tensor(addresses, device=device)
+        epochs = torch.zeros(rows, dtype=torch.int32, device=device)
+        self._memory = PeerMemory(own, buffers, epochs, rank, size, rows, row_words, programs)
 
     def _way(self, x: Tensor) -> Way:
         place = bisect_left(TIMED_ROWS, x.shape[0])
@@ -67,24 +59,17 @@ class PeerSums:
 
     def sum(self, x: Tensor) -> Tensor:
         """What all ranks have of `x`, added up in their order in float32."""
-        way = self._way(x)
-        return peer_sum(x, self._words) if way == "words" else peer_rows(x, self._rows, way == "owners")
+        return peer_sum(x, self._memory, parts=self._way(x) == "parts")
 
     def sum_norm(self, x: Tensor, hidden: Tensor, weight: Tensor, epsilon: float) -> Tensor:
         """Of the residual `hidden`, to which the sum of all ranks' `x` is added in place, the norm."""
-        way, given = self._way(x), (x, hidden, weight, epsilon)
-        if way == "words":
-            return peer_sum_norm(*given, self._words)
-        return peer_rows_norm(*given, self._rows, way == "owners")
+        return peer_sum_norm(x, hidden, weight, epsilon, self._memory, parts=self._way(x) == "parts")
 
     def sum_codes(self, x: Tensor, hidden: Tensor, weight: Tensor, epsilon: float, coding: Coding) -> RowCodes:
         """What `coding` makes of `sum_norm`."""
         if coding.group > self._width or not coding.block(self._width):
             return coding(self.sum_norm(x, hidden, weight, epsilon))
-        way, given = self._way(x), (x, hidden, weight, epsilon)
-        if way == "words":
-            return coded_peer_sum_norm(*given, self._words, coding)
-        return coded_peer_rows_norm(*given, self._rows, coding, way == "owners")
+        return coded_peer_sum_norm(x, hidden, weight, epsilon, self._memory, coding, parts=self._way(x) == "parts")
 
     def fastest(self, through_nccl: Callable[[Tensor], Tensor], time: Time) -> list[Way]:
         """How to sum each number of TIMED_ROWS with a norm; all ranks call this, and each has times of its own."""
@@ -98,12 +83,10 @@ class PeerSums:
 
             given = x, hidden, weight, EPSILON
             calls: dict[Way, Callable[[], object]] = {"nccl": other}
-            if rows <= self._words.rows:
-                calls["words"] = partial(peer_sum_norm, *given, self._words)
-            if rows <= self._rows.rows:
-                calls["rows"] = partial(peer_rows_norm, *given, self._rows)
-                if self._rows.size > 2:  # of two, one sends as much in two steps as in one
-                    calls["owners"] = partial(peer_rows_norm, *given, self._rows, owned=True)
+            if rows <= self._memory.rows:
+                calls["whole"] = partial(peer_sum_norm, *given, self._memory)
+                if self._memory.size > 2:  # of two, one sends as much in two steps as in one
+                    calls["parts"] = partial(peer_sum_norm, *given, self._memory, parts=True)
             seconds = {way: time([call] * TIMED_CALLS) for way, call in calls.items()}
             found.append(min(seconds, key=seconds.__getitem__))
         return found
@@ -111,8 +94,6 @@ class PeerSums:
     def compile_sums(self) -> None:
         """Compile those without a norm, before a step has to wait for it; all ranks call this."""
         x = torch.zeros(1, self._width, dtype=self._dtype, device=self._device)
-        if "words" in self.ways:
-            peer_sum(x, self._words)
-        for way, owned in (("rows", False), ("owners", True)):
+        for way in ("whole", "parts"):  # in the same order on all
             if way in self.ways:
-                peer_rows(x, self._rows, owned)
+                peer_sum(x, self._memory, parts=way == "parts")

@@ -9,82 +9,71 @@ from kvern.kernel_list.dense import normed
 from kvern.kernel_list.entry import Call, Inputs, Kernel
 from kvern.kernel_list.rounding import codes_of_norms, coding_of
 from kvern.kernels.norm import rms_norm
-from kvern.kernels.peer_rows import PeerRows, coded_peer_rows_norm, memory_of, peer_rows, peer_rows_norm, rows_kept
 from kvern.kernels.peer_sum import (
     PeerMemory,
     coded_peer_sum_norm,
+    memory_of,
     peer_sum,
     peer_sum_norm,
     row_words_of,
-    slots_of,
-    words_of,
+    rows_kept,
 )
 from kvern.model_spec import ModelSpec
 
 ROWS = 4
-WAYS = ("words", "rows", "owners")
 
 
-def sent_words(parts: torch.Tensor, rows: int, epoch: int) -> torch.Tensor:
-    """The words of `PeerMemory` with `parts [size, T, width]` in this epoch."""
-    bits = parts.view(torch.int32).long() & 0xFFFFFFFF
-    words = torch.zeros(2, len(parts), rows, bits.shape[-1], dtype=torch.int64, device=parts.device)
-    words[epoch % 2, :, : parts.shape[1]] = bits | epoch << 32
-    return words.flatten()
+def sent(parts: torch.Tensor, rank: int, rows: int, epoch: int, *, in_parts: bool = False) -> torch.Tensor:
+    """A rank's memory of `PeerMemory` for `rows` behind so many epochs, when all others have sent `parts [size, T, width]`.
 
-
-def sent_rows(parts: torch.Tensor, rows: int, programs: int, epoch: int) -> torch.Tensor:
-    """The memory of `PeerRows` with `parts [size, T, width]` in this epoch."""
-    numbers = parts.new_zeros(2, len(parts), rows, parts.shape[-1])
-    numbers[epoch % 2, :, : parts.shape[1]] = parts
-    flags = torch.zeros(2, len(parts), programs, dtype=torch.int32, device=parts.device)
-    flags[epoch % 2] = epoch
-    return torch.cat((numbers.flatten().view(torch.int64), flags.flatten().view(torch.int64)))
-
-
-def with_sums(parts: torch.Tensor, rank: int) -> torch.Tensor:
-    """What a rank has of `parts [size, T, width]` when rows have owners: sums, of all but its own rows."""
-    sent, sums = parts.clone(), parts.float().sum(0).to(parts.dtype)
-    for row in range(parts.shape[1]):
-        if row % len(parts) != rank:
-            sent[row % len(parts), row] = sums[row]
-    return sent
+    `in_parts`: each its own of them, and its sums.
+    """
+    size, count, _ = parts.shape
+    bits = parts.contiguous().view(torch.int32)
+    words = torch.full((2, size, rows, bits.shape[-1]), -1, dtype=torch.int32, device=parts.device)
+    now, width = words[epoch % 2, :, :count], -(-bits.shape[-1] // size)
+    sums = parts.float().sum(0).to(parts.dtype).view(torch.int32)
+    for other in set(range(size)) - {rank}:
+        if in_parts:
+            own, theirs = (slice(who * width, (who + 1) * width) for who in (rank, other))
+            now[other, :, own], now[other, :, theirs] = bits[other, :, own], sums[:, theirs]
+        else:
+            now[other] = bits[other]
+    return words.flatten().view(torch.int64)
 
 
 def _sum(
-    spec: ModelSpec, inputs: Inputs, way: str, rank: int, size: int, norm: bool, codes: tuple[str, str] | None = None
+    spec: ModelSpec,
+    inputs: Inputs,
+    rank: int,
+    size: int,
+    norm: bool,
+    in_parts: bool,
+    codes: tuple[str, str] | None = None,
 ) -> Call:
     """`codes`: those that the norm becomes, as of `coding_of`."""
     coding = None if codes is None else coding_of(inputs, *codes)
     width, dtype = spec.hidden_size, inputs.dtype
     parts, hidden = inputs.numbers(size, ROWS, width), inputs.numbers(ROWS, width)
     weight = inputs.numbers(width, dtype=torch.float32 if spec.norm.offset else None)
-    if way == "words":
-        row_words = row_words_of(width, dtype)
-        slots = slots_of(size, row_words)
-        own, count, epochs = sent_words(parts, slots, 1), words_of(size, slots, row_words), inputs.zeros(slots)
-    else:
-        slots, programs = rows_kept(size, width, dtype), inputs.processors
-        sent = with_sums(parts, rank) if way == "owners" else parts
-        own, count = sent_rows(sent, slots, programs, 1), memory_of(size, slots, width, dtype, programs)
-        epochs = inputs.zeros(programs)
-    others = inputs.zeros(count, dtype=torch.int64)
+    row_words = row_words_of(width, dtype)
+    slots = rows_kept(size, row_words)
+    was_sent = sent(parts, rank, slots, 0, in_parts=in_parts)
+    own, epochs = was_sent.clone(), inputs.zeros(slots)
+    others = inputs.zeros(memory_of(size, slots, row_words), dtype=torch.int64)
     addresses = [own.data_ptr() if index == rank else others.data_ptr() for index in range(size)]
     buffers = inputs.integers(addresses, torch.int64)
+    memory = PeerMemory(own, buffers, epochs, rank, size, slots, row_words, inputs.processors)
 
     def launch() -> tuple[torch.Tensor, ...]:
         epochs.zero_()  # nobody sends anything of a second epoch
-        others.zero_()
-        given, owned = (parts[rank], hidden, weight, 1e-6), way == "owners"
-        if way == "words":
-            words = PeerMemory(own, buffers, epochs, rank, size, slots, row_words)
-            if coding is not None:
-                return *coded_peer_sum_norm(*given, words, coding), hidden
-            return (peer_sum_norm(*given, words), hidden) if norm else (peer_sum(parts[rank], words),)
-        memory = PeerRows(own, buffers, epochs, rank, size, slots, width)
+        own.copy_(was_sent)
+        given = parts[rank], hidden, weight, 1e-6, memory
         if coding is not None:
-            return *coded_peer_rows_norm(*given, memory, coding, owned), hidden
-        return (peer_rows_norm(*given, memory, owned), hidden) if norm else (peer_rows(parts[rank], memory, owned),)
+            return *coded_peer_sum_norm(*given, coding, parts=in_parts), hidden
+        if norm:
+            return peer_sum_norm(*given, parts=in_parts), hidden
+        return (peer_sum(parts[rank], memory, parts=in_parts),)
 
     def reference() -> tuple[torch.Tensor, ...]:
         total = parts.double().sum(0)
@@ -95,19 +84,19 @@ def _sum(
             return *(part.double() for part in coding(rms_norm(added, weight, 1e-6))), added.double()
         return normed(hidden.double() + total, weight, 1e-6), hidden.double() + total
 
-    moved = 2 * (size - 1) * ROWS * width * dtype.itemsize
-    return Call(f"{ROWS} x {width} of {size} ranks", launch, reference, 2 * moved if way == "words" else moved)
+    return Call(f"{ROWS} x {width} of {size} ranks", launch, reference, 2 * (size - 1) * ROWS * width * dtype.itemsize)
 
 
 def _launched(spec: ModelSpec, inputs: Inputs) -> Iterator[tuple[Any, ...]]:
     if inputs.ranks[1] > 1 and row_words_of(spec.hidden_size, inputs.dtype):
         normed_too = spec.norm.kind == "rms" and spec.norm.weight
-        yield from ((way, *inputs.ranks, norm) for way in WAYS for norm in (False, True)[: 1 + normed_too])
+        ways = (False, True)[: 1 + (inputs.ranks[1] > 2)]
+        yield from ((*inputs.ranks, norm, in_parts) for in_parts in ways for norm in (False, True)[: 1 + normed_too])
         for codes in codes_of_norms(inputs) if normed_too else ():
             coding = coding_of(inputs, *codes)
             rounds = coding.group <= spec.hidden_size and coding.block(spec.hidden_size)
             if rounds and not coding.columns:  # which compile nothing else
-                yield from ((way, *inputs.ranks, True, codes) for way in WAYS)
+                yield from ((*inputs.ranks, True, in_parts, codes) for in_parts in ways)
 
 
 KERNELS = (Kernel("sum of ranks", "peer_sum", _sum, _launched),)

@@ -1,19 +1,22 @@
 """Sums of what several ranks have, each GPU writing into memory of the others, with what follows a sum in a layer.
 
-    x of this rank -> words to all others -> [words of all others + x, in rank order] -> [residual +=] -> [norm]
+    whole  x of this rank -> to all others -> [x of all, in rank order] -> [residual +=] -> [norm]
+    parts  parts of x -> to the ranks that sum them -> [this rank's part of all] -> to all -> [residual +=] -> [norm]
 
-A word is 8 bytes: two neighbouring numbers of 16 bits, or one of 32, and an epoch. It is written and read whole, so
-that a reader who finds the present epoch has the numbers that came with it: there is no barrier, and no fence. Each row
-has a slot, and each slot a counter of epochs on its own device, which the kernel advances: a CUDA graph can hold it.
+In parts each rank sums a part of every row and hands that on: of two steps, but 2 / size of the bytes.
 
-Of each rank's words there are two copies, of even and of odd epochs. Two are enough: a rank writes words of epoch e + 1
-after it has ended e, and so after words of e came from every other rank. Those were sent after that rank had ended
-e - 1, since launches follow each other; so it has read the words that are overwritten, those of e - 1. Nobody is ever
-more than one epoch ahead. All rows have as many words, so each of a slot's is written in each epoch, and has the epoch
-e or e - 2: never an older one, which could be taken for e when the counter starts again.
+A word is 32 bits: two neighbouring numbers of 16 bits, or one of 32. Memory for words holds ABSENT until one comes, which
+no sum does (a sender makes another NaN of that one), and whoever takes a word leaves ABSENT there again: so there is no
+flag, no fence and no barrier, and nothing is sent but numbers. Each row has a slot, and each slot a counter of epochs on
+its own device, which the kernel advances: a CUDA graph can hold it.
 
-A program sends all its rows before it waits for any, and waits for nothing but the same program of other ranks. All of
-a launch must be on the device together; there are no more programs than processors.
+Of a slot there are two copies, of even and of odd epochs. Two are enough: a rank writes words of epoch e + 1 after it has
+ended e, and so after all other ranks have begun e. They have ended e - 1 by then, since launches follow each other, and
+taken the words that stood where those of e + 1 go. Both ways use the same slots: a rank's words are where it sends whole
+rows, and where it sends a part's sum, which is never where it sends a part to be summed by another.
+
+A program sends all its rows before it waits for any, then what it sums before it waits for sums, and waits for nothing
+but programs of other ranks. All of a launch must be on the device together; there are no more than processors.
 """
 
 from typing import Any, NamedTuple
@@ -22,33 +25,38 @@ import torch
 import triton
 import triton.language as tl
 
-from kvern.kernels.launch import INTERPRETED, Launcher, next_power_of_2, overlaps, processors, wait_for_previous
+from kvern.kernels.launch import INTERPRETED, Launcher, next_power_of_2, overlaps, wait_for_previous
 from kvern.kernels.norm import PLAIN
 from kvern.kernels.quantize_rows import Coding, RowCodes, store_codes
 
-WORD_BYTES = 8
+ABSENT = tl.constexpr(-1)
+ANOTHER_NAN = tl.constexpr(0x7FFF7FFF)
+"""Of 32 bits, and twice of 16."""
 MOST_ROWS = 512
-MOST_BYTES = 32 << 20
+MOST_BYTES = 64 << 20
 """Of a rank's memory that others write to."""
 PACKED = 4
 """Words of each rank that a thread waits for at once."""
 
 
 class PeerMemory(NamedTuple):
-    """What a rank needs for sums of up to `rows` rows of `row_words` words each; all is zero at first.
+    """What a rank needs for sums of up to `rows` rows of `row_words` words each.
 
-    words    int64, to which others write: [2, size, rows, row_words], by the epoch's parity, sender, row
-    buffers  [size] int64, addresses of each rank's words as this one's device sees them
-    epochs   [rows] int32, of this rank
+    memory    int64, to which others write, all ABSENT at first: words [2, size, rows, row_words] of 32 bits, by the
+              epoch's parity, sender, row
+    buffers   [size] int64, addresses of each rank's memory as this one's device sees them
+    epochs    [rows] int32, of this rank, zero at first
+    programs  how many may wait for each other: no more than the processors of any rank's device
     """
 
-    words: torch.Tensor
+    memory: torch.Tensor
     buffers: torch.Tensor
     epochs: torch.Tensor
     rank: int
     size: int
     rows: int
     row_words: int
+    programs: int
 
 
 def row_words_of(width: int, dtype: torch.dtype) -> int:
@@ -56,42 +64,43 @@ def row_words_of(width: int, dtype: torch.dtype) -> int:
     return width * dtype.itemsize // 4 if dtype.itemsize in (2, 4) and width % 16 == 0 else 0
 
 
-def slots_of(size: int, row_words: int) -> int:
-    """For how many rows ranks keep words: as many as sums in this way could pay for."""
-    return min(MOST_ROWS, MOST_BYTES // (WORD_BYTES * words_of(size, 1, row_words)))
+def rows_kept(size: int, row_words: int) -> int:
+    """For how many rows ranks keep memory."""
+    return min(MOST_ROWS, MOST_BYTES // (8 * memory_of(size, 1, row_words)))
 
 
-def words_of(size: int, rows: int, row_words: int) -> int:
-    """How many int64 words others write to in a rank's memory."""
-    return 2 * size * rows * row_words
+def memory_of(size: int, rows: int, row_words: int) -> int:
+    """How many int64 a rank's memory has."""
+    return size * rows * row_words
 
 
 SEND = tl.constexpr(
-    "{ .reg .pred inside; .reg .b64 word; setp.ne.b32 inside, $4, 0; mov.b64 word, {$2, $3};"
-    " @inside st.relaxed.sys.global.b64 [$1], word; mov.b32 $0, 0; }"
+    "{ .reg .pred inside; setp.ne.b32 inside, $3, 0; @inside st.relaxed.sys.global.b32 [$1], $2; mov.b32 $0, 0; }"
 )
 
 
 @triton.constexpr_function
-def _await(peers: tuple[int, ...], stride: int, pack: int) -> str:
-    """Loads words of these ranks, which lie `stride` bytes apart, until all have the epoch; gives their numbers."""
-    count = len(peers) * pack
-    address, epoch = count, count + pack
-    lines = [f"{{ .reg .pred missing; .reg .b32 found<{count}>; .reg .b64 word<{count}>; again:"]
-    places = [(place, peer, part) for place, (peer, part) in enumerate((p, q) for p in peers for q in range(pack))]
-    for place, peer, part in places:
-        lines.append(f"ld.relaxed.sys.global.b64 word{place}, [${address + part}+{peer * stride}];")
-    lines.append("setp.ne.b32 missing, 0, 0;")
-    for place, _, _ in places:
-        lines.append(f"mov.b64 {{${place}, found{place}}}, word{place};")
-        lines.append(f"setp.ne.or.b32 missing, found{place}, ${epoch}, missing;")
-    return " ".join([*lines, "@missing bra again; }"])
+def _take(senders: tuple[int, ...], stride: int, pack: int) -> str:
+    """Loads words of these ranks, which lie `stride` bytes apart, until none is absent; leaves them absent."""
+    address, inside = len(senders) * pack, (len(senders) + 1) * pack
+    places = [(place, sender, part) for place, (sender, part) in enumerate((s, p) for s in senders for p in range(pack))]
+    lines = [f"{{ .reg .pred missing, inside<{pack}>;"]
+    lines += [f"setp.ne.b32 inside{part}, ${inside + part}, 0;" for part in range(pack)]
+    lines += [f"mov.b32 ${place}, 0;" for place, _, _ in places]
+    lines.append("again: setp.ne.b32 missing, 0, 0;")
+    for place, sender, part in places:
+        lines.append(f"@inside{part} ld.relaxed.sys.global.b32 ${place}, [${address + part}+{sender * stride}];")
+    lines += [f"setp.eq.or.b32 missing, ${place}, {ABSENT.value}, missing;" for place, _, _ in places]
+    lines.append("@missing bra again;")
+    for _, sender, part in places:
+        lines.append(f"@inside{part} st.relaxed.sys.global.b32 [${address + part}+{sender * stride}], {ABSENT.value};")
+    return " ".join([*lines, "}"])
 
 
 @triton.constexpr_function
-def _await_constraints(peers: tuple[int, ...], pack: int) -> str:
-    """Of `_await`; results are written before its last use of the others."""
-    return ",".join(["=&r"] * (len(peers) * pack) + ["l"] * pack + ["r"] * pack)
+def _take_constraints(senders: tuple[int, ...], pack: int) -> str:
+    """Of `_take`; results are written before its last use of the others."""
+    return ",".join(["=&r"] * (len(senders) * pack) + ["l"] * pack + ["r"] * pack)
 
 
 @triton.constexpr_function
@@ -122,38 +131,55 @@ def _joined(low, high, dtype: tl.constexpr):
 
 
 @triton.jit
-def _send(address, word, epoch, inside):
+def _send(address, word, inside):
+    word = tl.where(word == ABSENT, ANOTHER_NAN, word)
     if INTERPRETED:
-        whole = (word.to(tl.int64) & 0xFFFFFFFF) | (epoch.to(tl.int64) << 32)
-        tl.store(address.to(tl.pointer_type(tl.int64)), whole, mask=inside)
+        tl.store(address.to(tl.pointer_type(tl.int32)), word, mask=inside)
     else:
         tl.inline_asm_elementwise(
-            SEND, "=r,l,r,r,r", [address, word, epoch, inside.to(tl.int32)], tl.int32, is_pure=False, pack=1
+            SEND, "=r,l,r,r", [address, word, inside.to(tl.int32)], tl.int32, is_pure=False, pack=1
         )
 
 
 @triton.jit
-def _received(address, epoch, RANK: tl.constexpr, SIZE: tl.constexpr, STRIDE: tl.constexpr, PACK: tl.constexpr):
-    """The numbers of all other ranks, as a tuple, once they are there."""
-    OTHERS: tl.constexpr = _others(RANK, SIZE)
+def _taken(address, inside, SENDERS: tl.constexpr, STRIDE: tl.constexpr, PACK: tl.constexpr):
+    """The words of these ranks, as a tuple, once they are there; `address`: those of the first rank."""
+    COUNT: tl.constexpr = len(SENDERS)
     if INTERPRETED:
         found: tuple[Any, ...] = ()
-        for place in tl.static_range(SIZE - 1):
-            pointer = (address + OTHERS[place] * STRIDE).to(tl.pointer_type(tl.int64))
-            words = tl.load(pointer)
-            while tl.min(((words >> 32).to(tl.int32) == epoch).to(tl.int32), 0) == 0:
-                words = tl.load(pointer)
-            found = (*found, words.to(tl.int32))
+        for place in tl.static_range(COUNT):
+            pointer = (address + SENDERS[place] * STRIDE).to(tl.pointer_type(tl.int32))
+            words = tl.load(pointer, mask=inside, other=0)
+            while tl.max((words == ABSENT).to(tl.int32), 0) == 1:
+                words = tl.load(pointer, mask=inside, other=0)
+            tl.store(pointer, tl.full(words.shape, ABSENT, tl.int32), mask=inside)
+            found = (*found, words)
         return found
     else:
         return tl.inline_asm_elementwise(
-            _await(OTHERS, STRIDE, PACK),
-            _await_constraints(OTHERS, PACK),
-            [address, epoch],
-            (tl.int32,) * (SIZE - 1),
+            _take(SENDERS, STRIDE, PACK),
+            _take_constraints(SENDERS, PACK),
+            [address, inside.to(tl.int32)],
+            (tl.int32,) * COUNT,
             is_pure=False,
             pack=PACK,
         )
+
+
+@triton.jit
+def _total(own, received, dtype: tl.constexpr, RANK: tl.constexpr, SIZE: tl.constexpr):
+    """Words of this rank and of all others, added up in rank order: numbers in float32, two of a word."""
+    low, high = _numbers(own if RANK == 0 else received[0], dtype)
+    for other in tl.static_range(1, SIZE):
+        if other == RANK:
+            more_low, more_high = _numbers(own, dtype)
+        elif other < RANK:
+            more_low, more_high = _numbers(received[other], dtype)
+        else:
+            more_low, more_high = _numbers(received[other - 1], dtype)
+        low += more_low
+        high += more_high
+    return low, high
 
 
 @Launcher
@@ -177,6 +203,7 @@ def _peer_sum_kernel(
     SIZE: tl.constexpr,
     SLOTS: tl.constexpr,
     WORDS: tl.constexpr,
+    PART: tl.constexpr,
     NORM: tl.constexpr,
     CODED: tl.constexpr,
     LARGEST: tl.constexpr,
@@ -184,17 +211,19 @@ def _peer_sum_kernel(
     STATIC: tl.constexpr,
     GROUP: tl.constexpr,
     BLOCK: tl.constexpr,
+    PART_BLOCK: tl.constexpr,
     PACK: tl.constexpr,
+    PART_PACK: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """WORDS of a row, BLOCK of a program: beyond the last the last is read again. Threads have PACK of them each.
+    """WORDS of a row, BLOCK of a program, of which threads have PACK each; PART of them are summed here, 0: all.
 
     CODED: the norm as codes; else all that is said of these is None.
     """
     dtype: tl.constexpr = x.dtype.element_ty
     BITS: tl.constexpr = tl.pointer_type(tl.int32)
     WIDTH: tl.constexpr = WORDS * 32 // dtype.primitive_bitwidth
-    OF_RANK: tl.constexpr = SLOTS * WORDS * 8
+    OF_RANK: tl.constexpr = SLOTS * WORDS * 4
     index = tl.arange(0, BLOCK)
     inside = index < WORDS
     word = tl.max_contiguous(tl.minimum(index, WORDS - 1), 1)  # neighbouring threads send neighbouring words
@@ -203,35 +232,50 @@ def _peer_sum_kernel(
             low_gain, high_gain = _numbers(tl.load(weight.to(BITS) + word), weight.dtype.element_ty)
         else:
             low_gain, high_gain = tl.load(weight + 2 * word), tl.load(weight + 2 * word + 1)
-    own_buffer = tl.load(buffers + RANK)
+    own_memory = tl.load(buffers + RANK)
+    if PART:
+        summing = word // PART
+        their_memory = tl.load(buffers + summing)
+        part = tl.arange(0, PART_BLOCK)
+        part_word = RANK * PART + part
+        of_part = (part < PART) & (part_word < WORDS)
     if OVERLAP:
         wait_for_previous()
     first = tl.program_id(0).to(tl.int64)
     for row in range(first, rows, tl.num_programs(0)):
-        epoch = tl.load(epochs + row) + 1
+        parity = (tl.load(epochs + row) & 1).to(tl.int64)
         numbers = tl.load((x + row * WIDTH).to(BITS) + word)
-        place = (((epoch & 1) * SIZE + RANK) * SLOTS + row) * (WORDS * 8) + word * 8
-        for other in tl.static_range(SIZE):
-            if other != RANK:
-                _send(tl.load(buffers + other) + place, numbers, epoch, inside)
+        place = ((parity * SIZE + RANK) * SLOTS + row) * (WORDS * 4) + word * 4
+        if PART:
+            _send(their_memory + place, numbers, inside & (summing != RANK))
+        else:
+            for other in tl.static_range(SIZE):
+                if other != RANK:
+                    _send(tl.load(buffers + other) + place, numbers, inside)
+    if PART:
+        for row in range(first, rows, tl.num_programs(0)):
+            parity = (tl.load(epochs + row) & 1).to(tl.int64)
+            own = tl.load((x + row * WIDTH).to(BITS) + part_word, mask=of_part, other=0)
+            place = (parity * (SIZE * SLOTS) + row) * (WORDS * 4) + part_word * 4
+            received = _taken(own_memory + place, of_part, _others(RANK, SIZE), OF_RANK, PART_PACK)
+            low, high = _total(own, received, dtype, RANK, SIZE)
+            total = _joined(low, high, dtype)
+            for other in tl.static_range(SIZE):
+                _send(tl.load(buffers + other) + place + RANK * OF_RANK, total, of_part)
     for row in range(first, rows, tl.num_programs(0)):
-        epoch = tl.load(epochs + row) + 1
-        own = tl.load((x + row * WIDTH).to(BITS) + word)
+        epoch = tl.load(epochs + row)
+        parity = (epoch & 1).to(tl.int64)
         if NORM:
             residual = (hidden + row * hidden_stride).to(BITS) + word
             low_residual, high_residual = _numbers(tl.load(residual), dtype)
-        place = ((epoch & 1) * (SIZE * SLOTS) + row) * (WORDS * 8) + word * 8
-        received = _received(own_buffer + place, epoch, RANK, SIZE, OF_RANK, PACK)
-        low, high = _numbers(own if RANK == 0 else received[0], dtype)
-        for other in tl.static_range(1, SIZE):
-            if other == RANK:
-                more_low, more_high = _numbers(own, dtype)
-            elif other < RANK:
-                more_low, more_high = _numbers(received[other], dtype)
-            else:
-                more_low, more_high = _numbers(received[other - 1], dtype)
-            low += more_low
-            high += more_high
+        place = own_memory + (parity * (SIZE * SLOTS) + row) * (WORDS * 4) + word * 4
+        if PART:
+            summed = _taken(place + summing * OF_RANK, inside, (0,), OF_RANK, PACK)
+            low, high = _numbers(summed[0], dtype)
+        else:
+            own = tl.load((x + row * WIDTH).to(BITS) + word)
+            received = _taken(place, inside, _others(RANK, SIZE), OF_RANK, PACK)
+            low, high = _total(own, received, dtype, RANK, SIZE)
         if NORM:
             low, high = _numbers(_joined(low, high, dtype), dtype)
             total = _joined(low + low_residual, high + high_residual, dtype)
@@ -252,34 +296,47 @@ def _peer_sum_kernel(
         else:
             tl.store((out + row * WIDTH).to(BITS) + word, made, mask=inside)
         tl.debug_barrier()  # all threads have read the epoch
-        tl.store(epochs + row, epoch)
+        tl.store(epochs + row, epoch + 1)
 
 
-def peer_sum(x: torch.Tensor, peers: PeerMemory) -> torch.Tensor:
+def peer_sum(x: torch.Tensor, peers: PeerMemory, *, parts: bool = False) -> torch.Tensor:
     """The sum of all ranks' `x [rows, width]`, in their order and in float32; at most `peers.rows` rows.
 
-    Writes 4 bytes a number to each other rank, and reads as many.
+    Writes as many bytes to each other rank as `x` has, and reads as many; in `parts` 2 / size of that.
     """
     out = torch.empty_like(x)
-    _launch(x, None, None, 0.0, peers, out)
+    _launch(x, None, None, 0.0, peers, parts, out)
     return out
 
 
 def peer_sum_norm(
-    x: torch.Tensor, hidden: torch.Tensor, weight: torch.Tensor, epsilon: float, peers: PeerMemory
+    x: torch.Tensor,
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    epsilon: float,
+    peers: PeerMemory,
+    *,
+    parts: bool = False,
 ) -> torch.Tensor:
     """`add_rms_norm(hidden, peer_sum(x), weight, epsilon)` in one launch: `hidden` is added to in place."""
     out = torch.empty_like(x)
-    _launch(x, hidden, weight, epsilon, peers, out)
+    _launch(x, hidden, weight, epsilon, peers, parts, out)
     return out
 
 
 def coded_peer_sum_norm(
-    x: torch.Tensor, hidden: torch.Tensor, weight: torch.Tensor, epsilon: float, peers: PeerMemory, coding: Coding
+    x: torch.Tensor,
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    epsilon: float,
+    peers: PeerMemory,
+    coding: Coding,
+    *,
+    parts: bool = False,
 ) -> RowCodes:
     """What `coding`, whose groups are no longer than a row, makes of `peer_sum_norm`."""
     made = coding.empty(x.shape[0], x.shape[1], x.device)
-    _launch(x, hidden, weight, epsilon, peers, made, coding)
+    _launch(x, hidden, weight, epsilon, peers, parts, made, coding)
     return made
 
 
@@ -289,6 +346,7 @@ def _launch(
     weight: torch.Tensor | None,
     epsilon: float,
     peers: PeerMemory,
+    parts: bool,
     out: torch.Tensor | RowCodes,
     coding: Coding | None = None,
 ) -> None:
@@ -298,11 +356,11 @@ def _launch(
     if coding is not None and isinstance(out, RowCodes):
         variables, constants = coding.arguments(out)
     rows = x.shape[0]
-    block = next_power_of_2(peers.row_words)
-    pack = max(PACKED, block // 1024)
-    warps = max(1, block // (32 * pack))
+    part = -(-peers.row_words // peers.size)
+    block, part_block = next_power_of_2(peers.row_words), next_power_of_2(part)
+    warps = max(1, block // (32 * max(PACKED, block // 1024)))
     overlap = overlaps(x.device)
-    _peer_sum_kernel[(min(rows, processors(x.device)),)](
+    _peer_sum_kernel[(min(rows, peers.programs),)](
         x,
         x if hidden is None else hidden,
         x if weight is None else weight,
@@ -316,11 +374,14 @@ def _launch(
         peers.size,
         peers.rows,
         peers.row_words,
+        part if parts else 0,
         hidden is not None,
         coding is not None,
         *constants,
         block,
+        part_block if parts else 0,
         max(1, block // (32 * warps)),
+        max(1, part_block // (32 * warps)) if parts else 0,
         overlap,
         num_warps=warps,
         launch_pdl=overlap,
