@@ -11,11 +11,18 @@ from torch.distributed import FileStore, HashStore, PrefixStore
 
 from kvern.device.measurements import Measurements
 from kvern.device.peer_memory import _Counted, on_all
-from kvern.device.peer_sums import TIMED_ROWS, PeerSums, Way
-from kvern.worker.rank_sums import choose_sums, described
+from kvern.device.peer_sums import TIMED_ROWS, PeerExchange, PeerSums, Way
+from kvern.worker import rank_sums
+from kvern.worker.rank_sums import choose_exchange, choose_sums, described
 
 CPU = torch.device("cpu")
 WAYS: list[Way] = ["whole", "whole", "whole", "parts", "parts", "nccl", "nccl", "nccl"]
+
+
+@pytest.fixture(autouse=True)
+def memory_is_what_sums(monkeypatch: pytest.MonkeyPatch) -> None:
+    for made in ("PeerSums", "PeerExchange"):
+        monkeypatch.setattr(rank_sums, made, lambda memory, *_: memory)
 
 
 class Peers(PeerSums):
@@ -33,16 +40,36 @@ class Peers(PeerSums):
         assert self.ways
 
 
+class Exchange(PeerExchange):
+    """Likewise, of rows."""
+
+    def __init__(self, found: int) -> None:
+        self._found, self._width, self._dtype = found, 32, torch.bfloat16
+        self.asked = self.compiled = 0
+
+    def fastest(self, *given: Any) -> int:
+        self.asked += 1
+        return self._found
+
+    def gather(self, x: Tensor) -> Tensor:
+        return x
+
+    def sum_scattered(self, x: Tensor) -> Tensor:
+        self.compiled += 1
+        return x
+
+
 class OneOfTwo:
     """Ranks of which the first tells `told`; None: this is it."""
 
     size = 2
     peers: PeerSums | None = None
+    exchange: PeerExchange | None = None
 
-    def __init__(self, mapped: PeerSums | None, told: list[list[int]] | None = None) -> None:
+    def __init__(self, mapped: PeerSums | PeerExchange | None, told: list[list[int]] | None = None) -> None:
         self._mapped, self._told = mapped, told
 
-    def map_peers(self, *given: Any) -> PeerSums:
+    def map_peers(self, *given: Any) -> PeerSums | PeerExchange:
         if self._mapped is None:
             raise RuntimeError("not every GPU reaches the memory of all others")
         return self._mapped
@@ -88,6 +115,41 @@ def test_nccl_sums_what_is_not_faster_otherwise(tmp_path: Path) -> None:
         "sums of ranks: NCCL, since not every GPU reaches the memory of all others"
     ]
     assert choose(OneOfTwo(Peers(WAYS)), tmp_path, 40) == ["sums of ranks: NCCL, since rows are 40 of torch.bfloat16"]
+
+
+def test_rows_are_exchanged_as_the_first_found(tmp_path: Path) -> None:
+    given = 32, torch.bfloat16, CPU, Measurements(tmp_path, CPU)
+    first, again, other = Exchange(64), Exchange(8), Exchange(8)
+    ranks = OneOfTwo(first)
+    assert choose_exchange(ranks, *given) == ["rows between ranks: own kernels up to 64 of each, NCCL above"]  # type: ignore[arg-type]
+    assert ranks.exchange is first and (first.rows, first.compiled) == (64, 1)
+    choose_exchange(OneOfTwo(again), *given)  # type: ignore[arg-type]
+    assert (again.asked, again.rows) == (0, 64)
+    choose_exchange(OneOfTwo(other, [[-1], [256]]), *given)  # type: ignore[arg-type]
+    assert (other.asked, other.rows) == (1, 256), "the first did not know what this one knows"
+    ranks = OneOfTwo(Exchange(0), [[0]])
+    assert choose_exchange(ranks, *given) == ["rows between ranks: NCCL"] and ranks.exchange is None  # type: ignore[arg-type]
+    assert choose_exchange(OneOfTwo(None), *given) == [  # type: ignore[arg-type]
+        "rows between ranks: NCCL, since not every GPU reaches the memory of all others"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("x", "rows", "taken"),
+    [
+        (torch.zeros(4, 32), 4, False),
+        (torch.zeros(4, 32).bfloat16(), 4, True),
+        (torch.zeros(16, 32).bfloat16(), 8, True),
+        (torch.zeros(9, 32).bfloat16(), 9, False),
+        (torch.zeros(0, 32).bfloat16(), 0, False),
+        (torch.zeros(4, 64).bfloat16(), 4, False),
+        (torch.zeros(4, 64).bfloat16()[:, :32], 4, False),
+    ],
+)
+def test_rows_that_are_exchanged(x: Tensor, rows: int, taken: bool) -> None:
+    exchange = Exchange(8)
+    exchange.rows = 8
+    assert exchange.takes(x, rows) is taken
 
 
 def test_a_stored_answer_that_is_none_is_measured_anew(tmp_path: Path) -> None:

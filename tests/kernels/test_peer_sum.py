@@ -9,6 +9,7 @@ import torch
 
 from kvern.kernel_list.ranks import sent
 from kvern.kernels.norm import add_rms_norm
+from kvern.kernels.peer_exchange import peer_gather, peer_sum_scattered
 from kvern.kernels.peer_sum import (
     PeerMemory,
     coded_peer_sum_norm,
@@ -81,6 +82,9 @@ LAUNCHES: list[Callable[[], object]] = [
     lambda: launch(4096, 8, 3, torch.float16, None, parts=True),
     lambda: launch(5120, 3, 0, torch.float16, torch.float32, parts=True),
     lambda: launch(4096, 4, 2, torch.float32, torch.float32, parts=True),
+    lambda: peer_gather(*compiled_for(2048, 4, 1, torch.bfloat16)),
+    lambda: peer_sum_scattered(*compiled_for(2048, 2, 1, torch.bfloat16)),
+    lambda: peer_sum_scattered(*compiled_for(7168, 4, 3, torch.float16)),
     lambda: launch_codes(8192, 4, 1, Coding("e4m3")),
     lambda: launch_codes(5120, 2, 0, Coding("e4m3", 128, columns=True)),
     lambda: launch_codes(8192, 4, 2, Coding("e4m3"), parts=True),
@@ -102,6 +106,27 @@ def run(
         out[rank, turn, 1, :rows], out[rank, turn, 2, :rows] = norm, residual
 
 
+def together(target: Callable[..., None], size: int, *given: Any) -> None:
+    """A process of each rank."""
+    context = multiprocessing.get_context("fork")
+    processes = [context.Process(target=target, args=(rank, *given), daemon=True) for rank in range(size)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(SECONDS)
+    assert [process.exitcode for process in processes] == [0] * size
+
+
+def exchange(rank: int, memories: list[torch.Tensor], xs: torch.Tensor, others: torch.Tensor, out: Any) -> None:
+    """One rank's rows to all, and sums of them, in turns."""
+    peers = memory(memories, rank, SLOTS, row_words_of(xs.shape[-1], xs.dtype), PROGRAMS)
+    size = len(memories)
+    for turn in range(TURNS):
+        rows = 1 + turn % ROWS
+        out[rank, turn, 0, : size * rows] = peer_gather(xs[turn, rank, :rows], peers)
+        out[rank, turn, 1, :rows] = peer_sum_scattered(others[turn, rank, : size * rows], peers)
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="interpreted kernels share memory of processes")
 @pytest.mark.parametrize("way", ["whole", "parts", "mixed"])
 @pytest.mark.parametrize(
@@ -115,14 +140,7 @@ def test_ranks_wait_for_each_other_and_get_the_same_bits(way: str, size: int, wi
     weight = torch.randn(width, generator=generator)
     memories = [absent(size, SLOTS, row_words_of(width, dtype)).share_memory_() for _ in range(size)]
     out = torch.zeros(size, TURNS, 3, ROWS, width, dtype=dtype).share_memory_()
-    context = multiprocessing.get_context("fork")
-    given = way, memories, xs, (hidden, weight), out
-    processes = [context.Process(target=run, args=(rank, *given), daemon=True) for rank in range(size)]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join(SECONDS)
-    assert [process.exitcode for process in processes] == [0] * size
+    together(run, size, way, memories, xs, (hidden, weight), out)
     for turn in range(TURNS):
         rows = 1 + turn % ROWS
         total = xs[turn, 0, :rows].float()
@@ -136,6 +154,24 @@ def test_ranks_wait_for_each_other_and_get_the_same_bits(way: str, size: int, wi
                 assert relative_error(normal, reference(residual, weight, EPSILON)) < 1e-3
             same(normal, out[0, turn, 1, :rows])  # all ranks go on with it
     assert all(bool((each == -1).all()) for each in memories), "all words were taken"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="interpreted kernels share memory of processes")
+@pytest.mark.parametrize(("size", "width", "dtype"), [(2, 64, torch.float16), (3, 48, torch.float32)], ids=str)
+def test_own_rows_come_to_all_and_back(size: int, width: int, dtype: torch.dtype) -> None:
+    xs, others = torch.randn(TURNS, size, ROWS, width).to(dtype), torch.randn(TURNS, size, size * ROWS, width).to(dtype)
+    memories = [absent(size, SLOTS, row_words_of(width, dtype)).share_memory_() for _ in range(size)]
+    out = torch.zeros(size, TURNS, 2, size * ROWS, width, dtype=dtype).share_memory_()
+    together(exchange, size, memories, xs, others, out)
+    for turn in range(TURNS):
+        rows = 1 + turn % ROWS
+        total = others[turn, 0].float()
+        for rank in range(1, size):
+            total = total + others[turn, rank]
+        for rank in range(size):
+            assert torch.equal(out[rank, turn, 0, : size * rows], xs[turn, :, :rows].flatten(0, 1))
+            assert torch.equal(out[rank, turn, 1, :rows], total[rank * rows :][:rows].to(dtype))
+    assert all(bool((each == -1).all()) for each in memories)
 
 
 @pytest.mark.parametrize("in_parts", [False, True])

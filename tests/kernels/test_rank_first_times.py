@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-import kvern.device.peer_sums
 import kvern.worker.worker
+from kvern.device import peer_sums
 from kvern.device.peer_sums import TIMED_ROWS, PeerSums
 from kvern.device.ranks import Ranks
 from kvern.kernel_list import KERNELS, Inputs
@@ -67,11 +67,12 @@ def test_what_layers_of_a_rank_launch_was_launched_at_start(
         return own, [own.data_ptr()] * size
 
     monkeypatch.setattr(kvern.worker.worker, "usable_kernels", usable)
-    monkeypatch.setattr(kvern.device.peer_sums, "map_words", mapped)
+    monkeypatch.setattr(peer_sums, "map_words", mapped)
     monkeypatch.setattr(torch, "empty", zeroed(torch.empty))
     monkeypatch.setattr(torch, "empty_like", zeroed(torch.empty_like))
     ranks = SecondOfTwo()
-    ranks.peers = PeerSums(None, 1, 2, 48, torch.float32, torch.device("cpu"), programs=1)
+    memory = peer_sums.mapped(None, 1, 2, 48, torch.float32, torch.device("cpu"), programs=1)
+    ranks.peers = PeerSums(memory, 48, torch.float32)
     ranks.peers.ways = ["whole"] * len(TIMED_ROWS)
     with recorded(monkeypatch) as launched:
         sampled(folder, ranks, tensor_parallel_size=2, quantization=quantization)

@@ -16,6 +16,7 @@ from kvern.engine.engine import Engine
 from kvern.sampling_params import SamplingParams
 
 PARTS = (
+    ("ranks", r"_peer_|nccl"),
     ("attention", r"attention|attend|flash|fmha|BatchDecode|BatchPrefill"),
     ("experts", r"grouped_|direct_|_route|_align|_count_kernel|_sum_kernel"),
     ("sampling", r"_sample|_constrain|_restrict|_logprobs|argmax|softmax|topk|sort"),

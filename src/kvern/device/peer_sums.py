@@ -1,4 +1,4 @@
-"""Sums over ranks through memory that their GPUs map of each other, for the rows for which NCCL is slower."""
+"""Sums and exchanges of rows through memory that GPUs of ranks map of each other, where NCCL is slower."""
 
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from kvern.device.peer_memory import map_words
 from kvern.kernels.norm import add_rms_norm
+from kvern.kernels.peer_exchange import peer_gather, peer_sum_scattered
 from kvern.kernels.peer_sum import (
     PeerMemory,
     coded_peer_sum_norm,
@@ -31,22 +32,28 @@ TIMED_CALLS = 20
 EPSILON = 1e-6
 
 
+def mapped(
+    store: Any, rank: int, size: int, width: int, dtype: torch.dtype, device: torch.device, programs: int
+) -> PeerMemory:
+    """Memory of all ranks for rows of `width` numbers; they call this together.
+
+    `programs`: no more than the processors of any. Raises RuntimeError where memory cannot be mapped.
+    """
+    row_words = row_words_of(width, dtype)
+    rows = rows_kept(size, row_words)
+    own, addresses = map_words(store, "sums", rank, size, device, memory_of(size, rows, row_words))
+    buffers = torch.tensor(addresses, device=device)
+    epochs = torch.zeros(rows, dtype=torch.int32, device=device)
+    return PeerMemory(own, buffers, epochs, rank, size, rows, row_words, programs)
+
+
 class PeerSums:
     """Of rows of `width` numbers of a dtype: in which way, `ways` say for up to as many rows as each of TIMED_ROWS."""
 
     ways: Sequence[Way] = ()
 
-    def __init__(
-        self, store: Any, rank: int, size: int, width: int, dtype: torch.dtype, device: torch.device, programs: int
-    ) -> None:
-        """All ranks call this. Raises RuntimeError where memory cannot be mapped."""
-        self._width, self._dtype, self._device = width, dtype, device
-        row_words = row_words_of(width, dtype)
-        rows = rows_kept(size, row_words)
-        own, addresses = map_words(store, "sums", rank, size, device, memory_of(size, rows, row_words))
-        buffers = torch.tensor(addresses, device=device)
-        epochs = torch.zeros(rows, dtype=torch.int32, device=device)
-        self._memory = PeerMemory(own, buffers, epochs, rank, size, rows, row_words, programs)
+    def __init__(self, memory: PeerMemory, width: int, dtype: torch.dtype) -> None:
+        self._memory, self._width, self._dtype = memory, width, dtype
 
     def _way(self, x: Tensor) -> Way:
         place = bisect_left(TIMED_ROWS, x.shape[0])
@@ -73,7 +80,7 @@ class PeerSums:
 
     def fastest(self, through_nccl: Callable[[Tensor], Tensor], time: Time) -> list[Way]:
         """How to sum each number of TIMED_ROWS with a norm; all ranks call this, and each has times of its own."""
-        made = partial(torch.zeros, dtype=self._dtype, device=self._device)
+        made = partial(torch.zeros, dtype=self._dtype, device=self._memory.buffers.device)
         weight, found = made(self._width), list[Way]()
         for rows in TIMED_ROWS:
             x, hidden = made(2, rows, self._width)
@@ -93,7 +100,43 @@ class PeerSums:
 
     def compile_sums(self) -> None:
         """Compile those without a norm, before a step has to wait for it; all ranks call this."""
-        x = torch.zeros(1, self._width, dtype=self._dtype, device=self._device)
+        x = torch.zeros(1, self._width, dtype=self._dtype, device=self._memory.buffers.device)
         for way in ("whole", "parts"):  # in the same order on all
             if way in self.ways:
                 peer_sum(x, self._memory, parts=way == "parts")
+
+
+class PeerExchange:
+    """Rows of `width` numbers of a dtype that ranks have of their own: brought together, and sums of theirs.
+
+    For at most `rows` of each rank.
+    """
+
+    rows = 0
+
+    def __init__(self, memory: PeerMemory, width: int, dtype: torch.dtype) -> None:
+        self._memory, self._width, self._dtype = memory, width, dtype
+
+    def takes(self, x: Tensor, rows: int) -> bool:
+        """Whether to bring `x` to others here, of `rows` a rank."""
+        fits = x.dim() == 2 and 0 < rows <= self.rows and x.shape[1] == self._width
+        return fits and x.dtype == self._dtype and x.is_contiguous()
+
+    def gather(self, x: Tensor) -> Tensor:
+        """`x [N, width]` of all ranks, one behind the other: `[size * N, width]`."""
+        return peer_gather(x, self._memory)
+
+    def sum_scattered(self, x: Tensor) -> Tensor:
+        """Of the sum of all ranks' `x [size * N, width]`, in their order and in float32, this rank's rows."""
+        return peer_sum_scattered(x, self._memory)
+
+    def fastest(self, through_nccl: Callable[[Tensor], object], time: Time) -> int:
+        """For how many rows of a rank, of TIMED_ROWS, both together are faster than `through_nccl`, as up to there."""
+        for place, rows in enumerate(TIMED_ROWS):
+            if rows > self._memory.rows:
+                return TIMED_ROWS[place - 1]
+            x = torch.zeros(rows, self._width, dtype=self._dtype, device=self._memory.buffers.device)
+            here = time([lambda x=x: self.sum_scattered(self.gather(x))] * TIMED_CALLS)  # type: ignore[misc]
+            if time([partial(through_nccl, x)] * TIMED_CALLS) < here:
+                return TIMED_ROWS[place - 1] if place else 0
+        return TIMED_ROWS[-1]

@@ -16,7 +16,8 @@ from kvern.device.stages import WHOLE, Stage
 
 if TYPE_CHECKING:
     from kvern.device.own_rows import OwnRows
-    from kvern.device.peer_sums import PeerSums
+    from kvern.device.peer_sums import PeerExchange, PeerSums
+    from kvern.kernels.peer_sum import PeerMemory
 
 
 class Share(NamedTuple):
@@ -56,6 +57,8 @@ class Ranks:
         self._meeting: Meeting | None = None
         self.peers: PeerSums | None = None
         """Sums of few rows on GPUs, which norms behind them may join."""
+        self.exchange: PeerExchange | None = None
+        """Of rows of which each rank has few of its own, likewise."""
         self._ordered = False
         self._groups: list[Any] = []
 
@@ -95,10 +98,10 @@ class Ranks:
         end_with(self, self._groups)
         self.stage.connect(meeting, f"rank-{self.rank}")
 
-    def map_peers(self, width: int, dtype: torch.dtype, device: torch.device) -> "PeerSums":
-        """What sums such rows without NCCL. All ranks call this, and it raises RuntimeError, which says why, on all."""
+    def map_peers(self, width: int, dtype: torch.dtype, device: torch.device) -> "PeerMemory":
+        """Memory of each other for such rows. All ranks call this; it raises RuntimeError, which says why, on all."""
         from kvern.device.peer_memory import on_all, processors_together
-        from kvern.device.peer_sums import PeerSums
+        from kvern.device.peer_sums import mapped
 
         if self._meeting is None or not self._meeting.on_one_machine:
             raise RuntimeError("they meet over a network")
@@ -106,12 +109,8 @@ class Ranks:
         programs = processors_together(store, self.rank, self.size, device)
         if not programs:
             raise RuntimeError("not every GPU reaches the memory of all others")
-        return on_all(
-            store,
-            self.rank,
-            self.size,
-            lambda: PeerSums(store, self.rank, self.size, width, dtype, device, programs),
-        )
+        given = store, self.rank, self.size
+        return on_all(*given, lambda: mapped(*given, width, dtype, device, programs))
 
     def of_own_stage(self) -> "Ranks":
         """The ranks of this stage alone, once they have met: for a whole model beside its layers."""
@@ -194,6 +193,12 @@ class Ranks:
         """`x [N, width]` of all ranks, one behind the other, on each of them: `[size * N, width]`."""
         if self._memory is not None:
             return self._memory.beside(x.view(1, -1), self.size * x.numel()).view(-1, x.shape[1])
+        if self.exchange is not None and self.exchange.takes(x, len(x)):
+            return self.exchange.gather(x)
+        return self.group_gather(x)
+
+    def group_gather(self, x: Tensor) -> Tensor:
+        """As `gather`, through NCCL or gloo, whatever `x` is."""
         out = x.new_empty(self.size * len(x), x.shape[1])
         self._groups[0]._allgather_base(out, x.contiguous()).wait()
         return out
@@ -203,7 +208,13 @@ class Ranks:
         count = len(x) // self.size
         if self._ordered or x.device.type == "cpu":
             return self.sum(x)[self.rank * count :][:count]
-        out = x.new_empty(count, x.shape[1])
+        if self.exchange is not None and self.exchange.takes(x, count):
+            return self.exchange.sum_scattered(x)
+        return self.group_sum_scattered(x)
+
+    def group_sum_scattered(self, x: Tensor) -> Tensor:
+        """As `sum_scattered`, through NCCL, whatever `x` is."""
+        out = x.new_empty(len(x) // self.size, x.shape[1])
         self._groups[0]._reduce_scatter_base(out, x.contiguous()).wait()
         return out
 

@@ -1,4 +1,4 @@
-"""Sums over ranks, as one rank launches them when what the others send is there."""
+"""Sums over ranks and rows between them, as one rank launches them when what the others send is there."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -9,6 +9,7 @@ from kvern.kernel_list.dense import normed
 from kvern.kernel_list.entry import Call, Inputs, Kernel
 from kvern.kernel_list.rounding import codes_of_norms, coding_of
 from kvern.kernels.norm import rms_norm
+from kvern.kernels.peer_exchange import peer_gather, peer_sum_scattered
 from kvern.kernels.peer_sum import (
     PeerMemory,
     coded_peer_sum_norm,
@@ -24,9 +25,9 @@ ROWS = 4
 
 
 def sent(parts: torch.Tensor, rank: int, rows: int, epoch: int, *, in_parts: bool = False) -> torch.Tensor:
-    """A rank's memory of `PeerMemory` for `rows` behind so many epochs, when all others have sent `parts [size, T, width]`.
+    """A rank's memory for `rows` behind so many epochs, when all others have sent their `parts [size, T, width]`.
 
-    `in_parts`: each its own of them, and its sums.
+    `in_parts`: of those what this rank sums, and sums of their own.
     """
     size, count, _ = parts.shape
     bits = parts.contiguous().view(torch.int32)
@@ -99,4 +100,38 @@ def _launched(spec: ModelSpec, inputs: Inputs) -> Iterator[tuple[Any, ...]]:
                 yield from ((*inputs.ranks, True, in_parts, codes) for in_parts in ways)
 
 
-KERNELS = (Kernel("sum of ranks", "peer_sum", _sum, _launched),)
+def _exchange(spec: ModelSpec, inputs: Inputs, rank: int, size: int) -> Call:
+    width, dtype = spec.hidden_size, inputs.dtype
+    parts, others = inputs.numbers(size, ROWS, width), inputs.numbers(size, size * ROWS, width)
+    row_words = row_words_of(width, dtype)
+    slots = rows_kept(size, row_words)
+    gathered = sent(parts, rank, slots, 0)
+    scattered = sent(others[:, rank * ROWS : (rank + 1) * ROWS], rank, slots, 1)
+    own, nobody = gathered.clone(), inputs.zeros(memory_of(size, slots, row_words), dtype=torch.int64)
+    addresses = [own.data_ptr() if index == rank else nobody.data_ptr() for index in range(size)]
+    epochs, buffers = inputs.zeros(slots), inputs.integers(addresses, torch.int64)
+    memory = PeerMemory(own, buffers, epochs, rank, size, slots, row_words, inputs.processors)
+
+    def launch() -> tuple[torch.Tensor, ...]:
+        epochs.zero_()
+        own.copy_(gathered)
+        rows = peer_gather(parts[rank], memory)
+        own.copy_(scattered)
+        return rows, peer_sum_scattered(others[rank], memory)
+
+    def reference() -> tuple[torch.Tensor, ...]:
+        sums = others.double().sum(0)[rank * ROWS : (rank + 1) * ROWS]
+        return parts.double().flatten(0, 1), sums
+
+    return Call(f"{ROWS} x {width} of {size} ranks", launch, reference, 4 * (size - 1) * ROWS * width * dtype.itemsize)
+
+
+def _exchanged(spec: ModelSpec, inputs: Inputs) -> Iterator[tuple[Any, ...]]:
+    if inputs.own_rows is not None and row_words_of(spec.hidden_size, inputs.dtype):
+        yield inputs.own_rows
+
+
+KERNELS = (
+    Kernel("sum of ranks", "peer_sum", _sum, _launched),
+    Kernel("rows between ranks", "peer_exchange", _exchange, _exchanged),
+)

@@ -5,15 +5,15 @@
 
 In parts each rank sums a part of every row and hands that on: of two steps, but 2 / size of the bytes.
 
-A word is 32 bits: two neighbouring numbers of 16 bits, or one of 32. Memory for words holds ABSENT until one comes, which
-no sum does (a sender makes another NaN of that one), and whoever takes a word leaves ABSENT there again: so there is no
-flag, no fence and no barrier, and nothing is sent but numbers. Each row has a slot, and each slot a counter of epochs on
-its own device, which the kernel advances: a CUDA graph can hold it.
+A word is 32 bits: two neighbouring numbers of 16 bits, or one of 32. Memory for words holds ABSENT until one comes,
+which is never that (a sender makes another NaN of that one), and whoever takes a word leaves ABSENT there again. So
+there is no flag, no fence and no barrier, and nothing is sent but numbers. Each row has a slot, and each slot a counter
+of epochs on its own device, which the kernel advances: a CUDA graph can hold it.
 
-Of a slot there are two copies, of even and of odd epochs. Two are enough: a rank writes words of epoch e + 1 after it has
-ended e, and so after all other ranks have begun e. They have ended e - 1 by then, since launches follow each other, and
-taken the words that stood where those of e + 1 go. Both ways use the same slots: a rank's words are where it sends whole
-rows, and where it sends a part's sum, which is never where it sends a part to be summed by another.
+Of a slot there are two copies, of even and of odd epochs. Two are enough: a rank writes words of epoch e + 1 after it
+has ended e, and so after all other ranks have begun e. They have ended e - 1 by then, since launches follow each other,
+and taken the words that stood where those of e + 1 go. Both ways use the same slots: a rank's words are where it sends
+whole rows, and where it sends a part's sum, which is never where it sends a part to be summed by another.
 
 A program sends all its rows before it waits for any, then what it sums before it waits for sums, and waits for nothing
 but programs of other ranks. All of a launch must be on the device together; there are no more than processors.
@@ -83,7 +83,9 @@ SEND = tl.constexpr(
 def _take(senders: tuple[int, ...], stride: int, pack: int) -> str:
     """Loads words of these ranks, which lie `stride` bytes apart, until none is absent; leaves them absent."""
     address, inside = len(senders) * pack, (len(senders) + 1) * pack
-    places = [(place, sender, part) for place, (sender, part) in enumerate((s, p) for s in senders for p in range(pack))]
+    places = [
+        (place, sender, part) for place, (sender, part) in enumerate((s, p) for s in senders for p in range(pack))
+    ]
     lines = [f"{{ .reg .pred missing, inside<{pack}>;"]
     lines += [f"setp.ne.b32 inside{part}, ${inside + part}, 0;" for part in range(pack)]
     lines += [f"mov.b32 ${place}, 0;" for place, _, _ in places]
@@ -104,12 +106,13 @@ def _take_constraints(senders: tuple[int, ...], pack: int) -> str:
 
 
 @triton.constexpr_function
-def _others(rank: int, size: int) -> tuple[int, ...]:
+def others_of(rank: int, size: int) -> tuple[int, ...]:
+    """All ranks but this."""
     return tuple(other for other in range(size) if other != rank)
 
 
 @triton.jit
-def _numbers(word, dtype: tl.constexpr):
+def numbers_of(word, dtype: tl.constexpr):
     """Those of 32 bits, in float32; zeros beside one that takes all."""
     if dtype.primitive_bitwidth == 32:
         low, high = word.to(tl.float32, bitcast=True), tl.zeros(word.shape, tl.float32)
@@ -120,7 +123,7 @@ def _numbers(word, dtype: tl.constexpr):
 
 
 @triton.jit
-def _joined(low, high, dtype: tl.constexpr):
+def joined(low, high, dtype: tl.constexpr):
     """As 32 bits, rounded."""
     if dtype.primitive_bitwidth == 32:
         word = low.to(tl.int32, bitcast=True)
@@ -131,7 +134,8 @@ def _joined(low, high, dtype: tl.constexpr):
 
 
 @triton.jit
-def _send(address, word, inside):
+def send(address, word, inside):
+    """Words to memory of a rank, none of which is ABSENT any more."""
     word = tl.where(word == ABSENT, ANOTHER_NAN, word)
     if INTERPRETED:
         tl.store(address.to(tl.pointer_type(tl.int32)), word, mask=inside)
@@ -142,7 +146,7 @@ def _send(address, word, inside):
 
 
 @triton.jit
-def _taken(address, inside, SENDERS: tl.constexpr, STRIDE: tl.constexpr, PACK: tl.constexpr):
+def taken(address, inside, SENDERS: tl.constexpr, STRIDE: tl.constexpr, PACK: tl.constexpr):
     """The words of these ranks, as a tuple, once they are there; `address`: those of the first rank."""
     COUNT: tl.constexpr = len(SENDERS)
     if INTERPRETED:
@@ -167,16 +171,16 @@ def _taken(address, inside, SENDERS: tl.constexpr, STRIDE: tl.constexpr, PACK: t
 
 
 @triton.jit
-def _total(own, received, dtype: tl.constexpr, RANK: tl.constexpr, SIZE: tl.constexpr):
+def total_of(own, received, dtype: tl.constexpr, RANK: tl.constexpr, SIZE: tl.constexpr):
     """Words of this rank and of all others, added up in rank order: numbers in float32, two of a word."""
-    low, high = _numbers(own if RANK == 0 else received[0], dtype)
+    low, high = numbers_of(own if RANK == 0 else received[0], dtype)
     for other in tl.static_range(1, SIZE):
         if other == RANK:
-            more_low, more_high = _numbers(own, dtype)
+            more_low, more_high = numbers_of(own, dtype)
         elif other < RANK:
-            more_low, more_high = _numbers(received[other], dtype)
+            more_low, more_high = numbers_of(received[other], dtype)
         else:
-            more_low, more_high = _numbers(received[other - 1], dtype)
+            more_low, more_high = numbers_of(received[other - 1], dtype)
         low += more_low
         high += more_high
     return low, high
@@ -229,7 +233,7 @@ def _peer_sum_kernel(
     word = tl.max_contiguous(tl.minimum(index, WORDS - 1), 1)  # neighbouring threads send neighbouring words
     if NORM:
         if weight.dtype.element_ty.primitive_bitwidth == dtype.primitive_bitwidth:
-            low_gain, high_gain = _numbers(tl.load(weight.to(BITS) + word), weight.dtype.element_ty)
+            low_gain, high_gain = numbers_of(tl.load(weight.to(BITS) + word), weight.dtype.element_ty)
         else:
             low_gain, high_gain = tl.load(weight + 2 * word), tl.load(weight + 2 * word + 1)
     own_memory = tl.load(buffers + RANK)
@@ -247,46 +251,46 @@ def _peer_sum_kernel(
         numbers = tl.load((x + row * WIDTH).to(BITS) + word)
         place = ((parity * SIZE + RANK) * SLOTS + row) * (WORDS * 4) + word * 4
         if PART:
-            _send(their_memory + place, numbers, inside & (summing != RANK))
+            send(their_memory + place, numbers, inside & (summing != RANK))
         else:
             for other in tl.static_range(SIZE):
                 if other != RANK:
-                    _send(tl.load(buffers + other) + place, numbers, inside)
+                    send(tl.load(buffers + other) + place, numbers, inside)
     if PART:
         for row in range(first, rows, tl.num_programs(0)):
             parity = (tl.load(epochs + row) & 1).to(tl.int64)
             own = tl.load((x + row * WIDTH).to(BITS) + part_word, mask=of_part, other=0)
             place = (parity * (SIZE * SLOTS) + row) * (WORDS * 4) + part_word * 4
-            received = _taken(own_memory + place, of_part, _others(RANK, SIZE), OF_RANK, PART_PACK)
-            low, high = _total(own, received, dtype, RANK, SIZE)
-            total = _joined(low, high, dtype)
+            received = taken(own_memory + place, of_part, others_of(RANK, SIZE), OF_RANK, PART_PACK)
+            low, high = total_of(own, received, dtype, RANK, SIZE)
+            total = joined(low, high, dtype)
             for other in tl.static_range(SIZE):
-                _send(tl.load(buffers + other) + place + RANK * OF_RANK, total, of_part)
+                send(tl.load(buffers + other) + place + RANK * OF_RANK, total, of_part)
     for row in range(first, rows, tl.num_programs(0)):
         epoch = tl.load(epochs + row)
         parity = (epoch & 1).to(tl.int64)
         if NORM:
             residual = (hidden + row * hidden_stride).to(BITS) + word
-            low_residual, high_residual = _numbers(tl.load(residual), dtype)
+            low_residual, high_residual = numbers_of(tl.load(residual), dtype)
         place = own_memory + (parity * (SIZE * SLOTS) + row) * (WORDS * 4) + word * 4
         if PART:
-            summed = _taken(place + summing * OF_RANK, inside, (0,), OF_RANK, PACK)
-            low, high = _numbers(summed[0], dtype)
+            summed = taken(place + summing * OF_RANK, inside, (0,), OF_RANK, PACK)
+            low, high = numbers_of(summed[0], dtype)
         else:
             own = tl.load((x + row * WIDTH).to(BITS) + word)
-            received = _taken(place, inside, _others(RANK, SIZE), OF_RANK, PACK)
-            low, high = _total(own, received, dtype, RANK, SIZE)
+            received = taken(place, inside, others_of(RANK, SIZE), OF_RANK, PACK)
+            low, high = total_of(own, received, dtype, RANK, SIZE)
         if NORM:
-            low, high = _numbers(_joined(low, high, dtype), dtype)
-            total = _joined(low + low_residual, high + high_residual, dtype)
+            low, high = numbers_of(joined(low, high, dtype), dtype)
+            total = joined(low + low_residual, high + high_residual, dtype)
             tl.store(residual, total, mask=inside)
-            low, high = _numbers(total, dtype)
+            low, high = numbers_of(total, dtype)
             squares = tl.where(inside, low * low + high * high, 0.0)
             inverse = tl.rsqrt(tl.sum(squares, axis=0) / WIDTH + epsilon)
             low, high = low * inverse * low_gain, high * inverse * high_gain
-        made = _joined(low, high, dtype)
+        made = joined(low, high, dtype)
         if CODED:
-            low, high = _numbers(tl.where(inside, made, 0), dtype)
+            low, high = numbers_of(tl.where(inside, made, 0), dtype)
             normal = low if dtype.primitive_bitwidth == 32 else tl.interleave(low, high)
             column = tl.arange(0, normal.shape[0])
             store_codes(

@@ -3,15 +3,17 @@
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from kvern.device.measurements import Measurements
-from kvern.device.peer_sums import TIMED_ROWS, WAYS, Way
+from kvern.device.peer_sums import TIMED_ROWS, WAYS, PeerExchange, PeerSums, Way
 from kvern.device.ranks import Ranks
 from kvern.device.timing import time_calls
 from kvern.kernels.peer_sum import row_words_of
 
 SECTION = "sums of ranks"
 NOT_KNOWN = len(WAYS)
+NOT_KNOWN_ROWS = -1
 
 
 def choose_sums(ranks: Ranks, width: int, dtype: torch.dtype, device: torch.device, known: Measurements) -> list[str]:
@@ -22,7 +24,7 @@ def choose_sums(ranks: Ranks, width: int, dtype: torch.dtype, device: torch.devi
     if not row_words_of(width, dtype):
         return [f"sums of ranks: NCCL, since rows are {width} of {dtype}"]
     try:
-        peers = ranks.map_peers(width, dtype, device)
+        peers = PeerSums(ranks.map_peers(width, dtype, device), width, dtype)
     except RuntimeError as error:
         return [f"sums of ranks: NCCL, since {error}"]
     key = f"{ranks.size} ranks, {width}, {dtype}"
@@ -36,6 +38,34 @@ def choose_sums(ranks: Ranks, width: int, dtype: torch.dtype, device: torch.devi
         peers.compile_sums()
         ranks.peers = peers
     return [described(ways)]
+
+
+def choose_exchange(
+    ranks: Ranks, width: int, dtype: torch.dtype, device: torch.device, known: Measurements
+) -> list[str]:
+    """Let `ranks` bring rows of their own to each other in the faster way, likewise."""
+    if not row_words_of(width, dtype):
+        return [f"rows between ranks: NCCL, since they are {width} of {dtype}"]
+    try:
+        exchange = PeerExchange(ranks.map_peers(width, dtype, device), width, dtype)
+    except RuntimeError as error:
+        return [f"rows between ranks: NCCL, since {error}"]
+
+    def through_nccl(x: Tensor) -> Tensor:
+        return ranks.group_sum_scattered(ranks.group_gather(x))
+
+    key = f"own rows of {ranks.size} ranks, {width}, {dtype}"
+    stored = known.section(SECTION).get(key)
+    rows = _told(ranks, [stored if stored in (0, *TIMED_ROWS) else NOT_KNOWN_ROWS], device)[0]
+    if rows == NOT_KNOWN_ROWS:
+        rows = _told(ranks, [exchange.fastest(through_nccl, time_calls)], device)[0]
+        known.remember(SECTION, {key: rows})
+        known.save()
+    if rows:
+        exchange.rows = rows
+        exchange.sum_scattered(exchange.gather(torch.zeros(1, width, dtype=dtype, device=device)))  # compiled now
+        ranks.exchange = exchange
+    return [f"rows between ranks: {f'own kernels up to {rows} of each, NCCL above' if rows else 'NCCL'}"]
 
 
 def known_ways(known: Measurements, key: str) -> list[Way]:
@@ -63,5 +93,10 @@ def described(ways: Sequence[Way]) -> str:
 def _first(ranks: Ranks, ways: Sequence[Way], device: torch.device) -> list[Way]:
     """What the first rank says."""
     numbers = [WAYS.index(way) for way in ways] or [NOT_KNOWN] * len(TIMED_ROWS)
+    return [WAYS[number] for number in _told(ranks, numbers, device) if number != NOT_KNOWN]
+
+
+def _told(ranks: Ranks, numbers: list[int], device: torch.device) -> list[int]:
+    """The numbers that the first rank has."""
     told: list[int] = ranks.first(torch.tensor(numbers, device=device)).tolist()
-    return [WAYS[number] for number in told if number != NOT_KNOWN]
+    return told

@@ -202,14 +202,20 @@ class Worker:
         return msgspec.structs.replace(room, most_drafts=most, catches_up=isinstance(draft.decoder, Decoder))
 
     def _choose_sums(self, plan: Plan) -> None:
-        """Have ranks on GPUs of one machine sum few rows by a kernel, if that is faster."""
+        """Have ranks on GPUs of one machine sum, or bring to each other, few rows by a kernel, if that is faster."""
         ranks, dtype = self._ranks, getattr(torch, plan.dtype)
-        if ranks.size > 1 and self._device.type == "cuda" and "peer_sum" in plan.kernels:
-            from kvern.worker.rank_sums import choose_sums
+        kernels = "peer_sum" if ranks.own_rows is None else "peer_exchange"
+        if self._device.type != "cuda" or kernels not in plan.kernels:
+            return
+        from kvern.worker.rank_sums import choose_exchange, choose_sums
 
-            with self._startup.stage("sums"), torch.inference_mode():
-                known = Measurements(self._config.cache_folder, self._device)
-                self._startup.report(choose_sums(ranks, self._spec.hidden_size, dtype, self._device, known))
+        with self._startup.stage("sums"), torch.inference_mode():
+            known = Measurements(self._config.cache_folder, self._device)
+            given = self._spec.hidden_size, dtype, self._device, known
+            if ranks.own_rows is not None:
+                self._startup.report(choose_exchange(ranks.own_rows.ranks, *given))
+            elif ranks.size > 1:
+                self._startup.report(choose_sums(ranks, *given))
 
     def _load_draft(self, folder: Path, plan: Plan, model: LanguageModel) -> Draft:
         if reads_embeddings(self._config, folder):
