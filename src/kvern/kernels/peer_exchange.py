@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from kvern.kernels.launch import Launcher, next_power_of_2, overlaps, wait_for_previous
-from kvern.kernels.peer_sum import PACKED, PeerMemory, joined, others_of, send, taken, total_of
+from kvern.kernels.peer_sum import PACKED, PeerMemory, joined, others_of, received, remove, send, total_of
 
 
 @Launcher
@@ -54,16 +54,17 @@ def _peer_exchange_kernel(
         own = tl.load(x.to(BITS) + (row if GATHERS else RANK * rows + row) * WORDS + word, mask=inside, other=0)
         place = own_memory + ((epoch & 1).to(tl.int64) * (SIZE * SLOTS) + row) * (WORDS * 4) + word * 4
         OTHERS: tl.constexpr = others_of(RANK, SIZE)
-        received = taken(place, inside, OTHERS, OF_RANK, PACK)
+        words = received(place, inside, OTHERS, OF_RANK, PACK)
         if GATHERS:
             tl.store(out.to(BITS) + (RANK * rows + row) * WORDS + word, own, mask=inside)
             for index in tl.static_range(SIZE - 1):
                 target = OTHERS[index] * rows + row
-                tl.store(out.to(BITS) + target * WORDS + word, received[index], mask=inside)
+                tl.store(out.to(BITS) + target * WORDS + word, words[index], mask=inside)
         else:
-            low, high = total_of(own, received, dtype, RANK, SIZE)
+            low, high = total_of(own, words, dtype, RANK, SIZE)
             tl.store(out.to(BITS) + row * WORDS + word, joined(low, high, dtype), mask=inside)
-        tl.debug_barrier()  # all threads have read the epoch
+        tl.debug_barrier()  # all threads have read the words and the epoch
+        remove(place, inside, OTHERS, OF_RANK)
         tl.store(epochs + row, epoch + 1)
 
 

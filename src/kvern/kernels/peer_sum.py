@@ -6,13 +6,13 @@
 In parts each rank sums a part of every row and hands that on: of two steps, but 2 / size of the bytes.
 
 A word is 32 bits: two neighbouring numbers of 16 bits, or one of 32. Memory for words holds ABSENT until one comes,
-which is never that (a sender makes another NaN of that one), and whoever takes a word leaves ABSENT there again. So
-there is no flag, no fence and no barrier, and nothing is sent but numbers. Each row has a slot, and each slot a counter
-of epochs on its own device, which the kernel advances: a CUDA graph can hold it.
+which is never that (a sender makes another NaN of that one), and whoever has read a row's words leaves ABSENT there
+again. So there is no flag and no fence, and nothing is sent but numbers. Each row has a slot, and each slot a counter of
+epochs on its own device, which the kernel advances: a CUDA graph can hold it.
 
 Of a slot there are two copies, of even and of odd epochs. Two are enough: a rank writes words of epoch e + 1 after it
 has ended e, and so after all other ranks have begun e. They have ended e - 1 by then, since launches follow each other,
-and taken the words that stood where those of e + 1 go. Both ways use the same slots: a rank's words are where it sends
+and removed the words that stood where those of e + 1 go. Both ways use the same slots: a rank's words are where it sends
 whole rows, and where it sends a part's sum, which is never where it sends a part to be summed by another.
 
 A program sends all its rows before it waits for any, then what it sums before it waits for sums, and waits for nothing
@@ -80,8 +80,11 @@ SEND = tl.constexpr(
 
 
 @triton.constexpr_function
-def _take(senders: tuple[int, ...], stride: int, pack: int) -> str:
-    """Loads words of these ranks, which lie `stride` bytes apart, until none is absent; leaves them absent."""
+def _await(senders: tuple[int, ...], stride: int, pack: int) -> str:
+    """Loads words of these ranks, which lie `stride` bytes apart, until none is absent.
+
+    It changes nothing, since a compiler may have them loaded twice, for threads that want them elsewhere.
+    """
     address, inside = len(senders) * pack, (len(senders) + 1) * pack
     places = [
         (place, sender, part) for place, (sender, part) in enumerate((s, p) for s in senders for p in range(pack))
@@ -93,15 +96,12 @@ def _take(senders: tuple[int, ...], stride: int, pack: int) -> str:
     for place, sender, part in places:
         lines.append(f"@inside{part} ld.relaxed.sys.global.b32 ${place}, [${address + part}+{sender * stride}];")
     lines += [f"setp.eq.or.b32 missing, ${place}, {ABSENT.value}, missing;" for place, _, _ in places]
-    lines.append("@missing bra again;")
-    for _, sender, part in places:
-        lines.append(f"@inside{part} st.relaxed.sys.global.b32 [${address + part}+{sender * stride}], {ABSENT.value};")
-    return " ".join([*lines, "}"])
+    return " ".join([*lines, "@missing bra again; }"])
 
 
 @triton.constexpr_function
-def _take_constraints(senders: tuple[int, ...], pack: int) -> str:
-    """Of `_take`; results are written before its last use of the others."""
+def _await_constraints(senders: tuple[int, ...], pack: int) -> str:
+    """Of `_await`; results are written before its last use of the others."""
     return ",".join(["=&r"] * (len(senders) * pack) + ["l"] * pack + ["r"] * pack)
 
 
@@ -146,7 +146,7 @@ def send(address, word, inside):
 
 
 @triton.jit
-def taken(address, inside, SENDERS: tl.constexpr, STRIDE: tl.constexpr, PACK: tl.constexpr):
+def received(address, inside, SENDERS: tl.constexpr, STRIDE: tl.constexpr, PACK: tl.constexpr):
     """The words of these ranks, as a tuple, once they are there; `address`: those of the first rank."""
     COUNT: tl.constexpr = len(SENDERS)
     if INTERPRETED:
@@ -156,13 +156,12 @@ def taken(address, inside, SENDERS: tl.constexpr, STRIDE: tl.constexpr, PACK: tl
             words = tl.load(pointer, mask=inside, other=0)
             while tl.max((words == ABSENT).to(tl.int32), 0) == 1:
                 words = tl.load(pointer, mask=inside, other=0)
-            tl.store(pointer, tl.full(words.shape, ABSENT, tl.int32), mask=inside)
             found = (*found, words)
         return found
     else:
         return tl.inline_asm_elementwise(
-            _take(SENDERS, STRIDE, PACK),
-            _take_constraints(SENDERS, PACK),
+            _await(SENDERS, STRIDE, PACK),
+            _await_constraints(SENDERS, PACK),
             [address, inside.to(tl.int32)],
             (tl.int32,) * COUNT,
             is_pure=False,
@@ -171,16 +170,24 @@ def taken(address, inside, SENDERS: tl.constexpr, STRIDE: tl.constexpr, PACK: tl
 
 
 @triton.jit
-def total_of(own, received, dtype: tl.constexpr, RANK: tl.constexpr, SIZE: tl.constexpr):
+def remove(address, inside, SENDERS: tl.constexpr, STRIDE: tl.constexpr):
+    """Leave those words absent, once all threads of a program have them."""
+    for place in tl.static_range(len(SENDERS)):
+        pointer = (address + SENDERS[place] * STRIDE).to(tl.pointer_type(tl.int32))
+        tl.store(pointer, tl.full(pointer.shape, ABSENT, tl.int32), mask=inside)
+
+
+@triton.jit
+def total_of(own, words, dtype: tl.constexpr, RANK: tl.constexpr, SIZE: tl.constexpr):
     """Words of this rank and of all others, added up in rank order: numbers in float32, two of a word."""
-    low, high = numbers_of(own if RANK == 0 else received[0], dtype)
+    low, high = numbers_of(own if RANK == 0 else words[0], dtype)
     for other in tl.static_range(1, SIZE):
         if other == RANK:
             more_low, more_high = numbers_of(own, dtype)
         elif other < RANK:
-            more_low, more_high = numbers_of(received[other], dtype)
+            more_low, more_high = numbers_of(words[other], dtype)
         else:
-            more_low, more_high = numbers_of(received[other - 1], dtype)
+            more_low, more_high = numbers_of(words[other - 1], dtype)
         low += more_low
         high += more_high
     return low, high
@@ -261,8 +268,8 @@ def _peer_sum_kernel(
             parity = (tl.load(epochs + row) & 1).to(tl.int64)
             own = tl.load((x + row * WIDTH).to(BITS) + part_word, mask=of_part, other=0)
             place = (parity * (SIZE * SLOTS) + row) * (WORDS * 4) + part_word * 4
-            received = taken(own_memory + place, of_part, others_of(RANK, SIZE), OF_RANK, PART_PACK)
-            low, high = total_of(own, received, dtype, RANK, SIZE)
+            parts = received(own_memory + place, of_part, others_of(RANK, SIZE), OF_RANK, PART_PACK)
+            low, high = total_of(own, parts, dtype, RANK, SIZE)
             total = joined(low, high, dtype)
             for other in tl.static_range(SIZE):
                 send(tl.load(buffers + other) + place + RANK * OF_RANK, total, of_part)
@@ -272,14 +279,15 @@ def _peer_sum_kernel(
         if NORM:
             residual = (hidden + row * hidden_stride).to(BITS) + word
             low_residual, high_residual = numbers_of(tl.load(residual), dtype)
-        place = own_memory + (parity * (SIZE * SLOTS) + row) * (WORDS * 4) + word * 4
+        memory = own_memory + (parity * (SIZE * SLOTS) + row) * (WORDS * 4)
+        place = memory + word * 4
         if PART:
-            summed = taken(place + summing * OF_RANK, inside, (0,), OF_RANK, PACK)
+            summed = received(place + summing * OF_RANK, inside, (0,), OF_RANK, PACK)
             low, high = numbers_of(summed[0], dtype)
         else:
             own = tl.load((x + row * WIDTH).to(BITS) + word)
-            received = taken(place, inside, others_of(RANK, SIZE), OF_RANK, PACK)
-            low, high = total_of(own, received, dtype, RANK, SIZE)
+            rows_of_others = received(place, inside, others_of(RANK, SIZE), OF_RANK, PACK)
+            low, high = total_of(own, rows_of_others, dtype, RANK, SIZE)
         if NORM:
             low, high = numbers_of(joined(low, high, dtype), dtype)
             total = joined(low + low_residual, high + high_residual, dtype)
@@ -299,7 +307,12 @@ def _peer_sum_kernel(
             )  # fmt: skip
         else:
             tl.store((out + row * WIDTH).to(BITS) + word, made, mask=inside)
-        tl.debug_barrier()  # all threads have read the epoch
+        tl.debug_barrier()  # all threads have read the words and the epoch
+        if PART:
+            remove(memory + part_word * 4, of_part, others_of(RANK, SIZE), OF_RANK)
+            remove(place + summing * OF_RANK, inside, (0,), OF_RANK)
+        else:
+            remove(place, inside, others_of(RANK, SIZE), OF_RANK)
         tl.store(epochs + row, epoch + 1)
 
 
