@@ -5,13 +5,14 @@ Run with `pytest -m gpu` on a machine with two GPUs.
 
 import signal
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import pytest
 import torch
 
 from kvern import LLM, SamplingParams
 from kvern.device.peer_sums import TIMED_ROWS, WAYS, Way
+from kvern.layers.fused import FusedLayer
 from kvern.outputs import RequestOutput
 from kvern.worker import rank_sums
 from tests import test_expert_parallel, test_pipeline_parallel, test_rank_engines, test_rank_weights
@@ -151,6 +152,49 @@ def test_heads_draft_as_on_one_gpu(kind: str, tmp_path: Path) -> None:
         with LLM(**options, tensor_parallel_size=size) as llm, drafting(llm, 3) as drafts:
             found.append((said(llm.generate(PROMPTS, GREEDY)), len(drafts) > 0))
     assert found == [(found[0][0], True)] * 2
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of two ranks each has 31 million weights of a layer: steps of 6,400 rows are computed in halves."""
+    sizes = {"hidden_size": 2048, "intermediate_size": 8192, "num_attention_heads": 16, "num_key_value_heads": 8}
+    others = {"max_position_embeddings": 8192, "initializer_range": 0.02}
+    return make_checkpoint("llama", tmp_path_factory.mktemp("wide"), **sizes, **others)
+
+
+@pytest.mark.parametrize("maps", [True, False])
+@pytest.mark.parametrize("quantization", [None, "fp8"])
+def test_long_prompts_in_halves(
+    quantization: Literal["fp8"] | None, maps: bool, wide: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one GPU answers; codes, whose scales are of a rank's share, as two do in steps that are computed whole."""
+    halved, rows = FusedLayer.in_halves, [0][:0]
+
+    def noted(self: FusedLayer, hidden: torch.Tensor, *given: Any) -> Any:
+        rows.append(hidden.shape[0])
+        return halved(self, hidden, *given)
+
+    monkeypatch.setattr(FusedLayer, "in_halves", noted)
+    monkeypatch.setattr(rank_sums, "known_ways", lambda *_: ["words" if maps else "nccl"] * len(TIMED_ROWS))
+    options = {"dtype": "bfloat16" if quantization else "float32", "quantization": quantization, "device": DEVICE}
+    options |= {"model": str(wide), "max_model_len": 8192, "max_batch_requests": 8, "kv_cache_tokens": 32768}
+    other = {"tensor_parallel_size": 2, "max_batch_tokens": 2048} if quantization else {}
+    prompt = [3 + number * number % 120 for number in range(7001)]
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, prompt_logprobs=0)
+    found = []
+    for divided in (other, {"tensor_parallel_size": 2, "max_batch_tokens": 8192}):
+        assert not rows
+        with LLM(**options | divided) as llm:
+            [output] = llm.generate([prompt], params)
+        entries = [next(iter(entry.values())).logprob for entry in (output.prompt_logprobs or []) if entry]
+        found.append((output.outputs[0].token_ids, torch.tensor(entries)))
+    assert rows and min(rows) > 6400
+    (tokens, expected), (others, logprobs) = found
+    assert len(logprobs) == 7000
+    if quantization is None:
+        assert others == tokens and (logprobs - expected).abs().max() < 2e-3
+    else:
+        assert (logprobs - expected).abs().mean() < 0.02
 
 
 @pytest.mark.parametrize("option", ["-tp", "-pp"])

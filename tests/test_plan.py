@@ -18,7 +18,7 @@ from kvern.models.loader import outline_model
 from kvern.models.precision import shares
 from kvern.planning.choice import choose, model_of
 from kvern.planning.estimate import LAUNCHED, Model, Split, Workload, estimate, splits
-from kvern.planning.hardware import CARDS, check_alike, linked, names_of, parse_hardware, this_machine
+from kvern.planning.hardware import CARDS, Card, check_alike, linked, names_of, parse_hardware, this_machine
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
@@ -74,6 +74,21 @@ def test_estimates_are_near_what_was_measured(models: dict[str, Model]) -> None:
     assert 32 / found.rate == pytest.approx(5.27e-3, rel=0.15)
     prompt = estimate(models["8b"], CARDS["h200"], Split(1, 1), Workload(1, 4096, 1))
     assert 4096 / prompt.first_token == pytest.approx(39_400, rel=0.15)
+
+
+def test_prompts_of_ranks_take_what_sums_leave_of_their_products(models: dict[str, Model]) -> None:
+    """Of sums of a long one nothing is left where cards are linked quickly; those of a short one run beside nothing."""
+    card = CARDS["h200"]
+    fast, slow, no_link = replace(card, link=1e15, delay=0.0), replace(card, link=1e9), replace(card, link=1e8)
+
+    def seconds(which: Card, length: int) -> float:
+        return estimate(models["70b"], which, Split(2, 1), Workload(1, length, 1)).first_token
+
+    assert seconds(card, 4096) == seconds(fast, 4096)
+    assert seconds(card, 512) > seconds(fast, 512)
+    moved = 160 * 4096 * 8192 * 2 / 1e9
+    assert seconds(fast, 4096) + 0.5 * moved < seconds(slow, 4096) < seconds(fast, 4096) + moved
+    assert seconds(no_link, 4096) == pytest.approx(10 * moved, rel=0.1), "products run beside sums"
 
 
 def test_ranks_share_weights_and_keys(models: dict[str, Model]) -> None:

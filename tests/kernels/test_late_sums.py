@@ -1,7 +1,7 @@
 """Models whose norms add up what ranks compute: two ranks, each a thread, answer as one does alone."""
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,8 @@ from torch import Tensor
 
 import kvern.worker.worker
 from kvern import EngineConfig
-from kvern.device.ranks import ALONE, Ranks
+from kvern.device.ranks import ALONE, Ranks, SumInFlight
+from kvern.device.stages import WHOLE, Stage
 from kvern.kernel_list import KERNELS
 from kvern.kernels.norm import add_rms_norm
 from kvern.models.loader import read_config
@@ -39,9 +40,11 @@ STEPS = [[0], [0], [0, 1], [0, 1]]
 class Turns(Ranks):
     """A thread of several, of which one runs at a time but while it waits: Triton's interpreter knows no threads."""
 
-    def __init__(self, rank: int, turn: threading.Lock) -> None:
-        super().__init__(rank, 2)
+    def __init__(self, rank: int, turn: threading.Lock, stage: Stage = WHOLE) -> None:
+        super().__init__(rank, 2, stage)
         self._turn = turn
+        self.sums = [("", 0)][:0]
+        """Of which rows sums were begun and waited for, as it came."""
         self.joined = [0][:0]
         """Rows of sums that a norm joined."""
         self.shown = [0][:0]
@@ -54,8 +57,9 @@ class Turns(Ranks):
         finally:
             self._turn.acquire()
 
-    def group_sum(self, x: Tensor) -> Tensor:
-        return self._waiting(super().group_sum, x)
+    def begin_sum(self, x: Tensor) -> SumInFlight:
+        self.sums.append(("begun", x.shape[0]))
+        return WaitingSum(x, super().begin_sum(x), self)
 
     def beside(self, x: Tensor, width: int | None = None) -> Tensor:
         self.shown.append(x.shape[1])
@@ -63,6 +67,17 @@ class Turns(Ranks):
 
     def gather(self, x: Tensor) -> Tensor:
         return self._waiting(super().gather, x)
+
+
+class WaitingSum(SumInFlight):
+    """One during which others have their turn."""
+
+    def __init__(self, x: Tensor, begun: SumInFlight, ranks: Turns) -> None:
+        self._rows, self._begun, self._ranks = x.shape[0], begun, ranks
+
+    def wait(self) -> Tensor:
+        self._ranks.sums.append(("there", self._rows))
+        return self._ranks._waiting(self._begun.wait)
 
 
 class Peers:
@@ -82,7 +97,27 @@ class Peers:
         return add_rms_norm(hidden, self._ranks.group_sum(x), weight, epsilon)
 
 
-def sampled(folder: Path, ranks: Ranks, **options: Any) -> list[list[list[int]]]:
+def together(
+    folder: Path, compute: Callable[[Turns], Any], stage: Stage = WHOLE, *, maps: bool = True
+) -> list[tuple[Any, Turns]]:
+    """What each of two ranks computes, and itself; they meet in the folder, and map each other's memory or do not."""
+    turn = threading.Lock()
+
+    def run(rank: int) -> tuple[Any, Turns]:
+        ranks = Turns(rank, turn, stage)
+        ranks.connect(folder / "meeting", CPU, SECONDS)
+        if maps:
+            ranks.peers = Peers(ranks)  # type: ignore[assignment]
+        with turn:
+            return compute(ranks), ranks
+
+    with ThreadPoolExecutor(2) as threads:
+        return list(threads.map(run, range(2)))
+
+
+def sampled(
+    folder: Path, ranks: Ranks, steps: Sequence[Sequence[int]] = STEPS, **options: Any
+) -> list[list[list[int]]]:
     """The tokens of a few steps."""
     config = EngineConfig(model=str(folder), **OPTIONS | {"device": "cpu"} | options)
     spec = spec_from_config(read_config(folder))
@@ -95,7 +130,7 @@ def sampled(folder: Path, ranks: Ranks, **options: Any) -> list[list[list[int]]]
     ]
     known = [0] * len(PROMPTS)
     found = []
-    for number, rows in enumerate(STEPS):
+    for number, rows in enumerate(steps):
         joined, scheduled = [], []
         for row in rows:
             prompt, start = PROMPTS[row], known[row]
@@ -119,17 +154,7 @@ def all_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_norms_add_up_what_ranks_compute(family: str, tmp_path: Path) -> None:
     folder = make_checkpoint(family, tmp_path)
     expected = sampled(folder, ALONE)
-    turn = threading.Lock()
-
-    def run(rank: int) -> tuple[list[list[list[int]]], list[int], list[int]]:
-        ranks = Turns(rank, turn)
-        ranks.connect(tmp_path / "meeting", CPU, SECONDS)
-        ranks.peers = Peers(ranks)  # type: ignore[assignment]
-        with turn:
-            return sampled(folder, ranks, tensor_parallel_size=2), ranks.joined, ranks.shown
-
-    with ThreadPoolExecutor(2) as threads:
-        (first, joined, shown), (second, others, _) = threads.map(run, range(2))
+    (first, ranks), (second, other) = together(tmp_path, lambda ranks: sampled(folder, ranks, tensor_parallel_size=2))
     assert first == second == expected
-    assert joined == others and set(joined) == {1, 2}, "norms of few rows"
-    assert not shown, "no rank has all logits"
+    assert ranks.joined == other.joined and set(ranks.joined) == {1, 2}, "norms of few rows"
+    assert not ranks.shown, "no rank has all logits"

@@ -38,6 +38,18 @@ def places(shares: Iterable[Share]) -> Iterator[tuple[int, range]]:
         place, begin = place + len(held), begin + whole
 
 
+class SumInFlight:
+    """A sum over ranks, which a stream of its own computes; its tensor lives until somebody has waited for it."""
+
+    def __init__(self, x: Tensor, work: Any) -> None:
+        self._x, self._work = x, work
+
+    def wait(self) -> Tensor:
+        """The sum, once it is there: of GPUs only the current stream waits."""
+        self._work.wait()
+        return self._x
+
+
 class Ranks:
     """Rank `rank` of `size`, which share the layers of a `stage`.
 
@@ -163,15 +175,19 @@ class Ranks:
 
     def group_sum(self, x: Tensor) -> Tensor:
         """As `sum`, through NCCL or gloo, whatever `x` is."""
-        x = x.contiguous()
         if not self._ordered or self.size == 2:
-            self._groups[0].allreduce([x]).wait()
-            return x
+            return self.begin_sum(x).wait()
+        x = x.contiguous()
         first, *others = self._parts(x)
         total = first.float()
         for part in others:
             total += part
         return x.copy_(total)
+
+    def begin_sum(self, x: Tensor) -> SumInFlight:
+        """As `group_sum` in any order, while the device goes on; `x` is written meanwhile. All begun are waited for."""
+        x = x.contiguous()
+        return SumInFlight(x, self._groups[0].allreduce([x]))
 
     def beside(self, x: Tensor, width: int | None = None) -> Tensor:
         """`x [N, columns]` of all ranks side by side, on each of them: `[N, width]`, the first columns, or all."""

@@ -7,13 +7,13 @@ In parts each rank sums a part of every row and hands that on: of two steps, but
 
 A word is 32 bits: two neighbouring numbers of 16 bits, or one of 32. Memory for words holds ABSENT until one comes,
 which is never that (a sender makes another NaN of that one), and whoever has read a row's words leaves ABSENT there
-again. So there is no flag and no fence, and nothing is sent but numbers. Each row has a slot, and each slot a counter of
-epochs on its own device, which the kernel advances: a CUDA graph can hold it.
+again. So there is no flag and no fence, and nothing is sent but numbers. Each row has a slot, and each slot a counter
+of epochs on its own device, which the kernel advances: a CUDA graph can hold it.
 
 Of a slot there are two copies, of even and of odd epochs. Two are enough: a rank writes words of epoch e + 1 after it
 has ended e, and so after all other ranks have begun e. They have ended e - 1 by then, since launches follow each other,
-and removed the words that stood where those of e + 1 go. Both ways use the same slots: a rank's words are where it sends
-whole rows, and where it sends a part's sum, which is never where it sends a part to be summed by another.
+and removed the words that stood where those of e + 1 go. Both ways use the same slots: a rank's words are where it
+sends whole rows, and where it sends a part's sum, which is never where it sends a part to be summed by another.
 
 A program sends all its rows before it waits for any, then what it sums before it waits for sums, and waits for nothing
 but programs of other ranks. All of a launch must be on the device together; there are no more than processors.

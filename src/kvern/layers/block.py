@@ -1,5 +1,6 @@
 """The blocks of a decoder: attention, or what stands in its place, and MLP around the residual stream."""
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -57,6 +58,9 @@ class SequentialLayer(Module):
     `places`: of its state among those of the model, and of the cache that it reads. What a layer has to add last is
     handed to the next one, which adds it and takes its norm in one go.
     """
+
+    halved_from: float = math.inf
+    """Steps of so many rows and more, without adapters or `wanted`, are better computed by `FusedLayer.in_halves`."""
 
     def __init__(self, places: Places, model: ModelSpec, layer: LayerSpec, build: Build) -> None:
         super().__init__()
@@ -218,20 +222,22 @@ class PostNormLayer(SequentialLayer):
         return hidden, None
 
 
-def sums_late(spec: ModelSpec, build: Build) -> bool:
-    """Whether norms can add up what ranks compute of a model's layers, as all of it goes to the residual through one.
-
-    They are kernels, whose results depend on how many rows there are.
-    """
+def adds_by_norms(spec: ModelSpec) -> bool:
+    """Whether all that a model's layers compute goes to the residual by way of a norm."""
     return (
-        build.ranks.peers is not None
-        and "norm" in build.kernels
-        and not build.deterministic
-        and spec.norm.kind == "rms"
+        spec.norm.kind == "rms"
         and spec.norm.weight
         and set(spec.block_norms) == {"attention_in", "mlp_in"}
         and not (spec.parallel or spec.augmented)
     )
+
+
+def sums_late(spec: ModelSpec, build: Build) -> bool:
+    """Whether norms add up what ranks compute of a model's layers.
+
+    They are kernels, whose results depend on how many rows there are.
+    """
+    return build.ranks.size > 1 and "norm" in build.kernels and not build.deterministic and adds_by_norms(spec)
 
 
 def block_class(spec: ModelSpec, layer: LayerSpec, build: Build) -> type[SequentialLayer]:

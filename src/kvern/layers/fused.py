@@ -10,6 +10,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from kvern.device.ranks import SumInFlight
 from kvern.kernels.activation import coded_gated_activation, gated_activation
 from kvern.kernels.linear import Around
 from kvern.kernels.norm import add_rms_norm, coded_rms_norm, rms_norm
@@ -18,6 +19,7 @@ from kvern.kernels.rotary import rotate_and_store, rotate_queries
 from kvern.layers.attention import NO_ADAPTERS, Attend, Attention, PagedAttend, StepAdapters, rows_of
 from kvern.layers.block import Memory, Places, Residual, SequentialLayer
 from kvern.layers.build import Build
+from kvern.layers.halves import SumsInFlight, halves, least_rows
 from kvern.layers.linear_method import LinearMethod
 from kvern.layers.mlp import GatedMLP
 from kvern.layers.norm import HeadNorm, Norm
@@ -53,29 +55,36 @@ class FusedRMSNorm(Norm):
 
 
 class SummingRMSNorm(FusedRMSNorm):
-    """One that is handed a rank's summand of the update: for few rows all ranks' are added up in the same kernel."""
+    """One that is handed a rank's summand of the update: for few rows all ranks' are added up in the same kernel.
+
+    Or a sum in flight, which it waits for.
+    """
 
     def __init__(self, spec: NormSpec, width: int, name: str, build: Build) -> None:
         super().__init__(spec, width, name, build)
         self._ranks = build.ranks
 
-    def after(self, hidden: Tensor, update: Tensor | None) -> tuple[Tensor, Tensor]:
+    def after(self, hidden: Tensor, update: Tensor | SumInFlight | None) -> tuple[Tensor, Tensor]:
         peers = self._ranks.peers
-        if update is None or peers is None or not peers.takes(update):
-            return super().after(hidden, None if update is None else self._ranks.sum(update))
-        return hidden, peers.sum_norm(update, hidden, self.weight, self.epsilon)
+        if isinstance(update, Tensor) and peers is not None and peers.takes(update):
+            return hidden, peers.sum_norm(update, hidden, self.weight, self.epsilon)
+        return super().after(hidden, self._sum(update))
 
     def before(
-        self, method: LinearMethod | None, hidden: Tensor, update: Tensor | None
+        self, method: LinearMethod | None, hidden: Tensor, update: Tensor | SumInFlight | None
     ) -> tuple[Tensor, Tensor | RowCodes]:
         coding = None if method is None else method.coding(hidden.shape[0])
         if coding is None:
             return self.after(hidden, update)
         peers = self._ranks.peers
-        if update is None or peers is None or not peers.takes(update):
-            update = None if update is None else self._ranks.sum(update)
-            return hidden, coded_rms_norm(hidden, update, self.weight, self.epsilon, coding)
-        return hidden, peers.sum_codes(update, hidden, self.weight, self.epsilon, coding)
+        if isinstance(update, Tensor) and peers is not None and peers.takes(update):
+            return hidden, peers.sum_codes(update, hidden, self.weight, self.epsilon, coding)
+        return hidden, coded_rms_norm(hidden, self._sum(update), self.weight, self.epsilon, coding)
+
+    def _sum(self, update: Tensor | SumInFlight | None) -> Tensor | None:
+        if isinstance(update, SumInFlight):
+            return update.wait()
+        return None if update is None else self._ranks.sum(update)
 
 
 class FusedAttention(Attention):
@@ -194,7 +203,9 @@ class FusedLayer(SequentialLayer):
         )
         first = self.mlp.first_method if isinstance(self.mlp, FusedGatedMLP) else None
         self._readers = self.self_attn.qkv_proj.method, first
-        self._late_sums = build.late_sums
+        self._late_sums, self._begin_sum = build.late_sums, build.ranks.begin_sum
+        if build.late_sums and self._fuses and isinstance(self.mlp, FusedGatedMLP):
+            self.halved_from = least_rows(sum(linear.inputs * sum(linear.outputs.values()) for linear in linears))
 
     def forward(
         self,
@@ -256,6 +267,23 @@ class FusedLayer(SequentialLayer):
         attended = self.self_attn(normal, rotation, attend, wanted)
         hidden, normal = self.mlp_in.before(gate_up, rows_of(hidden, wanted), attended)
         return hidden, self.mlp(normal)
+
+    def in_halves(
+        self, hidden: Tensor, update: Tensor | SumsInFlight | None, rotation: Rotation, attend: Attend
+    ) -> tuple[Tensor, SumsInFlight]:
+        """As `forward` without more, of `halved_from` rows at least, whose sums are begun when it returns."""
+        qkv, gate_up = self._readers
+        attention, begin_sum = self.self_attn, self._begin_sum
+        attention_in, mlp_in = cast("SummingRMSNorm", self.attention_in), cast("SummingRMSNorm", self.mlp_in)
+        rows = halves(hidden)
+        late = [begin_sum(half) for half in halves(update)] if isinstance(update, Tensor) else update or (None, None)
+        parts = [attention.qkv_proj(attention_in.before(qkv, *given)[1]) for given in zip(rows, late, strict=True)]
+        attended = attention.attended(torch.cat(parts), rotation, attend)
+        late = [begin_sum(attention.o_proj(half)) for half in halves(attended)]
+        first, second = (
+            begin_sum(self.mlp(mlp_in.before(gate_up, *given)[1])) for given in zip(rows, late, strict=True)
+        )
+        return hidden, (first, second)
 
 
 def can_fuse(model: ModelSpec, layer: LayerSpec) -> bool:

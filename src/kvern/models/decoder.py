@@ -13,6 +13,7 @@ from kvern.layers.attention import NO_ADAPTERS, Attend, StepAdapters, WantedAtte
 from kvern.layers.block import Memory, Places, SequentialLayer, block_class, sums_late
 from kvern.layers.build import Build
 from kvern.layers.embedding import SharedHead, make_embedding, make_head
+from kvern.layers.halves import SumsInFlight, joined
 from kvern.layers.linear import Linear
 from kvern.layers.moe import MoE
 from kvern.layers.norm import make_norm
@@ -26,6 +27,7 @@ from kvern.models.weighted import WeightedModel
 
 if TYPE_CHECKING:
     from kvern.layers.attention import PagedAttend
+    from kvern.layers.fused import FusedLayer
 
 
 class LayerInputs:
@@ -91,7 +93,8 @@ class Decoder(WeightedModel):
         self._memory_index = tuple(sum(kind) + (len(kind) == 2) for kind in kinds)
         self._last_storing = spec.last_storing_layer
         inner = replace(build, late_sums=sums_late(spec, build))
-        self.layers = nn.ModuleList(self._make_layers(inner))
+        layers = list(self._make_layers(inner))
+        self.layers, self._halved_from = nn.ModuleList(layers), [layer.halved_from for layer in layers]
         self.norm = make_norm(spec.norm, spec.hidden_size, "norm", inner) if stage.is_last else SentRows(inner)
         self._late_sums = inner.late_sums
         if stage.is_last:
@@ -152,7 +155,7 @@ class Decoder(WeightedModel):
         `looked_up`: their rows of the table of `PerLayerInputs`, where the model has such.
         """
         rotations = self._rotations(positions)
-        update: Tensor | None = None
+        update: Tensor | SumsInFlight | None = None
         inner = adapters if adapters is NO_ADAPTERS else StepAdapters(adapters.rows, adapters.rows)
         memories: tuple[Memory, ...] = attend, states, (attend, states)  # by `_memory_index`
         own: list[tuple[Tensor, ...]] = [()] * len(self.layers)
@@ -162,17 +165,21 @@ class Decoder(WeightedModel):
             hidden = self.streams.enter(hidden)
         for index, layer in enumerate(self.layers):
             if inputs is not None and index in inputs.entries:
+                hidden, update = joined(hidden, update)
                 inputs.note(index, hidden, self._summed(update))
             rotation, memory = rotations[self._rope_index[index]], memories[self._memory_index[index]]
-            if index != self._last_storing:
-                hidden, update = layer(hidden, update, rotation, memory, None, inner, *own[index])
+            kept, used = (wanted, adapters) if index == self._last_storing else (None, inner)
+            if kept is None and used is NO_ADAPTERS and hidden.shape[0] >= self._halved_from[index]:
+                hidden, update = cast("FusedLayer", layer).in_halves(hidden, update, rotation, memory)
                 continue
-            hidden, update = layer(hidden, update, rotation, memory, wanted, adapters, *own[index])
-            if wanted is not None and index + 1 < len(self.layers):
-                memories = (WantedAttend(cast("PagedAttend", attend), wanted, len(positions)),)
-                rotations = self._rotations(positions.index_select(0, wanted))
+            hidden, update = joined(hidden, update)
+            hidden, update = layer(hidden, update, rotation, memory, kept, used, *own[index])
+            if kept is not None and index + 1 < len(self.layers):
+                memories = (WantedAttend(cast("PagedAttend", attend), kept, len(positions)),)
+                rotations = self._rotations(positions.index_select(0, kept))
                 inner = adapters if adapters is NO_ADAPTERS else StepAdapters(adapters.wanted, adapters.wanted)
                 own = [tuple(rows_of(part, wanted) for part in parts) for parts in own]
+        hidden, update = joined(hidden, update)
         if self.streams is not None:
             hidden = self.streams.leave(hidden)
         if inputs is not None and len(self.layers) in inputs.entries:

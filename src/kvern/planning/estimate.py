@@ -2,7 +2,7 @@
 
     decode step = weights read / bandwidth  or operations / rate, what is more
                 + keys and values read / bandwidth + overhead of each layer + all-reduces
-    prompts     = operations / rate + all-reduces
+    prompts     = operations / rate + all-reduces, or what of these is longer than the products beside them
 
 Stages are taken to be even. Each computes a share of the requests at a time, so that a decode of one of them takes what
 it takes a whole model with that share, and what stages hand on; on a GPU no less than launching its kernels one by one.
@@ -12,7 +12,7 @@ The shares of bandwidth and rate that steps reach are those that were measured o
 
 import contextlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
@@ -21,15 +21,18 @@ import torch
 
 from kvern.config import EngineConfig
 from kvern.errors import ConfigError
+from kvern.layers.block import adds_by_norms
+from kvern.layers.halves import least_rows
 from kvern.layers.linear_format import LinearMethods
 from kvern.layers.unquantized import Unquantized
-from kvern.model_spec import ModelSpec, MoeSpec
+from kvern.mixer_spec import AttentionSpec
+from kvern.model_spec import MlpSpec, ModelSpec, MoeSpec
 from kvern.models.precision import SMALL, Share
 from kvern.models.share import WholeExperts, share_of
 from kvern.models.stages import check_stages
 from kvern.planning.hardware import Card
 from kvern.worker.memory import GPU_MEMORY_SHARE, MARGIN_BYTES, bytes_of_state, bytes_of_token, host_cache_bytes
-from kvern.worker.plan import BATCH_REQUESTS, states_of_a_request
+from kvern.worker.plan import BATCH_REQUESTS, BATCH_TOKENS, states_of_a_request
 from kvern.worker.rank_limits import check_share
 
 READ, COMPUTED = 0.9, 0.65
@@ -38,6 +41,9 @@ LAUNCHED = 3e-4
 """Seconds that launching a layer takes a host, where steps are not captured."""
 WHOLE = (SMALL, "routers", "indexer", "attention queries, latents", "residual streams", "inputs of each layer")
 """Kinds of layers of which every rank has all."""
+MLP = "MLP gate, up", "MLP down"
+BESIDE = ("attention out",), MLP, MLP, ("attention q, k, v",)
+"""What runs beside all-reduces of halves: of the first and the second behind attention, and of those behind MLPs."""
 
 
 @dataclass(frozen=True)
@@ -181,7 +187,8 @@ def estimate(model: Model, card: Card, split: Split, workload: Workload) -> Esti
     stages, middle = min(split.pipeline, max(batch, 1)), workload.input + workload.output // 2
     decode = _decode_seconds(model, card, split, max(-(-batch // stages), 1), middle)
     served = min(workload.requests, split.data * batch)
-    prompt = _prompt_seconds(model, card, split, workload.input)
+    prompt = _prompt_seconds(model, card, split, workload.input, BATCH_TOKENS["cuda"])
+    alone = _prompt_seconds(model, card, split, workload.input, workload.input)
     return Estimate(
         split=split,
         weights=weights,
@@ -190,7 +197,7 @@ def estimate(model: Model, card: Card, split: Split, workload: Workload) -> Esti
         batch=batch,
         decode_one=_decode_seconds(model, card, split, 1, middle),
         decode=decode,
-        first_token=max(prompt, _decode_seconds(model, card, split, 1, 1)),
+        first_token=max(alone, _decode_seconds(model, card, split, 1, 1)),
         rate=0.0 if lacks else served * workload.output / (batch * prompt / stages + workload.output * decode),
         lacks=lacks,
     )
@@ -256,20 +263,40 @@ def _decode_seconds(model: Model, card: Card, split: Split, rows: int, context: 
     return whole if split.pipeline == 1 else max(whole, layers * LAUNCHED)
 
 
-def _prompt_seconds(model: Model, card: Card, split: Split, length: int) -> float:
-    """Of one prompt among others, as they share steps."""
+def _prompt_seconds(model: Model, card: Card, split: Split, length: int, rows: int) -> float:
+    """Of one prompt in steps of so many rows, which it shares with others."""
     pairs = sum(
         4 * item.heads * item.head_dim * length * min(length / 2, item.window or length)
         for item in model.spec.attentions
     )
     attended = pairs / (split.tensor * COMPUTED * card.rate)
-    return _product_seconds(model, card, split, length) + attended + _moved(model, card, split, length)
+    sums = (_summed if _halves(model, card, split, rows) else _all_reduced)(model, card, split, length)
+    handed = _handed(model, card, split, length)
+    return _product_seconds(model, card, split, length) + attended + sums + handed
 
 
-def _product_seconds(model: Model, card: Card, split: Split, rows: int) -> float:
+def _halves(model: Model, card: Card, split: Split, rows: int) -> bool:
+    """Whether prompts are computed in halves in steps of so many rows: sums run beside products."""
+    layers = model.spec.layers
+    dense = all(isinstance(layer.mixer, AttentionSpec) and isinstance(layer.mlp, MlpSpec) for layer in layers)
+    if card.host or split.tensor == 1 or not dense or not adds_by_norms(model.spec):
+        return False
+    weights = sum(share.parameters for share in model.shares if any(share.kind in kinds for kinds in BESIDE))
+    return rows >= least_rows(weights // (len(layers) * split.tensor))
+
+
+def _summed(model: Model, card: Card, split: Split, rows: int) -> float:
+    """Seconds of all-reduces of halves that are longer than the products beside them."""
+    whole = _all_reduced(model, card, split, rows) / 2  # of those behind attention, or behind MLPs
+    return sum(max(whole - _product_seconds(model, card, split, rows, kinds), 0.0) for kinds in BESIDE) / 2
+
+
+def _product_seconds(model: Model, card: Card, split: Split, rows: int, kinds: Container[str] | None = None) -> float:
+    """Of all weights, or those of some kinds."""
     return sum(
         _computed_part(model, share, split, rows) * rows * model.operations(share) / (COMPUTED * _rate(card, share))
         for share in model.shares
+        if kinds is None or share.kind in kinds
     )
 
 
@@ -287,10 +314,19 @@ def _key_bytes(model: Model, context: int) -> float:
 
 
 def _moved(model: Model, card: Card, split: Split, rows: int) -> float:
-    """Seconds of all-reduces, two of a layer, and of what stages hand on, of all rows."""
-    moved = rows * model.spec.hidden_size * int(getattr(torch, model.dtype).itemsize)
-    handed = (split.pipeline - 1) * (card.delay + moved / card.link)
-    if split.tensor == 1:
-        return handed
-    each = card.delay + 2 * (split.tensor - 1) / split.tensor * moved / card.link
-    return handed + 2 * len(model.spec.layers) * each
+    """Seconds of all-reduces, and of what stages hand on, of all rows."""
+    return _all_reduced(model, card, split, rows) + _handed(model, card, split, rows)
+
+
+def _handed(model: Model, card: Card, split: Split, rows: int) -> float:
+    return (split.pipeline - 1) * (card.delay + _row_bytes(model) * rows / card.link)
+
+
+def _all_reduced(model: Model, card: Card, split: Split, rows: int) -> float:
+    """Two of each layer."""
+    each = card.delay + 2 * (split.tensor - 1) / split.tensor * _row_bytes(model) * rows / card.link
+    return 2 * len(model.spec.layers) * each if split.tensor > 1 else 0.0
+
+
+def _row_bytes(model: Model) -> int:
+    return model.spec.hidden_size * int(getattr(torch, model.dtype).itemsize)
