@@ -1,5 +1,6 @@
 """Stages replay their decodes, and hand rows on between replays; kernels and replays are interpreted here."""
 
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -8,10 +9,13 @@ import pytest
 import torch
 
 from kvern import LLM, SamplingParams
+from kvern.device.ranks import Ranks
+from kvern.models.loader import load_model
+from kvern.worker.stage_ends import StageEnds
 from tests.families import make_checkpoint
 from tests.kernels.test_device_engine import OPTIONS, answers
 from tests.peft_adapters import make_adapter
-from tests.stages_here import capture_here
+from tests.stages_here import NearStage, capture_here
 
 pytestmark = [
     pytest.mark.usefixtures("few_products"),
@@ -56,6 +60,25 @@ def test_stages_that_replay_answer_as_one_process_does(
     assert answers(llm.generate(PROMPTS, params)) == expected
     assert replayed == replayed[:1] * stages
     assert set(replayed[0]) == set(range(1, -(-len(PROMPTS) // stages) + 1)), "of three one pads"
+
+
+def test_rows_are_handed_on_as_they_were_and_padded_anew(tmp_path: Path) -> None:
+    """Whatever a step makes of the memory that it begins or ends with, while a message is on its way."""
+    folder, mail = make_checkpoint("llama", tmp_path), [deque[torch.Tensor]()]
+    first, last = (
+        StageEnds(load_model(folder, ranks=Ranks(stage=NearStage(index, [range(1), range(1, 3)], mail))), 4)
+        for index in range(2)
+    )
+    ids = torch.arange(4)
+    for _ in range(2):
+        rows = first.entered(ids)
+        expected = rows[[0, 1, 2, 0]]
+        first.hand_on(rows[:3])
+        rows.zero_()
+        last.receive(3, 4)
+        entered = last.entered(ids)
+        assert torch.equal(entered, expected)
+        entered += 1000
 
 
 @pytest.mark.nightly
