@@ -15,7 +15,7 @@ from kvern.device.peer_sums import TIMED_ROWS, WAYS, Way
 from kvern.layers.fused import FusedLayer
 from kvern.outputs import RequestOutput
 from kvern.worker import rank_sums
-from tests import test_expert_parallel, test_pipeline_parallel, test_rank_engines, test_rank_weights
+from tests import noted_replays, test_expert_parallel, test_pipeline_parallel, test_rank_engines, test_rank_weights
 from tests.families import CPU_ALONE, make_checkpoint
 from tests.packers import gptq, store
 from tests.peft_adapters import make_adapter
@@ -33,6 +33,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning"),  # within PEFT
 ]
 
+FOUR = pytest.mark.skipif(torch.cuda.device_count() < 4, reason="fewer than four GPUs")
 DEVICE = "cuda"
 OPTIONS: dict[str, Any] = test_rank_engines.OPTIONS | {"device": DEVICE, "threads": None}
 PROCESSED = OPTIONS | {"logits_processors": test_rank_engines.ALL["logits_processors"]}
@@ -65,6 +66,9 @@ def expected(packages: None) -> list[list[list[int]]]:
         {"tensor_parallel_size": 2, "kv_tier": "host memory"},
         {"pipeline_parallel_size": 2},
         {"pipeline_parallel_size": 2, "overlap": False},
+        {"pipeline_parallel_size": 2, "cuda_graphs": False},
+        {"pipeline_parallel_size": 2, "proposer": "ngram"},
+        pytest.param({"tensor_parallel_size": 2, "pipeline_parallel_size": 2}, marks=FOUR),
         {"data_parallel_size": 2},
     ],
     ids=str,
@@ -72,6 +76,19 @@ def expected(packages: None) -> list[list[list[int]]]:
 def test_two_gpus_answer_as_one_does(options: dict[str, Any], expected: list[list[list[int]]]) -> None:
     with LLM(**PROCESSED | options) as llm:
         assert said(test_rank_engines.answers(llm)) == expected
+
+
+@pytest.mark.parametrize("size", [1, pytest.param(2, marks=FOUR)])
+def test_every_rank_of_a_stage_replays_its_decodes(size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    options = OPTIONS | {"model": str(make_checkpoint("llama3", tmp_path / "model")), "max_model_len": 64}
+    with LLM(**options) as alone:
+        expected = said(alone.generate(PROMPTS, GREEDY))
+    file = noted_replays.note(monkeypatch, tmp_path)
+    with LLM(**options, tensor_parallel_size=size, pipeline_parallel_size=2) as llm:
+        assert said(llm.generate(PROMPTS, GREEDY)) == expected
+    replays = noted_replays.replays_in(file)
+    assert replays == replays[:1] * 2 * size
+    assert len(replays[0]) >= 24, "as many steps as the tokens of an answer"
 
 
 @pytest.mark.parametrize("deterministic", [False, True])

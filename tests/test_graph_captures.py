@@ -35,6 +35,12 @@ def test_every_step_has_its_graph_and_the_likeliest_come_first(prefixes: bool, a
     assert order[: len(sizes)] == [Captured(size, False, False, False) for size in sorted(sizes, reverse=True)]
 
 
+def test_stages_before_the_last_have_no_graphs_that_only_sample_otherwise() -> None:
+    """So they have made theirs when the last has, which says when all are done."""
+    last, first = (list(captures(100, True, True, samples)) for samples in (True, False))
+    assert first == [item for item in last if not item.options]
+
+
 def test_a_step_whose_graph_is_missing_takes_the_next_larger_of_its_kind() -> None:
     there = [Captured(64, False, False, False), Captured(32, False, False, False), Captured(4, False, True, False)]
     assert smallest(there, 3, False, False) == there[1]

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 
+from kvern.kernels.hopper import tiles_of
 from kvern.kernels.launch import Launcher
 
 
@@ -77,3 +78,20 @@ def test_another_kind_of_arguments_compiles_anew(kernel: Kernel, change: Any) ->
     arguments, options = change(x)
     launcher[1,](*arguments, **options)
     assert len(kernel.compiled) == 2
+
+
+def test_tiles_compile_by_their_shape_and_missing_arguments_by_their_place(kernel: Kernel) -> None:
+    launcher = Launcher(kernel)
+    launcher._variable = 3
+    x, other = (torch.zeros(16, 64, dtype=torch.bfloat16).as_subclass(OnDevice) for _ in range(2))
+    launcher[1,](tiles_of(x, 8, 32), x, None, 128)
+    launcher[1,](moved := tiles_of(other, 8, 32), other, None, 128)
+    assert len(kernel.compiled) == 1
+    assert kernel.compiled[0].launches[0][-4:] == (moved, other, None, 128)
+    for changed in (
+        (tiles_of(x, 16, 32), x, None),
+        (tiles_of(x.half(), 8, 32), x, None),
+        (tiles_of(x, 8, 32), None, x),
+    ):
+        launcher[1,](*changed, 128)
+    assert len(kernel.compiled) == 4

@@ -1,5 +1,7 @@
 """What products on Hopper GPUs (compute capability 9.0) share: tiles that TMA moves, and activations."""
 
+import functools
+
 import torch
 import triton.experimental.gluon.language as gl
 from triton.experimental import gluon
@@ -28,8 +30,12 @@ def hopper_multiplies(dtype: torch.dtype, inputs: int, outputs: int) -> bool:
 
 def tiles_of(matrix: torch.Tensor, rows: int, columns: int) -> TensorDescriptor:
     """How TMA moves tiles of a matrix; what lies outside is zero, and is not written."""
-    layout = gl.NVMMASharedLayout.get_default_for([rows, columns], DTYPES[matrix.dtype])
-    return TensorDescriptor.from_tensor(matrix, [rows, columns], layout)
+    return TensorDescriptor.from_tensor(matrix, [rows, columns], _layout(rows, columns, matrix.dtype))
+
+
+@functools.cache
+def _layout(rows: int, columns: int, dtype: torch.dtype) -> gl.NVMMASharedLayout:
+    return gl.NVMMASharedLayout.get_default_for([rows, columns], DTYPES[dtype])
 
 
 @gluon.jit

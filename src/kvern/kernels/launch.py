@@ -115,8 +115,9 @@ def next_power_of_2(number: int) -> int:
 class Launcher:
     """A kernel that is launched as Triton's are, in half the host's time: what was compiled before is looked up first.
 
-    Its `tl.constexpr` parameters come last, and its first argument is a tensor. Triton compiles for types, aligned
-    pointers, and integers that are 1 or multiples of 16; so much of the arguments is in the key.
+    Its `tl.constexpr` parameters come last, and its first argument is a tensor, or tiles of one that TMA moves. Triton
+    compiles for types, aligned pointers, integers that are 1 or multiples of 16, what is None, and the shape of tiles;
+    so much of the arguments is in the key.
     """
 
     def __init__(self, kernel: Any) -> None:
@@ -132,7 +133,8 @@ class Launcher:
         return functools.partial(self._launch, grid)
 
     def _launch(self, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
-        device = arguments[0].get_device()
+        first = arguments[0]
+        device = (first if isinstance(first, torch.Tensor) else first.base).get_device()
         if device < 0 or not self._variable:
             self._kernel[grid](*arguments, **options)
             return
@@ -142,6 +144,10 @@ class Launcher:
                 key.append(value.dtype if value.data_ptr() & 15 == 0 else (value.dtype,))
             elif isinstance(value, int):
                 key.append((value == 1, value & 15 == 0, value >> 31))
+            elif value is None:
+                key.append(None)
+            elif not isinstance(value, float):
+                key.append((value.base.dtype, *value.block_shape, value.layout))
         known = tuple(key)
         compiled = self._compiled.get(known)
         if compiled is None:

@@ -12,13 +12,13 @@ The matrix units add products of e4m3 in about 14 bits: sums of a step are added
 """
 
 import torch
-import triton
 import triton.experimental.gluon.language as gl
 from triton.experimental import gluon
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kvern.kernels.hopper import KINDS, activate_by, fetch_weights, hopper_multiplies, place_of, tiles_of
+from kvern.kernels.launch import Launcher, cdiv
 from kvern.kernels.linear import StreamShape
 from kvern.kernels.packed import Packed
 from kvern.kernels.scaled_product import STEP
@@ -226,6 +226,7 @@ def _multiply(
     write_sums(total, out, bias, partial, arrived, tile, tile, rows, outputs, SPLITS, KIND)
 
 
+@Launcher
 @gluon.jit(do_not_specialize=["rows", "outputs", "steps"])
 def _stream_kernel(
     x_tiles,
@@ -352,7 +353,7 @@ def _launch(
     rows, inputs = x.shape
     outputs = weight.shape[0] // (1 if activation is None else 2)
     wide = shape.outputs if activation is None else shape.outputs // 2
-    tiles = triton.cdiv(outputs, wide)
+    tiles = cdiv(outputs, wide)
     out = torch.empty(rows, outputs, dtype=dtype, device=x.device)
     partial = out
     if shape.splits > 1:
@@ -369,7 +370,7 @@ def _launch(
         arrived,
         rows,
         outputs,
-        triton.cdiv(inputs, shape.inputs),
+        cdiv(inputs, shape.inputs),
         x_runs,
         runs,
         KINDS.index(activation),

@@ -20,17 +20,16 @@ class ReceivedRows(Module):
         return self._stage.receive(torch.empty(len(ids), self._width, dtype=self._dtype, device=self._device))
 
 
-class SentRows(Module):
-    """Hands the residual on to the stage behind."""
+class HandedRows(Module):
+    """The residual, which the stage behind goes on with."""
 
     def __init__(self, build: Build) -> None:
         super().__init__()
-        self._add, self._stage = build.on_rows.add, build.ranks.stage
+        self._add = build.on_rows.add
         self._sum = build.ranks.sum if build.late_sums else None
 
     def after(self, hidden: Tensor, update: Tensor | None) -> tuple[Tensor, Tensor]:
         """The residual `[T, width]` with `update` added, twice: there is no norm."""
         if update is not None:
             hidden = self._add(hidden, update if self._sum is None else self._sum(update))
-        self._stage.send(hidden)
         return hidden, hidden

@@ -19,7 +19,7 @@ from kvern.layers.moe import MoE
 from kvern.layers.norm import make_norm
 from kvern.layers.per_layer import PerLayerInputs
 from kvern.layers.rope import RopeTable, Rotation
-from kvern.layers.stages import ReceivedRows, SentRows
+from kvern.layers.stages import HandedRows, ReceivedRows
 from kvern.layers.states import StepStates
 from kvern.mixer_spec import AttentionSpec, RecurrentSpec
 from kvern.model_spec import ModelSpec
@@ -95,7 +95,7 @@ class Decoder(WeightedModel):
         inner = replace(build, late_sums=sums_late(spec, build))
         layers = list(self._make_layers(inner))
         self.layers, self._halved_from = nn.ModuleList(layers), [layer.halved_from for layer in layers]
-        self.norm = make_norm(spec.norm, spec.hidden_size, "norm", inner) if stage.is_last else SentRows(inner)
+        self.norm = make_norm(spec.norm, spec.hidden_size, "norm", inner) if stage.is_last else HandedRows(inner)
         self._late_sums = inner.late_sums
         if stage.is_last:
             self.lm_head = self._make_head()
@@ -134,10 +134,17 @@ class Decoder(WeightedModel):
         that stores something computes no more than that, and layers behind it nothing. `adapters`: those of the tokens,
         and of the wanted ones. `states`: of their requests, where its layers have any. `inputs` takes what layers are
         given, without `wanted`.
-        Of several stages, the first reads `token_ids`, and those before the last return what they hand on.
+        Of several stages, the first reads `token_ids`, others receive rows, and those before the last hand theirs on.
         """
-        looked_up = None if self.per_layer is None else self.per_layer.table(token_ids)
-        return self.run(self.entry(token_ids), positions, attend, wanted, adapters, states, looked_up, inputs)
+        looked_up, stage = self.looked_up(token_ids), self.build.ranks.stage
+        hidden = self.run(self.entry(token_ids), positions, attend, wanted, adapters, states, looked_up, inputs)
+        if not stage.is_last:
+            stage.send(hidden)
+        return hidden
+
+    def looked_up(self, token_ids: Tensor) -> Tensor | None:
+        """Rows of the table of `PerLayerInputs` for `token_ids` [T], where the model has such."""
+        return None if self.per_layer is None else self.per_layer.table(token_ids)
 
     def run(
         self,
@@ -152,7 +159,7 @@ class Decoder(WeightedModel):
     ) -> Tensor:
         """As `forward`, from the tokens' embeddings `hidden` [T, hidden], which may be gone afterwards.
 
-        `looked_up`: their rows of the table of `PerLayerInputs`, where the model has such.
+        Or from what the stage before hands on; what the next one goes on with is returned alone. `looked_up`: of them.
         """
         rotations = self._rotations(positions)
         update: Tensor | SumsInFlight | None = None

@@ -5,7 +5,7 @@
     prompts     = operations / rate + all-reduces, or what of these is longer than the products beside them
 
 Stages are taken to be even. Each computes a share of the requests at a time, so that a decode of one of them takes what
-it takes a whole model with that share, and what stages hand on; on a GPU no less than launching its kernels one by one.
+it takes a whole model with that share, and what stages hand on.
 
 The shares of bandwidth and rate that steps reach are those that were measured on an H200 (docs/PERFORMANCE.md).
 """
@@ -37,8 +37,6 @@ from kvern.worker.rank_limits import check_share
 
 READ, COMPUTED = 0.9, 0.65
 """Shares of a card's bandwidth and rate that steps reach."""
-LAUNCHED = 3e-4
-"""Seconds that launching a layer takes a host, where steps are not captured."""
 WHOLE = (SMALL, "routers", "indexer", "attention queries, latents", "residual streams", "inputs of each layer")
 """Kinds of layers of which every rank has all."""
 MLP = "MLP gate, up", "MLP down"
@@ -259,8 +257,7 @@ def _decode_seconds(model: Model, card: Card, split: Split, rows: int, context: 
     keys = _key_bytes(model, context) * _part_of_keys(model, split) + 2 * model.state_bytes / split.tensor
     seconds = max(read / (READ * card.bandwidth), computed) + rows * keys / (READ * card.bandwidth)
     layers = 0 if card.host else len(model.spec.layers)
-    whole = seconds + layers * card.overhead + _moved(model, card, split, rows)
-    return whole if split.pipeline == 1 else max(whole, layers * LAUNCHED)
+    return seconds + layers * card.overhead + _moved(model, card, split, rows)
 
 
 def _prompt_seconds(model: Model, card: Card, split: Split, length: int, rows: int) -> float:

@@ -2,7 +2,8 @@
 
 A graph pads smaller batches. It owns the rows and positions that it reads, and advances them: as long as the same
 requests decode, a step is one launch and the host sends nothing. Where sampling takes more than a graph can do, it goes
-on behind the graph, from the logits that it leaves, and the graph's own token is overwritten.
+on behind the graph, from the logits that it leaves, and the graph's own token is overwritten. A stage's graph begins
+with the rows that the stage before hands on, or ends with those for the stage behind.
 """
 
 import contextlib
@@ -11,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
-from operator import is_not
+from operator import is_
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -33,6 +34,7 @@ from kvern.worker.device_sampling import sample_plain
 from kvern.worker.device_states import DeviceStateMemory
 from kvern.worker.graph_captures import Captured, captures, smallest
 from kvern.worker.shared_prefix import PrefixGroups, find_shared_prefixes
+from kvern.worker.stage_ends import StageEnds
 
 
 class DecodedStep(NamedTuple):
@@ -51,6 +53,20 @@ class DecodedStep(NamedTuple):
     positions: torch.Tensor
     sampled: torch.Tensor
 
+    def unowned(self) -> "DecodedStep":
+        """The same, where what is large lies in memory that other graphs may write to."""
+        return self._replace(hidden=unowned(self.hidden), logits=unowned(self.logits))
+
+
+class HandedStep(NamedTuple):
+    """What a step of a stage before the last leaves: rows `hidden` [R, hidden] to hand on, good until the next."""
+
+    hidden: torch.Tensor
+
+    def unowned(self) -> "HandedStep":
+        """As of a `DecodedStep`."""
+        return HandedStep(unowned(self.hidden))
+
 
 @dataclass
 class DecodeGraph:
@@ -62,7 +78,7 @@ class DecodeGraph:
     graph: torch.cuda.CUDAGraph
     inputs: torch.Tensor
     indices: torch.Tensor
-    outputs: DecodedStep
+    outputs: DecodedStep | HandedStep
     shared: SharedPrefix | None
     """Which requests begin alike, if the graph was captured to read that once."""
     slots: list[int]
@@ -102,7 +118,7 @@ def unowned(tensor: torch.Tensor) -> torch.Tensor:
     return torch.as_tensor(_Memory(tensor), device=tensor.device).view(tensor.dtype).view(tensor.shape)
 
 
-Left = TypeVar("Left", DecodedStep, DecodedStep | None)
+Left = TypeVar("Left", DecodedStep, DecodedStep | None, DecodedStep | HandedStep)
 
 
 def capture(step: Callable[[], Left], pool: Any, stream: torch.cuda.Stream) -> tuple[torch.cuda.CUDAGraph, Left]:
@@ -119,9 +135,7 @@ def capture(step: Callable[[], Left], pool: Any, stream: torch.cuda.Stream) -> t
                 graph.capture_end()
             raise
         graph.capture_end()
-    if outputs is None:
-        return graph, outputs
-    return graph, outputs._replace(hidden=unowned(outputs.hidden), logits=unowned(outputs.logits))
+    return graph, None if outputs is None else outputs.unowned()
 
 
 class DecodeGraphs:
@@ -145,11 +159,12 @@ class DecodeGraphs:
         self._prefix_members = prefix_members
         self._adapters = adapters
         self._reported = logprobs.empty(len(rows.requests), rows.device)
-        self._groups: PrefixGroups | None = None
-        self._grouped: list[NewRequest] = []
+        self._stage = decoder.build.ranks.stage
+        self._grouped: deque[tuple[list[NewRequest], PrefixGroups | None]] = deque(maxlen=self._stage.count)
         self._graphs: dict[Captured, DecodeGraph] = {}
         adapts = adapters is not None and adapters.captures
-        self.missing = deque(captures(rows.scratch, prefix_members > 0, adapts))
+        self.missing = deque(captures(rows.scratch, prefix_members > 0, adapts, self._stage.is_last))
+        self._ends = StageEnds(decoder, self.missing[0].size)
         self.pool = torch.cuda.graph_pool_handle()
         self.stream: torch.cuda.Stream = torch.cuda.Stream(rows.device)  # type: ignore[no-untyped-call]
 
@@ -177,7 +192,13 @@ class DecodeGraphs:
         `adapted`: some of the rows use adapters. `exact` [R] int32: where they begin, if `starts` are only bounds.
         `size`: of a graph that is large enough for so many requests, of which there may be none.
         """
-        return self._replay(slots, starts, options, adapted, exact, size).outputs.sampled[: len(slots)]
+        outputs = self._replay(slots, starts, options, adapted, exact, size).outputs
+        assert isinstance(outputs, DecodedStep), "a stage before the last hands on"
+        return outputs.sampled[: len(slots)]
+
+    def hand_on(self, slots: list[int], starts: list[int], adapted: bool) -> None:
+        """Start a step of one token for each request on a stage before the last; arguments as for `run`."""
+        self._ends.hand_on(self._replay(slots, starts, False, adapted, None, 0).outputs.hidden[: len(slots)])
 
     def logprobs(self, count: int, most: int) -> DeviceLogprobs:
         """Of the first `count` tokens of the last step with options, and of at most so many others beside each."""
@@ -194,6 +215,7 @@ class DecodeGraphs:
         """Start a step of one token for each request, whose sampling takes more than a graph can do; as `run`."""
         graph, count = self._replay(slots, starts, False, adapted, exact, size), len(slots)
         outputs, rows = graph.outputs, graph.inputs[0, :count]
+        assert isinstance(outputs, DecodedStep), "a stage before the last hands on"
         logits = self._decoder.whole_logits(outputs.logits[:count])
         return DecodedStates(outputs.hidden[:count], rows, outputs.positions[:count], logits)
 
@@ -222,20 +244,24 @@ class DecodeGraphs:
         graph.starts = [start + 1 for start in starts] + [0] * padding
         if exact is not None:
             graph.inputs[1, : len(starts)].copy_(exact)
+        if exact is not None or not self._stage.is_last:
             graph.starts = []  # the next step is told anew
+        self._ends.receive(len(slots), plain.size)
         graph.graph.replay()
         return graph
 
     def _shared_prefixes(self, slots: list[int], starts: list[int]) -> PrefixGroups | None:
-        """What the requests have in common, looked for when others decode than before."""
+        """What the requests have in common, looked for when others decode than before, or than in turns of stages."""
         if not self._prefix_members:
             return None
         requests = [self._rows.request(slot) for slot in slots]
-        if len(requests) != len(self._grouped) or any(map(is_not, requests, self._grouped)):
-            tables = [request.shareable_blocks(self._block_size) for request in requests]
-            self._groups = find_shared_prefixes(tables, starts, self._block_size, self._prefix_members)
-            self._grouped = requests
-        return self._groups
+        for grouped, groups in self._grouped:
+            if len(requests) == len(grouped) and all(map(is_, requests, grouped)):
+                return groups
+        tables = [request.shareable_blocks(self._block_size) for request in requests]
+        groups = find_shared_prefixes(tables, starts, self._block_size, self._prefix_members)
+        self._grouped.append((requests, groups))
+        return groups
 
     def _write(self, groups: PrefixGroups | None, graph: DecodeGraph) -> None:
         shared, graph.groups = graph.shared, groups
@@ -278,23 +304,25 @@ class DecodeGraphs:
         options: bool,
         shared: SharedPrefix | None,
         adapted: bool,
-    ) -> DecodedStep:
-        rows = self._rows
+    ) -> DecodedStep | HandedStep:
+        rows, decoder = self._rows, self._decoder
         slots, starts = inputs
         batch = decodes_on_device(rows, slots, starts, indices, self._block_size, shared)
         next_positions = batch.sample_positions
         adapter_indices = rows.adapters.index_select(0, slots) if adapted else None
         adapters = NO_ADAPTERS if adapter_indices is None else StepAdapters(adapter_indices, adapter_indices)
-        states = None if self._states is None else self._states.plan(batch)
-        hidden = self._decoder(
-            batch.token_ids, batch.positions, self._attention.plan(batch), adapters=adapters, states=states
-        )
+        states: Any = None if self._states is None else self._states.plan(batch)  # in the place of `StepStates`
+        looked_up, entered = decoder.looked_up(batch.token_ids), self._ends.entered(batch.token_ids)
+        attend = self._attention.plan(batch)
+        hidden = decoder.run(entered, batch.positions, attend, None, adapters, states, looked_up)
+        if not self._stage.is_last:
+            return HandedStep(hidden)
         if options:
-            logits = self._decoder.logits(hidden, upcast=False)
+            logits = decoder.logits(hidden, upcast=False)
             scores = change(logits, slots, next_positions, rows, everything=False)
             sampled = sample(logits, scores, slots, next_positions, rows)
             logprobs.logprobs(logits, slots, rows.logprobs, sampled, self._reported)
         else:
-            logits, sampled = sample_plain(self._decoder, hidden, slots, next_positions, rows)
+            logits, sampled = sample_plain(decoder, hidden, slots, next_positions, rows)
         write_sampled(rows.tokens, slots, next_positions, sampled, starts)
         return DecodedStep(hidden, logits, next_positions, sampled)

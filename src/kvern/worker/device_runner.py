@@ -6,7 +6,7 @@ differences --> rows on the device --> tokens, positions, slot mapping read on t
              it sampling again, where more is asked for (grammars, beams, embeddings, custom code, rare filters)
              a step that verifies drafts: a graph as well, to the tokens that are kept
              small steps with prompts: graphs as well, up to the tokens sampled with a temperature alone
-             any other step: eager, decodes first, then runs of prompt tokens
+             any other step, and on stages all but decodes alone: eager, decodes first, then runs of prompt tokens
                                          |
 sampled tokens <-- copied to the host behind the step, which an event marks as done
 """
@@ -80,12 +80,14 @@ class DeviceRunner:
         self._drafter = GuardedDrafter(drafter, ranks=decoder.build.ranks)
         self._drafted: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
         self._graphs, self._prompt_graphs, self._verify_graphs = None, None, None
-        if cuda_graphs and attention.captures and rows.device.type == "cuda":
+        self._on_gpu = rows.device.type == "cuda"
+        if cuda_graphs and attention.captures and self._on_gpu:
             members = attention.prefix_members if shared_prefix_attention else 0
             bank = None if adapters is None else adapters.bank
             self._graphs = DecodeGraphs(decoder, attention, rows, block_size, members, bank, states)
             sizes = block_size, max_batch_tokens, self._graphs.pool, self._graphs.stream
-            is_alone = self._ranks.own_rows is None  # other ranks' steps may be of other kinds
+            # Other ranks' steps may be of other kinds; rows between stages are received for decodes alone.
+            is_alone = self._ranks.own_rows is None and self._ranks.stage.count == 1
             if attention.reads_device_starts and not attention.deterministic and is_alone:
                 self._prompt_graphs = PromptGraphs(decoder, attention, rows, *sizes, states)
             reader = self._drafter.reader
@@ -113,8 +115,7 @@ class DeviceRunner:
         try:
             step, computed = self._start(output.scheduled)
         except torch.OutOfMemoryError as error:
-            device = self._rows.device
-            free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 0
+            free = torch.cuda.mem_get_info(self._rows.device)[0] if self._on_gpu else 0
             torch.cuda.empty_cache()
             # Some layers' states have gone on already.
             raise StepTooLarge(f"({free / 2**20:.0f} MiB free)", final=self._states is not None) from error
@@ -125,7 +126,7 @@ class DeviceRunner:
 
     def _draft(self, computed: ComputedStep) -> None:
         """Guess what follows a step; the next one says what that took."""
-        if self._rows.device.type != "cuda":
+        if not self._on_gpu:
             self._drafter.draft(computed)
             return
         stream = torch.cuda.current_stream(self._rows.device)
@@ -170,7 +171,7 @@ class DeviceRunner:
         self._grammars.abandon()
         if self._graphs is not None:
             self._graphs.forget_inputs()
-        if self._rows.device.type == "cuda":
+        if self._on_gpu:
             torch.cuda.synchronize(self._rows.device)
 
     def _start(self, scheduled: Sequence[ScheduledTokens]) -> tuple[PendingStep, ComputedStep | None]:
@@ -213,11 +214,11 @@ class DeviceRunner:
         inputs = self._drafter.inputs
         hidden = self._decoder(batch.token_ids, batch.positions, attend, positions, adapters, states, inputs)
         if not is_last:
-            return PendingStep(scheduled, None, on_gpu=self._rows.device.type == "cuda"), None
+            return PendingStep(scheduled, None, on_gpu=self._on_gpu), None
         prompts = prompt_logprobs(self._decoder, batch, runs, hidden, reported)
         if not batch.sample_slots:
-            on_gpu = self._rows.device.type == "cuda"  # or a long prompt's steps would all be launched at once
-            step = PendingStep(scheduled, None, prompt_logprobs=prompts, on_gpu=on_gpu)
+            # A GPU is waited for, or a long prompt's steps would all be launched at once.
+            step = PendingStep(scheduled, None, prompt_logprobs=prompts, on_gpu=self._on_gpu)
             if drafting:
                 self._rows.advance(scheduled, batch.device_starts)
         else:
@@ -244,6 +245,9 @@ class DeviceRunner:
         """A step of plain decodes, for which there is a graph of `size` rows or more."""
         slots = [item.slot for item in scheduled]
         starts = [item.start for item in scheduled]
+        if not self._ranks.stage.is_last:
+            graphs.hand_on(slots, starts, adapted)
+            return PendingStep(scheduled, None, on_gpu=self._on_gpu)
         exact = self._rows.starts(scheduled) if uncertain else None
         if not wanted & ~IN_KERNELS and graphs.can_run(size, adapted, bool(wanted)):
             sampled = graphs.run(slots, starts, bool(wanted), adapted, exact, size)
@@ -289,7 +293,7 @@ class DeviceRunner:
         graph, count = replayed
         outputs = graph.outputs
         if not count:
-            return PendingStep(scheduled, None, on_gpu=self._rows.device.type == "cuda")
+            return PendingStep(scheduled, None, on_gpu=self._on_gpu)
         assert outputs is not None, "a model's graphs sample"
         if not needs:
             return PendingStep(scheduled, outputs.sampled[:count])

@@ -48,15 +48,15 @@ def smallest(captured: Collection[Captured], requests: int, options: bool, adapt
     return min((other for other in captured if other[1:] == exact[1:] and other.size > requests), default=None)
 
 
-def captures(requests: int, prefixes: bool, adapters: bool) -> Iterator[Captured]:
+def captures(requests: int, prefixes: bool, adapters: bool, samples: bool = True) -> Iterator[Captured]:
     """All graphs of an engine that runs so many requests at once, the likeliest first.
 
-    Of a kind the largest comes first, in whose memory the others find place.
+    Of a kind the largest comes first, in whose memory the others find place. `samples`: it is no stage before the last.
     """
     sizes = sorted({padded_size(count) for count in range(1, requests + 1)}, reverse=True)
     for adapted in (False, True) if adapters else (False,):
         for prefix in (False, True) if prefixes else (False,):
-            for options in (False, True):
+            for options in (False, True) if samples else (False,):
                 for size in sizes:
                     if size >= LEAST_REQUESTS or not prefix:
                         yield Captured(size, options, prefix, adapted)

@@ -74,7 +74,6 @@ class KernelParts:
         self._layers = list(spec.attentions)
         self.unquantized = TunedLinear(memory.device, plan.linear_backend)
         self._choice: AttentionChoice | None = None
-        self._captures = config.cuda_graphs and config.pipeline_parallel_size == 1  # a graph samples
         self.groups = LayerGroups.one_table(self._layers)
 
     @property
@@ -162,7 +161,7 @@ class KernelParts:
             layout.block_size,
             contents.grammars,
             contents.processors,
-            self._captures,
+            config.cuda_graphs,
             config.shared_prefix_attention,
             contents.adapters,
             layout.max_batch_tokens,
@@ -264,10 +263,12 @@ class KernelParts:
         runner.execute(SchedulerOutput(0, joined=joined, scheduled=prompts)).result()
         torch.cuda.reset_peak_memory_stats(device)
         runner.execute(SchedulerOutput(1, scheduled=decodes)).result()
-        if not (self._captures and attention.captures):
+        if not (self._config.cuda_graphs and attention.captures):
             return 0
-        adapts = contents.adapters is not None and contents.adapters.bank.captures
-        graphs = sum(1 for _ in captures(slots, attention.prefix_members > 0, adapts))
+        adapts, stage = contents.adapters is not None and contents.adapters.bank.captures, contents.ranks.stage
+        graphs = sum(1 for _ in captures(slots, attention.prefix_members > 0, adapts, stage.is_last))
+        if stage.count > 1:
+            return torch.cuda.max_memory_allocated(device) - before + graphs * GRAPH_BYTES
         if attention.reads_device_starts and not attention.deterministic and states is None:
             mixed = prompt_steps(slots, self._plan.max_batch_tokens, longest)
             graphs += len(mixed)
