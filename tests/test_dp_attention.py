@@ -30,6 +30,7 @@ from tests.tiny_model import make_tiny_model
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 SECONDS = 60.0
+CPU = torch.device("cpu")
 RANK = "kvern.engine.home_process"
 FAMILIES = ("mixtral", "qwen3_moe", "qwen2_moe", "granitemoe", "glm4_moe", "dots1", "deepseek_v3", "qwen3_next")
 """With shared experts, behind gates, too; layers without experts; latents; states."""
@@ -66,13 +67,13 @@ def test_each_rank_computes_its_own_rows(family: str, size: int, whole: WholeExp
 
     def run(rank: int) -> torch.Tensor | None:
         ranks = rank_of_own_rows(rank, size)
-        ranks.connect(folder / "meeting", torch.device("cpu"), SECONDS)
+        ranks.connect(folder / "meeting", CPU, SECONDS)
         decoder = load_model(folder, ranks=ranks, whole_experts=whole)
         assert ranks.own_rows is not None
         if rank < len(prompts):
-            ranks.own_rows.agree(len(prompts[rank]), decodes=False)
+            ranks.own_rows.agree(len(prompts[rank]), None)
             return logits(decoder, prompts[rank])
-        ranks.own_rows.agree(0, decodes=True)
+        ranks.own_rows.agree(0, (0, 0))
         with torch.inference_mode():
             decoder.assist()
         return None
@@ -83,6 +84,39 @@ def test_each_rank_computes_its_own_rows(family: str, size: int, whole: WholeExp
     for prompt, own in zip(prompts, found, strict=False):
         assert own is not None
         assert (own - logits(alone, prompt)).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize(
+    ("steps", "room"),
+    [
+        ([(3, (3, 0)), (5, (5, 0))], [5, 0]),
+        ([(3, (3, 0)), (9, (1, 8)), (0, (0, 0))], [3, 8]),
+        ([(3, (3, 0)), (900, None)], None),
+        ([(0, (0, 0)), (2, (2, 0))], [2, 0]),
+    ],
+    ids=["decodes", "a prompt beside decodes", "a long prompt", "nothing"],
+)
+def test_ranks_replay_what_has_room_for_each_or_launch_kernels(
+    steps: list[tuple[int, tuple[int, int] | None]], room: list[int] | None, tmp_path: Path
+) -> None:
+    size = len(steps)
+
+    def run(rank: int) -> tuple[int, list[int] | None, list[float], list[float]]:
+        own_rows = rank_of_own_rows(rank, size).own_rows
+        assert own_rows is not None
+        own_rows.connect(tmp_path / "meeting", CPU, SECONDS, frozenset(), ordered=False, listener=None)
+        count, own_room = steps[rank]
+        most = own_rows.agree(count, own_room)
+        rows = torch.full((count, 1), float(rank))
+        everybodys = own_rows.gather(rows)
+        return most, own_rows.room, everybodys[:, 0].tolist(), own_rows.sum_scattered(everybodys, count)[:, 0].tolist()
+
+    with ThreadPoolExecutor(size) as threads:
+        found = list(threads.map(run, range(size)))
+    counts = [count for count, _ in steps]
+    gathered = [float(rank) for rank, count in enumerate(counts) for _ in range(count)]
+    summed = [[float(rank * size)] * count for rank, count in enumerate(counts)]
+    assert found == [(max(counts), room, gathered, own) for own in summed]
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""Ranks with rows of their own replay decodes of one size together; kernels and replays are interpreted here."""
+"""Ranks with rows of their own replay steps of one size together; kernels and replays are interpreted here."""
 
 import dataclasses
 import threading
@@ -11,6 +11,8 @@ import pytest
 import torch
 
 import kvern.worker.cuda_graph
+import kvern.worker.device_runner
+import kvern.worker.prompt_graphs
 import kvern.worker.worker
 from kvern import LLM, EngineConfig, SamplingParams
 from kvern.device.own_rows import OwnRows
@@ -26,6 +28,7 @@ from kvern.worker.cuda_graph import DecodedStep, DecodeGraph, DecodeGraphs
 from kvern.worker.device_runner import DeviceRunner
 from kvern.worker.executor import OwnRowsExecutor
 from kvern.worker.plan import agree, lay_out
+from kvern.worker.prompt_graphs import PromptGraphs
 from kvern.worker.rank_wire import TakeTurn
 from kvern.worker.startup import Startup
 from kvern.worker.worker import Worker
@@ -39,8 +42,10 @@ pytestmark = [
 SECONDS = 120.0
 TOKENS = 4
 CPU = torch.device("cpu")
-PROMPTS = [[[5, 9, 17, 33, 2], [3, 1, 4], [7, 8]], [[100, 101]]]
+PROMPTS = [[[5, 9, 17, 33, 2], [3, 1, 4], [7, 8], [6, 5, 4]], [[100, 101]]]
 """Those of each rank, which has other numbers of decodes in most steps."""
+LATE = 14
+"""The first rank gets its last prompt in this turn, when the other has long ended."""
 
 
 class Baton(Ranks):
@@ -57,8 +62,8 @@ class Baton(Ranks):
         finally:
             self._turn.acquire()
 
-    def numbers(self, number: int) -> list[int]:
-        found: list[int] = self._waiting(super().numbers, number)
+    def numbers(self, *numbers: int) -> list[list[int]]:
+        found: list[list[int]] = self._waiting(super().numbers, *numbers)
         return found
 
     def gather(self, x: torch.Tensor) -> torch.Tensor:
@@ -73,11 +78,11 @@ class Baton(Ranks):
 class Repeated:
     """In the place of a CUDA graph: computes the captured step again, for as many rows on all ranks."""
 
-    def __init__(self, own_rows: OwnRows, step: Callable[[], DecodedStep]) -> None:
+    def __init__(self, own_rows: OwnRows, step: Callable[[], Any]) -> None:
         self._own_rows, self._step, self.outputs = own_rows, step, step()
 
     def replay(self) -> None:
-        self._own_rows._most = self._own_rows._places = None  # as it was captured
+        self._own_rows._counts, self._own_rows._places = [], None  # as it was captured
         for target, source in zip(self.outputs, self._step(), strict=True):
             target.copy_(source)
 
@@ -99,6 +104,26 @@ class Recorded(DecodeGraphs):
         return dataclasses.replace(graph, outputs=outputs)
 
 
+class RecordedPrompts(PromptGraphs):
+    """The same of steps with prompts: how many decodes of its own a rank has in them, and tokens of prompts."""
+
+    replayed: list[tuple[int, int]]
+
+    def _record(self, step: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
+        own_rows = self._decoder.build.ranks.own_rows
+        assert own_rows is not None
+        graph = Repeated(own_rows, step)
+        return graph.replay, graph.outputs
+
+    def run(self, scheduled: Any, room: Any) -> Any:
+        replayed = super().run(scheduled, room)
+        assert replayed is not None, "there is one for each step"
+        decodes = sum(item.count == 1 for item in scheduled)
+        self.replayed.append((decodes, sum(item.count for item in scheduled) - decodes))
+        graph, count = replayed
+        return dataclasses.replace(graph, outputs=DecodedStep(*(output.clone() for output in graph.outputs))), count
+
+
 class Nothing:
     def __init__(self, *_: Any) -> None:
         pass
@@ -112,13 +137,18 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name in ("Stream", "graph_pool_handle"):
         monkeypatch.setattr(torch.cuda, name, Nothing)
     monkeypatch.setattr(kvern.worker.cuda_graph, "capture", repeated)
+    monkeypatch.setattr(kvern.worker.prompt_graphs, "DECODES", (4,))
+    monkeypatch.setattr(kvern.worker.prompt_graphs, "TOKENS", (6,))
     return make_checkpoint("qwen3_moe", tmp_path)
 
 
-def run_rank(folder: Path, rank: int, turn: threading.Lock) -> tuple[dict[str, list[int]], list[tuple[int, int]]]:
-    """The answers of a rank's own requests, and what it has replayed."""
+Replayed = list[tuple[int, int]]
+
+
+def run_rank(folder: Path, rank: int, turn: threading.Lock) -> tuple[dict[str, list[int]], Replayed, Replayed]:
+    """The answers of a rank's own requests, and what it has replayed: of decodes, and with prompts."""
     options = {"tensor_parallel_size": 2, "enable_expert_parallel": True, "enable_dp_attention": True, "device": "cpu"}
-    config = EngineConfig(model=str(folder), **OPTIONS | options)
+    config = EngineConfig(model=str(folder), max_batch_tokens=6, **OPTIONS | options)
     own_rows = OwnRows(Baton(rank, 2, turn))
     ranks = Ranks(own_rows=own_rows)
     with turn:
@@ -131,7 +161,9 @@ def run_rank(folder: Path, rank: int, turn: threading.Lock) -> tuple[dict[str, l
         runner: Any = worker.runner
         assert isinstance(runner, DeviceRunner)
         runner._graphs = Recorded(runner._decoder, runner._attention, runner._rows, layout.block_size, 0)
-        runner._graphs.replayed = []
+        places = layout.block_size, 10, None, None
+        runner._prompt_graphs = RecordedPrompts(runner._decoder, runner._attention, runner._rows, *places)
+        runner._graphs.replayed, runner._prompt_graphs.replayed = [], []
         executor = OwnRowsExecutor(worker, own_rows)
         while runner.idle():
             pass
@@ -142,25 +174,28 @@ def run_rank(folder: Path, rank: int, turn: threading.Lock) -> tuple[dict[str, l
             for number, prompt in enumerate(PROMPTS[rank])
         ]
         answers: dict[str, list[int]] = {}
-        message = TakeTurn([(spec, []) for spec in asked])
-        while sum(own_rows.ranks.numbers(core.has_work or bool(message.added))):
-            for event in take_turn(core, executor, message):
+        for number in range(2 * LATE):
+            added = {0: asked[:3], LATE: asked[3:]}.get(number, [])
+            for event in take_turn(core, executor, TakeTurn([(spec, []) for spec in added])):
                 answers.setdefault(event.request_id, []).extend(event.token_ids)
-            message = TakeTurn()
-    return answers, runner._graphs.replayed
+        assert not core.has_work
+    return answers, runner._graphs.replayed, runner._prompt_graphs.replayed
 
 
 @pytest.mark.nightly
-def test_ranks_replay_decodes_of_one_size_together(folder: Path) -> None:
+def test_ranks_replay_steps_of_one_size_together(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     alone = LLM(str(folder), device="cpu", **OPTIONS)
     prompts = [prompt for own in PROMPTS for prompt in own]
     lengths = [TOKENS + number for own in PROMPTS for number in range(len(own))]
     params = [SamplingParams(temperature=0, max_tokens=length, ignore_eos=True) for length in lengths]
     expected = [output.outputs[0].token_ids for output in alone.generate(prompts, params)]
     turn = threading.Lock()
+    monkeypatch.setattr(kvern.worker.device_runner, "build_device_batch", None)  # no step is launched by kernels
     with ThreadPoolExecutor(2) as threads:
-        (first, replayed), (second, others) = threads.map(lambda rank: run_rank(folder, rank, turn), range(2))
-    assert [*first.values(), *second.values()] == expected
-    assert [size for size, _ in replayed] == [size for size, _ in others]
-    counts = {count for _, count in others}
+        first, second = threads.map(lambda rank: run_rank(folder, rank, turn), range(2))
+    assert [*first[0].values(), *second[0].values()] == expected
+    assert [size for size, _ in first[1]] == [size for size, _ in second[1]]
+    counts = {count for _, count in second[1]}
     assert {0, 1} <= counts, "the other has fewer rows, in some steps none"
+    prompts_of_one = {(own[1] > 0, other) for own, other in zip(first[2], second[2], strict=True)}
+    assert {(True, (0, 2)), (True, (1, 0)), (True, (0, 0))} <= prompts_of_one, "it has a prompt, a decode, or nothing"

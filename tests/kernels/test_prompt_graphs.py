@@ -41,8 +41,8 @@ class Recorded(PromptGraphs):
 
         return replay, outputs
 
-    def run(self, scheduled: Any) -> Any:
-        replayed = super().run(scheduled)
+    def run(self, scheduled: Any, room: Any) -> Any:
+        replayed = super().run(scheduled, room)
         if replayed is None:
             return None
         self.used.append(any(item.count == 1 for item in scheduled))

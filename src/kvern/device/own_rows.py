@@ -9,6 +9,8 @@ from torch import Tensor
 from kvern.device.ranks import Ranks
 from kvern.device.transfer import upload
 
+NO_ROOM = -1, -1
+
 
 def rank_of_own_rows(rank: int, size: int) -> Ranks:
     """Rank `rank` of `size` that share experts alone."""
@@ -24,11 +26,11 @@ class OwnRows:
 
     def __init__(self, ranks: Ranks) -> None:
         self.ranks = ranks
-        self.most_decodes = 0
-        """Rows of the rank with most, of a step of decodes alone on all ranks; 0: it is another."""
-        self._most: int | None = None
+        self.room: list[int] | None = None
+        """What a captured step of all ranks has to have room for; None: the step is launched kernel by kernel."""
+        self._counts: list[int] = []
+        """Rows of each rank; empty: all have equally many."""
         self._places: Tensor | None = None
-        """Of rows among those that are padded, [N] int64; None: none is."""
         self._device = torch.device("cpu")
 
     def connect(
@@ -45,31 +47,39 @@ class OwnRows:
         self._device = device
         self.ranks.connect(place, device, seconds, kernels, ordered=ordered, listener=listener, on_host=True)
 
-    def agree(self, count: int, *, decodes: bool) -> int:
+    def agree(self, count: int, room: tuple[int, int] | None) -> int:
         """This rank's next step has so many rows: how many that of the rank with most has.
 
-        `decodes`: each of them is a request's one, so that the step may be captured; it is if all ranks say so.
+        `room`: what a captured step has to have room for that does this one; None: there can be none. If no rank says
+        that, all replay the same one, with room for whatever any of them has.
         """
-        told = self.ranks.numbers(2 * count + decodes)
-        counts = [number // 2 for number in told]
-        self._most = most = max(counts)
-        self.most_decodes = most if all(number % 2 for number in told) else 0
-        self._places = None
-        if min(counts) < most:
-            places = [rank * most + row for rank, count in enumerate(counts) for row in range(count)]
-            self._places = upload(places, torch.int64, self._device)
-        return most
+        told = self.ranks.numbers(count, *(room or NO_ROOM))
+        self._counts, self._places = [first for first, *_ in told], None
+        rooms = [(decodes, tokens) for _, decodes, tokens in told]
+        self.room = None if NO_ROOM in rooms else [max(wanted) for wanted in zip(*rooms, strict=True)]
+        return max(self._counts)
 
     def gather(self, x: Tensor) -> Tensor:
         """The rows of all ranks `[N, width]`, on each of them, of this one's `x [T, width]`."""
-        most = len(x) if self._most is None else self._most
+        most = max(self._counts, default=len(x))
         padded = x if len(x) == most else torch.cat((x, x.new_zeros(most - len(x), x.shape[1])))
-        rows = self.ranks.gather(padded.contiguous())
-        return rows if self._places is None else rows.index_select(0, self._places)
+        rows, places = self.ranks.gather(padded.contiguous()), self._places_of_rows(most)
+        return rows if places is None else rows.index_select(0, places)
 
     def sum_scattered(self, x: Tensor, count: int) -> Tensor:
         """Of the sum of what all ranks have for the rows of all, `x [N, width]`, this rank's own `[count, width]`."""
-        if self._places is not None:
-            assert self._most is not None
-            x = x.new_zeros(self.ranks.size * self._most, x.shape[1]).index_copy_(0, self._places, x)
+        most = max(self._counts, default=count)
+        places = self._places_of_rows(most)
+        if places is not None:
+            x = x.new_zeros(self.ranks.size * most, x.shape[1]).index_copy_(0, places, x)
         return self.ranks.sum_scattered(x)[:count]
+
+    def _places_of_rows(self, most: int) -> Tensor | None:
+        """Of the rows of all ranks among those that are padded, [N] int64; None: none is.
+
+        They are sent once for a step, and not at all for one that is replayed.
+        """
+        if self._places is None and min(self._counts, default=most) < most:
+            places = [rank * most + row for rank, count in enumerate(self._counts) for row in range(count)]
+            self._places = upload(places, torch.int64, self._device)
+        return self._places

@@ -140,10 +140,6 @@ class Ranks:
         """Whether a last layer may leave rows out behind which nothing is sampled: no other rank counts on them."""
         return self.stage.is_last and self.own_rows is None
 
-    def padded_decodes(self, count: int) -> int:
-        """How many rows a captured step of `count` decodes has to have at least; 0: it cannot be a captured one."""
-        return count if self.own_rows is None else self.own_rows.most_decodes
-
     @property
     def sharing_experts(self) -> int:
         """Ranks that have a share of the same experts each."""
@@ -196,14 +192,15 @@ class Ranks:
             return self._memory.beside(x, width)
         return torch.cat(self._parts(x), -1)[:, :width].contiguous()
 
-    def numbers(self, number: int) -> list[int]:
+    def numbers(self, *numbers: int) -> list[list[int]]:
         """What each rank has said, on each of them; the host waits for the others, and no device."""
-        told = torch.tensor([[number]])
+        told = torch.tensor([numbers])
         if self._memory is not None:
-            return self._memory.beside(told, self.size)[0].tolist()
-        parts = [torch.empty_like(told) for _ in range(self.size)]
+            found: list[list[int]] = self._memory.beside(told, told.numel() * self.size).view(self.size, -1).tolist()
+            return found
+        parts = list(told.new_empty(self.size, *told.shape).unbind())
         self._groups[-1].allgather([parts], [told]).wait()
-        return [int(part) for part in parts]
+        return [part[0].tolist() for part in parts]
 
     def gather(self, x: Tensor) -> Tensor:
         """`x [N, width]` of all ranks, one behind the other, on each of them: `[size * N, width]`."""

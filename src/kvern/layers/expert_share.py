@@ -53,7 +53,7 @@ class ExpertShare:
         if self.placement is None:
             return topk_ids
         if len(self._slots) == 1:
-            return self._slots[0][topk_ids]
+            return self._slots[0].index_select(0, topk_ids.flatten()).view_as(topk_ids)  # one launch
         turn = torch.arange(len(topk_ids), device=topk_ids.device).remainder_(TURNS).unsqueeze(1)
         return self._slots[turn, topk_ids]
 

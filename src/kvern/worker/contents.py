@@ -58,6 +58,10 @@ class Runner(Protocol):
         """Start one step. Raises StepTooLarge if its differences have come, but it does not fit into memory."""
         ...
 
+    def room(self, output: SchedulerOutput) -> tuple[int, int] | None:
+        """Decodes, and tokens of prompts, that a captured step which does this needs room for; None: there is none."""
+        ...
+
     def idle(self) -> bool:
         """Make one thing that steps would run faster with, while none runs; whether there are more."""
         ...

@@ -112,7 +112,7 @@ class DeviceDraftModel:
     def _catch_up(self, behind: Sequence[tuple[int, int, int]]) -> None:
         """Compute what rows are behind with, of which nothing is wanted but the keys; as `parts_of`."""
         for part in parts_of(behind, self._max_tokens):
-            if self.graphs is None or self.graphs.prompts.run(part) is None:
+            if self.graphs is None or self.graphs.prompts.run(part, self.graphs.prompts.room(part)) is None:
                 self._run(build_device_batch(self._rows, part, self._block_size))
 
     def _decode(self, scheduled: Sequence[ScheduledTokens], starts: torch.Tensor) -> None:

@@ -38,7 +38,7 @@ from kvern.worker.drafter import Captures, ComputedStep, Drafter, GuardedDrafter
 from kvern.worker.graph_captures import give_up
 from kvern.worker.needs import Needs, RowNeeds
 from kvern.worker.processor_rows import ProcessorRows
-from kvern.worker.prompt_graphs import PromptGraphs
+from kvern.worker.prompt_graphs import PromptGraphs, PromptStep, room_of
 from kvern.worker.rank_choice import CHOSEN_BY_FIRST, change_choices, chosen_by_first
 from kvern.worker.result import PendingStep, PromptLogprobs, embeddings, prompt_logprobs, prompt_runs, tokens_wanted
 from kvern.worker.step_parts import StepTooLarge
@@ -74,8 +74,7 @@ class DeviceRunner:
         self._rows = rows
         self._block_size = block_size
         self._grammars, self._processors = grammars, processors
-        self._adapters = adapters
-        self._states = states
+        self._adapters, self._states = adapters, states
         self._needs = RowNeeds(rows.scratch)
         self._drafter = GuardedDrafter(drafter, ranks=decoder.build.ranks)
         self._drafted: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
@@ -86,13 +85,12 @@ class DeviceRunner:
             bank = None if adapters is None else adapters.bank
             self._graphs = DecodeGraphs(decoder, attention, rows, block_size, members, bank, states)
             sizes = block_size, max_batch_tokens, self._graphs.pool, self._graphs.stream
-            # Other ranks' steps may be of other kinds; rows between stages are received for decodes alone.
-            is_alone = self._ranks.own_rows is None and self._ranks.stage.count == 1
-            if attention.reads_device_starts and not attention.deterministic and is_alone:
+            one_stage = self._ranks.stage.count == 1  # rows between stages are received for decodes alone
+            if attention.reads_device_starts and not attention.deterministic and one_stage:
                 self._prompt_graphs = PromptGraphs(decoder, attention, rows, *sizes, states)
             reader = self._drafter.reader
             drafts = drafts and self._drafter.drawn is None and (reader is not None or self._drafter.inputs is None)
-            if drafts and attention.reads_device_starts and is_alone:
+            if drafts and attention.reads_device_starts and one_stage and self._ranks.own_rows is None:
                 self._verify_graphs = VerifyGraphs(decoder, attention, rows, *sizes, bank, states, reader)
 
     @torch.inference_mode()
@@ -139,11 +137,22 @@ class DeviceRunner:
     @torch.inference_mode()
     def assist(self) -> None:
         """Take part in a step of other ranks: in a graph of rows that pad, or with experts alone."""
-        size = self._ranks.padded_decodes(0)
-        if size and self._graphs is not None and self._graphs.can_run(size, adapted=False):
-            self._graphs.run([], [], options=False, size=size)
-        else:
+        room, graphs, prompt_graphs = self._room_of_all([]), self._graphs, self._prompt_graphs
+        if room is not None and room.is_plain and graphs is not None and graphs.can_run(room.decodes, adapted=False):
+            graphs.run([], [], options=False, size=room.decodes)
+        elif prompt_graphs is None or room is None or room.is_plain or prompt_graphs.run([], room) is None:
             self._decoder.assist()
+
+    def room(self, output: SchedulerOutput) -> PromptStep | None:
+        """Decodes, and tokens of prompts, that a captured step which does this needs room for; None: there is none."""
+        joined = {request.slot: request for request in output.joined}
+        return room_of(self._prompt_graphs, output.scheduled, lambda slot: joined.get(slot) or self._rows.request(slot))
+
+    def _room_of_all(self, scheduled: Sequence[ScheduledTokens]) -> PromptStep | None:
+        """As `room`, of rows that have joined; of ranks with rows of their own, what they agreed on."""
+        if (own_rows := self._ranks.own_rows) is None:
+            return room_of(self._prompt_graphs, scheduled, self._rows.request)
+        return None if own_rows.room is None else PromptStep(*own_rows.room)
 
     @torch.inference_mode()
     def idle(self) -> bool:
@@ -177,11 +186,10 @@ class DeviceRunner:
     def _start(self, scheduled: Sequence[ScheduledTokens]) -> tuple[PendingStep, ComputedStep | None]:
         """Compute and sample; what a drafter is told, if it is to guess what follows."""
         wanted = 0
-        decodes, uncertain = True, False
+        uncertain = False
         for item in scheduled:
             if item.sampled:
                 wanted |= self._needs[item.slot]
-            decodes = decodes and item.count == item.sampled == 1
             uncertain = uncertain or item.uncertain
         if uncertain and (wanted & Needs.PROCESSORS or not self._attention.reads_device_starts):
             scheduled = self._rows.certain(scheduled)
@@ -191,15 +199,15 @@ class DeviceRunner:
         slots = [item.slot for item in scheduled]
         adapted = self._adapters is not None and max(self._adapters.indices(self._rows, slots)) >= 0
         drafting = self._drafter.is_asked(scheduled)
-        size = self._ranks.padded_decodes(len(slots)) if decodes and not drafting else 0
-        if size and self._graphs is not None and self._graphs.can_run(size, adapted):
-            return self._replay_decodes(self._graphs, scheduled, wanted, adapted, uncertain, size), None
-        verified = self._replay_drafts(scheduled, wanted, adapted) if drafting or not decodes else None
-        if verified is not None:
+        decodes = (room := self._room_of_all(scheduled)) is not None and room.is_plain
+        if room is not None and decodes and not drafting:
+            if self._graphs is not None and self._graphs.can_run(room.decodes, adapted):
+                return self._replay_decodes(self._graphs, scheduled, wanted, adapted, uncertain, room.decodes), None
+        elif (verified := self._replay_drafts(scheduled, wanted, adapted)) is not None:
             return verified
         is_read = drafting and self._drafter.reads_hidden
         if self._prompt_graphs is not None and not (decodes or adapted or uncertain or is_read):
-            step = self._replay_prompts(self._prompt_graphs, scheduled, wanted)
+            step = self._replay_prompts(self._prompt_graphs, scheduled, wanted, room)
             if step is not None:
                 return step, self._behind_prompts(scheduled) if drafting else None
         batch = build_device_batch(self._rows, scheduled, self._block_size)
@@ -280,14 +288,10 @@ class DeviceRunner:
         return PendingStep(scheduled, sampled, counts, found, kept=kept), computed
 
     def _replay_prompts(
-        self, graphs: PromptGraphs, scheduled: Sequence[ScheduledTokens], needs: int
+        self, graphs: PromptGraphs, scheduled: Sequence[ScheduledTokens], needs: int, room: PromptStep | None
     ) -> PendingStep | None:
-        """A small step with prompts, if there is a graph for it."""
-        for item in scheduled:
-            request = self._rows.request(item.slot)
-            if request.params.prompt_logprobs is not None and item.start + 1 < request.spec.prompt_length:
-                return None
-        replayed = graphs.run(scheduled)
+        """A small step with prompts, if there is a graph with this room."""
+        replayed = graphs.run(scheduled, room)
         if replayed is None:
             return None
         graph, count = replayed

@@ -253,13 +253,12 @@ class OwnRowsExecutor(InProcessExecutor):
 
     def _start(self, output: SchedulerOutput) -> StepResult:
         self._has_started = True
-        decodes = all(item.count == item.sampled == 1 for item in output.scheduled)
-        self._own_rows.agree(output.token_count, decodes=decodes)
+        self._own_rows.agree(output.token_count, self._worker.runner.room(output))
         return self._worker.runner.execute(output)
 
     def end_turn(self) -> None:
         """Take part in the others' step, if this rank has not started its own part of it."""
-        if not self._has_started and self._own_rows.agree(0, decodes=True):
+        if not self._has_started and self._own_rows.agree(0, (0, 0)):
             self._worker.runner.assist()
         self._has_started = False
 

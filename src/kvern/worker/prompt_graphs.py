@@ -32,7 +32,7 @@ from kvern.kernels.batch import read_tokens, write_sampled
 from kvern.mixer_spec import RecurrentSpec
 from kvern.model_spec import ModelSpec
 from kvern.models.decoder import Decoder
-from kvern.step import ScheduledTokens
+from kvern.step import NewRequest, ScheduledTokens
 from kvern.worker.cuda_graph import DecodedStep, capture
 from kvern.worker.device_sampling import sample_plain
 from kvern.worker.device_states import DeviceStateMemory
@@ -47,7 +47,7 @@ MOST_KEYS = 8192
 
 
 class PromptStep(NamedTuple):
-    """What a graph is cut for: tokens of decodes, and of prompts."""
+    """What a graph is cut for, or a step needs room for: tokens of decodes, and of prompts."""
 
     decodes: int
     tokens: int
@@ -61,8 +61,13 @@ class PromptStep(NamedTuple):
     def samples(self) -> int:
         return self.decodes + RUNS
 
-    def fits(self, decodes: int, tokens: int) -> bool:
-        return decodes <= self.decodes and tokens <= self.tokens
+    @property
+    def is_plain(self) -> bool:
+        """Whether it is decodes alone, which other graphs are for."""
+        return self.tokens == 0
+
+    def fits_into(self, other: "PromptStep") -> bool:
+        return self.decodes <= other.decodes and self.tokens <= other.tokens
 
 
 def prompt_steps(requests: int, most: int, longest: int) -> list[PromptStep]:
@@ -137,26 +142,37 @@ class PromptGraphs:
         step = self.missing.popleft()
         self._graphs[step] = self._capture(step)
 
-    def run(self, scheduled: Sequence[ScheduledTokens]) -> tuple[PromptGraph, int] | None:
-        """Start a step, decodes first; its graph, and how many tokens it samples. None: there is no graph for it."""
-        decodes = 0
-        if self._samples:
-            decodes = next((place for place, item in enumerate(scheduled) if item.count > 1), len(scheduled))
-        tokens = sum(item.count for item in scheduled[decodes:])
-        runs = scheduled[decodes:]
-        if len(runs) > RUNS or tokens > TOKENS[-1] or decodes > DECODES[-1]:
+    def room(self, scheduled: Sequence[ScheduledTokens]) -> PromptStep | None:
+        """What a graph for a step, decodes first, has to have room for, one token of a prompt at least.
+
+        None: there can be no graph for it.
+        """
+        runs = scheduled[self._decodes(scheduled) :]
+        tokens = sum(item.count for item in runs)
+        room = PromptStep(len(scheduled) - len(runs), max(tokens, 1))
+        if len(runs) > RUNS or not room.fits_into(PromptStep(DECODES[-1], TOKENS[-1])):
             return None
         if any(item.sampled > 1 or item.start + item.count > self._most_keys for item in runs):
             return None
-        fitting = [step for step in self._graphs if step.fits(decodes, tokens)]
+        return room
+
+    def run(self, scheduled: Sequence[ScheduledTokens], room: PromptStep | None) -> tuple[PromptGraph, int] | None:
+        """Start a step by a graph with this room; the graph, and how many tokens it samples. None: there is none."""
+        fitting = [step for step in self._graphs if room is not None and room.fits_into(step)]
         if not fitting:
             return None
         step = min(fitting, key=sum)
         graph = self._graphs[step]
-        packed, samples = self._packed(step, scheduled, decodes)
+        packed, samples = self._packed(step, scheduled, self._decodes(scheduled))
         graph.inputs.copy_(send(packed, self._rows.device))
         graph.replay()
         return graph, samples
+
+    def _decodes(self, scheduled: Sequence[ScheduledTokens]) -> int:
+        """How many single tokens come first."""
+        if not self._samples:
+            return 0
+        return next((place for place, item in enumerate(scheduled) if item.count > 1), len(scheduled))
 
     def _packed(
         self, step: PromptStep, scheduled: Sequence[ScheduledTokens], decodes: int
@@ -258,3 +274,21 @@ class PromptGraphs:
         logits, sampled = sample_plain(self._decoder, hidden, sample_slots, positions_sampled, rows)
         write_sampled(rows.tokens, sample_slots, positions_sampled, sampled)
         return DecodedStep(hidden, logits, positions_sampled, sampled)
+
+
+def room_of(
+    graphs: PromptGraphs | None, scheduled: Sequence[ScheduledTokens], request: Callable[[int], NewRequest]
+) -> PromptStep | None:
+    """What a captured step that computes this needs room for; None: there is none, with these `graphs` for prompts.
+
+    `request`: the one in a row.
+    """
+    if all(item.count == item.sampled == 1 for item in scheduled):
+        return PromptStep(len(scheduled), 0)
+    if graphs is None:
+        return None
+    for item in scheduled:
+        asked = request(item.slot)
+        if asked.params.prompt_logprobs is not None and item.start + 1 < asked.spec.prompt_length:
+            return None
+    return graphs.room(scheduled)

@@ -254,6 +254,9 @@ class ModelRunner:
         assert isinstance(self._decoder, Decoder), "start asks for it"
         self._decoder.assist()
 
+    def room(self, output: SchedulerOutput) -> None:
+        """Ranks that would have to agree on captured steps have none here."""
+
     def idle(self) -> bool:
         """Nothing can be made beforehand."""
         return False
