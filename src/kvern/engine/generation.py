@@ -4,6 +4,7 @@ import asyncio
 
 import msgspec
 
+from kvern.engine.prefix_record import answer_tokens
 from kvern.engine.wire import AddRequest
 from kvern.errors import KvernError
 from kvern.observe.metrics import RequestTimes
@@ -47,6 +48,11 @@ class Generation:
         self.progress = 0
         """Steps of the present engine that brought it on."""
         self.spec = spec
+
+    @property
+    def most_tokens(self) -> int:
+        """To be computed for it, about, if nothing of it is cached."""
+        return self.spec.prompt_length + answer_tokens(self.spec)
 
     def times(self, now: float) -> RequestTimes:
         """How long it took, if it ends now."""
