@@ -96,6 +96,7 @@ class EngineMachine(RuleBasedStateMachine):
         prompt_logprobs_from=st.sampled_from((None, None, None, 1, 4, 9)),
         adapter=st.sampled_from((None, None, 1, 2, 3)),
         fault=FAULTS,
+        whole=st.booleans(),
     )
     def add(self, prompt: list[int], max_tokens: int, **options: Any) -> None:
         prompt = prompt[: self.engine.setup.max_model_len - 1]

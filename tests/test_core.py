@@ -1,5 +1,6 @@
 """What the engine core does with requests that wait for something outside of the scheduler."""
 
+import asyncio
 import time
 from concurrent.futures import Future
 from typing import Any
@@ -7,7 +8,10 @@ from typing import Any
 import pytest
 
 from kvern.engine.core import EngineCore
-from kvern.request import PromptInput, Request, RequestSpec, State
+from kvern.engine.generation import Generation
+from kvern.events import TokenEvent
+from kvern.outputs import CompletionOutput, RequestOutput
+from kvern.request import TOLD_AT_ONCE, PromptInput, Request, RequestSpec, State
 from kvern.sampling_params import SamplingParams
 from tests.simulated_device import Setup
 from tests.simulated_engine import SimulatedEngine
@@ -77,3 +81,53 @@ def test_the_core_rests_while_blocks_are_on_their_way(monkeypatch: pytest.Monkey
         engine.cache.tree.evict(20)
     assert len(rests) == states.count(State.LOADING) - 1, "the step that loads is the first"
     assert states.count(State.LOADING) > 2
+
+
+def told(engine: SimulatedEngine) -> list[int]:
+    """How many tokens each event brought, of requests that run to their end, whose answers are checked."""
+    counts: list[int] = []
+    hear = engine._hear
+
+    def heard(event: TokenEvent) -> None:
+        counts.append(len(event.token_ids))
+        hear(event)
+
+    engine._hear = heard  # type: ignore[method-assign]
+    engine.run()
+    return counts
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_an_answer_that_is_wanted_whole_is_told_many_tokens_at_a_time(depth: int) -> None:
+    """The first says that it has begun, and the last comes at once; who wants single ones hears of each."""
+    length = TOLD_AT_ONCE + 7
+    engine = SimulatedEngine(Setup(depth=depth, max_model_len=64))
+    engine.add([0, 1], length, whole=True)
+    assert told(engine) == [1, TOLD_AT_ONCE, 6]
+    engine = SimulatedEngine(Setup(depth=depth, max_model_len=64))
+    engine.add([0, 1], length)
+    assert told(engine) == [1] * length
+
+
+def test_what_has_to_be_seen_token_by_token_is_told_so() -> None:
+    for asked in ({"stop": ["a"]}, {"logprobs": 0}):
+        spec = RequestSpec("0", PromptInput([0]), SamplingParams(**asked).resolved(), 9, whole=True)
+        assert not Request(spec).gathers
+
+
+def test_one_that_fails_keeps_its_tokens() -> None:
+    engine = SimulatedEngine(Setup(max_model_len=64))
+    (request,) = engine.add([0, 1], 40, whole=True, fault=20)
+    assert told(engine)[0] == 1
+    assert engine.heard[request.request_id].tokens == request.token_ids[2:] and request.output_length > 9
+
+
+def test_one_that_may_end_engines_tells_of_each_token() -> None:
+    """So that the next engine's death shows how far it came."""
+    spec = RequestSpec("0", PromptInput([0]), SamplingParams().resolved(), 9, whole=True)
+    output = RequestOutput("0", None, [0], [CompletionOutput(0)])
+    generation = Generation(output, spec, asyncio.Event(), 0.0, "", patient=False)
+    assert generation.message().spec.whole
+    generation.begun_at = 1.0
+    generation.lose()
+    assert not generation.message().spec.whole

@@ -56,11 +56,39 @@ def test_two_engines_answer_as_one(one: LLM, two: LLM) -> None:
     next(two.stream(PROMPTS[0], PARAMS)).finished  # noqa: B018 (leaving aborts it)
     eventually(lambda: two.statistics().running == 0)
     assert two.score([("a fox", " and")]) == one.score([("a fox", " and")])
+    before = two.statistics().requests
     with pytest.raises(InvalidRequest, match="token id 99999"):
         two.generate([[5], [99999]], PARAMS)
+    assert two.statistics().requests == before
     with pytest.raises(InvalidRequest, match="adapter"):
         two.generate([5], PARAMS, adapter="none")
     assert two.spec == one.spec
+
+
+def test_engines_get_shares_of_the_work(one: LLM, two: LLM) -> None:
+    """However long the answers that come first, where their lengths are certain; elsewhere prompts count alone."""
+    lengths = [20, 40, 40, 40, 160, 20]
+    before = [engine.statistics for engine in engines(two)]
+    params = [PARAMS.replace(max_tokens=length) for length in lengths]
+    outputs = two.generate(PROMPTS[: len(lengths)], params)
+    assert tokens(outputs) == tokens(one.generate(PROMPTS[: len(lengths)], params))
+    now = [engine.statistics for engine in engines(two)]
+    assert [new.generation_tokens - old.generation_tokens for new, old in zip(now, before, strict=True)] == [160, 160]
+    assert sorted(new.requests - old.requests for new, old in zip(now, before, strict=True)) == [1, 5]
+    ending = PARAMS.replace(ignore_eos=False)
+    prompts = [[10 + number] * length for number, length in enumerate(lengths)]
+    two.generate(prompts, [ending.replace(max_tokens=length) for length in lengths[::-1]])
+    later = [engine.statistics for engine in engines(two)]
+    assert [new.requests - old.requests for new, old in zip(later, now, strict=True)] == [3, 3]
+
+
+def test_a_target_of_single_tokens_is_for_those_who_ask_for_it(tiny_model: Path, two: LLM) -> None:
+    """Nobody waits for single tokens of a script."""
+    assert two.statistics().target_itl == 0
+    assert {engine.supervisor._config.target_itl for engine in engines(two)} == {"none"}
+    with LLM(str(tiny_model), threads=1, data_parallel_size=2, target_itl="15ms") as llm:
+        llm.generate(PROMPTS[:2], PARAMS)
+        assert llm.statistics().target_itl == 0.015
 
 
 def test_a_killed_engine_loses_no_row(one: LLM, two: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -152,7 +152,7 @@ class LLM:
         try:
             for prompt, param, adapter in zip(prompts, params, adapters or [None] * len(prompts), strict=True):
                 request_id = next(self._ids)
-                outputs.append(self._engine.add(request_id, prompt, param, embed=embed, adapter=adapter))
+                outputs.append(self._engine.add(request_id, prompt, param, embed=embed, adapter=adapter, whole=True))
                 ids.append(request_id)
             self._run(outputs, progress)
         except BaseException:
@@ -272,7 +272,7 @@ class LLM:
                         break
                     try:
                         name = adapter[0] if adapter else None
-                        alive[request_id] = self._engine.add(request_id, prompt, params, adapter=name)
+                        alive[request_id] = self._engine.add(request_id, prompt, params, adapter=name, whole=True)
                     except EngineDied:  # no fault of that input
                         raise
                     except KvernError as error:

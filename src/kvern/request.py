@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from kvern.engine.beams import BeamSearch
 
 FinishReason = Literal["stop", "length", "abort"]
+TOLD_AT_ONCE = 32
+"""Tokens of an answer that is wanted whole. To hear of them costs little more than to hear of one."""
 
 
 class PromptInput(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -53,6 +55,7 @@ class RequestOptions(TypedDict, total=False):
     embed: bool
     prediction: str | Sequence[int]
     """A text, of which the spec has the tokens."""
+    whole: bool
 
 
 class Breakers(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -95,6 +98,9 @@ class RequestSpec(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Among requests that the policy thinks equal, the lowest goes first: how several users share an engine."""
     prediction: tuple[int, ...] = ()
     """What its client expects the answers to be; drafts are taken from it."""
+    whole: bool = False
+    """Its answers are wanted whole: tokens are told of several at a time, and those that an engine which dies has not
+    told are computed again."""
 
     @property
     def prompt_length(self) -> int:
@@ -168,6 +174,10 @@ class Request:
     priority: int = field(init=False)
     turn: int = field(init=False)
     adapter: int | None = field(init=False)
+    gathers: bool = field(init=False)
+    """Its tokens are told of several at a time: it is wanted whole, and nothing is said of one alone or found in it."""
+    told: int = -1
+    """Generated tokens that were told of; -1: this engine has told nothing of it."""
 
     arrival: int = 0
     """Sequence number, given by the scheduler."""
@@ -227,11 +237,27 @@ class Request:
         self.prompt_length, self.max_tokens = spec.prompt_length, spec.max_tokens
         self.stop_token_ids = spec.stop_token_ids
         self.group, self.priority, self.turn, self.adapter = spec.group, spec.priority, spec.turn, spec.adapter
+        asks = spec.params.logprobs is not None or spec.params.stop_strings or spec.prediction or spec.params.beam_width
+        self.gathers = spec.whole and not asks
 
     @property
     def output_length(self) -> int:
         """Generated tokens that the host knows."""
         return len(self.token_ids) - self.prompt_length
+
+    def untold(self, token_ids: list[int]) -> list[int] | None:
+        """What is to be told now that it has grown by these tokens; None: nothing, until there are more.
+
+        The first are told at once, since they say that it has begun, and the last when it has ended.
+        """
+        if not self.gathers:
+            return token_ids
+        if self.told >= 0:
+            if self.finish_reason is None and self.output_length - self.told < TOLD_AT_ONCE:
+                return None
+            token_ids = self.token_ids[self.prompt_length + self.told :]
+        self.told = self.output_length
+        return token_ids
 
     @property
     def remaining_tokens(self) -> int:

@@ -280,7 +280,8 @@ class EngineCore:
             if request.state is not State.FINISHED:  # like the other beams of a search that has just ended
                 self.scheduler.finish(request, "abort", reason)
                 ids = request.answer_ids if request.beams is None else request.beams.answer_ids
-                events += [TokenEvent(name, finish_reason="abort", stop_reason=reason) for name in ids]
+                rest = request.untold([]) or []
+                events += [TokenEvent(name, rest, finish_reason="abort", stop_reason=reason) for name in ids]
         self._forget_unused()
         return events
 
@@ -336,10 +337,13 @@ class EngineCore:
                 self.scheduler.finish(request, "stop", token_ids[-1])
             elif full:
                 self.scheduler.finish(request, "length")
+            told = request.untold(token_ids)
+            if told is None and prompt_logprobs is None:
+                continue
             events.append(
                 TokenEvent(
                     request_id,
-                    token_ids,
+                    told or [],
                     logprobs,
                     prompt_logprobs,
                     request.cached_tokens,

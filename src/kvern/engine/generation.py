@@ -2,6 +2,9 @@
 
 import asyncio
 
+import msgspec
+
+from kvern.engine.prefix_record import answer_tokens
 from kvern.engine.wire import AddRequest
 from kvern.errors import KvernError
 from kvern.observe.metrics import RequestTimes
@@ -46,6 +49,11 @@ class Generation:
         """Steps of the present engine that brought it on."""
         self.spec = spec
 
+    @property
+    def most_tokens(self) -> int:
+        """To be computed for it, about, if nothing of it is cached."""
+        return self.spec.prompt_length + answer_tokens(self.spec)
+
     def times(self, now: float) -> RequestTimes:
         """How long it took, if it ends now."""
         return RequestTimes(now - self.asked, now - self.first if self.first else None)
@@ -65,16 +73,20 @@ class Generation:
         self.resumed, self.begun_at, self.progress = self.resumed or self.begun, 0.0, 0
 
     def message(self) -> AddRequest:
-        """What an engine needs to begin it, or to go on where the answers stand."""
+        """What an engine needs to begin it, or to go on where the answers stand.
+
+        If it may be the reason why engines die, every token tells how far it has come.
+        """
         if not any(answer.token_ids for answer in self.output.outputs) and not self.resumed:
             return AddRequest(self.spec)
+        spec = msgspec.structs.replace(self.spec, whole=False)
         logprobs = self.output.prompt_logprobs or []
         reported = max(len(logprobs) - self.spec.params.prompt_logprobs_from, 0) if logprobs else 0
         if self.spec.params.beam_width is not None:  # nothing of it arrives before all of it
-            return AddRequest(self.spec, [Progress(0, [], reported)])
+            return AddRequest(spec, [Progress(0, [], reported)])
         going_on = (answer for answer in self.output.outputs if answer.finish_reason is None)
         return AddRequest(
-            self.spec,
+            spec,
             [Progress(answer.index, answer.token_ids, 0 if answer.index else reported) for answer in going_on],
         )
 

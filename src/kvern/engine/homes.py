@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from kvern.engine.core import EngineCore
 from kvern.engine.loop import queued
-from kvern.engine.prefix_record import SEQUENCE_TOKENS, PrefixRecord, piece_keys
+from kvern.engine.prefix_record import PrefixRecord, answer_tokens, piece_keys
 from kvern.errors import EngineDied
 from kvern.events import EngineStatistics, TokenEvent, all_together
 from kvern.request import FinishReason, Progress, RequestSpec
@@ -63,7 +63,7 @@ class Home:
         """Have the rank begin with a request in its next turn."""
         alone = progress if spec.params.beam_width is None else ()
         names = [spec.answer_ids[one.index] for one in alone] or spec.answer_ids
-        tokens = spec.prompt_length - self.record.cached_tokens(keys) + SEQUENCE_TOKENS * spec.params.sequences
+        tokens = spec.prompt_length - self.record.cached_tokens(keys) + answer_tokens(spec)
         asked = _Asked(spec, keys, tokens, len(names))
         self._asked |= dict.fromkeys(names, asked)
         self._sequences += spec.params.sequences

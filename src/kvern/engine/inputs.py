@@ -113,6 +113,7 @@ class InputProcessor:
             namespace=options.get("namespace", b""),
             embed=options.get("embed", False),
             prediction=predicted,
+            whole=options.get("whole", False),
         )
 
     def check_generates(self) -> None:

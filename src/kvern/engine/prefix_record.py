@@ -9,9 +9,15 @@ from kvern.request import RequestSpec, cache_namespace
 PIECE_TOKENS = 32
 """A shorter beginning is computed sooner than it is worth a thought."""
 SEQUENCE_TOKENS = 64
-"""So many tokens of a prompt to compute are as much work as a sequence that has not ended."""
+"""So many tokens of a prompt to compute are as much work as a sequence that has not ended, and may at any token."""
 MOST_PIECES = 1 << 18
 """Of one engine: 8 million tokens, some 40 MB."""
+
+
+def answer_tokens(spec: RequestSpec) -> int:
+    """What the answers are as much work as: all their tokens, if nothing but their length ends them."""
+    may_end = spec.stop_token_ids or spec.params.stop_strings or spec.grammar is not None
+    return spec.params.sequences * (SEQUENCE_TOKENS if may_end else spec.max_tokens)
 
 
 def piece_keys(spec: RequestSpec, answer: Sequence[int] = (), known: Sequence[bytes] = ()) -> list[bytes]:

@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import dataclasses
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import msgspec
 
@@ -174,6 +174,32 @@ class Replicas:
         Raises InvalidRequest if the adapter is unknown, or EngineDied.
         """
         await self.until_available()
+        generation = self.prepare(checked, text, news=news, asked=asked, owner=owner, patient=patient, adapter=adapter)
+        self._chosen(generation).workload.take(generation)
+        return generation
+
+    async def give(self, generations: Sequence[Generation]) -> None:
+        """Give several that were prepared to engines, waiting for one if all are being replaced. Raises EngineDied.
+
+        Those with the most work first: the others then fill up what the engines' shares differ by. Each engine begins
+        with them in the order in which they were prepared, by their turns.
+        """
+        await self.until_available()
+        for generation in sorted(generations, key=lambda one: one.most_tokens, reverse=True):
+            self._chosen(generation).workload.take(generation)
+
+    def prepare(
+        self,
+        checked: RequestSpec,
+        text: str | None,
+        *,
+        news: asyncio.Event,
+        asked: float,
+        owner: str = "",
+        patient: bool = False,
+        adapter: str | None = None,
+    ) -> Generation:
+        """A request as an engine can be given it. Raises InvalidRequest if the adapter is unknown."""
         key = self.adapters.names.key(adapter)
         output = self.outputs.add(text, checked)
         turn = self.turns.take(owner, checked.params.sequences)
@@ -181,8 +207,13 @@ class Replicas:
         generation = Generation(output, spec, news, asked, owner, patient)
         if any(replica.record.is_kept for replica in self):
             generation.piece_keys = piece_keys(spec)
-        self._chosen(generation).workload.take(generation)
         return generation
+
+    def withdraw(self, generations: Iterable[Generation]) -> None:
+        """End those that were prepared and given to nobody."""
+        for generation in generations:
+            self.outputs.abort(generation.spec.answer_ids)
+            self.turns.give_back(generation.owner, generation.spec.params.sequences)
 
     def abort(self, generations: Sequence[Generation]) -> None:
         """End those that have not ended; their blocks are free after the step that runs."""

@@ -1,6 +1,8 @@
 """Several engines, each a process, behind the calls of `Engine`: for scripts and batch jobs.
 
-    add, abort, step  -->  a thread runs the loop of Replicas until that is done  -->  the engines' processes
+    abort, step  -->  a thread runs the loop of Replicas until that is done  -->  the engines' processes
+
+What was added since the last step goes to them at the next one, all together, so that each has its share of the work.
 
 Between calls the loop stands still, so that no output grows while its reader looks; engines compute meanwhile.
 """
@@ -10,7 +12,7 @@ import dataclasses
 import threading
 import time
 import weakref
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from functools import cached_property
 from typing import Any, TypeVar, Unpack
@@ -29,7 +31,7 @@ from kvern.models.folder import for_engines, model_folder
 from kvern.models.implementation import describe_model
 from kvern.models.loader import read_config
 from kvern.outputs import RequestOutput
-from kvern.request import RequestOptions, RequestSpec
+from kvern.request import RequestOptions
 from kvern.sample.processors import load_processors
 from kvern.sampling_params import SamplingParams
 from kvern.tokenizer import Tokenizer
@@ -40,8 +42,8 @@ T = TypeVar("T")
 class SeveralEngines:
     """The engines of `data_parallel_size`, or of a cluster of Ray, with the methods of `Engine`. Not thread-safe.
 
-    An engine that dies is replaced, and others go on with its requests. `add` and `step` raise EngineUnavailable if
-    engines keep dying.
+    An engine that dies is replaced, and others go on with its requests. `step` raises EngineUnavailable if engines keep
+    dying.
     """
 
     def __init__(self, config: EngineConfig) -> None:
@@ -51,9 +53,15 @@ class SeveralEngines:
         self.tokenizer = Tokenizer(self.folder, config.chat_template_kwargs)
         self._names = AdapterNames(frozenset(config.model_names))
         counts = config.pipeline_parallel_size == 1  # stages know no counts of all layers
-        engines = dataclasses.replace(for_engines(config, self.folder), expert_counts=counts)
+        engines = dataclasses.replace(
+            for_engines(config, self.folder),
+            expert_counts=counts,
+            target_itl=config.target_itl or "none",  # nobody waits for single tokens
+        )
         self._replicas = Replicas(engines, OutputProcessor(self.tokenizer), self._names, None)
         self._generations: dict[str, Generation] = {}
+        self._new: list[Generation] = []
+        """Those of them that are given to engines at the next step, all together."""
         self._grown = asyncio.Event()
         self._changed: dict[str, None] = {}
         """Requests that have grown, of which `step` has not told yet, in their order."""
@@ -107,11 +115,18 @@ class SeveralEngines:
         adapter: str | None = None,
         **options: Unpack[RequestOptions],
     ) -> RequestOutput:
-        """Give a prompt to an engine. Raises InvalidRequest, InvalidParameter, or EngineDied."""
+        """Queue a prompt for the next `step` to give to an engine. Raises InvalidRequest or InvalidParameter."""
+        if not self._close.alive:
+            raise EngineClosed("the engines are closed")
         if request_id in self._generations:
             raise InvalidRequest(f"request id {request_id!r} is in use: ids must differ")
         spec = self.inputs.request(request_id, prompt, params, **options)
-        return self._wait(self._begin(spec, prompt if isinstance(prompt, str) else None, adapter)).output
+        news = _News(self._changed, request_id, self._grown)
+        text = prompt if isinstance(prompt, str) else None
+        generation = self._replicas.prepare(spec, text, news=news, asked=time.monotonic(), adapter=adapter)
+        self._generations[request_id] = generation
+        self._new.append(generation)
+        return generation.output
 
     def step(self) -> list[RequestOutput]:
         """Wait until outputs have grown; which these are. Raises EngineDied if no engine will bring them on."""
@@ -132,7 +147,7 @@ class SeveralEngines:
         """End requests; their outputs keep what they have."""
         ended = [generation for name in request_ids if (generation := self._generations.pop(name, None)) is not None]
         if ended:
-            self._wait(_in_loop(lambda: self._replicas.abort(ended)))
+            self._wait(self._abort(ended))
 
     @property
     def adapters(self) -> list[str]:
@@ -145,7 +160,7 @@ class SeveralEngines:
 
     def unload_adapter(self, name: str) -> None:
         """Let no new request use an adapter; those that do go on to their end. Raises InvalidRequest."""
-        self._wait(_in_loop(lambda: self._replicas.adapters.unload(name)))
+        self._wait(self._unload(name))
 
     def statistics(self) -> EngineStatistics:
         """Counted since the start, of all engines; what one that died had not told yet is not."""
@@ -181,13 +196,23 @@ class SeveralEngines:
             wait([done])
             raise
 
-    async def _begin(self, spec: RequestSpec, text: str | None, adapter: str | None) -> Generation:
-        news = _News(self._changed, spec.request_id, self._grown)
-        generation = await self._replicas.begin(spec, text, news=news, asked=time.monotonic(), adapter=adapter)
-        self._generations[spec.request_id] = generation
-        return generation
+    async def _begin(self) -> None:
+        if self._new:
+            await self._replicas.give(self._new)
+            self._new = []
+
+    async def _abort(self, generations: Sequence[Generation]) -> None:
+        ended = set(generations)
+        self._replicas.withdraw(generation for generation in self._new if generation in ended)
+        self._new = [generation for generation in self._new if generation not in ended]
+        self._replicas.abort(generations)
+
+    async def _unload(self, name: str) -> None:
+        await self._begin()  # those that use it
+        self._replicas.adapters.unload(name)
 
     async def _until_grown(self) -> None:
+        await self._begin()
         while not self._changed:
             self._replicas.check_alive()
             try:
@@ -208,10 +233,6 @@ class _News(asyncio.Event):
         """It has grown."""
         self._changed[self._request_id] = None
         self._grown.set()
-
-
-async def _in_loop(work: Callable[[], T]) -> T:
-    return work()
 
 
 def _end(replicas: Replicas, loop: asyncio.AbstractEventLoop, thread: ThreadPoolExecutor) -> None:

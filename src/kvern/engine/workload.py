@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from kvern.engine.generation import Generation
 from kvern.engine.output import OutputProcessor
-from kvern.engine.prefix_record import SEQUENCE_TOKENS, PrefixRecord, piece_keys
+from kvern.engine.prefix_record import PrefixRecord, answer_tokens, piece_keys
 from kvern.engine.probation import Probation
 from kvern.engine.supervisor import Supervisor
 from kvern.engine.turns import Turns
@@ -59,7 +59,7 @@ class Workload:
         """Have the engine work on it when it may."""
         self.running[generation.output.request_id] = generation
         self.sequences += generation.spec.params.sequences
-        self._weigh(generation, self._uncached(generation) + SEQUENCE_TOKENS * generation.spec.params.sequences)
+        self._weigh(generation, self._uncached(generation) + answer_tokens(generation.spec))
         self._record.add(generation.piece_keys)
         if self._supervisor.is_ready and not self._probation.active:
             self._begin(generation)
@@ -181,7 +181,7 @@ class Workload:
     def _count(self, generation: Generation, now: float) -> None:
         sequences = generation.spec.params.sequences
         if not generation.progress:
-            self._weigh(generation, SEQUENCE_TOKENS * sequences)
+            self._weigh(generation, answer_tokens(generation.spec))
         if generation.first:
             self._metrics.next_token(now - generation.last)
         else:
