@@ -71,8 +71,7 @@ class DeviceRunner:
         self._decoder, self._ranks = decoder, decoder.build.ranks
         self._attention = attention
         self.caches = attention.caches
-        self._rows = rows
-        self._block_size = block_size
+        self._rows, self._block_size = rows, block_size
         self._grammars, self._processors = grammars, processors
         self._adapters, self._states = adapters, states
         self._needs = RowNeeds(rows.scratch)
@@ -273,11 +272,9 @@ class DeviceRunner:
         self, scheduled: Sequence[ScheduledTokens], needs: int, adapted: bool
     ) -> tuple[PendingStep, ComputedStep] | None:
         """A step that verifies drafts, if there is a graph for it."""
-        graphs = self._verify_graphs
-        if graphs is None or needs & ~IN_KERNELS:
+        if (graphs := self._verify_graphs) is None or needs & ~IN_KERNELS:
             return None
-        verified = graphs.run(scheduled, bool(needs), adapted)
-        if verified is None:
+        if (verified := graphs.run(scheduled, bool(needs), adapted)) is None:
             return None
         sampled, kept = verified.sampled, verified.kept
         computed = ComputedStep(scheduled, verified.starts, kept, verified.hidden, graphs.reader is not None)
@@ -291,8 +288,7 @@ class DeviceRunner:
         self, graphs: PromptGraphs, scheduled: Sequence[ScheduledTokens], needs: int, room: PromptStep | None
     ) -> PendingStep | None:
         """A small step with prompts, if there is a graph with this room."""
-        replayed = graphs.run(scheduled, room)
-        if replayed is None:
+        if (replayed := graphs.run(scheduled, room)) is None:
             return None
         graph, count = replayed
         outputs = graph.outputs
