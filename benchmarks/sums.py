@@ -23,7 +23,8 @@ from kvern.device.process_group import Meeting
 from kvern.device.timing import time_calls
 from kvern.kernels.launch import processors
 from kvern.kernels.norm import add_rms_norm
-from kvern.kernels.peer_sum import PeerMemory, memory_of, peer_sum, peer_sum_norm, row_words_of
+from kvern.kernels.peer_sum import peer_sum, peer_sum_norm
+from kvern.kernels.peer_words import PeerMemory, memory_of, row_words_of
 
 ROWS = (1, 8, 32, 64, 128, 256, 512, 2048)
 MOST_ROWS = 512

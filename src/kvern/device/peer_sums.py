@@ -11,15 +11,8 @@ from torch import Tensor
 from kvern.device.peer_memory import map_words
 from kvern.kernels.norm import add_rms_norm
 from kvern.kernels.peer_exchange import peer_gather, peer_sum_scattered
-from kvern.kernels.peer_sum import (
-    PeerMemory,
-    coded_peer_sum_norm,
-    memory_of,
-    peer_sum,
-    peer_sum_norm,
-    row_words_of,
-    rows_kept,
-)
+from kvern.kernels.peer_sum import coded_peer_sum_norm, peer_sum, peer_sum_norm
+from kvern.kernels.peer_words import PeerMemory, memory_of, row_words_of, rows_kept
 from kvern.kernels.quantize_rows import Coding, RowCodes
 
 Time = Callable[[Sequence[Callable[[], object]]], float]

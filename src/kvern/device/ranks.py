@@ -17,7 +17,7 @@ from kvern.device.stages import WHOLE, Stage
 if TYPE_CHECKING:
     from kvern.device.own_rows import OwnRows
     from kvern.device.peer_sums import PeerExchange, PeerSums
-    from kvern.kernels.peer_sum import PeerMemory
+    from kvern.kernels.peer_words import PeerMemory
 
 
 class Share(NamedTuple):

@@ -10,15 +10,8 @@ from kvern.kernel_list.entry import Call, Inputs, Kernel
 from kvern.kernel_list.rounding import codes_of_norms, coding_of
 from kvern.kernels.norm import rms_norm
 from kvern.kernels.peer_exchange import peer_gather, peer_sum_scattered
-from kvern.kernels.peer_sum import (
-    PeerMemory,
-    coded_peer_sum_norm,
-    memory_of,
-    peer_sum,
-    peer_sum_norm,
-    row_words_of,
-    rows_kept,
-)
+from kvern.kernels.peer_sum import coded_peer_sum_norm, peer_sum, peer_sum_norm
+from kvern.kernels.peer_words import PeerMemory, memory_of, row_words_of, rows_kept
 from kvern.model_spec import ModelSpec
 
 ROWS = 4

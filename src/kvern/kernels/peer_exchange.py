@@ -3,7 +3,7 @@
     x of this rank -> to all others -> [rows of all, one rank's behind the other's]
     x of all ranks' rows -> each to the rank whose it is -> [x of all, in rank order] of own rows
 
-Through the memory, and by the protocol, of `peer_sum.py`.
+Through the memory, and by the protocol, of `peer_words.py`.
 """
 
 import torch
@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from kvern.kernels.launch import Launcher, next_power_of_2, overlaps, wait_for_previous
-from kvern.kernels.peer_sum import PACKED, PeerMemory, joined, others_of, received, remove, send, total_of
+from kvern.kernels.peer_words import PACKED, PeerMemory, joined, others_of, received, remove, send, total_of
 
 
 @Launcher

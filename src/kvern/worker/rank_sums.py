@@ -9,7 +9,7 @@ from kvern.device.measurements import Measurements
 from kvern.device.peer_sums import TIMED_ROWS, WAYS, PeerExchange, PeerSums, Way
 from kvern.device.ranks import Ranks
 from kvern.device.timing import time_calls
-from kvern.kernels.peer_sum import row_words_of
+from kvern.kernels.peer_words import row_words_of
 
 SECTION = "sums of ranks"
 NOT_KNOWN = len(WAYS)
