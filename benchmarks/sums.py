@@ -60,9 +60,10 @@ def ways_of(meeting: Meeting, rank: int, size: int, width: int, device: torch.de
     """Those of kvern's own, over memory that all ranks map now."""
 
     rows, row_words = MOST_ROWS, row_words_of(width, DTYPE)
-    own, addresses = map_words(meeting.store(f"{width}"), "sums", rank, size, device, memory_of(size, rows, row_words))
-    buffers, epochs = torch.tensor(addresses, device=device), torch.zeros(rows, dtype=torch.int32, device=device)
-    memory = PeerMemory(own, buffers, epochs, rank, size, rows, row_words, processors(device))
+    memories = map_words(meeting.store(f"{width}"), "sums", rank, size, device, memory_of(size, rows, row_words))
+    buffers = torch.tensor([memory.data_ptr() for memory in memories], device=device)
+    epochs = torch.zeros(rows, dtype=torch.int32, device=device)
+    memory = PeerMemory(memories[rank], buffers, epochs, rank, size, rows, row_words, processors(device))
     return [
         Way(name, rows, partial(peer_sum, peers=memory, parts=parts), partial(peer_sum_norm, peers=memory, parts=parts))
         for name, parts in (("whole", False), ("parts", True))

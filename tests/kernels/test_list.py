@@ -53,7 +53,7 @@ def test_sums_of_ranks(model: str, codes: tuple[str, ...], size: int, count: int
     """Alone, with a norm, and with one that becomes codes; of more than two ranks in parts, too."""
     spec = dataclasses.replace(spec_of(model), hidden_size=128)
     inputs = Inputs(device, torch.float32, packed=kinds_of_forms(spec, torch.float32, codes), ranks=(1, size))
-    kernel, _ = ranks.KERNELS
+    kernel, *_ = ranks.KERNELS
     forms = list(kernel.launched(spec, inputs))
     for form in forms:
         compare(kernel.make(spec, inputs, *form), 1e-4)
@@ -63,7 +63,15 @@ def test_sums_of_ranks(model: str, codes: tuple[str, ...], size: int, count: int
 def test_rows_between_ranks(device: torch.device) -> None:
     spec = dataclasses.replace(spec_of("qwen3_moe"), hidden_size=128)
     inputs = Inputs(device, torch.float32, own_rows=(1, 3))
-    _, kernel = ranks.KERNELS
+    _, kernel, _ = ranks.KERNELS
+    [form] = kernel.launched(spec, inputs)
+    compare(kernel.make(spec, inputs, *form), 1e-4)
+
+
+def test_shared_norms(device: torch.device) -> None:
+    spec = dataclasses.replace(spec_of("llama"), hidden_size=128)
+    inputs = Inputs(device, torch.float32, ranks=(1, 3))
+    [*_, kernel] = ranks.KERNELS
     [form] = kernel.launched(spec, inputs)
     compare(kernel.make(spec, inputs, *form), 1e-4)
 

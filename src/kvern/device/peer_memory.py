@@ -81,10 +81,8 @@ def on_all(store: Any, rank: int, size: int, make: Callable[[], Made]) -> Made:
     return made
 
 
-def map_words(
-    store: Any, what: str, rank: int, size: int, device: torch.device, words: int
-) -> tuple[Tensor, list[int]]:
-    """This rank's `words` int64, all -1, and where all ranks' are, as this one's GPU sees them.
+def map_words(store: Any, what: str, rank: int, size: int, device: torch.device, words: int) -> list[Tensor]:
+    """The `words` int64 of all ranks, all -1, as this one's GPU sees them; its own live as long as they are kept.
 
     All ranks call this, `what` they map once. Raises RuntimeError.
     """
@@ -97,6 +95,7 @@ def map_words(
         own = distributed._SymmetricMemory.empty_strided_p2p([words], [1], torch.int64, device, name)
         own.fill_(-1)
         torch.cuda.synchronize(device)  # before others can write
-        return own, [int(address) for address in distributed._SymmetricMemory.rendezvous(own).buffer_ptrs]
+        mapped = distributed._SymmetricMemory.rendezvous(own)
+        return [own if other == rank else mapped.get_buffer(other, [words], torch.int64) for other in range(size)]
     finally:
         distributed._unregister_process_group(name)

@@ -34,10 +34,10 @@ def mapped(
     """
     row_words = row_words_of(width, dtype)
     rows = rows_kept(size, row_words)
-    own, addresses = map_words(store, "sums", rank, size, device, memory_of(size, rows, row_words))
-    buffers = torch.tensor(addresses, device=device)
+    memories = map_words(store, "sums", rank, size, device, memory_of(size, rows, row_words))
+    buffers = torch.tensor([memory.data_ptr() for memory in memories], device=device)
     epochs = torch.zeros(rows, dtype=torch.int32, device=device)
-    return PeerMemory(own, buffers, epochs, rank, size, rows, row_words, programs)
+    return PeerMemory(memories[rank], buffers, epochs, rank, size, rows, row_words, programs)
 
 
 class PeerSums:

@@ -68,7 +68,6 @@ class Meeting:
             os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo" if self._own == LOOPBACK else interface_of(self._own))
             options = self._distributed.ProcessGroupNCCL.Options()
             options._timeout = self._waits
-            options.is_high_priority_stream = True  # or sums would wait until products beside them have no tile left
             group = self._distributed.ProcessGroupNCCL(store, rank, size, options)
             group.eager_connect_single_device(device or self._device)  # else each pair has a connection of its own
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))  # see `end_with`

@@ -17,6 +17,7 @@ from kvern.device.stages import WHOLE, Stage
 if TYPE_CHECKING:
     from kvern.device.own_rows import OwnRows
     from kvern.device.peer_sums import PeerExchange, PeerSums
+    from kvern.device.shared_norms import SharedNorms
     from kvern.kernels.peer_words import PeerMemory
 
 
@@ -36,18 +37,6 @@ def places(shares: Iterable[Share]) -> Iterator[tuple[int, range]]:
     for held, whole in shares:
         yield place, range(begin + held.start, begin + held.stop)
         place, begin = place + len(held), begin + whole
-
-
-class SumInFlight:
-    """A sum over ranks, which a stream of its own computes; its tensor lives until somebody has waited for it."""
-
-    def __init__(self, x: Tensor, work: Any) -> None:
-        self._x, self._work = x, work
-
-    def wait(self) -> Tensor:
-        """The sum, once it is there: of GPUs only the current stream waits."""
-        self._work.wait()
-        return self._x
 
 
 class Ranks:
@@ -71,6 +60,8 @@ class Ranks:
         """Sums of few rows on GPUs, which norms behind them may join."""
         self.exchange: PeerExchange | None = None
         """Of rows of which each rank has few of its own, likewise."""
+        self.norms: SharedNorms | None = None
+        """Of steps of many rows, which ranks share."""
         self._ordered = False
         self._groups: list[Any] = []
 
@@ -124,6 +115,17 @@ class Ranks:
         given = store, self.rank, self.size
         return on_all(*given, lambda: mapped(*given, width, dtype, device, programs))
 
+    def map_norms(self, rows: int, width: int, dtype: torch.dtype, device: torch.device) -> "SharedNorms":
+        """What shares norms of halves of so many rows, where `map_peers` has found memory of each other; likewise."""
+        from kvern.device.peer_memory import map_words, on_all
+        from kvern.device.shared_norms import SharedNorms, memory_of
+
+        assert self._meeting is not None
+        store = self._meeting.store(f"stage-{self.stage.index}-norms")
+        given, words = (store, self.rank, self.size), memory_of(self.size, rows, width, dtype)
+        memories = on_all(*given, lambda: map_words(store, "norms", *given[1:], device, words))
+        return SharedNorms(memories, self.rank, rows, width, dtype)
+
     def of_own_stage(self) -> "Ranks":
         """The ranks of this stage alone, once they have met: for a whole model beside its layers."""
         ranks = copy(self)
@@ -171,19 +173,15 @@ class Ranks:
 
     def group_sum(self, x: Tensor) -> Tensor:
         """As `sum`, through NCCL or gloo, whatever `x` is."""
-        if not self._ordered or self.size == 2:
-            return self.begin_sum(x).wait()
         x = x.contiguous()
+        if not self._ordered or self.size == 2:
+            self._groups[0].allreduce([x]).wait()
+            return x
         first, *others = self._parts(x)
         total = first.float()
         for part in others:
             total += part
         return x.copy_(total)
-
-    def begin_sum(self, x: Tensor) -> SumInFlight:
-        """As `group_sum` in any order, while the device goes on; `x` is written meanwhile. All begun are waited for."""
-        x = x.contiguous()
-        return SumInFlight(x, self._groups[0].allreduce([x]))
 
     def beside(self, x: Tensor, width: int | None = None) -> Tensor:
         """`x [N, columns]` of all ranks side by side, on each of them: `[N, width]`, the first columns, or all."""

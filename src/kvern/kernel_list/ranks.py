@@ -12,6 +12,8 @@ from kvern.kernels.norm import rms_norm
 from kvern.kernels.peer_exchange import peer_gather, peer_sum_scattered
 from kvern.kernels.peer_sum import coded_peer_sum_norm, peer_sum, peer_sum_norm
 from kvern.kernels.peer_words import PeerMemory, memory_of, row_words_of, rows_kept
+from kvern.kernels.shared_norm import await_flags, shared_norm
+from kvern.layers.block import adds_by_norms
 from kvern.model_spec import ModelSpec
 
 ROWS = 4
@@ -119,6 +121,35 @@ def _exchange(spec: ModelSpec, inputs: Inputs, rank: int, size: int) -> Call:
     return Call(f"{ROWS} x {width} of {size} ranks", launch, reference, 4 * (size - 1) * ROWS * width * dtype.itemsize)
 
 
+def _shared(spec: ModelSpec, inputs: Inputs, rank: int, size: int) -> Call:
+    width, dtype, own = spec.hidden_size, inputs.dtype, range(rank * ROWS, (rank + 1) * ROWS)
+    parts, hidden = inputs.numbers(size, size * ROWS, width), inputs.numbers(size * ROWS, width)
+    weight = inputs.numbers(width, dtype=torch.float32 if spec.norm.offset else None)
+    sent, flags = parts[:, own.start : own.stop].contiguous(), inputs.integers([2] * size)
+    normals, wholes = torch.zeros_like(hidden), torch.zeros_like(hidden)
+
+    def launch() -> tuple[torch.Tensor, ...]:
+        given = own, flags, 2, rank
+        shared_norm(parts[rank], sent, hidden, wholes, *given)
+        shared_norm(parts[rank], sent, hidden, normals, *given, weight, 1e-6)
+        await_flags(flags, 2, rank)
+        return normals, wholes, hidden
+
+    def reference() -> tuple[torch.Tensor, ...]:
+        added, rows = hidden.double(), slice(own.start, own.stop)
+        added[rows] += parts.double().sum(0)[rows]
+        mine = torch.zeros_like(added)
+        mine[rows] = added[rows]
+        return normed(mine, weight, 1e-6), mine, added
+
+    return Call(f"{ROWS} x {width} of {size} ranks", launch, reference, 2 * (size + 2) * ROWS * width * dtype.itemsize)
+
+
+def _shared_by(spec: ModelSpec, inputs: Inputs) -> Iterator[tuple[Any, ...]]:
+    if inputs.ranks[1] > 1 and row_words_of(spec.hidden_size, inputs.dtype) and adds_by_norms(spec):
+        yield inputs.ranks
+
+
 def _exchanged(spec: ModelSpec, inputs: Inputs) -> Iterator[tuple[Any, ...]]:
     if inputs.own_rows is not None and row_words_of(spec.hidden_size, inputs.dtype):
         yield inputs.own_rows
@@ -127,4 +158,5 @@ def _exchanged(spec: ModelSpec, inputs: Inputs) -> Iterator[tuple[Any, ...]]:
 KERNELS = (
     Kernel("sum of ranks", "peer_sum", _sum, _launched),
     Kernel("rows between ranks", "peer_exchange", _exchange, _exchanged),
+    Kernel("shared norms", "shared_norm", _shared, _shared_by),
 )

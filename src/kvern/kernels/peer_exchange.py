@@ -10,8 +10,8 @@ import torch
 import triton
 import triton.language as tl
 
-from kvern.kernels.launch import Launcher, next_power_of_2, overlaps, wait_for_previous
-from kvern.kernels.peer_words import PACKED, PeerMemory, joined, others_of, received, remove, send, total_of
+from kvern.kernels.launch import Launcher, overlaps, wait_for_previous
+from kvern.kernels.peer_words import PeerMemory, joined, launched, others_of, received, remove, send, total_of
 
 
 @Launcher
@@ -35,8 +35,9 @@ def _peer_exchange_kernel(
     dtype: tl.constexpr = x.dtype.element_ty
     BITS: tl.constexpr = tl.pointer_type(tl.int32)
     OF_RANK: tl.constexpr = SLOTS * WORDS * 4
-    word = tl.arange(0, BLOCK)
-    inside = word < WORDS
+    column = tl.arange(0, BLOCK)
+    inside = column < WORDS
+    word = tl.max_contiguous(tl.minimum(column, WORDS - 1), 1)  # neighbouring threads send neighbouring words
     own_memory = tl.load(buffers + RANK)
     if OVERLAP:
         wait_for_previous()
@@ -83,8 +84,7 @@ def peer_sum_scattered(x: torch.Tensor, peers: PeerMemory) -> torch.Tensor:
 
 
 def _launch(x: torch.Tensor, out: torch.Tensor, rows: int, peers: PeerMemory, *, gathers: bool) -> None:
-    block = next_power_of_2(peers.row_words)
-    warps = max(1, block // (32 * max(PACKED, block // 1024)))
+    block, warps, pack = launched(peers.row_words)
     overlap = overlaps(x.device)
     _peer_exchange_kernel[(min(rows, peers.programs),)](
         x,
@@ -98,7 +98,7 @@ def _launch(x: torch.Tensor, out: torch.Tensor, rows: int, peers: PeerMemory, *,
         peers.row_words,
         gathers,
         block,
-        max(1, block // (32 * warps)),
+        pack,
         overlap,
         num_warps=warps,
         launch_pdl=overlap,

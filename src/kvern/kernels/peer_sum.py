@@ -17,7 +17,17 @@ import triton.language as tl
 
 from kvern.kernels.launch import Launcher, next_power_of_2, overlaps, wait_for_previous
 from kvern.kernels.norm import PLAIN
-from kvern.kernels.peer_words import PACKED, PeerMemory, joined, numbers_of, others_of, received, remove, send, total_of
+from kvern.kernels.peer_words import (
+    PeerMemory,
+    joined,
+    launched,
+    numbers_of,
+    others_of,
+    received,
+    remove,
+    send,
+    total_of,
+)
 from kvern.kernels.quantize_rows import Coding, RowCodes, store_codes
 
 
@@ -202,8 +212,7 @@ def _launch(
         variables, constants = coding.arguments(out)
     rows = x.shape[0]
     part = -(-peers.row_words // peers.size)
-    block, part_block = next_power_of_2(peers.row_words), next_power_of_2(part)
-    warps = max(1, block // (32 * max(PACKED, block // 1024)))
+    part_block, (block, warps, pack) = next_power_of_2(part), launched(peers.row_words)
     overlap = overlaps(x.device)
     _peer_sum_kernel[(min(rows, peers.programs),)](
         x,
@@ -225,7 +234,7 @@ def _launch(
         *constants,
         block,
         part_block if parts else 0,
-        max(1, block // (32 * warps)),
+        pack,
         max(1, part_block // (32 * warps)) if parts else 0,
         overlap,
         num_warps=warps,

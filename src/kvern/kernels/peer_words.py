@@ -19,7 +19,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kvern.kernels.launch import INTERPRETED
+from kvern.kernels.launch import INTERPRETED, next_power_of_2
 
 ABSENT = tl.constexpr(-1)
 ANOTHER_NAN = tl.constexpr(0x7FFF7FFF)
@@ -64,6 +64,13 @@ def rows_kept(size: int, row_words: int) -> int:
 def memory_of(size: int, rows: int, row_words: int) -> int:
     """How many int64 a rank's memory has."""
     return size * rows * row_words
+
+
+def launched(row_words: int) -> tuple[int, int, int]:
+    """Words of a program of a row, its warps, and words of a thread."""
+    block = next_power_of_2(row_words)
+    warps = max(1, block // (32 * max(PACKED, block // 1024)))
+    return block, warps, max(1, block // (32 * warps))
 
 
 SEND = tl.constexpr(

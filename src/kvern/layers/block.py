@@ -1,6 +1,5 @@
 """The blocks of a decoder: attention, or what stands in its place, and MLP around the residual stream."""
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -59,8 +58,8 @@ class SequentialLayer(Module):
     handed to the next one, which adds it and takes its norm in one go.
     """
 
-    halved_from: float = math.inf
-    """Steps of so many rows and more, without adapters or `wanted`, are better computed by `FusedLayer.in_halves`."""
+    halved_rows = range(0)
+    """Steps of so many rows, without adapters or `wanted`, are computed by `FusedLayer.in_halves`."""
 
     def __init__(self, places: Places, model: ModelSpec, layer: LayerSpec, build: Build) -> None:
         super().__init__()
@@ -237,7 +236,7 @@ def sums_late(spec: ModelSpec, build: Build) -> bool:
 
     They are kernels, whose results depend on how many rows there are.
     """
-    return build.ranks.size > 1 and "norm" in build.kernels and not build.deterministic and adds_by_norms(spec)
+    return build.ranks.peers is not None and "norm" in build.kernels and not build.deterministic and adds_by_norms(spec)
 
 
 def block_class(spec: ModelSpec, layer: LayerSpec, build: Build) -> type[SequentialLayer]:

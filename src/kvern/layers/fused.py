@@ -5,12 +5,11 @@ residual's addition are done by the products themselves: six launches a layer, i
 """
 
 from collections.abc import Callable
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from kvern.device.ranks import SumInFlight
 from kvern.kernels.activation import coded_gated_activation, gated_activation
 from kvern.kernels.linear import Around
 from kvern.kernels.norm import add_rms_norm, coded_rms_norm, rms_norm
@@ -19,13 +18,16 @@ from kvern.kernels.rotary import rotate_and_store, rotate_queries
 from kvern.layers.attention import NO_ADAPTERS, Attend, Attention, PagedAttend, StepAdapters, rows_of
 from kvern.layers.block import Memory, Places, Residual, SequentialLayer
 from kvern.layers.build import Build
-from kvern.layers.halves import SumsInFlight, halves, least_rows
+from kvern.layers.halves import UpdateInHalves, halves, least_rows
 from kvern.layers.linear_method import LinearMethod
 from kvern.layers.mlp import GatedMLP
 from kvern.layers.norm import HeadNorm, Norm
 from kvern.layers.rope import Rotation, rows_of_table
 from kvern.mixer_spec import AttentionSpec
 from kvern.model_spec import LayerSpec, MlpSpec, ModelSpec, NormSpec, QueryKeyNormSpec
+
+if TYPE_CHECKING:
+    from kvern.device.shared_norms import SharedNorms
 
 
 class FusedRMSNorm(Norm):
@@ -55,36 +57,29 @@ class FusedRMSNorm(Norm):
 
 
 class SummingRMSNorm(FusedRMSNorm):
-    """One that is handed a rank's summand of the update: for few rows all ranks' are added up in the same kernel.
-
-    Or a sum in flight, which it waits for.
-    """
+    """One that is handed a rank's summand of the update: for few rows all ranks' are added up in the same kernel."""
 
     def __init__(self, spec: NormSpec, width: int, name: str, build: Build) -> None:
         super().__init__(spec, width, name, build)
         self._ranks = build.ranks
 
-    def after(self, hidden: Tensor, update: Tensor | SumInFlight | None) -> tuple[Tensor, Tensor]:
+    def after(self, hidden: Tensor, update: Tensor | None) -> tuple[Tensor, Tensor]:
         peers = self._ranks.peers
-        if isinstance(update, Tensor) and peers is not None and peers.takes(update):
-            return hidden, peers.sum_norm(update, hidden, self.weight, self.epsilon)
-        return super().after(hidden, self._sum(update))
+        if update is None or peers is None or not peers.takes(update):
+            return super().after(hidden, None if update is None else self._ranks.sum(update))
+        return hidden, peers.sum_norm(update, hidden, self.weight, self.epsilon)
 
     def before(
-        self, method: LinearMethod | None, hidden: Tensor, update: Tensor | SumInFlight | None
+        self, method: LinearMethod | None, hidden: Tensor, update: Tensor | None
     ) -> tuple[Tensor, Tensor | RowCodes]:
         coding = None if method is None else method.coding(hidden.shape[0])
         if coding is None:
             return self.after(hidden, update)
         peers = self._ranks.peers
-        if isinstance(update, Tensor) and peers is not None and peers.takes(update):
-            return hidden, peers.sum_codes(update, hidden, self.weight, self.epsilon, coding)
-        return hidden, coded_rms_norm(hidden, self._sum(update), self.weight, self.epsilon, coding)
-
-    def _sum(self, update: Tensor | SumInFlight | None) -> Tensor | None:
-        if isinstance(update, SumInFlight):
-            return update.wait()
-        return None if update is None else self._ranks.sum(update)
+        if update is None or peers is None or not peers.takes(update):
+            update = None if update is None else self._ranks.sum(update)
+            return hidden, coded_rms_norm(hidden, update, self.weight, self.epsilon, coding)
+        return hidden, peers.sum_codes(update, hidden, self.weight, self.epsilon, coding)
 
 
 class FusedAttention(Attention):
@@ -169,18 +164,18 @@ class FusedGatedMLP(GatedMLP):
         return self._methods[0]
 
     def forward(self, x: Tensor | RowCodes, rows: Any = None) -> Tensor:
-        activated: Tensor | RowCodes
-        if self.gated is not None and rows is None and isinstance(x, Tensor):  # adapters add to what is activated
-            activated = self.gated(x, self.bias)
-        else:
-            gate_up = self.gate_up_proj(x, rows)
-            coding = self._methods[1].coding(gate_up.shape[0]) if rows is None else None
-            if coding is None:
-                activated = gated_activation(gate_up, self.kind)
-            else:
-                activated = coded_gated_activation(gate_up, self.kind, coding)
-        out: Tensor = self.down_proj(activated, rows)
+        out: Tensor = self.down_proj(self.activated(x, rows), rows)
         return out
+
+    def activated(self, x: Tensor | RowCodes, rows: Any = None) -> Tensor | RowCodes:
+        """What the last product multiplies."""
+        if self.gated is not None and rows is None and isinstance(x, Tensor):  # adapters add to what is activated
+            return self.gated(x, self.bias)
+        gate_up = self.gate_up_proj(x, rows)
+        coding = self._methods[1].coding(gate_up.shape[0]) if rows is None else None
+        if coding is None:
+            return gated_activation(gate_up, self.kind)
+        return coded_gated_activation(gate_up, self.kind, coding)
 
 
 class FusedLayer(SequentialLayer):
@@ -203,9 +198,11 @@ class FusedLayer(SequentialLayer):
         )
         first = self.mlp.first_method if isinstance(self.mlp, FusedGatedMLP) else None
         self._readers = self.self_attn.qkv_proj.method, first
-        self._late_sums, self._begin_sum = build.late_sums, build.ranks.begin_sum
-        if build.late_sums and self._fuses and isinstance(self.mlp, FusedGatedMLP):
-            self.halved_from = least_rows(sum(linear.inputs * sum(linear.outputs.values()) for linear in linears))
+        self._late_sums, self._norms = build.late_sums, build.ranks.norms
+        fits = self._norms is not None and (self._norms.width, self._norms.dtype) == (model.hidden_size, build.dtype)
+        if self._norms is not None and fits and build.late_sums and self._fuses and first is not None:
+            weights = sum(linear.inputs * sum(linear.outputs.values()) for linear in linears)
+            self.halved_rows = range(least_rows(weights), 2 * self._norms.rows + 1)
 
     def forward(
         self,
@@ -269,21 +266,40 @@ class FusedLayer(SequentialLayer):
         return hidden, self.mlp(normal)
 
     def in_halves(
-        self, hidden: Tensor, update: Tensor | SumsInFlight | None, rotation: Rotation, attend: Attend
-    ) -> tuple[Tensor, SumsInFlight]:
-        """As `forward` without more, of `halved_from` rows at least, whose sums are begun when it returns."""
-        qkv, gate_up = self._readers
-        attention, begin_sum = self.self_attn, self._begin_sum
-        attention_in, mlp_in = cast("SummingRMSNorm", self.attention_in), cast("SummingRMSNorm", self.mlp_in)
-        rows = halves(hidden)
-        late = [begin_sum(half) for half in halves(update)] if isinstance(update, Tensor) else update or (None, None)
-        parts = [attention.qkv_proj(attention_in.before(qkv, *given)[1]) for given in zip(rows, late, strict=True)]
-        attended = attention.attended(torch.cat(parts), rotation, attend)
-        late = [begin_sum(attention.o_proj(half)) for half in halves(attended)]
-        first, second = (
-            begin_sum(self.mlp(mlp_in.before(gate_up, *given)[1])) for given in zip(rows, late, strict=True)
-        )
-        return hidden, (first, second)
+        self, hidden: Tensor, update: Tensor | UpdateInHalves | None, rotation: Rotation, attend: Attend
+    ) -> tuple[Tensor, UpdateInHalves]:
+        """As `forward` without more, for `halved_rows`: `hidden` has this rank's rows alone until `joined`."""
+        norms, attention, mlp = cast("SharedNorms", self._norms), self.self_attn, cast("FusedGatedMLP", self.mlp)
+        rows, (reads_attention, reads_mlp) = halves(hidden), self._readers
+
+        def normal(half: int, method: LinearMethod | None) -> Tensor | RowCodes:
+            found = norms.normal(half, rows[half].shape[0])
+            coding = None if method is None else method.coding(found.shape[0])
+            return found if coding is None else coding(found)
+
+        if update is None:
+            qkv = attention.qkv_proj(self.attention_in.before(reads_attention, hidden, None)[1])
+        else:
+            if isinstance(update, Tensor):
+                first, second = halves(update)
+                norms.begin(0, first)
+                update = UpdateInHalves(norms, lambda: second)
+            norm = self.attention_in
+            norms.norm(0, rows[0], norm.weight, norm.epsilon)
+            update.begin_second()
+            part = attention.qkv_proj(normal(0, reads_attention))
+            norms.norm(1, rows[1], norm.weight, norm.epsilon)
+            qkv = torch.cat((part, attention.qkv_proj(normal(1, reads_attention))))
+        first, second = halves(attention.attended(qkv, rotation, attend))
+        norms.begin(0, attention.o_proj(first))
+        summand, norm = attention.o_proj(second), self.mlp_in
+        norms.norm(0, rows[0], norm.weight, norm.epsilon)
+        norms.begin(1, summand)
+        activated = mlp.activated(normal(0, reads_mlp))
+        norms.norm(1, rows[1], norm.weight, norm.epsilon)
+        norms.begin(0, mlp.down_proj(activated))
+        activated = mlp.activated(normal(1, reads_mlp))
+        return hidden, UpdateInHalves(norms, lambda: mlp.down_proj(activated))
 
 
 def can_fuse(model: ModelSpec, layer: LayerSpec) -> bool:

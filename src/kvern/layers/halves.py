@@ -1,24 +1,36 @@
-"""Steps of many rows in two halves: ranks add up what the one made while they compute the other.
+"""Steps of many rows in two halves: ranks move rows of the one while they compute the other.
 
-    the device's stream   qkv a   qkv b   attention of all   output a   output b   MLP a   MLP b   qkv a   qkv b
-    the group's                                                         sum a      sum b   sum a   sum b
+    the device's stream   .. down b   qkv a   qkv b   attention of all   output a   output b   MLP a   gate, up b ..
+    copies                a to all    b sums  b to all                              a sums     b sums  a sums
 
-Before a half's norm the device's stream waits for the half's sum.
+A layer leaves its last product to the next one, which has rows moved meanwhile.
 """
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NamedTuple
 
 from torch import Tensor
 
-from kvern.device.ranks import SumInFlight
+if TYPE_CHECKING:
+    from kvern.device.shared_norms import SharedNorms
 
 HALVED_ROWS = 1024
 """Products of fewer than 512 rows take as long as reading their weights does, which halves do twice."""
-HALVED_WORK = 2 * 10**11
-"""Rows times a rank's weights of a layer: with less a host launches the halves' kernels more slowly than they run."""
+HALVED_WORK = 4 * 10**11
+"""Rows times a rank's weights of a layer: with less a host begins the halves' copies more slowly than products run."""
 TILE_ROWS = 128
 """Products take so many rows at a time: where the first half is a multiple, halves have as many tiles as all rows."""
 
-SumsInFlight = tuple[SumInFlight, SumInFlight]
-"""Of the first half and of the second."""
+
+class UpdateInHalves(NamedTuple):
+    """What a layer hands on to be added: the first half is on its way, the second's last product not yet computed."""
+
+    norms: "SharedNorms"
+    compute: Callable[[], Tensor]
+
+    def begin_second(self) -> None:
+        """Compute it and send it to the ranks that sum."""
+        self.norms.begin(1, self.compute())
 
 
 def least_rows(weights: int) -> int:
@@ -32,10 +44,11 @@ def halves(x: Tensor) -> tuple[Tensor, Tensor]:
     return x[:first], x[first:]
 
 
-def joined(hidden: Tensor, update: Tensor | SumsInFlight | None) -> tuple[Tensor, Tensor | None]:
-    """The residual and its update, for who knows no halves: sums in flight are added to the residual, in place."""
-    if not isinstance(update, tuple):
+def joined(hidden: Tensor, update: Tensor | UpdateInHalves | None) -> tuple[Tensor, Tensor | None]:
+    """The residual and its update, for who knows no halves: these are added to the residual, in place."""
+    if not isinstance(update, UpdateInHalves):
         return hidden, update
-    for half, late in zip(halves(hidden), update, strict=True):
-        half.add_(late.wait())
+    update.begin_second()
+    for half, rows in enumerate(halves(hidden)):
+        update.norms.make_whole(half, rows)
     return hidden, None

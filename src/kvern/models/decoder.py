@@ -13,7 +13,7 @@ from kvern.layers.attention import NO_ADAPTERS, Attend, StepAdapters, WantedAtte
 from kvern.layers.block import Memory, Places, SequentialLayer, block_class, sums_late
 from kvern.layers.build import Build
 from kvern.layers.embedding import SharedHead, make_embedding, make_head
-from kvern.layers.halves import SumsInFlight, joined
+from kvern.layers.halves import UpdateInHalves, joined
 from kvern.layers.linear import Linear
 from kvern.layers.moe import MoE
 from kvern.layers.norm import make_norm
@@ -93,8 +93,7 @@ class Decoder(WeightedModel):
         self._memory_index = tuple(sum(kind) + (len(kind) == 2) for kind in kinds)
         self._last_storing = spec.last_storing_layer
         inner = replace(build, late_sums=sums_late(spec, build))
-        layers = list(self._make_layers(inner))
-        self.layers, self._halved_from = nn.ModuleList(layers), [layer.halved_from for layer in layers]
+        self.layers = nn.ModuleList(self._make_layers(inner))
         self.norm = make_norm(spec.norm, spec.hidden_size, "norm", inner) if stage.is_last else HandedRows(inner)
         self._late_sums = inner.late_sums
         if stage.is_last:
@@ -162,7 +161,7 @@ class Decoder(WeightedModel):
         Or from what the stage before hands on; what the next one goes on with is returned alone. `looked_up`: of them.
         """
         rotations = self._rotations(positions)
-        update: Tensor | SumsInFlight | None = None
+        update: Tensor | UpdateInHalves | None = None
         inner = adapters if adapters is NO_ADAPTERS else StepAdapters(adapters.rows, adapters.rows)
         memories: tuple[Memory, ...] = attend, states, (attend, states)  # by `_memory_index`
         own: list[tuple[Tensor, ...]] = [()] * len(self.layers)
@@ -176,7 +175,7 @@ class Decoder(WeightedModel):
                 inputs.note(index, hidden, self._summed(update))
             rotation, memory = rotations[self._rope_index[index]], memories[self._memory_index[index]]
             kept, used = (wanted, adapters) if index == self._last_storing else (None, inner)
-            if kept is None and used is NO_ADAPTERS and hidden.shape[0] >= self._halved_from[index]:
+            if kept is None and used is NO_ADAPTERS and hidden.shape[0] in cast("SequentialLayer", layer).halved_rows:
                 hidden, update = cast("FusedLayer", layer).in_halves(hidden, update, rotation, memory)
                 continue
             hidden, update = joined(hidden, update)

@@ -144,8 +144,9 @@ class DeviceRunner:
 
     def room(self, output: SchedulerOutput) -> PromptStep | None:
         """Decodes, and tokens of prompts, that a captured step which does this needs room for; None: there is none."""
-        joined = {request.slot: request for request in output.joined}
-        return room_of(self._prompt_graphs, output.scheduled, lambda slot: joined.get(slot) or self._rows.request(slot))
+        coming = {fork.slot: self._rows.request(fork.source) for fork in output.forked}  # rows fork, then others join
+        coming |= {request.slot: request for request in output.joined}
+        return room_of(self._prompt_graphs, output.scheduled, lambda slot: coming.get(slot) or self._rows.request(slot))
 
     def _room_of_all(self, scheduled: Sequence[ScheduledTokens]) -> PromptStep | None:
         """As `room`, of rows that have joined; of ranks with rows of their own, what they agreed on."""
@@ -185,11 +186,10 @@ class DeviceRunner:
     def _start(self, scheduled: Sequence[ScheduledTokens]) -> tuple[PendingStep, ComputedStep | None]:
         """Compute and sample; what a drafter is told, if it is to guess what follows."""
         wanted = 0
-        uncertain = False
+        uncertain = any(item.uncertain for item in scheduled)
         for item in scheduled:
             if item.sampled:
                 wanted |= self._needs[item.slot]
-            uncertain = uncertain or item.uncertain
         if uncertain and (wanted & Needs.PROCESSORS or not self._attention.reads_device_starts):
             scheduled = self._rows.certain(scheduled)
         drafts = None

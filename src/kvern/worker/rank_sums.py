@@ -10,6 +10,9 @@ from kvern.device.peer_sums import TIMED_ROWS, WAYS, PeerExchange, PeerSums, Way
 from kvern.device.ranks import Ranks
 from kvern.device.timing import time_calls
 from kvern.kernels.peer_words import row_words_of
+from kvern.layers.block import adds_by_norms
+from kvern.layers.halves import HALVED_ROWS, TILE_ROWS
+from kvern.model_spec import MlpSpec, ModelSpec
 
 SECTION = "sums of ranks"
 NOT_KNOWN = len(WAYS)
@@ -66,6 +69,19 @@ def choose_exchange(
         exchange.sum_scattered(exchange.gather(torch.zeros(1, width, dtype=dtype, device=device)))  # compiled now
         ranks.exchange = exchange
     return [f"rows between ranks: {f'own kernels up to {rows} of each, NCCL above' if rows else 'NCCL'}"]
+
+
+def share_norms(ranks: Ranks, spec: ModelSpec, rows: int, dtype: torch.dtype, device: torch.device) -> list[str]:
+    """Let `ranks` that sum in memory of each other share norms of steps of up to `rows`, of a model that has halves."""
+    dense = any(isinstance(layer.mlp, MlpSpec) for layer in spec.layers)
+    if ranks.peers is None or rows < HALVED_ROWS or not dense or not adds_by_norms(spec):
+        return []
+    half = -(-rows // (2 * TILE_ROWS)) * TILE_ROWS
+    try:
+        ranks.norms = ranks.map_norms(half, spec.hidden_size, dtype, device)
+    except RuntimeError as error:
+        return [f"norms of many rows: on each rank, since {error}"]
+    return []
 
 
 def known_ways(known: Measurements, key: str) -> list[Way]:

@@ -207,7 +207,7 @@ class Worker:
         kernels = "peer_sum" if ranks.own_rows is None else "peer_exchange"
         if self._device.type != "cuda" or kernels not in plan.kernels:
             return
-        from kvern.worker.rank_sums import choose_exchange, choose_sums
+        from kvern.worker.rank_sums import choose_exchange, choose_sums, share_norms
 
         with self._startup.stage("sums"), torch.inference_mode():
             known = Measurements(self._config.cache_folder, self._device)
@@ -216,6 +216,8 @@ class Worker:
                 self._startup.report(choose_exchange(ranks.own_rows.ranks, *given))
             elif ranks.size > 1:
                 self._startup.report(choose_sums(ranks, *given))
+                if "shared_norm" in plan.kernels and not self._config.deterministic:
+                    self._startup.report(share_norms(ranks, self._spec, plan.max_batch_tokens, dtype, self._device))
 
     def _load_draft(self, folder: Path, plan: Plan, model: LanguageModel) -> Draft:
         if reads_embeddings(self._config, folder):

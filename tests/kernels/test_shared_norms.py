@@ -1,0 +1,78 @@
+"""Norms that ranks share through memory of each other: between processes that have it in common."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from kvern.device.shared_norms import SharedNorms, memory_of
+from kvern.kernels.norm import add_rms_norm
+from kvern.kernels.shared_norm import await_flags, shared_norm
+from tests.kernels.test_peer_sum import EPSILON, together
+
+TURNS, ROWS = 4, 7
+COUNTS = (7, 4, 1)
+"""Rows of halves; of one some ranks have none."""
+
+
+def launch(width: int, size: int, dtype: torch.dtype, gain: torch.dtype | None) -> object:
+    """Launches for a card that is compiled for."""
+    x, flags = torch.empty(8, width, dtype=dtype), torch.zeros(size, dtype=torch.int32)
+    weight = None if gain is None else torch.empty(width, dtype=gain)
+    shared_norm(x, x.new_empty(size, 4, width), x.clone(), x.clone(), range(4, 8), flags, 7, 1, weight, EPSILON)
+    return await_flags(flags, 7, 1)
+
+
+LAUNCHES = [
+    lambda: launch(8192, 4, torch.bfloat16, torch.bfloat16),
+    lambda: launch(5120, 2, torch.float16, torch.float32),
+    lambda: launch(2048, 8, torch.bfloat16, None),
+]
+
+
+def run(rank: int, memories: list[torch.Tensor], xs: torch.Tensor, hidden: torch.Tensor, out: Any) -> None:
+    """One rank's norms of both halves in turn, then all of the residual."""
+    size, width = len(memories), xs.shape[-1]
+    norms, weight = SharedNorms(memories, rank, ROWS, width, xs.dtype), torch.ones(width)
+    residuals = hidden[rank]
+    for turn in range(TURNS):
+        count = COUNTS[turn % len(COUNTS)]
+        x, residual = xs[turn, rank, :, :count], residuals[turn, :, :count]
+        for half in range(2):
+            norms.begin(half, x[half])
+        for half in range(2):
+            norms.norm(half, residual[half], weight, EPSILON)
+        for half in range(2):
+            out[rank, turn, half, :count] = norms.normal(half, count)
+            most = -(-count // size)
+            for row in range(count):
+                if row // most != rank:
+                    residual[half, row] = torch.nan  # nobody else keeps it
+        for half in range(2):
+            norms.begin(half, x[half])
+            norms.make_whole(half, residual[half])
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="interpreted kernels share memory of processes")
+@pytest.mark.parametrize(("size", "width", "dtype"), [(2, 64, torch.float16), (3, 48, torch.float32)], ids=str)
+def test_ranks_normalise_rows_for_each_other(size: int, width: int, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(size)
+    xs = torch.randn(TURNS, size, 2, ROWS, width, generator=generator).to(dtype)
+    first = torch.randn(TURNS, 2, ROWS, width, generator=generator).to(dtype)
+    hidden: torch.Tensor = first.expand(size, *first.shape).clone().share_memory_()  # type: ignore[no-untyped-call]
+    words = memory_of(size, ROWS, width, dtype)
+    memories = [torch.full((words,), -1, dtype=torch.int64).share_memory_() for _ in range(size)]  # type: ignore[no-untyped-call]
+    out: torch.Tensor = torch.zeros(size, TURNS, 2, ROWS, width, dtype=dtype).share_memory_()  # type: ignore[no-untyped-call]
+    together(run, size, memories, xs, hidden, out)
+    for turn in range(TURNS):
+        count = COUNTS[turn % len(COUNTS)]
+        for half in range(2):
+            total = xs[turn, 0, half, :count].float()
+            for rank in range(1, size):
+                total = total + xs[turn, rank, half, :count]
+            residual = first[turn, half, :count].clone()
+            normal = add_rms_norm(residual, total.to(dtype), torch.ones(width), EPSILON)
+            whole = (residual.float() + total.to(dtype)).to(dtype)
+            for rank in range(size):
+                torch.testing.assert_close(out[rank, turn, half, :count], normal)
+                assert torch.equal(hidden[rank, turn, half, :count], whole), "all have all rows again"
