@@ -13,7 +13,8 @@ from kvern.device.measurements import Measurements
 from kvern.device.peer_memory import _Counted, on_all
 from kvern.device.peer_sums import TIMED_ROWS, PeerExchange, PeerSums, Way
 from kvern.worker import rank_sums
-from kvern.worker.rank_sums import choose_exchange, choose_sums, described
+from kvern.worker.rank_sums import choose_exchange, choose_sums, described, share_norms
+from tests.kernels.models import spec_of
 
 CPU = torch.device("cpu")
 WAYS: list[Way] = ["whole", "whole", "whole", "parts", "parts", "nccl", "nccl", "nccl"]
@@ -65,6 +66,10 @@ class OneOfTwo:
     size = 2
     peers: PeerSums | None = None
     exchange: PeerExchange | None = None
+    norms: object = None
+
+    def map_norms(self, *given: Any) -> object:
+        return given
 
     def __init__(self, mapped: PeerSums | PeerExchange | None, told: list[list[int]] | None = None) -> None:
         self._mapped, self._told = mapped, told
@@ -132,6 +137,26 @@ def test_rows_are_exchanged_as_the_first_found(tmp_path: Path) -> None:
     assert choose_exchange(OneOfTwo(None), *given) == [  # type: ignore[arg-type]
         "rows between ranks: NCCL, since not every GPU reaches the memory of all others"
     ]
+
+
+@pytest.mark.parametrize(
+    ("family", "rows", "mapped"),
+    [
+        ("llama", 8192, 4096),
+        ("llama", 2049, 1152),
+        ("llama", 1023, None),
+        ("gemma2", 8192, None),
+        ("qwen3_moe", 8192, None),
+    ],
+)
+def test_norms_are_shared_by_ranks_of_models_that_are_computed_in_halves(
+    family: str, rows: int, mapped: int | None
+) -> None:
+    ranks, spec = OneOfTwo(None), spec_of(family)
+    assert share_norms(ranks, spec, rows, torch.bfloat16, CPU) == [] and ranks.norms is None  # type: ignore[arg-type]
+    ranks.peers = Peers(WAYS)
+    assert share_norms(ranks, spec, rows, torch.bfloat16, CPU) == []  # type: ignore[arg-type]
+    assert ranks.norms == (None if mapped is None else (mapped, spec.hidden_size, torch.bfloat16, CPU))
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from torch import Tensor
 
 import kvern.worker.worker
 from kvern import EngineConfig
-from kvern.device.ranks import ALONE, Ranks, SumInFlight
+from kvern.device.ranks import ALONE, Ranks
 from kvern.device.stages import WHOLE, Stage
 from kvern.kernel_list import KERNELS
 from kvern.kernels.norm import add_rms_norm
@@ -43,8 +43,6 @@ class Turns(Ranks):
     def __init__(self, rank: int, turn: threading.Lock, stage: Stage = WHOLE) -> None:
         super().__init__(rank, 2, stage)
         self._turn = turn
-        self.sums = [("", 0)][:0]
-        """Of which rows sums were begun and waited for, as it came."""
         self.joined = [0][:0]
         """Rows of sums that a norm joined."""
         self.shown = [0][:0]
@@ -57,9 +55,8 @@ class Turns(Ranks):
         finally:
             self._turn.acquire()
 
-    def begin_sum(self, x: Tensor) -> SumInFlight:
-        self.sums.append(("begun", x.shape[0]))
-        return WaitingSum(x, super().begin_sum(x), self)
+    def group_sum(self, x: Tensor) -> Tensor:
+        return self._waiting(super().group_sum, x)
 
     def beside(self, x: Tensor, width: int | None = None) -> Tensor:
         self.shown.append(x.shape[1])
@@ -67,17 +64,6 @@ class Turns(Ranks):
 
     def gather(self, x: Tensor) -> Tensor:
         return self._waiting(super().gather, x)
-
-
-class WaitingSum(SumInFlight):
-    """One during which others have their turn."""
-
-    def __init__(self, x: Tensor, begun: SumInFlight, ranks: Turns) -> None:
-        self._rows, self._begun, self._ranks = x.shape[0], begun, ranks
-
-    def wait(self) -> Tensor:
-        self._ranks.sums.append(("there", self._rows))
-        return self._ranks._waiting(self._begun.wait)
 
 
 class Peers:
@@ -97,17 +83,14 @@ class Peers:
         return add_rms_norm(hidden, self._ranks.group_sum(x), weight, epsilon)
 
 
-def together(
-    folder: Path, compute: Callable[[Turns], Any], stage: Stage = WHOLE, *, maps: bool = True
-) -> list[tuple[Any, Turns]]:
-    """What each of two ranks computes, and itself; they meet in the folder, and map each other's memory or do not."""
+def together(folder: Path, compute: Callable[[Turns], Any], stage: Stage = WHOLE) -> list[tuple[Any, Turns]]:
+    """What each of two ranks computes, and itself; they meet in the folder, and sum in memory of each other."""
     turn = threading.Lock()
 
     def run(rank: int) -> tuple[Any, Turns]:
         ranks = Turns(rank, turn, stage)
         ranks.connect(folder / "meeting", CPU, SECONDS)
-        if maps:
-            ranks.peers = Peers(ranks)  # type: ignore[assignment]
+        ranks.peers = Peers(ranks)  # type: ignore[assignment]
         with turn:
             return compute(ranks), ranks
 

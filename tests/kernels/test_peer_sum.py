@@ -216,7 +216,8 @@ def test_codes_are_those_of_the_norm(device: torch.device, dtype: torch.dtype, i
     for turn, left in enumerate(residuals):
         given = parts[rank], left, weight, EPSILON
         own = sent(parts, rank, rows, 0, in_parts=in_parts)
-        peers = memory([torch.zeros_like(own), own], rank, rows, row_words_of(width, dtype))
+        other = torch.zeros_like(own)
+        peers = memory([other, own], rank, rows, row_words_of(width, dtype))
         if turn:
             found.append(coded_peer_sum_norm(*given, peers, coding, parts=in_parts))
         else:

@@ -1,5 +1,6 @@
-"""Steps of many rows in two halves, whose sums over ranks are in flight meanwhile: as one process answers."""
+"""Steps of many rows in two halves, which ranks move to each other meanwhile: as one process answers."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,30 +10,83 @@ from torch import Tensor
 
 import kvern.worker.worker
 from kvern.device.ranks import ALONE, Ranks
-from kvern.device.stages import Stage
+from kvern.device.stages import WHOLE, Stage
 from kvern.kernel_list import KERNELS
-from kvern.kernels.norm import rms_norm
-from kvern.kernels.quantize_rows import Coding, RowCodes
+from kvern.kernels.norm import add_rms_norm
 from kvern.layers import halves
 from kvern.layers.attention import StepAdapters
-from kvern.layers.build import Build
-from kvern.layers.fused import SummingRMSNorm
 from kvern.layers.halves import least_rows
-from kvern.model_spec import NormSpec
 from kvern.models.decoder import Decoder, LayerInputs
 from tests.families import make_checkpoint
 from tests.kernels.test_late_sums import STEPS, Turns, sampled, together
-from tests.kernels.test_own_rows_graphs import CPU
 
 pytestmark = [
     pytest.mark.usefixtures("few_products"),
     pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are interpreted in turns"),
 ]
 TWO: dict[str, Any] = {"tensor_parallel_size": 2}
-LAYER = [("begun", 3), ("begun", 2), ("there", 3), ("begun", 3), ("there", 2), ("begun", 2)]
-"""Of five rows, from the products behind attention on: a half's sum is waited for when the other's is begun."""
-NEXT = [("there", 3), ("there", 2)]
-"""Before the products of the next layer, or of whoever knows no halves."""
+LAYER = [
+    ("begin", 0), ("norm", 0), ("begin", 1), ("normal", 0), ("norm", 1), ("begin", 0), ("normal", 1)
+]  # fmt: skip
+"""From the products behind attention on: what is sent and awaited is beside a product of the other half."""
+NEXT = [("norm", 0), ("begin", 1), ("normal", 0), ("norm", 1), ("normal", 1)]
+"""Before the products of the next layer: the last product of the one before is computed meanwhile."""
+JOINED = [("begin", 1), ("whole", 0), ("whole", 1)]
+"""Before whoever knows no halves."""
+
+
+class Norms:
+    """As `SharedNorms`, without memory of each other: what is another rank's of the residual is not there."""
+
+    rows, width, dtype = 8, 48, torch.float32
+
+    def __init__(self, ranks: Turns) -> None:
+        self._ranks = ranks
+        self.calls = [("", 0)][:0]
+        self._x, self._normal, self._whole = ([torch.empty(0)] * 2 for _ in range(3))
+
+    def begin(self, half: int, x: Tensor) -> None:
+        self.calls.append(("begin", half))
+        self._x[half] = x
+
+    def norm(self, half: int, hidden: Tensor, weight: Tensor, epsilon: float) -> None:
+        self.calls.append(("norm", half))
+        whole = self._of_all(hidden)
+        self._normal[half] = add_rms_norm(whole, self._ranks.group_sum(self._x[half]), weight, epsilon)
+        hidden.copy_(whole)
+        self._lose(hidden)
+
+    def normal(self, half: int, count: int) -> Tensor:
+        self.calls.append(("normal", half))
+        assert count == len(self._normal[half])
+        return self._normal[half]
+
+    def make_whole(self, half: int, hidden: Tensor) -> None:
+        self.calls.append(("whole", half))
+        hidden.copy_(self._of_all(hidden) + self._ranks.group_sum(self._x[half]))
+
+    def _of_all(self, hidden: Tensor) -> Tensor:
+        """The residual, of which each rank says its own rows."""
+        known = hidden.clone()
+        self._lose(known, 0.0)
+        return self._ranks.group_sum(known)
+
+    def _lose(self, hidden: Tensor, left: float = torch.nan) -> None:
+        most = -(-len(hidden) // 2)
+        hidden[most:] = left if self._ranks.rank == 0 else hidden[most:]
+        hidden[:most] = left if self._ranks.rank == 1 else hidden[:most]
+
+
+def in_halves(
+    folder: Path, compute: Callable[[Turns], Any], stage: Stage = WHOLE
+) -> list[tuple[Any, list[tuple[str, int]]]]:
+    """What each of two ranks computes that share norms, and what those were asked."""
+
+    def run(ranks: Turns) -> Any:
+        ranks.norms = Norms(ranks)  # type: ignore[assignment]
+        return compute(ranks)
+
+    return [(found, ranks.norms.calls) for found, ranks in together(folder, run, stage)]  # type: ignore[union-attr]
 
 
 @pytest.fixture(autouse=True)
@@ -44,24 +98,21 @@ def small_halves(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(halves, name, value)
 
 
-@pytest.mark.parametrize("maps", [True, False])
-def test_sums_of_a_half_are_in_flight_beside_products_of_the_other(maps: bool, tmp_path: Path) -> None:
-    folder = make_checkpoint("llama_bias", tmp_path, num_hidden_layers=3)
+def test_rows_of_a_half_are_moved_beside_products_of_the_other(tmp_path: Path) -> None:
+    folder = make_checkpoint("llama_bias", tmp_path, num_hidden_layers=4)
     expected = sampled(folder, ALONE)
-    whole = [("begun", 5), ("there", 5)], [("begun", 1), ("there", 1)]  # of embeddings, and of what is sampled from
-    for answers, ranks in together(tmp_path, lambda ranks: sampled(folder, ranks, **TWO), maps=maps):
+    for answers, calls in in_halves(tmp_path, lambda ranks: sampled(folder, ranks, **TWO)):
         assert answers == expected
-        prompt = [*whole[0], *LAYER, *NEXT, *LAYER, *NEXT, *whole[1], *whole[1]]
-        assert ranks.sums[: len(prompt)] == prompt, "the last layer joins the halves and computes one row"
+        prompt = [*LAYER, *NEXT, *LAYER, *NEXT, *LAYER, *JOINED]
+        assert calls[: len(prompt)] == prompt, "the last layer joins the halves and computes one row"
 
 
 def test_layers_with_experts_join_the_halves_of_those_without(tmp_path: Path) -> None:
     folder = make_checkpoint("glm4_moe", tmp_path)
     expected = sampled(folder, ALONE)
-    for answers, ranks in together(tmp_path, lambda ranks: sampled(folder, ranks, **TWO)):
+    for answers, calls in in_halves(tmp_path, lambda ranks: sampled(folder, ranks, **TWO)):
         assert answers == expected
-        assert ranks.sums[2 : 2 + len(LAYER) + len(NEXT)] == [*LAYER, *NEXT]
-        assert ranks.sums.count(("begun", 3)) == 2, "a layer of a prompt of five tokens"
+        assert calls[: len(LAYER) + len(JOINED)] == [*LAYER, *JOINED]
 
 
 def test_draft_heads_read_what_layers_are_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -76,9 +127,11 @@ def test_draft_heads_read_what_layers_are_given(tmp_path: Path, monkeypatch: pyt
 
     monkeypatch.setattr(Decoder, "__call__", tapped)
     sampled(folder, ALONE, STEPS[:1])
-    for _, ranks in together(tmp_path, lambda ranks: sampled(folder, ranks, STEPS[:1], **TWO)):
-        torch.testing.assert_close(found[ranks], found[ALONE])
-        assert ranks.sums.count(("begun", 3)) == 6, "all layers compute all rows"
+    for _, calls in in_halves(tmp_path, lambda ranks: sampled(folder, ranks, STEPS[:1], **TWO)):
+        assert calls.count(("begin", 0)) == 6, "all layers compute all rows"
+    assert len(found) == 3
+    for rows in found.values():
+        torch.testing.assert_close(rows, found[ALONE])
 
 
 class Sending(Stage):
@@ -99,27 +152,10 @@ def test_stages_hand_on_joined_rows(tmp_path: Path) -> None:
     folder, alone, shared = make_checkpoint("llama_bias", tmp_path, num_hidden_layers=4), Sending(), Sending()
     sampled(folder, Ranks(stage=alone), STEPS[:1], pipeline_parallel_size=2)
     options = TWO | {"pipeline_parallel_size": 2}
-    [(_, ranks), _] = together(tmp_path, lambda ranks: sampled(folder, ranks, STEPS[:1], **options), shared)
-    assert ranks.sums[-2:] == NEXT and len(shared.sent) == 2
+    [(_, calls), _] = in_halves(tmp_path, lambda ranks: sampled(folder, ranks, STEPS[:1], **options), shared)
+    assert calls[-3:] == JOINED and len(shared.sent) == 2
     for rows in shared.sent:
         torch.testing.assert_close(rows, alone.sent[0])
-
-
-@pytest.mark.parametrize("coding", [None, Coding("int8")])
-def test_a_norm_waits_for_a_sum_and_rounds_it(coding: Coding | None, tmp_path: Path) -> None:
-    x, residual = torch.randn(2, 5, 48, generator=torch.Generator().manual_seed(0)).unbind()
-    method: Any = type("Method", (), {"coding": lambda self, rows: coding})()
-
-    def rounded(ranks: Turns) -> tuple[Tensor, Tensor | RowCodes]:
-        build = Build(torch.float32, CPU, 64, frozenset({"norm"}), ranks=ranks, late_sums=True)
-        norm = SummingRMSNorm(NormSpec("rms", 1e-5), 48, "norm", build)
-        norm.weight.data.fill_(2)
-        return norm.before(method, residual.clone(), ranks.begin_sum(x.clone()))
-
-    normal = rms_norm(residual + 2 * x, torch.full((48,), 2.0), 1e-5)
-    for (hidden, found), _ in together(tmp_path, rounded):
-        torch.testing.assert_close(hidden, residual + 2 * x)
-        torch.testing.assert_close(found, normal if coding is None else coding(normal))
 
 
 @pytest.mark.parametrize("quantization", ["fp8", "int8"])
@@ -129,21 +165,21 @@ def test_quantized_layers_answer_alike_in_halves(
     folder = make_checkpoint("llama_bias", tmp_path, num_hidden_layers=3)
     options = TWO | {"quantization": quantization}
 
-    def answers(place: str) -> list[tuple[Any, Turns]]:
+    def answers(place: str) -> list[tuple[Any, list[tuple[str, int]]]]:
         (tmp_path / place).mkdir()
-        return together(tmp_path / place, lambda ranks: sampled(folder, ranks, **options))
+        return in_halves(tmp_path / place, lambda ranks: sampled(folder, ranks, **options))
 
     found = answers("halves")
     monkeypatch.setattr(halves, "HALVED_ROWS", 1000)
     whole = answers("whole")
     assert [said for said, _ in found] == [said for said, _ in whole]
-    assert [("begun", 3) in ranks.sums for _, ranks in (*found, *whole)] == [True, True, False, False]
+    assert [bool(calls) for _, calls in (*found, *whole)] == [True, True, False, False]
 
 
 def test_steps_are_halved_where_there_is_work_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     assert least_rows(428 * 10**6) == 1024, "rows of Llama-3.1-70B on two ranks"
-    assert least_rows(10**6) == 200_000, "a host has no time to launch more kernels"
+    assert least_rows(10**6) == 400_000, "a host has no time to begin so many copies"
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
@@ -157,5 +193,5 @@ def test_steps_stay_whole(deterministic: bool, tmp_path: Path, monkeypatch: pyte
     if not deterministic:
         monkeypatch.setattr(Decoder, "__call__", adapted)
     options = TWO | {"deterministic": deterministic}
-    for _, ranks in together(tmp_path, lambda ranks: sampled(folder, ranks, STEPS[:1], **options)):
-        assert {rows for _, rows in ranks.sums} == {5, 1}
+    for _, calls in in_halves(tmp_path, lambda ranks: sampled(folder, ranks, STEPS[:1], **options)):
+        assert not calls

@@ -64,6 +64,7 @@ def _sum(
     def launch() -> tuple[torch.Tensor, ...]:
         epochs.zero_()  # nobody sends anything of a second epoch
         own.copy_(was_sent)
+        others.zero_()
         given = parts[rank], hidden, weight, 1e-6, memory
         if coding is not None:
             return *coded_peer_sum_norm(*given, coding, parts=in_parts), hidden
@@ -110,6 +111,7 @@ def _exchange(spec: ModelSpec, inputs: Inputs, rank: int, size: int) -> Call:
     def launch() -> tuple[torch.Tensor, ...]:
         epochs.zero_()
         own.copy_(gathered)
+        nobody.zero_()
         rows = peer_gather(parts[rank], memory)
         own.copy_(scattered)
         return rows, peer_sum_scattered(others[rank], memory)

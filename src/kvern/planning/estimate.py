@@ -2,7 +2,7 @@
 
     decode step = weights read / bandwidth  or operations / rate, what is more
                 + keys and values read / bandwidth + overhead of each layer + all-reduces
-    prompts     = operations / rate + all-reduces, or what of these is longer than the products beside them
+    prompts     = operations / rate + all-reduces, or a share of them where they run beside products
 
 Stages are taken to be even. Each computes a share of the requests at a time, so that a decode of one of them takes what
 it takes a whole model with that share, and what stages hand on.
@@ -12,7 +12,7 @@ The shares of bandwidth and rate that steps reach are those that were measured o
 
 import contextlib
 import math
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
@@ -30,7 +30,7 @@ from kvern.model_spec import MlpSpec, ModelSpec, MoeSpec
 from kvern.models.precision import SMALL, Share
 from kvern.models.share import WholeExperts, share_of
 from kvern.models.stages import check_stages
-from kvern.planning.hardware import Card
+from kvern.planning.hardware import NVLINK, Card
 from kvern.worker.memory import GPU_MEMORY_SHARE, MARGIN_BYTES, bytes_of_state, bytes_of_token, host_cache_bytes
 from kvern.worker.plan import BATCH_REQUESTS, BATCH_TOKENS, states_of_a_request
 from kvern.worker.rank_limits import check_share
@@ -39,9 +39,10 @@ READ, COMPUTED = 0.9, 0.65
 """Shares of a card's bandwidth and rate that steps reach."""
 WHOLE = (SMALL, "routers", "indexer", "attention queries, latents", "residual streams", "inputs of each layer")
 """Kinds of layers of which every rank has all."""
-MLP = "MLP gate, up", "MLP down"
-BESIDE = ("attention out",), MLP, MLP, ("attention q, k, v",)
-"""What runs beside all-reduces of halves: of the first and the second behind attention, and of those behind MLPs."""
+HALVED = "attention q, k, v", "attention out", "MLP gate, up", "MLP down"
+"""Kinds of layers of which steps in halves compute one half while rows of the other are moved between ranks."""
+EXPOSED = 0.25
+"""The share of that which nothing runs beside: two of eight moves of a layer."""
 
 
 @dataclass(frozen=True)
@@ -267,33 +268,24 @@ def _prompt_seconds(model: Model, card: Card, split: Split, length: int, rows: i
         for item in model.spec.attentions
     )
     attended = pairs / (split.tensor * COMPUTED * card.rate)
-    sums = (_summed if _halves(model, card, split, rows) else _all_reduced)(model, card, split, length)
-    handed = _handed(model, card, split, length)
-    return _product_seconds(model, card, split, length) + attended + sums + handed
+    sums = _all_reduced(model, card, split, length) * (EXPOSED if _halves(model, card, split, rows) else 1)
+    return _product_seconds(model, card, split, length) + attended + sums + _handed(model, card, split, length)
 
 
 def _halves(model: Model, card: Card, split: Split, rows: int) -> bool:
-    """Whether prompts are computed in halves in steps of so many rows: sums run beside products."""
+    """Whether prompts are computed in halves in steps of so many rows."""
     layers = model.spec.layers
     dense = all(isinstance(layer.mixer, AttentionSpec) and isinstance(layer.mlp, MlpSpec) for layer in layers)
-    if card.host or split.tensor == 1 or not dense or not adds_by_norms(model.spec):
+    if card.host or card.link < NVLINK or split.tensor == 1 or not dense or not adds_by_norms(model.spec):
         return False
-    weights = sum(share.parameters for share in model.shares if any(share.kind in kinds for kinds in BESIDE))
+    weights = sum(share.parameters for share in model.shares if share.kind in HALVED)
     return rows >= least_rows(weights // (len(layers) * split.tensor))
 
 
-def _summed(model: Model, card: Card, split: Split, rows: int) -> float:
-    """Seconds of all-reduces of halves that are longer than the products beside them."""
-    whole = _all_reduced(model, card, split, rows) / 2  # of those behind attention, or behind MLPs
-    return sum(max(whole - _product_seconds(model, card, split, rows, kinds), 0.0) for kinds in BESIDE) / 2
-
-
-def _product_seconds(model: Model, card: Card, split: Split, rows: int, kinds: Container[str] | None = None) -> float:
-    """Of all weights, or those of some kinds."""
+def _product_seconds(model: Model, card: Card, split: Split, rows: int) -> float:
     return sum(
         _computed_part(model, share, split, rows) * rows * model.operations(share) / (COMPUTED * _rate(card, share))
         for share in model.shares
-        if kinds is None or share.kind in kinds
     )
 
 
