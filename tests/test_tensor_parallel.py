@@ -139,6 +139,23 @@ def test_ordered_sums_do_not_depend_on_what_is_beside(tmp_path: Path) -> None:
             assert least.tolist() == [0, 7, -2]
 
 
+def test_the_first_rank_goes_on_when_all_have_come(tmp_path: Path) -> None:
+    came: list[int] = []
+
+    def run(rank: int) -> list[int]:
+        ranks = Ranks(rank, 3)
+        ranks.connect(tmp_path / "meeting", torch.device("cpu"), SECONDS)
+        for turn in range(20):
+            came.append(turn)
+            ranks.meet(torch.device("cpu"))
+            if rank == 0:
+                assert came.count(turn) == 3
+        return came
+
+    with ThreadPoolExecutor(3) as threads:
+        assert [len(each) for each in threads.map(run, range(3))] == [60] * 3
+
+
 def test_each_rank_holds_its_share_alone(tmp_path: Path) -> None:
     folder = make_checkpoint("llama", tmp_path)
     whole, ranks = load_model(folder), Ranks(1, 2)

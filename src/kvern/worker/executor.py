@@ -158,7 +158,7 @@ class RankedExecutor(InProcessExecutor):
         super().__init__(worker)
         # Steps run whole: ranks would cut them in different places.
         self._execute = tiered(worker.runner.execute, tier, worker.runner, ranks)
-        self._others, self._balance, self._has_all_layers = others, balance, ranks.stage.count == 1
+        self._others, self._balance, self._ranks = others, balance, ranks
         self._noted = self.tier = None if tier is None else NotedTier(tier, self._begin_all)
 
     def submit(self, output: SchedulerOutput) -> StepResult:
@@ -173,7 +173,7 @@ class RankedExecutor(InProcessExecutor):
 
     def count_experts(self) -> Callable[[], LayerCounts]:
         """Nothing of stages, each of which knows those of its own layers."""
-        return super().count_experts() if self._has_all_layers else list
+        return super().count_experts() if self._ranks.stage.count == 1 else list
 
     def _place_experts(self) -> None:
         if self._balance is None or not (placements := self._balance.due()):
@@ -194,7 +194,9 @@ class RankedExecutor(InProcessExecutor):
 
     def idle(self) -> bool:
         self._others.send(UseIdleTime())
-        return super().idle()
+        prepares = super().idle()
+        self._ranks.meet(self._worker.device)  # or the first request would wait for what slower ranks have to do yet
+        return prepares
 
     def add_adapter(self, key: int, adapter: Adapter) -> None:
         self._others.send(AddAdapter.of(key, adapter))

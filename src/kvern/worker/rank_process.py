@@ -139,6 +139,7 @@ def run_steps(socket: "zmq.Socket[bytes]", rank: Rank) -> None:
                 runner.abandon()
             case UseIdleTime():
                 runner.idle()
+                rank.ranks.meet(rank.worker.device)
             case PlaceExperts(placements):
                 rank.worker.place_experts(placements)
             case AddAdapter() as message:

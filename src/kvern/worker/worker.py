@@ -96,7 +96,7 @@ class Worker:
         `draft`: where a model is that guesses what this one goes on with, which the last stage asks.
         """
         self._draft, self._ranks = draft if ranks.stage.is_last else None, ranks
-        self._config, self._folder, self._device = config, folder, device
+        self._config, self._folder, self.device = config, folder, device
         self._whole_experts = whole_experts(config)
         own_rows, self._whole = ranks.own_rows is not None, spec
         shared = share_of(spec, ranks.sharing_experts, self._whole_experts, own_rows=own_rows)
@@ -109,7 +109,7 @@ class Worker:
 
     def probe(self) -> Findings:
         """What the device is and can do. Raises ConfigError for what it cannot."""
-        config, device = self._config, self._device
+        config, device = self._config, self.device
         resolve_max_model_len(config, self._spec)  # what is wrong with the options shows before kernels are compiled
         check_states(config, self._spec)
         check_latents(config, self._spec, device)
@@ -166,7 +166,7 @@ class Worker:
 
     def load(self, plan: Plan) -> Room:
         """Load the weights and whatever a batch of the plan's size needs beside its cache. Raises KvernError."""
-        config, spec, device = self._config, self._spec, self._device
+        config, spec, device = self._config, self._spec, self.device
         self._choose_sums(plan)
         self._parts = parts = self._make_parts(plan, spec)
         adapters, model = None, self._load_fallback(plan)
@@ -205,19 +205,19 @@ class Worker:
         """Have ranks on GPUs of one machine sum, or bring to each other, few rows by a kernel, if that is faster."""
         ranks, dtype = self._ranks, getattr(torch, plan.dtype)
         kernels = "peer_sum" if ranks.own_rows is None else "peer_exchange"
-        if self._device.type != "cuda" or kernels not in plan.kernels:
+        if self.device.type != "cuda" or kernels not in plan.kernels:
             return
         from kvern.worker.rank_sums import choose_exchange, choose_sums, share_norms
 
         with self._startup.stage("sums"), torch.inference_mode():
-            known = Measurements(self._config.cache_folder, self._device)
-            given = self._spec.hidden_size, dtype, self._device, known
+            known = Measurements(self._config.cache_folder, self.device)
+            given = self._spec.hidden_size, dtype, self.device, known
             if ranks.own_rows is not None:
                 self._startup.report(choose_exchange(ranks.own_rows.ranks, *given))
             elif ranks.size > 1:
                 self._startup.report(choose_sums(ranks, *given))
                 if "shared_norm" in plan.kernels and not self._config.deterministic:
-                    self._startup.report(share_norms(ranks, self._spec, plan.max_batch_tokens, dtype, self._device))
+                    self._startup.report(share_norms(ranks, self._spec, plan.max_batch_tokens, dtype, self.device))
 
     def _load_draft(self, folder: Path, plan: Plan, model: LanguageModel) -> Draft:
         if reads_embeddings(self._config, folder):
@@ -267,7 +267,7 @@ class Worker:
                 folder,
                 ranks=ranks,
                 dtype=plan.dtype,
-                device=self._device,
+                device=self.device,
                 max_model_len=plan.max_model_len,
                 load_format=self._config.load_format,
                 kernels=plan.kernels & (MODEL_KERNELS | CPU_KERNELS),
@@ -301,7 +301,7 @@ class Worker:
             make_runner = partial(self._parts.runner, contents)
             measured = measured_scales(make_runner, self._spec, plan, size, getattr(torch, plan.cache_dtype))
             found = [other if scale is None else scale for scale, other in zip(found, measured, strict=True)]
-        scales = [scale.to(self._device) for scale in found if scale is not None]
+        scales = [scale.to(self.device) for scale in found if scale is not None]
         return EightBit(scales, getattr(torch, plan.plain_cache_dtype))
 
     def build(self, layout: Layout) -> None:
@@ -366,7 +366,7 @@ class Worker:
         if not places:
             return None
         bank = AdapterBank(decoder, places, rank, kernels)
-        pinned = self._device.type == "cuda"
+        pinned = self.device.type == "cuda"
         readable = self._readable_targets(decoder) if self._ranks.processes > 1 else None
         self._store = AdapterStore(decoder.spec, bank.targets, rank, decoder.build.dtype, pinned, readable)
         return Adapters(bank, self._store)
