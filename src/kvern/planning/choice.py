@@ -83,7 +83,7 @@ def choose(config: EngineConfig, cards: Sequence[Card]) -> Choice:
     def possible(split: Split) -> bool:
         options: dict[str, Any] = split.options
         if split.pipeline > 1:
-            return False  # its steps are not captured on GPUs, which estimates leave out
+            return False  # steps with prompts are not captured there, which estimates leave out
         try:
             check_ranks(replace(config, **options), folder, model.spec)
         except ConfigError:
