@@ -150,11 +150,15 @@ def test_rows_are_exchanged_as_the_first_found(tmp_path: Path) -> None:
     ],
 )
 def test_norms_are_shared_by_ranks_of_models_that_are_computed_in_halves(
-    family: str, rows: int, mapped: int | None
+    family: str, rows: int, mapped: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ranks, spec = OneOfTwo(None), spec_of(family)
     assert share_norms(ranks, spec, rows, torch.bfloat16, CPU) == [] and ranks.norms is None  # type: ignore[arg-type]
     ranks.peers = Peers(WAYS)
+    monkeypatch.setattr(rank_sums, "are_right", lambda *_: False)
+    told = share_norms(ranks, spec, rows, torch.bfloat16, CPU)  # type: ignore[arg-type]
+    assert ranks.norms is None and len(told) == (mapped is not None)
+    monkeypatch.setattr(rank_sums, "are_right", lambda *_: True)
     assert share_norms(ranks, spec, rows, torch.bfloat16, CPU) == []  # type: ignore[arg-type]
     assert ranks.norms == (None if mapped is None else (mapped, spec.hidden_size, torch.bfloat16, CPU))
 

@@ -1,14 +1,17 @@
 """Norms that ranks share through memory of each other: between processes that have it in common."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from kvern.device.ranks import Ranks
 from kvern.device.shared_norms import SharedNorms, memory_of
 from kvern.kernels.norm import add_rms_norm
 from kvern.kernels.shared_norm import await_flags, shared_norm
-from tests.kernels.test_peer_sum import EPSILON, together
+from kvern.worker.rank_sums import are_right
+from tests.kernels.test_peer_sum import CPU, EPSILON, SECONDS, together
 
 TURNS, ROWS = 4, 7
 COUNTS = (7, 4, 1)
@@ -51,6 +54,33 @@ def run(rank: int, memories: list[torch.Tensor], xs: torch.Tensor, hidden: torch
         for half in range(2):
             norms.begin(half, x[half])
             norms.make_whole(half, residual[half])
+
+
+class Forgetting(SharedNorms):
+    """On the last rank rows that others normalised for it come one turn late."""
+
+    def normal(self, half: int, count: int) -> torch.Tensor:
+        found = super().normal(half, count)
+        late = getattr(self, f"late{half}", torch.zeros_like(found))
+        setattr(self, f"late{half}", found.clone())
+        return late if self._rank == self._size - 1 else found
+
+
+def check(rank: int, folder: Path, memories: list[torch.Tensor], kind: type[SharedNorms], out: Any) -> None:
+    """What one rank says of norms at a start."""
+    ranks = Ranks(rank, len(memories))
+    ranks.connect(folder / "meeting", CPU, SECONDS)
+    out[rank] = are_right(ranks, kind(memories, rank, ROWS, 64, torch.float16), CPU)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="interpreted kernels share memory of processes")
+@pytest.mark.parametrize("kind", [SharedNorms, Forgetting])
+def test_a_start_finds_rows_that_are_not_what_was_sent(kind: type[SharedNorms], tmp_path: Path) -> None:
+    words = memory_of(2, ROWS, 64, torch.float16)
+    memories = [torch.full((words,), -1, dtype=torch.int64).share_memory_() for _ in range(2)]  # type: ignore[no-untyped-call]
+    out: torch.Tensor = torch.full((2,), 7).share_memory_()  # type: ignore[no-untyped-call]
+    together(check, 2, tmp_path, memories, kind, out)
+    assert out.tolist() == [kind is SharedNorms] * 2, "all ranks say the same"
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="interpreted kernels share memory of processes")

@@ -1,14 +1,17 @@
 """Which sums of ranks on GPUs go through memory of each other, and which through NCCL: what is faster, alike on all."""
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from kvern.device.measurements import Measurements
-from kvern.device.peer_sums import TIMED_ROWS, WAYS, PeerExchange, PeerSums, Way
+from kvern.device.peer_sums import EPSILON, TIMED_ROWS, WAYS, PeerExchange, PeerSums, Way
 from kvern.device.ranks import Ranks
+from kvern.device.shared_norms import SharedNorms
 from kvern.device.timing import time_calls
+from kvern.kernels.norm import add_rms_norm
 from kvern.kernels.peer_words import row_words_of
 from kvern.layers.block import adds_by_norms
 from kvern.layers.halves import HALVED_ROWS, TILE_ROWS
@@ -17,6 +20,7 @@ from kvern.model_spec import MlpSpec, ModelSpec
 SECTION = "sums of ranks"
 NOT_KNOWN = len(WAYS)
 NOT_KNOWN_ROWS = -1
+CHECKED_TURNS = 2
 
 
 def choose_sums(ranks: Ranks, width: int, dtype: torch.dtype, device: torch.device, known: Measurements) -> list[str]:
@@ -78,10 +82,41 @@ def share_norms(ranks: Ranks, spec: ModelSpec, rows: int, dtype: torch.dtype, de
         return []
     half = -(-rows // (2 * TILE_ROWS)) * TILE_ROWS
     try:
-        ranks.norms = ranks.map_norms(half, spec.hidden_size, dtype, device)
+        norms = ranks.map_norms(half, spec.hidden_size, dtype, device)
     except RuntimeError as error:
         return [f"norms of many rows: on each rank, since {error}"]
+    right = are_right(ranks, norms, device)
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # what that took is for keys and values
+    if not right:
+        return ["norms of many rows: on each rank, since what GPUs copied to each other was not what was sent"]
+    ranks.norms = norms
     return []
+
+
+def are_right(ranks: Ranks, norms: SharedNorms, device: torch.device) -> bool:
+    """Whether on all ranks shared norms, and what is left of the residual, are what each would compute by itself."""
+    own, common = (torch.Generator(device).manual_seed(seed) for seed in (ranks.rank + 1, 0))
+    made = partial(torch.randn, norms.rows, norms.width, device=device)
+    weight, right = torch.ones(norms.width, dtype=norms.dtype, device=device), torch.ones(1, device=device)
+    for _ in range(CHECKED_TURNS):
+        for half in range(2):
+            x, hidden = made(generator=own).to(norms.dtype), made(generator=common).to(norms.dtype)
+            whole, total = hidden.clone(), ranks.group_sum(x.clone())
+            normal = add_rms_norm(whole, total, weight, EPSILON)
+            norms.begin(half, x)
+            norms.norm(half, hidden, weight, EPSILON)
+            right *= _is_close(norms.normal(half, norms.rows), normal)
+            norms.begin(half, x)
+            norms.make_whole(half, hidden)
+            right *= _is_close(hidden, whole + total)
+    least: list[float] = ranks.least(right).tolist()
+    return least == [1.0]
+
+
+def _is_close(found: Tensor, expected: Tensor) -> Tensor:
+    """But for sums in another order."""
+    return ((found - expected).abs() <= 0.05 * (1 + expected.abs())).all()
 
 
 def known_ways(known: Measurements, key: str) -> list[Way]:
