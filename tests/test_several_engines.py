@@ -12,7 +12,9 @@ import pytest
 from kvern import LLM, AsyncLLM, SamplingParams
 from kvern.engine.several import SeveralEngines
 from kvern.errors import ConfigError, EngineClosed, EngineUnavailable, InvalidRequest
+from kvern.llm import FailedRequest
 from tests.batch_files import read_rows, run, write_rows
+from tests.peft_adapters import make_adapter
 from tests.served import eventually
 
 PARAMS = SamplingParams(temperature=0.8, seed=9, max_tokens=60, ignore_eos=True)
@@ -28,7 +30,7 @@ def one(tiny_model: Path) -> Iterator[LLM]:
 
 @pytest.fixture(scope="module")
 def two(tiny_model: Path) -> Iterator[LLM]:
-    with LLM(str(tiny_model), threads=1, max_batch_requests=8, data_parallel_size=2) as llm:
+    with LLM(str(tiny_model), threads=1, max_batch_requests=8, max_adapters=1, data_parallel_size=2) as llm:
         yield llm
 
 
@@ -121,6 +123,56 @@ def test_a_killed_engine_loses_no_row(one: LLM, two: LLM, tmp_path: Path, monkey
     assert 0 < len(read_rows(tmp_path / "cut.jsonl")) < 80
     run(one, source, tmp_path / "cut.jsonl")
     assert (tmp_path / "cut.jsonl").read_bytes() == (tmp_path / "whole.jsonl").read_bytes()
+    eventually(lambda: two.statistics() is not None and all(engine.supervisor.is_ready for engine in engines(two)))
+
+
+def test_what_is_aborted_before_a_step_goes_to_nobody(two: LLM) -> None:
+    expected, engine = tokens(two.generate(PROMPTS[2:], PARAMS)), two._engine
+    before = two.statistics().requests
+    outputs = [engine.add(str(number), prompt, PARAMS, whole=True) for number, prompt in enumerate(PROMPTS)]
+    engine.abort(["0", "1"])
+    assert [output.outputs[0].finish_reason for output in outputs[:3]] == ["abort", "abort", None]
+    while engine.has_work:
+        engine.step()
+    assert tokens(outputs[2:]) == expected
+    assert two.statistics().requests == before + len(expected)
+    engine.add("0", PROMPTS[0], PARAMS)
+    engine.abort(["0"])
+    assert not engine.has_work and engine.step() == []
+    assert [(one.workload.tokens, one.workload.sequences) for one in engines(two)] == [(0, 0)] * 2
+
+
+def test_an_engine_that_dies_before_a_step_is_passed_by(two: LLM) -> None:
+    expected, first = tokens(two.generate(PROMPTS, PARAMS)), engines(two)[0]
+
+    def inputs() -> Iterator[Any]:
+        yield from ((str(number), prompt, PARAMS) for number, prompt in enumerate(PROMPTS[:6]))
+        first.supervisor.link.process.kill()
+        eventually(lambda: two.statistics() is not None and not first.supervisor.is_ready)
+        yield from ((str(number), prompt, PARAMS) for number, prompt in enumerate(PROMPTS[6:], 6))
+
+    found = sorted(two.as_completed(inputs()), key=lambda one: int(one.request_id))
+    assert tokens(found) == expected
+    eventually(lambda: two.statistics() is not None and first.supervisor.is_ready)
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # within PEFT
+def test_an_adapter_that_is_lost_before_a_step_ends_its_requests(tiny_model: Path, two: LLM, tmp_path: Path) -> None:
+    """No engine is given what it does not know."""
+    adapter = make_adapter(tiny_model, tmp_path / "adapter", 0, r=4)
+    two.load_adapter("one", str(adapter))
+    expected = two.generate(PROMPTS[0], PARAMS)
+
+    def inputs() -> Iterator[Any]:
+        yield "adapted", PROMPTS[0], PARAMS, "one"
+        adapter.rename(tmp_path / "away")
+        engines(two)[0].supervisor.link.process.kill()
+        eventually(lambda: two.statistics() is not None and not two.adapters)
+        yield "plain", PROMPTS[0], PARAMS
+
+    failed, plain = sorted(two.as_completed(inputs()), key=lambda one: one.request_id)
+    assert isinstance(failed, FailedRequest) and "the adapter cannot be read again: " in str(failed.error)
+    assert tokens([plain]) == tokens(expected)
     eventually(lambda: two.statistics() is not None and all(engine.supervisor.is_ready for engine in engines(two)))
 
 

@@ -7,8 +7,11 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
+import torch
 
+from kvern.kernel_list import ranks
 from kvern.kernel_list.quantized import FORMS
+from tests.kernels.compile_for import launches
 from tests.kernels.models import LARGE_MODELS
 
 pytestmark = pytest.mark.timeout(1200)  # a machine with much else to do takes minutes
@@ -29,6 +32,11 @@ def compile_for(capability: int, *arguments: str) -> None:
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert f"for sm_{capability}, 0 errors" in done.stdout
+
+
+def test_what_ranks_launch_is_among_the_launches_of_models() -> None:
+    labels = [label for label, _ in launches("qwen3_moe", torch.bfloat16, sample=True)]
+    assert all(any(f" {kernel.name} (" in label for label in labels) for kernel in ranks.KERNELS)
 
 
 @pytest.mark.parametrize("what", [BY_DAY, MODULES[::2], MODULES[1::2]], ids=["models", "tests", "other tests"])

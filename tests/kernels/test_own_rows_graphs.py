@@ -2,7 +2,7 @@
 
 import dataclasses
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -142,10 +142,14 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return make_checkpoint("qwen3_moe", tmp_path)
 
 
+Asked = Mapping[int, Sequence[RequestSpec]]
+"""What a rank gets in which of its turns."""
+Answers = dict[str, list[int]]
 Replayed = list[tuple[int, int]]
+GREEDY = ResolvedParams(temperature=0.0)
 
 
-def run_rank(folder: Path, rank: int, turn: threading.Lock) -> tuple[dict[str, list[int]], Replayed, Replayed]:
+def run_rank(folder: Path, rank: int, turn: threading.Lock, asked: Asked) -> tuple[Answers, Replayed, Replayed]:
     """The answers of a rank's own requests, and what it has replayed: of decodes, and with prompts."""
     options = {"tensor_parallel_size": 2, "enable_expert_parallel": True, "enable_dp_attention": True, "device": "cpu"}
     config = EngineConfig(model=str(folder), max_batch_tokens=6, **OPTIONS | options)
@@ -168,18 +172,19 @@ def run_rank(folder: Path, rank: int, turn: threading.Lock) -> tuple[dict[str, l
         while runner.idle():
             pass
         core = make_home_core(config, folder, layout, executor)
-        params = ResolvedParams(temperature=0.0)
-        asked = [
-            RequestSpec(f"{rank}-{number}", PromptInput(prompt), params, TOKENS + number)
-            for number, prompt in enumerate(PROMPTS[rank])
-        ]
-        answers: dict[str, list[int]] = {}
+        answers: Answers = {}
         for number in range(2 * LATE):
-            added = {0: asked[:3], LATE: asked[3:]}.get(number, [])
-            for event in take_turn(core, executor, TakeTurn([(spec, []) for spec in added])):
+            for event in take_turn(core, executor, TakeTurn([(added, []) for added in asked.get(number, [])])):
                 answers.setdefault(event.request_id, []).extend(event.token_ids)
         assert not core.has_work
     return answers, runner._graphs.replayed, runner._prompt_graphs.replayed
+
+
+def run_ranks(folder: Path, asked: Sequence[Asked]) -> list[tuple[Answers, Replayed, Replayed]]:
+    """As `run_rank`, of each rank."""
+    turn = threading.Lock()
+    with ThreadPoolExecutor(len(asked)) as threads:
+        return list(threads.map(lambda rank: run_rank(folder, rank, turn, asked[rank]), range(len(asked))))
 
 
 @pytest.mark.nightly
@@ -189,13 +194,37 @@ def test_ranks_replay_steps_of_one_size_together(folder: Path, monkeypatch: pyte
     lengths = [TOKENS + number for own in PROMPTS for number in range(len(own))]
     params = [SamplingParams(temperature=0, max_tokens=length, ignore_eos=True) for length in lengths]
     expected = [output.outputs[0].token_ids for output in alone.generate(prompts, params)]
-    turn = threading.Lock()
+    specs = [
+        [
+            RequestSpec(f"{rank}-{number}", PromptInput(prompt), GREEDY, TOKENS + number)
+            for number, prompt in enumerate(own)
+        ]
+        for rank, own in enumerate(PROMPTS)
+    ]
     monkeypatch.setattr(kvern.worker.device_runner, "build_device_batch", None)  # no step is launched by kernels
-    with ThreadPoolExecutor(2) as threads:
-        first, second = threads.map(lambda rank: run_rank(folder, rank, turn), range(2))
+    first, second = run_ranks(folder, [{0: own[:3], LATE: own[3:]} for own in specs])
     assert [*first[0].values(), *second[0].values()] == expected
     assert [size for size, _ in first[1]] == [size for size, _ in second[1]]
     counts = {count for _, count in second[1]}
     assert {0, 1} <= counts, "the other has fewer rows, in some steps none"
     prompts_of_one = {(own[1] > 0, other) for own, other in zip(first[2], second[2], strict=True)}
     assert {(True, (0, 2)), (True, (1, 0)), (True, (0, 0))} <= prompts_of_one, "it has a prompt, a decode, or nothing"
+
+
+@pytest.mark.nightly
+def test_a_search_forks_beside_prompts(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks agree on a graph before the step begins in which a beam gets its row."""
+    alone = LLM(str(folder), device="cpu", **OPTIONS)
+    prompts, late = [[5, 9, 17], [7, 8]], (1, 2)
+    params = [
+        SamplingParams(beam_width=2, n=2, max_tokens=TOKENS, ignore_eos=True),
+        SamplingParams(temperature=0, max_tokens=1, ignore_eos=True),
+    ]
+    searched, short = ([answer.token_ids for answer in one.outputs] for one in alone.generate(prompts, params))
+    search = RequestSpec("search", PromptInput(prompts[0]), params[0].resolved(), TOKENS)
+    asked = {turn: [RequestSpec(f"late-{turn}", PromptInput(prompts[1]), GREEDY, 1)] for turn in late}
+    monkeypatch.setattr(kvern.worker.device_runner, "build_device_batch", None)
+    (answers, _, replayed), _ = run_ranks(folder, [{0: [search]} | asked, {}])
+    assert [answers[f"search#{index}"] for index in range(2)] == searched
+    assert [answers[f"late-{turn}#0"] for turn in late] == [*short] * len(late)
+    assert (2, 2) in replayed, "both beams and a prompt"

@@ -4,11 +4,13 @@ import dataclasses
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+import kvern.worker.kernel_parts
 import kvern.worker.prompt_graphs
 from kvern import LLM, SamplingParams
 from kvern.device.own_rows import rank_of_own_rows
@@ -17,6 +19,8 @@ from kvern.errors import ConfigError
 from kvern.worker.cuda_graph import DecodedStep
 from kvern.worker.device_runner import DeviceRunner
 from kvern.worker.drafter import GuardedDrafter
+from kvern.worker.graph_captures import captures
+from kvern.worker.memory import GRAPH_BYTES
 from kvern.worker.prompt_graphs import MOST_KEYS, PromptGraphs, most_keys
 from tests.families import make_checkpoint
 from tests.kernels.models import LARGE_MODELS, spec_of
@@ -97,6 +101,27 @@ def test_runs_of_hybrids_may_have_more_keys() -> None:
     """Of four layers one attends; both mixers of a layer count as one."""
     kinds = "llama", "qwen3_5_text", "falcon_h1"
     assert [most_keys(spec_of(kind, LARGE_MODELS)) for kind in kinds] == [MOST_KEYS, 4 * MOST_KEYS, MOST_KEYS]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="simulates a GPU")
+def test_memory_of_all_graphs_is_counted(
+    tmp_path: Path, on_device: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where layers keep states: a rank that had no memory for one of its graphs would not start."""
+    llm = on_device(make_checkpoint("lfm2", tmp_path), **OPTIONS | {"max_batch_tokens": 8, "max_batch_requests": 2})
+    engine: Any = llm._engine
+    worker = engine.core.executor._worker
+    runner, parts = worker.runner, worker._parts
+    monkeypatch.setattr(parts, "_device", SimpleNamespace(type="cuda"))
+    monkeypatch.setattr(parts, "_attention", lambda *_: runner._attention)
+    monkeypatch.setattr(kvern.worker.kernel_parts, "DeviceRows", lambda *_, **__: runner._rows)
+    monkeypatch.setattr(kvern.worker.kernel_parts, "DeviceStateMemory", lambda *_: runner._states)
+    for name in ("memory_allocated", "max_memory_allocated", "reset_peak_memory_stats"):
+        monkeypatch.setattr(torch.cuda, name, lambda *_: 0)
+    monkeypatch.setattr(kvern.worker.prompt_graphs, "DECODES", (1,))
+    monkeypatch.setattr(kvern.worker.prompt_graphs, "TOKENS", (4, 5))
+    decodes = sum(1 for _ in captures(2, runner._attention.prefix_members > 0, False, True))
+    assert parts._run_largest_steps(worker._contents) == (decodes + 2) * GRAPH_BYTES
 
 
 class Missing:

@@ -90,6 +90,8 @@ class ClientAdapters:
         self, names: AdapterNames, engines: Callable[[], Sequence[EngineAdapters]], used: Callable[[], set[int | None]]
     ) -> None:
         self.names = names
+        self.lost: dict[int, InvalidAdapter] = {}
+        """By key, those that were unloaded because an engine could not read them again."""
         self._engines = engines
         self._used = used
         self._unloaded: list[NamedAdapter] = []
@@ -128,6 +130,7 @@ class ClientAdapters:
             if adapter.key in lost:
                 logger.warning("adapter %s is unloaded: %s", adapter.name, lost[adapter.key])
                 self.unload(adapter.name)
+                self.lost[adapter.key] = lost[adapter.key]
 
     def resume(self, engine: EngineAdapters) -> None:
         """Requests of a new engine that use what was unloaded, also meanwhile, have begun: forget it with their end."""

@@ -1,12 +1,13 @@
 """One prompt on its way through engines: what another engine needs to go on with it is here."""
 
 import asyncio
+from collections.abc import Mapping
 
 import msgspec
 
 from kvern.engine.prefix_record import answer_tokens
 from kvern.engine.wire import AddRequest
-from kvern.errors import KvernError
+from kvern.errors import KvernError, RequestFailed
 from kvern.observe.metrics import RequestTimes
 from kvern.outputs import RequestOutput
 from kvern.request import Progress, RequestSpec
@@ -62,6 +63,11 @@ class Generation:
         """It ends with this error."""
         self.error = error
         self.news.set()
+
+    def lost_adapter(self, lost: Mapping[int, Exception]) -> RequestFailed | None:
+        """Why it ends, if its adapter is one of those, by key, that cannot be read any more."""
+        error = None if self.spec.adapter is None else lost.get(self.spec.adapter)
+        return None if error is None else RequestFailed(f"the adapter cannot be read again: {error}")
 
     @property
     def begun(self) -> bool:

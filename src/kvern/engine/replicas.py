@@ -182,11 +182,16 @@ class Replicas:
         """Give several that were prepared to engines, waiting for one if all are being replaced. Raises EngineDied.
 
         Those with the most work first: the others then fill up what the engines' shares differ by. Each engine begins
-        with them in the order in which they were prepared, by their turns.
+        with them in the order in which they were prepared, by their turns. Those whose adapter was lost since then end.
         """
         await self.until_available()
         for generation in sorted(generations, key=lambda one: one.most_tokens, reverse=True):
-            self._chosen(generation).workload.take(generation)
+            error = generation.lost_adapter(self.adapters.lost)
+            if error is None:
+                self._chosen(generation).workload.take(generation)
+            else:
+                generation.fail(error)
+                self.withdraw([generation])
 
     def prepare(
         self,

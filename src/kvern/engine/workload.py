@@ -129,9 +129,8 @@ class Workload:
     def lose(self, adapters: Mapping[int, Exception]) -> None:
         """End those whose adapters, by key, cannot be read any more."""
         for generation in list(self.running.values()):
-            error = None if generation.spec.adapter is None else adapters.get(generation.spec.adapter)
-            if error is not None:
-                self.end(generation, RequestFailed(f"the adapter cannot be read again: {error}"))
+            if (error := generation.lost_adapter(adapters)) is not None:
+                self.end(generation, error)
 
     def resume(self) -> None:
         """Go on with a new engine, as many as may."""

@@ -269,7 +269,7 @@ class KernelParts:
         graphs = sum(1 for _ in captures(slots, attention.prefix_members > 0, adapts, stage.is_last))
         if stage.count > 1:
             return torch.cuda.max_memory_allocated(device) - before + graphs * GRAPH_BYTES
-        if attention.reads_device_starts and not attention.deterministic and states is None:
+        if attention.reads_device_starts and not attention.deterministic:
             mixed = prompt_steps(slots, self._plan.max_batch_tokens, longest)
             graphs += len(mixed)
             if mixed:  # all graphs share the memory of the largest: a prompt beside decodes, as many tokens in all
