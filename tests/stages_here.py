@@ -62,8 +62,8 @@ class OtherStages:
 
     def __init__(self, config: EngineConfig, folder: Path, layers: Sequence[range], *_: Any) -> None:
         spec = spec_from_config(read_config(folder))
-        ranks = [rank_here(config, index, layers) for index in range(len(layers) - 1)]
-        self.workers = [Worker(config, folder, spec, CPU, Startup(), ranks=own) for own in ranks]
+        self._ranks = [rank_here(config, index, layers) for index in range(len(layers) - 1)]
+        self.workers = [Worker(config, folder, spec, CPU, Startup(), ranks=own) for own in self._ranks]
         self._rooms: list[HasRoom] = []
 
     def answers(self, kind: type[RankMessage], *_: Any) -> list[Any]:
@@ -72,7 +72,7 @@ class OtherStages:
         return self._rooms if kind is HasRoom else []
 
     def send(self, message: RankMessage) -> None:
-        for worker in self.workers:
+        for worker, ranks in zip(self.workers, self._ranks, strict=True):
             match message:
                 case LoadWeights(plan):
                     self._rooms.append(HasRoom(worker.load(plan)))
@@ -84,6 +84,7 @@ class OtherStages:
                     worker.runner.abandon()
                 case UseIdleTime():
                     worker.runner.idle()
+                    ranks.meet(CPU)
                 case AddAdapter() as adapter:
                     worker.add_adapter(adapter.key, adapter.adapter())
                 case DropAdapter(key):
