@@ -12,6 +12,7 @@ from torch.distributed import FileStore, HashStore, PrefixStore
 from kvern.device.measurements import Measurements
 from kvern.device.peer_memory import _Counted, on_all
 from kvern.device.peer_sums import TIMED_ROWS, PeerExchange, PeerSums, Way
+from kvern.layers import halves
 from kvern.worker import rank_sums
 from kvern.worker.rank_sums import choose_exchange, choose_sums, described, share_norms
 from tests.kernels.models import spec_of
@@ -155,6 +156,10 @@ def test_norms_are_shared_by_ranks_of_models_that_are_computed_in_halves(
     ranks, spec = OneOfTwo(None), spec_of(family)
     assert share_norms(ranks, spec, rows, torch.bfloat16, CPU) == [] and ranks.norms is None  # type: ignore[arg-type]
     ranks.peers = Peers(WAYS)
+    monkeypatch.setattr(rank_sums, "are_right", lambda *_: True)
+    assert share_norms(ranks, spec, rows, torch.bfloat16, CPU) == []  # type: ignore[arg-type]
+    assert ranks.norms is None, "so small layers are never computed in halves"
+    monkeypatch.setattr(halves, "HALVED_WORK", 1)
     monkeypatch.setattr(rank_sums, "are_right", lambda *_: False)
     told = share_norms(ranks, spec, rows, torch.bfloat16, CPU)  # type: ignore[arg-type]
     assert ranks.norms is None and len(told) == (mapped is not None)

@@ -66,9 +66,16 @@ class Forgetting(SharedNorms):
         return late if self._rank == self._size - 1 else found
 
 
+class OfAStage(Ranks):
+    """Whose other stages have no halves, and check nothing."""
+
+    def least(self, x: torch.Tensor) -> torch.Tensor:
+        raise AssertionError("the stage behind does not listen")
+
+
 def check(rank: int, folder: Path, memories: list[torch.Tensor], kind: type[SharedNorms], out: Any) -> None:
     """What one rank says of norms at a start."""
-    ranks = Ranks(rank, len(memories))
+    ranks = OfAStage(rank, len(memories))
     ranks.connect(folder / "meeting", CPU, SECONDS)
     out[rank] = are_right(ranks, kind(memories, rank, ROWS, 64, torch.float16), CPU)
 

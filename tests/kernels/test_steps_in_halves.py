@@ -115,6 +115,14 @@ def test_layers_with_experts_join_the_halves_of_those_without(tmp_path: Path) ->
         assert calls[: len(LAYER) + len(JOINED)] == [*LAYER, *JOINED]
 
 
+def test_layers_without_experts_halve_what_those_with_some_hand_on(tmp_path: Path) -> None:
+    folder = make_checkpoint("qwen3_moe", tmp_path, num_hidden_layers=3, mlp_only_layers=[1])
+    expected = sampled(folder, ALONE)
+    for answers, calls in in_halves(tmp_path, lambda ranks: sampled(folder, ranks, **TWO)):
+        assert answers == expected
+        assert calls[: 1 + len(NEXT) + len(LAYER) + len(JOINED)] == [("begin", 0), *NEXT, *LAYER, *JOINED]
+
+
 def test_draft_heads_read_what_layers_are_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder, computed = make_checkpoint("llama_bias", tmp_path, num_hidden_layers=3), Decoder.forward
     found: dict[Ranks, Tensor] = {}

@@ -18,7 +18,7 @@ from kvern.kernels.shared_norm import await_flags, shared_norm
 TURNS = 1024
 """That flags tell apart: no rank is two turns ahead of another."""
 MOST_RANKS = 64
-"""And a multiple of what rows begin at."""
+"""For so many there are flags, behind which rows are aligned."""
 
 
 class Half(NamedTuple):
@@ -50,7 +50,8 @@ def _padded(size: int, rows: int) -> int:
 class SharedNorms:
     """Of halves of up to `rows` rows of `width` numbers, in `memories` of all ranks, which are -1 at first.
 
-    All ranks call the same methods in the same order; on a GPU none of them waits.
+    All ranks call the same methods in the same order; on a GPU none of them waits. A step that ends halfway ends the
+    ranks.
     """
 
     def __init__(self, memories: Sequence[Tensor], rank: int, rows: int, width: int, dtype: torch.dtype) -> None:

@@ -199,10 +199,10 @@ class FusedLayer(SequentialLayer):
         first = self.mlp.first_method if isinstance(self.mlp, FusedGatedMLP) else None
         self._readers = self.self_attn.qkv_proj.method, first
         self._late_sums, self._norms = build.late_sums, build.ranks.norms
-        fits = self._norms is not None and (self._norms.width, self._norms.dtype) == (model.hidden_size, build.dtype)
-        if self._norms is not None and fits and build.late_sums and self._fuses and first is not None:
+        if self._norms is not None and build.late_sums and self._fuses and first is not None:
             weights = sum(linear.inputs * sum(linear.outputs.values()) for linear in linears)
-            self.halved_rows = range(least_rows(weights), 2 * self._norms.rows + 1)
+            if (self._norms.width, self._norms.dtype) == (model.hidden_size, build.dtype):
+                self.halved_rows = range(least_rows(weights), 2 * self._norms.rows + 1)
 
     def forward(
         self,
@@ -270,36 +270,39 @@ class FusedLayer(SequentialLayer):
     ) -> tuple[Tensor, UpdateInHalves]:
         """As `forward` without more, for `halved_rows`: `hidden` has this rank's rows alone until `joined`."""
         norms, attention, mlp = cast("SharedNorms", self._norms), self.self_attn, cast("FusedGatedMLP", self.mlp)
-        rows, (reads_attention, reads_mlp) = halves(hidden), self._readers
-
-        def normal(half: int, method: LinearMethod | None) -> Tensor | RowCodes:
-            found = norms.normal(half, rows[half].shape[0])
-            coding = None if method is None else method.coding(found.shape[0])
-            return found if coding is None else coding(found)
-
-        if update is None:
-            qkv = attention.qkv_proj(self.attention_in.before(reads_attention, hidden, None)[1])
-        else:
-            if isinstance(update, Tensor):
-                first, second = halves(update)
-                norms.begin(0, first)
-                update = UpdateInHalves(norms, lambda: second)
-            norm = self.attention_in
-            norms.norm(0, rows[0], norm.weight, norm.epsilon)
-            update.begin_second()
-            part = attention.qkv_proj(normal(0, reads_attention))
-            norms.norm(1, rows[1], norm.weight, norm.epsilon)
-            qkv = torch.cat((part, attention.qkv_proj(normal(1, reads_attention))))
-        first, second = halves(attention.attended(qkv, rotation, attend))
+        rows, norm, method = halves(hidden), self.mlp_in, self._readers[1]
+        first, second = halves(attention.attended(self._qkv_of_halves(norms, hidden, update), rotation, attend))
         norms.begin(0, attention.o_proj(first))
-        summand, norm = attention.o_proj(second), self.mlp_in
+        summand = attention.o_proj(second)
         norms.norm(0, rows[0], norm.weight, norm.epsilon)
         norms.begin(1, summand)
-        activated = mlp.activated(normal(0, reads_mlp))
+        activated = mlp.activated(coded(norms.normal(0, len(rows[0])), method))
         norms.norm(1, rows[1], norm.weight, norm.epsilon)
         norms.begin(0, mlp.down_proj(activated))
-        activated = mlp.activated(normal(1, reads_mlp))
+        activated = mlp.activated(coded(norms.normal(1, len(rows[1])), method))
         return hidden, UpdateInHalves(norms, lambda: mlp.down_proj(activated))
+
+    def _qkv_of_halves(self, norms: "SharedNorms", hidden: Tensor, update: Tensor | UpdateInHalves | None) -> Tensor:
+        product, norm, method = self.self_attn.qkv_proj, self.attention_in, self._readers[0]
+        if update is None:
+            whole: Tensor = product(norm.before(method, hidden, None)[1])
+            return whole
+        if isinstance(update, Tensor):
+            first, second = halves(update)
+            norms.begin(0, first)
+            update = UpdateInHalves(norms, lambda: second)
+        rows = halves(hidden)
+        norms.norm(0, rows[0], norm.weight, norm.epsilon)
+        update.begin_second()
+        part = product(coded(norms.normal(0, len(rows[0])), method))
+        norms.norm(1, rows[1], norm.weight, norm.epsilon)
+        return torch.cat((part, product(coded(norms.normal(1, len(rows[1])), method))))
+
+
+def coded(normal: Tensor, method: LinearMethod | None) -> Tensor | RowCodes:
+    """What `method` multiplies in the place of `normal [T, width]`."""
+    coding = None if method is None else method.coding(len(normal))
+    return normal if coding is None else coding(normal)
 
 
 def can_fuse(model: ModelSpec, layer: LayerSpec) -> bool:

@@ -7,12 +7,14 @@ A layer leaves its last product to the next one, which has rows moved meanwhile.
 """
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
     from kvern.device.shared_norms import SharedNorms
+    from kvern.layers.block import SequentialLayer
 
 HALVED_ROWS = 1024
 """Products of fewer than 512 rows take as long as reading their weights does, which halves do twice."""
@@ -22,15 +24,18 @@ TILE_ROWS = 128
 """Products take so many rows at a time: where the first half is a multiple, halves have as many tiles as all rows."""
 
 
-class UpdateInHalves(NamedTuple):
+class UpdateInHalves:
     """What a layer hands on to be added: the first half is on its way, the second's last product not yet computed."""
 
-    norms: "SharedNorms"
-    compute: Callable[[], Tensor]
+    def __init__(self, norms: "SharedNorms", compute: Callable[[], Tensor]) -> None:
+        self.norms = norms
+        self._compute: Callable[[], Tensor] | None = compute
 
     def begin_second(self) -> None:
-        """Compute it and send it to the ranks that sum."""
-        self.norms.begin(1, self.compute())
+        """Compute it, once, and send it to the ranks that sum."""
+        compute, self._compute = self._compute, None  # with what it multiplies
+        assert compute is not None, "it was computed"
+        self.norms.begin(1, compute())
 
 
 def least_rows(weights: int) -> int:
@@ -42,6 +47,11 @@ def halves(x: Tensor) -> tuple[Tensor, Tensor]:
     """Views of the rows of both halves of `x [T, width]`."""
     first = -(-x.shape[0] // (2 * TILE_ROWS)) * TILE_ROWS
     return x[:first], x[first:]
+
+
+def is_halved(layer: "SequentialLayer", hidden: Tensor) -> bool:
+    """Whether a layer computes these rows in halves. A CUDA graph cannot: flags tell of turns that never come again."""
+    return len(hidden) in layer.halved_rows and not (hidden.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
 def joined(hidden: Tensor, update: Tensor | UpdateInHalves | None) -> tuple[Tensor, Tensor | None]:

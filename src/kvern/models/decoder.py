@@ -13,7 +13,7 @@ from kvern.layers.attention import NO_ADAPTERS, Attend, StepAdapters, WantedAtte
 from kvern.layers.block import Memory, Places, SequentialLayer, block_class, sums_late
 from kvern.layers.build import Build
 from kvern.layers.embedding import SharedHead, make_embedding, make_head
-from kvern.layers.halves import UpdateInHalves, joined
+from kvern.layers.halves import UpdateInHalves, is_halved, joined
 from kvern.layers.linear import Linear
 from kvern.layers.moe import MoE
 from kvern.layers.norm import make_norm
@@ -175,7 +175,7 @@ class Decoder(WeightedModel):
                 inputs.note(index, hidden, self._summed(update))
             rotation, memory = rotations[self._rope_index[index]], memories[self._memory_index[index]]
             kept, used = (wanted, adapters) if index == self._last_storing else (None, inner)
-            if kept is None and used is NO_ADAPTERS and hidden.shape[0] in cast("SequentialLayer", layer).halved_rows:
+            if kept is None and used is NO_ADAPTERS and is_halved(cast("SequentialLayer", layer), hidden):
                 hidden, update = cast("FusedLayer", layer).in_halves(hidden, update, rotation, memory)
                 continue
             hidden, update = joined(hidden, update)
