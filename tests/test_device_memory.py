@@ -70,6 +70,8 @@ def test_what_an_earlier_engine_gave_back_is_not_held(monkeypatch: pytest.Monkey
     memory = DeviceMemory(torch.device("cuda"), 0.4)
     torch.cuda.empty_cache()
     assert memory.free_and_total() == (left_of_share(TOTAL, TOTAL, 0, 0.4), TOTAL)
+    memory.mapped = GIB
+    assert memory.free_and_total() == (left_of_share(TOTAL, TOTAL, GIB, 0.4), TOTAL), "what other GPUs write to is held"
 
 
 def test_what_drafts_take_is_counted() -> None:

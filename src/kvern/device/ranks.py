@@ -62,6 +62,8 @@ class Ranks:
         """Of rows of which each rank has few of its own, likewise."""
         self.norms: SharedNorms | None = None
         """Of steps of many rows, which ranks share."""
+        self.mapped_bytes = 0
+        """Of this rank's GPU, to which those of others write."""
         self._ordered = False
         self._groups: list[Any] = []
 
@@ -113,7 +115,9 @@ class Ranks:
         if not programs:
             raise RuntimeError("not every GPU reaches the memory of all others")
         given = store, self.rank, self.size
-        return on_all(*given, lambda: mapped(*given, width, dtype, device, programs))
+        memory = on_all(*given, lambda: mapped(*given, width, dtype, device, programs))
+        self.mapped_bytes += memory.memory.nbytes
+        return memory
 
     def map_norms(self, rows: int, width: int, dtype: torch.dtype, device: torch.device) -> "SharedNorms":
         """What shares norms of halves of so many rows, where `map_peers` has found memory of each other; likewise."""
@@ -124,6 +128,7 @@ class Ranks:
         store = self._meeting.store(f"stage-{self.stage.index}-norms")
         given, words = (store, self.rank, self.size), memory_of(self.size, rows, width, dtype)
         memories = on_all(*given, lambda: map_words(store, "norms", *given[1:], device, words))
+        self.mapped_bytes += memories[self.rank].nbytes
         return SharedNorms(memories, self.rank, rows, width, dtype)
 
     def of_own_stage(self) -> "Ranks":

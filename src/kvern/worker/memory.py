@@ -44,6 +44,8 @@ class DeviceMemory:
 
     def __init__(self, device: torch.device, share: float | None = None, processes: int = 1) -> None:
         self.device, self.share, self.processes = device, share, processes
+        self.mapped = 0
+        """Bytes that other ranks' GPUs write to, which PyTorch does not count."""
         if device.type == "cuda" and torch.cuda.memory_reserved(device):
             gc.collect()  # engines of this process that ended hold theirs until then, and PyTorch what they gave back
             torch.cuda.empty_cache()
@@ -54,7 +56,7 @@ class DeviceMemory:
     def free_and_total(self) -> tuple[int, int]:
         """Bytes of the GPU that this engine may still take, and that there are in all."""
         free, total = torch.cuda.mem_get_info(self.device)
-        held = torch.cuda.memory_reserved(self.device) - self._held_before
+        held = torch.cuda.memory_reserved(self.device) - self._held_before + self.mapped
         return left_of_share(free, total, held, self.share), total
 
 
@@ -125,7 +127,7 @@ def report_others(memory: DeviceMemory) -> None:
     if memory.device.type != "cuda":
         return
     free, total = torch.cuda.mem_get_info(memory.device)
-    others = total - free - torch.cuda.memory_reserved(memory.device)
+    others = total - free - torch.cuda.memory_reserved(memory.device) - memory.mapped
     if others > OTHERS_BYTES and memory.free_and_total()[0] == free:
         logger.warning(
             "others hold %.1f of the card's %.1f GB: the KV cache takes what is left of %.1f GB",

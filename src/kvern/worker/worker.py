@@ -213,11 +213,13 @@ class Worker:
             known = Measurements(self._config.cache_folder, self.device)
             given = self._spec.hidden_size, dtype, self.device, known
             if ranks.own_rows is not None:
-                self._startup.report(choose_exchange(ranks.own_rows.ranks, *given))
+                ranks = ranks.own_rows.ranks
+                self._startup.report(choose_exchange(ranks, *given))
             elif ranks.size > 1:
                 self._startup.report(choose_sums(ranks, *given))
                 if "shared_norm" in plan.kernels and not self._config.deterministic:
                     self._startup.report(share_norms(ranks, self._spec, plan.max_batch_tokens, dtype, self.device))
+        self._memory.mapped = ranks.mapped_bytes
 
     def _load_draft(self, folder: Path, plan: Plan, model: LanguageModel) -> Draft:
         if reads_embeddings(self._config, folder):
