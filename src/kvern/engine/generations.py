@@ -55,9 +55,12 @@ class Generations:
         request_id = f"{os.getpid()}-{next(self._ids)}"
         checked = await self._inputs.request(request_id, prompt, params, owner, **options)
         text = prompt if isinstance(prompt, str) else None
-        return await self._replicas.begin(
+        await self._replicas.until_available()  # it takes its turn when there is an engine
+        generation = self._replicas.prepare(
             checked, text, news=news, asked=asked, owner=owner, patient=patient, adapter=adapter
         )
+        await self._replicas.give([generation])
+        return generation
 
     async def follow(
         self, generations: Sequence[Generation], news: asyncio.Event, deadline: float | None = None

@@ -158,28 +158,8 @@ class Replicas:
         if len(troubles) == len(self._staying):
             raise troubles[0]
 
-    async def begin(
-        self,
-        checked: RequestSpec,
-        text: str | None,
-        *,
-        news: asyncio.Event,
-        asked: float,
-        owner: str = "",
-        patient: bool = False,
-        adapter: str | None = None,
-    ) -> Generation:
-        """Give a request, of a prompt that was this text, to an engine, waiting for one if all are being replaced.
-
-        Raises InvalidRequest if the adapter is unknown, or EngineDied.
-        """
-        await self.until_available()
-        generation = self.prepare(checked, text, news=news, asked=asked, owner=owner, patient=patient, adapter=adapter)
-        self._chosen(generation).workload.take(generation)
-        return generation
-
     async def give(self, generations: Sequence[Generation]) -> None:
-        """Give several that were prepared to engines, waiting for one if all are being replaced. Raises EngineDied.
+        """Give some that were prepared to engines, waiting for one if all are being replaced. Raises EngineDied.
 
         Those with the most work first: the others then fill up what the engines' shares differ by. Each engine begins
         with them in the order in which they were prepared, by their turns. Those whose adapter was lost since then end.
@@ -204,7 +184,10 @@ class Replicas:
         patient: bool = False,
         adapter: str | None = None,
     ) -> Generation:
-        """A request as an engine can be given it. Raises InvalidRequest if the adapter is unknown."""
+        """A request, of a prompt that was this text, as an engine can be given it.
+
+        Raises InvalidRequest if the adapter is unknown.
+        """
         key = self.adapters.names.key(adapter)
         output = self.outputs.add(text, checked)
         turn = self.turns.take(owner, checked.params.sequences)

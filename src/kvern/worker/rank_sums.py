@@ -13,7 +13,7 @@ from kvern.device.ranks import Ranks
 from kvern.device.shared_norms import SharedNorms
 from kvern.device.timing import time_calls
 from kvern.kernels.norm import add_rms_norm
-from kvern.kernels.peer_words import row_words_of
+from kvern.kernels.peer_words import PeerMemory, row_words_of
 from kvern.layers.block import adds_by_norms
 from kvern.layers.fused import can_fuse
 from kvern.layers.halves import TILE_ROWS, least_rows
@@ -30,10 +30,8 @@ def choose_sums(ranks: Ranks, width: int, dtype: torch.dtype, device: torch.devi
 
     All ranks call this before a model is built, and then do alike.
     """
-    if not row_words_of(width, dtype):
-        return [f"sums of ranks: NCCL, since rows are {width} of {dtype}"]
     try:
-        peers = PeerSums(ranks.map_peers(width, dtype, device), width, dtype)
+        peers = PeerSums(_mapped(ranks, width, dtype, device), width, dtype)
     except RuntimeError as error:
         return [f"sums of ranks: NCCL, since {error}"]
     key = f"{ranks.size} ranks, {width}, {dtype}"
@@ -53,10 +51,8 @@ def choose_exchange(
     ranks: Ranks, width: int, dtype: torch.dtype, device: torch.device, known: Measurements
 ) -> list[str]:
     """Let `ranks` bring rows of their own to each other in the faster way, likewise."""
-    if not row_words_of(width, dtype):
-        return [f"rows between ranks: NCCL, since they are {width} of {dtype}"]
     try:
-        exchange = PeerExchange(ranks.map_peers(width, dtype, device), width, dtype)
+        exchange = PeerExchange(_mapped(ranks, width, dtype, device), width, dtype)
     except RuntimeError as error:
         return [f"rows between ranks: NCCL, since {error}"]
 
@@ -75,6 +71,13 @@ def choose_exchange(
         exchange.sum_scattered(exchange.gather(torch.zeros(1, width, dtype=dtype, device=device)))  # compiled now
         ranks.exchange = exchange
     return [f"rows between ranks: {f'own kernels up to {rows} of each, NCCL above' if rows else 'NCCL'}"]
+
+
+def _mapped(ranks: Ranks, width: int, dtype: torch.dtype, device: torch.device) -> PeerMemory:
+    """Memory of each other for such rows. Raises RuntimeError, which says why not, on all ranks."""
+    if not row_words_of(width, dtype):
+        raise RuntimeError(f"rows are {width} of {dtype}")
+    return ranks.map_peers(width, dtype, device)
 
 
 def share_norms(ranks: Ranks, spec: ModelSpec, rows: int, dtype: torch.dtype, device: torch.device) -> list[str]:
