@@ -116,9 +116,9 @@ def _decode_attention_kernel(
     begin = base + split * span
     end = tl.minimum(begin + span, length)
     block = first_blocks(table, begin, end, block_size, TILE)
-    if OVERLAP:
-        wait_for_previous()
-    if split < used:
+    if split < used:  # the others end, so that programs of the next kernel have their place
+        if OVERLAP:
+            wait_for_previous()
         row = tl.arange(0, GROUP)
         dim = tl.arange(0, DIM)
         head = kv_head * group + row
