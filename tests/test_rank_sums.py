@@ -13,6 +13,8 @@ from kvern.device.measurements import Measurements
 from kvern.device.peer_memory import _Counted, on_all
 from kvern.device.peer_sums import TIMED_ROWS, PeerExchange, PeerSums, Way
 from kvern.layers import halves
+from kvern.model_spec import MlpSpec
+from kvern.models.share import share_of
 from kvern.worker import rank_sums
 from kvern.worker.rank_sums import choose_exchange, choose_sums, described, share_norms
 from tests.kernels.models import spec_of
@@ -166,6 +168,21 @@ def test_norms_are_shared_by_ranks_of_models_that_are_computed_in_halves(
     monkeypatch.setattr(rank_sums, "are_right", lambda *_: True)
     assert share_norms(ranks, spec, rows, torch.bfloat16, CPU) == []  # type: ignore[arg-type]
     assert ranks.norms == (None if mapped is None else (mapped, spec.hidden_size, torch.bfloat16, CPU))
+
+
+def test_norms_are_shared_from_the_rows_on_that_a_ranks_weights_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = share_of(spec_of("llama"), 2)
+    attention, mlp = spec.layers[0].attention, spec.layers[0].mlp
+    assert isinstance(mlp, MlpSpec)
+    heads = 2 * attention.heads + 2 * attention.kv_heads
+    weights = spec.hidden_size * (heads * attention.head_dim + 3 * mlp.width)
+    monkeypatch.setattr(rank_sums, "are_right", lambda *_: True)
+    for least, is_shared in ((2048, True), (2049, False)):
+        monkeypatch.setattr(halves, "HALVED_WORK", least * weights)
+        ranks = OneOfTwo(None)
+        ranks.peers = Peers(WAYS)
+        assert share_norms(ranks, spec, 2048, torch.bfloat16, CPU) == []  # type: ignore[arg-type]
+        assert (ranks.norms is not None) == is_shared
 
 
 @pytest.mark.parametrize(

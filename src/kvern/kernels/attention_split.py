@@ -119,6 +119,8 @@ def _split_attention_kernel(
     to_key = tl.minimum(from_key + span, end)
     table = block_table + tl.load(slots + request).to(tl.int64) * table_stride
     block = first_blocks(table, from_key, to_key, block_size, KEYS)
+    if split >= tl.maximum(used, 1):  # programs of the next kernel have its place; one of each tile waits with them
+        return
     if OVERLAP:  # the batch's description was written well before the kernel that this one overlaps with
         wait_for_previous()
     if split >= used:

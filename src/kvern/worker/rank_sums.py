@@ -81,9 +81,12 @@ def _mapped(ranks: Ranks, width: int, dtype: torch.dtype, device: torch.device) 
 
 
 def share_norms(ranks: Ranks, spec: ModelSpec, rows: int, dtype: torch.dtype, device: torch.device) -> list[str]:
-    """Let `ranks` that sum in memory of each other share norms of steps of up to `rows`, of a model that has halves."""
+    """Let `ranks` that sum in memory of each other share norms of steps of up to `rows`, of a model that has halves.
+
+    `spec`: a rank's share.
+    """
     dense = [layer for layer in spec.layers if isinstance(layer.mlp, MlpSpec) and can_fuse(spec, layer)]
-    weights = max((_weights(spec, layer) for layer in dense), default=0) // ranks.size
+    weights = max((_weights(spec, layer) for layer in dense), default=0)
     if ranks.peers is None or not weights or rows < least_rows(weights) or not adds_by_norms(spec):
         return []
     half = -(-rows // (2 * TILE_ROWS)) * TILE_ROWS
@@ -100,7 +103,7 @@ def share_norms(ranks: Ranks, spec: ModelSpec, rows: int, dtype: torch.dtype, de
 
 
 def _weights(spec: ModelSpec, layer: LayerSpec) -> int:
-    """Of a dense layer's products, those of all ranks."""
+    """Of a dense layer's products."""
     attention, mlp = layer.attention, cast("MlpSpec", layer.mlp)
     heads = 2 * attention.heads + 2 * attention.kv_heads
     return spec.hidden_size * (heads * attention.head_dim + 3 * mlp.width)
