@@ -31,6 +31,7 @@ class DecodeShape(NamedTuple):
     warps: int
     stages: int
     registers: int | None = None
+    unsplit: int = 0
 
 
 THREE_PROGRAMS = 168
@@ -91,6 +92,7 @@ def _decode_attention_kernel(
     DIM: tl.constexpr,
     TILE: tl.constexpr,
     SPAN: tl.constexpr,
+    UNSPLIT: tl.constexpr,
     PARTS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
@@ -111,6 +113,8 @@ def _decode_attention_kernel(
     if splits > 1:
         fair = tl.cdiv(all_keys(starts, shared_keys, requests, WINDOW, SHARED) * kv_heads, programs)
         pieces = tl.minimum(tl.maximum((length - base) // tl.maximum(fair, 1), 1), splits)
+        if UNSPLIT > 0:
+            pieces = tl.where(length - base <= UNSPLIT, 1, pieces)
     span = tl.maximum(tl.cdiv(tl.cdiv(length - base, pieces), TILE) * TILE, SPAN)
     used = tl.cdiv(length - base, span)
     begin = base + split * span
@@ -184,7 +188,7 @@ def decode_shape(requests: int, kv_heads: int, head_dim: int, processors: int, e
     if element_size == 1 and whole <= 8 * processors:
         return DecodeShape(128, splits, programs * (1 if whole <= 2 * processors else 2), 128, 4, 3, THREE_PROGRAMS)
     if whole <= 2 * processors:
-        return DecodeShape(64, splits, programs, 128, 4, 3)
+        return DecodeShape(64, splits, programs, 128, 4, 3, unsplit=512)
     if whole <= 8 * processors:
         return DecodeShape(128, splits, 2 * programs, 128, 4, 2)
     return DecodeShape(32, 1, 1, 256, 1, 3 if element_size == 2 else 5)
@@ -273,6 +277,7 @@ def decode_attention(
         dim,
         shape.tile,
         shape.span,
+        shape.unsplit,
         parts_at_a_time(rows, dim, shape.warps),
         overlap,
         num_warps=shape.warps,

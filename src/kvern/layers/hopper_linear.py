@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kvern.kernels.activation import ACTIVATIONS, gated_activation
 from kvern.kernels.hopper import hopper_multiplies
-from kvern.kernels.linear import MatmulShape, ProductShape, StreamShape
+from kvern.kernels.linear import NOTHING, Around, MatmulShape, ProductShape, StreamShape
 from kvern.kernels.product_hopper import product
 from kvern.kernels.stream_hopper import stream_product
 from kvern.layers.linear_method import LinearShape, Product
@@ -60,9 +60,13 @@ def can_gate(shape: Shape) -> bool:
 
 
 class HopperMethod(TunedMethod):
-    """Plain weights that are also multiplied by the kernels for Hopper."""
+    """Plain weights that are also multiplied by the kernels for Hopper.
+
+    `row`: how one row is streamed, where nothing is done around the product.
+    """
 
     _activation: str | None = None
+    row: StreamShape | None = None
 
     def gated(self, activation: str) -> Product | None:
         if activation not in ACTIVATIONS or self.shape.outputs % 16:
@@ -70,6 +74,11 @@ class HopperMethod(TunedMethod):
         self._activation = activation
         self.name = f"{self.name}, {activation} of gate and up"
         return self._multiply_gated
+
+    def _multiply_row(self, x: Tensor, bias: Tensor | None, around: Around = NOTHING) -> Tensor:
+        if self.row is None or around is not NOTHING:
+            return super()._multiply_row(x, bias, around)
+        return stream_product(x, self.weight, bias, self.row, self.arrived)
 
     def candidates(self) -> Mapping[int, Mapping[Hashable, Product]]:
         if self._activation is None:

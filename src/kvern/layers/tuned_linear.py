@@ -22,7 +22,7 @@ from kvern.kernels.linear import (
     matvec,
     small_matmul,
 )
-from kvern.layers.few_rows import matvec_shape
+from kvern.layers.few_rows import matvec_shape, streamed_row
 from kvern.layers.linear_method import LinearMethod, LinearShape, Product, RowProduct
 from kvern.layers.unquantized import Unquantized, UnquantizedMethod
 
@@ -156,7 +156,9 @@ class TunedLinear(Unquantized):
 
             own = hopper_candidates(shape)
             if own:
-                return HopperMethod(shape, default, single, self._arrived, own, "unquantized on Hopper")
+                method = HopperMethod(shape, default, single, self._arrived, own, "unquantized on Hopper")
+                method.row = streamed_row(shape.outputs, shape.inputs) if build.late_sums else None
+                return method
         candidates, name = candidates_of(shape.dtype), "unquantized"
         if self._backend == "triton":
             candidates = {most: tuple(filter(None, shapes)) for most, shapes in candidates.items()}
