@@ -8,7 +8,7 @@ from typing import NamedTuple
 from kvern.engine.drafting import Drafting
 from kvern.request import PromptInput, Request, RequestSpec
 from kvern.sampling_params import ResolvedParams
-from kvern.step import ScheduledTokens, SchedulerOutput
+from kvern.step import ModelRunnerOutput, ScheduledTokens, SchedulerOutput
 
 Acceptance = Callable[[int, int], float]
 """How probable it is that a draft is right: of a request, by its number, at a token."""
@@ -126,7 +126,8 @@ class SimulatedSteps:
             ):
                 right += 1
             kept.append([4] * (right + 1))
-        self.drafting.ended(output, requests, kept, passes)
+        result = ModelRunnerOutput(kept, [], [], drafting_seconds=passes)
+        self.drafting.ended(output, requests, result)
         self.without += self._seconds(len(requests), False) * sum(map(len, kept)) / len(requests)
         self.tokens += sum(map(len, kept))
         self.drafts += output.token_count - len(requests)

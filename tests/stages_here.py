@@ -14,6 +14,7 @@ import kvern.worker.executor
 from kvern.config import EngineConfig
 from kvern.device.ranks import Ranks
 from kvern.device.stages import Stage
+from kvern.models.draft_formats import reads_embeddings
 from kvern.models.loader import read_config
 from kvern.models.registry import spec_from_config
 from kvern.worker.contents import Contents
@@ -42,8 +43,10 @@ CPU = torch.device("cpu")
 class NearStage(Stage):
     """Hands rows on within the process, as a GPU does: they are read when the stage behind receives, not before."""
 
-    def __init__(self, index: int, layers: Sequence[range], on_their_way: list[deque[torch.Tensor]]) -> None:
-        super().__init__(index, len(layers), layers[index])
+    def __init__(
+        self, index: int, layers: Sequence[range], on_their_way: list[deque[torch.Tensor]], *, embeds: bool = False
+    ) -> None:
+        super().__init__(index, len(layers), layers[index], embeds=embeds)
         self._on_their_way = on_their_way
 
     def send(self, hidden: torch.Tensor) -> None:
@@ -60,10 +63,12 @@ class OtherStages:
 
     meeting, listener = "", None
 
-    def __init__(self, config: EngineConfig, folder: Path, layers: Sequence[range], *_: Any) -> None:
+    def __init__(
+        self, config: EngineConfig, folder: Path, layers: Sequence[range], draft: Path | None, lost: object
+    ) -> None:
         spec = spec_from_config(read_config(folder))
-        self._ranks = [rank_here(config, index, layers) for index in range(len(layers) - 1)]
-        self.workers = [Worker(config, folder, spec, CPU, Startup(), ranks=own) for own in self._ranks]
+        self._ranks = [rank_here(config, index, layers, draft) for index in range(len(layers) - 1)]
+        self.workers = [Worker(config, folder, spec, CPU, Startup(), draft, own) for own in self._ranks]
         self._rooms: list[HasRoom] = []
 
     def answers(self, kind: type[RankMessage], *_: Any) -> list[Any]:
@@ -94,9 +99,9 @@ class OtherStages:
         pass
 
 
-def rank_here(config: EngineConfig, index: int, layers: Sequence[range], *_: Any) -> Ranks:
+def rank_here(config: EngineConfig, index: int, layers: Sequence[range], draft: Path | None) -> Ranks:
     """The only rank of a stage."""
-    return Ranks(stage=NearStage(index, layers, _ON_THEIR_WAY))
+    return Ranks(stage=NearStage(index, layers, _ON_THEIR_WAY, embeds=reads_embeddings(config, draft)))
 
 
 _ON_THEIR_WAY: list[deque[torch.Tensor]] = []

@@ -6,9 +6,10 @@ from typing import Any
 import pytest
 
 from kvern.engine.draft_costs import ALLOWED, EXPLORED, FIRST_BALANCE, MOST, DraftCosts, LeastTimes, TimedStep
+from kvern.engine.drafting import Drafting
 from kvern.request import PromptInput, Request, RequestSpec
 from kvern.sampling_params import ResolvedParams
-from kvern.step import ScheduledTokens
+from kvern.step import ModelRunnerOutput, ScheduledTokens, SchedulerOutput
 from tests.simulated_drafts import Acceptance, SimulatedSteps
 
 
@@ -237,3 +238,15 @@ def test_steps_that_are_held_up_again_and_again_are_paid_for() -> None:
     steps = SimulatedSteps(1, reads_weights, lambda *_: 0.9, one_pass=0.1, device="cuda", stalls=stalls)
     steps.run(60_000)
     assert steps.now < 1.02 * steps.without
+
+
+def test_what_guessing_took_is_that_of_the_step_which_waited_for_it() -> None:
+    """On a GPU a result either has its drafts or comes before they are made."""
+    drafting, noted = Drafting(None, 100, device="cuda"), list[TimedStep]()
+    drafting._costs.learn = noted.append  # type: ignore[method-assign]
+    outputs = [SchedulerOutput(step, scheduled=[ScheduledTokens(0, step, 2, 2, guesses=1)]) for step in range(4)]
+    for output, guessed in zip(outputs, ({0: [7]}, {}, {}, {0: [7]}), strict=True):
+        drafting.began(output, [])
+        result = ModelRunnerOutput([[4]], [None], [None], guessed=guessed, drafting_seconds=0.1)
+        drafting.ended(output, requests(1), result)
+    assert [step.guessed for step in noted] == [outputs[0].scheduled, (), outputs[1].scheduled, outputs[3].scheduled]

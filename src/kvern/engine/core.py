@@ -224,7 +224,7 @@ class EngineCore:
             raise
         self._pace.ended()
         if self.drafting is not None:
-            self.drafting.ended(output, requests, result.token_ids, result.drafting_seconds)
+            self.drafting.ended(output, requests, result)
         self._trial.passed(reached(output, requests, result))
         self.scheduler.cache.completed(output.step if self._in_flight else self.scheduler.step)
         events = self._collect(output, requests, result)

@@ -18,7 +18,7 @@ from kvern.engine.prediction import PredictionProposer
 from kvern.engine.proposer import Proposer, takes_drafts
 from kvern.errors import shown
 from kvern.request import Request, State
-from kvern.step import ScheduledTokens, SchedulerOutput
+from kvern.step import ModelRunnerOutput, ScheduledTokens, SchedulerOutput
 
 logger = logging.getLogger("kvern")
 
@@ -130,16 +130,11 @@ class Drafting:
         self._begun.clear()
         self._guessed = ()
 
-    def ended(
-        self,
-        output: SchedulerOutput,
-        requests: Sequence[Request],
-        kept: Sequence[Sequence[int]],
-        drafting_seconds: float = 0.0,
-    ) -> None:
-        """The oldest step returned, with these tokens for its requests.
+    def ended(self, output: SchedulerOutput, requests: Sequence[Request], result: ModelRunnerOutput) -> None:
+        """The oldest step returned.
 
-        `drafting_seconds`: what guessing behind it took on the device.
+        What guessing took is said of that behind this step or, on a GPU, of that behind the one before: there a result
+        waits for drafts only if it has them.
         """
         step = self._begun.popleft() if self._begun else None  # or it was submitted before anybody guessed
         if step is None:
@@ -149,7 +144,8 @@ class Drafting:
         seconds, self._ended = now - max(begun, self._ended), now
         guessed: Sequence[ScheduledTokens] = output.scheduled
         if self._device == "cuda":
-            guessed, self._guessed = self._guessed, output.scheduled
+            guessed, self._guessed = (guessed, ()) if result.guessed else (self._guessed, guessed)
+        drafting_seconds = result.drafting_seconds
         tokens, count, right = output.token_count, len(output.scheduled), 0
         if tokens == count and not self._would_guess(count):
             return
@@ -159,7 +155,7 @@ class Drafting:
         if tokens == count and not drafting_seconds and self._costs.passes_over(count, seconds, waited):
             return
         self._asked = None
-        for item, request, token_ids in zip(output.scheduled, requests, kept, strict=True):
+        for item, request, token_ids in zip(output.scheduled, requests, result.token_ids, strict=True):
             if item.sampled > 1 and token_ids:
                 accepted = len(token_ids) - 1
                 is_wrong = accepted < item.sampled - 1

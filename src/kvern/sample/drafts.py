@@ -8,13 +8,42 @@ On a GPU the host does not wait for it: rows count on the device how many of the
 
 from collections.abc import Callable, Sequence
 from itertools import accumulate
+from typing import NamedTuple
 
 import torch
 
 from kvern.device.input_batch import sampled_tokens
 from kvern.device.rows import BatchRows
-from kvern.device.transfer import reader, upload
+from kvern.device.transfer import fetch, reader, upload
 from kvern.step import ScheduledTokens
+
+
+class GuessedDrafts(NamedTuple):
+    """What the host reads of drafts that were written to A rows, once the device's work so far is done.
+
+    counts  of each of these slots, in order
+    tokens  [A, most] int32, on the host
+    """
+
+    counts: dict[int, int]
+    tokens: torch.Tensor
+
+    def by_slot(self) -> dict[int, list[int]]:
+        """As in ModelRunnerOutput."""
+        rows = zip(self.counts.items(), self.tokens.tolist(), strict=True)
+        return {slot: row[:count] for (slot, count), row in rows}
+
+
+def guessed_drafts(rows: BatchRows, scheduled: Sequence[ScheduledTokens]) -> GuessedDrafts | None:
+    """What rows go on with behind their newest tokens, as far as a step asks for drafts; None: it asks for none."""
+    counts = {item.slot: item.guesses for item in scheduled if item.sampled and item.guesses}
+    if not counts:
+        return None
+    most = max(counts.values())
+    sent = upload([*counts, *range(1, most + 1)], torch.int64, rows.device)
+    slots, ahead = sent[: len(counts), None], sent[len(counts) :]
+    places = (rows.num_computed_tokens[slots] + ahead).clamp(max=rows.tokens.shape[1] - 1)
+    return GuessedDrafts(counts, fetch(rows.tokens[slots, places]))
 
 
 def read_drafts(rows: BatchRows, scheduled: Sequence[ScheduledTokens]) -> Callable[[], list[int]]:

@@ -34,13 +34,22 @@ from kvern.worker.cuda_graph import DecodedStates, DecodeGraphs
 from kvern.worker.device_logprobs import listed, reported
 from kvern.worker.device_sampling import sample_plain, write_chosen
 from kvern.worker.device_states import DeviceStateMemory
+from kvern.worker.drafted_steps import draft_behind
 from kvern.worker.drafter import Captures, ComputedStep, Drafter, GuardedDrafter
 from kvern.worker.graph_captures import give_up
 from kvern.worker.needs import Needs, RowNeeds
 from kvern.worker.processor_rows import ProcessorRows
 from kvern.worker.prompt_graphs import PromptGraphs, PromptStep, room_of
 from kvern.worker.rank_choice import CHOSEN_BY_FIRST, change_choices, chosen_by_first
-from kvern.worker.result import PendingStep, PromptLogprobs, embeddings, prompt_logprobs, prompt_runs, tokens_wanted
+from kvern.worker.result import (
+    Interval,
+    PendingStep,
+    PromptLogprobs,
+    embeddings,
+    prompt_logprobs,
+    prompt_runs,
+    tokens_wanted,
+)
 from kvern.worker.step_parts import StepTooLarge
 from kvern.worker.verify_graphs import VerifyGraphs
 
@@ -76,7 +85,7 @@ class DeviceRunner:
         self._adapters, self._states = adapters, states
         self._needs = RowNeeds(rows.scratch)
         self._drafter = GuardedDrafter(drafter, ranks=decoder.build.ranks)
-        self._drafted: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
+        self._drafted: Interval | None = None
         self._graphs, self._prompt_graphs, self._verify_graphs = None, None, None
         self._on_gpu = rows.device.type == "cuda"
         if cuda_graphs and attention.captures and self._on_gpu:
@@ -117,21 +126,9 @@ class DeviceRunner:
             # Some layers' states have gone on already.
             raise StepTooLarge(f"({free / 2**20:.0f} MiB free)", final=self._states is not None) from error
         step.drafted, self._drafted = self._drafted, None
-        if computed is not None and self._drafter.is_asked(output.scheduled):
-            self._draft(computed)  # behind the copy of what was sampled: the host need not wait for drafts
+        if computed is not None and self._drafter.is_asked(computed.scheduled):
+            self._drafted = draft_behind(step, computed, self._drafter, self._rows, self._ranks.stage)
         return step
-
-    def _draft(self, computed: ComputedStep) -> None:
-        """Guess what follows a step; the next one says what that took."""
-        if not self._on_gpu:
-            self._drafter.draft(computed)
-            return
-        stream = torch.cuda.current_stream(self._rows.device)
-        begun, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-        begun.record(stream)
-        self._drafter.draft(computed)
-        ended.record(stream)
-        self._drafted = begun, ended
 
     @torch.inference_mode()
     def assist(self) -> None:

@@ -2,8 +2,8 @@
 
     rows --model, sampling, verification--> rows and counts --draft--> rows that go on with drafts, for the next step
 
-The next step may be planned before the drafts are there: the host knows how many it asked for, and never sees them. It
-need not: whatever stands in their places, tokens are sampled from the model alone.
+The next step may be planned before the drafts are there: the host knows how many it asked for, and never sees them, but
+for the first of several stages. It need not: whatever stands in their places, tokens are sampled from the model alone.
 """
 
 import logging

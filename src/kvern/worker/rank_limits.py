@@ -63,12 +63,7 @@ def _check_options_of_own_rows(config: EngineConfig) -> None:
 
 def _check_options_of_stages(config: EngineConfig, spec: ModelSpec) -> None:
     """Raise ConfigError for options that do not go with stages."""
-    on_gpu = resolve_device(config).type == "cuda"
     refused = {
-        f"draft_model {config.draft_model}, on GPUs,": (
-            config.draft_model is not None and on_gpu,
-            "leave draft_model out, or use a proposer",
-        ),
         "drafts for a model with states": (
             bool(spec.recurrent) and (config.proposer is not None or config.draft_model is not None),
             "leave proposer and draft_model out",

@@ -11,10 +11,13 @@ from kvern.device.rows import BatchRows
 from kvern.device.transfer import fetch, upload
 from kvern.models.decoder import LanguageModel
 from kvern.sample.beams import DeviceCandidates
+from kvern.sample.drafts import GuessedDrafts
 from kvern.sample.logprobs import DeviceLogprobs
 from kvern.step import ModelRunnerOutput, ScheduledTokens, TokenLogprobs
 from kvern.worker.processor_rows import ProcessorVerdict
 
+Interval = tuple[torch.cuda.Event, torch.cuda.Event]
+"""Begin and end of some work of a GPU."""
 PROMPT_LOGITS_ROWS = 256
 """Prompt positions whose logits are held at once: a row can have 256k entries of 4 bytes."""
 
@@ -85,15 +88,15 @@ class PendingStep:
         candidates: DeviceCandidates | None = None,
         verdict: ProcessorVerdict | None = None,
         kept: torch.Tensor | None = None,
-        guessed: dict[int, list[int]] | None = None,
+        guessed: GuessedDrafts | None = None,
         on_gpu: bool = False,
     ) -> None:
         """`sampled` [S] and `logprobs` belong to the tokens that are sampled; `counts` are None where none were asked.
 
         `embeddings`: slots [E] and their hidden states [E, hidden]; `broken`: as in ModelRunnerOutput, but by place
         among the S; `verdict`: of logits processors; `kept` [R]: how many of the tokens sampled for each request are
-        kept; None: all. `guessed`: as in ModelRunnerOutput. `on_gpu`: there is a GPU to wait for even if nothing is
-        sampled.
+        kept; None: all. `guessed`: drafts that the result has; None: nobody has to know them. `on_gpu`: there is a GPU
+        to wait for even if nothing is sampled.
         """
         self._scheduled = scheduled
         self._counts = counts
@@ -105,13 +108,19 @@ class PendingStep:
         self._broken = broken or {}
         self._candidates = candidates
         self._verdict = verdict or ProcessorVerdict()
-        self._guessed = guessed or {}
+        self._guessed = guessed
         self._embeddings = None if embeddings is None else (embeddings[0], fetch(embeddings[1].float()))
-        self.drafted: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
-        """Begin and end of guessing on the device, which came between the step before and this one."""
+        self.drafted: Interval | None = None
+        """In which the device guessed: behind this step, if the result has its drafts, else behind the one before."""
         self._done: torch.cuda.Event | None = None
         if on_gpu or (sampled is not None and sampled.device.type == "cuda"):
             self._done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._done.record()
+
+    def add_drafts(self, guessed: GuessedDrafts, drafted: Interval | None) -> None:
+        """Let the result have drafts that were made behind the step, and wait for these."""
+        self._guessed, self.drafted = guessed, drafted
+        if self._done is not None:
             self._done.record()
 
     def result(self) -> ModelRunnerOutput:
@@ -119,7 +128,8 @@ class PendingStep:
         if self._done is not None:
             self._done.synchronize()
         output = self._output()
-        output.guessed = self._guessed
+        if self._guessed is not None:
+            output.guessed = self._guessed.by_slot()
         if self.drafted is not None:
             begun, ended = self.drafted
             output.drafting_seconds = begun.elapsed_time(ended) / 1000

@@ -12,7 +12,7 @@ from kvern.device.rows import BatchRows
 from kvern.layers.attention import NO_ADAPTERS
 from kvern.models.decoder import Decoder, LanguageModel
 from kvern.sample.beams import DeviceCandidates
-from kvern.sample.drafts import kept_of, verify
+from kvern.sample.drafts import guessed_drafts, kept_of, verify
 from kvern.sample.rejection import DrawnDrafts, accept
 from kvern.step import ScheduledTokens, SchedulerOutput, StepResult
 from kvern.structured.masks import GrammarRows, Restricted
@@ -228,7 +228,7 @@ class ModelRunner:
         self._sampling.write(index, positions, chosen)
         if drafted:
             self._drafter.draft(ComputedStep(scheduled, starts, kept, scored.told))
-        guessed = self._guessed(scheduled) if drafted and self._ranks.stage.count > 1 else None
+        guessed = guessed_drafts(rows, scheduled) if drafted and self._ranks.stage.count > 1 else None
         if not needs:
             return PendingStep(scheduled, chosen, prompt_logprobs=prompts, kept=kept, guessed=guessed)
         counts: list[int | None] = []
@@ -241,12 +241,6 @@ class ModelRunner:
         return PendingStep(
             scheduled, chosen, counts, logprobs, prompts, states, broken, candidates, verdict, kept, guessed
         )
-
-    def _guessed(self, scheduled: Sequence[ScheduledTokens]) -> dict[int, list[int]]:
-        """What rows go on with behind their newest tokens, as far as a step asks for drafts: by slot."""
-        tokens, computed = self._rows.tokens.numpy(), self._rows.num_computed_tokens.tolist()
-        firsts = ((item, computed[item.slot] + 1) for item in scheduled if item.sampled and item.guesses)
-        return {item.slot: tokens[item.slot, first : first + item.guesses].tolist() for item, first in firsts}
 
     @torch.inference_mode()
     def assist(self) -> None:
