@@ -12,6 +12,7 @@ import torch
 
 from kvern import LLM, SamplingParams
 from kvern.device.peer_sums import TIMED_ROWS, WAYS, Way
+from kvern.kernels.linear import StreamShape
 from kvern.layers.fused import FusedLayer
 from kvern.outputs import RequestOutput
 from kvern.worker import rank_sums
@@ -245,6 +246,30 @@ def test_long_prompts_in_halves(
         assert others == tokens and (logprobs - expected).abs().max() < 2e-3
     else:
         assert (logprobs - expected).abs().mean() < 0.02
+
+
+def test_single_rows_are_streamed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of products of 8192 outputs: the same tokens are scored as on one GPU, one after another."""
+    from kvern.kernels.stream_hopper import stream_product
+    from kvern.layers import hopper_linear
+
+    streamed = set[tuple[int, int]]()
+
+    def noted(x: torch.Tensor, weight: torch.Tensor, bias: Any, shape: StreamShape, *given: Any) -> torch.Tensor:
+        streamed.add((x.shape[0], shape.splits))
+        return stream_product(x, weight, bias, shape, *given)
+
+    monkeypatch.setattr(hopper_linear, "stream_product", noted)
+    sizes = {"hidden_size": 8192, "intermediate_size": 8192, "num_attention_heads": 16, "num_key_value_heads": 8}
+    model = make_checkpoint("llama", tmp_path, **sizes, head_dim=128, num_hidden_layers=1, initializer_range=0.02)
+    params = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True, allowed_token_ids=[7], logprobs=0)
+    found = []
+    for size in (1, 2):
+        with LLM(str(model), device=DEVICE, dtype="bfloat16", tensor_parallel_size=size, kv_cache_tokens=4096) as llm:
+            [output] = llm.generate([[1, *range(4, 40)]], params)
+        found.append(torch.tensor([entry[7].logprob for entry in output.outputs[0].logprobs or []]))
+        assert ({(1, 1), (1, 2)} <= streamed) == (size == 2)
+    assert len(found[0]) == 16 and (found[0] - found[1]).abs().max() < 0.05
 
 
 @pytest.mark.parametrize("option", ["-tp", "-pp"])
