@@ -69,9 +69,9 @@ def _check_options_of_stages(config: EngineConfig, spec: ModelSpec) -> None:
             config.draft_model is not None and on_gpu,
             "leave draft_model out, or use a proposer",
         ),
-        "drafts for a model with states": (
-            bool(spec.recurrent) and (config.proposer is not None or config.draft_model is not None),
-            "leave proposer and draft_model out",
+        f"proposer {config.proposer} for a model with states, on GPUs,": (
+            bool(spec.recurrent) and config.proposer is not None and on_gpu,
+            "leave proposer out",
         ),
         "rebalance_experts": (bool(config.rebalance_seconds), "leave rebalance_experts out"),
         "expert_counts": (config.expert_counts, "leave expert_counts off"),
