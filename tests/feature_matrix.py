@@ -43,10 +43,10 @@ SEVERAL = """
 
 What goes with each division of a model ([several ranks](parallel.md)): `tp` is `-tp`, `pp` is `-pp`, `dp` is `-dp`, and
 `ep` is `-tp` with `--enable-expert-parallel`, of a mixture of experts. Two processes each, or four, on CPUs. A cell is
-the number of tests; "refused" is what an engine says at its start in a line, which names the option and what to do.
-What `--enable-dp-attention` refuses stands in [several ranks](parallel.md). In `tests/test_rank_features.py` every
-request gets the answers of one process, beside others, in an engine with too little room and a prefix cache, and
-features are checked by what they promise. Of engines are:
+the number of tests. What `--enable-dp-attention` refuses, and what stages refuse on GPUs, stands in
+[several ranks](parallel.md). In `tests/test_rank_features.py` every request gets the answers of one process, beside
+others, in an engine with too little room and a prefix cache, and features are checked by what they promise. Of engines
+are:
 
 """
 
@@ -56,16 +56,12 @@ class Collector:
 
     def __init__(self) -> None:
         self.tests: dict[str, frozenset[str]] = {}
-        self.refused: dict[str, frozenset[str]] = {}
-        """Those of tests that show that features do not go together."""
 
     def pytest_collection_modifyitems(self, items: Sequence[pytest.Item]) -> None:
         for item in items:
             marks = {mark.name: mark for mark in item.iter_markers()}
             if "features" in marks and not UNSURE & set(marks):
-                mark = marks["features"]
-                found = self.refused if mark.kwargs.get("refused") else self.tests
-                found[item.nodeid] = frozenset(mark.args)
+                self.tests[item.nodeid] = frozenset(marks["features"].args)
 
 
 def collect() -> Collector:
@@ -115,29 +111,19 @@ def page(tests: Mapping[str, frozenset[str]], promises: Mapping[str, str], besid
     return "".join(sections)
 
 
-def several_ranks(
-    tests: Mapping[str, frozenset[str]],
-    refused: Mapping[str, frozenset[str]],
-    rows: Mapping[str, str],
-    divisions: Sequence[str],
-) -> str:
+def several_ranks(tests: Mapping[str, frozenset[str]], rows: Mapping[str, str], divisions: Sequence[str]) -> str:
     """The part of the page on models that are divided: of each feature of `rows`, with what those of engines promise.
 
-    Raises SystemExit if a feature is neither tried with a division nor refused, or both.
+    Raises SystemExit if a feature is not tried with a division.
     """
     matrix, each = [], []
     for row in rows:
         matrix.append([f"**{row}**"])
         for division in divisions:
-            both = {row, division}
-            tried = [linked(test) for test, features in tests.items() if features >= both]
-            refusals = [f"refused: {linked(test)}" for test, features in refused.items() if features == both]
-            if bool(tried) == bool(refusals):
-                raise SystemExit(f"{row} and {division} are tried by {len(tried)} tests, refused by {len(refusals)}")
-            name = anchor([row, division])
-            matrix[-1].append(f"[{len(tried) or 'refused'}](#{name})")
-            own = [linked(test) for test, features in tests.items() if features == both]
-            each.append([f'<a id="{name}"></a>{row}, {division}', "<br>".join(own or refusals)])
+            both = [row, division]
+            matrix[-1].append(cell({*both}, tests, both))
+            own = [linked(test) for test, features in tests.items() if features == {*both}]
+            each.append([f'<a id="{anchor(both)}"></a>{row}, {division}', "<br>".join(own)])
     promised = [[f"**{row}**", promise] for row, promise in rows.items() if promise]
     sections = table(["", "promise"], promised), table(["", *divisions], matrix), table(["", "test"], each)
     return SEVERAL + "\n".join(sections)
@@ -174,7 +160,7 @@ def main() -> None:
 
     beside = {name: of_engine.promise for name, of_engine in OF_ENGINES.items()}
     print(page(found.tests, PROMISED, [*beside, *DIVISIONS]), end="")
-    print(several_ranks(found.tests, found.refused, dict.fromkeys(PROMISED, "") | beside, [*DIVISIONS]), end="")
+    print(several_ranks(found.tests, dict.fromkeys(PROMISED, "") | beside, [*DIVISIONS]), end="")
 
 
 if __name__ == "__main__":

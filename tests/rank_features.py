@@ -1,10 +1,8 @@
-"""How a model is divided, what an engine then has for all of its requests, and what of it is refused, by name."""
+"""How a model is divided, what an engine then has for all of its requests, and which families are not divided."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
-
-from tests.combined_features import FEATURES
 
 DIVISIONS: Mapping[str, dict[str, Any]] = {
     "tp 2": {"tensor_parallel_size": 2},
@@ -55,12 +53,6 @@ OF_ENGINES: Mapping[str, OfEngine] = {
     ),
 }
 
-REFUSED: Mapping[tuple[str, str], str] = {
-    ("drafts for hybrids", "pipeline_parallel_size"): "drafts for a model with states",
-}
-"""By a feature and the option of a division: how the error begins that an engine with both raises."""
-ROWS = (*FEATURES, *OF_ENGINES)
-
 NOT_DIVIDED: Mapping[str, str] = {
     "gemma4_vision": "inputs of each layer's own",
     "gemma3n": "several residual streams",
@@ -78,9 +70,3 @@ def models_of(feature: str, division: str) -> Mapping[str, Mapping[str, Any]]:
     """The families that a feature is tried with; none: the embedded model."""
     whole_experts = "enable_expert_parallel" in DIVISIONS[division]
     return (OF_ENGINES[feature].models if feature in OF_ENGINES else {}) or (MIXTURE if whole_experts else {})
-
-
-def refusal(feature: str, division: str) -> tuple[str, str] | None:
-    """How the error begins that says a feature does not go with a division, and the option that it names."""
-    options = (option for option in DIVISIONS[division] if (feature, option) in REFUSED)
-    return next(((REFUSED[feature, option], option) for option in options), None)

@@ -24,6 +24,7 @@ from kvern.step import (
     ScheduledTokens,
     SchedulerOutput,
 )
+from tests.simulated_states import SimulatedStates
 
 VOCABULARY, STOP_TOKEN = 4, 3
 
@@ -162,8 +163,7 @@ class SimulatedDevice:
         self.setup = setup
         self.requests = requests
         self.memory: list[list[int | None]] = [[None] * setup.size for _ in range(setup.blocks)]
-        self.states: list[int | None] = [None] * setup.states
-        """What stands for all tokens that a state has seen; 0: none, None: nobody knows."""
+        self.states = SimulatedStates(setup.states, setup.stages > 1)
         self.rows: dict[int, Row] = {}
         self.adapters: dict[int, int] = {}
         self.queue: deque[tuple[SchedulerOutput, PendingResult]] = deque()
@@ -226,7 +226,7 @@ class SimulatedDevice:
         for copy in output.copies:
             self.memory[copy.target] = [None] * self.setup.size
         changed = {self.rows[slot].state_index for slot, _ in places} | {to for _, to in output.state_copies}
-        self.states = [None if place in changed else seen for place, seen in enumerate(self.states)]
+        self.states.lose(changed)
         self._lost = True
         self.failed_steps += 1
         raise StepFailed("as\nplanned")
@@ -259,9 +259,9 @@ class SimulatedDevice:
                     assert (block, offset) not in written, "two requests write one place"
                     written.add((block, offset))
                     self.memory[block][offset] = in_table(table, prefix[position])
-            if self.states:
+            if self.setup.states:
                 before = prefix[positions.start - 1] if positions.start else 0
-                assert self.states[row.state_index] == before, f"row {item.slot} goes on with a state not its own"
+                assert self.states.seen[row.state_index] == before, f"row {item.slot} goes on with a state not its own"
         self.clock += output.token_count
         result = ModelRunnerOutput([], [], [])
         for item, prefix in zip(output.scheduled, keys, strict=True):
@@ -336,8 +336,7 @@ class SimulatedDevice:
 
     def _move(self, output: SchedulerOutput, failing: bool) -> None:
         """What comes before all else: blocks are saved, adapters loaded, states and blocks copied."""
-        for source, target in output.state_copies:
-            self.states[target] = 0 if source < 0 else self.states[source]
+        self.states.prepare(output, failing)
         for save in output.saves:
             self.kept[save.key] = [None] * self.setup.size if failing else list(self.memory[save.block])
         for adapter_index, adapter in output.adapters:
@@ -391,8 +390,8 @@ class SimulatedDevice:
             kept.append(sampled_token(row.request.seed, prefix[place]))
             if row.tokens[place + 1 : place + 2] != kept[-1:]:
                 break
-        if self.states:
-            self.states[row.state_index] = prefix[len(prefix) - item.sampled + len(kept) - 1]
+        if self.setup.states:
+            self.states.see(row.state_index, prefix, item.sampled, len(kept))
         return kept
 
     def _joined_names(self, output: SchedulerOutput) -> list[str]:

@@ -236,7 +236,9 @@ class SimulatedEngine:
 
     def check_written(self) -> None:
         """What the tree calls written is in the device's memory."""
-        tree = self.cache.tree
+        tree, states = self.cache.tree, self.cache.states
+        told = [*(counts for output, _ in self.device.queue for counts in output.kept), *self.core._stages._kept]
+        seen = self.device.states.when_told(told)
         for namespace, root in tree._roots.items():
             pending = [(root, self._first_keys[namespace])]
             while pending:
@@ -249,10 +251,9 @@ class SimulatedEngine:
                         for table, block in enumerate(child.windowed):
                             held = self.device.memory[block][: len(keys)]
                             assert held == [in_table(table, key) for key in keys], "a block is not that of its node"
-                    states = self.cache.states
                     kept = states is not None and child.state != NO_STATE and child not in states._copied
                     if states is not None and kept and states._kept[child] <= tree.completed:
-                        assert self.device.states[child.state] == keys[-1], "a kept state is not that of its node"
+                        assert seen[child.state] == keys[-1], "a kept state is not that of its node"
                     pending.append((child, keys[-1]))
 
     def check_idle(self) -> None:

@@ -13,8 +13,7 @@ import kvern.worker.cuda_graph
 import kvern.worker.executor
 from kvern.config import EngineConfig
 from kvern.device.ranks import Ranks
-from kvern.device.stages import Stage
-from kvern.models.draft_formats import reads_embeddings
+from kvern.device.stages import WHOLE, Stage
 from kvern.models.loader import read_config
 from kvern.models.registry import spec_from_config
 from kvern.worker.contents import Contents
@@ -22,6 +21,7 @@ from kvern.worker.cuda_graph import DecodedStep, DecodeGraph, DecodeGraphs, Hand
 from kvern.worker.device_runner import DeviceRunner
 from kvern.worker.kernel_parts import KernelParts
 from kvern.worker.plan import Layout
+from kvern.worker.rank_limits import rank_of
 from kvern.worker.rank_wire import (
     AddAdapter,
     DropAdapter,
@@ -44,9 +44,9 @@ class NearStage(Stage):
     """Hands rows on within the process, as a GPU does: they are read when the stage behind receives, not before."""
 
     def __init__(
-        self, index: int, layers: Sequence[range], on_their_way: list[deque[torch.Tensor]], *, embeds: bool = False
+        self, index: int, layers: Sequence[range], on_their_way: list[deque[torch.Tensor]], of_draft: Stage = WHOLE
     ) -> None:
-        super().__init__(index, len(layers), layers[index], embeds=embeds)
+        super().__init__(index, len(layers), layers[index], embeds=of_draft._embeds, entries=of_draft.entries)
         self._on_their_way = on_their_way
 
     def send(self, hidden: torch.Tensor) -> None:
@@ -101,7 +101,7 @@ class OtherStages:
 
 def rank_here(config: EngineConfig, index: int, layers: Sequence[range], draft: Path | None) -> Ranks:
     """The only rank of a stage."""
-    return Ranks(stage=NearStage(index, layers, _ON_THEIR_WAY, embeds=reads_embeddings(config, draft)))
+    return Ranks(stage=NearStage(index, layers, _ON_THEIR_WAY, rank_of(config, index, layers, draft).stage))
 
 
 _ON_THEIR_WAY: list[deque[torch.Tensor]] = []

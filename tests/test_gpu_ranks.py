@@ -166,7 +166,7 @@ def test_packed_weights_adapters_and_codes_of_keys(tiny_model: Path, tmp_path: P
     ("kind", "size"),
     [
         *((kind, "tensor_parallel_size") for kind in KINDS),
-        *((kind, "pipeline_parallel_size") for kind in ("eagle", "medusa", "mtp")),
+        *((kind, "pipeline_parallel_size") for kind in (*KINDS, "mtp")),
     ],
 )
 def test_heads_draft_as_on_one_gpu(kind: str, size: str, tmp_path: Path) -> None:

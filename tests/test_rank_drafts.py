@@ -1,13 +1,14 @@
 """Draft heads that several ranks share guess what those of one process do: whole engines in `test_rank_engines.py`."""
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
 
 from kvern import LLM, SamplingParams
-from kvern.device.ranks import Ranks
+from kvern.device.ranks import Ranks, ranks_of
 from kvern.device.stages import Stage
 from kvern.errors import ConfigError
 from kvern.models.decoder import Decoder
@@ -18,12 +19,16 @@ from kvern.step import SchedulerOutput
 from kvern.worker.drafter import ComputedStep, GuardedDrafter
 from tests.draft_heads import add_prediction, write_eagle, write_medusa
 from tests.families import make_checkpoint
+from tests.peft_adapters import make_adapter
 from tests.speculation import AnyLength
 from tests.test_draft_heads import drafted, states_of
 from tests.test_head_drafting import OPTIONS, PROMPTS, drafting
+from tests.test_model_parity import PROMPT
 from tests.test_speculation import answers
-from tests.test_tensor_parallel import of_ranks
+from tests.test_tensor_parallel import SECONDS, of_ranks
 from tests.tiny_model import make_tiny_model
+
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # within PEFT
 
 
 def of_eagle(folder: Path, decoder: Decoder) -> torch.Tensor:
@@ -96,12 +101,12 @@ TWO_RANKS = {"tensor_parallel_size": 2}
     ("kind", "compiled", "divided"),
     [
         ("eagle", True, TWO_STAGES),
+        ("eagle3", True, TWO_STAGES),
         *(
             pytest.param(kind, compiled, divided, marks=pytest.mark.nightly)
             for kind in KINDS
             for compiled in (True, False)
             for divided in (TWO_RANKS, TWO_STAGES, TWO_RANKS | TWO_STAGES)
-            if kind != "eagle3" or divided == TWO_RANKS
         ),
     ],
 )
@@ -120,11 +125,52 @@ def test_engines_of_ranks_draft_as_one_process_does(
     assert len(found[0][1]) > 20
 
 
-def test_a_head_that_reads_states_of_several_stages_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("size", [1, pytest.param(2, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize(
+    ("entries", "layers"),
+    [
+        ((0, 1, 2, 3), [range(1), range(1, 3)]),
+        ((3, 0, 2, 0), [range(1), range(1, 2), range(2, 3)]),
+        ((1,), [range(2), range(2, 3)]),
+        ((2,), [range(1), range(1, 3)]),
+    ],
+)
+def test_the_last_stage_has_the_inputs_of_layers_of_others(
+    entries: tuple[int, ...], layers: list[range], size: int, tmp_path: Path
+) -> None:
+    """In the order in which the head wants them, whoever has these layers; again, with others, in the next pass."""
+    folder = make_checkpoint("llama", tmp_path)
+    texts = torch.tensor(PROMPT), torch.tensor(PROMPT[:3])
+    members = [ranks_of(number, size, layers, entries=entries) for number in range(len(layers) * size)]
+
+    @torch.inference_mode()
+    def compute(ranks: Ranks) -> list[torch.Tensor]:
+        ranks.connect(folder / "meeting", torch.device("cpu"), SECONDS)
+        decoder = load_model(folder, ranks=ranks)
+        return [states_of(decoder, entries if ranks.stage.is_last else (), text) for text in texts]
+
+    with ThreadPoolExecutor(len(members)) as threads:
+        found = list(threads.map(compute, members))[-size:]
+    with torch.inference_mode():
+        expected = [states_of(load_model(folder), entries, text) for text in texts]
+    for last in found:
+        torch.testing.assert_close(last, expected, atol=1e-5, rtol=1e-5)
+
+
+def test_a_head_that_is_asked_late_has_read_prompts_in_parts(tmp_path: Path) -> None:
+    """By requests with an adapter and without, of which those with one change what its entries are given."""
     target = make_tiny_model(tmp_path / "target")
     write("eagle3", tmp_path / "head", target)
-    with pytest.raises(ConfigError, match="reads states of layers of several stages, and pipeline_parallel_size is 2"):
-        LLM(str(target), **OPTIONS | TWO_STAGES | {"draft_model": str(tmp_path / "head"), "device": "cpu"})
+    adapter = make_adapter(target, tmp_path / "adapter", 3)
+    params = SamplingParams(temperature=0.8, seed=3, max_tokens=16, ignore_eos=True)
+    options = OPTIONS | {"draft_model": str(tmp_path / "head"), "device": "cpu", "adapters": {"one": str(adapter)}}
+    found = []
+    for divided in ({}, TWO_STAGES):
+        with LLM(str(target), **options | divided) as llm, drafting(llm, 3, outputs=1) as drafts:
+            outputs = llm.generate(PROMPTS * 2, params, adapter=["one", None] * 3)
+            found.append((answers(outputs), sorted(drafts)))
+    assert found[0] == found[1]
+    assert len(found[0][1]) > 20
 
 
 @pytest.mark.parametrize(

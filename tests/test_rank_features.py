@@ -1,4 +1,4 @@
-"""Features of requests and of engines with models that are divided: each keeps its promise, or is refused by name.
+"""Features of requests and of engines with models that are divided: each keeps its promise.
 
 An engine of each division answers all batches; each has too little room for a batch, a prefix cache, and drafts.
 """
@@ -16,12 +16,11 @@ import pytest
 
 from kvern import LLM, RequestOutput, SamplingParams
 from kvern.engine.engine import Engine
-from kvern.errors import ConfigError
 from tests import processors
 from tests.combined_answers import check_same
-from tests.combined_features import FEATURES, OPTIONS, Alone, Ask, Result, Run, at_once
+from tests.combined_features import FEATURES, Alone, Ask, Result, Run, at_once
 from tests.idle import is_idle
-from tests.rank_features import DIVISIONS, OF_ENGINES, ROWS, models_of, refusal
+from tests.rank_features import DIVISIONS, OF_ENGINES, models_of
 from tests.speculation import AnyLength, Remembered
 from tests.test_feature_matrix import TOGETHER, asks_with, plain_asks, random_model, too_little_room
 
@@ -154,14 +153,10 @@ def divided(
         assert not isinstance(llm._engine, Engine) or is_idle(llm)
 
 
-def features_with(division: str) -> list[str]:
-    return [feature for feature in FEATURES if not refusal(feature, division)]
-
-
 def everything_with(division: str) -> list[frozenset[str]]:
     """Of two engines each has room for its half, as it may come."""
     several = "data_parallel_size" in DIVISIONS[division]
-    together = frozenset(features_with(division)) - ({"preemption"} if several else set())
+    together = frozenset(FEATURES) - ({"preemption"} if several else set())
     return [features & together for features in EVERYTHING]
 
 
@@ -204,9 +199,9 @@ BY_DAY = "tp 2"
 
 
 def cells(division: str) -> Iterator[Any]:
-    """Each feature that a division does not refuse, and all of them together."""
+    """Each feature, and all of them together."""
     everything = everything_with(division)
-    for feature in features_with(division):
+    for feature in FEATURES:
         marks = [pytest.mark.features(feature, division), pytest.mark.nightly]
         yield pytest.param(division, [frozenset([feature])], id=f"{feature}-{division}", marks=marks)
     together = frozenset[str]().union(*everything)
@@ -224,34 +219,6 @@ def test_features_of_requests(division: str, combinations: list[frozenset[str]],
         engine.check(combinations, 4)
 
 
-REFUSALS = [
-    pytest.param(
-        feature,
-        division,
-        *why,
-        id=f"{feature}-{division}",
-        marks=[
-            pytest.mark.features(feature, division, refused=True),
-            *([pytest.mark.nightly] if models_of(feature, division) else []),
-        ],
-    )
-    for division in DIVISIONS
-    for feature in ROWS
-    if (why := refusal(feature, division))
-]
-
-
-@pytest.mark.parametrize(("feature", "division", "beginning", "option"), REFUSALS)
-def test_what_is_refused_is_named(feature: str, division: str, beginning: str, option: str, models: Models) -> None:
-    wanted = OF_ENGINES[feature].options
-    for family in models_of(feature, division) or [None]:
-        options = OPTIONS | models.options(family, feature, division) | {"adapters": {}} | wanted
-        with pytest.raises(ConfigError) as refused:
-            LLM(**options | DIVISIONS[division])
-        value = DIVISIONS[division][option]
-        assert str(refused.value).startswith(f"{beginning} and {option} {value} are not possible together")
-
-
 OF_FAMILIES = [
     pytest.param(
         feature,
@@ -263,7 +230,6 @@ OF_FAMILIES = [
     for feature in OF_ENGINES
     for division in DIVISIONS
     for family in models_of(feature, division) or [None]
-    if not refusal(feature, division)
 ]
 
 

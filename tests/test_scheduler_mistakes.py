@@ -18,6 +18,7 @@ from kvern.cache.states import StatePool
 from kvern.cache.tier import TierTraffic
 from kvern.engine.draft_room import Wanted, to_verify
 from kvern.engine.scheduler import Scheduler
+from kvern.engine.stages import ToldStages
 from kvern.engine.step_budget import StepBudget, StepTime
 from kvern.engine.trial import Trial
 from kvern.engine.waiting import WaitingQueue
@@ -371,7 +372,12 @@ def states_behind_a_stop_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Scheduler, "update", update_and_forget)
 
 
+def states_of_stages_see_no_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ToldStages, "ended", lambda self, output, result: None)
+
+
 STATE_MISTAKES: list[Mistake] = [
+    states_of_stages_see_no_drafts,
     states_of_failed_steps_stay,
     states_are_copied_a_step_early,
     states_of_new_requests_are_not_zeroed,

@@ -155,6 +155,9 @@ class SchedulerOutput:
     """(slot, first position, token ids) that a row's tokens go on with, unless sampling says otherwise."""
     known: list[tuple[int, int, list[int]]] = field(default_factory=list)
     """(slot, first position, token ids) that a later stage has sampled or guessed: the first goes on with them."""
+    kept: list[list[int]] = field(default_factory=list)
+    """How many tokens the last stage has kept of each row whose drafts it verified, in their order, for each such step
+    that has come back since the step before was submitted: the states of other stages see them before all else."""
     scheduled: list[ScheduledTokens] = field(default_factory=list)
     loads: list[BlockLoad] = field(default_factory=list)
     """Blocks to be loaded behind all else, or later: nobody uses them before `EngineCore.loaded` was told."""
@@ -177,6 +180,7 @@ class SchedulerOutput:
             or self.forked
             or self.drafts
             or self.known
+            or self.kept
             or self.adapters
             or self.state_copies
         )

@@ -48,7 +48,10 @@ def make(kind: str, folder: Path) -> tuple[Path, str]:
         return target, "mtp"
     if kind == "model":
         return target, str(target)
-    (write_eagle if kind == "eagle" else write_medusa)(draft, target)
+    if kind == "medusa":
+        write_medusa(draft, target)
+    else:
+        write_eagle(draft, target, drafted=9 if kind == "eagle3" else None)
     return target, str(draft)
 
 
@@ -68,9 +71,17 @@ def in_graphs(drafter: DeviceDraftModel | HeadDrafter[Any], rows: DeviceRows, bl
     [
         ("model", True),
         ("eagle", True),
+        ("eagle3", True),
         *(
             pytest.param(kind, captured, marks=pytest.mark.nightly)
-            for kind, captured in [("model", False), ("eagle", False), ("mtp", True), ("mtp", False), ("medusa", False)]
+            for kind, captured in [
+                ("model", False),
+                ("eagle", False),
+                ("eagle3", False),
+                ("mtp", True),
+                ("mtp", False),
+                ("medusa", False),
+            ]
         ),
     ],
 )

@@ -288,14 +288,17 @@ class Ranks:
             self._memory.check()
 
 
-def ranks_of(number: int, size: int, layers: Sequence[range], *, embeds: bool = False) -> Ranks:
+def ranks_of(
+    number: int, size: int, layers: Sequence[range], *, embeds: bool = False, entries: Sequence[int] = ()
+) -> Ranks:
     """Process `number` of stages with these layers, each of `size` ranks that share all of them.
 
-    `embeds`: as of `Stage`.
+    `embeds`, `entries`: as of `Stage`.
     """
     index, rank = divmod(number, size)
-    stage = Stage(index, len(layers), layers[index], embeds=embeds) if len(layers) > 1 else WHOLE
-    return Ranks(rank, size, stage)
+    if len(layers) == 1:
+        return Ranks(rank, size)
+    return Ranks(rank, size, Stage(index, len(layers), layers[index], embeds=embeds, entries=entries))
 
 
 ALONE = Ranks()

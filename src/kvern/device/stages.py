@@ -5,6 +5,7 @@ tokens --> stage 0: embeddings, layers --> stage 1: layers --> ... --> last stag
 
 import weakref
 from collections import deque
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
@@ -15,13 +16,22 @@ from kvern.device.process_group import Meeting, end_with
 class Stage:
     """Number `index` of `count`, which has the model's layers at the places `layers`; None: all.
 
-    `embeds`: a draft head behind the last stage reads embeddings, too.
+    `embeds`: a draft head behind the last stage reads embeddings, too. `entries`: the layers of the model whose inputs
+    it begins with.
     All stages run the same steps in the same order. A method raises RuntimeError where another stage has ended, or on a
     CPU does not come within the time of the `Meeting`.
     """
 
-    def __init__(self, index: int = 0, count: int = 1, layers: range | None = None, *, embeds: bool = False) -> None:
-        self.index, self.count, self.layers, self._embeds = index, count, layers, embeds
+    def __init__(
+        self,
+        index: int = 0,
+        count: int = 1,
+        layers: range | None = None,
+        *,
+        embeds: bool = False,
+        entries: Sequence[int] = (),
+    ) -> None:
+        self.index, self.count, self.layers, self._embeds, self.entries = index, count, layers, embeds, entries
         self.is_first, self.is_last = index == 0, index == count - 1
         self._groups: list[Any] = []
         self._sending: deque[Any] = deque()
@@ -30,6 +40,11 @@ class Stage:
     def first_layer(self) -> int:
         """The place in the model of the first layer that is here."""
         return 0 if self.layers is None else self.layers.start
+
+    @property
+    def earlier_entries(self) -> list[int]:
+        """Those of `entries` that lie in stages before, in order: each row comes with what these layers were given."""
+        return sorted({entry for entry in self.entries if entry < self.first_layer})
 
     def has_embeddings(self, *, tied: bool) -> bool:
         """Whether a table of embeddings is here, which is `tied` to the output layer, or is not."""
@@ -43,13 +58,13 @@ class Stage:
             end_with(self, self._groups)
 
     def send(self, hidden: Tensor) -> None:
-        """Hand `hidden [T, width]` to the next stage, without waiting until that takes it."""
+        """Hand rows `hidden [T, ...]` to the next stage, without waiting until that takes them."""
         while len(self._sending) >= self.count:  # no more steps are in flight
             self._sending.popleft().wait()
         self._sending.append(self._groups[0].send([hidden.contiguous()], self.index + 1, 0))
 
     def receive(self, hidden: Tensor) -> Tensor:
-        """Fill `hidden [T, width]` with what the stage before sent; a CPU waits for it."""
+        """Fill `hidden [T, ...]` with what the stage before sent; a CPU waits for it."""
         self._groups[0].recv([hidden], self.index - 1, 0).wait()
         return hidden
 

@@ -22,7 +22,7 @@ from kvern.engine.branching import Branching
 from kvern.engine.drafting import Drafting
 from kvern.engine.pace import Pace
 from kvern.engine.scheduler import Scheduler
-from kvern.engine.stages import known_tokens
+from kvern.engine.stages import ToldStages
 from kvern.engine.trial import Trial, computed, reached
 from kvern.errors import in_a_line
 from kvern.events import EngineStatistics, TokenEvent
@@ -76,6 +76,7 @@ class EngineCore:
         """Of the adapters that requests may use, by their keys."""
         self._unloading: set[int] = set()
         self.executor = executor
+        self._stages = ToldStages(scheduler.limits.stages)
         self._depth = depth
         self._in_flight: deque[tuple[SchedulerOutput, list[Request], StepResult]] = deque()
         self._counted = EngineStatistics(target_itl=self._pace.target)
@@ -223,6 +224,7 @@ class EngineCore:
             self._undo(output)
             raise
         self._pace.ended()
+        self._stages.ended(output, result)
         if self.drafting is not None:
             self.drafting.ended(output, requests, result)
         self._trial.passed(reached(output, requests, result))
@@ -239,8 +241,7 @@ class EngineCore:
         self._counted.computed_tokens += output.token_count
         self._counted.prefill_tokens += sum(item.count for item in output.scheduled if item.count > (item.sampled or 1))
         requests = [self.scheduler.running_request(request_id) for request_id in output.request_ids]
-        if self.scheduler.limits.stages > 1:
-            output.known = known_tokens(output.scheduled, requests)
+        self._stages.tell(output, requests)
         if output.joined:
             now = time.monotonic()
             for request in requests:

@@ -69,16 +69,16 @@ def build_core(
         sizes = layout.max_batch_tokens, layout.max_batch_requests, layout.depth
         encoder = EncoderCore(runner, config, *sizes, note)
         return encoder, spec, layout
-    draft = None
-    if not (spec.recurrent and config.pipeline_parallel_size > 1):
-        draft = draft_folder(config, folder, resolve_device(config).type)
+    draft = draft_folder(config, folder, resolve_device(config).type)
     executor, layout = start(config, folder, spec, startup, draft, lost)
     if isinstance(executor, OwnRowsExecutor):
         executor.begin_counting()
         return make_homes(config, folder, layout, executor, note), spec, layout
     scheduler = make_scheduler(config, folder, layout, executor.tier)
     drafting = None
-    if config.speculation != "off" and not (spec.recurrent and config.pipeline_parallel_size > 1):
+    # There, states of stages before the last would see all drafts, right or not.
+    sees_all = bool(spec.recurrent) and config.pipeline_parallel_size > 1 and layout.device == "cuda"
+    if config.speculation != "off" and not sees_all:
         proposer = None if config.proposer is None else PROPOSERS.find(config.proposer)(config, spec)
         device = layout.device if proposer is None and draft is not None else None
         drafting = Drafting(

@@ -9,15 +9,29 @@ from kvern.layers.module import Module
 
 
 class ReceivedRows(Module):
-    """Rows `[T, width]` of a step's tokens, as the stage before handed them on: `ids [T] -> [T, width]`."""
+    """Rows `[T, width]` of a step's tokens, as the stage before handed them on: `ids [T] -> [T, width]`.
+
+    `earlier`: for each of the stage's `earlier_entries` what came beside them last, likewise.
+    """
 
     def __init__(self, width: int, build: Build) -> None:
         super().__init__()
         self._width, self._dtype, self._device = width, build.dtype, build.device
         self._stage: Stage = build.ranks.stage
+        self.earlier: list[Tensor] = []
 
     def forward(self, ids: Tensor) -> Tensor:
-        return self._stage.receive(torch.empty(len(ids), self._width, dtype=self._dtype, device=self._device))
+        return self.taken(self._stage.receive(self.room(len(ids))))
+
+    def room(self, count: int) -> Tensor:
+        """Memory for what comes of so many tokens."""
+        width = self._width * (1 + len(self._stage.earlier_entries))
+        return torch.empty(count, width, dtype=self._dtype, device=self._device)
+
+    def taken(self, rows: Tensor) -> Tensor:
+        """The rows `[T, width]` of what came."""
+        hidden, *self.earlier = (part.contiguous() for part in torch.split(rows, self._width, -1))
+        return hidden
 
 
 class HandedRows(Module):

@@ -50,6 +50,12 @@ class StepStates:
             for advance in noted:
                 advance(count)
 
+    def forget(self, state: int) -> None:
+        """Another request has a state of `drafts`, which is to see none of them."""
+        for (_, _, own), noted in zip(self.drafts, self._noted, strict=True):
+            if own == state:
+                noted.clear()
+
 
 def allocate(
     mixers: Iterable[RecurrentSpec],

@@ -31,9 +31,10 @@ if TYPE_CHECKING:
 
 
 class LayerInputs:
-    """What goes into some layers of a decoder, whose places are `entries`: for draft heads that begin with it.
+    """What goes into some layers of a model, whose places are `entries`: for draft heads that begin with it.
 
-    As many as there are layers: what comes out of the last one. A forward pass fills it.
+    As many as there are layers: what comes out of the last one. A forward pass fills it, that of a stage as far as it
+    and those before it have such layers.
     """
 
     def __init__(self, entries: Sequence[int], build: Build) -> None:
@@ -44,6 +45,14 @@ class LayerInputs:
         """A layer is given the sum of both, which the pass may overwrite afterwards."""
         copied = self._on_rows.beside((hidden,))
         self._inputs[place] = copied if update is None else self._on_rows.add(copied, update)
+
+    def take(self, earlier: Mapping[int, Tensor]) -> None:
+        """What layers of stages before were given, by their places."""
+        self._inputs |= earlier
+
+    def behind(self, hidden: Tensor) -> Tensor:
+        """The rows `hidden` [T, hidden] of the last pass, and what is there of theirs behind them, in order."""
+        return self._on_rows.beside((hidden, *(self._inputs[place] for place in sorted(self._inputs))))
 
     def rows(self) -> Tensor:
         """Those of the last pass side by side, `[T, len(entries) * hidden]`."""
@@ -87,6 +96,7 @@ class Decoder(WeightedModel):
         if stage.has_embeddings(tied=spec.tie_word_embeddings):
             self.embed_tokens = make_embedding(spec.vocab_size, spec.hidden_size, spec.embedding_scale, build)
         self.entry = self.embed_tokens if stage.is_first else ReceivedRows(spec.hidden_size, build)
+        self._handed = LayerInputs(stage.entries, build) if stage.entries and not stage.is_last else None
         self.per_layer = None if spec.per_layer is None else PerLayerInputs(spec, spec.per_layer, build)
         self.streams = None if spec.altup is None else Streams(spec.hidden_size, spec.altup, build.whole)
         kinds = [{isinstance(mixer, RecurrentSpec) for mixer in layer.mixers} for layer in spec.layers]
@@ -133,7 +143,8 @@ class Decoder(WeightedModel):
         that stores something computes no more than that, and layers behind it nothing. `adapters`: those of the tokens,
         and of the wanted ones. `states`: of their requests, where its layers have any. `inputs` takes what layers are
         given, without `wanted`.
-        Of several stages, the first reads `token_ids`, others receive rows, and those before the last hand theirs on.
+        Of several stages, the first reads `token_ids`, others receive rows, and those before the last hand theirs on,
+        with the inputs of layers that a draft head behind the last begins with.
         """
         looked_up, stage = self.looked_up(token_ids), self.build.ranks.stage
         hidden = self.run(self.entry(token_ids), positions, attend, wanted, adapters, states, looked_up, inputs)
@@ -158,9 +169,13 @@ class Decoder(WeightedModel):
     ) -> Tensor:
         """As `forward`, from the tokens' embeddings `hidden` [T, hidden], which may be gone afterwards.
 
-        Or from what the stage before hands on; what the next one goes on with is returned alone. `looked_up`: of them.
+        Or from what the stage before handed on, which `entry` took; what the next one goes on with is returned alone.
+        `looked_up`: of the tokens.
         """
-        rotations = self._rotations(positions)
+        rotations, stage = self._rotations(positions), self.build.ranks.stage
+        inputs = inputs if stage.is_last else self._handed
+        if inputs is not None and isinstance(self.entry, ReceivedRows):
+            inputs.take(dict(zip(stage.earlier_entries, self.entry.earlier, strict=True)))
         update: Tensor | UpdateInHalves | None = None
         inner = adapters if adapters is NO_ADAPTERS else StepAdapters(adapters.rows, adapters.rows)
         memories: tuple[Memory, ...] = attend, states, (attend, states)  # by `_memory_index`
@@ -170,9 +185,9 @@ class Decoder(WeightedModel):
         if self.streams is not None:
             hidden = self.streams.enter(hidden)
         for index, layer in enumerate(self.layers):
-            if inputs is not None and index in inputs.entries:
+            if inputs is not None and stage.first_layer + index in inputs.entries:
                 hidden, update = joined(hidden, update)
-                inputs.note(index, hidden, self._summed(update))
+                inputs.note(stage.first_layer + index, hidden, self._summed(update))
             rotation, memory = rotations[self._rope_index[index]], memories[self._memory_index[index]]
             kept, used = (wanted, adapters) if index == self._last_storing else (None, inner)
             if kept is None and used is NO_ADAPTERS and is_halved(cast("SequentialLayer", layer), hidden):
@@ -188,10 +203,11 @@ class Decoder(WeightedModel):
         hidden, update = joined(hidden, update)
         if self.streams is not None:
             hidden = self.streams.leave(hidden)
-        if inputs is not None and len(self.layers) in inputs.entries:
-            inputs.note(len(self.layers), hidden, self._summed(update))
+        last = stage.first_layer + len(self.layers)
+        if inputs is not None and stage.is_last and last in inputs.entries:
+            inputs.note(last, hidden, self._summed(update))
         _, normal = self.norm.after(hidden, update)
-        return normal
+        return normal if inputs is None or stage.is_last else inputs.behind(normal)
 
     def _summed(self, update: Tensor | None) -> Tensor | None:
         """What all ranks together add to the residual; `update` stays as it is."""

@@ -5,14 +5,14 @@ fc, layers.0.*                                       EAGLE
 mtp.*, model.layers.N.* behind the last layer        the model's own, see `PredictionSpec`
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
 from kvern.config import EngineConfig
 from kvern.device.ranks import Ranks
-from kvern.errors import ConfigError, UnsupportedModel
+from kvern.errors import UnsupportedModel
 from kvern.layers.linear_format import LinearFormat
 from kvern.mixer_spec import AttentionSpec
 from kvern.model_spec import MlpSpec, ModelSpec, MoeSpec, PredictionSpec, Rename
@@ -84,12 +84,8 @@ def read_draft_head(
     if not is_draft_head(folder, dummy=dummy):
         head = prediction_of(target)
         return head, None if stored is None else _of_prediction(head, stored, folder)
-    head = read_eagle(config, target, None if stored is None else {tensor.name for tensor in stored})
-    if head.eagle3 is not None and (count := ranks.stage.count) > 1:
-        raise ConfigError(
-            f"draft_model {str(folder)!r} reads states of layers of several stages, and pipeline_parallel_size is "
-            f"{count}, which is not possible together: choose another, or leave pipeline_parallel_size at 1"
-        )
+    entries = ranks.stage.entries if ranks.stage.count > 1 else entries_of(config, len(target.layers))
+    head = read_eagle(config, target, entries, None if stored is None else {tensor.name for tensor in stored})
     return replace(head, model=share_of(head.model, ranks.size)), stored
 
 
@@ -117,10 +113,13 @@ def _of_prediction(head: DraftHeadSpec, stored: list[StoredTensor], folder: Path
     return found
 
 
-def read_eagle(config: Config, target: ModelSpec, names: Collection[str] | None) -> DraftHeadSpec:
+def read_eagle(
+    config: Config, target: ModelSpec, entries: Sequence[int], names: Collection[str] | None
+) -> DraftHeadSpec:
     """The head of EAGLE or EAGLE-3 that a `config.json` describes, whose files hold tensors of these names.
 
-    None: there are no files, and what they decide is as in most. Raises UnsupportedModel.
+    `entries`: of `entries_of`. No names: there are no files, and what they decide is as in most. Raises
+    UnsupportedModel.
     """
     inner: Mapping[str, Any] = config.get("transformer_layer_config") or config.get("model") or config
     kind = inner.get("model_type") or "llama"
@@ -135,14 +134,14 @@ def read_eagle(config: Config, target: ModelSpec, names: Collection[str] | None)
         )
     model = replace(model, renames=(_MIDLAYER, *model.renames), ignored=(_UNUSED,), tie_word_embeddings=False)
     own_embedding = names is not None and "embed_tokens.weight" in names
-    if "draft_vocab_size" not in config:
+    if not entries:
         without_norm = replace(model, block_norms={"mlp_in": "post_attention_layernorm"})
         bias = bool(config.get("bias")) if names is None else "fc.bias" in names
         return DraftHeadSpec(without_norm, _EAGLE, target.hidden_size, joined_bias=bias, own_embedding=own_embedding)
     if config.get("fc_norm"):
         raise UnsupportedModel("fc_norm is true: draft heads are known that normalise no states, or all at once")
     eagle3 = Eagle3Spec(
-        _entries(config, len(target.layers)),
+        tuple(entries),
         norm_before_joined=bool(config.get("norm_before_fc")),
         normal_residual=bool(config.get("norm_before_residual", "transformer_layer_config" in config)),
     )
@@ -163,11 +162,14 @@ def read_eagle(config: Config, target: ModelSpec, names: Collection[str] | None)
     )
 
 
-def _entries(config: Config, layers: int) -> tuple[int, ...]:
-    """The layers whose inputs a head of EAGLE-3 begins with, of so many.
+def entries_of(config: Config, layers: int) -> tuple[int, ...]:
+    """The layers, of so many, whose inputs a head of EAGLE-3 begins with; none: it is another, which reads last states.
 
-    Within `eagle_config` layers are numbered by what they give, elsewhere by what they are given.
+    Within `eagle_config` layers are numbered by what they give, elsewhere by what they are given. Raises
+    UnsupportedModel.
     """
+    if "draft_vocab_size" not in config:
+        return ()
     nested = config.get("eagle_config") or {}
     if given := nested.get("eagle_aux_hidden_state_layer_ids"):
         entries = tuple(index + 1 for index in given)

@@ -13,7 +13,7 @@ from kvern.layers.build import Build
 from kvern.layers.linear_format import LinearMethods
 from kvern.model_spec import ModelSpec
 from kvern.models.checkpoint import read_headers
-from kvern.models.draft_formats import reads_embeddings
+from kvern.models.draft_formats import entries_of, reads_embeddings
 from kvern.models.loader import outline_of, read_config, stored_methods
 from kvern.models.share import WholeExperts, share_of
 from kvern.models.stages import check_stages
@@ -63,9 +63,10 @@ def _check_options_of_own_rows(config: EngineConfig) -> None:
 
 def _check_options_of_stages(config: EngineConfig, spec: ModelSpec) -> None:
     """Raise ConfigError for options that do not go with stages."""
+    on_gpu = resolve_device(config).type == "cuda"
     refused = {
-        "drafts for a model with states": (
-            bool(spec.recurrent) and (config.proposer is not None or config.draft_model is not None),
+        "drafts for a model with states, on GPUs,": (
+            bool(spec.recurrent) and on_gpu and (config.proposer is not None or config.draft_model is not None),
             "leave proposer and draft_model out",
         ),
         "rebalance_experts": (bool(config.rebalance_seconds), "leave rebalance_experts out"),
@@ -95,8 +96,10 @@ def rank_of(config: EngineConfig, number: int, layers: Sequence[range], draft: P
     """Process `number` of an engine whose stages have these layers, beside a draft model or head in a folder."""
     if config.enable_dp_attention:
         return rank_of_own_rows(number, config.tensor_parallel_size)
-    embeds = reads_embeddings(config, draft)
-    return ranks_of(number, config.tensor_parallel_size, layers, embeds=embeds)
+    embeds, entries = reads_embeddings(config, draft), tuple[int, ...]()
+    if embeds and draft is not None and len(layers) > 1:
+        entries = entries_of(read_config(draft), layers[-1].stop)
+    return ranks_of(number, config.tensor_parallel_size, layers, embeds=embeds, entries=entries)
 
 
 def whole_experts(config: EngineConfig) -> WholeExperts | None:

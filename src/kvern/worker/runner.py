@@ -173,6 +173,8 @@ class ModelRunner:
         inputs = self._drafter.inputs
         hidden = self._decoder(batch.token_ids, batch.positions, attend, wanted, adapters, states, inputs)
         if not is_last:
+            if self._states is not None:
+                self._states.defer()
             return PendingStep(scheduled, None)
         told = hidden if inputs is None else inputs.rows()
         prompts = prompt_logprobs(self._decoder, batch, runs, hidden, self._sampling.logprobs)

@@ -6,9 +6,9 @@ All follows the order of the steps on the device: rows are received once the ste
 before the step behind may overwrite them, so that a message is on its way as long as it takes.
 """
 
-import torch
 from torch import Tensor
 
+from kvern.layers.stages import ReceivedRows
 from kvern.models.decoder import Decoder
 
 
@@ -16,15 +16,15 @@ class StageEnds:
     """Those of the stage that `decoder` is, for steps of at most `most` rows."""
 
     def __init__(self, decoder: Decoder, most: int) -> None:
-        build = decoder.build
-        self._decoder, self._stage = decoder, build.ranks.stage
-        self._rows: Tensor | None = None
-        if not self._stage.is_first:
-            self._rows = torch.zeros(most, decoder.spec.hidden_size, dtype=build.dtype, device=build.device)
+        self._entry, self._stage = decoder.entry, decoder.build.ranks.stage
+        self._rows = self._entry.room(most).zero_() if isinstance(self._entry, ReceivedRows) else None
 
     def entered(self, token_ids: Tensor) -> Tensor:
         """What the stage's layers begin with, `[T, width]`: the part of a graph."""
-        return self._decoder.entry(token_ids) if self._rows is None else self._rows[: len(token_ids)]
+        if isinstance(self._entry, ReceivedRows) and self._rows is not None:
+            return self._entry.taken(self._rows[: len(token_ids)])
+        embedded: Tensor = self._entry(token_ids)
+        return embedded
 
     def receive(self, count: int, size: int) -> None:
         """Have what a graph of `size` rows begins with, the first `count` of them those of the step."""
@@ -35,5 +35,5 @@ class StageEnds:
             self._rows[count:size] = self._rows[0]
 
     def hand_on(self, hidden: Tensor) -> None:
-        """Send `hidden [T, width]`, which is good until the next step, to the stage behind."""
+        """Send rows `hidden [T, ...]`, which are good until the next step, to the stage behind."""
         self._stage.send(hidden.clone())

@@ -1,5 +1,6 @@
 """The states of a model's layers on the device: which row has which, and what a step does with them."""
 
+from collections import deque
 from collections.abc import Sequence
 from functools import partial
 from itertools import chain
@@ -23,10 +24,16 @@ class StateMemory:
         self._layers = allocate(spec.recurrent, states, dtype, partial(zero_cache, device=device))
         self._of_row = [-1] * slots
         self._step: StepStates | None = None
+        self._due: deque[StepStates] = deque()
+        """Steps with drafts of which a later stage says what is kept, when that is known."""
 
     def prepare(self, output: SchedulerOutput) -> None:
-        """Before a step: zero and copy states, in their order, and let rows that fork or join have theirs."""
+        """Before a step: states see drafts, then are zeroed and copied in order; rows that fork or join have theirs."""
+        for counts in output.kept if self._due else ():  # the last stage, which accepts at once, defers none
+            self._due.popleft().accept(counts)
         for source, target in output.state_copies:
+            for step in self._due:  # its request has gone while its drafts are verified
+                step.forget(target)
             for memory in chain.from_iterable(self._layers):
                 if source < 0:
                     memory[target].zero_()
@@ -61,6 +68,12 @@ class StateMemory:
         step, self._step = self._step, None  # what was noted is needed no more
         assert step is not None
         step.accept([count for item, count in zip(scheduled, kept.tolist(), strict=True) if item.sampled > 1])
+
+    def defer(self) -> None:
+        """Keep what the drafts of the step that was planned last are to write until `SchedulerOutput.kept` tells."""
+        step, self._step = self._step, None
+        if step is not None and step.drafts:
+            self._due.append(step)
 
     def _indices(self, values: Sequence[int]) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.int64, device=self._device)
