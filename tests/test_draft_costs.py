@@ -7,7 +7,7 @@ import pytest
 
 from kvern.engine.draft_costs import ALLOWED, EXPLORED, FIRST_BALANCE, MOST, DraftCosts, LeastTimes, TimedStep
 from kvern.engine.drafting import Drafting
-from kvern.request import PromptInput, Request, RequestSpec
+from kvern.request import PromptInput, Request, RequestSpec, State
 from kvern.sampling_params import ResolvedParams
 from kvern.step import ModelRunnerOutput, ScheduledTokens, SchedulerOutput
 from tests.simulated_drafts import Acceptance, SimulatedSteps
@@ -238,6 +238,21 @@ def test_steps_that_are_held_up_again_and_again_are_paid_for() -> None:
     steps = SimulatedSteps(1, reads_weights, lambda *_: 0.9, one_pass=0.1, device="cuda", stalls=stalls)
     steps.run(60_000)
     assert steps.now < 1.02 * steps.without
+
+
+def test_drafts_behind_the_end_of_an_answer_are_of_no_use() -> None:
+    """However right they are: a short answer gains no more than its tokens."""
+    drafting, noted = Drafting(None, 100, device="cpu"), list[TimedStep]()
+    drafting._costs.learn = noted.append  # type: ignore[method-assign]
+    spec = RequestSpec("one", PromptInput([1] * 3), ResolvedParams(), 100, stop_token_ids=frozenset({9}))
+    ends, goes_on, ended = (Request(spec, generated=[4]) for _ in range(3))
+    ended.state = State.FINISHED
+    output = SchedulerOutput(1, scheduled=[ScheduledTokens(slot, 3, 6, 6) for slot in range(3)])
+    drafting.began(output, [])
+    drafting.ended(output, [ends, goes_on, ended], ModelRunnerOutput([[5, 9, 6, 7, 8, 9], [5, 6, 7], [5, 6]], [], []))
+    assert noted[0].right == 1 + 2
+    assert drafting.positions.drafts == [2] * 5 and drafting.positions.accepted == [2, 1, 0, 0, 0]
+    assert (ends.drafts_right, ends.drafts_wrong) == (1, 1)
 
 
 def test_what_guessing_took_is_that_of_the_step_which_waited_for_it() -> None:

@@ -245,6 +245,13 @@ class Request:
         """Generated tokens that the host knows."""
         return len(self.token_ids) - self.prompt_length
 
+    def until_stop(self, token_ids: list[int]) -> list[int]:
+        """New tokens as far as the first that ends the request."""
+        for count, token_id in enumerate(token_ids, 1):
+            if token_id in self.stop_token_ids and self.output_length + count > self.params.min_tokens:
+                return token_ids[:count]
+        return token_ids
+
     def untold(self, token_ids: list[int]) -> list[int] | None:
         """What is to be told now that it has grown by these tokens; None: nothing, until there are more.
 

@@ -320,7 +320,7 @@ class EngineCore:
             predicted = 0, 0
             if item.sampled > 1:
                 right = len(token_ids) - 1
-                token_ids = _until_stop(request, token_ids)
+                token_ids = request.until_stop(token_ids)
                 logprobs = logprobs and logprobs[: len(token_ids)]
                 if self.drafting is not None and request_id in self.drafting.verified_predictions:
                     predicted = min(right, len(token_ids)), item.sampled - 1 - right
@@ -377,14 +377,6 @@ class EngineCore:
         request = search.requests[0]
         self.scheduler.finish(request, "stop" if search.hypotheses else "abort")
         return answers(search, request)
-
-
-def _until_stop(request: Request, token_ids: list[int]) -> list[int]:
-    """New tokens as far as the first that ends the request."""
-    for count, token_id in enumerate(token_ids, 1):
-        if token_id in request.stop_token_ids and request.output_length + count > request.params.min_tokens:
-            return token_ids[:count]
-    return token_ids
 
 
 def _not_yet_reported(request: Request, start: int, logprobs: list[TokenLogprobs] | None) -> list[TokenLogprobs] | None:

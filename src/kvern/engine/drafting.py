@@ -156,8 +156,8 @@ class Drafting:
             return
         self._asked = None
         for item, request, token_ids in zip(output.scheduled, requests, result.token_ids, strict=True):
-            if item.sampled > 1 and token_ids:
-                accepted = len(token_ids) - 1
+            if item.sampled > 1 and token_ids and request.state is not State.FINISHED:
+                accepted = len(request.until_stop(token_ids)) - 1  # behind an answer's end none is of use
                 is_wrong = accepted < item.sampled - 1
                 right += accepted
                 self.positions.add(item.sampled - 1, accepted)
