@@ -252,7 +252,7 @@ def guesses_without_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def answers_go_on_behind_a_stop(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kvern.engine.core, "_until_stop", lambda request, token_ids: token_ids)
+    monkeypatch.setattr(Request, "until_stop", lambda _, token_ids: token_ids)
 
 
 Mistake = Callable[[pytest.MonkeyPatch], None]

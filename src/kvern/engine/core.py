@@ -327,13 +327,14 @@ class EngineCore:
             reason = result.broken.get(slot) if len(token_ids) == len(result.token_ids[index]) else None
             if reason == OUT_OF_TOKENS:
                 token_ids, logprobs = token_ids[:-1], logprobs and logprobs[:-1]
-            if item.sampled > 1:  # behind a token that is broken the device may have kept more
-                unused = len(result.token_ids[index]) - len(token_ids) + (reason is not None)
+            if item.sampled > 1:  # of a token that broke the answer the key is a wrong draft's
+                unused = len(result.token_ids[index]) - len(token_ids) + (reason == OUT_OF_TOKENS)
             self._counted.generation_tokens += len(token_ids)
             full = self.scheduler.update(request, token_ids, item.sampled, unused)
             if reason is not None:
                 ended: FinishReason = "length" if reason == OUT_OF_TOKENS else "abort"
-                self.scheduler.finish(request, ended, reason or None)
+                seen = reason == OUT_OF_TOKENS or item.sampled == 1  # or states may have seen drafts behind it
+                self.scheduler.finish(request, ended, reason or None, keep_cached=seen)
             elif token_ids[-1] in request.stop_token_ids and request.output_length > request.params.min_tokens:
                 self.scheduler.finish(request, "stop", token_ids[-1])
             elif full:

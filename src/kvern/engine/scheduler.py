@@ -96,12 +96,14 @@ class Scheduler:
         self.register(request)
         self.waiting.add(request)
 
-    def finish(self, request: Request, reason: FinishReason, stop_reason: int | str | None = None) -> None:
+    def finish(
+        self, request: Request, reason: FinishReason, stop_reason: int | str | None = None, *, keep_cached: bool = True
+    ) -> None:
         """End a request, waiting or running, with all beams of its search; their blocks are free at once."""
         if request.state is State.FINISHED:
             return
         for member in [request] if request.beams is None else request.beams.requests:
-            self.remove(member)
+            self.remove(member, keep_cached)
             member.finish_reason, member.stop_reason = reason, stop_reason
             self.forget(member)
 
@@ -109,11 +111,10 @@ class Scheduler:
         """Append those kept of `sampled` tokens, but for `unused` ones behind a stop; whether the length is reached."""
         request.token_ids.extend(token_ids)
         request.in_flight -= sampled
-        if sampled > 1:
-            request.drafts_in_flight -= sampled - 1
-            if request.state is State.RUNNING:
-                request.num_computed_tokens -= sampled - len(token_ids) - unused
+        request.drafts_in_flight -= max(0, sampled - 1)
         if request.state is State.RUNNING:
+            if sampled > 1:
+                request.num_computed_tokens -= sampled - len(token_ids) - unused
             self.cache.publish(request, self.step)
         else:
             self._settle(request)
@@ -146,9 +147,8 @@ class Scheduler:
         `wanted` says how many drafts the device should guess of a request behind it; None: none. `begin`: as `in_turn`.
         """
         self.step += 1
-        self._wanted = wanted
+        self._wanted, preempted = wanted, self.preemption_count
         output = SchedulerOutput(self.step)
-        preempted = self.preemption_count
         budget = self._schedule_running(output, time, begin)
         if self.preemption_count == preempted:
             self._admit(output, budget)
