@@ -19,10 +19,11 @@ from kvern.worker import rank_sums
 from kvern.worker.draft_graphs import DraftGraphs, DraftRun, DraftSteps
 from tests import noted_replays, test_expert_parallel, test_pipeline_parallel, test_rank_engines, test_rank_weights
 from tests.families import CPU_ALONE, make_checkpoint
+from tests.idle import is_idle
 from tests.packers import gptq, store
 from tests.peft_adapters import make_adapter
 from tests.served import serving
-from tests.speculation import AnyLength
+from tests.speculation import AnyLength, speculating
 from tests.test_head_drafting import drafting, make_model_with_layer
 from tests.test_quantized_four_bits import GPTQ, LINEAR
 from tests.test_rank_drafts import KINDS, write
@@ -204,6 +205,27 @@ def test_a_model_behind_the_last_stage_guesses_for_itself(cuda_graphs: bool, mon
         core.scheduler.check_integrity()
     assert found.accepted_tokens > 0.9 * found.draft_tokens > 90
     assert any(replayed) == cuda_graphs
+
+
+@pytest.mark.parametrize("guessed_there", [False, True])
+@pytest.mark.parametrize("family", ["qwen3_next", "granitemoehybrid", "lfm2"])
+def test_states_of_both_stages_see_the_drafts_that_are_kept(family: str, guessed_there: bool, tmp_path: Path) -> None:
+    """Gated delta nets, Mamba-2 and short convolutions; requests give way and begin again, and conversations go on."""
+    folder = make_checkpoint(family, tmp_path, **test_pipeline_parallel.CHANGED[family])
+    options = OPTIONS | {"model": str(folder), "max_model_len": 96}
+    with LLM(**options) as alone:
+        expected = alone.generate(PROMPTS, GREEDY)
+        longer = [[*prompt, *output.outputs[0].token_ids, 50] for prompt, output in zip(PROMPTS, expected, strict=True)]
+        again = said(alone.generate(longer, GREEDY))
+    with LLM(**options | {"kv_cache_tokens": 192}, pipeline_parallel_size=2) as llm:
+        for accuracy in (0.0, 0.7, 0.7):
+            with speculating(llm, expected, accuracy, on_device=guessed_there):
+                assert said(llm.generate(PROMPTS, GREEDY)) == said(expected)
+                found = llm.statistics()
+        assert said(llm.generate(longer, GREEDY)) == again
+        assert is_idle(llm)
+    assert 0 < found.accepted_tokens < found.draft_tokens
+    assert found.preemptions
 
 
 @pytest.fixture(scope="module")

@@ -8,13 +8,10 @@ import pytest
 import torch
 
 from kvern import LLM, RequestOutput, SamplingParams
-from kvern.config import EngineConfig
 from kvern.engine.drafting import Drafting
-from kvern.errors import ConfigError
 from kvern.models.loader import read_config
 from kvern.models.registry import spec_from_config
 from kvern.step import Fork, ScheduledTokens, SchedulerOutput
-from kvern.worker import rank_limits
 from kvern.worker.state_memory import StateMemory
 from tests.draft_heads import add_prediction
 from tests.families import make_checkpoint, similar_prompts
@@ -143,15 +140,6 @@ def test_the_models_own_layer_drafts_behind_the_last_stage(divided: dict[str, in
         llm._engine.core.drafting = Always(288, 3)  # type: ignore[attr-defined]
         assert answers(llm.generate(prompts, params)) == expected
         assert llm.statistics().draft_tokens > 50
-
-
-def test_on_gpus_stages_do_not_wait_to_be_told(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rank_limits, "resolve_device", lambda *_: torch.device("cuda"))
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    spec = spec_from_config(read_config(folder))
-    rank_limits.check_ranks(EngineConfig(str(folder), **TWO_STAGES), folder, spec)
-    with pytest.raises(ConfigError, match="ngram for a model with states, on GPUs, and pipeline_parallel_size 2 are"):
-        rank_limits.check_ranks(EngineConfig(str(folder), proposer="ngram", **TWO_STAGES), folder, spec)
 
 
 def test_a_state_that_another_request_has_sees_no_drafts(folder: Path) -> None:

@@ -279,6 +279,11 @@ class EngineConfig:
         return read_seconds("rebalance_experts", self.rebalance_experts or "none")
 
     @property
+    def has_drafts(self) -> bool:
+        """Whether an option has somebody guess tokens."""
+        return self.speculation != "off" and (self.proposer is not None or self.draft_model is not None)
+
+    @property
     def ranks(self) -> int:
         """Processes that compute the model together: stage by stage, those of one stage behind one another."""
         return self.pipeline_parallel_size * self.tensor_parallel_size

@@ -76,9 +76,7 @@ def build_core(
         return make_homes(config, folder, layout, executor, note), spec, layout
     scheduler = make_scheduler(config, folder, layout, executor.tier)
     drafting = None
-    # There, states of stages before the last would see all drafts, right or not.
-    sees_all = bool(spec.recurrent) and config.pipeline_parallel_size > 1 and layout.device == "cuda"
-    if config.speculation != "off" and not sees_all:
+    if config.speculation != "off":
         proposer = None if config.proposer is None else PROPOSERS.find(config.proposer)(config, spec)
         device = layout.device if proposer is None and draft is not None else None
         drafting = Drafting(

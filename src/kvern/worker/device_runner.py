@@ -218,6 +218,8 @@ class DeviceRunner:
         inputs = self._drafter.inputs
         hidden = self._decoder(batch.token_ids, batch.positions, attend, positions, adapters, states, inputs)
         if not is_last:
+            if self._states is not None:
+                self._states.defer()
             return PendingStep(scheduled, None, on_gpu=self._on_gpu), None
         prompts = prompt_logprobs(self._decoder, batch, runs, hidden, reported)
         if not batch.sample_slots:

@@ -1,5 +1,6 @@
 """The states of a model's layers on a GPU: which row has which is on the device, where graphs read it."""
 
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 from typing import NamedTuple, TypeVar
@@ -54,10 +55,16 @@ class DeviceStateMemory:
         self._padding = states
         self._of_row = torch.full((rows,), states, dtype=torch.int32, device=device)
         self._verified: _Verified | None = None
+        self._due: deque[_Verified] = deque()
+        """As of `StateMemory`."""
 
     def prepare(self, output: SchedulerOutput) -> None:
-        """Before a step: zero and copy states, in their order, and let rows that fork or join have theirs."""
+        """As of `StateMemory`."""
+        for counts in output.kept if self._due else ():  # the last stage, which accepts at once, defers none
+            self._see(self._due.popleft(), upload(counts, torch.int32, self._of_row.device))
         for source, target in output.state_copies:
+            for verified in self._due:  # its request has gone while its drafts are verified
+                verified.drafts.counts.masked_fill_(verified.drafts.states == target, 0)
             for stacked in chain.from_iterable(self._stacked.values()):
                 if source < 0:
                     stacked[:, target].zero_()
@@ -104,9 +111,18 @@ class DeviceStateMemory:
     def accept(self, kept: torch.Tensor) -> None:
         """Let states see the drafts of the step that was planned last, as far as `kept [R]` says."""
         verified, self._verified = self._verified, None
-        if verified is None:
-            return
-        counts = torch.minimum(kept[verified.requests].int(), verified.drafts.counts)
+        if verified is not None:
+            self._see(verified, kept[verified.requests].int())
+
+    def defer(self) -> None:
+        """As of `StateMemory`."""
+        verified, self._verified = self._verified, None
+        if verified is not None:
+            self._due.append(verified)
+
+    def _see(self, verified: _Verified, kept: torch.Tensor) -> None:
+        """Let states see as many drafts as `kept` says, int32, of each of the requests that have any."""
+        counts = torch.minimum(kept, verified.drafts.counts)
         for mixer, noted in verified.noted.items():
             accept_inputs(self._stacked[mixer][0], noted.inputs, verified.drafts, counts)
             if noted.written is not None:

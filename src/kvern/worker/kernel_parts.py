@@ -46,6 +46,7 @@ from kvern.worker.medusa_drafter import MedusaDrafter
 from kvern.worker.memory import (
     GRAPH_BYTES,
     DeviceMemory,
+    bytes_noted,
     bytes_of_draft,
     bytes_of_drafting,
     bytes_of_reading,
@@ -124,6 +125,8 @@ class KernelParts:
                 ) from error
             if contents.draft is not None:
                 graphs += self._drafting_bytes(contents.draft.decoder)
+            if self._config.has_drafts and contents.ranks.stage.count > 1:  # of all steps on their way
+                graphs += MOST_ROWS * bytes_noted(self._spec, self._dtype)
             room = cache_bytes(self._memory, token_bytes, graphs + state_bytes)  # of the row that pads batches
             report_others(self._memory)
         libraries = frozenset() if self._choice is None else frozenset(self._choice.libraries)
@@ -167,7 +170,7 @@ class KernelParts:
             layout.max_batch_tokens,
             states,
             None if contents.draft is None else contents.draft.parts.drafter(contents.draft.decoder, layout, rows),
-            self._verifies(contents),
+            config.has_drafts,
         )
 
     def drafter(self, decoder: Decoder | DraftHead | MedusaHeads, layout: Layout, rows: BatchRows) -> Drafter:
@@ -209,10 +212,6 @@ class KernelParts:
         if isinstance(draft, DraftHead) and draft.layer_inputs() is not None:
             taken += 2 * self._plan.max_batch_tokens * draft.head.state_size * size  # of two steps, kept and joined
         return taken
-
-    def _verifies(self, contents: Contents) -> bool:
-        """Whether somebody guesses."""
-        return self._config.proposer is not None or contents.draft is not None
 
     def _attention(
         self,
@@ -277,7 +276,7 @@ class KernelParts:
                 others = min(largest.decodes, slots - 1)
                 prompt = ScheduledTokens(others, 0, min(sum(largest) - others, longest - 1), 1)
                 runner.execute(SchedulerOutput(2, scheduled=[*decodes[:others], prompt])).result()
-        if self._verifies(contents) and attention.reads_device_starts:
+        if self._config.has_drafts and attention.reads_device_starts:
             drafted = list(verify_steps(slots, self._plan.max_batch_tokens, longest, adapts))
             graphs += len(drafted)
             if drafted:

@@ -103,6 +103,12 @@ def bytes_of_state(spec: ModelSpec, dtype: torch.dtype) -> int:
     return sum(math.prod(tensor.shape) * (4 if tensor.exact else dtype.itemsize) for tensor in tensors)
 
 
+def bytes_noted(spec: ModelSpec, dtype: torch.dtype) -> int:
+    """Bytes that all layers with states note of a draft before it is accepted, of a model in this dtype."""
+    written = sum(math.prod(shape) for mixer in spec.recurrent for shape in mixer.written)
+    return 4 * written + dtype.itemsize * sum(mixer.channels for mixer in spec.recurrent)
+
+
 def cache_bytes(memory: DeviceMemory, token_bytes: int, reserved: int | None = None, state_bytes: int = 0) -> int:
     """Bytes that keys and values, and states, may take of the memory that is left.
 

@@ -30,7 +30,7 @@ def check_ranks(config: EngineConfig, folder: Path, spec: ModelSpec) -> None:
             "that in all, or use device cpu"
         )
     if config.pipeline_parallel_size > 1:
-        _check_options_of_stages(config, spec)
+        _check_options_of_stages(config)
         check_stages(spec, config.pipeline_parallel_size)
     if config.enable_dp_attention:
         _check_options_of_own_rows(config)
@@ -61,14 +61,9 @@ def _check_options_of_own_rows(config: EngineConfig) -> None:
             )
 
 
-def _check_options_of_stages(config: EngineConfig, spec: ModelSpec) -> None:
+def _check_options_of_stages(config: EngineConfig) -> None:
     """Raise ConfigError for options that do not go with stages."""
-    on_gpu = resolve_device(config).type == "cuda"
     refused = {
-        "drafts for a model with states, on GPUs,": (
-            bool(spec.recurrent) and on_gpu and (config.proposer is not None or config.draft_model is not None),
-            "leave proposer and draft_model out",
-        ),
         "rebalance_experts": (bool(config.rebalance_seconds), "leave rebalance_experts out"),
         "expert_counts": (config.expert_counts, "leave expert_counts off"),
     }

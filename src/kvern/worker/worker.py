@@ -134,11 +134,10 @@ class Worker:
         else:
             sharing = self._ranks.processes if config.executor == "processes" else 1  # Ray gives each rank its own
             torch.set_num_threads(max(1, (config.threads or cpu_threads()) // sharing))
-        drafts = config.proposer is not None or self._draft is not None
         has_head = self._draft is not None and (reads_embeddings(config, self._draft) or is_medusa(self._draft))
         model = Stored(self._spec, methods, self._ranks, has_head)
         draft = None if self._draft is None or device.type != "cuda" else self._stored_draft(self._draft)
-        kernels, of_draft = usable_kernels(config, dtype, device, self._startup, model, draft, drafts)
+        kernels, of_draft = usable_kernels(config, dtype, device, self._startup, model, draft, config.has_drafts)
         check_state_kernels(self._spec, kernels, device)
         if isinstance(self._spec, TransformersSpec):
             kernels &= FALLBACK_KERNELS
