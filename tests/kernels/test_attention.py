@@ -86,7 +86,12 @@ def reference(
 
 
 def decode(
-    batch: Batch, splits: int = 1, keys: int = 16, shared: SharedPrefix | None = None, **options: Any
+    batch: Batch,
+    splits: int = 1,
+    keys: int = 16,
+    shared: SharedPrefix | None = None,
+    unsplit: int = 0,
+    **options: Any,
 ) -> torch.Tensor:
     """What `decode_attention` finds, its counters zeros again."""
     arrived = torch.zeros(len(batch.query) * batch.cache.shape[3], dtype=torch.int32, device=batch.query.device)
@@ -99,7 +104,7 @@ def decode(
         batch.starts,
         arrived,
         out,
-        DecodeShape(keys, splits, 20, 16, 4, 2),
+        DecodeShape(keys, splits, 20, 16, 4, 2, unsplit=unsplit),
         scale=0.3,
         shared=shared,
         **options,
@@ -175,6 +180,16 @@ def test_decode(
     batch = make_batch(device, [0, 5, 37, 16], [1, 1, 1, 1], heads, kv_heads, dim, torch.float32)
     out = decode(batch, splits, window=window, softcap=softcap, sinks=sinks)
     assert relative_error(out, reference(batch, 0.3, window, softcap, sinks)) < 1e-5
+
+
+@pytest.mark.parametrize("window", [None, 12])
+def test_requests_of_few_keys_are_not_split(device: torch.device, window: int | None) -> None:
+    """Bit by bit as one program alone finds them; those of one key more are."""
+    batch = make_batch(device, [0, 37, 38, 16], [1, 1, 1, 1], 4, 2, 32, torch.float32)
+    whole, found = decode(batch, window=window), decode(batch, 4, unsplit=38, window=window)
+    assert torch.equal(whole[[0, 1, 3]], found[[0, 1, 3]])
+    assert torch.equal(whole[2], found[2]) == (window is not None)
+    assert relative_error(found, reference(batch, 0.3, window, None)) < 1e-5
 
 
 @pytest.mark.parametrize(OPTIONS, pairwise(SHAPES, KINDS))

@@ -22,7 +22,8 @@ class StageEnds:
     def entered(self, token_ids: Tensor) -> Tensor:
         """What the stage's layers begin with, `[T, width]`: the part of a graph."""
         if isinstance(self._entry, ReceivedRows) and self._rows is not None:
-            return self._entry.taken(self._rows[: len(token_ids)])
+            # The copy waits for the kernel that describes the batch, which those behind read before they wait.
+            return self._entry.taken(self._rows[: len(token_ids)].clone())
         embedded: Tensor = self._entry(token_ids)
         return embedded
 
@@ -31,7 +32,7 @@ class StageEnds:
         if self._rows is None:
             return
         self._stage.receive(self._rows[:count])
-        if count < size:  # what the layers left in the others would grow from step to step
+        if count < size:  # they ask for no other experts
             self._rows[count:size] = self._rows[0]
 
     def hand_on(self, hidden: Tensor) -> None:
