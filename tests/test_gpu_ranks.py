@@ -232,7 +232,7 @@ def test_states_of_both_stages_see_the_drafts_that_are_kept(family: str, guessed
 def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Of two ranks each has 69 million weights of a layer: steps of 5,790 rows are computed in halves."""
     sizes = {"hidden_size": 2048, "intermediate_size": 20480, "num_attention_heads": 16, "num_key_value_heads": 8}
-    others = {"max_position_embeddings": 8192, "initializer_range": 0.02}
+    others = {"max_position_embeddings": 8192, "initializer_range": 0.02, "num_hidden_layers": 2}
     return make_checkpoint("llama", tmp_path_factory.mktemp("wide"), **sizes, **others)
 
 
