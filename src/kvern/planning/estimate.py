@@ -12,6 +12,7 @@ The shares of bandwidth and rate that steps reach are those that were measured o
 
 import contextlib
 import math
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -200,6 +201,26 @@ def estimate(model: Model, card: Card, split: Split, workload: Workload) -> Esti
         rate=0.0 if lacks else served * workload.output / (batch * prompt / stages + workload.output * decode),
         lacks=lacks,
     )
+
+
+def seconds_of(model: Model, card: Card, split: Split, requests: Sequence[tuple[int, int]], batch: int) -> float:
+    """Of requests that come together to one replica, `batch` of which run at a time: tokens of prompts and of answers.
+
+    Steps get shorter as answers end, of which the longest decides when all have.
+    """
+    waiting, running, seconds = deque(requests), list[tuple[int, int]](), 0.0
+    """Of those that run: tokens at the end of each, and those that it lacks."""
+    while waiting or running:
+        while waiting and len(running) < batch:
+            prompt, answer = waiting.popleft()
+            seconds += _prompt_seconds(model, card, split, prompt, BATCH_TOKENS["cuda"]) / min(split.pipeline, batch)
+            running.append((prompt + answer, answer))
+        steps = min(lacking for _, lacking in running)
+        middle = sum(end - lacking for end, lacking in running) // len(running) + steps // 2
+        rows = -(-len(running) // min(split.pipeline, len(running)))
+        seconds += steps * _decode_seconds(model, card, split, rows, middle)
+        running = [(end, lacking - steps) for end, lacking in running if lacking > steps]
+    return seconds
 
 
 def _weights(model: Model, split: Split) -> float:

@@ -1,35 +1,31 @@
 """What the estimates of `kvern plan` say of an engine's workloads, to be held against what is measured."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 from kvern.bench.workloads import Workload as Measured
 from kvern.engine.engine import Engine
 from kvern.errors import ConfigError
 from kvern.planning.choice import model_of
-from kvern.planning.estimate import Split, Workload, estimate
+from kvern.planning.estimate import Split, seconds_of
 from kvern.planning.hardware import this_machine
 from kvern.worker.device import resolve_device
 
-ENOUGH = 1e15
-"""Bytes of memory: the engine that is asked about has its room already."""
-
 
 def predicted_seconds(engine: Engine, workloads: Sequence[Measured]) -> list[float]:
-    """Of each workload on this machine, from the mean lengths of its requests, without drafts and cached prompts.
+    """Of each workload on this machine, from the lengths of its requests, without drafts and cached prompts.
 
     Raises ConfigError for a GPU of which nobody told how fast it is, and KvernError for a model without a description.
     """
     config = engine.config
     if config.enable_dp_attention:
         raise ConfigError("estimates are of ranks that share all layers, not experts alone")
-    model, card = model_of(config, engine.folder), replace(this_machine()[0], memory=ENOUGH)
+    model, card = model_of(config, engine.folder), this_machine()[0]
     if card.host != (resolve_device(config).type == "cpu"):
         raise ConfigError(f"the engine computes on a {resolve_device(config).type}, and estimates are of {card.name}")
     split = Split(config.tensor_parallel_size, 1, config.pipeline_parallel_size, config.enable_expert_parallel)
-    found = []
-    for workload in workloads:
-        count, tokens = len(workload.prompts), sum(workload.lengths)
-        prompt = max(sum(map(len, workload.prompts)) // count, 1)
-        found.append(tokens / estimate(model, card, split, Workload(count, prompt, max(tokens // count, 1))).rate)
-    return found
+    return [
+        seconds_of(
+            model, card, split, list(zip(map(len, each.prompts), each.lengths, strict=True)), engine.max_batch_requests
+        )
+        for each in workloads
+    ]
