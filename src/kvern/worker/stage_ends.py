@@ -22,8 +22,8 @@ class StageEnds:
     def entered(self, token_ids: Tensor) -> Tensor:
         """What the stage's layers begin with, `[T, width]`: the part of a graph."""
         if isinstance(self._entry, ReceivedRows) and self._rows is not None:
-            # The copy waits for the kernel that describes the batch, which those behind read before they wait.
-            return self._entry.taken(self._rows[: len(token_ids)].clone())
+            # A kernel that waits for the one that describes the batch, as those behind read that before they wait.
+            return self._entry.taken(self._rows[: len(token_ids)].mul(1))
         embedded: Tensor = self._entry(token_ids)
         return embedded
 
