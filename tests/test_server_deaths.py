@@ -89,7 +89,7 @@ def test_deadly_requests_among_thirty_streams(tmp_path: Path, expected: list[str
         assert all("was alone when the engine died" in error.result(400) for error in errors)
         assert streams.texts() == expected
         assert served.figure("requests_refused_total", reason="crash") == count
-        assert served.figure("engine_ready") == 1
+        eventually(lambda: served.figure("engine_ready") == 1)  # the last may have died when all streams had ended
 
 
 @pytest.mark.parametrize("how", [pytest.param("kill", marks=pytest.mark.nightly), "hang"])
