@@ -6,7 +6,7 @@ from contextlib import contextmanager
 
 import torch
 
-from kvern import LLM, RequestOutput
+from kvern import LLM, RequestOutput, SamplingParams
 from kvern.device.rows import BatchRows
 from kvern.engine.draft_room import Wanted
 from kvern.engine.drafting import Drafting
@@ -127,3 +127,12 @@ def speculating(
         yield oracle
     finally:
         core.drafting, runner._drafter = None, GuardedDrafter(None)
+
+
+def accepted_of_prediction(llm: LLM, prompt: list[int], params: SamplingParams, told: list[int], wrong: int) -> int:
+    """How much of a prediction is right, which has a token more than the answer `told` before number `wrong`."""
+    output = llm._engine.add("predicted", prompt, params, prediction=[*told[:wrong], 9, *told[wrong:]])
+    while llm._engine.has_work:
+        llm._engine.step()
+    assert output.outputs[0].token_ids == told
+    return output.outputs[0].accepted_prediction_tokens

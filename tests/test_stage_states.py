@@ -16,7 +16,7 @@ from kvern.worker.state_memory import StateMemory
 from tests.draft_heads import add_prediction
 from tests.families import make_checkpoint, similar_prompts
 from tests.idle import is_idle
-from tests.speculation import AnyLength, speculating
+from tests.speculation import AnyLength, accepted_of_prediction, speculating
 from tests.test_head_drafting import Always
 from tests.test_pipeline_parallel import CHANGED
 from tests.test_state_drafts import LITTLE_ROOM, OPTIONS, PARAMS, answers
@@ -119,11 +119,7 @@ def test_an_engine_looks_up_drafts_and_follows_predictions(
         assert answers(llm.generate(prompts[:3], few)) == said
         assert llm.statistics().accepted_tokens > 0
         told = expected[0].outputs[0].token_ids
-        output = llm._engine.add("predicted", prompts[0], PARAMS[0], prediction=[*told[:12], 9, *told[12:]])
-        while llm._engine.has_work:
-            llm._engine.step()
-        assert output.outputs[0].token_ids == told
-        assert output.outputs[0].accepted_prediction_tokens > 5
+        assert accepted_of_prediction(llm, prompts[0], PARAMS[0], told, 12) > 5
 
 
 @pytest.mark.nightly

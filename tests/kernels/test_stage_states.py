@@ -24,7 +24,7 @@ from tests.draft_heads import add_prediction
 from tests.families import make_checkpoint
 from tests.idle import is_idle
 from tests.kernels.test_device_engine import NETS, OPTIONS, WITH_STATES, answers
-from tests.speculation import AnyLength, speculating
+from tests.speculation import AnyLength, accepted_of_prediction, speculating
 from tests.stages_here import capture_here
 from tests.test_head_drafting import Always
 
@@ -94,11 +94,7 @@ def test_an_engine_looks_up_drafts_and_follows_predictions(
     llm = on_device(tmp_path, proposer="ngram", pipeline_parallel_size=2, **OPTIONS)
     assert answers(llm.generate(PROMPTS, few)) == said
     assert llm.statistics().accepted_tokens > 0
-    output = llm._engine.add("predicted", PROMPTS[2], PARAMS[0], prediction=[*told[:4], 9, *told[4:]])
-    while llm._engine.has_work:
-        llm._engine.step()
-    assert output.outputs[0].token_ids == told
-    assert output.outputs[0].accepted_prediction_tokens > 1
+    assert accepted_of_prediction(llm, PROMPTS[2], PARAMS[0], told, 4) > 1
 
 
 @pytest.mark.nightly

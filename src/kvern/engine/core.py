@@ -333,8 +333,8 @@ class EngineCore:
             full = self.scheduler.update(request, token_ids, item.sampled, unused)
             if reason is not None:
                 ended: FinishReason = "length" if reason == OUT_OF_TOKENS else "abort"
-                seen = reason == OUT_OF_TOKENS or item.sampled == 1  # or states may have seen drafts behind it
-                self.scheduler.finish(request, ended, reason or None, keep_cached=seen)
+                certain = reason == OUT_OF_TOKENS or item.sampled == 1  # or states may have seen drafts behind it
+                self.scheduler.finish(request, ended, reason or None, keep_cached=certain)
             elif token_ids[-1] in request.stop_token_ids and request.output_length > request.params.min_tokens:
                 self.scheduler.finish(request, "stop", token_ids[-1])
             elif full:

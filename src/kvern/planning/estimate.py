@@ -208,8 +208,8 @@ def seconds_of(model: Model, card: Card, split: Split, requests: Sequence[tuple[
 
     Steps get shorter as answers end, of which the longest decides when all have.
     """
-    waiting, running, seconds = deque(requests), list[tuple[int, int]](), 0.0
-    """Of those that run: tokens at the end of each, and those that it lacks."""
+    waiting, seconds = deque(requests), 0.0
+    running: list[tuple[int, int]] = []  # tokens at the end of each, and those that it lacks
     while waiting or running:
         while waiting and len(running) < batch:
             prompt, answer = waiting.popleft()
