@@ -3,7 +3,9 @@
 Run with `pytest -m gpu` on a machine with two GPUs.
 """
 
+import os
 import signal
+import threading
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -12,6 +14,7 @@ import torch
 
 from kvern import LLM, SamplingParams
 from kvern.device.peer_sums import TIMED_ROWS, WAYS, Way
+from kvern.errors import EngineDied
 from kvern.kernels.linear import StreamShape
 from kvern.layers.fused import FusedLayer
 from kvern.outputs import RequestOutput
@@ -299,6 +302,23 @@ def test_single_rows_are_streamed(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
 def test_streams_go_on_when_a_rank_ends_or_hangs(how: signal.Signals, option: str) -> None:
     check_streams(how, option, DEVICE, "20", 1900, ["--no-cuda-graphs", "--no-overlap"])
+
+
+@pytest.mark.parametrize("sizes", [{"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}], ids=str)
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_rank_that_ends_or_hangs_keeps_no_llm_waiting(how: signal.Signals, sizes: dict[str, int]) -> None:
+    """The process that has it can have another afterwards."""
+    before = test_rank_engines.ranks_of(os.getpid())
+    for lost in (True, False):
+        with LLM(**OPTIONS | sizes | {"engine_timeout": 20.0}) as llm:
+            [output] = llm.generate([PROMPTS[1]], GREEDY)
+            (rank,) = set(test_rank_engines.ranks_of(os.getpid())) - set(before)
+            if lost:
+                threading.Timer(0.5, os.kill, (rank, how)).start()
+                with pytest.raises(EngineDied, match=r"it lost (rank [01], which .* SIGKILL|its other ranks)"):
+                    llm.generate(PROMPTS * 1000, GREEDY)  # more than are done by then
+            else:
+                assert len(output.outputs[0].token_ids) == 24
 
 
 def test_a_server_without_options_takes_both_gpus() -> None:

@@ -88,9 +88,11 @@ def end_with(owner: object, groups: list[Any]) -> None:
     """
     weakref.finalize(owner, groups.clear)
     for group in groups:
+        weakref.finalize(owner, abort, [group]).atexit = False
+
+
+def abort(groups: list[Any]) -> None:
+    """Let no GPU wait for others in these any more."""
+    for group in groups:
         if group._get_backend_name() == "nccl":
-            weakref.finalize(owner, _abort, group).atexit = False
-
-
-def _abort(group: Any) -> None:
-    threading.Thread(target=group.abort, name="abort-nccl").start()  # Python waits for it: it comes back from C++
+            threading.Thread(target=group.abort, name="abort-nccl").start()  # Python waits for it: it is in C++

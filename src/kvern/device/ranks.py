@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from kvern.cpu.ranks import SharedMemory
-from kvern.device.process_group import Meeting, end_with
+from kvern.device.process_group import Meeting, abort, end_with
 from kvern.device.stages import WHOLE, Stage
 
 if TYPE_CHECKING:
@@ -19,6 +19,10 @@ if TYPE_CHECKING:
     from kvern.device.peer_sums import PeerExchange, PeerSums
     from kvern.device.shared_norms import SharedNorms
     from kvern.kernels.peer_words import PeerMemory
+
+
+RELEASED_AT_ONCE = 1 << 16
+"""Words."""
 
 
 class Share(NamedTuple):
@@ -64,6 +68,8 @@ class Ranks:
         """Of steps of many rows, which ranks share."""
         self.mapped_bytes = 0
         """Of this rank's GPU, to which those of others write."""
+        self.awaited: list[tuple[Tensor, int]] = []
+        """Of that, words for which kernels wait, [N] each, and one for which none waits any longer."""
         self._ordered = False
         self._groups: list[Any] = []
 
@@ -107,6 +113,7 @@ class Ranks:
         """Memory of each other for such rows. All ranks call this; it raises RuntimeError, which says why, on all."""
         from kvern.device.peer_memory import on_all, processors_together
         from kvern.device.peer_sums import mapped
+        from kvern.kernels.peer_words import PRESENT
 
         if self._meeting is None or not self._meeting.on_one_machine:
             raise RuntimeError("they meet over a network")
@@ -117,19 +124,23 @@ class Ranks:
         given = store, self.rank, self.size
         memory = on_all(*given, lambda: mapped(*given, width, dtype, device, programs))
         self.mapped_bytes += memory.memory.nbytes
+        self.awaited.append((memory.memory, PRESENT))
         return memory
 
     def map_norms(self, rows: int, width: int, dtype: torch.dtype, device: torch.device) -> "SharedNorms":
         """What shares norms of halves of so many rows, where `map_peers` has found memory of each other; likewise."""
         from kvern.device.peer_memory import map_words, on_all
         from kvern.device.shared_norms import SharedNorms, memory_of
+        from kvern.kernels.shared_norm import RELEASED
 
         assert self._meeting is not None
         store = self._meeting.store(f"stage-{self.stage.index}-norms")
         given, words = (store, self.rank, self.size), memory_of(self.size, rows, width, dtype)
         memories = on_all(*given, lambda: map_words(store, "norms", *given[1:], device, words))
         self.mapped_bytes += memories[self.rank].nbytes
-        return SharedNorms(memories, self.rank, rows, width, dtype)
+        norms = SharedNorms(memories, self.rank, rows, width, dtype)
+        self.awaited += [(flags, RELEASED.value) for flags in norms.flags]
+        return norms
 
     def of_own_stage(self) -> "Ranks":
         """The ranks of this stage alone, once they have met: for a whole model beside its layers."""
@@ -286,6 +297,22 @@ class Ranks:
         """Raise RuntimeError if a rank was missing in a call that was captured."""
         if self._memory is not None:
             self._memory.check()
+
+    def abort(self) -> None:
+        """Others have ended: no GPU waits for them in NCCL any more."""
+        abort(self._groups)
+        self.stage.abort()
+        if self.own_rows is not None:
+            self.own_rows.ranks.abort()
+
+    def release(self) -> None:
+        """Others have ended: let the kernels go on that wait for words of theirs now, with wrong numbers."""
+        for memory, word in self.awaited:
+            words = torch.full((RELEASED_AT_ONCE,), word, dtype=memory.dtype)
+            for part in torch.split(memory, RELEASED_AT_ONCE):
+                part.copy_(words[: len(part)])
+        if self.own_rows is not None:
+            self.own_rows.ranks.release()
 
 
 def ranks_of(

@@ -58,6 +58,8 @@ class SharedNorms:
         self.rows, self.width, self.dtype = rows, width, dtype
         self._rank, self._size = rank, len(memories)
         self._halves = [[self._half(memory, half) for memory in memories] for half in range(2)]
+        self.flags = [halves[rank].flags.view(-1) for halves in self._halves]
+        """That this rank's kernels wait for."""
         device = memories[rank].device
         self._turns = torch.arange(TURNS, dtype=torch.int32, device=device)
         self._turn = [0, 0]

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from kvern.device.process_group import Meeting, end_with
+from kvern.device.process_group import Meeting, abort, end_with
 
 
 class Stage:
@@ -56,6 +56,10 @@ class Stage:
             self._groups.append(meeting.group(name, self.index, self.count))
             weakref.finalize(self, self._sending.clear)  # they hold the group
             end_with(self, self._groups)
+
+    def abort(self) -> None:
+        """Other stages have ended: no GPU waits for them any more."""
+        abort(self._groups)
 
     def send(self, hidden: Tensor) -> None:
         """Hand rows `hidden [T, ...]` to the next stage, without waiting until that takes them."""

@@ -24,6 +24,8 @@ from kvern.kernels.launch import INTERPRETED, next_power_of_2
 ABSENT = tl.constexpr(-1)
 ANOTHER_NAN = tl.constexpr(0x7FFF7FFF)
 """Of 32 bits, and twice of 16."""
+PRESENT = 0
+"""Any other word than ABSENT, twice."""
 MOST_ROWS = 512
 MOST_BYTES = 64 << 20
 """Of a rank's memory that others write to."""

@@ -9,10 +9,12 @@ import triton.language as tl
 
 from kvern.kernels.launch import INTERPRETED, Launcher, next_power_of_2, overlaps, wait_for_previous
 
+RELEASED = tl.constexpr(-2)
+"""A flag of no turn, for which nothing waits: the rank that it is of has ended."""
 AWAIT = tl.constexpr(
     "{ .reg .pred other; .reg .b32 found; mov.u32 found, %tid.x; setp.ne.u32 other, found, 0; @other bra end;"
-    " again: ld.acquire.sys.global.b32 found, [$1]; setp.ne.b32 other, found, $2; @other bra again;"
-    " end: mov.b32 $0, 0; }"
+    " again: ld.acquire.sys.global.b32 found, [$1]; setp.ne.b32 other, found, $2;"
+    f" setp.ne.and.b32 other, found, {RELEASED.value}, other; @other bra again; end: mov.b32 $0, 0; }}"
 )
 """One thread of a program waits; the others go on."""
 
@@ -23,8 +25,9 @@ def _await_others(flags, turn, RANK: tl.constexpr, SIZE: tl.constexpr):
     for other in tl.static_range(SIZE):
         if other != RANK:
             if INTERPRETED:
-                while tl.load(flags + other) != turn:
-                    pass
+                found = tl.load(flags + other)
+                while (found != turn) & (found != RELEASED):
+                    found = tl.load(flags + other)
             else:
                 address = (flags + other).to(tl.int64)
                 tl.inline_asm_elementwise(AWAIT, "=r,l,r", [address, turn], tl.int32, is_pure=False, pack=1)

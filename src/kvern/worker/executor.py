@@ -12,6 +12,7 @@ from typing import Protocol
 from kvern.adapters.peft import Adapter
 from kvern.cache.tier import KVTier
 from kvern.config import EngineConfig
+from kvern.device.lost_ranks import Release
 from kvern.device.own_rows import OwnRows
 from kvern.device.ranks import Ranks
 from kvern.errors import ConfigError, EngineDied
@@ -157,7 +158,7 @@ class RankedExecutor(InProcessExecutor):
         """`balance` has experts placed anew between steps; None: they stay where they are."""
         super().__init__(worker)
         # Steps run whole: ranks would cut them in different places.
-        self._execute = tiered(worker.runner.execute, tier, worker.runner, ranks)
+        self._execute = watched(tiered(worker.runner.execute, tier, worker.runner, ranks), others)
         self._others, self._balance, self._ranks = others, balance, ranks
         self._noted = self.tier = None if tier is None else NotedTier(tier, self._begin_all)
 
@@ -251,7 +252,7 @@ class OwnRowsExecutor(InProcessExecutor):
         """`others`: those behind the first, which this one is; None: it is one of them."""
         super().__init__(worker)
         self.others, self._own_rows, self._has_started = others, own_rows, False
-        self._execute = self._start
+        self._execute = self._start if others is None else watched(self._start, others)
 
     def _start(self, output: SchedulerOutput) -> StepResult:
         self._has_started = True
@@ -270,6 +271,27 @@ class OwnRowsExecutor(InProcessExecutor):
             raise cause
         self._error = EngineDied(RANKS_DISAGREE) if self.others is None else self.others.give_up()
         raise self._error from cause
+
+
+def watched(execute: Callable[[SchedulerOutput], StepResult], others: RankProcesses) -> Callable[..., StepResult]:
+    """`execute`, whose results count for nothing if one of the `others` has ended meanwhile."""
+
+    def execute_watched(output: SchedulerOutput) -> StepResult:
+        with others.watched():
+            return _WatchedStep(execute(output), others)
+
+    return execute_watched
+
+
+class _WatchedStep:
+    """A step of ranks, some of which may end."""
+
+    def __init__(self, step: StepResult, others: RankProcesses) -> None:
+        self._step, self._others = step, others
+
+    def result(self) -> ModelRunnerOutput:
+        with self._others.watched():
+            return self._step.result()
 
 
 class _LaterStep:
@@ -328,7 +350,8 @@ def _start_ranks(
     device = resolve_device(config, config.first_rank)
     ranks = rank_of(config, config.first_rank, layers, draft)
     worker = Worker(config, folder, spec, device, startup, draft, ranks)
-    others = RankProcesses(config, folder, layers, draft, lost)
+    release: Callable[[], None] = Release(ranks, device) if device.type == "cuda" else lambda: None
+    others = RankProcesses(config, folder, layers, draft, lost, release)
     try:
         begun = time.monotonic()
         findings = worker.probe()

@@ -12,7 +12,7 @@ import tempfile
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol, TypeVar
 
@@ -66,6 +66,8 @@ class RankProcesses:
     `layers`: those of each stage.
 
     `lost` is called, in a thread, with the exit code of the first that ended by itself, negative: by which signal.
+    None: nobody looks after this process, so that a call `watched` for longer than the engine's timeout ends them, too.
+    `release`, which may be called twice, lets this process's device wait no longer for others that have ended.
     """
 
     def __init__(
@@ -75,6 +77,7 @@ class RankProcesses:
         layers: Sequence[range],
         draft: Path | None = None,
         lost: Callable[[int], None] | None = None,
+        release: Callable[[], None] = lambda: None,
     ) -> None:
         self.listener: sockets.socket | None = None
         """Where the ranks meet by TCP: this process's."""
@@ -107,7 +110,9 @@ class RankProcesses:
                 process.start(socket, module, start)
                 processes.append(process)
             self._sockets.append(socket)
-        self._end = _End(dict(zip(self._ranks, processes, strict=True)), folder, lost)
+        self._release = release
+        patience = config.engine_timeout if lost is None else None
+        self._end = _End(dict(zip(self._ranks, processes, strict=True)), folder, lost, release, patience)
         weakref.finalize(self, _leave, self._end, self._sockets, context, self.listener)
 
     def send(self, message: RankMessage) -> None:
@@ -167,10 +172,22 @@ class RankProcesses:
         assert isinstance(answer, kind), "ranks answer in turns"
         return answer
 
+    @contextlib.contextmanager
+    def watched(self) -> Iterator[None]:
+        """What is called within may wait for others, and counts for nothing if one ended by itself: EngineDied."""
+        self._end.awaited_since = time.monotonic()
+        try:
+            yield
+        finally:
+            self._end.awaited_since = None
+        if self._end.reason is not None:
+            raise self.give_up()
+
     def give_up(self) -> EngineDied:
         """End them, as a step failed; the error that says so, and which one ended by itself, if one did."""
         self._end.noticed.wait(ENDING_SECONDS)
         self.end()
+        self._release()
         return EngineDied(RANKS_DISAGREE if self._end.reason is None else f"{FAILED}it lost {self._end.reason}")
 
     def end(self) -> None:
@@ -214,14 +231,20 @@ class _End:
         processes: Mapping[int, Process],
         folder: "tempfile.TemporaryDirectory[str] | None",
         lost: Callable[[int], None] | None,
+        release: Callable[[], None],
+        patience: float | None,
     ) -> None:
-        """`processes`: by their ranks."""
-        self._processes, self._folder, self._lost = list(processes.values()), folder, lost
+        """`processes`: by their ranks. `patience`: seconds of a call since `awaited_since`; None: no limit."""
+        self._processes, self._folder = list(processes.values()), folder
+        self._lost, self._release = lost, release
         self._wanted = threading.Lock()
         self.noticed = threading.Event()
         self.reason: str | None = None
+        self.awaited_since: float | None = None
         for rank, process in processes.items():
             threading.Thread(target=self._watch, args=(rank, process), name=f"rank-{rank}", daemon=True).start()
+        if patience is not None:
+            threading.Thread(target=self._end_silent, args=(patience,), name="silent-ranks", daemon=True).start()
 
     def all(self) -> None:
         """End all that run, and wait for that."""
@@ -235,12 +258,23 @@ class _End:
 
     def _watch(self, rank: int, process: Process) -> None:
         code = process.wait()
-        if self._wanted.locked():
-            return
-        how = f"a signal, {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-        self.reason = f"rank {rank}, which ended with {how}"
+        if not self._wanted.locked():
+            how = f"a signal, {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+            self._lose(f"rank {rank}, which ended with {how}", code)
+
+    def _end_silent(self, patience: float) -> None:
+        while not self._wanted.locked():
+            since = self.awaited_since
+            if since is not None and time.monotonic() - since > patience:
+                self._lose(f"its other ranks, for which a step has waited {patience:g} seconds", -signal.SIGKILL)
+            time.sleep(LOOK_MILLISECONDS / 1000)
+
+    def _lose(self, reason: str, code: int) -> None:
+        self.reason = reason
         self.all()
         self.noticed.set()
-        if self._lost is not None:
-            logger.error("%s: its group ends with it", self.reason)
+        if self._lost is None:
+            self._release()
+        else:
+            logger.error("%s: its group ends with it", reason)
             self._lost(code)
