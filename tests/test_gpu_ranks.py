@@ -159,11 +159,14 @@ def test_experts_are_shared_in_all_ways(options: dict[str, Any], tmp_path: Path)
         assert [test_expert_parallel.answers(ranked) for _ in range(3)] == [expected] * 3
 
 
-def test_packed_weights_adapters_and_codes_of_keys(tiny_model: Path, tmp_path: Path) -> None:
+def test_packed_weights_adapters_and_codes_of_keys(
+    tiny_model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     adapters = {name: make_adapter(tiny_model, tmp_path / name, seed, r=4) for seed, name in enumerate(("one", "two"))}
     packed = store(tiny_model, tmp_path, gptq, LINEAR, GPTQ).quantized
     given = {"device": DEVICE, "threads": None, "kv_cache_dtype": "fp8", "max_adapters": 1}
     test_rank_weights.check(packed, adapters, **given)
+    assert "do not work here" not in caplog.text
 
 
 @pytest.mark.parametrize(

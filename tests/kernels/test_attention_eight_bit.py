@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -28,9 +29,8 @@ READING = ("decode attention", "prefill attention", "split attention")
 
 
 def some_calls() -> Iterator[Call]:
-    """What a model with a cache in 8 bits launches, in the last form of each kernel; to be compiled."""
-    spec = spec_of("llama", LARGE_MODELS)
-    for dtype in EIGHT_BIT:
+    """What models with a cache in 8 bits launch, one of small heads: the last form of each kernel, to be compiled."""
+    for spec, dtype in product((spec_of("llama", LARGE_MODELS), spec_of("llama")), EIGHT_BIT):
         inputs = Inputs(torch.device("cpu"), torch.bfloat16, "empty", cache_dtype=dtype)
         for kernel in KERNELS:
             if kernel.name in (*READING, "rotate and store", "plain keys and values for it"):

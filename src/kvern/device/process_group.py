@@ -66,6 +66,7 @@ class Meeting:
         store = self.store(name)
         if (device or self._device).type == "cuda":
             os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo" if self._own == LOOPBACK else interface_of(self._own))
+            os.environ.setdefault("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "false")  # steps are in order
             options = self._distributed.ProcessGroupNCCL.Options()
             options._timeout = self._waits
             group = self._distributed.ProcessGroupNCCL(store, rank, size, options)

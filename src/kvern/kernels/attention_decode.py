@@ -12,7 +12,7 @@ import triton.language as tl
 from kvern.kernels.attention_loop import attend, beside_sinks, first_blocks, first_tile, join_parts, parts_at_a_time
 from kvern.kernels.attention_prefill import LOG2_E
 from kvern.kernels.attention_prefix import SharedPrefix, attend_to_prefix, prefix_parts
-from kvern.kernels.eight_bit import for_kernels, in_values, query_factors, score_scale
+from kvern.kernels.eight_bit import for_kernels, in_values, padded_dim, query_factors, score_scale
 from kvern.kernels.launch import Launcher, next_power_of_2, overlaps, wait_for_previous
 
 
@@ -242,7 +242,7 @@ def decode_attention(
         given = query, cache, block_table, slots, shared, partial, partial_sum
         attend_to_prefix(*given, scale=scale, softcap=softcap, scales=scales)
     cache = for_kernels(cache)
-    rows, dim = next_power_of_2(group), max(16, next_power_of_2(head_dim))
+    rows, dim = next_power_of_2(group), padded_dim(head_dim, cache)
     _decode_attention_kernel[(kv_heads, shape.splits, requests)](
         query,
         cache[0],

@@ -11,7 +11,7 @@ import triton.language as tl
 
 from kvern.kernels.attention_loop import attend, first_blocks, most_rows
 from kvern.kernels.attention_prefill import LOG2_E
-from kvern.kernels.eight_bit import for_kernels, in_values, query_factors, score_scale
+from kvern.kernels.eight_bit import for_kernels, in_values, padded_dim, query_factors, score_scale
 from kvern.kernels.launch import Launcher, next_power_of_2, overlaps, wait_for_previous
 
 
@@ -170,7 +170,7 @@ def attend_to_prefix(
         softcap is not None,
         max(next_power_of_2(group), 16 // members),  # rows of a product, of which there are 16 at least
         members,
-        max(16, next_power_of_2(head_dim)),
+        padded_dim(head_dim, cache),
         keys,
         overlap,
         num_warps=warps,

@@ -20,7 +20,7 @@ from kvern.kernels.attention_loop import (
     parts_at_a_time,
 )
 from kvern.kernels.attention_prefill import LOG2_E
-from kvern.kernels.eight_bit import for_kernels, in_values, query_factors, score_scale
+from kvern.kernels.eight_bit import for_kernels, in_values, padded_dim, query_factors, score_scale
 from kvern.kernels.launch import Launcher, next_power_of_2, overlaps, wait_for_previous
 
 
@@ -222,7 +222,7 @@ def split_attention(
     parts = (count, heads, shape.splits) if shape.splits > 1 else (0, 0, 0)
     partial = torch.empty(*parts, head_dim, dtype=torch.float32, device=query.device)
     partial_sum = torch.empty(parts, dtype=torch.float32, device=query.device)
-    cache, dim = for_kernels(cache), max(16, next_power_of_2(head_dim))
+    cache, dim = for_kernels(cache), padded_dim(head_dim, cache)
     _split_attention_kernel[(kv_heads, shape.splits, tile_request.shape[0])](
         query,
         cache[0],

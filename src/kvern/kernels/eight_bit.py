@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kvern.kernels.launch import INTERPRETED, capability
+from kvern.kernels.launch import INTERPRETED, capability, next_power_of_2
 
 QUERY_DIVISOR = tl.constexpr(16.0)
 E4M3_BIAS = tl.constexpr(256.0)
@@ -126,3 +126,8 @@ def for_kernels(cache: torch.Tensor) -> torch.Tensor:
     """The cache as kernels read it: bytes, where the card does not know e4m3."""
     known = cache.dtype != torch.float8_e4m3fn or capability(cache.device) >= 89
     return cache if known else cache.view(torch.uint8)
+
+
+def padded_dim(head_dim: int, cache: torch.Tensor) -> int:
+    """Numbers of a row in a kernel: a product has at least 16, and of 8 bits there are two, see `factor_pairs`."""
+    return max(16 if cache.itemsize > 1 else 32, next_power_of_2(head_dim))

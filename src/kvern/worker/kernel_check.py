@@ -53,6 +53,8 @@ def working_kernels(models: Sequence[tuple[ModelSpec, Inputs]]) -> list[frozense
     if device.type == "cuda":
         torch.cuda.empty_cache()
     for name, error in {name: error for errors in reversed(broken) for name, error in errors.items()}.items():
+        while error.__cause__ is not None:  # a compiler says first where, which is in its own words
+            error = error.__cause__
         reason = (str(error) or type(error).__name__).splitlines()[0]
         logger.warning("the kernels for %s do not work here, PyTorch does their work: %s", name, reason)
     return [_known(*model) - frozenset(errors) for model, errors in zip(models, broken, strict=True)]
