@@ -77,8 +77,9 @@ def test_kernels_that_wait_for_another_rank_go_on(rows: bool) -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 @pytest.mark.parametrize("rows", [False, True])
+@torch.inference_mode()
 def test_a_gpu_that_waits_for_another_rank_is_freed(rows: bool) -> None:
-    device = torch.device("cuda")
+    device = torch.device("cuda", 0)
     memories = words(rows=rows, device="cuda")
     ranks = awaited(memories, rows=rows)
     torch.cuda.synchronize()

@@ -9,6 +9,8 @@ import torch
 from kvern.device.ranks import Ranks
 
 LOOK_SECONDS = 0.02
+NCCL_SECONDS = 1.0
+"""After so long only NCCL can be what a kernel waits in. Until a group is aborted, its other calls come back."""
 
 
 class Release:
@@ -28,15 +30,20 @@ class Release:
             self._thread.start()
         torch.cuda.synchronize(self._device)
 
+    @torch.inference_mode()  # as the memory was made
     def _run(self) -> None:
         torch.cuda.set_device(self._device)
         stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         computing = torch.cuda.default_stream(self._device)
-        if (ranks := self._ranks()) is not None:
-            ranks.abort()
+        idle, aborted = time.monotonic(), False
         while (ranks := self._ranks()) is not None:
-            with torch.cuda.stream(stream):
-                ranks.release()
+            if not computing.query():
+                with torch.cuda.stream(stream):
+                    ranks.release()
+                if not aborted and time.monotonic() > idle + NCCL_SECONDS:
+                    ranks.abort()
+                    aborted = True
+                continue
             del ranks
-            if computing.query():
-                time.sleep(LOOK_SECONDS)
+            idle = time.monotonic()
+            time.sleep(LOOK_SECONDS)

@@ -16,6 +16,12 @@ import torch
 from kvern.sockets import address_towards, interface_of
 
 LOOPBACK = "127.0.0.1"
+NCCL_HABITS = {
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",  # or PyTorch kills the process, which may be a script, after a timeout
+    "TORCH_NCCL_ENABLE_MONITORING": "0",  # likewise
+    "TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING": "false",  # steps follow each other anyway
+}
+"""Of PyTorch, unless the environment says otherwise."""
 
 
 class Meeting:
@@ -66,7 +72,8 @@ class Meeting:
         store = self.store(name)
         if (device or self._device).type == "cuda":
             os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo" if self._own == LOOPBACK else interface_of(self._own))
-            os.environ.setdefault("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "false")  # steps are in order
+            for name, value in NCCL_HABITS.items():
+                os.environ.setdefault(name, value)
             options = self._distributed.ProcessGroupNCCL.Options()
             options._timeout = self._waits
             group = self._distributed.ProcessGroupNCCL(store, rank, size, options)
@@ -92,8 +99,8 @@ def end_with(owner: object, groups: list[Any]) -> None:
         weakref.finalize(owner, abort, [group]).atexit = False
 
 
-def abort(groups: list[Any]) -> None:
-    """Let no GPU wait for others in these any more."""
+def abort(groups: list[Any], *, awaited: bool = True) -> None:
+    """Let no GPU wait for others in these any more. Python's end waits for the end of those of GPUs, if `awaited`."""
     for group in groups:
         if group._get_backend_name() == "nccl":
-            threading.Thread(target=group.abort, name="abort-nccl").start()  # Python waits for it: it is in C++
+            threading.Thread(target=group.abort, name="abort-nccl", daemon=not awaited).start()

@@ -300,7 +300,7 @@ class Ranks:
 
     def abort(self) -> None:
         """Others have ended: no GPU waits for them in NCCL any more."""
-        abort(self._groups)
+        abort(self._groups, awaited=False)
         self.stage.abort()
         if self.own_rows is not None:
             self.own_rows.ranks.abort()

@@ -59,7 +59,7 @@ class Stage:
 
     def abort(self) -> None:
         """Other stages have ended: no GPU waits for them any more."""
-        abort(self._groups)
+        abort(self._groups, awaited=False)
 
     def send(self, hidden: Tensor) -> None:
         """Hand rows `hidden [T, ...]` to the next stage, without waiting until that takes them."""

@@ -175,11 +175,15 @@ class RankProcesses:
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
         """What is called within may wait for others, and counts for nothing if one ended by itself: EngineDied."""
+        self._check()
         self._end.awaited_since = time.monotonic()
         try:
             yield
         finally:
             self._end.awaited_since = None
+        self._check()
+
+    def _check(self) -> None:
         if self._end.reason is not None:
             raise self.give_up()
 
