@@ -1,5 +1,7 @@
 """What frees a GPU whose kernels wait for ranks that have ended: what they compute then is wrong."""
 
+import atexit
+import ctypes
 import threading
 import time
 import weakref
@@ -11,39 +13,58 @@ from kvern.device.ranks import Ranks
 LOOK_SECONDS = 0.02
 NCCL_SECONDS = 1.0
 """After so long only NCCL can be what a kernel waits in. Until a group is aborted, its other calls come back."""
+EXIT_SECONDS = 2.0
+"""So long Python's end waits for what aborts NCCL's groups."""
 
 
 class Release:
-    """Lets kernels of `ranks` on this GPU go on, whatever they wait for, from the first call on as long as these live.
+    """Lets kernels of `ranks` on this GPU go on, whatever they wait for, from `begin` on as long as these live.
 
-    Copies overwrite the memory that the others wrote to, since they need no processor of the device.
+    Copies overwrite the memory that the others wrote to, since they need no processor of the device. `owner`: of CUDA
+    graphs.
     """
 
-    def __init__(self, ranks: Ranks, device: torch.device) -> None:
-        self._ranks, self._device = weakref.ref(ranks), device
+    def __init__(self, ranks: Ranks, device: torch.device, owner: object) -> None:
+        self._ranks, self._device, self._owner = weakref.ref(ranks), device, weakref.ref(owner)
+        # A stream that is made later waits for the device, and those of another urgency wait for none of these.
+        self._stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
         self._thread = threading.Thread(target=self._run, name="release", daemon=True)
         self._begun = threading.Lock()
 
-    def __call__(self) -> None:
-        """Begin, and wait until they have ended."""
+    def begin(self) -> None:
+        """Let them go on; any thread may call this, and again."""
         if self._begun.acquire(blocking=False):
             self._thread.start()
+
+    def finish(self) -> None:
+        """Likewise, and wait until nothing runs."""
+        self.begin()
         torch.cuda.synchronize(self._device)
 
     @torch.inference_mode()  # as the memory was made
     def _run(self) -> None:
         torch.cuda.set_device(self._device)
-        stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         computing = torch.cuda.default_stream(self._device)
         idle, aborted = time.monotonic(), False
         while (ranks := self._ranks()) is not None:
-            if not computing.query():
-                with torch.cuda.stream(stream):
-                    ranks.release()
-                if not aborted and time.monotonic() > idle + NCCL_SECONDS:
-                    ranks.abort()
-                    aborted = True
+            if computing.query():
+                idle = time.monotonic()
+                del ranks
+                time.sleep(LOOK_SECONDS)
                 continue
-            del ranks
-            idle = time.monotonic()
-            time.sleep(LOOK_SECONDS)
+            with torch.cuda.stream(self._stream):
+                ranks.release()
+            if not aborted and time.monotonic() > idle + NCCL_SECONDS:
+                atexit.register(_outlive, ranks.abort(), self._owner)
+                aborted = True
+
+
+def _outlive(threads: list[threading.Thread], owner: "weakref.ref[object]") -> None:
+    """Let Python end while NCCL's groups wait for the end of CUDA graphs: these then never end.
+
+    A thread that comes back from there later would end the process with an error.
+    """
+    for thread in threads:
+        thread.join(EXIT_SECONDS)
+    if any(thread.is_alive() for thread in threads) and (found := owner()) is not None:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(found))

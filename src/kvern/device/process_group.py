@@ -99,8 +99,10 @@ def end_with(owner: object, groups: list[Any]) -> None:
         weakref.finalize(owner, abort, [group]).atexit = False
 
 
-def abort(groups: list[Any], *, awaited: bool = True) -> None:
-    """Let no GPU wait for others in these any more. Python's end waits for the end of those of GPUs, if `awaited`."""
-    for group in groups:
-        if group._get_backend_name() == "nccl":
-            threading.Thread(target=group.abort, name="abort-nccl", daemon=not awaited).start()
+def abort(groups: list[Any], *, awaited: bool = True) -> list[threading.Thread]:
+    """Let no GPU wait for others in these any more: threads that do so, for whose end Python's waits, if `awaited`."""
+    of_gpus = [group for group in groups if group._get_backend_name() == "nccl"]
+    threads = [threading.Thread(target=group.abort, name="abort-nccl", daemon=not awaited) for group in of_gpus]
+    for thread in threads:
+        thread.start()
+    return threads

@@ -5,6 +5,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from copy import copy
 from itertools import permutations
 from pathlib import Path
+from threading import Thread
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -298,12 +299,10 @@ class Ranks:
         if self._memory is not None:
             self._memory.check()
 
-    def abort(self) -> None:
-        """Others have ended: no GPU waits for them in NCCL any more."""
-        abort(self._groups, awaited=False)
-        self.stage.abort()
-        if self.own_rows is not None:
-            self.own_rows.ranks.abort()
+    def abort(self) -> list[Thread]:
+        """Others have ended: let this GPU wait for them in NCCL no more, in threads that Python's end may find busy."""
+        inner = [] if self.own_rows is None else self.own_rows.ranks.abort()
+        return [*inner, *abort(self._groups, awaited=False), *self.stage.abort()]
 
     def release(self) -> None:
         """Others have ended: let the kernels go on that wait for words of theirs now, with wrong numbers."""

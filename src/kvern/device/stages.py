@@ -6,6 +6,7 @@ tokens --> stage 0: embeddings, layers --> stage 1: layers --> ... --> last stag
 import weakref
 from collections import deque
 from collections.abc import Sequence
+from threading import Thread
 from typing import Any
 
 from torch import Tensor
@@ -57,9 +58,9 @@ class Stage:
             weakref.finalize(self, self._sending.clear)  # they hold the group
             end_with(self, self._groups)
 
-    def abort(self) -> None:
-        """Other stages have ended: no GPU waits for them any more."""
-        abort(self._groups, awaited=False)
+    def abort(self) -> list[Thread]:
+        """As of `Ranks`."""
+        return abort(self._groups, awaited=False)
 
     def send(self, hidden: Tensor) -> None:
         """Hand rows `hidden [T, ...]` to the next stage, without waiting until that takes them."""

@@ -350,7 +350,7 @@ def _start_ranks(
     device = resolve_device(config, config.first_rank)
     ranks = rank_of(config, config.first_rank, layers, draft)
     worker = Worker(config, folder, spec, device, startup, draft, ranks)
-    release: Callable[[], None] = Release(ranks, device) if device.type == "cuda" else lambda: None
+    release = Release(ranks, device, worker) if device.type == "cuda" else None
     others = RankProcesses(config, folder, layers, draft, lost, release)
     try:
         begun = time.monotonic()

@@ -20,6 +20,7 @@ import zmq
 
 from kvern.bytecode import bytecode_environment
 from kvern.config import EngineConfig
+from kvern.device.lost_ranks import Release
 from kvern.errors import ConfigError, EngineDied
 from kvern.ray_nodes import NodeProcess, join_cluster, own_group
 from kvern.worker.rank_wire import Failed, RankMessage, StartRank, TurnTaken, decode_for_first, encode
@@ -67,7 +68,7 @@ class RankProcesses:
 
     `lost` is called, in a thread, with the exit code of the first that ended by itself, negative: by which signal.
     None: nobody looks after this process, so that a call `watched` for longer than the engine's timeout ends them, too.
-    `release`, which may be called twice, lets this process's device wait no longer for others that have ended.
+    `release` lets this process's GPU wait no longer for others that have ended.
     """
 
     def __init__(
@@ -77,7 +78,7 @@ class RankProcesses:
         layers: Sequence[range],
         draft: Path | None = None,
         lost: Callable[[int], None] | None = None,
-        release: Callable[[], None] = lambda: None,
+        release: Release | None = None,
     ) -> None:
         self.listener: sockets.socket | None = None
         """Where the ranks meet by TCP: this process's."""
@@ -191,12 +192,13 @@ class RankProcesses:
         """End them, as a step failed; the error that says so, and which one ended by itself, if one did."""
         self._end.noticed.wait(ENDING_SECONDS)
         self.end()
-        self._release()
         return EngineDied(RANKS_DISAGREE if self._end.reason is None else f"{FAILED}it lost {self._end.reason}")
 
     def end(self) -> None:
-        """End them."""
+        """End them, and wait until this process's GPU has nothing to do."""
         self._end.all()
+        if self._release is not None:
+            self._release.finish()
 
 
 def _child(socket: "zmq.Socket[bytes]", path: Path, module: str, start: bytes) -> "subprocess.Popen[bytes]":
@@ -235,7 +237,7 @@ class _End:
         processes: Mapping[int, Process],
         folder: "tempfile.TemporaryDirectory[str] | None",
         lost: Callable[[int], None] | None,
-        release: Callable[[], None],
+        release: Release | None,
         patience: float | None,
     ) -> None:
         """`processes`: by their ranks. `patience`: seconds of a call since `awaited_since`; None: no limit."""
@@ -277,8 +279,8 @@ class _End:
         self.reason = reason
         self.all()
         self.noticed.set()
-        if self._lost is None:
-            self._release()
-        else:
+        if self._release is not None:
+            self._release.begin()
+        if self._lost is not None:
             logger.error("%s: its group ends with it", reason)
             self._lost(code)
