@@ -68,15 +68,16 @@ def launch(
     )
 
 
-def launch_route(experts: int, top_k: int, dtype: torch.dtype, renormalize: bool, counted: bool) -> object:
-    counts = torch.zeros(experts, dtype=torch.int64) if counted else None
-    return route(torch.zeros(4, experts, dtype=dtype), top_k, renormalize, 1.0, counts)
+def launch_route(experts: int, top_k: int, dtype: torch.dtype, whole: bool, turns: int = 0) -> object:
+    counts = torch.zeros(experts, dtype=torch.int64) if whole else None
+    slots = torch.zeros(turns, experts, dtype=torch.int32) if turns else None
+    return route(torch.zeros(4, experts, dtype=dtype), top_k, whole, 1.0, counts, slots)
 
 
 LAUNCHES: list[Callable[[], object]] = [
-    lambda: launch_route(128, 8, torch.bfloat16, True, True),
-    lambda: launch_route(512, 10, torch.float32, False, False),
-    lambda: launch_route(5, 2, torch.float16, True, True),
+    *(lambda turns=turns: launch_route(128, 8, torch.bfloat16, True, turns) for turns in (0, 1, 12)),
+    lambda: launch_route(512, 10, torch.float32, False),
+    lambda: launch_route(5, 2, torch.float16, True),
     lambda: align(torch.zeros(32, 6, dtype=torch.int64), 160, 16),
     lambda: launch(512, 128, 8, 2048, 768),
     *(lambda tokens=tokens: launch(tokens, 8, 2, 4096, 14336) for tokens in (1, 32, 8192)),
@@ -95,6 +96,17 @@ def routing_reference(
     weights, chosen = logits.double().softmax(-1).sort(dim=-1, descending=True, stable=True)
     weights, chosen = weights[:, :top_k], chosen[:, :top_k]
     return (weights / weights.sum(-1, keepdim=True) if renormalize else weights) * scale, chosen
+
+
+@pytest.mark.parametrize("turns", [1, 3])
+def test_route_gives_what_stands_for_an_expert(device: torch.device, turns: int) -> None:
+    logits = torch.randn(7, 8, generator=torch.Generator().manual_seed(turns)).to(device)
+    slots = torch.arange(8 * turns, dtype=torch.int32, device=device).view(turns, 8) - 9
+    counts, other = torch.zeros(2, 8, dtype=torch.int64, device=device)
+    weights, chosen = route(logits, 3, True, 1.0, counts)
+    same, found = route(logits, 3, True, 1.0, other, slots)
+    assert torch.equal(found, slots[torch.arange(7, device=device).remainder(turns)[:, None], chosen])
+    assert torch.equal(weights, same) and torch.equal(counts, other)
 
 
 @pytest.mark.parametrize(("experts", "top_k"), [(4, 1), (8, 2), (8, 4), (5, 5), (160, 6)])
@@ -322,14 +334,8 @@ def test_shapes_of_launches() -> None:
     assert [moe_direct.runs_direct(tokens, 8, 128, qwen) for tokens in (1, 2, 8)] == [True, True, False]
     assert [moe.rows_of_block(tokens * 8, 128) for tokens in (1, 32, 128, 256, 512, 8192)] == [16, 16, 16, 32, 64, 128]
     assert all(rows in moe.TILES for rows in (moe.rows_of_block(2**power, 100) for power in range(20)))
-    assert [moe_direct.inputs_of_step(inputs, 128) for inputs in (2048, 768, 96, 48, 17, 16)] == [
-        128,
-        128,
-        32,
-        64,
-        32,
-        16,
-    ]
+    found = [moe_direct.inputs_of_step(inputs, 128) for inputs in (2048, 768, 96, 48, 17, 16)]
+    assert found == [128, 128, 32, 64, 32, 16]
 
 
 def test_ways_are_timed_over_random_tokens(monkeypatch: pytest.MonkeyPatch) -> None:

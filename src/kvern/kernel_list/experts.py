@@ -13,6 +13,7 @@ from kvern.kernel_list.entry import Call, Inputs, Kernel
 from kvern.kernels.moe import ACTIVATIONS, TILES, fused_experts, rows_of_block
 from kvern.kernels.moe_direct import runs_direct
 from kvern.kernels.moe_routing import CHUNK, route
+from kvern.layers.expert_share import TURNS
 from kvern.model_spec import SWIGLU_LIMIT, SWIGLU_SLOPE, ModelSpec, MoeSpec
 
 Sizes = Iterator[tuple[Any, ...]]
@@ -59,13 +60,18 @@ def make_biases(moe: MoeSpec, hidden: int, inputs: Inputs) -> tuple[torch.Tensor
 
 def _route(spec: ModelSpec, inputs: Inputs, moe: MoeSpec, tokens: int) -> Call:
     logits, counts = inputs.numbers(tokens, moe.experts), inputs.zeros(moe.experts, dtype=torch.int64)
+    slots, turns = None, torch.arange(tokens, device=inputs.device).remainder(TURNS if moe.redundant else 1)
+    if moe.placed_over > 1:
+        slots = torch.arange(TURNS if moe.redundant else 1, device=inputs.device, dtype=torch.int32)[:, None]
+        slots = slots - torch.arange(moe.experts, device=inputs.device, dtype=torch.int32)
 
     def reference() -> tuple[torch.Tensor, torch.Tensor]:
         weights, chosen = logits.double().softmax(-1).sort(dim=-1, descending=True, stable=True)
         weights, chosen = weights[:, : moe.top_k], chosen[:, : moe.top_k]
+        chosen = chosen if slots is None else slots[turns[:, None], chosen]
         return (weights / weights.sum(-1, keepdim=True) if moe.renormalize else weights) * moe.routed_scale, chosen
 
-    launch = partial(route, logits, moe.top_k, moe.renormalize, moe.routed_scale, counts)
+    launch = partial(route, logits, moe.top_k, moe.renormalize, moe.routed_scale, counts, slots)
     return Call(f"{tokens} x {moe.experts}", launch, reference, logits.numel() * logits.element_size())
 
 

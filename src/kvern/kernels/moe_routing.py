@@ -50,12 +50,14 @@ def _route_kernel(
     weights: tl.tensor,
     topk_ids: tl.tensor,
     counts: tl.tensor,
+    slots: tl.tensor,
     stride: tl.int64,
     routed_scale: tl.float32,
     experts: tl.constexpr,
     top_k: tl.constexpr,
     RENORMALIZE: tl.constexpr,
     COUNT: tl.constexpr,
+    TURNS: tl.constexpr,
     EXPERTS: tl.constexpr,
     CHOICES: tl.constexpr,
     OVERLAP: tl.constexpr,
@@ -81,20 +83,29 @@ def _route_kernel(
     kept /= tl.sum(kept, axis=0) if RENORMALIZE else tl.sum(tl.exp(scores.to(tl.float32) - most), axis=0)
     taken = choice < top_k
     tl.store(weights + token * top_k + choice, kept * routed_scale, mask=taken)
-    tl.store(topk_ids + token * top_k + choice, ids, mask=taken)
+    chosen = ids
+    if TURNS > 0:
+        chosen = tl.load(slots + token % TURNS * experts + ids, mask=taken, other=-1)
+    tl.store(topk_ids + token * top_k + choice, chosen, mask=taken)
     if COUNT:
         tl.atomic_add(counts + ids, tl.full([CHOICES], 1, tl.int64), mask=taken, sem="relaxed")
 
 
 def route(
-    logits: torch.Tensor, top_k: int, renormalize: bool, routed_scale: float, counts: torch.Tensor | None = None
+    logits: torch.Tensor,
+    top_k: int,
+    renormalize: bool,
+    routed_scale: float,
+    counts: torch.Tensor | None = None,
+    slots: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The `top_k` of a softmax over all experts, largest first, of equal ones the lower expert first.
 
     logits   [T, experts], any float dtype, rows may have gaps; the softmax is computed in float32
     counts   [experts] int64 or None: each expert's number of tokens is added to it
+    slots    [turns, experts] int32 or None: what stands for an expert, in a line that the tokens take in turns
     returns  weights [T, top_k] float32, divided by their sum if `renormalize`, then times `routed_scale`, and the
-             topk_ids, [T, top_k] int32
+             topk_ids, or `slots` of them, [T, top_k] int32
 
     Moves the logits once; one program a token.
     """
@@ -107,12 +118,14 @@ def route(
         weights,
         topk_ids,
         topk_ids if counts is None else counts,
+        topk_ids if slots is None else slots,
         logits.stride(0),
         routed_scale,
         experts,
         top_k,
         renormalize,
         counts is not None,
+        0 if slots is None else len(slots),
         triton.next_power_of_2(experts),
         triton.next_power_of_2(top_k),
         overlap,

@@ -23,9 +23,11 @@ class ExpertShare:
         self.width = ranks.share(spec.width)
         self.held: tuple[int, ...] = tuple(range(spec.experts))
         self.placement: Placement | None = None
+        self.slots: Tensor | None = None
+        """[turns, experts] int32, which rows take in turns: where an expert is here, or -1; None: in its own place."""
         if spec.placed_over > 1:
             self.width = Share(range(spec.width), spec.width)
-            self._slots = torch.empty(TURNS if spec.redundant else 1, spec.experts, dtype=torch.int32, device=device)
+            self.slots = torch.empty(TURNS if spec.redundant else 1, spec.experts, dtype=torch.int32, device=device)
             self.place(place_experts([1.0] * spec.experts, spec.placed_over, spec.redundant))
         self.is_first = ranks.rank == 0 or self.placement is not None
         """Whether what is added once to an expert's products is added here."""
@@ -38,24 +40,25 @@ class ExpertShare:
     def place(self, placement: Placement) -> None:
         """From now on each rank has these experts."""
         owners = [[rank for rank, held in enumerate(placement) if expert in held] for expert in range(self._experts)]
+        assert self.slots is not None, "experts are placed whole"
         self.placement, self.held = placement, placement[self._rank]
         slots = [
             [
                 self.held.index(expert) if owning[turn % len(owning)] == self._rank else -1
                 for expert, owning in enumerate(owners)
             ]
-            for turn in range(len(self._slots))
+            for turn in range(len(self.slots))
         ]
-        self._slots.copy_(torch.tensor(slots, dtype=torch.int32))
+        self.slots.copy_(torch.tensor(slots, dtype=torch.int32))
 
     def here(self, topk_ids: Tensor) -> Tensor:
         """The slots that hold the experts `topk_ids [T, top_k]`; -1: another rank computes this one for this row."""
-        if self.placement is None:
+        if self.slots is None:
             return topk_ids
-        if len(self._slots) == 1:
-            return self._slots[0].index_select(0, topk_ids.flatten()).view_as(topk_ids)  # one launch
-        turn = torch.arange(len(topk_ids), device=topk_ids.device).remainder_(TURNS).unsqueeze(1)
-        return self._slots[turn, topk_ids]
+        if len(self.slots) == 1:
+            return self.slots[0].index_select(0, topk_ids.flatten()).view_as(topk_ids)  # one launch
+        turn = torch.arange(len(topk_ids), device=topk_ids.device).remainder_(len(self.slots)).unsqueeze(1)
+        return self.slots[turn, topk_ids]
 
     def slots_of(self, expert: int) -> list[int]:
         """Where an expert is on this rank."""

@@ -49,7 +49,7 @@ class FusedExperts(StackedExperts):
 
 
 class FusedSoftmaxRouter(SoftmaxRouter):
-    """Softmax, choice, weights and counts in one kernel: float32 weights and int32 experts, `[T, top_k]`.
+    """Softmax, choice, weights, counts and slots in one kernel: float32 weights and int32 slots, `[T, top_k]`.
 
     Where groups are chosen first, PyTorch does all that.
     """
@@ -57,8 +57,8 @@ class FusedSoftmaxRouter(SoftmaxRouter):
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         if self.spec.groups > 1:
             return super().forward(x)
-        logits = self.method.multiply(x, self.bias)
-        return route(logits, self.spec.top_k, self.spec.renormalize, self.spec.routed_scale, self.counts)
+        logits, spec = self.method.multiply(x, self.bias), self.spec
+        return route(logits, spec.top_k, spec.renormalize, spec.routed_scale, self.counts, self.share.slots)
 
 
 class FusedScaledRouter(ScaledRouter):
@@ -67,4 +67,4 @@ class FusedScaledRouter(ScaledRouter):
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         logits = self.method.multiply(x, self.bias)
         weights, topk_ids = route(logits, self.spec.top_k, self.spec.renormalize, self.spec.routed_scale, self.counts)
-        return weights * self.per_expert_scale[topk_ids], topk_ids
+        return weights * self.per_expert_scale[topk_ids], self.share.here(topk_ids)

@@ -26,15 +26,14 @@ class MoE(Module):
         self._own_rows = build.ranks.own_rows
         shared = build if self._own_rows is None else replace(build, ranks=self._own_rows.ranks)
         experts = shared.experts(spec.latent or hidden_size, spec)
-        self.gate = make_router(hidden_size, spec, shared, experts.expert_counts)
+        self.gate = make_router(hidden_size, spec, shared, experts)
         self.experts = experts
         self._sum: Callable[[Tensor], Tensor] = build.ranks.sum if build.sums else _summand
         self._no_rows = build.empty(0, hidden_size).data
 
     def routed(self, x: Tensor, inner: Tensor, add: Tensor | None = None) -> Tensor:
         """This rank's summand of what the experts that the rows `x` choose make of `inner`, with `add`."""
-        weights, topk_ids = self.gate(x)
-        out: Tensor = self.experts(inner, weights, self.experts.share.here(topk_ids), add)
+        out: Tensor = self.experts(inner, *self.gate(x), add)
         return out
 
     def mixed(self, x: Tensor, add: Tensor | None = None) -> Tensor:
@@ -90,7 +89,7 @@ class ExpertsBeside(Module):
         super().__init__()
         inner = build.at("moe")
         self.experts = inner.experts(hidden_size, spec)
-        self.gate = make_router(hidden_size, spec, inner, self.experts.expert_counts)
+        self.gate = make_router(hidden_size, spec, inner, self.experts)
         self.gate_in = make_norm(norm, hidden_size, "norm", inner)
         self.experts_in = make_norm(norm, hidden_size, "pre_feedforward_layernorm_2", build)
         self.experts_out = make_norm(norm, hidden_size, "post_feedforward_layernorm_2", build)
@@ -99,8 +98,7 @@ class ExpertsBeside(Module):
 
     def forward(self, residual: Tensor, fed: Tensor) -> Tensor:
         """`residual [T, hidden]`, and what the MLP made of its norm."""
-        weights, topk_ids = self.gate(self.gate_in(residual))
-        routed = self.experts(self.experts_in(residual), weights, self.experts.share.here(topk_ids))
+        routed = self.experts(self.experts_in(residual), *self.gate(self.gate_in(residual)))
         return self._add(self.mlp_out(fed), self.experts_out(self._sum(routed)))
 
 

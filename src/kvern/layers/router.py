@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from kvern.layers.build import Build
+from kvern.layers.experts import Experts
 from kvern.layers.linear import Weighted
 from kvern.layers.linear_format import LinearMethods
 from kvern.layers.linear_method import fill_random
@@ -18,27 +19,29 @@ EXPERT_SCALES = "gate.per_expert_scale"
 
 
 class SoftmaxRouter(Weighted):
-    """The `top_k` of a softmax over all experts: `x [T, hidden]` -> float32 weights and int64 experts, `[T, top_k]`.
+    """The `top_k` of a softmax over all experts: `x [T, hidden]` -> float32 weights and slots, `[T, top_k]`.
 
-    Each expert's tokens are added to `counts [experts]` int64. Choosing groups of experts first: DeepSeek-V2
-    (https://arxiv.org/abs/2405.04434), section 2.2.2.
+    A slot is that of an expert in `share`, or -1. Each expert's tokens are added to `counts [experts]` int64. Choosing
+    groups of experts first: DeepSeek-V2 (https://arxiv.org/abs/2405.04434), section 2.2.2.
     """
 
     def __init__(
-        self, hidden_size: int, spec: MoeSpec, build: Build, counts: Tensor, dtype: torch.dtype | None = None
+        self, hidden_size: int, spec: MoeSpec, build: Build, experts: Experts, dtype: torch.dtype | None = None
     ) -> None:
         super().__init__(hidden_size, {"gate": spec.experts}, build, bias=spec.bias, dtype=dtype)
-        self.spec, self.counts = spec, counts
-        self._one = torch.ones(1, dtype=torch.int64, device=counts.device)
+        self.spec, self.counts, self.share = spec, experts.expert_counts, experts.share
+        self._one = torch.ones(1, dtype=torch.int64, device=self.counts.device)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        weights, topk_ids = self.choose(x)
+        self.counts.scatter_add_(0, topk_ids.flatten(), self._one.expand(topk_ids.numel()))
+        return weights, self.share.here(topk_ids)
+
+    def choose(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Weights, and experts in int64, that are not yet counted."""
         scores = self.method.multiply(x, self.bias).softmax(-1, dtype=torch.float32)
         weights, topk_ids = self._within_groups(scores, 1).topk(self.spec.top_k, dim=-1)
-        return self._scale(weights), self._counted(topk_ids)
-
-    def _counted(self, topk_ids: Tensor) -> Tensor:
-        self.counts.scatter_add_(0, topk_ids.flatten(), self._one.expand(topk_ids.numel()))
-        return topk_ids
+        return self._scale(weights), topk_ids
 
     def _within_groups(self, scores: Tensor, counted: int) -> Tensor:
         """`[T, experts]`, below all others those outside the groups whose `counted` highest add up to the most."""
@@ -58,12 +61,12 @@ class SoftmaxRouter(Weighted):
 class ScaledRouter(SoftmaxRouter):
     """Weights are multiplied by a learned number of each expert."""
 
-    def __init__(self, hidden_size: int, spec: MoeSpec, build: Build, counts: Tensor) -> None:
-        super().__init__(hidden_size, spec, build, counts)
+    def __init__(self, hidden_size: int, spec: MoeSpec, build: Build, experts: Experts) -> None:
+        super().__init__(hidden_size, spec, build, experts)
         self.per_expert_scale = build.empty(spec.experts, dtype=torch.float32)
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        weights, topk_ids = super().forward(x)
+    def choose(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        weights, topk_ids = super().choose(x)
         return weights * self.per_expert_scale[topk_ids], topk_ids
 
     def parts(self) -> dict[str, tuple[int, ...]]:
@@ -86,15 +89,15 @@ class SigmoidRouter(SoftmaxRouter):
     Choosing groups of experts first: DeepSeek-V3 (https://arxiv.org/abs/2412.19437), section 2.1.2.
     """
 
-    def __init__(self, hidden_size: int, spec: MoeSpec, build: Build, counts: Tensor) -> None:
-        super().__init__(hidden_size, spec, build, counts, torch.float32)
+    def __init__(self, hidden_size: int, spec: MoeSpec, build: Build, experts: Experts) -> None:
+        super().__init__(hidden_size, spec, build, experts, torch.float32)
         self.e_score_correction_bias = build.empty(spec.experts, dtype=torch.float32)
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+    def choose(self, x: Tensor) -> tuple[Tensor, Tensor]:
         scores = self.method.multiply(x.float(), self.bias).sigmoid()
         corrected = self._within_groups(scores + self.e_score_correction_bias, 2)
         topk_ids = corrected.topk(self.spec.top_k, dim=-1).indices
-        return self._scale(scores.gather(-1, topk_ids)), self._counted(topk_ids)
+        return self._scale(scores.gather(-1, topk_ids)), topk_ids
 
     def parts(self) -> dict[str, tuple[int, ...]]:
         return super().parts() | {CORRECTION: (self.spec.experts,)}
@@ -110,14 +113,14 @@ class SigmoidRouter(SoftmaxRouter):
         fill_random(self.e_score_correction_bias, generator)
 
 
-def make_router(hidden_size: int, spec: MoeSpec, build: Build, counts: Tensor) -> SoftmaxRouter:
+def make_router(hidden_size: int, spec: MoeSpec, build: Build, experts: Experts) -> SoftmaxRouter:
     """The router of a specification. Ranks multiply plain weights of one in the same way: they must choose alike."""
     if build.ranks.size > 1 and isinstance(build.linear_format("gate"), Unquantized):
         build = replace(build, linear=LinearMethods(Unquantized()))
     if spec.scoring == "sigmoid":
-        return SigmoidRouter(hidden_size, spec, build, counts)
+        return SigmoidRouter(hidden_size, spec, build, experts)
     if "moe" in build.kernels:
         from kvern.layers.fused_moe import FusedScaledRouter, FusedSoftmaxRouter
 
-        return (FusedScaledRouter if spec.expert_scales else FusedSoftmaxRouter)(hidden_size, spec, build, counts)
-    return (ScaledRouter if spec.expert_scales else SoftmaxRouter)(hidden_size, spec, build, counts)
+        return (FusedScaledRouter if spec.expert_scales else FusedSoftmaxRouter)(hidden_size, spec, build, experts)
+    return (ScaledRouter if spec.expert_scales else SoftmaxRouter)(hidden_size, spec, build, experts)
