@@ -4,7 +4,6 @@ import multiprocessing
 import subprocess
 import sys
 import time
-from typing import Any
 
 import pytest
 import torch
@@ -12,84 +11,67 @@ import torch
 from kvern.device.lost_ranks import Release
 from kvern.device.ranks import Ranks
 from kvern.device.shared_norms import SharedNorms, memory_of
+from kvern.kernels.peer_exchange import peer_gather, peer_sum_scattered
 from kvern.kernels.peer_sum import peer_sum
-from kvern.kernels.peer_words import PRESENT, row_words_of
-from kvern.kernels.shared_norm import RELEASED
+from kvern.kernels.peer_words import row_words_of
 from kvern.worker.rank_processes import _End
 from tests.kernels.test_peer_sum import PROGRAMS, SECONDS, absent, memory
 
 ROWS, WIDTH = 3, 64
+WAYS = ["whole", "parts", "gathered", "scattered", "norms"]
 
 
-def wait_for_words(memories: list[torch.Tensor], out: torch.Tensor) -> None:
-    """Two sums, of which no other rank sends anything."""
-    peers = memory(memories, 0, ROWS, row_words_of(WIDTH, torch.float16), PROGRAMS)
-    for turn in range(2):
-        out[turn] = peer_sum(torch.ones(ROWS, WIDTH, dtype=torch.float16, device=out.device), peers)
-
-
-def wait_for_rows(memories: list[torch.Tensor], out: torch.Tensor) -> None:
-    """Two shared norms, of whose rows no other rank sends any."""
-    norms, hidden = SharedNorms(memories, 0, ROWS, WIDTH, torch.float16), out[0].clone()
-    for turn in range(2):
-        norms.begin(0, torch.ones_like(hidden))
-        norms.norm(0, hidden, torch.ones(WIDTH, dtype=torch.float16, device=out.device), 1e-5)
-        out[turn] = norms.normal(0, ROWS)
-
-
-def awaited(memories: list[torch.Tensor], *, rows: bool) -> Ranks:
-    """The first of two ranks, whose kernels wait for what comes to its memory."""
-    ranks = Ranks(0, 2)
-    if rows:
-        flags = SharedNorms(memories, 0, ROWS, WIDTH, torch.float16).flags
-        ranks.awaited += [(each, RELEASED.value) for each in flags]
-    else:
-        ranks.awaited.append((memories[0], PRESENT))
-    return ranks
-
-
-def words(*, rows: bool, device: str = "cpu") -> list[torch.Tensor]:
-    """Memory of both."""
-    if rows:
-        count = memory_of(2, ROWS, WIDTH, torch.float16)
-        return [torch.full((count,), -1, dtype=torch.int64, device=device) for _ in range(2)]
-    return [absent(2, ROWS, row_words_of(WIDTH, torch.float16), torch.device(device)) for _ in range(2)]
+def wait(way: str, lost: torch.Tensor, device: torch.device, out: torch.Tensor) -> None:
+    """Twice, the first of three ranks, of which the others send nothing."""
+    x = torch.ones(ROWS, WIDTH, dtype=torch.float16, device=device)
+    if way == "norms":
+        words = memory_of(3, ROWS, WIDTH, torch.float16)
+        norms = SharedNorms(
+            [torch.full((words,), -1, device=device) for _ in range(3)], lost, 0, ROWS, WIDTH, torch.float16
+        )
+    memories = [absent(3, ROWS, row_words_of(WIDTH, torch.float16), device) for _ in range(3)]
+    peers = memory(memories, 0, ROWS, row_words_of(WIDTH, torch.float16), PROGRAMS, lost)
+    for _ in range(2):
+        if way == "norms":
+            norms.begin(0, x)
+            norms.norm(0, x.clone(), x[0], 1e-5)
+            norms.normal(0, ROWS)
+        elif way == "gathered":
+            peer_gather(x, peers)
+        elif way == "scattered":
+            peer_sum_scattered(x, peers)
+        else:
+            peer_sum(x, peers, parts=way == "parts")
+        out += 1
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="interpreted kernels share memory of processes")
-@pytest.mark.parametrize("rows", [False, True])
-def test_kernels_that_wait_for_another_rank_go_on(rows: bool) -> None:
-    memories: list[Any] = [each.share_memory_() for each in words(rows=rows)]  # type: ignore[no-untyped-call]
-    out: Any = torch.zeros(2, ROWS, WIDTH, dtype=torch.float16).share_memory_()  # type: ignore[no-untyped-call]
-    context = multiprocessing.get_context("fork")
-    process = context.Process(target=wait_for_rows if rows else wait_for_words, args=(memories, out), daemon=True)
+@pytest.mark.parametrize("way", WAYS)
+def test_kernels_that_wait_for_another_rank_go_on(way: str) -> None:
+    ranks, out = Ranks(0, 3), torch.zeros(1, dtype=torch.int32)
+    for shared in (ranks.lost, out):
+        shared.share_memory_()  # type: ignore[no-untyped-call]
+    given = way, ranks.lost, torch.device("cpu"), out
+    process = multiprocessing.get_context("fork").Process(target=wait, args=given, daemon=True)
     process.start()
-    process.join(0.5)
-    assert process.exitcode is None, "it waits"
-    ranks, until = awaited(memories, rows=rows), time.monotonic() + SECONDS
-    while process.exitcode is None and time.monotonic() < until:
-        ranks.release()
-        process.join(0.05)
-    assert process.exitcode == 0
+    process.join(0.3)
+    assert process.exitcode is None and out.item() == 0, "it waits"
+    ranks.release()
+    process.join(SECONDS)
+    assert process.exitcode == 0 and out.item() == 2
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
-@pytest.mark.parametrize("rows", [False, True])
-@torch.inference_mode()
-def test_a_gpu_that_waits_for_another_rank_is_freed(rows: bool) -> None:
-    device = torch.device("cuda", 0)
-    memories = words(rows=rows, device="cuda")
-    ranks = awaited(memories, rows=rows)
-    torch.cuda.synchronize()
-    (wait_for_rows if rows else wait_for_words)(
-        memories, torch.zeros(2, ROWS, WIDTH, dtype=torch.float16, device=device)
-    )
+@pytest.mark.parametrize("way", WAYS)
+def test_a_gpu_that_waits_for_another_rank_is_freed(way: str) -> None:
+    device, ranks = torch.device("cuda", 0), Ranks(0, 3)
+    ranks.lost = ranks.lost.pin_memory()
+    release = Release(ranks, device, ranks)
+    wait(way, ranks.lost, device, torch.zeros(1))
     assert not torch.cuda.default_stream().query(), "it waits"
-    release = Release(ranks, device)
-    release()
+    release.finish()
     assert torch.cuda.default_stream().query()
-    release()
 
 
 def test_ranks_that_say_nothing_any_more_are_ended() -> None:

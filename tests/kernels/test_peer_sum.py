@@ -11,7 +11,7 @@ from kvern.kernel_list.ranks import sent
 from kvern.kernels.norm import add_rms_norm
 from kvern.kernels.peer_exchange import peer_gather, peer_sum_scattered
 from kvern.kernels.peer_sum import coded_peer_sum_norm, peer_sum, peer_sum_norm
-from kvern.kernels.peer_words import PeerMemory, memory_of, row_words_of, rows_kept
+from kvern.kernels.peer_words import PeerMemory, addresses_of, memory_of, row_words_of, rows_kept
 from kvern.kernels.quantize_rows import Coding, RowCodes
 from tests.kernels.test_norm import CODINGS, codings, reference, relative_error
 
@@ -19,12 +19,22 @@ ROWS, SLOTS, TURNS, PROGRAMS = 3, 4, 5, 2
 EPSILON = 1e-5
 SECONDS = 120.0
 CPU = torch.device("cpu")
+NONE_LOST = torch.zeros(1, dtype=torch.int32)
+if torch.cuda.is_available():
+    NONE_LOST = NONE_LOST.pin_memory()
 
 
-def memory(memories: list[torch.Tensor], rank: int, slots: int, row_words: int, programs: int = 132) -> PeerMemory:
+def memory(
+    memories: list[torch.Tensor],
+    rank: int,
+    slots: int,
+    row_words: int,
+    programs: int = 132,
+    lost: torch.Tensor = NONE_LOST,
+) -> PeerMemory:
     """Of a rank, in a process that sees the memory of all."""
     device = memories[rank].device
-    buffers = torch.tensor([each.data_ptr() for each in memories], device=device)
+    buffers = torch.tensor(addresses_of(memories, lost), device=device)
     epochs = torch.zeros(slots, dtype=torch.int32, device=device)
     return PeerMemory(memories[rank], buffers, epochs, rank, len(memories), slots, row_words, programs)
 

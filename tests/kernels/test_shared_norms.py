@@ -11,7 +11,7 @@ from kvern.device.shared_norms import SharedNorms, memory_of
 from kvern.kernels.norm import add_rms_norm
 from kvern.kernels.shared_norm import await_flags, shared_norm
 from kvern.worker.rank_sums import are_right
-from tests.kernels.test_peer_sum import CPU, EPSILON, SECONDS, together
+from tests.kernels.test_peer_sum import CPU, EPSILON, NONE_LOST, SECONDS, together
 
 TURNS, ROWS = 4, 7
 COUNTS = (7, 4, 1)
@@ -22,8 +22,9 @@ def launch(width: int, size: int, dtype: torch.dtype, gain: torch.dtype | None) 
     """Launches for a card that is compiled for."""
     x, flags = torch.empty(8, width, dtype=dtype), torch.zeros(size, dtype=torch.int32)
     weight = None if gain is None else torch.empty(width, dtype=gain)
-    shared_norm(x, x.new_empty(size, 4, width), x.clone(), x.clone(), range(4, 8), flags, 7, 1, weight, EPSILON)
-    return await_flags(flags, 7, 1)
+    sent, flagged = x.new_empty(size, 4, width), (flags, 7, NONE_LOST, 1)
+    shared_norm(x, sent, x.clone(), x.clone(), range(4, 8), *flagged, weight, EPSILON)
+    return await_flags(*flagged)
 
 
 LAUNCHES = [
@@ -36,7 +37,7 @@ LAUNCHES = [
 def run(rank: int, memories: list[torch.Tensor], xs: torch.Tensor, hidden: torch.Tensor, out: Any) -> None:
     """One rank's norms of both halves in turn, then all of the residual."""
     size, width = len(memories), xs.shape[-1]
-    norms, weight = SharedNorms(memories, rank, ROWS, width, xs.dtype), torch.ones(width)
+    norms, weight = SharedNorms(memories, NONE_LOST, rank, ROWS, width, xs.dtype), torch.ones(width)
     residuals = hidden[rank]
     for turn in range(TURNS):
         count = COUNTS[turn % len(COUNTS)]
@@ -77,7 +78,7 @@ def check(rank: int, folder: Path, memories: list[torch.Tensor], kind: type[Shar
     """What one rank says of norms at a start."""
     ranks = OfAStage(rank, len(memories))
     ranks.connect(folder / "meeting", CPU, SECONDS)
-    out[rank] = are_right(ranks, kind(memories, rank, ROWS, 64, torch.float16), CPU)
+    out[rank] = are_right(ranks, kind(memories, NONE_LOST, rank, ROWS, 64, torch.float16), CPU)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="interpreted kernels share memory of processes")

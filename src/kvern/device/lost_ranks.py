@@ -20,20 +20,19 @@ EXIT_SECONDS = 2.0
 class Release:
     """Lets kernels of `ranks` on this GPU go on, whatever they wait for, from `begin` on as long as these live.
 
-    Copies overwrite the memory that the others wrote to, since they need no processor of the device. `owner`: of CUDA
-    graphs.
+    Kernels look at a word of the host's, which takes no call that could wait for them. `owner`: of CUDA graphs.
     """
 
     def __init__(self, ranks: Ranks, device: torch.device, owner: object) -> None:
         self._ranks, self._device, self._owner = weakref.ref(ranks), device, weakref.ref(owner)
-        # A stream that is made later waits for the device, and those of another urgency wait for none of these.
-        self._stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
-        self._thread = threading.Thread(target=self._run, name="release", daemon=True)
+        self._thread = threading.Thread(target=self._abort, name="release", daemon=True)
         self._begun = threading.Lock()
 
     def begin(self) -> None:
         """Let them go on; any thread may call this, and again."""
-        if self._begun.acquire(blocking=False):
+        ranks = self._ranks()
+        if ranks is not None and self._begun.acquire(blocking=False):
+            ranks.release()
             self._thread.start()
 
     def finish(self) -> None:
@@ -41,22 +40,18 @@ class Release:
         self.begin()
         torch.cuda.synchronize(self._device)
 
-    @torch.inference_mode()  # as the memory was made
-    def _run(self) -> None:
-        torch.cuda.set_device(self._device)
+    def _abort(self) -> None:
+        """End NCCL's groups if the GPU has something to do for too long."""
         computing = torch.cuda.default_stream(self._device)
-        idle, aborted = time.monotonic(), False
+        idle = time.monotonic()
         while (ranks := self._ranks()) is not None:
             if computing.query():
                 idle = time.monotonic()
-                del ranks
-                time.sleep(LOOK_SECONDS)
-                continue
-            with torch.cuda.stream(self._stream):
-                ranks.release()
-            if not aborted and time.monotonic() > idle + NCCL_SECONDS:
+            elif time.monotonic() > idle + NCCL_SECONDS:
                 atexit.register(_outlive, ranks.abort(), self._owner)
-                aborted = True
+                return
+            del ranks
+            time.sleep(LOOK_SECONDS)
 
 
 def _outlive(threads: list[threading.Thread], owner: "weakref.ref[object]") -> None:

@@ -12,7 +12,7 @@ from kvern.device.peer_memory import map_words
 from kvern.kernels.norm import add_rms_norm
 from kvern.kernels.peer_exchange import peer_gather, peer_sum_scattered
 from kvern.kernels.peer_sum import coded_peer_sum_norm, peer_sum, peer_sum_norm
-from kvern.kernels.peer_words import PeerMemory, memory_of, row_words_of, rows_kept
+from kvern.kernels.peer_words import PeerMemory, addresses_of, memory_of, row_words_of, rows_kept
 from kvern.kernels.quantize_rows import Coding, RowCodes
 
 Time = Callable[[Sequence[Callable[[], object]]], float]
@@ -26,16 +26,24 @@ EPSILON = 1e-6
 
 
 def mapped(
-    store: Any, rank: int, size: int, width: int, dtype: torch.dtype, device: torch.device, programs: int
+    store: Any,
+    rank: int,
+    size: int,
+    lost: Tensor,
+    width: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    programs: int,
 ) -> PeerMemory:
     """Memory of all ranks for rows of `width` numbers; they call this together.
 
-    `programs`: no more than the processors of any. Raises RuntimeError where memory cannot be mapped.
+    `lost`: the host's word, as of `addresses_of`. `programs`: no more than the processors of any. Raises RuntimeError
+    where memory cannot be mapped.
     """
     row_words = row_words_of(width, dtype)
     rows = rows_kept(size, row_words)
     memories = map_words(store, "sums", rank, size, device, memory_of(size, rows, row_words))
-    buffers = torch.tensor([memory.data_ptr() for memory in memories], device=device)
+    buffers = torch.tensor(addresses_of(memories, lost), device=device)
     epochs = torch.zeros(rows, dtype=torch.int32, device=device)
     return PeerMemory(memories[rank], buffers, epochs, rank, size, rows, row_words, programs)
 

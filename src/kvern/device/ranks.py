@@ -22,10 +22,6 @@ if TYPE_CHECKING:
     from kvern.kernels.peer_words import PeerMemory
 
 
-RELEASED_AT_ONCE = 1 << 16
-"""Words."""
-
-
 class Share(NamedTuple):
     """What a rank holds of a dimension that has `whole` entries in a checkpoint."""
 
@@ -69,8 +65,8 @@ class Ranks:
         """Of steps of many rows, which ranks share."""
         self.mapped_bytes = 0
         """Of this rank's GPU, to which those of others write."""
-        self.awaited: list[tuple[Tensor, int]] = []
-        """Of that, words for which kernels wait, [N] each, and one for which none waits any longer."""
+        self.lost = torch.zeros(1, dtype=torch.int32)
+        """Not 0: another rank has ended, and kernels wait for none, see `peer_words.addresses_of`."""
         self._ordered = False
         self._groups: list[Any] = []
 
@@ -114,7 +110,6 @@ class Ranks:
         """Memory of each other for such rows. All ranks call this; it raises RuntimeError, which says why, on all."""
         from kvern.device.peer_memory import on_all, processors_together
         from kvern.device.peer_sums import mapped
-        from kvern.kernels.peer_words import PRESENT
 
         if self._meeting is None or not self._meeting.on_one_machine:
             raise RuntimeError("they meet over a network")
@@ -123,25 +118,22 @@ class Ranks:
         if not programs:
             raise RuntimeError("not every GPU reaches the memory of all others")
         given = store, self.rank, self.size
-        memory = on_all(*given, lambda: mapped(*given, width, dtype, device, programs))
+        self.lost = self.lost.pin_memory()  # that GPUs read
+        memory = on_all(*given, lambda: mapped(*given, self.lost, width, dtype, device, programs))
         self.mapped_bytes += memory.memory.nbytes
-        self.awaited.append((memory.memory, PRESENT))
         return memory
 
     def map_norms(self, rows: int, width: int, dtype: torch.dtype, device: torch.device) -> "SharedNorms":
         """What shares norms of halves of so many rows, where `map_peers` has found memory of each other; likewise."""
         from kvern.device.peer_memory import map_words, on_all
         from kvern.device.shared_norms import SharedNorms, memory_of
-        from kvern.kernels.shared_norm import RELEASED
 
         assert self._meeting is not None
         store = self._meeting.store(f"stage-{self.stage.index}-norms")
         given, words = (store, self.rank, self.size), memory_of(self.size, rows, width, dtype)
         memories = on_all(*given, lambda: map_words(store, "norms", *given[1:], device, words))
         self.mapped_bytes += memories[self.rank].nbytes
-        norms = SharedNorms(memories, self.rank, rows, width, dtype)
-        self.awaited += [(flags, RELEASED.value) for flags in norms.flags]
-        return norms
+        return SharedNorms(memories, self.lost, self.rank, rows, width, dtype)
 
     def of_own_stage(self) -> "Ranks":
         """The ranks of this stage alone, once they have met: for a whole model beside its layers."""
@@ -305,11 +297,8 @@ class Ranks:
         return [*inner, *abort(self._groups, awaited=False), *self.stage.abort()]
 
     def release(self) -> None:
-        """Others have ended: let the kernels go on that wait for words of theirs now, with wrong numbers."""
-        for memory, word in self.awaited:
-            words = torch.full((RELEASED_AT_ONCE,), word, dtype=memory.dtype)
-            for part in torch.split(memory, RELEASED_AT_ONCE):
-                part.copy_(words[: len(part)])
+        """Others have ended: let kernels that wait for words of theirs go on, with wrong numbers, now and later."""
+        self.lost.fill_(1)
         if self.own_rows is not None:
             self.own_rows.ranks.release()
 

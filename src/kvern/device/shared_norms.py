@@ -54,12 +54,13 @@ class SharedNorms:
     ranks.
     """
 
-    def __init__(self, memories: Sequence[Tensor], rank: int, rows: int, width: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self, memories: Sequence[Tensor], lost: Tensor, rank: int, rows: int, width: int, dtype: torch.dtype
+    ) -> None:
+        """`lost`: the host's word, as of `peer_words.addresses_of`."""
         self.rows, self.width, self.dtype = rows, width, dtype
-        self._rank, self._size = rank, len(memories)
+        self._rank, self._size, self._lost = rank, len(memories), lost
         self._halves = [[self._half(memory, half) for memory in memories] for half in range(2)]
-        self.flags = [halves[rank].flags.view(-1) for halves in self._halves]
-        """That this rank's kernels wait for."""
         device = memories[rank].device
         self._turns = torch.arange(TURNS, dtype=torch.int32, device=device)
         self._turn = [0, 0]
@@ -95,7 +96,7 @@ class SharedNorms:
     def normal(self, half: int, count: int) -> Tensor:
         """The norm of all `count` rows, until the next turn of this half."""
         own = self._halves[half][self._rank]
-        await_flags(own.flags[1, : self._size], self._turn[half], self._rank)
+        await_flags(own.flags[1, : self._size], self._turn[half], self._lost, self._rank)
         return self._of_rows(own.normals, count)
 
     def make_whole(self, half: int, hidden: Tensor) -> None:
@@ -113,10 +114,10 @@ class SharedNorms:
         most = self._most(x.shape[0])
         sent = self._of_rows(own.sent, most * self._size).view(self._size, most, -1)
         if rows:
-            given = x, sent, hidden, normals, rows, own.flags[0], self._turn[half], self._rank
+            given = x, sent, hidden, normals, rows, own.flags[0], self._turn[half], self._lost, self._rank
             shared_norm(*given, weight, epsilon)
         else:  # or it would tell others of its next turn before they know of this one
-            await_flags(own.flags[0, : self._size], self._turn[half], self._rank)
+            await_flags(own.flags[0, : self._size], self._turn[half], self._lost, self._rank)
         with self._copying():
             for other in self._others:
                 theirs = self._of_rows(self._halves[half][other].normals, x.shape[0])

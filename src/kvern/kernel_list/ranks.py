@@ -11,7 +11,7 @@ from kvern.kernel_list.rounding import codes_of_norms, coding_of
 from kvern.kernels.norm import rms_norm
 from kvern.kernels.peer_exchange import peer_gather, peer_sum_scattered
 from kvern.kernels.peer_sum import coded_peer_sum_norm, peer_sum, peer_sum_norm
-from kvern.kernels.peer_words import PeerMemory, memory_of, row_words_of, rows_kept
+from kvern.kernels.peer_words import PeerMemory, addresses_of, memory_of, row_words_of, rows_kept
 from kvern.kernels.shared_norm import await_flags, shared_norm
 from kvern.layers.block import adds_by_norms
 from kvern.model_spec import ModelSpec
@@ -57,8 +57,10 @@ def _sum(
     was_sent = sent(parts, rank, slots, 0, in_parts=in_parts)
     own, epochs = was_sent.clone(), inputs.zeros(slots)
     others = inputs.zeros(memory_of(size, slots, row_words), dtype=torch.int64)
-    addresses = [own.data_ptr() if index == rank else others.data_ptr() for index in range(size)]
-    buffers = inputs.integers(addresses, torch.int64)
+    none = inputs.zeros(1, dtype=torch.int32)
+    buffers = inputs.integers(
+        addresses_of([own if index == rank else others for index in range(size)], none), torch.int64
+    )
     memory = PeerMemory(own, buffers, epochs, rank, size, slots, row_words, inputs.processors)
 
     def launch() -> tuple[torch.Tensor, ...]:
@@ -103,8 +105,9 @@ def _exchange(spec: ModelSpec, inputs: Inputs, rank: int, size: int) -> Call:
     slots = rows_kept(size, row_words)
     gathered = sent(parts, rank, slots, 0)
     scattered = sent(others[:, rank * ROWS : (rank + 1) * ROWS], rank, slots, 1)
-    own, nobody = gathered.clone(), inputs.zeros(memory_of(size, slots, row_words), dtype=torch.int64)
-    addresses = [own.data_ptr() if index == rank else nobody.data_ptr() for index in range(size)]
+    none, own = inputs.zeros(1, dtype=torch.int32), gathered.clone()
+    nobody = inputs.zeros(memory_of(size, slots, row_words), dtype=torch.int64)
+    addresses = addresses_of([own if index == rank else nobody for index in range(size)], none)
     epochs, buffers = inputs.zeros(slots), inputs.integers(addresses, torch.int64)
     memory = PeerMemory(own, buffers, epochs, rank, size, slots, row_words, inputs.processors)
 
@@ -128,13 +131,14 @@ def _shared(spec: ModelSpec, inputs: Inputs, rank: int, size: int) -> Call:
     parts, hidden = inputs.numbers(size, size * ROWS, width), inputs.numbers(size * ROWS, width)
     weight = inputs.numbers(width, dtype=torch.float32 if spec.norm.offset else None)
     sent, flags = parts[:, own.start : own.stop].contiguous(), inputs.integers([2] * size)
+    none = inputs.zeros(1, dtype=torch.int32)
     normals, wholes = torch.zeros_like(hidden), torch.zeros_like(hidden)
 
     def launch() -> tuple[torch.Tensor, ...]:
-        given = own, flags, 2, rank
+        given = own, flags, 2, none, rank
         shared_norm(parts[rank], sent, hidden, wholes, *given)
         shared_norm(parts[rank], sent, hidden, normals, *given, weight, 1e-6)
-        await_flags(flags, 2, rank)
+        await_flags(flags, 2, none, rank)
         return normals, wholes, hidden
 
     def reference() -> tuple[torch.Tensor, ...]:

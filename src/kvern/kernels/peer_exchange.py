@@ -38,7 +38,7 @@ def _peer_exchange_kernel(
     column = tl.arange(0, BLOCK)
     inside = column < WORDS
     word = tl.max_contiguous(tl.minimum(column, WORDS - 1), 1)  # neighbouring threads send neighbouring words
-    own_memory = tl.load(buffers + RANK)
+    own_memory, lost = tl.load(buffers + RANK), tl.load(buffers + SIZE)
     if OVERLAP:
         wait_for_previous()
     first = tl.program_id(0).to(tl.int64)
@@ -55,7 +55,7 @@ def _peer_exchange_kernel(
         own = tl.load(x.to(BITS) + (row if GATHERS else RANK * rows + row) * WORDS + word, mask=inside, other=0)
         place = own_memory + ((epoch & 1).to(tl.int64) * (SIZE * SLOTS) + row) * (WORDS * 4) + word * 4
         OTHERS: tl.constexpr = others_of(RANK, SIZE)
-        words = received(place, inside, OTHERS, OF_RANK, PACK)
+        words = received(place, inside, lost, OTHERS, OF_RANK, PACK)
         if GATHERS:
             tl.store(out.to(BITS) + (RANK * rows + row) * WORDS + word, own, mask=inside)
             for index in tl.static_range(SIZE - 1):

@@ -81,7 +81,7 @@ def _peer_sum_kernel(
             low_gain, high_gain = numbers_of(tl.load(weight.to(BITS) + word), weight.dtype.element_ty)
         else:
             low_gain, high_gain = tl.load(weight + 2 * word), tl.load(weight + 2 * word + 1)
-    own_memory = tl.load(buffers + RANK)
+    own_memory, lost = tl.load(buffers + RANK), tl.load(buffers + SIZE)
     if PART:
         summing = word // PART
         their_memory = tl.load(buffers + summing)
@@ -106,7 +106,7 @@ def _peer_sum_kernel(
             parity = (tl.load(epochs + row) & 1).to(tl.int64)
             own = tl.load((x + row * WIDTH).to(BITS) + part_word, mask=of_part, other=0)
             place = (parity * (SIZE * SLOTS) + row) * (WORDS * 4) + part_word * 4
-            parts = received(own_memory + place, of_part, others_of(RANK, SIZE), OF_RANK, PART_PACK)
+            parts = received(own_memory + place, of_part, lost, others_of(RANK, SIZE), OF_RANK, PART_PACK)
             low, high = total_of(own, parts, dtype, RANK, SIZE)
             total = joined(low, high, dtype)
             for other in tl.static_range(SIZE):
@@ -120,11 +120,11 @@ def _peer_sum_kernel(
         memory = own_memory + (parity * (SIZE * SLOTS) + row) * (WORDS * 4)
         place = memory + word * 4
         if PART:
-            summed = received(place + summing * OF_RANK, inside, (0,), OF_RANK, PACK)
+            summed = received(place + summing * OF_RANK, inside, lost, (0,), OF_RANK, PACK)
             low, high = numbers_of(summed[0], dtype)
         else:
             own = tl.load((x + row * WIDTH).to(BITS) + word)
-            rows_of_others = received(place, inside, others_of(RANK, SIZE), OF_RANK, PACK)
+            rows_of_others = received(place, inside, lost, others_of(RANK, SIZE), OF_RANK, PACK)
             low, high = total_of(own, rows_of_others, dtype, RANK, SIZE)
         if NORM:
             low, high = numbers_of(joined(low, high, dtype), dtype)

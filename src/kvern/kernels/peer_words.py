@@ -10,9 +10,11 @@ has ended e, and so after all other ranks have begun e. They have ended e - 1 by
 and removed the words that stood where those of e + 1 go.
 
 A program sends before it waits for anything, and waits for nothing but programs of other ranks. All of a launch must be
-on the device together; there are no more than processors.
+on the device together; there are no more than processors. It waits no longer once the host has said that a rank is
+lost: what it computes then is wrong.
 """
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -24,13 +26,13 @@ from kvern.kernels.launch import INTERPRETED, next_power_of_2
 ABSENT = tl.constexpr(-1)
 ANOTHER_NAN = tl.constexpr(0x7FFF7FFF)
 """Of 32 bits, and twice of 16."""
-PRESENT = 0
-"""Any other word than ABSENT, twice."""
 MOST_ROWS = 512
 MOST_BYTES = 64 << 20
 """Of a rank's memory that others write to."""
 PACKED = 4
 """Words of each rank that a thread waits for at once."""
+POLLS = tl.constexpr(4096)
+"""So often in vain, some milliseconds, before a thread looks whether a rank is lost."""
 
 
 class PeerMemory(NamedTuple):
@@ -38,7 +40,7 @@ class PeerMemory(NamedTuple):
 
     memory    int64, to which others write, all ABSENT at first: words [2, size, rows, row_words] of 32 bits, by the
               epoch's parity, sender, row
-    buffers   [size] int64, addresses of each rank's memory as this one's device sees them
+    buffers   [size + 1] int64, see `addresses_of`
     epochs    [rows] int32, of this rank, zero at first
     programs  how many may wait for each other: no more than the processors of any rank's device
     """
@@ -51,6 +53,11 @@ class PeerMemory(NamedTuple):
     rows: int
     row_words: int
     programs: int
+
+
+def addresses_of(memories: Sequence[torch.Tensor], lost: torch.Tensor) -> list[int]:
+    """Of each rank's memory as this one's device sees them, and of the host's word `lost` [1] int32, 0 until one is."""
+    return [memory.data_ptr() for memory in (*memories, lost)]
 
 
 def row_words_of(width: int, dtype: torch.dtype) -> int:
@@ -82,28 +89,30 @@ SEND = tl.constexpr(
 
 @triton.constexpr_function
 def _await(senders: tuple[int, ...], stride: int, pack: int) -> str:
-    """Loads words of these ranks, which lie `stride` bytes apart, until none is absent.
+    """Loads words of these ranks, which lie `stride` bytes apart, until none is absent, or a rank is lost.
 
     It changes nothing, since a compiler may have them loaded twice, for threads that want them elsewhere.
     """
-    address, inside = len(senders) * pack, (len(senders) + 1) * pack
+    address, inside, lost = ((len(senders) + operand) * pack for operand in range(3))
     places = [
         (place, sender, part) for place, (sender, part) in enumerate((s, p) for s in senders for p in range(pack))
     ]
-    lines = [f"{{ .reg .pred missing, inside<{pack}>;"]
+    lines = [f"{{ .reg .pred missing, waits, inside<{pack}>; .reg .b32 polls, found; mov.b32 polls, 0;"]
     lines += [f"setp.ne.b32 inside{part}, ${inside + part}, 0;" for part in range(pack)]
     lines += [f"mov.b32 ${place}, 0;" for place, _, _ in places]
     lines.append("again: setp.ne.b32 missing, 0, 0;")
     for place, sender, part in places:
         lines.append(f"@inside{part} ld.relaxed.sys.global.b32 ${place}, [${address + part}+{sender * stride}];")
     lines += [f"setp.eq.or.b32 missing, ${place}, {ABSENT.value}, missing;" for place, _, _ in places]
-    return " ".join([*lines, "@missing bra again; }"])
+    lines += ["@!missing bra done; add.u32 polls, polls, 1;", f"and.b32 found, polls, {POLLS.value - 1};"]
+    lines += ["setp.ne.b32 waits, found, 0; @waits bra again;", f"ld.relaxed.sys.global.b32 found, [${lost}];"]
+    return " ".join([*lines, "setp.eq.b32 waits, found, 0; @waits bra again; done: mov.b32 polls, 0; }"])
 
 
 @triton.constexpr_function
 def _await_constraints(senders: tuple[int, ...], pack: int) -> str:
     """Of `_await`; results are written before its last use of the others."""
-    return ",".join(["=&r"] * (len(senders) * pack) + ["l"] * pack + ["r"] * pack)
+    return ",".join(["=&r"] * (len(senders) * pack) + ["l"] * pack + ["r"] * pack + ["l"] * pack)
 
 
 @triton.constexpr_function
@@ -147,15 +156,18 @@ def send(address, word, inside):
 
 
 @triton.jit
-def received(address, inside, SENDERS: tl.constexpr, STRIDE: tl.constexpr, PACK: tl.constexpr):
-    """The words of these ranks, as a tuple, once they are there; `address`: those of the first rank."""
+def received(address, inside, lost, SENDERS: tl.constexpr, STRIDE: tl.constexpr, PACK: tl.constexpr):
+    """The words of these ranks, as a tuple, once they are there; `address`: those of the first rank.
+
+    `lost`: the address of the word that ends the waiting.
+    """
     COUNT: tl.constexpr = len(SENDERS)
     if INTERPRETED:
         found: tuple[Any, ...] = ()
         for place in tl.static_range(COUNT):
             pointer = (address + SENDERS[place] * STRIDE).to(tl.pointer_type(tl.int32))
             words = tl.load(pointer, mask=inside, other=0)
-            while tl.max((words == ABSENT).to(tl.int32), 0) == 1:
+            while (tl.max((words == ABSENT).to(tl.int32), 0) == 1) & (tl.load(lost.to(tl.pointer_type(tl.int32))) == 0):
                 words = tl.load(pointer, mask=inside, other=0)
             found = (*found, words)
         return found
@@ -163,7 +175,7 @@ def received(address, inside, SENDERS: tl.constexpr, STRIDE: tl.constexpr, PACK:
         return tl.inline_asm_elementwise(
             _await(SENDERS, STRIDE, PACK),
             _await_constraints(SENDERS, PACK),
-            [address, inside.to(tl.int32)],
+            [address, inside.to(tl.int32), lost],
             (tl.int32,) * COUNT,
             is_pure=False,
             pack=PACK,

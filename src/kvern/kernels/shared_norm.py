@@ -8,34 +8,33 @@ import triton
 import triton.language as tl
 
 from kvern.kernels.launch import INTERPRETED, Launcher, next_power_of_2, overlaps, wait_for_previous
+from kvern.kernels.peer_words import POLLS
 
-RELEASED = tl.constexpr(-2)
-"""A flag of no turn, for which nothing waits: the rank that it is of has ended."""
 AWAIT = tl.constexpr(
-    "{ .reg .pred other; .reg .b32 found; mov.u32 found, %tid.x; setp.ne.u32 other, found, 0; @other bra end;"
-    " again: ld.acquire.sys.global.b32 found, [$1]; setp.ne.b32 other, found, $2;"
-    f" setp.ne.and.b32 other, found, {RELEASED.value}, other; @other bra again; end: mov.b32 $0, 0; }}"
+    "{ .reg .pred other; .reg .b32 found, polls; mov.u32 found, %tid.x; setp.ne.u32 other, found, 0; @other bra end;"
+    " mov.b32 polls, 0; again: ld.acquire.sys.global.b32 found, [$1]; setp.eq.b32 other, found, $2; @other bra end;"
+    f" add.u32 polls, polls, 1; and.b32 found, polls, {POLLS.value - 1}; setp.ne.b32 other, found, 0; @other bra again;"
+    " ld.relaxed.sys.global.b32 found, [$3]; setp.eq.b32 other, found, 0; @other bra again; end: mov.b32 $0, 0; }"
 )
 """One thread of a program waits; the others go on."""
 
 
 @triton.jit
-def _await_others(flags, turn, RANK: tl.constexpr, SIZE: tl.constexpr):
-    """Until the flags of all others `[SIZE]` show the turn."""
+def _await_others(flags, turn, lost, RANK: tl.constexpr, SIZE: tl.constexpr):
+    """Until the flags of all others `[SIZE]` show the turn, or the host says at the address `lost` that a rank is."""
     for other in tl.static_range(SIZE):
         if other != RANK:
             if INTERPRETED:
-                found = tl.load(flags + other)
-                while (found != turn) & (found != RELEASED):
-                    found = tl.load(flags + other)
+                while (tl.load(flags + other) != turn) & (tl.load(lost.to(tl.pointer_type(tl.int32))) == 0):
+                    pass
             else:
                 address = (flags + other).to(tl.int64)
-                tl.inline_asm_elementwise(AWAIT, "=r,l,r", [address, turn], tl.int32, is_pure=False, pack=1)
+                tl.inline_asm_elementwise(AWAIT, "=r,l,r,l", [address, turn, lost], tl.int32, is_pure=False, pack=1)
     tl.debug_barrier()
 
 
 @Launcher
-@triton.jit(do_not_specialize=["turn", "first", "sent_rows"])
+@triton.jit(do_not_specialize=["turn", "lost", "first", "sent_rows"])
 def _shared_norm_kernel(
     x: tl.tensor,
     sent: tl.tensor,
@@ -44,6 +43,7 @@ def _shared_norm_kernel(
     out: tl.tensor,
     flags: tl.tensor,
     turn,
+    lost: tl.int64,
     first: tl.int64,
     sent_rows: tl.int64,
     hidden_stride: tl.int64,
@@ -62,7 +62,7 @@ def _shared_norm_kernel(
         gain = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
     if OVERLAP:
         wait_for_previous()
-    _await_others(flags, turn, RANK, SIZE)
+    _await_others(flags, turn, lost, RANK, SIZE)
     row = tl.program_id(0).to(tl.int64)
     total = tl.zeros((BLOCK,), tl.float32)
     for other in tl.static_range(SIZE):
@@ -82,11 +82,13 @@ def _shared_norm_kernel(
 
 
 @Launcher
-@triton.jit(do_not_specialize=["turn"])
-def _await_kernel(flags: tl.tensor, turn, RANK: tl.constexpr, SIZE: tl.constexpr, OVERLAP: tl.constexpr):
+@triton.jit(do_not_specialize=["turn", "lost"])
+def _await_kernel(
+    flags: tl.tensor, turn, lost: tl.int64, RANK: tl.constexpr, SIZE: tl.constexpr, OVERLAP: tl.constexpr
+):
     if OVERLAP:
         wait_for_previous()
-    _await_others(flags, turn, RANK, SIZE)
+    _await_others(flags, turn, lost, RANK, SIZE)
 
 
 def shared_norm(
@@ -97,6 +99,7 @@ def shared_norm(
     own: range,
     flags: torch.Tensor,
     turn: int,
+    lost: torch.Tensor,
     rank: int,
     weight: torch.Tensor | None = None,
     epsilon: float = 0.0,
@@ -104,7 +107,8 @@ def shared_norm(
     """Of this rank's `own` rows: the sum over ranks is added to `hidden`, the norm is in `out`, as of `add_rms_norm`.
 
     x [T, width] are this rank's summands, sent [size, rows, width] those that others have for its rows, once their
-    flags [size] int32 show the turn. Without a weight the sum and the residual are in `out`, and `hidden` is as it was.
+    flags [size] int32 show the turn, or `lost` [1] int32 of the host is not 0: then all is wrong. Without a weight the
+    sum and the residual are in `out`, and `hidden` is as it was.
     """
     size, sent_rows, width = sent.shape
     block = next_power_of_2(width)
@@ -117,6 +121,7 @@ def shared_norm(
         out,
         flags,
         turn,
+        lost.data_ptr(),
         own.start,
         sent_rows,
         hidden.stride(0),
@@ -132,7 +137,7 @@ def shared_norm(
     )
 
 
-def await_flags(flags: torch.Tensor, turn: int, rank: int) -> None:
-    """What is launched behind this begins when the flags [size] int32 of all other ranks show the turn."""
+def await_flags(flags: torch.Tensor, turn: int, lost: torch.Tensor, rank: int) -> None:
+    """What is launched behind this begins when the flags [size] int32 of all other ranks show the turn; see above."""
     overlap = overlaps(flags.device)
-    _await_kernel[(1,)](flags, turn, rank, len(flags), overlap, num_warps=1, launch_pdl=overlap)
+    _await_kernel[(1,)](flags, turn, lost.data_ptr(), rank, len(flags), overlap, num_warps=1, launch_pdl=overlap)
