@@ -13,7 +13,8 @@ from prometheus_client import generate_latest
 
 from kvern import LLM, SamplingParams
 from kvern.device.ranks import Ranks
-from kvern.expert_placement import rank_loads
+from kvern.errors import EngineDied
+from kvern.expert_placement import Placement, rank_loads
 from kvern.observe.experts import busiest_rows
 from kvern.observe.metrics import Metrics
 from kvern.worker.expert_balance import ExpertBalance
@@ -84,14 +85,32 @@ def test_several_engines_tell_what_they_have_counted_together(folder: Path) -> N
         assert 0 < last <= first
 
 
-def check_moves(folder: Path, expected: list[list[int]]) -> None:
+def test_stages_tell_what_all_of_them_have_counted(tmp_path: Path) -> None:
+    """A step that samples nothing computes more rows in the last layer: here each prompt is computed in one step."""
+    folder = str(make_checkpoint("glm4_moe", tmp_path))
+    options = OPTIONS | {"max_batch_tokens": 256, "prefix_cache": False}
+    with LLM(folder, **options) as one:
+        answers(one)
+        expected = one.expert_tokens()
+    assert list(map(bool, expected)) == [False, True, True], "the first stage has no experts"
+    with LLM(folder, pipeline_parallel_size=3, **options) as staged:
+        answers(staged)
+        assert staged.expert_tokens() == expected
+        executor: Any = staged._engine.core.executor  # type: ignore[union-attr]
+        executor._others._end._processes[1].kill()
+        with pytest.raises(EngineDied, match="it lost rank 1, which ended with a signal, SIGKILL"):
+            staged.expert_tokens()
+
+
+def check_moves(folder: Path, expected: list[list[int]], stages: int = 1) -> None:
     options = {"enable_expert_parallel": True, "redundant_experts": 2, "rebalance_experts": "1ms"}
-    with LLM(str(folder), tensor_parallel_size=2, **OPTIONS, **options) as ranked:
+    sizes = {"tensor_parallel_size": 2, "pipeline_parallel_size": stages}
+    with LLM(str(folder), **sizes, **OPTIONS, **options) as ranked:
         executor: Any = ranked._engine.core.executor  # type: ignore[union-attr]
-        placed = executor._worker.expert_placements()
         assert answers(ranked) == expected
         assert sum(ranked.expert_tokens()[0]) == 2 * ranked.statistics().computed_tokens
-        assert executor._worker.expert_placements() != placed, "experts have moved"
+        placed, first = executor._balance._placements, executor._worker.expert_placements()
+        assert {layer for layer in first if placed[layer] != first[layer]} == {0, 1, 2}, "experts have moved"
         assert answers(ranked) == expected
 
 
@@ -115,6 +134,12 @@ def test_ranks_whose_plain_experts_move_answer_as_one_process_does(tmp_path: Pat
 
 
 @pytest.mark.nightly
+@pytest.mark.parametrize("stages", [2, 3])
+def test_stages_whose_experts_move_answer_as_one_process_does(folder: Path, alone: LLM, stages: int) -> None:
+    check_moves(folder, answers(alone), stages)
+
+
+@pytest.mark.nightly
 def test_ranks_with_parts_of_quantized_experts_answer_as_one_process_does(folder: Path, alone: LLM) -> None:
     with LLM(str(folder), tensor_parallel_size=2, **OPTIONS) as ranked:
         assert answers(ranked) == answers(alone)
@@ -122,18 +147,20 @@ def test_ranks_with_parts_of_quantized_experts_answer_as_one_process_does(folder
 
 def test_experts_move_where_that_makes_work_even() -> None:
     clock, counts = [0.0], [[10, 10, 10, 10], [0] * 4]
-    balance = ExpertBalance(
-        lambda: lambda: [list(layer) for layer in counts], {0: ((0, 2), (1, 3))}, 60, clock=lambda: clock[0]
-    )
+    balance = ExpertBalance({0: ((0, 2), (1, 3))}, 60, clock=lambda: clock[0])
+
+    def due() -> list[Placement]:
+        return list(balance.due(lambda: lambda: [list(layer) for layer in counts]).values())
+
     clock[0] = 61
-    assert balance.due() == {}, "work is even"
+    assert due() == [], "work is even"
     counts[0] = [110, 12, 90, 15]
-    assert balance.due() == {}, "it is not time"
+    assert due() == [], "it is not time"
     clock[0] = 122
-    (placement,) = balance.due().values()
+    (placement,) = due()
     assert max(rank_loads(placement, [100, 2, 80, 5])) == 102
     clock[0] = 183
-    assert balance.due() == {}, "nothing happened since"
+    assert due() == [], "nothing happened since"
 
 
 def test_moves_are_between_ranks_that_have_and_have_not() -> None:
@@ -163,12 +190,13 @@ def test_the_closing_table_names_the_busiest_expert() -> None:
 
 
 @pytest.mark.nightly
+@pytest.mark.parametrize("stages", ["1", "2"])
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_a_server_counts_experts_over_engines_that_follow_one_another(tmp_path: Path) -> None:
+def test_a_server_counts_experts_over_engines_that_follow_one_another(stages: str, tmp_path: Path) -> None:
     make_checkpoint("mixtral", make_tiny_model(tmp_path), vocab_size=288)
-    ranks = ("-tp", "2", "--enable-expert-parallel", "--rebalance-experts", "50ms", "--redundant-experts", "1")
+    experts = ("--enable-expert-parallel", "--rebalance-experts", "50ms", "--redundant-experts", "1")
     sizes = ("--threads", "1", "--dtype", "float32", "--device", "cpu", "--max-batch-requests", "4")
-    with serving(str(tmp_path), *ranks, *sizes, "--expert-counts") as served:
+    with serving(str(tmp_path), "-tp", "2", "-pp", stages, *experts, *sizes, "--expert-counts") as served:
 
         def ask() -> None:
             extra = {"ignore_eos": True}

@@ -144,6 +144,9 @@ def test_kinds_of_layers(family: str, size: str, tmp_path: Path) -> None:
         {},
         {"enable_expert_parallel": True},
         {"enable_expert_parallel": True, "redundant_experts": 2, "rebalance_experts": "1ms"},
+        pytest.param(
+            {"pipeline_parallel_size": 2, "enable_expert_parallel": True, "rebalance_experts": "1ms"}, marks=FOUR
+        ),
         {"enable_dp_attention": True},
         {"enable_dp_attention": True, "enable_expert_parallel": True},
         {"enable_dp_attention": True, "cuda_graphs": False},
@@ -157,6 +160,15 @@ def test_experts_are_shared_in_all_ways(options: dict[str, Any], tmp_path: Path)
         expected = test_expert_parallel.answers(alone)
     with LLM(folder, tensor_parallel_size=2, **given | options) as ranked:
         assert [test_expert_parallel.answers(ranked) for _ in range(3)] == [expected] * 3
+
+
+def test_stages_tell_what_all_of_them_have_counted(tmp_path: Path) -> None:
+    given = test_expert_parallel.OPTIONS | {"device": DEVICE, "threads": None, "pipeline_parallel_size": 2}
+    with LLM(str(make_checkpoint("mixtral", tmp_path)), **given) as llm:
+        test_expert_parallel.answers(llm)
+        first, second, last = map(sum, llm.expert_tokens())
+        assert min(first, second) >= 2 * llm.statistics().computed_tokens, "and rows that fill graphs up"
+        assert 0 < last <= max(first, second)
 
 
 def test_packed_weights_adapters_and_codes_of_keys(

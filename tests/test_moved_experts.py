@@ -90,8 +90,8 @@ def exchange(decoder: Decoder) -> tuple[Tensor, Tensor]:
     """Logits before and after each of two ranks takes the experts of the other, in all layers."""
     layers, ranks = experts_of(decoder), decoder.build.ranks
     before, placements = logits(decoder, PROMPT), {}
-    for layer, experts in enumerate(layers):
-        if experts is not None and experts.share.placement is not None:
+    for layer, experts in layers.items():
+        if experts.share.placement is not None:
             placements[layer] = experts.share.placement[::-1]
     assert placements
     check_moves(layers, ranks)
@@ -147,7 +147,7 @@ def test_experts_that_are_not_stored_alike_stay(
         if change is not None:
             change(experts, rank)
         with pytest.raises(ConfigError) as refused:
-            check_moves([None, experts], ranks)
+            check_moves({1: experts}, ranks)
         return str(refused.value)
 
     with ThreadPoolExecutor(2) as threads:

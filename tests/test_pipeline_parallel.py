@@ -1,6 +1,7 @@
 """Stages of a model: how layers are divided, what a stage loads and computes, and which requests share a step."""
 
 from collections import Counter
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -13,10 +14,15 @@ from kvern import LLM, SamplingParams
 from kvern.device.ranks import Ranks, ranks_of
 from kvern.device.stages import Stage
 from kvern.errors import ConfigError
+from kvern.expert_placement import first_placement
+from kvern.models.decoder import Decoder
 from kvern.models.loader import load_model, outline_model, read_config
 from kvern.models.registry import spec_from_config
+from kvern.models.share import WholeExperts
 from kvern.models.stages import balanced, check_stages, divide
 from kvern.step import SchedulerOutput
+from kvern.worker.expert_counts import experts_of
+from kvern.worker.expert_moves import move_experts
 from tests.families import FAMILIES, make_checkpoint, make_config
 from tests.gguf_files import write_gguf
 from tests.rank_features import NOT_DIVIDED
@@ -30,7 +36,7 @@ FEW = ("llama3", "gemma3", "gpt_neox", "qwen3_moe")
 """Tied embeddings, windows, tensors that are reordered first, experts."""
 
 
-def logits_of_stages(folder: Path, stages: int, size: int) -> list[torch.Tensor]:
+def logits_of_stages(folder: Path, stages: int, size: int, load: Callable[..., Decoder]) -> list[torch.Tensor]:
     """Of PROMPT, as each of `size` ranks of the last of so many stages has them; ranks are threads here."""
     layers = divide(outline_model(folder), stages)
     members = [ranks_of(number, size, layers) for number in range(stages * size)]  # there until all have ended
@@ -38,15 +44,15 @@ def logits_of_stages(folder: Path, stages: int, size: int) -> list[torch.Tensor]
     def compute(ranks: Ranks) -> torch.Tensor:
         ranks.connect(folder / "meeting", torch.device("cpu"), SECONDS)
         run = logits if ranks.stage.is_last else hidden_states
-        return run(load_model(folder, ranks=ranks), PROMPT)
+        return run(load(folder, ranks=ranks), PROMPT)
 
     with ThreadPoolExecutor(len(members)) as threads:
         return list(threads.map(compute, members))[-size:]
 
 
-def check(folder: Path, stages: int, size: int = 1) -> None:
+def check(folder: Path, stages: int, size: int = 1, load: Callable[..., Decoder] = load_model) -> None:
     expected = logits(load_model(folder), PROMPT)
-    for found in logits_of_stages(folder, stages, size):
+    for found in logits_of_stages(folder, stages, size, load):
         assert (found - expected).abs().max() < 1e-4
 
 
@@ -57,6 +63,20 @@ def test_stages_compute_what_one_process_does(family: str, tmp_path: Path) -> No
 
 def test_stages_of_several_ranks_compute_what_one_process_does(tmp_path: Path) -> None:
     check(make_checkpoint("llama3", tmp_path), 2, 2)
+
+
+def test_each_stage_moves_experts_of_its_own_layers_alone(tmp_path: Path) -> None:
+    placements = dict.fromkeys(range(3), first_placement(5, 2, 1)[::-1])
+
+    def load(folder: Path, ranks: Ranks) -> Decoder:
+        decoder = load_model(folder, ranks=ranks, whole_experts=WholeExperts(1))
+        layers = experts_of(decoder)
+        assert layers.keys() == {*(ranks.stage.layers or ())}
+        move_experts(layers, placements, ranks)
+        assert {experts.share.placement for experts in layers.values()} == {placements[0]}
+        return decoder
+
+    check(make_checkpoint("mixtral", tmp_path), 2, 2, load)
 
 
 def test_the_last_stage_learns_what_every_process_could_have(tmp_path: Path) -> None:
@@ -201,7 +221,6 @@ def test_models_that_cannot_be_divided_are_refused_by_name(family: str, stages: 
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"expert_counts": True}, "expert_counts and pipeline_parallel_size 2 are not possible together yet"),
         ({"pipeline_parallel_size": 0}, "pipeline_parallel_size is 0: it must be at least 1"),
         ({"pipeline_parallel_size": 8}, "pipeline_parallel_size is 8, and llama has 7 layers that keep"),
     ],

@@ -30,6 +30,11 @@ def place_experts(load: Sequence[float], ranks: int, redundant: int = 0) -> Plac
     return min((placed for placed in found if placed), key=lambda placed: max(rank_loads(placed, load)))
 
 
+def first_placement(experts: int, ranks: int, redundant: int) -> Placement:
+    """That of a start, when nothing is known of what each has to do."""
+    return place_experts([1.0] * experts, ranks, redundant)
+
+
 def kept_in_place(old: Placement, new: Placement) -> Placement:
     """`new`, with what a rank had before in the slots where it was."""
     arranged = []

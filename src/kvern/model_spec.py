@@ -200,6 +200,11 @@ class LayerSpec:
         return () if self.mixer is None else (self.mixer,)
 
     @property
+    def mixture(self) -> MoeSpec | None:
+        """Its experts, in the place of an MLP or beside one; None: it has none."""
+        return self.mlp if isinstance(self.mlp, MoeSpec) else self.experts
+
+    @property
     def cached(self) -> AttentionSpec | None:
         """What is kept of tokens in the KV cache, for itself and for layers that borrow it; None: nothing."""
         for mixer in self.mixers:

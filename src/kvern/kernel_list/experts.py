@@ -23,8 +23,7 @@ OTHER_TILES = range(1, len(TILES[16]))
 
 def moes(spec: ModelSpec) -> list[MoeSpec]:
     """The kinds of experts that a model has."""
-    parts = (part for layer in spec.layers for part in (layer.mlp, layer.experts))
-    return list(dict.fromkeys(part for part in parts if isinstance(part, MoeSpec)))
+    return list(dict.fromkeys(layer.mixture for layer in spec.layers if layer.mixture is not None))
 
 
 def width_of_rows(spec: ModelSpec, moe: MoeSpec) -> int:

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from kvern.device.ranks import Ranks, Share
-from kvern.expert_placement import Placement, place_experts
+from kvern.expert_placement import Placement, first_placement
 from kvern.layers.linear_method import Part
 from kvern.model_spec import MoeSpec
 
@@ -28,7 +28,7 @@ class ExpertShare:
         if spec.placed_over > 1:
             self.width = Share(range(spec.width), spec.width)
             self.slots = torch.empty(TURNS if spec.redundant else 1, spec.experts, dtype=torch.int32, device=device)
-            self.place(place_experts([1.0] * spec.experts, spec.placed_over, spec.redundant))
+            self.place(first_placement(spec.experts, spec.placed_over, spec.redundant))
         self.is_first = ranks.rank == 0 or self.placement is not None
         """Whether what is added once to an expert's products is added here."""
 

@@ -145,8 +145,7 @@ def _cut_experts(spec: ModelSpec, moe: MoeSpec, size: int, whole: WholeExperts |
 
 def _check_experts(spec: ModelSpec, size: int, whole: WholeExperts) -> None:
     """Raise ConfigError where there are none that so many ranks could have whole."""
-    parts = [part for layer in spec.layers for part in (layer.mlp, layer.experts)]
-    mixtures = [part for part in parts if isinstance(part, MoeSpec)]
+    mixtures = [layer.mixture for layer in spec.layers if layer.mixture is not None]
     if size == 1:
         raise ConfigError(
             "enable_expert_parallel is on, and tensor_parallel_size is 1: raise it to the ranks that experts are to be "

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol, TypeVar
 
 from kvern.adapters.peft import Adapter
 from kvern.cache.tier import KVTier
@@ -29,6 +29,8 @@ from kvern.worker.rank_processes import RANKS_DISAGREE, RankProcesses
 from kvern.worker.rank_tier import NotedTier
 from kvern.worker.rank_wire import (
     AddAdapter,
+    BeginCounting,
+    CountExperts,
     DropAdapter,
     ForgetSteps,
     Found,
@@ -38,6 +40,7 @@ from kvern.worker.rank_wire import (
     IsReady,
     LoadWeights,
     PlaceExperts,
+    RankMessage,
     RunStep,
     TakeMemory,
     UseIdleTime,
@@ -46,6 +49,8 @@ from kvern.worker.startup import Startup
 from kvern.worker.step_parts import StepParts
 from kvern.worker.tiered import Tier, make_tier, tiered
 from kvern.worker.worker import Worker
+
+Done = TypeVar("Done")
 
 
 class Executor(Protocol):
@@ -163,27 +168,39 @@ class RankedExecutor(InProcessExecutor):
         self._noted = self.tier = None if tier is None else NotedTier(tier, self._begin_all)
 
     def submit(self, output: SchedulerOutput) -> StepResult:
-        if self._error is None:
-            self._place_experts()
+        self._announce(output)
+        return super().submit(output)
+
+    def _announce(self, output: SchedulerOutput) -> None:
+        """Have the others run a step, before which experts may change their places."""
+        try:
+            if self._error is None and self._balance and (placements := self._balance.due(self.count_experts)):
+                self._on_all(PlaceExperts(placements), partial(self._worker.place_experts, placements))
+        except BaseException as error:
+            self._error = error
         if self._error is None:
             self._others.send(RunStep(output, [] if self._noted is None else self._noted.taken()))
-        return super().submit(output)
+
+    def _on_all(self, message: RankMessage, function: Callable[[], Done]) -> Done:
+        """What a function gives behind the steps so far, where the message has the others do the same."""
+        self._others.send(message)
+        self._begin_all()
+        try:
+            if self._error is not None:
+                raise self._error
+            return self._others.watched()(function)()
+        except BaseException as error:
+            raise self._others.give_up() from error
 
     def _begin_all(self) -> None:
         """Begin the steps that were submitted: they are begun."""
 
-    def count_experts(self) -> Callable[[], LayerCounts]:
-        """Nothing of stages, each of which knows those of its own layers."""
-        return super().count_experts() if self._ranks.stage.count == 1 else list
+    def begin_counting(self) -> None:
+        self._others.send(BeginCounting())
+        super().begin_counting()
 
-    def _place_experts(self) -> None:
-        if self._balance is None or not (placements := self._balance.due()):
-            return
-        self._others.send(PlaceExperts(placements))
-        try:
-            self._worker.place_experts(placements)
-        except BaseException as error:
-            self._error = error
+    def count_experts(self) -> Callable[[], LayerCounts]:
+        return self._others.watched()(self._on_all(CountExperts(), super().count_experts))
 
     def abandon(self) -> None:
         cause, self._error = self._error, self._others.give_up()
@@ -220,8 +237,7 @@ class StagedExecutor(RankedExecutor):
     """Of which some have not begun."""
 
     def submit(self, output: SchedulerOutput) -> StepResult:
-        if self._error is None:
-            self._others.send(RunStep(output, [] if self._noted is None else self._noted.taken()))
+        self._announce(output)
         dropped, self._dropped = self._dropped, ()
         step = _LaterStep(partial(self._begin, output, dropped))
         self._later = [*(other for other in self._later if not other.has_begun), step]
@@ -275,23 +291,13 @@ class OwnRowsExecutor(InProcessExecutor):
 
 def watched(execute: Callable[[SchedulerOutput], StepResult], others: RankProcesses) -> Callable[..., StepResult]:
     """`execute`, whose results count for nothing if one of the `others` has ended meanwhile."""
-
-    def execute_watched(output: SchedulerOutput) -> StepResult:
-        with others.watched():
-            return _WatchedStep(execute(output), others)
-
-    return execute_watched
+    return others.watched()(lambda output: _WatchedStep(others.watched()(execute(output).result)))
 
 
-class _WatchedStep:
+class _WatchedStep(NamedTuple):
     """A step of ranks, some of which may end."""
 
-    def __init__(self, step: StepResult, others: RankProcesses) -> None:
-        self._step, self._others = step, others
-
-    def result(self) -> ModelRunnerOutput:
-        with self._others.watched():
-            return self._step.result()
+    result: Callable[[], ModelRunnerOutput]
 
 
 class _LaterStep:
@@ -389,11 +395,6 @@ def _start_ranks(
     if ranks.own_rows is not None:
         return OwnRowsExecutor(worker, ranks.own_rows, others), layout
     make = StagedExecutor if len(layers) > 1 and device.type == "cpu" else RankedExecutor
-    return make(worker, others, ranks, tier, make_balance(config, worker)), layout
-
-
-def make_balance(config: EngineConfig, worker: Worker) -> ExpertBalance | None:
-    """What the options want experts to be placed anew by."""
-    if not config.rebalance_seconds:
-        return None
-    return ExpertBalance(worker.expert_counts.read, worker.expert_placements(), config.rebalance_seconds)
+    seconds = config.rebalance_seconds
+    balance = ExpertBalance(worker.expert_placements(), seconds) if seconds else None
+    return make(worker, others, ranks, tier, balance), layout

@@ -16,30 +16,29 @@ LEAST_GAIN = 0.05
 class ExpertBalance:
     """Looks every so many `seconds` at what experts have had since it looked last, then has a layer for each step.
 
-    `count` begins to read, as `ExpertCounts.read`; `placements` are those of the layers whose experts are placed.
+    `placements` are those of the layers whose experts are placed.
     """
 
     def __init__(
-        self,
-        count: Callable[[], Callable[[], LayerCounts]],
-        placements: Mapping[int, Placement],
-        seconds: float,
-        clock: Callable[[], float] = time.monotonic,
+        self, placements: Mapping[int, Placement], seconds: float, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self._count, self._placements, self._seconds, self._clock = count, dict(placements), seconds, clock
+        self._placements, self._seconds, self._clock = dict(placements), seconds, clock
         self._seen: LayerCounts = []
         self._loads: list[tuple[int, list[int]]] = []
         """Of layers that were looked at, and not yet decided."""
         self._next = clock() + seconds
 
-    def due(self) -> dict[int, Placement]:
-        """The layer whose experts are to be placed anew before the next step, which is taken for done; mostly none."""
+    def due(self, count: Callable[[], Callable[[], LayerCounts]]) -> dict[int, Placement]:
+        """The layer whose experts are to be placed anew before the next step, which is taken for done; mostly none.
+
+        `count` as `Executor.count_experts`.
+        """
         if not self._loads:
             now = self._clock()
             if now < self._next:
                 return {}
             self._next = now + self._seconds
-            self._look()
+            self._look(count())
         layer, load = self._loads.pop()
         old = self._placements[layer]
         new = kept_in_place(old, place_experts(load, len(old), sum(map(len, old)) - len(load)))
@@ -50,8 +49,8 @@ class ExpertBalance:
         self._placements[layer] = new
         return {layer: new}
 
-    def _look(self) -> None:
-        counts, seen = self._count()(), self._seen
+    def _look(self, read: Callable[[], LayerCounts]) -> None:
+        counts, seen = read(), self._seen
         self._seen = counts
         for layer in self._placements:
             earlier = seen[layer] if seen else [0] * len(counts[layer])

@@ -5,27 +5,37 @@ from itertools import islice
 
 import torch
 
+from kvern.device.stages import Stage
 from kvern.device.transfer import reader
 from kvern.layers.experts import Experts
+from kvern.model_spec import ModelSpec
 from kvern.models.decoder import Decoder, LanguageModel
 
 LayerCounts = list[list[int]]
 """For each layer the tokens of each of its experts; none of a layer without any."""
 
 
-def experts_of(model: LanguageModel) -> list[Experts | None]:
-    """Those of each layer that kvern computes."""
-    layers = model.layers if isinstance(model, Decoder) else ()
-    return [next((part for part in layer.modules() if isinstance(part, Experts)), None) for layer in layers]
+def experts_of(model: LanguageModel) -> dict[int, Experts]:
+    """Those that kvern computes here, by the places of their layers in the whole model."""
+    if not isinstance(model, Decoder):
+        return {}
+    layers = enumerate(model.layers, model.build.ranks.stage.first_layer)
+    return {place: part for place, layer in layers for part in layer.modules() if isinstance(part, Experts)}
 
 
 class ExpertCounts:
-    """Of all steps since `reset`; tokens that fill a batch up are counted as well."""
+    """Of all steps since `reset`; tokens that fill a batch up are counted as well.
 
-    def __init__(self, model: LanguageModel) -> None:
-        counts = [None if experts is None else experts.expert_counts for experts in experts_of(model)]
-        self._sizes = [0 if count is None else len(count) for count in counts]
-        self._counts = [count for count in counts if count is not None]
+    `model` has the layers of a `stage` of the `whole` model. All stages read between the same steps.
+    """
+
+    def __init__(self, model: LanguageModel, whole: ModelSpec, stage: Stage, device: torch.device) -> None:
+        mixtures = [layer.mixture for layer in whole.layers]
+        self._sizes = [0 if mixture is None else mixture.experts for mixture in mixtures]
+        self._counts = [experts.expert_counts for experts in experts_of(model).values()]
+        self._stage = stage
+        self._earlier = torch.empty(sum(self._sizes[: stage.first_layer]), dtype=torch.int64, device=device)
+        """Those of the stages before."""
 
     def reset(self) -> None:
         """What steps have counted so far was no request's."""
@@ -33,10 +43,19 @@ class ExpertCounts:
             count.zero_()
 
     def read(self) -> Callable[[], LayerCounts]:
-        """Begin to read; what is returned waits for the steps so far. All layers are empty if none has experts."""
-        if not self._counts:
+        """Begin to read; what is returned waits for the steps so far, and tells the last stage of all layers.
+
+        They are empty if none has experts.
+        """
+        if len(self._earlier):
+            self._stage.receive(self._earlier)
+        counts = torch.cat([self._earlier, *self._counts])
+        if not len(counts):
             return list
-        read = reader(torch.cat(self._counts))
+        if not self._stage.is_last:
+            self._stage.send(counts)
+            return list
+        read = reader(counts)
 
         def by_layer() -> LayerCounts:
             numbers = iter(read())

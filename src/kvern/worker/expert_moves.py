@@ -33,9 +33,9 @@ def moves_between(old: Placement, new: Placement) -> list[Move]:
     return found
 
 
-def check_moves(layers: list[Experts | None], ranks: Ranks) -> None:
+def check_moves(layers: Mapping[int, Experts], ranks: Ranks) -> None:
     """Raise ConfigError, on all ranks, where not all slots of a layer's experts store theirs alike."""
-    for experts in filter(None, layers):
+    for experts in layers.values():
         forms = {_form(experts.tensors_of(slot)) for slot in range(experts.slots)}
         own = crc32(forms.pop().encode()) if len(forms) == 1 and "" not in forms else -1
         found = ranks.beside(torch.tensor([[own]], device=experts.expert_counts.device))
@@ -50,11 +50,15 @@ def _form(tensors: list[torch.Tensor] | None) -> str:
     return "" if tensors is None else str([(tensor.shape, tensor.dtype) for tensor in tensors])
 
 
-def move_experts(layers: list[Experts | None], placements: Mapping[int, Placement], ranks: Ranks) -> None:
-    """Place the experts of some layers anew. A layer's weights are all read before any of them is overwritten."""
+def move_experts(layers: Mapping[int, Experts], placements: Mapping[int, Placement], ranks: Ranks) -> None:
+    """Place the experts of some layers anew, of those that are here.
+
+    A layer's weights are all read before any of them is overwritten.
+    """
     for layer, placement in placements.items():
-        experts = layers[layer]
-        assert experts is not None and experts.share.placement is not None
+        if (experts := layers.get(layer)) is None:
+            continue
+        assert experts.share.placement is not None
         came = []
         for move in moves_between(experts.share.placement, placement):
             takes = ranks.rank == move.target

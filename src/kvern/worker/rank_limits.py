@@ -30,7 +30,6 @@ def check_ranks(config: EngineConfig, folder: Path, spec: ModelSpec) -> None:
             "that in all, or use device cpu"
         )
     if config.pipeline_parallel_size > 1:
-        _check_options_of_stages(config)
         check_stages(spec, config.pipeline_parallel_size)
     if config.enable_dp_attention:
         _check_options_of_own_rows(config)
@@ -58,20 +57,6 @@ def _check_options_of_own_rows(config: EngineConfig) -> None:
             raise ConfigError(
                 f"{what} and enable_dp_attention are not possible together yet: {remedy}, or leave "
                 "enable_dp_attention off"
-            )
-
-
-def _check_options_of_stages(config: EngineConfig) -> None:
-    """Raise ConfigError for options that do not go with stages."""
-    refused = {
-        "rebalance_experts": (bool(config.rebalance_seconds), "leave rebalance_experts out"),
-        "expert_counts": (config.expert_counts, "leave expert_counts off"),
-    }
-    for what, (is_asked, remedy) in refused.items():
-        if is_asked:
-            raise ConfigError(
-                f"{what} and pipeline_parallel_size {config.pipeline_parallel_size} are not possible together yet: "
-                f"{remedy}, or leave pipeline_parallel_size at 1"
             )
 
 

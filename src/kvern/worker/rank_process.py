@@ -33,6 +33,8 @@ from kvern.worker.rank_limits import rank_of
 from kvern.worker.rank_tier import follow
 from kvern.worker.rank_wire import (
     AddAdapter,
+    BeginCounting,
+    CountExperts,
     DropAdapter,
     Failed,
     ForgetSteps,
@@ -142,6 +144,10 @@ def run_steps(socket: "zmq.Socket[bytes]", rank: Rank) -> None:
                 rank.ranks.meet(rank.worker.device)
             case PlaceExperts(placements):
                 rank.worker.place_experts(placements)
+            case BeginCounting():
+                rank.worker.expert_counts.reset()
+            case CountExperts():
+                rank.worker.expert_counts.read()
             case AddAdapter() as message:
                 rank.worker.add_adapter(message.key, message.adapter())
             case DropAdapter(key):

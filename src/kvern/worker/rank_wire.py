@@ -101,6 +101,14 @@ class PlaceExperts(RankMessage):
     placements: dict[int, Placement]
 
 
+class BeginCounting(RankMessage):
+    """`InProcessExecutor.begin_counting`."""
+
+
+class CountExperts(RankMessage):
+    """`Executor.count_experts`: stages hand on what they have counted, between the steps before and after it."""
+
+
 class AddAdapter(RankMessage):
     """An adapter for steps to load, whole: by part its rank and the bytes of both matrices of this dtype."""
 
@@ -171,6 +179,16 @@ def _bytes(matrix: torch.Tensor) -> bytearray:
 encode = msgspec.msgpack.Encoder().encode
 decode_start = msgspec.msgpack.Decoder(StartRank).decode
 decode_for_rank = msgspec.msgpack.Decoder(
-    LoadWeights | TakeMemory | RunStep | TakeTurn | ForgetSteps | UseIdleTime | PlaceExperts | AddAdapter | DropAdapter
+    LoadWeights
+    | TakeMemory
+    | RunStep
+    | TakeTurn
+    | ForgetSteps
+    | UseIdleTime
+    | PlaceExperts
+    | BeginCounting
+    | CountExperts
+    | AddAdapter
+    | DropAdapter
 ).decode
 decode_for_first = msgspec.msgpack.Decoder(IsHere | HasFiles | Found | HasRoom | IsReady | TurnTaken | Failed).decode

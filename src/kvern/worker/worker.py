@@ -20,7 +20,7 @@ from kvern.cpu.host_memory import processes_here
 from kvern.device.measurements import Measurements
 from kvern.device.ranks import ALONE, Ranks
 from kvern.errors import ConfigError, InvalidAdapter
-from kvern.expert_placement import Placement
+from kvern.expert_placement import Placement, first_placement
 from kvern.layers.linear_format import LinearMethods
 from kvern.layers.unquantized import Unquantized
 from kvern.model_spec import ModelSpec
@@ -99,8 +99,8 @@ class Worker:
         self._config, self._folder, self.device = config, folder, device
         self._whole_experts = whole_experts(config)
         own_rows, self._whole = ranks.own_rows is not None, spec
-        shared = share_of(spec, ranks.sharing_experts, self._whole_experts, own_rows=own_rows)
-        self._spec = part_of_stage(shared, ranks.stage)
+        self._shared = share_of(spec, ranks.sharing_experts, self._whole_experts, own_rows=own_rows)
+        self._spec = part_of_stage(self._shared, ranks.stage)
         self._startup = startup
         processes = processes_here(ranks.processes * config.data_parallel_size)
         self._memory = DeviceMemory(device, config.gpu_memory_share, processes)
@@ -318,10 +318,12 @@ class Worker:
             check_moves(experts_of(self._contents.decoder), self._ranks)
 
     def expert_placements(self) -> dict[int, Placement]:
-        """Of the layers whose experts are placed whole."""
-        layers = enumerate(experts_of(self._contents.decoder))
-        shares = {layer: experts.share for layer, experts in layers if experts is not None}
-        return {layer: share.placement for layer, share in shares.items() if share.placement is not None}
+        """Of all layers of the model whose experts are placed whole, before any of them change their places."""
+        return {
+            place: first_placement(moe.experts, moe.placed_over, moe.redundant)
+            for place, moe in enumerate(layer.mixture for layer in self._shared.layers)
+            if moe is not None and moe.placed_over > 1
+        }
 
     def place_experts(self, placements: Mapping[int, Placement]) -> None:
         """Place the experts of these layers anew, between the same steps on all ranks."""
@@ -329,8 +331,8 @@ class Worker:
 
     @cached_property
     def expert_counts(self) -> ExpertCounts:
-        """Of the model's experts, once it is loaded."""
-        return ExpertCounts(self._contents.decoder)
+        """Of the model's experts, once this stage's are loaded."""
+        return ExpertCounts(self._contents.decoder, self._whole, self._ranks.stage, self.device)
 
     def prepare(self, grammar: str) -> "Future[None] | None":
         """Begin to make what following this grammar needs, in a thread; None: it is there."""
