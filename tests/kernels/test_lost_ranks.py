@@ -68,6 +68,10 @@ def test_a_gpu_that_waits_for_another_rank_is_freed(way: str) -> None:
     device, ranks = torch.device("cuda", 0), Ranks(0, 3)
     ranks.lost = ranks.lost.pin_memory()
     release = Release(ranks, device, ranks)
+    ranks.release()
+    wait(way, ranks.lost, device, torch.zeros(1))  # a kernel that is loaded later waits for the device
+    torch.cuda.synchronize()
+    ranks.lost.zero_()
     wait(way, ranks.lost, device, torch.zeros(1))
     assert not torch.cuda.default_stream().query(), "it waits"
     release.finish()
