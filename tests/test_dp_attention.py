@@ -15,17 +15,19 @@ import torch
 from kvern import LLM, EngineConfig, SamplingParams
 from kvern.device.own_rows import rank_of_own_rows
 from kvern.engine.engine import Engine
+from kvern.engine.factory import make_scheduler
 from kvern.errors import ConfigError, EngineDied
 from kvern.model_spec import MoeSpec
 from kvern.models.loader import load_model
 from kvern.models.registry import spec_from_config
 from kvern.models.share import WholeExperts, share_of
 from kvern.outputs import RequestOutput
+from kvern.worker.plan import Layout
 from kvern.worker.rank_limits import check_ranks
 from tests.families import make_checkpoint, make_config, similar_prompts
 from tests.served import children_of, command_of, eventually, serving
 from tests.test_model_parity import logits
-from tests.test_rank_engines import ASKED
+from tests.test_rank_engines import ASKED, packages  # noqa: F401 (a fixture)
 from tests.tiny_model import make_tiny_model
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
@@ -45,6 +47,8 @@ OPTIONS: dict[str, Any] = {
     "kv_cache_tokens": 140,  # requests are preempted
 }
 RANKS: dict[str, Any] = {"tensor_parallel_size": 2, "enable_expert_parallel": True, "enable_dp_attention": True}
+ALL: dict[str, Any] = {"kv_tier": "host memory"}
+"""Options that go with it."""
 SPEC = spec_from_config(make_config("qwen3_moe").to_dict())
 ALIKE = {name: params for name, params in ASKED.items() if name != "processors"}
 
@@ -126,8 +130,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def ranked(folder: Path) -> Iterator[LLM]:
-    with LLM(str(folder), **OPTIONS | RANKS) as llm:
+def ranked(folder: Path, packages: None) -> Iterator[LLM]:  # noqa: F811
+    with LLM(str(folder), **OPTIONS | RANKS | ALL) as llm:
         yield llm
 
 
@@ -163,6 +167,26 @@ def test_a_prompt_goes_where_it_is_cached_and_others_where_less_is_to_be_done(ra
     ranked.generate(prompts, params)
     again = [ranked.generate([[*prompt, 5]], params)[0] for prompt in prompts for _ in range(2)]
     assert [output.cached_tokens >= 64 for output in again] == [True] * 4
+
+
+def test_blocks_come_back_from_a_tier_of_each_rank(ranked: LLM) -> None:
+    prompts = [list(range(first, first + 100)) for first in range(20, 150, 25)]  # a rank has room for one of its three
+    params = SamplingParams(max_tokens=8, temperature=0.9, seed=3, ignore_eos=True)
+    expected = [ranked.generate([prompt], params)[0] for prompt in prompts]
+    found = [ranked.generate([prompt], params)[0] for prompt in prompts]
+    assert [output.cached_tokens >= 96 for output in found] == [True] * len(prompts)
+    assert [output.outputs[0].token_ids for output in found] == [output.outputs[0].token_ids for output in expected]
+
+
+def test_a_tier_knows_blocks_of_own_rows_as_those_of_one_process(folder: Path) -> None:
+    """They are whole, unlike those of ranks that share heads."""
+    layout = Layout(128, 8, 4, 64, "float32", 6, 24, 1, {}, "cpu", ())
+    configs = [
+        EngineConfig(model=str(folder), **options) for options in ({}, RANKS, RANKS | {"enable_dp_attention": False})
+    ]
+    alone, own, shared = (make_scheduler(config, folder, layout, None).cache.tree.root_key(b"") for config in configs)
+    assert alone == own
+    assert shared != own
 
 
 def test_answers_that_are_given_up_leave_the_others_as_they_are(folder: Path, alone: LLM, ranked: LLM) -> None:
@@ -231,7 +255,6 @@ def test_streams_go_on_when_a_rank_ends(folder: Path, alone: LLM) -> None:
         ),
         ({"pipeline_parallel_size": 2}, "pipeline_parallel_size 2 and enable_dp_attention are not possible together"),
         ({"max_adapters": 1}, "adapters and enable_dp_attention"),
-        ({"kv_tier": "cpu"}, "kv_tier cpu and enable_dp_attention"),
         ({"proposer": "ngram"}, "proposer ngram and enable_dp_attention"),
         ({"draft_model": "mtp"}, "draft_model mtp and enable_dp_attention"),
         ({"target_itl": "20ms"}, "target_itl and enable_dp_attention"),

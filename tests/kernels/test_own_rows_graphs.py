@@ -168,7 +168,7 @@ def run_rank(folder: Path, rank: int, turn: threading.Lock, asked: Asked) -> tup
         places = layout.block_size, 10, None, None
         runner._prompt_graphs = RecordedPrompts(runner._decoder, runner._attention, runner._rows, *places)
         runner._graphs.replayed, runner._prompt_graphs.replayed = [], []
-        executor = OwnRowsExecutor(worker, own_rows)
+        executor = OwnRowsExecutor(worker, own_rows, None, None)
         while runner.idle():
             pass
         core = make_home_core(config, folder, layout, executor)

@@ -109,7 +109,7 @@ def make_homes(
 
 def make_home_core(config: EngineConfig, folder: Path, layout: Layout, executor: OwnRowsExecutor) -> EngineCore:
     """The core of one rank with requests of its own."""
-    scheduler = make_scheduler(config, folder, layout, None)
+    scheduler = make_scheduler(config, folder, layout, executor.tier)
     tokenizer = functools.cache(functools.partial(Tokenizer, folder))
     return EngineCore(scheduler, executor, layout.depth, tokenizer, prepares=True)
 
@@ -132,7 +132,7 @@ def make_scheduler(config: EngineConfig, folder: Path, layout: Layout, tier: KVT
         config.pipeline_parallel_size,
     )
     what = config.load_format, config.dtype, layout.dtype, layout.block_size
-    share = f"{config.tensor_parallel_size} ranks" if config.tensor_parallel_size > 1 else None
+    share = f"{config.tensor_parallel_size} ranks" if config.tensor_parallel_size > config.homes else None
     stages = f"{config.pipeline_parallel_size} stages" if config.pipeline_parallel_size > 1 else None
     identity = model_identity(folder, *what, *filter(None, [layout.scales, share, stages]))
     window = None

@@ -264,11 +264,12 @@ class OwnRowsExecutor(InProcessExecutor):
     In a turn the rank starts a step or none, then it ends the turn. If a step fails, no other can run.
     """
 
-    def __init__(self, worker: Worker, own_rows: OwnRows, others: RankProcesses | None = None) -> None:
-        """`others`: those behind the first, which this one is; None: it is one of them."""
-        super().__init__(worker)
+    def __init__(self, worker: Worker, own_rows: OwnRows, others: RankProcesses | None, tier: Tier | None) -> None:
+        """`others`: those behind the first, which this one is; None: it is one of them. `tier`: of its own blocks."""
+        super().__init__(worker, tier)
         self.others, self._own_rows, self._has_started = others, own_rows, False
-        self._execute = self._start if others is None else watched(self._start, others)
+        execute = tiered(self._start, tier, worker.runner)
+        self._execute = execute if others is None else watched(execute, others)
 
     def _start(self, output: SchedulerOutput) -> StepResult:
         self._has_started = True
@@ -393,8 +394,7 @@ def _start_ranks(
         others.end()
         raise
     if ranks.own_rows is not None:
-        return OwnRowsExecutor(worker, ranks.own_rows, others), layout
+        return OwnRowsExecutor(worker, ranks.own_rows, others, tier), layout
     make = StagedExecutor if len(layers) > 1 and device.type == "cpu" else RankedExecutor
-    seconds = config.rebalance_seconds
-    balance = ExpertBalance(worker.expert_placements(), seconds) if seconds else None
+    balance = ExpertBalance(worker.expert_placements(), config.rebalance_seconds) if config.rebalance_seconds else None
     return make(worker, others, ranks, tier, balance), layout
