@@ -34,6 +34,7 @@ from kvern.worker.startup import Startup
 from kvern.worker.worker import Worker
 from tests.families import make_checkpoint
 from tests.kernels.test_device_engine import OPTIONS
+from tests.speculation import AnyLength, Remembered
 
 pytestmark = [
     pytest.mark.usefixtures("few_products"),
@@ -93,14 +94,16 @@ def repeated(step: Any, *_: Any) -> tuple[Repeated, DecodedStep]:
 
 
 class Recorded(DecodeGraphs):
-    """Notes how large the graphs are that it replays, and for how many requests."""
+    """Notes how large the graphs are that it replays, for how many requests, and if rows have drafts in flight."""
 
     replayed: list[tuple[int, int]]
+    uncertain = 0
 
     def _replay(self, slots: list[int], *given: Any) -> DecodeGraph:
         graph = super()._replay(slots, *given)
         outputs = DecodedStep(*(output.clone() for output in graph.outputs))  # of a GPU they are copied sooner
         self.replayed.append((len(outputs.sampled), len(slots)))
+        self.uncertain += given[3] is not None
         return dataclasses.replace(graph, outputs=outputs)
 
 
@@ -117,7 +120,9 @@ class RecordedPrompts(PromptGraphs):
 
     def run(self, scheduled: Any, room: Any) -> Any:
         replayed = super().run(scheduled, room)
-        assert replayed is not None, "there is one for each step"
+        if replayed is None:
+            assert room is None, "there is one for each step that can be one"
+            return None
         decodes = sum(item.count == 1 for item in scheduled)
         self.replayed.append((decodes, sum(item.count for item in scheduled) - decodes))
         graph, count = replayed
@@ -149,8 +154,13 @@ Replayed = list[tuple[int, int]]
 GREEDY = ResolvedParams(temperature=0.0)
 
 
-def run_rank(folder: Path, rank: int, turn: threading.Lock, asked: Asked) -> tuple[Answers, Replayed, Replayed]:
-    """The answers of a rank's own requests, and what it has replayed: of decodes, and with prompts."""
+def run_rank(
+    folder: Path, rank: int, turn: threading.Lock, asked: Asked, texts: Sequence[list[int]] = ()
+) -> tuple[Answers, Replayed, Replayed]:
+    """The answers of a rank's own requests, and what it has replayed: of decodes, and with prompts.
+
+    `texts`: that it guesses answers to be.
+    """
     options = {"tensor_parallel_size": 2, "enable_expert_parallel": True, "enable_dp_attention": True, "device": "cpu"}
     config = EngineConfig(model=str(folder), max_batch_tokens=6, **OPTIONS | options)
     own_rows = OwnRows(Baton(rank, 2, turn))
@@ -171,24 +181,33 @@ def run_rank(folder: Path, rank: int, turn: threading.Lock, asked: Asked) -> tup
         executor = OwnRowsExecutor(worker, own_rows, None, None)
         while runner.idle():
             pass
-        core = make_home_core(config, folder, layout, executor)
+        core = make_home_core(config, folder, spec, layout, executor)
+        if texts:
+            core.drafting = AnyLength(Remembered(texts), spec.vocab_size)
         answers: Answers = {}
         for number in range(2 * LATE):
             for event in take_turn(core, executor, TakeTurn([(added, []) for added in asked.get(number, [])])):
                 answers.setdefault(event.request_id, []).extend(event.token_ids)
         assert not core.has_work
+        verified = sum(core.statistics().drafts_by_position)
+        assert bool(verified) == bool(runner._graphs.uncertain) == bool(texts), "rows go on in graphs behind drafts"
     return answers, runner._graphs.replayed, runner._prompt_graphs.replayed
 
 
-def run_ranks(folder: Path, asked: Sequence[Asked]) -> list[tuple[Answers, Replayed, Replayed]]:
-    """As `run_rank`, of each rank."""
+def run_ranks(
+    folder: Path, asked: Sequence[Asked], texts: Sequence[list[int]] = ()
+) -> list[tuple[Answers, Replayed, Replayed]]:
+    """As `run_rank`, of each rank, of which the first has `texts`."""
     turn = threading.Lock()
     with ThreadPoolExecutor(len(asked)) as threads:
-        return list(threads.map(lambda rank: run_rank(folder, rank, turn, asked[rank]), range(len(asked))))
+        known = [texts, *[()] * (len(asked) - 1)]
+        return list(threads.map(lambda rank: run_rank(folder, rank, turn, asked[rank], known[rank]), range(len(asked))))
 
 
 @pytest.mark.nightly
-def test_ranks_replay_steps_of_one_size_together(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("drafts", [False, True], ids=["plain", "drafts"])
+def test_ranks_replay_steps_of_one_size_together(folder: Path, monkeypatch: pytest.MonkeyPatch, drafts: bool) -> None:
+    """With drafts some steps are none: all ranks launch kernels together."""
     alone = LLM(str(folder), device="cpu", **OPTIONS)
     prompts = [prompt for own in PROMPTS for prompt in own]
     lengths = [TOKENS + number for own in PROMPTS for number in range(len(own))]
@@ -201,10 +220,14 @@ def test_ranks_replay_steps_of_one_size_together(folder: Path, monkeypatch: pyte
         ]
         for rank, own in enumerate(PROMPTS)
     ]
-    monkeypatch.setattr(kvern.worker.device_runner, "build_device_batch", None)  # no step is launched by kernels
-    first, second = run_ranks(folder, [{0: own[:3], LATE: own[3:]} for own in specs])
+    texts = [prompt + answer for prompt, answer in zip(prompts, expected, strict=True)] if drafts else []
+    if not drafts:
+        monkeypatch.setattr(kvern.worker.device_runner, "build_device_batch", None)  # no step is launched by kernels
+    first, second = run_ranks(folder, [{0: own[:3], LATE: own[3:]} for own in specs], texts)
     assert [*first[0].values(), *second[0].values()] == expected
     assert [size for size, _ in first[1]] == [size for size, _ in second[1]]
+    if drafts:
+        return
     counts = {count for _, count in second[1]}
     assert {0, 1} <= counts, "the other has fewer rows, in some steps none"
     prompts_of_one = {(own[1] > 0, other) for own, other in zip(first[2], second[2], strict=True)}

@@ -73,15 +73,9 @@ def build_core(
     executor, layout = start(config, folder, spec, startup, draft, lost)
     if isinstance(executor, OwnRowsExecutor):
         executor.begin_counting()
-        return make_homes(config, folder, layout, executor, note), spec, layout
+        return make_homes(config, folder, spec, layout, executor, note), spec, layout
     scheduler = make_scheduler(config, folder, layout, executor.tier)
-    drafting = None
-    if config.speculation != "off":
-        proposer = None if config.proposer is None else PROPOSERS.find(config.proposer)(config, spec)
-        device = layout.device if proposer is None and draft is not None else None
-        drafting = Drafting(
-            proposer, spec.vocab_size, device=device, most=layout.most_drafts, catches_up=layout.catches_up
-        )
+    drafting = make_drafting(config, spec, layout, draft)
     tokenizer = functools.cache(functools.partial(Tokenizer, folder))
     with startup.stage("graphs"):
         use_idle_time(executor, GRAPH_SECONDS if prepares else math.inf)
@@ -95,6 +89,7 @@ def build_core(
 def make_homes(
     config: EngineConfig,
     folder: Path,
+    spec: ModelSpec,
     layout: Layout,
     executor: OwnRowsExecutor,
     note: Callable[[list[str]], None] | None,
@@ -103,15 +98,27 @@ def make_homes(
     assert executor.others is not None
     cached = layout.cached_tokens if config.prefix_cache else 0
     homes = [Home(layout.max_batch_requests, cached) for _ in range(config.homes)]
-    core = make_home_core(config, folder, layout, executor)
+    core = make_home_core(config, folder, spec, layout, executor)
     return HomedCores(core, executor, executor.others, homes, config.rank_timeout, note)
 
 
-def make_home_core(config: EngineConfig, folder: Path, layout: Layout, executor: OwnRowsExecutor) -> EngineCore:
+def make_home_core(
+    config: EngineConfig, folder: Path, spec: ModelSpec, layout: Layout, executor: OwnRowsExecutor
+) -> EngineCore:
     """The core of one rank with requests of its own."""
     scheduler = make_scheduler(config, folder, layout, executor.tier)
     tokenizer = functools.cache(functools.partial(Tokenizer, folder))
-    return EngineCore(scheduler, executor, layout.depth, tokenizer, prepares=True)
+    drafting = make_drafting(config, spec, layout, None)
+    return EngineCore(scheduler, executor, layout.depth, tokenizer, prepares=True, drafting=drafting)
+
+
+def make_drafting(config: EngineConfig, spec: ModelSpec, layout: Layout, draft: Path | None) -> Drafting | None:
+    """What has a proposer guess, or what is in the folder `draft`, and answers that clients predicted be verified."""
+    if config.speculation == "off":
+        return None
+    proposer = None if config.proposer is None else PROPOSERS.find(config.proposer)(config, spec)
+    device = layout.device if proposer is None and draft is not None else None
+    return Drafting(proposer, spec.vocab_size, device=device, most=layout.most_drafts, catches_up=layout.catches_up)
 
 
 def use_idle_time(executor: Executor, seconds: float) -> None:

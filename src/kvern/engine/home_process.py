@@ -20,7 +20,7 @@ def run_turns(socket: "zmq.Socket[bytes]", rank: Rank) -> None:
     """Take turns without end. Raises what a step raised: then the ranks do not agree any more."""
     assert rank.ranks.own_rows is not None
     executor = OwnRowsExecutor(rank.worker, rank.ranks.own_rows, None, rank.tier)
-    core = make_home_core(rank.config, rank.folder, rank.layout, executor)
+    core = make_home_core(rank.config, rank.folder, rank.spec, rank.layout, executor)
     while True:
         message = decode_for_rank(socket.recv())
         assert isinstance(message, TakeTurn)

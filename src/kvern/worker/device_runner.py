@@ -139,14 +139,15 @@ class DeviceRunner:
         elif prompt_graphs is None or room is None or room.is_plain or prompt_graphs.run([], room) is None:
             self._decoder.assist()
 
-    def room(self, output: SchedulerOutput) -> PromptStep | None:
-        """Decodes, and tokens of prompts, that a captured step which does this needs room for; None: there is none."""
+    def room(self, output: SchedulerOutput) -> tuple[int, int, bool] | None:
+        """As a `Runner` says: graphs of decodes alone learn on the device where rows with drafts in flight begin."""
         coming = {fork.slot: self._rows.request(fork.source) for fork in output.forked}  # rows fork, then others join
         coming |= {request.slot: request for request in output.joined}
-        return room_of(self._prompt_graphs, output.scheduled, lambda slot: coming.get(slot) or self._rows.request(slot))
+        room = room_of(self._prompt_graphs, output.scheduled, lambda slot: coming.get(slot) or self._rows.request(slot))
+        return None if room is None else (*room, any(item.uncertain for item in output.scheduled))
 
     def _room_of_all(self, scheduled: Sequence[ScheduledTokens]) -> PromptStep | None:
-        """As `room`, of rows that have joined; of ranks with rows of their own, what they agreed on."""
+        """What a graph needs room for, of rows that have joined; of ranks with own rows, what they agreed on."""
         if (own_rows := self._ranks.own_rows) is None:
             return room_of(self._prompt_graphs, scheduled, self._rows.request)
         return None if own_rows.room is None else PromptStep(*own_rows.room)

@@ -278,7 +278,7 @@ class OwnRowsExecutor(InProcessExecutor):
 
     def end_turn(self) -> None:
         """Take part in the others' step, if this rank has not started its own part of it."""
-        if not self._has_started and self._own_rows.agree(0, (0, 0)):
+        if not self._has_started and self._own_rows.agree(0, (0, 0, False)):
             self._worker.runner.assist()
         self._has_started = False
 
