@@ -25,13 +25,17 @@ from kvern.outputs import RequestOutput
 from kvern.worker.plan import Layout
 from kvern.worker.rank_limits import check_ranks
 from tests.families import make_checkpoint, make_config, similar_prompts
+from tests.peft_adapters import ATTENTION, make_adapter
 from tests.served import children_of, command_of, eventually, serving
 from tests.speculation import AnyLength, Remembered
 from tests.test_model_parity import logits
 from tests.test_rank_engines import ASKED, packages  # noqa: F401 (a fixture)
 from tests.tiny_model import make_tiny_model
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+pytestmark = [
+    pytest.mark.skipif(sys.platform != "linux", reason="reads /proc"),
+    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning"),  # within PEFT
+]
 SECONDS = 60.0
 CPU = torch.device("cpu")
 RANK = "kvern.engine.home_process"
@@ -142,23 +146,31 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def ranked(folder: Path, packages: None) -> Iterator[LLM]:  # noqa: F811
-    with LLM(str(folder), **OPTIONS | RANKS | ALL) as llm:
+def adapters(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    made = tmp_path_factory.mktemp("adapters")
+    names = enumerate(("one", "two"))
+    return {name: str(make_adapter(folder, made / name, seed, target_modules=ATTENTION)) for seed, name in names}
+
+
+@pytest.fixture(scope="module")
+def ranked(folder: Path, adapters: dict[str, str], packages: None) -> Iterator[LLM]:  # noqa: F811
+    with LLM(str(folder), **OPTIONS | RANKS | ALL, adapters=adapters) as llm:
         engine: Any = llm._engine
         engine.core._core.drafting = AnyLength(Remembered(TEXTS), engine.inputs.vocab_size)  # the other's is its own
         yield llm
 
 
 @pytest.fixture(scope="module")
-def alone(folder: Path) -> Iterator[LLM]:
-    with LLM(str(folder), **OPTIONS) as llm:
+def alone(folder: Path, adapters: dict[str, str]) -> Iterator[LLM]:
+    with LLM(str(folder), **OPTIONS, adapters=adapters) as llm:
         yield llm
 
 
 def answers(llm: LLM) -> list[RequestOutput]:
     """All in one batch, twice: the second time prompts come out of the prefix cache."""
     prompts = [similar_prompts(280)[number % 6] for number in range(len(ALIKE))]
-    return [output for _ in range(2) for output in llm.generate(prompts, list(ALIKE.values()))]
+    adapters = [(None, None, "one", "two", None)[number % 5] for number in range(len(ALIKE))]
+    return [output for _ in range(2) for output in llm.generate(prompts, list(ALIKE.values()), adapter=adapters)]
 
 
 def test_requests_at_home_answer_as_in_one_process(alone: LLM, ranked: LLM) -> None:
@@ -187,12 +199,11 @@ def test_a_prompt_goes_where_it_is_cached_and_others_where_less_is_to_be_done(ra
 
 
 def test_blocks_come_back_from_a_tier_of_each_rank(ranked: LLM) -> None:
-    prompts = [list(range(first, first + 100)) for first in range(20, 150, 25)]  # a rank has room for one of its three
+    prompts = [list(range(first, first + 100)) for first in range(20, 150, 25)]  # a rank has room for one
     params = SamplingParams(max_tokens=8, temperature=0.9, seed=3, ignore_eos=True)
-    expected = [ranked.generate([prompt], params)[0] for prompt in prompts]
-    found = [ranked.generate([prompt], params)[0] for prompt in prompts]
-    assert [output.cached_tokens >= 96 for output in found] == [True] * len(prompts)
-    assert [output.outputs[0].token_ids for output in found] == [output.outputs[0].token_ids for output in expected]
+    first, *_, last = ([ranked.generate([prompt], params)[0] for prompt in prompts] for _ in range(4))
+    assert [output.cached_tokens >= 96 for output in last] == [True] * len(prompts)
+    assert [output.outputs[0].token_ids for output in last] == [output.outputs[0].token_ids for output in first]
 
 
 def test_a_tier_knows_blocks_of_own_rows_as_those_of_one_process(folder: Path) -> None:
@@ -204,6 +215,36 @@ def test_a_tier_knows_blocks_of_own_rows_as_those_of_one_process(folder: Path) -
     alone, own, shared = (make_scheduler(config, folder, layout, None).cache.tree.root_key(b"") for config in configs)
     assert alone == own
     assert shared != own
+
+
+def test_adapters_come_and_go_at_all_ranks(folder: Path, alone: LLM, ranked: LLM, tmp_path: Path) -> None:
+    params = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
+    prompts = [[number, 7, 9] for number in range(20, 24)]  # two at each rank
+    for seed in range(5, 8):  # each goes before the next comes
+        path, found = str(make_adapter(folder, tmp_path / str(seed), seed, target_modules=ATTENTION)), []
+        for llm in (alone, ranked):
+            llm.load_adapter("late", path)
+            engine = llm._engine
+            assert isinstance(engine, Engine)
+            outputs = [engine.add(f"{seed}-{prompt[0]}", prompt, params, adapter="late") for prompt in prompts]
+            llm.unload_adapter("late")  # those that wait have it still
+            while engine.has_work:
+                engine.step()
+            found.append([output.outputs[0].token_ids for output in outputs])
+        assert found[0] == found[1]
+        assert found[1] != [output.outputs[0].token_ids for output in alone.generate(prompts, params)]
+
+
+@pytest.mark.nightly
+def test_adapters_change_shared_experts(tmp_path: Path) -> None:
+    folder = make_checkpoint("qwen2_moe", make_tiny_model(tmp_path), vocab_size=288)
+    adapters = {"one": str(make_adapter(folder, tmp_path / "one", 1))}
+    params, found = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True), []
+    for options in ({}, RANKS):
+        with LLM(str(folder), **OPTIONS | options, adapters=adapters) as llm:
+            outputs = llm.generate(similar_prompts(280), params, adapter=["one", None] * 3)
+            found.append([output.outputs[0].token_ids for output in outputs])
+    assert found[0] == found[1]
 
 
 def test_answers_that_are_given_up_leave_the_others_as_they_are(folder: Path, alone: LLM, ranked: LLM) -> None:
@@ -271,7 +312,6 @@ def test_streams_go_on_when_a_rank_ends(folder: Path, alone: LLM) -> None:
             "engines beside each other share no experts; .* give tensor_parallel_size 2 and enable_dp_attention",
         ),
         ({"pipeline_parallel_size": 2}, "pipeline_parallel_size 2 and enable_dp_attention are not possible together"),
-        ({"max_adapters": 1}, "adapters and enable_dp_attention"),
         ({"draft_model": "mtp"}, "draft_model mtp and enable_dp_attention"),
         ({"target_itl": "20ms"}, "target_itl and enable_dp_attention"),
         ({"rebalance_experts": "60s"}, "rebalance_experts and enable_dp_attention"),

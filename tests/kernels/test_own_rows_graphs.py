@@ -34,11 +34,13 @@ from kvern.worker.startup import Startup
 from kvern.worker.worker import Worker
 from tests.families import make_checkpoint
 from tests.kernels.test_device_engine import OPTIONS
+from tests.peft_adapters import ATTENTION, make_adapter
 from tests.speculation import AnyLength, Remembered
 
 pytestmark = [
     pytest.mark.usefixtures("few_products"),
     pytest.mark.skipif(torch.cuda.is_available(), reason="no graphs"),
+    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning"),  # within PEFT
 ]
 SECONDS = 120.0
 TOKENS = 4
@@ -155,14 +157,14 @@ GREEDY = ResolvedParams(temperature=0.0)
 
 
 def run_rank(
-    folder: Path, rank: int, turn: threading.Lock, asked: Asked, texts: Sequence[list[int]] = ()
+    folder: Path, rank: int, turn: threading.Lock, asked: Asked, texts: Sequence[list[int]], adapter: Path | None
 ) -> tuple[Answers, Replayed, Replayed]:
     """The answers of a rank's own requests, and what it has replayed: of decodes, and with prompts.
 
-    `texts`: that it guesses answers to be.
+    `texts`: that it guesses answers to be. `adapter`: that requests may use as number 1.
     """
     options = {"tensor_parallel_size": 2, "enable_expert_parallel": True, "enable_dp_attention": True, "device": "cpu"}
-    config = EngineConfig(model=str(folder), max_batch_tokens=6, **OPTIONS | options)
+    config = EngineConfig(model=str(folder), max_batch_tokens=6, max_adapters=adapter and 1, **OPTIONS | options)
     own_rows = OwnRows(Baton(rank, 2, turn))
     ranks = Ranks(own_rows=own_rows)
     with turn:
@@ -174,7 +176,8 @@ def run_rank(
         worker.build(layout)
         runner: Any = worker.runner
         assert isinstance(runner, DeviceRunner)
-        runner._graphs = Recorded(runner._decoder, runner._attention, runner._rows, layout.block_size, 0)
+        bank = runner._adapters and runner._adapters.bank
+        runner._graphs = Recorded(runner._decoder, runner._attention, runner._rows, layout.block_size, 0, bank)
         places = layout.block_size, 10, None, None
         runner._prompt_graphs = RecordedPrompts(runner._decoder, runner._attention, runner._rows, *places)
         runner._graphs.replayed, runner._prompt_graphs.replayed = [], []
@@ -182,6 +185,8 @@ def run_rank(
         while runner.idle():
             pass
         core = make_home_core(config, folder, spec, layout, executor)
+        if adapter is not None:
+            core.add_adapter(1, core.read_adapter(str(adapter)))
         if texts:
             core.drafting = AnyLength(Remembered(texts), spec.vocab_size)
         answers: Answers = {}
@@ -195,38 +200,44 @@ def run_rank(
 
 
 def run_ranks(
-    folder: Path, asked: Sequence[Asked], texts: Sequence[list[int]] = ()
+    folder: Path, asked: Sequence[Asked], texts: Sequence[list[int]] = (), adapter: Path | None = None
 ) -> list[tuple[Answers, Replayed, Replayed]]:
     """As `run_rank`, of each rank, of which the first has `texts`."""
     turn = threading.Lock()
     with ThreadPoolExecutor(len(asked)) as threads:
-        known = [texts, *[()] * (len(asked) - 1)]
-        return list(threads.map(lambda rank: run_rank(folder, rank, turn, asked[rank], known[rank]), range(len(asked))))
+        ranks = [(rank, turn, own, () if rank else texts, adapter) for rank, own in enumerate(asked)]
+        return list(threads.map(lambda given: run_rank(folder, *given), ranks))
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("drafts", [False, True], ids=["plain", "drafts"])
-def test_ranks_replay_steps_of_one_size_together(folder: Path, monkeypatch: pytest.MonkeyPatch, drafts: bool) -> None:
-    """With drafts some steps are none: all ranks launch kernels together."""
-    alone = LLM(str(folder), device="cpu", **OPTIONS)
+@pytest.mark.parametrize("beside", ["nothing", "drafts", "adapter"])
+def test_ranks_replay_steps_of_one_size_together(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, beside: str
+) -> None:
+    """With drafts, or an adapter, of the first rank some steps are none: all ranks launch kernels together."""
+    adapter = make_adapter(folder, tmp_path / "adapter", 1, target_modules=ATTENTION) if beside == "adapter" else None
+    alone = LLM(str(folder), device="cpu", **OPTIONS, adapters={} if adapter is None else {"one": str(adapter)})
     prompts = [prompt for own in PROMPTS for prompt in own]
     lengths = [TOKENS + number for own in PROMPTS for number in range(len(own))]
     params = [SamplingParams(temperature=0, max_tokens=length, ignore_eos=True) for length in lengths]
-    expected = [output.outputs[0].token_ids for output in alone.generate(prompts, params)]
+    used = [None if adapter is None or rank else "one" for rank, own in enumerate(PROMPTS) for _ in own]
+    expected = [output.outputs[0].token_ids for output in alone.generate(prompts, params, adapter=used)]
+    key = None if adapter is None else 1
     specs = [
         [
-            RequestSpec(f"{rank}-{number}", PromptInput(prompt), GREEDY, TOKENS + number)
+            RequestSpec(f"{rank}-{number}", PromptInput(prompt), GREEDY, TOKENS + number, adapter=None if rank else key)
             for number, prompt in enumerate(own)
         ]
         for rank, own in enumerate(PROMPTS)
     ]
-    texts = [prompt + answer for prompt, answer in zip(prompts, expected, strict=True)] if drafts else []
-    if not drafts:
+    texts = [prompt + answer for prompt, answer in zip(prompts, expected, strict=True)] if beside == "drafts" else []
+    if beside == "nothing":
         monkeypatch.setattr(kvern.worker.device_runner, "build_device_batch", None)  # no step is launched by kernels
-    first, second = run_ranks(folder, [{0: own[:3], LATE: own[3:]} for own in specs], texts)
+    first, second = run_ranks(folder, [{0: own[:3], LATE: own[3:]} for own in specs], texts, adapter)
     assert [*first[0].values(), *second[0].values()] == expected
     assert [size for size, _ in first[1]] == [size for size, _ in second[1]]
-    if drafts:
+    if beside != "nothing":
+        assert first[1], "decodes are replayed"
         return
     counts = {count for _, count in second[1]}
     assert {0, 1} <= counts, "the other has fewer rows, in some steps none"

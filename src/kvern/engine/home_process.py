@@ -10,7 +10,7 @@ from kvern.engine.factory import make_home_core
 from kvern.engine.homes import take_turn
 from kvern.worker.executor import OwnRowsExecutor
 from kvern.worker.rank_process import Rank, main
-from kvern.worker.rank_wire import TakeTurn, TurnTaken, decode_for_rank, encode
+from kvern.worker.rank_wire import AddAdapter, TakeTurn, TurnTaken, decode_for_rank, encode
 
 if TYPE_CHECKING:
     import zmq
@@ -22,10 +22,12 @@ def run_turns(socket: "zmq.Socket[bytes]", rank: Rank) -> None:
     executor = OwnRowsExecutor(rank.worker, rank.ranks.own_rows, None, rank.tier)
     core = make_home_core(rank.config, rank.folder, rank.spec, rank.layout, executor)
     while True:
-        message = decode_for_rank(socket.recv())
-        assert isinstance(message, TakeTurn)
-        events = take_turn(core, executor, message)
-        socket.send(encode(TurnTaken(events, core.statistics(), core.has_work)))
+        match decode_for_rank(socket.recv()):
+            case AddAdapter() as message:
+                core.add_adapter(message.key, message.adapter())
+            case TakeTurn() as turn:
+                events = take_turn(core, executor, turn)
+                socket.send(encode(TurnTaken(events, core.statistics(), core.has_work)))
 
 
 if __name__ == "__main__":

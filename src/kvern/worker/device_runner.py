@@ -39,7 +39,7 @@ from kvern.worker.drafter import Captures, ComputedStep, Drafter, GuardedDrafter
 from kvern.worker.graph_captures import give_up
 from kvern.worker.needs import Needs, RowNeeds
 from kvern.worker.processor_rows import ProcessorRows
-from kvern.worker.prompt_graphs import PromptGraphs, PromptStep, room_of
+from kvern.worker.prompt_graphs import PromptGraphs, PromptStep, room_of, room_of_step
 from kvern.worker.rank_choice import CHOSEN_BY_FIRST, change_choices, chosen_by_first
 from kvern.worker.result import (
     Interval,
@@ -140,11 +140,9 @@ class DeviceRunner:
             self._decoder.assist()
 
     def room(self, output: SchedulerOutput) -> tuple[int, int, bool] | None:
-        """As a `Runner` says: graphs of decodes alone learn on the device where rows with drafts in flight begin."""
-        coming = {fork.slot: self._rows.request(fork.source) for fork in output.forked}  # rows fork, then others join
-        coming |= {request.slot: request for request in output.joined}
-        room = room_of(self._prompt_graphs, output.scheduled, lambda slot: coming.get(slot) or self._rows.request(slot))
-        return None if room is None else (*room, any(item.uncertain for item in output.scheduled))
+        """As a `Runner` says."""
+        adapts = self._adapters is not None and self._adapters.bank.captures
+        return room_of_step(self._prompt_graphs, output, self._rows, adapts=adapts)
 
     def _room_of_all(self, scheduled: Sequence[ScheduledTokens]) -> PromptStep | None:
         """What a graph needs room for, of rows that have joined; of ranks with own rows, what they agreed on."""

@@ -45,7 +45,6 @@ def _check_options_of_own_rows(config: EngineConfig) -> None:
             "leave pipeline_parallel_size at 1",
         ),
         "executor ray": (config.executor == "ray", "leave executor out"),
-        "adapters": (config.adapter_places > 0, "leave adapters and max_adapters out"),
         f"draft_model {config.draft_model}": (config.draft_model is not None, "leave draft_model out"),
         "target_itl": (bool(config.target_itl_seconds), "leave target_itl out"),
         "rebalance_experts": (bool(config.rebalance_seconds), "leave rebalance_experts out"),

@@ -370,7 +370,9 @@ class Worker:
             return None
         bank = AdapterBank(decoder, places, rank, kernels)
         pinned = self.device.type == "cuda"
-        readable = self._readable_targets(decoder) if self._ranks.processes > 1 else None
+        readable = None
+        if self._ranks.processes > 1:  # with own rows all that an adapter may change is here
+            readable = bank.targets if self._ranks.own_rows is not None else self._readable_targets(decoder)
         self._store = AdapterStore(decoder.spec, bank.targets, rank, decoder.build.dtype, pinned, readable)
         return Adapters(bank, self._store)
 
