@@ -1,6 +1,7 @@
 """What frees a GPU whose kernels wait for ranks that have ended: what they compute then is wrong."""
 
 import atexit
+import contextlib
 import ctypes
 import threading
 import time
@@ -33,25 +34,28 @@ class Release:
         ranks = self._ranks()
         if ranks is not None and self._begun.acquire(blocking=False):
             ranks.release()
-            self._thread.start()
+            with contextlib.suppress(RuntimeError):  # Python is at its end, and starts no thread
+                self._thread.start()
 
     def finish(self) -> None:
         """Likewise, and wait until nothing runs."""
         self.begin()
-        torch.cuda.synchronize(self._device)
+        with contextlib.suppress(RuntimeError):  # of a GPU that has failed, which whoever ends ranks knows
+            torch.cuda.synchronize(self._device)
 
     def _abort(self) -> None:
         """End NCCL's groups if the GPU has something to do for too long."""
         computing = torch.cuda.default_stream(self._device)
         idle = time.monotonic()
-        while (ranks := self._ranks()) is not None:
-            if computing.query():
-                idle = time.monotonic()
-            elif time.monotonic() > idle + NCCL_SECONDS:
-                atexit.register(_outlive, ranks.abort(), self._owner)
-                return
-            del ranks
-            time.sleep(LOOK_SECONDS)
+        with contextlib.suppress(RuntimeError):  # a GPU that has failed computes nothing any more
+            while (ranks := self._ranks()) is not None:
+                if computing.query():
+                    idle = time.monotonic()
+                elif time.monotonic() > idle + NCCL_SECONDS:
+                    atexit.register(_outlive, ranks.abort(), self._owner)
+                    return
+                del ranks
+                time.sleep(LOOK_SECONDS)
 
 
 def _outlive(threads: list[threading.Thread], owner: "weakref.ref[object]") -> None:
