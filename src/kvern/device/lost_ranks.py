@@ -19,7 +19,7 @@ EXIT_SECONDS = 2.0
 
 
 class Release:
-    """Lets kernels of `ranks` on this GPU go on, whatever they wait for, from `begin` on as long as these live.
+    """Lets kernels of `ranks` on this GPU go on, whatever they wait for.
 
     Kernels look at a word of the host's, which takes no call that could wait for them. `owner`: of CUDA graphs.
     """
@@ -29,13 +29,16 @@ class Release:
         self._thread = threading.Thread(target=self._abort, name="release", daemon=True)
         self._begun = threading.Lock()
 
-    def begin(self) -> None:
-        """Let them go on; any thread may call this, and again."""
-        ranks = self._ranks()
-        if ranks is not None and self._begun.acquire(blocking=False):
+    def free(self) -> None:
+        """Let those go on that are kvern's."""
+        if (ranks := self._ranks()) is not None:
             ranks.release()
-            with contextlib.suppress(RuntimeError):  # Python is at its end, and starts no thread
-                self._thread.start()
+
+    def begin(self) -> None:
+        """Let all go on, from now on as long as the ranks live; any thread may call this, and again."""
+        self.free()
+        if self._begun.acquire(blocking=False):
+            self._thread.start()
 
     def finish(self) -> None:
         """Likewise, and wait until nothing runs."""

@@ -275,8 +275,8 @@ class _End:
                 process.wait()
             if self._folder is not None:
                 self._folder.cleanup()
-            if self._release is not None:
-                self._release.begin()
+            if self._release is not None:  # NCCL's groups end with whoever owns them
+                self._release.free()
 
     def _watch(self, rank: int, process: Process) -> None:
         code = process.wait()
@@ -299,3 +299,5 @@ class _End:
         if self._lost is not None:
             logger.error("%s: its group ends with it", reason)
             self._lost(code)
+        elif self._release is not None:
+            self._release.begin()
