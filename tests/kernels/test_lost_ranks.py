@@ -1,9 +1,10 @@
 """What waits for ranks that have ended, or that say nothing any more, is freed."""
 
 import multiprocessing
+import signal
 import subprocess
 import sys
-import time
+from queue import SimpleQueue
 
 import pytest
 import torch
@@ -48,7 +49,9 @@ def wait(way: str, lost: torch.Tensor, device: torch.device, out: torch.Tensor) 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="interpreted kernels share memory of processes")
 @pytest.mark.parametrize("way", WAYS)
 def test_kernels_that_wait_for_another_rank_go_on(way: str) -> None:
-    ranks, out = Ranks(0, 3), torch.zeros(1, dtype=torch.int32)
+    out = torch.zeros(1, dtype=torch.int32)
+    with torch.inference_mode():  # as ranks connect
+        ranks = Ranks(0, 3)
     for shared in (ranks.lost, out):
         shared.share_memory_()  # type: ignore[no-untyped-call]
     given = way, ranks.lost, torch.device("cpu"), out
@@ -66,12 +69,14 @@ def test_kernels_that_wait_for_another_rank_go_on(way: str) -> None:
 @pytest.mark.parametrize("way", WAYS)
 def test_a_gpu_that_waits_for_another_rank_is_freed(way: str) -> None:
     device, ranks = torch.device("cuda", 0), Ranks(0, 3)
-    ranks.lost = ranks.lost.pin_memory()
+    with torch.inference_mode():  # as ranks connect
+        ranks.lost = ranks.lost.pin_memory()
     release = Release(ranks, device, ranks)
     ranks.release()
     wait(way, ranks.lost, device, torch.zeros(1))  # a kernel that is loaded later waits for the device
     torch.cuda.synchronize()
-    ranks.lost.zero_()
+    with torch.inference_mode():
+        ranks.lost.zero_()
     wait(way, ranks.lost, device, torch.zeros(1))
     assert not torch.cuda.default_stream().query(), "it waits"
     release.finish()
@@ -80,9 +85,10 @@ def test_a_gpu_that_waits_for_another_rank_is_freed(way: str) -> None:
 
 def test_ranks_that_say_nothing_any_more_are_ended() -> None:
     process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    end = _End({1: process}, None, None, None, patience=60.0)
-    end.awaited_since = time.monotonic() - 61.0
-    assert end.noticed.wait(SECONDS)
-    assert end.reason == "its other ranks, for which a step has waited 60 seconds"
+    codes = SimpleQueue[int]()
+    end = _End({1: process}, None, codes.put, None, patience=0.5)
+    end.call = object()
+    assert codes.get(timeout=SECONDS) == -signal.SIGKILL and end.noticed.is_set()
+    assert end.reason == "its other ranks, for which a step has waited 0.5 seconds"
     assert process.returncode is not None and process.stdin is not None
     process.stdin.close()

@@ -1,6 +1,7 @@
 """What frees a GPU whose kernels wait for ranks that have ended: what they compute then is wrong."""
 
 import atexit
+import contextlib
 import ctypes
 import threading
 import time
@@ -18,7 +19,7 @@ EXIT_SECONDS = 2.0
 
 
 class Release:
-    """Lets kernels of `ranks` on this GPU go on, whatever they wait for, from `begin` on as long as these live.
+    """Lets kernels of `ranks` on this GPU go on, whatever they wait for.
 
     Kernels look at a word of the host's, which takes no call that could wait for them. `owner`: of CUDA graphs.
     """
@@ -28,30 +29,36 @@ class Release:
         self._thread = threading.Thread(target=self._abort, name="release", daemon=True)
         self._begun = threading.Lock()
 
-    def begin(self) -> None:
-        """Let them go on; any thread may call this, and again."""
-        ranks = self._ranks()
-        if ranks is not None and self._begun.acquire(blocking=False):
+    def free(self) -> None:
+        """Let those go on that are kvern's."""
+        if (ranks := self._ranks()) is not None:
             ranks.release()
+
+    def begin(self) -> None:
+        """Let all go on, from now on as long as the ranks live; any thread may call this, and again."""
+        self.free()
+        if self._begun.acquire(blocking=False):
             self._thread.start()
 
     def finish(self) -> None:
         """Likewise, and wait until nothing runs."""
         self.begin()
-        torch.cuda.synchronize(self._device)
+        with contextlib.suppress(RuntimeError):  # of a GPU that has failed, which whoever ends ranks knows
+            torch.cuda.synchronize(self._device)
 
     def _abort(self) -> None:
         """End NCCL's groups if the GPU has something to do for too long."""
         computing = torch.cuda.default_stream(self._device)
         idle = time.monotonic()
-        while (ranks := self._ranks()) is not None:
-            if computing.query():
-                idle = time.monotonic()
-            elif time.monotonic() > idle + NCCL_SECONDS:
-                atexit.register(_outlive, ranks.abort(), self._owner)
-                return
-            del ranks
-            time.sleep(LOOK_SECONDS)
+        with contextlib.suppress(RuntimeError):  # a GPU that has failed computes nothing any more
+            while (ranks := self._ranks()) is not None:
+                if computing.query():
+                    idle = time.monotonic()
+                elif time.monotonic() > idle + NCCL_SECONDS:
+                    atexit.register(_outlive, ranks.abort(), self._owner)
+                    return
+                del ranks
+                time.sleep(LOOK_SECONDS)
 
 
 def _outlive(threads: list[threading.Thread], owner: "weakref.ref[object]") -> None:

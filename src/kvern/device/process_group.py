@@ -1,11 +1,13 @@
 """Groups of processes that exchange tensors: through gloo on CPUs, through NCCL on GPUs."""
 
+import contextlib
 import ctypes
 import importlib
 import os
 import socket
 import threading
 import weakref
+from collections.abc import Iterator, Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -16,12 +18,8 @@ import torch
 from kvern.sockets import address_towards, interface_of
 
 LOOPBACK = "127.0.0.1"
-NCCL_HABITS = {
-    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",  # or PyTorch kills the process, which may be a script, after a timeout
-    "TORCH_NCCL_ENABLE_MONITORING": "0",  # likewise
-    "TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING": "false",  # steps follow each other anyway
-}
-"""Of PyTorch, unless the environment says otherwise."""
+OF_SCRIPTS = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
+"""A group that takes too long is no reason for PyTorch to kill the process, which may be anybody's script."""
 
 
 class Meeting:
@@ -72,11 +70,11 @@ class Meeting:
         store = self.store(name)
         if (device or self._device).type == "cuda":
             os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo" if self._own == LOOPBACK else interface_of(self._own))
-            for name, value in NCCL_HABITS.items():
-                os.environ.setdefault(name, value)
+            os.environ.setdefault("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "false")  # steps are in order
             options = self._distributed.ProcessGroupNCCL.Options()
             options._timeout = self._waits
-            group = self._distributed.ProcessGroupNCCL(store, rank, size, options)
+            with _unless_set(OF_SCRIPTS):
+                group = self._distributed.ProcessGroupNCCL(store, rank, size, options)
             group.eager_connect_single_device(device or self._device)  # else each pair has a connection of its own
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))  # see `end_with`
             return group
@@ -85,6 +83,18 @@ class Meeting:
         gloo_options._timeout = self._waits
         gloo_options._devices = [gloo.create_device(hostname=self._own)]
         return gloo(store, rank, size, gloo_options)
+
+
+@contextlib.contextmanager
+def _unless_set(values: Mapping[str, str]) -> Iterator[None]:
+    """The environment has these values, but of what has one."""
+    missing = {name: value for name, value in values.items() if name not in os.environ}
+    os.environ.update(missing)
+    try:
+        yield
+    finally:
+        for name in missing:
+            del os.environ[name]
 
 
 def end_with(owner: object, groups: list[Any]) -> None:

@@ -298,7 +298,8 @@ class Ranks:
 
     def release(self) -> None:
         """Others have ended: let kernels that wait for words of theirs go on, with wrong numbers, now and later."""
-        self.lost.fill_(1)
+        with torch.inference_mode():  # as it was made
+            self.lost.fill_(1)
         if self.own_rows is not None:
             self.own_rows.ranks.release()
 

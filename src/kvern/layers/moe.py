@@ -26,7 +26,7 @@ class MoE(Module):
         self._own_rows = build.ranks.own_rows
         shared = build if self._own_rows is None else replace(build, ranks=self._own_rows.ranks)
         experts = shared.experts(spec.latent or hidden_size, spec)
-        self.gate = make_router(hidden_size, spec, shared, experts)
+        self.gate = make_router(hidden_size, shared, experts)
         self.experts = experts
         self._sum: Callable[[Tensor], Tensor] = build.ranks.sum if build.sums else _summand
         self._no_rows = build.empty(0, hidden_size).data
@@ -89,7 +89,7 @@ class ExpertsBeside(Module):
         super().__init__()
         inner = build.at("moe")
         self.experts = inner.experts(hidden_size, spec)
-        self.gate = make_router(hidden_size, spec, inner, self.experts)
+        self.gate = make_router(hidden_size, inner, self.experts)
         self.gate_in = make_norm(norm, hidden_size, "norm", inner)
         self.experts_in = make_norm(norm, hidden_size, "pre_feedforward_layernorm_2", build)
         self.experts_out = make_norm(norm, hidden_size, "post_feedforward_layernorm_2", build)

@@ -12,7 +12,6 @@ from kvern.layers.linear_format import LinearMethods
 from kvern.layers.linear_method import fill_random
 from kvern.layers.loadable import copy_rows
 from kvern.layers.unquantized import Unquantized
-from kvern.model_spec import MoeSpec
 
 CORRECTION = "gate.e_score_correction_bias"
 EXPERT_SCALES = "gate.per_expert_scale"
@@ -25,9 +24,8 @@ class SoftmaxRouter(Weighted):
     groups of experts first: DeepSeek-V2 (https://arxiv.org/abs/2405.04434), section 2.2.2.
     """
 
-    def __init__(
-        self, hidden_size: int, spec: MoeSpec, build: Build, experts: Experts, dtype: torch.dtype | None = None
-    ) -> None:
+    def __init__(self, hidden_size: int, build: Build, experts: Experts, dtype: torch.dtype | None = None) -> None:
+        spec = experts.spec
         super().__init__(hidden_size, {"gate": spec.experts}, build, bias=spec.bias, dtype=dtype)
         self.spec, self.counts, self.share = spec, experts.expert_counts, experts.share
         self._one = torch.ones(1, dtype=torch.int64, device=self.counts.device)
@@ -61,9 +59,9 @@ class SoftmaxRouter(Weighted):
 class ScaledRouter(SoftmaxRouter):
     """Weights are multiplied by a learned number of each expert."""
 
-    def __init__(self, hidden_size: int, spec: MoeSpec, build: Build, experts: Experts) -> None:
-        super().__init__(hidden_size, spec, build, experts)
-        self.per_expert_scale = build.empty(spec.experts, dtype=torch.float32)
+    def __init__(self, hidden_size: int, build: Build, experts: Experts) -> None:
+        super().__init__(hidden_size, build, experts)
+        self.per_expert_scale = build.empty(self.spec.experts, dtype=torch.float32)
 
     def choose(self, x: Tensor) -> tuple[Tensor, Tensor]:
         weights, topk_ids = super().choose(x)
@@ -89,9 +87,9 @@ class SigmoidRouter(SoftmaxRouter):
     Choosing groups of experts first: DeepSeek-V3 (https://arxiv.org/abs/2412.19437), section 2.1.2.
     """
 
-    def __init__(self, hidden_size: int, spec: MoeSpec, build: Build, experts: Experts) -> None:
-        super().__init__(hidden_size, spec, build, experts, torch.float32)
-        self.e_score_correction_bias = build.empty(spec.experts, dtype=torch.float32)
+    def __init__(self, hidden_size: int, build: Build, experts: Experts) -> None:
+        super().__init__(hidden_size, build, experts, torch.float32)
+        self.e_score_correction_bias = build.empty(self.spec.experts, dtype=torch.float32)
 
     def choose(self, x: Tensor) -> tuple[Tensor, Tensor]:
         scores = self.method.multiply(x.float(), self.bias).sigmoid()
@@ -113,14 +111,15 @@ class SigmoidRouter(SoftmaxRouter):
         fill_random(self.e_score_correction_bias, generator)
 
 
-def make_router(hidden_size: int, spec: MoeSpec, build: Build, experts: Experts) -> SoftmaxRouter:
-    """The router of a specification. Ranks multiply plain weights of one in the same way: they must choose alike."""
+def make_router(hidden_size: int, build: Build, experts: Experts) -> SoftmaxRouter:
+    """The router of these experts. Ranks multiply plain weights of one in the same way: they must choose alike."""
     if build.ranks.size > 1 and isinstance(build.linear_format("gate"), Unquantized):
         build = replace(build, linear=LinearMethods(Unquantized()))
+    spec = experts.spec
     if spec.scoring == "sigmoid":
-        return SigmoidRouter(hidden_size, spec, build, experts)
+        return SigmoidRouter(hidden_size, build, experts)
     if "moe" in build.kernels:
         from kvern.layers.fused_moe import FusedScaledRouter, FusedSoftmaxRouter
 
-        return (FusedScaledRouter if spec.expert_scales else FusedSoftmaxRouter)(hidden_size, spec, build, experts)
-    return (ScaledRouter if spec.expert_scales else SoftmaxRouter)(hidden_size, spec, build, experts)
+        return (FusedScaledRouter if spec.expert_scales else FusedSoftmaxRouter)(hidden_size, build, experts)
+    return (ScaledRouter if spec.expert_scales else SoftmaxRouter)(hidden_size, build, experts)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 from kvern.adapters.peft import Adapter
 from kvern.cache.tier import KVTier
@@ -25,7 +25,7 @@ from kvern.worker.expert_balance import ExpertBalance
 from kvern.worker.expert_counts import LayerCounts
 from kvern.worker.plan import Layout, agree, lay_out
 from kvern.worker.rank_limits import rank_of
-from kvern.worker.rank_processes import RANKS_DISAGREE, RankProcesses
+from kvern.worker.rank_processes import RANKS_DISAGREE, RankProcesses, watched
 from kvern.worker.rank_tier import NotedTier
 from kvern.worker.rank_wire import (
     AddAdapter,
@@ -200,7 +200,8 @@ class RankedExecutor(InProcessExecutor):
         super().begin_counting()
 
     def count_experts(self) -> Callable[[], LayerCounts]:
-        return self._others.watched()(self._on_all(CountExperts(), super().count_experts))
+        count = super().count_experts  # without stages this rank knows of all rows
+        return count() if self._ranks.stage.count == 1 else self._others.watched()(self._on_all(CountExperts(), count))
 
     def abandon(self) -> None:
         cause, self._error = self._error, self._others.give_up()
@@ -288,17 +289,6 @@ class OwnRowsExecutor(InProcessExecutor):
             raise cause
         self._error = EngineDied(RANKS_DISAGREE) if self.others is None else self.others.give_up()
         raise self._error from cause
-
-
-def watched(execute: Callable[[SchedulerOutput], StepResult], others: RankProcesses) -> Callable[..., StepResult]:
-    """`execute`, whose results count for nothing if one of the `others` has ended meanwhile."""
-    return others.watched()(lambda output: _WatchedStep(others.watched()(execute(output).result)))
-
-
-class _WatchedStep(NamedTuple):
-    """A step of ranks, some of which may end."""
-
-    result: Callable[[], ModelRunnerOutput]
 
 
 class _LaterStep:

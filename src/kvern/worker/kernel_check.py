@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from triton.compiler.errors import CompilationError
 
 from kvern.kernel_list import Inputs, Kernel, kernels_of
 from kvern.model_spec import ModelSpec
@@ -53,7 +54,7 @@ def working_kernels(models: Sequence[tuple[ModelSpec, Inputs]]) -> list[frozense
     if device.type == "cuda":
         torch.cuda.empty_cache()
     for name, error in {name: error for errors in reversed(broken) for name, error in errors.items()}.items():
-        while error.__cause__ is not None:  # a compiler says first where, which is in its own words
+        while isinstance(error, CompilationError) and error.__cause__ is not None:  # it says where, and that says why
             error = error.__cause__
         reason = (str(error) or type(error).__name__).splitlines()[0]
         logger.warning("the kernels for %s do not work here, PyTorch does their work: %s", name, reason)

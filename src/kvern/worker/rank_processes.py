@@ -14,7 +14,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
 import zmq
 
@@ -23,6 +23,7 @@ from kvern.config import EngineConfig
 from kvern.device.lost_ranks import Release
 from kvern.errors import ConfigError, EngineDied
 from kvern.ray_nodes import NodeProcess, join_cluster, own_group
+from kvern.step import ModelRunnerOutput, SchedulerOutput, StepResult
 from kvern.worker.rank_wire import Failed, RankMessage, StartRank, TurnTaken, decode_for_first, encode
 
 logger = logging.getLogger("kvern")
@@ -67,8 +68,8 @@ class RankProcesses:
     `layers`: those of each stage.
 
     `lost` is called, in a thread, with the exit code of the first that ended by itself, negative: by which signal.
-    None: nobody looks after this process, so that a call `watched` for longer than the engine's timeout ends them, too.
-    `release` lets this process's GPU wait no longer for others that have ended.
+    None: nobody looks after this process, so that a call `watched` which a GPU keeps waiting for longer than the
+    engine's timeout ends them, too. `release` lets this process's GPU wait no longer for others that have ended.
     """
 
     def __init__(
@@ -112,7 +113,8 @@ class RankProcesses:
                 processes.append(process)
             self._sockets.append(socket)
         self._release = release
-        patience = config.engine_timeout if lost is None else None
+        # CPUs wait for each other no longer than their own limit.
+        patience = config.engine_timeout if lost is None and release is not None else None
         self._end = _End(dict(zip(self._ranks, processes, strict=True)), folder, lost, release, patience)
         weakref.finalize(self, _leave, self._end, self._sockets, context, self.listener)
 
@@ -177,11 +179,11 @@ class RankProcesses:
     def watched(self) -> Iterator[None]:
         """What is called within may wait for others, and counts for nothing if one ended by itself: EngineDied."""
         self._check()
-        self._end.awaited_since = time.monotonic()
+        self._end.call = object()
         try:
             yield
         finally:
-            self._end.awaited_since = None
+            self._end.call = None
         self._check()
 
     def _check(self) -> None:
@@ -199,6 +201,17 @@ class RankProcesses:
         self._end.all()
         if self._release is not None:
             self._release.finish()
+
+
+def watched(execute: Callable[[SchedulerOutput], StepResult], others: RankProcesses) -> Callable[..., StepResult]:
+    """`execute`, whose results count for nothing if one of the `others` has ended meanwhile."""
+    return others.watched()(lambda output: _WatchedStep(others.watched()(execute(output).result)))
+
+
+class _WatchedStep(NamedTuple):
+    """A step of ranks, some of which may end."""
+
+    result: Callable[[], ModelRunnerOutput]
 
 
 def _child(socket: "zmq.Socket[bytes]", path: Path, module: str, start: bytes) -> "subprocess.Popen[bytes]":
@@ -240,13 +253,14 @@ class _End:
         release: Release | None,
         patience: float | None,
     ) -> None:
-        """`processes`: by their ranks. `patience`: seconds of a call since `awaited_since`; None: no limit."""
+        """`processes`: by their ranks. `patience`: seconds of a `call`; None: no limit."""
         self._processes, self._folder = list(processes.values()), folder
         self._lost, self._release = lost, release
         self._wanted = threading.Lock()
         self.noticed = threading.Event()
         self.reason: str | None = None
-        self.awaited_since: float | None = None
+        self.call: object | None = None
+        """What is waited for now."""
         for rank, process in processes.items():
             threading.Thread(target=self._watch, args=(rank, process), name=f"rank-{rank}", daemon=True).start()
         if patience is not None:
@@ -261,6 +275,8 @@ class _End:
                 process.wait()
             if self._folder is not None:
                 self._folder.cleanup()
+            if self._release is not None:  # NCCL's groups end with whoever owns them
+                self._release.free()
 
     def _watch(self, rank: int, process: Process) -> None:
         code = process.wait()
@@ -269,9 +285,10 @@ class _End:
             self._lose(f"rank {rank}, which ended with {how}", code)
 
     def _end_silent(self, patience: float) -> None:
+        call, looks = self.call, 0  # not clocks: a process can be stopped for a while
         while not self._wanted.locked():
-            since = self.awaited_since
-            if since is not None and time.monotonic() - since > patience:
+            call, looks = self.call, looks + 1 if call is not None and call is self.call else 0
+            if looks * LOOK_MILLISECONDS > 1000 * patience:
                 self._lose(f"its other ranks, for which a step has waited {patience:g} seconds", -signal.SIGKILL)
             time.sleep(LOOK_MILLISECONDS / 1000)
 
@@ -279,8 +296,8 @@ class _End:
         self.reason = reason
         self.all()
         self.noticed.set()
-        if self._release is not None:
-            self._release.begin()
         if self._lost is not None:
             logger.error("%s: its group ends with it", reason)
             self._lost(code)
+        elif self._release is not None:
+            self._release.begin()
