@@ -10,7 +10,7 @@ from kvern.engine.factory import make_home_core
 from kvern.engine.homes import take_turn
 from kvern.worker.executor import OwnRowsExecutor
 from kvern.worker.rank_process import Rank, main
-from kvern.worker.rank_wire import AddAdapter, TakeTurn, TurnTaken, decode_for_rank, encode
+from kvern.worker.rank_wire import AddAdapter, PlaceExperts, TakeTurn, TurnTaken, decode_for_rank, encode
 
 if TYPE_CHECKING:
     import zmq
@@ -25,6 +25,8 @@ def run_turns(socket: "zmq.Socket[bytes]", rank: Rank) -> None:
         match decode_for_rank(socket.recv()):
             case AddAdapter() as message:
                 core.add_adapter(message.key, message.adapter())
+            case PlaceExperts(placements):
+                rank.worker.place_experts(placements)
             case TakeTurn() as turn:
                 events = take_turn(core, executor, turn)
                 socket.send(encode(TurnTaken(events, core.statistics(), core.has_work)))

@@ -172,6 +172,7 @@ class HomedCores:
         if self._note is not None:
             self._note([name for home in self._homes for name in home.answer_ids])
         first, *others = self._homes
+        self._executor.begin_turn()
         self._others.send_each([home.take() for home in others])
         own = take_turn(self._core, self._executor, first.take())
         events = first.hear(own, self._core.statistics(), self._core.has_work)

@@ -47,7 +47,6 @@ def _check_options_of_own_rows(config: EngineConfig) -> None:
         "executor ray": (config.executor == "ray", "leave executor out"),
         f"draft_model {config.draft_model}": (config.draft_model is not None, "leave draft_model out"),
         "target_itl": (bool(config.target_itl_seconds), "leave target_itl out"),
-        "rebalance_experts": (bool(config.rebalance_seconds), "leave rebalance_experts out"),
     }
     for what, (is_asked, remedy) in refused.items():
         if is_asked:
