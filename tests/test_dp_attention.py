@@ -321,7 +321,6 @@ def test_streams_go_on_when_a_rank_ends(folder: Path, alone: LLM) -> None:
         ({"pipeline_parallel_size": 2}, "pipeline_parallel_size 2 and enable_dp_attention are not possible together"),
         ({"draft_model": "mtp"}, "draft_model mtp and enable_dp_attention"),
         ({"target_itl": "20ms"}, "target_itl and enable_dp_attention"),
-        ({"executor": "ray"}, "executor ray and enable_dp_attention"),
     ],
 )
 def test_options_that_do_not_go_with_it_are_refused_by_name(options: dict[str, Any], reason: str, folder: Path) -> None:

@@ -44,7 +44,6 @@ def _check_options_of_own_rows(config: EngineConfig) -> None:
             config.pipeline_parallel_size > 1,
             "leave pipeline_parallel_size at 1",
         ),
-        "executor ray": (config.executor == "ray", "leave executor out"),
         f"draft_model {config.draft_model}": (config.draft_model is not None, "leave draft_model out"),
         "target_itl": (bool(config.target_itl_seconds), "leave target_itl out"),
     }
