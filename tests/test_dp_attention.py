@@ -1,6 +1,7 @@
 """Ranks with attention of their own rows, which share experts: they answer as one process does."""
 
 import os
+import shutil
 import signal
 import sys
 from collections.abc import Iterator
@@ -24,6 +25,7 @@ from kvern.models.share import WholeExperts, share_of
 from kvern.outputs import RequestOutput
 from kvern.worker.plan import Layout
 from kvern.worker.rank_limits import check_ranks
+from tests.draft_heads import write_eagle, write_medusa
 from tests.families import make_checkpoint, make_config, similar_prompts
 from tests.peft_adapters import ATTENTION, make_adapter
 from tests.served import children_of, command_of, eventually, serving
@@ -251,6 +253,28 @@ def test_adapters_change_shared_experts(tmp_path: Path) -> None:
         with LLM(str(folder), **OPTIONS | options, adapters=adapters) as llm:
             outputs = llm.generate(similar_prompts(280), params, adapter=["one", None] * 3)
             found.append([output.outputs[0].token_ids for output in outputs])
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize(
+    "kind", ["eagle3", *(pytest.param(kind, marks=pytest.mark.nightly) for kind in ("model", "eagle", "medusa"))]
+)
+def test_each_rank_drafts_for_its_own_rows(kind: str, folder: Path, tmp_path: Path) -> None:
+    if kind == "model":  # the same, of which each rank has all experts
+        shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    elif kind == "medusa":
+        write_medusa(tmp_path, folder, drafted=41)
+    else:
+        write_eagle(tmp_path, folder, drafted=41 if kind == "eagle3" else None)
+    params = [SamplingParams(temperature=value, seed=3, max_tokens=24, ignore_eos=True) for value in (0, 0.8, 1.2)] * 2
+    found = []
+    for options in ({}, RANKS):
+        with LLM(str(folder), **OPTIONS | options, draft_model=str(tmp_path)) as llm:
+            core: Any = llm._engine.core  # type: ignore[union-attr]
+            getattr(core, "_core", core).drafting = AnyLength(None, 288, 3)
+            found.append([output.outputs[0].token_ids for output in llm.generate(similar_prompts(280), params)])
+            assert llm.statistics().draft_tokens
+            assert kind != "model" or llm.statistics().accepted_tokens > 50
     assert found[0] == found[1]
 
 

@@ -1,6 +1,7 @@
 """Ranks with rows of their own replay steps of one size together; kernels and replays are interpreted here."""
 
 import dataclasses
+import shutil
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -157,18 +158,26 @@ GREEDY = ResolvedParams(temperature=0.0)
 
 
 def run_rank(
-    folder: Path, rank: int, turn: threading.Lock, asked: Asked, texts: Sequence[list[int]], adapter: Path | None
+    folder: Path,
+    rank: int,
+    turn: threading.Lock,
+    asked: Asked,
+    texts: Sequence[list[int]],
+    adapter: Path | None,
+    draft: Path | None,
 ) -> tuple[Answers, Replayed, Replayed]:
     """The answers of a rank's own requests, and what it has replayed: of decodes, and with prompts.
 
-    `texts`: that it guesses answers to be. `adapter`: that requests may use as number 1.
+    `texts`: that it guesses answers to be, or what a model in the folder `draft` does. `adapter`: that requests may use
+    as number 1.
     """
     options = {"tensor_parallel_size": 2, "enable_expert_parallel": True, "enable_dp_attention": True, "device": "cpu"}
     config = EngineConfig(model=str(folder), max_batch_tokens=6, max_adapters=adapter and 1, **OPTIONS | options)
     own_rows = OwnRows(Baton(rank, 2, turn))
     ranks = Ranks(own_rows=own_rows)
     with turn:
-        worker = Worker(config, folder, spec := spec_from_config(read_config(folder)), CPU, Startup(), ranks=ranks)
+        spec = spec_from_config(read_config(folder))
+        worker = Worker(config, folder, spec, CPU, Startup(), draft, ranks)
         plan = agree([worker.probe()], config, spec)
     ranks.connect(folder / "meeting", CPU, SECONDS)
     with turn:
@@ -184,11 +193,12 @@ def run_rank(
         executor = OwnRowsExecutor(worker, own_rows, None, None)
         while runner.idle():
             pass
-        core = make_home_core(config, folder, spec, layout, executor)
+        core = make_home_core(config, folder, layout, executor, None)
         if adapter is not None:
             core.add_adapter(1, core.read_adapter(str(adapter)))
         if texts:
-            core.drafting = AnyLength(Remembered(texts), spec.vocab_size)
+            proposer = Remembered(texts) if draft is None else None
+            core.drafting = AnyLength(proposer, spec.vocab_size, 2)
         answers: Answers = {}
         for number in range(2 * LATE):
             for event in take_turn(core, executor, TakeTurn([(added, []) for added in asked.get(number, [])])):
@@ -200,17 +210,21 @@ def run_rank(
 
 
 def run_ranks(
-    folder: Path, asked: Sequence[Asked], texts: Sequence[list[int]] = (), adapter: Path | None = None
+    folder: Path,
+    asked: Sequence[Asked],
+    texts: Sequence[list[int]] = (),
+    adapter: Path | None = None,
+    draft: Path | None = None,
 ) -> list[tuple[Answers, Replayed, Replayed]]:
     """As `run_rank`, of each rank, of which the first has `texts`."""
     turn = threading.Lock()
     with ThreadPoolExecutor(len(asked)) as threads:
-        ranks = [(rank, turn, own, () if rank else texts, adapter) for rank, own in enumerate(asked)]
+        ranks = [(rank, turn, own, () if rank else texts, adapter, draft) for rank, own in enumerate(asked)]
         return list(threads.map(lambda given: run_rank(folder, *given), ranks))
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("beside", ["nothing", "drafts", "adapter"])
+@pytest.mark.parametrize("beside", ["nothing", "drafts", "drafts of a model", "adapter"])
 def test_ranks_replay_steps_of_one_size_together(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, beside: str
 ) -> None:
@@ -230,10 +244,11 @@ def test_ranks_replay_steps_of_one_size_together(
         ]
         for rank, own in enumerate(PROMPTS)
     ]
-    texts = [prompt + answer for prompt, answer in zip(prompts, expected, strict=True)] if beside == "drafts" else []
+    draft = shutil.copytree(folder, tmp_path / "draft") if beside == "drafts of a model" else None
+    texts = [prompt + answer for prompt, answer in zip(prompts, expected, strict=True)] if "drafts" in beside else []
     if beside == "nothing":
         monkeypatch.setattr(kvern.worker.device_runner, "build_device_batch", None)  # no step is launched by kernels
-    first, second = run_ranks(folder, [{0: own[:3], LATE: own[3:]} for own in specs], texts, adapter)
+    first, second = run_ranks(folder, [{0: own[:3], LATE: own[3:]} for own in specs], texts, adapter, draft)
     assert [*first[0].values(), *second[0].values()] == expected
     assert [size for size, _ in first[1]] == [size for size, _ in second[1]]
     if beside != "nothing":

@@ -136,9 +136,9 @@ class Ranks:
         return SharedNorms(memories, self.lost, self.rank, rows, width, dtype)
 
     def of_own_stage(self) -> "Ranks":
-        """The ranks of this stage alone, once they have met: for a whole model beside its layers."""
+        """The ranks of this stage alone, once they have met: for a whole model beside its layers, which shares no experts."""
         ranks = copy(self)
-        ranks.stage = WHOLE
+        ranks.stage, ranks.own_rows = WHOLE, None
         return ranks
 
     @property

@@ -71,11 +71,11 @@ def build_core(
         return encoder, spec, layout
     draft = draft_folder(config, folder, resolve_device(config).type)
     executor, layout = start(config, folder, spec, startup, draft, lost)
+    drafting = make_drafting(config, spec, layout, draft)
     if isinstance(executor, OwnRowsExecutor):
         executor.begin_counting()
-        return make_homes(config, folder, spec, layout, executor, note), spec, layout
+        return make_homes(config, folder, layout, executor, drafting, note), spec, layout
     scheduler = make_scheduler(config, folder, layout, executor.tier)
-    drafting = make_drafting(config, spec, layout, draft)
     tokenizer = functools.cache(functools.partial(Tokenizer, folder))
     with startup.stage("graphs"):
         use_idle_time(executor, GRAPH_SECONDS if prepares else math.inf)
@@ -89,26 +89,25 @@ def build_core(
 def make_homes(
     config: EngineConfig,
     folder: Path,
-    spec: ModelSpec,
     layout: Layout,
     executor: OwnRowsExecutor,
+    drafting: Drafting | None,
     note: Callable[[list[str]], None] | None,
 ) -> HomedCores:
     """The cores of all ranks, of which this process's is the first."""
     assert executor.others is not None
     cached = layout.cached_tokens if config.prefix_cache else 0
     homes = [Home(layout.max_batch_requests, cached) for _ in range(config.homes)]
-    core = make_home_core(config, folder, spec, layout, executor)
+    core = make_home_core(config, folder, layout, executor, drafting)
     return HomedCores(core, executor, executor.others, homes, config.rank_timeout, note)
 
 
 def make_home_core(
-    config: EngineConfig, folder: Path, spec: ModelSpec, layout: Layout, executor: OwnRowsExecutor
+    config: EngineConfig, folder: Path, layout: Layout, executor: OwnRowsExecutor, drafting: Drafting | None
 ) -> EngineCore:
     """The core of one rank with requests of its own."""
     scheduler = make_scheduler(config, folder, layout, executor.tier)
     tokenizer = functools.cache(functools.partial(Tokenizer, folder))
-    drafting = make_drafting(config, spec, layout, None)
     return EngineCore(scheduler, executor, layout.depth, tokenizer, prepares=True, drafting=drafting)
 
 

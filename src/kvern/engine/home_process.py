@@ -6,7 +6,7 @@ It is a rank as any other (`worker/rank_process.py`), but that it schedules, and
 import sys
 from typing import TYPE_CHECKING
 
-from kvern.engine.factory import make_home_core
+from kvern.engine.factory import make_drafting, make_home_core
 from kvern.engine.homes import take_turn
 from kvern.worker.executor import OwnRowsExecutor
 from kvern.worker.rank_process import Rank, main
@@ -20,7 +20,8 @@ def run_turns(socket: "zmq.Socket[bytes]", rank: Rank) -> None:
     """Take turns without end. Raises what a step raised: then the ranks do not agree any more."""
     assert rank.ranks.own_rows is not None
     executor = OwnRowsExecutor(rank.worker, rank.ranks.own_rows, None, rank.tier)
-    core = make_home_core(rank.config, rank.folder, rank.spec, rank.layout, executor)
+    drafting = make_drafting(rank.config, rank.spec, rank.layout, rank.draft)
+    core = make_home_core(rank.config, rank.folder, rank.layout, executor, drafting)
     while True:
         match decode_for_rank(socket.recv()):
             case AddAdapter() as message:

@@ -140,7 +140,9 @@ class DeviceRunner:
             self._decoder.assist()
 
     def room(self, output: SchedulerOutput) -> tuple[int, int, bool] | None:
-        """As a `Runner` says."""
+        """As a `Runner` says: behind a step in graphs of all ranks no drafter guesses."""
+        if self._drafter.is_asked(output.scheduled):
+            return None
         adapts = self._adapters is not None and self._adapters.bank.captures
         return room_of_step(self._prompt_graphs, output, self._rows, adapts=adapts)
 

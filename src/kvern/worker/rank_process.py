@@ -71,6 +71,7 @@ class Rank(NamedTuple):
 
     config: EngineConfig
     folder: Path
+    draft: Path | None
     spec: ModelSpec
     worker: Worker
     ranks: Ranks
@@ -120,7 +121,7 @@ def _make_rank(socket: "zmq.Socket[bytes]") -> Rank:
     take = decode_for_rank(socket.recv())
     assert isinstance(take, TakeMemory)
     worker.build(take.layout)
-    rank = Rank(config, folder, spec, worker, ranks, take.layout, make_tier(config, take.layout))
+    rank = Rank(config, folder, draft, spec, worker, ranks, take.layout, make_tier(config, take.layout))
     socket.send(encode(IsReady()))
     return rank
 

@@ -276,7 +276,7 @@ class Worker:
                 unquantized=parts.unquantized,
                 deterministic=self._config.deterministic and bool(plan.kernels),
                 quantization=quantization,
-                whole_experts=self._whole_experts if folder == self._folder else None,
+                whole_experts=self._whole_experts if ranks is self._ranks else None,
             )
 
     def _load_fallback(self, plan: Plan) -> LanguageModel | None:
