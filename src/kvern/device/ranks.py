@@ -136,7 +136,7 @@ class Ranks:
         return SharedNorms(memories, self.lost, self.rank, rows, width, dtype)
 
     def of_own_stage(self) -> "Ranks":
-        """The ranks of this stage alone, once they have met: for a whole model beside its layers, which shares no experts."""
+        """The ranks of this stage alone, once they have met: for a whole model beside its layers, with all experts."""
         ranks = copy(self)
         ranks.stage, ranks.own_rows = WHOLE, None
         return ranks
