@@ -62,9 +62,10 @@ ALL: dict[str, Any] = {
 }
 """Options that go with it."""
 SPEC = spec_from_config(make_config("qwen3_moe").to_dict())
+PROCESSORS = ("double",)
+"""Custom ones, of requests of all kinds in the same batch."""
 TEXTS: list[list[int]] = []
 """That the first rank guesses answers to be."""
-ALIKE = {name: params for name, params in ASKED.items() if name != "processors"}
 
 
 @pytest.mark.parametrize(
@@ -161,29 +162,29 @@ def adapters(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str
 
 @pytest.fixture(scope="module")
 def ranked(folder: Path, adapters: dict[str, str], packages: None) -> Iterator[LLM]:  # noqa: F811
-    with LLM(str(folder), **OPTIONS | RANKS | ALL, adapters=adapters) as llm:
+    with LLM(str(folder), **OPTIONS | RANKS | ALL, adapters=adapters, logits_processors=PROCESSORS) as llm:
         engine: Any = llm._engine
         engine.core._core.drafting = AnyLength(Remembered(TEXTS), engine.inputs.vocab_size)  # the other's is its own
         yield llm
 
 
 @pytest.fixture(scope="module")
-def alone(folder: Path, adapters: dict[str, str]) -> Iterator[LLM]:
-    with LLM(str(folder), **OPTIONS, adapters=adapters) as llm:
+def alone(folder: Path, adapters: dict[str, str], packages: None) -> Iterator[LLM]:  # noqa: F811
+    with LLM(str(folder), **OPTIONS, adapters=adapters, logits_processors=PROCESSORS) as llm:
         yield llm
 
 
 def answers(llm: LLM) -> list[RequestOutput]:
     """All in one batch, twice: the second time prompts come out of the prefix cache."""
-    prompts = [similar_prompts(280)[number % 6] for number in range(len(ALIKE))]
-    adapters = [(None, None, "one", "two", None)[number % 5] for number in range(len(ALIKE))]
-    return [output for _ in range(2) for output in llm.generate(prompts, list(ALIKE.values()), adapter=adapters)]
+    prompts = [similar_prompts(280)[number % 6] for number in range(len(ASKED))]
+    adapters = [(None, None, "one", "two", None)[number % 5] for number in range(len(ASKED))]
+    return [output for _ in range(2) for output in llm.generate(prompts, list(ASKED.values()), adapter=adapters)]
 
 
 def test_requests_at_home_answer_as_in_one_process(alone: LLM, ranked: LLM) -> None:
     expected = answers(alone)
     TEXTS[:] = [[*one.prompt_token_ids, *item.token_ids] for one in expected for item in one.outputs]
-    for name, one, other in zip(list(ALIKE) * 2, expected, answers(ranked), strict=True):
+    for name, one, other in zip(list(ASKED) * 2, expected, answers(ranked), strict=True):
         assert [item.token_ids for item in other.outputs] == [item.token_ids for item in one.outputs], name
         assert [item.finish_reason for item in other.outputs] == [item.finish_reason for item in one.outputs], name
         for item, ours in zip(one.outputs, other.outputs, strict=True):
