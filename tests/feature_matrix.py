@@ -42,11 +42,11 @@ SEVERAL = """
 ## Several ranks
 
 What goes with each division of a model ([several ranks](parallel.md)): `tp` is `-tp`, `pp` is `-pp`, `dp` is `-dp`, and
-`ep` is `-tp` with `--enable-expert-parallel`, of a mixture of experts. Two processes each, or four, on CPUs. A cell is
-the number of tests. What `--enable-dp-attention` refuses, and what stages refuse, stands in
-[several ranks](parallel.md). In `tests/test_rank_features.py` every request gets the answers of one process, beside
-others, in an engine with too little room and a prefix cache, and features are checked by what they promise. Of engines
-are:
+`ep` is `-tp` with `--enable-expert-parallel`, of a mixture of experts, and `own rows` that with
+`--enable-dp-attention`. Two processes each, or four, on CPUs. A cell is the number of tests. What `own rows` refuse,
+and what stages refuse, stands in [several ranks](parallel.md). In `tests/test_rank_features.py` every request gets the
+answers of one process, beside others, in an engine with too little room and a prefix cache, and features are checked
+by what they promise. Of engines are:
 
 """
 

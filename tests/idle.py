@@ -1,12 +1,23 @@
 """Whether an engine has nothing left to do, and nothing left behind."""
 
+from typing import Any
+
 from kvern import LLM, AsyncLLM
+from kvern.engine.core import EngineCore
+from kvern.engine.homes import HomedCores
+
+
+def core_here(llm: LLM | AsyncLLM) -> EngineCore:
+    """The engine's, or of ranks with requests of their own the first one's."""
+    core: Any = llm._engine.core
+    found: EngineCore = core._core if isinstance(core, HomedCores) else core
+    return found
 
 
 def is_idle(llm: LLM | AsyncLLM) -> bool:
     """Nothing runs, and every block is free or can be made so."""
-    engine = llm._engine
-    scheduler, cache = engine.core.scheduler, engine.core.scheduler.cache
+    engine, scheduler = llm._engine, core_here(llm).scheduler
+    cache = scheduler.cache
     scheduler.check_integrity()
     if engine.has_work or scheduler.running or scheduler.waiting or engine._members or engine._outputs._answers:
         return False

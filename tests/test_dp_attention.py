@@ -1,6 +1,7 @@
 """Ranks with attention of their own rows, which share experts: they answer as one process does."""
 
 import os
+import shutil
 import signal
 import sys
 from collections.abc import Iterator
@@ -15,20 +16,28 @@ import torch
 from kvern import LLM, EngineConfig, SamplingParams
 from kvern.device.own_rows import rank_of_own_rows
 from kvern.engine.engine import Engine
+from kvern.engine.factory import make_scheduler
 from kvern.errors import ConfigError, EngineDied
 from kvern.model_spec import MoeSpec
 from kvern.models.loader import load_model
 from kvern.models.registry import spec_from_config
 from kvern.models.share import WholeExperts, share_of
 from kvern.outputs import RequestOutput
+from kvern.worker.plan import Layout
 from kvern.worker.rank_limits import check_ranks
+from tests.draft_heads import write_eagle, write_medusa
 from tests.families import make_checkpoint, make_config, similar_prompts
+from tests.peft_adapters import ATTENTION, make_adapter
 from tests.served import children_of, command_of, eventually, serving
+from tests.speculation import AnyLength, Remembered
 from tests.test_model_parity import logits
-from tests.test_rank_engines import ASKED
+from tests.test_rank_engines import ASKED, packages  # noqa: F401 (a fixture)
 from tests.tiny_model import make_tiny_model
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+pytestmark = [
+    pytest.mark.skipif(sys.platform != "linux", reason="reads /proc"),
+    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning"),  # within PEFT
+]
 SECONDS = 60.0
 CPU = torch.device("cpu")
 RANK = "kvern.engine.home_process"
@@ -45,8 +54,18 @@ OPTIONS: dict[str, Any] = {
     "kv_cache_tokens": 140,  # requests are preempted
 }
 RANKS: dict[str, Any] = {"tensor_parallel_size": 2, "enable_expert_parallel": True, "enable_dp_attention": True}
+ALL: dict[str, Any] = {
+    "kv_tier": "host memory",
+    "proposer": "ngram",
+    "redundant_experts": 2,
+    "rebalance_experts": "1ms",
+}
+"""Options that go with it."""
 SPEC = spec_from_config(make_config("qwen3_moe").to_dict())
-ALIKE = {name: params for name, params in ASKED.items() if name != "processors"}
+PROCESSORS = ("double",)
+"""Custom ones, of requests of all kinds in the same batch."""
+TEXTS: list[list[int]] = []
+"""That the first rank guesses answers to be."""
 
 
 @pytest.mark.parametrize(
@@ -73,7 +92,7 @@ def test_each_rank_computes_its_own_rows(family: str, size: int, whole: WholeExp
         if rank < len(prompts):
             ranks.own_rows.agree(len(prompts[rank]), None)
             return logits(decoder, prompts[rank])
-        ranks.own_rows.agree(0, (0, 0))
+        ranks.own_rows.agree(0, (0, 0, False))
         with torch.inference_mode():
             decoder.assist()
         return None
@@ -89,15 +108,24 @@ def test_each_rank_computes_its_own_rows(family: str, size: int, whole: WholeExp
 @pytest.mark.parametrize(
     ("steps", "room"),
     [
-        ([(3, (3, 0)), (5, (5, 0))], [5, 0]),
-        ([(3, (3, 0)), (9, (1, 8)), (0, (0, 0))], [3, 8]),
-        ([(3, (3, 0)), (900, None)], None),
-        ([(0, (0, 0)), (2, (2, 0))], [2, 0]),
+        ([(3, (3, 0, False)), (5, (5, 0, False))], [5, 0]),
+        ([(3, (3, 0, False)), (9, (1, 8, False)), (0, (0, 0, False))], [3, 8]),
+        ([(3, (3, 0, False)), (900, None)], None),
+        ([(0, (0, 0, False)), (2, (2, 0, False))], [2, 0]),
+        ([(3, (3, 0, True)), (5, (5, 0, False))], [5, 0]),
+        ([(3, (3, 0, True)), (9, (1, 8, False))], None),
     ],
-    ids=["decodes", "a prompt beside decodes", "a long prompt", "nothing"],
+    ids=[
+        "decodes",
+        "a prompt beside decodes",
+        "a long prompt",
+        "nothing",
+        "plain decodes",
+        "a prompt beside them",
+    ],
 )
 def test_ranks_replay_what_has_room_for_each_or_launch_kernels(
-    steps: list[tuple[int, tuple[int, int] | None]], room: list[int] | None, tmp_path: Path
+    steps: list[tuple[int, tuple[int, int, bool] | None]], room: list[int] | None, tmp_path: Path
 ) -> None:
     size = len(steps)
 
@@ -126,25 +154,37 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def ranked(folder: Path) -> Iterator[LLM]:
-    with LLM(str(folder), **OPTIONS | RANKS) as llm:
+def adapters(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    made = tmp_path_factory.mktemp("adapters")
+    names = enumerate(("one", "two"))
+    return {name: str(make_adapter(folder, made / name, seed, target_modules=ATTENTION)) for seed, name in names}
+
+
+@pytest.fixture(scope="module")
+def ranked(folder: Path, adapters: dict[str, str], packages: None) -> Iterator[LLM]:  # noqa: F811
+    with LLM(str(folder), **OPTIONS | RANKS | ALL, adapters=adapters, logits_processors=PROCESSORS) as llm:
+        engine: Any = llm._engine
+        engine.core._core.drafting = AnyLength(Remembered(TEXTS), engine.inputs.vocab_size)  # the other's is its own
         yield llm
 
 
 @pytest.fixture(scope="module")
-def alone(folder: Path) -> Iterator[LLM]:
-    with LLM(str(folder), **OPTIONS) as llm:
+def alone(folder: Path, adapters: dict[str, str], packages: None) -> Iterator[LLM]:  # noqa: F811
+    with LLM(str(folder), **OPTIONS, adapters=adapters, logits_processors=PROCESSORS) as llm:
         yield llm
 
 
 def answers(llm: LLM) -> list[RequestOutput]:
     """All in one batch, twice: the second time prompts come out of the prefix cache."""
-    prompts = [similar_prompts(280)[number % 6] for number in range(len(ALIKE))]
-    return [output for _ in range(2) for output in llm.generate(prompts, list(ALIKE.values()))]
+    prompts = [similar_prompts(280)[number % 6] for number in range(len(ASKED))]
+    adapters = [(None, None, "one", "two", None)[number % 5] for number in range(len(ASKED))]
+    return [output for _ in range(2) for output in llm.generate(prompts, list(ASKED.values()), adapter=adapters)]
 
 
 def test_requests_at_home_answer_as_in_one_process(alone: LLM, ranked: LLM) -> None:
-    for name, one, other in zip(list(ALIKE) * 2, answers(alone), answers(ranked), strict=True):
+    expected = answers(alone)
+    TEXTS[:] = [[*one.prompt_token_ids, *item.token_ids] for one in expected for item in one.outputs]
+    for name, one, other in zip(list(ASKED) * 2, expected, answers(ranked), strict=True):
         assert [item.token_ids for item in other.outputs] == [item.token_ids for item in one.outputs], name
         assert [item.finish_reason for item in other.outputs] == [item.finish_reason for item in one.outputs], name
         for item, ours in zip(one.outputs, other.outputs, strict=True):
@@ -154,6 +194,9 @@ def test_requests_at_home_answer_as_in_one_process(alone: LLM, ranked: LLM) -> N
     statistics = ranked.statistics()
     assert statistics.preemptions > 0
     assert statistics.cached_tokens > 0
+    assert 0 < statistics.accepted_tokens < statistics.draft_tokens
+    executor: Any = ranked._engine.core._executor  # type: ignore[union-attr]
+    assert executor._balance._placements != executor._worker.expert_placements(), "experts have moved"
     assert (statistics.running, statistics.waiting) == (0, 0)
 
 
@@ -163,6 +206,77 @@ def test_a_prompt_goes_where_it_is_cached_and_others_where_less_is_to_be_done(ra
     ranked.generate(prompts, params)
     again = [ranked.generate([[*prompt, 5]], params)[0] for prompt in prompts for _ in range(2)]
     assert [output.cached_tokens >= 64 for output in again] == [True] * 4
+
+
+def test_blocks_come_back_from_a_tier_of_each_rank(ranked: LLM) -> None:
+    prompts = [list(range(first, first + 100)) for first in range(20, 150, 25)]  # a rank has room for one
+    params = SamplingParams(max_tokens=8, temperature=0.9, seed=3, ignore_eos=True)
+    first, *_, last = ([ranked.generate([prompt], params)[0] for prompt in prompts] for _ in range(4))
+    assert [output.cached_tokens >= 96 for output in last] == [True] * len(prompts)
+    assert [output.outputs[0].token_ids for output in last] == [output.outputs[0].token_ids for output in first]
+
+
+def test_a_tier_knows_blocks_of_own_rows_as_those_of_one_process(folder: Path) -> None:
+    """They are whole, unlike those of ranks that share heads."""
+    layout = Layout(128, 8, 4, 64, "float32", 6, 24, 1, {}, "cpu", ())
+    configs = [
+        EngineConfig(model=str(folder), **options) for options in ({}, RANKS, RANKS | {"enable_dp_attention": False})
+    ]
+    alone, own, shared = (make_scheduler(config, folder, layout, None).cache.tree.root_key(b"") for config in configs)
+    assert alone == own
+    assert shared != own
+
+
+def test_adapters_come_and_go_at_all_ranks(folder: Path, alone: LLM, ranked: LLM, tmp_path: Path) -> None:
+    params = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
+    prompts = [[number, 7, 9] for number in range(20, 24)]  # two at each rank
+    for seed in range(5, 8):  # each goes before the next comes
+        path, found = str(make_adapter(folder, tmp_path / str(seed), seed, target_modules=ATTENTION)), []
+        for llm in (alone, ranked):
+            llm.load_adapter("late", path)
+            engine = llm._engine
+            assert isinstance(engine, Engine)
+            outputs = [engine.add(f"{seed}-{prompt[0]}", prompt, params, adapter="late") for prompt in prompts]
+            llm.unload_adapter("late")  # those that wait have it still
+            while engine.has_work:
+                engine.step()
+            found.append([output.outputs[0].token_ids for output in outputs])
+        assert found[0] == found[1]
+        assert found[1] != [output.outputs[0].token_ids for output in alone.generate(prompts, params)]
+
+
+@pytest.mark.nightly
+def test_adapters_change_shared_experts(tmp_path: Path) -> None:
+    folder = make_checkpoint("qwen2_moe", make_tiny_model(tmp_path), vocab_size=288)
+    adapters = {"one": str(make_adapter(folder, tmp_path / "one", 1))}
+    params, found = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True), []
+    for options in ({}, RANKS):
+        with LLM(str(folder), **OPTIONS | options, adapters=adapters) as llm:
+            outputs = llm.generate(similar_prompts(280), params, adapter=["one", None] * 3)
+            found.append([output.outputs[0].token_ids for output in outputs])
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize(
+    "kind", ["eagle3", *(pytest.param(kind, marks=pytest.mark.nightly) for kind in ("model", "eagle", "medusa"))]
+)
+def test_each_rank_drafts_for_its_own_rows(kind: str, folder: Path, tmp_path: Path) -> None:
+    if kind == "model":  # the same, of which each rank has all experts
+        shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    elif kind == "medusa":
+        write_medusa(tmp_path, folder, drafted=41)
+    else:
+        write_eagle(tmp_path, folder, drafted=41 if kind == "eagle3" else None)
+    params = [SamplingParams(temperature=value, seed=3, max_tokens=24, ignore_eos=True) for value in (0, 0.8, 1.2)] * 2
+    found = []
+    for options in ({}, RANKS):
+        with LLM(str(folder), **OPTIONS | options, draft_model=str(tmp_path)) as llm:
+            core: Any = llm._engine.core  # type: ignore[union-attr]
+            getattr(core, "_core", core).drafting = AnyLength(None, 288, 3)
+            found.append([output.outputs[0].token_ids for output in llm.generate(similar_prompts(280), params)])
+            assert llm.statistics().draft_tokens
+            assert kind != "model" or llm.statistics().accepted_tokens > 50
+    assert found[0] == found[1]
 
 
 def test_answers_that_are_given_up_leave_the_others_as_they_are(folder: Path, alone: LLM, ranked: LLM) -> None:
@@ -230,13 +344,8 @@ def test_streams_go_on_when_a_rank_ends(folder: Path, alone: LLM) -> None:
             "engines beside each other share no experts; .* give tensor_parallel_size 2 and enable_dp_attention",
         ),
         ({"pipeline_parallel_size": 2}, "pipeline_parallel_size 2 and enable_dp_attention are not possible together"),
-        ({"max_adapters": 1}, "adapters and enable_dp_attention"),
-        ({"kv_tier": "cpu"}, "kv_tier cpu and enable_dp_attention"),
-        ({"proposer": "ngram"}, "proposer ngram and enable_dp_attention"),
         ({"draft_model": "mtp"}, "draft_model mtp and enable_dp_attention"),
         ({"target_itl": "20ms"}, "target_itl and enable_dp_attention"),
-        ({"rebalance_experts": "60s"}, "rebalance_experts and enable_dp_attention"),
-        ({"executor": "ray"}, "executor ray and enable_dp_attention"),
     ],
 )
 def test_options_that_do_not_go_with_it_are_refused_by_name(options: dict[str, Any], reason: str, folder: Path) -> None:

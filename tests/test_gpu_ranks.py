@@ -150,6 +150,8 @@ def test_kinds_of_layers(family: str, size: str, tmp_path: Path) -> None:
         {"enable_dp_attention": True},
         {"enable_dp_attention": True, "enable_expert_parallel": True},
         {"enable_dp_attention": True, "cuda_graphs": False},
+        {"enable_dp_attention": True, "proposer": "ngram"},
+        {"enable_dp_attention": True, "enable_expert_parallel": True, "rebalance_experts": "1ms"},
     ],
     ids=str,
 )

@@ -92,6 +92,19 @@ def test_logprobs_are_the_models_own(llm: LLM) -> None:
 
 
 @pytest.mark.usefixtures("installed")
+def test_beams_that_go_on_in_rows_of_others_have_none_of_their_processors(tiny_model: Path) -> None:
+    beams = SamplingParams(beam_width=3, n=3, max_tokens=6, ignore_eos=True)
+    short, long = (
+        SamplingParams(temperature=0, max_tokens=count, ignore_eos=True, logits_processors={"double": {}})
+        for count in (1, 20)
+    )
+    with LLM(str(tiny_model), dtype="float32", max_batch_requests=4, logits_processors=("double",)) as llm:
+        [alone] = llm.generate([[5, 6, 7]], beams)
+        *_, beside = llm.generate([[1], [2], [3], [4], [5, 6, 7]], [short, short, short, long, beams])
+    assert [answer.token_ids for answer in beside.outputs] == [answer.token_ids for answer in alone.outputs]
+
+
+@pytest.mark.usefixtures("installed")
 def test_the_options_order_counts(tiny_model: Path) -> None:
     """Not that of the request, whose fields have none."""
     greedy = SamplingParams(temperature=0, max_tokens=1)

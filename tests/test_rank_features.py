@@ -19,7 +19,7 @@ from kvern.engine.engine import Engine
 from tests import processors
 from tests.combined_answers import check_same
 from tests.combined_features import FEATURES, Alone, Ask, Result, Run, at_once
-from tests.idle import is_idle
+from tests.idle import core_here, is_idle
 from tests.rank_features import DIVISIONS, OF_ENGINES, models_of
 from tests.speculation import AnyLength, Remembered
 from tests.test_feature_matrix import TOGETHER, asks_with, plain_asks, random_model, too_little_room
@@ -81,7 +81,8 @@ class Divided:
         """Whether drafts are verified however long they take; several engines decide themselves."""
         if drafts and isinstance(engine, Engine):
             proposer = None if llm.config.draft_model else Remembered(self._texts)
-            engine.core.drafting = AnyLength(proposer, engine.inputs.vocab_size, 3 if proposer is None else 0)
+            drafting = AnyLength(proposer, engine.inputs.vocab_size, 3 if proposer is None else 0)
+            core_here(llm).drafting = drafting  # the first rank's, of those with requests of their own
 
     def answered(self, asks: Sequence[Ask]) -> tuple[list[Result], Run]:
         """All of them in one batch of streams; then the last one that is a single sequence again.
@@ -154,8 +155,8 @@ def divided(
 
 
 def everything_with(division: str) -> list[frozenset[str]]:
-    """Of two engines each has room for its half, as it may come."""
-    several = "data_parallel_size" in DIVISIONS[division]
+    """Of two engines, or ranks with requests of their own, each has room for its half, as it may come."""
+    several = not {"data_parallel_size", "enable_dp_attention"}.isdisjoint(DIVISIONS[division])
     together = frozenset(FEATURES) - ({"preemption"} if several else set())
     return [features & together for features in EVERYTHING]
 

@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +22,11 @@ from prometheus_client.parser import text_string_to_metric_families
 from kvern import LLM, SamplingParams
 from kvern.errors import ConfigError
 from kvern.ray_nodes import MOST_PROCESSES
+from kvern.worker.rank_processes import MODULE, MODULE_OF_OWN_ROWS
+from tests.families import make_checkpoint
 from tests.ray_cluster import RAY, RayCluster, free_port
 from tests.served import ENGINE, KEY, Served, command_of, eventually
+from tests.tiny_model import make_tiny_model
 
 pytest.importorskip("ray.serve")
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
@@ -115,11 +118,11 @@ def figures(asked: openai.OpenAI, name: str) -> dict[str, float]:
 
 
 @contextlib.contextmanager
-def serving_on(cluster: RayCluster, *arguments: str) -> Iterator[Served]:
+def serving_on(cluster: RayCluster, *arguments: str, model: Sequence[str] = FLAGS) -> Iterator[Served]:
     with pytest.MonkeyPatch.context() as patch:
         for name, value in cluster.environment.items():
             patch.setenv(name, value)
-        served = Served("--executor", "ray", *FLAGS, *arguments)
+        served = Served("--executor", "ray", *model, *arguments)
     try:
         yield served
     finally:
@@ -132,7 +135,7 @@ def engines_of(cluster: RayCluster, *nodes: subprocess.Popen[bytes]) -> list[int
     found = []
     for pid in cluster.processes(*nodes):
         command = command_of(pid)
-        found += [pid] if ENGINE in command or "kvern.worker.rank_process" in command else []
+        found += [pid] if any(module in command for module in (ENGINE, MODULE, MODULE_OF_OWN_ROWS)) else []
     return found
 
 
@@ -148,6 +151,25 @@ def test_ranks_of_two_nodes_answer_as_one_process(
             assert f"{MOST_PROCESSES}=1".encode() in variables, "a node has processors for one alone"
         asked = served.client()
         assert [ended(begun(asked, prompt)) for prompt in PROMPTS] == expected[TOKENS]
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(600)
+def test_ranks_of_two_nodes_have_requests_of_their_own(cluster: RayCluster, tmp_path: Path) -> None:
+    folder = str(make_checkpoint("qwen3_moe", make_tiny_model(tmp_path), vocab_size=288))
+    options = {"device": "cpu", "dtype": "float32", "max_model_len": 128}
+    params = SamplingParams(temperature=0.8, seed=7, ignore_eos=True, max_tokens=TOKENS)
+    with LLM(folder, threads=1, **options) as llm:  # type: ignore[arg-type]
+        expected = [output.outputs[0].text for output in llm.generate(PROMPTS, params)]
+    flags = [part for name, value in options.items() for part in (f"--{name.replace('_', '-')}", str(value))]
+    dividing = "-tp", "2", "--enable-expert-parallel", "--enable-dp-attention"
+    with serving_on(cluster, *dividing, "--threads", str(CPUS - 1), model=(folder, *flags)) as served:
+        assert [len(engines_of(cluster, node)) for node in cluster.nodes] == [1, 1]
+        asked = served.client()
+        with concurrent.futures.ThreadPoolExecutor(len(PROMPTS)) as threads:
+            given = {**ASKED, "model": folder, "max_tokens": TOKENS}
+            answers = threads.map(lambda prompt: asked.completions.create(prompt=prompt, **given), PROMPTS)
+            assert [answer.choices[0].text for answer in answers] == expected
 
 
 @pytest.mark.nightly

@@ -1,6 +1,7 @@
 """Ranks with rows of their own replay steps of one size together; kernels and replays are interpreted here."""
 
 import dataclasses
+import shutil
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -34,10 +35,13 @@ from kvern.worker.startup import Startup
 from kvern.worker.worker import Worker
 from tests.families import make_checkpoint
 from tests.kernels.test_device_engine import OPTIONS
+from tests.peft_adapters import ATTENTION, make_adapter
+from tests.speculation import AnyLength, Remembered
 
 pytestmark = [
     pytest.mark.usefixtures("few_products"),
     pytest.mark.skipif(torch.cuda.is_available(), reason="no graphs"),
+    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning"),  # within PEFT
 ]
 SECONDS = 120.0
 TOKENS = 4
@@ -93,14 +97,16 @@ def repeated(step: Any, *_: Any) -> tuple[Repeated, DecodedStep]:
 
 
 class Recorded(DecodeGraphs):
-    """Notes how large the graphs are that it replays, and for how many requests."""
+    """Notes how large the graphs are that it replays, for how many requests, and if rows have drafts in flight."""
 
     replayed: list[tuple[int, int]]
+    uncertain = 0
 
     def _replay(self, slots: list[int], *given: Any) -> DecodeGraph:
         graph = super()._replay(slots, *given)
         outputs = DecodedStep(*(output.clone() for output in graph.outputs))  # of a GPU they are copied sooner
         self.replayed.append((len(outputs.sampled), len(slots)))
+        self.uncertain += given[3] is not None
         return dataclasses.replace(graph, outputs=outputs)
 
 
@@ -117,7 +123,9 @@ class RecordedPrompts(PromptGraphs):
 
     def run(self, scheduled: Any, room: Any) -> Any:
         replayed = super().run(scheduled, room)
-        assert replayed is not None, "there is one for each step"
+        if replayed is None:
+            assert room is None, "there is one for each step that can be one"
+            return None
         decodes = sum(item.count == 1 for item in scheduled)
         self.replayed.append((decodes, sum(item.count for item in scheduled) - decodes))
         graph, count = replayed
@@ -149,14 +157,27 @@ Replayed = list[tuple[int, int]]
 GREEDY = ResolvedParams(temperature=0.0)
 
 
-def run_rank(folder: Path, rank: int, turn: threading.Lock, asked: Asked) -> tuple[Answers, Replayed, Replayed]:
-    """The answers of a rank's own requests, and what it has replayed: of decodes, and with prompts."""
+def run_rank(
+    folder: Path,
+    rank: int,
+    turn: threading.Lock,
+    asked: Asked,
+    texts: Sequence[list[int]],
+    adapter: Path | None,
+    draft: Path | None,
+) -> tuple[Answers, Replayed, Replayed]:
+    """The answers of a rank's own requests, and what it has replayed: of decodes, and with prompts.
+
+    `texts`: that it guesses answers to be, or what a model in the folder `draft` does. `adapter`: that requests may use
+    as number 1.
+    """
     options = {"tensor_parallel_size": 2, "enable_expert_parallel": True, "enable_dp_attention": True, "device": "cpu"}
-    config = EngineConfig(model=str(folder), max_batch_tokens=6, **OPTIONS | options)
+    config = EngineConfig(model=str(folder), max_batch_tokens=6, max_adapters=adapter and 1, **OPTIONS | options)
     own_rows = OwnRows(Baton(rank, 2, turn))
     ranks = Ranks(own_rows=own_rows)
     with turn:
-        worker = Worker(config, folder, spec := spec_from_config(read_config(folder)), CPU, Startup(), ranks=ranks)
+        spec = spec_from_config(read_config(folder))
+        worker = Worker(config, folder, spec, CPU, Startup(), draft, ranks)
         plan = agree([worker.probe()], config, spec)
     ranks.connect(folder / "meeting", CPU, SECONDS)
     with turn:
@@ -164,47 +185,75 @@ def run_rank(folder: Path, rank: int, turn: threading.Lock, asked: Asked) -> tup
         worker.build(layout)
         runner: Any = worker.runner
         assert isinstance(runner, DeviceRunner)
-        runner._graphs = Recorded(runner._decoder, runner._attention, runner._rows, layout.block_size, 0)
+        bank = runner._adapters and runner._adapters.bank
+        runner._graphs = Recorded(runner._decoder, runner._attention, runner._rows, layout.block_size, 0, bank)
         places = layout.block_size, 10, None, None
         runner._prompt_graphs = RecordedPrompts(runner._decoder, runner._attention, runner._rows, *places)
         runner._graphs.replayed, runner._prompt_graphs.replayed = [], []
-        executor = OwnRowsExecutor(worker, own_rows)
+        executor = OwnRowsExecutor(worker, own_rows, None, None)
         while runner.idle():
             pass
-        core = make_home_core(config, folder, layout, executor)
+        core = make_home_core(config, folder, layout, executor, None)
+        if adapter is not None:
+            core.add_adapter(1, core.read_adapter(str(adapter)))
+        if texts:
+            proposer = Remembered(texts) if draft is None else None
+            core.drafting = AnyLength(proposer, spec.vocab_size, 2)
         answers: Answers = {}
         for number in range(2 * LATE):
             for event in take_turn(core, executor, TakeTurn([(added, []) for added in asked.get(number, [])])):
                 answers.setdefault(event.request_id, []).extend(event.token_ids)
         assert not core.has_work
+        verified = sum(core.statistics().drafts_by_position)
+        assert bool(verified) == bool(runner._graphs.uncertain) == bool(texts), "rows go on in graphs behind drafts"
     return answers, runner._graphs.replayed, runner._prompt_graphs.replayed
 
 
-def run_ranks(folder: Path, asked: Sequence[Asked]) -> list[tuple[Answers, Replayed, Replayed]]:
-    """As `run_rank`, of each rank."""
+def run_ranks(
+    folder: Path,
+    asked: Sequence[Asked],
+    texts: Sequence[list[int]] = (),
+    adapter: Path | None = None,
+    draft: Path | None = None,
+) -> list[tuple[Answers, Replayed, Replayed]]:
+    """As `run_rank`, of each rank, of which the first has `texts`."""
     turn = threading.Lock()
     with ThreadPoolExecutor(len(asked)) as threads:
-        return list(threads.map(lambda rank: run_rank(folder, rank, turn, asked[rank]), range(len(asked))))
+        ranks = [(rank, turn, own, () if rank else texts, adapter, draft) for rank, own in enumerate(asked)]
+        return list(threads.map(lambda given: run_rank(folder, *given), ranks))
 
 
 @pytest.mark.nightly
-def test_ranks_replay_steps_of_one_size_together(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    alone = LLM(str(folder), device="cpu", **OPTIONS)
+@pytest.mark.parametrize("beside", ["nothing", "drafts", "drafts of a model", "adapter"])
+def test_ranks_replay_steps_of_one_size_together(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, beside: str
+) -> None:
+    """With drafts, or an adapter, of the first rank some steps are none: all ranks launch kernels together."""
+    adapter = make_adapter(folder, tmp_path / "adapter", 1, target_modules=ATTENTION) if beside == "adapter" else None
+    alone = LLM(str(folder), device="cpu", **OPTIONS, adapters={} if adapter is None else {"one": str(adapter)})
     prompts = [prompt for own in PROMPTS for prompt in own]
     lengths = [TOKENS + number for own in PROMPTS for number in range(len(own))]
     params = [SamplingParams(temperature=0, max_tokens=length, ignore_eos=True) for length in lengths]
-    expected = [output.outputs[0].token_ids for output in alone.generate(prompts, params)]
+    used = [None if adapter is None or rank else "one" for rank, own in enumerate(PROMPTS) for _ in own]
+    expected = [output.outputs[0].token_ids for output in alone.generate(prompts, params, adapter=used)]
+    key = None if adapter is None else 1
     specs = [
         [
-            RequestSpec(f"{rank}-{number}", PromptInput(prompt), GREEDY, TOKENS + number)
+            RequestSpec(f"{rank}-{number}", PromptInput(prompt), GREEDY, TOKENS + number, adapter=None if rank else key)
             for number, prompt in enumerate(own)
         ]
         for rank, own in enumerate(PROMPTS)
     ]
-    monkeypatch.setattr(kvern.worker.device_runner, "build_device_batch", None)  # no step is launched by kernels
-    first, second = run_ranks(folder, [{0: own[:3], LATE: own[3:]} for own in specs])
+    draft = shutil.copytree(folder, tmp_path / "draft") if beside == "drafts of a model" else None
+    texts = [prompt + answer for prompt, answer in zip(prompts, expected, strict=True)] if "drafts" in beside else []
+    if beside == "nothing":
+        monkeypatch.setattr(kvern.worker.device_runner, "build_device_batch", None)  # no step is launched by kernels
+    first, second = run_ranks(folder, [{0: own[:3], LATE: own[3:]} for own in specs], texts, adapter, draft)
     assert [*first[0].values(), *second[0].values()] == expected
     assert [size for size, _ in first[1]] == [size for size, _ in second[1]]
+    if beside != "nothing":
+        assert first[1], "decodes are replayed"
+        return
     counts = {count for _, count in second[1]}
     assert {0, 1} <= counts, "the other has fewer rows, in some steps none"
     prompts_of_one = {(own[1] > 0, other) for own, other in zip(first[2], second[2], strict=True)}

@@ -9,7 +9,7 @@ from torch import Tensor
 from kvern.device.ranks import Ranks
 from kvern.device.transfer import upload
 
-NO_ROOM = -1, -1
+NO_ROOM = -1, -1, -1
 
 
 def rank_of_own_rows(rank: int, size: int) -> Ranks:
@@ -47,16 +47,18 @@ class OwnRows:
         self._device = device
         self.ranks.connect(place, device, seconds, kernels, ordered=ordered, listener=listener, on_host=True)
 
-    def agree(self, count: int, room: tuple[int, int] | None) -> int:
+    def agree(self, count: int, room: tuple[int, int, bool] | None) -> int:
         """This rank's next step has so many rows: how many that of the rank with most has.
 
-        `room`: what a captured step has to have room for that does this one; None: there can be none. If no rank says
-        that, all replay the same one, with room for whatever any of them has.
+        `room`: what a captured step has to have room for that does this one, decodes and tokens of prompts, and whether
+        it must be one of decodes alone; None: there can be none. If there is one that has room for whatever any of them
+        has, all replay it.
         """
         told = self.ranks.numbers(count, *(room or NO_ROOM))
         self._counts, self._places = [first for first, *_ in told], None
-        rooms = [(decodes, tokens) for _, decodes, tokens in told]
-        self.room = None if NO_ROOM in rooms else [max(wanted) for wanted in zip(*rooms, strict=True)]
+        rooms = [tuple(wanted) for _, *wanted in told]
+        decodes, tokens, is_plain = map(max, zip(*rooms, strict=True))
+        self.room = None if NO_ROOM in rooms or (is_plain and tokens) else [decodes, tokens]
         return max(self._counts)
 
     def gather(self, x: Tensor) -> Tensor:

@@ -136,9 +136,9 @@ class Ranks:
         return SharedNorms(memories, self.lost, self.rank, rows, width, dtype)
 
     def of_own_stage(self) -> "Ranks":
-        """The ranks of this stage alone, once they have met: for a whole model beside its layers."""
+        """The ranks of this stage alone, once they have met: for a whole model beside its layers, with all experts."""
         ranks = copy(self)
-        ranks.stage = WHOLE
+        ranks.stage, ranks.own_rows = WHOLE, None
         return ranks
 
     @property
@@ -152,9 +152,14 @@ class Ranks:
         return self.stage.is_last and self.own_rows is None
 
     @property
+    def of_experts(self) -> "Ranks":
+        """Those that have a share of the same experts each."""
+        return self if self.own_rows is None else self.own_rows.ranks
+
+    @property
     def sharing_experts(self) -> int:
-        """Ranks that have a share of the same experts each."""
-        return self.size if self.own_rows is None else self.own_rows.ranks.size
+        """How many these are."""
+        return self.of_experts.size
 
     def share(self, count: int, copies: int = 1) -> Share:
         """This rank's of a dimension cut into parts of `count` entries; `copies` neighbours hold the same part."""

@@ -71,17 +71,11 @@ def build_core(
         return encoder, spec, layout
     draft = draft_folder(config, folder, resolve_device(config).type)
     executor, layout = start(config, folder, spec, startup, draft, lost)
+    drafting = make_drafting(config, spec, layout, draft)
     if isinstance(executor, OwnRowsExecutor):
         executor.begin_counting()
-        return make_homes(config, folder, layout, executor, note), spec, layout
+        return make_homes(config, folder, layout, executor, drafting, note), spec, layout
     scheduler = make_scheduler(config, folder, layout, executor.tier)
-    drafting = None
-    if config.speculation != "off":
-        proposer = None if config.proposer is None else PROPOSERS.find(config.proposer)(config, spec)
-        device = layout.device if proposer is None and draft is not None else None
-        drafting = Drafting(
-            proposer, spec.vocab_size, device=device, most=layout.most_drafts, catches_up=layout.catches_up
-        )
     tokenizer = functools.cache(functools.partial(Tokenizer, folder))
     with startup.stage("graphs"):
         use_idle_time(executor, GRAPH_SECONDS if prepares else math.inf)
@@ -97,21 +91,33 @@ def make_homes(
     folder: Path,
     layout: Layout,
     executor: OwnRowsExecutor,
+    drafting: Drafting | None,
     note: Callable[[list[str]], None] | None,
 ) -> HomedCores:
     """The cores of all ranks, of which this process's is the first."""
     assert executor.others is not None
     cached = layout.cached_tokens if config.prefix_cache else 0
     homes = [Home(layout.max_batch_requests, cached) for _ in range(config.homes)]
-    core = make_home_core(config, folder, layout, executor)
+    core = make_home_core(config, folder, layout, executor, drafting)
     return HomedCores(core, executor, executor.others, homes, config.rank_timeout, note)
 
 
-def make_home_core(config: EngineConfig, folder: Path, layout: Layout, executor: OwnRowsExecutor) -> EngineCore:
+def make_home_core(
+    config: EngineConfig, folder: Path, layout: Layout, executor: OwnRowsExecutor, drafting: Drafting | None
+) -> EngineCore:
     """The core of one rank with requests of its own."""
-    scheduler = make_scheduler(config, folder, layout, None)
+    scheduler = make_scheduler(config, folder, layout, executor.tier)
     tokenizer = functools.cache(functools.partial(Tokenizer, folder))
-    return EngineCore(scheduler, executor, layout.depth, tokenizer, prepares=True)
+    return EngineCore(scheduler, executor, layout.depth, tokenizer, prepares=True, drafting=drafting)
+
+
+def make_drafting(config: EngineConfig, spec: ModelSpec, layout: Layout, draft: Path | None) -> Drafting | None:
+    """What has a proposer guess, or what is in the folder `draft`, and answers that clients predicted be verified."""
+    if config.speculation == "off":
+        return None
+    proposer = None if config.proposer is None else PROPOSERS.find(config.proposer)(config, spec)
+    device = layout.device if proposer is None and draft is not None else None
+    return Drafting(proposer, spec.vocab_size, device=device, most=layout.most_drafts, catches_up=layout.catches_up)
 
 
 def use_idle_time(executor: Executor, seconds: float) -> None:
@@ -132,7 +138,7 @@ def make_scheduler(config: EngineConfig, folder: Path, layout: Layout, tier: KVT
         config.pipeline_parallel_size,
     )
     what = config.load_format, config.dtype, layout.dtype, layout.block_size
-    share = f"{config.tensor_parallel_size} ranks" if config.tensor_parallel_size > 1 else None
+    share = f"{config.tensor_parallel_size} ranks" if config.tensor_parallel_size > config.homes else None
     stages = f"{config.pipeline_parallel_size} stages" if config.pipeline_parallel_size > 1 else None
     identity = model_identity(folder, *what, *filter(None, [layout.scales, share, stages]))
     window = None

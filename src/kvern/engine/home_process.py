@@ -6,11 +6,11 @@ It is a rank as any other (`worker/rank_process.py`), but that it schedules, and
 import sys
 from typing import TYPE_CHECKING
 
-from kvern.engine.factory import make_home_core
+from kvern.engine.factory import make_drafting, make_home_core
 from kvern.engine.homes import take_turn
 from kvern.worker.executor import OwnRowsExecutor
 from kvern.worker.rank_process import Rank, main
-from kvern.worker.rank_wire import TakeTurn, TurnTaken, decode_for_rank, encode
+from kvern.worker.rank_wire import AddAdapter, PlaceExperts, TakeTurn, TurnTaken, decode_for_rank, encode
 
 if TYPE_CHECKING:
     import zmq
@@ -19,13 +19,18 @@ if TYPE_CHECKING:
 def run_turns(socket: "zmq.Socket[bytes]", rank: Rank) -> None:
     """Take turns without end. Raises what a step raised: then the ranks do not agree any more."""
     assert rank.ranks.own_rows is not None
-    executor = OwnRowsExecutor(rank.worker, rank.ranks.own_rows)
-    core = make_home_core(rank.config, rank.folder, rank.layout, executor)
+    executor = OwnRowsExecutor(rank.worker, rank.ranks.own_rows, None, rank.tier)
+    drafting = make_drafting(rank.config, rank.spec, rank.layout, rank.draft)
+    core = make_home_core(rank.config, rank.folder, rank.layout, executor, drafting)
     while True:
-        message = decode_for_rank(socket.recv())
-        assert isinstance(message, TakeTurn)
-        events = take_turn(core, executor, message)
-        socket.send(encode(TurnTaken(events, core.statistics(), core.has_work)))
+        match decode_for_rank(socket.recv()):
+            case AddAdapter() as message:
+                core.add_adapter(message.key, message.adapter())
+            case PlaceExperts(placements):
+                rank.worker.place_experts(placements)
+            case TakeTurn() as turn:
+                events = take_turn(core, executor, turn)
+                socket.send(encode(TurnTaken(events, core.statistics(), core.has_work)))
 
 
 if __name__ == "__main__":

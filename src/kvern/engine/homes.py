@@ -17,7 +17,7 @@ from kvern.events import EngineStatistics, TokenEvent, all_together
 from kvern.request import FinishReason, Progress, RequestSpec
 from kvern.worker.executor import OwnRowsExecutor
 from kvern.worker.rank_processes import RANKS_DISAGREE, RankProcesses
-from kvern.worker.rank_wire import TakeTurn
+from kvern.worker.rank_wire import AddAdapter, TakeTurn
 
 if TYPE_CHECKING:
     from kvern.adapters.peft import Adapter
@@ -29,6 +29,8 @@ def take_turn(core: EngineCore, executor: OwnRowsExecutor, message: TakeTurn) ->
     events = [event for spec, progress in message.added for event in queued(core, spec, progress)]
     for request_ids, reason, stop_reason in message.finished:
         core.finish(request_ids, reason, stop_reason)
+    for key in message.unloaded:
+        core.unload_adapter(key)
     if core.has_work:
         events += core.step()
     executor.end_turn()
@@ -52,7 +54,7 @@ class Home:
     @property
     def waits(self) -> bool:
         """A turn would do something here."""
-        return self.has_work or bool(self.message.added or self.message.finished)
+        return self.has_work or self.message != TakeTurn()
 
     def cost(self, spec: RequestSpec, keys: Sequence[bytes]) -> tuple[bool, int, int]:
         """Whether a request would wait here until another ends, tokens to be computed, and what this rank has done."""
@@ -170,6 +172,7 @@ class HomedCores:
         if self._note is not None:
             self._note([name for home in self._homes for name in home.answer_ids])
         first, *others = self._homes
+        self._executor.begin_turn()
         self._others.send_each([home.take() for home in others])
         own = take_turn(self._core, self._executor, first.take())
         events = first.hear(own, self._core.statistics(), self._core.has_work)
@@ -194,7 +197,9 @@ class HomedCores:
         return self._core.read_adapter(path)
 
     def add_adapter(self, key: int, adapter: "Adapter") -> None:
-        """None was ever read."""
+        self._others.send(AddAdapter.of(key, adapter))
+        self._core.add_adapter(key, adapter)
 
     def unload_adapter(self, key: int) -> None:
-        """None was ever read."""
+        for home in self._homes:  # behind requests that wait for the next turn and use it
+            home.message.unloaded.append(key)

@@ -39,7 +39,7 @@ from kvern.worker.drafter import Captures, ComputedStep, Drafter, GuardedDrafter
 from kvern.worker.graph_captures import give_up
 from kvern.worker.needs import Needs, RowNeeds
 from kvern.worker.processor_rows import ProcessorRows
-from kvern.worker.prompt_graphs import PromptGraphs, PromptStep, room_of
+from kvern.worker.prompt_graphs import PromptGraphs, PromptStep, room_of, room_of_step
 from kvern.worker.rank_choice import CHOSEN_BY_FIRST, change_choices, chosen_by_first
 from kvern.worker.result import (
     Interval,
@@ -139,14 +139,15 @@ class DeviceRunner:
         elif prompt_graphs is None or room is None or room.is_plain or prompt_graphs.run([], room) is None:
             self._decoder.assist()
 
-    def room(self, output: SchedulerOutput) -> PromptStep | None:
-        """Decodes, and tokens of prompts, that a captured step which does this needs room for; None: there is none."""
-        coming = {fork.slot: self._rows.request(fork.source) for fork in output.forked}  # rows fork, then others join
-        coming |= {request.slot: request for request in output.joined}
-        return room_of(self._prompt_graphs, output.scheduled, lambda slot: coming.get(slot) or self._rows.request(slot))
+    def room(self, output: SchedulerOutput) -> tuple[int, int, bool] | None:
+        """As a `Runner` says: behind a step in graphs of all ranks no drafter guesses."""
+        if self._drafter.is_asked(output.scheduled):
+            return None
+        adapts = self._adapters is not None and self._adapters.bank.captures
+        return room_of_step(self._prompt_graphs, output, self._rows, adapts=adapts)
 
     def _room_of_all(self, scheduled: Sequence[ScheduledTokens]) -> PromptStep | None:
-        """As `room`, of rows that have joined; of ranks with rows of their own, what they agreed on."""
+        """What a graph needs room for, of rows that have joined; of ranks with own rows, what they agreed on."""
         if (own_rows := self._ranks.own_rows) is None:
             return room_of(self._prompt_graphs, scheduled, self._rows.request)
         return None if own_rows.room is None else PromptStep(*own_rows.room)

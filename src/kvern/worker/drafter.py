@@ -200,7 +200,7 @@ class GuardedDrafter:
             with torch.inference_mode():
                 call(asked)
         except Exception:
-            if self._ranks.processes > 1:
+            if self._ranks.size * self._ranks.stage.count > 1:
                 raise
             self._drafter, self.reads_hidden, self.inputs, self.drawn = None, False, None, None
             logger.exception("the drafter fails and is not asked again; answers go on without drafts")

@@ -21,7 +21,6 @@ from kvern.models.loader import outline_model
 from kvern.models.stages import divide
 from kvern.step import ModelRunnerOutput, SchedulerOutput, StepResult
 from kvern.worker.device import resolve_device
-from kvern.worker.expert_balance import ExpertBalance
 from kvern.worker.expert_counts import LayerCounts
 from kvern.worker.plan import Layout, agree, lay_out
 from kvern.worker.rank_limits import rank_of
@@ -152,19 +151,11 @@ class RankedExecutor(InProcessExecutor):
     A step that fails leaves the ranks in different states, so no other can run.
     """
 
-    def __init__(
-        self,
-        worker: Worker,
-        others: RankProcesses,
-        ranks: Ranks,
-        tier: Tier | None = None,
-        balance: ExpertBalance | None = None,
-    ) -> None:
-        """`balance` has experts placed anew between steps; None: they stay where they are."""
+    def __init__(self, worker: Worker, others: RankProcesses, ranks: Ranks, tier: Tier | None = None) -> None:
         super().__init__(worker)
         # Steps run whole: ranks would cut them in different places.
         self._execute = watched(tiered(worker.runner.execute, tier, worker.runner, ranks), others)
-        self._others, self._balance, self._ranks = others, balance, ranks
+        self._others, self._balance, self._ranks = others, worker.expert_balance(), ranks
         self._noted = self.tier = None if tier is None else NotedTier(tier, self._begin_all)
 
     def submit(self, output: SchedulerOutput) -> StepResult:
@@ -265,20 +256,29 @@ class OwnRowsExecutor(InProcessExecutor):
     In a turn the rank starts a step or none, then it ends the turn. If a step fails, no other can run.
     """
 
-    def __init__(self, worker: Worker, own_rows: OwnRows, others: RankProcesses | None = None) -> None:
-        """`others`: those behind the first, which this one is; None: it is one of them."""
-        super().__init__(worker)
+    def __init__(self, worker: Worker, own_rows: OwnRows, others: RankProcesses | None, tier: Tier | None) -> None:
+        """`others`: those behind the first, which this one is; None: it is one of them. `tier`: of its own blocks."""
+        super().__init__(worker, tier)
         self.others, self._own_rows, self._has_started = others, own_rows, False
-        self._execute = self._start if others is None else watched(self._start, others)
+        execute = tiered(self._start, tier, worker.runner)
+        self._execute = execute if others is None else watched(execute, others)
+        self._balance = None if others is None else worker.expert_balance()
 
     def _start(self, output: SchedulerOutput) -> StepResult:
         self._has_started = True
         self._own_rows.agree(output.token_count, self._worker.runner.room(output))
         return self._worker.runner.execute(output)
 
+    def begin_turn(self) -> None:
+        """Have all ranks place experts anew before the turn that the first is about to call, if that is due."""
+        assert self.others is not None
+        if self._balance and (placements := self._balance.due(self.count_experts)):
+            self.others.send(PlaceExperts(placements))
+            self.others.watched()(self._worker.place_experts)(placements)
+
     def end_turn(self) -> None:
         """Take part in the others' step, if this rank has not started its own part of it."""
-        if not self._has_started and self._own_rows.agree(0, (0, 0)):
+        if not self._has_started and self._own_rows.agree(0, (0, 0, False)):
             self._worker.runner.assist()
         self._has_started = False
 
@@ -383,8 +383,6 @@ def _start_ranks(
         others.end()
         raise
     if ranks.own_rows is not None:
-        return OwnRowsExecutor(worker, ranks.own_rows, others), layout
+        return OwnRowsExecutor(worker, ranks.own_rows, others, tier), layout
     make = StagedExecutor if len(layers) > 1 and device.type == "cpu" else RankedExecutor
-    seconds = config.rebalance_seconds
-    balance = ExpertBalance(worker.expert_placements(), seconds) if seconds else None
-    return make(worker, others, ranks, tier, balance), layout
+    return make(worker, others, ranks, tier), layout

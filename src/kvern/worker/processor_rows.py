@@ -78,9 +78,10 @@ class ProcessorRows:
     def fork(self, forked: Sequence[Fork], rows: BatchRows) -> None:
         """Let rows that went on behind others take their slots, with the tokens that `rows` now have."""
         for fork in forked:
-            request = rows.request(fork.slot)
-            if fork.slot != fork.source and request.params.logits_processors:
-                token_ids = rows.tokens[fork.slot, : fork.length + 1].tolist()
+            if fork.slot != fork.source:
+                request, token_ids = rows.request(fork.slot), []
+                if request.params.logits_processors:  # a device is waited for
+                    token_ids = rows.tokens[fork.slot, : fork.length + 1].tolist()
                 self.join([dataclasses.replace(request, slot=fork.slot, token_ids=token_ids)])
 
     def apply(

@@ -23,6 +23,7 @@ import torch
 from kvern.attention.base import AttentionBackend
 from kvern.device.device_batch import DeviceBatch, DeviceRows
 from kvern.device.input_batch import sampled_tokens
+from kvern.device.rows import BatchRows
 from kvern.device.state_runs import chunks_of
 from kvern.device.transfer import send
 from kvern.kernels import delta_net
@@ -32,7 +33,7 @@ from kvern.kernels.batch import read_tokens, write_sampled
 from kvern.mixer_spec import RecurrentSpec
 from kvern.model_spec import ModelSpec
 from kvern.models.decoder import Decoder
-from kvern.step import NewRequest, ScheduledTokens
+from kvern.step import NewRequest, ScheduledTokens, SchedulerOutput
 from kvern.worker.cuda_graph import DecodedStep, capture
 from kvern.worker.device_sampling import sample_plain
 from kvern.worker.device_states import DeviceStateMemory
@@ -292,3 +293,20 @@ def room_of(
         if asked.params.prompt_logprobs is not None and item.start + 1 < asked.spec.prompt_length:
             return None
     return graphs.room(scheduled)
+
+
+def room_of_step(
+    graphs: PromptGraphs | None, output: SchedulerOutput, rows: BatchRows, *, adapts: bool
+) -> tuple[int, int, bool] | None:
+    """As `room_of`, of a step before its rows have joined; and whether it has to be one of decodes alone.
+
+    Those are captured for rows that begin where the device knows alone, too, and with `adapts` for adapters.
+    """
+    coming = {fork.slot: rows.request(fork.source) for fork in output.forked}  # rows fork, then others join
+    coming |= {request.slot: request for request in output.joined}
+    requests = {item.slot: coming.get(item.slot) or rows.request(item.slot) for item in output.scheduled}
+    room = room_of(graphs, output.scheduled, requests.__getitem__)
+    is_adapted = any(request.adapter_index >= 0 for request in requests.values())
+    if room is None or (is_adapted and not adapts):
+        return None
+    return *room, is_adapted or any(item.uncertain for item in output.scheduled)

@@ -13,6 +13,7 @@ from kvern.layers.build import Build
 from kvern.layers.linear_format import LinearMethods
 from kvern.model_spec import ModelSpec
 from kvern.models.checkpoint import read_headers
+from kvern.models.draft import OWN_LAYER
 from kvern.models.draft_formats import entries_of, reads_embeddings
 from kvern.models.loader import outline_of, read_config, stored_methods
 from kvern.models.share import WholeExperts, share_of
@@ -44,13 +45,8 @@ def _check_options_of_own_rows(config: EngineConfig) -> None:
             config.pipeline_parallel_size > 1,
             "leave pipeline_parallel_size at 1",
         ),
-        "executor ray": (config.executor == "ray", "leave executor out"),
-        "adapters": (config.adapter_places > 0, "leave adapters and max_adapters out"),
-        f"kv_tier {config.kv_tier}": (config.kv_tier is not None, "leave kv_tier out"),
-        f"draft_model {config.draft_model}": (config.draft_model is not None, "leave draft_model out"),
-        f"proposer {config.proposer}": (config.proposer is not None, "leave proposer out"),
+        f"draft_model {OWN_LAYER}": (config.draft_model == OWN_LAYER, "give another draft_model"),
         "target_itl": (bool(config.target_itl_seconds), "leave target_itl out"),
-        "rebalance_experts": (bool(config.rebalance_seconds), "leave rebalance_experts out"),
     }
     for what, (is_asked, remedy) in refused.items():
         if is_asked:

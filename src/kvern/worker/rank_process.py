@@ -21,6 +21,7 @@ import zmq
 from kvern.config import EngineConfig
 from kvern.device.ranks import Ranks
 from kvern.errors import KvernError
+from kvern.model_spec import ModelSpec
 from kvern.models.draft import draft_folder
 from kvern.models.folder import folder_here
 from kvern.models.implementation import describe_model
@@ -70,6 +71,8 @@ class Rank(NamedTuple):
 
     config: EngineConfig
     folder: Path
+    draft: Path | None
+    spec: ModelSpec
     worker: Worker
     ranks: Ranks
     layout: Layout
@@ -118,7 +121,7 @@ def _make_rank(socket: "zmq.Socket[bytes]") -> Rank:
     take = decode_for_rank(socket.recv())
     assert isinstance(take, TakeMemory)
     worker.build(take.layout)
-    rank = Rank(config, folder, worker, ranks, take.layout, make_tier(config, take.layout))
+    rank = Rank(config, folder, draft, spec, worker, ranks, take.layout, make_tier(config, take.layout))
     socket.send(encode(IsReady()))
     return rank
 

@@ -80,11 +80,12 @@ class TakeTurn(RankMessage):
     """Begin and end requests at this rank, whose they are, then run its next step, or join in that of the others.
 
     `added`: each with how far an earlier engine brought it. `finished`: answers, by the reason and stop string that
-    they end for.
+    they end for. `unloaded`: adapters that no other request will use.
     """
 
     added: list[tuple[RequestSpec, Sequence[Progress]]] = []
     finished: list[tuple[list[str], FinishReason, str | None]] = []
+    unloaded: list[int] = []
 
 
 class TurnTaken(RankMessage):

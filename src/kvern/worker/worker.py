@@ -50,6 +50,7 @@ from kvern.worker.device import (
     check_states,
     check_weights_fit,
 )
+from kvern.worker.expert_balance import ExpertBalance
 from kvern.worker.expert_counts import ExpertCounts, experts_of
 from kvern.worker.expert_moves import check_moves, move_experts
 from kvern.worker.fallback_check import check_fallback, check_fallback_options
@@ -183,7 +184,7 @@ class Worker:
         draft = None if self._draft is None else self._load_draft(self._draft, plan, model)
         self._contents = Contents(model, self._grammars, processors, adapters, draft=draft, ranks=self._ranks)
         if config.rebalance_seconds:
-            self._ranks.hand_once(device)
+            self._ranks.of_experts.hand_once(device)
         if config.kv_cache_dtype not in EIGHT_BIT:
             return self._room()
         with self._startup.stage("cache scales"):
@@ -275,7 +276,7 @@ class Worker:
                 unquantized=parts.unquantized,
                 deterministic=self._config.deterministic and bool(plan.kernels),
                 quantization=quantization,
-                whole_experts=self._whole_experts if folder == self._folder else None,
+                whole_experts=self._whole_experts if ranks is self._ranks else None,
             )
 
     def _load_fallback(self, plan: Plan) -> LanguageModel | None:
@@ -315,7 +316,7 @@ class Worker:
         while self._ranks.own_rows is not None and self.runner.idle():
             pass
         if self._config.rebalance_seconds:
-            check_moves(experts_of(self._contents.decoder), self._ranks)
+            check_moves(experts_of(self._contents.decoder), self._ranks.of_experts)
 
     def expert_placements(self) -> dict[int, Placement]:
         """Of all layers of the model whose experts are placed whole, before any of them change their places."""
@@ -325,9 +326,14 @@ class Worker:
             if moe is not None and moe.placed_over > 1
         }
 
+    def expert_balance(self) -> ExpertBalance | None:
+        """Has experts placed anew between steps; None: they stay where they are."""
+        seconds = self._config.rebalance_seconds
+        return ExpertBalance(self.expert_placements(), seconds) if seconds else None
+
     def place_experts(self, placements: Mapping[int, Placement]) -> None:
         """Place the experts of these layers anew, between the same steps on all ranks."""
-        move_experts(experts_of(self._contents.decoder), placements, self._ranks)
+        move_experts(experts_of(self._contents.decoder), placements, self._ranks.of_experts)
 
     @cached_property
     def expert_counts(self) -> ExpertCounts:
@@ -370,7 +376,9 @@ class Worker:
             return None
         bank = AdapterBank(decoder, places, rank, kernels)
         pinned = self.device.type == "cuda"
-        readable = self._readable_targets(decoder) if self._ranks.processes > 1 else None
+        readable = None
+        if self._ranks.processes > 1:  # with own rows all that an adapter may change is here
+            readable = bank.targets if self._ranks.own_rows is not None else self._readable_targets(decoder)
         self._store = AdapterStore(decoder.spec, bank.targets, rank, decoder.build.dtype, pinned, readable)
         return Adapters(bank, self._store)
 
