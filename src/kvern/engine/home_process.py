@@ -31,6 +31,8 @@ def run_turns(socket: "zmq.Socket[bytes]", rank: Rank) -> None:
             case TakeTurn() as turn:
                 events = take_turn(core, executor, turn)
                 socket.send(encode(TurnTaken(events, core.statistics(), core.has_work)))
+            case other:
+                raise AssertionError(f"{other} is for ranks that take steps")
 
 
 if __name__ == "__main__":

@@ -143,7 +143,7 @@ class DeviceRunner:
         """As a `Runner` says: behind a step in graphs of all ranks no drafter guesses."""
         if self._drafter.is_asked(output.scheduled):
             return None
-        adapts = self._adapters is not None and self._adapters.bank.captures
+        adapts = None if self._adapters is None else self._adapters.bank.captures
         return room_of_step(self._prompt_graphs, output, self._rows, adapts=adapts)
 
     def _room_of_all(self, scheduled: Sequence[ScheduledTokens]) -> PromptStep | None:

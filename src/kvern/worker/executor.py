@@ -165,7 +165,8 @@ class RankedExecutor(InProcessExecutor):
     def _announce(self, output: SchedulerOutput) -> None:
         """Have the others run a step, before which experts may change their places."""
         try:
-            if self._error is None and self._balance and (placements := self._balance.due(self.count_experts)):
+            due = None if self._balance is None else self._others.watched()(self._balance.due)
+            if self._error is None and due and (placements := due(self.count_experts)):
                 self._on_all(PlaceExperts(placements), partial(self._worker.place_experts, placements))
         except BaseException as error:
             self._error = error
@@ -192,7 +193,7 @@ class RankedExecutor(InProcessExecutor):
 
     def count_experts(self) -> Callable[[], LayerCounts]:
         count = super().count_experts  # without stages this rank knows of all rows
-        return count() if self._ranks.stage.count == 1 else self._others.watched()(self._on_all(CountExperts(), count))
+        return self._others.watched()(count() if self._ranks.stage.count == 1 else self._on_all(CountExperts(), count))
 
     def abandon(self) -> None:
         cause, self._error = self._error, self._others.give_up()
@@ -272,7 +273,7 @@ class OwnRowsExecutor(InProcessExecutor):
     def begin_turn(self) -> None:
         """Have all ranks place experts anew before the turn that the first is about to call, if that is due."""
         assert self.others is not None
-        if self._balance and (placements := self._balance.due(self.count_experts)):
+        if self._balance and (placements := self.others.watched()(self._balance.due)(self.count_experts)):
             self.others.send(PlaceExperts(placements))
             self.others.watched()(self._worker.place_experts)(placements)
 

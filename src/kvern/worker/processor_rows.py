@@ -77,7 +77,7 @@ class ProcessorRows:
 
     def fork(self, forked: Sequence[Fork], rows: BatchRows) -> None:
         """Let rows that went on behind others take their slots, with the tokens that `rows` now have."""
-        for fork in forked:
+        for fork in forked if self._processors else ():
             if fork.slot != fork.source:
                 request, token_ids = rows.request(fork.slot), []
                 if request.params.logits_processors:  # a device is waited for

@@ -296,17 +296,21 @@ def room_of(
 
 
 def room_of_step(
-    graphs: PromptGraphs | None, output: SchedulerOutput, rows: BatchRows, *, adapts: bool
+    graphs: PromptGraphs | None, output: SchedulerOutput, rows: BatchRows, *, adapts: bool | None
 ) -> tuple[int, int, bool] | None:
     """As `room_of`, of a step before its rows have joined; and whether it has to be one of decodes alone.
 
-    Those are captured for rows that begin where the device knows alone, too, and with `adapts` for adapters.
+    Those are captured for rows that begin where the device knows alone, too, and with `adapts` for adapters; None:
+    there are none.
     """
     coming = {fork.slot: rows.request(fork.source) for fork in output.forked}  # rows fork, then others join
     coming |= {request.slot: request for request in output.joined}
-    requests = {item.slot: coming.get(item.slot) or rows.request(item.slot) for item in output.scheduled}
-    room = room_of(graphs, output.scheduled, requests.__getitem__)
-    is_adapted = any(request.adapter_index >= 0 for request in requests.values())
+
+    def request(slot: int) -> NewRequest:
+        return coming.get(slot) or rows.request(slot)
+
+    room = room_of(graphs, output.scheduled, request)
+    is_adapted = adapts is not None and any(request(item.slot).adapter_index >= 0 for item in output.scheduled)
     if room is None or (is_adapted and not adapts):
         return None
     return *room, is_adapted or any(item.uncertain for item in output.scheduled)

@@ -179,11 +179,11 @@ class RankProcesses:
     def watched(self) -> Iterator[None]:
         """What is called within may wait for others, and counts for nothing if one ended by itself: EngineDied."""
         self._check()
-        self._end.call = object()
+        around, self._end.call = self._end.call, object()
         try:
             yield
         finally:
-            self._end.call = None
+            self._end.call = around
         self._check()
 
     def _check(self) -> None:

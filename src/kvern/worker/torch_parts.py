@@ -51,7 +51,6 @@ class TorchParts:
         self._compiled = "cpu_sampling" in plan.kernels
         # What ranks say to each other without kernels would be missing when a captured step is run again.
         self._captures = self._compiled and (config.tensor_parallel_size == 1 or plan.kernels >= RANK_KERNELS)
-        self._captures &= not config.enable_dp_attention  # a captured step gathers as many rows each time
         self._rejection = config.acceptance == "rejection"
         self.restrict = cpu.restrict if self._compiled else masks.restrict
 
@@ -88,6 +87,7 @@ class TorchParts:
         decoder, captured, draft = contents.decoder, None, contents.draft
         drafter = None if draft is None else draft.parts.drafter(draft.decoder, layout, rows)
         captures = self._captures and states is None and contents.ranks.stage.count == 1
+        captures &= contents.ranks.own_rows is None  # a captured step gathers as many rows each time
         if captures and isinstance(attention, CompiledAttention):
             inputs = None if drafter is None else drafter.inputs
             captured = CapturedDecodes(decoder, attention, rows, size, inputs) if isinstance(decoder, Decoder) else None
