@@ -1,8 +1,9 @@
 """All stages of an engine in one process and thread, whose steps are captured and repeated without a GPU."""
 
+import contextlib
 import dataclasses
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,8 @@ from kvern.worker.plan import Layout
 from kvern.worker.rank_limits import rank_of
 from kvern.worker.rank_wire import (
     AddAdapter,
+    BeginCounting,
+    CountExperts,
     DropAdapter,
     ForgetSteps,
     Found,
@@ -64,7 +67,7 @@ class OtherStages:
     meeting, listener = "", None
 
     def __init__(
-        self, config: EngineConfig, folder: Path, layers: Sequence[range], draft: Path | None, lost: object
+        self, config: EngineConfig, folder: Path, layers: Sequence[range], draft: Path | None, *_: object
     ) -> None:
         spec = spec_from_config(read_config(folder))
         self._ranks = [rank_here(config, index, layers, draft) for index in range(len(layers) - 1)]
@@ -75,6 +78,11 @@ class OtherStages:
         if kind is Found:
             return [Found(worker.probe()) for worker in self.workers]
         return self._rooms if kind is HasRoom else []
+
+    @contextlib.contextmanager
+    def watched(self) -> Iterator[None]:
+        """None of them ends by itself."""
+        yield
 
     def send(self, message: RankMessage) -> None:
         for worker, ranks in zip(self.workers, self._ranks, strict=True):
@@ -90,6 +98,10 @@ class OtherStages:
                 case UseIdleTime():
                     worker.runner.idle()
                     ranks.meet(CPU)
+                case BeginCounting():
+                    worker.expert_counts.reset()
+                case CountExperts():
+                    worker.expert_counts.read()
                 case AddAdapter() as adapter:
                     worker.add_adapter(adapter.key, adapter.adapter())
                 case DropAdapter(key):
