@@ -59,15 +59,15 @@ def make_biases(moe: MoeSpec, hidden: int, inputs: Inputs) -> tuple[torch.Tensor
 
 def _route(spec: ModelSpec, inputs: Inputs, moe: MoeSpec, tokens: int) -> Call:
     logits, counts = inputs.numbers(tokens, moe.experts), inputs.zeros(moe.experts, dtype=torch.int64)
-    slots, turns = None, torch.arange(tokens, device=inputs.device).remainder(TURNS if moe.redundant else 1)
+    slots, turns = None, TURNS if moe.redundant else 1
     if moe.placed_over > 1:
-        slots = torch.arange(TURNS if moe.redundant else 1, device=inputs.device, dtype=torch.int32)[:, None]
-        slots = slots - torch.arange(moe.experts, device=inputs.device, dtype=torch.int32)
+        numbers = torch.arange(turns * moe.experts, dtype=torch.int32, device=inputs.device)
+        slots = numbers.view(turns, -1) - moe.experts // 2
 
     def reference() -> tuple[torch.Tensor, torch.Tensor]:
         weights, chosen = logits.double().softmax(-1).sort(dim=-1, descending=True, stable=True)
         weights, chosen = weights[:, : moe.top_k], chosen[:, : moe.top_k]
-        chosen = chosen if slots is None else slots[turns[:, None], chosen]
+        chosen = chosen if slots is None else slots[torch.arange(tokens, device=chosen.device)[:, None] % turns, chosen]
         return (weights / weights.sum(-1, keepdim=True) if moe.renormalize else weights) * moe.routed_scale, chosen
 
     launch = partial(route, logits, moe.top_k, moe.renormalize, moe.routed_scale, counts, slots)

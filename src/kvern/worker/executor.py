@@ -24,7 +24,7 @@ from kvern.worker.device import resolve_device
 from kvern.worker.expert_counts import LayerCounts
 from kvern.worker.plan import Layout, agree, lay_out
 from kvern.worker.rank_limits import rank_of
-from kvern.worker.rank_processes import RANKS_DISAGREE, RankProcesses, watched
+from kvern.worker.rank_processes import RANKS_DISAGREE, RankProcesses, watched_steps
 from kvern.worker.rank_tier import NotedTier
 from kvern.worker.rank_wire import (
     AddAdapter,
@@ -154,7 +154,7 @@ class RankedExecutor(InProcessExecutor):
     def __init__(self, worker: Worker, others: RankProcesses, ranks: Ranks, tier: Tier | None = None) -> None:
         super().__init__(worker)
         # Steps run whole: ranks would cut them in different places.
-        self._execute = watched(tiered(worker.runner.execute, tier, worker.runner, ranks), others)
+        self._execute = watched_steps(tiered(worker.runner.execute, tier, worker.runner, ranks), others)
         self._others, self._balance, self._ranks = others, worker.expert_balance(), ranks
         self._noted = self.tier = None if tier is None else NotedTier(tier, self._begin_all)
 
@@ -262,7 +262,7 @@ class OwnRowsExecutor(InProcessExecutor):
         super().__init__(worker, tier)
         self.others, self._own_rows, self._has_started = others, own_rows, False
         execute = tiered(self._start, tier, worker.runner)
-        self._execute = execute if others is None else watched(execute, others)
+        self._execute = execute if others is None else watched_steps(execute, others)
         self._balance = None if others is None else worker.expert_balance()
 
     def _start(self, output: SchedulerOutput) -> StepResult:

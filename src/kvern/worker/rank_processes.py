@@ -203,7 +203,7 @@ class RankProcesses:
             self._release.finish()
 
 
-def watched(execute: Callable[[SchedulerOutput], StepResult], others: RankProcesses) -> Callable[..., StepResult]:
+def watched_steps(execute: Callable[[SchedulerOutput], StepResult], others: RankProcesses) -> Callable[..., StepResult]:
     """`execute`, whose results count for nothing if one of the `others` has ended meanwhile."""
     return others.watched()(lambda output: _WatchedStep(others.watched()(execute(output).result)))
 
