@@ -1,9 +1,12 @@
 """What was compiled is launched again only for arguments that Triton would compile to the same."""
 
+import shutil
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from triton.runtime.build import compile_module_from_src
 
 from kvern.kernels.hopper import tiles_of
 from kvern.kernels.launch import Launcher
@@ -95,3 +98,22 @@ def test_tiles_compile_by_their_shape_and_missing_arguments_by_their_place(kerne
     ):
         launcher[1,](*changed, 128)
     assert len(kernel.compiled) == 4
+
+
+SOURCE = """
+#include <Python.h>
+static PyObject* launch(PyObject* self, PyObject* arguments) { return PyLong_FromLong(%d); }
+static PyMethodDef methods[] = {{"launch", launch, METH_VARARGS, ""}, {NULL, NULL, 0, NULL}};
+static struct PyModuleDef definition = {PyModuleDef_HEAD_INIT, "launcher", NULL, -1, methods};
+PyMODINIT_FUNC PyInit_launcher(void) { return PyModule_Create(&definition); }
+"""
+"""A module as those that launch Triton's kernels: of one name, and without a state of its own."""
+
+
+@pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler")
+def test_what_launches_a_kernel_stays_when_another_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As another thread does between loading and use; one that was loaded before comes from a cache of Python's."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    for _ in range(2):
+        loaded = [compile_module_from_src(SOURCE % number, "launcher") for number in (3, 5)]
+    assert [module.launch() for module in loaded] == [3, 5]

@@ -1,14 +1,31 @@
-"""What kvern changes in Triton (3.6) when kernels are defined, so that a start finds and defines them sooner.
+"""What kvern changes in Triton (3.6) when kernels are defined, so that a start finds and defines them sooner, and that
+threads which do so at once get their own.
 
 Imported before kernels are. Other versions that work otherwise are left as they are.
 """
 
 import inspect
 import linecache
-from types import FunctionType
+import threading
+from types import FunctionType, SimpleNamespace
 from typing import Any
 
-from triton.runtime import jit
+from triton.runtime import build, jit
+
+_load = getattr(build, "_load_module_from_path", None)
+_loading = threading.Lock()
+
+
+def _load_alone(name: str, path: str) -> Any:
+    """What a compiled module has.
+
+    All that launch kernels have the same name. One that was loaded before is loaded again into the last one of its
+    name, whoever holds that: a thread that has just loaded another would launch its kernel with this one's arguments.
+    """
+    with _loading:
+        assert _load is not None
+        return SimpleNamespace(**vars(_load(name, path)))
+
 
 _update_hash = jit.DependenciesFinder._update_hash
 
@@ -48,5 +65,7 @@ def _length(lines: list[str]) -> int:
     return end
 
 
+if _load is not None:
+    build._load_module_from_path = _load_alone
 jit.DependenciesFinder._update_hash = _hash_called_first
 jit.inspect = _Inspect()
