@@ -15,9 +15,8 @@ if not torch.cuda.is_available():
 from triton import language
 from triton.runtime import interpreter
 
-from kvern.attention import latent, triton
+from kvern.attention import latent
 from kvern.kernels import delta_net, filters, rotary
-from kvern.kernels.attention_decode import DecodeShape, decode_shape
 from kvern.kernels.attention_latent import latent_shape
 from kvern.layers import tuned_linear
 from kvern.layers.few_rows import matvec_shape
@@ -65,12 +64,11 @@ def device() -> torch.device:
 def few_programs(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
     """Interpreted programs take milliseconds each, also those that find nothing to do.
 
-    Two share a row of the filters, not 16, and three the keys of an engine's request, not 64.
+    Two share a row of the filters, not 16, and the keys of an engine's request.
     """
     if device.type == "cpu":
         monkeypatch.setattr(filters, "SHARES", 2)
         monkeypatch.setattr(filters, "WEIGHED", 2048)
-        monkeypatch.setattr(triton, "decode_shape", lambda *sizes: fewer(decode_shape(*sizes)))
         monkeypatch.setattr(latent, "latent_shape", lambda *sizes: latent_shape(*sizes)._replace(splits=2))
 
 
@@ -83,10 +81,6 @@ def few_products(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
     if device.type == "cpu":
         monkeypatch.setattr(rotary, "FEW_TOKENS", 0)
         monkeypatch.setattr(tuned_linear, "matvec_shape", lambda *sizes: matvec_shape(*sizes)._replace(outputs=64))
-
-
-def fewer(shape: DecodeShape) -> DecodeShape:
-    return shape._replace(splits=min(shape.splits, 3))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -87,10 +87,10 @@ def reference(
 
 def decode(
     batch: Batch,
-    splits: int = 1,
+    programs: int = 1,
     keys: int = 16,
     shared: SharedPrefix | None = None,
-    unsplit: int = 0,
+    unsplit: int = 16,
     **options: Any,
 ) -> torch.Tensor:
     """What `decode_attention` finds, its counters zeros again."""
@@ -104,7 +104,7 @@ def decode(
         batch.starts,
         arrived,
         out,
-        DecodeShape(keys, splits, 20, 16, 4, 2, unsplit=unsplit),
+        DecodeShape(keys, programs, unsplit, 4, 2),
         scale=0.3,
         shared=shared,
         **options,
@@ -165,7 +165,7 @@ def make_sinks(heads: int, sunk: bool, device: torch.device) -> torch.Tensor | N
     return torch.linspace(-30, 6, heads, device=device) if sunk else None
 
 
-@pytest.mark.parametrize((*OPTIONS, "splits"), pairwise(SHAPES, KINDS, [1, 4]))
+@pytest.mark.parametrize((*OPTIONS, "programs"), pairwise(SHAPES, KINDS, [1, 24]))
 def test_decode(
     device: torch.device,
     heads: int,
@@ -174,22 +174,33 @@ def test_decode(
     window: int | None,
     softcap: float | None,
     sunk: bool,
-    splits: int,
+    programs: int,
 ) -> None:
     sinks = make_sinks(heads, sunk, device)
-    batch = make_batch(device, [0, 5, 37, 16], [1, 1, 1, 1], heads, kv_heads, dim, torch.float32)
-    out = decode(batch, splits, window=window, softcap=softcap, sinks=sinks)
+    batch = make_batch(device, [0, 5, 200, 16], [1, 1, 1, 1], heads, kv_heads, dim, torch.float32)
+    out = decode(batch, programs, window=window, softcap=softcap, sinks=sinks)
     assert relative_error(out, reference(batch, 0.3, window, softcap, sinks)) < 1e-5
 
 
-@pytest.mark.parametrize("window", [None, 12])
+@pytest.mark.parametrize("window", [None, 12, 70])
 def test_requests_of_few_keys_are_not_split(device: torch.device, window: int | None) -> None:
     """Bit by bit as one program alone finds them; those of one key more are."""
-    batch = make_batch(device, [0, 37, 38, 16], [1, 1, 1, 1], 4, 2, 32, torch.float32)
-    whole, found = decode(batch, window=window), decode(batch, 4, unsplit=38, window=window)
+    batch = make_batch(device, [0, 63, 64, 16], [1, 1, 1, 1], 4, 2, 32, torch.float32)
+    whole, found = decode(batch, window=window), decode(batch, 20, unsplit=64, window=window)
     assert torch.equal(whole[[0, 1, 3]], found[[0, 1, 3]])
-    assert torch.equal(whole[2], found[2]) == (window is not None)
+    assert torch.equal(whole[2], found[2]) == (window == 12)
     assert relative_error(found, reference(batch, 0.3, window, None)) < 1e-5
+
+
+def test_the_last_of_many_requests_is_helped(device: torch.device) -> None:
+    """More than a program counts at once, of which two others have long contexts, and one a window's."""
+    starts = [3] * 300
+    starts[7], starts[150], starts[299] = 90, 150, 400
+    batch = make_batch(device, starts, [1] * 300, 2, 1, 16, torch.float32)
+    found, whole = decode(batch, 30), decode(batch)
+    assert relative_error(found, reference(batch, 0.3, None, None)) < 1e-5
+    differ = (found != whole).flatten(1).any(1).nonzero().flatten().tolist()
+    assert differ == [150, 299], "others are read by one program each"
 
 
 @pytest.mark.parametrize(OPTIONS, pairwise(SHAPES, KINDS))
@@ -220,24 +231,24 @@ def test_runs_whose_keys_are_shared_out(
 
 
 @pytest.mark.parametrize(
-    ("splits", "softcap", "sunk", "heads", "kv_heads", "dim"),
+    ("programs", "softcap", "sunk", "heads", "kv_heads", "dim"),
     [
         pytest.param(
-            splits,
+            programs,
             softcap,
-            splits == 4,
+            programs == 24,
             *shape,
-            marks=[] if (splits == 4) == (softcap is None) else pytest.mark.nightly,
+            marks=[] if (programs == 24) == (softcap is None) else pytest.mark.nightly,
         )
-        for splits, softcap, shape in itertools.product((1, 4), (None, 5.0), SHAPES)
+        for programs, softcap, shape in itertools.product((1, 24), (None, 5.0), SHAPES)
     ],
 )
 def test_decode_reads_a_shared_prefix_once(
-    device: torch.device, splits: int, softcap: float | None, sunk: bool, heads: int, kv_heads: int, dim: int
+    device: torch.device, programs: int, softcap: float | None, sunk: bool, heads: int, kv_heads: int, dim: int
 ) -> None:
     """Requests 0, 2 and 3 share four blocks, 4 and 5 two; 1 shares nothing."""
     sinks = make_sinks(heads, sunk, device)
-    batch = make_batch(device, [16, 5, 37, 20, 9, 8], [1] * 6, heads, kv_heads, dim, torch.float32)
+    batch = make_batch(device, [16, 5, 150, 20, 9, 8], [1] * 6, heads, kv_heads, dim, torch.float32)
     table = batch.table
     table[batch.slots[[2, 3]].long(), :4] = table[batch.slots[0].long(), :4]
     table[batch.slots[5].long(), :2] = table[batch.slots[4].long(), :2]
@@ -248,5 +259,5 @@ def test_decode_reads_a_shared_prefix_once(
     shared = SharedPrefix(
         members, torch.tensor([16, 16, 8, 0], **integers), torch.tensor([16, 0, 16, 16, 8, 8], **integers)
     )
-    out = decode(batch, splits, softcap=softcap, shared=shared, sinks=sinks)
+    out = decode(batch, programs, softcap=softcap, shared=shared, sinks=sinks)
     assert relative_error(out, reference(batch, 0.3, None, softcap, sinks)) < 1e-5

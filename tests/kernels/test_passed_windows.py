@@ -24,7 +24,7 @@ from tests.test_windowed_cache import prompts
 
 KERNELS: dict[str, tuple[Callable[..., torch.Tensor], bool]] = {
     "decode": (decode, True),
-    "decode, its keys shared out": (lambda *given, **options: decode(*given, splits=3, **options), True),
+    "decode, its keys shared out": (lambda *given, **options: decode(*given, programs=40, **options), True),
     "decode, tiles as long as several blocks": (lambda *given, **options: decode(*given, keys=64, **options), True),
     "prefill": (prefill, False),
     "split": (split, False),

@@ -147,25 +147,20 @@ def _members(spec: ModelSpec, inputs: Inputs) -> int:
 def _decode_launched(spec: ModelSpec, inputs: Inputs) -> Sizes:
     keys = 2 * inputs.block_size + 1
     for kind in _kinds(spec):
-        for planned, first in _cuts(kind, inputs):
+        for planned in _cuts(kind, inputs):
             yield kind, 2, keys, planned
-            if kind.window is None and first:
+            if kind.window is None:
                 members = _members(spec, inputs)
                 yield kind, min(2, members), keys, planned, tiles_for(planned, members)
 
 
-def _cuts(kind: AttentionSpec, inputs: Inputs) -> list[tuple[int, bool]]:
-    """Numbers of requests: one for each tile of a launch, with and without splits; and whether it is the tile's first.
-
-    Where a prefix is shared there are parts to be joined in any case, so that splits make no difference.
-    """
-    forms: dict[tuple[DecodeShape, bool], int] = {}
+def _cuts(kind: AttentionSpec, inputs: Inputs) -> list[int]:
+    """Numbers of requests: one for each shape of a launch."""
+    shapes: dict[DecodeShape, int] = {}
     for planned in range(1, inputs.batch_requests + 1):
         size = min(2, inputs.cache_dtype.itemsize)
-        shape = decode_shape(planned, kind.kv_heads, kind.head_dim, inputs.processors, size)
-        forms.setdefault((shape._replace(splits=0), shape.splits > 1), planned)
-    tiles = [tile for tile, _ in forms]
-    return [(planned, tile not in tiles[:index]) for index, ((tile, _), planned) in enumerate(forms.items())]
+        shapes.setdefault(decode_shape(planned, kind.kv_heads, kind.head_dim, inputs.processors, size), planned)
+    return list(shapes.values())
 
 
 def _decode_timed(spec: ModelSpec, inputs: Inputs) -> Sizes:

@@ -13,49 +13,100 @@ from kvern.kernels.attention_loop import attend, beside_sinks, first_blocks, fir
 from kvern.kernels.attention_prefill import LOG2_E
 from kvern.kernels.attention_prefix import SharedPrefix, attend_to_prefix, prefix_parts
 from kvern.kernels.eight_bit import for_kernels, in_values, padded_dim, query_factors, score_scale
-from kvern.kernels.launch import Launcher, next_power_of_2, overlaps, wait_for_previous
+from kvern.kernels.launch import Launcher, next_power_of_2, overlaps, stages, wait_for_previous
 
 
 class DecodeShape(NamedTuple):
-    """How a decode launch is cut: keys of one tile, and at most how many programs share one request and KV head.
+    """How a decode launch is cut: keys of one tile, and how many `programs` would share all keys evenly.
 
-    Requests are split so that there are about `programs` of them in all, as many as run at once: a thread has at most
-    so many `registers`, if it is said. Each takes at least `span` keys: below, joining the parts costs more than it
-    gains.
+    One program attends for each request and KV head, and others help with requests that have several times as many keys
+    as each would have; not with those of up to `unsplit` keys, where joining the parts costs more than it gains.
     """
 
     tile: int
-    splits: int
     programs: int
-    span: int
+    unsplit: int
     warps: int
     stages: int
-    registers: int | None = None
-    unsplit: int = 0
 
 
-THREE_PROGRAMS = 168
-"""Registers of a thread of which a processor has enough for three programs of four warps."""
+JOINED = tl.constexpr(16.0)
+"""Keys that a program reads in the time that joining one more part takes."""
+BESIDE = 8 << 10
+"""Bytes of shared memory that a program takes beside tiles."""
+REQUESTS = tl.constexpr(256)
+"""Whose keys a program counts at once."""
 
 
 @triton.jit
-def all_keys(starts, shared_keys, requests, WINDOW: tl.constexpr, SHARED: tl.constexpr):
-    """How many keys all requests attend to."""
-    keys = 0
-    for first in tl.range(0, requests, 256):
-        request = first + tl.arange(0, 256)
-        length = tl.load(starts + request, mask=request < requests, other=-1).to(tl.int32) + 1
-        if WINDOW > 0:
-            length = tl.minimum(length, WINDOW)
-        if SHARED:
-            length -= tl.load(shared_keys + request, mask=request < requests, other=0)
-        keys += tl.sum(length, axis=0)
+def _own_keys(
+    length, shared_keys, request, inside, block_size: tl.constexpr, WINDOW: tl.constexpr, SHARED: tl.constexpr,
+    TILE: tl.constexpr,
+):  # fmt: skip
+    """Where the keys begin that requests of these lengths read for themselves, and how many there are."""
+    base = first_tile(length - 1, block_size, WINDOW, TILE)
+    if SHARED:
+        base = tl.load(shared_keys + request, mask=inside, other=0)
+    return base, length - base
+
+
+@triton.jit
+def _own_keys_from(
+    first, starts, shared_keys, requests, block_size: tl.constexpr, WINDOW: tl.constexpr, SHARED: tl.constexpr,
+    TILE: tl.constexpr,
+):  # fmt: skip
+    """How many keys each of the REQUESTS requests from `first` on reads for itself; behind the last one: 0."""
+    request = first + tl.arange(0, REQUESTS)
+    inside = request < requests
+    length = tl.load(starts + request, mask=inside, other=-1).to(tl.int32) + 1
+    _, keys = _own_keys(length, shared_keys, request, inside, block_size, WINDOW, SHARED, TILE)
     return keys
+
+
+@triton.jit
+def all_keys(
+    starts, shared_keys, requests, block_size: tl.constexpr, WINDOW: tl.constexpr, SHARED: tl.constexpr,
+    TILE: tl.constexpr,
+):  # fmt: skip
+    """How many keys all requests read for themselves."""
+    keys = 0
+    for first in tl.range(0, requests, REQUESTS):
+        of_each = _own_keys_from(first, starts, shared_keys, requests, block_size, WINDOW, SHARED, TILE)
+        keys += tl.sum(of_each, axis=0)
+    return keys
+
+
+@triton.jit
+def _pieces(keys, fair, UNSPLIT: tl.constexpr):
+    """How many programs share so many keys of a request: no more than what joining their parts leaves worth it."""
+    most = tl.sqrt_rn(keys / JOINED).to(tl.int32)
+    return tl.where(keys > UNSPLIT, tl.maximum(tl.minimum(keys // tl.maximum(fair, 1), most), 1), 1)
+
+
+@triton.jit
+def _helped(
+    request, helper, starts, shared_keys, requests, fair, block_size: tl.constexpr, WINDOW: tl.constexpr,
+    SHARED: tl.constexpr, TILE: tl.constexpr, UNSPLIT: tl.constexpr,
+):  # fmt: skip
+    """Whom a helper helps, and how many others help the requests before; a `helper` of -1: those before `request`."""
+    count = 0
+    before = 0
+    helped = 0
+    for first in tl.range(0, requests, REQUESTS):
+        other = first + tl.arange(0, REQUESTS)
+        keys = _own_keys_from(first, starts, shared_keys, requests, block_size, WINDOW, SHARED, TILE)
+        helpers = _pieces(keys, fair, UNSPLIT) - 1
+        ends = count + tl.cumsum(helpers, axis=0)
+        earlier = (other < requests) & tl.where(helper < 0, other < request, ends <= helper)
+        helped += tl.sum(earlier.to(tl.int32), axis=0)
+        before = tl.maximum(before, tl.max(tl.where(earlier, ends, 0), axis=0))
+        count += tl.sum(helpers, axis=0)
+    return helped, before
 
 
 @Launcher
 @triton.jit(
-    do_not_specialize=["requests", "splits", "programs", "prefix_parts"],
+    do_not_specialize=["requests", "programs", "prefix_parts"],
     do_not_specialize_on_alignment=["slots", "starts", "shared_keys"],
 )
 def _decode_attention_kernel(
@@ -70,6 +121,8 @@ def _decode_attention_kernel(
     partial_sum: tl.tensor,
     arrived: tl.tensor,
     shared_keys: tl.tensor,
+    prefix_partial: tl.tensor,
+    prefix_sum: tl.tensor,
     scales: tl.tensor | None,
     sinks: tl.tensor | None,
     scale: tl.float32,
@@ -77,7 +130,6 @@ def _decode_attention_kernel(
     query_stride: tl.int64,
     table_stride: tl.int64,
     requests,
-    splits,
     programs,
     prefix_parts,
     kv_heads: tl.constexpr,
@@ -91,107 +143,122 @@ def _decode_attention_kernel(
     HEADS: tl.constexpr,
     DIM: tl.constexpr,
     TILE: tl.constexpr,
-    SPAN: tl.constexpr,
     UNSPLIT: tl.constexpr,
     PARTS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     kv_head = tl.program_id(0)
-    split = tl.program_id(1)
-    request = tl.program_id(2).to(tl.int64)
+    request = tl.program_id(1)
     # The batch's description was written well before the kernel that this one overlaps with.
-    length = tl.load(starts + request).to(tl.int32) + 1
-    table = block_table + tl.load(slots + request).to(tl.int64) * table_stride
-    shared = 0
+    split = 0
     before = 0
-    base = first_tile(length - 1, block_size, WINDOW, TILE)
-    if SHARED:
-        shared = tl.load(shared_keys + request)
-        base = shared
-        before = prefix_parts
+    fair = 0
+    if request >= requests:
+        helper = request - requests
+        fair = tl.cdiv(all_keys(starts, shared_keys, requests, block_size, WINDOW, SHARED, TILE) * kv_heads, programs)
+        request, before = _helped(
+            0, helper, starts, shared_keys, requests, fair, block_size, WINDOW, SHARED, TILE, UNSPLIT
+        )
+        split = helper - before + 1
+        if request >= requests:  # nobody needs help: programs of the next kernel have this one's place
+            return
+    length = tl.load(starts + request).to(tl.int32) + 1
+    base, keys = _own_keys(length, shared_keys, request, True, block_size, WINDOW, SHARED, TILE)
     pieces = 1
-    if splits > 1:
-        fair = tl.cdiv(all_keys(starts, shared_keys, requests, WINDOW, SHARED) * kv_heads, programs)
-        pieces = tl.minimum(tl.maximum((length - base) // tl.maximum(fair, 1), 1), splits)
-        if UNSPLIT > 0:
-            pieces = tl.where(length - base <= UNSPLIT, 1, pieces)
-    span = tl.maximum(tl.cdiv(tl.cdiv(length - base, pieces), TILE) * TILE, SPAN)
-    used = tl.cdiv(length - base, span)
+    if keys > UNSPLIT:
+        if split == 0:
+            fair = tl.cdiv(
+                all_keys(starts, shared_keys, requests, block_size, WINDOW, SHARED, TILE) * kv_heads, programs
+            )
+        pieces = _pieces(keys, fair, UNSPLIT)
+    if (split == 0) & ((pieces > 1) | SHARED):
+        _, before = _helped(request, -1, starts, shared_keys, requests, fair, block_size, WINDOW, SHARED, TILE, UNSPLIT)
+    span = tl.cdiv(tl.cdiv(keys, pieces), TILE) * TILE
+    used = tl.cdiv(keys, span)
     begin = base + split * span
     end = tl.minimum(begin + span, length)
+    table = block_table + tl.load(slots + request).to(tl.int64) * table_stride
     block = first_blocks(table, begin, end, block_size, TILE)
-    if split < used:  # the others end, so that programs of the next kernel have their place
-        if OVERLAP:
-            wait_for_previous()
-        row = tl.arange(0, GROUP)
-        dim = tl.arange(0, DIM)
-        head = kv_head * group + row
-        in_query = (row < group)[:, None] & (dim < head_dim)[None, :]
-        queries = tl.load(
-            query + request * query_stride + head[:, None] * head_dim + dim[None, :], mask=in_query, other=0.0
-        )
-        queries = query_factors(queries, scales, key_cache.dtype.element_ty)
-        scale = score_scale(scale, scales, kv_head, key_cache.dtype.element_ty)
-        maximum, total, gathered = attend(
-            queries, block, begin, end, length - 1 + row * 0, key_cache, value_cache, table, kv_head, scale, softcap,
-            kv_heads, head_dim, block_size, WINDOW, SOFTCAP, False, GROUP, DIM, TILE,
-        )  # fmt: skip
-        index = request * kv_heads * group + head
-        target = out + index[:, None] * head_dim + dim[None, :]
-        divisor = tl.where(total == 0.0, 1.0, total)
-        gathered = in_values(gathered / divisor[:, None], scales, kv_head, kv_heads, key_cache.dtype.element_ty)
-        if (used == 1) & (shared == 0):
-            if sinks is not None:
-                gathered = beside_sinks(gathered, maximum + tl.log2(divisor), sinks, head, row < group)
-            tl.store(target, gathered.to(out.dtype.element_ty), mask=in_query)
-        else:
-            # Whoever arrives last joins the parts, in their order, so that the order of arrival changes nothing.
-            parts = before + splits
-            part = partial + index[:, None] * parts * head_dim + dim[None, :]
-            sums = tl.where(total == 0.0, float("-inf"), maximum + tl.log2(divisor))
-            tl.store(part + (before + split) * head_dim, gathered, mask=in_query)
-            tl.store(partial_sum + index * parts + before + split, sums, mask=row < group)
+    if split >= used:
+        return
+    if OVERLAP:
+        wait_for_previous()
+    row = tl.arange(0, GROUP)
+    dim = tl.arange(0, DIM)
+    head = kv_head * group + row
+    in_query = (row < group)[:, None] & (dim < head_dim)[None, :]
+    asked = query + request.to(tl.int64) * query_stride
+    queries = tl.load(asked + head[:, None] * head_dim + dim[None, :], mask=in_query, other=0.0)
+    queries = query_factors(queries, scales, key_cache.dtype.element_ty)
+    scale = score_scale(scale, scales, kv_head, key_cache.dtype.element_ty)
+    maximum, total, gathered = attend(
+        queries, block, begin, end, length - 1 + row * 0, key_cache, value_cache, table, kv_head, scale, softcap,
+        kv_heads, head_dim, block_size, WINDOW, SOFTCAP, False, GROUP, DIM, TILE,
+    )  # fmt: skip
+    pair = request.to(tl.int64) * kv_heads + kv_head
+    divisor = tl.where(total == 0.0, 1.0, total)
+    gathered = in_values(gathered / divisor[:, None], scales, kv_head, kv_heads, key_cache.dtype.element_ty)
+    sums = tl.where(total == 0.0, float("-inf"), maximum + tl.log2(divisor))
+    alone = used == 1
+    if SHARED:
+        alone = alone & (base == 0)
+    if alone:
+        if sinks is not None:
+            gathered = beside_sinks(gathered, sums, sinks, head, row < group)
+        target = out + (pair * group + row)[:, None] * head_dim + dim[None, :]
+        tl.store(target, gathered.to(out.dtype.element_ty), mask=in_query)
+    else:
+        # Parts of a request stand behind each other, and behind those of the requests before.
+        first_part = (before + request) * kv_heads + kv_head
+        part = (first_part + split * kv_heads).to(tl.int64) * group + row
+        tl.store(partial + part[:, None] * head_dim + dim[None, :], gathered, mask=in_query)
+        tl.store(partial_sum + part, sums, mask=row < group)
+        tl.debug_barrier()
+        # Whoever arrives last joins the parts, in their order, so that the order of arrival changes nothing.
+        if tl.atomic_add(arrived + pair, 1, sem="acq_rel") == used - 1:
             tl.debug_barrier()
-            counter = arrived + request * kv_heads + kv_head
-            if tl.atomic_add(counter, 1, sem="acq_rel") == used - 1:
-                tl.debug_barrier()
-                first = tl.where(shared == 0, before, 0)
-                member = tl.arange(0, HEADS)
-                place = (request * kv_heads + kv_head) * group + member
-                real = member < group
-                mixed, all_sums = join_parts(
-                    partial, partial_sum, place * parts + first, real, before + used - first, 1, head_dim, HEADS, DIM,
-                    PARTS,
+            member = tl.arange(0, HEADS)
+            real = member < group
+            mixed, all_sums = join_parts(
+                partial, partial_sum, first_part.to(tl.int64) * group + member, real, used, kv_heads * group, head_dim,
+                HEADS, DIM, PARTS,
+            )  # fmt: skip
+            if SHARED:
+                common, common_sums = join_parts(
+                    prefix_partial, prefix_sum, (pair * group + member) * prefix_parts, real,
+                    tl.where(base > 0, prefix_parts, 0), 1, head_dim, HEADS, DIM, PARTS,
                 )  # fmt: skip
-                if sinks is not None:
-                    mixed = beside_sinks(mixed, all_sums, sinks, kv_head * group + member, real)
-                joined = out + place[:, None] * head_dim + dim[None, :]
-                tl.store(joined, mixed.to(out.dtype.element_ty), mask=real[:, None] & (dim < head_dim)[None, :])
-                tl.store(counter, 0)
+                higher = tl.maximum(all_sums, common_sums)
+                own, other = tl.exp2(all_sums - higher), tl.exp2(common_sums - higher)
+                mixed = (mixed * own[:, None] + common * other[:, None]) / (own + other)[:, None]
+                all_sums = higher + tl.log2(own + other)
+            if sinks is not None:
+                mixed = beside_sinks(mixed, all_sums, sinks, kv_head * group + member, real)
+            joined = out + (pair * group + member)[:, None] * head_dim + dim[None, :]
+            tl.store(joined, mixed.to(out.dtype.element_ty), mask=real[:, None] & (dim < head_dim)[None, :])
+            tl.store(arrived + pair, 0)
 
 
 def decode_shape(requests: int, kv_heads: int, head_dim: int, processors: int, element_size: int = 2) -> DecodeShape:
-    """Tiles that keep the memory busy, by how many programs there are if none of the requests is split.
+    """Tiles that keep the memory busy, and of which a processor holds so many programs that it gets as many as others.
 
     Of numbers of one byte more keys are on their way: as many bytes.
     """
     whole = requests * kv_heads
-    splits = max(1, min(64, 1024 // next_power_of_2(whole)))
-    programs = 3 * processors
     if head_dim > 256:
-        keys, stages = {4: (16, 2), 2: (16, 3), 1: (32, 3)}[element_size]
-        return DecodeShape(keys, splits, 2 * processors, 256, 4, stages)
+        keys, deep = {4: (16, 2), 2: (16, 3), 1: (32, 3)}[element_size]
+        return DecodeShape(keys, 2 * processors, 512, 4, deep)
     if element_size == 4:
-        return DecodeShape(32 if head_dim <= 128 else 16, splits, programs, 256, 4, 2)
+        return DecodeShape(32 if head_dim <= 128 else 16, 3 * processors, 512, 4, 2)
     if head_dim > 128:
-        return DecodeShape(32 if element_size == 2 else 64, splits, programs, 256, 4, 3)
-    if element_size == 1 and whole <= 8 * processors:
-        return DecodeShape(128, splits, programs * (1 if whole <= 2 * processors else 2), 128, 4, 3, THREE_PROGRAMS)
-    if whole <= 2 * processors:
-        return DecodeShape(64, splits, programs, 128, 4, 3, unsplit=512)
-    if whole <= 8 * processors:
-        return DecodeShape(128, splits, 2 * programs, 128, 4, 2)
-    return DecodeShape(32, 1, 1, 256, 1, 3 if element_size == 2 else 5)
+        return DecodeShape(32 if element_size == 2 else 64, 3 * processors, 512, 4, 3)
+    if element_size == 1:
+        return DecodeShape(64, 4 * processors, 512, 2, 4)
+    if processors < 4 * whole <= 4 * processors:  # four programs of a processor
+        return DecodeShape(32, 4 * processors, 512, 2, 4)
+    if whole <= 2 * processors or 7 * processors < 2 * whole <= 8 * processors:  # two, once or twice
+        return DecodeShape(64, 2 * processors, 512, 4, 4)
+    return DecodeShape(64, 3 * processors, 512, 4, 3)
 
 
 def decode_attention(
@@ -232,18 +299,20 @@ def decode_attention(
     _, _, block_size, kv_heads, _ = cache.shape
     group = heads // kv_heads
     overlap = overlaps(query.device)
-    partial = partial_sum = out
-    before = 0 if shared is None else prefix_parts(kv_heads, len(shared.members))
-    parts = shape.splits + before
-    if parts > 1:
-        partial = torch.empty(requests, heads, parts, head_dim, dtype=torch.float32, device=query.device)
-        partial_sum = torch.empty(requests, heads, parts, dtype=torch.float32, device=query.device)
+    helpers = max(1, shape.programs // kv_heads)
+    parts = (requests + helpers) * kv_heads, group
+    partial = torch.empty(*parts, head_dim, dtype=torch.float32, device=query.device)
+    partial_sum = torch.empty(parts, dtype=torch.float32, device=query.device)
+    prefix_partial, prefix_sum, before = partial, partial_sum, 0
     if shared is not None:
-        given = query, cache, block_table, slots, shared, partial, partial_sum
+        before = prefix_parts(kv_heads, len(shared.members))
+        prefix_partial = partial.new_empty(requests, heads, before, head_dim)
+        prefix_sum = partial.new_empty(requests, heads, before)
+        given = query, cache, block_table, slots, shared, prefix_partial, prefix_sum
         attend_to_prefix(*given, scale=scale, softcap=softcap, scales=scales)
     cache = for_kernels(cache)
     rows, dim = next_power_of_2(group), padded_dim(head_dim, cache)
-    _decode_attention_kernel[(kv_heads, shape.splits, requests)](
+    _decode_attention_kernel[(kv_heads, requests + helpers)](
         query,
         cache[0],
         cache[1],
@@ -255,6 +324,8 @@ def decode_attention(
         partial_sum,
         arrived,
         slots if shared is None else shared.keys,
+        prefix_partial,
+        prefix_sum,
         scales,
         sinks,
         scale * LOG2_E,
@@ -262,7 +333,6 @@ def decode_attention(
         query.stride(0),
         block_table.stride(0),
         requests,
-        shape.splits,
         shape.programs,
         before,
         kv_heads,
@@ -276,12 +346,10 @@ def decode_attention(
         rows,
         dim,
         shape.tile,
-        shape.span,
         shape.unsplit,
         parts_at_a_time(rows, dim, shape.warps),
         overlap,
         num_warps=shape.warps,
-        num_stages=shape.stages,
-        maxnreg=shape.registers,
+        num_stages=stages(query.device, shape.stages, 2 * shape.tile * dim * cache.element_size(), BESIDE),
         launch_pdl=overlap,
     )

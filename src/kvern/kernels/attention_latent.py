@@ -103,7 +103,7 @@ def _latent_attention_kernel(
     length = tl.max(tl.where(real, position + 1, 0), axis=0)
     pieces = splits
     if DECODE and SPLIT:
-        fair = tl.cdiv(all_keys(starts, starts, requests, 0, False) * tl.num_programs(0), programs)
+        fair = tl.cdiv(all_keys(starts, starts, requests, block_size, 0, False, KEYS) * tl.num_programs(0), programs)
         pieces = tl.minimum(tl.maximum(length // tl.maximum(fair, 1), 1), splits)
     span = tl.maximum(tl.cdiv(tl.cdiv(length, pieces), KEYS) * KEYS, SPAN)
     begin = split * span
