@@ -15,7 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kvern.kernels.launch import gdc_launch_dependents, gdc_wait, overlaps, wait_for_previous
+from kvern.kernels.launch import gdc_launch_dependents, gdc_wait, overlaps, stages, wait_for_previous
 
 SMALLEST_TILE = 16
 """Of the matrix units."""
@@ -264,6 +264,9 @@ def add_adapters(
     width = WIDE if outputs >= MANY_OUTPUTS or rows > LARGEST_TILE else WIDE // 2
     overlap = overlaps(x.device)
     low = shrink(x, adapters, down, ranks, splits, tile)
+    step_bytes = CHUNK * (4 * splits * tile + EXPAND_ADAPTERS * width * x.element_size())
+    # Buffers of wide tiles leave a processor too few programs.
+    deep = 1 if width == WIDE else stages(x.device, 3, step_bytes)
     begins = (0, *ends[:-1])
     out_tiles = sum(triton.cdiv(end - begin, width) for begin, end in zip(begins, ends, strict=True))
     _expand_kernel[(out_tiles, triton.cdiv(rows, tile))](
@@ -288,7 +291,7 @@ def add_adapters(
         all(end % width == 0 for end in ends),
         overlap,
         num_warps=WARPS,
-        num_stages=1 if width == WIDE else 3,  # buffers of wide tiles leave a processor too few programs
+        num_stages=deep,
         launch_pdl=overlap,
     )
 

@@ -190,9 +190,9 @@ def beside_sinks(attended, sums, sinks, head, real):
 
 
 def most_rows(head_dim: int, element_size: int) -> int:
-    """Rows of a tile: as many as the matrix units take at a time, or fewer, so that heads of 512 have room."""
+    """Rows of a tile: as many as the matrix units take at a time, or fewer, so that long heads have room."""
     if head_dim <= 256:
-        return 64
+        return 32 if element_size == 4 and head_dim > 128 else 64
     return 16 if element_size == 4 else 32
 
 
