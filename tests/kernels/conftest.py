@@ -64,7 +64,7 @@ def device() -> torch.device:
 def few_programs(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
     """Interpreted programs take milliseconds each, also those that find nothing to do.
 
-    Two share a row of the filters, not 16, and the keys of an engine's request.
+    Two share a row of the filters, not 16, and a request's latents.
     """
     if device.type == "cpu":
         monkeypatch.setattr(filters, "SHARES", 2)

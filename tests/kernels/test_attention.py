@@ -1,7 +1,9 @@
 """Attention over the paged cache beside float64, and the same result however a launch is cut."""
 
 import itertools
+import math
 from typing import Any, NamedTuple
+from unittest import mock
 
 import pytest
 import torch
@@ -93,23 +95,34 @@ def decode(
     unsplit: int = 16,
     **options: Any,
 ) -> torch.Tensor:
-    """What `decode_attention` finds, its counters zeros again."""
+    """What `decode_attention` finds, its counters zeros again, and nothing written behind its memory for parts."""
     arrived = torch.zeros(len(batch.query) * batch.cache.shape[3], dtype=torch.int32, device=batch.query.device)
     out = torch.full_like(batch.query, float("nan"), memory_format=torch.contiguous_format)
-    decode_attention(
-        batch.query,
-        batch.cache,
-        batch.table,
-        batch.slots,
-        batch.starts,
-        arrived,
-        out,
-        DecodeShape(keys, programs, unsplit, 4, 2),
-        scale=0.3,
-        shared=shared,
-        **options,
-    )
+    behind: list[torch.Tensor] = []
+
+    def empty(*shape: Any, **kind: Any) -> torch.Tensor:
+        count = math.prod(shape[0] if isinstance(shape[0], tuple) else shape)
+        memory = torch.full((count + 100_000,), float("nan"), **kind)
+        behind.append(memory[count:])
+        return memory[:count].view(*shape)
+
+    with mock.patch.object(torch, "empty", empty):
+        decode_attention(
+            batch.query,
+            batch.cache,
+            batch.table,
+            batch.slots,
+            batch.starts,
+            arrived,
+            out,
+            DecodeShape(keys, programs, unsplit, 4, 2),
+            scale=0.3,
+            shared=shared,
+            **options,
+        )
     assert not arrived.any()
+    assert behind, "parts have another memory"
+    assert all(memory.isnan().all() for memory in behind)
     return out
 
 
@@ -182,18 +195,27 @@ def test_decode(
     assert relative_error(out, reference(batch, 0.3, window, softcap, sinks)) < 1e-5
 
 
-@pytest.mark.parametrize("window", [None, 12, 70])
+@pytest.mark.parametrize("window", [None, 12])
 def test_requests_of_few_keys_are_not_split(device: torch.device, window: int | None) -> None:
     """Bit by bit as one program alone finds them; those of one key more are."""
     batch = make_batch(device, [0, 63, 64, 16], [1, 1, 1, 1], 4, 2, 32, torch.float32)
     whole, found = decode(batch, window=window), decode(batch, 20, unsplit=64, window=window)
     assert torch.equal(whole[[0, 1, 3]], found[[0, 1, 3]])
-    assert torch.equal(whole[2], found[2]) == (window == 12)
+    assert torch.equal(whole[2], found[2]) == (window is not None)
     assert relative_error(found, reference(batch, 0.3, window, None)) < 1e-5
 
 
+@pytest.mark.parametrize("window", [None, 130])
+def test_requests_that_are_helped_beside_each_other(device: torch.device, window: int | None) -> None:
+    """Each has parts of its own, in front of one that has none, and behind it."""
+    batch = make_batch(device, [200, 180, 5, 150], [1] * 4, 4, 2, 16, torch.float32)
+    whole, found = decode(batch, window=window), decode(batch, 24, window=window)
+    assert relative_error(found, reference(batch, 0.3, window, None)) < 1e-5
+    assert (found != whole).flatten(1).any(1).tolist() == [True, True, False, True]
+
+
 def test_the_last_of_many_requests_is_helped(device: torch.device) -> None:
-    """More than a program counts at once, of which two others have long contexts, and one a window's."""
+    """More than a program counts at once, of which two others have long contexts; one of these is a share."""
     starts = [3] * 300
     starts[7], starts[150], starts[299] = 90, 150, 400
     batch = make_batch(device, starts, [1] * 300, 2, 1, 16, torch.float32)
@@ -261,3 +283,17 @@ def test_decode_reads_a_shared_prefix_once(
     )
     out = decode(batch, programs, softcap=softcap, shared=shared, sinks=sinks)
     assert relative_error(out, reference(batch, 0.3, None, softcap, sinks)) < 1e-5
+
+
+@pytest.mark.parametrize("programs", [2, 24])
+def test_long_requests_behind_a_shared_prefix(device: torch.device, programs: int) -> None:
+    """Those of few keys know how many parts the long ones before them have, be it fewer than their keys would take."""
+    batch = make_batch(device, [150, 40, 200, 30], [1] * 4, 2, 1, 16, torch.float32)
+    slots, table = batch.slots.long(), batch.table
+    table[slots[[1, 3]], :4] = table[slots[0], :4]
+    integers = {"dtype": torch.int32, "device": device}
+    members = torch.full((2, prefix_members(2, 16)), -1, **integers)
+    members[0, :3] = torch.tensor([0, 1, 3])
+    shared = SharedPrefix(members, torch.tensor([16, 0], **integers), torch.tensor([16, 16, 0, 16], **integers))
+    out = decode(batch, programs, shared=shared, unsplit=64)
+    assert relative_error(out, reference(batch, 0.3, None, None)) < 1e-5

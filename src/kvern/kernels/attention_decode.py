@@ -17,10 +17,10 @@ from kvern.kernels.launch import Launcher, next_power_of_2, overlaps, stages, wa
 
 
 class DecodeShape(NamedTuple):
-    """How a decode launch is cut: keys of one tile, and how many `programs` would share all keys evenly.
+    """How a decode launch is cut: keys of one tile, and how many `programs` help.
 
     One program attends for each request and KV head, and others help with requests that have several times as many keys
-    as each would have; not with those of up to `unsplit` keys, where joining the parts costs more than it gains.
+    as each of these would have of all; not with those of up to `unsplit`, where joining parts costs more than it gains.
     """
 
     tile: int
@@ -106,7 +106,7 @@ def _helped(
 
 @Launcher
 @triton.jit(
-    do_not_specialize=["requests", "programs", "prefix_parts"],
+    do_not_specialize=["requests", "prefix_parts"],
     do_not_specialize_on_alignment=["slots", "starts", "shared_keys"],
 )
 def _decode_attention_kernel(
@@ -130,7 +130,6 @@ def _decode_attention_kernel(
     query_stride: tl.int64,
     table_stride: tl.int64,
     requests,
-    programs,
     prefix_parts,
     kv_heads: tl.constexpr,
     group: tl.constexpr,
@@ -150,12 +149,13 @@ def _decode_attention_kernel(
     kv_head = tl.program_id(0)
     request = tl.program_id(1)
     # The batch's description was written well before the kernel that this one overlaps with.
+    helpers = tl.num_programs(1) - requests
     split = 0
     before = 0
     fair = 0
     if request >= requests:
         helper = request - requests
-        fair = tl.cdiv(all_keys(starts, shared_keys, requests, block_size, WINDOW, SHARED, TILE) * kv_heads, programs)
+        fair = tl.cdiv(all_keys(starts, shared_keys, requests, block_size, WINDOW, SHARED, TILE), helpers)
         request, before = _helped(
             0, helper, starts, shared_keys, requests, fair, block_size, WINDOW, SHARED, TILE, UNSPLIT
         )
@@ -165,14 +165,14 @@ def _decode_attention_kernel(
     length = tl.load(starts + request).to(tl.int32) + 1
     base, keys = _own_keys(length, shared_keys, request, True, block_size, WINDOW, SHARED, TILE)
     pieces = 1
-    if keys > UNSPLIT:
+    if (keys > UNSPLIT) | SHARED:  # of those that share a prefix all leave parts, behind those of the requests before
         if split == 0:
-            fair = tl.cdiv(
-                all_keys(starts, shared_keys, requests, block_size, WINDOW, SHARED, TILE) * kv_heads, programs
-            )
+            fair = tl.cdiv(all_keys(starts, shared_keys, requests, block_size, WINDOW, SHARED, TILE), helpers)
         pieces = _pieces(keys, fair, UNSPLIT)
-    if (split == 0) & ((pieces > 1) | SHARED):
-        _, before = _helped(request, -1, starts, shared_keys, requests, fair, block_size, WINDOW, SHARED, TILE, UNSPLIT)
+        if (split == 0) & ((pieces > 1) | SHARED):
+            _, before = _helped(
+                request, -1, starts, shared_keys, requests, fair, block_size, WINDOW, SHARED, TILE, UNSPLIT
+            )
     span = tl.cdiv(tl.cdiv(keys, pieces), TILE) * TILE
     used = tl.cdiv(keys, span)
     begin = base + split * span
@@ -244,7 +244,6 @@ def decode_shape(requests: int, kv_heads: int, head_dim: int, processors: int, e
 
     Of numbers of one byte more keys are on their way: as many bytes.
     """
-    whole = requests * kv_heads
     if head_dim > 256:
         keys, deep = {4: (16, 2), 2: (16, 3), 1: (32, 3)}[element_size]
         return DecodeShape(keys, 2 * processors, 512, 4, deep)
@@ -254,9 +253,10 @@ def decode_shape(requests: int, kv_heads: int, head_dim: int, processors: int, e
         return DecodeShape(32 if element_size == 2 else 64, 3 * processors, 512, 4, 3)
     if element_size == 1:
         return DecodeShape(64, 4 * processors, 512, 2, 4)
-    if processors < 4 * whole <= 4 * processors:  # four programs of a processor
+    each = requests * kv_heads / processors
+    if 0.25 < each <= 1:  # four programs of a processor, for helpers
         return DecodeShape(32, 4 * processors, 512, 2, 4)
-    if whole <= 2 * processors or 7 * processors < 2 * whole <= 8 * processors:  # two, once or twice
+    if each <= 2 or 3.5 < each <= 4:  # two at a time, once or twice
         return DecodeShape(64, 2 * processors, 512, 4, 4)
     return DecodeShape(64, 3 * processors, 512, 4, 3)
 
@@ -278,7 +278,7 @@ def decode_attention(
     scales: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
 ) -> None:
-    """Attention of one query for each of R requests over all its keys, its own included.
+    """Attention of one query for each of R requests, one at least, over all its keys, its own included.
 
     query        [R, heads, head_dim], rows may have gaps
     cache        [2, blocks, block_size, kv_heads, head_dim]
@@ -333,7 +333,6 @@ def decode_attention(
         query.stride(0),
         block_table.stride(0),
         requests,
-        shape.programs,
         before,
         kv_heads,
         group,

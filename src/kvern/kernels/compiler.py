@@ -19,8 +19,8 @@ _loading = threading.Lock()
 def _load_alone(name: str, path: str) -> Any:
     """What a compiled module has.
 
-    All that launch kernels have the same name. One that was loaded before is loaded again into the last one of its
-    name, whoever holds that: a thread that has just loaded another would launch its kernel with this one's arguments.
+    All that launch kernels have one name. One that was loaded before is loaded again into the last one of that name,
+    whoever holds it: a thread that had just loaded that would launch its kernel by this one's code.
     """
     with _loading:
         assert _load is not None
