@@ -68,6 +68,16 @@ def test_runs(sizes: StateSizes, rate: float, device: torch.device) -> None:
     assert_near(kept, expected[1])
 
 
+def test_runs_of_long_states(device: torch.device) -> None:
+    """Whose chunks are half as long, so that their keys and queries fit every card."""
+    random, tokens, sizes = Random(4, device), sum(COUNTS), StateSizes(2, 16, 1, 256)
+    runs = runs_of(torch.tensor(STATES, dtype=torch.int32, device=device), COUNTS)
+    inputs, given, kept = random(tokens, sizes.channels), steps(random, tokens, sizes, 0.1), memory(random, sizes)
+    expected = advanced(inputs, given, kept, COUNTS, STATES, sizes)
+    for found, wanted in zip((advance_runs(inputs, given, kept, runs, sizes), kept), expected, strict=True):
+        assert (found - wanted).norm() < 1e-6 * wanted.norm()
+
+
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 def test_states_behind_accepted_drafts(sizes: StateSizes, device: torch.device) -> None:
     random, tokens = Random(2, device), sum(DRAFTED)

@@ -328,11 +328,12 @@ def advance_runs(
     out = torch.empty(len(inputs), sizes.heads * sizes.head_dim, dtype=torch.float32, device=inputs.device)
     rows = max(16, next_power_of_2(sizes.state_dim))
     columns = max(16, min(COLUMNS, RUN_NUMBERS // rows, next_power_of_2(sizes.head_dim)))
+    chunk = CHUNK if rows * inputs.element_size() < 1024 else CHUNK // 2  # two tiles fit 99 KiB of shared memory
     precision, overlap = PRECISIONS[inputs.dtype], overlaps(inputs.device)
     step, rate, bias, skip, scale = steps
     _advance_runs_kernel[(len(runs.states), sizes.heads, cdiv(sizes.head_dim, columns))](
         inputs, step, rate, bias, skip, memory, runs.states, runs.firsts, runs.counts, out, scale, step.stride(0),
-        *sizes, rows, columns, CHUNK, precision, overlap, num_warps=8, num_stages=1, launch_pdl=overlap,
+        *sizes, rows, columns, chunk, precision, overlap, num_warps=8, num_stages=1, launch_pdl=overlap,
     )  # fmt: skip
     return out
 
