@@ -115,7 +115,7 @@ def decode(
             batch.starts,
             arrived,
             out,
-            DecodeShape(keys, programs, unsplit, 4, 2),
+            DecodeShape(keys, programs, 4, 2, unsplit),
             scale=0.3,
             shared=shared,
             **options,

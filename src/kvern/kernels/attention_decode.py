@@ -25,9 +25,9 @@ class DecodeShape(NamedTuple):
 
     tile: int
     programs: int
-    unsplit: int
     warps: int
     stages: int
+    unsplit: int = 512
 
 
 JOINED = tl.constexpr(16.0)
@@ -246,19 +246,19 @@ def decode_shape(requests: int, kv_heads: int, head_dim: int, processors: int, e
     """
     if head_dim > 256:
         keys, deep = {4: (16, 2), 2: (16, 3), 1: (32, 3)}[element_size]
-        return DecodeShape(keys, 2 * processors, 512, 4, deep)
+        return DecodeShape(keys, 2 * processors, 4, deep)
     if element_size == 4:
-        return DecodeShape(32 if head_dim <= 128 else 16, 3 * processors, 512, 4, 2)
+        return DecodeShape(32 if head_dim <= 128 else 16, 3 * processors, 4, 2)
     if head_dim > 128:
-        return DecodeShape(32 if element_size == 2 else 64, 3 * processors, 512, 4, 3)
+        return DecodeShape(32 if element_size == 2 else 64, 3 * processors, 4, 3)
     if element_size == 1:
-        return DecodeShape(64, 4 * processors, 512, 2, 4)
+        return DecodeShape(64, 4 * processors, 2, 4)
     each = requests * kv_heads / processors
     if 0.25 < each <= 1:  # four programs of a processor, for helpers
-        return DecodeShape(32, 4 * processors, 512, 2, 4)
+        return DecodeShape(32, 4 * processors, 2, 4)
     if each <= 2 or 3.5 < each <= 4:  # two at a time, once or twice
-        return DecodeShape(64, 2 * processors, 512, 4, 4)
-    return DecodeShape(64, 3 * processors, 512, 4, 3)
+        return DecodeShape(64, 2 * processors, 4, 4)
+    return DecodeShape(64, 3 * processors, 4, 3)
 
 
 def decode_attention(
