@@ -64,15 +64,17 @@ class _Allocations(TorchFunctionMode):
             return result
         name = func.__name__
         changes = "out" in (kwargs or {}) or (name.endswith("_") and name not in VIEWS)
-        given = {item.untyped_storage().data_ptr() for item in args if isinstance(item, Tensor)}
+        given = {_storage(item) for item in args if isinstance(item, Tensor)} - {None}
         for item in result if isinstance(result, list | tuple) else [result]:
-            if isinstance(item, Tensor):
-                is_allowed = item.untyped_storage().data_ptr() in given and not changes
-            else:
-                is_allowed = name in DESCRIBES
+            is_allowed = _storage(item) in given and not changes if isinstance(item, Tensor) else name in DESCRIBES
             if not is_allowed:
                 raise Uncapturable(f"{name} computes")
         return result
+
+
+def _storage(tensor: Tensor) -> int | None:
+    """The address of the memory that a tensor views; None: a library's own format, as oneDNN's weights are."""
+    return None if tensor.layout != torch.strided else tensor.untyped_storage().data_ptr()
 
 
 @dataclass

@@ -142,6 +142,11 @@ class CapturedDecodes:
                 logger.debug("steps of decodes are not captured: %s", error)
                 self._captures = False
                 return None
+            except Exception as error:
+                # The step runs uncaptured instead: if the model itself is at fault, it fails there.
+                logger.warning("steps of decodes are not captured, which is slower: %s: %s", type(error).__name__, error)
+                self._captures = False
+                return None
             finally:
                 self._rows.tokens[following] = drafts
             self._sizes[len(slots)] = decodes
