@@ -144,7 +144,7 @@ class CapturedDecodes:
                 return None
             except Exception as error:
                 # The step runs uncaptured instead: if the model itself is at fault, it fails there.
-                logger.warning("steps of decodes are not captured, which is slower: %s: %s", type(error).__name__, error)
+                logger.warning("steps of decodes are not captured, so slower: %s: %s", type(error).__name__, error)
                 self._captures = False
                 return None
             finally:
