@@ -106,7 +106,7 @@ def test_a_slow_grammar_takes_no_drafts(tiny_llm: LLM, monkeypatch: pytest.Monke
 
 def test_rows_come_back_from_their_drafts() -> None:
     """The masks behind drafts are those that come when the drafts have, and what follows is as if none had been."""
-    grammars, rng = Grammars(resolve_model("kvern-1m"), 4096, (), "llguidance"), random.Random(3)
+    grammars, rng = Grammars(resolve_model("kvern-1m"), 4096, "llguidance"), random.Random(3)
     eos = grammars.eos_token_ids[0]
     rows = GrammarRows(grammars, 4096, torch.device("cpu"))
     forms = [LIST, ENDLESS, LETTERS, StructuredOutput(json=True)]

@@ -28,13 +28,13 @@ VOCABULARY = 4096 + 100
 def grammars(request: pytest.FixtureRequest) -> Grammars:
     if request.param == "xgrammar":
         pytest.importorskip("xgrammar", exc_type=ImportError)
-    return grammars_of(resolve_model("kvern-1m"), VOCABULARY, (), request.param)
+    return grammars_of(resolve_model("kvern-1m"), VOCABULARY, request.param)
 
 
 @pytest.fixture(scope="module")
 def xgrammar() -> Grammars:
     pytest.importorskip("xgrammar", exc_type=ImportError)
-    return grammars_of(resolve_model("kvern-1m"), VOCABULARY, (), "xgrammar")
+    return grammars_of(resolve_model("kvern-1m"), VOCABULARY, "xgrammar")
 
 
 @pytest.fixture(scope="module")

@@ -127,7 +127,7 @@ def test_every_answer_validates(llm: LLM, suite: Path, draft: str) -> None:
     cases = cases_of(suite, draft)
     folder = llm._engine.folder
     backend = llm.config.grammar_backend
-    grammars = grammars_of(folder, llm.spec.vocab_size, llm.spec.eos_token_ids, backend)
+    grammars = grammars_of(folder, llm.spec.vocab_size, backend)
     kept = accepted(cases, grammars, f"{draft} with {backend}")
     assert len(kept) >= LEAST_ACCEPTED[backend].get(draft, 0.6) * len(cases)
 
@@ -163,7 +163,7 @@ def test_every_answer_validates(llm: LLM, suite: Path, draft: str) -> None:
 def test_most_of_what_a_schema_allows_can_be_said(suite: Path) -> None:
     """A grammar may be narrower than its schema, but not by much."""
     folder = resolve_model("kvern-1m")
-    tokenizer, grammars = Tokenizer(folder), grammars_of(folder, 4096, ())
+    tokenizer, grammars = Tokenizer(folder), grammars_of(folder, 4096)
     possible, counted, narrowed = 0, 0, collections.Counter[str]()
     for case in accepted(cases_of(suite, "draft2020-12"), grammars, "draft2020-12"):
         grammar = grammars.compile(StructuredOutput(json=case.schema))

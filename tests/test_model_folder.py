@@ -110,6 +110,37 @@ def test_an_engine_takes_the_defaults_of_its_model(model: Path) -> None:
         assert [output.outputs[0].token_ids for output in outputs] == [expected, without]
 
 
+@pytest.mark.parametrize(
+    ("stored", "override", "ends", "goes_on"),
+    [
+        ({"eos_token_id": [50]}, {}, 50, 40),
+        ({"eos_token_id": [50]}, {"eos_token_id": 60}, 60, 50),
+        ({"eos_token_id": 50}, {"eos_token_id": None}, 40, 50),
+        ({}, {}, 40, 50),
+        ({"eos_token_id": 50}, {}, 1, 40),
+    ],
+)
+def test_ends_of_an_answer_are_those_of_the_generation_config(
+    model: Path, tmp_path: Path, stored: dict[str, object], override: dict[str, object], ends: int, goes_on: int
+) -> None:
+    """Beside the tokenizer's own; config.json is asked where the former names none."""
+    own = tmp_path / "own"
+    shutil.copytree(model, own)
+    (own / "generation_config.json").write_text(json.dumps(stored))
+    overrides = {"eos_token_id": 40}
+    free = SamplingParams(temperature=0, max_tokens=3)
+    with LLM(str(own), hf_overrides=overrides, override_generation_config=override) as llm:
+        asked = [free.replace(logit_bias={token: 1000.0}) for token in (ends, goes_on)]
+        asked += [asked[0].replace(ignore_eos=True), asked[0].replace(ignore_eos=True, stop_token_ids=[ends])]
+        answers = [output.outputs[0] for output in llm.generate(["the fox"] * len(asked), asked)]
+    assert [(answer.token_ids, answer.finish_reason, answer.stop_reason) for answer in answers] == [
+        ([ends], "stop", None),
+        ([goes_on] * 3, "length", None),
+        ([ends] * 3, "length", None),
+        ([ends], "stop", ends),
+    ]
+
+
 def test_overrides_reach_into_inner_configurations_alone() -> None:
     values = {"text_config": {"a": 1, "b": 2}, "rope_scaling": {"rope_type": "linear", "factor": 2}}
     overrides = {"text_config": {"b": 3}, "rope_scaling": {"rope_type": "yarn"}}
@@ -124,6 +155,7 @@ def test_overrides_reach_into_inner_configurations_alone() -> None:
         ({"tokenizer": "/"}, "there is no tokenizer.json"),
         ({"generation_config": "nowhere"}, "it must be auto, none, or a folder"),
         ({"override_generation_config": {"presence_penalty": 1.1}}, "holds 'presence_penalty'"),
+        ({"override_generation_config": {"eos_token_id": ["</s>"]}}, "must be a token id, or a list of some"),
         ({"override_generation_config": {"temperature": "0.5"}}, "temperature is '0.5': it must be a number"),
         ({"hf_overrides": {"x": {1, 2}}}, "is not JSON: Object of type set"),
         ({"hf_overrides": '{"x": 1}'}, "hf_overrides is '{\"x\": 1}': it must map names to values"),

@@ -189,9 +189,7 @@ def test_owners_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
 
     async def told() -> list[str]:
         with LLM("kvern-1m", threads=1) as llm:
-            grammars = Grammars(
-                resolve_model("kvern-1m"), llm.spec.vocab_size, llm.spec.eos_token_ids, "llguidance", True
-            )
+            grammars = Grammars(resolve_model("kvern-1m"), llm.spec.vocab_size, "llguidance", True)
         processes, ended = GrammarProcesses(grammars), []
 
         async def compile_one(owner: str, form: StructuredOutput) -> None:
@@ -211,7 +209,7 @@ def test_owners_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_matchers_that_are_kept_are_bounded() -> None:
-    grammars = Grammars(resolve_model("kvern-1m"), 4096, (), "llguidance")
+    grammars = Grammars(resolve_model("kvern-1m"), 4096, "llguidance")
     store = Matchers(grammars)
     grammar = grammars.compile(StructuredOutput(json=optional(400)))
     for matcher in store.take([grammar] * 100):

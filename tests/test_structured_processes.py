@@ -28,7 +28,7 @@ FORM = StructuredOutput(regex="[ab]+")
 
 
 def grammars_apart(folder: Path | None = None) -> Grammars:
-    return Grammars(folder or resolve_model("kvern-1m"), 4100, (), "llguidance", apart=True)
+    return Grammars(folder or resolve_model("kvern-1m"), 4100, "llguidance", apart=True)
 
 
 async def compiled(processes: GrammarProcesses, grammars: Grammars) -> str:
@@ -180,7 +180,7 @@ def test_who_begins_does_not_wait_for_what_is_prepared(slow: Slow) -> None:
 
 def test_masks_that_took_long_are_made_side_by_side_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(masks, "LONGEST_FILL_SECONDS", -1.0)
-    grammars = Grammars(resolve_model("kvern-1m"), 4096, (), "llguidance")
+    grammars = Grammars(resolve_model("kvern-1m"), 4096, "llguidance")
     rows = GrammarRows(grammars, 4096, torch.device("cpu"))
     matcher = grammars.matcher(grammars.compile(FORM))
     modes: list[bool] = []

@@ -111,11 +111,6 @@ def test_the_first_files_of_qwen2_5_vl_say_all_in_one_place(tmp_path: Path) -> N
     load_model(folder)
 
 
-def test_the_ends_of_the_whole_model_go_before_those_of_its_text(tmp_path: Path) -> None:
-    config = read_config(make_checkpoint("gemma3_vision", tmp_path)) | {"eos_token_id": [1, 106]}
-    assert spec_from_config(config).eos_token_ids == (1, 106)
-
-
 def test_experts_are_read_as_published_and_as_saved(tmp_path: Path) -> None:
     """Published with the inputs of all matrices before their outputs, saved the other way round."""
     folder = make_checkpoint("qwen3_vl_moe", tmp_path)

@@ -8,8 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, processors
 
+from kvern.detokenizer import IncrementalDetokenizer
 from kvern.errors import CorruptCheckpoint, InvalidRequest
-from kvern.tokenizer import IncrementalDetokenizer, Tokenizer
+from kvern.tokenizer import Tokenizer
 from tests.tiny_tokenizer import byte_level, reference, save, sentencepiece
 
 
@@ -126,10 +127,15 @@ def test_special_tokens_and_ends_of_answers(tmp_path: Path) -> None:
     tokenizer = Tokenizer(folder)
     assert (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id) == (0, 1, 2)
     assert tokenizer.eos_token_ids == (1,)
-    (folder / "config.json").write_text(json.dumps({"eos_token_id": 4}))
+    (folder / "config.json").write_text(json.dumps({"text_config": {"eos_token_id": 5}}))
+    assert Tokenizer(folder).eos_token_ids == (1, 5)
+    (folder / "config.json").write_text(json.dumps({"eos_token_id": 4, "text_config": {"eos_token_id": 5}}))
     assert Tokenizer(folder).eos_token_ids == (1, 4)
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, 3]}))
     assert Tokenizer(folder).eos_token_ids == (1, 3)
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": "</s>"}))
+    with pytest.raises(CorruptCheckpoint, match=r"eos_token_id is '</s>': it must be a token id"):
+        Tokenizer(folder)
 
 
 @pytest.mark.parametrize("switches", [{}, {"add_bos_token": True}, {"add_bos_token": False}])

@@ -64,7 +64,7 @@ schemas = st.builds(
 @pytest.fixture(scope="module")
 def writer() -> tuple[Tokenizer, Grammars, GrammarWriter]:
     tokenizer = Tokenizer(FOLDER)
-    grammars = grammars_of(FOLDER, tokenizer.vocab_size, tuple(tokenizer.eos_token_ids))
+    grammars = grammars_of(FOLDER, tokenizer.vocab_size)
     return tokenizer, grammars, GrammarWriter(tokenizer, grammars)
 
 

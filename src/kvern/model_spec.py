@@ -336,7 +336,6 @@ class ModelSpec:
     logit_scale: float = 1.0
     logit_softcap: float | None = None
     bos_token_id: int | None = None
-    eos_token_ids: tuple[int, ...] = ()
     dtype: str | None = None
     generates: bool = True
     renames: tuple[Rename, ...] = ()

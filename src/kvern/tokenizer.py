@@ -7,9 +7,8 @@ tokens, ``generation_config.json`` and ``config.json`` the tokens that end an an
 
 from __future__ import annotations
 
-import codecs
-import copy
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +19,6 @@ from kvern.errors import CorruptCheckpoint, InvalidRequest, PromptTooLong, shown
 from kvern.files import MEBIBYTE, read_object, read_whole, reason
 
 MOST_TOKENIZER_BYTES = 256 * MEBIBYTE
-REPLACEMENT = "\ufffd"
-LONGEST_CHARACTER = 4  # bytes of UTF-8, so at most as many tokens
-PROMPT_CONTEXT = 8  # prompt tokens that decide how the first generated token is written
-Utf8Decoder = codecs.getincrementaldecoder("utf-8")
 
 
 class Tokenizer:
@@ -32,8 +27,9 @@ class Tokenizer:
     Attributes:
         bos_token, eos_token, pad_token: the special tokens as text, ``None`` where the checkpoint names none.
         bos_token_id, eos_token_id, pad_token_id: their ids, ``None`` likewise.
-        eos_token_ids: every id that ends an answer: the tokenizer's own and those of ``generation_config.json``.
-
+        eos_token_ids: every id that ends an answer, in order: the tokenizer's own, and those of
+            ``generation_config.json``; where that names none, those of ``config.json``.
+        fallback_bytes: the byte of each token that stands for one, in vocabularies that fall back to bytes.
         longest_token: characters of a text that one token stands for at most, ``None`` where that has no bound.
 
     Raises:
@@ -58,6 +54,7 @@ class Tokenizer:
         self._special_ids = self._find_special_ids()
         self._bytes: dict[int, bytes] = {}
         self.is_byte_level = self._backend is not None and is_byte_level(self._backend)
+        self.fallback_bytes = fallback_bytes(self._backend) if self._backend is not None else {}
         self.longest_token = longest_token(self._backend) if self._backend is not None else None
 
     @property
@@ -158,7 +155,8 @@ class Tokenizer:
         """
         if token_id not in self._bytes:
             token = self._backend.id_to_token(token_id) if self._backend is not None else None
-            self._bytes[token_id] = self._token_bytes(token) if token is not None else b""
+            spelled = self._token_bytes(token) if token is not None else b""
+            self._bytes[token_id] = self.fallback_bytes.get(token_id, spelled)
         return self._bytes[token_id]
 
     def is_special(self, token_id: int) -> bool:
@@ -206,132 +204,23 @@ class Tokenizer:
             if all(character in BYTE_OF_CHARACTER for character in token):
                 return bytes(BYTE_OF_CHARACTER[character] for character in token)
             return token.encode()
-        if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
-            return bytes([int(token[3:5], 16)])
         return token.replace("\u2581", " ").encode()
 
     def _find_eos_token_ids(self) -> tuple[int, ...]:
-        found = {self.eos_token_id} - {None}
-        configured = read_json(self.folder / "generation_config.json").get("eos_token_id")
-        if configured is None:
-            configured = read_json(self.folder / "config.json").get("eos_token_id")
-        found.update(configured if isinstance(configured, list) else [configured])
-        return tuple(sorted(token_id for token_id in found if isinstance(token_id, int)))
+        generation, config = (read_json(self.folder / name) for name in ("generation_config.json", "config.json"))
+        text = config.get("text_config")
+        files = (generation, config, text if isinstance(text, dict) else {})
+        said: Any = next((file["eos_token_id"] for file in files if file.get("eos_token_id") is not None), [])
+        try:
+            found = {*end_token_ids(said), *(() if self.eos_token_id is None else (self.eos_token_id,))}
+        except ValueError as error:
+            raise CorruptCheckpoint(f"{self.folder}: {error}") from None
+        return tuple(sorted(found))
 
     def _find_special_ids(self) -> frozenset[int]:
         if self._backend is None:
             return frozenset()
         return frozenset(index for index, token in self._backend.get_added_tokens_decoder().items() if token.special)
-
-
-class IncrementalDetokenizer:
-    """Turns the token ids of one answer into text piece by piece, never decoding what is already written.
-
-    ``append`` returns only whole characters: the bytes of a character split over several tokens wait for the rest.
-    With a byte-level vocabulary all pieces plus ``flush()`` are exactly ``tokenizer.decode(ids)``. With other
-    vocabularies, where a token's spelling depends on its left neighbour (SentencePiece), they are what ``ids`` add to
-    the text of ``prompt_ids``. Without a tokenizer every piece is empty.
-    ``kept`` are special tokens that are not skipped.
-    """
-
-    def __init__(
-        self,
-        tokenizer: Tokenizer,
-        prompt_ids: Sequence[int] = (),
-        skip_special_tokens: bool = True,
-        kept: Collection[int] = (),
-    ) -> None:
-        def is_skipped(token_id: int) -> bool:
-            return skip_special_tokens and tokenizer.is_special(token_id) and token_id not in kept
-
-        self._stream: ByteStream | WindowStream
-        if tokenizer.is_byte_level or not tokenizer.available:
-            self._stream = ByteStream(tokenizer, is_skipped)
-        else:
-            self._stream = WindowStream(tokenizer, prompt_ids, is_skipped)
-
-    def append(self, ids: Iterable[int]) -> str:
-        """Take the next ids of the answer and return the text that is now certain."""
-        return self._stream.append(ids)
-
-    def flush(self) -> str:
-        """Return what waited for a character's end that never came, as U+FFFD; call once, after the last token."""
-        return self._stream.flush()
-
-    def fork(self) -> IncrementalDetokenizer:
-        """One more, of an answer that goes on from here in another way."""
-        other = copy.copy(self)
-        other._stream = self._stream.fork()
-        return other
-
-
-class ByteStream:
-    """Each token is a fixed run of bytes; a UTF-8 decoder keeps the unfinished character."""
-
-    def __init__(self, tokenizer: Tokenizer, is_skipped: Callable[[int], bool]) -> None:
-        self._tokenizer = tokenizer
-        self._is_skipped = is_skipped
-        self._decoder = Utf8Decoder(errors="replace")
-
-    def append(self, ids: Iterable[int]) -> str:
-        pieces = [self._tokenizer.id_to_bytes(token_id) for token_id in ids if not self._is_skipped(token_id)]
-        return self._decoder.decode(b"".join(pieces))
-
-    def flush(self) -> str:
-        return self._decoder.decode(b"", final=True)
-
-    def fork(self) -> ByteStream:
-        other = ByteStream(self._tokenizer, self._is_skipped)
-        other._decoder.setstate(self._decoder.getstate())
-        return other
-
-
-class WindowStream:
-    """Decodes a short window: tokens already written, for their spelling's sake, and those still waiting."""
-
-    def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int], is_skipped: Callable[[int], bool]) -> None:
-        self._tokenizer = tokenizer
-        self._is_skipped = is_skipped
-        self._written, self._waiting = self._split(self._visible(prompt_ids[-PROMPT_CONTEXT:]))
-
-    def append(self, ids: Iterable[int]) -> str:
-        pieces = []
-        for token_id in self._visible(ids):
-            self._waiting.append(token_id)
-            piece = self._new_text()
-            if piece and (not piece.endswith(REPLACEMENT) or len(self._waiting) > LONGEST_CHARACTER):
-                self._written, self._waiting = self._waiting, []
-                pieces.append(piece)
-        return "".join(pieces)
-
-    def flush(self) -> str:
-        piece = self._new_text() if self._waiting else ""
-        self._written, self._waiting = self._written + self._waiting, []
-        return piece
-
-    def fork(self) -> WindowStream:
-        other = copy.copy(self)
-        other._waiting = list(self._waiting)
-        return other
-
-    def _split(self, prompt: list[int]) -> tuple[list[int], list[int]]:
-        """Return the longest end of the prompt in whole characters, and the tokens of an unfinished one after it."""
-        for end in range(len(prompt), max(len(prompt) - LONGEST_CHARACTER, 0), -1):
-            for start in range(end):
-                if REPLACEMENT not in self._decode(prompt[start:end]):
-                    return prompt[start:end], prompt[end:]
-        return [], []
-
-    def _visible(self, ids: Iterable[int]) -> list[int]:
-        return [token_id for token_id in ids if not self._is_skipped(token_id)]
-
-    def _new_text(self) -> str:
-        before = self._decode(self._written)
-        text = self._decode(self._written + self._waiting)
-        return text[len(before) :] if text.startswith(before) else self._decode(self._waiting)
-
-    def _decode(self, ids: list[int]) -> str:
-        return self._tokenizer.decode(ids, skip_special_tokens=False)
 
 
 def byte_characters() -> dict[str, int]:
@@ -350,8 +239,25 @@ def reaches_into(other: str, token: str) -> bool:
     return any(other.endswith(token[:end]) for end in range(1, len(token)))
 
 
+def decoders_of(backend: tokenizers.Tokenizer) -> list[str]:
+    """Return the kinds of the decoders that make text of tokens, one after another."""
+    if backend.decoder is None:
+        return []
+    state = json.loads(backend.decoder.__getstate__())
+    return [part["type"] for part in state.get("decoders", [state])]
+
+
 def is_byte_level(backend: tokenizers.Tokenizer) -> bool:
-    return isinstance(backend.decoder, tokenizers.decoders.ByteLevel)
+    return {*decoders_of(backend)} - {"Fuse"} == {"ByteLevel"}
+
+
+def fallback_bytes(backend: tokenizers.Tokenizer) -> dict[int, bytes]:
+    """Return the tokens that stand for a byte each, where the vocabulary falls back to such."""
+    if "ByteFallback" not in decoders_of(backend):
+        return {}
+    names = {f"<0x{byte:{form}}>": bytes([byte]) for byte in range(256) for form in ("02X", "02x")}
+    found = ((backend.token_to_id(name), byte) for name, byte in names.items())
+    return {token_id: byte for token_id, byte in found if token_id is not None}
 
 
 def longest_token(backend: tokenizers.Tokenizer) -> int | None:
@@ -383,6 +289,14 @@ def read_json(path: Path) -> dict[str, Any]:
         return read_object(path)
     except FileNotFoundError:
         return {}
+
+
+def end_token_ids(value: Any) -> tuple[int, ...]:
+    """Return what an ``eos_token_id`` says: one id or several. Raises ValueError for what is neither."""
+    ids = tuple(value) if isinstance(value, list) else (value,)
+    if not all(type(token) is int and token >= 0 for token in ids):
+        raise ValueError(f"eos_token_id is {shown(value)}: it must be a token id, or a list of some")
+    return ids
 
 
 def special_tokens(*files: Mapping[str, Any]) -> dict[str, str]:

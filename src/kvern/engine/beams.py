@@ -16,11 +16,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from kvern.detokenizer import IncrementalDetokenizer
 from kvern.engine.stop_strings import StopSearch, StopStrings
 from kvern.events import TokenEvent
 from kvern.request import FinishReason, Request
 from kvern.step import BeamCandidates, TokenLogprobs
-from kvern.tokenizer import IncrementalDetokenizer, Tokenizer
+from kvern.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)

@@ -57,9 +57,8 @@ class InputProcessor:
         self.vocab_size = model.vocab_size
         self.model = model
         self._refusal = _refusal(model)
-        self._eos_token_ids = frozenset((*tokenizer.eos_token_ids, *model.eos_token_ids))
-        vocabulary = model.vocab_size, model.eos_token_ids
-        self.grammars = grammars_of(folder, *vocabulary, config.grammar_backend, grammars_apart)
+        self._eos_token_ids = frozenset(tokenizer.eos_token_ids)
+        self.grammars = grammars_of(folder, model.vocab_size, config.grammar_backend, grammars_apart)
         self._defaults = _generation_defaults(folder)
         self._breakers = BreakerFinder(tokenizer, model.vocab_size)
         self.chat = Chat(

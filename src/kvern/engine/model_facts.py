@@ -9,7 +9,6 @@ class ModelFacts(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """The fields of a ModelSpec of these names, and whether it is an encoder's."""
 
     vocab_size: int = 0
-    eos_token_ids: tuple[int, ...] = ()
     generates: bool = True
     is_classifier: bool = False
     model_type: str = ""
@@ -17,5 +16,5 @@ class ModelFacts(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     @classmethod
     def of(cls, spec: ModelSpec) -> "ModelFacts":
-        own = spec.vocab_size, spec.eos_token_ids, spec.generates, spec.is_classifier, spec.model_type
+        own = spec.vocab_size, spec.generates, spec.is_classifier, spec.model_type
         return cls(*own, is_encoder=spec.encoder is not None)

@@ -4,13 +4,14 @@ import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
+from kvern.detokenizer import IncrementalDetokenizer
 from kvern.engine.stop_strings import StopSearch, StopStrings
 from kvern.events import TokenEvent
 from kvern.outputs import CompletionOutput, RequestOutput
 from kvern.request import FinishReason, RequestSpec
 from kvern.sampling_params import SamplingParams
 from kvern.step import TokenLogprobs
-from kvern.tokenizer import IncrementalDetokenizer, Tokenizer
+from kvern.tokenizer import Tokenizer
 
 logger = logging.getLogger("kvern")
 
@@ -50,7 +51,7 @@ class Answer:
                     self.end("stop", stop)
                     return stop
         if event.finish_reason is not None:
-            is_eos = event.stop_reason in self._eos_token_ids
+            is_eos = not self._params.ignore_eos and event.stop_reason in self._eos_token_ids
             self.end(event.finish_reason, None if is_eos else event.stop_reason)
         else:
             self.output.text = self._text[: len(self._text) - self._search.held_back]

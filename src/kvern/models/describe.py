@@ -252,7 +252,7 @@ def describe(config: Config, layers: tuple[LayerSpec, ...] | None = None, **fiel
     """A `ModelSpec` with what every configuration states; `fields` are those of `ModelSpec` that the family decides."""
     if config.get("is_causal") is False:
         raise UnsupportedModel("is_causal is false: kvern's models attend to what is before alone")
-    bias = bool(config.get("attention_bias", False))
+    bias, bos = bool(config.get("attention_bias", False)), config.get("bos_token_id")
     given: dict[str, Any] = {
         "model_type": config.get("model_type", ""),
         "vocab_size": config["vocab_size"],
@@ -263,16 +263,7 @@ def describe(config: Config, layers: tuple[LayerSpec, ...] | None = None, **fiel
         "qkv_bias": bias,
         "output_bias": bias,
         "tie_word_embeddings": bool(config.get("tie_word_embeddings", False)),
-        "bos_token_id": _first(config.get("bos_token_id")),
-        "eos_token_ids": _ids(config.get("eos_token_id")),
+        "bos_token_id": next(iter(bos), None) if isinstance(bos, list) else bos,
         "dtype": config.get("dtype") or config.get("torch_dtype"),
     }
     return ModelSpec(**(given | fields))
-
-
-def _ids(value: int | list[int] | None) -> tuple[int, ...]:
-    return () if value is None else tuple(value) if isinstance(value, list) else (value,)
-
-
-def _first(value: int | list[int] | None) -> int | None:
-    return next(iter(_ids(value)), None)

@@ -27,6 +27,7 @@ from kvern.files import MOST_CONFIG_BYTES, read_object, read_whole, reason
 from kvern.models.gguf.folder import gguf_folder_files, gguf_state
 from kvern.models.hub import resolve_model
 from kvern.sampling_params import USUAL, SamplingParams
+from kvern.tokenizer import end_token_ids
 
 TEMPLATES = ("chat_template.jinja", "chat_template.json", "additional_chat_templates")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", *TEMPLATES)
@@ -154,7 +155,9 @@ def _generation_config(files: Files, config: EngineConfig) -> dict[str, Any]:
         )
     try:
         SamplingParams(**{name: value for name, value in config.override_generation_config.items() if name in USUAL})
-    except InvalidParameter as error:
+        if (ends := config.override_generation_config.get("eos_token_id")) is not None:
+            end_token_ids(ends)
+    except (InvalidParameter, ValueError) as error:
         raise ConfigError(f"override_generation_config: {error}") from None
     return stored | dict(config.override_generation_config)
 

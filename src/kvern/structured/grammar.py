@@ -31,7 +31,6 @@ class Setup(msgspec.Struct, frozen=True):
 
     folder: str
     vocab_size: int
-    eos_token_ids: tuple[int, ...]
     backend: str
 
 
@@ -50,14 +49,11 @@ class Grammars:
     ConfigError if the library is not there.
     """
 
-    def __init__(
-        self, folder: Path, vocab_size: int, eos_token_ids: tuple[int, ...], backend: str, apart: bool = False
-    ) -> None:
-        self.setup = Setup(str(folder), vocab_size, eos_token_ids, backend)
+    def __init__(self, folder: Path, vocab_size: int, backend: str, apart: bool = False) -> None:
+        self.setup = Setup(str(folder), vocab_size, backend)
         self._apart = apart
         self._folder = folder
         self._vocab_size = vocab_size
-        self._model_eos = eos_token_ids
         self._make_backend = _backend(backend)
         self._known: OrderedDict[bytes, str | InvalidParameter] = OrderedDict()
         self._characters = 0
@@ -125,8 +121,7 @@ class Grammars:
     def eos_token_ids(self) -> tuple[int, ...]:
         """Tokens of the tokenizer that end an answer. Raises InvalidParameter if there are none."""
         tokenizer = Tokenizer(self._folder)
-        named = {*tokenizer.eos_token_ids, *self._model_eos}
-        found = tuple(sorted(token for token in named if token < tokenizer.vocab_size))
+        found = tuple(token for token in tokenizer.eos_token_ids if token < tokenizer.vocab_size)
         if not found:
             raise InvalidParameter("structured needs an end-of-sequence token, and this model names none")
         return found
@@ -163,11 +158,9 @@ def _digest(form: bytes) -> bytes:
 
 
 @functools.cache
-def grammars_of(
-    folder: Path, vocab_size: int, eos_token_ids: tuple[int, ...], backend: str = "llguidance", apart: bool = False
-) -> Grammars:
+def grammars_of(folder: Path, vocab_size: int, backend: str = "llguidance", apart: bool = False) -> Grammars:
     """Those of one model, shared by all who need them in this process. `apart`: others compile, see NotCompiled."""
-    return Grammars(folder, vocab_size, eos_token_ids, backend, apart)
+    return Grammars(folder, vocab_size, backend, apart)
 
 
 def _backend(name: str) -> Callable[[Path, int, Sequence[int]], Backend]:

@@ -45,7 +45,7 @@ def main(descriptor: int) -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the children
     with socket.socket(fileno=descriptor) as control:
         setup = msgspec.msgpack.decode(receive(control) or b"", type=Setup)
-        grammars = Grammars(Path(setup.folder), setup.vocab_size, setup.eos_token_ids, setup.backend)
+        grammars = Grammars(Path(setup.folder), setup.vocab_size, setup.backend)
         with contextlib.suppress(InvalidParameter):  # which every form then says
             grammars.load()
         while True:

@@ -176,7 +176,7 @@ class Worker:
             if device.type == "cpu" and not plan.on_device:
                 settle_threads(config, plan, decoder)
             adapters = self._make_adapters(decoder, "adapters" in plan.kernels)
-        compiled = grammars_of(self._folder, spec.vocab_size, spec.eos_token_ids, config.grammar_backend)
+        compiled = grammars_of(self._folder, spec.vocab_size, config.grammar_backend)
         self._grammars = GrammarRows(compiled, spec.vocab_size, device, parts.restrict)
         sizes = spec.vocab_size, plan.max_batch_requests, plan.max_model_len
         named = config.logits_processors if self._ranks.rank == 0 else ()  # the others take what it chooses

@@ -84,7 +84,6 @@ def _describe(config: PreTrainedConfig) -> TransformersSpec:
     _check_windows(text, calls)
     if len(calls) < text.num_hidden_layers:
         raise UnsupportedModel(f"{len(calls)} of its {text.num_hidden_layers} layers attend")
-    ids = text.eos_token_id if config.eos_token_id is None else config.eos_token_id
     dtype = config.dtype if config.dtype is not None else text.dtype
     return TransformersSpec(
         model_type=config.model_type,
@@ -93,7 +92,6 @@ def _describe(config: PreTrainedConfig) -> TransformersSpec:
         layers=(),
         max_position_embeddings=_context(text),
         bos_token_id=text.bos_token_id,
-        eos_token_ids=() if ids is None else (ids,) if isinstance(ids, int) else tuple(ids),
         dtype=None if dtype is None else str(dtype).removeprefix("torch."),
         calls=calls,
         parameters=sum(parameter.numel() for parameter in model.parameters()),
