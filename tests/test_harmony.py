@@ -167,7 +167,8 @@ def test_both_parsers_or_neither() -> None:
     assert (form and form.name, thinking) == ("harmony", HARMONY)
     assert formats_of(TEMPLATE, "none", "auto") == (None, None)
     assert formats_of(TEMPLATE, "auto", "none") == (None, None)
-    assert formats_of("{{ content }}<|end|>", "auto", "auto") == (None, None)
+    form, thinking = formats_of("{{ content }}<|end|>", "auto", "auto")
+    assert (form and form.name, thinking) == ("json", None)
 
 
 def test_thought_tokens_are_those_of_all_analysis() -> None:

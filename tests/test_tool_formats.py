@@ -14,12 +14,14 @@ from kvern.config import EngineConfig
 from kvern.tools.chat import AnswerReader, PlainParser
 from kvern.tools.formats import FORMATS, format_of
 from kvern.tools.grammar import Thought
+from kvern.tools.json_calls import HERMES, LISTS, JsonCalls
 from kvern.tools.pieces import Message
 from kvern.tools.thinking import THINKING, beginning_of, thinking_of
 from kvern.tools.tool_format import ToolFormat
 
 NAMES: dict[str, Any] = {name: {} for name in ("f", "get_weather", "a-b.c")}
-BY_NAME = [pytest.param(form, id=f"{form.name}{number}") for number, form in enumerate(FORMATS)]
+DIFFERENT = [form for form in FORMATS if form not in LISTS[1:]]
+BY_NAME = [pytest.param(form, id=f"{form.name}{number}") for number, form in enumerate(DIFFERENT)]
 
 values = st.recursive(
     st.none()
@@ -60,11 +62,10 @@ def written(form: ToolFormat, calls: Sequence[tuple[str, dict[str, Any]]]) -> st
     texts = [json.dumps(arguments, ensure_ascii=False) for _, arguments in calls]
     names = [name for name, _ in calls]
     pairs = list(zip(names, texts, strict=True))
+    if isinstance(form, JsonCalls):
+        listed = (form.between or "").join(form.before + n + form.middle + t + form.after for n, t in pairs)
+        return form.begin + listed + form.end
     match form.name:
-        case "hermes":
-            return "\n".join(f'<tool_call>\n{{"name": "{n}", "arguments": {t}}}\n</tool_call>' for n, t in pairs)
-        case "llama":
-            return "; ".join(f'{{"name": "{name}", "parameters": {text}}}' for name, text in pairs)
         case "mistral" if form.matches("[TOOL_CALLS]"):
             listed = ", ".join(f'{{"name": "{name}", "arguments": {text}}}' for name, text in pairs)
             return f"[TOOL_CALLS] [{listed}]"
@@ -286,7 +287,7 @@ def test_kimis_ids_are_handed_on() -> None:
 
 def test_arguments_come_while_they_form() -> None:
     """Of a call in JSON nothing waits that is certain."""
-    reader = reader_of(FORMATS[0])
+    reader = reader_of(HERMES)
     text = '<tool_call>{"name": "f", "arguments": {"city": "Os'
     reader.read(text, False)
     assert reader.message.tool_calls[0].arguments == '{"city": "Os'
@@ -306,7 +307,7 @@ def test_thinking_is_split_off(form: Any, beginning: Any, data: st.DataObject) -
     text = answer if beginning == "over" else text + form.end + gap + answer
 
     def fresh() -> AnswerReader:
-        return reader_of(FORMATS[0], Thought(form, beginning))
+        return reader_of(HERMES, Thought(form, beginning))
 
     message = read(fresh(), text, data.draw(everywhere))
     assert message == read(fresh(), text)
@@ -338,7 +339,6 @@ def test_prompts_that_begin_thinking() -> None:
     ("template", "name"),
     [
         ("{{ '<tool_call>' }}", "hermes"),
-        ("{{ '<tool_call>' }} <function=", None),
         ("{{ '<tool_call>\\n<function=' }} <parameter=", "qwen3_coder"),
         ("""{{ '<minimax:tool_call>' }}<invoke name="{{ name }}"><parameter name="{{ key }}">""", "minimax"),
         ("{{ '<tool_call>' + name }}<arg_key>", "glm"),
@@ -354,13 +354,19 @@ def test_prompts_that_begin_thinking() -> None:
         ("{{ '<|tool_calls_section_begin|>' }}", "kimi_k2"),
         ("List of tools: <|tool_list_start|>[", "lfm2"),
         ("List of tools: [", "lfm2"),
-        ("{{ messages }}", None),
+        ("{{ messages }}", "json"),
+        ("{{ '<TOOLCALL>[' }}", "nemotron"),
+        ("{{ '<|tool_call|>' }}", "granite"),
+        ("{{ '<|tool|>' }}", "phi4_mini"),
+        ("prefix them with functools[", "functools"),
+        ("{{ '<tool_calls>' }}", "tool_calls"),
     ],
 )
-def test_templates_tell_the_format(template: str, name: str | None) -> None:
+def test_templates_that_write_no_calls_say_the_format(template: str, name: str) -> None:
     found = format_of(template, "auto")
-    assert (found.name if found else None) == name
-    assert found is None or found.matches(template)
+    assert found is not None
+    assert found.name == name
+    assert found.matches(template) or name == "json"
     assert format_of(template, "none") is None
     named = format_of("", "mistral")
     assert named is not None and re.match("mistral", named.name)

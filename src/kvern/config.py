@@ -173,6 +173,12 @@ class EngineConfig:
         "pythonic",
         "lfm2",
         "llama",
+        "granite",
+        "phi4_mini",
+        "functools",
+        "nemotron",
+        "tool_calls",
+        "json",
     ] = "auto"
     """How the model writes calls of tools; auto reads it off the chat template, none leaves them in the text."""
     reasoning_parser: Literal["auto", "none", "think", "mistral", "seed", "gemma4", "harmony"] = "auto"

@@ -131,7 +131,7 @@ def capabilities(engine: ServedEngine) -> list[str]:
     can = {
         "completion": not model.is_encoder,
         "embedding": (client.folder / POOLING_FILE).is_file() if not model.is_encoder else not model.is_classifier,
-        "tools": tools is not None,
+        "tools": tools is not None and "tools" in template,
         "thinking": thinking is not None,
     }
     return [name for name, is_so in can.items() if is_so]

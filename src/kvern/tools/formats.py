@@ -1,12 +1,13 @@
 """All formats, and which of them a chat template speaks."""
 
 import functools
+from dataclasses import replace
 
 from kvern.tools.gemma import Gemma
 from kvern.tools.glm import Glm
 from kvern.tools.harmony import Harmony
-from kvern.tools.hermes import Hermes
-from kvern.tools.llama import Llama
+from kvern.tools.json_calls import HERMES, JSON, LISTS, LLAMA, JsonCalls
+from kvern.tools.learning import learnt_json, written_calls
 from kvern.tools.marked_json import DeepSeek, KimiK2
 from kvern.tools.mistral import Mistral
 from kvern.tools.pythonic import Lfm2, Pythonic
@@ -15,10 +16,10 @@ from kvern.tools.tool_format import ToolFormat
 from kvern.tools.xml_functions import MINIMAX, QWEN3_CODER
 
 FORMATS: tuple[ToolFormat, ...] = (
-    Hermes(),
     QWEN3_CODER,
     MINIMAX,
     Glm(),
+    HERMES,
     Mistral(),
     Mistral(named=True),
     Gemma("gemma4", "<|tool_call>", "<tool_call|>", '<|"|>', "<|tool_response>"),
@@ -28,18 +29,37 @@ FORMATS: tuple[ToolFormat, ...] = (
     DeepSeek(fenced=True),
     DeepSeek(fenced=False),
     KimiK2(),
-    Llama(),
+    LLAMA,
     Harmony(),
+    *LISTS,
+    JSON,
 )
 
 
 def format_of(template: str, wanted: str) -> ToolFormat | None:
     """The format called `wanted`; with auto the one that the template speaks; None: none."""
-    speaks = [form for form in FORMATS if form.matches(template)]
-    if wanted != "auto":
-        named = [form for form in FORMATS if form.name == wanted]
-        return next((form for form in named if form in speaks), named[0] if named else None)
-    return speaks[0] if speaks else None
+    if wanted == "none":
+        return None
+    spoken = _spoken(template)
+    if wanted in ("auto", spoken.name):
+        return spoken
+    named = [form for form in FORMATS if form.name == wanted]
+    return next((form for form in named if form.matches(template)), named[0])
+
+
+def _spoken(template: str) -> ToolFormat:
+    """What the template writes for an assistant's calls is read by that format. One that writes none may say
+    in words how they look; else they are JSON."""
+    written = written_calls(template)
+    for text in written:
+        for form in FORMATS:
+            if not isinstance(form, JsonCalls) and text.is_read(form):
+                return form
+        if (learnt := learnt_json(text)) is not None:
+            known = (form for form in FORMATS if isinstance(form, JsonCalls) and form.mark == learnt.mark)
+            return replace(learnt, name=next((form.name for form in known if form.middle == learnt.middle), "json"))
+    said = () if written else (form for form in FORMATS if form.matches(template))
+    return next(iter(said), JSON)
 
 
 @functools.lru_cache(maxsize=64)

@@ -30,8 +30,8 @@ class Glm:
     opening = "<"
 
     def matches(self, template: str) -> bool:
-        """The template writes earlier calls with these tags."""
-        return CALL in template and KEY in template
+        """It knows these tags, or tells the model to write a name behind the tag."""
+        return CALL in template and (KEY in template or f"{CALL}function_name" in template)
 
     def parser(self, tools: ToolSchemas) -> ToolParser:
         """The tags leave no doubt, so that calls of unknown tools are calls, too."""

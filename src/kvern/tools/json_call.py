@@ -1,37 +1,43 @@
-"""One call as a JSON object, {"name": "f", "arguments": {...}}, its keys in any order, read while it grows."""
+"""One call as a JSON object, {"name": "f", "arguments": {...}}, its keys in any order, read while it grows.
+
+Or {"f": {...}}, if calls are keyed by name. What is not quite JSON is read as well; see `json_mending`.
+"""
 
 import json
 import re
 from collections.abc import Container
 
 from kvern.tools.buffered import BLANKS, BufferedParser
+from kvern.tools.json_mending import JsonMender
 from kvern.tools.tool_format import NAME
 
+NAMES = ("name", "tool_name")
 ARGUMENTS = ("arguments", "parameters")
 LONGEST_STRING = 512
 """Of keys and names, in characters as they are written."""
 AFTER_SCALAR = re.compile(r"[,}\]\s]")
-OUTSIDE = re.compile(r'["{}\[\]]')
-INSIDE = re.compile(r'["\\]')
-STRING = re.compile(r'"(?:[^"\\]|\\.)*"', re.DOTALL)
+OUTSIDE = {quotes: re.compile(rf"[{quotes}{{}}\[\]]") for quotes in ('"', "\"'")}
+INSIDE = {quote: re.compile(rf"[{quote}\\]") for quote in "\"'"}
+STRING = re.compile(r""""(?:[^"\\]|\\.)*"|'(?:[^'\\]|\\.)*'""", re.DOTALL)
 
 
 class JsonValue:
-    """Finds the end of a value that begins at `start` of a growing text: by its brackets and quotes alone."""
+    """Finds the end of a value that begins at `start` of a growing text: by its brackets and `quotes` alone."""
 
-    def __init__(self, start: int) -> None:
+    def __init__(self, start: int, quotes: str = "\"'") -> None:
         self.start = self.place = start
+        self._quotes = quotes
         self._depth = 0
-        self._in_string = False
+        self._quote = ""
 
     def ends(self, text: str) -> bool:
         """Go on to `place`, the end of the value or of what there is."""
-        if text[self.start] not in '{["':
+        if text[self.start] not in "{[" + self._quotes:
             found = AFTER_SCALAR.search(text, self.place)
             self.place = len(text) if found is None else found.start()
             return found is not None
         while self.place < len(text):
-            found = (INSIDE if self._in_string else OUTSIDE).search(text, self.place)
+            found = (INSIDE[self._quote] if self._quote else OUTSIDE[self._quotes]).search(text, self.place)
             if found is None:
                 self.place = len(text)
             elif found[0] == "\\":
@@ -41,11 +47,11 @@ class JsonValue:
                 self.place += 2
             else:
                 self.place = found.end()
-                if found[0] == '"':
-                    self._in_string = not self._in_string
+                if found[0] in self._quotes:
+                    self._quote = "" if self._quote else found[0]
                 else:
                     self._depth += 1 if found[0] in "{[" else -1
-                if not self._in_string and self._depth <= 0:
+                if not self._quote and self._depth <= 0:
                     return True
         return False
 
@@ -56,6 +62,7 @@ class JsonArguments:
     def __init__(self, parser: BufferedParser) -> None:
         self._parser = parser
         self._value = JsonValue(0)
+        self._mender = JsonMender()
         self._handed = 0
 
     def read(self) -> bool:
@@ -63,11 +70,12 @@ class JsonArguments:
         parser, value = self._parser, self._value
         ended = value.ends(parser.buffer)
         place = value.place if ended or not parser.ended else len(parser.buffer)
-        parser.arguments(parser.buffer[self._handed : place])
+        over = ended or parser.ended
+        parser.arguments(self._mender.feed(parser.buffer[self._handed : place], over))
         self._handed = place
-        if ended or parser.ended:
+        if over:
             parser.take(place)
-        return ended or parser.ended
+        return over
 
 
 class JsonCall:
@@ -77,10 +85,12 @@ class JsonCall:
     and arguments are certain; until then the buffer stays as it was, so that the text can become content.
     """
 
-    def __init__(self, parser: BufferedParser, names: Container[str] | None) -> None:
-        """`names`: only calls of these count; None: of any."""
+    def __init__(self, parser: BufferedParser, names: Container[str] | None, keyed: bool = False) -> None:
+        """`names`: only calls of these count; None: of any. `keyed`: the first key is the name."""
         self._parser = parser
         self._names = names
+        self._keyed = keyed
+        self._mender = JsonMender()
         self._place = 0
         self._name: str | None = None
         self._key = ""
@@ -107,7 +117,7 @@ class JsonCall:
         if self.begun:
             rest = self._parser.take(len(self._parser.buffer))
             if self._value is self._given:
-                self._parser.arguments(rest[self._handed :])
+                self._parser.arguments(self._mender.feed(rest[self._handed :], True))
 
     def _step(self) -> bool | None:
         text, self._moved = self._parser.buffer, True
@@ -119,7 +129,7 @@ class JsonCall:
             self._moved = False
             return None
         sign = text[self._place]
-        if self._expected == "key" and sign == '"':
+        if self._expected == "key" and sign in "\"'":
             return self._read_key(text)
         if self._expected == "value":
             self._value = JsonValue(self._place)
@@ -140,24 +150,32 @@ class JsonCall:
             self._moved = False
             return False if len(text) - self._place > LONGEST_STRING else None
         self._key = _decoded(found[0]) or ""
+        if self._keyed and self._name is None:
+            if not self._names_a_call(self._key):
+                return False
+            self._key = ARGUMENTS[0]
         self._place, self._expected = found.end(), ":"
         return None
+
+    def _names_a_call(self, name: str | None) -> bool:
+        if name is None or not NAME.fullmatch(name) or (self._names is not None and name not in self._names):
+            return False
+        self._name = name
+        return True
 
     def _read_value(self, text: str) -> bool | None:
         assert self._value is not None
         if not self._value.ends(text):
             self._moved = False
-            too_long = self._key == "name" and self._value.place - self._value.start > LONGEST_STRING
+            too_long = self._key in NAMES and self._value.place - self._value.start > LONGEST_STRING
             return False if too_long else None
         self._place, written = self._value.place, text[self._value.start : self._value.place]
         known = self._given is not None or self._text is not None
-        if self._key == "name" and self._name is None:
-            name = _decoded(written)
-            if name is None or not NAME.fullmatch(name) or (self._names is not None and name not in self._names):
+        if self._key in NAMES and self._name is None:
+            if not self._names_a_call(_decoded(written)):
                 return False
-            self._name = name
         elif self._key in ARGUMENTS and not known and self._value is not self._given:
-            self._text = "{}" if written == "null" else _decoded(written)
+            self._text = "{}" if written in ("null", "None") else _decoded(written)
             if self._text is None or not self._text.lstrip().startswith("{"):
                 return False
         self._value, self._expected = None, ","
@@ -169,7 +187,7 @@ class JsonCall:
             return False
         self.begun = True
         self._parser.begin(self._name)
-        self._parser.arguments(text)
+        self._parser.arguments(self._mender.feed(text, True))
         return True
 
     def _hand_over(self) -> None:
@@ -178,13 +196,14 @@ class JsonCall:
         if not self.begun:
             self._begin("")
             self._handed = self._given.start
-        self._parser.arguments(self._parser.buffer[self._handed : self._given.place])
+        ended = self._value is not self._given
+        self._parser.arguments(self._mender.feed(self._parser.buffer[self._handed : self._given.place], ended))
         self._handed = self._given.place
 
 
 def _decoded(written: str) -> str | None:
     try:
-        value = json.loads(written, strict=False)
+        value = json.loads(JsonMender().feed(written, True), strict=False)
     except ValueError:
         return None
     return value if isinstance(value, str) else None

@@ -138,7 +138,7 @@ class XmlParser(BufferedParser):
             return False
         self.state, self._place = self._value_state, 0
         if found is not None and found[0] in '{["':
-            self._json = JsonValue(found.start())
+            self._json = JsonValue(found.start(), '"')
             self.state = self._json_state
         return True
 

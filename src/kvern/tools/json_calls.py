@@ -1,0 +1,202 @@
+"""Calls that are JSON objects, between marks of their own or as the whole answer: most families' format.
+
+    <tool_call>{"name": "f", "arguments": {...}}</tool_call>        Hermes, Qwen, Granite 4
+    <tool_calls>[{"name": "f", "arguments": {...}}]</tool_calls>    Hunyuan, Apriel
+    <|tools_prefix|>[{"f": {...}}]<|tools_suffix|>                  Apertus
+    {"name": "f", "parameters": {...}}                              Llama 3
+
+A template's own form, with its line breaks and separators, is learnt from what it writes; see `learning`.
+"""
+
+import re
+from collections.abc import Container
+from dataclasses import dataclass
+
+from kvern.tools.buffered import BLANKS, BufferedParser
+from kvern.tools.json_call import JsonCall
+from kvern.tools.tool_format import GrammarPieces, ToolParser, ToolSchemas
+
+IDENTITY, NUMBER = "\x00", "\x01"
+"""Stand in a form where the template writes a call's id, or its number."""
+WILD = {IDENTITY: "/[a-zA-Z0-9]{9}/", NUMBER: "/[0-9]{1,4}/"}
+MARK = re.compile(r"<[^<>\s]{1,64}>|\[[A-Z_/]{1,64}\]")
+WRAPPERS = ("<|python_tag|>", "functools", "```json", "```", "<tool_call>")
+"""What may stand before calls that are the whole answer."""
+WRAPPER_ENDS = ("```", "</tool_call>")
+
+
+def literal(text: str, write: GrammarPieces) -> str:
+    """A grammar's expression for a text with ids and numbers in it."""
+    pieces = re.split(f"([{IDENTITY}{NUMBER}])", text)
+    return " ".join(WILD.get(piece) or write.literal(piece) for piece in pieces if piece)
+
+
+@dataclass(frozen=True)
+class JsonCalls:
+    """One form; see ToolFormat. A call is `before`, its name, `middle`, its arguments and `after`.
+
+    `begin` stands before the first call, `between` between two, `end` behind the last; without a `between` there is
+    one call only. `keyed`: calls are {"f": {...}}. `hints` are texts by which a template is known that writes no calls.
+    """
+
+    name: str
+    begin: str
+    before: str
+    middle: str
+    after: str
+    between: str | None
+    end: str
+    keyed: bool = False
+    hints: tuple[str, ...] = ()
+    stops: tuple[str, ...] = ()
+
+    @property
+    def mark(self) -> str:
+        """What announces calls; empty: they are the whole answer."""
+        return self.begin.rstrip(BLANKS + "[")
+
+    @property
+    def end_mark(self) -> str:
+        """What is behind them."""
+        return self.end.strip(BLANKS).lstrip(BLANKS + "]")
+
+    @property
+    def markers(self) -> tuple[str, ...]:
+        """Texts that may be special tokens and must stay visible."""
+        wrappers = () if self.mark else WRAPPERS[:1]
+        return tuple(dict.fromkeys((*MARK.findall(f"{self.begin} {self.between or ''} {self.end}"), *wrappers)))
+
+    @property
+    def trigger(self) -> str | None:
+        """What a call begins with."""
+        return self.mark or None
+
+    @property
+    def opening(self) -> str:
+        """The first character of a call."""
+        return (self.begin + self.before)[0]
+
+    def matches(self, template: str) -> bool:
+        """What a template says that writes no calls."""
+        return any(hint in template for hint in self.hints)
+
+    def parser(self, tools: ToolSchemas) -> ToolParser:
+        """Marks leave no doubt, so that calls of unknown tools are calls, too; without any, JSON can be an answer."""
+        return JsonCallsParser(self, None if self.mark else tools)
+
+    def calls(self, tools: ToolSchemas, several: bool, write: GrammarPieces) -> str:
+        """In the template's own form."""
+        heads = {name: literal(self.before + name + self.middle, write) for name in tools}
+        one = " | ".join(f"{heads[name]} {write.json(schema)}" for name, schema in tools.items())
+        call = f"({one}) {literal(self.after, write)}"
+        more = f"({literal(self.between, write)} {call})*" if several and self.between is not None else ""
+        return f"{literal(self.begin[len(self.mark) :], write)} {call} {more} {literal(self.end, write)}"
+
+
+class JsonCallsParser(BufferedParser):
+    """Content, then calls behind a mark, then content; without a mark, calls at the beginning."""
+
+    def __init__(self, form: JsonCalls, names: Container[str] | None) -> None:
+        """`names`: only calls of these count; None: of any."""
+        super().__init__()
+        self._form, self._names = form, names
+        self._before = ""
+        self._in_list = False
+        if not form.mark:
+            self.state = self._beginning_state
+
+    def content_state(self) -> bool:
+        """Up to the mark; without one all that is left."""
+        if not self._form.mark:
+            self.content(self.take(len(self.buffer)))
+            return False
+        self._before = self.content_until(self._form.mark)
+        if self._before:
+            self._in_list = False
+            self.state = self._open_state
+        return bool(self._before)
+
+    def _beginning_state(self) -> bool:
+        for wrapper in WRAPPERS:
+            found = self.expect(wrapper)
+            if found is None:
+                return False
+            if found:
+                self._before = self.take(self.buffer.index(wrapper) + len(wrapper))
+                break
+        self.state = self._open_state
+        return True
+
+    def _open_state(self) -> bool:
+        """Before what may be a call; what came before it is `_before`."""
+        text = self.buffer.lstrip(BLANKS)
+        if not text and not self.ended:
+            return False
+        opens = text.startswith("[") and not self._in_list
+        self._before += self.take(len(self.buffer) - len(text) + opens)
+        if opens:
+            self._in_list = True
+            return True
+        self._call = JsonCall(self, self._names, self._form.keyed)
+        self.state = self._call_state
+        return True
+
+    def _call_state(self) -> bool:
+        result = self._call.read()
+        if result is None and not self.ended:
+            return False
+        if not self._call.begun:
+            self.content(self._before)
+            self.state = self.content_state
+        elif result:
+            self._in_list = True
+            self.state = self._next_state
+        else:
+            if result is None:
+                self._call.end()
+            self._close()
+        return True
+
+    def _next_state(self) -> bool:
+        """After a call: another one, or the end."""
+        found = {sign: self.expect(sign) for sign in ",;{]"}
+        if None in found.values():
+            return False
+        sign = next((sign for sign in found if found[sign]), "")
+        self._before = self.take(self.buffer.index(sign) + 1) if sign and sign != "{" else ""
+        if sign and sign != "]":
+            self.state = self._open_state
+        else:
+            self._close()
+        return True
+
+    def _close(self) -> None:
+        self.close(*((self._form.end_mark,) if self._form.mark else WRAPPER_ENDS))
+
+
+NAMED = ('{"name": "', '", "arguments": ', "}")
+HERMES = JsonCalls(
+    "hermes",
+    "<tool_call>\n",
+    *NAMED,
+    "\n</tool_call>\n<tool_call>\n",
+    "\n</tool_call>",
+    hints=("<tool_call>",),
+)
+LLAMA = JsonCalls(
+    "llama",
+    "",
+    *('{"name": "', '", "parameters": ', "}"),
+    "; ",
+    "",
+    hints=('{"name": function name, "parameters":',),
+)
+LISTS = (
+    JsonCalls("granite", "<|tool_call|>[", *NAMED, ", ", "]", hints=("<|tool_call|>",)),
+    JsonCalls("phi4_mini", "<|tool_call|>[", *NAMED, ", ", "]<|/tool_call|>", hints=("<|tool|>",)),
+    JsonCalls("functools", "functools[", *NAMED, ", ", "]", hints=("functools[",)),
+    JsonCalls("nemotron", "<TOOLCALL>[", *NAMED, ", ", "]</TOOLCALL>", hints=("<TOOLCALL>",)),
+    JsonCalls("tool_calls", "<tool_calls>[", *NAMED, ", ", "]</tool_calls>", hints=("<tool_calls>",)),
+)
+JSON = JsonCalls("json", "", *NAMED, ", ", "")
+"""For templates that write calls in no form that is known."""

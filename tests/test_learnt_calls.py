@@ -1,0 +1,94 @@
+"""A template's calls are read as it writes them, and demanded in its own form, whatever its prose says."""
+
+import functools
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+
+from kvern.chat_template import ChatTemplate
+from kvern.models.hub import resolve_model
+from kvern.structured.grammar import grammars_of
+from kvern.tokenizer import Tokenizer
+from kvern.tools.definitions import read_tools
+from kvern.tools.formats import format_of
+from kvern.tools.grammar import GrammarWriter
+from kvern.tools.learning import SPECIAL_TOKENS
+from kvern.tools.pieces import Message
+from kvern.tools.tool_format import ToolFormat
+from tests import call_templates
+from tests.test_tool_formats import calls_of, everywhere, read, reader_of
+
+TEMPLATES = call_templates.OBJECTS
+TOOLS = [
+    {"type": "function", "function": {"name": name, "description": "A tool.", "parameters": {"type": "object"}}}
+    for name in ("f", "get_weather", "a-b.c")
+]
+SCHEMAS: dict[str, Any] = {tool["function"]["name"]: {"type": "object"} for tool in TOOLS}  # type: ignore[index]
+SINGLE = ("as a message", "bare parameters")
+"""Those that write no second call."""
+
+
+@functools.cache
+def form_of(name: str) -> ToolFormat:
+    form = format_of(TEMPLATES[name], "auto")
+    assert form is not None
+    return form
+
+
+def rendered(name: str, calls: list[tuple[str, dict[str, Any]]], said: str = "") -> str:
+    """What the template writes for an assistant's turn."""
+    template = ChatTemplate({"default": TEMPLATES[name]})
+    written = [
+        {"type": "function", "id": f"call1234{at}", "function": {"name": called, "arguments": arguments}}
+        for at, (called, arguments) in enumerate(calls)
+    ]
+    asked: list[dict[str, Any]] = [{"role": "user", "content": "Hm?"}]
+    answer = {"role": "assistant", "content": said, "tool_calls": written}
+    prompt = template.render(asked, TOOLS, True, SPECIAL_TOKENS)
+    text = template.render([*asked, answer], TOOLS, False, SPECIAL_TOKENS)
+    assert text.startswith(prompt)
+    return text[len(prompt) :].removesuffix("<|over|>").removeprefix("<think>\n\n</think>\n\n")
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+@settings(max_examples=15, deadline=None)
+@given(calls=calls_of, cuts=everywhere)
+def test_calls_are_read_as_the_template_writes_them(name: str, calls: list[Any], cuts: list[int]) -> None:
+    calls = calls[:1] if name in SINGLE else calls
+    text = rendered(name, calls)
+    message = read_by(name, text, cuts)
+    assert [(call.name, json.loads(call.arguments)) for call in message.tool_calls] == calls
+    assert not message.content.strip()
+    assert message == read_by(name, text, [])
+
+
+def read_by(name: str, text: str, cuts: Sequence[int]) -> Message:
+    return read(reader_of(form_of(name), tools=SCHEMAS), text, cuts)
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_demanded_calls_have_the_templates_own_form(name: str) -> None:
+    """The grammar takes what the template writes, byte by byte, and no more calls than it can write."""
+    calls: list[tuple[str, dict[str, Any]]] = [("f", {"a": "x\ny'\"", "b": [1, None]}), ("a-b.c", {})]
+    one, several = (rendered(name, calls[:1]), "" if name in SINGLE else rendered(name, calls))
+    assert is_demanded(name, one)
+    if several:
+        assert is_demanded(name, several)
+        assert not is_demanded(name, several, parallel=False)
+
+
+def is_demanded(name: str, text: str, parallel: bool = True) -> bool:
+    """Whether an answer that must call may be this text."""
+    folder = resolve_model("kvern-1m")
+    tokenizer, grammars = Tokenizer(folder), grammars_of(folder, 4096, ())
+    use = read_tools(TOOLS, "required", parallel)
+    structured = GrammarWriter(tokenizer, grammars).answer(form_of(name), use, None, None)
+    assert structured is not None
+    matcher = grammars.matcher(grammars.compile(structured))
+    form = form_of(name)
+    text = text.strip() if form.trigger is not None else text
+    token_ids = tokenizer.encode(text, add_special_tokens=False)
+    return matcher.try_consume_tokens(token_ids) == len(token_ids) and matcher.is_accepting()
