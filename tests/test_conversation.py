@@ -90,24 +90,36 @@ def test_thinking_that_is_not_shown() -> None:
     assert read_thinking({"include_reasoning": None, "reasoning": {"exclude": None}}).include
 
 
-WORDS = ["a", " ", "<think>", "</think>", "<th", "ink>", "</", "think", ">", "é", ""]
+WORDS = ["a", " ", "<think>", "</think>", "<th", "ink>", "</", "think", ">", "é", "", "`", "```\n"]
 
 
 @given(
     st.lists(st.integers(0, len(WORDS) - 1), max_size=20), st.data(), st.sampled_from(["possible", "inside", "over"])
 )
 def test_thought_tokens_are_those_between_the_marks(token_ids: list[int], data: st.DataObject, beginning: Any) -> None:
-    """However the answer grows, and whether marks are one token or several."""
+    """However the answer grows, whether marks are one token or several, and how often the model thinks."""
     form = THINKING[0]
     spelled = [word.encode() for word in WORDS]
     text = b"".join(spelled[token] for token in token_ids)
-    blanks = len(text) - len(text.lstrip())
-    opened = beginning == "possible" and text[blanks:].startswith(b"<think>")
-    start = blanks + len(b"<think>") if opened else 0
-    end = text.find(b"</think>", start)
-    end = len(text) if end < 0 else end
+    spans, place, segment, fences = [], 0, 0, 0
+    if beginning == "possible" and text.lstrip().startswith(b"<think>"):
+        beginning, place = "inside", text.find(b"<think>") + len(b"<think>")
+        beginning_in_text = "possible"
+    else:
+        beginning_in_text = beginning
+    inside = beginning == "inside"
+    while inside or (found := text.find(b"<think>", place)) >= 0:
+        if inside:
+            end = text.find(b"</think>", place)
+            spans.append((place, len(text) if end < 0 else end))
+            place = segment = len(text) if end < 0 else end + len(b"</think>")
+        else:
+            fences += text.count(b"```", segment, found)
+            segment, place = found, found + len(b"<think>")
+        inside = not inside and fences % 2 == 0 and text[found - 1 : found] != b"`"
     places = [sum(len(spelled[token]) for token in token_ids[:place]) for place in range(len(token_ids))]
-    expected = sum(start <= place < end for place in places) if opened or beginning == "inside" else 0
+    expected = sum(any(start <= place < end for start, end in spans) for place in places)
+    beginning = beginning_in_text
     assert ThoughtTokens(form, beginning, spelled.__getitem__).count(token_ids) == expected
     growing = ThoughtTokens(form, beginning, spelled.__getitem__)
     for cut in sorted(data.draw(st.lists(st.integers(0, len(token_ids)), max_size=4))):

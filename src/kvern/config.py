@@ -181,7 +181,22 @@ class EngineConfig:
         "json",
     ] = "auto"
     """How the model writes calls of tools; auto reads it off the chat template, none leaves them in the text."""
-    reasoning_parser: Literal["auto", "none", "think", "mistral", "seed", "gemma4", "harmony"] = "auto"
+    reasoning_parser: Literal[
+        "auto",
+        "none",
+        "think",
+        "mistral",
+        "seed",
+        "gemma4",
+        "minimax_m3",
+        "cohere",
+        "kimi_k3",
+        "solar",
+        "muse",
+        "apertus",
+        "apriel",
+        "harmony",
+    ] = "auto"
     """How the model marks its thinking; auto reads it off the chat template, none leaves it in the text."""
     adapters: Mapping[str, str] = field(default_factory=dict, hash=False)
     """LoRA adapters by name, folders in PEFT's format: --adapter NAME=FOLDER, as often as there are adapters."""

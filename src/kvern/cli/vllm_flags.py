@@ -59,6 +59,15 @@ REASONING_PARSERS = {
     "deepseek_v3": "think",
     "kimi_k2": "think",
     "openai_gptoss": "harmony",
+    "cohere_command": "cohere",
+    "ernie45": "think",
+    "granite": "think",
+    "hunyuan_a13b": "think",
+    "muse_glimmer": "muse",
+    "nemotron_v3": "think",
+    "olmo3": "think",
+    "step3": "think",
+    "step3p5": "think",
 }
 BACKENDS = {"triton_attn": "triton"}
 LOAD_FORMATS = {"safetensors": "auto", "hf": "auto"}

@@ -18,7 +18,8 @@ from kvern.tools.formats import formats_of
 from kvern.tools.grammar import GrammarWriter, Thought
 from kvern.tools.harmony import one_call_each
 from kvern.tools.pieces import Content, Message, Piece
-from kvern.tools.thinking import Beginning, ThinkingFormat, ThinkingSplitter, beginning_of
+from kvern.tools.thinking import Beginning, ThinkingFormat, beginning_of
+from kvern.tools.thinking_splitter import ThinkingSplitter
 from kvern.tools.thought_tokens import ThoughtTokens
 from kvern.tools.tool_format import ToolFormat, ToolParser, ToolSchemas
 
@@ -41,10 +42,11 @@ class PlainParser:
 class AnswerReader:
     """Takes one answer apart while it grows: `read` its text so far, again and again. `message` is the sum."""
 
-    def __init__(self, parser: ToolParser, thought: Thought | None) -> None:
+    def __init__(self, parser: ToolParser, thought: Thought | None, exact: bool = False) -> None:
+        """`exact`: see ThinkingSplitter."""
         self.message = Message()
         self._parser = parser
-        self._thinking = None if thought is None else ThinkingSplitter(thought.form, thought.beginning, parser.feed)
+        self._thinking = None if thought is None else ThinkingSplitter(thought.form, thought.beginning, parser, exact)
         self._characters = 0
         self._ended = False
 
@@ -53,16 +55,17 @@ class AnswerReader:
         if self._ended:
             return []
         new, self._characters, self._ended = text[self._characters :], len(text), ended
-        pieces = self._parser.feed(new) if self._thinking is None else self._thinking.feed(new, ended)
-        if ended:
-            pieces += self._parser.finish()
+        if self._thinking is not None:
+            pieces = self._thinking.feed(new, ended)
+        else:
+            pieces = self._parser.feed(new) + (self._parser.finish() if ended else [])
         self.message.add(pieces)
         return pieces
 
 
 @dataclass(frozen=True)
 class ChatRequest:
-    """What the engine needs, and how the answers are written."""
+    """What the engine needs, and how the answers are written. `exact`: an answer has a form that was asked for."""
 
     prompt: list[int]
     params: SamplingParams
@@ -70,12 +73,13 @@ class ChatRequest:
     form: ToolFormat | None = None
     tools: ToolSchemas = field(default_factory=dict)
     thought: Thought | None = None
+    exact: bool = False
 
     def reader(self) -> AnswerReader:
         """For one answer."""
         parser = PlainParser() if self.form is None else self.form.parser(self.tools)
         if self.thought is None or not self.thought.form.in_turns:
-            return AnswerReader(parser, self.thought)
+            return AnswerReader(parser, self.thought, self.exact)
         opened = {"inside": self.thought.form.begin, "over": self.thought.form.answer}
         parser.feed(opened.get(self.thought.beginning, ""))
         return AnswerReader(parser, None)
@@ -88,9 +92,9 @@ class ChatRequest:
 
     def thought_tokens(self) -> ThoughtTokens | None:
         """Counts what one answer thinks; None: nothing."""
-        if self.thought is None or self.thought.beginning == "over":
+        if self.thought is None or (self.thought.beginning == "over" and self.exact):
             return None
-        return ThoughtTokens(self.thought.form, self.thought.beginning, self.tokenizer.id_to_bytes)
+        return ThoughtTokens(self.thought.form, self.thought.beginning, self.tokenizer.id_to_bytes, self.exact)
 
     def reasoning_tokens(self, token_ids: Sequence[int]) -> int:
         """Tokens of a whole answer that are thought."""
@@ -157,13 +161,14 @@ class Chat:
         structured = self._writer.answer(form, use, params.structured, thought)
         if structured is not params.structured and structured is not None:
             self._check(structured, use)
+        exact = params.structured is not None
         params = params.replace(
             structured=structured,
             visible_token_ids=self._visible(params, form, thought) or None,
             stop_token_ids=self._stops(params, form) or None,
         )
         tools = {tool.name: tool.parameters for tool in use.tools}
-        return ChatRequest(prompt, params, self._tokenizer, form, tools, thought)
+        return ChatRequest(prompt, params, self._tokenizer, form, tools, thought, exact)
 
     def written(
         self,

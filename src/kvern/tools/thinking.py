@@ -1,11 +1,13 @@
-"""What models think before they answer: <think>...</think> and kin, split off the answer."""
+"""The marks between which models think before they answer, and which of them a chat template has."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import re
+from dataclasses import dataclass, replace
 from typing import Literal
 
-from kvern.tools.buffered import BLANKS, held_back
-from kvern.tools.pieces import Piece, Reasoning
+from kvern.tools.buffered import BLANKS
+from kvern.tools.learnt_thinking import opened_marks, written_marks
+
+TAG = re.compile(r"<[^<>\s]+>")
 
 
 @dataclass(frozen=True)
@@ -14,6 +16,9 @@ class ThinkingFormat:
 
     Where thinking and answer are messages of one turn, `between` stands between them and `answer` opens the answer. Who
     reads the calls reads such a turn as a whole.
+
+    `wraps` stand around an answer, and are no part of it. `also_ends` end the thinking as well, and stay in the text.
+    `always`: the model thinks without a begin mark, too.
     """
 
     name: str
@@ -22,11 +27,22 @@ class ThinkingFormat:
     tokens: tuple[str, ...] = ()
     between: str = ""
     answer: str = ""
+    wraps: tuple[str, ...] = ()
+    also_ends: tuple[str, ...] = ()
+    always: bool = False
 
     @property
     def markers(self) -> tuple[str, ...]:
         """Texts that may be special tokens and must stay visible."""
-        return self.tokens or (self.begin, self.end)
+        texts = (self.begin, self.end, self.answer, *self.wraps)
+        return self.tokens or tuple(
+            dict.fromkeys(mark for text in texts for mark in (text, *TAG.findall(text)) if mark)
+        )
+
+    @property
+    def ends(self) -> tuple[str, ...]:
+        """Texts that end the thinking."""
+        return (self.end, *self.also_ends)
 
     @property
     def in_turns(self) -> bool:
@@ -47,9 +63,51 @@ THINKING = (
     ThinkingFormat("mistral", "[THINK]", "[/THINK]"),
     ThinkingFormat("seed", "<seed:think>", "</seed:think>"),
     ThinkingFormat("gemma4", "<|channel>thought", "<channel|>", ("<|channel>", "<channel|>")),
+    ThinkingFormat("minimax_m3", "<mm:think>", "</mm:think>"),
+    ThinkingFormat(
+        "cohere",
+        "<|START_THINKING|>",
+        "<|END_THINKING|>",
+        wraps=("<|START_RESPONSE|>", "<|END_RESPONSE|>", "<|START_TEXT|>", "<|END_TEXT|>"),
+    ),
+    ThinkingFormat(
+        "kimi_k3",
+        "<|open|>think<|sep|>",
+        "<|close|>think<|sep|>",
+        answer="<|open|>response<|sep|>",
+        wraps=("<|open|>response<|sep|>", "<|close|>response<|sep|>", "<|close|>message<|sep|>"),
+    ),
+    ThinkingFormat(
+        "solar",
+        "<|think|>",
+        "<|end|>",
+        ("<|think|>", "<|end|>", "<|begin|>", "<|content|>"),
+        answer="<|content|>",
+        wraps=("<|begin|>assistant", "<|content|>"),
+    ),
+    ThinkingFormat(
+        "muse",
+        "to=self<|message|>",
+        "<|eom|>",
+        ("<|start|>", "<|message|>", "<|eom|>"),
+        answer="to=user<|message|>",
+        wraps=("<|start|>assistant", "to=user<|message|>"),
+    ),
+    ThinkingFormat("apertus", "<|inner_prefix|>", "<|inner_suffix|>"),
+    ThinkingFormat(
+        "apriel",
+        "Here are my reasoning steps:",
+        "[BEGIN FINAL RESPONSE]",
+        wraps=("[END FINAL RESPONSE]",),
+        also_ends=("<tool_calls>",),
+        always=True,
+    ),
     HARMONY,
 )
-"""DeepSeek R1, Qwen3, QwQ, SmolLM3, GLM and many others; Magistral; Seed-OSS; Gemma 4; gpt-oss."""
+"""DeepSeek R1, Qwen3, QwQ, SmolLM3, GLM and many others; Magistral; Seed-OSS; Gemma 4; MiniMax-M3; Command R7B and A;
+Kimi K3; Solar Open; Muse; Apertus; Apriel; gpt-oss."""
+WRAPS = {"<response></response>": ("<response>", "</response>"), "<|extra_0|>": ("<answer>", "</answer>")}
+"""What models write around an answer behind their thinking, by what their templates know: Granite 3, Hunyuan."""
 
 REASONING = ("reasoning_content", "reasoning", "thinking")
 """What clients and chat templates call that which an assistant's message has thought."""
@@ -59,75 +117,27 @@ Beginning = Literal["possible", "inside", "over"]
 
 
 def thinking_of(template: str, wanted: str) -> ThinkingFormat | None:
-    """The marks called `wanted`; with auto those that the template knows; None: none."""
-    if wanted == "auto":
-        return next((form for form in THINKING if all(mark in template for mark in (form.end, *form.tokens))), None)
-    return next((form for form in THINKING if form.name == wanted), None)
+    """The marks called `wanted`; with auto those that the template writes, or else knows; None: none."""
+    if wanted != "auto":
+        return next((form for form in THINKING if form.name == wanted), None)
+    learnt = written_marks(template, REASONING)
+    known = [form for form in THINKING if all(mark in template for mark in (form.end, *form.tokens))]
+    if learnt is None and not known:
+        learnt = opened_marks(template)
+    if learnt is not None:
+        same = [form for form in THINKING if (form.begin, form.end) == (learnt.begin, learnt.end)]
+        known = same or [ThinkingFormat("learnt", learnt.begin, learnt.end, answer=learnt.answer, wraps=learnt.wraps)]
+    if not known:
+        return None
+    wraps = [mark for known_by, marks in WRAPS.items() if known_by in template for mark in marks]
+    return replace(known[0], wraps=(*known[0].wraps, *wraps)) if wraps else known[0]
 
 
 def beginning_of(prompt_end: str, form: ThinkingFormat) -> Beginning:
     """From the last characters of the prompt."""
     text = prompt_end.rstrip(BLANKS)
-    return "inside" if text.endswith(form.begin) else "over" if text.endswith(form.answer or form.end) else "possible"
-
-
-class ThinkingSplitter:
-    """Reads one answer: reasoning up to the end mark, all else goes to `answer`.
-
-    What it returns adds up to the same however the text is cut. Blanks around the reasoning are left out.
-    """
-
-    def __init__(self, form: ThinkingFormat, beginning: Beginning, answer: Callable[[str], list[Piece]]) -> None:
-        self._form = form
-        self._answer = answer
-        self._buffer = ""
-        self._state = beginning
-        self._blanks = ""
-        self._begun = self._thought_before = False
-
-    def feed(self, text: str, ended: bool = False) -> list[Piece]:
-        """The next characters; with `ended` the last ones."""
-        self._buffer += text
-        if self._state == "possible" and not self._opens(ended):
-            return []
-        if self._state == "inside":
-            return self._think(ended)
-        text, self._buffer = self._buffer, ""
-        return self._answered(text)
-
-    def _opens(self, ended: bool) -> bool:
-        """It is certain whether the answer begins with the mark."""
-        text = self._buffer.lstrip(BLANKS)
-        if text.startswith(self._form.begin):
-            self._buffer, self._state = text[len(self._form.begin) :], "inside"
-        elif self._form.begin.startswith(text) and not ended:
-            return False
-        else:
-            self._state = "over"
-        return True
-
-    def _think(self, ended: bool) -> list[Piece]:
-        place = self._buffer.find(self._form.end)
-        if place < 0:
-            kept = 0 if ended else held_back(self._buffer, self._form.end)
-            thought, self._buffer = self._buffer[: len(self._buffer) - kept], self._buffer[len(self._buffer) - kept :]
-            return self._thought(thought)
-        pieces = self._thought(self._buffer[:place])
-        text, self._buffer = self._buffer[place + len(self._form.end) :], ""
-        self._state, self._thought_before = "over", True
-        return pieces + self._answered(text)
-
-    def _answered(self, text: str) -> list[Piece]:
-        if self._thought_before:
-            text = text.lstrip(BLANKS)
-            self._thought_before = not text
-        return self._answer(text) if text else []
-
-    def _thought(self, text: str) -> list[Piece]:
-        text = self._blanks + text
-        if not self._begun:
-            text = text.lstrip(BLANKS)
-        kept = text.rstrip(BLANKS)
-        self._blanks = text[len(kept) :]
-        self._begun = self._begun or bool(kept)
-        return [Reasoning(kept)] if kept else []
+    if text.endswith(form.begin):
+        return "inside"
+    if text.endswith(form.answer or form.end) or (not form.in_turns and text.endswith(form.end)):
+        return "over"
+    return "inside" if form.always else "possible"

@@ -6,24 +6,34 @@ from itertools import accumulate, islice
 
 from kvern.tools.buffered import BLANKS
 from kvern.tools.thinking import Beginning, ThinkingFormat
+from kvern.tools.thinking_splitter import FENCE, QUOTES
 
 
 class ThoughtTokens:
     """Counts for one answer, which may grow from call to call; what has been looked at is not looked at again.
 
-    Marks are found in the bytes that tokens stand for, so that they may be one token or several.
+    Marks are found in the bytes that tokens stand for, so that they may be one token or several. Which marks count
+    behind the first thinking is as ThinkingSplitter has it; `exact`: none.
     """
 
-    def __init__(self, form: ThinkingFormat, beginning: Beginning, spelled: Callable[[int], bytes]) -> None:
-        self._begin, self._end = form.begin.encode(), form.end.encode()
-        self._in_turns = form.in_turns
-        self._state, self._spelled = beginning, spelled
+    def __init__(
+        self, form: ThinkingFormat, beginning: Beginning, spelled: Callable[[int], bytes], exact: bool = False
+    ) -> None:
+        self._begin, self._ends = form.begin.encode(), [end.encode() for end in form.ends]
+        self._in_turns, self._exact = form.in_turns, exact
+        self._spelled = spelled
+        self._state: str = "later" if beginning == "possible" and form.in_turns else beginning
+        self._fenced = False
         self._bytes = bytearray()
         self._starts: list[int] = [0]
         """Of each token among the bytes, and the end of the last."""
         self._thought_from = 0
         """The byte at which thinking has begun, or from which on it may begin."""
+        self._segment_from = 0
+        """The byte behind the last mark that was met in the answer."""
         self._counted = self._counted_before = 0
+        if beginning == "over":
+            self._answer_begins(0)
 
     def count(self, token_ids: Sequence[int]) -> int:
         """Thought tokens among those of the answer so far."""
@@ -33,7 +43,7 @@ class ThoughtTokens:
 
     def _read(self, token_ids: Sequence[int]) -> None:
         pieces = [self._spelled(token) for token in islice(token_ids, len(self._starts) - 1, None)]
-        searched = max(len(self._bytes) - len(self._end) + 1, 0)
+        searched = max(len(self._bytes) - max(map(len, self._ends)) + 1, 0)
         self._starts += islice(accumulate(map(len, pieces), initial=len(self._bytes)), 1, None)
         self._bytes += b"".join(pieces)
         while self._find_mark(searched):
@@ -41,31 +51,44 @@ class ThoughtTokens:
 
     def _find_mark(self, searched: int) -> bool:
         """Whether the next mark has come; an end mark does not begin before `searched`."""
-        if self._state == "possible":
-            return self._opens()
-        if self._state == "over":
-            return False
-        place = self._bytes.find(self._end, max(searched, self._thought_from))
+        if self._state != "inside":
+            return self._state != "over" and (self._opens() if self._state == "possible" else self._opens_later())
+        found = (self._bytes.find(end, max(searched, self._thought_from)) for end in self._ends)
+        place, end = min(
+            ((place, end) for place, end in zip(found, self._ends, strict=True) if place >= 0), default=(-1, b"")
+        )
         until = len(self._bytes) if place < 0 else place
         starts = self._starts
         thought = bisect_left(starts, until, hi=len(starts) - 1) - bisect_left(starts, self._thought_from)
-        self._counted = self._counted_before + thought
+        self._counted = self._counted_before + max(thought, 0)
         if place >= 0:
-            self._state = "possible" if self._in_turns else "over"
-            self._counted_before, self._thought_from = self._counted, place + len(self._end)
+            self._counted_before = self._counted
+            self._answer_begins(place + len(end))
         return place >= 0
 
+    def _answer_begins(self, place: int) -> None:
+        self._state = "over" if self._exact and not self._in_turns else "later"
+        self._thought_from = self._segment_from = place
+
     def _opens(self) -> bool:
-        """Whether the answer, or a further message of it, begins with the mark."""
-        if self._in_turns:
-            place = self._bytes.find(self._begin, self._thought_from)
-            begin = max(self._thought_from, len(self._bytes) - len(self._begin) + 1) if place < 0 else place
-        else:
-            begin = len(self._bytes) - len(self._bytes.lstrip(BLANKS.encode()))
+        """Whether the answer begins with the mark."""
+        begin = len(self._bytes) - len(self._bytes.lstrip(BLANKS.encode()))
         if self._bytes.startswith(self._begin, begin):
             self._state, self._thought_from = "inside", begin + len(self._begin)
-        elif self._in_turns:
-            self._thought_from = begin
         elif not self._begin.startswith(self._bytes[begin:]):
-            self._state = "over"
-        return self._state == "inside"
+            self._answer_begins(0)
+        return self._state != "possible"
+
+    def _opens_later(self) -> bool:
+        """Whether the mark has come in the answer, or in a further message of it."""
+        place = self._bytes.find(self._begin, self._thought_from)
+        if place < 0:
+            self._thought_from = max(self._thought_from, len(self._bytes) - len(self._begin) + 1)
+            return False
+        self._thought_from = place + len(self._begin)
+        self._fenced ^= self._bytes.count(FENCE.encode(), self._segment_from, place) % 2 == 1
+        quoted = self._fenced or (place > 0 and chr(self._bytes[place - 1]) in QUOTES)
+        self._segment_from = place
+        if self._in_turns or not quoted:
+            self._state = "inside"
+        return True

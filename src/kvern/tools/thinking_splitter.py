@@ -1,0 +1,192 @@
+"""Splits an answer: what the model thinks is reasoning, wherever it stands; all else is read by the parser of calls."""
+
+from kvern.tools.buffered import BLANKS, held_back
+from kvern.tools.pieces import Content, Piece, Reasoning
+from kvern.tools.thinking import Beginning, ThinkingFormat
+from kvern.tools.tool_format import ToolParser
+
+QUOTES = "`'\""
+FENCE = "```"
+
+
+class ThinkingSplitter:
+    """Reads one answer. What it returns adds up to the same however the text is cut.
+
+    Thinking that the answer begins with is split off before calls are read: a call in it is a thought. Later marks are
+    found in the content that the parser hands on, so that arguments of calls may hold them. They count unless they are
+    quoted: behind a quotation mark, or in a block of code. `exact`: the answer has a form of its own, and is left as it
+    is. Blanks around thoughts are left out.
+    """
+
+    def __init__(self, form: ThinkingFormat, beginning: Beginning, parser: ToolParser, exact: bool = False) -> None:
+        self._form, self._parser = form, parser
+        self._buffer = ""
+        self._state = beginning
+        self._thoughts = Thoughts()
+        self._thought_before = False
+        self._later = None if exact else LaterMarks(form, self._thoughts)
+        self._opener = form.answer if exact else ""
+        self._held = ""
+
+    def feed(self, text: str, ended: bool = False) -> list[Piece]:
+        """The next characters; with `ended` the last ones."""
+        self._buffer += text
+        pieces: list[Piece] = []
+        if self._state == "possible":
+            self._opens(ended)
+        if self._state == "inside":
+            pieces = self._think(ended)
+        if self._state == "over":
+            text, self._buffer = self._buffer, ""
+            pieces += self._answered(text, ended)
+        elif ended:
+            pieces += self._answered("", ended)
+        return pieces
+
+    def _opens(self, ended: bool) -> None:
+        """Find out whether the answer begins with the mark."""
+        text = self._buffer.lstrip(BLANKS)
+        if text.startswith(self._form.begin):
+            self._buffer, self._state = text, "inside"
+        elif ended or not self._form.begin.startswith(text):
+            self._state = "over"
+
+    def _think(self, ended: bool) -> list[Piece]:
+        if not self._thoughts.begun and not self._skip_begin_marks(ended):
+            return []
+        place, end = min(
+            ((place, end) for end in self._form.ends if (place := self._buffer.find(end)) >= 0), default=(-1, "")
+        )
+        if place < 0:
+            kept = 0 if ended else max(held_back(self._buffer, end) for end in self._form.ends)
+            thought, self._buffer = self._buffer[: len(self._buffer) - kept], self._buffer[len(self._buffer) - kept :]
+            return self._thoughts.add(thought)
+        pieces = self._thoughts.add(self._buffer[:place])
+        self._buffer = self._buffer[place + (len(end) if end == self._form.end else 0) :]
+        self._state, self._thought_before = "over", True
+        return pieces
+
+    def _skip_begin_marks(self, ended: bool) -> bool:
+        """Leave out the mark, also one that repeats the prompt's. True: no more can follow."""
+        text = self._buffer.lstrip(BLANKS)
+        while text.startswith(self._form.begin):
+            self._buffer = text = text[len(self._form.begin) :].lstrip(BLANKS)
+        return ended or not self._form.begin.startswith(text)
+
+    def _answered(self, text: str, ended: bool) -> list[Piece]:
+        if self._thought_before:
+            text = text.lstrip(BLANKS)
+            self._thought_before = not text
+        if self._opener:
+            text, self._held = self._held + text, ""
+            if self._opener.startswith(text) and not ended:
+                text, self._held = "", text
+            else:
+                text, self._opener = text.removeprefix(self._opener), ""
+        pieces = self._parser.feed(text) if text else []
+        if ended:
+            pieces += self._parser.finish()
+        return pieces if self._later is None else self._later.read(pieces, ended)
+
+
+class Thoughts:
+    """Makes reasoning of what was thought: without blanks around it, and with an empty line between thoughts."""
+
+    def __init__(self) -> None:
+        self.begun = False
+        self._separator = self._blanks = ""
+        self._at_start = True
+
+    def add(self, text: str) -> list[Piece]:
+        """More of the same thought."""
+        text = self._blanks + text
+        if self._at_start:
+            text = text.lstrip(BLANKS)
+        kept = text.rstrip(BLANKS)
+        self._blanks = text[len(kept) :]
+        if not kept:
+            return []
+        if self._at_start:
+            kept = self._separator + kept
+        self._at_start, self.begun = False, True
+        return [Reasoning(kept)]
+
+    def begin(self) -> None:
+        """The next thought."""
+        self._separator = "\n\n" if self.begun else ""
+        self._blanks, self._at_start = "", True
+
+
+class LaterMarks:
+    """Takes marks, and what is thought between them, out of the content that follows the first thinking."""
+
+    def __init__(self, form: ThinkingFormat, thoughts: Thoughts) -> None:
+        self._form, self._thoughts = form, thoughts
+        self._marks = tuple(dict.fromkeys((form.begin, form.end, *form.wraps)))
+        self._buffer = self._last = ""
+        self._segment: list[str] = []
+        self._fenced = self._inside = False
+        self._behind_mark = form.answer != ""
+
+    def read(self, pieces: list[Piece], ended: bool) -> list[Piece]:
+        """The same pieces, without marks in content; what may become one is held back unless `ended`."""
+        found: list[Piece] = []
+        for piece in pieces:
+            if isinstance(piece, Content):
+                self._buffer += piece.text
+                found += self._take(False)
+            else:
+                found += [*self._take(True), piece]
+        return found + (self._take(True) if ended else [])
+
+    def _take(self, whole: bool) -> list[Piece]:
+        """What is certain of the buffer; `whole`: nothing will join it."""
+        pieces: list[Piece] = []
+        while True:
+            marks = self._form.ends if self._inside else self._marks
+            place, length, mark = min(
+                ((place, -len(mark), mark) for mark in marks if (place := self._buffer.find(mark)) >= 0),
+                default=(-1, 0, ""),
+            )
+            longer = 0 if whole else max(held_back(self._buffer, mark) for mark in marks)
+            if place < 0 or place >= len(self._buffer) - longer:
+                break
+            pieces += self._write(self._buffer[:place])
+            self._buffer = self._buffer[place - length :]
+            pieces += self._meet(mark)
+        end = len(self._buffer) - longer
+        text, self._buffer = self._buffer[:end], self._buffer[end:]
+        return pieces + self._write(text)
+
+    def _meet(self, mark: str) -> list[Piece]:
+        if self._inside:
+            self._inside, self._behind_mark = False, True
+            if mark != self._form.end:
+                self._buffer = mark + self._buffer
+            return []
+        if mark not in self._form.wraps and self._is_quoted():
+            return self._write(mark)
+        self._inside = mark == self._form.begin
+        if self._inside:
+            self._thoughts.begin()
+        else:
+            self._behind_mark = True
+        return []
+
+    def _is_quoted(self) -> bool:
+        """What has been said so far lets a mark stand for itself."""
+        self._fenced ^= "".join(self._segment).count(FENCE) % 2 == 1
+        self._segment.clear()
+        return self._fenced or (self._last != "" and self._last in QUOTES)
+
+    def _write(self, text: str) -> list[Piece]:
+        if self._inside:
+            return self._thoughts.add(text)
+        if self._behind_mark:
+            text = text.lstrip(BLANKS)
+            self._behind_mark = not text
+        if not text:
+            return []
+        self._segment.append(text)
+        self._last = text[-1]
+        return [Content(text)]
