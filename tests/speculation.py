@@ -112,7 +112,7 @@ def speculating(
     oracle: Oracle | KnowingDrafter
     vocabulary, runner = llm._engine.inputs.vocab_size, core.executor._worker.runner
     if on_device:
-        first = int(next(llm._ids).removeprefix("request-")) + 1
+        first = int(llm._next_id().removeprefix("request-")) + 1
         by_name = {
             f"request-{first + place}": [answer.token_ids for answer in output.outputs]
             for place, output in enumerate(outputs)

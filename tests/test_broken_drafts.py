@@ -43,7 +43,7 @@ def test_an_answer_that_breaks_leaves_what_was_computed(
     with LLM(model, **OPTIONS) as llm:
         core: Any = llm._engine.core
         core.drafting = AnyLength(Wrong(), llm._engine.inputs.vocab_size)
-        [broken] = llm.generate([PROMPT], ending)
+        [broken] = llm.generate([PROMPT], ending, on_error="return")
         assert broken.outputs[0].finish_reason == "abort" and llm.statistics().draft_tokens
         core.drafting = None
         longer = [*PROMPT, *broken.outputs[0].token_ids, 33]

@@ -126,7 +126,7 @@ def test_run_answers_and_prints_the_table(tmp_path: Path, model: Path) -> None:
         text=True,
         timeout=120,
     )
-    assert result.returncode == 0
+    assert result.returncode == 1
     for name in ("requests", "prompt tokens", "generated tokens", "tokens/s", "prefix-cache hit rate", "failed rows"):
         assert name in result.stdout
     assert "\x1b" not in result.stdout + result.stderr

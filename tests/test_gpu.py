@@ -311,7 +311,8 @@ def test_logits_processors(options: dict[str, Any], tmp_path: Path, monkeypatch:
     asked: list[dict[str, Any] | None] = [{"follow": {"by": by}} for by in range(1, 9)]
     asked += [None, {"break": {"how": "nan", "after": 5}}, {"break": {"how": "apply", "after": 7}}]
     [alone] = llm.generate([[5, 6, 7]], plain)
-    outputs = llm.generate([[5, 6, 7]] * len(asked), [plain.replace(logits_processors=each) for each in asked])
+    params = [plain.replace(logits_processors=each) for each in asked]
+    outputs = llm.generate([[5, 6, 7]] * len(asked), params, on_error="return")
     for output, by in zip(outputs[:8], range(1, 9), strict=True):
         expected = [7]
         for _ in range(40):

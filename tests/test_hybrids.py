@@ -215,7 +215,7 @@ def test_a_failed_step_leaves_no_state_behind(
     with LLM(str(folder), **OPTIONS, kv_cache_tokens=512) as llm:
         runner = FailingRunner(llm, where)
         marked = [[*prompts[0][:7], 250, *prompts[0][8:]], [*prompts[2], 251]]
-        found = llm.generate([*prompts[:3], *marked, *prompts[3:]], GREEDY)
+        found = llm.generate([*prompts[:3], *marked, *prompts[3:]], GREEDY, on_error="return")
         assert [bool(output.failure) for output in found] == [False] * 3 + [True] * 2 + [False] * 3
         assert [output.outputs[0].token_ids for output in (*found[:3], *found[5:])] == expected
         assert runner.failures and is_idle(llm)

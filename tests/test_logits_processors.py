@@ -147,7 +147,8 @@ def test_one_that_fails_ends_its_request_alone(
     expected = llm.generate([PROMPT], plain)[0].outputs[0].token_ids
     healthy = plain.replace(logits_processors={"break": {"how": "apply", "after": 1000}})
     broken = plain.replace(logits_processors={"break": fault})
-    outputs = [output.outputs[0] for output in llm.generate([PROMPT] * 5, [healthy, broken, plain, broken, healthy])]
+    several = [healthy, broken, plain, broken, healthy]
+    outputs = [output.outputs[0] for output in llm.generate([PROMPT] * 5, several, on_error="return")]
     for index in (0, 2, 4):
         assert (outputs[index].token_ids, outputs[index].finish_reason) == (expected, "length")
     for index in (1, 3):

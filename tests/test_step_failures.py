@@ -81,7 +81,7 @@ def test_others_get_the_answers_that_they_get_without(tiny_model: Path, where: s
         expected = llm.generate([prompts[number] for number in innocent], [params[number] for number in innocent])
         llm._engine.core.scheduler.cache.tree.clear()
         runner = FailingRunner(llm, where)
-        found = llm.generate(prompts, params)
+        found = llm.generate(prompts, params, on_error="return")
         assert is_idle(llm)
         assert [output.failure for output in found] == [REASON if n in marked else None for n in range(30)]
         assert [said(found[number]) for number in innocent] == [said(output) for output in expected]
@@ -97,7 +97,7 @@ def test_others_get_the_answers_that_they_get_without(tiny_model: Path, where: s
 def test_a_marked_search_ends_with_one_answer_that_says_why(tiny_model: Path) -> None:
     with LLM(str(tiny_model), **OPTIONS) as llm:
         FailingRunner(llm)
-        search, samples = llm.generate([[5, 6, 252]] * 2, [KINDS[3], KINDS[4]])
+        search, samples = llm.generate([[5, 6, 252]] * 2, [KINDS[3], KINDS[4]], on_error="return")
         assert said(search) == [([], "", "abort", REASON)]
         assert [(answer.finish_reason, answer.stop_reason) for answer in samples.outputs] == [("abort", REASON)] * 3
         assert is_idle(llm)
@@ -111,7 +111,8 @@ def test_every_way_to_ask_tells_it(tiny_model: Path) -> None:
         failed = found["bad"]
         assert isinstance(failed, FailedRequest) and isinstance(failed.error, RequestFailed)
         assert str(failed.error) == REASON and isinstance(found["good"], RequestOutput)
-        assert [output.failure for output in llm.stream(bad, GREEDY)] == [REASON]
+        with pytest.raises(RequestFailed, match=REASON):
+            list(llm.stream(bad, GREEDY))
         with pytest.raises(RequestFailed, match=REASON):
             llm.score([(good, [9]), (bad, [9])])
         assert is_idle(llm)
@@ -122,7 +123,7 @@ def test_async(tiny_model: Path) -> None:
         async with AsyncLLM(str(tiny_model), **OPTIONS) as llm:
             expected = await llm.generate([5, 6, 7], GREEDY)
             FailingRunner(llm)
-            bad, good = await llm.generate([[5, 252, 7], [5, 6, 7]], GREEDY)
+            bad, good = await llm.generate([[5, 252, 7], [5, 6, 7]], GREEDY, on_error="return")
             assert (bad.failure, good.outputs) == (REASON, expected[0].outputs)
             assert len(bad.outputs[0].token_ids) == 3
 
@@ -138,7 +139,7 @@ def test_adapters_are_loaded_again(tiny_model: Path, tmp_path: Path) -> None:
         expected = llm.generate(prompts, GREEDY, adapter=names)
         FailingRunner(llm, "before")
         loads = llm._engine.core.scheduler.adapters.load_count
-        found = llm.generate([*prompts, [5, 252]], GREEDY, adapter=[*names, "one"])
+        found = llm.generate([*prompts, [5, 252]], GREEDY, adapter=[*names, "one"], on_error="return")
         assert [said(output) for output in found[:-1]] == [said(output) for output in expected]
         assert found[-1].failure == REASON
         assert llm._engine.core.scheduler.adapters.load_count > loads

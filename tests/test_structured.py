@@ -191,7 +191,7 @@ def test_a_grammar_that_becomes_too_expensive_ends_its_request(tiny: LLM, monkey
     monkeypatch.setattr(kvern.structured.llguidance_backend, "FIRST_STEPS", 0)
     monkeypatch.setattr(kvern.structured.llguidance_backend, "_limits", lambda: LLParserLimits(step_max_items=5))
     wanted = [params({"grammar": EXPRESSIONS}, seed=1), SamplingParams(seed=1, max_tokens=30)]
-    broken, other = tiny.generate([[5, 6], [7, 8]], wanted)
+    broken, other = tiny.generate([[5, 6], [7, 8]], wanted, on_error="return")
     assert broken.outputs[0].finish_reason == "abort"
     assert "the grammar cannot be followed" in str(broken.outputs[0].stop_reason)
     assert len(other.outputs[0].token_ids) > 5 or other.outputs[0].finish_reason == "stop"

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import itertools
+import os
 import queue
 import threading
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
@@ -11,23 +12,22 @@ from types import TracebackType
 from typing import Any, Self
 
 from kvern.config import EngineConfig
-from kvern.engine.engine import Engine
-from kvern.engine.inputs import Messages, Prompt
-from kvern.engine.scoring import Pair, Score, score_of, scored_prompts
-from kvern.events import EngineStatistics
-from kvern.llm import (
+from kvern.engine.call_arguments import (
     AdapterChoice,
     Params,
-    Tools,
     as_conversations,
     as_prompts,
-    chat_request,
-    follow,
     one_adapter_for_each,
     one_for_each,
 )
+from kvern.engine.engine import Engine
+from kvern.engine.inputs import Messages, Prompt
+from kvern.engine.scoring import Pair, Score, score_of, scored_prompts
+from kvern.engine.shared_engine import check_process
+from kvern.events import EngineStatistics
+from kvern.llm import Tools, chat_request, follow
 from kvern.model_spec import ModelSpec
-from kvern.outputs import RequestOutput
+from kvern.outputs import OnError, RequestOutput, check_on_error, checked
 from kvern.sampling_params import SamplingParams
 from kvern.tokenizer import Tokenizer
 from kvern.tools.chat import ChatRequest
@@ -49,7 +49,9 @@ class _Waiter:
 
 
 class AsyncLLM:
-    """A model that serves many coroutines at once; requests share batches. Arguments as for LLM.
+    """A model that serves many coroutines at once, of one event loop or of several in threads; requests share batches.
+
+    Arguments as for LLM.
 
         async with AsyncLLM() as llm:
             async for output in llm.stream("Once upon a time"):
@@ -60,7 +62,8 @@ class AsyncLLM:
 
     def __init__(self, model: str | None = None, **options: Any) -> None:
         self._engine = Engine(EngineConfig(model=model, **options), streams=True)
-        self._ids = (f"request-{number}" for number in itertools.count())
+        self._process = os.getpid()
+        self._numbers = itertools.count()
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._waiters: dict[str, _Waiter] = {}
         self._failure: BaseException | None = None
@@ -83,11 +86,17 @@ class AsyncLLM:
         return self._engine.tokenizer
 
     async def generate(
-        self, prompts: Prompt | Sequence[Prompt], sampling_params: Params = None, *, adapter: AdapterChoice = None
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: Params = None,
+        *,
+        adapter: AdapterChoice = None,
+        on_error: OnError = "raise",
     ) -> list[RequestOutput]:
-        """Answer prompts (texts or lists of token ids), in their order."""
+        """Answer prompts (texts or lists of token ids), in their order. `on_error` as for `LLM.generate`."""
+        check_on_error(on_error)
         several = as_prompts(prompts)
-        return await self._all(several, one_for_each(sampling_params, len(several)), adapter)
+        return checked(await self._all(several, one_for_each(sampling_params, len(several)), adapter), on_error)
 
     async def score(
         self, pairs: Sequence[Pair], *, add_special_tokens: bool = True, adapter: AdapterChoice = None
@@ -95,6 +104,7 @@ class AsyncLLM:
         """The log-likelihood of each (context, continuation); see LLM.score."""
         prompts = await asyncio.to_thread(scored_prompts, self.tokenizer, pairs, add_special_tokens)
         outputs = await self._all([item.token_ids for item in prompts], [item.params for item in prompts], adapter)
+        checked(outputs)
         return [score_of(output, item) for output, item in zip(outputs, prompts, strict=True)]
 
     async def _all(
@@ -116,9 +126,11 @@ class AsyncLLM:
         tools: Tools = None,
         add_generation_prompt: bool = True,
         adapter: AdapterChoice = None,
+        on_error: OnError = "raise",
         **options: Any,
     ) -> list[RequestOutput]:
         """Answer conversations through the model's chat template, with the options of `LLM.chat`."""
+        check_on_error(on_error)
         conversations = as_conversations(messages)
         several = one_for_each(sampling_params, len(conversations))
         options["add_generation_prompt"] = add_generation_prompt
@@ -126,11 +138,11 @@ class AsyncLLM:
             chat_request(self._engine.inputs.chat, conversation, params, tools, **options)
             for conversation, params in zip(conversations, several, strict=True)
         ]
-        outputs = await self.generate([chat.prompt for chat in chats], [chat.params for chat in chats], adapter=adapter)
+        outputs = await self._all([chat.prompt for chat in chats], [chat.params for chat in chats], adapter)
         for chat, output in zip(chats, outputs, strict=True):
             for answer in output.outputs:
                 answer.message = chat.message(answer.text)
-        return outputs
+        return checked(outputs, on_error)
 
     async def stream(
         self,
@@ -140,8 +152,23 @@ class AsyncLLM:
         priority: int = 0,
         adapter: str | None = None,
     ) -> AsyncGenerator[RequestOutput]:
-        """Yield the same growing output as tokens arrive. Leaving the loop or cancelling aborts the request."""
-        request_id, waiter = next(self._ids), _Waiter()
+        """Yield the same growing output as tokens arrive. Leaving the loop or cancelling aborts the request.
+
+        Raises RequestFailed, with the output, if it cannot go on.
+        """
+        growing = self._grow(prompt, sampling_params, priority, adapter)
+        async with contextlib.aclosing(growing) as outputs:
+            async for output in outputs:
+                if output.finished:
+                    checked([output])
+                yield output
+
+    async def _grow(
+        self, prompt: Prompt, sampling_params: SamplingParams | None, priority: int, adapter: str | None
+    ) -> AsyncGenerator[RequestOutput]:
+        """`stream`, whose last output may be one that failed."""
+        check_process(self._process)
+        request_id, waiter = f"request-{next(self._numbers)}", _Waiter()
         self._commands.put(lambda: self._add(request_id, prompt, sampling_params, priority, adapter, waiter))
         try:
             if self._failure is not None:  # then nobody may be left to carry the command out
@@ -203,6 +230,7 @@ class AsyncLLM:
 
     def close(self) -> None:
         """Abort what runs and end the engine's thread."""
+        check_process(self._process)
         self._commands.put(None)
         self._thread.join()
 
@@ -216,6 +244,7 @@ class AsyncLLM:
 
     def _between_steps(self, work: Callable[[], None]) -> Future[None]:
         """Have the engine's thread do something."""
+        check_process(self._process)
         done: Future[None] = Future()
 
         def command() -> None:
@@ -235,8 +264,9 @@ class AsyncLLM:
 
     async def _last(self, prompt: Prompt, params: SamplingParams | None, adapter: str | None) -> RequestOutput:
         last: RequestOutput | None = None
-        async for output in self.stream(prompt, params, adapter=adapter):
-            last = output
+        async with contextlib.aclosing(self._grow(prompt, params, 0, adapter)) as outputs:
+            async for output in outputs:
+                last = output
         assert last is not None
         return last
 

@@ -23,6 +23,8 @@ code 2; nothing else about a bad input is ever shown.
 """
 
 import reprlib
+from collections.abc import Sequence
+from typing import Any
 
 
 def in_a_line(error: BaseException) -> str:
@@ -79,7 +81,14 @@ class DeadlineExceeded(KvernError):
 
 
 class RequestFailed(KvernError):
-    """A request ended in the middle of its answer, through what it asked for; others go on."""
+    """A request ended in the middle of its answer, through what it asked for; others go on.
+
+    `outputs`: the RequestOutputs of the call, those of the others, too; the ones that failed have a `failure`.
+    """
+
+    def __init__(self, message: str, outputs: Sequence[Any] = ()) -> None:
+        super().__init__(message)
+        self.outputs = list(outputs)
 
 
 class ServerBusy(KvernError):

@@ -5,9 +5,17 @@ import itertools
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Self, cast
+from typing import Any, Self
 
 from kvern.config import EngineConfig
+from kvern.engine.call_arguments import (
+    AdapterChoice,
+    Params,
+    as_conversations,
+    as_prompts,
+    one_adapter_for_each,
+    one_for_each,
+)
 from kvern.engine.embedding import check_embeds, embedding_of
 from kvern.engine.engine import Engine
 from kvern.engine.inputs import Messages, Prompt
@@ -15,10 +23,11 @@ from kvern.engine.model_facts import ModelFacts
 from kvern.engine.relevance import PairClassifier, way_of
 from kvern.engine.scoring import Pair, Score, score_of, scored_prompts
 from kvern.engine.several import SeveralEngines
+from kvern.engine.shared_engine import SharedEngine
 from kvern.errors import EngineDied, InvalidRequest, KvernError, RequestFailed
 from kvern.events import EngineStatistics
 from kvern.model_spec import ModelSpec
-from kvern.outputs import CompletionOutput, RequestOutput
+from kvern.outputs import CompletionOutput, OnError, RequestOutput, check_on_error, checked
 from kvern.sampling_params import SamplingParams
 from kvern.tokenizer import Tokenizer
 from kvern.tools.chat import AnswerReader, Chat, ChatRequest
@@ -26,10 +35,8 @@ from kvern.tools.definitions import NO_TOOLS, ToolUse, read_tools
 
 __all__ = ["LLM", "CompletionOutput", "FailedRequest", "RequestOutput", "Score"]
 
-Params = SamplingParams | Sequence[SamplingParams] | None
 Tools = Sequence[Mapping[str, Any]] | None
 Input = tuple[str, Prompt, SamplingParams | None] | tuple[str, Prompt, SamplingParams | None, str | None]
-AdapterChoice = str | Sequence[str | None] | None
 
 
 @dataclass(frozen=True)
@@ -46,14 +53,16 @@ class LLM:
         llm = LLM()                                  # the model that ships inside kvern
         llm.generate("Once upon a time")[0].outputs[0].text
 
-    Keyword arguments are the fields of EngineConfig. Raises KvernError subclasses. One thread may use it at a time.
+    Keyword arguments are the fields of EngineConfig. Raises KvernError subclasses. Several threads may use it: their
+    requests share batches. A process forked from this one may not: it gets EngineDied.
     """
 
     def __init__(self, model: str | None = None, **options: Any) -> None:
         config = EngineConfig(model=model, **options)
         several = config.data_parallel_size > 1 or config.executor == "ray"
         self._engine = SeveralEngines(config) if several else Engine(config)
-        self._ids = (f"request-{number}" for number in itertools.count())
+        self._shared = SharedEngine(self._engine)
+        self._numbers = itertools.count()
 
     @property
     def config(self) -> EngineConfig:
@@ -81,15 +90,19 @@ class LLM:
         *,
         adapter: AdapterChoice = None,
         progress: bool = False,
+        on_error: OnError = "raise",
     ) -> list[RequestOutput]:
         """Answer prompts (texts or lists of token ids), in their order.
 
         One SamplingParams serves all prompts, a list of them one each; likewise the name of an adapter, None for the
-        model as it is. If any prompt is invalid, none is run; one that fails on its way ends alone, with a `failure`.
+        model as it is. If any prompt is invalid, none is run. One that fails on its way ends alone: when the others
+        have ended, RequestFailed is raised, whose `outputs` are all. With `on_error="return"` they are returned, and
+        those that failed have a `failure`.
         """
         several = as_prompts(prompts)
         params = one_for_each(sampling_params, len(several))
-        return self._all(several, params, progress, adapters=one_adapter_for_each(adapter, len(several)))
+        adapters = one_adapter_for_each(adapter, len(several))
+        return self._all(several, params, progress, adapters=adapters, on_error=on_error)
 
     def embed(
         self, prompts: Prompt | Sequence[Prompt], *, dimensions: int | None = None, progress: bool = False
@@ -101,8 +114,6 @@ class LLM:
         check_embeds(ModelFacts.of(self.spec), self._engine.folder, self._name)
         several = as_prompts(prompts)
         outputs = self._all(several, [None] * len(several), progress, embed=True)
-        for output in outputs:
-            output.check()
         return [embedding_of(output.embedding or b"", dimensions) for output in outputs]
 
     def relevance(self, pairs: Sequence[tuple[str, str]], *, progress: bool = False) -> list[float]:
@@ -117,8 +128,6 @@ class LLM:
             )
         prompts = [self._engine.inputs.pair(first, second) for first, second in pairs]
         outputs = self._all(prompts, [None] * len(prompts), progress, embed=True)
-        for output in outputs:
-            output.check()
         return [way.score(output.embedding or b"") for output in outputs]
 
     def score(
@@ -146,19 +155,24 @@ class LLM:
         progress: bool,
         embed: bool = False,
         adapters: Sequence[str | None] | None = None,
+        on_error: OnError = "raise",
     ) -> list[RequestOutput]:
+        check_on_error(on_error)
         outputs: list[RequestOutput] = []
         ids = []
         try:
-            for prompt, param, adapter in zip(prompts, params, adapters or [None] * len(prompts), strict=True):
-                request_id = next(self._ids)
-                outputs.append(self._engine.add(request_id, prompt, param, embed=embed, adapter=adapter, whole=True))
-                ids.append(request_id)
+            with self._shared.held():
+                for prompt, param, adapter in zip(prompts, params, adapters or [None] * len(prompts), strict=True):
+                    ids.append(self._next_id())
+                    outputs.append(self._engine.add(ids[-1], prompt, param, embed=embed, adapter=adapter, whole=True))
             self._run(outputs, progress)
         except BaseException:
-            self._engine.abort(ids)
+            self._shared.abort(ids)
             raise
-        return outputs
+        return checked(outputs, on_error)
+
+    def _next_id(self) -> str:
+        return f"request-{next(self._numbers)}"
 
     def chat(
         self,
@@ -169,12 +183,14 @@ class LLM:
         add_generation_prompt: bool = True,
         adapter: AdapterChoice = None,
         progress: bool = False,
+        on_error: OnError = "raise",
         **options: Any,
     ) -> list[RequestOutput]:
         """Answer conversations, each a list of {"role": ..., "content": ...}, through the model's chat template.
 
         `tools` are in OpenAI's form; `options` are `tool_choice` and `parallel_tool_calls` as there, `thinking_budget`
         (tokens) and `variables` for the template. Each answer's `message` holds content, reasoning and tool calls.
+        `on_error` as for `generate`.
         """
         conversations = as_conversations(messages)
         several = one_for_each(sampling_params, len(conversations))
@@ -185,32 +201,42 @@ class LLM:
         ]
         adapters = one_adapter_for_each(adapter, len(chats))
         prompts, params = [chat.prompt for chat in chats], [chat.params for chat in chats]
-        outputs = self._all(prompts, params, progress, adapters=adapters)
+        check_on_error(on_error)
+        outputs = self._all(prompts, params, progress, adapters=adapters, on_error="return")
         for chat, output in zip(chats, outputs, strict=True):
             for answer in output.outputs:
                 answer.message = chat.message(answer.text)
-        return outputs
+        return checked(outputs, on_error)
 
     def stream(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, adapter: str | None = None
     ) -> Generator[RequestOutput]:
-        """Yield the same growing output at each new token. Leaving the loop aborts the request."""
-        request_id = next(self._ids)
-        output = self._engine.add(request_id, prompt, sampling_params, adapter=adapter)
+        """Yield the same growing output at each new token. Leaving the loop aborts the request.
+
+        Raises RequestFailed, with the output, if it cannot go on.
+        """
+        request_id = self._next_id()
+        with self._shared.held():
+            output = self._engine.add(request_id, prompt, sampling_params, adapter=adapter)
         seen = 0
+
+        def size() -> int:
+            return sum(len(answer.token_ids) for answer in output.outputs)
+
+        def has_grown() -> bool:
+            return output.finished or size() != seen
+
         try:
-            while True:
-                if not output.finished:
-                    self._engine.step()
-                size = sum(len(answer.token_ids) for answer in output.outputs)
+            finished = False
+            while not finished:
+                self._shared.wait_until(has_grown)
                 finished = output.finished
-                if size != seen or finished:
-                    seen = size
-                    yield output  # others may drive the engine meanwhile, and the output grow
+                seen = size()
                 if finished:
-                    return
+                    checked([output])
+                yield output  # others may drive the engine meanwhile, and the output grow
         finally:
-            self._engine.abort([request_id])
+            self._shared.abort([request_id])
 
     def stream_chat(
         self,
@@ -238,11 +264,13 @@ class LLM:
 
     def load_adapter(self, name: str, path: str) -> None:
         """Read the LoRA adapter in a folder. Raises InvalidAdapter; the engine needs `max_adapters` or `adapters`."""
-        self._engine.load_adapter(name, path)
+        with self._shared.held():
+            self._engine.load_adapter(name, path)
 
     def unload_adapter(self, name: str) -> None:
         """Let nothing new use an adapter; what uses it goes on to its end. Raises InvalidRequest."""
-        self._engine.unload_adapter(name)
+        with self._shared.held():
+            self._engine.unload_adapter(name)
 
     def chat_request(
         self, messages: Messages, sampling_params: SamplingParams, use: ToolUse = NO_TOOLS, **options: Any
@@ -272,20 +300,21 @@ class LLM:
                         break
                     try:
                         name = adapter[0] if adapter else None
-                        alive[request_id] = self._engine.add(request_id, prompt, params, adapter=name, whole=True)
+                        with self._shared.held():
+                            alive[request_id] = self._engine.add(request_id, prompt, params, adapter=name, whole=True)
                     except EngineDied:  # no fault of that input
                         raise
                     except KvernError as error:
                         yield FailedRequest(request_id, error)
                 if not alive:
                     return
-                self._engine.step()
+                self._shared.wait_until(lambda: any(output.finished for output in list(alive.values())))
                 for request_id in [name for name, output in alive.items() if output.finished]:
                     output = alive.pop(request_id)
                     failure = output.failure
-                    yield output if failure is None else FailedRequest(request_id, RequestFailed(failure))
+                    yield output if failure is None else FailedRequest(request_id, RequestFailed(failure, [output]))
         finally:
-            self._engine.abort(list(alive))
+            self._shared.abort(list(alive))
 
     def chat_prompt(self, messages: Messages, tools: Tools = None, add_generation_prompt: bool = True) -> list[int]:
         """The conversation as token ids, by the model's chat template. Raises InvalidRequest."""
@@ -297,18 +326,21 @@ class LLM:
 
     def statistics(self) -> EngineStatistics:
         """What the engine has done since it started."""
-        return self._engine.statistics()
+        with self._shared.held():
+            return self._engine.statistics()
 
     def expert_tokens(self) -> list[list[int]]:
         """How many tokens each expert of each layer has had since the engine started; empty for layers without any.
 
         Tokens that fill up a batch on a GPU are counted as well.
         """
-        return self._engine.expert_tokens()
+        with self._shared.held():
+            return self._engine.expert_tokens()
 
     def close(self) -> None:
         """Abort what runs. The memory goes with the object; engines of their own processes end."""
-        self._engine.close()
+        with self._shared.held():
+            self._engine.close()
 
     def __enter__(self) -> Self:
         return self
@@ -320,17 +352,17 @@ class LLM:
 
     def _run(self, outputs: Sequence[RequestOutput], progress: bool) -> None:
         if not progress:
-            while not all(output.finished for output in outputs):
-                self._engine.step()
+            self._shared.wait_until(lambda: all(output.finished for output in outputs))
             return
         from kvern.progress import generation_progress
 
         with generation_progress(len(outputs)) as report:
-            done, before = 0, self._engine.statistics().generation_tokens
-            while done < len(outputs):
-                finished = [output for output in self._engine.step() if output.finished]
-                done += len(finished)
-                report(done, self._engine.statistics().generation_tokens - before)
+            before = self.statistics().generation_tokens
+            running = len(outputs)
+            while running:
+                self._shared.wait_for_step()
+                running = sum(not output.finished for output in outputs)
+                report(len(outputs) - running, self.statistics().generation_tokens - before)
 
 
 def chat_request(
@@ -355,45 +387,9 @@ def follow(chat: ChatRequest) -> Callable[[RequestOutput], RequestOutput]:
     def grown(output: RequestOutput) -> RequestOutput:
         for answer in output.outputs:
             reader = readers.setdefault(answer.index, chat.reader())
-            reader.read(answer.text, answer.finish_reason is not None)
+            ended = answer.finish_reason is not None  # before the text, which another thread may let grow and end now
+            reader.read(answer.text, ended)
             answer.message = reader.message
         return output
 
     return grown
-
-
-def as_conversations(messages: Messages | Sequence[Messages]) -> list[Messages]:
-    """One conversation or several, as several."""
-    if not messages:
-        raise InvalidRequest("the conversation is empty: it needs at least one message")
-    return cast("list[Messages]", [messages] if isinstance(messages[0], Mapping) else list(messages))
-
-
-def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """One prompt or several, as several."""
-    if isinstance(prompts, str) or not isinstance(prompts, Iterable):
-        return [prompts]
-    items = list(prompts)
-    if not items:
-        raise InvalidRequest("the prompt is empty: it needs at least one token")
-    if all(isinstance(item, int) for item in items):
-        return [cast("Sequence[int]", items)]
-    return cast("list[Prompt]", items)
-
-
-def one_for_each(params: Params, count: int) -> list[SamplingParams | None]:
-    """One SamplingParams for each of `count` prompts."""
-    if params is None or isinstance(params, SamplingParams):
-        return [params] * count
-    if len(params) != count:
-        raise InvalidRequest(f"there are {count} prompts and {len(params)} sampling parameters: give one, or one each")
-    return list(params)
-
-
-def one_adapter_for_each(adapter: AdapterChoice, count: int) -> list[str | None]:
-    """One adapter's name for each of `count` prompts."""
-    if adapter is None or isinstance(adapter, str):
-        return [adapter] * count
-    if len(adapter) != count:
-        raise InvalidRequest(f"there are {count} prompts and {len(adapter)} adapters: give one, or one each")
-    return list(adapter)

@@ -1,11 +1,15 @@
 """What users get: the answers to a prompt, growing or whole."""
 
 from dataclasses import dataclass, field
+from typing import Literal, get_args
 
-from kvern.errors import RequestFailed
+from kvern.errors import InvalidParameter, RequestFailed, shown
 from kvern.request import FinishReason
 from kvern.step import TokenLogprobs
 from kvern.tools.pieces import Message
+
+OnError = Literal["raise", "return"]
+"""What a call does with requests that could not go on: raise RequestFailed, or return their outputs as well."""
 
 
 @dataclass
@@ -61,5 +65,23 @@ class RequestOutput:
 
     def check(self) -> None:
         """Raise RequestFailed if one of the answers could not go on."""
-        if self.failure is not None:
-            raise RequestFailed(self.failure)
+        checked([self])
+
+
+def check_on_error(on_error: str) -> None:
+    """Raises InvalidParameter if it is no OnError."""
+    if on_error not in get_args(OnError):
+        raise InvalidParameter(f"on_error must be one of {', '.join(get_args(OnError))}, and is {shown(on_error)}")
+
+
+def checked(outputs: list[RequestOutput], on_error: OnError = "raise") -> list[RequestOutput]:
+    """The outputs of a call, which have ended. Raises RequestFailed if one could not go on."""
+    for output in outputs:
+        output.fail("the engine was closed or interrupted by another thread")
+    failed = [output for output in outputs if output.failure is not None]
+    if failed and on_error == "raise":
+        reason = failed[0].failure
+        if len(outputs) > 1:
+            reason = f"{len(failed)} of {len(outputs)} requests failed, the first with: {reason}"
+        raise RequestFailed(f"{reason}", outputs)
+    return outputs

@@ -313,7 +313,8 @@ def test_a_failed_step_ends_the_one_that_causes_it(where: str, tmp_path: Path, o
     expected = LLM(str(folder), device="cpu", **OPTIONS).generate(prompts, params)
     llm = on_device(folder, **(OPTIONS | {"max_batch_requests": 8}))
     runner = FailingRunner(llm, where)
-    *found, marked = llm.generate([*prompts, [5, 251, 8]], [*params, SamplingParams(temperature=0, max_tokens=4)])
+    params = [*params, SamplingParams(temperature=0, max_tokens=4)]
+    *found, marked = llm.generate([*prompts, [5, 251, 8]], params, on_error="return")
     assert marked.failure == "its step failed: RuntimeError: as planned"
     assert answers(found) == answers(expected)
     assert 2 <= runner.failures <= 8

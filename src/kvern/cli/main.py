@@ -50,7 +50,7 @@ DESCRIPTION = "An inference engine for large language models, with a small model
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code: 0, 2 for anything wrong with the input, 130 after Ctrl-C."""
+    """Run one command; its exit code: 0, 1 where some of the work failed, 2 for wrong input, 130 after Ctrl-C."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     if arguments in (["--version"], ["-V"]):
         sys.stdout.write(f"kvern {kvern.__version__}\n")

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from kvern.batch.job import BatchResult
     from kvern.llm import LLM
 
+FAILED_ROWS = 1
 INTERRUPTED = 130
 CHANGES_ANSWERS = (
     "adapters",
@@ -58,7 +59,7 @@ class RunCommand:
     engine: EngineConfig = field(default_factory=EngineConfig)
 
     def execute(self) -> int:
-        """Run the job and return the exit code. Raises KvernError."""
+        """Run the job and return the exit code: 1 if rows failed. Raises KvernError."""
         from kvern.batch.job import BatchJob
         from kvern.batch.requests import RowRules
         from kvern.events import EngineStatistics
@@ -91,6 +92,7 @@ class RunCommand:
             return INTERRUPTED
         if result.totals.failed:
             sys.stderr.write(f"kvern: {result.totals.failed} rows failed: see {result.errors_path}\n")
+            return FAILED_ROWS
         return 0
 
 

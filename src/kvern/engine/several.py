@@ -9,6 +9,7 @@ Between calls the loop stands still, so that no output grows while its reader lo
 
 import asyncio
 import dataclasses
+import os
 import threading
 import time
 import weakref
@@ -67,7 +68,7 @@ class SeveralEngines:
         """Requests that have grown, of which `step` has not told yet, in their order."""
         self._loop = asyncio.new_event_loop()
         self._thread = ThreadPoolExecutor(1, "kvern-engines")  # the caller's may run a loop already
-        self._close = weakref.finalize(self, _end, self._replicas, self._loop, self._thread)
+        self._close = weakref.finalize(self, _end, self._replicas, self._loop, self._thread, os.getpid())
         try:
             for name, path in config.adapters.items():
                 self._names.add(self._names.reserve(name, path))
@@ -235,8 +236,10 @@ class _News(asyncio.Event):
         self._grown.set()
 
 
-def _end(replicas: Replicas, loop: asyncio.AbstractEventLoop, thread: ThreadPoolExecutor) -> None:
-    """Also at the interpreter's end, when the pool takes nothing any more."""
+def _end(replicas: Replicas, loop: asyncio.AbstractEventLoop, thread: ThreadPoolExecutor, process: int) -> None:
+    """Also at the interpreter's end, when the pool takes nothing any more; not in processes forked from this one."""
+    if os.getpid() != process:
+        return
     thread.shutdown()
     last = threading.Thread(target=lambda: loop.run_until_complete(replicas.stop()))
     last.start()

@@ -116,7 +116,7 @@ class RankProcesses:
         # CPUs wait for each other no longer than their own limit.
         patience = config.engine_timeout if lost is None and release is not None else None
         self._end = _End(dict(zip(self._ranks, processes, strict=True)), folder, lost, release, patience)
-        weakref.finalize(self, _leave, self._end, self._sockets, context, self.listener)
+        weakref.finalize(self, _leave, self._end, self._sockets, context, self.listener, os.getpid())
 
     def send(self, message: RankMessage) -> None:
         """To all of them, without waiting: of one that has ended the step will tell."""
@@ -233,7 +233,10 @@ def _leave(
     sockets: "Sequence[zmq.Socket[bytes]]",
     context: "zmq.Context[zmq.Socket[bytes]]",
     listener: sockets.socket | None,
+    process: int,
 ) -> None:
+    if os.getpid() != process:
+        return  # at the end of a process that was forked from the one that has the ranks
     end.all()
     if listener is not None:
         listener.close()
