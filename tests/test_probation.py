@@ -1,17 +1,20 @@
 """Which request ends engines: found among any others, whenever it comes, and never a wrong one."""
 
 import random
+import signal
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvern.engine.probation import DEATHS, KILLINGS, LARGEST_GROUP, Probation
+from kvern.engine.probation import DEATHS, LARGEST_GROUP, Cause, Probation
+from kvern.engine.supervisor import cause_of
 
 LOSSES = 2
 
 
 def run(
-    names: list[str], killers: dict[str, int], chance: random.Random, killed: bool = False
+    names: list[str], killers: dict[str, int], chance: random.Random, cause: Cause = "fault"
 ) -> tuple[list[str], int]:
     """Engines until nobody is suspected; who was found guilty, and how many engines died.
 
@@ -28,7 +31,7 @@ def run(
         if deadly:
             deaths += 1
             assert deaths < 1000
-            found = probation.died(running, killed)
+            found = probation.died(running, cause)
             if found is not None:
                 guilty.append(found)
                 waiting.remove(found)
@@ -45,65 +48,74 @@ def run(
     return guilty, deaths
 
 
-@given(st.integers(1, 80), st.integers(0, 9), st.integers(0, 10**6), st.booleans())
-def test_the_killers_are_found_and_nobody_else(count: int, killers: int, seed: int, killed: bool) -> None:
+@given(st.integers(1, 80), st.integers(0, 9), st.integers(0, 10**6), st.sampled_from([*DEATHS]))
+def test_the_killers_are_found_and_nobody_else(count: int, killers: int, seed: int, cause: Cause) -> None:
     chance = random.Random(seed)
     names = [str(number) for number in range(count)]
     marked = {name: chance.randrange(10) for name in chance.sample(names, min(killers, count))}
-    guilty, deaths = run(names, marked, chance, killed)
+    guilty, deaths = run(names, marked, chance, cause)
     assert sorted(guilty) == sorted(marked)
-    most = LARGEST_GROUP.bit_length() + (KILLINGS if killed else DEATHS) + 1
+    most = LARGEST_GROUP.bit_length() + DEATHS[cause] + 1
     assert deaths <= (len(marked) + bool(marked) * LOSSES) * most
 
 
 def test_who_is_left_of_a_group_is_not_blamed_for_one_of_it_that_was_cleared() -> None:
     """That runs on, and may end the engine a token later."""
     probation = Probation()
-    probation.died(["a", "deadly", "innocent"], killed=False)
+    probation.died(["a", "deadly", "innocent"], "fault")
     probation.clear("a")
     assert probation.on_trial == ["deadly", "innocent"]
     probation.clear("deadly")
-    assert probation.died(["deadly", "innocent", "a"], killed=False) is None
+    assert probation.died(["deadly", "innocent", "a"], "fault") is None
     assert probation.on_trial == ["innocent"]
     assert probation.clear("innocent") and probation.on_trial == ["deadly"]
-    assert probation.died(["deadly", "innocent"], killed=False) is None
+    assert probation.died(["deadly", "innocent"], "fault") is None
     assert probation.on_trial == ["deadly"]
-    assert probation.died(["deadly"], killed=False) == "deadly"
+    assert probation.died(["deadly"], "fault") == "deadly"
 
 
 def test_who_comes_on_trial_alone_is_not_blamed_for_one_that_was_cleared_before() -> None:
     probation = Probation()
-    probation.died(["deadly", "innocent"], killed=False)
+    probation.died(["deadly", "innocent"], "fault")
     assert probation.clear("deadly") and probation.on_trial == ["innocent"]
-    assert probation.died(["innocent", "deadly"], killed=False) is None
+    assert probation.died(["innocent", "deadly"], "fault") is None
     assert probation.on_trial == ["innocent"]
 
 
 def test_a_kill_from_outside_blames_nobody() -> None:
-    """Not even two in a row; with progress between them, not however many."""
+    """Not even four in a row; with progress between them, not however many."""
     probation = Probation()
     for _ in range(100):
-        for _ in range(KILLINGS - 1):
-            assert probation.died(["a"], killed=True) is None
+        for _ in range(DEATHS["outside"] - 1):
+            assert probation.died(["a"], "outside") is None
             assert probation.on_trial == ["a"]
         probation.clear("a")
         assert not probation.active
 
 
+@pytest.mark.parametrize(
+    ("code", "cause"),
+    [(1, "fault"), (None, "fault"), *((-getattr(signal, name), "fault") for name in ("SIGSEGV", "SIGABRT", "SIGBUS"))]
+    + [(-getattr(signal, name), "outside") for name in ("SIGKILL", "SIGTERM", "SIGHUP", "SIGXCPU", "SIGRTMIN")],
+)
+def test_signals_tell_whether_a_process_was_ended_from_outside(code: int | None, cause: Cause) -> None:
+    assert cause_of(code) == cause
+
+
 def test_an_engine_that_dies_before_it_computes_blames_nobody() -> None:
     probation = Probation()
-    probation.died(["a", "b"], killed=False)
+    probation.died(["a", "b"], "fault")
     for _ in range(10):
-        assert probation.died([], killed=False) is None
+        assert probation.died([], "fault") is None
     assert probation.on_trial == ["a"]
 
 
 def test_who_was_cleared_and_is_there_again_is_tried_behind_the_others() -> None:
     probation = Probation()
-    probation.died(["a", "b", "c"], killed=False)
+    probation.died(["a", "b", "c"], "fault")
     assert probation.clear("a") and probation.on_trial == ["b", "c"]
-    assert probation.died(["a", "b", "c"], killed=False) is None
+    assert probation.died(["a", "b", "c"], "fault") is None
     assert probation.on_trial == ["b"]
-    assert probation.died(["b"], killed=False) == "b"
+    assert probation.died(["b"], "fault") == "b"
     assert probation.on_trial == ["c"] and probation.clear("c")
     assert probation.on_trial == ["a"] and probation.clear("a") and not probation.active

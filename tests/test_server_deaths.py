@@ -101,17 +101,20 @@ def test_a_request_by_which_the_engine_is_killed_or_hangs(tmp_path: Path, expect
             streams.begun.wait(PATIENCE)
             assert "was alone when the engine died" in deadly(client, how, 2)
             assert streams.texts() == expected
-        assert 2 <= served.figure("engine_restarts_total") <= 3  # fewer where streams end before it is tried alone
+        most = 7 if how == "kill" else 3  # fewer where streams end before it is tried alone
+        assert 2 <= served.figure("engine_restarts_total") <= most
 
 
 def test_kills_in_quick_succession_blame_nobody(expected: list[str]) -> None:
-    """Also while the next engine loads, and while it tries the streams one by one."""
+    """Also while the next engine loads, as soon as it computes, and by other signals that come from outside."""
     with serving(*SMALL) as served, concurrent.futures.ThreadPoolExecutor(32) as pool:
         streams = Streams(served.client(), pool)
         streams.begun.wait(PATIENCE)
-        for _ in range(4):
-            dead = kill(served, signal.SIGKILL)
+        for number, sent in enumerate([signal.SIGKILL, signal.SIGHUP, *[signal.SIGKILL] * 3]):
+            dead = kill(served, sent)
             eventually(lambda dead=dead: engine_pid(served) not in (None, dead))
+            if number % 3 < 2:
+                eventually(lambda: served.figure("engine_ready") == 1)
         assert streams.texts() == expected
         assert served.figure("requests_refused_total", reason="crash") == 0
 

@@ -40,8 +40,8 @@ class Generation:
         """When the present engine got it; 0: it has not."""
         self.resumed = False
         """An engine that died had it."""
-        self.moved = False
-        """To another engine, when that one was killed while it ran."""
+        self.spared = False
+        """An engine that had it was killed, for which it was not suspected, and it has not got on since."""
         self.piece_keys: list[bytes] = []
         """Of its prompt, by which it is known where that is cached."""
         self.tokens = 0

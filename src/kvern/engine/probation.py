@@ -10,12 +10,13 @@ token later: so nobody is alone but the first whom an engine gets. No engine, no
 
 from collections import Counter, deque
 from collections.abc import Sequence
+from typing import Literal
 
 LARGEST_GROUP = 32
-DEATHS = 2
-"""A request that was alone at the last of so many deaths ends the process..."""
-KILLINGS = 3
-"""... and of so many if the process was killed from outside, which the request may have nothing to do with."""
+Cause = Literal["fault", "silence", "outside"]
+"""Why a process ended: by itself; killed because it said nothing for too long; or by a signal that others send."""
+DEATHS: dict[Cause, int] = {"fault": 2, "silence": 3, "outside": 5}
+"""A request that was alone at the last of so many deaths ends the process. The less a step explains it, the more."""
 
 
 class Probation:
@@ -47,11 +48,8 @@ class Probation:
         self._groups.clear()
         self._deaths.clear()
 
-    def died(self, running: Sequence[str], killed: bool) -> str | None:
-        """The process ended while these ran, the most suspicious first; returns who is guilty, if that is clear.
-
-        `killed`: by a signal that nothing in it sends to itself, or for its silence.
-        """
+    def died(self, running: Sequence[str], cause: Cause) -> str | None:
+        """The process ended while these ran, the most suspicious first; returns who is guilty, if that is clear."""
         pending = self.suspected
         if not self._groups:
             tried, behind = list(running), []
@@ -64,7 +62,7 @@ class Probation:
         guilty = None
         if len(tried) == 1:
             [alone] = tried
-            if self._is_alone and self._deaths[alone] >= (KILLINGS if killed else DEATHS):
+            if self._is_alone and self._deaths[alone] >= DEATHS[cause]:
                 guilty, tried = alone, []
                 del self._deaths[alone]
         if len(tried) > 1 and pending:

@@ -47,29 +47,32 @@ class Recovery:
         if death.lived > LONG_LIFE:
             self._unexplained = 0
         running = self._workload.running
-        names = dict.fromkeys([*map(generation_id, death.running), *self._just_begun()])
+        outside = death.cause == "outside"
+        late = [] if outside else self._just_begun()
+        names = dict.fromkeys([*map(generation_id, death.running), *late])
         suspects = [generation for name in names if (generation := running.get(name)) is not None]
         suspects.sort(key=lambda generation: (generation.progress, -generation.asked))
         logger.warning("%s; %d requests go on with another", death.reason, len(running))
-        if death.killed and not self._probation.active and self._has_other():
-            suspects = self._freed(suspects)
-        guilty = self._probation.died([generation.output.request_id for generation in suspects], death.killed)
+        there = bool(suspects)
+        if not self._probation.active and (outside or (death.cause == "silence" and self._has_other())):
+            suspects = self._not_spared(suspects)
+        guilty = self._probation.died([generation.output.request_id for generation in suspects], death.cause)
         if guilty is not None:
             self._unexplained = 0
             message = f"request {guilty} was alone when the engine died and is not tried again: {death.reason}"
             logger.warning("%s", message)
             self._refusals.count("crash")
             self._workload.end(running[guilty], RequestFailed(message))
-        return bool(suspects)
+        return there
 
-    def _freed(self, suspects: list[Generation]) -> list[Generation]:
+    def _not_spared(self, suspects: list[Generation]) -> list[Generation]:
         """Those that stay suspected when the engine was killed, which may have come from outside.
 
-        Whoever was there the first time may move to another engine at once; if that is killed, too, it is tried there.
+        Whoever was there goes on with the next engine. If that is killed before the request got on, it is tried.
         """
-        staying = [generation for generation in suspects if generation.moved]
+        staying = [generation for generation in suspects if generation.spared]
         for generation in suspects:
-            generation.moved = True
+            generation.spared = True
         return staying
 
     def _just_begun(self) -> list[str]:

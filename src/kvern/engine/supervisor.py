@@ -17,6 +17,7 @@ from kvern.config import EngineConfig
 from kvern.engine.child import EngineProcess
 from kvern.engine.link import EngineLink
 from kvern.engine.places import Place
+from kvern.engine.probation import Cause
 from kvern.engine.wire import AdapterRead, Events, WireMessage
 from kvern.errors import ConfigError, EngineClosed, EngineDied, EngineUnavailable
 
@@ -30,14 +31,24 @@ PATIENCE = 2
 LONG_LIFE = 60.0
 """Seconds after which an engine is not one of those that die at once."""
 
+FAULTS = frozenset(
+    {signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGSEGV, signal.SIGSYS, signal.SIGTRAP}
+)
+"""Signals that a process gets for what it does itself. Others are sent to it, as the kernel does when memory ends."""
+
+
+def cause_of(returncode: int | None) -> Cause:
+    """Why a process ended, by its exit code, negative: by which signal."""
+    return "fault" if returncode is None or returncode >= 0 or -returncode in FAULTS else "outside"
+
 
 @dataclass(frozen=True)
 class Death:
-    """Why an engine ended, the requests of its last steps, and whether it was killed: from outside, or for silence."""
+    """Why an engine ended, and the requests of its last steps."""
 
     reason: EngineDied
     running: Sequence[str]
-    killed: bool
+    cause: Cause
     lived: float
     """Seconds in which it took requests."""
 
@@ -153,8 +164,8 @@ class Supervisor:
         except EngineDied as error:
             self.available.clear()
             await self.link.stop()
-            killed = self.link.silent or self.link.process.returncode == -signal.SIGKILL
-            return Death(error, self.link.process.last_requests(), killed, time.monotonic() - self._began)
+            cause: Cause = "silence" if self.link.silent else cause_of(self.link.process.returncode)
+            return Death(error, self.link.process.last_requests(), cause, time.monotonic() - self._began)
         raise AssertionError("the engine's messages end with its death")
 
     def _bury(self, death: Death) -> None:

@@ -119,6 +119,7 @@ class Workload:
                     self._remove(output.request_id)
                     self._remember(generation)
                 generation.progress += 1
+                generation.spared = False
                 self.clear(generation)
 
     def clear(self, generation: Generation) -> None:
