@@ -15,6 +15,7 @@ import pytest
 
 from kvern import LLM, AsyncLLM, RequestOutput, SamplingParams
 from kvern.outputs import CompletionOutput
+from kvern.request import sample_seed
 from kvern.structured_output import StructuredOutput
 from kvern.tools.definitions import read_tools
 from tests.combined_answers import CLOSE, check_same
@@ -250,7 +251,7 @@ class Beams(Feature):
 
 
 class Several(Feature):
-    """There are `n` answers: answer i is that of a single request whose seed is i higher; of beams, the `n` best."""
+    """There are `n` answers: the seed of each follows from the request's and its place; of beams, the `n` best."""
 
     def ask(self, ask: Ask, number: int) -> Ask:
         return ask.sampling(n=ANSWERS)
@@ -264,7 +265,7 @@ class Several(Feature):
                 singles = run.alone(result.ask.sampling(n=params.beam_width)).answers[: params.n]
             else:
                 seed = params.seed or 0
-                each = [result.ask.sampling(n=1, seed=seed + index) for index in range(params.n)]
+                each = [result.ask.sampling(n=1, seed=sample_seed(seed, index)) for index in range(params.n)]
                 singles = [run.alone(ask).answers[0] for ask in each]
             for answer, single in zip(result.answers, singles, strict=True):
                 check_same(answer, single)

@@ -11,7 +11,7 @@ from kvern.device.rows import BatchRows
 from kvern.engine.draft_room import Wanted
 from kvern.engine.drafting import Drafting
 from kvern.engine.proposer import Proposer, takes_drafts
-from kvern.request import MAX_SEED, Request
+from kvern.request import Request, sample_seed
 from kvern.step import SchedulerOutput
 from kvern.worker.drafter import ComputedStep, GuardedDrafter
 
@@ -89,7 +89,9 @@ class KnowingDrafter:
             if not item.sampled or not item.guesses:
                 continue
             request, newest = rows.request(item.slot), int(rows.num_computed_tokens[item.slot])
-            answer = self._answers[request.spec.request_id][(request.seed - request.spec.seed) % MAX_SEED]
+            several = self._answers[request.spec.request_id]
+            seeds = [sample_seed(request.spec.seed, index) for index in range(len(several))]
+            answer = several[seeds.index(request.seed)]
             known = answer[newest + 1 - request.spec.prompt_length :]
             drafts = [
                 token if self._dice.random() < self._accuracy else self._dice.randrange(3, 90)

@@ -19,7 +19,7 @@ from kvern.errors import InvalidRequest, RequestFailed
 from kvern.events import TokenEvent
 from kvern.llm import FailedRequest
 from kvern.outputs import RequestOutput
-from kvern.request import requests_of
+from kvern.request import requests_of, sample_seed
 from kvern.tokenizer import Tokenizer
 from tests.idle import is_idle
 
@@ -81,6 +81,18 @@ def test_prompt_inputs_that_are_refused(llm: LLM, fields: dict[str, Any], named:
         llm.generate(PromptInput(**{"token_ids": [5, 6]} | fields), GREEDY)
 
 
+def test_samples_of_neighbouring_seeds_are_independent(llm: LLM) -> None:
+    """The first sample of a seed is the one that a request without `n` has; no other is one of another seed's."""
+    drawn = GREEDY.replace(temperature=1.0, max_tokens=8, ignore_eos=True)
+    outputs = llm.generate([[5, 6]] * 3, [drawn.replace(seed=seed, n=3) for seed in (7, 8, -1)])
+    answers = [tuple(item.token_ids) for output in outputs for item in output.outputs]
+    assert len(set(answers)) == 9
+    alone = [llm.generate([5, 6], drawn.replace(seed=seed))[0].outputs[0].token_ids for seed in (7, 8, -1)]
+    assert [tuple(one) for one in alone] == answers[::3]
+    seeds = {sample_seed(seed, index) for seed in (*range(64), -1, 2**63 - 1, -(2**63)) for index in range(16)}
+    assert len(seeds) == 67 * 16 - 2 and min(seeds) >= 0 and max(seeds) < 2**63  # plain: -1 is 2**63 - 1, -2**63 is 0
+
+
 def test_a_prompt_crosses_to_the_engine_once(llm: LLM) -> None:
     """However many samples are asked for; there each has its own number and seed."""
     sizes = []
@@ -92,7 +104,7 @@ def test_a_prompt_crosses_to_the_engine_once(llm: LLM) -> None:
         assert isinstance(message, AddRequest) and message.spec == spec
         requests = requests_of(message.spec, message.progress)
         assert [request.request_id for request in requests] == spec.answer_ids
-        assert [request.seed for request in requests] == list(range(7, 7 + count))
+        assert [request.seed for request in requests] == [sample_seed(7, index) for index in range(count)]
         assert {request.leader for request in requests[1:]} <= {requests[0]}
         assert [request.params.prompt_logprobs for request in requests] == [0] + [None] * (count - 1)
     assert sizes[1] - sizes[0] < 10

@@ -14,6 +14,7 @@ is one request, from which others are forked when its prompt is computed.
 """
 
 import enum
+import hashlib
 from collections.abc import Sequence
 from dataclasses import InitVar, dataclass, field
 from typing import TYPE_CHECKING, Literal, TypedDict
@@ -80,7 +81,7 @@ class RequestSpec(msgspec.Struct, frozen=True, array_like=True, gc=False):
     max_tokens: int
     """Tokens to generate at most, within what the context leaves."""
     seed: int = 0
-    """Of the first sample; each of the others has the next one."""
+    """Of the first sample; `sample_seed` has those of the others."""
     stop_token_ids: frozenset[int] = frozenset()
     """Sampling one of these ends an answer (end-of-sequence tokens included)."""
     bad_word_ids: tuple[tuple[int, ...], ...] = ()
@@ -127,6 +128,18 @@ class Progress(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 MAX_SEED = 2**63
+
+
+def sample_seed(seed: int, index: int) -> int:
+    """The seed of a request's sample, at least 0 and below MAX_SEED.
+
+    The first sample has the request's own. The others have a hash of it and their index, so that requests whose seeds
+    are neighbours draw independently.
+    """
+    if index == 0:
+        return seed % MAX_SEED
+    digest = hashlib.blake2b(f"{seed} sample {index}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest) % MAX_SEED
 
 
 class State(enum.Enum):
@@ -231,7 +244,7 @@ class Request:
         self.token_ids = [*spec.prompt.token_ids, *generated]
         reports = self.index == 0 or spec.params.prompt_logprobs is None
         self.params = spec.params if reports else spec.params.replace(prompt_logprobs=None)
-        self.seed = (spec.seed + self.index) % MAX_SEED
+        self.seed = sample_seed(spec.seed, self.index)
         self.cache_namespace = cache_namespace(spec)
         self.block_keys = dict(spec.prompt.block_keys)
         self.prompt_length, self.max_tokens = spec.prompt_length, spec.max_tokens
