@@ -264,9 +264,8 @@ class Several(Feature):
             if params.beam_width is not None:
                 singles = run.alone(result.ask.sampling(n=params.beam_width)).answers[: params.n]
             else:
-                seed = params.seed or 0
-                each = [result.ask.sampling(n=1, seed=sample_seed(seed, index)) for index in range(params.n)]
-                singles = [run.alone(ask).answers[0] for ask in each]
+                seeds = [sample_seed(params.seed or 0, index) for index in range(params.n)]
+                singles = [run.alone(result.ask.sampling(n=1, seed=seed)).answers[0] for seed in seeds]
             for answer, single in zip(result.answers, singles, strict=True):
                 check_same(answer, single)
                 texts.add((result.ask.question, str(answer.token_ids)))

@@ -29,6 +29,8 @@ carol:{KEY}-c admin=1
 dave:{KEY}-d
 erin:{KEY}-e
 frank:{KEY}-f
+gina:{KEY}-g concurrent=0
+henk:{KEY}-h per_minute=0
 """
 
 
@@ -39,6 +41,16 @@ def with_keys(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     keys.write_text(KEYS)
     with serving(*SMALL, *ONE_SLOT, "--api-key-file", str(keys)) as served:
         yield served
+
+
+@pytest.mark.parametrize("who", "gh")
+def test_a_limit_of_nothing_allows_nothing(with_keys: Served, who: str) -> None:
+    """For ever: clients are not told to try again."""
+    client = with_keys.client(f"{KEY}-{who}")
+    with pytest.raises(openai.PermissionDeniedError, match="may ask no model: its limit of requests is 0") as refused:
+        client.completions.create(model="kvern-1m", prompt="a", max_tokens=1)
+    assert "retry-after" not in refused.value.response.headers
+    assert client.models.list().data
 
 
 def test_a_full_queue_tells_when_to_come_back() -> None:

@@ -26,6 +26,7 @@ from kvern.batch.readers import Reader, Row, checked_ending, content_digest, imp
 from kvern.batch.requests import BatchRequest, RowRules, merged
 from kvern.batch.tables import write_table
 from kvern.errors import BatchFileError, InvalidRequest, KvernError
+from kvern.json_lines import json_line
 from kvern.progress import generation_progress
 from kvern.sampling_params import SamplingParams
 
@@ -304,4 +305,4 @@ def failure(row: Row, error: KvernError) -> Finished:
 
 
 def encode(value: Any) -> bytes:
-    return msgspec.json.encode(value, enc_hook=str)
+    return json_line(value, enc_hook=str)

@@ -13,11 +13,10 @@ import io
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
-
-import msgspec
+from typing import Any, BinaryIO, Protocol
 
 from kvern.errors import BatchFileError
+from kvern.json_lines import BYTE_ORDER_MARK, read_json, wide_encoding
 
 ENDINGS = (".jsonl", ".ndjson", ".csv", ".parquet")
 PARQUET_BATCH = 1024  # rows held in memory at a time
@@ -59,9 +58,13 @@ def open_reader(path: Path) -> Reader:
     if not path.is_file():
         raise BatchFileError(f"input {path} is not a file")
     try:
-        if ending == ".csv":
-            return CsvReader(path)
-        return ParquetReader(path) if ending == ".parquet" else JsonLinesReader(path)
+        if ending == ".parquet":
+            return ParquetReader(path)
+        with path.open("rb") as file:
+            problem = wide_encoding(file.read(4))
+        if problem is not None:
+            raise BatchFileError(f"input {path} cannot be read: {problem}")
+        return CsvReader(path) if ending == ".csv" else JsonLinesReader(path)
     except OSError as error:
         raise BatchFileError(f"input {path} cannot be read: {error.strerror or error}") from error
 
@@ -86,30 +89,33 @@ class JsonLinesReader:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        with path.open("rb"):
-            pass
 
     def count(self) -> int:
         with self._path.open("rb") as file:
-            return sum(1 for line in file if line.strip())
+            return sum(1 for _ in self._lines(file))
 
     def __iter__(self) -> Iterator[Row]:
         with self._path.open("rb") as file:
-            for number, line in enumerate(file, start=1):
-                if number == 1:
-                    line = line.removeprefix(b"\xef\xbb\xbf")
-                if line.strip():
-                    yield self._row(number, line)
+            for number, line in self._lines(file):
+                yield self._row(number, line)
 
     @staticmethod
     def _row(number: int, line: bytes) -> Row:
         try:
-            values = msgspec.json.decode(line)
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            values = read_json(line)
+        except ValueError as error:
             return Row(number, error=f"not valid JSON: {error}")
         if not isinstance(values, dict):
             return Row(number, error=f"not a JSON object but {type(values).__name__}: {values!r:.60}")
         return Row(number, values)
+
+    @staticmethod
+    def _lines(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
+        """Those that are no blank ones, with their numbers, without a byte order mark."""
+        for number, line in enumerate(file, start=1):
+            line = line.removeprefix(BYTE_ORDER_MARK)
+            if line.strip():
+                yield number, line
 
 
 class CsvReader:

@@ -95,7 +95,7 @@ def sharegpt_samples(
 ) -> list[Sample]:
     """First questions of conversations, with the lengths of their answers; too short or long ones are left out."""
     try:
-        rows = json.loads(path.read_text(encoding="utf-8"))
+        rows = json.loads(path.read_text(encoding="utf-8-sig"))
     except (OSError, ValueError) as error:
         raise ConfigError(f"dataset {path} cannot be read: {error}") from None
     found = []
@@ -119,7 +119,7 @@ def sharegpt_samples(
 def custom_samples(path: Path, count: int, output_tokens: int, tokens: Callable[[str], int]) -> list[Sample]:
     """The prompts of a JSONL file in their order: {"prompt": text or ids} or {"messages": [...]}, "output_tokens"."""
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8-sig").split("\n")
     except (OSError, ValueError) as error:
         raise ConfigError(f"dataset {path} cannot be read: {error}") from None
     found = []

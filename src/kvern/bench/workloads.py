@@ -106,7 +106,7 @@ def _make(name: str, vocabulary: int) -> Workload:
 
 def _read(path: Path, vocabulary: int) -> Workload:
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8-sig").split("\n")
     except OSError as error:
         raise ConfigError(f"workload {path} cannot be read: {error.strerror or error}") from error
     prompts, lengths = [], []

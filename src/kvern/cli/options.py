@@ -111,7 +111,7 @@ def read_defaults(arguments: Sequence[str], environment: Mapping[str, str]) -> D
         ours = variable.startswith(PREFIX) and variable != CONFIG_VARIABLE
         if ours and not KUBERNETES.fullmatch(f"{variable}={text}"):
             name = variable.removeprefix(PREFIX).lower()
-            values[name] = converted(name, text, types, variable, strict=False)
+            values[name] = converted(name, text.removeprefix("\ufeff"), types, variable, strict=False)
     engine, sampling, server = (
         {field.name: values[field.name] for field in dataclasses.fields(kind) if field.name in values} for kind in KINDS
     )
@@ -157,7 +157,7 @@ def config_file(arguments: Sequence[str], environment: Mapping[str, str]) -> Pat
 def read_file(path: Path) -> dict[str, Any]:
     kind = "YAML" if path.suffix in (".yaml", ".yml") else "TOML"
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")
         values = read_yaml(text) if kind == "YAML" else tomllib.loads(text)
     except OSError as error:
         raise ConfigError(f"configuration file {path} cannot be read: {error.strerror or error}") from error

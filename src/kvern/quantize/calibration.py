@@ -56,7 +56,7 @@ def texts(path: Path, most_characters: int) -> Iterator[str | list[Mapping[str, 
     except (OSError, ValueError) as error:
         raise ConfigError(f"calibration file {path} cannot be read: {reason(error)}") from None
     try:
-        text = data.decode()
+        text = data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise ConfigError(f"calibration file {path} is not UTF-8 text: byte {error.start} is no part of one") from None
     if not text.strip() or "\0" in text:

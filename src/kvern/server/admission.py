@@ -69,7 +69,10 @@ class Admission:
 
     @contextlib.contextmanager
     def enter(self, key: ApiKey, sequences: int = 0) -> Iterator[None]:
-        """Let a request of so many sequences in, until the block ends. Raises HttpError, 429 or 400."""
+        """Let a request of so many sequences in, until the block ends. Raises HttpError, 429, 403 or 400."""
+        if 0 in (key.concurrent, key.per_minute):
+            message = f"key {key.name} may ask no model: its limit of requests is 0"
+            raise HttpError(403, message, code="permission_denied")
         excess = self._limits.excess(key)
         if excess is not None:
             reason, message, seconds = excess

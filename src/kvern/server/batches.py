@@ -28,6 +28,7 @@ from kvern.api.errors import HttpError, body_of, error_body, status_of
 from kvern.api.rerank import RERANK
 from kvern.api.scores import SCORE
 from kvern.errors import EngineClosed, EngineUnavailable, InvalidRequest, KvernError, ServerBusy, shown
+from kvern.json_lines import BYTE_ORDER_MARK, json_line, read_json, wide_encoding
 from kvern.server.bodies import MAX_BODY_BYTES, SMALL_BODY_BYTES, Lane, check_counts, decode_object
 from kvern.server.database import NoRoom
 from kvern.server.files import OUTPUT, PART_BYTES, file_object
@@ -150,9 +151,7 @@ class Work:
                 del row
             request_id = uuid.uuid4().hex
             line = answer_row(name, request_id, status, answer)
-            await self._until_room(
-                functools.partial(self._write_whole, msgspec.json.encode(line) + b"\n", status == 200)
-            )
+            await self._until_room(functools.partial(self._write_whole, json_line(line) + b"\n", status == 200))
 
     async def _write_whole(self, line: bytes, is_answer: bool) -> None:
         written = asyncio.create_task(self._write(line, is_answer))
@@ -185,7 +184,7 @@ class Work:
     async def _answer_row(self, row: bytes) -> tuple[int, Object]:
         while True:
             try:
-                return 200, await self._answer((await asyncio.to_thread(msgspec.json.decode, row))["body"], self.key)
+                return 200, await self._answer((await asyncio.to_thread(read_json, row))["body"], self.key)
             except HttpError as error:
                 if error.headers is not None and "retry-after" in error.headers:
                     await asyncio.sleep(float(error.headers["retry-after"]))
@@ -250,12 +249,13 @@ def check_rows(path: Path, endpoint: str) -> tuple[int, list[Object]]:
     number = 0
     with path.open("rb") as file:
         for number, line in enumerate(lines_of(file), 1):
-            message = row_error(line, endpoint, seen)
+            problem = wide_encoding(line) if number == 1 else None
+            message = row_error(line, endpoint, seen) if problem is None else f"the file is wrong: {problem}"
             if number > MOST_ROWS:
                 message = f"the file has more than {MOST_ROWS} rows: split it"
             if message:
                 errors.append({"code": "invalid_row", "line": number, "message": message, "param": None})
-            if len(errors) == MOST_ERRORS or number > MOST_ROWS:
+            if problem is not None or len(errors) == MOST_ERRORS or number > MOST_ROWS:
                 break
     if not number:
         errors.append({"code": "empty_file", "line": None, "message": "the file holds no request", "param": None})
@@ -268,6 +268,7 @@ def lines_of(file: BinaryIO) -> Iterator[bytes]:
         end = line
         while not end.endswith(b"\n") and (end := file.readline(PART_BYTES)):
             pass
+        line = line.removeprefix(BYTE_ORDER_MARK)
         if line.strip():
             yield line
 

@@ -12,10 +12,10 @@ from collections import Counter
 from collections.abc import AsyncIterator
 from typing import Any
 
-import msgspec
 from starlette.requests import Request
 
 from kvern.api.errors import HttpError
+from kvern.json_lines import json_line, read_json
 from kvern.json_work import is_too_much
 
 logger = logging.getLogger("kvern.requests")
@@ -141,7 +141,7 @@ async def read_object(request: Request) -> dict[str, Any]:
     else:
         body = decode_object(b"".join(parts))
     if request.state.logs_bodies:
-        logger.info("%s asks %s", request.state.request_id, msgspec.json.encode(body).decode())
+        logger.info("%s asks %s", request.state.request_id, json_line(body).decode())
     return body
 
 
@@ -186,11 +186,9 @@ def decode_object(data: bytes) -> dict[str, Any]:
     if not data:
         raise HttpError(400, "the body is empty: send a JSON object, whose fields /docs tells")
     try:
-        body = msgspec.json.decode(data)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        body = read_json(data)
+    except ValueError as error:
         raise HttpError(400, f"the body is not valid JSON: {error}") from error
-    except RecursionError as error:
-        raise HttpError(400, "the body is nested too deeply: a few hundred levels are enough for any use") from error
     if not isinstance(body, dict):
         raise HttpError(400, f"the body is a JSON {type(body).__name__}: it must be an object")
     check_counts(body)

@@ -16,6 +16,7 @@ from kvern.api import messages, ollama
 from kvern.api.errors import body_of, status_of
 from kvern.api.fields import ignored
 from kvern.errors import EngineUnavailable, KvernError, ServerBusy
+from kvern.json_lines import json_line
 
 CLIENT_GONE = 499
 """What a log shows for a client that left; nobody reads it."""
@@ -158,4 +159,4 @@ def event_bytes(content: object) -> bytes:
     if isinstance(content, tuple):
         name, content = content
         return f"event: {name}\n".encode() + event_bytes(content)
-    return b"data: " + msgspec.json.encode(content) + b"\n\n"
+    return b"data: " + json_line(content) + b"\n\n"

@@ -15,7 +15,7 @@ LIMITS = ("concurrent", "per_minute", "admin", "metrics")
 
 @dataclass(frozen=True)
 class ApiKey:
-    """One key; its name stands in logs, never the secret. Limits of None are none."""
+    """One key; its name stands in logs, never the secret. A limit of None is none; of 0 allows nothing."""
 
     name: str
     secret: bytes
@@ -50,14 +50,14 @@ def read_keys(config: ServerConfig) -> list[ApiKey]:
     lines = list(config.api_key)
     if config.api_key_file is not None:
         try:
-            text = config.api_key_file.read_text(encoding="utf-8")
+            text = config.api_key_file.read_text(encoding="utf-8-sig")
         except (OSError, UnicodeDecodeError) as error:
             reason = getattr(error, "strerror", None) or error
             raise ConfigError(f"api_key_file {config.api_key_file} cannot be read: {reason}") from error
-        lines += [line for line in text.splitlines() if line.strip() and not line.startswith("#")]
+        lines += [line for line in text.split("\n") if line.strip() and not line.startswith("#")]
         if not lines:
             raise ConfigError(f"api_key_file {config.api_key_file} holds no key: write one a line")
-    keys = [_read_key(line.strip(), number, config) for number, line in enumerate(lines, 1)]
+    keys = [_read_key(line.removeprefix("\ufeff").strip(), number, config) for number, line in enumerate(lines, 1)]
     if len({key.name for key in keys}) < len(keys):
         raise ConfigError("two API keys have the same name: give each its own")
     if len({key.secret for key in keys}) < len(keys):
@@ -67,19 +67,26 @@ def read_keys(config: ServerConfig) -> list[ApiKey]:
 
 def _read_key(line: str, number: int, config: ServerConfig) -> ApiKey:
     match = LINE.fullmatch(line)
-    limits = dict(pair.split("=") for pair in match["limits"].split()) if match else {}
-    if match is None or not limits.keys() <= set(LIMITS) or (match["name"] is None and ":" in match["secret"]):
+    pairs = [pair.split("=") for pair in match["limits"].split()] if match else []
+    limits = {name: int(value) for name, value in pairs}
+    if (
+        match is None
+        or not limits.keys() <= set(LIMITS)
+        or len(limits) < len(pairs)
+        or not {limits.get("admin", 0), limits.get("metrics", 0)} <= {0, 1}
+        or (match["name"] is None and ":" in match["secret"])
+    ):
         form = "NAME:KEY concurrent=N per_minute=N admin=1 metrics=1"
         raise ConfigError(f"API key {number} is not of the form {form}: correct its line")
     secret = match["secret"].encode()
-    is_admin = limits.get("admin") == "1"
+    is_admin = limits.get("admin") == 1
     return ApiKey(
         match["name"] or f"key-{hashlib.sha256(secret).hexdigest()[:12]}",
         secret,
-        int(limits.get("concurrent", 0)) or config.concurrent_per_key,
-        int(limits.get("per_minute", 0)) or config.per_minute_per_key,
+        limits.get("concurrent", config.concurrent_per_key),
+        limits.get("per_minute", config.per_minute_per_key),
         is_admin,
-        limits.get("metrics") == "1" and not is_admin,
+        limits.get("metrics") == 1 and not is_admin,
     )
 
 

@@ -7,7 +7,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -20,6 +19,7 @@ from kvern.api.errors import HttpError
 from kvern.api.fields import read_common, typed
 from kvern.api.ollama import CHAT, GENERATE, LATEST, OllamaBody, OllamaWriter, Seconds, nanoseconds
 from kvern.engine.embedding import check_embeds, embedding_of
+from kvern.json_lines import json_line
 from kvern.sampling_params import SamplingParams
 from kvern.server.bodies import let_go, read_object
 from kvern.server.http import CLIENT_GONE, EventStream, ignored_header, json_response, path_of, until_gone
@@ -169,7 +169,7 @@ def _seconds(running: Running, began: float) -> Seconds:
 
 
 def _line(content: object) -> bytes:
-    return msgspec.json.encode(content) + b"\n"
+    return json_line(content) + b"\n"
 
 
 @functools.cache
