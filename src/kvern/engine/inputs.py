@@ -57,7 +57,7 @@ class InputProcessor:
         self.vocab_size = model.vocab_size
         self.model = model
         self._refusal = _refusal(model)
-        self._eos_token_ids = frozenset(tokenizer.eos_token_ids)
+        self._eos_token_ids = frozenset(token for token in tokenizer.eos_token_ids if token < model.vocab_size)
         self.grammars = grammars_of(folder, model.vocab_size, config.grammar_backend, grammars_apart)
         self._defaults = _generation_defaults(folder)
         self._breakers = BreakerFinder(tokenizer, model.vocab_size)
@@ -209,7 +209,7 @@ class InputProcessor:
     def _bad_word_ids(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
         spellings = (spelling for word in params.bad_words or () for spelling in (word, " " + word))
         encoded = (tuple(self.tokenizer.encode(spelling, add_special_tokens=False)) for spelling in spellings)
-        return tuple(dict.fromkeys(ids for ids in encoded if ids))
+        return tuple(dict.fromkeys(ids for ids in encoded if ids and max(ids) < self.vocab_size))
 
 
 def _check_that_something_can_be_sampled(

@@ -121,7 +121,7 @@ class Grammars:
     def eos_token_ids(self) -> tuple[int, ...]:
         """Tokens of the tokenizer that end an answer. Raises InvalidParameter if there are none."""
         tokenizer = Tokenizer(self._folder)
-        found = tuple(token for token in tokenizer.eos_token_ids if token < tokenizer.vocab_size)
+        found = tuple(token for token in tokenizer.eos_token_ids if token < min(self._vocab_size, tokenizer.vocab_size))
         if not found:
             raise InvalidParameter("structured needs an end-of-sequence token, and this model names none")
         return found

@@ -13,6 +13,7 @@ from llguidance.gbnf_to_lark import any_to_lark
 from kvern.errors import InvalidParameter
 from kvern.structured.references import check_references
 from kvern.structured.schema import rewrite
+from kvern.structured.vocabulary import within
 from kvern.structured_output import StructuredOutput
 
 if TYPE_CHECKING:
@@ -38,7 +39,7 @@ class LLGuidanceBackend:
     """Its grammars are texts in Lark's notation or in JSON; its matchers the library's own."""
 
     def __init__(self, folder: Path, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
-        text = (folder / "tokenizer.json").read_text(encoding="utf-8")
+        text = within(vocab_size, (folder / "tokenizer.json").read_text(encoding="utf-8"))
         self._tokenizer = LLTokenizer(text, n_vocab=vocab_size, eos_token=list(eos_token_ids))
         self._ending = sum(1 << token for token in set(eos_token_ids))
 
