@@ -11,7 +11,7 @@ import pytest
 from openai.types.responses import Response, ResponseError, ResponseInputItemParam, ResponseStreamEvent
 from pydantic import TypeAdapter
 
-from kvern.api.conversation import UNPARSED, plain_messages
+from kvern.api.conversation import plain_messages
 from kvern.api.errors import HttpError
 from kvern.api.fields import ignored
 from kvern.api.kept_items import kept_items
@@ -20,6 +20,7 @@ from kvern.api.response_items import OUTPUTS as OUTPUT_KINDS
 from kvern.api.response_output import OutputItems
 from kvern.api.response_reasoning import MOST_BYTES, opened_reasoning, packed_reasoning
 from kvern.api.responses import KNOWN, fail, read_response
+from kvern.call_messages import UNPARSED
 from kvern.errors import InvalidRequest
 from kvern.tools.pieces import Arguments, CallBegins, Content, Piece, Reasoning
 from tests.served import QUESTION, Served, serving

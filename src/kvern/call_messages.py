@@ -1,16 +1,25 @@
 """Calls in a conversation, for chat templates that want them in another form than most.
 
-Most take arguments as an object, and empty content beside calls. Some join arguments to a text (those of DeepSeek V3,
-R1 and V3.1), or write calls only where content is null (the oldest of these). Which, is found out by rendering a small
-conversation.
+Most take arguments as an object, empty content beside calls, several calls a message, any ids, and results that name no
+tool. Some join arguments to a text (those of DeepSeek V3, R1 and V3.1), write calls only where content is null (the
+oldest of these), write or take one call a message (Llama 3, gpt-oss, GigaChat 3), refuse ids that are not nine letters
+and digits (Mistral), or write the name of a result's tool (FunctionGemma). Which, is found out by rendering small
+conversations.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import hashlib
+import itertools
 import json
+import re
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+import msgspec
 
 from kvern.errors import InvalidRequest
 
@@ -18,52 +27,154 @@ Message = Mapping[str, Any]
 Render = Callable[[Sequence[Message]], str]
 
 NAME, KEY, VALUE = "probe_name", "probe_key", "probe_value"
-PROBED_CALL = {
-    "id": "probe1234",  # Mistral's templates take nine characters only
-    "type": "function",
-    "function": {"name": NAME, "arguments": {KEY: VALUE}},
-}
-PROBE = (
-    {"role": "user", "content": "probe"},
-    {"role": "assistant", "content": "", "tool_calls": [PROBED_CALL]},
-    {"role": "tool", "content": "probe", "tool_call_id": "probe1234", "name": NAME},
-)
+SHORT_ID = re.compile("[a-zA-Z0-9]{9}")
+OTHER_IDS = ("x", "call_0123456789abcdef")
+UNPARSED = "unparsed_arguments"
+"""Under which a template sees arguments that are no JSON object: a model wrote them, and the conversation goes on."""
+
+
+def _probe(*names: str, identity: str = "probe1234", named: bool = True) -> list[Message]:
+    """A conversation with calls of these names in one message, and a result of each."""
+    ids = [identity[:-1] + str(number) if number else identity for number in range(len(names))]
+    calls = [
+        {"id": each, "type": "function", "function": {"name": name, "arguments": {KEY: name.replace(NAME, VALUE)}}}
+        for each, name in zip(ids, names, strict=True)
+    ]
+    results = [
+        {"role": "tool", "content": "probe", "tool_call_id": each, **({"name": name} if named else {})}
+        for each, name in zip(ids, names, strict=True)
+    ]
+    return [{"role": "user", "content": "probe"}, {"role": "assistant", "content": "", "tool_calls": calls}, *results]
 
 
 @dataclass(frozen=True)
 class CallForm:
-    """How a template takes calls: their arguments as JSON texts, and null in place of empty content."""
+    """How a template takes calls.
 
-    texts: bool
-    null: bool
+    `texts`: arguments as JSON texts. `null`: null in place of empty content. `single`: one call a message. `short_ids`:
+    ids of nine letters and digits. `named`: results with their tool's name. `written`: calls come out at all.
+    """
+
+    texts: bool = False
+    null: bool = False
+    single: bool = False
+    short_ids: bool = False
+    named: bool = False
+    written: bool = True
 
     @classmethod
     def of(cls, render: Render) -> CallForm:
         """Try it out. A template that writes calls in no form is believed to take the usual one."""
         forms = [cls(texts, null) for null in (False, True) for texts in (False, True)]
-        return next((form for form in forms if form._is_written(render)), forms[0])
+        form = next((form for form in forms if form._writes(render, _probe(NAME))), None)
+        if form is None:
+            return cls(written=False)
+        single = dataclasses.replace(form, single=True)
+        two = _probe(NAME, f"{NAME}_2")
+        if not form._writes(render, two) and single._writes(render, two):
+            form = single
+        other_ids = (_probe(NAME, identity=identity) for identity in OTHER_IDS)
+        with_names, without = (form._rendered(render, _probe(NAME, named=named)) for named in (True, False))
+        return dataclasses.replace(
+            form,
+            short_ids=not all(form._writes(render, probe) for probe in other_ids),
+            named=with_names != without,
+        )
 
     def fit(self, messages: Sequence[Message]) -> Sequence[Message]:
         """The same conversation as the template takes it."""
-        return [self._fit(message) for message in messages]
+        names = _names_of_calls(messages) if self.named else {}
+        written = one_call_each(messages) if self.single else messages
+        return [self._fit(message, names) for message in written]
 
-    def _fit(self, message: Message) -> Message:
+    def _fit(self, message: Message, names: Mapping[str, str]) -> Message:
         calls = message.get("tool_calls")
+        if message["role"] == "tool":
+            identity = message.get("tool_call_id")
+            name = names.get(str(identity))
+            return {
+                **({"name": name} if name is not None else {}),
+                **message,
+                **({"tool_call_id": _short(identity)} if self.short_ids and isinstance(identity, str) else {}),
+                "content": "" if message.get("content") is None else message["content"],
+            }
         if not isinstance(calls, list) or not calls:
             return message
-        said = {"content": None} if self.null and not message.get("content") else {}
-        return {**message, **said, "tool_calls": [self._fit_call(call) for call in calls] if self.texts else calls}
+        said = message.get("content") or (None if self.null else "")
+        return {**message, "content": said, "tool_calls": [self._fit_call(call) for call in calls]}
 
     def _fit_call(self, call: Any) -> Any:
         function = call.get("function") if isinstance(call, Mapping) else None
-        if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), Mapping):
+        if not isinstance(function, Mapping):
             return call
-        return {**call, "function": {**function, "arguments": json.dumps(function["arguments"], ensure_ascii=False)}}
+        arguments = function.get("arguments")
+        if self.texts and isinstance(arguments, Mapping):
+            arguments = json.dumps(arguments, ensure_ascii=False)
+        elif not self.texts and isinstance(arguments, str | None):
+            arguments = arguments_of(arguments)
+        identity = call.get("id")
+        short = {"id": _short(identity)} if self.short_ids and isinstance(identity, str) else {}
+        return {**call, **short, "function": {**function, "arguments": arguments}}
 
-    def _is_written(self, render: Render) -> bool:
-        """Whether name and arguments come out, and not as Python writes them."""
+    def _rendered(self, render: Render, probe: Sequence[Message]) -> str | None:
         try:
-            text = render(self.fit(PROBE))
+            return render(self.fit(probe))
         except InvalidRequest:
+            return None
+
+    def _writes(self, render: Render, probe: Sequence[Message]) -> bool:
+        """Whether names and arguments come out, and not as Python writes them."""
+        text = self._rendered(render, probe)
+        if text is None or f"'{KEY}'" in text:
             return False
-        return all(part in text for part in (NAME, KEY, VALUE)) and f"'{KEY}'" not in text
+        names = [call["function"]["name"] for call in probe[1]["tool_calls"]]
+        return all(part in text for name in names for part in (name, KEY, name.replace(NAME, VALUE)))
+
+
+def one_call_each(messages: Sequence[Message]) -> list[Message]:
+    """Calls that stand in one message become messages of their own, each with its result behind it."""
+    written: list[Message] = []
+    left = deque(messages)
+    while left:
+        message = left.popleft()
+        calls = message.get("tool_calls")
+        if not isinstance(calls, list) or len(calls) < 2:
+            written.append(message)
+            continue
+        results: dict[str, list[Message]] = {}
+        while left and left[0]["role"] == "tool":
+            results.setdefault(str(left[0].get("tool_call_id")), []).append(left.popleft())
+        for number, call in enumerate(calls):
+            said = message if number == 0 else {"role": message["role"], "content": ""}
+            own = results.pop(str(call.get("id")), []) if isinstance(call, Mapping) else []
+            written += [{**said, "tool_calls": [call]}, *own]
+        written += itertools.chain.from_iterable(results.values())
+    return written
+
+
+def arguments_of(written: str | None) -> dict[str, Any]:
+    """The arguments of a call. A client sends back what the model wrote, also where that is no JSON object."""
+    try:
+        parsed = msgspec.json.decode(written) if written and written.strip() else {}
+    except (msgspec.DecodeError, RecursionError):
+        parsed = written
+    if parsed is None:
+        return {}
+    return parsed if isinstance(parsed, dict) else {UNPARSED: written}
+
+
+def _names_of_calls(messages: Sequence[Message]) -> dict[str, str]:
+    calls = [call for message in messages for call in message.get("tool_calls") or () if isinstance(call, Mapping)]
+    functions = {str(call.get("id")): call.get("function") for call in calls}
+    return {
+        identity: function["name"]
+        for identity, function in functions.items()
+        if isinstance(function, Mapping) and isinstance(function.get("name"), str)
+    }
+
+
+def _short(identity: str) -> str:
+    """The same for the same id, and another one for another."""
+    return (
+        identity if SHORT_ID.fullmatch(identity) else hashlib.sha256(identity.encode(errors="replace")).hexdigest()[:9]
+    )

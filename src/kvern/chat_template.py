@@ -20,17 +20,14 @@ import jinja2.nodes
 import jinja2.parser
 import jinja2.runtime
 
-from kvern.call_messages import CallForm
 from kvern.errors import CorruptCheckpoint, InvalidRequest, shown
 from kvern.files import read_object, read_whole, reason
-from kvern.system_messages import SystemPlaces
+from kvern.message_forms import PROBED_TOOL, MessageForms
 from kvern.template_sandbox import BoundedEnvironment
+from kvern.template_tools import forms_of
 
-PROBED_TOOL = {
-    "type": "function",
-    "function": {"name": "probe", "description": "A tool.", "parameters": {"type": "object", "properties": {}}},
-}
-"""Stands for the tools of a request while a template is tried out."""
+LACKING = (jinja2.UndefinedError, TypeError, RecursionError)
+"""What is raised where a definition of a tool lacks something."""
 
 
 class GenerationBlock(jinja2.ext.Extension):
@@ -79,8 +76,7 @@ class ChatTemplate:
     def __init__(self, sources: Mapping[str, str]) -> None:
         self._sources = dict(sources)
         self._compiled: dict[str, jinja2.Template] = {}
-        self._system_places: dict[bool, SystemPlaces] = {}
-        self._call_forms: dict[bool, CallForm] = {}
+        self._forms: dict[bool, MessageForms] = {}
 
     @classmethod
     def from_folder(cls, folder: Path, tokenizer_config: Mapping[str, Any]) -> ChatTemplate:
@@ -114,24 +110,22 @@ class ChatTemplate:
     def fit_messages(
         self, messages: Sequence[Mapping[str, Any]], tools: bool, special_tokens: Mapping[str, str]
     ) -> Sequence[Mapping[str, Any]]:
-        """Messages as the template takes them: system messages at their places, calls in their form.
+        """Messages as the template takes them: system messages at their places, calls and contents in their form.
 
         Raises InvalidRequest.
         """
         check_messages(messages)
+        return self.forms(tools, special_tokens).fit(messages, tools)
+
+    def forms(self, tools: bool, special_tokens: Mapping[str, str]) -> MessageForms:
+        """How the template that is used with or without tools takes messages."""
 
         def render(probes: Sequence[Mapping[str, Any]]) -> str:
             return self.render(probes, [PROBED_TOOL] if tools else None, True, special_tokens)
 
-        if any(message["role"] == "system" for message in messages):
-            if tools not in self._system_places:
-                self._system_places[tools] = SystemPlaces.of(render)
-            messages = self._system_places[tools].fit(messages)
-        if any(message.get("tool_calls") for message in messages):
-            if tools not in self._call_forms:
-                self._call_forms[tools] = CallForm.of(render)
-            messages = self._call_forms[tools].fit(messages)
-        return messages
+        if tools not in self._forms:
+            self._forms[tools] = MessageForms(render)
+        return self._forms[tools]
 
     def render(
         self,
@@ -140,7 +134,7 @@ class ChatTemplate:
         add_generation_prompt: bool,
         variables: Mapping[str, Any],
     ) -> str:
-        """Return the prompt as text.
+        """Return the prompt as text. Tools that the template refuses are filled in.
 
         ``variables`` are further names the template can see (special tokens, switches like ``enable_thinking``).
 
@@ -153,14 +147,18 @@ class ChatTemplate:
             "documents": None,
             **variables,
             "messages": messages,
-            "tools": tools,
             "add_generation_prompt": add_generation_prompt,
         }
-        try:
-            template.environment.begin()  # type: ignore[attr-defined]
-            return template.render(names)
-        except Exception as error:  # a template is a program from outside: whatever it raises is a bad request
-            raise InvalidRequest(f"the model's chat template refused the messages: {one_line(error)}") from error
+        refusal = ""
+        for form in forms_of(tools):
+            try:
+                template.environment.begin()  # type: ignore[attr-defined]
+                return template.render(names, tools=form)
+            except Exception as error:  # a template is a program from outside: whatever it raises is a bad request
+                refusal = refusal or one_line(error)
+                if not isinstance(error, LACKING):
+                    break
+        raise InvalidRequest(f"the model's chat template refused the messages: {refusal}")
 
     def _template(self, name: str) -> jinja2.Template:
         if name not in self._compiled:

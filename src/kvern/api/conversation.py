@@ -6,10 +6,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-import msgspec
-
 from kvern.api.fields import typed
 from kvern.api.thinking_fields import read_thinking
+from kvern.call_messages import arguments_of
 from kvern.errors import InvalidRequest, shown
 from kvern.json_work import is_too_much
 from kvern.tools.definitions import NO_TOOLS, ToolUse, read_tools
@@ -23,8 +22,6 @@ if TYPE_CHECKING:
 
 RESERVED = frozenset({"self", "messages", "tools", "add_generation_prompt"})
 TEXT_PARTS = ("text", "input_text", "output_text")
-UNPARSED = "unparsed_arguments"
-"""Under which a template sees arguments that are no JSON object: a model wrote them, and the conversation goes on."""
 
 
 @dataclass(frozen=True)
@@ -145,21 +142,10 @@ def plain_call(call: object, place: str) -> dict[str, Any]:
         raise InvalidRequest(f"{place} is {shown(call)}: it must be an object with a function that has a name")
     arguments = function.get("arguments")
     if isinstance(arguments, str):
-        arguments = _parsed(arguments)
+        arguments = arguments_of(arguments)
     if not isinstance(arguments, dict | None):
         raise InvalidRequest(f"{place}.function.arguments is {shown(arguments)}: it must be a JSON object")
     return {**call, "function": {**function, "arguments": arguments or {}}}
-
-
-def _parsed(arguments: str) -> dict[str, Any]:
-    """The arguments of a call. A client sends back what the model wrote, also where that is no JSON object."""
-    try:
-        parsed = msgspec.json.decode(arguments if arguments.strip() else "{}")
-    except (msgspec.DecodeError, RecursionError):
-        parsed = arguments
-    if parsed is None:
-        return {}
-    return parsed if isinstance(parsed, dict) else {UNPARSED: arguments}
 
 
 def text_of(parts: Sequence[Any], kinds: Sequence[str] = TEXT_PARTS, place: str = "messages") -> str:

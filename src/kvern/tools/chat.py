@@ -16,7 +16,7 @@ from kvern.tools.definitions import NO_TOOLS, ToolUse
 from kvern.tools.encoding import Encoding
 from kvern.tools.formats import formats_of
 from kvern.tools.grammar import GrammarWriter, Thought
-from kvern.tools.harmony import one_call_each
+from kvern.tools.harmony import joined_thinking
 from kvern.tools.pieces import Content, Message, Piece
 from kvern.tools.thinking import Beginning, ThinkingFormat, beginning_of
 from kvern.tools.thinking_splitter import ThinkingSplitter
@@ -181,7 +181,7 @@ class Chat:
         """The prompt as text, and what it has of the answer's message already. Raises InvalidRequest."""
         thinking = self._thinking(definitions is not None)
         if thinking is not None and thinking.in_turns:
-            messages = one_call_each(messages)
+            messages = joined_thinking(messages)
         if not continue_final_message:
             text = self._tokenizer.chat_prompt(messages, definitions, add_generation_prompt, **(variables or {}))
             return text, ""

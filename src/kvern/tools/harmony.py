@@ -11,9 +11,7 @@ where it interrupts a message, that message's. Analysis is reasoning; whatever e
 and so is what stands behind a call's arguments, where the format has a place for nothing.
 """
 
-import itertools
 import re
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
@@ -192,30 +190,14 @@ class HarmonyParser(BufferedParser):
             self._written.add(self._kind)
 
 
-def one_call_each(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Messages as gpt-oss's template takes them: one call in each, with its result behind it.
+def joined_thinking(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Messages as gpt-oss's template takes them.
 
-    The template writes as analysis what a message with a call has thought or said, and refuses both: they are joined.
-    Raises InvalidRequest.
+    It writes as analysis what a message with a call has thought or said, and refuses both: they are joined. Raises
+    InvalidRequest.
     """
     check_messages(messages)
-    written: list[Mapping[str, Any]] = []
-    left = deque(messages)
-    while left:
-        message = left.popleft()
-        calls = message.get("tool_calls")
-        if not isinstance(calls, list) or not calls:
-            written.append(message)
-            continue
-        results: dict[str, list[Mapping[str, Any]]] = {}
-        while left and left[0]["role"] == "tool":
-            results.setdefault(str(left[0].get("tool_call_id")), []).append(left.popleft())
-        for number, call in enumerate(calls):
-            said = _joined(message) if number == 0 else {"role": message["role"], "content": ""}
-            own = results.pop(str(call.get("id")), []) if isinstance(call, Mapping) else []
-            written += [{**said, "tool_calls": [call]}, *own]
-        written += itertools.chain.from_iterable(results.values())
-    return written
+    return [_joined(message) if message.get("tool_calls") else message for message in messages]
 
 
 def _joined(message: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,0 +1,100 @@
+"""How one chat template takes messages, found out by rendering a few small conversations."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+from kvern.call_messages import CallForm
+from kvern.errors import InvalidRequest
+from kvern.system_messages import SystemPlaces
+
+Message = Mapping[str, Any]
+Render = Callable[[Sequence[Message]], str]
+
+TEXT = "probe-text"
+PROBED_NAME = "probe-tool"
+PROBED_TOOL = {
+    "type": "function",
+    "function": {"name": PROBED_NAME, "description": "A tool.", "parameters": {"type": "object", "properties": {}}},
+}
+"""Stands for the tools of a request while a template is tried out."""
+SPEAKERS = {"user": ("user",), "assistant": ("user", "assistant", "user"), "system": ("system", "user")}
+"""Roles whose contents a template may want as a list of parts, each with a conversation that has it."""
+
+
+class MessageForms:
+    """Each is found out when a conversation first needs it. `render` makes a prompt of messages."""
+
+    def __init__(self, render: Render) -> None:
+        self._render = render
+
+    @cached_property
+    def parts(self) -> frozenset[str]:
+        """Roles whose texts the template writes only as a list of parts, and otherwise leaves out silently."""
+        parts: frozenset[str] = frozenset()
+        for role, roles in SPEAKERS.items():
+            written = _writes(self._render, role, roles, parts)
+            if written is None and not parts:
+                break  # it may refuse anything
+            wanted = parts | {role}
+            if not written and _writes(self._render, role, roles, wanted):
+                parts = wanted
+        return parts
+
+    @cached_property
+    def systems(self) -> SystemPlaces:
+        """Where system messages may stand."""
+        return SystemPlaces.of(self._fitted)
+
+    @cached_property
+    def calls(self) -> CallForm:
+        """How calls and their results look."""
+        return CallForm.of(self._fitted)
+
+    @cached_property
+    def tools_need_system(self) -> bool:
+        """Whether definitions of tools come out only where there is a system message (FunctionGemma)."""
+        user, system = ({"role": role, "content": "probe"} for role in ("user", "system"))
+        without, with_it = (_rendered(self._fitted, messages) for messages in ([user], [system, user]))
+        return PROBED_NAME not in (without or PROBED_NAME) and PROBED_NAME in (with_it or "")
+
+    def fit(self, messages: Sequence[Message], tools: bool = False) -> Sequence[Message]:
+        """The same conversation as the template takes it; `tools`: there are definitions."""
+        if tools and messages[0]["role"] != "system" and self.tools_need_system:
+            messages = [{"role": "system", "content": ""}, *messages]
+        if any(message["role"] == "system" for message in messages):
+            messages = self.systems.fit(messages)
+        if any(message.get("tool_calls") or message["role"] == "tool" for message in messages):
+            messages = self.calls.fit(messages)
+        return _in_parts(messages, self.parts)
+
+    def _fitted(self, messages: Sequence[Message]) -> str:
+        return self._render(_in_parts(messages, self.parts))
+
+
+def _in_parts(messages: Sequence[Message], roles: frozenset[str]) -> Sequence[Message]:
+    """Texts of these roles as lists of one part."""
+    if not roles:
+        return messages
+    return [
+        {**message, "content": [{"type": "text", "text": message["content"]}]}
+        if message["role"] in roles and isinstance(message.get("content"), str)
+        else message
+        for message in messages
+    ]
+
+
+def _writes(render: Render, role: str, roles: Sequence[str], parts: frozenset[str]) -> bool | None:
+    """Whether a text of this role comes out; None: the template refuses the conversation."""
+    conversation = [{"role": each, "content": TEXT if each == role else "probe"} for each in roles]
+    text = _rendered(render, _in_parts(conversation, parts))
+    return None if text is None else TEXT in text
+
+
+def _rendered(render: Render, messages: Sequence[Message]) -> str | None:
+    try:
+        return render(messages)
+    except InvalidRequest:
+        return None
