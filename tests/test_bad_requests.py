@@ -29,8 +29,11 @@ BAD_PARAMETERS: list[tuple[dict[str, Any], str]] = [
     ({"temperature": -0.1}, "temperature is -0.1: it must be a finite number at least 0"),
     ({"temperature": float("nan")}, "temperature is nan"),
     ({"temperature": float("inf")}, "temperature is inf"),
-    ({"top_p": 0.0}, "top_p is 0.0: it must be a finite number at least 1e-37 and at most 1"),
-    ({"top_p": 1e-46}, "top_p is 1e-46: it must be a finite number at least 1e-37"),
+    ({"top_p": -0.1}, "top_p is -0.1: it must be a finite number at least 0 and at most 1"),
+    ({"stop": "a\ud800"}, "stop holds '\\ud800', half of a surrogate pair"),
+    ({"bad_words": ["a", "\udc00"]}, "bad_words holds '\\udc00', half of a surrogate pair"),
+    ({"structured": StructuredOutput(choice=["\ud800"])}, "structured holds '\\ud800', half of a surrogate pair"),
+    ({"logits_processors": {"\ud800": {}}}, "logits_processors holds '\\ud800', half of a surrogate pair"),
     ({"max_tokens": 2**64}, "max_tokens is 18446744073709551616: it must be a finite number at least 1 and at most"),
     ({"min_tokens": 10**5000}, "min_tokens is a whole number of 16610 bits"),
     ({"prompt_logprobs_from": 2**64}, "prompt_logprobs_from is 18446744073709551616"),
@@ -72,6 +75,20 @@ def test_bad_parameters_are_named(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidParameter) as caught:
         SamplingParams(**fields)
     assert message in str(caught.value) and "\n" not in str(caught.value) and len(str(caught.value)) < 250
+
+
+def test_values_that_other_programs_send_for_nothing(llm: LLM) -> None:
+    """-1 is no limit and no seed, and a top_p of 0 is greedy, also from a model's generation config."""
+    assert SamplingParams(max_tokens=-1, seed=-1, top_k=-1) == SamplingParams(top_k=-1)
+    assert SamplingParams().replace(max_tokens=-1).max_tokens is None
+    greedy, drawn = (
+        llm.generate("a", params)[0].outputs[0].token_ids for params in (GREEDY, GREEDY.replace(temperature=9))
+    )
+    for share in (0, 0.0, 1e-46):
+        params = GREEDY.replace(temperature=9, top_p=share, seed=3)
+        assert llm.generate("a", params)[0].outputs[0].token_ids == greedy != drawn
+        assert SamplingParams().resolved({"top_p": share, "temperature": 0.7}).temperature == 0
+    assert len(llm.generate([5] * 250, SamplingParams(max_tokens=-1, ignore_eos=True))[0].outputs[0].token_ids) == 6
 
 
 @pytest.mark.parametrize("priority", [2**63, -(2**63) - 1, 2**5000, 1.5, True, "1"])

@@ -84,13 +84,13 @@ def test_prompt_inputs_that_are_refused(llm: LLM, fields: dict[str, Any], named:
 def test_samples_of_neighbouring_seeds_are_independent(llm: LLM) -> None:
     """The first sample of a seed is the one that a request without `n` has; no other is one of another seed's."""
     drawn = GREEDY.replace(temperature=1.0, max_tokens=8, ignore_eos=True)
-    outputs = llm.generate([[5, 6]] * 3, [drawn.replace(seed=seed, n=3) for seed in (7, 8, -1)])
+    outputs = llm.generate([[5, 6]] * 3, [drawn.replace(seed=seed, n=3) for seed in (7, 8, -2)])
     answers = [tuple(item.token_ids) for output in outputs for item in output.outputs]
     assert len(set(answers)) == 9
-    alone = [llm.generate([5, 6], drawn.replace(seed=seed))[0].outputs[0].token_ids for seed in (7, 8, -1)]
+    alone = [llm.generate([5, 6], drawn.replace(seed=seed))[0].outputs[0].token_ids for seed in (7, 8, -2)]
     assert [tuple(one) for one in alone] == answers[::3]
-    seeds = {sample_seed(seed, index) for seed in (*range(64), -1, 2**63 - 1, -(2**63)) for index in range(16)}
-    assert len(seeds) == 67 * 16 - 2 and min(seeds) >= 0 and max(seeds) < 2**63  # plain: -1 is 2**63 - 1, -2**63 is 0
+    seeds = {sample_seed(seed, index) for seed in (*range(64), -2, 2**63 - 2, -(2**63)) for index in range(16)}
+    assert len(seeds) == 67 * 16 - 2 and min(seeds) >= 0 and max(seeds) < 2**63  # -2 is 2**63 - 2, and -2**63 is 0
 
 
 def test_a_prompt_crosses_to_the_engine_once(llm: LLM) -> None:

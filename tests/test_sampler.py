@@ -151,13 +151,15 @@ EXTREMES = [
 ]
 
 
-@pytest.mark.parametrize("share", ["top_p", "typical_p"])
-def test_a_tiny_share_keeps_the_best_token_or_is_refused(share: str) -> None:
+def test_a_tiny_share_keeps_the_best_token_or_is_refused() -> None:
     logits = random_logits(4)
-    assert shares(logits, SamplingParams(temperature=1.0, top_p=1e-37))[logits.argmax()] == 1
+    for value in (0, 5e-324, 1e-46, 1e-37):
+        assert shares(logits, SamplingParams(temperature=1.0, top_p=value))[logits.argmax()] == 1
+    with pytest.raises(InvalidParameter, match="top_p is -1e-30: it must be a finite number at least 0"):
+        SamplingParams(top_p=-1e-30)
     for value in (0, 5e-324, 1e-300, 1e-46, 1e-40, -1e-30):
-        with pytest.raises(InvalidParameter, match=f"{share} is {value}: it must be a finite number at least 1e-37"):
-            SamplingParams(**{share: value})
+        with pytest.raises(InvalidParameter, match=f"typical_p is {value}: it must be a finite number at least 1e-37"):
+            SamplingParams(typical_p=value)
 
 
 @pytest.mark.parametrize("value", [0.0, 1e9, -1e9, 3e38, math.nan, math.inf, -math.inf])

@@ -32,6 +32,12 @@ def in_a_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())[:500]}"
 
 
+def half_pair(error: UnicodeEncodeError) -> str:
+    """What text that UTF-8 has no bytes for holds, as the end of a message."""
+    character = error.object[error.start]
+    return f"{character!r}, half of a surrogate pair, which is no character: leave it out, or decode its text as UTF-16"
+
+
 class KvernError(Exception):
     """The root: catch this to catch everything that kvern reports about its inputs."""
 

@@ -5,7 +5,7 @@ from typing import Any, Self
 
 import msgspec
 
-from kvern.errors import InvalidParameter, shown
+from kvern.errors import InvalidParameter, half_pair, shown
 from kvern.structured_output import StructuredOutput
 
 MAX_LOGPROBS = 100
@@ -15,7 +15,7 @@ MAX_INTEGER = 2**31 - 1
 MAX_WIDE_INTEGER = 2**63 - 1
 """Of a seed and of a priority, which 64 bits hold; the smallest is -2**63."""
 MIN_SHARE = 1e-37
-"""Of top_p and typical_p: float32 has 0 for much less, and nothing would be kept. It keeps the best token only."""
+"""Of top_p and typical_p: float32 has 0 for much less, and nothing would be kept."""
 MAX_BEAMS = 64
 MAX_LENGTH_PENALTY = 10
 """Powers of a length stay finite."""
@@ -37,7 +37,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     top_k: int | None = None
     """Keep the k most probable tokens; 0 keeps all. None: the model's generation_config, else 0."""
     top_p: float | None = None
-    """Keep the smallest set of tokens with this probability in all. None: the model's generation_config, else 1."""
+    """Keep the smallest set of tokens with this probability in all; 0 takes the most probable token. None: the model's
+    generation_config, else 1."""
     min_p: float | None = None
     """Keep tokens at least this probable relative to the most probable one. None: the model's generation_config, else
     0."""
@@ -79,7 +80,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     min_tokens: int = 0
     """No end-of-sequence or stop token before this many output tokens."""
     max_tokens: int | None = None
-    """Tokens to generate at most. None: until the context is full."""
+    """Tokens to generate at most. None or -1: until the context is full."""
     stop: list[str] | str | None = None
     """Generation ends when the text contains one of these."""
     stop_token_ids: list[int] | None = None
@@ -87,7 +88,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
     seed: int | None = None
-    """The same seed gives the same tokens, alone and in any batch."""
+    """The same seed gives the same tokens, alone and in any batch. None or -1: another one each time."""
     n: int = 1
     """Independent answers to one prompt, which share its KV blocks; with `beam_width` the best of the beams."""
     beam_width: int | None = None
@@ -148,12 +149,17 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         for name, usual in USUAL.items():
             values[name] = defaults.get(name, usual) if values[name] is None else values[name]
         values["top_k"] = max(values["top_k"], 0)
+        if values["top_p"] < MIN_SHARE:
+            values |= {"temperature": 0.0, "top_p": 1.0}
         return ResolvedParams(**values)
 
     def __post_init__(self) -> None:
+        for name in ("max_tokens", "seed"):
+            if getattr(self, name) == -1:
+                msgspec.structs.force_setattr(self, name, None)
         _check_range("temperature", self.temperature, 0, MAX_FACTOR)
         _check_integer("top_k", self.top_k, -1, MAX_INTEGER)
-        _check_range("top_p", self.top_p, MIN_SHARE, 1)
+        _check_range("top_p", self.top_p, 0, 1)
         _check_range("min_p", self.min_p, 0, 1)
         _check_range("typical_p", self.typical_p, MIN_SHARE, 1)
         _check_range("repetition_penalty", self.repetition_penalty, 1 / MAX_FACTOR, MAX_FACTOR)
@@ -189,7 +195,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
                     f"logits_processors: {name:.60} is {shown(values)}: it must be an object of arguments"
                 )
         for name in ("structured", "logits_processors"):
-            _check_integers_within(name, getattr(self, name))
+            _check_travels(name, getattr(self, name))
         for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
             if not isinstance(getattr(self, name), bool):
                 raise InvalidParameter(f"{name} is {shown(getattr(self, name))}: it must be true or false")
@@ -219,6 +225,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
                     raise InvalidParameter(
                         f"{name} holds {shown(word)}: its entries must be texts of one character or more"
                     )
+                _check_travels(name, word)
         for token, bias in biases:
             _check_range(f"logit_bias of token {token}", bias, -MAX_BIAS, MAX_BIAS)
 
@@ -281,13 +288,15 @@ def check_wide_integer(name: str, value: float | None) -> None:
     _check_integer(name, value, -MAX_WIDE_INTEGER - 1, MAX_WIDE_INTEGER)
 
 
-def _check_integers_within(name: str, value: object) -> None:
+def _check_travels(name: str, value: object) -> None:
     """Refuse what cannot travel to the engine."""
     if value is not None:
         try:
             msgspec.msgpack.encode(value)
         except OverflowError as error:
             raise InvalidParameter(f"{name} holds a whole number of more than 64 bits: make it smaller") from error
+        except UnicodeEncodeError as error:
+            raise InvalidParameter(f"{name} holds {half_pair(error)}") from error
 
 
 def _items(name: str, value: object) -> Iterable[tuple[Any, Any]]:

@@ -15,7 +15,7 @@ from typing import Any
 import tokenizers
 
 from kvern.chat_template import ChatTemplate
-from kvern.errors import CorruptCheckpoint, InvalidRequest, PromptTooLong, shown
+from kvern.errors import CorruptCheckpoint, InvalidRequest, PromptTooLong, half_pair, shown
 from kvern.files import MEBIBYTE, read_object, read_whole, reason
 
 MOST_TOKENIZER_BYTES = 256 * MEBIBYTE
@@ -98,7 +98,7 @@ class Tokenizer:
             lowered = [text.lower() for text in texts] if self._lowers else list(texts)
             encodings = backend.encode_batch_fast(lowered, add_special_tokens=add_special_tokens)
         except (UnicodeEncodeError, TypeError) as error:  # the library calls a string it cannot take a TypeError
-            raise InvalidRequest(f"the prompt is not valid Unicode text: {shown(''.join(texts))}") from error
+            raise _not_text(texts) from error
         return [list(encoding.ids) for encoding in encodings]
 
     def encode_pair(self, first: str, second: str) -> tuple[list[int], list[int]]:
@@ -107,7 +107,7 @@ class Tokenizer:
         try:
             (encoding,) = self._require().encode_batch_fast([(first, second)], add_special_tokens=True)
         except (UnicodeEncodeError, TypeError) as error:
-            raise InvalidRequest(f"the texts are not valid Unicode: {shown(first + second)}") from error
+            raise _not_text((first, second)) from error
         return list(encoding.ids), list(encoding.type_ids)
 
     def cutting_tokens(self, template: str) -> list[str]:
@@ -221,6 +221,18 @@ class Tokenizer:
         if self._backend is None:
             return frozenset()
         return frozenset(index for index, token in self._backend.get_added_tokens_decoder().items() if token.special)
+
+
+def _not_text(texts: Sequence[object]) -> InvalidRequest:
+    """What is wrong with texts that the tokenizer does not take."""
+    for text in texts:
+        if not isinstance(text, str):
+            return InvalidRequest(f"the prompt is {shown(text)}: it must be a text")
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            return InvalidRequest(f"the prompt holds {half_pair(error)}")
+    return InvalidRequest(f"the prompt is not valid Unicode text: {shown(texts)}")
 
 
 def byte_characters() -> dict[str, int]:

@@ -94,8 +94,6 @@ def _params(body: Mapping[str, Any]) -> SamplingParams:
     values = {RENAMED.get(name, name): value for name, value in options.items() if name in OPTIONS}
     if typed(options, "num_predict", int, 1) <= 0:
         del values["max_tokens"]  # no end but the model's
-    if values.get("seed") == -1:
-        del values["seed"]
     form = body.get("format")
     if form not in (None, ""):
         if form != "json" and not isinstance(form, dict):
