@@ -1,6 +1,8 @@
 """The loop of an encoder: who goes first, what shares a step, and whose fault a failing step is."""
 
+import os
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -8,6 +10,8 @@ import torch
 
 from kvern import EngineConfig
 from kvern.engine.encoder_core import EncoderCore
+from kvern.engine.running_file import RunningFile
+from kvern.engine.step_watch import SHORTEST_SILENCE, StepWatch
 from kvern.errors import InvalidAdapter
 from kvern.events import TokenEvent
 from kvern.request import PromptInput, RequestSpec
@@ -49,12 +53,26 @@ class Reader:
             raise RuntimeError("the device is broken")
 
 
+class Noted(StepWatch):
+    """Notes who is in which step; as many end as begin."""
+
+    def __init__(self) -> None:
+        super().__init__(RunningFile(Path(os.devnull)), lambda _: None, 60.0)
+        self.steps: list[list[str]] = []
+
+    def began(self, request_ids: Sequence[str], tokens: int | None = None, reach: int = 0) -> None:
+        super().began(request_ids, tokens, reach)
+        assert tokens is not None and tokens >= reach > 0
+        self.steps.append(list(request_ids))
+
+
 class Loop:
     """A core with its reader; texts are named by their first token."""
 
     def __init__(self, depth: int = 1, **options: Any) -> None:
-        self.reader, self.noted = Reader(), list[list[str]]()
-        self.core = EncoderCore(self.reader, EngineConfig(**options), BUDGET, MOST_TEXTS, depth, self.noted.append)
+        self.reader = Reader()
+        self.noted = Noted()
+        self.core = EncoderCore(self.reader, EngineConfig(**options), BUDGET, MOST_TEXTS, depth, self.noted)
 
     def add(self, number: int, length: int = 1, *, last: int = 0, **fields: Any) -> None:
         prompt = PromptInput([number] * (length - 1) + [last or number])
@@ -76,7 +94,8 @@ def test_steps_are_filled_in_the_order_of_arrival() -> None:
     assert [event.request_id for event in events] == [f"{number}#0" for number in range(10)]
     assert all(event.finish_reason == "stop" and event.embedding and event.queue_seconds >= 0 for event in events)
     assert events[3].embedding == bytes([3] * 8)
-    assert loop.noted == [[f"{number}#0" for number in step] for step in loop.reader.steps]
+    assert loop.noted.silence == SHORTEST_SILENCE
+    assert loop.noted.steps == [[f"{number}#0" for number in step] for step in loop.reader.steps]
     statistics = loop.core.statistics()
     assert (statistics.requests, statistics.prompt_tokens, statistics.computed_tokens, statistics.steps) == (
         10,

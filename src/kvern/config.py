@@ -14,6 +14,8 @@ DEFAULT_MODEL = "kvern-12m"
 DEFAULT_ADAPTERS = 8
 LARGEST_RANK = 128
 LONGEST_SECONDS = 10_000_000
+LONGEST_SILENCE = 60.0
+"""Seconds that an engine may take for what it did not do before, if `engine_timeout` says nothing."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +55,8 @@ class EngineConfig:
     """Where the model runs; auto takes a GPU if there is one."""
     tensor_parallel_size: int = 1
     """Processes that compute the model together, each with a share of its weights and of its KV cache: one a GPU, or
-    several of a CPU. One that waits for another for half of engine_timeout gives up: a server then starts anew."""
+    several of a CPU. One that waits for another for half of engine_timeout, or 30 s, gives up: a server then starts
+    anew."""
     executor: Literal["processes", "ray"] = "processes"
     """Who starts the processes of engines and of their ranks: processes of this machine, or ray on nodes of the cluster
     that RAY_ADDRESS names, where each rank has a GPU, or as many processors as threads says."""
@@ -210,8 +213,9 @@ class EngineConfig:
     """Requests without a seed of their own draw theirs from this one."""
     served_model_name: tuple[str, ...] = ()
     """Names of the model in the API of a server. None: the name it was started with."""
-    engine_timeout: float = 60.0
-    """Seconds without a sign of life after which a server replaces the engine; a step takes less."""
+    engine_timeout: float | None = None
+    """Seconds without a sign of life after which a server replaces the engine; a step takes less. None: 10, or what
+    slow steps take, and a minute for what was not computed before."""
 
     def __post_init__(self) -> None:
         sizes = "max_model_len", "kv_cache_tokens", "block_size", "max_batch_requests"
@@ -220,7 +224,7 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"{name} is {value}: it must be at least 1")
-        if not 0 < self.engine_timeout <= LONGEST_SECONDS:
+        if self.engine_timeout is not None and not 0 < self.engine_timeout <= LONGEST_SECONDS:
             limits = f"above 0 and {LONGEST_SECONDS} at most"
             raise ConfigError(f"engine_timeout is {self.engine_timeout}: it must be a number of seconds, {limits}")
         if self.gpu_memory_share is not None and not 0 < self.gpu_memory_share <= 1:
@@ -322,7 +326,12 @@ class EngineConfig:
     @property
     def rank_timeout(self) -> float:
         """Seconds for which one of several ranks waits for another, before the engine is given up for silent."""
-        return self.engine_timeout / 2
+        return self.longest_silence / 2
+
+    @property
+    def longest_silence(self) -> float:
+        """Seconds for which an engine may give no sign of life, whatever it does."""
+        return LONGEST_SILENCE if self.engine_timeout is None else self.engine_timeout
 
     @property
     def model_names(self) -> tuple[str, ...]:

@@ -23,6 +23,7 @@ from kvern.engine.drafting import Drafting
 from kvern.engine.pace import Pace
 from kvern.engine.scheduler import Scheduler
 from kvern.engine.stages import ToldStages
+from kvern.engine.step_watch import StepWatch
 from kvern.engine.trial import Trial, computed, reached
 from kvern.errors import in_a_line
 from kvern.events import EngineStatistics, TokenEvent
@@ -59,14 +60,14 @@ class EngineCore:
         depth: int = 1,
         tokenizer: "Callable[[], Tokenizer] | None" = None,
         prepares: bool = False,
-        note: Callable[[list[str]], None] | None = None,
+        watch: StepWatch | None = None,
         drafting: Drafting | None = None,
         pace: Pace | None = None,
     ) -> None:
         self.scheduler = scheduler
         self._branching = Branching(scheduler)
         self._prepares = prepares
-        self._note = note
+        self._watch = watch
         self.drafting = drafting
         self._pace = Pace() if pace is None else pace
         self._held: dict[str, tuple[Request, Future[None]]] = {}
@@ -224,6 +225,8 @@ class EngineCore:
             self._undo(output)
             raise
         self._pace.ended()
+        if self._watch is not None:
+            self._watch.ended()
         self._stages.ended(output, result)
         if self.drafting is not None:
             self.drafting.ended(output, requests, result)
@@ -246,8 +249,9 @@ class EngineCore:
             now = time.monotonic()
             for request in requests:
                 request.begun_at = request.begun_at or now
-        if self._note is not None:
-            self._note(output.request_ids)
+        if self._watch is not None:
+            reach = max((item.start + item.count for item in output.scheduled), default=0)
+            self._watch.began(output.request_ids, output.token_count, reach)
         self._pace.began(output)
         if self.drafting is not None:
             self.drafting.began(output, requests)
@@ -257,6 +261,8 @@ class EngineCore:
         """A step failed: what it and those after it should have written is missing, so nothing of it may be reused."""
         self._in_flight.clear()
         self._pace.forget()
+        if self._watch is not None:
+            self._watch.forget()
         if self.drafting is not None:
             self.drafting.forget()
         self.scheduler.undo(output.step)

@@ -19,6 +19,7 @@ from typing import Protocol
 
 from kvern.adapters.peft import Adapter
 from kvern.config import EngineConfig
+from kvern.engine.step_watch import StepWatch
 from kvern.errors import InvalidAdapter, in_a_line
 from kvern.events import EngineStatistics, TokenEvent
 from kvern.request import FinishReason, Progress, PromptInput, RequestSpec
@@ -81,9 +82,10 @@ class EncoderCore:
         most_tokens: int,
         most_texts: int,
         depth: int = 1,
-        note: Callable[[list[str]], None] | None = None,
+        watch: StepWatch | None = None,
     ) -> None:
-        self._runner, self._note = runner, note
+        self._runner = runner
+        self._watch = watch
         self._policy, self._aging_steps = config.policy, config.aging_steps
         self._most_tokens, self._most_texts, self._depth = most_tokens, most_texts, depth
         self._running: deque[RunningStep] = deque()
@@ -129,8 +131,8 @@ class EncoderCore:
             self._counted.computed_tokens += (tokens := sum(text.spec.prompt_length for text in texts))
             self._counted.prefill_tokens += tokens
             self._counted.scheduled += len(texts)
-            if self._note is not None:
-                self._note([text.name for text in texts])
+            if self._watch is not None:
+                self._watch.began([text.name for text in texts], tokens, max(text.spec.prompt_length for text in texts))
             began = time.monotonic()
             for text in texts:
                 del self._waiting[text.name]
@@ -148,6 +150,8 @@ class EncoderCore:
             results = step.pending.result()
         except Exception as error:
             return self._blame([text for text in step.texts if text.name not in step.aborted], error)
+        if self._watch is not None:
+            self._watch.ended()
         return [
             TokenEvent(text.name, finish_reason="stop", queue_seconds=step.began - text.arrived_at, embedding=result)
             for text, result in zip(step.texts, results, strict=True)
@@ -179,6 +183,8 @@ class EncoderCore:
     def _blame(self, texts: list[Text], error: Exception) -> list[TokenEvent]:
         """End the text whose step failed, or have halves of the step run apart from each other."""
         self._runner.abandon()
+        if self._watch is not None:
+            self._watch.ended()
         if len(texts) > 1:
             self._waiting.update((text.name, text) for text in texts)
             logger.warning("a step of %d requests failed; they are run again in halves", len(texts), exc_info=error)

@@ -21,6 +21,7 @@ from kvern.engine.policy import POLICIES
 from kvern.engine.proposer import PROPOSERS
 from kvern.engine.scheduler import Scheduler, SchedulerLimits
 from kvern.engine.step_timing import time_steps
+from kvern.engine.step_watch import StepWatch
 from kvern.model_spec import ModelSpec
 from kvern.models.draft import draft_folder
 from kvern.models.implementation import describe_model
@@ -47,11 +48,11 @@ def build_core(
     startup: Startup,
     *,
     prepares: bool = False,
-    note: Callable[[list[str]], None] | None = None,
+    watch: StepWatch | None = None,
     streams: bool = False,
     lost: Callable[[int], None] | None = None,
 ) -> tuple[EngineLoop, ModelSpec, Layout]:
-    """Load the model in `folder` and wire the engine around it; `prepares` and `note` are the core's.
+    """Load the model in `folder` and wire the engine around it; `prepares` and `watch` are the core's.
 
     With `prepares` what makes steps faster may be made later, in idle moments.
 
@@ -67,14 +68,14 @@ def build_core(
     if spec.encoder is not None:
         runner, layout = start_encoder(config, folder, spec, startup)
         sizes = layout.max_batch_tokens, layout.max_batch_requests, layout.depth
-        encoder = EncoderCore(runner, config, *sizes, note)
+        encoder = EncoderCore(runner, config, *sizes, watch)
         return encoder, spec, layout
     draft = draft_folder(config, folder, resolve_device(config).type)
     executor, layout = start(config, folder, spec, startup, draft, lost)
     drafting = make_drafting(config, spec, layout, draft)
     if isinstance(executor, OwnRowsExecutor):
         executor.begin_counting()
-        return make_homes(config, folder, layout, executor, drafting, note), spec, layout
+        return make_homes(config, folder, layout, executor, drafting, watch), spec, layout
     scheduler = make_scheduler(config, folder, layout, executor.tier)
     tokenizer = functools.cache(functools.partial(Tokenizer, folder))
     with startup.stage("graphs"):
@@ -82,7 +83,7 @@ def build_core(
     with startup.stage("pace"):
         pace = make_pace(config, executor, layout, streams)
     executor.begin_counting()
-    core = EngineCore(scheduler, executor, layout.depth, tokenizer, prepares, note, drafting, pace)
+    core = EngineCore(scheduler, executor, layout.depth, tokenizer, prepares, watch, drafting, pace)
     return core, spec, layout
 
 
@@ -92,14 +93,14 @@ def make_homes(
     layout: Layout,
     executor: OwnRowsExecutor,
     drafting: Drafting | None,
-    note: Callable[[list[str]], None] | None,
+    watch: StepWatch | None,
 ) -> HomedCores:
     """The cores of all ranks, of which this process's is the first."""
     assert executor.others is not None
     cached = layout.cached_tokens if config.prefix_cache else 0
     homes = [Home(layout.max_batch_requests, cached) for _ in range(config.homes)]
     core = make_home_core(config, folder, layout, executor, drafting)
-    return HomedCores(core, executor, executor.others, homes, config.rank_timeout, note)
+    return HomedCores(core, executor, executor.others, homes, config.rank_timeout, watch)
 
 
 def make_home_core(

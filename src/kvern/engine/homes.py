@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from kvern.engine.core import EngineCore
 from kvern.engine.loop import queued
 from kvern.engine.prefix_record import PrefixRecord, answer_tokens, piece_keys
+from kvern.engine.step_watch import StepWatch
 from kvern.errors import EngineDied
 from kvern.events import EngineStatistics, TokenEvent, all_together
 from kvern.request import FinishReason, Progress, RequestSpec
@@ -130,14 +131,15 @@ class HomedCores:
         others: RankProcesses,
         homes: list[Home],
         seconds: float,
-        note: Callable[[list[str]], None] | None = None,
+        watch: StepWatch | None = None,
     ) -> None:
         """`core` and `executor` are the first rank's, the first of the `homes`; `others` answer within so many seconds.
 
-        `note` is told the answers that any rank may work on, before it does.
+        `watch` is told the answers that any rank may work on, before it does.
         """
         self._core, self._executor, self._others, self._homes = core, executor, others, homes
-        self._seconds, self._note = seconds, note
+        self._seconds = seconds
+        self._watch = watch
         self._is_broken = False
 
     @property
@@ -169,8 +171,8 @@ class HomedCores:
             raise
 
     def _turn(self) -> list[TokenEvent]:
-        if self._note is not None:
-            self._note([name for home in self._homes for name in home.answer_ids])
+        if self._watch is not None:
+            self._watch.began([name for home in self._homes for name in home.answer_ids])
         first, *others = self._homes
         self._executor.begin_turn()
         self._others.send_each([home.take() for home in others])
@@ -178,6 +180,8 @@ class HomedCores:
         events = first.hear(own, self._core.statistics(), self._core.has_work)
         for home, taken in zip(others, self._others.turns(self._seconds), strict=True):
             events += home.hear(taken.events, taken.statistics, taken.has_work)
+        if self._watch is not None:
+            self._watch.ended()
         return events
 
     def statistics(self) -> EngineStatistics:

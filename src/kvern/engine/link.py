@@ -13,6 +13,7 @@ from kvern.config import EngineConfig
 from kvern.engine.child import EngineProcess
 from kvern.engine.wire import (
     AdapterRead,
+    Busy,
     Events,
     Failed,
     Ready,
@@ -28,11 +29,15 @@ SHUTDOWN_SECONDS = 10
 
 
 class EngineLink:
-    """Start with `start`, end with `stop`. After `silence` seconds without a sign of life the process is killed."""
+    """Start with `start`, end with `stop`. After some seconds without a sign of life the process is killed.
 
-    def __init__(self, process: EngineProcess, socket: zmq.asyncio.Socket, silence: float) -> None:
+    longest     so many at most; the engine says before a step how long that may take
+    """
+
+    def __init__(self, process: EngineProcess, socket: zmq.asyncio.Socket, longest: float) -> None:
         self.process = process
-        self._silence = silence
+        self._longest = longest
+        self._silence = longest
         self.ready = Ready(0, 0, "")
         self._socket = socket
         self.silent = False
@@ -44,7 +49,7 @@ class EngineLink:
         socket = zmq.asyncio.Context.instance().socket(zmq.PAIR)
         socket.set(zmq.LINGER, 0)
         socket.set(zmq.SNDHWM, 0)  # what is sent is bounded by what is asked
-        link = cls(process, socket, config.engine_timeout)
+        link = cls(process, socket, config.longest_silence)
         try:
             process.listen(socket)
         except BaseException:
@@ -96,6 +101,8 @@ class EngineLink:
                     received.cancel()
                 if isinstance(message, Failed):
                     raise EngineDied(message.reason)
+                if isinstance(message, Busy | Events):
+                    self._silence = min(self._longest, message.silence or self._longest)
                 if isinstance(message, Ready | AdapterRead | Events):
                     yield message
         finally:

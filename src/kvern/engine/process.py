@@ -24,14 +24,15 @@ from kvern.config import EngineConfig
 from kvern.engine.loop import EngineLoop, queued
 from kvern.engine.model_facts import ModelFacts
 from kvern.engine.running_file import RunningFile
+from kvern.engine.step_watch import SHORTEST_SILENCE, StepWatch
 from kvern.engine.wire import (
     AdapterRead,
     AddRequest,
+    Busy,
     Events,
     Failed,
     FinishRequests,
     LoadAdapter,
-    Loading,
     Ready,
     Shutdown,
     Start,
@@ -90,10 +91,15 @@ def main(address: str, running: str, parent: int) -> int:
             from kvern.engine.factory import build_core
 
             startup = Startup()
-            note = RunningFile(Path(running)).write
+            watch = StepWatch(
+                RunningFile(Path(running)),
+                lambda seconds: socket.send(encode(Busy(seconds))),
+                config.longest_silence,
+                config.engine_timeout or SHORTEST_SILENCE,
+            )
             folder = folder_here(config, config.model or "")
             core, spec, layout = build_core(
-                config, folder, startup, prepares=True, note=note, streams=True, lost=end_like
+                config, folder, startup, prepares=True, watch=watch, streams=True, lost=end_like
             )
     except KvernError as error:
         socket.send(encode(Failed(str(error))))
@@ -106,7 +112,7 @@ def main(address: str, running: str, parent: int) -> int:
     most = layout.max_batch_requests
     socket.send(encode(Ready(layout.max_model_len, most, str(startup), gpu, facts, cached, config.homes)))
     try:
-        serve(socket, core, parent, counts=config.expert_counts)
+        serve(socket, core, parent, watch, counts=config.expert_counts)
     except Exception as error:
         logger.exception("the engine failed")
         socket.send(encode(Failed(f"{type(error).__name__}: {error}")))
@@ -140,7 +146,7 @@ def signs_of_life(socket: "zmq.Socket[bytes]", running: str, parent: int) -> Ite
 
     def speak() -> None:
         while not ended.wait(HEARTBEAT_SECONDS):
-            socket.send(encode(Loading()))
+            socket.send(encode(Busy()))
             if os.getppid() != parent:
                 forget(running)
                 os._exit(1)
@@ -154,8 +160,13 @@ def signs_of_life(socket: "zmq.Socket[bytes]", running: str, parent: int) -> Ite
         speaker.join()
 
 
-def serve(socket: "zmq.Socket[bytes]", core: EngineLoop, parent: int, counts: bool = False) -> None:
-    """Carry out messages and steps, in turns. `counts`: say now and then how many tokens experts have had."""
+def serve(
+    socket: "zmq.Socket[bytes]", core: EngineLoop, parent: int, watch: StepWatch | None = None, counts: bool = False
+) -> None:
+    """Carry out messages and steps, in turns. `counts`: say now and then how many tokens experts have had.
+
+    `watch` knows how long the core's steps may take.
+    """
     spoke = counted = time.monotonic()
     reading = core.count_experts() if counts else None
     adapters = AdapterReader(core)
@@ -182,6 +193,7 @@ def serve(socket: "zmq.Socket[bytes]", core: EngineLoop, parent: int, counts: bo
         for answer in adapters.answers():
             socket.send(encode(answer))
         if prepares and not core.has_work:
+            socket.send(encode(Busy()))
             prepares = core.idle()
         started = time.monotonic()
         worked = core.has_work
@@ -194,7 +206,8 @@ def serve(socket: "zmq.Socket[bytes]", core: EngineLoop, parent: int, counts: bo
                 if rests:
                     reading = core.count_experts()  # for which no step is waited for
                 expert_tokens, reading, counted = reading(), core.count_experts(), now
-            socket.send(encode(Events(events, core.statistics(), now - started, expert_tokens)))
+            silence = 0.0 if watch is None else watch.silence
+            socket.send(encode(Events(events, core.statistics(), now - started, silence, expert_tokens)))
             spoke = now
 
 

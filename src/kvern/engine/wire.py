@@ -1,7 +1,7 @@
 """What the server's process and the engine's process say to each other: msgpack, never pickle.
 
 server --> Start, then AddRequest, FinishRequests, LoadAdapter, UnloadAdapter, Shutdown       --> engine
-server <-- Loading until Ready, then Events, at least twice a second, and AdapterRead; Failed ends the engine <-- engine
+server <-- Busy until Ready, then Events, at least twice a second, and AdapterRead; Failed ends the engine <-- engine
 """
 
 from typing import Any
@@ -55,8 +55,13 @@ class Shutdown(WireMessage):
     """End the process."""
 
 
-class Loading(WireMessage):
-    """A sign of life while the model is loaded."""
+class Busy(WireMessage):
+    """A sign of life, while the model is loaded or before something that may take long.
+
+    silence  seconds for which nothing may be heard after it; 0: as many as `EngineConfig.longest_silence` says
+    """
+
+    silence: float = 0.0
 
 
 class Ready(WireMessage):
@@ -97,6 +102,8 @@ class Events(WireMessage):
     events: list[TokenEvent]
     statistics: EngineStatistics
     seconds: float
+    silence: float = 0.0
+    """As of `Busy`."""
     expert_tokens: list[list[int]] = []
     """Now and then, where it is asked for: how many tokens each expert of each layer has had."""
 
@@ -105,4 +112,4 @@ encode = msgspec.msgpack.Encoder().encode
 decode_for_engine = msgspec.msgpack.Decoder(
     Start | AddRequest | FinishRequests | LoadAdapter | UnloadAdapter | Shutdown
 ).decode
-decode_for_server = msgspec.msgpack.Decoder(Loading | Ready | Failed | AdapterRead | Events).decode
+decode_for_server = msgspec.msgpack.Decoder(Busy | Ready | Failed | AdapterRead | Events).decode

@@ -114,7 +114,7 @@ class RankProcesses:
             self._sockets.append(socket)
         self._release = release
         # CPUs wait for each other no longer than their own limit.
-        patience = config.engine_timeout if lost is None and release is not None else None
+        patience = config.longest_silence if lost is None and release is not None else None
         self._end = _End(dict(zip(self._ranks, processes, strict=True)), folder, lost, release, patience)
         weakref.finalize(self, _leave, self._end, self._sockets, context, self.listener, os.getpid())
 

@@ -1,0 +1,74 @@
+"""What a server has to know of an engine's steps: who ran when it died, and for how long nothing may be heard of it."""
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from kvern.engine.running_file import RunningFile
+
+SHORTEST_SILENCE = 10.0
+"""Seconds for which a process may stand still, on a machine that has too much to do."""
+TIMES = 20
+"""A step may take so many times what one of its size took at least."""
+
+
+class StepWatch:
+    """Is told of each step before it begins and when it has ended, in their order.
+
+    running     the file that says after the engine's death who ran
+    tell        is called before a step that may take longer than `silence` said before
+    longest     seconds that a step of a size may take which none had before: something may be compiled for it
+    shortest    seconds that any step may take
+    """
+
+    def __init__(
+        self,
+        running: RunningFile,
+        tell: Callable[[float], None],
+        longest: float,
+        shortest: float = SHORTEST_SILENCE,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._running = running
+        self._tell = tell
+        self._longest = longest
+        self._shortest = min(shortest, longest)
+        self._clock = clock
+        self._least: dict[tuple[int, int], float] = {}
+        """Seconds that steps took, by the lengths in bits of their two sizes."""
+        self._begun: deque[tuple[tuple[int, int] | None, float, float]] = deque()
+        """Of each step that runs: its sizes, its limit, and when it began."""
+        self._ended = 0.0
+
+    @property
+    def silence(self) -> float:
+        """Seconds for which nothing may be heard now."""
+        return max((limit for _, limit, _ in self._begun), default=self._shortest)
+
+    def began(self, request_ids: Sequence[str], tokens: int | None = None, reach: int = 0) -> None:
+        """A step is about to begin.
+
+        request_ids  the requests that it computes
+        tokens       that it computes; None: nobody knows
+        reach        the position behind the last of them
+        """
+        self._running.write(list(request_ids))
+        sizes = None if tokens is None else (tokens.bit_length(), reach.bit_length())
+        least = None if sizes is None else self._least.get(sizes)
+        limit = self._longest if least is None else min(self._longest, max(self._shortest, TIMES * least))
+        if limit > self.silence:
+            self._tell(limit)
+        self._begun.append((sizes, limit, self._clock()))
+
+    def ended(self) -> None:
+        """The oldest step that runs has ended."""
+        sizes, _, began = self._begun.popleft()
+        now = self._clock()
+        if sizes is not None:
+            took = now - max(began, self._ended)
+            self._least[sizes] = min(took, self._least.get(sizes, took))
+        self._ended = now
+
+    def forget(self) -> None:
+        """The steps that run are given up."""
+        self._begun.clear()
