@@ -22,7 +22,7 @@ import pytest
 
 import kvern
 from kvern import LLM, AsyncLLM, SamplingParams
-from kvern.errors import ConfigError, InvalidRequest
+from kvern.errors import ConfigError
 from kvern.request import Request
 from kvern.structured_output import StructuredOutput
 from tests.combined_answers import check_same, pieces
@@ -314,12 +314,12 @@ def test_everything_at_once_over_http(alone: Alone) -> None:
             assert choice["tokens"] == len(answer.logprobs or ())
 
 
-def test_a_demanded_call_is_no_record(alone: Alone) -> None:
-    asked = replace(asks_with(frozenset(["tools"]), 1)[0], features=frozenset()).sampling(
-        structured=StructuredOutput(json=RECORD)
-    )
-    with pytest.raises(InvalidRequest, match="tool_choice demands a call, and structured output"):
-        alone(asked)
+def test_a_demanded_call_goes_before_a_record(alone: Alone) -> None:
+    asked = replace(asks_with(frozenset(["tools"]), 1)[0], features=frozenset())
+    plain = [pieces(answer) for answer in alone(asked).answers]
+    assert all(calls for _, calls in plain)
+    with_form = alone(asked.sampling(structured=StructuredOutput(json=RECORD)))
+    assert [pieces(answer) for answer in with_form.answers] == plain
 
 
 def test_the_page_is_current_and_no_cell_is_empty() -> None:

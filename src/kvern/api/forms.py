@@ -9,8 +9,20 @@ from kvern.errors import InvalidParameter, shown
 from kvern.json_work import is_too_much
 from kvern.structured.tags import StructuralTag, structural_tags
 
-GUIDED = {"guided_json": "json", "guided_regex": "regex", "guided_choice": "choice", "guided_grammar": "grammar"}
-"""vLLM's earlier names of what `structured` holds."""
+GUIDED = {
+    "guided_json": "json",
+    "guided_regex": "regex",
+    "guided_choice": "choice",
+    "guided_grammar": "grammar",
+    "json_schema": "json",
+    "regex": "regex",
+    "ebnf": "grammar",
+    "grammar": "grammar",
+    "format": "json",
+}
+"""What vLLM's earlier versions, llama.cpp, SGLang and ollama call what `structured` holds."""
+WITHOUT_CHOICE = {"disable_fallback", "disable_any_whitespace", "disable_additional_properties", "json_object"}
+"""Switches of vLLM's `structured_outputs` that ask for nothing if they are false."""
 RESPONSE_FORMATS = ("text", "json_object", "json_schema", "structural_tag")
 STRUCTURED = {"response_format", "structured_outputs", *GUIDED}
 
@@ -24,16 +36,34 @@ def structured_of(body: Mapping[str, Any]) -> dict[str, Any] | None:
         if found is not None:
             asked["response_format"] = found
     for name, ours in GUIDED.items():
-        if body.get(name) is not None:
+        if name == "format" and body.get(name) == "json":
+            asked[name] = {"json": True}
+        elif body.get(name) is not None and not (name in ("grammar", "format") and body[name] == ""):
             asked[name] = {ours: _schema(name, body[name]) if ours == "json" else body[name]}
     for name in ("structured_outputs", "structured"):
         if body.get(name) is not None:
             if not isinstance(body[name], dict):
                 raise InvalidParameter(f"{name} is {shown(body[name])}: it must be an object")
-            asked[name] = {key: value for key, value in body[name].items() if value is not None}
+            if found := _structured(body[name]):
+                asked[name] = found
     if len(asked) > 1:
         raise InvalidParameter(f"{' and '.join(asked)} are set: give one of them")
     return next(iter(asked.values()), None)
+
+
+def _structured(held: Mapping[str, Any]) -> dict[str, Any]:
+    """What `structured` and vLLM's `structured_outputs` hold."""
+    found = {key: value for key, value in held.items() if value is not None}
+    found = {key: value for key, value in found.items() if not (key in WITHOUT_CHOICE and value is False)}
+    if "json" in found:
+        found["json"] = _schema("json", found["json"])
+    if found.get("json_object") is True:
+        del found["json_object"]
+        found.setdefault("json", True)
+    if found.keys() == {"structural_tag"}:
+        tags = _schema("structural_tag", found["structural_tag"])
+        return response_format({"type": "structural_tag", **(tags if isinstance(tags, dict) else {})}) or {}
+    return found
 
 
 def _schema(name: str, value: object) -> object:
@@ -67,10 +97,10 @@ def response_format(value: object) -> dict[str, Any] | None:
                 f"triggers: {error}"
             ) from error
         return msgspec.to_builtins(structural_tags(tags, triggers))  # type: ignore[no-any-return]
-    if kind == "json_object":
+    if kind == "json_object" and value.get("schema") is None:
         return {"json": True}
     held = value.get("json_schema", value)
     schema = held.get("schema") if isinstance(held, dict) else None
     if not isinstance(schema, dict | bool):
-        raise InvalidParameter("response_format of type json_schema needs a schema: an object under json_schema.schema")
+        raise InvalidParameter(f"response_format of type {kind} needs a schema: an object under json_schema.schema")
     return {"json": schema}

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING
 
 import msgspec
 from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
-from llguidance.gbnf_to_lark import any_to_lark
+from llguidance.gbnf_to_lark import gbnf_to_lark
 
 from kvern.errors import InvalidParameter
+from kvern.structured.gbnf import is_gbnf, plain_gbnf
 from kvern.structured.references import check_references
 from kvern.structured.schema import rewrite
 from kvern.structured.vocabulary import within
@@ -160,7 +161,12 @@ def _lone_grammar(structured: StructuredOutput) -> str:
         return LLMatcher.grammar_from_lark(f"start: TEXT\nTEXT: {texts}")
     assert structured.grammar is not None
     try:
-        return LLMatcher.grammar_from_lark(any_to_lark(structured.grammar))
+        grammar = structured.grammar
+        return LLMatcher.grammar_from_lark(
+            gbnf_to_lark(plain_gbnf(grammar, "\\x{:02x}")) if is_gbnf(grammar) else grammar
+        )
+    except InvalidParameter:
+        raise
     except RecursionError as error:
         raise InvalidParameter("structured: grammar is nested too deeply: name its parts in rules") from error
     except Exception as error:  # what the converter of GBNF raises for unknown rules

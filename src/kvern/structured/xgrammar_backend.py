@@ -18,6 +18,7 @@ from xgrammar import (
 )
 
 from kvern.errors import InvalidParameter
+from kvern.structured.gbnf import is_gbnf, plain_gbnf
 from kvern.structured.references import check_references
 from kvern.structured.schema import rewrite
 from kvern.structured.xgrammar_patterns import plain_pattern
@@ -158,11 +159,11 @@ def _grammar(structured: StructuredOutput) -> Grammar:
     assert structured.grammar is not None
     if structured.parts:
         raise _refusal("grammars of parts, which tools, thinking and structural tags need")
-    if "::=" not in structured.grammar:
+    if not is_gbnf(structured.grammar):
         raise _refusal("grammars in Lark's notation: write it in GBNF (root ::= ...)")
     if found := ITS_OWN_WORDS.search(structured.grammar):
         raise _refusal(f"{found[0]!r} in a grammar")
-    return Grammar.from_ebnf(structured.grammar)
+    return Grammar.from_ebnf(plain_gbnf(structured.grammar, "\\u{:04x}"))
 
 
 def _spelt(text: str) -> str:

@@ -161,7 +161,7 @@ class Chat:
         structured = self._writer.answer(form, use, params.structured, thought)
         if structured is not params.structured and structured is not None:
             self._check(structured, use)
-        exact = params.structured is not None
+        exact = params.structured is not None and use.choice != "required"
         params = params.replace(
             structured=structured,
             visible_token_ids=self._visible(params, form, thought) or None,

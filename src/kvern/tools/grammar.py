@@ -100,13 +100,11 @@ class GrammarWriter:
     ) -> str | None:
         """The expression for what follows the thinking; None: whatever the model likes."""
         in_turns = thought is not None and thought.form.in_turns
+        if use.choice == "required":
+            structured = None  # the call goes before: its arguments have a form of their own
         if structured is not None:
             if structured.parts:
                 raise InvalidParameter("structured has parts: they cannot be combined with tools or thinking")
-            if use.choice == "required":
-                raise InvalidRequest(
-                    "tool_choice demands a call, and structured output (response_format) an answer: give one of them"
-                )
             parts["answer"] = structured
             if use.choice != "auto":
                 return self._answer(thought, "@answer")
