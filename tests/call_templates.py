@@ -55,3 +55,51 @@ OBJECTS = {
     "ids": template('{"id": "{{ call.id }}", "name": "{{ f.name }}", "arguments": {{ f.arguments | tojson }}}',
                     "<calls>", ";", "</calls>"),
 }  # fmt: skip
+
+
+def tags(parameter: str, function: str, closes: str, gap: str = "\n", between: str = "\n", **outer: str) -> str:
+    """A template with a tag for each parameter, where {k} is its name, {v} its value and {t} its type."""
+    words = "{{ 'true' if v is string else 'false' }}"
+    kinds = "{{ 'string' if v is string else 'boolean' if v is boolean else 'number' if v is number else 'array' }}"
+    for mark, said in (("{k}", "{{ k }}"), ("{v}", VALUE), ("{s}", words), ("{t}", kinds)):
+        parameter = parameter.replace(mark, said)
+    loop = "{% for k, v in f.arguments.items() %}" + parameter + f"{{{{ {gap!r} }}}}" + "{% endfor %}"
+    return template(function + loop + closes, between=between, **outer)
+
+
+VALUE = "{{ v if v is string else v | tojson }}"
+TREE = """\
+{%- macro tree(v) -%}{%- if v is mapping -%}{%- for k, x in v.items() -%}
+]<]mark[>[<{{ k }}>{{ tree(x) }}]<]mark[>[</{{ k }}>{%- endfor -%}
+{%- elif v is iterable and v is not string -%}
+{%- for x in v -%}]<]mark[>[<item>{{ tree(x) }}]<]mark[>[</item>{%- endfor -%}
+{%- else -%}VALUE{%- endif -%}{%- endmacro -%}""".replace("VALUE", VALUE).replace("mark", "minimax")
+SPACE = "]<]minimax[>["
+XML = {
+    "seed": tags("<parameter={k}>{v}</parameter>", "<seed:tool_call>\n<function={{ f.name }}>\n",
+                 "</function>\n</seed:tool_call>"),
+    "qwen, close together": tags("<parameter={k}>\n{v}\n</parameter>", "<tool_call>\n<function={{ f.name }}>\n",
+                                 "</function>\n</tool_call>", between=""),
+    "dsml": tags('<｜DSML｜parameter name="{k}" string="{s}">{v}</｜DSML｜parameter>',
+                 '<｜DSML｜invoke name="{{ f.name }}">\n', "</｜DSML｜invoke>", begin="\n\n<｜DSML｜function_calls>\n",
+                 end="\n</｜DSML｜function_calls>"),
+    "dsml 4": tags('<｜DSML｜parameter name="{k}" string="{s}">{v}</｜DSML｜parameter>',
+                   '<｜DSML｜invoke name="{{ f.name }}">\n', "</｜DSML｜invoke>", begin="\n\n<｜DSML｜tool_calls>\n",
+                   end="\n</｜DSML｜tool_calls>"),
+    "attributes": tags('<|open|>argument key="{k}" type="{t}"<|sep|>{v}<|close|>argument<|sep|>',
+                       '<|open|>call tool="{{ f.name }}" index="{{ loop.index }}"<|sep|>', "<|close|>call<|sep|>", "",
+                       "", begin="<|open|>tools<|sep|>", end="<|close|>tools<|sep|>"),
+    "no outer tags": tags('<param name="{k}">{v}</param>', '<function name="{{ f.name }}">', "</function>", ""),
+    "names in tags": TREE + tags("]<]minimax[>[<{k}>{{ tree(v) }}]<]minimax[>[</{k}>",
+                                 f'{SPACE}<invoke name="{{{{ f.name }}}}">', f"{SPACE}</invoke>", "",
+                                 begin=f"{SPACE}<tool_call>\n", end=f"\n{SPACE}</tool_call>"),
+    "hy": tags("<arg_key:opensource>{k}</arg_key:opensource>\n<arg_value:opensource>{v}</arg_value:opensource>",
+               "<tool_call:opensource>{{ f.name }}<tool_sep:opensource>\n", "</tool_call:opensource>",
+               begin="<tool_calls:opensource>\n", end="\n</tool_calls:opensource>"),
+    "glm": tags("<arg_key>{k}</arg_key>\n<arg_value>{v}</arg_value>", "<tool_call>{{ f.name }}\n", "</tool_call>"),
+    "glm, close together": tags("<arg_key>{k}</arg_key><arg_value>{v}</arg_value>", "<tool_call>{{ f.name }}",
+                                "</tool_call>", "", ""),
+    "muse": tags('<atem:parameter name="{k}">{v}</atem:parameter>',
+                 '<atem:function_calls>\n<atem:invoke name="{{ f.name }}">\n',
+                 "</atem:invoke>\n</atem:function_calls>"),
+}  # fmt: skip

@@ -193,8 +193,8 @@ def test_documented_commands_are_understood(line: str, expected: dict[str, Any])
             "--quantization hqq is refused: how weights are stored is read from the checkpoint",
         ),
         (
-            "serve m --tool-call-parser xlam",
-            "--tool-call-parser xlam is refused: there is no such parser; tool_parser is",
+            "serve m --tool-call-parser step3",
+            "--tool-call-parser step3 is refused: there is no such parser; tool_parser is",
         ),
         ("serve m --speculative-config {}", "speculative decoding is --draft-model MODEL, or --proposer ngram"),
         ("serve m --rope-scaling {}", "--rope-scaling is refused: give it by --hf-overrides"),

@@ -1,10 +1,13 @@
 """Calls between XML tags: values are what the tool's schema says, and tags that were forgotten are put up with."""
 
+import json
+
 import pytest
 
 from kvern.tools.formats import FORMATS
 from kvern.tools.glm import Glm
-from kvern.tools.xml_functions import QWEN3_CODER
+from kvern.tools.nested_tags import MINIMAX_M3
+from kvern.tools.xml_functions import DSML, KIMI_K3, QWEN3_CODER
 from tests.test_tool_formats import read, reader_of
 
 PLAN = {
@@ -113,6 +116,49 @@ def test_calls_between_tags_with_marks_missing(
     for cuts in ([], range(1, len(text))):
         message = read(reader_of(form, tools={"plan": PLAN}), text, cuts)
         assert (message.content, [(call.name, call.arguments) for call in message.tool_calls]) == (content, calls)
+
+
+NESTED = {
+    "type": "object",
+    "properties": {
+        "place": {"type": "object", "properties": {"zip": {"type": "string"}, "at": {"items": {"type": "number"}}}},
+        "names": {"type": "array", "items": {"type": "string"}},
+        "count": {"type": "integer"},
+    },
+}
+
+
+@pytest.mark.parametrize(
+    ("written", "arguments"),
+    [
+        ("<names>|<item>5|</item>|<item>b|</item>|</names>", {"names": ["5", "b"]}),
+        ("<place>|<zip>0150|</zip>|<at>|<item>1|</item>|<item>2.5|</item>|</at>|</place>|<count>3|</count>",
+         {"place": {"zip": "0150", "at": [1, 2.5]}, "count": 3}),
+        ('<names>["a"]|</names>', {"names": ["a"]}),
+        ("<other>|<a>x|</b>|</other>", {"other": "]<]minimax[>[<a>x]<]minimax[>[</b>"}),
+        ("<count>None|</count>", {"count": None}),
+    ],
+)  # fmt: skip
+def test_tags_within_tags_are_objects_and_lists(written: str, arguments: dict[str, object]) -> None:
+    text = f'|<tool_call>\n|<invoke name="f">|{written}|</invoke>\n|</tool_call>'.replace("|", "]<]minimax[>[")
+    for cuts in ([], range(1, len(text))):
+        message = read(reader_of(MINIMAX_M3, tools={"f": NESTED}), text, cuts)
+        assert [(call.name, json.loads(call.arguments)) for call in message.tool_calls] == [("f", arguments)]
+        assert message.content == ""
+
+
+def test_tags_tell_whether_a_value_is_a_string() -> None:
+    """Whatever the schema says; a string that is told to be none is in JSON's quotes."""
+    parts = (("count", "true", "42"), ("text", "false", '"4"'), ("list", "false", "[1]"), ("either", "false", "7"))
+    tags = "".join(f'<｜DSML｜parameter name="{k}" string="{s}">{v}</｜DSML｜parameter>' for k, s, v in parts)
+    text = f'<｜DSML｜function_calls><｜DSML｜invoke name="plan">{tags}</｜DSML｜invoke></｜DSML｜function_calls>'
+    message = read(reader_of(DSML[0], tools={"plan": PLAN}), text)
+    assert message.tool_calls[0].arguments == '{"count": "42", "text": "4", "list": [1], "either": 7}'
+
+
+def test_what_stands_around_an_answer_is_no_content() -> None:
+    text = "<|open|>response<|sep|>Well.<|close|>response<|sep|><|close|>message<|sep|>"
+    assert read(reader_of(KIMI_K3), text, range(1, len(text))).content == "Well."
 
 
 def test_texts_between_tags_come_while_they_form() -> None:

@@ -49,6 +49,11 @@ TOOL_PARSERS = {
     "deepseek_v3": "deepseek",
     "deepseek_v31": "deepseek",
     "openai": "harmony",
+    "seed_oss": "seed",
+    "hy_v3": "hy3",
+    "hunyuan_a13b": "tool_calls",
+    "phi4_mini_json": "functools",
+    **dict.fromkeys(("xlam", "internlm", "apertus", "gigachat3", "granite-20b-fc", "cohere_command3"), "json"),
 }
 REASONING_PARSERS = {
     "qwen3": "think",

@@ -7,17 +7,18 @@ from kvern.tools.gemma import Gemma
 from kvern.tools.glm import Glm
 from kvern.tools.harmony import Harmony
 from kvern.tools.json_calls import HERMES, JSON, LISTS, LLAMA, JsonCalls
-from kvern.tools.learning import learnt_json, written_calls
+from kvern.tools.learning import NAMES, learnt_json, written_calls
 from kvern.tools.marked_json import DeepSeek, KimiK2
 from kvern.tools.mistral import Mistral
+from kvern.tools.nested_tags import MINIMAX_M3
 from kvern.tools.pythonic import Lfm2, Pythonic
 from kvern.tools.thinking import HARMONY, ThinkingFormat, thinking_of
 from kvern.tools.tool_format import ToolFormat
-from kvern.tools.xml_functions import MINIMAX, QWEN3_CODER
+from kvern.tools.xml_functions import XML_FORMATS, XmlFunctions
 
 FORMATS: tuple[ToolFormat, ...] = (
-    QWEN3_CODER,
-    MINIMAX,
+    *XML_FORMATS,
+    MINIMAX_M3,
     Glm(),
     HERMES,
     Mistral(),
@@ -54,7 +55,7 @@ def _spoken(template: str) -> ToolFormat:
     for text in written:
         for form in FORMATS:
             if not isinstance(form, JsonCalls) and text.is_read(form):
-                return form
+                return form.as_written((text.one, text.two), NAMES) if isinstance(form, XmlFunctions | Glm) else form
         if (learnt := learnt_json(text)) is not None:
             known = (form for form in FORMATS if isinstance(form, JsonCalls) and form.mark == learnt.mark)
             return replace(learnt, name=next((form.name for form in known if form.middle == learnt.middle), "json"))

@@ -9,10 +9,13 @@ GLM 4.7 has no line breaks.
 """
 
 import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
 
 from kvern.tools.buffered import BLANKS
-from kvern.tools.tool_format import NAME, GrammarPieces, ToolParser, ToolSchemas
-from kvern.tools.xml_call import CALL, CALL_END, KEY_IN_TAG, LONGEST_HEAD, XmlMarks, XmlParser, written_tools
+from kvern.tools.tool_format import NAME, GrammarPieces, ToolParser, ToolSchemas, literal
+from kvern.tools.xml_call import CALL, CALL_END, KEY_IN_TAG, LONGEST_HEAD, Gaps, XmlMarks, XmlParser, written_tools
 
 KEY, KEY_END, VALUE, VALUE_END = "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"
 PARAMETER = re.compile(rf"{KEY}({KEY_IN_TAG}){KEY_END}\s*{VALUE}")
@@ -20,14 +23,17 @@ MARKS = XmlMarks((CALL,), PARAMETER, KEY, VALUE_END, (CALL_END,), lined=False)
 HEAD = re.compile(rf"\s*({NAME.pattern})\s*")
 
 
+@dataclass(frozen=True)
 class Glm:
-    """The format; see ToolFormat."""
+    """The format; see ToolFormat. `gaps` are those of GLM 4.5."""
 
-    name = "glm"
-    markers = (CALL, CALL_END, KEY, KEY_END, VALUE, VALUE_END)
-    stops = ("<|observation|>",)
-    trigger = CALL
-    opening = "<"
+    gaps: Gaps = Gaps(opened="", key="\n")
+
+    name: ClassVar[str] = "glm"
+    markers: ClassVar[tuple[str, ...]] = (CALL, CALL_END, KEY, KEY_END, VALUE, VALUE_END)
+    stops: ClassVar[tuple[str, ...]] = ("<|observation|>",)
+    trigger: ClassVar[str | None] = CALL
+    opening: ClassVar[str] = "<"
 
     def matches(self, template: str) -> bool:
         """It knows these tags, or tells the model to write a name behind the tag."""
@@ -37,11 +43,27 @@ class Glm:
         """The tags leave no doubt, so that calls of unknown tools are calls, too."""
         return GlmParser(tools)
 
+    def as_written(self, texts: Sequence[str], names: Sequence[str]) -> "Glm":
+        """With the blanks between tags that stand in what a template writes for calls of functions with these names."""
+        gaps = self.gaps.seen(
+            texts,
+            head=(names[0], KEY),
+            key=(KEY_END, VALUE),
+            parameter=(VALUE_END, KEY),
+            last=(VALUE_END, CALL_END),
+            calls=(CALL_END, CALL),
+        )
+        return Glm(gaps)
+
     def calls(self, tools: ToolSchemas, several: bool, write: GrammarPieces) -> str:
-        """With the line breaks of GLM 4.5."""
-        one = written_tools(tools, "{}\n".format, f"{KEY}{{}}{KEY_END}\n{VALUE}".format, MARKS, write)
-        call = f"({one}) {write.literal(CALL_END)}"
-        return f'{call} ("\\n"? {write.literal(CALL)} {call})*' if several else call
+        """With the blanks that the template has."""
+
+        def opening(key: str, _: str) -> str:
+            return f"{KEY}{key}{KEY_END}{self.gaps.key}{VALUE}"
+
+        one = written_tools(tools, "{}".format, opening, MARKS, self.gaps, write)
+        call = f"({one}) {literal(CALL_END, write)}"
+        return f"{call} ({literal(self.gaps.calls + CALL, write)} {call})*" if several else call
 
 
 class GlmParser(XmlParser):

@@ -14,21 +14,12 @@ from dataclasses import dataclass
 
 from kvern.tools.buffered import BLANKS, BufferedParser
 from kvern.tools.json_call import JsonCall
-from kvern.tools.tool_format import GrammarPieces, ToolParser, ToolSchemas
+from kvern.tools.tool_format import GrammarPieces, ToolParser, ToolSchemas, literal
 
-IDENTITY, NUMBER = "\x00", "\x01"
-"""Stand in a form where the template writes a call's id, or its number."""
-WILD = {IDENTITY: "/[a-zA-Z0-9]{9}/", NUMBER: "/[0-9]{1,4}/"}
 MARK = re.compile(r"<[^<>\s]{1,64}>|\[[A-Z_/]{1,64}\]")
 WRAPPERS = ("<|python_tag|>", "functools", "```json", "```", "<tool_call>")
 """What may stand before calls that are the whole answer."""
 WRAPPER_ENDS = ("```", "</tool_call>")
-
-
-def literal(text: str, write: GrammarPieces) -> str:
-    """A grammar's expression for a text with ids and numbers in it."""
-    pieces = re.split(f"([{IDENTITY}{NUMBER}])", text)
-    return " ".join(WILD.get(piece) or write.literal(piece) for piece in pieces if piece)
 
 
 @dataclass(frozen=True)

@@ -9,10 +9,10 @@ from typing import Any
 from kvern.chat_template import ChatTemplate
 from kvern.errors import InvalidRequest
 from kvern.tools.buffered import BLANKS
-from kvern.tools.json_calls import IDENTITY, NUMBER, JsonCalls
+from kvern.tools.json_calls import JsonCalls
 from kvern.tools.pieces import Message
 from kvern.tools.thinking import THINKING
-from kvern.tools.tool_format import ToolFormat
+from kvern.tools.tool_format import IDENTITY, NUMBER, ToolFormat
 
 NAMES = ("probe_first", "probe_second")
 IDS = ("probe1234", "probe5678")

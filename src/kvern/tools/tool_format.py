@@ -34,6 +34,20 @@ class GrammarPieces(Protocol):
         ...
 
 
+IDENTITY, NUMBER = "\x00", "\x01"
+"""Stand in a form where the template writes a call's id, or its number."""
+WILD = {IDENTITY: "/[a-zA-Z0-9]{9}/", NUMBER: "/[0-9]{1,4}/"}
+
+
+def literal(text: str, write: GrammarPieces) -> str:
+    """A grammar's expression for a text with ids and numbers in it.
+
+    Line breaks are texts of their own, since of two that begin alike the longer one would be waited for.
+    """
+    pieces = re.split(f"([{IDENTITY}{NUMBER}]|\\n+)", text)
+    return " ".join(WILD.get(piece) or write.literal(piece) for piece in pieces if piece)
+
+
 class ToolParser(Protocol):
     """Reads one answer. What it returns adds up to the same however the text is cut."""
 

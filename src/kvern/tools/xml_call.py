@@ -10,14 +10,14 @@ A format is its marks and how a call begins; the rest is here.
 import json
 import re
 from abc import abstractmethod
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from kvern.structured_output import StructuredOutput
 from kvern.tools.buffered import BLANKS, BufferedParser
 from kvern.tools.json_call import JsonArguments, JsonValue
-from kvern.tools.tool_format import GrammarPieces, ToolSchemas
+from kvern.tools.tool_format import GrammarPieces, ToolSchemas, literal
 from kvern.tools.xml_values import ParameterSchema, written_value
 
 CALL, CALL_END = "<tool_call>", "</tool_call>"
@@ -26,7 +26,9 @@ LONGEST_HEAD = 512
 MOST_BLANKS = 64
 """Between tags."""
 NO_BLANK = re.compile(rf"[^{BLANKS}]")
-KEY_IN_TAG = r"[^<>\n]{1,256}"
+STRINGS = ("string", "true")
+"""What a parameter's tag tells of a string."""
+KEY_IN_TAG = r"[^<>/\n][^<>\n]{0,255}"
 PLAIN_KEYWORDS = {"type", "properties", "required", "additionalProperties", "$schema", "$id", "$defs", "definitions"}
 PLAIN_KEYWORDS |= {"title", "description", "$comment"}
 """Of schemas whose parameters can be written one by one, each for itself."""
@@ -36,9 +38,36 @@ GRAMMAR = "start: VALUE {}\nVALUE: ({}) {}"
 
 
 @dataclass(frozen=True)
+class Gaps:
+    """Blanks of a template between the tags of a call: behind the outer opening, the name, a parameter's name, each
+    parameter, the last one further, the call's end, and between two calls."""
+
+    opened: str = "\n"
+    head: str = "\n"
+    key: str = ""
+    parameter: str = "\n"
+    last: str = ""
+    closed: str = "\n"
+    calls: str = "\n"
+
+    def seen(self, texts: Sequence[str], **tags: tuple[str, str]) -> "Gaps":
+        """As they are in what a template writes: each between two tags, of which "" is none."""
+        found = {}
+        for name, (left, right) in tags.items():
+            pattern = re.compile(rf"{re.escape(left)}(\s*){re.escape(right)}")
+            places = [match for text in texts if left and right and (match := pattern.search(text))]
+            if places:
+                found[name] = places[-1][1]
+        last = found.get("last", self.parameter + self.last)
+        parameter = found.get("parameter", last)
+        return replace(self, **{**found, "parameter": parameter, "last": last.removeprefix(parameter)})
+
+
+@dataclass(frozen=True)
 class XmlMarks:
     """`calls` open a call, the first one with the outer tags, others within them. `parameter` opens a parameter, its
-    name in the group, and begins with `begin`; `end` closes it, `ends` the call."""
+    name in the first group, what it is in the second if that is told, and begins with `begin`; `end` closes it, with
+    the parameter's name for {}, and `ends` the call."""
 
     calls: tuple[str, ...]
     parameter: re.Pattern[str]
@@ -47,6 +76,8 @@ class XmlMarks:
     ends: tuple[str, ...]
     lined: bool
     """One line break behind the opening, and one before the end, are no part of a value."""
+    forgiving: bool = True
+    """A forgotten end of a value is put up with."""
 
     @property
     def following(self) -> tuple[str, ...]:
@@ -82,7 +113,7 @@ class XmlParser(BufferedParser):
         found = self._marks.parameter.match(self.buffer)
         if found is not None and found.end() <= LONGEST_HEAD:
             self.take(found.end())
-            self._open_value(found[1].strip(BLANKS))
+            self._open_value(found[1].strip(BLANKS), found[2] if found.re.groups > 1 else None)
         elif self.buffer.startswith("{") and not self._given:
             self._body = JsonArguments(self)
             self.state = self._body_state
@@ -93,6 +124,8 @@ class XmlParser(BufferedParser):
         return True
 
     def _may_go_on(self) -> bool:
+        if self.buffer.startswith((*self._marks.ends, *self._marks.calls)):
+            return False
         if self.buffer.startswith(self._marks.begin):
             return len(self.buffer) <= LONGEST_HEAD
         return any(mark.startswith(self.buffer) for mark in self._marks.following if mark != self.buffer)
@@ -110,11 +143,15 @@ class XmlParser(BufferedParser):
         required = self._schema.get("required") or ()
         return not self.buffer.startswith(self._marks.begin) and self._given.issuperset(required)
 
-    def _open_value(self, key: str) -> None:
-        """The first of two parameters of one name counts."""
-        schema = ParameterSchema.of(self._schema, key)
+    def _open_value(self, key: str, told: str | None) -> None:
+        """The first of two parameters of one name counts. `told`: what the tag says of the value."""
+        self._parameter = schema = ParameterSchema.of(self._schema, key)
+        self._end = self._marks.end.format(key)
         self._types = schema.types()
         self._streams = self._types == {"string"} and schema.text() is not None
+        if told is not None:
+            self._streams = told in STRINGS
+            self._types = frozenset({"string"}) if self._streams else self._types - {"string"} or self._types
         self._write: Callable[[str], None] = self.arguments if key not in self._given else lambda text: None
         self._write((", " if self._given else "{") + json.dumps(key, ensure_ascii=False) + ": ")
         self._write('"' if self._streams else "")
@@ -161,23 +198,27 @@ class XmlParser(BufferedParser):
         if self._streams:
             self._write(json.dumps(text, ensure_ascii=False)[1:-1])
         if found is not None:
-            self._write('"' if self._streams else written_value(text, self._types))
-            self.buffer = self.buffer.removeprefix("\n").removeprefix(self._marks.end)
+            self._write('"' if self._streams else self.value(text, self._parameter, self._types))
+            self.buffer = self.buffer.removeprefix("\n").removeprefix(self._end)
             self.state = self._between_state
         elif self.ended:
             self.buffer = ""  # of what only a whole value can tell
             self.state = self.content_state
         return found is not None or self.ended
 
+    def value(self, text: str, parameter: ParameterSchema, types: frozenset[str]) -> str:
+        """A value that was not streamed, as JSON."""
+        return written_value(text, types)
+
     def _is_margin(self, end: int | None) -> bool:
         """Whether a line break before the value's end is no part of it, or may be none."""
         if end is None:
             return not self.ended
-        return self._marks.lined or not self.buffer.startswith(self._marks.end, end)
+        return self._marks.lined or not self.buffer.startswith(self._end, end)
 
     def _find_end(self) -> int | None:
         """Where the value's end begins; None: what comes before `_place` is a part of it, more is not known."""
-        while (place := self.buffer.find("<", self._place)) >= 0:
+        while (place := self.buffer.find(self._end[0], self._place)) >= 0:
             self._place = place
             if (ends := self._ends_at(place)) is None:
                 return None
@@ -189,9 +230,11 @@ class XmlParser(BufferedParser):
 
     def _ends_at(self, place: int) -> bool | None:
         """Whether a tag ends the value: its own, or one that shows that this was forgotten; None: more must come."""
-        marks, text = self._marks, self.buffer[place : place + 2 * MOST_BLANKS]
-        if text.startswith(marks.end):
-            return self._followed(text[len(marks.end) :], marks.following)
+        marks, text = self._marks, self.buffer[place : place + len(self._end) + 2 * MOST_BLANKS]
+        if text.startswith(self._end):
+            return self._followed(text[len(self._end) :], marks.following)
+        if not marks.forgiving:
+            return not self.ended and (None if self._end.startswith(text) else False)
         on_a_line = self.buffer[place - 1] == "\n" if place else self._at_start
         if text.startswith(marks.call_end) or (on_a_line and text.startswith(marks.begin)):
             return True
@@ -200,7 +243,7 @@ class XmlParser(BufferedParser):
                 return self._followed(text[len(mark) :], (marks.call_end, *marks.calls))
         if self.ended:
             return False
-        return None if any(mark.startswith(text) for mark in (marks.end, *marks.following)) else False
+        return None if any(mark.startswith(text) for mark in (self._end, *marks.following)) else False
 
     def _followed(self, text: str, marks: tuple[str, ...]) -> bool | None:
         text = text[: MOST_BLANKS + max(map(len, marks))]
@@ -221,23 +264,29 @@ class XmlParser(BufferedParser):
 def written_tools(
     tools: ToolSchemas,
     head: Callable[[str], str],
-    opening: Callable[[str], str],
+    opening: Callable[[str, str], str],
     marks: XmlMarks,
+    gaps: Gaps,
     write: GrammarPieces,
 ) -> str:
-    """A grammar's expression for one of the tools with its arguments; `head` and `opening` write a name in its tag."""
+    """A grammar's expression for one of the tools with its arguments; `head` writes a name in its tag, `opening` that
+    of a parameter and its type."""
     one = []
     for name, schema in tools.items():
-        parameters = _written_parameters(schema, opening, marks, write)
-        inside = _written_body(schema, write) if parameters is None else parameters
-        one.append(f"{write.literal(head(name))} {inside}")
+        parameters = _written_parameters(schema, opening, marks, gaps, write)
+        inside = f"{write.json(schema)} {write.literal(gaps.parameter)}" if parameters is None else parameters
+        one.append(f"{literal(head(name) + gaps.head, write)} {inside} {write.literal(gaps.last)}")
     return " | ".join(one)
 
 
 def _written_parameters(
-    schema: Mapping[str, Any], opening: Callable[[str], str], marks: XmlMarks, write: GrammarPieces
+    schema: Mapping[str, Any],
+    opening: Callable[[str, str], str],
+    marks: XmlMarks,
+    gaps: Gaps,
+    write: GrammarPieces,
 ) -> str | None:
-    """A grammar's expression for the parameters of a tool, in the order of its schema, each in a line.
+    """A grammar's expression for the parameters of a tool, in the order of its schema.
 
     None if they depend on each other, are not named, or have names that cannot stand in a tag.
     """
@@ -249,26 +298,25 @@ def _written_parameters(
     written = []
     for key in properties:
         parameter = ParameterSchema.of(schema, key)
-        alone = parameter.standing_alone()
-        tag = marks.parameter.match(opening(key))
+        alone, text = parameter.standing_alone(), parameter.text()
+        kinds = {"string"} if text is not None else parameter.types() - {"string"} or {"object"}
+        begun = dict.fromkeys(opening(key, kind) for kind in sorted(kinds))
+        tag = marks.parameter.match(next(iter(begun)))
         if tag is None or tag[1] != key or key.strip() != key or alone is None:
             return None
         if alone is not False or key in required:
-            value = _written_value(parameter.text(), alone, marks, write)
-            written.append(f"({write.literal(opening(key))} {value}){'' if key in required else '?'}")
+            tags = " | ".join(write.literal(each) for each in begun)
+            value = _written_value(text, alone, key, marks, write)
+            written.append(f"(({tags}) {value} {write.literal(gaps.parameter)}){'' if key in required else '?'}")
     return " ".join(written)
 
 
-def _written_value(text: str | None, schema: Any, marks: XmlMarks, write: GrammarPieces) -> str:
-    end = write.literal(("\n" if marks.lined else "") + marks.end)
+def _written_value(text: str | None, schema: Any, key: str, marks: XmlMarks, write: GrammarPieces) -> str:
+    closing = marks.end.format(key)
+    end = write.literal(("\n" if marks.lined else "") + closing)
     if text is None:
-        return f'{write.json(schema)} {end} "\\n"'
-    tags = "|".join(re.escape(mark).replace("/", "\\/") for mark in (marks.end, *marks.following))
+        return f"{write.json(schema)} {end}"
+    tags = "|".join(re.escape(mark).replace("/", "\\/") for mark in (closing, *marks.following))
     text = f"({text}) & ~/(?s:.*)({tags})(?s:.*)/"
     inside, behind = (end, "") if end.startswith('"') else ("", end)
-    return f'{write.part(StructuredOutput(grammar=GRAMMAR.format(behind, text, inside)))} "\\n"'
-
-
-def _written_body(schema: Mapping[str, Any], write: GrammarPieces) -> str:
-    """All arguments as one JSON object."""
-    return f'{write.json(schema)} "\\n"'
+    return write.part(StructuredOutput(grammar=GRAMMAR.format(behind, text, inside)))

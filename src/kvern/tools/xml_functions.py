@@ -11,84 +11,117 @@
 The outer opening is often forgotten; then only the request's tools count.
 """
 
+import functools
 import re
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
 
-from kvern.tools.tool_format import NAME, GrammarPieces, ToolParser, ToolSchemas
-from kvern.tools.xml_call import CALL, CALL_END, KEY_IN_TAG, LONGEST_HEAD, XmlMarks, XmlParser, written_tools
+from kvern.tools.buffered import BLANKS
+from kvern.tools.json_calls import MARK
+from kvern.tools.tool_format import NAME, NUMBER, GrammarPieces, ToolParser, ToolSchemas, literal
+from kvern.tools.xml_call import CALL, CALL_END, KEY_IN_TAG, LONGEST_HEAD, Gaps, XmlMarks, XmlParser, written_tools
 
 
 @dataclass(frozen=True)
 class XmlFunctions:
-    """The format of one family; see ToolFormat. Tags that open have what stands before a name, and behind it."""
+    """The format of one family; see ToolFormat. Tags that open have what stands before a name, and behind it: of a
+    parameter also with its type in words for {}, or as true for a string and false for all else."""
 
     name: str
-    marks: XmlMarks
-    function: tuple[str, str]
-    parameter: tuple[str, str]
-    several_inside: bool
+    outer: tuple[str, str]
+    """Around all calls, or around each; empty: there are none."""
+    function: tuple[str, str, str]
+    """Before a name, behind it, and what closes."""
+    parameter: tuple[str, str, str]
+    lined: bool = False
+    several_inside: bool = False
     """Several calls stand between one pair of outer tags, not each between its own."""
+    types: Literal["", "words", "strings"] = ""
+    gaps: Gaps = Gaps()
+    dropped: tuple[str, ...] = ()
+    """Tags around the content."""
+    forgiving: bool = True
+    special: tuple[str, ...] = ()
+    """Further texts that may be special tokens."""
     stops: tuple[str, ...] = ()
-    opening: str = "<"
 
-    @classmethod
-    def of(
-        cls, name: str, outer: tuple[str, str], function: tuple[str, str, str], parameter: tuple[str, str, str],
-        lined: bool, several_inside: bool,
-    ) -> "XmlFunctions":  # fmt: skip
-        """`function` and `parameter`: their tags before and behind a name, and the one that closes."""
-        before, behind, end = parameter
-        pattern = re.compile(f"{re.escape(before)}({KEY_IN_TAG}){re.escape(behind)}")
-        calls = (outer[0], function[0]) if several_inside else outer[:1]
-        marks = XmlMarks(calls, pattern, before, end, (function[2], outer[1]), lined)
-        return cls(name, marks, function[:2], (before, behind), several_inside)
+    @functools.cached_property
+    def marks(self) -> XmlMarks:
+        """For the parser."""
+        before, behind, end = self.parameter
+        told = "([a-z]+)".join(map(_flexible, behind.split("{}"))) if self.types else _flexible(behind)
+        pattern = re.compile(f"{re.escape(before)}({KEY_IN_TAG}){told}")
+        opened = self.outer[0]
+        calls = (opened,) if opened and not self.several_inside else tuple(filter(None, (opened, self.function[0])))
+        ends = tuple(filter(None, (self.function[2], self.outer[1])))
+        return XmlMarks(calls, pattern, before, end, ends, self.lined, self.forgiving)
 
     @property
     def markers(self) -> tuple[str, ...]:
         """Texts that may be special tokens and must stay visible."""
-        return self.marks.calls[0], self.marks.call_end
+        tags = " ".join((*self.outer, *self.function, *self.parameter, *self.dropped))
+        return tuple(dict.fromkeys((*self.special, *MARK.findall(tags))))
 
     @property
     def trigger(self) -> str:
         """What a call begins with."""
         return self.marks.calls[0]
 
+    @property
+    def opening(self) -> str:
+        """The first character of a call."""
+        return self.trigger[0]
+
     def matches(self, template: str) -> bool:
         """The template writes earlier calls with these tags."""
         return all(mark in template for mark in (self.marks.calls[0], self.function[0], self.marks.begin))
+
+    def as_written(self, texts: Sequence[str], names: Sequence[str]) -> "XmlFunctions":
+        """With the blanks between tags that stand in what a template writes for calls of functions with these names."""
+        (opened, closed), (function, head, end), (parameter, _, last) = self.outer, self.function, self.parameter
+        keys = re.findall(re.escape(parameter) + f"({KEY_IN_TAG})" + re.escape(last[-1]), texts[0])
+        last = last.format(keys[-1] if keys else "")
+        gaps = self.gaps.seen(
+            texts,
+            opened=(opened, function),
+            head=(names[0] + head, parameter),
+            parameter=(last, parameter),
+            last=(last, end),
+            closed=(end, closed),
+            calls=(end, function) if self.several_inside or not opened else (closed, opened),
+        )
+        return replace(self, gaps=gaps)
 
     def parser(self, tools: ToolSchemas) -> ToolParser:
         """The outer tags leave no doubt, so that calls of unknown tools within them are calls, too."""
         return XmlFunctionsParser(self, tools)
 
     def calls(self, tools: ToolSchemas, several: bool, write: GrammarPieces) -> str:
-        """With all line breaks that templates have."""
-        marks, line = self.marks, "\n" if self.marks.lined else ""
-        function, parameter = ("{}".join(tag) for tag in (self.function, self.parameter))
-        one = written_tools(tools, f"{function}\n".format, f"{parameter}{line}".format, marks, write)
-        call = f'"\\n"? ({one}) {write.literal(marks.ends[0])} "\\n"?'
-        end = write.literal(marks.call_end)
+        """With the blanks that the template has."""
+        gaps, (opened, closed), (function, head, end) = self.gaps, self.outer, self.function
+        before = function if opened else ""  # else it is the trigger
+        one = written_tools(tools, f"{before}{{}}{head}".format, self._opening, self.marks, gaps, write)
+        call = f"({one}) {literal(end, write)}"
+        if not opened:
+            again = literal(gaps.calls + function, write)
+            return f"{call} ({again} {call})*" if several else call
+        begin, over = literal(gaps.opened, write), literal(gaps.closed + closed, write)
         if self.several_inside:
-            return f"({call}){'+' if several else ''} {end}"
-        return f'{call} {end} ("\\n"? {write.literal(marks.calls[0])} {call} {end})*' if several else f"{call} {end}"
+            more = f"({literal(gaps.calls, write)} {call})*" if several else ""
+            return f"{begin} {call} {more} {over}"
+        again = literal(gaps.calls + opened + gaps.opened, write)
+        return f"{begin} {call} {over} ({again} {call} {over})*" if several else f"{begin} {call} {over}"
+
+    def _opening(self, key: str, kind: str) -> str:
+        before, behind, _ = self.parameter
+        told = kind if self.types == "words" else "true" if kind == "string" else "false"
+        return before + key + (behind.replace("{}", told) if self.types else behind) + ("\n" if self.lined else "")
 
 
-QWEN3_CODER = XmlFunctions.of(
-    "qwen3_coder",
-    (CALL, CALL_END),
-    ("<function=", ">", "</function>"),
-    ("<parameter=", ">", "</parameter>"),
-    lined=True,
-    several_inside=False,
-)
-MINIMAX = XmlFunctions.of(
-    "minimax",
-    ("<minimax:tool_call>", "</minimax:tool_call>"),
-    ('<invoke name="', '">', "</invoke>"),
-    ('<parameter name="', '">', "</parameter>"),
-    lined=False,
-    several_inside=True,
-)
+def _flexible(text: str) -> str:
+    """A pattern for tags that may have other blanks between them."""
+    return r"\s*".join(re.escape(piece) for piece in text.split("\n"))
 
 
 class XmlFunctionsParser(XmlParser):
@@ -96,19 +129,22 @@ class XmlFunctionsParser(XmlParser):
 
     def __init__(self, form: XmlFunctions, tools: ToolSchemas) -> None:
         super().__init__(form.marks, tools)
-        self._function, behind = form.function
-        self._is_open = False
-        self._head = re.compile(rf"\s*{re.escape(self._function)}({NAME.pattern}){re.escape(behind)}")
+        self._function, behind, _ = form.function
+        self._is_open = not form.outer[0]
+        self._dropped = form.dropped
+        self._longest = len(behind) + 2 * behind.count(NUMBER)
+        behind = re.escape(behind).replace(NUMBER, r"\d{1,9}")
+        self._head = re.compile(rf"\s*{re.escape(self._function)}({NAME.pattern}){behind}")
 
     def drop(self, marker: str) -> None:
         """With the outer end what follows is outside."""
         super().drop(marker)
-        self._is_open = self._is_open and marker != self._marks.call_end
+        self._is_open = self._is_open and (marker != self._marks.call_end or len(self._marks.ends) == 1)
 
     def content_state(self) -> bool:
         """Up to either of the openings."""
-        self._opening = self.content_until(self._marks.calls[0], self._function)
-        if self._opening:
+        self._opening = self.content_until(self._marks.calls[0], self._function, *self._dropped)
+        if self._opening and self._opening not in self._dropped:
             self.state = self._head_state
         return bool(self._opening)
 
@@ -118,7 +154,7 @@ class XmlFunctionsParser(XmlParser):
         found = self._head.match(text)
         outside = inner and not self._is_open
         if found is None or found.end() > LONGEST_HEAD or (outside and found[1] not in self._tools):
-            if not (self.ended or ">" in text or len(text) > LONGEST_HEAD):
+            if not self.ended and found is None and self._may_become_head(text):
                 return False
             self.content(self._opening)
             self.state = self.content_state
@@ -127,3 +163,75 @@ class XmlFunctionsParser(XmlParser):
         self.buffer = text[found.end() :]
         self.opened(found[1])
         return True
+
+    def _may_become_head(self, text: str) -> bool:
+        named = text.lstrip(BLANKS)
+        if len(text) > LONGEST_HEAD or not named.startswith(self._function):
+            return len(text) <= LONGEST_HEAD and self._function.startswith(named)
+        rest = named[len(self._function) :]
+        name = NAME.match(rest)
+        return len(rest) - (0 if name is None else name.end()) < self._longest
+
+
+QWEN3_CODER = XmlFunctions(
+    "qwen3_coder",
+    (CALL, CALL_END),
+    ("<function=", ">", "</function>"),
+    ("<parameter=", ">", "</parameter>"),
+    lined=True,
+)
+SEED = XmlFunctions(
+    "seed",
+    ("<seed:tool_call>", "</seed:tool_call>"),
+    ("<function=", ">", "</function>"),
+    ("<parameter=", ">", "</parameter>"),
+)
+MINIMAX = XmlFunctions(
+    "minimax",
+    ("<minimax:tool_call>", "</minimax:tool_call>"),
+    ('<invoke name="', '">', "</invoke>"),
+    ('<parameter name="', '">', "</parameter>"),
+    several_inside=True,
+)
+DSML = tuple(
+    XmlFunctions(
+        name,
+        (f"<｜DSML｜{outer}>", f"</｜DSML｜{outer}>"),
+        ('<｜DSML｜invoke name="', '">', "</｜DSML｜invoke>"),
+        ('<｜DSML｜parameter name="', '" string="{}">', "</｜DSML｜parameter>"),
+        several_inside=True,
+        types="strings",
+    )
+    for name, outer in (("deepseek_v32", "function_calls"), ("deepseek_v4", "tool_calls"))
+)
+KIMI_K3 = XmlFunctions(
+    "kimi_k3",
+    ("<|open|>tools<|sep|>", "<|close|>tools<|sep|>"),
+    ('<|open|>call tool="', f'" index="{NUMBER}"<|sep|>', "<|close|>call<|sep|>"),
+    ('<|open|>argument key="', '" type="{}"<|sep|>', "<|close|>argument<|sep|>"),
+    several_inside=True,
+    types="words",
+    gaps=Gaps("", "", "", "", "", "", ""),
+    dropped=("<|open|>response<|sep|>", "<|close|>response<|sep|>", "<|close|>message<|sep|>"),
+)
+HY3 = XmlFunctions(
+    "hy3",
+    ("<tool_calls:opensource>", "</tool_calls:opensource>"),
+    ("<tool_call:opensource>", "<tool_sep:opensource>", "</tool_call:opensource>"),
+    ("<arg_key:opensource>", "</arg_key:opensource>\n<arg_value:opensource>", "</arg_value:opensource>"),
+    several_inside=True,
+)
+MINICPM5 = XmlFunctions(
+    "minicpm5",
+    ("", ""),
+    ('<function name="', '">', "</function>"),
+    ('<param name="', '">', "</param>"),
+    gaps=Gaps("", "", "", "", "", "", "\n"),
+)
+MUSE = XmlFunctions(
+    "muse",
+    ("<atem:function_calls>", "</atem:function_calls>"),
+    ('<atem:invoke name="', '">', "</atem:invoke>"),
+    ('<atem:parameter name="', '">', "</atem:parameter>"),
+)
+XML_FORMATS = (QWEN3_CODER, MINIMAX, SEED, *DSML, KIMI_K3, HY3, MINICPM5, MUSE)

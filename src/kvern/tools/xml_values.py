@@ -46,6 +46,14 @@ class ParameterSchema:
         except RecursionError:
             return ANYTHING
 
+    def inside(self, key: str) -> "ParameterSchema":
+        """Of what stands under a key of the value, or of its items."""
+        node = self._plain(self.schema)
+        node = node if isinstance(node, Mapping) else {}
+        if "items" in node and "properties" not in node:
+            return ParameterSchema(node["items"], self.root)
+        return ParameterSchema(ParameterSchema.of(node, key).schema, self.root)
+
     def text(self) -> str | None:
         """A terminal (Lark) of the texts that a value can be; None: not all of the schema can be said so."""
         node = self._plain(self.schema)
