@@ -3,9 +3,10 @@
 from pathlib import Path
 
 import pytest
+import torch
 
 from kvern import EngineConfig
-from kvern.cpu.build import BuildError, find_compiler
+from kvern.cpu.build import BuildError, find_maker
 from kvern.cpu.ready import working_groups
 
 
@@ -20,7 +21,12 @@ def cache_folder(path: Path) -> str:
 def load_kernels(group: str, threads: int) -> None:
     """Load the kernels for this CPU, of which this group must work; skip the test where there is no compiler."""
     try:
-        find_compiler()
+        find_maker()
     except BuildError as error:
         pytest.skip(str(error))
     assert group in working_groups(EngineConfig().cache_folder, threads)
+
+
+def pretend_tiles(monkeypatch: pytest.MonkeyPatch, *, there: bool) -> None:
+    """Let the processor have matrix tiles (AMX), with which oneDNN multiplies plain bfloat16, or have none."""
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: there)

@@ -8,15 +8,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from kvern import LLM, SamplingParams
+from kvern.cpu import capture
+from kvern.cpu.capture import Buffer, Uncapturable, place
 from kvern.step import ScheduledTokens
 from kvern.worker.captured_decodes import ALIKE, ALIKE_FROM, SELDOM, CapturedDecodes
-from tests.cache_folder import cache_folder, load_kernels
+from tests.cache_folder import cache_folder, load_kernels, pretend_tiles
 from tests.families import make_checkpoint
 from tests.gguf_files import write_gguf
 from tests.speculation import speculating
 from tests.test_gguf import WITHOUT_TOKENIZER
+from tests.test_head_drafting import drafting
 
 PARAMS = [
     SamplingParams(temperature=0, max_tokens=20, ignore_eos=True),
@@ -30,8 +34,9 @@ SCALES = {"embedding_multiplier": 3.0, "residual_multiplier": 0.4, "logits_scali
 
 
 @pytest.fixture(autouse=True)
-def kernels() -> None:
+def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     load_kernels("cpu_sampling", 1)
+    pretend_tiles(monkeypatch, there=False)
 
 
 class Steps:
@@ -119,11 +124,88 @@ def test_files_whose_parts_are_quantized_in_different_ways(steps: Steps, tmp_pat
         assert found == answers(llm)
 
 
-def test_what_pytorch_computes_is_not_captured(steps: Steps, tmp_path: Path) -> None:
+def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if "not captured" in record.getMessage()]
+
+
+def test_what_pytorch_computes_is_not_captured(steps: Steps, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     folder = make_checkpoint("qwen3_moe", tmp_path)
     with LLM(str(folder), threads=1, dtype="bfloat16") as llm:
-        assert len(answers(llm)) == len(PROMPTS)
+        assert answers(llm) == answers(llm)
     assert steps.captured == 0
+    (warning,) = warnings(caplog)
+    assert warning.startswith("decodes are not captured") and warning.endswith("computes")
+
+
+@pytest.mark.skipif(not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="oneDNN packs no bfloat16 here")
+def test_weights_that_onednn_has_packed_are_not_captured(
+    steps: Steps, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which have no memory that PyTorch knows of."""
+    pretend_tiles(monkeypatch, there=True)
+    folder = make_checkpoint("llama", tmp_path)
+    with LLM(str(folder), threads=1, dtype="bfloat16", max_batch_requests=1) as llm:
+        assert "PackedMethod" in repr(llm._engine.core.executor._worker.runner._decoder)  # type: ignore[attr-defined]
+        found = answers(llm)
+        steps.lets = False
+        assert found == answers(llm)
+    assert steps.captured == 0
+    (warning,) = warnings(caplog)
+    assert "_linear_pointwise computes" in warning
+
+
+@pytest.mark.parametrize(
+    ("captures", "error"),
+    [(0, NotImplementedError("no storage\nof it")), (2, MemoryError()), (1, Uncapturable("it computes"))],
+)
+def test_whatever_a_capture_meets_the_step_runs_uncaptured(
+    captures: int, error: Exception, steps: Steps, tmp_path: Path, caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """Its own sizes before, too; what was computed until then, and written into rows and cache, changes no answer."""
+    folder, left = make_checkpoint("llama", tmp_path, vocab_size=288), captures
+
+    def placed(buffers: Sequence[Buffer]) -> int:
+        nonlocal left
+        left -= 1
+        if left < 0:
+            raise error
+        return place(buffers)
+
+    params = [SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True) for tokens in range(8, 18, 2)]
+    monkeypatch.setattr(capture, "place", placed)
+    with LLM(str(folder), threads=1, dtype="bfloat16", kv_cache_dtype="int8") as llm:
+        outputs = llm.generate(PROMPTS, params)
+        runner = llm._engine.core.executor._worker.runner  # type: ignore[attr-defined]
+        assert not runner._captured._sizes and left == -1, "it is not tried again, and nothing is kept of it"
+        with speculating(llm, outputs):
+            again = llm.generate(PROMPTS, params)
+        steps.lets = False
+        expected = llm.generate(PROMPTS, params)
+    for one, other, third in zip(outputs, again, expected, strict=True):
+        assert one.outputs[0].token_ids == other.outputs[0].token_ids == third.outputs[0].token_ids
+    assert (steps.captured > 0) == (captures > 0)
+    (warning,) = warnings(caplog)
+    assert (str(error).splitlines() or ["MemoryError"])[0] in warning and "\n" not in warning
+
+
+def test_draft_models_go_on_uncaptured(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = make_checkpoint("llama", tmp_path, vocab_size=288)
+    params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+    options = {"threads": 1, "dtype": "float32", "draft_model": str(folder)}
+    with LLM(str(folder), **options) as llm:
+        expected = [output.outputs[0].token_ids for output in llm.generate(PROMPTS, params)]
+    assert not warnings(caplog)
+    monkeypatch.setattr(capture, "place", lambda buffers: 1 // 0)
+    with LLM(str(folder), **options) as llm, drafting(llm, 2) as drafts:
+        found = [output.outputs[0].token_ids for output in llm.generate(PROMPTS, params)]
+        assert drafts
+    assert found == expected
+    assert sorted(warning.partition(" are ")[0] for warning in warnings(caplog)) == [
+        "decodes", "decodes of the draft model"
+    ]  # fmt: skip
 
 
 def test_starts_import_no_compiler() -> None:

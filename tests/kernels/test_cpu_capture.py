@@ -98,6 +98,19 @@ def test_what_pytorch_computes_is_not_captured(compute: Callable[[Tensor], tuple
         Program(Memory(), model, model.first, compute)
 
 
+@pytest.mark.skipif(not torch._C._has_mkldnn, reason="PyTorch was built without oneDNN")
+def test_weights_in_a_format_of_a_library_are_not_captured() -> None:
+    """They have no memory that PyTorch knows of."""
+    packed, x = torch.ops.mkldnn._reorder_linear_weight(torch.ones(WIDTH, WIDTH), 1), torch.ones(2, WIDTH)
+    model = Layers(torch.float32, 2, 1)
+
+    def compute(hidden: Tensor) -> tuple[Tensor, ...]:
+        return (torch.ops.mkldnn._linear_pointwise(x, packed, None, "none", [], ""),)
+
+    with torch.inference_mode(), pytest.raises(Uncapturable, match="_linear_pointwise computes"):
+        Program(Memory(), model, model.first, compute)
+
+
 def test_calls_of_other_threads_are_theirs() -> None:
     model, other = Layers(torch.float32, 3, 2), Layers(torch.float32, 50, 1)
 

@@ -17,7 +17,7 @@ from kvern.layers.embedding import Embedding
 from kvern.layers.linear import Linear
 from kvern.layers.linear_method import LinearShape
 from kvern.model_spec import Activation, MoeSpec
-from tests.cache_folder import load_kernels
+from tests.cache_folder import load_kernels, pretend_tiles
 
 DTYPES = (torch.float32, torch.bfloat16)
 PLAIN = Build(torch.float64, torch.device("cpu"), 1)
@@ -163,7 +163,7 @@ def test_a_tied_head_multiplies_the_matrix_that_embeddings_are_read_from(dtype: 
 
 
 def test_tiles_multiply_where_a_row_may_depend_on_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
+    pretend_tiles(monkeypatch, there=True)
     build = Build(torch.bfloat16, torch.device("cpu"), 8, frozenset({"cpu_linear"}))
     shape = LinearShape(16, 8, torch.bfloat16, build.device)
     assert not compiles(shape, build)

@@ -23,12 +23,15 @@ import msgspec
 from kvern.cli.flag_rules import json_object
 from kvern.cli.vllm_flags import VLLM
 from kvern.config import EngineConfig, choices_of
+from kvern.cpu.processor import VARIABLE as CPU_ISA
 from kvern.errors import ConfigError
 from kvern.sampling_params import SamplingParams
 from kvern.server.config import ServerConfig
 
 PREFIX = "KVERN_"
 CONFIG_VARIABLE = "KVERN_CONFIG"
+NO_OPTIONS = {CONFIG_VARIABLE, CPU_ISA}
+"""Variables of ours that are read elsewhere."""
 OTHER_VARIABLES = {"VLLM_API_KEY": "api_key"}
 """Variables of vLLM that are read where kvern's own are not set."""
 KUBERNETES = re.compile(r"KVERN_(SERVICE_(HOST|PORT\w*)|PORT_\d+_(TCP|UDP)\w*)=.*|KVERN_PORT=(tcp|udp)://.*")
@@ -108,7 +111,7 @@ def read_defaults(arguments: Sequence[str], environment: Mapping[str, str]) -> D
         if environment.get(variable):
             values[name] = converted(name, environment[variable], types, variable, strict=False)
     for variable, text in environment.items():
-        ours = variable.startswith(PREFIX) and variable != CONFIG_VARIABLE
+        ours = variable.startswith(PREFIX) and variable not in NO_OPTIONS
         if ours and not KUBERNETES.fullmatch(f"{variable}={text}"):
             name = variable.removeprefix(PREFIX).lower()
             values[name] = converted(name, text.removeprefix("\ufeff"), types, variable, strict=False)

@@ -1,17 +1,27 @@
-"""Compiling the kernels for this processor."""
+"""Compiling the kernels for this processor.
+
+    python -m kvern.cpu.build
+
+compiles them for all processors of this machine's kind, into the package: where no compiler is, as in the image of a
+container, a start takes what suits its processor from there.
+"""
 
 import hashlib
 import os
 import platform
 import shutil
 import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 from kvern.cpu.cores import cpu_threads
+from kvern.cpu.processor import all_isas, chosen_isa, features, usable_isas
 
 SOURCES = Path(__file__).parent / "sources"
+READY_MADE = Path(__file__).parent / "ready_made"
+"""Where libraries lie that were compiled for processors of this kind, if there are any."""
 COMPILERS = ("c++", "g++", "clang++")
 FLAGS = ("-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-fno-math-errno", "-fno-trapping-math", "-Wno-psabi")
 NATIVE = ("-march=native",) if platform.machine() in ("x86_64", "AMD64") else ("-mcpu=native",)
@@ -45,20 +55,47 @@ def find_compiler() -> Compiler:
     raise BuildError(f"there is no C++ compiler ({asked or ', '.join(COMPILERS)})")
 
 
-def library_path(folder: Path, compiler: Compiler, processor: tuple[str, ...] = NATIVE) -> Path:
-    """Where the library lies that this compiler makes of today's sources for this processor.
+def find_ready_made() -> Path | None:
+    """The library in the package that was compiled for such a processor; None: there is none. Raises ConfigError."""
+    path = _ready_made(chosen_isa().flags)
+    return path if path.is_file() else None
 
-    `processor`: flags of the compiler that say which instructions it may use.
+
+def find_maker() -> Path | Compiler:
+    """What the library comes from: one in the package, or a compiler. Raises BuildError and ConfigError."""
+    return find_ready_made() or find_compiler()
+
+
+def processor_flags() -> tuple[str, ...]:
+    """The flags of a compiler for the chosen instructions. Raises ConfigError."""
+    flags = chosen_isa().flags
+    return NATIVE if flags == usable_isas()[-1].flags else flags
+
+
+def library_path(folder: Path, maker: Path | Compiler, processor: tuple[str, ...] | None = None) -> Path:
+    """Where the library lies that comes from a maker, for today's sources and this processor. Raises ConfigError.
+
+    `processor`: flags of the compiler that say which instructions it may use; None: the chosen ones.
     """
-    digest = hashlib.sha256()
-    for source in sorted(SOURCES.iterdir()):
-        digest.update(source.name.encode() + source.read_bytes())
-    for part in (compiler.command, compiler.version, *FLAGS, *processor, _instructions()):
-        digest.update(part.encode() + b"\n")
-    return folder / "cpu" / f"kernels-{digest.hexdigest()[:16]}.so"
+    if isinstance(maker, Path):
+        parts = [hashlib.sha256(maker.read_bytes()).hexdigest()]
+    else:
+        parts = [maker.command, maker.version, *FLAGS, *(processor or processor_flags())]
+    digest = _digest(*parts, " ".join(sorted(features())) or platform.processor())  # machines may share a folder
+    return folder / "cpu" / f"kernels-{digest}.so"
 
 
-def compile_library(path: Path, compiler: Compiler, processor: tuple[str, ...] = NATIVE) -> None:
+def make_library(path: Path, maker: Path | Compiler) -> None:
+    """Put the library into a folder that is there. For one process at a time. Raises BuildError and OSError."""
+    if isinstance(maker, Path):
+        scratch = path.with_suffix(".copying")
+        shutil.copyfile(maker, scratch)
+        scratch.replace(path)
+    else:
+        compile_library(path, maker, processor_flags())
+
+
+def compile_library(path: Path, compiler: Compiler, processor: tuple[str, ...]) -> None:
     """Compile all sources, as many at a time as threads compute, and link them, into a folder that is there.
 
     For one process at a time. Raises BuildError and OSError.
@@ -92,10 +129,34 @@ def _run(command: list[str]) -> None:
         raise BuildError(f"{command[0]} failed with status {done.returncode}: {lines[0]}")
 
 
-def _instructions() -> str:
-    """What the processor can do: a folder may be shared by machines."""
+def _ready_made(flags: tuple[str, ...]) -> Path:
+    return READY_MADE / f"kernels-{_digest(*FLAGS, *flags)}.so"
+
+
+def _digest(*parts: str) -> str:
+    """Of the sources and what else a library comes from."""
+    digest = hashlib.sha256()
+    for source in sorted(SOURCES.iterdir()):
+        digest.update(source.name.encode() + source.read_bytes())
+    for part in parts:
+        digest.update(part.encode() + b"\n")
+    return digest.hexdigest()[:16]
+
+
+def main() -> None:
+    """The command above."""
+    READY_MADE.mkdir(exist_ok=True)
     try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor()
-    return next((line for line in lines if line.startswith(("flags", "Features"))), platform.processor())
+        compiler = find_compiler()
+        for isa in all_isas():
+            path = _ready_made(isa.flags)
+            if not path.exists():
+                compile_library(path, compiler, isa.flags)
+            sys.stdout.write(f"{isa.name}: {path}\n")
+            sys.stdout.flush()
+    except (BuildError, OSError) as error:
+        raise SystemExit(str(error)) from None
+
+
+if __name__ == "__main__":
+    main()

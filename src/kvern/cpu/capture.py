@@ -5,6 +5,7 @@ memory that all programs share, since one runs at a time: tensors whose calls ar
 """
 
 import ctypes
+import logging
 import struct
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
@@ -18,6 +19,8 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from kvern.cpu.library import CODE, INTEGER, NUMBER, POINTER, captured, function, replayed
+
+logger = logging.getLogger("kvern")
 
 ALIGNMENT = 64
 """Bytes of a cache line."""
@@ -142,6 +145,20 @@ class Program:
         self._within = memory
         self._numbers[self._places] = self._offsets + np.uint64(memory.data_ptr())
         self._results = [tuple(result.within(memory) for result in items) for items in self._described]
+
+
+def capture(steps: str, make: Callable[[], Program]) -> Program | None:
+    """The program that `make` captures. None: it cannot be captured, whatever the reason, which a warning tells.
+
+    `steps` names in the warning what then runs uncaptured: it is slower, and fails there if the model is at fault.
+    """
+    try:
+        with torch.inference_mode():
+            return make()
+    except Exception as error:
+        reason = str(error) if isinstance(error, Uncapturable) else f"{type(error).__name__}: {error}"
+        logger.warning("%s are not captured, so they are slower: %s", steps, " ".join(reason.split()))
+        return None
 
 
 class _Result:

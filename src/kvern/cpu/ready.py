@@ -21,7 +21,9 @@ from pathlib import Path
 
 import msgspec
 
-from kvern.cpu.build import BuildError, compile_library, find_compiler, library_path
+from kvern.cpu.build import BuildError, find_maker, library_path, make_library
+from kvern.cpu.processor import chosen_isa
+from kvern.errors import ConfigError
 
 logger = logging.getLogger("kvern")
 
@@ -44,11 +46,20 @@ class Record(msgspec.Struct):
 
 
 def working_groups(folder: Path, threads: int) -> frozenset[str]:
-    """The groups that work here, loaded; none while they are being built, which this begins in the background."""
+    """The groups that work here, loaded; none while they are being built, which this begins in the background.
+
+    A library that came with the package only has to be checked, for which this waits. Raises ConfigError.
+    """
     try:
-        path = library_path(folder, find_compiler())
+        maker = find_maker()
+        path = library_path(folder, maker)
         record = _read(path)
-        if record is None or _is_due(path, record):
+        if record is not None and not _is_due(path, record):
+            pass
+        elif isinstance(maker, Path):
+            build(folder)
+            record = _read(path)
+        else:
             path.parent.mkdir(parents=True, exist_ok=True)
             _lock_file(path).touch()
             _begin(folder)
@@ -76,6 +87,8 @@ def working_groups(folder: Path, threads: int) -> frozenset[str]:
         from kvern.cpu.library import load
 
         load(path, threads)
+        origin = "which came with the package" if isinstance(maker, Path) else "compiled here"
+        logger.info("kernels for this CPU use %s, %s", chosen_isa().name, origin)
         with suppress(OSError):
             os.utime(path)  # it is used
     return working
@@ -84,10 +97,10 @@ def working_groups(folder: Path, threads: int) -> frozenset[str]:
 def build(folder: Path) -> None:
     """Build and check the kernels, if nobody else does or has; who waits for another sees what was found.
 
-    Raises BuildError without a compiler, OSError where the folder cannot be written to.
+    Raises BuildError without a compiler, OSError where the folder cannot be written to, and ConfigError.
     """
-    compiler = find_compiler()
-    path = library_path(folder, compiler)
+    maker = find_maker()
+    path = library_path(folder, maker)
     path.parent.mkdir(parents=True, exist_ok=True)
     with _lock_file(path).open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -95,7 +108,7 @@ def build(folder: Path) -> None:
         if record is not None and not _is_due(path, record):
             return
         try:
-            compile_library(path, compiler)
+            make_library(path, maker)
             record = Record(groups=_check(path), digest=_digest(path))
         except BuildError as error:
             record = Record(error=str(error))
@@ -177,7 +190,7 @@ def main() -> None:
     os.nice(10)
     try:
         build(Path(sys.argv[1]))
-    except (BuildError, OSError) as error:
+    except (BuildError, ConfigError, OSError) as error:
         raise SystemExit(str(error)) from None
 
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from kvern.cpu.activation import KINDS
 from kvern.cpu.linear import PackedWeight, gated_linear, linear, pack, unpack
+from kvern.cpu.processor import forced_isa
 from kvern.layers.linear_method import INPUTS, OUTPUTS, LinearMethod, LinearShape, Product, TensorLayout
 
 if TYPE_CHECKING:
@@ -72,5 +73,7 @@ def compiles(shape: LinearShape, build: "Build") -> bool:
     if "cpu_linear" not in build.kernels or shape.device.type != "cpu":
         return False
     if shape.dtype == torch.bfloat16:
-        return build.deterministic or not torch.cpu._is_amx_tile_supported()
+        forced = forced_isa()
+        has_tiles = torch.cpu._is_amx_tile_supported() if forced is None else forced.name == "amx"
+        return build.deterministic or not has_tiles
     return shape.dtype == torch.float32

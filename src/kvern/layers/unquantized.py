@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kvern.cpu.processor import forced_isa
 from kvern.layers.compiled_linear import CompiledMethod, compiles
 from kvern.layers.experts import Experts, SeparateExperts, StackedExperts, names_of
 from kvern.layers.linear_format import LinearFormat
@@ -93,6 +94,14 @@ class PackedMethod(UnquantizedMethod):
         return plain
 
 
+def _packs() -> bool:
+    """Whether oneDNN packs bfloat16: PyTorch has it, and the processor the instructions that it wants for them."""
+    forced = forced_isa()
+    if not torch._C._has_mkldnn or (forced is not None and forced.name in ("scalar", "avx2")):
+        return False
+    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
 class Unquantized(LinearFormat):
     """Plain weights, multiplied by PyTorch, or on a CPU by a kernel."""
 
@@ -100,7 +109,7 @@ class Unquantized(LinearFormat):
         if compiles(shape, build):
             return CompiledMethod(shape)
         on_cpu = shape.device.type == "cpu" and shape.dtype == torch.bfloat16
-        return PackedMethod(shape) if on_cpu and torch._C._has_mkldnn else UnquantizedMethod(shape)
+        return PackedMethod(shape) if on_cpu and _packs() else UnquantizedMethod(shape)
 
     def embedding(self, shape: LinearShape, build: "Build") -> LinearMethod:
         return CompiledMethod(shape) if compiles(shape, build) else UnquantizedMethod(shape)

@@ -1,6 +1,5 @@
 """Steps of decodes on a CPU, captured once for each number of tokens: then one call does all that the model does."""
 
-import logging
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,7 +10,7 @@ from torch import Tensor
 
 from kvern.attention.compiled import CompiledAttention
 from kvern.cpu.attention import Step
-from kvern.cpu.capture import Memory, Program, Uncapturable
+from kvern.cpu.capture import Memory, Program, capture
 from kvern.cpu.library import is_recorded
 from kvern.cpu.sampling import RowSampler, read_decodes
 from kvern.device.rows import BatchRows
@@ -19,8 +18,6 @@ from kvern.layers.compiled_linear import CompiledMethod
 from kvern.layers.embedding import LookupTable
 from kvern.models.decoder import Decoder, LayerInputs
 from kvern.step import ScheduledTokens
-
-logger = logging.getLogger("kvern")
 
 ALIKE_FROM, ALIKE = 8, 4
 """Steps of more tokens that verify drafts, of which there are all sizes, are captured in multiples of so many."""
@@ -52,7 +49,7 @@ class Scored:
 class CapturedDecodes:
     """Of a model whose layers, cache and sampling are kernels; where PyTorch computes between them, none is captured.
 
-    What is `Scored` is overwritten by the next step. `inputs`: those of a `Drafter`.
+    What is `Scored` is overwritten by the next step. `inputs`: those of a `Drafter`. `steps` names them in a warning.
     """
 
     def __init__(
@@ -62,9 +59,10 @@ class CapturedDecodes:
         rows: BatchRows,
         block_size: int,
         inputs: LayerInputs | None = None,
+        steps: str = "decodes",
     ) -> None:
         self._decoder, self._attention, self._rows, self._block_size = decoder, attention, rows, block_size
-        self._layer_inputs = inputs
+        self._layer_inputs, self._steps = inputs, steps
         self._sampler = RowSampler(rows)
         self._memory = Memory()
         self._sizes: dict[int, _Decodes] = {}
@@ -136,19 +134,13 @@ class CapturedDecodes:
             following = torch.tensor(slots), torch.tensor(starts) + 1
             drafts = self._rows.tokens[following]  # what is captured is computed, too, and written in their place
             try:
-                with torch.inference_mode():
-                    decodes.program = self._capture(decodes.requests, decodes.looked_up)
-            except Uncapturable as error:
-                logger.debug("steps of decodes are not captured: %s", error)
-                self._captures = False
-                return None
-            except Exception as error:
-                # The step runs uncaptured instead: if the model itself is at fault, it fails there.
-                logger.warning("steps of decodes are not captured, so slower: %s: %s", type(error).__name__, error)
-                self._captures = False
-                return None
+                decodes.program = capture(self._steps, lambda: self._capture(decodes.requests, decodes.looked_up))
             finally:
                 self._rows.tokens[following] = drafts
+            if decodes.program is None:
+                self._captures = False
+                self._sizes.clear()
+                return None
             self._sizes[len(slots)] = decodes
         return decodes
 

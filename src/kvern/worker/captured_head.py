@@ -1,6 +1,5 @@
 """Steps of a draft head on a CPU, captured once for each number of tokens as those of a model are."""
 
-import logging
 from collections.abc import Callable, Sequence
 
 import torch
@@ -8,15 +7,13 @@ from torch import Tensor
 
 from kvern.attention.compiled import CompiledAttention
 from kvern.cpu.attention import Step
-from kvern.cpu.capture import Memory, Program, Uncapturable
+from kvern.cpu.capture import Memory, Program, capture
 from kvern.cpu.library import is_recorded
 from kvern.cpu.sampling import RowSampler, read_decodes
 from kvern.device.rows import BatchRows
 from kvern.models.draft_head import DraftHead
 from kvern.step import ScheduledTokens
 from kvern.worker.captured_decodes import MOST_TOKENS
-
-logger = logging.getLogger("kvern")
 
 
 class CapturedHead:
@@ -79,13 +76,12 @@ class CapturedHead:
         return True
 
     def _captured(self, kept: "_Pass | _Draw", *stages: Callable[..., tuple[Tensor, ...]]) -> Program | None:
-        try:
-            with torch.inference_mode():
-                return Program(self._memory, kept, *stages)
-        except Uncapturable as error:
-            logger.debug("steps of the draft head are not captured: %s", error)
+        program = capture("steps of the draft head", lambda: Program(self._memory, kept, *stages))
+        if program is None:
             self._captures = False
-            return None
+            self._passes.clear()
+            self._draws.clear()
+        return program
 
     def _pass(self, kept: "_Pass", told: bool) -> Callable[[], tuple[Tensor, ...]]:
         head, rows, size = self._head, self._rows, self._block_size

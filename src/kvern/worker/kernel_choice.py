@@ -8,6 +8,7 @@ import torch
 
 from kvern.config import EngineConfig
 from kvern.cpu.build import BuildError
+from kvern.cpu.processor import forced_isa
 from kvern.cpu.ready import build, working_groups
 from kvern.device.ranks import ALONE, Ranks
 from kvern.errors import ConfigError
@@ -82,6 +83,7 @@ def usable_kernels(
 
     `drafts`: some are verified. Raises ConfigError.
     """
+    forced_isa()  # whether or not somebody asks for it later
     if device.type == "cpu" and config.cpu_kernels and dtype in CPU_DTYPES:
         with startup.stage("kernels"):
             if config.deterministic:  # it cannot do without

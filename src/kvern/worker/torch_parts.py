@@ -121,7 +121,7 @@ class TorchParts:
                 head = CapturedHead(decoder, attention, rows, size)
             return HeadDrafter(decoder, attention, rows, build, draw, captured=head, drawn=drawn)
         if self._captures and isinstance(attention, CompiledAttention):
-            captured = CapturedDecodes(decoder, attention, rows, size)
+            captured = CapturedDecodes(decoder, attention, rows, size, steps="decodes of the draft model")
         return DraftModel(decoder, attention, rows, size, layout.max_batch_tokens, sampling, captured, drawn)
 
     def _attention(
