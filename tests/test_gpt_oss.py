@@ -137,8 +137,6 @@ def test_the_published_configuration() -> None:
 def test_what_is_no_gpt_oss_of_these_numbers_is_refused() -> None:
     with pytest.raises(UnsupportedModel, match=r"swiglu_limit is 5\.0; kvern knows 7\.0"):
         spec_from_config(PUBLISHED | {"swiglu_limit": 5.0})
-    with pytest.raises(UnsupportedModel, match="neither rope_parameters nor rope_scaling"):
-        spec_from_config(PUBLISHED | {"rope_scaling": None})
 
 
 def test_libraries_without_sinks_are_not_chosen(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -139,13 +139,6 @@ def test_what_cannot_be_described_is_refused_by_name(changes: dict[str, Any], re
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("missing", ["index_n_heads", "index_head_dim", "index_topk"])
-def test_sizes_of_the_indexer_have_to_be_said(missing: str, folder: Path) -> None:
-    config = {key: value for key, value in read_config(folder).items() if key != missing}
-    with pytest.raises(UnsupportedModel, match=f"config.json lacks '{missing}'"):
-        spec_from_config(config)
-
-
 def test_gpus_and_determinism_are_refused(folder: Path) -> None:
     spec = spec_from_config(read_config(folder))
     check_kernels(spec, torch.device("cpu"))

@@ -295,7 +295,6 @@ REFUSED: dict[str, dict[str, Any]] = {
     "attention_bias without q_lora_rank": V3 | {"q_lora_rank": None, "attention_bias": True},
     "kv_lora_rank is -1": V3 | {"kv_lora_rank": -1},
     "kv_lora_rank is 0: it must be above 0": V3 | {"kv_lora_rank": 0},
-    "config.json lacks 'v_head_dim'": {key: value for key, value in V3.items() if key != "v_head_dim"},
     "7 entries of a head of 7": V3 | {"qk_rope_head_dim": 7},
     "groups must be of the same size, of 1 or more": V2 | {"n_group": 7},
 }

@@ -77,10 +77,19 @@ def test_a_configuration_that_names_nothing_is_refused() -> None:
         spec_from_config({})
 
 
+@pytest.mark.usefixtures("_registrations")
 def test_a_missing_setting_is_named() -> None:
+    """Of a type that has no defaults."""
+    register_family("fancy")(describe)
     incomplete = {key: value for key, value in LLAMA.items() if key != "num_attention_heads"}
     with pytest.raises(UnsupportedModel, match="lacks 'num_attention_heads'"):
-        spec_from_config(incomplete)
+        spec_from_config(incomplete | {"model_type": "fancy", "architectures": None})
+
+
+def test_a_default_that_does_not_go_with_the_rest_is_named() -> None:
+    incomplete = {key: value for key, value in LLAMA.items() if key != "num_key_value_heads"}
+    with pytest.raises(UnsupportedModel, match=r"num_key_value_heads is 8, as config\.json leaves it out: 4 attention"):
+        spec_from_config(incomplete | {"model_type": "mistral", "architectures": None})
 
 
 @pytest.mark.parametrize(
@@ -94,16 +103,19 @@ def test_a_missing_setting_is_named() -> None:
         ({"model_type": "minimax_m2", **MINIMAX, "attn_type_list": [1, 0] * 3}, "linear attention"),
         ({"model_type": "minimax_m2", **MINIMAX, "num_mtp_modules": 10**9}, "num_mtp_modules is 1000000000"),
         ({"model_type": "lfm2", **LFM2, "layer_types": ["conv", "dense"] * 3}, "layer type 'dense' is unknown"),
-        ({"model_type": "lfm2_moe", **LFM2, "use_expert_bias": False}, "use_expert_bias is false"),
+        ({"model_type": "dots1", "architectures": None, "n_routed_experts": None}, "lacks 'n_routed_experts'"),
+        ({"model_type": "deepseek_v2", "architectures": None, "norm_topk_prob": True}, "norm_topk_prob is True"),
         ({"model_type": "granitemoehybrid", **GRANITE4, "time_step_limit": [0.01, 1.0]}, r"time_step_limit is \[0.01"),
         ({"model_type": "granitemoehybrid", **GRANITE4, "hidden_act": "gelu"}, "hidden_act 'gelu'"),
         ({"model_type": "granitemoehybrid", **GRANITE4, "mamba_n_groups": 3}, "8 heads of Mamba cannot share 3 groups"),
-        ({"model_type": "granitemoehybrid", **GRANITE4, "layer_types": ["mamba"] * 6}, "none of 6 layers attends"),
+        (
+            {"model_type": "granitemoehybrid", **GRANITE4, "layer_types": ["mamba"] * 6},
+            "none of 6 layers attends, by layer_t",
+        ),
         ({"model_type": "nemotron_h", **NEMOTRON, "hybrid_override_pattern": "MX"}, "layer type 'X' is unknown"),
         ({"model_type": "nemotron_h", **NEMOTRON, "hybrid_override_pattern": "-*"}, "no layer is Mamba-2"),
         ({"model_type": "nemotron_h", **NEMOTRON, "mlp_hidden_act": "snake"}, "activation 'snake' is unknown"),
         ({"model_type": "nemotron_h", **NEMOTRON, "mlp_bias": True}, "mlp_bias is true"),
-        ({"model_type": "nemotron_h", **NEMOTRON, "tie_word_embeddings": True}, "tie_word_embeddings is True"),
         ({"model_type": "granitemoehybrid", **GRANITE4, "mamba_d_head": 10**9}, "8000000000 numbers of a token"),
         ({"model_type": "falcon_h1", **GRANITE4, "attention_bias": True}, "attention_bias is True"),
         ({"model_type": "dots1", **GROUPS, "topk_group": 0}, "top_groups is 0"),

@@ -146,7 +146,7 @@ class Slow(Grammars):
     """Whose matchers of grammars that are called slow are made when they may."""
 
     def __init__(self) -> None:
-        super().__init__(resolve_model("kvern-1m"), 4096, (), "llguidance")
+        super().__init__(resolve_model("kvern-1m"), 4096, "llguidance")
         self.may = threading.Event()
 
     def matcher(self, grammar: str) -> Matcher:

@@ -108,15 +108,15 @@ class MlpSpec:
 class MoeSpec:
     """`top_k` of `experts` MLPs of `width`, `gated` or not, chosen by a linear router.
 
-    `scoring` makes the router's scores probabilities over all experts ("softmax"), or scores each alone and corrects
-    the choice by a learned bias ("sigmoid"). With `groups` > 1 the experts stand in so many of one size, and a token
-    chooses within `top_groups` of them: those with the highest score, or, of "sigmoid", those whose two highest
-    corrected scores add up to the most. `renormalize` divides the chosen scores by their sum, `routed_scale` then
-    multiplies them, and with `expert_scales` a learned number of each expert. `shared_width` > 0 adds an MLP that every
-    token takes, times a sigmoid gate if `shared_gate`. With `latent` > 0 experts stand between projections to rows of
-    that size and back. `bias`: the router and the matrices of all experts have one. The activation "clamped_swiglu" is
-    `(up + 1) * gate * sigmoid(SWIGLU_SLOPE * gate)`, of a gate that is at most SWIGLU_LIMIT and an up that is at most
-    as far from 0.
+    `scoring` makes the router's scores probabilities over all experts ("softmax"), or scores each alone and, if
+    `corrected`, corrects the choice by a learned bias ("sigmoid"). With `groups` > 1 the experts stand in so many of
+    one size, and a token chooses within `top_groups` of them: those with the highest score, or, of "sigmoid", those
+    whose two highest corrected scores add up to the most. `renormalize` divides the chosen scores by their sum,
+    `routed_scale` then multiplies them, and with `expert_scales` a learned number of each expert. `shared_width` > 0
+    adds an MLP that every token takes, times a sigmoid gate if `shared_gate`. With `latent` > 0 experts stand between
+    projections to rows of that size and back. `bias`: the router and the matrices of all experts have one. The
+    activation "clamped_swiglu" is `(up + 1) * gate * sigmoid(SWIGLU_SLOPE * gate)`, of a gate that is at most
+    SWIGLU_LIMIT and an up that is at most as far from 0.
 
     With `placed_over` > 1 whole experts are placed over so many ranks, and `redundant` copies of some of them.
     """
@@ -126,6 +126,7 @@ class MoeSpec:
     width: int
     activation: Activation = "silu"
     scoring: Literal["softmax", "sigmoid"] = "softmax"
+    corrected: bool = True
     groups: int = 1
     top_groups: int = 1
     renormalize: bool = True

@@ -89,7 +89,7 @@ class SigmoidRouter(SoftmaxRouter):
 
     def __init__(self, hidden_size: int, build: Build, experts: Experts) -> None:
         super().__init__(hidden_size, build, experts, torch.float32)
-        self.e_score_correction_bias = build.empty(self.spec.experts, dtype=torch.float32)
+        self.e_score_correction_bias = build.empty(self.spec.experts, dtype=torch.float32).zero_()
 
     def choose(self, x: Tensor) -> tuple[Tensor, Tensor]:
         scores = self.method.multiply(x.float(), self.bias).sigmoid()
@@ -98,7 +98,7 @@ class SigmoidRouter(SoftmaxRouter):
         return self._scale(scores.gather(-1, topk_ids)), topk_ids
 
     def parts(self) -> dict[str, tuple[int, ...]]:
-        return super().parts() | {CORRECTION: (self.spec.experts,)}
+        return super().parts() | ({CORRECTION: (self.spec.experts,)} if self.spec.corrected else {})
 
     def load(self, part: str, tensor: Tensor, first_row: int = 0) -> None:
         if part == CORRECTION:
@@ -108,7 +108,8 @@ class SigmoidRouter(SoftmaxRouter):
 
     def fill_random(self, generator: torch.Generator) -> None:
         super().fill_random(generator)
-        fill_random(self.e_score_correction_bias, generator)
+        if self.spec.corrected:
+            fill_random(self.e_score_correction_bias, generator)
 
 
 def make_router(hidden_size: int, build: Build, experts: Experts) -> SoftmaxRouter:

@@ -69,6 +69,14 @@ class StoredTensor:
             _drop_pages(data, begin, flat.nbytes)
 
 
+def is_equal(one: StoredTensor, other: StoredTensor) -> bool:
+    """Whether two tensors hold the same numbers. Raises CorruptCheckpoint if a file cannot be read."""
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    runs = zip(one.runs(open_map(one.file)), other.runs(open_map(other.file)), strict=True)
+    return all(torch.equal(rows.view(torch.uint8), others.view(torch.uint8)) for (_, rows), (_, others) in runs)
+
+
 def _drop_pages(data: mmap.mmap, begin: int, nbytes: int) -> None:
     """Give the pages of a private, unmodified map back; a platform without madvise keeps them."""
     if hasattr(mmap, "MADV_DONTNEED"):

@@ -23,9 +23,9 @@ _ACTIVATIONS: dict[str, Activation] = {
 }
 
 
-def read_activation(config: Config, default: str = "silu") -> Activation:
+def read_activation(config: Config) -> Activation:
     """The activation of the feed-forward half; UnsupportedModel if kvern has none of that name."""
-    name = config.get("hidden_activation") or config.get("hidden_act") or default
+    name = config.get("hidden_activation") or config.get("hidden_act") or "silu"
     if name not in _ACTIVATIONS:
         raise UnsupportedModel(f"activation {name!r:.60} is unknown; known: {', '.join(_ACTIVATIONS)}")
     return _ACTIVATIONS[name]
@@ -50,28 +50,25 @@ def read_attention(
     )
 
 
-def read_rope(
-    config: Config,
-    layer_type: str | None = None,
-    *,
-    theta: float = 10000.0,
-    partial: float = 1.0,
-    interleaved: bool = False,
-) -> RopeSpec:
+def rope_settings(config: Config) -> Mapping[str, Any]:
+    """What a configuration says of the rotary embedding in one place, by either of its names."""
+    return config.get("rope_scaling") or config.get("rope_parameters") or {}
+
+
+def read_rope(config: Config, layer_type: str | None = None, *, interleaved: bool = False) -> RopeSpec:
     """Rotary embedding from `rope_parameters`, or from `rope_theta` and `rope_scaling` of older files.
 
-    `layer_type` selects among parameters that are given for each kind of layer; `theta` and `partial`, the share of
-    each head that turns, are the family's defaults.
+    `layer_type` selects among parameters that are given for each kind of layer.
     """
-    given = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    given = rope_settings(config)
     if layer_type is not None and layer_type in given:
         given = given[layer_type] or {}
     rope = {key: value for key, value in given.items() if value is not None}
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind not in _SCALINGS:
         raise UnsupportedModel(f"rope scaling {kind!r:.60} is unknown; known: {', '.join(_SCALINGS)}")
-    theta = float(_first_given(rope, config, ("rope_theta", "rotary_emb_base"), theta))
-    partial = float(_first_given(rope, config, ("partial_rotary_factor", "rotary_pct"), partial))
+    theta = float(_first_given(rope, config, ("rotary_emb_base", "rope_theta"), 10000.0))
+    partial = float(_first_given(rope, config, ("rotary_pct", "partial_rotary_factor"), 1.0))
     dim = read_head_dim(config) if kind == "proportional" else int(read_head_dim(config) * partial)
     return RopeSpec(theta, dim, _SCALINGS[kind](rope, config), interleaved)
 
@@ -163,8 +160,8 @@ def read_experts(config: Config) -> int:
     """The number of experts, by any of its three names."""
     names = ("num_local_experts", "n_routed_experts", "num_experts")
     found = next((name for name in names if name in config), None)
-    if found is None:
-        raise KeyError(" or ".join(names))
+    if found is None or config[found] is None:
+        raise KeyError(found or " or ".join(names))
     return int(config[found])
 
 

@@ -1,5 +1,6 @@
 """Checkpoints that were trained for embeddings: what tells them from others, and what they may lack."""
 
+import logging
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
@@ -7,10 +8,13 @@ from pathlib import Path
 
 from kvern.errors import InvalidRequest, KvernError, UnsupportedModel
 from kvern.files import open_regular, read_object
-from kvern.model_spec import ModelSpec, Pooling
+from kvern.model_spec import ModelSpec, Pooling, Rename
+from kvern.models.checkpoint import is_equal, read_headers
 from kvern.models.header import read_entries
 from kvern.models.pooling import POOLING_FILE, read_pooling, read_usual_len
 from kvern.models.registry import Config, spec_from_config
+
+logger = logging.getLogger("kvern")
 
 POOLINGS: Mapping[str, Pooling] = {
     "mean": "mean",
@@ -26,7 +30,8 @@ def spec_of_folder(folder: Path, config: Config) -> ModelSpec:
     """The model that `config` describes, with the weights in `folder`.
 
     One that was trained for embeddings need not have an output layer: it then generates nothing, and the logits that
-    are computed beside its states are those of a tied one. How an encoder pools, and how long its texts usually are,
+    are computed beside its states are those of a tied one. One that is tied by `config` and holds another output layer
+    has that. How an encoder pools, and how long its texts usually are,
     its folder says. Raises UnsupportedModel.
     """
     spec = spec_from_config(config)
@@ -38,9 +43,45 @@ def spec_of_folder(folder: Path, config: Config) -> ModelSpec:
         except InvalidRequest as error:
             raise UnsupportedModel(str(error)) from None
         return replace(spec, encoder=encoder)
-    if spec.tie_word_embeddings or not (folder / POOLING_FILE).is_file() or _has_head(folder, spec):
+    if spec.tie_word_embeddings:
+        return _with_stored_head(folder, spec)
+    if not (folder / POOLING_FILE).is_file() or _has_head(folder, spec):
         return spec
     return replace(spec, tie_word_embeddings=True, generates=False)
+
+
+def _with_stored_head(folder: Path, spec: ModelSpec) -> ModelSpec:
+    """A model that is to be tied, untied if its files hold an output layer that is not equal to the embeddings.
+
+    Files that hold the output layer alone have the embeddings in it.
+    """
+    try:
+        named = {_llama_name(tensor.name, spec): tensor for tensor in read_headers(folder)}
+    except KvernError:  # whoever loads the weights tells it
+        return spec
+    head = named.get("lm_head.weight")
+    embeddings = named.get("model.embed_tokens.weight", named.get("embed_tokens.weight"))
+    if head is None:
+        if any(name.startswith("lm_head.") and name != "lm_head.bias" for name in named):
+            logger.warning("%s holds a quantized output layer, and ties it: the embeddings are used instead", folder)
+        return spec
+    if embeddings is None:
+        renamed = Rename(r"^lm_head\.weight$", "model.embed_tokens.weight")
+        return replace(spec, renames=(*spec.renames, renamed))
+    if is_equal(head, embeddings):
+        return spec
+    logger.warning(
+        "tie_word_embeddings is true in %s, and lm_head.weight is not equal to the embeddings: it is used. Write "
+        "tie_word_embeddings false into config.json, or remove that tensor",
+        folder / "config.json",
+    )
+    return replace(spec, tie_word_embeddings=False)
+
+
+def _llama_name(name: str, spec: ModelSpec) -> str:
+    for rule in spec.renames:
+        name = re.sub(rule.pattern, rule.replacement, name)
+    return name
 
 
 def _has_head(folder: Path, spec: ModelSpec) -> bool:
@@ -49,9 +90,7 @@ def _has_head(folder: Path, spec: ModelSpec) -> bool:
         names = list(_names(folder))
     except (OSError, ValueError, LookupError, TypeError, KvernError):
         return True
-    for rule in spec.renames:
-        names = [re.sub(rule.pattern, rule.replacement, name) for name in names]
-    return not names or any("lm_head." in name for name in names)
+    return not names or any("lm_head." in _llama_name(name, spec) for name in names)
 
 
 def _names(folder: Path) -> Iterable[str]:

@@ -144,7 +144,10 @@ def check_spec(spec: ModelSpec) -> None:
     if spec.norm.epsilon < 0:
         raise Unfit(f"the norms' epsilon is {spec.norm.epsilon}: it must not be below 0")
     if not spec.attentions:
-        raise Unfit(f"none of {len(spec.layers)} layers attends: kvern's schedule is that of a KV cache")
+        raise Unfit(
+            f"none of {len(spec.layers)} layers attends, by layer_types or its older names: kvern schedules by a KV "
+            "cache, and needs one that does"
+        )
     for layer in {id(layer): layer for layer in spec.layers}.values():
         _check("layer", layer, LayerSpec)
         _check_layer(layer, spec.max_position_embeddings)

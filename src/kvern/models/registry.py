@@ -13,6 +13,7 @@ from kvern.errors import KvernError, UnsupportedModel
 from kvern.files import reason
 from kvern.model_spec import ModelSpec
 from kvern.models.bad_setting import bad_setting
+from kvern.models.defaults import completed, with_both, without
 from kvern.models.limits import Unfit, check_config, check_spec
 from kvern.plugins import Plugins
 
@@ -23,6 +24,8 @@ _UNREADABLE = (TypeError, ValueError, ArithmeticError, AttributeError, LookupErr
 
 FAMILIES: Plugins[Family] = Plugins("model family", "kvern.model_families", ["kvern.models.families"])
 """By model type and by architecture."""
+_TYPES: dict[Family, str] = {}
+"""The first name of each: its model type."""
 
 
 def register_family(*names: str) -> Callable[[Family], Family]:
@@ -32,6 +35,7 @@ def register_family(*names: str) -> Callable[[Family], Family]:
     """
 
     def register(family: Family) -> Family:
+        _TYPES[family] = names[0]
         for name in names:
             FAMILIES.register(name)(family)
         return family
@@ -64,18 +68,26 @@ def spec_from_config(config: Config) -> ModelSpec:
 
 def _fault(family: Family, config: Config, error: Exception) -> str:
     """What is wrong with a configuration, where reading it raised `error`."""
-    values = error.values if isinstance(error, Unfit) else None
-    found, text = bad_setting(config, partial(_is_readable, family), values or ()), reason(error)
+    values, text = error.values if isinstance(error, Unfit) else None, reason(error)
+    left_out = without(_completed(family, config), config)
+    found = bad_setting(left_out, lambda other: _is_readable(family, with_both(config, other)), values or ())
+    default = "" if found is None else ", as config.json leaves it out"
+    found = found or bad_setting(config, partial(_is_readable, family), values or ())
     if found is None or text.startswith(f"{found[0]} "):
         return text
-    return f"{found[0]} is {found[1]}" if values is None else f"{found[0]} is {found[1]}: {text}"
+    return f"{found[0]} is {found[1]}{default}" + ("" if values is None else f": {text}")
 
 
 def _checked(family: Family, config: Config) -> ModelSpec:
-    check_config(config)
-    spec = family(config)
+    whole = _completed(family, config)
+    check_config(whole)
+    spec = family(whole)
     check_spec(spec)
     return spec
+
+
+def _completed(family: Family, config: Config) -> Config:
+    return completed(config, config.get("model_type"), _TYPES.get(family))
 
 
 def _is_readable(family: Family, config: Config) -> bool:

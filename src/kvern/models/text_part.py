@@ -5,6 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from kvern.model_spec import ModelSpec, Rename
+from kvern.models.defaults import completed
 from kvern.models.registry import Config
 
 _OF_THE_WHOLE = ("tie_word_embeddings", "bos_token_id", "eos_token_id", "dtype", "torch_dtype")
@@ -15,14 +16,15 @@ _RENAMES = (
 _TIED_HEAD = r"^language_model\.lm_head\.weight$"
 
 
-def text_config(config: Config, **defaults: Any) -> dict[str, Any]:
+def text_config(config: Config, text_type: str) -> dict[str, Any]:
     """The settings of the language model: those in `text_config`, before them what is said of the whole model.
 
-    `defaults` are the family's, where neither says anything. Files that have no `text_config` say all in one place.
+    `text_type` is the model type of a `text_config` that names none, whose defaults count where neither says anything.
+    Files that have no `text_config` say all in one place.
     """
     whole = {key: config[key] for key in _OF_THE_WHOLE if config.get(key) is not None}
-    text: Mapping[str, Any] = config.get("text_config") or config
-    return {**defaults, **text, **whole}
+    text: Mapping[str, Any] = config.get("text_config") or {**config, "model_type": text_type}
+    return {"model_type": text_type} | completed(text, text.get("model_type"), text_type) | whole
 
 
 def text_part(config: Config, spec: ModelSpec, *towers: str) -> ModelSpec:

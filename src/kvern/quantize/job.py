@@ -122,6 +122,8 @@ def quantize(
         ]
         plain += ["lm_head"] if checkpoint.spec.tie_word_embeddings else []
         config = dict(checkpoint.config)
+        if not checkpoint.spec.tie_word_embeddings and config.get("tie_word_embeddings"):
+            config["tie_word_embeddings"] = False  # the output layer is another
         config["quantization_config"] = quantization_config(settings.plan, plain, settings.act_order)
         rows, length = calibration.rows.shape
         told = report(

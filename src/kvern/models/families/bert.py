@@ -33,15 +33,15 @@ def _encoder(config: Config, first_position: int, head_renames: tuple[Rename, ..
     check_encoder(config)
     if (kind := config.get("position_embedding_type", "absolute")) != "absolute":
         raise UnsupportedModel(f"position_embedding_type is {kind!r:.60}: learned positions, absolute, are supported")
-    classifies, types = is_classifier(config), config.get("type_vocab_size", 2)
+    classifies, types = is_classifier(config), config["type_vocab_size"]
     heads, head_dim = config["num_attention_heads"], read_head_dim(config)
     attention = AttentionSpec(heads, heads, head_dim, head_dim**-0.5, causal=False)
-    mlp = MlpSpec(config["intermediate_size"], read_activation(config, "gelu"), gated=False, bias=True)
+    mlp = MlpSpec(config["intermediate_size"], read_activation(config), gated=False, bias=True)
     return describe(
         config,
         (LayerSpec(attention, None, mlp),) * int(config["num_hidden_layers"]),
         max_position_embeddings=config["max_position_embeddings"] - first_position,
-        norm=NormSpec("layer", float(config.get("layer_norm_eps", 1e-12)), bias=True),
+        norm=NormSpec("layer", float(config["layer_norm_eps"]), bias=True),
         block_norms=POST_NORMS,
         qkv_bias=True,
         output_bias=True,
@@ -72,4 +72,4 @@ def bert(config: Config) -> ModelSpec:
 def roberta(config: Config) -> ModelSpec:
     """Positions begin behind that of padding; the second text of a pair is of the same kind as the first."""
     renames = Rename(r"^classifier\.dense\.", "head.dense."), Rename(r"^classifier\.out_proj\.", "head.out.")
-    return _encoder(config, int(config.get("pad_token_id", 1)) + 1, renames, marks_second=False)
+    return _encoder(config, int(config["pad_token_id"]) + 1, renames, marks_second=False)

@@ -21,8 +21,8 @@ def _cohere(config: Config, layers: tuple[LayerSpec, ...]) -> ModelSpec:
         block_norms={"attention_in": "input_layernorm"},
         query_key_norm=QueryKeyNormSpec(norm, "each_head") if config.get("use_qk_norm") else None,
         parallel=True,
-        logit_scale=config.get("logit_scale", 0.0625),
-        tie_word_embeddings=config.get("tie_word_embeddings", True),
+        logit_scale=config["logit_scale"],
+        tie_word_embeddings=config["tie_word_embeddings"],
     )
 
 

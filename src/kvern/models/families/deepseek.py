@@ -5,12 +5,13 @@ the keys that an indexer selects.
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 
 from kvern.errors import UnsupportedModel
 from kvern.mixer_spec import IndexerSpec, LatentAttentionSpec
 from kvern.model_spec import LayerSpec, MlpSpec, ModelSpec, MoeSpec
-from kvern.models.describe import describe, kinds_of, read_mlp, read_rope
+from kvern.models.describe import check_settings, describe, kinds_of, read_mlp, read_rope, rope_settings
 from kvern.models.families.glm_moe import read_sigmoid_moe, tensor_names
 from kvern.models.registry import Config, register_family
 from kvern.models.text_part import text_config, text_part
@@ -18,7 +19,7 @@ from kvern.models.text_part import text_config, text_part
 
 def _scale(config: Config) -> float:
     """That of heads, and more where positions are stretched: `mscale_all_dim` says how much."""
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    rope = rope_settings(config)
     weight, factor = rope.get("mscale_all_dim") or 0.0, float(rope.get("factor") or 1.0)
     growth = 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
     return float((config["qk_nope_head_dim"] + config["qk_rope_head_dim"]) ** -0.5 * growth**2)
@@ -53,11 +54,14 @@ def _kinds(config: Config) -> list[str]:
     return kinds_of(kinds, {kind: kind for kind in ("dense", "sparse")})
 
 
-def _describe(config: Config, moe: MoeSpec, *, interleaved: bool) -> ModelSpec:
+def _describe(config: Config, read_experts: Callable[[], MoeSpec], *, interleaved: bool) -> ModelSpec:
     attention = _latent_attention(config)
     rope = read_rope({**config, "head_dim": attention.qk_rope_head_dim}, interleaved=interleaved)
-    mlps: dict[str, MlpSpec | MoeSpec] = {"dense": read_mlp(config), "sparse": moe}
-    layers = tuple(LayerSpec(attention, rope, mlps[kind]) for kind in _kinds(config))
+    kinds = _kinds(config)
+    mlps: dict[str, MlpSpec | MoeSpec] = {"dense": read_mlp(config)}
+    if "sparse" in kinds:
+        mlps["sparse"] = read_experts()
+    layers = tuple(LayerSpec(attention, rope, mlps[kind]) for kind in kinds)
     return describe(config, layers, **tensor_names(config))
 
 
@@ -69,15 +73,16 @@ def _only(config: Config, name: str, known: str) -> None:
 @register_family("deepseek_v2", "DeepseekV2ForCausalLM")
 def deepseek_v2(config: Config) -> ModelSpec:
     _only(config, "scoring_func", "softmax")
-    if config.get("use_mla") is False or config.get("norm_topk_prob"):
-        raise UnsupportedModel("deepseek_v2 with use_mla false, or with norm_topk_prob, is not known to kvern")
+    check_settings(config, {"use_mla": True, "norm_topk_prob": False})
     method = config.get("topk_method") or "greedy"
     if method not in ("greedy", "group_limited_greedy"):
         raise UnsupportedModel(f"topk_method {method!r:.60} is unknown; known: greedy, group_limited_greedy")
-    moe = replace(read_sigmoid_moe(config, renormalize=False), scoring="softmax")
-    if method == "greedy":
-        moe = replace(moe, groups=1, top_groups=1)
-    return _describe(config, moe, interleaved=True)
+    without_groups = {"n_group": 1, "topk_group": 1} if method == "greedy" else {}
+
+    def experts() -> MoeSpec:
+        return replace(read_sigmoid_moe({**config, **without_groups}), scoring="softmax")
+
+    return _describe(config, experts, interleaved=True)
 
 
 @register_family(
@@ -86,9 +91,7 @@ def deepseek_v2(config: Config) -> ModelSpec:
 def deepseek_v3(config: Config) -> ModelSpec:
     _only(config, "scoring_func", "sigmoid")
     _only(config, "topk_method", "noaux_tc")
-    return _describe(
-        config, read_sigmoid_moe(config, renormalize=True), interleaved=config.get("rope_interleave") is not False
-    )
+    return _describe(config, lambda: read_sigmoid_moe(config), interleaved=bool(config["rope_interleave"]))
 
 
 @register_family("deepseek_v32", "DeepseekV32ForCausalLM")
@@ -103,4 +106,4 @@ def deepseek_v32(config: Config) -> ModelSpec:
 @register_family("kimi_k25", "Kimi_K25ForConditionalGeneration", "KimiK25ForConditionalGeneration")
 def kimi_k25(config: Config) -> ModelSpec:
     """The language model of Kimi K2.5 and later, which see images, too."""
-    return text_part(config, deepseek_v3(text_config(config)), "vision_tower", "mm_projector")
+    return text_part(config, deepseek_v3(text_config(config, "deepseek_v3")), "vision_tower", "mm_projector")

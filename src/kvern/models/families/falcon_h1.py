@@ -23,15 +23,15 @@ def _mamba(config: Config) -> Mamba2Spec:
     if inner is not None:
         config = {**config, "mamba_d_head": inner // config["mamba_n_heads"]}
     gate, value, key, query, step = (
-        config.get("ssm_in_multiplier", 1.0) * scale for scale in config.get("ssm_multipliers") or (1.0,) * 5
+        config["ssm_in_multiplier"] * scale for scale in config.get("ssm_multipliers") or (1.0,) * 5
     )
     gating: Gating = "without_norm"
-    if config.get("mamba_rms_norm", False):
-        gating = "after_norm" if config.get("mamba_norm_before_gate", True) else "before_norm"
+    if config["mamba_rms_norm"]:
+        gating = "after_norm" if config["mamba_norm_before_gate"] else "before_norm"
     return replace(
         read_mamba(config),
         gating=gating,
-        scales=Mamba2Scales(gate, value, key, query, step, config.get("ssm_out_multiplier", 1.0)),
+        scales=Mamba2Scales(gate, value, key, query, step, config["ssm_out_multiplier"]),
     )
 
 
@@ -39,12 +39,12 @@ def _mamba(config: Config) -> Mamba2Spec:
 def falcon_h1(config: Config) -> ModelSpec:
     check_settings(config, _AS_PUBLISHED)
     attention = read_attention(config)
-    into = config.get("attention_in_multiplier", 1.0)
-    of_scores = into * into * config.get("key_multiplier", 1.0)
+    into = config["attention_in_multiplier"]
+    of_scores = into * into * config["key_multiplier"]
     mixers = TwoMixersSpec(
         replace(attention, scale=attention.scale * of_scores),
         _mamba(config),
-        into * config.get("attention_out_multiplier", 1.0),
+        into * config["attention_out_multiplier"],
     )
     gate, out = config.get("mlp_multipliers") or (1.0, 1.0)
     layer = LayerSpec(mixers, read_rope(config), read_mlp(config, gate_scale=gate, out_scale=out))
@@ -52,7 +52,7 @@ def falcon_h1(config: Config) -> ModelSpec:
         config,
         (layer,) * int(config["num_hidden_layers"]),
         block_norms={"attention_in": "input_layernorm", "mlp_in": "pre_ff_layernorm"},
-        embedding_scale=config.get("embedding_multiplier", 1.0),
-        logit_scale=config.get("lm_head_multiplier", 1.0),
+        embedding_scale=config["embedding_multiplier"],
+        logit_scale=config["lm_head_multiplier"],
         renames=(Rename(r"\.feed_forward\.", ".mlp."), Rename(r"^model\.final_layernorm\.", "model.norm.")),
     )

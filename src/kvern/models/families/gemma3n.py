@@ -19,15 +19,6 @@ from kvern.models.families.gemma4 import cache_owners, tensors_without_use
 from kvern.models.registry import Config, register_family
 from kvern.models.text_part import text_config, text_part
 
-_DEFAULTS = {
-    "final_logit_softcapping": 30.0,
-    "tie_word_embeddings": True,
-    "hidden_size_per_layer_input": 256,
-    "vocab_size_per_layer_input": 262144,
-    "num_kv_shared_layers": 15,
-    "altup_num_inputs": 4,
-    "laurel_rank": 64,
-}
 _RENAMES = (
     Rename(r"^((model\.)?language_model\.)?(model\.)?(?=(embed_tokens_per_layer|(per_layer|altup)_\w+)\.)", "model."),
 )
@@ -35,7 +26,6 @@ _RENAMES = (
 
 @register_family("gemma3n_text", "Gemma3nForCausalLM")
 def gemma3n_text(config: Config) -> ModelSpec:
-    config = {**_DEFAULTS, **config}
     check_settings(config, {"altup_active_idx": 0, "altup_correct_scale": True})
     owners = cache_owners(config, read_layer_types(config, pattern=5))
     norm = read_rms_norm(config)
@@ -50,7 +40,7 @@ def gemma3n_text(config: Config) -> ModelSpec:
         per_layer=PerLayerSpec(
             config["hidden_size_per_layer_input"],
             config["vocab_size_per_layer_input"],
-            read_activation(config, "gelu_pytorch_tanh"),
+            read_activation(config),
         ),
         altup=AltUpSpec(config["altup_num_inputs"], config["laurel_rank"]),
         renames=_RENAMES,
@@ -60,7 +50,7 @@ def gemma3n_text(config: Config) -> ModelSpec:
 
 def _layers(config: Config, owners: Sequence[int | None]) -> tuple[LayerSpec, ...]:
     kinds, attention = read_layer_types(config, pattern=5), read_attention(config, scale=1.0)
-    mlp = read_mlp(config, activation=read_activation(config, "gelu_pytorch_tanh"))
+    mlp = read_mlp(config, activation=read_activation(config))
     layers = layers_by_type(config, kinds, attention=attention, ropes=gemma3_ropes(config), mlp=mlp)
     count = len(layers)
     width, sparse = config["intermediate_size"], config.get("activation_sparsity_pattern")
@@ -77,5 +67,5 @@ def _layers(config: Config, owners: Sequence[int | None]) -> tuple[LayerSpec, ..
 @register_family("gemma3n", "Gemma3nForConditionalGeneration")
 def gemma3n(config: Config) -> ModelSpec:
     """The language model of the published checkpoints; images and sounds are not read."""
-    spec = gemma3n_text(text_config(config))
+    spec = gemma3n_text(text_config(config, "gemma3n_text"))
     return text_part(config, spec, "vision_tower", "embed_vision", "audio_tower", "embed_audio")

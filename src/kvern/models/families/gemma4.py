@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 from kvern.errors import UnsupportedModel
 from kvern.model_spec import (
     SANDWICH_NORMS,
-    Activation,
     LayerSpec,
     ModelSpec,
     MoeSpec,
@@ -67,7 +66,7 @@ def gemma4_text(config: Config) -> ModelSpec:
         query_key_norm=QueryKeyNormSpec(norm, values=True),
         embedding_scale=config["hidden_size"] ** 0.5,
         logit_softcap=config.get("final_logit_softcapping"),
-        tie_word_embeddings=config.get("tie_word_embeddings", True),
+        tie_word_embeddings=config["tie_word_embeddings"],
         per_layer=_per_layer(config),
         layer_scalars=True,
         renames=_RENAMES,
@@ -96,7 +95,8 @@ def tensors_without_use(owners: Sequence[int | None]) -> tuple[str, ...]:
 
 def _settings(config: Config, kinds: Sequence[str]) -> list[Mapping[str, Any]]:
     """What differs from the whole configuration in each layer: given for layers, or, as published, for full ones."""
-    if given := config.get("per_layer_config"):
+    if "per_layer_config" in config:
+        given = config["per_layer_config"] or {}
         found: list[Mapping[str, Any]] = [given.get(str(place), {}) for place in range(len(kinds))]
         if unknown := {name for settings in given.values() for name in settings} - set(_OF_ONE_LAYER):
             raise UnsupportedModel(
@@ -115,15 +115,11 @@ def _layer(config: Config, kind: str, settings: Mapping[str, Any], owner: int | 
     own = {**config, "rope_parameters": {kind: ropes[kind]}, **settings}
     keys_are_values = bool(config.get("attention_k_eq_v")) and kind == "full_attention"
     attention = replace(read_attention(own, scale=1.0), keys_are_values=keys_are_values, cache_of=owner)
-    mlp = read_mlp(own, activation=_activation(config))
+    mlp = read_mlp(own, activation=read_activation(config))
     if owner is not None and config.get("use_double_wide_mlp"):
         mlp = replace(mlp, width=2 * mlp.width)
     [layer] = layers_by_type(own, [kind], attention=attention, ropes={kind: read_rope(own, kind)}, mlp=mlp)
     return replace(layer, experts=_experts(config) if config.get("enable_moe_block") else None)
-
-
-def _activation(config: Config) -> Activation:
-    return read_activation(config, "gelu_pytorch_tanh")
 
 
 def _experts(config: Config) -> MoeSpec:
@@ -131,24 +127,24 @@ def _experts(config: Config) -> MoeSpec:
         experts=config["num_experts"],
         top_k=config["top_k_experts"],
         width=config["moe_intermediate_size"],
-        activation=_activation(config),
+        activation=read_activation(config),
         expert_scales=True,
     )
 
 
 def _per_layer(config: Config) -> PerLayerSpec | None:
-    if not (width := config.get("hidden_size_per_layer_input", 256)):
+    if not (width := config["hidden_size_per_layer_input"]):
         return None
-    tokens = config.get("vocab_size_per_layer_input", 262144)
+    tokens = config["vocab_size_per_layer_input"]
     if tokens < config["vocab_size"]:
         raise UnsupportedModel(
             f"vocab_size_per_layer_input is {tokens}, below vocab_size {config['vocab_size']}: every token needs a row"
         )
-    return PerLayerSpec(width, tokens, _activation(config))
+    return PerLayerSpec(width, tokens, read_activation(config))
 
 
 @register_family("gemma4", "Gemma4ForConditionalGeneration")
 def gemma4(config: Config) -> ModelSpec:
     """The language model of the published checkpoints; images, videos and sounds are not read."""
-    spec = gemma4_text(text_config(config))
+    spec = gemma4_text(text_config(config, "gemma4_text"))
     return text_part(config, spec, "vision_tower", "embed_vision", "audio_tower", "embed_audio")

@@ -6,12 +6,12 @@ from kvern.models.registry import Config, register_family
 
 
 def _layers(config: Config) -> tuple[LayerSpec, ...]:
-    return uniform_layers(config, rope=read_rope(config, partial=0.5, interleaved=True))
+    return uniform_layers(config, rope=read_rope(config, interleaved=True))
 
 
 @register_family("glm", "GlmForCausalLM")
 def glm(config: Config) -> ModelSpec:
-    return describe(config, _layers(config), qkv_bias=config.get("attention_bias", True), output_bias=False)
+    return describe(config, _layers(config), qkv_bias=config["attention_bias"], output_bias=False)
 
 
 @register_family("glm4", "Glm4ForCausalLM")
@@ -24,6 +24,6 @@ def glm4(config: Config) -> ModelSpec:
             "attention_out": "post_self_attn_layernorm",
             "mlp_out": "post_mlp_layernorm",
         },
-        qkv_bias=config.get("attention_bias", True),
+        qkv_bias=config["attention_bias"],
         output_bias=False,
     )

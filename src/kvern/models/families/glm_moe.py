@@ -11,13 +11,13 @@ from kvern.models.describe import (
     read_experts,
     read_groups,
     read_rms_norm,
-    read_rope,
     uniform_layers,
 )
+from kvern.models.families.qwen import layers_from
 from kvern.models.registry import Config, register_family
 
 
-def read_sigmoid_moe(config: Config, *, renormalize: bool) -> MoeSpec:
+def read_sigmoid_moe(config: Config) -> MoeSpec:
     """Experts with sigmoid scores, within groups if there are any, and shared ones of the same width."""
     groups, top_groups = read_groups(config)
     return MoeSpec(
@@ -28,14 +28,16 @@ def read_sigmoid_moe(config: Config, *, renormalize: bool) -> MoeSpec:
         scoring="sigmoid",
         groups=groups,
         top_groups=top_groups,
-        renormalize=config.get("norm_topk_prob", renormalize),
-        routed_scale=config.get("routed_scaling_factor", 1.0),
+        renormalize=config["norm_topk_prob"],
+        routed_scale=config["routed_scaling_factor"],
         shared_width=config["moe_intermediate_size"] * (config.get("n_shared_experts") or 0),
     )
 
 
-def _sparse(config: Config, layers: tuple[LayerSpec, ...], *, renormalize: bool) -> tuple[LayerSpec, ...]:
-    moe, dense = read_sigmoid_moe(config, renormalize=renormalize), config.get("first_k_dense_replace", 0)
+def _sparse(config: Config, layers: tuple[LayerSpec, ...]) -> tuple[LayerSpec, ...]:
+    """Those behind the dense ones have experts, if there are any."""
+    dense = config["first_k_dense_replace"]
+    moe = read_sigmoid_moe(config) if dense < len(layers) else None
     return layers[:dense] + tuple(replace(layer, mlp=moe) for layer in layers[dense:])
 
 
@@ -61,7 +63,7 @@ def tensor_names(config: Config) -> dict[str, Any]:
 def glm4_moe(config: Config) -> ModelSpec:
     return describe(
         config,
-        _sparse(config, uniform_layers(config, rope=read_rope(config, partial=0.5)), renormalize=True),
+        _sparse(config, uniform_layers(config)),
         query_key_norm=QueryKeyNormSpec(read_rms_norm(config)) if config.get("use_qk_norm") else None,
         output_bias=False,
         **tensor_names(config),
@@ -70,10 +72,10 @@ def glm4_moe(config: Config) -> ModelSpec:
 
 @register_family("dots1", "Dots1ForCausalLM")
 def dots1(config: Config) -> ModelSpec:
-    kinds = config.get("layer_types") or ["full_attention"] * config["num_hidden_layers"]
+    kinds = layers_from(config, config["max_window_layers"])
     return describe(
         config,
-        _sparse(config, layers_by_type(config, kinds), renormalize=False),
+        _sparse(config, layers_by_type(config, kinds)),
         query_key_norm=QueryKeyNormSpec(read_rms_norm(config)),
         **tensor_names(config),
     )

@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING
 
 from kvern.model_spec import ModelSpec, Rename
-from kvern.models.describe import describe, read_activation, read_layer_norm, read_mlp, read_rope, uniform_layers
+from kvern.models.describe import describe, read_layer_norm, read_mlp, uniform_layers
 from kvern.models.registry import Config, register_family
 
 if TYPE_CHECKING:
@@ -24,13 +24,14 @@ def _ungroup(tensor: "Tensor", spec: ModelSpec) -> "Tensor":
 
 @register_family("gpt_neox", "GPTNeoXForCausalLM")
 def gpt_neox(config: Config) -> ModelSpec:
-    bias = config.get("attention_bias", True)
-    mlp = read_mlp(config, activation=read_activation(config, "gelu"), gated=False, bias=True)
+    bias = config["attention_bias"]
+    config = {**config, "num_key_value_heads": None}  # all heads have their own
+    mlp = read_mlp(config, gated=False, bias=True)
     return describe(
         config,
-        uniform_layers(config, rope=read_rope(config, partial=0.25), mlp=mlp),
+        uniform_layers(config, mlp=mlp),
         norm=read_layer_norm(config),
-        parallel=config.get("use_parallel_residual", True),
+        parallel=config["use_parallel_residual"],
         qkv_bias=bias,
         output_bias=bias,
         renames=(

@@ -41,8 +41,6 @@ def gpt_oss(config: Config) -> ModelSpec:
             raise UnsupportedModel(
                 f"gpt_oss: {key} is {config[key]!r:.40}; kvern knows {known}, as published models have"
             )
-    if not (config.get("rope_parameters") or config.get("rope_scaling")):
-        raise UnsupportedModel("gpt_oss: config.json has neither rope_parameters nor rope_scaling; it must say which")
     moe = MoeSpec(
         experts=read_experts(config),
         top_k=config["num_experts_per_tok"],
@@ -51,9 +49,9 @@ def gpt_oss(config: Config) -> ModelSpec:
         bias=True,
     )
     kinds = read_layer_types(config, pattern=2)
-    ropes = dict.fromkeys(kinds, read_rope(config, theta=150000.0))
+    ropes = dict.fromkeys(kinds, read_rope(config))
     attention = replace(read_attention(config), sinks=True)
-    bias = config.get("attention_bias", True)
+    bias = config["attention_bias"]
     return describe(
         config,
         layers_by_type(config, kinds, attention=attention, ropes=ropes, mlp=moe),

@@ -18,21 +18,21 @@ def describe_granite(config: Config, layers: tuple[LayerSpec, ...], renames: tup
         config,
         layers,
         renames=renames,
-        embedding_scale=config.get("embedding_multiplier", 1.0),
-        residual_scale=config.get("residual_multiplier", 1.0),
-        logit_scale=1.0 / config.get("logits_scaling", 1.0),
+        embedding_scale=config["embedding_multiplier"],
+        residual_scale=config["residual_multiplier"],
+        logit_scale=1.0 / config["logits_scaling"],
     )
 
 
 @register_family("granite", "GraniteForCausalLM")
 def granite(config: Config) -> ModelSpec:
-    attention = read_attention(config, scale=config.get("attention_multiplier", 1.0))
+    attention = read_attention(config, scale=config["attention_multiplier"])
     return describe_granite(config, uniform_layers(config, attention=attention))
 
 
 @register_family("granitemoe", "GraniteMoeForCausalLM")
 def granitemoe(config: Config) -> ModelSpec:
-    attention = read_attention(config, scale=config.get("attention_multiplier", 1.0))
+    attention = read_attention(config, scale=config["attention_multiplier"])
     moe = MoeSpec(
         experts=read_experts(config),
         top_k=config["num_experts_per_tok"],

@@ -28,18 +28,18 @@ def read_mamba(config: Config) -> Mamba2Spec:
     check_steps(config)
     if read_activation(config) != "silu":
         raise UnsupportedModel(f"hidden_act {config['hidden_act']!r:.60}: Mamba-2 is known with silu alone")
-    heads, head_dim = config["mamba_n_heads"], config.get("mamba_d_head", "auto")
+    heads, head_dim = config["mamba_n_heads"], config["mamba_d_head"]
     if head_dim == "auto":
-        head_dim = config.get("mamba_expand", 2) * config["hidden_size"] // heads
+        head_dim = config["mamba_expand"] * config["hidden_size"] // heads
     return Mamba2Spec(
         heads=heads,
         head_dim=head_dim,
-        groups=config.get("mamba_n_groups", 1),
+        groups=config["mamba_n_groups"],
         state_dim=config["mamba_d_state"],
         kernel=config["mamba_d_conv"],
-        epsilon=float(config.get("rms_norm_eps", 1e-6)),
-        bias=bool(config.get("mamba_proj_bias", False)),
-        conv_bias=bool(config.get("mamba_conv_bias", True)),
+        epsilon=float(config["rms_norm_eps"]),
+        bias=bool(config["mamba_proj_bias"]),
+        conv_bias=bool(config["mamba_conv_bias"]),
     )
 
 
@@ -52,7 +52,7 @@ def _kinds(config: Config) -> list[str]:
 def granitemoehybrid(config: Config) -> ModelSpec:
     kinds, width, activation = _kinds(config), config["shared_intermediate_size"], read_activation(config)
     mixers: dict[str, AttentionSpec | Mamba2Spec] = {
-        "full_attention": read_attention(config, scale=config.get("attention_multiplier", 1.0)),
+        "full_attention": read_attention(config, scale=config["attention_multiplier"]),
     }
     if "linear_attention" in kinds:
         mixers["linear_attention"] = read_mamba(config)

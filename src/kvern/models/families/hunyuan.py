@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from kvern.model_spec import ModelSpec, QueryKeyNormSpec, Rename, RopeSpec
-from kvern.models.describe import describe, read_head_dim, read_rms_norm, read_rope, uniform_layers
+from kvern.models.describe import describe, read_head_dim, read_rms_norm, read_rope, rope_settings, uniform_layers
 from kvern.models.registry import Config, register_family
 from kvern.rope_scaling import LinearScaling
 
@@ -11,7 +11,7 @@ from kvern.rope_scaling import LinearScaling
 def _read_rope(config: Config) -> RopeSpec:
     """What these files call "dynamic" with an `alpha` is a fixed, higher base."""
     rope = read_rope(config)
-    parameters = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    parameters = rope_settings(config)
     if not parameters.get("alpha"):
         return rope
     dim = read_head_dim(config)

@@ -10,6 +10,7 @@ from kvern.models.describe import (
     read_layer_types,
     read_mlp,
     read_rope,
+    rope_settings,
     uniform_layers,
 )
 from kvern.models.registry import Config, register_family
@@ -31,9 +32,10 @@ def mistral(config: Config) -> ModelSpec:
 @register_family("ministral3", "Ministral3ForCausalLM")
 def ministral3(config: Config) -> ModelSpec:
     """Queries grow by the logarithm of how often their position exceeds the trained context."""
-    given, rope, kinds = config["rope_parameters"], read_rope(config), read_layer_types(config)
+    given, rope, kinds = rope_settings(config), read_rope(config), read_layer_types(config)
     if given.get("llama_4_scaling_beta"):
-        scaling = QueryScaling(given["llama_4_scaling_beta"], given["original_max_position_embeddings"])
+        trained = given.get("original_max_position_embeddings", config["max_position_embeddings"])
+        scaling = QueryScaling(given["llama_4_scaling_beta"], trained)
         rope = replace(rope, query_scaling=scaling)
     return describe(config, layers_by_type(config, kinds, ropes=dict.fromkeys(kinds, rope)))
 
@@ -41,7 +43,7 @@ def ministral3(config: Config) -> ModelSpec:
 @register_family("mistral3", "Mistral3ForConditionalGeneration")
 def mistral3(config: Config) -> ModelSpec:
     """The language model of the multimodal checkpoints; images are not read."""
-    text = text_config(config, model_type="mistral")
+    text = text_config(config, "mistral")
     families = {"mistral": mistral, "ministral3": ministral3}
     if text["model_type"] not in families:
         raise UnsupportedModel(
@@ -53,32 +55,33 @@ def mistral3(config: Config) -> ModelSpec:
 
 @register_family("cwm", "CwmForCausalLM")
 def cwm(config: Config) -> ModelSpec:
-    return describe(config, layers_by_type(config, read_layer_types(config)))
+    older = ["sliding_attention" if index % 4 else "full_attention" for index in range(config["num_hidden_layers"])]
+    return describe(config, layers_by_type(config, config.get("layer_types") or older))
 
 
 @register_family("arcee", "ArceeForCausalLM")
 def arcee(config: Config) -> ModelSpec:
-    """Squared ReLU without a gate."""
-    mlp = read_mlp(config, activation="relu2", gated=False)
+    """Squared ReLU, without a gate."""
+    mlp = read_mlp(config, gated=False)
     return describe(config, uniform_layers(config, mlp=mlp))
 
 
 @register_family("helium", "HeliumForCausalLM")
 def helium(config: Config) -> ModelSpec:
-    rope = read_rope(config, theta=100000.0, interleaved=True)
+    rope = read_rope(config, interleaved=True)
     return describe(config, uniform_layers(config, rope=rope), output_bias=False)
 
 
 @register_family("ernie4_5", "Ernie4_5ForCausalLM")
 def ernie4_5(config: Config) -> ModelSpec:
-    bias = bool(config.get("use_bias", False))
-    rope = read_rope(config, theta=500000.0, interleaved=True)
+    bias = bool(config["use_bias"])
+    rope = read_rope(config, interleaved=True)
     layers = uniform_layers(config, rope=rope, mlp=read_mlp(config, bias=bias))
-    tie = config.get("tie_word_embeddings", True)
+    tie = config["tie_word_embeddings"]
     return describe(config, layers, qkv_bias=bias, output_bias=bias, tie_word_embeddings=tie)
 
 
 @register_family("seed_oss", "SeedOssForCausalLM")
 def seed_oss(config: Config) -> ModelSpec:
-    bias, output_bias = config.get("attention_bias", True), config.get("attention_out_bias", False)
+    bias, output_bias = config["attention_bias"], config["attention_out_bias"]
     return describe(config, qkv_bias=bias, output_bias=output_bias)

@@ -38,7 +38,7 @@ def minimax_m2(config: Config) -> ModelSpec:
         scoring="sigmoid",
     )
     turned = config.get("rotary_dim")
-    rope = read_rope(config, theta=5e6, partial=1.0 if turned is None else turned / read_head_dim(config))
+    rope = read_rope(config if turned is None else {**config, "rotary_pct": turned / read_head_dim(config)})
     layers = config["num_hidden_layers"]
     drafts = "|".join(str(layers + index) for index in range(config.get("num_mtp_modules") or 0))
     return describe(

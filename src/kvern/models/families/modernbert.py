@@ -29,17 +29,18 @@ def _layers(config: Config) -> tuple[LayerSpec, ...]:
     heads, head_dim = config["num_attention_heads"], read_head_dim(config)
     period, window = config.get("global_attn_every_n_layers", 3), config["local_attention"] // 2 + 1
     attention = AttentionSpec(heads, heads, head_dim, head_dim**-0.5, causal=False)
-    mlp = read_mlp({"hidden_activation": "gelu", **config})
+    mlp = read_mlp(config)
+    local = config.get("local_rope_theta") or config["rope_local_base_freq"]
     kinds = config.get("layer_types") or [
         "sliding_attention" if index % period else "full_attention" for index in range(config["num_hidden_layers"])
     ]
     layers = {
         "full_attention": LayerSpec(
-            attention, read_rope(config, "full_attention", theta=config.get("global_rope_theta", 160_000.0)), mlp
+            attention, read_rope({"rotary_emb_base": config.get("global_rope_theta"), **config}, "full_attention"), mlp
         ),
         "sliding_attention": LayerSpec(
             replace(attention, window=window),
-            read_rope(config, "sliding_attention", theta=config.get("local_rope_theta") or 10_000.0),
+            read_rope({**config, "rope_theta": local}, "sliding_attention"),
             mlp,
         ),
     }
@@ -49,17 +50,17 @@ def _layers(config: Config) -> tuple[LayerSpec, ...]:
 
 
 def _head(config: Config, norm: NormSpec) -> HeadSpec:
-    if (activation := config.get("classifier_activation", "gelu")) != "gelu":
+    if (activation := config["classifier_activation"]) != "gelu":
         raise UnsupportedModel(f"classifier_activation is {activation!r:.60}: gelu is supported")
-    return HeadSpec("gelu", bool(config.get("classifier_bias", False)), norm)
+    return HeadSpec("gelu", bool(config["classifier_bias"]), norm)
 
 
 @register_family("modernbert")
 def modernbert(config: Config) -> ModelSpec:
     check_encoder(config)
     classifies = is_classifier(config)
-    norm = NormSpec("layer", float(config.get("norm_eps", 1e-5)), bias=bool(config.get("norm_bias", False)))
-    pooling = config.get("classifier_pooling", "cls")
+    norm = NormSpec("layer", float(config["norm_eps"]), bias=bool(config["norm_bias"]))
+    pooling = config["classifier_pooling"]
     if pooling not in ("cls", "mean"):
         raise UnsupportedModel(f"classifier_pooling is {pooling!r:.60}: cls and mean are supported")
     return describe(

@@ -1,15 +1,15 @@
 """Nemotron: layer norms whose weights are stored as w - 1, half of each head rotated, squared ReLU without a gate."""
 
 from kvern.model_spec import ModelSpec
-from kvern.models.describe import describe, read_activation, read_layer_norm, read_mlp, read_rope, uniform_layers
+from kvern.models.describe import describe, read_layer_norm, read_mlp, uniform_layers
 from kvern.models.registry import Config, register_family
 
 
 @register_family("nemotron", "NemotronForCausalLM")
 def nemotron(config: Config) -> ModelSpec:
-    mlp = read_mlp(config, activation=read_activation(config, "relu2"), gated=False)
+    mlp = read_mlp(config, gated=False)
     return describe(
         config,
-        uniform_layers(config, rope=read_rope(config, partial=0.5), mlp=mlp),
+        uniform_layers(config, mlp=mlp),
         norm=read_layer_norm(config, "norm_eps", offset=1.0),
     )

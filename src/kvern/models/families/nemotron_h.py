@@ -23,7 +23,6 @@ _AS_PUBLISHED = {
     "sliding_window": None,
     "mamba_hidden_act": "silu",
     "residual_in_fp32": False,
-    "tie_word_embeddings": False,
 }
 """Settings of the files that all models have alike."""
 _RENAMES = (
@@ -40,10 +39,8 @@ _RENAMES = (
 
 def _kinds(config: Config) -> list[str]:
     names = config.get("layers_block_type") or config.get("layer_types")
-    if names is None and config.get("hybrid_override_pattern") is None:
-        raise KeyError("layers_block_type")
     if names is None:
-        names = [_LETTERS.get(letter, letter) for letter in config["hybrid_override_pattern"]]
+        names = [_LETTERS.get(letter, letter) for letter in config.get("hybrid_override_pattern") or "ME*-"]
     kinds = kinds_of(names, _KINDS)
     if "linear_attention" not in kinds:
         raise UnsupportedModel("no layer is Mamba-2: kvern reads nemotron_h with some")
@@ -60,8 +57,8 @@ def _mamba(config: Config, epsilon: float) -> Mamba2Spec:
         state_dim=config["ssm_state_size"],
         kernel=config["conv_kernel"],
         epsilon=epsilon,
-        bias=bool(config.get("use_bias", False)),
-        conv_bias=bool(config.get("use_conv_bias", True)),
+        bias=bool(config["use_bias"]),
+        conv_bias=bool(config["use_conv_bias"]),
     )
 
 
@@ -77,8 +74,8 @@ def _moe(config: Config) -> MoeSpec:
         scoring="sigmoid",
         groups=groups,
         top_groups=top_groups,
-        renormalize=bool(config.get("norm_topk_prob", True)),
-        routed_scale=float(config.get("routed_scaling_factor", 1.0)),
+        renormalize=bool(config["norm_topk_prob"]),
+        routed_scale=float(config["routed_scaling_factor"]),
         shared_width=config["moe_shared_expert_intermediate_size"],
         gated=False,
         latent=config.get("moe_latent_size") or 0,
@@ -86,15 +83,15 @@ def _moe(config: Config) -> MoeSpec:
 
 
 def _activation(config: Config) -> Activation:
-    return read_activation({"hidden_act": config.get("mlp_hidden_act", "relu2")})
+    return read_activation({"hidden_act": config["mlp_hidden_act"]})
 
 
 @register_family("nemotron_h", "NemotronHForCausalLM")
 def nemotron_h(config: Config) -> ModelSpec:
     check_settings(config, _AS_PUBLISHED)
     kinds = _kinds(config)
-    norm = NormSpec("rms", float(config.get("layer_norm_epsilon", 1e-5)))
-    head_dim = config.get("head_dim") or config.get("attention_head_dim")
+    norm = NormSpec("rms", float(config["layer_norm_epsilon"]))
+    head_dim = config.get("attention_head_dim") or config.get("head_dim")
     parts = {"linear_attention": LayerSpec(_mamba(config, norm.epsilon), None, None)}
     if "full_attention" in kinds:
         parts["full_attention"] = LayerSpec(read_attention({**config, "head_dim": head_dim}), None, None)

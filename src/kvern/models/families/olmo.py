@@ -38,8 +38,8 @@ def olmo3(config: Config) -> ModelSpec:
     typed = "full_attention" in (config.get("rope_parameters") or {})
     local = config if typed else {**config, "rope_scaling": None}
     ropes = {
-        "full_attention": read_rope(config, "full_attention", theta=500000.0),
-        "sliding_attention": read_rope(local, "sliding_attention", theta=500000.0),
+        "full_attention": read_rope(config, "full_attention"),
+        "sliding_attention": read_rope(local, "sliding_attention"),
     }
     layers = layers_by_type(config, read_layer_types(config, pattern=4), ropes=ropes)
     norm = QueryKeyNormSpec(read_rms_norm(config), "row")
@@ -54,7 +54,7 @@ def olmoe(config: Config) -> ModelSpec:
         top_k=config["num_experts_per_tok"],
         width=config["intermediate_size"],
         activation=read_activation(config),
-        renormalize=config.get("norm_topk_prob", False),
+        renormalize=config["norm_topk_prob"],
     )
     norm = QueryKeyNormSpec(read_rms_norm(config), "row")
     return describe(config, uniform_layers(config, mlp=moe), query_key_norm=norm)

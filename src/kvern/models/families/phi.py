@@ -6,7 +6,6 @@ from kvern.models.describe import (
     read_attention,
     read_layer_norm,
     read_mlp,
-    read_rope,
     uniform_layers,
 )
 from kvern.models.registry import Config, register_family
@@ -18,7 +17,7 @@ def phi(config: Config) -> ModelSpec:
     mlp = read_mlp(config, gated=False, bias=True)
     return describe(
         config,
-        uniform_layers(config, rope=read_rope(config, partial=0.5), mlp=mlp),
+        uniform_layers(config, mlp=mlp),
         norm=norm,
         block_norms={"attention_in": "input_layernorm"},
         query_key_norm=QueryKeyNormSpec(norm) if config.get("qk_layernorm") else None,

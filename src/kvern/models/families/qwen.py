@@ -1,5 +1,6 @@
 """Qwen2 and 2.5 (biased projections), Qwen3 (normalised queries and keys), mixtures of experts, and a classifier."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from kvern.errors import UnsupportedModel
@@ -8,13 +9,20 @@ from kvern.models.describe import describe, layers_by_type, read_activation, rea
 from kvern.models.registry import Config, register_family
 
 
-def _layers(config: Config) -> tuple[LayerSpec, ...]:
-    """Layers from `max_window_layers` on slide, if sliding is switched on at all."""
-    count, slides = config["num_hidden_layers"], config.get("use_sliding_window", False)
-    first = config.get("max_window_layers", 28) if slides else count
+def layers_from(config: Config, first: int) -> list[str]:
+    """The types of layers of which those from `first` on slide, where the file names none."""
+    count = config["num_hidden_layers"]
     older = ["sliding_attention" if index >= first else "full_attention" for index in range(count)]
-    config = config if slides else {**config, "sliding_window": None}
-    return layers_by_type(config, config.get("layer_types") or older)
+    return config.get("layer_types") or older
+
+
+def _window(config: Config) -> Config:
+    """The configuration without a window, unless it is switched on."""
+    return config if config.get("use_sliding_window") else {**config, "sliding_window": None}
+
+
+def _layers(config: Config) -> tuple[LayerSpec, ...]:
+    return layers_by_type(_window(config), layers_from(config, config.get("max_window_layers", 0)))
 
 
 def read_moe(config: Config, **fields: object) -> MoeSpec:
@@ -28,12 +36,12 @@ def read_moe(config: Config, **fields: object) -> MoeSpec:
     return MoeSpec(**(given | fields))  # type: ignore[arg-type]
 
 
-def _sparse_layers(config: Config, moe: MoeSpec) -> tuple[LayerSpec, ...]:
+def _sparse_layers(config: Config, kinds: Sequence[str], moe: MoeSpec) -> tuple[LayerSpec, ...]:
     """Experts in every `decoder_sparse_step`-th layer except those named dense."""
-    step, dense = config.get("decoder_sparse_step", 1), config.get("mlp_only_layers") or ()
+    step, dense = config["decoder_sparse_step"], config.get("mlp_only_layers") or ()
     return tuple(
         replace(layer, mlp=moe) if index not in dense and (index + 1) % step == 0 else layer
-        for index, layer in enumerate(_layers(config))
+        for index, layer in enumerate(layers_by_type(_window(config), kinds))
     )
 
 
@@ -61,10 +69,14 @@ def qwen3_classifier(config: Config) -> ModelSpec:
 @register_family("qwen2_moe", "Qwen2MoeForCausalLM")
 def qwen2_moe(config: Config) -> ModelSpec:
     moe = read_moe(config, shared_width=config["shared_expert_intermediate_size"], shared_gate=True)
-    return describe(config, _sparse_layers(config, moe), qkv_bias=config.get("qkv_bias", True), output_bias=False)
+    most, count = config["max_window_layers"], config["num_hidden_layers"]
+    older = ["full_attention" if index % 2 or index >= most else "sliding_attention" for index in range(count)]
+    layers = _sparse_layers(config, config.get("layer_types") or older, moe)
+    return describe(config, layers, qkv_bias=config.get("qkv_bias", True), output_bias=False)
 
 
 @register_family("qwen3_moe", "Qwen3MoeForCausalLM")
 def qwen3_moe(config: Config) -> ModelSpec:
-    layers = _sparse_layers(config, read_moe(config))
+    kinds = ["sliding_attention"] * int(config["num_hidden_layers"])
+    layers = _sparse_layers(config, kinds, read_moe(config))
     return describe(config, layers, query_key_norm=QueryKeyNormSpec(read_rms_norm(config)))

@@ -39,7 +39,7 @@ def _delta_net(config: Config, *, grouped: bool) -> DeltaNetSpec:
         key_dim=config["linear_key_head_dim"],
         value_dim=config["linear_value_head_dim"],
         kernel=config["linear_conv_kernel_dim"],
-        epsilon=float(config.get("rms_norm_eps", 1e-6)),
+        epsilon=float(config["rms_norm_eps"]),
         grouped=grouped,
     )
 
@@ -58,7 +58,7 @@ def _hybrid(config: Config, mlps: list[MlpSpec | MoeSpec], *, grouped: bool) -> 
         "linear_attention": _delta_net(config, grouped=grouped),
         "full_attention": replace(read_attention(config), gated=True),
     }
-    rope = read_rope(config, partial=0.25)
+    rope = read_rope(config)
     layers = tuple(
         LayerSpec(mixers[kind], rope if kind == "full_attention" else None, mlp)
         for kind, mlp in zip(_kinds(config), mlps, strict=True)
@@ -86,7 +86,7 @@ def qwen3_next(config: Config) -> ModelSpec:
         bool(config.get("num_experts")) and index not in dense and (index + 1) % step == 0
         for index in range(config["num_hidden_layers"])
     ]
-    moe = _shared_moe(config, renormalize=config.get("norm_topk_prob", True)) if any(sparse) else None
+    moe = _shared_moe(config, renormalize=config["norm_topk_prob"]) if any(sparse) else None
     mlps: list[MlpSpec | MoeSpec] = [moe if moe and is_sparse else read_mlp(config) for is_sparse in sparse]
     return _hybrid(config, mlps, grouped=True)
 
@@ -105,9 +105,9 @@ def qwen3_5_moe_text(config: Config) -> ModelSpec:
 @register_family("qwen3_5", "Qwen3_5ForConditionalGeneration")
 def qwen3_5(config: Config) -> ModelSpec:
     """The language model of the published checkpoints; images and videos are not read."""
-    return text_part(config, qwen3_5_text(text_config(config)), "visual")
+    return text_part(config, qwen3_5_text(text_config(config, "qwen3_5_text")), "visual")
 
 
 @register_family("qwen3_5_moe", "Qwen3_5MoeForConditionalGeneration")
 def qwen3_5_moe(config: Config) -> ModelSpec:
-    return text_part(config, qwen3_5_moe_text(text_config(config)), "visual")
+    return text_part(config, qwen3_5_moe_text(text_config(config, "qwen3_5_moe_text")), "visual")

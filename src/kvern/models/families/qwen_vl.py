@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-def _of_text(config: Config, theta: float) -> dict[str, Any]:
-    text = text_config(config, rope_theta=theta)
+def _of_text(config: Config, text_type: str) -> dict[str, Any]:
+    text = text_config(config, text_type)
     for key in ("rope_parameters", "rope_scaling"):
         rope = text.get(key) or {}
         if rope.get("rope_type", rope.get("type")) == "mrope":
@@ -28,7 +28,7 @@ def _of_text(config: Config, theta: float) -> dict[str, Any]:
 
 @register_family("qwen2_vl", "Qwen2VLForConditionalGeneration", "qwen2_5_vl", "Qwen2_5_VLForConditionalGeneration")
 def qwen2_5_vl(config: Config) -> ModelSpec:
-    text = _of_text(config, 1e6)
+    text = _of_text(config, f"{config['model_type']}_text")
     inner = (config.get("text_config") or {}).get("tie_word_embeddings", False)  # the outer one is a default beside it
     text["tie_word_embeddings"] = text.get("tie_word_embeddings", False) or inner
     return text_part(config, qwen2(text), "visual")
@@ -36,7 +36,7 @@ def qwen2_5_vl(config: Config) -> ModelSpec:
 
 @register_family("qwen3_vl", "Qwen3VLForConditionalGeneration")
 def qwen3_vl(config: Config) -> ModelSpec:
-    return text_part(config, qwen3(_of_text(config, 5e5)), "visual")
+    return text_part(config, qwen3(_of_text(config, "qwen3_vl_text")), "visual")
 
 
 def _outputs_first(stacked: "Tensor", spec: ModelSpec) -> "Tensor":
@@ -56,6 +56,6 @@ def _outputs_first(stacked: "Tensor", spec: ModelSpec) -> "Tensor":
 
 @register_family("qwen3_vl_moe", "Qwen3VLMoeForConditionalGeneration")
 def qwen3_vl_moe(config: Config) -> ModelSpec:
-    spec = qwen3_moe({**_of_text(config, 5e5), "norm_topk_prob": True})
+    spec = qwen3_moe({**_of_text(config, "qwen3_vl_moe_text"), "norm_topk_prob": True})
     stacks = Rename(r"\.experts\.(gate_up|down)_proj$", r".experts.\1_proj", _outputs_first)
     return text_part(config, replace(spec, renames=(stacks,)), "visual")

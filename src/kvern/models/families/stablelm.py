@@ -2,7 +2,7 @@
 
 from kvern.errors import UnsupportedModel
 from kvern.model_spec import PRE_NORMS, ModelSpec
-from kvern.models.describe import describe, read_layer_norm, read_rope, uniform_layers
+from kvern.models.describe import describe, read_layer_norm, uniform_layers
 from kvern.models.registry import Config, register_family
 
 
@@ -10,13 +10,13 @@ from kvern.models.registry import Config, register_family
 def stablelm(config: Config) -> ModelSpec:
     if config.get("qk_layernorm"):
         raise UnsupportedModel("qk_layernorm is true: kvern does not read StableLM's norms of single heads")
-    parallel = config.get("use_parallel_residual", False)
+    parallel = config["use_parallel_residual"]
     return describe(
         config,
-        uniform_layers(config, rope=read_rope(config, partial=0.25)),
+        uniform_layers(config),
         norm=read_layer_norm(config),
         block_norms={"attention_in": "input_layernorm"} if parallel else PRE_NORMS,
         parallel=parallel,
-        qkv_bias=config.get("use_qkv_bias", False),
+        qkv_bias=config["use_qkv_bias"],
         output_bias=False,
     )

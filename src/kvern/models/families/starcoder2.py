@@ -7,7 +7,7 @@ from kvern.models.registry import Config, register_family
 
 @register_family("starcoder2", "Starcoder2ForCausalLM")
 def starcoder2(config: Config) -> ModelSpec:
-    bias = config.get("use_bias", True)
+    bias = config["use_bias"]
     attention = read_attention(config, window=config.get("sliding_window"))
     mlp = read_mlp(config, gated=False, bias=bias)
     return describe(
@@ -16,6 +16,6 @@ def starcoder2(config: Config) -> ModelSpec:
         norm=read_layer_norm(config, "norm_epsilon"),
         qkv_bias=bias,
         output_bias=bias,
-        tie_word_embeddings=config.get("tie_word_embeddings", True),
+        tie_word_embeddings=config["tie_word_embeddings"],
         renames=(Rename(r"\.mlp\.c_fc\.", ".mlp.up_proj."), Rename(r"\.mlp\.c_proj\.", ".mlp.down_proj.")),
     )

@@ -190,7 +190,7 @@ def _granite(model: GgufModel, config: dict[str, Any]) -> dict[str, Any]:
 def _granite_hybrid(model: GgufModel, config: dict[str, Any]) -> dict[str, Any]:
     """Layers without KV heads are Mamba-2; the MLP that every token takes stands beside experts, if there are any."""
     heads, shared = model.needed("ssm.time_step_rank", int), "ffn_up_shexp.weight"
-    return _granite(model, config) | {
+    return {"num_local_experts": 0, **_granite(model, config)} | {
         "layer_types": ["attention" if count else "mamba" for count in kv_heads(model)],
         "position_embedding_type": "rope" if model.value("rope.scaling.finetuned", bool, False) else None,
         "shared_intermediate_size": model.rows(shared if model.has(shared) else "ffn_up.weight"),

@@ -23,7 +23,8 @@ def config_of(model: GgufModel) -> dict[str, Any]:
     parts = stored_parts(model.tensors, layout_of(model))
     config["quantization_config"] = {"quant_method": "gguf", "types": _types(parts)}
     config["dtype"] = _dtype(parts)
-    return {name: value for name, value in config.items() if value is not None}
+    # a window that is left out is the type's own
+    return {name: value for name, value in config.items() if value is not None or name == "sliding_window"}
 
 
 def layout_of(model: GgufModel) -> Layout:
