@@ -7,13 +7,17 @@ from pathlib import Path
 from typing import Any
 
 import anthropic
+import httpx
 import jsonschema
 import pytest
 
 from kvern import LLM, SamplingParams
 from kvern.errors import InvalidParameter, InvalidRequest
 from kvern.outputs import CompletionOutput
+from kvern.structured.grammar import grammars_of
 from kvern.structured_output import StructuredOutput
+from kvern.tokenizer import Tokenizer
+from kvern.tools.chat import Chat
 from kvern.tools.pieces import Message
 from tests.served import KEY, Served, serving
 from tests.test_server_tools import ALARM, QUESTION, TOOLS, check_call, gathered
@@ -107,6 +111,15 @@ def test_thinking_that_is_switched_off(llm: LLM) -> None:
     assert message_of(answer).reasoning == ""
 
 
+def test_thinking_that_no_switch_of_the_template_ends_is_ended_at_once(tmp_path: Path) -> None:
+    folder = thinking_model(tmp_path / "model", special=True)
+    (folder / "chat_template.jinja").write_text("{{ messages[0].content }}<think>\n{# </think> #}")
+    with LLM(str(folder), max_model_len=256, threads=1) as llm:
+        for answer in answers(llm, 2, params={"max_tokens": 20}, variables={"enable_thinking": False}):
+            assert answer.token_ids[0] == llm.tokenizer.token_to_id("</think>")
+            assert message_of(answer).reasoning == ""
+
+
 def test_a_stream_is_taken_apart(llm: LLM) -> None:
     params = SamplingParams(max_tokens=60, seed=3, temperature=1.0)
     options: dict[str, Any] = {"thinking_budget": 12, "variables": {"open": True}}
@@ -123,8 +136,6 @@ def test_what_cannot_be_done_is_refused(llm: LLM, tiny_llm: LLM, tmp_path: Path)
         answers(llm, 1, thinking_budget=-1)
     with pytest.raises(InvalidRequest, match="knows no thinking"):
         answers(tiny_llm, 1, thinking_budget=5)
-    with pytest.raises(InvalidRequest, match="in no form that is known here"):
-        answers(tiny_llm, 1, tools=TOOLS)
     folder = make_tiny_model(tmp_path / "model")
     (folder / "chat_template.jinja").write_text(TEMPLATE)
     refused = pytest.raises(InvalidRequest, match="several tokens, which cannot be forced")
@@ -180,3 +191,53 @@ def test_every_api_shows_the_thinking(server: Served) -> None:
         assert streamed[0].signature == thinking.signature != ""  # without one, some clients hand no thinking back
         again = [*QUESTION, {"role": "assistant", "content": streamed}, {"role": "user", "content": "And now?"}]
         assert claude.messages.create(**{**message, "messages": again}).stop_reason
+
+
+def test_what_the_template_lacks_is_named(server: Served) -> None:
+    """It reads `enable_thinking`, no effort, and writes neither tools nor calls."""
+    text = {"model": server.client().models.list().data[0].id}
+    call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    called = [
+        *QUESTION,
+        {"role": "assistant", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "a", "content": "r"},
+    ]
+    asked: list[tuple[str, dict[str, Any], str | None]] = [
+        ("/v1/chat/completions", {"messages": QUESTION, "max_tokens": 1, "enable_thinking": False}, None),
+        (
+            "/v1/chat/completions",
+            {"messages": QUESTION, "max_tokens": 1, "reasoning_effort": "low"},
+            "reasoning_effort",
+        ),
+        ("/v1/chat/completions", {"messages": called, "max_tokens": 1, "tools": TOOLS}, "tools, tool_calls"),
+        ("/v1/chat/completions", {"messages": QUESTION, "max_tokens": 1, "tools": TOOLS, "stream": True}, "tools"),
+        (
+            "/v1/responses",
+            {"input": "Hm?", "max_output_tokens": 16, "reasoning": {"effort": "low"}},
+            "reasoning_effort",
+        ),
+        (
+            "/v1/messages",
+            {"messages": QUESTION, "max_tokens": 1, "output_config": {"effort": "low"}},
+            "reasoning_effort",
+        ),
+        ("/api/chat", {"messages": QUESTION, "options": {"num_predict": 1}, "think": "low"}, "reasoning_effort"),
+    ]
+    for path, body, lacks in asked:
+        answer = httpx.post(
+            server.url.removesuffix("/v1") + path, json={**text, **body}, headers={"authorization": f"Bearer {KEY}"}
+        )
+        assert answer.status_code == 200, answer.text
+        assert answer.headers.get("x-kvern-template-lacks") == lacks
+
+
+def test_a_template_that_leaves_tools_out_is_told_of_at_the_start(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = make_tiny_model(tmp_path / "model")
+    for template, warned in (("{{ tools and messages[0].content }}", True), ("{{ messages[0].content }}", False)):
+        (folder / "chat_template.jinja").write_text(template)
+        caplog.clear()
+        tokenizer = Tokenizer(folder)
+        Chat(tokenizer, grammars_of(folder, tokenizer.vocab_size), "auto", "auto", 64).warn_of_template()
+        assert ("leaves tools and tool_calls and tool_results out of prompts" in caplog.text) == warned

@@ -26,7 +26,7 @@ from kvern.errors import InvalidRequest
 Message = Mapping[str, Any]
 Render = Callable[[Sequence[Message]], str]
 
-NAME, KEY, VALUE = "probe_name", "probe_key", "probe_value"
+NAME, KEY, VALUE, RESULT = "probe_name", "probe_key", "probe_value", "probe_result"
 SHORT_ID = re.compile("[a-zA-Z0-9]{9}")
 OTHER_IDS = ("x", "call_0123456789abcdef")
 UNPARSED = "unparsed_arguments"
@@ -41,7 +41,7 @@ def _probe(*names: str, identity: str = "probe1234", named: bool = True) -> list
         for each, name in zip(ids, names, strict=True)
     ]
     results = [
-        {"role": "tool", "content": "probe", "tool_call_id": each, **({"name": name} if named else {})}
+        {"role": "tool", "content": RESULT, "tool_call_id": each, **({"name": name} if named else {})}
         for each, name in zip(ids, names, strict=True)
     ]
     return [{"role": "user", "content": "probe"}, {"role": "assistant", "content": "", "tool_calls": calls}, *results]
@@ -52,7 +52,8 @@ class CallForm:
     """How a template takes calls.
 
     `texts`: arguments as JSON texts. `null`: null in place of empty content. `single`: one call a message. `short_ids`:
-    ids of nine letters and digits. `named`: results with their tool's name. `written`: calls come out at all.
+    ids of nine letters and digits. `named`: results with their tool's name. `written`: calls come out at all,
+    `results`: their results do.
     """
 
     texts: bool = False
@@ -61,6 +62,7 @@ class CallForm:
     short_ids: bool = False
     named: bool = False
     written: bool = True
+    results: bool = True
 
     @classmethod
     def of(cls, render: Render) -> CallForm:
@@ -68,7 +70,7 @@ class CallForm:
         forms = [cls(texts, null) for null in (False, True) for texts in (False, True)]
         form = next((form for form in forms if form._writes(render, _probe(NAME))), None)
         if form is None:
-            return cls(written=False)
+            return cls(written=False, results=RESULT in (cls()._rendered(render, _probe(NAME)) or ""))
         single = dataclasses.replace(form, single=True)
         two = _probe(NAME, f"{NAME}_2")
         if not form._writes(render, two) and single._writes(render, two):
@@ -79,6 +81,7 @@ class CallForm:
             form,
             short_ids=not all(form._writes(render, probe) for probe in other_ids),
             named=with_names != without,
+            results=RESULT in (with_names or ""),
         )
 
     def fit(self, messages: Sequence[Message]) -> Sequence[Message]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
 from kvern.call_messages import CallForm
 from kvern.errors import InvalidRequest
@@ -54,15 +54,24 @@ class MessageForms:
         return CallForm.of(self._fitted)
 
     @cached_property
-    def tools_need_system(self) -> bool:
-        """Whether definitions of tools come out only where there is a system message (FunctionGemma)."""
+    def definitions(self) -> Literal["written", "with a system message", "never"]:
+        """When definitions of tools come out: FunctionGemma's template writes them below a system message only."""
         user, system = ({"role": role, "content": "probe"} for role in ("user", "system"))
         without, with_it = (_rendered(self._fitted, messages) for messages in ([user], [system, user]))
-        return PROBED_NAME not in (without or PROBED_NAME) and PROBED_NAME in (with_it or "")
+        if without is None or PROBED_NAME in without:
+            return "written"
+        return "with a system message" if PROBED_NAME in (with_it or "") else "never"
+
+    def lost(self, messages: Sequence[Message], tools: bool) -> list[str]:
+        """What of a conversation the template leaves out silently, in any form."""
+        found = {"tools": tools and self.definitions == "never"}
+        found["tool_calls"] = any(message.get("tool_calls") for message in messages) and not self.calls.written
+        found["tool_results"] = any(message["role"] == "tool" for message in messages) and not self.calls.results
+        return [name for name, is_lost in found.items() if is_lost]
 
     def fit(self, messages: Sequence[Message], tools: bool = False) -> Sequence[Message]:
         """The same conversation as the template takes it; `tools`: there are definitions."""
-        if tools and messages[0]["role"] != "system" and self.tools_need_system:
+        if tools and messages[0]["role"] != "system" and self.definitions == "with a system message":
             messages = [{"role": "system", "content": ""}, *messages]
         if any(message["role"] == "system" for message in messages):
             messages = self.systems.fit(messages)

@@ -24,6 +24,11 @@ class CompletionWriter:
         self._options, self._model, self._tokenizer, self._chat = options, model, tokenizer, chat
         self._created, self._identity = int(time.time()), options.request_id or uuid.uuid4().hex
 
+    @property
+    def lacks(self) -> tuple[str, ...]:
+        """`ChatRequest.lacks`."""
+        return () if self._chat is None else self._chat.lacks
+
     def answer(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
         """All answers at once."""
         options = self._options

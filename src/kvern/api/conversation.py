@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from kvern.api.fields import typed
-from kvern.api.thinking_fields import read_thinking
+from kvern.api.thinking_fields import SWITCHES, read_thinking
 from kvern.call_messages import arguments_of
 from kvern.errors import InvalidRequest, shown
 from kvern.json_work import is_too_much
@@ -80,7 +80,10 @@ def template_variables(body: Mapping[str, Any]) -> dict[str, Any]:
     if wrong is not None:
         raise InvalidRequest(f"documents holds {shown(wrong)}: each must be an object")
     named = {} if documents is None else {"documents": documents}
-    return {**read_thinking(body).variables, **named, **(given or {})}
+    thinking = read_thinking(body).variables
+    if any(name in (given or {}) for name in SWITCHES):
+        thinking = {name: value for name, value in thinking.items() if name not in SWITCHES}
+    return {**thinking, **named, **(given or {})}
 
 
 def plain_messages(messages: object) -> list[dict[str, Any]]:

@@ -64,6 +64,7 @@ class InputProcessor:
         self.chat = Chat(
             tokenizer, self.grammars, config.tool_parser, config.reasoning_parser, max_model_len, self._refusal
         )
+        self.chat.warn_of_template()
         self._seed = config.seed
         self._max_batch_requests = max_batch_requests
         self._count = itertools.count(1)  # threads make requests at the same time

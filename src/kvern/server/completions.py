@@ -10,7 +10,16 @@ from kvern.api.completions import known_fields, read_completion
 from kvern.api.fields import merge_extra
 from kvern.server.batches import Answerer
 from kvern.server.bodies import let_go, read_object
-from kvern.server.http import CLIENT_GONE, EventStream, ignored_header, json_response, path_of, until_gone
+from kvern.server.http import (
+    CLIENT_GONE,
+    LACKS_HEADER,
+    EventStream,
+    header_of_names,
+    ignored_header,
+    json_response,
+    path_of,
+    until_gone,
+)
 from kvern.server.keys import ApiKey
 from kvern.server.service import Ask, Service
 
@@ -27,7 +36,7 @@ class Completions:
         service = self._service
         url = path_of(request.scope)
         ask, writer, stream = await self._read(body, url, request.state.key)
-        headers = ignored_header(body, known_fields(url))
+        headers = ignored_header(body, known_fields(url)) | header_of_names(LACKS_HEADER, writer.lacks)
         let_go(request, body)
         if stream:
             running = await service.start(ask)

@@ -21,6 +21,8 @@ from kvern.json_lines import json_line
 CLIENT_GONE = 499
 """What a log shows for a client that left; nobody reads it."""
 IGNORED_HEADER = "x-kvern-ignored-fields"
+LACKS_HEADER = "x-kvern-template-lacks"
+"""Names what was asked of the model's chat template that it does not do."""
 PAGE_HEADERS = {"content-security-policy": "default-src 'none'; style-src 'unsafe-inline'"}
 """Of pages that load nothing."""
 

@@ -10,7 +10,7 @@ from kvern.api.fields import ignored, typed
 from kvern.api.message_tools import ignored_tools
 from kvern.api.messages import KNOWN, error_body, message_answer, message_events, read_conversation, read_message
 from kvern.server.bodies import let_go, read_object
-from kvern.server.http import IGNORED_HEADER, EventStream, header_of_names, json_response, until_gone
+from kvern.server.http import IGNORED_HEADER, LACKS_HEADER, EventStream, header_of_names, json_response, until_gone
 from kvern.server.service import Service
 
 IGNORED_TOOLS_HEADER = "x-kvern-ignored-tools"
@@ -39,6 +39,7 @@ class MessagesApi:
         ask, stream = service.ask(model, asked.common, [chat.prompt], chat.params, key), asked.stream
         left_out = ignored_tools(typed(body, "tools", list, []))
         headers = header_of_names(IGNORED_HEADER, unused) | header_of_names(IGNORED_TOOLS_HEADER, left_out)
+        headers |= header_of_names(LACKS_HEADER, chat.lacks)
         del asked, conversation
         let_go(request, body)
         if stream:

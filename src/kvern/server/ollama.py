@@ -22,7 +22,16 @@ from kvern.engine.embedding import check_embeds, embedding_of
 from kvern.json_lines import json_line
 from kvern.sampling_params import SamplingParams
 from kvern.server.bodies import let_go, read_object
-from kvern.server.http import CLIENT_GONE, EventStream, ignored_header, json_response, path_of, until_gone
+from kvern.server.http import (
+    CLIENT_GONE,
+    LACKS_HEADER,
+    EventStream,
+    header_of_names,
+    ignored_header,
+    json_response,
+    path_of,
+    until_gone,
+)
 from kvern.server.keys import ApiKey
 from kvern.server.ollama_models import ModelFiles, card, entry, read_files, running
 from kvern.server.service import Ask, Running, Service
@@ -62,6 +71,7 @@ class OllamaApi:
         asked = ollama.read_body(body, url)
         headers = ignored_header(ollama.ignored_options(body), ollama.KNOWN)
         chat = await self._chat(asked, model, key)
+        headers |= header_of_names(LACKS_HEADER, () if chat is None else chat.lacks)
         writer = OllamaWriter(url, str(shown or model), chat)
         if asked.is_empty:
             return json_response(writer.loaded(), headers=headers)

@@ -13,7 +13,9 @@ PUBLIC = ("/", "/health", "/ping", "/docs", "/openapi.json")
 """Pages that may be looked at from anywhere."""
 SAFE_METHODS = ("GET", "HEAD")
 CORS_METHODS = ("GET", "HEAD", "POST", "DELETE")
-CORS_SEEN = b"x-request-id, request-id, retry-after, x-kvern-ignored-fields, x-kvern-ignored-tools"
+CORS_SEEN = (
+    b"x-request-id, request-id, retry-after, x-kvern-ignored-fields, x-kvern-ignored-tools, x-kvern-template-lacks"
+)
 PREFLIGHT_SECONDS = b"600"
 
 Headers = Mapping[bytes, bytes]

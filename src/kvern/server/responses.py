@@ -21,7 +21,7 @@ from kvern.errors import KvernError, shown
 from kvern.server.bodies import let_go, read_object
 from kvern.server.event_log import LAST, RUNNING, Event, EventLog, events_of
 from kvern.server.files import page_of
-from kvern.server.http import EventStream, ignored_header, json_response, until_gone
+from kvern.server.http import LACKS_HEADER, EventStream, header_of_names, ignored_header, json_response, until_gone
 from kvern.server.response_memory import Items, Messages, Packed, Record, as_json
 from kvern.server.response_references import with_referred_items
 from kvern.server.response_store import CUT_OFF, ResponseStore
@@ -64,7 +64,7 @@ class Responses:
             kept = items if is_stored or conversation is not None else []
             earlier = as_json(before if is_stored else [])
             record = Record(key.name, asked.response, earlier, as_json(kept), conversation)
-            headers = ignored_header(body, KNOWN)
+            headers = ignored_header(body, KNOWN) | header_of_names(LACKS_HEADER, chat.lacks)
             del asked, before, items, kept
             let_go(request, body)
             if is_stored:

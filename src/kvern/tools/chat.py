@@ -1,8 +1,9 @@
 """A conversation on its way: to a prompt with parameters, and from the answer's text to its pieces."""
 
+import logging
 import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from kvern.chat_template import check_messages
@@ -18,11 +19,15 @@ from kvern.tools.formats import formats_of
 from kvern.tools.grammar import GrammarWriter, Thought
 from kvern.tools.harmony import joined_thinking
 from kvern.tools.pieces import Content, Message, Piece
+from kvern.tools.switches import EFFORT, PLAIN, Switches, enabled_of, switches_of
 from kvern.tools.thinking import Beginning, ThinkingFormat, beginning_of
 from kvern.tools.thinking_splitter import ThinkingSplitter
 from kvern.tools.thought_tokens import ThoughtTokens
 from kvern.tools.tool_format import ToolFormat, ToolParser, ToolSchemas
 
+logger = logging.getLogger("kvern")
+CALLED = ({"role": "user"}, {"role": "assistant", "tool_calls": [{}]}, {"role": "tool"})
+"""A conversation with all that tools bring along."""
 PROMPT_END = 32
 """Tokens at the end of a prompt that tell whether it stops in the middle of thinking."""
 
@@ -65,7 +70,10 @@ class AnswerReader:
 
 @dataclass(frozen=True)
 class ChatRequest:
-    """What the engine needs, and how the answers are written. `exact`: an answer has a form that was asked for."""
+    """What the engine needs, and how the answers are written. `exact`: an answer has a form that was asked for.
+
+    `lacks`: what was asked of the chat template that it has no way to do.
+    """
 
     prompt: list[int]
     params: SamplingParams
@@ -74,6 +82,7 @@ class ChatRequest:
     tools: ToolSchemas = field(default_factory=dict)
     thought: Thought | None = None
     exact: bool = False
+    lacks: tuple[str, ...] = ()
 
     def reader(self) -> AnswerReader:
         """For one answer."""
@@ -148,16 +157,20 @@ class Chat:
         if self._refusal is not None:
             raise InvalidRequest(self._refusal)
         definitions = list(use.definitions) or None
-        text, said = self.written(messages, definitions, variables, add_generation_prompt, continue_final_message)
+        text, said = self.written(
+            messages, definitions, variables, add_generation_prompt, continue_final_message, thinking_budget
+        )
         if encoding is None:  # the template writes the special tokens itself
             prompt = self._encoder.encode(text, definitions is not None, namespace, self._max_model_len)
         else:
             prompt = encoding.encode(self._tokenizer, text, self._max_model_len, params.max_tokens)
         thought = self._thought(prompt, said, thinking_budget, definitions is not None)
+        thought, lacks = self._held_to(thought, variables or {}, definitions is not None)
+        lacks += tuple(self._tokenizer.lost_in_template(messages, definitions is not None))
         in_turns = thought is not None and thought.form.in_turns
         form = self._format(use) if use.choice != "none" or in_turns else None
         if form is None and thought is None:
-            return ChatRequest(prompt, params, self._tokenizer)
+            return ChatRequest(prompt, params, self._tokenizer, lacks=lacks)
         structured = self._writer.answer(form, use, params.structured, thought)
         if structured is not params.structured and structured is not None:
             self._check(structured, use)
@@ -168,7 +181,7 @@ class Chat:
             stop_token_ids=self._stops(params, form) or None,
         )
         tools = {tool.name: tool.parameters for tool in use.tools}
-        return ChatRequest(prompt, params, self._tokenizer, form, tools, thought, exact)
+        return ChatRequest(prompt, params, self._tokenizer, form, tools, thought, exact, lacks)
 
     def written(
         self,
@@ -177,13 +190,15 @@ class Chat:
         variables: Mapping[str, Any] | None,
         add_generation_prompt: bool,
         continue_final_message: bool,
+        thinking_budget: int | None = None,
     ) -> tuple[str, str]:
         """The prompt as text, and what it has of the answer's message already. Raises InvalidRequest."""
         thinking = self._thinking(definitions is not None)
         if thinking is not None and thinking.in_turns:
             messages = joined_thinking(messages)
+        variables = self._switched(messages, definitions, variables or {}, thinking_budget)
         if not continue_final_message:
-            text = self._tokenizer.chat_prompt(messages, definitions, add_generation_prompt, **(variables or {}))
+            text = self._tokenizer.chat_prompt(messages, definitions, add_generation_prompt, **variables)
             return text, ""
         if add_generation_prompt:
             raise InvalidRequest(
@@ -191,8 +206,55 @@ class Chat:
                 "one goes on; set one of them"
             )
         marked, mark = _marked(messages)
-        text = self._tokenizer.chat_prompt(marked, definitions, add_generation_prompt, **(variables or {}))
+        text = self._tokenizer.chat_prompt(marked, definitions, add_generation_prompt, **variables)
         return _up_to(text, mark), str(messages[-1]["content"])
+
+    def _switched(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        definitions: Sequence[Mapping[str, Any]] | None,
+        variables: Mapping[str, Any],
+        budget: int | None,
+    ) -> dict[str, Any]:
+        """`variables` with whether and how hard to think under the names that the template reads."""
+
+        def takes(names: Mapping[str, Any]) -> bool:
+            try:
+                self._tokenizer.chat_prompt(messages, definitions, **names)
+            except InvalidRequest:
+                return False
+            return True
+
+        return self._switches(definitions is not None).variables(variables, budget, takes)
+
+    def _switches(self, tools: bool) -> Switches:
+        return switches_of(self._tokenizer.chat_template.source(tools))
+
+    def _held_to(
+        self, thought: Thought | None, variables: Mapping[str, Any], tools: bool
+    ) -> tuple[Thought | None, tuple[str, ...]]:
+        """Thinking that is not wanted ends at once where the template has no switch for it. And what cannot be had."""
+        switches, enabled = self._switches(tools), enabled_of(variables)
+        lacks = [EFFORT] if variables.get(EFFORT, "none") != "none" and not switches.has_efforts else []
+        if enabled is not None and thought is None:
+            lacks += [PLAIN[0]] if enabled else []
+        elif enabled is False and thought is not None and thought.beginning != "over" and not switches.turns_off:
+            if thought.form.in_turns or not self.can_bound_thinking(tools):
+                lacks.append(PLAIN[0])
+            else:
+                thought = replace(thought, budget=0)
+        return thought, tuple(lacks)
+
+    def warn_of_template(self) -> None:
+        """Log what the template leaves out of conversations with tools, if it speaks of tools at all."""
+        if "tool" in self._tokenizer.chat_template.source(tools=True):
+            lost = self._tokenizer.lost_in_template(CALLED, True)
+            if lost:
+                logger.warning(
+                    "the model's chat template leaves %s out of prompts silently: the model does not see them; give "
+                    "the folder another chat_template.jinja, or send none",
+                    " and ".join(lost),
+                )
 
     def can_bound_thinking(self, tools: bool) -> bool:
         """Whether the template, with or without tools, has marks around thinking, and the end can be forced."""
