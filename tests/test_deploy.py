@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,11 +22,15 @@ from kvern.cli.main import commands
 from kvern.cli.options import read_defaults
 from kvern.cli.serve import ServeCommand
 from kvern.config import EngineConfig
+from kvern.cpu.build import READY_MADE, find_compiler, library_path
+from kvern.cpu.processor import all_isas, usable_isas
 from kvern.observe.metrics import GPU_FIGURES, Metrics, Refusals
 from kvern.server.config import ServerConfig
+from tests.cache_folder import load_kernels
 from tests.served import KEY, Served
 
-DEPLOY = Path(__file__).parent.parent / "deploy"
+SOURCE = Path(__file__).parent.parent
+DEPLOY = SOURCE / "deploy"
 SUFFIXES = {"gauge": ("",), "counter": ("_total",), "histogram": ("_bucket", "_sum", "_count")}
 
 
@@ -55,6 +60,57 @@ def dockerfile_list(instruction: str) -> list[str]:
 def unit(key: str) -> str:
     """The value that the systemd unit gives to a key."""
     return dict(line.split("=", 1) for line in text("kvern.service").splitlines() if "=" in line)[key]
+
+
+STARTED = """
+import logging, shutil, sys
+from kvern import LLM, SamplingParams
+from kvern.cpu import library
+logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
+with LLM("kvern-1m", cache_dir=sys.argv[1], threads=1, max_model_len=64) as llm:
+    print(len(llm.generate(["Once upon a time"], SamplingParams(max_tokens=4, ignore_eos=True))))
+print("loaded", library._loaded is not None, "compilers", *filter(shutil.which, ("c++", "g++", "clang++")))
+"""
+
+
+def test_containers_without_a_compiler_start_with_the_kernels_of_the_image(tmp_path: Path) -> None:
+    """The command of the image, with a compiler that copies the library of the tests; then two starts."""
+    load_kernels("cpu_sampling", 1)
+    real = library_path(EngineConfig().cache_folder, find_compiler())
+    shutil.copytree(SOURCE / "src", tmp_path / "src", ignore=shutil.ignore_patterns("__pycache__", "ready_made"))
+    compiler = tmp_path / "compiler"
+    script = f'for last; do :; done\ncase "$*" in\n*--version*) echo 1 ;;\n*-shared*) cp {real} "$last" ;;\nesac\n'
+    compiler.write_text("#!/bin/sh\n" + script)
+    compiler.chmod(0o755)
+    [command] = re.findall(r"^RUN (.*python -m kvern.cpu.build)$", text("Dockerfile"), re.MULTILINE)
+    environment = {"PATH": f"{Path(sys.executable).parent}:/bin:/usr/bin", "CXX": str(compiler), "OMP_NUM_THREADS": "1"}
+    said = subprocess.run(command, shell=True, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert said.returncode == 0, said.stderr
+    names = [line.partition(": ")[0] for line in said.stdout.splitlines()]
+    assert names == [isa.name for isa in all_isas()]
+    for file in (tmp_path / "src/kvern/cpu/ready_made").iterdir():
+        file.chmod(0o444)
+    (tmp_path / "bin").mkdir()
+    environment |= {
+        "PATH": str(tmp_path / "bin"),
+        "CXX": "",
+        "PYTHONPATH": str(tmp_path / "src"),
+        "HOME": str(tmp_path),
+    }
+    for name in {usable_isas()[-1].name, usable_isas()[0].name}:
+        started = subprocess.run(
+            [sys.executable, "-c", STARTED, str(tmp_path / "cache")],
+            env=environment | {"KVERN_CPU_ISA": name}, capture_output=True, text=True,
+        )  # fmt: skip
+        assert f"kernels for this CPU use {name}, which came with the package" in started.stdout, started.stderr
+        assert started.stdout.endswith("1\nloaded True compilers\n"), started.stdout
+
+
+def test_the_wheel_takes_the_kernels_along() -> None:
+    """Git ignores them, and with it what makes wheels."""
+    configuration = tomllib.loads((SOURCE / "pyproject.toml").read_text(encoding="utf-8"))
+    wheel = configuration["tool"]["hatch"]["build"]["targets"]["wheel"]
+    assert wheel["artifacts"] == [f"{READY_MADE.relative_to(READY_MADE.parents[3])}/*.so"]
 
 
 @pytest.mark.parametrize("path", sorted(DEPLOY.rglob("*.y*ml")), ids=lambda path: path.name)
