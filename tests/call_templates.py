@@ -2,16 +2,16 @@
 
 JSON = '{"name": "{{ f.name }}", "arguments": {{ f.arguments | tojson }}}'
 TEMPLATE = """\
-{%- if tools %}{{ '<|turn|>system\\n' }}PROSE{{ tools | tojson }}<|over|>{% endif %}
+{%- if tools %}{{ '<|turn|>system\\n' }}@PROSE@{{ tools | tojson }}<|over|>{% endif %}
 {%- for message in messages %}
 {{- '<|turn|>' + message.role + '\\n' }}
-{%- if message.role == 'assistant' %}BEFORE{% endif %}
+{%- if message.role == 'assistant' %}@BEFORE@{% endif %}
 {%- if message.content %}{{ message.content }}{% endif %}
 {%- if message.tool_calls %}
-{{- BEGIN }}
-{%- for call in message.tool_calls %}{% set f = call.function %}CALL
-{%- if not loop.last %}{{ BETWEEN }}{% endif %}{% endfor %}
-{{- END }}
+{{- @BEGIN@ }}
+{%- for call in message.tool_calls %}{% set f = call.function %}@CALL@
+{%- if not loop.last %}{{ @BETWEEN@ }}{% endif %}{% endfor %}
+{{- @END@ }}
 {%- endif %}
 {{- '<|over|>' }}
 {%- endfor %}
@@ -24,7 +24,7 @@ def template(call: str, begin: str = "", between: str = "", end: str = "", prose
     pieces |= {name: repr(text) for name, text in (("BEGIN", begin), ("BETWEEN", between), ("END", end))}
     text = TEMPLATE
     for name, piece in pieces.items():
-        text = text.replace(name, piece)
+        text = text.replace(f"@{name}@", piece)
     return text
 
 
@@ -102,4 +102,18 @@ XML = {
     "muse": tags('<atem:parameter name="{k}">{v}</atem:parameter>',
                  '<atem:function_calls>\n<atem:invoke name="{{ f.name }}">\n',
                  "</atem:invoke>\n</atem:function_calls>"),
+}  # fmt: skip
+NAMED = {
+    "name and id": template("[TOOL_CALLS]{{ f.name }}[CALL_ID]{{ call.id }}[ARGS]{{ f.arguments | tojson }}"),
+    "name first": template("[TOOL_CALLS]{{ f.name }}[ARGS]{{ f.arguments | tojson }}", prose="No [CALL_ID] here."),
+    "list": template(JSON, "[TOOL_CALLS] [", ", ", "]", "Not f[ARGS]."),
+    "sections": template("<|tool_call:begin|>{{ call.id }}<|tool_call:name|>{{ f.name }}<|tool_call:args|>"
+                         "{{ f.arguments | tojson }}<|tool_call:end|>", "<|tool_calls|>"),
+    "fenced": template("<｜tool▁call▁begin｜>function<｜tool▁sep｜>{{ f.name }}\n```json\n"
+                       "{{ f.arguments | tojson }}\n```<｜tool▁call▁end｜>",
+                       "<｜tool▁calls▁begin｜>", "\n", "<｜tool▁calls▁end｜>"),
+    "not fenced": template("<｜tool▁call▁begin｜>{{ f.name }}<｜tool▁sep｜>{{ f.arguments | tojson }}"
+                           "<｜tool▁call▁end｜>",
+                           begin="<｜tool▁calls▁begin｜>", end="<｜tool▁calls▁end｜>", prose="Write no ```json."),
+    "json in a tag": template("<function={{ f.name }}>{{ f.arguments | tojson }}</function>"),
 }  # fmt: skip

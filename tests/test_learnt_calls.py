@@ -19,7 +19,7 @@ from kvern.tools.tool_format import ToolFormat
 from tests import call_templates
 from tests.test_tool_formats import calls_of, everywhere, read, reader_of, typed
 
-TEMPLATES = call_templates.OBJECTS | call_templates.XML
+TEMPLATES = call_templates.OBJECTS | call_templates.XML | call_templates.NAMED
 PARAMETERS = {"a": {"type": "string"}, "b": {}}
 SCHEMA = {"type": "object", "properties": PARAMETERS, "additionalProperties": False}
 SCHEMAS: dict[str, Any] = dict.fromkeys(("f", "get_weather", "a-b.c"), SCHEMA)

@@ -21,8 +21,13 @@ from kvern.tools.tool_format import ToolFormat
 from kvern.tools.xml_functions import XmlFunctions
 
 NAMES: dict[str, Any] = {name: {} for name in ("f", "get_weather", "a-b.c")}
+IDS = "[TOOL_CALLS][CALL_ID][ARGS]"
 XML = ("qwen3_coder", "minimax", "glm")
-ELSEWHERE = [*LISTS[1:], *(form for form in FORMATS if isinstance(form, XmlFunctions) and form.name not in XML)]
+ELSEWHERE = [
+    *LISTS[1:],
+    *(form for form in FORMATS if form.name == "mistral" and form.matches(IDS)),
+    *(form for form in FORMATS if isinstance(form, XmlFunctions) and form.name not in XML),
+]
 DIFFERENT = [form for form in FORMATS if form not in ELSEWHERE]
 """Others differ from these in their marks; see test_learnt_calls.py."""
 BY_NAME = [pytest.param(form, id=f"{form.name}{number}") for number, form in enumerate(DIFFERENT)]
@@ -94,6 +99,10 @@ def written(form: ToolFormat, calls: Sequence[tuple[str, dict[str, Any]]]) -> st
         case "deepseek":
             head = "<｜tool▁call▁begin｜>{}<｜tool▁sep｜>{}<｜tool▁call▁end｜>"
             return f"<｜tool▁calls▁begin｜>{''.join(head.format(*pair) for pair in pairs)}<｜tool▁calls▁end｜>"
+        case "solar":
+            head = "<|tool_call:begin|>id{}<|tool_call:name|>{}<|tool_call:args|>{}<|tool_call:end|>"
+            listed = "".join(head.format(number, name, text) for number, (name, text) in enumerate(pairs))
+            return f"<|tool_calls|>{listed}"
         case "kimi_k2":
             head = "<|tool_call_begin|>functions.{}:{}<|tool_call_argument_begin|>{}<|tool_call_end|>"
             listed = "".join(head.format(name, number, text) for number, (name, text) in enumerate(pairs))
@@ -348,6 +357,8 @@ def test_prompts_that_begin_thinking() -> None:
         ('Respond in the format {"name": function name, "parameters": dictionary of argument name', "llama"),
         ("{{ '[TOOL_CALLS]' + name + '[ARGS]' }}", "mistral"),
         ("{{ '[TOOL_CALLS]' }}", "mistral"),
+        ("{{ '[TOOL_CALLS]' + name + '[CALL_ID]' + id + '[ARGS]' }}", "mistral"),
+        ("{{ '<|tool_calls|><|tool_call:begin|>' }}", "solar"),
         ("""{{ '<|tool_call>call:' }}{{ '<|"|>' }}""", "gemma4"),
         ("<start_function_call> <escape>", "functiongemma"),
         ("in the format [func_name1(params_name1=params_value1, params_name2=...), func_name2(params)]", "pythonic"),

@@ -41,6 +41,7 @@ class BufferedParser(ABC):
         self._pieces: list[Piece] = []
         self._blanks = ""
         self._calls = 0
+        self._ids: set[str] = set()
         self._after_call = False
 
     @abstractmethod
@@ -128,9 +129,11 @@ class BufferedParser(ABC):
         return True
 
     def begin(self, name: str, call_id: str = "") -> None:
-        """A call for certain; without an id it gets one."""
+        """A call for certain; without an id of its own it gets one."""
         self._blanks = ""
         self._after_call = True
+        call_id = call_id if call_id not in self._ids else ""
+        self._ids.add(call_id)
         self._pieces.append(CallBegins(self._calls, call_id or self.new_id(), name))
         self._calls += 1
 

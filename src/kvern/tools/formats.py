@@ -8,7 +8,7 @@ from kvern.tools.glm import Glm
 from kvern.tools.harmony import Harmony
 from kvern.tools.json_calls import HERMES, JSON, LISTS, LLAMA, JsonCalls
 from kvern.tools.learning import NAMES, learnt_json, written_calls
-from kvern.tools.marked_json import DeepSeek, KimiK2
+from kvern.tools.marked_json import DeepSeek, KimiK2, Solar
 from kvern.tools.mistral import Mistral
 from kvern.tools.nested_tags import MINIMAX_M3
 from kvern.tools.pythonic import Lfm2, Pythonic
@@ -23,6 +23,7 @@ FORMATS: tuple[ToolFormat, ...] = (
     HERMES,
     Mistral(),
     Mistral(named=True),
+    Mistral(named=True, with_ids=True),
     Gemma("gemma4", "<|tool_call>", "<tool_call|>", '<|"|>', "<|tool_response>"),
     Gemma("functiongemma", "<start_function_call>", "<end_function_call>", "<escape>", "<start_function_response>"),
     Pythonic(),
@@ -30,6 +31,7 @@ FORMATS: tuple[ToolFormat, ...] = (
     DeepSeek(fenced=True),
     DeepSeek(fenced=False),
     KimiK2(),
+    Solar(),
     LLAMA,
     Harmony(),
     *LISTS,
@@ -55,7 +57,10 @@ def _spoken(template: str) -> ToolFormat:
     for text in written:
         for form in FORMATS:
             if not isinstance(form, JsonCalls) and text.is_read(form):
-                return form.as_written((text.one, text.two), NAMES) if isinstance(form, XmlFunctions | Glm) else form
+                if isinstance(form, XmlFunctions | Glm):
+                    return form.as_written((text.one, text.two), NAMES)
+                kin = (other for other in FORMATS if other.name == form.name and other.matches(text.one))
+                return next(kin, form)
         if (learnt := learnt_json(text)) is not None:
             known = (form for form in FORMATS if isinstance(form, JsonCalls) and form.mark == learnt.mark)
             return replace(learnt, name=next((form.name for form in known if form.middle == learnt.middle), "json"))

@@ -94,7 +94,7 @@ def _written(template: ChatTemplate, arguments: Mapping[str, Any]) -> Written | 
         whole = [text for text in texts if all(name in text for name in NAMES[:count])]
         return min(whole, key=lambda text: text.index(NAMES[0]), default="")
 
-    one, two = calls(1), calls(2)
+    one, two = calls(1), "" if template.forms(True, SPECIAL_TOKENS).calls.single else calls(2)
     return Written(_behind_thinking(one), _behind_thinking(two), answer(SAID, 0), arguments) if one else None
 
 

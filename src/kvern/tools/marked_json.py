@@ -1,4 +1,4 @@
-"""Calls with arguments in JSON, each between tokens, in a section between tokens: DeepSeek's and Kimi K2's.
+"""Calls with arguments in JSON, each between tokens, in a section between tokens: DeepSeek's, Kimi K2's, Solar's.
 
     DeepSeek V3 and R1      <｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>get_weather
                             ```json
@@ -12,6 +12,9 @@
     Kimi K2                 <|tool_calls_section_begin|>
                             <|tool_call_begin|>functions.get_weather:0<|tool_call_argument_begin|>{"city": "Oslo"}
                             <|tool_call_end|><|tool_calls_section_end|>
+
+    Solar                   <|tool_calls|><|tool_call:begin|>id<|tool_call:name|>get_weather
+                            <|tool_call:args|>{"city": "Oslo"}<|tool_call:end|>
 
 All but the lines in V3's calls is written without line breaks. What opens a section may be forgotten.
 """
@@ -29,12 +32,12 @@ ARGUMENTS = "<|tool_call_argument_begin|>"
 
 
 class MarkedJson(ABC):
-    """The formats; see ToolFormat. `section` and `call` are the tokens around them, `inside` is one in each call."""
+    """The formats; see ToolFormat. `section` and `call` are the tokens around them, `inside` are those in each call."""
 
     name: str
     section: tuple[str, str]
     call: tuple[str, str]
-    inside: str
+    inside: tuple[str, ...]
     head: re.Pattern[str]
     """Of a call, up to its arguments: `name`, and `id` if it has one."""
     fence = ""
@@ -45,7 +48,7 @@ class MarkedJson(ABC):
     @property
     def markers(self) -> tuple[str, ...]:
         """Texts that may be special tokens and must stay visible."""
-        return *self.section, *self.call, self.inside
+        return tuple(mark for mark in (*self.section, *self.call, *self.inside) if mark)
 
     @property
     def trigger(self) -> str:
@@ -80,7 +83,7 @@ class DeepSeek(MarkedJson):
     name = "deepseek"
     section = ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>")
     call = ("<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>")
-    inside = SEPARATOR
+    inside = (SEPARATOR,)
     head = re.compile(
         rf"\s*(?:function{SEPARATOR}(?={NAME.pattern}\s))?(?P<name>{NAME.pattern})(?:\s*{FENCE}json|{SEPARATOR})\s*"
     )
@@ -103,12 +106,29 @@ class KimiK2(MarkedJson):
     name = "kimi_k2"
     section = ("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>")
     call = ("<|tool_call_begin|>", "<|tool_call_end|>")
-    inside = ARGUMENTS
+    inside = (ARGUMENTS,)
     head = re.compile(rf"\s*(?P<id>functions\.(?P<name>{NAME.pattern}):\d{{1,9}})\s*{re.escape(ARGUMENTS)}\s*")
 
     def before(self, name: str, write: GrammarPieces) -> str:
         """With any number."""
         return f"{write.literal(f'functions.{name}:')} /[0-9]{{1,4}}/ {write.literal(ARGUMENTS)}"
+
+
+class Solar(MarkedJson):
+    """With ids, and a section that the end of the answer ends."""
+
+    name = "solar"
+    section = ("<|tool_calls|>", "")
+    call = ("<|tool_call:begin|>", "<|tool_call:end|>")
+    inside = ("<|tool_call:name|>", "<|tool_call:args|>")
+    head = re.compile(
+        rf"\s*(?P<id>[\w-]{{0,64}}){re.escape(inside[0])}(?P<name>{NAME.pattern})\s*{re.escape(inside[1])}\s*"
+    )
+
+    def before(self, name: str, write: GrammarPieces) -> str:
+        """With any id."""
+        named, arguments = self.inside
+        return f"/[a-zA-Z0-9]{{4,16}}/ {write.literal(named + name + arguments)}"
 
 
 class MarkedJsonParser(BufferedParser):
@@ -117,7 +137,6 @@ class MarkedJsonParser(BufferedParser):
     def __init__(self, form: MarkedJson) -> None:
         super().__init__()
         self._form = form
-        self._ids: set[str] = set()
 
     def content_state(self) -> bool:
         """Up to a section or a call."""
@@ -150,9 +169,7 @@ class MarkedJsonParser(BufferedParser):
         if found is not None and rest.startswith(("{", end)):
             self.take(found.end())
             groups = found.groupdict()
-            call_id = groups.get("id", "")
-            self.begin(groups["name"], "" if call_id in self._ids else call_id)
-            self._ids.add(call_id)
+            self.begin(groups["name"], groups.get("id", ""))
             self._json = JsonArguments(self)
             self.state = self._arguments_state
             return True

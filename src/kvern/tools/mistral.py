@@ -1,4 +1,7 @@
-"""Mistral: [TOOL_CALLS][{"name": "f", "arguments": {...}}, ...], and since 2025 [TOOL_CALLS]f[ARGS]{...} for each."""
+"""Mistral: [TOOL_CALLS][{"name": "f", "arguments": {...}}, ...], and since 2025 [TOOL_CALLS]f[ARGS]{...} for each.
+
+Some have an id as well: [TOOL_CALLS]f[CALL_ID]abcdefghi[ARGS]{...}
+"""
 
 import json
 import re
@@ -7,10 +10,10 @@ import string
 
 from kvern.tools.buffered import BLANKS, BufferedParser
 from kvern.tools.json_call import JsonArguments, JsonCall
-from kvern.tools.tool_format import NAME, GrammarPieces, ToolParser, ToolSchemas
+from kvern.tools.tool_format import IDENTITY, NAME, GrammarPieces, ToolParser, ToolSchemas, literal
 
-BEGIN, ARGUMENTS, IDENTITY = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
-HEAD = re.compile(rf"({NAME.pattern})(?:\[CALL_ID\]\w{{1,64}})?(?:\[ARGS\])?\s*(?=\{{)")
+BEGIN, ARGUMENTS, CALL_ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
+HEAD = re.compile(rf"({NAME.pattern})(?:\[CALL_ID\](\w{{1,64}}))?(?:\[ARGS\])?\s*(?=\{{)")
 LONGEST_HEAD = 256
 
 
@@ -20,30 +23,32 @@ def new_id() -> str:
 
 
 class Mistral:
-    """The format in either form, which the template decides; see ToolFormat."""
+    """The format in one of its forms, which the template decides; see ToolFormat."""
 
     name = "mistral"
-    markers = (BEGIN, ARGUMENTS, IDENTITY)
+    markers = (BEGIN, ARGUMENTS, CALL_ID)
     stops = ()
     trigger = BEGIN
     opening = "["
 
-    def __init__(self, named: bool = False) -> None:
-        """`named`: calls are written name first, not as a list."""
-        self._named = named
+    def __init__(self, named: bool = False, with_ids: bool = False) -> None:
+        """`named`: calls are written name first, not as a list, and `with_ids` an id behind it."""
+        self._named, self._with_ids = named, with_ids
 
     def matches(self, template: str) -> bool:
-        """Lists, or names first: one instance is of one form."""
-        return BEGIN in template and (ARGUMENTS in template) == self._named
+        """Lists, or names first, or ids: one instance is of one form."""
+        forms = (ARGUMENTS in template, CALL_ID in template)
+        return BEGIN in template and forms == (self._named, self._with_ids)
 
     def parser(self, tools: ToolSchemas) -> ToolParser:
-        """Both forms are understood; the marker leaves no doubt, so that calls of unknown tools are calls, too."""
+        """All forms are understood; the marker leaves no doubt, so that calls of unknown tools are calls, too."""
         return MistralParser()
 
     def calls(self, tools: ToolSchemas, several: bool, write: GrammarPieces) -> str:
         """In the template's form."""
         if self._named:
-            one = " | ".join(f"{write.literal(name + ARGUMENTS)} {write.json(tools[name])}" for name in tools)
+            behind = (f"{CALL_ID}{IDENTITY}" if self._with_ids else "") + ARGUMENTS
+            one = " | ".join(f"{literal(name + behind, write)} {write.json(tools[name])}" for name in tools)
             return f"({one}) ({write.literal(BEGIN)} ({one}))*" if several else f"({one})"
         heads = {name: write.literal(f'{{"name": {json.dumps(name)}, "arguments": ') for name in tools}
         one = " | ".join(f"{heads[name]} {write.json(schema)}" for name, schema in tools.items())
@@ -81,7 +86,7 @@ class MistralParser(BufferedParser):
         found = HEAD.match(text)
         if found is not None and found.end() <= LONGEST_HEAD:
             self.buffer = text[found.end() :]
-            self.begin(found[1])
+            self.begin(found[1], found[2] or "")
             self._arguments = JsonArguments(self)
             self.state = self._arguments_state
             return True

@@ -288,12 +288,12 @@ def _written_parameters(
 ) -> str | None:
     """A grammar's expression for the parameters of a tool, in the order of its schema.
 
-    None if they depend on each other, are not named, or have names that cannot stand in a tag.
+    None if they depend on each other, are not named, or have names that cannot stand in a tag, or if there are no tags.
     """
     properties, required = schema.get("properties") or {}, set(schema.get("required") or ())
     if schema.keys() - PLAIN_KEYWORDS or required - properties.keys() or schema.get("type", "object") != "object":
         return None
-    if not properties and schema.get("additionalProperties", True) is not False:
+    if not opening("a", "string") or (not properties and schema.get("additionalProperties", True) is not False):
         return None
     written = []
     for key in properties:

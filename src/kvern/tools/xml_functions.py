@@ -42,6 +42,8 @@ class XmlFunctions:
     dropped: tuple[str, ...] = ()
     """Tags around the content."""
     forgiving: bool = True
+    in_json: bool = False
+    """Arguments are one JSON object instead of parameters."""
     special: tuple[str, ...] = ()
     """Further texts that may be special tokens."""
     stops: tuple[str, ...] = ()
@@ -114,6 +116,8 @@ class XmlFunctions:
         return f"{begin} {call} {over} ({again} {call} {over})*" if several else f"{begin} {call} {over}"
 
     def _opening(self, key: str, kind: str) -> str:
+        if self.in_json:
+            return ""
         before, behind, _ = self.parameter
         told = kind if self.types == "words" else "true" if kind == "string" else "false"
         return before + key + (behind.replace("{}", told) if self.types else behind) + ("\n" if self.lined else "")
@@ -228,10 +232,18 @@ MINICPM5 = XmlFunctions(
     ('<param name="', '">', "</param>"),
     gaps=Gaps("", "", "", "", "", "", "\n"),
 )
+FUNCTIONARY = XmlFunctions(
+    "functionary",
+    ("", ""),
+    ("<function=", ">", "</function>"),
+    ("<parameter=", ">", "</parameter>"),
+    in_json=True,
+    gaps=Gaps("", "", "", "", "", "", ""),
+)
 MUSE = XmlFunctions(
     "muse",
     ("<atem:function_calls>", "</atem:function_calls>"),
     ('<atem:invoke name="', '">', "</atem:invoke>"),
     ('<atem:parameter name="', '">', "</atem:parameter>"),
 )
-XML_FORMATS = (QWEN3_CODER, MINIMAX, SEED, *DSML, KIMI_K3, HY3, MINICPM5, MUSE)
+XML_FORMATS = (QWEN3_CODER, MINIMAX, SEED, *DSML, KIMI_K3, HY3, MINICPM5, FUNCTIONARY, MUSE)
