@@ -205,9 +205,9 @@ class Chat:
                 "add_generation_prompt and continue_final_message are both set: a new message begins, or the last "
                 "one goes on; set one of them"
             )
-        marked, mark = _marked(messages)
+        marked, said, mark = _marked(messages)
         text = self._tokenizer.chat_prompt(marked, definitions, add_generation_prompt, **variables)
-        return _up_to(text, mark), str(messages[-1]["content"])
+        return _up_to(text, mark), said
 
     def _switched(
         self,
@@ -321,25 +321,35 @@ class Chat:
         return [token for token in found if token is not None]
 
 
-def _marked(messages: Sequence[Mapping[str, Any]]) -> tuple[list[Mapping[str, Any]], str]:
-    """The conversation with a mark at the end of its last message, and the mark. Raises InvalidRequest."""
+def _marked(messages: Sequence[Mapping[str, Any]]) -> tuple[list[Mapping[str, Any]], str, str]:
+    """The conversation with a mark at the end of its last message, that message's text, and the mark.
+
+    Raises InvalidRequest.
+    """
     check_messages(messages)
-    said = messages[-1].get("content")
-    if not isinstance(said, str):
-        raise InvalidRequest(
-            f"continue_final_message is set, and the last message has no text to go on with: its content is "
-            f"{shown(said)}"
-        )
-    mark = uuid.uuid4().hex
-    return [*messages[:-1], {**messages[-1], "content": said + mark}], mark
+    content = messages[-1].get("content")
+    mark = f"{uuid.uuid4().hex} "  # a template that trims takes the blank away
+    if isinstance(content, str):
+        return [*messages[:-1], {**messages[-1], "content": content + mark}], content, mark
+    parts = list(content) if isinstance(content, list) else []
+    for number in reversed(range(len(parts))):
+        said = parts[number].get("text") if isinstance(parts[number], Mapping) else None
+        if isinstance(said, str):
+            parts[number] = {**parts[number], "text": said + mark}
+            return [*messages[:-1], {**messages[-1], "content": parts}], said, mark
+    raise InvalidRequest(
+        f"continue_final_message is set, and the last message has no text to go on with: its content is "
+        f"{shown(content)}"
+    )
 
 
 def _up_to(text: str, mark: str) -> str:
-    """The prompt without what the template writes behind the last message."""
-    before, found, _ = text.rpartition(mark)
-    if not found:
+    """The prompt without what the template writes behind the last message, and as transformers has it: if the template
+    trims messages, without the blanks at the end of that message, which it would not have written."""
+    place = text.rfind(mark.rstrip())
+    if place < 0:
         raise InvalidRequest(
             "continue_final_message is set, and the model's chat template does not write the last message into the "
             "prompt: leave it out"
         )
-    return before
+    return text[:place] if text.startswith(mark, place) else text[:place].rstrip()
