@@ -126,7 +126,8 @@ def test_a_token_that_does_not_follow_is_an_error(grammars: Grammars, tokenizer:
         ({"regex": r"[^\--a]"}, "--a"),
         ({"json": {"type": "array", "uniqueItems": True}}, "uniqueItems"),
         ({"json": {"type": "number", "multipleOf": 3}}, "multipleOf"),
-        ({"json": {"type": "string", "format": "date"}}, "format"),
+        ({"json": {"type": "string", "format": "date"}}, "(?:(?:[0-9]"),
+        ({"json": {"type": "string", "format": "email"}}, "format"),
         ({"json": {"type": "string", "pattern": "^a+$", "minLength": 3}}, "pattern beside minLength"),
         ({"json": {"type": "string", "pattern": "^a(b[0-9]+)?$"}}, "(b[0-9]+)?"),
         ({"json": {"type": "string", "pattern": '"'}}, "a character that JSON escapes"),
@@ -136,7 +137,7 @@ def test_a_token_that_does_not_follow_is_an_error(grammars: Grammars, tokenizer:
         ({"json": {"type": "integer", "minimum": 5, "maximum": 3}}, "no value"),
         ({"json": {"type": "bogus"}}, "Invalid type: bogus"),
     ],
-    ids=range(21),
+    ids=range(22),
 )
 def test_what_xgrammar_would_loosen_is_refused(xgrammar: Grammars, form: dict[str, Any], said: str) -> None:
     with pytest.raises(InvalidParameter, match=re.escape(said)) as refused:

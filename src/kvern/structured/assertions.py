@@ -26,17 +26,6 @@ IGNORED = {"$schema", "$id", "id", "$anchor", "$dynamicAnchor", "$recursiveAncho
 IGNORED |= {"$vocabulary", "title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly"}
 IGNORED |= {"contentEncoding", "contentMediaType", "contentSchema"}
 """They name and describe; they assert nothing."""
-FORMATS = {
-    "idn-email": {"format": "email"},
-    "idn-hostname": {"format": "hostname"},
-    "iri": {"format": "uri"},
-    "iri-reference": {"format": "uri"},
-    "uri-reference": {"format": "uri"},
-    "uri-template": {"format": "uri"},
-    "json-pointer": {"pattern": "^(/([^~/]|~[01])*)*$"},
-    "relative-json-pointer": {"pattern": "^(0|[1-9][0-9]*)(#|(/([^~/]|~[01])*)*)$"},
-}
-"""Formats that the compiler does not know, as ones that it does: each of their texts has the wider format too."""
 COUNTS = {"minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties"}
 COUNTS |= {"minContains", "maxContains"}
 
@@ -136,19 +125,19 @@ def _other_than(values: Sequence[Any]) -> Made:
     options: list[Made] = [{"type": sorted(TYPES - kinds)}]
     if "string" in kinds:
         texts = [value for value in values if isinstance(value, str)]
-        options.append({"type": "string", "pattern": f"^(?:{_other_texts(texts)})$"})
+        options.append({"type": "string", "pattern": f"^(?:{other_texts(texts)})$"})
     if "boolean" in kinds and not {True, False} <= set(filter(lambda value: isinstance(value, bool), values)):
         options.append({"const": not next(value for value in values if isinstance(value, bool))})
     return any_of(options)
 
 
-def _other_texts(texts: Sequence[str]) -> str:
+def other_texts(texts: Sequence[str]) -> str:
     """A regular expression for all texts but these."""
     following: dict[str, list[str]] = {}
     for text in texts:
         if text:
             following.setdefault(text[0], []).append(text[1:])
-    parts = [re.escape(first) + f"(?:{_other_texts(rest)})" for first, rest in following.items()]
+    parts = [re.escape(first) + f"(?:{other_texts(rest)})" for first, rest in following.items()]
     first = "".join(re.escape(character) for character in following)
     parts.append(f"[^{first}](?s:.)*" if first else "(?s:.)+")
     if "" not in texts:

@@ -4,7 +4,7 @@ import functools
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
@@ -12,6 +12,7 @@ from llguidance.gbnf_to_lark import gbnf_to_lark
 
 from kvern.errors import InvalidParameter
 from kvern.structured.gbnf import is_gbnf, plain_gbnf
+from kvern.structured.llguidance_schema import held
 from kvern.structured.references import check_references
 from kvern.structured.schema import rewrite
 from kvern.structured.vocabulary import within
@@ -50,7 +51,7 @@ class LLGuidanceBackend:
         return frozenset(token for token in known if self._tokenizer.is_special_token(token))
 
     def compile(self, structured: StructuredOutput) -> str:
-        grammar = _grammar(structured)
+        grammar = self._grammar(structured)
         start = time.thread_time()
         matcher = self.matcher(grammar)
         _check_time("to begin the answer", time.thread_time() - start, LONGEST_MAKING_SECONDS)
@@ -85,6 +86,44 @@ class LLGuidanceBackend:
                 return None
             way += step[:taken]
         return None
+
+    def _grammar(self, structured: StructuredOutput) -> str:
+        if not structured.parts:
+            return self._lone_grammar(structured)
+        grammars = [{"lark_grammar": structured.grammar}]
+        for name, part in structured.parts.items():
+            written = self._lone_grammar(part)
+            is_lark = part.json is None and part.regex is None
+            held = {"lark_grammar": written} if is_lark else msgspec.json.decode(written)["grammars"][0]
+            grammars.append({**held, "name": name})
+        return msgspec.json.encode({"grammars": grammars}).decode()
+
+    def _lone_grammar(self, structured: StructuredOutput) -> str:
+        if structured.json is not None:
+            schema = {"type": "object"} if structured.json is True else structured.json
+            check_references(schema)
+            return _schema_grammar(held(rewrite(schema), self._has_text))
+        if structured.regex is not None:
+            return LLMatcher.grammar_from_regex(structured.regex)
+        if structured.choice is not None:
+            texts = " | ".join(msgspec.json.encode(text).decode() for text in structured.choice)
+            return LLMatcher.grammar_from_lark(f"start: TEXT\nTEXT: {texts}")
+        assert structured.grammar is not None
+        try:
+            grammar = structured.grammar
+            return LLMatcher.grammar_from_lark(
+                gbnf_to_lark(plain_gbnf(grammar, "\\x{:02x}")) if is_gbnf(grammar) else grammar
+            )
+        except InvalidParameter:
+            raise
+        except RecursionError as error:
+            raise InvalidParameter("structured: grammar is nested too deeply: name its parts in rules") from error
+        except Exception as error:  # what the converter of GBNF raises for unknown rules
+            raise ValueError(f"grammar: {error}") from error
+
+    def _has_text(self, schema: dict[str, Any]) -> bool:
+        """Whether a schema of texts allows one at all."""
+        return not LLMatcher.validate_grammar(_schema_grammar(schema), self._tokenizer)
 
     @functools.cached_property
     def _signs(self) -> dict[str, list[int]]:
@@ -137,37 +176,5 @@ def _check_time(what: str, seconds: float, most: float) -> None:
         )
 
 
-def _grammar(structured: StructuredOutput) -> str:
-    if not structured.parts:
-        return _lone_grammar(structured)
-    grammars = [{"lark_grammar": structured.grammar}]
-    for name, part in structured.parts.items():
-        written = _lone_grammar(part)
-        is_lark = part.json is None and part.regex is None
-        held = {"lark_grammar": written} if is_lark else msgspec.json.decode(written)["grammars"][0]
-        grammars.append({**held, "name": name})
-    return msgspec.json.encode({"grammars": grammars}).decode()
-
-
-def _lone_grammar(structured: StructuredOutput) -> str:
-    if structured.json is not None:
-        schema = {"type": "object"} if structured.json is True else structured.json
-        check_references(schema)
-        return LLMatcher.grammar_from_json_schema(rewrite(schema), overrides=JSON_OPTIONS)  # type: ignore[arg-type]
-    if structured.regex is not None:
-        return LLMatcher.grammar_from_regex(structured.regex)
-    if structured.choice is not None:
-        texts = " | ".join(msgspec.json.encode(text).decode() for text in structured.choice)
-        return LLMatcher.grammar_from_lark(f"start: TEXT\nTEXT: {texts}")
-    assert structured.grammar is not None
-    try:
-        grammar = structured.grammar
-        return LLMatcher.grammar_from_lark(
-            gbnf_to_lark(plain_gbnf(grammar, "\\x{:02x}")) if is_gbnf(grammar) else grammar
-        )
-    except InvalidParameter:
-        raise
-    except RecursionError as error:
-        raise InvalidParameter("structured: grammar is nested too deeply: name its parts in rules") from error
-    except Exception as error:  # what the converter of GBNF raises for unknown rules
-        raise ValueError(f"grammar: {error}") from error
+def _schema_grammar(schema: dict[str, Any]) -> str:
+    return LLMatcher.grammar_from_json_schema(schema, overrides=JSON_OPTIONS)  # type: ignore[arg-type]

@@ -22,7 +22,6 @@ from referencing.jsonschema import DRAFT3, DRAFT4, DRAFT6, DRAFT7, DRAFT202012, 
 from kvern.errors import InvalidParameter
 from kvern.structured.assertions import (
     COUNTS,
-    FORMATS,
     IGNORED,
     OPPOSITES,
     SHAPES,
@@ -35,6 +34,7 @@ from kvern.structured.assertions import (
     canonical,
     tell_apart,
 )
+from kvern.structured.formats import FORMATS
 from kvern.structured.schema_alternatives import closed
 from kvern.structured.schema_disjoint import disjoint
 
@@ -153,6 +153,7 @@ class Rewriter:
     def plain(self, node: Mapping[str, Any], at: Resolver, path: str) -> Made:
         """The assertions that the compiler knows, with the schemas in them."""
         made: dict[str, Any] = {}
+        form: dict[str, Any] = {}
         for key, value in node.items():
             here = f"{path}/{key}"
             if key in ("properties", "patternProperties"):
@@ -161,12 +162,8 @@ class Rewriter:
                 made[key] = [self.said(item, at, f"{here}/{index}") for index, item in enumerate(value)]
             elif key in ("items", "additionalProperties"):
                 made[key] = self.said(value, at, here)
-            elif key == "format" and value in FORMATS:
-                made.update(FORMATS[value] if "pattern" not in node or "format" in FORMATS[value] else {})
-                if "pattern" in node and "pattern" in FORMATS[value]:
-                    raise InvalidParameter(
-                        f"structured: {here} {value} beside a pattern cannot be expressed: leave one"
-                    )
+            elif key == "format":
+                form = FORMATS.get(value, {})
             elif key not in IGNORED and key not in APPLIED:
                 made[key] = value
         properties, required = made.get("properties", {}), made.get("required", ())
@@ -174,7 +171,7 @@ class Rewriter:
         if impossible and made.get("type") == "object":
             self.reasons.add(f"{path} has a required property {impossible[0]!r} that may not be there")
             return False
-        return made
+        return all_of([made, form]) if form.keys() & made.keys() else {**made, **form}
 
     def _applied(self, node: Mapping[str, Any], at: Resolver, path: str) -> Iterable[Made]:
         """What the keywords mean that are alternatives or negations."""

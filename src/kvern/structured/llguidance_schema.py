@@ -1,0 +1,124 @@
+"""JSON schemas for llguidance: what it would loosen, or could not end, is said in another way.
+
+Its texts are patterns that are put between quotation marks, where some classes let quotation marks and backslashes in;
+names of further properties may be spelt with escapes, also like one that has its own schema; and a pattern for names
+that all have been written leads to a place where nothing can follow.
+"""
+
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from kvern.errors import InvalidParameter
+from kvern.structured.assertions import Made, all_of, other_texts
+
+TOKENS = re.compile(
+    r"(?P<escape>\\[pP](?:\{[^}]*\}|.)|\\.)|\[(?P<members>\^?(?:[^\\\]]|\\.)*)\]|(?P<plain>.)", re.DOTALL
+)
+PLAIN_MEMBERS = re.compile(r"(?:[^\\^\x00-\x1f]|\\[dwst.+*?()/^$|{}\[\]-])+")
+"""Of classes without control characters, or with some only."""
+SPELT = {"patternProperties": {"^(?s:.*)$": True}, "additionalProperties": False}
+"""Objects with any names, none of them spelt with needless escapes."""
+EXACT = 1 << 53
+"""Up to here, every whole number is one for the compiler."""
+
+
+def held(schema: Mapping[str, Any], has_text: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
+    """What `rewrite` returned, as llguidance holds it. `has_text`: whether a schema of texts allows one at all.
+
+    Raises InvalidParameter with what it would loosen.
+    """
+    made = _held({key: value for key, value in schema.items() if key != "$defs"}, has_text, alone=True)
+    alone = "'allOf'" not in str(schema)
+    definitions = {name: _held(item, has_text, alone) for name, item in schema.get("$defs", {}).items()}
+    return {**(made if isinstance(made, dict) else {}), "$defs": definitions}
+
+
+def _held(schema: Made, has_text: Callable[[dict[str, Any]], bool], alone: bool) -> Made:
+    """`alone`: nothing else is said of the same value."""
+    if isinstance(schema, bool):
+        return schema
+    alone = alone and not ({"$ref", "anyOf", "allOf"} & schema.keys() and len(schema) > 1)
+    made: dict[str, Any] = {}
+    for key, value in schema.items():
+        if key in ("properties", "patternProperties"):
+            named = {name: _held(item, has_text, True) for name, item in value.items()}
+            made[key] = named if key == "properties" else {quotable(name): item for name, item in named.items()}
+        elif key in ("items", "additionalProperties"):
+            made[key] = _held(value, has_text, True)
+        elif key == "prefixItems":
+            made[key] = [_held(item, has_text, True) for item in value]
+        elif key in ("anyOf", "allOf"):
+            made[key] = [_held(item, has_text, alone and key == "anyOf") for item in value]
+        elif key == "pattern":
+            made[key] = quotable(value)
+        else:
+            made[key] = value
+    made = _with_exact_numbers(made)
+    if "patternProperties" in made:
+        return _with_patterns(made, has_text, alone)
+    if (made.get("properties") or made.get("required")) and made.get("additionalProperties", True) is not False:
+        return all_of([made, SPELT])
+    return made
+
+
+def _with_patterns(node: dict[str, Any], has_text: Callable[[dict[str, Any]], bool], alone: bool) -> dict[str, Any]:
+    """Without patterns that match no other name than those of the properties; closed, if nothing else opens it."""
+    properties = {**node.get("properties", {})}
+    names = list(dict.fromkeys([*properties, *node.get("required", ())]))
+    patterns = {}
+    for pattern, schema in node["patternProperties"].items():
+        others = {"type": "string", "allOf": [{"pattern": pattern}, {"pattern": f"^(?:{other_texts(names)})$"}]}
+        if not names or has_text(others):
+            patterns[pattern] = schema
+            continue
+        for name in names:
+            if has_text({"type": "string", "const": name, "pattern": pattern}):
+                properties[name] = all_of([properties.get(name, True), schema])
+    made = {**node, "properties": properties, "patternProperties": patterns}
+    if alone:
+        made["additionalProperties"] = False
+    return {key: value for key, value in made.items() if value != {} or key == "additionalProperties"}
+
+
+def quotable(pattern: str) -> str:
+    """An expression of ECMA 262 as the compiler keeps it between quotation marks: without the character U+0000."""
+    return "".join(_quotable(found) for found in TOKENS.finditer(pattern))
+
+
+def _quotable(found: re.Match[str]) -> str:
+    members = found["members"]
+    if members is None:
+        is_property = found["escape"] is not None and found["escape"][1] in "pP"
+        return rf"[{found[0]}--\x00]" if is_property else found[0]
+    if members in ("", "^"):
+        return r"[^\s\S]" if not members else r"[\s\S]"
+    if "--" in members:
+        raise InvalidParameter(f"structured: {found[0]!r:.100} in a pattern is not clear: escape the dash")
+    members = re.sub(r"\\.|[\[&~]", lambda each: each[0] if len(each[0]) > 1 else f"\\{each[0]}", members)
+    return f"[{members}]" if PLAIN_MEMBERS.fullmatch(members) else rf"[[{members}]--\x00]"
+
+
+def _with_exact_numbers(node: dict[str, Any]) -> dict[str, Any]:
+    """With far bounds drawn nearer. Raises InvalidParameter for other numbers that the compiler would change."""
+    made = {**node}
+    for key in made.keys() & {"maximum", "exclusiveMaximum", "minimum", "exclusiveMinimum"}:
+        sign = 1 if key in ("maximum", "exclusiveMaximum") else -1
+        if _inexact(made[key]) is not None and sign * made[key] > 0:
+            made[key] = sign * EXACT
+    for key in ("const", "enum", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"):
+        number = _inexact(made.get(key))
+        if number is not None:
+            raise InvalidParameter(
+                f"structured: {key} has {str(number):.60}, and numbers are held exactly up to {EXACT}: take a text in its "
+                "place"
+            )
+    return made
+
+
+def _inexact(value: Any) -> int | float | None:
+    """A number in the value that is another one for the compiler."""
+    if isinstance(value, (list, dict)):
+        found = (_inexact(item) for item in (value.values() if isinstance(value, dict) else value))
+        return next((number for number in found if number is not None), None)
+    return value if isinstance(value, (int, float)) and abs(value) > EXACT else None
