@@ -2,7 +2,7 @@
 
 import functools
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -100,7 +100,7 @@ class LLGuidanceBackend:
 
     def _lone_grammar(self, structured: StructuredOutput) -> str:
         if structured.json is not None:
-            schema = {"type": "object"} if structured.json is True else structured.json
+            schema: Mapping[str, Any] = {"type": "object"} if isinstance(structured.json, bool) else structured.json
             check_references(schema)
             return _schema_grammar(held(rewrite(schema), self._has_text))
         if structured.regex is not None:
