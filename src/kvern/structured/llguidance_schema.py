@@ -110,8 +110,8 @@ def _with_exact_numbers(node: dict[str, Any]) -> dict[str, Any]:
         number = _inexact(made.get(key))
         if number is not None:
             raise InvalidParameter(
-                f"structured: {key} has {str(number):.60}, and numbers are held exactly up to {EXACT}: take a text in its "
-                "place"
+                f"structured: {key} has {number!s:.60}, and numbers are held exactly up to {EXACT}: take a text in "
+                "its place"
             )
     return made
 
