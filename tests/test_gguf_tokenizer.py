@@ -132,6 +132,48 @@ def test_every_end_of_an_answer_is_known(tmp_path: Path) -> None:
     assert found.eos_token_ids == (1, 5)
 
 
+@pytest.mark.parametrize("kind", [gguf.TokenType.USER_DEFINED, gguf.TokenType.NORMAL])
+def test_ends_of_an_answer_are_known_by_their_text(kind: int, tmp_path: Path) -> None:
+    """Some files type them as tokens of the text, after which answers would go on."""
+    vocabulary = {"<unk>": 0.0, "<s>": 0.0, "</s>": 0.0} | {f"<0x{byte:02X}>": 0.0 for byte in range(256)}
+    scores = vocabulary | {"a": -1.0, "<|im_end|>": -2.0, "<tool>": -3.0}
+
+    def describe(writer: gguf.GGUFWriter) -> None:
+        sentence_piece(scores)(writer)
+        writer.add_eos_token_id(2)
+        kinds = [gguf.TokenType.UNKNOWN, *[gguf.TokenType.CONTROL] * 2, *[gguf.TokenType.BYTE] * 256]
+        writer.add_token_types([*kinds, gguf.TokenType.NORMAL, kind, gguf.TokenType.USER_DEFINED])
+
+    found = tokenizer_of(tmp_path, describe)
+    end, tool = len(scores) - 2, len(scores) - 1
+    assert found.eos_token_ids == (2, end)
+    assert found.encode("a<|im_end|>", False)[-1] == end and found.is_special(end) and not found.is_special(tool)
+
+
+@pytest.mark.parametrize(
+    ("name", "says", "begins"),
+    [
+        ("llama-bpe", None, True),
+        ("falcon3", None, True),
+        ("tekken", None, True),
+        ("llama-bpe", False, False),
+        ("smollm", None, False),
+        ("qwen2", None, False),
+        ("qwen2", True, True),
+        ("glm4", True, False),
+    ],
+)
+def test_texts_begin_with_the_bos_of_their_kind(name: str, says: bool | None, begins: bool, tmp_path: Path) -> None:
+    def describe(writer: gguf.GGUFWriter) -> None:
+        add_tokenizer(resolve_model("kvern-1m"), name)(writer)
+        writer.add_bos_token_id(1)
+        writer.kv_data[0].pop("tokenizer.ggml.add_bos_token", None)
+        if says is not None:
+            writer.add_add_bos_token(says)
+
+    assert (tokenizer_of(tmp_path, describe).encode("a")[0] == 1) == begins
+
+
 @pytest.mark.parametrize(
     ("values", "error", "message"),
     [

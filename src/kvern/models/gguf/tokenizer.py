@@ -5,11 +5,14 @@ SentencePiece's BPE, which joins first what makes the token of the highest score
 """
 
 import json
+import logging
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 from kvern.errors import CorruptCheckpoint, UnsupportedModel, shown
 from kvern.models.gguf.header import Header
+
+logger = logging.getLogger("kvern")
 
 MOST_TOKENS = 1 << 21
 MOST_CHARACTERS = 1024
@@ -31,7 +34,7 @@ ENDINGS = (
     "<EOT>",
     "[EOT]",
 )
-"""Control tokens that end an answer, whatever else a file says."""
+"""Control tokens that end an answer, whatever else a file says: also where it types them as others."""
 _WORDS = r" ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)"
 _GPT2 = rf"'s|'t|'re|'ve|'m|'ll|'d|{_WORDS}|\s+"
 _CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
@@ -84,6 +87,10 @@ _SAME = {
 PATTERNS |= {name: PATTERNS[like] for like, names in _SAME.items() for name in names.split()}
 IGNORES_MERGES = ("llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2", "tekken")
 """A word that is a token is not taken apart."""
+BEGIN_WITH_BOS = IGNORES_MERGES
+"""Texts begin with a BOS where the file says nothing of it."""
+WITHOUT_BOS = ("glm4", "chatglm-bpe")
+"""They have none, whatever the file says."""
 
 
 def tokenizer_files(header: Header) -> dict[str, Any]:
@@ -113,7 +120,7 @@ def tokenizer_files(header: Header) -> dict[str, Any]:
     names = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
     config: dict[str, Any] = {name: special[kind] for kind, name in names.items() if kind in special}
     ends = {index for name in ("eos", "eot", "eom") if (index := ids[name]) is not None}
-    ends |= {token["id"] for token in added if token["special"] and token["content"] in ENDINGS}
+    ends |= {token["id"] for token in added if token["content"] in ENDINGS}
     return {
         "tokenizer.json": {
             "version": "1.0",
@@ -135,17 +142,20 @@ def _token_id(header: Header, name: str, count: int) -> int | None:
 
 def _added_tokens(tokens: list[str], kinds: list[int], special: Iterable[int | None]) -> Iterator[dict[str, Any]]:
     for index, (token, kind) in enumerate(zip(tokens, kinds, strict=True)):
-        if kind in (UNKNOWN, CONTROL, USER_DEFINED) or index in special:
+        if kind in (UNKNOWN, CONTROL, USER_DEFINED) or index in special or token in ENDINGS:
             flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-            yield {"id": index, "content": token, **flags, "special": kind != USER_DEFINED}
+            yield {"id": index, "content": token, **flags, "special": kind != USER_DEFINED or token in ENDINGS}
 
 
 def _around(header: Header, kind: str, ids: dict[str, int | None], tokens: list[str]) -> dict[str, Any] | None:
-    """The tokens that stand around a text: those of llama's before it unless the file says otherwise."""
+    """The tokens that stand around a text, by the file; else llama's and some of gpt2's texts begin with one."""
     single: list[dict[str, Any]] = [{"Sequence": {"id": "A", "type_id": 0}}]
     pair = [*single, {"Sequence": {"id": "B", "type_id": 0}}]
     used = []
-    for name, default in (("bos", kind == "llama"), ("eos", False)):
+    pre = header.get("tokenizer.ggml.pre", str, "")
+    if kind == "gpt2" and pre in WITHOUT_BOS:
+        ids = {**ids, "bos": None}
+    for name, default in (("bos", kind == "llama" or pre in BEGIN_WITH_BOS), ("eos", False)):
         index = ids[name]
         if index is not None and header.get(f"tokenizer.ggml.add_{name}_token", bool, default):
             token = {"SpecialToken": {"id": tokens[index], "type_id": 0}}
@@ -168,6 +178,12 @@ def _vocabulary(header: Header, tokens: list[str], kinds: list[int]) -> dict[str
 def _byte_level(header: Header, tokens: list[str], kinds: list[int]) -> dict[str, Any]:
     name = header.get("tokenizer.ggml.pre", str, "default")
     patterns = PATTERNS.get(name)
+    if header.get("tokenizer.ggml.pre", str) is None:
+        logger.warning(
+            "%s does not say how it cuts texts (tokenizer.ggml.pre): it is read as GPT-2's, which may be wrong. Give "
+            "--tokenizer, a folder with a tokenizer.json",
+            header.file,
+        )
     if patterns is None:
         raise UnsupportedModel(
             f"{header.file}: tokenizer.ggml.pre is {shown(name)}, and kvern does not know how it cuts a text: give "
