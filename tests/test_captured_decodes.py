@@ -134,7 +134,7 @@ def test_what_pytorch_computes_is_not_captured(steps: Steps, tmp_path: Path, cap
         assert answers(llm) == answers(llm)
     assert steps.captured == 0
     (warning,) = warnings(caplog)
-    assert warning.startswith("decodes are not captured") and warning.endswith("computes")
+    assert warning.startswith("decodes are not captured") and "PyTorch computes" in warning
 
 
 @pytest.mark.skipif(not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="oneDNN packs no bfloat16 here")
@@ -151,7 +151,7 @@ def test_weights_that_onednn_has_packed_are_not_captured(
         assert found == answers(llm)
     assert steps.captured == 0
     (warning,) = warnings(caplog)
-    assert "_linear_pointwise computes" in warning
+    assert "PyTorch computes _linear_pointwise" in warning
 
 
 @pytest.mark.parametrize(

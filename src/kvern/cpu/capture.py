@@ -71,7 +71,7 @@ class _Allocations(TorchFunctionMode):
         for item in result if isinstance(result, list | tuple) else [result]:
             is_allowed = _storage(item) in given and not changes if isinstance(item, Tensor) else name in DESCRIBES
             if not is_allowed:
-                raise Uncapturable(f"{name} computes")
+                raise Uncapturable(f"PyTorch computes {name}")
         return result
 
 

@@ -8,7 +8,7 @@ import torch
 
 from kvern.config import EngineConfig
 from kvern.cpu.build import BuildError
-from kvern.cpu.processor import forced_isa
+from kvern.cpu.processor import chosen_isa
 from kvern.cpu.ready import build, working_groups
 from kvern.device.ranks import ALONE, Ranks
 from kvern.errors import ConfigError
@@ -83,9 +83,9 @@ def usable_kernels(
 
     `drafts`: some are verified. Raises ConfigError.
     """
-    forced_isa()  # whether or not somebody asks for it later
+    isa = chosen_isa().name  # refused if it is wrong, whether or not kernels are wanted
     if device.type == "cpu" and config.cpu_kernels and dtype in CPU_DTYPES:
-        with startup.stage("kernels"):
+        with startup.stage(f"kernels for {isa}"):
             if config.deterministic:  # it cannot do without
                 with contextlib.suppress(BuildError, OSError):
                     build(config.cache_folder)
