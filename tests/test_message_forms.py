@@ -71,6 +71,14 @@ def test_ids_are_mapped_where_the_template_wants_short_ones(tmp_path: Path) -> N
     assert prompt(tmp_path, CALLS, messages).count("call_0123456789:") == 1
 
 
+def test_ids_that_the_template_takes_stay(tmp_path: Path) -> None:
+    calls = [call("call_0123456789", "f"), call("x", "g")]
+    messages = [USER, {"role": "assistant", "content": "", "tool_calls": calls}]
+    written = prompt(tmp_path, NINE.replace("!= 9", "< 9") + CALLS, messages)
+    assert "call_0123456789:f" in written
+    assert "]x:g" not in written and "}x:g" not in written
+
+
 def test_results_say_whose_they_are(tmp_path: Path) -> None:
     assert "of b of g[tool]of a of f" in prompt(tmp_path, NAMED, TWO)
     assert "of a of h" in prompt(tmp_path, NAMED, [*TWO[:2], result("a", "of a", name="h")])

@@ -28,7 +28,9 @@ Render = Callable[[Sequence[Message]], str]
 
 NAME, KEY, VALUE, RESULT = "probe_name", "probe_key", "probe_value", "probe_result"
 SHORT_ID = re.compile("[a-zA-Z0-9]{9}")
-OTHER_IDS = ("x", "call_0123456789abcdef")
+LONG_ID = re.compile(".{9,}", re.DOTALL)
+OTHER_IDS = {"x": LONG_ID, "call_0123456789abcdef": SHORT_ID}
+"""Ids that templates may refuse, each with the ids that such a template takes."""
 UNPARSED = "unparsed_arguments"
 """Under which a template sees arguments that are no JSON object: a model wrote them, and the conversation goes on."""
 
@@ -51,15 +53,15 @@ def _probe(*names: str, identity: str = "probe1234", named: bool = True) -> list
 class CallForm:
     """How a template takes calls.
 
-    `texts`: arguments as JSON texts. `null`: null in place of empty content. `single`: one call a message. `short_ids`:
-    ids of nine letters and digits. `named`: results with their tool's name. `written`: calls come out at all,
+    `texts`: arguments as JSON texts. `null`: null in place of empty content. `single`: one call a message. `ids`:
+    those that it takes, if not all. `named`: results with their tool's name. `written`: calls come out at all,
     `results`: their results do.
     """
 
     texts: bool = False
     null: bool = False
     single: bool = False
-    short_ids: bool = False
+    ids: re.Pattern[str] | None = None
     named: bool = False
     written: bool = True
     results: bool = True
@@ -75,11 +77,11 @@ class CallForm:
         two = _probe(NAME, f"{NAME}_2")
         if not form._writes(render, two) and single._writes(render, two):
             form = single
-        other_ids = (_probe(NAME, identity=identity) for identity in OTHER_IDS)
+        refused = [ids for other, ids in OTHER_IDS.items() if not form._writes(render, _probe(NAME, identity=other))]
         with_names, without = (form._rendered(render, _probe(NAME, named=named)) for named in (True, False))
         return dataclasses.replace(
             form,
-            short_ids=not all(form._writes(render, probe) for probe in other_ids),
+            ids=refused[-1] if refused else None,
             named=with_names != without,
             results=RESULT in (with_names or ""),
         )
@@ -98,7 +100,7 @@ class CallForm:
             return {
                 **({"name": name} if name is not None else {}),
                 **message,
-                **({"tool_call_id": _short(identity)} if self.short_ids and isinstance(identity, str) else {}),
+                **({"tool_call_id": self._fit_id(identity)} if isinstance(identity, str) else {}),
                 "content": "" if message.get("content") is None else message["content"],
             }
         if not isinstance(calls, list) or not calls:
@@ -116,8 +118,14 @@ class CallForm:
         elif not self.texts and isinstance(arguments, str | None):
             arguments = arguments_of(arguments)
         identity = call.get("id")
-        short = {"id": _short(identity)} if self.short_ids and isinstance(identity, str) else {}
-        return {**call, **short, "function": {**function, "arguments": arguments}}
+        fitted = {"id": self._fit_id(identity)} if isinstance(identity, str) else {}
+        return {**call, **fitted, "function": {**function, "arguments": arguments}}
+
+    def _fit_id(self, identity: str) -> str:
+        """An id that the template takes: the same for the same id, and another one for another."""
+        if self.ids is None or self.ids.fullmatch(identity):
+            return identity
+        return hashlib.sha256(identity.encode(errors="replace")).hexdigest()[:9]
 
     def _rendered(self, render: Render, probe: Sequence[Message]) -> str | None:
         try:
@@ -174,10 +182,3 @@ def _names_of_calls(messages: Sequence[Message]) -> dict[str, str]:
         for identity, function in functions.items()
         if isinstance(function, Mapping) and isinstance(function.get("name"), str)
     }
-
-
-def _short(identity: str) -> str:
-    """The same for the same id, and another one for another."""
-    return (
-        identity if SHORT_ID.fullmatch(identity) else hashlib.sha256(identity.encode(errors="replace")).hexdigest()[:9]
-    )
