@@ -198,6 +198,14 @@ def test_a_grammar_that_becomes_too_expensive_ends_its_request(tiny: LLM, monkey
     assert is_idle(tiny)
 
 
+def test_where_nothing_can_follow_an_answer_is_broken_off_with_the_reason(tiny: LLM) -> None:
+    """It has not ended: what stands there is no whole answer."""
+    form = {"grammar": 'start: A (X "b")\nA: /[a-c]{50} {1,4}/\nX: /d/ & /e/'}
+    [output] = tiny.generate([[5, 6]], [params(form, seed=1, max_tokens=90)], on_error="return")
+    assert output.outputs[0].finish_reason == "abort"
+    assert "the grammar cannot be followed" in str(output.outputs[0].stop_reason)
+
+
 def test_blanks_are_bounded(either: LLM) -> None:
     """A model that loves blanks cannot go on with them."""
     blank = either.tokenizer.encode(" ")[0]

@@ -306,7 +306,7 @@ class ModelRunner:
             refused = [going[place] for place in self._grammars.accept([slots[row] for row in going], asked)]
             restricted.broken.update(self._grammars.broken(slots, going))
             if refused:
-                self._grammars.restrict(logits, slots, refused)
+                restricted.broken.update(self._grammars.restrict(logits, slots, refused).broken)
                 place, again = torch.tensor(refused, device=logits.device), [slots[row] for row in refused]
                 found = self._sampling.sample(logits[place], again, index[place], positions[place], needs)
                 chosen[place], asked = found, found.tolist()
