@@ -71,6 +71,15 @@ def check_cuts(server: Served, folder: Path, tokenizer: Tokenizer) -> None:
         answer = ask(server, "/v1/embeddings", **{"input": long} | body)
         assert answer["usage"]["prompt_tokens"] == len(token_ids), body
         assert answer["data"][0]["embedding"] == pytest.approx(expected_vector(folder, token_ids), abs=TOLERANCE)
+    for fields in ({}, {"truncate": True}, {"truncate": None}):  # ollama's
+        vectors = ask(server, "/api/embed", input=["a", long], **fields)["embeddings"]
+        assert vectors[1] == pytest.approx(expected_vector(folder, [begin, *of_text[: LENGTH - 2], end]), abs=TOLERANCE)
+        assert ask(server, "/api/embeddings", prompt=long, **fields)["embedding"] == pytest.approx(vectors[1])
+    for path, name in (("/api/embed", "input"), ("/api/embeddings", "prompt")):
+        told = ask(server, path, 400, **{name: long, "truncate": False})["error"]
+        assert f"the maximum context length of {LENGTH} tokens" in told
+        assert ask(server, path, 400, **{name: long, "truncate": 1})["error"].startswith("truncate is 1")
+        assert not ask(server, path, **{name: ""})[f"embedding{'s' if name == 'input' else ''}"]
     message = ask(server, "/v1/embeddings", 400, input=long, truncate_prompt_tokens=0)["error"]["message"]
     assert message.startswith("truncate_prompt_tokens is 0")
 

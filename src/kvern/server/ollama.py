@@ -36,6 +36,7 @@ from kvern.server.keys import ApiKey
 from kvern.server.ollama_models import ModelFiles, card, entry, read_files, running
 from kvern.server.service import Ask, Running, Service
 from kvern.tools.chat import ChatRequest
+from kvern.tools.encoding import Encoding
 
 LINES = "application/x-ndjson"
 ELSEWHERE = ("pull", "push", "create", "copy")
@@ -109,22 +110,30 @@ class OllamaApi:
         return writer.whole(started.outputs[0], _seconds(started, began))
 
     async def embed(self, request: Request) -> Response:
-        """POST /api/embed (`input`, one or several) and the older /api/embeddings (`prompt`)."""
+        """POST /api/embed (`input`, one or several) and the older /api/embeddings (`prompt`).
+
+        Texts are cut to what the model reads unless `truncate` is false; without a text the answer is empty.
+        """
         began, is_old = time.monotonic(), path_of(request.scope).endswith("embeddings")
         body = await read_object(request)
         model, shown = self._model(body), named(body)
         client = self._service.engine_of(model).client
         check_embeds(client.inputs.model, client.folder, model)
-        prompts = read_prompts(body, "prompt" if is_old else "input", MOST_TEXTS)
+        name = "prompt" if is_old else "input"
+        prompts = read_prompts(body, name, MOST_TEXTS) if body.get(name) not in (None, "", []) else []
+        if typed(body, "truncate", bool, True):
+            room = client.inputs.max_model_len - (not client.inputs.model.is_encoder)
+            cut = Encoding(True, room, keeps_end=False, keeps_special=True)
+            prompts = [await client.inputs.encoded(prompt, cut, None) for prompt in prompts]
         dimensions = typed(body, "dimensions", int, None)
         ask = self._service.ask(model, read_common(body), prompts, SamplingParams(), request.state.key, embed=True)
         let_go(request, body)
-        outputs = await until_gone(self._service.run(ask), request.receive)
+        outputs = await until_gone(self._service.run(ask), request.receive) if prompts else []
         if outputs is None:
             return Response(status_code=CLIENT_GONE)
         vectors = [embedding_of(output.embedding or b"", dimensions) for output in outputs]
         if is_old:
-            return json_response({"embedding": vectors[0]})
+            return json_response({"embedding": vectors[0] if vectors else []})
         count = sum(len(output.prompt_token_ids) for output in outputs)
         took = {"total_duration": nanoseconds(time.monotonic() - began), "load_duration": 0}
         return json_response({"model": shown or model, "embeddings": vectors, **took, "prompt_eval_count": count})

@@ -28,6 +28,7 @@ def ollama_paths(models: list[str]) -> dict[str, Schema]:
     """All of them."""
     named: dict[str, Schema] = {"model": optional(one_of(*models, *(f"{name}:latest" for name in models)))}
     embedded = {**named, "dimensions": optional({"type": "integer", "minimum": 1}), "options": optional(OBJECT)}
+    embedded["truncate"] = optional(SWITCH)
     several: Schema = {"anyOf": [TEXT, listed(TEXT, minItems=1)]}
     return {
         CHAT: {"post": _answer("Answer a conversation.", {**_fields(), **named, **_of_chat()}, "message")},
