@@ -8,8 +8,8 @@ import anthropic
 import openai
 import pytest
 
-from kvern.api.fields import ignored
 from kvern.api.messages import KNOWN, read_conversation, read_message
+from kvern.api.other_names import ignored
 from tests.served import KEY, Served, serving
 
 MODEL = "kvern-1m"

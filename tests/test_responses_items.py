@@ -13,8 +13,8 @@ from pydantic import TypeAdapter
 
 from kvern.api.conversation import plain_messages
 from kvern.api.errors import HttpError
-from kvern.api.fields import ignored
 from kvern.api.kept_items import kept_items
+from kvern.api.other_names import ignored
 from kvern.api.response_items import CALLS, PASSED_OVER, input_messages
 from kvern.api.response_items import OUTPUTS as OUTPUT_KINDS
 from kvern.api.response_output import OutputItems

@@ -1,6 +1,7 @@
 """The other APIs of the server, driven by their official clients where there is one."""
 
 import base64
+import itertools
 import json
 import shutil
 from collections.abc import Iterator
@@ -73,6 +74,43 @@ def test_echo_with_logprobs_scores_the_prompt(client: openai.OpenAI, llm: LLM) -
             text[start:].startswith(token) for start, token in zip(logprobs.text_offset, logprobs.tokens, strict=True)
         ]
         assert given.usage.completion_tokens == extra
+
+
+def test_offsets_are_of_the_text_that_is_sent(client: openai.OpenAI, llm: LLM) -> None:
+    """Special tokens that the text lacks take no room, and parts of a character begin where it does."""
+    prompt = "Né 日本 \U0001f600 fox"
+    ids = [llm.tokenizer.bos_token_id or llm.tokenizer.token_to_id("<|bos|>") or 0, *llm.tokenizer.encode(prompt)]
+    for given in (prompt, ids):
+        answer = client.completions.create(
+            model="kvern-12m", prompt=given, max_tokens=12, echo=True, logprobs=2, temperature=0, stop=["zzz"]
+        )
+        [choice] = answer.choices
+        logprobs, text = choice.logprobs, choice.text
+        assert text.startswith(prompt)
+        data = text.encode()
+        offsets = [*logprobs.text_offset, len(text)]
+        assert offsets == sorted(offsets) and offsets[0] == 0
+        for token, start, end in zip(logprobs.tokens, offsets, offsets[1:], strict=False):
+            if token.startswith("bytes:"):
+                part = bytes(int(byte, 16) for byte in token.removeprefix("bytes:\\x").split("\\x"))
+                assert part in data and part in text[start : end + 1].encode()
+            else:
+                assert text[start:end] in (token, "")
+        assert any(token.startswith("bytes:") for token in logprobs.tokens)
+        assert "".join(text[start:end] for start, end in itertools.pairwise(offsets)) == text
+
+
+def test_tokens_that_are_written_alike_are_all_told(client: openai.OpenAI) -> None:
+    """Each of the most probable tokens has a name of its own, by which the token of the answer is found."""
+    prompt = "日本 \U0001f600 é"
+    answer = client.completions.create(model="kvern-12m", prompt=prompt, max_tokens=1, echo=True, logprobs=100)
+    [choice] = answer.choices
+    assert choice.logprobs is not None
+    told = choice.logprobs
+    for token, logprob, top in zip(told.tokens, told.token_logprobs, told.top_logprobs, strict=True):
+        if top is not None:
+            assert len(top) in (100, 101) and top[token] == logprob
+            assert "\ufffd" not in "".join(top)
 
 
 def test_best_of_gives_the_most_probable(client: openai.OpenAI) -> None:

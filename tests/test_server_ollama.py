@@ -140,7 +140,7 @@ def test_models_are_listed_and_described(client: ollama.Client, server: Served) 
         ({"model": "gpt"}, 404, "there is no model 'gpt': this server has kvern-12m"),
         ({"messages": [{"role": "user", "content": "a", "images": ["eA=="]}]}, 400, "messages[0].images: this"),
         ({"messages": QUESTION, "template": "{{ .Prompt }}"}, 400, "template is '{{ .Prompt }}': the model's own"),
-        ({"messages": QUESTION, "options": {"mirostat": 2}}, 400, "options.mirostat is 2: kvern has no such sampling"),
+        ({"messages": QUESTION, "options": {"mirostat": 2}}, 400, "options.mirostat is 2: this server has no such"),
         ({"messages": QUESTION, "options": {"top_p": 7}}, 400, "top_p is 7"),
         ({"messages": QUESTION, "options": {"num_predict": "a"}}, 400, "num_predict is 'a': it must be a whole number"),
         ({"messages": QUESTION, "format": "yaml"}, 400, "format is 'yaml': it must be json or a JSON schema"),

@@ -1,29 +1,34 @@
 """One answer of /v1/chat/completions or /v1/completions: as a choice, or as what of it is new since the last chunk."""
 
-import itertools
-import math
 from collections.abc import Sequence
 from typing import Any
 
 from kvern.api.completions import AnswerOptions
 from kvern.api.conversation import assistant_message, finish_reason, reasoning_fields
+from kvern.api.text_logprobs import TextOffsets, finite, text_logprobs
 from kvern.outputs import CompletionOutput, RequestOutput
-from kvern.step import Logprob, TokenLogprobs
+from kvern.step import TokenLogprobs
 from kvern.tokenizer import Tokenizer
 from kvern.tools.chat import ChatRequest
 from kvern.tools.pieces import Arguments, CallBegins, Content, Piece, Reasoning
 
 
-def choice_of(completion: CompletionOutput, chat: ChatRequest | None, options: AnswerOptions) -> dict[str, Any]:
-    """A whole answer, to a conversation or to a text."""
+def choice_of(
+    completion: CompletionOutput, chat: ChatRequest | None, options: AnswerOptions, tokenizer: Tokenizer, start: int = 0
+) -> dict[str, Any]:
+    """A whole answer, to a conversation or to a text, before which `start` characters are sent."""
     choice: dict[str, Any] = {"index": completion.index}
     ended: str | None = completion.finish_reason
     if chat is None:
-        choice |= {"text": completion.text, "logprobs": text_logprobs(completion, options)}
+        offsets = TextOffsets(tokenizer, options, start)
+        choice |= {"text": completion.text, "logprobs": text_logprobs(completion, options, tokenizer, offsets)}
+        if choice["logprobs"] is not None:  # tokens behind a stop string are no part of the text
+            end = start + len(completion.text)
+            choice["logprobs"]["text_offset"] = [min(place, end) for place in choice["logprobs"]["text_offset"]]
     else:
         message = chat.message(completion.text)
         choice["message"] = assistant_message(message, options.include_reasoning, options.prefix)
-        choice["logprobs"] = chat_logprobs(completion, options, chat.tokenizer)
+        choice["logprobs"] = chat_logprobs(completion, options, tokenizer)
         ended = finish_reason(completion, message)
     choice |= {"finish_reason": ended, "stop_reason": completion.stop_reason}
     if options.token_ids:
@@ -39,7 +44,7 @@ def chat_logprobs(completion: CompletionOutput, options: AnswerOptions, tokenize
     for token_id, table in zip(completion.token_ids, completion.logprobs, strict=True):
         entries = {
             candidate: {
-                "token": _name(candidate, entry, options),
+                "token": f"token_id:{candidate}" if options.ids_as_tokens else entry.token or "",
                 "logprob": finite(entry.logprob),
                 "bytes": list(tokenizer.id_to_bytes(candidate)),
             }
@@ -57,30 +62,6 @@ def _best(table: TokenLogprobs, count: int) -> list[int]:
     return sorted(ids, key=lambda token_id: -table[token_id].logprob)
 
 
-def _name(token_id: int, entry: Logprob, options: AnswerOptions) -> str:
-    return f"token_id:{token_id}" if options.ids_as_tokens else entry.token or ""
-
-
-def text_logprobs(completion: CompletionOutput, options: AnswerOptions, start: int = 0) -> dict[str, Any] | None:
-    """The older form, of a text that begins `start` characters behind the first token of the answer."""
-    if completion.logprobs is None or options.logprobs is None:
-        return None
-    pairs = list(zip(completion.token_ids, completion.logprobs, strict=True))
-    texts = [table[token_id].token or "" for token_id, table in pairs]
-    tops: list[dict[str, float]] = []
-    for _, table in pairs:
-        named: dict[str, float] = {}
-        for token_id, entry in sorted(table.items(), key=lambda item: -item[1].logprob):
-            named.setdefault(_name(token_id, entry, options), finite(entry.logprob))  # parts of characters look alike
-        tops.append(named)
-    return {
-        "tokens": [_name(token_id, table[token_id], options) for token_id, table in pairs],
-        "token_logprobs": [finite(table[token_id].logprob) for token_id, table in pairs],
-        "top_logprobs": tops,
-        "text_offset": list(itertools.accumulate(map(len, texts), initial=start))[:-1],
-    }
-
-
 def prompt_logprobs(output: RequestOutput) -> list[dict[int, dict[str, Any]] | None]:
     """Those of a prompt, by token id."""
     return [
@@ -92,11 +73,6 @@ def prompt_logprobs(output: RequestOutput) -> list[dict[int, dict[str, Any]] | N
         }
         for table in output.prompt_logprobs or ()
     ]
-
-
-def finite(logprob: float) -> float:
-    """JSON has no infinity; OpenAI writes -9999 for a token that could not be sampled."""
-    return logprob if math.isfinite(logprob) else -9999.0
 
 
 def completion_details(thought: int, answers: Sequence[CompletionOutput]) -> dict[str, Any]:
@@ -113,13 +89,20 @@ class StreamedChoice:
     """One answer to a conversation, if there is a `chat`, or to a text; `prefix` is sent before it."""
 
     def __init__(
-        self, answer: CompletionOutput, index: int, chat: ChatRequest | None, options: AnswerOptions, prefix: str = ""
+        self,
+        answer: CompletionOutput,
+        index: int,
+        chat: ChatRequest | None,
+        options: AnswerOptions,
+        tokenizer: Tokenizer,
+        prefix: str = "",
     ) -> None:
         self._answer, self._index, self._chat, self._options = answer, index, chat, options
+        self._tokenizer, self._offsets = tokenizer, TextOffsets(tokenizer, options)
         self._reader = None if chat is None else chat.reader()
         self._thought = None if chat is None else chat.thought_tokens()
         self._prefix = prefix
-        self._characters = self._tokens = self._offset = 0
+        self._characters = self._tokens = 0
         self._begun = self._ended = False
 
     def news(self, interval: int) -> dict[str, Any] | None:
@@ -170,12 +153,8 @@ class StreamedChoice:
         new = CompletionOutput(self._index, token_ids=self._answer.token_ids[self._tokens :])
         new.logprobs = self._answer.logprobs[self._tokens :]
         if self._chat is not None:
-            return chat_logprobs(new, self._options, self._chat.tokenizer)
-        start = self._offset
-        self._offset += sum(
-            len(table[token].token or "") for token, table in zip(new.token_ids, new.logprobs, strict=True)
-        )
-        return text_logprobs(new, self._options, start)
+            return chat_logprobs(new, self._options, self._tokenizer)
+        return text_logprobs(new, self._options, self._tokenizer, self._offsets)
 
 
 def _first(news: dict[str, Any], prefix: str) -> dict[str, Any]:

@@ -1,14 +1,14 @@
 """Answers of OpenAI's /v1/chat/completions and /v1/completions, at once or as chunks."""
 
-import itertools
 import time
 import uuid
 from collections.abc import AsyncIterable, AsyncIterator, Sequence
 from typing import Any
 
 import kvern
-from kvern.api.choices import StreamedChoice, choice_of, completion_details, prompt_logprobs, text_logprobs
+from kvern.api.choices import StreamedChoice, choice_of, completion_details, prompt_logprobs
 from kvern.api.completions import AnswerOptions
+from kvern.api.text_logprobs import TextOffsets, text_logprobs, token_name
 from kvern.outputs import CompletionOutput, RequestOutput
 from kvern.tokenizer import Tokenizer
 from kvern.tools.chat import ChatRequest
@@ -35,7 +35,8 @@ class CompletionWriter:
         choices = []
         for number, output in enumerate(outputs):
             for index, item in enumerate(best(output.outputs, options.answers)):
-                choice = choice_of(item, self._chat, options)
+                start = len(self._prompt(output)) if options.echo else 0
+                choice = choice_of(item, self._chat, options, self._tokenizer, start)
                 choice["index"] = number * options.answers + index
                 if options.echo:
                     self._echo(choice, output)
@@ -53,8 +54,9 @@ class CompletionWriter:
         """What is new at each of the news, once there are `interval` tokens; then the usage if it was asked for."""
         options = self._options
         interval = max(interval, options.stream_interval)
+        how = self._chat, options, self._tokenizer
         parts = [
-            (output, StreamedChoice(item, number * options.answers + item.index, self._chat, options, prefix))
+            (output, StreamedChoice(item, number * options.answers + item.index, *how, prefix))
             for number, output in enumerate(outputs)
             for prefix in [self._prompt(output) if options.echo else options.prefix]
             for item in output.outputs
@@ -100,27 +102,23 @@ class CompletionWriter:
         choice["text"] = self._prompt(output) + ("" if prompt_only else choice["text"])
         if choice["logprobs"] is None:
             return
-        tables = output.prompt_logprobs or []
+        tables, text = output.prompt_logprobs or [], self._prompt(output)
         without = tables.count(None)
         prompt = CompletionOutput(0, token_ids=output.prompt_token_ids[without:])
         prompt.logprobs = [table for table in tables if table is not None]
-        before = text_logprobs(prompt, self._options)
+        offsets, first = TextOffsets(self._tokenizer, self._options, text=text), output.prompt_token_ids[:without]
+        start: dict[str, list[Any]] = {
+            "tokens": [token_name(token, self._options, self._tokenizer) for token in first],
+            "token_logprobs": [None] * without,
+            "top_logprobs": [None] * without,
+            "text_offset": offsets.of(first),
+        }
+        before = text_logprobs(prompt, self._options, self._tokenizer, offsets)
         assert before is not None
-        texts = [self._tokenizer.id_to_token(token) for token in output.prompt_token_ids]
-        first, nothing = "".join(texts[:without]), [None] * without
-        offsets = list(itertools.accumulate(map(len, texts[:without]), initial=0))[:-1]
-        names = [f"token_id:{token}" for token in output.prompt_token_ids] if self._options.ids_as_tokens else texts
-        names = names[:without]
-        start = {"tokens": names, "token_logprobs": nothing, "top_logprobs": nothing, "text_offset": offsets}
-        merged = {}
-        for name, values in choice["logprobs"].items():
-            before_it, shift = before[name], 0
-            if name == "text_offset":
-                before_it = [len(first) + offset for offset in before_it]
-                shift = sum(map(len, texts))
-            after = [] if prompt_only else [value + shift for value in values] if shift else values
-            merged[name] = start[name] + before_it + after
-        choice["logprobs"] = merged
+        choice["logprobs"] = {
+            name: start[name] + before[name] + ([] if prompt_only else values)
+            for name, values in choice["logprobs"].items()
+        }
 
 
 def best(answers: list[CompletionOutput], count: int) -> list[CompletionOutput]:

@@ -12,6 +12,7 @@ from kvern.api.conversation import ChatBody, read_chat_body
 from kvern.api.errors import HttpError
 from kvern.api.fields import COMMON_FIELDS, WITHOUT_EFFECT, CommonFields, read_common, sampling_params, typed
 from kvern.api.forms import STRUCTURED, structured_of
+from kvern.api.other_names import RENAMED, WINDOWS, in_own_words
 from kvern.api.prediction import read_prediction
 from kvern.engine.inputs import Prompt
 from kvern.errors import InvalidParameter, shown
@@ -73,7 +74,7 @@ KNOWN = FIELDS | set(COMMON_FIELDS)
 
 def known_fields(url: str) -> frozenset[str]:
     """Those that mean something to CHAT or COMPLETIONS."""
-    return KNOWN if url == CHAT else KNOWN - CHAT_FIELDS
+    return KNOWN - ({"prompt"} if url == CHAT else CHAT_FIELDS)
 
 
 @dataclass(frozen=True)
@@ -101,6 +102,9 @@ class AnswerOptions:
     ids_as_tokens: bool = False
     """Log-probabilities name tokens by their ids."""
     request_id: str | None = None
+    skips_special: bool = True
+    visible: frozenset[int] = frozenset()
+    """Special tokens that are part of the text all the same."""
     service_tier: bool = False
     """The request named one."""
     stream_interval: int = 1
@@ -132,6 +136,7 @@ class CompletionBody:
 def read_completion(body: Mapping[str, Any], url: str, defaults: SamplingParams | None = None) -> CompletionBody:
     """Check a body of CHAT or COMPLETIONS. Raises HttpError, InvalidRequest or InvalidParameter."""
     is_chat = url == CHAT
+    body = in_own_words(body, known_fields(url))
     _check_only_values(body, is_chat)
     echo = typed(body, "echo", bool, False)
     prompt_only = echo and not is_chat and body.get("max_tokens") == 0
@@ -154,7 +159,15 @@ def read_completion(body: Mapping[str, Any], url: str, defaults: SamplingParams 
     encoding = read_encoding(body, special=not is_chat)
     conversation = read_chat_body(body, encoding) if is_chat else None
     options = _answer_options(
-        body, url, conversation, answers=answers, logprobs=logprobs, prompt_logprobs=of_prompt, prompt_only=prompt_only
+        body,
+        url,
+        conversation,
+        answers=answers,
+        logprobs=logprobs,
+        prompt_logprobs=of_prompt,
+        prompt_only=prompt_only,
+        skips_special=params.skip_special_tokens,
+        visible=frozenset(params.visible_token_ids or ()),
     )
     prompts = [] if is_chat else read_prompts(body)
     prediction = read_prediction(body) if is_chat else ""
@@ -238,7 +251,7 @@ def check_fields(body: Mapping[str, Any]) -> None:
         if name in ONLY_VALUES and not (name == "best_of" and body.get("use_beam_search")):
             if value not in ONLY_VALUES[name]:
                 raise InvalidParameter(f"{name} is {shown(value)}: a batch does not support that; leave it out")
-        elif name not in FIELDS:
+        elif name not in FIELDS and name not in RENAMED and name not in WINDOWS:
             raise InvalidParameter(f"unknown field {name!r} in body: leave it out")
 
 

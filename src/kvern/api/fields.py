@@ -1,7 +1,7 @@
 """The fields that several APIs take, and how a field of a body is checked."""
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -79,11 +79,6 @@ def merge_extra(body: dict[str, Any]) -> None:
     if isinstance(extra, dict):
         for name, value in extra.items():
             body.setdefault(name, value)
-
-
-def ignored(body: Mapping[str, Any], known: Collection[str]) -> list[str]:
-    """The names of a body's fields that mean nothing, as far as they can be shown."""
-    return sorted(name for name in body if name not in known and name.isascii() and name.isprintable())
 
 
 def read_metadata(body: Mapping[str, Any]) -> dict[str, str]:

@@ -12,6 +12,7 @@ from kvern.api.errors import HttpError, status_of
 from kvern.api.fields import COMMON_FIELDS, CommonFields, read_common, sampling_params, typed
 from kvern.api.message_blocks import BlockEvents, blocks, chat_messages, text
 from kvern.api.message_tools import chat_tool_choice, chat_tools
+from kvern.api.other_names import in_own_words
 from kvern.api.thinking_fields import read_thinking
 from kvern.errors import PromptTooLong, shown
 from kvern.outputs import CompletionOutput, RequestOutput
@@ -22,11 +23,12 @@ from kvern.tools.pieces import Message
 
 MESSAGES = "/v1/messages"
 COUNT_TOKENS = "/v1/messages/count_tokens"
+PARAMETERS = set(SamplingParams.__struct_fields__) - {"n", "logprobs", "prompt_logprobs", "prompt_logprobs_from"}
 # fmt: off
 KNOWN = frozenset({
     "messages", "model", "max_tokens", "system", "stop_sequences", "stream", "tools", "tool_choice", "thinking",
     "metadata", "service_tier", "output_config", "output_format", "chat_template_kwargs", "documents",
-    *(THINKING_FIELDS - {"include_reasoning"}), *SamplingParams.__struct_fields__, *COMMON_FIELDS,
+    *(THINKING_FIELDS - {"include_reasoning"}), *PARAMETERS, *COMMON_FIELDS,
 })
 # fmt: on
 KINDS = {
@@ -58,10 +60,10 @@ class MessageBody:
 
 def read_message(body: Mapping[str, Any], strip_billing_header: bool) -> MessageBody:
     """Check a body of MESSAGES. Raises HttpError, InvalidRequest or InvalidParameter."""
+    body = in_own_words(body, KNOWN)
     if body.get("max_tokens") is None:
         raise HttpError(400, "max_tokens is missing: say how many tokens the answer may have", param="max_tokens")
-    names = set(SamplingParams.__struct_fields__) - {"n", "logprobs", "prompt_logprobs", "prompt_logprobs_from"}
-    values = {name: body[name] for name in names if body.get(name) is not None}
+    values = {name: body[name] for name in PARAMETERS if body.get(name) is not None}
     if body.get("stop_sequences") is not None:
         values["stop"] = body["stop_sequences"]
     schema = _schema_of(body)

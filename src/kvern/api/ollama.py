@@ -7,11 +7,12 @@ from collections.abc import AsyncIterable, AsyncIterator, Callable, Mapping, Seq
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvern.api.choices import finite
 from kvern.api.conversation import ChatBody, plain_messages
 from kvern.api.errors import HttpError
 from kvern.api.fields import COMMON_FIELDS, CommonFields, read_common, sampling_params, typed
 from kvern.api.message_blocks import blocks
+from kvern.api.other_names import ignored, in_own_words
+from kvern.api.text_logprobs import finite
 from kvern.api.thinking_fields import read_thinking
 from kvern.errors import InvalidRequest, shown
 from kvern.outputs import CompletionOutput, RequestOutput
@@ -27,12 +28,9 @@ VERSION = "0.12.11"
 """Of ollama, whose API this is: clients look at it before they use what is new."""
 LATEST = ":latest"
 """What ollama's names of models end with if they say nothing else."""
-RENAMED = {"repeat_penalty": "repetition_penalty", "num_predict": "max_tokens"}
 PER_ANSWER = {"n", "beam_width", "logprobs", "prompt_logprobs", "prompt_logprobs_from", "structured"}
-OPTIONS = frozenset({*SamplingParams.__struct_fields__, *RENAMED}) - PER_ANSWER
-"""What may stand in `options`; the others are ignored."""
-REFUSED_OPTIONS: dict[str, tuple[object, ...]] = {"mirostat": (None, 0), "tfs_z": (None, 1)}
-"""With the values that ask for nothing: with another the answer would not be what was asked."""
+OPTIONS = frozenset(SamplingParams.__struct_fields__) - PER_ANSWER
+"""What may stand in `options`, and those that are called so; what would not change the answer is ignored."""
 REFUSED = {
     "images": "this model takes text only",
     "suffix": "this server does not fill gaps",
@@ -61,6 +59,7 @@ class OllamaBody:
 
 def read_body(body: Mapping[str, Any], url: str) -> OllamaBody:
     """Check a body of CHAT or GENERATE. Raises HttpError, InvalidRequest or InvalidParameter."""
+    body = in_own_words(body, KNOWN)
     for name, why in REFUSED.items():
         if body.get(name):
             raise HttpError(400, f"{name} is {shown(body[name])}: {why}; leave it out")
@@ -82,16 +81,13 @@ def read_body(body: Mapping[str, Any], url: str) -> OllamaBody:
 def ignored_options(body: Mapping[str, Any]) -> dict[str, Any]:
     """The body as one in which options that mean nothing have names of their own."""
     options = body.get("options")
-    names = [name for name in options if name not in OPTIONS] if isinstance(options, dict) else []
+    names = ignored(options, OPTIONS) if isinstance(options, dict) else []
     return {**body, **{f"options.{name}": None for name in names}}
 
 
 def _params(body: Mapping[str, Any]) -> SamplingParams:
     options: dict[str, Any] = typed(body, "options", dict, {})
-    for name, nothing in REFUSED_OPTIONS.items():
-        if options.get(name) not in nothing:
-            raise HttpError(400, f"options.{name} is {shown(options[name])}: kvern has no such sampling; leave it out")
-    values = {RENAMED.get(name, name): value for name, value in options.items() if name in OPTIONS}
+    values = {name: value for name, value in in_own_words(options, OPTIONS, "options.").items() if name in OPTIONS}
     if typed(options, "num_predict", int, 1) <= 0:
         del values["max_tokens"]  # no end but the model's
     form = body.get("format")

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvern.api.chat_fields import THINKING_FIELDS
-from kvern.api.choices import finite
 from kvern.api.conversation import ChatBody, plain_messages, template_variables
 from kvern.api.errors import HttpError, status_of
 from kvern.api.fields import (
@@ -21,9 +20,11 @@ from kvern.api.fields import (
     typed,
 )
 from kvern.api.forms import response_format
+from kvern.api.other_names import in_own_words
 from kvern.api.response_items import added_tools, input_messages
 from kvern.api.response_output import OutputItems
 from kvern.api.response_tools import ToolList, chat_tool_choice, read_tool_list
+from kvern.api.text_logprobs import finite
 from kvern.api.thinking_fields import ThinkingFields, read_thinking
 from kvern.errors import shown
 from kvern.outputs import CompletionOutput, RequestOutput
@@ -53,12 +54,13 @@ INCLUDABLE = frozenset({
 LEFT_OUT, CHOICE_NOTE = "kvern_tools_left_out", "kvern_tool_choice"
 """Entries of a response's metadata: the tools that were not offered; what became of a choice of one."""
 
+PARAMETERS = set(SamplingParams.__struct_fields__) - {"n", "logprobs", "prompt_logprobs", "prompt_logprobs_from"}
 # fmt: off
 KNOWN = frozenset({
     "input", "instructions", "model", "max_output_tokens", "previous_response_id", "stream", "background", "store",
     "metadata", "tools", "tool_choice", "text", "parallel_tool_calls", "service_tier", "include", "truncation",
     "max_tool_calls", "top_logprobs", "prompt_cache_retention", "chat_template_kwargs", "documents", "conversation",
-    *THINKING_FIELDS, *NAMES, *SamplingParams.__struct_fields__, *COMMON_FIELDS, *REFUSED, *WITHOUT_EFFECT,
+    *THINKING_FIELDS, *NAMES, *PARAMETERS, *COMMON_FIELDS, *REFUSED, *WITHOUT_EFFECT,
 })
 # fmt: on
 
@@ -79,7 +81,7 @@ def read_response(body: Mapping[str, Any], model: str, earlier: Messages) -> Res
 
     Raises HttpError, InvalidRequest or InvalidParameter.
     """
-    body = _configured(body)
+    body = _configured(in_own_words(body, KNOWN))
     for name, value in REFUSED.items():
         if body.get(name) not in (None, value):
             raise HttpError(400, f"{name} is {shown(body[name])}: this server does not do that", param=name)
@@ -163,8 +165,7 @@ def _name(body: Mapping[str, Any], field: str) -> str | None:
 
 
 def _params(body: Mapping[str, Any], form: object) -> SamplingParams:
-    values = {name: body[name] for name in SamplingParams.__struct_fields__ if body.get(name) is not None}
-    values.pop("logprobs", None)
+    values = {name: body[name] for name in PARAMETERS if body.get(name) is not None}
     most: int | None = typed(body, "top_logprobs", int, None)
     if most is not None or "message.output_text.logprobs" in _included(body):
         values["logprobs"] = most or 0
@@ -173,8 +174,6 @@ def _params(body: Mapping[str, Any], form: object) -> SamplingParams:
         values["structured"] = structured
     if body.get("max_output_tokens") is not None:
         values["max_tokens"] = body["max_output_tokens"]
-    if values.get("n", 1) != 1:
-        raise HttpError(400, f"n is {shown(values['n'])}: a response has one answer", param="n")
     return sampling_params(SamplingParams(), values)
 
 

@@ -10,11 +10,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kvern.api.choices import finite
 from kvern.api.completion_answers import usage
 from kvern.api.errors import HttpError
 from kvern.api.fields import COMMON_FIELDS, WITHOUT_EFFECT, CommonFields, read_common, typed
 from kvern.api.limits import MOST_SEQUENCES
+from kvern.api.text_logprobs import finite
 from kvern.engine.scoring import Pair, Score, ScoredPrompt, score_of
 from kvern.errors import shown
 from kvern.outputs import RequestOutput

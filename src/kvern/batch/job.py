@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from kvern.engine.inputs import Prompt
     from kvern.llm import LLM, FailedRequest
     from kvern.outputs import RequestOutput
+    from kvern.tokenizer import Tokenizer
     from kvern.tools.chat import ChatRequest
 
 WINDOW = 8192
@@ -201,7 +202,7 @@ class BatchJob:
                 place = self._place
                 self._place += 1
                 try:
-                    request = self._request(row)
+                    request = self._request(row, llm.tokenizer)
                     begun = Begun(place, row, request, chat_of(request, llm))
                 except KvernError as error:
                     self._finished[place] = failure(row, error)
@@ -220,7 +221,7 @@ class BatchJob:
             self._write_in_order()
             self._commit()
 
-    def _request(self, row: Row) -> BatchRequest:
+    def _request(self, row: Row, tokenizer: Tokenizer) -> BatchRequest:
         if row.error is not None:
             raise InvalidRequest(row.error)
         if self.reader.columns is None and is_openai_row(row.values):
@@ -230,7 +231,8 @@ class BatchJob:
                 )
             model = str(self.identity.get("model"))
             adapters = self.identity.get("adapters", {})
-            return read_openai_row(row.values, self.rules.params, model, self.journal.record.started, adapters)
+            started = self.journal.record.started
+            return read_openai_row(row.values, self.rules.params, model, started, tokenizer, adapters)
         return self.rules.read(row.values)
 
     def _seeded(self, params: SamplingParams, place: int) -> SamplingParams:

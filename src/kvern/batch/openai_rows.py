@@ -18,6 +18,7 @@ from kvern.batch.requests import BatchRequest
 from kvern.errors import InvalidRequest, shown
 from kvern.outputs import RequestOutput
 from kvern.sampling_params import SamplingParams
+from kvern.tokenizer import Tokenizer
 from kvern.tools.chat import ChatRequest
 
 
@@ -26,7 +27,12 @@ def is_openai_row(values: Mapping[str, Any]) -> bool:
 
 
 def read_openai_row(
-    values: Mapping[str, Any], defaults: SamplingParams, model: str, created: int, adapters: Collection[str] = ()
+    values: Mapping[str, Any],
+    defaults: SamplingParams,
+    model: str,
+    created: int,
+    tokenizer: Tokenizer,
+    adapters: Collection[str] = (),
 ) -> BatchRequest:
     """Return the request of a row in OpenAI's format.
 
@@ -52,7 +58,12 @@ def read_openai_row(
     named = body.get("model")
     adapter = named if isinstance(named, str) and named in adapters else None
     answer = functools.partial(
-        openai_answer, custom_id=row.custom_id, model=adapter or model, created=created, options=asked.options
+        openai_answer,
+        custom_id=row.custom_id,
+        model=adapter or model,
+        created=created,
+        options=asked.options,
+        tokenizer=tokenizer,
     )
     prompt = asked.prompts[0] if asked.prompts else None
     return BatchRequest(prompt, asked.conversation, asked.params, answer, adapter)
@@ -66,11 +77,13 @@ def openai_answer(
     model: str,
     created: int,
     options: AnswerOptions,
+    tokenizer: Tokenizer,
 ) -> dict[str, Any]:
     """Return the output row. Its ids derive from the row, so that a resumed job writes the same ones."""
     key = hashlib.sha256(f"{custom_id}/{output.request_id}".encode()).hexdigest()[:24]
     asked = of_prompt(output, options)
-    choices = [choice_of(item, chat, options) | ({} if options.is_chat else asked) for item in output.outputs]
+    added = {} if options.is_chat else asked
+    choices = [choice_of(item, chat, options, tokenizer) | added for item in output.outputs]
     body = {
         "id": f"{'cmpl' if chat is None else 'chatcmpl'}-{key}",
         "object": "text_completion" if chat is None else "chat.completion",

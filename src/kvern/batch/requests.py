@@ -15,6 +15,7 @@ import msgspec
 
 from kvern.api.conversation import ChatBody
 from kvern.api.fields import sampling_params
+from kvern.api.other_names import REFUSED_SAMPLING, check_refused, with_own_names
 from kvern.errors import BatchFileError, InvalidParameter, InvalidRequest, shown
 from kvern.sampling_params import SamplingParams
 from kvern.tools.definitions import read_tools
@@ -79,7 +80,10 @@ class RowRules:
             prompt, messages = None, [{"role": "user", "content": prompt}]
         if messages is not None and self.system is not None:
             messages = [{"role": "system", "content": self.system}, *messages]
-        params = sampling_params(self.params, values) if self.fields_are_parameters else self.params
+        params = self.params
+        if self.fields_are_parameters:
+            check_refused(values, REFUSED_SAMPLING)
+            params = sampling_params(params, with_own_names(values, SamplingParams.__struct_fields__))
         if params.n > 1:
             raise InvalidParameter(
                 f"n is {params.n}: a plain row has one answer; use OpenAI's batch format for several"

@@ -14,7 +14,7 @@ from starlette.types import Receive, Scope, Send
 
 from kvern.api import messages, ollama
 from kvern.api.errors import body_of, status_of
-from kvern.api.fields import ignored
+from kvern.api.other_names import ignored
 from kvern.errors import EngineUnavailable, KvernError, ServerBusy
 from kvern.json_lines import json_line
 

@@ -6,9 +6,10 @@ import functools
 from starlette.requests import Request
 from starlette.responses import Response
 
-from kvern.api.fields import ignored, typed
+from kvern.api.fields import merge_extra, typed
 from kvern.api.message_tools import ignored_tools
 from kvern.api.messages import KNOWN, error_body, message_answer, message_events, read_conversation, read_message
+from kvern.api.other_names import ignored
 from kvern.server.bodies import let_go, read_object
 from kvern.server.http import IGNORED_HEADER, LACKS_HEADER, EventStream, header_of_names, json_response, until_gone
 from kvern.server.service import Service
@@ -25,6 +26,7 @@ class MessagesApi:
     async def create(self, request: Request) -> Response | EventStream:
         """POST /v1/messages."""
         body = await read_object(request)
+        merge_extra(body)
         service, key = self._service, request.state.key
         model = service.model(body)
         asked = read_message(body, service.config.strip_billing_header)

@@ -39,8 +39,8 @@ from kvern.server.openapi_schemas import (
 from kvern.server.openapi_scores import score_paths
 
 ABOUT = (
-    "Beside the parameters of each API, bodies may hold kvern's own; fields that are not known are ignored and "
-    "named in the header x-kvern-ignored-fields."
+    "Beside the parameters of each API, bodies may hold kvern's own; fields that would change an answer and are "
+    "not known are refused, others ignored and named in the header x-kvern-ignored-fields."
 )
 ANSWER = record(
     {"id": TEXT, "choices": listed(OBJECT), "usage": OBJECT}, "id", "object", "created", "model", "choices", "usage"
