@@ -1,11 +1,14 @@
 """A template's calls are read as it writes them, and demanded in its own form, whatever its prose says."""
 
 import functools
+import itertools
 import json
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from kvern.chat_template import ChatTemplate
 from kvern.models.hub import resolve_model
@@ -14,10 +17,11 @@ from kvern.tokenizer import Tokenizer
 from kvern.tools.definitions import read_tools
 from kvern.tools.formats import format_of
 from kvern.tools.grammar import GrammarWriter
+from kvern.tools.json_mending import JsonMender
 from kvern.tools.learning import SPECIAL_TOKENS
 from kvern.tools.tool_format import ToolFormat
 from tests import call_templates
-from tests.test_tool_formats import calls_of, everywhere, read, reader_of, typed
+from tests.test_tool_formats import calls_of, everywhere, read, reader_of, typed, values
 
 TEMPLATES = call_templates.OBJECTS | call_templates.XML | call_templates.NAMED
 PARAMETERS = {"a": {"type": "string"}, "b": {}}
@@ -97,3 +101,33 @@ def is_demanded(name: str, text: str, parallel: bool = True) -> bool:
     text = text.strip() if form.trigger is not None else text
     token_ids = tokenizer.encode(text, add_special_tokens=False)
     return matcher.try_consume_tokens(token_ids) == len(token_ids) and matcher.is_accepting()
+
+
+@settings(max_examples=60, deadline=None)
+@given(value=values, cuts=everywhere, indent=st.sampled_from([None, 1]))
+def test_json_stays_as_it_is_written(value: Any, cuts: list[int], indent: int | None) -> None:
+    text = json.dumps({"a": value}, ensure_ascii=False, indent=indent)
+    assert mended(text, cuts) == text
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [
+        ("{'a': 'it\\'s \"so\"', 'b': [True, None, False,], }", {"a": 'it\'s "so"', "b": [True, None, False]}),
+        (
+            '{"a": "x\ny\tz", "b": "c:\\dir", "c": "True, None,]"}',
+            {"a": "x\ny\tz", "b": "c:\\dir", "c": "True, None,]"},
+        ),
+        ('{"a": NaN, "b": undefined,\n}', {"a": None, "b": None}),
+    ],
+)
+def test_json_that_is_a_little_wrong_is_mended(text: str, wanted: Any) -> None:
+    assert json.loads(mended(text, [])) == wanted
+    assert mended(text, range(1, len(text))) == mended(text, [])
+
+
+def mended(text: str, cuts: Sequence[int]) -> str:
+    mender = JsonMender()
+    places = [0, *sorted({cut for cut in cuts if cut < len(text)}), len(text)]
+    pieces = (text[one:another] for one, another in itertools.pairwise(places))
+    return "".join(map(mender.feed, pieces)) + mender.feed("", True)

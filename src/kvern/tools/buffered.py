@@ -10,6 +10,9 @@ from kvern.tools.tool_format import new_call_id
 BLANKS = " \t\r\n"
 LONGEST_GAP = 1024
 """Blanks before a marker that is waited for."""
+BRACKETS = "}])"
+GARBAGE = re.compile(r"[^<\[{]{0,128}")
+"""Behind a call, up to the mark that ends it."""
 SURROGATE = re.compile("[\ud800-\udfff]")
 """Half of a character, which a model may write with an escape, and which no answer can be encoded with."""
 
@@ -112,9 +115,18 @@ class BufferedParser(ABC):
         self.take(len(marker))
         return marker
 
+    def no_call(self, opening: str) -> bool:
+        """What looked like a call's opening is content, unless the answer ends with it behind a call."""
+        if not self.ended or not self._calls or self.buffer.strip(BLANKS):
+            self.content(opening)
+        self.state = self.content_state
+        return True
+
     def close(self, *markers: str) -> None:
-        """What stands behind a call comes, each marker unless it was forgotten, and then content."""
+        """What stands behind a call comes, each marker unless it was forgotten, then rubbish, and then content."""
         self._closing = list(markers)
+        self._ends = tuple(marker for marker in markers if marker.startswith("<"))
+        self._closed = False
         self.state = self._closing_state
 
     def _closing_state(self) -> bool:
@@ -125,7 +137,25 @@ class BufferedParser(ABC):
             marker = self._closing.pop(0)
             if found:
                 self.drop(marker)
-        self.state = self.content_state
+                self._closed = self._closed or marker in self._ends
+        self.state = self._rubbish_state
+        return True
+
+    def _rubbish_state(self) -> bool:
+        """Brackets too many, ends too many, and anything short before an end that is still missing."""
+        rest = self.buffer.lstrip(BLANKS + BRACKETS)
+        garbage = GARBAGE.match(rest) if self._ends and not self._closed else None
+        behind = rest if garbage is None else rest[garbage.end() :]
+        end = next((end for end in self._ends if behind.startswith(end)), None)
+        if end is not None:
+            self.drop(end)
+            self._closed = True
+        elif not self.ended and (not behind or any(end.startswith(behind) for end in self._ends)):
+            return False
+        else:
+            if any(sign in BRACKETS for sign in self.buffer[: len(self.buffer) - len(rest)]):
+                self.buffer = rest
+            self.state = self.content_state
         return True
 
     def begin(self, name: str, call_id: str = "") -> None:

@@ -3,7 +3,8 @@
     <start_function_call>call:f{city:<escape>Oslo<escape>,days:3}<end_function_call>
     <|tool_call>call:f{city:<|"|>Oslo<|"|>,days:3}<tool_call|>
 
-A call is handed over when it is complete: only then its notation can become JSON. JSON is understood in its place.
+A call is handed over when it is complete: only then its notation can become JSON. JSON is understood in its place, and
+so are Python's words, single quotes, and texts without any quotes.
 """
 
 import json
@@ -11,6 +12,7 @@ import re
 from typing import Any
 
 from kvern.tools.buffered import BufferedParser
+from kvern.tools.json_mending import WORDS
 from kvern.tools.tool_format import NAME, GrammarPieces, ToolParser, ToolSchemas
 
 HEAD = re.compile(rf"\s*call:({NAME.pattern})(?=\{{)")
@@ -18,7 +20,8 @@ LONGEST_HEAD = 256
 IN_JSON = re.compile(r'["\\]')
 STRING = re.compile(r'"(?:[^"\\]|\\.)*"', re.DOTALL)
 KEY = re.compile(r'[^\s:{}\[\],"]+')
-SCALAR = re.compile(r"[^\s{}\[\],:]+")
+SCALAR = re.compile(r"[^{}\[\],\"]+")
+QUOTED = re.compile(r"'(.*?)'(?=\s*[,}\]])", re.DOTALL)
 DEEPEST = 100
 
 
@@ -66,15 +69,10 @@ class GemmaParser(BufferedParser):
         self.state = self._head_state
         return True
 
-    def _no_call(self) -> bool:
-        self.content(self._begin)
-        self.state = self.content_state
-        return True
-
     def _head_state(self) -> bool:
         found = HEAD.match(self.buffer)
         if found is None or found.end() > LONGEST_HEAD:
-            return (self.ended or "{" in self.buffer or len(self.buffer) > LONGEST_HEAD) and self._no_call()
+            return (self.ended or "{" in self.buffer or len(self.buffer) > LONGEST_HEAD) and self.no_call(self._begin)
         self._name, self._start = found[1], found.end()
         self._place, self._depth, self._inside = found.end(), 0, ""
         self.state = self._arguments_state
@@ -87,7 +85,7 @@ class GemmaParser(BufferedParser):
             longest = len(self._quote)
             if found is None:
                 self._place = max(self._place, len(self.buffer) - longest + 1)
-                return self.ended and self._no_call()
+                return self.ended and self.no_call(self._begin)
             if found[0] in '"\\' and found.end() + longest > len(self.buffer) and not self.ended:
                 return False  # it may be a part of the token that quotes
             self._place = found.end()
@@ -103,7 +101,7 @@ class GemmaParser(BufferedParser):
     def _complete(self) -> bool:
         arguments = written_arguments(self.buffer[self._start : self._place], self._quote)
         if arguments is None:
-            return self._no_call()
+            return self.no_call(self._begin)
         self.begin(self._name)
         self.arguments(arguments)
         self.take(self._place)
@@ -146,7 +144,15 @@ class _Reader:
         string = self._string()
         if string is not None:
             return string
-        return json.loads(self._match(SCALAR))
+        if self._text.startswith("'", self.place):
+            return self._match(QUOTED)[1:-1]
+        word = self._match(SCALAR).strip()
+        try:
+            return json.loads(WORDS.get(word, word), parse_constant=str)
+        except ValueError:
+            if not word:
+                raise
+            return word
 
     def _mapping(self, depth: int) -> dict[str, Any]:
         found = {}

@@ -87,8 +87,7 @@ class GlmParser(XmlParser):
             self.take(found.end())
             self.opened(found[1])
         elif self.ended or len(self.buffer) > LONGEST_HEAD or not self._may_become_one(found is not None, rest):
-            self.content(CALL)
-            self.state = self.content_state
+            self.no_call(CALL)
         else:
             return False
         return True

@@ -137,8 +137,7 @@ class JsonCallsParser(BufferedParser):
         if result is None and not self.ended:
             return False
         if not self._call.begun:
-            self.content(self._before)
-            self.state = self.content_state
+            self.no_call(self._before)
         elif result:
             self._in_list = True
             self.state = self._next_state

@@ -145,18 +145,13 @@ class MarkedJsonParser(BufferedParser):
             self.state = self._head_state if self._opening == self._form.call[0] else self._section_state
         return bool(self._opening)
 
-    def _no_call(self) -> bool:
-        self.content(self._opening)
-        self.state = self.content_state
-        return True
-
     def _section_state(self) -> bool:
         """Nothing but a call may follow."""
         found = self.expect(self._form.call[0])
         if found is None:
             return False
         if not found:
-            return self._no_call()
+            return self.no_call(self._opening)
         self._opening += self.take(self.buffer.index(self._form.call[0]) + len(self._form.call[0]))
         self.state = self._head_state
         return True
@@ -174,7 +169,7 @@ class MarkedJsonParser(BufferedParser):
             self.state = self._arguments_state
             return True
         certain = self.ended or len(self.buffer) > LONGEST_HEAD or "{" in self.buffer or end in self.buffer
-        return certain and self._no_call()
+        return certain and self.no_call(self._opening)
 
     def _arguments_state(self) -> bool:
         if not self.buffer.startswith("{"):

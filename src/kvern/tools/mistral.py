@@ -69,11 +69,6 @@ class MistralParser(BufferedParser):
         self.state = self._marked_state
         return True
 
-    def _no_call(self) -> bool:
-        self.content(BEGIN)
-        self.state = self.content_state
-        return True
-
     def _marked_state(self) -> bool:
         """After the marker, which nothing but a call may follow."""
         text = self.buffer.lstrip(BLANKS)
@@ -90,7 +85,7 @@ class MistralParser(BufferedParser):
             self._arguments = JsonArguments(self)
             self.state = self._arguments_state
             return True
-        return (self.ended or "{" in text or len(text) > LONGEST_HEAD) and self._no_call()
+        return (self.ended or "{" in text or len(text) > LONGEST_HEAD) and self.no_call(BEGIN)
 
     def _arguments_state(self) -> bool:
         if not self._arguments.read():

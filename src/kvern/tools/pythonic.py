@@ -3,7 +3,8 @@
     <|tool_call_start|>[f(a=1), g(b="x")]<|tool_call_end|>
 
 A call is handed over when it is complete: only then its values can become JSON. JSON's own values are understood, and
-`f(**{"a": 1})`.
+`f(**{"a": 1})`. Quotes and line breaks within texts need no backslash, since templates write them without: a quote
+closes a text where something follows that can follow a text.
 """
 
 import ast
@@ -14,12 +15,18 @@ from collections.abc import Container, Sequence
 from typing import Any
 
 from kvern.tools.buffered import BufferedParser
+from kvern.tools.json_mending import JsonMender
 from kvern.tools.tool_format import GrammarPieces, ToolParser, ToolSchemas
 
 HEAD = re.compile(r"\s*([a-zA-Z_][a-zA-Z0-9_.-]{0,127})\(")
 LONGEST_HEAD = 256
 SIGN = re.compile(r"[()\[\]{}'\"]")
 IN_TEXT = {"'": re.compile(r"['\\]"), '"': re.compile(r'["\\]')}
+BEHIND_TEXT = re.compile(r"\s*(?:[)\]}:]|,\s*(?:[A-Za-z_]\w*\s*=|\*\*|[)\]}]))")
+BEHIND_INNER_TEXT = re.compile(r"\s*[)\]},:]")
+MAY_FOLLOW = re.compile(r"\s*(?:,\s*(?:[A-Za-z_]\w*\s*|\*)?)?")
+UNESCAPED = re.compile(r"\\.|['\"\n\r]", re.DOTALL)
+ESCAPES = {"'": "\\'", '"': '\\"', "\n": "\\n", "\r": "\\r"}
 SPREAD = re.compile(r"\s*\*\*\s*(\{.*\})\s*", re.DOTALL)
 
 
@@ -89,17 +96,12 @@ class PythonicParser(BufferedParser):
             self.state = self._beginning_state
         return bool(self._before)
 
-    def _no_call(self) -> bool:
-        self.content(self._before)
-        self.state = self.content_state
-        return True
-
     def _beginning_state(self) -> bool:
         found = self.expect("[")
         if found is None:
             return False
         if not found:
-            return self._no_call()
+            return self.no_call(self._before)
         self._before += self.take(self.buffer.index("[") + 1)
         self.state = self._head_state
         return True
@@ -107,9 +109,10 @@ class PythonicParser(BufferedParser):
     def _head_state(self) -> bool:
         found = HEAD.match(self.buffer)
         if found is None or found.end() > LONGEST_HEAD or not self._is_known(found[1]):
-            return (self.ended or "(" in self.buffer or len(self.buffer) > LONGEST_HEAD) and self._no_call()
+            return (self.ended or "(" in self.buffer or len(self.buffer) > LONGEST_HEAD) and self.no_call(self._before)
         self._name, self._start = found[1], found.end()
         self._place, self._depth, self._quote = found.end(), 1, ""
+        self._texts: list[tuple[int, int]] = []
         self.state = self._arguments_state
         return True
 
@@ -122,24 +125,43 @@ class PythonicParser(BufferedParser):
             found = (IN_TEXT[self._quote] if self._quote else SIGN).search(self.buffer, self._place)
             if found is None or (found[0] == "\\" and found.end() == len(self.buffer)):
                 self._place = len(self.buffer) if found is None else found.start()
-                return self.ended and self._no_call()
-            self._place = found.end()
+                return self.ended and self.no_call(self._before)
             if found[0] == "\\":
-                self._place += 1
-            elif found[0] in "'\"":
-                self._quote = "" if self._quote else found[0]
+                self._place = found.end() + 1
+            elif not self._quote and found[0] in "'\"":
+                self._quote, self._place = found[0], found.end()
+                self._texts.append((found.end(), found.end()))
+            elif self._quote:
+                closes = self._closes(found.end())
+                if closes is None:
+                    self._place = found.start()
+                    return False
+                self._place = found.end()
+                if closes:
+                    self._texts[-1] = (self._texts[-1][0], found.start())
+                    self._quote = ""
             else:
+                self._place = found.end()
                 self._depth += 1 if found[0] in "([{" else -1
         arguments = None
         if self.buffer[self._place - 1] == ")":
-            arguments = json_arguments(self.buffer[self._start : self._place - 1])
+            written, texts = self.buffer[self._start : self._place - 1], self._texts
+            arguments = json_arguments(written)
+            if arguments is None:
+                arguments = json_arguments(_escaped(written, [(a - self._start, b - self._start) for a, b in texts]))
         if arguments is None:
-            return self._no_call()
+            return self.no_call(self._before)
         self.begin(self._name)
         self.arguments(arguments)
         self.take(self._place)
         self.state = self._next_state
         return True
+
+    def _closes(self, place: int) -> bool | None:
+        """Whether a quote before `place` ends a text; None: more must come to tell."""
+        if (BEHIND_TEXT if self._depth == 1 else BEHIND_INNER_TEXT).match(self.buffer, place):
+            return True
+        return None if not self.ended and MAY_FOLLOW.fullmatch(self.buffer, place) else False
 
     def _next_state(self) -> bool:
         for sign in ",]":
@@ -154,6 +176,16 @@ class PythonicParser(BufferedParser):
                 break
         self.close(*self._marks[1:])
         return True
+
+
+def _escaped(text: str, texts: Sequence[tuple[int, int]]) -> str:
+    """The same with backslashes before the quotes and line breaks of its texts, which stand at these places."""
+    pieces, place = [], 0
+    for start, end in texts:
+        within = UNESCAPED.sub(lambda found: ESCAPES.get(found[0], found[0]), text[start:end])
+        pieces += [text[place:start], within]
+        place = end
+    return "".join(pieces) + text[place:]
 
 
 def json_arguments(text: str) -> str | None:
@@ -178,8 +210,12 @@ def json_arguments(text: str) -> str | None:
 
 
 def _value(written: str | None, node: ast.expr) -> Any:
-    """JSON if it is that, else a Python literal. Raises ValueError."""
+    """JSON if it is that, else a Python literal, else a mixture of them. Raises ValueError."""
     try:
         return json.loads(written or "")
     except ValueError:
+        pass
+    try:
         return ast.literal_eval(node)
+    except ValueError:
+        return json.loads(JsonMender().feed(written or "", True))

@@ -160,9 +160,7 @@ class XmlFunctionsParser(XmlParser):
         if found is None or found.end() > LONGEST_HEAD or (outside and found[1] not in self._tools):
             if not self.ended and found is None and self._may_become_head(text):
                 return False
-            self.content(self._opening)
-            self.state = self.content_state
-            return True
+            return self.no_call(self._opening)
         self._is_open = self._is_open or not inner
         self.buffer = text[found.end() :]
         self.opened(found[1])
