@@ -27,8 +27,8 @@ from kvern.kernels.linear import MatmulShape, MatvecShape
 from kvern.kernels.packed import Packed
 from kvern.kernels.packed_product import packed_product, packed_row
 from kvern.kernels.stream_hopper import streams_codes
-from kvern.layers.quantized.candidates import OfCodes, candidates_of, codes_candidates, fitted
-from kvern.layers.quantized.products import codes_product, counters
+from kvern.layers.quantized.gpu.candidates import OfCodes, candidates_of, codes_candidates, fitted
+from kvern.layers.quantized.gpu.products import codes_product, counters
 
 SHAPES = {"qkv": (6144, 4096), "o": (4096, 4096), "gate, up": (28672, 4096), "down": (4096, 14336)}
 LAYERS = 32

@@ -191,6 +191,18 @@ def test_statistics_tell_ranges_scales_and_saturated_codes(
     assert "0.self_attn.o_proj" in capsys.readouterr().out
 
 
+def test_statistics_of_plain_weights_whose_processor_keeps_them_in_an_order_of_its_own(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = make_tiny_model(tmp_path / "model")
+    (model / "config.json").write_text(json.dumps(read_config(model) | {"torch_dtype": "bfloat16"}))
+    assert main(["models", str(model), "--statistics", "--json"]) == 0
+    found = {item["layer"]: item for item in json.loads(capsys.readouterr().out)["matrices"]}
+    weight = load_file(model / "model.safetensors")["model.layers.0.mlp.down_proj.weight"].bfloat16()
+    assert found["layers.0.mlp.down_proj"]["format"] == "bfloat16"
+    assert found["layers.0.mlp.down_proj"]["largest"] == pytest.approx(float(weight.max()))
+
+
 def test_a_gguf_file_is_described_by_its_header(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

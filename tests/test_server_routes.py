@@ -2,6 +2,7 @@
 
 import http.client
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -164,6 +165,11 @@ def test_tokens_of_a_conversation_that_is_not_answered_yet(server: Served) -> No
 def test_names_of_models_say_where_they_come_from(server: Served) -> None:
     [entry] = server.raw("GET", "/v1/models")[2]["data"]
     assert (entry["root"], entry["parent"], entry["permission"]) == ("kvern-1m", None, [])
+
+
+def test_metrics_tell_the_name_by_which_clients_ask(server: Served) -> None:
+    listed = json.loads(ask(server, "GET", "/v1/models")[2])["data"][0]["id"]
+    assert set(re.findall(r'model_name="([^"]*)"', ask(server, "GET", "/metrics")[2])) == {listed}
 
 
 def test_load_is_what_runs_and_for_those_who_watch(server: Served, guarded: Served) -> None:

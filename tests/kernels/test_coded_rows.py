@@ -15,9 +15,9 @@ from kvern.layers import fused
 from kvern.layers.build import Build
 from kvern.layers.linear import Linear
 from kvern.layers.linear_format import LinearMethods
-from kvern.layers.quantized.candidates import CodesShape, codes_candidates
+from kvern.layers.quantized.gpu.candidates import CodesShape, codes_candidates
+from kvern.layers.quantized.gpu.products import PackedProducts
 from kvern.layers.quantized.method import QuantizedMethod
-from kvern.layers.quantized.products import PackedProducts
 from kvern.layers.quantized.rounding import Rounding
 from kvern.layers.quantized.scaled import Block, Scaled
 from tests.families import make_checkpoint

@@ -10,7 +10,7 @@ from kvern.kernels.codes_hopper import product_codes, tiles_codes
 from kvern.kernels.linear import TileShape
 from kvern.kernels.packed import Packed
 from kvern.kernels.quantize_rows import quantize_rows
-from kvern.layers.quantized.candidates import CODES_TILES
+from kvern.layers.quantized.gpu.candidates import CODES_TILES
 from tests.kernels.test_norm import relative_error
 from tests.kernels.test_stream_codes import (
     BLOCKS,

@@ -10,7 +10,7 @@ from kvern.kernels.codes import INTERLEAVED, readable
 from kvern.kernels.linear import Around, MatmulShape, MatvecShape
 from kvern.kernels.packed_product import packed_product, packed_row
 from kvern.kernels.resident_row import ResidentShape, keeps_row, resident_row
-from kvern.layers.quantized.candidates import ONE_ROW, candidates_of, fitted
+from kvern.layers.quantized.gpu.candidates import ONE_ROW, candidates_of, fitted
 from tests.kernels.models import LARGE_MODELS, spec_of
 from tests.kernels.packed_weights import KINDS, make_packed, to_device
 from tests.kernels.test_quantized_layers import layer

@@ -16,7 +16,7 @@ from kvern.layers.embedding import Embedding
 from kvern.layers.linear import Linear, Weighted
 from kvern.layers.linear_format import linear_methods
 from kvern.layers.linear_method import CodesProduct, LinearMethod
-from kvern.layers.quantized.candidates import DETERMINISTIC, CodesTiles
+from kvern.layers.quantized.gpu.candidates import DETERMINISTIC, CodesTiles
 from kvern.layers.tuned_linear import TunedLinear
 from kvern.layers.tuning import tune
 from kvern.layers.unquantized import Unquantized

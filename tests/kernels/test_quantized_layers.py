@@ -14,9 +14,9 @@ from kvern.layers.build import Build
 from kvern.layers.linear import Linear
 from kvern.layers.linear_format import LinearFormat, LinearMethods
 from kvern.layers.linear_method import LinearMethod, LinearShape, TensorLayout
-from kvern.layers.quantized.candidates import STREAMS, candidates_of
+from kvern.layers.quantized.gpu.candidates import STREAMS, candidates_of
+from kvern.layers.quantized.gpu.products import PackedProducts
 from kvern.layers.quantized.method import QuantizedMethod
-from kvern.layers.quantized.products import PackedProducts
 from kvern.layers.tuned_linear import MOST_TILES
 from kvern.layers.tuning import tune
 from tests.kernels.packed_weights import Made, make_packed, to_device

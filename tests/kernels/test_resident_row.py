@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from kvern.kernels.linear import NOTHING, Around, MatmulShape, MatvecShape
 from kvern.kernels.resident_row import ResidentShape, keeps_row, resident_row
-from kvern.layers.quantized.candidates import ONE_ROW, row_shape
+from kvern.layers.quantized.gpu.candidates import ONE_ROW, row_shape
 from tests.kernels.packed_weights import make_packed, to_device
 from tests.kernels.test_norm import reference as rms_norm
 from tests.kernels.test_norm import relative_error

@@ -11,9 +11,9 @@ import torch.nn.functional as F
 
 from kvern.kernels.arrange import scaled_lanes
 from kvern.kernels.linear import Around, StreamPackedShape
-from kvern.layers.quantized.candidates import BLOCK_STREAMS, row_shape
 from kvern.layers.quantized.gguf_blocks import scales_and_minima
-from kvern.layers.quantized.products import counters, multiply_row
+from kvern.layers.quantized.gpu.candidates import BLOCK_STREAMS, row_shape
+from kvern.layers.quantized.gpu.products import counters, multiply_row
 from tests.kernels.packed_weights import make_packed, to_device
 from tests.kernels.test_halves import WORD
 from tests.kernels.test_halves import run as follow

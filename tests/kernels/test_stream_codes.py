@@ -15,7 +15,7 @@ from kvern.kernels.stream_hopper import stream_codes, streams_codes
 from kvern.layers.build import Build
 from kvern.layers.linear import Linear
 from kvern.layers.linear_format import LinearMethods
-from kvern.layers.quantized.candidates import CODES_STREAMS
+from kvern.layers.quantized.gpu.candidates import CODES_STREAMS
 from kvern.layers.quantized.rounding import Rounding
 from kvern.layers.quantized.scaled import ROWS, Block, Scaled, ScaledMethod
 from tests.kernels.test_norm import relative_error

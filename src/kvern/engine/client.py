@@ -4,7 +4,6 @@ What a request needs to go on is here, not in an engine: its prompt, parameters,
 Another engine gets all of it and computes the next token; a seeded draw depends on seed and position alone.
 """
 
-import dataclasses
 from collections.abc import Sequence
 
 from kvern.adapters.names import AdapterNames
@@ -16,7 +15,7 @@ from kvern.engine.output import OutputProcessor
 from kvern.engine.replicas import Replicas
 from kvern.engine.wire import Ready
 from kvern.errors import EngineClosed
-from kvern.models.folder import for_engines, model_folder
+from kvern.models.folder import at_folder, for_engines, model_folder
 from kvern.observe.metrics import Metrics, Refusals
 from kvern.tokenizer import Tokenizer
 
@@ -37,7 +36,7 @@ class EngineClient:
         """`process`: of the first engine, if it runs already. Raises ConfigError."""
         self.names = config.model_names
         self.folder = model_folder(config)
-        self.config = dataclasses.replace(config, model=str(self.folder), revision=None)
+        self.config = at_folder(config, self.folder)
         self.tokenizer = Tokenizer(self.folder, config.chat_template_kwargs)
         self.inputs = ClientInputs(self.config, self.folder, self.tokenizer)
         names, outputs = AdapterNames(frozenset(self.names)), OutputProcessor(self.tokenizer)

@@ -19,7 +19,7 @@ from kvern.kernel_list.quantized import (
 )
 from kvern.kernels.codes_hopper import tiles_codes
 from kvern.kernels.stream_hopper import streams_codes
-from kvern.layers.quantized.candidates import (
+from kvern.layers.quantized.gpu.candidates import (
     CODES_CANDIDATES,
     CODES_STREAMS,
     CODES_TILES,
@@ -27,7 +27,7 @@ from kvern.layers.quantized.candidates import (
     OfCodes,
     codes_candidates,
 )
-from kvern.layers.quantized.products import codes_product
+from kvern.layers.quantized.gpu.products import codes_product
 from kvern.model_spec import ModelSpec
 
 Sizes = Iterator[tuple[Any, ...]]

@@ -20,7 +20,7 @@ from kvern.kernels.arrange import arrange, scaled_lanes
 from kvern.kernels.block_codes import BLOCKS
 from kvern.kernels.codes import INTERLEAVED
 from kvern.kernels.linear import StreamPackedShape
-from kvern.layers.quantized.candidates import BLOCK_STREAMS, STREAMS, row_shape
+from kvern.layers.quantized.gpu.candidates import BLOCK_STREAMS, STREAMS, row_shape
 from kvern.model_spec import ModelSpec
 
 Sizes = Iterator[tuple[Any, ...]]

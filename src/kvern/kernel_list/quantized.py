@@ -24,7 +24,11 @@ from kvern.layers.build import Build
 from kvern.layers.embedding import Embedding
 from kvern.layers.linear import Linear, Weighted
 from kvern.layers.linear_method import LinearShape
-from kvern.layers.quantized.candidates import (
+from kvern.layers.quantized.gguf import GgufMethod
+from kvern.layers.quantized.gguf_blocks import NUMBERS
+from kvern.layers.quantized.gguf_parts import put_together, taken_apart
+from kvern.layers.quantized.gguf_types import BY_NAME
+from kvern.layers.quantized.gpu.candidates import (
     PLAIN_RUNS,
     RowShape,
     Shape,
@@ -35,12 +39,8 @@ from kvern.layers.quantized.candidates import (
     one_way,
     row_shape,
 )
-from kvern.layers.quantized.gguf import GgufMethod
-from kvern.layers.quantized.gguf_blocks import NUMBERS
-from kvern.layers.quantized.gguf_parts import put_together, taken_apart
-from kvern.layers.quantized.gguf_types import BY_NAME
+from kvern.layers.quantized.gpu.products import multiply_row
 from kvern.layers.quantized.method import QuantizedMethod
-from kvern.layers.quantized.products import multiply_row
 from kvern.layers.row_experts import RowStackedExperts
 from kvern.model_spec import ModelSpec
 from kvern.models.decoder import Decoder

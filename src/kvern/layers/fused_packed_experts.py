@@ -15,9 +15,9 @@ from kvern.kernels.moe_packed import one_by_one, packed_experts
 from kvern.kernels.moe_scaled import coded_experts, hopper_codes
 from kvern.kernels.scaled_product import multiplies_codes
 from kvern.layers.linear_method import LinearMethod
+from kvern.layers.quantized.gpu.products import multiplies
 from kvern.layers.quantized.groups import GroupedMethod
 from kvern.layers.quantized.method import QuantizedMethod
-from kvern.layers.quantized.products import multiplies
 from kvern.layers.row_experts import RowStackedExperts
 from kvern.layers.tuned_experts import Ways
 from kvern.model_spec import MoeSpec

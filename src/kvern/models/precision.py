@@ -4,6 +4,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import torch
 from torch import nn
 
 from kvern.layers.experts import Experts
@@ -100,7 +101,7 @@ def _of_module(path: str, module: Loadable, seen: set[int]) -> Iterator[tuple[st
         if id(parameter) not in seen:
             seen.add(id(parameter))
             plain = kind if isinstance(module, Experts) else SMALL
-            yield plain, _dtype_name(parameter), parameter.numel(), parameter.nbytes
+            yield plain, _dtype_name(parameter.dtype), parameter.numel(), parameter.nbytes
 
 
 def methods_of(module: nn.Module) -> Iterator[LinearMethod]:
@@ -114,11 +115,11 @@ def methods_of(module: nn.Module) -> Iterator[LinearMethod]:
 
 def format_of(method: LinearMethod) -> str:
     """The name of a matrix' format: that of its numbers where it is plain."""
-    return _dtype_name(next(method.parameters())) if isinstance(method, UnquantizedMethod) else method.name
+    return _dtype_name(method.shape.dtype) if isinstance(method, UnquantizedMethod) else method.name
 
 
-def _dtype_name(parameter: nn.Parameter) -> str:
-    return str(parameter.dtype).removeprefix("torch.")
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _nbytes(module: nn.Module) -> int:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from kvern.kernels.quantize_rows import Coding, RowCodes
     from kvern.layers.build import Build
     from kvern.layers.quantized.cpu_products import CpuProduct
-    from kvern.layers.quantized.products import PackedProducts
+    from kvern.layers.quantized.gpu.products import PackedProducts
 
 RUN_NUMBERS = 1 << 20
 """Plain numbers that a product without kernels makes at a time: they should be read again while still in a cache."""
@@ -108,7 +108,7 @@ class QuantizedMethod(LinearMethod):
     def use_kernels(self, build: "Build") -> None:
         self._on_cpu = "cpu_packed" in build.kernels
         if "quantized" in build.kernels and self.shape.dtype == build.dtype:
-            from kvern.layers.quantized.products import PackedProducts, multiplies
+            from kvern.layers.quantized.gpu.products import PackedProducts, multiplies
 
             if multiplies(self.packed().code, self.shape.inputs):
                 self._products = PackedProducts(self, build.deterministic, "hopper_linear" in build.kernels)

@@ -240,7 +240,7 @@ class ScaledMethod(QuantizedMethod):
 
     def own_products(self) -> Mapping[str, Product]:
         if self._library_products is None:
-            from kvern.layers.quantized.library_products import library_products
+            from kvern.layers.quantized.gpu.library_products import library_products
 
             self._library_products = library_products(self)
         return self._library_products

@@ -26,7 +26,7 @@ from kvern.kernels.resident_row import ResidentShape, resident_row
 from kvern.kernels.scaled_product import multiplies_codes, scaled_product
 from kvern.kernels.stream_hopper import stream_codes, streams_codes
 from kvern.layers.linear_method import CodesProduct, Product
-from kvern.layers.quantized.candidates import (
+from kvern.layers.quantized.gpu.candidates import (
     BLOCK_STREAMS,
     MANY_ROWS,
     MOST_OWN_FEW,

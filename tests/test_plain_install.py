@@ -1,0 +1,57 @@
+"""A plain install on a CPU does all of its work without Triton and what else the tests have and it has not."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from kvern.layers.linear_format import LINEAR_METHODS
+from tests.encoders import make_random
+from tests.gguf_files import write_gguf
+from tests.kernels.models import TINY, TINY_MODELS
+from tests.tiny_model import make_tiny_model
+
+WEIGHTS = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True, "dynamic": False}
+GROUP = {"targets": ["Linear"], "weights": WEIGHTS}
+FORMATS: Mapping[str, dict[str, Any]] = {
+    "awq": {"bits": 4, "group_size": 16, "version": "gemm", "zero_point": True},
+    "bitsandbytes": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"},
+    "compressed-tensors": {"format": "naive-quantized", "config_groups": {"0": GROUP}},
+    "fbgemm_fp8": {"activation_scale_ub": 2.0},
+    "fp8": {"weight_block_size": [16, 16]},
+    "gptq": {"bits": 4, "group_size": 16, "sym": False, "desc_act": False},
+    "modelopt": {"quant_algo": "NVFP4"},
+    "mxfp4": {},
+    "torchao": {
+        "quant_type": {"default": {"_type": "Int8WeightOnlyConfig", "_version": 2, "_data": {"granularity": None}}}
+    },
+}
+"""A quantization_config of each format that a config.json may name."""
+SIZES = {"hidden_size": 64, "intermediate_size": 128}
+
+
+def folders(folder: Path) -> list[str]:
+    """A model of each format and each family, by its config.json alone."""
+    configs = {name: {"model_type": name} | fields for name, fields in TINY_MODELS.items()}
+    llama = {"model_type": "llama"} | TINY | SIZES
+    configs |= {name: llama | {"quantization_config": {"quant_method": name} | how} for name, how in FORMATS.items()}
+    for name, config in configs.items():
+        (folder / name).mkdir()
+        (folder / name / "config.json").write_text(json.dumps(config | {"torch_dtype": "bfloat16"}))
+    return [f"{folder / name}+dummy" for name in configs]
+
+
+def test_a_plain_install_answers_in_every_format_and_family(tmp_path: Path) -> None:
+    own = {name for name in LINEAR_METHODS.names if LINEAR_METHODS.find(name).__module__.startswith("kvern.")}
+    assert own - set(FORMATS) == {"gguf"}
+    given = [*folders(tmp_path), f"{make_random('bert', tmp_path / 'encoder')}+encoder"]
+    given.append(str(write_gguf(make_tiny_model(tmp_path / "model"), tmp_path / "q8", "Q8_0").file))
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-m", "tests.plain_install", *given]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=250)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert [line for line in given if f"{line} " not in done.stdout] == []
+    assert "Traceback" not in done.stderr
