@@ -12,10 +12,14 @@ PYTHON := $(shell for python in python3 python3.12 python3.13 python3.11 python;
 	$$python -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$python && break; \
 	done)
 
-.PHONY: demo test test-all test-gpu test-gpu-all check install clean
+.PHONY: demo smoke test test-all test-gpu test-gpu-all check install clean
 
 demo: $(INSTALLED)
 	$(BIN)/kvern run examples/requests.jsonl examples/answers.jsonl --overwrite
+
+# What a new user does first, where nothing is installed that tests need.
+smoke: $(INSTALLED)
+	$(BIN)/python tests/smoke.py
 
 test: $(TOOLS)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m "not gpu and not nightly"
