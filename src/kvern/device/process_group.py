@@ -2,6 +2,7 @@
 
 import contextlib
 import ctypes
+import hashlib
 import importlib
 import os
 import socket
@@ -18,6 +19,12 @@ import torch
 from kvern.sockets import address_towards, interface_of
 
 LOOPBACK = "127.0.0.1"
+ATTEMPTS = 5
+"""To connect members on CPUs."""
+MEETS = timedelta(seconds=10)
+"""For which they wait for each other in one of them, once all are there."""
+PROOF = 32
+"""Bytes of a secret, and of what proves that a member knows it."""
 OF_SCRIPTS = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
 """A group that takes too long is no reason for PyTorch to kill the process, which may be anybody's script."""
 
@@ -78,11 +85,58 @@ class Meeting:
             group.eager_connect_single_device(device or self._device)  # else each pair has a connection of its own
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))  # see `end_with`
             return group
+        return self._connected(name, rank, size)
+
+    def _connected(self, name: str, rank: int, size: int) -> Any:
+        """A group of CPUs. Any process of this machine may connect to the ports on which its members listen meanwhile.
+
+        So each member proves to each other that it reads the same store, and all try again where one meets a stranger.
+        """
+        for attempt in range(ATTEMPTS):
+            store = self.store(f"{name}-{attempt}")
+            if rank == 0:
+                store.set("secret", os.urandom(PROOF).hex())
+            store.set(f"here-{rank}", "")
+            for other in range(size):
+                store.get(f"here-{other}")  # which waits for it
+            group, failure = None, ""
+            try:
+                group = self._listening(store, rank, size)
+                _check_members(group, store.get("secret"), rank, size)
+            except RuntimeError as error:
+                failure = str(error)[:500] or type(error).__name__
+            store.set(f"met-{rank}", failure)
+            failures = [found for other in range(size) if (found := store.get(f"met-{other}").decode())]
+            if not failures:
+                assert group is not None
+                group._set_default_timeout(self._waits)
+                return group
+        raise RuntimeError(f"after {ATTEMPTS} attempts: {failures[0]}")
+
+    def _listening(self, store: Any, rank: int, size: int) -> Any:
+        """A group of CPUs whose members have connected to each other, or to others who came before them."""
         gloo = self._distributed.ProcessGroupGloo
-        gloo_options = gloo._Options()
-        gloo_options._timeout = self._waits
-        gloo_options._devices = [gloo.create_device(hostname=self._own)]
-        return gloo(store, rank, size, gloo_options)
+        options = gloo._Options()
+        options._timeout = min(self._waits, MEETS)
+        options._devices = [self._listener()]
+        return gloo(store, rank, size, options)
+
+    def _listener(self) -> Any:
+        """What listens on a port of this process' own until the group ends."""
+        return self._distributed.ProcessGroupGloo.create_device(hostname=self._own)
+
+
+def _check_members(group: Any, secret: bytes, rank: int, size: int) -> None:
+    """Raise RuntimeError unless each member of a group of CPUs knows the secret."""
+
+    def proof(sender: int, receiver: int) -> list[int]:
+        return list(hashlib.blake2b(f"{sender} {receiver}".encode(), key=secret, digest_size=PROOF).digest())
+
+    mine = torch.tensor([proof(rank, other) for other in range(size)], dtype=torch.uint8)
+    found = torch.zeros_like(mine)
+    group.alltoall_base(found, mine, [], []).wait()
+    if found.tolist() != [proof(other, rank) for other in range(size)]:
+        raise RuntimeError("another process has connected in place of a rank")
 
 
 @contextlib.contextmanager
