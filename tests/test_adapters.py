@@ -72,20 +72,22 @@ def make(tiny_model: Path, files: dict[str, Path]) -> Callable[..., LLM]:
 
 
 @pytest.mark.parametrize(
-    ("family", "modules"),
+    ("family", "modules", "excluded"),
     [
-        ("llama_bias", EVERYTHING),
-        ("gemma2", "all-linear"),
-        ("phi3", ["qkv_proj", "gate_up_proj", "o_proj", "down_proj"]),
-        ("gpt_neox", ["query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h"]),
-        ("starcoder2", ["q_proj", "c_fc", "c_proj"]),
-        ("cohere", r".*\.(self_attn\.[qk]_proj|mlp\.up_proj)"),
-        ("mixtral", ATTENTION),
+        ("llama_bias", EVERYTHING, None),
+        ("llama_bias", EVERYTHING, ["layers.1.self_attn.q_proj", "up_proj"]),
+        ("llama_bias", EVERYTHING, r".*[.]0[.]mlp.*"),
+        ("gemma2", "all-linear", None),
+        ("phi3", ["qkv_proj", "gate_up_proj", "o_proj", "down_proj"], None),
+        ("gpt_neox", ["query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h"], None),
+        ("starcoder2", ["q_proj", "c_fc", "c_proj"], None),
+        ("cohere", r".*\.(self_attn\.[qk]_proj|mlp\.up_proj)", None),
+        ("mixtral", ATTENTION, None),
     ],
 )
-def test_logits_agree_with_peft(family: str, modules: Any, tmp_path: Path) -> None:
+def test_logits_agree_with_peft(family: str, modules: Any, excluded: Any, tmp_path: Path) -> None:
     model = make_checkpoint(family, tmp_path / "model")
-    adapter = make_adapter(model, tmp_path / "adapter", 3, r=5, target_modules=modules)
+    adapter = make_adapter(model, tmp_path / "adapter", 3, r=5, target_modules=modules, exclude_modules=excluded)
     decoder = load_model(model)
     plain = logits(decoder, PROMPT)
     bank = AdapterBank(decoder, places=2, rank=8, kernels=False)

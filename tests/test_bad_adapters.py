@@ -72,6 +72,10 @@ BAD: dict[str, tuple[Spoil, str]] = {
     "other rank": (config(r=6), r"lora_A\.weight is \[8, \d+\], and rank 6 of its configuration"),
     "rank too high": (config(r=4000), "128"),
     "not targeted": (config(target_modules=["k_proj"]), "target_modules does not name it"),
+    "excluded": (config(exclude_modules=["layers.0.self_attn.q_proj"]), "or exclude_modules does"),
+    "excluded by pattern": (config(exclude_modules=r".*[.]0[.].*q_proj"), "or exclude_modules does"),
+    "bad exclusion": (config(exclude_modules="("), "not a regular expression"),
+    "arrow": (config(arrow_config={"top_k": 3}), "arrow_config"),
     "other base": (
         tensors(lambda weights: weights.update({f"{Q}.lora_A.weight": torch.zeros(8, 32)})),
         r"q_proj\.lora_A\.weight is \[8, 32\]",

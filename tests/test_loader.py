@@ -124,14 +124,6 @@ def test_harmless_leftovers_are_ignored(folder: Path) -> None:
     assert all(torch.equal(loaded[name], tensor) for name, tensor in expected.items())
 
 
-def test_a_tied_head_is_ignored_where_it_is_stored(tmp_path: Path) -> None:
-    folder = make_checkpoint("llama3", tmp_path)
-    change_tensors(folder, **{"lm_head.weight": torch.zeros(131, 48)})
-    decoder = load_model(folder)
-    assert decoder.lm_head.method is decoder.embed_tokens.method
-    assert decoder.lm_head.method.dequantize().any()
-
-
 def test_nothing_is_read_before_all_is_checked(folder: Path) -> None:
     decoder = Decoder(spec_from_config(read_config(folder)), Build(torch.float32, torch.device("cpu"), 64))
     for parameter in decoder.parameters():

@@ -55,11 +55,13 @@ class AdaptedModule(msgspec.Struct, frozen=True):
 class Checked(msgspec.Struct, frozen=True, tag=True):
     """Files that can be read, by the names of the modules.
 
-    `names` are the ends of the names that must be there (None: a regular expression says), in `layers` (None: in all).
+    `names` are the ends of the names that must be there (None: a regular expression says), but for those that end with
+    one of `excluded`, in `layers` (None: in all).
     """
 
     modules: dict[str, AdaptedModule]
     names: list[str] | None
+    excluded: list[str]
     layers: list[int] | None
 
 
@@ -119,8 +121,8 @@ def check(config_file: BinaryIO, weights_file: BinaryIO) -> Checked:
             )
         sides.setdefault(match["module"], {})[match["side"]] = _matrix(entry, data_begin)
     modules = {name: _module(config, name, matrices) for name, matrices in sides.items()}
-    names = None if isinstance(config.target_modules, str) else config.target_modules
-    return Checked(modules, names, config.layers)
+    names, excluded = config.listed or (None, [])
+    return Checked(modules, names, excluded, config.layers)
 
 
 def _matrix(entry: Entry, data_begin: int) -> Matrix:

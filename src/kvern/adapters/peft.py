@@ -141,7 +141,9 @@ def _place(
     if parts is None:
         raise InvalidAdapter(f"{file}: {name} {_why_not(name)}")
     if not module.targeted:
-        raise InvalidAdapter(f"{file}: {name} has tensors, but target_modules does not name it")
+        raise InvalidAdapter(
+            f"{file}: {name} has tensors, but target_modules does not name it, or exclude_modules does"
+        )
     rank, inputs, outputs = module.rank, parts[0].inputs.whole, sum(part.width for part in parts)
     for side, expected in (("A", (rank, inputs)), ("B", (outputs, rank))):
         if module.matrices[side].shape != expected:
@@ -194,11 +196,12 @@ def _check_complete(file: Path, checked: Checked, taken: set[str], targets: Mapp
     """A listed module that the decoder knows by this name must be there in every layer."""
     if checked.names is None:
         return
-    listed, layers = frozenset(checked.names), None if checked.layers is None else frozenset(checked.layers)
+    listed, excluded = frozenset(checked.names), frozenset(checked.excluded)
+    layers = None if checked.layers is None else frozenset(checked.layers)
     known = {name.rpartition(".")[2] for name, parts in targets.items() if any(part.key in taken for part in parts)}
     for name, parts in targets.items():
         layer = _LAYER.search(name)
         chosen = layers is None or layer is None or int(layer[1]) in layers
-        absent = any(part.key not in taken for part in parts)
+        absent = any(part.key not in taken for part in parts) and not ends_with_any(name, excluded)
         if absent and chosen and name.rpartition(".")[2] in known and ends_with_any(name, listed):
             raise InvalidAdapter(f"{file}: tensor {name}.lora_A.weight is missing, which target_modules asks for")

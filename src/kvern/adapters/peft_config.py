@@ -25,6 +25,9 @@ REFUSED = (
     "alora_invocation_tokens",
     "use_qalora",
     "use_bdlora",
+    "arrow_config",
+    "kasa_config",
+    "monteclora_config",
 )
 """Settings that mean more than two matrices beside a linear layer."""
 PLAIN_STARTS = (True, False, None, "gaussian", "eva", "orthogonal")
@@ -41,6 +44,7 @@ class PeftConfig(msgspec.Struct, frozen=True):
     r: Rank
     lora_alpha: float
     target_modules: str | list[str]
+    exclude_modules: str | list[str] | None = None
     rank_pattern: dict[str, Rank] | None = None
     alpha_pattern: dict[str, float] | None = None
     use_rslora: bool | None = None
@@ -58,15 +62,31 @@ class PeftConfig(msgspec.Struct, frozen=True):
 
     def targets(self, module: str) -> bool:
         """Whether PEFT would have adapted this module."""
-        if isinstance(self.target_modules, str):
-            return self.target_modules == "all-linear" or re.fullmatch(self.target_modules, module) is not None
-        return ends_with_any(module, frozenset(self.target_modules))
+        if self.exclude_modules and _names(self.exclude_modules, module):
+            return False
+        return self.target_modules == "all-linear" or _names(self.target_modules, module)
+
+    @property
+    def listed(self) -> tuple[list[str], list[str]] | None:
+        """The ends of the names of modules that must be adapted, and of those that must not; None: a regular expression
+        says it."""
+        left_out = self.exclude_modules or []
+        if isinstance(self.target_modules, str) or isinstance(left_out, str):
+            return None
+        return self.target_modules, left_out
 
     @property
     def layers(self) -> list[int] | None:
         """The layers that were chosen; None: all."""
         chosen = self.layers_to_transform
         return [chosen] if isinstance(chosen, int) else chosen
+
+
+def _names(names: str | list[str], module: str) -> bool:
+    """Whether names, or a regular expression of the whole, are the module's."""
+    if isinstance(names, str):
+        return re.fullmatch(names, module) is not None
+    return ends_with_any(module, frozenset(names))
 
 
 def ends_with_any(module: str, names: frozenset[str]) -> bool:
@@ -103,7 +123,7 @@ def read_config(text: bytes) -> PeftConfig:
         config = msgspec.convert(values, PeftConfig)
     except msgspec.ValidationError as error:
         raise InvalidAdapter(f"{CONFIG_NAME}: {reason(error).replace('`', '')}") from None
-    whole = [config.target_modules] if isinstance(config.target_modules, str) else []
+    whole = [names for names in (config.target_modules, config.exclude_modules) if isinstance(names, str)]
     _check_patterns((*(config.rank_pattern or ()), *(config.alpha_pattern or ()), *whole))
     return config
 
