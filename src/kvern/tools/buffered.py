@@ -10,7 +10,6 @@ from kvern.tools.tool_format import new_call_id
 BLANKS = " \t\r\n"
 LONGEST_GAP = 1024
 """Blanks before a marker that is waited for."""
-BRACKETS = "}])"
 GARBAGE = re.compile(r"[^<\[{]{0,128}")
 """Behind a call, up to the mark that ends it."""
 SURROGATE = re.compile("[\ud800-\udfff]")
@@ -35,6 +34,8 @@ class BufferedParser(ABC):
     Blanks before a call and after it are left out of the content.
     """
 
+    brackets = "}])"
+    """Of which too many may stand behind a call."""
     new_id: Callable[[], str] = staticmethod(new_call_id)
 
     def __init__(self) -> None:
@@ -143,7 +144,7 @@ class BufferedParser(ABC):
 
     def _rubbish_state(self) -> bool:
         """Brackets too many, ends too many, and anything short before an end that is still missing."""
-        rest = self.buffer.lstrip(BLANKS + BRACKETS)
+        rest = self.buffer.lstrip(BLANKS + self.brackets)
         garbage = GARBAGE.match(rest) if self._ends and not self._closed else None
         behind = rest if garbage is None else rest[garbage.end() :]
         end = next((end for end in self._ends if behind.startswith(end)), None)
@@ -153,7 +154,7 @@ class BufferedParser(ABC):
         elif not self.ended and (not behind or any(end.startswith(behind) for end in self._ends)):
             return False
         else:
-            if any(sign in BRACKETS for sign in self.buffer[: len(self.buffer) - len(rest)]):
+            if any(sign in self.brackets for sign in self.buffer[: len(self.buffer) - len(rest)]):
                 self.buffer = rest
             self.state = self.content_state
         return True

@@ -46,6 +46,9 @@ MINIMAX_M3 = NestedTags(
 class NestedTagsParser(XmlFunctionsParser):
     """Reads tags within a parameter when it has ended."""
 
+    brackets = ""
+    """Tags begin with one."""
+
     def value(self, text: str, parameter: ParameterSchema, types: frozenset[str]) -> str:
         """A value as JSON; without tags it is what the schema says."""
         if not text.lstrip().startswith(SPACE):
