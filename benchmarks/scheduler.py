@@ -81,9 +81,9 @@ class Load:
         planned = time.perf_counter()
         for index, (request_id, item) in enumerate(zip(output.request_ids, output.scheduled, strict=True)):
             if item.sampled:
-                self.scheduler.update(self.scheduler.running_request(request_id), [index], 1)
+                self.scheduler.update(self.scheduler.by_id[request_id], [index], 1)
         if self.case == "turnover":
-            self.scheduler.finish(self.scheduler.running_request(output.request_ids[0]), "abort")
+            self.scheduler.finish(self.scheduler.by_id[output.request_ids[0]], "abort")
             self.add()
         return planned - start, time.perf_counter() - planned
 

@@ -94,6 +94,7 @@ class SimulatedEngine:
         namespace: int = 0,
         priority: int = 0,
         turn: int = 0,
+        owner: str = "",
         stop: bool = False,
         prompt_logprobs_from: int | None = None,
         adapter: int | None = None,
@@ -119,6 +120,7 @@ class SimulatedEngine:
             stop_token_ids=frozenset({STOP_TOKEN} if stop else ()),
             priority=priority,
             turn=turn,
+            owner=owner,
             namespace=namespace.to_bytes(1, "big"),
             adapter=adapter,
             whole=whole,
@@ -386,5 +388,7 @@ class SimulatedEngine:
                 if request.adapter is not None and newcomer.adapter is None:
                     continue
                 assert fcfs or newcomer in self._aged, "a request that has aged was overtaken by one that has not"
+                if newcomer.owner != request.owner or (newcomer.beams is not None and newcomer.output_length):
+                    continue
                 order = [(item.turn, item.arrival) for item in (newcomer, request)]
-                assert order == sorted(order), "equal requests go by turn, then in the order of their arrival"
+                assert order == sorted(order), "equal requests of one owner go by turn, then in the order of their arrival"

@@ -80,6 +80,16 @@ def test_one_key_fills_the_queue_for_itself_alone(server: Served) -> None:
     eventually(lambda: server.figure("num_requests_running", "admin-key") == 0)
 
 
+def test_streams_of_one_key_leave_room_for_another_s_first_token(server: Served) -> None:
+    alice, bob = server.client("alice-key"), server.client("bob-key")
+    streams = [alice.completions.create(stream=True, **LONG) for _ in range(12)]
+    for _ in range(3):
+        assert bob.completions.create(**(LONG | {"max_tokens": 1})).usage.completion_tokens == 1
+    assert server.figure("num_requests_waiting", "admin-key") > 0, "alice's streams had ended: no test at all"
+    assert len({"".join(chunk.choices[0].text for chunk in stream) for stream in streams}) == 1
+    eventually(lambda: server.figure("num_requests_running", "admin-key") == 0)
+
+
 def test_rows_and_small_requests_count(server: Served) -> None:
     few = server.client("few-key")
     for path, body in (("tokenize", {"prompt": "a"}), ("detokenize", {"tokens": [7]})):

@@ -6,7 +6,8 @@ import pytest
 
 from kvern.cache.manager import KVCacheManager
 from kvern.engine import waiting
-from kvern.engine.policy import POLICIES, Policy
+from kvern.engine.policy import POLICIES, Order, Policy
+from kvern.engine.running import RunningRequests
 from kvern.engine.scheduler import Scheduler
 from kvern.engine.waiting import AGED, LOOKS, Cause, WaitingQueue
 from kvern.request import PromptInput, Request, RequestSpec
@@ -22,11 +23,11 @@ CROWD = 2000
 class SortedList(WaitingQueue):
     """Sorts all at each step, and asks everybody anew after each admission."""
 
-    def __init__(self, policy: Policy, cache: KVCacheManager, aging_steps: int) -> None:
+    def __init__(self, policy: Policy, cache: KVCacheManager, running: RunningRequests, aging_steps: int) -> None:
         self.requests: list[Request] = []
-        self.order: list[Request] = []
+        self.orders: dict[Request, Order] = {}
         self.passed: list[Request] = []
-        self.policy, self.cache, self.aging_steps = policy, cache, aging_steps
+        self.policy, self.cache, self.running, self.aging_steps = policy, cache, running, aging_steps
 
     def __len__(self) -> int:
         return len(self.requests)
@@ -45,8 +46,16 @@ class SortedList(WaitingQueue):
         self.passed.clear()
 
     def best(self, adapters: bool = True) -> Request | None:
-        left = [item for item in self.order if item in self.requests and item not in self.passed]
-        return next((item for item in left if adapters or item.adapter is None), None)
+        left = [item for item in self.orders if item in self.requests and item not in self.passed]
+        firsts: dict[tuple[bool, str], Request] = {}
+        for item in left:
+            firsts.setdefault((item.adapter is not None, item.owner), item)
+
+        def before(item: Request) -> tuple[object, ...]:
+            order = self.orders[item]
+            return *order[:2], *self.running.share(item), *order[2:]
+
+        return min((item for (uses, _), item in firsts.items() if adapters or not uses), key=before, default=None)
 
     def park(self, request: Request, cause: Cause) -> None:
         self.passed.append(request)
@@ -64,7 +73,8 @@ class SortedList(WaitingQueue):
             request.aged = request.aged or (self.policy.ages and waited >= self.aging_steps)
 
     def refresh(self) -> None:
-        self.order = sorted(self.requests, key=lambda request: self.policy.order(request, self.cache))
+        orders = {request: self.policy.order(request, self.cache) for request in self.requests}
+        self.orders = dict(sorted(orders.items(), key=lambda item: item[1]))
 
     def check_integrity(self, cause: Callable[[Request], Cause | None]) -> None:
         pass
@@ -167,7 +177,7 @@ def test_those_that_leave_the_middle_of_the_queue_are_not_kept(monkeypatch: pyte
     scheduler = Counted("sjf", monkeypatch).engine.scheduler
     for request in list(scheduler.waiting)[100:]:
         scheduler.finish(request, "abort")
-    entries = sum(len(heap) for heap in scheduler.waiting._heaps)
+    entries = sum(len(heap) for heap in scheduler.waiting._heaps.values())
     assert len(scheduler.waiting) == 100 and entries <= 2 * 100 + LOOKS
     scheduler.check_integrity()
 
@@ -176,7 +186,7 @@ def test_what_becomes_cached_moves_a_request_forward() -> None:
     """However many wait: keys are computed anew in turn."""
     queue_length = 5 * LOOKS
     cache = KVCacheManager(64, 4)
-    queue = WaitingQueue(POLICIES["prefix"], cache, aging_steps=1000)
+    queue = WaitingQueue(POLICIES["prefix"], cache, RunningRequests(4, POLICIES["prefix"], cache), aging_steps=1000)
     requests = []
     for index in range(queue_length):
         spec = RequestSpec(str(index), PromptInput([index] * 9), ResolvedParams(), 4)

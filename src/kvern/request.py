@@ -102,6 +102,8 @@ class RequestSpec(msgspec.Struct, frozen=True, array_like=True, gc=False):
     whole: bool = False
     """Its answers are wanted whole: tokens are told of several at a time, and those that an engine which dies has not
     told are computed again."""
+    owner: str = ""
+    """Who shares the engine with others: `kvern.engine.shares`."""
 
     @property
     def prompt_length(self) -> int:
@@ -230,6 +232,8 @@ class Request:
     asked_tier: bool = False
     """Since it waits; blocks are loaded for it once at most."""
     waiting_since: int = 0
+    running_since: int = 0
+    """Steps."""
     aged: bool = False
     preemptions: int = 0
     arrived_at: float = 0.0
@@ -287,6 +291,11 @@ class Request:
         """
         sampled = self.in_flight if self.beams is None else 0
         return len(self.token_ids) + sampled - self.num_computed_tokens
+
+    @property
+    def owner(self) -> str:
+        """Who asked."""
+        return self.spec.owner
 
     @property
     def unit(self) -> str:

@@ -3,6 +3,8 @@
 host memory --enter--> a free place, else that of the idle adapter used longest ago --leave--> idle, still there
 """
 
+from collections import Counter
+
 
 class AdapterPlaces:
     """`count` places for adapters, which are known by their keys. An adapter with running requests keeps its place."""
@@ -10,9 +12,23 @@ class AdapterPlaces:
     def __init__(self, count: int) -> None:
         self.count = count
         self.load_count = 0
+        self.users: Counter[int] = Counter()
+        """Requests, running or not, by the adapter that they use; `register` and `unregister` them."""
         self._indices: dict[int, int] = {}  # of resident adapters; idle ones stand in the order of their last use
         self._running: dict[int, int] = {}
         self._free = list(range(count - 1, -1, -1))
+
+    def register(self, key: int | None) -> None:
+        """A request came that uses this adapter, if any."""
+        if key is not None:
+            self.users[key] += 1
+
+    def unregister(self, key: int | None) -> None:
+        """It has ended."""
+        if key is not None:
+            self.users[key] -= 1
+            if not self.users[key]:
+                del self.users[key]
 
     def fits(self, key: int) -> bool:
         """Whether a request of this adapter could run now."""

@@ -243,7 +243,7 @@ class EngineCore:
         self._counted.scheduled += len(output.scheduled)
         self._counted.computed_tokens += output.token_count
         self._counted.prefill_tokens += sum(item.count for item in output.scheduled if item.count > (item.sampled or 1))
-        requests = [self.scheduler.running_request(request_id) for request_id in output.request_ids]
+        requests = [self.scheduler.by_id[request_id] for request_id in output.request_ids]
         self._stages.tell(output, requests)
         if output.joined:
             now = time.monotonic()

@@ -191,7 +191,7 @@ class Replicas:
         key = self.adapters.names.key(adapter)
         output = self.outputs.add(text, checked)
         turn = self.turns.take(owner, checked.params.sequences)
-        spec = msgspec.structs.replace(checked, adapter=key, turn=turn)
+        spec = msgspec.structs.replace(checked, adapter=key, turn=turn, owner=owner)
         generation = Generation(output, spec, news, asked, owner, patient)
         if any(replica.record.is_kept for replica in self):
             generation.piece_keys = piece_keys(spec)

@@ -5,6 +5,7 @@ or adds up.
 """
 
 from bisect import insort
+from collections import Counter
 from collections.abc import Iterator
 
 from kvern.cache.manager import KVCacheManager
@@ -21,6 +22,10 @@ class RunningRequests:
         self._free_slots = list(range(rows - 1, -1, -1))
         self._growing: set[Request] = set()
         self._promised: dict[Request, int] = {}
+        self.rows: Counter[str] = Counter()
+        """By owner, of those that have some."""
+        self._entered: dict[str, int] = {}
+        self._entries = 0
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -46,8 +51,19 @@ class RunningRequests:
         """Blocks that admission leaves for those that run, lest they be preempted for the newcomer."""
         return len(self._growing) + self.promised_rows
 
+    def share(self, request: Request) -> tuple[int, int]:
+        """How much its owner has, less than others if smaller: its rows, and when it was given the last one.
+
+        A search that has begun is as one that has none, since its beams wait for each other.
+        """
+        begun = request.beams is not None and request.output_length
+        return 0 if begun else self.rows[request.owner], self._entered.get(request.owner, 0)
+
     def enter(self, request: Request) -> None:
         """Give a row to a request that has blocks."""
+        self.rows[request.owner] += 1
+        self._entries += 1
+        self._entered[request.owner] = self._entries
         request.state, request.slot = State.RUNNING, self._free_slots.pop()
         insort(self._requests, request, key=self._order)
         if self._may_grow(request):
@@ -68,6 +84,9 @@ class RunningRequests:
     def leave(self, request: Request) -> None:
         """Take a request's row; it still has blocks."""
         self._requests.remove(request)
+        self.rows[request.owner] -= 1
+        if not self.rows[request.owner]:
+            del self.rows[request.owner]
         self._growing.discard(request)
         self._promised.pop(request, None)
         self._free_slots.append(request.slot)
@@ -83,6 +102,7 @@ class RunningRequests:
         """Raise AssertionError if a row is shared or lost, or what is counted is not so."""
         slots = [request.slot for request in self._requests]
         assert sorted(slots + self._free_slots) == list(range(self._row_count)), "rows do not add up"
+        assert self.rows == Counter(request.owner for request in self._requests), "rows of owners do not add up"
         for request in self._requests:
             assert request.state is State.RUNNING and request.num_computed_tokens > 0
             blocks = self._cache.blocks_for(request.num_computed_tokens)

@@ -10,15 +10,15 @@ under a budget. A decode is one token behind, a prompt is many, a preempted requ
     Beside decodes, a step's time can bound what it computes of prompts, too (`step_budget.py`).
     When blocks run out in 1 or 2, the worst running request is preempted: its blocks go, its tokens stay.
 
-Best first means: aged requests first, then the policy's key, then turn, then arrival. Waiting requests are admitted
-strictly in that order: if the best one does not fit, nobody overtakes it. So a request that has aged waits only for
-those that run already and those that aged before it. Those that cannot run yet are passed by (`waiting.py`).
+Best first means: aged requests first, then the policy's key, then what their owners have, turn and arrival. Waiting
+requests are admitted strictly in that order: if the best one does not fit, nobody overtakes it. So a request that has
+aged waits only for those that run already and those that aged before it. Those that cannot run yet are passed by
+(`waiting.py`). Where one owner's requests have all places, some give way to another owner's (`shares.py`).
 
 An adapter's place on the device is the one thing that others pass by: while a request waits for one, requests without
 an adapter go on, as they take no such place, and requests with an adapter wait behind it.
 """
 
-from collections import Counter
 from dataclasses import dataclass
 
 from kvern.adapters.places import AdapterPlaces
@@ -27,6 +27,7 @@ from kvern.engine.draft_room import Wanted, to_guess, to_verify
 from kvern.engine.forks import PendingForks
 from kvern.engine.policy import Policy
 from kvern.engine.running import RunningRequests, future_siblings
+from kvern.engine.shares import Lacking, Shares, by_owners
 from kvern.engine.stages import decodes, in_turn
 from kvern.engine.step_budget import StepBudget, StepTime
 from kvern.engine.step_costs import load_of
@@ -54,15 +55,15 @@ class Scheduler:
         self.limits = limits
         self.cache = cache
         self.adapters = AdapterPlaces(adapter_places)
-        self.waiting = WaitingQueue(policy, cache, limits.aging_steps)
         self.running = RunningRequests(limits.max_batch_requests, policy, cache)
+        self.waiting = WaitingQueue(policy, cache, self.running, limits.aging_steps)
+        self.shares = Shares(self.running, policy, cache)
         self.forks = PendingForks(cache.block_size)
         self.step = 0
         self.preemption_count = 0
         self._batch_open = True  # a static batch takes requests until slots, blocks or the queue are exhausted
         self._arrivals = 0
-        self._by_id: dict[str, Request] = {}
-        self._adapter_users: Counter[int] = Counter()
+        self.by_id: dict[str, Request] = {}  # of all that have not ended
         self._awaited: set[Request] = set()  # waiting requests of which a step in flight samples something
         self._allowed: frozenset[str] | None = None
         self._wanted: Wanted | None = None
@@ -70,25 +71,21 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         """Some request has not ended."""
-        return bool(self._by_id)
+        return bool(self.by_id)
 
     def get(self, request_id: str) -> Request | None:
         """The request of this id, unless it has ended."""
-        return self._by_id.get(request_id)
-
-    def running_request(self, request_id: str) -> Request:
-        """A request that a step was just planned for."""
-        return self._by_id[request_id]
+        return self.by_id.get(request_id)
 
     def uses_adapter(self, key: int) -> bool:
         """Whether some request that has not ended uses the adapter."""
-        return key in self._adapter_users
+        return key in self.adapters.users
 
     # Requests come, report and end
 
     def add(self, request: Request) -> None:
         """Queue a new request."""
-        if request.request_id in self._by_id:
+        if request.request_id in self.by_id:
             raise ValueError(f"request id {request.request_id!r} is in use")
         request.arrival = self._arrivals
         self._arrivals += 1
@@ -147,6 +144,8 @@ class Scheduler:
         `wanted` says how many drafts the device should guess of a request behind it; None: none. `begin`: as `in_turn`.
         """
         self.step += 1
+        for request in self.shares.giving_way(self.step):
+            self._preempt(request)
         self._wanted, preempted = wanted, self.preemption_count
         output = SchedulerOutput(self.step)
         budget = self._schedule_running(output, time, begin)
@@ -202,7 +201,9 @@ class Scheduler:
         waits = behind or (self.waiting and self.running.free_rows)
         if time is not None and waits and decodes(output, self.running, self.limits.stages):
             budget.limit(time, load_of(output.scheduled))
-        for request in behind:
+        if behind and self.limits.continuous:
+            self._admit(output, budget, new_owners=True)
+        for request in by_owners(behind, self.step):
             start, remaining = request.num_computed_tokens, request.remaining_tokens
             count = budget.chunk(start, remaining, self.cache.until_mark(request))
             budget.take(start, self._advance(request, remaining, count, output))
@@ -230,49 +231,51 @@ class Scheduler:
 
     def _extend(self, request: Request, count: int, output: SchedulerOutput) -> bool:
         """Make room for more tokens, if need be that of the worst that are not in this step; whether it was found."""
-        known = len(request.block_ids)
-        blocks = self.cache.extend(request, request.num_computed_tokens + count)
-        while blocks is None:
-            scheduled = {item.slot for item in output.scheduled}
-            victim = next(other for other in reversed(self.running) if other.slot not in scheduled)
+        known, tokens = len(request.block_ids), request.num_computed_tokens + count
+        while (blocks := self.cache.extend(request, tokens)) is None:
+            victim = self.shares.worst({item.slot for item in output.scheduled})
             self._preempt(victim)
             if victim is request:
                 return False
-            blocks = self.cache.extend(request, request.num_computed_tokens + count)
         if blocks:
             output.grown.append((request.slot, known, blocks))
             self.running.grew(request)
         return True
 
-    def _admit(self, output: SchedulerOutput, budget: StepBudget) -> None:
+    def _admit(self, output: SchedulerOutput, budget: StepBudget, new_owners: bool = False) -> None:
+        """Let waiting requests run, best first; with `new_owners` only those of owners with nothing running."""
         self.waiting.age(self.step)
         self._batch_open = self.limits.continuous or self._batch_open or not self.running
         if not self._batch_open:
             return
         rows = self.running.free_rows - self.running.promised_rows
         adapters_free = True
-        if budget.tokens > 0 and rows > 0:
+        if budget.tokens > 0:
             self.waiting.refresh()
-        while budget.tokens > 0 and rows > 0:
+        while budget.tokens > 0:
             request = self.waiting.best(adapters_free)
-            if request is None:
+            if request is None or (new_owners and not self.shares.is_new(request)):
                 break
             cause = self._cause(request)
             if cause is not None:
                 self.waiting.park(request, cause)
                 continue
             if request.adapter is not None and not self.adapters.fits(request.adapter):
+                self.shares.lacks(Lacking(request, adapter=True))
                 adapters_free = False
                 continue
             if rows <= future_siblings(request):
+                self.shares.lacks(Lacking(request, rows=1 + future_siblings(request) - rows))
                 break
             if not budget.holds(len(request.token_ids)):
                 break
-            if self._allowed is None and self.cache.fetch(request, self.step, self.running.reserved_blocks):
+            reserve = 0 if self.shares.is_new(request) else self.running.reserved_blocks
+            if self._allowed is None and self.cache.fetch(request, self.step, reserve):
                 request.state = State.LOADING
                 continue
-            copies = self.cache.admit(request, self.step, self.running.reserved_blocks)
+            copies = self.cache.admit(request, self.step, reserve)
             if copies is None:
+                self.shares.lacks(Lacking(request, blocks=self.cache.blocks_for(len(request.token_ids))))
                 break
             self.waiting.remove(request)
             adapter_index, load = self.enter(request)
@@ -316,26 +319,22 @@ class Scheduler:
 
     def register(self, request: Request) -> None:
         """Know a request from now on, which neither runs nor waits yet."""
-        self._by_id[request.request_id] = request
-        if request.adapter is not None:
-            self._adapter_users[request.adapter] += 1
+        self.by_id[request.request_id] = request
+        self.adapters.register(request.adapter)
         self.cache.register(request)
 
     def forget(self, request: Request) -> None:
         """A request that neither runs nor waits any more has ended."""
         request.state = State.FINISHED
-        del self._by_id[request.request_id]
-        if request.adapter is not None:
-            self._adapter_users[request.adapter] -= 1
-            if not self._adapter_users[request.adapter]:
-                del self._adapter_users[request.adapter]
+        del self.by_id[request.request_id]
+        self.adapters.unregister(request.adapter)
         self.cache.forget(request)
         self.waiting.wake(request)
 
     def exchange_ids(self, one: Request, other: Request) -> None:
         """Let two requests be known by each other's id."""
         one.request_id, other.request_id = other.request_id, one.request_id
-        self._by_id[one.request_id], self._by_id[other.request_id] = one, other
+        self.by_id[one.request_id], self.by_id[other.request_id] = one, other
 
     def enter(self, request: Request) -> tuple[int, bool]:
         """Give a row to a request that has blocks and whose adapter, if it has one, finds a place.
@@ -343,6 +342,7 @@ class Scheduler:
         Returns where the adapter is (-1: there is none), and whether it must be loaded.
         """
         self.running.enter(request)
+        request.running_since = self.step
         if request.prompt_scheduled:
             self.waiting.wake(request)
         return (-1, False) if request.adapter is None else self.adapters.enter(request.adapter)
@@ -388,11 +388,11 @@ class Scheduler:
     def check_integrity(self) -> None:
         """Raise AssertionError if a request is lost, a slot is shared, or a block is unaccounted for."""
         alive = [*self.waiting, *self.running]
-        assert set(self._by_id.values()) == set(alive), "a request is lost"
+        assert set(self.by_id.values()) == set(alive), "a request is lost"
         assert all(request.state is not State.RUNNING and not request.block_ids for request in self.waiting)
         assert self._awaited == {request for request in self.waiting if request.in_flight}
-        adapters = [request.adapter for request in alive if request.adapter is not None]
-        assert self._adapter_users == Counter(adapters), "the users of adapters do not add up"
+        adapters = sorted(request.adapter for request in alive if request.adapter is not None)
+        assert sorted(self.adapters.users.elements()) == adapters, "the users of adapters do not add up"
         self.waiting.check_integrity(self._cause)
         self.running.check_integrity()
         loading = [request for request in self.waiting if request.state is State.LOADING]

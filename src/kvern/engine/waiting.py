@@ -5,7 +5,8 @@
               |      +----> it cannot run before something happens: park --> parked
               +------------------------ wake: that has happened ---------------+
 
-Ready requests stand in two heaps, of those without an adapter and of those with one, so that either can be taken alone.
+Ready requests stand in two heaps for each owner, of those without an adapter and of those with one, so that either can
+be taken alone. Between the heaps decides how much their owners have: `kvern.engine.shares`.
 Whoever leaves a heap or gets another place in it leaves a dead entry, which is dropped when it comes to the top or when
 dead entries are the most.
 
@@ -24,6 +25,7 @@ from itertools import islice
 
 from kvern.cache.manager import KVCacheManager
 from kvern.engine.policy import Policy
+from kvern.engine.running import RunningRequests
 from kvern.request import Request, State
 
 Cause = Request | str
@@ -38,14 +40,14 @@ AGED = 32
 class WaitingQueue:
     """Owns the waiting requests. Iterates over them in the order in which they began to wait."""
 
-    def __init__(self, policy: Policy, cache: KVCacheManager, aging_steps: int) -> None:
-        self._policy, self._cache, self._aging_steps = policy, cache, aging_steps
+    def __init__(self, policy: Policy, cache: KVCacheManager, running: RunningRequests, aging_steps: int) -> None:
+        self._policy, self._cache, self._running, self._aging_steps = policy, cache, running, aging_steps
         self._count = 0
         self._numbers: dict[Request, int] = {}
         self._entries: dict[Request, Entry] = {}  # of those that are ready
         self._causes: dict[Request, Cause] = {}  # of those that are parked
         self._parked: dict[Cause, dict[Request, None]] = {}
-        self._heaps: tuple[list[Entry], list[Entry]] = [], []
+        self._heaps: dict[tuple[bool, str], list[Entry]] = {}  # by whether there is an adapter, and owner
         self._young: OrderedDict[Request, None] = OrderedDict()  # not aged, in the order of `waiting_since`
         self._looked_at: OrderedDict[Request, None] = OrderedDict()  # ready, longest ago first, if keys change
 
@@ -81,11 +83,18 @@ class WaitingQueue:
     def best(self, adapters: bool = True) -> Request | None:
         """The first of those that are ready; with `adapters` false, of those without an adapter. It stays."""
         heads: list[Entry] = []
-        for heap in self._heaps if adapters else self._heaps[:1]:
+        for kind, heap in list(self._heaps.items()):
             while heap and self._entries.get(heap[0][-1]) is not heap[0]:
                 heapq.heappop(heap)
-            heads += heap[:1]
-        return min(heads)[-1] if heads else None
+            if not heap:
+                del self._heaps[kind]
+            elif adapters or not kind[0]:
+                heads.append(heap[0])
+        return min(heads, key=self._before)[-1] if heads else None
+
+    def _before(self, entry: Entry) -> tuple[float, ...]:
+        """The order between owners: the policy's, but what each has comes before turns and arrival."""
+        return *entry[:2], *self._running.share(entry[-1]), *entry[2:5]
 
     def park(self, request: Request, cause: Cause) -> None:
         """Pass over a request that is ready, until `wake` is called with this cause."""
@@ -126,7 +135,7 @@ class WaitingQueue:
         if self._policy.fixed:
             return
         chosen = dict.fromkeys(islice(self._looked_at, LOOKS))
-        for heap in self._heaps:
+        for heap in self._heaps.values():
             heads = [heapq.heappop(heap) for _ in range(min(LOOKS, len(heap)))]
             chosen.update((entry[-1], None) for entry in heads if self._entries.get(entry[-1]) is entry)
         for request in chosen:
@@ -136,7 +145,7 @@ class WaitingQueue:
         """Make a request ready, or give it another place."""
         entry = *self._policy.order(request, self._cache), self._numbers[request], request
         self._entries[request] = entry
-        heap = self._heaps[request.adapter is not None]
+        heap = self._heaps.setdefault(_kind(request), [])
         heapq.heappush(heap, entry)
         self._tidy(heap)
         if not self._policy.fixed:
@@ -145,7 +154,7 @@ class WaitingQueue:
 
     def _withdraw(self, request: Request) -> None:
         """Let a request be ready no more."""
-        entry, heap = self._entries.pop(request), self._heaps[request.adapter is not None]
+        entry, heap = self._entries.pop(request), self._heaps[_kind(request)]
         if heap[0] is entry:
             heapq.heappop(heap)
         self._looked_at.pop(request, None)
@@ -162,10 +171,14 @@ class WaitingQueue:
         assert self._numbers.keys() == self._entries.keys() | self._causes.keys(), "a waiting request is lost"
         assert not self._entries.keys() & self._causes.keys(), "a request is ready and parked"
         for request, entry in self._entries.items():
-            assert entry in self._heaps[request.adapter is not None], "a request that is ready has no place"
+            assert entry in self._heaps[_kind(request)], "a request that is ready has no place"
         parked = {request: reason for reason, requests in self._parked.items() for request in requests}
         assert parked == self._causes and all(self._parked.values()), "who is parked for what does not add up"
         assert all(cause(request) is not None for request in parked), "a parked request could run"
         assert self._policy.fixed or self._looked_at.keys() == self._entries.keys()
         since = [request.waiting_since for request in self._young]
         assert since == sorted(since), "requests do not age in the order in which they began to wait"
+
+
+def _kind(request: Request) -> tuple[bool, str]:
+    return request.adapter is not None, request.owner
