@@ -1,6 +1,6 @@
 """What an engine says of its work: the token events of a step, and its counters."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import zip_longest
 from typing import Any
 
@@ -32,6 +32,29 @@ class TokenEvent(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Of the whole answer, which a beam search found."""
     predicted_tokens: tuple[int, int] = (0, 0)
     """Drafts of the request's prediction that the step has verified: those that were right, and those that were not."""
+
+
+MOST_TOLD = 4096
+"""Log-probabilities that are told at once: who hears of them does other work in between."""
+
+
+def in_parts(events: Sequence[TokenEvent]) -> Iterator[list[TokenEvent]]:
+    """The same events, in lists of at most MOST_TOLD log-probabilities, or of one token's; one list at least."""
+    part, told = list[TokenEvent](), 0
+    for event in events:
+        of_prompt = event.prompt_logprobs or []
+        told += sum(map(len, event.logprobs or ()))
+        begun = 0
+        for place, table in enumerate(of_prompt):
+            told += len(table)
+            if told > MOST_TOLD and place > begun:
+                yield [*part, TokenEvent(event.request_id, prompt_logprobs=of_prompt[begun:place])]
+                part, told, begun = [], len(table), place
+        part.append(event if not begun else msgspec.structs.replace(event, prompt_logprobs=of_prompt[begun:]))
+        if told > MOST_TOLD:
+            yield part
+            part, told = [], 0
+    yield part
 
 
 class EngineStatistics(msgspec.Struct, array_like=True, gc=False):

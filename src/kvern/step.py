@@ -13,8 +13,7 @@ if TYPE_CHECKING:
     from kvern.request import Request
 
 
-@dataclass(frozen=True)
-class Logprob:
+class Logprob(msgspec.Struct, frozen=True, gc=False):
     """The log-probability (natural logarithm) of one token and its rank among all (1: the most probable)."""
 
     logprob: float

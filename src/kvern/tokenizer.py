@@ -53,6 +53,7 @@ class Tokenizer:
         self.eos_token_ids = self._find_eos_token_ids()
         self._special_ids = self._find_special_ids()
         self._bytes: dict[int, bytes] = {}
+        self._texts: dict[int, str] = {}
         self.is_byte_level = self._backend is not None and is_byte_level(self._backend)
         self.fallback_bytes = fallback_bytes(self._backend) if self._backend is not None else {}
         self.longest_token = longest_token(self._backend) if self._backend is not None else None
@@ -146,7 +147,9 @@ class Tokenizer:
 
     def id_to_token(self, token_id: int) -> str:
         """Return the text of one token by itself, U+FFFD where it is only part of a character."""
-        return self.id_to_bytes(token_id).decode("utf-8", errors="replace")
+        if token_id not in self._texts:
+            self._texts[token_id] = self.id_to_bytes(token_id).decode("utf-8", errors="replace")
+        return self._texts[token_id]
 
     def id_to_bytes(self, token_id: int) -> bytes:
         """Return what one token adds to the text, in UTF-8: half a character where the token is half a character.

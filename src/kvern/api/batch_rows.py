@@ -31,7 +31,7 @@ def read_row(values: Mapping[str, Any], routes: Sequence[str]) -> BatchRow:
     return BatchRow(custom_id, url, body)
 
 
-def answer_row(custom_id: str, request_id: str, status: int, body: Mapping[str, Any]) -> dict[str, Any]:
+def answer_row(custom_id: str, request_id: str, status: int, body: object) -> dict[str, Any]:
     """The row of an answer."""
     response = {"status_code": status, "request_id": request_id, "body": body}
     return {"id": f"batch_req_{request_id}", "custom_id": custom_id, "response": response, "error": None}

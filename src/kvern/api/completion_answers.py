@@ -1,5 +1,6 @@
 """Answers of OpenAI's /v1/chat/completions and /v1/completions, at once or as chunks."""
 
+import asyncio
 import time
 import uuid
 from collections.abc import AsyncIterable, AsyncIterator, Sequence
@@ -28,6 +29,11 @@ class CompletionWriter:
     def lacks(self) -> tuple[str, ...]:
         """`ChatRequest.lacks`."""
         return () if self._chat is None else self._chat.lacks
+
+    @property
+    def is_large(self) -> bool:
+        """An answer may have many log-probabilities."""
+        return self._options.logprobs is not None or self._options.prompt_logprobs
 
     def answer(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
         """All answers at once."""
@@ -79,6 +85,8 @@ class CompletionWriter:
                 if choice["finish_reason"] is not None:
                     chunk |= self._server
                 yield chunk
+                if self.is_large:
+                    await asyncio.sleep(0)  # each chunk may take a millisecond
         if options.include_usage:
             yield {**head, **self._server, "choices": [], "usage": usage(outputs) | details(outputs, self._chat)}
 

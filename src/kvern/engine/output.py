@@ -2,7 +2,6 @@
 
 import logging
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 
 from kvern.detokenizer import IncrementalDetokenizer
 from kvern.engine.stop_strings import StopSearch, StopStrings
@@ -10,7 +9,7 @@ from kvern.events import TokenEvent
 from kvern.outputs import CompletionOutput, RequestOutput
 from kvern.request import FinishReason, RequestSpec
 from kvern.sampling_params import SamplingParams
-from kvern.step import TokenLogprobs
+from kvern.step import Logprob, TokenLogprobs
 from kvern.tokenizer import Tokenizer
 
 logger = logging.getLogger("kvern")
@@ -98,7 +97,8 @@ class Answer:
 
     def with_text(self, logprobs: TokenLogprobs) -> TokenLogprobs:
         """The entries with the texts of their tokens."""
-        return {token: replace(entry, token=self._tokenizer.id_to_token(token)) for token, entry in logprobs.items()}
+        text = self._tokenizer.id_to_token
+        return {token: Logprob(entry.logprob, entry.rank, text(token)) for token, entry in logprobs.items()}
 
 
 class OutputProcessor:

@@ -41,7 +41,7 @@ from kvern.engine.wire import (
     encode,
 )
 from kvern.errors import KvernError, in_a_line
-from kvern.events import TokenEvent
+from kvern.events import TokenEvent, in_parts
 from kvern.models.folder import folder_here
 from kvern.sockets import connect
 from kvern.worker import ahead
@@ -207,7 +207,10 @@ def serve(
                     reading = core.count_experts()  # for which no step is waited for
                 expert_tokens, reading, counted = reading(), core.count_experts(), now
             silence = 0.0 if watch is None else watch.silence
-            socket.send(encode(Events(events, core.statistics(), now - started, silence, expert_tokens)))
+            *parts, last = in_parts(events)
+            for part in parts:
+                socket.send(encode(Events(part, core.statistics(), now - started, silence)))
+            socket.send(encode(Events(last, core.statistics(), now - started, silence, expert_tokens)))
             spoke = now
 
 

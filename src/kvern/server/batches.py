@@ -37,7 +37,7 @@ from kvern.server.store import Object, Store, paths_of_batch
 
 logger = logging.getLogger("kvern")
 
-Answerer = Callable[[dict[str, Any], ApiKey], Awaitable[dict[str, Any]]]
+Answerer = Callable[[dict[str, Any], ApiKey], Awaitable[object]]
 """From the body of a request, which it may change and empty, to the body of its answer."""
 
 ENDPOINTS = (CHAT, COMPLETIONS, EMBEDDINGS, SCORE, RERANK)
@@ -181,7 +181,7 @@ class Work:
                 self.body["paused"] = None
                 return
 
-    async def _answer_row(self, row: bytes) -> tuple[int, Object]:
+    async def _answer_row(self, row: bytes) -> tuple[int, object]:
         while True:
             try:
                 return 200, await self._answer((await asyncio.to_thread(read_json, row))["body"], self.key)

@@ -1,5 +1,6 @@
 """OpenAI's /v1/completions and /v1/chat/completions: the handlers."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from starlette.requests import Request
@@ -8,6 +9,7 @@ from starlette.responses import Response
 from kvern.api.completion_answers import CompletionWriter
 from kvern.api.completions import known_fields, read_completion
 from kvern.api.fields import merge_extra
+from kvern.outputs import RequestOutput
 from kvern.server.batches import Answerer
 from kvern.server.bodies import let_go, read_object
 from kvern.server.http import (
@@ -21,6 +23,7 @@ from kvern.server.http import (
     until_gone,
 )
 from kvern.server.keys import ApiKey
+from kvern.server.large_answers import write_large
 from kvern.server.service import Ask, Service
 
 
@@ -45,15 +48,15 @@ class Completions:
         outputs = await until_gone(service.run(ask), request.receive)
         if outputs is None:
             return Response(status_code=CLIENT_GONE)
-        return json_response(writer.answer(outputs), headers=headers)
+        return json_response(await _written(writer, outputs), headers=headers)
 
     def answerer(self, url: str) -> Answerer:
         """What answers the rows of batches for one of the routes."""
 
-        async def answer(body: dict[str, Any], key: ApiKey) -> dict[str, Any]:
+        async def answer(body: dict[str, Any], key: ApiKey) -> object:
             ask, writer, _ = await self._read(body, url, key)
             body.clear()
-            return writer.answer(await self._service.run(ask))
+            return await _written(writer, await self._service.run(ask))
 
         return answer
 
@@ -71,3 +74,8 @@ class Completions:
             prompts = [await encode(prompt, asked.encoding, params.max_tokens) for prompt in prompts]
         ask = self._service.ask(model, asked.common, prompts, params, key, prediction=asked.prediction)
         return ask, CompletionWriter(asked.options, model, engine.client.tokenizer, chat), asked.stream
+
+
+async def _written(writer: CompletionWriter, outputs: Sequence[RequestOutput]) -> object:
+    """The answer to a body, which can be encoded as JSON."""
+    return await write_large(lambda: writer.answer(outputs)) if writer.is_large else writer.answer(outputs)
