@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvern import LLM, SamplingParams
 from kvern.engine.breakers import BreakerFinder
@@ -193,3 +194,26 @@ def test_an_answer_that_repeats_itself_ceases_to(tiny_llm: LLM) -> None:
     assert repeated(strict) == 0
     with pytest.raises(InvalidParameter, match=r"dry_base is 0\.5: it must be a finite number at least 1"):
         strict.replace(dry_base=0.5)
+
+
+class Elements(TorchDispatchMode):
+    """Counts those of all results."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self.count += result.numel() if isinstance(result, torch.Tensor) else 0
+        return result
+
+
+def test_many_long_breakers_cost_little() -> None:
+    tokens, length = [index % 7 for index in range(2000)], 39
+    many = [tuple((index * (place + 1)) % 7 for place in range(length - index % 9)) for index in range(1, 65)]
+    counts = []
+    for sequences in ([], many):
+        penalties([(WIDE, tokens)], (frozenset(), sequences))
+        with Elements() as elements:
+            penalties([(WIDE, tokens)], (frozenset(), sequences))
+        counts.append(elements.count)
+    assert counts[1] < 4 * counts[0]

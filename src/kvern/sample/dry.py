@@ -7,12 +7,14 @@ What the text ends with is compared with what stands before every earlier place,
 are the same if their hashes are, and the length of a repetition is found bit by bit. So a step takes n log n for n
 tokens, whatever they are, and depends on nothing but them: nothing is remembered from step to step.
 
-A breaker ends a repetition: only tokens behind the last one count. DRY was proposed by p-e-w in 2024 for
+A breaker ends a repetition: only tokens behind the last one count. Breakers of several tokens are found by hashes as
+well, so each costs one comparison for each token, however long it is. DRY was proposed by p-e-w in 2024 for
 text-generation-webui; names and meanings are those of llama.cpp.
 """
 
 import functools
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -31,6 +33,8 @@ MOST_PLACES = 1 << 20
 """Rows times tokens that are looked at in one go, some 100 bytes each."""
 FACTOR = 0x27BB2EE687B0B0FD
 """Odd; weights of tokens in a hash are its powers (multiplier of a generator of 64 bits, L'Ecuyer 1999)."""
+INVERSE = (pow(FACTOR, -1, 1 << 64) + (1 << 63)) % (1 << 64) - (1 << 63)
+"""Of FACTOR modulo 2^64, as a number with a sign."""
 
 
 def penalize_repetitions(
@@ -58,7 +62,8 @@ def penalize_repetitions(
             ends = ends if exact is None else exact[index]
             params = [rows.request(slots[row]).params for row in part]
             recent = _recent(rows.tokens, slot, ends, width, [item.dry_penalty_last_n for item in params])
-            lengths = _lengths(recent, _since_break(recent, breakers))
+            runs = Runs.of(recent)
+            lengths = _lengths(recent, runs, _since_break(recent, runs, breakers))
             logits[index] -= _penalties(recent, lengths, params, logits)
 
 
@@ -85,17 +90,55 @@ def _recent(
     return tokens[slots[:, None], (ends[:, None] - 1 - back).clamp_(min=0)].long().masked_fill_(~inside, -1)
 
 
-def _since_break(recent: torch.Tensor, breakers: Breakers | None) -> torch.Tensor:
+class Runs(NamedTuple):
+    """Hashes of runs of tokens of N rows: those before each place [N, width + 1], and powers of FACTOR [width + 1]."""
+
+    hashes: torch.Tensor
+    weights: torch.Tensor
+
+    @classmethod
+    def of(cls, tokens: torch.Tensor) -> "Runs":
+        """Of tokens [N, width]."""
+        count, width = tokens.shape
+        weights = _powers(FACTOR, width + 1, tokens.device)
+        hashes = torch.zeros(count, width + 1, dtype=torch.int64, device=tokens.device)
+        hashes[:, 1:] = (mixed(tokens) * weights[:-1]).cumsum(1)
+        return cls(hashes, weights)
+
+
+def _powers(base: int, count: int, device: torch.device) -> torch.Tensor:
+    """The first powers of an odd number, modulo 2^64."""
+    powers = torch.full((count,), base, dtype=torch.int64, device=device)
+    powers[:1].fill_(1)  # a number written to one place would wait for a GPU
+    return powers.cumprod(0)
+
+
+def _since_break(recent: torch.Tensor, runs: Runs, breakers: Breakers | None) -> torch.Tensor:
     """How many tokens stand behind the last breaker of each row, [N, 1]."""
     breaks = recent < 0
     if breakers is not None:
         breaks |= _table(breakers.tokens, recent.device)[recent.clamp(min=0)]
-        for sequence in breakers.sequences:
-            if len(sequence) <= recent.shape[1]:
-                wanted = upload(sequence[::-1], torch.int64, recent.device)
-                found = (recent.unfold(1, len(sequence), 1) == wanted).all(-1)
-                breaks[:, : found.shape[1]] |= found
+        shifts = _powers(INVERSE, recent.shape[1] + 1, recent.device)
+        for length, wanted in _sequence_hashes(breakers.sequences, recent.device):
+            if length <= recent.shape[1]:
+                places = recent.shape[1] - length + 1
+                found = (runs.hashes[:, length:] - runs.hashes[:, :places]) * shifts[:places]
+                for one in wanted.split(1):
+                    breaks[:, :places] |= found == one
     return (breaks.cumsum(1) == 0).sum(1, keepdim=True)
+
+
+@functools.lru_cache(16)
+def _sequence_hashes(sequences: Sequence[tuple[int, ...]], device: torch.device) -> list[tuple[int, torch.Tensor]]:
+    """The hashes of sequences by their length, as those of runs that begin at the first place."""
+    by_length: dict[int, list[tuple[int, ...]]] = {}
+    for sequence in sequences:
+        by_length.setdefault(len(sequence), []).append(sequence[::-1])
+    found = []
+    for length, same in by_length.items():
+        tokens = upload([token for sequence in same for token in sequence], torch.int64, device).view(-1, length)
+        found.append((length, Runs.of(tokens).hashes[:, -1]))
+    return found
 
 
 @functools.lru_cache(16)
@@ -105,14 +148,9 @@ def _table(tokens: bytes, device: torch.device) -> torch.Tensor:
     return upload(bits.tolist(), torch.bool, device)
 
 
-def _lengths(recent: torch.Tensor, most: torch.Tensor) -> torch.Tensor:
+def _lengths(recent: torch.Tensor, runs: Runs, most: torch.Tensor) -> torch.Tensor:
     """How many tokens from each place of a row on are those that it begins with, [N, width], at most `most` [N, 1]."""
-    count, width = recent.shape
-    weights = torch.full((width + 1,), FACTOR, dtype=torch.int64, device=recent.device)
-    weights[:1].fill_(1)  # a number written to one place would wait for a GPU
-    weights = weights.cumprod(0)
-    hashes = torch.zeros(count, width + 1, dtype=torch.int64, device=recent.device)
-    hashes[:, 1:] = (mixed(recent) * weights[:-1]).cumsum(1)
+    (hashes, weights), width = runs, recent.shape[1]
     place = torch.arange(width, device=recent.device)[None]
     most = torch.minimum(most, (recent >= 0).sum(1, keepdim=True) - place).clamp_(min=0)
     lengths = torch.zeros_like(recent)
