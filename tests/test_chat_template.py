@@ -162,6 +162,8 @@ DOUBLED = "{% set ns = namespace(x='aaaaaaaa') %}{% for i in range(60) %}{% set 
         BIG + "{% macro m() %}{% for i in range(90000) %}{{ ns.x }}{% endfor %}{% endmacro %}{{ m() | length }}",
         BIG + "{% set t %}{% for i in range(90000) %}{{ ns.x }}{% endfor %}{% endset %}",
         BIG + "{% set ns.y = [] %}{% for i in range(90000) %}{% set ns.y = ns.y + [ns.x ~ i] %}{% endfor %}",
+        "{% for i in range(99999) %}{% set x = -1 in range(99999)|list %}{% endfor %}",
+        "{% set l = range(99999)|list %}{% for i in range(99999) %}{{ -1 is in l }}{% endfor %}",
         "{% set count_round = joiner() %}" + 2 * "{% for a in range(99999) %}" + 2 * "{% endfor %}",
         "{{ lipsum(100000000) }}",
     ],

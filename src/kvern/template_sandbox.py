@@ -1,7 +1,8 @@
 """The sandbox that chat templates run in: nothing can be changed, nothing runs for ever, nothing fills the memory.
 
 A template has no operation that makes much out of little in one step: where a result can be longer than what it is made
-of, its length is found first. All results of one rendering together are bounded as well.
+of, its length is found first. All results of one rendering together are bounded as well. What takes more than it makes
+(a search in a list, say) takes milliseconds at most, and the time that a rendering has used is looked at around each.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import functools
 import re
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -24,6 +26,10 @@ MOST_CHARACTERS = 1 << 24
 """Of one value."""
 MOST_MADE = 1 << 27
 """Characters of all values that are made for one prompt."""
+MOST_SECONDS = 2.0
+"""Of computing, for one prompt. The longest conversations that fit into a request take a tenth of that."""
+LOOK_SECONDS = 0.05
+"""Between looks at the time that was computed, which cost more than looks at the clock."""
 LONGEST_NUMBER = 1000
 """Digits to round a number to."""
 MISSING = ("batch", "slice", "wordwrap")
@@ -35,6 +41,10 @@ class Rendering(threading.local):
 
     rounds = 0
     made = 0
+    begun = 0.0
+    """In seconds of computing of the thread."""
+    look = 0.0
+    """When to look at them again, by the clock."""
 
 
 class Calls(jinja2.visitor.NodeTransformer):
@@ -52,6 +62,13 @@ class Calls(jinja2.visitor.NodeTransformer):
         return node
 
     visit_Macro = visit_For  # noqa: N815
+
+    def visit_Compare(self, node: jinja2.nodes.Compare | jinja2.nodes.Test) -> jinja2.nodes.Node:  # noqa: N802
+        """`a in b`, `a is in b`, and others that look at whole lists."""
+        self.generic_visit(node)
+        return _call("timed", [node]).set_lineno(node.lineno)
+
+    visit_Test = visit_Compare  # noqa: N815
 
 
 def _call(name: str, arguments: list[jinja2.nodes.Expr]) -> jinja2.nodes.Call:
@@ -78,7 +95,22 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
 
     def begin(self) -> None:
         """Nothing is used up yet."""
-        self._rendering.rounds = self._rendering.made = 0
+        rendering = self._rendering
+        rendering.rounds = rendering.made = 0
+        rendering.begun, rendering.look = time.thread_time(), time.monotonic() + LOOK_SECONDS
+
+    def check_time(self) -> None:
+        """Refuse to go on if too much was computed."""
+        if (now := time.monotonic()) < self._rendering.look:
+            return
+        self._rendering.look = now + LOOK_SECONDS
+        if time.thread_time() - self._rendering.begun > MOST_SECONDS:
+            raise jinja2.TemplateError(f"it computes for more than {MOST_SECONDS:g} s")
+
+    def timed(self, value: Any) -> Any:
+        """What was just computed."""
+        self.check_time()
+        return value
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> jinja2.nodes.Template:
         template: jinja2.nodes.Template = Calls().visit(super()._parse(source, name, filename))
@@ -86,12 +118,14 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
 
     def count_round(self) -> None:
         """Of a loop, or of a macro."""
+        self.check_time()
         self._rendering.rounds += 1
         if self._rendering.rounds > MOST_ROUNDS:
             raise jinja2.TemplateError(f"its loops and macros run more than {MOST_ROUNDS} times")
 
     def make(self, size: int) -> None:
         """Refuse to make a value of so many characters if that is too much."""
+        self.check_time()
         self._rendering.made += size
         if size > MOST_CHARACTERS or self._rendering.made > MOST_MADE:
             raise jinja2.TemplateError(
@@ -161,6 +195,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
 
         @functools.wraps(work)
         def bounded(*args: Any, **kwargs: Any) -> Any:
+            self.check_time()
             first, value, others = args[:takes_first], args[takes_first], args[takes_first + 1 :]
             if name == "join" and not isinstance(value, str):
                 value = list(value)

@@ -2,11 +2,13 @@
 
 import asyncio
 import contextlib
+import faulthandler
 import functools
 import gc
 import signal
 import socket
 import ssl
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -23,6 +25,8 @@ from kvern.server.connection import Connection
 from kvern.server.keys import read_keys
 from kvern.server.origins import is_loopback
 
+LAST_SECONDS = 5
+"""After a second signal: the process ends then, whatever its threads do, and says what they did."""
 KEEP_ALIVE_SECONDS = 75
 """An idle connection stays open so long, longer than proxies in front keep theirs."""
 
@@ -47,8 +51,13 @@ async def serve(
     assert loading is not None
     http: HttpServer | None = None
 
+    ended = list(signals)
+
     def end() -> None:
-        """At a signal: running requests have some seconds; a model that loads has none."""
+        """At a signal: running requests have some seconds; a model that loads has none. The second one always ends."""
+        if ended:  # whatever threads or the loop do: this takes neither
+            faulthandler.dump_traceback_later(LAST_SECONDS, exit=True, file=sys.__stderr__)
+        ended.append(0)
         if http is None:
             loading.cancel()
         else:
@@ -58,6 +67,7 @@ async def serve(
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, end)
     if signals:
+        ended.clear()
         end()
     with contextlib.suppress(asyncio.CancelledError), _removed(server.uds):
         async with EngineClient(config, process) as client:
