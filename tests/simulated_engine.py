@@ -391,4 +391,4 @@ class SimulatedEngine:
                 if newcomer.owner != request.owner or (newcomer.beams is not None and newcomer.output_length):
                     continue
                 order = [(item.turn, item.arrival) for item in (newcomer, request)]
-                assert order == sorted(order), "equal requests of one owner go by turn, then in the order of their arrival"
+                assert order == sorted(order), "equal requests of an owner go by turn, then by arrival"

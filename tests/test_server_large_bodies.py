@@ -86,6 +86,30 @@ def test_large_bodies(server: Served, path: str, body: Callable[[], bytes], said
     assert said in content["error"]["message"]
 
 
+def test_many_log_probabilities_are_written_beside_others(server: Served) -> None:
+    prompts = [[7 + number] * 480 for number in range(2)]
+    bodies: dict[str, dict[str, object]] = {
+        TEXT: {"prompt": prompts, "prompt_logprobs": 100, "max_tokens": 1, "logprobs": 3},
+        CHAT: {
+            "messages": [{"role": "user", "content": "a"}],
+            "n": 8,
+            "max_tokens": 60,
+            "logprobs": True,
+            "top_logprobs": 100,
+        },
+    }
+    for path, body in bodies.items():
+        with small_requests_are_answered(server):
+            status, _, answer = server.raw("POST", path, json.dumps(body).encode())
+        assert status == 200, answer
+        if path == TEXT:
+            assert [len(choice["prompt_logprobs"]) for choice in answer["choices"]] == [480] * 2
+            assert all(len(table) >= 100 for table in answer["choices"][1]["prompt_logprobs"][1:])
+        else:
+            tokens = [entry for choice in answer["choices"] for entry in choice["logprobs"]["content"]]
+            assert {len(entry["top_logprobs"]) for entry in tokens} == {100}
+
+
 def test_memory_goes_back_after_large_bodies() -> None:
     """Of several at once, which wait for each other."""
     with serving(*SMALL) as server:
