@@ -16,7 +16,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 from triton.language.extra.cuda import gdc_wait
 
-from kvern.kernels.hopper import hopper_multiplies, processors, tiles_of
+from kvern.kernels.hopper import hopper_multiplies, processors, thread_barrier, tiles_of
 from kvern.kernels.linear import TileShape
 from kvern.kernels.packed import Packed
 from kvern.kernels.product_hopper import CONSUMER_REGISTERS, PRODUCER_REGISTERS, ROWS, fetch, place_of, write
@@ -79,10 +79,10 @@ def _joined(total, partial, arrived, place, split, SPLITS: gl.constexpr):
     total = gl.permute(gl.reshape(total, [4, 2, 8, OUTPUTS // 8, 4, 2]), (3, 0, 2, 4, 1, 5))
     total = gl.convert_layout(gl.reshape(total, [SIZE]), flat, assert_trivial=True)
     gl.store(first + split * SIZE + inside, total)
-    gl.thread_barrier()
+    thread_barrier()
     last = gl.atomic_add(arrived + place, 1, sem="acq_rel") == SPLITS - 1
     if last:
-        gl.thread_barrier()
+        thread_barrier()
         total = gl.zeros([SIZE], gl.float32, flat)
         for other in range(SPLITS):
             total += gl.load(first + other * SIZE + inside, cache_modifier=".cg")

@@ -21,6 +21,8 @@ DTYPES = {
 """That the matrix units multiply."""
 KINDS = (None, "silu", "gelu", "gelu_tanh", "relu", "clamped_swiglu")
 """Of activations, the last of them of experts alone."""
+thread_barrier = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier
+"""For the threads of a block, as Triton 3.6 calls it, and since 3.7."""
 
 
 def hopper_multiplies(dtype: torch.dtype, inputs: int, outputs: int) -> bool:

@@ -17,7 +17,15 @@ from triton.experimental import gluon
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from kvern.kernels.hopper import KINDS, activate_by, fetch_weights, hopper_multiplies, place_of, tiles_of
+from kvern.kernels.hopper import (
+    KINDS,
+    activate_by,
+    fetch_weights,
+    hopper_multiplies,
+    place_of,
+    thread_barrier,
+    tiles_of,
+)
 from kvern.kernels.launch import Launcher, cdiv
 from kvern.kernels.linear import StreamShape
 from kvern.kernels.packed import Packed
@@ -98,10 +106,10 @@ def write_sums(
         inside = line[:, None] * ROWS + gl.arange(0, ROWS, gl.SliceLayout(0, layout))[None, :]
         part = partial + slot * (SPLITS * OUTPUTS * ROWS) + inside
         gl.store(part + gl.program_id(1) * (OUTPUTS * ROWS), total)
-        gl.thread_barrier()
+        thread_barrier()
         last = gl.atomic_add(arrived + slot, 1, sem="acq_rel") == SPLITS - 1
         if last:
-            gl.thread_barrier()
+            thread_barrier()
             total = gl.zeros([OUTPUTS, ROWS], gl.float32, layout)
             for other in gl.static_range(SPLITS):
                 total += gl.load(part + other * (OUTPUTS * ROWS), cache_modifier=".cg")
