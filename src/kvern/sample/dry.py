@@ -123,7 +123,7 @@ def _since_break(recent: torch.Tensor, runs: Runs, breakers: Breakers | None) ->
             if length <= recent.shape[1]:
                 places = recent.shape[1] - length + 1
                 found = (runs.hashes[:, length:] - runs.hashes[:, :places]) * shifts[:places]
-                for one in wanted.split(1):
+                for one in wanted.unbind():
                     breaks[:, :places] |= found == one
     return (breaks.cumsum(1) == 0).sum(1, keepdim=True)
 

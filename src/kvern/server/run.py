@@ -8,7 +8,6 @@ import gc
 import signal
 import socket
 import ssl
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -56,7 +55,7 @@ async def serve(
     def end() -> None:
         """At a signal: running requests have some seconds; a model that loads has none. The second one always ends."""
         if ended:  # whatever threads or the loop do: this takes neither
-            faulthandler.dump_traceback_later(LAST_SECONDS, exit=True, file=sys.__stderr__)
+            faulthandler.dump_traceback_later(LAST_SECONDS, exit=True, file=2)
         ended.append(0)
         if http is None:
             loading.cancel()
