@@ -15,6 +15,7 @@ from torch import nn
 
 from kvern.adapters.bank import AdapterBank
 from kvern.adapters.peft import read_adapter
+from kvern.device.measurements import Measurements
 from kvern.errors import ConfigError, CorruptCheckpoint, UnsupportedModel
 from kvern.layers import linear_format
 from kvern.layers.build import Build
@@ -277,7 +278,9 @@ def test_what_is_held_plain_for_latents_is_not_timed(tmp_path: Path) -> None:
     assert tune(load_model(tmp_path, dtype="float32"), lambda calls: 1.0, {}) == {}
 
 
-def test_a_way_to_multiply_that_does_not_run_is_left_out(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_way_to_multiply_that_does_not_run_is_left_out_and_named_at_every_start(
+    caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
     layers = [
         Linear(inputs, {"a": 4}, Build(torch.float32, CPU, 1, linear=LinearMethods(Choices()))) for inputs in (6, 8)
     ]
@@ -292,10 +295,20 @@ def test_a_way_to_multiply_that_does_not_run_is_left_out(caplog: pytest.LogCaptu
 
     timed = tune(model, clock, {})
     assert [layer.method.chosen for layer in layers] == [(2, None)] * 2
-    assert set(timed.values()) == {None}
     (warning,) = caplog.messages
     assert warning.endswith("(choosing, 2 rows: (1, 2)): (1, 2) is too large")
+    caplog.clear()
+    measurements = Measurements(tmp_path, CPU)
+    measurements.remember("linear", timed)
+    measurements.save()
     broken |= {None, (3, 4)}
+    known = Measurements(tmp_path, CPU).section("linear")
+    assert tune(model, clock, known) == {} and caplog.messages == [warning], "the choice is kept, and so is the reason"
+    assert [layer.method.chosen for layer in layers] == [(2, None)] * 2
+    left_out = next(iter(known.values()))
+    for spoiled in (left_out | {"left out": ["(1, 2)"]}, {"choice": None}):
+        caplog.clear()
+        assert tune(model, clock, dict.fromkeys(known, spoiled)) == {} and not caplog.messages
     with pytest.raises(ArithmeticError, match="None is too large"):
         tune(model, clock, {})
 

@@ -41,34 +41,35 @@ def tune(model: nn.Module, time: Time, known: Mapping[str, object]) -> dict[str,
     """Choose for every kind of linear layer, and of experts. Returns what was timed because it was not `known`.
 
     `time` runs the calls it is given, of one product over the weights of different layers, and tells how long. Keys and
-    values of what is known are plain, to be kept in a file. A candidate that does not run is left out, with a warning;
-    if none of a choice does, the first one's error is raised. What has no alternative is not timed.
+    values of what is known are plain, to be kept in a file. A candidate that does not run is left out, with a warning
+    that is repeated whenever the choice is known; if none of a choice runs, the first one's error is raised. What has
+    no alternative is not timed.
     """
     timed: dict[str, object] = {}
-    broken: dict[str, Exception] = {}
+    broken: dict[str, str] = {}
     for key, alike in _alike(model).items():
         offers = [layer.candidates() for layer in islice(alike, TIMED_LAYERS)]
         for rows, candidates in offers[0].items():
-            alone = len(candidates) == 1
-            choice = next(iter(candidates)) if alone else _plain(known.get(f"{key}, {rows} rows", ()))
+            choice, reasons = _plain(known.get(f"{key}, {rows} rows", ()))
+            if len(candidates) == 1:
+                choice, reasons = next(iter(candidates)), {}
             if choice not in candidates:
                 inputs = alike[0].inputs(rows)
                 timed_layers = offers[: max(1, TIMED_ROWS // rows)]
                 ways = {candidate: [offer[rows][candidate] for offer in timed_layers] for candidate in candidates}
-                choice, errors = _fastest(ways, inputs, time)
-                broken = {f"{alike[0].name}, {rows} rows: {name}": error for name, error in errors.items()} | broken
-                timed[f"{key}, {rows} rows"] = choice
+                choice, reasons = _fastest(ways, inputs, time)
+                timed[f"{key}, {rows} rows"] = {"choice": choice, "left out": reasons} if reasons else choice
+            broken = {f"{alike[0].name}, {rows} rows: {name}": reason for name, reason in reasons.items()} | broken
             for layer in alike:
                 layer.choose(rows, choice)
-    for name, error in broken.items():
-        reason = (str(error) or type(error).__name__).splitlines()[0]
+    for name, reason in broken.items():
         logger.warning("a way to multiply does not work here and is left out (%s): %s", name, reason)
     return timed
 
 
 def _fastest(
     candidates: Mapping[Hashable, list[Prepare]], inputs: tuple[Tensor, ...], time: Time
-) -> tuple[Hashable, dict[Hashable, Exception]]:
+) -> tuple[Hashable, dict[str, str]]:
     """The candidate whose calls take least, and why others do not run: what fits depends on device, shape and dtype."""
     durations: dict[Hashable, float] = {}
     errors: dict[Hashable, Exception] = {}
@@ -79,14 +80,20 @@ def _fastest(
             errors[candidate] = error
     if not durations:
         raise next(iter(errors.values()))
-    return min(durations, key=lambda candidate: durations[candidate]), errors
+    reasons = {str(name): (str(error) or type(error).__name__).splitlines()[0] for name, error in errors.items()}
+    return min(durations, key=lambda candidate: durations[candidate]), reasons
 
 
-def _plain(stored: object) -> Hashable:
-    """A candidate as it was before it was kept in a file; anything else is none."""
+def _plain(stored: object) -> tuple[Hashable, dict[str, str]]:
+    """A candidate as it was before it was kept in a file, and why others were left out; anything else is none."""
+    reasons: dict[str, str] = {}
+    if isinstance(stored, dict):
+        if isinstance(left_out := stored.get("left out"), dict):
+            reasons = {str(name): str(reason) for name, reason in left_out.items()}
+        stored = stored.get("choice", ())
     if isinstance(stored, list):
-        return tuple(item for item in stored if isinstance(item, Hashable))
-    return stored if isinstance(stored, Hashable) else ()
+        stored = tuple(item for item in stored if isinstance(item, Hashable))
+    return stored if isinstance(stored, Hashable) else (), reasons
 
 
 def _alike(model: nn.Module) -> dict[str, list[_Timed]]:

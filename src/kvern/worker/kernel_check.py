@@ -3,7 +3,7 @@ that work.
 
 Each is launched once on small inputs with the head sizes, widths and dtype of the model, in every form that a step can
 take, so that what serving launches is compiled already. A kernel that does not compile or run is left to PyTorch, with
-a warning that names its group.
+its group and a warning that names both, at every start.
 """
 
 import logging
@@ -44,7 +44,7 @@ def working_kernels(models: Sequence[tuple[ModelSpec, Inputs]]) -> list[frozense
     with ThreadPoolExecutor(THREADS, initializer=use) as pool:
         running = [
             [
-                (kernel.group, pool.submit(launch, kernel, spec, inputs, arguments))
+                (kernel, pool.submit(launch, kernel, spec, inputs, arguments))
                 for kernel in kernels_of(spec)
                 for arguments in kernel.launched(spec, inputs)
             ]
@@ -53,21 +53,26 @@ def working_kernels(models: Sequence[tuple[ModelSpec, Inputs]]) -> list[frozense
         broken = [_broken(launches) for launches in running]
     if device.type == "cuda":
         torch.cuda.empty_cache()
-    for name, error in {name: error for errors in reversed(broken) for name, error in errors.items()}.items():
+    first = {group: found for groups in reversed(broken) for group, found in groups.items()}
+    for group, (names, error) in first.items():
         while isinstance(error, CompilationError) and error.__cause__ is not None:  # it says where, and that says why
             error = error.__cause__
         reason = (str(error) or type(error).__name__).splitlines()[0]
-        logger.warning("the kernels for %s do not work here, PyTorch does their work: %s", name, reason)
-    return [_known(*model) - frozenset(errors) for model, errors in zip(models, broken, strict=True)]
+        logger.warning(
+            "the kernels for %s do not work here (%s), PyTorch does their work: %s", group, ", ".join(names), reason
+        )
+    return [_known(*model) - frozenset(groups) for model, groups in zip(models, broken, strict=True)]
 
 
-def _broken(launches: Sequence[tuple[str, Future[None]]]) -> dict[str, BaseException]:
-    """The groups of those that fail, with the first error of each."""
-    broken: dict[str, BaseException] = {}
-    for group, future in launches:
+def _broken(launches: Sequence[tuple[Kernel, Future[None]]]) -> dict[str, tuple[list[str], BaseException]]:
+    """The groups of those that fail, with their names and the first error of each group."""
+    broken: dict[str, tuple[list[str], BaseException]] = {}
+    for kernel, future in launches:
         error = future.exception()
         if error is not None:
-            broken.setdefault(group, error)
+            names, _ = broken.setdefault(kernel.group, ([], error))
+            if kernel.name not in names:
+                names.append(kernel.name)
     return broken
 
 
