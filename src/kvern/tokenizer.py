@@ -7,8 +7,9 @@ tokens, ``generation_config.json`` and ``config.json`` the tokens that end an an
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,11 @@ import tokenizers
 from kvern.chat_template import ChatTemplate
 from kvern.errors import CorruptCheckpoint, InvalidRequest, PromptTooLong, half_pair, shown
 from kvern.files import MEBIBYTE, read_object, read_whole, reason
+from kvern.tokenizer_growth import read_growth
 
 MOST_TOKENIZER_BYTES = 256 * MEBIBYTE
+MOST_GROWN = 1 << 22
+"""Characters that may be made of the texts of one call, by tokenizers that make texts longer."""
 
 
 class Tokenizer:
@@ -41,7 +45,7 @@ class Tokenizer:
         self._variables = dict(variables or {})
         self._lowers = read_json(self.folder / "sentence_bert_config.json").get("do_lower_case") is True
         self._config = read_json(self.folder / "tokenizer_config.json")
-        self._backend = load_backend(self.folder / "tokenizer.json")
+        self._backend, self._growth = load_backend(self.folder / "tokenizer.json")
         self._special_tokens = special_tokens(self._config, read_json(self.folder / "special_tokens_map.json"))
         self.chat_template = ChatTemplate.from_folder(self.folder, self._config)
         self.bos_token = self._special_tokens.get("bos_token")
@@ -93,22 +97,17 @@ class Tokenizer:
 
         Raises InvalidRequest.
         """
-        backend = self._require()
-        try:
+        with self._reading(texts) as backend:
             # of the library's ways to encode, this one lets other threads run meanwhile
             lowered = [text.lower() for text in texts] if self._lowers else list(texts)
             encodings = backend.encode_batch_fast(lowered, add_special_tokens=add_special_tokens)
-        except (UnicodeEncodeError, TypeError) as error:  # the library calls a string it cannot take a TypeError
-            raise _not_text(texts) from error
         return [list(encoding.ids) for encoding in encodings]
 
     def encode_pair(self, first: str, second: str) -> tuple[list[int], list[int]]:
         """Return the token ids of two texts that are read together, and the kind of each token: 0, or 1 of the second,
         as the tokenizer tells them apart. Raises InvalidRequest."""
-        try:
-            (encoding,) = self._require().encode_batch_fast([(first, second)], add_special_tokens=True)
-        except (UnicodeEncodeError, TypeError) as error:
-            raise _not_text((first, second)) from error
+        with self._reading((first, second)) as backend:
+            (encoding,) = backend.encode_batch_fast([(first, second)], add_special_tokens=True)
         return list(encoding.ids), list(encoding.type_ids)
 
     def cutting_tokens(self, template: str) -> list[str]:
@@ -206,6 +205,24 @@ class Tokenizer:
             )
         return self._backend
 
+    @contextlib.contextmanager
+    def _reading(self, texts: Sequence[str]) -> Iterator[tokenizers.Tokenizer]:
+        """The backend, to read these texts with. Raises InvalidRequest for texts that it cannot read."""
+        backend = self._require()
+        try:
+            if self._growth > 1 and (made := self._growth * sum(map(len, texts))) > MOST_GROWN:
+                raise InvalidRequest(
+                    f"the model's tokenizer may make {made} characters of this text, {self._growth} of one: at most "
+                    f"{MOST_GROWN}; shorten the prompt"
+                )
+            yield backend
+        except (UnicodeEncodeError, TypeError) as error:  # the library calls a string it cannot take a TypeError
+            raise _not_text(texts) from error
+        except BaseException as error:
+            if not is_panic(error):
+                raise
+            raise InvalidRequest(f"the model's tokenizer cannot read this text: {error}; write it otherwise") from error
+
     def _token_bytes(self, token: str) -> bytes:
         if self.is_byte_level:
             if all(character in BYTE_OF_CHARACTER for character in token):
@@ -288,18 +305,32 @@ def longest_token(backend: tokenizers.Tokenizer) -> int | None:
     return longest if backend.normalizer is None else 2 * longest  # composing characters makes texts shorter
 
 
-def load_backend(path: Path) -> tokenizers.Tokenizer | None:
+def load_backend(path: Path) -> tuple[tokenizers.Tokenizer | None, int]:
+    """Return the tokenizer of a file, ``None`` without one, and how many characters it may make of one.
+
+    Raises CorruptCheckpoint for a file that cannot be read, and for one that makes too many.
+    """
     try:
         text = read_whole(path, MOST_TOKENIZER_BYTES)
     except FileNotFoundError:
-        return None
+        return None, 1
     try:
+        growth = read_growth(path, text)
         backend = tokenizers.Tokenizer.from_buffer(text)
-    except Exception as error:  # the library raises bare Exception for everything
+    except CorruptCheckpoint:
+        raise
+    except BaseException as error:  # the library raises bare Exception for everything
+        if not (isinstance(error, Exception) or is_panic(error)):
+            raise
         raise CorruptCheckpoint(f"{path} cannot be read as a tokenizer: {reason(error)}; download it again") from error
     backend.no_truncation()
     backend.no_padding()
-    return backend
+    return backend, growth
+
+
+def is_panic(error: BaseException) -> bool:
+    """Whether the library gave up, of regular expressions that take too many steps for example."""
+    return type(error).__name__ == "PanicException"
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -63,5 +63,5 @@ def read_draft(draft: Path, folder: Path, spec: ModelSpec, longest: int) -> Mode
 
 def _vocabulary(file: Path) -> dict[str, int] | None:
     """The tokens of a tokenizer, by their ids; None: there is none."""
-    tokenizer = load_backend(file)
+    tokenizer, _ = load_backend(file)
     return None if tokenizer is None else tokenizer.get_vocab(with_added_tokens=True)
