@@ -42,6 +42,14 @@ def test_embeddings_outlive_an_engine(tmp_path: Path) -> None:
         assert len(ask(server, "/v1/embeddings", input=["a"] * 2048)["data"]) == 2048
         refused = ask(server, "/v1/embeddings", 400, input=["a"] * 2049)["error"]["message"]
         assert refused == "input holds 2049 prompts: at most 2048"
+        [plain] = ask(server, "/v1/embeddings", input=QUERY, normalize=False)["data"]
+        length = sum(number**2 for number in plain["embedding"]) ** 0.5
+        assert [number / length for number in plain["embedding"]] == pytest.approx(vectors[0], abs=TOLERANCE)
+        assert abs(length - 1) > 0.01
+        refused = ask(server, "/v1/embeddings", 400, input=QUERY, extra_body={"input_type": "query"})["error"]
+        assert refused["param"] == "input_type"
+        _, headers, _ = server.raw("POST", "/v1/embeddings", b'{"input": "a", "colour": 1, "n_predict": 1}')
+        assert headers["x-kvern-ignored-fields"] == "colour, n_predict"
         for given in ({"input": 5}, {"input": []}, {"input": None}):
             assert ask(server, "/v1/embeddings", 400, **given)["error"]["message"].startswith("input is ")
         check_cuts(server, folder, tokenizer)

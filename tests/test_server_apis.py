@@ -167,7 +167,21 @@ def test_models_tokens_and_versions(server: Served, client: openai.OpenAI, llm: 
     status, _, told = server.raw("POST", "/tokenize", body)
     assert (status, told["tokens"], told["count"], told["max_model_len"]) == (200, ids, len(ids), 1024)
     assert "".join(told["token_strs"]) == f"<|begin|>{STORY}"
-    assert server.raw("POST", "/detokenize", json.dumps({"tokens": ids[1:]}).encode())[2] == {"prompt": STORY}
+    assert server.raw("POST", "/detokenize", json.dumps({"tokens": ids[1:]}).encode())[2] == {
+        "prompt": STORY,
+        "content": STORY,
+    }
+    for fields, special in (({}, False), ({"add_special": True}, True)):  # llama.cpp's
+        told = server.raw("POST", "/tokenize", json.dumps({"content": STORY, **fields}).encode())[2]["tokens"]
+        assert told == llm.tokenizer.encode(STORY, special)
+    for path, wrong, said in (
+        ("tokenize", {}, "prompt is missing"),
+        ("tokenize", {"prompt": "a", "content": "a"}, "prompt and content are both set"),
+        ("tokenize", {"content": "a", "with_pieces": True}, "with_pieces is True: send return_token_strs"),
+        ("detokenize", {}, "tokens is missing"),
+    ):
+        status, _, told = server.raw("POST", f"/{path}", json.dumps(wrong).encode())
+        assert status == 400 and told["error"]["message"].startswith(said)
     chat = server.raw("POST", "/tokenize", json.dumps({"messages": QUESTION}).encode())[2]["tokens"]
     assert chat == llm.tokenizer.chat_prompt_ids(QUESTION)
     assert server.raw("GET", "/version")[2]["version"]

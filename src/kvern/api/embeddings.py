@@ -1,4 +1,4 @@
-"""OpenAI's /v1/embeddings: texts as vectors of length 1."""
+"""OpenAI's /v1/embeddings: texts as vectors, of length 1 unless `normalize` is false."""
 
 import base64
 from array import array
@@ -8,7 +8,8 @@ from typing import Any
 
 from kvern.api.completions import read_encoding, read_prompts
 from kvern.api.errors import HttpError
-from kvern.api.fields import CommonFields, read_common, typed
+from kvern.api.fields import COMMON_FIELDS, WITHOUT_EFFECT, CommonFields, read_common, typed
+from kvern.api.other_names import Refused, check_extras
 from kvern.engine.embedding import embedding_of
 from kvern.engine.inputs import Prompt
 from kvern.errors import shown
@@ -18,6 +19,29 @@ from kvern.tools.encoding import Encoding
 EMBEDDINGS = "/v1/embeddings"
 MOST_TEXTS = 2048
 """As at OpenAI's: clients send a thousand at once by themselves."""
+FIELDS = frozenset(
+    {"input", "encoding_format", "dimensions", "normalize", "use_activation", "add_special_tokens"}
+    | {"truncate_prompt_tokens", "truncation_side"}
+)
+KNOWN = FIELDS | WITHOUT_EFFECT | set(COMMON_FIELDS)
+_TASK = "write what the model wants before a text into input itself"
+_TYPE = "numbers are float32; send encoding_format for their base64"
+REFUSED: Refused = {
+    **dict.fromkeys(
+        ("input_type", "task", "task_type", "prompt_name", "prompt", "instruction", "title"), (("",), _TASK)
+    ),
+    **dict.fromkeys(("embedding_type", "output_dtype", "embed_dtype"), (("float", "float32"), _TYPE)),
+    "embedding_types": (([], ["float"]), _TYPE),
+    "endianness": (("native", "little"), "numbers are little-endian"),
+    **dict.fromkeys(("output_dimension", "output_dimensionality"), ((), "send dimensions")),
+    **dict.fromkeys(("truncate", "truncation"), ((False, "NONE"), "send truncate_prompt_tokens, -1 for what fits")),
+    "max_length": ((), "send truncate_prompt_tokens"),
+    "late_chunking": ((False,), "each text has a vector of its own"),
+    "return_multivector": ((False,), "each text has one vector"),
+    **dict.fromkeys(("pooling", "pooling_type"), ((), "texts are pooled as the model's folder says")),
+    **dict.fromkeys(("messages", "text", "texts", "inputs", "images"), (([],), "send texts as input")),
+}
+"""Fields of other servers that would change the vectors, with the values that ask for nothing, and what to do."""
 
 
 @dataclass(frozen=True)
@@ -31,11 +55,13 @@ class EmbeddingBody:
     encoding: Encoding | None
     number_format: str
     dimensions: int | None
+    normalize: bool
     common: CommonFields
 
 
 def read_embedding(body: Mapping[str, Any]) -> EmbeddingBody:
     """Check a body. Raises HttpError."""
+    check_extras(body, FIELDS, REFUSED)
     number_format = typed(body, "encoding_format", str, "float")
     if number_format not in ("float", "base64"):
         message = f"encoding_format is {shown(number_format)}: it must be float or base64"
@@ -43,22 +69,24 @@ def read_embedding(body: Mapping[str, Any]) -> EmbeddingBody:
     dimensions = typed(body, "dimensions", int, None)
     if "input" not in body:
         raise HttpError(400, "input is missing: a text, a list of token ids, or a list of these", param="input")
+    normalize = typed(body, "normalize", bool, None)
+    activation = typed(body, "use_activation", bool, normalize)
+    if normalize not in (None, activation):
+        message = f"normalize is {normalize} and use_activation {activation}: they mean the same; give one of them"
+        raise HttpError(400, message, param="normalize")
     encoding = read_encoding(body, special=True, side="right")
     if encoding is not None:
         encoding = replace(encoding, keeps_special=encoding.add_special_tokens)
-    return EmbeddingBody(
-        read_prompts(body, "input", MOST_TEXTS), encoding, number_format, dimensions, read_common(body)
-    )
+    prompts = read_prompts(body, "input", MOST_TEXTS)
+    return EmbeddingBody(prompts, encoding, number_format, dimensions, activation is not False, read_common(body))
 
 
-def embedding_answer(
-    outputs: Sequence[RequestOutput], model: str, number_format: str, dimensions: int | None
-) -> dict[str, Any]:
-    """The vectors. Raises InvalidParameter if the model's have fewer dimensions."""
+def embedding_answer(outputs: Sequence[RequestOutput], model: str, asked: EmbeddingBody) -> dict[str, Any]:
+    """The vectors of the prompts that were `asked`. Raises InvalidParameter if the model's have fewer dimensions."""
     data = []
     for index, output in enumerate(outputs):
-        vector = embedding_of(output.embedding or b"", dimensions)
-        value = vector if number_format == "float" else base64.b64encode(array("f", vector).tobytes()).decode()
+        vector = embedding_of(output.embedding or b"", asked.dimensions, asked.normalize)
+        value = vector if asked.number_format == "float" else base64.b64encode(array("f", vector).tobytes()).decode()
         data.append({"object": "embedding", "index": index, "embedding": value})
     tokens = sum(len(output.prompt_token_ids) for output in outputs)
     usage = {"prompt_tokens": tokens, "total_tokens": tokens}

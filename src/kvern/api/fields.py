@@ -64,6 +64,7 @@ def typed(body: Mapping[str, Any], name: str, kind: type | tuple[type, ...], def
     if value is None:
         return default
     kinds = kind if isinstance(kind, tuple) else (kind,)
+    value = value if float in kinds else whole(value)
     if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
         expected = " or ".join(JSON_NAMES[kind] for kind in kinds)
         raise HttpError(400, f"{name} is {shown(value)}: it must be {expected}", param=name)
@@ -71,6 +72,11 @@ def typed(body: Mapping[str, Any], name: str, kind: type | tuple[type, ...], def
         message = f"{name} is {shown(value)}: it must be at least -2**63 and below 2**63"
         raise HttpError(400, message, param=name)
     return value
+
+
+def whole(value: object) -> object:
+    """An integer for 8.0, as clients send whose language has one kind of number; anything else as it is."""
+    return int(value) if isinstance(value, float) and value.is_integer() and abs(value) <= MAX_WIDE_INTEGER else value
 
 
 def merge_extra(body: dict[str, Any]) -> None:
@@ -98,7 +104,7 @@ def read_metadata(body: Mapping[str, Any]) -> dict[str, str]:
 
 def sampling_params(defaults: SamplingParams, values: Mapping[str, Any]) -> SamplingParams:
     """`defaults` with the parameters that are named, their types and ranges checked. Raises InvalidParameter."""
-    named = {name: values[name] for name in SamplingParams.__struct_fields__ if values.get(name) is not None}
+    named = {name: whole(values[name]) for name in SamplingParams.__struct_fields__ if values.get(name) is not None}
     if not named:
         return defaults
     try:

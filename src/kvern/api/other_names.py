@@ -179,6 +179,18 @@ def _check_unknown(name: str, value: object, place: str) -> None:
             raise HttpError(400, f"{message}; leave it out", param=name)
 
 
+def check_extras(body: Mapping[str, Any], known: Collection[str], refused: Refused) -> None:
+    """Refuse what would change an answer of a route that generates no text, and misspellings. Raises HttpError."""
+    check_refused(body, refused)
+    unknown = [name for name, value in body.items() if value is not None and name not in known and name not in refused]
+    if len(unknown) > MOST_UNKNOWN:
+        raise HttpError(400, f"the body has {len(unknown)} fields that this API does not know: leave them out")
+    for name in unknown:
+        near = difflib.get_close_matches(name.lower(), known, n=1, cutoff=0.88) if len(name) <= LONGEST_NAME else []
+        if near:
+            raise HttpError(400, f"{name} is no field: did you mean {near[0]}?", param=name)
+
+
 @functools.lru_cache(1024)
 def _meant(name: str) -> str | None:
     """The field that a name is a misspelling of, if it is one."""

@@ -11,10 +11,12 @@ from typing import Any
 
 from kvern.api.errors import HttpError
 from kvern.api.fields import typed
-from kvern.api.text_pairs import SHARED, Relevances, TextPairs, read_texts, text_pairs
+from kvern.api.other_names import check_extras
+from kvern.api.text_pairs import OF_PAIRS, REFUSED, SHARED, Relevances, TextPairs, read_texts, text_pairs
 
 RERANK = "/v1/rerank"
-KNOWN = SHARED | {"query", "documents", "top_n", "return_documents"}
+FIELDS = OF_PAIRS | {"query", "documents", "top_n", "return_documents"}
+KNOWN = SHARED | FIELDS
 
 
 @dataclass(frozen=True)
@@ -28,6 +30,7 @@ class RerankBody:
 
 def read_rerank(body: Mapping[str, Any]) -> RerankBody:
     """Check a body. Raises HttpError."""
+    check_extras(body, FIELDS, {**REFUSED, **dict.fromkeys(("top_k", "num_results"), ((), "send top_n"))})
     query = typed(body, "query", str, "")
     if not query:
         raise HttpError(400, "query is empty: it must be a text", param="query")

@@ -14,13 +14,21 @@ from kvern.api.completion_answers import usage
 from kvern.api.errors import HttpError
 from kvern.api.fields import COMMON_FIELDS, WITHOUT_EFFECT, CommonFields, read_common, typed
 from kvern.api.limits import MOST_SEQUENCES
+from kvern.api.other_names import Refused, check_extras
 from kvern.api.text_logprobs import finite
 from kvern.engine.scoring import Pair, Score, ScoredPrompt, score_of
 from kvern.errors import shown
 from kvern.outputs import RequestOutput
 
 SCORE = "/v1/score"
-KNOWN = frozenset({"context", "continuations", "logprobs", "add_special_tokens", *WITHOUT_EFFECT, *COMMON_FIELDS})
+FIELDS = frozenset({"context", "continuations", "logprobs", "add_special_tokens"})
+KNOWN = FIELDS | WITHOUT_EFFECT | set(COMMON_FIELDS)
+_PAIRS = "it is of pairs of texts; send text_1 and text_2"
+REFUSED: Refused = {
+    **dict.fromkeys(("instruction", "max_tokens_per_doc", "use_activation"), ((), _PAIRS)),
+    "truncate_prompt_tokens": ((), "contexts and continuations are scored whole: shorten them"),
+    "temperature": ((1,), "scores are of the model's own probabilities"),
+}
 
 
 @dataclass(frozen=True)
@@ -35,6 +43,7 @@ class ScoreBody:
 
 def read_score(body: Mapping[str, Any]) -> ScoreBody:
     """Check a body. Raises HttpError."""
+    check_extras(body, FIELDS, REFUSED)
     logprobs = typed(body, "logprobs", bool, False)
     special = typed(body, "add_special_tokens", bool, True)
     return ScoreBody(_read_pairs(body), special, logprobs, read_common(body))

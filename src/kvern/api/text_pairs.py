@@ -15,14 +15,30 @@ from kvern.api.completions import read_most_tokens
 from kvern.api.errors import HttpError
 from kvern.api.fields import COMMON_FIELDS, WITHOUT_EFFECT, CommonFields, read_common, typed
 from kvern.api.limits import MOST_SEQUENCES
+from kvern.api.other_names import Refused, check_extras
 from kvern.engine.relevance import sigmoid
 from kvern.engine.scoring import Score
 from kvern.errors import shown
 
 NAMES = (("text_1", "text_2"), ("queries", "documents"), ("queries", "items"), ("data_1", "data_2"))
 """What /v1/score calls the texts of pairs, as vLLM does."""
-SHARED = frozenset({"instruction", "truncate_prompt_tokens", "max_tokens_per_doc", *WITHOUT_EFFECT, *COMMON_FIELDS})
+OF_PAIRS = frozenset({"instruction", "truncate_prompt_tokens", "max_tokens_per_doc"})
+SHARED = OF_PAIRS | WITHOUT_EFFECT | set(COMMON_FIELDS)
 """What both routes take."""
+_SCORES = "scores are what `method` of the answer says; compare them with each other only"
+REFUSED: Refused = {
+    **dict.fromkeys(("use_activation", "activation", "normalize"), ((True,), _SCORES)),
+    **dict.fromkeys(("raw_scores", "softmax", "apply_softmax"), ((False,), _SCORES)),
+    "label_token_ids": (([],), "send context and continuations: their answer has a logprob for each"),
+    "item_first": ((False,), "send the texts in the order in which the model reads them"),
+    "rank_fields": (([], ["text"]), "a document is its text: put what is to count into that"),
+    "max_chunks_per_doc": ((), "send max_tokens_per_doc"),
+    **dict.fromkeys(("truncate", "truncation"), ((False, "NONE"), "send truncate_prompt_tokens, -1 for what fits")),
+    "max_length": ((), "send truncate_prompt_tokens"),
+    "return_embeddings": ((False,), "ask /v1/embeddings"),
+    **dict.fromkeys(("chat_template", "chat_template_kwargs"), (("", {}), "the model's own template is used")),
+}
+"""Fields of other servers that would change scores, with the values that ask for nothing, and what to do."""
 KNOWN = SHARED | {name for names in NAMES for name in names}
 MOST_PAIRS = MOST_SEQUENCES // 2
 MOST_CHARACTERS = 1 << 22
@@ -90,6 +106,7 @@ def has_pairs(body: Mapping[str, Any]) -> bool:
 def read_pairs(body: Mapping[str, Any]) -> TextPairs:
     """Check a body of /v1/score: one first text for all second ones, or one for each. Raises HttpError."""
     given = _given(body)
+    check_extras(body, OF_PAIRS | {name for names in NAMES for name in names}, REFUSED)
     for other in ("context", "continuations"):
         if body.get(other) is not None:
             message = f"{other} asks how likely a text is, and {given[0]} compares texts: send one of both"

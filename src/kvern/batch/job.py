@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from kvern.api.sent_names import as_sent, sent_names
 from kvern.batch.journal import Journal, Totals
 from kvern.batch.openai_rows import is_openai_row, read_openai_row
 from kvern.batch.readers import Reader, Row, checked_ending, content_digest, import_pyarrow, open_reader
@@ -300,7 +301,7 @@ def chat_of(request: BatchRequest, llm: LLM) -> ChatRequest | None:
 
 def failure(row: Row, error: KvernError) -> Finished:
     """The line of the errors file: which row, why, and the row's own key where it has one."""
-    fields: dict[str, Any] = {"row": row.number, "error": str(error)}
+    fields: dict[str, Any] = {"row": row.number, "error": str(as_sent(error, sent_names(row.values)))}
     if "custom_id" in row.values:
         fields["custom_id"] = row.values["custom_id"]
     return Finished(encode(fields), failed=True)

@@ -24,8 +24,9 @@ def check_embeds(facts: ModelFacts, folder: Path, model: str) -> None:
         raise InvalidRequest(f"{model} is a classifier and gives no embeddings: ask /v1/rerank or /v1/score")
 
 
-def embedding_of(state: bytes, dimensions: int | None = None) -> list[float]:
-    """The first `dimensions` of a hidden state, float32 and little-endian, as a vector of length 1.
+def embedding_of(state: bytes, dimensions: int | None = None, normalize: bool = True) -> list[float]:
+    """The first `dimensions` of a hidden state, float32 and little-endian, as a vector of length 1 if they are
+    to be normalized.
 
     Raises InvalidParameter.
     """
@@ -36,7 +37,7 @@ def embedding_of(state: bytes, dimensions: int | None = None) -> list[float]:
                 f"dimensions is {dimensions}: it must be at least 1 and at most {len(vector)}, the model's"
             )
         vector = vector[:dimensions]
-    return list(_of_length_1(vector).tolist())
+    return list((_of_length_1(vector) if normalize else vector).tolist())
 
 
 def cosine(one: bytes, other: bytes) -> float:

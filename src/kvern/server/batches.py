@@ -27,6 +27,7 @@ from kvern.api.embeddings import EMBEDDINGS
 from kvern.api.errors import HttpError, body_of, error_body, status_of
 from kvern.api.rerank import RERANK
 from kvern.api.scores import SCORE
+from kvern.api.sent_names import as_sent, sent_names
 from kvern.errors import EngineClosed, EngineUnavailable, InvalidRequest, KvernError, ServerBusy, shown
 from kvern.json_lines import BYTE_ORDER_MARK, json_line, read_json, wide_encoding
 from kvern.server.bodies import MAX_BODY_BYTES, SMALL_BODY_BYTES, Lane, check_counts, decode_object
@@ -183,19 +184,21 @@ class Work:
 
     async def _answer_row(self, row: bytes) -> tuple[int, object]:
         while True:
+            body = (await asyncio.to_thread(read_json, row))["body"]
+            names = sent_names(body)  # now: who answers empties the body
             try:
-                return 200, await self._answer((await asyncio.to_thread(read_json, row))["body"], self.key)
+                return 200, await self._answer(body, self.key)
             except HttpError as error:
                 if error.headers is not None and "retry-after" in error.headers:
                     await asyncio.sleep(float(error.headers["retry-after"]))
                     continue
-                return error.status, body_of(error)
+                return error.status, body_of(as_sent(error, names))
             except EngineClosed as error:
                 raise asyncio.CancelledError from error  # the server ends: the row is another's
             except (EngineUnavailable, ServerBusy) as error:
                 await asyncio.sleep(error.seconds)
             except KvernError as error:
-                return status_of(error), body_of(error)
+                return status_of(error), body_of(as_sent(error, names))
             except Exception:
                 logger.exception("a row of batch %s failed", self.body["id"])
                 return 500, error_body(500, FAULT)

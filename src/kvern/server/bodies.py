@@ -15,6 +15,7 @@ from typing import Any
 from starlette.requests import Request
 
 from kvern.api.errors import HttpError
+from kvern.api.sent_names import sent_names
 from kvern.json_lines import json_line, read_json
 from kvern.json_work import is_too_much
 
@@ -140,6 +141,7 @@ async def read_object(request: Request) -> dict[str, Any]:
         body = await asyncio.get_running_loop().run_in_executor(lane.threads, _decode_parts, parts)
     else:
         body = decode_object(b"".join(parts))
+    request.state.sent_names = sent_names(body)
     if request.state.logs_bodies:
         logger.info("%s asks %s", request.state.request_id, json_line(body).decode())
     return body

@@ -6,11 +6,12 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from kvern.api.embeddings import embedding_answer, read_embedding
+from kvern.api.embeddings import KNOWN, embedding_answer, read_embedding
+from kvern.api.fields import merge_extra
 from kvern.engine.embedding import check_embeds
 from kvern.sampling_params import SamplingParams
 from kvern.server.bodies import read_object
-from kvern.server.http import json_response, until_gone
+from kvern.server.http import json_response, strangers_header, until_gone
 from kvern.server.keys import ApiKey
 from kvern.server.service import Service
 
@@ -24,8 +25,10 @@ class Embeddings:
     async def create(self, request: Request) -> Response:
         """POST /v1/embeddings."""
         body = await read_object(request)
+        merge_extra(body)
+        headers = strangers_header(body, KNOWN)
         work = self.answer(body, request.state.key, request.state.held.close)
-        return json_response(await until_gone(work, request.receive))
+        return json_response(await until_gone(work, request.receive), headers=headers)
 
     async def answer(
         self, body: dict[str, Any], key: ApiKey, has_read: Callable[[], None] = lambda: None
@@ -34,6 +37,7 @@ class Embeddings:
 
         Raises HttpError, InvalidRequest or EngineDied.
         """
+        merge_extra(body)
         service = self._service
         model = service.model(body)
         client = service.engine_of(model).client
@@ -46,4 +50,4 @@ class Embeddings:
         ask = service.ask(model, asked.common, prompts, SamplingParams(), key, embed=True)
         body.clear()
         has_read()
-        return embedding_answer(await service.run(ask), model, asked.number_format, asked.dimensions)
+        return embedding_answer(await service.run(ask), model, asked)

@@ -15,6 +15,7 @@ from starlette.types import Receive, Scope, Send
 from kvern.api import messages, ollama
 from kvern.api.errors import body_of, status_of
 from kvern.api.other_names import ignored
+from kvern.api.sent_names import as_sent
 from kvern.errors import EngineUnavailable, KvernError, ServerBusy
 from kvern.json_lines import json_line
 
@@ -39,6 +40,11 @@ def ignored_header(body: Mapping[str, Any], known: Collection[str]) -> dict[str,
     return header_of_names(IGNORED_HEADER, ignored(body, known))
 
 
+def strangers_header(body: Mapping[str, Any], known: Collection[str]) -> dict[str, str]:
+    """The same of a route that takes no name but its own."""
+    return header_of_names(IGNORED_HEADER, sorted(name for name in body if name not in known))
+
+
 def header_of_names(header: str, names: Iterable[str]) -> dict[str, str]:
     """A header with the names that it can hold; none if there are none."""
     shown = [name for name in names if name.isascii() and name.isprintable()]
@@ -57,6 +63,7 @@ def json_response(content: object, status: int = 200, headers: Mapping[str, str]
 
 def error_response(error: Exception, scope: Scope) -> Response:
     """The answer to what went wrong: a page for who looks at it, else JSON in the shape that the client knows."""
+    error = as_sent(error, scope["state"].get("sent_names", {}))
     headers = getattr(error, "headers", None)
     if isinstance(error, EngineUnavailable | ServerBusy):
         headers = {"retry-after": str(math.ceil(error.seconds))}

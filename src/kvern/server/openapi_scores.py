@@ -53,6 +53,7 @@ def score_paths(models: list[str], vocab_size: int) -> dict[str, Schema]:
                         **common_fields(models),
                         "input": prompts(vocab_size),
                         "dimensions": optional(POSITIVE),
+                        "normalize": optional(SWITCH),
                         "encoding_format": optional(one_of("float", "base64")),
                         "add_special_tokens": optional(SWITCH),
                         "truncate_prompt_tokens": CUT,

@@ -9,7 +9,7 @@ from starlette.responses import Response
 from kvern.api.fields import merge_extra
 from kvern.api.rerank import KNOWN, read_rerank, rerank_answer
 from kvern.server.bodies import read_object
-from kvern.server.http import ignored_header, json_response, until_gone
+from kvern.server.http import json_response, strangers_header, until_gone
 from kvern.server.keys import ApiKey
 from kvern.server.relevance import Relevance
 from kvern.server.service import Service
@@ -25,7 +25,7 @@ class Rerank:
         """POST /v1/rerank."""
         body = await read_object(request)
         merge_extra(body)
-        headers = ignored_header(body, KNOWN)
+        headers = strangers_header(body, KNOWN)
         work = self.answer(body, request.state.key, request.state.held.close)
         return json_response(await until_gone(work, request.receive), headers=headers)
 

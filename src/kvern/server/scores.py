@@ -11,7 +11,7 @@ from kvern.api.fields import merge_extra
 from kvern.api.scores import KNOWN, read_score, score_answer
 from kvern.api.text_pairs import has_pairs, pairs_answer, read_pairs
 from kvern.server.bodies import read_object
-from kvern.server.http import ignored_header, json_response, until_gone
+from kvern.server.http import json_response, strangers_header, until_gone
 from kvern.server.keys import ApiKey
 from kvern.server.relevance import Relevance
 from kvern.server.service import Service
@@ -27,7 +27,7 @@ class Scores:
         """POST /v1/score."""
         body = await read_object(request)
         merge_extra(body)
-        headers = ignored_header(body, text_pairs.KNOWN if has_pairs(body) else KNOWN)
+        headers = strangers_header(body, text_pairs.KNOWN if has_pairs(body) else KNOWN)
         work = self.answer(body, request.state.key, request.state.held.close)
         return json_response(await until_gone(work, request.receive), headers=headers)
 

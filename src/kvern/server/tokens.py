@@ -1,6 +1,7 @@
 """/tokenize and /detokenize: texts and conversations as token ids, and back."""
 
 import asyncio
+from collections.abc import Mapping
 from typing import Any
 
 from starlette.requests import Request
@@ -9,6 +10,7 @@ from starlette.responses import Response
 from kvern.api.conversation import plain_messages, template_variables
 from kvern.api.errors import HttpError
 from kvern.api.fields import typed
+from kvern.api.other_names import Refused, check_refused
 from kvern.server.bodies import let_go, read_object
 from kvern.server.http import json_response
 from kvern.server.service import Service
@@ -18,14 +20,23 @@ MOST_DECODED = 1 << 17
 """Token ids to turn into text at once, where the model's context is shorter."""
 
 
+REFUSED: Refused = {
+    "with_pieces": ((False,), "send return_token_strs for texts beside the ids"),
+    "parse_special": ((True,), "special tokens in a text are always read as such"),
+}
+
+
 class Tokens:
-    """The handlers; fields and answers are vLLM's."""
+    """The handlers; fields and answers are vLLM's, and of texts llama.cpp's as well."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
 
     async def tokenize(self, request: Request) -> Response:
-        """POST /tokenize: `prompt`, or `messages` and what else a chat has that its template can see."""
+        """POST /tokenize: `prompt`, or `messages` and what else a chat has that its template can see.
+
+        A text as `content` is llama.cpp's way to ask: special tokens are added only for `add_special`.
+        """
         body = await read_object(request)
         engine = self._service.engine_of(self._service.model(body))
         inputs = engine.client.inputs
@@ -42,8 +53,8 @@ class Tokens:
                     add_special_tokens=typed(body, "add_special_tokens", bool, False),
                 )
             else:
-                special = typed(body, "add_special_tokens", bool, True)
-                token_ids = await inputs.encode(typed(body, "prompt", str, ""), special)
+                text, special = _text(body)
+                token_ids = await inputs.encode(text, special)
         with_texts = typed(body, "return_token_strs", bool, False)
         let_go(request, body)
         answer: dict[str, Any] = {"count": len(token_ids), "max_model_len": inputs.max_model_len, "tokens": token_ids}
@@ -56,11 +67,27 @@ class Tokens:
         """POST /detokenize: `tokens`."""
         body = await read_object(request)
         engine = self._service.engine_of(self._service.model(body))
-        tokens = typed(body, "tokens", list, [])
+        tokens = typed(body, "tokens", list, None)
+        if tokens is None:
+            raise HttpError(400, "tokens is missing: send a list of token ids", param="tokens")
         most = max(engine.client.inputs.max_model_len, MOST_DECODED)
         if len(tokens) > most:
             raise HttpError(400, f"tokens holds {len(tokens)}: this server takes {most} at most", param="tokens")
         if not all(type(token) is int and 0 <= token < 2**31 for token in tokens):
             raise HttpError(400, "tokens must be a list of token ids", param="tokens")
         with engine.admission.enter(request.state.key):
-            return json_response({"prompt": await engine.client.inputs.decode(tokens)})
+            text = await engine.client.inputs.decode(tokens)
+        return json_response({"prompt": text, "content": text})
+
+
+def _text(body: Mapping[str, Any]) -> tuple[str, bool]:
+    """The text of a body, and whether special tokens are added. Raises HttpError."""
+    check_refused(body, REFUSED)
+    prompt, content = typed(body, "prompt", str, None), typed(body, "content", str, None)
+    if prompt is not None and content is not None:
+        raise HttpError(400, "prompt and content are both set: give one of them", param="content")
+    if content is not None:
+        return content, typed(body, "add_special", bool, False)
+    if prompt is None:
+        raise HttpError(400, "prompt is missing: send a text, or a conversation as messages", param="prompt")
+    return prompt, typed(body, "add_special_tokens", bool, True)
