@@ -182,6 +182,9 @@ def test_blocks_that_are_no_text(claude: anthropic.Anthropic) -> None:
             anthropic.BadRequestError, match=rf"messages\[0\].content\[1\] is of type '{block['type']}'"
         ):
             claude.messages.create(model=MODEL, max_tokens=1, messages=[user(text("a"), block)])  # type: ignore[list-item]
+    for role, block in (("assistant", {"type": "text"}), ("user", {**results[1], "content": [{"type": "text"}]})):
+        with pytest.raises(anthropic.BadRequestError, match="a block of type text whose text is None"):
+            claude.messages.create(model=MODEL, max_tokens=1, messages=[{"role": role, "content": [block]}])  # type: ignore[list-item,typeddict-item]
 
 
 def test_an_answer_in_json_and_why_answers_end(claude: anthropic.Anthropic) -> None:

@@ -61,7 +61,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "an expression that matches nothing": ({"guided_regex": r"[^\s\S]"}, "no text has this form"),
     "rules that lead nowhere": ({"guided_grammar": "start: a\na: b\nb: a"}, "no text has this form"),
     "an unknown rule": ({"guided_grammar": "start: missing"}, "unknown name"),
-    "an unknown rule of GBNF": ({"guided_grammar": "root ::= missing"}, "Rule 'missing' not found"),
+    "an unknown rule of GBNF": ({"guided_grammar": "root ::= missing"}, "the grammar has no rule 'missing'"),
     "an expression that looks ahead": ({"guided_regex": "(?=a)b"}, "look-ahead"),
     "an expression that looks back": ({"guided_regex": r"(a)\1"}, "backreferences"),
     "an unclosed expression": ({"guided_regex": "(a"}, "unclosed group"),

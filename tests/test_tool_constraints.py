@@ -24,11 +24,12 @@ SCHEMAS: dict[str, Any] = {
         "type": "object",
         "properties": {
             "by": {"type": "integer", "minimum": -9, "maximum": 9},
+            "id": {"enum": [1234567890123456789]},
             "to": {"enum": ["left", "[TOOL_CALLS]", "\n"]},
             "so": {"type": "string", "pattern": "^[a-z/]{1,3}(/|x)?$"},
             "maybe": {"anyOf": [{"enum": ["yes", "5"]}, {"type": "integer", "minimum": 7, "maximum": 9}]},
         },
-        "required": ["by", "to"],
+        "required": ["by", "to", "id"],
         "additionalProperties": False,
     },
     "say.it": {

@@ -65,12 +65,15 @@ def text(content: object) -> str:
 
 
 def block_text(block: object) -> str | None:
-    """What a block says: a text, a document of text, or what a search found; None if it is something else."""
+    """What a block says: a text, a document of text, or what a search found; None if it is something else.
+
+    Raises InvalidRequest for a block of type text that has none.
+    """
     if not isinstance(block, dict):
         return None
     kind, source = block.get("type"), block.get("source")
     if kind == "text":
-        return _text_or_none(block.get("text"))
+        return _said(block)
     if kind == "search_result":
         return _titled(block, _text_or_none(block.get("content")))
     if kind == "document" and isinstance(source, dict) and source.get("type") in ("text", "content"):
@@ -81,8 +84,16 @@ def block_text(block: object) -> str | None:
 def _text_or_none(content: object) -> str | None:
     """A text, or a list of blocks of text and nothing else."""
     if isinstance(content, list) and all(isinstance(part, dict) and part.get("type") == "text" for part in content):
-        content = "\n".join(part["text"] for part in content if isinstance(part.get("text"), str))
+        content = "\n".join(map(_said, content))
     return content if isinstance(content, str) else None
+
+
+def _said(block: Mapping[str, Any]) -> str:
+    """What a block of type text says. Raises InvalidRequest."""
+    written = block.get("text")
+    if not isinstance(written, str):
+        raise InvalidRequest(f"messages hold a block of type text whose text is {shown(written)}: it must be a text")
+    return written
 
 
 def _titled(block: Mapping[str, Any], content: str | None) -> str | None:

@@ -43,8 +43,10 @@ SHAPED: Schema = {"response_format": optional({"anyOf": _FORMS})}
 SEARCHED: Schema = {"use_beam_search": optional(SWITCH), "best_of": optional(WHOLE)}
 PART = record({"type": one_of("text"), "text": TEXT}, "type", "text")
 MESSAGE = record({"role": TEXT, "content": optional({"anyOf": [TEXT, listed(PART)]})}, "role")
+_BLOCK: Schema = {"anyOf": [PART, record({"type": {"type": "string", "not": {"enum": ["text"]}}}, "type")]}
+"""Texts; and blocks of any other type."""
 CLAUDE_MESSAGE = record(
-    {"role": one_of("user", "assistant", "system"), "content": {"anyOf": [TEXT, listed(PART)]}}, "role", "content"
+    {"role": one_of("user", "assistant", "system"), "content": {"anyOf": [TEXT, listed(_BLOCK)]}}, "role", "content"
 )
 FITTING = record({"type": one_of("json_schema"), "schema": OBJECT}, "type", "schema")
 THINKS: Schema = {

@@ -22,6 +22,14 @@ OF_TYPE = {
     list: "array",
     dict: "object",
 }
+OF_KEYWORD = {
+    **dict.fromkeys(("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"), "number"),
+    **dict.fromkeys(("minLength", "maxLength", "pattern", "format"), "string"),
+    **dict.fromkeys(("items", "prefixItems", "minItems", "maxItems"), "array"),
+    **dict.fromkeys(("properties", "patternProperties", "additionalProperties", "required"), "object"),
+    **dict.fromkeys(("minProperties", "maxProperties"), "object"),
+}
+"""The type whose values a keyword is about."""
 IGNORED = {"$schema", "$id", "id", "$anchor", "$dynamicAnchor", "$recursiveAnchor", "$defs", "definitions", "$comment"}
 IGNORED |= {"$vocabulary", "title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly"}
 IGNORED |= {"contentEncoding", "contentMediaType", "contentSchema"}

@@ -3,6 +3,7 @@
 import functools
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +12,7 @@ from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
 from llguidance.gbnf_to_lark import gbnf_to_lark
 
 from kvern.errors import InvalidParameter
+from kvern.structured.far_numbers import Unsaid, rules_of
 from kvern.structured.gbnf import is_gbnf, plain_gbnf
 from kvern.structured.llguidance_schema import held
 from kvern.structured.references import check_references
@@ -93,16 +95,20 @@ class LLGuidanceBackend:
         grammars = [{"lark_grammar": structured.grammar}]
         for name, part in structured.parts.items():
             written = self._lone_grammar(part)
-            is_lark = part.json is None and part.regex is None
-            held = {"lark_grammar": written} if is_lark else msgspec.json.decode(written)["grammars"][0]
-            grammars.append({**held, "name": name})
+            is_json = written.startswith("{")
+            grammar = msgspec.json.decode(written)["grammars"][0] if is_json else {"lark_grammar": written}
+            grammars.append({**grammar, "name": name})
         return msgspec.json.encode({"grammars": grammars}).decode()
 
     def _lone_grammar(self, structured: StructuredOutput) -> str:
         if structured.json is not None:
             schema: Mapping[str, Any] = {"type": "object"} if isinstance(structured.json, bool) else structured.json
             check_references(schema)
-            return _schema_grammar(held(rewrite(schema), self._has_text))
+            rewritten = rewrite(schema)
+            for exact in (True, False):
+                with suppress(Unsaid):
+                    return rules_of(rewritten, self._part, exact)
+            return _schema_grammar(held(rewritten, self._has_text))
         if structured.regex is not None:
             return LLMatcher.grammar_from_regex(structured.regex)
         if structured.choice is not None:
@@ -120,6 +126,12 @@ class LLGuidanceBackend:
             raise InvalidParameter("structured: grammar is nested too deeply: name its parts in rules") from error
         except Exception as error:  # what the converter of GBNF raises for unknown rules
             raise ValueError(f"grammar: {error}") from error
+
+    def _part(self, schema: dict[str, Any]) -> dict[str, Any] | None:
+        """A part of a schema in the library's words; None if it allows no value."""
+        made = held(schema, self._has_text)
+        problem = LLMatcher.validate_grammar(_schema_grammar(made), self._tokenizer)
+        return None if "nsatisfiable" in problem else {**made, "x-guidance": JSON_OPTIONS}
 
     def _has_text(self, schema: dict[str, Any]) -> bool:
         """Whether a schema of texts allows one at all."""

@@ -6,7 +6,7 @@ that all have been written leads to a place where nothing can follow.
 """
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from kvern.errors import InvalidParameter
@@ -21,6 +21,8 @@ SPELT = {"patternProperties": {"^(?s:.*)$": True}, "additionalProperties": False
 """Objects with any names, none of them spelt with needless escapes."""
 EXACT = 1 << 53
 """Up to here, every whole number is one for the compiler."""
+OUTWARDS = {"minimum": -1, "exclusiveMinimum": -1, "maximum": 1, "exclusiveMaximum": 1}
+"""By bound: the sign of the infinity that it keeps away."""
 
 
 def held(schema: Mapping[str, Any], has_text: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
@@ -101,24 +103,29 @@ def _quotable(found: re.Match[str]) -> str:
 
 def _with_exact_numbers(node: dict[str, Any]) -> dict[str, Any]:
     """With far bounds drawn nearer. Raises InvalidParameter for other numbers that the compiler would change."""
-    made = {**node}
-    for key in made.keys() & {"maximum", "exclusiveMaximum", "minimum", "exclusiveMinimum"}:
-        sign = 1 if key in ("maximum", "exclusiveMaximum") else -1
-        if _inexact(made[key]) is not None and sign * made[key] > 0:
-            made[key] = sign * EXACT
-    for key in ("const", "enum", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"):
-        number = _inexact(made.get(key))
+    nearer = {key: EXACT if node[key] > 0 else -EXACT for key, may_be_nearer in far_keywords(node) if may_be_nearer}
+    made = {**node, **nearer}
+    for key in ("const", "enum", *OUTWARDS, "multipleOf"):
+        number = inexact(made.get(key))
         if number is not None:
             raise InvalidParameter(
-                f"structured: {key} has {number!s:.60}, and numbers are held exactly up to {EXACT}: take a text in "
-                "its place"
+                f"structured: {key} has {number!s:.60}, and in a schema of this shape numbers are held exactly up to "
+                f"{EXACT}: name the properties of its objects, and put nothing beside $ref"
             )
     return made
 
 
-def _inexact(value: Any) -> int | float | None:
+def far_keywords(node: Mapping[str, Any]) -> Iterator[tuple[str, bool]]:
+    """Keywords whose number the compiler would change, and whether a nearer bound allows a part of the same."""
+    for key in ("const", "enum", *OUTWARDS):
+        number = inexact(node.get(key))
+        if number is not None:
+            yield key, number * OUTWARDS.get(key, 0) > 0
+
+
+def inexact(value: Any) -> int | float | None:
     """A number in the value that is another one for the compiler."""
     if isinstance(value, (list, dict)):
-        found = (_inexact(item) for item in (value.values() if isinstance(value, dict) else value))
+        found = (inexact(item) for item in (value.values() if isinstance(value, dict) else value))
         return next((number for number in found if number is not None), None)
     return value if isinstance(value, (int, float)) and abs(value) > EXACT else None

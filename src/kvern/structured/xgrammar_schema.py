@@ -13,17 +13,9 @@ from decimal import Decimal
 from typing import Any
 
 from kvern.errors import InvalidParameter
-from kvern.structured.assertions import OF_TYPE, Made, any_of
+from kvern.structured.assertions import OF_KEYWORD, OF_TYPE, Made, any_of
 from kvern.structured.xgrammar_patterns import plain_pattern, plain_text
 
-OF_KEYWORD = {
-    **dict.fromkeys(("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"), "number"),
-    **dict.fromkeys(("minLength", "maxLength", "pattern", "format"), "string"),
-    **dict.fromkeys(("items", "prefixItems", "minItems", "maxItems"), "array"),
-    **dict.fromkeys(("properties", "patternProperties", "additionalProperties", "required"), "object"),
-    **dict.fromkeys(("minProperties", "maxProperties"), "object"),
-}
-"""The type whose values a keyword is about."""
 HIGHEST = {"minimum", "exclusiveMinimum", "minLength", "minItems", "minProperties"}
 LOWEST = {"maximum", "exclusiveMaximum", "maxLength", "maxItems", "maxProperties"}
 KINDS = ("null", "boolean", "string", "integer", "number", "array", "object")
