@@ -1,10 +1,13 @@
 """What a plain install can do, in a process that has no other package: `python -m tests.plain_install MODEL...`.
 
+With `--methods fp8 int4` a model is quantized in these ways alone.
+
 Every package that is installed here and that kvern does not depend on cannot be imported, Triton never. Each command,
 server and registered part is imported, a model is quantized in every way, and what was written, a GGUF file, an encoder
 and each MODEL answer on a CPU. A name of a MODEL that ends with `+dummy` has random weights, with `+encoder` it embeds.
 """
 
+import argparse
 import gc
 import importlib
 import pkgutil
@@ -18,6 +21,15 @@ from typing import Any
 
 PACKAGES = "api", "batch", "cli", "engine", "models.families", "observe", "planning", "quantize", "server"
 """All of whose modules a CPU uses."""
+METHODS: dict[str, list[str]] = {
+    "fp8": [],
+    "int8": [],
+    "int4": ["--group-size", "32"],
+    "awq": ["--group-size", "32"],
+    "gptq": ["--group-size", "32"],
+    "mixed": ["--max-loss", "9%"],
+}
+"""Ways to quantize, with what each is given."""
 
 
 def name_of(requirement: str) -> str:
@@ -89,6 +101,10 @@ def answer(model: str) -> None:
 
 def main() -> None:
     """Do all that."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("models", nargs="*")
+    parser.add_argument("--methods", nargs="*", choices=METHODS, default=list(METHODS))
+    arguments = parser.parse_args()
     refused = missing()
     assert "torch" not in refused
     print("refused", *sorted(refused))
@@ -100,16 +116,16 @@ def main() -> None:
     from tests.tiny_model import make_tiny_model
 
     with tempfile.TemporaryDirectory() as name:
-        plain, models = make_tiny_model(Path(name) / "plain"), list(sys.argv[1:])
+        plain, models = make_tiny_model(Path(name) / "plain"), list(arguments.models)
         models.append(str(write_plain_gguf(plain.parent / "model.gguf")))
         models.append(f"{make_random('bert', plain.parent / 'encoder')}+encoder")
         (plain.parent / "words.txt").write_text("the quick brown fox " * 40)
         given = ["--calibration", str(plain.parent / "words.txt"), "--calibration-tokens", "32"]
-        grouped = ["--group-size", "32"]
-        of_method = {"fp8": [], "int8": [], "int4": grouped, "awq": grouped, "gptq": grouped}
-        for method, options in {**of_method, "mixed": ["--max-loss", "9%"]}.items():
+        for method in arguments.methods:
             out = str(plain.parent / method)
-            assert command(["quantize", str(plain), "--method", method, "--out", out, *given, *options]) == 0, method
+            assert command(["quantize", str(plain), "--method", method, "--out", out, *given, *METHODS[method]]) == 0, (
+                method
+            )
             models.append(out)
         assert command(["models", str(plain)]) == 0
         for model in models:

@@ -44,6 +44,15 @@ def demo(answers: Path) -> None:
         raise Smoke(f"of {len(asked)} rows of the demo some have no answer: {list(answers.parent.iterdir())}")
 
 
+def build(cache: Path) -> None:
+    """Wait for the kernels that the first demo began to build; where there is no compiler, there are none."""
+    command = [sys.executable, "-m", "kvern.cpu.ready", str(cache / "kvern")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=SECONDS)
+    if TRACEBACK in done.stderr:
+        raise Smoke(f"kernels are not built:\n{done.stderr[-3000:]}")
+    print(done.stderr, end="")
+
+
 def first_example() -> None:
     """README's."""
     match = re.search(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
@@ -90,6 +99,7 @@ def main() -> int:
         os.environ["XDG_CACHE_HOME"] = str(folder / "cache")
         steps = {
             "the demo, without kernels": lambda: demo(folder / "answers.jsonl"),
+            "kernels are built": lambda: build(folder / "cache"),
             "the demo again": lambda: demo(folder / "answers.jsonl"),
             "README's first example": first_example,
             "a server": lambda: serve(folder),

@@ -15,27 +15,30 @@ from tests.test_model_parity import TOLERANCE, error
 
 SLIDING = {"use_sliding_window": True, "sliding_window": 9}
 SETTINGS: list[tuple[str, dict[str, Any]]] = [
-    ("gemma", {"hidden_act": "gelu"}),
     ("gemma2", {"hidden_activation": "relu"}),
-    ("gemma3", {"hidden_activation": "silu"}),
     ("gemma3", {"attn_logit_softcapping": 0.5}),
-    ("arcee", {"hidden_act": "gelu"}),
-    ("qwen3_moe", SLIDING),
     ("qwen3_moe", {**SLIDING, "max_window_layers": 2}),
-    ("qwen2_moe", {**SLIDING, "max_window_layers": 2}),
     ("qwen2_moe", {**SLIDING, "layer_types": ["full_attention", "sliding_attention", "full_attention"]}),
-    ("qwen2", {**SLIDING, "max_window_layers": 0}),
-    ("qwen3", {**SLIDING, "layer_types": ["full_attention", "sliding_attention", "full_attention"]}),
-    ("dots1", {"layer_types": None, "max_window_layers": 1}),
     ("gemma4_experts", {"per_layer_config": {}}),
-    ("gemma4_experts", {"global_head_dim": 16, "attention_k_eq_v": False}),
-    ("deepseek_v3", {"rope_interleave": None}),
     ("lfm2_moe", {"use_expert_bias": False}),
     ("nemotron_h", {"tie_word_embeddings": True}),
-    ("deepseek_v2", {"first_k_dense_replace": 3}),
     ("dots1", {"first_k_dense_replace": 3, "n_routed_experts": None}),
     ("gpt_neox", {"num_attention_heads": 8}),
 ]
+BY_NIGHT: list[tuple[str, dict[str, Any]]] = [
+    ("gemma", {"hidden_act": "gelu"}),
+    ("gemma3", {"hidden_activation": "silu"}),
+    ("arcee", {"hidden_act": "gelu"}),
+    ("qwen3_moe", SLIDING),
+    ("qwen2_moe", {**SLIDING, "max_window_layers": 2}),
+    ("qwen2", {**SLIDING, "max_window_layers": 0}),
+    ("qwen3", {**SLIDING, "layer_types": ["full_attention", "sliding_attention", "full_attention"]}),
+    ("dots1", {"layer_types": None, "max_window_layers": 1}),
+    ("gemma4_experts", {"global_head_dim": 16, "attention_k_eq_v": False}),
+    ("deepseek_v3", {"rope_interleave": None}),
+    ("deepseek_v2", {"first_k_dense_replace": 3}),
+]
+"""The same of other models and other values."""
 
 
 def change_head(folder: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> None:
@@ -68,7 +71,11 @@ def test_a_tied_head_that_is_stored_as_well_is_left_out(tmp_path: Path, caplog: 
     assert error(load_model(folder), folder) < TOLERANCE, "the output layer has the embeddings"
 
 
-@pytest.mark.parametrize(("family", "changes"), SETTINGS, ids=lambda value: value if isinstance(value, str) else "")
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [*SETTINGS, *(pytest.param(*setting, marks=pytest.mark.nightly) for setting in BY_NIGHT)],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
 def test_settings_are_read_as_transformers_reads_them(family: str, changes: dict[str, Any], tmp_path: Path) -> None:
     folder = make_checkpoint(family, tmp_path, **changes)
     assert error(load_model(folder), folder) < TOLERANCE
