@@ -65,7 +65,7 @@ def test_kernels_compile_with_the_triton_of_the_newest_torch(tmp_path: Path) -> 
     pip(sys.executable, "--no-deps", "--target", tmp_path, triton)
     path = os.pathsep.join(map(str, (tmp_path, *sys.path)))
     version = run(sys.executable, "-c", "import triton; print(triton.__version__)", PYTHONPATH=path).strip()
-    assert triton.endswith(version)
+    assert re.findall(r"\d+\.\d+", triton)[0] in version
     compiled = run(sys.executable, "-m", "tests.kernels.compile_for", "90", "llama", PYTHONPATH=path)
     assert "for sm_90, 0 errors" in compiled
 
