@@ -100,8 +100,9 @@ XML = {
     "glm, close together": tags("<arg_key>{k}</arg_key><arg_value>{v}</arg_value>", "<tool_call>{{ f.name }}",
                                 "</tool_call>", "", ""),
     "muse": tags('<atem:parameter name="{k}">{v}</atem:parameter>',
-                 '<atem:function_calls>\n<atem:invoke name="{{ f.name }}">\n',
-                 "</atem:invoke>\n</atem:function_calls>"),
+                 "{{ ' to=' + f.name + '<|message|>' }}<atem:function_calls>\n"
+                 '<atem:invoke name="{{ f.name }}">\n',
+                 "</atem:invoke>\n</atem:function_calls>", between="<|eom|><|start|>assistant"),
 }  # fmt: skip
 NAMED = {
     "name and id": template("[TOOL_CALLS]{{ f.name }}[CALL_ID]{{ call.id }}[ARGS]{{ f.arguments | tojson }}"),
@@ -116,4 +117,7 @@ NAMED = {
                            "<｜tool▁call▁end｜>",
                            begin="<｜tool▁calls▁begin｜>", end="<｜tool▁calls▁end｜>", prose="Write no ```json."),
     "json in a tag": template("<function={{ f.name }}>{{ f.arguments | tojson }}</function>"),
+    "recipients": template("{{ f.name }}\n{{ f.arguments | tojson }}", ">>>", ">>>")
+    .replace("{{ message.content }}", "{{ '>>>all\\n' + message.content }}")
+    .replace("assistant\\n' }}{% endif %}", "assistant\\n>>>' }}{% endif %}"),
 }  # fmt: skip

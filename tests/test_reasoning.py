@@ -12,6 +12,7 @@ import jsonschema
 import pytest
 
 from kvern import LLM, SamplingParams
+from kvern.chat_template import ChatTemplate
 from kvern.errors import InvalidParameter, InvalidRequest
 from kvern.outputs import CompletionOutput
 from kvern.structured.grammar import grammars_of
@@ -241,3 +242,37 @@ def test_a_template_that_leaves_tools_out_is_told_of_at_the_start(
         tokenizer = Tokenizer(folder)
         Chat(tokenizer, grammars_of(folder, tokenizer.vocab_size), "auto", "auto", 64).warn_of_template()
         assert ("leaves tools and tool_calls and tool_results out of prompts" in caplog.text) == warned
+
+
+SAID = "{{ m.content }}"
+CALLED = "{% for call in m.tool_calls %}{{ call.function.name + (call.function.arguments | tojson) }}{% endfor %}"
+EITHER = "{% if m.content %}" + SAID + "{% else %}" + CALLED + "{% endif %}"
+
+
+@pytest.mark.parametrize(
+    ("tools", "message", "lost"),
+    [
+        ("{{ tools }}", SAID + CALLED, []),
+        ("{{ xml_tools }}", SAID + CALLED, []),
+        ("{% for tool in python_tools %}{{ tool }}{% endfor %}", SAID + CALLED, []),
+        ("{{ my_tools }}", SAID + CALLED, ["tools"]),
+        ("{{ tools }}", CALLED, ["content_beside_tool_calls"]),
+        ("{{ tools }}", EITHER, ["tool_calls"]),
+        ("{{ tools }}", SAID, ["tool_calls"]),
+    ],
+    ids=range(7),
+)
+def test_what_a_template_leaves_out_is_known(tools: str, message: str, lost: list[str]) -> None:
+    template = tools + "{% for m in messages %}" + message + "{% endfor %}"
+    forms = ChatTemplate({"default": template}).forms(True, {})
+    assert forms.lost([{"role": "assistant", "content": "So.", "tool_calls": [{}]}], True) == lost
+    assert "content_beside_tool_calls" not in forms.lost([{"role": "assistant", "tool_calls": [{}]}], True)
+
+
+def test_tools_have_the_name_that_the_template_reads() -> None:
+    template = ChatTemplate({"default": "{{ xml_tools }},{{ python_tools }}"})
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    said = [{"role": "user", "content": "Hm?"}]
+    assert template.render(said, tools, True, {}) == f"{tools},"
+    assert template.render(said, tools, True, {"xml_tools": "own"}) == "own,"
+    assert template.render(said, None, True, {}) == ","

@@ -11,6 +11,8 @@ from kvern.errors import InvalidRequest
 from kvern.tools.switches import switches_of
 
 MODE = "{% if thinking_mode is defined %}{% if thinking_mode == 'enabled' %}on{% elif thinking_mode == 'disabled' %}off{% endif %}{% endif %}"  # noqa: E501
+ADAPTIVE = "{% if thinking_mode == 'enabled' %}on{% elif thinking_mode == 'adaptive' %}may{% elif thinking_mode == 'disabled' %}off{% endif %}"  # noqa: E501
+AUTO = "{% if thinking_option in ['off', 'auto'] %}{{ thinking_option }}{% endif %}"
 BUDGET = "{% if thinking_budget is defined and thinking_budget == 0 %}off{% else %}{{ thinking_budget }}{% endif %}"
 HUNYUAN = (
     "{% if not reasoning_effort is defined %}{% set reasoning_effort = 'no_think' %}"
@@ -79,6 +81,17 @@ def test_thinking_is_switched_off(template: str, written: str, body: dict[str, A
         (MODE, {"thinking": {"type": "enabled"}}, "on"),
         (MODE, {"chat_template_kwargs": {"thinking_mode": "disabled", "enable_thinking": True}}, "off"),
         (MODE, {}, ""),
+        (MODE, {"thinking": {"type": "adaptive"}}, "on"),
+        (ADAPTIVE, {"thinking": {"type": "adaptive"}}, "may"),
+        (ADAPTIVE, {"chat_template_kwargs": {"thinking_mode": "adaptive"}}, "may"),
+        (ADAPTIVE, {"thinking": {"type": "adaptive"}, "chat_template_kwargs": {"thinking_mode": "enabled"}}, "on"),
+        (ADAPTIVE, {"thinking": {"type": "adaptive"}, "chat_template_kwargs": {"enable_thinking": False}}, "off"),
+        (ADAPTIVE, {"enable_thinking": True}, "on"),
+        (AUTO, {"thinking": {"type": "adaptive"}}, "auto"),
+        (AUTO, {"enable_thinking": True}, "auto"),
+        (AUTO, {"thinking": {"type": "disabled"}}, "off"),
+        ("{{ thinking_type in ['enabled', 'disabled'] }}", {"thinking": {"type": "adaptive"}}, "True"),
+        ("{{ thinking }}", {"thinking": {"type": "adaptive"}}, "True"),
         (HUNYUAN, {}, "no_think"),
         (HUNYUAN, {"enable_thinking": True}, "high"),
         (HUNYUAN, {"reasoning_effort": "low"}, "low"),
@@ -93,7 +106,7 @@ def test_thinking_is_switched_off(template: str, written: str, body: dict[str, A
         ("{{ reasoning_strength }}", {"reasoning_effort": "low"}, "low"),
         ("{{ reasoning_effort }}", {"reasoning_effort": "xhigh"}, "xhigh"),
     ],
-    ids=range(16),
+    ids=range(27),
 )
 def test_efforts_and_modes(template: str, body: dict[str, Any], written: str) -> None:
     assert rendered(template, body) == written

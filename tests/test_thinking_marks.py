@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvern.tools.chat import AnswerReader, PlainParser
-from kvern.tools.formats import FORMATS
 from kvern.tools.grammar import Thought
+from kvern.tools.json_calls import HERMES
 from kvern.tools.thinking import THINKING, beginning_of, thinking_of
 
 CALL = '<tool_call>{"name": "f", "arguments": {"text": "a <think>b</think>"}}</tool_call>'
@@ -118,9 +118,9 @@ def test_thinking_is_found_wherever_it_stands(
 
 @pytest.mark.parametrize("step", [1, 3, 1000])
 def test_arguments_and_forms_keep_what_looks_like_marks(step: int) -> None:
-    think, hermes = BY_NAME["think"], FORMATS[0]
+    think = BY_NAME["think"]
     text = f"<think>a</think>b<think>c</think>{CALL}"
-    reader = AnswerReader(hermes.parser({"f": {"type": "object"}}), Thought(think, "possible"))
+    reader = AnswerReader(HERMES.parser({"f": {"type": "object"}}), Thought(think, "possible"))
     message = read(reader, text, list(range(0, len(text), step))).message
     assert (message.reasoning, message.content) == ("a\n\nc", "b")
     assert message.tool_calls[0].arguments == '{"text": "a <think>b</think>"}'

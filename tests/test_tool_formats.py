@@ -89,6 +89,8 @@ def written(form: ToolFormat, calls: Sequence[tuple[str, dict[str, Any]]]) -> st
         case "harmony":
             head = "<|channel|>commentary to=functions.{} <|constrain|>json<|message|>{}<|call|>"
             return "<|start|>assistant".join(head.format(*pair) for pair in pairs)
+        case "functionary_v32":
+            return ">>>".join(f"{name}\n{text}" for name, text in pairs)
         case "pythonic" | "lfm2":
             begin, end = form.markers or ("", "")  # type: ignore[attr-defined]
             return f"{begin}[{', '.join(f'{name}(**{text})' for name, text in pairs)}]{end}"

@@ -27,6 +27,8 @@ Message = Mapping[str, Any]
 Render = Callable[[Sequence[Message]], str]
 
 NAME, KEY, VALUE, RESULT = "probe_name", "probe_key", "probe_value", "probe_result"
+SAID = "probe_said"
+BESIDE = {"tool_calls": NAME, "content_beside_tool_calls": SAID}
 SHORT_ID = re.compile("[a-zA-Z0-9]{9}")
 LONG_ID = re.compile(".{9,}", re.DOTALL)
 OTHER_IDS = {"x": LONG_ID, "call_0123456789abcdef": SHORT_ID}
@@ -55,7 +57,7 @@ class CallForm:
 
     `texts`: arguments as JSON texts. `null`: null in place of empty content. `single`: one call a message. `ids`:
     those that it takes, if not all. `named`: results with their tool's name. `written`: calls come out at all,
-    `results`: their results do.
+    `results`: their results do. `beside`: which of a text and a call in one message do not.
     """
 
     texts: bool = False
@@ -65,6 +67,7 @@ class CallForm:
     named: bool = False
     written: bool = True
     results: bool = True
+    beside: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, render: Render) -> CallForm:
@@ -78,12 +81,16 @@ class CallForm:
         if not form._writes(render, two) and single._writes(render, two):
             form = single
         refused = [ids for other, ids in OTHER_IDS.items() if not form._writes(render, _probe(NAME, identity=other))]
+        asked, answer, *_ = _probe(NAME)
+        beside = form._rendered(render, [asked, {**answer, "content": SAID}])
+        lost = () if beside is None else (part for part, text in BESIDE.items() if text not in beside)
         with_names, without = (form._rendered(render, _probe(NAME, named=named)) for named in (True, False))
         return dataclasses.replace(
             form,
             ids=refused[-1] if refused else None,
             named=with_names != without,
             results=RESULT in (with_names or ""),
+            beside=tuple(lost),
         )
 
     def fit(self, messages: Sequence[Message]) -> Sequence[Message]:

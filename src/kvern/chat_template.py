@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 
 import jinja2
 import jinja2.ext
+import jinja2.meta
 import jinja2.nodes
 import jinja2.parser
 import jinja2.runtime
@@ -26,6 +27,8 @@ from kvern.message_forms import PROBED_TOOL, MessageForms
 from kvern.template_sandbox import BoundedEnvironment
 from kvern.template_tools import forms_of
 
+TOOLS = ("tools", "xml_tools", "json_tools", "functions", "available_tools", "tool_definitions", "python_tools")
+"""What templates call the definitions of tools; the first of these that one reads has them."""
 LACKING = (jinja2.UndefinedError, TypeError, RecursionError)
 """What is raised where a definition of a tool lacks something."""
 
@@ -77,6 +80,7 @@ class ChatTemplate:
         self._sources = dict(sources)
         self._compiled: dict[str, jinja2.Template] = {}
         self._forms: dict[bool, MessageForms] = {}
+        self._tools: dict[str, str] = {}
 
     @classmethod
     def from_folder(cls, folder: Path, tokenizer_config: Mapping[str, Any]) -> ChatTemplate:
@@ -142,7 +146,8 @@ class ChatTemplate:
             InvalidRequest: the model has no template, the messages are malformed, or the template refuses them.
         """
         check_messages(messages)
-        template = self._template("tool_use" if tools and "tool_use" in self._sources else "default")
+        name = "tool_use" if tools and "tool_use" in self._sources else "default"
+        template = self._template(name)
         names = {
             "documents": None,
             **variables,
@@ -153,7 +158,8 @@ class ChatTemplate:
         for form in forms_of(tools):
             try:
                 template.environment.begin()  # type: ignore[attr-defined]
-                return template.render(names, tools=form)
+                called = {self._tools[name]: form} if form else {}
+                return template.render({**called, **names}, tools=form)
             except Exception as error:  # a template is a program from outside: whatever it raises is a bad request
                 refusal = refusal or one_line(error)
                 if not isinstance(error, LACKING):
@@ -169,9 +175,18 @@ class ChatTemplate:
                 )
             try:
                 self._compiled[name] = environment().from_string(self._sources[name])
+                self._tools[name] = _name_of_tools(self._sources[name])
             except jinja2.TemplateError as error:
                 raise InvalidRequest(f"the model's chat template cannot be compiled: {one_line(error)}") from error
         return self._compiled[name]
+
+
+def _name_of_tools(source: str) -> str:
+    """What a template that can be compiled calls the definitions of tools."""
+    if not any(name in source for name in TOOLS[1:]):
+        return TOOLS[0]
+    read = jinja2.meta.find_undeclared_variables(environment().parse(source))
+    return next((name for name in TOOLS if name in read), TOOLS[0])
 
 
 def check_messages(messages: object) -> None:

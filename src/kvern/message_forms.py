@@ -65,7 +65,10 @@ class MessageForms:
     def lost(self, messages: Sequence[Message], tools: bool) -> list[str]:
         """What of a conversation the template leaves out silently, in any form."""
         found = {"tools": tools and self.definitions == "never"}
-        found["tool_calls"] = any(message.get("tool_calls") for message in messages) and not self.calls.written
+        calling = [message for message in messages if message.get("tool_calls")]
+        found["tool_calls"] = bool(calling) and not self.calls.written
+        if any(message.get("content") for message in calling):
+            found |= dict.fromkeys(self.calls.beside, True)
         found["tool_results"] = any(message["role"] == "tool" for message in messages) and not self.calls.results
         return [name for name, is_lost in found.items() if is_lost]
 

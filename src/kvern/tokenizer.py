@@ -184,7 +184,8 @@ class Tokenizer:
         return self.chat_template.render(fitted, tools or None, add_generation_prompt, names)
 
     def lost_in_template(self, messages: Sequence[Mapping[str, Any]], tools: bool) -> list[str]:
-        """What of a conversation the chat template leaves out silently: tools, tool_calls, tool_results."""
+        """What of a conversation the chat template leaves out silently: tools, tool_calls,
+        content_beside_tool_calls, tool_results."""
         return self.chat_template.forms(tools, self._special_tokens).lost(messages, tools)
 
     def chat_prompt_ids(

@@ -38,6 +38,8 @@ def read_thinking(body: Mapping[str, Any]) -> ThinkingFields:
     enabled = _enabled(body, reasoning, thinking, effort)
     if enabled is not None:
         variables |= dict.fromkeys(SWITCHES, enabled)
+    if enabled and thinking.get("type") in ("adaptive", "auto"):
+        variables["thinking_type"] = "adaptive"
     cleared = _switch("thinking.clear_thinking", thinking.get("clear_thinking"))
     if cleared is not None:
         variables["clear_thinking"] = cleared

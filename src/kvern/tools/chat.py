@@ -19,6 +19,7 @@ from kvern.tools.formats import formats_of
 from kvern.tools.grammar import GrammarWriter, Thought
 from kvern.tools.harmony import joined_thinking
 from kvern.tools.pieces import Content, Message, Piece
+from kvern.tools.recipients import Recipients
 from kvern.tools.switches import EFFORT, PLAIN, Switches, enabled_of, switches_of
 from kvern.tools.thinking import Beginning, ThinkingFormat, beginning_of
 from kvern.tools.thinking_splitter import ThinkingSplitter
@@ -26,7 +27,7 @@ from kvern.tools.thought_tokens import ThoughtTokens
 from kvern.tools.tool_format import ToolFormat, ToolParser, ToolSchemas
 
 logger = logging.getLogger("kvern")
-CALLED = ({"role": "user"}, {"role": "assistant", "tool_calls": [{}]}, {"role": "tool"})
+CALLED = ({"role": "user"}, {"role": "assistant", "content": "-", "tool_calls": [{}]}, {"role": "tool"})
 """A conversation with all that tools bring along."""
 PROMPT_END = 32
 """Tokens at the end of a prompt that tell whether it stops in the middle of thinking."""
@@ -168,7 +169,8 @@ class Chat:
         thought, lacks = self._held_to(thought, variables or {}, definitions is not None)
         lacks += tuple(self._tokenizer.lost_in_template(messages, definitions is not None))
         in_turns = thought is not None and thought.form.in_turns
-        form = self._format(use) if use.choice != "none" or in_turns else None
+        addressed = add_generation_prompt and isinstance(self._formats(definitions is not None)[0], Recipients)
+        form = self._format(use) if use.choice != "none" or in_turns or addressed else None
         if form is None and thought is None:
             return ChatRequest(prompt, params, self._tokenizer, lacks=lacks)
         structured = self._writer.answer(form, use, params.structured, thought)

@@ -12,6 +12,7 @@ from kvern.tools.marked_json import DeepSeek, KimiK2, Solar
 from kvern.tools.mistral import Mistral
 from kvern.tools.nested_tags import MINIMAX_M3
 from kvern.tools.pythonic import Lfm2, Pythonic
+from kvern.tools.recipients import Recipients
 from kvern.tools.thinking import HARMONY, ThinkingFormat, thinking_of
 from kvern.tools.tool_format import ToolFormat
 from kvern.tools.xml_functions import XML_FORMATS, XmlFunctions
@@ -32,6 +33,7 @@ FORMATS: tuple[ToolFormat, ...] = (
     DeepSeek(fenced=False),
     KimiK2(),
     Solar(),
+    Recipients(),
     LLAMA,
     Harmony(),
     *LISTS,

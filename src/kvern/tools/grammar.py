@@ -19,8 +19,10 @@ from kvern.structured_output import StructuredOutput
 from kvern.tokenizer import Tokenizer
 from kvern.tools.definitions import ToolUse
 from kvern.tools.harmony import Harmony, free_messages
+from kvern.tools.recipients import MARK, Recipients
 from kvern.tools.thinking import Beginning, ThinkingFormat
 from kvern.tools.tool_format import ToolFormat
+from kvern.tools.xml_functions import XmlFunctions
 
 LONGEST_CONTEXT = 1 << 20
 """No model thinks longer, so that no budget beyond needs counting."""
@@ -107,7 +109,7 @@ class GrammarWriter:
                 raise InvalidParameter("structured has parts: they cannot be combined with tools or thinking")
             parts["answer"] = structured
             if use.choice != "auto":
-                return self._answer(thought, "@answer")
+                return self._answer(form, thought, "@answer")
         if (
             form is None
             or use.choice == "none"
@@ -119,25 +121,30 @@ class GrammarWriter:
         if thought is not None and thought.form.in_turns and thought.beginning == "over":
             trigger = self._literal(form, thought.form.end + thought.form.between)
         if use.choice == "required":
-            return f"{trigger} {calls}"
+            return f"{self._header(form, use)} {trigger} {calls}"
         if structured is not None:
-            if form.trigger is None and not in_turns:
+            if form.trigger is None and not in_turns and not isinstance(form, Recipients):
                 raise InvalidRequest(
                     f"tools and structured output (response_format) are both set, and calls in this model's format "
                     f"({form.name}) cannot be told from an answer: set tool_choice to none or required, or give one"
                 )
-            return f"({self._answer(thought, '@answer')} | {trigger} {calls})"
+            return f"({self._answer(form, thought, '@answer')} | {self._header(form, use)} {trigger} {calls})"
         rules.append(TEXT)
         if in_turns:
-            return f"({self._answer(thought, 'TEXT')} | {trigger} {calls})"
+            return f"({self._answer(form, thought, 'TEXT')} | {trigger} {calls})"
+        if isinstance(form, Recipients):
+            rules.append(f"trigger[lazy]: TEXT {self._literal(form, MARK)}")
+            return f"({self._answer(form, thought, f'(trigger {calls} | TEXT)')} | {calls})"
         if form.trigger is None:
             rules.append(rf"OTHER: /\s*[^\s\{form.opening}](?s:.*)/")
             return f"({calls} | OTHER | /\\s*/)"
         rules.append(f"trigger{'[lazy]' if trigger.startswith(chr(34)) else ''}: TEXT {trigger}")
         return f"(trigger {calls} | TEXT)"
 
-    def _answer(self, thought: Thought | None, said: str) -> str:
+    def _answer(self, form: ToolFormat | None, thought: Thought | None, said: str) -> str:
         """The expression for an answer that is `said`, with what opens it where it is a message of its own."""
+        if isinstance(form, Recipients):
+            said = form.answer(said, Pieces(self, form.markers, {}))
         if thought is None or thought.beginning == "over":
             return said
         return f"{self.literal(thought.form.answer, thought.form.markers)} {said}".lstrip()
@@ -148,6 +155,11 @@ class GrammarWriter:
             return form.calls(tools, use.parallel and use.named is None, Pieces(self, form.markers, parts))
         except RecursionError as error:
             raise InvalidRequest("tools: the schema of one is nested too deeply") from error
+
+    def _header(self, form: ToolFormat, use: ToolUse) -> str:
+        """The expression for what stands before a call that is a message of its own; it is no part of the trigger."""
+        tools = {tool.name: tool.parameters for tool in use.callable_tools}
+        return form.headed(tools, Pieces(self, form.markers, {})) if isinstance(form, XmlFunctions) else ""
 
     def _literal(self, form: ToolFormat, text: str) -> str:
         return self.literal(text, form.markers)

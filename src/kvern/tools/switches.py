@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import jinja2
@@ -19,8 +19,10 @@ from kvern.chat_template import environment
 
 PLAIN = ("enable_thinking", "thinking")
 """What requests call the switch."""
+TYPE = "thinking_type"
+"""What a request calls more than that: adaptive, beside a switch that is on."""
 SWITCHES = (
-    *PLAIN, "think", "thinking_mode", "thinking_type", "thinking_option", "think_mode", "thinking_enabled",
+    *PLAIN, "think", "thinking_mode", TYPE, "thinking_option", "think_mode", "thinking_enabled",
     "use_thinking", "is_thinking", "reasoning", "reasoning_mode", "enable_reasoning", "force_reasoning",
     "force_thinking",
 )  # fmt: skip
@@ -30,6 +32,8 @@ EFFORTS = (EFFORT, "thinking_effort", "reasoning_strength", "reasoning_level", "
 BUDGETS = ("thinking_budget", "thinking_token_budget", "reasoning_budget")
 ON = ("enabled", "enable", "on", "think", "thinking", "true", "yes", "always")
 OFF = ("disabled", "disable", "off", "none", "no", "false", "no_think", "nothink", "non_thinking", "chat", "never")
+ADAPTIVE = ("adaptive", "auto", "dynamic", "hybrid")
+"""The model decides; where a template has no such text it is told to think."""
 RANKS = {
     **dict.fromkeys(OFF, 0),
     **{word: rank for rank, word in enumerate(("minimal", "low", "medium", "high", "xhigh", "max"), 1)},
@@ -63,9 +67,11 @@ class Switches:
     ) -> dict[str, Any]:
         """`given`, and the same under the other names. `takes`: the template renders with these."""
         enabled, effort = enabled_of(given), given.get(EFFORT)
+        adaptive = given.get(TYPE) in ADAPTIVE
+        words = OFF if enabled is False else ADAPTIVE + ON if adaptive else ON + ADAPTIVE
         found: dict[str, Any] = {}
         if enabled is not None:
-            found |= {name: self._switch(name, enabled) for name in SWITCHES if name in self.read}
+            found |= {name: self._switch(name, words, enabled) for name in SWITCHES if name in self.read}
             found |= {name: not enabled for name in REVERSED if name in self.read}
         amount = 0 if enabled is False else budget
         if amount is not None:
@@ -73,16 +79,20 @@ class Switches:
         for name in EFFORTS:
             if name in self.read and (wanted := self._wanted_effort(name, enabled, effort)) is not None:
                 found[name] = wanted
-        known = {name: value for name, value in given.items() if name not in PLAIN or not isinstance(value, bool)}
-        all_names = {**given, **found, **{name: value for name, value in known.items() if name != EFFORT}}
+        general = {
+            EFFORT,
+            *(name for name in PLAIN if isinstance(given.get(name), bool)),
+            *([TYPE] if adaptive else []),
+        }
+        all_names = {**given, **found, **{name: value for name, value in given.items() if name not in general}}
         for name in EFFORTS:
             if isinstance(all_names.get(name), str) and self.read.get(name) and not takes(all_names):
                 all_names[name] = _nearest(all_names[name], self.read[name])
         return all_names
 
-    def _switch(self, name: str, enabled: bool) -> bool | str:
-        texts = self.read[name]
-        return next((text for text in texts if _word(text) in (ON if enabled else OFF)), enabled)
+    def _switch(self, name: str, words: Sequence[str], enabled: bool) -> bool | str:
+        ranked = [(words.index(_word(text)), text) for text in self.read[name] if _word(text) in words]
+        return min(ranked)[1] if ranked else enabled
 
     def _wanted_effort(self, name: str, enabled: bool | None, effort: Any) -> Any:
         """None: the template's own."""

@@ -39,8 +39,8 @@ class XmlFunctions:
     """Several calls stand between one pair of outer tags, not each between its own."""
     types: Literal["", "words", "strings"] = ""
     gaps: Gaps = Gaps()
-    dropped: tuple[str, ...] = ()
-    """Tags around the content."""
+    header: tuple[str, str, str] = ("", "", "")
+    """Between two messages with a call each, then before the name of its function, and behind that."""
     forgiving: bool = True
     in_json: bool = False
     """Arguments are one JSON object instead of parameters."""
@@ -62,7 +62,7 @@ class XmlFunctions:
     @property
     def markers(self) -> tuple[str, ...]:
         """Texts that may be special tokens and must stay visible."""
-        tags = " ".join((*self.outer, *self.function, *self.parameter, *self.dropped))
+        tags = " ".join((*self.outer, *self.function, *self.parameter, *self.header))
         return tuple(dict.fromkeys((*self.special, *MARK.findall(tags))))
 
     @property
@@ -112,8 +112,15 @@ class XmlFunctions:
         if self.several_inside:
             more = f"({literal(gaps.calls, write)} {call})*" if several else ""
             return f"{begin} {call} {more} {over}"
-        again = literal(gaps.calls + opened + gaps.opened, write)
+        between = self.headed(tools, write) or literal(gaps.calls, write)
+        again = f"{between} {literal(opened + gaps.opened, write)}"
         return f"{begin} {call} {over} ({again} {call} {over})*" if several else f"{begin} {call} {over}"
+
+    def headed(self, tools: ToolSchemas, write: GrammarPieces) -> str:
+        """A grammar's expression for the header of a message that calls one of the tools; empty: there are none."""
+        between, before, behind = (literal(text, write) for text in self.header)
+        names = " | ".join(literal(name, write) for name in tools)
+        return f"({between})? {before} ({names}) {behind}" if before else ""
 
     def _opening(self, key: str, kind: str) -> str:
         if self.in_json:
@@ -135,7 +142,8 @@ class XmlFunctionsParser(XmlParser):
         super().__init__(form.marks, tools)
         self._function, behind, _ = form.function
         self._is_open = not form.outer[0]
-        self._dropped = form.dropped
+        between, before, self._behind_name = form.header
+        self._headers = (between + before, before) if before else ()
         self._longest = len(behind) + 2 * behind.count(NUMBER)
         behind = re.escape(behind).replace(NUMBER, r"\d{1,9}")
         self._head = re.compile(rf"\s*{re.escape(self._function)}({NAME.pattern}){behind}")
@@ -146,11 +154,22 @@ class XmlFunctionsParser(XmlParser):
         self._is_open = self._is_open and (marker != self._marks.call_end or len(self._marks.ends) == 1)
 
     def content_state(self) -> bool:
-        """Up to either of the openings."""
-        self._opening = self.content_until(self._marks.calls[0], self._function, *self._dropped)
-        if self._opening and self._opening not in self._dropped:
-            self.state = self._head_state
+        """Up to either of the openings, or to what may be a header."""
+        self._opening = self.content_until(self._marks.calls[0], self._function, *self._headers)
+        if self._opening:
+            self.state = self._header_state if self._opening in self._headers else self._head_state
         return bool(self._opening)
+
+    def _header_state(self) -> bool:
+        """Left out if a call follows."""
+        name = NAME.match(self.buffer)
+        rest = self.buffer if name is None else self.buffer[name.end() :]
+        wanted = self._behind_name + self._marks.calls[0]
+        if name is not None and rest.startswith(wanted):
+            self.buffer = rest[len(self._behind_name) :]
+            self.state = self.content_state
+            return True
+        return not (wanted.startswith(rest) and not self.ended) and self.no_call(self._opening)
 
     def _head_state(self) -> bool:
         inner = self._opening == self._function
@@ -214,7 +233,6 @@ KIMI_K3 = XmlFunctions(
     several_inside=True,
     types="words",
     gaps=Gaps("", "", "", "", "", "", ""),
-    dropped=("<|open|>response<|sep|>", "<|close|>response<|sep|>", "<|close|>message<|sep|>"),
 )
 HY3 = XmlFunctions(
     "hy3",
@@ -243,5 +261,6 @@ MUSE = XmlFunctions(
     ("<atem:function_calls>", "</atem:function_calls>"),
     ('<atem:invoke name="', '">', "</atem:invoke>"),
     ('<atem:parameter name="', '">', "</atem:parameter>"),
+    header=("<|eom|><|start|>assistant", " to=", "<|message|>"),
 )
 XML_FORMATS = (QWEN3_CODER, MINIMAX, SEED, *DSML, KIMI_K3, HY3, MINICPM5, FUNCTIONARY, MUSE)

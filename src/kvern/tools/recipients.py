@@ -1,0 +1,111 @@
+"""Functionary 3.2: an answer is a turn of messages, each behind its recipient, which is a tool or all.
+
+    all
+    The weather in Oslo, then.>>>get_weather
+    {"city": "Oslo"}
+
+The prompt ends with the first `>>>`.
+"""
+
+import re
+
+from kvern.tools.buffered import BLANKS, LONGEST_GAP, BufferedParser
+from kvern.tools.json_call import JsonArguments
+from kvern.tools.tool_format import NAME, GrammarPieces, ToolParser, ToolSchemas, literal
+
+MARK, ALL = ">>>", "all"
+HEAD = re.compile(rf"({NAME.pattern})\n")
+
+
+class Recipients:
+    """The format; see ToolFormat. Answers without calls are in it, too."""
+
+    name = "functionary_v32"
+    markers: tuple[str, ...] = ()
+    stops: tuple[str, ...] = ()
+    trigger = None
+    opening = ALL[0]
+
+    def matches(self, template: str) -> bool:
+        """The template writes messages to all."""
+        return MARK + ALL in template
+
+    def parser(self, tools: ToolSchemas) -> ToolParser:
+        """Behind the mark any name is a call, if there are tools at all; at the beginning only that of a tool is."""
+        return RecipientsParser(tools)
+
+    def calls(self, tools: ToolSchemas, several: bool, write: GrammarPieces) -> str:
+        """Messages to tools, without the first mark."""
+        heads = {name: literal(name + "\n", write) for name in tools}
+        one = " | ".join(f"{heads[name]} {write.json(schema)}" for name, schema in tools.items())
+        return f"({one}) ({write.literal(MARK)} ({one}))*" if several else f"({one})"
+
+    def answer(self, said: str, write: GrammarPieces) -> str:
+        """A grammar's expression for a message to all that is `said`."""
+        head = literal(ALL + "\n", write)
+        return f"{head} {said}"
+
+
+class RecipientsParser(BufferedParser):
+    """Message after message."""
+
+    def __init__(self, tools: ToolSchemas) -> None:
+        super().__init__()
+        self._tools = tools
+        self._mark = ""
+        self.state = self._beginning_state
+
+    def _beginning_state(self) -> bool:
+        found = self.expect(MARK)
+        if found is None:
+            return False
+        if found:
+            self.drop(MARK)
+            self._mark = MARK
+        self.state = self._recipient_state
+        return True
+
+    def content_state(self) -> bool:
+        """Up to the next mark; without tools all that is left."""
+        if not self._tools:
+            self.content(self.take(len(self.buffer)))
+            return False
+        self._mark = self.content_until(MARK)
+        if self._mark:
+            self.state = self._recipient_state
+        return bool(self._mark)
+
+    def _recipient_state(self) -> bool:
+        found = HEAD.match(self.buffer)
+        if found is None:
+            if not self.ended and (not self.buffer or NAME.fullmatch(self.buffer)):
+                return False
+            if self.buffer != ALL:
+                return self.no_call(self._mark)
+            self.buffer += "\n"
+            return True
+        rest = self.buffer[found.end() :]
+        text = rest.lstrip(BLANKS)
+        is_tool = found[1] in self._tools
+        if found[1] != ALL or is_tool:
+            if not text and not self.ended and len(rest) < LONGEST_GAP:
+                return False
+            if text.startswith("{") and (is_tool or (self._mark and self._tools)):
+                self.buffer = text
+                self.begin(found[1])
+                self._arguments = JsonArguments(self)
+                self.state = self._arguments_state
+                return True
+        if found[1] != ALL:
+            return self.no_call(self._mark)
+        if self._mark and not self._after_call:
+            self.content("\n\n")
+        self.buffer = rest
+        self.state = self.content_state
+        return True
+
+    def _arguments_state(self) -> bool:
+        if not self._arguments.read():
+            return False
+        self.close()
+        return True
