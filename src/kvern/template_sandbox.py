@@ -35,6 +35,11 @@ LONGEST_NUMBER = 1000
 MISSING = ("batch", "slice", "wordwrap")
 """Filters of Jinja's that no template needs, and that make much out of little."""
 
+QUICK_TESTS = frozenset(
+    ["defined", "undefined", "none", "string", "mapping", "iterable", "sequence", "number", "boolean", "true", "false"]
+)
+"""Tests that take no time, whatever the value."""
+
 
 class Rendering(threading.local):
     """What the rendering of this thread has used up so far."""
@@ -63,12 +68,19 @@ class Calls(jinja2.visitor.NodeTransformer):
 
     visit_Macro = visit_For  # noqa: N815
 
-    def visit_Compare(self, node: jinja2.nodes.Compare | jinja2.nodes.Test) -> jinja2.nodes.Node:  # noqa: N802
-        """`a in b`, `a is in b`, and others that look at whole lists."""
+    def visit_Compare(self, node: jinja2.nodes.Compare) -> jinja2.nodes.Node:  # noqa: N802
+        """`a in b`, and others that look at whole lists: a comparison with a constant does not."""
         self.generic_visit(node)
+        sides = [node.expr, *(operand.expr for operand in node.ops)]
+        is_quick = len(sides) == 2 and node.ops[0].op in ("eq", "ne")
+        if is_quick and any(isinstance(side, jinja2.nodes.Const) for side in sides):
+            return node
         return _call("timed", [node]).set_lineno(node.lineno)
 
-    visit_Test = visit_Compare  # noqa: N815
+    def visit_Test(self, node: jinja2.nodes.Test) -> jinja2.nodes.Node:  # noqa: N802
+        """`a is in b`, and others that look at whole lists or texts."""
+        self.generic_visit(node)
+        return node if node.name in QUICK_TESTS else _call("timed", [node]).set_lineno(node.lineno)
 
 
 def _call(name: str, arguments: list[jinja2.nodes.Expr]) -> jinja2.nodes.Call:
@@ -195,7 +207,6 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
 
         @functools.wraps(work)
         def bounded(*args: Any, **kwargs: Any) -> Any:
-            self.check_time()
             first, value, others = args[:takes_first], args[takes_first], args[takes_first + 1 :]
             if name == "join" and not isinstance(value, str):
                 value = list(value)

@@ -278,12 +278,17 @@ class BatchJob:
 
 @contextlib.contextmanager
 def interrupts_deferred() -> Iterator[None]:
-    """Let Ctrl-C wait for the end of the block, so that files and counts always agree."""
+    """Let Ctrl-C wait for the end of the block, so that files and counts always agree; a second one ends the process."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
     received = []
-    previous = signal.signal(signal.SIGINT, lambda *_: received.append(True))
+
+    def note(number: int, _: object) -> None:
+        received.append(number)
+        signal.signal(number, signal.SIG_DFL)
+
+    previous = signal.signal(signal.SIGINT, note)
     try:
         yield
     finally:

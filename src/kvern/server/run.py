@@ -50,13 +50,18 @@ async def serve(
     assert loading is not None
     http: HttpServer | None = None
 
-    ended = list(signals)
+    ended: list[int] = []
+
+    def note(number: int, _: object) -> None:
+        """The second signal always ends, whatever threads and the loop do: this takes neither."""
+        if len(ended) == 1:  # others would begin the seconds again
+            faulthandler.dump_traceback_later(LAST_SECONDS, exit=True, file=2)
+        ended.append(number)
+        with contextlib.suppress(RuntimeError):  # the loop has ended
+            loop.call_soon_threadsafe(end)
 
     def end() -> None:
-        """At a signal: running requests have some seconds; a model that loads has none. The second one always ends."""
-        if ended:  # whatever threads or the loop do: this takes neither
-            faulthandler.dump_traceback_later(LAST_SECONDS, exit=True, file=2)
-        ended.append(0)
+        """At a signal: running requests have some seconds; a model that loads has none."""
         if http is None:
             loading.cancel()
         else:
@@ -64,9 +69,9 @@ async def serve(
             http.should_exit = True
 
     for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, end)
+        signal.signal(number, note)
     if signals:
-        ended.clear()
+        ended.extend(signals)
         end()
     with contextlib.suppress(asyncio.CancelledError), _removed(server.uds):
         async with EngineClient(config, process) as client:
