@@ -56,7 +56,14 @@ def test_a_second_signal_ends_a_server_whatever_is_stuck(stuck: str) -> None:
 
 
 def test_a_second_interrupt_ends_what_defers_the_first() -> None:
-    with pytest.raises(KeyboardInterrupt), interrupts_deferred():
-        signal.raise_signal(signal.SIGINT)
-        assert signal.getsignal(signal.SIGINT) is signal.SIG_DFL
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    before, within = signal.getsignal(signal.SIGINT), []
+
+    def interrupted() -> None:
+        with interrupts_deferred():
+            signal.raise_signal(signal.SIGINT)
+            within.append(signal.getsignal(signal.SIGINT))
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert within == [signal.SIG_DFL]
+    assert signal.getsignal(signal.SIGINT) is before

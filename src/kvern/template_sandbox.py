@@ -35,9 +35,7 @@ LONGEST_NUMBER = 1000
 MISSING = ("batch", "slice", "wordwrap")
 """Filters of Jinja's that no template needs, and that make much out of little."""
 
-QUICK_TESTS = frozenset(
-    ["defined", "undefined", "none", "string", "mapping", "iterable", "sequence", "number", "boolean", "true", "false"]
-)
+QUICK_TESTS = {"defined", "undefined", "none", "string", "mapping", "iterable", "sequence", "number", "boolean"}
 """Tests that take no time, whatever the value."""
 
 

@@ -278,7 +278,7 @@ class BatchJob:
 
 @contextlib.contextmanager
 def interrupts_deferred() -> Iterator[None]:
-    """Let Ctrl-C wait for the end of the block, so that files and counts always agree; a second one ends the process."""
+    """Let Ctrl-C wait for the end of the block, so that files and counts always agree. A second one ends all."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
