@@ -8,6 +8,7 @@ import anthropic
 import openai
 import pytest
 
+from kvern.api.errors import HttpError
 from kvern.api.messages import KNOWN, read_conversation, read_message
 from kvern.api.other_names import ignored
 from tests.served import KEY, Served, serving
@@ -120,7 +121,11 @@ def test_thinking_by_every_name() -> None:
         assert read_message(body | named, True).conversation.thinking_budget == 5
     asked = read_message(body | {"enable_thinking": False, "reasoning_effort": "low"}, True).conversation.variables
     assert asked == {"enable_thinking": False, "thinking": False, "reasoning_effort": "low"}
-    assert ignored({"enable_thinking": False, "include_reasoning": True}, KNOWN) == ["include_reasoning"]
+    assert ignored({"enable_thinking": False, "include_reasoning": True}, KNOWN) == []
+    hiding: list[dict[str, Any]] = [{"include_reasoning": False}, {"reasoning": {"exclude": True}}]
+    for hidden in hiding:
+        with pytest.raises(HttpError, match="which this API always shows"):
+            read_message(body | hidden, True)
 
 
 def test_tools_of_the_service_are_left_out_by_name(claude: anthropic.Anthropic) -> None:

@@ -28,7 +28,7 @@ PARAMETERS = set(SamplingParams.__struct_fields__) - {"n", "logprobs", "prompt_l
 KNOWN = frozenset({
     "messages", "model", "max_tokens", "system", "stop_sequences", "stream", "tools", "tool_choice", "thinking",
     "metadata", "service_tier", "output_config", "output_format", "chat_template_kwargs", "documents",
-    *(THINKING_FIELDS - {"include_reasoning"}), *PARAMETERS, *COMMON_FIELDS,
+    *THINKING_FIELDS, *PARAMETERS, *COMMON_FIELDS,
 })
 # fmt: on
 KINDS = {
@@ -89,8 +89,14 @@ def read_conversation(body: Mapping[str, Any], strip_billing_header: bool) -> Ch
     choice, parallel = chat_tool_choice(typed(body, "tool_choice", dict, {}), tools)
     use = read_tools(chat_tools(tools), choice, parallel)
     _check_thinking(typed(body, "thinking", dict, {}))
+    fields = read_thinking(body)
+    if not fields.include:
+        message = (
+            "include_reasoning or reasoning.exclude hides thinking, which this API always shows: leave it out, or "
+        )
+        raise HttpError(400, f"{message}send thinking of type disabled", param="include_reasoning")
     variables = {**_effort_of(body), **template_variables(body)}
-    return ChatBody(plain_messages(converted), use, read_thinking(body).budget, True, variables)
+    return ChatBody(plain_messages(converted), use, fields.budget, True, variables)
 
 
 def _effort_of(body: Mapping[str, Any]) -> dict[str, Any]:
