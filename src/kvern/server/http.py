@@ -57,8 +57,9 @@ def is_anthropic(scope: Scope) -> bool:
 
 
 def json_response(content: object, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
-    """Any value as JSON."""
-    return Response(msgspec.json.encode(content), status, headers, media_type="application/json")
+    """Any value as JSON; what is encoded already is not copied."""
+    encoded = memoryview(content) if isinstance(content, msgspec.Raw) else msgspec.json.encode(content)
+    return Response(encoded, status, headers, media_type="application/json")
 
 
 def error_response(error: Exception, scope: Scope) -> Response:
