@@ -78,6 +78,11 @@ class Attacker:
     async def pipeline(self) -> str:
         return await self._send([b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n" * 20_000])
 
+    async def long_stream(self) -> str:
+        """An ordinary one; many of them take all rows."""
+        body = completion(prompt=f"Once {secrets.token_hex(4)}", max_tokens=1500, ignore_eos=True, stream=True)
+        return await self.post(COMPLETIONS, body)
+
     async def leave(self, body: bytes) -> str:
         """Ask, and leave before the answer."""
         with contextlib.suppress(TimeoutError):
@@ -142,6 +147,14 @@ def attacks() -> Iterator[tuple[str, Act]]:
         "800 answers": {"prompt": ["Once"] * 8, "n": 100, "max_tokens": 2},
         "log-probabilities of prompts": {"prompt": ["Once upon a time " * 20] * 200, "prompt_logprobs": 100},
         "answers with log-probabilities": {"prompt": ["Once"] * 8, "n": 100, "logprobs": 100},
+        "100 log-probabilities of 1900 tokens": {"prompt": list(range(100, 290)) * 10, "prompt_logprobs": 100},
+        "64 answers with 100 log-probabilities": {"prompt": ["Once"] * 8, "n": 8, "logprobs": 100, "max_tokens": 100},
+        "long DRY breakers": {
+            "prompt": [5, 6, 7] * 500,
+            "dry_multiplier": 0.8,
+            "dry_sequence_breakers": [f"{number:02}" + "ab " * 12 + "c" for number in range(32)],
+            "max_tokens": 200,
+        },
         "stop strings": {"stop": ["ab" * 500] * 64},
     }
     for name, fields in numbers.items():

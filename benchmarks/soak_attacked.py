@@ -3,7 +3,8 @@
     python benchmarks/soak_attacked.py --seconds 1800 --output benchmarks/results/soak-attacked-cpu.json
 
 First nobody attacks, which tells how long a small request takes beside eight streams. Then another key sends everything
-in `attacks.py` and what the fuzzer makes, again and again.
+in `attacks.py` and what the fuzzer makes, again and again, a third has 300 long streams, and twice the engine is killed
+five times in a row.
 """
 
 import argparse
@@ -13,6 +14,7 @@ import json
 import os
 import random
 import re
+import signal
 import statistics
 import subprocess
 import sys
@@ -40,11 +42,20 @@ from tests.test_fuzz_requests import FIXED
 LOAD = "/v1/load_lora_adapter"
 STREAMS = 8
 ATTACKERS = 2
+CROWD = 300
+"""Long streams of one key."""
+KILLS = 5
+KILL_PAUSE = 7.0
+"""Seconds between two kills: five are within 29 s."""
+KILL_PLACES = (0.4, 0.7)
+"""Of the time: when the kills begin."""
+MOST_SLOWER = 3.0
+"""The p99 of small requests, attacked over quiet."""
 QUIET_SHARE = 0.1
 """Of the time, before the attack."""
 PAUSE = 0.25
 """Seconds between two small requests."""
-KEYS = ("honest:soak-honest", "hostile:soak-hostile", "operator:soak-operator admin=1")
+KEYS = ("honest:soak-honest", "hostile:soak-hostile", "crowd:soak-crowd", "operator:soak-operator admin=1")
 
 
 class AttackedSoak:
@@ -71,6 +82,8 @@ class AttackedSoak:
         self.attacked = False
         self.client = openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="soak-honest", max_retries=0, timeout=300)
         self.attacker = Attacker(url, "soak-hostile")
+        self.crowd = Attacker(url, "soak-crowd", 120)
+        self.kills = 0
 
     async def run(self, seconds: float) -> None:
         """Quiet, then attacked."""
@@ -80,6 +93,8 @@ class AttackedSoak:
         await asyncio.sleep(seconds * QUIET_SHARE)
         self.attacked = True
         hostile = [asyncio.create_task(self._attack(end)) for _ in range(ATTACKERS)]
+        hostile += [asyncio.create_task(self._crowd(end)) for _ in range(CROWD)]
+        hostile += [asyncio.create_task(self._kill(seconds * (place - QUIET_SHARE))) for place in KILL_PLACES]
         await asyncio.gather(*honest, *hostile, self._load_adapters(end), asyncio.to_thread(self._fuzz, end))
 
     async def _streams(self, end: float) -> None:
@@ -134,6 +149,20 @@ class AttackedSoak:
                     return
                 await self.attacker.act(name, act)
 
+    async def _crowd(self, end: float) -> None:
+        while time.monotonic() < end:
+            await self.crowd.act("long streams", Attacker.long_stream)
+
+    async def _kill(self, after: float) -> None:
+        """End engines from outside, each new one soon after its start."""
+        await asyncio.sleep(after)
+        for _ in range(KILLS):
+            children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
+            if children:
+                os.kill(int(children[0]), signal.SIGKILL)
+                self.kills += 1
+            await asyncio.sleep(KILL_PAUSE)
+
 
 def hostile_adapters(folder: Path) -> list[Path]:
     """Folders that no adapter should be, below `folder`."""
@@ -179,7 +208,8 @@ def soak(seconds: float, prompts: int = 60) -> dict[str, Any]:
     expected = alone(prompts)
     with tempfile.TemporaryDirectory() as folder:
         places = ["--data-dir", f"{folder}/data", "--adapter-folder", folder]
-        command = [sys.executable, "-m", "kvern", "serve", MODEL, "--port", "0", *places, *OPTIONS, "--api-key", *KEYS]
+        command = [sys.executable, "-m", "kvern", "serve", MODEL, "--port", "0", *places, *OPTIONS]
+        command += ["--max-model-len", "2048", "--api-key", *KEYS]
         process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
         assert process.stderr is not None
         with process.stderr:
@@ -200,10 +230,11 @@ def soak(seconds: float, prompts: int = 60) -> dict[str, Any]:
     return {
         "seconds": seconds,
         "honest streams": run.done,
-        "attacks": dict(sorted((run.attacker.statuses | run.operator.statuses).items())),
+        "attacks": dict(sorted((run.attacker.statuses | run.operator.statuses | run.crowd.statuses).items())),
         "requests of the fuzzer": sum(run.findings.statuses.values()),
         "wrong": run.wrong + run.findings.wrong,
         "left": left,
+        "kills": run.kills,
         "engine restarts": restarts,
         "small request, quiet, ms": quiet,
         "small request, attacked, ms": attacked,
@@ -232,7 +263,9 @@ def main() -> int:
     Console().print(table)
     if options.output is not None:
         options.output.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    return 1 if result["wrong"] or result["left"] or result["engine restarts"] or result["exit_code"] else 0
+    lost = result["engine restarts"] - result["kills"]
+    slow = result["p99 attacked over quiet"] > MOST_SLOWER
+    return 1 if result["wrong"] or result["left"] or lost > 0 or slow or result["exit_code"] else 0
 
 
 if __name__ == "__main__":

@@ -388,7 +388,7 @@ class SimulatedEngine:
                 if request.adapter is not None and newcomer.adapter is None:
                     continue
                 assert fcfs or newcomer in self._aged, "a request that has aged was overtaken by one that has not"
-                if newcomer.owner != request.owner or (newcomer.beams is not None and newcomer.output_length):
+                if newcomer.owner != request.owner:  # in these, who has less goes first
                     continue
                 order = [(item.turn, item.arrival) for item in (newcomer, request)]
                 assert order == sorted(order), "equal requests of an owner go by turn, then by arrival"

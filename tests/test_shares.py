@@ -111,3 +111,41 @@ def test_one_owner_alone_is_never_made_to_give_way() -> None:
     crowd(engine, 12)
     engine.run()
     assert not engine.scheduler.preemption_count
+
+
+def test_who_lacks_an_adapter_s_place_is_not_forgotten_for_others_that_lack_rows() -> None:
+    engine = SimulatedEngine(replace(ROOMY, adapter_places=1))
+    for number in range(8):
+        engine.add([number % 3] * 3, 50, owner="greedy", turn=number, adapter=1 if number < 2 else None)
+    for _ in range(6):
+        engine.step()
+    (request,) = engine.add([1, 2], 1, owner="small", adapter=2)
+    assert steps_to_first_token(engine, request) <= SOON
+    engine.run()
+
+
+def test_users_of_an_adapter_s_place_get_on_though_another_always_wants_it() -> None:
+    engine = SimulatedEngine(replace(ROOMY, adapter_places=1, prefix_cache=False, max_model_len=120, spare_blocks=240))
+    long = [engine.add([number] * 60, 20, owner="greedy", adapter=1)[0] for number in range(2)]
+    for step in range(1500):
+        if not any(engine.scheduler.get(request.request_id) for request in long):
+            break
+        if step % 4 == 0 and sum(other.owner == "small" for other in engine.alive) < 2:
+            engine.add([1, 2], 3, owner="small", adapter=2)
+        engine.step()
+    assert all(request.output_length == 20 for request in long)
+    engine.run()
+
+
+def test_a_search_with_fewer_rows_than_beams_gets_on() -> None:
+    engine = SimulatedEngine(ROOMY)
+    (search,) = engine.add([0, 1], 12, beams=4, owner="a")
+    for _ in range(6):
+        engine.step()
+    (stream,) = engine.add([1, 2], 50, owner="b")
+    for _ in range(400):
+        engine.step()
+        if engine.scheduler.get(search.request_id) is None:
+            break
+    assert stream.output_length < 50 and not stream.preemptions, "the search waited for the stream"
+    engine.run()

@@ -52,12 +52,8 @@ class RunningRequests:
         return len(self._growing) + self.promised_rows
 
     def share(self, request: Request) -> tuple[int, int]:
-        """How much its owner has, less than others if smaller: its rows, and when it was given the last one.
-
-        A search that has begun is as one that has none, since its beams wait for each other.
-        """
-        begun = request.beams is not None and request.output_length
-        return 0 if begun else self.rows[request.owner], self._entered.get(request.owner, 0)
+        """How much its owner has, less than others if smaller: its rows, and when it was given the last one."""
+        return self.rows[request.owner], self._entered.get(request.owner, 0)
 
     def enter(self, request: Request) -> None:
         """Give a row to a request that has blocks."""

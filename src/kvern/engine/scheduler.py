@@ -201,7 +201,7 @@ class Scheduler:
         waits = behind or (self.waiting and self.running.free_rows)
         if time is not None and waits and decodes(output, self.running, self.limits.stages):
             budget.limit(time, load_of(output.scheduled))
-        if behind and self.limits.continuous:
+        if behind and self.limits.continuous and self.waiting.has_owners(self.running.rows):
             self._admit(output, budget, new_owners=True)
         for request in by_owners(behind, self.step):
             start, remaining = request.num_computed_tokens, request.remaining_tokens
@@ -244,20 +244,20 @@ class Scheduler:
 
     def _admit(self, output: SchedulerOutput, budget: StepBudget, new_owners: bool = False) -> None:
         """Let waiting requests run, best first; with `new_owners` only those of owners with nothing running."""
-        self.waiting.age(self.step)
+        if not new_owners:
+            self.waiting.age(self.step)
         self._batch_open = self.limits.continuous or self._batch_open or not self.running
         if not self._batch_open:
             return
-        rows = self.running.free_rows - self.running.promised_rows
-        adapters_free = True
-        if budget.tokens > 0:
+        rows, adapters_free = self.running.free_rows - self.running.promised_rows, True
+        looks = rows > 0 or self.waiting.has_owners(self.running.rows)
+        if budget.tokens > 0 and looks:
             self.waiting.refresh()
-        while budget.tokens > 0:
+        while budget.tokens > 0 and looks:
             request = self.waiting.best(adapters_free)
             if request is None or (new_owners and not self.shares.is_new(request)):
                 break
-            cause = self._cause(request)
-            if cause is not None:
+            if (cause := self._cause(request)) is not None:
                 self.waiting.park(request, cause)
                 continue
             if request.adapter is not None and not self.adapters.fits(request.adapter):

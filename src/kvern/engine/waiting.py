@@ -96,6 +96,10 @@ class WaitingQueue:
         """The order between owners: the policy's, but what each has comes before turns and arrival."""
         return *entry[:2], *self._running.share(entry[-1]), *entry[2:5]
 
+    def has_owners(self, owners: Iterable[str]) -> bool:
+        """Whether requests of several owners wait, or run: those of `owners` do."""
+        return len({*owners, *(owner for _, owner in self._heaps)}) > 1
+
     def park(self, request: Request, cause: Cause) -> None:
         """Pass over a request that is ready, until `wake` is called with this cause."""
         self._withdraw(request)
