@@ -93,9 +93,12 @@ class AttackedSoak:
         await asyncio.sleep(seconds * QUIET_SHARE)
         self.attacked = True
         hostile = [asyncio.create_task(self._attack(end)) for _ in range(ATTACKERS)]
-        hostile += [asyncio.create_task(self._crowd(end)) for _ in range(CROWD)]
+        crowd = [asyncio.create_task(self._crowd(end)) for _ in range(CROWD)]
         hostile += [asyncio.create_task(self._kill(seconds * (place - QUIET_SHARE))) for place in KILL_PLACES]
         await asyncio.gather(*honest, *hostile, self._load_adapters(end), asyncio.to_thread(self._fuzz, end))
+        for stream in crowd:
+            stream.cancel()
+        await asyncio.gather(*crowd, return_exceptions=True)
 
     async def _streams(self, end: float) -> None:
         while time.monotonic() < end:

@@ -1,6 +1,6 @@
 """Who waits costs nothing: the decisions are those of a plain sorted list, without looking at all that wait."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import pytest
 
@@ -56,6 +56,9 @@ class SortedList(WaitingQueue):
             return *order[:2], *self.running.share(item), *order[2:]
 
         return min((item for (uses, _), item in firsts.items() if adapters or not uses), key=before, default=None)
+
+    def has_owners(self, owners: Iterable[str]) -> bool:
+        return len({*owners, *(item.owner for item in self.requests)}) > 1
 
     def park(self, request: Request, cause: Cause) -> None:
         self.passed.append(request)
