@@ -133,12 +133,9 @@ def items() -> dict[str, Any]:
     }
 
 
-Act = Callable[[Attacker], Awaitable[str]]
-
-
-def attacks() -> Iterator[tuple[str, Act]]:
-    """All of them, each with its name."""
-    numbers: dict[str, dict[str, Any]] = {
+def numbers() -> dict[str, dict[str, Any]]:
+    """Fields that ask for much, or for what cannot be."""
+    return {
         "tiny top_p": {"temperature": 1, "top_p": 1e-46},
         "flat and tiny top_p": {"temperature": 1000, "top_p": 1e-300},
         "priority of 64 bits": {"priority": 2**64 - 1},
@@ -157,7 +154,14 @@ def attacks() -> Iterator[tuple[str, Act]]:
         },
         "stop strings": {"stop": ["ab" * 500] * 64},
     }
-    for name, fields in numbers.items():
+
+
+Act = Callable[[Attacker], Awaitable[str]]
+
+
+def attacks() -> Iterator[tuple[str, Act]]:
+    """All of them, each with its name."""
+    for name, fields in numbers().items():
         body = completion(**fields)
         yield name, lambda attacker, body=body: attacker.post(COMPLETIONS, body)
     for name, form in schemas().items():
