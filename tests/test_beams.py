@@ -246,7 +246,7 @@ def test_fewer_answers_than_asked_for(llm: LLM) -> None:
     output = llm.generate(PROMPTS[0], params)[0]
     assert sorted(answer.token_ids for answer in output.outputs) == [[40], [41]] and output.finished
     words = [llm.tokenizer.decode([first, second]) for first in (40, 41) for second in (40, 41)]
-    output = llm.generate(PROMPTS[0], params.replace(max_tokens=8, bad_words=words))[0]
+    output = llm.generate(PROMPTS[0], params.replace(max_tokens=8, bad_words=words), on_error="return")[0]
     (answer,) = output.outputs
     assert (answer.text, answer.finish_reason, output.finished) == ("", "abort", True)
     assert answer.stop_reason == "no beam can go on: every next token is banned"

@@ -175,6 +175,7 @@ class EngineConfig:
         "hy3",
         "minicpm5",
         "functionary",
+        "functionary_v32",
         "muse",
         "glm",
         "mistral",
