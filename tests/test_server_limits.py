@@ -278,7 +278,7 @@ def test_figures_for_prometheus() -> None:
         stream.close()
         eventually(lambda: served.figure("num_requests_running") == 0)
         assert served.figure("time_to_first_token_seconds_count") == 3
-        assert served.figure("inter_token_latency_seconds_count") >= 14
+        assert served.figure("inter_token_latency_seconds_count") >= 7  # drafts that are right come with others
         assert served.figure("e2e_request_latency_seconds_count", finished_reason="length") == 2
         assert served.figure("request_decode_time_seconds_count", finished_reason="abort") == 1
         assert served.figure("request_success_total", finished_reason="length") == 2

@@ -7,7 +7,7 @@ import pytest
 from kvern.tools.formats import FORMATS
 from kvern.tools.glm import Glm
 from kvern.tools.nested_tags import MINIMAX_M3
-from kvern.tools.xml_functions import DSML, KIMI_K3, QWEN3_CODER
+from kvern.tools.xml_functions import DSML, QWEN3_CODER
 from tests.test_tool_formats import read, reader_of
 
 PLAN = {
@@ -154,11 +154,6 @@ def test_tags_tell_whether_a_value_is_a_string() -> None:
     text = f'<｜DSML｜function_calls><｜DSML｜invoke name="plan">{tags}</｜DSML｜invoke></｜DSML｜function_calls>'
     message = read(reader_of(DSML[0], tools={"plan": PLAN}), text)
     assert message.tool_calls[0].arguments == '{"count": "42", "text": "4", "list": [1], "either": 7}'
-
-
-def test_what_stands_around_an_answer_is_no_content() -> None:
-    text = "<|open|>response<|sep|>Well.<|close|>response<|sep|><|close|>message<|sep|>"
-    assert read(reader_of(KIMI_K3), text, range(1, len(text))).content == "Well."
 
 
 def test_texts_between_tags_come_while_they_form() -> None:
