@@ -62,6 +62,7 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
         "pythonic": "[func_name(a=1)]",
         "qwen3_coder": "<function=name><parameter=key>",
         "minimax": '<invoke name="name"><parameter name="key">',
+        "functionary_v32": ">>>all",
     }
     template = folder / "chat_template.jinja"
     text = "".join(form.markers[: {"mistral": 1, "json": 0}.get(form.name)]) + hints.get(form.name, "")
@@ -119,7 +120,8 @@ def test_free_answers_hold_valid_calls_or_none(model: tuple[ToolFormat, LLM]) ->
             assert len(answer.message.tool_calls) <= 1
             for call in answer.message.tool_calls:
                 jsonschema.validate(json.loads(call.arguments), SCHEMAS[call.name])
-    assert seen or len(tokens) > 1  # a random model hardly ever spells an opening of several tokens
+    # A random model hardly ever spells an opening of several tokens, nor the mark between messages.
+    assert seen or len(tokens) > 1 or form.name == "functionary_v32"
 
 
 def test_an_answer_of_a_form_or_a_call(model: tuple[ToolFormat, LLM]) -> None:

@@ -93,6 +93,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
 def test_models_whose_states_cannot_be_had_are_refused() -> None:
     latent = {"kv_lora_rank": 8, "q_lora_rank": None, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8}
     experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "first_k_dense_replace": 1}
+    experts |= {"n_group": 1, "topk_group": 1}
     config = CONFIG | latent | experts | {"architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3"}
     with pytest.raises(ConfigError, match="heads are trained for models without"):
         check_model(spec_from_config(config))

@@ -58,7 +58,7 @@ def test_rows_of_a_file_name_their_adapter(tmp_path: Path) -> None:
     source.write_text("".join(json.dumps(row) + "\n" for row in rows))
     flags = [argument for name, folder in ADAPTERS.items() for argument in ("--adapter", f"{name}={folder}")]
     sizes = ["--max-model-len", "256", "--max-tokens", "24", "--temperature", "0", "--threads", "1"]
-    assert main(["run", str(source), str(output), "--chat", "--model", "kvern-1m", *flags, *sizes]) == 0
+    assert main(["run", str(source), str(output), "--chat", "--model", "kvern-1m", *flags, *sizes]) == 1
     plain, gull, captain = map(json.loads, output.read_text().splitlines())
     assert plain["answer"] != gull["answer"] == "The ship's cat is called Gull."
     assert captain["response"]["body"]["model"] == "captain"

@@ -48,8 +48,7 @@ class Recovery:
             self._unexplained = 0
         running = self._workload.running
         outside = death.cause == "outside"
-        late = [] if outside else self._just_begun()
-        names = dict.fromkeys([*map(generation_id, death.running), *late])
+        names = dict.fromkeys([*map(generation_id, death.running), *self._just_begun()])
         suspects = [generation for name in names if (generation := running.get(name)) is not None]
         suspects.sort(key=lambda generation: (generation.progress, -generation.asked))
         logger.warning("%s; %d requests go on with another", death.reason, len(running))
