@@ -148,6 +148,7 @@ class Scheduler:
             self._preempt(request)
         self._wanted, preempted = wanted, self.preemption_count
         output = SchedulerOutput(self.step)
+        self.waiting.age(self.step)
         budget = self._schedule_running(output, time, begin)
         if self.preemption_count == preempted:
             self._admit(output, budget)
@@ -244,8 +245,6 @@ class Scheduler:
 
     def _admit(self, output: SchedulerOutput, budget: StepBudget, new_owners: bool = False) -> None:
         """Let waiting requests run, best first; with `new_owners` only those of owners with nothing running."""
-        if not new_owners:
-            self.waiting.age(self.step)
         self._batch_open = self.limits.continuous or self._batch_open or not self.running
         if not self._batch_open:
             return
