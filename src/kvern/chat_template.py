@@ -10,6 +10,7 @@ from __future__ import annotations
 import datetime
 import json
 import os
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -24,13 +25,15 @@ import jinja2.runtime
 from kvern.errors import CorruptCheckpoint, InvalidRequest, shown
 from kvern.files import read_object, read_whole, reason
 from kvern.message_forms import PROBED_TOOL, MessageForms
-from kvern.template_sandbox import BoundedEnvironment
+from kvern.template_sandbox import BoundedEnvironment, TooSlow
 from kvern.template_tools import forms_of
 
 TOOLS = ("tools", "xml_tools", "json_tools", "functions", "available_tools", "tool_definitions", "python_tools")
 """What templates call the definitions of tools; the first of these that one reads has them."""
 LACKING = (jinja2.UndefinedError, TypeError, RecursionError)
 """What is raised where a definition of a tool lacks something."""
+MOST_SLOW = 2
+"""Renderings that may take too long before any of a template has ended; then it is not tried again."""
 
 
 class GenerationBlock(jinja2.ext.Extension):
@@ -81,6 +84,8 @@ class ChatTemplate:
         self._compiled: dict[str, jinja2.Template] = {}
         self._forms: dict[bool, MessageForms] = {}
         self._tools: dict[str, str] = {}
+        self._slow: Counter[str] = Counter()  # renderings that took too long
+        self._rendered: set[str] = set()
 
     @classmethod
     def from_folder(cls, folder: Path, tokenizer_config: Mapping[str, Any]) -> ChatTemplate:
@@ -154,13 +159,18 @@ class ChatTemplate:
             "messages": messages,
             "add_generation_prompt": add_generation_prompt,
         }
+        if self._slow[name] >= MOST_SLOW and name not in self._rendered:
+            raise InvalidRequest(f"the model's chat template is not tried again: {MOST_SLOW} renderings took too long")
         refusal = ""
         for form in forms_of(tools):
             try:
                 template.environment.begin()  # type: ignore[attr-defined]
                 called = {self._tools[name]: form} if form else {}
-                return template.render({**called, **names}, tools=form)
+                text = template.render({**called, **names}, tools=form)
+                self._rendered.add(name)
+                return text
             except Exception as error:  # a template is a program from outside: whatever it raises is a bad request
+                self._slow[name] += isinstance(error, TooSlow)
                 refusal = refusal or one_line(error)
                 if not isinstance(error, LACKING):
                     break

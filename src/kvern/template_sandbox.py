@@ -39,6 +39,10 @@ QUICK_TESTS = {"defined", "undefined", "none", "string", "mapping", "iterable", 
 """Tests that take no time, whatever the value."""
 
 
+class TooSlow(jinja2.TemplateError):
+    """A rendering took more time than it may."""
+
+
 class Rendering(threading.local):
     """What the rendering of this thread has used up so far."""
 
@@ -115,7 +119,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
             return
         self._rendering.look = now + LOOK_SECONDS
         if time.thread_time() - self._rendering.begun > MOST_SECONDS:
-            raise jinja2.TemplateError(f"it computes for more than {MOST_SECONDS:g} s")
+            raise TooSlow(f"it computes for more than {MOST_SECONDS:g} s")
 
     def timed(self, value: Any) -> Any:
         """What was just computed."""
