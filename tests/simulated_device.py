@@ -99,7 +99,7 @@ class Setup:
 
 
 def first_key(request: Request) -> int:
-    """Stands for a request's namespace and adapter: the same number in each process, as texts and None hash otherwise."""
+    """Stands for a request's namespace and adapter; the same in each process, as texts and None hash otherwise."""
     return zlib.crc32(repr((request.spec.namespace, request.spec.adapter)).encode())
 
 
