@@ -21,11 +21,15 @@ demo: $(INSTALLED)
 smoke: $(INSTALLED)
 	$(BIN)/python tests/smoke.py
 
+# Hundreds of processes are started, which would compile what they import each time where images of containers tell Python
+# to keep no bytecode.
+CPU_TEST = env -u PYTHONDONTWRITEBYTECODE OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
+
 test: $(TOOLS)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m "not gpu and not nightly"
+	$(CPU_TEST) -m "not gpu and not nightly"
 
 test-all: $(TOOLS)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
+	$(CPU_TEST)
 
 # On a machine with an NVIDIA GPU: most tests side by side, then those that look at times or memory. A plugin that is not
 # asked for would warn of xdist, and warnings are errors.

@@ -181,8 +181,8 @@ def random_model(family: str, folder: Path, **changes: Any) -> dict[str, Any]:
 
 
 def marks_of(pair: tuple[str, str]) -> list[pytest.MarkDecorator]:
-    """By day, one of a request with one of an engine meets in what is tried together alone."""
-    at_night = len({*pair} - EVERYWHERE) == len({*pair} & EVERYWHERE) == 1
+    """By day, those of a request meet others only in what is tried together; each is tried alone, too."""
+    at_night = len({*pair}) == 2 and not {*pair} <= EVERYWHERE
     return [pytest.mark.features(*pair), *([pytest.mark.nightly] if at_night else [])]
 
 
@@ -201,11 +201,14 @@ OTHERS = ("qwen3_5", "gpt_oss", "deepseek_v3")
 """Families with states, with sinks and windows, and with latents."""
 KIN = ("nemotron_h", "granitemoehybrid", "falcon_h1")
 """Those that keep other states: all features in one batch, at night."""
-BY_DAY = ("beams+LoRA", "prefix cache+preemption")
+BY_DAY = [*itertools.product(OTHERS, ["beams+LoRA"]), ("qwen3_5", "prefix cache+preemption")]
 """What moves most of what a family keeps of a request; all other pairs are tried at night."""
 OTHER_PAIRS = [
     pytest.param(
-        family, param.values[0], id=f"{family}-{param.id}", marks=[] if param.id in BY_DAY else pytest.mark.nightly
+        family,
+        param.values[0],
+        id=f"{family}-{param.id}",
+        marks=[] if (family, param.id) in BY_DAY else pytest.mark.nightly,
     )
     for family in OTHERS
     for param in PAIRS

@@ -79,7 +79,7 @@ def deadly(client: openai.OpenAI, how: str, after: int) -> str:
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("count", [4, pytest.param(20, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("count", [2, pytest.param(20, marks=pytest.mark.nightly)])
 def test_deadly_requests_among_thirty_streams(tmp_path: Path, expected: list[str], count: int) -> None:
     with with_processors(tmp_path) as served, concurrent.futures.ThreadPoolExecutor(64) as pool:
         client = served.client().with_options(timeout=500)

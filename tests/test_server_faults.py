@@ -193,8 +193,8 @@ async def _watch_the_loop() -> None:
         gc.freeze()
         text = "Tell me a story about a fox and a bear. " * 20_000
         bodies: list[tuple[str, Any]] = [("/v1/completions", STREAM | {"prompt": f"Once {n}"}) for n in range(48)]
-        bodies += [("/v1/completions", {"prompt": text}), ("/tokenize", {"prompt": text})] * 4
-        bodies += [("/v1/chat/completions", {"messages": [{"role": "user", "content": text}]})] * 4
+        bodies += [("/v1/completions", {"prompt": text}), ("/tokenize", {"prompt": text})] * 2
+        bodies += [("/v1/chat/completions", {"messages": [{"role": "user", "content": text}]})] * 2
         bodies += [("/v1/completions", {"prompt": [7] * 300_000})] * 2
         bodies += [("/v1/completions", {"prompt": ["Once"] * 64, "max_tokens": 20, "logprobs": 5})]
         stop = ["e" * 1023 + chr(200 + number) for number in range(64)]

@@ -34,15 +34,18 @@ def api(server: Served) -> schemathesis.BaseSchema:
     return schema
 
 
+@pytest.mark.parametrize("examples", [4, pytest.param(12, marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("mode", list(GenerationMode), ids=lambda mode: mode.value)
-def test_answers_are_what_the_description_says(api: schemathesis.BaseSchema, mode: GenerationMode) -> None:
+def test_answers_are_what_the_description_says(
+    api: schemathesis.BaseSchema, mode: GenerationMode, examples: int
+) -> None:
     """Requests that follow it and requests that do not; each answer has a status and a shape that it names."""
     wrong = []
     for found in api.get_all_operations():
         operation = found.ok()
 
         @given(case=operation.as_strategy(generation_mode=mode))
-        @settings(max_examples=12, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+        @settings(max_examples=examples, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
         def check(case: Case) -> None:
             if isinstance(case.body, dict) and mode is GenerationMode.POSITIVE:
                 case.body["max_tokens"] = 2

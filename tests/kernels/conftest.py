@@ -3,7 +3,6 @@
 import os
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,27 +11,15 @@ import torch
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is defined
 
-from triton import language
-from triton.runtime import interpreter
-
 from kvern.attention import latent
 from kvern.kernels import delta_net, filters, rotary
 from kvern.kernels.attention_latent import latent_shape
 from kvern.layers import tuned_linear
 from kvern.layers.few_rows import matvec_shape
-
-
-def stay_patched() -> None:
-    """Triton's interpreter puts its functions in place of the language's at each launch, and again at each call within
-    one, which takes a third of its time. Nothing else uses the language in a process of tests."""
-    everything = SimpleNamespace(__globals__={"language": language, "core": language.core})
-    scope = interpreter._patch_lang(everything)
-    scope.restore = lambda: None
-    interpreter._patch_lang = lambda function: scope
-
+from tests.kernels.quick_interpreter import be_quick
 
 if not torch.cuda.is_available():
-    stay_patched()
+    be_quick()
 
 
 @pytest.fixture
