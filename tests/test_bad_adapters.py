@@ -63,6 +63,7 @@ BAD: dict[str, tuple[Spoil, str]] = {
     "weights empty": (lambda folder: (folder / "adapter_model.safetensors").write_bytes(b""), "cannot be read"),
     "prompt tuning": (config(peft_type="PROMPT_TUNING"), "peft_type is 'PROMPT_TUNING'"),
     "dora": (config(use_dora=True), "use_dora is True"),
+    "a variant that is not known": (config(use_tomorrows_lora=True), "use_tomorrows_lora is True"),
     "bias": (config(bias="all"), "bias is 'all'"),
     "modules to save": (config(modules_to_save=["lm_head"]), "modules_to_save"),
     "pissa": (config(init_lora_weights="pissa"), "init_lora_weights is 'pissa'"),

@@ -60,6 +60,24 @@ def test_runs_of_rows_load_like_whole_tensors(folder: Path, monkeypatch: pytest.
     assert all(torch.equal(whole[name], runs[name]) for name in whole)
 
 
+@pytest.mark.parametrize("later", [False, True])
+def test_of_tensors_in_several_files_the_index_names_one(folder: Path, later: bool) -> None:
+    """Checkpoints are changed by one more file, whose tensors the index names instead of those before."""
+    expected, tensors = weights(load_model(folder)), load_file(folder / "model.safetensors")
+    files = ["model-00001.safetensors", "zz.safetensors" if later else "an-overlay.safetensors"]
+    norm = {"model.norm.weight": tensors["model.norm.weight"]}
+    save_file(tensors | {"model.norm.weight": torch.zeros_like(norm["model.norm.weight"])}, folder / files[0])
+    save_file(norm, folder / files[1])
+    index = {"weight_map": dict.fromkeys(tensors, files[0]) | dict.fromkeys(norm, files[1])}
+    (folder / "model.safetensors").unlink()
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    found = weights(load_model(folder))
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
+    index["weight_map"]["another"] = index["weight_map"].pop("model.norm.weight")
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert "tensor model.norm.weight is in two files" in fault(folder)
+
+
 def test_files_of_any_name_load_without_an_index(folder: Path) -> None:
     expected = weights(load_model(folder))
     (folder / "model.safetensors").rename(folder / "pytorch_model-00001-of-00001.safetensors")

@@ -78,6 +78,26 @@ def test_pipelined_requests_are_answered_in_order(server: Served) -> None:
     assert places == sorted(places) and said.count(b"HTTP/1.1 200") == 4
 
 
+@pytest.mark.parametrize("chunked", [False, True])
+@pytest.mark.parametrize("protocol", [b"h2c", b"websocket"])
+def test_offers_of_other_protocols_are_not_taken(server: Served, chunked: bool, protocol: bytes) -> None:
+    """As Java's clients offer HTTP/2: what they ask is answered, bodies and following requests with it."""
+    body = json.dumps({"prompt": "Once", "max_tokens": 2}).encode()
+    offer = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: %b\r\nHTTP2-Settings: AAMAAABkAAQ\r\n" % protocol
+    length = b"Content-Length: %d\r\n\r\n%b" % (len(body), body)
+    if chunked:
+        length = b"Transfer-Encoding: chunked\r\n\r\n%x\r\n%b\r\n0\r\n\r\n" % (len(body), body)
+    health = b"GET /health HTTP/1.1\r\nHost: localhost\r\n"
+    said = POST + offer + length + health + offer + b"\r\n" + health + b"Connection: close\r\n\r\n"
+    for cut in (len(said), len(POST) + 20, said.index(body) + 3):
+        with connect(server) as connection:
+            connection.sendall(said[:cut])
+            connection.sendall(said[cut:])
+            answers = received(connection)
+        assert answers.count(b"HTTP/1.1 200") == answers.count(b"HTTP/1.1") == 3
+        assert answers.count(b'"text_completion"') == 1
+
+
 def test_blank_lines_do_not_keep_a_connection() -> None:
     """Nor do they end one: it has the time that idle connections have."""
 

@@ -186,6 +186,66 @@ def test_added_tokens_keep_their_spelling(tmp_path: Path) -> None:
     assert "".join(stream(tokenizer, ids)) == "a<tool call>b"
 
 
+def token(content: str, **flags: bool) -> dict[str, object]:
+    plain = {"lstrip": False, "rstrip": False, "normalized": False, "single_word": False, "special": True}
+    return {"content": content, **plain, **flags}
+
+
+NAMED: dict[str, tuple[dict[str, object], dict[str, object]]] = {
+    "special alone": ({}, {}),
+    "new ones with ids": ({"added_tokens_decoder": {"326": token("<b>", special=False), "325": token("<a>")}}, {}),
+    "one list": ({"additional_special_tokens": ["<|user|>", "<a>"], "pad_token": "[PAD]"}, {}),
+    "names of its own": ({"extra_special_tokens": {"user_token": "<|user|>", "a_token": "<a>"}}, {}),
+    "flags": ({"mask_token": {"__type": "AddedToken", **token("<a>", lstrip=True, rstrip=True)}}, {}),
+    "added_tokens.json": ({"pad_token": "<b>"}, {"added_tokens.json": {"<b>": 326, "<a>": 325}}),
+    "the map": ({"eos_token": "</s>"}, {"special_tokens_map.json": {"eos_token": "<|user|>", "sep_token": "<a>"}}),
+    "both lists": (
+        {"additional_special_tokens": ["<b>"]},
+        {"special_tokens_map.json": {"additional_special_tokens": ["<a>"], "mask_token": "<|user|>"}},
+    ),
+    "a map that does not count": (
+        {"added_tokens_decoder": {"0": token("<s>")}},
+        {"special_tokens_map.json": {"eos_token": "<|user|>", "mask_token": "<a>"}},
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", NAMED)
+def test_tokens_that_other_files_name_are_added(tmp_path: Path, kind: str) -> None:
+    """``tokenizer.json`` has some in its vocabulary as plain tokens, and others not at all."""
+    config, files = NAMED[kind]
+    folder = save(tmp_path, byte_level(), **config)
+    definition = json.loads((folder / "tokenizer.json").read_text())
+    definition["added_tokens"] = [one for one in definition["added_tokens"] if one["content"] in ("<call>", "漢字")]
+    (folder / "tokenizer.json").write_text(json.dumps(definition))
+    for name, content in files.items():
+        (folder / name).write_text(json.dumps(content))
+    own, other = Tokenizer(folder), reference(folder)
+    assert (own.vocab_size, own.eos_token_id, own.pad_token_id) == (len(other), other.eos_token_id, other.pad_token_id)
+    for text in ("<s>hello</s> world", "<|user|>you<|assistant|>", "me  <a> and <b><pad>", "[PAD]<call>"):
+        ids = own.encode(text)
+        assert ids == other.encode(text)
+        for skip in (True, False):
+            assert own.decode(ids, skip) == "".join(stream(own, ids, skip=skip)) == other.decode(ids, skip)
+
+
+def test_named_tokens_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+    save(tmp_path, byte_level(), added_tokens_decoder={"400": token("<a>")})
+    with pytest.raises(CorruptCheckpoint, match=r"token '<a>' is to have id 400, and its place in .* is 325"):
+        Tokenizer(tmp_path)
+    wrong: tuple[dict[str, object], ...] = (
+        {"added_tokens_decoder": {"a": token("<a>")}},
+        {"added_tokens_decoder": []},
+        {"added_tokens_decoder": {"325": {}}},
+        {"additional_special_tokens": 5},
+        {"mask_token": {"content": 5}},
+    )
+    for config in wrong:
+        save(tmp_path, byte_level(), **config)
+        with pytest.raises(CorruptCheckpoint, match=r"added tokens that files in .* name cannot be read"):
+            Tokenizer(tmp_path)
+
+
 def test_some_special_tokens_can_stay(byte: Tokenizer, pieces: Tokenizer) -> None:
     for tokenizer in (byte, pieces):
         ids = tokenizer.encode("hello<|user|> you<pad>")

@@ -1,8 +1,8 @@
 """Text to token ids and back, from the files of a checkpoint, without transformers.
 
-``tokenizer.json`` holds the algorithm, ``tokenizer_config.json`` and ``special_tokens_map.json`` name the special
-tokens, ``generation_config.json`` and ``config.json`` the tokens that end an answer. A folder without
-``tokenizer.json`` still gives a model that takes and returns token ids.
+``tokenizer.json`` holds the algorithm, ``tokenizer_config.json``, ``special_tokens_map.json`` and ``added_tokens.json``
+name special and further tokens, ``generation_config.json`` and ``config.json`` the tokens that end an answer. A folder
+without ``tokenizer.json`` still gives a model that takes and returns token ids.
 """
 
 from __future__ import annotations
@@ -18,9 +18,11 @@ import tokenizers
 from kvern.chat_template import ChatTemplate
 from kvern.errors import CorruptCheckpoint, InvalidRequest, PromptTooLong, half_pair, shown
 from kvern.files import MEBIBYTE, read_object, read_whole, reason
+from kvern.named_tokens import add_named_tokens, all_special
 from kvern.tokenizer_growth import read_growth
 
 MOST_TOKENIZER_BYTES = 256 * MEBIBYTE
+SPECIAL_TOKENS_FILES = ("tokenizer_config.json", "special_tokens_map.json")
 MOST_GROWN = 1 << 22
 """Characters that may be made of the texts of one call, by tokenizers that make texts longer."""
 
@@ -44,9 +46,12 @@ class Tokenizer:
         self.folder = Path(folder)
         self._variables = dict(variables or {})
         self._lowers = read_json(self.folder / "sentence_bert_config.json").get("do_lower_case") is True
-        self._config = read_json(self.folder / "tokenizer_config.json")
+        self._config = all_special(*(read_json(self.folder / name) for name in SPECIAL_TOKENS_FILES))
         self._backend, self._growth = load_backend(self.folder / "tokenizer.json")
-        self._special_tokens = special_tokens(self._config, read_json(self.folder / "special_tokens_map.json"))
+        self._special_tokens = special_tokens(self._config)
+        if self._backend is not None:
+            added = read_json(self.folder / "added_tokens.json")
+            add_named_tokens(self._backend, self.folder, self._config, added)
         self.chat_template = ChatTemplate.from_folder(self.folder, self._config)
         self.bos_token = self._special_tokens.get("bos_token")
         self.eos_token = self._special_tokens.get("eos_token")
@@ -82,6 +87,10 @@ class Tokenizer:
         if most_tokens is not None:
             self.check_length(text, most_tokens)
         return self.encode_each([text], add_special_tokens)[0]
+
+    def definition(self) -> str:
+        """Return ``tokenizer.json`` with all added tokens. Raises InvalidRequest without a tokenizer."""
+        return str(self._require().to_str())
 
     def check_length(self, text: str, most_tokens: int) -> None:
         """Raises PromptTooLong for a text that has more tokens than that whatever it says."""
@@ -350,12 +359,11 @@ def end_token_ids(value: Any) -> tuple[int, ...]:
     return ids
 
 
-def special_tokens(*files: Mapping[str, Any]) -> dict[str, str]:
-    """Return name (``bos_token``, ...) to text; earlier files win. A token is text or an object with ``content``."""
+def special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
+    """Return name (``bos_token``, ...) to text. A token is text or an object with ``content``."""
     found: dict[str, str] = {}
-    for file in reversed(files):
-        for name, value in file.items():
-            text = value.get("content") if isinstance(value, dict) else value
-            if name.endswith("_token") and isinstance(text, str):
-                found[name] = text
+    for name, value in config.items():
+        text = value.get("content") if isinstance(value, dict) else value
+        if name.endswith("_token") and isinstance(text, str):
+            found[name] = text
     return found

@@ -16,20 +16,17 @@ from kvern.files import reason
 
 CONFIG_NAME = "adapter_config.json"
 REFUSED = (
-    "use_dora",
     "lora_bias",
     "modules_to_save",
     "trainable_token_indices",
     "target_parameters",
     "layer_replication",
     "alora_invocation_tokens",
-    "use_qalora",
-    "use_bdlora",
     "arrow_config",
     "kasa_config",
     "monteclora_config",
 )
-"""Settings that mean more than two matrices beside a linear layer."""
+"""Settings that mean more than two matrices beside a linear layer, as do all called `use_...` but `use_rslora`."""
 PLAIN_STARTS = (True, False, None, "gaussian", "eva", "orthogonal")
 """Of `init_lora_weights`: other ways to begin change the model's own weights as well."""
 
@@ -110,8 +107,8 @@ def read_config(text: bytes) -> PeftConfig:
         raise InvalidAdapter(
             f"{CONFIG_NAME}: bias is {values['bias']!r:.60}; kvern adapts no biases: train with bias none"
         )
-    for name in REFUSED:
-        if values.get(name):
+    for name in values:
+        if values[name] and (name in REFUSED or (name.startswith("use_") and name != "use_rslora")):
             raise InvalidAdapter(f"{CONFIG_NAME}: {name} is {values[name]!r:.60}; kvern does not do that")
     start = values.get("init_lora_weights", True)
     if start not in PLAIN_STARTS:

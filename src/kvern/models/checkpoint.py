@@ -94,7 +94,8 @@ def open_map(file: Path) -> mmap.mmap:
 
 
 def read_headers(folder: Path) -> list[StoredTensor]:
-    """Every tensor of a checkpoint, by file and position; each file is checked to be complete.
+    """Every tensor of a checkpoint, by file and position; each file is checked to be complete. Of tensors that several
+    files hold, that of the file which the index names.
 
     Raises ModelNotFound if there is no file of weights, CorruptCheckpoint if one is missing, truncated or unreadable,
     UnsupportedModel for what GGUF files hold and kvern cannot read.
@@ -104,11 +105,16 @@ def read_headers(folder: Path) -> list[StoredTensor]:
 
         return gguf_tensors(file)
     tensors = [tensor for file in checkpoint_files(folder) for tensor in read_header(file)]
+    assigned = shard_names(folder) or {}
     names: dict[str, StoredTensor] = {}
     for tensor in tensors:
-        if (other := names.setdefault(tensor.name, tensor)) is not tensor:
+        other = names.setdefault(tensor.name, tensor)
+        if other is tensor or other.file.name == assigned.get(tensor.name):
+            continue
+        if tensor.file.name != assigned.get(tensor.name):
             raise CorruptCheckpoint(f"tensor {tensor.name} is in two files: {other.file} and {tensor.file}")
-    return tensors
+        names[tensor.name] = tensor
+    return [tensor for tensor in tensors if names[tensor.name] is tensor]
 
 
 def gguf_file(folder: Path) -> Path | None:
@@ -120,10 +126,7 @@ def gguf_file(folder: Path) -> Path | None:
 def checkpoint_files(folder: Path) -> list[Path]:
     """The safetensors files of a model: those of its index, the single one, or else all of them."""
     index = folder / INDEX_NAME
-    if os.path.lexists(index):
-        named = read_object(index).get("weight_map")
-        if not isinstance(named, dict) or not all(isinstance(name, str) for name in named.values()):
-            raise CorruptCheckpoint(f"{index} is not a safetensors index (no weight_map of names); download it again")
+    if (named := shard_names(folder)) is not None:
         files = sorted(set(named.values()))
         outside = [name for name in files if Path(name).name != name or "\0" in name or len(name) > 255]
         if outside:
@@ -139,6 +142,17 @@ def checkpoint_files(folder: Path) -> list[Path]:
     if not found:
         raise ModelNotFound(f"{folder} holds no *.safetensors or *.gguf file; kvern reads weights in no other format")
     return found
+
+
+def shard_names(folder: Path) -> dict[str, str] | None:
+    """The file of each tensor by the folder's index; None without an index. Raises CorruptCheckpoint."""
+    index = folder / INDEX_NAME
+    if not os.path.lexists(index):
+        return None
+    named = read_object(index).get("weight_map")
+    if not isinstance(named, dict) or not all(isinstance(name, str) for name in named.values()):
+        raise CorruptCheckpoint(f"{index} is not a safetensors index (no weight_map of names); download it again")
+    return named
 
 
 def read_header(file: Path) -> list[StoredTensor]:

@@ -30,7 +30,13 @@ from kvern.sampling_params import USUAL, SamplingParams
 from kvern.tokenizer import end_token_ids
 
 TEMPLATES = ("chat_template.jinja", "chat_template.json", "additional_chat_templates")
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", *TEMPLATES)
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    *TEMPLATES,
+)
 GENERATION_VALUES = (*USUAL, "do_sample", "eos_token_id")
 """Those of generation_config.json that kvern reads."""
 

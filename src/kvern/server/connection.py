@@ -35,6 +35,8 @@ class Connection(HttpToolsProtocol):
         self._bytes = 0
         """That came since the parser last had something to tell of a message."""
         self._in_message = False
+        self._offered = False
+        """The head that was read last offers another protocol, and is read again without the offer."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -52,16 +54,31 @@ class Connection(HttpToolsProtocol):
             for start in range(0, len(data), SLICE_BYTES):
                 part = data[start : start + SLICE_BYTES]
                 self._bytes += len(part)
-                self.parser.feed_data(part)
+                self._parse(part)
                 if self._bytes > HEADER_BYTES or len(self.pipeline) > MOST_PIPELINED:
                     self._close()
                 if self.transport.is_closing():
                     return
         except httptools.HttpParserUpgrade:
-            pass  # what was asked before is answered, without another protocol
+            pass  # of CONNECT, which is answered; what follows it is not read
         except httptools.HttpParserError:
             self.send_400_response("Invalid HTTP request received.")
             self._close()
+
+    def _parse(self, data: bytes) -> None:
+        """Let the parser read bytes. Offers of other protocols, such as Java's of HTTP/2, are not taken: their requests
+        are read as if they did not make them."""
+        while data:
+            try:
+                self.parser.feed_data(data)
+                return
+            except httptools.HttpParserUpgrade as upgrade:
+                if not self._offered or self.transport.is_closing():
+                    raise
+                self._offered, data = False, data[upgrade.args[0] :]
+                version, method = self.parser.get_http_version(), self.parser.get_method()
+                self.parser = httptools.HttpRequestParser(self)
+                self.parser.feed_data(head_without_offer(method, self.url, version, self.headers))
 
     def on_message_begin(self) -> None:
         self._unset_keepalive_if_required()
@@ -77,6 +94,9 @@ class Connection(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         if self.transport.is_closing():  # in what the parser was given at once with it
             return
+        self._offered = self.parser.should_upgrade() and self.parser.get_method() != b"CONNECT"
+        if self._offered:
+            return
         self._wait_no_more()
         self._bytes = 0
         super().on_headers_complete()
@@ -91,7 +111,7 @@ class Connection(HttpToolsProtocol):
         super().on_body(body)
 
     def on_message_complete(self) -> None:
-        if self.transport.is_closing():
+        if self._offered or self.transport.is_closing():
             return
         self._in_message, self._bytes = False, 0
         self._wait_no_more()
@@ -141,6 +161,15 @@ class Connection(HttpToolsProtocol):
         self._wait_no_more()
         self.transport.close()
         self._patience = self.loop.call_later(self._seconds, self.transport.abort)
+
+
+def head_without_offer(method: bytes, url: bytes, version: str, headers: list[tuple[bytes, bytes]]) -> bytes:
+    """A request's head that asks for no other protocol."""
+    kept = [(name, value) for name, value in headers if name not in (b"upgrade", b"connection")]
+    connection = b",".join(value for name, value in headers if name == b"connection").split(b",")
+    options = [option.strip() for option in connection if option.strip().lower() not in (b"upgrade", b"http2-settings")]
+    lines = [name + b": " + value for name, value in (*kept, (b"connection", b", ".join(options)))]
+    return b"\r\n".join((method + b" " + url + b" HTTP/" + version.encode(), *lines, b"", b""))
 
 
 async def send_until_closed(

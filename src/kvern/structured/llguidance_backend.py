@@ -19,6 +19,7 @@ from kvern.structured.references import check_references
 from kvern.structured.schema import rewrite
 from kvern.structured.vocabulary import within
 from kvern.structured_output import StructuredOutput
+from kvern.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     import torch
@@ -43,7 +44,7 @@ class LLGuidanceBackend:
     """Its grammars are texts in Lark's notation or in JSON; its matchers the library's own."""
 
     def __init__(self, folder: Path, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
-        text = within(vocab_size, (folder / "tokenizer.json").read_text(encoding="utf-8"))
+        text = within(vocab_size, Tokenizer(folder).definition())
         self._tokenizer = LLTokenizer(text, n_vocab=vocab_size, eos_token=list(eos_token_ids))
         self._ending = sum(1 << token for token in set(eos_token_ids))
 

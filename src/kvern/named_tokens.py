@@ -1,0 +1,89 @@
+"""Added tokens that ``tokenizer.json`` lacks and that other files of a checkpoint name.
+
+Checkpoints that were trained further often name new tokens, or make tokens of the vocabulary special, in
+``tokenizer_config.json``, ``special_tokens_map.json`` or ``added_tokens.json`` alone. transformers adds them, in this
+order, and so does kvern: a text that spells one is read as that token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+from kvern.errors import CorruptCheckpoint, shown
+
+NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+EXTRA = ("extra_special_tokens", "additional_special_tokens")
+FLAGS = ("single_word", "lstrip", "rstrip", "normalized")
+
+Named = tuple[tokenizers.AddedToken, int | None]
+"""A token, and the id that a file gives it."""
+
+
+def add_named_tokens(
+    backend: tokenizers.Tokenizer, folder: Path, config: Mapping[str, Any], added: Mapping[str, Any]
+) -> None:
+    """Add the tokens that ``config`` names, and those of ``added_tokens.json`` with their ids, which count where
+    ``config`` has no ``added_tokens_decoder``.
+
+    Raises CorruptCheckpoint for files that are malformed, and for a token that cannot have the id they give it.
+    """
+    present = {token.content for token in backend.get_added_tokens_decoder().values()}
+    missing: dict[str, Named] = {}
+    try:
+        for token, place in _named(config, added):
+            if token.content not in present:
+                missing.setdefault(token.content, (token, place))
+    except (AttributeError, LookupError, TypeError, ValueError) as error:
+        raise CorruptCheckpoint(
+            f"the added tokens that files in {folder} name cannot be read: {error!r:.200}"
+        ) from None
+    backend.add_tokens([token for token, _ in missing.values()])
+    for token, place in missing.values():
+        if place is not None and (found := backend.token_to_id(token.content)) != place:
+            raise CorruptCheckpoint(
+                f"{folder}: token {shown(token.content)} is to have id {place}, and its place in tokenizer.json is "
+                f"{found}: download tokenizer.json again"
+            )
+
+
+def all_special(config: Mapping[str, Any], special_map: Mapping[str, Any]) -> Mapping[str, Any]:
+    """``tokenizer_config.json`` with the special tokens of ``special_tokens_map.json``, which old versions of
+    transformers wrote and which counts where the former has no ``added_tokens_decoder``."""
+    if "added_tokens_decoder" in config:
+        return config
+    extra = {name: config[name] for name in EXTRA if config.get(name)}
+    return {**config, **special_map, **extra}
+
+
+def _named(config: Mapping[str, Any], added: Mapping[str, Any]) -> Iterator[Named]:
+    """All tokens that are named, first those with ids."""
+    decoder = config.get("added_tokens_decoder")
+    special = list(_special(config))
+    contents = {token.content for token in special}
+    if decoder is not None:
+        for place, value in sorted((int(place), value) for place, value in decoder.items()):
+            yield _token(value, value.get("special") is True or value["content"] in contents), place
+    else:
+        for content, place in sorted(added.items(), key=lambda entry: int(entry[1])):
+            yield _token(content, content in contents), int(place)
+    yield from ((token, None) for token in special)
+
+
+def _special(config: Mapping[str, Any]) -> Iterator[tokenizers.AddedToken]:
+    extra = next((config[name] for name in EXTRA if config.get(name)), [])
+    more: Iterable[Any] = extra.values() if isinstance(extra, dict) else extra
+    for value in (*(config.get(name) for name in NAMES), *more):
+        if value is not None:
+            yield _token(value, special=True)
+
+
+def _token(value: Any, special: bool) -> tokenizers.AddedToken:
+    """A token that is written as its text, or as an object with its flags."""
+    if isinstance(value, str):
+        return tokenizers.AddedToken(value, special=special)
+    flags = {name: value[name] for name in FLAGS if name in value}
+    return tokenizers.AddedToken(value["content"], special=special, **flags)
