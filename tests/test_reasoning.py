@@ -132,6 +132,24 @@ def test_a_stream_is_taken_apart(llm: LLM) -> None:
     assert last.reasoning
 
 
+@pytest.mark.parametrize("beams", [{}, {"beam_width": 2, "n": 2, "temperature": None}])
+def test_stop_strings_count_behind_the_thinking(llm: LLM, beams: dict[str, Any]) -> None:
+    """One of the thinking's letters, and one of the answer's; without thinking they count from the start."""
+    options: dict[str, Any] = {"thinking_budget": 12, "variables": {"open": True}}
+    for before in answers(llm, 4, params={"max_tokens": 40, **beams}, **options):
+        thought, said = message_of(before).reasoning, message_of(before).content
+        for stop in (thought[0], said[-1]):
+            for kept in (False, True):
+                asked = {"max_tokens": 40, "stop": stop, "include_stop_str_in_output": kept, **beams}
+                found = [message_of(answer) for answer in answers(llm, 4, params=asked, **options)]
+                assert all(message.reasoning for message in found)
+                assert all(stop not in message.content.removesuffix(stop if kept else "") for message in found)
+    off = {**options, "variables": {"enable_thinking": False}, "thinking_budget": None}
+    [plain] = answers(llm, 1, params={"max_tokens": 40}, **off)
+    [cut] = answers(llm, 1, params={"max_tokens": 40, "stop": plain.text[5]}, **off)
+    assert cut.text == plain.text[: plain.text.index(plain.text[5])]
+
+
 def test_what_cannot_be_done_is_refused(llm: LLM, tiny_llm: LLM, tmp_path: Path) -> None:
     with pytest.raises(InvalidParameter, match="thinking_budget is -1"):
         answers(llm, 1, thinking_budget=-1)
@@ -192,6 +210,40 @@ def test_every_api_shows_the_thinking(server: Served) -> None:
         assert streamed[0].signature == thinking.signature != ""  # without one, some clients hand no thinking back
         again = [*QUESTION, {"role": "assistant", "content": streamed}, {"role": "user", "content": "And now?"}]
         assert claude.messages.create(**{**message, "messages": again}).stop_reason
+
+
+def test_stop_strings_leave_the_thinking_alone_in_every_api(server: Served) -> None:
+    """One that the thinking has, asked for in each API's own way, whole and streamed."""
+    client, opened = server.client(), {"thinking_budget": 12, "chat_template_kwargs": {"open": True}}
+    model = client.models.list().data[0].id
+    asked: dict[str, Any] = {"model": model, "messages": QUESTION, "seed": 1, "max_tokens": 40, "extra_body": opened}
+    whole = client.chat.completions.create(**asked).choices[0].message
+    stop = next(letter for letter in whole.reasoning_content if letter not in whole.content[:3])
+    said = (whole.reasoning_content, whole.content.partition(stop)[0])
+    choice = client.chat.completions.create(**asked, stop=[stop]).choices[0]
+    assert (choice.message.reasoning_content, choice.message.content) == said
+    [streamed] = gathered(client.chat.completions.create(**asked, stop=[stop], stream=True))
+    assert (streamed["reasoning"], streamed["content"]) == said
+
+    extra = {"seed": 1, "stop": [stop], **opened}
+    thought, text = client.responses.create(model=model, input=QUESTION, max_output_tokens=40, extra_body=extra).output
+    assert (thought.content[0].text, text.content[0].text) == said
+    head = {"Authorization": f"Bearer {KEY}"}
+    body: dict[str, Any] = {"model": model, "messages": QUESTION, **opened}
+    claude = {**body, "max_tokens": 40, "seed": 1, "stop_sequences": [stop]}
+    claude["thinking"] = {"type": "enabled", "budget_tokens": claude.pop("thinking_budget")}
+    address = server.url.removesuffix("/v1")
+    blocks = httpx.post(f"{address}/v1/messages", json=claude, headers=head).json()["content"]
+    assert (blocks[0]["thinking"], blocks[1]["text"]) == said
+    [begin] = httpx.post(
+        f"{address}/tokenize", json={"prompt": "<think>", "add_special_tokens": False}, headers=head
+    ).json()["tokens"]
+    options = {"num_predict": 8, "stop": ["<think>"], "logit_bias": {str(begin): 100}}
+    ollama = {"model": model, "messages": QUESTION, "stream": False, "options": options}
+    answer = httpx.post(f"{address}/api/chat", json=ollama, headers=head).json()
+    assert (answer["done_reason"], answer["eval_count"]) == ("length", 8), answer
+    scope = httpx.post(f"{address}/v1/chat/completions", json={**body, "stop_scope": {"end": "(a+)+"}}, headers=head)
+    assert (scope.status_code, "stop_scope" in scope.text) == (400, True)
 
 
 def test_what_the_template_lacks_is_named(server: Served) -> None:

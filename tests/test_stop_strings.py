@@ -14,11 +14,12 @@ from hypothesis import strategies as st
 from kvern import LLM, SamplingParams
 from kvern.api.limits import LONGEST_LISTS, LONGEST_STOP, check_bounds
 from kvern.engine.output import OutputProcessor
-from kvern.engine.stop_strings import StopSearch, StopStrings
+from kvern.engine.stop_strings import StopSearch, StopStrings, search_of
 from kvern.events import TokenEvent
 from kvern.request import PromptInput, RequestSpec
 from kvern.sampling_params import ResolvedParams
 from kvern.tokenizer import Tokenizer
+from kvern.tools.thinking import HARMONY, THINKING, Beginning, stop_scope
 
 MOST, LONGEST = LONGEST_LISTS["stop"], LONGEST_STOP
 MOST_LINES = 100
@@ -142,3 +143,61 @@ def test_found_as_by_trying_all(pieces: list[str], stop: list[str]) -> None:
         held = max(size for size in sizes if not size or any(word.startswith(text[-size:]) for word in stop))
         for search in searches:  # the second finds all states made
             assert (search.append(piece), search.held_back) == (expected, held)
+
+
+THINK, WRAPPED, SPOKEN = ({form.name: form for form in THINKING}[name] for name in ("think", "kimi_k3", "apriel"))
+HEADER = "<|start|>assistant<|channel|>"
+ANALYSIS = HEADER + "analysis<|message|>as<|end|>"
+SCOPED: list[tuple[Any, Beginning, str, str, str | None]] = [
+    (THINK, "inside", "a\n\nb</think>", "\n\n", None),
+    (THINK, "inside", "a\n\nb</think>\n\nc|\n\nd", "\n\n", "|"),
+    (THINK, "possible", "\n\n<think>a\n\nb</think>\n\nc|\n\nd", "\n\n", "|"),
+    (THINK, "possible", "a|\n\n<think>", "\n\n", "|"),
+    (THINK, "possible", "|\n\na", "\n\n", "|"),
+    (THINK, "possible", "|<thin", "<", "|"),
+    (THINK, "possible", "<think>", "<", None),
+    (THINK, "over", "|\n\na</think>b", "\n\n", "|"),
+    (THINK, "inside", "a</thi</think>|<b", "<", "|"),
+    (THINK, "inside", "ab</think>|ba", "ba", "|"),
+    (THINK, "inside", "a</think>|a", "a", "|"),
+    (THINK, "over", "a<think>s</think>\n\n|s", "s", "|"),
+    (THINK, "possible", "a <think>s</think> <think>s</think>|s", "s", "|"),
+    (THINK, "over", 'a"<think>|s', "s", "|"),
+    (THINK, "over", "a\n```\n<think>|s", "s", "|"),
+    (THINK, "over", "a\n```\n```\n<think>s", "s", None),
+    (WRAPPED, "inside", "a<|close|>think<|sep|>\n<|open|>response<|sep|>b|<|close|>", "<", "|"),
+    (WRAPPED, "inside", "a<|close|>think<|sep|>|<|op", "<", "|"),
+    (SPOKEN, "inside", "a[b[BEGIN FINAL RESPONSE]c|[END", "[", "|"),
+    (HARMONY, "possible", "<|channel|>analysis<|message|>a<|end|>" + HEADER + "final<|message|>b|a", "a", "|"),
+    (HARMONY, "inside", "a<|end|>" + HEADER + "final <|constrain|>json<|message|>|a", "a", "|"),
+    (HARMONY, "possible", "<|channel|>commentary<|message|>b<|end|>" + ANALYSIS, "a", None),
+    (HARMONY, "over", "b<|end|>" + ANALYSIS + HEADER + "final<|message|>b|as", "as", "|"),
+    (HARMONY, "over", "b|<|en", "<", "|"),
+    (HARMONY, "possible", "|a<|end|>", "a", "|"),
+]
+
+
+@settings(max_examples=15)
+@pytest.mark.parametrize(("form", "beginning", "text", "stop", "end"), SCOPED)
+@given(cuts=st.lists(st.integers(0, 150), max_size=12))
+@example(cuts=[])
+@example(cuts=list(range(150)))
+def test_what_is_thought_ends_no_answer(
+    form: Any, beginning: Beginning, text: str, stop: str, end: str | None, cuts: list[int]
+) -> None:
+    """`|` in the text stands where the stop string is found: behind the thinking, however the text is cut.
+
+    Nothing is shown that is cut off later.
+    """
+    place = text.rfind("|" + stop) if end else -1
+    text = text[:place] + text[place + 1 :] if end else text
+    search = search_of(StopStrings([stop]), stop_scope(form, beginning))
+    edges = sorted({0, len(text), *(cut for cut in cuts if cut < len(text))})
+    found, shown = None, 0
+    for start, stopped in zip(edges, [*edges[1:], None], strict=True):
+        found = search.append("" if stopped is None else text[start:stopped], ended=stopped is None)
+        if found is not None:
+            break
+        shown = max(shown, 0 if stopped is None else stopped - search.held_back)
+    assert found == ((place, stop) if end else None)
+    assert shown <= (place if end else len(text))

@@ -1,7 +1,7 @@
 """What the user asks of the sampler, checked when it is made."""
 
 from collections.abc import Iterable, Mapping
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import msgspec
 
@@ -14,6 +14,7 @@ MAX_INTEGER = 2**31 - 1
 """Of token ids, and of numbers of tokens: no vocabulary and no context is larger."""
 MAX_WIDE_INTEGER = 2**63 - 1
 """Of a seed and of a priority, which 64 bits hold; the smallest is -2**63."""
+LONGEST_SCOPE_END = 512
 MIN_SHARE = 1e-37
 """Of top_p and typical_p: float32 has 0 for much less, and nothing would be kept."""
 MAX_BEAMS = 64
@@ -24,6 +25,22 @@ MAX_FACTOR = 1_000_000
 """Of temperature and repetition_penalty (there also its inverse): products with logits stay finite in float32."""
 USUAL: dict[str, float] = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
 """Parameters of which a model may have own defaults, and what they are where it has none."""
+
+
+class StopScope(msgspec.Struct, frozen=True, array_like=True):
+    """Which part of an answer stop strings are searched in: not in what the model thinks before it."""
+
+    begins: tuple[str, ...]
+    """Texts that open thinking if the answer begins with one, or wherever one stands in it if `again`."""
+    end: str
+    """A regular expression of at most LONGEST_SCOPE_END characters, behind which the visible answer stands."""
+    skipped: tuple[str, ...]
+    """Texts between `end` and the visible answer that are no part of either."""
+    beginning: Literal["possible", "inside", "over"]
+    """Where the prompt stands: before thinking that may come, in the middle of it, or behind it."""
+    again: bool
+    quotable: bool
+    """`begins` mean nothing behind a quotation mark or in a block of code."""
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -82,7 +99,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     max_tokens: int | None = None
     """Tokens to generate at most. None or -1: until the context is full."""
     stop: list[str] | str | None = None
-    """Generation ends when the text contains one of these."""
+    """Generation ends when the text contains one of these; in a chat: the answer, not what is thought before it."""
+    stop_scope: StopScope | None = None
+    """Where `stop` is searched, as a chat says of its model; None: in the whole text."""
     stop_token_ids: list[int] | None = None
     """Generation ends at one of these tokens."""
     include_stop_str_in_output: bool = False
@@ -189,6 +208,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             raise InvalidParameter("ignore_eos is true with structured, whose answers end by that: leave one out")
         if self.structured is not None and not isinstance(self.structured, StructuredOutput):
             raise InvalidParameter(f"structured is {shown(self.structured)}: it must be a StructuredOutput")
+        if self.stop_scope is not None and not isinstance(self.stop_scope, StopScope):
+            raise InvalidParameter(f"stop_scope is {shown(self.stop_scope)}: chats set it; leave it out")
         for name, values in _items("logits_processors", self.logits_processors):
             if not isinstance(values, dict):
                 raise InvalidParameter(

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from kvern.detokenizer import IncrementalDetokenizer
-from kvern.engine.stop_strings import StopSearch, StopStrings
+from kvern.engine.stop_strings import ScopedSearch, StopSearch, StopStrings, search_of
 from kvern.events import TokenEvent
 from kvern.request import FinishReason, Request
 from kvern.step import BeamCandidates, TokenLogprobs
@@ -32,7 +32,7 @@ class BeamText:
     """
 
     detokenizer: IncrementalDetokenizer
-    search: StopSearch
+    search: StopSearch | ScopedSearch
     ended: bool = False
 
     def after(self, token_id: int) -> "BeamText":
@@ -199,7 +199,7 @@ def _first_text(request: Request, tokenizer: Tokenizer) -> BeamText:
     params, prompt = request.params, request.token_ids[: request.prompt_length]
     kept = frozenset(params.visible_token_ids or ())
     detokenizer = IncrementalDetokenizer(tokenizer, prompt, params.skip_special_tokens, kept)
-    return BeamText(detokenizer, StopSearch(StopStrings(params.stop_strings)))
+    return BeamText(detokenizer, search_of(StopStrings(params.stop_strings), params.stop_scope))
 
 
 def answers(search: BeamSearch, request: Request) -> list[TokenEvent]:

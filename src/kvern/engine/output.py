@@ -4,7 +4,7 @@ import logging
 from collections.abc import Iterable, Sequence
 
 from kvern.detokenizer import IncrementalDetokenizer
-from kvern.engine.stop_strings import StopSearch, StopStrings
+from kvern.engine.stop_strings import StopStrings, search_of
 from kvern.events import TokenEvent
 from kvern.outputs import CompletionOutput, RequestOutput
 from kvern.request import FinishReason, RequestSpec
@@ -23,7 +23,7 @@ class Answer:
     ) -> None:
         self.output = CompletionOutput(index, logprobs=[] if params.logprobs is not None else None)
         self._params = params
-        self._search = StopSearch(stop_strings)
+        self._search = search_of(stop_strings, params.stop_scope)
         self._eos_token_ids = tokenizer.eos_token_ids
         self._tokenizer = tokenizer
         self._text = ""
@@ -78,17 +78,19 @@ class Answer:
     def end(self, reason: FinishReason, stop_reason: int | str | None) -> None:
         """End without another token."""
         if not isinstance(stop_reason, str):
-            rest = self._detokenizer.flush()
-            if reason != "length":
-                self._text += rest
-            elif (late := self._grow(rest)) is not None:
+            rest, late = self._detokenizer.flush(), None
+            if reason in ("length", "stop"):
+                late = self._grow(rest if reason == "length" else "", ended=True)
+            if late is not None:
                 reason, stop_reason = "stop", late
+            elif reason != "length":
+                self._text += rest
         self.output.text, self.output.finish_reason, self.output.stop_reason = self._text, reason, stop_reason
 
-    def _grow(self, piece: str) -> str | None:
+    def _grow(self, piece: str, ended: bool = False) -> str | None:
         """Write more; the stop string that ends in it and began first, if any: the text is cut there."""
         self._text += piece
-        found = self._search.append(piece)
+        found = self._search.append(piece, ended)
         if found is None or len(self.output.token_ids) <= self._params.min_tokens > 0:
             return None
         place, stop = found

@@ -5,8 +5,14 @@ are made when a text first comes there: what a list costs follows the text, not 
 """
 
 import copy
+import re
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
+from typing import Literal
+
+from kvern.sampling_params import LONGEST_SCOPE_END, StopScope
+from kvern.tools.buffered import BLANKS, held_back
+from kvern.tools.thinking_splitter import FENCE, QUOTES
 
 
 class MatchState:
@@ -89,10 +95,10 @@ class StopSearch:
         self._state = stop_strings.root
         self._length = 0
 
-    def append(self, piece: str) -> tuple[int, str] | None:
+    def append(self, piece: str, ended: bool = False) -> tuple[int, str] | None:
         """Take the text's next characters; where the first stop string begins that ends within them, and which it is.
 
-        Of several that begin there, the first of the list.
+        Of several that begin there, the first of the list. `ended`: no more follows.
         """
         root, state = self._stop_strings.root, self._state
         start, self._length = self._length, self._length + len(piece)
@@ -118,3 +124,123 @@ class StopSearch:
         """Characters at the end of the text that a stop string begins with: fewer than the longest of them has."""
         state = self._state
         return state.fail.depth if state.fail and state.depth == self._stop_strings.longest else state.depth
+
+
+class ScopedSearch:
+    """Looks for stop strings in the visible parts of an answer; see `StopSearch`.
+
+        before --(the answer begins with thinking)--> thinking --(end)--> behind --(neither blank nor mark)--> visible
+               --(it does not)--> visible --(`again`, and a mark that begins something else)--> thinking
+
+    What it finds does not depend on how the text is cut: what may become a mark waits in a buffer.
+    """
+
+    def __init__(self, stop_strings: StopStrings, scope: StopScope) -> None:
+        self._stop_strings, self._scope = stop_strings, scope
+        self._end = re.compile(scope.end)
+        self._buffer = ""
+        self._taken = 0
+        """Characters before the buffer."""
+        self._last = self._ticks = ""
+        self._fenced = False
+        """The last visible character, the backquotes that may become a fence, and whether a block of code is open."""
+        self._state: Literal["before", "thinking", "behind", "visible"] = "before"
+        if scope.beginning == "inside":
+            self._state = "thinking"
+        elif scope.beginning == "over":
+            self._show()
+
+    def append(self, piece: str, ended: bool = False) -> tuple[int, str] | None:
+        """As `StopSearch` has it."""
+        self._buffer += piece
+        if self._state == "before":
+            self._begin(ended)
+        while self._buffer and self._state != "before":
+            if self._state == "visible":
+                found = self._read(ended)
+                if found is not None or self._state == "visible":
+                    return found
+            elif not (self._think() if self._state == "thinking" else self._skip(ended)):
+                break
+        return None
+
+    def fork(self) -> "ScopedSearch":
+        """One more, in an answer that goes on from here in another way."""
+        fork = copy.copy(self)
+        if self._state == "visible":
+            fork._search = self._search.fork()
+        return fork
+
+    @property
+    def held_back(self) -> int:
+        """Characters at the end of the text that a stop string may begin with."""
+        if self._state == "thinking":
+            return 0
+        return len(self._buffer) + (self._search.held_back if self._state == "visible" else 0)
+
+    def _take(self, count: int) -> str:
+        taken, self._buffer = self._buffer[:count], self._buffer[count:]
+        self._taken += len(taken)
+        return taken
+
+    def _show(self) -> None:
+        self._state, self._search, self._shown_from = "visible", StopSearch(self._stop_strings), self._taken
+
+    def _begin(self, ended: bool) -> None:
+        text = self._buffer.lstrip(BLANKS)
+        if text.startswith(self._scope.begins):
+            self._state = "thinking"
+        elif ended or not any(mark.startswith(text) for mark in self._scope.begins):
+            self._show()
+
+    def _think(self) -> bool:
+        """Whether the thinking is over."""
+        match = self._end.search(self._buffer)
+        self._take(match.end() if match else max(len(self._buffer) - LONGEST_SCOPE_END, 0))
+        if match:
+            self._state = "behind"
+            if not self._scope.skipped:
+                self._show()
+        return match is not None
+
+    def _skip(self, ended: bool) -> bool:
+        """Whether something was left out, or the visible answer begins."""
+        mark = next(filter(self._buffer.startswith, self._scope.skipped), "")
+        self._take(len(mark))
+        if mark:
+            return True
+        if not ended and any(mark.startswith(self._buffer) for mark in self._scope.skipped):
+            return False
+        self._show()
+        return True
+
+    def _read(self, ended: bool) -> tuple[int, str] | None:
+        begins = self._scope.begins if self._scope.again else ()
+        while True:
+            place = min((place for mark in begins if (place := self._buffer.find(mark)) >= 0), default=-1)
+            kept = 0 if ended else max((held_back(self._buffer, mark) for mark in begins), default=0)
+            found = self._search_next(place if place >= 0 else len(self._buffer) - kept)
+            if place >= 0 and found is None and not self._is_quoted():
+                self._state = "thinking"
+            if place < 0 or found is not None or self._state == "thinking":
+                return found
+            found = self._search_next(1)  # the mark stands for itself
+            if found is not None:
+                return found
+
+    def _search_next(self, count: int) -> tuple[int, str] | None:
+        text = self._take(count)
+        self._last = text[-1:] or self._last
+        fences = self._ticks + text
+        self._fenced ^= fences.count(FENCE) % 2 == 1
+        self._ticks = "`" * ((len(fences) - len(fences.rstrip("`"))) % len(FENCE))
+        found = self._search.append(text)
+        return None if found is None else (self._shown_from + found[0], found[1])
+
+    def _is_quoted(self) -> bool:
+        return self._scope.quotable and (self._fenced or (self._last != "" and self._last in QUOTES))
+
+
+def search_of(stop_strings: StopStrings, scope: StopScope | None) -> StopSearch | ScopedSearch:
+    """For one answer."""
+    return StopSearch(stop_strings) if scope is None else ScopedSearch(stop_strings, scope)

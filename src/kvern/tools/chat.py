@@ -21,7 +21,7 @@ from kvern.tools.harmony import joined_thinking
 from kvern.tools.pieces import Content, Message, Piece
 from kvern.tools.recipients import Recipients
 from kvern.tools.switches import EFFORT, PLAIN, Switches, enabled_of, switches_of
-from kvern.tools.thinking import Beginning, ThinkingFormat, beginning_of
+from kvern.tools.thinking import Beginning, ThinkingFormat, beginning_of, stop_scope
 from kvern.tools.thinking_splitter import ThinkingSplitter
 from kvern.tools.thought_tokens import ThoughtTokens
 from kvern.tools.tool_format import ToolFormat, ToolParser, ToolSchemas
@@ -181,6 +181,7 @@ class Chat:
             structured=structured,
             visible_token_ids=self._visible(params, form, thought) or None,
             stop_token_ids=self._stops(params, form) or None,
+            stop_scope=stop_scope(thought.form, thought.beginning, exact) if thought and params.stop_strings else None,
         )
         tools = {tool.name: tool.parameters for tool in use.tools}
         return ChatRequest(prompt, params, self._tokenizer, form, tools, thought, exact, lacks)

@@ -4,6 +4,7 @@ import re
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from kvern.sampling_params import StopScope
 from kvern.tools.buffered import BLANKS
 from kvern.tools.learnt_thinking import opened_marks, written_marks
 
@@ -58,6 +59,9 @@ HARMONY = ThinkingFormat(
     between="<|start|>assistant",
     answer="<|channel|>final<|message|>",
 )
+MESSAGE_BEGINS = ("<|start|>", "<|channel|>")
+ANSWER_HEADER = r"<\|channel\|>(?!\s*analysis\b)[^<]{0,200}(?:<\|constrain\|>[^<]{0,200})?<\|message\|>"
+"""Of HARMONY: what stands before a message that is no thinking."""
 THINKING = (
     ThinkingFormat("think", "<think>", "</think>"),
     ThinkingFormat("mistral", "[THINK]", "[/THINK]"),
@@ -131,6 +135,16 @@ def thinking_of(template: str, wanted: str) -> ThinkingFormat | None:
         return None
     wraps = [mark for known_by, marks in WRAPS.items() if known_by in template for mark in marks]
     return replace(known[0], wraps=(*known[0].wraps, *wraps)) if wraps else known[0]
+
+
+def stop_scope(form: ThinkingFormat, beginning: Beginning, exact: bool = False) -> StopScope | None:
+    """Where stop strings count in an answer that begins so; None: everywhere. `exact`: see ThinkingSplitter."""
+    if form.in_turns:
+        return StopScope((form.end, *MESSAGE_BEGINS), ANSWER_HEADER, (), beginning, again=True, quotable=False)
+    if beginning == "over" and exact:
+        return None
+    skipped = (*BLANKS, *filter(None, (form.answer, *form.wraps)))
+    return StopScope((form.begin,), "|".join(map(re.escape, form.ends)), skipped, beginning, not exact, quotable=True)
 
 
 def beginning_of(prompt_end: str, form: ThinkingFormat) -> Beginning:
