@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from kvern import template_sandbox
 from kvern.errors import InvalidRequest
 from kvern.tokenizer import Tokenizer
 from tests.tiny_tokenizer import byte_level, reference, save
@@ -162,9 +163,6 @@ DOUBLED = "{% set ns = namespace(x='aaaaaaaa') %}{% for i in range(60) %}{% set 
         BIG + "{% macro m() %}{% for i in range(90000) %}{{ ns.x }}{% endfor %}{% endmacro %}{{ m() | length }}",
         BIG + "{% set t %}{% for i in range(90000) %}{{ ns.x }}{% endfor %}{% endset %}",
         BIG + "{% set ns.y = [] %}{% for i in range(90000) %}{% set ns.y = ns.y + [ns.x ~ i] %}{% endfor %}",
-        "{% for i in range(99999) %}{% set x = -1 in range(99999)|list %}{% endfor %}",
-        "{% set l = range(99999)|list %}{% for i in range(99999) %}{{ -1 is in l }}{% endfor %}",
-        "{% set count_round = joiner() %}" + 2 * "{% for a in range(99999) %}" + 2 * "{% endfor %}",
         "{{ lipsum(100000000) }}",
     ],
 )
@@ -174,6 +172,20 @@ def test_templates_that_would_fill_the_memory(tmp_path: Path, template: str) -> 
     with pytest.raises(InvalidRequest, match="refused the messages"):
         tokenizer.chat_prompt(CONVERSATIONS["short"])
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 600_000
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{% for i in range(99999) %}{% set x = -1 in range(99999)|list %}{% endfor %}",
+        "{% set l = range(99999)|list %}{% for i in range(99999) %}{{ -1 is in l }}{% endfor %}",
+        "{% set count_round = joiner() %}" + 2 * "{% for a in range(99999) %}" + 2 * "{% endfor %}",
+    ],
+)
+def test_templates_that_would_compute_for_hours(tmp_path: Path, template: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(template_sandbox, "MOST_SECONDS", 0.2)
+    with pytest.raises(InvalidRequest, match=r"it computes for more than 0\.2 s"):
+        Tokenizer(save(tmp_path, byte_level(), template=template)).chat_prompt(CONVERSATIONS["short"])
 
 
 @pytest.mark.parametrize(

@@ -143,7 +143,7 @@ GENERATE = (
 @pytest.mark.parametrize(
     ("model", "path", "kind", "more"),
     [
-        ("local-completions", "completions", "multiple_choice", CHOICES),
+        pytest.param("local-completions", "completions", "multiple_choice", CHOICES, marks=pytest.mark.nightly),
         pytest.param("local-completions", "completions", "generate_until", GENERATE, marks=pytest.mark.nightly),
         pytest.param(
             "local-chat-completions", "chat/completions", "generate_until", GENERATE, marks=pytest.mark.nightly

@@ -195,7 +195,7 @@ def test_the_folder_of_the_socket_may_go(expected: list[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    "method", ["died", "resume", *(pytest.param(one, marks=pytest.mark.nightly) for one in ("hear", "prepare"))]
+    "method", ["died", *(pytest.param(one, marks=pytest.mark.nightly) for one in ("resume", "hear", "prepare"))]
 )
 def test_the_supervisor_outlives_what_its_owner_raises(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     asyncio.run(_raise_once(method, monkeypatch))

@@ -319,7 +319,7 @@ def test_help_about_a_word_knows_names_of_vllm(capsys: pytest.CaptureFixture[str
     assert "--trust-remote-code, of vLLM, is refused: kvern runs no code" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("line", [FIRST_SERVER, SECOND_SERVER])
+@pytest.mark.parametrize("line", [FIRST_SERVER, pytest.param(SECOND_SERVER, marks=pytest.mark.nightly)])
 def test_documented_commands_give_a_server(line: str) -> None:
     with serving(*shlex.split(line)) as server:
         answer = server.client("token-abc123").chat.completions.create(

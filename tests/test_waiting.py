@@ -99,7 +99,9 @@ def steps_of_a_life(seed: int, monkeypatch: pytest.MonkeyPatch) -> list[list[tup
     return steps
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize(
+    "seed", [*range(12), *(pytest.param(seed, marks=pytest.mark.nightly) for seed in range(12, 40))]
+)
 def test_decisions_are_those_of_a_sorted_list(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of samples, beams, adapters, failing steps and aborts in any mixture."""
     if random_setup(seed).policy == "prefix":
