@@ -16,6 +16,8 @@ logger = logging.getLogger("kvern")
 
 READING_SECONDS = MOST_SECONDS + 5.0
 """For one adapter, when a new engine reads all."""
+MOST_DEATHS = 2
+"""Of all engines while they read an adapter: the first may have come from elsewhere, so that others try again."""
 
 
 class EngineAdapters:
@@ -98,8 +100,8 @@ class ClientAdapters:
         """What no new request may use, but some that run do."""
 
     async def load(self, name: str, path: str) -> None:
-        """Have the engines read the adapter in a folder, for requests to use. Raises InvalidAdapter or EngineDied."""
-        await until_one_is_available(lambda: [engine.supervisor for engine in self._engines()])
+        """Have the engines read the adapter in a folder, for requests to use. Raises InvalidAdapter, EngineUnavailable."""
+        await self._until_available()
         adapter = self.names.reserve(name, path)
         try:
             await self._read(adapter)
@@ -141,22 +143,28 @@ class ClientAdapters:
 
     async def _read(self, adapter: NamedAdapter) -> None:
         """Until all engines that take requests know it, of which some may die and others come."""
+        deaths = 0
         try:
             while missing := [
                 engine for engine in self._engines() if engine.supervisor.is_ready and adapter.key not in engine.known
             ]:
                 results = await asyncio.gather(*(engine.read(adapter) for engine in missing), return_exceptions=True)
-                errors = [result for result in results if result is not None]
-                fatal = [error for error in errors if not isinstance(error, EngineDied)]
+                for error in results:
+                    if error is not None and not isinstance(error, EngineDied):
+                        raise error
                 if not any(adapter.key in engine.known for engine in self._engines()):
-                    fatal += errors
-                if fatal:
-                    raise fatal[0]
+                    deaths += 1
+                    if deaths == MOST_DEATHS:
+                        raise InvalidAdapter(f"{adapter.path}: {deaths} engines in a row ended while they read it")
+                    await self._until_available()
         except (InvalidAdapter, asyncio.CancelledError):
             for engine in self._engines():
                 if adapter.key in engine.known:
                     engine.forget(adapter.key)
             raise
+
+    async def _until_available(self) -> None:
+        await until_one_is_available(lambda: [engine.supervisor for engine in self._engines()])
 
     def _still_used(self) -> list[NamedAdapter]:
         used = self._used()

@@ -43,6 +43,7 @@ def main(descriptor: int) -> None:
     for number in (signal.SIGINT, signal.SIGTERM):  # they may reach the whole group; the server decides
         signal.signal(number, signal.SIG_IGN)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the children
+    os.nice(5)
     with socket.socket(fileno=descriptor) as control:
         setup = msgspec.msgpack.decode(receive(control) or b"", type=Setup)
         grammars = Grammars(Path(setup.folder), setup.vocab_size, setup.backend)
