@@ -1,9 +1,10 @@
 """Everything in `attacks.py` against a server of `soak_attacked.py`, again and again, from a process of its own.
 
-    python benchmarks/attack_load.py http://127.0.0.1:8000 FOLDER BEGIN END [PATTERN]
+    python benchmarks/attack_load.py http://127.0.0.1:8000 FOLDER [PATTERN]
 
-An attacker's own computing is no load of the server, so this process runs at low priority. It prints a line of JSON for
-every attack: its name, its answer, when it began and ended; the last one is about the fuzzer. Times are those of time.monotonic().
+An attacker's own computing is no load of the server, so this process runs at low priority. When it is ready, it prints
+an empty line, and reads when to begin and to end. Then it prints a line of JSON for every attack: its name, its answer,
+when it began and ended; the last line is about the fuzzer. Times are those of time.monotonic().
 """
 
 import asyncio
@@ -96,8 +97,8 @@ def fuzz(url: str, description: dict[str, object], end: float) -> Findings:
     return findings
 
 
-async def main(url: str, folder: Path, begin: float, end: float, pattern: str = "") -> None:
-    """Attack between two times; `pattern` is a regular expression that the names of the attacks must hold."""
+async def main(url: str, folder: Path, pattern: str = "") -> None:
+    """Attack between the two times that are read; those whose names match `pattern`."""
     description = httpx2.get(f"{url}/openapi.json", headers={"authorization": f"Bearer {OPERATOR}"}).json()
 
     def chosen(acts: list[tuple[str, Act]]) -> list[tuple[str, Act]]:
@@ -106,6 +107,8 @@ async def main(url: str, folder: Path, begin: float, end: float, pattern: str = 
     chance = random.Random(1)
     hostile, operator = Attacker(url, HOSTILE), Attacker(url, OPERATOR)
     every, crowd = list(attacks()), chosen([("long streams", Attacker.long_stream)])
+    print(flush=True)
+    begin, end = map(float, sys.stdin.readline().split())
     os.nice(19)
     await asyncio.sleep(begin - time.monotonic())
     running = [asyncio.create_task(repeat(hostile, chosen(every), end, chance)) for _ in range(ATTACKERS)]
@@ -123,4 +126,4 @@ async def main(url: str, folder: Path, begin: float, end: float, pattern: str = 
 
 
 if __name__ == "__main__":
-    asyncio.run(main(sys.argv[1], Path(sys.argv[2]), *map(float, sys.argv[3:5]), *sys.argv[5:]))
+    asyncio.run(main(sys.argv[1], Path(sys.argv[2]), *sys.argv[3:]))

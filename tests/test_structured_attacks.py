@@ -117,6 +117,13 @@ def workers(server: Served) -> list[int]:
     return [pid for pid in children_of(server.process.pid) if "kvern.structured.worker" in command_of(pid)]
 
 
+def test_who_compiles_gives_way_to_those_who_answer(server: Served) -> None:
+    assert ask(server, {"guided_regex": "[ab]{3}"})[0] == 200
+    compiling = server.child("kvern.structured.worker")
+    for pid in (compiling, *children_of(compiling)):
+        assert os.getpriority(os.PRIO_PROCESS, pid) > os.getpriority(os.PRIO_PROCESS, server.engine_pid())
+
+
 def test_a_refusal_is_remembered(server: Served) -> None:
     """Nobody who compiles is needed for the second."""
 

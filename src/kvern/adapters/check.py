@@ -135,8 +135,8 @@ def _module(config: PeftConfig, name: str, matrices: dict[str, Matrix]) -> Adapt
 
 
 def main(config: int, weights: int) -> None:
-    """Answer about two open files on standard output."""
-    os.nice(5)
+    """Answer about two open files on standard output, and give way to the engine meanwhile."""
+    os.nice(10)
     for limit, most in ((resource.RLIMIT_AS, MOST_MEMORY_BYTES), (resource.RLIMIT_CPU, MOST_CPU_SECONDS)):
         with contextlib.suppress(ValueError, OSError):  # a system without this limit, or with a lower one
             resource.setrlimit(limit, (most, most + 1))

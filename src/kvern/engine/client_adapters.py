@@ -100,7 +100,10 @@ class ClientAdapters:
         """What no new request may use, but some that run do."""
 
     async def load(self, name: str, path: str) -> None:
-        """Have the engines read the adapter in a folder, for requests to use. Raises InvalidAdapter, EngineUnavailable."""
+        """Have the engines read the adapter in a folder, for requests to use.
+
+        Raises InvalidAdapter or EngineUnavailable.
+        """
         await self._until_available()
         adapter = self.names.reserve(name, path)
         try:

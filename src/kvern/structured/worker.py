@@ -39,11 +39,11 @@ class GrammarVerdict(msgspec.Struct, frozen=True):
 
 
 def main(descriptor: int) -> None:
-    """Fork a child for every socket that arrives, until the server ends."""
+    """Fork a child for every socket that arrives, until the server ends. All of them give way to engine and server."""
     for number in (signal.SIGINT, signal.SIGTERM):  # they may reach the whole group; the server decides
         signal.signal(number, signal.SIG_IGN)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the children
-    os.nice(5)
+    os.nice(10)
     with socket.socket(fileno=descriptor) as control:
         setup = msgspec.msgpack.decode(receive(control) or b"", type=Setup)
         grammars = Grammars(Path(setup.folder), setup.vocab_size, setup.backend)
