@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, processors
 
+from kvern.chat_template import ChatTemplate
 from kvern.detokenizer import IncrementalDetokenizer
 from kvern.errors import CorruptCheckpoint, InvalidRequest
 from kvern.tokenizer import Tokenizer
@@ -196,6 +197,8 @@ NAMED: dict[str, tuple[dict[str, object], dict[str, object]]] = {
     "new ones with ids": ({"added_tokens_decoder": {"326": token("<b>", special=False), "325": token("<a>")}}, {}),
     "one list": ({"additional_special_tokens": ["<|user|>", "<a>"], "pad_token": "[PAD]"}, {}),
     "names of its own": ({"extra_special_tokens": {"user_token": "<|user|>", "a_token": "<a>"}}, {}),
+    "names of its own and a list": ({"a_token": "<a>", "b_token_id": 5, "extra_special_tokens": ["<b>"]}, {}),
+    "names of its own as saved": ({"model_specific_special_tokens": {"a_token": "<a>"}}, {}),
     "flags": ({"mask_token": {"__type": "AddedToken", **token("<a>", lstrip=True, rstrip=True)}}, {}),
     "added_tokens.json": ({"pad_token": "<b>"}, {"added_tokens.json": {"<b>": 326, "<a>": 325}}),
     "the map": ({"eos_token": "</s>"}, {"special_tokens_map.json": {"eos_token": "<|user|>", "sep_token": "<a>"}}),
@@ -222,6 +225,11 @@ def test_tokens_that_other_files_name_are_added(tmp_path: Path, kind: str) -> No
         (folder / name).write_text(json.dumps(content))
     own, other = Tokenizer(folder), reference(folder)
     assert (own.vocab_size, own.eos_token_id, own.pad_token_id) == (len(other), other.eos_token_id, other.pad_token_id)
+    named = "{{ bos_token }}{{ eos_token }}{{ a_token }}"
+    other.chat_template = named
+    own.chat_template = ChatTemplate({"default": named})
+    messages = [{"role": "user", "content": "hello"}]
+    assert own.chat_prompt(messages) == other.apply_chat_template(messages, tokenize=False)
     for text in ("<s>hello</s> world", "<|user|>you<|assistant|>", "me  <a> and <b><pad>", "[PAD]<call>"):
         ids = own.encode(text)
         assert ids == other.encode(text)

@@ -7,7 +7,7 @@ order, and so does kvern: a text that spells one is read as that token.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -51,12 +51,22 @@ def add_named_tokens(
 
 
 def all_special(config: Mapping[str, Any], special_map: Mapping[str, Any]) -> Mapping[str, Any]:
-    """``tokenizer_config.json`` with the special tokens of ``special_tokens_map.json``, which old versions of
-    transformers wrote and which counts where the former has no ``added_tokens_decoder``."""
-    if "added_tokens_decoder" in config:
-        return config
-    extra = {name: config[name] for name in EXTRA if config.get(name)}
-    return {**config, **special_map, **extra}
+    """``tokenizer_config.json``, with special tokens of names of the model's own beside those that all have.
+
+    With those of ``special_tokens_map.json``, too, which old versions of transformers wrote, and which counts where the
+    former has no ``added_tokens_decoder``.
+    """
+    if "added_tokens_decoder" not in config:
+        config = {**config, **special_map, **{name: config[name] for name in EXTRA if config.get(name)}}
+    return {**_own_names(config), **config}
+
+
+def _own_names(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Special tokens by names that only this model has, such as image_token."""
+    tables = (config.get(name) for name in ("model_specific_special_tokens", "extra_special_tokens"))
+    found = {name: value for name, value in config.items() if name.endswith("_token") and isinstance(value, str)}
+    found |= {name: value for table in tables if isinstance(table, dict) for name, value in table.items()}
+    return {name: value for name, value in found.items() if name not in NAMES}
 
 
 def _named(config: Mapping[str, Any], added: Mapping[str, Any]) -> Iterator[Named]:
@@ -74,9 +84,8 @@ def _named(config: Mapping[str, Any], added: Mapping[str, Any]) -> Iterator[Name
 
 
 def _special(config: Mapping[str, Any]) -> Iterator[tokenizers.AddedToken]:
-    extra = next((config[name] for name in EXTRA if config.get(name)), [])
-    more: Iterable[Any] = extra.values() if isinstance(extra, dict) else extra
-    for value in (*(config.get(name) for name in NAMES), *more):
+    more: Any = next((config[name] for name in EXTRA if config.get(name) and not isinstance(config[name], dict)), [])
+    for value in (*(config.get(name) for name in NAMES), *_own_names(config).values(), *more):
         if value is not None:
             yield _token(value, special=True)
 
