@@ -2,6 +2,7 @@
 
 import asyncio
 import functools
+import gzip
 import json
 import socket
 from collections.abc import Iterator
@@ -96,6 +97,15 @@ def test_offers_of_other_protocols_are_not_taken(server: Served, chunked: bool, 
             answers = received(connection)
         assert answers.count(b"HTTP/1.1 200") == answers.count(b"HTTP/1.1") == 3
         assert answers.count(b'"text_completion"') == 1
+
+
+def test_compressed_bodies_are_refused_by_name(server: Served) -> None:
+    body = gzip.compress(b'{"prompt": "Once"}')
+    with connect(server) as connection:
+        head = b"Content-Encoding: gzip\r\nConnection: close\r\nContent-Length: %d\r\n\r\n" % len(body)
+        connection.sendall(POST + head + body)
+        said = received(connection)
+    assert said.startswith(b"HTTP/1.1 415") and b"content-encoding is 'gzip'" in said
 
 
 def test_blank_lines_do_not_keep_a_connection() -> None:

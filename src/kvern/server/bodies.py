@@ -16,6 +16,7 @@ from starlette.requests import Request
 
 from kvern.api.errors import HttpError
 from kvern.api.sent_names import sent_names
+from kvern.errors import shown
 from kvern.json_lines import json_line, read_json
 from kvern.json_work import is_too_much
 
@@ -137,6 +138,8 @@ async def read_object(request: Request) -> dict[str, Any]:
         raise _too_slow(seconds) from error
     if size > MAX_BODY_BYTES:
         raise HttpError(413, f"the body has more than {MAX_BODY_BYTES} bytes: send less at once, or files to /v1/files")
+    if (encoding := request.headers.get("content-encoding", "identity")).lower() != "identity":
+        raise HttpError(415, f"content-encoding is {shown(encoding)}: this server reads bodies that are not compressed")
     if is_large:
         body = await asyncio.get_running_loop().run_in_executor(lane.threads, _decode_parts, parts)
     else:
