@@ -1,12 +1,14 @@
 """Who may use the server and how much: queue, keys, fairness, deadlines, isolation, TLS, sockets, prefixes, logs."""
 
 import concurrent.futures
+import contextlib
 import json
 import signal
 import socket
 import ssl
 import subprocess
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -17,7 +19,7 @@ import pytest
 from kvern.cli.main import main
 from kvern.engine.client import EngineClient
 from kvern.server.admission import Admission, KeyLimits
-from kvern.server.keys import ApiKey
+from kvern.server.keys import ApiKey, client_of
 from tests.served import KEY, PATIENCE, SMALL, STORY, Served, eventually, serving
 
 LONG: dict[str, Any] = STORY | {"max_tokens": 450}
@@ -109,6 +111,30 @@ def test_no_key_starves_another(with_keys: Served) -> None:
         for task in (*first, last):
             task.result()
     assert done.index("modest") < 30  # by arrival alone it would be 40
+
+
+def test_no_address_starves_another(server: Served) -> None:
+    """384 streams of one client without a key wait for rows while another is answered, whatever their headers say."""
+    body = json.dumps({"prompt": "Once", "stream": True, "n": 128, "max_tokens": 450, "ignore_eos": True})
+    with contextlib.ExitStack() as held:
+        for number in range(3):
+            connection = socket.create_connection((server.host, server.port), PATIENCE, ("127.0.0.2", 0))
+            held.enter_context(connection)
+            head = f"Host: localhost\r\nX-Forwarded-For: 10.0.0.{number}\r\nContent-Length: {len(body)}\r\n\r\n"
+            connection.sendall(f"POST /v1/completions HTTP/1.1\r\n{head}{body}".encode())
+        eventually(lambda: server.figure("num_requests_waiting") > 64)
+        assert server.raw("POST", "/v1/completions", b'{"prompt": "Once", "max_tokens": 1}')[0] == 200
+        assert server.figure("num_requests_waiting") > 64, "the other was answered when nobody waited any more"
+    eventually(lambda: server.figure("num_requests_running") == server.figure("num_requests_waiting") == 0)
+
+
+def test_who_is_a_client_without_a_key() -> None:
+    addresses = ("10.0.0.1", "::ffff:10.0.0.1", "2001:db8::1", "2001:db8::ff:2", "fe80::1%eth0")
+    assert [client_of(address) for address in addresses] == ["10.0.0.1"] * 2 + ["2001:db8::/64"] * 2 + ["fe80::/64"]
+    anyone = ApiKey("anyone", b"")
+    assert (anyone.owner, replace(anyone, client="10.0.0.1").owner) == ("anyone", "anyone 10.0.0.1")
+    batches = replace(anyone, client="10.0.0.1", is_batch=True)
+    assert batches.owner == batches.line == "anyone batch"
 
 
 @pytest.mark.parametrize("stream", [True, False])

@@ -45,6 +45,15 @@ def test_who_has_nothing_running_does_not_wait_for_another_s_streams(depth: int,
     engine.run()
 
 
+def test_owners_that_were_long_away_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvern.engine.running.MOST_OWNERS", 2)
+    engine = SimulatedEngine(ROOMY)
+    for owner in "abcbd":
+        engine.add([1, 2], 2, owner=owner)
+        engine.run()
+    assert list(engine.scheduler.running._entered) == ["b", "d"]
+
+
 def test_several_who_ask_for_much_share_the_rows() -> None:
     engine = SimulatedEngine(replace(ROOMY, slots=6))
     crowd(engine, 8, "a")

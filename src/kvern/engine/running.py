@@ -12,6 +12,9 @@ from kvern.cache.manager import KVCacheManager
 from kvern.engine.policy import Order, Policy
 from kvern.request import Request, State
 
+MOST_OWNERS = 1 << 14
+"""Of whom it is known when they were last given a row."""
+
 
 class RunningRequests:
     """Owns the running requests and the rows of the batch. Iterates best first."""
@@ -25,6 +28,7 @@ class RunningRequests:
         self.rows: Counter[str] = Counter()
         """By owner, of those that have some."""
         self._entered: dict[str, int] = {}
+        """By owner, when it was last given a row, in that order; of those forgotten that was longest ago."""
         self._entries = 0
 
     def __len__(self) -> int:
@@ -59,7 +63,10 @@ class RunningRequests:
         """Give a row to a request that has blocks."""
         self.rows[request.owner] += 1
         self._entries += 1
+        self._entered.pop(request.owner, None)
         self._entered[request.owner] = self._entries
+        if len(self._entered) > MOST_OWNERS:
+            del self._entered[next(iter(self._entered))]
         request.state, request.slot = State.RUNNING, self._free_slots.pop()
         insort(self._requests, request, key=self._order)
         if self._may_grow(request):

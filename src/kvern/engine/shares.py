@@ -1,11 +1,12 @@
 """How the requests of several owners share the rows of a batch and the blocks: who goes first, and who gives way.
 
-An owner is whoever the server tells apart: an API key, or the batches of one. Owners with fewer running requests go
-first, and of equal ones the one that began a request longest ago. A request that finds no room takes the place of
-another owner's, as long as that one keeps more requests than its own owner has then. An owner with nothing running
-also takes the only place of another, once that was used for QUANTUM steps, and twice as many after each preemption: so
-everybody's turn comes, and whatever takes long is done at last. Beams of a search that has fewer rows than beams take
-turns in those. All this is among requests that the policy thinks equal or worse; with one owner nothing of it happens.
+An owner is whoever the server tells apart: an API key, a client without one, or batches. Owners with fewer running
+requests go first, and of equal ones the one that began a request longest ago. A request that finds no room takes the
+place of another owner's, as long as that one keeps more requests than its own owner has then. An owner with nothing
+running also takes the only place of another, once that was used for QUANTUM steps, and twice as many after each
+preemption: so everybody's turn comes, and whatever takes long is done at last. Beams of a search that has fewer rows
+than beams take turns in those. All this is among requests that the policy thinks equal or worse; with one owner nothing
+of it happens.
 """
 
 from collections.abc import Iterator, Sequence

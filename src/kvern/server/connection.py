@@ -15,6 +15,8 @@ import httptools
 from starlette.types import Message as ASGIMessage
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
+from kvern.server.keys import client_of
+
 HEADER_BYTES = 1 << 16
 """Of a request's head; as many after the last byte of a body."""
 MOST_HEADERS = 256
@@ -25,7 +27,11 @@ SLICE_BYTES = 1 << 14
 
 
 class Connection(HttpToolsProtocol):
-    """Closes connections of clients that take more than `seconds`, or too many bytes or requests."""
+    """Closes connections of clients that take more than `seconds`, or too many bytes or requests.
+
+    The state of each request has the `client` that is connected, whatever its headers say; of a Unix
+    socket it has none.
+    """
 
     def __init__(self, seconds: float, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -40,6 +46,8 @@ class Connection(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        if self.client is not None:
+            self.app_state = {**self.app_state, "client": client_of(self.client[0])}
         self._wait()
 
     def connection_lost(self, exc: Exception | None) -> None:

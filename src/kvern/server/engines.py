@@ -38,7 +38,7 @@ class ServedEngine:
             conversation.messages,
             params,
             conversation.use,
-            owner=key.line,
+            owner=key.owner,
             namespace=namespace,
             **conversation.options,
         )

@@ -3,6 +3,7 @@
 import base64
 import binascii
 import contextlib
+import dataclasses
 import logging
 import re
 import time
@@ -98,7 +99,9 @@ class Gate:
             return error_response(HttpError(403, refusal, code="permission_denied"), scope), self._default
         if self._origins.allows(headers.get(b"origin")) and is_preflight(method, headers):
             return Response(status_code=204), self._default
-        if not self._keys or path in OPEN_ROUTES:
+        if not self._keys:
+            return self._app, dataclasses.replace(self._default, client=scope["state"].get("client", ""))
+        if path in OPEN_ROUTES:
             return self._app, self._default
         secret = secret_of(method, headers)
         found = find_key(self._keys, secret)

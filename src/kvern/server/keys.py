@@ -2,6 +2,7 @@
 
 import hashlib
 import hmac
+import ipaddress
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -27,15 +28,30 @@ class ApiKey:
     """May read metrics and nothing else."""
     is_batch: bool = False
     """Asks for the rows of batches."""
+    client: str = ""
+    """Where a request without a key comes from: `client_of`."""
 
     @property
     def line(self) -> str:
         """In which its requests queue: rows of batches stand in another than requests that somebody waits for."""
         return f"{self.name} batch" if self.is_batch else self.name
 
+    @property
+    def owner(self) -> str:
+        """Who shares engines with others: its line, and without keys each client for itself, but for batches."""
+        return f"{self.line} {self.client}" if self.client and not self.is_batch else self.line
+
 
 ANYONE = "anyone"
 """The name of who asks when there are no keys."""
+
+
+def client_of(address: str) -> str:
+    """What tells one client from others by its IP address: all of IPv4's, and the network of 64 bits of IPv6's."""
+    found = ipaddress.ip_address(address.partition("%")[0])
+    if isinstance(found, ipaddress.IPv4Address):
+        return str(found)
+    return str(found.ipv4_mapped or ipaddress.IPv6Network((found, 64), strict=False))
 
 
 def users_of(keys: Sequence[ApiKey], config: ServerConfig) -> list[ApiKey]:

@@ -183,7 +183,7 @@ class Service:
                         params,
                         news=news,
                         priority=ask.priority,
-                        owner=ask.key.line,
+                        owner=ask.key.owner,
                         namespace=ask.namespace,
                         embed=ask.embed,
                         patient=patient,
