@@ -15,6 +15,7 @@ import random
 import re
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -61,10 +62,7 @@ def adapter_acts(folder: Path) -> list[tuple[str, Act]]:
         await asyncio.sleep(PAUSE)
         return await attacker.post(LOAD, json.dumps({"lora_name": path.name, "lora_path": str(path)}).encode())
 
-    return [
-        (f"an adapter: {path.name}", lambda attacker, path=path: load(attacker, path))
-        for path in hostile_adapters(folder)
-    ]
+    return [(f"an adapter: {path.name}", partial(load, path=path)) for path in hostile_adapters(folder)]
 
 
 def hostile_adapters(folder: Path) -> list[Path]:

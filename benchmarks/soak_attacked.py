@@ -44,7 +44,7 @@ KILL_SECONDS = 300.0
 """Between two kills."""
 MOST_SLOWER = 3.0
 """The p99 of small requests, attacked over quiet."""
-MOST_GROWTH = 256 << 20
+MOST_GROWTH = 128 << 20
 """Bytes that server and engine may each have more in the last quarter than before."""
 QUIET_SHARE = 0.1
 """Of the time, before the attack."""
@@ -158,7 +158,10 @@ class AttackedSoak:
         """At the event loop of the server, and at the memory."""
         while time.monotonic() < self.end:
             began = time.monotonic()
-            await self.operator.get("/health")
+            try:
+                await self.operator.get("/health")
+            except httpx2.HTTPError as error:
+                self.wrong.append(f"/health got {type(error).__name__} {error}")
             self.health.append((began, time.monotonic()))
             with contextlib.suppress(ValueError, OSError):  # between two engines
                 self.memory.append((resident(self.process.pid), resident(child_of(self.process.pid, ENGINE))))
@@ -175,14 +178,17 @@ class AttackedSoak:
         count = max(1, int(attacked / KILL_SECONDS))
         for number in range(count):
             await asyncio.sleep(self.quiet_end + attacked * (number + 0.5) / count - time.monotonic())
+            while not await self._is_ready():
+                await asyncio.sleep(LOOK_SECONDS)
             killed, began = child_of(self.process.pid, ENGINE), time.monotonic()
             os.kill(killed, signal.SIGKILL)
             while not await self._is_ready(killed):
                 await asyncio.sleep(LOOK_SECONDS)
             self.restarts.append((began, time.monotonic()))
 
-    async def _is_ready(self, killed: int) -> bool:
-        with contextlib.suppress(ValueError):
+    async def _is_ready(self, killed: int = 0) -> bool:
+        """Whether an engine takes requests that is not the one that was killed."""
+        with contextlib.suppress(ValueError, httpx2.HTTPError):
             return child_of(self.process.pid, ENGINE) != killed and (await self.operator.get("/ready")).is_success
         return False
 
