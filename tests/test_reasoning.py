@@ -244,6 +244,7 @@ def test_stop_strings_leave_the_thinking_alone_in_every_api(server: Served) -> N
     assert (answer["done_reason"], answer["eval_count"]) == ("length", 8), answer
     scope = httpx.post(f"{address}/v1/chat/completions", json={**body, "stop_scope": {"end": "(a+)+"}}, headers=head)
     assert (scope.status_code, "stop_scope" in scope.text) == (400, True)
+    assert "stop_scope" not in httpx.get(f"{address}/openapi.json", headers=head).text
 
 
 def test_what_the_template_lacks_is_named(server: Served) -> None:

@@ -55,6 +55,7 @@ def document(models: list[str], vocab_size: int, keys: bool) -> Schema:
     """What this server can be asked."""
     components: dict[str, Any] = {"schemas": components_of_sampling()}
     del components["schemas"]["SamplingParams"]  # its fields stand in each API's body
+    del components["schemas"]["StopScope"]  # chats alone set it
     if keys:
         components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
     paths = {

@@ -71,8 +71,9 @@ CHOICE = optional({"anyOf": [one_of("auto", "none", "required"), OBJECT]})
 
 
 def sampling() -> dict[str, Schema]:
-    """The fields of SamplingParams, with what is said of them."""
+    """The fields of SamplingParams that requests may have, with what is said of them."""
     described = components_of_sampling()["SamplingParams"]["properties"]
+    del described["stop_scope"]
     documents = field_documents(SamplingParams)
     return {name: _nullable(schema) | {"description": documents[name]} for name, schema in described.items()}
 
