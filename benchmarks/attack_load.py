@@ -60,7 +60,9 @@ def adapter_acts(folder: Path) -> list[tuple[str, Act]]:
 
     async def load(attacker: Attacker, path: Path) -> str:
         await asyncio.sleep(PAUSE)
-        return await attacker.post(LOAD, json.dumps({"lora_name": path.name, "lora_path": str(path)}).encode())
+        body = json.dumps({"lora_name": path.name, "lora_path": str(path)}).encode()
+        status: str = await attacker.post(LOAD, body)
+        return status
 
     return [(f"an adapter: {path.name}", partial(load, path=path)) for path in hostile_adapters(folder)]
 
