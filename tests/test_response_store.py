@@ -42,7 +42,7 @@ def test_what_runs_is_not_forgotten() -> None:
     with pytest.raises(HttpError, match=f"alice has {fit} responses that run") as full:
         memory.add(record("alice", "more", size))
     assert full.value.status == 429
-    memory.end(first)
+    memory.end(first, first.packed())
     assert isinstance(memory.find("alice", "0"), Packed)
     memory.add(record("alice", "more", size))
     assert memory.find("alice", "0") is None

@@ -3,27 +3,21 @@
 import asyncio
 import concurrent.futures
 import contextlib
-import gc
 import json
 import os
 import signal
 import socket
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import uvicorn
 
 from kvern import LLM, SamplingParams
-from kvern.config import EngineConfig
-from kvern.engine.client import EngineClient
-from kvern.server.app import Server
-from kvern.server.config import ServerConfig
 from tests.served import PATIENCE, SMALL, STORY, Served, eventually, serving
 from tests.tiny_model import make_tiny_model
+from tests.watched_loop import watched_server
 
 
 @pytest.fixture(scope="module")
@@ -173,48 +167,14 @@ def test_the_event_loop_is_never_blocked(tmp_path: Path) -> None:
 
 
 async def _watch_the_loop() -> None:
-    longest = 0.0
-    run = asyncio.events.Handle._run  # type: ignore[attr-defined]
-
-    def timed(handle: Any) -> None:
-        nonlocal longest
-        began = time.thread_time()
-        run(handle)
-        longest = max(longest, time.thread_time() - began)
-
-    config = EngineConfig(model="kvern-1m", threads=1)
-    async with EngineClient(config) as client:
-        app = Server([client], ServerConfig()).app()
-        listener = socket.create_server(("127.0.0.1", 0))
-        http = uvicorn.Server(uvicorn.Config(app, log_config=None, lifespan="off", ws="none"))
-        serving_it = asyncio.create_task(http.serve(sockets=[listener]))
-        port = listener.getsockname()[1]
-        gc.collect()
-        gc.freeze()
-        text = "Tell me a story about a fox and a bear. " * 20_000
-        bodies: list[tuple[str, Any]] = [("/v1/completions", STREAM | {"prompt": f"Once {n}"}) for n in range(48)]
-        bodies += [("/v1/completions", {"prompt": text}), ("/tokenize", {"prompt": text})] * 2
-        bodies += [("/v1/chat/completions", {"messages": [{"role": "user", "content": text}]})] * 2
-        bodies += [("/v1/completions", {"prompt": [7] * 300_000})] * 2
-        bodies += [("/v1/completions", {"prompt": ["Once"] * 64, "max_tokens": 20, "logprobs": 5})]
-        stop = ["e" * 1023 + chr(200 + number) for number in range(64)]
-        bodies += [("/v1/completions", STREAM | {"prompt": "Once", "n": 8, "stop": stop})]
-        requests = [request(body, path) for path, body in bodies]
-        asyncio.events.Handle._run = timed  # type: ignore[attr-defined]
-        try:
-            await asyncio.gather(*(_ask(port, data) for data in requests))
-        finally:
-            asyncio.events.Handle._run = run  # type: ignore[attr-defined]
-            gc.unfreeze()
-        http.should_exit = True
-        await serving_it
-    assert 0 < longest < 0.020
-
-
-async def _ask(port: int, data: bytes) -> None:
-    """On the loop that is watched, of which it takes little."""
-    reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    writer.write(data.replace(b"Host: localhost", b"Host: localhost\r\nConnection: close"))
-    while await reader.read(1 << 16):
-        pass
-    writer.close()
+    text = "Tell me a story about a fox and a bear. " * 20_000
+    bodies: list[tuple[str, Any]] = [("/v1/completions", STREAM | {"prompt": f"Once {n}"}) for n in range(48)]
+    bodies += [("/v1/completions", {"prompt": text}), ("/tokenize", {"prompt": text})] * 2
+    bodies += [("/v1/chat/completions", {"messages": [{"role": "user", "content": text}]})] * 2
+    bodies += [("/v1/completions", {"prompt": [7] * 300_000})] * 2
+    bodies += [("/v1/completions", {"prompt": ["Once"] * 64, "max_tokens": 20, "logprobs": 5})]
+    stop = ["e" * 1023 + chr(200 + number) for number in range(64)]
+    bodies += [("/v1/completions", STREAM | {"prompt": "Once", "n": 8, "stop": stop})]
+    async with watched_server() as (ask, times):
+        await asyncio.gather(*(ask(path, body) for path, body in bodies))
+    assert 0 < max(times) < 0.020

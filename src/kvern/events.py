@@ -5,6 +5,7 @@ from itertools import zip_longest
 from typing import Any
 
 import msgspec
+from msgspec.structs import replace
 
 from kvern.request import FinishReason
 from kvern.step import TokenLogprobs
@@ -19,7 +20,7 @@ class TokenEvent(msgspec.Struct, frozen=True, array_like=True, gc=False):
     request_id: str
     token_ids: list[int] = []
     logprobs: list[TokenLogprobs] | None = None
-    """Of each of the tokens, if they were asked for."""
+    """Of each of the tokens, if they were asked for; of the first ones they may come before, without the tokens."""
     prompt_logprobs: list[TokenLogprobs] | None = None
     cached_tokens: int = 0
     finish_reason: FinishReason | None = None
@@ -34,7 +35,7 @@ class TokenEvent(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Drafts of the request's prediction that the step has verified: those that were right, and those that were not."""
 
 
-MOST_TOLD = 4096
+MOST_TOLD = 1024
 """Log-probabilities that are told at once: who hears of them does other work in between."""
 
 
@@ -42,18 +43,19 @@ def in_parts(events: Sequence[TokenEvent]) -> Iterator[list[TokenEvent]]:
     """The same events, in lists of at most MOST_TOLD log-probabilities, or of one token's; one list at least."""
     part, told = list[TokenEvent](), 0
     for event in events:
-        of_prompt = event.prompt_logprobs or []
-        told += sum(map(len, event.logprobs or ()))
-        begun = 0
-        for place, table in enumerate(of_prompt):
-            told += len(table)
-            if told > MOST_TOLD and place > begun:
-                yield [*part, TokenEvent(event.request_id, prompt_logprobs=of_prompt[begun:place])]
-                part, told, begun = [], len(table), place
-        part.append(event if not begun else msgspec.structs.replace(event, prompt_logprobs=of_prompt[begun:]))
-        if told > MOST_TOLD:
-            yield part
-            part, told = [], 0
+        for name in ("prompt_logprobs", "logprobs"):
+            tables, begun = getattr(event, name) or [], 0
+            for place, table in enumerate(tables):
+                told += len(table)
+                if told > MOST_TOLD:
+                    if place > begun:
+                        part.append(replace(TokenEvent(event.request_id), **{name: tables[begun:place]}))
+                    if part:
+                        yield part
+                    part, told, begun = [], len(table), place
+            if begun:
+                event = replace(event, **{name: tables[begun:]})
+        part.append(event)
     yield part
 
 

@@ -24,6 +24,11 @@ def json_line(value: object, enc_hook: Callable[[Any], Any] | None = None) -> by
     return data
 
 
+def as_json(value: object) -> msgspec.Raw:
+    """A value as JSON, which is copied where it stands in another value that is encoded."""
+    return msgspec.Raw(msgspec.json.encode(value))
+
+
 def read_json(data: bytes) -> Any:
     """The value of a JSON text in UTF-8, behind a byte order mark if it has one. Raises ValueError."""
     try:

@@ -57,6 +57,12 @@ class RequestOutput:
         ended = (answer.stop_reason for answer in self.outputs if answer.finish_reason == "abort")
         return next((reason for reason in ended if isinstance(reason, str)), None)
 
+    def forget_logprobs(self) -> None:
+        """Give up its log-probabilities one table after the other: all at once take long, and others wait."""
+        for tables in (self.prompt_logprobs, *(answer.logprobs for answer in self.outputs)):
+            while tables:
+                tables.pop()
+
     def fail(self, reason: str) -> None:
         """Its answers that were ended from outside could not go on."""
         for answer in self.outputs:

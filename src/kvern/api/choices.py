@@ -3,9 +3,12 @@
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
+
 from kvern.api.completions import AnswerOptions
 from kvern.api.conversation import assistant_message, finish_reason, reasoning_fields
-from kvern.api.text_logprobs import TextOffsets, finite, text_logprobs
+from kvern.api.text_logprobs import TextOffsets, finite, tables_at_once, text_logprobs
+from kvern.json_lines import as_json
 from kvern.outputs import CompletionOutput, RequestOutput
 from kvern.step import TokenLogprobs
 from kvern.tokenizer import Tokenizer
@@ -50,9 +53,8 @@ def chat_logprobs(completion: CompletionOutput, options: AnswerOptions, tokenize
             }
             for candidate, entry in table.items()
         }
-        content.append(
-            {**entries[token_id], "top_logprobs": [entries[best] for best in _best(table, options.logprobs)]}
-        )
+        tops = [entries[best] for best in _best(table, options.logprobs)]
+        content.append(as_json({**entries[token_id], "top_logprobs": tops}))
     return {"content": content, "refusal": None}
 
 
@@ -62,15 +64,17 @@ def _best(table: TokenLogprobs, count: int) -> list[int]:
     return sorted(ids, key=lambda token_id: -table[token_id].logprob)
 
 
-def prompt_logprobs(output: RequestOutput) -> list[dict[int, dict[str, Any]] | None]:
-    """Those of a prompt, by token id."""
+def prompt_logprobs(output: RequestOutput) -> list[msgspec.Raw | None]:
+    """Those of a prompt, by token id, as JSON."""
     return [
         None
         if table is None
-        else {
-            token_id: {"logprob": finite(entry.logprob), "rank": entry.rank, "decoded_token": entry.token}
-            for token_id, entry in table.items()
-        }
+        else as_json(
+            {
+                token_id: {"logprob": finite(entry.logprob), "rank": entry.rank, "decoded_token": entry.token}
+                for token_id, entry in table.items()
+            }
+        )
         for table in output.prompt_logprobs or ()
     ]
 
@@ -103,6 +107,9 @@ class StreamedChoice:
         self._thought = None if chat is None else chat.thought_tokens()
         self._prefix = prefix
         self._characters = self._tokens = 0
+        self._written: dict[str, Any] | None = None
+        """Log-probabilities of the next chunk, as far as they are written."""
+        self._tokens_written = 0
         self._begun = self._ended = False
 
     def news(self, interval: int) -> dict[str, Any] | None:
@@ -122,7 +129,7 @@ class StreamedChoice:
                 choice["delta"] = _first(choice["delta"], self._prefix)
         else:
             choice["text"] = ("" if self._begun else self._prefix) + answer.text[self._characters :]
-        choice["logprobs"] = None if self._options.logprobs is None else self._logprobs()
+        choice["logprobs"] = self._logprobs()
         choice["finish_reason"] = (
             answer.finish_reason if self._reader is None else finish_reason(answer, self._reader.message)
         )
@@ -147,14 +154,34 @@ class StreamedChoice:
         thought = 0 if self._thought is None else self._thought.count(self._answer.token_ids)
         return completion_details(thought, [self._answer])
 
-    def _logprobs(self) -> dict[str, Any] | None:
-        if self._answer.logprobs is None:
-            return None
-        new = CompletionOutput(self._index, token_ids=self._answer.token_ids[self._tokens :])
-        new.logprobs = self._answer.logprobs[self._tokens :]
+    def write_some(self) -> bool:
+        """Write log-probabilities of a few of the tokens that are not sent; whether there were some."""
+        if self._answer.logprobs is None or self._options.logprobs is None:
+            return False
+        begin = self._tokens_written
+        if begin == len(self._answer.token_ids) and self._written is not None:
+            return False
+        self._tokens_written = end = min(begin + tables_at_once(self._options.logprobs), len(self._answer.token_ids))
+        new = CompletionOutput(self._index, token_ids=self._answer.token_ids[begin:end])
+        new.logprobs = self._answer.logprobs[begin:end]
         if self._chat is not None:
-            return chat_logprobs(new, self._options, self._tokenizer)
-        return text_logprobs(new, self._options, self._tokenizer, self._offsets)
+            told = chat_logprobs(new, self._options, self._tokenizer)
+        else:
+            told = text_logprobs(new, self._options, self._tokenizer, self._offsets)
+        if self._written is None:
+            self._written = told
+        else:
+            for name, values in (told or {}).items():
+                if values:
+                    self._written[name] += values
+        return end > begin
+
+    def _logprobs(self) -> dict[str, Any] | None:
+        """Those of all tokens that are not sent."""
+        while self.write_some():
+            pass
+        written, self._written = self._written, None
+        return written
 
 
 def _first(news: dict[str, Any], prefix: str) -> dict[str, Any]:

@@ -36,7 +36,7 @@ class CompletionWriter:
         return self._options.logprobs is not None or self._options.prompt_logprobs
 
     def answer(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
-        """All answers at once."""
+        """All answers at once; their log-probabilities are given up."""
         options = self._options
         choices = []
         for number, output in enumerate(outputs):
@@ -51,6 +51,8 @@ class CompletionWriter:
                 choices.append(choice)
         head = self._head("chat.completion" if options.is_chat else "text_completion")
         head |= of_prompt(outputs[0], options) if options.is_chat else {}
+        for output in outputs:
+            output.forget_logprobs()
         counts = usage(outputs, 0 if options.prompt_only else None) | details(outputs, self._chat)
         return {**head, **self._server, "choices": choices, "usage": counts}
 
@@ -73,6 +75,8 @@ class CompletionWriter:
         shown: set[str] = set()
         async for _ in news:
             for output, part in parts:
+                while part.write_some():
+                    await asyncio.sleep(0)
                 choice = part.news(interval)
                 if choice is None:
                     continue
@@ -85,8 +89,6 @@ class CompletionWriter:
                 if choice["finish_reason"] is not None:
                     chunk |= self._server
                 yield chunk
-                if self.is_large:
-                    await asyncio.sleep(0)  # each chunk may take a millisecond
         if options.include_usage:
             yield {**head, **self._server, "choices": [], "usage": usage(outputs) | details(outputs, self._chat)}
 

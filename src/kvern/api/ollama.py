@@ -1,5 +1,6 @@
 """ollama's /api/chat, /api/generate and embeddings: bodies as what is asked, answers and lines of streams."""
 
+import asyncio
 import datetime
 import time
 from collections import defaultdict, deque
@@ -7,14 +8,17 @@ from collections.abc import AsyncIterable, AsyncIterator, Callable, Mapping, Seq
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
+
 from kvern.api.conversation import ChatBody, plain_messages
 from kvern.api.errors import HttpError
 from kvern.api.fields import COMMON_FIELDS, CommonFields, read_common, sampling_params, typed
 from kvern.api.message_blocks import blocks
 from kvern.api.other_names import ignored, in_own_words
-from kvern.api.text_logprobs import finite
+from kvern.api.text_logprobs import finite, tables_at_once
 from kvern.api.thinking_fields import read_thinking
 from kvern.errors import InvalidRequest, shown
+from kvern.json_lines import as_json
 from kvern.outputs import CompletionOutput, RequestOutput
 from kvern.sampling_params import SamplingParams
 from kvern.tools.chat import AnswerReader, ChatRequest, PlainParser
@@ -156,13 +160,16 @@ class OllamaWriter:
     chat: ChatRequest | None
     """How the answer is read; None: as it is."""
     _tokens: int = field(default=0, init=False)
-    """Whose log-probabilities have been written."""
+    """Whose log-probabilities have been written; those that were not sent yet:"""
+    _logprobs: list[msgspec.Raw] = field(default_factory=list, init=False)
 
     def whole(self, output: RequestOutput, seconds: Seconds) -> dict[str, Any]:
-        """All of it."""
+        """All of it; its log-probabilities are given up."""
         answer, reader = output.outputs[0], self._reader()
         reader.read(answer.text, True)
-        return {**self._head(), **self._said(reader.message, answer), **self._end(output, seconds)}
+        whole = {**self._head(), **self._said(reader.message, answer), **self._end(output, seconds)}
+        output.forget_logprobs()
+        return whole
 
     async def lines(
         self, output: RequestOutput, news: AsyncIterable[None], seconds: Callable[[], Seconds]
@@ -170,6 +177,8 @@ class OllamaWriter:
         """What is new at each of the news, then calls of tools, then the end."""
         answer, reader = output.outputs[0], self._reader()
         async for _ in news:
+            while self._write_some(answer):
+                await asyncio.sleep(0)
             message = said_by(reader.read(answer.text, answer.finish_reason is not None))
             if message.content or message.reasoning:
                 yield {**self._head(), **self._said(message, answer), "done": False}
@@ -195,10 +204,21 @@ class OllamaWriter:
             content = {"role": "assistant", "content": message.content, **thought}
             calls = [tool_call(block) for block in blocks(message) if block["type"] == "tool_use"]
             said = {"message": {**content, **({"tool_calls": calls} if calls else {})}}
-        if answer.logprobs is not None and len(answer.token_ids) > self._tokens:
-            said["logprobs"] = token_logprobs(answer, self._tokens)
-            self._tokens = len(answer.token_ids)
+        while self._write_some(answer):
+            pass
+        if self._logprobs:
+            said["logprobs"], self._logprobs = self._logprobs, []
         return said
+
+    def _write_some(self, answer: CompletionOutput) -> bool:
+        """Write log-probabilities of a few tokens; whether there were some."""
+        if answer.logprobs is None or len(answer.token_ids) == self._tokens:
+            return False
+        at_once = tables_at_once(len(answer.logprobs[self._tokens]))
+        end = min(self._tokens + at_once, len(answer.token_ids))
+        self._logprobs += token_logprobs(answer, self._tokens, end)
+        self._tokens = end
+        return True
 
     def _end(self, output: RequestOutput, seconds: Seconds) -> dict[str, Any]:
         """Why it ended, and how long it took; what is neither prompt nor answer is what came before its first step."""
@@ -230,15 +250,15 @@ def tool_call(block: Mapping[str, Any]) -> dict[str, Any]:
     return {"id": block["id"], "function": {"name": block["name"], "arguments": block["input"]}}
 
 
-def token_logprobs(answer: CompletionOutput, start: int) -> list[dict[str, Any]]:
-    """Of an answer's tokens from one on, each with the most probable ones in its place."""
+def token_logprobs(answer: CompletionOutput, start: int, end: int) -> list[msgspec.Raw]:
+    """Of an answer's tokens from one on, each with the most probable ones in its place, as JSON."""
     found = []
-    for token_id, table in zip(answer.token_ids[start:], (answer.logprobs or [])[start:], strict=True):
+    for token_id, table in zip(answer.token_ids[start:end], (answer.logprobs or [])[start:end], strict=True):
         entries = {
             candidate: {"token": entry.token or "", "logprob": finite(entry.logprob)}
             for candidate, entry in table.items()
         }
-        found.append({**entries[token_id], "top_logprobs": list(entries.values())})
+        found.append(as_json({**entries[token_id], "top_logprobs": list(entries.values())}))
     return found
 
 

@@ -85,9 +85,9 @@ class OutputItems:
         self._summary = response["reasoning"]["summary"] is not None
         self._packed = "reasoning.encrypted_content" in response["include"]
         self._open: _Item | None = None
-        self._logprobs: list[dict[str, Any]] = []
+        self._logprobs: list[msgspec.Raw] = []
 
-    def add(self, pieces: Sequence[Piece], logprobs: Sequence[dict[str, Any]] = ()) -> list[Event]:
+    def add(self, pieces: Sequence[Piece], logprobs: Sequence[msgspec.Raw] = ()) -> list[Event]:
         """Let the output grow. `logprobs` are of the tokens since the last pieces; those of messages are told."""
         events: list[Event] = []
         self._logprobs += logprobs
@@ -176,8 +176,8 @@ class _Message(_Item):
 
     def __init__(self) -> None:
         super().__init__("message", {"role": "assistant", "content": []})
-        self.news: list[dict[str, Any]] = []
-        self._logprobs: list[dict[str, Any]] = []
+        self.news: list[msgspec.Raw] = []
+        self._logprobs: list[msgspec.Raw] = []
 
     def _part(self) -> dict[str, Any]:
         return {"type": "output_text", "text": self.text, "annotations": [], "logprobs": self._logprobs}

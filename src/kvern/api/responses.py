@@ -1,10 +1,13 @@
 """OpenAI's /v1/responses: bodies, and responses as they stand, with the events of their growing."""
 
+import asyncio
 import time
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
+
+import msgspec
 
 from kvern.api.chat_fields import THINKING_FIELDS
 from kvern.api.conversation import ChatBody, plain_messages, template_variables
@@ -24,9 +27,10 @@ from kvern.api.other_names import in_own_words
 from kvern.api.response_items import added_tools, input_messages
 from kvern.api.response_output import OutputItems
 from kvern.api.response_tools import ToolList, chat_tool_choice, read_tool_list
-from kvern.api.text_logprobs import finite
+from kvern.api.text_logprobs import finite, tables_at_once
 from kvern.api.thinking_fields import ThinkingFields, read_thinking
 from kvern.errors import shown
+from kvern.json_lines import as_json
 from kvern.outputs import CompletionOutput, RequestOutput
 from kvern.sampling_params import SamplingParams
 from kvern.step import Logprob
@@ -218,36 +222,36 @@ def _begun(
 
 
 def complete(response: dict[str, Any], chat: ChatRequest, output: RequestOutput) -> None:
-    """Give a response its whole answer."""
-    items, reader, answer = OutputItems(response), chat.reader(), output.outputs[0]
-    for text, logprobs in _told_again(answer, response["top_logprobs"]):
-        items.add(reader.read(text, False), logprobs)
+    """Give a response its whole answer, whose log-probabilities are given up."""
+    items, reader = OutputItems(response), chat.reader()
+    answer, length = output.outputs[0], 0
+    for number, entry in enumerate(_logprobs(answer, 0, len(answer.token_ids), response["top_logprobs"])):
+        length += len(_told(answer, number).token or "")
+        items.add(reader.read(answer.text[:length], False), [entry])  # as it has grown
     items.add(reader.read(answer.text, True))
     items.end(_conclude(response, output, chat))
     response["output"] = items.items
+    output.forget_logprobs()
 
 
-def _told_again(answer: CompletionOutput, most: int) -> Iterator[tuple[str, list[dict[str, Any]]]]:
-    """A whole answer with log-probabilities as it has grown, token by token."""
-    length = 0
-    for entry in _logprobs(answer, 0, most):
-        length += len(entry["token"])
-        yield answer.text[:length], [entry]
+def _told(answer: CompletionOutput, number: int) -> Logprob:
+    """The token of this number."""
+    assert answer.logprobs is not None
+    return answer.logprobs[number][answer.token_ids[number]]
 
 
-def _logprobs(answer: CompletionOutput, first: int, most: int) -> list[dict[str, Any]]:
-    """Of all tokens from the one of this number on, each with the `most` probable; none if they were not asked for.
+def _logprobs(answer: CompletionOutput, first: int, end: int, most: int) -> Iterator[msgspec.Raw]:
+    """Of tokens from the one of this number on, each with the `most` probable; none if they were not asked for.
 
     A token that ends the answer is no part of what is said.
     """
     if answer.logprobs is None:
-        return []
-    told = []
+        return
     said = len(answer.token_ids) - (answer.finish_reason == "stop" and not isinstance(answer.stop_reason, str))
-    for token_id, table in zip(answer.token_ids[first:said], answer.logprobs[first:said], strict=True):
+    for number in range(first, min(said, end)):
+        table = answer.logprobs[number]
         best = sorted(table.values(), key=lambda entry: -entry.logprob)[:most]
-        told.append({**_logprob(table[token_id]), "top_logprobs": [_logprob(entry) for entry in best]})
-    return told
+        yield as_json({**_logprob(_told(answer, number)), "top_logprobs": [_logprob(entry) for entry in best]})
 
 
 def _logprob(entry: Logprob) -> dict[str, Any]:
@@ -283,7 +287,13 @@ class ResponseEvents:
         yield self._event("response.in_progress", response=response)
         tokens, most = 0, response["top_logprobs"]
         async for _ in news:
-            logprobs, tokens = _logprobs(answer, tokens, most), len(answer.token_ids)
+            logprobs = list[msgspec.Raw]()
+            while tokens < len(answer.token_ids):
+                end = min(tokens + tables_at_once(most), len(answer.token_ids))
+                logprobs += _logprobs(answer, tokens, end, most)
+                tokens = end
+                if logprobs:
+                    await asyncio.sleep(0)
             for kind, fields in items.add(reader.read(answer.text, answer.finish_reason is not None), logprobs):
                 yield self._event(kind, **fields)
         for kind, fields in items.end(_conclude(response, output, self._chat)):

@@ -1,4 +1,8 @@
-"""Log-probabilities of /v1/completions: tokens by their texts, and where each begins in the text that is sent."""
+"""Log-probabilities of /v1/completions: tokens by their texts, and where each begins in the text that is sent.
+
+Tables of log-probabilities, here and in other APIs, are encoded one by one as soon as they are made: answers hold no
+objects for single entries, through which the garbage collector would go in the midst of other work.
+"""
 
 import codecs
 import math
@@ -6,8 +10,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvern.api.completions import AnswerOptions
+from kvern.json_lines import as_json
 from kvern.outputs import CompletionOutput
 from kvern.tokenizer import Tokenizer
+
+ENTRIES_AT_ONCE = 1024
+"""Log-probabilities that are written in one go."""
 
 
 class TextOffsets:
@@ -60,13 +68,18 @@ def text_logprobs(
                 name = token_name(other, options, tokenizer)
                 named[f"token_id:{other}" if name in named else name] = entry
         best = sorted(named.items(), key=lambda item: -item[1].logprob)
-        tops.append({name: finite(entry.logprob) for name, entry in best})
+        tops.append(as_json({name: finite(entry.logprob) for name, entry in best}))
     return {
         "tokens": names,
         "token_logprobs": logprobs,
         "top_logprobs": tops,
         "text_offset": offsets.of(completion.token_ids),
     }
+
+
+def tables_at_once(count: int) -> int:
+    """So many tables of `count` entries are written before others have their turn."""
+    return max(1, ENTRIES_AT_ONCE // (1 + count))
 
 
 def finite(logprob: float) -> float:

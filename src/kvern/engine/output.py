@@ -27,6 +27,8 @@ class Answer:
         self._eos_token_ids = tokenizer.eos_token_ids
         self._tokenizer = tokenizer
         self._text = ""
+        self._early: list[TokenLogprobs] = []
+        """Came before their tokens."""
         kept = frozenset(params.visible_token_ids or ())
         self._detokenizer = IncrementalDetokenizer(tokenizer, prompt, params.skip_special_tokens, kept)
 
@@ -38,12 +40,14 @@ class Answer:
         self.output.accepted_prediction_tokens += accepted
         self.output.rejected_prediction_tokens += rejected
         token_ids = event.token_ids
+        logprobs = self._tables(event)
         last = len(token_ids) - 1
-        if last > 0 and not self._params.stop_strings and event.logprobs is None:
-            self._add_tokens(event)
+        if last > 0 and not self._params.stop_strings:
+            self._add_tokens(event, logprobs)
             token_ids = []
         for place, token_id in enumerate(token_ids):
-            self._add_token(token_id, None if event.logprobs is None else event.logprobs[place])
+            self._add_logprobs(token_ids[place : place + 1], logprobs[place : place + 1])
+            self.output.token_ids.append(token_id)
             if place < last or event.finish_reason != "stop" or self._params.include_stop_str_in_output:
                 stop = self._grow(self._detokenizer.append([token_id]))
                 if stop is not None:
@@ -56,19 +60,31 @@ class Answer:
             self.output.text = self._text[: len(self._text) - self._search.held_back]
         return None
 
-    def _add_tokens(self, event: TokenEvent) -> None:
-        """Take several, of which nothing is to be said, and in which nothing is to be found."""
+    def expect(self, logprobs: Sequence[TokenLogprobs]) -> None:
+        """Take log-probabilities of the next tokens, which come later."""
+        self._early += map(self.with_text, logprobs)
+
+    def _tables(self, event: TokenEvent) -> list[TokenLogprobs]:
+        """Of each token of an event. Of what came early, an engine may have died before it told the tokens."""
+        if event.logprobs is None or self.output.logprobs is None:
+            return []
+        early, self._early = self._early, []
+        return [*early, *map(self.with_text, event.logprobs)][-len(event.token_ids) :]
+
+    def _add_tokens(self, event: TokenEvent, logprobs: Sequence[TokenLogprobs]) -> None:
+        """Take several, in which nothing is to be found."""
+        self._add_logprobs(event.token_ids, logprobs)
         self.output.token_ids.extend(event.token_ids)
         hidden = event.finish_reason == "stop" and not self._params.include_stop_str_in_output
         self._text += self._detokenizer.append(event.token_ids[: len(event.token_ids) - hidden])
 
-    def _add_token(self, token_id: int, logprobs: TokenLogprobs | None) -> None:
+    def _add_logprobs(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> None:
         output = self.output
-        output.token_ids.append(token_id)
-        if output.logprobs is not None and logprobs is not None:
-            output.logprobs.append(self.with_text(logprobs))
+        for token_id, table in zip(token_ids, logprobs, strict=bool(logprobs)):
+            assert output.logprobs is not None
+            output.logprobs.append(table)
             if not self.searched:
-                output.cumulative_logprob = (output.cumulative_logprob or 0.0) + logprobs[token_id].logprob
+                output.cumulative_logprob = (output.cumulative_logprob or 0.0) + table[token_id].logprob
 
     @property
     def searched(self) -> bool:
@@ -155,6 +171,8 @@ class OutputProcessor:
         output.embedding = output.embedding or event.embedding
         output.queue_seconds = max(output.queue_seconds, event.queue_seconds)
         if not event.token_ids:
+            if event.logprobs and answer.output.logprobs is not None:
+                answer.expect(event.logprobs)
             if event.finish_reason is not None:
                 self._end_without_token(event, output, answer)
             return None

@@ -34,6 +34,7 @@ from kvern.server.bodies import MAX_BODY_BYTES, SMALL_BODY_BYTES, Lane, check_co
 from kvern.server.database import NoRoom
 from kvern.server.files import OUTPUT, PART_BYTES, file_object
 from kvern.server.keys import ApiKey
+from kvern.server.large_answers import write_large
 from kvern.server.store import Object, Store, paths_of_batch
 
 logger = logging.getLogger("kvern")
@@ -151,8 +152,9 @@ class Work:
                 status, answer = await self._answer_row(row)
                 del row
             request_id = uuid.uuid4().hex
-            line = answer_row(name, request_id, status, answer)
-            await self._until_room(functools.partial(self._write_whole, json_line(line) + b"\n", status == 200))
+            line = await write_large(functools.partial(answer_row, name, request_id, status, answer), json_line)
+            del answer
+            await self._until_room(functools.partial(self._write_whole, bytes(line) + b"\n", status == 200))
 
     async def _write_whole(self, line: bytes, is_answer: bool) -> None:
         written = asyncio.create_task(self._write(line, is_answer))

@@ -1,6 +1,5 @@
 """OpenAI's /v1/completions and /v1/chat/completions: the handlers."""
 
-from collections.abc import Sequence
 from typing import Any
 
 from starlette.requests import Request
@@ -9,7 +8,6 @@ from starlette.responses import Response
 from kvern.api.completion_answers import CompletionWriter
 from kvern.api.completions import known_fields, read_completion
 from kvern.api.fields import merge_extra
-from kvern.outputs import RequestOutput
 from kvern.server.batches import Answerer
 from kvern.server.bodies import let_go, read_object
 from kvern.server.http import (
@@ -23,7 +21,7 @@ from kvern.server.http import (
     until_gone,
 )
 from kvern.server.keys import ApiKey
-from kvern.server.large_answers import write_large
+from kvern.server.large_answers import apart, write_large
 from kvern.server.service import Ask, Service
 
 
@@ -44,11 +42,13 @@ class Completions:
         if stream:
             running = await service.start(ask)
             chunks = writer.chunks(running.outputs, running, service.config.stream_interval)
-            return EventStream(chunks, running.close, headers)
+            return EventStream(chunks, running.leave, headers, large=writer.is_large)
         outputs = await until_gone(service.run(ask), request.receive)
         if outputs is None:
             return Response(status_code=CLIENT_GONE)
-        return json_response(await _written(writer, outputs), headers=headers)
+        answer = writer.answer
+        whole = await write_large(lambda: answer(outputs)) if writer.is_large else answer(outputs)
+        return json_response(whole, headers=headers)
 
     def answerer(self, url: str) -> Answerer:
         """What answers the rows of batches for one of the routes."""
@@ -56,7 +56,8 @@ class Completions:
         async def answer(body: dict[str, Any], key: ApiKey) -> object:
             ask, writer, _ = await self._read(body, url, key)
             body.clear()
-            return await _written(writer, await self._service.run(ask))
+            outputs = await self._service.run(ask)
+            return await apart(lambda: writer.answer(outputs)) if writer.is_large else writer.answer(outputs)
 
         return answer
 
@@ -74,8 +75,3 @@ class Completions:
             prompts = [await encode(prompt, asked.encoding, params.max_tokens) for prompt in prompts]
         ask = self._service.ask(model, asked.common, prompts, params, key, prediction=asked.prediction)
         return ask, CompletionWriter(asked.options, model, engine.client.tokenizer, chat), asked.stream
-
-
-async def _written(writer: CompletionWriter, outputs: Sequence[RequestOutput]) -> object:
-    """The answer to a body, which can be encoded as JSON."""
-    return await write_large(lambda: writer.answer(outputs)) if writer.is_large else writer.answer(outputs)

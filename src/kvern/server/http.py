@@ -5,7 +5,7 @@ import contextlib
 import html
 import http
 import math
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
 import msgspec
@@ -18,6 +18,7 @@ from kvern.api.other_names import ignored
 from kvern.api.sent_names import as_sent
 from kvern.errors import EngineUnavailable, KvernError, ServerBusy
 from kvern.json_lines import json_line
+from kvern.server.large_answers import PIECE, in_pieces, json_parts
 
 CLIENT_GONE = 499
 """What a log shows for a client that left; nobody reads it."""
@@ -28,6 +29,8 @@ PAGE_HEADERS = {"content-security-policy": "default-src 'none'; style-src 'unsaf
 """Of pages that load nothing."""
 
 T = TypeVar("T")
+Lines = Callable[[object], Iterator[bytes]]
+"""A value as a line of JSON, in parts."""
 
 
 def path_of(scope: Scope) -> str:
@@ -59,7 +62,7 @@ def is_anthropic(scope: Scope) -> bool:
 def json_response(content: object, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
     """Any value as JSON; what is encoded already is not copied."""
     encoded = memoryview(content) if isinstance(content, msgspec.Raw) else msgspec.json.encode(content)
-    return Response(encoded, status, headers, media_type="application/json")
+    return SentInPieces(encoded, status, headers, media_type="application/json")
 
 
 def error_response(error: Exception, scope: Scope) -> Response:
@@ -118,11 +121,28 @@ async def until_gone(work: Awaitable[T], receive: Receive) -> T | None:
             await working
 
 
+class SentInPieces(Response):
+    """A whole answer, of which no more than a piece is copied at a time."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if len(self.body) <= PIECE:
+            await super().__call__(scope, receive, send)
+            return
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        whole = memoryview(self.body)
+        for place in range(0, len(whole), PIECE):
+            piece = bytes(whole[place : place + PIECE])
+            await send({"type": "http.response.body", "body": piece, "more_body": True})
+            await asyncio.sleep(0)
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
 class EventStream:
     """An ASGI answer of server-sent events, each a JSON value, or (name, JSON value) for a named event.
 
     `close` is called at its end, whatever that is; `last` is sent after the last event; `failed` shapes an error.
-    A stream of another `kind` has its own `frame` around what it sends.
+    A stream of another `kind` has its own `frame` around what it sends. One that is `large` has events with many
+    log-probabilities.
     """
 
     def __init__(
@@ -133,7 +153,8 @@ class EventStream:
         last: bytes = b"data: [DONE]\n\n",
         failed: Callable[[Exception], object] | None = None,
         kind: str = "text/event-stream; charset=utf-8",
-        frame: Callable[[object], bytes] | None = None,
+        frame: Callable[[object, Lines], Iterator[bytes]] | None = None,
+        large: bool = False,
     ) -> None:
         self._events = events
         self._close = close
@@ -141,7 +162,8 @@ class EventStream:
         self._last = last
         self._failed = failed or body_of
         self._kind = kind
-        self._frame = frame or event_bytes
+        self._frame = frame or event_parts
+        self._lines: Lines = _line_parts if large else _whole_line
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -156,17 +178,33 @@ class EventStream:
         events = self._events
         try:
             async for content in events:
-                await send({"type": "http.response.body", "body": self._frame(content), "more_body": True})
+                await self._tell(content, send)
         except KvernError as error:
-            await send({"type": "http.response.body", "body": self._frame(self._failed(error)), "more_body": True})
+            await self._tell(self._failed(error), send)
         finally:
             await events.aclose()  # type: ignore[attr-defined]
         await send({"type": "http.response.body", "body": self._last, "more_body": False})
 
+    async def _tell(self, content: object, send: Send) -> None:
+        for piece in in_pieces(self._frame(content, self._lines)):
+            await send({"type": "http.response.body", "body": piece, "more_body": True})
+            if len(piece) >= PIECE:
+                await asyncio.sleep(0)
 
-def event_bytes(content: object) -> bytes:
+
+def event_parts(content: object, lines: Lines) -> Iterator[bytes]:
     """One server-sent event."""
     if isinstance(content, tuple):
         name, content = content
-        return f"event: {name}\n".encode() + event_bytes(content)
-    return b"data: " + json_line(content) + b"\n\n"
+        yield f"event: {name}\n".encode()
+    yield b"data: "
+    yield from lines(content)
+    yield b"\n\n"
+
+
+def _whole_line(content: object) -> Iterator[bytes]:
+    yield json_line(content)
+
+
+def _line_parts(content: object) -> Iterator[bytes]:
+    return json_parts(content, json_line)

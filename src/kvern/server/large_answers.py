@@ -1,44 +1,65 @@
 """Answers with many log-probabilities: written by threads of their own, in parts, so that others do not wait."""
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
 
 import msgspec
 
 WRITERS = ThreadPoolExecutor(2, "answers")
-DEPTH = 5
-"""To which objects and lists are parted: an answer, its choices, a choice, its log-probabilities, a token."""
+DEPTH = 8
+"""To which objects and lists are parted: an event, its response, the items, one, its parts, one, the tables, one."""
+PIECE = 1 << 16
+"""Bytes that are sent before others have their turn, and a little more."""
+
+T = TypeVar("T")
+Encode = Callable[[object], bytes]
 
 
-async def write_large(answer: Callable[[], object]) -> msgspec.Raw:
-    """What `answer` returns, as JSON. Threads take turns every few milliseconds, but for what one call encodes."""
-    return await asyncio.get_running_loop().run_in_executor(
-        WRITERS, lambda: msgspec.Raw(b"".join(json_parts(answer())))
-    )
+async def apart(work: Callable[[], T]) -> T:
+    """What `work` returns, in a thread. Threads take turns every few milliseconds, but for what one call encodes."""
+    return await asyncio.get_running_loop().run_in_executor(WRITERS, work)
 
 
-def json_parts(value: object, depth: int = DEPTH) -> Iterator[bytes]:
-    """The JSON of a value, in parts of which each is encoded in one call."""
+async def write_large(answer: Callable[[], object], encode: Encode = msgspec.json.encode) -> msgspec.Raw:
+    """What `answer` returns, as JSON."""
+    return await apart(lambda: msgspec.Raw(b"".join(json_parts(answer(), encode))))
+
+
+def in_pieces(parts: Iterable[bytes]) -> Iterator[bytes]:
+    """The same bytes: of many parts, or of a large one, as much as is sent at once."""
+    some, size = list[bytes](), 0
+    for part in parts:
+        some.append(part)
+        size += len(part)
+        if size >= PIECE:
+            whole = memoryview(b"".join(some))
+            yield from (bytes(whole[place : place + PIECE]) for place in range(0, size, PIECE))
+            some, size = [], 0
+    if some:
+        yield b"".join(some)
+
+
+def json_parts(value: object, encode: Encode = msgspec.json.encode, depth: int = DEPTH) -> Iterator[bytes]:
+    """The JSON of a value, in parts of which each is encoded in one call: those of lists, if they are no numbers."""
     if depth and isinstance(value, dict) and any(map(_holds_lists, value.values())):
         before = b"{"
         for name, item in value.items():
-            yield before + msgspec.json.encode(name) + b":"
-            yield from json_parts(item, depth - 1)
+            yield before + encode(name) + b":"
+            yield from json_parts(item, encode, depth - 1)
             before = b","
         yield b"}"
-    elif depth and isinstance(value, list) and value:
+    elif depth and isinstance(value, list) and value and not isinstance(value[0], int | float):
         before = b"["
         for item in value:
             yield before
-            yield from json_parts(item, depth - 1)
+            yield from json_parts(item, encode, depth - 1)
             before = b","
         yield b"]"
     else:
-        yield msgspec.json.encode(value)
+        yield encode(value)
 
 
 def _holds_lists(value: object) -> bool:
-    if isinstance(value, dict):
-        return any(isinstance(item, list) for item in value.values())
-    return isinstance(value, list)
+    return isinstance(value, list) or (isinstance(value, dict) and any(map(_holds_lists, value.values())))

@@ -4,6 +4,7 @@ import asyncio
 import dataclasses
 import functools
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +20,13 @@ from kvern.api.errors import HttpError
 from kvern.api.fields import read_common, typed
 from kvern.api.ollama import CHAT, GENERATE, LATEST, OllamaBody, OllamaWriter, Seconds, nanoseconds
 from kvern.engine.embedding import check_embeds, embedding_of
-from kvern.json_lines import json_line
 from kvern.sampling_params import SamplingParams
 from kvern.server.bodies import let_go, read_object
 from kvern.server.http import (
     CLIENT_GONE,
     LACKS_HEADER,
     EventStream,
+    Lines,
     header_of_names,
     ignored_header,
     json_response,
@@ -33,6 +34,7 @@ from kvern.server.http import (
     until_gone,
 )
 from kvern.server.keys import ApiKey
+from kvern.server.large_answers import write_large
 from kvern.server.ollama_models import ModelFiles, card, entry, read_files, running
 from kvern.server.service import Ask, Running, Service
 from kvern.tools.chat import ChatRequest
@@ -84,7 +86,8 @@ class OllamaApi:
             started = await self._service.start(ask)
             seconds = functools.partial(_seconds, started, began)
             lines = writer.lines(started.outputs[0], started, seconds)
-            return EventStream(lines, started.close, headers, b"", ollama.error_body, kind=LINES, frame=_line)
+            shape: dict[str, Any] = {"last": b"", "failed": ollama.error_body, "kind": LINES, "frame": _line}
+            return EventStream(lines, started.leave, headers, large=ask.is_large, **shape)
         whole = await until_gone(self._whole(ask, writer, began), request.receive)
         return Response(status_code=CLIENT_GONE) if whole is None else json_response(whole, headers=headers)
 
@@ -100,14 +103,15 @@ class OllamaApi:
         begun = chat.prompt[:1] == [engine.client.tokenizer.bos_token_id]
         return dataclasses.replace(chat, prompt=[*asked.context, *chat.prompt[begun:]])
 
-    async def _whole(self, ask: Ask, writer: OllamaWriter, began: float) -> dict[str, Any]:
+    async def _whole(self, ask: Ask, writer: OllamaWriter, began: float) -> object:
         started = await self._service.start(ask, patient=True)
         try:
             async for _ in started:
                 pass
         finally:
             started.close()
-        return writer.whole(started.outputs[0], _seconds(started, began))
+        whole = functools.partial(writer.whole, started.outputs[0], _seconds(started, began))
+        return await write_large(whole) if ask.is_large else whole()
 
     async def embed(self, request: Request) -> Response:
         """POST /api/embed (`input`, one or several) and the older /api/embeddings (`prompt`).
@@ -187,8 +191,9 @@ def _seconds(running: Running, began: float) -> Seconds:
     return Seconds(*running.seconds, time.monotonic() - began)
 
 
-def _line(content: object) -> bytes:
-    return json_line(content) + b"\n"
+def _line(content: object, lines: Lines) -> Iterator[bytes]:
+    yield from lines(content)
+    yield b"\n"
 
 
 @functools.cache

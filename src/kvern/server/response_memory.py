@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from kvern.api.errors import HttpError
+from kvern.json_lines import as_json
 from kvern.server.event_log import EventLog
 
 MOST_STORED = 1000
@@ -96,12 +97,11 @@ class ResponseMemory:
         running[record.id] = record
         self._bytes[record.owner] += record.size
 
-    def end(self, record: Record) -> Packed | None:
-        """It changes no more; None if it was forgotten."""
+    def end(self, record: Record, ended: Packed) -> Packed | None:
+        """It changes no more, and was packed; None if it was forgotten."""
         if self._running.get(record.owner, {}).pop(record.id, None) is None:
             return None
         self._bytes[record.owner] -= record.size
-        ended = record.packed()
         self._make_room(record.owner, 1, ended.size)
         if self._bytes[record.owner] + ended.size <= self._most_bytes:
             self._ended.setdefault(record.owner, OrderedDict())[record.id] = ended
@@ -139,8 +139,3 @@ class ResponseMemory:
         while ended and (len(ended) + len(running) + count > MOST_STORED or self._bytes[owner] + size > most):
             _, oldest = ended.popitem(last=False)
             self._bytes[owner] -= oldest.size
-
-
-def as_json(value: object) -> msgspec.Raw:
-    """Encoded."""
-    return msgspec.Raw(msgspec.json.encode(value))

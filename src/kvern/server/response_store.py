@@ -142,7 +142,8 @@ class ResponseStore:
         if record.body["status"] in RUNNING:
             record.body["status"] = "cancelled"
         try:
-            packed, add = self._memory.end(record), _adding(record)
+            written = await asyncio.to_thread(record.packed)  # with log-probabilities that is much
+            packed, add = self._memory.end(record, written), _adding(record)
             is_written = (packed or add) and await self._write(packed, True, add)
             if packed is not None and is_written:
                 self._memory.forget(record.owner, record.id)

@@ -18,11 +18,13 @@ from kvern.api.kept_items import kept_items
 from kvern.api.response_items import input_messages
 from kvern.api.responses import KNOWN, ResponseBody, ResponseEvents, complete, read_response
 from kvern.errors import KvernError, shown
+from kvern.json_lines import as_json
 from kvern.server.bodies import let_go, read_object
 from kvern.server.event_log import LAST, RUNNING, Event, EventLog, events_of
 from kvern.server.files import page_of
 from kvern.server.http import LACKS_HEADER, EventStream, header_of_names, ignored_header, json_response, until_gone
-from kvern.server.response_memory import Items, Messages, Packed, Record, as_json
+from kvern.server.large_answers import apart
+from kvern.server.response_memory import Items, Messages, Packed, Record
 from kvern.server.response_references import with_referred_items
 from kvern.server.response_store import CUT_OFF, ResponseStore
 from kvern.server.service import Ask, Running, Service
@@ -76,10 +78,14 @@ class Responses:
             if stream:
                 running = await self._service.start(ask)
                 close = functools.partial(self._close, record, running)
-                return EventStream(self._events(record, running, chat), close, headers, b"")
+                return EventStream(self._events(record, running, chat), close, headers, b"", large=ask.is_large)
             outputs = await until_gone(self._service.run(ask), request.receive)
             if outputs is not None:
-                complete(record.body, chat, outputs[0])
+                work = functools.partial(complete, record.body, chat, outputs[0])
+                if ask.is_large:
+                    await apart(work)
+                else:
+                    work()
         except BaseException:
             self._store.drop(record)
             raise
@@ -108,7 +114,7 @@ class Responses:
             events = events_of(msgspec.json.decode(found.body), found.events, number)
         else:
             raise HttpError(400, "the response was not made with background and stream: retrieve it without stream")
-        return EventStream(events, lambda: None, None, b"")
+        return EventStream(events, lambda: None, None, b"", large=True)
 
     async def input_items(self, request: Request) -> Response:
         """GET /v1/responses/{response_id}/input_items."""
@@ -171,7 +177,7 @@ class Responses:
         record.task.add_done_callback(lambda _: self._store.end(record))
         await written
         if record.log is not None:
-            return EventStream(record.log.follow(-1), lambda: None, headers, b"")
+            return EventStream(record.log.follow(-1), lambda: None, headers, b"", large=ask.is_large)
         return json_response(record.body, headers=headers)
 
     async def _work(self, record: Record, ask: Ask, chat: ChatRequest) -> None:
@@ -180,7 +186,8 @@ class Responses:
         events = ResponseEvents(record.body, chat)
         try:
             running = await self._service.start(ask, patient=record.log is None)
-            with contextlib.closing(running):
+            with contextlib.ExitStack() as held:
+                held.callback(running.leave)
                 async for event in events.of(running.outputs[0], running):
                     _tell(record, event)
         except KvernError as error:
@@ -208,7 +215,7 @@ class Responses:
             yield last
 
     def _close(self, record: Record, running: Running) -> None:
-        running.close()
+        running.leave()
         self._store.end(record)
 
 

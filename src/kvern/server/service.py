@@ -19,6 +19,7 @@ from kvern.server.admission import Admission, KeyLimits
 from kvern.server.config import ServerConfig
 from kvern.server.engines import ServedEngine
 from kvern.server.keys import ApiKey, users_of
+from kvern.server.large_answers import WRITERS
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,11 @@ class Ask:
     """The adapter that the model was named by."""
     prediction: str = ""
     """What the answers are expected to be."""
+
+    @property
+    def is_large(self) -> bool:
+        """Answers may have many log-probabilities."""
+        return any(params.logprobs is not None or params.prompt_logprobs is not None for params in self.params)
 
     @property
     def sequences(self) -> int:
@@ -73,6 +79,12 @@ class Running:
     def close(self) -> None:
         """End what has not ended."""
         self._held.close()
+
+    def leave(self) -> None:
+        """Close it, and forget what was told."""
+        self.close()
+        if self._ask.is_large:
+            WRITERS.submit(lambda: [output.forget_logprobs() for output in self.outputs])
 
 
 class Service:
