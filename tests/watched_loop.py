@@ -43,7 +43,7 @@ async def watched_server(config: ServerConfig | None = None) -> AsyncIterator[tu
 
         async def ask(path: str, body: dict[str, Any]) -> list[bytes]:
             reader, writer = await asyncio.open_connection("127.0.0.1", port)
-            data = json.dumps(body).encode()
+            data = await asyncio.to_thread(lambda: json.dumps(body).encode())
             head = f"POST {path} HTTP/1.0\r\nHost: localhost\r\nContent-Length: {len(data)}\r\n\r\n"
             writer.write(head.encode() + data)
             parts = []

@@ -84,7 +84,8 @@ class Running:
         """Close it, and forget what was told."""
         self.close()
         if self._ask.is_large:
-            WRITERS.submit(lambda: [output.forget_logprobs() for output in self.outputs])
+            for output in self.outputs:
+                WRITERS.submit(output.forget_logprobs)
 
 
 class Service:
