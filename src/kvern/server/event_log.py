@@ -20,6 +20,10 @@ NOT_YET: dict[str, Any] = {"output": [], "usage": None, "error": None, "incomple
 """How a response is before its end."""
 
 
+Stored = tuple[int, list[tuple[str, msgspec.Raw]], list[str] | None]
+"""A Run as it is packed."""
+
+
 class Run(msgspec.Struct, array_like=True):
     """One event, or two, again and again with another of the `deltas`; without them a single one, once.
 
@@ -117,13 +121,23 @@ class EventLog:
         return kind, {"type": kind, "sequence_number": number, **fields}
 
 
-async def events_of(response: Mapping[str, Any], packed: bytes, after: int) -> AsyncIterator[Event]:
-    """The events of a response that has ended behind the one of this number.
+async def events_of(body: bytes, packed: bytes, after: int) -> AsyncIterator[Event]:
+    """The events of a response that has ended, whose JSON is `body`, behind the one of this number.
 
-    Of one whose server ended before it did, only the last is known.
+    Of one whose server ended before it did, only the last is known. Values stay JSON: there may be many of them.
     """
-    runs = msgspec.json.decode(packed, type=list[Run])
+    response: dict[str, Any] = _shallow(body, "status")
+    runs = [
+        Run(first, [(kind, _shallow(fields, "response")) for kind, fields in events], deltas)
+        for first, events, deltas in msgspec.json.decode(packed, type=list[Stored])
+    ]
     log = EventLog(response, runs or [Run(after + 1, [("response.failed", {"response": response["status"]})])])
     log.close()
     async for event in log.follow(after):
         yield event
+
+
+def _shallow(body: bytes | msgspec.Raw, name: str) -> dict[str, Any]:
+    """An object whose values are JSON, but for that of this name."""
+    values: dict[str, Any] = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
+    return values | {name: msgspec.json.decode(values[name])} if name in values else values

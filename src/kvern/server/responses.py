@@ -111,7 +111,7 @@ class Responses:
         if isinstance(found, Record) and found.log is not None:
             events = found.log.follow(number)
         elif isinstance(found, Packed) and found.events is not None:
-            events = events_of(msgspec.json.decode(found.body), found.events, number)
+            events = events_of(found.body, found.events, number)
         else:
             raise HttpError(400, "the response was not made with background and stream: retrieve it without stream")
         return EventStream(events, lambda: None, None, b"", large=True)

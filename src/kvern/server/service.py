@@ -215,6 +215,8 @@ class Service:
         try:
             async for _ in running:
                 pass
-        finally:
-            running.close()
+        except BaseException:
+            running.leave()
+            raise
+        running.close()
         return running.outputs
