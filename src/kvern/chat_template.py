@@ -33,7 +33,7 @@ TOOLS = ("tools", "xml_tools", "json_tools", "functions", "available_tools", "to
 LACKING = (jinja2.UndefinedError, TypeError, RecursionError)
 """What is raised where a definition of a tool lacks something."""
 MOST_SLOW = 2
-"""Renderings that may take too long before any of a template has ended; then it is not tried again."""
+"""A template is given up after so many renderings that took too long, if none has ended."""
 
 
 class GenerationBlock(jinja2.ext.Extension):

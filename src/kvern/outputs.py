@@ -58,7 +58,7 @@ class RequestOutput:
         return next((reason for reason in ended if isinstance(reason, str)), None)
 
     def forget_logprobs(self) -> None:
-        """Give up its log-probabilities one table after the other: all at once take long, and others wait."""
+        """Free the log-probabilities table by table: freeing all of them in one call would make other threads wait."""
         for tables in (self.prompt_logprobs, *(answer.logprobs for answer in self.outputs)):
             while tables:
                 tables.pop()

@@ -28,6 +28,8 @@ from kvern.tools.pieces import Content, Message, Piece, Reasoning
 PREFIX = "/api/"
 CHAT = "/api/chat"
 GENERATE = "/api/generate"
+LINES = "application/x-ndjson"
+"""The content type of streams: a JSON value a line."""
 VERSION = "0.12.11"
 """Of ollama, whose API this is: clients look at it before they use what is new."""
 LATEST = ":latest"
@@ -160,8 +162,9 @@ class OllamaWriter:
     chat: ChatRequest | None
     """How the answer is read; None: as it is."""
     _tokens: int = field(default=0, init=False)
-    """Whose log-probabilities have been written; those that were not sent yet:"""
+    """Tokens whose log-probabilities have been written."""
     _logprobs: list[msgspec.Raw] = field(default_factory=list, init=False)
+    """Log-probabilities that have been written and not been sent."""
 
     def whole(self, output: RequestOutput, seconds: Seconds) -> dict[str, Any]:
         """All of it; its log-probabilities are given up."""

@@ -78,7 +78,7 @@ def text_logprobs(
 
 
 def tables_at_once(count: int) -> int:
-    """So many tables of `count` entries are written before others have their turn."""
+    """How many tables of `count` entries are written before other tasks have their turn."""
     return max(1, ENTRIES_AT_ONCE // (1 + count))
 
 

@@ -12,7 +12,7 @@ from typing import Literal
 
 from kvern.sampling_params import LONGEST_SCOPE_END, StopScope
 from kvern.tools.buffered import BLANKS, held_back
-from kvern.tools.thinking_splitter import FENCE, QUOTES
+from kvern.tools.thinking_splitter import Quotes
 
 
 class MatchState:
@@ -141,9 +141,8 @@ class ScopedSearch:
         self._buffer = ""
         self._taken = 0
         """Characters before the buffer."""
-        self._last = self._ticks = ""
-        self._fenced = False
-        """The last visible character, the backquotes that may become a fence, and whether a block of code is open."""
+        self._quotes = Quotes()
+        """Of the visible text."""
         self._state: Literal["before", "thinking", "behind", "visible"] = "before"
         if scope.beginning == "inside":
             self._state = "thinking"
@@ -167,6 +166,7 @@ class ScopedSearch:
     def fork(self) -> "ScopedSearch":
         """One more, in an answer that goes on from here in another way."""
         fork = copy.copy(self)
+        fork._quotes = copy.copy(self._quotes)
         if self._state == "visible":
             fork._search = self._search.fork()
         return fork
@@ -220,7 +220,7 @@ class ScopedSearch:
             place = min((place for mark in begins if (place := self._buffer.find(mark)) >= 0), default=-1)
             kept = 0 if ended else max((held_back(self._buffer, mark) for mark in begins), default=0)
             found = self._search_next(place if place >= 0 else len(self._buffer) - kept)
-            if place >= 0 and found is None and not self._is_quoted():
+            if place >= 0 and found is None and not (self._scope.quotable and self._quotes.are_open):
                 self._state = "thinking"
             if place < 0 or found is not None or self._state == "thinking":
                 return found
@@ -230,17 +230,11 @@ class ScopedSearch:
 
     def _search_next(self, count: int) -> tuple[int, str] | None:
         text = self._take(count)
-        self._last = text[-1:] or self._last
-        fences = self._ticks + text
-        self._fenced ^= fences.count(FENCE) % 2 == 1
-        self._ticks = "`" * ((len(fences) - len(fences.rstrip("`"))) % len(FENCE))
+        self._quotes.add(text)
         found = self._search.append(text)
         return None if found is None else (self._shown_from + found[0], found[1])
 
-    def _is_quoted(self) -> bool:
-        return self._scope.quotable and (self._fenced or (self._last != "" and self._last in QUOTES))
-
 
 def search_of(stop_strings: StopStrings, scope: StopScope | None) -> StopSearch | ScopedSearch:
-    """For one answer."""
+    """Return a search for the stop strings of one answer."""
     return StopSearch(stop_strings) if scope is None else ScopedSearch(stop_strings, scope)

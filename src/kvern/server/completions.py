@@ -11,6 +11,7 @@ from kvern.api.fields import merge_extra
 from kvern.server.batches import Answerer
 from kvern.server.bodies import let_go, read_object
 from kvern.server.http import (
+    CHUNKS,
     CLIENT_GONE,
     LACKS_HEADER,
     EventStream,
@@ -42,7 +43,7 @@ class Completions:
         if stream:
             running = await service.start(ask)
             chunks = writer.chunks(running.outputs, running, service.config.stream_interval)
-            return EventStream(chunks, running.leave, headers, large=writer.is_large)
+            return EventStream(chunks, running.leave, headers, CHUNKS, writer.is_large)
         outputs = await until_gone(service.run(ask), request.receive)
         if outputs is None:
             return Response(status_code=CLIENT_GONE)

@@ -122,9 +122,9 @@ class EventLog:
 
 
 async def events_of(body: bytes, packed: bytes, after: int) -> AsyncIterator[Event]:
-    """The events of a response that has ended, whose JSON is `body`, behind the one of this number.
+    """Yield the events after number `after` of a response that has ended; `body` is its JSON.
 
-    Of one whose server ended before it did, only the last is known. Values stay JSON: there may be many of them.
+    If the server ended before the response did, only the last event is known. Values stay JSON: there may be many.
     """
     response: dict[str, Any] = _shallow(body, "status")
     runs = [
@@ -138,6 +138,6 @@ async def events_of(body: bytes, packed: bytes, after: int) -> AsyncIterator[Eve
 
 
 def _shallow(body: bytes | msgspec.Raw, name: str) -> dict[str, Any]:
-    """An object whose values are JSON, but for that of this name."""
+    """Decode a JSON object, and of its values only the one called `name`; the others stay JSON."""
     values: dict[str, Any] = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
     return values | {name: msgspec.json.decode(values[name])} if name in values else values

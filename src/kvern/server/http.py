@@ -6,6 +6,7 @@ import html
 import http
 import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import msgspec
@@ -129,20 +130,42 @@ class SentInPieces(Response):
             await super().__call__(scope, receive, send)
             return
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        whole = memoryview(self.body)
-        for place in range(0, len(whole), PIECE):
-            piece = bytes(whole[place : place + PIECE])
+        for piece in in_pieces([self.body]):
             await send({"type": "http.response.body", "body": piece, "more_body": True})
             await asyncio.sleep(0)
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-class EventStream:
-    """An ASGI answer of server-sent events, each a JSON value, or (name, JSON value) for a named event.
+def event_parts(content: object, lines: Lines) -> Iterator[bytes]:
+    """One server-sent event."""
+    if isinstance(content, tuple):
+        name, content = content
+        yield f"event: {name}\n".encode()
+    yield b"data: "
+    yield from lines(content)
+    yield b"\n\n"
 
-    `close` is called at its end, whatever that is; `last` is sent after the last event; `failed` shapes an error.
-    A stream of another `kind` has its own `frame` around what it sends. One that is `large` has events with many
-    log-probabilities.
+
+@dataclass(frozen=True)
+class StreamFormat:
+    """How an API writes its streams. `frame` writes one of what is sent; `last` is sent after all of it."""
+
+    last: bytes = b""
+    failed: Callable[[Exception], object] = body_of
+    """What is sent in place of the rest when something fails."""
+    kind: str = "text/event-stream; charset=utf-8"
+    frame: Callable[[object, Lines], Iterator[bytes]] = event_parts
+
+
+EVENTS = StreamFormat()
+"""Server-sent events, each a JSON value, or (name, JSON value) for a named event."""
+CHUNKS = StreamFormat(last=b"data: [DONE]\n\n")
+
+
+class EventStream:
+    """An ASGI answer that is a stream. `close` is called at its end, whatever that is.
+
+    One that is `large` has events with many log-probabilities, which are written in parts.
     """
 
     def __init__(
@@ -150,24 +173,18 @@ class EventStream:
         events: AsyncIterator[object],
         close: Callable[[], None],
         headers: Mapping[str, str] | None = None,
-        last: bytes = b"data: [DONE]\n\n",
-        failed: Callable[[Exception], object] | None = None,
-        kind: str = "text/event-stream; charset=utf-8",
-        frame: Callable[[object, Lines], Iterator[bytes]] | None = None,
+        form: StreamFormat = EVENTS,
         large: bool = False,
     ) -> None:
         self._events = events
         self._close = close
         self._headers = headers or {}
-        self._last = last
-        self._failed = failed or body_of
-        self._kind = kind
-        self._frame = frame or event_parts
+        self._form = form
         self._lines: Lines = _line_parts if large else _whole_line
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            headers = {"content-type": self._kind, "cache-control": "no-cache", **self._headers}
+            headers = {"content-type": self._form.kind, "cache-control": "no-cache", **self._headers}
             raw = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]
             await send({"type": "http.response.start", "status": 200, "headers": raw})
             await until_gone(self._write(send), receive)
@@ -180,26 +197,16 @@ class EventStream:
             async for content in events:
                 await self._tell(content, send)
         except KvernError as error:
-            await self._tell(self._failed(error), send)
+            await self._tell(self._form.failed(error), send)
         finally:
             await events.aclose()  # type: ignore[attr-defined]
-        await send({"type": "http.response.body", "body": self._last, "more_body": False})
+        await send({"type": "http.response.body", "body": self._form.last, "more_body": False})
 
     async def _tell(self, content: object, send: Send) -> None:
-        for piece in in_pieces(self._frame(content, self._lines)):
+        for piece in in_pieces(self._form.frame(content, self._lines)):
             await send({"type": "http.response.body", "body": piece, "more_body": True})
             if len(piece) >= PIECE:
                 await asyncio.sleep(0)
-
-
-def event_parts(content: object, lines: Lines) -> Iterator[bytes]:
-    """One server-sent event."""
-    if isinstance(content, tuple):
-        name, content = content
-        yield f"event: {name}\n".encode()
-    yield b"data: "
-    yield from lines(content)
-    yield b"\n\n"
 
 
 def _whole_line(content: object) -> Iterator[bytes]:

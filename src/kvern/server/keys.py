@@ -38,7 +38,7 @@ class ApiKey:
 
     @property
     def owner(self) -> str:
-        """Who shares engines with others: its line, and without keys each client for itself, but for batches."""
+        """The name under which rows and blocks are shared: the line, or the client if there are no keys."""
         return f"{self.line} {self.client}" if self.client and not self.is_batch else self.line
 
 
@@ -47,7 +47,7 @@ ANYONE = "anyone"
 
 
 def client_of(address: str) -> str:
-    """What tells one client from others by its IP address: all of IPv4's, and the network of 64 bits of IPv6's."""
+    """Return the name of a client by its IP address: the whole address for IPv4, the /64 network for IPv6."""
     found = ipaddress.ip_address(address.partition("%")[0])
     if isinstance(found, ipaddress.IPv4Address):
         return str(found)

@@ -18,23 +18,23 @@ Encode = Callable[[object], bytes]
 
 
 async def apart(work: Callable[[], T]) -> T:
-    """What `work` returns, in a thread. Threads take turns every few milliseconds, but for what one call encodes."""
+    """Do some work in a writer thread. Threads take turns every few milliseconds, but for calls that encode."""
     return await asyncio.get_running_loop().run_in_executor(WRITERS, work)
 
 
 async def write_large(answer: Callable[[], object], encode: Encode = msgspec.json.encode) -> msgspec.Raw:
-    """What `answer` returns, as JSON."""
+    """Return the JSON of what `answer` returns. A writer thread makes both."""
     return await apart(lambda: msgspec.Raw(b"".join(json_parts(answer(), encode))))
 
 
-def in_pieces(parts: Iterable[bytes]) -> Iterator[bytes]:
-    """The same bytes: of many parts, or of a large one, as much as is sent at once."""
-    some, size = list[bytes](), 0
+def in_pieces(parts: Iterable[bytes | memoryview]) -> Iterator[bytes]:
+    """Join small parts and cut large ones, so that no piece has more than PIECE bytes."""
+    some, size = list[bytes | memoryview](), 0
     for part in parts:
         some.append(part)
         size += len(part)
         if size >= PIECE:
-            whole = memoryview(b"".join(some))
+            whole = memoryview(b"".join(some) if len(some) > 1 else part)
             yield from (bytes(whole[place : place + PIECE]) for place in range(0, size, PIECE))
             some, size = [], 0
     if some:

@@ -11,7 +11,15 @@ from kvern.api.message_tools import ignored_tools
 from kvern.api.messages import KNOWN, error_body, message_answer, message_events, read_conversation, read_message
 from kvern.api.other_names import ignored
 from kvern.server.bodies import let_go, read_object
-from kvern.server.http import IGNORED_HEADER, LACKS_HEADER, EventStream, header_of_names, json_response, until_gone
+from kvern.server.http import (
+    IGNORED_HEADER,
+    LACKS_HEADER,
+    EventStream,
+    StreamFormat,
+    header_of_names,
+    json_response,
+    until_gone,
+)
 from kvern.server.service import Service
 
 IGNORED_TOOLS_HEADER = "x-kvern-ignored-tools"
@@ -49,7 +57,7 @@ class MessagesApi:
             [output] = running.outputs
             events = message_events(output, chat, model, running)
             failed = functools.partial(_failed_event, request.state.request_id)
-            return EventStream(events, running.close, headers, last=b"", failed=failed)
+            return EventStream(events, running.close, headers, StreamFormat(failed=failed))
         outputs = await until_gone(service.run(ask), request.receive)
         return json_response({} if outputs is None else message_answer(outputs[0], chat, model), headers=headers)
 

@@ -18,7 +18,7 @@ from kvern.api.completions import read_prompts
 from kvern.api.embeddings import MOST_TEXTS
 from kvern.api.errors import HttpError
 from kvern.api.fields import read_common, typed
-from kvern.api.ollama import CHAT, GENERATE, LATEST, OllamaBody, OllamaWriter, Seconds, nanoseconds
+from kvern.api.ollama import CHAT, GENERATE, LATEST, LINES, OllamaBody, OllamaWriter, Seconds, nanoseconds
 from kvern.engine.embedding import check_embeds, embedding_of
 from kvern.sampling_params import SamplingParams
 from kvern.server.bodies import let_go, read_object
@@ -27,6 +27,7 @@ from kvern.server.http import (
     LACKS_HEADER,
     EventStream,
     Lines,
+    StreamFormat,
     header_of_names,
     ignored_header,
     json_response,
@@ -40,7 +41,6 @@ from kvern.server.service import Ask, Running, Service
 from kvern.tools.chat import ChatRequest
 from kvern.tools.encoding import Encoding
 
-LINES = "application/x-ndjson"
 ELSEWHERE = ("pull", "push", "create", "copy")
 """What changes the models that ollama has on its disk."""
 
@@ -86,8 +86,7 @@ class OllamaApi:
             started = await self._service.start(ask)
             seconds = functools.partial(_seconds, started, began)
             lines = writer.lines(started.outputs[0], started, seconds)
-            shape: dict[str, Any] = {"last": b"", "failed": ollama.error_body, "kind": LINES, "frame": _line}
-            return EventStream(lines, started.leave, headers, large=ask.is_large, **shape)
+            return EventStream(lines, started.leave, headers, STREAM, ask.is_large)
         whole = await until_gone(self._whole(ask, writer, began), request.receive)
         return Response(status_code=CLIENT_GONE) if whole is None else json_response(whole, headers=headers)
 
@@ -104,12 +103,7 @@ class OllamaApi:
         return dataclasses.replace(chat, prompt=[*asked.context, *chat.prompt[begun:]])
 
     async def _whole(self, ask: Ask, writer: OllamaWriter, began: float) -> object:
-        started = await self._service.start(ask, patient=True)
-        try:
-            async for _ in started:
-                pass
-        finally:
-            started.close()
+        started = await self._service.ended(ask)
         whole = functools.partial(writer.whole, started.outputs[0], _seconds(started, began))
         return await write_large(whole) if ask.is_large else whole()
 
@@ -194,6 +188,9 @@ def _seconds(running: Running, began: float) -> Seconds:
 def _line(content: object, lines: Lines) -> Iterator[bytes]:
     yield from lines(content)
     yield b"\n"
+
+
+STREAM = StreamFormat(failed=ollama.error_body, kind=LINES, frame=_line)
 
 
 @functools.cache

@@ -1,6 +1,6 @@
 """The description of ollama's routes."""
 
-from kvern.api.ollama import CHAT, GENERATE
+from kvern.api.ollama import CHAT, GENERATE, LINES
 from kvern.server.openapi_bodies import MESSAGE, TOOLS, sampling
 from kvern.server.openapi_schemas import (
     NUMBER,
@@ -18,7 +18,6 @@ from kvern.server.openapi_schemas import (
 )
 
 ERROR = record({"error": TEXT}, "error")
-LINES = "application/x-ndjson"
 VECTOR = listed(NUMBER)
 LISTING = record({"models": listed(record({"model": TEXT, "name": TEXT}, "model", "name"))}, "models")
 REFUSED = "Refused: the models are those of the start."

@@ -78,7 +78,7 @@ class Responses:
             if stream:
                 running = await self._service.start(ask)
                 close = functools.partial(self._close, record, running)
-                return EventStream(self._events(record, running, chat), close, headers, b"", large=ask.is_large)
+                return EventStream(self._events(record, running, chat), close, headers, large=ask.is_large)
             outputs = await until_gone(self._service.run(ask), request.receive)
             if outputs is not None:
                 work = functools.partial(complete, record.body, chat, outputs[0])
@@ -114,7 +114,7 @@ class Responses:
             events = events_of(found.body, found.events, number)
         else:
             raise HttpError(400, "the response was not made with background and stream: retrieve it without stream")
-        return EventStream(events, lambda: None, None, b"", large=True)
+        return EventStream(events, lambda: None, large=True)
 
     async def input_items(self, request: Request) -> Response:
         """GET /v1/responses/{response_id}/input_items."""
@@ -177,7 +177,7 @@ class Responses:
         record.task.add_done_callback(lambda _: self._store.end(record))
         await written
         if record.log is not None:
-            return EventStream(record.log.follow(-1), lambda: None, headers, b"", large=ask.is_large)
+            return EventStream(record.log.follow(-1), lambda: None, headers, large=ask.is_large)
         return json_response(record.body, headers=headers)
 
     async def _work(self, record: Record, ask: Ask, chat: ChatRequest) -> None:

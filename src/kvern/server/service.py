@@ -81,7 +81,7 @@ class Running:
         self._held.close()
 
     def leave(self) -> None:
-        """Close it, and forget what was told."""
+        """Close it, and free its log-probabilities."""
         self.close()
         if self._ask.is_large:
             for output in self.outputs:
@@ -211,6 +211,10 @@ class Service:
 
     async def run(self, ask: Ask) -> list[RequestOutput]:
         """Generate all. Raises what `start` raises, and DeadlineExceeded."""
+        return (await self.ended(ask)).outputs
+
+    async def ended(self, ask: Ask) -> Running:
+        """As `run`; the result also knows how long prefill and decode took."""
         running = await self.start(ask, patient=True)
         try:
             async for _ in running:
@@ -219,4 +223,4 @@ class Service:
             running.leave()
             raise
         running.close()
-        return running.outputs
+        return running

@@ -89,6 +89,26 @@ class ThinkingSplitter:
         return pieces if self._later is None else self._later.read(pieces, ended)
 
 
+class Quotes:
+    """Tells of a growing text whether a mark behind it stands for itself: it ends with a quotation mark, or in code."""
+
+    def __init__(self) -> None:
+        self._last = self._ticks = ""
+        self._fenced = False
+
+    def add(self, text: str) -> None:
+        """More of it."""
+        ticks = self._ticks + text
+        self._fenced ^= ticks.count(FENCE) % 2 == 1
+        self._ticks = "`" * ((len(ticks) - len(ticks.rstrip("`"))) % len(FENCE))  # they may become a fence
+        self._last = text[-1:] or self._last
+
+    @property
+    def are_open(self) -> bool:
+        """Whether a mark would stand for itself here."""
+        return self._fenced or (self._last != "" and self._last in QUOTES)
+
+
 class Thoughts:
     """Makes reasoning of what was thought: without blanks around it, and with an empty line between thoughts."""
 
@@ -123,9 +143,9 @@ class LaterMarks:
     def __init__(self, form: ThinkingFormat, thoughts: Thoughts) -> None:
         self._form, self._thoughts = form, thoughts
         self._marks = tuple(dict.fromkeys((form.begin, form.end, *form.wraps)))
-        self._buffer = self._last = ""
-        self._segment: list[str] = []
-        self._fenced = self._inside = False
+        self._buffer = ""
+        self._quotes = Quotes()
+        self._inside = False
         self._behind_mark = form.answer != ""
 
     def read(self, pieces: list[Piece], ended: bool) -> list[Piece]:
@@ -164,7 +184,7 @@ class LaterMarks:
             if mark != self._form.end:
                 self._buffer = mark + self._buffer
             return []
-        if mark not in self._form.wraps and self._is_quoted():
+        if mark not in self._form.wraps and self._quotes.are_open:
             return self._write(mark)
         self._inside = mark == self._form.begin
         if self._inside:
@@ -172,12 +192,6 @@ class LaterMarks:
         else:
             self._behind_mark = True
         return []
-
-    def _is_quoted(self) -> bool:
-        """What has been said so far lets a mark stand for itself."""
-        self._fenced ^= "".join(self._segment).count(FENCE) % 2 == 1
-        self._segment.clear()
-        return self._fenced or (self._last != "" and self._last in QUOTES)
 
     def _write(self, text: str) -> list[Piece]:
         if self._inside:
@@ -187,6 +201,5 @@ class LaterMarks:
             self._behind_mark = not text
         if not text:
             return []
-        self._segment.append(text)
-        self._last = text[-1]
+        self._quotes.add(text)
         return [Content(text)]
