@@ -5,7 +5,7 @@
 
 The first argument is the compute capability: 80 is an A100, 89 an L40S, 90 an H100. Triton's driver is replaced by one
 that names it, and every launch becomes a compilation: what is compiled is what the wrappers really launch, with their
-options. With --sample only the last launch of each kernel of a model, and of a kernel few forms for each name. Behind a
+options. With --sample only the last launch of each kernel of a model, and few forms of each kernel in all. Behind a
 colon: the launches of layers that are quantized so. Exits with 1 and the errors if anything does not compile, or is
 compiled wrongly for Hopper (`overwritten.py`).
 """
@@ -31,7 +31,7 @@ QUANTIZED = tuple(
     kernel for module in (quantized, codes, packed_hopper, packed_experts, rounding, ranks) for kernel in module.KERNELS
 )
 
-SAMPLED = 3
+SAMPLED = 2
 """Forms of a kernel."""
 
 
@@ -109,7 +109,6 @@ def main() -> int:
     errors = 0
     dtype = getattr(torch, arguments.dtype)
     for what in arguments.launches:
-        forms.clear()
         for label, start in launches(what, dtype, arguments.sample):
             try:
                 start()
