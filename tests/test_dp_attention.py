@@ -1,4 +1,4 @@
-"""Ranks with attention of their own rows, which share experts: they answer as one process does."""
+"""Ranks in DP attention, which share experts, answer as one process does."""
 
 import os
 import shutil
@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from kvern import LLM, EngineConfig, SamplingParams
-from kvern.device.own_rows import rank_of_own_rows
+from kvern.device.ranks import dp_attention_rank
 from kvern.engine.engine import Engine
 from kvern.engine.factory import make_scheduler
 from kvern.errors import ConfigError, EngineDied
@@ -85,14 +85,14 @@ def test_each_rank_computes_its_own_rows(family: str, size: int, whole: WholeExp
     prompts = [similar_prompts(100)[rank] for rank in range(size - 1)]  # the last has no rows
 
     def run(rank: int) -> torch.Tensor | None:
-        ranks = rank_of_own_rows(rank, size)
+        ranks = dp_attention_rank(rank, size)
         ranks.connect(folder / "meeting", CPU, SECONDS)
         decoder = load_model(folder, ranks=ranks, whole_experts=whole)
-        assert ranks.own_rows is not None
+        assert ranks.dp_attention is not None
         if rank < len(prompts):
-            ranks.own_rows.agree(len(prompts[rank]), None)
+            ranks.dp_attention.agree(len(prompts[rank]), None)
             return logits(decoder, prompts[rank])
-        ranks.own_rows.agree(0, (0, 0, False))
+        ranks.dp_attention.agree(0, (0, 0, False))
         with torch.inference_mode():
             decoder.assist()
         return None
@@ -130,14 +130,19 @@ def test_ranks_replay_what_has_room_for_each_or_launch_kernels(
     size = len(steps)
 
     def run(rank: int) -> tuple[int, list[int] | None, list[float], list[float]]:
-        own_rows = rank_of_own_rows(rank, size).own_rows
-        assert own_rows is not None
-        own_rows.connect(tmp_path / "meeting", CPU, SECONDS, frozenset(), ordered=False, listener=None)
+        dp_attention = dp_attention_rank(rank, size).dp_attention
+        assert dp_attention is not None
+        dp_attention.connect(tmp_path / "meeting", CPU, SECONDS, frozenset(), ordered=False, listener=None)
         count, own_room = steps[rank]
-        most = own_rows.agree(count, own_room)
+        most = dp_attention.agree(count, own_room)
         rows = torch.full((count, 1), float(rank))
-        everybodys = own_rows.gather(rows)
-        return most, own_rows.room, everybodys[:, 0].tolist(), own_rows.sum_scattered(everybodys, count)[:, 0].tolist()
+        everybodys = dp_attention.gather(rows)
+        return (
+            most,
+            dp_attention.room,
+            everybodys[:, 0].tolist(),
+            dp_attention.sum_scattered(everybodys, count)[:, 0].tolist(),
+        )
 
     with ThreadPoolExecutor(size) as threads:
         found = list(threads.map(run, range(size)))
@@ -216,7 +221,7 @@ def test_blocks_come_back_from_a_tier_of_each_rank(ranked: LLM) -> None:
     assert [output.outputs[0].token_ids for output in last] == [output.outputs[0].token_ids for output in first]
 
 
-def test_a_tier_knows_blocks_of_own_rows_as_those_of_one_process(folder: Path) -> None:
+def test_a_tier_knows_blocks_of_each_rank_as_those_of_one_process(folder: Path) -> None:
     """They are whole, unlike those of ranks that share heads."""
     layout = Layout(128, 8, 4, 64, "float32", 6, 24, 1, {}, "cpu", ())
     configs = [
@@ -356,12 +361,12 @@ def test_options_that_do_not_go_with_it_are_refused_by_name(options: dict[str, A
 def test_models_whose_experts_cannot_be_shared_so_are_refused() -> None:
     llama = spec_from_config(make_config("llama").to_dict())
     with pytest.raises(ConfigError, match="llama has no experts: leave enable_dp_attention off, or use data_parallel"):
-        share_of(llama, 2, own_rows=True)
+        share_of(llama, 2, dp_attention=True)
     first = SPEC.layers[0]
     assert isinstance(first.mlp, MoeSpec)
     latent = replace(SPEC, layers=(replace(first, mlp=replace(first.mlp, latent=8)),))
     with pytest.raises(ConfigError, match="qwen3_moe has experts over narrower rows"):
-        share_of(latent, 2, own_rows=True)
+        share_of(latent, 2, dp_attention=True)
     beside = replace(SPEC, layers=(replace(first, experts=first.mlp),))
     with pytest.raises(ConfigError, match="qwen3_moe has experts beside MLPs"):
-        share_of(beside, 2, own_rows=True)
+        share_of(beside, 2, dp_attention=True)

@@ -66,7 +66,7 @@ def launches(what: str, dtype: torch.dtype, sample: bool) -> Iterator[tuple[str,
         return
     spec = spec_of(name, LARGE_MODELS)
     packed = kinds_of_forms(spec, dtype, (codes,) if codes else ())
-    of_ranks: dict[str, Any] = {"ranks": (1, 2), "own_rows": (1, 2)}
+    of_ranks: dict[str, Any] = {"ranks": (1, 2), "dp_attention": (1, 2)}
     inputs = Inputs(torch.device("cpu"), dtype, "empty", adapter_rank=64, packed=packed, **of_ranks)
     for kernel in QUANTIZED if codes else KERNELS:
         forms = [*kernel.launched(spec, inputs), *kernel.timed(spec, inputs)]

@@ -26,7 +26,7 @@ from kvern.worker.startup import Startup
 from kvern.worker.worker import Worker
 from tests.families import make_checkpoint
 from tests.kernels.test_device_engine import OPTIONS
-from tests.kernels.test_own_rows_graphs import CPU, SECONDS
+from tests.kernels.test_dp_attention_graphs import CPU, SECONDS
 
 pytestmark = [
     pytest.mark.usefixtures("few_products"),

@@ -62,7 +62,7 @@ def test_sums_of_ranks(model: str, codes: tuple[str, ...], size: int, count: int
 
 def test_rows_between_ranks(device: torch.device) -> None:
     spec = dataclasses.replace(spec_of("qwen3_moe"), hidden_size=128)
-    inputs = Inputs(device, torch.float32, own_rows=(1, 3))
+    inputs = Inputs(device, torch.float32, dp_attention=(1, 3))
     _, kernel, _ = ranks.KERNELS
     [form] = kernel.launched(spec, inputs)
     compare(kernel.make(spec, inputs, *form), 1e-4)
@@ -137,7 +137,7 @@ def test_every_kernel_is_launched_by_some_model(device: torch.device, monkeypatc
     packed += kinds_of_forms(spec_of("llama", LARGE_MODELS), torch.bfloat16, ("int4", "q4_k"))
     packed += kinds_of_forms(spec_of("gpt_oss", LARGE_MODELS), torch.bfloat16, ("e2m1",))
     made = partial(Inputs, device, torch.bfloat16, adapter_rank=16, packed=packed)
-    caches = [made(), made(cache_dtype=torch.int8), made(packed=(), ranks=(1, 2)), made(own_rows=(1, 2))]
+    caches = [made(), made(cache_dtype=torch.int8), made(packed=(), ranks=(1, 2)), made(dp_attention=(1, 2))]
     specs = [spec_of(name, models) for models in (TINY_MODELS, LARGE_MODELS) for name in models]
     forms = [(spec, inputs) for spec in specs for inputs in caches]
     forms += [(spec_of(name, TINY_ENCODERS), caches[-1]) for name in TINY_ENCODERS]

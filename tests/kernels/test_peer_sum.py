@@ -161,7 +161,7 @@ def test_ranks_wait_for_each_other_and_get_the_same_bits(way: str, size: int, wi
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="interpreted kernels share memory of processes")
 @pytest.mark.parametrize(("size", "width", "dtype"), [(2, 64, torch.float16), (3, 48, torch.float32)], ids=str)
-def test_own_rows_come_to_all_and_back(size: int, width: int, dtype: torch.dtype) -> None:
+def test_dp_attention_come_to_all_and_back(size: int, width: int, dtype: torch.dtype) -> None:
     xs, others = torch.randn(TURNS, size, ROWS, width).to(dtype), torch.randn(TURNS, size, size * ROWS, width).to(dtype)
     memories = [absent(size, SLOTS, row_words_of(width, dtype)).share_memory_() for _ in range(size)]
     out = torch.zeros(size, TURNS, 2, size * ROWS, width, dtype=dtype).share_memory_()

@@ -13,8 +13,7 @@ import torch
 import kvern.worker.kernel_parts
 import kvern.worker.prompt_graphs
 from kvern import LLM, SamplingParams
-from kvern.device.own_rows import rank_of_own_rows
-from kvern.device.ranks import ALONE, Ranks, ranks_of
+from kvern.device.ranks import ALONE, Ranks, dp_attention_rank, ranks_of
 from kvern.errors import ConfigError
 from kvern.worker.cuda_graph import DecodedStep
 from kvern.worker.device_runner import DeviceRunner
@@ -151,7 +150,7 @@ def test_without_memory_for_a_graph_the_engine_goes_on_without(error: Exception,
 
 @pytest.mark.parametrize(
     "ranks",
-    [Ranks(1, 2), ranks_of(1, 1, [range(1), range(1, 2)]), rank_of_own_rows(0, 2)],
+    [Ranks(1, 2), ranks_of(1, 1, [range(1), range(1, 2)]), dp_attention_rank(0, 2)],
     ids=["ranks", "stages", "own rows"],
 )
 def test_ranks_without_memory_for_a_graph_end_since_others_have_it(ranks: Ranks) -> None:

@@ -149,7 +149,7 @@ def _forget_prefixes(engine: Engine) -> None:
     if isinstance(core, EngineCore):
         core.scheduler.cache.tree.clear()
     elif engine.config.prefix_cache:
-        raise ConfigError("ranks with rows of their own keep prefixes from run to run: give --no-prefix-cache")
+        raise ConfigError("ranks in DP attention keep prefixes from run to run: give --no-prefix-cache")
 
 
 def describe(engine: Engine) -> dict[str, Any]:

@@ -14,9 +14,9 @@ from torch import Tensor
 from kvern.cpu.ranks import SharedMemory
 from kvern.device.process_group import Meeting, abort, end_with
 from kvern.device.stages import WHOLE, Stage
+from kvern.device.transfer import upload
 
 if TYPE_CHECKING:
-    from kvern.device.own_rows import OwnRows
     from kvern.device.peer_sums import PeerExchange, PeerSums
     from kvern.device.shared_norms import SharedNorms
     from kvern.kernels.peer_words import PeerMemory
@@ -50,11 +50,13 @@ class Ranks:
 
     `check` raises it for calls that were captured on a CPU, and raise nothing when they are made again.
 
-    With `own_rows` this is a rank alone, which shares nothing but experts, with the ranks that these know of.
+    With `dp_attention` this is a rank of DP attention: it shares experts with the other ranks, and nothing else.
     """
 
-    def __init__(self, rank: int = 0, size: int = 1, stage: Stage = WHOLE, own_rows: "OwnRows | None" = None) -> None:
-        self.rank, self.size, self.stage, self.own_rows = rank, size, stage, own_rows
+    def __init__(
+        self, rank: int = 0, size: int = 1, stage: Stage = WHOLE, dp_attention: "DPAttention | None" = None
+    ) -> None:
+        self.rank, self.size, self.stage, self.dp_attention = rank, size, stage, dp_attention
         self._memory: SharedMemory | None = None
         self._meeting: Meeting | None = None
         self.peers: PeerSums | None = None
@@ -87,8 +89,8 @@ class Ranks:
         through gloo, and wait so long each time; GPUs talk through NCCL. With `ordered` sums of many numbers have the
         same order of additions as sums of few. What calls `numbers` has to say `on_host`.
         """
-        if self.own_rows is not None:
-            self.own_rows.connect(place, device, seconds, kernels, ordered=ordered, listener=listener)
+        if self.dp_attention is not None:
+            self.dp_attention.connect(place, device, seconds, kernels, ordered=ordered, listener=listener)
             return
         self._ordered = ordered
         own = f"stage-{self.stage.index}"
@@ -138,7 +140,7 @@ class Ranks:
     def of_own_stage(self) -> "Ranks":
         """The ranks of this stage alone, once they have met: for a whole model beside its layers, with all experts."""
         ranks = copy(self)
-        ranks.stage, ranks.own_rows = WHOLE, None
+        ranks.stage, ranks.dp_attention = WHOLE, None
         return ranks
 
     @property
@@ -149,12 +151,12 @@ class Ranks:
     @property
     def drops_rows(self) -> bool:
         """Whether a last layer may leave rows out behind which nothing is sampled: no other rank counts on them."""
-        return self.stage.is_last and self.own_rows is None
+        return self.stage.is_last and self.dp_attention is None
 
     @property
     def of_experts(self) -> "Ranks":
         """Those that have a share of the same experts each."""
-        return self if self.own_rows is None else self.own_rows.ranks
+        return self if self.dp_attention is None else self.dp_attention.ranks
 
     @property
     def sharing_experts(self) -> int:
@@ -298,15 +300,95 @@ class Ranks:
 
     def abort(self) -> list[Thread]:
         """Others have ended: let this GPU wait for them in NCCL no more, in threads that Python's end may find busy."""
-        inner = [] if self.own_rows is None else self.own_rows.ranks.abort()
+        inner = [] if self.dp_attention is None else self.dp_attention.ranks.abort()
         return [*inner, *abort(self._groups, awaited=False), *self.stage.abort()]
 
     def release(self) -> None:
         """Others have ended: let kernels that wait for words of theirs go on, with wrong numbers, now and later."""
         with torch.inference_mode():  # as it was made
             self.lost.fill_(1)
-        if self.own_rows is not None:
-            self.own_rows.ranks.release()
+        if self.dp_attention is not None:
+            self.dp_attention.ranks.release()
+
+
+NO_ROOM = -1, -1, -1
+
+
+class DPAttention:
+    """DP attention: each rank computes attention for its own requests, and all ranks share the experts.
+
+    The rows `[T, width]` of a step are gathered from the `ranks` before the experts, and the sums are scattered.
+
+    All ranks call the same methods in the same order. Rows travel padded to as many as the rank with most of them has.
+    Until `agree` is called all ranks have equally many, as in measurements at start and in captured steps.
+    """
+
+    def __init__(self, ranks: Ranks) -> None:
+        self.ranks = ranks
+        self.room: list[int] | None = None
+        """What a captured step of all ranks has to have room for; None: the step is launched kernel by kernel."""
+        self._counts: list[int] = []
+        """Rows of each rank; empty: all have equally many."""
+        self._places: Tensor | None = None
+        self._device = torch.device("cpu")
+
+    def connect(
+        self,
+        place: Path | str,
+        device: torch.device,
+        seconds: float,
+        kernels: frozenset[str],
+        *,
+        ordered: bool,
+        listener: socket.socket | None,
+    ) -> None:
+        """As `Ranks.connect`."""
+        self._device = device
+        self.ranks.connect(place, device, seconds, kernels, ordered=ordered, listener=listener, on_host=True)
+
+    def agree(self, count: int, room: tuple[int, int, bool] | None) -> int:
+        """This rank's next step has so many rows: how many that of the rank with most has.
+
+        `room`: what a captured step has to have room for that does this one, decodes and tokens of prompts, and whether
+        it must be one of decodes alone; None: there can be none. If there is one that has room for whatever any of them
+        has, all replay it.
+        """
+        told = self.ranks.numbers(count, *(room or NO_ROOM))
+        self._counts, self._places = [first for first, *_ in told], None
+        rooms = [tuple(wanted) for _, *wanted in told]
+        decodes, tokens, is_plain = map(max, zip(*rooms, strict=True))
+        self.room = None if NO_ROOM in rooms or (is_plain and tokens) else [decodes, tokens]
+        return max(self._counts)
+
+    def gather(self, x: Tensor) -> Tensor:
+        """The rows of all ranks `[N, width]`, on each of them, of this one's `x [T, width]`."""
+        most = max(self._counts, default=len(x))
+        padded = x if len(x) == most else torch.cat((x, x.new_zeros(most - len(x), x.shape[1])))
+        rows, places = self.ranks.gather(padded.contiguous()), self._places_of_rows(most)
+        return rows if places is None else rows.index_select(0, places)
+
+    def sum_scattered(self, x: Tensor, count: int) -> Tensor:
+        """Of the sum of what all ranks have for the rows of all, `x [N, width]`, this rank's own `[count, width]`."""
+        most = max(self._counts, default=count)
+        places = self._places_of_rows(most)
+        if places is not None:
+            x = x.new_zeros(self.ranks.size * most, x.shape[1]).index_copy_(0, places, x)
+        return self.ranks.sum_scattered(x)[:count]
+
+    def _places_of_rows(self, most: int) -> Tensor | None:
+        """Of the rows of all ranks among those that are padded, [N] int64; None: none is.
+
+        They are sent once for a step, and not at all for one that is replayed.
+        """
+        if self._places is None and min(self._counts, default=most) < most:
+            places = [rank * most + row for rank, count in enumerate(self._counts) for row in range(count)]
+            self._places = upload(places, torch.int64, self._device)
+        return self._places
+
+
+def dp_attention_rank(rank: int, size: int) -> Ranks:
+    """Rank `rank` of `size` in DP attention."""
+    return Ranks(dp_attention=DPAttention(Ranks(rank, size)))
 
 
 def ranks_of(

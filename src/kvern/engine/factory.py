@@ -29,7 +29,7 @@ from kvern.models.loader import read_config
 from kvern.tokenizer import Tokenizer
 from kvern.worker.device import resolve_device
 from kvern.worker.encoder_runner import start_encoder
-from kvern.worker.executor import Executor, OwnRowsExecutor, start
+from kvern.worker.executor import DPAttentionExecutor, Executor, start
 from kvern.worker.plan import Layout
 from kvern.worker.rank_limits import check_ranks
 from kvern.worker.startup import Startup
@@ -73,7 +73,7 @@ def build_core(
     draft = draft_folder(config, folder, resolve_device(config).type)
     executor, layout = start(config, folder, spec, startup, draft, lost)
     drafting = make_drafting(config, spec, layout, draft)
-    if isinstance(executor, OwnRowsExecutor):
+    if isinstance(executor, DPAttentionExecutor):
         executor.begin_counting()
         return make_homes(config, folder, layout, executor, drafting, watch), spec, layout
     scheduler = make_scheduler(config, folder, layout, executor.tier)
@@ -91,7 +91,7 @@ def make_homes(
     config: EngineConfig,
     folder: Path,
     layout: Layout,
-    executor: OwnRowsExecutor,
+    executor: DPAttentionExecutor,
     drafting: Drafting | None,
     watch: StepWatch | None,
 ) -> HomedCores:
@@ -104,7 +104,7 @@ def make_homes(
 
 
 def make_home_core(
-    config: EngineConfig, folder: Path, layout: Layout, executor: OwnRowsExecutor, drafting: Drafting | None
+    config: EngineConfig, folder: Path, layout: Layout, executor: DPAttentionExecutor, drafting: Drafting | None
 ) -> EngineCore:
     """The core of one rank with requests of its own."""
     scheduler = make_scheduler(config, folder, layout, executor.tier)

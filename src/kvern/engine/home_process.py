@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from kvern.engine.factory import make_drafting, make_home_core
 from kvern.engine.homes import take_turn
-from kvern.worker.executor import OwnRowsExecutor
+from kvern.worker.executor import DPAttentionExecutor
 from kvern.worker.rank_process import Rank, main
 from kvern.worker.rank_wire import AddAdapter, PlaceExperts, TakeTurn, TurnTaken, decode_for_rank, encode
 
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 def run_turns(socket: "zmq.Socket[bytes]", rank: Rank) -> None:
     """Take turns without end. Raises what a step raised: then the ranks do not agree any more."""
-    assert rank.ranks.own_rows is not None
-    executor = OwnRowsExecutor(rank.worker, rank.ranks.own_rows, None, rank.tier)
+    assert rank.ranks.dp_attention is not None
+    executor = DPAttentionExecutor(rank.worker, rank.ranks.dp_attention, None, rank.tier)
     drafting = make_drafting(rank.config, rank.spec, rank.layout, rank.draft)
     core = make_home_core(rank.config, rank.folder, rank.layout, executor, drafting)
     while True:

@@ -16,7 +16,7 @@ from kvern.engine.step_watch import StepWatch
 from kvern.errors import EngineDied
 from kvern.events import EngineStatistics, TokenEvent, all_together
 from kvern.request import FinishReason, Progress, RequestSpec
-from kvern.worker.executor import OwnRowsExecutor
+from kvern.worker.executor import DPAttentionExecutor
 from kvern.worker.rank_processes import RANKS_DISAGREE, RankProcesses
 from kvern.worker.rank_wire import AddAdapter, TakeTurn
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from kvern.worker.expert_counts import LayerCounts
 
 
-def take_turn(core: EngineCore, executor: OwnRowsExecutor, message: TakeTurn) -> list[TokenEvent]:
+def take_turn(core: EngineCore, executor: DPAttentionExecutor, message: TakeTurn) -> list[TokenEvent]:
     """Do what is asked of a rank, and its part of one step of all ranks; what came of it for which answers."""
     events = [event for spec, progress in message.added for event in queued(core, spec, progress)]
     for request_ids, reason, stop_reason in message.finished:
@@ -127,7 +127,7 @@ class HomedCores:
     def __init__(
         self,
         core: EngineCore,
-        executor: OwnRowsExecutor,
+        executor: DPAttentionExecutor,
         others: RankProcesses,
         homes: list[Home],
         seconds: float,

@@ -29,7 +29,7 @@ class Inputs:
     step has `batch_requests` and `batch_tokens` at most; `adapter_rank` is the highest of `adapter_places` adapters, 0:
     there are none. `packed` are the matrices that the model stores quantized. `drafts`: some are verified.
     `has_head`: a draft head guesses beside the model. `ranks`: which this is, and of how many;
-    `own_rows`: of those that share experts alone.
+    `dp_attention`: of those that share experts alone.
     """
 
     def __init__(
@@ -48,14 +48,14 @@ class Inputs:
         drafts: bool = True,
         has_head: bool = False,
         ranks: tuple[int, int] = (0, 1),
-        own_rows: tuple[int, int] | None = None,
+        dp_attention: tuple[int, int] | None = None,
     ) -> None:
         self.device, self.dtype, self.block_size = device, dtype, block_size
         self.cache_dtype = cache_dtype or dtype
         self.batch_requests, self.batch_tokens = batch_requests, batch_tokens
         self.adapter_rank, self.adapter_places = adapter_rank, adapter_places
         self.packed = tuple(packed)
-        self.drafts, self.has_head, self.ranks, self.own_rows = drafts, has_head, ranks, own_rows
+        self.drafts, self.has_head, self.ranks, self.dp_attention = drafts, has_head, ranks, dp_attention
         self._fill = fill
         self._generator = torch.Generator(device).manual_seed(0)
         on_gpu = device.type == "cuda"

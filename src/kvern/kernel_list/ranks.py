@@ -157,8 +157,8 @@ def _shared_by(spec: ModelSpec, inputs: Inputs) -> Iterator[tuple[Any, ...]]:
 
 
 def _exchanged(spec: ModelSpec, inputs: Inputs) -> Iterator[tuple[Any, ...]]:
-    if inputs.own_rows is not None and row_words_of(spec.hidden_size, inputs.dtype):
-        yield inputs.own_rows
+    if inputs.dp_attention is not None and row_words_of(spec.hidden_size, inputs.dtype):
+        yield inputs.dp_attention
 
 
 KERNELS = (

@@ -18,13 +18,13 @@ class MoE(Module):
     """Router and experts, which no adapter changes: `x [T, hidden] -> [T, hidden]`.
 
     Every rank has the router. What its shares of the experts and of an MLP beside them give is summed over ranks once.
-    Where each has rows of its own, they go to all ranks before, sums come back, and an MLP beside experts is whole.
+    In DP attention rows go to all ranks before, sums come back, and an MLP beside experts is whole.
     """
 
     def __init__(self, hidden_size: int, spec: MoeSpec, build: Build) -> None:
         super().__init__()
-        self._own_rows = build.ranks.own_rows
-        shared = build if self._own_rows is None else replace(build, ranks=self._own_rows.ranks)
+        self._dp_attention = build.ranks.dp_attention
+        shared = build if self._dp_attention is None else replace(build, ranks=self._dp_attention.ranks)
         experts = shared.experts(spec.latent or hidden_size, spec)
         self.gate = make_router(hidden_size, shared, experts)
         self.experts = experts
@@ -38,10 +38,10 @@ class MoE(Module):
 
     def mixed(self, x: Tensor, add: Tensor | None = None) -> Tensor:
         """What all ranks' experts make of `x`, and the sum of what they `add`; or this rank's summand of both."""
-        if self._own_rows is None:
+        if self._dp_attention is None:
             return self._sum(self.routed(x, x, add))
-        everybodys = self._own_rows.gather(x)
-        out = self._own_rows.sum_scattered(self.routed(everybodys, everybodys), len(x))
+        everybodys = self._dp_attention.gather(x)
+        out = self._dp_attention.sum_scattered(self.routed(everybodys, everybodys), len(x))
         return out if add is None else out + add
 
     def forward(self, x: Tensor, rows: Any = None) -> Tensor:

@@ -102,7 +102,7 @@ def load_model(
     """
     config = read_config(folder)
     whole = spec_of_folder(folder, config)
-    share = share_of(whole, ranks.sharing_experts, whole_experts, own_rows=ranks.own_rows is not None)
+    share = share_of(whole, ranks.sharing_experts, whole_experts, dp_attention=ranks.dp_attention is not None)
     spec = part_of_stage(share, ranks.stage)
     stored = [] if load_format == "dummy" else read_headers(folder)
     linear = stored_methods(config, spec, stored, unquantized, quantization)

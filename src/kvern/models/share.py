@@ -2,7 +2,7 @@
 
 Each rank has some heads of every attention and state and a part of the width of every MLP and expert, or whole experts;
 what it computes with them is a summand of what the layer gives. KV heads, or groups of a state's heads, that are fewer
-than ranks are there several times. Ranks with rows of their own share experts alone.
+than ranks are there several times. Ranks in DP attention share experts alone.
 """
 
 from collections.abc import Iterable
@@ -31,17 +31,17 @@ class WholeExperts:
 
 
 def share_of(
-    spec: ModelSpec, size: int, whole_experts: WholeExperts | None = None, *, own_rows: bool = False
+    spec: ModelSpec, size: int, whole_experts: WholeExperts | None = None, *, dp_attention: bool = False
 ) -> ModelSpec:
     """The model as each of `size` ranks computes it, with sizes of its share. Raises ConfigError if there is none.
 
-    With `own_rows` each computes all but the experts for rows that no other has.
+    With `dp_attention` each computes all but the experts for rows that no other has.
     """
     if whole_experts is not None:
         _check_experts(spec, size, whole_experts)
     if size == 1:
         return spec
-    if own_rows:
+    if dp_attention:
         return _share_of_experts(spec, size, whole_experts)
     for reason in _reasons(spec):
         raise ConfigError(f"tensor_parallel_size is {size}, and {spec.model_type} has {reason}, {NOT_YET}")

@@ -70,7 +70,7 @@ class Runner(Protocol):
         ...
 
     def assist(self) -> None:
-        """Take part in a step of ranks with rows of their own, in which this one has none."""
+        """Take part in a step of ranks in DP attention, in which this rank has no rows."""
         ...
 
     def abandon(self) -> None:

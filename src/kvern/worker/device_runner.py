@@ -98,7 +98,7 @@ class DeviceRunner:
                 self._prompt_graphs = PromptGraphs(decoder, attention, rows, *sizes, states)
             reader = self._drafter.reader
             drafts = drafts and self._drafter.drawn is None and (reader is not None or self._drafter.inputs is None)
-            if drafts and attention.reads_device_starts and one_stage and self._ranks.own_rows is None:
+            if drafts and attention.reads_device_starts and one_stage and self._ranks.dp_attention is None:
                 self._verify_graphs = VerifyGraphs(decoder, attention, rows, *sizes, bank, states, reader)
 
     @torch.inference_mode()
@@ -147,10 +147,10 @@ class DeviceRunner:
         return room_of_step(self._prompt_graphs, output, self._rows, adapts=adapts)
 
     def _room_of_all(self, scheduled: Sequence[ScheduledTokens]) -> PromptStep | None:
-        """What a graph needs room for, of rows that have joined; of ranks with own rows, what they agreed on."""
-        if (own_rows := self._ranks.own_rows) is None:
+        """What a graph needs room for, of rows that have joined; of ranks in DP attention, what they agreed on."""
+        if (dp_attention := self._ranks.dp_attention) is None:
             return room_of(self._prompt_graphs, scheduled, self._rows.request)
-        return None if own_rows.room is None else PromptStep(*own_rows.room)
+        return None if dp_attention.room is None else PromptStep(*dp_attention.room)
 
     @torch.inference_mode()
     def idle(self) -> bool:

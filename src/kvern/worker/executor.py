@@ -13,8 +13,7 @@ from kvern.adapters.peft import Adapter
 from kvern.cache.tier import KVTier
 from kvern.config import EngineConfig
 from kvern.device.lost_ranks import Release
-from kvern.device.own_rows import OwnRows
-from kvern.device.ranks import Ranks
+from kvern.device.ranks import DPAttention, Ranks
 from kvern.errors import ConfigError, EngineDied
 from kvern.model_spec import ModelSpec
 from kvern.models.loader import outline_model
@@ -45,7 +44,7 @@ from kvern.worker.rank_wire import (
     UseIdleTime,
 )
 from kvern.worker.startup import Startup
-from kvern.worker.step_parts import StepParts
+from kvern.worker.step_parts import StepParts, StepTooLarge
 from kvern.worker.tiered import Tier, make_tier, tiered
 from kvern.worker.worker import Worker
 
@@ -102,10 +101,15 @@ class InProcessExecutor:
         """`tier` keeps blocks that leave the KV cache; None: they are forgotten."""
         self._worker = worker
         self.tier: KVTier | None = tier
-        self._execute = tiered(StepParts(worker.runner.execute).execute, tier, worker.runner)
+        self._execute = tiered(self._execute_whole, tier, worker.runner)
+        self._parts: StepParts | None = None
         self._error: BaseException | None = None
 
     def submit(self, output: SchedulerOutput) -> StepResult:
+        return self._start(output)
+
+    def _start(self, output: SchedulerOutput) -> StepResult:
+        """Start a step; an exception, and that of an earlier step, is the result's."""
         if self._error is None:
             try:
                 return self._execute(output)
@@ -114,6 +118,17 @@ class InProcessExecutor:
         failed: Future[ModelRunnerOutput] = Future()
         failed.set_exception(self._error)
         return failed
+
+    def _execute_whole(self, output: SchedulerOutput) -> StepResult:
+        """Start a step as it is, or in parts once one was too large for the memory of the device."""
+        execute = self._worker.runner.execute
+        if self._parts is None:
+            try:
+                return execute(output)
+            except StepTooLarge as error:
+                self._parts = StepParts(execute)
+                return self._parts.execute_again(output, error)
+        return self._parts.execute(output)
 
     def abandon(self) -> None:
         self._error = None
@@ -160,7 +175,7 @@ class RankedExecutor(InProcessExecutor):
 
     def submit(self, output: SchedulerOutput) -> StepResult:
         self._announce(output)
-        return super().submit(output)
+        return self._start(output)
 
     def _announce(self, output: SchedulerOutput) -> None:
         """Have the others run a step, before which experts may change their places."""
@@ -248,26 +263,28 @@ class StagedExecutor(RankedExecutor):
     def _begin(self, output: SchedulerOutput, dropped: Iterable[int]) -> StepResult:
         for key in dropped:
             self._worker.drop_adapter(key)
-        return InProcessExecutor.submit(self, output)
+        return self._start(output)
 
 
-class OwnRowsExecutor(InProcessExecutor):
-    """Of a rank with rows of its own, whose steps are parts of steps of all ranks: in each turn there is one of these.
+class DPAttentionExecutor(InProcessExecutor):
+    """The executor of a rank in DP attention, whose steps are parts of steps of all ranks: one in each turn.
 
     In a turn the rank starts a step or none, then it ends the turn. If a step fails, no other can run.
     """
 
-    def __init__(self, worker: Worker, own_rows: OwnRows, others: RankProcesses | None, tier: Tier | None) -> None:
+    def __init__(
+        self, worker: Worker, dp_attention: DPAttention, others: RankProcesses | None, tier: Tier | None
+    ) -> None:
         """`others`: those behind the first, which this one is; None: it is one of them. `tier`: of its own blocks."""
         super().__init__(worker, tier)
-        self.others, self._own_rows, self._has_started = others, own_rows, False
-        execute = tiered(self._start, tier, worker.runner)
+        self.others, self._dp_attention, self._has_started = others, dp_attention, False
+        execute = tiered(self._execute_part, tier, worker.runner)
         self._execute = execute if others is None else watched_steps(execute, others)
         self._balance = None if others is None else worker.expert_balance()
 
-    def _start(self, output: SchedulerOutput) -> StepResult:
+    def _execute_part(self, output: SchedulerOutput) -> StepResult:
         self._has_started = True
-        self._own_rows.agree(output.token_count, self._worker.runner.room(output))
+        self._dp_attention.agree(output.token_count, self._worker.runner.room(output))
         return self._worker.runner.execute(output)
 
     def begin_turn(self) -> None:
@@ -279,7 +296,7 @@ class OwnRowsExecutor(InProcessExecutor):
 
     def end_turn(self) -> None:
         """Take part in the others' step, if this rank has not started its own part of it."""
-        if not self._has_started and self._own_rows.agree(0, (0, 0, False)):
+        if not self._has_started and self._dp_attention.agree(0, (0, 0, False)):
             self._worker.runner.assist()
         self._has_started = False
 
@@ -383,7 +400,7 @@ def _start_ranks(
     except BaseException:
         others.end()
         raise
-    if ranks.own_rows is not None:
-        return OwnRowsExecutor(worker, ranks.own_rows, others, tier), layout
+    if ranks.dp_attention is not None:
+        return DPAttentionExecutor(worker, ranks.dp_attention, others, tier), layout
     make = StagedExecutor if len(layers) > 1 and device.type == "cpu" else RankedExecutor
     return make(worker, others, ranks, tier), layout

@@ -113,7 +113,7 @@ def inputs_of(config: EngineConfig, dtype: torch.dtype, device: torch.device, mo
     from kvern.kernel_list.quantized import packed_kinds
 
     on_meta = Build(dtype, torch.device("meta"), 1, linear=model.methods, ranks=model.ranks)
-    sharing = model.ranks.own_rows
+    sharing = model.ranks.dp_attention
     return Inputs(
         device,
         dtype,
@@ -128,7 +128,7 @@ def inputs_of(config: EngineConfig, dtype: torch.dtype, device: torch.device, mo
         drafts=drafts,
         has_head=model.has_head,
         ranks=(model.ranks.rank, model.ranks.size),
-        own_rows=None if sharing is None else (sharing.ranks.rank, sharing.ranks.size),
+        dp_attention=None if sharing is None else (sharing.ranks.rank, sharing.ranks.size),
     )
 
 

@@ -278,7 +278,7 @@ class KernelParts:
                 runner.execute(SchedulerOutput(2, scheduled=[*decodes[:others], prompt])).result()
         if self._config.has_drafts and attention.reads_device_starts:
             drafted = list(verify_steps(slots, self._plan.max_batch_tokens, longest, adapts))
-            graphs += len(drafted) if contents.ranks.own_rows is None else 0  # these launch kernel by kernel
+            graphs += len(drafted) if contents.ranks.dp_attention is None else 0  # these launch kernel by kernel
             if drafted:
                 count = min(-(-max(step.tokens for step in drafted) // slots), longest - 1)
                 verified = [ScheduledTokens(slot, 0, count, count) for slot in range(slots)]

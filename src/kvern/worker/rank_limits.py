@@ -6,8 +6,7 @@ from pathlib import Path
 import torch
 
 from kvern.config import EngineConfig
-from kvern.device.own_rows import rank_of_own_rows
-from kvern.device.ranks import Ranks, ranks_of
+from kvern.device.ranks import Ranks, dp_attention_rank, ranks_of
 from kvern.errors import ConfigError
 from kvern.layers.build import Build
 from kvern.layers.linear_format import LinearMethods
@@ -33,13 +32,13 @@ def check_ranks(config: EngineConfig, folder: Path, spec: ModelSpec) -> None:
     if config.pipeline_parallel_size > 1:
         check_stages(spec, config.pipeline_parallel_size)
     if config.enable_dp_attention:
-        _check_options_of_own_rows(config)
+        _check_dp_attention(config)
     if config.tensor_parallel_size > 1:
         _check_shares(config, folder, spec)
 
 
-def _check_options_of_own_rows(config: EngineConfig) -> None:
-    """Raise ConfigError for options that do not go with ranks that have rows of their own."""
+def _check_dp_attention(config: EngineConfig) -> None:
+    """Raise ConfigError for options that do not go with DP attention."""
     refused = {
         f"pipeline_parallel_size {config.pipeline_parallel_size}": (
             config.pipeline_parallel_size > 1,
@@ -65,13 +64,13 @@ def _check_shares(config: EngineConfig, folder: Path, spec: ModelSpec) -> None:
         )
     stored = [] if config.load_format == "dummy" else read_headers(folder)
     linear = stored_methods(read_config(folder), spec, stored, quantization=config.quantization)
-    check_share(spec, size, linear, whole_experts(config), own_rows=config.enable_dp_attention)
+    check_share(spec, size, linear, whole_experts(config), dp_attention=config.enable_dp_attention)
 
 
 def rank_of(config: EngineConfig, number: int, layers: Sequence[range], draft: Path | None) -> Ranks:
     """Process `number` of an engine whose stages have these layers, beside a draft model or head in a folder."""
     if config.enable_dp_attention:
-        return rank_of_own_rows(number, config.tensor_parallel_size)
+        return dp_attention_rank(number, config.tensor_parallel_size)
     embeds, entries = reads_embeddings(config, draft), tuple[int, ...]()
     if embeds and draft is not None and len(layers) > 1:
         entries = entries_of(read_config(draft), layers[-1].stop)
@@ -89,10 +88,10 @@ def check_share(
     linear: LinearMethods,
     placing: WholeExperts | None = None,
     *,
-    own_rows: bool = False,
+    dp_attention: bool = False,
 ) -> None:
     """Raise ConfigError if so many ranks cannot share the model, whose weights are stored as `linear` says."""
     if size > 1:
-        ranks = rank_of_own_rows(0, size) if own_rows else Ranks(0, size)
+        ranks = dp_attention_rank(0, size) if dp_attention else Ranks(0, size)
         build = Build(torch.bfloat16, torch.device("meta"), 1, linear=linear, ranks=ranks)
-        outline_of(share_of(spec, size, placing, own_rows=own_rows), build)
+        outline_of(share_of(spec, size, placing, dp_attention=dp_attention), build)

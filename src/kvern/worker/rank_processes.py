@@ -43,7 +43,7 @@ FAILED = "a step failed, and the engine cannot go on: "
 RANKS_DISAGREE = f"{FAILED}its ranks do not agree any more"
 
 MODULE = "kvern.worker.rank_process"
-MODULE_OF_OWN_ROWS = "kvern.engine.home_process"
+MODULE_OF_DP_ATTENTION = "kvern.engine.home_process"
 """Of ranks whose requests are their own."""
 
 
@@ -95,7 +95,7 @@ class RankProcesses:
             memory = SHARED if os.access(SHARED, os.W_OK) else None
             folder = tempfile.TemporaryDirectory(prefix="kvern-", dir=memory, ignore_cleanup_errors=True)
             self.meeting = str(Path(folder.name, "meeting"))
-        module = MODULE_OF_OWN_ROWS if config.enable_dp_attention else MODULE
+        module = MODULE_OF_DP_ATTENTION if config.enable_dp_attention else MODULE
         self._ranks = [rank for rank in range(config.ranks) if rank != config.first_rank]
         places = [(stage.start, stage.stop) for stage in layers]
         for rank in self._ranks:

@@ -50,7 +50,7 @@ def choose_sums(ranks: Ranks, width: int, dtype: torch.dtype, device: torch.devi
 def choose_exchange(
     ranks: Ranks, width: int, dtype: torch.dtype, device: torch.device, known: Measurements
 ) -> list[str]:
-    """Let `ranks` bring rows of their own to each other in the faster way, likewise."""
+    """Let `ranks` in DP attention bring their rows to each other in the faster way, likewise."""
     try:
         exchange = PeerExchange(_mapped(ranks, width, dtype, device), width, dtype)
     except RuntimeError as error:

@@ -3,7 +3,7 @@
 first rank --> StartRank on standard input; LoadWeights, TakeMemory, then RunStep and what is between steps --> rank
 first rank <-- IsHere, HasFiles, Found, HasRoom, IsReady; Failed in the place of any: it cannot start      <-- rank
 
-Ranks with rows of their own get TakeTurn in the place of RunStep, and answer each with TurnTaken.
+Ranks in DP attention get TakeTurn in the place of RunStep, and answer each with TurnTaken.
 
 All come in order: an adapter is there before the first step that loads it, and goes behind the last.
 """
@@ -89,7 +89,7 @@ class TakeTurn(RankMessage):
 
 
 class TurnTaken(RankMessage):
-    """What came of the steps of a rank that has rows of its own, how it stands, and whether it has more to do."""
+    """Results of the steps of a rank in DP attention, how it stands, and whether it has more to do."""
 
     events: list[TokenEvent]
     statistics: EngineStatistics

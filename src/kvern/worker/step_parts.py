@@ -38,8 +38,15 @@ class StepParts:
             try:
                 return self._execute(output)
             except StepTooLarge as error:
-                self._lower(output.scheduled, error)
-                output = SchedulerOutput(output.step, scheduled=output.scheduled)
+                return self.execute_again(output, error)
+        return self._execute_parts(output)
+
+    def execute_again(self, output: SchedulerOutput, error: StepTooLarge) -> StepResult:
+        """Start a step in parts, which came whole and was too large. Raises as `execute`."""
+        self._lower(output.scheduled, error)
+        return self._execute_parts(SchedulerOutput(output.step, scheduled=output.scheduled))
+
+    def _execute_parts(self, output: SchedulerOutput) -> StepResult:
         return JoinedRequests(self._run(_Unsent(self._execute, output), output.scheduled))
 
     def _run(self, unsent: "_Unsent", scheduled: Sequence[ScheduledTokens]) -> list[StepResult]:

@@ -20,7 +20,7 @@ class Tier(KVTier, Protocol):
 
     What it starts on the device comes behind the steps that were started before, and before all later ones. Each of
     several ranks has one, for its part of the blocks: they are asked the same in the same order, the first one decides,
-    and the others' keys are longer. Where ranks have rows of their own, each has one of its own, with whole blocks.
+    and the others' keys are longer. In DP attention each has one of its own, with whole blocks.
     """
 
     def save(self, caches: Sequence[torch.Tensor], saves: Sequence[BlockSave]) -> None:

@@ -87,7 +87,7 @@ class TorchParts:
         decoder, captured, draft = contents.decoder, None, contents.draft
         drafter = None if draft is None else draft.parts.drafter(draft.decoder, layout, rows)
         captures = self._captures and states is None and contents.ranks.stage.count == 1
-        captures &= contents.ranks.own_rows is None  # a captured step gathers as many rows each time
+        captures &= contents.ranks.dp_attention is None  # a captured step gathers as many rows each time
         if captures and isinstance(attention, CompiledAttention):
             inputs = None if drafter is None else drafter.inputs
             captured = CapturedDecodes(decoder, attention, rows, size, inputs) if isinstance(decoder, Decoder) else None

@@ -99,8 +99,8 @@ class Worker:
         self._draft, self._ranks = draft if ranks.stage.is_last else None, ranks
         self._config, self._folder, self.device = config, folder, device
         self._whole_experts = whole_experts(config)
-        own_rows, self._whole = ranks.own_rows is not None, spec
-        self._shared = share_of(spec, ranks.sharing_experts, self._whole_experts, own_rows=own_rows)
+        dp_attention, self._whole = ranks.dp_attention is not None, spec
+        self._shared = share_of(spec, ranks.sharing_experts, self._whole_experts, dp_attention=dp_attention)
         self._spec = part_of_stage(self._shared, ranks.stage)
         self._startup = startup
         processes = processes_here(ranks.processes * config.data_parallel_size)
@@ -204,7 +204,7 @@ class Worker:
     def _choose_sums(self, plan: Plan) -> None:
         """Have ranks on GPUs of one machine sum, or bring to each other, few rows by a kernel, if that is faster."""
         ranks, dtype = self._ranks, getattr(torch, plan.dtype)
-        kernels = "peer_sum" if ranks.own_rows is None else "peer_exchange"
+        kernels = "peer_sum" if ranks.dp_attention is None else "peer_exchange"
         if self.device.type != "cuda" or kernels not in plan.kernels:
             return
         from kvern.worker.rank_sums import choose_exchange, choose_sums, share_norms
@@ -212,8 +212,8 @@ class Worker:
         with self._startup.stage("sums"), torch.inference_mode():
             known = Measurements(self._config.cache_folder, self.device)
             given = self._spec.hidden_size, dtype, self.device, known
-            if ranks.own_rows is not None:
-                ranks = ranks.own_rows.ranks
+            if ranks.dp_attention is not None:
+                ranks = ranks.dp_attention.ranks
                 self._startup.report(choose_exchange(ranks, *given))
             elif ranks.size > 1:
                 self._startup.report(choose_sums(ranks, *given))
@@ -309,11 +309,11 @@ class Worker:
     def build(self, layout: Layout) -> None:
         """Take the memory of the KV cache; then steps can run.
 
-        Raises ConfigError for experts that cannot move, and for ranks with rows of their own, which all replay the same
+        Raises ConfigError for experts that cannot move, and for ranks in DP attention, which all replay the same
         graphs, if there is no memory for one.
         """
         self.runner = self._parts.runner(self._contents, layout)
-        while self._ranks.own_rows is not None and self.runner.idle():
+        while self._ranks.dp_attention is not None and self.runner.idle():
             pass
         if self._config.rebalance_seconds:
             check_moves(experts_of(self._contents.decoder), self._ranks.of_experts)
@@ -377,8 +377,8 @@ class Worker:
         bank = AdapterBank(decoder, places, rank, kernels)
         pinned = self.device.type == "cuda"
         readable = None
-        if self._ranks.processes > 1:  # with own rows all that an adapter may change is here
-            readable = bank.targets if self._ranks.own_rows is not None else self._readable_targets(decoder)
+        if self._ranks.processes > 1:  # in DP attention all that an adapter may change is here
+            readable = bank.targets if self._ranks.dp_attention is not None else self._readable_targets(decoder)
         self._store = AdapterStore(decoder.spec, bank.targets, rank, decoder.build.dtype, pinned, readable)
         return Adapters(bank, self._store)
 

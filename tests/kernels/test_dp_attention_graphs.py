@@ -1,4 +1,4 @@
-"""Ranks with rows of their own replay steps of one size together; kernels and replays are interpreted here."""
+"""Ranks in DP attention replay steps of one size together; kernels and replays are interpreted here."""
 
 import dataclasses
 import shutil
@@ -16,8 +16,7 @@ import kvern.worker.device_runner
 import kvern.worker.prompt_graphs
 import kvern.worker.worker
 from kvern import LLM, EngineConfig, SamplingParams
-from kvern.device.own_rows import OwnRows
-from kvern.device.ranks import Ranks
+from kvern.device.ranks import DPAttention, Ranks
 from kvern.engine.factory import make_home_core
 from kvern.engine.homes import take_turn
 from kvern.kernel_list import KERNELS
@@ -27,7 +26,7 @@ from kvern.request import PromptInput, RequestSpec
 from kvern.sampling_params import ResolvedParams
 from kvern.worker.cuda_graph import DecodedStep, DecodeGraph, DecodeGraphs
 from kvern.worker.device_runner import DeviceRunner
-from kvern.worker.executor import OwnRowsExecutor
+from kvern.worker.executor import DPAttentionExecutor
 from kvern.worker.plan import agree, lay_out
 from kvern.worker.prompt_graphs import PromptGraphs
 from kvern.worker.rank_wire import TakeTurn
@@ -82,17 +81,17 @@ class Baton(Ranks):
 class Repeated:
     """In the place of a CUDA graph: computes the captured step again, for as many rows on all ranks."""
 
-    def __init__(self, own_rows: OwnRows, step: Callable[[], Any]) -> None:
-        self._own_rows, self._step, self.outputs = own_rows, step, step()
+    def __init__(self, dp_attention: DPAttention, step: Callable[[], Any]) -> None:
+        self._dp_attention, self._step, self.outputs = dp_attention, step, step()
 
     def replay(self) -> None:
-        self._own_rows._counts, self._own_rows._places = [], None  # as it was captured
+        self._dp_attention._counts, self._dp_attention._places = [], None  # as it was captured
         for target, source in zip(self.outputs, self._step(), strict=True):
             target.copy_(source)
 
 
 def repeated(step: Any, *_: Any) -> tuple[Repeated, DecodedStep]:
-    graph = Repeated(step.func.__self__._decoder.build.ranks.own_rows, step)
+    graph = Repeated(step.func.__self__._decoder.build.ranks.dp_attention, step)
     return graph, graph.outputs
 
 
@@ -116,9 +115,9 @@ class RecordedPrompts(PromptGraphs):
     replayed: list[tuple[int, int]]
 
     def _record(self, step: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
-        own_rows = self._decoder.build.ranks.own_rows
-        assert own_rows is not None
-        graph = Repeated(own_rows, step)
+        dp_attention = self._decoder.build.ranks.dp_attention
+        assert dp_attention is not None
+        graph = Repeated(dp_attention, step)
         return graph.replay, graph.outputs
 
     def run(self, scheduled: Any, room: Any) -> Any:
@@ -173,8 +172,8 @@ def run_rank(
     """
     options = {"tensor_parallel_size": 2, "enable_expert_parallel": True, "enable_dp_attention": True, "device": "cpu"}
     config = EngineConfig(model=str(folder), max_batch_tokens=6, max_adapters=adapter and 1, **OPTIONS | options)
-    own_rows = OwnRows(Baton(rank, 2, turn))
-    ranks = Ranks(own_rows=own_rows)
+    dp_attention = DPAttention(Baton(rank, 2, turn))
+    ranks = Ranks(dp_attention=dp_attention)
     with turn:
         spec = spec_from_config(read_config(folder))
         worker = Worker(config, folder, spec, CPU, Startup(), draft, ranks)
@@ -190,7 +189,7 @@ def run_rank(
         places = layout.block_size, 10, None, None
         runner._prompt_graphs = RecordedPrompts(runner._decoder, runner._attention, runner._rows, *places)
         runner._graphs.replayed, runner._prompt_graphs.replayed = [], []
-        executor = OwnRowsExecutor(worker, own_rows, None, None)
+        executor = DPAttentionExecutor(worker, dp_attention, None, None)
         while runner.idle():
             pass
         core = make_home_core(config, folder, layout, executor, None)
