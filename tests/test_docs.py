@@ -1,0 +1,56 @@
+"""Pages of documentation: their links lead somewhere, and they stay short."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md")), *sorted((ROOT / "examples").rglob("*.md"))]
+LINK = re.compile(r"(?<!`)\[(?:[^\[\]]|\[[^\]]*\])*\]\(([^()\s]+)\)")
+FENCE = re.compile(r"^```.*?^```", re.DOTALL | re.MULTILINE)
+LIMITS = {"ARCHITECTURE.md": 4000, "PERFORMANCE.md": 2500}
+ALL_PAGES = 45_000
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors that a page offers: those of its headings, as GitHub makes them, and those it names itself."""
+    text = FENCE.sub("", page.read_text())
+    found = set(re.findall(r'<a id="([^"]+)">', text))
+    for heading in re.findall(r"^#+ (.+)$", text, re.MULTILINE):
+        words = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading).lower()
+        anchor = re.sub(r"[^\w\- ]", "", words).replace(" ", "-")
+        repeated = sum(re.fullmatch(re.escape(anchor) + r"(-\d+)?", known) is not None for known in found)
+        found.add(f"{anchor}-{repeated}" if repeated else anchor)
+    return found
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere(page: Path) -> None:
+    lost = []
+    for link in LINK.findall(FENCE.sub("", page.read_text())):
+        if re.match(r"[a-z]+:", link):
+            continue
+        file, _, anchor = link.partition("#")
+        target = (page.parent / file).resolve() if file else page
+        if not target.exists() or (anchor and target.suffix == ".md" and anchor not in anchors(target)):
+            lost.append(link)
+    assert not lost
+
+
+def test_a_lost_link_is_found(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("# One word\n\n[here](#one-word) [`a`](#two)\n")
+    assert anchors(page) == {"one-word"}
+    assert LINK.findall(page.read_text()) == ["#one-word", "#two"]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_files_that_pages_name_exist(page: Path) -> None:
+    """Paths in backquotes, as `cache/manager.py` below src/kvern, `tests/...`, `benchmarks/...` or `docs/...`."""
+    if page.name == "CHANGELOG.md":
+        return  # it tells what was, too
+    named = re.findall(r"`((?:[\w-]+/)+[\w.-]+\.(?:py|cpp|h))`", FENCE.sub("", page.read_text()))
+    places = (ROOT, ROOT / "src/kvern", ROOT / "benchmarks", ROOT / "docs")
+    lost = [name for name in named if "NAME" not in name and not any((place / name).exists() for place in places)]
+    assert not lost
