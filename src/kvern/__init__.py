@@ -11,6 +11,8 @@ Names are imported when they are first used, so that `import kvern` does not loa
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from kvern.version import __version__
+
 if TYPE_CHECKING:
     from kvern.async_llm import AsyncLLM
     from kvern.config import EngineConfig
@@ -21,8 +23,6 @@ if TYPE_CHECKING:
     from kvern.outputs import CompletionOutput, RequestOutput
     from kvern.request import PromptInput
     from kvern.sampling_params import SamplingParams
-
-__version__ = "0.1.0"
 
 __all__ = [
     "LLM",

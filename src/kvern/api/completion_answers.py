@@ -6,15 +6,15 @@ import uuid
 from collections.abc import AsyncIterable, AsyncIterator, Sequence
 from typing import Any
 
-import kvern
 from kvern.api.choices import StreamedChoice, choice_of, completion_details, prompt_logprobs
 from kvern.api.completions import AnswerOptions
 from kvern.api.text_logprobs import TextOffsets, text_logprobs, token_name
 from kvern.outputs import CompletionOutput, RequestOutput
 from kvern.tokenizer import Tokenizer
 from kvern.tools.chat import ChatRequest
+from kvern.version import __version__
 
-FINGERPRINT = f"kvern-{kvern.__version__}"
+FINGERPRINT = f"kvern-{__version__}"
 """The same seed gives the same answer where this is the same, and the model and its options."""
 
 

@@ -11,7 +11,6 @@ from typing import Any
 import msgspec
 import torch
 
-import kvern
 from kvern.bench.percentile import percentile
 from kvern.bench.workloads import Workload
 from kvern.engine.core import EngineCore
@@ -20,6 +19,7 @@ from kvern.engine.engine import Engine
 from kvern.errors import ConfigError
 from kvern.observe.drafts import DraftFigures
 from kvern.sampling_params import SamplingParams
+from kvern.version import __version__
 
 PERCENTILES = (50, 90, 99)
 
@@ -155,7 +155,7 @@ def _forget_prefixes(engine: Engine) -> None:
 def describe(engine: Engine) -> dict[str, Any]:
     """What was measured: versions, hardware, options and plan, as JSON."""
     return {
-        "kvern": kvern.__version__,
+        "kvern": __version__,
         "torch": torch.__version__,
         "python": platform.python_version(),
         "device": _device(torch.device(engine.layout.device)),

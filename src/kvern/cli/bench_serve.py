@@ -283,7 +283,7 @@ class ServeBench:
         import datetime
         import platform
 
-        import kvern
+        from kvern.version import __version__
 
         now = datetime.datetime.now(datetime.UTC)
         rate = "inf" if self.request_rate is None else f"{self.request_rate:g}"
@@ -303,7 +303,7 @@ class ServeBench:
             "burstiness": self.burstiness,
             "max_concurrency": self.max_concurrency,
             **_named(self.metadata, "metadata"),
-            "kvern": kvern.__version__,
+            "kvern": __version__,
             "python": platform.python_version(),
             "url": url,
             "seed": seed,

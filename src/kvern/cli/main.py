@@ -11,7 +11,6 @@ from typing import Annotated, Any
 
 import tyro
 
-import kvern
 from kvern.cli.arguments import TEXTS, kvern_arguments
 from kvern.cli.bench import Kernels, Offline, ProfileCommand
 from kvern.cli.bench_serve import ServeBench
@@ -27,6 +26,7 @@ from kvern.cli.run import INTERRUPTED, RunCommand
 from kvern.cli.serve import ServeCommand
 from kvern.cli.train_eagle import TrainEagleCommand
 from kvern.errors import KvernError
+from kvern.version import __version__
 
 BAD_INPUT = 2
 DIVISION = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size", "enable_expert_parallel")
@@ -53,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; its exit code: 0, 1 where some of the work failed, 2 for wrong input, 130 after Ctrl-C."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     if arguments in (["--version"], ["-V"]):
-        sys.stdout.write(f"kvern {kvern.__version__}\n")
+        sys.stdout.write(f"kvern {__version__}\n")
         return 0
     try:
         asked = asked_help(arguments, KINDS)

@@ -30,7 +30,7 @@ class ServeCommand:
 
     def execute(self) -> int:
         """Serve until a signal ends it and return the exit code. Raises KvernError if the engine cannot start."""
-        from kvern.cli.entry import engine_process
+        from kvern.cli.first_engine import engine_process
 
         with engine_process() as process:  # it imports PyTorch while this one imports the server
             self._serve(process)
@@ -41,7 +41,7 @@ class ServeCommand:
 
         import uvloop
 
-        from kvern.cli.entry import signals
+        from kvern.cli.first_engine import signals
         from kvern.server.run import serve
 
         engine = dataclasses.replace(self.engine, model=self.name) if self.name is not None else self.engine

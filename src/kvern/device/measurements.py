@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-import kvern
+from kvern.version import __version__
 
 logger = logging.getLogger("kvern")
 
@@ -29,7 +29,7 @@ class Measurements:
     def __init__(self, folder: Path, device: torch.device) -> None:
         import triton
 
-        versions = f"torch-{torch.__version__}_triton-{triton.__version__}_kvern-{kvern.__version__}"
+        versions = f"torch-{torch.__version__}_triton-{triton.__version__}_kvern-{__version__}"
         gpu = torch.cuda.get_device_name(device).replace(" ", "-").replace("/", "-") if device.type == "cuda" else "cpu"
         self._path = folder / "measurements" / f"{gpu}_{versions}.json"
         self._sections: dict[str, dict[str, Any]] = {}

@@ -10,7 +10,6 @@ from starlette.responses import HTMLResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-import kvern
 from kvern.api.completions import CHAT, COMPLETIONS
 from kvern.api.embeddings import EMBEDDINGS
 from kvern.api.errors import HttpError
@@ -47,6 +46,7 @@ from kvern.server.service import Service
 from kvern.server.signposts import Signposts, by_all_names
 from kvern.server.store import Store
 from kvern.server.tokens import Tokens
+from kvern.version import __version__
 
 METRICS_ROUTES = ("/metrics", "/load", "/ready", "/version", "/health", "/ping")
 """What a key with metrics=1 may read."""
@@ -171,7 +171,7 @@ class Server:
 
     async def version(self, request: Request) -> Response:
         """Which kvern this is."""
-        return json_response({"version": kvern.__version__})
+        return json_response({"version": __version__})
 
     async def metrics(self, request: Request) -> Response:
         """Figures for Prometheus."""

@@ -12,7 +12,6 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-import kvern
 from kvern.api import ollama
 from kvern.api.completions import read_prompts
 from kvern.api.embeddings import MOST_TEXTS
@@ -40,6 +39,7 @@ from kvern.server.ollama_models import ModelFiles, card, entry, read_files, runn
 from kvern.server.service import Ask, Running, Service
 from kvern.tools.chat import ChatRequest
 from kvern.tools.encoding import Encoding
+from kvern.version import __version__
 
 ELSEWHERE = ("pull", "push", "create", "copy")
 """What changes the models that ollama has on its disk."""
@@ -152,7 +152,7 @@ class OllamaApi:
 
     async def version(self, request: Request) -> Response:
         """GET /api/version."""
-        return json_response({"version": ollama.VERSION, "kvern": kvern.__version__})
+        return json_response({"version": ollama.VERSION, "kvern": __version__})
 
     async def refuse(self, request: Request) -> Response:
         """The models are those of the start."""

@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import kvern
 from kvern.api.completions import CHAT, COMPLETIONS
 from kvern.api.messages import COUNT_TOKENS, MESSAGES
 from kvern.server.batches import ENDPOINTS
@@ -37,6 +36,7 @@ from kvern.server.openapi_schemas import (
     record,
 )
 from kvern.server.openapi_scores import score_paths
+from kvern.version import __version__
 
 ABOUT = (
     "Beside the parameters of each API, bodies may hold kvern's own; fields that would change an answer and are "
@@ -72,7 +72,7 @@ def document(models: list[str], vocab_size: int, keys: bool) -> Schema:
     }
     return {
         "openapi": "3.1.0",
-        "info": {"title": "kvern", "version": kvern.__version__, "description": ABOUT},
+        "info": {"title": "kvern", "version": __version__, "description": ABOUT},
         "paths": paths,
         "components": components,
         "security": [{"key": []}] if keys else [],

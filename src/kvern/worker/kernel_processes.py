@@ -25,7 +25,6 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.cache import triton_key
 from triton.runtime.jit import JITFunction
 
-import kvern
 from kvern.kernel_list import Inputs, Kernel, kernels_of
 from kvern.model_spec import ModelSpec
 
@@ -112,7 +111,7 @@ def compile_in_processes(models: Sequence[tuple[ModelSpec, Inputs]]) -> None:
 
 def _mark(spec: ModelSpec, inputs: Inputs, forms: Sequence[tuple[Kernel, tuple[Any, ...]]], target: GPUTarget) -> Path:
     """The file that says that all of it is in the cache."""
-    sources = sorted(Path(kvern.__file__).parent.glob("kernel*/*.py"))
+    sources = sorted(Path(__file__).parent.parent.glob("kernel*/*.py"))
     named = ADDRESS.sub("", repr((spec, [(kernel.name, given) for kernel, given in forms])))
     said = [
         *(named, target, inputs.processors, inputs.dtype, inputs.cache_dtype, inputs.block_size),
