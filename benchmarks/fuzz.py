@@ -22,9 +22,8 @@ from rich.table import Table
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.soak import resident
-from tests.fuzz_requests import Findings, Requests, send
+from tests.fuzz_requests import FIXED, Findings, Requests, plain_answer, send
 from tests.served import KEY, Served
-from tests.test_fuzz_requests import FIXED, plain_answer
 
 ROUND = 2000
 MOST_GROWTH = 256 << 20

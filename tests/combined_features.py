@@ -7,7 +7,6 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import jsonschema
@@ -21,9 +20,8 @@ from kvern.tools.definitions import read_tools
 from tests.combined_answers import CLOSE, check_same
 from tests.combined_questions import ARGUMENTS, RECORD, TOOLS
 from tests.idle import is_idle
+from tests.support.trained_adapters import ADAPTERS
 
-ROOT = Path(__file__).parents[1]
-ADAPTERS = {name: str(ROOT / "tests/adapters" / name) for name in ("captain", "gull")}
 OPTIONS: dict[str, Any] = {
     "model": "kvern-1m",
     "adapters": ADAPTERS,

@@ -64,3 +64,12 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> "Iterator[Served]":
 
     with serving(*SMALL, "--data-dir", str(tmp_path_factory.mktemp("data"))) as served:
         yield served
+
+
+@pytest.fixture(scope="module")
+def packages(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Logits processors and a cache tier of an installed package, for this process and all that it starts."""
+    from tests.processors import installed
+
+    with installed(tmp_path_factory.mktemp("packages")):
+        yield

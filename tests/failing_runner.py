@@ -2,8 +2,9 @@
 
 from typing import Any
 
-from kvern import LLM, AsyncLLM
+from kvern import LLM, AsyncLLM, RequestOutput, SamplingParams
 from kvern.step import ModelRunnerOutput, SchedulerOutput
+from kvern.structured_output import StructuredOutput
 from kvern.worker.executor import InProcessExecutor
 
 MARKS = {250: 0, 251: 1, 252: 3}
@@ -51,3 +52,43 @@ class FailingRunner:
 
     def abandon(self) -> None:
         self._runner.abandon()
+
+
+REASON = "its step failed: RuntimeError: as planned"
+
+
+GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+
+
+FORM = StructuredOutput(json={"type": "array", "items": {"enum": [1, 22, "a"]}, "maxItems": 3})
+
+
+KINDS = [
+    GREEDY,
+    SamplingParams(temperature=0.9, seed=3, max_tokens=9, ignore_eos=True, logprobs=1),
+    SamplingParams(temperature=0.9, seed=4, max_tokens=16, structured=FORM),
+    SamplingParams(beam_width=3, n=2, max_tokens=6, ignore_eos=True),
+    SamplingParams(temperature=1.0, seed=5, n=3, max_tokens=8, prompt_logprobs=0, ignore_eos=True),
+]
+
+
+OPTIONS: dict[str, Any] = {
+    "dtype": "float32",
+    "threads": 1,
+    "max_model_len": 64,
+    "block_size": 4,
+    "max_batch_requests": 12,
+    "max_batch_tokens": 48,
+}
+
+
+def crowd() -> tuple[list[list[int]], list[SamplingParams]]:
+    """Thirty prompts that begin alike, of all kinds, four of which are marked."""
+    prompts = [[*range(20, 20 + 5 * (number % 4)), 100 + number, 7] for number in range(30)]
+    for number, mark in zip((3, 10, 17, 24), [*MARKS, 252], strict=True):
+        prompts[number].insert(2, mark)
+    return prompts, [KINDS[number % len(KINDS)] for number in range(30)]
+
+
+def said(output: RequestOutput) -> list[Any]:
+    return [(answer.token_ids, answer.text, answer.finish_reason, answer.stop_reason) for answer in output.outputs]

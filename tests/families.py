@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 
 from tests.fallback_families import FALLBACKS, MIXED_TYPES
 from tests.gemma3n_family import GEMMA3N
@@ -394,3 +395,24 @@ def similar_prompts(most: int) -> list[list[int]]:
     head = [dice.randrange(3, most) for _ in range(18)]
     tails = [[dice.randrange(3, most) for _ in range(length)] for length in (1, 9, 20, 14)]
     return [*(head + tail for tail in tails), head[:16], head[:5]]
+
+
+def change_tensors(folder: Path, **changes: torch.Tensor | None) -> None:
+    tensors = load_file(folder / "model.safetensors") | changes
+    save_file({name: value for name, value in tensors.items() if value is not None}, folder / "model.safetensors")
+
+
+def reference_score(folder: Path, prompt: list[int], tokens: list[int]) -> float:
+    """The log-probability of an answer by transformers."""
+    rows = reference_logits(folder, prompt + tokens).log_softmax(-1)[len(prompt) - 1 : -1]
+    return float(rows.gather(1, torch.tensor(tokens)[:, None]).sum())
+
+
+def prompts_with_windows() -> list[list[int]]:
+    """Some that begin alike, some that do not, most of them longer than a window and a step."""
+    generator = torch.Generator().manual_seed(0)
+    shared = torch.randint(3, 90, (60,), generator=generator).tolist()
+    found = []
+    for length, common in ((3, 0), (40, 0), (70, 60), (75, 60), (50, 40), (64, 60), (4, 0), (6, 0), (5, 3), (7, 0)):
+        found.append(shared[:common] + torch.randint(3, 90, (length - common,), generator=generator).tolist())
+    return found

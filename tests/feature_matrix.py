@@ -66,7 +66,7 @@ class Collector:
 
 def collect() -> Collector:
     """The features of every marked test."""
-    files = [path for path in sorted((ROOT / "tests").glob("test_*.py")) if "mark.features" in path.read_text()]
+    files = [path for path in sorted((ROOT / "tests").rglob("test_*.py")) if "mark.features" in path.read_text()]
     collector, said = Collector(), io.StringIO()
     with contextlib.redirect_stdout(said):
         status = pytest.main(

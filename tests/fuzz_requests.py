@@ -24,6 +24,7 @@ from kvern.api.completions import CHAT, COMPLETIONS, ONLY_VALUES, OWN_FIELDS
 from kvern.api.fields import WITHOUT_EFFECT
 from kvern.sampling_params import SamplingParams
 from tests import fuzz_bodies
+from tests.served import Served
 
 Schema = dict[str, Any]
 Path = tuple[str | int, ...]
@@ -362,3 +363,21 @@ def send(address: tuple[str, int], probes: Iterable[Probe], findings: Findings, 
         thread.start()
     for thread in threads:
         thread.join()
+
+
+FIXED: dict[str, dict[str, Any]] = {
+    "/v1/completions": {"max_tokens": 1, "temperature": 1},
+    "/v1/chat/completions": {"max_tokens": 1, "temperature": 1},
+    "/v1/responses": {"max_output_tokens": 1, "temperature": 1},
+    "/v1/messages": {"max_tokens": 1, "temperature": 1},
+    "/api/chat": {"messages": [{"role": "user", "content": "a"}], "options": {"num_predict": 1, "temperature": 1}},
+    "/api/generate": {"prompt": "a", "options": {"num_predict": 1, "temperature": 1}},
+}
+"""Short, and drawn: where the checkpoint says to take the best token, the filters would have nothing to do."""
+
+
+def plain_answer(server: Served) -> str:
+    body = {"prompt": "Once upon a time", "max_tokens": 20, "seed": 4}
+    status, _, answer = server.raw("POST", "/v1/completions", json.dumps(body).encode())
+    assert status == 200
+    return json.dumps(answer["choices"])

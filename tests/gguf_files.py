@@ -19,6 +19,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from kvern.config import EngineConfig
+from kvern.models.folder import model_folder
+from tests.cache_folder import cache_folder
+
 HALF_PLACES = {
     "Q2_K": (80, 82),
     "Q3_K": (108,),
@@ -382,3 +386,21 @@ def add_tokenizer(folder: Path, pre: str) -> Callable[[gguf.GGUFWriter], None]:
         writer.add_chat_template((folder / "chat_template.jinja").read_text())
 
     return describe
+
+
+WITHOUT_TOKENIZER = "kvern-1m"
+
+
+def folder_of(file: Path, tmp_path: Path, **options: Any) -> Path:
+    config = EngineConfig(str(file), cache_dir=cache_folder(tmp_path / "cache"), tokenizer=WITHOUT_TOKENIZER, **options)
+    return model_folder(config)
+
+
+MIXES: dict[str, dict[str, str]] = {
+    "q4_k_m": {"attn_v|ffn_down|output": "Q6_K", "": "Q4_K"},
+    "q3_k_m": {"attn_v|ffn_down": "Q5_K", "token_embd": "Q2_K", "": "Q3_K"},
+    "iq4_xs": {"attn_v": "IQ4_NL", "": "IQ4_XS"},
+    "older": {"exps": "Q5_1", "attn_q": "Q5_0", "attn_v": "Q5_1", "ffn_gate": "Q4_1", "ffn_up": "Q8_0", "": "Q4_0"},
+    "gpt_oss": {"_exps": "MXFP4", "": "Q8_0"},
+    "plain": {"_exps": "F16", "attn_q|ffn_down": "F16", "attn_v": "BF16", "ffn_gate": "MXFP4", "": "F32"},
+}

@@ -32,7 +32,7 @@ from tests.interruptions import goes_on_where_it_was
 from tests.peft_adapters import make_adapter, merge
 from tests.rank_features import NOT_DIVIDED, OF_EXPERTS
 from tests.speculation import speculating
-from tests.test_model_parity import PROMPT, logits
+from tests.support.model_outputs import PROMPT, logits
 
 PAGE = Path(__file__).parents[1] / "docs" / "models.md"
 RECORD = Path(__file__).with_name("model_features.json")

@@ -241,3 +241,9 @@ def stack_experts(model: Path) -> Path:
 
 def _tensors(arrays: Mapping[str, Array]) -> dict[str, Tensor]:
     return {name: torch.from_numpy(np.ascontiguousarray(array)) for name, array in arrays.items()}
+
+
+def mxfp4_experts(weight: Tensor) -> Stored:
+    """Experts' matrices [experts, inputs, outputs], which are published the other way round."""
+    tensors, rounded = mxfp4(weight.transpose(1, 2).contiguous())
+    return tensors, rounded.transpose(1, 2)

@@ -4,6 +4,8 @@ import itertools
 import os
 import signal
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal
 
@@ -25,6 +27,18 @@ def install(folder: Path) -> Path:
     lines += ["[kvern.kv_tiers]", "host memory = tests.host_tier:host_tier"]
     (metadata / "entry_points.txt").write_text("\n".join(["[kvern.logits_processors]", *lines, ""]))
     return folder
+
+
+@contextmanager
+def installed(folder: Path) -> Iterator[None]:
+    """Installs the package for this process and for those that it starts."""
+    import pytest  # not in the processes of engines, which import this module too
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(install(folder)))
+        root, known = str(Path(__file__).parent.parent), os.environ.get("PYTHONPATH", "")
+        patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [str(folder), root, known])))
+        yield
 
 
 class Step(msgspec.Struct, forbid_unknown_fields=True):

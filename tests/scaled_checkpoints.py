@@ -27,7 +27,7 @@ from kvern.models.loader import llama_name, load_model, read_config
 from kvern.models.registry import spec_from_config
 from tests.families import make_checkpoint
 from tests.scaled_rows import Checkpoints
-from tests.test_linear_methods import methods
+from tests.support.model_outputs import methods_by_path
 
 PLAIN = re.compile(r"^lm_head|embed_tokens|\.mlp\.(gate|shared_expert_gate)\.weight$")
 NOT_PACKED = "embed_tokens|lm_head|mlp.gate$|shared_expert_gate"
@@ -315,5 +315,5 @@ def packed_llama(tmp_path: Path, name: str, family: str = "llama", **config: Any
 
 def quantized(folder: Path, **options: Any) -> set[str]:
     """The paths of the layers that are not plain."""
-    found = methods(load_model(folder, **options))
+    found = methods_by_path(load_model(folder, **options))
     return {path for path, method in found.items() if isinstance(method, QuantizedMethod)}

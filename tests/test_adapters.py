@@ -19,7 +19,7 @@ from kvern.models.loader import load_model
 from kvern.structured_output import StructuredOutput
 from tests.families import make_checkpoint, reference_logits
 from tests.peft_adapters import ATTENTION, EVERYTHING, make_adapter, merge
-from tests.test_model_parity import PROMPT, logits
+from tests.support.model_outputs import PROMPT, logits
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # within PEFT
 

@@ -11,7 +11,7 @@ import pytest
 from kvern.errors import UnsupportedModel
 from kvern.models.registry import spec_from_config
 from tests.families import FAMILIES, make_config
-from tests.test_registry import LLAMA
+from tests.support.configs import LLAMA
 
 PYTHONS = re.compile(
     r"NoneType|subscriptable|has no attribute|unsupported operand|not supported between|iterable|Error|zip\(|unpack"

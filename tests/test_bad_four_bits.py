@@ -19,10 +19,9 @@ from kvern.layers.quantized.packed_tensors import packed_format
 from kvern.layers.quantized.torchao_int4 import torchao_int4
 from kvern.layers.unquantized import Unquantized
 from kvern.models.loader import load_model, read_config
-from tests.families import make_checkpoint
+from tests.families import change_tensors, make_checkpoint
 from tests.packers import awq, gptq, nf4, nvfp4
-from tests.test_loader import change_tensors
-from tests.test_quantized_four_bits import AWQ, GPTQ, make, of_tests
+from tests.support.four_bit_checkpoints import AWQ, GPTQ, make, of_tests
 
 
 @pytest.mark.parametrize("family", ["llama_bias", "mixtral"])

@@ -15,7 +15,7 @@ from kvern.layers.quantized.groups import GroupedFormat
 from kvern.layers.unquantized import Unquantized
 from kvern.models.loader import load_model, outline_model
 from kvern.models.precision import shares
-from tests.families import make_checkpoint
+from tests.families import change_tensors, make_checkpoint
 from tests.scaled_checkpoints import (
     Packing,
     ao,
@@ -25,7 +25,6 @@ from tests.scaled_checkpoints import (
     quantize,
     quantized,
 )
-from tests.test_loader import change_tensors
 
 
 @pytest.mark.parametrize(

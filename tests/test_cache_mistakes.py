@@ -12,7 +12,7 @@ from kvern.cache.radix import Node
 from kvern.cache.states import StatePool
 from kvern.cache.windows import WindowedBlocks
 from kvern.request import Request
-from tests.test_cache_properties import CacheMachine
+from tests.support.cache_machines import CacheMachine
 
 
 def resumed_without_a_state(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,10 +17,9 @@ from kvern.step import ScheduledTokens
 from kvern.worker.captured_decodes import ALIKE, ALIKE_FROM, SELDOM, CapturedDecodes
 from tests.cache_folder import cache_folder, load_kernels, pretend_tiles
 from tests.families import make_checkpoint
-from tests.gguf_files import write_gguf
+from tests.gguf_files import WITHOUT_TOKENIZER, write_gguf
 from tests.speculation import speculating
-from tests.test_gguf import WITHOUT_TOKENIZER
-from tests.test_head_drafting import drafting
+from tests.support.head_drafting import drafting
 
 PARAMS = [
     SamplingParams(temperature=0, max_tokens=20, ignore_eos=True),

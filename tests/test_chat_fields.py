@@ -10,7 +10,7 @@ import pytest
 
 from kvern.tokenizer import Tokenizer
 from tests.served import QUESTION, Served, serving
-from tests.test_reasoning import thinking_model
+from tests.support.thinking_model import thinking_model
 
 OPEN = {"chat_template_kwargs": {"open": True}}
 

@@ -9,8 +9,7 @@ from kvern.errors import InvalidRequest
 from kvern.structured.grammar import grammars_of
 from kvern.tokenizer import Tokenizer
 from kvern.tools.chat import Chat
-from tests.test_chat_template import reference
-from tests.tiny_tokenizer import byte_level, save
+from tests.tiny_tokenizer import byte_level, reference, save
 
 WRITTEN = {
     "as it is": "{{ m.content }}<|end|>",

@@ -24,7 +24,6 @@ from kvern.engine.prefix_record import PIECE_TOKENS, PrefixRecord, piece_keys
 from kvern.errors import ConfigError
 from kvern.request import PromptInput, RequestSpec
 from tests.peft_adapters import make_adapter
-from tests.processors import install
 from tests.served import ENGINE, KEY, Served, children_of, command_of, eventually, serving
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # within PEFT
@@ -303,12 +302,8 @@ async def tokens_of(client: EngineClient, generation: Generation) -> list[int]:
 
 @pytest.mark.nightly
 def test_who_ends_an_engine_does_not_go_to_the_other(
-    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, expected: dict[str | None, list[str]]
+    tiny_model: Path, packages: None, expected: dict[str | None, list[str]]
 ) -> None:
-    known = [os.environ["PYTHONPATH"]] if os.environ.get("PYTHONPATH") else []
-    monkeypatch.setenv(
-        "PYTHONPATH", os.pathsep.join([str(install(tmp_path)), *known, str(Path(__file__).parent.parent)])
-    )
     with two_engines(tiny_model, "--logits-processors", "end") as served:
         client = served.client()
         with concurrent.futures.ThreadPoolExecutor(COUNT) as pool:

@@ -30,8 +30,8 @@ from tests.families import make_checkpoint, make_config, similar_prompts
 from tests.peft_adapters import ATTENTION, make_adapter
 from tests.served import children_of, command_of, eventually, serving
 from tests.speculation import AnyLength, Remembered
-from tests.test_model_parity import logits
-from tests.test_rank_engines import ASKED, packages  # noqa: F401 (a fixture)
+from tests.support.model_outputs import logits
+from tests.support.rank_requests import ASKED
 from tests.tiny_model import make_tiny_model
 
 pytestmark = [
@@ -166,7 +166,7 @@ def adapters(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str
 
 
 @pytest.fixture(scope="module")
-def ranked(folder: Path, adapters: dict[str, str], packages: None) -> Iterator[LLM]:  # noqa: F811
+def ranked(folder: Path, adapters: dict[str, str], packages: None) -> Iterator[LLM]:
     with LLM(str(folder), **OPTIONS | RANKS | ALL, adapters=adapters, logits_processors=PROCESSORS) as llm:
         engine: Any = llm._engine
         engine.core._core.drafting = AnyLength(Remembered(TEXTS), engine.inputs.vocab_size)  # the other's is its own
@@ -174,7 +174,7 @@ def ranked(folder: Path, adapters: dict[str, str], packages: None) -> Iterator[L
 
 
 @pytest.fixture(scope="module")
-def alone(folder: Path, adapters: dict[str, str], packages: None) -> Iterator[LLM]:  # noqa: F811
+def alone(folder: Path, adapters: dict[str, str], packages: None) -> Iterator[LLM]:
     with LLM(str(folder), **OPTIONS, adapters=adapters, logits_processors=PROCESSORS) as llm:
         yield llm
 

@@ -2,18 +2,14 @@
 
 import json
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 from kvern.errors import CorruptCheckpoint, UnsupportedModel
-from kvern.layers.states import new_states
-from kvern.models.decoder import Decoder, LayerInputs
 from kvern.models.draft_formats import is_draft_head, load_draft_head
-from kvern.models.draft_head import DraftHead
 from kvern.models.loader import load_model, read_config
 from tests.draft_heads import (
     add_prediction,
@@ -25,9 +21,8 @@ from tests.draft_heads import (
     write_eagle,
 )
 from tests.families import make_checkpoint
-from tests.test_model_parity import PROMPT, DenseAttend
+from tests.support.head_drafting import TOKENS, drafted, states_of
 
-TOKENS = torch.tensor(PROMPT)
 FAMILIES = {
     "qwen3_next": ("qwen", {"num_hidden_layers": 1, "layer_types": ["full_attention"]}),
     "qwen3_5": ("qwen", {"num_hidden_layers": 1, "layer_types": ["full_attention"]}),
@@ -36,21 +31,6 @@ FAMILIES = {
     "glm4_moe_lite": ("deepseek", {"num_hidden_layers": 1, "mlp_layer_types": ["sparse"]}),
     "deepseek_v3": ("deepseek", {"num_hidden_layers": 1, "first_k_dense_replace": 0}),
 }
-
-
-def states_of(decoder: Decoder, entries: tuple[int, ...] = (), tokens: torch.Tensor = TOKENS) -> torch.Tensor:
-    """The model's last states of a text, or what goes into some layers."""
-    attend, inputs = DenseAttend(decoder), LayerInputs(entries, decoder.build)
-    states = new_states(decoder.spec.recurrent, [len(tokens)], decoder.build.dtype, decoder.build.device)
-    last = decoder(tokens, torch.arange(len(tokens)), attend, states=states, inputs=inputs)
-    return inputs.rows() if entries else last
-
-
-def drafted(head: DraftHead, states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The head's states of the prompt without its first token, and their logits."""
-    attend = DenseAttend(cast("Decoder", SimpleNamespace(spec=head.spec, sinks={})))
-    following = head(TOKENS[1:], head.enter(states[:-1]), torch.arange(len(TOKENS) - 1), attend)
-    return following, head.logits(following)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -14,7 +14,8 @@ from kvern.errors import ConfigError
 from kvern.layers.linear_method import LinearMethod
 from tests.peft_adapters import make_adapter
 from tests.speculation import AnyLength
-from tests.test_speculation import EVERYTHING, PROMPTS, answers, logprobs
+from tests.support.drafting_requests import EVERYTHING, PROMPTS
+from tests.support.outputs import answer_logprobs, tokens_and_texts
 
 OPTIONS: dict[str, Any] = {"dtype": "float32", "threads": 1, "max_model_len": 64, "block_size": 4}
 SMALL: dict[str, Any] = OPTIONS | {"max_batch_requests": 4, "kv_cache_tokens": 96, "max_batch_tokens": 7}
@@ -57,8 +58,8 @@ def test_every_parameter(same: bool, compiled: bool, plain: LLM, tiny_model: Pat
         found = llm.generate(prompts, EVERYTHING)
         statistics = llm.statistics()
         llm._engine.core.scheduler.check_integrity()
-    assert answers(found) == answers(expected)
-    assert list(logprobs(found)) == pytest.approx(list(logprobs(expected)), abs=1e-4)
+    assert tokens_and_texts(found) == tokens_and_texts(expected)
+    assert list(answer_logprobs(found)) == pytest.approx(list(answer_logprobs(expected)), abs=1e-4)
     assert statistics.draft_tokens > 100
     assert statistics.accepted_tokens > 100 if same else statistics.accepted_tokens < statistics.draft_tokens
 
@@ -75,11 +76,11 @@ def test_its_keys_are_right_whatever_happens(depth: int, tiny_model: Path) -> No
         for index in range(len(prompts))
     ]
     with LLM(str(tiny_model), **SMALL) as llm:
-        expected = answers(llm.generate(prompts, params))
+        expected = tokens_and_texts(llm.generate(prompts, params))
     with guessing(tiny_model, tiny_model, **SMALL) as llm:
         llm._engine.core._depth = depth
-        assert answers(llm.generate(prompts, params)) == expected
-        assert answers(llm.generate(prompts[::-1], params[::-1])) == expected[::-1]
+        assert tokens_and_texts(llm.generate(prompts, params)) == expected
+        assert tokens_and_texts(llm.generate(prompts[::-1], params[::-1])) == expected[::-1]
         statistics = llm.statistics()
     assert statistics.preemptions > 0 and statistics.cached_tokens > 0
     assert statistics.draft_tokens > 200
@@ -97,7 +98,7 @@ def test_adapters_and_stop_strings(plain: LLM, tiny_model: Path, tmp_path: Path)
     for llm in (LLM(str(tiny_model), **places), guessing(tiny_model, tiny_model, **places)):
         with llm:
             outputs = llm.generate(PROMPTS, params, adapter=names), llm.generate(PROMPTS, stopping)
-            found.append([answers(output) for output in outputs])
+            found.append([tokens_and_texts(output) for output in outputs])
     assert found[0] == found[1]
 
 
@@ -122,12 +123,12 @@ def test_who_cannot_guess_is_named(tiny_model: Path, other_model: Path, tmp_path
 def test_a_draft_is_quantized_as_is_asked(plain: LLM, tiny_model: Path) -> None:
     """Whatever the model is; answers are the model's."""
     params = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
-    expected = answers(plain.generate(PROMPTS, params))
+    expected = tokens_and_texts(plain.generate(PROMPTS, params))
     options: dict[str, Any] = {"kv_cache_tokens": 512, "max_batch_requests": 8, "draft_quantization": "int8"}
     with guessing(tiny_model, tiny_model, **OPTIONS, **options) as llm:
         drafter: Any = llm._engine.core.executor._worker.runner._drafter._drafter  # type: ignore[attr-defined]
         names = {method.name for method in drafter._decoder.modules() if isinstance(method, LinearMethod)}
-        assert answers(llm.generate(PROMPTS, params)) == expected
+        assert tokens_and_texts(llm.generate(PROMPTS, params)) == expected
         assert llm.statistics().accepted_tokens > 0
     assert any("int8" in name.lower() for name in names), names
 

@@ -18,7 +18,7 @@ from kvern.sample import dry
 from kvern.sample.constraints import constrain
 from kvern.tokenizer import Tokenizer
 from tests import tiny_tokenizer
-from tests.test_sampler import VOCABULARY, make_rows, random_logits
+from tests.support.sampler_inputs import VOCABULARY, make_rows, random_logits
 
 WIDE = SamplingParams(dry_multiplier=0.8)
 NOTHING: tuple[frozenset[int], tuple[tuple[int, ...], ...]] = (frozenset(), ())

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from prometheus_client import generate_latest
 
-from kvern import LLM, SamplingParams
+from kvern import LLM
 from kvern.device.ranks import Ranks
 from kvern.errors import EngineDied
 from kvern.expert_placement import Placement, rank_loads
@@ -20,23 +20,14 @@ from kvern.observe.metrics import Metrics
 from kvern.worker.expert_balance import ExpertBalance
 from kvern.worker.expert_moves import Move, moves_between
 from kvern.worker.torch_parts import TorchParts
-from tests.families import make_checkpoint, similar_prompts
+from tests.families import make_checkpoint
 from tests.packers import gptq, store
 from tests.served import eventually, serving
-from tests.test_quantized_four_bits import GPTQ
+from tests.support.expert_requests import OPTIONS, answers
+from tests.support.four_bit_checkpoints import GPTQ
 from tests.tiny_model import make_tiny_model
 
-OPTIONS: dict[str, Any] = {
-    "dtype": "float32",
-    "device": "cpu",
-    "threads": 1,
-    "max_batch_tokens": 24,
-    "max_batch_requests": 4,
-    "block_size": 4,
-}
 EXPERTS_ALONE = GPTQ | {"dynamic": {"-:.*self_attn": {}}}
-PARAMS = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
-PROMPTS = similar_prompts(131)
 
 
 @pytest.fixture(scope="module")
@@ -45,10 +36,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("mixtral")
     model = make_checkpoint("mixtral", folder / "model", intermediate_size=192)
     return store(model, folder, gptq, r"experts\.\d", EXPERTS_ALONE).quantized
-
-
-def answers(llm: LLM) -> list[list[int]]:
-    return [list(output.outputs[0].token_ids) for output in llm.generate(PROMPTS, PARAMS)]
 
 
 def noted(function: Callable[..., Any], called: list[str]) -> Callable[..., Any]:

@@ -10,10 +10,8 @@ from torch import Tensor
 from kvern.device.ranks import Ranks
 from kvern.errors import ConfigError
 from kvern.expert_placement import kept_in_place, place_experts, rank_loads
-from kvern.layers.build import Build
 from kvern.layers.experts import Experts
 from kvern.layers.linear_format import LinearMethods
-from kvern.layers.loadable import Loadable
 from kvern.layers.quantized.rounding import Rounding
 from kvern.layers.quantized.scaled import TENSOR, Scaled
 from kvern.layers.unquantized import Unquantized
@@ -21,47 +19,23 @@ from kvern.model_spec import MoeSpec
 from kvern.models.registry import spec_from_config
 from kvern.models.share import WholeExperts, share_of
 from tests.families import make_config
-from tests.test_quantized_experts import Int8
+from tests.support.int8_experts import Int8
+from tests.support.placed_experts import HIDDEN, SPECS, TOKENS, loaded, placed
 
-HIDDEN, TOKENS = 8, 14
 PLAIN = LinearMethods(Unquantized())
 INT8, BLOCKS, APART = (
     LinearMethods(Unquantized(), ((re.compile("experts"), stored),)) for stored in (Int8(), Int8(2), Int8(joins=False))
 )
 """Scales of rows, of two rows, and gate and up in matrices of their own."""
 STATIC = LinearMethods(Unquantized(), ((re.compile("experts"), Scaled("e4m3", TENSOR, Rounding("e4m3"), static=True)),))
-SPECS = {
-    "gated": MoeSpec(5, 2, 12),
-    "not gated": MoeSpec(5, 2, 12, activation="relu2", gated=False),
-    "biases": MoeSpec(5, 2, 12, activation="clamped_swiglu", bias=True),
-}
 
 
 def cut(spec: MoeSpec, ranks: int) -> MoeSpec:
     return replace(spec, width=spec.width // ranks)
 
 
-def placed(spec: MoeSpec, ranks: int) -> MoeSpec:
-    return replace(spec, placed_over=ranks)
-
-
 def copied(spec: MoeSpec, ranks: int) -> MoeSpec:
     return replace(spec, placed_over=ranks, redundant=3)
-
-
-def loaded(spec: MoeSpec, linear: LinearMethods, ranks: Ranks, names: str) -> Experts:
-    """Experts of a checkpoint that is always the same."""
-    experts = Build(torch.float32, torch.device("cpu"), 16, linear=linear, ranks=ranks).experts(HIDDEN, spec)
-    generator = torch.Generator().manual_seed(3)
-    for module in experts.modules():
-        if isinstance(module, Loadable):
-            for part, shape in (getattr(module, names)() or module.parts()).items():
-                if part.endswith("qweight"):
-                    module.load(part, torch.randint(-7, 8, shape, generator=generator).to(torch.int8))
-                else:
-                    module.load(part, torch.rand(shape, generator=generator) / 9)
-    experts.finish()
-    return experts
 
 
 def through(experts: Experts) -> Tensor:

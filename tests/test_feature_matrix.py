@@ -7,21 +7,16 @@ from the tests here and elsewhere that are marked with the features that they co
 
 import asyncio
 import itertools
-import json
-import shutil
-import statistics
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-import kvern
-from kvern import LLM, AsyncLLM, SamplingParams
+from kvern import LLM, AsyncLLM
 from kvern.errors import ConfigError
 from kvern.request import Request
 from kvern.structured_output import StructuredOutput
@@ -30,7 +25,6 @@ from tests.combined_features import (
     ADAPTERS,
     FEATURES,
     PROMISED,
-    ROOT,
     Alone,
     Ask,
     Result,
@@ -38,45 +32,19 @@ from tests.combined_features import (
     at_once,
     streamed,
 )
-from tests.combined_questions import QUESTIONS, RECORD
-from tests.families import make_checkpoint
-from tests.feature_matrix import page, several_ranks
+from tests.combined_questions import RECORD
+from tests.feature_matrix import ROOT, page, several_ranks
 from tests.idle import is_idle
-from tests.model_features import QUERIES  # with the tier of a table
-from tests.peft_adapters import make_adapter
 from tests.served import serving
 from tests.speculation import AnyLength, Remembered
-from tests.test_server_tools import gathered
+from tests.support.combined_requests import TOGETHER, asks_with, plain_asks, random_model, too_little_room
+from tests.support.tool_questions import gathered
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # within PEFT
 
 
 EVERYWHERE = frozenset(["prefix cache", "preemption", "streaming", "speculation"])
 """Features that an engine has for all of its requests."""
-
-
-def asks_with(features: frozenset[str], times: int) -> list[Ask]:
-    """Each question so many times, with all these features."""
-    asks = []
-    for number, question in enumerate(QUESTIONS * times):
-        ask = Ask(question, SamplingParams(temperature=0.6, seed=10 * number, max_tokens=88), features=features)
-        for name, feature in FEATURES.items():
-            if name in features:
-                ask = feature.ask(ask, number)
-        asks.append(ask)
-    return asks
-
-
-def plain_asks() -> list[Ask]:
-    """The company: requests that ask for nothing."""
-    return [Ask(question, SamplingParams(temperature=0, max_tokens=80)) for question in QUESTIONS]
-
-
-def too_little_room(asks: Sequence[Ask], alone: Alone) -> int:
-    """Tokens for the longest of them, or for two prompts and not all of their answers."""
-    prompts = {ask: len(alone(ask).output.prompt_token_ids) for ask in asks if ask.features}
-    longest = max(prompt + (ask.params.max_tokens or 0) for ask, prompt in prompts.items())
-    return max(longest, 2 * statistics.median_low(prompts.values()) + 24)
 
 
 def run_batch(asks: Sequence[Ask], of_engine: frozenset[str], alone: Alone) -> tuple[list[Result], Run]:
@@ -166,20 +134,6 @@ def alone(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     made.check()
 
 
-def random_model(family: str, folder: Path, **changes: Any) -> dict[str, Any]:
-    """Options of an engine with a tiny model of a family, and with adapters that are called like the embedded one's."""
-    embedded = Path(kvern.__file__).parent / "embedded" / "kvern-1m"
-    config = json.loads((embedded / "config.json").read_text())
-    sizes = {name: config[name] for name in ("vocab_size", "eos_token_id", "max_position_embeddings")}
-    model = make_checkpoint(family, folder / "model", **sizes, **changes)
-    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
-        shutil.copy(embedded / name, model)
-    adapters = {
-        name: make_adapter(model, folder / name, seed, target_modules=QUERIES) for seed, name in enumerate(ADAPTERS)
-    }
-    return {"model": str(model), "adapters": {name: str(made) for name, made in adapters.items()}}
-
-
 def marks_of(pair: tuple[str, str]) -> list[pytest.MarkDecorator]:
     """By day, those of a request meet others only in what is tried together; each is tried alone, too."""
     at_night = len({*pair}) == 2 and not {*pair} <= EVERYWHERE
@@ -249,13 +203,6 @@ def test_options_of_engines_are_taken_or_refused_by_name(alone: Alone, refused: 
 
 
 RARE = ("top_n_sigma", "xtc_probability", "dynatemp_range")
-TOGETHER = [
-    frozenset(["structured", "n", "logprobs", "LoRA"]),
-    frozenset(["structured", "tools", "logprobs", "DRY"]),
-    frozenset(["structured", "beams", "n", "LoRA", "DRY"]),
-    frozenset(["tools", "beams", "logprobs"]),
-    frozenset(["tools", "n", "LoRA"]),
-]
 
 
 @pytest.mark.features(*FEATURES)

@@ -13,18 +13,9 @@ from kvern import SamplingParams
 from kvern.server.batches import ENDPOINTS
 from kvern.structured_output import StructuredOutput
 from tests.fuzz_bodies import BODIES
-from tests.fuzz_requests import Findings, Requests, encoded, places, send
+from tests.fuzz_requests import FIXED, Findings, Requests, encoded, places, plain_answer, send
 from tests.served import KEY, Served, eventually
 
-FIXED: dict[str, dict[str, Any]] = {
-    "/v1/completions": {"max_tokens": 1, "temperature": 1},
-    "/v1/chat/completions": {"max_tokens": 1, "temperature": 1},
-    "/v1/responses": {"max_output_tokens": 1, "temperature": 1},
-    "/v1/messages": {"max_tokens": 1, "temperature": 1},
-    "/api/chat": {"messages": [{"role": "user", "content": "a"}], "options": {"num_predict": 1, "temperature": 1}},
-    "/api/generate": {"prompt": "a", "options": {"num_predict": 1, "temperature": 1}},
-}
-"""Short, and drawn: where the checkpoint says to take the best token, the filters would have nothing to do."""
 PAIRS = 1500
 
 
@@ -43,13 +34,6 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 @pytest.fixture(scope="module")
 def requests(server: Served) -> Requests:
     return Requests(server.raw("GET", "/openapi.json")[2], FIXED)
-
-
-def plain_answer(server: Served) -> str:
-    body = {"prompt": "Once upon a time", "max_tokens": 20, "seed": 4}
-    status, _, answer = server.raw("POST", "/v1/completions", json.dumps(body).encode())
-    assert status == 200
-    return json.dumps(answer["choices"])
 
 
 def check(server: Served, probes: Any) -> Findings:

@@ -19,7 +19,7 @@ from kvern.quantize.checkpoint import Checkpoint
 from kvern.worker.device import check_kernels
 from tests.families import make_checkpoint, reference_greedy, reference_logits
 from tests.peft_adapters import make_adapter, merge
-from tests.test_model_parity import PROMPT, TOLERANCE, DenseAttend, error, logits
+from tests.support.model_outputs import PROMPT, TOLERANCE, DenseAttend, error, logits
 
 
 @pytest.fixture(scope="module")

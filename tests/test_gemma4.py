@@ -20,7 +20,7 @@ from kvern.worker.memory import bytes_of_token
 from tests.families import make_checkpoint, reference_greedy, reference_logits
 from tests.peft_adapters import make_adapter, merge
 from tests.speculation import speculating
-from tests.test_model_parity import PROMPT, TOLERANCE, DenseAttend, error, logits
+from tests.support.model_outputs import PROMPT, TOLERANCE, DenseAttend, error, logits
 
 
 @pytest.fixture(scope="module")

@@ -27,17 +27,11 @@ from kvern.sampling_params import SamplingParams
 from kvern.tokenizer import Tokenizer
 from tests.cache_folder import cache_folder
 from tests.families import make_checkpoint
-from tests.gguf_files import add_tokenizer, write_gguf
+from tests.gguf_files import MIXES, add_tokenizer, folder_of, write_gguf
 from tests.served import QUESTION, serving
-from tests.test_model_parity import PROMPT, logits
+from tests.support.model_outputs import PROMPT, logits
 
 SOFTMAX = gguf.ExpertGatingFuncType.SOFTMAX
-WITHOUT_TOKENIZER = "kvern-1m"
-
-
-def folder_of(file: Path, tmp_path: Path, **options: Any) -> Path:
-    config = EngineConfig(str(file), cache_dir=cache_folder(tmp_path / "cache"), tokenizer=WITHOUT_TOKENIZER, **options)
-    return model_folder(config)
 
 
 @pytest.mark.parametrize("block", QUANTIZED.values(), ids=lambda block: block.name)
@@ -109,16 +103,6 @@ def test_experts_that_are_scored_in_another_way_are_refused(tmp_path: Path) -> N
     made = write_gguf(model, tmp_path, describe=lambda writer: writer.add_expert_gating_func(SOFTMAX))
     with pytest.raises(UnsupportedModel, match="expert_gating_func is 1; kvern runs glm4moe with 2, sigmoids"):
         folder_of(made.file, tmp_path)
-
-
-MIXES: dict[str, dict[str, str]] = {
-    "q4_k_m": {"attn_v|ffn_down|output": "Q6_K", "": "Q4_K"},
-    "q3_k_m": {"attn_v|ffn_down": "Q5_K", "token_embd": "Q2_K", "": "Q3_K"},
-    "iq4_xs": {"attn_v": "IQ4_NL", "": "IQ4_XS"},
-    "older": {"exps": "Q5_1", "attn_q": "Q5_0", "attn_v": "Q5_1", "ffn_gate": "Q4_1", "ffn_up": "Q8_0", "": "Q4_0"},
-    "gpt_oss": {"_exps": "MXFP4", "": "Q8_0"},
-    "plain": {"_exps": "F16", "attn_q|ffn_down": "F16", "attn_v": "BF16", "ffn_gate": "MXFP4", "": "F32"},
-}
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from kvern import LLM, EngineConfig, SamplingParams
 from kvern.attention import selection
@@ -18,55 +17,13 @@ from kvern.models.registry import spec_from_config
 from kvern.quantize.checkpoint import Checkpoint
 from kvern.rope_scaling import Yarn
 from tests.families import make_checkpoint
-from tests.packers import Stored, mxfp4, store
-from tests.test_model_parity import error
-from tests.test_parity_matrix import CHUNK, OUTPUT, Reference, check
+from tests.packers import mxfp4_experts, store
+from tests.support.configs import GPT_OSS
+from tests.support.model_outputs import error
+from tests.support.parity_reference import CHUNK, OUTPUT, Reference, check_outputs
 
 PARAMS = SamplingParams(temperature=0, max_tokens=OUTPUT, ignore_eos=True, logprobs=100)
 CPU = torch.device("cpu")
-PUBLISHED = {
-    "architectures": ["GptOssForCausalLM"],
-    "attention_bias": True,
-    "eos_token_id": 200002,
-    "experts_per_token": 4,
-    "head_dim": 64,
-    "hidden_act": "silu",
-    "hidden_size": 2880,
-    "initial_context_length": 4096,
-    "intermediate_size": 2880,
-    "layer_types": ["sliding_attention", "full_attention"] * 12,
-    "max_position_embeddings": 131072,
-    "model_type": "gpt_oss",
-    "num_attention_heads": 64,
-    "num_experts_per_tok": 4,
-    "num_hidden_layers": 24,
-    "num_key_value_heads": 8,
-    "num_local_experts": 32,
-    "quantization_config": {
-        "modules_to_not_convert": [
-            "model.layers.*.self_attn",
-            "model.layers.*.mlp.router",
-            "model.embed_tokens",
-            "lm_head",
-        ],
-        "quant_method": "mxfp4",
-    },
-    "rms_norm_eps": 1e-05,
-    "rope_scaling": {
-        "beta_fast": 32.0,
-        "beta_slow": 1.0,
-        "factor": 32.0,
-        "original_max_position_embeddings": 4096,
-        "rope_type": "yarn",
-        "truncate": False,
-    },
-    "rope_theta": 150000,
-    "sliding_window": 128,
-    "swiglu_limit": 7.0,
-    "tie_word_embeddings": False,
-    "vocab_size": 201088,
-}
-"""What config.json of the 20B model says."""
 
 
 @pytest.fixture(scope="module")
@@ -84,7 +41,7 @@ def test_chunks_prefixes_and_preemptions_change_nothing(reference: Reference, cp
     small: dict[str, Any] = {"kv_cache_tokens": 64, "max_batch_tokens": 48, "windowed_kv_cache": "off"}
     with engine(reference.folder, cpu_kernels=cpu_kernels, **small) as llm:
         for _ in range(2):
-            check(llm.generate(reference.prompts, PARAMS), reference)
+            check_outputs(llm.generate(reference.prompts, PARAMS), reference)
         found = llm.statistics()
     assert found.preemptions > 0 and found.cached_tokens > 0
 
@@ -109,24 +66,18 @@ def test_a_cache_of_integers_stays_near(reference: Reference) -> None:
     assert 0 < (found[0] - expected).abs().mean() < 0.1
 
 
-def pack(weight: Tensor) -> Stored:
-    """Experts' matrices [experts, inputs, outputs], which are published the other way round."""
-    tensors, rounded = mxfp4(weight.transpose(1, 2).contiguous())
-    return tensors, rounded.transpose(1, 2)
-
-
 @pytest.mark.parametrize("options", [{}, {"cpu_kernels": False}], ids=str)
 def test_published_experts(options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In runs of an expert or two."""
     monkeypatch.setattr("kvern.models.checkpoint.RUN_BYTES", 4500)
     model = make_checkpoint("gpt_oss", tmp_path / "model", hidden_size=64, intermediate_size=32)
-    made = store(model, tmp_path, pack, r"experts\.\w+_proj$", PUBLISHED["quantization_config"])
+    made = store(model, tmp_path, mxfp4_experts, r"experts\.\w+_proj$", GPT_OSS["quantization_config"])
     with engine(made.quantized, **options) as llm:
-        check(llm.generate((expected := Reference(made.rounded)).prompts, PARAMS), expected)
+        check_outputs(llm.generate((expected := Reference(made.rounded)).prompts, PARAMS), expected)
 
 
 def test_the_published_configuration() -> None:
-    spec = spec_from_config(PUBLISHED)
+    spec = spec_from_config(GPT_OSS)
     assert [layer.attention.window for layer in spec.layers[:3]] == [128, None, 128]
     assert all(attention.sinks for attention in spec.attentions)
     rope = spec.layers[0].rope
@@ -136,12 +87,12 @@ def test_the_published_configuration() -> None:
 
 def test_what_is_no_gpt_oss_of_these_numbers_is_refused() -> None:
     with pytest.raises(UnsupportedModel, match=r"swiglu_limit is 5\.0; kvern knows 7\.0"):
-        spec_from_config(PUBLISHED | {"swiglu_limit": 5.0})
+        spec_from_config(GPT_OSS | {"swiglu_limit": 5.0})
 
 
 def test_libraries_without_sinks_are_not_chosen(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(selection, "_installed", lambda name: True)
-    layers = spec_from_config(PUBLISHED).attentions[:2]
+    layers = spec_from_config(GPT_OSS).attentions[:2]
     shapes = selection.Shapes(layers, 16, torch.bfloat16, torch.bfloat16, CPU, 4, 64)
     config, measurements = EngineConfig("model"), Measurements(tmp_path, CPU)
     with pytest.raises(

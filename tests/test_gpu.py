@@ -5,14 +5,11 @@ Run with `pytest -m gpu`.
 
 import importlib.util
 import random
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from training.exam import questions
-from training.text import TASKS
 
 from kvern import LLM, RequestOutput, SamplingParams
 from kvern.errors import ConfigError
@@ -21,35 +18,15 @@ from tests.families import CPU_ALONE, FAMILIES, make_checkpoint
 from tests.peft_adapters import make_adapter
 from tests.processors import Step, follow, install
 from tests.scaled_rows import quantize
+from tests.support.gpu_engines import GREEDY, HALVES, SMALL, held_out, steps
+from tests.support.outputs import token_ids
+from tests.support.trained_adapters import ADAPTERS
 from tests.tiny_model import make_tiny_model
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"),
 ]
-
-ADAPTERS = {name: str(Path(__file__).parent / "adapters" / name) for name in ("captain", "gull")}
-"""Of kvern-1m."""
-
-GREEDY = SamplingParams(temperature=0, max_tokens=48)
-SMALL: dict[str, Any] = {
-    "dtype": "float32",
-    "max_model_len": 512,
-    "kv_cache_tokens": 64 * 512,
-    "max_batch_requests": 64,
-}
-"""Each engine says what memory it takes, since others run beside it, and captures few graphs."""
-HALVES = SMALL | {"dtype": "bfloat16"}
-
-
-def held_out() -> list[list[dict[str, Any]]]:
-    """200 conversations that the embedded model was not trained on, without their last answers."""
-    conversations = [question.messages[:-1] for task in TASKS for question in questions(task, 200 // len(TASKS) + 1)]
-    return conversations[:200]
-
-
-def tokens(outputs: Sequence[RequestOutput]) -> list[list[list[int]]]:
-    return [[answer.token_ids for answer in output.outputs] for output in outputs]
 
 
 def logprobs(output: RequestOutput) -> list[float]:
@@ -61,12 +38,12 @@ def logprobs(output: RequestOutput) -> list[float]:
 @pytest.fixture(scope="module")
 def expected() -> list[list[list[int]]]:
     """What the CPU engine answers to the held-out conversations."""
-    return tokens(LLM(device="cpu", dtype="float32", max_model_len=512).chat(held_out(), GREEDY))
+    return token_ids(LLM(device="cpu", dtype="float32", max_model_len=512).chat(held_out(), GREEDY))
 
 
 def test_200_held_out_prompts_get_the_cpus_answers(expected: list[list[list[int]]]) -> None:
     assert len(expected) == 200
-    assert tokens(LLM(device="cuda", **(SMALL | {"max_batch_requests": 512})).chat(held_out(), GREEDY)) == expected
+    assert token_ids(LLM(device="cuda", **(SMALL | {"max_batch_requests": 512})).chat(held_out(), GREEDY)) == expected
 
 
 @pytest.mark.parametrize(
@@ -93,8 +70,8 @@ def test_200_held_out_prompts_get_the_cpus_answers(expected: list[list[list[int]
 )
 def test_every_switch_leaves_the_answers(options: dict[str, Any], expected: list[list[list[int]]]) -> None:
     llm = LLM(device="cuda", **(SMALL | options))
-    assert tokens(llm.chat(held_out()[::5], GREEDY)) == expected[::5]
-    assert tokens(llm.chat(held_out()[:10], GREEDY)) == expected[:10], "with some prompts cached"
+    assert token_ids(llm.chat(held_out()[::5], GREEDY)) == expected[::5]
+    assert token_ids(llm.chat(held_out()[:10], GREEDY)) == expected[:10], "with some prompts cached"
     llm._engine.core.scheduler.check_integrity()
 
 
@@ -146,10 +123,10 @@ def test_sampling_depends_on_nothing_but_the_request() -> None:
     params = SamplingParams(temperature=0.9, top_p=0.95, top_k=40, seed=11, max_tokens=24, n=2)
     prompts = held_out()[:12]
     whole = LLM(device="cuda", **SMALL)
-    together = tokens(whole.chat(prompts, params))
-    alone = [tokens(whole.chat([prompt], params))[0] for prompt in prompts]
-    eager = tokens(LLM(device="cuda", cuda_graphs=False, overlap=False, **SMALL).chat(prompts, params))
-    on_cpu = tokens(LLM(device="cpu", dtype="float32", max_model_len=512).chat(prompts, params))
+    together = token_ids(whole.chat(prompts, params))
+    alone = [token_ids(whole.chat([prompt], params))[0] for prompt in prompts]
+    eager = token_ids(LLM(device="cuda", cuda_graphs=False, overlap=False, **SMALL).chat(prompts, params))
+    on_cpu = token_ids(LLM(device="cpu", dtype="float32", max_model_len=512).chat(prompts, params))
     assert together == alone == eager == on_cpu
 
 
@@ -172,11 +149,11 @@ def test_adapters_answer_as_on_the_cpu(options: dict[str, Any]) -> None:
     conversations = held_out()[:64]
     names = [(None, "captain", "gull", "captain", None)[index % 5] for index in range(len(conversations))]
     here = {"adapters": ADAPTERS, **SMALL}
-    expected = tokens(LLM("kvern-1m", device="cpu", **here).chat(conversations, GREEDY, adapter=names))
+    expected = token_ids(LLM("kvern-1m", device="cpu", **here).chat(conversations, GREEDY, adapter=names))
     llm = LLM("kvern-1m", device="cuda", **(here | options))
-    assert tokens(llm.chat(conversations, GREEDY, adapter=names)) == expected
+    assert token_ids(llm.chat(conversations, GREEDY, adapter=names)) == expected
     for index in (0, 1, 2):
-        assert tokens(llm.chat([conversations[index]], GREEDY, adapter=names[index])) == [expected[index]]
+        assert token_ids(llm.chat([conversations[index]], GREEDY, adapter=names[index])) == [expected[index]]
     llm._engine.core.scheduler.check_integrity()
 
 
@@ -187,9 +164,9 @@ def test_structured_answers_are_the_cpus() -> None:
     params = [
         SamplingParams(temperature=0, max_tokens=40, structured=form if index % 2 else None) for index in range(8)
     ]
-    expected = tokens(LLM(device="cpu", dtype="float32", max_model_len=512).chat(prompts, params))
+    expected = token_ids(LLM(device="cpu", dtype="float32", max_model_len=512).chat(prompts, params))
     for overlap in (True, False):
-        assert tokens(LLM(device="cuda", overlap=overlap, **SMALL).chat(prompts, params)) == expected
+        assert token_ids(LLM(device="cuda", overlap=overlap, **SMALL).chat(prompts, params)) == expected
 
 
 def test_embeddings_are_the_cpus(tmp_path: Path) -> None:
@@ -218,9 +195,9 @@ def test_requests_that_begin_alike(options: dict[str, Any]) -> None:
         SamplingParams(temperature=0.5, seed=index, max_tokens=4 + index % 20, ignore_eos=True) for index in range(60)
     ]
     config = SMALL | {"max_batch_requests": 24}
-    expected = tokens(LLM(device="cpu", **config).generate(prompts, params))
+    expected = token_ids(LLM(device="cpu", **config).generate(prompts, params))
     llm = LLM(device="cuda", **(config | options))
-    assert tokens(llm.generate(prompts, params)) == expected
+    assert token_ids(llm.generate(prompts, params)) == expected
     graphs = llm._engine.core.executor._worker.runner._graphs._graphs
     shared = [graph.groups for key, graph in graphs.items() if key.prefix]
     assert any(shared) == llm.config.shared_prefix_attention
@@ -235,15 +212,10 @@ def test_beams_are_the_cpus(options: dict[str, Any]) -> None:
     params = [beams, SamplingParams(temperature=0.8, seed=3, max_tokens=60), beams.replace(logprobs=None), beams]
     expected = LLM(device="cpu", **SMALL).generate(prompts, params)
     found = LLM(device="cuda", **(SMALL | options)).generate(prompts, params)
-    assert tokens(found) == tokens(expected)
+    assert token_ids(found) == token_ids(expected)
     for output, wanted in zip(found, expected, strict=True):
         for answer, other in zip(output.outputs, wanted.outputs, strict=True):
             assert answer.cumulative_logprob == pytest.approx(other.cumulative_logprob, abs=1e-2)
-
-
-def steps(llm: LLM, count: int) -> None:
-    for _ in range(count):
-        llm._engine.step()
 
 
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode")
@@ -386,6 +358,6 @@ def test_weights_of_another_format(family: str, layers: str, adapted: bool, tmp_
     llm = LLM(str(made.quantized), device="cuda", **options)
     for some in (prompts, prompts[:1]):
         outputs = llm.generate(some, params, adapter=name)
-        assert tokens(outputs) == tokens(expected)[: len(some)]
+        assert token_ids(outputs) == token_ids(expected)[: len(some)]
         for found, wanted in zip(outputs, expected, strict=False):
             assert logprobs(found) == pytest.approx(logprobs(wanted), abs=2e-3)

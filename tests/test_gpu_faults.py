@@ -10,10 +10,9 @@ import pytest
 import torch
 
 from kvern import LLM
-from tests.failing_runner import MARKS, FailingRunner
+from tests.failing_runner import MARKS, OPTIONS, REASON, FailingRunner, crowd, said
 from tests.idle import is_idle
-from tests.test_server_deaths import LENGTH, PROMPTS, Streams, deadly, with_processors
-from tests.test_step_failures import OPTIONS, REASON, crowd, said
+from tests.support.engine_deaths import LENGTH, PROMPTS, Streams, deadly, with_processors
 
 pytestmark = [
     pytest.mark.gpu,

@@ -15,7 +15,8 @@ import torch
 
 import kvern.kernel_list.dense
 from kvern import LLM, SamplingParams
-from tests.test_gpu import GREEDY, SMALL, held_out, tokens
+from tests.support.gpu_engines import GREEDY, SMALL, held_out
+from tests.support.outputs import token_ids
 
 pytestmark = [
     pytest.mark.gpu,
@@ -28,14 +29,14 @@ def test_a_step_that_runs_out_of_memory_is_run_in_parts(caplog: pytest.LogCaptur
     llm = LLM(device="cuda", dtype="bfloat16", max_model_len=1024, kv_cache_tokens=65536, max_batch_tokens=16384)
     params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
     prompts = [[5 + index] * 1000 for index in range(16)]
-    before = tokens(llm.generate(prompts, params))
+    before = token_ids(llm.generate(prompts, params))
     llm._engine.core.scheduler.cache.tree.clear()
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     free = torch.cuda.mem_get_info()[0]
     hoard = torch.empty(free - (56 << 20), dtype=torch.uint8, device="cuda")
     try:
-        found = tokens(llm.generate(prompts, params))
+        found = token_ids(llm.generate(prompts, params))
     finally:
         del hoard
         torch.cuda.empty_cache()
@@ -141,4 +142,4 @@ def test_a_kernel_that_does_not_work_is_left_to_pytorch(
     )
     monkeypatch.undo()
     expected = LLM(device="cpu", dtype="float32", max_model_len=512).chat(held_out()[:20], GREEDY)
-    assert tokens(llm.chat(held_out()[:20], GREEDY)) == tokens(expected)
+    assert token_ids(llm.chat(held_out()[:20], GREEDY)) == token_ids(expected)

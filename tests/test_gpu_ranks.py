@@ -20,18 +20,19 @@ from kvern.layers.fused import FusedLayer
 from kvern.outputs import RequestOutput
 from kvern.worker import rank_sums
 from kvern.worker.draft_graphs import DraftGraphs, DraftRun, DraftSteps
-from tests import noted_replays, test_expert_parallel, test_pipeline_parallel, test_rank_engines, test_rank_weights
+from tests import noted_replays
 from tests.families import CPU_ALONE, make_checkpoint
 from tests.idle import is_idle
 from tests.packers import gptq, store
 from tests.peft_adapters import make_adapter
 from tests.served import serving
 from tests.speculation import AnyLength, speculating
-from tests.test_head_drafting import drafting, make_model_with_layer
-from tests.test_quantized_four_bits import GPTQ, LINEAR
-from tests.test_rank_drafts import KINDS, write
-from tests.test_rank_engines import check_streams
-from tests.test_tensor_parallel import CHANGED, FEW
+from tests.support import expert_requests, rank_requests
+from tests.support.divided_families import STAGE_CHANGES, TENSOR_PARALLEL_CHANGES, TENSOR_PARALLEL_FAMILIES
+from tests.support.four_bit_checkpoints import GPTQ, LINEAR
+from tests.support.head_drafting import HEAD_KINDS, drafting, make_model_with_layer, write_head
+from tests.support.rank_requests import check_streams
+from tests.support.rank_weights import check_weights
 from tests.tiny_model import make_tiny_model
 
 pytestmark = [
@@ -42,9 +43,8 @@ pytestmark = [
 
 FOUR = pytest.mark.skipif(torch.cuda.device_count() < 4, reason="fewer than four GPUs")
 DEVICE = "cuda"
-OPTIONS: dict[str, Any] = test_rank_engines.OPTIONS | {"device": DEVICE, "threads": None}
-PROCESSED = OPTIONS | {"logits_processors": test_rank_engines.ALL["logits_processors"]}
-packages = test_rank_engines.packages
+OPTIONS: dict[str, Any] = rank_requests.OPTIONS | {"device": DEVICE, "threads": None}
+PROCESSED = OPTIONS | {"logits_processors": rank_requests.ALL["logits_processors"]}
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
 PROMPTS = [[1 + number % 3, *range(4, 4 + 3 * number), 7] for number in range(12)]
 """Of few tokens and of many; some are computed in several steps."""
@@ -57,7 +57,7 @@ def said(outputs: list[RequestOutput]) -> list[list[list[int]]]:
 @pytest.fixture(scope="module")
 def expected(packages: None) -> list[list[list[int]]]:
     with LLM(**PROCESSED) as alone:
-        return said(test_rank_engines.answers(alone))
+        return said(rank_requests.answers(alone))
 
 
 @pytest.mark.parametrize(
@@ -82,7 +82,7 @@ def expected(packages: None) -> list[list[list[int]]]:
 )
 def test_two_gpus_answer_as_one_does(options: dict[str, Any], expected: list[list[list[int]]]) -> None:
     with LLM(**PROCESSED | options) as llm:
-        assert said(test_rank_engines.answers(llm)) == expected
+        assert said(rank_requests.answers(llm)) == expected
 
 
 @pytest.mark.parametrize("size", [1, pytest.param(2, marks=FOUR)])
@@ -107,7 +107,7 @@ def test_each_way_to_sum(
     ways = [way] * len(TIMED_ROWS)
     monkeypatch.setattr(rank_sums, "known_ways", lambda *_: ways)
     with LLM(**PROCESSED, tensor_parallel_size=2, deterministic=deterministic) as llm:
-        assert said(test_rank_engines.answers(llm)) == expected
+        assert said(rank_requests.answers(llm)) == expected
         peers = cast("Any", llm)._engine.core.executor._worker._ranks.peers
         assert peers is None if way == "nccl" else peers.ways == ways
 
@@ -126,9 +126,11 @@ def test_each_way_to_sum_of_a_family(family: str, way: Way, tmp_path: Path, monk
 
 
 @pytest.mark.parametrize("size", ["tensor_parallel_size", "pipeline_parallel_size"])
-@pytest.mark.parametrize("family", [family for family in FEW if family not in CPU_ALONE and family != "gemma3n"])
+@pytest.mark.parametrize(
+    "family", [family for family in TENSOR_PARALLEL_FAMILIES if family not in CPU_ALONE and family != "gemma3n"]
+)
 def test_kinds_of_layers(family: str, size: str, tmp_path: Path) -> None:
-    changes = CHANGED if size == "tensor_parallel_size" else test_pipeline_parallel.CHANGED
+    changes = TENSOR_PARALLEL_CHANGES if size == "tensor_parallel_size" else STAGE_CHANGES
     folder = make_checkpoint(family, tmp_path, **changes.get(family, {}))
     options = OPTIONS | {"model": str(folder), "max_model_len": 64}
     found = []
@@ -157,17 +159,17 @@ def test_kinds_of_layers(family: str, size: str, tmp_path: Path) -> None:
 )
 def test_experts_are_shared_in_all_ways(options: dict[str, Any], tmp_path: Path) -> None:
     folder = str(make_checkpoint("mixtral", tmp_path))
-    given = test_expert_parallel.OPTIONS | {"device": DEVICE, "threads": None}
+    given = expert_requests.OPTIONS | {"device": DEVICE, "threads": None}
     with LLM(folder, **given) as alone:
-        expected = test_expert_parallel.answers(alone)
+        expected = expert_requests.answers(alone)
     with LLM(folder, tensor_parallel_size=2, **given | options) as ranked:
-        assert [test_expert_parallel.answers(ranked) for _ in range(3)] == [expected] * 3
+        assert [expert_requests.answers(ranked) for _ in range(3)] == [expected] * 3
 
 
 def test_stages_tell_what_all_of_them_have_counted(tmp_path: Path) -> None:
-    given = test_expert_parallel.OPTIONS | {"device": DEVICE, "threads": None, "pipeline_parallel_size": 2}
+    given = expert_requests.OPTIONS | {"device": DEVICE, "threads": None, "pipeline_parallel_size": 2}
     with LLM(str(make_checkpoint("mixtral", tmp_path)), **given) as llm:
-        test_expert_parallel.answers(llm)
+        expert_requests.answers(llm)
         first, second, last = map(sum, llm.expert_tokens())
         assert min(first, second) >= 2 * llm.statistics().computed_tokens, "and rows that fill graphs up"
         assert 0 < last <= max(first, second)
@@ -179,15 +181,15 @@ def test_packed_weights_adapters_and_codes_of_keys(
     adapters = {name: make_adapter(tiny_model, tmp_path / name, seed, r=4) for seed, name in enumerate(("one", "two"))}
     packed = store(tiny_model, tmp_path, gptq, LINEAR, GPTQ).quantized
     given = {"device": DEVICE, "threads": None, "kv_cache_dtype": "fp8", "max_adapters": 1}
-    test_rank_weights.check(packed, adapters, **given)
+    check_weights(packed, adapters, **given)
     assert "do not work here" not in caplog.text
 
 
 @pytest.mark.parametrize(
     ("kind", "size"),
     [
-        *((kind, "tensor_parallel_size") for kind in KINDS),
-        *((kind, "pipeline_parallel_size") for kind in (*KINDS, "mtp")),
+        *((kind, "tensor_parallel_size") for kind in HEAD_KINDS),
+        *((kind, "pipeline_parallel_size") for kind in (*HEAD_KINDS, "mtp")),
     ],
 )
 def test_heads_draft_as_on_one_gpu(kind: str, size: str, tmp_path: Path) -> None:
@@ -195,7 +197,7 @@ def test_heads_draft_as_on_one_gpu(kind: str, size: str, tmp_path: Path) -> None
         target, draft = make_model_with_layer("glm4_moe", tmp_path / "target"), "mtp"
     else:
         target, draft = make_tiny_model(tmp_path / "target"), str(tmp_path / "head")
-        write(kind, tmp_path / "head", target)
+        write_head(kind, tmp_path / "head", target)
     options = OPTIONS | {"model": str(target), "draft_model": draft, "max_model_len": 64}
     found = []
     for ranks in (1, 2):
@@ -231,7 +233,7 @@ def test_a_model_behind_the_last_stage_guesses_for_itself(cuda_graphs: bool, mon
 @pytest.mark.parametrize("family", ["qwen3_next", "granitemoehybrid", "lfm2"])
 def test_states_of_both_stages_see_the_drafts_that_are_kept(family: str, guessed_there: bool, tmp_path: Path) -> None:
     """Gated delta nets, Mamba-2 and short convolutions; requests give way and begin again, and conversations go on."""
-    folder = make_checkpoint(family, tmp_path, **test_pipeline_parallel.CHANGED[family])
+    folder = make_checkpoint(family, tmp_path, **STAGE_CHANGES[family])
     options = OPTIONS | {"model": str(folder), "max_model_len": 96}
     with LLM(**options) as alone:
         expected = alone.generate(PROMPTS, GREEDY)
@@ -325,11 +327,11 @@ def test_streams_go_on_when_a_rank_ends_or_hangs(how: signal.Signals, option: st
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_rank_that_ends_or_hangs_keeps_no_llm_waiting(how: signal.Signals, sizes: dict[str, int]) -> None:
     """The process that has it can have another afterwards."""
-    before = test_rank_engines.ranks_of(os.getpid())
+    before = rank_requests.ranks_of(os.getpid())
     for lost in (True, False):
         with LLM(**OPTIONS | sizes | {"engine_timeout": 20.0}) as llm:
             [output] = llm.generate([PROMPTS[1]], GREEDY)
-            (rank,) = set(test_rank_engines.ranks_of(os.getpid())) - set(before)
+            (rank,) = set(rank_requests.ranks_of(os.getpid())) - set(before)
             if lost:
                 threading.Timer(0.5, os.kill, (rank, how)).start()
                 with pytest.raises(EngineDied, match=r"it lost (rank [01], which .* SIGKILL|its other ranks)"):

@@ -11,7 +11,8 @@ import torch
 
 from kvern import LLM, SamplingParams
 from tests.speculation import speculating
-from tests.test_gpu import SMALL, held_out, tokens
+from tests.support.gpu_engines import SMALL, held_out
+from tests.support.outputs import token_ids
 
 pytestmark = [
     pytest.mark.gpu,
@@ -66,9 +67,9 @@ def test_no_switch_no_company_and_no_draft_changes_the_answers(options: dict[str
     llm = LLM(device="cuda", **(SMALL | options))
     expected = llm.chat(conversations, asked(PARAMS, 44))
     alone = [llm.chat([conversations[index]], [PARAMS[index]])[0] for index in range(len(PARAMS))]
-    assert tokens(alone) == tokens(expected[: len(PARAMS)])
+    assert token_ids(alone) == token_ids(expected[: len(PARAMS)])
     with speculating(llm, expected, 0.7) as oracle:
-        assert tokens(llm.chat(conversations, asked(PARAMS, 44))) == tokens(expected)
+        assert token_ids(llm.chat(conversations, asked(PARAMS, 44))) == token_ids(expected)
     assert oracle.guessed > 500
     llm._engine.core.scheduler.check_integrity()
 
@@ -76,7 +77,7 @@ def test_no_switch_no_company_and_no_draft_changes_the_answers(options: dict[str
 def test_greedy_and_beams_are_the_cpus() -> None:
     conversations = held_out()[:20]
     expected = LLM(device="cpu", **SMALL).chat(conversations, asked(GREEDY, 20))
-    assert tokens(LLM(device="cuda", **SMALL).chat(conversations, asked(GREEDY, 20))) == tokens(expected)
+    assert token_ids(LLM(device="cuda", **SMALL).chat(conversations, asked(GREEDY, 20))) == token_ids(expected)
 
 
 def test_only_what_pytorch_does_splits_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,9 @@ from kvern import LLM, SamplingParams
 from kvern.structured_output import StructuredOutput
 from tests.families import make_checkpoint, similar_prompts
 from tests.speculation import AnyLength, speculating
-from tests.test_gpu import ADAPTERS, HALVES, SMALL, held_out, steps, tokens
+from tests.support.gpu_engines import HALVES, SMALL, held_out, steps
+from tests.support.outputs import token_ids
+from tests.support.trained_adapters import ADAPTERS
 
 if torch.cuda.is_available():
     from kvern.worker.verify_graphs import VerifiedStep, VerifyGraphs
@@ -83,7 +85,7 @@ def test_drafts_leave_the_answers(options: dict[str, Any], accuracy: float) -> N
         with speculating(llm, expected, accuracy, on_device=guessed_there) as oracle:
             found = llm.chat(conversations, params)
         assert oracle.guessed > 500
-        assert tokens(found) == tokens(expected)
+        assert token_ids(found) == token_ids(expected)
         llm._engine.core.scheduler.check_integrity()
 
 
@@ -105,7 +107,7 @@ def test_a_model_that_drafts_for_itself_is_right(options: dict[str, Any], monkey
         return verified
 
     monkeypatch.setattr(VerifyGraphs, "run", recorded)
-    assert tokens(llm.chat(conversations, params)) == tokens(expected)
+    assert token_ids(llm.chat(conversations, params)) == token_ids(expected)
     statistics = llm.statistics()
     assert statistics.accepted_tokens > 0.9 * statistics.draft_tokens > 200
     assert any(replayed) == options.get("cuda_graphs", True)
@@ -123,7 +125,7 @@ def test_states_see_the_drafts_that_are_accepted(family: str, options: dict[str,
         expected = llm.generate(prompts, params)
         for accuracy in (0.5, 1.0):
             with speculating(llm, expected, accuracy) as oracle:
-                assert tokens(llm.generate(prompts, params)) == tokens(expected)
+                assert token_ids(llm.generate(prompts, params)) == token_ids(expected)
             assert oracle.guessed > 200
         llm._engine.core.scheduler.check_integrity()
 

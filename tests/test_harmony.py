@@ -22,8 +22,8 @@ from kvern.tools.pieces import Message
 from kvern.tools.thinking import HARMONY
 from kvern.tools.thought_tokens import ThoughtTokens
 from tests.served import KEY, Served, serving
-from tests.test_server_tools import ALARM, CLAUDE, FLAT, QUESTION, TOOLS, check_call, gathered
-from tests.test_tool_formats import everywhere, read, reader_of
+from tests.support.tool_calls import everywhere, read, reader_of
+from tests.support.tool_questions import ALARM, CLAUDE, FLAT, QUESTION, TOOLS, check_call, gathered
 from tests.tiny_model import make_tiny_model
 
 TEMPLATE = """

@@ -3,7 +3,6 @@
 import json
 import random
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -31,11 +30,12 @@ from kvern.worker.memory import bytes_of_state
 from kvern.worker.plan import Findings, Room, agree, lay_out
 from kvern.worker.step_parts import StepTooLarge
 from tests.failing_runner import FailingRunner
-from tests.families import make_checkpoint, reference_greedy, reference_logits, similar_prompts
+from tests.families import make_checkpoint, reference_greedy, reference_score, similar_prompts
 from tests.idle import is_idle
 from tests.peft_adapters import make_adapter, merge
 from tests.processors import install
-from tests.test_model_parity import error
+from tests.state_families import rule_inputs
+from tests.support.model_outputs import error
 
 OUTPUT = 8
 GREEDY = SamplingParams(temperature=0, max_tokens=OUTPUT, ignore_eos=True)
@@ -78,18 +78,6 @@ def expected(folder: Path, prompts: list[list[int]]) -> list[list[int]]:
 
 def answers(llm: LLM, prompts: list[list[int]], params: SamplingParams = GREEDY) -> list[list[int]]:
     return [output.outputs[0].token_ids for output in llm.generate(prompts, params)]
-
-
-def rule_inputs(rule: ModuleType, tokens: int) -> Iterator[torch.Tensor]:
-    """Queries, keys, values, betas and decays, of which some leave next to nothing of what was before."""
-    generator = torch.Generator().manual_seed(tokens)
-    keys, heads = 4 if rule is delta_rule else 2, 4
-    for _ in range(2):
-        yield torch.nn.functional.normalize(torch.randn(tokens, keys, 8, generator=generator), dim=-1)
-    yield torch.randn(tokens, heads, 5, generator=generator)
-    if rule is delta_rule:
-        yield torch.rand(tokens, heads, generator=generator)
-    yield -torch.rand(tokens, heads, generator=generator) * torch.tensor([0.0, 0.01, 1.0, 30.0])
 
 
 @pytest.mark.parametrize("tokens", [1, 2, CHUNK, 2 * CHUNK + 1])
@@ -197,14 +185,8 @@ def test_samples_and_beams_go_on_with_copies(folder: Path, prompts: list[list[in
             assert is_idle(llm)
     assert found[0] == found[1]
     best = found[0][1][0]
-    worse = score(folder, prompts[1], reference_greedy(folder, prompts[1], 5))
-    assert score(folder, prompts[1], best) >= worse - 1e-4, "three beams find nothing worse than one"
-
-
-def score(folder: Path, prompt: list[int], tokens: list[int]) -> float:
-    """The log-probability of an answer by transformers."""
-    rows = reference_logits(folder, prompt + tokens).log_softmax(-1)[len(prompt) - 1 : -1]
-    return float(rows.gather(1, torch.tensor(tokens)[:, None]).sum())
+    worse = reference_score(folder, prompts[1], reference_greedy(folder, prompts[1], 5))
+    assert reference_score(folder, prompts[1], best) >= worse - 1e-4, "three beams find nothing worse than one"
 
 
 @several_families

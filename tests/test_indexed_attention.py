@@ -18,7 +18,7 @@ from kvern.worker.memory import bytes_of_token
 from tests.families import make_checkpoint, reference_logits
 from tests.latent_engine import GREEDY, OPTIONS, PROMPTS, answers, check_steps, expected_answers
 from tests.speculation import speculating
-from tests.test_model_parity import PROMPT, TOLERANCE, DenseAttend, error, logits
+from tests.support.model_outputs import PROMPT, TOLERANCE, DenseAttend, error, logits
 
 TOP_K = 7
 

@@ -8,11 +8,7 @@ import pytest
 
 from kvern.server.response_memory import MOST_RESPONSE_BYTES
 from tests.served import SMALL, Served, eventually, serving
-
-ASKED: dict[str, Any] = {"model": "kvern-1m", "temperature": 0, "extra_body": {"ignore_eos": True}}
-SHORT: dict[str, Any] = ASKED | {"max_output_tokens": 6}
-LONG: dict[str, Any] = ASKED | {"max_output_tokens": 450, "input": "Once"}
-FOLLOWED: dict[str, Any] = {"background": True, "stream": True}
+from tests.support.background_responses import FOLLOWED, LONG, SHORT, plain
 
 
 @pytest.fixture(scope="module")
@@ -26,10 +22,6 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 @pytest.fixture
 def alice(server: Served) -> openai.OpenAI:
     return server.client("alice-key")
-
-
-def plain(events: Any) -> list[dict[str, Any]]:
-    return [event.to_dict() for event in events]
 
 
 def test_a_conversation_and_its_items(alice: openai.OpenAI) -> None:

@@ -25,15 +25,14 @@ from kvern.worker.device import check_latents
 from kvern.worker.memory import bytes_of_token
 from kvern.worker.tiered import TIERS
 from tests.cache_folder import load_kernels
-from tests.families import make_checkpoint, reference_greedy
+from tests.families import make_checkpoint, reference_greedy, reference_score
 from tests.host_tier import HostTier
 from tests.idle import is_idle
 from tests.latent_engine import GREEDY, OPTIONS, OUTPUT, PROMPTS, answers, check_steps, expected_answers
 from tests.latent_families import STRETCHED
 from tests.peft_adapters import make_adapter, merge
 from tests.speculation import speculating
-from tests.test_hybrids import score
-from tests.test_model_parity import TOLERANCE, error
+from tests.support.model_outputs import TOLERANCE, error
 
 
 @pytest.fixture(scope="module")
@@ -89,8 +88,10 @@ def test_samples_and_beams_go_on_with_copies(folder: Path, cpu_kernels: bool) ->
             found.append([[answer.token_ids for answer in output.outputs] for output in outputs])
             assert is_idle(llm)
     assert found[0] == found[1]
-    worse = score(folder, PROMPTS[1], reference_greedy(folder, PROMPTS[1], 5))
-    assert score(folder, PROMPTS[1], found[0][1][0]) >= worse - 1e-4, "three beams find nothing worse than one"
+    worse = reference_score(folder, PROMPTS[1], reference_greedy(folder, PROMPTS[1], 5))
+    assert reference_score(folder, PROMPTS[1], found[0][1][0]) >= worse - 1e-4, (
+        "three beams find nothing worse than one"
+    )
 
 
 def test_steps_and_company_change_no_bit(folder: Path) -> None:

@@ -11,9 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvern.chat_template import ChatTemplate
-from kvern.models.hub import resolve_model
-from kvern.structured.grammar import Grammars, grammars_of
-from kvern.tokenizer import Tokenizer
 from kvern.tools.definitions import read_tools
 from kvern.tools.formats import format_of
 from kvern.tools.grammar import GrammarWriter
@@ -21,7 +18,7 @@ from kvern.tools.json_mending import JsonMender
 from kvern.tools.learning import SPECIAL_TOKENS
 from kvern.tools.tool_format import ToolFormat
 from tests import call_templates
-from tests.test_tool_formats import calls_of, everywhere, read, reader_of, typed, values
+from tests.support.tool_calls import calls_of, embedded_grammars, everywhere, read, reader_of, typed, values
 
 TEMPLATES = call_templates.OBJECTS | call_templates.XML | call_templates.NAMED
 PARAMETERS = {"a": {"type": "string"}, "b": {}}
@@ -106,15 +103,9 @@ def test_demanded_calls_have_the_templates_own_form(name: str) -> None:
         assert not is_demanded(name, several, parallel=False)
 
 
-@functools.cache
-def demo() -> tuple[Tokenizer, Grammars]:
-    folder = resolve_model("kvern-1m")
-    return Tokenizer(folder), grammars_of(folder, 4096)
-
-
 def is_demanded(name: str, text: str, parallel: bool = True) -> bool:
     """Whether an answer that must call may be this text."""
-    tokenizer, grammars = demo()
+    tokenizer, grammars = embedded_grammars()
     use = read_tools(TOOLS, "required", parallel)
     structured = GrammarWriter(tokenizer, grammars).answer(form_of(name), use, None, None)
     assert structured is not None

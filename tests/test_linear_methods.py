@@ -20,7 +20,7 @@ from kvern.errors import ConfigError, CorruptCheckpoint, UnsupportedModel
 from kvern.layers import linear_format
 from kvern.layers.build import Build
 from kvern.layers.experts import Experts, SeparateExperts
-from kvern.layers.linear import Linear, Weighted
+from kvern.layers.linear import Linear
 from kvern.layers.linear_format import LINEAR_METHODS, LinearMethods
 from kvern.layers.linear_method import Axis, LinearMethod, LinearShape, Part, Product, TensorLayout
 from kvern.layers.parted import PartedMethod
@@ -30,18 +30,13 @@ from kvern.model_spec import MoeSpec
 from kvern.models.decoder import Decoder
 from kvern.models.loader import load_model, read_config
 from kvern.plugins import Plugins
-from tests.families import make_checkpoint
+from tests.families import change_tensors, make_checkpoint
 from tests.peft_adapters import make_adapter
 from tests.scaled_rows import ScaledRows, ScaledRowsMethod, quantize
-from tests.test_loader import change_tensors
-from tests.test_model_parity import PROMPT, logits
+from tests.support.model_outputs import PROMPT, logits, methods_by_path
 
 CPU = torch.device("cpu")
 ALL = "."
-
-
-def methods(decoder: Decoder) -> dict[str, LinearMethod]:
-    return {path: module.method for path, module in decoder.named_modules() if isinstance(module, Weighted)}
 
 
 @pytest.mark.parametrize(
@@ -70,7 +65,7 @@ def test_logits_are_those_of_the_rounded_model(family: str, layers: str, tmp_pat
 def test_each_layer_has_the_format_of_its_path(tmp_path: Path) -> None:
     made = quantize(make_checkpoint("llama", tmp_path / "model"), tmp_path, r"layers\.1\.|lm_head")
     decoder = load_model(made.quantized, dtype="bf16")
-    for path, method in methods(decoder).items():
+    for path, method in methods_by_path(decoder).items():
         scaled = ".1." in path or path == "lm_head"
         assert isinstance(method, ScaledRowsMethod) == scaled
         assert isinstance(method, PackedMethod) == (".0." in path or ".2." in path)
@@ -79,7 +74,7 @@ def test_each_layer_has_the_format_of_its_path(tmp_path: Path) -> None:
     torch.testing.assert_close(logits(decoder, PROMPT), logits(rounded, PROMPT), rtol=0.05, atol=0.15)
     meta = Build(torch.bfloat16, torch.device("meta"), 1)
     assert Decoder(decoder.spec, meta).weight_bytes < decoder.weight_bytes + sum(
-        method.dequantize().nbytes for method in methods(decoder).values() if isinstance(method, PackedMethod)
+        method.dequantize().nbytes for method in methods_by_path(decoder).values() if isinstance(method, PackedMethod)
     )
 
 

@@ -20,7 +20,7 @@ from kvern.models.decoder import Decoder
 from kvern.models.loader import load_model, load_weights, read_config
 from kvern.models.registry import spec_from_config
 from kvern.tokenizer import Tokenizer
-from tests.families import make_checkpoint, make_model
+from tests.families import change_tensors, make_checkpoint, make_model
 
 
 @pytest.fixture
@@ -30,11 +30,6 @@ def folder(tmp_path: Path) -> Path:
 
 def weights(decoder: Decoder) -> dict[str, torch.Tensor]:
     return dict(decoder.named_parameters())
-
-
-def change_tensors(folder: Path, **changes: torch.Tensor | None) -> None:
-    tensors = load_file(folder / "model.safetensors") | changes
-    save_file({name: value for name, value in tensors.items() if value is not None}, folder / "model.safetensors")
 
 
 def fault(folder: Path) -> str:

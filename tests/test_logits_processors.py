@@ -1,7 +1,6 @@
 """Custom logits processors: enabled by the operator, told by requests, alone in what they change and in failing."""
 
 import asyncio
-import os
 import re
 import shutil
 import subprocess
@@ -232,10 +231,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     shutil.copytree(EXAMPLE, source, dirs_exist_ok=True)
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation", "--no-index"]
     subprocess.run([*pip, "--target", str(site), str(source)], check=True, timeout=120)
-    install(site)
-    with pytest.MonkeyPatch.context() as patched:
-        known = [os.environ["PYTHONPATH"]] if os.environ.get("PYTHONPATH") else []
-        patched.setenv("PYTHONPATH", os.pathsep.join([str(site), *known, str(Path(__file__).parent.parent)]))
+    with installed(site):
         served = Served(
             "--threads", "1", "--max-model-len", "512", "--logits-processors", "alphabet", "break", "follow"
         )

@@ -5,8 +5,7 @@ from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, run_state_machine_as_test
 
 from tests.random_lives import EngineMachine
-from tests.test_block_pool import PoolMachine
-from tests.test_cache_properties import CacheMachine
+from tests.support.cache_machines import CacheMachine, PoolMachine
 
 
 @pytest.mark.nightly

@@ -24,8 +24,8 @@ from tests.draft_server import Body, drafts_served
 from tests.families import make_checkpoint
 from tests.served import serving
 from tests.speculation import AnyLength
-from tests.test_medusa import FILE
-from tests.test_remote import wait_for_answers
+from tests.support.head_drafting import MEDUSA_FILE
+from tests.support.remote_drafts import wait_for_answers
 from tests.tiny_model import make_tiny_model
 
 ALL, SOME, FEW = 500, 60, 8
@@ -169,7 +169,7 @@ def medusa(target: Target, folder: Path) -> Guessing:
     embedded = target.model == EMBEDDED
     write_medusa(folder, resolve_model(target.model), drafted=None if embedded else len(TOKENS))
     if not embedded:
-        save_file(load_file(folder / FILE) | {"token_map": torch.tensor(TOKENS)}, folder / FILE)
+        save_file(load_file(folder / MEDUSA_FILE) | {"token_map": torch.tensor(TOKENS)}, folder / MEDUSA_FILE)
     return nullcontext({"draft_model": str(folder)})
 
 

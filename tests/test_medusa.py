@@ -12,14 +12,11 @@ from kvern.errors import CorruptCheckpoint, UnsupportedModel
 from kvern.models.decoder import Decoder
 from kvern.models.loader import load_model
 from kvern.models.medusa_formats import load_medusa
-from tests.draft_heads import Weights, medusa_logits, write_medusa
+from tests.draft_heads import medusa_logits, write_medusa
 from tests.families import make_checkpoint
-from tests.test_draft_heads import states_of
-from tests.test_head_drafting import OPTIONS, PROMPTS, drafting
-from tests.test_speculation import answers
+from tests.support.head_drafting import MEDUSA_FILE, OPTIONS, PROMPTS, drafting, medusa_drafts, states_of
+from tests.support.outputs import tokens_and_texts
 from tests.tiny_model import make_tiny_model
-
-FILE = "medusa_lm_head.safetensors"
 
 
 def scores(folder: Path, decoder: Decoder, states: torch.Tensor) -> torch.Tensor:
@@ -46,7 +43,7 @@ def test_files_of_torch_save(tmp_path: Path) -> None:
     target = make_checkpoint("llama", tmp_path / "target")
     write_medusa(tmp_path / "heads", target)
     decoder = load_model(target)
-    states, file = states_of(decoder), tmp_path / "heads" / FILE
+    states, file = states_of(decoder), tmp_path / "heads" / MEDUSA_FILE
     expected = scores(tmp_path / "heads", decoder, states)
     saved = file.with_suffix(".pt")
     weights = {name: tensor.bfloat16() if "bias" in name else tensor for name, tensor in load_file(file).items()}
@@ -80,7 +77,10 @@ def test_the_models_output_layer(tmp_path: Path) -> None:
     (folder / "config.json").write_text(json.dumps(config | {"original_lm_head": True}))
     torch.testing.assert_close(scores(folder, decoder, states), expected, rtol=1e-4, atol=1e-4)
     (folder / "config.json").write_text(json.dumps(config))
-    save_file({name: tensor for name, tensor in load_file(folder / FILE).items() if "blocks" in name}, folder / FILE)
+    save_file(
+        {name: tensor for name, tensor in load_file(folder / MEDUSA_FILE).items() if "blocks" in name},
+        folder / MEDUSA_FILE,
+    )
     torch.testing.assert_close(scores(folder, decoder, states), expected, rtol=1e-4, atol=1e-4)
 
 
@@ -92,36 +92,30 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedModel, match="read states of 64 numbers, and the model's have 48"):
         load_medusa(folder, decoder)
     write_medusa(folder, target)
-    stored = load_file(folder / FILE)
-    save_file(stored | {f"{head}.1.weight": torch.zeros(77, 48) for head in range(3)}, folder / FILE)
+    stored = load_file(folder / MEDUSA_FILE)
+    save_file(stored | {f"{head}.1.weight": torch.zeros(77, 48) for head in range(3)}, folder / MEDUSA_FILE)
     with pytest.raises(UnsupportedModel, match="for a vocabulary of 77 tokens, and the model has 131"):
         load_medusa(folder, decoder)
-    save_file({name: tensor for name, tensor in stored.items() if name != "1.0.linear.bias"}, folder / FILE)
+    save_file({name: tensor for name, tensor in stored.items() if name != "1.0.linear.bias"}, folder / MEDUSA_FILE)
     with pytest.raises(CorruptCheckpoint, match=r"1 missing: heads\.1\.0\.linear\.bias"):
         load_medusa(folder, decoder)
     (folder / "config.json").write_text(json.dumps({"medusa_num_heads": 4, "medusa_num_layers": 1}))
-    save_file(stored, folder / FILE)
+    save_file(stored, folder / MEDUSA_FILE)
     with pytest.raises(CorruptCheckpoint, match=r"3 missing: heads\.3\.0\.linear\.weight"):
         load_medusa(folder, decoder)
     (folder / "config.json").write_text(json.dumps({"medusa_num_heads": 0}))
     with pytest.raises(UnsupportedModel, match="medusa_num_heads is 0: it must be from 1 to 64"):
         load_medusa(folder, decoder)
     (folder / "config.json").write_text(json.dumps({"medusa_num_heads": 3, "medusa_num_layers": 1}))
-    save_file(stored | {"99999999.0.linear.weight": torch.zeros(48, 48)}, folder / FILE)
+    save_file(stored | {"99999999.0.linear.weight": torch.zeros(48, 48)}, folder / MEDUSA_FILE)
     with pytest.raises(UnsupportedModel, match="files' number of heads is 100000000"):
         load_medusa(folder, decoder)
-    save_file({"0.0.linear.weight": torch.tensor(1.0), "0.1.weight": torch.tensor(1.0)}, folder / FILE)
+    save_file({"0.0.linear.weight": torch.tensor(1.0), "0.1.weight": torch.tensor(1.0)}, folder / MEDUSA_FILE)
     with pytest.raises(CorruptCheckpoint, match=r"0\.0\.linear\.weight has \[\]"):
         load_medusa(folder, decoder)
     (folder / "config.json").write_text(json.dumps({"medusa_num_heads": 4, "medusa_num_layers": 2}))
     heads = load_medusa(folder, decoder, load_format="dummy")
     assert heads.count == 4 and heads.logits(torch.zeros(2, 48), 3).shape == (2, 131)
-
-
-def medusa_drafts(decoder: Decoder, weights: Weights, text: list[int], count: int) -> list[int]:
-    """The most probable tokens of the first heads behind a text, all of it computed at once."""
-    last = states_of(decoder, tokens=torch.tensor(text[:-1]))[-1:]
-    return medusa_logits(weights, last, decoder.spec.vocab_size)[0, :count].argmax(-1).tolist()
 
 
 @pytest.mark.parametrize("cpu_kernels", [False, True])
@@ -134,7 +128,7 @@ def test_drafts_are_what_the_definition_says(cpu_kernels: bool, tmp_path: Path) 
     with LLM(str(target), **options) as llm:
         expected = llm.generate(PROMPTS, params)
     with LLM(str(target), draft_model=str(tmp_path / "heads"), **options) as llm, drafting(llm, 3) as found:
-        assert answers(llm.generate(PROMPTS, params)) == answers(expected)
+        assert tokens_and_texts(llm.generate(PROMPTS, params)) == tokens_and_texts(expected)
     assert len(found) > 20
     right = [drafts == medusa_drafts(decoder, weights, text, len(drafts)) for text, drafts in found]
     assert all(right), f"{right.count(False)} of {len(right)} are others"

@@ -32,7 +32,7 @@ from kvern.quantize.scheme import INT8, int4
 from kvern.quantize.sensitivity import groups_of, measure, round_rows
 from kvern.quantize.statistics import REPORT_NAME
 from tests.families import make_checkpoint
-from tests.test_model_parity import logits
+from tests.support.model_outputs import logits
 from tests.tiny_model import make_tiny_model
 
 CPU = torch.device("cpu")

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from kvern.models.loader import load_model, read_config
 from tests.families import make_checkpoint
-from tests.test_model_parity import TOLERANCE, error
+from tests.support.model_outputs import TOLERANCE, error
 
 SLIDING = {"use_sliding_window": True, "sliding_window": 9}
 SETTINGS: list[tuple[str, dict[str, Any]]] = [

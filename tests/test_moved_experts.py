@@ -26,16 +26,15 @@ from kvern.worker.expert_counts import experts_of
 from kvern.worker.expert_moves import check_moves, move_experts
 from tests.cache_folder import load_kernels
 from tests.families import make_checkpoint
-from tests.gguf_files import write_gguf
+from tests.gguf_files import MIXES, folder_of, write_gguf
 from tests.packers import Pack, awq, gptq, nf4, nvfp4, plain_int4, store
+from tests.packers import mxfp4_experts as pack_published
 from tests.scaled_checkpoints import CHECKPOINTS, quantize
-from tests.test_expert_share import SPECS, loaded, placed
-from tests.test_gguf import MIXES, folder_of
-from tests.test_gpt_oss import PUBLISHED
-from tests.test_gpt_oss import pack as pack_published
-from tests.test_model_parity import PROMPT, logits
-from tests.test_quantized_four_bits import AWQ, GPTQ, LINEAR, make, of_tests
-from tests.test_tensor_parallel import SECONDS, of_ranks
+from tests.support.configs import GPT_OSS
+from tests.support.four_bit_checkpoints import AWQ, GPTQ, LINEAR, make, of_tests
+from tests.support.model_outputs import PROMPT, logits
+from tests.support.placed_experts import SPECS, loaded, placed
+from tests.support.rank_threads import SECONDS, of_ranks
 
 CPU_KERNELS = ("cpu_linear", "cpu_packed")
 EXPERTS = {"num_local_experts": 5, "num_experts": 5}
@@ -56,7 +55,7 @@ def four_bits(pack: Pack, config: dict[str, Any], folder: Path, layers: str = LI
 
 def gpt_oss(folder: Path) -> Path:
     model = make_checkpoint("gpt_oss", folder / "model", hidden_size=64, intermediate_size=32, **EXPERTS)
-    return store(model, folder, pack_published, r"experts\.\w+_proj$", PUBLISHED["quantization_config"]).quantized
+    return store(model, folder, pack_published, r"experts\.\w+_proj$", GPT_OSS["quantization_config"]).quantized
 
 
 def gguf_file(mix: str, folder: Path) -> Path:

@@ -5,7 +5,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -18,13 +17,12 @@ from kvern.layers.linear_method import LinearShape, Part
 from kvern.layers.quantized.method import QuantizedMethod
 from kvern.layers.quantized.packed_tensors import packed_format
 from kvern.models.loader import load_model
-from tests.packers import Pack, Stored, gptq, integers, words
-from tests.test_loader import change_tensors
-from tests.test_model_parity import PROMPT, logits
-from tests.test_quantized_four_bits import FORMATS, make, of_tests
+from tests.families import change_tensors
+from tests.packers import Pack, Stored
+from tests.support.four_bit_checkpoints import FORMATS, INTEGERS, make, of_tests, packed
+from tests.support.model_outputs import PROMPT, logits
 
 CPU = torch.device("cpu")
-INTEGERS = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32}
 CHANNELS: dict[str, Any] = {"num_bits": 4, "type": "int", "strategy": "channel", "group_size": None}
 FLOATS = {"num_bits": 4, "type": "float", "symmetric": True}
 ORDERED = INTEGERS | {"group_size": 16, "symmetric": False, "actorder": "group"}
@@ -87,25 +85,6 @@ def test_what_compressed_tensors_packs_is_what_it_unpacks(weights: dict[str, Any
     tolerance = 0 if expected.dtype == torch.float32 and form == "pack-quantized" else 2**-7
     torch.testing.assert_close(found, expected.float(), rtol=tolerance, atol=tolerance * 1e-3)
     assert (found - weight).abs().max() < 0.3 * weight.abs().max()
-
-
-def packed(weight: Tensor, act_order: int | None = None, group: int = 32) -> Stored:
-    """The form "pack-quantized" with zeros, from its description; `act_order` as GPTQ."""
-    if act_order is None:
-        codes, zero, scale = integers(weight.float().numpy(), group, 4, False)
-        rounded = torch.from_numpy(((codes - zero.repeat(group, 1)) * scale.repeat(group, 1)).astype(np.float32))
-        shared = {"weight_packed": words(codes, 4), "weight_zero_point": words(zero.T, 4).T, "weight_scale": scale}
-        tensors = {kind: torch.from_numpy(np.ascontiguousarray(item)) for kind, item in shared.items()}
-    else:
-        theirs, rounded = gptq(weight, group, act_order=act_order, version=2)
-        zeros = (theirs["qzeros"].numpy().view(np.uint32)[..., None] >> np.arange(0, 32, 4, dtype=np.uint32)) & 15
-        tensors = {
-            "weight_packed": theirs["qweight"].t(),
-            "weight_zero_point": torch.from_numpy(words(zeros.reshape(len(zeros), -1), 4)).t(),
-            "weight_scale": theirs["scales"].t(),
-            "weight_g_idx": theirs["g_idx"],
-        }
-    return {**tensors, "weight_shape": torch.tensor(weight.shape)}, rounded
 
 
 def with_group_index(weight: Tensor) -> Stored:

@@ -12,6 +12,7 @@ from playwright.sync_api import Browser, BrowserContext, Page, Route, expect, sy
 
 from tests.scripted_model import Call, make_scripted_model
 from tests.served import KEY, PATIENCE, SMALL, Served, eventually, serving
+from tests.support.trained_adapters import ADAPTERS
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 ARGUMENTS = [
@@ -23,7 +24,7 @@ ARGUMENTS = [
     "--disable-component-update",
     "--disable-sync",
 ]
-ADAPTER = Path(__file__).parent / "adapters" / "gull"
+ADAPTER = ADAPTERS["gull"]
 QUESTION = "What is paged attention?"
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium on this machine")
 

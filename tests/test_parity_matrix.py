@@ -2,24 +2,14 @@
 
 import functools
 import itertools
-import random
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from kvern import LLM, RequestOutput, SamplingParams
-from tests.families import FAMILIES, HYBRIDS, WINDOW, make_checkpoint, reference_logits
-
-BLOCK = 4
-CHUNK = 7
-OUTPUT = 8
-TOLERANCE = 1e-4
-SHARED = 5 * BLOCK + 1
-LENGTHS = (1, BLOCK, SHARED + BLOCK, SHARED + WINDOW, SHARED + 2 * CHUNK + 2)
-"""Prompts within a block, at its end, over several, over the window, and over several chunks."""
+from kvern import LLM, SamplingParams
+from tests.families import FAMILIES, HYBRIDS, make_checkpoint
+from tests.support.parity_reference import BLOCK, CHUNK, OUTPUT, TOLERANCE, Reference, check_outputs
 
 SWITCHES = (("paged", "contiguous"), (True, False), (True, False), ("continuous", "static"))
 OTHER_CHOICES = list(itertools.product((0, 1), repeat=len(SWITCHES)))[1:]
@@ -39,29 +29,6 @@ def matrix() -> Iterator[Any]:
         for choice in itertools.product((0, 1), repeat=len(SWITCHES)):
             values = [options[one] for options, one in zip(SWITCHES, choice, strict=True)]
             yield pytest.param(family, *values, marks=[] if choice in by_day else [pytest.mark.nightly])
-
-
-class Reference:
-    """What transformers says about the prompts of one family."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        rng = random.Random(3)
-        head = [rng.randrange(3, 131) for _ in range(SHARED)]
-        self.prompts = [
-            [rng.randrange(3, 131) for _ in range(length)]
-            if length < SHARED
-            else head + [rng.randrange(3, 131) for _ in range(length - SHARED)]
-            for length in LENGTHS
-        ]
-        self.outputs, self.logprobs = [], []
-        for prompt in self.prompts:
-            tokens = list(prompt)
-            for _ in range(OUTPUT):
-                logits = reference_logits(folder, tokens)
-                tokens.append(int(logits[-1].argmax()))
-            self.outputs.append(tokens[len(prompt) :])
-            self.logprobs.append(logits.log_softmax(-1))  # row i predicts token i + 1
 
 
 @pytest.fixture(scope="module")
@@ -86,19 +53,6 @@ def engine(reference: Reference, kv_cache: str, prefix_cache: bool, chunked_pref
     )
 
 
-def check(outputs: list[RequestOutput], reference: Reference) -> None:
-    """Same tokens, and log-probabilities (logits up to a constant for each row) within the tolerance."""
-    for output, tokens, logprobs in zip(outputs, reference.outputs, reference.logprobs, strict=True):
-        [answer] = output.outputs
-        assert answer.token_ids == tokens
-        assert answer.logprobs is not None
-        for position, entry in enumerate(answer.logprobs):
-            expected = logprobs[len(output.prompt_token_ids) - 1 + position]
-            ids = torch.tensor(list(entry))
-            actual = torch.tensor([value.logprob for value in entry.values()])
-            torch.testing.assert_close(actual, expected[ids], atol=TOLERANCE, rtol=0)
-
-
 @pytest.mark.parametrize(("family", "kv_cache", "prefix_cache", "chunked_prefill", "batching"), list(matrix()))
 def test_tokens_and_logits_equal_transformers(
     references: Callable[[str], Reference],
@@ -112,7 +66,7 @@ def test_tokens_and_logits_equal_transformers(
     llm = engine(reference, kv_cache, prefix_cache, chunked_prefill, batching)
     params = SamplingParams(temperature=0, max_tokens=OUTPUT, ignore_eos=True, logprobs=100)
     for _ in range(2):  # the second time, prompts and answers are in the prefix cache
-        check(llm.generate(reference.prompts, params), reference)
+        check_outputs(llm.generate(reference.prompts, params), reference)
     states_kept = family not in HYBRIDS or (chunked_prefill and kv_cache == "paged")
     assert (llm.statistics().cached_tokens > 0) == (prefix_cache and states_kept)
 

@@ -24,12 +24,12 @@ from kvern.step import SchedulerOutput
 from kvern.worker.expert_counts import experts_of
 from kvern.worker.expert_moves import move_experts
 from tests.families import FAMILIES, make_checkpoint, make_config
-from tests.gguf_files import write_gguf
+from tests.gguf_files import folder_of, write_gguf
 from tests.rank_features import NOT_DIVIDED
 from tests.simulated_device import Setup
 from tests.simulated_engine import SimulatedEngine
-from tests.test_gguf import folder_of
-from tests.test_model_parity import PROMPT, hidden_states, logits
+from tests.support.divided_families import STAGE_CHANGES
+from tests.support.model_outputs import PROMPT, hidden_states, logits
 
 SECONDS = 60.0
 FEW = ("llama3", "gemma3", "gpt_neox", "qwen3_moe")
@@ -94,20 +94,10 @@ def test_the_last_stage_learns_what_every_process_could_have(tmp_path: Path) -> 
     assert members[2].own(b"key") == b"key", "it decides"
 
 
-_LINEAR = {"layer_types": ["linear_attention", "full_attention"] * 2, "num_hidden_layers": 4}
-_CONVOLUTIONS = {"layer_types": ["conv", "full_attention"] * 2, "num_hidden_layers": 4}
-CHANGED: dict[str, dict[str, Any]] = {
-    **dict.fromkeys(("qwen3_next", "qwen3_5", "qwen3_5_moe", "granitemoehybrid"), _LINEAR),
-    **dict.fromkeys(("lfm2", "lfm2_moe"), _CONVOLUTIONS),
-    "nemotron_h": {"layers_block_type": ["linear_attention", "full_attention", "mlp", "moe", "full_attention"]},
-}
-"""What tiny models have otherwise here: two layers with keys and values."""
-
-
 @pytest.mark.nightly
 @pytest.mark.parametrize("family", FAMILIES)
 def test_all_families_are_divided_but_those_that_are_refused(family: str, tmp_path: Path) -> None:
-    folder = make_checkpoint(family, tmp_path, **CHANGED.get(family, {}))
+    folder = make_checkpoint(family, tmp_path, **STAGE_CHANGES.get(family, {}))
     spec = spec_from_config(read_config(folder))
     if family in NOT_DIVIDED:
         with pytest.raises(ConfigError, match=f"^pipeline_parallel_size is 2, and .* has {NOT_DIVIDED[family]}, which"):
@@ -141,7 +131,7 @@ def tokens_of(folder: Path, **options: Any) -> list[list[int]]:
 @pytest.mark.parametrize("family", ["gemma3", "qwen3_moe", "deepseek_v3", "lfm2", "qwen3_next"])
 def test_engines_in_stages_answer_as_one_process_does(family: str, tmp_path: Path) -> None:
     """Windows, experts, latents, and layers that keep states."""
-    folder = make_checkpoint(family, tmp_path, **CHANGED.get(family, {}))
+    folder = make_checkpoint(family, tmp_path, **STAGE_CHANGES.get(family, {}))
     assert tokens_of(folder, pipeline_parallel_size=2) == tokens_of(folder)
 
 

@@ -30,7 +30,7 @@ from kvern.quantize.statistics import REPORT_NAME, plan_of
 from kvern.quantize.writer import writing
 from kvern.tokenizer import Tokenizer
 from tests.families import make_checkpoint, reference_logits
-from tests.test_model_parity import logits
+from tests.support.model_outputs import logits
 from tests.tiny_model import make_tiny_model
 
 CPU = torch.device("cpu")

@@ -14,72 +14,16 @@ from torch import Tensor
 from kvern.layers.build import Build
 from kvern.layers.experts import NAMES, Experts, SeparateExperts, StackedExperts
 from kvern.layers.linear_format import LINEAR_METHODS, LinearFormat, LinearMethods
-from kvern.layers.linear_method import INPUTS, OUTPUTS, Axis, LinearMethod, LinearShape, Part, TensorLayout
-from kvern.layers.quantized.method import Packed, QuantizedMethod
 from kvern.layers.row_experts import RowStackedExperts
 from kvern.layers.unquantized import Unquantized
 from kvern.model_spec import MoeSpec
 from kvern.models.loader import load_model
 from tests.families import make_checkpoint
 from tests.scaled_rows import quantize
-from tests.test_model_parity import PROMPT, logits
+from tests.support.int8_experts import NAME, Int8
+from tests.support.model_outputs import PROMPT, logits
 
-NAME = "int8_blocks"
 CPU = torch.device("cpu")
-
-
-class Int8Method(QuantizedMethod):
-    """`qweight [outputs, inputs]` int8 times `scale`, one for each `block` rows; parts may carry a factor of their own.
-
-    `block` 0: scales of rows, and no factor.
-    """
-
-    name = NAME
-    qweight: Tensor
-    scale: Tensor
-    factor: Tensor
-
-    def __init__(self, shape: LinearShape, block: int) -> None:
-        self.block = block
-        super().__init__(shape)
-
-    def layouts(self) -> Mapping[str, TensorLayout]:
-        codes = {"qweight": TensorLayout(torch.int8, (OUTPUTS, INPUTS))}
-        if not self.block:
-            return codes | {"scale": TensorLayout(torch.float32, (OUTPUTS,))}
-        return codes | {
-            "scale": TensorLayout(torch.float32, (Axis("outputs", self.block),)),
-            "weight.factor": TensorLayout(torch.float32, (), needed=False),
-        }
-
-    def storage(self) -> Mapping[str, TensorLayout]:
-        layouts = dict(self.layouts())
-        if layouts.pop("weight.factor", None):
-            layouts["factor"] = TensorLayout(torch.float32, (OUTPUTS,))
-        return layouts
-
-    def load(self, kind: str, tensor: Tensor, part: Part, first_row: int = 0) -> None:
-        if kind == "weight.factor":
-            self.factor[part.first : part.first + len(part.outputs)] = tensor
-        else:
-            super().load(kind, tensor, part, first_row)
-
-    def rows(self, index: Tensor | slice) -> Tensor:
-        scale = self.scale.repeat_interleave(max(1, self.block))[: self.shape.outputs]
-        if self.block:
-            scale = scale * self.factor
-        return (self.qweight[index] * scale[index, None]).to(self.shape.dtype)
-
-    def packed(self) -> Packed:
-        return Packed("int8", self.qweight, self.scale[:, None], group=self.shape.inputs)
-
-
-class Int8(LinearFormat):
-    def __init__(self, block: int = 0, joins: bool = True) -> None:
-        self.block, self.joins = block, joins
-
-    def linear(self, shape: LinearShape, build: Build) -> LinearMethod:
-        return Int8Method(shape, self.block)
 
 
 @LINEAR_METHODS.register(NAME)

@@ -21,7 +21,7 @@ from tests.cache_folder import cache_folder
 from tests.gguf_files import write_gguf
 from tests.packers import Pack, awq, gptq, nf4, nvfp4, store
 from tests.peft_adapters import make_adapter
-from tests.test_quantized_four_bits import AWQ, GPTQ, LINEAR, of_tests
+from tests.support.four_bit_checkpoints import AWQ, GPTQ, LINEAR, of_tests
 from tests.tiny_model import make_tiny_model
 
 DIVISIBLE = r"(?<!down)_proj$"

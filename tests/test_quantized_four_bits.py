@@ -18,11 +18,8 @@ from kvern.layers.build import Build
 from kvern.layers.linear_format import LINEAR_METHODS, LinearFormat, LinearMethods, linear_methods
 from kvern.layers.linear_method import LinearShape, Part
 from kvern.layers.quantized.choice import all_but
-from kvern.layers.quantized.fp4 import modelopt_nvfp4
 from kvern.layers.quantized.groups import GroupedMethod
 from kvern.layers.quantized.method import QuantizedMethod
-from kvern.layers.quantized.nf4 import bitsandbytes_nf4
-from kvern.layers.quantized.torchao_int4 import torchao_int4
 from kvern.layers.unquantized import Unquantized
 from kvern.models.decoder import Decoder
 from kvern.models.loader import load_model, read_config
@@ -30,24 +27,11 @@ from tests import packers
 from tests.families import make_checkpoint
 from tests.packers import Pack, awq, gptq, mxfp4, nf4, nvfp4, plain_int4, stack_experts, store
 from tests.peft_adapters import make_adapter
-from tests.scaled_rows import Checkpoints
-from tests.test_linear_methods import methods
-from tests.test_model_parity import PROMPT, logits
+from tests.support.four_bit_checkpoints import AWQ, CASES, FORMATS, GPTQ, OF_TESTS, SIZES, make, of_tests
+from tests.support.model_outputs import PROMPT, logits, methods_by_path
 
 CPU = torch.device("cpu")
-SIZES = {"hidden_size": 64, "intermediate_size": 128}
-LINEAR = r"_proj$|experts\.\d"
-GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 16, "sym": False, "desc_act": False}
 GPTQ_2 = GPTQ | {"checkpoint_format": "gptq_v2"}
-AWQ = {"quant_method": "awq", "bits": 4, "group_size": 16, "version": "gemm", "zero_point": True}
-NESTED = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
-OF_TESTS = "a format of tests"
-FORMATS: dict[str, Callable[[], LinearFormat]] = {
-    "nvfp4": lambda: modelopt_nvfp4({}, Unquantized()),
-    "nf4": lambda: bitsandbytes_nf4({"bnb_4bit_quant_type": "nf4"}, Unquantized()),
-    "torchao": lambda: torchao_int4({"group_size": 32}),
-    "nested nf4": lambda: bitsandbytes_nf4(NESTED, Unquantized()),
-}
 
 
 @LINEAR_METHODS.register(OF_TESTS)
@@ -57,37 +41,6 @@ def by_name(quantization: Mapping[str, Any], unquantized: LinearFormat) -> Linea
     if "layers" in quantization:
         return LinearMethods(unquantized, ((re.compile(quantization["layers"]), made),))
     return all_but([], made, unquantized)
-
-
-def of_tests(name: str) -> dict[str, Any]:
-    return {"quant_method": OF_TESTS, "format": name}
-
-
-def make(
-    family: str, folder: Path, pack: Pack, config: Mapping[str, Any], layers: str = LINEAR, **changes: Any
-) -> Checkpoints:
-    return store(make_checkpoint(family, folder / "model", **(SIZES | changes)), folder, pack, layers, config)
-
-
-CASES: list[tuple[str, Pack, dict[str, Any]]] = [
-    ("llama", gptq, GPTQ),
-    ("llama_bias", partial(gptq, group=-1, version=2), GPTQ | {"group_size": -1, "checkpoint_format": "gptq_v2"}),
-    ("llama3", partial(gptq, symmetric=True, group=32), GPTQ | {"sym": True, "group_size": 32}),
-    ("llama", partial(gptq, act_order=3), GPTQ | {"desc_act": True}),
-    ("phi3", partial(gptq, act_order=3, version=2), GPTQ | {"desc_act": True, "checkpoint_format": "gptq_v2"}),
-    ("mixtral", partial(gptq, act_order=3, bias=True), GPTQ | {"desc_act": True}),
-    ("llama", partial(gptq, group=64, bits=8, bias=True), GPTQ | {"bits": 8, "group_size": 64}),
-    ("mixtral", partial(gptq, group=64, bits=8, symmetric=True, bias=True), GPTQ | {"bits": 8, "group_size": 64}),
-    ("phi3", awq, AWQ),
-    ("qwen3", awq, {"quant_method": "awq", "w_bit": 4, "q_group_size": 16, "modules_to_not_convert": None}),
-    ("mixtral", partial(awq, group=32), AWQ | {"group_size": 32, "modules_to_not_convert": ["gate"]}),
-    ("qwen3", nvfp4, of_tests("nvfp4")),
-    ("mixtral", nvfp4, of_tests("nvfp4")),
-    ("llama_bias", plain_int4, of_tests("torchao")),
-    ("mixtral", plain_int4, of_tests("torchao")),
-    ("llama_bias", nf4, of_tests("nf4")),
-    ("phi3", partial(nf4, nested=True), of_tests("nested nf4")),
-]
 
 
 TOLERANCE = {"nested nf4": 0.02, "torchao": 0.1}
@@ -235,7 +188,7 @@ def test_weights_take_what_the_format_takes(pack: Pack, config: dict[str, Any], 
     for model in (outline, decoder):
         found = sum(
             parameter.nbytes
-            for method in methods(model).values()
+            for method in methods_by_path(model).values()
             for part in method.methods()
             if isinstance(part, QuantizedMethod)
             for name, parameter in part.named_parameters()
@@ -276,7 +229,7 @@ def test_layers_by_the_rules_of_gptq(tmp_path: Path) -> None:
     made = store(first.quantized, tmp_path / "second", gptq, layers, config)
     plain = store(first.rounded, tmp_path / "plain", gptq, layers, config).rounded
     decoder = load_model(made.quantized)
-    found = {path: method.name for path, method in methods(decoder).items()}
+    found = {path: method.name for path, method in methods_by_path(decoder).items()}
     assert found["layers.0.mlp.down_proj"] == found["layers.0.mlp.gate_up_proj"] == "unquantized"
     assert found["layers.1.mlp.down_proj"] == "int8 in groups of 32"
     assert found["layers.1.mlp.gate_up_proj"] == found["lm_head"] == "int4 in groups of 16"

@@ -21,7 +21,7 @@ from kvern.layers.unquantized import Unquantized, UnquantizedMethod
 from kvern.models.loader import load_model, read_config
 from kvern.models.registry import spec_from_config
 from kvern.worker.device import weight_bytes
-from tests.families import make_checkpoint
+from tests.families import change_tensors, make_checkpoint
 from tests.peft_adapters import make_adapter
 from tests.scaled_checkpoints import (
     CHECKPOINTS,
@@ -34,9 +34,7 @@ from tests.scaled_checkpoints import (
     quantized,
     reference,
 )
-from tests.test_linear_methods import methods
-from tests.test_loader import change_tensors
-from tests.test_model_parity import PROMPT, logits
+from tests.support.model_outputs import PROMPT, logits, methods_by_path
 
 
 @pytest.mark.parametrize("name", CHECKPOINTS)
@@ -69,7 +67,7 @@ def test_layers_that_a_list_names_stay_plain_by_either_name(
     _, packing, described = CHECKPOINTS["compressed-tensors, dynamic"]
     config = described | {"ignore": [*RE_PLAIN, "lm_head", "re:embed_out", *ignored]}
     made = quantize(make_checkpoint(family, tmp_path / "model"), tmp_path, packing, config, plain)
-    found = methods(load_model(made.quantized))
+    found = methods_by_path(load_model(made.quantized))
     assert {path for path, method in found.items() if not isinstance(method, QuantizedMethod)} == {
         "embed_tokens",
         "lm_head",
@@ -210,7 +208,7 @@ def test_plain_weights_are_quantized_while_they_are_loaded(
     plain = load_model(made.rounded, unquantized=reference(packing))
     assert (logits(decoder, PROMPT) - logits(plain, PROMPT)).abs().max() < 1e-4
     assert decoder.weight_bytes < plain.weight_bytes / 2
-    kinds = {path: type(method) for path, method in methods(decoder).items()}
+    kinds = {path: type(method) for path, method in methods_by_path(decoder).items()}
     assert kinds["embed_tokens"] == kinds["lm_head"] == UnquantizedMethod
     assert OnlineMethod in kinds.values()
     again = [logits(load_model(model, quantization=quantization, load_format="dummy"), PROMPT) for _ in range(2)]

@@ -17,15 +17,14 @@ from kvern.models.loader import load_model
 from kvern.models.medusa_formats import load_medusa
 from kvern.step import SchedulerOutput
 from kvern.worker.drafter import ComputedStep, GuardedDrafter
-from tests.draft_heads import add_prediction, write_eagle, write_medusa
+from tests.draft_heads import add_prediction, write_eagle
 from tests.families import make_checkpoint
 from tests.peft_adapters import make_adapter
 from tests.speculation import AnyLength
-from tests.test_draft_heads import drafted, states_of
-from tests.test_head_drafting import OPTIONS, PROMPTS, drafting
-from tests.test_model_parity import PROMPT
-from tests.test_speculation import answers
-from tests.test_tensor_parallel import SECONDS, of_ranks
+from tests.support.head_drafting import HEAD_KINDS, OPTIONS, PROMPTS, drafted, drafting, states_of, write_head
+from tests.support.model_outputs import PROMPT
+from tests.support.outputs import tokens_and_texts
+from tests.support.rank_threads import SECONDS, of_ranks
 from tests.tiny_model import make_tiny_model
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # within PEFT
@@ -60,21 +59,11 @@ def test_a_drafter_that_fails_on_a_rank_costs_the_step() -> None:
             GuardedDrafter(Failing(), ranks=ranks).prepare(SchedulerOutput(1))
 
 
-KINDS = ["eagle", "eagle3", "medusa"]
-
-
-def write(kind: str, folder: Path, target: Path) -> None:
-    if kind == "medusa":
-        write_medusa(folder, target, drafted=41)
-    else:
-        write_eagle(folder, target, drafted=41 if kind == "eagle3" else None)
-
-
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", HEAD_KINDS)
 def test_heads_of_ranks_guess_as_those_of_one_process(kind: str, tmp_path: Path) -> None:
     target, folder = make_checkpoint("llama", tmp_path / "target"), tmp_path / "head"
     compute: Callable[[Path, Decoder], torch.Tensor] = of_medusa if kind == "medusa" else of_eagle
-    write(kind, folder, target)
+    write_head(kind, folder, target)
 
     @torch.inference_mode()
     def logits(decoder: Decoder) -> torch.Tensor:
@@ -104,7 +93,7 @@ TWO_RANKS = {"tensor_parallel_size": 2}
         ("eagle3", True, TWO_STAGES),
         *(
             pytest.param(kind, compiled, divided, marks=pytest.mark.nightly)
-            for kind in KINDS
+            for kind in HEAD_KINDS
             for compiled in (True, False)
             for divided in (TWO_RANKS, TWO_STAGES, TWO_RANKS | TWO_STAGES)
         ),
@@ -114,13 +103,13 @@ def test_engines_of_ranks_draft_as_one_process_does(
     kind: str, compiled: bool, divided: dict[str, int], tmp_path: Path
 ) -> None:
     target = make_tiny_model(tmp_path / "target")
-    write(kind, tmp_path / "head", target)
+    write_head(kind, tmp_path / "head", target)
     params = [SamplingParams(temperature=value, seed=3, max_tokens=24, ignore_eos=True) for value in (0, 0.8, 1.2)]
     options = OPTIONS | {"cpu_kernels": compiled, "draft_model": str(tmp_path / "head"), "device": "cpu"}
     found = []
     for ranks in ({}, divided):
         with LLM(str(target), **options | ranks) as llm, drafting(llm, 3) as drafts:
-            found.append((answers(llm.generate(PROMPTS, params)), sorted(drafts)))
+            found.append((tokens_and_texts(llm.generate(PROMPTS, params)), sorted(drafts)))
     assert found[0] == found[1]
     assert len(found[0][1]) > 20
 
@@ -160,7 +149,7 @@ def test_the_last_stage_has_the_inputs_of_layers_of_others(
 def test_a_head_that_is_asked_late_has_read_prompts_in_parts(tmp_path: Path) -> None:
     """By requests with an adapter and without, of which those with one change what its entries are given."""
     target = make_tiny_model(tmp_path / "target")
-    write("eagle3", tmp_path / "head", target)
+    write_head("eagle3", tmp_path / "head", target)
     adapter = make_adapter(target, tmp_path / "adapter", 3)
     params = SamplingParams(temperature=0.8, seed=3, max_tokens=16, ignore_eos=True)
     options = OPTIONS | {"draft_model": str(tmp_path / "head"), "device": "cpu", "adapters": {"one": str(adapter)}}
@@ -168,7 +157,7 @@ def test_a_head_that_is_asked_late_has_read_prompts_in_parts(tmp_path: Path) -> 
     for divided in ({}, TWO_STAGES):
         with LLM(str(target), **options | divided) as llm, drafting(llm, 3, outputs=1) as drafts:
             outputs = llm.generate(PROMPTS * 2, params, adapter=["one", None] * 3)
-            found.append((answers(outputs), sorted(drafts)))
+            found.append((tokens_and_texts(outputs), sorted(drafts)))
     assert found[0] == found[1]
     assert len(found[0][1]) > 20
 
@@ -183,10 +172,10 @@ def test_a_model_behind_the_last_stage_drafts_from_its_own_keys(divided: dict[st
     params = SamplingParams(temperature=0.8, seed=3, max_tokens=24, ignore_eos=True)
     options = OPTIONS | {"device": "cpu", "max_batch_requests": 4, "kv_cache_tokens": 128}
     with LLM(str(target), **options) as alone:
-        expected = answers(alone.generate(prompts, params))
+        expected = tokens_and_texts(alone.generate(prompts, params))
     with LLM(str(target), **options | divided | {"draft_model": str(target)}) as llm:
         llm._engine.core.drafting = AnyLength(None, llm._engine.inputs.vocab_size, 5)  # type: ignore[attr-defined]
-        assert answers(llm.generate(prompts, params)) == expected
+        assert tokens_and_texts(llm.generate(prompts, params)) == expected
         found = llm.statistics()
         llm._engine.core.scheduler.check_integrity()  # type: ignore[attr-defined]
     assert found.preemptions
@@ -204,6 +193,6 @@ def test_the_models_own_layer_drafts_behind_the_last_stage(tmp_path: Path) -> No
     for divided in ({}, TWO_STAGES):
         options = OPTIONS | divided | {"draft_model": "mtp", "device": "cpu"}
         with LLM(str(folder), **options) as llm, drafting(llm, 2) as drafts:
-            found.append((answers(llm.generate(PROMPTS, params)), sorted(drafts)))
+            found.append((tokens_and_texts(llm.generate(PROMPTS, params)), sorted(drafts)))
     assert found[0] == found[1]
     assert len(found[0][1]) > 20

@@ -4,7 +4,6 @@ An engine of each division answers all batches; each has too little room for a b
 """
 
 import operator
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -16,13 +15,12 @@ import pytest
 
 from kvern import LLM, RequestOutput, SamplingParams
 from kvern.engine.engine import Engine
-from tests import processors
 from tests.combined_answers import check_same
 from tests.combined_features import FEATURES, Alone, Ask, Result, Run, at_once
 from tests.idle import core_here, is_idle
 from tests.rank_features import DIVISIONS, OF_ENGINES, models_of
 from tests.speculation import AnyLength, Remembered
-from tests.test_feature_matrix import TOGETHER, asks_with, plain_asks, random_model, too_little_room
+from tests.support.combined_requests import TOGETHER, asks_with, plain_asks, random_model, too_little_room
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # within PEFT
 ASKED = [frozenset(["structured", "n", "logprobs"]), frozenset(["beams"]), frozenset(["prefix cache"])]
@@ -59,14 +57,9 @@ class Models:
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Models]:
+def models(packages: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Models]:
     made = Models(tmp_path_factory.mktemp("models"))
-    with pytest.MonkeyPatch.context() as patch:  # a tier's package, for all processes that begin
-        folder = processors.install(tmp_path_factory.mktemp("packages"))
-        patch.syspath_prepend(str(folder))
-        root, known = str(Path(__file__).parent.parent), os.environ.get("PYTHONPATH", "")
-        patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [str(folder), root, known])))
-        yield made
+    yield made
     made.check()
 
 

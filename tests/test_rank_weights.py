@@ -1,69 +1,26 @@
 """Engines of several processes with quantized weights, adapters, and caches in 8 bits answer as those of one do."""
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from kvern import LLM, SamplingParams
-from kvern.structured_output import StructuredOutput
+from kvern import LLM
 from tests.packers import awq, gptq, store
 from tests.peft_adapters import make_adapter
-from tests.test_quantized_four_bits import AWQ, GPTQ, LINEAR
+from tests.support.four_bit_checkpoints import AWQ, GPTQ, LINEAR
+from tests.support.rank_weights import GREEDY, OPTIONS, PROMPTS, TWO_RANKS, check_weights
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # within PEFT
 
-GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
-ASKED = {
-    "greedy": GREEDY,
-    "seeded": GREEDY.replace(temperature=0.8, seed=3),
-    "pattern": GREEDY.replace(structured=StructuredOutput(regex="20[0-9]{2}-(0[1-9]|1[0-2])"), ignore_eos=False),
-    "beams": SamplingParams(beam_width=3, n=2, max_tokens=6, temperature=None),
-}
-PROMPTS = ["The quick brown fox jumps over the lazy dog, and the dog", "over the lazy dog"]
-OPTIONS: dict[str, Any] = {
-    "device": "cpu",
-    "dtype": "float32",
-    "threads": 1,
-    "block_size": 4,
-    "max_model_len": 96,
-    "max_batch_requests": 8,
-    "max_batch_tokens": 24,
-    "kv_cache_tokens": 1024,
-}
 
-TWO_RANKS = {"tensor_parallel_size": 2}
 TWO_STAGES = {"pipeline_parallel_size": 2}
-
-
-def answers(llm: LLM, adapters: list[str | None]) -> list[list[list[int]]]:
-    """Every adapter with every way to be asked, in one batch and one after another: places change hands."""
-    asked = [(prompt, params, name) for prompt in PROMPTS for params in ASKED.values() for name in adapters]
-    prompts, params, names = map(list, zip(*asked, strict=True))
-    outputs = llm.generate(prompts, params, adapter=names)
-    outputs += [llm.generate(PROMPTS[0], GREEDY, adapter=name)[0] for name in (*adapters, *adapters)]
-    return [[answer.token_ids for answer in output.outputs] for output in outputs]
-
-
-def check(
-    model: Path, adapters: Mapping[str, Path], divided: Mapping[str, int] = TWO_RANKS, **options: Any
-) -> list[list[list[int]]]:
-    """The answers of two ranks, or of the `divided` model, which are those of one process."""
-    given = {name: str(path) for name, path in adapters.items()}
-    found = []
-    for ranks in ({}, divided):
-        with LLM(str(model), adapters=given, **(OPTIONS | options | ranks)) as llm:
-            found.append(answers(llm, [None, *adapters]))
-            llm._engine.core.scheduler.check_integrity()
-    assert found[1] == found[0]
-    return found[0]
 
 
 def test_packed_weights_adapters_and_codes_of_keys(tiny_model: Path, tmp_path: Path) -> None:
     adapters = {name: make_adapter(tiny_model, tmp_path / name, seed, r=4) for seed, name in enumerate(("one", "two"))}
     packed = store(tiny_model, tmp_path, gptq, LINEAR, GPTQ).quantized
-    found = check(packed, adapters, kv_cache_dtype="fp8", max_adapters=1)
+    found = check_weights(packed, adapters, kv_cache_dtype="fp8", max_adapters=1)
     assert len({str(answer) for answer in found[:3]}) == 3, "adapters change answers"
 
 
@@ -73,7 +30,7 @@ def test_packed_weights_adapters_and_codes_of_keys(tiny_model: Path, tmp_path: P
 def test_other_formats(form: str, dtype: str, tiny_model: Path, tmp_path: Path) -> None:
     adapters = {"one": make_adapter(tiny_model, tmp_path / "one", 0, r=4)}
     model = tiny_model if form == "plain" else store(tiny_model, tmp_path, awq, LINEAR, AWQ).quantized
-    check(model, adapters, kv_cache_dtype=dtype)
+    check_weights(model, adapters, kv_cache_dtype=dtype)
 
 
 @pytest.fixture(scope="module")
@@ -93,7 +50,7 @@ def adapters(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict
 def test_each_stage_adds_its_layers_part_of_an_adapter_to_codes_of_its_own(
     divided: dict[str, int], adapters: dict[str, Path], tiny_model: Path
 ) -> None:
-    found = check(tiny_model, adapters, divided, max_adapters=1, kv_cache_dtype="int8")
+    found = check_weights(tiny_model, adapters, divided, max_adapters=1, kv_cache_dtype="int8")
     assert len({str(answer) for answer in found[:3]}) == 3, "adapters change answers"
 
 

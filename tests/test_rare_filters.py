@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from kvern import SamplingParams
 from kvern.errors import InvalidParameter
 from kvern.sample import sampler
-from tests.test_sampler import VOCABULARY, make_rows, random_logits, same_distribution, shares
+from tests.support.sampler_inputs import VOCABULARY, make_rows, random_logits, same_distribution, shares
 
 
 def expected_shares(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:

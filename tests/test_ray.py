@@ -22,7 +22,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from kvern import LLM, SamplingParams
 from kvern.errors import ConfigError
 from kvern.ray_nodes import MOST_PROCESSES
-from kvern.worker.rank_processes import MODULE, MODULE_OF_OWN_ROWS
+from kvern.worker.rank_processes import MODULE, MODULE_OF_DP_ATTENTION
 from tests.families import make_checkpoint
 from tests.ray_cluster import RAY, RayCluster, free_port
 from tests.served import ENGINE, KEY, Served, command_of, eventually
@@ -135,7 +135,7 @@ def engines_of(cluster: RayCluster, *nodes: subprocess.Popen[bytes]) -> list[int
     found = []
     for pid in cluster.processes(*nodes):
         command = command_of(pid)
-        found += [pid] if any(module in command for module in (ENGINE, MODULE, MODULE_OF_OWN_ROWS)) else []
+        found += [pid] if any(module in command for module in (ENGINE, MODULE, MODULE_OF_DP_ATTENTION)) else []
     return found
 
 

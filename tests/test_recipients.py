@@ -21,7 +21,7 @@ from kvern.tools.learning import SPECIAL_TOKENS
 from kvern.tools.pieces import Message
 from kvern.tools.recipients import Recipients
 from tests import call_templates
-from tests.test_learnt_calls import demo
+from tests.support.tool_calls import embedded_grammars
 
 TEMPLATE = call_templates.NAMED["recipients"]
 SCHEMA = {"type": "object", "properties": {"a": {}}, "additionalProperties": False}
@@ -77,14 +77,14 @@ def test_a_tool_named_all_and_no_tools() -> None:
 
 
 def request(folder: Path, use: ToolUse = NO_TOOLS, form: StructuredOutput | None = None, **options: Any) -> ChatRequest:
-    tokenizer, grammars = Tokenizer(folder), demo()[1]
+    tokenizer, grammars = Tokenizer(folder), embedded_grammars()[1]
     tokenizer.chat_template = ChatTemplate({"default": TEMPLATE})
     chat = Chat(tokenizer, grammars, "auto", "auto", 512)
     return chat.request([{"role": "user", "content": "Hm?"}], SamplingParams(structured=form), use, **options)
 
 
 def allows(asked: ChatRequest, text: str) -> bool:
-    tokenizer, grammars = demo()
+    tokenizer, grammars = embedded_grammars()
     assert asked.params.structured is not None
     matcher = grammars.matcher(grammars.compile(asked.params.structured))
     token_ids = tokenizer.encode(text, add_special_tokens=False)

@@ -11,20 +11,7 @@ import pytest
 from kvern.errors import ConfigError, UnsupportedModel
 from kvern.models.describe import describe
 from kvern.models.registry import FAMILIES, register_family, spec_from_config
-
-LLAMA: dict[str, Any] = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "vocab_size": 128,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 6,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 512,
-    "rms_norm_eps": 1e-5,
-}
-
+from tests.support.configs import LLAMA
 
 MINIMAX = {"architectures": None, "num_local_experts": 8, "num_experts_per_tok": 2}
 GROUPS = MINIMAX | {"moe_intermediate_size": 16, "n_group": 2, "topk_group": 1}

@@ -1,10 +1,7 @@
 """Drafts drawn from known probabilities: tokens have the model's, and drafts are accepted as often as can be."""
 
 import math
-import random
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,23 +11,18 @@ from safetensors.torch import load_file, save_file
 
 from kvern import LLM, SamplingParams
 from kvern.device.rows import BatchRows
-from kvern.engine.draft_room import Wanted
-from kvern.engine.proposer import takes_drafts
-from kvern.request import Request
 from kvern.sample import sampler
 from kvern.sample.random import uniform
 from kvern.sample.rejection import Drawn, DrawnDrafts, accept
-from kvern.step import ScheduledTokens, SchedulerOutput
+from kvern.step import ScheduledTokens
 from kvern.structured_output import StructuredOutput
-from kvern.worker.drafter import ComputedStep, GuardedDrafter
 from tests.draft_heads import write_eagle, write_medusa
 from tests.speculation import AnyLength
-from tests.test_head_drafting import OPTIONS, make_model_with_layer
-from tests.test_medusa import FILE
-from tests.test_sampler import make_rows
+from tests.support.drawn_drafts import DRAWS, HOT, TOKENS, VOCABULARY, check_draws, drawing, logits_of, p_value
+from tests.support.head_drafting import MEDUSA_FILE, OPTIONS, make_model_with_layer
+from tests.support.sampler_inputs import make_rows
 from tests.tiny_model import make_tiny_model
 
-VOCABULARY, DRAWS = 9, 20_000
 POSITIONS = torch.arange(1, DRAWS + 1)
 FILTERS: list[dict[str, Any]] = [
     {},
@@ -53,19 +45,6 @@ def drawn_from(probabilities: torch.Tensor, seed: int = 11) -> torch.Tensor:
     """Drafts, by the numbers by which the model without drafts would draw its tokens."""
     numbers = uniform(torch.tensor([seed]), POSITIONS, torch.arange(VOCABULARY)[None])
     return sampler.draw(probabilities.expand(DRAWS, -1), numbers)
-
-
-def p_value(tokens: torch.Tensor, probabilities: torch.Tensor) -> float:
-    """Of Pearson's chi-square: how likely it is that numbers of tokens are so far from what is expected."""
-    expected, found = probabilities.double() * len(tokens), tokens.bincount(minlength=len(probabilities))
-    possible = expected > 0
-    assert not found[~possible].any()
-    distance = ((found[possible] - expected[possible]) ** 2 / expected[possible]).sum()
-    return float(torch.special.gammaincc((possible.sum() - 1) / 2.0, distance / 2))
-
-
-def logits_of(seed: int) -> torch.Tensor:
-    return torch.randn(1, VOCABULARY, generator=torch.Generator().manual_seed(seed)) * 1.5
 
 
 @pytest.mark.parametrize(("seed", "asked"), list(enumerate(FILTERS)), ids=str)
@@ -162,77 +141,6 @@ def test_probabilities_are_kept_until_their_drafts_are_verified() -> None:
     assert drawn.of(step) is None
 
 
-HOT = 100.0
-TOKENS = list(range(60, 60 + VOCABULARY))
-"""Of the whole engine's, those that may come."""
-
-
-class Drawing:
-    """Draws drafts from probabilities that know nothing of the text, by the random numbers that tokens are drawn by."""
-
-    reads_hidden, inputs = False, None
-    graphs = None
-
-    def __init__(self, rows: BatchRows, probabilities: torch.Tensor, drawn: Drawn | None) -> None:
-        self._rows, self._probabilities, self.drawn = rows, probabilities, drawn
-
-    def prepare(self, output: SchedulerOutput) -> None:
-        pass
-
-    def draft(self, step: ComputedStep) -> None:
-        rows, asked = self._rows, [item for item in step.scheduled if item.sampled and item.guesses]
-        if self.drawn is not None:
-            self.drawn.clear()
-        for ahead in range(max((item.guesses for item in asked), default=0)):
-            slots = [item.slot for item in asked if item.guesses > ahead]
-            positions = rows.num_computed_tokens[slots].long() + 1 + ahead
-            theirs = self._probabilities.expand(len(slots), -1)
-            numbers = uniform(rows.seeds[slots], positions, torch.arange(theirs.shape[1])[None])
-            rows.tokens[slots, positions] = sampler.draw(theirs, numbers).int()
-            if self.drawn is not None:
-                self.drawn.keep(slots, theirs)
-
-
-class OwnLengths(AnyLength):
-    """Has as many guessed as the request says: which others are in a step depends on when their forms are ready."""
-
-    def wanted(self, running: int) -> Wanted | None:
-        return lambda request: self._length(request) if takes_drafts(request) else 0
-
-    def _length(self, request: Request) -> int:
-        return random.Random(f"{request.params.seed} {len(request.token_ids)}").randint(0, 3)
-
-
-@contextmanager
-def drafting(llm: LLM, probabilities: torch.Tensor, rejection: bool) -> Iterator[None]:
-    core, runner = llm._engine.core, llm._engine.core.executor._worker.runner  # type: ignore[attr-defined]
-    runner._drafter = GuardedDrafter(Drawing(runner._rows, probabilities, Drawn() if rejection else None))
-    core.drafting = OwnLengths(None, llm._engine.inputs.vocab_size, 3)
-    try:
-        yield
-    finally:
-        core.drafting, runner._drafter = None, GuardedDrafter(None)
-
-
-def check_draws(llm: LLM, requests: int, count: int) -> None:
-    """Of an engine whose model says the same everywhere, nearly: at a high temperature biases alone count."""
-    own, theirs = logits_of(1)[0], torch.zeros(llm._engine.inputs.vocab_size)
-    theirs[TOKENS] = logits_of(51)[0].softmax(-1)
-    hot: dict[str, Any] = {"temperature": HOT, "max_tokens": count, "ignore_eos": True, "allowed_token_ids": TOKENS}
-    biases = {token: HOT * float(logit) for token, logit in zip(TOKENS, own, strict=True)}
-    params = [SamplingParams(**hot, seed=100 + seed, logit_bias=biases) for seed in range(requests)]
-    shares, found = {}, {}
-    for rejection in (False, True, True):
-        with drafting(llm, theirs, rejection):
-            outputs = llm.generate([[5, 6, 7]] * requests, params)
-            statistics = llm.statistics()
-        tokens = torch.tensor([output.outputs[0].token_ids for output in outputs])
-        shares[rejection] = statistics.accepted_tokens / statistics.draft_tokens
-        assert p_value((tokens - TOKENS[0]).flatten(), own.softmax(-1)) > 0.001
-        found[rejection] = tokens
-    assert shares[True] > 1.1 * shares[False]
-
-
 def test_an_engine_draws_with_the_models_probabilities(tiny_model: Path) -> None:
     options: dict[str, Any] = {"max_model_len": 64, "max_batch_requests": 32, "dtype": "float32", "threads": 1}
     with LLM(str(tiny_model), **options) as llm:
@@ -252,7 +160,7 @@ def test_what_else_requests_ask_for(tiny_model: Path) -> None:
         theirs = torch.zeros(llm._engine.inputs.vocab_size).index_fill_(0, torch.arange(60, 200), 1 / 140)
         found = []
         for _ in range(2):
-            with drafting(llm, theirs, True):
+            with drawing(llm, theirs, True):
                 found.append(llm.generate(prompts, greedy + drawn))
     texts = [[output.outputs[0].text for output in outputs] for outputs in (expected, *found)]
     assert texts[0][: len(greedy)] == texts[1][: len(greedy)] and texts[1] == texts[2]
@@ -287,7 +195,7 @@ def make_head(kind: str, folder: Path) -> tuple[str, str, list[int]]:
         return str(target), str(head), everything
     if kind == "medusa":
         write_medusa(head, target, drafted=VOCABULARY)
-        file, tokens = head / FILE, {"token_map": torch.tensor(TOKENS)}
+        file, tokens = head / MEDUSA_FILE, {"token_map": torch.tensor(TOKENS)}
     else:
         write_eagle(head, target, drafted=VOCABULARY)
         file, tokens = head / "model.safetensors", {"d2t": torch.tensor(TOKENS) - torch.arange(VOCABULARY)}

@@ -1,11 +1,9 @@
 """Guesses of another server, whatever it does."""
 
-import copy
 import gc
 import socket
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import wait
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +11,13 @@ import pytest
 
 from kvern import LLM, SamplingParams
 from kvern.config import EngineConfig
-from kvern.engine.core import EngineCore
 from kvern.engine.remote import RemoteProposer
 from kvern.errors import ConfigError
 from kvern.models.implementation import describe_model
 from kvern.models.loader import read_config
-from kvern.request import PromptInput, Request, RequestSpec
-from kvern.sampling_params import ResolvedParams
 from tests.draft_server import MODELS, Body, Drafts, counting, drafts_served
 from tests.served import serving
-from tests.speculation import AnyLength
+from tests.support.remote_drafts import PROMPTS, SMALL, answered, ask_always, compare, request, settle, wait_for_answers
 
 
 @pytest.fixture
@@ -38,24 +33,6 @@ def asking(tiny_model: Path) -> Callable[[str], RemoteProposer]:
         return RemoteProposer(config, describe_model(tiny_model, read_config(tiny_model), config.model_implementation))
 
     return make
-
-
-def request(tokens: Sequence[int], **options: Any) -> Request:
-    params = ResolvedParams(**{"temperature": 0.0, **options.pop("params", {})})
-    return Request(RequestSpec("r", PromptInput(list(tokens)), params, 99, **options))
-
-
-def settle(proposer: RemoteProposer) -> None:
-    """Until the server has answered, well or not."""
-    assert proposer._asked is not None
-    assert wait([proposer._asked.answer], 240).done
-
-
-def answered(proposer: RemoteProposer, one: Request, count: int = 3) -> list[int]:
-    """What is guessed when an answer has come to what is asked now."""
-    proposer.propose([one], [count])
-    settle(proposer)
-    return proposer.propose([one], [count])[0]
 
 
 def test_nobody_waits_and_a_late_answer_is_used_where_it_fits(
@@ -253,46 +230,9 @@ def test_the_thread_ends_with_the_proposer(served: tuple[Drafts, str], asking: C
     assert not thread.is_alive()
 
 
-PROMPTS = [[5, 9, 17, 33], [5, 9, 17, 33, 2], [100] * 6]
-SMALL: dict[str, Any] = {"dtype": "float32", "threads": 1, "max_model_len": 64, "kv_cache_tokens": 512}
-
-
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     wait_for_answers(monkeypatch)
-
-
-def wait_for_answers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every answer comes between the step that it is asked at and the next."""
-    take_answer = RemoteProposer._take_answer
-
-    def wait_and_take(proposer: RemoteProposer) -> None:
-        if proposer._asked is not None:
-            settle(proposer)
-        take_answer(proposer)
-
-    monkeypatch.setattr(RemoteProposer, "_take_answer", wait_and_take)
-
-
-def compare(plain: LLM, guessing: LLM, temperature: int) -> tuple[int, int]:
-    """Drafts, and how many were right, of answers that are the same."""
-    params = SamplingParams(temperature=temperature, seed=5, max_tokens=50, ignore_eos=True, n=1 + temperature)
-    before = copy.copy(guessing.statistics())
-    answers = [
-        [[answer.token_ids for answer in output.outputs] for output in llm.generate(PROMPTS, params)]
-        for llm in (plain, guessing)
-    ]
-    assert answers[0] == answers[1]
-    core, after = guessing._engine.core, guessing.statistics()
-    assert isinstance(core, EngineCore)
-    core.scheduler.check_integrity()
-    return after.draft_tokens - before.draft_tokens, after.accepted_tokens - before.accepted_tokens
-
-
-def ask_always(llm: LLM) -> None:
-    """Have the proposer asked however long it takes."""
-    core: Any = llm._engine.core
-    core.drafting = AnyLength(core.drafting._proposer, llm._engine.inputs.vocab_size)
 
 
 @pytest.mark.parametrize("temperature", [0, 1])

@@ -15,7 +15,7 @@ from kvern.models.loader import read_config
 from kvern.tokenizer import Tokenizer
 from tests.draft_server import MODELS, Drafts, drafts_served
 from tests.served import serving
-from tests.test_remote import SMALL, answered, ask_always, compare, request, wait_for_answers
+from tests.support.remote_drafts import SMALL, answered, ask_always, compare, request, wait_for_answers
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from kvern.server.database import DataFolder
 from kvern.server.response_memory import Packed
 from kvern.server.response_store import ResponseStore
 from tests.served import SMALL, Served
-from tests.test_kept_responses import FOLLOWED, LONG, SHORT, plain
+from tests.support.background_responses import FOLLOWED, LONG, SHORT, plain
 
 Start = Callable[..., Served]
 

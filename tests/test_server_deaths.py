@@ -11,11 +11,9 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import openai
 import pytest
 
 from kvern import LLM, SamplingParams
@@ -26,12 +24,9 @@ from kvern.engine.generation import Generation
 from kvern.engine.link import EngineLink
 from kvern.engine.wire import AddRequest
 from kvern.errors import RequestFailed
-from tests.processors import install
 from tests.served import ENGINE, PATIENCE, SMALL, STORY, Served, child_of, command_of, eventually, serving
+from tests.support.engine_deaths import LENGTH, PROMPTS, Streams, deadly, with_processors
 from tests.tiny_model import make_tiny_model
-
-PROMPTS = [f"Once upon a time there were {number}" for number in range(30)]
-LENGTH = 150
 
 
 @pytest.fixture(scope="module")
@@ -40,42 +35,6 @@ def expected() -> list[str]:
     params = SamplingParams(temperature=0.8, seed=9, max_tokens=LENGTH, ignore_eos=True)
     with LLM("kvern-1m", threads=1, dtype="float32") as llm:
         return [output.outputs[0].text for output in llm.generate(PROMPTS, params)]
-
-
-@contextlib.contextmanager
-def with_processors(folder: Path, *arguments: str) -> Iterator[Served]:
-    """A server that has the processor which ends its engine."""
-    with pytest.MonkeyPatch.context() as patched:
-        known = [os.environ["PYTHONPATH"]] if os.environ.get("PYTHONPATH") else []
-        patched.setenv("PYTHONPATH", os.pathsep.join([str(install(folder)), *known, str(Path(__file__).parent.parent)]))
-        with serving(*SMALL, "--logits-processors", "end", *arguments) as served:
-            yield served
-
-
-class Streams:
-    """The streams of all prompts; `begun` when each has said something."""
-
-    def __init__(self, client: openai.OpenAI, pool: concurrent.futures.Executor) -> None:
-        self.begun = threading.Barrier(len(PROMPTS) + 1)
-        self._client = client
-        self._texts = [pool.submit(self._read, prompt) for prompt in PROMPTS]
-
-    def _read(self, prompt: str) -> str:
-        stream = self._client.completions.create(prompt=prompt, seed=9, stream=True, **(STORY | {"max_tokens": LENGTH}))
-        text = next(iter(stream)).choices[0].text
-        self.begun.wait(PATIENCE)
-        return text + "".join(chunk.choices[0].text for chunk in stream)
-
-    def texts(self) -> list[str]:
-        return [text.result() for text in self._texts]
-
-
-def deadly(client: openai.OpenAI, how: str, after: int) -> str:
-    """Ask for what ends the engine; the error."""
-    asked = {"logits_processors": {"end": {"how": how, "after": after}}, "ignore_eos": True}
-    with pytest.raises(openai.InternalServerError) as refused:
-        client.completions.create(model="kvern-1m", prompt="I end it", max_tokens=LENGTH, extra_body=asked)
-    return str(refused.value)
 
 
 @pytest.mark.timeout(600)

@@ -16,17 +16,14 @@ from kvern.layers.quantized.method import QuantizedMethod
 from kvern.layers.quantized.packed_tensors import packed_format
 from kvern.models.loader import load_model
 from tests.families import make_checkpoint
-from tests.gguf_files import write_gguf
+from tests.gguf_files import MIXES, folder_of, write_gguf
 from tests.packers import Pack, awq, gptq, nf4, nvfp4, store
+from tests.packers import mxfp4_experts as pack_published
 from tests.scaled_checkpoints import CHECKPOINTS, quantize, reference
-from tests.test_gguf import MIXES, folder_of
-from tests.test_gpt_oss import PUBLISHED
-from tests.test_gpt_oss import pack as pack_published
-from tests.test_linear_methods import methods
-from tests.test_model_parity import PROMPT, logits
-from tests.test_packed_tensors import INTEGERS, packed
-from tests.test_quantized_four_bits import AWQ, CASES, FORMATS, GPTQ, make, of_tests
-from tests.test_tensor_parallel import logits_of_ranks
+from tests.support.configs import GPT_OSS
+from tests.support.four_bit_checkpoints import AWQ, CASES, FORMATS, GPTQ, INTEGERS, make, of_tests, packed
+from tests.support.model_outputs import PROMPT, logits, methods_by_path
+from tests.support.rank_threads import logits_of_ranks
 
 SHARED = {
     "fp8, static": {},
@@ -132,7 +129,7 @@ def test_experts_as_gpt_oss_publishes_them_are_shared(tmp_path: Path, monkeypatc
     """Gate and up in turns, with biases, in runs of an expert or two."""
     monkeypatch.setattr("kvern.models.checkpoint.RUN_BYTES", 4500)
     model = make_checkpoint("gpt_oss", tmp_path / "model", hidden_size=64, intermediate_size=64)
-    made = store(model, tmp_path, pack_published, r"experts\.\w+_proj$", PUBLISHED["quantization_config"])
+    made = store(model, tmp_path, pack_published, r"experts\.\w+_proj$", GPT_OSS["quantization_config"])
     found, expected = logits_of_ranks(made.quantized, 2), logits(load_model(made.rounded), PROMPT)
     assert (found[0] - expected).abs().max() < 1e-4
     assert torch.equal(found[0], found[1])
@@ -186,9 +183,9 @@ def test_plain_weights_are_quantized_share_by_share(family: str, quantization: s
     alone = logits(load_model(folder, quantization=quantization), PROMPT)
     assert (found[0] - plain).abs().mean() < 1.2 * (alone - plain).abs().mean()
     share = load_model(folder, ranks=Ranks(1, 2), quantization=quantization)
-    for path, method in methods(share).items():
+    for path, method in methods_by_path(share).items():
         if isinstance(method, QuantizedMethod) and path.endswith("down_proj"):
-            rows = methods(load_model(folder))[path].dequantize()[:, method.shape.inputs :]
+            rows = methods_by_path(load_model(folder))[path].dequantize()[:, method.shape.inputs :]
             assert (method.dequantize() - rows).abs().max() < rows.abs().max() / (7 if quantization == "int4" else 15)
 
 

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvern import LLM, RequestOutput, SamplingParams
+from kvern import LLM, SamplingParams
 from kvern.config import EngineConfig
 from kvern.device.input_batch import sampled_tokens
 from kvern.device.rows import BatchRows
@@ -20,41 +20,10 @@ from kvern.model_spec import ModelSpec
 from kvern.request import Request
 from kvern.sample.drafts import verify
 from kvern.step import ScheduledTokens
-from kvern.structured_output import StructuredOutput
 from tests.peft_adapters import make_adapter
 from tests.speculation import AnyLength, speculating
-
-PROMPTS = [[5, 9, 17, 33, 2, 81], [5, 9, 17, 33, 2, 80, 40, 41, 42, 43, 44, 45], [100] * 10]
-LENGTH: dict[str, Any] = {"max_tokens": 24, "ignore_eos": True}
-DRAWN: dict[str, Any] = {"temperature": 0.9, "seed": 5, **LENGTH}
-DRY: dict[str, Any] = {"dry_multiplier": 2.0, "dry_allowed_length": 1, "dry_sequence_breakers": ["the", "a b"]}
-EVERYTHING = [
-    SamplingParams(temperature=0, **LENGTH),
-    SamplingParams(**DRAWN, n=3),
-    SamplingParams(**DRAWN, repetition_penalty=1.5, presence_penalty=0.5, frequency_penalty=0.5, logprobs=1),
-    SamplingParams(**DRAWN, logit_bias={7: 4.0, 9: -50.0}, logprobs=2),
-    SamplingParams(**DRAWN, typical_p=0.6),
-    SamplingParams(**DRAWN, allowed_token_ids=[3, 4, 5, 6, 7], bad_words=["a", "of"]),
-    SamplingParams(temperature=1.5, seed=2, max_tokens=24, min_tokens=20, stop_token_ids=list(range(0, 200, 3))),
-    SamplingParams(temperature=1.5, seed=3, max_tokens=24, stop_token_ids=list(range(0, 200, 7))),
-    SamplingParams(**DRAWN, top_p=0.9, top_k=20, min_p=0.01),
-    SamplingParams(temperature=0, max_tokens=6, structured=StructuredOutput(regex="[ab]{3,9}")),
-    SamplingParams(temperature=0, max_tokens=5, beam_width=2),
-    SamplingParams(temperature=0, prompt_logprobs=1, **LENGTH),
-    SamplingParams(temperature=0, **DRY, **LENGTH),
-    SamplingParams(**DRAWN, **DRY, top_n_sigma=1.5, xtc_probability=0.5, xtc_threshold=0.02, dynatemp_range=0.5),
-]
-
-
-def answers(outputs: list[RequestOutput]) -> list[list[Any]]:
-    return [[(answer.token_ids, answer.text, answer.stop_reason) for answer in output.outputs] for output in outputs]
-
-
-def logprobs(outputs: list[RequestOutput]) -> Iterator[float]:
-    for output in outputs:
-        for answer in output.outputs:
-            for entry in answer.logprobs or []:
-                yield from (item.logprob for item in entry.values())
+from tests.support.drafting_requests import EVERYTHING, LENGTH, PROMPTS
+from tests.support.outputs import answer_logprobs, tokens_and_texts
 
 
 @given(st.data())
@@ -100,8 +69,8 @@ def test_every_parameter(llm: LLM, accuracy: float, on_device: bool) -> None:
     with speculating(llm, expected, accuracy, on_device=on_device) as oracle:
         found = llm.generate(prompts, EVERYTHING)
     assert oracle.guessed > 100
-    assert answers(found) == answers(expected)
-    assert list(logprobs(found)) == pytest.approx(list(logprobs(expected)), abs=1e-4)
+    assert tokens_and_texts(found) == tokens_and_texts(expected)
+    assert list(answer_logprobs(found)) == pytest.approx(list(answer_logprobs(expected)), abs=1e-4)
     llm._engine.core.scheduler.check_integrity()
     assert llm._engine.statistics().steps > before
 
@@ -113,7 +82,7 @@ def test_right_drafts_save_steps(llm: LLM, on_device: bool) -> None:
     expected = llm.generate(PROMPTS, params)
     steps.append(llm._engine.statistics().steps)
     with speculating(llm, expected, 1.0, on_device=on_device):
-        assert answers(llm.generate(PROMPTS, params)) == answers(expected)
+        assert tokens_and_texts(llm.generate(PROMPTS, params)) == tokens_and_texts(expected)
     steps.append(llm._engine.statistics().steps)
     assert steps[2] - steps[1] < 0.8 * (steps[1] - steps[0])
 
@@ -125,7 +94,7 @@ def test_stop_strings_within_a_run(llm: LLM) -> None:
     params = [SamplingParams(temperature=0, max_tokens=30, ignore_eos=True, stop=[stop]) for stop in stops]
     expected = llm.generate(PROMPTS, params)
     with speculating(llm, free, 1.0):
-        assert answers(llm.generate(PROMPTS, params)) == answers(expected)
+        assert tokens_and_texts(llm.generate(PROMPTS, params)) == tokens_and_texts(expected)
 
 
 def test_answers_stay_cached(llm: LLM) -> None:
@@ -138,8 +107,8 @@ def test_answers_stay_cached(llm: LLM) -> None:
     again = llm.generate(longer, SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=0))
     with LLM(llm._engine.config.model, dtype="float32", max_model_len=64, kv_cache_tokens=512, threads=1) as fresh:
         alone = fresh.generate(longer, SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=0))
-    assert answers(again) == answers(alone)
-    assert list(logprobs(again)) == pytest.approx(list(logprobs(alone)), abs=1e-4)
+    assert tokens_and_texts(again) == tokens_and_texts(alone)
+    assert list(answer_logprobs(again)) == pytest.approx(list(answer_logprobs(alone)), abs=1e-4)
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # within PEFT
@@ -150,7 +119,7 @@ def test_adapters_in_the_batch(tiny_model: Path, tmp_path: Path) -> None:
     with LLM(str(tiny_model), dtype="float32", threads=1, max_adapters=1, adapters={"one": str(path)}) as llm:
         expected = llm.generate(PROMPTS, params, adapter=names)
         with speculating(llm, expected):
-            assert answers(llm.generate(PROMPTS, params, adapter=names)) == answers(expected)
+            assert tokens_and_texts(llm.generate(PROMPTS, params, adapter=names)) == tokens_and_texts(expected)
 
 
 class Parrot:
@@ -203,11 +172,11 @@ def test_a_broken_proposer_costs_its_drafts_alone(
     guess: Callable[[], Any], said: str, llm: LLM, caplog: pytest.LogCaptureFixture
 ) -> None:
     core, params = llm._engine.core, SamplingParams(temperature=0, **LENGTH)
-    expected, broken = answers(llm.generate(PROMPTS[:2], params)), Broken(guess)
+    expected, broken = tokens_and_texts(llm.generate(PROMPTS[:2], params)), Broken(guess)
     core.drafting = AnyLength(broken, llm._engine.inputs.vocab_size)
     try:
-        assert answers(llm.generate(PROMPTS[:2], params)) == expected
-        assert answers(llm.generate(PROMPTS[:2], params)) == expected
+        assert tokens_and_texts(llm.generate(PROMPTS[:2], params)) == expected
+        assert tokens_and_texts(llm.generate(PROMPTS[:2], params)) == expected
     finally:
         core.drafting = None
     assert broken.asked == 4
@@ -220,10 +189,10 @@ def test_a_broken_proposer_costs_its_drafts_alone(
 
 def test_too_many_drafts_are_cut(llm: LLM) -> None:
     core, params = llm._engine.core, SamplingParams(temperature=0, **LENGTH)
-    expected = answers(llm.generate(PROMPTS[:2], params))
+    expected = tokens_and_texts(llm.generate(PROMPTS[:2], params))
     core.drafting = Drafting(Broken(lambda: [[7] * 10_000] * 2), llm._engine.inputs.vocab_size)
     try:
-        assert answers(llm.generate(PROMPTS[:2], params)) == expected
+        assert tokens_and_texts(llm.generate(PROMPTS[:2], params)) == expected
     finally:
         core.drafting = None
 

@@ -17,9 +17,10 @@ from tests.draft_heads import add_prediction
 from tests.families import make_checkpoint, similar_prompts
 from tests.idle import is_idle
 from tests.speculation import AnyLength, accepted_of_prediction, speculating
-from tests.test_head_drafting import Always
-from tests.test_pipeline_parallel import CHANGED
-from tests.test_state_drafts import LITTLE_ROOM, OPTIONS, PARAMS, answers
+from tests.support.divided_families import STAGE_CHANGES
+from tests.support.head_drafting import Always
+from tests.support.outputs import token_ids
+from tests.support.state_drafting import LITTLE_ROOM, OPTIONS, PARAMS
 
 TWO_STAGES = {"pipeline_parallel_size": 2}
 TWO_OF_TWO = TWO_STAGES | {"tensor_parallel_size": 2}
@@ -31,7 +32,7 @@ FAMILIES = ["qwen3_next", "granitemoehybrid", "lfm2"]
     scope="module", params=[FAMILIES[0], *(pytest.param(name, marks=pytest.mark.nightly) for name in FAMILIES[1:])]
 )
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    made, sizes = tmp_path_factory.mktemp("hybrid"), CHANGED[request.param]
+    made, sizes = tmp_path_factory.mktemp("hybrid"), STAGE_CHANGES[request.param]
     return make_checkpoint(request.param, made, vocab_size=288, eos_token_id=1, **sizes)
 
 
@@ -63,7 +64,7 @@ def test_drafts_leave_the_answers(
     with LLM(str(folder), **OPTIONS | options, device="cpu") as llm:
         for accuracy in (0.0, 1.0, 0.7):
             with speculating(llm, expected, accuracy, on_device=on_device) as oracle:
-                assert answers(llm.generate(prompts, PARAMS)) == answers(expected)
+                assert token_ids(llm.generate(prompts, PARAMS)) == token_ids(expected)
                 statistics = llm.statistics()
             assert oracle.guessed > 50
         assert is_idle(llm)
@@ -81,7 +82,7 @@ def test_two_of_three_stages_wait_while_two_steps_are_on_their_way(prompts: list
     with LLM(str(folder), **OPTIONS | LITTLE_ROOM, device="cpu", pipeline_parallel_size=3) as llm:
         for on_device in (False, True):
             with speculating(llm, expected, on_device=on_device):
-                assert answers(llm.generate(prompts, PARAMS)) == answers(expected)
+                assert token_ids(llm.generate(prompts, PARAMS)) == token_ids(expected)
                 statistics = llm.statistics()
         assert is_idle(llm)
     assert statistics.preemptions
@@ -102,9 +103,9 @@ def test_a_conversation_goes_on_behind_verified_answers(
         for accuracy in (1.0, 0.6):
             with speculating(llm, [expected[0]] * 2, accuracy):
                 outputs = llm.generate([prompts[0]] * 2, [params, PARAMS[0]])
-            assert answers(outputs) == [*answers([answer]), *answers(expected[:1])]
+            assert token_ids(outputs) == [*token_ids([answer]), *token_ids(expected[:1])]
             before = llm.statistics().cached_tokens
-            assert answers(llm.generate(longer, PARAMS[0])) == answers(again)
+            assert token_ids(llm.generate(longer, PARAMS[0])) == token_ids(again)
             assert llm.statistics().cached_tokens > before
 
 
@@ -114,9 +115,9 @@ def test_an_engine_looks_up_drafts_and_follows_predictions(
     monkeypatch.setattr(Drafting, "most", AnyLength.most)
     few = [params.replace(allowed_token_ids=[5, 6, 7]) for params in PARAMS[:3]]
     with LLM(str(folder), **OPTIONS, device="cpu") as plain:
-        said = answers(plain.generate(prompts[:3], few))
+        said = token_ids(plain.generate(prompts[:3], few))
     with LLM(str(folder), **OPTIONS | TWO_STAGES, device="cpu", proposer="ngram") as llm:
-        assert answers(llm.generate(prompts[:3], few)) == said
+        assert token_ids(llm.generate(prompts[:3], few)) == said
         assert llm.statistics().accepted_tokens > 0
         told = expected[0].outputs[0].token_ids
         assert accepted_of_prediction(llm, prompts[0], PARAMS[0], told, 12) > 5
@@ -126,15 +127,15 @@ def test_an_engine_looks_up_drafts_and_follows_predictions(
 @pytest.mark.parametrize("divided", [TWO_STAGES, TWO_OF_TWO], ids=["pp 2", "tp 2 x pp 2"])
 def test_the_models_own_layer_drafts_behind_the_last_stage(divided: dict[str, int], tmp_path: Path) -> None:
     sizes = {"vocab_size": 288, "eos_token_id": 1}
-    folder = make_checkpoint("qwen3_next", tmp_path, **sizes, **CHANGED["qwen3_next"])
+    folder = make_checkpoint("qwen3_next", tmp_path, **sizes, **STAGE_CHANGES["qwen3_next"])
     alone = {"num_hidden_layers": 1, "layer_types": ["full_attention"]}
     add_prediction(folder, "qwen3_next", "qwen", **sizes, **alone)
     prompts, params = similar_prompts(200)[:3], [PARAMS[0], PARAMS[2], PARAMS[0]]
     with LLM(str(folder), **OPTIONS, device="cpu") as llm:
-        expected = answers(llm.generate(prompts, params))
+        expected = token_ids(llm.generate(prompts, params))
     with LLM(str(folder), **OPTIONS | divided, device="cpu", draft_model="mtp") as llm:
         llm._engine.core.drafting = Always(288, 3)  # type: ignore[attr-defined]
-        assert answers(llm.generate(prompts, params)) == expected
+        assert token_ids(llm.generate(prompts, params)) == expected
         assert llm.statistics().draft_tokens > 50
 
 

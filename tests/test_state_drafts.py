@@ -14,27 +14,9 @@ from kvern.layers.states import StepStates, advance_states
 from tests.families import make_checkpoint, similar_prompts
 from tests.idle import is_idle
 from tests.speculation import AnyLength, speculating
-from tests.test_hybrids import rule_inputs
-
-LENGTH: dict[str, Any] = {"max_tokens": 20, "ignore_eos": True}
-PARAMS = [
-    SamplingParams(temperature=0, **LENGTH),
-    SamplingParams(temperature=1.0, seed=4, n=3, **LENGTH),
-    SamplingParams(temperature=1.0, seed=5, logprobs=1, presence_penalty=1.0, **LENGTH),
-    SamplingParams(temperature=1.0, seed=6, max_tokens=20, stop_token_ids=list(range(0, 200, 9))),
-    SamplingParams(temperature=0, max_tokens=4, beam_width=2),
-    SamplingParams(temperature=0, **LENGTH),
-]
-OPTIONS: dict[str, Any] = {
-    "dtype": "float32",
-    "threads": 1,
-    "max_model_len": 64,
-    "block_size": 4,
-    "max_batch_requests": 8,
-    "max_batch_tokens": 24,
-    "kv_cache_tokens": 1024,
-}
-LITTLE_ROOM = {"kv_cache_tokens": 128, "max_batch_tokens": 13}
+from tests.state_families import rule_inputs
+from tests.support.outputs import token_ids
+from tests.support.state_drafting import LITTLE_ROOM, OPTIONS, PARAMS
 
 
 @pytest.mark.parametrize("rule", [delta_rule, state_space], ids=["delta_rule", "state_space"])
@@ -60,10 +42,6 @@ def test_a_state_sees_the_drafts_that_are_accepted(rule: Any) -> None:
     for (first, _, state), count in zip(drafts, kept, strict=True):
         rule.advance_run(before[state], *(item[first : first + count] for item in inputs))
         torch.testing.assert_close(memory[state], before[state], atol=2e-6, rtol=1e-5)
-
-
-def answers(outputs: list[RequestOutput]) -> list[list[list[int]]]:
-    return [[answer.token_ids for answer in output.outputs] for output in outputs]
 
 
 FAMILIES = ["qwen3_next", "qwen3_5", "nemotron_h", "granitemoehybrid", "falcon_h1", "lfm2"]
@@ -106,7 +84,7 @@ def test_drafts_leave_the_answers(
         llm._engine.core._depth = depth
         for accuracy in (0.0, 1.0, 0.7):
             with speculating(llm, expected, accuracy) as oracle:
-                assert answers(llm.generate(prompts, PARAMS)) == answers(expected)
+                assert token_ids(llm.generate(prompts, PARAMS)) == token_ids(expected)
                 statistics = llm.statistics()
             assert oracle.guessed > 50
         assert is_idle(llm)
@@ -129,8 +107,8 @@ def test_a_conversation_goes_on_behind_verified_answers(
     for accuracy in (1.0, 0.6):
         with LLM(str(folder), **OPTIONS) as llm:
             with speculating(llm, expected[:1], accuracy):
-                assert answers(llm.generate([prompts[0]], params)) == answers([alone])
-            assert answers(llm.generate([longer], PARAMS[0])) == answers(again)
+                assert token_ids(llm.generate([prompts[0]], params)) == token_ids([alone])
+            assert token_ids(llm.generate([longer], PARAMS[0])) == token_ids(again)
             assert llm.statistics().cached_tokens > 0
 
 
@@ -139,5 +117,5 @@ def test_an_engine_looks_its_drafts_up(folder: Path, prompts: list[list[int]], m
     monkeypatch.setattr(Drafting, "most", AnyLength.most)
     params = [params.replace(allowed_token_ids=[5, 6, 7]) for params in PARAMS[:3]]
     with LLM(str(folder), **OPTIONS) as plain, LLM(str(folder), **OPTIONS, proposer="ngram") as llm:
-        assert answers(llm.generate(prompts[:3], params)) == answers(plain.generate(prompts[:3], params))
+        assert token_ids(llm.generate(prompts[:3], params)) == token_ids(plain.generate(prompts[:3], params))
         assert llm.statistics().accepted_tokens > 0

@@ -14,7 +14,7 @@ import pytest
 import zmq
 
 import kvern.engine.core
-from kvern import LLM, AsyncLLM, RequestOutput, SamplingParams
+from kvern import LLM, AsyncLLM, RequestOutput
 from kvern.engine.beams import BeamSearch
 from kvern.engine.process import serve
 from kvern.engine.wire import (
@@ -27,44 +27,11 @@ from kvern.engine.wire import (
 from kvern.errors import RequestFailed
 from kvern.llm import FailedRequest
 from kvern.step import ModelRunnerOutput, SchedulerOutput
-from kvern.structured_output import StructuredOutput
 from kvern.worker.executor import InProcessExecutor
-from tests.failing_runner import MARKS, FailingRunner
+from tests.failing_runner import GREEDY, KINDS, MARKS, OPTIONS, REASON, FailingRunner, crowd, said
 from tests.idle import is_idle
 from tests.peft_adapters import make_adapter
-from tests.processors import install
 from tests.served import SMALL, Served, serving
-
-REASON = "its step failed: RuntimeError: as planned"
-GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
-FORM = StructuredOutput(json={"type": "array", "items": {"enum": [1, 22, "a"]}, "maxItems": 3})
-KINDS = [
-    GREEDY,
-    SamplingParams(temperature=0.9, seed=3, max_tokens=9, ignore_eos=True, logprobs=1),
-    SamplingParams(temperature=0.9, seed=4, max_tokens=16, structured=FORM),
-    SamplingParams(beam_width=3, n=2, max_tokens=6, ignore_eos=True),
-    SamplingParams(temperature=1.0, seed=5, n=3, max_tokens=8, prompt_logprobs=0, ignore_eos=True),
-]
-OPTIONS: dict[str, Any] = {
-    "dtype": "float32",
-    "threads": 1,
-    "max_model_len": 64,
-    "block_size": 4,
-    "max_batch_requests": 12,
-    "max_batch_tokens": 48,
-}
-
-
-def crowd() -> tuple[list[list[int]], list[SamplingParams]]:
-    """Thirty prompts that begin alike, of all kinds, four of which are marked."""
-    prompts = [[*range(20, 20 + 5 * (number % 4)), 100 + number, 7] for number in range(30)]
-    for number, mark in zip((3, 10, 17, 24), [*MARKS, 252], strict=True):
-        prompts[number].insert(2, mark)
-    return prompts, [KINDS[number % len(KINDS)] for number in range(30)]
-
-
-def said(output: RequestOutput) -> list[Any]:
-    return [(answer.token_ids, answer.text, answer.finish_reason, answer.stop_reason) for answer in output.outputs]
 
 
 @pytest.mark.parametrize("where", ["before", "behind", "result"])
@@ -247,13 +214,9 @@ def test_one_that_cannot_be_queued(tiny_model: Path, monkeypatch: pytest.MonkeyP
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    site = install(tmp_path_factory.mktemp("site"))
-    with pytest.MonkeyPatch.context() as patched:
-        known = [os.environ["PYTHONPATH"]] if os.environ.get("PYTHONPATH") else []
-        patched.setenv("PYTHONPATH", os.pathsep.join([str(site), *known, str(Path(__file__).parent.parent)]))
-        with serving(*SMALL, "--logits-processors", "break") as served:
-            yield served
+def server(packages: None) -> Iterator[Served]:
+    with serving(*SMALL, "--logits-processors", "break") as served:
+        yield served
 
 
 def test_a_server_answers_all_others(server: Served) -> None:

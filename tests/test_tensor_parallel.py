@@ -2,9 +2,8 @@
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import pytest
 import torch
@@ -21,42 +20,11 @@ from kvern.models.registry import spec_from_config
 from kvern.models.share import WholeExperts, share_of
 from tests.families import FAMILIES, make_checkpoint, make_config
 from tests.rank_features import OF_EXPERTS
-from tests.test_model_parity import PROMPT, logits, with_attention
+from tests.support.divided_families import TENSOR_PARALLEL_CHANGES, TENSOR_PARALLEL_FAMILIES
+from tests.support.model_outputs import PROMPT, logits, with_attention
+from tests.support.rank_threads import SECONDS, logits_of_ranks
 
-SECONDS = 60.0
-Result = TypeVar("Result")
-FEW = (
-    *("llama3", "llama_bias", "gemma3", "phi3", "gpt_neox", "olmo2", "cohere"),
-    *("lfm2", "qwen3_5", "qwen3_next", "granitemoehybrid", "deepseek_v3", "gemma3n"),
-    *("qwen2_moe", "glm4_moe_groups", "gpt_oss"),
-)
-"""Tied embeddings, biases, norms of each head, fused tensors, tensors that are reordered first, norms of all heads and
-with a weight for each, convolutions, states in the orders of two checkpoints and of a group on both ranks, latents,
-several residual streams, three kinds of routers."""
-CHANGED: dict[str, dict[str, Any]] = {"granitemoehybrid": {"mamba_n_groups": 1}}
-"""What tiny models have otherwise here: a group on both ranks."""
 EXPERTS = ("mixtral", "qwen3_moe", "qwen2_moe", "granitemoe", "glm4_moe", "glm4_moe_groups", "dots1", "qwen3_vl_moe")
-
-
-def of_ranks(
-    folder: Path, size: int, compute: Callable[[Decoder], Result], load: Callable[..., Decoder] = load_model
-) -> list[Result]:
-    """What each of `size` ranks, which are threads here, computes of its share of a model."""
-
-    def run(rank: int) -> Result:
-        ranks = Ranks(rank, size)
-        ranks.connect(folder / f"meeting-{size}", torch.device("cpu"), SECONDS)
-        return compute(load(folder, ranks=ranks))
-
-    with ThreadPoolExecutor(size) as threads:
-        return list(threads.map(run, range(size)))
-
-
-def logits_of_ranks(
-    folder: Path, size: int, load: Callable[..., Decoder] = load_model, **options: Any
-) -> list[torch.Tensor]:
-    """Of PROMPT; `options` of `load`."""
-    return of_ranks(folder, size, lambda decoder: logits(decoder, PROMPT), partial(load, **options))
 
 
 def check(folder: Path, size: int, load: Callable[..., Decoder] = load_model, **shared: Any) -> None:
@@ -66,9 +34,9 @@ def check(folder: Path, size: int, load: Callable[..., Decoder] = load_model, **
     assert all(torch.equal(found[0], other) for other in found), "each rank samples from the same numbers"
 
 
-@pytest.mark.parametrize("family", FEW)
+@pytest.mark.parametrize("family", TENSOR_PARALLEL_FAMILIES)
 def test_ranks_compute_what_one_process_does(family: str, tmp_path: Path) -> None:
-    check(make_checkpoint(family, tmp_path, **CHANGED.get(family, {})), 2)
+    check(make_checkpoint(family, tmp_path, **TENSOR_PARALLEL_CHANGES.get(family, {})), 2)
 
 
 @pytest.mark.parametrize(
@@ -89,7 +57,7 @@ def test_ranks_with_whole_experts_compute_what_one_process_does(
 @pytest.mark.nightly
 @pytest.mark.parametrize("family", FAMILIES)
 def test_all_families_are_shared(family: str, tmp_path: Path) -> None:
-    check(make_checkpoint(family, tmp_path, **CHANGED.get(family, {})), 2)
+    check(make_checkpoint(family, tmp_path, **TENSOR_PARALLEL_CHANGES.get(family, {})), 2)
 
 
 @pytest.mark.nightly

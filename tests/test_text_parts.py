@@ -15,7 +15,7 @@ from kvern.models.loader import load_model, read_config
 from kvern.models.registry import spec_from_config
 from kvern.quantize.checkpoint import Checkpoint
 from tests.families import FAMILIES, make_checkpoint
-from tests.test_model_parity import TOLERANCE, error
+from tests.support.model_outputs import TOLERANCE, error
 
 WRAPPERS = [family for family, (_, fields) in FAMILIES.items() if "text_config" in fields]
 CALLED = {

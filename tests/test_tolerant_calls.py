@@ -3,7 +3,7 @@
 import pytest
 
 from kvern.tools.formats import FORMATS
-from tests.test_tool_formats import read, reader_of
+from tests.support.tool_calls import read, reader_of
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from kvern.tools.definitions import read_tools
 from kvern.tools.formats import format_of
 from kvern.tools.json_calls import JSON
 from kvern.tools.tool_format import ToolFormat
-from tests.test_tool_formats import DIFFERENT
+from tests.support.tool_calls import DIFFERENT
 from tests.tiny_model import make_tiny_model
 
 SHORT = {"type": "string", "maxLength": 4}

@@ -11,36 +11,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvern.config import EngineConfig
-from kvern.tools.chat import AnswerReader, PlainParser
+from kvern.tools.chat import AnswerReader
 from kvern.tools.formats import FORMATS, format_of
 from kvern.tools.grammar import Thought
-from kvern.tools.json_calls import HERMES, LISTS, JsonCalls
-from kvern.tools.pieces import Message
+from kvern.tools.json_calls import HERMES, JsonCalls
 from kvern.tools.thinking import THINKING, beginning_of, thinking_of
 from kvern.tools.tool_format import ToolFormat
-from kvern.tools.xml_functions import XmlFunctions
+from tests.support.tool_calls import DIFFERENT, NAMES, XML, calls_of, everywhere, read, reader_of, typed
 
-NAMES: dict[str, Any] = {name: {} for name in ("f", "get_weather", "a-b.c")}
-IDS = "[TOOL_CALLS][CALL_ID][ARGS]"
-XML = ("qwen3_coder", "minimax", "glm")
-ELSEWHERE = [
-    *LISTS[1:],
-    *(form for form in FORMATS if form.name == "mistral" and form.matches(IDS)),
-    *(form for form in FORMATS if isinstance(form, XmlFunctions) and form.name not in XML),
-]
-DIFFERENT = [form for form in FORMATS if form not in ELSEWHERE]
-"""Others differ from these in their marks; see test_learnt_calls.py."""
 BY_NAME = [pytest.param(form, id=f"{form.name}{number}") for number, form in enumerate(DIFFERENT)]
 
-values = st.recursive(
-    st.none()
-    | st.booleans()
-    | st.integers(-(10**6), 10**6)
-    | st.text(max_size=6)
-    | st.floats(allow_nan=False, width=16),
-    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.text(max_size=4), inner, max_size=2),
-    max_leaves=5,
-).filter(lambda value: "Infinity" not in json.dumps(value))
 OWN_MARKS = {
     "qwen3_coder": (
         "<tool_call>",
@@ -139,37 +119,6 @@ def gemma(value: Any, quote: str) -> str:
     if isinstance(value, list):
         return "[" + ",".join(gemma(item, quote) for item in value) + "]"
     return f"{quote}{value}{quote}" if isinstance(value, str) else json.dumps(value)
-
-
-def read(reader: AnswerReader, text: str, cuts: Sequence[int] = ()) -> Message:
-    """The answer as it comes, cut at these places; ids are left out, they are drawn."""
-    for cut in sorted({cut for cut in cuts if cut < len(text)}):
-        reader.read(text[:cut], False)
-    reader.read(text, True)
-    for call in reader.message.tool_calls:
-        call.call_id = ""
-    return reader.message
-
-
-def reader_of(form: ToolFormat | None, thought: Thought | None = None, tools: Any = NAMES) -> AnswerReader:
-    return AnswerReader(PlainParser() if form is None else form.parser(tools), thought)
-
-
-def typed(calls: list[tuple[str, dict[str, Any]]]) -> tuple[list[tuple[str, dict[str, Any]]], dict[str, Any]]:
-    """The same values under names that can stand in tags, and tools that say which of them are strings."""
-    named = [
-        (name, {f"{number} {index}": value for index, value in enumerate(given.values())})
-        for number, (name, given) in enumerate(calls)
-    ]
-    properties = {
-        key: {"type": "string"} if isinstance(value, str) else {} for _, given in named for key, value in given.items()
-    }
-    return named, {name: {"type": "object", "properties": properties} for name in NAMES}
-
-
-arguments = st.dictionaries(st.text(max_size=4), values, max_size=3)
-calls_of = st.lists(st.tuples(st.sampled_from(sorted(NAMES)), arguments), min_size=1, max_size=3)
-everywhere = st.lists(st.integers(1, 400), max_size=30) | st.just(list(range(1, 400)))
 
 
 @pytest.mark.parametrize("form", BY_NAME)

@@ -9,7 +9,7 @@ from kvern.attention.eight_bit import LARGEST_CODE, EightBit
 from kvern.attention.torch_sdpa import TorchAttention
 from kvern.device.input_batch import InputBatch
 from kvern.mixer_spec import AttentionSpec
-from tests.kernels.test_cpu_attention import MIXED, Batch, Case, close, make_batch
+from tests.support.kernels.cpu_attention_batches import MIXED, Batch, Case, close, make_batch
 
 ALIKE = [(start, 1) for start in (299, 250, 270, 301, 288)]
 """Decodes that are gathered together."""

@@ -16,7 +16,7 @@ from kvern.models.loader import load_model
 from kvern.models.registry import spec_from_config
 from kvern.quantize.writer import writing
 from tests.draft_heads import eagle3_enter, eagle3_logits, eagle3_states
-from tests.test_draft_heads import states_of
+from tests.support.head_drafting import states_of
 from tests.tiny_model import CONFIG, make_tiny_model
 
 TEXT = "the quick brown fox jumps over the lazy dog. " * 300

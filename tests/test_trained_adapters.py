@@ -16,10 +16,9 @@ from kvern.cli.options import adapters_of, read_defaults
 from kvern.cli.run import RunCommand
 from kvern.errors import ConfigError, InvalidAdapter
 from kvern.models.hub import resolve_model
+from tests.support.trained_adapters import ADAPTERS
 
-FOLDER = Path(__file__).parent / "adapters"
 CAT, SUM = "What is the name of the ship's cat?", "What is 17 + 25?"
-ADAPTERS = {name: str(FOLDER / name) for name in ("captain", "gull")}
 GREEDY = SamplingParams(temperature=0, max_tokens=24)
 
 

@@ -18,7 +18,7 @@ from kvern.models.loader import read_config
 from kvern.worker.plan import Findings, agree
 from kvern.worker.runner import ModelRunner
 from kvern.worker.windows import choose_groups, report
-from tests.families import make_checkpoint
+from tests.families import make_checkpoint, prompts_with_windows
 from tests.spoiled_blocks import spoiled_engine
 
 NIGHTLY = ("mixtral", "phi3", "gemma2", "gpt_oss", "cohere2", "olmo3", "exaone4", "ministral")
@@ -36,16 +36,6 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return make_checkpoint(request.param, tmp_path_factory.mktemp(request.param))
 
 
-def prompts() -> list[list[int]]:
-    """Some that begin alike, some that do not, most of them longer than a window and a step."""
-    generator = torch.Generator().manual_seed(0)
-    shared = torch.randint(3, 90, (60,), generator=generator).tolist()
-    found = []
-    for length, common in ((3, 0), (40, 0), (70, 60), (75, 60), (50, 40), (64, 60), (4, 0), (6, 0), (5, 3), (7, 0)):
-        found.append(shared[:common] + torch.randint(3, 90, (length - common,), generator=generator).tolist())
-    return found
-
-
 def engine(folder: Path, **options: Any) -> LLM:
     sizes: dict[str, Any] = {"block_size": 4, "max_model_len": LENGTH, "kv_cache_tokens": 480, "max_batch_tokens": 12}
     return LLM(str(folder), **sizes | {"max_batch_requests": 4, "threads": 1, "dtype": "float32"} | options)
@@ -54,7 +44,7 @@ def engine(folder: Path, **options: Any) -> LLM:
 def answers(llm: LLM, params: SamplingParams) -> list[Any]:
     return [
         [(answer.token_ids, answer.cumulative_logprob) for answer in output.outputs]
-        for output in llm.generate(prompts(), params)
+        for output in llm.generate(prompts_with_windows(), params)
     ]
 
 

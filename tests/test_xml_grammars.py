@@ -22,8 +22,8 @@ from kvern.tools.glm import Glm
 from kvern.tools.grammar import GrammarWriter
 from kvern.tools.tool_format import ToolFormat
 from kvern.tools.xml_functions import MINIMAX, QWEN3_CODER
-from tests.test_tool_formats import read, reader_of
-from tests.test_xml_calls import PLAN, glm_call, minimax_call, qwen_call
+from tests.support.tool_calls import read, reader_of
+from tests.support.xml_calls import PLAN, glm_call, minimax_call, qwen_call
 
 FOLDER = Path(kvern.__file__).parent / "embedded" / "kvern-1m"
 MOST_TOKENS = 400

@@ -1,15 +1,21 @@
 """Random quantized matrices of every code, with the plain numbers that they stand for."""
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from kvern.kernels.packed import E2M1, NF4, Packed
-from kvern.layers.linear_method import LinearShape
+from kvern.layers.build import Build
+from kvern.layers.linear import Linear
+from kvern.layers.linear_format import LinearFormat, LinearMethods
+from kvern.layers.linear_method import LinearMethod, LinearShape, TensorLayout
 from kvern.layers.quantized.gguf import SCALES, GgufMethod
 from kvern.layers.quantized.gguf_blocks import NUMBERS
 from kvern.layers.quantized.gguf_parts import taken_apart
 from kvern.layers.quantized.gguf_types import BY_NAME, QUANTIZED
+from kvern.layers.quantized.method import QuantizedMethod
 
 KINDS = (
     *("e4m3 row", "e4m3 blocks", "int8 row", "int8 group", "int8 zero", "int4", "int4 zero", "int4 g32", "nf4"),
@@ -105,3 +111,41 @@ def _blocks(name: str, outputs: int, inputs: int, generator: torch.Generator) ->
 
 def to_device(packed: Packed, device: torch.device) -> Packed:
     return packed._make(item.to(device) if isinstance(item, torch.Tensor) else item for item in packed)
+
+
+class MadeMethod(QuantizedMethod):
+    """A made matrix."""
+
+    name = "made"
+
+    def __init__(self, shape: LinearShape, made: Made) -> None:
+        self.made = made
+        self.plain = made.plain.to(shape.device, shape.dtype)
+        super().__init__(shape)
+
+    def layouts(self) -> Mapping[str, TensorLayout]:
+        return {}
+
+    def storage(self) -> Mapping[str, TensorLayout]:
+        return {} if self.made.packed.order is None else {"order": TensorLayout(torch.int32, ())}
+
+    def rows(self, index: Tensor | slice) -> Tensor:
+        return self.plain[index]
+
+    def packed(self) -> Packed:
+        return to_device(self.made.packed, self.shape.device)
+
+
+class MadeFormat(LinearFormat):
+    def __init__(self, made: Made) -> None:
+        self.made = made
+
+    def linear(self, shape: LinearShape, build: Build) -> LinearMethod:
+        return MadeMethod(shape, self.made)
+
+
+def made_layer(made: Made, device: torch.device, kernels: bool = True, deterministic: bool = False) -> Linear:
+    groups = frozenset({"quantized"} if kernels else ())
+    outputs, inputs = made.plain.shape
+    build = Build(torch.float32, device, 1, groups, LinearMethods(MadeFormat(made)), deterministic)
+    return Linear(inputs, {"o_proj": outputs}, build)

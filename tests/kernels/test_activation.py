@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from kvern.kernels import quantize_rows as rounding_kernels
 from kvern.kernels.activation import ACTIVATIONS, coded_gated_activation, gated_activation
-from tests.kernels.test_norm import CODINGS, codings, relative_error
+from tests.support.kernels.references import CODINGS, codings, relative_error
 
 REFERENCES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "silu": F.silu,

@@ -3,9 +3,8 @@
 import pytest
 import torch
 
-from tests.kernels.test_attention import make_batch, make_sinks, reference
-from tests.kernels.test_norm import relative_error
-from tests.kernels.test_passed_windows import give_back
+from tests.support.kernels.attention_batches import attention_reference, give_back, make_batch, make_sinks
+from tests.support.kernels.references import relative_error
 
 pytestmark = [
     pytest.mark.gpu,
@@ -47,7 +46,7 @@ def test_hopper_prefill(
     tiles = [(request, first) for request, count in enumerate(counts) for first in range(0, count, QUERIES)]
     requests, firsts = torch.tensor(tiles, dtype=torch.int32, device=device).T.contiguous()
     sinks = make_sinks(heads, sunk, device)
-    expected = reference(batch, 0.1, window, softcap, sinks)
+    expected = attention_reference(batch, 0.1, window, softcap, sinks)
     if window is not None:
         give_back(batch, window)
     out = torch.full((len(batch.query) + 1, heads, dim), float("nan"), dtype=dtype, device=device)

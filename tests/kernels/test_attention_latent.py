@@ -9,8 +9,8 @@ from kvern.kernel_list import Call, Inputs
 from kvern.kernel_list.latent import KERNELS
 from kvern.kernels.attention_latent import QUERIES, LatentShape, Runs, latent_attention, latent_shape
 from tests.kernels.models import LARGE_MODELS, spec_of
-from tests.kernels.test_attention import Batch, make_batch
-from tests.kernels.test_norm import relative_error
+from tests.support.kernels.attention_batches import Batch, make_batch
+from tests.support.kernels.references import relative_error
 
 SIZES = [(5, 20, 8), (16, 32, 16), (40, 24, 4)]
 """Heads, entries of the latent, and of the rotated key."""

@@ -21,9 +21,10 @@ from kvern.layers.quantized.method import QuantizedMethod
 from kvern.layers.quantized.rounding import Rounding
 from kvern.layers.quantized.scaled import Block, Scaled
 from tests.families import make_checkpoint
-from tests.kernels.test_device_engine import OPTIONS, answers, logprobs
-from tests.kernels.test_norm import CODINGS, codings
 from tests.peft_adapters import make_adapter
+from tests.support.kernels.device_engines import OPTIONS
+from tests.support.kernels.references import CODINGS, codings
+from tests.support.outputs import chosen_logprobs, token_ids
 
 pytestmark = pytest.mark.usefixtures("few_products")
 
@@ -72,7 +73,7 @@ def test_engines_answer_alike(
     assert all(made.values()) or (family != "llama" and made["coded_rms_norm"] > 0)
     monkeypatch.setattr(QuantizedMethod, "coding", lambda *_: None)
     expected = on_device(tmp_path, **options()).generate(PROMPTS, PARAMS)
-    assert answers(found) == answers(expected) and list(logprobs(found)) == list(logprobs(expected))
+    assert token_ids(found) == token_ids(expected) and list(chosen_logprobs(found)) == list(chosen_logprobs(expected))
     assert counts == made
 
 

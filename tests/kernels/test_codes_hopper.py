@@ -11,18 +11,18 @@ from kvern.kernels.linear import TileShape
 from kvern.kernels.packed import Packed
 from kvern.kernels.quantize_rows import quantize_rows
 from kvern.layers.quantized.gpu.candidates import CODES_TILES
-from tests.kernels.test_norm import relative_error
-from tests.kernels.test_stream_codes import (
+from tests.support.kernels.code_products import (
     BLOCKS,
     DTYPES,
     GROUPS,
     WHOLE,
     Scales,
     assert_overlap_changes_nothing,
-    on_hopper,
     poison,
     product_of_codes,
 )
+from tests.support.kernels.hopper import on_hopper
+from tests.support.kernels.references import relative_error
 
 SHAPES = sorted({TileShape(shape.splits, 2) for shapes in CODES_TILES.values() for shape in shapes})
 FORMS = [

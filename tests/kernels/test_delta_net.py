@@ -5,36 +5,18 @@ import torch
 import torch.nn.functional as F
 
 from kvern.device.state_runs import runs_of
-from kvern.kernel_list.convolution import accepted_tokens, convolved
+from kvern.kernel_list.convolution import convolved
 from kvern.kernel_list.delta_net import advanced
-from kvern.kernels.accepted_drafts import TOKENS, Written, accept_writes
+from kvern.kernels.accepted_drafts import Written, accept_writes
 from kvern.kernels.convolution import Drafts, Taps, accept_inputs, convolve_drafts, convolve_runs, convolve_tokens
-from kvern.kernels.delta_net import CHUNK, LENGTH_FLOOR, Gates, Heads, advance_runs, advance_tokens, gated_norm
+from kvern.kernels.delta_net import CHUNK, LENGTH_FLOOR, Heads, advance_runs, advance_tokens, gated_norm
 from kvern.kernels.delta_net_drafts import read_drafts
 from kvern.layers import delta_net
 from tests.kernels.recorded import recorded
+from tests.support.kernels.state_inputs import ACCEPTED, DRAFTED, KERNEL, Random, assert_near, drafts_of
 
-KERNEL = 4
 SIZES = [Heads(1, 2, 16, 16), Heads(1, 1, 20, 40)]
 COUNTS = [1, 3, CHUNK, CHUNK + 5, 2]
-
-
-class Random:
-    def __init__(self, seed: int, device: torch.device) -> None:
-        self._generator, self.device = torch.Generator(device).manual_seed(seed), device
-
-    def __call__(self, *shape: int) -> torch.Tensor:
-        return torch.randn(shape, generator=self._generator, device=self.device)
-
-    def gates(self, tokens: int, heads: Heads, decay: float) -> Gates:
-        """Views with a stride of their own, as parts of one product are."""
-        both = self(tokens, 2 * heads.value_heads + 3)
-        beta, step = both[:, : heads.value_heads], both[:, heads.value_heads : 2 * heads.value_heads]
-        return Gates(beta, step, -decay * self(heads.value_heads).abs(), self(heads.value_heads))
-
-
-def assert_near(found: torch.Tensor, expected: torch.Tensor) -> None:
-    torch.testing.assert_close(found.double(), expected, rtol=2e-5, atol=2e-5)
 
 
 @pytest.mark.parametrize("heads", SIZES, ids=str)
@@ -71,17 +53,6 @@ def test_runs(heads: Heads, decay: float, device: torch.device) -> None:
     expected = advanced(inputs, gates, memory, COUNTS, states, heads)
     assert_near(advance_runs(inputs, gates, memory, runs, heads), expected[0])
     assert_near(memory, expected[1])
-
-
-DRAFTED, ACCEPTED = [2, 1, 6, TOKENS + 3], [1, 1, 4, TOKENS + 2]
-"""Of runs that may be rejected: fewer tokens than the convolution has, and more, or than read a state together."""
-
-
-def drafts_of(states: list[int], device: torch.device) -> tuple[Drafts, torch.Tensor, list[int]]:
-    """Runs, how many of their tokens are accepted, and which tokens that are."""
-    runs = runs_of(torch.tensor(states, dtype=torch.int32, device=device), DRAFTED)
-    kept = torch.tensor(ACCEPTED, dtype=torch.int32, device=device)
-    return Drafts(runs.states, runs.firsts, runs.counts, runs.requests), kept, accepted_tokens(DRAFTED, ACCEPTED)
 
 
 @pytest.mark.parametrize("gated", [False, True], ids=["activated", "gated"])

@@ -7,8 +7,10 @@ import pytest
 
 from kvern import LLM, SamplingParams
 from tests.families import make_checkpoint
-from tests.kernels.test_device_engine import OPTIONS, PROMPTS, WITH_STATES, answers
 from tests.peft_adapters import make_adapter
+from tests.support.drafting_requests import PROMPTS
+from tests.support.kernels.device_engines import OPTIONS, WITH_STATES
+from tests.support.outputs import token_ids
 
 pytestmark = pytest.mark.usefixtures("few_products")
 
@@ -32,6 +34,6 @@ def test_adapters_beside_states(family: str, modules: list[str], tmp_path: Path,
     options = OPTIONS | {"max_adapters": 2, "max_adapter_rank": 16, "adapters": {"one": str(adapter)}}
     params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
     engines = LLM(str(made), device="cpu", **options), on_device(made, **options)
-    expected, found = (answers(llm.generate(PROMPTS, params, adapter=["one", None, "one"])) for llm in engines)
+    expected, found = (token_ids(llm.generate(PROMPTS, params, adapter=["one", None, "one"])) for llm in engines)
     assert found == expected
-    assert found != answers(engines[0].generate(PROMPTS, params))
+    assert found != token_ids(engines[0].generate(PROMPTS, params))

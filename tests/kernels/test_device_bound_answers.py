@@ -8,9 +8,11 @@ import pytest
 
 from kvern import LLM, SamplingParams
 from kvern.structured_output import StructuredOutput
-from tests.kernels.test_device_engine import OPTIONS, PROMPTS, answers, logprobs
 from tests.processors import install
 from tests.speculation import speculating
+from tests.support.drafting_requests import PROMPTS
+from tests.support.kernels.device_engines import OPTIONS
+from tests.support.outputs import chosen_logprobs, token_ids
 from tests.tiny_model import make_tiny_model
 
 pytestmark = pytest.mark.usefixtures("few_products")
@@ -32,7 +34,7 @@ def test_structured_answers(drafts: bool, tmp_path: Path, on_device: Callable[..
     assert expected[0].outputs[0].finish_reason == "stop"
     llm = on_device(folder, **OPTIONS)
     with speculating(llm, expected, 0.8, most=3 * drafts):
-        assert answers(llm.generate(prompts, params)) == answers(expected)
+        assert token_ids(llm.generate(prompts, params)) == token_ids(expected)
         assert bool(llm.statistics().accepted_tokens) == drafts
 
 
@@ -59,5 +61,5 @@ def test_logits_processors(
         assert bool(llm.statistics().accepted_tokens) == drafts
     assert [output.failure for output in found] == [output.failure for output in expected]
     assert found[3].failure and found[4].failure and not found[2].failure
-    assert answers(found[:3]) == answers(expected[:3])
-    assert list(logprobs(found[:3])) == pytest.approx(list(logprobs(expected[:3])), abs=2e-4)
+    assert token_ids(found[:3]) == token_ids(expected[:3])
+    assert list(chosen_logprobs(found[:3])) == pytest.approx(list(chosen_logprobs(expected[:3])), abs=2e-4)

@@ -1,7 +1,7 @@
 """The engine whose batch lives on the device answers as the ordinary one; its kernels are interpreted here."""
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvern import LLM, RequestOutput, SamplingParams
+from kvern import LLM, SamplingParams
 from kvern.errors import ConfigError
 from kvern.structured_output import StructuredOutput
 from kvern.worker.kernel_parts import KernelParts
@@ -18,6 +18,9 @@ from tests.failing_runner import FailingRunner
 from tests.families import FAMILIES, make_checkpoint
 from tests.peft_adapters import make_adapter
 from tests.speculation import AnyLength, speculating
+from tests.support.drafting_requests import PROMPTS
+from tests.support.kernels.device_engines import NETS, OPTIONS, WITH_STATES
+from tests.support.outputs import chosen_logprobs, token_ids
 from tests.tiny_model import make_tiny_model
 
 pytestmark = pytest.mark.usefixtures("few_products")
@@ -50,13 +53,6 @@ FAMILIES_BY_MECHANISM = [
     *(name for name in BY_DAY if name in FAMILIES),
     *(pytest.param(name, marks=pytest.mark.nightly) for name in BY_NIGHT if name in FAMILIES),
 ]
-NETS: dict[str, Any] = {
-    "layer_types": ["linear_attention", "full_attention"],
-    "linear_num_value_heads": 2,
-    "num_experts": 0,
-}
-"""A gated delta net of few heads, and an attention."""
-PROMPTS = [[5, 9, 17, 33, 2, 81], [5, 9, 17, 33, 2, 80, 40, 41, 42, 43, 44, 45], [100] * 10]
 
 
 @pytest.fixture(scope="module")
@@ -66,33 +62,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-OPTIONS: dict[str, Any] = {
-    "dtype": "float32",
-    "max_model_len": 64,
-    "kv_cache_tokens": 512,
-    "max_batch_requests": 4,
-    "block_size": 4,
-}
-
-
-def answers(outputs: list[RequestOutput]) -> list[list[list[int]]]:
-    return [[answer.token_ids for answer in output.outputs] for output in outputs]
-
-
-def logprobs(outputs: list[RequestOutput]) -> Iterator[float]:
-    for output in outputs:
-        for entries in (output.prompt_logprobs or [])[1:], output.outputs[0].logprobs or []:
-            yield from (next(iter(entry.values())).logprob for entry in entries if entry)
-
-
 @pytest.mark.parametrize("family", FAMILIES_BY_MECHANISM)
 def test_families_answer_alike(family: str, tmp_path: Path, on_device: Callable[..., LLM]) -> None:
     make_checkpoint(family, tmp_path)
     params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True, logprobs=1, prompt_logprobs=1)
     expected = LLM(str(tmp_path), device="cpu", **OPTIONS).generate(PROMPTS, params)
     found = on_device(tmp_path, **OPTIONS).generate(PROMPTS, params)
-    assert answers(found) == answers(expected)
-    assert list(logprobs(found)) == pytest.approx(list(logprobs(expected)), abs=2e-4)
+    assert token_ids(found) == token_ids(expected)
+    assert list(chosen_logprobs(found)) == pytest.approx(list(chosen_logprobs(expected)), abs=2e-4)
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # within PEFT
@@ -117,7 +94,7 @@ def test_latents_beside_adapters_and_quantized_weights(
     engines = [make(**(OPTIONS | places | options)) for make in makers]
     for _ in range(2):  # with the prompts cached
         found, expected = (
-            list(logprobs(llm.generate(PROMPTS, params, adapter=["one", None, "one"]))) for llm in engines
+            list(chosen_logprobs(llm.generate(PROMPTS, params, adapter=["one", None, "one"]))) for llm in engines
         )
         # Behind an answer's first token engines may go on with different ones.
         assert found[::2] == pytest.approx(expected[::2], abs=close)
@@ -142,9 +119,9 @@ def test_switches_leave_the_answers(options: dict[str, Any], folder: Path, on_de
     ]
     expected = LLM(str(folder), device="cpu", **OPTIONS).generate(PROMPTS, params)
     llm = on_device(folder, **(OPTIONS | options))
-    assert answers(llm.generate(PROMPTS, params)) == answers(expected)
+    assert token_ids(llm.generate(PROMPTS, params)) == token_ids(expected)
     again = llm.generate(PROMPTS[:1], SamplingParams(temperature=0, max_tokens=2, ignore_eos=True))
-    assert answers(again) == [[answers(expected)[0][0][:2]]], "with the prompt cached"
+    assert token_ids(again) == [[token_ids(expected)[0][0][:2]]], "with the prompt cached"
     llm._engine.core.scheduler.check_integrity()
 
 
@@ -160,10 +137,10 @@ def test_adapters(folder: Path, tmp_path: Path, on_device: Callable[..., LLM]) -
     params = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
     expected, found = LLM(str(folder), device="cpu", **options), on_device(folder, **options)
     mixed, names = (PROMPTS, params), ["two", None, "one"]
-    assert answers(found.generate(*mixed, adapter=names)) == answers(expected.generate(*mixed, adapter=names))
-    alone = answers(found.generate(PROMPTS[0], params, adapter="one"))
-    assert alone == answers(expected.generate(PROMPTS[0], params, adapter="one"))
-    assert alone != answers(expected.generate(PROMPTS[0], params)) == answers(found.generate(PROMPTS[0], params))
+    assert token_ids(found.generate(*mixed, adapter=names)) == token_ids(expected.generate(*mixed, adapter=names))
+    alone = token_ids(found.generate(PROMPTS[0], params, adapter="one"))
+    assert alone == token_ids(expected.generate(PROMPTS[0], params, adapter="one"))
+    assert alone != token_ids(expected.generate(PROMPTS[0], params)) == token_ids(found.generate(PROMPTS[0], params))
 
 
 @pytest.mark.parametrize(
@@ -187,8 +164,8 @@ def test_drafts_leave_the_answers(options: dict[str, Any], folder: Path, on_devi
         with speculating(llm, expected, 0.7, most=3, on_device=guessed_there) as oracle:
             found = llm.generate(prompts, params)
         assert oracle.guessed > 10
-        assert answers(found) == answers(expected)
-        assert list(logprobs(found)) == pytest.approx(list(logprobs(expected)), abs=2e-4)
+        assert token_ids(found) == token_ids(expected)
+        assert list(chosen_logprobs(found)) == pytest.approx(list(chosen_logprobs(expected)), abs=2e-4)
         llm._engine.core.scheduler.check_integrity()
 
 
@@ -202,7 +179,7 @@ def test_a_draft_model_guesses_without_the_host(folder: Path, on_device: Callabl
     expected = LLM(str(folder), device="cpu", **OPTIONS).generate(PROMPTS, params)
     llm = on_device(folder, draft_model=str(folder), **(OPTIONS | {"max_batch_tokens": 9}))
     llm._engine.core.drafting = AnyLength(None, llm._engine.inputs.vocab_size, 3)
-    assert answers(llm.generate(PROMPTS, params)) == answers(expected)
+    assert token_ids(llm.generate(PROMPTS, params)) == token_ids(expected)
     statistics = llm.statistics()
     assert statistics.accepted_tokens == statistics.draft_tokens > 8
     llm._engine.core.scheduler.check_integrity()
@@ -222,8 +199,8 @@ def test_everything_that_changes_logits(folder: Path, on_device: Callable[..., L
     prompts = [PROMPTS[0]] * len(params)
     expected = LLM(str(folder), device="cpu", **OPTIONS).generate(prompts, params)
     found = on_device(folder, **OPTIONS).generate(prompts, params)
-    assert answers(found) == answers(expected)
-    assert list(logprobs(found)) == pytest.approx(list(logprobs(expected)), abs=2e-4)
+    assert token_ids(found) == token_ids(expected)
+    assert list(chosen_logprobs(found)) == pytest.approx(list(chosen_logprobs(expected)), abs=2e-4)
 
 
 def test_beams(tmp_path: Path, on_device: Callable[..., LLM]) -> None:
@@ -240,8 +217,8 @@ def test_beams(tmp_path: Path, on_device: Callable[..., LLM]) -> None:
     expected = LLM(str(folder), device="cpu", **OPTIONS).generate(prompts, params)
     llm = on_device(folder, **(OPTIONS | {"kv_cache_tokens": 20, "max_model_len": 20}))
     found = llm.generate(prompts, params)
-    assert answers(found) == answers(expected)
-    assert list(logprobs(found)) == pytest.approx(list(logprobs(expected)), abs=2e-4)
+    assert token_ids(found) == token_ids(expected)
+    assert list(chosen_logprobs(found)) == pytest.approx(list(chosen_logprobs(expected)), abs=2e-4)
     for output, wanted in zip(found, expected, strict=True):
         for answer, other in zip(output.outputs, wanted.outputs, strict=True):
             assert answer.cumulative_logprob == pytest.approx(other.cumulative_logprob, abs=2e-4)
@@ -283,8 +260,8 @@ def test_a_step_that_runs_out_of_memory_is_run_in_parts(
 
     monkeypatch.setattr(decoder, "forward", small_card)
     found = llm.generate(PROMPTS, params)
-    assert answers(found) == answers(expected)
-    assert list(logprobs(found)) == pytest.approx(list(logprobs(expected)), abs=2e-4)
+    assert token_ids(found) == token_ids(expected)
+    assert list(chosen_logprobs(found)) == pytest.approx(list(chosen_logprobs(expected)), abs=2e-4)
     assert "out of GPU memory in a step of" in caplog.text
 
 
@@ -316,7 +293,7 @@ def test_a_failed_step_ends_the_one_that_causes_it(where: str, tmp_path: Path, o
     params = [*params, SamplingParams(temperature=0, max_tokens=4)]
     *found, marked = llm.generate([*prompts, [5, 251, 8]], params, on_error="return")
     assert marked.failure == "its step failed: RuntimeError: as planned"
-    assert answers(found) == answers(expected)
+    assert token_ids(found) == token_ids(expected)
     assert 2 <= runner.failures <= 8
     llm._engine.core.scheduler.check_integrity()
 
@@ -336,20 +313,7 @@ def test_aborted_requests_leave_nothing_behind(folder: Path, on_device: Callable
     expected = LLM(str(folder), device="cpu", **OPTIONS).generate(
         [PROMPTS[0]], SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
     )
-    assert answers(again) == answers(expected)
-
-
-WITH_STATES: dict[str, dict[str, Any]] = {
-    "qwen3_next": NETS | {"num_hidden_layers": 2},
-    "lfm2": {"layer_types": ["conv", "full_attention"], "num_hidden_layers": 2},
-    "granitemoehybrid": {
-        "num_hidden_layers": 2,
-        "layer_types": NETS["layer_types"],
-        "num_local_experts": 0,
-        "mamba_n_heads": 2,
-        "mamba_d_head": 48,
-    },
-}
+    assert token_ids(again) == token_ids(expected)
 
 
 @pytest.mark.parametrize(
@@ -372,7 +336,7 @@ def test_states_go_on_from_chunk_to_chunk_and_from_answer_to_answer(
     for llm in (LLM(str(tmp_path), device="cpu", **options), on_device(tmp_path, **options)):
         with llm:
             outputs = llm.generate(prompts, params), llm.generate([[*prompts[0], 50]], params[0])
-            found.append([answers(output) for output in outputs])
+            found.append([token_ids(output) for output in outputs])
             assert llm.statistics().cached_tokens > 0
     assert found[0] == found[1]
 
@@ -391,7 +355,7 @@ def test_states_see_the_drafts_that_are_accepted(family: str, tmp_path: Path, on
     with LLM(str(tmp_path), device="cpu", **options) as cpu, on_device(tmp_path, **options) as llm:
         expected = cpu.generate(prompts, params)
         with speculating(llm, expected, 0.7, most=3) as oracle:
-            assert answers(llm.generate(prompts, params)) == answers(expected)
+            assert token_ids(llm.generate(prompts, params)) == token_ids(expected)
         assert oracle.guessed > 5
         longer, more = [[*prompts[0], *expected[0].outputs[0].token_ids, 50]], params[0].replace(max_tokens=3)
-        assert answers(llm.generate(longer, more)) == answers(cpu.generate(longer, more))
+        assert token_ids(llm.generate(longer, more)) == token_ids(cpu.generate(longer, more))

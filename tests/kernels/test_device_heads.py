@@ -23,10 +23,9 @@ from kvern.worker.startup import Startup
 from kvern.worker.worker import Worker
 from tests.draft_heads import add_prediction, write_eagle, write_medusa
 from tests.families import make_checkpoint
-from tests.kernels.test_device_engine import OPTIONS, WITH_STATES
-from tests.kernels.test_verify_graphs import Recorded
-from tests.test_head_drafting import drafting, eagle3_drafts
-from tests.test_medusa import medusa_drafts
+from tests.support.head_drafting import drafting, eagle3_drafts, medusa_drafts
+from tests.support.kernels.device_engines import OPTIONS, WITH_STATES
+from tests.support.kernels.repeated_graphs import RepeatedVerifyGraphs
 from tests.tiny_model import make_tiny_model
 
 PROMPTS = [[5, 9, 17, 33, 2, 81], [7, 9, 17, 33, 2, 80, *range(40, 60)]]
@@ -34,7 +33,7 @@ PROMPTS = [[5, 9, 17, 33, 2, 81], [7, 9, 17, 33, 2, 80, *range(40, 60)]]
 pytestmark = pytest.mark.usefixtures("few_products")
 
 
-def record(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> Recorded:
+def record(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> RepeatedVerifyGraphs:
     """Let an engine read steps within what stands for graphs, and draft as those do."""
     monkeypatch.setattr(kvern.worker.verify_graphs, "ROWS", (2,))
     monkeypatch.setattr(kvern.worker.verify_graphs, "TOKENS", (8,))
@@ -47,7 +46,7 @@ def record(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> Recorded:
     drafter.reader = drafter.graphs.reader
     sizes: Any = size, 100, None, None
     states, reader = runner._states, drafter.reader
-    graphs = Recorded(runner._decoder, runner._attention, rows, *sizes, states=states, reader=reader)
+    graphs = RepeatedVerifyGraphs(runner._decoder, runner._attention, rows, *sizes, states=states, reader=reader)
     graphs.used = []
     with torch.inference_mode():
         while graphs.missing and not graphs.missing[0].options:

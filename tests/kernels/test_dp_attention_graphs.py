@@ -33,18 +33,17 @@ from kvern.worker.rank_wire import TakeTurn
 from kvern.worker.startup import Startup
 from kvern.worker.worker import Worker
 from tests.families import make_checkpoint
-from tests.kernels.test_device_engine import OPTIONS
 from tests.peft_adapters import ATTENTION, make_adapter
 from tests.speculation import AnyLength, Remembered
+from tests.support.kernels.device_engines import OPTIONS
+from tests.support.kernels.rank_turns import CPU, SECONDS
 
 pytestmark = [
     pytest.mark.usefixtures("few_products"),
     pytest.mark.skipif(torch.cuda.is_available(), reason="no graphs"),
     pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning"),  # within PEFT
 ]
-SECONDS = 120.0
 TOKENS = 4
-CPU = torch.device("cpu")
 PROMPTS = [[[5, 9, 17, 33, 2], [3, 1, 4], [7, 8], [6, 5, 4]], [[100, 101]]]
 """Those of each rank, which has other numbers of decodes in most steps."""
 LATE = 14

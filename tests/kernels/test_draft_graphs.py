@@ -15,9 +15,10 @@ from kvern.worker.device_draft_model import parts_of
 from kvern.worker.device_runner import DeviceRunner
 from kvern.worker.draft_graphs import DraftGraphs, DraftRun, DraftSteps, ModelGraphs, ModelSteps, draft_runs
 from tests.families import make_checkpoint
-from tests.kernels.test_device_engine import OPTIONS, answers
-from tests.kernels.test_prompt_graphs import Recorded
 from tests.speculation import AnyLength
+from tests.support.kernels.device_engines import OPTIONS
+from tests.support.kernels.repeated_graphs import RepeatedPromptGraphs
+from tests.support.outputs import token_ids
 
 pytestmark = pytest.mark.usefixtures("few_products")
 
@@ -79,7 +80,7 @@ def test_prompts_are_replayed_where_a_model_drafts(
     """Those of the model, and what its draft model catches up with: drafts are right if the keys of prompts are."""
     make_checkpoint("llama", tmp_path, num_hidden_layers=2)
     params = [SamplingParams(temperature=0.7, seed=seed, max_tokens=7, ignore_eos=True) for seed in range(3)]
-    expected = answers(on_device(tmp_path, **OPTIONS).generate(PROMPTS, params))
+    expected = token_ids(on_device(tmp_path, **OPTIONS).generate(PROMPTS, params))
     monkeypatch.setattr(kvern.worker.prompt_graphs, "DECODES", (4,))
     monkeypatch.setattr(kvern.worker.prompt_graphs, "TOKENS", (24,))
     llm = on_device(tmp_path, draft_model=str(tmp_path), prefix_cache=False, **OPTIONS)
@@ -87,8 +88,8 @@ def test_prompts_are_replayed_where_a_model_drafts(
     core.drafting = AnyLength(None, llm._engine.inputs.vocab_size, 3)
     runner = core.executor._worker.runner
     drafter, rows, sizes = runner._drafter._drafter, runner._rows, (4, 100, None, None)
-    of_model = Recorded(runner._decoder, runner._attention, rows, *sizes)  # type: ignore[arg-type]
-    of_draft = Recorded(drafter._decoder, drafter._attention, rows, *sizes, samples=False)  # type: ignore[arg-type]
+    of_model = RepeatedPromptGraphs(runner._decoder, runner._attention, rows, *sizes)  # type: ignore[arg-type]
+    of_draft = RepeatedPromptGraphs(drafter._decoder, drafter._attention, rows, *sizes, samples=False)  # type: ignore[arg-type]
     steps = ModelSteps(drafter._decoder, drafter._attention, rows, 4)
     runner._prompt_graphs, drafter.graphs = of_model, ModelGraphs(DraftGraphs(steps, rows), of_draft)
     for graphs in (of_model, of_draft):
@@ -96,7 +97,7 @@ def test_prompts_are_replayed_where_a_model_drafts(
         with torch.inference_mode():
             graphs.capture_next()
     for _ in range(3):
-        assert answers(llm.generate(PROMPTS, params)) == expected
+        assert token_ids(llm.generate(PROMPTS, params)) == expected
     statistics = llm.statistics()
     assert statistics.accepted_tokens == statistics.draft_tokens > 20
     assert len(of_model.used) > 2 and len(of_draft.used) > 2

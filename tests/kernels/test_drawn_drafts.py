@@ -13,7 +13,7 @@ from kvern.request import PromptInput, RequestSpec
 from kvern.sample.rejection import DrawnDrafts, accept
 from kvern.step import NewRequest
 from tests.speculation import AnyLength
-from tests.test_rejection import check_draws, logits_of, p_value
+from tests.support.drawn_drafts import check_draws, logits_of, p_value
 from tests.tiny_model import make_tiny_model
 
 pytestmark = pytest.mark.usefixtures("few_products")

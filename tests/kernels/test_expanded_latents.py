@@ -9,7 +9,9 @@ import pytest
 from kvern import LLM, SamplingParams
 from kvern.attention import expanded
 from tests.families import make_checkpoint
-from tests.kernels.test_device_engine import OPTIONS, PROMPTS, answers, logprobs
+from tests.support.drafting_requests import PROMPTS
+from tests.support.kernels.device_engines import OPTIONS
+from tests.support.outputs import chosen_logprobs, token_ids
 
 
 @pytest.mark.parametrize("most_bytes", [1 << 30, pytest.param(24 << 10, marks=pytest.mark.nightly)])
@@ -32,7 +34,7 @@ def test_long_runs_make_keys_and_values_of_latents(
     options = OPTIONS | {"max_batch_tokens": 32}
     expected = LLM(str(tmp_path), device="cpu", **options).generate(prompts, params)
     found = on_device(tmp_path, **options).generate(prompts, params)
-    assert answers(found) == answers(expected)
-    assert list(logprobs(found)) == pytest.approx(list(logprobs(expected)), abs=2e-4)
+    assert token_ids(found) == token_ids(expected)
+    assert list(chosen_logprobs(found)) == pytest.approx(list(chosen_logprobs(expected)), abs=2e-4)
     whole, beside, divided = (set(kind) for kind in zip(*seen, strict=True))
     assert True in divided if most_bytes < 1 << 20 else whole == beside == {False, True}

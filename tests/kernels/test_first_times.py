@@ -4,7 +4,7 @@ Kernels are not run here, so that answers are zeros; which of them are launched,
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, Literal
@@ -36,7 +36,7 @@ from kvern.worker.verify_graphs import VerifyGraphs
 from kvern.worker.worker import Worker
 from tests.draft_heads import add_prediction, write_eagle, write_medusa
 from tests.families import make_checkpoint
-from tests.kernels.recorded import Specialisation, recorded
+from tests.kernels.recorded import listed, recorded, zeroed
 from tests.latent_families import LATENT
 from tests.peft_adapters import make_adapter
 from tests.tiny_model import make_tiny_model
@@ -95,30 +95,6 @@ class Nothing:
 
     def __getattr__(self, name: str) -> Callable[..., None]:
         return lambda *_, **__: None
-
-
-def listed(
-    models: Sequence[tuple[ModelSpec, Inputs]], monkeypatch: pytest.MonkeyPatch
-) -> dict[Specialisation, list[Any]]:
-    """What a start launches."""
-    with recorded(monkeypatch) as launched:
-        for spec, inputs in models:
-            if not spec.attends_to_latents:  # else of an H100, as in the engine
-                inputs.processors = 1  # as the engine counts a CPU's
-            for kernel in KERNELS:
-                for arguments in kernel.launched(spec, inputs):
-                    kernel.make(spec, inputs, *arguments).launch()
-    return launched
-
-
-def zeroed(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """The same with zeros, for what kernels would have written."""
-
-    def made(*sizes: Any, **options: Any) -> torch.Tensor:
-        tensor = make(*sizes, **options)
-        return tensor if tensor.is_meta else tensor.zero_()
-
-    return made
 
 
 def take_graphs(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,8 +12,7 @@ from kvern.kernels.packed_product import packed_product, packed_row
 from kvern.kernels.resident_row import ResidentShape, keeps_row, resident_row
 from kvern.layers.quantized.gpu.candidates import ONE_ROW, candidates_of, fitted
 from tests.kernels.models import LARGE_MODELS, spec_of
-from tests.kernels.packed_weights import KINDS, make_packed, to_device
-from tests.kernels.test_quantized_layers import layer
+from tests.kernels.packed_weights import KINDS, made_layer, make_packed, to_device
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 DEVICE = torch.device("cuda")
@@ -116,7 +115,7 @@ def test_the_list(kernel: Kernel, form: str) -> None:
 def test_layers_in_a_graph(kind: str) -> None:
     """Every way to multiply is captured, and waits for nothing; what it computes again is the same."""
     made = make_packed(kind, 256, 512)
-    linear = layer(made, DEVICE)
+    linear = made_layer(made, DEVICE)
     for rows in (1, 5, 40, 300):
         x = torch.randn(rows, 512, device=DEVICE)
         expected = linear(x).clone()

@@ -1,130 +1,20 @@
 """Models whose norms add up what ranks compute: two ranks, each a thread, answer as one does alone."""
 
-import threading
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 import kvern.worker.worker
-from kvern import EngineConfig
-from kvern.device.ranks import ALONE, Ranks
-from kvern.device.stages import WHOLE, Stage
+from kvern.device.ranks import ALONE
 from kvern.kernel_list import KERNELS
-from kvern.kernels.norm import add_rms_norm
-from kvern.models.loader import read_config
-from kvern.models.registry import spec_from_config
-from kvern.request import PromptInput, RequestSpec
-from kvern.sampling_params import ResolvedParams
-from kvern.step import NewRequest, ScheduledTokens, SchedulerOutput
-from kvern.worker.plan import agree, lay_out
-from kvern.worker.startup import Startup
-from kvern.worker.worker import Worker
 from tests.families import make_checkpoint
-from tests.kernels.test_device_engine import OPTIONS
-from tests.kernels.test_dp_attention_graphs import CPU, SECONDS
+from tests.support.kernels.rank_turns import sampled, together
 
 pytestmark = [
     pytest.mark.usefixtures("few_products"),
     pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are interpreted in turns"),
 ]
-PROMPTS = [5, 9, 17, 33, 2], [3, 1, 4]
-STEPS = [[0], [0], [0, 1], [0, 1]]
-"""Who computes: prompts, one decode, a prompt beside it, two decodes."""
-
-
-class Turns(Ranks):
-    """A thread of several, of which one runs at a time but while it waits: Triton's interpreter knows no threads."""
-
-    def __init__(self, rank: int, turn: threading.Lock, stage: Stage = WHOLE) -> None:
-        super().__init__(rank, 2, stage)
-        self._turn = turn
-        self.joined = [0][:0]
-        """Rows of sums that a norm joined."""
-        self.shown = [0][:0]
-        """Columns that were put side by side."""
-
-    def _waiting(self, call: Callable[..., Tensor], *given: Any) -> Tensor:
-        self._turn.release()
-        try:
-            return call(*given)
-        finally:
-            self._turn.acquire()
-
-    def group_sum(self, x: Tensor) -> Tensor:
-        return self._waiting(super().group_sum, x)
-
-    def beside(self, x: Tensor, width: int | None = None) -> Tensor:
-        self.shown.append(x.shape[1])
-        return self._waiting(super().beside, x, width)
-
-    def gather(self, x: Tensor) -> Tensor:
-        return self._waiting(super().gather, x)
-
-
-class Peers:
-    """Sums of up to two rows, as `PeerSums` makes them, without memory of each other."""
-
-    def __init__(self, ranks: Turns) -> None:
-        self._ranks = ranks
-
-    def takes(self, x: Tensor) -> bool:
-        return x.shape[0] <= 2
-
-    def sum(self, x: Tensor) -> Tensor:
-        return self._ranks.group_sum(x)
-
-    def sum_norm(self, x: Tensor, hidden: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-        self._ranks.joined.append(x.shape[0])
-        return add_rms_norm(hidden, self._ranks.group_sum(x), weight, epsilon)
-
-
-def together(folder: Path, compute: Callable[[Turns], Any], stage: Stage = WHOLE) -> list[tuple[Any, Turns]]:
-    """What each of two ranks computes, and itself; they meet in the folder, and sum in memory of each other."""
-    turn = threading.Lock()
-
-    def run(rank: int) -> tuple[Any, Turns]:
-        ranks = Turns(rank, turn, stage)
-        ranks.connect(folder / "meeting", CPU, SECONDS)
-        ranks.peers = Peers(ranks)  # type: ignore[assignment]
-        with turn:
-            return compute(ranks), ranks
-
-    with ThreadPoolExecutor(2) as threads:
-        return list(threads.map(run, range(2)))
-
-
-def sampled(
-    folder: Path, ranks: Ranks, steps: Sequence[Sequence[int]] = STEPS, **options: Any
-) -> list[list[list[int]]]:
-    """The tokens of a few steps."""
-    config = EngineConfig(model=str(folder), **OPTIONS | {"device": "cpu"} | options)
-    spec = spec_from_config(read_config(folder))
-    worker = Worker(config, folder, spec, CPU, Startup(), ranks=ranks)
-    plan = agree([worker.probe()], config, spec)
-    worker.build(lay_out([worker.load(plan)], plan, config))
-    asked = [
-        RequestSpec(f"{row}", PromptInput(list(prompt)), ResolvedParams(temperature=0.0), 8)
-        for row, prompt in enumerate(PROMPTS)
-    ]
-    known = [0] * len(PROMPTS)
-    found = []
-    for number, rows in enumerate(steps):
-        joined, scheduled = [], []
-        for row in rows:
-            prompt, start = PROMPTS[row], known[row]
-            if not start:
-                blocks = list(range(1 + 4 * row, 5 + 4 * row))
-                joined.append(NewRequest(row, asked[row], asked[row].params, 0, list(prompt), blocks))
-            known[row] = start + 1 if start else len(prompt)
-            scheduled.append(ScheduledTokens(row, start, known[row] - start, 1))
-        output = SchedulerOutput(number, joined=joined, scheduled=scheduled)
-        found.append(worker.runner.execute(output).result().token_ids)
-    return found
 
 
 @pytest.fixture(autouse=True)

@@ -5,8 +5,8 @@ import torch
 import torch.nn.functional as F
 
 from kvern.kernels.linear import Around, MatmulShape, MatvecShape, matvec, small_matmul
-from tests.kernels.test_norm import reference as rms_norm
-from tests.kernels.test_norm import relative_error
+from tests.support.kernels.references import relative_error
+from tests.support.kernels.references import rms_norm_reference as rms_norm
 
 MATVEC = MatvecShape(4, 512, 4)
 SMALL = MatmulShape(16, 32, 128, 4, 4)

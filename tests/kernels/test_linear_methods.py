@@ -8,9 +8,11 @@ import pytest
 from kvern import LLM, SamplingParams
 from kvern.layers.fused import FusedLayer
 from tests.families import make_checkpoint
-from tests.kernels.test_device_engine import OPTIONS, PROMPTS, answers, logprobs
 from tests.peft_adapters import make_adapter
 from tests.scaled_rows import quantize
+from tests.support.drafting_requests import PROMPTS
+from tests.support.kernels.device_engines import OPTIONS
+from tests.support.outputs import chosen_logprobs, token_ids
 
 PARAMS = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True, logprobs=1, prompt_logprobs=1)
 
@@ -27,10 +29,10 @@ def test_answers_are_those_of_the_rounded_model(
     expected = LLM(str(made.rounded), device="cpu", **OPTIONS).generate(PROMPTS, PARAMS)
     llm = on_device(made.quantized, **OPTIONS)
     found = llm.generate(PROMPTS, PARAMS)
-    assert answers(found) == answers(expected)
-    assert list(logprobs(found)) == pytest.approx(list(logprobs(expected)), abs=2e-4)
+    assert token_ids(found) == token_ids(expected)
+    assert list(chosen_logprobs(found)) == pytest.approx(list(chosen_logprobs(expected)), abs=2e-4)
     alone = llm.generate(PROMPTS[:1], PARAMS)  # steps of a single token
-    assert answers(alone) == answers(expected)[:1]
+    assert token_ids(alone) == token_ids(expected)[:1]
 
 
 def test_layers_whose_format_cannot_fuse_run_in_parts(
@@ -61,5 +63,5 @@ def test_adapters(tmp_path: Path, on_device: Callable[..., LLM]) -> None:
     names = ["one", None, "one"]
     expected = LLM(str(made.rounded), device="cpu", **options).generate(PROMPTS, PARAMS, adapter=names)
     found = on_device(made.quantized, **options).generate(PROMPTS, PARAMS, adapter=names)
-    assert answers(found) == answers(expected)
-    assert list(logprobs(found)) == pytest.approx(list(logprobs(expected)), abs=2e-4)
+    assert token_ids(found) == token_ids(expected)
+    assert list(chosen_logprobs(found)) == pytest.approx(list(chosen_logprobs(expected)), abs=2e-4)

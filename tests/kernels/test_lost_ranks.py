@@ -16,7 +16,7 @@ from kvern.kernels.peer_exchange import peer_gather, peer_sum_scattered
 from kvern.kernels.peer_sum import peer_sum
 from kvern.kernels.peer_words import row_words_of
 from kvern.worker.rank_processes import _End
-from tests.kernels.test_peer_sum import PROGRAMS, SECONDS, absent, memory
+from tests.support.kernels.peer_memories import PROGRAMS, SECONDS, absent, memory
 
 ROWS, WIDTH = 3, 64
 WAYS = ["whole", "parts", "gathered", "scattered", "norms"]

@@ -14,9 +14,9 @@ from kvern.kernel_list.convolution import convolved
 from kvern.kernel_list.mamba2 import advanced, verify
 from kvern.kernels import mamba2
 from kvern.kernels.convolution import Taps, convolve_runs, convolve_tokens
-from kvern.kernels.mamba2 import CHUNK, StateSizes, Steps, advance_runs, advance_tokens
+from kvern.kernels.mamba2 import CHUNK, StateSizes, advance_runs, advance_tokens
 from tests.kernels.models import LARGE_MODELS, spec_of
-from tests.kernels.test_delta_net import ACCEPTED, DRAFTED, KERNEL, Random, assert_near, drafts_of
+from tests.support.kernels.state_inputs import ACCEPTED, DRAFTED, KERNEL, Random, assert_near, drafts_of, steps
 
 SIZES = [StateSizes(4, 16, 2, 16), StateSizes(3, 40, 1, 20)]
 COUNTS = [1, 3, CHUNK, CHUNK + 5, 2]
@@ -34,12 +34,6 @@ def launch(kernel: Kernel, model: str) -> None:
 LAUNCHES: list[Callable[[], object]] = [
     partial(launch, kernel, model) for kernel in (*mamba2_list.KERNELS, *convolution_list.KERNELS) for model in MODELS
 ]
-
-
-def steps(random: Random, tokens: int, sizes: StateSizes, rate: float) -> Steps:
-    """A view with a stride of its own, as a part of a product is."""
-    step = random(tokens, sizes.heads + 3)[:, 3:]
-    return Steps(step, -rate * random(sizes.heads).abs(), random(sizes.heads), random(sizes.heads), 0.7)
 
 
 def memory(random: Random, sizes: StateSizes) -> torch.Tensor:

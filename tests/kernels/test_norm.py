@@ -4,16 +4,7 @@ import pytest
 import torch
 
 from kvern.kernels.norm import add_rms_norm, coded_rms_norm, rms_norm
-from kvern.kernels.quantize_rows import Coding
-
-
-def reference(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
-    x = x.double()
-    return x / (x.square().mean(-1, keepdim=True) + epsilon).sqrt() * weight.double()
-
-
-def relative_error(out: torch.Tensor, expected: torch.Tensor) -> float:
-    return float((out.double() - expected).norm() / expected.norm())
+from tests.support.kernels.references import CODINGS, codings, relative_error, rms_norm_reference
 
 
 @pytest.mark.parametrize(("rows", "width"), [(1, 64), (5, 1000), (3, 2048)])
@@ -23,7 +14,7 @@ def test_rms_norm(device: torch.device, rows: int, width: int, dtype: torch.dtyp
     x = torch.randn(rows, width + 8, generator=generator).to(dtype).to(device)[:, :width]
     weight = torch.randn(width, generator=generator).to(device)
     out = rms_norm(x, weight, 1e-6)
-    assert relative_error(out, reference(x, weight, 1e-6)) < (1e-6 if dtype is torch.float32 else 1e-3)
+    assert relative_error(out, rms_norm_reference(x, weight, 1e-6)) < (1e-6 if dtype is torch.float32 else 1e-3)
 
 
 def test_add_rms_norm_changes_the_residual_in_place(device: torch.device) -> None:
@@ -33,22 +24,7 @@ def test_add_rms_norm_changes_the_residual_in_place(device: torch.device) -> Non
     total = x.double() + update.double()
     out = add_rms_norm(x, update, weight, 1e-5)
     assert relative_error(x, total) < 1e-6
-    assert relative_error(out, reference(total, weight, 1e-5)) < 1e-6
-
-
-def codings(device: torch.device) -> dict[str, Coding]:
-    """Ways to round rows, by name."""
-    static = torch.full((1,), 0.01, device=device)
-    return {
-        "e4m3": Coding("e4m3"),
-        "int8 with a limit": Coding("int8", limit=1.5),
-        "int8 by a known scale": Coding("int8", static=static),
-        "e4m3 by 32": Coding("e4m3", 32),
-        "int8 by 32 in columns": Coding("int8", 32, columns=True),
-    }
-
-
-CODINGS = tuple(codings(torch.device("cpu")))
+    assert relative_error(out, rms_norm_reference(total, weight, 1e-5)) < 1e-6
 
 
 @pytest.mark.parametrize("name", CODINGS)

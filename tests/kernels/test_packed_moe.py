@@ -26,8 +26,8 @@ from kvern.layers.row_experts import RowStackedExperts
 from kvern.layers.unquantized import Unquantized
 from kvern.model_spec import MoeSpec
 from tests.kernels.packed_weights import KINDS, LARGE_BLOCKS, make_packed, to_device
-from tests.kernels.test_moe import experts_reference, make_biases
-from tests.kernels.test_norm import relative_error
+from tests.support.kernels.moe_references import experts_reference, make_biases
+from tests.support.kernels.references import relative_error
 
 
 def launch(

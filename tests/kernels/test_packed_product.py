@@ -16,8 +16,8 @@ from kvern.kernels.linear import Around, MatmulShape, MatvecShape
 from kvern.kernels.packed_product import packed_product, packed_row
 from kvern.kernels.scaled_product import scaled_product
 from tests.kernels.packed_weights import KINDS, LARGE_BLOCKS, make_packed, to_device
-from tests.kernels.test_norm import reference as rms_norm
-from tests.kernels.test_norm import relative_error
+from tests.support.kernels.references import relative_error
+from tests.support.kernels.references import rms_norm_reference as rms_norm
 
 ROW = MatvecShape(4, 256, 4)
 ENDINGS = ("", "gated", "residual")

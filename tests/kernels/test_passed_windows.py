@@ -15,12 +15,19 @@ from kvern.attention.flash_attn import FlashAttnKernels, held_blocks
 from kvern.attention.selection import Shapes, make_queries, reference_attention
 from kvern.mixer_spec import AttentionSpec
 from kvern.worker.device_runner import DeviceRunner
-from tests.families import make_checkpoint
-from tests.kernels.test_attention import Batch, decode, make_batch, prefill, reference, split
-from tests.kernels.test_device_engine import answers, logprobs
-from tests.kernels.test_norm import relative_error
+from tests.families import make_checkpoint, prompts_with_windows
 from tests.spoiled_blocks import spoiled_engine
-from tests.test_windowed_cache import prompts
+from tests.support.kernels.attention_batches import (
+    Batch,
+    attention_reference,
+    decode,
+    give_back,
+    make_batch,
+    prefill,
+    split,
+)
+from tests.support.kernels.references import relative_error
+from tests.support.outputs import chosen_logprobs, token_ids
 
 KERNELS: dict[str, tuple[Callable[..., torch.Tensor], bool]] = {
     "decode": (decode, True),
@@ -31,20 +38,6 @@ KERNELS: dict[str, tuple[Callable[..., torch.Tensor], bool]] = {
     "split, its keys shared out": (lambda *given, **options: split(*given, splits=3, **options), False),
 }
 """How each is launched, and whether it takes single queries."""
-
-
-def give_back(batch: Batch, window: int) -> None:
-    """Let others write to the blocks of which the first query of each request sees nothing; tables name them still.
-
-    They write what is no number where the dtype has it, and the largest otherwise.
-    """
-    size, dtype = batch.cache.shape[2], batch.cache.dtype
-    others = torch.tensor([float("nan"), float("inf")] if dtype.is_floating_point else [127.0, -127.0])
-    others = others.to(batch.cache).repeat(batch.cache.shape[4] // 2)
-    for slot, start in zip(batch.slots.tolist(), batch.starts.tolist(), strict=True):
-        passed = max(0, start + 1 - window) // size
-        for block in batch.table[slot, :passed].tolist():
-            batch.cache[:, block] = others
 
 
 def in_codes(batch: Batch, dtype: torch.dtype) -> tuple[Batch, Batch, torch.Tensor]:
@@ -70,7 +63,7 @@ def test_what_a_window_passed_is_not_read(kernel: str, seed: int, device: torch.
     attend, single = KERNELS[kernel]
     window, size, starts, counts = lives(seed, single)
     batch = make_batch(device, starts, counts, 4, 2, 16, torch.float32, size)
-    expected = reference(batch, 0.3, window, None)
+    expected = attention_reference(batch, 0.3, window, None)
     give_back(batch, window)
     assert relative_error(attend(batch, window=window), expected) < 1e-5
 
@@ -82,7 +75,7 @@ def test_codes_that_a_window_passed_are_not_read(kernel: str, dtype: torch.dtype
     attend, single = KERNELS[kernel]
     window, size, starts, counts = lives(0, single)
     coded, plain, scales = in_codes(make_batch(device, starts, counts, 4, 2, 16, torch.float32, size), dtype)
-    expected = reference(plain, 0.3, window, None)
+    expected = attention_reference(plain, 0.3, window, None)
     give_back(coded, window)
     assert relative_error(attend(coded, window=window, scales=scales), expected) < 5e-3
 
@@ -100,7 +93,7 @@ def test_what_a_window_passed_is_not_read_on_a_gpu(kernel: str, dtype: torch.dty
         plain, scales = batch, None
         if dtype in LARGEST_CODE:
             batch, plain, scales = in_codes(batch, dtype)
-        expected = reference(plain, 0.3, window, None)
+        expected = attention_reference(plain, 0.3, window, None)
         give_back(batch, window)
         assert relative_error(attend(batch, window=window, scales=scales), expected) < 2e-2
 
@@ -135,13 +128,13 @@ def test_flash_attention_reads_no_blocks_that_a_window_passed(requests: list[tup
 def test_an_engine_of_kernels_reads_no_blocks_that_others_had(
     tmp_path: Path, on_device: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder, given = make_checkpoint("gemma3", tmp_path), [prompt[:24] for prompt in prompts()[1:3]]
+    folder, given = make_checkpoint("gemma3", tmp_path), [prompt[:24] for prompt in prompts_with_windows()[1:3]]
     sizes: dict[str, Any] = {"block_size": 4, "max_model_len": 28, "kv_cache_tokens": 64, "max_batch_tokens": 24}
     options = sizes | {"max_batch_requests": 2, "dtype": "float32", "prefix_cache": False}
     params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True, logprobs=0)
     expected = LLM(str(folder), device="cpu", **options).generate(given, params)
     llm, spoiled = spoiled_engine(monkeypatch, lambda: on_device(folder, **options), DeviceRunner, [paged])
     found = llm.generate(given, params)
-    assert answers(found) == answers(expected)
-    assert list(logprobs(found)) == pytest.approx(list(logprobs(expected)), abs=2e-4)
+    assert token_ids(found) == token_ids(expected)
+    assert list(chosen_logprobs(found)) == pytest.approx(list(chosen_logprobs(expected)), abs=2e-4)
     assert spoiled

@@ -1,6 +1,5 @@
 """Sums over ranks through memory of each other: between processes that share it, and beside float64."""
 
-import multiprocessing
 from collections.abc import Callable
 from typing import Any
 
@@ -11,37 +10,23 @@ from kvern.kernel_list.ranks import sent
 from kvern.kernels.norm import add_rms_norm
 from kvern.kernels.peer_exchange import peer_gather, peer_sum_scattered
 from kvern.kernels.peer_sum import coded_peer_sum_norm, peer_sum, peer_sum_norm
-from kvern.kernels.peer_words import PeerMemory, addresses_of, memory_of, row_words_of, rows_kept
+from kvern.kernels.peer_words import PeerMemory, row_words_of, rows_kept
 from kvern.kernels.quantize_rows import Coding, RowCodes
-from tests.kernels.test_norm import CODINGS, codings, reference, relative_error
+from tests.support.kernels.peer_memories import (
+    EPSILON,
+    NONE_LOST,
+    PROGRAMS,
+    ROWS,
+    SLOTS,
+    TURNS,
+    absent,
+    memory,
+    together,
+)
+from tests.support.kernels.references import CODINGS, codings, relative_error, rms_norm_reference
 
-ROWS, SLOTS, TURNS, PROGRAMS = 3, 4, 5, 2
-EPSILON = 1e-5
-SECONDS = 120.0
-CPU = torch.device("cpu")
-NONE_LOST = torch.zeros(1, dtype=torch.int32)
 if torch.cuda.is_available():
     NONE_LOST = NONE_LOST.pin_memory()
-
-
-def memory(
-    memories: list[torch.Tensor],
-    rank: int,
-    slots: int,
-    row_words: int,
-    programs: int = 132,
-    lost: torch.Tensor = NONE_LOST,
-) -> PeerMemory:
-    """Of a rank, in a process that sees the memory of all."""
-    device = memories[rank].device
-    buffers = torch.tensor(addresses_of(memories, lost), device=device)
-    epochs = torch.zeros(slots, dtype=torch.int32, device=device)
-    return PeerMemory(memories[rank], buffers, epochs, rank, len(memories), slots, row_words, programs)
-
-
-def absent(size: int, rows: int, row_words: int, device: torch.device = CPU) -> torch.Tensor:
-    """What a rank's memory is at first."""
-    return torch.full((memory_of(size, rows, row_words),), -1, dtype=torch.int64, device=device)
 
 
 def compiled_for(width: int, size: int, rank: int, dtype: torch.dtype) -> tuple[torch.Tensor, PeerMemory]:
@@ -109,17 +94,6 @@ def run(
         out[rank, turn, 1, :rows], out[rank, turn, 2, :rows] = norm, residual
 
 
-def together(target: Callable[..., None], size: int, *given: Any) -> None:
-    """A process of each rank."""
-    context = multiprocessing.get_context("fork")
-    processes = [context.Process(target=target, args=(rank, *given), daemon=True) for rank in range(size)]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join(SECONDS)
-    assert [process.exitcode for process in processes] == [0] * size
-
-
 def exchange(rank: int, memories: list[torch.Tensor], xs: torch.Tensor, others: torch.Tensor, out: Any) -> None:
     """One rank's rows to all, and sums of them, in turns."""
     peers = memory(memories, rank, SLOTS, row_words_of(xs.shape[-1], xs.dtype), PROGRAMS)
@@ -154,7 +128,7 @@ def test_ranks_wait_for_each_other_and_get_the_same_bits(way: str, size: int, wi
             same(summed, total.to(dtype))
             same(left, residual)
             if turn:
-                assert relative_error(normal, reference(residual, weight, EPSILON)) < 1e-3
+                assert relative_error(normal, rms_norm_reference(residual, weight, EPSILON)) < 1e-3
             same(normal, out[0, turn, 1, :rows])  # all ranks go on with it
     assert all(bool((each == -1).all()) for each in memories), "all words were taken"
 

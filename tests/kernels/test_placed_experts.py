@@ -20,8 +20,8 @@ from kvern.layers.quantized.groups import Form, GroupedFormat
 from kvern.layers.quantized.packed_tensors import PackQuantizedMethod
 from kvern.layers.quantized.scaled import Block, Scaled
 from kvern.model_spec import MoeSpec
-from tests.kernels.test_moe import SPECS, experts_reference, make_case
-from tests.kernels.test_norm import relative_error
+from tests.support.kernels.moe_references import SPECS, experts_reference, make_case
+from tests.support.kernels.references import relative_error
 
 
 def launch(tokens: int) -> object:

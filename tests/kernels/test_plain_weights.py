@@ -11,9 +11,8 @@ from kvern.kernels.arrange import arrange
 from kvern.kernels.codes import readable
 from kvern.kernels.plain_weights import INPUTS, RUN_ROWS, plain_product, plain_weights
 from kvern.layers.quantized.gpu.candidates import PlainRuns
-from tests.kernels.packed_weights import KINDS, LARGE_BLOCKS, make_packed, to_device
-from tests.kernels.test_norm import relative_error
-from tests.kernels.test_quantized_layers import layer
+from tests.kernels.packed_weights import KINDS, LARGE_BLOCKS, made_layer, make_packed, to_device
+from tests.support.kernels.references import relative_error
 
 on_gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 ON_GPU = pytest.mark.parametrize("device", [pytest.param(torch.device("cuda"), marks=on_gpu)])
@@ -79,7 +78,7 @@ def test_a_layer_in_a_graph(kind: str, device: torch.device, monkeypatch: pytest
     """Of several runs; computed again it is the same, and follows its input."""
     monkeypatch.setattr("kvern.layers.quantized.gpu.candidates.FLOAT32_CANDIDATES", {1024: (PlainRuns(256 * 1024),)})
     made = make_packed(kind, 640, 1024)
-    linear = layer(made, device)
+    linear = made_layer(made, device)
     x = torch.randn(200, 1024, device=device)
     expected = linear(x).clone()
     assert relative_error(expected, x.double() @ made.plain.to(device).T) < 1e-4

@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 
 from kvern.kernels.linear import ProductShape, StreamShape
-from tests.kernels.test_moe import experts_reference
-from tests.kernels.test_norm import relative_error
+from tests.support.kernels.moe_references import experts_reference
+from tests.support.kernels.references import relative_error
 
 pytestmark = [
     pytest.mark.gpu,

@@ -1,6 +1,5 @@
 """Steps with prompts, padded to the size of a graph, compute what they compute eagerly."""
 
-import dataclasses
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
@@ -15,45 +14,18 @@ import kvern.worker.prompt_graphs
 from kvern import LLM, SamplingParams
 from kvern.device.ranks import ALONE, Ranks, dp_attention_rank, ranks_of
 from kvern.errors import ConfigError
-from kvern.worker.cuda_graph import DecodedStep
 from kvern.worker.device_runner import DeviceRunner
 from kvern.worker.drafter import GuardedDrafter
 from kvern.worker.graph_captures import captures
 from kvern.worker.memory import GRAPH_BYTES
-from kvern.worker.prompt_graphs import MOST_KEYS, PromptGraphs, most_keys
+from kvern.worker.prompt_graphs import MOST_KEYS, most_keys
 from tests.families import make_checkpoint
 from tests.kernels.models import LARGE_MODELS, spec_of
-from tests.kernels.test_device_engine import OPTIONS, answers
+from tests.support.kernels.device_engines import OPTIONS
+from tests.support.kernels.repeated_graphs import RepeatedPromptGraphs
+from tests.support.outputs import token_ids
 
 PROMPTS = [[5, 9, 17, 33, 2, 81], [3, 1, 4, 1, 5] * 5, [7]]
-
-
-class Recorded(PromptGraphs):
-    """Repeats steps by computing them again, where there is no device that could."""
-
-    used: list[bool]
-    """Of each step, whether it had decodes."""
-
-    def _record(self, step: Callable[[], DecodedStep | None]) -> tuple[Callable[[], None], DecodedStep | None]:
-        outputs = step()
-        assert (outputs is not None) == self._samples
-
-        def replay() -> None:
-            for target, source in zip(outputs or (), step() or (), strict=True):
-                target.copy_(source)
-
-        return replay, outputs
-
-    def run(self, scheduled: Any, room: Any) -> Any:
-        replayed = super().run(scheduled, room)
-        if replayed is None:
-            return None
-        self.used.append(any(item.count == 1 for item in scheduled))
-        graph, count = replayed
-        if graph.outputs is None:
-            return replayed
-        # Results are copied from a GPU before the next replay; here they would be read behind it.
-        return dataclasses.replace(graph, outputs=DecodedStep(*(output.clone() for output in graph.outputs))), count
 
 
 @pytest.mark.parametrize(
@@ -79,20 +51,20 @@ def test_a_replayed_step_is_the_eager_one(
     make_checkpoint(family, tmp_path)
     sampling = SamplingParams(max_tokens=2, ignore_eos=True, **params)
     options = {**OPTIONS, "max_batch_tokens": 24}
-    expected = answers(on_device(tmp_path, **options).generate(PROMPTS, sampling))
+    expected = token_ids(on_device(tmp_path, **options).generate(PROMPTS, sampling))
     monkeypatch.setattr(kvern.worker.prompt_graphs, "DECODES", (4,))
     monkeypatch.setattr(kvern.worker.prompt_graphs, "TOKENS", (24,))
     llm = on_device(tmp_path, **options)
     runner = llm._engine.core.executor._worker.runner  # type: ignore[attr-defined]
     assert isinstance(runner, DeviceRunner)
     places = 4, 100, None, None, runner._states
-    graphs = Recorded(runner._decoder, runner._attention, runner._rows, *places)  # type: ignore[arg-type]
+    graphs = RepeatedPromptGraphs(runner._decoder, runner._attention, runner._rows, *places)  # type: ignore[arg-type]
     graphs.used = []
     runner._prompt_graphs = graphs
     with torch.inference_mode():
         while graphs.missing:
             graphs.capture_next()
-    assert answers(llm.generate(PROMPTS, sampling)) == expected
+    assert token_ids(llm.generate(PROMPTS, sampling)) == expected
     assert set(graphs.used) == {False, True}, "steps with and without decodes were to be replayed"
 
 

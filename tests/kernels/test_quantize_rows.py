@@ -16,7 +16,7 @@ from kvern.layers.linear_format import LinearMethods
 from kvern.layers.linear_method import LinearShape
 from kvern.layers.quantized.rounding import Code, Rounding, rounded, scaled
 from kvern.layers.quantized.scaled import ROWS, Block, Scaled, ScaledMethod
-from tests.kernels.test_norm import relative_error
+from tests.support.kernels.references import relative_error
 
 STEP = 2.0**-8
 

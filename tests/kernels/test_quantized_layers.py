@@ -1,6 +1,6 @@
 """Quantized layers in the engine whose batch lives on the device: kernels of their own, fused for a single token."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -9,61 +9,18 @@ from torch import Tensor, nn
 
 from kvern.kernels.launch import cdiv
 from kvern.kernels.linear import Around, MatmulShape
-from kvern.kernels.packed import Packed
-from kvern.layers.build import Build
-from kvern.layers.linear import Linear
-from kvern.layers.linear_format import LinearFormat, LinearMethods
-from kvern.layers.linear_method import LinearMethod, LinearShape, TensorLayout
+from kvern.layers.linear_method import LinearShape
 from kvern.layers.quantized.gpu.candidates import STREAMS, candidates_of
 from kvern.layers.quantized.gpu.products import PackedProducts
-from kvern.layers.quantized.method import QuantizedMethod
 from kvern.layers.tuned_linear import MOST_TILES
 from kvern.layers.tuning import tune
-from tests.kernels.packed_weights import Made, make_packed, to_device
-
-
-class MadeMethod(QuantizedMethod):
-    """A made matrix."""
-
-    name = "made"
-
-    def __init__(self, shape: LinearShape, made: Made) -> None:
-        self.made = made
-        self.plain = made.plain.to(shape.device, shape.dtype)
-        super().__init__(shape)
-
-    def layouts(self) -> Mapping[str, TensorLayout]:
-        return {}
-
-    def storage(self) -> Mapping[str, TensorLayout]:
-        return {} if self.made.packed.order is None else {"order": TensorLayout(torch.int32, ())}
-
-    def rows(self, index: Tensor | slice) -> Tensor:
-        return self.plain[index]
-
-    def packed(self) -> Packed:
-        return to_device(self.made.packed, self.shape.device)
-
-
-class MadeFormat(LinearFormat):
-    def __init__(self, made: Made) -> None:
-        self.made = made
-
-    def linear(self, shape: LinearShape, build: Build) -> LinearMethod:
-        return MadeMethod(shape, self.made)
-
-
-def layer(made: Made, device: torch.device, kernels: bool = True, deterministic: bool = False) -> Linear:
-    groups = frozenset({"quantized"} if kernels else ())
-    outputs, inputs = made.plain.shape
-    build = Build(torch.float32, device, 1, groups, LinearMethods(MadeFormat(made)), deterministic)
-    return Linear(inputs, {"o_proj": outputs}, build)
+from tests.kernels.packed_weights import MadeMethod, made_layer, make_packed
 
 
 @pytest.mark.parametrize(("kind", "order"), [("int4 zero", False), ("int4", True), ("e4m3 blocks", False)])
 def test_products_of_any_number_of_rows(kind: str, order: bool, device: torch.device) -> None:
     made = make_packed(kind, 40, 256, order=order)
-    linear = layer(made, device)
+    linear = made_layer(made, device)
     for rows in (1, 5, 70):
         x = torch.randn(rows, 256, device=device)
         expected = x.double() @ made.plain.to(device).T
@@ -75,7 +32,7 @@ def test_products_of_any_number_of_rows(kind: str, order: bool, device: torch.de
 
 def test_every_candidate_is_timed_and_right(device: torch.device) -> None:
     made = make_packed("int4", 40, 256)
-    linear = layer(made, device)
+    linear = made_layer(made, device)
     chosen: list[object] = []
 
     def clock(calls: list[Callable[[], Tensor]]) -> float:
@@ -101,7 +58,7 @@ def test_many_rows_are_timed_over_few_layers(device: torch.device, monkeypatch: 
         seen[len(calls[0].args[-2])] = len(calls)
         return 1.0
 
-    tune(nn.ModuleList([layer(made, device), layer(made, device)]), clock, {})
+    tune(nn.ModuleList([made_layer(made, device), made_layer(made, device)]), clock, {})
     assert seen == {1: 2, 16: 1}
 
 
@@ -135,7 +92,7 @@ def test_a_head_is_not_timed_with_results_larger_than_its_weights(device: torch.
 
 
 def test_deterministic_products_do_not_depend_on_the_rows(device: torch.device) -> None:
-    linear = layer(make_packed("int4", 40, 256), device, deterministic=True)
+    linear = made_layer(make_packed("int4", 40, 256), device, deterministic=True)
     x = torch.randn(50, 256, device=device)
     whole = linear(x)
     assert torch.equal(linear(x[7:8]), whole[7:8]) and torch.equal(linear(x[30:]), whole[30:])
@@ -143,7 +100,7 @@ def test_deterministic_products_do_not_depend_on_the_rows(device: torch.device) 
 
 
 def test_a_formats_own_products_are_timed_beside_the_kernels(device: torch.device) -> None:
-    linear = layer(make_packed("int4", 40, 256), device)
+    linear = made_layer(make_packed("int4", 40, 256), device)
     method = linear.method
     method.own_products = lambda: {"own": lambda x, bias: x[:, :40] * 0 + 7}  # type: ignore[method-assign,assignment]
     assert "own" in method.candidates()[1024] and "own" not in method.candidates()[16]
@@ -153,8 +110,8 @@ def test_a_formats_own_products_are_timed_beside_the_kernels(device: torch.devic
 
 def test_one_row_with_what_is_around_it(device: torch.device) -> None:
     made = make_packed("mxfp4", 40, 256)
-    product = layer(made, device).row_product()
-    assert product is not None and layer(made, device, kernels=False).row_product() is None
+    product = made_layer(made, device).row_product()
+    assert product is not None and made_layer(made, device, kernels=False).row_product() is None
     x, residual = torch.randn(1, 256, device=device), torch.randn(1, 40, device=device)
     expected = x.double() @ made.plain.to(device).T + residual.double()
     torch.testing.assert_close(product(x, around=Around(residual=residual)).double(), expected, rtol=1e-4, atol=1e-4)

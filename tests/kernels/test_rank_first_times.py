@@ -20,9 +20,8 @@ from kvern.models.checkpoint import read_headers
 from kvern.models.loader import read_config, stored_methods
 from kvern.worker.kernel_choice import Stored, inputs_of
 from tests.families import make_checkpoint
-from tests.kernels.recorded import recorded
-from tests.kernels.test_first_times import listed, zeroed
-from tests.kernels.test_late_sums import sampled
+from tests.kernels.recorded import listed, recorded, zeroed
+from tests.support.kernels.rank_turns import sampled
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="launches are recorded by Triton's interpreter")
 

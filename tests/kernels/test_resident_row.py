@@ -12,8 +12,8 @@ from kvern.kernels.linear import NOTHING, Around, MatmulShape, MatvecShape
 from kvern.kernels.resident_row import ResidentShape, keeps_row, resident_row
 from kvern.layers.quantized.gpu.candidates import ONE_ROW, row_shape
 from tests.kernels.packed_weights import make_packed, to_device
-from tests.kernels.test_norm import reference as rms_norm
-from tests.kernels.test_norm import relative_error
+from tests.support.kernels.references import relative_error
+from tests.support.kernels.references import rms_norm_reference as rms_norm
 
 KINDS = ("e4m3 row", "e4m3 blocks", "int4", "int4 zero", "int4 g32", "gguf q4_k")
 SHAPE = ResidentShape(4, 4, 1)

@@ -11,7 +11,7 @@ from kvern.device.shared_norms import SharedNorms, memory_of
 from kvern.kernels.norm import add_rms_norm
 from kvern.kernels.shared_norm import await_flags, shared_norm
 from kvern.worker.rank_sums import are_right
-from tests.kernels.test_peer_sum import CPU, EPSILON, NONE_LOST, SECONDS, together
+from tests.support.kernels.peer_memories import CPU, EPSILON, NONE_LOST, SECONDS, together
 
 TURNS, ROWS = 4, 7
 COUNTS = (7, 4, 1)

@@ -13,8 +13,7 @@ from kvern.kernels.convolution import Drafts, Taps, accept_inputs, convolve_draf
 from kvern.kernels.delta_net import Heads
 from kvern.kernels.delta_net_drafts import read_drafts
 from kvern.kernels.mamba2 import StateSizes
-from tests.kernels.test_delta_net import KERNEL, Random
-from tests.kernels.test_mamba2 import steps
+from tests.support.kernels.state_inputs import KERNEL, Random, steps
 
 RUNS, TOKENS = [3, 2, 18, 1], [1, 1, 1, 1]
 STATES = [3, 0, 5, 1]

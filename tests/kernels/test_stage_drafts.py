@@ -25,9 +25,10 @@ from kvern.worker.prompt_graphs import PromptGraphs
 from kvern.worker.result import PendingStep
 from tests.draft_heads import add_prediction, write_eagle, write_medusa
 from tests.families import make_checkpoint
-from tests.kernels.test_device_engine import OPTIONS, answers
 from tests.speculation import AnyLength
 from tests.stages_here import capture_here
+from tests.support.kernels.device_engines import OPTIONS
+from tests.support.outputs import token_ids
 
 pytestmark = [
     pytest.mark.usefixtures("few_products"),
@@ -83,7 +84,7 @@ def test_stages_verify_what_is_guessed_behind_the_last(
 ) -> None:
     target, draft = make(kind, tmp_path)
     params = SamplingParams(temperature=0.8, seed=3, max_tokens=12, ignore_eos=True)
-    expected = answers(LLM(str(target), device="cpu", **OPTIONS).generate(PROMPTS, params))
+    expected = token_ids(LLM(str(target), device="cpu", **OPTIONS).generate(PROMPTS, params))
     replayed = capture_here(monkeypatch, 2)
     llm = on_device(target, draft_model=draft, pipeline_parallel_size=2, **OPTIONS)
     core: Any = llm._engine.core
@@ -92,7 +93,7 @@ def test_stages_verify_what_is_guessed_behind_the_last(
     if captured:
         in_graphs(runner._drafter._drafter, runner._rows, runner._block_size)
     core.drafting = AnyLength(None, llm._engine.inputs.vocab_size, 3)
-    assert answers(llm.generate(PROMPTS, params)) == expected
+    assert token_ids(llm.generate(PROMPTS, params)) == expected
     statistics = llm.statistics()
     assert statistics.accepted_tokens > 0 and statistics.draft_tokens > 20
     assert kind != "model" or statistics.accepted_tokens == statistics.draft_tokens

@@ -13,9 +13,10 @@ from kvern.device.ranks import Ranks
 from kvern.models.loader import load_model
 from kvern.worker.stage_ends import StageEnds
 from tests.families import make_checkpoint
-from tests.kernels.test_device_engine import OPTIONS, answers
 from tests.peft_adapters import make_adapter
 from tests.stages_here import NearStage, capture_here
+from tests.support.kernels.device_engines import OPTIONS
+from tests.support.outputs import token_ids
 
 pytestmark = [
     pytest.mark.usefixtures("few_products"),
@@ -54,10 +55,10 @@ def test_stages_that_replay_answer_as_one_process_does(
 ) -> None:
     folder = make_checkpoint(family, tmp_path, **{"num_hidden_layers": stages} | changed)
     options = OPTIONS | {"max_batch_requests": 8}
-    expected = answers(on_device(folder, **options).generate(PROMPTS, params))
+    expected = token_ids(on_device(folder, **options).generate(PROMPTS, params))
     replayed = capture_here(monkeypatch, stages)
     llm = on_device(folder, **options, pipeline_parallel_size=stages)
-    assert answers(llm.generate(PROMPTS, params)) == expected
+    assert token_ids(llm.generate(PROMPTS, params)) == expected
     assert replayed == replayed[:1] * stages
     assert set(replayed[0]) == set(range(1, -(-len(PROMPTS) // stages) + 1)), "of three one pads"
 
@@ -92,7 +93,7 @@ def test_adapters_and_keys_in_eight_bits(
 
     def answers_of(**changed: Any) -> list[list[list[int]]]:
         llm = on_device(folder, adapters=adapters, **options | changed)
-        return answers(llm.generate(PROMPTS, asked(temperature=0), adapter=chosen))
+        return token_ids(llm.generate(PROMPTS, asked(temperature=0), adapter=chosen))
 
     expected = answers_of()
     replayed = capture_here(monkeypatch, 2)

@@ -23,10 +23,11 @@ from kvern.worker.worker import Worker
 from tests.draft_heads import add_prediction
 from tests.families import make_checkpoint
 from tests.idle import is_idle
-from tests.kernels.test_device_engine import NETS, OPTIONS, WITH_STATES, answers
 from tests.speculation import AnyLength, accepted_of_prediction, speculating
 from tests.stages_here import capture_here
-from tests.test_head_drafting import Always
+from tests.support.head_drafting import Always
+from tests.support.kernels.device_engines import NETS, OPTIONS, WITH_STATES
+from tests.support.outputs import token_ids
 
 pytestmark = [
     pytest.mark.usefixtures("few_products"),
@@ -73,7 +74,7 @@ def test_drafts_leave_the_answers(
     replayed = capture_here(monkeypatch, 2)
     llm = on_device(tmp_path, pipeline_parallel_size=2, **LITTLE_ROOM)
     with speculating(llm, expected, 0.6, most=3, on_device=guessed_there):
-        assert answers(llm.generate(PROMPTS, PARAMS)) == answers(expected)
+        assert token_ids(llm.generate(PROMPTS, PARAMS)) == token_ids(expected)
         found = llm.statistics()
     assert 0 < found.accepted_tokens < found.draft_tokens
     assert found.preemptions and found.cached_tokens
@@ -89,10 +90,13 @@ def test_an_engine_looks_up_drafts_and_follows_predictions(
     make_checkpoint("granitemoehybrid", tmp_path, **two_of_each("granitemoehybrid"))
     few = [params.replace(allowed_token_ids=[5, 6, 7]) for params in PARAMS]
     plain = LLM(str(tmp_path), device="cpu", **OPTIONS)
-    said, told = answers(plain.generate(PROMPTS, few)), plain.generate([PROMPTS[2]], PARAMS[0])[0].outputs[0].token_ids
+    said, told = (
+        token_ids(plain.generate(PROMPTS, few)),
+        plain.generate([PROMPTS[2]], PARAMS[0])[0].outputs[0].token_ids,
+    )
     capture_here(monkeypatch, 2)
     llm = on_device(tmp_path, proposer="ngram", pipeline_parallel_size=2, **OPTIONS)
-    assert answers(llm.generate(PROMPTS, few)) == said
+    assert token_ids(llm.generate(PROMPTS, few)) == said
     assert llm.statistics().accepted_tokens > 0
     assert accepted_of_prediction(llm, PROMPTS[2], PARAMS[0], told, 4) > 1
 
@@ -110,7 +114,7 @@ def test_the_models_own_layer_drafts_behind_the_last_stage(
     llm = on_device(tmp_path, draft_model="mtp", pipeline_parallel_size=2, **OPTIONS)
     core: Any = llm._engine.core
     core.drafting = Always(12, 3)
-    assert answers(llm.generate(prompts, params)) == answers(expected)
+    assert token_ids(llm.generate(prompts, params)) == token_ids(expected)
     assert 0 < llm.statistics().accepted_tokens < llm.statistics().draft_tokens
 
 

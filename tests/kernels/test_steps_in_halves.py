@@ -18,7 +18,7 @@ from kvern.layers.attention import StepAdapters
 from kvern.layers.halves import least_rows
 from kvern.models.decoder import Decoder, LayerInputs
 from tests.families import make_checkpoint
-from tests.kernels.test_late_sums import STEPS, Turns, sampled, together
+from tests.support.kernels.rank_turns import STEPS, Turns, sampled, together
 
 pytestmark = [
     pytest.mark.usefixtures("few_products"),

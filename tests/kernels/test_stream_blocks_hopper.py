@@ -15,11 +15,11 @@ from kvern.layers.quantized.gguf_blocks import scales_and_minima
 from kvern.layers.quantized.gpu.candidates import BLOCK_STREAMS, row_shape
 from kvern.layers.quantized.gpu.products import counters, multiply_row
 from tests.kernels.packed_weights import make_packed, to_device
-from tests.kernels.test_halves import WORD
-from tests.kernels.test_halves import run as follow
-from tests.kernels.test_norm import reference as rms_norm
-from tests.kernels.test_norm import relative_error
-from tests.kernels.test_stream_packed_hopper import GPU
+from tests.support.kernels.assembly import WORD
+from tests.support.kernels.assembly import run_assembly as follow
+from tests.support.kernels.hopper import GPU
+from tests.support.kernels.references import relative_error
+from tests.support.kernels.references import rms_norm_reference as rms_norm
 
 SHAPES = tuple(dict.fromkeys(shape for shapes in BLOCK_STREAMS.values() for shape in shapes))
 KINDS = [(shape, code) for shape in SHAPES for code in ("q4_k", "q6_k")]

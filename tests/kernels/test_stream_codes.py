@@ -3,7 +3,6 @@
 import itertools
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
 
 import pytest
 import torch
@@ -18,69 +17,27 @@ from kvern.layers.linear_format import LinearMethods
 from kvern.layers.quantized.gpu.candidates import CODES_STREAMS
 from kvern.layers.quantized.rounding import Rounding
 from kvern.layers.quantized.scaled import ROWS, Block, Scaled, ScaledMethod
-from tests.kernels.test_norm import relative_error
-
-on_hopper = pytest.mark.skipif(
-    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
-    reason="no GPU of compute capability 9.0",
+from tests.support.kernels.code_products import (
+    BLOCKS,
+    DTYPES,
+    GROUPS,
+    WHOLE,
+    Product,
+    Scales,
+    assert_overlap_changes_nothing,
+    poison,
+    product_of_codes,
 )
-DTYPES = {"e4m3": torch.float8_e4m3fn, "int8": torch.int8}
+from tests.support.kernels.hopper import on_hopper
+from tests.support.kernels.references import relative_error
+
 SHAPES = [StreamShape(*shape[:-1]) for shapes in CODES_STREAMS.values() for shape in shapes]
 
 
-class Scales(NamedTuple):
-    """Inputs that share a scale of x and of the weights, 0: all of them; and the outputs that do."""
-
-    x: int
-    inputs: int
-    outputs: int
-
-
-WHOLE, BLOCKS, GROUPS = Scales(0, 0, 1), Scales(128, 128, 128), Scales(128, 0, 1)
 FORMS = [
     *(("e4m3", form) for form in (WHOLE, BLOCKS, Scales(256, 128, 64))),
     *(("int8", form) for form in (WHOLE, GROUPS, Scales(0, 256, 1))),
 ]
-
-
-class Product(NamedTuple):
-    x: torch.Tensor
-    scale: torch.Tensor
-    weight: Packed
-    bias: torch.Tensor
-    expected: torch.Tensor
-
-
-def _codes(code: str, generator: torch.Generator, *shape: int) -> torch.Tensor:
-    if code == "int8":
-        return torch.randint(-127, 128, shape, generator=generator, device=generator.device).to(torch.int8)
-    numbers = torch.randn(shape, generator=generator, device=generator.device)
-    return numbers.mul_(60).clamp_(-448, 448).to(torch.float8_e4m3fn)
-
-
-def _spread(scale: torch.Tensor, outputs: int, inputs: int, per: int, group: int) -> torch.Tensor:
-    return scale.double().repeat_interleave(per, 0)[:outputs].repeat_interleave(group or inputs, 1)[:, :inputs]
-
-
-def product_of_codes(code: str, rows: int, outputs: int, inputs: int, form: Scales) -> Product:
-    generator = torch.Generator("cuda").manual_seed(rows + outputs + inputs)
-
-    def scales(lines: int, group: int) -> torch.Tensor:
-        runs = -(-inputs // group) if group else 1
-        return torch.rand(lines, runs, generator=generator, device="cuda") + 0.5
-
-    x, codes = _codes(code, generator, rows, inputs), _codes(code, generator, outputs, inputs)
-    x_scale, scale = scales(rows, form.x), scales(-(-outputs // form.outputs), form.inputs)
-    bias = torch.randn(outputs, generator=generator, device="cuda", dtype=torch.bfloat16) * 60**2
-    plain = codes.double() * _spread(scale, outputs, inputs, form.outputs, form.inputs)
-    expected = (x.double() * _spread(x_scale, rows, inputs, 1, form.x)) @ plain.T
-    weight = Packed(code, codes, scale, None, form.inputs or inputs, form.outputs)
-    return Product(x, x_scale, weight, bias, expected)
-
-
-def poison() -> None:
-    """What the next outputs are made in is no number."""
-    torch.full((1 << 24,), float("nan"), device="cuda")
 
 
 def _agrees(made: Product, shape: StreamShape, arrived: torch.Tensor) -> None:
@@ -114,21 +71,6 @@ def test_the_last_step_may_be_short(code: str, inputs: int, form: Scales) -> Non
     arrived = torch.zeros(1 << 10, dtype=torch.int32, device="cuda")
     for shape in SHAPES[::3]:
         _agrees(product_of_codes(code, shape.rows - 1, 136, inputs, form), shape, arrived)
-
-
-def assert_overlap_changes_nothing(layers: Callable[[], torch.Tensor], x: torch.Tensor) -> None:
-    """Launches of a graph give of the same `x`, on memory that was no number, what they give one by one."""
-    layers()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = layers()
-    for _ in range(10):
-        x.normal_()
-        out.fill_(float("nan"))
-        graph.replay()
-        found = out.clone()
-        torch.cuda.synchronize()
-        assert found.isfinite().all() and torch.equal(found, layers())
 
 
 @pytest.mark.gpu

@@ -12,19 +12,12 @@ from kvern.kernels.linear import StreamPackedShape
 from kvern.kernels.packed import Packed
 from kvern.layers.quantized.gpu.candidates import STREAMS
 from tests.kernels.packed_weights import make_packed, to_device
+from tests.support.kernels.hopper import GPU
 
-on_hopper = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(
-        not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
-        reason="no GPU of compute capability 9.0",
-    ),
-]
 SHAPES = tuple(dict.fromkeys(shape for shapes in STREAMS.values() for shape in shapes))
 KINDS = (("int4", 128), ("int4 zero", -1), ("int4 zero", 64), ("mxfp4", 32), ("nvfp4", 16))
 LARGE = tuple(shape for shape in SHAPES if shape.rows * shape.outputs > 1 << 13)
 """Of those weights are multiplied by their scales, which have the dtype of x or are rounded to bfloat16."""
-GPU = pytest.mark.parametrize("device", [pytest.param(torch.device("cuda"), marks=on_hopper)])
 
 
 def _launch(shape: StreamPackedShape, kind: str, group: int, dtype: torch.dtype) -> None:

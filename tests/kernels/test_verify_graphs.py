@@ -1,6 +1,6 @@
 """Steps that verify drafts, padded to the size of a graph, keep what they keep eagerly."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,15 +9,14 @@ import torch
 
 import kvern.worker.verify_graphs
 from kvern import LLM, SamplingParams
-from kvern.sample.logprobs import DeviceLogprobs
-from kvern.step import ScheduledTokens
-from kvern.worker.cuda_graph import DecodedStep
 from kvern.worker.device_runner import DeviceRunner
-from kvern.worker.verify_graphs import ROWS, TOKENS, VerifiedStep, VerifyGraphs, VerifyStep, verify_steps
+from kvern.worker.verify_graphs import ROWS, TOKENS, verify_steps
 from tests.families import make_checkpoint
-from tests.kernels.test_device_engine import OPTIONS, WITH_STATES, answers, logprobs
 from tests.peft_adapters import make_adapter
 from tests.speculation import speculating
+from tests.support.kernels.device_engines import OPTIONS, WITH_STATES
+from tests.support.kernels.repeated_graphs import RepeatedVerifyGraphs
+from tests.support.outputs import chosen_logprobs, token_ids
 
 pytestmark = pytest.mark.usefixtures("few_products")
 
@@ -32,45 +31,18 @@ MIXED = [
 ]
 
 
-class Recorded(VerifyGraphs):
-    """Repeats steps by computing them again, where there is no device that could."""
-
-    used: list[tuple[VerifyStep, Sequence[ScheduledTokens]]]
-
-    def _record(self, step: Callable[[], DecodedStep]) -> tuple[Callable[[], None], DecodedStep]:
-        outputs = step()
-
-        def replay() -> None:
-            for target, source in zip(outputs, step(), strict=True):
-                target.copy_(source)
-
-        return replay, outputs
-
-    def run(self, scheduled: Sequence[ScheduledTokens], options: bool, adapted: bool) -> VerifiedStep | None:
-        verified = super().run(scheduled, options, adapted)
-        if verified is None:
-            return None
-        self.used.append((VerifyStep(0, 0, options, adapted), scheduled))
-        # Results are copied from a GPU before the next replay; here they would be read behind it.
-        return VerifiedStep(*(part.clone() for part in verified))
-
-    def logprobs(self, count: int, most: int) -> DeviceLogprobs:
-        found = super().logprobs(count, most)
-        return DeviceLogprobs(*(part.clone() for part in (found.chosen, found.ranks, found.best_ids, found.best)))
-
-
 @pytest.fixture
-def recorded(monkeypatch: pytest.MonkeyPatch) -> Callable[[LLM], Recorded]:
+def recorded(monkeypatch: pytest.MonkeyPatch) -> Callable[[LLM], RepeatedVerifyGraphs]:
     """Lets an engine replay what it captures; few sizes, as each is computed once before."""
     monkeypatch.setattr(kvern.worker.verify_graphs, "ROWS", (2, 4))
     monkeypatch.setattr(kvern.worker.verify_graphs, "TOKENS", (8, 16))
 
-    def record(llm: LLM) -> Recorded:
+    def record(llm: LLM) -> RepeatedVerifyGraphs:
         runner = llm._engine.core.executor._worker.runner  # type: ignore[attr-defined]
         assert isinstance(runner, DeviceRunner)
         bank = None if runner._adapters is None else runner._adapters.bank
         sizes: Any = runner._block_size, 100, None, None
-        graphs = Recorded(runner._decoder, runner._attention, runner._rows, *sizes, bank, runner._states)
+        graphs = RepeatedVerifyGraphs(runner._decoder, runner._attention, runner._rows, *sizes, bank, runner._states)
         graphs.used = []
         with torch.inference_mode():
             while graphs.missing:
@@ -103,7 +75,7 @@ def test_a_replayed_step_keeps_what_the_eager_one_does(
     options: dict[str, Any],
     tmp_path: Path,
     on_device: Callable[..., LLM],
-    recorded: Callable[[LLM], Recorded],
+    recorded: Callable[[LLM], RepeatedVerifyGraphs],
 ) -> None:
     make_checkpoint(family, tmp_path, **WITH_STATES.get(family, {}))
     expected = LLM(str(tmp_path), device="cpu", **OPTIONS).generate(PROMPTS, params)
@@ -112,8 +84,8 @@ def test_a_replayed_step_keeps_what_the_eager_one_does(
     for guessed_there in (False, True):
         with speculating(llm, expected, 0.7, most=3, on_device=guessed_there):
             found = llm.generate(PROMPTS, params)
-        assert answers(found) == answers(expected)
-        assert list(logprobs(found)) == pytest.approx(list(logprobs(expected)), abs=2e-4)
+        assert token_ids(found) == token_ids(expected)
+        assert list(chosen_logprobs(found)) == pytest.approx(list(chosen_logprobs(expected)), abs=2e-4)
     counts = {item.count for _, scheduled in graphs.used for item in scheduled}
     assert {1, 4} <= counts, "rows with and without drafts were to be verified together"
     uncertain = {item.uncertain for _, scheduled in graphs.used for item in scheduled}
@@ -123,7 +95,9 @@ def test_a_replayed_step_keeps_what_the_eager_one_does(
 
 @pytest.mark.nightly
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # within PEFT
-def test_beside_adapters(tmp_path: Path, on_device: Callable[..., LLM], recorded: Callable[[LLM], Recorded]) -> None:
+def test_beside_adapters(
+    tmp_path: Path, on_device: Callable[..., LLM], recorded: Callable[[LLM], RepeatedVerifyGraphs]
+) -> None:
     folder = make_checkpoint("llama", tmp_path / "model", num_hidden_layers=2)
     adapter = make_adapter(folder, tmp_path / "one", 1)
     options = OPTIONS | {"max_adapters": 1, "max_adapter_rank": 16, "adapters": {"one": str(adapter)}}
@@ -133,7 +107,7 @@ def test_beside_adapters(tmp_path: Path, on_device: Callable[..., LLM], recorded
     graphs = recorded(llm)
     with speculating(llm, expected, 0.7, most=3):
         found = llm.generate(PROMPTS, GREEDY, adapter=names)
-    assert answers(found) == answers(expected)
+    assert token_ids(found) == token_ids(expected)
     assert any(step.adapted for step, _ in graphs.used)
 
 

@@ -1,0 +1,38 @@
+"""Ranks as threads of the test process: what each computes with its share of a model."""
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from kvern.device.ranks import Ranks
+from kvern.models.decoder import Decoder
+from kvern.models.loader import load_model
+from tests.support.model_outputs import PROMPT, logits
+
+SECONDS = 60.0
+Result = TypeVar("Result")
+
+
+def of_ranks(
+    folder: Path, size: int, compute: Callable[[Decoder], Result], load: Callable[..., Decoder] = load_model
+) -> list[Result]:
+    """What each of `size` ranks, which are threads here, computes of its share of a model."""
+
+    def run(rank: int) -> Result:
+        ranks = Ranks(rank, size)
+        ranks.connect(folder / f"meeting-{size}", torch.device("cpu"), SECONDS)
+        return compute(load(folder, ranks=ranks))
+
+    with ThreadPoolExecutor(size) as threads:
+        return list(threads.map(run, range(size)))
+
+
+def logits_of_ranks(
+    folder: Path, size: int, load: Callable[..., Decoder] = load_model, **options: Any
+) -> list[torch.Tensor]:
+    """Of PROMPT; `options` of `load`."""
+    return of_ranks(folder, size, lambda decoder: logits(decoder, PROMPT), partial(load, **options))
