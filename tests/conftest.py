@@ -69,7 +69,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> "Iterator[Served]":
 @pytest.fixture(scope="module")
 def packages(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Logits processors and a cache tier of an installed package, for this process and all that it starts."""
-    from tests.processors import installed
+    from tests.processors import installed_package
 
-    with installed(tmp_path_factory.mktemp("packages")):
+    with installed_package(tmp_path_factory.mktemp("packages")):
         yield

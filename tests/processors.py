@@ -30,7 +30,7 @@ def install(folder: Path) -> Path:
 
 
 @contextmanager
-def installed(folder: Path) -> Iterator[None]:
+def installed_package(folder: Path) -> Iterator[None]:
     """Installs the package for this process and for those that it starts."""
     import pytest  # not in the processes of engines, which import this module too
 

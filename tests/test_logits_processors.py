@@ -18,7 +18,7 @@ from kvern.errors import ConfigError, InvalidParameter, RequestFailed
 from kvern.llm import FailedRequest
 from kvern.structured_output import StructuredOutput
 from tests.idle import is_idle
-from tests.processors import NAMES, Step, follow, install
+from tests.processors import NAMES, Step, follow, install, installed_package
 from tests.served import Served, eventually
 
 OPTIONS: dict[str, Any] = {"max_model_len": 96, "max_batch_requests": 16, "kv_cache_tokens": 4096, "threads": 1}
@@ -231,7 +231,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     shutil.copytree(EXAMPLE, source, dirs_exist_ok=True)
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation", "--no-index"]
     subprocess.run([*pip, "--target", str(site), str(source)], check=True, timeout=120)
-    with installed(site):
+    with installed_package(site):
         served = Served(
             "--threads", "1", "--max-model-len", "512", "--logits-processors", "alphabet", "break", "follow"
         )

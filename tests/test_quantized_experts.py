@@ -4,7 +4,6 @@ import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -13,7 +12,7 @@ from torch import Tensor
 
 from kvern.layers.build import Build
 from kvern.layers.experts import NAMES, Experts, SeparateExperts, StackedExperts
-from kvern.layers.linear_format import LINEAR_METHODS, LinearFormat, LinearMethods
+from kvern.layers.linear_format import LinearFormat, LinearMethods
 from kvern.layers.row_experts import RowStackedExperts
 from kvern.layers.unquantized import Unquantized
 from kvern.model_spec import MoeSpec
@@ -24,11 +23,6 @@ from tests.support.int8_experts import NAME, Int8
 from tests.support.model_outputs import PROMPT, logits
 
 CPU = torch.device("cpu")
-
-
-@LINEAR_METHODS.register(NAME)
-def int8_blocks(quantization: Mapping[str, Any], unquantized: LinearFormat) -> LinearMethods:
-    return LinearMethods(unquantized, ((re.compile(quantization["layers"]), Int8()),))
 
 
 def int8_checkpoints(family: str, layers: str, folder: Path) -> tuple[Path, Path]:

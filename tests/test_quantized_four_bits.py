@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,9 +15,8 @@ from torch import Tensor
 from kvern.adapters.bank import AdapterBank
 from kvern.adapters.peft import read_adapter
 from kvern.layers.build import Build
-from kvern.layers.linear_format import LINEAR_METHODS, LinearFormat, LinearMethods, linear_methods
+from kvern.layers.linear_format import LinearFormat, linear_methods
 from kvern.layers.linear_method import LinearShape, Part
-from kvern.layers.quantized.choice import all_but
 from kvern.layers.quantized.groups import GroupedMethod
 from kvern.layers.quantized.method import QuantizedMethod
 from kvern.layers.unquantized import Unquantized
@@ -27,20 +26,11 @@ from tests import packers
 from tests.families import make_checkpoint
 from tests.packers import Pack, awq, gptq, mxfp4, nf4, nvfp4, plain_int4, stack_experts, store
 from tests.peft_adapters import make_adapter
-from tests.support.four_bit_checkpoints import AWQ, CASES, FORMATS, GPTQ, OF_TESTS, SIZES, make, of_tests
+from tests.support.four_bit_checkpoints import AWQ, CASES, FORMATS, GPTQ, SIZES, make, of_tests
 from tests.support.model_outputs import PROMPT, logits, methods_by_path
 
 CPU = torch.device("cpu")
 GPTQ_2 = GPTQ | {"checkpoint_format": "gptq_v2"}
-
-
-@LINEAR_METHODS.register(OF_TESTS)
-def by_name(quantization: Mapping[str, Any], unquantized: LinearFormat) -> LinearMethods:
-    """Formats that the configurations of several tools lead to, without one."""
-    made = FORMATS[quantization["format"]]()
-    if "layers" in quantization:
-        return LinearMethods(unquantized, ((re.compile(quantization["layers"]), made),))
-    return all_but([], made, unquantized)
 
 
 TOLERANCE = {"nested nf4": 0.02, "torchao": 0.1}

@@ -33,3 +33,15 @@ def test_no_function_is_longer_than_a_screen() -> None:
                 if length > FUNCTION:
                     long[f"{name}: {node.name}"] = length
     assert long == {}
+
+
+def test_no_test_module_is_imported() -> None:
+    """Helpers that several test modules need stand in `tests/support/`."""
+    found = []
+    for path in files():
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("tests"):
+                names = [*(node.module or "").split("."), *(alias.name for alias in node.names)]
+                if any(name.startswith("test_") for name in names):
+                    found.append(f"{path.relative_to(ROOT)}:{node.lineno}")
+    assert found == []

@@ -14,7 +14,6 @@ from kvern.kernels.peer_words import PeerMemory, row_words_of, rows_kept
 from kvern.kernels.quantize_rows import Coding, RowCodes
 from tests.support.kernels.peer_memories import (
     EPSILON,
-    NONE_LOST,
     PROGRAMS,
     ROWS,
     SLOTS,
@@ -24,9 +23,6 @@ from tests.support.kernels.peer_memories import (
     together,
 )
 from tests.support.kernels.references import CODINGS, codings, relative_error, rms_norm_reference
-
-if torch.cuda.is_available():
-    NONE_LOST = NONE_LOST.pin_memory()
 
 
 def compiled_for(width: int, size: int, rank: int, dtype: torch.dtype) -> tuple[torch.Tensor, PeerMemory]:

@@ -9,7 +9,7 @@ from pathlib import Path
 import openai
 import pytest
 
-from tests.processors import installed
+from tests.processors import installed_package
 from tests.served import PATIENCE, SMALL, STORY, Served, serving
 
 PROMPTS = [f"Once upon a time there were {number}" for number in range(30)]
@@ -19,7 +19,7 @@ LENGTH = 150
 @contextlib.contextmanager
 def with_processors(folder: Path, *arguments: str) -> Iterator[Served]:
     """A server that has the processor which ends its engine."""
-    with installed(folder), serving(*SMALL, "--logits-processors", "end", *arguments) as served:
+    with installed_package(folder), serving(*SMALL, "--logits-processors", "end", *arguments) as served:
         yield served
 
 

@@ -1,5 +1,6 @@
 """Tiny checkpoints in formats of four bits: GPTQ, AWQ, NVFP4, NF4, torchao and pack-quantized."""
 
+import re
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -9,7 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvern.layers.linear_format import LinearFormat
+from kvern.layers.linear_format import LINEAR_METHODS, LinearFormat, LinearMethods
+from kvern.layers.quantized.choice import all_but
 from kvern.layers.quantized.fp4 import modelopt_nvfp4
 from kvern.layers.quantized.nf4 import bitsandbytes_nf4
 from kvern.layers.quantized.torchao_int4 import torchao_int4
@@ -81,3 +83,12 @@ def packed(weight: Tensor, act_order: int | None = None, group: int = 32) -> Sto
             "weight_g_idx": theirs["g_idx"],
         }
     return {**tensors, "weight_shape": torch.tensor(weight.shape)}, rounded
+
+
+@LINEAR_METHODS.register(OF_TESTS)
+def by_name(quantization: Mapping[str, Any], unquantized: LinearFormat) -> LinearMethods:
+    """Formats that the configurations of several tools lead to, without one."""
+    made = FORMATS[quantization["format"]]()
+    if "layers" in quantization:
+        return LinearMethods(unquantized, ((re.compile(quantization["layers"]), made),))
+    return all_but([], made, unquantized)

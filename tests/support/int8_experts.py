@@ -1,12 +1,14 @@
 """A quantization format of int8 for tests."""
 
+import re
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from kvern.layers.build import Build
-from kvern.layers.linear_format import LinearFormat
+from kvern.layers.linear_format import LINEAR_METHODS, LinearFormat, LinearMethods
 from kvern.layers.linear_method import INPUTS, OUTPUTS, Axis, LinearMethod, LinearShape, Part, TensorLayout
 from kvern.layers.quantized.method import Packed, QuantizedMethod
 
@@ -65,3 +67,8 @@ class Int8(LinearFormat):
 
     def linear(self, shape: LinearShape, build: Build) -> LinearMethod:
         return Int8Method(shape, self.block)
+
+
+@LINEAR_METHODS.register(NAME)
+def int8_blocks(quantization: Mapping[str, Any], unquantized: LinearFormat) -> LinearMethods:
+    return LinearMethods(unquantized, ((re.compile(quantization["layers"]), Int8()),))

@@ -13,6 +13,8 @@ EPSILON = 1e-5
 SECONDS = 120.0
 CPU = torch.device("cpu")
 NONE_LOST = torch.zeros(1, dtype=torch.int32)
+if torch.cuda.is_available():
+    NONE_LOST = NONE_LOST.pin_memory()
 
 
 def memory(
