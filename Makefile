@@ -12,7 +12,7 @@ PYTHON := $(shell for python in python3 python3.12 python3.13 python3.11 python;
 	$$python -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$python && break; \
 	done)
 
-.PHONY: demo smoke test test-all test-gpu test-gpu-all check install clean
+.PHONY: demo smoke test test-all test-gpu test-gpu-all check performance install clean
 
 demo: $(INSTALLED)
 	$(BIN)/kvern run examples/requests.jsonl examples/answers.jsonl --overwrite
@@ -48,6 +48,10 @@ check: $(TOOLS)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
+
+# The tables of docs/PERFORMANCE.md, from benchmarks/results/.
+performance: $(INSTALLED)
+	$(BIN)/python -m benchmarks.performance
 
 install: $(TOOLS)
 

@@ -1,6 +1,8 @@
 """Pages of documentation: their links lead somewhere, and they stay short."""
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -54,3 +56,8 @@ def test_files_that_pages_name_exist(page: Path) -> None:
     places = (ROOT, ROOT / "src/kvern", ROOT / "benchmarks", ROOT / "docs")
     lost = [name for name in named if "NAME" not in name and not any((place / name).exists() for place in places)]
     assert not lost
+
+
+def test_the_performance_tables_are_current() -> None:
+    done = subprocess.run([sys.executable, "-m", "benchmarks.performance", "--check"], cwd=ROOT, stderr=subprocess.PIPE)
+    assert not done.returncode, done.stderr

@@ -1,0 +1,179 @@
+"""The tables of docs/PERFORMANCE.md, made from `benchmarks/results/`.
+
+python -m benchmarks.performance            # writes them into the page; `--check` fails if they are not current
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+PAGE = ROOT / "docs" / "PERFORMANCE.md"
+RESULTS = Path(__file__).parent / "results"
+BEGIN, END = "<!-- python -m benchmarks.performance -->\n", "<!-- the end of the tables -->\n"
+
+MODELS = {
+    "llama-8b": "Llama-3.1-8B",
+    "llama-8b-tp2": "Llama-3.1-8B, `-tp 2`",
+    "llama-8b-tp4": "Llama-3.1-8B, `-tp 4`",
+    "llama-8b-tp8": "Llama-3.1-8B, `-tp 8`",
+    "llama-70b-tp2": "Llama-3.1-70B, `-tp 2`",
+    "llama-70b-tp4": "Llama-3.1-70B, `-tp 4`",
+    "llama-70b-tp2-pp2": "Llama-3.1-70B, `-tp 2 -pp 2`",
+    "qwen3-0.6b": "Qwen3-0.6B",
+    "qwen3-30b-a3b": "Qwen3-30B-A3B",
+    "qwen3-30b-a3b-mixed256": "Qwen3-30B-A3B, later",
+    "qwen3-30b-a3b-ep2": "Qwen3-30B-A3B, `-tp 2`, DP attention",
+    "qwen3-30b-a3b-ep4": "Qwen3-30B-A3B, `-tp 4`, DP attention",
+    "qwen3.6-35b-a3b": "Qwen3.6-35B-A3B",
+    "qwen3.6-35b-a3b-tp4": "Qwen3.6-35B-A3B, `-tp 4`",
+    "gpt-oss-20b": "gpt-oss-20b MXFP4",
+    "deepseek-v3-16-layers-ep4": "DeepSeek-V3, 16 layers, `-tp 4`, DP attention",
+    "deepseek-v3-16-layers-ep8": "DeepSeek-V3, 16 layers, `-tp 8`, DP attention",
+}
+"""Files of `kvern bench offline`, by their names, and what they measured."""
+STEADY = {
+    "llama-3.1-8b quantization=fp8": "Llama-3.1-8B FP8",
+    "awq-llama": "Llama-3.1-8B AWQ",
+    "qwen3-30b-a3b quantization=fp8": "Qwen3-30B-A3B FP8",
+}
+"""Runs in h200/steady.json that no file of `kvern bench offline` has."""
+CASES = (
+    ("stream", "kvern", "llama.cpp BF16"),
+    ("stream", "kvern int8", "OpenVINO int8"),
+    ("stream", "kvern int8", "llama.cpp Q8_0"),
+    ("stream", "kvern int4", "llama.cpp Q4_0"),
+    ("16 streams", "kvern", "transformers"),
+    ("16 streams", "kvern", "vLLM"),
+    ("16 streams", "kvern int8", "OpenVINO int8 batching"),
+    ("64 streams", "kvern", "transformers"),
+    ("64 streams", "kvern", "vLLM"),
+    ("64 streams", "kvern int8", "OpenVINO int8 batching"),
+    ("prefill", "kvern", "llama.cpp BF16"),
+    ("prefill", "kvern int8", "OpenVINO int8"),
+    ("prefill", "kvern int8", "llama.cpp Q8_0"),
+    ("prefill", "kvern int4", "llama.cpp Q4_0"),
+)
+"""What is compared on a CPU: the load, kvern's precision, and the engine beside it."""
+
+
+def read(name: str) -> Any:
+    """A record in `benchmarks/results/`."""
+    return json.loads((RESULTS / name).read_text())
+
+
+def number(value: float) -> str:
+    """Three or more digits that count: 4.11, 13.4, 39 424."""
+    if value >= 1000:
+        return f"{value:,.0f}".replace(",", " ")
+    return f"{value:.2f}" if value < 10 else f"{value:.1f}"
+
+
+def unit(workload: str) -> str:
+    if workload.startswith("decode"):
+        return f"{workload}, ms/step"
+    return f"{workload}, prompt tokens/s" if workload.startswith("prefill") else f"{workload}, s"
+
+
+def figure(workload: str, seconds: float, result: dict[str, Any]) -> float:
+    """What the table shows of a run that took `seconds`."""
+    if workload.startswith("decode"):
+        return float(result["step_milliseconds"] * seconds / result["seconds"])
+    return float(result["prompt_tokens"] / seconds) if workload.startswith("prefill") else seconds
+
+
+def measured(workload: str, result: dict[str, Any]) -> str:
+    """The median, the range where runs differ by more than 1 %, and the number of runs if they are fewer than three."""
+    runs = sorted(figure(workload, seconds, result) for seconds in result["seconds_of_runs"])
+    shown = number(figure(workload, result["seconds"], result))
+    if runs[-1] > 1.01 * runs[0]:
+        shown += f" ({number(runs[0])}-{number(runs[-1])})"
+    return shown if len(runs) > 2 else f"{shown}, {len(runs)} run{'s' * (len(runs) > 1)}"
+
+
+def offline() -> Iterator[Sequence[str]]:
+    """Rows of `kvern bench offline`: model, workload, kvern, vLLM."""
+    peers = read("h200/vllm-0.24.json")["figures"]
+    for name, model in MODELS.items():
+        for result in read(f"h200/{name}.json")["results"]:
+            workload = result["workload"]
+            beside = peers.get(name, {}).get(workload)
+            yield model, unit(workload), measured(workload, result), number(beside) if beside else ""
+    runs = read("h200/steady.json")["runs"]
+    for name, model in STEADY.items():
+        for workload, found in runs[name].items():
+            if workload == "start_seconds":
+                continue
+            label = "prefill64x4096" if workload == "prefill" else workload
+            of = {"decode": "step_ms", "prefill": "prompt_tok_s"}.get(workload.rstrip("0123456789"), "median")
+            yield model, unit(label), number(found[of]), ""
+
+
+def over_http() -> Iterator[Sequence[str]]:
+    """Rows of a server and of starts: model, what, kvern, vLLM."""
+    peers, rounds = read("h200/vllm-0.24.json")["figures"]["http"], read("h200/http.json")["http"]
+    model = "Llama-3.1-8B over HTTP, 512 in, 128 out"
+
+    def middle(load: str, key: str) -> str:
+        return number(statistics.median(each[key] for each in rounds[load]))
+
+    burst = "512 at once, requests/s"
+    yield model, burst, middle("512 at once", "request_throughput"), number(peers[burst])
+    for short, key in (("TTFT", "ttft"), ("ITL", "itl")):
+        what = f"16 requests/s, {short} p50 / p99, ms"
+        pair = (middle("16 requests/s", f"{edge}_{key}_ms") for edge in ("p50", "p99"))
+        yield model, what, " / ".join(pair), " / ".join(number(value) for value in peers[what])
+    start = read("h200/start.json")
+    for what, key in (("nothing cached", "nothing_cached"), ("later", "second_time")):
+        shown = number(statistics.median(start[key]))
+        yield "Llama-3.1-8B", f"start to first token, {what}, s", shown, ""
+
+
+def on_cpus() -> Iterator[Sequence[str]]:
+    """Rows of `benchmarks/cpu.py`: shape, load, kvern, the other engine, and both in tokens/s with one and two threads."""
+    found = {(each["shape"], each["threads"]): each["tokens/s"] for each in read("cpu.json")["settings"]}
+    for shape in ("32M", "135M"):
+        for load, ours, theirs in CASES:
+            cells = []
+            for threads in (1, 2):
+                speeds = found[shape, threads][load]
+                here, there = statistics.median(speeds[ours]), statistics.median(speeds[theirs])
+                cells.append(f"{here:.0f} / {there:.0f} = {here / there:.2f}")
+            yield shape, load, ours.removeprefix("kvern").strip() or "bfloat16", theirs, *cells
+
+
+def table(head: Sequence[str], rows: Iterator[Sequence[str]]) -> str:
+    """In Markdown; a first cell that repeats the one above it is left empty."""
+    lines, above = [head, ["---"] * len(head)], ""
+    for first, *rest in rows:
+        lines.append(["" if first == above else first, *rest])
+        above = first
+    return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
+
+
+def page() -> str:
+    """docs/PERFORMANCE.md with the tables as they have to be."""
+    before, _, rest = PAGE.read_text().partition(BEGIN)
+    _, _, after = rest.partition(END)
+    parts = (
+        table(["H200", "workload", "kvern", "vLLM 0.24"], (row for rows in (offline(), over_http()) for row in rows)),
+        table(["CPU", "load", "precision", "beside", "1 thread, tokens/s", "2 threads"], on_cpus()),
+    )
+    return f"{before}{BEGIN}\n" + "\n".join(parts) + f"\n{END}{after}"
+
+
+def main() -> None:
+    made = page()
+    if "--check" not in sys.argv[1:]:
+        PAGE.write_text(made)
+    elif made != PAGE.read_text():
+        raise SystemExit("docs/PERFORMANCE.md is not current: make performance")
+
+
+if __name__ == "__main__":
+    main()
