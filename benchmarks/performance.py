@@ -135,7 +135,7 @@ def over_http() -> Iterator[Sequence[str]]:
 
 
 def on_cpus() -> Iterator[Sequence[str]]:
-    """Rows of `benchmarks/cpu.py`: shape, load, kvern, the other engine, and both in tokens/s with one and two threads."""
+    """Rows of `benchmarks/cpu.py`: shape, load, precision, the other engine, and speeds with one and two threads."""
     found = {(each["shape"], each["threads"]): each["tokens/s"] for each in read("cpu.json")["settings"]}
     for shape in ("32M", "135M"):
         for load, ours, theirs in CASES:
