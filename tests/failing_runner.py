@@ -6,6 +6,7 @@ from kvern import LLM, AsyncLLM, RequestOutput, SamplingParams
 from kvern.step import ModelRunnerOutput, SchedulerOutput
 from kvern.structured_output import StructuredOutput
 from kvern.worker.executor import InProcessExecutor
+from tests.support.internals import core_of
 
 MARKS = {250: 0, 251: 1, 252: 3}
 """By token id that marks a prompt: beyond so many generated tokens, its steps fail."""
@@ -19,7 +20,7 @@ class FailingRunner:
     """Runs steps through the engine's own runner; `where` they fail: "before", "behind" or in the "result"."""
 
     def __init__(self, llm: LLM | AsyncLLM, where: str = "behind") -> None:
-        core: Any = llm._engine.core
+        core: Any = core_of(llm)
         worker = core.executor._worker
         self._runner, worker.runner = worker.runner, self
         core.executor = InProcessExecutor(worker, core.executor.tier)

@@ -20,6 +20,7 @@ from kvern import LLM, SamplingParams
 from kvern.engine.proposer import takes_drafts
 from kvern.structured_output import StructuredOutput
 from tests.combined_features import ADAPTERS
+from tests.support.internals import core_of
 
 LONGEST = 504
 """Tokens of a sequence: rows of the block table are then no multiple of 16 long."""
@@ -81,8 +82,8 @@ def workloads(vocabulary: int, longest: int, kinds: list[SamplingParams] = PARAM
 def answer(llm: LLM, batches: list[Batch]) -> StepWatch:
     """All batches one after another, with an empty prefix cache, every other request with an adapter."""
     adapters = [None, *llm.adapters]
-    llm._engine.core.scheduler.cache.tree.clear()
-    watch = StepWatch(llm._engine.core)
+    core_of(llm).scheduler.cache.tree.clear()
+    watch = StepWatch(core_of(llm))
     with watch.watching():
         for number, batch in enumerate(batches):
             used = adapters if number % 2 else adapters[:1]
@@ -115,7 +116,7 @@ def main(models: list[str]) -> None:
             folder, device="cuda", dtype="bfloat16", max_model_len=LONGEST, kv_cache_tokens=65536, **options
         ) as llm:
             if drafting:
-                core: Any = llm._engine.core
+                core: Any = core_of(llm)
                 core.drafting.wanted = lambda _: lambda request: DRAFTS * takes_drafts(request)
             batches = workloads(llm.spec.vocab_size, LONGEST, PARAMS + WITH_TEXT if embedded else PARAMS)
             for params in RARE if embedded else RARE[:1]:

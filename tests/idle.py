@@ -5,11 +5,12 @@ from typing import Any
 from kvern import LLM, AsyncLLM
 from kvern.engine.core import EngineCore
 from kvern.engine.homes import HomedCores
+from tests.support.internals import core_of
 
 
 def core_here(llm: LLM | AsyncLLM) -> EngineCore:
     """The engine's, or of ranks with requests of their own the first one's."""
-    core: Any = llm._engine.core
+    core: Any = core_of(llm)
     found: EngineCore = core._core if isinstance(core, HomedCores) else core
     return found
 

@@ -9,6 +9,7 @@ from kvern import LLM, SamplingParams
 from tests.cache_folder import load_kernels
 from tests.families import reference_greedy, similar_prompts
 from tests.idle import is_idle
+from tests.support.internals import core_of
 
 OUTPUT = 8
 GREEDY = SamplingParams(temperature=0, max_tokens=OUTPUT, ignore_eos=True)
@@ -40,7 +41,7 @@ def check_steps(
     if kernels:
         load_kernels("cpu_attention", 1)
     with LLM(str(folder), **OPTIONS, kv_cache_tokens=kv_cache_tokens, cpu_kernels=kernels) as llm:
-        core: Any = llm._engine.core
+        core: Any = core_of(llm)
         assert backend is None or isinstance(core.executor._worker.runner._attention, backend)
         dice = random.Random(5)
         for budget in (4, 7, 11):

@@ -32,6 +32,7 @@ from tests.interruptions import goes_on_where_it_was
 from tests.peft_adapters import make_adapter, merge
 from tests.rank_features import NOT_DIVIDED, OF_EXPERTS
 from tests.speculation import speculating
+from tests.support.internals import core_of, runner_of
 from tests.support.model_outputs import PROMPT, logits
 
 PAGE = Path(__file__).parents[1] / "docs" / "models.md"
@@ -76,7 +77,7 @@ def captures(folder: Path) -> bool:
     """Steps of decodes are captured, and answer as those that are not."""
     params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, logprobs=1)
     with LLM(str(folder), **OPTIONS, dtype="float32") as llm:
-        runner = llm._engine.core.executor._worker.runner  # type: ignore[attr-defined]
+        runner = runner_of(llm)
         found = [output.outputs[0] for output in llm.generate(PROMPTS, params)]
         captured, runner._captured = runner._captured, None
         expected = [output.outputs[0] for output in llm.generate(PROMPTS, params)]
@@ -145,7 +146,7 @@ def verifies_drafts(folder: Path) -> bool:
             raise
         return False
     with llm:
-        llm._engine.core.drafting = None
+        core_of(llm).drafting = None
         expected = llm.generate(PROMPTS, params)
         with speculating(llm, expected, 0.7):
             found = llm.generate(PROMPTS, params)
@@ -175,7 +176,7 @@ def uses_a_tier(folder: Path) -> bool:
         for _ in range(2):
             answers.append([llm.generate([prompt], params)[0].outputs[0].token_ids for prompt in PROMPTS])
             llm.generate([list(range(30, 85))], params)  # needs all room that there is
-        executor: Any = llm._engine.core.executor
+        executor: Any = core_of(llm).executor
     assert answers[0] == answers[1] and executor.tier.loaded
     return True
 

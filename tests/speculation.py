@@ -14,6 +14,7 @@ from kvern.engine.proposer import Proposer, takes_drafts
 from kvern.request import Request, sample_seed
 from kvern.step import SchedulerOutput
 from kvern.worker.drafter import ComputedStep, GuardedDrafter
+from tests.support.internals import core_of, engine_of, vocab_size_of
 
 
 class Oracle:
@@ -106,13 +107,13 @@ def speculating(
     llm: LLM, outputs: Sequence[RequestOutput], accuracy: float = 0.8, most: int = 5, on_device: bool = False
 ) -> Iterator[Oracle | KnowingDrafter]:
     """Let an engine verify drafts of these answers, while it is asked the same again."""
-    core = llm._engine.core
+    core = core_of(llm)
     answers: list[list[int]] = []
     for output in outputs:
         searched = output.outputs[0].cumulative_logprob is not None and output.outputs[0].logprobs is None
         answers += [[]] if searched else [answer.token_ids for answer in output.outputs]
     oracle: Oracle | KnowingDrafter
-    vocabulary, runner = llm._engine.inputs.vocab_size, core.executor._worker.runner
+    vocabulary, runner = vocab_size_of(llm), core.executor._worker.runner
     if on_device:
         first = int(llm._next_id().removeprefix("request-")) + 1
         by_name = {
@@ -133,8 +134,8 @@ def speculating(
 
 def accepted_of_prediction(llm: LLM, prompt: list[int], params: SamplingParams, told: list[int], wrong: int) -> int:
     """How much of a prediction is right, which has a token more than the answer `told` before number `wrong`."""
-    output = llm._engine.add("predicted", prompt, params, prediction=[*told[:wrong], 9, *told[wrong:]])
-    while llm._engine.has_work:
-        llm._engine.step()
+    output = engine_of(llm).add("predicted", prompt, params, prediction=[*told[:wrong], 9, *told[wrong:]])
+    while engine_of(llm).has_work:
+        engine_of(llm).step()
     assert output.outputs[0].token_ids == told
     return output.outputs[0].accepted_prediction_tokens

@@ -11,6 +11,7 @@ from kvern import LLM
 from kvern.attention.memory import zero_caches
 from kvern.cache.block_pool import BlockPool
 from kvern.step import SchedulerOutput
+from tests.support.internals import core_of
 
 
 def spoiled_engine(
@@ -44,6 +45,6 @@ def spoiled_engine(
         monkeypatch.setattr(backend, "zero_caches", caches)
     monkeypatch.setattr(runner, "execute", spoil_and_execute)
     llm = make()
-    pools.append(llm._engine.core.scheduler.cache.pool)
+    pools.append(core_of(llm).scheduler.cache.pool)
     assert memory, "no backend asked for caches"
     return llm, spoiled

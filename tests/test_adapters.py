@@ -19,6 +19,7 @@ from kvern.models.loader import load_model
 from kvern.structured_output import StructuredOutput
 from tests.families import make_checkpoint, reference_logits
 from tests.peft_adapters import ATTENTION, EVERYTHING, make_adapter, merge
+from tests.support.internals import check_integrity, core_of, engine_of
 from tests.support.model_outputs import PROMPT, logits
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # within PEFT
@@ -122,7 +123,7 @@ def test_mixed_in_one_batch_each_answers_as_its_merged_model(
         assert len({tuple(answers[0]) for answers in expected.values()}) == len(NAMES)
         if "kv_cache_tokens" in options:
             assert llm.statistics().preemptions
-        llm._engine.core.scheduler.check_integrity()
+        check_integrity(llm)
 
 
 def test_beside_everything_else_that_a_request_may_ask(
@@ -162,7 +163,7 @@ def test_beside_everything_else_that_a_request_may_ask(
 
 def test_more_adapters_than_places_take_turns(make: Callable[..., LLM]) -> None:
     with make(max_adapters=2) as llm:
-        places = llm._engine.core.scheduler.adapters
+        places = core_of(llm).scheduler.adapters
         for name, loads in (("small", 1), ("all", 2), ("small", 2), ("pattern", 3), ("small", 3), ("all", 4)):
             llm.generate(PROMPTS[0], GREEDY, adapter=name)
             assert places.load_count == loads, name
@@ -170,7 +171,7 @@ def test_more_adapters_than_places_take_turns(make: Callable[..., LLM]) -> None:
 
 def test_who_waits_for_a_place_is_passed_by_requests_without_an_adapter_alone(make: Callable[..., LLM]) -> None:
     with make(max_adapters=1) as llm:
-        engine = llm._engine
+        engine = engine_of(llm)
         long = GREEDY.replace(max_tokens=40)
         engine.add("first", PROMPTS[0], long, adapter="all")
         engine.step()
@@ -222,7 +223,7 @@ def test_an_unloaded_adapter_finishes_what_it_began(
     make: Callable[..., LLM], expected: dict[str | None, list[list[int]]]
 ) -> None:
     with make(max_batch_requests=1) as llm:
-        engine = llm._engine
+        engine = engine_of(llm)
         outputs = [engine.add(str(number), PROMPTS[0], GREEDY, adapter="all") for number in range(2)]
         engine.step()
         engine.unload_adapter("all")

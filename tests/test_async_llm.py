@@ -10,6 +10,7 @@ import pytest
 from kvern import LLM, AsyncLLM, SamplingParams
 from kvern.errors import InvalidRequest
 from tests.idle import is_idle
+from tests.support.internals import core_of, engine_of
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 LONG = GREEDY.replace(max_tokens=100)
@@ -73,7 +74,7 @@ def test_cancelling_aborts(tiny_model: Path) -> None:
         with pytest.raises(asyncio.CancelledError):
             await task
         await engine.generate(PROMPTS[1], GREEDY)  # after the abort, in the engine's order
-        assert not engine._engine.has_work and engine.statistics().generation_tokens < 200
+        assert not engine_of(engine).has_work and engine.statistics().generation_tokens < 200
 
     serve(tiny_model, work)
 
@@ -85,7 +86,7 @@ def test_leaving_an_async_stream_aborts(tiny_model: Path) -> None:
             break
         await stream.aclose()  # type: ignore[attr-defined]
         await engine.generate(PROMPTS[1], GREEDY)
-        assert not engine._engine.has_work
+        assert not engine_of(engine).has_work
 
     serve(tiny_model, work)
 
@@ -108,7 +109,7 @@ def test_a_failing_engine_tells_everybody(tiny_model: Path, monkeypatch: pytest.
         def broken(output: Any) -> Any:
             raise RuntimeError("the device is gone")
 
-        monkeypatch.setattr(engine._engine.core.executor, "submit", broken)
+        monkeypatch.setattr(core_of(engine).executor, "submit", broken)
         waiting = [asyncio.create_task(engine.generate(prompt, LONG)) for prompt in PROMPTS]
         for task in waiting:
             with pytest.raises(RuntimeError, match="the device is gone"):

@@ -10,6 +10,7 @@ from kvern import LLM, SamplingParams
 from kvern.errors import ConfigError, InvalidParameter, InvalidRequest, KvernError
 from kvern.structured_output import StructuredOutput
 from tests.idle import is_idle
+from tests.support.internals import engine_of
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12)
 
@@ -94,7 +95,7 @@ def test_values_that_other_programs_send_for_nothing(llm: LLM) -> None:
 @pytest.mark.parametrize("priority", [2**63, -(2**63) - 1, 2**5000, 1.5, True, "1"])
 def test_a_priority_has_64_bits(llm: LLM, priority: Any) -> None:
     with pytest.raises(InvalidParameter, match=r"priority is .*: it must be a"):
-        llm._engine.inputs.request("a", "a", GREEDY, priority=priority)
+        engine_of(llm).inputs.request("a", "a", GREEDY, priority=priority)
 
 
 BAD_REQUESTS: list[tuple[Any, dict[str, Any], type[KvernError], str]] = [

@@ -16,6 +16,7 @@ from kvern.errors import InvalidParameter
 from kvern.structured_output import StructuredOutput
 from tests.families import make_checkpoint
 from tests.idle import is_idle
+from tests.support.internals import core_of, engine_of
 
 PROMPTS = [[5, 9, 17, 33, 2, 81], [5, 9, 17, 33, 2, 80, 40, 41, 42, 43, 44, 45], [100] * 10]
 COMPANY = SamplingParams(temperature=1.0, seed=1, max_tokens=9, n=2, ignore_eos=True)
@@ -162,10 +163,10 @@ def test_no_room_and_no_switch_changes_an_answer(
 
 def test_beams_share_the_blocks_of_their_prompt(llm: LLM) -> None:
     prompt = [7 + index % 200 for index in range(160)]
-    cache = llm._engine.core.scheduler.cache
+    cache = core_of(llm).scheduler.cache
     most = 0.0
     stream = llm.stream(prompt, SamplingParams(beam_width=8, max_tokens=12))
-    engine = llm._engine
+    engine = engine_of(llm)
     engine.add("beams", prompt, SamplingParams(beam_width=8, max_tokens=12))
     while engine.has_work:
         engine.step()
@@ -183,7 +184,7 @@ def test_one_beam_is_greedy(llm: LLM) -> None:
 
 
 def test_leaving_ends_all_beams(llm: LLM) -> None:
-    engine = llm._engine
+    engine = engine_of(llm)
     for steps in (0, 1, 2, 5):
         engine.add("left", PROMPTS[0], SamplingParams(beam_width=5, max_tokens=50, ignore_eos=True))
         for _ in range(steps):

@@ -19,6 +19,7 @@ from kvern.structured_output import StructuredOutput
 from tests.idle import is_idle
 from tests.processors import install
 from tests.speculation import speculating
+from tests.support.internals import core_of
 
 PROMPT = [5, 9, 17, 33, 2, 81]
 LIST = StructuredOutput(json={"type": "array", "items": {"enum": [1, 22, "fox"]}, "maxItems": 3})
@@ -67,7 +68,7 @@ def llm(request: pytest.FixtureRequest, tiny_model: Path) -> Iterator[LLM]:
         options["grammar_backend"] = "xgrammar"
     options["cpu_kernels"] = request.param != "PyTorch"
     with LLM(str(tiny_model), **options) as llm:
-        llm._engine.core._depth = 2 if request.param == "overlapping" else 1
+        core_of(llm)._depth = 2 if request.param == "overlapping" else 1
         yield llm
         assert is_idle(llm)
 

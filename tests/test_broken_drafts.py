@@ -11,6 +11,7 @@ from kvern.request import Request
 from tests import processors
 from tests.families import make_checkpoint
 from tests.speculation import AnyLength
+from tests.support.internals import core_of, vocab_size_of
 
 OPTIONS: dict[str, Any] = {
     "dtype": "float32",
@@ -41,8 +42,8 @@ def test_an_answer_that_breaks_leaves_what_was_computed(
     ending = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True, logits_processors=fault)
     after = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=0)
     with LLM(model, **OPTIONS) as llm:
-        core: Any = llm._engine.core
-        core.drafting = AnyLength(Wrong(), llm._engine.inputs.vocab_size)
+        core: Any = core_of(llm)
+        core.drafting = AnyLength(Wrong(), vocab_size_of(llm))
         [broken] = llm.generate([PROMPT], ending, on_error="return")
         assert broken.outputs[0].finish_reason == "abort" and llm.statistics().draft_tokens
         core.drafting = None
@@ -50,7 +51,7 @@ def test_an_answer_that_breaks_leaves_what_was_computed(
         [again] = llm.generate([longer], after)
         core.scheduler.check_integrity()
     with LLM(model, **OPTIONS, prefix_cache=False) as plain:
-        plain._engine.core.drafting = None  # type: ignore[attr-defined]
+        core_of(plain).drafting = None
         [right] = plain.generate([longer], after)
     assert again.outputs[0].token_ids == right.outputs[0].token_ids
     found, expected = (

@@ -9,6 +9,7 @@ from kvern.worker.plan import Layout
 from kvern.worker.tiered import TIERS
 from tests.host_tier import HostTier
 from tests.idle import is_idle
+from tests.support.internals import core_of
 
 PARAMS = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 OPTIONS: dict[str, Any] = {
@@ -34,7 +35,7 @@ def with_tier(folder: Path, blocks: int) -> tuple[LLM, HostTier]:
     """An engine that keeps blocks that leave its cache in host memory, and that memory."""
     CAPACITY.append(blocks)
     llm = LLM(folder, kv_tier="host", **OPTIONS)
-    tier: Any = llm._engine.core.executor
+    tier: Any = core_of(llm).executor
     return llm, tier.tier
 
 

@@ -20,6 +20,7 @@ from tests.families import make_checkpoint
 from tests.gguf_files import WITHOUT_TOKENIZER, write_gguf
 from tests.speculation import speculating
 from tests.support.head_drafting import drafting
+from tests.support.internals import decoder_of, runner_of
 
 PARAMS = [
     SamplingParams(temperature=0, max_tokens=20, ignore_eos=True),
@@ -98,7 +99,7 @@ def test_steps_of_many_sizes_share_programs_until_they_come_often(tmp_path: Path
     prompts = [[5, 6, 7 + index] for index in range(len(asked))]
     with LLM(str(folder), threads=1, dtype="float32", max_batch_requests=8) as llm:
         outputs = llm.generate(prompts, asked)
-        captured = llm._engine.core.executor._worker.runner._captured  # type: ignore[attr-defined]
+        captured = runner_of(llm)._captured
         with speculating(llm, outputs):
             again = llm.generate(prompts, asked)
             assert [one.outputs[0].token_ids for one in again] == [one.outputs[0].token_ids for one in outputs]
@@ -144,7 +145,7 @@ def test_weights_that_onednn_has_packed_are_not_captured(
     pretend_tiles(monkeypatch, there=True)
     folder = make_checkpoint("llama", tmp_path)
     with LLM(str(folder), threads=1, dtype="bfloat16", max_batch_requests=1) as llm:
-        assert "PackedMethod" in repr(llm._engine.core.executor._worker.runner._decoder)  # type: ignore[attr-defined]
+        assert "PackedMethod" in repr(decoder_of(llm))
         found = answers(llm)
         steps.lets = False
         assert found == answers(llm)
@@ -175,7 +176,7 @@ def test_whatever_a_capture_meets_the_step_runs_uncaptured(
     monkeypatch.setattr(capture, "place", placed)
     with LLM(str(folder), threads=1, dtype="bfloat16", kv_cache_dtype="int8") as llm:
         outputs = llm.generate(PROMPTS, params)
-        runner = llm._engine.core.executor._worker.runner  # type: ignore[attr-defined]
+        runner = runner_of(llm)
         assert not runner._captured._sizes and left == -1, "it is not tried again, and nothing is kept of it"
         with speculating(llm, outputs):
             again = llm.generate(PROMPTS, params)

@@ -30,6 +30,7 @@ from tests.families import make_checkpoint, make_config, similar_prompts
 from tests.peft_adapters import ATTENTION, make_adapter
 from tests.served import children_of, command_of, eventually, serving
 from tests.speculation import AnyLength, Remembered
+from tests.support.internals import core_of, engine_of
 from tests.support.model_outputs import logits
 from tests.support.rank_requests import ASKED
 from tests.tiny_model import make_tiny_model
@@ -168,7 +169,7 @@ def adapters(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str
 @pytest.fixture(scope="module")
 def ranked(folder: Path, adapters: dict[str, str], packages: None) -> Iterator[LLM]:
     with LLM(str(folder), **OPTIONS | RANKS | ALL, adapters=adapters, logits_processors=PROCESSORS) as llm:
-        engine: Any = llm._engine
+        engine: Any = engine_of(llm)
         engine.core._core.drafting = AnyLength(Remembered(TEXTS), engine.inputs.vocab_size)  # the other's is its own
         yield llm
 
@@ -200,7 +201,7 @@ def test_requests_at_home_answer_as_in_one_process(alone: LLM, ranked: LLM) -> N
     assert statistics.preemptions > 0
     assert statistics.cached_tokens > 0
     assert 0 < statistics.accepted_tokens < statistics.draft_tokens
-    executor: Any = ranked._engine.core._executor  # type: ignore[union-attr]
+    executor: Any = core_of(ranked)._executor
     assert executor._balance._placements != executor._worker.expert_placements(), "experts have moved"
     assert (statistics.running, statistics.waiting) == (0, 0)
 
@@ -239,7 +240,7 @@ def test_adapters_come_and_go_at_all_ranks(folder: Path, alone: LLM, ranked: LLM
         path, found = str(make_adapter(folder, tmp_path / str(seed), seed, target_modules=ATTENTION)), []
         for llm in (alone, ranked):
             llm.load_adapter("late", path)
-            engine = llm._engine
+            engine = engine_of(llm)
             assert isinstance(engine, Engine)
             outputs = [engine.add(f"{seed}-{prompt[0]}", prompt, params, adapter="late") for prompt in prompts]
             llm.unload_adapter("late")  # those that wait have it still
@@ -276,7 +277,7 @@ def test_each_rank_drafts_for_its_own_rows(kind: str, folder: Path, tmp_path: Pa
     found = []
     for options in ({}, RANKS):
         with LLM(str(folder), **OPTIONS | options, draft_model=str(tmp_path)) as llm:
-            core: Any = llm._engine.core  # type: ignore[union-attr]
+            core: Any = core_of(llm)
             getattr(core, "_core", core).drafting = AnyLength(None, 288, 3)
             found.append([output.outputs[0].token_ids for output in llm.generate(similar_prompts(280), params)])
             assert llm.statistics().draft_tokens
@@ -288,7 +289,7 @@ def test_answers_that_are_given_up_leave_the_others_as_they_are(folder: Path, al
     params = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True)
     prompts = similar_prompts(280)
     expected = [output.outputs[0].token_ids for output in alone.generate(prompts, params)]
-    engine = ranked._engine
+    engine = engine_of(ranked)
     assert isinstance(engine, Engine)
     outputs = [engine.add(f"one-{number}", prompt, params) for number, prompt in enumerate(prompts)]
     for _ in range(6):

@@ -15,6 +15,7 @@ from kvern.layers.linear_method import LinearMethod
 from tests.peft_adapters import make_adapter
 from tests.speculation import AnyLength
 from tests.support.drafting_requests import EVERYTHING, PROMPTS
+from tests.support.internals import check_integrity, core_of, drafter_of, vocab_size_of
 from tests.support.outputs import answer_logprobs, tokens_and_texts
 
 OPTIONS: dict[str, Any] = {"dtype": "float32", "threads": 1, "max_model_len": 64, "block_size": 4}
@@ -24,7 +25,7 @@ SMALL: dict[str, Any] = OPTIONS | {"max_batch_requests": 4, "kv_cache_tokens": 9
 def guessing(folder: Path, draft: Path, most: int = 5, **options: Any) -> LLM:
     """An engine that guesses any number of drafts, now and then none, whether they pay or not."""
     llm = LLM(str(folder), draft_model=str(draft), **options)
-    llm._engine.core.drafting = AnyLength(None, llm._engine.inputs.vocab_size, most)
+    core_of(llm).drafting = AnyLength(None, vocab_size_of(llm), most)
     return llm
 
 
@@ -57,7 +58,7 @@ def test_every_parameter(same: bool, compiled: bool, plain: LLM, tiny_model: Pat
     with guessing(tiny_model, draft, **OPTIONS, **sizes) as llm:
         found = llm.generate(prompts, EVERYTHING)
         statistics = llm.statistics()
-        llm._engine.core.scheduler.check_integrity()
+        check_integrity(llm)
     assert tokens_and_texts(found) == tokens_and_texts(expected)
     assert list(answer_logprobs(found)) == pytest.approx(list(answer_logprobs(expected)), abs=1e-4)
     assert statistics.draft_tokens > 100
@@ -78,7 +79,7 @@ def test_its_keys_are_right_whatever_happens(depth: int, tiny_model: Path) -> No
     with LLM(str(tiny_model), **SMALL) as llm:
         expected = tokens_and_texts(llm.generate(prompts, params))
     with guessing(tiny_model, tiny_model, **SMALL) as llm:
-        llm._engine.core._depth = depth
+        core_of(llm)._depth = depth
         assert tokens_and_texts(llm.generate(prompts, params)) == expected
         assert tokens_and_texts(llm.generate(prompts[::-1], params[::-1])) == expected[::-1]
         statistics = llm.statistics()
@@ -117,7 +118,7 @@ def test_who_cannot_guess_is_named(tiny_model: Path, other_model: Path, tmp_path
     with pytest.raises(ConfigError, match=r"cannot guess for .*: its vocabulary of 4096 is larger than|other tokens"):
         LLM(str(tiny_model), draft_model="kvern-1m", **OPTIONS)
     with LLM(str(tiny_model), draft_model=str(draft), speculation="off", kv_cache_tokens=128, **OPTIONS) as llm:
-        assert llm._engine.core.drafting is None
+        assert core_of(llm).drafting is None
 
 
 def test_a_draft_is_quantized_as_is_asked(plain: LLM, tiny_model: Path) -> None:
@@ -126,7 +127,7 @@ def test_a_draft_is_quantized_as_is_asked(plain: LLM, tiny_model: Path) -> None:
     expected = tokens_and_texts(plain.generate(PROMPTS, params))
     options: dict[str, Any] = {"kv_cache_tokens": 512, "max_batch_requests": 8, "draft_quantization": "int8"}
     with guessing(tiny_model, tiny_model, **OPTIONS, **options) as llm:
-        drafter: Any = llm._engine.core.executor._worker.runner._drafter._drafter  # type: ignore[attr-defined]
+        drafter: Any = drafter_of(llm)
         names = {method.name for method in drafter._decoder.modules() if isinstance(method, LinearMethod)}
         assert tokens_and_texts(llm.generate(PROMPTS, params)) == expected
         assert llm.statistics().accepted_tokens > 0

@@ -18,6 +18,7 @@ from kvern.models.registry import spec_from_config
 from kvern.request import PromptInput
 from kvern.worker.device import check_encoder
 from tests.encoders import ENCODERS, LENGTH, expected_labels, expected_vector, make_encoder, set_pooling
+from tests.support.internals import engine_of
 
 TOLERANCE = 1e-4
 QUERY = "What do foxes eat?"
@@ -80,9 +81,9 @@ def test_judgements_are_those_of_transformers(kind: str, kernels: bool, classifi
 
 def test_the_second_of_two_texts_is_of_another_kind(classifiers: dict[str, Path]) -> None:
     with LLM(str(classifiers["bert"]), threads=1) as llm:
-        read = llm._engine.inputs.pair("red", "foxes")
+        read = engine_of(llm).inputs.pair("red", "foxes")
         assert read.second_text is not None and read.token_ids[read.second_text - 1] == 2
-        assert llm._engine.inputs.pair("red", "").second_text == read.second_text
+        assert engine_of(llm).inputs.pair("red", "").second_text == read.second_text
 
 
 @pytest.mark.parametrize("pooling", ["cls", "lasttoken", "mean"])
@@ -166,7 +167,7 @@ def test_old_names_of_norms_are_read(tmp_path: Path) -> None:
 
 def test_what_an_encoder_does_not_do(folders: dict[str, Path], classifiers: dict[str, Path]) -> None:
     with LLM(str(folders["xlm-roberta"]), threads=1) as llm:
-        assert llm.config.max_model_len is None and llm._engine.layout.max_model_len == LENGTH
+        assert llm.config.max_model_len is None and engine_of(llm).layout.max_model_len == LENGTH
         nothing = "^xlm-roberta is an encoder: it gives embeddings and generates nothing; ask /v1/embeddings$"
         for ask in (llm.generate, llm.stream):
             with pytest.raises(InvalidRequest, match=nothing):

@@ -22,6 +22,7 @@ from kvern.outputs import RequestOutput
 from kvern.request import requests_of, sample_seed
 from kvern.tokenizer import Tokenizer
 from tests.idle import is_idle
+from tests.support.internals import core_of, engine_of
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 LONG = GREEDY.replace(max_tokens=100)
@@ -98,7 +99,7 @@ def test_a_prompt_crosses_to_the_engine_once(llm: LLM) -> None:
     sizes = []
     for count in (1, 16):
         params = GREEDY.replace(n=count, temperature=1, seed=7, prompt_logprobs=0, logit_bias={5: 1.5})
-        spec = llm._engine.inputs.request("a", [5, 6, 7] * 10, params)
+        spec = engine_of(llm).inputs.request("a", [5, 6, 7] * 10, params)
         sizes.append(len(encode(AddRequest(spec))))
         message = decode_for_engine(encode(AddRequest(spec)))
         assert isinstance(message, AddRequest) and message.spec == spec
@@ -112,7 +113,7 @@ def test_a_prompt_crosses_to_the_engine_once(llm: LLM) -> None:
 
 def test_requests_made_at_once_draw_different_seeds(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two threads stop between counting their requests and using the count, at the worst moment there is."""
-    inputs = llm._engine.inputs
+    inputs = engine_of(llm).inputs
     both = threading.Barrier(2)
 
     class Meeting(type(inputs)):  # type: ignore[misc]
@@ -369,8 +370,8 @@ def test_a_failed_step_leaves_no_half_written_cache(tiny_model: Path, monkeypatc
     with LLM(str(tiny_model), max_model_len=128, max_batch_tokens=16, max_batch_requests=8, threads=1) as llm:
         prompt = list(range(20, 90))
         expected = llm.generate(prompt, GREEDY)[0].outputs
-        llm._engine.core.scheduler.cache.tree.clear()
-        executor = llm._engine.core.executor
+        core_of(llm).scheduler.cache.tree.clear()
+        executor = core_of(llm).executor
         calls, execute = itertools.count(), executor._execute  # type: ignore[attr-defined]
 
         def interrupted(output: Any) -> Any:

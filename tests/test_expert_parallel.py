@@ -25,6 +25,7 @@ from tests.packers import gptq, store
 from tests.served import eventually, serving
 from tests.support.expert_requests import OPTIONS, answers
 from tests.support.four_bit_checkpoints import GPTQ
+from tests.support.internals import core_of
 from tests.tiny_model import make_tiny_model
 
 EXPERTS_ALONE = GPTQ | {"dynamic": {"-:.*self_attn": {}}}
@@ -83,7 +84,7 @@ def test_stages_tell_what_all_of_them_have_counted(tmp_path: Path) -> None:
     with LLM(folder, pipeline_parallel_size=3, **options) as staged:
         answers(staged)
         assert staged.expert_tokens() == expected
-        executor: Any = staged._engine.core.executor  # type: ignore[union-attr]
+        executor: Any = core_of(staged).executor
         executor._others._end._processes[1].kill()
         with pytest.raises(EngineDied, match="it lost rank 1, which ended with a signal, SIGKILL"):
             staged.expert_tokens()
@@ -93,7 +94,7 @@ def check_moves(folder: Path, expected: list[list[int]], stages: int = 1) -> Non
     options = {"enable_expert_parallel": True, "redundant_experts": 2, "rebalance_experts": "1ms"}
     sizes = {"tensor_parallel_size": 2, "pipeline_parallel_size": stages}
     with LLM(str(folder), **sizes, **OPTIONS, **options) as ranked:
-        executor: Any = ranked._engine.core.executor  # type: ignore[union-attr]
+        executor: Any = core_of(ranked).executor
         assert answers(ranked) == expected
         assert sum(ranked.expert_tokens()[0]) == 2 * ranked.statistics().computed_tokens
         placed, first = executor._balance._placements, executor._worker.expert_placements()

@@ -26,6 +26,7 @@ from tests.fallback_families import FALLBACKS
 from tests.families import make_checkpoint, reference_greedy, reference_logits
 from tests.idle import is_idle
 from tests.served import serving
+from tests.support.internals import core_of
 
 TOLERANCE = 1e-4
 OUTPUT = 8
@@ -78,9 +79,9 @@ def test_chunks_preemptions_hits_and_samples_give_what_the_model_gives(
     dice = random.Random(5)
     with LLM(str(folder), **OPTIONS, kv_cache_tokens=64, cpu_kernels=cpu_kernels) as llm:
         for budget, n in ((4, 1), (7, 2), (11, 1)):
-            llm._engine.core.scheduler.limits = llm._engine.core.scheduler.limits.__class__(budget, 4, 100)
+            core_of(llm).scheduler.limits = core_of(llm).scheduler.limits.__class__(budget, 4, 100)
             check(llm, folder, dice.sample(asked, len(asked)), n)
-        roomy = llm._engine.core.scheduler.cache.windows is not None  # windows leave room for all of them
+        roomy = core_of(llm).scheduler.cache.windows is not None  # windows leave room for all of them
         assert (llm.statistics().preemptions > 0 or roomy) and llm.statistics().cached_tokens > 0
         assert is_idle(llm)
 

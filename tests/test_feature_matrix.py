@@ -38,6 +38,7 @@ from tests.idle import is_idle
 from tests.served import serving
 from tests.speculation import AnyLength, Remembered
 from tests.support.combined_requests import TOGETHER, asks_with, plain_asks, random_model, too_little_room
+from tests.support.internals import core_of, vocab_size_of
 from tests.support.tool_questions import gathered
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # within PEFT
@@ -64,7 +65,7 @@ def run_batch(asks: Sequence[Ask], of_engine: frozenset[str], alone: Alone) -> t
     if "speculation" in of_engine:
         found = [alone(ask).output for ask in asks]
         texts = [[*output.prompt_token_ids, *answer.token_ids] for output in found for answer in output.outputs]
-        llm._engine.core.drafting = AnyLength(Remembered(texts), llm._engine.inputs.vocab_size)
+        core_of(llm).drafting = AnyLength(Remembered(texts), vocab_size_of(llm))
     each: list[list[Result]] = []
     counts = [0]
 
@@ -98,7 +99,7 @@ def run_batch(asks: Sequence[Ask], of_engine: frozenset[str], alone: Alone) -> t
 
 def watch_preemptions(llm: LLM | AsyncLLM) -> set[str]:
     """The ids of the outputs whose requests will be preempted."""
-    scheduler = llm._engine.core.scheduler
+    scheduler = core_of(llm).scheduler
     preempt, seen = scheduler._preempt, set[str]()
 
     def watched(request: Request) -> None:

@@ -19,6 +19,7 @@ from tests.peft_adapters import make_adapter
 from tests.processors import Step, follow, install
 from tests.scaled_rows import quantize
 from tests.support.gpu_engines import GREEDY, HALVES, SMALL, held_out, steps
+from tests.support.internals import check_integrity, core_of, engine_of, runner_of
 from tests.support.outputs import token_ids
 from tests.support.trained_adapters import ADAPTERS
 from tests.tiny_model import make_tiny_model
@@ -72,7 +73,7 @@ def test_every_switch_leaves_the_answers(options: dict[str, Any], expected: list
     llm = LLM(device="cuda", **(SMALL | options))
     assert token_ids(llm.chat(held_out()[::5], GREEDY)) == expected[::5]
     assert token_ids(llm.chat(held_out()[:10], GREEDY)) == expected[:10], "with some prompts cached"
-    llm._engine.core.scheduler.check_integrity()
+    check_integrity(llm)
 
 
 @pytest.mark.parametrize("family", [name for name in FAMILIES if name not in CPU_ALONE], ids=str)
@@ -154,7 +155,7 @@ def test_adapters_answer_as_on_the_cpu(options: dict[str, Any]) -> None:
     assert token_ids(llm.chat(conversations, GREEDY, adapter=names)) == expected
     for index in (0, 1, 2):
         assert token_ids(llm.chat([conversations[index]], GREEDY, adapter=names[index])) == [expected[index]]
-    llm._engine.core.scheduler.check_integrity()
+    check_integrity(llm)
 
 
 def test_structured_answers_are_the_cpus() -> None:
@@ -198,7 +199,7 @@ def test_requests_that_begin_alike(options: dict[str, Any]) -> None:
     expected = token_ids(LLM(device="cpu", **config).generate(prompts, params))
     llm = LLM(device="cuda", **(config | options))
     assert token_ids(llm.generate(prompts, params)) == expected
-    graphs = llm._engine.core.executor._worker.runner._graphs._graphs
+    graphs = runner_of(llm)._graphs._graphs
     shared = [graph.groups for key, graph in graphs.items() if key.prefix]
     assert any(shared) == llm.config.shared_prefix_attention
 
@@ -243,15 +244,15 @@ def test_the_hot_path_never_waits_for_the_device(options: dict[str, Any], caplog
     def run() -> None:
         """Requests join a running batch, decode beside prefills, use what changes logits, and are aborted."""
         for index in range(4):
-            llm._engine.add(f"{index}", prompts[index], plain, adapter=adapters[index % len(adapters)])
+            engine_of(llm).add(f"{index}", prompts[index], plain, adapter=adapters[index % len(adapters)])
         steps(llm, 6)
         for index in range(4, 8):
-            llm._engine.add(f"{index}", prompts[index], wide, adapter=adapters[index % len(adapters)])
-        llm._engine.add("beams", prompts[0], SamplingParams(beam_width=4, n=2, max_tokens=30, logprobs=1))
+            engine_of(llm).add(f"{index}", prompts[index], wide, adapter=adapters[index % len(adapters)])
+        engine_of(llm).add("beams", prompts[0], SamplingParams(beam_width=4, n=2, max_tokens=30, logprobs=1))
         steps(llm, 6)
-        llm._engine.abort(["0", "5"])
+        engine_of(llm).abort(["0", "5"])
         steps(llm, 30)
-        llm._engine.abort(llm._engine.request_ids)
+        engine_of(llm).abort(engine_of(llm).request_ids)
         steps(llm, 3)
 
     run()  # compiles, captures, fills the allocator's caches
@@ -317,7 +318,7 @@ def test_deterministic_logits_are_the_same_to_the_last_bit_in_any_batch() -> Non
 
 def test_a_stop_costs_at_most_one_token_and_blocks_come_back() -> None:
     llm = LLM(device="cuda", prefix_cache=False, **HALVES)
-    cache = llm._engine.core.scheduler.cache
+    cache = core_of(llm).scheduler.cache
     free = cache.available_count
     first = llm.generate([[9] * 12], SamplingParams(temperature=0, max_tokens=16, ignore_eos=True))[0]
     stop = first.outputs[0].token_ids[4]
@@ -327,12 +328,12 @@ def test_a_stop_costs_at_most_one_token_and_blocks_come_back() -> None:
     )[0]
     assert output.outputs[0].finish_reason == "stop"
     assert output.outputs[0].token_ids == first.outputs[0].token_ids[: index + 1]
-    llm._engine.add("aborted", [9] * 300, SamplingParams(max_tokens=100, ignore_eos=True))
+    engine_of(llm).add("aborted", [9] * 300, SamplingParams(max_tokens=100, ignore_eos=True))
     steps(llm, 8)
-    llm._engine.abort(["aborted"])
+    engine_of(llm).abort(["aborted"])
     steps(llm, 2)
-    llm._engine.core.scheduler.check_integrity()
-    assert not llm._engine.has_work
+    check_integrity(llm)
+    assert not engine_of(llm).has_work
     assert cache.available_count == free
 
 

@@ -13,6 +13,7 @@ from kvern import LLM
 from tests.failing_runner import MARKS, OPTIONS, REASON, FailingRunner, crowd, said
 from tests.idle import is_idle
 from tests.support.engine_deaths import LENGTH, PROMPTS, Streams, deadly, with_processors
+from tests.support.internals import core_of
 
 pytestmark = [
     pytest.mark.gpu,
@@ -28,7 +29,7 @@ def test_a_step_that_raises(tiny_model: Path, where: str, graphs: bool) -> None:
     innocent = [number for number in range(30) if number not in marked]
     with LLM(str(tiny_model), cuda_graphs=graphs, kv_cache_tokens=4096, **OPTIONS) as llm:
         expected = llm.generate([prompts[number] for number in innocent], [params[number] for number in innocent])
-        llm._engine.core.scheduler.cache.tree.clear()
+        core_of(llm).scheduler.cache.tree.clear()
         FailingRunner(llm, where)
         found = llm.generate(prompts, params, on_error="return")
         assert is_idle(llm)

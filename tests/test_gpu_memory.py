@@ -16,6 +16,7 @@ import torch
 import kvern.kernel_list.dense
 from kvern import LLM, SamplingParams
 from tests.support.gpu_engines import GREEDY, SMALL, held_out
+from tests.support.internals import check_integrity, core_of, engine_of
 from tests.support.outputs import token_ids
 
 pytestmark = [
@@ -30,7 +31,7 @@ def test_a_step_that_runs_out_of_memory_is_run_in_parts(caplog: pytest.LogCaptur
     params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
     prompts = [[5 + index] * 1000 for index in range(16)]
     before = token_ids(llm.generate(prompts, params))
-    llm._engine.core.scheduler.cache.tree.clear()
+    core_of(llm).scheduler.cache.tree.clear()
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     free = torch.cuda.mem_get_info()[0]
@@ -44,7 +45,7 @@ def test_a_step_that_runs_out_of_memory_is_run_in_parts(caplog: pytest.LogCaptur
     # Products of fewer rows round differently in 16 bits: what counts is that every request went on.
     assert [[len(answer) for answer in answers] for answers in found] == [[3]] * 16
     assert sum(a == b for a, b in zip(found, before, strict=True)) >= 12
-    llm._engine.core.scheduler.check_integrity()
+    check_integrity(llm)
 
 
 @pytest.fixture
@@ -89,7 +90,7 @@ def test_takes_less_of_a_card_that_others_use(tmp_path: Path, caplog: pytest.Log
     folder = write_config(tmp_path, layers=16, hidden=1024)
     llm = LLM(str(folder), device="cuda", load_format="dummy")
     assert "others hold" in caplog.text
-    plan = llm._engine.layout
+    plan = engine_of(llm).layout
     total = torch.cuda.mem_get_info()[1]
     cache_bytes = plan.blocks * plan.block_size * plan.token_bytes
     assert 0.2 * total < cache_bytes < 0.5 * total
@@ -105,7 +106,7 @@ def test_two_engines_share_a_card(tmp_path: Path, caplog: pytest.LogCaptureFixtu
     engines = [LLM(str(folder), device="cuda", load_format="dummy", gpu_memory_share=0.4) for _ in range(2)]
     assert "others hold" not in caplog.text
     used = total - torch.cuda.mem_get_info()[0] - used_before
-    caches = [plan.blocks * plan.block_size * plan.token_bytes for plan in (llm._engine.layout for llm in engines)]
+    caches = [plan.blocks * plan.block_size * plan.token_bytes for plan in (engine_of(llm).layout for llm in engines)]
     assert min(caches) > 0.25 * total, f"caches of {caches} bytes, of {total}"
     assert used < 0.8 * total + (1 << 30)
     for llm in engines:

@@ -15,6 +15,7 @@ from kvern.attention.eight_bit import LARGEST_CODE, codes_of
 from kvern.attention.selection import Shapes, make_queries, reference_attention
 from kvern.attention.triton import TritonKernels
 from kvern.mixer_spec import AttentionSpec
+from tests.support.internals import engine_of
 
 pytestmark = [
     pytest.mark.gpu,
@@ -61,7 +62,7 @@ def test_logprobs_are_the_cpus(kind: str, dtype: str, exact: dict[str, torch.Ten
     rounding, found = ((logprobs(llm) - exact[kind]).abs() for llm in (there, here))
     assert found.mean() < 1.5 * rounding.mean() + (0.04 if kind == "fp8" else 0.02)
     assert found.median() < 1.5 * rounding.median() + 0.002
-    assert here._engine.layout.token_bytes == there._engine.layout.token_bytes
+    assert engine_of(here).layout.token_bytes == engine_of(there).layout.token_bytes
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -31,6 +31,7 @@ from tests.support import expert_requests, rank_requests
 from tests.support.divided_families import STAGE_CHANGES, TENSOR_PARALLEL_CHANGES, TENSOR_PARALLEL_FAMILIES
 from tests.support.four_bit_checkpoints import GPTQ, LINEAR
 from tests.support.head_drafting import HEAD_KINDS, drafting, make_model_with_layer, write_head
+from tests.support.internals import vocab_size_of
 from tests.support.rank_requests import check_streams
 from tests.support.rank_weights import check_weights
 from tests.tiny_model import make_tiny_model
@@ -221,7 +222,7 @@ def test_a_model_behind_the_last_stage_guesses_for_itself(cuda_graphs: bool, mon
     monkeypatch.setattr(DraftGraphs, "_replay", noted)
     with LLM(**options, draft_model=OPTIONS["model"], pipeline_parallel_size=2) as llm:
         core: Any = cast("Any", llm)._engine.core
-        core.drafting = AnyLength(None, llm._engine.inputs.vocab_size, 5)
+        core.drafting = AnyLength(None, vocab_size_of(llm), 5)
         assert said(llm.generate(PROMPTS, GREEDY)) == expected
         found = llm.statistics()
         core.scheduler.check_integrity()

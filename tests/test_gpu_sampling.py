@@ -12,6 +12,7 @@ import torch
 from kvern import LLM, SamplingParams
 from tests.speculation import speculating
 from tests.support.gpu_engines import SMALL, held_out
+from tests.support.internals import check_integrity, runner_of
 from tests.support.outputs import token_ids
 
 pytestmark = [
@@ -71,7 +72,7 @@ def test_no_switch_no_company_and_no_draft_changes_the_answers(options: dict[str
     with speculating(llm, expected, 0.7) as oracle:
         assert token_ids(llm.chat(conversations, asked(PARAMS, 44))) == token_ids(expected)
     assert oracle.guessed > 500
-    llm._engine.core.scheduler.check_integrity()
+    check_integrity(llm)
 
 
 def test_greedy_and_beams_are_the_cpus() -> None:
@@ -83,7 +84,7 @@ def test_greedy_and_beams_are_the_cpus() -> None:
 def test_only_what_pytorch_does_splits_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     llm = LLM(device="cuda", **SMALL)
     llm.chat(held_out()[:11], asked(PARAMS, 11))
-    graphs = llm._engine.core.executor._worker.runner._graphs
+    graphs = runner_of(llm)._graphs
     run, in_parts = graphs.run_to_states, list[int]()
 
     def noted(slots: Sequence[int], *rest: Any) -> Any:

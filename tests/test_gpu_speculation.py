@@ -14,6 +14,7 @@ from kvern.structured_output import StructuredOutput
 from tests.families import make_checkpoint, similar_prompts
 from tests.speculation import AnyLength, speculating
 from tests.support.gpu_engines import HALVES, SMALL, held_out, steps
+from tests.support.internals import check_integrity, core_of, engine_of, vocab_size_of
 from tests.support.outputs import token_ids
 from tests.support.trained_adapters import ADAPTERS
 
@@ -77,7 +78,7 @@ OPTIONS: list[dict[str, Any]] = [
 )
 def test_drafts_leave_the_answers(options: dict[str, Any], accuracy: float) -> None:
     llm = LLM(device="cuda", **(SMALL | GUESSING | options))
-    llm._engine.core.drafting = None
+    core_of(llm).drafting = None
     conversations = held_out()[:36]
     params = [(PARAMS + BOUND)[index % len(PARAMS + BOUND)] for index in range(len(conversations))]
     expected = llm.chat(conversations, params)
@@ -86,7 +87,7 @@ def test_drafts_leave_the_answers(options: dict[str, Any], accuracy: float) -> N
             found = llm.chat(conversations, params)
         assert oracle.guessed > 500
         assert token_ids(found) == token_ids(expected)
-        llm._engine.core.scheduler.check_integrity()
+        check_integrity(llm)
 
 
 @pytest.mark.parametrize("options", [{}, {"cuda_graphs": False}, {"overlap": False}], ids=str)
@@ -97,7 +98,7 @@ def test_a_model_that_drafts_for_itself_is_right(options: dict[str, Any], monkey
     params = [SamplingParams(temperature=index % 2, seed=index, **LENGTH) for index in range(12)]
     expected = LLM(device="cuda", **(plain | options)).chat(conversations, params)
     llm = LLM(device="cuda", draft_model="kvern-1m", **(plain | options))
-    llm._engine.core.drafting = AnyLength(None, llm._engine.inputs.vocab_size, 5)
+    core_of(llm).drafting = AnyLength(None, vocab_size_of(llm), 5)
     replayed = []
     run = VerifyGraphs.run
 
@@ -121,13 +122,13 @@ def test_states_see_the_drafts_that_are_accepted(family: str, options: dict[str,
     params = [PARAMS[index % 3].replace(max_tokens=30, ignore_eos=True) for index in range(12)]
     sizes: dict[str, Any] = {"dtype": "float32", "max_model_len": 128, "kv_cache_tokens": 4096, "proposer": "ngram"}
     with LLM(model, device="cuda", max_batch_requests=12, **(sizes | options)) as llm:
-        llm._engine.core.drafting = None
+        core_of(llm).drafting = None
         expected = llm.generate(prompts, params)
         for accuracy in (0.5, 1.0):
             with speculating(llm, expected, accuracy) as oracle:
                 assert token_ids(llm.generate(prompts, params)) == token_ids(expected)
             assert oracle.guessed > 200
-        llm._engine.core.scheduler.check_integrity()
+        check_integrity(llm)
 
 
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode")
@@ -135,17 +136,17 @@ def test_states_see_the_drafts_that_are_accepted(family: str, options: dict[str,
 def test_no_step_waits_for_the_device(options: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
     """Drafts are written, verified and counted while the step before is on its way. A step that waits would fail."""
     llm = LLM(device="cuda", **(HALVES | GUESSING | options))
-    llm._engine.core.drafting = None
+    core_of(llm).drafting = None
     prompts = [[7 + index] * (20 + index) for index in range(12)]
     params = [PARAMS[index % len(PARAMS)].replace(n=1, max_tokens=60, stop_token_ids=None) for index in range(12)]
     expected = llm.generate(prompts, params)
 
     def run() -> None:
         for index, (prompt, param) in enumerate(zip(prompts, params, strict=True)):
-            llm._engine.add(f"{index}", prompt, param)
+            engine_of(llm).add(f"{index}", prompt, param)
             steps(llm, 1)
         steps(llm, 40)
-        llm._engine.abort(llm._engine.request_ids)
+        engine_of(llm).abort(engine_of(llm).request_ids)
         steps(llm, 3)
 
     for mode in ("default", "error"):  # the first time, kernels are compiled and graphs captured

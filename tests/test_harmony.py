@@ -22,6 +22,7 @@ from kvern.tools.pieces import Message
 from kvern.tools.thinking import HARMONY
 from kvern.tools.thought_tokens import ThoughtTokens
 from tests.served import KEY, Served, serving
+from tests.support.internals import engine_of
 from tests.support.tool_calls import everywhere, read, reader_of
 from tests.support.tool_questions import ALARM, CLAUDE, FLAT, QUESTION, TOOLS, check_call, gathered
 from tests.tiny_model import make_tiny_model
@@ -227,7 +228,7 @@ def llm(folder: Path) -> Iterator[LLM]:
 
 
 def prompt_of(llm: LLM, messages: list[Any], **options: Any) -> str:
-    chat = llm._engine.inputs.chat.request(plain_messages(messages), SamplingParams(), **options)
+    chat = engine_of(llm).inputs.chat.request(plain_messages(messages), SamplingParams(), **options)
     return llm.tokenizer.decode(chat.prompt, skip_special_tokens=False)
 
 
@@ -326,7 +327,7 @@ def test_a_budget_ends_the_analysis(llm: LLM, budget: int) -> None:
 
 def test_an_answer_goes_on(llm: LLM) -> None:
     messages = [*QUESTION, {"role": "assistant", "content": "It is"}]
-    chat = llm._engine.inputs.chat
+    chat = engine_of(llm).inputs.chat
     request = chat.request(messages, SamplingParams(), add_generation_prompt=False, continue_final_message=True)
     assert llm.tokenizer.decode(request.prompt, skip_special_tokens=False).endswith(f"{FINAL}It is")
     assert taken(request.message(" raining.")) == ("", " raining.", [])

@@ -14,6 +14,7 @@ from tests.draft_heads import (
 )
 from tests.support.drafting_requests import EVERYTHING
 from tests.support.head_drafting import OPTIONS, PROMPTS, drafting, eagle3_drafts, make_model_with_layer
+from tests.support.internals import check_integrity, drafter_of
 from tests.support.outputs import tokens_and_texts
 from tests.tiny_model import make_tiny_model
 
@@ -35,7 +36,7 @@ def test_eagle3_drafts_what_its_definition_says(
         expected = llm.generate(PROMPTS, params)
     with LLM(str(target), draft_model=str(tmp_path / "head"), **options) as llm, drafting(llm, 4) as found:
         assert tokens_and_texts(llm.generate(PROMPTS, params)) == tokens_and_texts(expected)
-        captured = llm._engine.core.executor._worker.runner._drafter._drafter._captured  # type: ignore[attr-defined]
+        captured = drafter_of(llm)._captured
         assert bool(captured and captured._passes and captured._draws) == captures
     assert len(found) > 20
     right = [drafts == eagle3_drafts(decoder, weights, config, text, len(drafts)) for text, drafts in found]
@@ -67,7 +68,7 @@ def test_every_parameter(kind: str, tmp_path: Path) -> None:
     with LLM(str(target), draft_model=str(tmp_path / "head"), **OPTIONS) as llm:
         with drafting(llm, 3) as found:
             assert tokens_and_texts(llm.generate(prompts, EVERYTHING)) == tokens_and_texts(expected)
-        llm._engine.core.scheduler.check_integrity()
+        check_integrity(llm)
     assert len(found) > 50
 
 

@@ -35,6 +35,7 @@ from tests.idle import is_idle
 from tests.peft_adapters import make_adapter, merge
 from tests.processors import install
 from tests.state_families import rule_inputs
+from tests.support.internals import core_of
 from tests.support.model_outputs import error
 
 OUTPUT = 8
@@ -123,7 +124,7 @@ def test_chunks_preemptions_and_hits_change_no_answer(
     with LLM(str(folder), **OPTIONS, kv_cache_tokens=kv_cache_tokens) as llm:
         dice = random.Random(5)
         for budget in (4, 7, 11):
-            llm._engine.core.scheduler.limits = llm._engine.core.scheduler.limits.__class__(budget, 4, 100)
+            core_of(llm).scheduler.limits = core_of(llm).scheduler.limits.__class__(budget, 4, 100)
             order = dice.sample(range(len(prompts)), len(prompts))
             assert answers(llm, [prompts[place] for place in order]) == [expected[place] for place in order]
         statistics = llm.statistics()
@@ -210,7 +211,7 @@ def test_a_step_that_runs_out_of_memory_begins_anew_in_parts(
 ) -> None:
     """Whatever states it has changed by then."""
     with LLM(str(folder), **OPTIONS, kv_cache_tokens=512) as llm:
-        core: Any = llm._engine.core
+        core: Any = core_of(llm)
         worker, sizes = core.executor._worker, []
         execute = worker.runner.execute
 

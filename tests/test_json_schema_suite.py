@@ -25,6 +25,7 @@ from kvern.models.hub import resolve_model
 from kvern.structured.grammar import Grammars, grammars_of
 from kvern.structured_output import StructuredOutput
 from kvern.tokenizer import Tokenizer
+from tests.support.internals import engine_of
 
 DRAFTS = {
     "draft2020-12": jsonschema.Draft202012Validator,
@@ -125,7 +126,7 @@ EACH = [
 @pytest.mark.parametrize(("llm", "draft"), EACH, indirect=["llm"])
 def test_every_answer_validates(llm: LLM, suite: Path, draft: str) -> None:
     cases = cases_of(suite, draft)
-    folder = llm._engine.folder
+    folder = engine_of(llm).folder
     backend = llm.config.grammar_backend
     grammars = grammars_of(folder, llm.spec.vocab_size, backend)
     kept = accepted(cases, grammars, f"{draft} with {backend}")

@@ -32,6 +32,7 @@ from tests.latent_engine import GREEDY, OPTIONS, OUTPUT, PROMPTS, answers, check
 from tests.latent_families import STRETCHED
 from tests.peft_adapters import make_adapter, merge
 from tests.speculation import speculating
+from tests.support.internals import core_of
 from tests.support.model_outputs import TOLERANCE, error
 
 
@@ -119,7 +120,7 @@ def test_latents_leave_for_a_tier_and_come_back(folder: Path, expected: list[lis
     with LLM(str(folder), **OPTIONS, kv_cache_tokens=64, kv_tier="latents") as llm:
         for _ in range(2):
             assert answers(llm) == expected
-        executor: Any = llm._engine.core.executor
+        executor: Any = core_of(llm).executor
         assert executor.tier.saved and executor.tier.loaded and is_idle(llm)
 
 
@@ -142,7 +143,7 @@ def test_a_token_takes_one_vector_in_each_layer(folder: Path) -> None:
     spec = spec_from_config(read_config(folder))
     assert bytes_of_token(spec, torch.bfloat16) == 3 * (20 + 8) * 2
     with LLM(str(folder), **OPTIONS, kv_cache_tokens=128) as llm:
-        executor: Any = llm._engine.core.executor
+        executor: Any = core_of(llm).executor
         assert [cache.shape for cache in executor._worker.runner.caches] == [(1, 32, 4, 1, 28)] * 3
 
 

@@ -25,6 +25,7 @@ from tests.families import make_checkpoint
 from tests.served import serving
 from tests.speculation import AnyLength
 from tests.support.head_drafting import MEDUSA_FILE
+from tests.support.internals import core_of, engine_of, vocab_size_of
 from tests.support.remote_drafts import wait_for_answers
 from tests.tiny_model import make_tiny_model
 
@@ -72,7 +73,7 @@ class Target(NamedTuple):
 
 def answers(llm: LLM, asked: Sequence[Asked], leaving: int = 0) -> list[list[int]]:
     """Of each prompt; of each that is the first of so many `leaving` ones, as far as it came before it was aborted."""
-    engine = llm._engine
+    engine = engine_of(llm)
     outputs = [engine.add(str(index), prompt, params) for index, (prompt, params) in enumerate(asked)]
     going = [index for index in range(len(asked)) if leaving and index % leaving == 0]
     while engine.has_work:
@@ -251,9 +252,9 @@ def test_tokens_are_those_without_drafts(
         GUESSING[guessing](target, tmp_path) as options,
         LLM(target.model, **OPTIONS | VARIANTS[variant], **options) as llm,
     ):
-        core: Any = llm._engine.core
+        core: Any = core_of(llm)
         on_device = 3 if "draft_model" in options else 0
-        core.drafting = UpToFive(core.drafting._proposer, llm._engine.inputs.vocab_size, on_device)
+        core.drafting = UpToFive(core.drafting._proposer, vocab_size_of(llm), on_device)
         found, statistics = answers(llm, target.asked, leaving=7), llm.statistics()
         core.scheduler.check_integrity()
     ended = [

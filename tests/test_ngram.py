@@ -15,6 +15,7 @@ from kvern.models.implementation import describe_model
 from kvern.models.loader import read_config
 from kvern.request import PromptInput, Request, RequestSpec
 from kvern.sampling_params import ResolvedParams
+from tests.support.internals import core_of, engine_of
 
 
 def as_it_read(token_ids: list[int], count: int) -> list[int]:
@@ -87,9 +88,9 @@ def test_answers_are_those_without(options: dict[str, Any], tiny_model: Path) ->
                 for llm in (plain, guessing)
             ]
             assert answers[0] == answers[1]
-        counted = guessing._engine.statistics()
+        counted = engine_of(guessing).statistics()
         assert 0 < counted.accepted_tokens <= counted.draft_tokens
-        core = guessing._engine.core
+        core = core_of(guessing)
         core.scheduler.check_integrity()
         assert core.drafting is not None and isinstance(proposer := core.drafting._proposer, ngram.NgramProposer)
         assert not proposer._texts, "what is known of texts outlives their requests"

@@ -13,6 +13,7 @@ from kvern import LLM, RequestOutput, SamplingParams
 from kvern.engine.prediction import FollowedPrediction
 from kvern.errors import InvalidRequest
 from tests.speculation import AnyLength
+from tests.support.internals import core_of, engine_of, vocab_size_of
 
 TEXT = [*range(10, 40)]
 PROMPTS = [[5, 9, 17, 33, 2, 81], [5, 9, 17, 33, 2, 80, 40, 41, 42, 43, 44, 45], [100] * 10]
@@ -74,24 +75,24 @@ def test_long_predictions_are_read_in_parts() -> None:
 def llm(tiny_model: Path) -> Iterator[LLM]:
     options: dict[str, Any] = {"max_model_len": 64, "max_batch_requests": 8, "kv_cache_tokens": 512, "block_size": 4}
     with LLM(str(tiny_model), dtype="float32", threads=1, **options) as llm:
-        llm._engine.core.drafting = AnyLength(None, llm._engine.inputs.vocab_size)
+        core_of(llm).drafting = AnyLength(None, vocab_size_of(llm))
         yield llm
 
 
 def predicted(llm: LLM, params: SamplingParams, predictions: Sequence[Any]) -> list[RequestOutput]:
     outputs = [
-        llm._engine.add(str(index), prompt, params, prediction=prediction)
+        engine_of(llm).add(str(index), prompt, params, prediction=prediction)
         for index, (prompt, prediction) in enumerate(zip(PROMPTS, predictions, strict=True))
     ]
-    while llm._engine.has_work:
-        llm._engine.step()
+    while engine_of(llm).has_work:
+        engine_of(llm).step()
     return outputs
 
 
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("temperature", [0, 1])
 def test_tokens_are_those_without(temperature: float, depth: int, llm: LLM) -> None:
-    core = llm._engine.core
+    core = core_of(llm)
     core._depth = depth
     params = SamplingParams(temperature=temperature, seed=3, max_tokens=24, ignore_eos=True, n=1 + temperature)
     answers = [[answer.token_ids for answer in output.outputs] for output in llm.generate(PROMPTS, params)]
@@ -131,4 +132,4 @@ def test_tokens_are_those_without(temperature: float, depth: int, llm: LLM) -> N
 )
 def test_what_cannot_be_is_refused(prediction: Any, options: dict[str, Any], said: str, llm: LLM) -> None:
     with pytest.raises(InvalidRequest, match=said):
-        llm._engine.add("x", [5], SamplingParams(**options), prediction=prediction)
+        engine_of(llm).add("x", [5], SamplingParams(**options), prediction=prediction)

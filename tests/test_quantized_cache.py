@@ -20,6 +20,7 @@ from kvern.worker.tiered import TIERS
 from tests.host_tier import HostTier
 from tests.peft_adapters import make_adapter
 from tests.speculation import speculating
+from tests.support.internals import check_integrity, runner_of, worker_of
 from tests.tiny_model import make_tiny_model
 
 PROMPTS = [[5, 9, 17, 33, 2, 81] * 3, [5, 9, 17, 33, 2, 81] * 2 + [40, 41, 42], [100] * 10, [7, 8, 9]]
@@ -44,7 +45,7 @@ def engine(folder: Path) -> Iterator[Callable[..., LLM]]:
 
     yield make
     for llm in made:
-        llm._engine.core.scheduler.check_integrity()
+        check_integrity(llm)
         llm.close()
 
 
@@ -58,7 +59,7 @@ def logprobs(outputs: list[RequestOutput]) -> list[float]:
 
 
 def scales(llm: LLM) -> list[torch.Tensor]:
-    contents = llm._engine.core.executor._worker._contents  # type: ignore[attr-defined]
+    contents = worker_of(llm)._contents
     return list(contents.eight_bit.scales)
 
 
@@ -66,7 +67,7 @@ def scales(llm: LLM) -> list[torch.Tensor]:
 @pytest.mark.parametrize("kind", KINDS)
 def test_answers_are_near_those_of_a_plain_cache(kind: str, dtype: str, engine: Callable[..., LLM]) -> None:
     plain, llm = engine(dtype=dtype), engine(dtype=dtype, kv_cache_dtype=kind)
-    assert llm._engine.core.executor._worker.runner.caches[0].dtype == KINDS[kind]  # type: ignore[attr-defined]
+    assert runner_of(llm).caches[0].dtype == KINDS[kind]
     expected, found = (logprobs(item.generate(PROMPTS, GREEDY)) for item in (plain, llm))
     differences = (torch.tensor(found) - torch.tensor(expected)).abs()
     assert 0 < differences.mean() < 0.12, "random weights tell small differences apart"

@@ -22,6 +22,7 @@ from tests.families import make_checkpoint
 from tests.peft_adapters import make_adapter
 from tests.speculation import AnyLength
 from tests.support.head_drafting import HEAD_KINDS, OPTIONS, PROMPTS, drafted, drafting, states_of, write_head
+from tests.support.internals import check_integrity, core_of, vocab_size_of
 from tests.support.model_outputs import PROMPT
 from tests.support.outputs import tokens_and_texts
 from tests.support.rank_threads import SECONDS, of_ranks
@@ -174,10 +175,10 @@ def test_a_model_behind_the_last_stage_drafts_from_its_own_keys(divided: dict[st
     with LLM(str(target), **options) as alone:
         expected = tokens_and_texts(alone.generate(prompts, params))
     with LLM(str(target), **options | divided | {"draft_model": str(target)}) as llm:
-        llm._engine.core.drafting = AnyLength(None, llm._engine.inputs.vocab_size, 5)  # type: ignore[attr-defined]
+        core_of(llm).drafting = AnyLength(None, vocab_size_of(llm), 5)
         assert tokens_and_texts(llm.generate(prompts, params)) == expected
         found = llm.statistics()
-        llm._engine.core.scheduler.check_integrity()  # type: ignore[attr-defined]
+        check_integrity(llm)
     assert found.preemptions
     assert found.accepted_tokens == found.draft_tokens > 100
 

@@ -23,6 +23,7 @@ from kvern.worker import rank_processes
 from kvern.worker.startup import Startup
 from tests.served import SMALL, child_of, eventually, serving
 from tests.speculation import AnyLength
+from tests.support.internals import engine_of
 from tests.support.rank_requests import (
     ALL,
     ASKED,
@@ -42,7 +43,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.fixture(scope="module")
 def ranked(packages: None) -> Iterator[LLM]:
     with LLM(**OPTIONS | ALL, tensor_parallel_size=2) as llm:
-        engine: Any = llm._engine
+        engine: Any = engine_of(llm)
         engine.core.drafting = AnyLength(None, engine.inputs.vocab_size, 3)
         yield llm
 
@@ -67,7 +68,7 @@ def check_blocks_come_back(llm: LLM) -> None:
     prompts = [list(range(100 * number + 50, 100 * number + 170)) for number in range(6)]  # more than the cache holds
     params = SEEDED.replace(max_tokens=8, logprobs=1)
     expected = [llm.generate([prompt], params)[0].outputs[0] for prompt in prompts]
-    engine: Any = llm._engine
+    engine: Any = engine_of(llm)
     tier = engine.core.executor._noted._tier
     loaded = tier.loaded
     found = [output.outputs[0] for output in llm.generate(prompts, params)]
@@ -139,7 +140,7 @@ def test_a_rank_whose_engine_was_killed_removes_the_folder_that_they_met_in(tmp_
 def test_a_lost_rank_ends_an_engine_in_its_process_with_the_reason() -> None:
     before = ranks_of(os.getpid())
     with LLM(tensor_parallel_size=2, **OPTIONS) as llm:
-        engine: Any = llm._engine
+        engine: Any = engine_of(llm)
         folder = Path(engine.core.executor._others.meeting).parent
         assert folder.exists()
         (rank,) = set(ranks_of(os.getpid())) - set(before)
@@ -164,7 +165,7 @@ def test_stages_answer_as_one_process_does_and_end_together(
 ) -> None:
     before = ranks_of(os.getpid())
     with LLM(**OPTIONS | ALL | size) as llm:
-        engine: Any = llm._engine
+        engine: Any = engine_of(llm)
         engine.core.drafting = AnyLength(None, engine.inputs.vocab_size, 3)
         check(expected, answers(llm))
         assert any(llm.statistics().drafts_by_position), "drafts were verified"

@@ -21,6 +21,7 @@ from tests.idle import core_here, is_idle
 from tests.rank_features import DIVISIONS, OF_ENGINES, models_of
 from tests.speculation import AnyLength, Remembered
 from tests.support.combined_requests import TOGETHER, asks_with, plain_asks, random_model, too_little_room
+from tests.support.internals import engine_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # within PEFT
 ASKED = [frozenset(["structured", "n", "logprobs"]), frozenset(["beams"]), frozenset(["prefix cache"])]
@@ -69,7 +70,7 @@ class Divided:
     def __init__(self, llm: LLM, alone: Alone, drafts: bool) -> None:
         self.llm, self.alone = llm, alone
         self._texts: list[list[int]] = []
-        engine = llm._engine
+        engine = engine_of(llm)
         self.drafts = drafts and isinstance(engine, Engine)
         """Whether drafts are verified however long they take; several engines decide themselves."""
         if drafts and isinstance(engine, Engine):
@@ -143,7 +144,7 @@ def divided(
     sizes = {"kv_cache_tokens": room, "max_model_len": room, "windowed_kv_cache": "off", "prefix_cache": True}
     with LLM(**alone.options | sizes | options | DIVISIONS[division]) as llm:
         yield Divided(llm, alone, drafts)
-        assert not llm._engine.has_work
+        assert not engine_of(llm).has_work
         assert not isinstance(llm._engine, Engine) or is_idle(llm)
 
 

@@ -10,6 +10,7 @@ from kvern import LLM, SamplingParams
 from tests.families import make_checkpoint
 from tests.latent_engine import GREEDY, OPTIONS, OUTPUT, PROMPTS, answers, expected_answers
 from tests.speculation import AnyLength, Remembered
+from tests.support.internals import core_of, vocab_size_of
 
 SHARED: dict[str, dict[str, Any]] = {
     "falcon_h1": {"mamba_n_groups": 1},
@@ -36,9 +37,9 @@ def test_two_ranks_answer_as_transformers_does(family: str, tmp_path: Path) -> N
     with LLM(str(folder), **options) as alone:
         expected_draws = draws(alone)
     with LLM(str(folder), tensor_parallel_size=2, **options) as ranked:
-        core: Any = ranked._engine.core
+        core: Any = core_of(ranked)
         known = [prompt + answer for prompt, answer in zip(PROMPTS, expected, strict=True)]
-        core.drafting = AnyLength(Remembered(known), ranked._engine.inputs.vocab_size)
+        core.drafting = AnyLength(Remembered(known), vocab_size_of(ranked))
         dice = random.Random(5)
         for budget in (4, 11):
             core.scheduler.limits = core.scheduler.limits.__class__(budget, 4, 100)

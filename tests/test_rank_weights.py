@@ -9,6 +9,7 @@ from kvern import LLM
 from tests.packers import awq, gptq, store
 from tests.peft_adapters import make_adapter
 from tests.support.four_bit_checkpoints import AWQ, GPTQ, LINEAR
+from tests.support.internals import engine_of
 from tests.support.rank_weights import GREEDY, OPTIONS, PROMPTS, TWO_RANKS, check_weights
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # within PEFT
@@ -57,7 +58,7 @@ def test_each_stage_adds_its_layers_part_of_an_adapter_to_codes_of_its_own(
 def test_adapters_come_and_go_while_stages_compute(adapters: dict[str, Path], tiny_model: Path) -> None:
     params = GREEDY.replace(max_tokens=30)
     with LLM(str(tiny_model), **(OPTIONS | TWO_STAGES), max_adapters=1) as llm:
-        engine: Any = llm._engine
+        engine: Any = engine_of(llm)
         expected = {}
         for name, path in adapters.items():
             llm.load_adapter(name, str(path))

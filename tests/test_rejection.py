@@ -20,6 +20,7 @@ from tests.draft_heads import write_eagle, write_medusa
 from tests.speculation import AnyLength
 from tests.support.drawn_drafts import DRAWS, HOT, TOKENS, VOCABULARY, check_draws, drawing, logits_of, p_value
 from tests.support.head_drafting import MEDUSA_FILE, OPTIONS, make_model_with_layer
+from tests.support.internals import core_of, vocab_size_of
 from tests.support.sampler_inputs import make_rows
 from tests.tiny_model import make_tiny_model
 
@@ -157,7 +158,7 @@ def test_what_else_requests_ask_for(tiny_model: Path) -> None:
     prompts = [[5, 6, 7]] * (len(greedy) + len(drawn))
     with LLM(str(tiny_model), max_model_len=64, max_batch_requests=16, dtype="float32", threads=1) as llm:
         expected = llm.generate(prompts, greedy + drawn)
-        theirs = torch.zeros(llm._engine.inputs.vocab_size).index_fill_(0, torch.arange(60, 200), 1 / 140)
+        theirs = torch.zeros(vocab_size_of(llm)).index_fill_(0, torch.arange(60, 200), 1 / 140)
         found = []
         for _ in range(2):
             with drawing(llm, theirs, True):
@@ -175,7 +176,7 @@ def test_a_draft_model_tells_what_it_draws_from(tiny_model: Path, compiled: bool
     params = [SamplingParams(temperature=1.0, seed=seed, max_tokens=30, ignore_eos=True) for seed in range(4)]
     params += [params[0].replace(top_p=0.7, min_p=0.01), params[0].replace(top_k=5), params[0].replace(temperature=0)]
     with LLM(str(tiny_model), draft_model=str(tiny_model), acceptance="rejection", **options) as llm:
-        llm._engine.core.drafting = AnyLength(None, llm._engine.inputs.vocab_size, 4)
+        core_of(llm).drafting = AnyLength(None, vocab_size_of(llm), 4)
         before = llm.generate([[5, 6, 7]] * len(params), params)
         statistics = llm.statistics()
         assert 100 < statistics.accepted_tokens == statistics.draft_tokens
@@ -225,7 +226,7 @@ def test_a_head_tells_what_it_draws_from(kind: str, compiled: bool, tmp_path: Pa
     params = [hot.replace(seed=seed) for seed in range(60)] + [hot.replace(temperature=0)]
     options = OPTIONS | {"max_batch_tokens": 256, "kv_cache_tokens": 4096, "cpu_kernels": compiled}
     with LLM(target, draft_model=head, acceptance="rejection", **options) as llm:
-        llm._engine.core.drafting = AnyLength(None, llm._engine.inputs.vocab_size, 3)
+        core_of(llm).drafting = AnyLength(None, vocab_size_of(llm), 3)
         outputs = llm.generate([[5, 6, 7]] * len(params), params)
         statistics = llm.statistics()
     found = torch.tensor([output.outputs[0].token_ids for output in outputs])

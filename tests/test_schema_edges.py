@@ -16,6 +16,7 @@ from kvern.structured.grammar import Grammars, grammars_of
 from kvern.structured.llguidance_schema import quotable
 from kvern.structured_output import StructuredOutput
 from kvern.tokenizer import Tokenizer
+from tests.support.internals import engine_of
 
 FILE_NAME = {"type": "string", "pattern": '^[^\\\\/:*?"<>|]+$'}
 NAMED = {"type": "object", "properties": {"a": {"type": "integer"}}, "additionalProperties": {"type": "string"}}
@@ -165,7 +166,7 @@ def test_generated_schemas_are_followed(llm: LLM, count: int) -> None:
     for seed in range(count):
         schema = {"type": "object", "properties": {"v": made_schema(chance, 2)}, "required": ["v"]}
         try:
-            llm._engine.inputs.grammars.compile(StructuredOutput(json=schema))
+            engine_of(llm).inputs.grammars.compile(StructuredOutput(json=schema))
         except InvalidParameter:
             continue
         schemas.append(schema)

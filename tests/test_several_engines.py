@@ -16,6 +16,7 @@ from kvern.llm import FailedRequest
 from tests.batch_files import read_rows, run, write_rows
 from tests.peft_adapters import make_adapter
 from tests.served import eventually
+from tests.support.internals import engine_of
 
 PARAMS = SamplingParams(temperature=0.8, seed=9, max_tokens=60, ignore_eos=True)
 PROMPTS = [[10 + number, 20, 30] for number in range(12)]
@@ -36,7 +37,7 @@ def two(tiny_model: Path) -> Iterator[LLM]:
 
 def engines(llm: LLM) -> list[Any]:
     assert isinstance(llm._engine, SeveralEngines)
-    return list(llm._engine._replicas)
+    return list(engine_of(llm)._replicas)
 
 
 def threads_of_engines() -> int:
@@ -127,7 +128,7 @@ def test_a_killed_engine_loses_no_row(one: LLM, two: LLM, tmp_path: Path, monkey
 
 
 def test_what_is_aborted_before_a_step_goes_to_nobody(two: LLM) -> None:
-    expected, engine = tokens(two.generate(PROMPTS[2:], PARAMS)), two._engine
+    expected, engine = tokens(two.generate(PROMPTS[2:], PARAMS)), engine_of(two)
     before = two.statistics().requests
     outputs = [engine.add(str(number), prompt, PARAMS, whole=True) for number, prompt in enumerate(PROMPTS)]
     engine.abort(["0", "1"])

@@ -23,6 +23,7 @@ from kvern.step import ScheduledTokens
 from tests.peft_adapters import make_adapter
 from tests.speculation import AnyLength, speculating
 from tests.support.drafting_requests import EVERYTHING, LENGTH, PROMPTS
+from tests.support.internals import check_integrity, core_of, engine_of, vocab_size_of
 from tests.support.outputs import answer_logprobs, tokens_and_texts
 
 
@@ -56,7 +57,7 @@ def test_as_many_are_kept_as_agree_and_one(data: st.DataObject) -> None:
 def llm(request: pytest.FixtureRequest, tiny_model: Path) -> Iterator[LLM]:
     options: dict[str, Any] = {"max_model_len": 64, "max_batch_requests": 8, "kv_cache_tokens": 512, "block_size": 4}
     with LLM(str(tiny_model), dtype="float32", threads=1, **options) as llm:
-        llm._engine.core._depth = request.param
+        core_of(llm)._depth = request.param
         yield llm
 
 
@@ -65,25 +66,25 @@ def llm(request: pytest.FixtureRequest, tiny_model: Path) -> Iterator[LLM]:
 def test_every_parameter(llm: LLM, accuracy: float, on_device: bool) -> None:
     prompts = [PROMPTS[index % 3] for index in range(len(EVERYTHING))]
     expected = llm.generate(prompts, EVERYTHING)
-    before = llm._engine.statistics().steps
+    before = engine_of(llm).statistics().steps
     with speculating(llm, expected, accuracy, on_device=on_device) as oracle:
         found = llm.generate(prompts, EVERYTHING)
     assert oracle.guessed > 100
     assert tokens_and_texts(found) == tokens_and_texts(expected)
     assert list(answer_logprobs(found)) == pytest.approx(list(answer_logprobs(expected)), abs=1e-4)
-    llm._engine.core.scheduler.check_integrity()
-    assert llm._engine.statistics().steps > before
+    check_integrity(llm)
+    assert engine_of(llm).statistics().steps > before
 
 
 @pytest.mark.parametrize("on_device", [False, True])
 def test_right_drafts_save_steps(llm: LLM, on_device: bool) -> None:
     params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
-    steps = [llm._engine.statistics().steps]
+    steps = [engine_of(llm).statistics().steps]
     expected = llm.generate(PROMPTS, params)
-    steps.append(llm._engine.statistics().steps)
+    steps.append(engine_of(llm).statistics().steps)
     with speculating(llm, expected, 1.0, on_device=on_device):
         assert tokens_and_texts(llm.generate(PROMPTS, params)) == tokens_and_texts(expected)
-    steps.append(llm._engine.statistics().steps)
+    steps.append(engine_of(llm).statistics().steps)
     assert steps[2] - steps[1] < 0.8 * (steps[1] - steps[0])
 
 
@@ -105,7 +106,7 @@ def test_answers_stay_cached(llm: LLM) -> None:
         llm.generate(PROMPTS, params)
     longer = [output.prompt_token_ids + output.outputs[0].token_ids for output in expected]
     again = llm.generate(longer, SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=0))
-    with LLM(llm._engine.config.model, dtype="float32", max_model_len=64, kv_cache_tokens=512, threads=1) as fresh:
+    with LLM(engine_of(llm).config.model, dtype="float32", max_model_len=64, kv_cache_tokens=512, threads=1) as fresh:
         alone = fresh.generate(longer, SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=0))
     assert tokens_and_texts(again) == tokens_and_texts(alone)
     assert list(answer_logprobs(again)) == pytest.approx(list(answer_logprobs(alone)), abs=1e-4)
@@ -171,9 +172,9 @@ class Broken:
 def test_a_broken_proposer_costs_its_drafts_alone(
     guess: Callable[[], Any], said: str, llm: LLM, caplog: pytest.LogCaptureFixture
 ) -> None:
-    core, params = llm._engine.core, SamplingParams(temperature=0, **LENGTH)
+    core, params = core_of(llm), SamplingParams(temperature=0, **LENGTH)
     expected, broken = tokens_and_texts(llm.generate(PROMPTS[:2], params)), Broken(guess)
-    core.drafting = AnyLength(broken, llm._engine.inputs.vocab_size)
+    core.drafting = AnyLength(broken, vocab_size_of(llm))
     try:
         assert tokens_and_texts(llm.generate(PROMPTS[:2], params)) == expected
         assert tokens_and_texts(llm.generate(PROMPTS[:2], params)) == expected
@@ -188,9 +189,9 @@ def test_a_broken_proposer_costs_its_drafts_alone(
 
 
 def test_too_many_drafts_are_cut(llm: LLM) -> None:
-    core, params = llm._engine.core, SamplingParams(temperature=0, **LENGTH)
+    core, params = core_of(llm), SamplingParams(temperature=0, **LENGTH)
     expected = tokens_and_texts(llm.generate(PROMPTS[:2], params))
-    core.drafting = Drafting(Broken(lambda: [[7] * 10_000] * 2), llm._engine.inputs.vocab_size)
+    core.drafting = Drafting(Broken(lambda: [[7] * 10_000] * 2), vocab_size_of(llm))
     try:
         assert tokens_and_texts(llm.generate(PROMPTS[:2], params)) == expected
     finally:

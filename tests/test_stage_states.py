@@ -19,6 +19,7 @@ from tests.idle import is_idle
 from tests.speculation import AnyLength, accepted_of_prediction, speculating
 from tests.support.divided_families import STAGE_CHANGES
 from tests.support.head_drafting import Always
+from tests.support.internals import core_of
 from tests.support.outputs import token_ids
 from tests.support.state_drafting import LITTLE_ROOM, OPTIONS, PARAMS
 
@@ -134,7 +135,7 @@ def test_the_models_own_layer_drafts_behind_the_last_stage(divided: dict[str, in
     with LLM(str(folder), **OPTIONS, device="cpu") as llm:
         expected = token_ids(llm.generate(prompts, params))
     with LLM(str(folder), **OPTIONS | divided, device="cpu", draft_model="mtp") as llm:
-        llm._engine.core.drafting = Always(288, 3)  # type: ignore[attr-defined]
+        core_of(llm).drafting = Always(288, 3)
         assert token_ids(llm.generate(prompts, params)) == expected
         assert llm.statistics().draft_tokens > 50
 

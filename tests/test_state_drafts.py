@@ -15,6 +15,7 @@ from tests.families import make_checkpoint, similar_prompts
 from tests.idle import is_idle
 from tests.speculation import AnyLength, speculating
 from tests.state_families import rule_inputs
+from tests.support.internals import core_of
 from tests.support.outputs import token_ids
 from tests.support.state_drafting import LITTLE_ROOM, OPTIONS, PARAMS
 
@@ -81,7 +82,7 @@ def test_drafts_leave_the_answers(
 ) -> None:
     """Several times, so that later ones go on with states that verified steps have left."""
     with LLM(str(folder), **OPTIONS | options) as llm:
-        llm._engine.core._depth = depth
+        core_of(llm)._depth = depth
         for accuracy in (0.0, 1.0, 0.7):
             with speculating(llm, expected, accuracy) as oracle:
                 assert token_ids(llm.generate(prompts, PARAMS)) == token_ids(expected)

@@ -32,6 +32,7 @@ from tests.failing_runner import GREEDY, KINDS, MARKS, OPTIONS, REASON, FailingR
 from tests.idle import is_idle
 from tests.peft_adapters import make_adapter
 from tests.served import SMALL, Served, serving
+from tests.support.internals import core_of, engine_of
 
 
 @pytest.mark.parametrize("where", ["before", "behind", "result"])
@@ -46,7 +47,7 @@ def test_others_get_the_answers_that_they_get_without(tiny_model: Path, where: s
     innocent = [number for number in range(30) if number not in marked]
     with LLM(str(tiny_model), **(OPTIONS | options)) as llm:
         expected = llm.generate([prompts[number] for number in innocent], [params[number] for number in innocent])
-        llm._engine.core.scheduler.cache.tree.clear()
+        core_of(llm).scheduler.cache.tree.clear()
         runner = FailingRunner(llm, where)
         found = llm.generate(prompts, params, on_error="return")
         assert is_idle(llm)
@@ -105,11 +106,11 @@ def test_adapters_are_loaded_again(tiny_model: Path, tmp_path: Path) -> None:
         names = ["one", None] * 3
         expected = llm.generate(prompts, GREEDY, adapter=names)
         FailingRunner(llm, "before")
-        loads = llm._engine.core.scheduler.adapters.load_count
+        loads = core_of(llm).scheduler.adapters.load_count
         found = llm.generate([*prompts, [5, 252]], GREEDY, adapter=[*names, "one"], on_error="return")
         assert [said(output) for output in found[:-1]] == [said(output) for output in expected]
         assert found[-1].failure == REASON
-        assert llm._engine.core.scheduler.adapters.load_count > loads
+        assert core_of(llm).scheduler.adapters.load_count > loads
 
 
 def test_ends_from_outside_while_others_are_on_trial(tiny_model: Path) -> None:
@@ -189,12 +190,12 @@ def test_one_that_cannot_be_queued(tiny_model: Path, monkeypatch: pytest.MonkeyP
         here, there = context.socket(zmq.PAIR), context.socket(zmq.PAIR)
         here.bind("inproc://engine")
         there.connect("inproc://engine")
-        thread = threading.Thread(target=serve, args=(there, llm._engine.core, os.getppid()))
+        thread = threading.Thread(target=serve, args=(there, core_of(llm), os.getppid()))
         thread.start()
         try:
             asks: list[AddRequest] = []
             for name, params in (("good", GREEDY), ("bad", KINDS[3])):
-                asks.append(AddRequest(llm._engine.inputs.request(name, [5, 6, 7], params)))
+                asks.append(AddRequest(engine_of(llm).inputs.request(name, [5, 6, 7], params)))
             for ask in asks:
                 here.send(encode(ask))
             ended: dict[str, Any] = {}
@@ -210,7 +211,7 @@ def test_one_that_cannot_be_queued(tiny_model: Path, monkeypatch: pytest.MonkeyP
             thread.join()
             here.close()
             there.close()
-        assert not llm._engine.has_work
+        assert not engine_of(llm).has_work
 
 
 @pytest.fixture(scope="module")

@@ -17,6 +17,7 @@ from kvern.models.implementation import describe_model
 from kvern.models.loader import read_config
 from kvern.request import PromptInput, Request, RequestSpec
 from kvern.sampling_params import ResolvedParams
+from tests.support.internals import core_of
 
 
 def request(prompt: Sequence[int], answer: Sequence[int] = (), namespace: bytes = b"") -> Request:
@@ -130,7 +131,7 @@ def test_tokens_are_those_without(options: dict[str, Any], tiny_model: Path, mon
                 for llm in (plain, guessing)
             ]
             assert answers[0] == answers[1]
-        core = guessing._engine.core
+        core = core_of(guessing)
         assert guessing.statistics().accepted_tokens > 0
         assert core.drafting is not None and isinstance(proposer := core.drafting._proposer, SuffixProposer)
         assert not proposer._known and len(proposer._kept) == 150

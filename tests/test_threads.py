@@ -16,6 +16,7 @@ from kvern import LLM, AsyncLLM, SamplingParams
 from kvern.errors import InvalidRequest, RequestFailed
 from tests.failing_runner import FailingRunner
 from tests.idle import is_idle
+from tests.support.internals import core_of, engine_of
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
 OPTIONS: dict[str, Any] = {"dtype": "float32", "threads": 1, "max_model_len": 64, "block_size": 4}
@@ -66,13 +67,13 @@ def test_threads_get_their_own_answers_from_one_batch(tiny_model: Path) -> None:
     with LLM(str(tiny_model), **OPTIONS) as llm:
         expected = [output.outputs for output in llm.generate(PROMPTS, GREEDY)]
         together = []
-        step = llm._engine.core.step  # type: ignore[union-attr]
+        step = core_of(llm).step
 
         def counted() -> Any:
-            together.append(len(llm._engine.request_ids))
+            together.append(len(engine_of(llm).request_ids))
             return step()
 
-        llm._engine.core.step = counted  # type: ignore[union-attr, method-assign]
+        core_of(llm).step = counted
 
         def ask(number: int) -> Any:
             found = llm.generate(PROMPTS[number : number + 4], GREEDY)
@@ -155,7 +156,7 @@ def test_a_stream_that_python_closes_during_a_step_ends(tiny_model: Path) -> Non
         next(stream)
         kept = [stream]
         del stream
-        step = llm._engine.core.step  # type: ignore[union-attr]
+        step = core_of(llm).step
 
         def collects() -> Any:
             if kept:  # once: a collection takes as long as all else in a process with many tests' objects
@@ -163,7 +164,7 @@ def test_a_stream_that_python_closes_during_a_step_ends(tiny_model: Path) -> Non
                 gc.collect()
             return step()
 
-        llm._engine.core.step = collects  # type: ignore[union-attr, method-assign]
+        core_of(llm).step = collects
         llm.generate(PROMPTS[1], GREEDY)
         assert is_idle(llm)
 

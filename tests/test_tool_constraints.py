@@ -15,6 +15,7 @@ from kvern.tools.definitions import read_tools
 from kvern.tools.formats import format_of
 from kvern.tools.json_calls import JSON
 from kvern.tools.tool_format import ToolFormat
+from tests.support.internals import engine_of
 from tests.support.tool_calls import DIFFERENT
 from tests.tiny_model import make_tiny_model
 
@@ -167,7 +168,7 @@ def test_switches_and_preemption_change_no_call(tiny_model: Path, options: dict[
     }
 
     def texts(llm: LLM) -> list[str]:
-        chat = llm._engine.inputs.chat
+        chat = engine_of(llm).inputs.chat
         params = [SamplingParams(seed=seed, n=2, max_tokens=60) for seed in range(9)]
         uses = [read_tools(TOOLS, choice) for choice in ("required", "auto", "none")] * 3
         forms = [StructuredOutput(json=SCHEMAS["move"]) if number % 3 else None for number in range(9)]

@@ -20,6 +20,7 @@ from kvern.worker.runner import ModelRunner
 from kvern.worker.windows import choose_groups, report
 from tests.families import make_checkpoint, prompts_with_windows
 from tests.spoiled_blocks import spoiled_engine
+from tests.support.internals import check_integrity
 
 NIGHTLY = ("mixtral", "phi3", "gemma2", "gpt_oss", "cohere2", "olmo3", "exaone4", "ministral")
 FAMILIES = [
@@ -76,7 +77,7 @@ def test_answers_are_those_of_one_table(folder: Path) -> None:
             check(answers(llm, search), expected[1])
             check(answers(llm, several), expected[2])
             found = llm.statistics()
-            llm._engine.core.scheduler.check_integrity()
+            check_integrity(llm)
         assert (found.preemptions > 0) == ("kv_cache_tokens" in options)
 
 

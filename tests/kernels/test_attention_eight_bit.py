@@ -23,6 +23,7 @@ from kvern.mixer_spec import AttentionSpec
 from kvern.worker import cache_scales
 from tests.families import make_checkpoint
 from tests.kernels.models import LARGE_MODELS, spec_of
+from tests.support.internals import check_integrity
 
 EIGHT_BIT = list(LARGEST_CODE)
 READING = ("decode attention", "prefill attention", "split attention")
@@ -127,7 +128,7 @@ def test_an_engine_of_kernels_answers_as_pytorch(
     answers = [answer.outputs[0].token_ids for answer in expected.generate(prompts, params)]
     assert [answer.outputs[0].token_ids for answer in llm.generate(prompts, params)] == answers
     assert [answer.outputs[0].token_ids for answer in llm.generate(prompts[:1], params)] == answers[:1]
-    llm._engine.core.scheduler.check_integrity()
+    check_integrity(llm)
 
 
 @pytest.mark.parametrize("dtype", EIGHT_BIT, ids=str)

@@ -19,6 +19,7 @@ from tests.families import FAMILIES, make_checkpoint
 from tests.peft_adapters import make_adapter
 from tests.speculation import AnyLength, speculating
 from tests.support.drafting_requests import PROMPTS
+from tests.support.internals import check_integrity, core_of, decoder_of, engine_of, vocab_size_of
 from tests.support.kernels.device_engines import NETS, OPTIONS, WITH_STATES
 from tests.support.outputs import chosen_logprobs, token_ids
 from tests.tiny_model import make_tiny_model
@@ -122,7 +123,7 @@ def test_switches_leave_the_answers(options: dict[str, Any], folder: Path, on_de
     assert token_ids(llm.generate(PROMPTS, params)) == token_ids(expected)
     again = llm.generate(PROMPTS[:1], SamplingParams(temperature=0, max_tokens=2, ignore_eos=True))
     assert token_ids(again) == [[token_ids(expected)[0][0][:2]]], "with the prompt cached"
-    llm._engine.core.scheduler.check_integrity()
+    check_integrity(llm)
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # within PEFT
@@ -166,7 +167,7 @@ def test_drafts_leave_the_answers(options: dict[str, Any], folder: Path, on_devi
         assert oracle.guessed > 10
         assert token_ids(found) == token_ids(expected)
         assert list(chosen_logprobs(found)) == pytest.approx(list(chosen_logprobs(expected)), abs=2e-4)
-        llm._engine.core.scheduler.check_integrity()
+        check_integrity(llm)
 
 
 def test_a_draft_model_guesses_without_the_host(folder: Path, on_device: Callable[..., LLM]) -> None:
@@ -178,11 +179,11 @@ def test_a_draft_model_guesses_without_the_host(folder: Path, on_device: Callabl
     ]
     expected = LLM(str(folder), device="cpu", **OPTIONS).generate(PROMPTS, params)
     llm = on_device(folder, draft_model=str(folder), **(OPTIONS | {"max_batch_tokens": 9}))
-    llm._engine.core.drafting = AnyLength(None, llm._engine.inputs.vocab_size, 3)
+    core_of(llm).drafting = AnyLength(None, vocab_size_of(llm), 3)
     assert token_ids(llm.generate(PROMPTS, params)) == token_ids(expected)
     statistics = llm.statistics()
     assert statistics.accepted_tokens == statistics.draft_tokens > 8
-    llm._engine.core.scheduler.check_integrity()
+    check_integrity(llm)
 
 
 def test_everything_that_changes_logits(folder: Path, on_device: Callable[..., LLM]) -> None:
@@ -222,7 +223,7 @@ def test_beams(tmp_path: Path, on_device: Callable[..., LLM]) -> None:
     for output, wanted in zip(found, expected, strict=True):
         for answer, other in zip(output.outputs, wanted.outputs, strict=True):
             assert answer.cumulative_logprob == pytest.approx(other.cumulative_logprob, abs=2e-4)
-    llm._engine.core.scheduler.check_integrity()
+    check_integrity(llm)
 
 
 @pytest.mark.parametrize("options", [pytest.param({}, marks=pytest.mark.nightly), {"max_batch_tokens": 5}], ids=str)
@@ -249,7 +250,7 @@ def test_a_step_that_runs_out_of_memory_is_run_in_parts(
     params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, prompt_logprobs=0)
     expected = LLM(str(folder), device="cpu", **OPTIONS).generate(PROMPTS, params)
     llm = on_device(folder, **OPTIONS)
-    decoder = llm._engine.core.executor._worker.runner._decoder
+    decoder = decoder_of(llm)
     forward = decoder.forward
 
     def small_card(token_ids: torch.Tensor, *arguments: Any) -> torch.Tensor:
@@ -295,12 +296,12 @@ def test_a_failed_step_ends_the_one_that_causes_it(where: str, tmp_path: Path, o
     assert marked.failure == "its step failed: RuntimeError: as planned"
     assert token_ids(found) == token_ids(expected)
     assert 2 <= runner.failures <= 8
-    llm._engine.core.scheduler.check_integrity()
+    check_integrity(llm)
 
 
 def test_aborted_requests_leave_nothing_behind(folder: Path, on_device: Callable[..., LLM]) -> None:
     llm = on_device(folder, **OPTIONS)
-    engine = llm._engine
+    engine = engine_of(llm)
     for index, prompt in enumerate(PROMPTS):
         engine.add(str(index), prompt, SamplingParams(temperature=0, max_tokens=8, ignore_eos=True))
     for _ in range(3):

@@ -24,6 +24,7 @@ from kvern.worker.worker import Worker
 from tests.draft_heads import add_prediction, write_eagle, write_medusa
 from tests.families import make_checkpoint
 from tests.support.head_drafting import drafting, eagle3_drafts, medusa_drafts
+from tests.support.internals import runner_of
 from tests.support.kernels.device_engines import OPTIONS, WITH_STATES
 from tests.support.kernels.repeated_graphs import RepeatedVerifyGraphs
 from tests.tiny_model import make_tiny_model
@@ -37,7 +38,7 @@ def record(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> RepeatedVerifyGraphs:
     """Let an engine read steps within what stands for graphs, and draft as those do."""
     monkeypatch.setattr(kvern.worker.verify_graphs, "ROWS", (2,))
     monkeypatch.setattr(kvern.worker.verify_graphs, "TOKENS", (8,))
-    runner: Any = llm._engine.core.executor._worker.runner  # type: ignore[attr-defined]
+    runner: Any = runner_of(llm)
     assert isinstance(runner, DeviceRunner)
     drafter = runner._drafter._drafter
     assert isinstance(drafter, HeadDrafter)

@@ -16,6 +16,7 @@ from kvern.worker.device_runner import DeviceRunner
 from kvern.worker.draft_graphs import DraftGraphs, DraftRun, DraftSteps, ModelGraphs, ModelSteps, draft_runs
 from tests.families import make_checkpoint
 from tests.speculation import AnyLength
+from tests.support.internals import core_of, engine_of, vocab_size_of
 from tests.support.kernels.device_engines import OPTIONS
 from tests.support.kernels.repeated_graphs import RepeatedPromptGraphs
 from tests.support.outputs import token_ids
@@ -36,10 +37,10 @@ def test_a_model_that_drafts_for_itself_is_right(
     llm = on_device(tmp_path, **OPTIONS)
     found = [output.outputs[0].token_ids for output in llm.generate(PROMPTS, params)]
     for index, (prompt, param) in enumerate(zip(PROMPTS, params, strict=True)):
-        llm._engine.add(f"{index}", prompt, param)
-    core: Any = llm._engine.core
+        engine_of(llm).add(f"{index}", prompt, param)
+    core: Any = core_of(llm)
     while len(core.scheduler.running) < 3 or any(request.output_length < 2 for request in core.scheduler.running):
-        llm._engine.step()
+        engine_of(llm).step()
     runner = core.executor._worker.runner
     assert isinstance(runner, DeviceRunner)
     rows, texts = runner._rows, [prompt + answer for prompt, answer in zip(PROMPTS, found, strict=True)]
@@ -84,8 +85,8 @@ def test_prompts_are_replayed_where_a_model_drafts(
     monkeypatch.setattr(kvern.worker.prompt_graphs, "DECODES", (4,))
     monkeypatch.setattr(kvern.worker.prompt_graphs, "TOKENS", (24,))
     llm = on_device(tmp_path, draft_model=str(tmp_path), prefix_cache=False, **OPTIONS)
-    core: Any = llm._engine.core
-    core.drafting = AnyLength(None, llm._engine.inputs.vocab_size, 3)
+    core: Any = core_of(llm)
+    core.drafting = AnyLength(None, vocab_size_of(llm), 3)
     runner = core.executor._worker.runner
     drafter, rows, sizes = runner._drafter._drafter, runner._rows, (4, 100, None, None)
     of_model = RepeatedPromptGraphs(runner._decoder, runner._attention, rows, *sizes)  # type: ignore[arg-type]

@@ -14,6 +14,7 @@ from kvern.sample.rejection import DrawnDrafts, accept
 from kvern.step import NewRequest
 from tests.speculation import AnyLength
 from tests.support.drawn_drafts import check_draws, logits_of, p_value
+from tests.support.internals import core_of, vocab_size_of
 from tests.tiny_model import make_tiny_model
 
 pytestmark = pytest.mark.usefixtures("few_products")
@@ -52,6 +53,6 @@ def test_a_draft_model_tells_what_it_draws_from(tmp_path: Path, on_device: Calla
     params = [SamplingParams(temperature=1.0, seed=seed, top_p=0.7, max_tokens=9, ignore_eos=True) for seed in range(3)]
     params.append(params[0].replace(temperature=0))
     llm = on_device(folder, draft_model=folder, acceptance="rejection", **options)
-    llm._engine.core.drafting = AnyLength(None, llm._engine.inputs.vocab_size, 3)
+    core_of(llm).drafting = AnyLength(None, vocab_size_of(llm), 3)
     llm.generate([[5, 6, 7]] * len(params), params)
     assert 10 < llm.statistics().accepted_tokens == llm.statistics().draft_tokens

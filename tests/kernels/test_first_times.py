@@ -39,6 +39,7 @@ from tests.families import make_checkpoint
 from tests.kernels.recorded import listed, recorded, zeroed
 from tests.latent_families import LATENT
 from tests.peft_adapters import make_adapter
+from tests.support.internals import core_of, runner_of
 from tests.tiny_model import make_tiny_model
 
 PLACES = {"max_adapters": 3, "max_adapter_rank": 16}
@@ -103,7 +104,7 @@ def take_graphs(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(torch.cuda, name, Nothing)
     monkeypatch.setattr(torch.cuda, "stream", lambda *_: nullcontext())
     monkeypatch.setattr(kvern.worker.cuda_graph, "unowned", lambda tensor: tensor)
-    runner: Any = llm._engine.core.executor._worker.runner
+    runner: Any = runner_of(llm)
     bank = None if runner._adapters is None else runner._adapters.bank
     runner._graphs = DecodeGraphs(
         runner._decoder, runner._attention, runner._rows, 2, runner._attention.prefix_members, bank, runner._states
@@ -124,7 +125,7 @@ def take_graphs(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
         runner._prompt_graphs = PromptGraphs(
             runner._decoder, runner._attention, runner._rows, 2, OPTIONS["max_batch_tokens"], None, None
         )  # type: ignore[arg-type]
-    use_idle_time(llm._engine.core.executor, math.inf)
+    use_idle_time(core_of(llm).executor, math.inf)
 
 
 def use_everything(llm: LLM, adapter: str | None) -> None:
@@ -190,7 +191,7 @@ def test_what_is_launched_was_launched_at_start(
 
 def models_of(llm: LLM) -> list[tuple[ModelSpec, Inputs]]:
     """What a start launches kernels for: the model, and what guesses beside it."""
-    core: Any = llm._engine.core
+    core: Any = core_of(llm)
     worker, device = core.executor._worker, torch.device("cpu")
     config, draft = worker._config, worker._stored_draft(worker._draft)
     has_head = not isinstance(worker.runner._drafter._drafter, DeviceDraftModel)
@@ -223,7 +224,7 @@ def test_what_a_draft_model_launches_was_launched_at_start(
     options = OPTIONS | {"draft_model": str(tmp_path / "draft"), "draft_quantization": quantization}
     with recorded(monkeypatch) as launched:
         llm = on_device(tmp_path / "model", **options)
-        core: Any = llm._engine.core
+        core: Any = core_of(llm)
         core.drafting.wanted = lambda _: lambda request: 3 * takes_drafts(request)
         use_everything(llm, None)
         take_graphs(llm, monkeypatch)
@@ -249,7 +250,7 @@ def test_what_a_draft_head_launches_was_launched_at_start(
     monkeypatch.setattr(torch, "empty_like", zeroed(torch.empty_like))
     with recorded(monkeypatch) as launched:
         llm = on_device(target, draft_model=str(head), **OPTIONS)
-        core: Any = llm._engine.core
+        core: Any = core_of(llm)
         core.drafting.wanted = lambda _: lambda request: 3 * takes_drafts(request)
         use_everything(llm, None)
         runner = core.executor._worker.runner

@@ -11,6 +11,7 @@ from tests.families import make_checkpoint
 from tests.peft_adapters import make_adapter
 from tests.scaled_rows import quantize
 from tests.support.drafting_requests import PROMPTS
+from tests.support.internals import decoder_of
 from tests.support.kernels.device_engines import OPTIONS
 from tests.support.outputs import chosen_logprobs, token_ids
 
@@ -40,7 +41,7 @@ def test_layers_whose_format_cannot_fuse_run_in_parts(
 ) -> None:
     made = quantize(make_checkpoint("llama", tmp_path / "model"), tmp_path, r"layers\.1\.mlp")
     llm = on_device(made.quantized, **OPTIONS)
-    layers = list(llm._engine.core.executor._worker.runner._decoder.layers)
+    layers = list(decoder_of(llm).layers)
     assert all(isinstance(layer, FusedLayer) for layer in layers)
     in_parts = []
     forward = FusedLayer._many_rows

@@ -21,6 +21,7 @@ from kvern.worker.memory import GRAPH_BYTES
 from kvern.worker.prompt_graphs import MOST_KEYS, most_keys
 from tests.families import make_checkpoint
 from tests.kernels.models import LARGE_MODELS, spec_of
+from tests.support.internals import engine_of, runner_of
 from tests.support.kernels.device_engines import OPTIONS
 from tests.support.kernels.repeated_graphs import RepeatedPromptGraphs
 from tests.support.outputs import token_ids
@@ -55,7 +56,7 @@ def test_a_replayed_step_is_the_eager_one(
     monkeypatch.setattr(kvern.worker.prompt_graphs, "DECODES", (4,))
     monkeypatch.setattr(kvern.worker.prompt_graphs, "TOKENS", (24,))
     llm = on_device(tmp_path, **options)
-    runner = llm._engine.core.executor._worker.runner  # type: ignore[attr-defined]
+    runner = runner_of(llm)
     assert isinstance(runner, DeviceRunner)
     places = 4, 100, None, None, runner._states
     graphs = RepeatedPromptGraphs(runner._decoder, runner._attention, runner._rows, *places)  # type: ignore[arg-type]
@@ -80,7 +81,7 @@ def test_memory_of_all_graphs_is_counted(
 ) -> None:
     """Also where layers keep states: a rank that had no memory for one of its graphs would not start."""
     llm = on_device(make_checkpoint("lfm2", tmp_path), **OPTIONS | {"max_batch_tokens": 8, "max_batch_requests": 2})
-    engine: Any = llm._engine
+    engine: Any = engine_of(llm)
     worker = engine.core.executor._worker
     runner, parts = worker.runner, worker._parts
     monkeypatch.setattr(parts, "_device", SimpleNamespace(type="cuda"))

@@ -27,6 +27,7 @@ from tests.draft_heads import add_prediction, write_eagle, write_medusa
 from tests.families import make_checkpoint
 from tests.speculation import AnyLength
 from tests.stages_here import capture_here
+from tests.support.internals import core_of, vocab_size_of
 from tests.support.kernels.device_engines import OPTIONS
 from tests.support.outputs import token_ids
 
@@ -87,12 +88,12 @@ def test_stages_verify_what_is_guessed_behind_the_last(
     expected = token_ids(LLM(str(target), device="cpu", **OPTIONS).generate(PROMPTS, params))
     replayed = capture_here(monkeypatch, 2)
     llm = on_device(target, draft_model=draft, pipeline_parallel_size=2, **OPTIONS)
-    core: Any = llm._engine.core
+    core: Any = core_of(llm)
     runner = core.executor._worker.runner
     assert isinstance(runner, DeviceRunner)
     if captured:
         in_graphs(runner._drafter._drafter, runner._rows, runner._block_size)
-    core.drafting = AnyLength(None, llm._engine.inputs.vocab_size, 3)
+    core.drafting = AnyLength(None, vocab_size_of(llm), 3)
     assert token_ids(llm.generate(PROMPTS, params)) == expected
     statistics = llm.statistics()
     assert statistics.accepted_tokens > 0 and statistics.draft_tokens > 20

@@ -26,6 +26,7 @@ from tests.idle import is_idle
 from tests.speculation import AnyLength, accepted_of_prediction, speculating
 from tests.stages_here import capture_here
 from tests.support.head_drafting import Always
+from tests.support.internals import core_of
 from tests.support.kernels.device_engines import NETS, OPTIONS, WITH_STATES
 from tests.support.outputs import token_ids
 
@@ -112,7 +113,7 @@ def test_the_models_own_layer_drafts_behind_the_last_stage(
     expected = LLM(str(tmp_path), device="cpu", **OPTIONS).generate(prompts, params)
     capture_here(monkeypatch, 2)
     llm = on_device(tmp_path, draft_model="mtp", pipeline_parallel_size=2, **OPTIONS)
-    core: Any = llm._engine.core
+    core: Any = core_of(llm)
     core.drafting = Always(12, 3)
     assert token_ids(llm.generate(prompts, params)) == token_ids(expected)
     assert 0 < llm.statistics().accepted_tokens < llm.statistics().draft_tokens

@@ -14,6 +14,7 @@ from kvern.worker.verify_graphs import ROWS, TOKENS, verify_steps
 from tests.families import make_checkpoint
 from tests.peft_adapters import make_adapter
 from tests.speculation import speculating
+from tests.support.internals import check_integrity, runner_of
 from tests.support.kernels.device_engines import OPTIONS, WITH_STATES
 from tests.support.kernels.repeated_graphs import RepeatedVerifyGraphs
 from tests.support.outputs import chosen_logprobs, token_ids
@@ -38,7 +39,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> Callable[[LLM], RepeatedVerifyG
     monkeypatch.setattr(kvern.worker.verify_graphs, "TOKENS", (8, 16))
 
     def record(llm: LLM) -> RepeatedVerifyGraphs:
-        runner = llm._engine.core.executor._worker.runner  # type: ignore[attr-defined]
+        runner = runner_of(llm)
         assert isinstance(runner, DeviceRunner)
         bank = None if runner._adapters is None else runner._adapters.bank
         sizes: Any = runner._block_size, 100, None, None
@@ -90,7 +91,7 @@ def test_a_replayed_step_keeps_what_the_eager_one_does(
     assert {1, 4} <= counts, "rows with and without drafts were to be verified together"
     uncertain = {item.uncertain for _, scheduled in graphs.used for item in scheduled}
     assert uncertain == ({False, True} if options.get("overlap", True) else {False})
-    llm._engine.core.scheduler.check_integrity()
+    check_integrity(llm)
 
 
 @pytest.mark.nightly

@@ -18,6 +18,7 @@ from kvern.sample.rejection import Drawn
 from kvern.step import SchedulerOutput
 from kvern.worker.drafter import ComputedStep, GuardedDrafter
 from tests.speculation import AnyLength
+from tests.support.internals import core_of, runner_of, vocab_size_of
 
 VOCABULARY, DRAWS = 9, 20_000
 
@@ -78,9 +79,9 @@ class OwnLengths(AnyLength):
 
 @contextmanager
 def drawing(llm: LLM, probabilities: torch.Tensor, rejection: bool) -> Iterator[None]:
-    core, runner = llm._engine.core, llm._engine.core.executor._worker.runner  # type: ignore[attr-defined]
+    core, runner = core_of(llm), runner_of(llm)
     runner._drafter = GuardedDrafter(Drawing(runner._rows, probabilities, Drawn() if rejection else None))
-    core.drafting = OwnLengths(None, llm._engine.inputs.vocab_size, 3)
+    core.drafting = OwnLengths(None, vocab_size_of(llm), 3)
     try:
         yield
     finally:
@@ -89,7 +90,7 @@ def drawing(llm: LLM, probabilities: torch.Tensor, rejection: bool) -> Iterator[
 
 def check_draws(llm: LLM, requests: int, count: int) -> None:
     """Of an engine whose model says the same everywhere, nearly: at a high temperature biases alone count."""
-    own, theirs = logits_of(1)[0], torch.zeros(llm._engine.inputs.vocab_size)
+    own, theirs = logits_of(1)[0], torch.zeros(vocab_size_of(llm))
     theirs[TOKENS] = logits_of(51)[0].softmax(-1)
     hot: dict[str, Any] = {"temperature": HOT, "max_tokens": count, "ignore_eos": True, "allowed_token_ids": TOKENS}
     biases = {token: HOT * float(logit) for token, logit in zip(TOKENS, own, strict=True)}

@@ -6,6 +6,7 @@ from training.exam import questions
 from training.text import TASKS
 
 from kvern import LLM, SamplingParams
+from tests.support.internals import engine_of
 
 GREEDY = SamplingParams(temperature=0, max_tokens=48)
 SMALL: dict[str, Any] = {
@@ -26,4 +27,4 @@ def held_out() -> list[list[dict[str, Any]]]:
 
 def steps(llm: LLM, count: int) -> None:
     for _ in range(count):
-        llm._engine.step()
+        engine_of(llm).step()

@@ -26,6 +26,7 @@ from tests.draft_heads import (
     write_medusa,
 )
 from tests.families import make_checkpoint
+from tests.support.internals import core_of, vocab_size_of
 from tests.support.model_outputs import PROMPT, DenseAttend
 from tests.tiny_model import make_tiny_model
 
@@ -73,8 +74,8 @@ class Always(Drafting):
 @contextmanager
 def drafting(llm: LLM, most: int, outputs: int = 0) -> Iterator[Drafted]:
     """The head drafts as `Always` says, as far as there is room; texts, and what it drafted behind them."""
-    core, found = llm._engine.core, Drafted()
-    core.drafting = Always(llm._engine.inputs.vocab_size, most, outputs)
+    core, found = core_of(llm), Drafted()
+    core.drafting = Always(vocab_size_of(llm), most, outputs)
     guarded = core.executor._worker.runner._drafter
     drafter = guarded._drafter
     draft, rows = drafter.draft, drafter._rows

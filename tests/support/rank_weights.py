@@ -6,6 +6,7 @@ from typing import Any
 
 from kvern import LLM, SamplingParams
 from kvern.structured_output import StructuredOutput
+from tests.support.internals import check_integrity
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 
@@ -54,6 +55,6 @@ def check_weights(
     for ranks in ({}, divided):
         with LLM(str(model), adapters=given, **(OPTIONS | options | ranks)) as llm:
             found.append(answers(llm, [None, *adapters]))
-            llm._engine.core.scheduler.check_integrity()
+            check_integrity(llm)
     assert found[1] == found[0]
     return found[0]

@@ -13,6 +13,7 @@ from kvern.engine.remote import RemoteProposer
 from kvern.request import PromptInput, Request, RequestSpec
 from kvern.sampling_params import ResolvedParams
 from tests.speculation import AnyLength
+from tests.support.internals import core_of, vocab_size_of
 
 
 def request(tokens: Sequence[int], **options: Any) -> Request:
@@ -58,7 +59,7 @@ def compare(plain: LLM, guessing: LLM, temperature: int) -> tuple[int, int]:
         for llm in (plain, guessing)
     ]
     assert answers[0] == answers[1]
-    core, after = guessing._engine.core, guessing.statistics()
+    core, after = core_of(guessing), guessing.statistics()
     assert isinstance(core, EngineCore)
     core.scheduler.check_integrity()
     return after.draft_tokens - before.draft_tokens, after.accepted_tokens - before.accepted_tokens
@@ -66,5 +67,5 @@ def compare(plain: LLM, guessing: LLM, temperature: int) -> tuple[int, int]:
 
 def ask_always(llm: LLM) -> None:
     """Have the proposer asked however long it takes."""
-    core: Any = llm._engine.core
-    core.drafting = AnyLength(core.drafting._proposer, llm._engine.inputs.vocab_size)
+    core: Any = core_of(llm)
+    core.drafting = AnyLength(core.drafting._proposer, vocab_size_of(llm))

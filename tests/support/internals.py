@@ -1,0 +1,43 @@
+"""Parts of an engine that only tests read: the one module of tests that knows where they are."""
+
+from typing import Any
+
+
+def engine_of(llm: Any) -> Any:
+    """The engine of an `LLM` or `AsyncLLM`."""
+    return llm._engine
+
+
+def core_of(llm: Any) -> Any:
+    """The `EngineCore` of an `LLM` or `AsyncLLM` whose engine is in this process."""
+    return llm._engine.core
+
+
+def worker_of(llm: Any) -> Any:
+    """The `Worker` of an engine with one rank, in this process."""
+    return llm._engine.core.executor._worker
+
+
+def runner_of(llm: Any) -> Any:
+    """The runner of that worker."""
+    return worker_of(llm).runner
+
+
+def drafter_of(llm: Any) -> Any:
+    """The drafter of that runner, without its guard."""
+    return runner_of(llm)._drafter._drafter
+
+
+def decoder_of(llm: Any) -> Any:
+    """The model of that runner."""
+    return runner_of(llm)._decoder
+
+
+def vocab_size_of(llm: Any) -> int:
+    """The number of tokens that the engine's model knows."""
+    return int(llm._engine.inputs.vocab_size)
+
+
+def check_integrity(llm: Any) -> None:
+    """Checks that blocks, states and requests of the scheduler agree with each other."""
+    core_of(llm).scheduler.check_integrity()
