@@ -19,7 +19,7 @@ demo: $(INSTALLED)
 
 # What a new user does first, where nothing is installed that tests need.
 smoke: $(INSTALLED)
-	$(BIN)/python tests/smoke.py
+	$(BIN)/python tests/support/smoke.py
 
 # Hundreds of processes are started, which would compile what they import each time where images of containers tell Python
 # to keep no bytecode.

@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Any
 
 from kvern.models.hub import resolve_model
-from kvern.tokenizer import Tokenizer
+from kvern.text.tokenizer import Tokenizer
 
 CACHED, NEW, FEW, TURNS = 20_000, 6_000, 16, 8
 SMALL = {

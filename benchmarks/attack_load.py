@@ -25,7 +25,7 @@ from attacks import Act, Attacker, attacks
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from tests.fuzz_requests import FIXED, Findings, Requests, send
+from tests.support.fuzz_requests import FIXED, Findings, Requests, send
 
 HOSTILE, CROWD_KEY, OPERATOR = "soak-hostile", "soak-crowd", "soak-operator"
 LOAD = "/v1/load_lora_adapter"

@@ -22,7 +22,7 @@ from kvern.bench.offline import run_once
 from kvern.bench.workloads import resolve
 from kvern.engine.core import EngineCore
 from kvern.engine.engine import Engine
-from kvern.step import SchedulerOutput, StepResult
+from kvern.request.step import SchedulerOutput, StepResult
 
 SHOWN = 12
 """Slow steps of a run."""

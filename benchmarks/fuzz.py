@@ -22,8 +22,8 @@ from rich.table import Table
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.soak import resident
-from tests.fuzz_requests import FIXED, Findings, Requests, plain_answer, send
-from tests.served import KEY, Served
+from tests.support.fuzz_requests import FIXED, Findings, Requests, plain_answer, send
+from tests.support.served import KEY, Served
 
 ROUND = 2000
 MOST_GROWTH = 256 << 20

@@ -17,6 +17,8 @@ import torch
 import torch.nn.functional as F
 
 from kvern.device.timing import time_calls
+from kvern.formats.gpu.candidates import OfCodes, candidates_of, codes_candidates, fitted
+from kvern.formats.gpu.products import codes_product, counters
 from kvern.kernel_list import Inputs
 from kvern.kernel_list.quantized import FORMS, PackedKind, bytes_of, kind_of_form, random_packed
 from kvern.kernels.arrange import arrange
@@ -27,8 +29,6 @@ from kvern.kernels.linear import MatmulShape, MatvecShape
 from kvern.kernels.packed import Packed
 from kvern.kernels.packed_product import packed_product, packed_row
 from kvern.kernels.stream_hopper import streams_codes
-from kvern.layers.quantized.gpu.candidates import OfCodes, candidates_of, codes_candidates, fitted
-from kvern.layers.quantized.gpu.products import codes_product, counters
 
 SHAPES = {"qkv": (6144, 4096), "o": (4096, 4096), "gate, up": (28672, 4096), "down": (4096, 14336)}
 LAYERS = 32

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import aiohttp
 
-RANK = "kvern.worker.rank_process"
+RANK = "kvern.runner.ranks.rank_process"
 WAIT = 0.01
 
 

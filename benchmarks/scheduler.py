@@ -22,8 +22,8 @@ from kvern.engine.policy import POLICIES
 from kvern.engine.scheduler import Scheduler, SchedulerLimits
 from kvern.engine.step_budget import StepTime
 from kvern.engine.step_costs import StepCosts
-from kvern.request import PromptInput, Request, RequestSpec
-from kvern.sampling_params import SamplingParams
+from kvern.request.request import PromptInput, Request, RequestSpec
+from kvern.request.sampling_params import SamplingParams
 
 ROWS, BLOCK_SIZE, PROMPT, ANSWER = 256, 16, 48, 1024
 CASES = ("rows full", "no blocks", "mixed", "turnover")

@@ -139,7 +139,7 @@ class Bench:
     def __init__(self, options: Sequence[str], requests: int) -> None:
         from kvern.models.hub import resolve_model
         from kvern.models.registry import spec_from_config
-        from kvern.tokenizer import read_json
+        from kvern.text.tokenizer import read_json
 
         self.options = list(options)
         self.config = tyro.cli(EngineConfig, args=self.options)

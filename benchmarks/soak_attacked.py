@@ -35,7 +35,7 @@ from soak import MODEL, OPTIONS, alone, resident
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from tests.served import ENGINE, child_of
+from tests.support.served import ENGINE, child_of
 
 STREAMS = 8
 ROWS = 32

@@ -23,8 +23,8 @@ from typing import Any
 
 from kvern import LLM, SamplingParams
 from kvern.models.hub import resolve_model
+from kvern.request.structured_output import StructuredOutput
 from kvern.structured.grammar import grammars_of
-from kvern.structured_output import StructuredOutput
 
 BATCH = 64
 TEXT = {"type": "string", "minLength": 400, "maxLength": 600}

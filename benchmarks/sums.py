@@ -18,13 +18,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from kvern.device.peer_memory import map_words
-from kvern.device.process_group import Meeting
 from kvern.device.timing import time_calls
 from kvern.kernels.launch import processors
 from kvern.kernels.norm import add_rms_norm
 from kvern.kernels.peer_sum import peer_sum, peer_sum_norm
 from kvern.kernels.peer_words import PeerMemory, memory_of, row_words_of
+from kvern.ranks.peer_memory import map_words
+from kvern.ranks.process_group import Meeting
 
 ROWS = (1, 8, 32, 64, 128, 256, 512, 2048)
 MOST_ROWS = 512

@@ -21,10 +21,10 @@ import torch
 
 from kvern import LLM, SamplingParams
 from kvern.device.transfer import upload
-from kvern.request import Request
-from kvern.step import SchedulerOutput
-from kvern.worker.device_runner import DeviceRunner
-from kvern.worker.drafter import Captures, ComputedStep, Drafter, GuardedDrafter
+from kvern.drafting.device.drafter import Captures, ComputedStep, Drafter, GuardedDrafter
+from kvern.request.request import Request
+from kvern.request.step import SchedulerOutput
+from kvern.runner.device_runner import DeviceRunner
 
 RIGHT, WRONG = 0, 1
 

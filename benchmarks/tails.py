@@ -21,9 +21,9 @@ from kvern.engine.pace import Pace
 from kvern.engine.policy import POLICIES
 from kvern.engine.scheduler import Scheduler, SchedulerLimits
 from kvern.engine.step_costs import StepCosts, load_of
-from kvern.request import PromptInput, RequestSpec
-from kvern.sampling_params import SamplingParams
-from kvern.step import ModelRunnerOutput, SchedulerOutput
+from kvern.request.request import PromptInput, RequestSpec
+from kvern.request.sampling_params import SamplingParams
+from kvern.request.step import ModelRunnerOutput, SchedulerOutput
 
 ROWS = [1, 64, 128, 256, 512, 1024, 2048, 4096, 8192]
 MILLISECONDS = [5.0, 5.3, 6.3, 8.0, 13.0, 25.5, 50.5, 101.0, 203.0]

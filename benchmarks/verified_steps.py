@@ -18,9 +18,9 @@ from typing import Any
 import torch
 
 from kvern import LLM, SamplingParams
-from kvern.step import ScheduledTokens
-from kvern.worker.device_runner import DeviceRunner
-from kvern.worker.draft_graphs import ModelGraphs
+from kvern.drafting.device.draft_graphs import ModelGraphs
+from kvern.request.step import ScheduledTokens
+from kvern.runner.device_runner import DeviceRunner
 
 
 @torch.inference_mode()

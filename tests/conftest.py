@@ -1,4 +1,4 @@
-"""What all tests share: a deterministic hypothesis, the tiny model of `tests.tiny_model` as an engine, and a server."""
+"""What all tests share: a deterministic hypothesis, the tiny model of `tests.support.tiny_model` as an engine, and a server."""
 
 import contextlib
 from collections.abc import Iterator
@@ -13,10 +13,10 @@ from kvern import LLM, EngineConfig
 from kvern.cpu.build import BuildError
 from kvern.cpu.ready import build
 from kvern.device.measurements import keep_builds
-from tests.tiny_model import make_tiny_model
+from tests.support.tiny_model import make_tiny_model
 
 if TYPE_CHECKING:
-    from tests.served import Served
+    from tests.support.served import Served
 
 settings.register_profile(
     "kvern",
@@ -60,7 +60,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> "Iterator[Served]":
 
     A module whose server has other options has a fixture of this name itself.
     """
-    from tests.served import SMALL, serving  # tests of kernels need no clients
+    from tests.support.served import SMALL, serving  # tests of kernels need no clients
 
     with serving(*SMALL, "--data-dir", str(tmp_path_factory.mktemp("data"))) as served:
         yield served
@@ -69,7 +69,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> "Iterator[Served]":
 @pytest.fixture(scope="module")
 def packages(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Logits processors and a cache tier of an installed package, for this process and all that it starts."""
-    from tests.processors import installed_package
+    from tests.support.processors import installed_package
 
     with installed_package(tmp_path_factory.mktemp("packages")):
         yield

@@ -20,9 +20,9 @@ if TYPE_CHECKING:
     from kvern.errors import KvernError
     from kvern.llm import LLM
     from kvern.models.registry import register_family
-    from kvern.outputs import CompletionOutput, RequestOutput
-    from kvern.request import PromptInput
-    from kvern.sampling_params import SamplingParams
+    from kvern.request.outputs import CompletionOutput, RequestOutput
+    from kvern.request.request import PromptInput
+    from kvern.request.sampling_params import SamplingParams
 
 __all__ = [
     "LLM",
@@ -41,12 +41,12 @@ __all__ = [
 _HOMES = {
     "LLM": "kvern.llm",
     "AsyncLLM": "kvern.async_llm",
-    "CompletionOutput": "kvern.outputs",
+    "CompletionOutput": "kvern.request.outputs",
     "EngineConfig": "kvern.config",
     "KvernError": "kvern.errors",
-    "PromptInput": "kvern.request",
-    "RequestOutput": "kvern.outputs",
-    "SamplingParams": "kvern.sampling_params",
+    "PromptInput": "kvern.request.request",
+    "RequestOutput": "kvern.request.outputs",
+    "SamplingParams": "kvern.request.sampling_params",
     "Score": "kvern.engine.scoring",
     "register_family": "kvern.models.registry",
 }

@@ -23,13 +23,13 @@ from kvern.engine.call_arguments import (
 from kvern.engine.engine import Engine
 from kvern.engine.inputs import Messages, Prompt
 from kvern.engine.scoring import Pair, Score, score_of, scored_prompts
-from kvern.engine.shared_engine import check_process
-from kvern.events import EngineStatistics
 from kvern.llm import Tools, chat_request, follow
-from kvern.model_spec import ModelSpec
-from kvern.outputs import OnError, RequestOutput, check_on_error, checked
-from kvern.sampling_params import SamplingParams
-from kvern.tokenizer import Tokenizer
+from kvern.request.events import EngineStatistics
+from kvern.request.outputs import OnError, RequestOutput, check_on_error, checked
+from kvern.request.sampling_params import SamplingParams
+from kvern.serving.shared_engine import check_process
+from kvern.spec.model import ModelSpec
+from kvern.text.tokenizer import Tokenizer
 from kvern.tools.chat import ChatRequest
 
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from kvern.bytecode import cache_home
 from kvern.errors import ConfigError
+from kvern.io.bytecode import cache_home
 
 DEFAULT_MODEL = "kvern-12m"
 DEFAULT_ADAPTERS = 8

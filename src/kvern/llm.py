@@ -22,14 +22,14 @@ from kvern.engine.inputs import Messages, Prompt
 from kvern.engine.model_facts import ModelFacts
 from kvern.engine.relevance import PairClassifier, way_of
 from kvern.engine.scoring import Pair, Score, score_of, scored_prompts
-from kvern.engine.several import SeveralEngines
-from kvern.engine.shared_engine import SharedEngine
 from kvern.errors import EngineDied, InvalidRequest, KvernError, RequestFailed
-from kvern.events import EngineStatistics
-from kvern.model_spec import ModelSpec
-from kvern.outputs import CompletionOutput, OnError, RequestOutput, check_on_error, checked
-from kvern.sampling_params import SamplingParams
-from kvern.tokenizer import Tokenizer
+from kvern.request.events import EngineStatistics
+from kvern.request.outputs import CompletionOutput, OnError, RequestOutput, check_on_error, checked
+from kvern.request.sampling_params import SamplingParams
+from kvern.serving.several import SeveralEngines
+from kvern.serving.shared_engine import SharedEngine
+from kvern.spec.model import ModelSpec
+from kvern.text.tokenizer import Tokenizer
 from kvern.tools.chat import AnswerReader, Chat, ChatRequest
 from kvern.tools.definitions import NO_TOOLS, ToolUse, read_tools
 
@@ -354,7 +354,7 @@ class LLM:
         if not progress:
             self._shared.wait_until(lambda: all(output.finished for output in outputs))
             return
-        from kvern.progress import generation_progress
+        from kvern.io.progress import generation_progress
 
         with generation_progress(len(outputs)) as report:
             before = self.statistics().generation_tokens

@@ -23,12 +23,12 @@ from starlette.types import ASGIApp
 
 from kvern.cli.options import converted
 from kvern.config import EngineConfig
-from kvern.engine.client import EngineClient
 from kvern.errors import ConfigError
 from kvern.observe.metrics import of_servers
 from kvern.server.app import Server
 from kvern.server.config import ServerConfig
 from kvern.server.keys import read_keys
+from kvern.serving.client import EngineClient
 
 NAME = "kvern"
 """Of the deployment, in Serve's configuration files and figures."""

@@ -25,7 +25,7 @@ if not torch.cuda.is_available():
 @pytest.fixture
 def on_device(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> Callable[..., Any]:
     """Makes engines, `LLM`, whose batch lives on the device, through kernels that all work."""
-    import kvern.worker.worker
+    import kvern.runner.worker
     from kvern import LLM
     from kvern.kernel_list import KERNELS
 
@@ -33,7 +33,7 @@ def on_device(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> Callable
 
     def make(folder: Path, **options: Any) -> LLM:
         with monkeypatch.context() as patched:
-            patched.setattr(kvern.worker.worker, "usable_kernels", lambda *_: (frozenset(groups),) * 2)
+            patched.setattr(kvern.runner.worker, "usable_kernels", lambda *_: (frozenset(groups),) * 2)
             if device.type == "cpu":  # a short run takes as long as a chunk
                 monkeypatch.setattr(delta_net, "CHUNK", 16)
             return LLM(str(folder), device=device.type, **options)

@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from kvern.model_spec import ModelSpec
 from kvern.models.registry import spec_from_config
+from kvern.spec.model import ModelSpec
 
 TINY: dict[str, Any] = {
     "vocab_size": 200,

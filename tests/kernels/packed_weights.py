@@ -6,16 +6,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from kvern.formats.gguf.blocks import NUMBERS
+from kvern.formats.gguf.method import SCALES, GgufMethod
+from kvern.formats.gguf.parts import taken_apart
+from kvern.formats.gguf.types import BY_NAME, QUANTIZED
+from kvern.formats.method import QuantizedMethod
 from kvern.kernels.packed import E2M1, NF4, Packed
 from kvern.layers.build import Build
 from kvern.layers.linear import Linear
 from kvern.layers.linear_format import LinearFormat, LinearMethods
 from kvern.layers.linear_method import LinearMethod, LinearShape, TensorLayout
-from kvern.layers.quantized.gguf import SCALES, GgufMethod
-from kvern.layers.quantized.gguf_blocks import NUMBERS
-from kvern.layers.quantized.gguf_parts import taken_apart
-from kvern.layers.quantized.gguf_types import BY_NAME, QUANTIZED
-from kvern.layers.quantized.method import QuantizedMethod
 
 KINDS = (
     *("e4m3 row", "e4m3 blocks", "int8 row", "int8 group", "int8 zero", "int4", "int4 zero", "int4 g32", "nf4"),

@@ -13,7 +13,7 @@ from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
 from kvern.kernel_list import KERNELS, Inputs
-from kvern.model_spec import ModelSpec
+from kvern.spec.model import ModelSpec
 
 Specialisation = tuple[str, str]
 """A kernel's name, and what of its arguments and options it is compiled for."""

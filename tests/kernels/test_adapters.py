@@ -14,8 +14,8 @@ from kvern.layers.fused_adapters import FusedAdaptedLinear
 from kvern.layers.linear import Linear
 from kvern.layers.linear_format import LinearMethods
 from kvern.layers.tuned_linear import TunedLinear
-from tests.pairwise import pairwise
 from tests.support.kernels.references import relative_error
+from tests.support.pairwise import pairwise
 
 
 def bf16(*shape: int) -> torch.Tensor:

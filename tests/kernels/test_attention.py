@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from kvern.kernels.attention_prefix import SharedPrefix, prefix_members
-from tests.pairwise import pairwise
 from tests.support.kernels.attention_batches import attention_reference, decode, make_batch, make_sinks, prefill, split
 from tests.support.kernels.references import relative_error
+from tests.support.pairwise import pairwise
 
 SHAPES = [(4, 2, 16), (3, 3, 24), (8, 1, 20)]
 KINDS = [(None, None, True), (7, None, False), (None, 5.0, False), (3, 2.0, True)]

@@ -19,10 +19,10 @@ from kvern.kernels.attention_prefill import PrefillShape, prefill_attention
 from kvern.kernels.batch import copy_pool_blocks
 from kvern.kernels.cache_plain import plain_blocks
 from kvern.kernels.rotary import rotate_and_store
-from kvern.mixer_spec import AttentionSpec
-from kvern.worker import cache_scales
-from tests.families import make_checkpoint
+from kvern.runner import cache_scales
+from kvern.spec.mixers import AttentionSpec
 from tests.kernels.models import LARGE_MODELS, spec_of
+from tests.support.families import make_checkpoint
 from tests.support.internals import check_integrity
 
 EIGHT_BIT = list(LARGEST_CODE)

@@ -8,6 +8,11 @@ import pytest
 import torch
 
 from kvern import LLM, SamplingParams
+from kvern.formats.gpu.candidates import CodesShape, codes_candidates
+from kvern.formats.gpu.products import PackedProducts
+from kvern.formats.method import QuantizedMethod
+from kvern.formats.rounding import Rounding
+from kvern.formats.scaled import Block, Scaled
 from kvern.kernels.activation import coded_gated_activation, gated_activation
 from kvern.kernels.norm import add_rms_norm, coded_rms_norm, rms_norm
 from kvern.kernels.quantize_rows import RowCodes
@@ -15,16 +20,11 @@ from kvern.layers import fused
 from kvern.layers.build import Build
 from kvern.layers.linear import Linear
 from kvern.layers.linear_format import LinearMethods
-from kvern.layers.quantized.gpu.candidates import CodesShape, codes_candidates
-from kvern.layers.quantized.gpu.products import PackedProducts
-from kvern.layers.quantized.method import QuantizedMethod
-from kvern.layers.quantized.rounding import Rounding
-from kvern.layers.quantized.scaled import Block, Scaled
-from tests.families import make_checkpoint
-from tests.peft_adapters import make_adapter
+from tests.support.families import make_checkpoint
 from tests.support.kernels.device_engines import OPTIONS
 from tests.support.kernels.references import CODINGS, codings
 from tests.support.outputs import chosen_logprobs, token_ids
+from tests.support.peft_adapters import make_adapter
 
 pytestmark = pytest.mark.usefixtures("few_products")
 

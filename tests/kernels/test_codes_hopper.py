@@ -6,11 +6,11 @@ from functools import partial
 import pytest
 import torch
 
+from kvern.formats.gpu.candidates import CODES_TILES
 from kvern.kernels.codes_hopper import product_codes, tiles_codes
 from kvern.kernels.linear import TileShape
 from kvern.kernels.packed import Packed
 from kvern.kernels.quantize_rows import quantize_rows
-from kvern.layers.quantized.gpu.candidates import CODES_TILES
 from tests.support.kernels.code_products import (
     BLOCKS,
     DTYPES,

@@ -12,11 +12,11 @@ from kvern.device.rows import BatchRows
 from kvern.kernels import logprobs
 from kvern.kernels.constraints import change
 from kvern.kernels.sampling import sample
-from kvern.request import PromptInput, RequestSpec
+from kvern.request.request import PromptInput, RequestSpec
+from kvern.request.step import Fork, NewRequest
 from kvern.sample import sampler
 from kvern.sample.constraints import constrain
 from kvern.sample.logprobs import token_logprobs
-from kvern.step import Fork, NewRequest
 
 LENGTH, PROMPT = 40, 25
 

@@ -7,7 +7,7 @@ import torch
 
 from kvern.attention.eight_bit import LARGEST_CODE
 from kvern.cpu.attention import CachedLayer, Step
-from tests.cache_folder import load_kernels
+from tests.support.cache_folder import load_kernels
 from tests.support.kernels.cpu_attention_batches import MIXED, Case, close, make_batch
 
 

@@ -16,7 +16,7 @@ from kvern.cpu.elementwise import add, scale
 from kvern.cpu.linear import PackedWeight, gated_linear, linear, pack
 from kvern.cpu.norm import add_norm
 from kvern.cpu.sampling import read_decodes
-from tests.cache_folder import load_kernels
+from tests.support.cache_folder import load_kernels
 
 WIDTH = 96
 

@@ -21,14 +21,14 @@ from kvern.layers.build import Build
 from kvern.layers.compiled import CompiledAttention
 from kvern.layers.norm import HeadNorm, RowNorm, make_norm
 from kvern.layers.rope import RopeTable, Rotation
-from kvern.mixer_spec import AttentionSpec
-from kvern.model_spec import LayerSpec, MlpSpec, ModelSpec, NormSpec, QueryKeyNormSpec, RopeSpec
 from kvern.models.loader import load_model
-from kvern.request import PromptInput, RequestSpec
-from kvern.sampling_params import ResolvedParams
-from kvern.step import NewRequest, ScheduledTokens
-from tests.cache_folder import load_kernels
-from tests.families import make_checkpoint
+from kvern.request.request import PromptInput, RequestSpec
+from kvern.request.sampling_params import ResolvedParams
+from kvern.request.step import NewRequest, ScheduledTokens
+from kvern.spec.mixers import AttentionSpec
+from kvern.spec.model import LayerSpec, MlpSpec, ModelSpec, NormSpec, QueryKeyNormSpec, RopeSpec
+from tests.support.cache_folder import load_kernels
+from tests.support.families import make_checkpoint
 
 WIDTHS = (1, 7, 16, 48, 389, 4099)
 DTYPES = (torch.float32, torch.bfloat16)

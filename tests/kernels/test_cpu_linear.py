@@ -16,8 +16,8 @@ from kvern.layers.compiled_linear import compiles
 from kvern.layers.embedding import Embedding
 from kvern.layers.linear import Linear
 from kvern.layers.linear_method import LinearShape
-from kvern.model_spec import Activation, MoeSpec
-from tests.cache_folder import load_kernels, pretend_tiles
+from kvern.spec.model import Activation, MoeSpec
+from tests.support.cache_folder import load_kernels, pretend_tiles
 
 DTYPES = (torch.float32, torch.bfloat16)
 PLAIN = Build(torch.float64, torch.device("cpu"), 1)

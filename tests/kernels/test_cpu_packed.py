@@ -11,22 +11,22 @@ import torch
 from torch import Tensor
 
 from kvern.cpu.packed import RUN, Groups, GroupsProduct, multiply_int8, rounded_in_runs, side_by_side
+from kvern.formats.cpu_products import PackedProduct
+from kvern.formats.fp4 import MX, NV, fp4_format
+from kvern.formats.gguf.method import GgufFormat
+from kvern.formats.gguf.types import BY_NAME
+from kvern.formats.groups import Form, GroupedFormat
+from kvern.formats.method import QuantizedMethod
+from kvern.formats.nf4 import Nf4Method
+from kvern.formats.online import made_online
+from kvern.formats.packed_tensors import PackQuantizedMethod
+from kvern.formats.rounding import Rounding, quantized_rows
+from kvern.formats.scaled import Block, Scaled
 from kvern.layers.build import Build
 from kvern.layers.linear_format import LinearFormat, LinearMethods
 from kvern.layers.linear_method import LinearMethod, LinearShape, Part
-from kvern.layers.quantized.cpu_products import PackedProduct
-from kvern.layers.quantized.fp4 import MX, NV, fp4_format
-from kvern.layers.quantized.gguf import GgufFormat
-from kvern.layers.quantized.gguf_types import BY_NAME
-from kvern.layers.quantized.groups import Form, GroupedFormat
-from kvern.layers.quantized.method import QuantizedMethod
-from kvern.layers.quantized.nf4 import Nf4Method
-from kvern.layers.quantized.online import made_online
-from kvern.layers.quantized.packed_tensors import PackQuantizedMethod
-from kvern.layers.quantized.rounding import Rounding, quantized_rows
-from kvern.layers.quantized.scaled import Block, Scaled
 from kvern.layers.unquantized import Unquantized
-from tests.cache_folder import load_kernels
+from tests.support.cache_folder import load_kernels
 
 CPU = torch.device("cpu")
 SIZES = [(1, 16, 64), (3, 83, 102), (7, 200, 320), (17, 96, 1024)]

@@ -9,16 +9,16 @@ from torch import Tensor
 from kvern import SamplingParams
 from kvern.cpu.sampling import RowSampler, logprobs, restrict
 from kvern.device.row_lists import ListedRows
-from kvern.request import PromptInput, RequestSpec
+from kvern.request.request import PromptInput, RequestSpec
+from kvern.request.step import NewRequest
+from kvern.runner.needs import Needs
+from kvern.runner.sampling import CompiledSampling, TorchSampling
 from kvern.sample.constraints import constrain
 from kvern.sample.logprobs import token_logprobs
 from kvern.sample.random import uniform
 from kvern.sample.sampler import sample
-from kvern.step import NewRequest
 from kvern.structured import masks
-from kvern.worker.needs import Needs
-from kvern.worker.sampling import CompiledSampling, TorchSampling
-from tests.cache_folder import load_kernels
+from tests.support.cache_folder import load_kernels
 
 DTYPES = (torch.float32, torch.bfloat16)
 FILTERS: list[dict[str, Any]] = [

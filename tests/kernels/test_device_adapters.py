@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 
 from kvern import LLM, SamplingParams
-from tests.families import make_checkpoint
-from tests.peft_adapters import make_adapter
 from tests.support.drafting_requests import PROMPTS
+from tests.support.families import make_checkpoint
 from tests.support.kernels.device_engines import OPTIONS, WITH_STATES
 from tests.support.outputs import token_ids
+from tests.support.peft_adapters import make_adapter
 
 pytestmark = pytest.mark.usefixtures("few_products")
 

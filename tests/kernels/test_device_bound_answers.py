@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 
 from kvern import LLM, SamplingParams
-from kvern.structured_output import StructuredOutput
-from tests.processors import install
-from tests.speculation import speculating
+from kvern.request.structured_output import StructuredOutput
 from tests.support.drafting_requests import PROMPTS
 from tests.support.kernels.device_engines import OPTIONS
 from tests.support.outputs import chosen_logprobs, token_ids
-from tests.tiny_model import make_tiny_model
+from tests.support.processors import install
+from tests.support.speculation import speculating
+from tests.support.tiny_model import make_tiny_model
 
 pytestmark = pytest.mark.usefixtures("few_products")
 

@@ -11,18 +11,18 @@ import torch
 
 from kvern import LLM, SamplingParams
 from kvern.errors import ConfigError
-from kvern.structured_output import StructuredOutput
-from kvern.worker.kernel_parts import KernelParts
-from kvern.worker.step_parts import StepTooLarge
-from tests.failing_runner import FailingRunner
-from tests.families import FAMILIES, make_checkpoint
-from tests.peft_adapters import make_adapter
-from tests.speculation import AnyLength, speculating
+from kvern.request.structured_output import StructuredOutput
+from kvern.runner.kernel_parts import KernelParts
+from kvern.runner.step_parts import StepTooLarge
 from tests.support.drafting_requests import PROMPTS
+from tests.support.failing_runner import FailingRunner
+from tests.support.families import FAMILIES, make_checkpoint
 from tests.support.internals import check_integrity, core_of, decoder_of, engine_of, vocab_size_of
 from tests.support.kernels.device_engines import NETS, OPTIONS, WITH_STATES
 from tests.support.outputs import chosen_logprobs, token_ids
-from tests.tiny_model import make_tiny_model
+from tests.support.peft_adapters import make_adapter
+from tests.support.speculation import AnyLength, speculating
+from tests.support.tiny_model import make_tiny_model
 
 pytestmark = pytest.mark.usefixtures("few_products")
 

@@ -7,27 +7,27 @@ from typing import Any
 import pytest
 import torch
 
-import kvern.worker.verify_graphs
-import kvern.worker.worker
+import kvern.runner.verify_graphs
+import kvern.runner.worker
 from kvern import LLM, EngineConfig, SamplingParams
 from kvern.attention.torch_sdpa import TorchAttention
+from kvern.drafting.device.head_drafter import HeadDrafter
+from kvern.drafting.device.head_graphs import HeadGraphs, HeadSteps
 from kvern.kernel_list import KERNELS
 from kvern.layers.fused import FusedRMSNorm
 from kvern.models.loader import load_model, read_config
 from kvern.models.registry import spec_from_config
-from kvern.worker.device_runner import DeviceRunner
-from kvern.worker.head_drafter import HeadDrafter
-from kvern.worker.head_graphs import HeadGraphs, HeadSteps
-from kvern.worker.plan import agree, lay_out
-from kvern.worker.startup import Startup
-from kvern.worker.worker import Worker
-from tests.draft_heads import add_prediction, write_eagle, write_medusa
-from tests.families import make_checkpoint
+from kvern.runner.device_runner import DeviceRunner
+from kvern.runner.plan import agree, lay_out
+from kvern.runner.startup import Startup
+from kvern.runner.worker import Worker
+from tests.support.draft_heads import add_prediction, write_eagle, write_medusa
+from tests.support.families import make_checkpoint
 from tests.support.head_drafting import drafting, eagle3_drafts, medusa_drafts
 from tests.support.internals import runner_of
 from tests.support.kernels.device_engines import OPTIONS, WITH_STATES
 from tests.support.kernels.repeated_graphs import RepeatedVerifyGraphs
-from tests.tiny_model import make_tiny_model
+from tests.support.tiny_model import make_tiny_model
 
 PROMPTS = [[5, 9, 17, 33, 2, 81], [7, 9, 17, 33, 2, 80, *range(40, 60)]]
 
@@ -36,8 +36,8 @@ pytestmark = pytest.mark.usefixtures("few_products")
 
 def record(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> RepeatedVerifyGraphs:
     """Let an engine read steps within what stands for graphs, and draft as those do."""
-    monkeypatch.setattr(kvern.worker.verify_graphs, "ROWS", (2,))
-    monkeypatch.setattr(kvern.worker.verify_graphs, "TOKENS", (8,))
+    monkeypatch.setattr(kvern.runner.verify_graphs, "ROWS", (2,))
+    monkeypatch.setattr(kvern.runner.verify_graphs, "TOKENS", (8,))
     runner: Any = runner_of(llm)
     assert isinstance(runner, DeviceRunner)
     drafter = runner._drafter._drafter
@@ -139,7 +139,7 @@ def test_a_head_uses_no_kernels_that_do_not_work_with_it(
     write_eagle(folder, target, drafted=60 if kind == "eagle3" else None)
     groups = frozenset(kernel.group for kernel in KERNELS if not kernel.group.startswith("hopper"))
     working = groups, groups - {"norm", "attention"}
-    monkeypatch.setattr(kvern.worker.worker, "usable_kernels", lambda *_: working)
+    monkeypatch.setattr(kvern.runner.worker, "usable_kernels", lambda *_: working)
     config = EngineConfig(str(target), draft_model=str(folder), **OPTIONS | {"device": "cpu"})
     spec = spec_from_config(read_config(target))
     worker = Worker(config, target, spec, torch.device("cpu"), Startup(), folder)

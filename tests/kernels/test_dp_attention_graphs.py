@@ -11,32 +11,32 @@ from typing import Any
 import pytest
 import torch
 
-import kvern.worker.cuda_graph
-import kvern.worker.device_runner
-import kvern.worker.prompt_graphs
-import kvern.worker.worker
+import kvern.runner.cuda_graph
+import kvern.runner.device_runner
+import kvern.runner.prompt_graphs
+import kvern.runner.worker
 from kvern import LLM, EngineConfig, SamplingParams
-from kvern.device.ranks import DPAttention, Ranks
 from kvern.engine.factory import make_home_core
-from kvern.engine.homes import take_turn
 from kvern.kernel_list import KERNELS
 from kvern.models.loader import read_config
 from kvern.models.registry import spec_from_config
-from kvern.request import PromptInput, RequestSpec
-from kvern.sampling_params import ResolvedParams
-from kvern.worker.cuda_graph import DecodedStep, DecodeGraph, DecodeGraphs
-from kvern.worker.device_runner import DeviceRunner
-from kvern.worker.executor import DPAttentionExecutor
-from kvern.worker.plan import agree, lay_out
-from kvern.worker.prompt_graphs import PromptGraphs
-from kvern.worker.rank_wire import TakeTurn
-from kvern.worker.startup import Startup
-from kvern.worker.worker import Worker
-from tests.families import make_checkpoint
-from tests.peft_adapters import ATTENTION, make_adapter
-from tests.speculation import AnyLength, Remembered
+from kvern.ranks.ranks import DPAttention, Ranks
+from kvern.request.request import PromptInput, RequestSpec
+from kvern.request.sampling_params import ResolvedParams
+from kvern.runner.cuda_graph import DecodedStep, DecodeGraph, DecodeGraphs
+from kvern.runner.device_runner import DeviceRunner
+from kvern.runner.executor import DPAttentionExecutor
+from kvern.runner.plan import agree, lay_out
+from kvern.runner.prompt_graphs import PromptGraphs
+from kvern.runner.ranks.rank_wire import TakeTurn
+from kvern.runner.startup import Startup
+from kvern.runner.worker import Worker
+from kvern.serving.homes import take_turn
+from tests.support.families import make_checkpoint
 from tests.support.kernels.device_engines import OPTIONS
 from tests.support.kernels.rank_turns import CPU, SECONDS
+from tests.support.peft_adapters import ATTENTION, make_adapter
+from tests.support.speculation import AnyLength, Remembered
 
 pytestmark = [
     pytest.mark.usefixtures("few_products"),
@@ -139,12 +139,12 @@ class Nothing:
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """That of a model; engines made now have their batch on the device, and capture steps."""
     groups = frozenset(kernel.group for kernel in KERNELS if not kernel.group.startswith("hopper"))
-    monkeypatch.setattr(kvern.worker.worker, "usable_kernels", lambda *_: (groups, groups))
+    monkeypatch.setattr(kvern.runner.worker, "usable_kernels", lambda *_: (groups, groups))
     for name in ("Stream", "graph_pool_handle"):
         monkeypatch.setattr(torch.cuda, name, Nothing)
-    monkeypatch.setattr(kvern.worker.cuda_graph, "capture", repeated)
-    monkeypatch.setattr(kvern.worker.prompt_graphs, "DECODES", (4,))
-    monkeypatch.setattr(kvern.worker.prompt_graphs, "TOKENS", (6,))
+    monkeypatch.setattr(kvern.runner.cuda_graph, "capture", repeated)
+    monkeypatch.setattr(kvern.runner.prompt_graphs, "DECODES", (4,))
+    monkeypatch.setattr(kvern.runner.prompt_graphs, "TOKENS", (6,))
     return make_checkpoint("qwen3_moe", tmp_path)
 
 
@@ -245,7 +245,7 @@ def test_ranks_replay_steps_of_one_size_together(
     draft = shutil.copytree(folder, tmp_path / "draft") if beside == "drafts of a model" else None
     texts = [prompt + answer for prompt, answer in zip(prompts, expected, strict=True)] if "drafts" in beside else []
     if beside == "nothing":
-        monkeypatch.setattr(kvern.worker.device_runner, "build_device_batch", None)  # no step is launched by kernels
+        monkeypatch.setattr(kvern.runner.device_runner, "build_device_batch", None)  # no step is launched by kernels
     first, second = run_ranks(folder, [{0: own[:3], LATE: own[3:]} for own in specs], texts, adapter, draft)
     assert [*first[0].values(), *second[0].values()] == expected
     assert [size for size, _ in first[1]] == [size for size, _ in second[1]]
@@ -270,7 +270,7 @@ def test_a_search_forks_beside_prompts(folder: Path, monkeypatch: pytest.MonkeyP
     searched, short = ([answer.token_ids for answer in one.outputs] for one in alone.generate(prompts, params))
     search = RequestSpec("search", PromptInput(prompts[0]), params[0].resolved(), TOKENS)
     asked = {turn: [RequestSpec(f"late-{turn}", PromptInput(prompts[1]), GREEDY, 1)] for turn in late}
-    monkeypatch.setattr(kvern.worker.device_runner, "build_device_batch", None)
+    monkeypatch.setattr(kvern.runner.device_runner, "build_device_batch", None)
     (answers, _, replayed), _ = run_ranks(folder, [{0: [search]} | asked, {}])
     assert [answers[f"search#{index}"] for index in range(2)] == searched
     assert [answers[f"late-{turn}#0"] for turn in late] == [*short] * len(late)

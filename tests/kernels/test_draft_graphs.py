@@ -7,19 +7,19 @@ from typing import Any
 import pytest
 import torch
 
-import kvern.worker.prompt_graphs
+import kvern.runner.prompt_graphs
 from kvern import LLM, SamplingParams
 from kvern.device.device_batch import DeviceRows
-from kvern.worker.cuda_graph import DecodedStep
-from kvern.worker.device_draft_model import parts_of
-from kvern.worker.device_runner import DeviceRunner
-from kvern.worker.draft_graphs import DraftGraphs, DraftRun, DraftSteps, ModelGraphs, ModelSteps, draft_runs
-from tests.families import make_checkpoint
-from tests.speculation import AnyLength
+from kvern.drafting.device.device_draft_model import parts_of
+from kvern.drafting.device.draft_graphs import DraftGraphs, DraftRun, DraftSteps, ModelGraphs, ModelSteps, draft_runs
+from kvern.runner.cuda_graph import DecodedStep
+from kvern.runner.device_runner import DeviceRunner
+from tests.support.families import make_checkpoint
 from tests.support.internals import core_of, engine_of, vocab_size_of
 from tests.support.kernels.device_engines import OPTIONS
 from tests.support.kernels.repeated_graphs import RepeatedPromptGraphs
 from tests.support.outputs import token_ids
+from tests.support.speculation import AnyLength
 
 pytestmark = pytest.mark.usefixtures("few_products")
 
@@ -82,8 +82,8 @@ def test_prompts_are_replayed_where_a_model_drafts(
     make_checkpoint("llama", tmp_path, num_hidden_layers=2)
     params = [SamplingParams(temperature=0.7, seed=seed, max_tokens=7, ignore_eos=True) for seed in range(3)]
     expected = token_ids(on_device(tmp_path, **OPTIONS).generate(PROMPTS, params))
-    monkeypatch.setattr(kvern.worker.prompt_graphs, "DECODES", (4,))
-    monkeypatch.setattr(kvern.worker.prompt_graphs, "TOKENS", (24,))
+    monkeypatch.setattr(kvern.runner.prompt_graphs, "DECODES", (4,))
+    monkeypatch.setattr(kvern.runner.prompt_graphs, "TOKENS", (24,))
     llm = on_device(tmp_path, draft_model=str(tmp_path), prefix_cache=False, **OPTIONS)
     core: Any = core_of(llm)
     core.drafting = AnyLength(None, vocab_size_of(llm), 3)

@@ -8,14 +8,14 @@ import torch
 
 from kvern import LLM, SamplingParams
 from kvern.device.device_batch import DeviceRows
+from kvern.drafting.rejection import DrawnDrafts, accept
 from kvern.kernels.sampling import sample
-from kvern.request import PromptInput, RequestSpec
-from kvern.sample.rejection import DrawnDrafts, accept
-from kvern.step import NewRequest
-from tests.speculation import AnyLength
+from kvern.request.request import PromptInput, RequestSpec
+from kvern.request.step import NewRequest
 from tests.support.drawn_drafts import check_draws, logits_of, p_value
 from tests.support.internals import core_of, vocab_size_of
-from tests.tiny_model import make_tiny_model
+from tests.support.speculation import AnyLength
+from tests.support.tiny_model import make_tiny_model
 
 pytestmark = pytest.mark.usefixtures("few_products")
 

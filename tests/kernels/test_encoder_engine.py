@@ -6,11 +6,11 @@ from typing import Any
 import pytest
 import torch
 
-import kvern.worker.encoder_runner
+import kvern.runner.encoder_runner
 from kvern import LLM
 from kvern.engine.relevance import sigmoid
 from kvern.kernel_list import ENCODER_GROUPS
-from tests.encoders import expected_labels, expected_vector, make_encoder, set_pooling
+from tests.support.encoders import expected_labels, expected_vector, make_encoder, set_pooling
 
 TEXTS = [[5, 9, 17, 33], [7], list(range(3, 43))]
 PAIRS = [("What do foxes eat?", "Mice and berries."), ("a", "b")]
@@ -21,7 +21,7 @@ SMALL = {"num_hidden_layers": 2}
 @pytest.fixture(autouse=True)
 def all_kernels_work(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
     if device.type == "cpu":
-        monkeypatch.setattr(kvern.worker.encoder_runner, "usable_kernels", lambda *_: (ENCODER_GROUPS, ENCODER_GROUPS))
+        monkeypatch.setattr(kvern.runner.encoder_runner, "usable_kernels", lambda *_: (ENCODER_GROUPS, ENCODER_GROUPS))
 
 
 def make(folder: Path, device: torch.device, **options: Any) -> LLM:

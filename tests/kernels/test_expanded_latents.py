@@ -8,8 +8,8 @@ import pytest
 
 from kvern import LLM, SamplingParams
 from kvern.attention import expanded
-from tests.families import make_checkpoint
 from tests.support.drafting_requests import PROMPTS
+from tests.support.families import make_checkpoint
 from tests.support.kernels.device_engines import OPTIONS
 from tests.support.outputs import chosen_logprobs, token_ids
 

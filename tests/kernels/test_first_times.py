@@ -12,35 +12,35 @@ from typing import Any, Literal
 import pytest
 import torch
 
-import kvern.worker.cuda_graph
-import kvern.worker.shared_prefix
+import kvern.runner.cuda_graph
+import kvern.runner.shared_prefix
 from kvern import LLM, SamplingParams
 from kvern.config import EngineConfig
+from kvern.drafting.device.device_draft_model import DeviceDraftModel
+from kvern.drafting.device.draft_graphs import DraftGraphs, ModelGraphs, ModelSteps
+from kvern.drafting.device.head_graphs import HeadGraphs, HeadSteps
+from kvern.drafting.proposer import takes_drafts
 from kvern.engine.factory import use_idle_time
-from kvern.engine.proposer import takes_drafts
 from kvern.kernel_list import KERNELS, Inputs
 from kvern.layers.linear_format import LinearMethods
 from kvern.layers.unquantized import Unquantized
-from kvern.model_spec import ModelSpec
 from kvern.models.loader import read_config
 from kvern.models.registry import spec_from_config
-from kvern.structured_output import StructuredOutput
-from kvern.worker.cuda_graph import DecodeGraphs
-from kvern.worker.device_draft_model import DeviceDraftModel
-from kvern.worker.draft_graphs import DraftGraphs, ModelGraphs, ModelSteps
-from kvern.worker.head_graphs import HeadGraphs, HeadSteps
-from kvern.worker.kernel_choice import Stored, inputs_of, inputs_of_draft
-from kvern.worker.prompt_graphs import PromptGraphs
-from kvern.worker.startup import Startup
-from kvern.worker.verify_graphs import VerifyGraphs
-from kvern.worker.worker import Worker
-from tests.draft_heads import add_prediction, write_eagle, write_medusa
-from tests.families import make_checkpoint
+from kvern.request.structured_output import StructuredOutput
+from kvern.runner.cuda_graph import DecodeGraphs
+from kvern.runner.kernel_choice import Stored, inputs_of, inputs_of_draft
+from kvern.runner.prompt_graphs import PromptGraphs
+from kvern.runner.startup import Startup
+from kvern.runner.verify_graphs import VerifyGraphs
+from kvern.runner.worker import Worker
+from kvern.spec.model import ModelSpec
 from tests.kernels.recorded import listed, recorded, zeroed
-from tests.latent_families import LATENT
-from tests.peft_adapters import make_adapter
+from tests.support.draft_heads import add_prediction, write_eagle, write_medusa
+from tests.support.families import make_checkpoint
 from tests.support.internals import core_of, runner_of
-from tests.tiny_model import make_tiny_model
+from tests.support.latent_families import LATENT
+from tests.support.peft_adapters import make_adapter
+from tests.support.tiny_model import make_tiny_model
 
 PLACES = {"max_adapters": 3, "max_adapter_rank": 16}
 OPTIONS: dict[str, Any] = {
@@ -103,7 +103,7 @@ def take_graphs(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("Stream", "CUDAGraph", "graph_pool_handle"):
         monkeypatch.setattr(torch.cuda, name, Nothing)
     monkeypatch.setattr(torch.cuda, "stream", lambda *_: nullcontext())
-    monkeypatch.setattr(kvern.worker.cuda_graph, "unowned", lambda tensor: tensor)
+    monkeypatch.setattr(kvern.runner.cuda_graph, "unowned", lambda tensor: tensor)
     runner: Any = runner_of(llm)
     bank = None if runner._adapters is None else runner._adapters.bank
     runner._graphs = DecodeGraphs(
@@ -173,7 +173,7 @@ def test_what_is_launched_was_launched_at_start(
         make_checkpoint(family, folder, **changes)
     monkeypatch.setattr(torch, "empty", zeroed(torch.empty))
     monkeypatch.setattr(torch, "empty_like", zeroed(torch.empty_like))
-    monkeypatch.setattr(kvern.worker.shared_prefix, "LEAST_KEYS", 64)
+    monkeypatch.setattr(kvern.runner.shared_prefix, "LEAST_KEYS", 64)
     with recorded(monkeypatch) as launched:
         llm = on_device(folder, **options)
         use_everything(llm, adapter)
@@ -220,7 +220,7 @@ def test_what_a_draft_model_launches_was_launched_at_start(
     make_checkpoint("qwen3", tmp_path / "draft", **sizes, head_dim=32, num_hidden_layers=2)
     monkeypatch.setattr(torch, "empty", zeroed(torch.empty))
     monkeypatch.setattr(torch, "empty_like", zeroed(torch.empty_like))
-    monkeypatch.setattr(kvern.worker.shared_prefix, "LEAST_KEYS", 64)
+    monkeypatch.setattr(kvern.runner.shared_prefix, "LEAST_KEYS", 64)
     options = OPTIONS | {"draft_model": str(tmp_path / "draft"), "draft_quantization": quantization}
     with recorded(monkeypatch) as launched:
         llm = on_device(tmp_path / "model", **options)

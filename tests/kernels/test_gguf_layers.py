@@ -6,15 +6,15 @@ from functools import partial
 import pytest
 import torch
 
+from kvern.formats.gguf.method import GgufFormat, GgufMethod
+from kvern.formats.gguf.parts import put_together, taken_apart
+from kvern.formats.gguf.types import BY_NAME, QUANTIZED
 from kvern.kernels.linear import MatmulShape, MatvecShape
 from kvern.kernels.packed import Packed
 from kvern.kernels.packed_product import packed_product, packed_row
 from kvern.layers.build import Build
 from kvern.layers.linear import Linear
 from kvern.layers.linear_format import LinearMethods
-from kvern.layers.quantized.gguf import GgufFormat, GgufMethod
-from kvern.layers.quantized.gguf_parts import put_together, taken_apart
-from kvern.layers.quantized.gguf_types import BY_NAME, QUANTIZED
 
 
 @pytest.mark.parametrize("name", ["iq4_xs", "mxfp4"])

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from kvern.formats.gpu.candidates import ONE_ROW, candidates_of, fitted
 from kvern.kernel_list import Inputs, Kernel, codes, packed_hopper, quantized
 from kvern.kernel_list.quantized import FORMS, kinds_of_forms
 from kvern.kernels.arrange import arrange
@@ -10,7 +11,6 @@ from kvern.kernels.codes import INTERLEAVED, readable
 from kvern.kernels.linear import Around, MatmulShape, MatvecShape
 from kvern.kernels.packed_product import packed_product, packed_row
 from kvern.kernels.resident_row import ResidentShape, keeps_row, resident_row
-from kvern.layers.quantized.gpu.candidates import ONE_ROW, candidates_of, fitted
 from tests.kernels.models import LARGE_MODELS, spec_of
 from tests.kernels.packed_weights import KINDS, made_layer, make_packed, to_device
 

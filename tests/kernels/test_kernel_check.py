@@ -8,8 +8,8 @@ import torch
 
 from kvern.kernel_list import KERNELS, Inputs
 from kvern.kernel_list.entry import Call
-from kvern.model_spec import ModelSpec
-from kvern.worker import kernel_check
+from kvern.runner import kernel_check
+from kvern.spec.model import ModelSpec
 from tests.kernels.models import LARGE_MODELS, spec_of
 
 

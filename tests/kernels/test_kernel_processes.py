@@ -11,7 +11,7 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia import driver
 from triton.runtime.jit import JITFunction
 from kvern.kernel_list import KERNELS, Inputs
-from kvern.worker import kernel_processes
+from kvern.runner import kernel_processes
 from tests.kernels.models import LARGE_MODELS, spec_of
 
 driver.CudaLauncher = lambda *_: None  # is built with the libraries of a GPU

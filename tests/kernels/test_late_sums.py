@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 import torch
 
-import kvern.worker.worker
-from kvern.device.ranks import ALONE
+import kvern.runner.worker
 from kvern.kernel_list import KERNELS
-from tests.families import make_checkpoint
+from kvern.ranks.ranks import ALONE
+from tests.support.families import make_checkpoint
 from tests.support.kernels.rank_turns import sampled, together
 
 pytestmark = [
@@ -20,7 +20,7 @@ pytestmark = [
 @pytest.fixture(autouse=True)
 def all_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     groups = frozenset(kernel.group for kernel in KERNELS if not kernel.group.startswith("hopper"))
-    monkeypatch.setattr(kvern.worker.worker, "usable_kernels", lambda *_: (groups, groups))
+    monkeypatch.setattr(kvern.runner.worker, "usable_kernels", lambda *_: (groups, groups))
 
 
 @pytest.mark.parametrize("family", ["llama_bias", "qwen2_moe"])

@@ -7,13 +7,13 @@ import pytest
 
 from kvern import LLM, SamplingParams
 from kvern.layers.fused import FusedLayer
-from tests.families import make_checkpoint
-from tests.peft_adapters import make_adapter
-from tests.scaled_rows import quantize
 from tests.support.drafting_requests import PROMPTS
+from tests.support.families import make_checkpoint
 from tests.support.internals import decoder_of
 from tests.support.kernels.device_engines import OPTIONS
 from tests.support.outputs import chosen_logprobs, token_ids
+from tests.support.peft_adapters import make_adapter
+from tests.support.scaled_rows import quantize
 
 PARAMS = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True, logprobs=1, prompt_logprobs=1)
 

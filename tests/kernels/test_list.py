@@ -9,8 +9,8 @@ import torch
 from kvern.kernel_list import KERNELS, Inputs, Kernel, kernels_of, ranks
 from kvern.kernel_list.entry import Call
 from kvern.kernel_list.quantized import FORMS, kinds_of_forms
-from kvern.model_spec import LayerSpec
 from kvern.models.registry import spec_from_config
+from kvern.spec.model import LayerSpec
 from tests.kernels.models import LARGE_MODELS, TINY_ENCODERS, TINY_MODELS, spec_of
 
 PACKED = ("fp8_blocks", "int4_zero")

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from kvern.formats.gpu.candidates import DETERMINISTIC, CodesTiles
 from kvern.kernel_list import KERNELS, Inputs
 from kvern.kernel_list.quantized import packed_kinds
 from kvern.kernels.quantize_rows import RowCodes
@@ -16,7 +17,6 @@ from kvern.layers.embedding import Embedding
 from kvern.layers.linear import Linear, Weighted
 from kvern.layers.linear_format import linear_methods
 from kvern.layers.linear_method import CodesProduct, LinearMethod
-from kvern.layers.quantized.gpu.candidates import DETERMINISTIC, CodesTiles
 from kvern.layers.tuned_linear import TunedLinear
 from kvern.layers.tuning import tune
 from kvern.layers.unquantized import Unquantized

@@ -9,13 +9,13 @@ from queue import SimpleQueue
 import pytest
 import torch
 
-from kvern.device.lost_ranks import Release
-from kvern.device.ranks import Ranks
-from kvern.device.shared_norms import SharedNorms, memory_of
 from kvern.kernels.peer_exchange import peer_gather, peer_sum_scattered
 from kvern.kernels.peer_sum import peer_sum
 from kvern.kernels.peer_words import row_words_of
-from kvern.worker.rank_processes import _End
+from kvern.ranks.lost_ranks import Release
+from kvern.ranks.ranks import Ranks
+from kvern.ranks.shared_norms import SharedNorms, memory_of
+from kvern.runner.ranks.rank_processes import _End
 from tests.support.kernels.peer_memories import PROGRAMS, SECONDS, absent, memory
 
 ROWS, WIDTH = 3, 64

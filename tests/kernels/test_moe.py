@@ -16,10 +16,10 @@ from kvern.layers.fused_moe import FusedExperts
 from kvern.layers.moe import MoE, make_moe
 from kvern.layers.tuned_experts import MOST_TOKENS
 from kvern.layers.tuning import tune
-from kvern.model_spec import MoeSpec
-from tests.pairwise import pairwise
+from kvern.spec.model import MoeSpec
 from tests.support.kernels.moe_references import SPECS, Biases, Case, experts_reference, make_biases, make_case
 from tests.support.kernels.references import relative_error
+from tests.support.pairwise import pairwise
 
 
 def launch(

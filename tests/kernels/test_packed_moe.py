@@ -7,6 +7,10 @@ from functools import partial
 import pytest
 import torch
 
+from kvern.formats.fp4 import MX, Mxfp4Blocks
+from kvern.formats.groups import GroupedFormat
+from kvern.formats.rounding import Code, Rounding, quantized_rows
+from kvern.formats.scaled import ROWS, Block, Scaled, ScaledMethod
 from kvern.kernels import moe_packed, moe_packed_direct, moe_scaled
 from kvern.kernels import quantize_rows as rounding_kernels
 from kvern.kernels.moe_packed import packed_experts
@@ -18,13 +22,9 @@ from kvern.layers.fused_packed_experts import FusedPackedExperts
 from kvern.layers.linear_format import LinearFormat, LinearMethods
 from kvern.layers.loadable import Loadable
 from kvern.layers.moe import MoE, make_moe
-from kvern.layers.quantized.fp4 import MX, Mxfp4Blocks
-from kvern.layers.quantized.groups import GroupedFormat
-from kvern.layers.quantized.rounding import Code, Rounding, quantized_rows
-from kvern.layers.quantized.scaled import ROWS, Block, Scaled, ScaledMethod
 from kvern.layers.row_experts import RowStackedExperts
 from kvern.layers.unquantized import Unquantized
-from kvern.model_spec import MoeSpec
+from kvern.spec.model import MoeSpec
 from tests.kernels.packed_weights import KINDS, LARGE_BLOCKS, make_packed, to_device
 from tests.support.kernels.moe_references import experts_reference, make_biases
 from tests.support.kernels.references import relative_error

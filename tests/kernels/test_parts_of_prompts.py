@@ -9,7 +9,7 @@ from kvern import LLM, SamplingParams
 from tests.support.drafting_requests import PROMPTS
 from tests.support.kernels.device_engines import OPTIONS
 from tests.support.outputs import chosen_logprobs, token_ids
-from tests.tiny_model import make_tiny_model
+from tests.support.tiny_model import make_tiny_model
 
 pytestmark = pytest.mark.usefixtures("few_products")
 

@@ -13,10 +13,9 @@ from kvern.attention import paged
 from kvern.attention.eight_bit import LARGEST_CODE, codes_of
 from kvern.attention.flash_attn import FlashAttnKernels, held_blocks
 from kvern.attention.selection import Shapes, make_queries, reference_attention
-from kvern.mixer_spec import AttentionSpec
-from kvern.worker.device_runner import DeviceRunner
-from tests.families import make_checkpoint, prompts_with_windows
-from tests.spoiled_blocks import spoiled_engine
+from kvern.runner.device_runner import DeviceRunner
+from kvern.spec.mixers import AttentionSpec
+from tests.support.families import make_checkpoint, prompts_with_windows
 from tests.support.kernels.attention_batches import (
     Batch,
     attention_reference,
@@ -28,6 +27,7 @@ from tests.support.kernels.attention_batches import (
 )
 from tests.support.kernels.references import relative_error
 from tests.support.outputs import chosen_logprobs, token_ids
+from tests.support.spoiled_blocks import spoiled_engine
 
 KERNELS: dict[str, tuple[Callable[..., torch.Tensor], bool]] = {
     "decode": (decode, True),

@@ -7,7 +7,10 @@ from functools import partial
 import pytest
 import torch
 
-from kvern.device.ranks import Ranks
+from kvern.formats.fp4 import MX, Mxfp4Blocks
+from kvern.formats.groups import Form, GroupedFormat
+from kvern.formats.packed_tensors import PackQuantizedMethod
+from kvern.formats.scaled import Block, Scaled
 from kvern.kernels.moe import fused_experts
 from kvern.layers.build import Build
 from kvern.layers.experts import Experts, StackedExperts
@@ -15,11 +18,8 @@ from kvern.layers.fused_packed_experts import FusedPackedExperts
 from kvern.layers.linear_format import LinearMethods
 from kvern.layers.loadable import Loadable
 from kvern.layers.moe import MoE, SharedMoE, make_moe
-from kvern.layers.quantized.fp4 import MX, Mxfp4Blocks
-from kvern.layers.quantized.groups import Form, GroupedFormat
-from kvern.layers.quantized.packed_tensors import PackQuantizedMethod
-from kvern.layers.quantized.scaled import Block, Scaled
-from kvern.model_spec import MoeSpec
+from kvern.ranks.ranks import Ranks
+from kvern.spec.model import MoeSpec
 from tests.support.kernels.moe_references import SPECS, experts_reference, make_case
 from tests.support.kernels.references import relative_error
 

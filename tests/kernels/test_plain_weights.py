@@ -7,10 +7,10 @@ from functools import partial
 import pytest
 import torch
 
+from kvern.formats.gpu.candidates import PlainRuns
 from kvern.kernels.arrange import arrange
 from kvern.kernels.codes import readable
 from kvern.kernels.plain_weights import INPUTS, RUN_ROWS, plain_product, plain_weights
-from kvern.layers.quantized.gpu.candidates import PlainRuns
 from tests.kernels.packed_weights import KINDS, LARGE_BLOCKS, made_layer, make_packed, to_device
 from tests.support.kernels.references import relative_error
 
@@ -76,7 +76,7 @@ def test_every_code(kind: str, dtype: torch.dtype, device: torch.device) -> None
 @pytest.mark.parametrize("kind", ["int4 zero", "gguf q4_k"])
 def test_a_layer_in_a_graph(kind: str, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of several runs; computed again it is the same, and follows its input."""
-    monkeypatch.setattr("kvern.layers.quantized.gpu.candidates.FLOAT32_CANDIDATES", {1024: (PlainRuns(256 * 1024),)})
+    monkeypatch.setattr("kvern.formats.gpu.candidates.FLOAT32_CANDIDATES", {1024: (PlainRuns(256 * 1024),)})
     made = make_packed(kind, 640, 1024)
     linear = made_layer(made, device)
     x = torch.randn(200, 1024, device=device)

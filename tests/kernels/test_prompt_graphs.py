@@ -9,18 +9,18 @@ from typing import Any
 import pytest
 import torch
 
-import kvern.worker.kernel_parts
-import kvern.worker.prompt_graphs
+import kvern.runner.kernel_parts
+import kvern.runner.prompt_graphs
 from kvern import LLM, SamplingParams
-from kvern.device.ranks import ALONE, Ranks, dp_attention_rank, ranks_of
+from kvern.drafting.device.drafter import GuardedDrafter
 from kvern.errors import ConfigError
-from kvern.worker.device_runner import DeviceRunner
-from kvern.worker.drafter import GuardedDrafter
-from kvern.worker.graph_captures import captures
-from kvern.worker.memory import GRAPH_BYTES
-from kvern.worker.prompt_graphs import MOST_KEYS, most_keys
-from tests.families import make_checkpoint
+from kvern.ranks.ranks import ALONE, Ranks, dp_attention_rank, ranks_of
+from kvern.runner.device_runner import DeviceRunner
+from kvern.runner.graph_captures import captures
+from kvern.runner.memory import GRAPH_BYTES
+from kvern.runner.prompt_graphs import MOST_KEYS, most_keys
 from tests.kernels.models import LARGE_MODELS, spec_of
+from tests.support.families import make_checkpoint
 from tests.support.internals import engine_of, runner_of
 from tests.support.kernels.device_engines import OPTIONS
 from tests.support.kernels.repeated_graphs import RepeatedPromptGraphs
@@ -53,8 +53,8 @@ def test_a_replayed_step_is_the_eager_one(
     sampling = SamplingParams(max_tokens=2, ignore_eos=True, **params)
     options = {**OPTIONS, "max_batch_tokens": 24}
     expected = token_ids(on_device(tmp_path, **options).generate(PROMPTS, sampling))
-    monkeypatch.setattr(kvern.worker.prompt_graphs, "DECODES", (4,))
-    monkeypatch.setattr(kvern.worker.prompt_graphs, "TOKENS", (24,))
+    monkeypatch.setattr(kvern.runner.prompt_graphs, "DECODES", (4,))
+    monkeypatch.setattr(kvern.runner.prompt_graphs, "TOKENS", (24,))
     llm = on_device(tmp_path, **options)
     runner = runner_of(llm)
     assert isinstance(runner, DeviceRunner)
@@ -86,12 +86,12 @@ def test_memory_of_all_graphs_is_counted(
     runner, parts = worker.runner, worker._parts
     monkeypatch.setattr(parts, "_device", SimpleNamespace(type="cuda"))
     monkeypatch.setattr(parts, "_attention", lambda *_: runner._attention)
-    monkeypatch.setattr(kvern.worker.kernel_parts, "DeviceRows", lambda *_, **__: runner._rows)
-    monkeypatch.setattr(kvern.worker.kernel_parts, "DeviceStateMemory", lambda *_: runner._states)
+    monkeypatch.setattr(kvern.runner.kernel_parts, "DeviceRows", lambda *_, **__: runner._rows)
+    monkeypatch.setattr(kvern.runner.kernel_parts, "DeviceStateMemory", lambda *_: runner._states)
     for name in ("memory_allocated", "max_memory_allocated", "reset_peak_memory_stats"):
         monkeypatch.setattr(torch.cuda, name, lambda *_: 0)
-    monkeypatch.setattr(kvern.worker.prompt_graphs, "DECODES", (1,))
-    monkeypatch.setattr(kvern.worker.prompt_graphs, "TOKENS", (4, 5))
+    monkeypatch.setattr(kvern.runner.prompt_graphs, "DECODES", (1,))
+    monkeypatch.setattr(kvern.runner.prompt_graphs, "TOKENS", (4, 5))
     decodes = sum(1 for _ in captures(2, runner._attention.prefix_members > 0, False, True))
     assert parts._run_largest_steps(worker._contents) == (decodes + 2) * GRAPH_BYTES
 

@@ -6,6 +6,8 @@ from functools import partial
 import pytest
 import torch
 
+from kvern.formats.rounding import Code, Rounding, rounded, scaled
+from kvern.formats.scaled import ROWS, Block, Scaled, ScaledMethod
 from kvern.kernels import quantize_rows as rounding_kernels
 from kvern.kernels.activation import coded_gated_activation
 from kvern.kernels.norm import coded_rms_norm
@@ -14,8 +16,6 @@ from kvern.layers.build import Build
 from kvern.layers.linear import Linear
 from kvern.layers.linear_format import LinearMethods
 from kvern.layers.linear_method import LinearShape
-from kvern.layers.quantized.rounding import Code, Rounding, rounded, scaled
-from kvern.layers.quantized.scaled import ROWS, Block, Scaled, ScaledMethod
 from tests.support.kernels.references import relative_error
 
 STEP = 2.0**-8

@@ -7,11 +7,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from kvern.formats.gpu.candidates import STREAMS, candidates_of
+from kvern.formats.gpu.products import PackedProducts
 from kvern.kernels.launch import cdiv
 from kvern.kernels.linear import Around, MatmulShape
 from kvern.layers.linear_method import LinearShape
-from kvern.layers.quantized.gpu.candidates import STREAMS, candidates_of
-from kvern.layers.quantized.gpu.products import PackedProducts
 from kvern.layers.tuned_linear import MOST_TILES
 from kvern.layers.tuning import tune
 from tests.kernels.packed_weights import MadeMethod, made_layer, make_packed

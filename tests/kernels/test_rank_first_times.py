@@ -10,17 +10,17 @@ import pytest
 import torch
 from torch import Tensor
 
-import kvern.worker.worker
-from kvern.device import peer_sums
-from kvern.device.peer_sums import TIMED_ROWS, PeerSums
-from kvern.device.ranks import Ranks
+import kvern.runner.worker
 from kvern.kernel_list import KERNELS, Inputs
-from kvern.model_spec import ModelSpec
 from kvern.models.checkpoint import read_headers
 from kvern.models.loader import read_config, stored_methods
-from kvern.worker.kernel_choice import Stored, inputs_of
-from tests.families import make_checkpoint
+from kvern.ranks import peer_sums
+from kvern.ranks.peer_sums import TIMED_ROWS, PeerSums
+from kvern.ranks.ranks import Ranks
+from kvern.runner.kernel_choice import Stored, inputs_of
+from kvern.spec.model import ModelSpec
 from tests.kernels.recorded import listed, recorded, zeroed
+from tests.support.families import make_checkpoint
 from tests.support.kernels.rank_turns import sampled
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="launches are recorded by Triton's interpreter")
@@ -64,7 +64,7 @@ def test_what_layers_of_a_rank_launch_was_launched_at_start(
     def mapped(store: Any, what: str, rank: int, size: int, device: torch.device, words: int) -> Any:
         return [torch.zeros(words, dtype=torch.int64)] * size
 
-    monkeypatch.setattr(kvern.worker.worker, "usable_kernels", usable)
+    monkeypatch.setattr(kvern.runner.worker, "usable_kernels", usable)
     monkeypatch.setattr(peer_sums, "map_words", mapped)
     monkeypatch.setattr(torch, "empty", zeroed(torch.empty))
     monkeypatch.setattr(torch, "empty_like", zeroed(torch.empty_like))

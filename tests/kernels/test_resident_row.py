@@ -8,9 +8,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from kvern.formats.gpu.candidates import ONE_ROW, row_shape
 from kvern.kernels.linear import NOTHING, Around, MatmulShape, MatvecShape
 from kvern.kernels.resident_row import ResidentShape, keeps_row, resident_row
-from kvern.layers.quantized.gpu.candidates import ONE_ROW, row_shape
 from tests.kernels.packed_weights import make_packed, to_device
 from tests.support.kernels.references import relative_error
 from tests.support.kernels.references import rms_norm_reference as rms_norm

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from kvern.kernels.rotary import rotate_and_store
-from tests.pairwise import pairwise
 from tests.support.kernels.references import relative_error
+from tests.support.pairwise import pairwise
 
 BLOCK_SIZE, BLOCKS = 4, 6
 

@@ -12,9 +12,9 @@ from kvern.device.rows import BatchRows
 from kvern.kernels.constraints import change
 from kvern.kernels.sampling import choose as choose_among
 from kvern.kernels.sampling import find, sample
-from kvern.request import PromptInput, RequestSpec
+from kvern.request.request import PromptInput, RequestSpec
+from kvern.request.step import NewRequest
 from kvern.sample import sampler
-from kvern.step import NewRequest
 
 
 def make_rows(device: torch.device, params: list[SamplingParams]) -> DeviceRows:

@@ -6,11 +6,11 @@ from typing import Any
 import pytest
 import torch
 
-from kvern.device.ranks import Ranks
-from kvern.device.shared_norms import SharedNorms, memory_of
 from kvern.kernels.norm import add_rms_norm
 from kvern.kernels.shared_norm import await_flags, shared_norm
-from kvern.worker.rank_sums import are_right
+from kvern.ranks.ranks import Ranks
+from kvern.ranks.shared_norms import SharedNorms, memory_of
+from kvern.runner.ranks.rank_sums import are_right
 from tests.support.kernels.peer_memories import CPU, EPSILON, NONE_LOST, SECONDS, together
 
 TURNS, ROWS = 4, 7

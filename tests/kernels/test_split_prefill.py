@@ -6,7 +6,7 @@ import torch
 from kvern.attention.selection import Shapes, make_queries, reference_attention
 from kvern.attention.split import SplitPrefill
 from kvern.attention.triton import TritonKernels
-from kvern.mixer_spec import AttentionSpec
+from kvern.spec.mixers import AttentionSpec
 
 LAYER = AttentionSpec(heads=8, kv_heads=2, head_dim=16, scale=0.25)
 PROCESSORS = 132

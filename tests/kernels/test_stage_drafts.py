@@ -8,28 +8,28 @@ from typing import Any
 import pytest
 import torch
 
-import kvern.sample.drafts
-import kvern.worker.result
+import kvern.drafting.verification
+import kvern.runner.result
 from kvern import LLM, SamplingParams
 from kvern.device.device_batch import DeviceRows
-from kvern.device.stages import Stage
-from kvern.step import ScheduledTokens, SchedulerOutput
-from kvern.worker.device_draft_model import DeviceDraftModel
-from kvern.worker.device_runner import DeviceRunner
-from kvern.worker.draft_graphs import DraftGraphs, ModelGraphs, ModelSteps
-from kvern.worker.drafted_steps import draft_behind
-from kvern.worker.drafter import ComputedStep, GuardedDrafter
-from kvern.worker.head_drafter import HeadDrafter
-from kvern.worker.head_graphs import HeadGraphs, HeadSteps
-from kvern.worker.prompt_graphs import PromptGraphs
-from kvern.worker.result import PendingStep
-from tests.draft_heads import add_prediction, write_eagle, write_medusa
-from tests.families import make_checkpoint
-from tests.speculation import AnyLength
-from tests.stages_here import capture_here
+from kvern.drafting.device.device_draft_model import DeviceDraftModel
+from kvern.drafting.device.draft_graphs import DraftGraphs, ModelGraphs, ModelSteps
+from kvern.drafting.device.drafted_steps import draft_behind
+from kvern.drafting.device.drafter import ComputedStep, GuardedDrafter
+from kvern.drafting.device.head_drafter import HeadDrafter
+from kvern.drafting.device.head_graphs import HeadGraphs, HeadSteps
+from kvern.ranks.stages import Stage
+from kvern.request.step import ScheduledTokens, SchedulerOutput
+from kvern.runner.device_runner import DeviceRunner
+from kvern.runner.prompt_graphs import PromptGraphs
+from kvern.runner.result import PendingStep
+from tests.support.draft_heads import add_prediction, write_eagle, write_medusa
+from tests.support.families import make_checkpoint
 from tests.support.internals import core_of, vocab_size_of
 from tests.support.kernels.device_engines import OPTIONS
 from tests.support.outputs import token_ids
+from tests.support.speculation import AnyLength
+from tests.support.stages_here import capture_here
 
 pytestmark = [
     pytest.mark.usefixtures("few_products"),
@@ -120,7 +120,7 @@ class LateDevice:
                     copy()
 
         patch.setattr(torch.cuda, "Event", Event)
-        for module in (kvern.worker.result, kvern.sample.drafts):
+        for module in (kvern.runner.result, kvern.drafting.verification):
             patch.setattr(module, "fetch", self._fetch)
 
     def _fetch(self, tensor: torch.Tensor) -> torch.Tensor:

@@ -9,14 +9,14 @@ import pytest
 import torch
 
 from kvern import LLM, SamplingParams
-from kvern.device.ranks import Ranks
 from kvern.models.loader import load_model
-from kvern.worker.stage_ends import StageEnds
-from tests.families import make_checkpoint
-from tests.peft_adapters import make_adapter
-from tests.stages_here import NearStage, capture_here
+from kvern.ranks.ranks import Ranks
+from kvern.runner.stage_ends import StageEnds
+from tests.support.families import make_checkpoint
 from tests.support.kernels.device_engines import OPTIONS
 from tests.support.outputs import token_ids
+from tests.support.peft_adapters import make_adapter
+from tests.support.stages_here import NearStage, capture_here
 
 pytestmark = [
     pytest.mark.usefixtures("few_products"),

@@ -7,28 +7,28 @@ from typing import Any
 import pytest
 import torch
 
-import kvern.worker.worker
+import kvern.runner.worker
 from kvern import LLM, SamplingParams
 from kvern.config import EngineConfig
 from kvern.device.device_batch import DeviceRows, build_device_batch
-from kvern.engine.drafting import Drafting
+from kvern.drafting.drafting import Drafting
 from kvern.models.loader import read_config
 from kvern.models.registry import spec_from_config
-from kvern.step import Fork, ScheduledTokens, SchedulerOutput
-from kvern.worker.device_states import DeviceStateMemory
-from kvern.worker.memory import bytes_noted
-from kvern.worker.rank_limits import rank_of
-from kvern.worker.startup import Startup
-from kvern.worker.worker import Worker
-from tests.draft_heads import add_prediction
-from tests.families import make_checkpoint
-from tests.idle import is_idle
-from tests.speculation import AnyLength, accepted_of_prediction, speculating
-from tests.stages_here import capture_here
+from kvern.request.step import Fork, ScheduledTokens, SchedulerOutput
+from kvern.runner.device_states import DeviceStateMemory
+from kvern.runner.memory import bytes_noted
+from kvern.runner.ranks.rank_limits import rank_of
+from kvern.runner.startup import Startup
+from kvern.runner.worker import Worker
+from tests.support.draft_heads import add_prediction
+from tests.support.families import make_checkpoint
 from tests.support.head_drafting import Always
+from tests.support.idle import is_idle
 from tests.support.internals import core_of
 from tests.support.kernels.device_engines import NETS, OPTIONS, WITH_STATES
 from tests.support.outputs import token_ids
+from tests.support.speculation import AnyLength, accepted_of_prediction, speculating
+from tests.support.stages_here import capture_here
 
 pytestmark = [
     pytest.mark.usefixtures("few_products"),
@@ -167,7 +167,7 @@ def test_stages_before_the_last_begin_with_kernels_for_drafts(tmp_path: Path, mo
         asked.append(given[-1])
         return frozenset(), frozenset()
 
-    monkeypatch.setattr(kvern.worker.worker, "usable_kernels", usable)
+    monkeypatch.setattr(kvern.runner.worker, "usable_kernels", usable)
     spec = spec_from_config(read_config(folder))
     given: list[dict[str, Any]] = [{"draft_model": "mtp"}, {"proposer": "ngram"}, {"proposer": "ngram"}, {}]
     for options, speculation in zip(given, ["auto", "auto", "off", "auto"], strict=True):

@@ -8,16 +8,16 @@ import pytest
 import torch
 from torch import Tensor
 
-import kvern.worker.worker
-from kvern.device.ranks import ALONE, Ranks
-from kvern.device.stages import WHOLE, Stage
+import kvern.runner.worker
 from kvern.kernel_list import KERNELS
 from kvern.kernels.norm import add_rms_norm
 from kvern.layers import halves
 from kvern.layers.attention import StepAdapters
 from kvern.layers.halves import least_rows
 from kvern.models.decoder import Decoder, LayerInputs
-from tests.families import make_checkpoint
+from kvern.ranks.ranks import ALONE, Ranks
+from kvern.ranks.stages import WHOLE, Stage
+from tests.support.families import make_checkpoint
 from tests.support.kernels.rank_turns import STEPS, Turns, sampled, together
 
 pytestmark = [
@@ -93,7 +93,7 @@ def in_halves(
 def small_halves(monkeypatch: pytest.MonkeyPatch) -> None:
     """All kernels, and halves of three rows and more."""
     groups = frozenset(kernel.group for kernel in KERNELS if not kernel.group.startswith("hopper"))
-    monkeypatch.setattr(kvern.worker.worker, "usable_kernels", lambda *_: (groups, groups))
+    monkeypatch.setattr(kvern.runner.worker, "usable_kernels", lambda *_: (groups, groups))
     for name, value in {"HALVED_ROWS": 3, "HALVED_WORK": 1, "TILE_ROWS": 1}.items():
         monkeypatch.setattr(halves, name, value)
 

@@ -9,11 +9,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from kvern.formats.gguf.blocks import scales_and_minima
+from kvern.formats.gpu.candidates import BLOCK_STREAMS, row_shape
+from kvern.formats.gpu.products import counters, multiply_row
 from kvern.kernels.arrange import scaled_lanes
 from kvern.kernels.linear import Around, StreamPackedShape
-from kvern.layers.quantized.gguf_blocks import scales_and_minima
-from kvern.layers.quantized.gpu.candidates import BLOCK_STREAMS, row_shape
-from kvern.layers.quantized.gpu.products import counters, multiply_row
 from tests.kernels.packed_weights import make_packed, to_device
 from tests.support.kernels.assembly import WORD
 from tests.support.kernels.assembly import run_assembly as follow

@@ -7,6 +7,9 @@ from functools import partial
 import pytest
 import torch
 
+from kvern.formats.gpu.candidates import CODES_STREAMS
+from kvern.formats.rounding import Rounding
+from kvern.formats.scaled import ROWS, Block, Scaled, ScaledMethod
 from kvern.kernels.linear import StreamShape
 from kvern.kernels.packed import Packed
 from kvern.kernels.quantize_rows import quantize_rows
@@ -14,9 +17,6 @@ from kvern.kernels.stream_hopper import stream_codes, streams_codes
 from kvern.layers.build import Build
 from kvern.layers.linear import Linear
 from kvern.layers.linear_format import LinearMethods
-from kvern.layers.quantized.gpu.candidates import CODES_STREAMS
-from kvern.layers.quantized.rounding import Rounding
-from kvern.layers.quantized.scaled import ROWS, Block, Scaled, ScaledMethod
 from tests.support.kernels.code_products import (
     BLOCKS,
     DTYPES,

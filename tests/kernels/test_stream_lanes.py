@@ -12,7 +12,7 @@ from kvern.kernels.expert_lanes import LARGEST_SCALE, STEP, LaneWeight, fits_lan
 from kvern.kernels.moe_lanes import FEWEST_ROWS, lane_experts, rows_of_block
 from kvern.kernels.moe_routing import Alignment
 from kvern.kernels.packed import E2M1
-from kvern.model_spec import MoeSpec
+from kvern.spec.model import MoeSpec
 from tests.kernels.packed_weights import make_packed, to_device
 
 on_hopper = [

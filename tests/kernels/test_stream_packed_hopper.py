@@ -7,10 +7,10 @@ from functools import partial
 import pytest
 import torch
 
+from kvern.formats.gpu.candidates import STREAMS
 from kvern.kernels.arrange import arrange
 from kvern.kernels.linear import StreamPackedShape
 from kvern.kernels.packed import Packed
-from kvern.layers.quantized.gpu.candidates import STREAMS
 from tests.kernels.packed_weights import make_packed, to_device
 from tests.support.kernels.hopper import GPU
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from kvern.kernel_list import Call, Inputs, kernels_of
-from kvern.mixer_spec import AttentionSpec
-from kvern.model_spec import ModelSpec
+from kvern.spec.mixers import AttentionSpec
+from kvern.spec.model import ModelSpec
 from tests.kernels.models import LARGE_ENCODERS, TINY_ENCODERS, spec_of
 
 

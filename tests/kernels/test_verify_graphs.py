@@ -7,17 +7,17 @@ from typing import Any
 import pytest
 import torch
 
-import kvern.worker.verify_graphs
+import kvern.runner.verify_graphs
 from kvern import LLM, SamplingParams
-from kvern.worker.device_runner import DeviceRunner
-from kvern.worker.verify_graphs import ROWS, TOKENS, verify_steps
-from tests.families import make_checkpoint
-from tests.peft_adapters import make_adapter
-from tests.speculation import speculating
+from kvern.runner.device_runner import DeviceRunner
+from kvern.runner.verify_graphs import ROWS, TOKENS, verify_steps
+from tests.support.families import make_checkpoint
 from tests.support.internals import check_integrity, runner_of
 from tests.support.kernels.device_engines import OPTIONS, WITH_STATES
 from tests.support.kernels.repeated_graphs import RepeatedVerifyGraphs
 from tests.support.outputs import chosen_logprobs, token_ids
+from tests.support.peft_adapters import make_adapter
+from tests.support.speculation import speculating
 
 pytestmark = pytest.mark.usefixtures("few_products")
 
@@ -35,8 +35,8 @@ MIXED = [
 @pytest.fixture
 def recorded(monkeypatch: pytest.MonkeyPatch) -> Callable[[LLM], RepeatedVerifyGraphs]:
     """Lets an engine replay what it captures; few sizes, as each is computed once before."""
-    monkeypatch.setattr(kvern.worker.verify_graphs, "ROWS", (2, 4))
-    monkeypatch.setattr(kvern.worker.verify_graphs, "TOKENS", (8, 16))
+    monkeypatch.setattr(kvern.runner.verify_graphs, "ROWS", (2, 4))
+    monkeypatch.setattr(kvern.runner.verify_graphs, "TOKENS", (8, 16))
 
     def record(llm: LLM) -> RepeatedVerifyGraphs:
         runner = runner_of(llm)

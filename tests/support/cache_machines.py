@@ -15,10 +15,10 @@ from kvern.cache.block_pool import BlockPool
 from kvern.cache.manager import KVCacheManager
 from kvern.cache.radix import NO_STATE, Node, RadixCache
 from kvern.cache.windows import WindowedBlocks, WindowLimits
-from kvern.request import PromptInput, Request, RequestSpec, State
-from kvern.sampling_params import ResolvedParams
-from kvern.step import BlockLoad, ScheduledTokens, SchedulerOutput
-from tests.host_tier import HostTier
+from kvern.request.request import PromptInput, Request, RequestSpec, State
+from kvern.request.sampling_params import ResolvedParams
+from kvern.request.step import BlockLoad, ScheduledTokens, SchedulerOutput
+from tests.support.host_tier import HostTier
 
 
 class PoolMachine(RuleBasedStateMachine):

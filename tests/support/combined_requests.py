@@ -9,11 +9,11 @@ from typing import Any
 
 import kvern
 from kvern import SamplingParams
-from tests.combined_features import ADAPTERS, FEATURES, Alone, Ask
-from tests.combined_questions import QUESTIONS
-from tests.families import make_checkpoint
-from tests.model_features import QUERIES
-from tests.peft_adapters import make_adapter
+from tests.support.combined_features import ADAPTERS, FEATURES, Alone, Ask
+from tests.support.combined_questions import QUESTIONS
+from tests.support.families import make_checkpoint
+from tests.support.model_features import QUERIES
+from tests.support.peft_adapters import make_adapter
 
 
 def asks_with(features: frozenset[str], times: int) -> list[Ask]:

@@ -9,16 +9,16 @@ import torch
 
 from kvern import LLM, SamplingParams
 from kvern.device.rows import BatchRows
-from kvern.engine.draft_room import Wanted
-from kvern.engine.proposer import takes_drafts
-from kvern.request import Request
+from kvern.drafting.device.drafter import ComputedStep, GuardedDrafter
+from kvern.drafting.proposer import takes_drafts
+from kvern.drafting.rejection import Drawn
+from kvern.drafting.room import Wanted
+from kvern.request.request import Request
+from kvern.request.step import SchedulerOutput
 from kvern.sample import sampler
 from kvern.sample.random import uniform
-from kvern.sample.rejection import Drawn
-from kvern.step import SchedulerOutput
-from kvern.worker.drafter import ComputedStep, GuardedDrafter
-from tests.speculation import AnyLength
 from tests.support.internals import core_of, runner_of, vocab_size_of
+from tests.support.speculation import AnyLength
 
 VOCABULARY, DRAWS = 9, 20_000
 

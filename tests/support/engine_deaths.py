@@ -9,8 +9,8 @@ from pathlib import Path
 import openai
 import pytest
 
-from tests.processors import installed_package
-from tests.served import PATIENCE, SMALL, STORY, Served, serving
+from tests.support.processors import installed_package
+from tests.support.served import PATIENCE, SMALL, STORY, Served, serving
 
 PROMPTS = [f"Once upon a time there were {number}" for number in range(30)]
 LENGTH = 150

@@ -3,7 +3,7 @@
 from typing import Any
 
 from kvern import LLM, SamplingParams
-from tests.families import similar_prompts
+from tests.support.families import similar_prompts
 
 OPTIONS: dict[str, Any] = {
     "dtype": "float32",

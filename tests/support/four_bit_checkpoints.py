@@ -10,15 +10,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kvern.formats.choice import all_but
+from kvern.formats.fp4 import modelopt_nvfp4
+from kvern.formats.nf4 import bitsandbytes_nf4
+from kvern.formats.torchao_int4 import torchao_int4
 from kvern.layers.linear_format import LINEAR_METHODS, LinearFormat, LinearMethods
-from kvern.layers.quantized.choice import all_but
-from kvern.layers.quantized.fp4 import modelopt_nvfp4
-from kvern.layers.quantized.nf4 import bitsandbytes_nf4
-from kvern.layers.quantized.torchao_int4 import torchao_int4
 from kvern.layers.unquantized import Unquantized
-from tests.families import make_checkpoint
-from tests.packers import Pack, Stored, awq, gptq, integers, nf4, nvfp4, plain_int4, store, words
-from tests.scaled_rows import Checkpoints
+from tests.support.families import make_checkpoint
+from tests.support.packers import Pack, Stored, awq, gptq, integers, nf4, nvfp4, plain_int4, store, words
+from tests.support.scaled_rows import Checkpoints
 
 SIZES = {"hidden_size": 64, "intermediate_size": 128}
 LINEAR = r"_proj$|experts\.\d"

@@ -9,13 +9,13 @@ from typing import Any, cast
 import torch
 
 from kvern import LLM
-from kvern.engine.draft_room import Wanted
-from kvern.engine.drafting import Drafting
+from kvern.drafting.device.drafter import ComputedStep
+from kvern.drafting.drafting import Drafting
+from kvern.drafting.models.head import DraftHead
+from kvern.drafting.room import Wanted
 from kvern.layers.states import new_states
 from kvern.models.decoder import Decoder, LayerInputs
-from kvern.models.draft_head import DraftHead
-from kvern.worker.drafter import ComputedStep
-from tests.draft_heads import (
+from tests.support.draft_heads import (
     Weights,
     add_prediction,
     eagle3_enter,
@@ -25,10 +25,10 @@ from tests.draft_heads import (
     write_eagle,
     write_medusa,
 )
-from tests.families import make_checkpoint
+from tests.support.families import make_checkpoint
 from tests.support.internals import core_of, vocab_size_of
 from tests.support.model_outputs import PROMPT, DenseAttend
-from tests.tiny_model import make_tiny_model
+from tests.support.tiny_model import make_tiny_model
 
 TOKENS = torch.tensor(PROMPT)
 

@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvern.formats.method import Packed, QuantizedMethod
 from kvern.layers.build import Build
 from kvern.layers.linear_format import LINEAR_METHODS, LinearFormat, LinearMethods
 from kvern.layers.linear_method import INPUTS, OUTPUTS, Axis, LinearMethod, LinearShape, Part, TensorLayout
-from kvern.layers.quantized.method import Packed, QuantizedMethod
 
 NAME = "int8_blocks"
 

@@ -11,10 +11,10 @@ from kvern.layers.attention import NO_ADAPTERS, Context, StepAdapters, rows_of
 from kvern.layers.linear import Weighted
 from kvern.layers.linear_method import LinearMethod
 from kvern.layers.states import new_states
-from kvern.mixer_spec import AttentionSpec
-from kvern.model_spec import LayerSpec, ModelSpec
 from kvern.models.decoder import Decoder
-from tests.families import reference_logits
+from kvern.spec.mixers import AttentionSpec
+from kvern.spec.model import LayerSpec, ModelSpec
+from tests.support.families import reference_logits
 
 TOLERANCE = 1e-4
 PROMPT = torch.randint(3, 131, (41,), generator=torch.Generator().manual_seed(7)).tolist()

@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 
 from kvern import RequestOutput
-from tests.families import WINDOW, reference_logits
+from tests.support.families import WINDOW, reference_logits
 
 BLOCK = 4
 CHUNK = 7

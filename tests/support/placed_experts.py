@@ -4,12 +4,12 @@ from dataclasses import replace
 
 import torch
 
-from kvern.device.ranks import Ranks
 from kvern.layers.build import Build
 from kvern.layers.experts import Experts
 from kvern.layers.linear_format import LinearMethods
 from kvern.layers.loadable import Loadable
-from kvern.model_spec import MoeSpec
+from kvern.ranks.ranks import Ranks
+from kvern.spec.model import MoeSpec
 
 HIDDEN, TOKENS = 8, 14
 SPECS = {

@@ -9,11 +9,11 @@ from typing import Any
 import openai
 
 from kvern import LLM, SamplingParams
-from kvern.outputs import RequestOutput
-from kvern.structured_output import StructuredOutput
-from tests.served import ENGINE, SMALL, STORY, child_of, children_of, command_of, eventually, serving
+from kvern.request.outputs import RequestOutput
+from kvern.request.structured_output import StructuredOutput
+from tests.support.served import ENGINE, SMALL, STORY, child_of, children_of, command_of, eventually, serving
 
-RANK = "kvern.worker.rank_process"
+RANK = "kvern.runner.ranks.rank_process"
 SCHEMA = {"type": "object", "properties": {"name": {"type": "string"}, "age": {"type": "integer"}}, "required": ["age"]}
 PLAIN = SamplingParams(max_tokens=20, temperature=0, ignore_eos=True)
 SEEDED = PLAIN.replace(temperature=0.9, seed=5)

@@ -8,9 +8,9 @@ from typing import Any, TypeVar
 
 import torch
 
-from kvern.device.ranks import Ranks
 from kvern.models.decoder import Decoder
 from kvern.models.loader import load_model
+from kvern.ranks.ranks import Ranks
 from tests.support.model_outputs import PROMPT, logits
 
 SECONDS = 60.0

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 
 from kvern import LLM, SamplingParams
+from kvern.drafting.remote import RemoteProposer
 from kvern.engine.core import EngineCore
-from kvern.engine.remote import RemoteProposer
-from kvern.request import PromptInput, Request, RequestSpec
-from kvern.sampling_params import ResolvedParams
-from tests.speculation import AnyLength
+from kvern.request.request import PromptInput, Request, RequestSpec
+from kvern.request.sampling_params import ResolvedParams
 from tests.support.internals import core_of, vocab_size_of
+from tests.support.speculation import AnyLength
 
 
 def request(tokens: Sequence[int], **options: Any) -> Request:

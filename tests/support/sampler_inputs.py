@@ -6,9 +6,9 @@ import torch
 
 from kvern import SamplingParams
 from kvern.device.rows import BatchRows
-from kvern.request import PromptInput, RequestSpec
+from kvern.request.request import PromptInput, RequestSpec
+from kvern.request.step import NewRequest
 from kvern.sample import sampler
-from kvern.step import NewRequest
 
 VOCABULARY = 23
 DRAWS = 20_000

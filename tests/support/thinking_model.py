@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from tests.tiny_model import make_tiny_model
+from tests.support.tiny_model import make_tiny_model
 
 TEMPLATE = (
     "{% for message in messages %}{{ '<|' + message.role + '|>' + message.content }}{% endfor %}<|assistant|>"

@@ -8,13 +8,13 @@ from typing import Any
 from hypothesis import strategies as st
 
 from kvern.models.hub import resolve_model
+from kvern.request.pieces import Message
 from kvern.structured.grammar import Grammars, grammars_of
-from kvern.tokenizer import Tokenizer
+from kvern.text.tokenizer import Tokenizer
 from kvern.tools.chat import AnswerReader, PlainParser
 from kvern.tools.formats import FORMATS
 from kvern.tools.grammar import Thought
 from kvern.tools.json_calls import LISTS
-from kvern.tools.pieces import Message
 from kvern.tools.tool_format import ToolFormat
 from kvern.tools.xml_functions import XmlFunctions
 

@@ -20,7 +20,7 @@ import msgspec
 
 from kvern.adapters.peft_config import CONFIG_NAME, PeftConfig, read_config
 from kvern.errors import InvalidAdapter
-from kvern.files import MEBIBYTE, read_at, reason
+from kvern.io.files import MEBIBYTE, read_at, reason
 from kvern.models.header import Entry, read_entries
 
 WEIGHTS_NAME = "adapter_model.safetensors"

@@ -22,12 +22,12 @@ from torch import Tensor
 from kvern.adapters.check import MOST_CONFIG_BYTES, WEIGHTS_NAME, AdaptedModule, Checked, Matrix, check_files
 from kvern.adapters.peft_config import CONFIG_NAME, ends_with_any
 from kvern.adapters.targets import Target
-from kvern.device.ranks import places
 from kvern.errors import InvalidAdapter
-from kvern.files import digest_of, open_regular, read_at, reason
-from kvern.model_spec import ModelSpec, Rename
+from kvern.io.files import digest_of, open_regular, read_at, reason
 from kvern.models.checkpoint import DTYPES
 from kvern.models.loader import llama_name
+from kvern.ranks.ranks import places
+from kvern.spec.model import ModelSpec, Rename
 
 _EXPERTS = re.compile(r"\.(experts|block_sparse_moe|router)\b|\.mlp\.gate$")
 _ENDS = re.compile(r"(^|\.)(lm_head|embed_tokens|embed_in|embed_out|wte)$")

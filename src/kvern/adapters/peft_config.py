@@ -12,7 +12,7 @@ import msgspec
 
 from kvern.config import LARGEST_RANK
 from kvern.errors import InvalidAdapter
-from kvern.files import reason
+from kvern.io.files import reason
 
 CONFIG_NAME = "adapter_config.json"
 REFUSED = (

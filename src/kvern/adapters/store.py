@@ -8,7 +8,7 @@ import torch
 
 from kvern.adapters.peft import Adapter, LowRank, read_adapter
 from kvern.adapters.targets import Target
-from kvern.model_spec import ModelSpec
+from kvern.spec.model import ModelSpec
 
 
 class AdapterStore:

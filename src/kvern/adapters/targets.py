@@ -3,9 +3,9 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from kvern.device.ranks import Share
 from kvern.layers.linear import Linear
 from kvern.models.decoder import Decoder
+from kvern.ranks.ranks import Share
 
 
 @dataclass(frozen=True)

@@ -8,12 +8,12 @@ import msgspec
 from kvern.api.completions import AnswerOptions
 from kvern.api.conversation import assistant_message, finish_reason, reasoning_fields
 from kvern.api.text_logprobs import TextOffsets, finite, tables_at_once, text_logprobs
-from kvern.json_lines import as_json
-from kvern.outputs import CompletionOutput, RequestOutput
-from kvern.step import TokenLogprobs
-from kvern.tokenizer import Tokenizer
+from kvern.io.json_lines import as_json
+from kvern.request.outputs import CompletionOutput, RequestOutput
+from kvern.request.pieces import Arguments, CallBegins, Content, Piece, Reasoning
+from kvern.request.step import TokenLogprobs
+from kvern.text.tokenizer import Tokenizer
 from kvern.tools.chat import ChatRequest
-from kvern.tools.pieces import Arguments, CallBegins, Content, Piece, Reasoning
 
 
 def choice_of(

@@ -9,8 +9,8 @@ from typing import Any
 from kvern.api.choices import StreamedChoice, choice_of, completion_details, prompt_logprobs
 from kvern.api.completions import AnswerOptions
 from kvern.api.text_logprobs import TextOffsets, text_logprobs, token_name
-from kvern.outputs import CompletionOutput, RequestOutput
-from kvern.tokenizer import Tokenizer
+from kvern.request.outputs import CompletionOutput, RequestOutput
+from kvern.text.tokenizer import Tokenizer
 from kvern.tools.chat import ChatRequest
 from kvern.version import __version__
 

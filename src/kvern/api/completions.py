@@ -16,7 +16,7 @@ from kvern.api.other_names import RENAMED, WINDOWS, in_own_words
 from kvern.api.prediction import read_prediction
 from kvern.engine.inputs import Prompt
 from kvern.errors import InvalidParameter, shown
-from kvern.sampling_params import MAX_LOGPROBS, SamplingParams
+from kvern.request.sampling_params import MAX_LOGPROBS, SamplingParams
 from kvern.tools.encoding import ROOM_FOR_ANSWER, Encoding
 
 CHAT = "/v1/chat/completions"

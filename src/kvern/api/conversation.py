@@ -8,16 +8,16 @@ from typing import TYPE_CHECKING, Any
 
 from kvern.api.fields import typed
 from kvern.api.thinking_fields import SWITCHES, read_thinking
-from kvern.call_messages import arguments_of
 from kvern.errors import InvalidRequest, shown
-from kvern.json_work import is_too_much
+from kvern.io.json_work import is_too_much
+from kvern.text.call_messages import arguments_of
 from kvern.tools.definitions import NO_TOOLS, ToolUse, read_tools
 from kvern.tools.encoding import Encoding
 from kvern.tools.thinking import REASONING
 
 if TYPE_CHECKING:
-    from kvern.outputs import CompletionOutput
-    from kvern.tools.pieces import Message, ToolCall
+    from kvern.request.outputs import CompletionOutput
+    from kvern.request.pieces import Message, ToolCall
 
 
 RESERVED = frozenset({"self", "messages", "tools", "add_generation_prompt"})

@@ -13,7 +13,7 @@ from kvern.api.other_names import Refused, check_extras
 from kvern.engine.embedding import embedding_of
 from kvern.engine.inputs import Prompt
 from kvern.errors import shown
-from kvern.outputs import RequestOutput
+from kvern.request.outputs import RequestOutput
 from kvern.tools.encoding import Encoding
 
 EMBEDDINGS = "/v1/embeddings"

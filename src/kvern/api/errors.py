@@ -16,7 +16,7 @@ from kvern.errors import (
     RequestFailed,
     ServerBusy,
 )
-from kvern.sampling_params import SamplingParams
+from kvern.request.sampling_params import SamplingParams
 
 NAMED_FIELDS = frozenset({*SamplingParams.__struct_fields__, *CHAT_FIELDS, "dimensions", "input", "top_logprobs"})
 

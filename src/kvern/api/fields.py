@@ -9,7 +9,7 @@ import msgspec
 
 from kvern.api.errors import HttpError
 from kvern.errors import InvalidParameter, shown
-from kvern.sampling_params import MAX_WIDE_INTEGER, SamplingParams
+from kvern.request.sampling_params import MAX_WIDE_INTEGER, SamplingParams
 
 COMMON_FIELDS = ("priority", "timeout", "cache_salt")
 """What every API takes beside its own parameters and those of SamplingParams."""

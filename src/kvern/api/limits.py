@@ -1,7 +1,7 @@
 """What one request may ask for at most: more would cost the server more than any use needs."""
 
 from kvern.errors import InvalidParameter
-from kvern.sampling_params import SamplingParams
+from kvern.request.sampling_params import SamplingParams
 
 LONGEST_LISTS = {
     "stop": 64,

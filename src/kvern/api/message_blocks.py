@@ -7,7 +7,7 @@ import msgspec
 
 from kvern.api.conversation import text_of
 from kvern.errors import InvalidRequest, shown
-from kvern.tools.pieces import Arguments, CallBegins, Content, Message, Piece, Reasoning
+from kvern.request.pieces import Arguments, CallBegins, Content, Message, Piece, Reasoning
 
 Event = tuple[str, dict[str, Any]]
 

@@ -15,11 +15,11 @@ from kvern.api.message_tools import chat_tool_choice, chat_tools
 from kvern.api.other_names import in_own_words
 from kvern.api.thinking_fields import read_thinking
 from kvern.errors import PromptTooLong, shown
-from kvern.outputs import CompletionOutput, RequestOutput
-from kvern.sampling_params import SamplingParams
+from kvern.request.outputs import CompletionOutput, RequestOutput
+from kvern.request.pieces import Message
+from kvern.request.sampling_params import SamplingParams
 from kvern.tools.chat import ChatRequest
 from kvern.tools.definitions import read_tools
-from kvern.tools.pieces import Message
 
 MESSAGES = "/v1/messages"
 COUNT_TOKENS = "/v1/messages/count_tokens"

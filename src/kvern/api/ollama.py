@@ -18,12 +18,12 @@ from kvern.api.other_names import ignored, in_own_words
 from kvern.api.text_logprobs import finite, tables_at_once
 from kvern.api.thinking_fields import read_thinking
 from kvern.errors import InvalidRequest, shown
-from kvern.json_lines import as_json
-from kvern.outputs import CompletionOutput, RequestOutput
-from kvern.sampling_params import SamplingParams
+from kvern.io.json_lines import as_json
+from kvern.request.outputs import CompletionOutput, RequestOutput
+from kvern.request.pieces import Content, Message, Piece, Reasoning
+from kvern.request.sampling_params import SamplingParams
 from kvern.tools.chat import AnswerReader, ChatRequest, PlainParser
 from kvern.tools.definitions import read_tools
-from kvern.tools.pieces import Content, Message, Piece, Reasoning
 
 PREFIX = "/api/"
 CHAT = "/api/chat"

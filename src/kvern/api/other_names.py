@@ -19,7 +19,7 @@ from kvern.api.errors import HttpError
 from kvern.api.fields import typed
 from kvern.api.forms import STRUCTURED
 from kvern.errors import shown
-from kvern.sampling_params import SamplingParams
+from kvern.request.sampling_params import SamplingParams
 
 RENAMED = {
     "max_completion_tokens": "max_tokens",

@@ -9,7 +9,7 @@ import msgspec
 
 from kvern.api.response_reasoning import packed_reasoning
 from kvern.api.response_tools import FIXED, INPUT, OfferedTool, read_tool_list
-from kvern.tools.pieces import Arguments, CallBegins, Content, Piece, Reasoning
+from kvern.request.pieces import Arguments, CallBegins, Content, Piece, Reasoning
 
 Event = tuple[str, dict[str, Any]]
 PREFIXES = {

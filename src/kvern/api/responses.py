@@ -30,10 +30,10 @@ from kvern.api.response_tools import ToolList, chat_tool_choice, read_tool_list
 from kvern.api.text_logprobs import finite, tables_at_once
 from kvern.api.thinking_fields import ThinkingFields, read_thinking
 from kvern.errors import shown
-from kvern.json_lines import as_json
-from kvern.outputs import CompletionOutput, RequestOutput
-from kvern.sampling_params import SamplingParams
-from kvern.step import Logprob
+from kvern.io.json_lines import as_json
+from kvern.request.outputs import CompletionOutput, RequestOutput
+from kvern.request.sampling_params import SamplingParams
+from kvern.request.step import Logprob
 from kvern.tools.chat import ChatRequest
 from kvern.tools.definitions import read_tools
 

@@ -18,7 +18,7 @@ from kvern.api.other_names import Refused, check_extras
 from kvern.api.text_logprobs import finite
 from kvern.engine.scoring import Pair, Score, ScoredPrompt, score_of
 from kvern.errors import shown
-from kvern.outputs import RequestOutput
+from kvern.request.outputs import RequestOutput
 
 SCORE = "/v1/score"
 FIELDS = frozenset({"context", "continuations", "logprobs", "add_special_tokens"})

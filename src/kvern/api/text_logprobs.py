@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvern.api.completions import AnswerOptions
-from kvern.json_lines import as_json
-from kvern.outputs import CompletionOutput
-from kvern.tokenizer import Tokenizer
+from kvern.io.json_lines import as_json
+from kvern.request.outputs import CompletionOutput
+from kvern.text.tokenizer import Tokenizer
 
 ENTRIES_AT_ONCE = 1024
 """Log-probabilities that are written in one go."""

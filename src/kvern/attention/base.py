@@ -7,8 +7,8 @@ import torch
 
 from kvern.device.input_batch import InputBatch
 from kvern.layers.attention import Attend, Context, PagedAttend
-from kvern.mixer_spec import AttentionSpec
-from kvern.step import BlockCopy
+from kvern.request.step import BlockCopy
+from kvern.spec.mixers import AttentionSpec
 
 if TYPE_CHECKING:
     from kvern.attention.expanded import ExpandedAttention

@@ -10,7 +10,7 @@ from torch import Tensor
 from kvern.attention.compiled import CompiledAttend, CompiledAttention
 from kvern.cpu.attention import Step
 from kvern.device.text_batch import TextBatch
-from kvern.mixer_spec import AttentionSpec
+from kvern.spec.mixers import AttentionSpec
 
 LOCAL_QUERIES = 256
 """Of a layer with a window, so many attend together: of far more, most keys would be hidden from most queries."""

@@ -12,8 +12,8 @@ from kvern.attention.memory import zero_caches
 from kvern.cpu.attention import CachedLayer, Step
 from kvern.device.input_batch import InputBatch
 from kvern.layers.attention import Context
-from kvern.mixer_spec import AttentionSpec
-from kvern.step import BlockCopy
+from kvern.request.step import BlockCopy
+from kvern.spec.mixers import AttentionSpec
 
 StepSlots = tuple[Step, torch.Tensor]
 """What a step attends to by a block table, and its slot mapping, [T] int64."""

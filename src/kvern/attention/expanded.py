@@ -17,7 +17,7 @@ from kvern.device.device_batch import Queries
 from kvern.device.transfer import upload
 from kvern.kernels.attention_prefill import prefill_attention, prefill_shape
 from kvern.kernels.launch import processors
-from kvern.mixer_spec import AttentionSpec
+from kvern.spec.mixers import AttentionSpec
 
 LEAST_QUERIES = 384
 """Of a run: below, its context costs more to expand than it saves."""

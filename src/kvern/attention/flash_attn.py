@@ -8,7 +8,7 @@ import torch
 from kvern.attention.base import PlannedAttention
 from kvern.device.device_batch import Queries
 from kvern.device.transfer import upload
-from kvern.mixer_spec import AttentionSpec
+from kvern.spec.mixers import AttentionSpec
 
 
 def held_blocks(table: torch.Tensor, starts: torch.Tensor, window: int, block_size: int) -> torch.Tensor:

@@ -9,7 +9,7 @@ import torch
 from kvern.attention.base import PlannedAttention
 from kvern.device.device_batch import Queries
 from kvern.device.transfer import upload
-from kvern.mixer_spec import AttentionSpec
+from kvern.spec.mixers import AttentionSpec
 
 WORKSPACE_BYTES = 256 << 20
 

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from kvern.device.rows import NO_WINDOWS, WindowTables
-from kvern.mixer_spec import AttentionSpec
+from kvern.spec.mixers import AttentionSpec
 
 MOST_TABLES = 12
 """Of layers with a window: each costs a step a little."""

@@ -12,7 +12,7 @@ from kvern.attention.base import PlannedAttention
 from kvern.device.device_batch import Queries
 from kvern.kernels.attention_hopper import QUERIES, hopper_fits, hopper_prefill
 from kvern.kernels.cache_plain import plain_blocks
-from kvern.mixer_spec import AttentionSpec
+from kvern.spec.mixers import AttentionSpec
 
 __all__ = ["HopperPrefill", "hopper_fits"]
 

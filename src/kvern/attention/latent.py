@@ -9,7 +9,7 @@ from kvern.attention.expanded import ExpandedAttention
 from kvern.device.device_batch import Queries
 from kvern.kernels.attention_latent import QUERIES, Runs, latent_attention, latent_shape
 from kvern.kernels.launch import processors
-from kvern.mixer_spec import AttentionSpec
+from kvern.spec.mixers import AttentionSpec
 
 
 class LatentKernels:

@@ -18,7 +18,7 @@ import torch
 
 from kvern.attention.groups import LayerGroups
 from kvern.cpu.large_pages import zeros
-from kvern.mixer_spec import AttentionSpec
+from kvern.spec.mixers import AttentionSpec
 
 CPU = torch.device("cpu")
 

@@ -14,8 +14,8 @@ from kvern.attention.triton import LONG_CONTEXT
 from kvern.device.device_batch import DeviceBatch, Queries
 from kvern.device.transfer import upload
 from kvern.kernels.batch import copy_pool_blocks
-from kvern.mixer_spec import AttentionSpec
-from kvern.step import BlockCopy
+from kvern.request.step import BlockCopy
+from kvern.spec.mixers import AttentionSpec
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from kvern.device.device_batch import Queries
 from kvern.device.measurements import Measurements
 from kvern.device.timing import time_launches
 from kvern.errors import ConfigError
-from kvern.mixer_spec import AttentionSpec
+from kvern.spec.mixers import AttentionSpec
 
 if TYPE_CHECKING:
     from kvern.attention.hopper import HopperPrefill

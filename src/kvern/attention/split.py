@@ -8,7 +8,7 @@ from kvern.attention.base import PlannedAttention
 from kvern.device.device_batch import Queries
 from kvern.kernels.attention_prefill import prefill_shape
 from kvern.kernels.attention_split import split_attention, split_queries, split_shape
-from kvern.mixer_spec import AttentionSpec
+from kvern.spec.mixers import AttentionSpec
 
 FEW = 64
 """Tokens of a request for which tiles are cut where only the device knows how many there are."""

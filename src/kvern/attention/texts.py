@@ -10,7 +10,7 @@ from kvern.device.text_batch import TextBatch
 from kvern.device.transfer import upload
 from kvern.kernels.attention_prefill import prefill_shape
 from kvern.kernels.attention_texts import text_attention
-from kvern.mixer_spec import AttentionSpec
+from kvern.spec.mixers import AttentionSpec
 
 
 class PackedTexts:

@@ -19,8 +19,8 @@ from kvern.attention.groups import LayerGroups
 from kvern.attention.memory import zero_caches
 from kvern.device.input_batch import InputBatch
 from kvern.layers.attention import Context, rows_of
-from kvern.mixer_spec import AttentionSpec
-from kvern.step import BlockCopy
+from kvern.request.step import BlockCopy
+from kvern.spec.mixers import AttentionSpec
 
 PADDING_LIMIT = 0.7
 """A request joins a group of decodes if it is at least this share of the group's longest."""

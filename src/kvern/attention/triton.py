@@ -11,7 +11,7 @@ from kvern.device.device_batch import Queries
 from kvern.kernels.attention_decode import decode_attention, decode_shape
 from kvern.kernels.attention_prefill import prefill_attention, prefill_shape
 from kvern.kernels.attention_prefix import prefix_members
-from kvern.mixer_spec import AttentionSpec
+from kvern.spec.mixers import AttentionSpec
 
 if TYPE_CHECKING:
     from kvern.attention.hopper import HopperPrefill

@@ -27,15 +27,15 @@ from kvern.batch.readers import Reader, Row, checked_ending, content_digest, imp
 from kvern.batch.requests import BatchRequest, RowRules, merged
 from kvern.batch.tables import write_table
 from kvern.errors import BatchFileError, InvalidRequest, KvernError
-from kvern.json_lines import json_line
-from kvern.progress import generation_progress
-from kvern.sampling_params import SamplingParams
+from kvern.io.json_lines import json_line
+from kvern.io.progress import generation_progress
+from kvern.request.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from kvern.engine.inputs import Prompt
     from kvern.llm import LLM, FailedRequest
-    from kvern.outputs import RequestOutput
-    from kvern.tokenizer import Tokenizer
+    from kvern.request.outputs import RequestOutput
+    from kvern.text.tokenizer import Tokenizer
     from kvern.tools.chat import ChatRequest
 
 WINDOW = 8192

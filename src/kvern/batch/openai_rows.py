@@ -16,9 +16,9 @@ from kvern.api.completion_answers import details, of_prompt, token_counts
 from kvern.api.completions import CHAT, COMPLETIONS, AnswerOptions, check_fields, read_completion
 from kvern.batch.requests import BatchRequest
 from kvern.errors import InvalidRequest, shown
-from kvern.outputs import RequestOutput
-from kvern.sampling_params import SamplingParams
-from kvern.tokenizer import Tokenizer
+from kvern.request.outputs import RequestOutput
+from kvern.request.sampling_params import SamplingParams
+from kvern.text.tokenizer import Tokenizer
 from kvern.tools.chat import ChatRequest
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
 from kvern.errors import BatchFileError
-from kvern.json_lines import BYTE_ORDER_MARK, read_json, wide_encoding
+from kvern.io.json_lines import BYTE_ORDER_MARK, read_json, wide_encoding
 
 ENDINGS = (".jsonl", ".ndjson", ".csv", ".parquet")
 PARQUET_BATCH = 1024  # rows held in memory at a time

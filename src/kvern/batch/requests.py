@@ -17,12 +17,12 @@ from kvern.api.conversation import ChatBody
 from kvern.api.fields import sampling_params
 from kvern.api.other_names import REFUSED_SAMPLING, check_refused, with_own_names
 from kvern.errors import BatchFileError, InvalidParameter, InvalidRequest, shown
-from kvern.sampling_params import SamplingParams
+from kvern.request.sampling_params import SamplingParams
 from kvern.tools.definitions import read_tools
 
 if TYPE_CHECKING:
     from kvern.engine.inputs import Prompt
-    from kvern.outputs import RequestOutput
+    from kvern.request.outputs import RequestOutput
     from kvern.tools.chat import ChatRequest
 
 ANSWER_COLUMNS = ("answer", "finish_reason", "prompt_tokens", "completion_tokens")

@@ -9,7 +9,7 @@ import torch
 from kvern.device.timing import time_calls
 from kvern.kernel_list import Call, Inputs, kernels_of
 from kvern.kernel_list.quantized import PackedKind
-from kvern.model_spec import ModelSpec
+from kvern.spec.model import ModelSpec
 
 ROTATED_BYTES = 256 << 20
 """Inputs are taken in turns from this much memory, so that none is still in the L2 cache."""

@@ -18,7 +18,7 @@ from kvern.engine.encoder_core import EncoderCore
 from kvern.engine.engine import Engine
 from kvern.errors import ConfigError
 from kvern.observe.drafts import DraftFigures
-from kvern.sampling_params import SamplingParams
+from kvern.request.sampling_params import SamplingParams
 from kvern.version import __version__
 
 PERCENTILES = (50, 90, 99)

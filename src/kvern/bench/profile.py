@@ -13,7 +13,7 @@ from torch.profiler import ProfilerActivity, profile
 from kvern.bench.workloads import Workload
 from kvern.cpu.library import recorded
 from kvern.engine.engine import Engine
-from kvern.sampling_params import SamplingParams
+from kvern.request.sampling_params import SamplingParams
 
 PARTS = (
     ("ranks", r"_peer_|nccl"),

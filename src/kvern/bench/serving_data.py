@@ -9,7 +9,7 @@ from typing import Any
 from kvern.bench.serving import Sample
 from kvern.errors import ConfigError
 from kvern.models.hub import resolve_model
-from kvern.tokenizer import Tokenizer
+from kvern.text.tokenizer import Tokenizer
 
 _COMMON_WORDS = (
     "the of and to in is it you that he was for on are with as his they be at one have this from or had by but some "

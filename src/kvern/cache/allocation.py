@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from kvern.cache.block_pool import BlockPool
 from kvern.cache.radix import Node, RadixCache
 from kvern.cache.windows import WindowedBlocks
-from kvern.step import BlockCopy
+from kvern.request.step import BlockCopy
 
 
 class Allocation:

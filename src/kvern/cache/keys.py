@@ -20,7 +20,7 @@ import struct
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from kvern.files import open_regular, read_at, read_whole
+from kvern.io.files import open_regular, read_at, read_whole
 
 KEY_BYTES = 16
 

@@ -24,8 +24,8 @@ from kvern.cache.radix import NO_STATE, Node, RadixCache
 from kvern.cache.states import StatePool, state_marks
 from kvern.cache.tier import KVTier, TierTraffic
 from kvern.cache.windows import WindowedBlocks, WindowLimits
-from kvern.request import Request
-from kvern.step import BlockCopy, SchedulerOutput
+from kvern.request.request import Request
+from kvern.request.step import BlockCopy, SchedulerOutput
 
 
 @dataclass

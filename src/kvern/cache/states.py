@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from kvern.cache.radix import NO_STATE, Node
 
 if TYPE_CHECKING:
-    from kvern.request import Request
+    from kvern.request.request import Request
 
 
 class StatePool:

@@ -19,10 +19,10 @@ from typing import TYPE_CHECKING, Protocol
 from kvern.cache.block_pool import BlockPool
 from kvern.cache.keys import block_keys
 from kvern.cache.radix import Node, RadixCache
-from kvern.step import BlockLoad, BlockSave, SchedulerOutput
+from kvern.request.step import BlockLoad, BlockSave, SchedulerOutput
 
 if TYPE_CHECKING:
-    from kvern.request import Request
+    from kvern.request.request import Request
 
 
 class KVTier(Protocol):

@@ -22,10 +22,10 @@ from typing import TYPE_CHECKING
 
 from kvern.cache.block_pool import BlockPool
 from kvern.cache.radix import Node, RadixCache
-from kvern.step import GrownTable
+from kvern.request.step import GrownTable
 
 if TYPE_CHECKING:
-    from kvern.request import Request
+    from kvern.request.request import Request
 
 Blocks = tuple[int, ...]
 """Of the pool, one in each block table of layers with a window."""

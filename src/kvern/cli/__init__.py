@@ -1,5 +1,5 @@
 """The command `kvern`. What it imports is compiled once."""
 
-from kvern.bytecode import keep_bytecode
+from kvern.io.bytecode import keep_bytecode
 
 keep_bytecode()

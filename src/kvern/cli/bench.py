@@ -99,7 +99,7 @@ class Kernels:
         from kvern.models.folder import model_folder
         from kvern.models.loader import read_config
         from kvern.models.registry import spec_from_config
-        from kvern.worker.device import missing_gpu
+        from kvern.runner.device import missing_gpu
 
         if not torch.cuda.is_available():
             raise ConfigError(f"the kernels run on a GPU, but {missing_gpu()}")

@@ -152,7 +152,7 @@ class ServeBench:
     async def _measure(self) -> int:
         from kvern.bench.serving import Sender, fetch
         from kvern.bench.serving_figures import METRICS, metric, read_goodput, summarize
-        from kvern.progress import generation_progress
+        from kvern.io.progress import generation_progress
 
         limits = read_goodput(self.goodput)
         metrics = [metric(name.strip()) for name in self.percentile_metrics.split(",")]

@@ -17,7 +17,7 @@ from kvern.cli.options import SamplingOptions
 from kvern.cli.run import load
 from kvern.config import EngineConfig
 from kvern.errors import InvalidParameter, KvernError
-from kvern.sampling_params import SamplingParams
+from kvern.request.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from kvern.llm import LLM

@@ -9,7 +9,7 @@ import signal
 from collections.abc import Iterator
 from typing import Any
 
-from kvern.engine.child import EngineChild, EngineProcess
+from kvern.serving.child import EngineChild, EngineProcess
 
 _begun: list[EngineProcess] = []
 _handlers: dict[int, Any] = {}

@@ -14,12 +14,11 @@ from rich.table import Table
 
 from kvern.config import EngineConfig
 from kvern.cpu.host_memory import available_memory
-from kvern.model_spec import ModelSpec
 from kvern.models.loader import outline_model
 from kvern.models.precision import Share, shares
 from kvern.models.weight_statistics import WeightStatistics
 from kvern.quantize.checkpoint import part_without_calibration
-from kvern.worker.memory import (
+from kvern.runner.memory import (
     GIGABYTE,
     GPU_MEMORY_SHARE,
     MARGIN_BYTES,
@@ -27,7 +26,7 @@ from kvern.worker.memory import (
     bytes_of_token,
     host_cache_bytes,
 )
-from kvern.worker.plan import (
+from kvern.runner.plan import (
     REQUIRED_KERNELS,
     Findings,
     Plan,
@@ -38,7 +37,8 @@ from kvern.worker.plan import (
     sequences_taken,
     states_of_a_request,
 )
-from kvern.worker.windows import choose_groups
+from kvern.runner.windows import choose_groups
+from kvern.spec.model import ModelSpec
 
 EIGHT_BIT = "int8"
 DEFAULTS = EngineConfig()

@@ -25,7 +25,7 @@ from kvern.cli.vllm_flags import VLLM
 from kvern.config import EngineConfig, choices_of
 from kvern.cpu.processor import VARIABLE as CPU_ISA
 from kvern.errors import ConfigError
-from kvern.sampling_params import SamplingParams
+from kvern.request.sampling_params import SamplingParams
 from kvern.server.config import ServerConfig
 
 PREFIX = "KVERN_"

@@ -79,11 +79,11 @@ class QuantizeCommand:
         budget = budget_of(self.target_bits, self.max_loss, self.report) if self.method == "mixed" else None
         scheme = self._scheme()
         self._check()
+        from kvern.io.progress import work_progress
         from kvern.models.hub import resolve_model
-        from kvern.progress import work_progress
         from kvern.quantize import job
         from kvern.quantize.checkpoint import Checkpoint
-        from kvern.worker.device import check_dtype, resolve_device
+        from kvern.runner.device import check_dtype, resolve_device
 
         device = resolve_device(EngineConfig(device=self.device))
         checkpoint = Checkpoint(resolve_model(self.model).absolute(), device)
@@ -174,7 +174,7 @@ class QuantizeCommand:
 
     def _calibration(self, checkpoint: Checkpoint) -> Calibration:
         from kvern.quantize.calibration import calibration
-        from kvern.tokenizer import Tokenizer
+        from kvern.text.tokenizer import Tokenizer
 
         rows = self.calibration_rows or (MANY_ROWS if self.method in CALIBRATED else FEW_ROWS)
         length = min(self.calibration_tokens, checkpoint.spec.max_position_embeddings)

@@ -47,7 +47,7 @@ def make_mixture(
     settings: dict[str, Any],
 ) -> tuple[Result, MixedReport]:
     """Measure, choose and write, with progress on stderr. Raises KvernError."""
-    from kvern.progress import work_progress
+    from kvern.io.progress import work_progress
     from kvern.quantize.job import make_method
     from kvern.quantize.mixed import Mixture
     from kvern.quantize.mixed_report import read_report

@@ -62,9 +62,9 @@ class RunCommand:
         """Run the job and return the exit code: 1 if rows failed. Raises KvernError."""
         from kvern.batch.job import BatchJob
         from kvern.batch.requests import RowRules
-        from kvern.events import EngineStatistics
         from kvern.observe.drafts import DraftFigures
         from kvern.observe.experts import busiest_rows
+        from kvern.request.events import EngineStatistics
 
         engine, usual = self.engine, EngineConfig()
         job = BatchJob(

@@ -11,8 +11,8 @@ from typing import Annotated
 import tyro
 
 from kvern.config import DEFAULT_ADAPTERS, EngineConfig
-from kvern.engine.child import EngineProcess
 from kvern.server.config import ServerConfig
+from kvern.serving.child import EngineProcess
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ def planned(engine: EngineConfig) -> EngineConfig:
 
     Raises KvernError if there is no such model.
     """
-    from kvern.engine.places import seen_gpus
+    from kvern.serving.places import seen_gpus
 
     if len(seen_gpus(engine)) < 2:
         return engine

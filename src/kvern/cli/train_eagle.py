@@ -56,13 +56,13 @@ class TrainEagleCommand:
         """Train, print what the head is worth and return the exit code. Raises KvernError."""
         self._check()
         from kvern.draft_training.job import Settings, Training, check_model, drafted_tokens
+        from kvern.io.progress import work_progress
         from kvern.models.hub import resolve_model
         from kvern.models.loader import load_model
-        from kvern.progress import work_progress
         from kvern.quantize.calibration import calibration
         from kvern.quantize.writer import check_target, writing
-        from kvern.tokenizer import Tokenizer
-        from kvern.worker.device import check_dtype, resolve_device
+        from kvern.runner.device import check_dtype, resolve_device
+        from kvern.text.tokenizer import Tokenizer
 
         folder = resolve_model(self.model).absolute()
         check_target(self.output, folder, self.overwrite, 0)

@@ -3,7 +3,7 @@
 import os
 from pathlib import Path
 
-from kvern.ray_nodes import MOST_PROCESSES
+from kvern.io.ray_nodes import MOST_PROCESSES
 
 
 def total_memory() -> int:

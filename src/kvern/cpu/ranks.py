@@ -40,7 +40,7 @@ class _Ranks(ctypes.Structure):
 class SharedMemory:
     """Rank `rank` of `size`, which meet in `file`: the first one makes it, and removes it when all have come.
 
-    Methods do what those of `kvern.device.ranks.Ranks` do. Captured calls that are made again raise nothing,
+    Methods do what those of `kvern.ranks.ranks.Ranks` do. Captured calls that are made again raise nothing,
     and `check` says whether a rank was missing, from when on nothing is computed any more.
     """
 

@@ -13,7 +13,7 @@ from kvern.device.rows import NO_WINDOWS, WindowTables
 from kvern.device.transfer import send, upload
 from kvern.kernels.attention_prefix import SharedPrefix
 from kvern.kernels.batch import read_decodes, read_slots, read_tokens, write_runs
-from kvern.step import GrownTable, ScheduledTokens
+from kvern.request.step import GrownTable, ScheduledTokens
 
 
 class DeviceRows(ListedRows):

@@ -8,7 +8,7 @@ import torch
 from numpy.typing import NDArray
 
 from kvern.device.rows import BatchRows
-from kvern.step import ScheduledTokens
+from kvern.request.step import ScheduledTokens
 
 IntegerArray = NDArray[np.int64]
 

@@ -9,7 +9,7 @@ import torch
 
 from kvern.device.rows import BatchRows
 from kvern.device.transfer import send
-from kvern.step import Fork, NewRequest
+from kvern.request.step import Fork, NewRequest
 
 
 class ListedRows(BatchRows):

@@ -8,7 +8,7 @@ import msgspec
 import torch
 
 from kvern.device.transfer import upload
-from kvern.step import Fork, GrownTable, NewRequest, ScheduledTokens
+from kvern.request.step import Fork, GrownTable, NewRequest, ScheduledTokens
 
 
 class WindowTables(NamedTuple):

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from kvern.device.transfer import send
-from kvern.request import PromptInput
+from kvern.request.request import PromptInput
 
 
 @dataclass(frozen=True)

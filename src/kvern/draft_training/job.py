@@ -14,10 +14,10 @@ from torch.nn.utils import clip_grad_norm_
 from kvern.draft_training.head import HeadSize, TrainedHead, moved
 from kvern.errors import ConfigError
 from kvern.layers.states import new_states
-from kvern.model_spec import MlpSpec, ModelSpec
 from kvern.models.decoder import Decoder, LayerInputs
 from kvern.quantize.blocks import LayersAttend
 from kvern.quantize.writer import Writer
+from kvern.spec.model import MlpSpec, ModelSpec
 
 STEP_WEIGHT = 0.8
 """Of a step's loss, as a share of the loss of the step before."""

@@ -16,12 +16,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from kvern.detokenizer import IncrementalDetokenizer
 from kvern.engine.stop_strings import ScopedSearch, StopSearch, StopStrings, search_of
-from kvern.events import TokenEvent
-from kvern.request import FinishReason, Request
-from kvern.step import BeamCandidates, TokenLogprobs
-from kvern.tokenizer import Tokenizer
+from kvern.request.events import TokenEvent
+from kvern.request.request import FinishReason, Request
+from kvern.request.step import BeamCandidates, TokenLogprobs
+from kvern.text.detokenizer import IncrementalDetokenizer
+from kvern.text.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,8 @@ import copy
 from collections.abc import Sequence
 
 from kvern.engine.scheduler import Scheduler
-from kvern.request import Request, State
-from kvern.step import Fork
+from kvern.request.request import Request, State
+from kvern.request.step import Fork
 
 
 class Branching:

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from kvern.request import Breakers
-from kvern.tokenizer import Tokenizer
+from kvern.request.request import Breakers
+from kvern.text.tokenizer import Tokenizer
 
 DEFAULT = ("\n", ":", '"', "*")
 BETWEEN = b"\xff"

@@ -5,7 +5,7 @@ from typing import cast
 
 from kvern.engine.inputs import Messages, Prompt
 from kvern.errors import InvalidRequest
-from kvern.sampling_params import SamplingParams
+from kvern.request.sampling_params import SamplingParams
 
 Params = SamplingParams | Sequence[SamplingParams] | None
 AdapterChoice = str | Sequence[str | None] | None

@@ -17,25 +17,25 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from typing import TYPE_CHECKING
 
+from kvern.drafting.drafting import Drafting
 from kvern.engine.beams import BeamSearch, answers
 from kvern.engine.branching import Branching
-from kvern.engine.drafting import Drafting
 from kvern.engine.pace import Pace
 from kvern.engine.scheduler import Scheduler
 from kvern.engine.stages import ToldStages
 from kvern.engine.step_watch import StepWatch
 from kvern.engine.trial import Trial, computed, reached
 from kvern.errors import in_a_line
-from kvern.events import EngineStatistics, TokenEvent
-from kvern.request import FinishReason, Progress, Request, RequestSpec, State, cache_namespace, requests_of
-from kvern.step import OUT_OF_TOKENS, ModelRunnerOutput, SchedulerOutput, StepLost, TokenLogprobs
+from kvern.request.events import EngineStatistics, TokenEvent
+from kvern.request.request import FinishReason, Progress, Request, RequestSpec, State, cache_namespace, requests_of
+from kvern.request.step import OUT_OF_TOKENS, ModelRunnerOutput, SchedulerOutput, StepLost, TokenLogprobs
 
 if TYPE_CHECKING:
     from kvern.adapters.peft import Adapter
-    from kvern.step import StepResult
-    from kvern.tokenizer import Tokenizer
-    from kvern.worker.executor import Executor
-    from kvern.worker.expert_counts import LayerCounts
+    from kvern.request.step import StepResult
+    from kvern.runner.executor import Executor
+    from kvern.runner.ranks.expert_counts import LayerCounts
+    from kvern.text.tokenizer import Tokenizer
 
 logger = logging.getLogger("kvern")
 PREPARING_SECONDS = 0.01

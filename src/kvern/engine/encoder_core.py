@@ -21,8 +21,8 @@ from kvern.adapters.peft import Adapter
 from kvern.config import EngineConfig
 from kvern.engine.step_watch import StepWatch
 from kvern.errors import InvalidAdapter, in_a_line
-from kvern.events import EngineStatistics, TokenEvent
-from kvern.request import FinishReason, Progress, PromptInput, RequestSpec
+from kvern.request.events import EngineStatistics, TokenEvent
+from kvern.request.request import FinishReason, Progress, PromptInput, RequestSpec
 
 logger = logging.getLogger("kvern")
 

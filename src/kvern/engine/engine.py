@@ -13,14 +13,14 @@ from kvern.engine.inputs import InputProcessor, Prompt
 from kvern.engine.model_facts import ModelFacts
 from kvern.engine.output import OutputProcessor
 from kvern.errors import ConfigError, InvalidRequest
-from kvern.events import EngineStatistics
 from kvern.models.folder import model_folder
-from kvern.outputs import RequestOutput
-from kvern.request import RequestOptions
+from kvern.request.events import EngineStatistics
+from kvern.request.outputs import RequestOutput
+from kvern.request.request import RequestOptions
+from kvern.request.sampling_params import SamplingParams
+from kvern.runner.startup import Startup
 from kvern.sample.processors import load_processors
-from kvern.sampling_params import SamplingParams
-from kvern.tokenizer import Tokenizer
-from kvern.worker.startup import Startup
+from kvern.text.tokenizer import Tokenizer
 
 logger = logging.getLogger("kvern")
 

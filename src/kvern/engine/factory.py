@@ -11,28 +11,28 @@ from kvern.cache.manager import KVCacheManager
 from kvern.cache.tier import KVTier
 from kvern.cache.windows import WindowLimits
 from kvern.config import EngineConfig
+from kvern.drafting.drafting import Drafting
+from kvern.drafting.models.choice import draft_folder
+from kvern.drafting.proposer import PROPOSERS
 from kvern.engine.core import EngineCore
-from kvern.engine.drafting import Drafting
 from kvern.engine.encoder_core import EncoderCore
-from kvern.engine.homes import Home, HomedCores
 from kvern.engine.loop import EngineLoop
 from kvern.engine.pace import Pace
 from kvern.engine.policy import POLICIES
-from kvern.engine.proposer import PROPOSERS
 from kvern.engine.scheduler import Scheduler, SchedulerLimits
 from kvern.engine.step_timing import time_steps
 from kvern.engine.step_watch import StepWatch
-from kvern.model_spec import ModelSpec
-from kvern.models.draft import draft_folder
 from kvern.models.implementation import describe_model
 from kvern.models.loader import read_config
-from kvern.tokenizer import Tokenizer
-from kvern.worker.device import resolve_device
-from kvern.worker.encoder_runner import start_encoder
-from kvern.worker.executor import DPAttentionExecutor, Executor, start
-from kvern.worker.plan import Layout
-from kvern.worker.rank_limits import check_ranks
-from kvern.worker.startup import Startup
+from kvern.runner.device import resolve_device
+from kvern.runner.encoder_runner import start_encoder
+from kvern.runner.executor import DPAttentionExecutor, Executor, start
+from kvern.runner.plan import Layout
+from kvern.runner.ranks.rank_limits import check_ranks
+from kvern.runner.startup import Startup
+from kvern.serving.homes import Home, HomedCores
+from kvern.spec.model import ModelSpec
+from kvern.text.tokenizer import Tokenizer
 
 GRAPH_SECONDS = 0.55
 """So long an engine captures the likeliest graphs before it is ready, if it can capture the others when it is idle."""

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from kvern.step import BlockCopy, Fork, GrownTable, SchedulerOutput
+from kvern.request.step import BlockCopy, Fork, GrownTable, SchedulerOutput
 
 
 class PendingForks:

@@ -15,11 +15,11 @@ from kvern.config import EngineConfig
 from kvern.engine.breakers import BreakerFinder
 from kvern.engine.model_facts import ModelFacts
 from kvern.errors import InvalidParameter, InvalidRequest, PromptTooLong, shown
-from kvern.request import PromptInput, RequestOptions, RequestSpec
+from kvern.request.request import PromptInput, RequestOptions, RequestSpec
+from kvern.request.sampling_params import USUAL, ResolvedParams, SamplingParams, check_wide_integer
 from kvern.sample.processors import Processors, check_arguments
-from kvern.sampling_params import USUAL, ResolvedParams, SamplingParams, check_wide_integer
 from kvern.structured.grammar import grammars_of
-from kvern.tokenizer import Tokenizer, read_json
+from kvern.text.tokenizer import Tokenizer, read_json
 from kvern.tools.chat import Chat
 from kvern.tools.encoding import LONGEST_TRUNCATED
 

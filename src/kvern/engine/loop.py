@@ -5,12 +5,12 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from kvern.errors import in_a_line
-from kvern.events import EngineStatistics, TokenEvent
-from kvern.request import FinishReason, Progress, RequestSpec
+from kvern.request.events import EngineStatistics, TokenEvent
+from kvern.request.request import FinishReason, Progress, RequestSpec
 
 if TYPE_CHECKING:
     from kvern.adapters.peft import Adapter
-    from kvern.worker.expert_counts import LayerCounts
+    from kvern.runner.ranks.expert_counts import LayerCounts
 
 logger = logging.getLogger("kvern")
 

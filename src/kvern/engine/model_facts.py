@@ -2,7 +2,7 @@
 
 import msgspec
 
-from kvern.model_spec import ModelSpec
+from kvern.spec.model import ModelSpec
 
 
 class ModelFacts(msgspec.Struct, frozen=True, array_like=True, gc=False):

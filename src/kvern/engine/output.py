@@ -3,14 +3,14 @@
 import logging
 from collections.abc import Iterable, Sequence
 
-from kvern.detokenizer import IncrementalDetokenizer
 from kvern.engine.stop_strings import StopStrings, search_of
-from kvern.events import TokenEvent
-from kvern.outputs import CompletionOutput, RequestOutput
-from kvern.request import FinishReason, RequestSpec
-from kvern.sampling_params import SamplingParams
-from kvern.step import Logprob, TokenLogprobs
-from kvern.tokenizer import Tokenizer
+from kvern.request.events import TokenEvent
+from kvern.request.outputs import CompletionOutput, RequestOutput
+from kvern.request.request import FinishReason, RequestSpec
+from kvern.request.sampling_params import SamplingParams
+from kvern.request.step import Logprob, TokenLogprobs
+from kvern.text.detokenizer import IncrementalDetokenizer
+from kvern.text.tokenizer import Tokenizer
 
 logger = logging.getLogger("kvern")
 

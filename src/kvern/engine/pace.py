@@ -9,8 +9,8 @@ from collections.abc import Callable
 
 from kvern.engine.step_budget import StepTime
 from kvern.engine.step_costs import StepCosts, StepLoad, load_of
-from kvern.request import Request
-from kvern.step import SchedulerOutput
+from kvern.request.request import Request
+from kvern.request.step import SchedulerOutput
 
 SHARE_OF_WAIT = 0.1
 """Of the time that the first in the queue has waited, which a step may take."""

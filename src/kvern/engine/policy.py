@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvern.cache.manager import KVCacheManager
-from kvern.request import Request, State
+from kvern.request.request import Request, State
 
 Order = tuple[bool, float, int, int]
 """Smaller goes first."""

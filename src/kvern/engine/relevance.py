@@ -18,11 +18,11 @@ import numpy
 
 from kvern.engine.embedding import Vector
 from kvern.errors import CorruptCheckpoint, InvalidRequest, shown
-from kvern.files import open_regular, read_at, reason
+from kvern.io.files import open_regular, read_at, reason
 from kvern.models.header import read_entries
 from kvern.models.pooling import POOLING_FILE
 from kvern.models.registry import is_described, spec_from_config
-from kvern.tokenizer import Tokenizer, read_json
+from kvern.text.tokenizer import Tokenizer, read_json
 
 ANSWERS_FILE = "1_LogitScore/config.json"
 """Where checkpoints say which tokens tell relevance, as sentence-transformers does."""

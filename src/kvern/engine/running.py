@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from kvern.cache.manager import KVCacheManager
 from kvern.engine.policy import Order, Policy
-from kvern.request import Request, State
+from kvern.request.request import Request, State
 
 MOST_OWNERS = 1 << 14
 """Of whom it is known when they were last given a row."""

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 
 from kvern.adapters.places import AdapterPlaces
 from kvern.cache.manager import KVCacheManager
-from kvern.engine.draft_room import Wanted, to_guess, to_verify
+from kvern.drafting.room import Wanted, to_guess, to_verify
 from kvern.engine.forks import PendingForks
 from kvern.engine.policy import Policy
 from kvern.engine.running import RunningRequests, future_siblings
@@ -32,8 +32,8 @@ from kvern.engine.stages import decodes, in_turn
 from kvern.engine.step_budget import StepBudget, StepTime
 from kvern.engine.step_costs import load_of
 from kvern.engine.waiting import Cause, WaitingQueue
-from kvern.request import FinishReason, Request, State
-from kvern.step import NewRequest, ScheduledTokens, SchedulerOutput
+from kvern.request.request import FinishReason, Request, State
+from kvern.request.step import NewRequest, ScheduledTokens, SchedulerOutput
 
 
 @dataclass(frozen=True)

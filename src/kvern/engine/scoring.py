@@ -11,9 +11,9 @@ from dataclasses import dataclass
 
 from kvern.engine.inputs import Prompt, as_list
 from kvern.errors import InvalidRequest, shown
-from kvern.outputs import RequestOutput
-from kvern.sampling_params import SamplingParams
-from kvern.tokenizer import Tokenizer
+from kvern.request.outputs import RequestOutput
+from kvern.request.sampling_params import SamplingParams
+from kvern.text.tokenizer import Tokenizer
 
 Pair = tuple[Prompt, Prompt]
 """Context and continuation, both texts or both token ids."""

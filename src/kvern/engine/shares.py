@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from kvern.cache.manager import KVCacheManager
 from kvern.engine.policy import Policy
 from kvern.engine.running import RunningRequests
-from kvern.request import Request, State
+from kvern.request.request import Request, State
 
 QUANTUM = 32
 """Steps that a request runs at least before an owner with nothing running takes the only place of its owner."""

@@ -7,8 +7,8 @@ stages whose layers keep states learn which drafts these are to see.
 
 from collections.abc import Iterable, Sequence
 
-from kvern.request import Request
-from kvern.step import ModelRunnerOutput, ScheduledTokens, SchedulerOutput
+from kvern.request.request import Request
+from kvern.request.step import ModelRunnerOutput, ScheduledTokens, SchedulerOutput
 
 
 def in_turn(running: Iterable[Request], stages: int, begin: int) -> list[Request]:

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from kvern.step import ScheduledTokens
+from kvern.request.step import ScheduledTokens
 
 TILE = 64
 GAIN = 0.15

@@ -6,11 +6,11 @@ import time
 from collections import deque
 
 from kvern.engine.step_costs import StepCosts
-from kvern.request import PromptInput, RequestSpec
-from kvern.sampling_params import ResolvedParams
-from kvern.step import GrownTable, NewRequest, ScheduledTokens, SchedulerOutput, StepResult
-from kvern.worker.executor import Executor
-from kvern.worker.plan import Layout
+from kvern.request.request import PromptInput, RequestSpec
+from kvern.request.sampling_params import ResolvedParams
+from kvern.request.step import GrownTable, NewRequest, ScheduledTokens, SchedulerOutput, StepResult
+from kvern.runner.executor import Executor
+from kvern.runner.plan import Layout
 
 DECODES = 16
 """Requests of a plain decode step, and beside each prompt."""

@@ -10,7 +10,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from typing import Literal
 
-from kvern.sampling_params import LONGEST_SCOPE_END, StopScope
+from kvern.request.sampling_params import LONGEST_SCOPE_END, StopScope
 from kvern.tools.buffered import BLANKS, held_back
 from kvern.tools.thinking_splitter import Quotes
 

@@ -13,8 +13,8 @@ also failures that come and go end.
 
 from collections.abc import Iterable, Iterator
 
-from kvern.request import Request, State
-from kvern.step import ModelRunnerOutput, SchedulerOutput
+from kvern.request.request import Request, State
+from kvern.request.step import ModelRunnerOutput, SchedulerOutput
 
 
 class Trial:

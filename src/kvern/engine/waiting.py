@@ -26,7 +26,7 @@ from itertools import islice
 from kvern.cache.manager import KVCacheManager
 from kvern.engine.policy import Policy
 from kvern.engine.running import RunningRequests
-from kvern.request import Request, State
+from kvern.request.request import Request, State
 
 Cause = Request | str
 """Why a request cannot run yet: itself (of its last step something is missing), its leader, or its unit."""

@@ -19,7 +19,7 @@ from kvern.kernel_list import (
     texts,
 )
 from kvern.kernel_list.entry import Call, Inputs, Kernel
-from kvern.model_spec import ModelSpec
+from kvern.spec.model import ModelSpec
 
 __all__ = ["KERNELS", "Call", "Inputs", "Kernel", "kernels_of"]
 

@@ -13,8 +13,8 @@ from kvern.kernels.attention_prefill import prefill_attention, prefill_shape
 from kvern.kernels.attention_prefix import SharedPrefix, prefix_members, tiles_for
 from kvern.kernels.attention_split import split_attention, split_queries, split_shape
 from kvern.kernels.cache_plain import plain_blocks
-from kvern.mixer_spec import AttentionSpec
-from kvern.model_spec import ModelSpec
+from kvern.spec.mixers import AttentionSpec
+from kvern.spec.model import ModelSpec
 
 Sizes = Iterator[tuple[Any, ...]]
 

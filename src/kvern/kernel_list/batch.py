@@ -10,13 +10,13 @@ from kvern.attention.groups import group_layers
 from kvern.device.device_batch import DeviceRows
 from kvern.kernel_list.entry import Call, Inputs, Kernel
 from kvern.kernels import batch, constraints, drafts, logprobs, masks, sampling
-from kvern.model_spec import ModelSpec
-from kvern.request import PromptInput, RequestSpec
+from kvern.request.request import PromptInput, RequestSpec
+from kvern.request.sampling_params import ResolvedParams
+from kvern.request.step import NewRequest
 from kvern.sample import sampler
 from kvern.sample.constraints import constrain
 from kvern.sample.logprobs import token_logprobs
-from kvern.sampling_params import ResolvedParams
-from kvern.step import NewRequest
+from kvern.spec.model import ModelSpec
 from kvern.structured.masks import restrict
 
 Sizes = Iterator[tuple[Any, ...]]

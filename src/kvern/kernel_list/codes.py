@@ -7,6 +7,15 @@ from typing import Any
 
 import torch
 
+from kvern.formats.gpu.candidates import (
+    CODES_CANDIDATES,
+    CODES_STREAMS,
+    CODES_TILES,
+    CodesTiles,
+    OfCodes,
+    codes_candidates,
+)
+from kvern.formats.gpu.products import codes_product
 from kvern.kernel_list.entry import Call, Inputs, Kernel
 from kvern.kernel_list.quantized import (
     PackedKind,
@@ -19,16 +28,7 @@ from kvern.kernel_list.quantized import (
 )
 from kvern.kernels.codes_hopper import tiles_codes
 from kvern.kernels.stream_hopper import streams_codes
-from kvern.layers.quantized.gpu.candidates import (
-    CODES_CANDIDATES,
-    CODES_STREAMS,
-    CODES_TILES,
-    CodesTiles,
-    OfCodes,
-    codes_candidates,
-)
-from kvern.layers.quantized.gpu.products import codes_product
-from kvern.model_spec import ModelSpec
+from kvern.spec.model import ModelSpec
 
 Sizes = Iterator[tuple[Any, ...]]
 

@@ -13,8 +13,8 @@ from kvern.kernel_list.entry import Call, Inputs, Kernel
 from kvern.kernels import convolution
 from kvern.kernels.convolution import Drafts, Runs, Taps
 from kvern.kernels.delta_net import CHUNK
-from kvern.mixer_spec import Mamba2Spec, RecurrentSpec, ShortConvSpec
-from kvern.model_spec import ModelSpec
+from kvern.spec.mixers import Mamba2Spec, RecurrentSpec, ShortConvSpec
+from kvern.spec.model import ModelSpec
 
 Sizes = Iterator[tuple[Any, ...]]
 SINGLE = (1, 1, 1)

@@ -27,8 +27,8 @@ from kvern.kernels.convolution import Drafts
 from kvern.kernels.delta_net import Gates, Heads
 from kvern.kernels.delta_net_drafts import read_drafts
 from kvern.layers.fused_delta_net import heads_of
-from kvern.mixer_spec import DeltaNetSpec
-from kvern.model_spec import ModelSpec
+from kvern.spec.mixers import DeltaNetSpec
+from kvern.spec.model import ModelSpec
 
 Sizes = Iterator[tuple[Any, ...]]
 

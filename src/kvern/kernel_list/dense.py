@@ -21,8 +21,8 @@ from kvern.layers.few_rows import matvec_shape
 from kvern.layers.fused_adapters import SHAPES, adapted_shape, joins
 from kvern.layers.linear_method import LinearShape
 from kvern.layers.tuned_linear import Shape, candidates_of
-from kvern.mixer_spec import LatentAttentionSpec
-from kvern.model_spec import LayerSpec, MlpSpec, ModelSpec, MoeSpec
+from kvern.spec.mixers import LatentAttentionSpec
+from kvern.spec.model import LayerSpec, MlpSpec, ModelSpec, MoeSpec
 
 ROWS = 64
 FEW_OUTPUTS = 256

@@ -10,11 +10,11 @@ import triton
 
 from kvern.adapters.targets import linear_layers
 from kvern.attention.eight_bit import LARGEST_CODE, codes_of
-from kvern.device.ranks import ALONE, Ranks
 from kvern.layers.build import Build
 from kvern.layers.linear_method import LinearMethod
-from kvern.model_spec import ModelSpec
 from kvern.models.decoder import Decoder
+from kvern.ranks.ranks import ALONE, Ranks
+from kvern.spec.model import ModelSpec
 
 if TYPE_CHECKING:
     from kvern.kernel_list.quantized import PackedKind

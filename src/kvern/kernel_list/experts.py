@@ -14,7 +14,7 @@ from kvern.kernels.moe import ACTIVATIONS, TILES, fused_experts, rows_of_block
 from kvern.kernels.moe_direct import runs_direct
 from kvern.kernels.moe_routing import CHUNK, route
 from kvern.layers.expert_share import TURNS
-from kvern.model_spec import SWIGLU_LIMIT, SWIGLU_SLOPE, ModelSpec, MoeSpec
+from kvern.spec.model import SWIGLU_LIMIT, SWIGLU_SLOPE, ModelSpec, MoeSpec
 
 Sizes = Iterator[tuple[Any, ...]]
 OTHER_TILES = range(1, len(TILES[16]))

@@ -11,7 +11,7 @@ from kvern.kernel_list.entry import Call, Inputs, Kernel
 from kvern.kernel_list.experts import blocks, bytes_of_expert, make_experts, plain_experts, width_of_rows
 from kvern.kernels.linear import ProductShape, StreamShape
 from kvern.kernels.moe import hopper_experts
-from kvern.model_spec import ModelSpec
+from kvern.spec.model import ModelSpec
 
 Sizes = Iterator[tuple[Any, ...]]
 

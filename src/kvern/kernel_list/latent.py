@@ -11,8 +11,8 @@ from kvern.kernel_list.dense import normed, rotation_table, turned
 from kvern.kernel_list.entry import Call, Inputs, Kernel
 from kvern.kernels.attention_latent import QUERIES, LatentShape, Runs, latent_attention, latent_shape
 from kvern.kernels.store_latents import store_latents
-from kvern.mixer_spec import LatentAttentionSpec
-from kvern.model_spec import LayerSpec, ModelSpec
+from kvern.spec.mixers import LatentAttentionSpec
+from kvern.spec.model import LayerSpec, ModelSpec
 
 Sizes = Iterator[tuple[Any, ...]]
 

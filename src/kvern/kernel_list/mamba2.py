@@ -26,8 +26,8 @@ from kvern.kernels.accepted_drafts import Written, accept_writes
 from kvern.kernels.convolution import Drafts
 from kvern.kernels.mamba2 import StateSizes, Steps
 from kvern.layers.fused_mamba2 import sizes_of
-from kvern.mixer_spec import Mamba2Spec
-from kvern.model_spec import ModelSpec
+from kvern.spec.mixers import Mamba2Spec
+from kvern.spec.model import ModelSpec
 
 Sizes = Iterator[tuple[Any, ...]]
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from kvern.formats.gguf.types import BY_NAME
 from kvern.kernel_list.entry import Call, Inputs, Kernel
 from kvern.kernel_list.experts import OTHER_TILES, activated, as_chosen, blocks, forms, make_biases, moes
 from kvern.kernel_list.quantized import PackedKind, bytes_of, multiplies_by_codes, plain_of, random_packed
@@ -18,8 +19,7 @@ from kvern.kernels.moe_packed import packed_experts
 from kvern.kernels.moe_scaled import coded_experts, hopper_codes
 from kvern.kernels.packed import Packed
 from kvern.kernels.quantize_rows import Coding
-from kvern.layers.quantized.gguf_types import BY_NAME
-from kvern.model_spec import ModelSpec, MoeSpec
+from kvern.spec.model import ModelSpec, MoeSpec
 
 Sizes = Iterator[tuple[Any, ...]]
 

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from kvern.formats.gpu.candidates import BLOCK_STREAMS, STREAMS, row_shape
 from kvern.kernel_list.entry import Call, Inputs, Kernel
 from kvern.kernel_list.quantized import (
     PackedKind,
@@ -20,8 +21,7 @@ from kvern.kernels.arrange import arrange, scaled_lanes
 from kvern.kernels.block_codes import BLOCKS
 from kvern.kernels.codes import INTERLEAVED
 from kvern.kernels.linear import StreamPackedShape
-from kvern.layers.quantized.gpu.candidates import BLOCK_STREAMS, STREAMS, row_shape
-from kvern.model_spec import ModelSpec
+from kvern.spec.model import ModelSpec
 
 Sizes = Iterator[tuple[Any, ...]]
 

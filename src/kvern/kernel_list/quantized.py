@@ -9,6 +9,23 @@ from typing import Any, NamedTuple
 
 import torch
 
+from kvern.formats.gguf.blocks import NUMBERS
+from kvern.formats.gguf.method import GgufMethod
+from kvern.formats.gguf.parts import put_together, taken_apart
+from kvern.formats.gguf.types import BY_NAME
+from kvern.formats.gpu.candidates import (
+    PLAIN_RUNS,
+    RowShape,
+    Shape,
+    beside,
+    candidates_of,
+    fitted,
+    knows,
+    one_way,
+    row_shape,
+)
+from kvern.formats.gpu.products import multiply_row
+from kvern.formats.method import QuantizedMethod
 from kvern.kernel_list.dense import ACTIVATION, FEW_OUTPUTS, ROWS, gated_mlps
 from kvern.kernel_list.entry import Call, Inputs, Kernel, linear_shapes
 from kvern.kernel_list.experts import moes
@@ -24,26 +41,9 @@ from kvern.layers.build import Build
 from kvern.layers.embedding import Embedding
 from kvern.layers.linear import Linear, Weighted
 from kvern.layers.linear_method import LinearShape
-from kvern.layers.quantized.gguf import GgufMethod
-from kvern.layers.quantized.gguf_blocks import NUMBERS
-from kvern.layers.quantized.gguf_parts import put_together, taken_apart
-from kvern.layers.quantized.gguf_types import BY_NAME
-from kvern.layers.quantized.gpu.candidates import (
-    PLAIN_RUNS,
-    RowShape,
-    Shape,
-    beside,
-    candidates_of,
-    fitted,
-    knows,
-    one_way,
-    row_shape,
-)
-from kvern.layers.quantized.gpu.products import multiply_row
-from kvern.layers.quantized.method import QuantizedMethod
 from kvern.layers.row_experts import RowStackedExperts
-from kvern.model_spec import ModelSpec
 from kvern.models.decoder import Decoder
+from kvern.spec.model import ModelSpec
 
 Sizes = Iterator[tuple[Any, ...]]
 

@@ -14,7 +14,7 @@ from kvern.kernels.peer_sum import coded_peer_sum_norm, peer_sum, peer_sum_norm
 from kvern.kernels.peer_words import PeerMemory, addresses_of, memory_of, row_words_of, rows_kept
 from kvern.kernels.shared_norm import await_flags, shared_norm
 from kvern.layers.block import adds_by_norms
-from kvern.model_spec import ModelSpec
+from kvern.spec.model import ModelSpec
 
 ROWS = 4
 

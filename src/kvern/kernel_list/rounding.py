@@ -12,7 +12,7 @@ from kvern.kernels.activation import coded_gated_activation, gated_activation
 from kvern.kernels.launch import capability
 from kvern.kernels.norm import coded_rms_norm, rms_norm
 from kvern.kernels.quantize_rows import LARGEST, Coding, scale_products
-from kvern.model_spec import ModelSpec
+from kvern.spec.model import ModelSpec
 
 ROWS, TIMED_ROWS = 64, 4096
 OUTPUTS = 256

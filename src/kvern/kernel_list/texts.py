@@ -10,8 +10,8 @@ from kvern.kernel_list.entry import Call, Inputs, Kernel
 from kvern.kernels.attention_prefill import prefill_shape
 from kvern.kernels.attention_texts import text_attention
 from kvern.kernels.text_means import text_means
-from kvern.mixer_spec import AttentionSpec
-from kvern.model_spec import ModelSpec
+from kvern.spec.mixers import AttentionSpec
+from kvern.spec.model import ModelSpec
 
 Sizes = Iterator[tuple[Any, ...]]
 SHORT, TIMED = (1, 67, 5), (20, 500, 260, 140, 380) * 26

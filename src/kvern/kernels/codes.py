@@ -1,6 +1,6 @@
 """What the bytes of quantized weights mean: tiles of plain numbers, made inside of products.
 
-A matrix `[outputs, inputs]` is kept as `Packed` (`layers/quantized/method.py`) says. A product goes along the inputs in
+A matrix `[outputs, inputs]` is kept as `Packed` (`formats/method.py`) says. A product goes along the inputs in
 steps of INPUTS. In a step, a row has `COLUMNS = INPUTS // planes` columns, and a column gives a number for each plane:
 those of one byte are one plane, those of half a byte two, the low and the high halves. Planes are never interleaved:
 each is multiplied by the inputs that it belongs to. A number that a code stands for is

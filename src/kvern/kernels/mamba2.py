@@ -15,7 +15,7 @@ import triton.language as tl
 from kvern.kernels.accepted_drafts import NOTED, Written
 from kvern.kernels.convolution import PLACES, Drafts, Runs, silu
 from kvern.kernels.launch import Launcher, cdiv, next_power_of_2, overlaps, wait_for_previous
-from kvern.mixer_spec import Gating
+from kvern.spec.mixers import Gating
 
 CHUNK = 64
 """Tokens that attend to each other."""

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kvern.cpu.activation import KINDS, activate
-from kvern.model_spec import SWIGLU_LIMIT, SWIGLU_SLOPE, Activation
+from kvern.spec.model import SWIGLU_LIMIT, SWIGLU_SLOPE, Activation
 
 if TYPE_CHECKING:
     from kvern.layers.build import Build

@@ -17,7 +17,7 @@ from kvern.layers.loadable import Loadable, copy_rows
 from kvern.layers.module import Module
 from kvern.layers.norm import make_norm
 from kvern.layers.rope import Rotation
-from kvern.model_spec import AltUpSpec, LayerSpec, ModelSpec
+from kvern.spec.model import AltUpSpec, LayerSpec, ModelSpec
 
 LEAST_MEAN_SQUARE = 1e-5
 

@@ -12,8 +12,8 @@ from kvern.layers.loadable import Loadable, copy_shares
 from kvern.layers.module import Identity, Module
 from kvern.layers.norm import RMSNorm, make_query_key_norm
 from kvern.layers.rope import Rotation, make_rotate
-from kvern.mixer_spec import LatentAttentionSpec
-from kvern.model_spec import LayerSpec, ModelSpec
+from kvern.spec.mixers import LatentAttentionSpec
+from kvern.spec.model import LayerSpec, ModelSpec
 
 if TYPE_CHECKING:
     from kvern.kernels.quantize_rows import RowCodes

@@ -10,7 +10,7 @@ from kvern.layers.loadable import Loadable
 from kvern.layers.moe import ExpertsBeside
 from kvern.layers.norm import make_norm
 from kvern.layers.rope import Rotation
-from kvern.model_spec import LayerSpec, ModelSpec
+from kvern.spec.model import LayerSpec, ModelSpec
 
 
 class LayerScalar(Loadable):

@@ -17,7 +17,7 @@ from kvern.layers.moe import make_moe
 from kvern.layers.norm import Norm, make_norm
 from kvern.layers.rope import Rotation
 from kvern.layers.short_conv import make_short_conv
-from kvern.mixer_spec import (
+from kvern.spec.mixers import (
     AttentionSpec,
     DeltaNetSpec,
     LatentAttentionSpec,
@@ -26,7 +26,7 @@ from kvern.mixer_spec import (
     ShortConvSpec,
     TwoMixersSpec,
 )
-from kvern.model_spec import LayerSpec, MlpSpec, ModelSpec, MoeSpec, Placement
+from kvern.spec.model import LayerSpec, MlpSpec, ModelSpec, MoeSpec, Placement
 
 Residual = tuple[Tensor, Tensor | None]
 """The residual stream `[T, hidden]`, and what is still to be added to it."""

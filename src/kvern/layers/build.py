@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from kvern.cpu import elementwise
-from kvern.device.ranks import ALONE, Ranks, Share
 from kvern.layers.experts import Experts, names_of
 from kvern.layers.linear import Linear, SummandLinear, SummedLinear
 from kvern.layers.linear_format import LinearFormat, LinearMethods
@@ -18,7 +17,8 @@ from kvern.layers.linear_method import LinearMethod, LinearShape
 from kvern.layers.parted import PartedMethod
 from kvern.layers.row_experts import make_experts
 from kvern.layers.unquantized import Unquantized
-from kvern.model_spec import MoeSpec
+from kvern.ranks.ranks import ALONE, Ranks, Share
+from kvern.spec.model import MoeSpec
 
 
 class RowFunctions(NamedTuple):

@@ -11,7 +11,7 @@ from kvern.layers.attention import Attend, Attention, PagedAttend, rows_of
 from kvern.layers.build import Build
 from kvern.layers.norm import HeadNorm, RowNorm, SharedRowNorm
 from kvern.layers.rope import Rotation
-from kvern.model_spec import LayerSpec, ModelSpec
+from kvern.spec.model import LayerSpec, ModelSpec
 
 
 class CompiledAttention(Attention):

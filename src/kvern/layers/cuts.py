@@ -2,9 +2,9 @@
 
 from typing import TYPE_CHECKING, Literal
 
-from kvern.device.ranks import Share
 from kvern.errors import ConfigError
 from kvern.layers.linear_method import LinearMethod
+from kvern.ranks.ranks import Share
 
 if TYPE_CHECKING:
     from kvern.layers.build import Build

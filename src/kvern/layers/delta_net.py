@@ -15,8 +15,8 @@ from kvern.layers.module import Module
 from kvern.layers.norm import RMSNorm
 from kvern.layers.rope import Rotation
 from kvern.layers.states import StepStates, advance_states
-from kvern.mixer_spec import DeltaNetSpec
-from kvern.model_spec import NormSpec
+from kvern.spec.mixers import DeltaNetSpec
+from kvern.spec.model import NormSpec
 
 LENGTH_FLOOR = 1e-6
 """Added to the squared lengths of queries and keys, which they are divided by."""

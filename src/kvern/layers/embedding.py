@@ -6,12 +6,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvern.device.ranks import Share
 from kvern.layers.build import Build
 from kvern.layers.linear import Linear, Weighted
 from kvern.layers.linear_format import LinearFormat
 from kvern.layers.linear_method import LinearMethod, LinearShape
 from kvern.layers.loadable import Loadable, copy_rows
+from kvern.ranks.ranks import Share
 
 if TYPE_CHECKING:
     from kvern.kernels.quantize_rows import RowCodes

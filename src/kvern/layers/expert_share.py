@@ -3,10 +3,10 @@
 import torch
 from torch import Tensor
 
-from kvern.device.ranks import Ranks, Share
-from kvern.expert_placement import Placement, first_placement
 from kvern.layers.linear_method import Part
-from kvern.model_spec import MoeSpec
+from kvern.ranks.expert_placement import Placement, first_placement
+from kvern.ranks.ranks import Ranks, Share
+from kvern.spec.model import MoeSpec
 
 TURNS = 12
 """Rows after which the copies of an expert take turns anew: up to four copies have the same number of them."""

@@ -24,7 +24,7 @@ from kvern.layers.linear_method import (
 )
 from kvern.layers.loadable import Loadable
 from kvern.layers.parted import PartedMethod
-from kvern.model_spec import MoeSpec
+from kvern.spec.model import MoeSpec
 
 if TYPE_CHECKING:
     from kvern.layers.build import Build

@@ -23,11 +23,11 @@ from kvern.layers.linear_method import LinearMethod
 from kvern.layers.mlp import GatedMLP
 from kvern.layers.norm import HeadNorm, Norm
 from kvern.layers.rope import Rotation, rows_of_table
-from kvern.mixer_spec import AttentionSpec
-from kvern.model_spec import LayerSpec, MlpSpec, ModelSpec, NormSpec, QueryKeyNormSpec
+from kvern.spec.mixers import AttentionSpec
+from kvern.spec.model import LayerSpec, MlpSpec, ModelSpec, NormSpec, QueryKeyNormSpec
 
 if TYPE_CHECKING:
-    from kvern.device.shared_norms import SharedNorms
+    from kvern.ranks.shared_norms import SharedNorms
 
 
 class FusedRMSNorm(Norm):

@@ -9,7 +9,7 @@ from kvern.layers.attention import NO_ADAPTERS, StepAdapters, rows_of
 from kvern.layers.delta_net import DeltaNet
 from kvern.layers.device_states import DeviceStates
 from kvern.layers.rope import Rotation
-from kvern.mixer_spec import DeltaNetSpec
+from kvern.spec.mixers import DeltaNetSpec
 
 
 def heads_of(spec: DeltaNetSpec) -> Heads:

@@ -10,8 +10,8 @@ from kvern.layers.attention import Attend, ExpandingAttend
 from kvern.layers.build import Build
 from kvern.layers.latent_attention import HeadMatrices, LatentAttention
 from kvern.layers.rope import Rotation
-from kvern.mixer_spec import LatentAttentionSpec
-from kvern.model_spec import ModelSpec, RopeSpec
+from kvern.spec.mixers import LatentAttentionSpec
+from kvern.spec.model import ModelSpec, RopeSpec
 
 
 class FusedLatentAttention(LatentAttention):

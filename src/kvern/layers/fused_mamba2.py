@@ -9,7 +9,7 @@ from kvern.layers.attention import NO_ADAPTERS, StepAdapters, rows_of
 from kvern.layers.device_states import DeviceStates
 from kvern.layers.mamba2 import GatedNorm, Mamba2
 from kvern.layers.rope import Rotation
-from kvern.mixer_spec import Mamba2Spec
+from kvern.spec.mixers import Mamba2Spec
 
 
 def sizes_of(spec: Mamba2Spec) -> StateSizes:

@@ -10,7 +10,7 @@ from kvern.layers.build import Build
 from kvern.layers.experts import StackedExperts
 from kvern.layers.router import ScaledRouter, SoftmaxRouter
 from kvern.layers.tuned_experts import Ways
-from kvern.model_spec import MoeSpec
+from kvern.spec.model import MoeSpec
 
 
 class FusedExperts(StackedExperts):

@@ -7,6 +7,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from kvern.formats.gpu.products import multiplies
+from kvern.formats.groups import GroupedMethod
+from kvern.formats.method import QuantizedMethod
 from kvern.kernels.codes import readable
 from kvern.kernels.expert_lanes import LaneWeight, fits_lanes
 from kvern.kernels.moe import ACTIVATIONS
@@ -15,12 +18,9 @@ from kvern.kernels.moe_packed import one_by_one, packed_experts
 from kvern.kernels.moe_scaled import coded_experts, hopper_codes
 from kvern.kernels.scaled_product import multiplies_codes
 from kvern.layers.linear_method import LinearMethod
-from kvern.layers.quantized.gpu.products import multiplies
-from kvern.layers.quantized.groups import GroupedMethod
-from kvern.layers.quantized.method import QuantizedMethod
 from kvern.layers.row_experts import RowStackedExperts
 from kvern.layers.tuned_experts import Ways
-from kvern.model_spec import MoeSpec
+from kvern.spec.model import MoeSpec
 
 if TYPE_CHECKING:
     from kvern.kernels.quantize_rows import Coding

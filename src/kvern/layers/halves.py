@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from kvern.device.shared_norms import SharedNorms
     from kvern.layers.block import SequentialLayer
+    from kvern.ranks.shared_norms import SharedNorms
 
 HALVED_ROWS = 1024
 """Products of fewer than 512 rows take as long as reading their weights does, which halves do twice."""

@@ -20,8 +20,8 @@ from kvern.layers.latent_attention import LatentAttention
 from kvern.layers.module import Module
 from kvern.layers.norm import LayerNorm
 from kvern.layers.rope import Rotation, make_rotate, rows_of_table
-from kvern.mixer_spec import IndexerSpec, LatentAttentionSpec
-from kvern.model_spec import ModelSpec, NormSpec, RopeSpec
+from kvern.spec.mixers import IndexerSpec, LatentAttentionSpec
+from kvern.spec.model import ModelSpec, NormSpec, RopeSpec
 
 MOST_NUMBERS = 1 << 24
 """Scores, and entries of selected keys, that are held at once: queries are taken in runs of so many."""

@@ -27,8 +27,8 @@ from kvern.layers.linear_method import LinearShape
 from kvern.layers.module import Module
 from kvern.layers.norm import make_norm
 from kvern.layers.rope import Rotation, make_rotate
-from kvern.mixer_spec import LatentAttentionSpec
-from kvern.model_spec import ModelSpec, NormSpec, RopeSpec
+from kvern.spec.mixers import LatentAttentionSpec
+from kvern.spec.model import ModelSpec, NormSpec, RopeSpec
 
 HeadProducts = Callable[..., Tensor]
 """`x [T, heads, inputs] -> [T, heads, outputs]`, each head times a matrix of its own."""

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from kvern.device.ranks import Share, places
 from kvern.layers.cuts import check_cut
 from kvern.layers.linear_method import OUTPUTS, LinearMethod, Part, TensorLayout, copy_part, fill_random, taken
 from kvern.layers.loadable import Loadable
+from kvern.ranks.ranks import Share, places
 
 if TYPE_CHECKING:
     from kvern.kernels.quantize_rows import RowCodes

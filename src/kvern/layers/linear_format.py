@@ -12,17 +12,17 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from kvern.errors import ConfigError, KvernError, UnsupportedModel
-from kvern.files import reason
+from kvern.io.files import reason
 from kvern.layers.experts import Experts, names_of
 from kvern.layers.linear_method import LinearMethod, LinearShape
 from kvern.layers.row_experts import make_experts
-from kvern.model_spec import MoeSpec, Rename
 from kvern.plugins import Plugins
+from kvern.spec.model import MoeSpec, Rename
 
 if TYPE_CHECKING:
     from kvern.layers.build import Build
 
-OWN_FORMATS: tuple[str, ...] = ("kvern.layers.quantized",)
+OWN_FORMATS: tuple[str, ...] = ("kvern.formats",)
 """kvern's modules that register formats; they are imported when a configuration asks for one."""
 
 
@@ -129,6 +129,6 @@ def linear_methods(
 
 
 def _made_online(code: str, unquantized: LinearFormat) -> LinearMethods:
-    from kvern.layers.quantized.online import made_online
+    from kvern.formats.online import made_online
 
     return made_online(code, unquantized)

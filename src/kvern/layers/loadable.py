@@ -6,9 +6,9 @@ from collections.abc import Collection, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from kvern.device.ranks import Share, places
 from kvern.layers.linear_method import fill_random
 from kvern.layers.module import Module
+from kvern.ranks.ranks import Share, places
 
 
 class Loadable(Module, ABC):

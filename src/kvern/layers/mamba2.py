@@ -13,7 +13,7 @@ from kvern.layers.module import Module
 from kvern.layers.rope import Rotation
 from kvern.layers.state_space import advance, advance_run
 from kvern.layers.states import StepStates, advance_states
-from kvern.mixer_spec import Mamba2Spec
+from kvern.spec.mixers import Mamba2Spec
 
 
 class Vector(Loadable):

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from kvern.layers.activation import activation_of, gated_activation_of
 from kvern.layers.build import Build
 from kvern.layers.module import Module
-from kvern.model_spec import MlpSpec
+from kvern.spec.model import MlpSpec
 
 
 class GatedMLP(Module):

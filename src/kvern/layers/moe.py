@@ -11,7 +11,7 @@ from kvern.layers.mlp import make_mlp
 from kvern.layers.module import Module
 from kvern.layers.norm import make_norm
 from kvern.layers.router import make_router
-from kvern.model_spec import MlpSpec, MoeSpec, NormSpec
+from kvern.spec.model import MlpSpec, MoeSpec, NormSpec
 
 
 class MoE(Module):

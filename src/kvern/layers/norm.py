@@ -11,8 +11,8 @@ from kvern.cpu.norm import KINDS, add_norm
 from kvern.layers.build import Build
 from kvern.layers.loadable import Loadable, copy_shares
 from kvern.layers.module import Module
-from kvern.mixer_spec import AttentionSpec
-from kvern.model_spec import NormSpec, QueryKeyNormSpec
+from kvern.spec.mixers import AttentionSpec
+from kvern.spec.model import NormSpec, QueryKeyNormSpec
 
 
 class _NormWeights(Loadable):

@@ -10,7 +10,7 @@ from kvern.layers.build import Build
 from kvern.layers.embedding import LookupTable, ShortTable
 from kvern.layers.module import Module
 from kvern.layers.norm import make_norm
-from kvern.model_spec import ModelSpec, PerLayerSpec
+from kvern.spec.model import ModelSpec, PerLayerSpec
 
 
 class PerLayerInputs(Module):

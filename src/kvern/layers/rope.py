@@ -8,7 +8,7 @@ from torch import Tensor
 
 from kvern.layers.build import Build
 from kvern.layers.module import Module
-from kvern.model_spec import QueryScaling, RopeSpec
+from kvern.spec.model import QueryScaling, RopeSpec
 
 
 class Rotation(NamedTuple):

@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 
 from kvern.cpu.packed import LANES
-from kvern.device.ranks import Share
+from kvern.formats.method import QuantizedMethod
 from kvern.layers.cuts import check_cut
 from kvern.layers.expert_share import ExpertShare
 from kvern.layers.experts import Experts, MethodExperts, SeparateExperts
 from kvern.layers.linear_method import LinearMethod, LinearShape
-from kvern.layers.quantized.method import QuantizedMethod
-from kvern.model_spec import MoeSpec
+from kvern.ranks.ranks import Share
+from kvern.spec.model import MoeSpec
 
 if TYPE_CHECKING:
     from kvern.layers.build import Build

@@ -9,7 +9,7 @@ from kvern.layers.convolution import Convolution
 from kvern.layers.module import Module
 from kvern.layers.rope import Rotation
 from kvern.layers.states import StepStates
-from kvern.mixer_spec import ShortConvSpec
+from kvern.spec.mixers import ShortConvSpec
 
 
 class ShortConv(Module):

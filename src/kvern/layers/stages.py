@@ -3,9 +3,9 @@
 import torch
 from torch import Tensor
 
-from kvern.device.stages import Stage
 from kvern.layers.build import Build
 from kvern.layers.module import Module
+from kvern.ranks.stages import Stage
 
 
 class ReceivedRows(Module):

@@ -12,7 +12,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from kvern.mixer_spec import RecurrentSpec
+from kvern.spec.mixers import RecurrentSpec
 
 GATHERED_BYTES = 1 << 18
 """Larger states are changed where they are, one after another: gathered and put back, they move twice more."""

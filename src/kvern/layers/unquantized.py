@@ -12,7 +12,7 @@ from kvern.layers.compiled_linear import CompiledMethod, compiles
 from kvern.layers.experts import Experts, SeparateExperts, StackedExperts, names_of
 from kvern.layers.linear_format import LinearFormat
 from kvern.layers.linear_method import INPUTS, OUTPUTS, LinearMethod, LinearShape, TensorLayout
-from kvern.model_spec import MoeSpec
+from kvern.spec.model import MoeSpec
 
 if TYPE_CHECKING:
     from kvern.layers.build import Build

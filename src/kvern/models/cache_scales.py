@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 
-from kvern.device.ranks import ALONE, Ranks
 from kvern.errors import CorruptCheckpoint
-from kvern.model_spec import ModelSpec
 from kvern.models.checkpoint import StoredTensor, open_map, read_headers
 from kvern.models.loader import llama_name
 from kvern.models.share import share_of
+from kvern.ranks.ranks import ALONE, Ranks
+from kvern.spec.model import ModelSpec
 
 PLACES = (
     r"(?P<kind>[kv]|kv)_scale",  # compressed-tensors

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from kvern.errors import CorruptCheckpoint, ModelNotFound
-from kvern.files import open_regular, read_object, reason
+from kvern.io.files import open_regular, read_object, reason
 from kvern.models.header import read_entries
 
 INDEX_NAME = "model.safetensors.index.json"
@@ -101,7 +101,7 @@ def read_headers(folder: Path) -> list[StoredTensor]:
     UnsupportedModel for what GGUF files hold and kvern cannot read.
     """
     if (file := gguf_file(folder)) is not None:
-        from kvern.models.gguf.tensors import gguf_tensors
+        from kvern.formats.gguf.tensors import gguf_tensors
 
         return gguf_tensors(file)
     tensors = [tensor for file in checkpoint_files(folder) for tensor in read_header(file)]

@@ -21,9 +21,9 @@ from kvern.layers.per_layer import PerLayerInputs
 from kvern.layers.rope import RopeTable, Rotation
 from kvern.layers.stages import HandedRows, ReceivedRows
 from kvern.layers.states import StepStates
-from kvern.mixer_spec import AttentionSpec, RecurrentSpec
-from kvern.model_spec import ModelSpec
 from kvern.models.weighted import WeightedModel
+from kvern.spec.mixers import AttentionSpec, RecurrentSpec
+from kvern.spec.model import ModelSpec
 
 if TYPE_CHECKING:
     from kvern.layers.attention import PagedAttend

@@ -6,10 +6,10 @@ from dataclasses import replace
 from typing import Any
 
 from kvern.errors import UnsupportedModel
-from kvern.mixer_spec import AttentionSpec
-from kvern.model_spec import Activation, LayerSpec, MlpSpec, ModelSpec, MoeSpec, NormSpec, RopeSpec
 from kvern.models.registry import Config
-from kvern.rope_scaling import Dynamic, LinearScaling, Llama3, LongRope, Proportional, RopeScaling, Yarn
+from kvern.spec.mixers import AttentionSpec
+from kvern.spec.model import Activation, LayerSpec, MlpSpec, ModelSpec, MoeSpec, NormSpec, RopeSpec
+from kvern.spec.rope_scaling import Dynamic, LinearScaling, Llama3, LongRope, Proportional, RopeScaling, Yarn
 
 _ACTIVATIONS: dict[str, Activation] = {
     "silu": "silu",

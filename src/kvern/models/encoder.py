@@ -17,8 +17,8 @@ from kvern.layers.module import Identity, Module
 from kvern.layers.norm import make_norm
 from kvern.layers.rope import RopeTable, Rotation
 from kvern.layers.unquantized import Unquantized
-from kvern.model_spec import EncoderSpec, HeadSpec, LayerSpec, ModelSpec
 from kvern.models.weighted import WeightedModel
+from kvern.spec.model import EncoderSpec, HeadSpec, LayerSpec, ModelSpec
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"tanh": torch.tanh, "gelu": F.gelu}
 

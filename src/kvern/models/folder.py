@@ -20,14 +20,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from kvern.chat_template import environment
 from kvern.config import EngineConfig
 from kvern.errors import ConfigError, InvalidParameter
-from kvern.files import MOST_CONFIG_BYTES, read_object, read_whole, reason
-from kvern.models.gguf.folder import gguf_folder_files, gguf_state
+from kvern.formats.gguf.folder import gguf_folder_files, gguf_state
+from kvern.io.files import MOST_CONFIG_BYTES, read_object, read_whole, reason
 from kvern.models.hub import resolve_model
-from kvern.sampling_params import USUAL, SamplingParams
-from kvern.tokenizer import end_token_ids
+from kvern.request.sampling_params import USUAL, SamplingParams
+from kvern.text.chat_template import environment
+from kvern.text.tokenizer import end_token_ids
 
 TEMPLATES = ("chat_template.jinja", "chat_template.json", "additional_chat_templates")
 TOKENIZER_FILES = (

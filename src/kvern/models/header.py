@@ -10,7 +10,7 @@ from typing import Annotated, BinaryIO
 
 import msgspec
 
-from kvern.files import read_at, reason
+from kvern.io.files import read_at, reason
 
 MOST_HEADER_BYTES = 100 << 20
 MOST_NAME_CHARACTERS = 512

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from kvern.config import DEFAULT_MODEL
 from kvern.errors import ModelNotFound
-from kvern.models.gguf.files import choose
+from kvern.formats.gguf.files import choose
 
 EMBEDDED_FOLDER = Path(__file__).parent.parent / "embedded"
 WEIGHTS = "*.safetensors"

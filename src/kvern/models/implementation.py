@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from kvern.errors import ConfigError, UnsupportedModel
-from kvern.mixer_spec import AttentionSpec
-from kvern.model_spec import ModelSpec
 from kvern.models.embedder import spec_of_folder
 from kvern.models.registry import is_described, spec_from_config
+from kvern.spec.mixers import AttentionSpec
+from kvern.spec.model import ModelSpec
 
 logger = logging.getLogger("kvern")
 

@@ -7,8 +7,8 @@ from functools import cache
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from kvern.mixer_spec import AttentionSpec, DeltaNetSpec, LatentAttentionSpec, Mamba2Spec, RecurrentSpec
-from kvern.model_spec import LayerSpec, MlpSpec, ModelSpec, MoeSpec, Rename, RopeSpec
+from kvern.spec.mixers import AttentionSpec, DeltaNetSpec, LatentAttentionSpec, Mamba2Spec, RecurrentSpec
+from kvern.spec.model import LayerSpec, MlpSpec, ModelSpec, MoeSpec, Rename, RopeSpec
 
 MOST_LAYERS = 1024
 SIZES: Mapping[str, int] = {

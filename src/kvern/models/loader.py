@@ -11,14 +11,12 @@ from typing import Any, Literal, TypeVar
 
 import torch
 
-from kvern.device.ranks import ALONE, Ranks
 from kvern.errors import ConfigError, CorruptCheckpoint, ModelNotFound
-from kvern.files import read_object
+from kvern.io.files import read_object
 from kvern.layers.build import Build
 from kvern.layers.linear_format import LinearFormat, LinearMethods, linear_methods
 from kvern.layers.linear_method import ANY
 from kvern.layers.unquantized import Unquantized
-from kvern.model_spec import ModelSpec, Rename
 from kvern.models.checkpoint import StoredTensor, open_map, read_headers
 from kvern.models.decoder import Decoder
 from kvern.models.embedder import spec_of_folder
@@ -27,6 +25,8 @@ from kvern.models.room import check_memory
 from kvern.models.share import WholeExperts, share_of
 from kvern.models.stages import part_of_stage, tensors_of_stage
 from kvern.models.weighted import TensorTarget, WeightedModel
+from kvern.ranks.ranks import ALONE, Ranks
+from kvern.spec.model import ModelSpec, Rename
 
 Model = TypeVar("Model", bound=WeightedModel)
 

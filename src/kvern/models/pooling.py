@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 from kvern.errors import InvalidRequest, shown
-from kvern.files import read_object, read_whole, reason
+from kvern.io.files import read_object, read_whole, reason
 
 POOLING_FILE = "1_Pooling/config.json"
 MODULES_FILE = "modules.json"

@@ -10,12 +10,12 @@ from functools import partial
 from typing import Any
 
 from kvern.errors import KvernError, UnsupportedModel
-from kvern.files import reason
-from kvern.model_spec import ModelSpec
+from kvern.io.files import reason
 from kvern.models.bad_setting import bad_setting
 from kvern.models.defaults import completed, with_both, without
 from kvern.models.limits import Unfit, check_config, check_spec
 from kvern.plugins import Plugins
+from kvern.spec.model import ModelSpec
 
 Config = Mapping[str, Any]
 Family = Callable[[Config], ModelSpec]

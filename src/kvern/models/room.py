@@ -4,9 +4,9 @@ import os
 
 from kvern.cpu.host_memory import processes_here, total_memory
 from kvern.errors import ConfigError
+from kvern.io.ray_nodes import MOST_PROCESSES
 from kvern.layers.build import Build
-from kvern.model_spec import ModelSpec
-from kvern.ray_nodes import MOST_PROCESSES
+from kvern.spec.model import ModelSpec
 
 
 def check_memory(weight_bytes: int, spec: ModelSpec, build: Build, all_stages: int | None) -> None:

@@ -12,7 +12,7 @@ from functools import partial
 from torch import Tensor
 
 from kvern.errors import ConfigError
-from kvern.mixer_spec import (
+from kvern.spec.mixers import (
     AttentionSpec,
     DeltaNetSpec,
     LatentAttentionSpec,
@@ -20,7 +20,7 @@ from kvern.mixer_spec import (
     ShortConvSpec,
     TwoMixersSpec,
 )
-from kvern.model_spec import LayerSpec, MlpSpec, ModelSpec, MoeSpec, Rename
+from kvern.spec.model import LayerSpec, MlpSpec, ModelSpec, MoeSpec, Rename
 
 
 @dataclass(frozen=True)

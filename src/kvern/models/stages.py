@@ -7,13 +7,13 @@ from itertools import accumulate
 
 from torch import nn
 
-from kvern.device.stages import Stage
 from kvern.errors import ConfigError
-from kvern.mixer_spec import AttentionSpec
-from kvern.model_spec import ModelSpec
 from kvern.models.checkpoint import StoredTensor
 from kvern.models.decoder import Decoder
 from kvern.models.share import of_whole
+from kvern.ranks.stages import Stage
+from kvern.spec.mixers import AttentionSpec
+from kvern.spec.model import ModelSpec
 
 LAYER = re.compile(r"^model\.layers\.(\d+)\.")
 

@@ -4,9 +4,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from kvern.model_spec import ModelSpec, Rename
 from kvern.models.defaults import completed
 from kvern.models.registry import Config
+from kvern.spec.model import ModelSpec, Rename
 
 _OF_THE_WHOLE = ("tie_word_embeddings", "bos_token_id", "eos_token_id", "dtype", "torch_dtype")
 _RENAMES = (

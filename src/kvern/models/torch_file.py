@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 
 from kvern.errors import CorruptCheckpoint
-from kvern.files import open_regular, reason
+from kvern.io.files import open_regular, reason
 from kvern.models.checkpoint import StoredTensor
 
 

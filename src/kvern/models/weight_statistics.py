@@ -6,10 +6,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kvern.formats.gguf.types import BY_NAME
+from kvern.formats.method import Packed, QuantizedMethod
 from kvern.layers.linear_method import LinearMethod
 from kvern.layers.loadable import Loadable
-from kvern.layers.quantized.gguf_types import BY_NAME
-from kvern.layers.quantized.method import Packed, QuantizedMethod
 from kvern.models.decoder import Decoder
 from kvern.models.precision import format_of, methods_of
 

@@ -11,7 +11,7 @@ from kvern.errors import CorruptCheckpoint
 from kvern.layers.attention import Sinks
 from kvern.layers.build import Build
 from kvern.layers.loadable import Loadable
-from kvern.model_spec import ModelSpec
+from kvern.spec.model import ModelSpec
 
 
 @dataclass(frozen=True)

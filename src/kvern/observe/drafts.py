@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Self
 
-from kvern.events import EngineStatistics
+from kvern.request.events import EngineStatistics
 
 
 @dataclass(frozen=True)

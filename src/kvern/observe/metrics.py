@@ -9,10 +9,10 @@ from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
-from kvern.events import EngineStatistics
 from kvern.observe.drafts import DraftFigures
 from kvern.observe.experts import ExpertTokens
-from kvern.outputs import RequestOutput
+from kvern.request.events import EngineStatistics
+from kvern.request.outputs import RequestOutput
 
 logger = logging.getLogger("kvern")
 

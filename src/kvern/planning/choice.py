@@ -18,7 +18,7 @@ from kvern.models.loader import outline_model
 from kvern.models.precision import shares
 from kvern.planning.estimate import Estimate, Model, Split, Workload, estimate, splits
 from kvern.planning.hardware import Card, check_alike, names_of, this_machine
-from kvern.worker.rank_limits import check_ranks
+from kvern.runner.ranks.rank_limits import check_ranks
 
 
 class Choice(msgspec.Struct):

@@ -26,15 +26,15 @@ from kvern.layers.block import adds_by_norms
 from kvern.layers.halves import least_rows
 from kvern.layers.linear_format import LinearMethods
 from kvern.layers.unquantized import Unquantized
-from kvern.mixer_spec import AttentionSpec
-from kvern.model_spec import MlpSpec, ModelSpec, MoeSpec
 from kvern.models.precision import SMALL, Share
 from kvern.models.share import WholeExperts, share_of
 from kvern.models.stages import check_stages
 from kvern.planning.hardware import NVLINK, Card
-from kvern.worker.memory import GPU_MEMORY_SHARE, MARGIN_BYTES, bytes_of_state, bytes_of_token, host_cache_bytes
-from kvern.worker.plan import BATCH_REQUESTS, BATCH_TOKENS, states_of_a_request
-from kvern.worker.rank_limits import check_share
+from kvern.runner.memory import GPU_MEMORY_SHARE, MARGIN_BYTES, bytes_of_state, bytes_of_token, host_cache_bytes
+from kvern.runner.plan import BATCH_REQUESTS, BATCH_TOKENS, states_of_a_request
+from kvern.runner.ranks.rank_limits import check_share
+from kvern.spec.mixers import AttentionSpec
+from kvern.spec.model import MlpSpec, ModelSpec, MoeSpec
 
 READ, COMPUTED = 0.9, 0.65
 """Shares of a card's bandwidth and rate that steps reach."""

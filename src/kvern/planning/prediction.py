@@ -8,7 +8,7 @@ from kvern.errors import ConfigError
 from kvern.planning.choice import model_of
 from kvern.planning.estimate import Split, seconds_of
 from kvern.planning.hardware import this_machine
-from kvern.worker.device import resolve_device
+from kvern.runner.device import resolve_device
 
 
 def predicted_seconds(engine: Engine, workloads: Sequence[Measured]) -> list[float]:

@@ -14,14 +14,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kvern.mixer_spec import AttentionSpec
-from kvern.model_spec import MoeSpec
 from kvern.quantize.blocks import Block
 from kvern.quantize.checkpoint import WEIGHT
 from kvern.quantize.grid import fit
 from kvern.quantize.method import Plan
 from kvern.quantize.round_to_nearest import RoundToNearest
 from kvern.quantize.scheme import Scheme
+from kvern.spec.mixers import AttentionSpec
+from kvern.spec.model import MoeSpec
 
 POWERS = tuple(step / 20 for step in range(21))
 """Of the inputs' mean sizes, tried as scales."""

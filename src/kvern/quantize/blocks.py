@@ -18,12 +18,12 @@ from kvern.layers.block import Memory, Places, SequentialLayer, block_class
 from kvern.layers.latent_attention import LatentExpansion
 from kvern.layers.rope import RopeTable, Rotation
 from kvern.layers.states import new_states
-from kvern.mixer_spec import AttentionSpec, RecurrentSpec
-from kvern.model_spec import LayerSpec, ModelSpec
 from kvern.models.decoder import Decoder
 from kvern.quantize.checkpoint import WEIGHT, Checkpoint, Piece, load_into
 from kvern.quantize.inputs import Inputs
 from kvern.quantize.watched import places
+from kvern.spec.mixers import AttentionSpec, RecurrentSpec
+from kvern.spec.model import LayerSpec, ModelSpec
 
 BATCH_TOKENS = 4096
 """Tokens that run through a block at a time."""

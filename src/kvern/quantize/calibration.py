@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from kvern.errors import ConfigError, InvalidRequest, shown
-from kvern.files import open_regular, read_at, reason
-from kvern.tokenizer import Tokenizer
+from kvern.io.files import open_regular, read_at, reason
+from kvern.text.tokenizer import Tokenizer
 
 OWN_TEXT = Path(__file__).with_name("calibration.jsonl")
 """Conversations that the generators of the embedded models made; none is among those that these are measured with."""

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from kvern.errors import ConfigError
-from kvern.files import read_object
+from kvern.io.files import read_object
 from kvern.quantize.assignment import Choice, Frontier, frontier
 
 PLAIN = "plain"

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from kvern.errors import ConfigError, shown
-from kvern.files import read_object
+from kvern.io.files import read_object
 from kvern.quantize.inputs import Inputs
 from kvern.quantize.method import Plan, Rounded
 from kvern.quantize.scheme import named

@@ -10,8 +10,8 @@ from kvern.layers.linear import Linear
 from kvern.layers.linear_format import LinearFormat
 from kvern.layers.linear_method import LinearMethod, LinearShape
 from kvern.layers.unquantized import UnquantizedMethod
-from kvern.model_spec import MoeSpec
 from kvern.quantize.inputs import Inputs
+from kvern.spec.model import MoeSpec
 
 if TYPE_CHECKING:
     from torch import nn

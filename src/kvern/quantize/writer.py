@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from kvern.errors import ConfigError
-from kvern.files import reason
+from kvern.io.files import reason
 from kvern.models.checkpoint import DTYPES, INDEX_NAME, SINGLE_NAME
 
 SHARD_BYTES = 5_000_000_000

@@ -7,7 +7,7 @@ import torch
 
 from kvern.device.rows import BatchRows
 from kvern.device.transfer import fetch, upload
-from kvern.step import BeamCandidates, Logprob, NewRequest, TokenLogprobs
+from kvern.request.step import BeamCandidates, Logprob, NewRequest, TokenLogprobs
 
 
 def candidate_count(request: NewRequest) -> int:

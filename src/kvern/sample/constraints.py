@@ -9,8 +9,8 @@ import torch
 
 from kvern.device.rows import BatchRows
 from kvern.device.transfer import upload
+from kvern.request.step import NewRequest
 from kvern.sample.dry import penalize_repetitions
-from kvern.step import NewRequest
 
 BANNED = float("-inf")
 

@@ -21,9 +21,9 @@ import torch
 
 from kvern.device.rows import BatchRows
 from kvern.device.transfer import upload
-from kvern.request import Breakers
+from kvern.request.request import Breakers
+from kvern.request.sampling_params import SamplingParams
 from kvern.sample.random import mixed
-from kvern.sampling_params import SamplingParams
 
 MOST_PENALTY = 1e9
 """Powers stay finite, and a token that loses so much is still better than one that is banned."""

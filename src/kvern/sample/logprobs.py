@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from kvern.device.transfer import fetch
-from kvern.step import Logprob, TokenLogprobs
+from kvern.request.step import Logprob, TokenLogprobs
 
 
 @dataclass(frozen=True)

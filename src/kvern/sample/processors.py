@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 import msgspec
 
 from kvern.errors import ConfigError, InvalidParameter, shown
-from kvern.tokenizer import Tokenizer
+from kvern.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     import torch

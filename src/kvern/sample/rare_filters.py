@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import torch
 
 from kvern.device.transfer import upload
+from kvern.request.sampling_params import SamplingParams
 from kvern.sample.random import uniform
-from kvern.sampling_params import SamplingParams
 
 COIN = 2**31 - 1
 """No token has this id: the number that decides about XTC is none of those that tokens are drawn with."""

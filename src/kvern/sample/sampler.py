@@ -17,9 +17,9 @@ import torch
 
 from kvern.device.rows import BatchRows
 from kvern.device.transfer import upload
+from kvern.request.sampling_params import ResolvedParams
 from kvern.sample.random import uniform
 from kvern.sample.rare_filters import RareFilters, has_rare_filters
-from kvern.sampling_params import ResolvedParams
 
 GREEDY_BELOW = 1e-5
 """Temperatures under this take the most probable token: dividing by them would overflow."""

@@ -7,8 +7,8 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator
 
 from kvern.api.errors import HttpError
-from kvern.engine.client import EngineClient
 from kvern.server.keys import ApiKey
+from kvern.serving.client import EngineClient
 
 RATE_WINDOW = 128
 """So many of a key's last answers tell how fast its answers come."""

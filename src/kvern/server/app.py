@@ -16,36 +16,36 @@ from kvern.api.errors import HttpError
 from kvern.api.messages import COUNT_TOKENS, MESSAGES, model_entry, models_page
 from kvern.api.rerank import RERANK
 from kvern.api.scores import SCORE
-from kvern.engine.client import EngineClient
 from kvern.errors import KvernError
 from kvern.observe.metrics import together
-from kvern.server.adapters import AdaptersApi
-from kvern.server.batch_routes import Batches
 from kvern.server.chat_page import page_routes
-from kvern.server.completions import Completions
 from kvern.server.config import ServerConfig
-from kvern.server.conversations import Conversations
-from kvern.server.database import DataFolder, default_folder
-from kvern.server.embeddings import Embeddings
-from kvern.server.engine_routes import EnginesApi
-from kvern.server.files import Files
 from kvern.server.gate import Gate
+from kvern.server.handlers.adapters import AdaptersApi
+from kvern.server.handlers.batches import Batches
+from kvern.server.handlers.completions import Completions
+from kvern.server.handlers.conversations import Conversations
+from kvern.server.handlers.embeddings import Embeddings
+from kvern.server.handlers.engines import EnginesApi
+from kvern.server.handlers.files import Files
+from kvern.server.handlers.messages import MessagesApi
+from kvern.server.handlers.ollama import OllamaApi
+from kvern.server.handlers.relevance import Relevance
+from kvern.server.handlers.rerank import Rerank
+from kvern.server.handlers.responses import Responses
+from kvern.server.handlers.scores import Scores
+from kvern.server.handlers.tokens import Tokens
 from kvern.server.http import CLIENT_GONE, PAGE_HEADERS, error_response, is_anthropic, json_response, path_of
 from kvern.server.keys import ApiKey
-from kvern.server.messages import MessagesApi
-from kvern.server.ollama import OllamaApi
-from kvern.server.openapi import document
-from kvern.server.openapi_page import page
-from kvern.server.openapi_schemas import Schema
-from kvern.server.relevance import Relevance
-from kvern.server.rerank import Rerank
-from kvern.server.response_store import ResponseStore
-from kvern.server.responses import Responses
-from kvern.server.scores import Scores
+from kvern.server.openapi.document import document
+from kvern.server.openapi.page import page
+from kvern.server.openapi.schemas import Schema
 from kvern.server.service import Service
 from kvern.server.signposts import Signposts, by_all_names
-from kvern.server.store import Store
-from kvern.server.tokens import Tokens
+from kvern.server.stores.database import DataFolder, default_folder
+from kvern.server.stores.files import Store
+from kvern.server.stores.responses import ResponseStore
+from kvern.serving.client import EngineClient
 from kvern.version import __version__
 
 METRICS_ROUTES = ("/metrics", "/load", "/ready", "/version", "/health", "/ping")

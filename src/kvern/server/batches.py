@@ -29,13 +29,13 @@ from kvern.api.rerank import RERANK
 from kvern.api.scores import SCORE
 from kvern.api.sent_names import as_sent, sent_names
 from kvern.errors import EngineClosed, EngineUnavailable, InvalidRequest, KvernError, ServerBusy, shown
-from kvern.json_lines import BYTE_ORDER_MARK, json_line, read_json, wide_encoding
+from kvern.io.json_lines import BYTE_ORDER_MARK, json_line, read_json, wide_encoding
 from kvern.server.bodies import MAX_BODY_BYTES, SMALL_BODY_BYTES, Lane, check_counts, decode_object
-from kvern.server.database import NoRoom
-from kvern.server.files import OUTPUT, PART_BYTES, file_object
+from kvern.server.handlers.files import OUTPUT, PART_BYTES, file_object
 from kvern.server.keys import ApiKey
 from kvern.server.large_answers import write_large
-from kvern.server.store import Object, Store, paths_of_batch
+from kvern.server.stores.database import NoRoom
+from kvern.server.stores.files import Object, Store, paths_of_batch
 
 logger = logging.getLogger("kvern")
 

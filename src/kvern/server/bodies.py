@@ -17,8 +17,8 @@ from starlette.requests import Request
 from kvern.api.errors import HttpError
 from kvern.api.sent_names import sent_names
 from kvern.errors import shown
-from kvern.json_lines import json_line, read_json
-from kvern.json_work import is_too_much
+from kvern.io.json_lines import json_line, read_json
+from kvern.io.json_work import is_too_much
 
 logger = logging.getLogger("kvern.requests")
 

@@ -1,10 +1,10 @@
 """The engines that a server has, one for each model, and the names by which each is asked."""
 
 from kvern.api.conversation import ChatBody
-from kvern.engine.client import EngineClient
-from kvern.sampling_params import SamplingParams
+from kvern.request.sampling_params import SamplingParams
 from kvern.server.admission import Admission
 from kvern.server.keys import ApiKey
+from kvern.serving.client import EngineClient
 from kvern.tools.chat import ChatRequest
 
 

@@ -18,7 +18,7 @@ from kvern.api.errors import body_of, status_of
 from kvern.api.other_names import ignored
 from kvern.api.sent_names import as_sent
 from kvern.errors import EngineUnavailable, KvernError, ServerBusy
-from kvern.json_lines import json_line
+from kvern.io.json_lines import json_line
 from kvern.server.large_answers import PIECE, in_pieces, json_parts
 
 CLIENT_GONE = 499

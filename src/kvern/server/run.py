@@ -15,14 +15,14 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from kvern.config import EngineConfig
-from kvern.engine.child import EngineProcess
-from kvern.engine.client import EngineClient
 from kvern.errors import ConfigError
 from kvern.server.app import Server
 from kvern.server.config import ServerConfig
 from kvern.server.connection import Connection
 from kvern.server.keys import read_keys
 from kvern.server.origins import is_loopback
+from kvern.serving.child import EngineProcess
+from kvern.serving.client import EngineClient
 
 LAST_SECONDS = 5
 """After a second signal: the process ends then, whatever its threads do, and says what they did."""

@@ -9,17 +9,17 @@ from typing import Any
 from kvern.api.errors import HttpError
 from kvern.api.fields import CommonFields
 from kvern.api.limits import check_bounds, check_reported, reported_by
-from kvern.engine.client import EngineClient
-from kvern.engine.generation import Generation
 from kvern.engine.inputs import Prompt
 from kvern.errors import ConfigError, shown
-from kvern.outputs import RequestOutput
-from kvern.sampling_params import SamplingParams
+from kvern.request.outputs import RequestOutput
+from kvern.request.sampling_params import SamplingParams
 from kvern.server.admission import Admission, KeyLimits
 from kvern.server.config import ServerConfig
 from kvern.server.engines import ServedEngine
 from kvern.server.keys import ApiKey, users_of
 from kvern.server.large_answers import WRITERS
+from kvern.serving.client import EngineClient
+from kvern.serving.generation import Generation
 
 
 @dataclass(frozen=True)

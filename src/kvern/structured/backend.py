@@ -6,7 +6,7 @@ StructuredOutput --compile--> text, which travels to the engine --matcher--> one
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
-from kvern.structured_output import StructuredOutput
+from kvern.request.structured_output import StructuredOutput
 
 if TYPE_CHECKING:
     import torch

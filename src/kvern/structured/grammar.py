@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from kvern.errors import ConfigError, InvalidParameter, KvernError, in_a_line
+from kvern.request.structured_output import StructuredOutput
 from kvern.structured.backend import Backend, Matcher
-from kvern.structured_output import StructuredOutput
-from kvern.tokenizer import Tokenizer
+from kvern.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     import torch

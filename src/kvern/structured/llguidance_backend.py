@@ -12,14 +12,14 @@ from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
 from llguidance.gbnf_to_lark import gbnf_to_lark
 
 from kvern.errors import InvalidParameter
+from kvern.request.structured_output import StructuredOutput
 from kvern.structured.far_numbers import Unsaid, rules_of
 from kvern.structured.gbnf import is_gbnf, plain_gbnf
 from kvern.structured.llguidance_schema import held
 from kvern.structured.references import check_references
 from kvern.structured.schema import rewrite
 from kvern.structured.vocabulary import within
-from kvern.structured_output import StructuredOutput
-from kvern.tokenizer import Tokenizer
+from kvern.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     import torch

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 
-from kvern.step import OUT_OF_TOKENS, Fork, NewRequest
+from kvern.request.step import OUT_OF_TOKENS, Fork, NewRequest
 from kvern.structured.landing import Landing, has_ways
 from kvern.structured.matchers import Matchers
 
 if TYPE_CHECKING:
-    from kvern.step import StepResult
+    from kvern.request.step import StepResult
     from kvern.structured.backend import Matcher
     from kvern.structured.grammar import Grammars
 

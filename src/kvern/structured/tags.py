@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 
 from kvern.errors import InvalidParameter, shown
-from kvern.structured_output import StructuredOutput
+from kvern.request.structured_output import StructuredOutput
 
 MOST_TAGS = 256
 

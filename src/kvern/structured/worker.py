@@ -18,8 +18,8 @@ from pathlib import Path
 import msgspec
 
 from kvern.errors import InvalidParameter
+from kvern.request.structured_output import StructuredOutput
 from kvern.structured.grammar import Grammars, Setup
-from kvern.structured_output import StructuredOutput
 
 MOST_SECONDS = 2.0
 """Of computing, for one form."""

@@ -18,13 +18,13 @@ from xgrammar import (
 )
 
 from kvern.errors import InvalidParameter
+from kvern.request.structured_output import StructuredOutput
 from kvern.structured.gbnf import is_gbnf, plain_gbnf
 from kvern.structured.references import check_references
 from kvern.structured.schema import rewrite
 from kvern.structured.xgrammar_patterns import plain_pattern
 from kvern.structured.xgrammar_schema import narrow
-from kvern.structured_output import StructuredOutput
-from kvern.tokenizer import Tokenizer
+from kvern.text.tokenizer import Tokenizer
 
 MOST_BLANKS = 16
 """Between the tokens of JSON."""

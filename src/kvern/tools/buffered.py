@@ -4,7 +4,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 
-from kvern.tools.pieces import Arguments, CallBegins, Content, Piece
+from kvern.request.pieces import Arguments, CallBegins, Content, Piece
 from kvern.tools.tool_format import new_call_id
 
 BLANKS = " \t\r\n"

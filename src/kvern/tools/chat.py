@@ -6,19 +6,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from kvern.chat_template import check_messages
 from kvern.errors import InvalidParameter, InvalidRequest, shown
-from kvern.sampling_params import SamplingParams
+from kvern.request.pieces import Content, Message, Piece
+from kvern.request.sampling_params import SamplingParams
+from kvern.request.structured_output import StructuredOutput
 from kvern.structured.grammar import Grammars
-from kvern.structured_output import StructuredOutput
-from kvern.tokenizer import Tokenizer
+from kvern.text.chat_template import check_messages
+from kvern.text.tokenizer import Tokenizer
 from kvern.tools.conversation_tokens import ConversationEncoder
 from kvern.tools.definitions import NO_TOOLS, ToolUse
 from kvern.tools.encoding import Encoding
 from kvern.tools.formats import formats_of
 from kvern.tools.grammar import GrammarWriter, Thought
 from kvern.tools.harmony import joined_thinking
-from kvern.tools.pieces import Content, Message, Piece
 from kvern.tools.recipients import Recipients
 from kvern.tools.switches import EFFORT, PLAIN, Switches, enabled_of, switches_of
 from kvern.tools.thinking import Beginning, ThinkingFormat, beginning_of, stop_scope

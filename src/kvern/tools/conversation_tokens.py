@@ -13,7 +13,7 @@ import threading
 from array import array
 from collections import OrderedDict
 
-from kvern.tokenizer import Tokenizer
+from kvern.text.tokenizer import Tokenizer
 
 SHORTEST_PIECE = 2048
 """Characters: keeping less would save nothing."""

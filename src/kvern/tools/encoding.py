@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, replace
 
-from kvern.tokenizer import Tokenizer
+from kvern.text.tokenizer import Tokenizer
 
 ROOM_FOR_ANSWER = -1
 """As `most`: as many tokens as the model's context has beside the answer."""

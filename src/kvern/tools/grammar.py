@@ -14,9 +14,9 @@ from typing import Any
 import msgspec
 
 from kvern.errors import InvalidParameter, InvalidRequest
+from kvern.request.structured_output import StructuredOutput
 from kvern.structured.grammar import Grammars
-from kvern.structured_output import StructuredOutput
-from kvern.tokenizer import Tokenizer
+from kvern.text.tokenizer import Tokenizer
 from kvern.tools.definitions import ToolUse
 from kvern.tools.harmony import Harmony, free_messages
 from kvern.tools.recipients import MARK, Recipients

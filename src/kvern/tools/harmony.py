@@ -15,10 +15,10 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
-from kvern.chat_template import check_messages
+from kvern.request.pieces import Content, Reasoning
+from kvern.text.chat_template import check_messages
 from kvern.tools.buffered import BLANKS, BufferedParser, held_back
 from kvern.tools.json_call import JsonArguments
-from kvern.tools.pieces import Content, Reasoning
 from kvern.tools.thinking import HARMONY, REASONING
 from kvern.tools.tool_format import NAME, GrammarPieces, ToolParser, ToolSchemas
 

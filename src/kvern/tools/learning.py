@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from kvern.chat_template import ChatTemplate
 from kvern.errors import InvalidRequest
+from kvern.request.pieces import Message
+from kvern.text.chat_template import ChatTemplate
 from kvern.tools.buffered import BLANKS
 from kvern.tools.json_calls import JsonCalls
-from kvern.tools.pieces import Message
 from kvern.tools.thinking import THINKING
 from kvern.tools.tool_format import IDENTITY, NUMBER, ToolFormat
 

@@ -12,8 +12,8 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from kvern.chat_template import ChatTemplate
 from kvern.errors import InvalidRequest
+from kvern.text.chat_template import ChatTemplate
 
 ASKED, THOUGHT, SAID = "kvern-asked", "kvern-thought", "kvern-said"
 SPECIAL_TOKENS = dict.fromkeys(("bos_token", "eos_token", "pad_token", "unk_token"), "")

@@ -15,7 +15,7 @@ import jinja2
 import jinja2.meta
 from jinja2 import nodes
 
-from kvern.chat_template import environment
+from kvern.text.chat_template import environment
 
 PLAIN = ("enable_thinking", "thinking")
 """What requests call the switch."""

@@ -4,7 +4,7 @@ import re
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from kvern.sampling_params import StopScope
+from kvern.request.sampling_params import StopScope
 from kvern.tools.buffered import BLANKS
 from kvern.tools.learnt_thinking import opened_marks, written_marks
 

@@ -1,7 +1,7 @@
 """Splits an answer: what the model thinks is reasoning, wherever it stands; all else is read by the parser of calls."""
 
+from kvern.request.pieces import Content, Piece, Reasoning
 from kvern.tools.buffered import BLANKS, held_back
-from kvern.tools.pieces import Content, Piece, Reasoning
 from kvern.tools.thinking import Beginning, ThinkingFormat
 from kvern.tools.tool_format import ToolParser
 

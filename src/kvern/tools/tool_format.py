@@ -5,8 +5,8 @@ import uuid
 from collections.abc import Mapping
 from typing import Any, Protocol
 
-from kvern.structured_output import StructuredOutput
-from kvern.tools.pieces import Piece
+from kvern.request.pieces import Piece
+from kvern.request.structured_output import StructuredOutput
 
 LONGEST_NAME = 128
 """Characters, as many as OpenAI's; one of a namespace carries the name of that, too."""

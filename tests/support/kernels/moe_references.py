@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 
-from kvern.model_spec import MoeSpec
+from kvern.spec.model import MoeSpec
 
 REFERENCES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "silu": F.silu,

@@ -10,17 +10,17 @@ import torch
 from torch import Tensor
 
 from kvern import EngineConfig
-from kvern.device.ranks import Ranks
-from kvern.device.stages import WHOLE, Stage
 from kvern.kernels.norm import add_rms_norm
 from kvern.models.loader import read_config
 from kvern.models.registry import spec_from_config
-from kvern.request import PromptInput, RequestSpec
-from kvern.sampling_params import ResolvedParams
-from kvern.step import NewRequest, ScheduledTokens, SchedulerOutput
-from kvern.worker.plan import agree, lay_out
-from kvern.worker.startup import Startup
-from kvern.worker.worker import Worker
+from kvern.ranks.ranks import Ranks
+from kvern.ranks.stages import WHOLE, Stage
+from kvern.request.request import PromptInput, RequestSpec
+from kvern.request.sampling_params import ResolvedParams
+from kvern.request.step import NewRequest, ScheduledTokens, SchedulerOutput
+from kvern.runner.plan import agree, lay_out
+from kvern.runner.startup import Startup
+from kvern.runner.worker import Worker
 from tests.support.kernels.device_engines import OPTIONS
 
 SECONDS = 120.0

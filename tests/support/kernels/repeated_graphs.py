@@ -4,11 +4,11 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from kvern.request.step import ScheduledTokens
+from kvern.runner.cuda_graph import DecodedStep
+from kvern.runner.prompt_graphs import PromptGraphs
+from kvern.runner.verify_graphs import VerifiedStep, VerifyGraphs, VerifyStep
 from kvern.sample.logprobs import DeviceLogprobs
-from kvern.step import ScheduledTokens
-from kvern.worker.cuda_graph import DecodedStep
-from kvern.worker.prompt_graphs import PromptGraphs
-from kvern.worker.verify_graphs import VerifiedStep, VerifyGraphs, VerifyStep
 
 
 class RepeatedPromptGraphs(PromptGraphs):

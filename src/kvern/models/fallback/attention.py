@@ -14,7 +14,7 @@ from transformers import AttentionInterface
 
 from kvern.errors import UnsupportedModel
 from kvern.layers.attention import Attend
-from kvern.mixer_spec import AttentionSpec
+from kvern.spec.mixers import AttentionSpec
 
 IMPLEMENTATION = "kvern"
 WITHOUT_EFFECT = frozenset(

@@ -16,10 +16,10 @@ from transformers import (
 )
 
 from kvern.errors import UnsupportedModel, in_a_line
-from kvern.mixer_spec import AttentionSpec
 from kvern.models.fallback.attention import IMPLEMENTATION, Call, answered
 from kvern.models.implementation import TransformersSpec
 from kvern.models.limits import SIZES, check_config
+from kvern.spec.mixers import AttentionSpec
 
 ATTENDING = frozenset({"full_attention", "sliding_attention"})
 """The layer types that transformers leaves to the attention, but for masks that it does not make for kvern."""

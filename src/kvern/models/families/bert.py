@@ -1,11 +1,11 @@
 """BERT (Devlin et al. 2018) and RoBERTa, XLM-RoBERTa (Liu et al. 2019, Conneau et al. 2020): encoders."""
 
 from kvern.errors import UnsupportedModel
-from kvern.mixer_spec import AttentionSpec
-from kvern.model_spec import POST_NORMS, EncoderSpec, HeadSpec, LayerSpec, MlpSpec, ModelSpec, NormSpec, Rename
 from kvern.models.describe import describe, read_activation, read_head_dim
 from kvern.models.encoder_config import check_encoder, is_classifier
 from kvern.models.registry import Config, register_family
+from kvern.spec.mixers import AttentionSpec
+from kvern.spec.model import POST_NORMS, EncoderSpec, HeadSpec, LayerSpec, MlpSpec, ModelSpec, NormSpec, Rename
 
 _LAYER = r"^encoder\.layer\.(\d+)\."
 _RENAMES = (

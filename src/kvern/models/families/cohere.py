@@ -1,6 +1,5 @@
 """Cohere's Command: attention and MLP side by side under one layer norm without bias, scaled logits."""
 
-from kvern.model_spec import LayerSpec, ModelSpec, QueryKeyNormSpec
 from kvern.models.describe import (
     describe,
     layers_by_type,
@@ -10,6 +9,7 @@ from kvern.models.describe import (
     uniform_layers,
 )
 from kvern.models.registry import Config, register_family
+from kvern.spec.model import LayerSpec, ModelSpec, QueryKeyNormSpec
 
 
 def _cohere(config: Config, layers: tuple[LayerSpec, ...]) -> ModelSpec:

@@ -9,12 +9,12 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from kvern.errors import UnsupportedModel
-from kvern.mixer_spec import IndexerSpec, LatentAttentionSpec
-from kvern.model_spec import LayerSpec, MlpSpec, ModelSpec, MoeSpec
 from kvern.models.describe import check_settings, describe, kinds_of, read_mlp, read_rope, rope_settings
 from kvern.models.families.glm_moe import read_sigmoid_moe, tensor_names
 from kvern.models.registry import Config, register_family
 from kvern.models.text_part import text_config, text_part
+from kvern.spec.mixers import IndexerSpec, LatentAttentionSpec
+from kvern.spec.model import LayerSpec, MlpSpec, ModelSpec, MoeSpec
 
 
 def _scale(config: Config) -> float:

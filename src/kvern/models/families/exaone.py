@@ -1,8 +1,8 @@
 """EXAONE 4: norms after attention and MLP; where layers slide, the global ones know no positions."""
 
-from kvern.model_spec import POST_NORMS, ModelSpec, QueryKeyNormSpec
 from kvern.models.describe import describe, layers_by_type, read_layer_types, read_rms_norm, read_rope
 from kvern.models.registry import Config, register_family
+from kvern.spec.model import POST_NORMS, ModelSpec, QueryKeyNormSpec
 
 
 @register_family("exaone4", "Exaone4ForCausalLM")

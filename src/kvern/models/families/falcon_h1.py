@@ -2,11 +2,11 @@
 
 from dataclasses import replace
 
-from kvern.mixer_spec import Gating, Mamba2Scales, Mamba2Spec, TwoMixersSpec
-from kvern.model_spec import LayerSpec, ModelSpec, Rename
 from kvern.models.describe import check_settings, describe, read_attention, read_mlp, read_rope
 from kvern.models.families.granite_hybrid import read_mamba
 from kvern.models.registry import Config, register_family
+from kvern.spec.mixers import Gating, Mamba2Scales, Mamba2Spec, TwoMixersSpec
+from kvern.spec.model import LayerSpec, ModelSpec, Rename
 
 _AS_PUBLISHED = {
     "attention_bias": False,

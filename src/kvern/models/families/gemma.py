@@ -3,7 +3,6 @@
 from collections.abc import Mapping
 
 from kvern.errors import UnsupportedModel
-from kvern.model_spec import PRE_NORMS, SANDWICH_NORMS, LayerSpec, ModelSpec, QueryKeyNormSpec, RopeSpec
 from kvern.models.describe import (
     describe,
     layers_by_type,
@@ -15,6 +14,7 @@ from kvern.models.describe import (
 )
 from kvern.models.registry import Config, register_family
 from kvern.models.text_part import text_config, text_part
+from kvern.spec.model import PRE_NORMS, SANDWICH_NORMS, LayerSpec, ModelSpec, QueryKeyNormSpec, RopeSpec
 
 
 def _gemma(config: Config, layers: tuple[LayerSpec, ...], **fields: object) -> ModelSpec:

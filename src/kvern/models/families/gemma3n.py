@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
-from kvern.model_spec import SANDWICH_NORMS, AltUpSpec, LayerSpec, ModelSpec, PerLayerSpec, QueryKeyNormSpec, Rename
 from kvern.models.describe import (
     check_settings,
     describe,
@@ -18,6 +17,7 @@ from kvern.models.families.gemma import gemma3_ropes
 from kvern.models.families.gemma4 import cache_owners, tensors_without_use
 from kvern.models.registry import Config, register_family
 from kvern.models.text_part import text_config, text_part
+from kvern.spec.model import SANDWICH_NORMS, AltUpSpec, LayerSpec, ModelSpec, PerLayerSpec, QueryKeyNormSpec, Rename
 
 _RENAMES = (
     Rename(r"^((model\.)?language_model\.)?(model\.)?(?=(embed_tokens_per_layer|(per_layer|altup)_\w+)\.)", "model."),

@@ -5,15 +5,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from kvern.errors import UnsupportedModel
-from kvern.model_spec import (
-    SANDWICH_NORMS,
-    LayerSpec,
-    ModelSpec,
-    MoeSpec,
-    PerLayerSpec,
-    QueryKeyNormSpec,
-    Rename,
-)
 from kvern.models.describe import (
     describe,
     layers_by_type,
@@ -26,6 +17,15 @@ from kvern.models.describe import (
 )
 from kvern.models.registry import Config, register_family
 from kvern.models.text_part import text_config, text_part
+from kvern.spec.model import (
+    SANDWICH_NORMS,
+    LayerSpec,
+    ModelSpec,
+    MoeSpec,
+    PerLayerSpec,
+    QueryKeyNormSpec,
+    Rename,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -1,8 +1,8 @@
 """GLM-4 and GLM-4-0414: fused gate and up, half of each head rotated in pairs, the latter with sandwich norms."""
 
-from kvern.model_spec import PRE_NORMS, LayerSpec, ModelSpec
 from kvern.models.describe import describe, read_rope, uniform_layers
 from kvern.models.registry import Config, register_family
+from kvern.spec.model import PRE_NORMS, LayerSpec, ModelSpec
 
 
 def _layers(config: Config) -> tuple[LayerSpec, ...]:

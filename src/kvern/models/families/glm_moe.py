@@ -3,7 +3,6 @@
 from dataclasses import replace
 from typing import Any
 
-from kvern.model_spec import LayerSpec, ModelSpec, MoeSpec, PredictionSpec, QueryKeyNormSpec, Rename
 from kvern.models.describe import (
     describe,
     layers_by_type,
@@ -15,6 +14,7 @@ from kvern.models.describe import (
 )
 from kvern.models.families.qwen import layers_from
 from kvern.models.registry import Config, register_family
+from kvern.spec.model import LayerSpec, ModelSpec, MoeSpec, PredictionSpec, QueryKeyNormSpec, Rename
 
 
 def read_sigmoid_moe(config: Config) -> MoeSpec:

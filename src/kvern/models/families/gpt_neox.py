@@ -2,9 +2,9 @@
 
 from typing import TYPE_CHECKING
 
-from kvern.model_spec import ModelSpec, Rename
 from kvern.models.describe import describe, read_layer_norm, read_mlp, uniform_layers
 from kvern.models.registry import Config, register_family
+from kvern.spec.model import ModelSpec, Rename
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -4,9 +4,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from kvern.errors import UnsupportedModel
-from kvern.model_spec import SWIGLU_LIMIT, SWIGLU_SLOPE, ModelSpec, MoeSpec, Rename
 from kvern.models.describe import describe, layers_by_type, read_attention, read_experts, read_layer_types, read_rope
 from kvern.models.registry import Config, register_family
+from kvern.spec.model import SWIGLU_LIMIT, SWIGLU_SLOPE, ModelSpec, MoeSpec, Rename
 
 if TYPE_CHECKING:
     from torch import Tensor

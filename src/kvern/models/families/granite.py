@@ -1,8 +1,8 @@
 """Granite, dense and with experts: Llama with multipliers on embeddings, residuals, attention scores and logits."""
 
-from kvern.model_spec import LayerSpec, ModelSpec, MoeSpec, Rename
 from kvern.models.describe import describe, read_activation, read_attention, read_experts, uniform_layers
 from kvern.models.registry import Config, register_family
+from kvern.spec.model import LayerSpec, ModelSpec, MoeSpec, Rename
 
 RENAMES = (
     Rename(r"\.block_sparse_moe\.input_linear\.weight$", ".mlp.experts.gate_up_proj"),

@@ -1,11 +1,11 @@
 """Granite 4: Mamba-2 beside layers that attend, with or without positions, and Granite's multipliers."""
 
 from kvern.errors import UnsupportedModel
-from kvern.mixer_spec import AttentionSpec, Mamba2Spec
-from kvern.model_spec import LayerSpec, MlpSpec, ModelSpec, MoeSpec, Rename
 from kvern.models.describe import kinds_of, read_activation, read_attention, read_experts, read_rope
 from kvern.models.families.granite import RENAMES, describe_granite
 from kvern.models.registry import Config, register_family
+from kvern.spec.mixers import AttentionSpec, Mamba2Spec
+from kvern.spec.model import LayerSpec, MlpSpec, ModelSpec, MoeSpec, Rename
 
 _KINDS = {
     "mamba": "linear_attention",

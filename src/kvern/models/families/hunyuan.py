@@ -2,10 +2,10 @@
 
 from dataclasses import replace
 
-from kvern.model_spec import ModelSpec, QueryKeyNormSpec, Rename, RopeSpec
 from kvern.models.describe import describe, read_head_dim, read_rms_norm, read_rope, rope_settings, uniform_layers
 from kvern.models.registry import Config, register_family
-from kvern.rope_scaling import LinearScaling
+from kvern.spec.model import ModelSpec, QueryKeyNormSpec, Rename, RopeSpec
+from kvern.spec.rope_scaling import LinearScaling
 
 
 def _read_rope(config: Config) -> RopeSpec:

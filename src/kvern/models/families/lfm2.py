@@ -2,10 +2,10 @@
 
 from collections.abc import Sequence
 
-from kvern.mixer_spec import AttentionSpec, ShortConvSpec
-from kvern.model_spec import LayerSpec, MlpSpec, ModelSpec, MoeSpec, NormSpec, QueryKeyNormSpec, Rename
 from kvern.models.describe import describe, kinds_of, read_attention, read_experts, read_rope
 from kvern.models.registry import Config, register_family
+from kvern.spec.mixers import AttentionSpec, ShortConvSpec
+from kvern.spec.model import LayerSpec, MlpSpec, ModelSpec, MoeSpec, NormSpec, QueryKeyNormSpec, Rename
 
 _RENAMES = (
     Rename(r"\.self_attn\.out_proj\.", ".self_attn.o_proj."),

@@ -3,7 +3,6 @@
 from dataclasses import replace
 
 from kvern.errors import UnsupportedModel
-from kvern.model_spec import ModelSpec, QueryScaling
 from kvern.models.describe import (
     describe,
     layers_by_type,
@@ -15,6 +14,7 @@ from kvern.models.describe import (
 )
 from kvern.models.registry import Config, register_family
 from kvern.models.text_part import text_config, text_part
+from kvern.spec.model import ModelSpec, QueryScaling
 
 
 @register_family("llama", "LlamaForCausalLM", "internlm3", "InternLM3ForCausalLM")

@@ -1,7 +1,6 @@
 """MiniMax-M2: experts with sigmoid scores, queries and keys normalised as whole rows, a part of each head rotated."""
 
 from kvern.errors import UnsupportedModel
-from kvern.model_spec import ModelSpec, MoeSpec, QueryKeyNormSpec, Rename
 from kvern.models.describe import (
     check_settings,
     describe,
@@ -14,6 +13,7 @@ from kvern.models.describe import (
 )
 from kvern.models.families.mixtral import RENAMES
 from kvern.models.registry import Config, register_family
+from kvern.spec.model import ModelSpec, MoeSpec, QueryKeyNormSpec, Rename
 
 _AS_PUBLISHED = {
     "scoring_func": "sigmoid",

@@ -1,8 +1,8 @@
 """Mixtral: Mistral's layers with a mixture of experts."""
 
-from kvern.model_spec import ModelSpec, MoeSpec, Rename
 from kvern.models.describe import describe, read_activation, read_attention, read_experts, uniform_layers
 from kvern.models.registry import Config, register_family
+from kvern.spec.model import ModelSpec, MoeSpec, Rename
 
 RENAMES = (
     Rename(r"\.block_sparse_moe\.", ".mlp."),

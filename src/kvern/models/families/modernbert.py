@@ -3,11 +3,11 @@
 from dataclasses import replace
 
 from kvern.errors import UnsupportedModel
-from kvern.mixer_spec import AttentionSpec
-from kvern.model_spec import PRE_NORMS, EncoderSpec, HeadSpec, LayerSpec, ModelSpec, NormSpec, Rename
 from kvern.models.describe import describe, read_head_dim, read_mlp, read_rope
 from kvern.models.encoder_config import check_encoder, is_classifier
 from kvern.models.registry import Config, register_family
+from kvern.spec.mixers import AttentionSpec
+from kvern.spec.model import PRE_NORMS, EncoderSpec, HeadSpec, LayerSpec, ModelSpec, NormSpec, Rename
 
 _LAYER = r"^model\.layers\.(\d+)\."
 _RENAMES = (

@@ -1,8 +1,8 @@
 """Nemotron: layer norms whose weights are stored as w - 1, half of each head rotated, squared ReLU without a gate."""
 
-from kvern.model_spec import ModelSpec
 from kvern.models.describe import describe, read_layer_norm, read_mlp, uniform_layers
 from kvern.models.registry import Config, register_family
+from kvern.spec.model import ModelSpec
 
 
 @register_family("nemotron", "NemotronForCausalLM")

@@ -1,8 +1,6 @@
 """Nemotron-H and Nemotron 3: layers that are Mamba-2, attention without positions, an MLP or experts alone."""
 
 from kvern.errors import UnsupportedModel
-from kvern.mixer_spec import Mamba2Spec
-from kvern.model_spec import Activation, LayerSpec, MlpSpec, ModelSpec, MoeSpec, NormSpec, Rename
 from kvern.models.describe import (
     check_settings,
     describe,
@@ -14,6 +12,8 @@ from kvern.models.describe import (
 )
 from kvern.models.families.granite_hybrid import check_steps
 from kvern.models.registry import Config, register_family
+from kvern.spec.mixers import Mamba2Spec
+from kvern.spec.model import Activation, LayerSpec, MlpSpec, ModelSpec, MoeSpec, NormSpec, Rename
 
 _LETTERS = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}
 _KINDS = {kind: kind for kind in _LETTERS.values()} | {"mamba": "linear_attention", "attention": "full_attention"}

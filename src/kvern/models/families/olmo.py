@@ -1,7 +1,6 @@
 """OLMo 1 (norms without weights), 2 and 3 (norms after attention and MLP, queries and keys normalised), and OLMoE."""
 
 from kvern.errors import UnsupportedModel
-from kvern.model_spec import POST_NORMS, ModelSpec, MoeSpec, NormSpec, QueryKeyNormSpec
 from kvern.models.describe import (
     describe,
     layers_by_type,
@@ -13,6 +12,7 @@ from kvern.models.describe import (
     uniform_layers,
 )
 from kvern.models.registry import Config, register_family
+from kvern.spec.model import POST_NORMS, ModelSpec, MoeSpec, NormSpec, QueryKeyNormSpec
 
 
 def _reject_clipping(config: Config) -> None:

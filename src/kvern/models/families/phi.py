@@ -1,6 +1,5 @@
 """Phi 1.5 and 2 (parallel, biased, partly rotated), and Phi-3, 3.5 and 4 (Llama with fused projections)."""
 
-from kvern.model_spec import ModelSpec, QueryKeyNormSpec, Rename
 from kvern.models.describe import (
     describe,
     read_attention,
@@ -9,6 +8,7 @@ from kvern.models.describe import (
     uniform_layers,
 )
 from kvern.models.registry import Config, register_family
+from kvern.spec.model import ModelSpec, QueryKeyNormSpec, Rename
 
 
 @register_family("phi", "PhiForCausalLM")

@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from kvern.errors import UnsupportedModel
-from kvern.model_spec import LayerSpec, ModelSpec, MoeSpec, QueryKeyNormSpec
 from kvern.models.describe import describe, layers_by_type, read_activation, read_experts, read_rms_norm
 from kvern.models.registry import Config, register_family
+from kvern.spec.model import LayerSpec, ModelSpec, MoeSpec, QueryKeyNormSpec
 
 
 def layers_from(config: Config, first: int) -> list[str]:

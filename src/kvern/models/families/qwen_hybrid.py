@@ -3,8 +3,6 @@
 from dataclasses import replace
 
 from kvern.errors import UnsupportedModel
-from kvern.mixer_spec import AttentionSpec, DeltaNetSpec
-from kvern.model_spec import LayerSpec, MlpSpec, ModelSpec, MoeSpec, PredictionSpec, QueryKeyNormSpec
 from kvern.models.describe import (
     describe,
     kinds_of,
@@ -17,6 +15,8 @@ from kvern.models.describe import (
 from kvern.models.families.qwen import read_moe
 from kvern.models.registry import Config, register_family
 from kvern.models.text_part import text_config, text_part
+from kvern.spec.mixers import AttentionSpec, DeltaNetSpec
+from kvern.spec.model import LayerSpec, MlpSpec, ModelSpec, MoeSpec, PredictionSpec, QueryKeyNormSpec
 
 _PREDICTION = PredictionSpec(
     layer="mtp.layers.0",

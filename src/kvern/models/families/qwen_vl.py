@@ -8,10 +8,10 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from kvern.errors import UnsupportedModel
-from kvern.model_spec import ModelSpec, MoeSpec, Rename
 from kvern.models.families.qwen import qwen2, qwen3, qwen3_moe
 from kvern.models.registry import Config, register_family
 from kvern.models.text_part import text_config, text_part
+from kvern.spec.model import ModelSpec, MoeSpec, Rename
 
 if TYPE_CHECKING:
     from torch import Tensor

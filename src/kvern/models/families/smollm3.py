@@ -2,9 +2,9 @@
 
 from dataclasses import replace
 
-from kvern.model_spec import ModelSpec
 from kvern.models.describe import describe, layers_by_type, read_rope
 from kvern.models.registry import Config, register_family
+from kvern.spec.model import ModelSpec
 
 
 @register_family("smollm3", "SmolLM3ForCausalLM")

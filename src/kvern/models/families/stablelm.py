@@ -1,9 +1,9 @@
 """StableLM: layer norms, a quarter of each head rotated, optionally attention and MLP side by side."""
 
 from kvern.errors import UnsupportedModel
-from kvern.model_spec import PRE_NORMS, ModelSpec
 from kvern.models.describe import describe, read_layer_norm, uniform_layers
 from kvern.models.registry import Config, register_family
+from kvern.spec.model import PRE_NORMS, ModelSpec
 
 
 @register_family("stablelm", "StableLmForCausalLM")

@@ -1,8 +1,8 @@
 """StarCoder2: layer norms, biases everywhere, an MLP without a gate."""
 
-from kvern.model_spec import ModelSpec, Rename
 from kvern.models.describe import describe, read_attention, read_layer_norm, read_mlp, uniform_layers
 from kvern.models.registry import Config, register_family
+from kvern.spec.model import ModelSpec, Rename
 
 
 @register_family("starcoder2", "Starcoder2ForCausalLM")

@@ -1,0 +1,60 @@
+"""How far the keys of a draft model reach, of each row and each block: what is missing is computed when it is needed.
+
+A draft model's cache has the blocks and block tables of the model's, so that cached prefixes, copies and preemption
+hold for both. But its keys are made only for requests that get drafts: they fall behind, and catch up. No torch.
+"""
+
+from kvern.request.step import SchedulerOutput
+
+
+class DraftKeys:
+    """Of `slots` rows over `blocks` blocks of `block_size` tokens; all that counts is that tokens are verified."""
+
+    def __init__(self, slots: int, blocks: int, block_size: int) -> None:
+        self._size = block_size
+        self._held = [0] * blocks
+        """Of each block, how many of its first places have keys of what the model has there."""
+        self._tables: list[list[int]] = [[] for _ in range(slots)]
+        self._reach = [0] * slots
+        self._guessed = [0] * slots
+
+    def prepare(self, output: SchedulerOutput) -> None:
+        """Let rows and blocks change as a step says. Rows that fork are beams, which get no drafts."""
+        for copy in output.copies:
+            self._held[copy.target] = min(self._held[copy.source], copy.tokens)
+        for load in output.loads:
+            self._held[load.block] = 0
+        for request in output.joined:
+            table = list(request.block_ids)
+            self._clear(table[-(-request.num_computed_tokens // self._size) :])
+            self._tables[request.slot], self._reach[request.slot], self._guessed[request.slot] = table, 0, 0
+        for slot, first, blocks in output.grown:
+            self._clear(blocks)
+            self._tables[slot][first:] = blocks
+        for slot, _, _ in output.drafts:
+            self._guessed[slot] = 0  # others are verified
+
+    def reach(self, slot: int) -> int:
+        """How many of a row's first tokens have keys; other rows may have made some in blocks that they share."""
+        table, size = self._tables[slot], self._size
+        reach = self._reach[slot]
+        while reach // size < len(table) and self._held[table[reach // size]] > reach % size:
+            reach += self._held[table[reach // size]] - reach % size
+        self._reach[slot] = reach
+        return reach
+
+    def computed(self, slot: int, tokens: int, guessed: int = 0) -> None:
+        """So many of a row's first tokens, all verified, have keys now, and so many of the drafts behind them."""
+        table, size, reach = self._tables[slot], self._size, self._reach[slot]
+        for column in range(reach // size, -(-tokens // size)):
+            block = table[column]
+            self._held[block] = max(self._held[block], min(size, tokens - column * size))
+        self._reach[slot], self._guessed[slot] = max(tokens, reach), guessed
+
+    def accepted(self, slot: int, drafts: int) -> int:
+        """What `reach` says, when of the drafts that were guessed last so many were right."""
+        return self.reach(slot) + min(drafts, self._guessed[slot])
+
+    def _clear(self, blocks: list[int]) -> None:
+        for block in blocks:
+            self._held[block] = 0

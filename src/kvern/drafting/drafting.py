@@ -1,0 +1,274 @@
+"""Drafts for requests, as many as are worth a step's time.
+
+step --ended--> DraftCosts --propose--> Proposer: as many drafts of each request as pay
+                           --wanted---> the device: the same
+"""
+
+import logging
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+from weakref import WeakSet
+
+from kvern.drafting.costs import FORGOTTEN, LONGEST, MOST, MOST_ROWS, DraftCosts, TimedStep
+from kvern.drafting.prediction import PredictionProposer
+from kvern.drafting.proposer import Proposer, takes_drafts
+from kvern.drafting.room import Wanted
+from kvern.errors import shown
+from kvern.request.request import Request, State
+from kvern.request.step import ModelRunnerOutput, ScheduledTokens, SchedulerOutput
+
+logger = logging.getLogger("kvern")
+
+KEPT_OF_REQUEST = 0.9
+"""Of the weight of what became of a request's earlier drafts, by each step with others."""
+NOBODY: frozenset[str] = frozenset()
+QUIET = 16
+"""Steps without drafts, in one of which a proposer is told of the texts nevertheless."""
+
+
+class Positions:
+    """How many drafts were the 1st, 2nd, ... behind a known token, and how many of these were right."""
+
+    def __init__(self) -> None:
+        self.drafts: list[int] = []
+        self.accepted: list[int] = []
+
+    def add(self, drafts: int, accepted: int) -> None:
+        """So many were verified together, of which the first were right."""
+        missing = [0] * (drafts - len(self.drafts))
+        self.drafts += missing
+        self.accepted += missing
+        for place in range(drafts):
+            self.drafts[place] += 1
+        for place in range(accepted):
+            self.accepted[place] += 1
+
+
+class Asked(NamedTuple):
+    """Whom to guess for, and how much, where so many run."""
+
+    running: int
+    going: Sequence[Request]
+    counts: Sequence[int]
+    has_predictions: bool
+
+    def holds(self, requests: Sequence[Request], running: int) -> bool:
+        """Whether it is so still, as the same requests got tokens and none has ended."""
+        if running != self.running or requests != self.going:
+            return False
+        return all(request.state is not State.FINISHED for request in requests)
+
+
+class Drafting:
+    """Has a `proposer` guess, or the device, and learns from steps, in the order in which they were submitted.
+
+    Where a client has predicted an answer, that is what is guessed; the proposer is asked where the answer is another.
+    A proposer that raises, or guesses anything but token ids below `vocab_size`, is not asked again.
+    """
+
+    def __init__(
+        self,
+        proposer: Proposer | None,
+        vocab_size: int,
+        clock: Callable[[], float] = time.perf_counter,
+        *,
+        device: str | None = None,
+        most: int | None = None,
+        catches_up: bool = True,
+    ) -> None:
+        """`device`: "cpu" or "cuda", where it guesses, and no proposer, but for what clients have predicted.
+
+        `most`: drafts of a request that it makes there in a step; None: any number. `catches_up`: as of `DraftCosts`.
+        """
+        self._proposer = proposer
+        self._device, most = device, MOST if most is None else min(MOST, most)
+        self._costs = DraftCosts()
+        if device is not None:
+            self._costs = DraftCosts(MOST_ROWS[device], most, on_device=True, catches_up=catches_up)
+        self._predictions = PredictionProposer()
+        self._predicted: WeakSet[Request] = WeakSet()
+        """Requests whose drafts are of their predictions."""
+        self.verified_predictions = NOBODY
+        """The same by their ids, of those whose drafts the last step to return had verified."""
+        self._vocab_size, self._clock = vocab_size, clock
+        self.positions = Positions()
+        self._begun: deque[tuple[float, float, frozenset[str]] | None] = deque()
+        """When steps began, how long they waited for the proposer, and `verified_predictions` of them.
+
+        None: of a step in which nobody was asked.
+        """
+        self._ended = self._proposing = self._learning = 0.0
+        self._least_asking = math.inf
+        """What it takes to ask for drafts: the least of late. Much more does something else that held it up."""
+        self._guessed: Sequence[ScheduledTokens] = ()
+        """Behind which the device guesses, in a step of a GPU, before it begins with the next."""
+        self._quiet = 0
+        self._asked: Asked | None = None
+        """Holds until more is learnt."""
+        self._rest = self._rested = self._resting = 0
+        """Steps in which nobody is asked, from now on and before, as long as so many requests run."""
+
+    def began(self, output: SchedulerOutput, requests: Sequence[Request]) -> None:
+        """A step of these requests was submitted."""
+        if self._rest and not output.drafts:
+            self._begun.append(None)
+            return
+        predicted = NOBODY
+        if output.drafts and self._predicted:
+            slots = {slot for slot, _, _ in output.drafts}
+            predicted = frozenset(
+                request.request_id for request in requests if request.slot in slots and request in self._predicted
+            )
+        waited, self._proposing = 0.0 if self._begun else self._proposing, 0.0
+        self._begun.append((self._clock(), waited, predicted))
+
+    def forget(self) -> None:
+        """Steps in flight are abandoned."""
+        self._begun.clear()
+        self._guessed = ()
+
+    def ended(self, output: SchedulerOutput, requests: Sequence[Request], result: ModelRunnerOutput) -> None:
+        """The oldest step returned.
+
+        What guessing took is said of that behind this step or, on a GPU, of that behind the one before: there a result
+        waits for drafts only if it has them.
+        """
+        step = self._begun.popleft() if self._begun else None  # or it was submitted before anybody guessed
+        if step is None:
+            self.verified_predictions, self._ended = NOBODY, self._clock()  # the device went on with the next
+            return
+        (begun, waited, self.verified_predictions), now = step, self._clock()
+        seconds, self._ended = now - max(begun, self._ended), now
+        guessed: Sequence[ScheduledTokens] = output.scheduled
+        if self._device == "cuda":
+            guessed, self._guessed = (guessed, ()) if result.guessed else (self._guessed, guessed)
+        drafting_seconds = result.drafting_seconds
+        tokens, count, right = output.token_count, len(output.scheduled), 0
+        if tokens == count and not self._would_guess(count):
+            return
+        if self._rested:
+            self._costs.rested(self._rested, seconds)
+            self._rested = 0
+        if tokens == count and not drafting_seconds and self._costs.passes_over(count, seconds, waited):
+            return
+        self._asked = None
+        for item, request, token_ids in zip(output.scheduled, requests, result.token_ids, strict=True):
+            if item.sampled > 1 and token_ids and request.state is not State.FINISHED:
+                accepted = len(request.until_stop(token_ids)) - 1  # behind an answer's end none is of use
+                is_wrong = accepted < item.sampled - 1
+                right += accepted
+                self.positions.add(item.sampled - 1, accepted)
+                request.drafts_right = KEPT_OF_REQUEST * request.drafts_right + accepted
+                request.drafts_wrong = KEPT_OF_REQUEST * request.drafts_wrong + is_wrong
+                self._costs.verified(accepted, is_wrong)
+        self._costs.learn(TimedStep(output.scheduled, seconds, right, drafting_seconds, guessed, waited))
+        self._learning = self._clock() - now
+
+    def _would_guess(self, running: int) -> bool:
+        """Whether anybody guesses where so many run."""
+        guesses = self._device is not None or self._proposer is not None or bool(self._predicted)
+        return guesses and self._costs.has_rows(running)
+
+    def propose(self, requests: Sequence[Request], running: int) -> None:
+        """Guess how requests go on that got tokens, in an engine that runs so many."""
+        if self._rest and self._rests(requests, running):
+            return
+        begun, asked = self._clock(), self._asked
+        if asked is None or not asked.holds(requests, running):
+            asked = self._who(requests, running)
+            self._asked = asked if any(asked.counts) else None
+        if self._quiet % QUIET:
+            for request in asked.going:
+                request.draft_token_ids = []
+        elif asked.going:
+            self._guess(asked)
+            took = self._clock() - begun
+            if not self._quiet:
+                self._least_asking = min(took, FORGOTTEN * self._least_asking)
+            self._proposing = self._learning + min(took, LONGEST * self._least_asking)
+        self._learning = 0.0
+
+    def _who(self, requests: Sequence[Request], running: int) -> Asked:
+        """Whom to guess for, and how much; nobody for a while, if nobody gets drafts."""
+        going, has_predictions = [], False
+        for request in requests:
+            if request.state is State.FINISHED:
+                self._costs.answered(request.output_length)
+            elif (self._proposer is not None or request.spec.prediction) and takes_drafts(request):
+                going.append(request)
+                has_predictions = has_predictions or bool(request.spec.prediction)
+        counts = self.most(going, running) if going else []
+        if any(counts):
+            self._quiet = 0
+        elif going:
+            self._quiet += 1
+            self._rest, self._resting = 0 if self._device else self._costs.rest(), running
+        return Asked(running, going, counts, has_predictions)
+
+    def _rests(self, requests: Sequence[Request], running: int) -> bool:
+        """Whether nobody is asked, as nobody got drafts before; who comes or goes changes that."""
+        self._rest -= 1
+        self._rested += 1
+        self._quiet += 1
+        stays = running == self._resting and all(request.state is not State.FINISHED for request in requests)
+        if not stays or self._quiet % QUIET == 0:
+            self._rest = 0
+            self._quiet -= 1
+            return False
+        return True
+
+    def _guess(self, asked: Asked) -> None:
+        """Have tokens guessed."""
+        going = asked.going
+        most = [count and count + request.in_flight for request, count in zip(going, asked.counts, strict=True)]
+        if asked.has_predictions:
+            going, most = self._unpredicted(going, most)
+        for request, drafts in zip(going, self._guesses(going, most), strict=True):
+            request.draft_token_ids = drafts
+
+    def _unpredicted(self, going: Sequence[Request], most: Sequence[int]) -> tuple[list[Request], list[int]]:
+        """Guess by predictions, and leave those requests that have none, or say something else."""
+        wanted = dict(zip(going, most, strict=True))
+        predicted = [request for request in going if request.spec.prediction]
+        found = self._predictions.propose(predicted, [wanted[request] for request in predicted])
+        for request, drafts in zip(predicted, found, strict=True):
+            request.draft_token_ids = drafts
+            if drafts:
+                self._predicted.add(request)
+                del wanted[request]
+            else:
+                self._predicted.discard(request)
+        return [*wanted], [*wanted.values()]
+
+    def wanted(self, running: int) -> Wanted | None:
+        """How many drafts the device should guess where so many run, or are about to; None: nobody does there."""
+        wanted = None if self._device is None else self._costs.wanted(max(1, running))
+        return None if wanted is None else lambda request: 0 if request in self._predicted else wanted(request)
+
+    def _guesses(self, requests: Sequence[Request], most: Sequence[int]) -> list[list[int]]:
+        """What the proposer says: token ids alone, as kernels read rows of tables by them."""
+        try:
+            if self._proposer is not None:
+                found = self._proposer.propose(requests, most)
+                return [self._checked(drafts[:count]) for drafts, count in zip(found, most, strict=True)]
+        except Exception:
+            self._proposer = None
+            logger.exception("the proposer fails and is not asked again; answers go on without drafts")
+        return [[] for _ in requests]
+
+    def _checked(self, drafts: Sequence[int]) -> list[int]:
+        """A copy. Raises ValueError."""
+        for token in drafts:
+            if type(token) is not int or not 0 <= token < self._vocab_size:
+                raise ValueError(
+                    f"it guesses {shown(token)}: a token id is an integer from 0 to {self._vocab_size - 1}"
+                )
+        return list(drafts)
+
+    def most(self, requests: Sequence[Request], running: int) -> list[int]:
+        """How many drafts of each are worth their rows in the next step, beside so many requests that run."""
+        wanted = self._costs.wanted(running)
+        return [0] * len(requests) if wanted is None else [wanted(request) for request in requests]

@@ -1,0 +1,52 @@
+"""Checkpoints of bitsandbytes: INT8 (LLM.int8) here, four bits in `nf4.py`."""
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from kvern.errors import CorruptCheckpoint, UnsupportedModel
+from kvern.formats.choice import all_but, paths_matching
+from kvern.formats.nf4 import bitsandbytes_nf4
+from kvern.formats.scaled import Scaled, ScaledMethod
+from kvern.layers.linear_format import LINEAR_METHODS, LinearFormat, LinearMethods
+from kvern.layers.linear_method import LinearMethod, LinearShape, Part, TensorLayout
+
+if TYPE_CHECKING:
+    from kvern.layers.build import Build
+
+
+class Int8Method(ScaledMethod):
+    """`weight` int8 and `SCB [outputs]`, the largest number of each row, which the code 127 stands for."""
+
+    def layouts(self) -> Mapping[str, TensorLayout]:
+        return {**super().layouts(), "weight_format": TensorLayout(torch.uint8, (), needed=False)}
+
+    def load(self, kind: str, tensor: Tensor, part: Part, first_row: int = 0) -> None:
+        if kind != "weight_format":
+            super().load(kind, tensor, part, first_row)
+        elif int(tensor) != 0:
+            raise CorruptCheckpoint(f"weight_format of a layer is {int(tensor)}; kvern reads 0, weights stored by rows")
+
+
+class Int8(Scaled):
+    """Activations are not rounded: the columns that bitsandbytes multiplies in 16 bits are so, and all others."""
+
+    def linear(self, shape: LinearShape, build: "Build") -> LinearMethod:
+        return Int8Method(shape, self)
+
+
+@LINEAR_METHODS.register("bitsandbytes")
+def bitsandbytes(quantization: Mapping[str, Any], unquantized: LinearFormat) -> LinearMethods:
+    """By `load_in_8bit` or `load_in_4bit`; `llm_int8_skip_modules` are plain."""
+    eight, four = (bool(quantization.get(f"load_in_{bits}bit", False)) for bits in (8, 4))
+    if eight == four:
+        raise UnsupportedModel(
+            f"quantization_config: load_in_8bit is {eight} and load_in_4bit is {four}; one of them must be true"
+        )
+    form: LinearFormat = Int8("int8", scale_name="SCB", factor=1 / 127)
+    if four:
+        form = bitsandbytes_nf4(quantization, unquantized)
+    ignored = paths_matching(quantization.get("llm_int8_skip_modules"), "llm_int8_skip_modules")
+    return all_but([ignored], form, unquantized)

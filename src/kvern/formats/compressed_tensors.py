@@ -1,0 +1,124 @@
+"""Checkpoints of `quant_method` "compressed-tensors": groups of layers, each with its form of weights and activations.
+
+Source: `CompressionConfig` and `QuantizationArgs` of the package of that name. Numbers of one byte are read here,
+packed ones in `packed_tensors.py`.
+"""
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from kvern.errors import UnsupportedModel
+from kvern.formats.choice import EMBEDDINGS, ROUTERS, paths_matching
+from kvern.formats.fp8 import block_of, runs_of
+from kvern.formats.packed_tensors import PACKED_FORMS, packed_format
+from kvern.formats.rounding import Code, Rounding
+from kvern.formats.scaled import ROWS, TENSOR, Block, Scaled
+from kvern.layers.linear_format import LINEAR_METHODS, LinearFormat, LinearMethods
+
+PLAIN = ("float-quantized", "naive-quantized", "int-quantized")
+CLASSES = {"Linear": r"(?<!embed_tokens)(?<!embed_tokens_per_layer)$", "Embedding": EMBEDDINGS.pattern}
+"""Targets that are classes of modules, and the paths of these."""
+CODES: Mapping[str, Code] = {"float": "e4m3", "int": "int8"}
+
+
+@LINEAR_METHODS.register("compressed-tensors")
+def compressed_tensors(quantization: Mapping[str, Any], unquantized: LinearFormat) -> LinearMethods:
+    """The format of each of `config_groups`, for its targets: names go before expressions, and these before classes."""
+    sparsity = (quantization.get("sparsity_config") or {}).get("format", "dense")
+    if sparsity != "dense":
+        raise _refused("sparsity_config.format", sparsity, "dense")
+    if (quantization.get("transform_config") or {}).get("config_groups"):
+        raise _refused("transform_config", "given", "checkpoints without transforms of activations")
+    groups = quantization["config_groups"].values()
+    formats = [(group["targets"], _format(group, quantization.get("format", ""), unquantized)) for group in groups]
+    targets = [(target, item) for names, item in formats for target in names]
+    rules = [(pattern, item) for target, item in sorted(targets, key=_precedence) for pattern in _patterns(target)]
+    ignored = paths_matching(quantization.get("ignore"), "ignore")
+    return LinearMethods(unquantized, ((ignored, unquantized), (ROUTERS, unquantized), *rules))
+
+
+def _precedence(target: tuple[str, LinearFormat]) -> int:
+    return 2 if target[0] in CLASSES else 1 if target[0].startswith("re:") else 0
+
+
+def _patterns(target: str) -> Iterator[re.Pattern[str]]:
+    if target in CLASSES:
+        yield re.compile(CLASSES[target])
+    elif re.fullmatch(r"[A-Z]\w*", target):
+        raise _refused("a target", target, f"{', '.join(CLASSES)}, names and expressions")
+    else:
+        yield paths_matching([target], "targets")
+
+
+def _format(group: Mapping[str, Any], form: str, unquantized: LinearFormat) -> LinearFormat:
+    weights, activations = group.get("weights"), group.get("input_activations")
+    form = group.get("format") or form
+    if weights is None:
+        return unquantized
+    if form in PACKED_FORMS:
+        return packed_format(weights, activations, form)
+    if form not in PLAIN:
+        raise _refused("format", form, ", ".join((*PLAIN, *PACKED_FORMS)))
+    if group.get("output_activations") is not None:
+        raise _refused("output_activations", "given", "quantized weights and inputs")
+    return _scaled(weights, activations)
+
+
+def _scaled(weights: Mapping[str, Any], activations: Mapping[str, Any] | None) -> Scaled:
+    code, symmetric = _code("weights", weights), bool(weights.get("symmetric", True))
+    if weights.get("actorder") in ("group", "dynamic"):
+        raise _refused(
+            "weights.actorder", weights["actorder"], "it for packed weights alone, or weights of actorder static"
+        )
+    if code == "e4m3" and not symmetric:
+        raise _refused("weights.symmetric", False, "it for int weights alone")
+    rounding = None if activations is None else _rounding(activations)
+    static = activations is not None and not activations.get("dynamic", False)
+    zeros = code == "int8"  # symmetric ones, too, may have them: all zero
+    return Scaled(code, _block(weights), rounding, static=static, zeros=zeros, zeros_needed=not symmetric)
+
+
+def _block(weights: Mapping[str, Any]) -> Block:
+    strategy = weights.get("strategy") or "tensor"
+    if strategy == "group":
+        return runs_of(weights.get("group_size"))
+    if strategy == "block":
+        block = block_of(weights.get("block_structure"))
+        if block is None:
+            raise _refused("weights.block_structure", None, "two numbers, as [128, 128]")
+        return block
+    if strategy not in ("tensor", "channel"):
+        raise _refused("weights.strategy", strategy, "tensor, channel, group and block")
+    return TENSOR if strategy == "tensor" else ROWS
+
+
+def _rounding(activations: Mapping[str, Any]) -> Rounding:
+    """Those of a tensor that are not static are rounded for each token: no token's result depends on others."""
+    code, strategy = _code("input_activations", activations), activations.get("strategy") or "tensor"
+    dynamic, symmetric = activations.get("dynamic", False), bool(activations.get("symmetric", True))
+    if dynamic not in (True, False):
+        raise _refused("input_activations.dynamic", dynamic, "true and false")
+    if strategy not in (("tensor", "token", "group") if dynamic else ("tensor",)):
+        raise _refused(
+            f"input_activations.strategy (dynamic {dynamic})", strategy, "tensor, and dynamic token and group"
+        )
+    if not symmetric and (code == "e4m3" or not dynamic):
+        raise _refused("input_activations.symmetric", False, "it for dynamic int activations alone")
+    group = runs_of(activations.get("group_size")).inputs if strategy == "group" else 0
+    return Rounding(code, group, symmetric=symmetric)
+
+
+def _code(what: str, described: Mapping[str, Any]) -> Code:
+    bits, kind = described.get("num_bits"), described.get("type")
+    if bits != 8 or not isinstance(kind, str) or kind not in CODES:
+        raise _refused(
+            f"{what} of num_bits and type", f"{bits} {kind}", "8 float and 8 int in formats that are not packed"
+        )
+    return CODES[kind]
+
+
+def _refused(what: str, found: object, readable: str) -> UnsupportedModel:
+    return UnsupportedModel(
+        f"quantization_config: {what} is {str(found)[:60]!r}; of compressed-tensors kvern reads {readable}"
+    )

@@ -1,0 +1,273 @@
+"""The header of a GGUF file: what is said of the model, and which tensors there are. No torch is imported here.
+
+    "GGUF"  u32 version  u64 tensors  u64 values
+    values:   string key   u32 kind   the value
+    tensors:  string name  u32 dimensions  u64 length, ...  u32 type  u64 offset
+    data, from the next multiple of the alignment on; a tensor's offset counts from there
+
+A string is its number of bytes, u64, and UTF-8 text (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md). Counts
+and lengths are believed only as far as the file has bytes for them; strings and arrays are made when they are asked
+for, so that a vocabulary costs a walk over its lengths.
+"""
+
+import math
+import mmap
+import os
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from kvern.errors import CorruptCheckpoint, KvernError, UnsupportedModel, shown
+from kvern.formats.gguf.types import REFUSED, TYPES, BlockType
+from kvern.io.files import open_regular, reason
+
+MOST_HEADER_BYTES = 128 << 20
+MOST_VALUES = 1 << 16
+MOST_TENSORS = 1 << 18
+MOST_KEY_BYTES = 512
+MOST_DIMENSIONS = 4
+VERSIONS = (2, 3)
+STRING, ARRAY = 8, 9
+_NUMBERS = {
+    0: struct.Struct("<B"),
+    1: struct.Struct("<b"),
+    2: struct.Struct("<H"),
+    3: struct.Struct("<h"),
+    4: struct.Struct("<I"),
+    5: struct.Struct("<i"),
+    6: struct.Struct("<f"),
+    7: struct.Struct("<?"),
+    10: struct.Struct("<Q"),
+    11: struct.Struct("<q"),
+    12: struct.Struct("<d"),
+}
+_U32, _U64 = _NUMBERS[4], _NUMBERS[10]
+
+
+class TensorInfo(NamedTuple):
+    """A tensor: `shape` with the longest stride first, `begin` the first of its `nbytes` bytes in `file`."""
+
+    name: str
+    shape: tuple[int, ...]
+    type: BlockType
+    file: Path
+    begin: int
+    nbytes: int
+
+
+class _Array(NamedTuple):
+    kind: int
+    entries: int
+    begin: int
+
+
+@dataclass(frozen=True)
+class Header:
+    """What one file says. `values` holds numbers and texts; arrays are read by `array`."""
+
+    file: Path
+    values: Mapping[str, Any]
+    tensors: tuple[TensorInfo, ...]
+
+    def get(self, key: str, kind: type | tuple[type, ...], default: Any = None) -> Any:
+        """The value of a key, checked to be of a Python type; an array is a list. Raises CorruptCheckpoint."""
+        value = self.values.get(key)
+        if value is None:
+            return default
+        if isinstance(value, _Array):
+            value = self._array(key, value)
+        if kind is float and type(value) is int:
+            value = float(value)
+        if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+            raise CorruptCheckpoint(f"{self.file}: {key} is {shown(value)}: it should be of another kind")
+        return value
+
+    @cached_property
+    def by_name(self) -> dict[str, TensorInfo]:
+        return {tensor.name: tensor for tensor in self.tensors}
+
+    def _array(self, key: str, array: _Array) -> list[Any]:
+        with _mapped(self.file) as data:
+            try:
+                if array.kind == STRING:
+                    return _Walk(data, array.begin).strings(array.entries)
+                number = _NUMBERS[array.kind]
+                raw = data[array.begin : array.begin + number.size * array.entries]
+                return [value for (value,) in number.iter_unpack(raw)]
+            except (ValueError, struct.error) as error:
+                raise CorruptCheckpoint(f"{self.file}: {key} cannot be read: {reason(error)}") from None
+
+
+def read_gguf_header(file: Path) -> Header:
+    """The header of a file, which is checked to hold all that it promises.
+
+    Raises CorruptCheckpoint or UnsupportedModel, which name what is wrong.
+    """
+    with _mapped(file) as data:
+        try:
+            walk = _Walk(data, 4)
+            tensors, values = _read_counts(walk, file)
+            found = _read_values(walk, values)
+            alignment = found.get("general.alignment", 32)
+            if type(alignment) is not int or not 1 <= alignment <= 1 << 20 or alignment & (alignment - 1):
+                raise ValueError(f"general.alignment is {shown(alignment)}: it should be a power of two")
+            infos = _read_tensors(walk, file, tensors, alignment)
+        except KvernError:
+            raise
+        except UnicodeDecodeError:
+            raise CorruptCheckpoint(f"{file}: a name is not UTF-8 text; download it again") from None
+        except (ValueError, struct.error, OverflowError) as error:
+            raise CorruptCheckpoint(f"{file}: {reason(error)}; download it again") from None
+    return Header(file, found, infos)
+
+
+def _mapped(file: Path) -> mmap.mmap:
+    try:
+        with open_regular(file) as stream:
+            if os.fstat(stream.fileno()).st_size < 24:
+                raise ValueError("it is shorter than the header of a GGUF file")
+            return mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
+    except (OSError, ValueError) as error:
+        raise CorruptCheckpoint(f"{file} cannot be read: {reason(error)}") from None
+
+
+class _Walk:
+    """Reads a map from `at` on, never beyond its end. Raises ValueError."""
+
+    def __init__(self, data: mmap.mmap, at: int) -> None:
+        self.data, self.at = data, at
+        self.end = min(len(data), MOST_HEADER_BYTES)
+
+    def number(self, form: struct.Struct) -> Any:
+        at = self.skip(form.size)
+        return form.unpack_from(self.data, at)[0]
+
+    def skip(self, count: int) -> int:
+        """Where the next `count` bytes begin."""
+        at = self.at
+        if count > self.end - at:
+            raise ValueError(f"the header promises {count} bytes at byte {at}, and ends at byte {self.end}")
+        self.at = at + count
+        return at
+
+    def text(self, most: int | None = None) -> str:
+        count = self.number(_U64)
+        if most is not None and count > most:
+            raise ValueError(f"a name has {count} bytes at byte {self.at}: at most {most} are read")
+        at = self.skip(count)
+        return self.data[at : at + count].decode()
+
+    def strings(self, count: int) -> list[str]:
+        """Texts that were walked over before; bytes that are no UTF-8 become U+FFFD."""
+        data, at, unpack, found = self.data, self.at, _U64.unpack_from, []
+        for _ in range(count):
+            length = unpack(data, at)[0]
+            found.append(data[at + 8 : at + 8 + length].decode(errors="replace"))
+            at += 8 + length
+        return found
+
+    def skip_strings(self, count: int) -> None:
+        at, end, data, unpack = self.at, self.end, self.data, _U64.unpack_from
+        for _ in range(count):
+            if at + 8 > end:
+                break
+            at += 8 + unpack(data, at)[0]
+        if at > end:
+            raise ValueError(f"an array of {count} texts does not fit into the {end} bytes")
+        self.at = at
+
+    def count(self, least_bytes: int, most: int, what: str) -> int:
+        """A number of things that take at least so many bytes each."""
+        count = int(self.number(_U64))
+        if count > most or count * least_bytes > self.end - self.at:
+            raise ValueError(f"the header promises {count} {what}: the file has no room for them")
+        return count
+
+    def value(self, kind: int) -> Any:
+        if kind in _NUMBERS:
+            return self.number(_NUMBERS[kind])
+        if kind == STRING:
+            return self.text()
+        if kind != ARRAY:
+            raise ValueError(f"a value is of the unknown kind {kind}")
+        kind = self.number(_U32)
+        if kind != STRING and kind not in _NUMBERS:
+            raise ValueError(f"an array is of the kind {kind}: kvern reads arrays of numbers and texts")
+        size = 8 if kind == STRING else _NUMBERS[kind].size
+        count = self.count(size, MOST_HEADER_BYTES, "array entries")
+        begin = self.at
+        if kind == STRING:
+            self.skip_strings(count)
+        else:
+            self.skip(size * count)
+        return _Array(kind, count, begin)
+
+
+def _read_counts(walk: _Walk, file: Path) -> tuple[int, int]:
+    """How many tensors and values there are."""
+    if walk.data[:4] != b"GGUF":
+        raise ValueError(f"it begins with {walk.data[:4]!r}: a GGUF file begins with b'GGUF'")
+    version = walk.number(_U32)
+    if version not in VERSIONS:
+        if int.from_bytes(version.to_bytes(4, "little"), "big") in VERSIONS:
+            raise UnsupportedModel(f"{file}: the file is big-endian; kvern reads little-endian ones: convert it again")
+        raise UnsupportedModel(f"{file}: it is of version {version}; kvern reads versions 2 and 3: convert it again")
+    tensors = walk.count(24, MOST_TENSORS, "tensors")
+    return tensors, walk.count(13, MOST_VALUES, "values")
+
+
+def _read_values(walk: _Walk, count: int) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for _ in range(count):
+        key = walk.text(MOST_KEY_BYTES)
+        if key in found:
+            raise ValueError(f"the key {shown(key)} is there twice")
+        found[key] = walk.value(walk.number(_U32))
+    return found
+
+
+def _read_tensors(walk: _Walk, file: Path, count: int, alignment: int) -> tuple[TensorInfo, ...]:
+    infos = [_read_tensor(walk, file) for _ in range(count)]
+    first = -(-walk.at // alignment) * alignment
+    names: set[str] = set()
+    end, size, tensors = first, len(walk.data), []
+    for info in sorted(infos, key=lambda info: info.begin):
+        if info.name in names:
+            raise ValueError(f"the tensor {shown(info.name)} is there twice")
+        names.add(info.name)
+        begin = first + info.begin
+        if info.begin % alignment or begin < end or info.nbytes > size - begin:
+            raise ValueError(
+                f"the tensor {shown(info.name)} of {info.nbytes} bytes begins at byte {begin}: it lies over another "
+                f"or beyond the file, which has {size} bytes"
+            )
+        end = begin + info.nbytes
+        tensors.append(info._replace(begin=begin))
+    return tuple(tensors)
+
+
+def _read_tensor(walk: _Walk, file: Path) -> TensorInfo:
+    name = walk.text(MOST_KEY_BYTES)
+    if not name.isprintable():
+        raise ValueError(f"a tensor's name is {shown(name)}: it should be printable")
+    dimensions = walk.number(_U32)
+    if not 1 <= dimensions <= MOST_DIMENSIONS:
+        raise ValueError(f"the tensor {shown(name)} has {dimensions} dimensions: it may have {MOST_DIMENSIONS}")
+    shape = tuple(walk.number(_U64) for _ in range(dimensions))[::-1]
+    number, offset = walk.number(_U32), walk.number(_U64)
+    block = TYPES.get(number)
+    if block is None:
+        known = REFUSED.get(number, f"unknown type {number}")
+        raise UnsupportedModel(
+            f"{file}: the tensor {shown(name)} is stored as {known}; kvern reads "
+            f"{', '.join(item.name.upper() for item in TYPES.values())}: take a file with those"
+        )
+    if math.prod(shape) >> 62 or 0 in shape or shape[-1] % block.numbers:
+        raise ValueError(
+            f"the tensor {shown(name)} has the shape {shown(list(shape))}: {block.name.upper()} asks for rows of a "
+            f"multiple of {block.numbers}"
+        )
+    return TensorInfo(name, shape, block, file, offset, math.prod(shape) // block.numbers * block.size)

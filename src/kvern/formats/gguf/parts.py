@@ -1,0 +1,125 @@
+"""GGUF's blocks taken apart for kernels (`kernels/block_codes.py`), and put together again.
+
+Codes and scales together are as large as the blocks. Scales are bytes of the block, its d first. Codes are the bytes
+with four or eight bits of each number; then words of 32 bits with the other bits: of each 16 columns, one word of a bit
+for both planes, the low plane first, or two words of two bits, one for each plane.
+
+Four bits of those of q4_k and q6_k are in the order of the numbers, two in a byte, as kernels have integers of four
+bits; then planes are the even numbers and the odd ones.
+"""
+
+import torch
+from torch import Tensor
+
+from kvern.formats.gguf.blocks import bits_of
+from kvern.formats.gguf.types import BY_NAME
+
+Run = tuple[int, int]
+"""The first byte of a block, and the one behind the last."""
+RUN_NUMBERS = 1 << 24
+"""Numbers of which the bits are put in another order at a time."""
+
+CODES: dict[str, tuple[Run, ...]] = {
+    "q4_0": ((2, 18),),
+    "q4_1": ((4, 20),),
+    "q5_0": ((6, 22), (2, 6)),
+    "q5_1": ((8, 24), (4, 8)),
+    "q8_0": ((2, 34),),
+    "q2_k": (),
+    "q3_k": (),
+    "q4_k": (),
+    "q5_k": ((48, 176),),
+    "q6_k": (),
+    "iq4_nl": ((2, 18),),
+    "iq4_xs": ((8, 136),),
+    "mxfp4": ((1, 17),),
+}
+SCALES: dict[str, tuple[Run, ...]] = {
+    "q2_k": ((80, 84), (0, 16)),
+    "q3_k": ((108, 110), (96, 108)),
+    "q4_k": ((0, 16),),
+    "q5_k": ((0, 16),),
+    "q6_k": ((208, 210), (192, 208)),
+    "q4_1": ((0, 4),),
+    "q5_1": ((0, 4),),
+    "iq4_xs": ((0, 8),),
+    "mxfp4": ((0, 1),),
+}
+"""Of others, the first two bytes."""
+PAIRS: dict[str, Run] = {"q2_k": (16, 80), "q3_k": (32, 96), "q6_k": (128, 192)}
+"""Where two bits of each number are: of 32 bytes those of 128 numbers, the lowest of the first 32."""
+HALVES: dict[str, tuple[int, int, int]] = {"q4_k": (16, 144, 32), "q6_k": (0, 128, 64)}
+"""Where four bits of each number are, and a run: so many bytes have those of twice as many, the first in low halves."""
+SINGLES: dict[str, Run] = {"q3_k": (0, 32), "q5_k": (16, 48)}
+"""Where one bit of each number is: of 32 bytes those of 256 numbers."""
+PLANE_RUN = {"q5_k": 32, "q6_k": 1, "q2_k": 16, "q3_k": 16}
+"""Numbers of a plane that stand together."""
+
+
+def taken_apart(name: str, blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """Codes and scales of blocks `[rows, blocks, bytes]`."""
+    step = max(1, RUN_NUMBERS // (blocks.shape[1] * BY_NAME[name].numbers))
+    codes = torch.cat([_codes(name, run) for run in torch.split(blocks, step)])
+    return codes, torch.cat([blocks[..., first:last] for first, last in SCALES.get(name, ((0, 2),))], -1).contiguous()
+
+
+def put_together(name: str, codes: Tensor, scales: Tensor) -> Tensor:
+    """The blocks again."""
+    blocks = codes.new_empty(*codes.shape[:-1], BY_NAME[name].size)
+    for source, runs in ((codes, CODES[name]), (scales, SCALES.get(name, ((0, 2),)))):
+        at = 0
+        for first, last in runs:
+            blocks[..., first:last] = source[..., at : at + last - first]
+            at += last - first
+    if name in HALVES:
+        first, last, run = HALVES[name]
+        both = codes[..., : last - first]
+        numbers = torch.stack((both & 15, both >> 4), -1).flatten(-2)
+        blocks[..., first:last] = bits_in_bytes(numbers, 4, run)
+    at = sum(last - first for first, last in CODES[name]) + (128 if name in HALVES else 0)
+    for width, places in ((2, PAIRS), (1, SINGLES)):
+        if name in places:
+            first, last = places[name]
+            words = codes[..., at : at + last - first].contiguous().view(torch.int32)
+            blocks[..., first:last] = bits_in_bytes(_numbers_of_columns(words, width, PLANE_RUN[name]), width)
+            at += last - first
+    return blocks
+
+
+def _codes(name: str, blocks: Tensor) -> Tensor:
+    parts = [blocks[..., first:last] for first, last in CODES[name]]
+    if name in HALVES:
+        first, last, run = HALVES[name]
+        numbers = bits_of(blocks[..., first:last].flatten(0, 1), run, 4).view(*blocks.shape[:2], 256)
+        parts.append(numbers[..., ::2] | numbers[..., 1::2] << 4)
+    for width, places in ((2, PAIRS), (1, SINGLES)):
+        if name in places:
+            first, last = places[name]
+            bits = bits_of(blocks[..., first:last].flatten(0, 1), 32, width).view(*blocks.shape[:2], 256)
+            parts.append(_words_of_columns(bits, width, PLANE_RUN[name]).view(torch.uint8))
+    return torch.cat(parts, -1)
+
+
+def _words_of_columns(bits: Tensor, width: int, run: int) -> Tensor:
+    """`[rows, blocks, 256]`, of each number some bits, to words `[rows, blocks, 8 * width]` int32."""
+    planes = bits.reshape(*bits.shape[:2], -1, 2, run).transpose(-3, -2)
+    columns = planes.reshape(*bits.shape[:2], 2, 8, 16).int()
+    words = (columns << width * torch.arange(16, device=bits.device)).sum(-1, dtype=torch.int32)  # [..., plane, unit]
+    if width == 2:
+        return words.transpose(-2, -1).flatten(-2)
+    return words[..., 0, :] | words[..., 1, :] << 16
+
+
+def _numbers_of_columns(words: Tensor, width: int, run: int) -> Tensor:
+    """The bits of the words again: `[rows, blocks, 256]` uint8."""
+    rows, blocks, _ = words.shape
+    pairs = words.view(rows, blocks, 8, 2).transpose(-2, -1) if width == 2 else torch.stack((words, words >> 16), -2)
+    columns = pairs[..., None] >> width * torch.arange(16, device=words.device) & (1 << width) - 1
+    return columns.to(torch.uint8).reshape(rows, blocks, 2, -1, run).transpose(-3, -2).reshape(rows, blocks, 256)
+
+
+def bits_in_bytes(bits: Tensor, width: int, run: int = 32) -> Tensor:
+    """What `bits_of` makes of runs of bytes, in bytes again."""
+    parts = bits.reshape(*bits.shape[:2], -1, 8 // width, run)
+    shifts = width * torch.arange(8 // width, device=bits.device, dtype=torch.uint8)[:, None]
+    return (parts << shifts).sum(-2, dtype=torch.uint8).flatten(-2)

@@ -1,0 +1,80 @@
+"""Products of PyTorch's libraries in which weights and activations have a byte, for several rows on a GPU.
+
+Activations are rounded first, as the format says. Which product is used, or whether weights are made plain instead, is
+for the tuner to say.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kvern.kernels.launch import capability
+from kvern.kernels.quantize_rows import RowCodes, scale_products
+from kvern.layers.linear_method import CodesProduct, Product
+
+if TYPE_CHECKING:
+    from kvern.formats.scaled import ScaledMethod
+
+BLOCK = 128
+"""Outputs and inputs of the blocks, and inputs of the groups of activations, that cuBLAS knows."""
+CUBLAS_ROWS = 4
+"""With scales of groups it takes multiples of so many rows: those of a group then begin at multiples of 16 bytes."""
+
+
+def library_products(method: "ScaledMethod") -> Mapping[str, Product]:
+    """Those that know the form of a matrix, on its device, by name. All is loaded."""
+    form, (outputs, inputs, dtype, device) = method.form, method.shape
+    coding, card = method.activation_codes(), capability(device)
+    if coding is None or method.zero is not None or outputs % 16 or inputs % 16:
+        return {}
+    by_rows = not form.block.inputs and not coding.group
+    if form.code == "int8":
+        return {"int_mm": CodesProduct(coding, partial(_int_mm, method))} if by_rows and card >= 80 else {}
+    if dtype != torch.bfloat16 or card < 89:
+        return {}
+    if by_rows:
+        return {"scaled_mm": CodesProduct(coding, partial(_scaled_mm, method))}
+    whole = outputs % BLOCK == 0 and inputs % BLOCK == 0 and form.block == (BLOCK, BLOCK)
+    if whole and coding.group == BLOCK and method.rows_per_scale == BLOCK and card == 90:
+        multiply = partial(_scaled_mm_by_blocks, method, _as_cublas_reads(method.scale))
+        return {"scaled_mm by blocks": CodesProduct(replace(coding, columns=True), multiply)}
+    return {}
+
+
+def _scaled_mm(method: "ScaledMethod", x: RowCodes, bias: Tensor | None) -> Tensor:
+    """e4m3 by e4m3, a scale for each token and each output."""
+    by_output = method.scale.view(1, -1)
+    out: Tensor = torch._scaled_mm(
+        x.codes, method.codes.t(), x.scales, by_output, bias, out_dtype=method.shape.dtype, use_fast_accum=True
+    )
+    return out
+
+
+def _scaled_mm_by_blocks(method: "ScaledMethod", scale: Tensor, x: RowCodes, bias: Tensor | None) -> Tensor:
+    """e4m3 by e4m3, a scale for each token's 128 inputs and each block of 128 x 128 weights."""
+    rows, missing = len(x.codes), -len(x.codes) % CUBLAS_ROWS
+    codes, scales = x
+    if missing:
+        codes = F.pad(codes.view(torch.uint8), (0, 0, 0, missing)).view(codes.dtype)
+        scales = F.pad(scales.t(), (0, missing)).t()
+    out: Tensor = torch._scaled_mm(codes, method.codes.t(), scales, scale, out_dtype=method.shape.dtype)[:rows]
+    return out if bias is None else out + bias
+
+
+def _as_cublas_reads(scale: Tensor) -> Tensor:
+    """`[outputs / 128, inputs / 128]` transposed, its columns at multiples of four numbers."""
+    outputs, groups = scale.shape
+    padded = torch.zeros(outputs, -(-groups // 4) * 4, device=scale.device)
+    padded[:, :groups] = scale
+    return padded[:, :groups].t()
+
+
+def _int_mm(method: "ScaledMethod", x: RowCodes, bias: Tensor | None) -> Tensor:
+    """int8 by int8 as integers, to which the scales of tokens and outputs are applied."""
+    products = torch._int_mm(x.codes, method.codes.t())
+    return scale_products(products, x.scales, method.scale, bias, method.shape.dtype)

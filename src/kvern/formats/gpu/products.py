@@ -1,0 +1,245 @@
+"""How quantized weights are multiplied on a GPU: by kernels that make numbers of codes inside the product.
+
+One row reads the codes and computes little. Of more, weights are made plain inside the product, or a run of rows at a
+time for cuBLAS, or activations become codes of eight bits, where the format rounds them, and codes are multiplied by
+codes, by kernels or by the format's own products; the tuner times them.
+"""
+
+import functools
+from bisect import bisect_left
+from collections.abc import Hashable, Mapping
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from kvern.formats.gpu.candidates import (
+    BLOCK_STREAMS,
+    MANY_ROWS,
+    MOST_OWN_FEW,
+    MOST_TIMED_NUMBERS,
+    STREAMS,
+    CodesStream,
+    CodesTiles,
+    OfCodes,
+    PlainRuns,
+    RowShape,
+    Shape,
+    beside,
+    candidates_of,
+    codes_candidates,
+    fitted,
+    knows,
+    one_way,
+    row_shape,
+)
+from kvern.kernels.arrange import arrange, scaled_lanes
+from kvern.kernels.block_codes import BLOCKS
+from kvern.kernels.codes import CODES, INTERLEAVED, readable
+from kvern.kernels.codes_hopper import product_codes, tiles_codes
+from kvern.kernels.linear import NOTHING, Around, MatmulShape, MatvecShape, StreamPackedShape, StreamShape, TileShape
+from kvern.kernels.packed_product import packed_product, packed_row
+from kvern.kernels.plain_weights import plain_product
+from kvern.kernels.quantize_rows import Coding, RowCodes
+from kvern.kernels.resident_row import ResidentShape, resident_row
+from kvern.kernels.scaled_product import multiplies_codes, scaled_product
+from kvern.kernels.stream_hopper import stream_codes, streams_codes
+from kvern.layers.linear_method import CodesProduct, Product
+from kvern.layers.tuned_linear import MOST_TILES
+
+if TYPE_CHECKING:
+    from kvern.formats.method import QuantizedMethod
+    from kvern.kernels.packed import Packed
+
+
+@functools.cache
+def counters(device: torch.device) -> Tensor:
+    """Zeros that kernels count in, shared by all products of a device."""
+    return torch.zeros(MOST_TILES, dtype=torch.int32, device=device)
+
+
+def multiply_row(x: Tensor, weight: "Packed", bias: Tensor | None, shape: RowShape, around: Around = NOTHING) -> Tensor:
+    """One row by the kernel of a shape, with what is around it; a matrix's order is left to the caller."""
+    if isinstance(shape, ResidentShape):
+        return resident_row(x, weight, bias, shape, around)
+    if isinstance(shape, StreamPackedShape):
+        return _stream_blocks(x, weight, bias, shape, around)
+    return packed_row(x, weight, bias, shape, around)
+
+
+def _stream_blocks(
+    x: Tensor, weight: "Packed", bias: Tensor | None, shape: StreamPackedShape, around: Around = NOTHING
+) -> Tensor:
+    from kvern.kernels.stream_blocks_hopper import stream_blocks_product
+
+    lanes, places = scaled_lanes(x, around.gain, around.epsilon), counters(x.device)
+    return stream_blocks_product(lanes, weight, bias, shape, places, x.dtype, around.activation, around.residual)
+
+
+def codes_product(
+    shape: OfCodes,
+    x: Tensor,
+    x_scale: Tensor,
+    weight: "Packed",
+    bias: Tensor | None,
+    dtype: torch.dtype,
+) -> Tensor:
+    """By codes that `QuantizedMethod.activation_codes` makes: `[T, outputs]` of the dtype."""
+    if isinstance(shape, CodesStream):
+        return stream_codes(x, x_scale, weight, bias, StreamShape(*shape[:-1]), counters(x.device), dtype)
+    if isinstance(shape, CodesTiles):
+        return product_codes(x, x_scale, weight, bias, TileShape(*shape[:-1]), counters(x.device), dtype)
+    return scaled_product(x, x_scale, weight, bias, MatmulShape(*shape[:-1]), dtype)
+
+
+class PackedProducts:
+    """The products of one matrix: a way to multiply for each number of rows, by guess until they are timed."""
+
+    def __init__(self, method: "QuantizedMethod", deterministic: bool, hopper: bool) -> None:
+        self._method, self._deterministic, self._hopper = method, deterministic, hopper
+        dtype, packed = method.shape.dtype, method.packed()
+        code, known = packed.code, (packed.code, packed.group, method.shape.inputs, method.shape.device)
+        given = {} if deterministic else candidates_of(dtype)
+        self._candidates = {
+            most: tuple(fitted(shape, code) for shape in shapes if knows(shape, *known))
+            for most, shapes in given.items()
+            if most <= MANY_ROWS or most * method.shape.outputs <= MOST_TIMED_NUMBERS
+        }
+        self._most = sorted(self._candidates)
+        self._ways: list[Shape] = [self._candidates[most][0] for most in self._most] or [fitted(one_way(dtype), code)]
+        self._ways.append(self._ways[-1])
+
+    @functools.cached_property
+    def weight(self) -> "Packed":
+        """What kernels read; once all is loaded."""
+        return readable(self._method.packed())
+
+    def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """As `LinearMethod.multiply`."""
+        return self._multiply_by(self._way(x.shape[0]), x, bias)
+
+    def coding(self, rows: int) -> Coding | None:
+        """As `LinearMethod.coding`."""
+        way = self._of_codes(self._way(rows))
+        return None if way is None else way.coding
+
+    def multiply_codes(self, x: RowCodes, bias: Tensor | None) -> Tensor:
+        """As `LinearMethod.multiply_codes`."""
+        way = self._of_codes(self._way(x.codes.shape[0]))
+        assert way is not None
+        return way.multiply_codes(x, bias)
+
+    def multiply_row(self, x: Tensor, bias: Tensor | None, around: Around = NOTHING) -> Tensor:
+        """As `RowProduct`, of a matrix without an order of its inputs."""
+        weight = self.weight
+        shape = row_shape(self._ways[bisect_left(self._most, 1)], weight.code, around.activation is not None)
+        return multiply_row(x, weight, bias, shape, around)
+
+    def candidates(self) -> Mapping[int, Mapping[Hashable, Product]]:
+        """As `LinearMethod.candidates`."""
+        return {
+            most: {
+                _plain(shape): self._of_codes(shape) or partial(self._multiply_by, shape)
+                for shape in self._shapes(most)
+            }
+            for most in self._candidates
+        }
+
+    def _shapes(self, most: int) -> tuple[Shape, ...]:
+        shapes = self._candidates[most]
+        offered = BLOCK_STREAMS if self.weight.code in BLOCKS else STREAMS
+        streams = tuple(shape for shape in offered.get(most, ()) if self._streams(shape))
+        if most == 1:
+            return (*shapes, *streams)
+        coded = self._multiplies_codes()
+        streamed, tiled = self._hopper_codes() if coded else (False, False)
+        codes = codes_candidates(most, streamed, tiled) if coded else ()
+        own = self._method.own_products() if most > MOST_OWN_FEW else ()
+        return (*beside(shapes, bool(streams), streamed), *streams, *codes, *own)
+
+    def _streams(self, shape: StreamPackedShape) -> bool:
+        size, weight = self._method.shape, self.weight
+        if not self._hopper or size.dtype.itemsize != 2 or weight.code not in INTERLEAVED:
+            return False
+        if weight.code in BLOCKS:
+            from kvern.kernels.stream_blocks_hopper import streams_blocks
+
+            return streams_blocks(weight.code, shape)
+        from kvern.kernels.stream_packed_hopper import streams
+
+        return streams(weight, size.inputs, shape, size.dtype)
+
+    def _multiplies_codes(self) -> bool:
+        weight, shape = self.weight, self._method.shape
+        if weight.zero is not None or self._method.activation_codes() is None:
+            return False
+        return multiplies_codes(weight.code, [weight.group], shape.inputs, shape.device)
+
+    def _hopper_codes(self) -> tuple[bool, bool]:
+        """Of `codes_candidates`."""
+        weight, (outputs, inputs, dtype, _) = self.weight, self._method.shape
+        if not self._hopper:
+            return False, False
+        streamed = streams_codes(weight.code, weight.group, outputs, inputs)
+        return streamed, tiles_codes(weight, outputs, inputs, dtype)
+
+    def choose(self, rows: int, candidate: Hashable) -> None:
+        """As `LinearMethod.choose`."""
+        way = next(shape for shape in self._shapes(rows) if _plain(shape) == candidate)
+        self._ways[self._most.index(rows)] = way
+        if rows == self._most[-1] and not _bounded(way):
+            self._ways[-1] = way
+
+    def _multiply_by(self, shape: Shape, x: Tensor, bias: Tensor | None) -> Tensor:
+        weight, of_codes = self.weight, self._of_codes(shape)
+        if of_codes is not None:
+            return of_codes(x, bias)
+        if isinstance(shape, str):
+            return self._method.own_products()[shape](x, bias)
+        if isinstance(shape, PlainRuns):
+            x = self._method.rounded(x)
+            x = x if weight.order is None else arrange(x, weight.order, "")
+            return plain_product(x, weight, bias, shape.numbers)
+        if isinstance(shape, MatvecShape | ResidentShape):
+            x = x if weight.order is None else arrange(x, weight.order, "")
+            return multiply_row(x, weight, bias, shape)
+        if isinstance(shape, StreamPackedShape) and weight.code in BLOCKS:
+            return _stream_blocks(x, weight, bias, shape)
+        if isinstance(shape, StreamPackedShape):
+            from kvern.kernels.stream_packed_hopper import stream_packed_product
+
+            return stream_packed_product(arrange(x, weight.order, "lanes"), weight, bias, shape, counters(x.device))
+        assert isinstance(shape, MatmulShape)
+        apart = weight.code in INTERLEAVED
+        if apart or weight.order is not None:
+            x = arrange(x, weight.order, "planes" if apart else "")
+        return packed_product(x, weight, bias, shape, counters(x.device))
+
+    def _way(self, rows: int) -> Shape:
+        return self._ways[bisect_left(self._most, rows)]
+
+    def _of_codes(self, shape: Shape) -> CodesProduct | None:
+        """The way, if it multiplies codes."""
+        if isinstance(shape, str):
+            own = self._method.own_products()[shape]
+            return own if isinstance(own, CodesProduct) else None
+        if not isinstance(shape, OfCodes):
+            return None
+        coding, weight, dtype = self._method.activation_codes(), self.weight, self._method.shape.dtype
+        assert coding is not None
+        return CodesProduct(coding, lambda x, bias: codes_product(shape, *x, weight, bias, dtype))
+
+
+def _bounded(shape: Shape) -> bool:
+    """It takes no more rows than it was offered for: of a tile's, or as there are counters."""
+    return isinstance(shape, CodesStream) or (isinstance(shape, CodesTiles) and shape.splits > 1)
+
+
+def _plain(shape: Shape) -> Hashable:
+    return shape if isinstance(shape, str) else tuple(shape)
+
+
+def multiplies(code: str, inputs: int) -> bool:
+    """Whether the kernels know a code, and rows of so many inputs of it."""
+    return code in CODES and inputs % CODES[code].block == 0

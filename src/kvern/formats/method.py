@@ -1,0 +1,169 @@
+"""What all formats of quantized weights have in common: how they multiply, whatever their codes are.
+
+A format keeps a matrix as rows of codes, and says in `rows` which numbers they are and in `packed` how a kernel reads
+them. With kernels, `products.py` multiplies by what is packed, on a CPU `cpu_products.py`; without them a product makes
+plain numbers of a few rows at a time.
+"""
+
+from abc import abstractmethod
+from collections.abc import Hashable, Iterator, Mapping
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from kvern.cpu.elementwise import widened
+from kvern.cpu.packed import LANES, rows_of
+from kvern.kernels.packed import Packed as Packed
+from kvern.layers.linear_method import LinearMethod, Product, RowProduct, fill_random
+
+if TYPE_CHECKING:
+    from kvern.formats.cpu_products import CpuProduct
+    from kvern.formats.gpu.products import PackedProducts
+    from kvern.kernels.quantize_rows import Coding, RowCodes
+    from kvern.layers.build import Build
+
+RUN_NUMBERS = 1 << 20
+"""Plain numbers that a product without kernels makes at a time: they should be read again while still in a cache."""
+
+RANDOM_SCALE = 1 / 64
+"""Of random scales, beside plain weights: integer codes are as large as 127."""
+
+
+class QuantizedMethod(LinearMethod):
+    """A matrix of codes, of which the rows can be made plain alone."""
+
+    _products: "PackedProducts | None" = None
+    _on_cpu = False
+    _cpu_product: "CpuProduct | None" = None
+
+    @abstractmethod
+    def rows(self, index: Tensor | slice) -> Tensor:
+        """The plain rows, of the index [N] int64 or a slice of the outputs: `[N, inputs]` in the shape's dtype."""
+
+    @abstractmethod
+    def packed(self) -> Packed:
+        """What kernels read, once all is loaded; before, of the same code."""
+
+    def rounded(self, x: Tensor) -> Tensor:
+        """The activations `x [T, inputs]` as the format has them multiplied: plain, or rounded to what it says."""
+        return x
+
+    def activation_codes(self) -> "Coding | None":
+        """What makes `x [T, inputs]` codes, of the weights' dtype, and float32 scales of rows or of runs of inputs.
+
+        Then codes are multiplied by codes (`kernels/scaled_product.py`, and `stream_hopper.py` and `codes_hopper.py`
+        on Hopper) where that is faster. None: x stays plain.
+        """
+        return None
+
+    def coding(self, rows: int) -> "Coding | None":
+        return None if self._products is None else self._products.coding(rows)
+
+    def multiply_codes(self, x: "RowCodes", bias: Tensor | None) -> Tensor:
+        assert self._products is not None
+        return self._products.multiply_codes(x, bias)
+
+    def own_products(self) -> Mapping[str, Product]:
+        """Ways to multiply more than 16 rows on a GPU that only this format has, by name, once all is loaded."""
+        return {}
+
+    def cpu_product(self) -> "CpuProduct | None":
+        """What multiplies on a CPU, once all is loaded; None: no kernel does."""
+        from kvern.formats.cpu_products import packed_product
+
+        return packed_product(self.shape, self.packed())
+
+    def finish(self) -> None:
+        """On a CPU kernels have the codes, and what stands beside them, in an order of their own."""
+        self._cpu_product = self.cpu_product() if self._on_cpu else None
+        if self._cpu_product is not None:
+            for name, lanes in self._cpu_product.stored().items():
+                setattr(self, name, nn.Parameter(lanes, requires_grad=False))
+
+    @property
+    def compiled(self) -> bool:
+        return self._cpu_product is not None
+
+    def stored(self) -> list[Tensor] | None:
+        return list(self.parameters())
+
+    def stored_part(self, first: int, outputs: int) -> list[Tensor]:
+        """What products read of so many outputs from one on, as views: no block has others beside them."""
+        layouts, whole = self.storage(), self.shape.outputs
+        of_rows = [
+            tensor
+            for name, tensor in self.named_parameters()
+            if name not in layouts or layouts[name].axes[0].of == "outputs"
+        ]
+        return [tensor[first * len(tensor) // whole : (first + outputs) * len(tensor) // whole] for tensor in of_rows]
+
+    def stored_rows(self, stored: Tensor, index: Tensor | slice) -> Tensor:
+        """Rows of the codes or of what stands beside them, in whichever order `stored` has them now."""
+        if self._cpu_product is None:
+            return stored[index]
+        return rows_of(stored, torch.arange(self.shape.outputs)[index])
+
+    def use_kernels(self, build: "Build") -> None:
+        self._on_cpu = "cpu_packed" in build.kernels
+        if "quantized" in build.kernels and self.shape.dtype == build.dtype:
+            from kvern.formats.gpu.products import PackedProducts, multiplies
+
+            if multiplies(self.packed().code, self.shape.inputs):
+                self._products = PackedProducts(self, build.deterministic, "hopper_linear" in build.kernels)
+
+    def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        if self._products is not None:
+            return self._products.multiply(x, bias)
+        if self._cpu_product is not None:
+            return self._cpu_product(x, bias)
+        return self.multiply_plain(x, bias)
+
+    def scores(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        if self._cpu_product is not None:
+            return widened(self._cpu_product(x, bias))
+        return super().scores(x, bias)
+
+    def multiply_part(self, x: Tensor, first: int, outputs: int) -> Tensor:
+        """With so many outputs alone, from one on: `[T, outputs]`, by a kernel of a CPU or rows that are made plain."""
+        if self._cpu_product is not None and first % LANES == 0:
+            return self._cpu_product(x, None, first, outputs)
+        return F.linear(self.rounded(x), self.rows(slice(first, first + outputs)))
+
+    def multiply_plain(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """The named fallback: rows of RUN_NUMBERS at a time are made plain, then multiplied by PyTorch."""
+        x = self.rounded(x)
+        out = torch.cat([F.linear(x, self.rows(run)) for run in self._runs()], -1)
+        return out if bias is None else out + bias
+
+    def row_product(self) -> RowProduct | None:
+        """None of a matrix that may have an `order`, which norms do not know."""
+        if self._products is None or "order" in self.storage():
+            return None
+        return self._products.multiply_row
+
+    def candidates(self) -> Mapping[int, Mapping[Hashable, Product]]:
+        return {} if self._products is None else self._products.candidates()
+
+    def choose(self, rows: int, candidate: Hashable) -> None:
+        if self._products is not None:
+            self._products.choose(rows, candidate)
+
+    def fill_random(self, generator: torch.Generator) -> None:
+        """Any codes, under scales that make small numbers of those of all formats that have no better answer."""
+        for parameter in self.parameters():
+            fill_random(parameter, generator)
+            if parameter.is_floating_point() and parameter.element_size() > 1:
+                parameter.mul_(RANDOM_SCALE)
+
+    def dequantize(self) -> Tensor:
+        return self.rows(slice(0, self.shape.outputs))
+
+    def embed(self, ids: Tensor) -> Tensor:
+        return self.rows(ids)
+
+    def _runs(self) -> Iterator[slice]:
+        step = max(1, RUN_NUMBERS // self.shape.inputs)
+        for first in range(0, self.shape.outputs, step):
+            yield slice(first, min(first + step, self.shape.outputs))

@@ -1,0 +1,347 @@
+"""What is asked of the engine, and each sequence of it with where it stands.
+
+    RequestSpec   what a user asked with one prompt; never changes, and crosses the wire as it is
+      Request     one sequence to generate, as the scheduler and the cache see it: the spec, and what steps change
+
+    WAITING --admitted--> RUNNING --stop, length, abort--> FINISHED
+       ^                     |
+     | ^ +---preempted-------+      (its blocks are gone, its tokens stay and are computed again)
+     v |
+    LOADING                         (a tier brings more of its cached prefix, which it will then find in the tree)
+
+`n` > 1 is several requests of one group: the first computes the prompt, the others then share its blocks. A beam search
+is one request, from which others are forked when its prompt is computed.
+"""
+
+import enum
+import hashlib
+from collections.abc import Sequence
+from dataclasses import InitVar, dataclass, field
+from typing import TYPE_CHECKING, Literal, TypedDict
+
+import msgspec
+
+from kvern.request.sampling_params import ResolvedParams
+
+if TYPE_CHECKING:
+    from kvern.cache.radix import Node
+    from kvern.engine.beams import BeamSearch
+
+FinishReason = Literal["stop", "length", "abort"]
+TOLD_AT_ONCE = 32
+"""Tokens of an answer that is wanted whole. To hear of them costs little more than to hear of one."""
+
+
+class PromptInput(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """A prompt as the model reads it: what texts, lists of token ids and conversations become."""
+
+    token_ids: list[int]
+    attachments: tuple[bytes, ...] = ()
+    """What tokens stand for that is no text, in the form that the model's own code reads; opaque to all others."""
+    block_keys: tuple[tuple[int, bytes], ...] = ()
+    """(position, digest): the token there stands for content of this digest. Cached blocks are shared only where tokens
+    and digests are the same. Positions ascend."""
+    second_text: int | None = None
+    """Where the second of two texts begins that an encoder reads together; None: it is one text."""
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+
+class RequestOptions(TypedDict, total=False):
+    """What a request may ask for beside prompt and parameters, handed on as it is from any API to `InputProcessor`."""
+
+    priority: int
+    namespace: bytes
+    embed: bool
+    prediction: str | Sequence[int]
+    """A text, of which the spec has the tokens."""
+    whole: bool
+
+
+class Breakers(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Behind which tokens DRY looks for no repetition.
+
+    `tokens` has a bit for each token id, the lowest first: set if the token breaks alone; `sequences` break together.
+    """
+
+    tokens: bytes
+    sequences: tuple[tuple[int, ...], ...]
+
+
+class RequestSpec(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """What is asked with one prompt: made once, valid, and the same for server, wire, scheduler and batch.
+
+    Its `n` samples, or its beam search, are the answers `request_id#0`, `request_id#1` ...
+    """
+
+    request_id: str
+    prompt: PromptInput
+    params: ResolvedParams
+    max_tokens: int
+    """Tokens to generate at most, within what the context leaves."""
+    seed: int = 0
+    """Of the first sample; `sample_seed` has those of the others."""
+    stop_token_ids: frozenset[int] = frozenset()
+    """Sampling one of these ends an answer (end-of-sequence tokens included)."""
+    bad_word_ids: tuple[tuple[int, ...], ...] = ()
+    breakers: Breakers | None = None
+    grammar: str | None = None
+    """Compiled; the answers follow it."""
+    priority: int = 0
+    namespace: bytes = b""
+    """Only requests of one namespace share cached blocks."""
+    embed: bool = False
+    """The last hidden state of the prompt is wanted; one token is sampled beside it and means nothing."""
+    adapter: int | None = None
+    """The key of the adapter that changes the model for it."""
+    turn: int = 0
+    """Among requests that the policy thinks equal, the lowest goes first: how several users share an engine."""
+    prediction: tuple[int, ...] = ()
+    """What its client expects the answers to be; drafts are taken from it."""
+    whole: bool = False
+    """Its answers are wanted whole: tokens are told of several at a time, and those that an engine which dies has not
+    told are computed again."""
+    owner: str = ""
+    """Who shares the engine with others: `kvern.engine.shares`."""
+
+    @property
+    def prompt_length(self) -> int:
+        """Tokens of the prompt."""
+        return len(self.prompt.token_ids)
+
+    @property
+    def group(self) -> str | None:
+        """What its sequences have in common if they are several: samples of a prompt, or beams of a search."""
+        return self.request_id if self.params.sequences > 1 else None
+
+    @property
+    def answer_ids(self) -> list[str]:
+        """Under which its answers are reported."""
+        return [f"{self.request_id}#{index}" for index in range(self.params.n)]
+
+
+class Progress(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """How far an earlier engine brought a sample, or a beam search, which goes on from there."""
+
+    index: int
+    generated: list[int]
+    reported_prompt_logprobs: int
+
+
+MAX_SEED = 2**63
+
+
+def sample_seed(seed: int, index: int) -> int:
+    """The seed of a request's sample, at least 0 and below MAX_SEED.
+
+    The first sample has the request's own. The others have a hash of it and their index, so that requests whose seeds
+    are neighbours draw independently.
+    """
+    if index == 0:
+        return seed % MAX_SEED
+    digest = hashlib.blake2b(f"{seed} sample {index}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest) % MAX_SEED
+
+
+class State(enum.Enum):
+    """Where a request stands; see the module's drawing."""
+
+    WAITING = "waiting"
+    LOADING = "loading"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+@dataclass(eq=False, slots=True, weakref_slot=True)
+class Request:
+    """What scheduler, cache and runner know of one sequence of a spec. Only the engine core changes it.
+
+    `num_computed_tokens` counts the tokens whose keys and values the steps scheduled so far will have written;
+    `in_flight` the sampled tokens that the host has not seen yet. While drafts are verified, both count as if all were
+    accepted; what was rejected is taken back when the step's result is there.
+    """
+
+    spec: RequestSpec
+    index: int = 0
+    """Which of the samples it is."""
+    leader: "Request | None" = None
+    """The request of the group that computes the shared prompt; None for the leader itself."""
+    generated: InitVar[Sequence[int]] = ()
+    """By an earlier engine, which has reported them."""
+    reported_prompt_logprobs: int = 0
+    """Tokens from `params.prompt_logprobs_from` on whose log-probabilities have been reported."""
+
+    request_id: str = field(init=False)
+    token_ids: list[int] = field(init=False)
+    params: ResolvedParams = field(init=False)
+    """Those of the spec; only the first sequence reports log-probabilities of the prompt."""
+    seed: int = field(init=False)
+    cache_namespace: bytes = field(init=False)
+    """Opaque: only requests of one namespace and one adapter share cached blocks."""
+    block_keys: dict[int, bytes] = field(init=False)
+    """Of the prompt, by position."""
+
+    prompt_length: int = field(init=False)  # this and what follows is read at every step: copied from the spec
+    max_tokens: int = field(init=False)
+    stop_token_ids: frozenset[int] = field(init=False)
+    group: str | None = field(init=False)
+    priority: int = field(init=False)
+    turn: int = field(init=False)
+    adapter: int | None = field(init=False)
+    gathers: bool = field(init=False)
+    """Its tokens are told of several at a time: it is wanted whole, and nothing is said of one alone or found in it."""
+    told: int = -1
+    """Generated tokens that were told of; -1: this engine has told nothing of it."""
+
+    arrival: int = 0
+    """Sequence number, given by the scheduler."""
+    beams: "BeamSearch | None" = None
+    """The search that this is a beam of; the engine core makes it."""
+    held: bool = False
+    """A beam whose continuations are known, and which waits for those of the others."""
+    state: State = State.WAITING
+    slot: int = -1
+    block_ids: list[int] = field(default_factory=list)
+    nodes: "list[Node]" = field(default_factory=list)
+    window_start: int = 0
+    windowed: list[tuple[int, ...]] = field(default_factory=list)
+    """Where layers with a window have block tables of their own, the blocks in each, from the first that is held."""
+    window_ends: tuple[range, ...] = ()
+    """Blocks behind which others are likely to go on, when the window has passed."""
+    state_index: int = -1
+    """Where its state is, if the model has recurrent layers."""
+    state_marks: tuple[int, ...] = ()
+    """Numbers of computed tokens at which a copy of its state is to be kept."""
+    num_computed_tokens: int = 0
+    cached_tokens: int = 0
+    in_flight: int = 0
+    drafts_in_flight: int = 0
+    """Of the tokens in flight, those that are not sampled if drafts are rejected."""
+    guesses: int = 0
+    """Drafts that its row has behind the newest token when the steps in flight are done, guessed on the device."""
+    guessed_token_ids: list[int] = field(default_factory=list)
+    """Those drafts, where the host has to hand them on: `ModelRunnerOutput.guessed`."""
+    draft_token_ids: list[int] = field(default_factory=list)
+    """What may follow `token_ids`, as a proposer guessed."""
+    drafted_tokens: int = 0
+    """Tokens that a drafter knows; of others it has to make up for."""
+    drafts_right: float = 0.0
+    drafts_wrong: float = 0.0
+    """What became of its drafts, of which the later ones count for more."""
+    asked_tier: bool = False
+    """Since it waits; blocks are loaded for it once at most."""
+    waiting_since: int = 0
+    running_since: int = 0
+    """Steps."""
+    aged: bool = False
+    preemptions: int = 0
+    arrived_at: float = 0.0
+    begun_at: float = 0.0
+    """When it came and when its first step was planned, by the monotonic clock."""
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+
+    def __post_init__(self, generated: Sequence[int]) -> None:
+        spec = self.spec
+        self.request_id = f"{spec.request_id}#{self.index}"
+        self.token_ids = [*spec.prompt.token_ids, *generated]
+        reports = self.index == 0 or spec.params.prompt_logprobs is None
+        self.params = spec.params if reports else spec.params.replace(prompt_logprobs=None)
+        self.seed = sample_seed(spec.seed, self.index)
+        self.cache_namespace = cache_namespace(spec)
+        self.block_keys = dict(spec.prompt.block_keys)
+        self.prompt_length, self.max_tokens = spec.prompt_length, spec.max_tokens
+        self.stop_token_ids = spec.stop_token_ids
+        self.group, self.priority, self.turn, self.adapter = spec.group, spec.priority, spec.turn, spec.adapter
+        asks = spec.params.logprobs is not None or spec.params.stop_strings or spec.prediction or spec.params.beam_width
+        self.gathers = spec.whole and not asks
+
+    @property
+    def output_length(self) -> int:
+        """Generated tokens that the host knows."""
+        return len(self.token_ids) - self.prompt_length
+
+    def until_stop(self, token_ids: list[int]) -> list[int]:
+        """New tokens as far as the first that ends the request."""
+        for count, token_id in enumerate(token_ids, 1):
+            if token_id in self.stop_token_ids and self.output_length + count > self.params.min_tokens:
+                return token_ids[:count]
+        return token_ids
+
+    def untold(self, token_ids: list[int]) -> list[int] | None:
+        """What is to be told now that it has grown by these tokens; None: nothing, until there are more.
+
+        The first are told at once, since they say that it has begun, and the last when it has ended.
+        """
+        if not self.gathers:
+            return token_ids
+        if self.told >= 0:
+            if self.finish_reason is None and self.output_length - self.told < TOLD_AT_ONCE:
+                return None
+            token_ids = self.token_ids[self.prompt_length + self.told :]
+        self.told = self.output_length
+        return token_ids
+
+    @property
+    def remaining_tokens(self) -> int:
+        """Tokens still to be computed before the next one can be sampled.
+
+        What follows a beam is chosen on the host: until then nothing remains.
+        """
+        sampled = self.in_flight if self.beams is None else 0
+        return len(self.token_ids) + sampled - self.num_computed_tokens
+
+    @property
+    def owner(self) -> str:
+        """Who asked."""
+        return self.spec.owner
+
+    @property
+    def unit(self) -> str:
+        """What a user asked in one: the samples of a prompt, and the beams of a search, have this in common."""
+        return self.spec.request_id
+
+    @property
+    def answer_ids(self) -> list[str]:
+        """Under which its answers are reported: its own id, or one for each of the best of its beams."""
+        return [self.request_id] if self.params.beam_width is None else self.spec.answer_ids
+
+    @property
+    def most_cached(self) -> int:
+        """Tokens that may come from the prefix cache: all before the first one that has something to predict.
+
+        That is the last token, which predicts the next, or one before a prompt token whose log-probabilities are to
+        be reported still.
+        """
+        wanted = self.params.prompt_logprobs_from + self.reported_prompt_logprobs
+        if self.params.prompt_logprobs is None or wanted >= self.prompt_length:
+            return len(self.token_ids) - 1
+        return wanted - 1
+
+    @property
+    def prompt_scheduled(self) -> bool:
+        """All of the prompt has been given to a step, so that its blocks can be shared."""
+        return self.state is State.FINISHED or self.num_computed_tokens >= self.prompt_length
+
+
+def cache_namespace(spec: RequestSpec, adapter_digest: bytes = b"") -> bytes:
+    """Only requests of one namespace and one adapter share cached blocks.
+
+    `adapter_digest` names the adapter's content in every process; where it is unknown, its key names it in this one.
+    """
+    if spec.adapter is None:
+        return spec.namespace
+    return b"adapter %s\0%s" % (adapter_digest.hex().encode() or b"%d" % spec.adapter, spec.namespace)
+
+
+def requests_of(spec: RequestSpec, progress: Sequence[Progress] = ()) -> list[Request]:
+    """The sequences of a spec: its samples, the one that computes the prompt first, or one for all beams.
+
+    With `progress` those that are named there, each alone: the others may have ended.
+    """
+    if progress:
+        return [Request(spec, one.index, None, one.generated, one.reported_prompt_logprobs) for one in progress]
+    leader = Request(spec)
+    samples = spec.params.n if spec.params.beam_width is None else 1
+    return [leader, *(Request(spec, index, leader) for index in range(1, samples))]

@@ -1,0 +1,118 @@
+"""What a worker holds whichever way its steps run, and what differs between these ways."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from kvern.attention.eight_bit import EightBit
+from kvern.attention.groups import LayerGroups
+from kvern.device.rows import BatchRows
+from kvern.drafting.device.drafter import Drafter
+from kvern.drafting.models.head import DraftHead
+from kvern.drafting.models.medusa_heads import MedusaHeads
+from kvern.layers.linear_format import LinearFormat
+from kvern.models.decoder import Decoder, LanguageModel
+from kvern.models.weighted import WeightedModel
+from kvern.ranks.ranks import ALONE, Ranks
+from kvern.request.step import SchedulerOutput, StepResult
+from kvern.runner.adapters import Adapters
+from kvern.runner.plan import Layout, Room
+from kvern.runner.processor_rows import ProcessorRows
+from kvern.structured.masks import GrammarRows
+
+
+@dataclass(frozen=True)
+class Draft:
+    """What guesses beside the model, and how its steps run; Medusa heads run by the model's own parts."""
+
+    decoder: Decoder | DraftHead | MedusaHeads
+    parts: "Parts"
+
+
+@dataclass(frozen=True)
+class Contents:
+    """Model and state of rows, of which every runner makes use."""
+
+    decoder: LanguageModel
+    grammars: GrammarRows
+    processors: ProcessorRows
+    adapters: Adapters | None
+    """None: the engine has no place for any."""
+    eight_bit: EightBit | None = None
+    """Of a KV cache in 8 bits."""
+    draft: Draft | None = None
+    """None: no model guesses what another goes on with."""
+    ranks: Ranks = ALONE
+    """That compute the model together."""
+
+
+class Runner(Protocol):
+    """Runs steps on a device; the result may still be on its way."""
+
+    caches: list[torch.Tensor]
+    """Keys and values of each layer, [2, blocks, block_size, kv_heads, head_dim]."""
+
+    def execute(self, output: SchedulerOutput) -> StepResult:
+        """Start one step. Raises StepTooLarge if its differences have come, but it does not fit into memory."""
+        ...
+
+    def room(self, output: SchedulerOutput) -> tuple[int, int, bool] | None:
+        """Decodes, and tokens of prompts, that a captured step which does this needs room for; None: there is none.
+
+        And whether it has to be one of decodes alone, whatever other ranks have beside.
+        """
+        ...
+
+    def idle(self) -> bool:
+        """Make one thing that steps would run faster with, while none runs; whether there are more."""
+        ...
+
+    def assist(self) -> None:
+        """Take part in a step of ranks in DP attention, in which this rank has no rows."""
+        ...
+
+    def abandon(self) -> None:
+        """Wait for the device, then forget all steps: every request joins anew. Raises if the device is broken."""
+        ...
+
+
+class Parts(Protocol):
+    """How a worker's steps run: through PyTorch, or through kernels with the batch on the device."""
+
+    groups: LayerGroups
+    """Block tables of the model's layers, once there is `room`."""
+
+    @property
+    def unquantized(self) -> LinearFormat:
+        """How plain weights are multiplied."""
+        ...
+
+    @property
+    def restrict(self) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]:
+        """Of logits by masks: `structured.masks.restrict`, or a kernel like it."""
+        ...
+
+    def prepare(self, decoder: WeightedModel) -> None:
+        """Choose what fits these weights and this device best."""
+        ...
+
+    def tune(self, model: WeightedModel) -> None:
+        """The same of how weights are multiplied alone: `prepare` does it, too."""
+        ...
+
+    def room(self, contents: Contents) -> Room:
+        """What the device has left beside weights and the largest steps."""
+        ...
+
+    def runner(self, contents: Contents, layout: Layout) -> Runner:
+        """The runner over a KV cache of this layout."""
+        ...
+
+    def drafter(self, decoder: Decoder | DraftHead | MedusaHeads, layout: Layout, rows: BatchRows) -> Drafter:
+        """A drafter of these parts' model or head, with a cache over the blocks of the layout, which is another's.
+
+        Medusa heads have no cache.
+        """
+        ...

@@ -1,0 +1,190 @@
+"""Steps of an encoder: texts in, what the model makes of each out; nothing outlives a step."""
+
+import contextlib
+import logging
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from kvern.attention.bidirectional import CompiledTexts, TorchAttend
+from kvern.config import EngineConfig
+from kvern.cpu.cores import cpu_threads
+from kvern.device.text_batch import TextBatch, build_text_batch
+from kvern.device.transfer import fetch
+from kvern.errors import ConfigError
+from kvern.layers.attention import Attend
+from kvern.layers.linear_format import LinearMethods
+from kvern.layers.unquantized import Unquantized
+from kvern.models.encoder import Encoder
+from kvern.models.loader import choose_dtype, load_encoder, read_config
+from kvern.request.request import PromptInput
+from kvern.runner.device import check_dtype, check_encoder, check_weights_fit, resolve_device
+from kvern.runner.kernel_choice import Stored, settle_threads, usable_kernels
+from kvern.runner.memory import MARGIN_BYTES, DeviceMemory
+from kvern.runner.plan import CPU_KERNELS, Findings, Layout, Plan, agree, resolve_max_model_len
+from kvern.runner.startup import Startup
+from kvern.spec.model import ModelSpec
+
+logger = logging.getLogger("kvern")
+
+
+class PendingTexts:
+    """What a step makes of its texts while the device still computes it."""
+
+    def __init__(self, found: torch.Tensor, order: Sequence[int]) -> None:
+        """`found` [S, ...] float32, a row of each text; `order` are the texts' places in the step."""
+        self._found, self._order = fetch(found), order
+        self._done: torch.cuda.Event | None = None
+        if found.device.type == "cuda":
+            self._done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._done.record()
+
+    def result(self) -> list[bytes]:
+        """Wait for the device. Of each text its vector, or what the head judges it by: float32, little-endian."""
+        if self._done is not None:
+            self._done.synchronize()
+        results = dict(zip(self._order, self._found.numpy(), strict=True))
+        return [results[index].astype("<f4").tobytes() for index in range(len(results))]
+
+
+class EncoderRunner:
+    """Runs steps of at most `most_texts` texts and `most_tokens` tokens through an encoder."""
+
+    def __init__(self, encoder: Encoder, most_tokens: int, most_texts: int) -> None:
+        self._encoder, self._device = encoder, encoder.build.device
+        layers, build = encoder.spec.attentions, encoder.build
+        self._attend: Callable[[TextBatch], Attend] = partial(TorchAttend, layers)
+        if "texts" in build.kernels:
+            from kvern.attention.texts import PackedTexts
+
+            self._attend = partial(PackedTexts, layers, build.dtype)
+        elif build.kernels:
+            self._attend = CompiledTexts(layers, build.dtype, most_tokens, most_texts).attend
+
+    @torch.inference_mode()
+    def start(self, texts: Sequence[PromptInput]) -> PendingTexts:
+        """Start computing; on a CPU it is done then."""
+        order = sorted(range(len(texts)), key=lambda index: len(texts[index]))  # neighbours of one length are faster
+        try:
+            batch = build_text_batch([texts[index] for index in order], self._encoder.second_type, self._device)
+            return PendingTexts(self._encoder.read(batch, self._attend(batch)), order)
+        except torch.OutOfMemoryError:
+            torch.cuda.empty_cache()
+            raise
+
+    def abandon(self) -> None:
+        """Wait for the device behind a step that failed. Raises if the device is broken."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+
+def start_encoder(
+    config: EngineConfig, folder: Path, spec: ModelSpec, startup: Startup
+) -> tuple[EncoderRunner, Layout]:
+    """The runner of a configuration, with the model in `folder` loaded, and how large its steps may be.
+
+    Raises KvernError subclasses.
+    """
+    device = resolve_device(config)
+    check_encoder(config, spec, device, quantized="quantization_config" in read_config(folder))
+    resolve_max_model_len(config, spec)  # what is wrong with the options shows before kernels are compiled
+    dtype = choose_dtype(config.dtype, spec, None if config.load_format == "dummy" else folder)
+    memory, methods = DeviceMemory(device, config.gpu_memory_share), LinearMethods(Unquantized())
+    gpu = None
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        gpu = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
+        check_dtype(dtype, device)
+        check_weights_fit(spec, dtype, memory, methods)
+    else:
+        torch.set_num_threads(config.threads or cpu_threads())
+    kernels, _ = usable_kernels(config, dtype, device, startup, Stored(spec, methods))
+    if "texts" not in kernels and not kernels >= CPU_KERNELS:
+        kernels = frozenset()  # the layers' kernels write keys and values for that of attention
+    if all(layer.rope is None for layer in spec.layers):
+        kernels -= {"rotary"}  # it stores keys and values elsewhere, which are read where they lie
+    found = Findings(device.type, str(dtype).removeprefix("torch."), kernels, gpu)
+    plan = agree([found], config, spec)
+    with startup.stage("weights"):
+        encoder = load_encoder(
+            folder,
+            spec,
+            dtype=dtype,
+            device=device,
+            max_model_len=plan.max_model_len,
+            load_format=config.load_format,
+            kernels=kernels,
+            deterministic=config.deterministic,
+            quantization=config.quantization,
+        )
+    most_tokens, most_texts = plan.max_batch_tokens, plan.max_batch_requests
+    runner = EncoderRunner(encoder, max(most_tokens, plan.max_model_len), most_texts)
+    if device.type == "cuda":
+        with startup.stage("memory"):
+            most_tokens = _fitting_tokens(runner, memory, plan)
+    else:
+        settle_threads(config, plan, encoder)
+    return runner, _layout(config, plan, most_tokens)
+
+
+def _fitting_tokens(runner: EncoderRunner, memory: DeviceMemory, plan: Plan) -> int:
+    """How many tokens a step may have, by what the longest text takes of the GPU's memory.
+
+    PyTorch keeps the memory of such a step for those to come. Raises ConfigError if the longest text does not fit.
+    """
+    device, longest = memory.device, plan.max_model_len
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    free, _ = memory.free_and_total()
+    ran = _runs(runner, longest, longest)
+    taken = torch.cuda.max_memory_allocated(device) - before
+    if not ran or taken > free:
+        raise ConfigError(
+            f"a text of max_model_len {longest} tokens does not fit into the {free / 2**20:.0f} MiB of GPU memory that "
+            "are left beside the weights: lower max_model_len, raise gpu_memory_share, or free memory"
+        )
+    fitting = largest_step(runner, longest, max(0, free - MARGIN_BYTES) * longest // taken, plan.max_batch_tokens)
+    if fitting < plan.max_batch_tokens:
+        logger.warning("steps have %d tokens, not %d: memory has no room for more", fitting, plan.max_batch_tokens)
+    return fitting
+
+
+def largest_step(runner: EncoderRunner, longest: int, estimate: int, most: int) -> int:
+    """How many tokens, `most` at most, a step has that does run: the `estimate`, or fewer where that was too high.
+
+    Texts have as many as `longest` tokens, and one such has run.
+    """
+    tokens = min(max(longest, estimate), most)
+    while tokens > longest and not _runs(runner, tokens, longest):
+        tokens = max(longest, tokens // 2)
+    return tokens
+
+
+def _runs(runner: EncoderRunner, tokens: int, longest: int) -> bool:
+    """Whether memory has room for a step of so many tokens, in texts of as many as `longest`."""
+    whole, rest = divmod(tokens, longest)
+    texts = [PromptInput([0] * longest)] * whole + [PromptInput([0] * rest)] * bool(rest)
+    with contextlib.suppress(torch.OutOfMemoryError):
+        runner.start(texts).result()
+        return True
+    return False
+
+
+def _layout(config: EngineConfig, plan: Plan, most_tokens: int) -> Layout:
+    """Without a KV cache."""
+    return Layout(
+        max_model_len=plan.max_model_len,
+        blocks=0,
+        block_size=config.block_size,
+        token_bytes=0,
+        dtype=plan.dtype,
+        max_batch_requests=plan.max_batch_requests,
+        max_batch_tokens=most_tokens,
+        depth=2 if plan.device == "cuda" and config.overlap else 1,
+        attention={},
+        device=plan.device,
+        gpus=plan.gpus,
+    )

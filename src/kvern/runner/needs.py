@@ -1,0 +1,68 @@
+"""What sampling for the requests of a batch takes."""
+
+from collections.abc import Iterable, Sequence
+from functools import reduce
+from operator import or_
+
+from kvern.request.step import Fork, NewRequest
+from kvern.sample.constraints import is_constrained
+from kvern.sample.rare_filters import has_rare_filters
+from kvern.sample.sampler import GREEDY_BELOW, filters
+
+
+class Needs:
+    """What a request asks of sampling beyond the temperature: bits of a number, which are asked for in each step."""
+
+    NOTHING = 0
+    FILTERS = 1
+    """top_k, top_p, min_p or typical_p."""
+    CONSTRAINTS = 2
+    """Penalties, biases and bans of tokens: they change the logits."""
+    LOGPROBS = 4
+    RARE_FILTERS = 8
+    """They look at all probabilities in an order; PyTorch does that."""
+    EMBEDDING = 16
+    """The hidden state is wanted beside the token."""
+    GRAMMAR = 32
+    """The host says which tokens may follow, when it knows the last one."""
+    BEAMS = 64
+    """The most probable tokens are wanted, not one; the host chooses."""
+    PROCESSORS = 128
+    """Custom code changes the logits."""
+    REPETITIONS = 256
+    """DRY changes the logits; PyTorch does that."""
+
+
+def needs_of(request: NewRequest) -> int:
+    """What sampling for this request takes."""
+    params = request.params
+    drawn = params.temperature >= GREEDY_BELOW
+    asked = {
+        Needs.FILTERS: drawn and filters(params),
+        Needs.CONSTRAINTS: is_constrained(request),
+        Needs.LOGPROBS: params.logprobs is not None,
+        Needs.RARE_FILTERS: drawn and has_rare_filters(params),
+        Needs.EMBEDDING: request.spec.embed,
+        Needs.GRAMMAR: request.spec.grammar is not None,
+        Needs.BEAMS: params.beam_width is not None,
+        Needs.PROCESSORS: bool(params.logits_processors),
+        Needs.REPETITIONS: params.penalizes_repetitions,
+    }
+    return reduce(or_, (need for need, wanted in asked.items() if wanted), Needs.NOTHING)
+
+
+class RowNeeds(list[int]):
+    """Those of each row's request."""
+
+    def __init__(self, slots: int) -> None:
+        super().__init__([0] * slots)
+
+    def fork(self, forked: Sequence[Fork]) -> None:
+        """Let rows go on behind others, all as they were before."""
+        for slot, needs in [(fork.slot, self[fork.source]) for fork in forked]:
+            self[slot] = needs
+
+    def join(self, joined: Iterable[NewRequest]) -> None:
+        """Let requests take their rows."""
+        for request in joined:
+            self[request.slot] = needs_of(request)

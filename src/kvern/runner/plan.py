@@ -1,0 +1,318 @@
+"""What all ranks of an engine do alike: decided here, from what each of them found on its device.
+
+    Worker.probe --> Findings of each rank --agree-->   Plan     kernels, attention, sizes of the batch
+    Worker.load  --> Room of each rank     --lay_out--> Layout   KV cache, who attends in which phase
+    Worker.build
+
+There are two rounds because weights come between them: kernels decide how weights are held, and what weights and
+activations leave is the cache's. All of these are plain data that can be sent.
+"""
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Literal
+
+import msgspec
+
+from kvern.cache.windows import WindowLimits
+from kvern.config import EngineConfig
+from kvern.errors import ConfigError
+from kvern.spec.model import ModelSpec
+
+logger = logging.getLogger("kvern")
+
+REQUIRED_KERNELS = frozenset({"batch", "sampling"})
+"""Without these the batch cannot live on the device, and PyTorch runs all steps."""
+CPU_KERNELS = frozenset({"cpu_layers", "cpu_linear", "cpu_attention", "cpu_packed", "cpu_sampling"})
+"""The groups of `kvern.cpu.check`, beside which PyTorch runs the step."""
+RANK_KERNELS = frozenset({"cpu_ranks"})
+"""The group that several ranks need besides."""
+LARGEST_HEAD = 512
+"""Of the Triton attention: larger heads do not fit into registers."""
+EIGHT_BIT = {"fp8": "float8_e4m3fn", "int8": "int8"}
+"""By the option's name, the dtypes of a cache that has scales."""
+MOST_POSITIONS = 16
+"""Blocks that are numbered for each that has memory."""
+BATCH_REQUESTS = {"cpu": 256, "cuda": 512}
+BATCH_TOKENS = {"cpu": 1024, "cuda": 8192}
+
+
+class Findings(msgspec.Struct, frozen=True):
+    """One rank's device before weights are on it: its type, the groups of kernels that work, and the GPU's UUID.
+
+    `dtype` is the name of the model's in PyTorch, which the checkpoint may have decided. `draft_kernels` are those that
+    work with what a draft model is made of, too; None: this rank has none.
+    """
+
+    device: str
+    dtype: str
+    kernels: frozenset[str] = frozenset()
+    gpu: str | None = None
+    draft_kernels: frozenset[str] | None = None
+
+
+class Plan(msgspec.Struct, frozen=True):
+    """What every rank is made of."""
+
+    device: str
+    dtype: str
+    cache_dtype: str
+    plain_cache_dtype: str
+    """That of a cache that nobody asked to be another."""
+    kernels: frozenset[str]
+    linear_backend: Literal["auto", "cublas", "triton"]
+    attention_backend: str
+    max_model_len: int
+    max_batch_requests: int
+    max_batch_tokens: int
+    gpus: tuple[str, ...]
+    draft_kernels: frozenset[str] = frozenset()
+
+    @property
+    def on_device(self) -> bool:
+        """The batch lives on the device, and Triton's kernels run its steps; else PyTorch does, beside a CPU's."""
+        return self.kernels >= REQUIRED_KERNELS
+
+    def of_draft(self, spec: ModelSpec) -> "Plan":
+        """The same for a draft model, with which other kernels may work."""
+        kernels = self.kernels & self.draft_kernels
+        attends = "attention" in kernels and largest_head(spec) <= LARGEST_HEAD
+        return msgspec.structs.replace(
+            self,
+            kernels=kernels,
+            linear_backend=self.linear_backend if "linear" in kernels else "cublas",
+            attention_backend=self.attention_backend if attends else "torch_sdpa",
+        )
+
+
+class Room(msgspec.Struct, frozen=True):
+    """What one rank has left: bytes for keys and values, of which a token takes `token_bytes` over all layers.
+
+    States of recurrent layers are to be had there, too: a request's take `state_bytes`.
+    `attention`: by phase, the library that it found to be fastest, of the `libraries` that work there. `scales`: a
+    digest of those of a cache in 8 bits. `window`: of layers that have `window_tables` block tables of their own;
+    `whole`: whether there are others, which keep all tokens.
+    `most_drafts`: of a request in a step, by who guesses on the device; None: it makes any number. `catches_up`: that
+    one has to compute a text before it guesses how it goes on.
+    """
+
+    cache_bytes: int
+    token_bytes: int
+    attention: dict[str, str] = {}
+    libraries: frozenset[str] = frozenset()
+    scales: str = ""
+    state_bytes: int = 0
+    window: int = 0
+    window_tables: int = 0
+    whole: bool = True
+    most_drafts: int | None = None
+    catches_up: bool = True
+
+    @property
+    def blocks_of_column(self) -> int:
+        """As of `LayerGroups`."""
+        return self.whole + self.window_tables
+
+
+class Layout(msgspec.Struct, frozen=True):
+    """The KV cache of `blocks` of `block_size` tokens, and how large a step may be.
+
+    A token of which all layers keep something takes `token_bytes`: of one block, or of one in each block table, where
+    layers with a `window` have `window_tables` of their own.
+    `depth`: how many steps are in flight at most; `attention`: who attends in which phase. `scales`: digests, of all
+    ranks, of those of a cache in 8 bits. `states`: places for those of recurrent layers; 0: the model has none.
+    `positions`: as of `WindowLimits`.
+    `most_drafts`, `catches_up`: as of a `Room`.
+    """
+
+    max_model_len: int
+    blocks: int
+    block_size: int
+    token_bytes: int
+    dtype: str
+    max_batch_requests: int
+    max_batch_tokens: int
+    depth: int
+    attention: dict[str, str]
+    device: str
+    gpus: tuple[str, ...]
+    scales: str = ""
+    states: int = 0
+    window: int = 0
+    window_tables: int = 0
+    positions: int = 0
+    most_drafts: int | None = None
+    catches_up: bool = True
+
+    @property
+    def cached_tokens(self) -> int:
+        """As many as a prefix cache keeps at most."""
+        columns = (self.positions == 0) + self.window_tables  # blocks that a token takes
+        return self.blocks * self.block_size // columns
+
+
+def agree(findings: Sequence[Findings], config: EngineConfig, spec: ModelSpec) -> Plan:
+    """What all ranks can do. Raises ConfigError for a `max_model_len` above the model's."""
+    first = findings[0]
+    kernels = frozenset.intersection(*(item.kernels for item in findings))
+    drafting = kernels.intersection(*(item.draft_kernels for item in findings if item.draft_kernels is not None))
+    if not drafting >= REQUIRED_KERNELS:
+        kernels &= CPU_KERNELS | RANK_KERNELS
+    attention: str = config.attention_backend
+    largest = largest_head(spec)
+    if attention == "auto" and ("attention" not in kernels or largest > LARGEST_HEAD):
+        attention = "torch_sdpa"
+    cache_dtype: str = EIGHT_BIT.get(config.kv_cache_dtype, config.kv_cache_dtype)
+    plain = "float32" if first.device == "cpu" and first.dtype == "float16" else first.dtype
+    if cache_dtype == "auto":
+        cache_dtype = plain
+    longest = resolve_max_model_len(config, spec)
+    default = BATCH_REQUESTS[first.device]
+    requests = config.max_batch_requests or min(default, config.max_batch_tokens or default)
+    return Plan(
+        device=first.device,
+        dtype=first.dtype,
+        cache_dtype=cache_dtype,
+        plain_cache_dtype=plain,
+        kernels=kernels,
+        linear_backend=config.linear_backend if "linear" in kernels else "cublas",
+        attention_backend=attention,
+        max_model_len=longest,
+        max_batch_requests=requests,
+        max_batch_tokens=_batch_tokens(config, first.device, requests, longest),
+        gpus=tuple(item.gpu for item in findings if item.gpu is not None),
+        draft_kernels=drafting,
+    )
+
+
+def largest_head(spec: ModelSpec) -> int:
+    """Entries of the largest head that is attended to as `LARGEST_HEAD` says; latents are in another way."""
+    return max((item.head_dim for item in spec.attentions if item.value_dim is None), default=0)
+
+
+def resolve_max_model_len(config: EngineConfig, spec: ModelSpec) -> int:
+    """The longest sequence: the option, which the model's own context bounds, or what is usual. Raises ConfigError."""
+    if config.max_model_len is not None and config.max_model_len > spec.max_position_embeddings:
+        raise ConfigError(
+            f"max_model_len is {config.max_model_len}, above the model's {spec.max_position_embeddings}: lower it"
+        )
+    usual = None if spec.encoder is None else spec.encoder.usual_len
+    return config.max_model_len or min(usual or spec.max_position_embeddings, spec.max_position_embeddings)
+
+
+def lay_out(rooms: Sequence[Room], plan: Plan, config: EngineConfig) -> Layout:
+    """Size the KV cache: what the batch can use, as far as the memory of the fullest rank goes beside its states.
+
+    Raises ConfigError when the memory, or `kv_cache_tokens`, cannot hold one sequence of `max_model_len`.
+    """
+    longest, token_bytes, room = plan.max_model_len, max(room.token_bytes for room in rooms), rooms[0]
+    states_each = states_of_a_request(config)
+    requests, tokens = running_requests(rooms, plan, config), config.kv_cache_tokens
+    state_bytes = requests * states_each * max(room.state_bytes for room in rooms)
+    if state_bytes > (most := min(room.cache_bytes for room in rooms)):
+        raise ConfigError(
+            f"the states of {requests} requests take {state_bytes / 2**20:.0f} MiB, and the cache's memory is "
+            f"{most / 2**20:.0f} MiB: lower max_batch_requests{', or leave prefix_cache off' * config.prefix_cache}"
+        )
+    if tokens is None:
+        room_for = min((room.cache_bytes - state_bytes) // room.token_bytes for room in rooms)
+        tokens = min(longest * requests, max(room_for, 0))
+    reach = longest_fitting(tokens, room, plan, config)
+    if 0 < reach < longest and config.max_model_len is None:
+        logger.warning("max_model_len is %d, not the model's %d: the KV cache has no room for more", reach, longest)
+        longest = reach
+    paged = config.kv_cache == "paged"
+    block_size = config.block_size if paged else longest
+    blocks = -(-tokens // block_size) * room.blocks_of_column if paged else tokens // max(block_size, 1)
+    if reach < longest or not blocks:
+        raise ConfigError(
+            f"the KV cache has room for {reach} tokens ({tokens * token_bytes / 2**20:.0f} MiB), below max_model_len "
+            f"{longest}: raise kv_cache_tokens or gpu_memory_share, free memory, or lower max_model_len"
+        )
+    requests = requests if paged else min(requests, blocks)
+    return Layout(
+        max_model_len=longest,
+        blocks=blocks,
+        block_size=block_size,
+        token_bytes=token_bytes,
+        dtype=plan.cache_dtype,
+        max_batch_requests=requests,
+        max_batch_tokens=_batch_tokens(config, plan.device, requests, longest),
+        depth=_depth(plan, config),
+        attention=_agreed_attention(rooms),
+        device=plan.device,
+        gpus=plan.gpus,
+        scales="".join(room.scales for room in rooms),
+        states=requests * states_each if any(room.state_bytes for room in rooms) else 0,
+        window=room.window,
+        window_tables=room.window_tables,
+        positions=0 if room.whole else _positions(blocks, -(-longest // block_size), longest / room.window),
+        most_drafts=room.most_drafts,
+        catches_up=room.catches_up,
+    )
+
+
+def _depth(plan: Plan, config: EngineConfig) -> int:
+    """Steps in flight: one in each stage; else the host's work on one beside the device's on another."""
+    if config.pipeline_parallel_size > 1:
+        return config.pipeline_parallel_size
+    return 2 if plan.on_device and config.overlap else 1
+
+
+def longest_fitting(tokens: int, room: Room, plan: Plan, config: EngineConfig) -> int:
+    """The longest sequence that fits into the memory of so many tokens of which all layers keep something."""
+    held = _held_in_windows(room, plan, config)
+    if tokens <= held:
+        return tokens
+    return tokens + (tokens - held) * room.window_tables if room.whole else max(tokens, plan.max_model_len)
+
+
+def sequences_taken(count: int, length: int, room: Room, plan: Plan, config: EngineConfig) -> int:
+    """Of how many tokens, of which all layers keep something, so many sequences of this length take the memory.
+
+    One of them is at its prompt, where it holds most; the others decode.
+    """
+    tables, most = room.window_tables, min(length, _held_in_windows(room, plan, config))
+    decoding = min(length, room.window + 2 * config.block_size) if tables else 0
+    blocks = count * length * room.whole + (most + (count - 1) * decoding) * tables
+    return -(-blocks // room.blocks_of_column)
+
+
+def _held_in_windows(room: Room, plan: Plan, config: EngineConfig) -> int:
+    limits = WindowLimits(room.window, room.window_tables, plan.max_batch_tokens)
+    return limits.held_tokens + 3 * config.block_size  # parts of blocks at the ends
+
+
+def _positions(blocks: int, longest: int, windows: float) -> int:
+    """How many blocks are numbered for sequences and nodes that have memory for windows alone.
+
+    What has memory reaches as far as the longest sequence has windows; but nodes take the host's memory.
+    """
+    return max(longest, int(blocks * min(max(windows, 1), MOST_POSITIONS)))
+
+
+def states_of_a_request(config: EngineConfig) -> int:
+    """For how many states there are places for each that runs: as many as these have may be kept for others."""
+    return 2 if config.prefix_cache else 1
+
+
+def running_requests(rooms: Sequence[Room], plan: Plan, config: EngineConfig) -> int:
+    """How many requests run at a time: if nobody said it, states of so many take half of the cache's memory at most."""
+    if config.max_batch_requests:
+        return plan.max_batch_requests
+    each = states_of_a_request(config)
+    fitting = [room.cache_bytes // 2 // (each * room.state_bytes) for room in rooms if room.state_bytes]
+    return max(1, min([plan.max_batch_requests, *fitting]))
+
+
+def _batch_tokens(config: EngineConfig, device: str, requests: int, longest: int) -> int:
+    """Tokens of one step at most: a token of each request must fit, and a whole prompt if it cannot be split."""
+    tokens = max(config.max_batch_tokens or BATCH_TOKENS[device], requests)
+    return tokens if config.chunked_prefill else max(tokens, longest)
+
+
+def _agreed_attention(rooms: Sequence[Room]) -> dict[str, str]:
+    """The first rank's choice; kvern's own kernels in a phase whose library does not work on every rank."""
+    everywhere: frozenset[str] = frozenset.intersection(*(room.libraries for room in rooms))
+    chosen: Mapping[str, str] = rooms[0].attention
+    return {phase: name if name in everywhere else "triton" for phase, name in chosen.items()}

@@ -1,0 +1,169 @@
+"""A rank behind the first as a process of its own: `python -m kvern.runner.ranks.rank_process ADDRESS PARENT`.
+
+It serves the process PARENT, that of the first rank, which started it, and ends when that has.
+"""
+
+import gc
+import logging
+import os
+import shutil
+import signal
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import zmq
+
+from kvern.config import EngineConfig
+from kvern.drafting.models.choice import draft_folder
+from kvern.errors import KvernError
+from kvern.io.sockets import connect
+from kvern.models.folder import folder_here
+from kvern.models.implementation import describe_model
+from kvern.models.loader import read_config
+from kvern.ranks.ranks import Ranks
+from kvern.request.step import StepResult
+from kvern.runner.device import resolve_device
+from kvern.runner.plan import Layout
+from kvern.runner.ranks.rank_limits import rank_of
+from kvern.runner.ranks.rank_tier import follow
+from kvern.runner.ranks.rank_wire import (
+    AddAdapter,
+    BeginCounting,
+    CountExperts,
+    DropAdapter,
+    Failed,
+    ForgetSteps,
+    Found,
+    HasFiles,
+    HasRoom,
+    IsHere,
+    IsReady,
+    LoadWeights,
+    PlaceExperts,
+    RunStep,
+    TakeMemory,
+    UseIdleTime,
+    decode_for_rank,
+    decode_start,
+    encode,
+)
+from kvern.runner.startup import Startup
+from kvern.runner.tiered import Tier, make_tier, tiered
+from kvern.runner.worker import Worker
+from kvern.spec.model import ModelSpec
+
+logger = logging.getLogger("kvern")
+
+IPC = "ipc://"
+LOOK_SECONDS = 0.25
+"""How often a rank looks whether the first one lives."""
+LINGER_MILLISECONDS = 2000
+"""So long the last words may take to reach the first rank."""
+
+
+class Rank(NamedTuple):
+    """What a rank of an engine runs steps with."""
+
+    config: EngineConfig
+    folder: Path
+    draft: Path | None
+    spec: ModelSpec
+    worker: Worker
+    ranks: Ranks
+    layout: Layout
+    tier: Tier | None
+
+
+def main(address: str, parent: int, run: "Callable[[zmq.Socket[bytes], Rank], None]") -> int:
+    """Load this rank's share of the model, then `run` it, without end."""
+    for number in (signal.SIGINT, signal.SIGTERM):  # they may reach the whole group; the first rank decides
+        signal.signal(number, signal.SIG_IGN)
+    threading.Thread(target=_end_with, args=(parent, address), name="parent", daemon=True).start()
+    socket = zmq.Context().socket(zmq.PAIR)
+    socket.set(zmq.LINGER, LINGER_MILLISECONDS)
+    connect(socket, address)
+    try:
+        rank = _make_rank(socket)
+        gc.freeze()  # what is there now stays: collections need not look at it
+        run(socket, rank)
+    except KvernError as error:
+        logger.error("a rank ends: %s", error)  # the first one may be busy, and end without having read it
+        socket.send(encode(Failed(str(error))))
+        return 2
+    return 0
+
+
+def _make_rank(socket: "zmq.Socket[bytes]") -> Rank:
+    """Load this rank's share when the first one says so."""
+    socket.send(encode(IsHere()))
+    start = decode_start(sys.stdin.buffer.read())
+    config = EngineConfig(**start.config)
+    folder = folder_here(config, start.folder)
+    spec = describe_model(folder, read_config(folder), config.model_implementation)
+    layers = [range(*places) for places in start.layers]
+    device = resolve_device(config, start.rank)
+    draft = None if start.draft is None else Path(start.draft)
+    if draft is not None and config.executor == "ray":  # this machine has a folder of its own
+        draft = draft_folder(config, folder, device.type)
+    socket.send(encode(HasFiles()))
+    ranks = rank_of(config, start.rank, layers, draft)
+    worker = Worker(config, folder, spec, device, Startup(), draft, ranks)
+    socket.send(encode(Found(worker.probe())))
+    load = decode_for_rank(socket.recv())
+    assert isinstance(load, LoadWeights)
+    ranks.connect(load.meeting, device, config.rank_timeout, load.plan.kernels, ordered=config.deterministic)
+    socket.send(encode(HasRoom(worker.load(load.plan))))
+    take = decode_for_rank(socket.recv())
+    assert isinstance(take, TakeMemory)
+    worker.build(take.layout)
+    rank = Rank(config, folder, draft, spec, worker, ranks, take.layout, make_tier(config, take.layout))
+    socket.send(encode(IsReady()))
+    return rank
+
+
+def run_steps(socket: "zmq.Socket[bytes]", rank: Rank) -> None:
+    """Run steps without end. Raises what a step raises: then the ranks do not agree any more."""
+    runner, tier = rank.worker.runner, rank.tier
+    execute = tiered(runner.execute, tier, runner, rank.ranks)
+    in_flight: deque[StepResult] = deque()
+    while True:
+        match decode_for_rank(socket.recv()):
+            case RunStep(output, tier_calls):
+                if tier is not None:
+                    follow(tier, rank.ranks, tier_calls)
+                in_flight.append(execute(output))
+                if len(in_flight) >= rank.layout.depth:
+                    in_flight.popleft().result()
+            case ForgetSteps():
+                in_flight.clear()
+                runner.abandon()
+            case UseIdleTime():
+                runner.idle()
+                rank.ranks.meet(rank.worker.device)
+            case PlaceExperts(placements):
+                rank.worker.place_experts(placements)
+            case BeginCounting():
+                rank.worker.expert_counts.reset()
+            case CountExperts():
+                rank.worker.expert_counts.read()
+            case AddAdapter() as message:
+                rank.worker.add_adapter(message.key, message.adapter())
+            case DropAdapter(key):
+                rank.worker.drop_adapter(key)
+
+
+def _end_with(parent: int, address: str) -> None:
+    while os.getppid() == parent:
+        time.sleep(LOOK_SECONDS)
+    if address.startswith(IPC):  # its folder is the parent's, which may have been killed
+        shutil.rmtree(Path(address.removeprefix(IPC)).parent, ignore_errors=True)
+    os._exit(1)  # the main thread may wait for other ranks
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1], int(sys.argv[2]), run_steps))

@@ -1,0 +1,322 @@
+"""Runs one step through PyTorch: rows, input batch, model, logits, sampler. For CPUs, and GPUs without Triton."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from kvern.attention.base import AttentionBackend
+from kvern.device.input_batch import InputBatch, build_input_batch
+from kvern.device.rows import BatchRows
+from kvern.drafting.device.drafter import ComputedStep, Drafter, GuardedDrafter
+from kvern.drafting.rejection import DrawnDrafts, accept
+from kvern.drafting.verification import guessed_drafts, kept_of, verify
+from kvern.layers.attention import NO_ADAPTERS
+from kvern.models.decoder import Decoder, LanguageModel
+from kvern.ranks.ranks import ALONE, Ranks
+from kvern.request.step import ScheduledTokens, SchedulerOutput, StepResult
+from kvern.runner.adapters import Adapters
+from kvern.runner.captured_decodes import CapturedDecodes, Scored
+from kvern.runner.needs import Needs, RowNeeds
+from kvern.runner.processor_rows import ProcessorRows, ProcessorVerdict
+from kvern.runner.ranks.rank_choice import CHOSEN_BY_FIRST, change_choices, chosen_by_first
+from kvern.runner.result import (
+    PendingStep,
+    PromptLogprobs,
+    SampledStep,
+    embeddings,
+    prompt_logprobs,
+    prompt_runs,
+    tokens_wanted,
+)
+from kvern.runner.sampling import Sampling
+from kvern.runner.state_memory import StateMemory
+from kvern.sample.beams import DeviceCandidates
+from kvern.structured.masks import GrammarRows, Restricted
+
+CHANGES = Needs.CONSTRAINTS | Needs.REPETITIONS | Needs.PROCESSORS | Needs.GRAMMAR
+"""What the logits are changed for."""
+BESIDE_KERNELS = ~Needs.FILTERS
+"""What captured steps leave to others; a number, since each step asks."""
+LOOKS_AT_ALL = Needs.FILTERS | Needs.RARE_FILTERS | Needs.BEAMS
+"""More than one token's logit decides."""
+
+
+class ModelRunner:
+    """Holds the model, its rows, its KV cache and its states; `execute` is one step."""
+
+    def __init__(
+        self,
+        decoder: LanguageModel,
+        attention: AttentionBackend[InputBatch],
+        rows: BatchRows,
+        block_size: int,
+        grammars: GrammarRows,
+        processors: ProcessorRows,
+        sampling: Sampling,
+        adapters: Adapters | None = None,
+        captured: CapturedDecodes | None = None,
+        states: StateMemory | None = None,
+        drafter: Drafter | None = None,
+        ranks: Ranks = ALONE,
+    ) -> None:
+        self._decoder = decoder
+        self._ranks = ranks
+        self._attention = attention
+        self.caches = attention.caches
+        self._rows = rows
+        self._block_size = block_size
+        self._grammars = grammars
+        self._processors = processors
+        self._adapters = adapters
+        self._states = states
+        self._sampling = sampling
+        self._captured = captured
+        self._needs = RowNeeds(len(rows.requests))
+        self._drafter = GuardedDrafter(drafter, ranks=ranks)
+
+    def execute(self, output: SchedulerOutput) -> StepResult:
+        """Compute the scheduled tokens and sample where the scheduler says so."""
+        if output.changes_rows:
+            self._change_rows(output)
+        step = self._decode(output.scheduled) or self._compute(output.scheduled)
+        self._ranks.check()
+        return step
+
+    @torch.inference_mode()
+    def _change_rows(self, output: SchedulerOutput) -> None:
+        if self._adapters is not None:
+            self._adapters.load(output.adapters)
+        self._attention.copy_blocks(output.copies)
+        if self._states is not None:
+            self._states.prepare(output)
+        self._rows.fork(output.forked)
+        self._rows.join(output.joined)
+        change_choices(self._ranks, output, self._rows, self._grammars, self._processors, self._needs)
+        if self._ranks.stage.is_first:
+            self._rows.draft(output.known)
+        self._rows.grow(output.grown)
+        self._rows.grow_windows(output.grown_windows)
+        self._rows.draft(output.drafts)
+        self._drafter.prepare(output)
+
+    def _drafts(self, scheduled: Sequence[ScheduledTokens]) -> list[list[int]]:
+        """Those that are to be verified, of each request; nothing if there are none."""
+        if all(item.sampled <= 1 for item in scheduled):
+            return []
+        tokens = self._rows.tokens.numpy()
+        return [tokens[item.slot, item.start + 1 : item.start + item.sampled].tolist() for item in scheduled]
+
+    def _keep(
+        self,
+        scheduled: Sequence[ScheduledTokens],
+        drafts: Sequence[Sequence[int]],
+        sampled: list[int],
+        hidden: torch.Tensor | None = None,
+    ) -> SampledStep:
+        """Keep what is right of those that were sampled behind all tokens of a step, and guess what follows."""
+        is_asked = self._drafter.is_asked(scheduled)
+        if not drafts and not is_asked:
+            return SampledStep([[token] for token in sampled])
+        kept = kept_of(scheduled, drafts or [[]] * len(scheduled), sampled)
+        computed = self._rows.num_computed_tokens.numpy()
+        for item, token_ids in zip(scheduled, kept, strict=True):
+            computed[item.slot] = item.start + item.count - item.sampled + len(token_ids)
+        if not is_asked:
+            return SampledStep(kept)
+        starts = torch.tensor([item.start for item in scheduled], dtype=torch.int32)
+        counts = torch.tensor([len(token_ids) for token_ids in kept])
+        self._drafter.draft(ComputedStep(scheduled, starts, counts, hidden))
+        return SampledStep(kept, self._drafter.seconds)
+
+    def _decode(self, scheduled: Sequence[ScheduledTokens]) -> SampledStep | None:
+        """A step in which kernels do all, from tokens to the next ones; None: it is another.
+
+        It is short: a small model's step takes a few times as long as Python does between two of them.
+        """
+        captured, needs = self._captured, self._needs
+        if captured is None or any(item.uncertain or needs[item.slot] & BESIDE_KERNELS for item in scheduled):
+            return None
+        drafter = self._drafter
+        if self._adapts(scheduled) or drafter.drawn is not None:
+            return None
+        if drafter.reads_hidden and drafter.is_asked(scheduled):
+            return None
+        drafts = self._drafts(scheduled)
+        sampled = captured.decode(scheduled)
+        return None if sampled is None else self._keep(scheduled, drafts, sampled)
+
+    @torch.inference_mode()
+    def _compute(self, planned: Sequence[ScheduledTokens]) -> StepResult:
+        """Any step."""
+        scheduled = self._rows.certain(planned)
+        drafted = self._drafter.is_asked(scheduled) or any(item.uncertain or item.sampled > 1 for item in planned)
+        if self._captured is not None and scheduled is planned and not self._adapts(scheduled):
+            drafts = self._drafts(scheduled)
+            scored = self._captured.score(scheduled)
+            if scored is not None:
+                needs = self._needed(scored.slots)
+                if not needs & BESIDE_KERNELS and self._drafter.drawn is None:
+                    return self._keep(scheduled, drafts, self._captured.choose(len(scored.slots)), scored.told)
+                if needs & Needs.BEAMS:  # they keep the logits until somebody asks for the result
+                    scored = replace(scored, logits=scored.logits.clone())
+                return self._sample(scheduled, scored, needs, None, drafted)
+        batch = build_input_batch(self._rows, scheduled, self._block_size)
+        is_last = self._ranks.stage.is_last
+        runs = prompt_runs(self._rows, batch) if is_last else []
+        wanted = None if self._drafter.reads_hidden or not self._ranks.drops_rows else tokens_wanted(batch, runs)
+        adapters = NO_ADAPTERS
+        if self._adapters is not None:
+            adapters = self._adapters.select(self._rows, batch, wanted is not None)
+        states = None if self._states is None else self._states.plan(scheduled)
+        attend = self._attention.plan(batch)
+        inputs = self._drafter.inputs
+        hidden = self._decoder(batch.token_ids, batch.positions, attend, wanted, adapters, states, inputs)
+        if not is_last:
+            if self._states is not None:
+                self._states.defer()
+            return PendingStep(scheduled, None)
+        told = hidden if inputs is None else inputs.rows()
+        prompts = prompt_logprobs(self._decoder, batch, runs, hidden, self._sampling.logprobs)
+        if not batch.sample_slots:
+            if drafted:
+                starts = torch.tensor(batch.starts, dtype=torch.int32, device=hidden.device)
+                self._rows.advance(scheduled, starts)
+                self._drafter.draft(ComputedStep(scheduled, starts, None, told))
+            return PendingStep(scheduled, None, prompt_logprobs=prompts)
+        last = hidden if len(batch.sample_slots) == hidden.shape[0] else hidden[batch.logits_indices]
+        index = torch.tensor(batch.sample_slots, device=hidden.device)
+        logits = self._decoder.logits(last).contiguous()
+        scored = Scored(batch.sample_slots, index, batch.sample_positions, last, logits, told)
+        return self._sample(scheduled, scored, self._needed(scored.slots), prompts, drafted)
+
+    def _adapts(self, scheduled: Sequence[ScheduledTokens]) -> bool:
+        """Whether a request of the step uses an adapter."""
+        if self._adapters is None:
+            return False
+        return max(self._adapters.indices(self._rows, [item.slot for item in scheduled]), default=-1) >= 0
+
+    def _needed(self, slots: Sequence[int]) -> int:
+        """What sampling for these rows takes, all together."""
+        asked = 0
+        for slot in slots:
+            asked |= self._needs[slot]
+        return asked
+
+    def _sample(
+        self,
+        scheduled: Sequence[ScheduledTokens],
+        scored: Scored,
+        needs: int,
+        prompts: PromptLogprobs | None,
+        drafted: bool,
+    ) -> PendingStep:
+        """Sample and write what follows. `drafted`: some tokens may be drafts, or are to be guessed."""
+        rows = self._rows
+        slots, index, positions, logits = scored.slots, scored.index, scored.positions, scored.logits
+        original = logits.clone() if needs & Needs.LOGPROBS and needs & CHANGES else logits
+        verdict = self._constrain(logits, slots, index, positions, needs)
+        drafts = rows.tokens[index, positions].tolist() if drafted and needs & Needs.GRAMMAR else []
+        drawn = None if self._drafter.drawn is None else self._drafter.drawn.of(scheduled)
+        chosen, (broken, unknown) = self._choose(logits, slots, index, positions, needs, drafts, drawn)
+        if needs & CHOSEN_BY_FIRST:
+            chosen, unknown = chosen_by_first(self._ranks, chosen, unknown)
+        kept = None
+        if drafted:
+            starts = torch.tensor([item.start for item in scheduled], dtype=torch.int32, device=chosen.device)
+            kept = verify(rows, scheduled, starts, index, positions, chosen, unknown)
+            if kept is not None and self._states is not None:
+                self._states.accept(scheduled, kept)
+        self._sampling.write(index, positions, chosen)
+        if drafted:
+            self._drafter.draft(ComputedStep(scheduled, starts, kept, scored.told))
+        guessed = guessed_drafts(rows, scheduled) if drafted and self._ranks.stage.count > 1 else None
+        if not needs:
+            return PendingStep(scheduled, chosen, prompt_logprobs=prompts, kept=kept, guessed=guessed)
+        counts: list[int | None] = []
+        logprobs = None
+        if needs & Needs.LOGPROBS:
+            counts = [rows.request(slot).params.logprobs for slot in slots]
+            logprobs = self._sampling.logprobs(original, chosen, max(count for count in counts if count is not None))
+        candidates = DeviceCandidates(logits, original, rows, slots) if needs & Needs.BEAMS else None
+        states = embeddings(rows, slots, scored.hidden) if needs & Needs.EMBEDDING else None
+        return PendingStep(
+            scheduled, chosen, counts, logprobs, prompts, states, broken, candidates, verdict, kept, guessed
+        )
+
+    @torch.inference_mode()
+    def assist(self) -> None:
+        """Compute what other ranks' rows choose of this one's experts."""
+        assert isinstance(self._decoder, Decoder), "start asks for it"
+        self._decoder.assist()
+
+    def room(self, output: SchedulerOutput) -> None:
+        """Ranks that would have to agree on captured steps have none here."""
+
+    def idle(self) -> bool:
+        """Nothing can be made beforehand."""
+        return False
+
+    def abandon(self) -> None:
+        """Wait for the device and forget the steps on their way. Raises if the device is broken."""
+        self._grammars.abandon()
+        if self._rows.device.type == "cuda":
+            torch.cuda.synchronize(self._rows.device)
+
+    def _constrain(
+        self, logits: torch.Tensor, slots: Sequence[int], index: torch.Tensor, positions: torch.Tensor, needs: int
+    ) -> ProcessorVerdict | None:
+        """Change `logits` [S, vocabulary] in place as the requests ask."""
+        if needs & (Needs.CONSTRAINTS | Needs.REPETITIONS):
+            self._sampling.constrain(logits, slots, index, positions)
+        if not needs & Needs.PROCESSORS:
+            return None
+        return self._processors.apply(logits, self._rows.tokens, slots, positions.tolist())
+
+    def _choose(
+        self,
+        logits: torch.Tensor,
+        slots: Sequence[int],
+        index: torch.Tensor,
+        positions: torch.Tensor,
+        needs: int,
+        drafts: Sequence[int],
+        drawn: DrawnDrafts | None,
+    ) -> tuple[torch.Tensor, Restricted]:
+        """Sample; grammars are asked afterwards, since they mostly allow what a model says, and masks cost more.
+
+        The most probable token of all, or the earliest drawn, is also the one among those allowed, if it is allowed
+        itself. Filters look at all probabilities, and so do drafts that are `drawn`: they need the mask before.
+        `drafts` [S] stand in the places of the tokens that are sampled: grammars are asked about as many as are right,
+        and one more.
+        """
+        bound = [row for row, slot in enumerate(slots) if slot in self._grammars] if needs & Needs.GRAMMAR else []
+        looking = [row for row in bound if drawn is not None or self._needs[slots[row]] & LOOKS_AT_ALL]
+        restricted = self._grammars.restrict(logits, slots, looking, lambda: drafts) if bound else Restricted({}, [])
+        chosen = self._sampling.sample(logits, slots, index, positions, needs)
+        if drawn is not None:
+            accept(chosen, logits, self._rows, slots, positions, drawn)
+        if not bound:
+            return chosen, restricted
+        tokens = chosen.tolist()
+        going = [row for row in bound if row == 0 or slots[row - 1] != slots[row]]
+        going = [row for row in going if self._rows.request(slots[row]).params.beam_width is None]
+        while going:
+            asked = [tokens[row] for row in going]
+            refused = [going[place] for place in self._grammars.accept([slots[row] for row in going], asked)]
+            restricted.broken.update(self._grammars.broken(slots, going))
+            if refused:
+                restricted.broken.update(self._grammars.restrict(logits, slots, refused).broken)
+                place, again = torch.tensor(refused, device=logits.device), [slots[row] for row in refused]
+                found = self._sampling.sample(logits[place], again, index[place], positions[place], needs)
+                chosen[place], asked = found, found.tolist()
+                self._grammars.accept(again, asked)
+                for row, token in zip(refused, asked, strict=True):
+                    tokens[row] = token
+            stopped = {*restricted.broken, *restricted.unknown}
+            going = [
+                row + 1
+                for row in going
+                if slots[row + 1 : row + 2] == [slots[row]] and tokens[row] == drafts[row] and row not in stopped
+            ]
+        return chosen, restricted

@@ -1,0 +1,91 @@
+"""What a step makes of its logits, through PyTorch or through kernels of a CPU."""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from kvern.cpu.sampling import RowSampler, logprobs
+from kvern.device.rows import BatchRows
+from kvern.runner.needs import Needs
+from kvern.sample.constraints import constrain
+from kvern.sample.dry import penalize_repetitions
+from kvern.sample.logprobs import DeviceLogprobs, token_logprobs
+from kvern.sample.rare_filters import has_rare_filters
+from kvern.sample.sampler import sample
+
+
+class Sampling(Protocol):
+    """Of the rows of a batch.
+
+    logits     [N, vocabulary] float32, without gaps
+    slots      [N] rows of the batch that they belong to; `index` [N] int64 on the device: the same
+    positions  [N] int64 on the device: of the tokens that are chosen
+    """
+
+    def constrain(self, logits: Tensor, slots: Sequence[int], index: Tensor, positions: Tensor) -> None:
+        """Change the logits in place as each row's request asks."""
+        ...
+
+    def sample(self, logits: Tensor, slots: Sequence[int], index: Tensor, positions: Tensor, needs: int) -> Tensor:
+        """Choose one token [N] int64 for each row; `needs`: of all."""
+        ...
+
+    def write(self, index: Tensor, positions: Tensor, tokens: Tensor) -> None:
+        """Let the rows go on with the tokens [N] int64 that were chosen for them."""
+        ...
+
+    def logprobs(self, logits: Tensor, tokens: Tensor, count: int) -> DeviceLogprobs:
+        """What `kvern.sample.logprobs.token_logprobs` returns."""
+        ...
+
+
+class TorchSampling:
+    """Through PyTorch."""
+
+    def __init__(self, rows: BatchRows) -> None:
+        self._rows = rows
+
+    def constrain(self, logits: Tensor, slots: Sequence[int], index: Tensor, positions: Tensor) -> None:
+        constrain(logits, self._rows, slots, positions.tolist())
+
+    def sample(self, logits: Tensor, slots: Sequence[int], index: Tensor, positions: Tensor, needs: int) -> Tensor:
+        return sample(logits, self._rows, slots, positions)
+
+    def write(self, index: Tensor, positions: Tensor, tokens: Tensor) -> None:
+        self._rows.tokens[index, positions] = tokens.int()
+
+    def logprobs(self, logits: Tensor, tokens: Tensor, count: int) -> DeviceLogprobs:
+        return token_logprobs(logits, tokens, count)
+
+
+class CompiledSampling:
+    """Through kernels; rows with DRY or rare filters, and no others, through PyTorch."""
+
+    def __init__(self, rows: BatchRows) -> None:
+        self._rows = rows
+        self._sampler = RowSampler(rows)
+
+    def constrain(self, logits: Tensor, slots: Sequence[int], index: Tensor, positions: Tensor) -> None:
+        self._sampler.constrain(logits, index, positions)
+        rows = self._rows
+        repeating = [row for row, slot in enumerate(slots) if rows.request(slot).params.penalizes_repetitions]
+        if repeating:
+            penalize_repetitions(logits, rows, repeating, slots, positions.tolist(), None)
+
+    def sample(self, logits: Tensor, slots: Sequence[int], index: Tensor, positions: Tensor, needs: int) -> Tensor:
+        chosen = self._sampler.sample(logits, index, positions)
+        if needs & Needs.RARE_FILTERS:
+            params = [self._rows.request(slot).params for slot in slots]
+            rare = [row for row, item in enumerate(params) if has_rare_filters(item)]
+            if rare:  # these rows may be but some of a step's
+                place, again = torch.tensor(rare), [slots[row] for row in rare]
+                chosen[place] = sample(logits[place], self._rows, again, positions[place])
+        return chosen
+
+    def write(self, index: Tensor, positions: Tensor, tokens: Tensor) -> None:
+        self._sampler.write(index, positions, tokens)
+
+    def logprobs(self, logits: Tensor, tokens: Tensor, count: int) -> DeviceLogprobs:
+        return DeviceLogprobs(*logprobs(logits.contiguous(), tokens, count))

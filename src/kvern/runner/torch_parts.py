@@ -1,0 +1,155 @@
+"""A worker whose steps run through PyTorch: on CPUs, beside their kernels, and on GPUs where Triton does not work."""
+
+from collections.abc import Sequence
+from functools import partial
+
+import msgspec
+import torch
+
+from kvern.attention.base import AttentionBackend
+from kvern.attention.compiled import CompiledAttention
+from kvern.attention.eight_bit import EightBit
+from kvern.attention.torch_sdpa import TorchAttention
+from kvern.config import EngineConfig
+from kvern.cpu import sampling as cpu
+from kvern.cpu.library import DTYPES
+from kvern.device.input_batch import InputBatch, build_input_batch
+from kvern.device.row_lists import ListedRows
+from kvern.device.rows import NO_WINDOWS, BatchRows
+from kvern.drafting.device.captured_head import CapturedHead
+from kvern.drafting.device.draft_model import DraftModel
+from kvern.drafting.device.drafter import Drafter
+from kvern.drafting.device.head_drafter import HeadDrafter
+from kvern.drafting.device.medusa_drafter import MedusaDrafter
+from kvern.drafting.models.head import DraftHead
+from kvern.drafting.models.medusa_heads import MedusaHeads
+from kvern.drafting.rejection import Drawn
+from kvern.layers.unquantized import Unquantized
+from kvern.models.decoder import Decoder, LanguageModel
+from kvern.models.weighted import WeightedModel
+from kvern.request.step import ScheduledTokens
+from kvern.runner.captured_decodes import CapturedDecodes
+from kvern.runner.contents import Contents
+from kvern.runner.memory import DeviceMemory, bytes_of_draft, bytes_of_state, bytes_of_token, cache_bytes
+from kvern.runner.needs import Needs
+from kvern.runner.plan import RANK_KERNELS, Layout, Plan, Room
+from kvern.runner.runner import ModelRunner
+from kvern.runner.sampling import CompiledSampling, Sampling, TorchSampling
+from kvern.runner.state_memory import StateMemory
+from kvern.runner.windows import choose_groups
+from kvern.spec.model import ModelSpec
+from kvern.structured import masks
+
+
+class TorchParts:
+    """The `Parts` of a worker without kernels for GPUs."""
+
+    def __init__(self, config: EngineConfig, spec: ModelSpec, plan: Plan, memory: DeviceMemory) -> None:
+        self._spec, self._plan, self._memory = spec, plan, memory
+        self.unquantized = Unquantized()
+        self.groups = choose_groups(config, spec, plan)
+        self._compiled = "cpu_sampling" in plan.kernels
+        # What ranks say to each other without kernels would be missing when a captured step is run again.
+        self._captures = self._compiled and (config.tensor_parallel_size == 1 or plan.kernels >= RANK_KERNELS)
+        self._rejection = config.acceptance == "rejection"
+        self.restrict = cpu.restrict if self._compiled else masks.restrict
+
+    def prepare(self, decoder: WeightedModel) -> None:
+        """Nothing is chosen."""
+
+    def tune(self, model: WeightedModel) -> None:
+        """Nothing is chosen."""
+
+    def room(self, contents: Contents) -> Room:
+        """What the device's memory has left."""
+        token_bytes = bytes_of_token(self._spec, getattr(torch, self._plan.cache_dtype), self.groups)
+        if contents.draft is not None:
+            token_bytes += bytes_of_draft(contents.draft.decoder.spec, self._plan, self.groups)
+        state_bytes = bytes_of_state(self._spec, getattr(torch, self._plan.dtype))
+        return Room(
+            cache_bytes(self._memory, token_bytes, None, state_bytes),
+            token_bytes,
+            state_bytes=state_bytes,
+            window=self.groups.window or 0,
+            window_tables=self.groups.window_tables,
+            whole=self.groups.whole,
+        )
+
+    def runner(self, contents: Contents, layout: Layout) -> ModelRunner:
+        """The runner over a KV cache of this layout."""
+        size, slots, device = layout.block_size, layout.max_batch_requests, self._memory.device
+        attention, states = self._attention(contents.decoder, contents.eight_bit, layout), None
+        if layout.states:
+            states = StateMemory(self._spec, layout.states, slots, getattr(torch, self._plan.dtype), device)
+        make_rows = ListedRows if self._compiled else BatchRows
+        windows = self.groups.windows if layout.window_tables else NO_WINDOWS
+        rows = make_rows(slots, layout.max_model_len, -(-layout.max_model_len // size), device, windows)
+        decoder, captured, draft = contents.decoder, None, contents.draft
+        drafter = None if draft is None else draft.parts.drafter(draft.decoder, layout, rows)
+        captures = self._captures and states is None and contents.ranks.stage.count == 1
+        captures &= contents.ranks.dp_attention is None  # a captured step gathers as many rows each time
+        if captures and isinstance(attention, CompiledAttention):
+            inputs = None if drafter is None else drafter.inputs
+            captured = CapturedDecodes(decoder, attention, rows, size, inputs) if isinstance(decoder, Decoder) else None
+        return ModelRunner(
+            decoder,
+            attention,
+            rows,
+            size,
+            contents.grammars,
+            contents.processors,
+            CompiledSampling(rows) if self._compiled else TorchSampling(rows),
+            contents.adapters,
+            captured,
+            states,
+            drafter,
+            contents.ranks,
+        )
+
+    def drafter(self, decoder: Decoder | DraftHead | MedusaHeads, layout: Layout, rows: BatchRows) -> Drafter:
+        """The model or head of these parts as a drafter over another's blocks and rows."""
+        sampling = CompiledSampling(rows) if self._compiled else TorchSampling(rows)
+        drawn = Drawn() if self._rejection else None
+        if isinstance(decoder, MedusaHeads):
+            return MedusaDrafter(decoder, rows, partial(_draw, sampling), drawn)
+        layout = msgspec.structs.replace(layout, dtype=self._plan.plain_cache_dtype, window_tables=0)
+        attention, captured, size = self._attention(decoder, None, layout), None, layout.block_size
+        if isinstance(decoder, DraftHead):
+            build, draw = partial(_build_batch, rows, size), partial(_draw, sampling)
+            head = None
+            if self._captures and isinstance(attention, CompiledAttention):
+                head = CapturedHead(decoder, attention, rows, size)
+            return HeadDrafter(decoder, attention, rows, build, draw, captured=head, drawn=drawn)
+        if self._captures and isinstance(attention, CompiledAttention):
+            captured = CapturedDecodes(decoder, attention, rows, size, steps="decodes of the draft model")
+        return DraftModel(decoder, attention, rows, size, layout.max_batch_tokens, sampling, captured, drawn)
+
+    def _attention(
+        self, decoder: LanguageModel | DraftHead, eight_bit: EightBit | None, layout: Layout
+    ) -> AttentionBackend[InputBatch]:
+        layers = self._spec.attentions
+        sizes, dtype = (layout.blocks, layout.block_size), getattr(torch, layout.dtype)
+        sinks = decoder.sinks
+        groups = self.groups if layout.window_tables else None
+        if "cpu_attention" in self._plan.kernels and dtype in DTYPES:
+            compute = getattr(torch, self._plan.dtype)
+            return CompiledAttention(layers, *sizes, dtype, compute, eight_bit, sinks, groups=groups)
+        return TorchAttention(layers, *sizes, dtype, self._memory.device, eight_bit, sinks, groups)
+
+
+def _build_batch(
+    rows: BatchRows, block_size: int, scheduled: Sequence[ScheduledTokens], starts: torch.Tensor
+) -> InputBatch:
+    """As `build_input_batch`, where requests begin at `starts` [R]."""
+    exact = [
+        ScheduledTokens(item.slot, start, item.count, item.sampled)
+        for item, start in zip(scheduled, starts.tolist(), strict=True)
+    ]
+    return build_input_batch(rows, exact, block_size)
+
+
+def _draw(
+    sampling: Sampling, logits: torch.Tensor, slots: Sequence[int], index: torch.Tensor, positions: torch.Tensor
+) -> None:
+    chosen = sampling.sample(logits.contiguous(), slots, index, positions, Needs.NOTHING)
+    sampling.write(index, positions, chosen)

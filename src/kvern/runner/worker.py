@@ -1,0 +1,396 @@
+"""One device of an engine, and all that lives on it: weights, KV cache, rows, adapters, grammars, processors."""
+
+from collections.abc import Mapping
+from concurrent.futures import Future
+from dataclasses import replace
+from functools import cached_property, partial
+from pathlib import Path
+
+import msgspec
+import torch
+
+from kvern.adapters.bank import AdapterBank
+from kvern.adapters.peft import Adapter
+from kvern.adapters.store import AdapterStore
+from kvern.adapters.targets import Target, targets_of
+from kvern.attention.eight_bit import LARGEST_CODE, EightBit
+from kvern.config import EngineConfig
+from kvern.cpu.cores import cpu_threads
+from kvern.cpu.host_memory import processes_here
+from kvern.device.measurements import Measurements
+from kvern.drafting.models.choice import read_draft
+from kvern.drafting.models.formats import load_draft_head, read_draft_head, reads_embeddings
+from kvern.drafting.models.medusa_formats import is_medusa, load_medusa
+from kvern.drafting.models.medusa_heads import MedusaHeads
+from kvern.errors import ConfigError, InvalidAdapter
+from kvern.layers.linear_format import LinearMethods
+from kvern.layers.unquantized import Unquantized
+from kvern.models.cache_scales import stored_scales
+from kvern.models.checkpoint import read_headers
+from kvern.models.decoder import Decoder, LanguageModel
+from kvern.models.implementation import TransformersSpec
+from kvern.models.loader import choose_dtype, load_model, outline_of, read_config, stored_methods
+from kvern.models.share import share_of
+from kvern.models.stages import part_of_stage
+from kvern.ranks.expert_placement import Placement, first_placement
+from kvern.ranks.ranks import ALONE, Ranks
+from kvern.runner.adapters import Adapters
+from kvern.runner.cache_scales import digest, measured_scales
+from kvern.runner.contents import Contents, Draft, Parts, Runner
+from kvern.runner.device import (
+    check_dtype,
+    check_indexers,
+    check_kernels,
+    check_latents,
+    check_state_kernels,
+    check_states,
+    check_weights_fit,
+)
+from kvern.runner.fallback_check import check_fallback, check_fallback_options
+from kvern.runner.kernel_choice import Stored, settle_threads, usable_kernels
+from kvern.runner.memory import DeviceMemory
+from kvern.runner.plan import (
+    CPU_KERNELS,
+    EIGHT_BIT,
+    Findings,
+    Layout,
+    Plan,
+    Room,
+    resolve_max_model_len,
+)
+from kvern.runner.processor_rows import ProcessorRows
+from kvern.runner.ranks.expert_balance import ExpertBalance
+from kvern.runner.ranks.expert_counts import ExpertCounts, experts_of
+from kvern.runner.ranks.expert_moves import check_moves, move_experts
+from kvern.runner.ranks.rank_limits import whole_experts
+from kvern.runner.startup import Startup
+from kvern.runner.torch_parts import TorchParts
+from kvern.runner.windows import report
+from kvern.sample.processors import ProcessorModel, load_processors
+from kvern.spec.model import ModelSpec
+from kvern.structured.grammar import grammars_of
+from kvern.structured.masks import GrammarRows
+
+MODEL_KERNELS = frozenset({"norm", "rotary", "activation", "few_rows", "moe", "hopper_linear", "quantized", "states"})
+"""What the parts of a model may be made of, besides kernels of a CPU."""
+FALLBACK_KERNELS = frozenset({"cpu_attention", "cpu_sampling"})
+"""What is left to do beside a model that transformers computes."""
+
+
+class Worker:
+    """Made in three calls, between which ranks agree (`runner/plan.py`): probe, load, build. `runner` runs steps."""
+
+    runner: Runner
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        folder: Path,
+        spec: ModelSpec,
+        device: torch.device,
+        startup: Startup,
+        draft: Path | None = None,
+        ranks: Ranks = ALONE,
+    ) -> None:
+        """`spec`: of the whole model, of which one of several `ranks` has a share. Before `load` these must have met.
+
+        `draft`: where a model is that guesses what this one goes on with, which the last stage asks.
+        """
+        self._draft, self._ranks = draft if ranks.stage.is_last else None, ranks
+        self._config, self._folder, self.device = config, folder, device
+        self._whole_experts = whole_experts(config)
+        dp_attention, self._whole = ranks.dp_attention is not None, spec
+        self._shared = share_of(spec, ranks.sharing_experts, self._whole_experts, dp_attention=dp_attention)
+        self._spec = part_of_stage(self._shared, ranks.stage)
+        self._startup = startup
+        processes = processes_here(ranks.processes * config.data_parallel_size)
+        self._memory = DeviceMemory(device, config.gpu_memory_share, processes)
+        self._store: AdapterStore | None = None
+        self._stored_scales: list[torch.Tensor | None] = [None] * len(spec.attentions)
+
+    def probe(self) -> Findings:
+        """What the device is and can do. Raises ConfigError for what it cannot."""
+        config, device = self._config, self.device
+        resolve_max_model_len(config, self._spec)  # what is wrong with the options shows before kernels are compiled
+        check_states(config, self._spec)
+        check_latents(config, self._spec, device)
+        check_indexers(config, self._spec)
+        check_kernels(self._spec, device)
+        dtype = choose_dtype(config.dtype, self._spec, None if config.load_format == "dummy" else self._folder)
+        if isinstance(self._spec, TransformersSpec):
+            check_fallback_options(config, self._spec, dtype, device)
+        if config.kv_cache_dtype in EIGHT_BIT and config.load_format != "dummy" and self._spec.layers:
+            largest = LARGEST_CODE[getattr(torch, EIGHT_BIT[config.kv_cache_dtype])]
+            described = read_config(self._folder)
+            self._stored_scales = stored_scales(self._folder, described, self._whole, largest, self._ranks)
+        gpu, methods = None, LinearMethods(Unquantized())
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+            gpu = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
+            check_dtype(dtype, device)
+            described = read_config(self._folder)
+            stored = [] if config.load_format == "dummy" else read_headers(self._folder)
+            methods = stored_methods(described, self._spec, stored, quantization=config.quantization)
+            check_weights_fit(self._spec, dtype, self._memory, methods, self._ranks)
+        else:
+            sharing = self._ranks.processes if config.executor == "processes" else 1  # Ray gives each rank its own
+            torch.set_num_threads(max(1, (config.threads or cpu_threads()) // sharing))
+        has_head = self._draft is not None and (reads_embeddings(config, self._draft) or is_medusa(self._draft))
+        model = Stored(self._spec, methods, self._ranks, has_head)
+        draft = None if self._draft is None or device.type != "cuda" else self._stored_draft(self._draft)
+        kernels, of_draft = usable_kernels(config, dtype, device, self._startup, model, draft, config.has_drafts)
+        check_state_kernels(self._spec, kernels, device)
+        if isinstance(self._spec, TransformersSpec):
+            kernels &= FALLBACK_KERNELS
+        name = str(dtype).removeprefix("torch.")
+        return Findings(device.type, name, kernels, gpu, None if self._draft is None else of_draft)
+
+    def _stored_draft(self, folder: Path) -> Stored | None:
+        """What guesses as its steps multiply; None: Medusa heads, which have no layers. Raises KvernError."""
+        dummy, quantization = self._config.load_format == "dummy", self._config.draft_quantization
+        is_head = reads_embeddings(self._config, folder)
+        if is_head:
+            head, tensors = read_draft_head(folder, self._spec, self._ranks, dummy=dummy)
+            quantization = self._config.quantization if folder == self._folder else quantization
+            spec, stored = head.model, tensors or []
+        elif is_medusa(folder):
+            return None
+        else:
+            spec = self._spec_of_draft(folder, resolve_max_model_len(self._config, self._spec))
+            stored = [] if dummy else read_headers(folder)
+        methods = stored_methods(read_config(folder), spec, stored, quantization=quantization)
+        return Stored(spec, methods, self._ranks.of_own_stage(), is_head)
+
+    def _spec_of_draft(self, folder: Path, longest: int) -> ModelSpec:
+        return share_of(read_draft(folder, self._folder, self._spec, longest), self._ranks.size)
+
+    def load(self, plan: Plan) -> Room:
+        """Load the weights and whatever a batch of the plan's size needs beside its cache. Raises KvernError."""
+        config, spec, device = self._config, self._spec, self.device
+        self._choose_sums(plan)
+        self._parts = parts = self._make_parts(plan, spec)
+        adapters, model = None, self._load_fallback(plan)
+        if model is None:
+            decoder = model = self._load_decoder(self._folder, plan, parts, config.quantization, self._ranks)
+            parts.prepare(decoder)
+            if device.type == "cpu" and not plan.on_device:
+                settle_threads(config, plan, decoder)
+            adapters = self._make_adapters(decoder, "adapters" in plan.kernels)
+        compiled = grammars_of(self._folder, spec.vocab_size, config.grammar_backend)
+        self._grammars = GrammarRows(compiled, spec.vocab_size, device, parts.restrict)
+        sizes = spec.vocab_size, plan.max_batch_requests, plan.max_model_len
+        named = config.logits_processors if self._ranks.rank == 0 else ()  # the others take what it chooses
+        processors = ProcessorRows(load_processors(named), ProcessorModel(self._folder, *sizes, device))
+        draft = None if self._draft is None else self._load_draft(self._draft, plan, model)
+        self._contents = Contents(model, self._grammars, processors, adapters, draft=draft, ranks=self._ranks)
+        if config.rebalance_seconds:
+            self._ranks.of_experts.hand_once(device)
+        if config.kv_cache_dtype not in EIGHT_BIT:
+            return self._room()
+        with self._startup.stage("cache scales"):
+            eight_bit = self._eight_bit(plan)
+        self._contents = replace(self._contents, eight_bit=eight_bit)
+        return msgspec.structs.replace(self._room(), scales=digest(eight_bit.scales))
+
+    def _room(self) -> Room:
+        room = self._parts.room(self._contents)
+        self._startup.report(report(self._parts.groups))
+        draft = self._contents.draft
+        if draft is None:
+            return room
+        most = draft.decoder.count if isinstance(draft.decoder, MedusaHeads) else None
+        return msgspec.structs.replace(room, most_drafts=most, catches_up=isinstance(draft.decoder, Decoder))
+
+    def _choose_sums(self, plan: Plan) -> None:
+        """Have ranks on GPUs of one machine sum, or bring to each other, few rows by a kernel, if that is faster."""
+        ranks, dtype = self._ranks, getattr(torch, plan.dtype)
+        kernels = "peer_sum" if ranks.dp_attention is None else "peer_exchange"
+        if self.device.type != "cuda" or kernels not in plan.kernels:
+            return
+        from kvern.runner.ranks.rank_sums import choose_exchange, choose_sums, share_norms
+
+        with self._startup.stage("sums"), torch.inference_mode():
+            known = Measurements(self._config.cache_folder, self.device)
+            given = self._spec.hidden_size, dtype, self.device, known
+            if ranks.dp_attention is not None:
+                ranks = ranks.dp_attention.ranks
+                self._startup.report(choose_exchange(ranks, *given))
+            elif ranks.size > 1:
+                self._startup.report(choose_sums(ranks, *given))
+                if "shared_norm" in plan.kernels and not self._config.deterministic:
+                    self._startup.report(share_norms(ranks, self._spec, plan.max_batch_tokens, dtype, self.device))
+        self._memory.mapped = ranks.mapped_bytes
+
+    def _load_draft(self, folder: Path, plan: Plan, model: LanguageModel) -> Draft:
+        if reads_embeddings(self._config, folder):
+            return self._load_head(folder, plan, model)
+        if is_medusa(folder):
+            return self._load_medusa(folder, model)
+        spec = self._spec_of_draft(folder, plan.max_model_len)
+        plan = plan.of_draft(spec)
+        parts = self._make_parts(plan, spec)
+        ranks = self._ranks.of_own_stage()
+        decoder = self._load_decoder(folder, plan, parts, self._config.draft_quantization, ranks)
+        parts.prepare(decoder)
+        return Draft(decoder, parts)
+
+    def _load_medusa(self, folder: Path, model: LanguageModel) -> Draft:
+        with self._startup.stage("weights"):
+            heads = load_medusa(
+                folder,
+                _with_states(model, folder),
+                load_format=self._config.load_format,
+                unquantized=self._parts.unquantized,
+            )
+        self._parts.tune(heads)
+        return Draft(heads, self._parts)
+
+    def _load_head(self, folder: Path, plan: Plan, model: LanguageModel) -> Draft:
+        config, target = self._config, _with_states(model, folder)
+        dummy = config.load_format == "dummy"
+        described, _ = read_draft_head(folder, target.spec, self._ranks, dummy=dummy)
+        plan = plan.of_draft(described.model)
+        parts = self._make_parts(plan, described.model)
+        with self._startup.stage("weights"):
+            head = load_draft_head(
+                folder,
+                target,
+                load_format=config.load_format,
+                kernels=plan.kernels & (MODEL_KERNELS | CPU_KERNELS),
+                unquantized=parts.unquantized,
+                quantization=config.quantization if folder == self._folder else config.draft_quantization,
+            )
+        parts.prepare(head)
+        return Draft(head, parts)
+
+    def _load_decoder(self, folder: Path, plan: Plan, parts: Parts, quantization: str | None, ranks: Ranks) -> Decoder:
+        with self._startup.stage("weights"):
+            return load_model(
+                folder,
+                ranks=ranks,
+                dtype=plan.dtype,
+                device=self.device,
+                max_model_len=plan.max_model_len,
+                load_format=self._config.load_format,
+                kernels=plan.kernels & (MODEL_KERNELS | CPU_KERNELS),
+                unquantized=parts.unquantized,
+                deterministic=self._config.deterministic and bool(plan.kernels),
+                quantization=quantization,
+                whole_experts=self._whole_experts if ranks is self._ranks else None,
+            )
+
+    def _load_fallback(self, plan: Plan) -> LanguageModel | None:
+        """The model as transformers computes it, which is found right; None: kvern does."""
+        if not isinstance(self._spec, TransformersSpec):
+            return None
+        from kvern.models.fallback.decoder import load_fallback
+
+        with self._startup.stage("weights"):
+            dtype, dummy = getattr(torch, plan.dtype), self._config.load_format == "dummy"
+            model = load_fallback(self._folder, self._spec, dtype, dummy=dummy)
+        with self._startup.stage("check"):
+            check_fallback(model, plan.max_model_len, getattr(torch, plan.plain_cache_dtype))
+        return model
+
+    def _eight_bit(self, plan: Plan) -> EightBit:
+        """How a cache in 8 bits is read: by the checkpoint's scales, and those that are measured where it has none."""
+        found = stored = self._stored_scales
+        if (layers := self._ranks.stage.layers) is not None:
+            places = zip(stored, self._whole.caching_layers, strict=True)
+            found = [scale for scale, place in places if place in layers]
+        if any(scale is None for scale in stored):  # also of other stages alone, which then wait for these layers
+            contents, size = self._contents, self._config.block_size
+            make_runner = partial(self._parts.runner, contents)
+            measured = measured_scales(make_runner, self._spec, plan, size, getattr(torch, plan.cache_dtype))
+            found = [other if scale is None else scale for scale, other in zip(found, measured, strict=True)]
+        scales = [scale.to(self.device) for scale in found if scale is not None]
+        return EightBit(scales, getattr(torch, plan.plain_cache_dtype))
+
+    def build(self, layout: Layout) -> None:
+        """Take the memory of the KV cache; then steps can run.
+
+        Raises ConfigError for experts that cannot move, and for ranks in DP attention, which all replay the same
+        graphs, if there is no memory for one.
+        """
+        self.runner = self._parts.runner(self._contents, layout)
+        while self._ranks.dp_attention is not None and self.runner.idle():
+            pass
+        if self._config.rebalance_seconds:
+            check_moves(experts_of(self._contents.decoder), self._ranks.of_experts)
+
+    def expert_placements(self) -> dict[int, Placement]:
+        """Of all layers of the model whose experts are placed whole, before any of them change their places."""
+        return {
+            place: first_placement(moe.experts, moe.placed_over, moe.redundant)
+            for place, moe in enumerate(layer.mixture for layer in self._shared.layers)
+            if moe is not None and moe.placed_over > 1
+        }
+
+    def expert_balance(self) -> ExpertBalance | None:
+        """Has experts placed anew between steps; None: they stay where they are."""
+        seconds = self._config.rebalance_seconds
+        return ExpertBalance(self.expert_placements(), seconds) if seconds else None
+
+    def place_experts(self, placements: Mapping[int, Placement]) -> None:
+        """Place the experts of these layers anew, between the same steps on all ranks."""
+        move_experts(experts_of(self._contents.decoder), placements, self._ranks.of_experts)
+
+    @cached_property
+    def expert_counts(self) -> ExpertCounts:
+        """Of the model's experts, once this stage's are loaded."""
+        return ExpertCounts(self._contents.decoder, self._whole, self._ranks.stage, self.device)
+
+    def prepare(self, grammar: str) -> "Future[None] | None":
+        """Begin to make what following this grammar needs, in a thread; None: it is there."""
+        return self._grammars.prepare(grammar)
+
+    def read_adapter(self, path: str) -> Adapter:
+        """The adapter in a folder, checked; any thread may call this. Raises InvalidAdapter."""
+        return self._adapters.read(path)
+
+    def add_adapter(self, key: int, adapter: Adapter) -> None:
+        """Keep an adapter that was read, for steps to load."""
+        self._adapters.add(key, adapter)
+
+    def drop_adapter(self, key: int) -> None:
+        """Forget an adapter."""
+        self._adapters.drop(key)
+
+    @property
+    def _adapters(self) -> AdapterStore:
+        if self._store is None:
+            raise InvalidAdapter("this engine has no place for adapters: set max_adapters")
+        return self._store
+
+    def _make_parts(self, plan: Plan, spec: ModelSpec) -> Parts:
+        if not plan.on_device:
+            return TorchParts(self._config, spec, plan, self._memory)
+        from kvern.runner.kernel_parts import KernelParts
+
+        return KernelParts(self._config, spec, plan, self._memory, self._startup)
+
+    def _make_adapters(self, decoder: Decoder, kernels: bool) -> Adapters | None:
+        """Places for adapters in the decoder, and where their weights wait for one; None if there can be none."""
+        places, rank = self._config.adapter_places, self._config.max_adapter_rank
+        if not places:
+            return None
+        bank = AdapterBank(decoder, places, rank, kernels)
+        pinned = self.device.type == "cuda"
+        readable = None
+        if self._ranks.processes > 1:  # in DP attention all that an adapter may change is here
+            readable = bank.targets if self._ranks.dp_attention is not None else self._readable_targets(decoder)
+        self._store = AdapterStore(decoder.spec, bank.targets, rank, decoder.build.dtype, pinned, readable)
+        return Adapters(bank, self._store)
+
+    def _readable_targets(self, decoder: Decoder) -> Mapping[str, tuple[Target, ...]]:
+        """What an adapter of the whole model may change, also in layers of other stages."""
+        ranks = Ranks(self._ranks.rank, self._ranks.size)
+        spec = share_of(self._whole, ranks.size, self._whole_experts)
+        return targets_of(outline_of(spec, replace(decoder.build, ranks=ranks)))
+
+
+def _with_states(model: LanguageModel, head: Path) -> Decoder:
+    """A model whose states a head can read. Raises ConfigError."""
+    if not isinstance(model, Decoder):
+        raise ConfigError(f"draft_model {str(head)!r} is a head: it reads states of models that kvern computes")
+    return model

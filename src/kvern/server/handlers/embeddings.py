@@ -1,0 +1,53 @@
+"""OpenAI's /v1/embeddings: the handler."""
+
+from collections.abc import Callable
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from kvern.api.embeddings import KNOWN, embedding_answer, read_embedding
+from kvern.api.fields import merge_extra
+from kvern.engine.embedding import check_embeds
+from kvern.request.sampling_params import SamplingParams
+from kvern.server.bodies import read_object
+from kvern.server.http import json_response, strangers_header, until_gone
+from kvern.server.keys import ApiKey
+from kvern.server.service import Service
+
+
+class Embeddings:
+    """The handler."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+
+    async def create(self, request: Request) -> Response:
+        """POST /v1/embeddings."""
+        body = await read_object(request)
+        merge_extra(body)
+        headers = strangers_header(body, KNOWN)
+        work = self.answer(body, request.state.key, request.state.held.close)
+        return json_response(await until_gone(work, request.receive), headers=headers)
+
+    async def answer(
+        self, body: dict[str, Any], key: ApiKey, has_read: Callable[[], None] = lambda: None
+    ) -> dict[str, Any]:
+        """The body of the answer; `body` is emptied and `has_read` called as soon as it is read.
+
+        Raises HttpError, InvalidRequest or EngineDied.
+        """
+        merge_extra(body)
+        service = self._service
+        model = service.model(body)
+        client = service.engine_of(model).client
+        check_embeds(client.inputs.model, client.folder, model)
+        asked = read_embedding(body)
+        prompts = asked.prompts
+        if asked.encoding is not None:
+            encoding = asked.encoding.within(client.inputs.max_model_len - (not client.inputs.model.is_encoder))
+            prompts = [await client.inputs.encoded(prompt, encoding, None) for prompt in prompts]
+        ask = service.ask(model, asked.common, prompts, SamplingParams(), key, embed=True)
+        body.clear()
+        has_read()
+        return embedding_answer(await service.run(ask), model, asked)

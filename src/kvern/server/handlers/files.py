@@ -1,0 +1,172 @@
+"""OpenAI's /v1/files."""
+
+import asyncio
+import re
+import time
+from collections import Counter
+from collections.abc import AsyncIterator
+from typing import Any
+
+from python_multipart.multipart import parse_options_header
+from starlette.datastructures import UploadFile
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import FileResponse, Response
+from starlette.types import Message as ASGIMessage
+
+from kvern.api.errors import HttpError
+from kvern.errors import shown
+from kvern.server.http import json_response
+from kvern.server.stores.files import Object, Store
+
+MOST_FILE_BYTES = 512 << 20
+PURPOSES = ("batch", "user_data")
+OUTPUT = "batch_output"
+"""The purpose of files that batches write."""
+PART_BYTES = 1 << 20
+SLOWEST_UPLOAD = 1 << 14
+"""Bytes of an upload in a second, on average, beside the time that every body has."""
+MOST_UPLOADS = 4
+"""Of one key at the same time: while they arrive, they are outside of what it may keep."""
+MOST_ON_PAGE = 10_000
+
+
+class Files:
+    """The handlers."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._uploads: Counter[str] = Counter()
+
+    async def create(self, request: Request) -> Response:
+        """POST /v1/files."""
+        check_form(request.headers.get("content-type", ""))
+        owner = request.state.key.name
+        if self._uploads[owner] >= MOST_UPLOADS:
+            message = f"key {owner} sends {MOST_UPLOADS} files at the same time: wait until one is there"
+            raise HttpError(429, message, code="rate_limit_exceeded", headers={"retry-after": "1"})
+        self._uploads[owner] += 1
+        try:
+            await self._store.check_upload(owner, int(request.headers.get("content-length", 0)))
+            return json_response(await self._receive(request, owner))
+        finally:
+            self._uploads[owner] -= 1
+
+    async def _receive(self, request: Request, owner: str) -> Object:
+        request = Request(request.scope, limited(request))
+        try:
+            await request.form(max_files=1, max_fields=10)
+        except HTTPException as error:
+            raise HttpError(400, f"the form is malformed: {error.detail}") from error
+        except OSError as error:  # it grows on disk while it arrives
+            raise HttpError(507, f"the server cannot store this: {error.strerror or error}", code="storage") from error
+        async with request.form() as form:
+            upload, purpose = form.get("file"), form.get("purpose")
+            if not isinstance(upload, UploadFile):
+                raise HttpError(400, "file is missing: send a multipart form with file and purpose", param="file")
+            if purpose not in PURPOSES:
+                message = f"purpose is {shown(purpose)}: it must be one of {', '.join(PURPOSES)}"
+                raise HttpError(400, message, param="purpose")
+            name = (upload.filename or "file")[:255]
+            file_id, size = await self._store.write(owner, parts_of(upload))
+        body = file_object(file_id, size, name, purpose)
+        try:
+            await self._store.save("file", owner, body)
+        except BaseException:
+            await self._store.remove(owner, file_id)
+            raise
+        return body
+
+    async def list(self, request: Request) -> Response:
+        """GET /v1/files."""
+        found = await self._store.all("file", request.state.key.name)
+        purpose = request.query_params.get("purpose")
+        if purpose not in (None, *PURPOSES, OUTPUT):
+            message = f"purpose is {shown(purpose)}: it must be one of {', '.join((*PURPOSES, OUTPUT))}"
+            raise HttpError(400, message, param="purpose")
+        return json_response(page_of([body for _, body in found if purpose in (None, body["purpose"])], request))
+
+    async def retrieve(self, request: Request) -> Response:
+        """GET /v1/files/{file_id}."""
+        return json_response(await self._find(request))
+
+    async def content(self, request: Request) -> Response:
+        """GET /v1/files/{file_id}/content."""
+        body = await self._find(request)
+        path = self._store.path(body["id"])
+        if not path.is_file():
+            raise HttpError(404, f"the content of file {body['id']} is gone", code="file_not_found")
+        return FileResponse(path, media_type="application/octet-stream", filename=body["filename"])
+
+    async def delete(self, request: Request) -> Response:
+        """DELETE /v1/files/{file_id}."""
+        body = await self._find(request)
+        await self._store.remove(request.state.key.name, body["id"])
+        return json_response({"id": body["id"], "object": "file", "deleted": True})
+
+    async def _find(self, request: Request) -> Object:
+        return await self._store.load("file", request.state.key.name, request.path_params["file_id"])
+
+
+def page_of(found: list[Object], request: Request) -> Object:
+    """`limit` of the objects behind the one named `after`. Raises HttpError."""
+    limit, after = request.query_params.get("limit", "20"), request.query_params.get("after")
+    if re.fullmatch("[0-9]{1,5}", limit) is None or not 1 <= int(limit) <= MOST_ON_PAGE:
+        raise HttpError(400, f"limit is {shown(limit)}: it must be 1 to {MOST_ON_PAGE}", param="limit")
+    if after is not None:
+        places = [index for index, body in enumerate(found) if body["id"] == after]
+        if not places:
+            raise HttpError(404, f"there is no {shown(after)} in the list", param="after", code="not_found")
+        found = found[places[0] + 1 :]
+    page = found[: int(limit)]
+    ends = {"first_id": page[0]["id"], "last_id": page[-1]["id"]} if page else {"first_id": None, "last_id": None}
+    return {"object": "list", "data": page, **ends, "has_more": len(found) > len(page)}
+
+
+def file_object(file_id: str, size: int, name: str, purpose: str) -> Object:
+    """A file as the API shows it."""
+    return {
+        "id": file_id,
+        "object": "file",
+        "bytes": size,
+        "created_at": int(time.time()),
+        "filename": name,
+        "purpose": purpose,
+        "status": "processed",
+    }
+
+
+def check_form(content_type: str) -> None:
+    """Refuse what is not a multipart form in UTF-8. Raises HttpError."""
+    kind, options = parse_options_header(content_type)
+    if kind != b"multipart/form-data":
+        raise HttpError(400, f"content-type is {shown(content_type)}: send a multipart form with file and purpose")
+    charset = options.get(b"charset", b"utf-8").lower()
+    if charset not in (b"utf-8", b"utf8"):
+        raise HttpError(400, f"the form's charset is {shown(charset.decode('latin-1'))}: it must be utf-8")
+
+
+def limited(request: Request) -> Any:
+    """The request's `receive`, which refuses more bytes than a file may have, or too slow ones. Raises HttpError."""
+    size, began, seconds = 0, time.monotonic(), request.state.body_seconds
+
+    async def receive() -> ASGIMessage:
+        nonlocal size
+        left = began + seconds + size / SLOWEST_UPLOAD - time.monotonic()
+        try:
+            message = await asyncio.wait_for(request.receive(), left)
+        except TimeoutError as error:
+            slow = f"{size} bytes of the file arrived in {time.monotonic() - began:.0f} s: send it faster"
+            raise HttpError(408, slow, headers={"connection": "close"}) from error
+        size += len(message.get("body", b""))
+        if size > MOST_FILE_BYTES:
+            raise HttpError(413, f"the file has more than {MOST_FILE_BYTES} bytes: split it")
+        return message
+
+    return receive
+
+
+async def parts_of(upload: UploadFile) -> AsyncIterator[bytes]:
+    """The content of an upload, a part at a time."""
+    while part := await upload.read(PART_BYTES):
+        yield part

@@ -1,0 +1,202 @@
+"""ollama's API, so that programs made for it find kvern: the handlers."""
+
+import asyncio
+import dataclasses
+import functools
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from kvern.api import ollama
+from kvern.api.completions import read_prompts
+from kvern.api.embeddings import MOST_TEXTS
+from kvern.api.errors import HttpError
+from kvern.api.fields import read_common, typed
+from kvern.api.ollama import CHAT, GENERATE, LATEST, LINES, OllamaBody, OllamaWriter, Seconds, nanoseconds
+from kvern.engine.embedding import check_embeds, embedding_of
+from kvern.request.sampling_params import SamplingParams
+from kvern.server.bodies import let_go, read_object
+from kvern.server.handlers.ollama_models import ModelFiles, card, entry, read_files, running
+from kvern.server.http import (
+    CLIENT_GONE,
+    LACKS_HEADER,
+    EventStream,
+    Lines,
+    StreamFormat,
+    header_of_names,
+    ignored_header,
+    json_response,
+    path_of,
+    until_gone,
+)
+from kvern.server.keys import ApiKey
+from kvern.server.large_answers import write_large
+from kvern.server.service import Ask, Running, Service
+from kvern.tools.chat import ChatRequest
+from kvern.tools.encoding import Encoding
+from kvern.version import __version__
+
+ELSEWHERE = ("pull", "push", "create", "copy")
+"""What changes the models that ollama has on its disk."""
+
+
+class OllamaApi:
+    """The handlers."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+
+    def routes(self) -> list[Route]:
+        """All of them."""
+        return [
+            Route(CHAT, self.answer, methods=["POST"]),
+            Route(GENERATE, self.answer, methods=["POST"]),
+            Route("/api/embed", self.embed, methods=["POST"]),
+            Route("/api/embeddings", self.embed, methods=["POST"]),
+            Route("/api/tags", self.tags),
+            Route("/api/ps", self.loaded),
+            Route("/api/show", self.show, methods=["POST"]),
+            Route("/api/version", self.version),
+            *(Route(f"/api/{name}", self.refuse, methods=["POST"]) for name in ELSEWHERE),
+            Route("/api/delete", self.refuse, methods=["DELETE"]),
+        ]
+
+    async def answer(self, request: Request) -> Response | EventStream:
+        """POST to CHAT or GENERATE: lines of JSON, or one object if `stream` is false."""
+        began, url, key = time.monotonic(), path_of(request.scope), request.state.key
+        body = await read_object(request)
+        model, shown = self._model(body), named(body)
+        asked = ollama.read_body(body, url)
+        headers = ignored_header(ollama.ignored_options(body), ollama.KNOWN)
+        chat = await self._chat(asked, model, key)
+        headers |= header_of_names(LACKS_HEADER, () if chat is None else chat.lacks)
+        writer = OllamaWriter(url, str(shown or model), chat)
+        if asked.is_empty:
+            return json_response(writer.loaded(), headers=headers)
+        prompt, params = (asked.prompt, asked.params) if chat is None else (chat.prompt, chat.params)
+        ask, stream = self._service.ask(model, asked.common, [prompt], params, key), asked.stream
+        del asked
+        let_go(request, body)
+        if stream:
+            started = await self._service.start(ask)
+            seconds = functools.partial(_seconds, started, began)
+            lines = writer.lines(started.outputs[0], started, seconds)
+            return EventStream(lines, started.leave, headers, STREAM, ask.is_large)
+        whole = await until_gone(self._whole(ask, writer, began), request.receive)
+        return Response(status_code=CLIENT_GONE) if whole is None else json_response(whole, headers=headers)
+
+    async def _chat(self, asked: OllamaBody, model: str, key: ApiKey) -> ChatRequest | None:
+        """A conversation as prompt, and how its answer is read; None: the text goes to the model as it is."""
+        if asked.conversation is None:
+            return None
+        engine = self._service.engine_of(model)
+        namespace = self._service.namespace(asked.common, key)
+        chat = await engine.chat(asked.conversation, asked.params, key, namespace)
+        if not asked.context:
+            return chat
+        begun = chat.prompt[:1] == [engine.client.tokenizer.bos_token_id]
+        return dataclasses.replace(chat, prompt=[*asked.context, *chat.prompt[begun:]])
+
+    async def _whole(self, ask: Ask, writer: OllamaWriter, began: float) -> object:
+        started = await self._service.ended(ask)
+        whole = functools.partial(writer.whole, started.outputs[0], _seconds(started, began))
+        return await write_large(whole) if ask.is_large else whole()
+
+    async def embed(self, request: Request) -> Response:
+        """POST /api/embed (`input`, one or several) and the older /api/embeddings (`prompt`).
+
+        Texts are cut to what the model reads unless `truncate` is false; without a text the answer is empty.
+        """
+        began, is_old = time.monotonic(), path_of(request.scope).endswith("embeddings")
+        body = await read_object(request)
+        model, shown = self._model(body), named(body)
+        client = self._service.engine_of(model).client
+        check_embeds(client.inputs.model, client.folder, model)
+        name = "prompt" if is_old else "input"
+        prompts = read_prompts(body, name, MOST_TEXTS) if body.get(name) not in (None, "", []) else []
+        if typed(body, "truncate", bool, True):
+            room = client.inputs.max_model_len - (not client.inputs.model.is_encoder)
+            cut = Encoding(True, room, keeps_end=False, keeps_special=True)
+            prompts = [await client.inputs.encoded(prompt, cut, None) for prompt in prompts]
+        dimensions = typed(body, "dimensions", int, None)
+        ask = self._service.ask(model, read_common(body), prompts, SamplingParams(), request.state.key, embed=True)
+        let_go(request, body)
+        outputs = await until_gone(self._service.run(ask), request.receive) if prompts else []
+        if outputs is None:
+            return Response(status_code=CLIENT_GONE)
+        vectors = [embedding_of(output.embedding or b"", dimensions) for output in outputs]
+        if is_old:
+            return json_response({"embedding": vectors[0] if vectors else []})
+        count = sum(len(output.prompt_token_ids) for output in outputs)
+        took = {"total_duration": nanoseconds(time.monotonic() - began), "load_duration": 0}
+        return json_response({"model": shown or model, "embeddings": vectors, **took, "prompt_eval_count": count})
+
+    async def tags(self, request: Request) -> Response:
+        """GET /api/tags: the models."""
+        return json_response({"models": await self._each(entry)})
+
+    async def loaded(self, request: Request) -> Response:
+        """GET /api/ps: the models in memory, which are all."""
+        return json_response({"models": await self._each(running)})
+
+    async def show(self, request: Request) -> Response:
+        """POST /api/show: all about one of them."""
+        model = self._model(await read_object(request))
+        engine = self._service.engine_of(model)
+        return json_response(card(model, engine, await _files(engine.client.folder)))
+
+    async def version(self, request: Request) -> Response:
+        """GET /api/version."""
+        return json_response({"version": ollama.VERSION, "kvern": __version__})
+
+    async def refuse(self, request: Request) -> Response:
+        """The models are those of the start."""
+        names = ", ".join(self._service.names)
+        what = request.url.path.rpartition("/")[2]
+        message = f"{what}: this server has {names} and keeps them; for another model start another: kvern serve MODEL"
+        raise HttpError(403, message)
+
+    def _model(self, body: dict[str, Any]) -> str:
+        """The model that a body names, with ollama's tag or without. Raises HttpError if there is none."""
+        name = named(body)
+        if isinstance(name, str) and name not in self._service.names:
+            name = name.removesuffix(LATEST)
+        return self._service.model({"model": name})
+
+    async def _each(self, tell: Any) -> list[dict[str, Any]]:
+        return [
+            tell(name, engine, await _files(engine.client.folder))
+            for engine in self._service.engines
+            for name in engine.names
+        ]
+
+
+def named(body: dict[str, Any]) -> object:
+    """The model that a body asks for; older clients call it `name`."""
+    return body.get("name") if body.get("model") is None else body["model"]
+
+
+def _seconds(running: Running, began: float) -> Seconds:
+    return Seconds(*running.seconds, time.monotonic() - began)
+
+
+def _line(content: object, lines: Lines) -> Iterator[bytes]:
+    yield from lines(content)
+    yield b"\n"
+
+
+STREAM = StreamFormat(failed=ollama.error_body, kind=LINES, frame=_line)
+
+
+@functools.cache
+def _read_once(folder: Path) -> ModelFiles:
+    return read_files(folder)
+
+
+async def _files(folder: Path) -> ModelFiles:
+    return await asyncio.to_thread(_read_once, folder)

@@ -1,0 +1,43 @@
+"""/v1/rerank: the handler."""
+
+from collections.abc import Callable
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from kvern.api.fields import merge_extra
+from kvern.api.rerank import KNOWN, read_rerank, rerank_answer
+from kvern.server.bodies import read_object
+from kvern.server.handlers.relevance import Relevance
+from kvern.server.http import json_response, strangers_header, until_gone
+from kvern.server.keys import ApiKey
+from kvern.server.service import Service
+
+
+class Rerank:
+    """The handler."""
+
+    def __init__(self, service: Service, relevance: Relevance) -> None:
+        self._service, self._relevance = service, relevance
+
+    async def create(self, request: Request) -> Response:
+        """POST /v1/rerank."""
+        body = await read_object(request)
+        merge_extra(body)
+        headers = strangers_header(body, KNOWN)
+        work = self.answer(body, request.state.key, request.state.held.close)
+        return json_response(await until_gone(work, request.receive), headers=headers)
+
+    async def answer(
+        self, body: dict[str, Any], key: ApiKey, has_read: Callable[[], None] = lambda: None
+    ) -> dict[str, Any]:
+        """The body of the answer; `body` is emptied and `has_read` called as soon as it is read.
+
+        Raises what `Relevance.of` raises.
+        """
+        merge_extra(body)
+        model, wanted = self._service.model(body), read_rerank(body)
+        body.clear()
+        has_read()
+        return rerank_answer(wanted, await self._relevance.of(wanted.asked, model, key), model)

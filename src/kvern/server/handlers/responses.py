@@ -1,0 +1,263 @@
+"""OpenAI's /v1/responses: conversations that the server remembers, streams, work in the background."""
+
+import asyncio
+import contextlib
+import functools
+import logging
+import re
+from collections.abc import AsyncIterator, Mapping
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from kvern.api.errors import HttpError
+from kvern.api.fields import merge_extra, typed
+from kvern.api.kept_items import kept_items
+from kvern.api.response_items import input_messages
+from kvern.api.responses import KNOWN, ResponseBody, ResponseEvents, complete, read_response
+from kvern.errors import KvernError, shown
+from kvern.io.json_lines import as_json
+from kvern.server.bodies import let_go, read_object
+from kvern.server.handlers.files import page_of
+from kvern.server.handlers.response_references import with_referred_items
+from kvern.server.http import LACKS_HEADER, EventStream, header_of_names, ignored_header, json_response, until_gone
+from kvern.server.large_answers import apart
+from kvern.server.service import Ask, Running, Service
+from kvern.server.stores.event_log import LAST, RUNNING, Event, EventLog, events_of
+from kvern.server.stores.response_memory import Items, Messages, Packed, Record
+from kvern.server.stores.responses import CUT_OFF, ResponseStore
+from kvern.tools.chat import ChatRequest
+
+logger = logging.getLogger("kvern")
+
+ORDERS = ("asc", "desc")
+
+
+class Responses:
+    """The handlers. `tasks` are those that work in the background."""
+
+    def __init__(self, service: Service, store: ResponseStore) -> None:
+        self._service = service
+        self._store = store
+        self.tasks: set[asyncio.Task[None]] = set()
+
+    async def create(self, request: Request) -> Response | EventStream:
+        """POST /v1/responses."""
+        body = await read_object(request)
+        key = request.state.key
+        merge_extra(body)
+        model = self._service.model(body)
+        body["input"] = await with_referred_items(body.get("input"), functools.partial(self._ended, key.name))
+        with contextlib.ExitStack() as held:
+            conversation = read_conversation_id(body)
+            if conversation is not None:
+                held.enter_context(self._store.conversations.held(key.name, conversation))
+            before = await self._before(key.name, body, conversation)
+            asked, items = await asyncio.to_thread(read_body, body, model, before)
+            if conversation is not None:
+                await self._store.conversations.check_room(key.name, conversation, items)
+                asked.response["conversation"] = {"id": conversation}
+            namespace = self._service.namespace(asked.common, key)
+            chat = await self._service.engine_of(model).chat(asked.conversation, asked.params, key, namespace)
+            ask = self._service.ask(model, asked.common, [chat.prompt], chat.params, key)
+            stream, is_stored = asked.stream, asked.response["store"]
+            kept = items if is_stored or conversation is not None else []
+            earlier = as_json(before if is_stored else [])
+            record = Record(key.name, asked.response, earlier, as_json(kept), conversation)
+            headers = ignored_header(body, KNOWN) | header_of_names(LACKS_HEADER, chat.lacks)
+            del asked, before, items, kept
+            let_go(request, body)
+            if is_stored:
+                self._store.hold(record)
+            record.held = held.pop_all()
+        if record.body["background"]:
+            return await self._begin(record, ask, chat, stream, headers)
+        try:
+            if stream:
+                running = await self._service.start(ask)
+                close = functools.partial(self._close, record, running)
+                return EventStream(self._events(record, running, chat), close, headers, large=ask.is_large)
+            outputs = await until_gone(self._service.run(ask), request.receive)
+            if outputs is not None:
+                work = functools.partial(complete, record.body, chat, outputs[0])
+                if ask.is_large:
+                    await apart(work)
+                else:
+                    work()
+        except BaseException:
+            self._store.drop(record)
+            raise
+        if outputs is None:
+            self._store.drop(record)
+        else:
+            await self._store.end(record)
+        return json_response(record.body, headers=headers)
+
+    async def retrieve(self, request: Request) -> Response | EventStream:
+        """GET /v1/responses/{response_id}, or with `stream` its events behind number `starting_after`."""
+        found = await self._find(request)
+        query = request.query_params
+        stream, after = query.get("stream", "false"), query.get("starting_after")
+        if stream not in ("true", "false"):
+            raise HttpError(400, f"stream is {shown(stream)}: it must be true or false", param="stream")
+        if after is not None and re.fullmatch("[0-9]{1,15}", after) is None:
+            message = f"starting_after is {shown(after)}: it must be the number of an event"
+            raise HttpError(400, message, param="starting_after")
+        if stream == "false":
+            return json_response(found.body)
+        number = -1 if after is None else int(after)
+        if isinstance(found, Record) and found.log is not None:
+            events = found.log.follow(number)
+        elif isinstance(found, Packed) and found.events is not None:
+            events = events_of(found.body, found.events, number)
+        else:
+            raise HttpError(400, "the response was not made with background and stream: retrieve it without stream")
+        return EventStream(events, lambda: None, large=True)
+
+    async def input_items(self, request: Request) -> Response:
+        """GET /v1/responses/{response_id}/input_items."""
+        found = await self._find(request)
+        return json_response(page_of(ordered(msgspec.json.decode(found.items), request), request))
+
+    async def cancel(self, request: Request) -> Response:
+        """POST /v1/responses/{response_id}/cancel, for work in the background."""
+        found = await self._find(request)
+        if isinstance(found, Record) and found.task is not None:
+            found.is_unwanted = True
+            found.task.cancel()
+            await asyncio.wait([found.task])
+            await self._store.end(found)
+        elif isinstance(found, Record) or not msgspec.json.decode(found.body)["background"]:
+            raise HttpError(400, "the response was not made with background: close its connection to cancel it")
+        return json_response(found.body)
+
+    async def delete(self, request: Request) -> Response:
+        """DELETE /v1/responses/{response_id}."""
+        response_id = request.path_params["response_id"]
+        await self._store.forget(request.state.key.name, response_id)
+        return json_response({"id": response_id, "object": "response", "deleted": True})
+
+    async def stop(self) -> None:
+        """End all work, and write down what became of it."""
+        await self._store.stop()
+
+    async def _find(self, request: Request) -> Record | Packed:
+        return await self._store.find(request.state.key.name, request.path_params["response_id"])
+
+    async def _ended(self, owner: str, response_id: str) -> bytes | None:
+        """A response that has ended, as JSON."""
+        with contextlib.suppress(HttpError):
+            found = await self._store.find(owner, response_id)
+            return bytes(found.body) if isinstance(found, Packed) else None
+        return None
+
+    async def _before(self, owner: str, body: Mapping[str, Any], conversation: str | None) -> Messages:
+        """The messages that the input goes on from."""
+        if conversation is not None:
+            items = await self._store.conversations.items(owner, conversation)
+            return await asyncio.to_thread(input_messages, items) if items else []
+        previous = typed(body, "previous_response_id", str, None)
+        if previous is None:
+            return []
+        return await asyncio.to_thread(messages_of, await self._store.find(owner, previous))
+
+    async def _begin(
+        self, record: Record, ask: Ask, chat: ChatRequest, stream: bool, headers: Mapping[str, str]
+    ) -> Response | EventStream:
+        """In the background."""
+        record.body["status"] = "queued"
+        if stream:
+            record.log = EventLog(record.body)
+        written = self._store.begin(record)
+        record.task = asyncio.create_task(self._work(record, ask, chat))
+        self.tasks.add(record.task)
+        record.task.add_done_callback(self.tasks.discard)
+        record.task.add_done_callback(lambda _: self._store.end(record))
+        await written
+        if record.log is not None:
+            return EventStream(record.log.follow(-1), lambda: None, headers, large=ask.is_large)
+        return json_response(record.body, headers=headers)
+
+    async def _work(self, record: Record, ask: Ask, chat: ChatRequest) -> None:
+        """What goes wrong is told by the response, and by its last event."""
+        record.body["status"] = "in_progress"
+        events = ResponseEvents(record.body, chat)
+        try:
+            running = await self._service.start(ask, patient=record.log is None)
+            with contextlib.ExitStack() as held:
+                held.callback(running.leave)
+                async for event in events.of(running.outputs[0], running):
+                    _tell(record, event)
+        except KvernError as error:
+            _tell(record, events.failed(error))
+        except asyncio.CancelledError:
+            _tell(record, events.cancelled() if record.is_unwanted else events.failed(CUT_OFF))
+        except Exception:
+            logger.exception("response %s failed", record.id)
+            _tell(record, events.failed(HttpError(500, "the server has a fault; its log tells more")))
+
+    async def _events(self, record: Record, running: Running, chat: ChatRequest) -> AsyncIterator[Event]:
+        """All of a response that somebody waits for, which is stored before the first and the last are told."""
+        events = ResponseEvents(record.body, chat)
+        try:
+            if record.body["store"]:
+                await self._store.begin(record)
+            async with contextlib.aclosing(events.of(running.outputs[0], running)) as told:
+                async for event in told:
+                    if event[0] in LAST:
+                        await self._store.end(record)
+                    yield event
+        except KvernError as error:
+            last = events.failed(error)
+            await self._store.end(record)
+            yield last
+
+    def _close(self, record: Record, running: Running) -> None:
+        running.leave()
+        self._store.end(record)
+
+
+def _tell(record: Record, event: Event) -> None:
+    if record.log is not None:
+        record.log.add(event)
+
+
+def read_body(body: Mapping[str, Any], model: str, before: Messages) -> tuple[ResponseBody, Items]:
+    """What is asked, and its input as it is kept: thousands of items take long. Raises what `read_response` raises."""
+    return read_response(body, model, before), kept_items(body.get("input") or [])
+
+
+def messages_of(found: Record | Packed) -> Messages:
+    """What a response ends with: the messages before it, its input and its output. Raises HttpError."""
+    response = found.body if isinstance(found, Record) else msgspec.json.decode(found.body)
+    if response["status"] not in ("completed", "incomplete"):
+        what = "wait until it is completed" if response["status"] in RUNNING else "go on from one that was answered"
+        message = f"response {found.id} is {response['status']}: {what}"
+        raise HttpError(400, message, param="previous_response_id")
+    parts = (msgspec.json.decode(found.items), response["output"])
+    return [*msgspec.json.decode(found.before), *(message for part in parts for message in input_messages(part))]
+
+
+def read_conversation_id(body: Mapping[str, Any]) -> str | None:
+    """`conversation`, an id or an object with one. Raises HttpError."""
+    conversation = typed(body, "conversation", (str, dict), None)
+    if conversation is None:
+        return None
+    if body.get("previous_response_id") is not None:
+        message = "conversation and previous_response_id are both set: choose one"
+        raise HttpError(400, message, param="conversation")
+    conversation_id = conversation if isinstance(conversation, str) else conversation.get("id")
+    if not isinstance(conversation_id, str):
+        message = f"conversation is {shown(conversation)}: it must be the id of a conversation"
+        raise HttpError(400, message, param="conversation")
+    return conversation_id
+
+
+def ordered(items: list[dict[str, Any]], request: Request) -> list[dict[str, Any]]:
+    """Items in the `order` of a query, the newest first unless it says otherwise. Raises HttpError."""
+    order = request.query_params.get("order", "desc")
+    if order not in ORDERS:
+        raise HttpError(400, f"order is {shown(order)}: it must be asc or desc", param="order")
+    return items if order == "asc" else items[::-1]

@@ -1,0 +1,57 @@
+"""/v1/score: the handler, for continuations and for pairs of texts."""
+
+from collections.abc import Callable
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from kvern.api import text_pairs
+from kvern.api.fields import merge_extra
+from kvern.api.scores import KNOWN, read_score, score_answer
+from kvern.api.text_pairs import has_pairs, pairs_answer, read_pairs
+from kvern.server.bodies import read_object
+from kvern.server.handlers.relevance import Relevance
+from kvern.server.http import json_response, strangers_header, until_gone
+from kvern.server.keys import ApiKey
+from kvern.server.service import Service
+
+
+class Scores:
+    """The handler."""
+
+    def __init__(self, service: Service, relevance: Relevance) -> None:
+        self._service, self._relevance = service, relevance
+
+    async def create(self, request: Request) -> Response:
+        """POST /v1/score."""
+        body = await read_object(request)
+        merge_extra(body)
+        headers = strangers_header(body, text_pairs.KNOWN if has_pairs(body) else KNOWN)
+        work = self.answer(body, request.state.key, request.state.held.close)
+        return json_response(await until_gone(work, request.receive), headers=headers)
+
+    async def answer(
+        self, body: dict[str, Any], key: ApiKey, has_read: Callable[[], None] = lambda: None
+    ) -> dict[str, Any]:
+        """The body of the answer; `body` is emptied and `has_read` called as soon as it is read.
+
+        Raises HttpError, InvalidRequest, EngineDied or DeadlineExceeded, and what `Relevance.of` raises.
+        """
+        merge_extra(body)
+        service = self._service
+        model = service.model(body)
+        if has_pairs(body):
+            pairs = read_pairs(body)
+            body.clear()
+            has_read()
+            return pairs_answer(await self._relevance.of(pairs, model, key), model)
+        asked = read_score(body)
+        logprobs, common = asked.logprobs, asked.common
+        prompts = await service.engine_of(model).client.inputs.scored_prompts(asked.pairs, asked.add_special_tokens)
+        del asked  # its texts are not needed while the pairs are scored
+        params = [prompt.params for prompt in prompts]
+        ask = service.ask(model, common, [prompt.token_ids for prompt in prompts], params, key)
+        body.clear()
+        has_read()
+        return score_answer(await service.run(ask), prompts, model, logprobs)

@@ -1,0 +1,209 @@
+"""What /v1/responses keeps: on disk, and in memory what runs or what the disk does not take.
+
+    hold --> begin (a row that has not ended) --> end (the whole row)        at any time: find, forget
+
+A row that has not ended when the file is opened is of a server that was killed: it has failed.
+"""
+
+import asyncio
+import functools
+import logging
+import sqlite3
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
+
+import msgspec
+
+from kvern.api.errors import HttpError
+from kvern.api.responses import fail
+from kvern.errors import shown
+from kvern.server.stores.conversations import CONVERSATIONS, ConversationStore, append
+from kvern.server.stores.database import Database, DataFolder
+from kvern.server.stores.event_log import RUNNING
+from kvern.server.stores.response_memory import MOST_STORED, MOST_STORED_BYTES, Packed, Record, ResponseMemory
+
+logger = logging.getLogger("kvern")
+
+RESPONSES = """
+CREATE TABLE IF NOT EXISTS responses (
+    id TEXT PRIMARY KEY, owner TEXT NOT NULL, ended INTEGER NOT NULL, size INTEGER NOT NULL,
+    body BLOB NOT NULL, before BLOB NOT NULL, items BLOB NOT NULL, events BLOB
+);
+CREATE INDEX IF NOT EXISTS responses_by_age ON responses (owner, ended);
+CREATE INDEX IF NOT EXISTS responses_by_size ON responses (owner, size, id);
+"""
+T = TypeVar("T")
+Work = Callable[[sqlite3.Connection], object]
+
+CUT_OFF = HttpError(500, "the server ended before the answer was complete: ask again")
+
+
+class ResponseStore:
+    """Responses of each of `users` keys, bounded in number and in bytes, of which each may keep `quota` at most."""
+
+    def __init__(self, folder: DataFolder, users: int, quota: int) -> None:
+        self._folder = folder
+        self._most_bytes = min(MOST_STORED_BYTES // users, quota)
+        schema = RESPONSES + CONVERSATIONS
+        self._database = Database(folder, "responses.db", schema, "NORMAL", _fail_those_cut_off)
+        self.conversations = ConversationStore(folder, self._database, self._most_bytes)
+        self._memory = ResponseMemory(self._most_bytes)
+        self._is_refused = False
+        """The disk did not take the last response, which was said."""
+        self._writing: set[asyncio.Future[Any]] = set()
+
+    def hold(self, record: Record) -> None:
+        """Know one that runs. Raises HttpError if there is no room for it."""
+        self._memory.add(record)
+
+    def drop(self, record: Record) -> None:
+        """Know nothing of one that nobody heard of."""
+        record.held.close()
+        self._memory.forget(record.owner, record.id)
+
+    def begin(self, record: Record) -> Awaitable[object]:
+        """Write that it runs; whoever need not wait for that may go on."""
+        return self._write(record.packed(), is_end=False)
+
+    def end(self, record: Record) -> Awaitable[None]:
+        """It changes no more: write it, and what it adds to its conversation. What the disk does not take stays here.
+
+        If it has not come to its end, it was cancelled. Whoever need not wait for that may go on.
+        """
+        if record.ending is None:
+            record.ending = self._keep(asyncio.ensure_future(self._end(record)))
+        return asyncio.shield(record.ending)
+
+    async def find(self, owner: str, response_id: str) -> Record | Packed:
+        """A response of this key. Raises HttpError 404, or what `Database` raises."""
+        found: Record | Packed | None = self._memory.find(owner, response_id)
+        if found is None and self._database.exists:
+            found = await self._database.run(lambda database: _read(database, owner, response_id))
+        if found is None:
+            raise _unknown(response_id)
+        return found
+
+    async def forget(self, owner: str, response_id: str) -> None:
+        """End it, if it runs, and know nothing of it. Raises HttpError 404, or what `Database` raises."""
+        found = self._memory.forget(owner, response_id)
+        if isinstance(found, Record):
+            found.is_unwanted = True
+            if found.task is not None:
+                found.task.cancel()
+        deleted = 0
+        if self._database.exists:
+            sql = "DELETE FROM responses WHERE id = ? AND owner = ?"
+            try:
+                deleted = await self._database.run(
+                    lambda database: database.execute(sql, (response_id, owner)).rowcount
+                )
+            except HttpError:
+                if found is None:
+                    raise
+        if found is None and not deleted:
+            raise _unknown(response_id)
+
+    async def stop(self) -> None:
+        """End what runs, write what the disk did not take before, and let go of the file."""
+        running = self._memory.running
+        tasks = [record.task for record in running if record.task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(*(self.end(record) for record in running), *self._writing, return_exceptions=True)
+        for packed in self._memory.ended:
+            await self._write(packed)
+        self._database.close()
+
+    def _write(self, packed: Packed | None, is_end: bool = True, add: Work | None = None) -> "asyncio.Future[bool]":
+        """Whether the disk took it. It is on its way there when this returns."""
+
+        def work(database: sqlite3.Connection) -> None:
+            if packed is not None:
+                self._folder.check_room(packed.size)
+                _put(database, packed, is_end, self._most_bytes)
+            if add is not None:
+                add(database)
+
+        return self._keep(asyncio.ensure_future(self._told(self._database.run(work))))
+
+    async def _told(self, writing: Awaitable[None]) -> bool:
+        try:
+            await writing
+        except HttpError as error:
+            if not self._is_refused:
+                logger.warning("responses stay in memory until the server ends: %s", error)
+            self._is_refused = True
+            return False
+        self._is_refused = False
+        return True
+
+    async def _end(self, record: Record) -> None:
+        if record.body["status"] in RUNNING:
+            record.body["status"] = "cancelled"
+        try:
+            written = await asyncio.to_thread(record.packed)  # with log-probabilities that is much
+            packed, add = self._memory.end(record, written), _adding(record)
+            is_written = (packed or add) and await self._write(packed, True, add)
+            if packed is not None and is_written:
+                self._memory.forget(record.owner, record.id)
+        finally:
+            record.held.close()
+            if record.log is not None:
+                record.log.close()
+
+    def _keep(self, writing: "asyncio.Future[T]") -> "asyncio.Future[T]":
+        self._writing.add(writing)
+        writing.add_done_callback(self._writing.discard)
+        return writing
+
+
+def _adding(record: Record) -> Work | None:
+    """What puts an answered response into its conversation."""
+    if record.conversation is None or record.body["status"] not in ("completed", "incomplete"):
+        return None
+    items = [*msgspec.json.decode(record.items), *record.body["output"]]
+    return functools.partial(append, owner=record.owner, conversation_id=record.conversation, items=items)
+
+
+def _put(database: sqlite3.Connection, packed: Packed, is_end: bool, most: int) -> None:
+    """Write it over what was there; one that has grown over all that its owner may keep is forgotten."""
+    if packed.size > most:
+        database.execute("DELETE FROM responses WHERE id = ?", (packed.id,))
+        return
+    _make_room(database, packed, most)
+    row = (packed.id, packed.owner, is_end, packed.size, *packed[2:])
+    database.execute("REPLACE INTO responses VALUES (?, ?, ?, ?, ?, ?, ?, ?)", row)
+
+
+def _make_room(database: sqlite3.Connection, packed: Packed, most: int) -> None:
+    """Forget the oldest of the same owner that have ended, as many as it takes."""
+    sql = "SELECT COUNT(*), TOTAL(size) FROM responses WHERE owner = ? AND id != ?"
+    count, size = database.execute(sql, (packed.owner, packed.id)).fetchone()
+    while count >= MOST_STORED or size + packed.size > most:
+        sql = "SELECT rowid, size FROM responses WHERE owner = ? AND ended = 1 AND id != ? ORDER BY rowid LIMIT 1"
+        oldest = database.execute(sql, (packed.owner, packed.id)).fetchone()
+        if oldest is None:
+            return
+        database.execute("DELETE FROM responses WHERE rowid = ?", oldest[:1])
+        count, size = count - 1, size - oldest[1]
+
+
+def _read(database: sqlite3.Connection, owner: str, response_id: str) -> Packed | None:
+    sql = "SELECT id, owner, body, before, items, events FROM responses WHERE id = ? AND owner = ? AND ended = 1"
+    row = database.execute(sql, (response_id, owner)).fetchone()
+    return None if row is None else Packed(*row[:2], *(part and msgspec.Raw(part) for part in row[2:]))
+
+
+def _fail_those_cut_off(database: sqlite3.Connection) -> None:
+    for (response_id,) in database.execute("SELECT id FROM responses WHERE ended = 0").fetchall():
+        [text] = database.execute("SELECT body FROM responses WHERE id = ?", (response_id,)).fetchone()
+        body = msgspec.json.decode(text)
+        fail(body, CUT_OFF)
+        sql = "UPDATE responses SET ended = 1, body = ? WHERE id = ?"
+        database.execute(sql, (msgspec.json.encode(body), response_id))
+
+
+def _unknown(response_id: str) -> HttpError:
+    message = f"there is no response {shown(response_id)}: it was not stored, or newer ones took its place"
+    return HttpError(404, message, code="response_not_found")

@@ -1,0 +1,85 @@
+"""The server's side of a model's engines: processes that are replaced when they die, and what is asked of them.
+
+What a request needs to go on is here, not in an engine: its prompt, parameters, seed, and the tokens that arrived.
+Another engine gets all of it and computes the next token; a seeded draw depends on seed and position alone.
+"""
+
+from collections.abc import Sequence
+
+from kvern.adapters.names import AdapterNames
+from kvern.config import EngineConfig
+from kvern.engine.output import OutputProcessor
+from kvern.errors import EngineClosed
+from kvern.models.folder import at_folder, for_engines, model_folder
+from kvern.observe.metrics import Metrics, Refusals
+from kvern.serving.child import EngineProcess
+from kvern.serving.client_inputs import ClientInputs
+from kvern.serving.generations import Generations
+from kvern.serving.replicas import Replicas
+from kvern.serving.wire import Ready
+from kvern.text.tokenizer import Tokenizer
+
+
+class EngineClient:
+    """The engine processes of a model, and the parts that talk to them. Belongs to one event loop.
+
+    async with EngineClient(config) as client:
+        news = asyncio.Event()
+        generation = await client.generations.submit("Once upon a time", SamplingParams(max_tokens=8), news=news)
+        async for _ in client.generations.follow([generation], news):
+            print(generation.output.outputs[0].text)
+
+    `names` are the model's, which no adapter may have, and the first of which stands in the metrics.
+    """
+
+    def __init__(self, config: EngineConfig, process: EngineProcess | None = None) -> None:
+        """`process`: of the first engine, if it runs already. Raises ConfigError."""
+        self.names = config.model_names
+        self.folder = model_folder(config)
+        self.config = at_folder(config, self.folder)
+        self.tokenizer = Tokenizer(self.folder, config.chat_template_kwargs)
+        self.inputs = ClientInputs(self.config, self.folder, self.tokenizer)
+        names, outputs = AdapterNames(frozenset(self.names)), OutputProcessor(self.tokenizer)
+        self.replicas = Replicas(for_engines(config, self.folder), outputs, names, process)
+        self.adapters = self.replicas.adapters
+        self.refusals = self.replicas.refusals
+        self.generations = Generations(self.inputs, self.replicas)
+
+    @property
+    def metrics(self) -> Sequence[Metrics | Refusals]:
+        """All figures."""
+        return [*(replica.metrics for replica in self.replicas), self.refusals]
+
+    @property
+    def trouble(self) -> str | None:
+        """Why no engine takes requests at present; None if one does."""
+        return self.replicas.trouble
+
+    @property
+    def max_batch_requests(self) -> int:
+        """Sequences that run at the same time at most, in all engines."""
+        return self.replicas.max_batch_requests
+
+    @property
+    def ready(self) -> Ready:
+        """What each of the engines said of itself when the model was loaded."""
+        return self.replicas.ready
+
+    async def __aenter__(self) -> "EngineClient":
+        """Start the processes and wait until the model is loaded. Raises ConfigError with an engine's reason."""
+        for name, path in self.config.adapters.items():
+            self.adapters.names.add(self.adapters.names.reserve(name, path))
+        await self.replicas.start()
+        self.inputs.start(self.ready)
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        """Abort what runs, and end the processes."""
+        closed = EngineClosed("the engine is closed")
+        for replica in self.replicas:
+            replica.workload.close(closed)
+            replica.adapters.interrupt(closed)
+        try:
+            await self.inputs.close()
+        finally:
+            await self.replicas.stop()

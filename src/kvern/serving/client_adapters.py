@@ -1,0 +1,174 @@
+"""The server's side of adapters: loaded and unloaded while engines come and go."""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable, Mapping, Sequence
+
+from kvern.adapters.check import MOST_SECONDS
+from kvern.adapters.names import AdapterNames, NamedAdapter
+from kvern.errors import EngineDied, InvalidAdapter
+from kvern.serving.link import EngineLink
+from kvern.serving.supervisor import Supervisor, until_one_is_available
+from kvern.serving.wire import AdapterRead, LoadAdapter, UnloadAdapter
+
+logger = logging.getLogger("kvern")
+
+READING_SECONDS = MOST_SECONDS + 5.0
+"""For one adapter, when a new engine reads all."""
+MOST_DEATHS = 2
+"""Of all engines while they read an adapter: the first may have come from elsewhere, so that others try again."""
+
+
+class EngineAdapters:
+    """What one engine has read, or reads."""
+
+    def __init__(self, supervisor: Supervisor) -> None:
+        self.supervisor = supervisor
+        self.known: set[int | None] = {None}
+        """The keys that requests for this engine may name."""
+        self._reading: dict[int, asyncio.Future[None]] = {}
+
+    async def read(self, adapter: NamedAdapter) -> None:
+        """Have the engine read one. Raises InvalidAdapter or EngineDied."""
+        self._reading[adapter.key] = asyncio.get_running_loop().create_future()
+        try:
+            self.supervisor.send(LoadAdapter(adapter.key, adapter.path))
+            await self._reading[adapter.key]
+        except asyncio.CancelledError:
+            self.forget(adapter.key)
+            raise
+        finally:
+            self._reading.pop(adapter.key, None)
+
+    def forget(self, key: int) -> None:
+        """No new request uses it."""
+        self.known.discard(key)
+        self.supervisor.send(UnloadAdapter(key))
+
+    def hear(self, message: AdapterRead) -> None:
+        """The engine has read one, or cannot."""
+        waiting = self._reading.get(message.key)
+        if waiting is not None and not waiting.done():
+            if message.error is None:
+                self.known.add(message.key)
+                waiting.set_result(None)
+            else:
+                waiting.set_exception(InvalidAdapter(message.error))
+
+    def interrupt(self, error: EngineDied) -> None:
+        """The engine has died: what it was reading is not read, and what it had read is gone."""
+        self.known = {None}
+        for reading in self._reading.values():
+            if not reading.done():
+                reading.set_exception(error)
+
+    async def read_all(self, link: EngineLink, adapters: Mapping[int, NamedAdapter]) -> Mapping[int, InvalidAdapter]:
+        """Have a new engine read these; those that cannot be read, by key. Raises EngineDied."""
+        for adapter in adapters.values():
+            link.send(LoadAdapter(adapter.key, adapter.path))
+        reading, lost = set(adapters), dict[int, InvalidAdapter]()
+        if reading:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(READING_SECONDS * len(adapters)):
+                    async for message in link.messages():
+                        if isinstance(message, AdapterRead):
+                            reading.discard(message.key)
+                            if message.error is not None:
+                                lost[message.key] = InvalidAdapter(message.error)
+                        if not reading:
+                            break
+        for key in reading:
+            link.send(UnloadAdapter(key))
+            lost[key] = InvalidAdapter(f"{adapters[key].path} is not read in {READING_SECONDS * len(adapters):g} s")
+        self.known |= set(adapters) - set(lost)
+        return lost
+
+
+class ClientAdapters:
+    """Adapters of a model, which all of its engines, those of the moment, read. `used`: the keys that requests use."""
+
+    def __init__(
+        self, names: AdapterNames, engines: Callable[[], Sequence[EngineAdapters]], used: Callable[[], set[int | None]]
+    ) -> None:
+        self.names = names
+        self.lost: dict[int, InvalidAdapter] = {}
+        """By key, those that were unloaded because an engine could not read them again."""
+        self._engines = engines
+        self._used = used
+        self._unloaded: list[NamedAdapter] = []
+        """What no new request may use, but some that run do."""
+
+    async def load(self, name: str, path: str) -> None:
+        """Have the engines read the adapter in a folder, for requests to use.
+
+        Raises InvalidAdapter or EngineUnavailable.
+        """
+        await self._until_available()
+        adapter = self.names.reserve(name, path)
+        try:
+            await self._read(adapter)
+            self.names.add(adapter)
+        finally:
+            self.names.release(adapter)
+
+    def unload(self, name: str) -> None:
+        """Let no new request use an adapter; those that do go on to their end. Raises InvalidRequest."""
+        adapter = self.names.remove(name)
+        self._unloaded = [*self._still_used(), adapter]
+        for engine in self._engines():
+            engine.forget(adapter.key)
+
+    async def read_all(self, engine: EngineAdapters, link: EngineLink) -> Mapping[int, InvalidAdapter]:
+        """Have a new engine read all that are in use; those that cannot be read, by key. Raises EngineDied."""
+        lost: dict[int, InvalidAdapter] = {}
+        while True:  # others may be loaded meanwhile
+            in_use = {adapter.key: adapter for adapter in (*self.names.all(), *self._still_used())}
+            missing = {key: adapter for key, adapter in in_use.items() if key not in engine.known | lost.keys()}
+            if not missing:
+                return lost
+            lost |= await engine.read_all(link, missing)
+
+    def lose(self, lost: Mapping[int, InvalidAdapter]) -> None:
+        """Do without adapters that cannot be read any more."""
+        for adapter in self.names.all():
+            if adapter.key in lost:
+                logger.warning("adapter %s is unloaded: %s", adapter.name, lost[adapter.key])
+                self.unload(adapter.name)
+                self.lost[adapter.key] = lost[adapter.key]
+
+    def resume(self, engine: EngineAdapters) -> None:
+        """Requests of a new engine that use what was unloaded, also meanwhile, have begun: forget it with their end."""
+        named = {adapter.key for adapter in self.names.all()}
+        for key in engine.known - named:
+            if key is not None:
+                engine.forget(key)
+
+    async def _read(self, adapter: NamedAdapter) -> None:
+        """Until all engines that take requests know it, of which some may die and others come."""
+        deaths = 0
+        try:
+            while missing := [
+                engine for engine in self._engines() if engine.supervisor.is_ready and adapter.key not in engine.known
+            ]:
+                results = await asyncio.gather(*(engine.read(adapter) for engine in missing), return_exceptions=True)
+                for error in results:
+                    if error is not None and not isinstance(error, EngineDied):
+                        raise error
+                if not any(adapter.key in engine.known for engine in self._engines()):
+                    deaths += 1
+                    if deaths == MOST_DEATHS:
+                        raise InvalidAdapter(f"{adapter.path}: {deaths} engines in a row ended while they read it")
+                    await self._until_available()
+        except (InvalidAdapter, asyncio.CancelledError):
+            for engine in self._engines():
+                if adapter.key in engine.known:
+                    engine.forget(adapter.key)
+            raise
+
+    async def _until_available(self) -> None:
+        await until_one_is_available(lambda: [engine.supervisor for engine in self._engines()])
+
+    def _still_used(self) -> list[NamedAdapter]:
+        used = self._used()
+        return [adapter for adapter in self._unloaded if adapter.key in used]

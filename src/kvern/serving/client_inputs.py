@@ -1,0 +1,179 @@
+"""The server's side of inputs: requests and token ids made in threads, and grammars in processes of their own."""
+
+import asyncio
+import functools
+from collections.abc import Callable, Mapping, Sequence, Sized
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, TypeVar, Unpack
+
+from kvern.config import EngineConfig
+from kvern.engine.inputs import InputProcessor, Messages, Prompt
+from kvern.engine.model_facts import ModelFacts
+from kvern.engine.scoring import Pair, ScoredPrompt, scored_prompts
+from kvern.errors import InvalidRequest
+from kvern.request.request import PromptInput, RequestOptions, RequestSpec
+from kvern.request.sampling_params import SamplingParams
+from kvern.sample.processors import load_processors
+from kvern.serving.wire import Ready
+from kvern.structured.apart import GrammarProcesses
+from kvern.text.tokenizer import Tokenizer
+from kvern.tools.chat import ChatRequest
+from kvern.tools.definitions import ToolUse
+from kvern.tools.encoding import Encoding
+
+T = TypeVar("T")
+
+LONG_INPUT = 1 << 16
+"""Characters or tokens beyond which an input waits for one of `LONG_THREADS`."""
+LONG_THREADS = 2
+MOST_COUNTED = 1 << 17
+"""Tokens of a text or conversation that is only counted, where the model's context is shorter."""
+
+
+class ClientInputs:
+    """What an InputProcessor does, outside of the event loop. Can be used once `start` has told of an engine.
+
+    Raises ConfigError if a logits processor of the configuration cannot be loaded.
+    """
+
+    def __init__(self, config: EngineConfig, folder: Path, tokenizer: Tokenizer) -> None:
+        self._config = config
+        self._folder = folder
+        self._tokenizer = tokenizer
+        self._custom = load_processors(config.logits_processors)
+        self._long = ThreadPoolExecutor(LONG_THREADS, thread_name_prefix="long-input")
+        self._processor: InputProcessor | None = None
+
+    def start(self, ready: Ready) -> None:
+        """Make requests for an engine of these sizes."""
+        self._processor = InputProcessor(
+            self._tokenizer,
+            ready.model,
+            self._folder,
+            ready.max_model_len,
+            self._config,
+            self._custom,
+            max_batch_requests=ready.max_batch_requests,
+            grammars_apart=True,
+        )
+        self._grammars = GrammarProcesses(self._processor.grammars)
+        self._grammars.start()
+
+    async def close(self) -> None:
+        """End the processes, and let nothing begin that waits for a thread."""
+        try:
+            await self._grammars.close()
+        finally:
+            self._long.shutdown(wait=False, cancel_futures=True)
+
+    @property
+    def max_model_len(self) -> int:
+        """Tokens of prompt and answer together, at most."""
+        return self._ready.max_model_len
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids are below."""
+        return self._ready.vocab_size
+
+    @property
+    def model(self) -> ModelFacts:
+        """What decides about requests."""
+        return self._ready.model
+
+    def check_generates(self) -> None:
+        """Raises InvalidRequest for a model that generates no text."""
+        self._ready.check_generates()
+
+    async def request(
+        self,
+        request_id: str,
+        prompt: Prompt,
+        params: SamplingParams | None,
+        owner: str,
+        **options: Unpack[RequestOptions],
+    ) -> RequestSpec:
+        """`InputProcessor.request`. Raises InvalidRequest, InvalidParameter or ServerBusy."""
+        size = len(prompt) if isinstance(prompt, Sized) else 0
+        work = functools.partial(self._ready.request, request_id, prompt, params, **options)
+        return await self._grammars.run(lambda: self._in_thread(size, work), owner)
+
+    async def chat(
+        self, messages: Messages, params: SamplingParams, use: ToolUse, *, owner: str = "", **options: Any
+    ) -> ChatRequest:
+        """`Chat.request`. Raises InvalidRequest, InvalidParameter or ServerBusy."""
+        work = functools.partial(self._ready.chat.request, messages, params, use, **options)
+        return await self._grammars.run(lambda: self._in_thread(_characters(messages), work), owner)
+
+    def can_bound_thinking(self, tools: bool) -> bool:
+        """`Chat.can_bound_thinking`."""
+        return self._ready.chat.can_bound_thinking(tools)
+
+    async def chat_prompt(
+        self,
+        messages: Messages,
+        tools: Sequence[Any] | None,
+        variables: Mapping[str, Any] | None = None,
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        add_special_tokens: bool = False,
+    ) -> list[int]:
+        """The conversation as token ids. Raises InvalidRequest."""
+
+        def work() -> list[int]:
+            write = self._ready.chat.written
+            text, _ = write(messages, tools, variables, add_generation_prompt, continue_final_message)
+            return self._counted(text, add_special_tokens)
+
+        return await self._in_thread(_characters(messages), work)
+
+    async def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """A text as token ids. Raises InvalidRequest."""
+        return await self._in_thread(len(text), functools.partial(self._counted, text, add_special_tokens))
+
+    async def pair(self, first: str, second: str) -> PromptInput:
+        """`InputProcessor.pair`. Raises InvalidRequest."""
+        return await self._in_thread(len(first) + len(second), functools.partial(self._ready.pair, first, second))
+
+    async def encoded(self, prompt: Prompt, encoding: Encoding, answer: int | None) -> Prompt:
+        """A prompt as token ids, whose answer may have `answer` tokens. Raises InvalidRequest."""
+        if isinstance(prompt, list):
+            return encoding.cut(prompt, self.max_model_len, answer)
+        if not isinstance(prompt, str):
+            return prompt
+        work = functools.partial(encoding.encode, self._tokenizer, prompt, self.max_model_len, answer)
+        return await self._in_thread(len(prompt), work)
+
+    async def decode(self, token_ids: Sequence[int]) -> str:
+        """Token ids as text, special tokens included."""
+        work = functools.partial(self._tokenizer.decode, token_ids, skip_special_tokens=False)
+        return await self._in_thread(len(token_ids), work)
+
+    async def scored_prompts(self, pairs: Sequence[Pair], add_special_tokens: bool) -> list[ScoredPrompt]:
+        """`scored_prompts`. Raises InvalidRequest."""
+        work = functools.partial(scored_prompts, self._tokenizer, pairs, add_special_tokens, self.max_model_len)
+        return await self._in_thread(sum(len(side) for pair in pairs for side in pair), work)
+
+    @property
+    def _ready(self) -> InputProcessor:
+        assert self._processor is not None, "the engine is not ready"
+        return self._processor
+
+    def _counted(self, text: str, add_special_tokens: bool) -> list[int]:
+        most = max(self.max_model_len, MOST_COUNTED)
+        token_ids = self._tokenizer.encode(text, add_special_tokens, most_tokens=most)
+        if len(token_ids) > most:
+            raise InvalidRequest(f"the prompt has {len(token_ids)} tokens: {most} at most are counted; shorten it")
+        return token_ids
+
+    async def _in_thread(self, size: int, work: Callable[[], T]) -> T:
+        """Work on an input of so many characters or tokens; long ones wait for each other, and nobody for them."""
+        pool = self._long if size > LONG_INPUT else None
+        return await asyncio.get_running_loop().run_in_executor(pool, work)
+
+
+def _characters(messages: Messages) -> int:
+    """Of all contents, about."""
+    return sum(len(str(message.get("content", ""))) for message in messages)

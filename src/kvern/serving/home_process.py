@@ -1,0 +1,39 @@
+"""A rank behind the first, whose requests are its own: `python -m kvern.serving.home_process ADDRESS PARENT`.
+
+It is a rank as any other (`runner/ranks/rank_process.py`), but that it schedules, and takes turns in the place of steps.
+"""
+
+import sys
+from typing import TYPE_CHECKING
+
+from kvern.engine.factory import make_drafting, make_home_core
+from kvern.runner.executor import DPAttentionExecutor
+from kvern.runner.ranks.rank_process import Rank, main
+from kvern.runner.ranks.rank_wire import AddAdapter, PlaceExperts, TakeTurn, TurnTaken, decode_for_rank, encode
+from kvern.serving.homes import take_turn
+
+if TYPE_CHECKING:
+    import zmq
+
+
+def run_turns(socket: "zmq.Socket[bytes]", rank: Rank) -> None:
+    """Take turns without end. Raises what a step raised: then the ranks do not agree any more."""
+    assert rank.ranks.dp_attention is not None
+    executor = DPAttentionExecutor(rank.worker, rank.ranks.dp_attention, None, rank.tier)
+    drafting = make_drafting(rank.config, rank.spec, rank.layout, rank.draft)
+    core = make_home_core(rank.config, rank.folder, rank.layout, executor, drafting)
+    while True:
+        match decode_for_rank(socket.recv()):
+            case AddAdapter() as message:
+                core.add_adapter(message.key, message.adapter())
+            case PlaceExperts(placements):
+                rank.worker.place_experts(placements)
+            case TakeTurn() as turn:
+                events = take_turn(core, executor, turn)
+                socket.send(encode(TurnTaken(events, core.statistics(), core.has_work)))
+            case other:
+                raise AssertionError(f"{other} is for ranks that take steps")
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1], int(sys.argv[2]), run_turns))

@@ -1,0 +1,209 @@
+"""Requests whose home is one of several ranks, each of which has a scheduler, rows and a KV cache of its own.
+
+    add / finish --> Home of the request --TakeTurn--> EngineCore of that rank --TurnTaken--> TokenEvents
+
+A turn is one step of all ranks: each schedules for itself, and their experts compute the rows of all. The first rank,
+which is this process, calls the turns, and its own core is asked without messages.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING
+
+from kvern.engine.core import EngineCore
+from kvern.engine.loop import queued
+from kvern.engine.step_watch import StepWatch
+from kvern.errors import EngineDied
+from kvern.request.events import EngineStatistics, TokenEvent, all_together
+from kvern.request.request import FinishReason, Progress, RequestSpec
+from kvern.runner.executor import DPAttentionExecutor
+from kvern.runner.ranks.rank_processes import RANKS_DISAGREE, RankProcesses
+from kvern.runner.ranks.rank_wire import AddAdapter, TakeTurn
+from kvern.serving.prefix_record import PrefixRecord, answer_tokens, piece_keys
+
+if TYPE_CHECKING:
+    from kvern.adapters.peft import Adapter
+    from kvern.runner.ranks.expert_counts import LayerCounts
+
+
+def take_turn(core: EngineCore, executor: DPAttentionExecutor, message: TakeTurn) -> list[TokenEvent]:
+    """Do what is asked of a rank, and its part of one step of all ranks; what came of it for which answers."""
+    events = [event for spec, progress in message.added for event in queued(core, spec, progress)]
+    for request_ids, reason, stop_reason in message.finished:
+        core.finish(request_ids, reason, stop_reason)
+    for key in message.unloaded:
+        core.unload_adapter(key)
+    if core.has_work:
+        events += core.step()
+    executor.end_turn()
+    return events
+
+
+class Home:
+    """What one rank was asked and is still to be asked, and what it has cached."""
+
+    def __init__(self, sequences: int, cache_tokens: int) -> None:
+        """It runs so many sequences at a time, and keeps so many tokens."""
+        self.message = TakeTurn()
+        self.statistics = EngineStatistics()
+        self.has_work = False
+        self.record = PrefixRecord()
+        self.record.begin(cache_tokens)
+        self._most, self._sequences, self._tokens = sequences, 0, 0
+        self._asked: dict[str, _Asked] = {}
+        """By the ids of answers that have not ended."""
+
+    @property
+    def waits(self) -> bool:
+        """A turn would do something here."""
+        return self.has_work or self.message != TakeTurn()
+
+    def cost(self, spec: RequestSpec, keys: Sequence[bytes]) -> tuple[bool, int, int]:
+        """Whether a request would wait here until another ends, tokens to be computed, and what this rank has done."""
+        uncached = spec.prompt_length - self.record.cached_tokens(keys)
+        return self._sequences >= self._most, self._tokens + uncached, self.record.added
+
+    def add(self, spec: RequestSpec, progress: Sequence[Progress], keys: list[bytes]) -> None:
+        """Have the rank begin with a request in its next turn."""
+        alone = progress if spec.params.beam_width is None else ()
+        names = [spec.answer_ids[one.index] for one in alone] or spec.answer_ids
+        tokens = spec.prompt_length - self.record.cached_tokens(keys) + answer_tokens(spec)
+        asked = _Asked(spec, keys, tokens, len(names))
+        self._asked |= dict.fromkeys(names, asked)
+        self._sequences += spec.params.sequences
+        self._tokens += tokens
+        self.record.add(keys)
+        self.message.added.append((spec, progress))
+
+    def finish(self, request_ids: Iterable[str], reason: FinishReason, stop_reason: str | None) -> None:
+        """Have the rank end those of these answers that are here."""
+        found = [name for name in request_ids if name in self._asked]
+        if found:
+            self.message.finished.append((found, reason, stop_reason))
+        for name in found:
+            self._end(name)
+
+    def take(self) -> TakeTurn:
+        """What the rank is to be told with its next turn."""
+        message, self.message = self.message, TakeTurn()
+        return message
+
+    def hear(self, events: Sequence[TokenEvent], statistics: EngineStatistics, has_work: bool) -> list[TokenEvent]:
+        """What a turn brought; of that the events of answers that were not finished meanwhile."""
+        self.statistics, self.has_work = statistics, has_work
+        known = [event for event in events if event.request_id in self._asked]
+        for event in known:
+            asked = self._asked[event.request_id]
+            if event.request_id == asked.spec.answer_ids[0]:
+                asked.answer += event.token_ids
+            if event.finish_reason is not None:
+                self._end(event.request_id)
+        return known
+
+    @property
+    def answer_ids(self) -> list[str]:
+        """Of answers that have not ended."""
+        return [*self._asked]
+
+    def _end(self, name: str) -> None:
+        asked = self._asked.pop(name)
+        asked.left -= 1
+        if not asked.left:
+            self._sequences -= asked.spec.params.sequences
+            self._tokens -= asked.tokens
+            self.record.add(piece_keys(asked.spec, asked.answer, asked.keys))
+
+
+class _Asked:
+    """A request that has not ended: its prompt's keys, its cost, how many answers are `left`, and the first of them."""
+
+    def __init__(self, spec: RequestSpec, keys: list[bytes], tokens: int, left: int) -> None:
+        self.spec, self.keys, self.tokens, self.left = spec, keys, tokens, left
+        self.answer: list[int] = []
+
+
+class HomedCores:
+    """The cores of all ranks as one: an `EngineLoop`. One thread calls it."""
+
+    def __init__(
+        self,
+        core: EngineCore,
+        executor: DPAttentionExecutor,
+        others: RankProcesses,
+        homes: list[Home],
+        seconds: float,
+        watch: StepWatch | None = None,
+    ) -> None:
+        """`core` and `executor` are the first rank's, the first of the `homes`; `others` answer within so many seconds.
+
+        `watch` is told the answers that any rank may work on, before it does.
+        """
+        self._core, self._executor, self._others, self._homes = core, executor, others, homes
+        self._seconds = seconds
+        self._watch = watch
+        self._is_broken = False
+
+    @property
+    def has_work(self) -> bool:
+        return any(home.waits for home in self._homes)
+
+    def add(self, spec: RequestSpec, progress: Sequence[Progress] = ()) -> None:
+        keys = piece_keys(spec) if any(home.record.is_kept for home in self._homes) else []
+        min(self._homes, key=lambda home: home.cost(spec, keys)).add(spec, progress, keys)
+
+    def finish(
+        self, request_ids: Iterable[str], reason: FinishReason = "abort", stop_reason: str | None = None
+    ) -> None:
+        names = list(request_ids)
+        for home in self._homes:
+            home.finish(names, reason, stop_reason)
+
+    def step(self) -> list[TokenEvent]:
+        """Have all ranks take a turn. Raises EngineDied if a step of one of them fails, and whatever interrupts it."""
+        if self._is_broken:
+            raise EngineDied(RANKS_DISAGREE)
+        try:
+            return self._turn()
+        except BaseException as error:
+            self._is_broken = True
+            if isinstance(error, Exception) and not isinstance(error, EngineDied):  # another rank has ended
+                raise self._others.give_up() from error
+            self._others.end()
+            raise
+
+    def _turn(self) -> list[TokenEvent]:
+        if self._watch is not None:
+            self._watch.began([name for home in self._homes for name in home.answer_ids])
+        first, *others = self._homes
+        self._executor.begin_turn()
+        self._others.send_each([home.take() for home in others])
+        own = take_turn(self._core, self._executor, first.take())
+        events = first.hear(own, self._core.statistics(), self._core.has_work)
+        for home, taken in zip(others, self._others.turns(self._seconds), strict=True):
+            events += home.hear(taken.events, taken.statistics, taken.has_work)
+        if self._watch is not None:
+            self._watch.ended()
+        return events
+
+    def statistics(self) -> EngineStatistics:
+        return all_together([home.statistics for home in self._homes])
+
+    def count_experts(self) -> "Callable[[], LayerCounts]":
+        return self._core.count_experts()  # each rank's router reads the rows of all
+
+    def spare_seconds(self) -> float:
+        return 0.0
+
+    def idle(self) -> bool:
+        """Nothing can be made beforehand."""
+        return False
+
+    def read_adapter(self, path: str) -> "Adapter":
+        return self._core.read_adapter(path)
+
+    def add_adapter(self, key: int, adapter: "Adapter") -> None:
+        self._others.send(AddAdapter.of(key, adapter))
+        self._core.add_adapter(key, adapter)
+
+    def unload_adapter(self, key: int) -> None:
+        for home in self._homes:  # behind requests that wait for the next turn and use it
+            home.message.unloaded.append(key)

@@ -1,0 +1,146 @@
+"""Where the engines of one model run: a GPU each, a share of the processors each, or nodes of a Ray cluster."""
+
+import dataclasses
+import importlib.util
+import os
+import runpy
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvern.config import EngineConfig
+from kvern.cpu.cores import shares_of_cores
+from kvern.cpu.host_memory import available_memory
+from kvern.errors import ConfigError
+from kvern.io.ray_nodes import NodeProcess, check_room, join_cluster
+from kvern.serving.child import EngineChild, EngineProcess
+from kvern.serving.node_engine import EngineOnNode
+
+
+@dataclass(frozen=True)
+class Place:
+    """What the process of an engine is given; `threads`: None where the engine decides how many compute."""
+
+    gpus: Sequence[str] = ()
+    """By what CUDA_VISIBLE_DEVICES calls them; none are named: all that this process sees."""
+    processors: Set[int] = frozenset()
+    """Those that it may use; none are named: all."""
+    threads: int | None = None
+
+    @property
+    def environment(self) -> Mapping[str, str]:
+        """What the process has beside that of this one."""
+        return {"CUDA_VISIBLE_DEVICES": ",".join(self.gpus)} if self.gpus else {}
+
+    def config(self, config: EngineConfig) -> EngineConfig:
+        """The options of the engine here."""
+        return dataclasses.replace(config, threads=config.threads or self.threads)
+
+    def launch(self) -> EngineProcess:
+        """The process of an engine here."""
+        return EngineChild(self.environment)
+
+
+@dataclass(frozen=True)
+class RayPlace(Place):
+    """On some node of a Ray cluster, which has so many processors and GPUs for each of the engine's `ranks`."""
+
+    rank_cpus: int = 1
+    rank_gpus: int = 0
+    ranks: int = 1
+
+    def launch(self) -> EngineProcess:
+        return EngineOnNode(NodeProcess(self.rank_cpus, self.rank_gpus, self.ranks))
+
+
+def places_of(config: EngineConfig) -> list[Place]:
+    """A place for each engine of `config.data_parallel_size`. Raises ConfigError if there are too few."""
+    count = config.data_parallel_size
+    if config.executor == "ray":
+        return [_ray_place(config, count)] * count
+    if count == 1:
+        return [Place()]
+    try:
+        return [place_of(config, number, count) for number in range(count)]
+    except ConfigError as error:
+        raise ConfigError(f"data_parallel_size is {count}, and {error}; lower it") from None
+
+
+def place_of(config: EngineConfig, number: int, count: int) -> Place:
+    """Where the engine of this number runs, from 0 on, when there are `count`. Raises ConfigError without such."""
+    if config.executor == "ray":
+        return _ray_place(config, count)
+    each, most = config.ranks, max(number + 1, count)
+    gpus = seen_gpus(config)
+    if gpus or config.device == "cuda":
+        if most * each > len(gpus):
+            raise ConfigError(f"this process sees {len(gpus)} GPUs: each engine needs {each}")
+        return Place(gpus[number * each : (number + 1) * each])
+    cores = shares_of_cores(most)
+    if len(cores) < most:
+        raise ConfigError(f"this process may use {len(cores)} processor cores: each engine needs one")
+    threads, processors = cores[number]
+    return Place(processors=processors, threads=threads)
+
+
+def seen_gpus(config: EngineConfig) -> list[str]:
+    """The GPUs that engines may use, by what CUDA_VISIBLE_DEVICES calls them."""
+    return [] if config.device == "cpu" else visible_gpus(gpu_count(), os.environ.get("CUDA_VISIBLE_DEVICES"))
+
+
+def check_memory(config: EngineConfig, place: Place) -> None:
+    """Raise ConfigError if the host's memory does not hold the weights of another engine, on a CPU, as they are stored.
+
+    What a GPU holds, or a node of a Ray cluster, the engine finds out itself.
+    """
+    if config.executor == "ray" or place.gpus:
+        return
+    folder = Path(config.model or "")
+    files = [folder] if folder.is_file() else [*folder.glob("*.safetensors"), *folder.glob("*.gguf")]
+    needed, free = sum(file.stat().st_size for file in files), available_memory()
+    if needed > free:
+        raise ConfigError(f"the weights take {needed / 1e9:.1f} GB, and {free / 1e9:.1f} GB of memory are free")
+
+
+def _ray_place(config: EngineConfig, count: int) -> Place:
+    """The same for each of `count` engines: Ray chooses where."""
+    if config.device == "auto":
+        raise ConfigError("device is auto and executor ray: Ray has to know what an engine takes; give cuda or cpu")
+    cpus, gpus, ranks = config.threads or 1, int(config.device == "cuda"), config.ranks
+    join_cluster()
+    check_room(count * ranks * cpus, count * ranks * gpus)
+    return RayPlace(rank_cpus=cpus, rank_gpus=gpus, ranks=ranks)
+
+
+def gpu_count() -> int:
+    """Of this machine, as the driver tells; 0: there is none, or PyTorch is built without CUDA."""
+    if not _has_cuda():
+        return 0
+    try:
+        import pynvml
+
+        pynvml.nvmlInit()
+        return int(pynvml.nvmlDeviceGetCount())
+    except Exception:  # whatever the driver's library raises: there is no driver
+        return 0
+
+
+def _has_cuda() -> bool:
+    """How PyTorch is built, which takes seconds to import."""
+    found = importlib.util.find_spec("torch")
+    assert found is not None
+    assert found.origin is not None
+    return bool(runpy.run_path(str(Path(found.origin).with_name("version.py")))["cuda"])
+
+
+def visible_gpus(count: int, named: str | None) -> list[str]:
+    """The GPUs of `count` that CUDA shows where CUDA_VISIBLE_DEVICES is `named`, by what they are called there."""
+    if named is None:
+        return [str(number) for number in range(count)]
+    gpus: list[str] = []
+    for gpu in named.split(",") if count else []:
+        name = gpu.strip()
+        if not name or name.startswith("-") or (name.isdecimal() and int(name) >= count):
+            break  # CUDA shows those before the first that it does not know
+        gpus.append(name)
+    return gpus

@@ -1,0 +1,258 @@
+"""The engine as a process of its own: `python -m kvern.serving.process ADDRESS FILE PARENT`.
+
+It serves the process PARENT, which started it, and ends when that has; in FILE it notes what it computes.
+"""
+
+import contextlib
+import gc
+import importlib
+import logging
+import os
+import shutil
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import zmq
+
+from kvern.config import EngineConfig
+from kvern.engine.loop import EngineLoop, queued
+from kvern.engine.model_facts import ModelFacts
+from kvern.engine.running_file import RunningFile
+from kvern.engine.step_watch import SHORTEST_SILENCE, StepWatch
+from kvern.errors import KvernError, in_a_line
+from kvern.io.sockets import connect
+from kvern.models.folder import folder_here
+from kvern.request.events import TokenEvent, in_parts
+from kvern.runner import ahead
+from kvern.runner.startup import Startup
+from kvern.serving.wire import (
+    AdapterRead,
+    AddRequest,
+    Busy,
+    Events,
+    Failed,
+    FinishRequests,
+    LoadAdapter,
+    Ready,
+    Shutdown,
+    Start,
+    UnloadAdapter,
+    decode_for_engine,
+    encode,
+)
+
+if TYPE_CHECKING:
+    from kvern.adapters.peft import Adapter
+
+logger = logging.getLogger("kvern")
+
+HEARTBEAT_SECONDS = 0.5
+"""How often an engine with nothing to say gives a sign of life, and looks whether its parent lives."""
+READING_SECONDS = 0.01
+"""The same while it reads an adapter."""
+COUNT_SECONDS = 1.0
+"""How often experts' tokens are read while steps run, where that is asked for."""
+MOST_MESSAGES = 256
+"""Taken between two steps, or signs of life."""
+LINGER_MILLISECONDS = 2000
+"""So long the last words may take to reach the server; if it has died they never do."""
+
+
+def main(address: str, running: str, parent: int) -> int:
+    """Load the model that the first message names, then run what is asked until Shutdown or the parent's end."""
+    for number in (signal.SIGINT, signal.SIGTERM):  # they may reach the whole group; the server decides
+        signal.signal(number, signal.SIG_IGN)
+    socket = zmq.Context().socket(zmq.PAIR)
+    socket.set(zmq.SNDHWM, 0)  # a server that is busy must not stop the engine
+    socket.set(zmq.LINGER, LINGER_MILLISECONDS)
+    connect(socket, address)
+    gc.disable()  # nothing that a start makes is garbage
+    ahead.identify_triton()
+    importing = threading.Thread(target=import_engine, name="import", daemon=True)
+    importing.start()
+    while not socket.poll(int(1000 * HEARTBEAT_SECONDS)):
+        if os.getppid() != parent:
+            forget(running)
+            os._exit(1)  # in the middle of imports
+    start = decode_for_engine(socket.recv())
+    assert isinstance(start, Start)
+    try:
+        config = EngineConfig(**start.config)
+        if config.device != "cpu":
+            ahead.make_context()
+        with signs_of_life(socket, running, parent):
+            importing.join()
+            from kvern.engine.factory import build_core
+
+            startup = Startup()
+            watch = StepWatch(
+                RunningFile(Path(running)),
+                lambda seconds: socket.send(encode(Busy(seconds))),
+                config.longest_silence,
+                config.engine_timeout or SHORTEST_SILENCE,
+            )
+            folder = folder_here(config, config.model or "")
+            core, spec, layout = build_core(
+                config, folder, startup, prepares=True, watch=watch, streams=True, lost=end_like
+            )
+    except KvernError as error:
+        socket.send(encode(Failed(str(error))))
+        return 2
+    gc.freeze()  # what is there now stays: collections need not look at it
+    gc.enable()
+    gpu = next(iter(layout.gpus), None)
+    facts = ModelFacts.of(spec)
+    cached = config.homes * layout.cached_tokens if config.prefix_cache else 0
+    most = layout.max_batch_requests
+    socket.send(encode(Ready(layout.max_model_len, most, str(startup), gpu, facts, cached, config.homes)))
+    try:
+        serve(socket, core, parent, watch, counts=config.expert_counts)
+    except Exception as error:
+        logger.exception("the engine failed")
+        socket.send(encode(Failed(f"{type(error).__name__}: {error}")))
+        return 1
+    if os.getppid() != parent:
+        forget(running)
+    return 0
+
+
+def forget(running: str) -> None:
+    """Remove the folder that the parent made, which has ended and cannot."""
+    shutil.rmtree(Path(running).parent, ignore_errors=True)
+
+
+def end_like(code: int) -> None:
+    """End at once as a process did that ended with this exit code, negative: by which signal."""
+    if code < 0:
+        os.kill(os.getpid(), -code)
+    os._exit(code or 1)
+
+
+def import_engine() -> None:
+    """What takes longest: PyTorch takes seconds, from a cold disk many."""
+    importlib.import_module("kvern.engine.factory")
+
+
+@contextlib.contextmanager
+def signs_of_life(socket: "zmq.Socket[bytes]", running: str, parent: int) -> Iterator[None]:
+    """Say that this process lives, and end with its parent, while the block works, which must not use the socket."""
+    ended = threading.Event()
+
+    def speak() -> None:
+        while not ended.wait(HEARTBEAT_SECONDS):
+            socket.send(encode(Busy()))
+            if os.getppid() != parent:
+                forget(running)
+                os._exit(1)
+
+    speaker = threading.Thread(target=speak, name="signs-of-life")
+    speaker.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        speaker.join()
+
+
+def serve(
+    socket: "zmq.Socket[bytes]", core: EngineLoop, parent: int, watch: StepWatch | None = None, counts: bool = False
+) -> None:
+    """Carry out messages and steps, in turns. `counts`: say now and then how many tokens experts have had.
+
+    `watch` knows how long the core's steps may take.
+    """
+    spoke = counted = time.monotonic()
+    reading = core.count_experts() if counts else None
+    adapters = AdapterReader(core)
+    refused: list[TokenEvent] = []
+    prepares = True
+    while os.getppid() == parent:
+        idle = READING_SECONDS if adapters.busy else HEARTBEAT_SECONDS
+        for _ in range(MOST_MESSAGES):
+            if core.has_work or refused or prepares:
+                idle = 0.0 if refused or not core.has_work else core.spare_seconds()
+            if not socket.poll(int(1000 * idle)):
+                break
+            match decode_for_engine(socket.recv()):
+                case AddRequest(spec, progress):
+                    refused += queued(core, spec, progress)
+                case FinishRequests(request_ids, reason, stop_reason):
+                    core.finish(request_ids, reason, stop_reason)
+                case LoadAdapter(key, path):
+                    adapters.read(key, path)
+                case UnloadAdapter(key):
+                    adapters.unload(key)
+                case Shutdown():
+                    return
+        for answer in adapters.answers():
+            socket.send(encode(answer))
+        if prepares and not core.has_work:
+            socket.send(encode(Busy()))
+            prepares = core.idle()
+        started = time.monotonic()
+        worked = core.has_work
+        events, refused = refused + (core.step() if worked else []), []
+        now = time.monotonic()
+        rests = worked and not core.has_work
+        if events or rests or now - spoke >= HEARTBEAT_SECONDS:
+            expert_tokens = []
+            if reading is not None and (rests or now - counted >= COUNT_SECONDS):
+                if rests:
+                    reading = core.count_experts()  # for which no step is waited for
+                expert_tokens, reading, counted = reading(), core.count_experts(), now
+            silence = 0.0 if watch is None else watch.silence
+            *parts, last = in_parts(events)
+            for part in parts:
+                socket.send(encode(Events(part, core.statistics(), now - started, silence)))
+            socket.send(encode(Events(last, core.statistics(), now - started, silence, expert_tokens)))
+            spoke = now
+
+
+class AdapterReader:
+    """Reads adapters in a thread, so that steps go on meanwhile."""
+
+    def __init__(self, core: EngineLoop) -> None:
+        self._core = core
+        self._pool = ThreadPoolExecutor(1, "kvern-adapters")
+        self._reading: dict[int, Future[Adapter]] = {}
+
+    @property
+    def busy(self) -> bool:
+        """Something is being read."""
+        return bool(self._reading)
+
+    def read(self, key: int, path: str) -> None:
+        """Begin to read."""
+        self._reading[key] = self._pool.submit(self._core.read_adapter, path)
+
+    def unload(self, key: int) -> None:
+        """Forget an adapter, also one that is being read."""
+        reading = self._reading.pop(key, None)
+        if reading is None:
+            self._core.unload_adapter(key)
+        else:
+            reading.cancel()
+
+    def answers(self) -> list[AdapterRead]:
+        """About what was read since the last call; it can be used now."""
+        answers = []
+        for key in [key for key, reading in self._reading.items() if reading.done()]:
+            try:
+                self._core.add_adapter(key, self._reading.pop(key).result())
+                answers.append(AdapterRead(key))
+            except KvernError as error:
+                answers.append(AdapterRead(key, str(error)))
+            except Exception as error:  # the fault of that adapter alone
+                logger.exception("an adapter cannot be read")
+                answers.append(AdapterRead(key, f"it cannot be read: {in_a_line(error)}"))
+        return answers
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1], sys.argv[2], int(sys.argv[3])))

@@ -1,0 +1,272 @@
+"""The engines of one model: which of them is given a request, and what becomes of it when that one is gone.
+
+    cost of an engine = tokens to be computed for those that it has + tokens of the prompt that it has not cached
+
+The cheapest takes it, of those where nobody has to end before. So a conversation returns to where its earlier turns are
+cached, unless more waits there than that would spare: then another computes the prompt once, and has it cached for what
+else begins with it.
+"""
+
+import asyncio
+import contextlib
+import dataclasses
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+
+import msgspec
+
+from kvern.adapters.names import AdapterNames
+from kvern.config import EngineConfig
+from kvern.engine.output import OutputProcessor
+from kvern.errors import EngineDied, InvalidRequest, shown
+from kvern.observe.metrics import Refusals
+from kvern.request.request import RequestSpec
+from kvern.serving.child import EngineProcess
+from kvern.serving.client_adapters import ClientAdapters, EngineAdapters
+from kvern.serving.generation import Generation
+from kvern.serving.places import check_memory, place_of, places_of
+from kvern.serving.prefix_record import piece_keys
+from kvern.serving.replica import Replica
+from kvern.serving.supervisor import Supervisor, until_one_is_available
+from kvern.serving.turns import Turns
+from kvern.serving.wire import Ready
+
+
+class Replicas:
+    """Those of a configuration, one or several, which come and go; with one, nothing is chosen.
+
+    `process`: of the first, if it runs.
+    """
+
+    def __init__(
+        self, config: EngineConfig, outputs: OutputProcessor, names: AdapterNames, process: EngineProcess | None
+    ) -> None:
+        self.outputs = outputs
+        self.turns = Turns()
+        self.refusals = Refusals(config.model_names[0])
+        self.named = False
+        """Whether it is told of engines which they are: there are several, or there were."""
+        self._config = config
+        self._replicas = [
+            Replica(config, self, place, number, None if number else process)
+            for number, place in enumerate(places_of(config))
+        ]
+        self._changing = asyncio.Lock()
+        self.adapters = ClientAdapters(names, self._engine_adapters, self._adapter_keys)
+
+    def __iter__(self) -> Iterator[Replica]:
+        return iter(self._replicas)
+
+    def __len__(self) -> int:
+        return len(self._replicas)
+
+    @property
+    def ready(self) -> Ready:
+        """What each engine said of itself when its model was loaded, with the smallest of their sizes."""
+        each = [replica.supervisor.link.ready for replica in self]
+        return msgspec.structs.replace(
+            each[0],
+            max_model_len=min(ready.max_model_len for ready in each),
+            max_batch_requests=min(ready.max_batch_requests for ready in each),
+        )
+
+    @property
+    def max_batch_requests(self) -> int:
+        """Sequences that run at the same time at most, in all engines."""
+        return sum(replica.supervisor.link.ready.sequences for replica in self)
+
+    @property
+    def trouble(self) -> str | None:
+        """Why no engine takes requests at present; None if one does."""
+        if any(replica.supervisor.is_ready for replica in self._staying):
+            return None
+        return str(self._staying[0].supervisor.unavailable or "the engine is being replaced")
+
+    async def start(self) -> None:
+        """Start all, at the same time. Raises ConfigError with the reason of one that cannot."""
+        starts = [asyncio.create_task(replica.supervisor.start()) for replica in self]
+        try:
+            await asyncio.gather(*starts)
+        except BaseException:
+            for start in starts:
+                start.cancel()
+            await asyncio.wait(starts)
+            await self.stop()
+            raise
+        self._settle()
+
+    async def add(self) -> Replica:
+        """Start another engine. Raises ConfigError with the reason if there is no place for it, or it does not start.
+
+        Its requests may be as long as those of the others, and as many.
+        """
+        async with self._changing:
+            names, promised = {replica.name for replica in self}, self.ready
+            number = next(number for number in itertools.count() if str(number) not in names)
+            place = place_of(self._config, number, len(self) + 1)
+            check_memory(self._config, place)
+            config = dataclasses.replace(
+                self._config,
+                data_parallel_size=1,
+                max_model_len=promised.max_model_len,
+                max_batch_requests=promised.max_batch_requests,
+            )
+            replica = Replica(config, self, place, number, None)
+            await replica.supervisor.start()
+            self._replicas = sorted([*self, replica], key=lambda one: int(one.name))
+            self._settle()
+            self.move()
+            return replica
+
+    async def remove(self, name: str, grace_seconds: float) -> None:
+        """End an engine, which gets no new requests. After `grace_seconds` others go on with those that still run.
+
+        Those whose adapter no other engine knows any more end here. Who cancels this before keeps the engine.
+
+        Raises InvalidRequest if there is no such engine, or if no other takes requests.
+        """
+        async with self._changing:
+            replica = self._found(name)
+            replica.leaving = True
+            try:
+                self.move()
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(replica.workload.until_ended(), grace_seconds)
+                await replica.workload.until_ended(self._is_tied)
+            except BaseException:
+                replica.leaving = False
+                raise
+            replica.supervisor.cease()
+            self._replicas.remove(replica)
+            self._settle()
+            for generation in list(replica.workload.running.values()):
+                replica.workload.give(generation, self._chosen(generation).workload)
+            replica.adapters.interrupt(EngineDied(f"engine {name} was removed"))
+            await asyncio.shield(replica.supervisor.stop())
+
+    async def stop(self) -> None:
+        """End all."""
+        await asyncio.gather(*(replica.supervisor.stop() for replica in self))
+
+    async def until_available(self) -> None:
+        """Wait for an engine that takes requests. Raises EngineUnavailable or EngineClosed."""
+        await until_one_is_available(self._supervisors)
+
+    def check_alive(self) -> None:
+        """Raise EngineUnavailable if engines keep dying, wherever they are."""
+        troubles = [trouble for one in self._staying if (trouble := one.supervisor.unavailable) is not None]
+        if len(troubles) == len(self._staying):
+            raise troubles[0]
+
+    async def give(self, generations: Sequence[Generation]) -> None:
+        """Give some that were prepared to engines, waiting for one if all are being replaced. Raises EngineDied.
+
+        Those with the most work first: the others then fill up what the engines' shares differ by. Each engine begins
+        with them in the order in which they were prepared, by their turns. Those whose adapter was lost since then end.
+        """
+        await self.until_available()
+        for generation in sorted(generations, key=lambda one: one.most_tokens, reverse=True):
+            error = generation.lost_adapter(self.adapters.lost)
+            if error is None:
+                self._chosen(generation).workload.take(generation)
+            else:
+                generation.fail(error)
+                self.withdraw([generation])
+
+    def prepare(
+        self,
+        checked: RequestSpec,
+        text: str | None,
+        *,
+        news: asyncio.Event,
+        asked: float,
+        owner: str = "",
+        patient: bool = False,
+        adapter: str | None = None,
+    ) -> Generation:
+        """A request, of a prompt that was this text, as an engine can be given it.
+
+        Raises InvalidRequest if the adapter is unknown.
+        """
+        key = self.adapters.names.key(adapter)
+        output = self.outputs.add(text, checked)
+        turn = self.turns.take(owner, checked.params.sequences)
+        spec = msgspec.structs.replace(checked, adapter=key, turn=turn, owner=owner)
+        generation = Generation(output, spec, news, asked, owner, patient)
+        if any(replica.record.is_kept for replica in self):
+            generation.piece_keys = piece_keys(spec)
+        return generation
+
+    def withdraw(self, generations: Iterable[Generation]) -> None:
+        """End those that were prepared and given to nobody."""
+        for generation in generations:
+            self.outputs.abort(generation.spec.answer_ids)
+            self.turns.give_back(generation.owner, generation.spec.params.sequences)
+
+    def abort(self, generations: Sequence[Generation]) -> None:
+        """End those that have not ended; their blocks are free after the step that runs."""
+        for replica in self:
+            replica.workload.abort(generations)
+
+    def move(self) -> None:
+        """Give what waits for an engine, or behind others' trials, to engines that begin with it at once."""
+        for replica in self:
+            if not replica.accepts:
+                for generation in replica.stranded:
+                    chosen = self._cheapest(generation)
+                    if chosen is not None:
+                        replica.workload.give(generation, chosen.workload)
+
+    def has_other(self, replica: Replica) -> bool:
+        """Another one takes requests."""
+        return any(other.accepts for other in self if other is not replica)
+
+    @property
+    def _staying(self) -> list[Replica]:
+        return [replica for replica in self if not replica.leaving]
+
+    def _supervisors(self) -> Sequence[Supervisor]:
+        return [replica.supervisor for replica in self._staying]
+
+    def _engine_adapters(self) -> Sequence[EngineAdapters]:
+        return [replica.adapters for replica in self]
+
+    def _found(self, name: str) -> Replica:
+        """The engine that may be removed. Raises InvalidRequest."""
+        found = next((replica for replica in self if replica.name == name), None)
+        if found is None:
+            names = ", ".join(replica.name for replica in self)
+            raise InvalidRequest(f"engine is {shown(name)}: this model's are {names}")
+        if not self.has_other(found):
+            raise InvalidRequest(f"engine {name} is the only one that takes requests: add another before")
+        return found
+
+    def _settle(self) -> None:
+        """An engine has come or gone: where there is a choice it is remembered what each has cached."""
+        several = len(self) > 1
+        self.named = self.named or several
+        for replica in self:
+            replica.remember(several)
+            replica.metrics.engine_name = replica.name if self.named else None
+
+    def _is_tied(self, generation: Generation) -> bool:
+        """To its engine, as it uses an adapter that was unloaded."""
+        return not any(generation.spec.adapter in replica.adapters.known for replica in self._staying)
+
+    def _adapter_keys(self) -> set[int | None]:
+        """Of the adapters that requests use."""
+        return {generation.spec.adapter for replica in self for generation in replica.workload.running.values()}
+
+    def _chosen(self, generation: Generation) -> Replica:
+        """Who gets a request: if none begins with it at once, whoever may soonest."""
+        staying = self._staying
+        if len(staying) == 1:
+            return staying[0]
+        known = [replica for replica in staying if generation.spec.adapter in replica.adapters.known]
+        ready = [replica for replica in known if replica.supervisor.is_ready]
+        return self._cheapest(generation) or min(ready or staying, key=lambda replica: replica.workload.tokens)
+
+    def _cheapest(self, generation: Generation) -> Replica | None:
+        """Of those that begin with it at once; of equal ones that which has computed least, so that all caches fill."""
+        able = [replica for replica in self if replica.accepts and generation.spec.adapter in replica.adapters.known]
+        return min(able, key=lambda one: (one.workload.cost(generation), one.record.added), default=None)

@@ -1,0 +1,224 @@
+"""Keeps an engine process: starts it, hands on what it says, and starts another when it dies, for as long as it takes.
+
+launch --> listen --> death --> owner learns of it --> launch ...
+   ^                                 |
+   `------- wait 1, 2, 4 .. s <------'   after deaths from which nothing was learnt, and starts that failed
+"""
+
+import asyncio
+import logging
+import signal
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from kvern.config import EngineConfig
+from kvern.errors import ConfigError, EngineClosed, EngineDied, EngineUnavailable
+from kvern.serving.child import EngineProcess
+from kvern.serving.link import EngineLink
+from kvern.serving.places import Place
+from kvern.serving.probation import Cause
+from kvern.serving.wire import AdapterRead, Events, WireMessage
+
+logger = logging.getLogger("kvern")
+
+LONGEST_WAIT = 60.0
+LOOK_SECONDS = 0.5
+"""How often those that wait for an engine look whether it is worth while."""
+PATIENCE = 2
+"""After so many deaths and failed starts in a row from which nothing was learnt, new requests are refused meanwhile."""
+LONG_LIFE = 60.0
+"""Seconds after which an engine is not one of those that die at once."""
+
+FAULTS = frozenset(
+    {signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGSEGV, signal.SIGSYS, signal.SIGTRAP}
+)
+"""Signals that a process gets for what it does itself. Others are sent to it, as the kernel does when memory ends."""
+
+
+def cause_of(returncode: int | None) -> Cause:
+    """Why a process ended, by its exit code, negative: by which signal."""
+    return "fault" if returncode is None or returncode >= 0 or -returncode in FAULTS else "outside"
+
+
+@dataclass(frozen=True)
+class Death:
+    """Why an engine ended, and the requests of its last steps."""
+
+    reason: EngineDied
+    running: Sequence[str]
+    cause: Cause
+    lived: float
+    """Seconds in which it took requests."""
+
+
+class Owner(Protocol):
+    """Whose engine it is. What these methods raise is logged, and the engine replaced."""
+
+    def hear(self, message: AdapterRead | Events) -> None: ...
+
+    def died(self, death: Death) -> bool:
+        """The engine has ended; returns whether that taught which request may be the cause."""
+
+    async def prepare(self, link: EngineLink) -> None:
+        """A new engine is ready: what must be there before requests. Raises EngineDied."""
+
+    def resume(self) -> None:
+        """The new engine takes requests."""
+
+    def given_up(self) -> None:
+        """Engines keep dying, or do not start, without a request to blame; they are tried further on."""
+
+
+class Supervisor:
+    """Start with `start`, end with `stop`."""
+
+    def __init__(self, config: EngineConfig, owner: Owner, place: Place, first: EngineProcess | None = None) -> None:
+        """`place`: where its engines run. `first`: a process for the first engine, that runs already."""
+        self._config = config
+        self._place = place
+        self._owner = owner
+        self._first = first
+        self._link: EngineLink | None = None
+        self._began = 0.0
+        self._fruitless = 0
+        self._next_launch = 0.0
+        self._trouble = ""
+        self._task: asyncio.Task[None] | None = None
+        self.available = asyncio.Event()
+        """An engine takes requests, or there will be none any more."""
+        self.closed = False
+
+    @property
+    def link(self) -> EngineLink:
+        """To the engine that runs, or was the last."""
+        assert self._link is not None, "no engine was started"
+        return self._link
+
+    @property
+    def is_ready(self) -> bool:
+        """An engine takes requests."""
+        return self.available.is_set() and not self.closed
+
+    @property
+    def unavailable(self) -> EngineUnavailable | None:
+        """Engines keep dying, or do not start, without a request to blame: why, and when to come again."""
+        if self.available.is_set() or self._fruitless <= PATIENCE:
+            return None
+        seconds = max(1.0, self._next_launch - time.monotonic())
+        return EngineUnavailable(f"the engine does not stay alive: {self._trouble}", seconds)
+
+    async def start(self) -> None:
+        """Start the first engine. Raises ConfigError with its reason."""
+        try:
+            await self._launch()
+        except BaseException:
+            await self.stop()
+            raise
+        self._task = asyncio.create_task(self._forever())
+
+    def cease(self) -> None:
+        """Hear nothing more of the engine from now on; `stop` is to follow."""
+        self.closed = True
+        if self._task is not None:
+            self._task.cancel()
+
+    async def stop(self) -> None:
+        """End the engine and all attempts to have one."""
+        self.cease()
+        if self._task is not None:
+            await asyncio.wait([self._task])
+        if self._link is not None:
+            await self._link.stop()
+            self._link.process.forget()
+        self.available.set()
+
+    def send(self, message: WireMessage) -> None:
+        """To the engine, if one takes requests: a later one is told what it needs by the owner."""
+        if self.is_ready:
+            self.link.send(message)
+
+    async def _forever(self) -> None:
+        alive = True
+        while True:
+            try:
+                if alive:
+                    self._bury(await self._listen())
+                    alive = False
+                alive = await self._relaunch()
+                if self.unavailable is not None:
+                    self._owner.given_up()
+            except Exception:
+                logger.exception("the supervisor of the engine has a fault; it goes on with another engine")
+                alive = False
+                self.available.clear()
+                self._wait_longer("the supervisor of the engine has a fault, which the log tells")
+
+    async def _listen(self) -> Death:
+        """Hand on what the engine says until it ends."""
+        try:
+            async for message in self.link.messages():
+                if isinstance(message, AdapterRead | Events):
+                    self._owner.hear(message)
+        except EngineDied as error:
+            self.available.clear()
+            await self.link.stop()
+            cause: Cause = "silence" if self.link.silent else cause_of(self.link.process.returncode)
+            return Death(error, self.link.process.last_requests(), cause, time.monotonic() - self._began)
+        raise AssertionError("the engine's messages end with its death")
+
+    def _bury(self, death: Death) -> None:
+        learnt = self._owner.died(death)
+        if learnt or death.lived > LONG_LIFE:
+            self._fruitless = 0
+        if not learnt:
+            self._wait_longer(str(death.reason))
+
+    async def _relaunch(self) -> bool:
+        """Start another engine when it is time; whether one runs. Failing is a death from which nothing is learnt."""
+        await asyncio.sleep(max(0.0, self._next_launch - time.monotonic()))
+        if self._link is not None:
+            await self._link.stop()
+        try:
+            await self._launch()
+        except (ConfigError, EngineDied) as error:
+            self._wait_longer(str(error))
+            return False
+        return True
+
+    def _wait_longer(self, trouble: str) -> None:
+        """Nothing explains what happened: wait, the longer the oftener."""
+        self._trouble = trouble
+        self._fruitless += 1
+        wait = min(LONGEST_WAIT, 2.0 ** (self._fruitless - 2)) if self._fruitless > 1 else 0.0
+        self._next_launch = time.monotonic() + wait
+        logger.warning("%s; another engine is started in %g s", trouble, wait)
+
+    async def _launch(self) -> None:
+        if self._link is not None:
+            self._link.process.forget()
+        process, self._first = self._first or self._place.launch(), None
+        process.bind(self._place.processors)
+        self._link = await EngineLink.start(self._config, process)
+        await self._owner.prepare(self._link)
+        self._began = time.monotonic()
+        self.available.set()
+        self._owner.resume()
+
+
+async def until_one_is_available(supervisors: Callable[[], Sequence[Supervisor]]) -> None:
+    """Wait for one of those that there are meanwhile to have an engine. Raises EngineUnavailable or EngineClosed."""
+    while not any(supervisor.available.is_set() for supervisor in supervisors()):
+        present = supervisors()
+        troubles = [trouble for supervisor in present if (trouble := supervisor.unavailable) is not None]
+        if len(troubles) == len(present):
+            raise min(troubles, key=lambda trouble: trouble.seconds)
+        waiting = [asyncio.create_task(supervisor.available.wait()) for supervisor in present]
+        try:
+            await asyncio.wait(waiting, timeout=LOOK_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in waiting:
+                task.cancel()
+    if any(supervisor.closed for supervisor in supervisors()):
+        raise EngineClosed("the engine is closed")

@@ -1,0 +1,115 @@
+"""What the server's process and the engine's process say to each other: msgpack, never pickle.
+
+server --> Start, then AddRequest, FinishRequests, LoadAdapter, UnloadAdapter, Shutdown       --> engine
+server <-- Busy until Ready, then Events, at least twice a second, and AdapterRead; Failed ends the engine <-- engine
+"""
+
+from typing import Any
+
+import msgspec
+
+from kvern.engine.model_facts import ModelFacts
+from kvern.request.events import EngineStatistics, TokenEvent
+from kvern.request.request import FinishReason, Progress, RequestSpec
+
+
+class WireMessage(msgspec.Struct, tag=True, array_like=True, gc=False):
+    """One message; arrays on the wire, the tag first."""
+
+
+class Start(WireMessage):
+    """The options, as built-in values; `model` is a folder."""
+
+    config: dict[str, Any]
+
+
+class AddRequest(WireMessage):
+    """Begin a request, or go on with those of its answers that are named in `progress`."""
+
+    spec: RequestSpec
+    progress: list[Progress] = []
+
+
+class FinishRequests(WireMessage):
+    """End requests: their client has gone, or a stop string was seen."""
+
+    request_ids: list[str]
+    reason: FinishReason = "abort"
+    stop_reason: str | None = None
+
+
+class LoadAdapter(WireMessage):
+    """Read the adapter in a folder; requests name it by its key, once AdapterRead has come."""
+
+    key: int
+    path: str
+
+
+class UnloadAdapter(WireMessage):
+    """Forget an adapter when the requests that use it have ended."""
+
+    key: int
+
+
+class Shutdown(WireMessage):
+    """End the process."""
+
+
+class Busy(WireMessage):
+    """A sign of life, while the model is loaded or before something that may take long.
+
+    silence  seconds for which nothing may be heard after it; 0: as many as `EngineConfig.longest_silence` says
+    """
+
+    silence: float = 0.0
+
+
+class Ready(WireMessage):
+    """The model is loaded; `report` says how long each stage took, `gpu` which one it runs on, by its UUID."""
+
+    max_model_len: int
+    max_batch_requests: int
+    report: str
+    gpu: str | None = None
+    model: ModelFacts = ModelFacts()
+    cache_tokens: int = 0
+    """Of finished requests the prefix cache keeps at most."""
+    homes: int = 1
+    """Ranks that each run `max_batch_requests` sequences, of requests of their own."""
+
+    @property
+    def sequences(self) -> int:
+        """That run at the same time at most."""
+        return self.homes * self.max_batch_requests
+
+
+class Failed(WireMessage):
+    """The engine cannot start, or a step failed; the process ends."""
+
+    reason: str
+
+
+class AdapterRead(WireMessage):
+    """An adapter can be used, or why not."""
+
+    key: int
+    error: str | None = None
+
+
+class Events(WireMessage):
+    """What one step did, and how the engine stands after it; without events a sign of life."""
+
+    events: list[TokenEvent]
+    statistics: EngineStatistics
+    seconds: float
+    silence: float = 0.0
+    """As of `Busy`."""
+    expert_tokens: list[list[int]] = []
+    """Now and then, where it is asked for: how many tokens each expert of each layer has had."""
+
+
+encode = msgspec.msgpack.Encoder().encode
+decode_for_engine = msgspec.msgpack.Decoder(
+    Start | AddRequest | FinishRequests | LoadAdapter | UnloadAdapter | Shutdown
+).decode
+decode_for_server = msgspec.msgpack.Decoder(Busy | Ready | Failed | AdapterRead | Events).decode

@@ -1,0 +1,193 @@
+"""What one engine is asked: requests that it has, or that its successor will get, and what became of them."""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+from kvern.engine.output import OutputProcessor
+from kvern.errors import KvernError, RequestFailed, in_a_line
+from kvern.observe.metrics import Metrics
+from kvern.request.events import TokenEvent
+from kvern.serving.generation import Generation
+from kvern.serving.prefix_record import PrefixRecord, answer_tokens, piece_keys
+from kvern.serving.probation import Probation
+from kvern.serving.supervisor import Supervisor
+from kvern.serving.turns import Turns
+from kvern.serving.wire import FinishRequests
+
+logger = logging.getLogger("kvern")
+
+
+class Workload:
+    """`outputs` turns events into answers; `probation` says who may run. `record` is of what the engine caches."""
+
+    def __init__(
+        self,
+        supervisor: Supervisor,
+        outputs: OutputProcessor,
+        probation: Probation,
+        turns: Turns,
+        metrics: Metrics,
+        record: PrefixRecord,
+    ) -> None:
+        self._supervisor = supervisor
+        self._outputs = outputs
+        self._probation = probation
+        self._turns = turns
+        self._metrics = metrics
+        self._record = record
+        self.running: dict[str, Generation] = {}
+        """By their ids, also those that wait."""
+        self.sequences = 0
+        """Of all that are running or wait."""
+        self.tokens = 0
+        """To be computed for them, about."""
+        self._ended = asyncio.Event()
+        self.begun_at = 0.0
+        """When those on trial, or all, were given to the present engine, by the monotonic clock."""
+
+    def cost(self, generation: Generation) -> tuple[bool, int]:
+        """Whether it would wait until another ends, and the tokens to be computed, about.
+
+        These are those of all that are here, and of its own prompt what is not cached.
+        """
+        full = self.sequences >= self._supervisor.link.ready.sequences
+        return full, self.tokens + self._uncached(generation)
+
+    def take(self, generation: Generation) -> None:
+        """Have the engine work on it when it may."""
+        self.running[generation.output.request_id] = generation
+        self.sequences += generation.spec.params.sequences
+        self._weigh(generation, self._uncached(generation) + answer_tokens(generation.spec))
+        self._record.add(generation.piece_keys)
+        if self._supervisor.is_ready and not self._probation.active:
+            self._begin(generation)
+
+    def give(self, generation: Generation, other: "Workload") -> None:
+        """Let another engine go on with it: this one does not have it, or is gone."""
+        self._remove(generation.output.request_id)
+        generation.lose()
+        other.take(generation)
+
+    def abort(self, generations: Sequence[Generation]) -> None:
+        """End those of them that have not ended and are here; their blocks are free after the step that runs."""
+        for generation in generations:
+            if self._remove(generation.output.request_id) is not None:
+                self._outputs.abort(generation.spec.answer_ids)
+                self._metrics.finished(generation.output, generation.times(time.monotonic()))
+                if not generation.first:
+                    self._turns.give_back(generation.owner, generation.spec.params.sequences)
+                self._supervisor.send(FinishRequests(generation.spec.answer_ids))
+                self.clear(generation)
+
+    def end(self, generation: Generation, error: RequestFailed) -> None:
+        """It cannot go on."""
+        generation.fail(error)
+        self.abort([generation])
+
+    async def until_ended(self, which: Callable[[Generation], bool] = lambda _: True) -> None:
+        """Wait until there is none of these here any more."""
+        while any(which(generation) for generation in self.running.values()):
+            self._ended.clear()
+            await self._ended.wait()
+
+    def close(self, error: KvernError) -> None:
+        """There is no engine any more."""
+        for generation in self.running.values():
+            generation.fail(error)
+        self.running.clear()
+        self._probation.end()
+
+    def deliver(self, events: Sequence[TokenEvent]) -> None:
+        """Let them grow by what the engine did."""
+        if not events:
+            return
+        now = time.monotonic()
+        changed, stopped = self._outputs.process(events)
+        for request_id, stop in stopped:
+            self._supervisor.send(FinishRequests([request_id], "stop", stop))
+        for output in changed:
+            generation = self.running.get(output.request_id)
+            if generation is not None:
+                if output.failure is not None:
+                    generation.error = RequestFailed(output.failure)
+                if output.finished or generation.error is not None or not generation.patient:
+                    generation.news.set()
+                self._count(generation, now)
+                if output.finished:
+                    self._remove(output.request_id)
+                    self._remember(generation)
+                generation.progress += 1
+                generation.spared = False
+                self.clear(generation)
+
+    def clear(self, generation: Generation) -> None:
+        """It got on, or has ended: nothing is to be feared of it now."""
+        if self._probation.active and self._probation.clear(generation.output.request_id):
+            self.begin()
+
+    def lose(self, adapters: Mapping[int, Exception]) -> None:
+        """End those whose adapters, by key, cannot be read any more."""
+        for generation in list(self.running.values()):
+            if (error := generation.lost_adapter(adapters)) is not None:
+                self.end(generation, error)
+
+    def resume(self) -> None:
+        """Go on with a new engine, as many as may."""
+        for generation in self.running.values():
+            generation.lose()
+        self.begin()
+
+    def begin(self) -> None:
+        """Give the engine those that may run and that it does not have."""
+        if self._supervisor.is_ready:
+            self.begun_at = time.monotonic()
+            for name in self._probation.on_trial or list(self.running):
+                generation = self.running.get(name)
+                if generation is not None and not generation.begun:
+                    self._begin(generation)
+
+    def _begin(self, generation: Generation) -> None:
+        """Give it to the engine, which takes requests."""
+        generation.begun_at = time.monotonic()
+        try:
+            self._supervisor.link.send(generation.message())
+        except Exception as error:
+            logger.exception("request %s cannot be sent to the engine", generation.output.request_id)
+            self.end(generation, RequestFailed(f"it cannot be sent to the engine: {in_a_line(error)}"))
+
+    def _uncached(self, generation: Generation) -> int:
+        return generation.spec.prompt_length - self._record.cached_tokens(generation.piece_keys)
+
+    def _remove(self, request_id: str) -> Generation | None:
+        generation = self.running.pop(request_id, None)
+        if generation is not None:
+            self.sequences -= generation.spec.params.sequences
+            self._weigh(generation, 0)
+            self._ended.set()
+        return generation
+
+    def _remember(self, generation: Generation) -> None:
+        """The next turn of a conversation begins with what is cached now: prompt and answer."""
+        if self._record.is_kept:
+            answer = generation.output.outputs[0].token_ids
+            self._record.add(piece_keys(generation.spec, answer, generation.piece_keys))
+
+    def _weigh(self, generation: Generation, tokens: int) -> None:
+        self.tokens += tokens - generation.tokens
+        generation.tokens = tokens
+
+    def _count(self, generation: Generation, now: float) -> None:
+        sequences = generation.spec.params.sequences
+        if not generation.progress:
+            self._weigh(generation, answer_tokens(generation.spec))
+        if generation.first:
+            self._metrics.next_token(now - generation.last)
+        else:
+            generation.first = now
+            self._turns.began(generation.spec.turn, generation.owner, sequences)
+            self._metrics.first_token(now - generation.asked)
+        generation.last = now
+        if generation.output.finished:
+            self._metrics.finished(generation.output, generation.times(now))

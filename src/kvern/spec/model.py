@@ -1,0 +1,388 @@
+"""What a model is, as data: the whole difference between two families, read from `config.json` by a family's function.
+
+    ModelSpec
+    |-- norm: NormSpec                      how every norm of a block computes
+    |-- block_norms: placement -> name      which norms a block has, and what the checkpoint calls them
+    |-- layers: LayerSpec, ...
+    |   |-- mixer: AttentionSpec            heads, scale, window
+    |   |     or LatentAttentionSpec        keys and values of all heads out of one vector for each token
+    |   |     or RecurrentSpec              a state of fixed size in place of keys and values
+    |   |     or TwoMixersSpec              attention and a state, over the same rows
+    |   |     or None                       this layer is an MLP alone
+    |   |-- rope: RopeSpec | None           None: this layer sees no positions
+    |   |-- mlp: MlpSpec | MoeSpec | None   None: this layer is a mixer alone
+    |   `-- experts: MoeSpec | None         beside the MLP
+    |-- per_layer: PerLayerSpec | None      inputs of each layer's own
+    |-- altup: AltUpSpec | None             several residual streams
+    |-- encoder: EncoderSpec | None         None: a decoder, which generates
+    `-- renames: Rename, ...                from the checkpoint's names to Llama's
+
+Nothing here imports torch; the modules are chosen from it once, when the `Decoder` is built.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal
+
+from kvern.spec.mixers import AttentionSpec, LatentAttentionSpec, RecurrentSpec, TwoMixersSpec
+from kvern.spec.rope_scaling import LinearScaling, RopeScaling
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2", "clamped_swiglu"]
+SWIGLU_SLOPE, SWIGLU_LIMIT = 1.702, 7.0
+"""Of the activation "clamped_swiglu", see `MoeSpec`."""
+Pooling = Literal["mean", "cls", "lasttoken"]
+Placement = Literal["attention_in", "attention_out", "mlp_in", "mlp_out"]
+
+
+@dataclass(frozen=True)
+class QueryScaling:
+    """Queries at position p are multiplied by `1 + beta * log(1 + floor(p / trained_len))`, as since Llama 4."""
+
+    beta: float
+    trained_len: int
+
+
+@dataclass(frozen=True)
+class RopeSpec:
+    """Rotary position embedding of the first `dim` entries of each head.
+
+    `interleaved`: the planes are the pairs (0, 1), (2, 3), ...; otherwise (0, dim/2), (1, dim/2 + 1), ...
+    `query_scaling`: queries grow with their position, too.
+    """
+
+    theta: float
+    dim: int
+    scaling: RopeScaling = LinearScaling()
+    interleaved: bool = False
+    query_scaling: QueryScaling | None = None
+
+
+@dataclass(frozen=True)
+class NormSpec:
+    """Root-mean-square or layer norm. `offset` is added to the stored weight (Gemma stores w - 1)."""
+
+    kind: Literal["rms", "layer"] = "rms"
+    epsilon: float = 1e-6
+    offset: float = 0.0
+    weight: bool = True
+    bias: bool = False
+
+
+@dataclass(frozen=True)
+class QueryKeyNormSpec:
+    """Norm of queries and keys.
+
+    `scope`: "head" has one weight [head_dim] for all heads, "each_head" one [heads, head_dim], and "row" normalises
+    over all heads together, weight [heads * head_dim]. `after_rope` tells on which side of the rotation it stands.
+    `values`: each head of the values is divided by its root mean square as well.
+    """
+
+    norm: NormSpec
+    scope: Literal["head", "each_head", "row"] = "head"
+    after_rope: bool = False
+    values: bool = False
+
+
+@dataclass(frozen=True)
+class MlpSpec:
+    """`down(activation(gate(x)) * up(x))`, or `down(activation(up(x)))` if not `gated`.
+
+    `gate_scale` multiplies what the gate gives, before its activation, `out_scale` what the MLP gives; both if `gated`.
+    `sparsity` > 0: of what the gate gives, before its activation, what exceeds a cutoff stays, and all else is 0; that
+    share of numbers that are spread normally is below it.
+    """
+
+    width: int
+    activation: Activation = "silu"
+    gated: bool = True
+    bias: bool = False
+    gate_scale: float = 1.0
+    out_scale: float = 1.0
+    sparsity: float = 0.0
+
+
+@dataclass(frozen=True)
+class MoeSpec:
+    """`top_k` of `experts` MLPs of `width`, `gated` or not, chosen by a linear router.
+
+    `scoring` makes the router's scores probabilities over all experts ("softmax"), or scores each alone and, if
+    `corrected`, corrects the choice by a learned bias ("sigmoid"). With `groups` > 1 the experts stand in so many of
+    one size, and a token chooses within `top_groups` of them: those with the highest score, or, of "sigmoid", those
+    whose two highest corrected scores add up to the most. `renormalize` divides the chosen scores by their sum,
+    `routed_scale` then multiplies them, and with `expert_scales` a learned number of each expert. `shared_width` > 0
+    adds an MLP that every token takes, times a sigmoid gate if `shared_gate`. With `latent` > 0 experts stand between
+    projections to rows of that size and back. `bias`: the router and the matrices of all experts have one. The
+    activation "clamped_swiglu" is `(up + 1) * gate * sigmoid(SWIGLU_SLOPE * gate)`, of a gate that is at most
+    SWIGLU_LIMIT and an up that is at most as far from 0.
+
+    With `placed_over` > 1 whole experts are placed over so many ranks, and `redundant` copies of some of them.
+    """
+
+    experts: int
+    top_k: int
+    width: int
+    activation: Activation = "silu"
+    scoring: Literal["softmax", "sigmoid"] = "softmax"
+    corrected: bool = True
+    groups: int = 1
+    top_groups: int = 1
+    renormalize: bool = True
+    routed_scale: float = 1.0
+    expert_scales: bool = False
+    shared_width: int = 0
+    shared_gate: bool = False
+    gated: bool = True
+    latent: int = 0
+    bias: bool = False
+    placed_over: int = 1
+    redundant: int = 0
+
+    @property
+    def first_width(self) -> int:
+        """Outputs of an expert's first product: of gate and up, or of up alone."""
+        return 2 * self.width if self.gated else self.width
+
+    @property
+    def slots(self) -> int:
+        """Experts that the rank with the most of them has."""
+        return -(-(self.experts + self.redundant) // self.placed_over)
+
+    @property
+    def has_plain_gate(self) -> bool:
+        """Whether experts are gated through SiLU or GELU, without biases."""
+        return self.gated and not self.bias and self.activation in ("silu", "gelu", "gelu_tanh")
+
+
+@dataclass(frozen=True)
+class PerLayerSpec:
+    """Inputs `[width]` of each token for each layer, beside what the layer before it hands on (Gemma 3n and 4).
+
+    They are rows of a table with `vocab_size` tokens, of which later ones take the first row, and a projection of the
+    token's embedding. Behind its MLP each layer projects the residual to `width`, and multiplies the activation of
+    that by its input.
+    """
+
+    width: int
+    vocab_size: int
+    activation: Activation
+
+
+@dataclass(frozen=True)
+class AltUpSpec:
+    """So many residual `streams`, of which layers compute one and correct all (AltUp, Gemma 3n).
+
+    Beside attention a product of rank `laurel_rank` is added (LAuReL). Layers have inputs of their own, too.
+    """
+
+    streams: int
+    laurel_rank: int
+
+
+@dataclass(frozen=True)
+class LayerSpec:
+    """A mixer, an MLP or both: one behind the other, each added to the residual.
+
+    `experts` stand beside the MLP, and are added to it, with norms of their own (Gemma 4).
+    """
+
+    mixer: AttentionSpec | LatentAttentionSpec | RecurrentSpec | TwoMixersSpec | None
+    rope: RopeSpec | None
+    mlp: MlpSpec | MoeSpec | None
+    experts: MoeSpec | None = None
+
+    @property
+    def mixers(self) -> tuple[AttentionSpec | LatentAttentionSpec | RecurrentSpec, ...]:
+        """One, none, or two."""
+        if isinstance(self.mixer, TwoMixersSpec):
+            return self.mixer.attention, self.mixer.recurrent
+        return () if self.mixer is None else (self.mixer,)
+
+    @property
+    def mixture(self) -> MoeSpec | None:
+        """Its experts, in the place of an MLP or beside one; None: it has none."""
+        return self.mlp if isinstance(self.mlp, MoeSpec) else self.experts
+
+    @property
+    def cached(self) -> AttentionSpec | None:
+        """What is kept of tokens in the KV cache, for itself and for layers that borrow it; None: nothing."""
+        for mixer in self.mixers:
+            if isinstance(mixer, LatentAttentionSpec):
+                return mixer.over_latents
+            if isinstance(mixer, AttentionSpec) and mixer.cache_of is None:
+                return mixer
+        return None
+
+    @property
+    def attention(self) -> AttentionSpec:
+        """That of a layer that attends to keys and values of its own. Raises TypeError for another."""
+        for mixer in self.mixers:
+            if isinstance(mixer, AttentionSpec):
+                return mixer
+        raise TypeError(f"a layer with a {type(self.mixer).__name__} has no keys and values of its own")
+
+
+@dataclass(frozen=True)
+class HeadSpec:
+    """What makes one number of a text's state: `out(norm(activation(dense(x))))`; `out` has a bias.
+
+    `norm` is the model's own norm of that place; None: there is none.
+    """
+
+    activation: Literal["tanh", "gelu"]
+    dense_bias: bool = True
+    norm: NormSpec | None = None
+
+
+@dataclass(frozen=True)
+class EncoderSpec:
+    """What is an encoder's own: a text is read as a whole, each token seeing those on both sides.
+
+    `positions` is the length of the table of learned positions, of which a text's first token takes the row
+    `first_position`; 0: there is no such table. `types` is that of the table of kinds of tokens, 0: there is none; the
+    second text of a pair is of `second_type`, others are of 0. Texts have `usual_len` tokens at most if nobody says
+    otherwise; None: as many as there are positions. A norm follows the sum of the embeddings. `post_norm`: a
+    norm also follows each sum of a block; else norms stand before its parts, but for the first attention, and one at
+    the end. `pooling` says how the states of a text become one: their mean, the first ("cls"), or the last. `head`
+    judges it; None: it is the text's embedding.
+    """
+
+    positions: int = 0
+    first_position: int = 0
+    types: int = 0
+    second_type: int = 0
+    usual_len: int | None = None
+    post_norm: bool = False
+    pooling: Pooling = "mean"
+    head: HeadSpec | None = None
+
+
+@dataclass(frozen=True)
+class Rename:
+    """A rule from the checkpoint's tensor names to Llama's.
+
+    `pattern` (a regular expression) is replaced by `replacement`, as `re.sub` does; where it matched and `transform` is
+    given, the tensor is replaced by `transform(tensor, spec)` before it is loaded. `by_rows`: each entry of its first
+    dimension becomes one, whatever the others are, so that a part of them can be loaded at a time.
+    """
+
+    pattern: str
+    replacement: str
+    transform: "Callable[[Tensor, ModelSpec], Tensor] | None" = None
+    by_rows: bool = False
+
+
+@dataclass(frozen=True)
+class PredictionSpec:
+    """A layer that joins a token's embedding to the state before it, and predicts the token behind, by its names.
+
+    A model may have one behind its own layers (multi-token prediction, DeepSeek-V3, https://arxiv.org/abs/2412.19437,
+    section 2.2). `layer` is the path of the layer, `joined` that of the projection of embedding and state side by side;
+    the norms are those of the embedding, of the state, and of what the layer gives, "": there is none. `normal`: what
+    the layer gives is its next state with that norm, else without.
+    """
+
+    layer: str
+    joined: str
+    embedding_norm: str = ""
+    hidden_norm: str = ""
+    norm: str = ""
+    normal: bool = False
+
+
+PRE_NORMS: Mapping[Placement, str] = {"attention_in": "input_layernorm", "mlp_in": "post_attention_layernorm"}
+POST_NORMS: Mapping[Placement, str] = {
+    "attention_out": "post_attention_layernorm",
+    "mlp_out": "post_feedforward_layernorm",
+}
+SANDWICH_NORMS: Mapping[Placement, str] = {
+    "attention_in": "input_layernorm",
+    "attention_out": "post_attention_layernorm",
+    "mlp_in": "pre_feedforward_layernorm",
+    "mlp_out": "post_feedforward_layernorm",
+}
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """A decoder-only language model, or an encoder.
+
+    `parallel`: attention and MLP read the same residual and are added together; without an "mlp_in" norm they also
+    share the "attention_in" norm. `residual_scale` multiplies what a block adds, `embedding_scale` the embeddings,
+    `logit_scale` the logits; `logit_softcap` c then replaces a logit l by c * tanh(l / c). `dtype` is the checkpoint's
+    ("bfloat16", ...; None: not stated). `generates`: false for one without an output layer, which gives embeddings
+    alone. `ignored` are regular expressions of checkpoint tensors that are not needed. `is_classifier`: its hidden
+    states are judged by a head of their own, and its logits mean nothing. `encoder`: it reads texts as a whole, and
+    `generates` nothing; None: it is a decoder. `layer_scalars`: what a layer hands on is multiplied by a number that it
+    stores. `prediction`: a layer behind the last that the checkpoint may have, which drafts tokens.
+    """
+
+    model_type: str
+    vocab_size: int
+    hidden_size: int
+    layers: tuple[LayerSpec, ...]
+    max_position_embeddings: int
+    norm: NormSpec = NormSpec()
+    block_norms: Mapping[Placement, str] = field(default_factory=lambda: PRE_NORMS, hash=False)
+    query_key_norm: QueryKeyNormSpec | None = None
+    parallel: bool = False
+    qkv_bias: bool = False
+    output_bias: bool = False
+    tie_word_embeddings: bool = False
+    lm_head_bias: bool = False
+    embedding_scale: float = 1.0
+    residual_scale: float = 1.0
+    logit_scale: float = 1.0
+    logit_softcap: float | None = None
+    bos_token_id: int | None = None
+    dtype: str | None = None
+    generates: bool = True
+    renames: tuple[Rename, ...] = ()
+    ignored: tuple[str, ...] = ()
+    is_classifier: bool = False
+    encoder: EncoderSpec | None = None
+    per_layer: PerLayerSpec | None = None
+    altup: AltUpSpec | None = None
+    layer_scalars: bool = False
+    prediction: PredictionSpec | None = None
+
+    @property
+    def augmented(self) -> bool:
+        """Layers have parts beside attention and MLP: inputs of their own, experts beside the MLP, or numbers."""
+        beside = any(layer.experts is not None for layer in self.layers)
+        return self.per_layer is not None or self.layer_scalars or beside
+
+    @property
+    def attending(self) -> tuple[LayerSpec, ...]:
+        """The layers that attend to keys and values of their own."""
+        return tuple(layer for layer in self.layers if any(isinstance(mixer, AttentionSpec) for mixer in layer.mixers))
+
+    @property
+    def attends_to_latents(self) -> bool:
+        """Whether any layer has multi-head latent attention."""
+        return any(isinstance(layer.mixer, LatentAttentionSpec) for layer in self.layers)
+
+    @property
+    def caching_layers(self) -> tuple[int, ...]:
+        """The places of the layers that store keys and values."""
+        return tuple(place for place, layer in enumerate(self.layers) if layer.cached is not None)
+
+    @property
+    def last_storing_layer(self) -> int:
+        """The place of the last layer that stores keys and values, or a state: those behind it attend to others'."""
+        states = [
+            place for place, layer in enumerate(self.layers) if any(isinstance(m, RecurrentSpec) for m in layer.mixers)
+        ]
+        return max((*self.caching_layers, *states), default=0)
+
+    @property
+    def attentions(self) -> tuple[AttentionSpec, ...]:
+        """Of the layers that store keys and values, in their order: what the KV cache is made for."""
+        return tuple(layer.cached for layer in self.layers if layer.cached is not None)
+
+    @property
+    def recurrent(self) -> tuple[RecurrentSpec, ...]:
+        """Of the layers that have states, in their order; none in most models."""
+        return tuple(mixer for layer in self.layers for mixer in layer.mixers if isinstance(mixer, RecurrentSpec))

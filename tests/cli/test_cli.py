@@ -1,0 +1,314 @@
+"""The command line: options and where they come from, one-line errors, and the conversation."""
+
+import json
+import os
+import pty
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvern import LLM, EngineConfig, SamplingParams
+from kvern.cli.chat import Conversation, with_parameter
+from kvern.cli.main import main
+from kvern.cli.options import SamplingOptions, read_defaults
+from kvern.errors import ConfigError, InvalidParameter
+from tests.support.tiny_model import make_tiny_model
+
+ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "NO_COLOR": "1"}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def llm(model: Path) -> Iterator[LLM]:
+    with LLM(str(model)) as engine:
+        yield engine
+
+
+def test_flag_goes_before_environment_before_file_before_default(tmp_path: Path) -> None:
+    file = tmp_path / "kvern.toml"
+    file.write_text('block_size = 32\nmax_tokens = 5\ntemperature = 1\nstop = ["a", "b"]\nprefix_cache = false\n')
+    variables = {"KVERN_MAX_TOKENS": "6", "KVERN_PREFIX_CACHE": "true", "KVERN_THREADS": "2", "HOME": "/"}
+    defaults = read_defaults(["run", "--config", str(file)], variables)
+    assert defaults.engine == EngineConfig(block_size=32, threads=2, prefix_cache=True)
+    assert defaults.sampling == SamplingOptions(max_tokens=6, temperature=1, stop=("a", "b"))
+    assert read_defaults([f"--config={file}"], {}).engine.prefix_cache is False
+    yaml = tmp_path / "kvern.yaml"
+    yaml.write_text("model: kvern-1m\nmax-tokens: 7\nstop: a\nhf_overrides: {rope_theta: 2.0}\ntls-cert: c.pem\n")
+    defaults = read_defaults(["--config", str(yaml)], {"KVERN_MODEL": "kvern-12m"})
+    assert defaults.engine == EngineConfig("kvern-12m", hf_overrides={"rope_theta": 2.0})
+    assert defaults.sampling == SamplingOptions(max_tokens=7, stop=("a",))
+    assert defaults.server.tls_cert == Path("c.pem")
+    assert read_defaults([], {"KVERN_TLS_CERT": "c.pem"}).server.tls_cert == Path("c.pem")
+    assert read_defaults([], {"KVERN_CONFIG": str(file)}).engine.block_size == 32
+    assert read_defaults([], {}).engine == EngineConfig()
+
+
+@pytest.mark.parametrize(
+    ("text", "variables", "reason"),
+    [
+        ("max_token = 5", {}, "max_token is no option: did you mean max_tokens?"),
+        ("", {"KVERN_TEMPRATURE": "1"}, "KVERN_TEMPRATURE is no option: did you mean temperature?"),
+        ("block_size = 'big'", {}, "block_size is 'big': expected int"),
+        ("", {"KVERN_THREADS": "many"}, "KVERN_THREADS is 'many'"),
+        ("dtype = 'int3'", {}, "dtype int3 is refused: there is no such format; dtype is one of auto, bfloat16,"),
+        ("block_size = 0", {}, "block_size is 0: it must be at least 1"),
+        ("= nonsense", {}, "is not valid TOML"),
+    ],
+)
+def test_unknown_and_wrong_options_are_refused(
+    tmp_path: Path, text: str, variables: dict[str, str], reason: str
+) -> None:
+    (tmp_path / "kvern.toml").write_text(text)
+    with pytest.raises(ConfigError) as error:
+        read_defaults(["--config", str(tmp_path / "kvern.toml")], variables)
+    assert reason in str(error.value)
+
+
+def test_every_option_of_the_engine_is_a_flag(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", "in.jsonl", "--help"]) == 0
+    shown = capsys.readouterr().out
+    for name, field in EngineConfig.__dataclass_fields__.items():
+        assert ("--adapter " if name == "adapters" else name.replace("_", "-")) in shown, field
+
+
+def test_help_names_what_is_taken_without_a_flag(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", "--help"]) == 0
+    assert "usage: kvern serve [MODEL] [options]" in capsys.readouterr().out
+
+
+def bad_commands(folder: Path, model: Path) -> Iterator[tuple[list[str], str]]:
+    (folder / "in.jsonl").write_text('{"prompt": "a"}\n')
+    files = [str(folder / "in.jsonl"), str(folder / "out.jsonl")]
+    known = ["--model", str(model)]
+    yield ["run", *files, "--model", "missing"], "model 'missing' is neither a folder nor an embedded model"
+    yield ["run", *files, *known, "--temperature", "-1"], "temperature is -1"
+    yield ["run", *files, *known, "--temperature", "nan"], "temperature is nan"
+    yield ["run", *files, *known, "--max-tokens", "0"], "max_tokens is 0"
+    yield ["run", *files, *known, "--top-p", "1.5"], "top_p is 1.5"
+    yield ["run", *files, *known, "--block-size", "0"], "block_size is 0"
+    yield ["run", "missing.jsonl", files[1], *known], "input missing.jsonl does not exist"
+    yield ["run", files[0], "/no/such/folder/out.jsonl", *known], "there is no folder /no/such/folder"
+    yield ["chat", "./missing"], "model './missing': there is no such folder"
+    yield ["run", *files, "--config", "missing.toml"], "configuration file missing.toml cannot be read"
+    yield ["run", *files, "--no-such-flag"], "there is no option --no-such-flag: kvern run --help lists all"
+    yield ["models", "--famlies"], "there is no option --famlies: did you mean --families?"
+
+
+def test_bad_input_is_one_line_and_exit_code_2(tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments, reason in bad_commands(tmp_path, model):
+        assert main(arguments) == 2, arguments
+        shown = capsys.readouterr()
+        assert shown.out == ""
+        assert len(shown.err.splitlines()) == 1, shown.err
+        assert shown.err.startswith("kvern: error: ")
+        assert reason in shown.err
+        assert not (tmp_path / "out.jsonl").exists()
+
+
+def test_run_answers_and_prints_the_table(tmp_path: Path, model: Path) -> None:
+    (tmp_path / "in.jsonl").write_text('{"prompt": "the fox", "max_tokens": 3}\n{\n')
+    result = subprocess.run(
+        [sys.executable, "-m", "kvern", "run", "in.jsonl", "out.jsonl", "--model", str(model)],
+        cwd=tmp_path,
+        env=ENVIRONMENT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert result.returncode == 1
+    for name in ("requests", "prompt tokens", "generated tokens", "tokens/s", "prefix-cache hit rate", "failed rows"):
+        assert name in result.stdout
+    assert "\x1b" not in result.stdout + result.stderr
+    assert result.stderr == "kvern: 1 rows failed: see out.errors.jsonl\n"
+    assert json.loads((tmp_path / "out.jsonl").read_text())["completion_tokens"] == 3
+
+
+def test_help_and_import_load_nothing_heavy() -> None:
+    script = (
+        "import sys, kvern, kvern.cli.main\n"
+        "try: kvern.cli.main.main(['--help'])\n"
+        "except SystemExit: pass\n"
+        "print(sorted({'torch', 'tokenizers', 'numpy', 'huggingface_hub', 'prompt_toolkit', 'jinja2', 'transformers'}"
+        " & set(sys.modules)))"
+    )
+    shown = subprocess.run(
+        [sys.executable, "-c", script], env=ENVIRONMENT, capture_output=True, text=True, check=True, timeout=120
+    )
+    assert shown.stdout.splitlines()[-1] == "[]"
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    import kvern
+
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"kvern {kvern.__version__}\n"
+
+
+def test_models_lists_what_can_run(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "none"))
+    monkeypatch.setenv("COLUMNS", "200")
+    assert main(["models"]) == 0
+    shown = capsys.readouterr().out
+    assert "kvern-12m" in shown and "kvern serve NAME" in shown
+    assert main(["models", "--families"]) == 0
+    families = capsys.readouterr().out.splitlines()
+    assert "llama" in families
+    assert len(families) > 20
+
+
+class Screen(list[str]):
+    @property
+    def text(self) -> str:
+        return "".join(self)
+
+
+def conversation(llm: LLM, **params: Any) -> tuple[Conversation, Screen]:
+    screen = Screen()
+    chosen = SamplingParams(**{"temperature": 0, "max_tokens": 5, **params})
+    return Conversation(llm, chosen, None, screen.append), screen
+
+
+def test_chat_answers_with_the_whole_conversation(llm: LLM) -> None:
+    talk, screen = conversation(llm)
+    assert talk.take("the fox")
+    first = llm.chat([{"role": "user", "content": "the fox"}], SamplingParams(temperature=0, max_tokens=5))
+    assert talk.messages[1] == {"role": "assistant", "content": first[0].outputs[0].text}
+    assert "[5 tokens, " in screen.text
+    talk.take("the dog")
+    second = llm.chat(talk.messages[:3], SamplingParams(temperature=0, max_tokens=5))
+    assert talk.messages[3]["content"] == second[0].outputs[0].text
+
+
+def test_chat_commands(llm: LLM) -> None:
+    talk, screen = conversation(llm)
+    for line in ("the fox", "/system be brief", "/help", "/nonsense", ""):
+        assert talk.take(line)
+    assert talk.messages == [{"role": "system", "content": "be brief"}]
+    assert "/reset" in screen.text
+    assert "unknown command /nonsense" in screen.text
+    talk.take("/set max_tokens 2")
+    talk.take("/set temperature hot")
+    talk.take("/set colour red")
+    assert "max_tokens = 2" in screen.text
+    assert "error: temperature: expected float" in screen.text
+    assert "error: no sampling parameter 'colour'" in screen.text
+    talk.take("the fox")
+    assert "[2 tokens, " in screen.text
+    talk.take("/reset")
+    assert len(talk.messages) == 1
+    assert not talk.take("/exit")
+
+
+def test_chat_survives_a_conversation_that_is_too_long(llm: LLM) -> None:
+    talk, screen = conversation(llm)
+    talk.take("word " * 600)
+    assert "error: " in screen.text
+    assert talk.messages == []
+    talk.take("the fox")
+    assert len(talk.messages) == 2
+
+
+class InterruptedLLM:
+    """The real engine, and a Ctrl-C at the third token."""
+
+    def __init__(self, llm: LLM) -> None:
+        self._llm = llm
+
+    def stream_chat(self, messages: Any, params: Any, **more: Any) -> Iterator[Any]:
+        for output in self._llm.stream_chat(messages, params, **more):
+            yield output
+            if len(output.outputs[0].token_ids) == 3:
+                signal.raise_signal(signal.SIGINT)
+
+
+def test_ctrl_c_stops_the_answer_and_keeps_it(llm: LLM) -> None:
+    screen = Screen()
+    params = SamplingParams(temperature=0, max_tokens=50, ignore_eos=True)
+    talk = Conversation(InterruptedLLM(llm), params, None, screen.append)  # type: ignore[arg-type]
+    assert talk.take("the fox")
+    assert "[stopped]" in screen.text
+    assert "[3 tokens" in screen.text
+    assert talk.messages[1]["role"] == "assistant"
+    assert talk.take("/reset")
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "value"),
+    [("temperature", "0.7", 0.7), ("seed", "none", None), ("stop", '["a", "b"]', ["a", "b"]), ("stop", "END", "END")],
+)
+def test_set_reads_any_parameter(name: str, text: str, value: object) -> None:
+    assert getattr(with_parameter(SamplingParams(), name, text), name) == value
+
+
+@pytest.mark.parametrize(("name", "text"), [("temperature", "-1"), ("n", "2"), ("top_k", "1.5"), ("none", "1")])
+def test_set_refuses_wrong_values(name: str, text: str) -> None:
+    with pytest.raises(InvalidParameter):
+        with_parameter(SamplingParams(), name, text)
+
+
+def test_chat_through_a_pipe(model: Path) -> None:
+    result = subprocess.run(
+        [sys.executable, "-m", "kvern", "chat", str(model), "--temperature", "0", "--max-tokens", "4"],
+        input="the fox\n/set max_tokens 2\nthe dog\n",
+        env=ENVIRONMENT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert (result.returncode, result.stderr) == (0, "")
+    assert "[4 tokens, " in result.stdout
+    assert "[2 tokens, " in result.stdout
+
+
+@pytest.fixture
+def terminal(model: Path) -> Iterator[tuple["subprocess.Popen[bytes]", int]]:
+    """``kvern chat`` on a terminal of its own."""
+    controller, side = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "kvern", "chat", "--model", str(model), "--temperature", "0", "--ignore-eos"],
+        stdin=side,
+        stdout=side,
+        stderr=side,
+        env={**ENVIRONMENT, "TERM": "xterm", "PROMPT_TOOLKIT_NO_CPR": "1"},
+        start_new_session=True,
+    )
+    os.close(side)
+    yield process, controller
+    process.kill()
+    process.wait()
+    os.close(controller)
+
+
+def read_until(controller: int, seen: Callable[[str], bool]) -> str:
+    shown = ""
+    deadline = time.monotonic() + 240
+    while not seen(shown):
+        ready, _, _ = select.select([controller], [], [], deadline - time.monotonic())
+        assert ready, f"nothing more came after {shown!r}"
+        shown += os.read(controller, 65536).decode(errors="replace")
+    return shown
+
+
+def test_chat_on_a_terminal(terminal: tuple["subprocess.Popen[bytes]", int]) -> None:
+    process, controller = terminal
+    prompt = "\x1b[?2004h"  # the terminal is told to bracket what is pasted: a line can be typed
+    read_until(controller, lambda shown: prompt in shown)
+    os.write(controller, b"/set max_tokens 3\r")
+    read_until(controller, lambda shown: prompt in shown.partition("max_tokens = 3")[2])
+    os.write(controller, b"the fox\r")
+    read_until(controller, lambda shown: prompt in shown.partition("[3 tokens, ")[2])
+    os.write(controller, b"\x04")
+    assert process.wait(240) == 0

@@ -1,0 +1,137 @@
+"""AsyncLLM: many coroutines, one engine, and what happens when somebody leaves or the engine ends."""
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvern import LLM, AsyncLLM, SamplingParams
+from kvern.errors import InvalidRequest
+from tests.support.idle import is_idle
+from tests.support.internals import core_of, engine_of
+
+GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+LONG = GREEDY.replace(max_tokens=100)
+PROMPTS = ["the quick brown fox", "jumps over the lazy dog and over the fox", "a"]
+MESSAGES = [{"role": "user", "content": "the fox"}]
+
+
+def serve(tiny_model: Path, work: Callable[[AsyncLLM], Any], **options: Any) -> Any:
+    """Run a coroutine with an engine that closes after it, and is idle then."""
+
+    async def main() -> Any:
+        async with AsyncLLM(str(tiny_model), max_model_len=256, threads=1, **options) as llm:
+            result = await asyncio.wait_for(work(llm), 240)
+        assert is_idle(llm)
+        return result
+
+    return asyncio.run(main())
+
+
+def test_async_verbs_answer_like_those_of_llm(tiny_llm: LLM, tiny_model: Path) -> None:
+    async def work(engine: AsyncLLM) -> None:
+        found = await engine.generate(PROMPTS, GREEDY)
+        assert [result.outputs for result in found] == [result.outputs for result in tiny_llm.generate(PROMPTS, GREEDY)]
+        (chat,) = await engine.chat(MESSAGES, GREEDY)
+        assert chat.outputs == tiny_llm.chat(MESSAGES, GREEDY)[0].outputs
+        async for output in engine.stream_chat(MESSAGES, GREEDY):
+            last = output
+        assert last.finished and last.outputs == chat.outputs
+        assert engine.statistics().requests == 5
+
+    serve(tiny_model, work)
+
+
+def test_async_streams_share_batches(tiny_model: Path) -> None:
+    async def read(engine: AsyncLLM, number: int) -> list[int]:
+        texts = [""]
+        async for output in engine.stream([5 + number, 6, 7], GREEDY.replace(max_tokens=40)):
+            assert output.outputs[0].text.startswith(texts[-1])
+            texts.append(output.outputs[0].text)
+        return output.outputs[0].token_ids
+
+    async def work(engine: AsyncLLM) -> None:
+        alone = [await read(engine, number) for number in range(6)]
+        before = engine.statistics().steps
+        assert await asyncio.gather(*(read(engine, number) for number in range(6))) == alone
+        assert engine.statistics().steps - before < 6 * 40
+
+    serve(tiny_model, work)
+
+
+def test_cancelling_aborts(tiny_model: Path) -> None:
+    async def read(engine: AsyncLLM, started: asyncio.Event) -> None:
+        async for _ in engine.stream(PROMPTS[0], LONG.replace(max_tokens=200)):
+            started.set()
+
+    async def work(engine: AsyncLLM) -> None:
+        started = asyncio.Event()
+        task = asyncio.create_task(read(engine, started))
+        await started.wait()
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        await engine.generate(PROMPTS[1], GREEDY)  # after the abort, in the engine's order
+        assert not engine_of(engine).has_work and engine.statistics().generation_tokens < 200
+
+    serve(tiny_model, work)
+
+
+def test_leaving_an_async_stream_aborts(tiny_model: Path) -> None:
+    async def work(engine: AsyncLLM) -> None:
+        stream = engine.stream(PROMPTS[0], LONG.replace(max_tokens=200))
+        async for _ in stream:
+            break
+        await stream.aclose()  # type: ignore[attr-defined]
+        await engine.generate(PROMPTS[1], GREEDY)
+        assert not engine_of(engine).has_work
+
+    serve(tiny_model, work)
+
+
+def test_async_errors_reach_who_asked(tiny_model: Path) -> None:
+    async def work(engine: AsyncLLM) -> None:
+        good = asyncio.create_task(engine.generate(PROMPTS[0], GREEDY))
+        with pytest.raises(InvalidRequest, match="the prompt is empty"):
+            await engine.generate(["a", ""], GREEDY)
+        with pytest.raises(InvalidRequest, match="token id 400"):
+            async for _ in engine.stream([400]):
+                pass
+        assert len((await good)[0].outputs[0].token_ids) == 12
+
+    serve(tiny_model, work)
+
+
+def test_a_failing_engine_tells_everybody(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def work(engine: AsyncLLM) -> None:
+        def broken(output: Any) -> Any:
+            raise RuntimeError("the device is gone")
+
+        monkeypatch.setattr(core_of(engine).executor, "submit", broken)
+        waiting = [asyncio.create_task(engine.generate(prompt, LONG)) for prompt in PROMPTS]
+        for task in waiting:
+            with pytest.raises(RuntimeError, match="the device is gone"):
+                await task
+        with pytest.raises(RuntimeError, match="the device is gone"):
+            await engine.generate(PROMPTS[0], GREEDY)
+
+    serve(tiny_model, work)
+
+
+def test_closing_an_async_engine_ends_its_streams(tiny_model: Path) -> None:
+    async def main() -> None:
+        engine = AsyncLLM(str(tiny_model), max_model_len=256, threads=1)
+        stream = engine.stream(PROMPTS[0], LONG.replace(max_tokens=250))
+        await anext(stream)
+        await asyncio.to_thread(engine.close)
+        with pytest.raises(RuntimeError, match="the engine is closed"):
+            async for _ in stream:
+                pass
+        with pytest.raises(RuntimeError, match="the engine is closed"):
+            await engine.generate(PROMPTS[0], GREEDY)
+        assert is_idle(engine)
+        engine.close()
+
+    asyncio.run(main())

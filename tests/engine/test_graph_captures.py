@@ -1,0 +1,111 @@
+"""Which decode steps are captured, and in which order; and when an engine finds time for it."""
+
+import os
+from typing import Any
+
+import pytest
+
+from kvern.request.events import EngineStatistics
+from kvern.runner.graph_captures import Captured, captures, padded_size, smallest
+from kvern.serving.process import serve
+from kvern.serving.wire import FinishRequests, Shutdown, encode
+
+
+def test_few_sizes_serve_all_and_pad_little() -> None:
+    sizes = {padded_size(requests) for requests in range(1, 513)}
+    assert len(sizes) < 24
+    for requests in range(1, 513):
+        size = padded_size(requests)
+        assert size == min(other for other in sizes if other >= requests)
+        assert size - requests < max(8, requests / 4)
+
+
+@pytest.mark.parametrize("prefixes", [True, False])
+@pytest.mark.parametrize("adapters", [True, False])
+def test_every_step_has_its_graph_and_the_likeliest_come_first(prefixes: bool, adapters: bool) -> None:
+    order = list(captures(100, prefixes, adapters))
+    sizes = {padded_size(requests) for requests in range(1, 101)}
+    assert len(order) == len(set(order))
+    for adapted in (False, True):
+        for options in (False, True):
+            plain = {item.size for item in order if item[1:] == (options, False, adapted)}
+            behind_prefixes = {item.size for item in order if item[1:] == (options, True, adapted)}
+            assert plain == (sizes if adapters or not adapted else set())
+            assert behind_prefixes == ({size for size in plain if size >= 4} if prefixes else set())
+    assert order[: len(sizes)] == [Captured(size, False, False, False) for size in sorted(sizes, reverse=True)]
+
+
+def test_stages_before_the_last_have_no_graphs_that_only_sample_otherwise() -> None:
+    """So they have made theirs when the last has, which says when all are done."""
+    last, first = (list(captures(100, True, True, samples)) for samples in (True, False))
+    assert first == [item for item in last if not item.options]
+
+
+def test_a_step_whose_graph_is_missing_takes_the_next_larger_of_its_kind() -> None:
+    there = [Captured(64, False, False, False), Captured(32, False, False, False), Captured(4, False, True, False)]
+    assert smallest(there, 3, False, False) == there[1]
+    assert smallest(there, 30, False, False) == there[1]
+    assert smallest(there, 33, False, False) == there[0]
+    assert smallest(there, 65, False, False) is None
+    assert smallest(there, 3, True, False) is None
+    assert smallest(there, 3, False, True) is None
+
+
+class Core:
+    """Three graphs are missing, and every message makes work for two steps."""
+
+    def __init__(self) -> None:
+        self.done: list[str] = []
+        self.missing, self.steps = 3, 0
+
+    @property
+    def has_work(self) -> bool:
+        return self.steps > 0
+
+    @property
+    def executor(self) -> "Core":
+        return self
+
+    def spare_seconds(self) -> float:
+        return 0.0
+
+    def idle(self) -> bool:
+        self.missing -= 1
+        self.done.append("captures")
+        return self.missing > 0
+
+    def step(self) -> list[Any]:
+        self.steps -= 1
+        self.done.append("step")
+        return []
+
+    def finish(self, request_ids: list[str], reason: str, stop_reason: str | None) -> None:
+        self.steps += 2
+
+    def statistics(self) -> EngineStatistics:
+        return EngineStatistics()
+
+
+class Socket:
+    """Has a message after the first capture, and the last one when the engine waits for one."""
+
+    def __init__(self, core: Core) -> None:
+        self._core = core
+        self._messages: list[Any] = [FinishRequests(["a"]), Shutdown()]
+
+    def poll(self, milliseconds: int) -> bool:
+        if milliseconds:
+            self._core.done.append("waits")
+        return bool(milliseconds) or (self._core.done == ["captures"] and len(self._messages) == 2)
+
+    def recv(self) -> bytes:
+        return encode(self._messages.pop(0))
+
+    def send(self, data: bytes) -> None:
+        pass
+
+
+def test_an_engine_captures_one_graph_at_a_time_while_nothing_runs() -> None:
+    core = Core()
+    serve(Socket(core), core, os.getppid())  # type: ignore[arg-type]
+    assert core.done == ["captures", "step", "step", "captures", "captures", "waits"]

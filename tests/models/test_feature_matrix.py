@@ -1,0 +1,286 @@
+"""Features of a request and of the engine, two and two and all together, in real requests: each keeps its promise.
+
+Whatever a request asks for beside, its answers are those that it gets alone, at once, from an engine with room and
+without a prefix cache; on top of that every feature is checked by what it alone promises. `docs/features.md` is made
+from the tests here and elsewhere that are marked with the features that they combine.
+"""
+
+import asyncio
+import itertools
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from kvern import LLM, AsyncLLM
+from kvern.errors import ConfigError
+from kvern.request.request import Request
+from kvern.request.structured_output import StructuredOutput
+from tests.support.combined_answers import check_same, pieces
+from tests.support.combined_features import (
+    ADAPTERS,
+    FEATURES,
+    PROMISED,
+    Alone,
+    Ask,
+    Result,
+    Run,
+    at_once,
+    streamed,
+)
+from tests.support.combined_questions import RECORD
+from tests.support.combined_requests import TOGETHER, asks_with, plain_asks, random_model, too_little_room
+from tests.support.feature_matrix import ROOT, page, several_ranks
+from tests.support.idle import is_idle
+from tests.support.internals import core_of, vocab_size_of
+from tests.support.served import serving
+from tests.support.speculation import AnyLength, Remembered
+from tests.support.tool_questions import gathered
+
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # within PEFT
+
+
+EVERYWHERE = frozenset(["prefix cache", "preemption", "streaming", "speculation"])
+"""Features that an engine has for all of its requests."""
+
+
+def run_batch(asks: Sequence[Ask], of_engine: frozenset[str], alone: Alone) -> tuple[list[Result], Run]:
+    """One engine with these features answers all of them in one batch; with a prefix cache for the second time, and,
+    where nobody's prompt stays cached for as long as a batch takes, the last request without company twice more."""
+    options = dict(alone.options)
+    for name in of_engine:
+        options |= FEATURES[name].options()
+    if "preemption" in of_engine:
+        options["kv_cache_tokens"] = options["max_model_len"] = too_little_room(asks, alone)
+        options["windowed_kv_cache"] = "off"  # else there is room for all
+    rounds = [asks] * (2 if "prefix cache" in of_engine else 1)
+    if {"prefix cache", "preemption"} <= of_engine:
+        rounds += 2 * [[next(ask for ask in reversed(asks) if ask.features and ask.params.sequences == 1)]]
+    llm = AsyncLLM(**options) if "streaming" in of_engine else LLM(**options)
+    preempted = watch_preemptions(llm)
+    if "speculation" in of_engine:
+        found = [alone(ask).output for ask in asks]
+        texts = [[*output.prompt_token_ids, *answer.token_ids] for output in found for answer in output.outputs]
+        core_of(llm).drafting = AnyLength(Remembered(texts), vocab_size_of(llm))
+    each: list[list[Result]] = []
+    counts = [0]
+
+    def count(results: list[Result]) -> None:
+        each.append(results)
+        counts.append(llm.statistics().cached_tokens)
+
+    async def follow(llm: AsyncLLM) -> None:
+        async with llm:
+            for asked in rounds:
+                count(await streamed(llm, asked))
+
+    if isinstance(llm, AsyncLLM):
+        asyncio.run(follow(llm))
+    else:
+        with llm:
+            for asked in rounds:
+                count(at_once(llm, asked))
+    assert is_idle(llm)
+    assert bool(preempted) == bool(llm.statistics().preemptions)
+    batches = [results for results in each if len(results) == len(asks)]
+    for result, before in zip(batches[-1], batches[0], strict=True):
+        result.cached_before = before.output.cached_tokens
+    seen = llm.statistics()
+    drafts = seen.draft_tokens, seen.accepted_tokens
+    run = Run(preempted, [after - before for before, after in itertools.pairwise(counts)][:2], alone, drafts)
+    if len(each) > len(batches):
+        run.repeated = each[-1][0].output
+    return batches[-1], run
+
+
+def watch_preemptions(llm: LLM | AsyncLLM) -> set[str]:
+    """The ids of the outputs whose requests will be preempted."""
+    scheduler = core_of(llm).scheduler
+    preempt, seen = scheduler._preempt, set[str]()
+
+    def watched(request: Request) -> None:
+        seen.update(answer.partition("#")[0] for answer in request.answer_ids)
+        preempt(request)
+
+    scheduler._preempt = watched  # type: ignore[method-assign]
+    return seen
+
+
+def check_combinations(combinations: Sequence[frozenset[str]], alone: Alone, times: int = 2) -> None:
+    """Requests of each combination in one batch with plain ones, by an engine with all that any of them needs."""
+    asks = plain_asks()  # before the others, which are then the first to lose their blocks
+    asks += [ask for features in combinations for ask in asks_with(features, times)]
+    of_engine = EVERYWHERE & frozenset().union(*combinations)
+    results, run = run_batch(asks, of_engine, alone)
+    for result in results:
+        for answer, expected in zip(result.answers, alone(result.ask).answers, strict=True):
+            check_same(answer, expected)
+    for features in combinations:
+        mine = [result for result in results if result.ask.features == features]
+        assert mine
+        for name in features:
+            FEATURES[name].check(mine, run)
+
+
+@pytest.fixture(scope="module")
+def alone(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Alone]:
+    """Of the embedded model where a test names no family, else of a random one with its tokenizer and template."""
+    family = getattr(request, "param", None)
+    made = Alone(**({} if family is None else random_model(family, tmp_path_factory.mktemp(family))))
+    yield made
+    made.check()
+
+
+def marks_of(pair: tuple[str, str]) -> list[pytest.MarkDecorator]:
+    """By day, those of a request meet others only in what is tried together; each is tried alone, too."""
+    at_night = len({*pair}) == 2 and not {*pair} <= EVERYWHERE
+    return [pytest.mark.features(*pair), *([pytest.mark.nightly] if at_night else [])]
+
+
+PAIRS = [
+    pytest.param(frozenset(pair), id="+".join(sorted(set(pair), key=list(FEATURES).index)), marks=marks_of(pair))
+    for pair in itertools.combinations_with_replacement(FEATURES, 2)
+]
+
+
+@pytest.mark.parametrize("features", PAIRS)
+def test_two_features(features: frozenset[str], alone: Alone) -> None:
+    check_combinations([features], alone)
+
+
+OTHERS = ("qwen3_5", "gpt_oss", "deepseek_v3")
+"""Families with states, with sinks and windows, and with latents."""
+KIN = ("nemotron_h", "granitemoehybrid", "falcon_h1")
+"""Those that keep other states: all features in one batch, at night."""
+BY_DAY = [*itertools.product(OTHERS, ["beams+LoRA"]), ("qwen3_5", "prefix cache+preemption")]
+"""What moves most of what a family keeps of a request; all other pairs are tried at night."""
+OTHER_PAIRS = [
+    pytest.param(
+        family,
+        param.values[0],
+        id=f"{family}-{param.id}",
+        marks=[] if (family, param.id) in BY_DAY else pytest.mark.nightly,
+    )
+    for family in OTHERS
+    for param in PAIRS
+]
+
+
+@pytest.mark.parametrize(("alone", "features"), OTHER_PAIRS, indirect=["alone"])
+def test_two_features_of_other_models(features: frozenset[str], alone: Alone) -> None:
+    check_combinations([features], alone, times=1)
+
+
+REFUSED: dict[str, set[str]] = {
+    "qwen3_5": {"deterministic", "kv_tier"},
+    "gpt_oss": set(),
+    "deepseek_v3": {"kv_cache_dtype"},
+}
+"""What an engine of a family does not take; all features above it does."""
+ENGINE_OPTIONS: dict[str, object] = {
+    "deterministic": True,
+    "kv_tier": "tier of a table",
+    "kv_cache_dtype": "int8",
+    "quantization": "int8",
+    "proposer": "ngram",
+}
+
+
+@pytest.mark.parametrize(("alone", "refused"), REFUSED.items(), indirect=["alone"], ids=REFUSED)
+def test_options_of_engines_are_taken_or_refused_by_name(alone: Alone, refused: set[str]) -> None:
+    found = set()
+    for name, value in ENGINE_OPTIONS.items():
+        try:
+            LLM(**alone.options | {"prefix_cache": True, "adapters": {}, name: value}).close()
+        except ConfigError as error:
+            if name not in str(error):
+                raise
+            found.add(name)
+    assert found == refused
+
+
+RARE = ("top_n_sigma", "xtc_probability", "dynatemp_range")
+
+
+@pytest.mark.features(*FEATURES)
+def test_everything_at_once(alone: Alone) -> None:
+    """Requests of several features each, all in one batch that is streamed, preempted and taken from the cache."""
+    pairs = itertools.combinations(FEATURES, 2)
+    assert all(any({*pair} <= features | EVERYWHERE for features in TOGETHER) for pair in pairs), "in one request each"
+    check_combinations([features | EVERYWHERE for features in TOGETHER], alone, times=1)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("alone", [*OTHERS, *KIN], indirect=True)
+def test_everything_at_once_of_other_models(alone: Alone) -> None:
+    check_combinations([features | EVERYWHERE for features in TOGETHER], alone, times=1)
+
+
+def body_of(ask: Ask) -> dict[str, Any]:
+    """The request for `/v1/chat/completions`."""
+    params = ask.params
+    body: dict[str, Any] = {"model": ask.adapter or "kvern-1m", "messages": ask.messages, "stream": True, **ask.tools}
+    body["stream_options"] = {"include_usage": True}
+    body |= {"max_tokens": params.max_tokens, "temperature": params.temperature, "n": params.n, "seed": params.seed}
+    if params.logprobs is not None:
+        body |= {"logprobs": True, "top_logprobs": params.logprobs}
+    if params.structured is not None:
+        form = {"name": "record", "schema": params.structured.json, "strict": True}
+        body["response_format"] = {"type": "json_schema", "json_schema": form}
+    own = ("dry_multiplier", "dry_allowed_length", "dry_sequence_breakers", *RARE)
+    body["extra_body"] = {name: getattr(params, name) for name in own}
+    if params.beam_width is not None:
+        body["extra_body"] |= {"use_beam_search": True, "best_of": params.beam_width}
+    return {name: value for name, value in body.items() if value is not None}
+
+
+@pytest.mark.features(*FEATURES)
+def test_everything_at_once_over_http(alone: Alone) -> None:
+    """The same batch as streams of a server without room."""
+    asks = [ask for features in TOGETHER for ask in asks_with(features, 1)] + plain_asks()
+    size = str(too_little_room(asks, alone))
+    adapters = [argument for name, folder in ADAPTERS.items() for argument in ("--adapter", f"{name}={folder}")]
+    sizes = ["--kv-cache-tokens", size, "--max-model-len", size, "--block-size", "4", "--threads", "1"]
+    options = ["--dtype", "float32", "--proposer", "ngram", *adapters, *sizes]
+    with serving("--model", "kvern-1m", *options) as served:
+        client = served.client()
+
+        def answered(ask: Ask) -> tuple[list[dict[str, Any]], int]:
+            chunks = list(client.chat.completions.create(**body_of(ask)))
+            return gathered(chunks, ask.params.n), chunks[-1].usage.prompt_tokens_details.cached_tokens
+
+        with ThreadPoolExecutor(len(asks)) as pool:
+            found = [list(pool.map(answered, asks)) for _ in range(2)][1]
+        assert served.figure("num_preemptions_total") > 0
+        assert served.figure("spec_decode_num_draft_tokens_total") > 0
+    assert any(cached for ask, (_, cached) in zip(asks, found, strict=True) if ask.params.sequences == 1)
+    for ask, (choices, _) in zip(asks, found, strict=True):
+        for choice, answer in zip(choices, alone(ask).answers, strict=True):
+            content, calls = pieces(answer)
+            assert (choice["content"], [tuple(call) for call in choice["calls"]]) == (content, calls)
+            assert choice["tokens"] == len(answer.logprobs or ())
+
+
+def test_a_demanded_call_goes_before_a_record(alone: Alone) -> None:
+    asked = replace(asks_with(frozenset(["tools"]), 1)[0], features=frozenset())
+    plain = [pieces(answer) for answer in alone(asked).answers]
+    assert all(calls for _, calls in plain)
+    with_form = alone(asked.sampling(structured=StructuredOutput(json=RECORD)))
+    assert [pieces(answer) for answer in with_form.answers] == plain
+
+
+def test_the_page_is_current_and_no_cell_is_empty() -> None:
+    command = [sys.executable, "-m", "tests.support.feature_matrix"]
+    made = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert made == (ROOT / "docs/features.md").read_text(), "python -m tests.support.feature_matrix > docs/features.md"
+    tests = {param.id: param.values[0] for param in PAIRS if param.id != "tools+n"}
+    with pytest.raises(SystemExit, match="no test combines tools and n"):
+        page(tests, PROMISED)
+    tried = {"1": frozenset(["n", "tp"])}
+    assert "[1](#n-tp)" in several_ranks(tried, {"n": ""}, ["tp"])
+    with pytest.raises(SystemExit, match="no test combines n and dp"):
+        several_ranks(tried, {"n": ""}, ["tp", "dp"])

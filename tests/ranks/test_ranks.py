@@ -1,0 +1,111 @@
+"""What several ranks decide together, and steps that are run in parts: the same everywhere, from plain data."""
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from kvern.config import EngineConfig
+from kvern.errors import ConfigError
+from kvern.models.registry import spec_from_config
+from kvern.request.step import BlockLoad, ModelRunnerOutput, ScheduledTokens, SchedulerOutput
+from kvern.runner.plan import REQUIRED_KERNELS, Findings, Layout, Plan, Room, agree, lay_out
+from kvern.runner.step_parts import StepParts, StepTooLarge
+
+SPEC = spec_from_config(
+    {
+        "model_type": "llama",
+        "vocab_size": 100,
+        "hidden_size": 64,
+        "intermediate_size": 64,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 4,
+        "max_position_embeddings": 128,
+        "rms_norm_eps": 1e-6,
+    }
+)
+CONFIG = EngineConfig(model="model", max_batch_requests=8)
+ALL = REQUIRED_KERNELS | {"attention", "linear", "norm"}
+
+
+def found(*kernels: frozenset[str]) -> list[Findings]:
+    return [Findings("cuda", "bfloat16", each, f"GPU-{rank}") for rank, each in enumerate(kernels)]
+
+
+def test_what_does_not_work_on_one_rank_is_used_by_none() -> None:
+    plan = agree(found(ALL, ALL - {"linear"}, ALL - {"attention"}), CONFIG, SPEC)
+    assert plan.kernels == REQUIRED_KERNELS | {"norm"}
+    assert (plan.linear_backend, plan.attention_backend) == ("cublas", "torch_sdpa")
+    assert plan.gpus == ("GPU-0", "GPU-1", "GPU-2")
+    assert agree(found(ALL), CONFIG, SPEC).attention_backend == "auto"
+    assert not agree(found(ALL, ALL - {"batch"}), CONFIG, SPEC).kernels, "the batch lives on every device or on none"
+
+
+def test_the_fullest_rank_bounds_the_cache() -> None:
+    plan = agree(found(ALL, ALL), CONFIG, SPEC)
+    rooms = [Room(100_000, 100), Room(64_000, 200), Room(90_000, 100)]
+    layout = lay_out(rooms, plan, CONFIG)
+    assert layout.blocks * layout.block_size == 320
+    assert lay_out(rooms[:1], plan, CONFIG).blocks == 63, "of 1000 tokens"
+    with pytest.raises(ConfigError, match="the KV cache has room for 10 tokens"):
+        lay_out([*rooms, Room(1000, 100)], plan, EngineConfig(model="model", max_model_len=64))
+
+
+def test_a_library_that_one_rank_lacks_attends_nowhere() -> None:
+    plan = agree(found(ALL, ALL), CONFIG, SPEC)
+    both = frozenset({"triton", "flashinfer"})
+    rooms = [Room(100_000, 100, {"decode": "triton", "mixed": "flashinfer"}, both), Room(100_000, 100, {}, both)]
+    assert lay_out(rooms, plan, CONFIG).attention == {"decode": "triton", "mixed": "flashinfer"}
+    rooms[1] = Room(100_000, 100, {"decode": "triton", "mixed": "triton"}, frozenset({"triton"}))
+    assert lay_out(rooms, plan, CONFIG).attention == {"decode": "triton", "mixed": "triton"}
+
+
+def test_all_of_it_can_be_sent() -> None:
+    plan = agree(found(ALL), CONFIG, SPEC)
+    room = Room(100_000, 100, {"decode": "triton"}, frozenset({"triton"}))
+    values: list[Any] = [*found(ALL), plan, room, lay_out([room], plan, CONFIG)]
+    for value, kind in zip(values, (Findings, Plan, Room, Layout), strict=True):
+        assert msgspec.msgpack.decode(msgspec.msgpack.encode(value), type=kind) == value
+
+
+class SmallDevice:
+    """Holds a few tokens at a time; a step samples the position that follows."""
+
+    def __init__(self, most: int) -> None:
+        self.most, self.ran, self.grown = most, [0][:0], [0][:0]
+
+    def execute(self, output: SchedulerOutput) -> Any:
+        self.grown += [slot for slot, _, _ in output.grown]
+        if output.token_count > self.most:
+            raise StepTooLarge("(0 MiB free)") from MemoryError("too little")
+        self.ran.append(output.token_count)
+        tokens = [[item.start + item.count] if item.sampled else [] for item in output.scheduled]
+        loaded = [(item.load, 1) for item in output.loads]
+        made = ModelRunnerOutput(tokens, [None] * len(tokens), [None] * len(tokens), loaded=loaded)
+        return type("Result", (), {"result": lambda self: made})()
+
+
+def test_a_step_that_is_too_large_is_cut_and_so_are_later_ones() -> None:
+    device = SmallDevice(6)
+    steps = StepParts(device.execute)
+    scheduled = [ScheduledTokens(0, 0, 15, 1), ScheduledTokens(1, 9, 1, 1), ScheduledTokens(2, 4, 4, 0)]
+    for number, tried in ((1, [0]), (2, [0, 0])):
+        result = steps.execute(SchedulerOutput(number, grown=[(0, 0, [5])], scheduled=scheduled)).result()
+        assert result.token_ids == [[15], [10], []]
+        assert device.grown == tried, "differences come once"
+        assert sum(device.ran) == 20 * number and max(device.ran) <= 6
+
+
+@pytest.mark.parametrize("count", [2, 15])
+def test_what_the_parts_of_a_step_have_loaded_is_told_once(count: int) -> None:
+    steps = StepParts(SmallDevice(6).execute)
+    scheduled = [ScheduledTokens(slot, 0, 15, 1) for slot in range(15 // count)]
+    steps.execute(SchedulerOutput(1, scheduled=scheduled)).result()
+    output = SchedulerOutput(2, scheduled=scheduled, loads=[BlockLoad(7, b"key", 3)])
+    assert steps.execute(output).result().loaded == [(7, 1)]
+
+
+@pytest.mark.parametrize("item", [ScheduledTokens(0, 3, 1, 1), ScheduledTokens(0, 3, 5, 5)], ids=["token", "drafts"])
+def test_what_cannot_be_cut_fails_with_its_cause(item: ScheduledTokens) -> None:
+    with pytest.raises(MemoryError, match="too little"):
+        StepParts(SmallDevice(0).execute).execute(SchedulerOutput(1, scheduled=[item]))

@@ -1,0 +1,318 @@
+"""Who may use the server and how much: queue, keys, fairness, deadlines, isolation, TLS, sockets, prefixes, logs."""
+
+import concurrent.futures
+import contextlib
+import json
+import signal
+import socket
+import ssl
+import subprocess
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+import httpx2
+import openai
+import pytest
+
+from kvern.cli.main import main
+from kvern.server.admission import Admission, KeyLimits
+from kvern.server.keys import ApiKey, client_of
+from kvern.serving.client import EngineClient
+from tests.support.served import KEY, PATIENCE, SMALL, STORY, Served, eventually, serving
+
+LONG: dict[str, Any] = STORY | {"max_tokens": 450}
+ONE_SLOT = ("--max-batch-requests", "1")
+KEYS = f"""# who
+alice:{KEY}-a concurrent=1
+bob:{KEY}-b per_minute=2
+carol:{KEY}-c admin=1
+dave:{KEY}-d
+erin:{KEY}-e
+frank:{KEY}-f
+gina:{KEY}-g concurrent=0
+henk:{KEY}-h per_minute=0
+"""
+
+
+@pytest.fixture(scope="module")
+def with_keys(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """A server of one slot, and of keys with limits and without."""
+    keys = tmp_path_factory.mktemp("limits") / "keys"
+    keys.write_text(KEYS)
+    with serving(*SMALL, *ONE_SLOT, "--api-key-file", str(keys)) as served:
+        yield served
+
+
+@pytest.mark.parametrize("who", "gh")
+def test_a_limit_of_nothing_allows_nothing(with_keys: Served, who: str) -> None:
+    """For ever: clients are not told to try again."""
+    client = with_keys.client(f"{KEY}-{who}")
+    with pytest.raises(openai.PermissionDeniedError, match="may ask no model: its limit of requests is 0") as refused:
+        client.completions.create(model="kvern-1m", prompt="a", max_tokens=1)
+    assert "retry-after" not in refused.value.response.headers
+    assert client.models.list().data
+
+
+def test_a_full_queue_tells_when_to_come_back() -> None:
+    with serving(*SMALL, *ONE_SLOT, "--max-queue", "2") as served:
+        client = served.client()
+        with concurrent.futures.ThreadPoolExecutor(3) as pool:
+            with served.held():
+                held = [client.completions.create(prompt="Once", stream=True, **LONG) for _ in range(3)]
+                with pytest.raises(openai.RateLimitError, match="2 sequences wait already") as full:
+                    client.completions.create(prompt="Once", **LONG)
+                assert 1 <= int(full.value.response.headers["retry-after"]) <= 60
+                most = "asks for 9 sequences, and this server runs and queues 3"
+                with pytest.raises(openai.BadRequestError, match=most):
+                    client.completions.create(prompt="Once", n=9, **LONG)
+            list(pool.map(list, held))
+        assert served.figure("requests_refused_total") == 1
+        assert client.completions.create(prompt="Once", model="kvern-1m", max_tokens=1).usage.completion_tokens == 1
+
+
+def test_limits_of_a_key(with_keys: Served) -> None:
+    alice, bob = with_keys.client(f"{KEY}-a"), with_keys.client(f"{KEY}-b")
+    with with_keys.held():
+        stream = alice.completions.create(prompt="Once", stream=True, **LONG)
+        with pytest.raises(openai.RateLimitError, match="key alice has 1 requests at the same time"):
+            alice.completions.create(prompt="Once", **LONG)
+    for _ in range(2):
+        bob.completions.create(model="kvern-1m", prompt="Once", max_tokens=1)
+    with pytest.raises(openai.RateLimitError, match="key bob has made 2 requests in the last minute") as limited:
+        bob.completions.create(model="kvern-1m", prompt="Once", max_tokens=1)
+    assert 10 < int(limited.value.response.headers["retry-after"]) <= 60
+    list(stream)
+    assert alice.completions.create(model="kvern-1m", prompt="Once", max_tokens=1)
+
+
+def test_what_the_engine_has_does_not_arrive_any_more() -> None:
+    admission, key = Admission(cast("EngineClient", None), 1, 1, KeyLimits()), ApiKey("alice", b"")
+    with admission.arriving(key, 3) as arrived:
+        arrived(2)
+        assert admission._arriving == {"alice": 1}
+    assert not admission._arriving
+
+
+def test_no_key_starves_another(with_keys: Served) -> None:
+    """One key asks for forty answers; another's single one comes before most of them."""
+    greedy, modest = with_keys.client(f"{KEY}-c"), with_keys.client(f"{KEY}-d")
+    done: list[str] = []
+
+    def ask(client: openai.OpenAI, name: str) -> None:
+        client.completions.create(model="kvern-1m", prompt="Once", max_tokens=60, extra_body={"ignore_eos": True})
+        done.append(name)
+
+    with concurrent.futures.ThreadPoolExecutor(41) as pool:
+        first = [pool.submit(ask, greedy, "greedy") for _ in range(40)]
+        eventually(lambda: with_keys.figure("num_requests_waiting", f"{KEY}-c") >= 20)
+        last = pool.submit(ask, modest, "modest")
+        for task in (*first, last):
+            task.result()
+    assert done.index("modest") < 30  # by arrival alone it would be 40
+
+
+def test_no_address_starves_another(server: Served) -> None:
+    """384 streams of one client without a key wait for rows while another is answered, whatever their headers say."""
+    body = json.dumps({"prompt": "Once", "stream": True, "n": 128, "max_tokens": 450, "ignore_eos": True})
+    with contextlib.ExitStack() as held:
+        for number in range(3):
+            connection = socket.create_connection((server.host, server.port), PATIENCE, ("127.0.0.2", 0))
+            held.enter_context(connection)
+            head = f"Host: localhost\r\nX-Forwarded-For: 10.0.0.{number}\r\nContent-Length: {len(body)}\r\n\r\n"
+            connection.sendall(f"POST /v1/completions HTTP/1.1\r\n{head}{body}".encode())
+        eventually(lambda: server.figure("num_requests_waiting") > 64)
+        assert server.raw("POST", "/v1/completions", b'{"prompt": "Once", "max_tokens": 1}')[0] == 200
+        assert server.figure("num_requests_waiting") > 64, "the other was answered when nobody waited any more"
+    eventually(lambda: server.figure("num_requests_running") == server.figure("num_requests_waiting") == 0)
+
+
+def test_who_is_a_client_without_a_key() -> None:
+    addresses = ("10.0.0.1", "::ffff:10.0.0.1", "2001:db8::1", "2001:db8::ff:2", "fe80::1%eth0")
+    assert [client_of(address) for address in addresses] == ["10.0.0.1"] * 2 + ["2001:db8::/64"] * 2 + ["fe80::/64"]
+    anyone = ApiKey("anyone", b"")
+    assert (anyone.owner, replace(anyone, client="10.0.0.1").owner) == ("anyone", "anyone 10.0.0.1")
+    batches = replace(anyone, client="10.0.0.1", is_batch=True)
+    assert batches.owner == batches.line == "anyone batch"
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_deadline_ends_a_request(server: Served, stream: bool) -> None:
+    options = LONG | {"extra_body": {"ignore_eos": True, "timeout": 0.05}}
+    with pytest.raises(openai.APIError, match="timeout has passed"):
+        list(server.client().completions.create(prompt="Once", n=8, stream=stream, **options))
+    eventually(lambda: server.figure("num_requests_running") == server.figure("kv_cache_usage_perc") == 0)
+
+
+def cached(client: openai.OpenAI, **extra: Any) -> int:
+    prompt = "Tell me a story about a fox and a hen and a bear. " * 8
+    answer = client.completions.create(model="kvern-1m", prompt=prompt, max_tokens=1, extra_body=extra)
+    return answer.usage.prompt_tokens_details.cached_tokens
+
+
+def test_caches_of_keys_and_salts_are_apart(with_keys: Served) -> None:
+    one, other = with_keys.client(f"{KEY}-e"), with_keys.client(f"{KEY}-f")
+    assert (cached(one), cached(other)) == (0, 0)
+    assert cached(one) == cached(other) > 50
+    assert cached(one, cache_salt="x") == 0
+    assert cached(one, cache_salt="x") > 50
+    assert cached(one, cache_salt="y") == 0
+
+
+def test_keys_that_share_their_caches_and_chunks_of_several_tokens() -> None:
+    options = ("--share-prefix-cache", "--stream-interval", "10")
+    with serving(*SMALL, "--api-key", f"{KEY}-a", f"{KEY}-b", *options) as served:
+        one, other = served.client(f"{KEY}-a"), served.client(f"{KEY}-b")
+        assert cached(one) == 0
+        assert cached(other) > 50
+        assert cached(other, cache_salt="x") == 0
+        asked = STORY | {"prompt": "Once", "seed": 1, "max_tokens": 45}
+        whole = one.completions.create(**asked).choices[0].text
+        chunks = list(one.completions.create(stream=True, **asked))
+        assert "".join(chunk.choices[0].text for chunk in chunks) == whole
+        assert len(chunks) <= 6
+
+
+def test_request_ids_and_logs(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    secret = "a secret that nobody may read"
+    with serving(*SMALL, "--log-requests", "summary", "--api-key", f"alice:{KEY}", log=log) as served:
+        client = served.client()
+        answer = client.completions.with_raw_response.create(
+            model="kvern-1m", prompt=secret, max_tokens=1, extra_headers={"x-request-id": "mine-1"}
+        )
+        assert answer.headers["x-request-id"] == "mine-1"
+        with pytest.raises(openai.BadRequestError, match="x-request-id may have"):
+            client.models.list(extra_headers={"x-request-id": "a" * 200})
+        with pytest.raises(openai.BadRequestError):
+            client.completions.create(model="kvern-1m", prompt=[secret], stop=secret * 99, max_tokens=1)
+    said = log.read_text()
+    assert "mine-1 POST /v1/completions 200 key=alice" in said
+    assert secret not in said and KEY not in said
+    with serving(*SMALL, "--log-requests", "prompts", log=log) as served:
+        served.client().completions.create(model="kvern-1m", prompt=secret, max_tokens=1)
+        served.client().responses.create(model="kvern-1m", input="and a response", max_output_tokens=1)
+    assert secret in log.read_text() and "and a response" in log.read_text()
+
+
+def test_a_drain_lets_running_requests_end() -> None:
+    with serving(*SMALL) as served:
+        stream = served.client().completions.create(prompt="Once", stream=True, **LONG)
+        next(iter(stream))
+        served.process.send_signal(signal.SIGTERM)
+        eventually(lambda: refused(served))
+        assert list(stream)[-1].choices[0].finish_reason == "length"
+        assert served.process.wait(PATIENCE) == 0
+
+
+def test_a_second_signal_does_not_wait() -> None:
+    with serving(*SMALL, *ONE_SLOT) as served:
+        client = served.client()
+        with served.held():
+            held = [client.completions.create(prompt="Once", stream=True, **LONG) for _ in range(20)]
+            served.process.send_signal(signal.SIGTERM)
+            eventually(lambda: refused(served))
+            served.process.send_signal(signal.SIGTERM)
+        assert served.process.wait(PATIENCE) == 0
+        ends = [end_of(stream) for stream in held]
+        assert not all(ends)
+
+
+def end_of(stream: Any) -> bool:
+    """Whether a stream came to its end."""
+    try:
+        return list(stream)[-1].choices[0].finish_reason is not None
+    except (openai.APIError, httpx2.TransportError, IndexError):
+        return False
+
+
+def refused(served: Served) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex((served.host, served.port)) != 0
+
+
+def test_tls_and_a_prefix(tmp_path: Path) -> None:
+    certificate, key = tmp_path / "cert.pem", tmp_path / "key.pem"
+    subject = ["-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1"]
+    command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "1", *subject]
+    subprocess.run([*command, "-keyout", key, "-out", certificate], check=True, capture_output=True)
+    arguments = ("--tls-cert", str(certificate), "--tls-key", str(key), "--root-path", "/llm", "--api-key", KEY)
+    with serving(*SMALL, *arguments) as served:
+        context = ssl.create_default_context(cafile=str(certificate))
+        for path, status in (("/health", 200), ("/v1/models", 401)):
+            with (
+                socket.create_connection((served.host, served.port)) as plain,
+                context.wrap_socket(plain, server_hostname="127.0.0.1") as connection,
+            ):
+                connection.sendall(f"GET {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n".encode())
+                assert int(connection.recv(4096).split()[1]) == status
+        body = json.dumps({"model": "kvern-1m", "prompt": "Once", "max_tokens": 1}).encode()
+        with (
+            socket.create_connection((served.host, served.port)) as plain,
+            context.wrap_socket(plain, server_hostname="127.0.0.1") as connection,
+        ):
+            head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nx-api-key: {KEY}\r\n"
+            connection.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+            assert connection.recv(4096).startswith(b"HTTP/1.1 200")
+
+
+def test_a_unix_socket(tmp_path: Path) -> None:
+    path = tmp_path / "socket"
+    with serving(*SMALL, "--uds", str(path)) as served, socket.socket(socket.AF_UNIX) as connection:
+        connection.connect(str(path))
+        connection.sendall(b"GET /ready HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        assert connection.recv(4096).startswith(b"HTTP/1.1 200")
+    assert served.process.returncode == 0
+    assert not path.exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--port", "99999"], "port is 99999: it must be between 0 and 65535"),
+        (["--max-queue", "0"], "max_queue is 0: it must be above 0"),
+        (["--root-path", "llm/"], "root_path is 'llm/'"),
+        (["--tls-key", "k"], "there is no tls_cert"),
+        (["--tls-cert", "/nothing"], "tls_cert /nothing and tls_key cannot be used"),
+        (["--api-key-file", "/nothing"], "api_key_file /nothing cannot be read"),
+        (["--api-key", "a:b c=d"], "API key 1 is not of the form NAME:KEY"),
+        (["--api-key", "x:1", "x:2"], "two API keys have the same name"),
+        (["--api-key", "x:1", "y:1"], "two API keys are the same"),
+        (["--api-key", "x:"], "API key 1 is not of the form NAME:KEY"),
+        (["--disk-per-key", "0"], "disk_per_key is 0: it must be above 0"),
+        (["--uds", "/nothing/socket"], "cannot listen on /nothing/socket"),
+    ],
+    ids=range(12),
+)
+def test_bad_options_are_one_line(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", *arguments]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("kvern: error: ") and said in error and error.count("\n") == 1
+
+
+def test_figures_for_prometheus() -> None:
+    with serving("kvern-12m", *SMALL[1:], "--max-model-len", "2048", "--max-batch-requests", "4") as served:
+        client = served.client()
+        asked: dict[str, Any] = {"model": "kvern-12m", "extra_body": {"ignore_eos": True}}
+        for prompt in ("Once upon a time there was a fox", "Once upon a time there was a fox"):
+            client.completions.create(**asked, prompt=prompt, max_tokens=8)
+        stream = client.completions.create(prompt="Once", stream=True, max_tokens=2000, **asked)
+        next(iter(stream))
+        eventually(lambda: served.figure("num_requests_running") == 1)
+        assert 0 < served.figure("kv_cache_usage_perc") < 1
+        stream.close()
+        eventually(lambda: served.figure("num_requests_running") == 0)
+        assert served.figure("time_to_first_token_seconds_count") == 3
+        assert served.figure("inter_token_latency_seconds_count") >= 7  # drafts that are right come with others
+        assert served.figure("e2e_request_latency_seconds_count", finished_reason="length") == 2
+        assert served.figure("request_decode_time_seconds_count", finished_reason="abort") == 1
+        assert served.figure("request_success_total", finished_reason="length") == 2
+        assert served.figure("request_success_total", finished_reason="abort") == 1
+        assert served.figure("prefix_cache_hits_total") > 4
+        assert served.figure("generation_tokens_total") >= 17
+        served.kill_engine()
+        eventually(lambda: served.figure("engine_restarts_total") == 1)
+        before = served.figure("generation_tokens_total")
+        client.completions.create(**asked, prompt="Once", max_tokens=8)
+        assert served.figure("generation_tokens_total") == before + 8

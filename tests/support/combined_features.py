@@ -1,0 +1,398 @@
+"""The features of a request and of the engine: how each is asked for, and what it alone promises."""
+
+import asyncio
+import itertools
+import json
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import jsonschema
+import pytest
+
+from kvern import LLM, AsyncLLM, RequestOutput, SamplingParams
+from kvern.request.outputs import CompletionOutput
+from kvern.request.request import sample_seed
+from kvern.request.structured_output import StructuredOutput
+from kvern.tools.definitions import read_tools
+from tests.support.combined_answers import CLOSE, check_same
+from tests.support.combined_questions import ARGUMENTS, RECORD, TOOLS
+from tests.support.idle import is_idle
+from tests.support.trained_adapters import ADAPTERS
+
+OPTIONS: dict[str, Any] = {
+    "model": "kvern-1m",
+    "adapters": ADAPTERS,
+    "dtype": "float32",
+    "block_size": 4,
+    "max_model_len": 320,
+    "kv_cache_tokens": 8192,
+    "prefix_cache": False,
+    "threads": 1,
+}
+BEAMS, ANSWERS = 4, 3
+
+
+@dataclass(frozen=True, eq=False)
+class Ask:
+    """A request, with the names of the features that it was given."""
+
+    question: str
+    params: SamplingParams
+    adapter: str | None = None
+    tools: Mapping[str, Any] = field(default_factory=dict)
+    features: frozenset[str] = frozenset()
+
+    @property
+    def messages(self) -> list[dict[str, str]]:
+        return [{"role": "user", "content": self.question}]
+
+    def sampling(self, **changes: Any) -> "Ask":
+        return replace(self, params=self.params.replace(**changes))
+
+
+@dataclass
+class Result:
+    """What came of one. `streamed` are the texts of all answers, each time that there was news; `cached_before` are the
+    prompt tokens that came out of the cache when the batch was answered for the first time."""
+
+    ask: Ask
+    output: RequestOutput
+    cached_before: int = 0
+    streamed: list[list[str]] = field(default_factory=list)
+
+    @property
+    def answers(self) -> list[CompletionOutput]:
+        return self.output.outputs
+
+
+class Alone:
+    """What requests get alone, at once, from an engine with room and without a prefix cache."""
+
+    def __init__(self, **options: Any) -> None:
+        self.options = OPTIONS | options
+        self.trained = self.options["model"] == OPTIONS["model"]
+        """What a model does without a feature is known of the embedded one alone: others have random weights."""
+        self._llm = LLM(**self.options)
+        self._known: dict[str, Result] = {}
+
+    def __call__(self, ask: Ask) -> Result:
+        key = repr(replace(ask, features=frozenset()))
+        if key not in self._known:
+            [self._known[key]] = at_once(self._llm, [ask])
+            assert not self._known[key].output.cached_tokens or ask.params.n > 1  # which share their prompt
+        return self._known[key]
+
+    def ends(self, result: Result, answer: CompletionOutput) -> bool:
+        """Whether the answer is whole: of a random model a beam may not be, since it takes no shortest way out.
+
+        One that takes it may have no token left by which it would say so, and is then reported as cut off.
+        """
+        if not self.trained and answer.finish_reason == "length":
+            return result.ask.params.beam_width is None
+        assert answer.finish_reason == "stop", answer.text
+        return True
+
+    def logprobs(self, result: Result, answer: CompletionOutput, adapter: str | None) -> list[float]:
+        """What the model with an adapter gives each token of an answer, as a prompt."""
+        prompt = result.output.prompt_token_ids
+        params = SamplingParams(max_tokens=1, prompt_logprobs=0, prompt_logprobs_from=len(prompt))
+        [output] = self._llm.generate([[*prompt, *answer.token_ids]], params, adapter=adapter)
+        tables = (output.prompt_logprobs or [])[len(prompt) :]
+        return [table[token].logprob for token, table in zip(answer.token_ids, tables, strict=True) if table]
+
+    def check(self) -> None:
+        assert self._llm.statistics().preemptions == 0
+        assert is_idle(self._llm)
+
+
+@dataclass
+class Run:
+    """What one engine made of a batch, and what there is to compare it with."""
+
+    preempted: set[str]
+    """Ids of the outputs whose requests lost their blocks."""
+    cached: list[int]
+    """Tokens that came out of the cache, each time that the batch was answered."""
+    alone: Alone
+    drafts: tuple[int, int] = (0, 0)
+    """That were verified, and that were right."""
+    repeated: RequestOutput | None = None  # of a request that came again as the last one, behind the batch
+
+
+def at_once(llm: LLM, asks: Sequence[Ask]) -> list[Result]:
+    chats = []
+    for ask in asks:
+        options = dict(ask.tools)
+        use = read_tools(options.get("tools"), options.get("tool_choice"), options.get("parallel_tool_calls"))
+        chats.append(llm.chat_request(ask.messages, ask.params, use))
+    adapters = [ask.adapter for ask in asks]
+    outputs = llm.generate([chat.prompt for chat in chats], [chat.params for chat in chats], adapter=adapters)
+    for chat, output in zip(chats, outputs, strict=True):
+        for answer in output.outputs:
+            answer.message = chat.message(answer.text)
+    return [Result(ask, output) for ask, output in zip(asks, outputs, strict=True)]
+
+
+async def streamed(llm: AsyncLLM, asks: Sequence[Ask]) -> list[Result]:
+    """All streams side by side; the engine begins when it has all of them."""
+
+    async def one(ask: Ask) -> Result:
+        news = []
+        stream = llm.stream_chat(ask.messages, ask.params, adapter=ask.adapter, **ask.tools)
+        async for output in stream:
+            news.append([answer.text for answer in output.outputs])
+        return Result(ask, output, streamed=news)
+
+    gate = threading.Event()
+    llm._between_steps(lambda: assert_true(gate.wait(240)))
+    tasks = [asyncio.create_task(one(ask)) for ask in asks]
+    await asyncio.sleep(0)  # every task has handed its request over
+    gate.set()
+    return await asyncio.gather(*tasks)
+
+
+def assert_true(value: bool) -> None:
+    assert value
+
+
+class Feature(ABC):
+    """Something to ask for. Its document says what it promises, and `check` tests that."""
+
+    def options(self) -> dict[str, Any]:
+        """What an engine needs for it."""
+        return {}
+
+    def ask(self, ask: Ask, number: int) -> Ask:
+        """The request with this feature, one of several."""
+        return ask
+
+    @abstractmethod
+    def check(self, results: Sequence[Result], run: Run) -> None:
+        """`results` are those of the requests that have the feature."""
+
+
+class Structured(Feature):
+    """Every answer validates against its JSON schema, and none would without the constraint."""
+
+    def ask(self, ask: Ask, number: int) -> Ask:
+        return ask.sampling(structured=StructuredOutput(json=RECORD))
+
+    def check(self, results: Sequence[Result], run: Run) -> None:
+        records = 0
+        for result in results:
+            for answer in result.answers:
+                if (answer.message is None or not answer.message.tool_calls) and run.alone.ends(result, answer):
+                    jsonschema.validate(json.loads(answer.text), RECORD)
+                    records += 1
+            for answer in run.alone(result.ask.sampling(structured=None)).answers:
+                assert answer.message is not None
+                assert not is_record(answer.message.content)
+        assert records
+
+
+def is_record(text: str) -> bool:
+    try:
+        jsonschema.validate(json.loads(text), RECORD)
+    except (json.JSONDecodeError, jsonschema.ValidationError):
+        return False
+    return True
+
+
+class ToolCalls(Feature):
+    """Calls are read out of the answers, and their arguments validate: one call in each where a call is demanded;
+    beside a schema for the answer (then a call cannot be demanded), a call or a record as the model likes."""
+
+    def ask(self, ask: Ask, number: int) -> Ask:
+        choice = "required" if ask.params.structured is None else "auto"
+        return replace(ask, tools={"tools": TOOLS, "tool_choice": choice, "parallel_tool_calls": False})
+
+    def check(self, results: Sequence[Result], run: Run) -> None:
+        calls = 0
+        for result in results:
+            for answer in result.answers:
+                assert answer.message is not None
+                if not run.alone.ends(result, answer):
+                    continue
+                if result.ask.tools["tool_choice"] == "required":
+                    assert len(answer.message.tool_calls) == 1
+                    assert not answer.message.content
+                for call in answer.message.tool_calls:
+                    jsonschema.validate(json.loads(call.arguments), ARGUMENTS[call.name])
+                    calls += 1
+        assert calls
+
+
+class Beams(Feature):
+    """The answers are distinct, the best first, and their scores are the log-probabilities that the model gives them
+    (under a grammar, and with DRY: at least these, because what is banned has none)."""
+
+    def ask(self, ask: Ask, number: int) -> Ask:
+        return ask.sampling(beam_width=BEAMS, n=BEAMS, temperature=None, seed=None)
+
+    def check(self, results: Sequence[Result], run: Run) -> None:
+        for result in results:
+            params = result.ask.params
+            assert len({tuple(answer.token_ids) for answer in result.answers}) == len(result.answers) == params.n
+            scores = []
+            for answer in result.answers:
+                total = answer.cumulative_logprob
+                assert total is not None
+                scores.append(total / len(answer.token_ids))
+                own = sum(run.alone.logprobs(result, answer, result.ask.adapter))
+                if params.structured is None and not result.ask.tools and not params.penalizes_repetitions:
+                    assert total == pytest.approx(own, abs=CLOSE)
+                assert total >= own - CLOSE
+            assert scores == sorted(scores, reverse=True)
+
+
+class Several(Feature):
+    """There are `n` answers: the seed of each follows from the request's and its place; of beams, the `n` best."""
+
+    def ask(self, ask: Ask, number: int) -> Ask:
+        return ask.sampling(n=ANSWERS)
+
+    def check(self, results: Sequence[Result], run: Run) -> None:
+        texts = set()
+        for result in results:
+            params = result.ask.params
+            assert len(result.answers) == params.n == ANSWERS
+            if params.beam_width is not None:
+                singles = run.alone(result.ask.sampling(n=params.beam_width)).answers[: params.n]
+            else:
+                seeds = [sample_seed(params.seed or 0, index) for index in range(params.n)]
+                singles = [run.alone(result.ask.sampling(n=1, seed=seed)).answers[0] for seed in seeds]
+            for answer, single in zip(result.answers, singles, strict=True):
+                check_same(answer, single)
+                texts.add((result.ask.question, str(answer.token_ids)))
+        assert len(texts) > len({result.ask.question for result in results})
+
+
+class Logprobs(Feature):
+    """Every token has its entry among the most probable ones, with the value that the model itself gives it, and asking
+    changes no token."""
+
+    def ask(self, ask: Ask, number: int) -> Ask:
+        return ask.sampling(logprobs=2)
+
+    def check(self, results: Sequence[Result], run: Run) -> None:
+        for result in results:
+            silent = run.alone(result.ask.sampling(logprobs=None)).answers
+            for answer, other in zip(result.answers, silent, strict=True):
+                check_same(answer, other)
+                assert other.logprobs is None
+                assert answer.logprobs is not None
+                chosen = [table[token].logprob for token, table in zip(answer.token_ids, answer.logprobs, strict=True)]
+                assert chosen == pytest.approx(run.alone.logprobs(result, answer, result.ask.adapter), abs=CLOSE)
+                for table in answer.logprobs:
+                    assert {1, 2} <= {entry.rank for entry in table.values()}
+                    assert len(table) in (2, 3)
+                assert answer.cumulative_logprob is not None
+                assert answer.cumulative_logprob >= sum(chosen) - CLOSE
+
+
+class Adapters(Feature):
+    """Each request is answered by the model with its own adapter; the model without it finds the answer less or more
+    probable. The batch holds two adapters and requests without one."""
+
+    def ask(self, ask: Ask, number: int) -> Ask:
+        return replace(ask, adapter=list(ADAPTERS)[number % len(ADAPTERS)])
+
+    def check(self, results: Sequence[Result], run: Run) -> None:
+        assert {result.ask.adapter for result in results} == set(ADAPTERS)
+        for result in results:
+            for answer in result.answers:
+                own, base = (sum(run.alone.logprobs(result, answer, name)) for name in (result.ask.adapter, None))
+                assert abs(own - base) > 10 * CLOSE
+
+
+class Repetitions(Feature):
+    """With DRY, no two tokens that stood together do so again, in prompt and answer, but where a grammar demands it;
+    without it some do. XTC, top-n-sigma and a dynamic temperature are asked for beside it, but not of beams."""
+
+    def ask(self, ask: Ask, number: int) -> Ask:
+        ask = ask.sampling(dry_multiplier=1e6, dry_allowed_length=1, dry_sequence_breakers=[])
+        if ask.params.beam_width is not None:
+            return ask
+        return ask.sampling(top_n_sigma=1.9, xtc_probability=0.2, dynatemp_range=0.3)
+
+    def check(self, results: Sequence[Result], run: Run) -> None:
+        pairs = 0
+        for result in results:
+            without = run.alone(result.ask.sampling(dry_multiplier=0.0))
+            pairs += sum(repeated_pairs(without, answer) for answer in without.answers)
+            if result.ask.params.structured is None and not result.ask.tools:
+                assert not any(repeated_pairs(result, answer) for answer in result.answers)
+        assert pairs or not run.alone.trained
+
+
+def repeated_pairs(result: Result, answer: CompletionOutput) -> int:
+    """How many tokens of the answer stand behind the same token as before."""
+    tokens = [*result.output.prompt_token_ids, *answer.token_ids]
+    pairs = list(itertools.pairwise(tokens))
+    before = len(result.output.prompt_token_ids) - 1
+    return sum(pairs[place] in pairs[:place] for place in range(before, len(pairs)))
+
+
+class PrefixCache(Feature):
+    """The second time, prompts come out of the cache, and the answers are those of an engine without one. Where there
+    is too little room to keep a batch, that is so of a request which comes twice in a row."""
+
+    def options(self) -> dict[str, Any]:
+        return {"prefix_cache": True}
+
+    def check(self, results: Sequence[Result], run: Run) -> None:
+        if run.repeated is not None:
+            last, size = len(run.repeated.prompt_token_ids) - 1, OPTIONS["block_size"]
+            assert run.repeated.cached_tokens >= last - last % size > 0
+            return
+        first, second = run.cached
+        assert any(result.output.cached_tokens > result.cached_before for result in results) or second > first
+        assert all(result.output.cached_tokens for result in results)
+
+
+class Preemption(Feature):
+    """Requests lose their blocks to others and go on later, and the answers are those of an engine with room."""
+
+    def check(self, results: Sequence[Result], run: Run) -> None:
+        assert any(result.output.request_id in run.preempted for result in results)
+
+
+class Streaming(Feature):
+    """The streams of a batch, side by side, grow to the answers that come at once; those of beams come whole."""
+
+    def check(self, results: Sequence[Result], run: Run) -> None:
+        for result in results:
+            assert result.streamed[-1] == [answer.text for answer in result.answers]
+            for texts, longer in itertools.pairwise(result.streamed):
+                assert all(after.startswith(before) for before, after in zip(texts, longer, strict=True))
+            assert len(result.streamed) == 1 or result.ask.params.beam_width is None
+        samples = [result for result in results if result.ask.params.beam_width is None]
+        assert not samples or sum(len(result.streamed) for result in samples) > len(samples)
+
+
+class Speculation(Feature):
+    """Drafts are verified, some of which are right and some wrong; beams get none."""
+
+    def check(self, results: Sequence[Result], run: Run) -> None:
+        drafts, right = run.drafts
+        assert 0 < right < drafts
+
+
+FEATURES: dict[str, Feature] = {
+    "structured": Structured(),
+    "tools": ToolCalls(),
+    "beams": Beams(),
+    "n": Several(),
+    "logprobs": Logprobs(),
+    "LoRA": Adapters(),
+    "DRY": Repetitions(),
+    "prefix cache": PrefixCache(),
+    "preemption": Preemption(),
+    "streaming": Streaming(),
+    "speculation": Speculation(),
+}
+
+PROMISED = {name: " ".join((feature.__doc__ or "").split()) for name, feature in FEATURES.items()}

@@ -1,0 +1,394 @@
+"""The real core, scheduler and cache around a simulated device, with all that must hold at every step."""
+
+import itertools
+import random
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvern.cache.manager import KVCacheManager
+from kvern.cache.radix import NO_STATE
+from kvern.engine.core import EngineCore
+from kvern.engine.pace import Pace
+from kvern.engine.policy import POLICIES
+from kvern.engine.scheduler import Scheduler
+from kvern.engine.step_costs import StepCosts
+from kvern.request.events import TokenEvent
+from kvern.request.request import FinishReason, PromptInput, Request, RequestSpec, State
+from kvern.request.sampling_params import SamplingParams
+from kvern.request.step import (
+    ModelRunnerOutput,
+    SchedulerOutput,
+)
+from tests.support.host_tier import HostTier
+from tests.support.simulated_device import (
+    STOP_TOKEN,
+    VOCABULARY,
+    Setup,
+    SimulatedDevice,
+    extend_key,
+    first_key,
+    in_table,
+    sampled_token,
+)
+from tests.support.simulated_search import searched_answers
+from tests.support.speculation import AnyLength
+
+LONG_ENOUGH = 3000
+"""Steps after which anything that these tests start must have ended."""
+
+
+@dataclass
+class Heard:
+    """What the events said about one request."""
+
+    tokens: list[int] = field(default_factory=list)
+    prompt_positions: list[int] = field(default_factory=list)
+    cached_tokens: int = 0
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+
+FAILURE = "its step failed: StepFailed: as planned"
+
+
+class SimulatedEngine:
+    """Runs requests and checks, at every step, what must always hold."""
+
+    def __init__(self, setup: Setup) -> None:
+        self.setup = setup
+        self.accepted_drafts = 0
+        self._dice = random.Random(1)
+        self._answers: dict[Request, list[int]] = {}
+        self._guesses: dict[str, int] = {}
+        """By request: how many drafts the last step that was planned leaves in its row."""
+        self.requests: dict[str, Request] = {}
+        self.heard: dict[str, Heard] = {}
+        self.tier = HostTier(setup.tier_blocks) if setup.tier_blocks else None
+        self.cache = KVCacheManager(
+            setup.blocks, setup.size, setup.prefix_cache, tier=self.tier, states=setup.states, window=setup.window
+        )
+        self.scheduler = Scheduler(setup.limits, self.cache, POLICIES[setup.policy], setup.adapter_places)
+        self.device = SimulatedDevice(setup, self.requests)
+        costs = StepCosts([1, 10], [1.0, 10.0], 0.0, 0.001, tile=1)
+        pace = Pace(costs, float(setup.step_rows), False, lambda: self.device.clock) if setup.step_rows else None
+        drafting = AnyLength(None if setup.on_device else self, VOCABULARY, setup.drafts) if setup.drafts else None
+        self.core = EngineCore(self.scheduler, self, setup.depth, drafting=drafting, pace=pace)
+        self._waiting_before: dict[Request, bool] = {}
+        self._waiting_since: dict[Request, int] = {}
+        self._preemptions: dict[Request, int] = {}
+        self._aged: set[Request] = set()
+        self._ended_outside: set[Request] = set()
+        self._loading: set[Request] = set()  # when the last step was submitted; its result may have ended that
+        self._first_keys: dict[bytes | None, int] = {}
+
+    # Requests
+
+    def add(
+        self,
+        prompt: list[int],
+        max_tokens: int = 4,
+        *,
+        n: int = 1,
+        namespace: int = 0,
+        priority: int = 0,
+        turn: int = 0,
+        owner: str = "",
+        stop: bool = False,
+        prompt_logprobs_from: int | None = None,
+        adapter: int | None = None,
+        beams: int | None = None,
+        fault: int | None = None,
+        whole: bool = False,
+        **search: Any,
+    ) -> list[Request]:
+        """Queue `n` samples of a prompt, or a search with beams for its `n` best answers.
+
+        A step fails that brings one of them to `fault` computed tokens.
+        """
+        number = len(self.requests)
+        params = SamplingParams(max_tokens=max_tokens, n=n, beam_width=beams, **search)
+        if prompt_logprobs_from is not None:
+            params = params.replace(prompt_logprobs=0, prompt_logprobs_from=prompt_logprobs_from)
+        spec = RequestSpec(
+            str(number),
+            PromptInput(list(prompt)),
+            params.resolved(),
+            min(max_tokens, self.setup.max_model_len - len(prompt)),
+            seed=number,
+            stop_token_ids=frozenset({STOP_TOKEN} if stop else ()),
+            priority=priority,
+            turn=turn,
+            owner=owner,
+            namespace=namespace.to_bytes(1, "big"),
+            adapter=adapter,
+            whole=whole,
+        )
+        if fault is not None:
+            self.device.faults[spec.request_id] = fault
+        self.core.add(spec)
+        names = spec.answer_ids if beams is None else spec.answer_ids[:1]
+        added = [request for name in names if (request := self.scheduler.get(name)) is not None]
+        for request in added:
+            self.requests[request.request_id] = request
+            self._first_keys[self.cache._namespace(request)] = first_key(request)
+            self.heard |= {answer_id: Heard() for answer_id in request.answer_ids}
+            self._waiting_since[request] = self.scheduler.step
+        self.check()
+        return added
+
+    @property
+    def alive(self) -> list[Request]:
+        return [request for name, request in self.requests.items() if self.scheduler.get(name) is not None]
+
+    def clash(self, one: Request, other: Request) -> None:
+        """Let steps fail that both are in."""
+        if one.unit != other.unit:
+            self.device.clashes.append((one.unit, other.unit))
+
+    def abandon(self) -> None:
+        """The executor's side: all steps are lost."""
+        self.device.abandon()
+
+    def finish(self, request: Request, reason: FinishReason = "abort") -> None:
+        """End a request from outside, as a client that leaves or a stop string does."""
+        self.core.finish([name for name, other in self.requests.items() if other is request], reason)
+        self._ended_outside.add(request)
+        self.check()
+
+    # Steps
+
+    def step(self) -> None:
+        """One call of the core, with all checks."""
+        self._waiting_before = {request: self._is_ready(request) for request in self.scheduler.waiting}
+        for load, count in self.device.wait() if self.setup.tier_delay else ():
+            self.core.loaded(load, count)
+        step_before = self.scheduler.step
+        events = self.core.step()
+        for request in self.scheduler.waiting:
+            if request.preemptions != self._preemptions.get(request, 0):
+                self._preemptions[request] = request.preemptions
+                waited = self.scheduler.step - self._waiting_since.get(request, self.scheduler.step)
+                if request in self._waiting_before and waited >= self.setup.aging_steps:
+                    self._aged.add(request)  # admitted, in a step that was undone at once
+                self._waiting_since[request] = request.waiting_since
+        if self.scheduler.step > step_before:
+            self._check_waiting()
+        for event in events:
+            self._hear(event)
+        self.check()
+
+    def run(self) -> None:
+        """Until nothing is left to do; then nothing may be left behind."""
+        for _ in range(LONG_ENOUGH):
+            if not self.core.has_work and not self.device.arriving:
+                break
+            self.step()
+        assert not self.core.has_work, "the engine does not come to an end"
+        self.check_idle()
+
+    def submit(self, output: SchedulerOutput) -> "Future[ModelRunnerOutput]":
+        """The executor's side: what was scheduled obeys every limit."""
+        limits = self.setup.limits
+        self._loading = {request for request in self.scheduler.waiting if request.state is State.LOADING}
+        assert output.token_count or output.loads, "there is nothing to do"
+        assert output.token_count <= limits.max_batch_tokens, "the token budget is exceeded"
+        slots = [item.slot for item in output.scheduled]
+        assert len(set(slots)) == len(slots) and set(slots) <= set(range(limits.max_batch_requests))
+        assert all(item.count >= max(item.sampled, 1) for item in output.scheduled)
+        drafted = {slot: (first - 1, 1 + len(token_ids)) for slot, first, token_ids in output.drafts}
+        runs = {item.slot: (item.start, item.sampled) for item in output.scheduled if item.sampled > 1}
+        if not self.setup.on_device:
+            assert drafted == runs, "drafts are verified, and nothing else"
+        assert self.setup.on_device or not any(item.guesses for item in output.scheduled)
+        for item, name in zip(output.scheduled, output.request_ids, strict=True):
+            assert not self.setup.on_device or item.sampled <= 1 + self._guesses.get(name, 0), "what nobody guessed"
+            self._guesses[name] = item.guesses if item.sampled else 0
+        if not limits.chunked_prefill:
+            assert all(item.sampled for item in output.scheduled), "a whole prefill was split"
+        return self.device.submit(output)
+
+    def propose(self, requests: Sequence[Request], most: Sequence[int]) -> list[list[int]]:
+        """The proposer's side: drafts that are mostly right."""
+        drafts = []
+        for request in requests:
+            if request not in self._answers:
+                self._answers[request] = self.expected_answer(request)[0]
+            known = self._answers[request][request.output_length :]
+            guessed = [*known, *self._dice.choices(range(VOCABULARY), k=self.setup.drafts)]
+            right = [self._dice.random() < self.setup.accuracy for _ in guessed]
+            wrong = [(token + 1) % VOCABULARY for token in guessed]
+            drafts.append([one if ok else other for one, ok, other in zip(guessed, right, wrong, strict=True)])
+        return [
+            tokens[: self._dice.randint(0, self.setup.drafts + request.in_flight)]
+            for tokens, request in zip(drafts, requests, strict=True)
+        ]
+
+    # Checks
+
+    def check(self) -> None:
+        self.scheduler.check_integrity()
+        self.check_written()
+        assert len(self.scheduler.running) <= self.setup.limits.max_batch_requests
+        for request in (*self.scheduler.waiting, *self.scheduler.running):
+            assert request.output_length + request.in_flight <= request.max_tokens
+            assert 0 <= request.drafts_in_flight <= request.in_flight
+            assert 0 <= request.in_flight - request.drafts_in_flight <= self.setup.depth
+
+    def check_written(self) -> None:
+        """What the tree calls written is in the device's memory."""
+        tree, states = self.cache.tree, self.cache.states
+        told = [*(counts for output, _ in self.device.queue for counts in output.kept), *self.core._stages._kept]
+        seen = self.device.states.when_told(told)
+        for namespace, root in tree._roots.items():
+            pending = [(root, self._first_keys[namespace])]
+            while pending:
+                node, key = pending.pop()
+                for child in node.children.values():
+                    keys = list(itertools.accumulate(child.tokens, extend_key, initial=key))[1:]
+                    if tree.is_written(child) and not self.setup.all_windowed:
+                        assert self.device.memory[child.block][: len(keys)] == keys, "a written block is not written"
+                    if tree.is_written(child) and child.window_step <= tree.completed:
+                        for table, block in enumerate(child.windowed):
+                            held = self.device.memory[block][: len(keys)]
+                            assert held == [in_table(table, key) for key in keys], "a block is not that of its node"
+                    kept = states is not None and child.state != NO_STATE and child not in states._copied
+                    if states is not None and kept and states._kept[child] <= tree.completed:
+                        assert seen[child.state] == keys[-1], "a kept state is not that of its node"
+                    pending.append((child, keys[-1]))
+
+    def check_idle(self) -> None:
+        """Every block is in the tree or free, and free when the tree is cleared."""
+        assert not self.scheduler.running and not self.scheduler.waiting
+        pool, tree, memory = self.cache.pool, self.cache.tree, self.cache._blocks._memory
+        assert all(tree.is_written(node) for node in tree._unused), "nothing is on its way, and a block is not written"
+        idle = 0 if self.cache.windows is None else self.cache.windows.evictable_count
+        assert tree.evictable_count == tree.size
+        assert memory.free_count + (0 if self.setup.all_windowed else tree.size) + idle == memory.capacity
+        if not self.setup.prefix_cache:
+            assert tree.size == 0, "a group left blocks behind"
+        assert self.tier is None or not any(self.tier.users.values()), "a block of the tier is never released"
+        tree.clear()
+        tree.check_integrity()
+        assert tree.size == 0 and pool.free_count == pool.capacity and memory.free_count == memory.capacity
+        for name, request in self.requests.items():
+            if request.params.beam_width is None:
+                self._check_answer(request, self.heard[name])
+            else:
+                self._check_search(request, name)
+
+    def _check_answer(self, request: Request, heard: Heard) -> None:
+        """The tokens are those the request gets alone, however it was scheduled."""
+        expected, reason = self.expected_answer(request)
+        known = request.token_ids[request.prompt_length :]
+        untold = request.gathers and request in self._ended_outside
+        assert heard.tokens == (known[: len(heard.tokens)] if untold else known)
+        assert heard.cached_tokens < request.prompt_length or not heard.cached_tokens
+        fault = self.device.faults.get(request.unit)
+        if heard.stop_reason == FAILURE:
+            assert heard.tokens == expected[: len(heard.tokens)]
+        elif fault is not None and request.group is None and request.prompt_length + len(expected) > fault:
+            assert request in self._ended_outside, "its step did not fail"
+        elif request in self._ended_outside:
+            assert heard.tokens == expected[: len(heard.tokens)]
+        else:
+            assert (heard.tokens, heard.finish_reason) == (expected, reason)
+            if request.params.prompt_logprobs is not None:
+                first = request.params.prompt_logprobs_from
+                assert heard.prompt_positions == list(range(first, request.prompt_length))
+                assert heard.cached_tokens < first or first >= request.prompt_length
+        if not self.setup.prefix_cache and request.group is None:
+            assert heard.cached_tokens == 0
+
+    def _check_search(self, request: Request, name: str) -> None:
+        """The answers are those of a search that looks at everything."""
+        number = name.removesuffix("#0")
+        heard = [self.heard[f"{number}#{index}"] for index in range(request.params.n)]
+        if request in self._ended_outside and not any(item.finish_reason for item in heard):
+            return
+        if any(item.stop_reason == FAILURE for item in heard):
+            assert [(item.tokens, item.stop_reason) for item in heard] == [([], FAILURE)] * len(heard)
+            return
+        assert self.device.faults.get(request.unit, request.prompt_length + 1) > request.prompt_length
+        found = [(item.tokens, item.finish_reason) for item in heard]
+        expected = searched_answers(request)
+        assert found == expected + [([], "abort")] * (len(heard) - len(expected))
+        if request.params.prompt_logprobs is not None:
+            first = request.params.prompt_logprobs_from
+            assert heard[0].prompt_positions == list(range(first, request.prompt_length))
+
+    def expected_answer(self, request: Request) -> tuple[list[int], str]:
+        """The answer straight from the simulated model."""
+        key = first_key(request)
+        for token in request.token_ids[: request.prompt_length]:
+            key = extend_key(key, token)
+        tokens: list[int] = []
+        while len(tokens) < request.max_tokens:
+            tokens.append(sampled_token(request.seed, key))
+            if tokens[-1] in request.stop_token_ids:
+                return tokens, "stop"
+            key = extend_key(key, tokens[-1])
+        return tokens, "length"
+
+    def _hear(self, event: TokenEvent) -> None:
+        heard = self.heard[event.request_id]
+        assert heard.finish_reason is None, "news of a request that has ended"
+        heard.tokens += event.token_ids
+        if self.requests[event.request_id.split("#")[0] + "#0"].beams is None:
+            self.accepted_drafts += max(0, len(event.token_ids) - 1)
+        for entry in event.prompt_logprobs or ():
+            heard.prompt_positions += entry
+        heard.cached_tokens = max(heard.cached_tokens, event.cached_tokens)
+        heard.finish_reason, heard.stop_reason = event.finish_reason, event.stop_reason
+        if isinstance(event.stop_reason, str) and "failed" in event.stop_reason:
+            assert event.stop_reason == FAILURE and event.finish_reason == "abort"
+            assert event.request_id.split("#")[0] in {unit.split("#")[0] for unit in self.device.faults}, "innocent"
+
+    def _is_ready(self, request: Request) -> bool:
+        """Could run now, if it were its turn."""
+        return (
+            not request.in_flight
+            and not request.held
+            and request.state is not State.LOADING
+            and (request.leader is None or request.leader.prompt_scheduled)
+        )
+
+    def _check_waiting(self) -> None:
+        """No request that has waited for `aging_steps` was overtaken in the step that was just planned.
+
+        First come, first served never lets anybody overtake, whatever they have waited. But who waits for an adapter's
+        place may be overtaken by requests without one, and who is not on trial by those who are.
+        """
+        step = self.scheduler.step
+        before = self._waiting_before  # a held beam is not admitted when it takes another's place
+        admitted = [
+            request
+            for request in self.scheduler.running
+            if request in before and (before[request] or request.beams is None)
+        ]
+        for request in self.scheduler.waiting:
+            if request.beams is not None and request.output_length:  # a beam may lose its place and get another's
+                self._waiting_since[request] = request.waiting_since
+        old = {item for item, since in self._waiting_since.items() if step - since >= self.setup.aging_steps}
+        self._aged |= old & {*self.scheduler.waiting, *admitted}
+        self._aged |= {request for request in admitted if request.beams is not None and request.aged}
+        fcfs = self.setup.policy == "fcfs"
+        passed_over = [
+            request
+            for request in self.scheduler.waiting
+            if (request in self._aged or fcfs)
+            and self._waiting_before.get(request)
+            and self.scheduler._cause(request) is None
+            and request not in self._loading
+            and request.waiting_since != step  # a beam that ran and lost its place
+        ]
+        for newcomer in admitted:
+            for request in passed_over:
+                if request.adapter is not None and newcomer.adapter is None:
+                    continue
+                assert fcfs or newcomer in self._aged, "a request that has aged was overtaken by one that has not"
+                if newcomer.owner != request.owner:  # in these, who has less goes first
+                    continue
+                order = [(item.turn, item.arrival) for item in (newcomer, request)]
+                assert order == sorted(order), "equal requests of an owner go by turn, then by arrival"

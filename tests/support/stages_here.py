@@ -1,0 +1,182 @@
+"""All stages of an engine in one process and thread, whose steps are captured and repeated without a GPU."""
+
+import contextlib
+import dataclasses
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import kvern.runner.cuda_graph
+import kvern.runner.executor
+from kvern.config import EngineConfig
+from kvern.models.loader import read_config
+from kvern.models.registry import spec_from_config
+from kvern.ranks.ranks import Ranks
+from kvern.ranks.stages import WHOLE, Stage
+from kvern.runner.contents import Contents
+from kvern.runner.cuda_graph import DecodedStep, DecodeGraph, DecodeGraphs, HandedStep
+from kvern.runner.device_runner import DeviceRunner
+from kvern.runner.kernel_parts import KernelParts
+from kvern.runner.plan import Layout
+from kvern.runner.ranks.rank_limits import rank_of
+from kvern.runner.ranks.rank_wire import (
+    AddAdapter,
+    BeginCounting,
+    CountExperts,
+    DropAdapter,
+    ForgetSteps,
+    Found,
+    HasRoom,
+    LoadWeights,
+    RankMessage,
+    RunStep,
+    TakeMemory,
+    UseIdleTime,
+)
+from kvern.runner.startup import Startup
+from kvern.runner.worker import Worker
+
+CPU = torch.device("cpu")
+
+
+class NearStage(Stage):
+    """Hands rows on within the process, as a GPU does: they are read when the stage behind receives, not before."""
+
+    def __init__(
+        self, index: int, layers: Sequence[range], on_their_way: list[deque[torch.Tensor]], of_draft: Stage = WHOLE
+    ) -> None:
+        super().__init__(index, len(layers), layers[index], embeds=of_draft._embeds, entries=of_draft.entries)
+        self._on_their_way = on_their_way
+
+    def send(self, hidden: torch.Tensor) -> None:
+        self._on_their_way[self.index].append(hidden)
+
+    def receive(self, hidden: torch.Tensor) -> torch.Tensor:
+        sent = self._on_their_way[self.index - 1].popleft()
+        assert sent.shape == hidden.shape, "both sides agree on sizes"
+        return hidden.copy_(sent)
+
+
+class OtherStages:
+    """In the place of `RankProcesses`: those before the last, which run a step at once; the last does so later."""
+
+    meeting, listener = "", None
+
+    def __init__(
+        self, config: EngineConfig, folder: Path, layers: Sequence[range], draft: Path | None, *_: object
+    ) -> None:
+        spec = spec_from_config(read_config(folder))
+        self._ranks = [rank_here(config, index, layers, draft) for index in range(len(layers) - 1)]
+        self.workers = [Worker(config, folder, spec, CPU, Startup(), draft, own) for own in self._ranks]
+        self._rooms: list[HasRoom] = []
+
+    def answers(self, kind: type[RankMessage], *_: Any) -> list[Any]:
+        if kind is Found:
+            return [Found(worker.probe()) for worker in self.workers]
+        return self._rooms if kind is HasRoom else []
+
+    @contextlib.contextmanager
+    def watched(self) -> Iterator[None]:
+        """None of them ends by itself."""
+        yield
+
+    def send(self, message: RankMessage) -> None:
+        for worker, ranks in zip(self.workers, self._ranks, strict=True):
+            match message:
+                case LoadWeights(plan):
+                    self._rooms.append(HasRoom(worker.load(plan)))
+                case TakeMemory(layout):
+                    worker.build(layout)
+                case RunStep(output):
+                    worker.runner.execute(output).result()
+                case ForgetSteps():
+                    worker.runner.abandon()
+                case UseIdleTime():
+                    worker.runner.idle()
+                    ranks.meet(CPU)
+                case BeginCounting():
+                    worker.expert_counts.reset()
+                case CountExperts():
+                    worker.expert_counts.read()
+                case AddAdapter() as adapter:
+                    worker.add_adapter(adapter.key, adapter.adapter())
+                case DropAdapter(key):
+                    worker.drop_adapter(key)
+
+    def end(self) -> None:
+        pass
+
+
+def rank_here(config: EngineConfig, index: int, layers: Sequence[range], draft: Path | None) -> Ranks:
+    """The only rank of a stage."""
+    return Ranks(stage=NearStage(index, layers, _ON_THEIR_WAY, rank_of(config, index, layers, draft).stage))
+
+
+_ON_THEIR_WAY: list[deque[torch.Tensor]] = []
+
+
+class Repeated:
+    """In the place of a CUDA graph: computes the captured step again, into the same memory."""
+
+    def __init__(self, step: Callable[[], Any]) -> None:
+        self._step, self.outputs = step, step()
+
+    def replay(self) -> None:
+        for target, source in zip(self.outputs, self._step(), strict=True):
+            target.copy_(source)
+
+
+def repeated(step: Callable[[], Any], *_: Any) -> tuple[Repeated, Any]:
+    graph = Repeated(step)
+    return graph, graph.outputs
+
+
+class Recorded(DecodeGraphs):
+    """Notes for how many requests it replays."""
+
+    replayed: list[int]
+
+    def _replay(self, slots: list[int], *given: Any) -> DecodeGraph:
+        graph = super()._replay(slots, *given)
+        self.replayed.append(len(slots))
+        if isinstance(graph.outputs, HandedStep):
+            return graph
+        outputs = DecodedStep(*(output.clone() for output in graph.outputs))  # of a GPU they are copied sooner
+        return dataclasses.replace(graph, outputs=outputs)
+
+
+class Nothing:
+    def __init__(self, *_: Any) -> None:
+        pass
+
+
+def capture_here(patch: pytest.MonkeyPatch, stages: int) -> list[list[int]]:
+    """Have engines of so many stages that are made now run here; for how many requests each of them replays steps.
+
+    Runners are in order of stages; of a cache in 8 bits there are as many before, which measure scales.
+    """
+    _ON_THEIR_WAY[:] = [deque() for _ in range(stages - 1)]
+    replayed: list[list[int]] = []
+    make = KernelParts.runner
+
+    def runner(parts: KernelParts, contents: Contents, layout: Layout) -> DeviceRunner:
+        made = make(parts, contents, layout)
+        attention, bank = made._attention, None if made._adapters is None else made._adapters.bank
+        sizes = layout.block_size, attention.prefix_members
+        made._graphs = Recorded(made._decoder, attention, made._rows, *sizes, bank, made._states)
+        made._graphs.replayed = []
+        replayed.append(made._graphs.replayed)
+        return made
+
+    for name in ("Stream", "graph_pool_handle"):
+        patch.setattr(torch.cuda, name, Nothing)
+    patch.setattr(kvern.runner.cuda_graph, "capture", repeated)
+    patch.setattr(KernelParts, "runner", runner)
+    patch.setattr(kvern.runner.executor, "RankProcesses", OtherStages)
+    patch.setattr(kvern.runner.executor, "rank_of", rank_here)
+    patch.setattr(Ranks, "connect", lambda *_, **__: None)
+    return replayed
