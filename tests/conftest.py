@@ -1,4 +1,4 @@
-"""What all tests share: a deterministic hypothesis, the tiny model of `tests.support.tiny_model` as an engine, and a server."""
+"""What all tests share: a deterministic hypothesis, an engine with `tests.support.tiny_model`, and a server."""
 
 import contextlib
 from collections.abc import Iterator

@@ -24,7 +24,7 @@ def plain(config: Any) -> dict[str, Any]:
 
 
 def test_the_table_is_that_of_the_installed_transformers() -> None:
-    """Versions differ: `python -m tests.support.model_defaults` writes the table anew, and says which defaults changed."""
+    """Versions differ: `python -m tests.support.model_defaults` writes the table anew and names the changes."""
     assert json.loads(FILE.read_text()) == json.loads(json.dumps(table()))
 
 

@@ -17,16 +17,16 @@ UNSURE = {"skip", "skipif", "xfail"}
 HEAD = """# Features together
 
 A request may ask for any of these at once, and any mixture of requests shares one batch. This page is made from the
-tests (`python -m tests.support.feature_matrix > docs/features.md`), and a test fails if it is not current or a cell is empty. A
-cell is the number of tests whose requests use both features; on the diagonal, the one. What goes with a model that is
-divided is [below](#several-ranks).
+tests (`python -m tests.support.feature_matrix > docs/features.md`), and a test fails if it is not current or a cell is
+empty. A cell is the number of tests whose requests use both features; on the diagonal, the one. What goes with a model
+that is divided is [below](#several-ranks).
 
 """
 PROMISES = """
 ## What is checked
 
-In `tests/models/test_feature_matrix.py` every request, in a batch with others, gets the answers that it gets alone, at once,
-from an engine with room and without a prefix cache. `test_two_features_of_other_models` and
+In `tests/models/test_feature_matrix.py` every request, in a batch with others, gets the answers that it gets alone, at
+once, from an engine with room and without a prefix cache. `test_two_features_of_other_models` and
 `test_everything_at_once_of_other_models` there say the same of tiny random models with states (`qwen3_5`), with sinks
 and windows (`gpt_oss`) and with latents (`deepseek_v3`): of some pairs in `make test`, of all nightly. Which options of
 an engine such a model refuses, by name, is tested beside. On top of that:
@@ -43,10 +43,10 @@ SEVERAL = """
 
 What goes with each division of a model ([several ranks](parallel.md)): `tp` is `-tp`, `pp` is `-pp`, `dp` is `-dp`, and
 `ep` is `-tp` with `--enable-expert-parallel`, of a mixture of experts, and `own rows` that with
-`--enable-dp-attention`. Two processes each, or four, on CPUs. A cell is the number of tests. What `own rows` refuse,
-and what stages refuse, stands in [several ranks](parallel.md). In `tests/ranks/test_rank_features.py` every request gets the
-answers of one process, beside others, in an engine with too little room and a prefix cache, and features are checked
-by what they promise. Of engines are:
+`--enable-dp-attention`. Two processes each, or four, on CPUs. A cell is the number of tests. What DP attention
+and pipeline stages refuse is in [several ranks](parallel.md). In `tests/ranks/test_rank_features.py` every request gets
+the answers of one process, beside others, in an engine with too little room and a prefix cache. Features are checked by
+what they promise. Of engines are:
 
 """
 

@@ -1,4 +1,4 @@
-"""What works with which model type, as data: `python -m tests.support.model_features` writes the table into docs/models.md.
+"""What works with which model type, as data: `python -m tests.support.model_features` writes them into docs/models.md.
 
 Every cell is a test, of `test_model_features.py` or of the files named at `EVERYWHERE`. Features are tried when a
 family is new, and what was found is kept in model_features.json, which the tests hold against what they find.

@@ -22,7 +22,7 @@ from kvern.spec.model import MoeSpec, Rename
 if TYPE_CHECKING:
     from kvern.layers.build import Build
 
-OWN_FORMATS: tuple[str, ...] = ("kvern.formats",)
+OWN_FORMATS: tuple[str, ...] = ("kvern.formats", "kvern.formats.gguf.method")
 """kvern's modules that register formats; they are imported when a configuration asks for one."""
 
 

@@ -1,7 +1,7 @@
 """What `config.json` may leave out: each model type's own defaults, in defaults.json.
 
-They are those of transformers' configuration classes. `python -m tests.support.model_defaults` writes the file, with a line for
-each type, and `tests/models/test_model_defaults.py` compares it with the installed transformers.
+They are those of transformers' configuration classes. `python -m tests.support.model_defaults` writes the file, with a
+line for each type, and `tests/models/test_model_defaults.py` compares it with the installed transformers.
 """
 
 import json

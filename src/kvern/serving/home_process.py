@@ -1,6 +1,6 @@
 """A rank behind the first, whose requests are its own: `python -m kvern.serving.home_process ADDRESS PARENT`.
 
-It is a rank as any other (`runner/ranks/rank_process.py`), but that it schedules, and takes turns in the place of steps.
+It is a rank as any other (`runner/ranks/rank_process.py`), except that it schedules and takes turns instead of steps.
 """
 
 import sys

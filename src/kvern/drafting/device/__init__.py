@@ -1,0 +1,1 @@
+"""Drafters on the device beside the model, and their CUDA graphs."""

@@ -1,0 +1,1 @@
+"""Draft heads and draft models: their checkpoints, and their modules."""

@@ -1,0 +1,1 @@
+"""What the server keeps on disk and in memory: files, batches, responses and conversations."""
