@@ -1,10 +1,9 @@
-"""Parts that are added by name: by a module of kvern, by a decorator, or by an entry point of another package."""
+"""Parts that are found by name: kvern's own, those that a decorator registers, and entry points of other packages."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from importlib import import_module
 from importlib.metadata import entry_points
-from pkgutil import iter_modules
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from kvern.errors import ConfigError
 
@@ -12,38 +11,44 @@ Part = TypeVar("Part")
 
 
 class Plugins(Generic[Part]):
-    """The parts of one kind, `what`, by name. `own`: kvern's modules that register some, imported at the first use.
+    """The parts of one kind, `what`, by name.
 
-    Of a package all its modules are. `group` is the entry points' group in which other packages name theirs, which are
-    imported only when one is asked for.
+    `own` gives kvern's parts as `module:object`, `group` the entry points' group of other packages. A module is
+    imported when one of its parts is asked for.
     """
 
-    def __init__(self, what: str, group: str, own: Sequence[str] = ()) -> None:
-        self.what, self.group, self._own = what, group, own
+    def __init__(self, what: str, group: str, own: Mapping[str, str] | None = None) -> None:
+        self.what, self.group, self._own = what, group, own or {}
         self._registered: dict[str, Part] = {}
 
     def register(self, name: str) -> Callable[[Part], Part]:
         """Register the decorated object under a name. Raises ConfigError if another holds it."""
 
         def register(part: Part) -> Part:
+            holder = self._own[name].partition(":")[0] if name in self._own else None
             if self._registered.setdefault(name, part) is not part:
-                raise ConfigError(f"{self.what} {name!r} is registered already, by {self._registered[name].__module__}")
+                holder = self._registered[name].__module__
+            if holder is not None:
+                raise ConfigError(f"{self.what} {name!r} is registered already, by {holder}")
             return part
 
         return register
 
     @property
     def names(self) -> list[str]:
-        """All that can be had, in order; those of entry points are not imported."""
-        self._import_own()
-        return sorted({*self._registered, *(entry.name for entry in entry_points(group=self.group))})
+        """All names, sorted. Nothing is imported."""
+        return sorted({*self._own, *self._registered, *(entry.name for entry in entry_points(group=self.group))})
 
     def get(self, name: str) -> Part | None:
         """The part of this name, or None."""
-        self._import_own()
-        if name not in self._registered:
-            for entry in entry_points(group=self.group, name=name):
-                self._registered.setdefault(name, entry.load())
+        if name in self._registered:
+            return self._registered[name]
+        if name in self._own:
+            module, _, attribute = self._own[name].partition(":")
+            part: Any = getattr(import_module(module), attribute)
+            return self._registered.setdefault(name, part)
+        for entry in entry_points(group=self.group, name=name):
+            self._registered.setdefault(name, entry.load())
         return self._registered.get(name)
 
     def find(self, name: str) -> Part:
@@ -58,9 +63,3 @@ class Plugins(Generic[Part]):
                 f"provides them as entry points of group {self.group!r}"
             )
         return part
-
-    def _import_own(self) -> None:
-        for name in self._own:
-            for module in iter_modules(getattr(import_module(name), "__path__", ())):
-                import_module(f"{name}.{module.name}")
-        self._own = ()  # only now: another thread that asks meanwhile has to wait for the imports, too

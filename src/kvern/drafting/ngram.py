@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from weakref import WeakKeyDictionary
 
 from kvern.config import EngineConfig
-from kvern.drafting.proposer import PROPOSERS
 from kvern.request.request import Request
 from kvern.spec.model import ModelSpec
 
@@ -32,7 +31,6 @@ RESUMED, APART_BY_SOME = 0, 1
 """What speaks for a guess, beside how many tokens read the same: the last alone does, or none of the last few."""
 
 
-@PROPOSERS.register("ngram")
 class NgramProposer:
     """The tokens behind the last earlier place where a text has the two tokens, or more, that it now ends with.
 

@@ -26,10 +26,13 @@ class Proposer(Protocol):
         ...
 
 
-PROPOSERS: Plugins[Callable[[EngineConfig, ModelSpec], Proposer]] = Plugins(
-    "proposer", "kvern.proposers", own=("kvern.drafting.ngram", "kvern.drafting.suffix", "kvern.drafting.remote")
-)
-"""By the name that the option `proposer` gives."""
+OWN = {
+    "ngram": "kvern.drafting.ngram:NgramProposer",
+    "remote": "kvern.drafting.remote:RemoteProposer",
+    "suffix": "kvern.drafting.suffix:SuffixProposer",
+}
+PROPOSERS: Plugins[Callable[[EngineConfig, ModelSpec], Proposer]] = Plugins("proposer", "kvern.proposers", OWN)
+"""The proposers by the name that the option `proposer` gives."""
 
 
 def takes_drafts(request: Request) -> bool:

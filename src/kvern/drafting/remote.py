@@ -20,7 +20,6 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from kvern.config import EngineConfig
-from kvern.drafting.proposer import PROPOSERS
 from kvern.drafting.server import DraftedText, DraftServer, Translation
 from kvern.errors import in_a_line
 from kvern.models.folder import model_folder
@@ -51,7 +50,6 @@ class Asked:
     steps: int = 0
 
 
-@PROPOSERS.register("remote")
 class RemoteProposer:
     """Asks the server at `draft_url` for all rows at once, and never waits for it."""
 

@@ -16,7 +16,6 @@ from weakref import WeakKeyDictionary
 
 from kvern.config import EngineConfig
 from kvern.drafting.ngram import LONGEST, READ_AT_ONCE, READ_OF_EACH, Chances, Text, same
-from kvern.drafting.proposer import PROPOSERS
 from kvern.request.request import Request
 from kvern.spec.model import ModelSpec
 
@@ -125,7 +124,6 @@ class KnownText:
         self.same = min(LONGEST, self.same + count)
 
 
-@PROPOSERS.register("suffix")
 class SuffixProposer:
     """What other answers, or the text itself, went on with where they read as the text does at its end."""
 

@@ -23,7 +23,7 @@ from kvern.formats.groups import (
     unpack_pairs,
     words_to_bytes,
 )
-from kvern.layers.linear_format import LINEAR_METHODS, LinearFormat, LinearMethods
+from kvern.layers.linear_format import LinearFormat, LinearMethods
 from kvern.layers.linear_method import INPUTS, OUTPUTS, Axis, Part, TensorLayout
 
 PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
@@ -66,7 +66,6 @@ def _unpack(words: Tensor) -> Tensor:
     return unpack_pairs(words_to_bytes(words)).view(len(words), -1, 8)[..., places].flatten(1)
 
 
-@LINEAR_METHODS.register("awq")
 def awq(quantization: Mapping[str, Any], unquantized: LinearFormat) -> LinearMethods:
     """The layers of a model that AWQ quantized: all linear ones but the head and those named."""
     bits = quantization.get("bits", quantization.get("w_bit", 4))

@@ -10,7 +10,7 @@ from kvern.errors import CorruptCheckpoint, UnsupportedModel
 from kvern.formats.choice import all_but, paths_matching
 from kvern.formats.nf4 import bitsandbytes_nf4
 from kvern.formats.scaled import Scaled, ScaledMethod
-from kvern.layers.linear_format import LINEAR_METHODS, LinearFormat, LinearMethods
+from kvern.layers.linear_format import LinearFormat, LinearMethods
 from kvern.layers.linear_method import LinearMethod, LinearShape, Part, TensorLayout
 
 if TYPE_CHECKING:
@@ -37,7 +37,6 @@ class Int8(Scaled):
         return Int8Method(shape, self)
 
 
-@LINEAR_METHODS.register("bitsandbytes")
 def bitsandbytes(quantization: Mapping[str, Any], unquantized: LinearFormat) -> LinearMethods:
     """By `load_in_8bit` or `load_in_4bit`; `llm_int8_skip_modules` are plain."""
     eight, four = (bool(quantization.get(f"load_in_{bits}bit", False)) for bits in (8, 4))

@@ -14,7 +14,7 @@ from kvern.formats.fp8 import block_of, runs_of
 from kvern.formats.packed_tensors import PACKED_FORMS, packed_format
 from kvern.formats.rounding import Code, Rounding
 from kvern.formats.scaled import ROWS, TENSOR, Block, Scaled
-from kvern.layers.linear_format import LINEAR_METHODS, LinearFormat, LinearMethods
+from kvern.layers.linear_format import LinearFormat, LinearMethods
 
 PLAIN = ("float-quantized", "naive-quantized", "int-quantized")
 CLASSES = {"Linear": r"(?<!embed_tokens)(?<!embed_tokens_per_layer)$", "Embedding": EMBEDDINGS.pattern}
@@ -22,7 +22,6 @@ CLASSES = {"Linear": r"(?<!embed_tokens)(?<!embed_tokens_per_layer)$", "Embeddin
 CODES: Mapping[str, Code] = {"float": "e4m3", "int": "int8"}
 
 
-@LINEAR_METHODS.register("compressed-tensors")
 def compressed_tensors(quantization: Mapping[str, Any], unquantized: LinearFormat) -> LinearMethods:
     """The format of each of `config_groups`, for its targets: names go before expressions, and these before classes."""
     sparsity = (quantization.get("sparsity_config") or {}).get("format", "dense")

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kvern.formats.choice import all_but, paths_matching
 from kvern.formats.groups import Form, GroupedFormat, GroupedMethod
-from kvern.layers.linear_format import LINEAR_METHODS, LinearFormat, LinearMethods
+from kvern.layers.linear_format import LinearFormat, LinearMethods
 from kvern.layers.linear_method import OUTPUTS, Axis, LinearShape, Part, TensorLayout
 
 MX = Form("e2m1", 32, torch.uint8)
@@ -78,7 +78,6 @@ def modelopt_nvfp4(quantization: Mapping[str, Any], unquantized: LinearFormat) -
     return fp4_format("NVFP4", NV, ("weight", "weight_scale", "weight_scale_2", "input_scale"))
 
 
-@LINEAR_METHODS.register("mxfp4")
 def mxfp4(quantization: Mapping[str, Any], unquantized: LinearFormat) -> LinearMethods:
     """The layers of a model in MXFP4: its experts, and all linear layers but those named."""
     quantized = GroupedFormat("MXFP4", partial(Mxfp4Blocks, form=MX), MX.group)

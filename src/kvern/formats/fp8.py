@@ -11,7 +11,7 @@ from kvern.errors import UnsupportedModel
 from kvern.formats.choice import all_but, paths_matching
 from kvern.formats.rounding import Rounding
 from kvern.formats.scaled import ROWS, TENSOR, Block, Scaled
-from kvern.layers.linear_format import LINEAR_METHODS, LinearFormat, LinearMethods
+from kvern.layers.linear_format import LinearFormat, LinearMethods
 from kvern.spec.model import Rename
 
 STACKED = Rename(r"(_proj)_scale_inv$", r"\1_weight_scale_inv")
@@ -22,7 +22,6 @@ TENSOR_NAMES = (STACKED, Rename(r"([._]weight_scale)_inv$", r"\1"), Rename(r"\.a
 """Some programs that write checkpoints call scales otherwise."""
 
 
-@LINEAR_METHODS.register("fp8")
 def fp8(quantization: Mapping[str, Any], unquantized: LinearFormat) -> LinearMethods:
     """Activations are rounded as the weights are: by blocks' inputs, or for each token, or by a scale of the file's."""
     numbers = quantization.get("fmt", "e4m3")
@@ -69,7 +68,6 @@ def runs_of(size: object) -> Block:
     return block
 
 
-@LINEAR_METHODS.register("fbgemm_fp8")
 def fbgemm_fp8(quantization: Mapping[str, Any], unquantized: LinearFormat) -> LinearMethods:
     """A scale for each row, and for each token; activations above `activation_scale_ub` become it."""
     limit = float(quantization.get("activation_scale_ub", 1200.0))

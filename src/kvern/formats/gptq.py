@@ -25,7 +25,7 @@ from kvern.formats.groups import (
     unpack_pairs,
     words_to_bytes,
 )
-from kvern.layers.linear_format import LINEAR_METHODS, LinearFormat, LinearMethods
+from kvern.layers.linear_format import LinearFormat, LinearMethods
 from kvern.layers.linear_method import INPUTS, OUTPUTS, Axis, LinearShape, Part, TensorLayout
 
 FORMATS = {"gptq": 1, "gptq_v2": 0}
@@ -69,7 +69,6 @@ class GptqMethod(GroupedMethod):
             raise ValueError("it is not zero, and the layers of this architecture have no bias")
 
 
-@LINEAR_METHODS.register("gptq")
 def gptq(quantization: Mapping[str, Any], unquantized: LinearFormat) -> LinearMethods:
     """The layers of a model that GPTQ quantized: all linear ones within its blocks, or those named."""
     quantized = _format(quantization)

@@ -11,7 +11,7 @@ from kvern.formats.choice import all_but, paths_matching
 from kvern.formats.fp4 import modelopt_nvfp4
 from kvern.formats.rounding import Rounding
 from kvern.formats.scaled import ROWS, TENSOR, Block, Scaled
-from kvern.layers.linear_format import LINEAR_METHODS, LinearFormat, LinearMethods
+from kvern.layers.linear_format import LinearFormat, LinearMethods
 
 FP8: Mapping[str, Scaled] = {
     "FP8": Scaled("e4m3", TENSOR, Rounding("e4m3"), static=True),
@@ -21,7 +21,6 @@ FP8: Mapping[str, Scaled] = {
 FP4 = ("NVFP4", "NVFP4_AWQ", "W4A16_NVFP4")
 
 
-@LINEAR_METHODS.register("modelopt")
 def modelopt(quantization: Mapping[str, Any], unquantized: LinearFormat) -> LinearMethods:
     """By `quant_algo`, of the model or, if that is MIXED_PRECISION, of each of its `quantized_layers`."""
     quantization = _inner(quantization)

@@ -12,7 +12,7 @@ from kvern.formats.fp8 import block_of, runs_of
 from kvern.formats.rounding import Rounding
 from kvern.formats.scaled import ROWS, TENSOR, Block, Scaled
 from kvern.formats.torchao_int4 import torchao_int4
-from kvern.layers.linear_format import LINEAR_METHODS, LinearFormat, LinearMethods
+from kvern.layers.linear_format import LinearFormat, LinearMethods
 from kvern.spec.model import Rename
 
 NAMES = (Rename(r"\._weight_qdata$", ".weight"), Rename(r"\._weight_(scale|zero_point)$", r".weight_\1"))
@@ -20,7 +20,6 @@ BY_NAME = {"FqnToConfig": "fqn_to_config", "ModuleFqnToConfig": "module_fqn_to_c
 """Configurations that give layers theirs."""
 
 
-@LINEAR_METHODS.register("torchao")
 def torchao(quantization: Mapping[str, Any], unquantized: LinearFormat) -> LinearMethods:
     """All linear layers have the default's format, or, if they are named, theirs; ends are plain unless it says so."""
     described = quantization["quant_type"]

@@ -1,8 +1,8 @@
 """How a model's weights are stored: which `LinearMethod` each layer gets, by its path, and who registers formats.
 
-A format is one file with a `LinearFormat` and a function, registered under the `quant_method` of the
-`quantization_config` in config.json: by `LINEAR_METHODS.register`, or by an entry point of the group
-`kvern.linear_methods` of that name.
+A format is one file with a `LinearFormat` and a function. The function is found by the `quant_method` of the
+`quantization_config` in config.json: in `FORMATS`, by `LINEAR_METHODS.register`, or by an entry point of the group
+`kvern.linear_methods`.
 """
 
 import re
@@ -22,8 +22,19 @@ from kvern.spec.model import MoeSpec, Rename
 if TYPE_CHECKING:
     from kvern.layers.build import Build
 
-OWN_FORMATS: tuple[str, ...] = ("kvern.formats", "kvern.formats.gguf.method")
-"""kvern's modules that register formats; they are imported when a configuration asks for one."""
+FORMATS = {
+    "awq": "kvern.formats.awq:awq",
+    "bitsandbytes": "kvern.formats.bitsandbytes:bitsandbytes",
+    "compressed-tensors": "kvern.formats.compressed_tensors:compressed_tensors",
+    "fbgemm_fp8": "kvern.formats.fp8:fbgemm_fp8",
+    "fp8": "kvern.formats.fp8:fp8",
+    "gguf": "kvern.formats.gguf.method:gguf",
+    "gptq": "kvern.formats.gptq:gptq",
+    "modelopt": "kvern.formats.modelopt:modelopt",
+    "mxfp4": "kvern.formats.fp4:mxfp4",
+    "torchao": "kvern.formats.torchao:torchao",
+}
+"""kvern's own formats by `quant_method`."""
 
 
 class LinearFormat(ABC):
@@ -93,7 +104,7 @@ class LinearMethods:
 MakeMethods = Callable[[Mapping[str, Any], LinearFormat], LinearMethods]
 """`(quantization_config, the format of unquantized weights on this device) -> LinearMethods`."""
 
-LINEAR_METHODS: Plugins[MakeMethods] = Plugins("linear method", "kvern.linear_methods", OWN_FORMATS)
+LINEAR_METHODS: Plugins[MakeMethods] = Plugins("linear method", "kvern.linear_methods", FORMATS)
 
 
 def linear_methods(

@@ -1,6 +1,6 @@
 """Finds the family that describes a `config.json`.
 
-kvern's own families are the modules of `kvern.models.families`. Others register without touching kvern: by the
+kvern's own families are listed in `kvern.models.families`. Others register without touching kvern: by the
 decorator `register_family`, or by an entry point of the group `kvern.model_families` whose name is a model type or
 architecture and whose object is the function; it is imported only when a configuration names it.
 """
@@ -13,6 +13,7 @@ from kvern.errors import KvernError, UnsupportedModel
 from kvern.io.files import reason
 from kvern.models.bad_setting import bad_setting
 from kvern.models.defaults import completed, with_both, without
+from kvern.models.families import own_families
 from kvern.models.limits import Unfit, check_config, check_spec
 from kvern.plugins import Plugins
 from kvern.spec.model import ModelSpec
@@ -22,10 +23,11 @@ Family = Callable[[Config], ModelSpec]
 
 _UNREADABLE = (TypeError, ValueError, ArithmeticError, AttributeError, LookupError, RecursionError)
 
-FAMILIES: Plugins[Family] = Plugins("model family", "kvern.model_families", ["kvern.models.families"])
-"""By model type and by architecture."""
-_TYPES: dict[Family, str] = {}
-"""The first name of each: its model type."""
+OWN = own_families()
+FAMILIES: Plugins[Family] = Plugins("model family", "kvern.model_families", OWN)
+"""The families by model type and by architecture."""
+_TYPES: dict[Family | str, str] = {where: name for name, where in reversed(OWN.items())}
+"""The model type of each family: of kvern's own by `module:function`, of others by the function itself."""
 
 
 def register_family(*names: str) -> Callable[[Family], Family]:
@@ -35,9 +37,9 @@ def register_family(*names: str) -> Callable[[Family], Family]:
     """
 
     def register(family: Family) -> Family:
-        _TYPES[family] = names[0]
         for name in names:
             FAMILIES.register(name)(family)
+        _TYPES[family] = names[0]
         return family
 
     return register
@@ -87,7 +89,8 @@ def _checked(family: Family, config: Config) -> ModelSpec:
 
 
 def _completed(family: Family, config: Config) -> Config:
-    return completed(config, config.get("model_type"), _TYPES.get(family))
+    model_type = _TYPES.get(family) or _TYPES.get(f"{family.__module__}:{family.__name__}")
+    return completed(config, config.get("model_type"), model_type)
 
 
 def _is_readable(family: Family, config: Config) -> bool:

@@ -13,7 +13,7 @@ from kvern.formats.gguf.cpu import blocks_of, gguf_product
 from kvern.formats.gguf.parts import put_together, taken_apart
 from kvern.formats.gguf.types import PLAIN, QUANTIZED, BlockType
 from kvern.formats.method import Packed, QuantizedMethod
-from kvern.layers.linear_format import LINEAR_METHODS, LinearFormat, LinearMethods
+from kvern.layers.linear_format import LinearFormat, LinearMethods
 from kvern.layers.linear_method import OUTPUTS, RANDOM_SPREAD, Axis, LinearMethod, LinearShape, Part, TensorLayout
 
 if TYPE_CHECKING:
@@ -125,7 +125,6 @@ class GgufMethods(LinearMethods):
         return self.formats.get(path, self.default)
 
 
-@LINEAR_METHODS.register("gguf")
 def gguf(quantization: Mapping[str, Any], unquantized: LinearFormat) -> LinearMethods:
     """`types` says how the matrix of a path is stored; those of all experts of a layer have one."""
     formats: dict[str, LinearFormat] = {item.name: GgufFormat(item) for item in QUANTIZED.values()}

@@ -3,7 +3,7 @@
 from kvern.errors import UnsupportedModel
 from kvern.models.describe import describe, read_activation, read_head_dim
 from kvern.models.encoder_config import check_encoder, is_classifier
-from kvern.models.registry import Config, register_family
+from kvern.models.registry import Config
 from kvern.spec.mixers import AttentionSpec
 from kvern.spec.model import POST_NORMS, EncoderSpec, HeadSpec, LayerSpec, MlpSpec, ModelSpec, NormSpec, Rename
 
@@ -61,14 +61,12 @@ def _encoder(config: Config, first_position: int, head_renames: tuple[Rename, ..
     )
 
 
-@register_family("bert")
 def bert(config: Config) -> ModelSpec:
     """A classifier judges what the pooler makes of the first token."""
     renames = Rename(r"^pooler\.dense\.", "head.dense."), Rename(r"^classifier\.", "head.out.")
     return _encoder(config, 0, renames, marks_second=True)
 
 
-@register_family("roberta", "xlm-roberta")
 def roberta(config: Config) -> ModelSpec:
     """Positions begin behind that of padding; the second text of a pair is of the same kind as the first."""
     renames = Rename(r"^classifier\.dense\.", "head.dense."), Rename(r"^classifier\.out_proj\.", "head.out.")

@@ -8,7 +8,7 @@ from kvern.models.describe import (
     read_rope,
     uniform_layers,
 )
-from kvern.models.registry import Config, register_family
+from kvern.models.registry import Config
 from kvern.spec.model import LayerSpec, ModelSpec, QueryKeyNormSpec
 
 
@@ -26,12 +26,10 @@ def _cohere(config: Config, layers: tuple[LayerSpec, ...]) -> ModelSpec:
     )
 
 
-@register_family("cohere", "CohereForCausalLM")
 def cohere(config: Config) -> ModelSpec:
     return _cohere(config, uniform_layers(config, rope=read_rope(config, interleaved=True)))
 
 
-@register_family("cohere2", "Cohere2ForCausalLM")
 def cohere2(config: Config) -> ModelSpec:
     """Local layers are rotated; every fourth is global and knows no positions."""
     ropes = {"sliding_attention": read_rope(config, interleaved=True), "full_attention": None}

@@ -11,7 +11,7 @@ from dataclasses import replace
 from kvern.errors import UnsupportedModel
 from kvern.models.describe import check_settings, describe, kinds_of, read_mlp, read_rope, rope_settings
 from kvern.models.families.glm_moe import read_sigmoid_moe, tensor_names
-from kvern.models.registry import Config, register_family
+from kvern.models.registry import Config
 from kvern.models.text_part import text_config, text_part
 from kvern.spec.mixers import IndexerSpec, LatentAttentionSpec
 from kvern.spec.model import LayerSpec, MlpSpec, ModelSpec, MoeSpec
@@ -70,7 +70,6 @@ def _only(config: Config, name: str, known: str) -> None:
         raise UnsupportedModel(f"{name} {config[name]!r:.60} is unknown; known: {known}")
 
 
-@register_family("deepseek_v2", "DeepseekV2ForCausalLM")
 def deepseek_v2(config: Config) -> ModelSpec:
     _only(config, "scoring_func", "softmax")
     check_settings(config, {"use_mla": True, "norm_topk_prob": False})
@@ -85,16 +84,12 @@ def deepseek_v2(config: Config) -> ModelSpec:
     return _describe(config, experts, interleaved=True)
 
 
-@register_family(
-    "deepseek_v3", "kimi_k2", "glm4_moe_lite", "DeepseekV3ForCausalLM", "Glm4MoeLiteForCausalLM", "KimiK2ForCausalLM"
-)
 def deepseek_v3(config: Config) -> ModelSpec:
     _only(config, "scoring_func", "sigmoid")
     _only(config, "topk_method", "noaux_tc")
     return _describe(config, lambda: read_sigmoid_moe(config), interleaved=bool(config["rope_interleave"]))
 
 
-@register_family("deepseek_v32", "DeepseekV32ForCausalLM")
 def deepseek_v32(config: Config) -> ModelSpec:
     kinds_of(config.get("layer_types") or (), {"indexed_attention": "indexed_attention"})
     spec = deepseek_v3({**config, "rope_interleave": True})
@@ -103,7 +98,6 @@ def deepseek_v32(config: Config) -> ModelSpec:
     return replace(spec, layers=tuple(replace(layer, mixer=mixer) for layer in spec.layers))
 
 
-@register_family("kimi_k25", "Kimi_K25ForConditionalGeneration", "KimiK25ForConditionalGeneration")
 def kimi_k25(config: Config) -> ModelSpec:
     """The language model of Kimi K2.5 and later, which see images, too."""
     return text_part(config, deepseek_v3(text_config(config, "deepseek_v3")), "vision_tower", "mm_projector")

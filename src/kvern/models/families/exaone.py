@@ -1,11 +1,10 @@
 """EXAONE 4: norms after attention and MLP; where layers slide, the global ones know no positions."""
 
 from kvern.models.describe import describe, layers_by_type, read_layer_types, read_rms_norm, read_rope
-from kvern.models.registry import Config, register_family
+from kvern.models.registry import Config
 from kvern.spec.model import POST_NORMS, ModelSpec, QueryKeyNormSpec
 
 
-@register_family("exaone4", "Exaone4ForCausalLM")
 def exaone4(config: Config) -> ModelSpec:
     slides = config.get("sliding_window") is not None
     pattern = config.get("sliding_window_pattern") or 4

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from kvern.models.describe import check_settings, describe, read_attention, read_mlp, read_rope
 from kvern.models.families.granite_hybrid import read_mamba
-from kvern.models.registry import Config, register_family
+from kvern.models.registry import Config
 from kvern.spec.mixers import Gating, Mamba2Scales, Mamba2Spec, TwoMixersSpec
 from kvern.spec.model import LayerSpec, ModelSpec, Rename
 
@@ -35,7 +35,6 @@ def _mamba(config: Config) -> Mamba2Spec:
     )
 
 
-@register_family("falcon_h1", "FalconH1ForCausalLM")
 def falcon_h1(config: Config) -> ModelSpec:
     check_settings(config, _AS_PUBLISHED)
     attention = read_attention(config)

@@ -12,7 +12,7 @@ from kvern.models.describe import (
     read_rope,
     uniform_layers,
 )
-from kvern.models.registry import Config, register_family
+from kvern.models.registry import Config
 from kvern.models.text_part import text_config, text_part
 from kvern.spec.model import PRE_NORMS, SANDWICH_NORMS, LayerSpec, ModelSpec, QueryKeyNormSpec, RopeSpec
 
@@ -28,7 +28,6 @@ def _gemma(config: Config, layers: tuple[LayerSpec, ...], **fields: object) -> M
     return describe(config, layers, **(given | fields))
 
 
-@register_family("gemma", "GemmaForCausalLM")
 def gemma(config: Config) -> ModelSpec:
     return _gemma(config, uniform_layers(config), block_norms=PRE_NORMS)
 
@@ -42,12 +41,10 @@ def _alternating(
     return layers_by_type(config, kinds, attention=attention, ropes=ropes)
 
 
-@register_family("gemma2", "Gemma2ForCausalLM")
 def gemma2(config: Config) -> ModelSpec:
     return _gemma(config, _alternating(config, 2, softcap=config["attn_logit_softcapping"]))
 
 
-@register_family("gemma3_text", "Gemma3ForCausalLM")
 def gemma3_text(config: Config) -> ModelSpec:
     if config.get("use_bidirectional_attention"):
         raise UnsupportedModel("use_bidirectional_attention is true: kvern's models attend to what is before alone")
@@ -65,7 +62,6 @@ def gemma3_ropes(config: Config) -> dict[str, RopeSpec]:
     }
 
 
-@register_family("gemma3", "Gemma3ForConditionalGeneration")
 def gemma3(config: Config) -> ModelSpec:
     """The language model of the multimodal checkpoints; images are not read."""
     spec = gemma3_text(text_config(config, "gemma3_text"))

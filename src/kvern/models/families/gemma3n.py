@@ -15,7 +15,7 @@ from kvern.models.describe import (
 )
 from kvern.models.families.gemma import gemma3_ropes
 from kvern.models.families.gemma4 import cache_owners, tensors_without_use
-from kvern.models.registry import Config, register_family
+from kvern.models.registry import Config
 from kvern.models.text_part import text_config, text_part
 from kvern.spec.model import SANDWICH_NORMS, AltUpSpec, LayerSpec, ModelSpec, PerLayerSpec, QueryKeyNormSpec, Rename
 
@@ -24,7 +24,6 @@ _RENAMES = (
 )
 
 
-@register_family("gemma3n_text", "Gemma3nForCausalLM")
 def gemma3n_text(config: Config) -> ModelSpec:
     check_settings(config, {"altup_active_idx": 0, "altup_correct_scale": True})
     owners = cache_owners(config, read_layer_types(config, pattern=5))
@@ -64,7 +63,6 @@ def _layers(config: Config, owners: Sequence[int | None]) -> tuple[LayerSpec, ..
     )
 
 
-@register_family("gemma3n", "Gemma3nForConditionalGeneration")
 def gemma3n(config: Config) -> ModelSpec:
     """The language model of the published checkpoints; images and sounds are not read."""
     spec = gemma3n_text(text_config(config, "gemma3n_text"))

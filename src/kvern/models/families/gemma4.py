@@ -15,7 +15,7 @@ from kvern.models.describe import (
     read_rms_norm,
     read_rope,
 )
-from kvern.models.registry import Config, register_family
+from kvern.models.registry import Config
 from kvern.models.text_part import text_config, text_part
 from kvern.spec.model import (
     SANDWICH_NORMS,
@@ -50,7 +50,6 @@ _RENAMES = (
 )
 
 
-@register_family("gemma4_text", "Gemma4ForCausalLM")
 def gemma4_text(config: Config) -> ModelSpec:
     if config.get("use_bidirectional_attention") == "all":
         raise UnsupportedModel("use_bidirectional_attention is all: kvern's models attend to what is before alone")
@@ -143,7 +142,6 @@ def _per_layer(config: Config) -> PerLayerSpec | None:
     return PerLayerSpec(width, tokens, read_activation(config))
 
 
-@register_family("gemma4", "Gemma4ForConditionalGeneration")
 def gemma4(config: Config) -> ModelSpec:
     """The language model of the published checkpoints; images, videos and sounds are not read."""
     spec = gemma4_text(text_config(config, "gemma4_text"))

@@ -1,7 +1,7 @@
 """GLM-4 and GLM-4-0414: fused gate and up, half of each head rotated in pairs, the latter with sandwich norms."""
 
 from kvern.models.describe import describe, read_rope, uniform_layers
-from kvern.models.registry import Config, register_family
+from kvern.models.registry import Config
 from kvern.spec.model import PRE_NORMS, LayerSpec, ModelSpec
 
 
@@ -9,12 +9,10 @@ def _layers(config: Config) -> tuple[LayerSpec, ...]:
     return uniform_layers(config, rope=read_rope(config, interleaved=True))
 
 
-@register_family("glm", "GlmForCausalLM")
 def glm(config: Config) -> ModelSpec:
     return describe(config, _layers(config), qkv_bias=config["attention_bias"], output_bias=False)
 
 
-@register_family("glm4", "Glm4ForCausalLM")
 def glm4(config: Config) -> ModelSpec:
     return describe(
         config,

@@ -13,7 +13,7 @@ from kvern.models.describe import (
     uniform_layers,
 )
 from kvern.models.families.qwen import layers_from
-from kvern.models.registry import Config, register_family
+from kvern.models.registry import Config
 from kvern.spec.model import LayerSpec, ModelSpec, MoeSpec, PredictionSpec, QueryKeyNormSpec, Rename
 
 
@@ -59,7 +59,6 @@ def tensor_names(config: Config) -> dict[str, Any]:
     }
 
 
-@register_family("glm4_moe", "Glm4MoeForCausalLM")
 def glm4_moe(config: Config) -> ModelSpec:
     return describe(
         config,
@@ -70,7 +69,6 @@ def glm4_moe(config: Config) -> ModelSpec:
     )
 
 
-@register_family("dots1", "Dots1ForCausalLM")
 def dots1(config: Config) -> ModelSpec:
     kinds = layers_from(config, config["max_window_layers"])
     return describe(

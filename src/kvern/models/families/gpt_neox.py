@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING
 
 from kvern.models.describe import describe, read_layer_norm, read_mlp, uniform_layers
-from kvern.models.registry import Config, register_family
+from kvern.models.registry import Config
 from kvern.spec.model import ModelSpec, Rename
 
 if TYPE_CHECKING:
@@ -22,7 +22,6 @@ def _ungroup(tensor: "Tensor", spec: ModelSpec) -> "Tensor":
     return tensor.view(heads, 3, -1, *tensor.shape[1:]).transpose(0, 1).flatten(0, 2)
 
 
-@register_family("gpt_neox", "GPTNeoXForCausalLM")
 def gpt_neox(config: Config) -> ModelSpec:
     bias = config["attention_bias"]
     config = {**config, "num_key_value_heads": None}  # all heads have their own

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 from kvern.errors import UnsupportedModel
 from kvern.models.describe import describe, layers_by_type, read_attention, read_experts, read_layer_types, read_rope
-from kvern.models.registry import Config, register_family
+from kvern.models.registry import Config
 from kvern.spec.model import SWIGLU_LIMIT, SWIGLU_SLOPE, ModelSpec, MoeSpec, Rename
 
 if TYPE_CHECKING:
@@ -34,7 +34,6 @@ RENAMES = (
 )
 
 
-@register_family("gpt_oss", "GptOssForCausalLM")
 def gpt_oss(config: Config) -> ModelSpec:
     for key, known in (("swiglu_alpha", SWIGLU_SLOPE), ("swiglu_limit", SWIGLU_LIMIT)):
         if config.get(key, known) != known:

@@ -1,7 +1,7 @@
 """Granite, dense and with experts: Llama with multipliers on embeddings, residuals, attention scores and logits."""
 
 from kvern.models.describe import describe, read_activation, read_attention, read_experts, uniform_layers
-from kvern.models.registry import Config, register_family
+from kvern.models.registry import Config
 from kvern.spec.model import LayerSpec, ModelSpec, MoeSpec, Rename
 
 RENAMES = (
@@ -24,13 +24,11 @@ def describe_granite(config: Config, layers: tuple[LayerSpec, ...], renames: tup
     )
 
 
-@register_family("granite", "GraniteForCausalLM")
 def granite(config: Config) -> ModelSpec:
     attention = read_attention(config, scale=config["attention_multiplier"])
     return describe_granite(config, uniform_layers(config, attention=attention))
 
 
-@register_family("granitemoe", "GraniteMoeForCausalLM")
 def granitemoe(config: Config) -> ModelSpec:
     attention = read_attention(config, scale=config["attention_multiplier"])
     moe = MoeSpec(

@@ -3,7 +3,7 @@
 from kvern.errors import UnsupportedModel
 from kvern.models.describe import kinds_of, read_activation, read_attention, read_experts, read_rope
 from kvern.models.families.granite import RENAMES, describe_granite
-from kvern.models.registry import Config, register_family
+from kvern.models.registry import Config
 from kvern.spec.mixers import AttentionSpec, Mamba2Spec
 from kvern.spec.model import LayerSpec, MlpSpec, ModelSpec, MoeSpec, Rename
 
@@ -48,7 +48,6 @@ def _kinds(config: Config) -> list[str]:
     return kinds_of(["mamba"] * int(config["num_hidden_layers"]) if names is None else names, _KINDS)
 
 
-@register_family("granitemoehybrid", "GraniteMoeHybridForCausalLM")
 def granitemoehybrid(config: Config) -> ModelSpec:
     kinds, width, activation = _kinds(config), config["shared_intermediate_size"], read_activation(config)
     mixers: dict[str, AttentionSpec | Mamba2Spec] = {

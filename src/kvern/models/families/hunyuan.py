@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from kvern.models.describe import describe, read_head_dim, read_rms_norm, read_rope, rope_settings, uniform_layers
-from kvern.models.registry import Config, register_family
+from kvern.models.registry import Config
 from kvern.spec.model import ModelSpec, QueryKeyNormSpec, Rename, RopeSpec
 from kvern.spec.rope_scaling import LinearScaling
 
@@ -18,7 +18,6 @@ def _read_rope(config: Config) -> RopeSpec:
     return replace(rope, theta=rope.theta * parameters["alpha"] ** (dim / (dim - 2)), scaling=LinearScaling())
 
 
-@register_family("hunyuan_v1_dense", "HunYuanDenseV1ForCausalLM")
 def hunyuan_v1_dense(config: Config) -> ModelSpec:
     return describe(
         config,

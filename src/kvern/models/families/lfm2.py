@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from kvern.models.describe import describe, kinds_of, read_attention, read_experts, read_rope
-from kvern.models.registry import Config, register_family
+from kvern.models.registry import Config
 from kvern.spec.mixers import AttentionSpec, ShortConvSpec
 from kvern.spec.model import LayerSpec, MlpSpec, ModelSpec, MoeSpec, NormSpec, QueryKeyNormSpec, Rename
 
@@ -51,7 +51,6 @@ def _lfm2(config: Config, mlps: Sequence[MlpSpec | MoeSpec]) -> ModelSpec:
     )
 
 
-@register_family("lfm2", "Lfm2ForCausalLM")
 def lfm2(config: Config) -> ModelSpec:
     width = config.get("block_ff_dim") or config["intermediate_size"]
     if config["block_auto_adjust_ff_dim"]:
@@ -62,7 +61,6 @@ def lfm2(config: Config) -> ModelSpec:
     return _lfm2(config, [MlpSpec(width)] * int(config["num_hidden_layers"]))
 
 
-@register_family("lfm2_moe", "Lfm2MoeForCausalLM")
 def lfm2_moe(config: Config) -> ModelSpec:
     moe = MoeSpec(
         experts=read_experts(config),

@@ -12,24 +12,21 @@ from kvern.models.describe import (
     rope_settings,
     uniform_layers,
 )
-from kvern.models.registry import Config, register_family
+from kvern.models.registry import Config
 from kvern.models.text_part import text_config, text_part
 from kvern.spec.model import ModelSpec, QueryScaling
 
 
-@register_family("llama", "LlamaForCausalLM", "internlm3", "InternLM3ForCausalLM")
 def llama(config: Config) -> ModelSpec:
     bias = bool(config.get("attention_bias", config.get("qkv_bias", False)))
     mlp = read_mlp(config, bias=bool(config.get("mlp_bias", config.get("bias", False))))
     return describe(config, uniform_layers(config, mlp=mlp), qkv_bias=bias, output_bias=bias)
 
 
-@register_family("mistral", "MistralForCausalLM", "ministral", "MinistralForCausalLM")
 def mistral(config: Config) -> ModelSpec:
     return describe(config, layers_by_type(config, read_layer_types(config)))
 
 
-@register_family("ministral3", "Ministral3ForCausalLM")
 def ministral3(config: Config) -> ModelSpec:
     """Queries grow by the logarithm of how often their position exceeds the trained context."""
     given, rope, kinds = rope_settings(config), read_rope(config), read_layer_types(config)
@@ -40,7 +37,6 @@ def ministral3(config: Config) -> ModelSpec:
     return describe(config, layers_by_type(config, kinds, ropes=dict.fromkeys(kinds, rope)))
 
 
-@register_family("mistral3", "Mistral3ForConditionalGeneration")
 def mistral3(config: Config) -> ModelSpec:
     """The language model of the multimodal checkpoints; images are not read."""
     text = text_config(config, "mistral")
@@ -53,26 +49,22 @@ def mistral3(config: Config) -> ModelSpec:
     return text_part(config, families[text["model_type"]](text), "vision_tower", "multi_modal_projector")
 
 
-@register_family("cwm", "CwmForCausalLM")
 def cwm(config: Config) -> ModelSpec:
     older = ["sliding_attention" if index % 4 else "full_attention" for index in range(config["num_hidden_layers"])]
     return describe(config, layers_by_type(config, config.get("layer_types") or older))
 
 
-@register_family("arcee", "ArceeForCausalLM")
 def arcee(config: Config) -> ModelSpec:
     """Squared ReLU, without a gate."""
     mlp = read_mlp(config, gated=False)
     return describe(config, uniform_layers(config, mlp=mlp))
 
 
-@register_family("helium", "HeliumForCausalLM")
 def helium(config: Config) -> ModelSpec:
     rope = read_rope(config, interleaved=True)
     return describe(config, uniform_layers(config, rope=rope), output_bias=False)
 
 
-@register_family("ernie4_5", "Ernie4_5ForCausalLM")
 def ernie4_5(config: Config) -> ModelSpec:
     bias = bool(config["use_bias"])
     rope = read_rope(config, interleaved=True)
@@ -81,7 +73,6 @@ def ernie4_5(config: Config) -> ModelSpec:
     return describe(config, layers, qkv_bias=bias, output_bias=bias, tie_word_embeddings=tie)
 
 
-@register_family("seed_oss", "SeedOssForCausalLM")
 def seed_oss(config: Config) -> ModelSpec:
     bias, output_bias = config["attention_bias"], config["attention_out_bias"]
     return describe(config, qkv_bias=bias, output_bias=output_bias)

@@ -12,7 +12,7 @@ from kvern.models.describe import (
     uniform_layers,
 )
 from kvern.models.families.mixtral import RENAMES
-from kvern.models.registry import Config, register_family
+from kvern.models.registry import Config
 from kvern.spec.model import ModelSpec, MoeSpec, QueryKeyNormSpec, Rename
 
 _AS_PUBLISHED = {
@@ -25,7 +25,6 @@ _AS_PUBLISHED = {
 """Settings of the files that all models have alike."""
 
 
-@register_family("minimax_m2", "MiniMaxM2ForCausalLM")
 def minimax_m2(config: Config) -> ModelSpec:
     check_settings(config, _AS_PUBLISHED)
     if any(kind != 1 for kind in config.get("attn_type_list") or ()):

@@ -1,7 +1,7 @@
 """Mixtral: Mistral's layers with a mixture of experts."""
 
 from kvern.models.describe import describe, read_activation, read_attention, read_experts, uniform_layers
-from kvern.models.registry import Config, register_family
+from kvern.models.registry import Config
 from kvern.spec.model import ModelSpec, MoeSpec, Rename
 
 RENAMES = (
@@ -12,7 +12,6 @@ RENAMES = (
 )
 
 
-@register_family("mixtral", "MixtralForCausalLM")
 def mixtral(config: Config) -> ModelSpec:
     moe = MoeSpec(
         experts=read_experts(config),

@@ -5,7 +5,7 @@ from dataclasses import replace
 from kvern.errors import UnsupportedModel
 from kvern.models.describe import describe, read_head_dim, read_mlp, read_rope
 from kvern.models.encoder_config import check_encoder, is_classifier
-from kvern.models.registry import Config, register_family
+from kvern.models.registry import Config
 from kvern.spec.mixers import AttentionSpec
 from kvern.spec.model import PRE_NORMS, EncoderSpec, HeadSpec, LayerSpec, ModelSpec, NormSpec, Rename
 
@@ -55,7 +55,6 @@ def _head(config: Config, norm: NormSpec) -> HeadSpec:
     return HeadSpec("gelu", bool(config["classifier_bias"]), norm)
 
 
-@register_family("modernbert")
 def modernbert(config: Config) -> ModelSpec:
     check_encoder(config)
     classifies = is_classifier(config)

@@ -1,11 +1,10 @@
 """Nemotron: layer norms whose weights are stored as w - 1, half of each head rotated, squared ReLU without a gate."""
 
 from kvern.models.describe import describe, read_layer_norm, read_mlp, uniform_layers
-from kvern.models.registry import Config, register_family
+from kvern.models.registry import Config
 from kvern.spec.model import ModelSpec
 
 
-@register_family("nemotron", "NemotronForCausalLM")
 def nemotron(config: Config) -> ModelSpec:
     mlp = read_mlp(config, gated=False)
     return describe(

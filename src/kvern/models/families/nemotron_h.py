@@ -11,7 +11,7 @@ from kvern.models.describe import (
     read_groups,
 )
 from kvern.models.families.granite_hybrid import check_steps
-from kvern.models.registry import Config, register_family
+from kvern.models.registry import Config
 from kvern.spec.mixers import Mamba2Spec
 from kvern.spec.model import Activation, LayerSpec, MlpSpec, ModelSpec, MoeSpec, NormSpec, Rename
 
@@ -86,7 +86,6 @@ def _activation(config: Config) -> Activation:
     return read_activation({"hidden_act": config["mlp_hidden_act"]})
 
 
-@register_family("nemotron_h", "NemotronHForCausalLM")
 def nemotron_h(config: Config) -> ModelSpec:
     check_settings(config, _AS_PUBLISHED)
     kinds = _kinds(config)

@@ -11,7 +11,7 @@ from kvern.models.describe import (
     read_rope,
     uniform_layers,
 )
-from kvern.models.registry import Config, register_family
+from kvern.models.registry import Config
 from kvern.spec.model import POST_NORMS, ModelSpec, MoeSpec, NormSpec, QueryKeyNormSpec
 
 
@@ -20,19 +20,16 @@ def _reject_clipping(config: Config) -> None:
         raise UnsupportedModel(f"clip_qkv is {config['clip_qkv']}: kvern does not clip queries, keys and values")
 
 
-@register_family("olmo", "OlmoForCausalLM")
 def olmo(config: Config) -> ModelSpec:
     _reject_clipping(config)
     return describe(config, norm=NormSpec("layer", 1e-5, weight=False))
 
 
-@register_family("olmo2", "Olmo2ForCausalLM")
 def olmo2(config: Config) -> ModelSpec:
     norm = QueryKeyNormSpec(read_rms_norm(config), "row")
     return describe(config, block_norms=POST_NORMS, query_key_norm=norm)
 
 
-@register_family("olmo3", "Olmo3ForCausalLM")
 def olmo3(config: Config) -> ModelSpec:
     """Every fourth layer is global, and only those are stretched."""
     typed = "full_attention" in (config.get("rope_parameters") or {})
@@ -46,7 +43,6 @@ def olmo3(config: Config) -> ModelSpec:
     return describe(config, layers, block_norms=POST_NORMS, query_key_norm=norm)
 
 
-@register_family("olmoe", "OlmoeForCausalLM")
 def olmoe(config: Config) -> ModelSpec:
     _reject_clipping(config)
     moe = MoeSpec(

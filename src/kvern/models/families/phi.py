@@ -7,11 +7,10 @@ from kvern.models.describe import (
     read_mlp,
     uniform_layers,
 )
-from kvern.models.registry import Config, register_family
+from kvern.models.registry import Config
 from kvern.spec.model import ModelSpec, QueryKeyNormSpec, Rename
 
 
-@register_family("phi", "PhiForCausalLM")
 def phi(config: Config) -> ModelSpec:
     norm = read_layer_norm(config)
     mlp = read_mlp(config, gated=False, bias=True)
@@ -35,7 +34,6 @@ def phi(config: Config) -> ModelSpec:
     )
 
 
-@register_family("phi3", "Phi3ForCausalLM")
 def phi3(config: Config) -> ModelSpec:
     attention = read_attention(config, window=config.get("sliding_window"))
     return describe(config, uniform_layers(config, attention=attention))

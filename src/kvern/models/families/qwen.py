@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from kvern.errors import UnsupportedModel
 from kvern.models.describe import describe, layers_by_type, read_activation, read_experts, read_rms_norm
-from kvern.models.registry import Config, register_family
+from kvern.models.registry import Config
 from kvern.spec.model import LayerSpec, ModelSpec, MoeSpec, QueryKeyNormSpec
 
 
@@ -45,17 +45,14 @@ def _sparse_layers(config: Config, kinds: Sequence[str], moe: MoeSpec) -> tuple[
     )
 
 
-@register_family("qwen2", "Qwen2ForCausalLM")
 def qwen2(config: Config) -> ModelSpec:
     return describe(config, _layers(config), qkv_bias=True, output_bias=False)
 
 
-@register_family("qwen3", "Qwen3ForCausalLM")
 def qwen3(config: Config) -> ModelSpec:
     return describe(config, _layers(config), query_key_norm=QueryKeyNormSpec(read_rms_norm(config)))
 
 
-@register_family("Qwen3ForSequenceClassification")
 def qwen3_classifier(config: Config) -> ModelSpec:
     """One label, as converted rerankers have it; with `classifier_from_token` the language model that it is made of."""
     if config.get("classifier_from_token"):
@@ -66,7 +63,6 @@ def qwen3_classifier(config: Config) -> ModelSpec:
     return replace(spec, ignored=(*spec.ignored, r"^score\.weight$"), is_classifier=True)
 
 
-@register_family("qwen2_moe", "Qwen2MoeForCausalLM")
 def qwen2_moe(config: Config) -> ModelSpec:
     moe = read_moe(config, shared_width=config["shared_expert_intermediate_size"], shared_gate=True)
     most, count = config["max_window_layers"], config["num_hidden_layers"]
@@ -75,7 +71,6 @@ def qwen2_moe(config: Config) -> ModelSpec:
     return describe(config, layers, qkv_bias=config.get("qkv_bias", True), output_bias=False)
 
 
-@register_family("qwen3_moe", "Qwen3MoeForCausalLM")
 def qwen3_moe(config: Config) -> ModelSpec:
     kinds = ["sliding_attention"] * int(config["num_hidden_layers"])
     layers = _sparse_layers(config, kinds, read_moe(config))

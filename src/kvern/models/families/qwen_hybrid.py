@@ -13,7 +13,7 @@ from kvern.models.describe import (
     read_rope,
 )
 from kvern.models.families.qwen import read_moe
-from kvern.models.registry import Config, register_family
+from kvern.models.registry import Config
 from kvern.models.text_part import text_config, text_part
 from kvern.spec.mixers import AttentionSpec, DeltaNetSpec
 from kvern.spec.model import LayerSpec, MlpSpec, ModelSpec, MoeSpec, PredictionSpec, QueryKeyNormSpec
@@ -79,7 +79,6 @@ def _shared_moe(config: Config, *, renormalize: bool) -> MoeSpec:
     return read_moe(config, renormalize=renormalize, shared_width=width, shared_gate=True)
 
 
-@register_family("qwen3_next", "Qwen3NextForCausalLM")
 def qwen3_next(config: Config) -> ModelSpec:
     step, dense = config.get("decoder_sparse_step") or 1, config.get("mlp_only_layers") or ()
     sparse = [
@@ -91,23 +90,19 @@ def qwen3_next(config: Config) -> ModelSpec:
     return _hybrid(config, mlps, grouped=True)
 
 
-@register_family("qwen3_5_text", "Qwen3_5ForCausalLM")
 def qwen3_5_text(config: Config) -> ModelSpec:
     return _hybrid(config, [read_mlp(config)] * int(config["num_hidden_layers"]), grouped=False)
 
 
-@register_family("qwen3_5_moe_text", "Qwen3_5MoeForCausalLM")
 def qwen3_5_moe_text(config: Config) -> ModelSpec:
     moe = _shared_moe(config, renormalize=True)
     return _hybrid(config, [moe] * int(config["num_hidden_layers"]), grouped=False)
 
 
-@register_family("qwen3_5", "Qwen3_5ForConditionalGeneration")
 def qwen3_5(config: Config) -> ModelSpec:
     """The language model of the published checkpoints; images and videos are not read."""
     return text_part(config, qwen3_5_text(text_config(config, "qwen3_5_text")), "visual")
 
 
-@register_family("qwen3_5_moe", "Qwen3_5MoeForConditionalGeneration")
 def qwen3_5_moe(config: Config) -> ModelSpec:
     return text_part(config, qwen3_5_moe_text(text_config(config, "qwen3_5_moe_text")), "visual")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvern.errors import UnsupportedModel
 from kvern.models.families.qwen import qwen2, qwen3, qwen3_moe
-from kvern.models.registry import Config, register_family
+from kvern.models.registry import Config
 from kvern.models.text_part import text_config, text_part
 from kvern.spec.model import ModelSpec, MoeSpec, Rename
 
@@ -26,7 +26,6 @@ def _of_text(config: Config, text_type: str) -> dict[str, Any]:
     return text
 
 
-@register_family("qwen2_vl", "Qwen2VLForConditionalGeneration", "qwen2_5_vl", "Qwen2_5_VLForConditionalGeneration")
 def qwen2_5_vl(config: Config) -> ModelSpec:
     text = _of_text(config, f"{config['model_type']}_text")
     inner = (config.get("text_config") or {}).get("tie_word_embeddings", False)  # the outer one is a default beside it
@@ -34,7 +33,6 @@ def qwen2_5_vl(config: Config) -> ModelSpec:
     return text_part(config, qwen2(text), "visual")
 
 
-@register_family("qwen3_vl", "Qwen3VLForConditionalGeneration")
 def qwen3_vl(config: Config) -> ModelSpec:
     return text_part(config, qwen3(_of_text(config, "qwen3_vl_text")), "visual")
 
@@ -54,7 +52,6 @@ def _outputs_first(stacked: "Tensor", spec: ModelSpec) -> "Tensor":
     return stacked if tuple(stacked.shape[1:]) in shapes else stacked.transpose(1, 2)
 
 
-@register_family("qwen3_vl_moe", "Qwen3VLMoeForConditionalGeneration")
 def qwen3_vl_moe(config: Config) -> ModelSpec:
     spec = qwen3_moe({**_of_text(config, "qwen3_vl_moe_text"), "norm_topk_prob": True})
     stacks = Rename(r"\.experts\.(gate_up|down)_proj$", r".experts.\1_proj", _outputs_first)

@@ -3,11 +3,10 @@
 from dataclasses import replace
 
 from kvern.models.describe import describe, layers_by_type, read_rope
-from kvern.models.registry import Config, register_family
+from kvern.models.registry import Config
 from kvern.spec.model import ModelSpec
 
 
-@register_family("smollm3", "SmolLM3ForCausalLM")
 def smollm3(config: Config) -> ModelSpec:
     count, interval = config["num_hidden_layers"], config["no_rope_layer_interval"]
     rotated = config.get("no_rope_layers") or [int((index + 1) % interval != 0) for index in range(count)]

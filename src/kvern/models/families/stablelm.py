@@ -2,11 +2,10 @@
 
 from kvern.errors import UnsupportedModel
 from kvern.models.describe import describe, read_layer_norm, uniform_layers
-from kvern.models.registry import Config, register_family
+from kvern.models.registry import Config
 from kvern.spec.model import PRE_NORMS, ModelSpec
 
 
-@register_family("stablelm", "StableLmForCausalLM")
 def stablelm(config: Config) -> ModelSpec:
     if config.get("qk_layernorm"):
         raise UnsupportedModel("qk_layernorm is true: kvern does not read StableLM's norms of single heads")

@@ -1,11 +1,10 @@
 """StarCoder2: layer norms, biases everywhere, an MLP without a gate."""
 
 from kvern.models.describe import describe, read_attention, read_layer_norm, read_mlp, uniform_layers
-from kvern.models.registry import Config, register_family
+from kvern.models.registry import Config
 from kvern.spec.model import ModelSpec, Rename
 
 
-@register_family("starcoder2", "Starcoder2ForCausalLM")
 def starcoder2(config: Config) -> ModelSpec:
     bias = config["use_bias"]
     attention = read_attention(config, window=config.get("sliding_window"))
