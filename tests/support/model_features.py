@@ -238,19 +238,22 @@ def record() -> None:
 
 
 def table() -> str:
-    """In Markdown: for each model type, whether all of its families have each feature."""
+    """In Markdown: for each feature, the model types all of whose families have it."""
     known = recorded()
     types: dict[str, list[str]] = {}
     for family, (model_type, _) in FAMILIES.items():
         types.setdefault(model_type, []).append(family)
-    rows = []
-    for model_type, families in sorted(types.items()):
-        elsewhere = [all(family in shown for family in families) for shown in EVERYWHERE.values()]
-        here = [all(known[family][name] for family in families) for name in FEATURES]
-        rows.append([f"`{model_type}`", *("yes" if has else "–" for has in (*elsewhere, *here))])
-    names = [*EVERYWHERE, *FEATURES]
-    lines = [["", *names], ["---"] * (len(names) + 1), *rows]
-    return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
+    having = {
+        **{name: set(shown) for name, shown in EVERYWHERE.items()},
+        **{name: {family for family in FAMILIES if known[family][name]} for name in FEATURES},
+    }
+    rows = [["feature", "model types"], ["---", "---"]]
+    for name, families in having.items():
+        has = {model_type: families.issuperset(theirs) for model_type, theirs in sorted(types.items())}
+        few = 2 * sum(has.values()) < len(has)
+        named = ", ".join(f"`{model_type}`" for model_type in has if has[model_type] == few)
+        rows.append([name, f"{'only' if few else 'all but'} {named}" if named else "all"])
+    return "".join(f"| {' | '.join(cells)} |\n" for cells in rows)
 
 
 def page() -> str:

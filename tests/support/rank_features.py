@@ -8,7 +8,7 @@ DIVISIONS: Mapping[str, dict[str, Any]] = {
     "tp 2": {"tensor_parallel_size": 2},
     "pp 2": {"pipeline_parallel_size": 2},
     "ep 2": {"tensor_parallel_size": 2, "enable_expert_parallel": True},
-    "own rows 2": {"tensor_parallel_size": 2, "enable_expert_parallel": True, "enable_dp_attention": True},
+    "DP attention 2": {"tensor_parallel_size": 2, "enable_expert_parallel": True, "enable_dp_attention": True},
     "dp 2": {"data_parallel_size": 2},
     "tp 2 x pp 2": {"tensor_parallel_size": 2, "pipeline_parallel_size": 2},
 }
