@@ -11,7 +11,7 @@ import pytest
 from kvern.models.loader import read_config
 from kvern.models.registry import spec_from_config
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 FOLDERS = sorted((ROOT / "benchmarks/models").iterdir())
 SMALL = {
     "num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 64, "vocab_size": 256,
