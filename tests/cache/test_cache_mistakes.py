@@ -16,17 +16,15 @@ from tests.support.cache_machines import CacheMachine
 
 
 def resumed_without_a_state(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        KVCacheManager, "_match", lambda self, space, held, limit, step=0: self.tree.match(space, held, limit)
-    )
+    monkeypatch.setattr(StatePool, "match", lambda self, prefix, step: prefix)
 
 
 def states_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(StatePool, "plan", lambda self, step: [])
+    monkeypatch.setattr(StatePool, "plan", lambda self, output: None)
 
 
 def states_of_removed_nodes_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(StatePool, "drop", lambda self, node: self._kept.pop(node))
+    monkeypatch.setattr(StatePool, "lose", lambda self, node: self._kept.pop(node, None))
 
 
 def states_kept_at_other_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -44,16 +42,21 @@ def windows_of_used_nodes_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def windows_of_removed_nodes_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(WindowedBlocks, "drop", lambda self, node: self._idle(node).pop(node, None))
+    def forget(self: WindowedBlocks, node: Node) -> None:
+        window = self._nodes.pop(node, None)
+        if window is not None:
+            self._idle(window).pop(node, None)
+
+    monkeypatch.setattr(WindowedBlocks, "lose", forget)
 
 
 def windows_of_others_attached(monkeypatch: pytest.MonkeyPatch) -> None:
-    attach = WindowedBlocks.attach
+    publish = WindowedBlocks.publish
 
-    def attach_neighbour(self: WindowedBlocks, request: Request, index: int, node: Node, step: int) -> None:
-        attach(self, request, max(request.window_start, index - 1), node, step)
+    def publish_neighbour(self: WindowedBlocks, request: Request, index: int, node: Node, step: int) -> None:
+        publish(self, request, max(self.window_of(request).start, index - 1), node, step)
 
-    monkeypatch.setattr(WindowedBlocks, "attach", attach_neighbour)
+    monkeypatch.setattr(WindowedBlocks, "publish", publish_neighbour)
 
 
 def copies_of_one_table_alone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,18 +4,18 @@ from copy import copy
 
 from hypothesis import settings
 
-from kvern.cache.manager import KVCacheManager
-from kvern.cache.radix import NO_STATE
+from kvern.cache.states import NO_STATE, StatePool
 from kvern.request.request import PromptInput, Request, RequestSpec
 from kvern.request.sampling_params import ResolvedParams
 from tests.support.cache_machines import LIMIT, CacheMachine
+from tests.support.simulated_device import make_cache
 
 TestCacheMachine = CacheMachine.TestCase
 TestCacheMachine.settings = settings(max_examples=100, stateful_step_count=40)
 
 
 def test_what_was_forked_and_ends_before_the_next_step_leaves_no_state() -> None:
-    cache = KVCacheManager(10, 2, states=4)
+    cache = make_cache(10, 2, states=4)
     parent = Request(RequestSpec("", PromptInput([0, 1, 0, 1]), ResolvedParams(), LIMIT))
     cache.admit(parent, 1)
     parent.num_computed_tokens = 4
@@ -26,4 +26,5 @@ def test_what_was_forked_and_ends_before_the_next_step_leaves_no_state() -> None
     cache.retract(child)
     cache.free(child, 1)
     cache.check_integrity([parent])
-    assert all(node.state == NO_STATE for node in parent.nodes)
+    states = cache.extension(StatePool)
+    assert states is not None and all(states.state_at(node) == NO_STATE for node in parent.nodes)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from kvern.cache.radix import Node
+from kvern.cache.extension import CachedPrefix
 from kvern.cache.windows import WindowedBlocks
 from kvern.request.request import Request
 from tests.support.random_lives import consume, random_life, random_setup, with_window
@@ -37,29 +37,30 @@ def windows_pass_by_too_soon(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def hits_where_the_window_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
-    def reachable(self: WindowedBlocks, path: list[Node], partial: Node | None, shared: int) -> Any:
-        while path and not path[-1].windowed:
+    def match(self: WindowedBlocks, prefix: CachedPrefix, step: int | None) -> CachedPrefix:
+        path, partial, shared, known = prefix
+        while path and path[-1] not in self._nodes:
             path.pop()
-        return path, partial if partial is not None and partial.windowed else None, shared
+        return CachedPrefix(path, partial if partial in self._nodes else None, shared, known)
 
-    monkeypatch.setattr(WindowedBlocks, "reachable", reachable)
+    monkeypatch.setattr(WindowedBlocks, "match", match)
 
 
 def windows_of_failed_steps_stay(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(WindowedBlocks, "forget_since", lambda self, step: None)
+    monkeypatch.setattr(WindowedBlocks, "undo", lambda self, step, waiting: None)
 
 
 def windows_grow_untold(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(WindowedBlocks, "grown", lambda self: [])
+    monkeypatch.setattr(WindowedBlocks, "plan", lambda self, output: None)
 
 
 def windows_of_forks_without_users(monkeypatch: pytest.MonkeyPatch) -> None:
     fork = WindowedBlocks.fork
 
-    def fork_unnoticed(self: WindowedBlocks, parent: Request, child: Request, full: int, own: Any) -> Any:
+    def fork_unnoticed(self: WindowedBlocks, parent: Request, child: Request, blocks: list[int]) -> Any:
         with pytest.MonkeyPatch.context() as within:
             within.setattr(WindowedBlocks, "_use", lambda self, node: None)
-            return fork(self, parent, child, full, own)
+            return fork(self, parent, child, blocks)
 
     monkeypatch.setattr(WindowedBlocks, "fork", fork_unnoticed)
 

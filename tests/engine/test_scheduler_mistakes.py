@@ -14,8 +14,8 @@ import kvern.engine.scheduler
 from kvern.adapters.places import AdapterPlaces
 from kvern.cache.manager import KVCacheManager
 from kvern.cache.radix import RadixCache
-from kvern.cache.states import StatePool
-from kvern.cache.tier import TierTraffic
+from kvern.cache.states import StateMessage, StatePool
+from kvern.cache.tier import BlockSave, TierMessage, TierTraffic
 from kvern.drafting.room import Wanted, to_verify
 from kvern.engine.scheduler import Scheduler
 from kvern.engine.stages import ToldStages
@@ -23,7 +23,7 @@ from kvern.engine.step_budget import StepBudget, StepTime
 from kvern.engine.trial import Trial
 from kvern.engine.waiting import WaitingQueue
 from kvern.request.request import Request, State
-from kvern.request.step import BlockCopy, BlockSave, SchedulerOutput
+from kvern.request.step import BlockCopy, SchedulerOutput
 from tests.support.host_tier import HostTier
 from tests.support.random_lives import EngineMachine, consume, random_life, random_setup, with_states
 from tests.support.simulated_device import Setup
@@ -152,9 +152,12 @@ def blocks_saved_a_step_late(monkeypatch: pytest.MonkeyPatch) -> None:
     plan = TierTraffic.plan
     late: list[BlockSave] = []
 
-    def plan_late(self: TierTraffic, output: SchedulerOutput) -> None:
-        plan(self, output)
-        late[:], output.saves = output.saves, list(late)
+    def plan_late(self: TierTraffic, output: SchedulerOutput) -> Any:
+        message = plan(self, output)
+        if isinstance(message, TierMessage):
+            saves, late[:] = list(late), message.saves
+            message = TierMessage(saves, message.loads)
+        return message
 
     monkeypatch.setattr(TierTraffic, "plan", plan_late)
 
@@ -169,14 +172,14 @@ def failed_loads_believed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def loading_blocks_freed(monkeypatch: pytest.MonkeyPatch) -> None:
-    fetch = TierTraffic.fetch
+    lookup = TierTraffic.lookup
 
-    def fetch_and_free(self: TierTraffic, *args: Any) -> bool:
-        waits = fetch(self, *args)
+    def lookup_and_free(self: TierTraffic, *args: Any) -> bool:
+        waits = lookup(self, *args)
         self._pool.release([block for load in self._loading.values() for block in load.blocks])
         return waits
 
-    monkeypatch.setattr(TierTraffic, "fetch", fetch_and_free)
+    monkeypatch.setattr(TierTraffic, "lookup", lookup_and_free)
 
 
 def lost_adapters_not_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -333,24 +336,31 @@ def test_a_crowd_with_a_tier_notices(mistake: Mistake, monkeypatch: pytest.Monke
 
 
 def states_of_failed_steps_stay(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(StatePool, "forget_since", lambda self, step: None)
+    monkeypatch.setattr(StatePool, "undo", lambda self, step, waiting: None)
 
 
 def states_are_copied_a_step_early(monkeypatch: pytest.MonkeyPatch) -> None:
-    plan = KVCacheManager.plan
+    plan = StatePool.plan
 
-    def plan_early(self: KVCacheManager, output: SchedulerOutput) -> None:
+    def plan_early(self: StatePool, output: SchedulerOutput) -> Any:
         for request in self._at_marks:
             self.snapshot(request, output.step)
         self._at_marks.clear()
-        plan(self, output)
+        return plan(self, output)
 
-    monkeypatch.setattr(KVCacheManager, "plan", plan_early)
+    monkeypatch.setattr(StatePool, "plan", plan_early)
 
 
 def states_of_new_requests_are_not_zeroed(monkeypatch: pytest.MonkeyPatch) -> None:
     plan = StatePool.plan
-    monkeypatch.setattr(StatePool, "plan", lambda self, step: [item for item in plan(self, step) if item[0] >= 0])
+
+    def plan_without_zeros(self: StatePool, output: SchedulerOutput) -> Any:
+        message = plan(self, output)
+        if isinstance(message, StateMessage):
+            message = StateMessage([pair for pair in message.copies if pair[0] >= 0], message.given)
+        return message
+
+    monkeypatch.setattr(StatePool, "plan", plan_without_zeros)
 
 
 def states_of_unverified_drafts_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:

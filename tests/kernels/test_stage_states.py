@@ -9,12 +9,13 @@ import torch
 
 import kvern.runner.worker
 from kvern import LLM, SamplingParams
+from kvern.cache.states import StateMessage
 from kvern.config import EngineConfig
 from kvern.device.device_batch import DeviceRows, build_device_batch
 from kvern.drafting.drafting import Drafting
 from kvern.models.loader import read_config
 from kvern.models.registry import spec_from_config
-from kvern.request.step import Fork, ScheduledTokens, SchedulerOutput
+from kvern.request.step import ScheduledTokens, SchedulerOutput
 from kvern.runner.device_states import DeviceStateMemory
 from kvern.runner.memory import bytes_noted
 from kvern.runner.ranks.rank_limits import rank_of
@@ -127,10 +128,10 @@ def test_a_state_sees_drafts_when_it_is_told_if_its_request_still_has_it(
     make_checkpoint(family, tmp_path, **two_of_each(family))
     spec, rows = spec_from_config(read_config(tmp_path)), DeviceRows(2, 32, 8, device, scratch_block=0)
     told, at_once = (DeviceStateMemory(spec, 3, 3, torch.float32, device) for _ in range(2))
-    random, given, kept = torch.Generator().manual_seed(0), [Fork(0, 0, 0, 0, 0), Fork(1, 1, 0, 0, 1)], [[2, 1], [3, 3]]
+    random, given, kept = torch.Generator().manual_seed(0), StateMessage([], [(0, 0), (1, 1)]), [[2, 1], [3, 3]]
     layers = []
     for memory in (told, at_once):
-        memory.prepare(SchedulerOutput(1, forked=given))
+        memory.prepare(SchedulerOutput(1, extensions=given.by_name()))
     for counts in kept:
         batch = build_device_batch(rows, [ScheduledTokens(slot, 0, 3, 3) for slot in (0, 1)], 4)
         steps = [memory.plan(batch) for memory in (told, at_once)]
@@ -142,8 +143,8 @@ def test_a_state_sees_drafts_when_it_is_told_if_its_request_still_has_it(
         at_once.accept(torch.tensor(counts, device=device))
     assert not any(tensor.any() for tensor in layers[0]), "nobody has told them"
     for memory in (told, at_once):  # the second has seen all
-        memory.prepare(SchedulerOutput(3, state_copies=[(-1, 1)], kept=kept[:1]))
-        memory.prepare(SchedulerOutput(4, state_copies=[(0, 2)], kept=kept[1:]))
+        memory.prepare(SchedulerOutput(3, extensions=StateMessage([(-1, 1)], []).by_name(), kept=kept[:1]))
+        memory.prepare(SchedulerOutput(4, extensions=StateMessage([(0, 2)], []).by_name(), kept=kept[1:]))
     for late, early in zip(*layers, strict=True):
         assert torch.equal(late, early) and torch.equal(late[2], late[0])
         assert late[0].any() and not late[1].any()

@@ -81,7 +81,7 @@ def test_chunks_preemptions_hits_and_samples_give_what_the_model_gives(
         for budget, n in ((4, 1), (7, 2), (11, 1)):
             core_of(llm).scheduler.limits = core_of(llm).scheduler.limits.__class__(budget, 4, 100)
             check(llm, folder, dice.sample(asked, len(asked)), n)
-        roomy = core_of(llm).scheduler.cache.windows is not None  # windows leave room for all of them
+        roomy = core_of(llm).scheduler.cache.extensions != []  # windows leave room for all of them
         assert (llm.statistics().preemptions > 0 or roomy) and llm.statistics().cached_tokens > 0
         assert is_idle(llm)
 

@@ -167,8 +167,7 @@ def test_a_prompt_takes_no_step_for_a_state_just_behind_another(
     start: int, known: int, apart: int, marks: tuple[int, ...]
 ) -> None:
     request = Request(RequestSpec("", PromptInput(list(range(50))), ResolvedParams(), 100))
-    request.num_computed_tokens = start
-    assert state_marks(request, known, 16, apart) == marks
+    assert state_marks(request, (start, known), 16, apart) == marks
 
 
 @several_families

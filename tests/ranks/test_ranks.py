@@ -8,7 +8,7 @@ import pytest
 from kvern.config import EngineConfig
 from kvern.errors import ConfigError
 from kvern.models.registry import spec_from_config
-from kvern.request.step import BlockLoad, ModelRunnerOutput, ScheduledTokens, SchedulerOutput
+from kvern.request.step import ModelRunnerOutput, ScheduledTokens, SchedulerOutput
 from kvern.runner.plan import REQUIRED_KERNELS, Findings, Layout, Plan, Room, agree, lay_out
 from kvern.runner.step_parts import StepParts, StepTooLarge
 
@@ -80,8 +80,7 @@ class SmallDevice:
             raise StepTooLarge("(0 MiB free)") from MemoryError("too little")
         self.ran.append(output.token_count)
         tokens = [[item.start + item.count] if item.sampled else [] for item in output.scheduled]
-        loaded = [(item.load, 1) for item in output.loads]
-        made = ModelRunnerOutput(tokens, [None] * len(tokens), [None] * len(tokens), loaded=loaded)
+        made = ModelRunnerOutput(tokens, [None] * len(tokens), [None] * len(tokens))
         return type("Result", (), {"result": lambda self: made})()
 
 
@@ -94,15 +93,6 @@ def test_a_step_that_is_too_large_is_cut_and_so_are_later_ones() -> None:
         assert result.token_ids == [[15], [10], []]
         assert device.grown == tried, "differences come once"
         assert sum(device.ran) == 20 * number and max(device.ran) <= 6
-
-
-@pytest.mark.parametrize("count", [2, 15])
-def test_what_the_parts_of_a_step_have_loaded_is_told_once(count: int) -> None:
-    steps = StepParts(SmallDevice(6).execute)
-    scheduled = [ScheduledTokens(slot, 0, 15, 1) for slot in range(15 // count)]
-    steps.execute(SchedulerOutput(1, scheduled=scheduled)).result()
-    output = SchedulerOutput(2, scheduled=scheduled, loads=[BlockLoad(7, b"key", 3)])
-    assert steps.execute(output).result().loaded == [(7, 1)]
 
 
 @pytest.mark.parametrize("item", [ScheduledTokens(0, 3, 1, 1), ScheduledTokens(0, 3, 5, 5)], ids=["token", "drafts"])

@@ -8,10 +8,11 @@ import pytest
 import torch
 
 from kvern import LLM, RequestOutput, SamplingParams
+from kvern.cache.states import StateMessage
 from kvern.drafting.drafting import Drafting
 from kvern.models.loader import read_config
 from kvern.models.registry import spec_from_config
-from kvern.request.step import Fork, ScheduledTokens, SchedulerOutput
+from kvern.request.step import ScheduledTokens, SchedulerOutput
 from kvern.runner.state_memory import StateMemory
 from tests.support.divided_families import STAGE_CHANGES
 from tests.support.draft_heads import add_prediction
@@ -145,13 +146,13 @@ def test_a_state_that_another_request_has_sees_no_drafts(folder: Path) -> None:
     spec = spec_from_config(read_config(folder))
     memory = StateMemory(spec, 3, 2, torch.float32, torch.device("cpu"))
     seen: list[tuple[int, int]] = []
-    memory.prepare(SchedulerOutput(1, forked=[Fork(0, 0, 0, 0, 0), Fork(1, 1, 0, 0, 1)]))
+    memory.prepare(SchedulerOutput(1, extensions=StateMessage([], [(0, 0), (1, 1)]).by_name()))
     for _ in range(2):
         step = memory.plan([ScheduledTokens(slot, 0, 3, 3) for slot in (0, 1)])
         for place, (_, _, state) in enumerate(step.drafts):
             step.note(place, lambda count, state=state: seen.append((state, count)))  # type: ignore[misc]
         memory.defer()
-    memory.prepare(SchedulerOutput(3, state_copies=[(-1, 1)], kept=[[2, 1]]))
+    memory.prepare(SchedulerOutput(3, extensions=StateMessage([(-1, 1)], []).by_name(), kept=[[2, 1]]))
     assert seen == [(0, 2), (1, 1)], "told before the state changes its owner"
     memory.prepare(SchedulerOutput(4, kept=[[3, 3]]))
     assert seen[2:] == [(0, 3)]

@@ -12,13 +12,15 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvern.cache.block_pool import BlockPool
-from kvern.cache.manager import KVCacheManager
-from kvern.cache.radix import NO_STATE, Node, RadixCache
+from kvern.cache.radix import Node, RadixCache
+from kvern.cache.states import NO_STATE, StateMessage, StatePool
+from kvern.cache.tier import BlockLoad, TierMessage, TierTraffic
 from kvern.cache.windows import WindowedBlocks, WindowLimits
 from kvern.request.request import PromptInput, Request, RequestSpec, State
 from kvern.request.sampling_params import ResolvedParams
-from kvern.request.step import BlockLoad, ScheduledTokens, SchedulerOutput
+from kvern.request.step import ScheduledTokens, SchedulerOutput
 from tests.support.host_tier import HostTier
+from tests.support.simulated_device import make_cache
 
 
 class PoolMachine(RuleBasedStateMachine):
@@ -112,7 +114,8 @@ class CacheMachine(RuleBasedStateMachine):
         if window is not None and not whole:
             window = replace(window, positions=columns + spare)
         self.tier = None if kept is None or states else HostTier(kept)
-        self.cache = KVCacheManager(blocks, block_size, prefix_cache, tier=self.tier, states=states, window=window)
+        self.cache = make_cache(blocks, block_size, prefix_cache, self.tier, states, window)
+        self.windows, self.pool = self.cache.extension(WindowedBlocks), self.cache.extension(StatePool)
         self.states: list[object] = [None] * states
         """What stands for everything before: as `key`, or () at the beginning."""
         self.seen: list[list[int]] = []
@@ -156,7 +159,7 @@ class CacheMachine(RuleBasedStateMachine):
         self.try_to_admit(request, reserve)
 
     def try_to_admit(self, request: Request, reserve: int) -> None:
-        fetched = self.cache.fetch(request, self.steps, reserve)
+        fetched = self.cache.lookup(request, self.steps, reserve)
         self.move()
         if fetched:
             self.loading.append(request)
@@ -169,7 +172,7 @@ class CacheMachine(RuleBasedStateMachine):
             assert not request.block_ids and self.cache.available_count == available
             new = self.cache.blocks_for(len(request.token_ids)) - expected // self.cache.block_size
             unused = sum(node.users == 0 for node in self.path_of(request))
-            windows = self.cache.windows
+            windows = self.windows
             lacks = new + unused + reserve > available
             if windows is not None:
                 tables, of_window = windows.limits.tables, self.lacking(windows, request, expected)
@@ -177,7 +180,7 @@ class CacheMachine(RuleBasedStateMachine):
                     lacks = new + unused + of_window + reserve * (1 + tables) > available
                 else:
                     lacks |= of_window + reserve * tables > windows.available_count
-            all_states = self.cache.states is not None and len(self.running) == self.cache.states.capacity
+            all_states = self.pool is not None and len(self.running) == self.pool.capacity
             assert all_states or lacks, "the request would have fitted"
             self.cache.forget(request)
             return
@@ -187,7 +190,7 @@ class CacheMachine(RuleBasedStateMachine):
         assert len(request.block_ids) == self.cache.blocks_for(len(request.token_ids))
         for head in copies:
             self.memory[head.target][: head.tokens] = self.memory[head.source][: head.tokens]
-        tables = 0 if self.cache.windows is None else self.cache.windows.limits.tables
+        tables = 0 if self.windows is None else self.windows.limits.tables
         assert len(copies) in (0, self.whole + tables)
         request.state = State.RUNNING
         self.running.append(request)
@@ -203,14 +206,13 @@ class CacheMachine(RuleBasedStateMachine):
                 return
             request.token_ids.append(next_token)
             self.move()
-        elif self.cache.windows is not None:
-            count = min(count, self.cache.windows.limits.step_tokens)
+        elif self.windows is not None:
+            count = min(count, self.windows.limits.step_tokens)
             until = min(request.num_computed_tokens + count, len(request.token_ids))
             if self.cache.extend(request, until) is None:
                 return
-            assert len(request.windowed) * self.cache.block_size <= (
-                self.cache.windows.limits.held_tokens + 2 * self.cache.block_size
-            )
+            held = len(self.windows.window_of(request).blocks) * self.cache.block_size
+            assert held <= self.windows.limits.held_tokens + 2 * self.cache.block_size
         self.steps += 1
         for position in range(
             request.num_computed_tokens, min(request.num_computed_tokens + count, len(request.token_ids))
@@ -220,10 +222,11 @@ class CacheMachine(RuleBasedStateMachine):
                 self.memory[request.block_ids[block]][offset] = self.key(request, position)
             for table, part in enumerate(self.windowed(request, block)):
                 self.memory[part][offset] = (table, self.key(request, position))
-            if self.states:
+            if self.pool is not None:
+                state = self.pool.state_of(request)
                 before = self.key(request, position - 1) if position else ()
-                assert self.states[request.state_index] == before, "the state is not that of all tokens before"
-                self.states[request.state_index] = self.key(request, position)
+                assert self.states[state] == before, "the state is not that of all tokens before"
+                self.states[state] = self.key(request, position)
             request.num_computed_tokens = position + 1
         self.read(request)
         self.cache.publish(request, self.steps)
@@ -234,7 +237,7 @@ class CacheMachine(RuleBasedStateMachine):
         request = self.running.pop(place % len(self.running))
         known = request.token_ids[: request.num_computed_tokens]
         self.cache.free(request, self.steps)
-        if self.cache.prefix_cache and self.cache.states is None:
+        if self.cache.prefix_cache and self.pool is None:
             path, _, partial = self.cache.tree.match(request.cache_namespace, known, len(known))
             assert len(path) * self.cache.block_size + partial == len(known), "what was computed is not cached"
         request.state = State.FINISHED
@@ -245,7 +248,8 @@ class CacheMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.running)
     @rule(place=st.integers(0, 99))
     def snapshot(self, place: int) -> None:
-        self.cache.snapshot(self.running[place % len(self.running)], self.steps)
+        if self.pool is not None:
+            self.pool.snapshot(self.running[place % len(self.running)], self.steps)
         self.move()
 
     @precondition(lambda self: self.running)
@@ -258,11 +262,10 @@ class CacheMachine(RuleBasedStateMachine):
             return
         child = copy(parent)
         child.token_ids = [*known, next_token]
-        child.block_ids, child.nodes, child.num_computed_tokens, child.state_index = [], [], 0, NO_STATE
-        child.windowed, child.window_start, child.window_ends = [], 0, ()
+        child.block_ids, child.nodes, child.num_computed_tokens = [], [], 0
         copies = self.cache.fork(parent, child)
         if copies is None:
-            assert not child.block_ids and child.state_index == NO_STATE
+            assert not child.block_ids and (self.pool is None or self.pool.state_of(child) == NO_STATE)
             return
         self.move()
         for head in copies:
@@ -295,14 +298,16 @@ class CacheMachine(RuleBasedStateMachine):
     @rule(place=st.integers(0, 99), lost=st.sampled_from((0, 0, 0, 1, 9)), reserve=st.integers(0, 2))
     def deliver(self, place: int, lost: int, reserve: int) -> None:
         """The blocks of a load arrive, or only the first of them."""
-        assert self.cache.tier is not None
+        tier = self.cache.extension(TierTraffic)
+        assert tier is not None
         number = sorted(self.loads)[place % len(self.loads)]
         loads = self.loads.pop(number)
         arrived = loads[: max(0, len(loads) - lost)]
         for load in arrived:
             self.memory[load.block] = list(self.kept[load.key])
-        waiting = self.cache.tier.loaded(number, len(arrived))
-        assert waiting and not self.cache.tier.loaded(number, len(arrived))
+        report = {tier.name: [(number, len(arrived))]}
+        waiting = self.cache.report(report)
+        assert waiting and not self.cache.report(report)
         self.loading = [request for request in self.loading if request not in waiting]
         self.agrees()
         self.steps += 1
@@ -313,10 +318,11 @@ class CacheMachine(RuleBasedStateMachine):
         """What the next step saves and loads; between the two come the step's writes."""
         output = SchedulerOutput(self.steps, scheduled=[ScheduledTokens(0, 0, 1, 0)])
         self.cache.plan(output)
-        for source, target in output.state_copies:
+        states, tier = output.message(StateMessage), output.message(TierMessage)
+        for source, target in () if states is None else states.copies:
             self.states[target] = () if source == NO_STATE else self.states[source]
-        self.kept |= {save.key: list(self.memory[save.block]) for save in output.saves}
-        for load in output.loads:
+        self.kept |= {save.key: list(self.memory[save.block]) for save in (() if tier is None else tier.saves)}
+        for load in () if tier is None else tier.loads:
             self.loads.setdefault(load.load, []).append(load)
             self.memory[load.block] = [None] * self.cache.block_size
         if self.tier is not None:
@@ -343,10 +349,10 @@ class CacheMachine(RuleBasedStateMachine):
                 start = len(tokens) - len(node.tokens)
                 keys = [(namespace, tokens[: start + offset + 1]) for offset in range(len(node.tokens))]
                 assert not self.whole or self.memory[node.block][: len(keys)] == keys
-                for table, part in enumerate(node.windowed):
+                for table, part in enumerate(() if self.windows is None else self.windows.blocks_at(node)):
                     assert self.memory[part][: len(keys)] == [(table, key) for key in keys], "not those of its node"
-                if node.state != NO_STATE:
-                    assert self.states[node.state] == (namespace, tokens), "a kept state is not that of its node"
+                if self.pool is not None and (state := self.pool.state_at(node)) != NO_STATE:
+                    assert self.states[state] == (namespace, tokens), "a kept state is not that of its node"
 
     def teardown(self) -> None:
         if hasattr(self, "cache"):
@@ -374,7 +380,7 @@ class CacheMachine(RuleBasedStateMachine):
             block, offset = divmod(position, self.cache.block_size)
             held = self.memory[request.block_ids[block]][offset] if self.whole else self.key(request, position)
             assert held == self.key(request, position), "the request would read what is not its own"
-            windows = self.cache.windows
+            windows = self.windows
             if windows is not None and position > request.num_computed_tokens - windows.limits.window:
                 for table, part in enumerate(self.windowed(request, block)):
                     own = (table, self.key(request, position))
@@ -382,7 +388,10 @@ class CacheMachine(RuleBasedStateMachine):
 
     def windowed(self, request: Request, block: int) -> tuple[int, ...]:
         """A request's blocks of layers with a window, in the place of one of the others."""
-        return () if self.cache.windows is None else request.windowed[block - request.window_start]
+        if self.windows is None:
+            return ()
+        window = self.windows.window_of(request)
+        return window.blocks[block - window.start]
 
     def lacking(self, windows: WindowedBlocks, request: Request, computed: int) -> int:
         """Blocks of layers with a window that a request needs: those that it does not find, or that nobody uses."""
@@ -390,12 +399,14 @@ class CacheMachine(RuleBasedStateMachine):
         room = min(len(request.token_ids), computed + limits.window + limits.step_tokens)
         new = (self.cache.blocks_for(room) - len(path)) * limits.tables
         seen = [node for index, node in enumerate(path) if (index + 1) * size > computed + 1 - limits.window]
-        return new + limits.tables * sum(node.window_users == 0 for node in seen)
+        return new + limits.tables * sum(
+            window is not None and not window.users for window in map(windows.window_at, seen)
+        )
 
     def path_of(self, request: Request) -> list[Node]:
         if self.cache._namespace(request) is None:
             return []
-        return self.cache._match(self.namespace(request), request.token_ids, request.most_cached)[0]
+        return self.cache._match(request, None).path
 
     def longest_cached(self, request: Request) -> int:
         """The longest head that any path of the tree begins with, found by looking at all of them.
@@ -403,24 +414,26 @@ class CacheMachine(RuleBasedStateMachine):
         Or that is a path which ends where a state is kept.
         """
         limit = request.most_cached
-        if self.cache.windows is not None:
-            return self.longest_seen(self.cache.windows.limits.window, request)
-        if self.cache.states is not None:
-            ends = (tokens for tokens, node in nodes_of(self.cache.tree, self.namespace(request)) if node.state >= 0)
+        if self.windows is not None:
+            return self.longest_seen(self.windows, request)
+        if self.pool is not None:
+            nodes = nodes_of(self.cache.tree, self.namespace(request))
+            ends = (tokens for tokens, node in nodes if self.pool.state_at(node) != NO_STATE)
             head = tuple(request.token_ids[:limit])
             return max((len(tokens) for tokens in ends if head[: len(tokens)] == tokens), default=0)
         paths = (tokens for tokens, _ in nodes_of(self.cache.tree, self.namespace(request)))
         return max((sum(takewhile(bool, map(eq, request.token_ids[:limit], tokens))) for tokens in paths), default=0)
 
-    def longest_seen(self, window: int, request: Request) -> int:
+    def longest_seen(self, windows: WindowedBlocks, request: Request) -> int:
         """The longest head, of those that end with a block or with all that is cached, whose window is cached."""
         size, namespace = self.cache.block_size, self.namespace(request)
         if self.cache._namespace(request) is None:
             return 0
         path, partial, shared = self.cache.tree.match(namespace, request.token_ids, request.most_cached)
-        kept = [bool(node.windowed) for node in path for _ in range(size)]
+        window = windows.limits.window
+        kept = [windows.window_at(node) is not None for node in path for _ in range(size)]
         ends = [*range(0, len(kept) + 1, size)]
-        if partial is not None and partial.windowed:
+        if partial is not None and windows.window_at(partial) is not None:
             ends.append(len(kept) + shared)
             kept += [True] * shared
         return max(end for end in ends if all(kept[max(0, end + 1 - window) : end]))

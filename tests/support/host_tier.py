@@ -5,8 +5,8 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
+from kvern.cache.tier import BlockLoad, BlockSave
 from kvern.config import EngineConfig
-from kvern.request.step import BlockLoad, BlockSave
 from kvern.runner.plan import Layout
 
 

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from kvern import RequestOutput, SamplingParams
+from kvern.cache.states import StatePool
 from kvern.config import EngineConfig
 from kvern.engine.engine import Engine
 from kvern.engine.factory import build_core
@@ -92,9 +93,9 @@ class Interrupted:
             scheduler._preempt(dice.choice(running))
         if dice.random() < 0.2:
             scheduler.cache.tree.evict(dice.randint(1, 6))
-        states = scheduler.cache.states
-        if states is not None and states._kept and dice.random() < 0.2:
-            states.drop(dice.choice(list(states._kept)))
+        states = scheduler.cache.extension(StatePool)
+        if states is not None and states.kept and dice.random() < 0.2:
+            states.lose(dice.choice(states.kept))
 
     def _restart(self, outputs: Sequence[RequestOutput]) -> None:
         """Another engine goes on with what its clients know of the requests."""

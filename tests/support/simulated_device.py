@@ -12,13 +12,16 @@ import zlib
 from collections import deque
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 
-from kvern.cache.windows import WindowLimits
+from kvern.cache.manager import KVCacheManager, MakeExtension
+from kvern.cache.states import StateMessage, StatePool
+from kvern.cache.tier import BlockLoad, KVTier, TierMessage, TierTraffic
+from kvern.cache.windows import WindowedBlocks, WindowLimits, WindowMessage
 from kvern.engine.scheduler import SchedulerLimits
 from kvern.request.request import Request
 from kvern.request.step import (
     BeamCandidates,
-    BlockLoad,
     Logprob,
     ModelRunnerOutput,
     NewRequest,
@@ -89,6 +92,9 @@ class Setup:
     def states(self) -> int:
         return 0 if self.kept_states is None else self.limits.max_batch_requests + self.kept_states
 
+    def cache(self, tier: KVTier | None) -> KVCacheManager:
+        return make_cache(self.blocks, self.size, self.prefix_cache, tier, self.states, self.window)
+
     @property
     def limits(self) -> SchedulerLimits:
         slots = self.slots if self.paged else min(self.slots, self.blocks)
@@ -96,6 +102,26 @@ class Setup:
         if not self.chunked:
             budget = max(budget, self.max_model_len)
         return SchedulerLimits(budget, slots, self.aging_steps, self.chunked, self.continuous, self.stages)
+
+
+def make_cache(
+    blocks: int,
+    block_size: int,
+    prefix_cache: bool = True,
+    tier: KVTier | None = None,
+    states: int = 0,
+    window: WindowLimits | None = None,
+) -> KVCacheManager:
+    """A cache with those of the extensions that are wanted."""
+    extensions: list[MakeExtension] = []
+    if window is not None:
+        extensions.append(partial(WindowedBlocks, window))
+    if states:
+        extensions.append(partial(StatePool, states, 1))
+    if tier is not None and prefix_cache:
+        extensions.append(partial(TierTraffic, tier))
+    positions = 0 if window is None else window.positions
+    return KVCacheManager(blocks, block_size, prefix_cache, extensions=extensions, positions=positions)
 
 
 def first_key(request: Request) -> int:
@@ -226,7 +252,9 @@ class SimulatedDevice:
                 self.memory[block][at % self.setup.size] = None
         for copy in output.copies:
             self.memory[copy.target] = [None] * self.setup.size
-        changed = {self.rows[slot].state_index for slot, _ in places} | {to for _, to in output.state_copies}
+        states = output.message(StateMessage)
+        changed = {self.rows[slot].state_index for slot, _ in places}
+        changed |= {to for _, to in (() if states is None else states.copies)}
         self.states.lose(changed)
         self._lost = True
         self.failed_steps += 1
@@ -290,7 +318,7 @@ class SimulatedDevice:
             wanted = row.request.params.prompt_logprobs is not None and last >= first
             marks = [{position: Logprob(0.0, 1)} for position in range(first, last + 1)]
             result.prompt_logprobs.append(marks if wanted else None)
-        result.loaded = self._load(output)
+        result.reports |= self._load(output)
         return result
 
     def _change_rows(self, output: SchedulerOutput) -> None:
@@ -302,17 +330,21 @@ class SimulatedDevice:
             tokens = [*source.tokens, fork.token_id]
             table = list(source.table)
             windowed = [dict(table) for table in source.windowed]
-            self.rows[fork.slot] = Row(source.request, tokens, table, windowed, source.namespace, fork.state_index)
+            self.rows[fork.slot] = Row(source.request, tokens, table, windowed, source.namespace, source.state_index)
         for request, name in zip(output.joined, self._joined_names(output), strict=True):
             namespace = first_key(self.requests[name.split("/")[0]])
             tokens, table = list(request.token_ids), list(request.block_ids)
-            windowed = [dict(enumerate(grown.block_ids, grown.first)) for grown in request.windowed]
-            self.rows[request.slot] = Row(request, tokens, table, windowed, namespace, request.state_index)
+            windowed: list[dict[int, int]] = [{} for _ in range(self.setup.windowed[1] if self.setup.windowed else 0)]
+            self.rows[request.slot] = Row(request, tokens, table, windowed, namespace)
+        states = output.message(StateMessage)
+        for slot, state in () if states is None else states.given:
+            self.rows[slot].state_index = state
         for slot, first, blocks in output.grown:
             table = self.rows[slot].table
             assert len(table) >= first, "a block table has a gap"
             table[first:] = blocks
-        for grown in output.grown_windows:
+        windows = output.message(WindowMessage)
+        for grown in () if windows is None else windows.grown:
             own = self.rows[grown.slot].windowed[grown.table]
             assert not own or own.keys() & {grown.first - 1, grown.first}, "a block table has a gap within its window"
             own |= enumerate(grown.block_ids, grown.first)
@@ -338,7 +370,8 @@ class SimulatedDevice:
     def _move(self, output: SchedulerOutput, failing: bool) -> None:
         """What comes before all else: blocks are saved, adapters loaded, states and blocks copied."""
         self.states.prepare(output, failing)
-        for save in output.saves:
+        tier = output.message(TierMessage)
+        for save in () if tier is None else tier.saves:
             self.kept[save.key] = [None] * self.setup.size if failing else list(self.memory[save.block])
         for adapter_index, adapter in output.adapters:
             assert adapter_index < self.setup.adapter_places
@@ -349,12 +382,15 @@ class SimulatedDevice:
             targets.add(copy.target)
             self.memory[copy.target][: copy.tokens] = self.memory[copy.source][: copy.tokens]
 
-    def _load(self, output: SchedulerOutput) -> list[tuple[int, int]]:
-        """Begin to load; what has arrived already."""
-        for load in output.loads:
+    def _load(self, output: SchedulerOutput) -> dict[str, object]:
+        """Begin to load; the report of what has arrived already."""
+        tier = output.message(TierMessage)
+        for load in () if tier is None else tier.loads:
             self.memory[load.block] = [None] * self.setup.size
             self.arriving.setdefault(load.load, (self.setup.tier_delay, []))[1].append(load)
-        return [] if self.setup.tier_delay else [self.arrive(number) for number in list(self.arriving)]
+        if self.setup.tier_delay or not self.arriving:
+            return {}
+        return {TierMessage.extension: [self.arrive(number) for number in list(self.arriving)]}
 
     def arrive(self, number: int) -> tuple[int, int]:
         """The blocks of a load arrive, or some of them; the load and how many."""

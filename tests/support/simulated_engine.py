@@ -7,8 +7,8 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvern.cache.manager import KVCacheManager
-from kvern.cache.radix import NO_STATE
+from kvern.cache.states import StatePool
+from kvern.cache.windows import WindowedBlocks
 from kvern.engine.core import EngineCore
 from kvern.engine.pace import Pace
 from kvern.engine.policy import POLICIES
@@ -66,9 +66,7 @@ class SimulatedEngine:
         self.requests: dict[str, Request] = {}
         self.heard: dict[str, Heard] = {}
         self.tier = HostTier(setup.tier_blocks) if setup.tier_blocks else None
-        self.cache = KVCacheManager(
-            setup.blocks, setup.size, setup.prefix_cache, tier=self.tier, states=setup.states, window=setup.window
-        )
+        self.cache = setup.cache(self.tier)
         self.scheduler = Scheduler(setup.limits, self.cache, POLICIES[setup.policy], setup.adapter_places)
         self.device = SimulatedDevice(setup, self.requests)
         costs = StepCosts([1, 10], [1.0, 10.0], 0.0, 0.001, tile=1)
@@ -163,7 +161,7 @@ class SimulatedEngine:
         """One call of the core, with all checks."""
         self._waiting_before = {request: self._is_ready(request) for request in self.scheduler.waiting}
         for load, count in self.device.wait() if self.setup.tier_delay else ():
-            self.core.loaded(load, count)
+            self.core.report({"tier": [(load, count)]})
         step_before = self.scheduler.step
         events = self.core.step()
         for request in self.scheduler.waiting:
@@ -192,7 +190,7 @@ class SimulatedEngine:
         """The executor's side: what was scheduled obeys every limit."""
         limits = self.setup.limits
         self._loading = {request for request in self.scheduler.waiting if request.state is State.LOADING}
-        assert output.token_count or output.loads, "there is nothing to do"
+        assert output.token_count or output.extensions, "there is nothing to do"
         assert output.token_count <= limits.max_batch_tokens, "the token budget is exceeded"
         slots = [item.slot for item in output.scheduled]
         assert len(set(slots)) == len(slots) and set(slots) <= set(range(limits.max_batch_requests))
@@ -238,7 +236,8 @@ class SimulatedEngine:
 
     def check_written(self) -> None:
         """What the tree calls written is in the device's memory."""
-        tree, states = self.cache.tree, self.cache.states
+        tree, states = self.cache.tree, self.cache.extension(StatePool)
+        windows = self.cache.extension(WindowedBlocks)
         told = [*(counts for output, _ in self.device.queue for counts in output.kept), *self.core._stages._kept]
         seen = self.device.states.when_told(told)
         for namespace, root in tree._roots.items():
@@ -249,13 +248,13 @@ class SimulatedEngine:
                     keys = list(itertools.accumulate(child.tokens, extend_key, initial=key))[1:]
                     if tree.is_written(child) and not self.setup.all_windowed:
                         assert self.device.memory[child.block][: len(keys)] == keys, "a written block is not written"
-                    if tree.is_written(child) and child.window_step <= tree.completed:
-                        for table, block in enumerate(child.windowed):
+                    window = None if windows is None else windows.window_at(child)
+                    if window is not None and tree.is_written(child) and window.step <= tree.completed:
+                        for table, block in enumerate(window.blocks):
                             held = self.device.memory[block][: len(keys)]
                             assert held == [in_table(table, key) for key in keys], "a block is not that of its node"
-                    kept = states is not None and child.state != NO_STATE and child not in states._copied
-                    if states is not None and kept and states._kept[child] <= tree.completed:
-                        assert seen[child.state] == keys[-1], "a kept state is not that of its node"
+                    if states is not None and states.is_written(child):
+                        assert seen[states.state_at(child)] == keys[-1], "a kept state is not that of its node"
                     pending.append((child, keys[-1]))
 
     def check_idle(self) -> None:
@@ -263,7 +262,7 @@ class SimulatedEngine:
         assert not self.scheduler.running and not self.scheduler.waiting
         pool, tree, memory = self.cache.pool, self.cache.tree, self.cache._blocks._memory
         assert all(tree.is_written(node) for node in tree._unused), "nothing is on its way, and a block is not written"
-        idle = 0 if self.cache.windows is None else self.cache.windows.evictable_count
+        idle = sum(extension.evictable_count for extension in self.cache.extensions)
         assert tree.evictable_count == tree.size
         assert memory.free_count + (0 if self.setup.all_windowed else tree.size) + idle == memory.capacity
         if not self.setup.prefix_cache:

@@ -3,6 +3,7 @@
 from collections import deque
 from collections.abc import Sequence
 
+from kvern.cache.states import StateMessage
 from kvern.request.step import SchedulerOutput
 
 
@@ -22,7 +23,8 @@ class SimulatedStates:
         """What a step begins with: drafts are seen, then states are copied, and those to be overwritten see no more."""
         for counts in output.kept if self._waits else ():
             self._see(self.seen, self._due.popleft(), counts)
-        for source, target in output.state_copies:
+        message = output.message(StateMessage)
+        for source, target in () if message is None else message.copies:
             self.seen[target] = 0 if source < 0 else self.seen[source]
             for step in self._due:
                 step[:] = [(-1 if state == target else state, keys) for state, keys in step]

@@ -1,93 +1,124 @@
-"""What there is of blocks for requests: of the first table and of layers with a window, from one pool or from two.
+"""Blocks for requests, from one pool or from two: of the first block table and of those that extensions have.
 
-Two pools: all layers have a window, which has all of the memory, and the first table's blocks are numbers alone.
+There are two pools in a model whose layers all have a window: the memory belongs to the window's block tables, and the
+blocks of the first table are only numbers.
 """
 
 from collections.abc import Sequence
 
 from kvern.cache.block_pool import BlockPool
-from kvern.cache.radix import Node, RadixCache
-from kvern.cache.windows import WindowedBlocks
+from kvern.cache.extension import CacheExtension, CacheMemory
+from kvern.cache.radix import Node
 from kvern.request.step import BlockCopy
 
 
 class Allocation:
-    """Counts and takes blocks; what is cached and nobody uses makes room. `pool`: of the first table."""
+    """Counts and allocates blocks; cached blocks that no request uses are evicted for them.
 
-    def __init__(self, pool: BlockPool, tree: RadixCache, windows: WindowedBlocks | None) -> None:
-        self._pool, self._tree, self._windows = pool, tree, windows
-        self._memory = pool if windows is None else windows.pool
-        self._one_pool = self._memory is pool
-        self.window_tables = 0 if windows is None else windows.limits.tables
+    Numbers and lists of blocks are given for each member: the first block table, then each extension.
+    """
+
+    def __init__(self, memory: CacheMemory, extensions: Sequence[CacheExtension]) -> None:
+        self._pool, self._memory, self._tree = memory.pool, memory.memory, memory.tree
+        self._extensions = extensions
+        self.tables = [1, *(extension.tables for extension in extensions)]
+        self._pools = [memory.pool, *(extension.pool for extension in extensions)]
+        last_first = reversed(list(dict.fromkeys(pool for pool in self._pools if pool is not None)))
+        self._members = {
+            pool: [*(member for member in range(1, len(self._pools)) if self._pools[member] is pool)]
+            + [0] * (pool is memory.pool)
+            for pool in last_first
+        }
+        """The members with blocks of each pool, in the order in which they get them."""
+
+    def _available(self, pool: BlockPool) -> int:
+        """Blocks of a pool that are free or can be evicted."""
+        own = sum(extension.evictable_count for extension in self._extensions if extension.pool is pool)
+        return pool.free_count + own + (self._tree.evictable_count if pool is self._pool else 0)
 
     @property
     def available_count(self) -> int:
-        """As of `KVCacheManager`."""
-        available = self._pool.free_count + self._tree.evictable_count
-        return available + self._windows.evictable_count if self._windows is not None and self._one_pool else available
+        """The same as `KVCacheManager.available_count`."""
+        return self._available(self._pool)
 
     @property
     def growth_count(self) -> int:
-        """As of `KVCacheManager`."""
-        if self._windows is None or self._one_pool:
-            return self.available_count // (1 + self.window_tables)
-        return min(self.available_count, self._windows.available_count // self.window_tables)
+        """The same as `KVCacheManager.growth_count`."""
+        return min(self._available(pool) // self._tables(pool) for pool in self._members)
 
     @property
     def usage(self) -> float:
-        """As of `KVCacheManager`."""
-        available = self.available_count
-        if self._windows is not None and not self._one_pool:
-            available = self._windows.available_count
-        return 1 - available / self._memory.capacity
+        """The same as `KVCacheManager.usage`."""
+        return 1 - self._available(self._memory) / self._memory.capacity
 
-    def fit(self, needed: int, of_window: int, reserve: int = 0) -> bool:
-        """Whether there are so many blocks of both kinds, and `reserve` more in each block table."""
-        of_window += reserve * self.window_tables
-        if self._windows is None or self._one_pool:
-            return needed + reserve + of_window <= self.available_count
-        return needed + reserve <= self.available_count and of_window <= self._windows.available_count
+    def _tables(self, pool: BlockPool) -> int:
+        return sum(self.tables[member] for member in self._members[pool])
 
-    def take(self, needed: int, of_window: int, partial: Node | None = None) -> tuple[list[int], list[int]]:
-        """Blocks of layers with a window, and of the first table; the head of `partial` is copied to the first ones."""
-        if self._windows is None:
-            self._tree.evict(needed - self._pool.free_count)
-            return [], self._pool.allocate(needed)
-        windowed = () if partial is None else partial.windowed
-        if not self._one_pool:
-            self._windows.evict(of_window, self._tree)
-            self._tree.evict(needed - self._pool.free_count)
-            found = self._memory.allocate(of_window)
-            _stay(found, windowed, len(windowed) - 1)
-            return found, self._pool.allocate(needed)
-        self._windows.evict(needed + of_window, self._tree)
-        found = self._pool.allocate(needed + of_window)
-        _stay(found, () if partial is None else (*windowed, partial.block), of_window)
-        return found[:of_window], found[of_window:]
+    def fit(self, needed: Sequence[int], reserve: int = 0) -> bool:
+        """Whether each member can have as many blocks as it needs, with `reserve` more left for each block table."""
+        return all(
+            sum(needed[member] for member in members) + reserve * self._tables(pool) <= self._available(pool)
+            for pool, members in self._members.items()
+        )
 
-    def copies(
-        self, source: int, target: int, windowed: Sequence[int], targets: Sequence[int], tokens: int
-    ) -> list[BlockCopy]:
-        """Of the head of a block to another, in all tables that have memory."""
-        pairs = [(source, target)] if self._one_pool else []
-        pairs += zip(windowed, targets[: len(windowed)], strict=True)
-        return [BlockCopy(*pair, tokens) for pair in pairs]
+    def take(self, needed: Sequence[int], partial: Node | None = None) -> list[list[int]]:
+        """Allocate so many blocks for each member; the heads of the blocks of `partial` will be copied to the first."""
+        sources: list[Sequence[int]] = [()] * len(needed)
+        if partial is not None:
+            sources = [[partial.block], *(extension.blocks_at(partial) for extension in self._extensions)]
+        taken: list[list[int]] = [[] for _ in needed]
+        for pool, members in self._members.items():
+            count = sum(needed[member] for member in members)
+            self._make_room(pool, count)
+            blocks, first = pool.allocate(count), 0
+            starts = {}
+            for member in members:
+                starts[member], first = first, first + needed[member]
+            if pool is self._memory:
+                _keep_in_place(blocks, [(starts[member], sources[member]) for member in members])
+            for member in members:
+                taken[member] = blocks[starts[member] : starts[member] + needed[member]]
+        return taken
 
-    def check_integrity(self, owners: int) -> None:
-        """Raise AssertionError unless blocks have as many references as is said."""
+    def copies(self, sources: Sequence[Sequence[int]], targets: Sequence[list[int]], tokens: int) -> list[BlockCopy]:
+        """Copies of the first `tokens` positions of blocks, in the members whose blocks take memory."""
+        return [
+            BlockCopy(source, target, tokens)
+            for pool, own, others in zip(self._pools, sources, targets, strict=True)
+            if pool is self._memory
+            for source, target in zip(own, others, strict=False)
+        ]
+
+    def _make_room(self, pool: BlockPool, count: int) -> None:
+        """Evict until so many blocks are free: first what is unlikely to be used, then nodes, then the rest."""
+        own = [extension for extension in self._extensions if extension.pool is pool]
+        if not own:
+            self._tree.evict(count - pool.free_count)
+        while own and pool.free_count < count:
+            if any(extension.evict(False) for extension in own):
+                continue
+            if self._tree.evictable_count:
+                self._tree.evict(1)
+            elif not any(extension.evict(True) for extension in own):
+                break
+
+    def check_integrity(self, references: int) -> None:
+        """Raise AssertionError unless the blocks of all pools have so many references."""
         counted = 0
         for pool in {self._pool, self._memory}:
             pool.check_integrity()
             counted += sum(pool.references(block) for block in range(pool.capacity))
-        assert owners == counted, f"{owners} references are known and {counted} are counted"
+        assert references == counted, f"{references} references are known and {counted} are counted"
 
 
-def _stay(blocks: list[int], sources: Sequence[int], last: int) -> None:
-    """Reorder blocks so that `sources` among them stand where they would be copied to: the first places, and `last`.
+def _keep_in_place(blocks: list[int], sources: Sequence[tuple[int, Sequence[int]]]) -> None:
+    """Reorder blocks so that each copy whose source is among them has its source as its target.
 
-    Else a copy's target might be the source of one behind it.
+    `sources`: the place of the first target, and the sources. Otherwise the target of one copy might be the source of
+    a later one.
     """
-    for place, source in enumerate(sources, 1):
-        if source in blocks:
-            target, found = last if place == len(sources) else place - 1, blocks.index(source)
-            blocks[target], blocks[found] = source, blocks[target]
+    for first, members in sources:
+        for target, source in enumerate(members, first):
+            if source in blocks:
+                found = blocks.index(source)
+                blocks[target], blocks[found] = source, blocks[target]

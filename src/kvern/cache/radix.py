@@ -22,16 +22,12 @@ from kvern.cache.block_pool import BlockPool
 from kvern.cache.keys import block_key, root_key
 
 Tokens = tuple[int, ...]
-NO_STATE = -1
-"""Of a node without a state."""
 
 
 class Node:
     """One cached block: `tokens` are its edge, `step` is the scheduler step that computes it.
 
     The edge of marked positions is what `keys.contents_of` puts in their place. `key` is None until it is asked for.
-    `windowed` are the blocks that layers with a window have besides (`cache/windows.py`), which `window_users` running
-    requests use and `window_step` computes; none if they were given back. `window_end`: somebody may go on behind them.
     """
 
     __slots__ = (
@@ -40,14 +36,9 @@ class Node:
         "key",
         "order",
         "parent",
-        "state",
         "step",
         "tokens",
         "users",
-        "window_end",
-        "window_step",
-        "window_users",
-        "windowed",
     )
 
     def __init__(self, parent: "Node | None", tokens: Tokens, block: int, step: int) -> None:
@@ -57,9 +48,6 @@ class Node:
         self.step = step
         self.users = 0
         self.key: bytes | None = None
-        self.state = NO_STATE
-        self.windowed: tuple[int, ...] = ()
-        self.window_users, self.window_step, self.window_end = 0, -1, False
         self.children: dict[Tokens, Node] = {}
         self.order: list[Tokens] = []  # the children's edges, sorted: neighbours share the longest prefixes
 
@@ -67,15 +55,12 @@ class Node:
 class RadixCache:
     """Finds, keeps and evicts the blocks of known prefixes.
 
-    `identity` says whose keys and values these are; see `cache/keys.py`. `evicting` hears of each node that is about to
-    be evicted, `losing_state` of each that is removed and has a state (`cache/states.py`), `losing_window` of each that
-    has blocks of layers with a window.
+    `identity` says which model's keys and values these are; see `cache/keys.py`. The functions in `losing` are called
+    with each node that is about to be removed.
     """
 
     def __init__(self, pool: BlockPool, block_size: int, identity: bytes = b"") -> None:
-        self.evicting: Callable[[Node], None] | None = None
-        self.losing_state: Callable[[Node], None] | None = None
-        self.losing_window: Callable[[Node], None] | None = None
+        self.losing: list[Callable[[Node], None]] = []
         self.completed = 0
         """The steps up to this one have completed, but for those that were undone."""
         self._pool = pool
@@ -187,8 +172,6 @@ class RadixCache:
         """Free the `count` least recently used blocks (fewer when there are fewer)."""
         for _ in range(min(count, len(self._unused))):
             leaf = next(iter(self._unused))
-            if self.evicting is not None:
-                self.evicting(leaf)
             self._remove(leaf)
             if leaf.parent is not None and leaf.parent.parent is None and not leaf.parent.children:
                 self._roots = {name: root for name, root in self._roots.items() if root is not leaf.parent}
@@ -214,19 +197,15 @@ class RadixCache:
         self._roots = {name: root for name, root in self._roots.items() if root.children}
 
     def clear(self) -> None:
-        """Forget everything that nobody uses; nobody hears of it."""
-        evicting, self.evicting = self.evicting, None
+        """Forget everything that nobody uses."""
         self.evict(len(self._unused))
-        self.evicting = evicting
 
     def _remove(self, node: Node) -> None:
         del self._unused[node]
         parent = node.parent
         assert parent is not None and not node.children, "only an unused leaf can be removed"
-        if node.state != NO_STATE and self.losing_state is not None:
-            self.losing_state(node)
-        if node.windowed and self.losing_window is not None:
-            self.losing_window(node)
+        for lose in self.losing:
+            lose(node)
         del parent.children[node.tokens]
         del parent.order[bisect_left(parent.order, node.tokens)]
         self._pool.release([node.block])

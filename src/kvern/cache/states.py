@@ -1,118 +1,235 @@
-"""States: device memory of a fixed size for each sequence, beside its blocks, as recurrent layers have it.
+"""Recurrent states: device memory of a fixed size for each request, in models with recurrent layers.
 
-    admit --acquire--> a state of the request's own: zeroed, or a copy of the state kept at the node where it resumes
-    fork  --acquire--> a copy of the parent's
-    free  --keep-----> the state goes to the node of the request's last token, without a copy; or --release-->
+    admit --take---> a state of the request's own: zeros, or a copy of the state kept at the node where it continues
+    fork  ---------> a copy of the parent's state
+    leave ---------> the node of the request's last token gets the state, without a copy; otherwise it becomes free
 
-What a node holds is the state after the last of its tokens and never changes. A request resumes only where there is
-one. The states of running requests are never taken; those of nodes are, least recently used first, and the node keeps
-its block. A full pool means that nothing is kept, not that nobody runs, as long as it has a state for each row.
+The state that a node has is the state after the last of its tokens, and it never changes. A request can continue only
+where a node has a state. The states of running requests are never taken from them. Those of nodes are, the least
+recently used first, and the node keeps its block. With no free state nothing is kept, but requests run as long as there
+is a state for each row.
 """
 
 from collections import OrderedDict
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
 
-from kvern.cache.radix import NO_STATE, Node
+from kvern.cache.extension import CachedPrefix, CacheExtension, CacheMemory, SequenceEnd
+from kvern.cache.radix import Node
+from kvern.request.request import Request
+from kvern.request.step import ExtensionMessage, SchedulerOutput
 
-if TYPE_CHECKING:
-    from kvern.request.request import Request
+NO_STATE = -1
 
 
-class StatePool:
-    """Hands out states 0..capacity-1, and says which are copied or zeroed before the next step."""
+class StateMessage(ExtensionMessage, frozen=True, array_like=True, gc=False):
+    """The changes of states before a step.
 
-    def __init__(self, capacity: int) -> None:
+    `copies` has (source, target) pairs, to be copied in this order; a source of NO_STATE means zeros. `given` has
+    (row, state) pairs: the rows of requests that join or fork in this step.
+    """
+
+    extension: ClassVar[str] = "states"
+
+    copies: list[tuple[int, int]]
+    given: list[tuple[int, int]]
+
+
+@dataclass
+class _Held:
+    """The state of a request; `marks` are the numbers of computed tokens at which a copy of it is to be kept.
+
+    `source` is the state that it begins with: that of `node`, or of another request.
+    """
+
+    node: Node | None
+    source: int
+    marks: tuple[int, ...]
+    index: int = NO_STATE
+
+
+@dataclass
+class _Kept:
+    """The state of a node, and the step after which it is the state of the node's last token."""
+
+    index: int
+    step: int
+
+
+class StatePool(CacheExtension):
+    """Allocates the states 0 to capacity - 1, and says which are copied or zeroed before the next step.
+
+    A prompt's last state is not kept if it is fewer than `apart` tokens after the state before it.
+    """
+
+    name = StateMessage.extension
+    excludes = frozenset({"windows", "tier"})
+
+    def __init__(self, capacity: int, apart: int, memory: CacheMemory) -> None:
         self.capacity = capacity
-        self._copies: list[tuple[int, int]] = []
-        self._copied: list[Node] = []  # their state is what the next step copies
+        self._apart, self._tree, self._block_size = apart, memory.tree, memory.block_size
         self._free = list(range(capacity - 1, -1, -1))
-        self._kept: OrderedDict[Node, int] = OrderedDict()  # to the step after which the state was what it is
+        self._held: dict[Request, _Held] = {}
+        self._kept: OrderedDict[Node, _Kept] = OrderedDict()
+        self._copies: list[tuple[int, int]] = []
+        self._copied: list[Node] = []  # the next step copies their states
+        self._given: list[tuple[int, int]] = []
+        self._at_marks: list[Request] = []  # a copy of their states is kept as the step being planned leaves them
 
-    def acquire(self) -> int | None:
-        """A state for a request, if need be that of the node used longest ago; None: running requests have them all.
+    def state_of(self, request: Request) -> int:
+        """The request's state; NO_STATE: it has none."""
+        held = self._held.get(request)
+        return NO_STATE if held is None else held.index
 
-        It still holds what it held.
+    def state_at(self, node: Node) -> int:
+        """The node's state; NO_STATE: it has none."""
+        kept = self._kept.get(node)
+        return NO_STATE if kept is None else kept.index
+
+    def is_written(self, node: Node) -> bool:
+        """Whether the steps that compute and copy the node's state have returned."""
+        return node in self._kept and node not in self._copied and self._kept[node].step <= self._tree.completed
+
+    @property
+    def kept(self) -> Sequence[Node]:
+        """The nodes that have states, least recently used first."""
+        return list(self._kept)
+
+    def match(self, prefix: CachedPrefix, step: int | None) -> CachedPrefix:
+        path, partial, shared, known = prefix
+        if partial is not None and (partial not in self._kept or shared < len(partial.tokens)):
+            partial, shared = None, 0
+        while partial is None and path and path[-1] not in self._kept:
+            path = path[:-1]
+        return CachedPrefix(path, partial, shared, known)
+
+    def begin(self, request: Request, prefix: CachedPrefix) -> None:
+        source = NO_STATE if prefix.last is None else self._kept[prefix.last].index
+        size = self._block_size
+        cached = len(prefix.path) * size + prefix.shared, prefix.known * size
+        marks = state_marks(request, cached, size, self._apart) if prefix.known >= 0 else ()
+        self._held[request] = _Held(prefix.last, source, marks)
+
+    def has_room(self) -> bool:
+        return bool(self._free or self._kept)
+
+    def take(self, request: Request, blocks: list[int]) -> None:
+        held = self._held[request]
+        if held.index == NO_STATE:
+            if held.node is not None and held.node in self._kept:
+                self._kept.move_to_end(held.node)
+            held.index = self._acquire()
+            if held.index != held.source:  # they are equal if there was no other state
+                self._copies.append((held.source, held.index))
+
+    def placed(self, request: Request) -> None:
+        self._given.append((request.slot, self._held[request].index))
+
+    def until(self, request: Request, tokens: int) -> int:
+        held, computed = self._held.get(request), request.num_computed_tokens
+        marks = () if held is None else held.marks  # None: it was preempted for others of the same step
+        return min([tokens, *(mark - computed for mark in marks if mark > computed)])
+
+    def publish(self, request: Request, index: int, node: Node, step: int) -> None:
+        held, end = self._held.get(request), (index + 1) * self._block_size
+        if held is not None and end == request.num_computed_tokens and end in held.marks:
+            self._at_marks.append(request)
+
+    def fork(self, parent: Request, child: Request, blocks: list[int]) -> Sequence[int]:
+        held = self._held[parent]
+        self._held[child] = _Held(None, held.index, held.marks)
+        self.take(child, [])
+        return ()
+
+    def retract(self, request: Request) -> None:
+        """The child's row was never told of its state, and the state is not the child's yet."""
+        held = self._held.pop(request)
+        self._free.append(held.index)
+        self._given = [(slot, index) for slot, index in self._given if index != held.index]
+
+    def leave(self, request: Request, end: SequenceEnd | None) -> None:
+        held = self._held.pop(request, None)
+        if held is None or held.index == NO_STATE:
+            return
+        if end is not None and end.node is not None and end.known == request.num_computed_tokens:
+            self.keep(end.node, held.index, end.step)
+        else:
+            self._free.append(held.index)
+
+    def snapshot(self, request: Request, step: int) -> bool:
+        """Keep a copy of the request's state after `step`, the last one planned, if that step ends a block.
+
+        Returns whether the node of its last token has a state now.
         """
-        if not self._free and self._kept:
-            self.drop(next(iter(self._kept)))
-        return self._free.pop() if self._free else None
-
-    def begin(self, source: Node | None) -> int | None:
-        """A state for a request that resumes at a node, or begins; None: running requests have them all."""
-        kept = NO_STATE
-        if source is not None:
-            kept = source.state
-            self._kept.move_to_end(source)
-        state_index = self.acquire()
-        if state_index is not None and state_index != kept:  # it is the same when no other was to be had
-            self._copies.append((kept, state_index))
-        return state_index
-
-    def fork(self, state_index: int) -> int | None:
-        """A state with what another has before the next step; None: running requests have them all."""
-        own = self.acquire()
-        if own is not None:
-            self._copies.append((state_index, own))
-        return own
-
-    def snapshot(self, node: Node, state_index: int, step: int) -> bool:
-        """Keep a copy of a request's state at the node of its last token, if there is room; whether there is one."""
-        if node.state == NO_STATE:
-            copy = self.fork(state_index)
-            if copy is None:
+        full, tail = divmod(request.num_computed_tokens, self._block_size)
+        if tail or not full or len(request.nodes) != full:
+            return False
+        node = request.nodes[-1]
+        if node not in self._kept:
+            if not self.has_room():
                 return False
+            copy = self._acquire()
+            self._copies.append((self._held[request].index, copy))
             self.keep(node, copy, step)
             self._copied.append(node)
         return True
 
-    def plan(self, step: int) -> list[tuple[int, int]]:
-        """What the step begins with: (source, target) in this order; a source of NO_STATE means zeros."""
-        for node in self._copied:
-            if node in self._kept:
-                self._kept[node] = step
-        copies, self._copies, self._copied = self._copies, [], []
-        return copies
-
-    def release(self, state_index: int) -> None:
-        """A request's state is free."""
-        self._free.append(state_index)
-
-    def keep(self, node: Node, state_index: int, step: int) -> None:
-        """Let a node have a request's state, as it is after `step`; free it if the node has one."""
-        if node.state != NO_STATE:
+    def keep(self, node: Node, index: int, step: int) -> None:
+        """Let a node have a state, as it is after `step`; if the node has one, the state becomes free."""
+        if node in self._kept:
             self._kept.move_to_end(node)
-            self.release(state_index)
+            self._free.append(index)
         else:
-            node.state = state_index
-            self._kept[node] = step
+            self._kept[node] = _Kept(index, step)
 
-    def drop(self, node: Node) -> None:
-        """Let a node have no state any more."""
-        del self._kept[node]
-        self.release(node.state)
-        node.state = NO_STATE
+    def lose(self, node: Node) -> None:
+        kept = self._kept.pop(node, None)
+        if kept is not None:
+            self._free.append(kept.index)
 
-    def forget_since(self, step: int) -> None:
-        """Forget the states that steps from `step` on were to compute or to copy. No request has a state."""
+    def plan(self, output: SchedulerOutput) -> ExtensionMessage | None:
+        if not output.scheduled:
+            return None
         for node in self._copied:
             if node in self._kept:
-                self.drop(node)
-        self._copies, self._copied = [], []
-        for node in [node for node, kept in self._kept.items() if kept >= step]:
-            self.drop(node)
+                self._kept[node].step = output.step
+        message = StateMessage(self._copies, self._given)
+        self._copies, self._copied, self._given = [], [], []
+        for request in self._at_marks:  # after the copies of this step: the next step copies these
+            if request in self._held:
+                self.snapshot(request, output.step)
+        self._at_marks.clear()
+        return message if message.copies or message.given else None
 
-    def check_integrity(self, owned: list[int]) -> None:
-        """Raise AssertionError unless each state is free, kept at one node, or one of `owned`."""
-        states = [*self._free, *(node.state for node in self._kept), *owned]
+    def undo(self, step: int, waiting: Sequence[Request]) -> None:
+        lost = [*self._copied, *(node for node, kept in self._kept.items() if kept.step >= step)]
+        for node in lost:
+            self.lose(node)
+        for pending in (self._copies, self._copied, self._given, self._at_marks):
+            pending.clear()
+
+    def check(self, running: Sequence[Request], loading: Sequence[Request]) -> int:
+        owned = [held.index for held in self._held.values() if held.index != NO_STATE]
+        states = [*self._free, *(kept.index for kept in self._kept.values()), *owned]
         assert sorted(states) == list(range(self.capacity)), "states do not add up"
+        assert self._held.keys() <= set(running), "a request that does not run has a state"
+        return 0
+
+    def _acquire(self) -> int:
+        """A state, which still holds what it held; if there is no free one, that of the node used longest ago."""
+        if not self._free:
+            self.lose(next(iter(self._kept)))
+        return self._free.pop()
 
 
-def state_marks(request: "Request", known: int, block_size: int, apart: int) -> tuple[int, ...]:
-    """The ends of the last blocks that others are likely to share: those that somebody had, and the whole prompt's.
+def state_marks(request: Request, cached: tuple[int, int], block_size: int, apart: int) -> tuple[int, ...]:
+    """The ends of blocks at which other requests are likely to continue: the last known block, and the prompt's last.
 
-    The last token is left out, which has to be computed in any case. `known`: tokens of blocks that somebody had. A
-    mark is a step more: the prompt's own is left out if it is fewer than `apart` tokens behind the state before it.
+    The last token of the prompt is left out, because it has to be computed in any case. `cached`: the tokens that the
+    request continues from, and those of blocks that the prefix tree knows. A mark costs a step: the prompt's own is
+    left out if it is fewer than `apart` tokens after the state before it.
     """
-    start, end = request.num_computed_tokens, (request.prompt_length - 1) // block_size * block_size
+    (start, known), end = cached, (request.prompt_length - 1) // block_size * block_size
     marks = (known,) if known > start else ()
     return (*marks, end) if end - max(known, start) >= apart else marks

@@ -14,15 +14,40 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import TYPE_CHECKING, Protocol
+from typing import ClassVar, Protocol
+from weakref import WeakSet
 
-from kvern.cache.block_pool import BlockPool
+import msgspec
+
+from kvern.cache.extension import CacheExtension, CacheMemory
 from kvern.cache.keys import block_keys
-from kvern.cache.radix import Node, RadixCache
-from kvern.request.step import BlockLoad, BlockSave, SchedulerOutput
+from kvern.cache.radix import Node
+from kvern.request.request import Request
+from kvern.request.step import ExtensionMessage, SchedulerOutput
 
-if TYPE_CHECKING:
-    from kvern.request.request import Request
+
+class BlockSave(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Keep the keys and values of `block` under `key`."""
+
+    block: int
+    key: bytes
+
+
+class BlockLoad(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Write what is kept under `key` to `block`: one of the blocks of the load of this number, in their order."""
+
+    load: int
+    key: bytes
+    block: int
+
+
+class TierMessage(ExtensionMessage, frozen=True, array_like=True, gc=False):
+    """Blocks to be saved before a step overwrites them, and blocks to be loaded after the step, or later."""
+
+    extension: ClassVar[str] = "tier"
+
+    saves: list[BlockSave]
+    loads: list[BlockLoad]
 
 
 class KVTier(Protocol):
@@ -55,40 +80,46 @@ class _Load:
     keys: list[bytes]
     blocks: list[int]
     step: int
-    waiting: "list[Request]" = field(default_factory=list)
+    waiting: list[Request] = field(default_factory=list)
 
 
-class TierTraffic:
-    """What goes to a tier and comes from it, and who waits for it."""
+class TierTraffic(CacheExtension):
+    """What is saved to a tier and loaded from it, and the requests that wait for loads."""
 
-    def __init__(self, tier: KVTier, pool: BlockPool, tree: RadixCache, block_size: int) -> None:
-        self._tier, self._pool, self._tree, self._block_size = tier, pool, tree, block_size
+    name = TierMessage.extension
+    excludes = frozenset({"states", "windows"})
+
+    def __init__(self, tier: KVTier, memory: CacheMemory) -> None:
+        self._tier, self._pool, self._tree, self._block_size = tier, memory.pool, memory.tree, memory.block_size
         self._saves: list[BlockSave] = []
         self._loads: list[BlockLoad] = []
-        self._saving: deque[tuple[int, bytes]] = deque()  # by steps on their way
+        self._saving: deque[tuple[int, bytes]] = deque()  # by the steps in flight
         self._loading: dict[int, _Load] = {}
         self._arriving: dict[bytes, _Load] = {}
         self._numbers = 0
-        tree.evicting = self._save
+        self._asked: WeakSet[Request] = WeakSet()
+        """Waiting requests for which blocks were loaded, which happens once at most while a request waits."""
 
     @property
-    def block_count(self) -> int:
-        """Blocks that are being loaded."""
-        return len(self._arriving)
+    def is_loading(self) -> bool:
+        return bool(self._loading)
 
-    def plan(self, output: SchedulerOutput) -> None:
-        """Have the step, if there is to be one, move what was decided."""
-        if output.scheduled or self._loads:
-            output.saves, output.loads = self._saves, self._loads
-            self._saving += [(output.step, save.key) for save in self._saves]
-            self._saves, self._loads = [], []
+    def plan(self, output: SchedulerOutput) -> ExtensionMessage | None:
+        if not (self._loads or (self._saves and output.scheduled)):
+            return None
+        message = TierMessage(self._saves, self._loads)
+        self._saving += [(output.step, save.key) for save in self._saves]
+        self._saves, self._loads = [], []
+        return message
 
-    def fetch(self, request: "Request", namespace: bytes, contents: list[int], step: int, reserve: int) -> bool:
-        """Have the blocks loaded that follow what the tree has of a request; whether it is to wait for any.
+    def lookup(self, request: Request, contents: Sequence[int], step: int, reserve: int) -> bool:
+        """Load the blocks that follow what the prefix tree has of a request, if the tier has any.
 
         None are loaded for a request that would not fit now, with `reserve` blocks left for others.
         """
-        size, limit = self._block_size, request.most_cached
+        if request in self._asked:
+            return False
+        size, limit, namespace = self._block_size, request.most_cached, request.cache_namespace
         path, _, _ = self._tree.match(namespace, contents, limit)
         start = len(path) * size
         parent = self._tree.key(path[-1]) if path else self._tree.root_key(namespace)
@@ -114,14 +145,21 @@ class TierTraffic:
         self._loading[self._numbers] = load
         self._arriving |= dict.fromkeys(found, load)
         self._loads += [BlockLoad(self._numbers, key, block) for key, block in zip(found, blocks, strict=True)]
-        request.asked_tier = True
+        self._asked.add(request)
         return True
 
-    def loaded(self, number: int, count: int) -> "list[Request]":
-        """The first `count` blocks of a load have arrived, the others will not; who waited for it.
+    def placed(self, request: Request) -> None:
+        self._asked.discard(request)
 
-        Nobody, if it was given up: with the steps that were undone.
+    def report(self, report: object) -> list[Request]:
+        """Enter what has arrived into the prefix tree: pairs of a load's number and the count of its leading blocks.
+
+        A load that was given up, with the steps that were undone, is ignored.
         """
+        return [request for number, count in _pairs(report) for request in self.loaded(number, count)]
+
+    def loaded(self, number: int, count: int) -> list[Request]:
+        """The first `count` blocks of a load have arrived, and the others will not; the requests that waited for it."""
         load = self._loading.pop(number, None)
         if load is None:
             return []
@@ -134,34 +172,34 @@ class TierTraffic:
         return load.waiting
 
     def completed(self, step: int) -> None:
-        """What the steps up to this one were to save is saved."""
         while self._saving and self._saving[0][0] <= step:
             self._saving.popleft()
 
-    def undo(self) -> "list[Request]":
-        """All steps on their way failed, and no load goes on; who waited for one."""
+    def undo(self, step: int, waiting: Sequence[Request]) -> None:
+        """All loads are given up; the requests do without them, whatever failed."""
         loads = list(self._loading.values())
         self._loading, self._loads = {}, []
         for load in loads:
             self._end(load)
         self._tier.lose([key for _, key in self._saving])
         self._saving.clear()
-        return [request for load in loads for request in load.waiting]
+        self._asked.update(waiting)
 
-    def check_integrity(self, waiting: "Sequence[Request]") -> None:
-        """Raise AssertionError if a block that is being loaded is shared, or somebody waits for none."""
-        blocks = [block for load in self._loading.values() for block in load.blocks]
-        assert all(self._pool.references(block) == 1 for block in blocks), "a block that is being loaded is shared"
-        assert self._arriving.keys() == {key for load in self._loading.values() for key in load.keys}
-        awaited = {request for load in self._loading.values() for request in load.waiting}
-        assert awaited >= set(waiting), "a request waits for blocks that nobody loads"
-        assert {load.load for load in self._loads} <= self._loading.keys(), "a load was given up and is still planned"
-
-    def _save(self, node: Node) -> None:
+    def lose(self, node: Node) -> None:
+        """Save a block that is full and written before it is removed from the prefix tree."""
         if len(node.tokens) == self._block_size and self._tree.is_written(node):
             key = self._tree.key(node)
             if self._tier.put(key, node.block):
                 self._saves.append(BlockSave(node.block, key))
+
+    def check(self, running: Sequence[Request], loading: Sequence[Request]) -> int:
+        blocks = [block for load in self._loading.values() for block in load.blocks]
+        assert all(self._pool.references(block) == 1 for block in blocks), "a block that is being loaded is shared"
+        assert self._arriving.keys() == {key for load in self._loading.values() for key in load.keys}
+        awaited = {request for load in self._loading.values() for request in load.waiting}
+        assert awaited >= set(loading), "a request waits for blocks that nobody loads"
+        assert {load.load for load in self._loads} <= self._loading.keys(), "a load was given up and is still planned"
+        return len(blocks)
 
     def _end(self, load: _Load) -> None:
         self._tree.release(load.path)
@@ -169,3 +207,7 @@ class TierTraffic:
         self._tier.release(load.keys)
         for key in load.keys:
             del self._arriving[key]
+
+
+def _pairs(report: object) -> list[tuple[int, int]]:
+    return msgspec.convert(report, list[tuple[int, int]])

@@ -1,42 +1,41 @@
-"""Blocks of the layers that see a window of keys: a sequence holds them only as far back as its window reaches.
+"""Blocks of layers with a window: a request holds them only as far back as its window reaches.
 
-    admit   --begin-->  shared with the nodes that the window reaches back to; new ones for a window and a step
-    extend  --pass-->   what lies behind the window is given back, --grow--> new ones
-    publish --attach--> nodes of the prefix tree have them, too, beside the block of the layers without a window
-    free    --leave-->  those within a window of the sequence's end stay, as long as its nodes do
+    admit   --begin-->   shares the blocks of the nodes that the window reaches; new ones for a window and a step
+    running --needed-->  gives back the blocks that the window has passed; --take--> new ones
+            --publish--> nodes of the prefix tree share the blocks, beside the block of the layers without a window
+    ended   --leave-->   the blocks within a window of the end stay, as long as their nodes do
 
-A block of the pool has room for the layers without a window; those with one need `tables` block tables, and one block
-of the pool in each for every `block_size` tokens. So both take their memory from one pool. Where all layers have a
-window they have all of it, and what nodes are hung on are numbers (`WindowLimits.positions`).
+The layers with a window have `tables` block tables, and need one block of the pool in each for every `block_size`
+tokens. The layers without a window take their blocks from the same pool. Where all layers have a window, these have all
+of the memory, and the blocks of the prefix tree are only numbers (`WindowLimits.positions`).
 
-What a node has of these may go while the node stays. A request goes on behind a path only where the nodes within the
-window have theirs. Those that nobody uses are dropped first where no sequence ended and none began to differ: the
-*passed* ones, whose use is unlikely. The others, *ends*, go with their nodes, or when there are no others.
+A node may lose its blocks here and stay in the tree. A request can continue from a path only where the nodes within the
+window have their blocks. Of nodes that no request uses, the *passed* ones are evicted first: no request ended there and
+none began to differ, so another use is unlikely. The others, the *ends*, go with their nodes, or when nothing else is
+left.
 """
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import TYPE_CHECKING
+from typing import ClassVar
 
-from kvern.cache.block_pool import BlockPool
-from kvern.cache.radix import Node, RadixCache
-from kvern.request.step import GrownTable
-
-if TYPE_CHECKING:
-    from kvern.request.request import Request
+from kvern.cache.extension import CachedPrefix, CacheExtension, CacheMemory, SequenceEnd
+from kvern.cache.radix import Node
+from kvern.request.request import Request
+from kvern.request.step import ExtensionMessage, GrownTable, SchedulerOutput
 
 Blocks = tuple[int, ...]
-"""Of the pool, one in each block table of layers with a window."""
+"""Blocks of the pool, one in each block table of layers with a window."""
 
 
 @dataclass(frozen=True)
 class WindowLimits:
-    """The keys that a query sees, its own included, in how many block tables, and the most tokens of a step.
+    """The number of keys that a query sees, its own included, the number of block tables, and the tokens of a step.
 
-    `positions`: of a model whose layers all have a window, how many blocks the first table has to number what nodes of
-    the tree and requests have: they take no memory, and nothing is stored there. 0: they are blocks of the pool.
+    `positions`: in a model whose layers all have a window, how many numbers the blocks of the prefix tree have; nothing
+    is stored there. 0: they are blocks of the same pool.
     """
 
     window: int
@@ -46,191 +45,260 @@ class WindowLimits:
 
     @property
     def held_tokens(self) -> int:
-        """Tokens that a sequence holds at most, beside parts of blocks at both ends."""
+        """The most tokens that a request holds, beside parts of blocks at both ends."""
         return 2 * self.window + self.step_tokens
 
 
-class WindowedBlocks:
-    """Which of these blocks requests and nodes have."""
+class WindowMessage(ExtensionMessage, frozen=True, array_like=True, gc=False):
+    """New entries of the block tables of layers with a window."""
 
-    def __init__(self, pool: BlockPool, block_size: int, limits: WindowLimits) -> None:
+    extension: ClassVar[str] = "windows"
+
+    grown: list[GrownTable]
+
+
+@dataclass
+class RequestWindow:
+    """The blocks that a request holds, from block number `start` on.
+
+    `told`: the number of the first block that the request's row has not been told of. `most_tokens`: what the request
+    gets blocks for when it is admitted; None: it was admitted. `ends`: the numbers of blocks after which other requests
+    are likely to continue.
+    """
+
+    start: int
+    blocks: list[Blocks]
+    told: int
+    ends: tuple[range, ...]
+    most_tokens: int | None = None
+
+    @property
+    def stop(self) -> int:
+        """The number after that of the last block."""
+        return self.start + len(self.blocks)
+
+
+@dataclass
+class NodeWindow:
+    """The blocks of a node, which `step` computes and `users` running requests share.
+
+    `is_end`: another request is likely to continue after them.
+    """
+
+    blocks: Blocks
+    step: int
+    users: int = 0
+    is_end: bool = False
+
+
+class WindowedBlocks(CacheExtension):
+    """The blocks of layers with a window, of requests and of nodes."""
+
+    name = WindowMessage.extension
+    excludes = frozenset({"states", "tier"})
+
+    def __init__(self, limits: WindowLimits, memory: CacheMemory) -> None:
         self.limits = limits
-        self.pool, self._block_size = pool, block_size
+        self.tables = limits.tables
+        self.pool = self._memory = memory.memory
+        self._tree, self._block_size = memory.tree, memory.block_size
+        self._requests: dict[Request, RequestWindow] = {}
+        self._nodes: dict[Node, NodeWindow] = {}
         self._passed: OrderedDict[Node, None] = OrderedDict()
         self._ends: OrderedDict[Node, None] = OrderedDict()
         self._grown: list[GrownTable] = []
 
     @property
     def available_count(self) -> int:
-        """Blocks of the pool that are free or that nodes have and nobody uses."""
-        return self.pool.free_count + self.evictable_count
+        """Blocks of the pool that are free, or that nodes have and no request uses."""
+        return self._memory.free_count + self.evictable_count
 
     @property
     def evictable_count(self) -> int:
-        """Blocks of the pool that nodes have and nobody uses."""
         return (len(self._passed) + len(self._ends)) * self.limits.tables
 
+    def window_of(self, request: Request) -> RequestWindow:
+        """The blocks of a running request."""
+        return self._requests[request]
+
+    def window_at(self, node: Node) -> NodeWindow | None:
+        """The blocks of a node, if it has any."""
+        return self._nodes.get(node)
+
+    def blocks_at(self, node: Node) -> Blocks:
+        window = self._nodes.get(node)
+        return () if window is None else window.blocks
+
     def first_seen(self, position: int) -> int:
-        """The block of the first key that a query at this position sees."""
+        """The number of the block with the first key that a query at this position sees."""
         return max(0, position + 1 - self.limits.window) // self._block_size
 
-    def reachable(self, path: list[Node], partial: Node | None, shared: int) -> tuple[list[Node], Node | None, int]:
-        """As much of a cached prefix, as `RadixCache.match` returns it, as a request can go on behind."""
+    def match(self, prefix: CachedPrefix, step: int | None) -> CachedPrefix:
+        path, partial, shared, known = prefix
+        if partial is not None and partial in self._nodes and step is not None and self._nodes[partial].step >= step:
+            partial, shared = None, 0  # the step that would copy its blocks is the one that computes them
         deepest = first = 0
         for end, node in enumerate(path, 1):
-            if not node.windowed:
+            if node not in self._nodes:
                 first = end
             if first <= self.first_seen(end * self._block_size):
                 deepest = end
         position = len(path) * self._block_size + shared
-        if partial is not None and partial.windowed and first <= self.first_seen(position):
-            return path, partial, shared
-        return path[:deepest], None, 0
+        if partial is not None and partial in self._nodes and first <= self.first_seen(position):
+            return CachedPrefix(path, partial, shared, known)
+        return CachedPrefix(path[:deepest], None, 0, known)
 
-    def needed(self, request: "Request", tokens: int) -> int:
-        """Blocks of the pool that a request lacks for `tokens` positions."""
-        held = request.window_start + len(request.windowed)
-        return max(0, -(-tokens // self._block_size) - held) * self.limits.tables
-
-    def begin(self, request: "Request", path: Sequence[Node], position: int) -> int:
-        """Let a request share what it sees behind a path; the positions that it should have room for at once."""
-        request.window_start = min(self.first_seen(position), len(path))
-        for node in path[request.window_start :]:
-            self._use(node)
-            self.pool.share(node.windowed)
-            request.windowed.append(node.windowed)
-        return min(len(request.token_ids), position + self.limits.step_tokens + self.limits.window)
-
-    def mark(self, request: "Request", known: int) -> None:
-        """Remember where others are likely to go on: behind the `known` first blocks, and behind the prompt."""
-        prompt, size = (request.prompt_length - 1) // self._block_size, self._block_size
-        request.window_ends = (
-            range(self.first_seen(known * size), known),
+    def begin(self, request: Request, prefix: CachedPrefix) -> None:
+        size, path = self._block_size, prefix.path
+        position, prompt = len(path) * size + prefix.shared, (request.prompt_length - 1) // size
+        start = min(self.first_seen(position), len(path))
+        ends = (
+            range(self.first_seen(prefix.known * size), prefix.known),
             range(self.first_seen(prompt * size), prompt + 1),
         )
+        most_tokens = position + self.limits.step_tokens + self.limits.window
+        window = self._requests[request] = RequestWindow(start, [], start, ends, most_tokens)
+        for node in path[start:]:
+            self._use(node)
+            blocks = self._nodes[node].blocks
+            self._memory.share(blocks)
+            window.blocks.append(blocks)
 
-    def grow(self, request: "Request", blocks: Sequence[int]) -> None:
-        """Let a request have more blocks, one in each table in turn; the next step tells, if the request has a row."""
-        tables = self.limits.tables
-        if blocks and request.slot >= 0:
-            first = request.window_start + len(request.windowed)
-            parts = (list(blocks[table::tables]) for table in range(tables))
-            self._grown += [GrownTable(request.slot, table, first, part) for table, part in enumerate(parts)]
-        request.windowed += [tuple(blocks[start : start + tables]) for start in range(0, len(blocks), tables)]
+    def needed(self, request: Request, tokens: int) -> int:
+        window = self._requests[request]
+        if window.most_tokens is None:
+            self.pass_by(request)
+        else:
+            tokens = min(tokens, window.most_tokens)
+        return max(0, -(-tokens // self._block_size) - window.stop) * self.limits.tables
 
-    def grown(self) -> list[GrownTable]:
-        """What is to be told, once."""
-        grown, self._grown = self._grown, []
-        return grown
+    def take(self, request: Request, blocks: list[int]) -> None:
+        tables, window = self.limits.tables, self._requests[request]
+        window.most_tokens = None
+        window.blocks += [tuple(blocks[start : start + tables]) for start in range(0, len(blocks), tables)]
+        self.placed(request)
 
-    def pass_by(self, request: "Request") -> None:
-        """Give back what no step to come sees; drafts that may be rejected do not count."""
+    def placed(self, request: Request) -> None:
+        """The next step tells the request's row, if it has one, of the blocks that the row does not know."""
+        window = self._requests[request]
+        if request.slot < 0 or window.told >= window.stop:
+            return
+        first = max(window.told, window.start)
+        columns = zip(*window.blocks[first - window.start :], strict=True)
+        self._grown += [GrownTable(request.slot, table, first, list(part)) for table, part in enumerate(columns)]
+        window.told = window.stop
+
+    def pass_by(self, request: Request) -> None:
+        """Give back the blocks that no later step sees; drafts that may be rejected do not count."""
         self._pass(request, self.first_seen(min(request.num_computed_tokens, len(request.token_ids) - 1)))
 
-    def fork(self, parent: "Request", child: "Request", full: int, own: Sequence[int]) -> Blocks:
-        """Let a child share what its parent has of the first `full` blocks, and have its `own` for the part behind.
-
-        Returns the parent's blocks of that part, if there is one.
-        """
-        child.window_start, child.window_ends = parent.window_start, parent.window_ends
-        child.windowed = parent.windowed[: full - parent.window_start]
-        for blocks, node in zip(child.windowed, parent.nodes[child.window_start :], strict=False):
-            if node.windowed == blocks:
+    def fork(self, parent: Request, child: Request, blocks: list[int]) -> Blocks:
+        own, full = self._requests[parent], parent.num_computed_tokens // self._block_size
+        shared = own.blocks[: full - own.start]
+        for held, node in zip(shared, parent.nodes[own.start :], strict=False):
+            if self.blocks_at(node) == held:
                 self._use(node)
-        self.pool.share(chain(*child.windowed))
-        self.grow(child, own)
-        return parent.windowed[full - parent.window_start] if own else ()
+        self._memory.share(chain(*shared))
+        self._requests[child] = RequestWindow(own.start, shared, own.start + len(shared), own.ends)
+        self.take(child, blocks)
+        return own.blocks[full - own.start] if blocks else ()
 
-    def attach(self, request: "Request", index: int, node: Node, step: int) -> None:
-        """Let the node of a request's full block have the request's blocks, unless it has others."""
-        if index < request.window_start:
+    def retract(self, request: Request) -> None:
+        self._grown = [grown for grown in self._grown if grown.slot != request.slot]
+
+    def publish(self, request: Request, index: int, node: Node, step: int) -> None:
+        """Let the node have the request's blocks, unless it has others."""
+        window = self._requests[request]
+        if index < window.start:
             return
-        blocks = request.windowed[index - request.window_start]
+        blocks = window.blocks[index - window.start]
         self._give(node, blocks, step)
-        if node.windowed == blocks:
+        if self._nodes[node].blocks == blocks:
             self._use(node)
 
-    def attach_tail(self, request: "Request", node: Node, step: int) -> None:
-        """Let the node of a request's last block, which it does not use itself, have the request's blocks."""
-        if not node.windowed:
-            self._give(node, request.windowed[len(request.nodes) - request.window_start], step)
-            node.window_end = True
-            self._ends[node] = None
+    def leave(self, request: Request, end: SequenceEnd | None) -> None:
+        """With `end`, nodes keep the blocks that a query after the request's end sees."""
+        window = self._requests.get(request)
+        if window is None:
+            return
+        if end is not None:
+            if end.node is not None and end.node not in request.nodes[-1:] and end.node not in self._nodes:
+                self._give(end.node, window.blocks[len(request.nodes) - window.start], end.step)
+                self._nodes[end.node].is_end = True
+                self._ends[end.node] = None
+            self._pass(request, self.first_seen(end.known // self._block_size * self._block_size))
+        for index, blocks in enumerate(window.blocks, window.start):
+            self._release(request, index, blocks, end is not None)
+        del self._requests[request]
 
-    def leave(self, request: "Request", known: int | None) -> None:
-        """Drop a request's references. Nodes keep what is seen behind its `known` first blocks; None: it was undone."""
-        if known is not None:
-            self._pass(request, self.first_seen(known * self._block_size))
-        for index, blocks in enumerate(request.windowed, request.window_start):
-            self._leave(request, index, blocks, known is not None)
-        request.windowed, request.window_start, request.window_ends = [], 0, ()
+    def evict(self, used: bool) -> bool:
+        nodes = self._passed or (self._ends if used else None)
+        if not nodes:
+            return False
+        self.lose(next(iter(nodes)))
+        return True
 
-    def evict(self, count: int, tree: RadixCache) -> None:
-        """Make `count` blocks of the pool free: what was passed, then nodes, last what ends in use have."""
-        while self.pool.free_count < count:
-            if self._passed or not tree.evictable_count:
-                self.drop(next(iter(self._passed or self._ends)))
-            else:
-                tree.evict(1)
+    def lose(self, node: Node) -> None:
+        window = self._nodes.pop(node, None)
+        if window is not None:
+            del self._idle(window)[node]
+            self._memory.release(window.blocks)
 
-    def drop(self, node: Node) -> None:
-        """Let a node have none any more."""
-        del self._idle(node)[node]
-        self.pool.release(node.windowed)
-        node.windowed, node.window_end = (), False
+    def plan(self, output: SchedulerOutput) -> ExtensionMessage | None:
+        grown, self._grown = self._grown, []
+        return WindowMessage(grown) if grown and output.scheduled else None
 
-    def forget_since(self, step: int) -> None:
-        """Forget what steps from `step` on were to compute. Nothing is in use."""
-        for node in [node for node in chain(self._passed, self._ends) if node.window_step >= step]:
-            self.drop(node)
+    def undo(self, step: int, waiting: Sequence[Request]) -> None:
+        self._grown.clear()
+        for node in [node for node in chain(self._passed, self._ends) if self._nodes[node].step >= step]:
+            self.lose(node)
 
-    def check_integrity(self, nodes: Iterable[Node], running: Sequence["Request"]) -> int:
-        """Raise AssertionError if a node's users do not add up, or a request lacks what it sees.
-
-        Returns how many references to blocks of the pool there are.
-        """
-        having = {node for node in nodes if node.windowed}
+    def check(self, running: Sequence[Request], loading: Sequence[Request]) -> int:
+        assert self._nodes.keys() <= set(self._tree.nodes()), "a node that was removed has blocks"
         idle = {*self._passed, *self._ends}
-        assert idle == {node for node in having if not node.window_users}, "blocks that nobody uses do not add up"
+        assert idle == {node for node, window in self._nodes.items() if not window.users}, "idle nodes do not add up"
         assert len(idle) == len(self._passed) + len(self._ends), "a node is idle twice"
-        users = dict.fromkeys(having, 0)
-        for request in running:
-            assert request.window_start <= self.first_seen(request.num_computed_tokens), "a request lacks what it sees"
-            held = request.window_start + len(request.windowed)
-            assert held * self._block_size >= request.num_computed_tokens, "tokens without blocks"
-            for blocks, node in zip(request.windowed, request.nodes[request.window_start :], strict=False):
-                if node.windowed == blocks:
+        assert self._requests.keys() == set(running), "a request that does not run has blocks"
+        users = dict.fromkeys(self._nodes, 0)
+        for request, window in self._requests.items():
+            assert window.start <= self.first_seen(request.num_computed_tokens), "a request lacks what it sees"
+            assert window.stop * self._block_size >= request.num_computed_tokens, "tokens without blocks"
+            for blocks, node in zip(window.blocks, request.nodes[window.start :], strict=False):
+                if self.blocks_at(node) == blocks:
                     users[node] += 1
-        assert all(node.window_users == count for node, count in users.items()), "users of a node do not add up"
-        return (len(having) + sum(len(request.windowed) for request in running)) * self.limits.tables
+        assert all(self._nodes[node].users == count for node, count in users.items()), "users do not add up"
+        return (len(self._nodes) + sum(len(window.blocks) for window in self._requests.values())) * self.limits.tables
 
-    def _idle(self, node: Node) -> OrderedDict[Node, None]:
-        return self._ends if node.window_end else self._passed
+    def _idle(self, window: NodeWindow) -> OrderedDict[Node, None]:
+        return self._ends if window.is_end else self._passed
 
     def _give(self, node: Node, blocks: Blocks, step: int) -> None:
-        if not node.windowed:
-            node.windowed, node.window_step = blocks, step
-            self.pool.share(blocks)
+        if node not in self._nodes:
+            self._nodes[node] = NodeWindow(blocks, step)
+            self._memory.share(blocks)
 
     def _use(self, node: Node) -> None:
-        if not node.window_users:
-            self._idle(node).pop(node, None)
-        node.window_users += 1
+        window = self._nodes[node]
+        if not window.users:
+            self._idle(window).pop(node, None)
+        window.users += 1
 
-    def _pass(self, request: "Request", first: int) -> None:
-        count = first - request.window_start
+    def _pass(self, request: Request, first: int) -> None:
+        window = self._requests[request]
+        count = first - window.start
         if count <= 0:
             return
-        for index, blocks in enumerate(request.windowed[:count], request.window_start):
-            self._leave(request, index, blocks, any(index in end for end in request.window_ends))
-        del request.windowed[:count]
-        request.window_start = first
+        for index, blocks in enumerate(window.blocks[:count], window.start):
+            self._release(request, index, blocks, any(index in end for end in window.ends))
+        del window.blocks[:count]
+        window.start = first
 
-    def _leave(self, request: "Request", index: int, blocks: Blocks, end: bool) -> None:
+    def _release(self, request: Request, index: int, blocks: Blocks, is_end: bool) -> None:
         node = request.nodes[index] if index < len(request.nodes) else None
-        if node is not None and node.windowed == blocks:
-            node.window_users -= 1
-            node.window_end |= end
-            if not node.window_users:
-                self._idle(node)[node] = None
-        self.pool.release(blocks)
+        window = None if node is None else self._nodes.get(node)
+        if node is not None and window is not None and window.blocks == blocks:
+            window.users -= 1
+            window.is_end |= is_end
+            if not window.users:
+                self._idle(window)[node] = None
+        self._memory.release(blocks)

@@ -144,7 +144,6 @@ class BatchRows:
         self._numbers.index_copy_(1, slots, upload(list(chain(*numbers)), torch.float32, self.device).view(7, -1))
         self._write(self.tokens, [(request.slot, 0, request.token_ids) for request in joined])
         self.grow([(request.slot, 0, request.block_ids) for request in joined])
-        self.grow_windows([grown for request in joined for grown in request.windowed])
 
     def grow(self, grown: Sequence[tuple[int, int, list[int]]]) -> None:
         """Append blocks to block tables: (slot, index of the first new entry, block ids)."""

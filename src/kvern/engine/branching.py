@@ -41,8 +41,7 @@ class Branching:
                 requests.append(parent)
         for parent, token_id in first.items():
             if parent.state is State.RUNNING:
-                fork = Fork(parent.slot, parent.slot, len(parent.token_ids), token_id, parent.state_index)
-                self._scheduler.forks.add(fork)
+                self._scheduler.forks.add(Fork(parent.slot, parent.slot, len(parent.token_ids), token_id))
             self._scheduler.go_on(parent, token_id)
         for member in spare:
             self._retire(member, requests[0])
@@ -59,9 +58,8 @@ class Branching:
             scheduler.requeue(child)
             return
         scheduler.enter(child)
-        fork = Fork(child.slot, parent.slot, len(parent.token_ids), token_id, child.state_index)
-        own = [child.block_ids[-1], *(child.windowed[-1] if child.windowed else ())] if copies else []
-        scheduler.forks.add(fork, copies, own)
+        fork = Fork(child.slot, parent.slot, len(parent.token_ids), token_id)
+        scheduler.forks.add(fork, copies, child.block_ids[-1:] if copies else [])
 
     def _sibling(self, parent: Request) -> Request:
         """One more beam of the same search; it reports nothing of the prompt, which its first beam computes."""
@@ -70,8 +68,7 @@ class Branching:
         self._names += 1
         sibling.params = parent.params.replace(prompt_logprobs=None)
         sibling.block_ids, sibling.nodes, sibling.num_computed_tokens = [], [], 0
-        sibling.windowed, sibling.window_start, sibling.window_ends = [], 0, ()
-        sibling.slot = sibling.state_index = -1
+        sibling.slot = -1
         self._scheduler.register(sibling)
         return sibling
 

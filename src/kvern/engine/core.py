@@ -13,7 +13,7 @@ that raises stands alone and ends (`engine/trial.py`). The others lose nothing b
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from typing import TYPE_CHECKING
 
@@ -177,12 +177,9 @@ class EngineCore:
                 self.scheduler.finish(request, reason, stop_reason)
         self._forget_unused()
 
-    def loaded(self, load: int, count: int) -> None:
-        """Of a load of blocks, told by its number, the first `count` have arrived and the others will not.
-
-        To be called once for each load, if the result of its step does not say so; a load that was given up is ignored.
-        """
-        self.scheduler.waiting.loaded(self.scheduler.cache.loaded(load, count))
+    def report(self, reports: Mapping[str, object]) -> None:
+        """Give extensions of the KV cache what their worker's sides have answered, by the extensions' names."""
+        self.scheduler.waiting.loaded(self.scheduler.cache.report(reports))
 
     def step(self) -> list[TokenEvent]:
         """Submit and collect once; events of the step that came back, none if it is still on its way.
@@ -199,7 +196,7 @@ class EngineCore:
                 wanted = self.drafting.wanted(len(self.scheduler.running) + len(self.scheduler.waiting))
             time_limit = self._pace.time(self.scheduler.waiting.best())
             output = self.scheduler.schedule(time_limit, wanted, self._depth - len(self._in_flight))
-            if output.scheduled or output.loads:
+            if output.scheduled or output.extensions:
                 self._submit(output)
                 if len(self._in_flight) < self._depth:
                     return []
@@ -308,8 +305,8 @@ class EngineCore:
 
     def _collect(self, output: SchedulerOutput, requests: list[Request], result: ModelRunnerOutput) -> list[TokenEvent]:
         events = []
-        for load, count in result.loaded:
-            self.loaded(load, count)
+        if result.reports:
+            self.report(result.reports)
         for index, request in enumerate(requests):
             if request.state is State.FINISHED:
                 continue  # aborted, or it stopped one step ago

@@ -4,12 +4,14 @@ import functools
 import math
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from kvern.cache.keys import model_identity
-from kvern.cache.manager import KVCacheManager
-from kvern.cache.tier import KVTier
-from kvern.cache.windows import WindowLimits
+from kvern.cache.manager import KVCacheManager, MakeExtension
+from kvern.cache.states import StatePool
+from kvern.cache.tier import KVTier, TierTraffic
+from kvern.cache.windows import WindowedBlocks, WindowLimits
 from kvern.config import EngineConfig
 from kvern.drafting.drafting import Drafting
 from kvern.drafting.models.choice import draft_folder
@@ -77,7 +79,7 @@ def build_core(
         executor.begin_counting()
         return make_homes(config, folder, layout, executor, drafting, watch), spec, layout
     scheduler = make_scheduler(config, folder, layout, executor.tier)
-    tokenizer = functools.cache(functools.partial(Tokenizer, folder))
+    tokenizer = functools.cache(partial(Tokenizer, folder))
     with startup.stage("graphs"):
         use_idle_time(executor, GRAPH_SECONDS if prepares else math.inf)
     with startup.stage("pace"):
@@ -108,7 +110,7 @@ def make_home_core(
 ) -> EngineCore:
     """The core of one rank with requests of its own."""
     scheduler = make_scheduler(config, folder, layout, executor.tier)
-    tokenizer = functools.cache(functools.partial(Tokenizer, folder))
+    tokenizer = functools.cache(partial(Tokenizer, folder))
     return EngineCore(scheduler, executor, layout.depth, tokenizer, prepares=True, drafting=drafting)
 
 
@@ -142,12 +144,17 @@ def make_scheduler(config: EngineConfig, folder: Path, layout: Layout, tier: KVT
     share = f"{config.tensor_parallel_size} ranks" if config.tensor_parallel_size > config.homes else None
     stages = f"{config.pipeline_parallel_size} stages" if config.pipeline_parallel_size > 1 else None
     identity = model_identity(folder, *what, *filter(None, [layout.scales, share, stages]))
-    window = None
+    extensions: list[MakeExtension] = []
     if layout.window_tables:
-        window = WindowLimits(layout.window, layout.window_tables, layout.max_batch_tokens, layout.positions)
+        limits_of_window = layout.window, layout.window_tables, layout.max_batch_tokens, layout.positions
+        extensions.append(partial(WindowedBlocks, WindowLimits(*limits_of_window)))
+    if layout.states:
+        extensions.append(partial(StatePool, layout.states, STATES_APART if layout.device == "cuda" else 1))
+    if tier is not None and config.prefix_cache:
+        extensions.append(partial(TierTraffic, tier))
     sizes = layout.blocks, layout.block_size
-    apart = STATES_APART if layout.device == "cuda" else 1
-    cache = KVCacheManager(*sizes, config.prefix_cache, identity, tier, layout.states, window, apart)
+    positions = layout.positions if layout.window_tables else 0
+    cache = KVCacheManager(*sizes, config.prefix_cache, identity, extensions, positions)
     return Scheduler(limits, cache, POLICIES[config.policy], config.adapter_places)
 
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from kvern.request.step import BlockCopy, Fork, GrownTable, SchedulerOutput
+from kvern.request.step import BlockCopy, Fork, SchedulerOutput
 
 
 class PendingForks:
@@ -13,7 +13,7 @@ class PendingForks:
         self._forks: dict[int, tuple[Fork, Sequence[BlockCopy], Sequence[int]]] = {}
 
     def add(self, fork: Fork, copies: Sequence[BlockCopy] = (), blocks: Sequence[int] = ()) -> None:
-        """Let a row fork; its last `blocks`, one in each block table, have heads that are copies, or are shared."""
+        """Let a row fork; `blocks` are the last of its block table if they are not those of the other row."""
         self._forks[fork.slot] = fork, copies, blocks
 
     def cancel(self, slot: int) -> bool:
@@ -27,10 +27,6 @@ class PendingForks:
         output.forked = [fork for fork, _, _ in forks]
         output.copies[:0] = [copied for _, copies, _ in forks for copied in copies]
         for fork, _, blocks in forks:
-            column = fork.length // self._block_size
-            for table, block in enumerate(blocks, -1):
-                if table < 0:
-                    output.grown.append((fork.slot, column, [block]))
-                else:
-                    output.grown_windows.append(GrownTable(fork.slot, table, column, [block]))
+            if blocks:
+                output.grown.append((fork.slot, fork.length // self._block_size, list(blocks)))
         self._forks.clear()

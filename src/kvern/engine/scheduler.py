@@ -170,9 +170,8 @@ class Scheduler:
             request.in_flight = request.drafts_in_flight = 0
             self.waiting.wake(request)
         self._awaited.clear()
-        self.waiting.loaded(self.cache.undo(step))
-        for request in self.waiting:
-            request.asked_tier = True  # whatever failed, they can do without
+        self.cache.undo(step, list(self.waiting))
+        self.waiting.loaded(self.waiting)
         self.adapters.clear()
 
     def restrict(self, units: frozenset[str] | None) -> None:
@@ -206,7 +205,7 @@ class Scheduler:
             self._admit(output, budget, new_owners=True)
         for request in by_owners(behind, self.step):
             start, remaining = request.num_computed_tokens, request.remaining_tokens
-            count = budget.chunk(start, remaining, self.cache.until_mark(request))
+            count = budget.chunk(start, remaining, self.cache.until(request))
             budget.take(start, self._advance(request, remaining, count, output))
         return budget
 
@@ -269,7 +268,7 @@ class Scheduler:
             if not budget.holds(len(request.token_ids)):
                 break
             reserve = 0 if self.shares.is_new(request) else self.running.reserved_blocks
-            if self._allowed is None and self.cache.fetch(request, self.step, reserve):
+            if self._allowed is None and self.cache.lookup(request, self.step, reserve):
                 request.state = State.LOADING
                 continue
             copies = self.cache.admit(request, self.step, reserve)
@@ -282,10 +281,10 @@ class Scheduler:
             if load and request.adapter is not None:
                 output.adapters.append((adapter_index, request.adapter))
             output.copies += copies
-            output.joined.append(NewRequest.of(request, adapter_index))
+            output.joined.append(_joined(request, adapter_index))
             start, remaining = request.num_computed_tokens, request.remaining_tokens
             request.drafted_tokens = start
-            count = budget.chunk(start, remaining, self.cache.until_mark(request))
+            count = budget.chunk(start, remaining, self.cache.until(request))
             self._take(request, count, int(count == remaining), output)
             budget.take(start, count)
         self._batch_open = budget.spent and bool(self.waiting and self.running.free_rows)
@@ -341,6 +340,7 @@ class Scheduler:
         Returns where the adapter is (-1: there is none), and whether it must be loaded.
         """
         self.running.enter(request)
+        self.cache.placed(request)
         request.running_since = self.step
         if request.prompt_scheduled:
             self.waiting.wake(request)
@@ -366,7 +366,6 @@ class Scheduler:
         """Let a request wait that has run."""
         request.state = State.WAITING
         request.preemptions += 1
-        request.asked_tier = False
         request.waiting_since = self.step
         if request.in_flight:
             self._awaited.add(request)
@@ -397,3 +396,17 @@ class Scheduler:
         loading = [request for request in self.waiting if request.state is State.LOADING]
         self.cache.check_integrity(list(self.running), loading)
         self.adapters.check_integrity([request.adapter for request in self.running if request.adapter is not None])
+
+
+def _joined(request: Request, adapter_index: int) -> NewRequest:
+    """The message that a request with a row and blocks joins the batch."""
+    return NewRequest(
+        request.slot,
+        request.spec,
+        request.params,
+        request.seed,
+        list(request.token_ids),
+        list(request.block_ids),
+        adapter_index,
+        request.num_computed_tokens,
+    )

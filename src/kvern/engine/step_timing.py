@@ -5,6 +5,7 @@ import statistics
 import time
 from collections import deque
 
+from kvern.cache.windows import WindowMessage
 from kvern.engine.step_costs import StepCosts
 from kvern.request.request import PromptInput, RequestSpec
 from kvern.request.sampling_params import ResolvedParams
@@ -72,11 +73,9 @@ class _Timing:
         asked = RequestSpec("", PromptInput([0]), ResolvedParams(), 1)
         tables = [list(range(row * blocks, (row + 1) * blocks)) for row in range(rows)]
         numbers = range(layout.window_tables)
-        windowed = [tuple(GrownTable(row, number, 0, table) for number in numbers) for row, table in enumerate(tables)]
-        self._joining = [
-            NewRequest(row, asked, asked.params, 0, [0], table, windowed=windowed[row])
-            for row, table in enumerate(tables)
-        ]
+        windows = [GrownTable(row, number, 0, table) for number in numbers for row, table in enumerate(tables)]
+        self._extensions = WindowMessage(windows).by_name() if windows else {}
+        self._joining = [NewRequest(row, asked, asked.params, 0, [0], table) for row, table in enumerate(tables)]
 
     def seconds(self, context: int, prompt: tuple[int, int] | None) -> float:
         """Of a step with all decodes behind `context` tokens, and (start, count) of a prompt; a median.
@@ -92,8 +91,9 @@ class _Timing:
                 scheduled.append(ScheduledTokens(self.requests, *prompt, 1))
             self._steps += 1
             output = SchedulerOutput(self._steps, joined=self._joining, scheduled=scheduled)
+            output.extensions = self._extensions
             on_way.append(self._executor.submit(output))
-            self._joining = []
+            self._joining, self._extensions = [], {}
             while len(on_way) >= (self._depth if step + 1 < repeats else 1):
                 on_way.popleft().result()
                 ends.append(time.perf_counter())

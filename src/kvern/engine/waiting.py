@@ -114,7 +114,7 @@ class WaitingQueue:
 
     def loaded(self, requests: Iterable[Request]) -> None:
         """Let those run that still wait for a load, which has ended."""
-        for request in requests:
+        for request in list(requests):
             if request.state is State.LOADING:
                 request.state = State.WAITING
                 self.wake(request)

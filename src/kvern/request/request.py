@@ -204,15 +204,6 @@ class Request:
     slot: int = -1
     block_ids: list[int] = field(default_factory=list)
     nodes: "list[Node]" = field(default_factory=list)
-    window_start: int = 0
-    windowed: list[tuple[int, ...]] = field(default_factory=list)
-    """Where layers with a window have block tables of their own, the blocks in each, from the first that is held."""
-    window_ends: tuple[range, ...] = ()
-    """Blocks behind which others are likely to go on, when the window has passed."""
-    state_index: int = -1
-    """Where its state is, if the model has recurrent layers."""
-    state_marks: tuple[int, ...] = ()
-    """Numbers of computed tokens at which a copy of its state is to be kept."""
     num_computed_tokens: int = 0
     cached_tokens: int = 0
     in_flight: int = 0
@@ -229,8 +220,6 @@ class Request:
     drafts_right: float = 0.0
     drafts_wrong: float = 0.0
     """What became of its drafts, of which the later ones count for more."""
-    asked_tier: bool = False
-    """Since it waits; blocks are loaded for it once at most."""
     waiting_since: int = 0
     running_since: int = 0
     """Steps."""

@@ -2,15 +2,12 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar
 
 import msgspec
 
 from kvern.request.request import RequestSpec
 from kvern.request.sampling_params import ResolvedParams
-
-if TYPE_CHECKING:
-    from kvern.request.request import Request
 
 
 class Logprob(msgspec.Struct, frozen=True, gc=False):
@@ -26,7 +23,7 @@ TokenLogprobs = dict[int, Logprob]
 
 
 class GrownTable(msgspec.Struct, frozen=True, gc=False):
-    """Blocks behind those that row `slot` has in a block table of layers with a window, from its entry `first` on."""
+    """New blocks of row `slot` in a block table of layers with a window, from its entry `first` on."""
 
     slot: int
     table: int
@@ -47,22 +44,8 @@ class NewRequest:
     block_ids: list[int]
     adapter_index: int = -1
     """The place on the device of the adapter that it uses; -1: it uses none."""
-    state_index: int = -1
-    """Where its state is, if the model has recurrent layers."""
-    windowed: tuple[GrownTable, ...] = ()
-    """What it has in the block tables of layers with a window, if they have some of their own."""
     num_computed_tokens: int = 0
     """Its tokens whose keys and values its blocks hold, or are given in the same step."""
-
-    @classmethod
-    def of(cls, request: "Request", adapter_index: int) -> "NewRequest":
-        """A request that has a slot and blocks."""
-        token_ids, block_ids = list(request.token_ids), list(request.block_ids)
-        spec, params, seed, state = request.spec, request.params, request.seed, request.state_index
-        first, tables = request.window_start, enumerate(zip(*request.windowed, strict=True))
-        windowed = tuple(GrownTable(request.slot, table, first, list(blocks)) for table, blocks in tables)
-        computed = request.num_computed_tokens
-        return cls(request.slot, spec, params, seed, token_ids, block_ids, adapter_index, state, windowed, computed)
 
     def shareable_blocks(self, block_size: int) -> list[int]:
         """Those that all rows forked from this one have, too."""
@@ -99,8 +82,6 @@ class Fork(msgspec.Struct, frozen=True, gc=False):
     source: int
     length: int
     token_id: int
-    state_index: int = -1
-    """Where the row's state is, if the model has recurrent layers."""
 
 
 class BlockCopy(msgspec.Struct, frozen=True, gc=False):
@@ -111,45 +92,37 @@ class BlockCopy(msgspec.Struct, frozen=True, gc=False):
     tokens: int
 
 
-@dataclass(frozen=True)
-class BlockSave:
-    """Keep the keys and values of `block` under `key`."""
+class ExtensionMessage(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """What an extension of the KV cache tells its worker's side with a step; can be sent as msgpack."""
 
-    block: int
-    key: bytes
+    extension: ClassVar[str]
+    """The name of the extension."""
+
+    def by_name(self) -> "dict[str, ExtensionMessage]":
+        """The message as the only one of a step: `SchedulerOutput.extensions`."""
+        return {self.extension: self}
 
 
-@dataclass(frozen=True)
-class BlockLoad:
-    """Write what is kept under `key` to `block`; one of the blocks of the load of this number, in their order."""
-
-    load: int
-    key: bytes
-    block: int
+Message = TypeVar("Message", bound=ExtensionMessage)
 
 
 @dataclass
 class SchedulerOutput:
-    """One step: load adapters, save and copy blocks, let rows fork, then join and grow, compute tokens, load blocks.
+    """One step: load adapters, copy blocks, let rows fork, then join and grow, then compute tokens.
 
-    A step may have nothing to compute when it has blocks to load.
+    A step may have nothing to compute when an extension of the KV cache has a message.
     Rows that left need no message: their slot is simply given to another request.
     """
 
     step: int
     adapters: list[tuple[int, int]] = field(default_factory=list)
     """(index, key) of adapters to be loaded into their places before anything is computed."""
-    saves: list[BlockSave] = field(default_factory=list)
-    """Blocks to be kept elsewhere before anything overwrites them."""
     copies: list[BlockCopy] = field(default_factory=list)
-    state_copies: list[tuple[int, int]] = field(default_factory=list)
-    """(source, target) of states, by their indices, in this order; a source of -1 means zeros."""
     forked: list[Fork] = field(default_factory=list)
     """All sources are meant as they were before the step."""
     joined: list[NewRequest] = field(default_factory=list)
     grown: list[tuple[int, int, list[int]]] = field(default_factory=list)
     """(slot, index of the first new entry in its block table, block ids)."""
-    grown_windows: list[GrownTable] = field(default_factory=list)
     drafts: list[tuple[int, int, list[int]]] = field(default_factory=list)
     """(slot, first position, token ids) that a row's tokens go on with, unless sampling says otherwise."""
     known: list[tuple[int, int, list[int]]] = field(default_factory=list)
@@ -158,10 +131,15 @@ class SchedulerOutput:
     """How many tokens the last stage has kept of each row whose drafts it verified, in their order, for each such step
     that has come back since the step before was submitted: the states of other stages see them before all else."""
     scheduled: list[ScheduledTokens] = field(default_factory=list)
-    loads: list[BlockLoad] = field(default_factory=list)
-    """Blocks to be loaded behind all else, or later: nobody uses them before `EngineCore.loaded` was told."""
     request_ids: list[str] = field(default_factory=list)
     """The request of each entry of `scheduled`."""
+    extensions: dict[str, Any] = field(default_factory=dict)
+    """The messages of extensions of the KV cache, by their names: ExtensionMessage, or what msgpack made of it."""
+
+    def message(self, kind: type[Message]) -> Message | None:
+        """The message of this kind, if there is one."""
+        found = self.extensions.get(kind.extension)
+        return found if found is None or isinstance(found, kind) else msgspec.convert(found, kind)
 
     @property
     def token_count(self) -> int:
@@ -174,14 +152,13 @@ class SchedulerOutput:
         return bool(
             self.joined
             or self.grown
-            or self.grown_windows
             or self.copies
             or self.forked
             or self.drafts
             or self.known
             or self.kept
             or self.adapters
-            or self.state_copies
+            or self.extensions
         )
 
 
@@ -217,8 +194,8 @@ class ModelRunnerOutput:
     """By slot: the last hidden state as float32, little-endian, for requests that asked for it."""
     candidates: dict[int, BeamCandidates] = field(default_factory=dict)
     """By slot, of beams; their sampled token means nothing."""
-    loaded: list[tuple[int, int]] = field(default_factory=list)
-    """(number of a load, how many of its blocks, from the first one on, have arrived), each load once."""
+    reports: dict[str, object] = field(default_factory=dict)
+    """What the worker's sides of extensions of the KV cache answer, by their names."""
     guessed: dict[int, list[int]] = field(default_factory=dict)
     """By slot: the drafts that were written behind the newest token, which the first of several stages has to know."""
     drafting_seconds: float = 0.0

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from kvern.attention.eight_bit import LARGEST_CODE
+from kvern.cache.states import StateMessage
 from kvern.request.request import PromptInput, RequestSpec
 from kvern.request.sampling_params import ResolvedParams
 from kvern.request.step import NewRequest, ScheduledTokens, SchedulerOutput
@@ -52,8 +53,10 @@ def measured_scales(
             ids[0] = spec.bos_token_id
         asked = RequestSpec("", PromptInput(ids), params, 1)
         held = list(range(slot * blocks, (slot + 1) * blocks))
-        joined = [NewRequest(slot, asked, params, 0, ids, held, state_index=slot)]
-        runner.execute(SchedulerOutput(slot, joined=joined, scheduled=[ScheduledTokens(slot, 0, tokens, 1)])).result()
+        joined = [NewRequest(slot, asked, params, 0, ids, held)]
+        scheduled, states = [ScheduledTokens(slot, 0, tokens, 1)], StateMessage([], [(slot, slot)])
+        extensions = states.by_name()
+        runner.execute(SchedulerOutput(slot, joined=joined, scheduled=scheduled, extensions=extensions)).result()
     return [_scale(cache.abs().amax((1, 2, 4)).float(), dtype) for cache in runner.caches]
 
 

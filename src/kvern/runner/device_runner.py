@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from kvern.attention.base import AttentionBackend
+from kvern.cache.windows import WindowMessage
 from kvern.device.device_batch import DeviceBatch, DeviceRows, build_device_batch
 from kvern.device.input_batch import sampled_tokens
 from kvern.drafting.device.drafted_steps import draft_behind
@@ -115,7 +116,8 @@ class DeviceRunner:
         if self._ranks.stage.is_first:
             self._rows.draft(output.known)
         self._rows.grow(output.grown)
-        self._rows.grow_windows(output.grown_windows)
+        windows = output.message(WindowMessage)
+        self._rows.grow_windows([] if windows is None else windows.grown)
         self._rows.draft(output.drafts)
         self._drafter.prepare(output)
         try:

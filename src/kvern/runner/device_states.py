@@ -7,6 +7,7 @@ from typing import NamedTuple, TypeVar
 
 import torch
 
+from kvern.cache.states import StateMessage
 from kvern.device.device_batch import DeviceBatch
 from kvern.device.state_runs import runs_of
 from kvern.device.transfer import upload
@@ -62,7 +63,10 @@ class DeviceStateMemory:
         """As of `StateMemory`."""
         for counts in output.kept if self._due else ():  # the last stage, which accepts at once, defers none
             self._see(self._due.popleft(), upload(counts, torch.int32, self._of_row.device))
-        for source, target in output.state_copies:
+        message = output.message(StateMessage)
+        if message is None:
+            return
+        for source, target in message.copies:
             for verified in self._due:  # its request has gone while its drafts are verified
                 verified.drafts.counts.masked_fill_(verified.drafts.states == target, 0)
             for stacked in chain.from_iterable(self._stacked.values()):
@@ -70,11 +74,9 @@ class DeviceStateMemory:
                     stacked[:, target].zero_()
                 else:
                     stacked[:, target].copy_(stacked[:, source])
-        changed = {fork.slot: fork.state_index for fork in output.forked}
-        changed |= {request.slot: request.state_index for request in output.joined}
+        changed = dict(message.given)
         if changed:
-            states = [self._padding if state < 0 else state for state in changed.values()]
-            slots, given = upload([*changed, *states], torch.int64, self._of_row.device).view(2, -1)
+            slots, given = upload([*changed, *changed.values()], torch.int64, self._of_row.device).view(2, -1)
             self._of_row.index_copy_(0, slots, given.int())
 
     def plan(self, batch: DeviceBatch, cut: tuple[torch.Tensor, torch.Tensor] | None = None) -> DeviceStates:

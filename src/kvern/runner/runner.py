@@ -6,6 +6,7 @@ from dataclasses import replace
 import torch
 
 from kvern.attention.base import AttentionBackend
+from kvern.cache.windows import WindowMessage
 from kvern.device.input_batch import InputBatch, build_input_batch
 from kvern.device.rows import BatchRows
 from kvern.drafting.device.drafter import ComputedStep, Drafter, GuardedDrafter
@@ -96,7 +97,8 @@ class ModelRunner:
         if self._ranks.stage.is_first:
             self._rows.draft(output.known)
         self._rows.grow(output.grown)
-        self._rows.grow_windows(output.grown_windows)
+        windows = output.message(WindowMessage)
+        self._rows.grow_windows([] if windows is None else windows.grown)
         self._rows.draft(output.drafts)
         self._drafter.prepare(output)
 

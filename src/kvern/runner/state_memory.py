@@ -8,6 +8,7 @@ from itertools import chain
 import torch
 
 from kvern.attention.memory import zero_cache
+from kvern.cache.states import StateMessage
 from kvern.layers.states import StepStates, allocate
 from kvern.request.step import ScheduledTokens, SchedulerOutput
 from kvern.spec.model import ModelSpec
@@ -31,7 +32,10 @@ class StateMemory:
         """Before a step: states see drafts, then are zeroed and copied in order; rows that fork or join have theirs."""
         for counts in output.kept if self._due else ():  # the last stage, which accepts at once, defers none
             self._due.popleft().accept(counts)
-        for source, target in output.state_copies:
+        message = output.message(StateMessage)
+        if message is None:
+            return
+        for source, target in message.copies:
             for step in self._due:  # its request has gone while its drafts are verified
                 step.forget(target)
             for memory in chain.from_iterable(self._layers):
@@ -39,10 +43,8 @@ class StateMemory:
                     memory[target].zero_()
                 else:
                     memory[target].copy_(memory[source])
-        for fork in output.forked:
-            self._of_row[fork.slot] = fork.state_index
-        for request in output.joined:
-            self._of_row[request.slot] = request.state_index
+        for slot, state in message.given:
+            self._of_row[slot] = state
 
     def plan(self, scheduled: Sequence[ScheduledTokens]) -> StepStates:
         """Which tokens go on with which state."""

@@ -124,7 +124,6 @@ class JoinedRequests:
             {slot: reason for output in outputs for slot, reason in output.broken.items()},
             {slot: state for output in outputs for slot, state in output.embeddings.items()},
             {slot: item for output in outputs for slot, item in output.candidates.items()},
-            [load for output in outputs for load in output.loaded],
         )
 
 
@@ -145,5 +144,4 @@ class JoinedPieces:
             last.broken,
             last.embeddings,
             last.candidates,
-            [load for output in outputs for load in output.loaded],
         )

@@ -1,16 +1,16 @@
 """The worker's side of a tier (`cache/tier.py`): bytes of blocks go to it before a step, and come back behind one."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Protocol
 
 import torch
+from msgspec.structs import replace
 
-from kvern.cache.tier import KVTier
+from kvern.cache.tier import BlockLoad, BlockSave, KVTier, TierMessage
 from kvern.config import EngineConfig
 from kvern.plugins import Plugins
 from kvern.ranks.ranks import ALONE, Ranks
-from kvern.request.step import BlockLoad, BlockSave, ModelRunnerOutput, SchedulerOutput, StepResult
+from kvern.request.step import ModelRunnerOutput, SchedulerOutput, StepResult
 from kvern.runner.contents import Runner
 from kvern.runner.plan import Layout
 
@@ -64,10 +64,11 @@ class TieredSteps:
 
     def execute(self, output: SchedulerOutput) -> StepResult:
         """Start a step, which may have nothing to compute. Raises what `execute` raises."""
-        if output.saves:
-            self._tier.save(self._caches, [replace(save, key=self._ranks.own(save.key)) for save in output.saves])
+        message = output.message(TierMessage)
+        if message is not None and message.saves:
+            self._tier.save(self._caches, [replace(save, key=self._ranks.own(save.key)) for save in message.saves])
         step = self._execute(output) if output.scheduled else _Nothing()
-        return _Loaded(step, self._load(output.loads)) if output.loads else step
+        return step if message is None or not message.loads else _Loaded(step, self._load(message.loads))
 
     def _load(self, loads: Sequence[BlockLoad]) -> list[tuple[int, int]]:
         """What all ranks could have."""
@@ -94,5 +95,5 @@ class _Loaded:
 
     def result(self) -> ModelRunnerOutput:
         output = self._step.result()
-        output.loaded = self._loaded
+        output.reports[TierMessage.extension] = self._loaded
         return output

@@ -4,6 +4,7 @@ A draft model's cache has the blocks and block tables of the model's, so that ca
 hold for both. But its keys are made only for requests that get drafts: they fall behind, and catch up. No torch.
 """
 
+from kvern.cache.tier import TierMessage
 from kvern.request.step import SchedulerOutput
 
 
@@ -22,7 +23,8 @@ class DraftKeys:
         """Let rows and blocks change as a step says. Rows that fork are beams, which get no drafts."""
         for copy in output.copies:
             self._held[copy.target] = min(self._held[copy.source], copy.tokens)
-        for load in output.loads:
+        tier = output.message(TierMessage)
+        for load in () if tier is None else tier.loads:
             self._held[load.block] = 0
         for request in output.joined:
             table = list(request.block_ids)

@@ -1,0 +1,176 @@
+"""The protocol between the KV cache and what extends it: windows, recurrent states, tiers, and what a package adds.
+
+A cache manager has a list of extensions and calls each of them, in order, at the same points of a request's life:
+
+    waiting  --lookup-->  an extension may bring more of the prefix; the request is LOADING until a report comes
+             --match--->  an extension shortens a cached prefix to what a request can continue from
+    admitted --begin, needed, take--> its memory for the request; `leave` if the request does not fit after all
+    running  --placed-->  the request has a row, which the next step has to be told of
+             --needed, take--> more memory for more tokens
+             --publish->  a full block of the request has entered the prefix tree
+             --fork---->  another request continues from what this one has computed
+    ended    --leave--->  the memory goes to nodes of the prefix tree, or becomes free
+    a step   --plan---->  the extension's message to the worker's side, in `SchedulerOutput.extensions`
+             --report-->  what the worker's side answered, in `ModelRunnerOutput.reports`
+             --completed, undo--> the step has returned, or has failed
+
+An extension keeps its own data of each request and of each node. It holds no tensor and reads no clock.
+"""
+
+from collections.abc import Sequence
+from typing import ClassVar, NamedTuple
+
+from kvern.cache.block_pool import BlockPool
+from kvern.cache.radix import Node, RadixCache
+from kvern.request.request import Request
+from kvern.request.step import ExtensionMessage, SchedulerOutput
+
+
+class CacheMemory(NamedTuple):
+    """The parts of a KV cache that its extensions work with.
+
+    `pool` has the blocks of the prefix tree. `memory` has those that take memory: the same pool, except in a model
+    whose layers all have a window.
+    """
+
+    pool: BlockPool
+    memory: BlockPool
+    tree: RadixCache
+    block_size: int
+
+
+class CachedPrefix(NamedTuple):
+    """The cached prefix of a request: the nodes of whole blocks, then `shared` tokens at the head of `partial`.
+
+    `known`: how many whole blocks of the request the prefix tree has, whether or not a request can continue there; -1:
+    the request shares no blocks with others.
+    """
+
+    path: list[Node]
+    partial: Node | None
+    shared: int
+    known: int
+
+    @property
+    def last(self) -> Node | None:
+        """The node in which the prefix ends; None: the prefix is empty."""
+        if self.partial is not None:
+            return self.partial
+        return self.path[-1] if self.path else None
+
+
+class SequenceEnd(NamedTuple):
+    """The end of a request: its `known` computed tokens, the last step, and the node of the last token, if any."""
+
+    node: Node | None
+    known: int
+    step: int
+
+
+class CacheExtension:
+    """One extension of the KV cache. Each method does nothing here: an extension overrides those that it needs."""
+
+    name: ClassVar[str]
+    """The name of its messages and reports in a step."""
+    excludes: ClassVar[frozenset[str]] = frozenset()
+    """The names of extensions that cannot be used beside this one."""
+    pool: BlockPool | None = None
+    """Where its blocks come from; None: it has no blocks."""
+    tables: int = 0
+    """Its block tables: how many blocks it needs for each further block of a request."""
+
+    @property
+    def evictable_count(self) -> int:
+        """Blocks of the pool that it can free."""
+        return 0
+
+    def evict(self, used: bool) -> bool:
+        """Free the blocks of one node; with `used` also of a node that is likely to be used again.
+
+        Returns whether there was such a node.
+        """
+        return False
+
+    @property
+    def is_loading(self) -> bool:
+        """Whether it holds blocks of which no running request knows."""
+        return False
+
+    def lookup(self, request: Request, contents: Sequence[int], step: int, reserve: int) -> bool:
+        """Bring more of the prefix of a waiting request, if possible; returns whether the request has to wait for it.
+
+        `contents` has one integer for each position. `reserve` blocks are left for other requests.
+        """
+        return False
+
+    def match(self, prefix: CachedPrefix, step: int | None) -> CachedPrefix:
+        """The part of a cached prefix from which a request can continue in `step`; None: in any later step."""
+        return prefix
+
+    def begin(self, request: Request, prefix: CachedPrefix) -> None:
+        """Keep what a request that may be admitted shares with its cached prefix."""
+
+    def has_room(self) -> bool:
+        """Whether there is memory, other than blocks, for one more request."""
+        return True
+
+    def needed(self, request: Request, tokens: int) -> int:
+        """How many blocks the request lacks for its first `tokens` tokens."""
+        return 0
+
+    def take(self, request: Request, blocks: list[int]) -> None:
+        """Give an admitted or running request its blocks, as many as it needs: one in each table, then the next."""
+
+    def placed(self, request: Request) -> None:
+        """The request has got a row of the batch."""
+
+    def until(self, request: Request, tokens: int) -> int:
+        """How many of the request's next `tokens` tokens the next step may compute."""
+        return tokens
+
+    def blocks_at(self, node: Node) -> Sequence[int]:
+        """The node's blocks, one in each table. A request that shares a part of the node gets copies."""
+        return ()
+
+    def publish(self, request: Request, index: int, node: Node, step: int) -> None:
+        """The request's block number `index`, which is full, has this node of the prefix tree."""
+
+    def fork(self, parent: Request, child: Request, blocks: list[int]) -> Sequence[int]:
+        """Let `child` continue from what `parent` has computed, with `blocks` of its own for the last, partial block.
+
+        Returns the blocks of `parent` whose heads are to be copied to these.
+        """
+        return ()
+
+    def retract(self, request: Request) -> None:
+        """The request was forked and loses its row before any step has copied what it shares."""
+
+    def leave(self, request: Request, end: SequenceEnd | None) -> None:
+        """Drop what the request has. With `end`, nodes of the prefix tree keep what others may use."""
+
+    def lose(self, node: Node) -> None:
+        """The node is about to be removed from the prefix tree."""
+
+    def plan(self, output: SchedulerOutput) -> ExtensionMessage | None:
+        """The message for a step that is planned; None: there is nothing to tell.
+
+        With nothing in `output.scheduled` the step runs only if there is a message.
+        """
+        return None
+
+    def report(self, report: object) -> Sequence[Request]:
+        """What the worker's side has answered with a step; returns the requests that need not wait any longer."""
+        return ()
+
+    def completed(self, step: int) -> None:
+        """All steps up to this one have returned, or were undone."""
+
+    def undo(self, step: int, waiting: Sequence[Request]) -> None:
+        """The steps from `step` on have failed. No request runs; those of `waiting` need not wait for a report."""
+
+    def check(self, running: Sequence[Request], loading: Sequence[Request]) -> int:
+        """Raise AssertionError if the extension's data are inconsistent; returns its references to blocks.
+
+        `loading`: the requests that wait for a report.
+        """
+        return 0
