@@ -1,13 +1,13 @@
-"""The APIs' forms: bodies of requests as what is asked, and outputs as answers and events. No HTTP, no files.
+"""Bodies of requests and their answers in the formats of each API, without HTTP and without files.
 
-errors        what is answered instead, with the status and in the form that an API's clients know
-fields        the fields that several APIs take, and how a field is checked
-limits        what one request may ask for at most
+errors        errors as answers: their HTTP status and OpenAI's format
+fields        fields that several APIs take, and checks of a field's type
+limits        the limits of one request
 conversation  messages, tools and thinking of a chat
-forms         the form that an answer is to have
-completions   /v1/chat/completions and /v1/completions: bodies; completion_answers and choices: their answers
+forms         the form of an answer: JSON, a schema, a grammar
+completions   bodies of /v1/chat/completions and /v1/completions; completion_answers and choices: their answers
 batch_rows    rows of OpenAI's batch files, each a body for a route
-embeddings, scores, responses (and response_items), messages (and message_blocks)    each an API
+embeddings, scores, responses (and response_items), messages (and message_blocks)    one API each
 
-A body is checked here once, whoever it came from: `kvern.server` reads it off a socket, `kvern.batch` out of a file.
+Each body is checked here: `kvern.server` reads it from a socket, `kvern.batch` from a file.
 """

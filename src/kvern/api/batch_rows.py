@@ -13,7 +13,7 @@ from kvern.errors import InvalidRequest, shown
 
 @dataclass(frozen=True)
 class BatchRow:
-    """What a row asks of which route, and by which name its answer is found."""
+    """One row: its route, its body, and the id that its answer carries."""
 
     custom_id: str
     url: str
@@ -21,7 +21,7 @@ class BatchRow:
 
 
 def read_row(values: Mapping[str, Any], routes: Sequence[str]) -> BatchRow:
-    """Check all but the body, which its route checks. Raises InvalidRequest."""
+    """Checks a row but for its body, which its route checks. Raises InvalidRequest."""
     custom_id, url, body = values.get("custom_id"), values.get("url"), values.get("body")
     if not isinstance(custom_id, str) or not isinstance(body, dict):
         raise InvalidRequest("the row must be an object with custom_id, a text, and body, an object")
@@ -32,6 +32,6 @@ def read_row(values: Mapping[str, Any], routes: Sequence[str]) -> BatchRow:
 
 
 def answer_row(custom_id: str, request_id: str, status: int, body: object) -> dict[str, Any]:
-    """The row of an answer."""
+    """Returns the row of an answer."""
     response = {"status_code": status, "request_id": request_id, "body": body}
     return {"id": f"batch_req_{request_id}", "custom_id": custom_id, "response": response, "error": None}

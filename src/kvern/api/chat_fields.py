@@ -1,4 +1,4 @@
-"""The fields of a body that are of a conversation, and of no other prompt."""
+"""Fields of a body that belong to conversations only."""
 
 THINKING_FIELDS = frozenset(
     {

@@ -1,4 +1,4 @@
-"""One answer of /v1/chat/completions or /v1/completions: as a choice, or as what of it is new since the last chunk."""
+"""One answer of /v1/chat/completions or /v1/completions: as a whole choice, or as the part since the last chunk."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -19,13 +19,14 @@ from kvern.tools.chat import ChatRequest
 def choice_of(
     completion: CompletionOutput, chat: ChatRequest | None, options: AnswerOptions, tokenizer: Tokenizer, start: int = 0
 ) -> dict[str, Any]:
-    """A whole answer, to a conversation or to a text, before which `start` characters are sent."""
+    """Returns a whole answer to a conversation or a text. `start` is the number of characters that are sent before
+    it."""
     choice: dict[str, Any] = {"index": completion.index}
     ended: str | None = completion.finish_reason
     if chat is None:
         offsets = TextOffsets(tokenizer, options, start)
         choice |= {"text": completion.text, "logprobs": text_logprobs(completion, options, tokenizer, offsets)}
-        if choice["logprobs"] is not None:  # tokens behind a stop string are no part of the text
+        if choice["logprobs"] is not None:  # tokens after a stop string are not in the text
             end = start + len(completion.text)
             choice["logprobs"]["text_offset"] = [min(place, end) for place in choice["logprobs"]["text_offset"]]
     else:
@@ -40,7 +41,7 @@ def choice_of(
 
 
 def chat_logprobs(completion: CompletionOutput, options: AnswerOptions, tokenizer: Tokenizer) -> dict[str, Any] | None:
-    """Those of each token, and of the most probable ones in its place."""
+    """Returns each token's log-probability, with the most probable tokens in its place."""
     if completion.logprobs is None or options.logprobs is None:
         return None
     content = []
@@ -59,13 +60,13 @@ def chat_logprobs(completion: CompletionOutput, options: AnswerOptions, tokenize
 
 
 def _best(table: TokenLogprobs, count: int) -> list[int]:
-    """The ids of the `count` most probable tokens of a table, which begins with the sampled one, whatever that is."""
+    """Returns the ids of the `count` most probable tokens. The table begins with the sampled token, probable or not."""
     ids = list(table)[len(table) > count :]
     return sorted(ids, key=lambda token_id: -table[token_id].logprob)
 
 
 def prompt_logprobs(output: RequestOutput) -> list[msgspec.Raw | None]:
-    """Those of a prompt, by token id, as JSON."""
+    """Returns the tables of a prompt by token id, as JSON."""
     return [
         None
         if table is None
@@ -80,7 +81,7 @@ def prompt_logprobs(output: RequestOutput) -> list[msgspec.Raw | None]:
 
 
 def completion_details(thought: int, answers: Sequence[CompletionOutput]) -> dict[str, Any]:
-    """A part of OpenAI's usage: how many tokens of the answers were `thought`, and what their predictions came to."""
+    """Returns a part of OpenAI's usage: reasoning tokens of the answers, and tokens of their predictions."""
     details = {
         "reasoning_tokens": thought,
         "accepted_prediction_tokens": sum(answer.accepted_prediction_tokens for answer in answers),
@@ -90,7 +91,7 @@ def completion_details(thought: int, answers: Sequence[CompletionOutput]) -> dic
 
 
 class StreamedChoice:
-    """One answer to a conversation, if there is a `chat`, or to a text; `prefix` is sent before it."""
+    """One answer as chunks: to a conversation if there is a `chat`, else to a text. `prefix` is sent before it."""
 
     def __init__(
         self,
@@ -108,12 +109,13 @@ class StreamedChoice:
         self._prefix = prefix
         self._characters = self._tokens = 0
         self._written: dict[str, Any] | None = None
-        """Log-probabilities of the next chunk, as far as they are written."""
+        """Log-probabilities that are encoded for the next chunk."""
         self._tokens_written = 0
         self._begun = self._ended = False
 
     def news(self, interval: int) -> dict[str, Any] | None:
-        """The next chunk's choice; None if fewer than `interval` tokens are new (one is enough for the first)."""
+        """Returns the next chunk's choice, or None if fewer than `interval` tokens are new (one is enough for the
+        first)."""
         answer = self._answer
         waiting = len(answer.token_ids) - self._tokens
         if self._ended or (answer.finish_reason is None and waiting < (interval if self._begun else 1)):
@@ -124,7 +126,7 @@ class StreamedChoice:
                 self._reader.read(answer.text, answer.finish_reason is not None), self._options.include_reasoning
             )
             if not choice["delta"] and self._begun and answer.finish_reason is None:
-                return None  # all of it is held back, and its log-probabilities are sent with what comes next
+                return None  # the new text is held back; its log-probabilities go with the next chunk
             if not self._begun:
                 choice["delta"] = _first(choice["delta"], self._prefix)
         else:
@@ -143,19 +145,19 @@ class StreamedChoice:
 
     @property
     def tokens(self) -> int:
-        """Of the answer, as far as it has been sent."""
+        """The number of the answer's tokens that have been sent."""
         return self._tokens
 
     @property
     def details(self) -> dict[str, Any]:
-        """What kinds of tokens the answer to a conversation has so far, as a part of the usage."""
+        """The part of the usage that counts kinds of tokens in an answer to a conversation so far."""
         if self._chat is None:
             return {}
         thought = 0 if self._thought is None else self._thought.count(self._answer.token_ids)
         return completion_details(thought, [self._answer])
 
     def write_some(self) -> bool:
-        """Write log-probabilities of a few of the tokens that are not sent; whether there were some."""
+        """Encodes log-probabilities of a few tokens that are not sent. Returns False if there were none."""
         if self._answer.logprobs is None or self._options.logprobs is None:
             return False
         begin = self._tokens_written
@@ -177,7 +179,7 @@ class StreamedChoice:
         return end > begin
 
     def _logprobs(self) -> dict[str, Any] | None:
-        """Those of all tokens that are not sent."""
+        """Returns the log-probabilities of all tokens that are not sent."""
         while self.write_some():
             pass
         written, self._written = self._written, None
@@ -190,7 +192,7 @@ def _first(news: dict[str, Any], prefix: str) -> dict[str, Any]:
 
 
 def delta(pieces: Sequence[Piece], include_reasoning: bool) -> dict[str, Any]:
-    """Pieces of an answer in OpenAI's form."""
+    """Returns pieces of an answer in OpenAI's format."""
     found: dict[str, Any] = {}
     calls: dict[int, dict[str, Any]] = {}
     for piece in pieces:

@@ -1,4 +1,4 @@
-"""Answers of OpenAI's /v1/chat/completions and /v1/completions, at once or as chunks."""
+"""Answers of OpenAI's /v1/chat/completions and /v1/completions, whole or as chunks."""
 
 import asyncio
 import time
@@ -15,11 +15,11 @@ from kvern.tools.chat import ChatRequest
 from kvern.version import __version__
 
 FINGERPRINT = f"kvern-{__version__}"
-"""The same seed gives the same answer where this is the same, and the model and its options."""
+"""The same seed gives the same answer with the same fingerprint, model and options."""
 
 
 class CompletionWriter:
-    """Writes the answers to one body; `chat` is how those to a conversation are read."""
+    """Writes the answers to one body; `chat` reads answers to a conversation."""
 
     def __init__(self, options: AnswerOptions, model: str, tokenizer: Tokenizer, chat: ChatRequest | None) -> None:
         self._options, self._model, self._tokenizer, self._chat = options, model, tokenizer, chat
@@ -36,7 +36,7 @@ class CompletionWriter:
         return self._options.logprobs is not None or self._options.prompt_logprobs
 
     def answer(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
-        """All answers at once; their log-probabilities are given up."""
+        """Returns all answers and frees their log-probabilities."""
         options = self._options
         choices = []
         for number, output in enumerate(outputs):
@@ -59,7 +59,7 @@ class CompletionWriter:
     async def chunks(
         self, outputs: Sequence[RequestOutput], news: AsyncIterable[None], interval: int
     ) -> AsyncIterator[object]:
-        """What is new at each of the news, once there are `interval` tokens; then the usage if it was asked for."""
+        """Yields a chunk whenever `interval` tokens are new, then the usage if the request wants it."""
         options = self._options
         interval = max(interval, options.stream_interval)
         how = self._chat, options, self._tokenizer
@@ -93,13 +93,13 @@ class CompletionWriter:
             yield {**head, **self._server, "choices": [], "usage": usage(outputs) | details(outputs, self._chat)}
 
     def _head(self, kind: str) -> dict[str, Any]:
-        """What every answer and chunk begins with."""
+        """Returns the first fields of every answer and chunk."""
         prefix = "chatcmpl" if self._options.is_chat else "cmpl"
         return {"id": f"{prefix}-{self._identity}", "object": kind, "created": self._created, "model": self._model}
 
     @property
     def _server(self) -> dict[str, Any]:
-        """What answered: in whole answers, and in the last chunk of a choice."""
+        """Fields that describe the server, for whole answers and the last chunk of a choice."""
         tier = {"service_tier": "default"} if self._options.service_tier else {}
         return {"system_fingerprint": FINGERPRINT, **tier}
 
@@ -107,7 +107,7 @@ class CompletionWriter:
         return output.prompt if output.prompt is not None else self._tokenizer.decode(output.prompt_token_ids)
 
     def _echo(self, choice: dict[str, Any], output: RequestOutput) -> None:
-        """Put the prompt before the answer, and its log-probabilities before the answer's."""
+        """Puts the prompt before the answer, and the prompt's log-probabilities before the answer's."""
         prompt_only = self._options.prompt_only
         choice["text"] = self._prompt(output) + ("" if prompt_only else choice["text"])
         if choice["logprobs"] is None:
@@ -132,26 +132,26 @@ class CompletionWriter:
 
 
 def best(answers: list[CompletionOutput], count: int) -> list[CompletionOutput]:
-    """The most probable ones, by the mean log-probability of their tokens, if there are more than wanted."""
+    """Returns the `count` answers with the highest mean log-probability of their tokens."""
     if len(answers) == count:
         return answers
     return sorted(answers, key=lambda item: -(item.cumulative_logprob or 0.0) / max(len(item.token_ids), 1))[:count]
 
 
 def of_prompt(output: RequestOutput, options: AnswerOptions) -> dict[str, Any]:
-    """What was asked of the prompt: beside the answers to a conversation, and in each answer to a text."""
+    """Returns what the request wants of the prompt: in the answer to a conversation, in each choice for texts."""
     found: dict[str, Any] = {"prompt_token_ids": output.prompt_token_ids} if options.token_ids else {}
     return found | ({"prompt_logprobs": prompt_logprobs(output)} if options.prompt_logprobs else {})
 
 
 def usage(outputs: Sequence[RequestOutput], generated: int | None = None) -> dict[str, Any]:
-    """Tokens of all prompts and answers, and how many came from the cache."""
+    """Counts the tokens of all prompts and answers, and of prompts that came from the cache."""
     cached = sum(output.cached_tokens for output in outputs)
     return {**token_counts(outputs, generated), "prompt_tokens_details": {"cached_tokens": cached}}
 
 
 def details(outputs: Sequence[RequestOutput], chat: ChatRequest | None) -> dict[str, Any]:
-    """What kinds of tokens all answers to a conversation have, as a part of the usage."""
+    """Returns the part of the usage that counts kinds of tokens in all answers to a conversation."""
     if chat is None:
         return {}
     answers = [item for output in outputs for item in output.outputs]
@@ -159,7 +159,7 @@ def details(outputs: Sequence[RequestOutput], chat: ChatRequest | None) -> dict[
 
 
 def token_counts(outputs: Sequence[RequestOutput], generated: int | None = None) -> dict[str, Any]:
-    """Tokens of all prompts and answers."""
+    """Counts the tokens of all prompts and answers."""
     prompt = sum(len(output.prompt_token_ids) for output in outputs)
     if generated is None:
         generated = sum(len(item.token_ids) for output in outputs for item in output.outputs)

@@ -1,6 +1,6 @@
 """Bodies of OpenAI's /v1/chat/completions and /v1/completions.
 
-Beside OpenAI's own parameters a body may hold every field of ``SamplingParams``.
+A body may hold every field of ``SamplingParams`` beside OpenAI's own parameters.
 """
 
 from collections.abc import Mapping
@@ -22,10 +22,10 @@ from kvern.tools.encoding import ROOM_FOR_ANSWER, Encoding
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
 COMPLETION_TOKENS = 16
-"""OpenAI's default length of /v1/completions."""
+"""OpenAI's default of `max_tokens` in /v1/completions."""
 MOST_PROMPTS = 256
 LONGEST_ID = 128
-"""Characters of a `request_id`."""
+"""The limit of a `request_id` in characters."""
 LONGEST_INTERVAL = 1024
 # fmt: off
 OWN_FIELDS = {
@@ -53,7 +53,7 @@ ONLY_VALUES: dict[str, tuple[object, ...]] = {
     "repetition_detection": (None,),
     "watermarking": (None, False),
 }
-"""Fields of OpenAI's and of vLLM's with the values that ask for nothing special."""
+"""Fields of OpenAI and vLLM that are accepted only with these values, which change nothing."""
 REMEDIES = {
     "functions": "it is the older name of tools; send tools instead",
     "function_call": "it is the older name of tool_choice; send tools and tool_choice instead",
@@ -65,61 +65,61 @@ REMEDIES = {
     "web_search_options": "this server searches nothing; give the model a tool that does",
     "logprob_token_ids": "ask for top_logprobs, or send the texts to /v1/score",
 }
-"""What to do instead."""
+"""Advice in the refusal of these fields."""
 STREAMING = ("stream", "stream_options", "echo", "best_of")
-"""Those of them that the server understands."""
+"""Fields of ONLY_VALUES that the server supports with any value."""
 FIELDS = frozenset(WITHOUT_EFFECT | OWN_FIELDS | set(ONLY_VALUES) | set(SamplingParams.__struct_fields__))
 KNOWN = FIELDS | set(COMMON_FIELDS)
 
 
 def known_fields(url: str) -> frozenset[str]:
-    """Those that mean something to CHAT or COMPLETIONS."""
+    """Returns the fields that have an effect on the route CHAT or COMPLETIONS."""
     return KNOWN - ({"prompt"} if url == CHAT else CHAT_FIELDS)
 
 
 @dataclass(frozen=True)
 class AnswerOptions:
-    """How the answers of either route are to be written."""
+    """Options of how the answers of either route are written."""
 
     url: str = COMPLETIONS
     answers: int = 1
-    """For each prompt: `n`. More are generated if `best_of` was given."""
+    """The answers to each prompt, `n`. More are generated with a larger `best_of`."""
     logprobs: int | None = None
-    """How many of the most probable tokens are shown beside each one of the answer."""
+    """The number of most probable tokens shown beside each token of the answer."""
     prompt_logprobs: bool = False
     include_reasoning: bool = True
     include_usage: bool = False
-    """At the end of a stream."""
+    """The stream ends with the usage."""
     continuous_usage: bool = False
-    """In each chunk: that of its choice so far."""
+    """Each chunk has the usage of its choice so far."""
     echo: bool = False
     prompt_only: bool = False
-    """`max_tokens` is 0: only the echo is wanted."""
+    """`max_tokens` is 0: the answer is the echo alone."""
     prefix: str = ""
-    """What the answer to a conversation goes on from, if that is wanted too."""
+    """The text that the answer to a conversation continues and, with `echo`, repeats."""
     token_ids: bool = False
-    """They are shown beside the texts."""
+    """Answers have token ids beside texts."""
     ids_as_tokens: bool = False
     """Log-probabilities name tokens by their ids."""
     request_id: str | None = None
     skips_special: bool = True
     visible: frozenset[int] = frozenset()
-    """Special tokens that are part of the text all the same."""
+    """Special tokens that are nevertheless part of the text."""
     service_tier: bool = False
-    """The request named one."""
+    """The request named a service tier."""
     stream_interval: int = 1
 
     @property
     def is_chat(self) -> bool:
-        """The answers continue a conversation."""
+        """The answers are to a conversation."""
         return self.url == CHAT
 
 
 @dataclass(frozen=True)
 class CompletionBody:
-    """What a body of either route asks for: the answers to a conversation, or to prompts.
+    """The contents of a body of either route: a conversation, or prompts.
 
-    `encoding` is how texts become tokens, and which tokens stay of any prompt; None: as usual, and all.
+    `encoding` is how texts are tokenized and prompts truncated; None is the default.
     """
 
     conversation: ChatBody | None
@@ -130,11 +130,11 @@ class CompletionBody:
     options: AnswerOptions
     encoding: Encoding | None = None
     prediction: str = ""
-    """What the answers are expected to be."""
+    """A text that the answers are expected to resemble."""
 
 
 def read_completion(body: Mapping[str, Any], url: str, defaults: SamplingParams | None = None) -> CompletionBody:
-    """Check a body of CHAT or COMPLETIONS. Raises HttpError, InvalidRequest or InvalidParameter."""
+    """Checks a body of CHAT or COMPLETIONS. Raises HttpError, InvalidRequest or InvalidParameter."""
     is_chat = url == CHAT
     body = in_own_words(body, known_fields(url))
     _check_only_values(body, is_chat)
@@ -175,7 +175,7 @@ def read_completion(body: Mapping[str, Any], url: str, defaults: SamplingParams 
 
 
 def _answer_options(body: Mapping[str, Any], url: str, conversation: ChatBody | None, **found: Any) -> AnswerOptions:
-    """With what was `found` before. Raises HttpError."""
+    """Returns the options, some of which the caller has `found`. Raises HttpError."""
     streaming = typed(body, "stream_options", dict, {})
     echo, usage = typed(body, "echo", bool, False), bool(streaming.get("include_usage"))
     return AnswerOptions(
@@ -195,9 +195,10 @@ def _answer_options(body: Mapping[str, Any], url: str, conversation: ChatBody | 
 
 
 def read_encoding(body: Mapping[str, Any], special: bool, side: str = "left") -> Encoding | None:
-    """`add_special_tokens`, `truncate_prompt_tokens` and `truncation_side`; None: nothing special. Raises HttpError.
+    """Reads `add_special_tokens`, `truncate_prompt_tokens` and `truncation_side`; None is the default. Raises
+    HttpError.
 
-    `special` is whether special tokens are added if nothing is said, `side` where prompts are cut then.
+    `special` and `side` are the defaults of adding special tokens and of the side where prompts are cut.
     """
     most = read_most_tokens(body)
     side = typed(body, "truncation_side", str, side)
@@ -209,7 +210,7 @@ def read_encoding(body: Mapping[str, Any], special: bool, side: str = "left") ->
 
 
 def read_most_tokens(body: Mapping[str, Any]) -> int | None:
-    """`truncate_prompt_tokens`: 1 or more, or ROOM_FOR_ANSWER. Raises HttpError."""
+    """Reads `truncate_prompt_tokens`: 1 or more, or ROOM_FOR_ANSWER. Raises HttpError."""
     most: int | None = typed(body, "truncate_prompt_tokens", int, None)
     if most is not None and most != ROOM_FOR_ANSWER and most < 1:
         message = (
@@ -220,7 +221,7 @@ def read_most_tokens(body: Mapping[str, Any]) -> int | None:
 
 
 def _prefix(conversation: ChatBody) -> str:
-    """What an assistant said last."""
+    """Returns the last message's content if it is the assistant's."""
     last = conversation.messages[-1]
     return str(last["content"]) if last.get("role") == "assistant" else ""
 
@@ -246,7 +247,7 @@ def _check_only_values(body: Mapping[str, Any], is_chat: bool) -> None:
 
 
 def check_fields(body: Mapping[str, Any]) -> None:
-    """Refuse by name what a file of requests cannot ask for, and what is not known. Raises InvalidParameter."""
+    """Refuses fields that a file of requests cannot use, and unknown ones, by name. Raises InvalidParameter."""
     for name, value in body.items():
         if name in ONLY_VALUES and not (name == "best_of" and body.get("use_beam_search")):
             if value not in ONLY_VALUES[name]:
@@ -256,7 +257,7 @@ def check_fields(body: Mapping[str, Any]) -> None:
 
 
 def parameters(body: Mapping[str, Any], url: str) -> dict[str, Any]:
-    """The body's sampling parameters under kvern's names."""
+    """Returns the body's sampling parameters under kvern's names."""
     found = {name: body[name] for name in SamplingParams.__struct_fields__ if body.get(name) is not None}
     if body.get("max_completion_tokens") is not None:
         found["max_tokens"] = body["max_completion_tokens"]
@@ -285,11 +286,11 @@ def parameters(body: Mapping[str, Any], url: str) -> dict[str, Any]:
 
 
 def read_prompts(body: Mapping[str, Any], name: str = "prompt", most: int = MOST_PROMPTS) -> list[Prompt]:
-    """The prompts of a body, in a field of that name: one text or list of token ids, or several. Raises HttpError."""
+    """Reads prompts from the field `name`: one text or list of token ids, or several. Raises HttpError."""
     prompt = body.get(name)
     first = prompt[0] if isinstance(prompt, list) and prompt else None
     if isinstance(prompt, str) or (isinstance(prompt, list) and isinstance(first, int)):
-        return [prompt]  # whether all of them are ids is looked at outside the event loop
+        return [prompt]  # the ids are checked outside the event loop
     if isinstance(prompt, list) and isinstance(first, str | list):
         if len(prompt) > most:
             raise HttpError(400, f"{name} holds {len(prompt)} prompts: at most {most}", param=name)

@@ -1,4 +1,4 @@
-"""What a body of /v1/chat/completions says beside the sampling: messages, tools, thinking."""
+"""The conversation in a body of /v1/chat/completions: messages, tools, thinking."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ TEXT_PARTS = ("text", "input_text", "output_text")
 
 @dataclass(frozen=True)
 class ChatBody:
-    """A conversation and how it is to be answered. `variables` are for the chat template."""
+    """A conversation and options of its answer. `variables` are for the chat template."""
 
     messages: list[dict[str, Any]]
     use: ToolUse = NO_TOOLS
@@ -39,7 +39,7 @@ class ChatBody:
 
     @property
     def options(self) -> dict[str, Any]:
-        """For `Chat.request`, which answers it."""
+        """The arguments for `Chat.request`."""
         return {
             "thinking_budget": self.thinking_budget,
             "variables": self.variables,
@@ -50,7 +50,7 @@ class ChatBody:
 
 
 def read_chat_body(body: Mapping[str, Any], encoding: Encoding | None = None) -> ChatBody:
-    """Check all of it. Raises HttpError or InvalidRequest with the place of what is wrong."""
+    """Checks the conversation of a body. Raises HttpError or InvalidRequest that names the wrong place."""
     thinking = read_thinking(body)
     continued = typed(body, "continue_final_message", bool, False)
     return ChatBody(
@@ -66,7 +66,7 @@ def read_chat_body(body: Mapping[str, Any], encoding: Encoding | None = None) ->
 
 
 def template_variables(body: Mapping[str, Any]) -> dict[str, Any]:
-    """What a body says of thinking, `documents` and `chat_template_kwargs`, as names that a template can see.
+    """Returns the template variables of a body: thinking, `documents` and `chat_template_kwargs`.
 
     Raises HttpError or InvalidRequest.
     """
@@ -96,7 +96,7 @@ def plain_messages(messages: object) -> list[dict[str, Any]]:
 
 
 def _arguments(messages: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """The JSON texts of all calls."""
+    """Yields the JSON texts of all calls."""
     for message in messages:
         calls = message.get("tool_calls")
         for call in calls if isinstance(calls, list) else ():
@@ -130,7 +130,7 @@ def _plain_message(message: Mapping[str, Any], place: str) -> dict[str, Any]:
 
 
 def _name_reasoning(message: dict[str, Any]) -> None:
-    """Let what an assistant's message has thought stand under every name that a template may read."""
+    """Puts the reasoning of an assistant's message under every name that a template may read."""
     found = [message.pop(name, None) for name in REASONING]
     thought = next((text for text in found if isinstance(text, str) and text), None)
     if thought is not None:
@@ -139,7 +139,7 @@ def _name_reasoning(message: dict[str, Any]) -> None:
 
 
 def plain_call(call: object, place: str) -> dict[str, Any]:
-    """A call whose arguments, a JSON text in OpenAI's form, are an object. Raises InvalidRequest."""
+    """Returns a call whose arguments, a JSON text in OpenAI's format, are an object. Raises InvalidRequest."""
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(call, dict) or not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise InvalidRequest(f"{place} is {shown(call)}: it must be an object with a function that has a name")
@@ -168,12 +168,12 @@ def _text_of_part(part: object, kinds: Sequence[str], place: str) -> str:
 
 
 def finish_reason(completion: CompletionOutput, message: Message) -> str | None:
-    """OpenAI's word for why an answer ended."""
+    """Returns OpenAI's word for why an answer ended."""
     return "tool_calls" if message.tool_calls and completion.finish_reason == "stop" else completion.finish_reason
 
 
 def assistant_message(message: Message, include_reasoning: bool, prefix: str = "") -> dict[str, Any]:
-    """The answer in OpenAI's form, behind a `prefix`; content is null if there are calls and nothing else."""
+    """Returns the answer in OpenAI's format, after a `prefix`. The content is null if there are only calls."""
     content = prefix + message.content
     shown: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
     if message.reasoning and include_reasoning:
@@ -185,10 +185,10 @@ def assistant_message(message: Message, include_reasoning: bool, prefix: str = "
 
 
 def reasoning_fields(text: str) -> dict[str, str]:
-    """What was thought, under both of the names that clients read."""
+    """Returns the reasoning under both names that clients read."""
     return {"reasoning_content": text, "reasoning": text}
 
 
 def tool_call(call: ToolCall) -> dict[str, Any]:
-    """A call in OpenAI's form."""
+    """Returns a call in OpenAI's format."""
     return {"id": call.call_id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}

@@ -18,7 +18,7 @@ from kvern.tools.encoding import Encoding
 
 EMBEDDINGS = "/v1/embeddings"
 MOST_TEXTS = 2048
-"""As at OpenAI's: clients send a thousand at once by themselves."""
+"""OpenAI's limit: some clients send a thousand texts at once."""
 FIELDS = frozenset(
     {"input", "encoding_format", "dimensions", "normalize", "use_activation", "add_special_tokens"}
     | {"truncate_prompt_tokens", "truncation_side"}
@@ -41,14 +41,14 @@ REFUSED: Refused = {
     **dict.fromkeys(("pooling", "pooling_type"), ((), "texts are pooled as the model's folder says")),
     **dict.fromkeys(("messages", "text", "texts", "inputs", "images"), (([],), "send texts as input")),
 }
-"""Fields of other servers that would change the vectors, with the values that ask for nothing, and what to do."""
+"""Fields of other servers that would change the vectors, with the values that change nothing and advice."""
 
 
 @dataclass(frozen=True)
 class EmbeddingBody:
-    """Texts whose vectors are wanted: the first `dimensions` of each, as `number_format` float or base64.
+    """Texts to embed: the first `dimensions` of each vector are wanted, as `number_format` float or base64.
 
-    `encoding` says how they become tokens, if a body says something about it.
+    `encoding` is how texts are tokenized; None is the default.
     """
 
     prompts: list[Prompt]
@@ -60,7 +60,7 @@ class EmbeddingBody:
 
 
 def read_embedding(body: Mapping[str, Any]) -> EmbeddingBody:
-    """Check a body. Raises HttpError."""
+    """Checks a body. Raises HttpError."""
     check_extras(body, FIELDS, REFUSED)
     number_format = typed(body, "encoding_format", str, "float")
     if number_format not in ("float", "base64"):
@@ -82,7 +82,7 @@ def read_embedding(body: Mapping[str, Any]) -> EmbeddingBody:
 
 
 def embedding_answer(outputs: Sequence[RequestOutput], model: str, asked: EmbeddingBody) -> dict[str, Any]:
-    """The vectors of the prompts that were `asked`. Raises InvalidParameter if the model's have fewer dimensions."""
+    """Returns the vectors of the prompts. Raises InvalidParameter if the model's vectors have too few dimensions."""
     data = []
     for index, output in enumerate(outputs):
         vector = embedding_of(output.embedding or b"", asked.dimensions, asked.normalize)

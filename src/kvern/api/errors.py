@@ -1,4 +1,4 @@
-"""What an API answers instead of what was asked: its HTTP status, and the error in OpenAI's shape."""
+"""Errors as answers: their HTTP status, and OpenAI's format."""
 
 import re
 from collections.abc import Mapping
@@ -22,7 +22,7 @@ NAMED_FIELDS = frozenset({*SamplingParams.__struct_fields__, *CHAT_FIELDS, "dime
 
 
 class HttpError(KvernError):
-    """An answer that is an error. `param` names the field that is wrong."""
+    """An error with the HTTP status of its answer. `param` names the field that is wrong."""
 
     def __init__(
         self,
@@ -38,14 +38,14 @@ class HttpError(KvernError):
 
 
 def error_body(status: int, message: str, param: str | None = None, code: str | None = None) -> dict[str, Any]:
-    """OpenAI's shape of an error."""
+    """Returns OpenAI's format of an error."""
     kinds = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
     kind = kinds.get(status, "invalid_request_error" if status < 500 else "server_error")
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
 def body_of(error: Exception) -> dict[str, Any]:
-    """What went wrong in OpenAI's shape, with the field's name where it is known."""
+    """Returns an error in OpenAI's format, with the field's name if it is known."""
     if isinstance(error, HttpError):
         return error_body(error.status, error.message, error.param, error.code)
     param = None
@@ -57,7 +57,7 @@ def body_of(error: Exception) -> dict[str, Any]:
 
 
 def status_of(error: Exception) -> int:
-    """The HTTP status of what went wrong: 4xx for the request, 5xx for the server."""
+    """Returns the HTTP status of an error: 4xx for the request, 5xx for the server."""
     if isinstance(error, HttpError):
         return error.status
     statuses = {EngineUnavailable: 503, EngineDied | RequestFailed: 500, DeadlineExceeded: 408, ServerBusy: 429}

@@ -1,4 +1,4 @@
-"""The fields that several APIs take, and how a field of a body is checked."""
+"""Fields that several APIs take, and checks of a field's type."""
 
 import re
 from collections.abc import Mapping
@@ -12,7 +12,7 @@ from kvern.errors import InvalidParameter, shown
 from kvern.request.sampling_params import MAX_WIDE_INTEGER, SamplingParams
 
 COMMON_FIELDS = ("priority", "timeout", "cache_salt")
-"""What every API takes beside its own parameters and those of SamplingParams."""
+"""Fields of every API beside its own parameters and those of SamplingParams."""
 # fmt: off
 WITHOUT_EFFECT = {
     "model", "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key",
@@ -37,7 +37,7 @@ JSON_NAMES = {
 
 @dataclass(frozen=True)
 class CommonFields:
-    """`timeout` is in seconds from now, None for none; requests of different `cache_salt` share no cached blocks."""
+    """Common fields. `timeout` is in seconds from now; requests with different `cache_salt` share no cached blocks."""
 
     priority: int = 0
     timeout: float | None = None
@@ -45,7 +45,7 @@ class CommonFields:
 
 
 def read_common(body: Mapping[str, Any]) -> CommonFields:
-    """The fields that every API takes. Raises HttpError."""
+    """Reads the fields of every API. Raises HttpError."""
     timeout = typed(body, "timeout", (int, float), None)
     if timeout is not None and not 0 < timeout <= LONGEST_TIMEOUT:
         raise HttpError(
@@ -59,7 +59,8 @@ def read_common(body: Mapping[str, Any]) -> CommonFields:
 
 
 def typed(body: Mapping[str, Any], name: str, kind: type | tuple[type, ...], default: Any) -> Any:
-    """A field of this type, or the default if it is missing or null; integers have 64 bits. Raises HttpError."""
+    """Returns a field of this type, or the default if it is missing or null. Integers have 64 bits. Raises
+    HttpError."""
     value = body.get(name)
     if value is None:
         return default
@@ -75,12 +76,12 @@ def typed(body: Mapping[str, Any], name: str, kind: type | tuple[type, ...], def
 
 
 def whole(value: object) -> object:
-    """An integer for 8.0, as clients send whose language has one kind of number; anything else as it is."""
+    """Returns an integer for a value such as 8.0, which clients send whose language has one kind of number."""
     return int(value) if isinstance(value, float) and value.is_integer() and abs(value) <= MAX_WIDE_INTEGER else value
 
 
 def merge_extra(body: dict[str, Any]) -> None:
-    """Let the fields of `extra_body` stand beside the others, which go before."""
+    """Moves the fields of `extra_body` into the body, unless the body has them."""
     extra = body.pop("extra_body", None)
     if isinstance(extra, dict):
         for name, value in extra.items():
@@ -88,7 +89,7 @@ def merge_extra(body: dict[str, Any]) -> None:
 
 
 def read_metadata(body: Mapping[str, Any]) -> dict[str, str]:
-    """`metadata`, texts by name, within OpenAI's limits. Raises HttpError."""
+    """Reads `metadata`, texts by name, within OpenAI's limits. Raises HttpError."""
     metadata: dict[str, str] = typed(body, "metadata", dict, {})
     if len(metadata) > MOST_METADATA:
         raise HttpError(400, f"metadata has {len(metadata)} entries: at most {MOST_METADATA}", param="metadata")
@@ -103,7 +104,7 @@ def read_metadata(body: Mapping[str, Any]) -> dict[str, str]:
 
 
 def sampling_params(defaults: SamplingParams, values: Mapping[str, Any]) -> SamplingParams:
-    """`defaults` with the parameters that are named, their types and ranges checked. Raises InvalidParameter."""
+    """Returns `defaults` with the named parameters, types and ranges checked. Raises InvalidParameter."""
     named = {name: whole(values[name]) for name in SamplingParams.__struct_fields__ if values.get(name) is not None}
     if not named:
         return defaults
@@ -115,7 +116,7 @@ def sampling_params(defaults: SamplingParams, values: Mapping[str, Any]) -> Samp
 
 
 def _readable_type_error(message: str) -> str:
-    """``Expected `float`, got `str` - at `$.top_p` `` -> ``top_p: expected float, got str``."""
+    """Rewrites ``Expected `float`, got `str` - at `$.top_p` `` as ``top_p: expected float, got str``."""
     match = re.fullmatch(r"(Expected .*) - at `\$\.?(.*)`", message.replace(" | null", ""))
     if match is None:
         return re.sub(r" - at `\$.*`$", "", message)

@@ -1,4 +1,4 @@
-"""The form that an answer is to have, under any of the names that clients use for it."""
+"""The form that an answer must have, under all names that clients use for it."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -20,15 +20,15 @@ GUIDED = {
     "grammar": "grammar",
     "format": "json",
 }
-"""What vLLM's earlier versions, llama.cpp, SGLang and ollama call what `structured` holds."""
+"""Names in earlier vLLM, llama.cpp, SGLang and ollama for the fields of `structured`."""
 WITHOUT_CHOICE = {"disable_fallback", "disable_any_whitespace", "disable_additional_properties", "json_object"}
-"""Switches of vLLM's `structured_outputs` that ask for nothing if they are false."""
+"""Switches of vLLM's `structured_outputs` that change nothing if they are false."""
 RESPONSE_FORMATS = ("text", "json_object", "json_schema", "structural_tag")
 STRUCTURED = {"response_format", "structured_outputs", *GUIDED}
 
 
 def structured_of(body: Mapping[str, Any]) -> dict[str, Any] | None:
-    """What a body asks of the form of its answer, under any of the names that clients use. Raises InvalidParameter."""
+    """Returns the form that a body demands, as the fields of `structured`. Raises InvalidParameter."""
     asked: dict[str, dict[str, Any]] = {}
     shape = body.get("response_format")
     if shape is not None:
@@ -52,7 +52,7 @@ def structured_of(body: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def _structured(held: Mapping[str, Any]) -> dict[str, Any]:
-    """What `structured` and vLLM's `structured_outputs` hold."""
+    """Returns the content of `structured` or of vLLM's `structured_outputs`."""
     found = {key: value for key, value in held.items() if value is not None}
     found = {key: value for key, value in found.items() if not (key in WITHOUT_CHOICE and value is False)}
     if "json" in found:
@@ -67,7 +67,7 @@ def _structured(held: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _schema(name: str, value: object) -> object:
-    """A schema that may come as JSON text."""
+    """Returns a schema that may be given as JSON text."""
     if not isinstance(value, str):
         return value
     if is_too_much(value.encode(errors="replace")):
@@ -79,7 +79,7 @@ def _schema(name: str, value: object) -> object:
 
 
 def response_format(value: object) -> dict[str, Any] | None:
-    """OpenAI's form, of chat completions or of responses: the schema stands under `json_schema`, or beside the type."""
+    """Reads OpenAI's `response_format`; the schema is under `json_schema`, or beside the type as in /v1/responses."""
     kind = value.get("type") if isinstance(value, dict) else None
     if not isinstance(value, dict) or kind not in RESPONSE_FORMATS:
         raise InvalidParameter(

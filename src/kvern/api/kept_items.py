@@ -1,4 +1,4 @@
-"""Items of an input as they are kept and listed: each with an id, a type and a status, texts as parts."""
+"""Items of an input as they are stored and listed: each with an id, a type and a status, texts as parts."""
 
 import re
 import uuid
@@ -18,11 +18,11 @@ PREFIXES = {
     "custom_tool_call": "ctc",
     "custom_tool_call_output": "ctco",
 }
-"""Of ids."""
+"""The prefixes of ids."""
 
 
 def kept_items(value: str | Sequence[dict[str, Any]]) -> Items:
-    """An input that `input_messages` takes, each item with an id of its own."""
+    """Returns the items of an input that `input_messages` takes, each with a new id."""
     if isinstance(value, str):
         value = [{"role": "user", "content": value}]
     return [_kept(item) for item in value]
@@ -45,7 +45,7 @@ def _part(role: object, text: str) -> dict[str, Any]:
 
 
 def read_items(value: object) -> Items:
-    """The `items` of a conversation's body. Raises InvalidRequest."""
+    """Reads the `items` of a conversation's body. Raises InvalidRequest."""
     if value is None or value == []:
         return []
     try:

@@ -1,4 +1,4 @@
-"""What one request may ask for at most: more would cost the server more than any use needs."""
+"""Limits of one request: higher than any use needs, low enough for the server."""
 
 from kvern.errors import InvalidParameter
 from kvern.request.sampling_params import SamplingParams
@@ -13,22 +13,22 @@ LONGEST_LISTS = {
     "logit_bias": 4096,
 }
 MOST_ENTRIES = 1 << 21
-"""Of all these lists, for all answers: each answer brings its own to the engine."""
+"""The limit of all entries of these lists, times the answers: each answer sends its own to the engine."""
 LONGEST_STOP = 1024
-"""Characters of one stop string or bad word."""
+"""The limit of a stop string or bad word in characters."""
 LONGEST_BREAKER = 40
-"""Characters of one of `dry_sequence_breakers`: each is compared with all of the text at every token."""
+"""The limit of one of `dry_sequence_breakers` in characters: each is compared with the text at every token."""
 MOST_SAMPLES = 128
 MOST_SEQUENCES = 1024
-"""Prompts times `n`, or beams, of one request."""
+"""The limit of prompts times `n` (or beams) in one request."""
 MOST_LOGPROBS = 8192
-"""Answers of one request times the log-probabilities that a step reports for each: some 100 bytes each, every step."""
+"""The limit of answers times log-probabilities for each in one step; an entry takes some 100 bytes."""
 MOST_PROMPT_LOGPROBS = 1 << 18
-"""Of one request's prompts: each entry takes some 200 bytes here, and 20 on the wire."""
+"""The limit for all prompts of a request; an entry takes some 200 bytes in memory and 20 on the wire."""
 
 
 def check_bounds(params: SamplingParams, prompts: int) -> None:
-    """Refuse parameters that are too much for so many prompts. Raises InvalidParameter."""
+    """Refuses parameters that exceed the limits for so many prompts. Raises InvalidParameter."""
     for name, most in LONGEST_LISTS.items():
         value = getattr(params, name)
         if value is not None and not isinstance(value, str) and len(value) > most:
@@ -63,14 +63,14 @@ def check_bounds(params: SamplingParams, prompts: int) -> None:
 
 
 def reported_by(prompt_tokens: int, params: SamplingParams) -> int:
-    """How many log-probabilities of a prompt of so many tokens are asked for."""
+    """Returns the number of log-probabilities that are reported for a prompt of so many tokens."""
     if params.prompt_logprobs is None:
         return 0
     return max(prompt_tokens - params.prompt_logprobs_from, 0) * (1 + params.prompt_logprobs)
 
 
 def check_reported(entries: int) -> None:
-    """Refuse log-probabilities of prompts that nobody could read, or the server hold. Raises InvalidParameter."""
+    """Refuses more log-probabilities of prompts than the server can hold. Raises InvalidParameter."""
     if entries > MOST_PROMPT_LOGPROBS:
         raise InvalidParameter(
             f"prompt_logprobs asks for {entries} log-probabilities: this server gives {MOST_PROMPT_LOGPROBS} at most "

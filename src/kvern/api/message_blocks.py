@@ -1,4 +1,4 @@
-"""Blocks of /v1/messages: those of an input as messages, and those of an answer while they grow, with their events."""
+"""Content blocks of /v1/messages: of an input, converted to messages; of an answer, with their events."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -14,7 +14,7 @@ Event = tuple[str, dict[str, Any]]
 ROLES = ("user", "assistant", "system")
 OF_SERVICE = ("redacted_thinking", "container_upload", "server_tool_use", "mcp_tool_use")
 SIGNATURE = "unsigned"
-"""Of thinking: some clients hand back only what has a signature. Thinking is read as it comes, whatever its is."""
+"""The signature of thinking blocks: some clients send back only what has one. No signature is checked."""
 
 
 def chat_messages(message: object, place: str) -> list[dict[str, Any]]:
@@ -51,7 +51,7 @@ def chat_messages(message: object, place: str) -> list[dict[str, Any]]:
 
 
 def _is_of_service(kind: object, role: str) -> bool:
-    """Blocks that only Anthropic's service reads and writes: of no use here, and no reason to end a session."""
+    """True for blocks that only Anthropic's service reads and writes. They are skipped, not refused."""
     return isinstance(kind, str) and (role == "assistant" or kind.endswith("_tool_result") or kind in OF_SERVICE)
 
 
@@ -137,7 +137,7 @@ def _call(block: Mapping[str, Any], place: str) -> dict[str, Any]:
 
 
 def blocks(message: Message) -> list[dict[str, Any]]:
-    """A whole answer."""
+    """Returns the blocks of a whole answer."""
     found: list[dict[str, Any]] = []
     if message.reasoning:
         found.append({"type": "thinking", "thinking": message.reasoning, "signature": SIGNATURE})
@@ -150,7 +150,7 @@ def blocks(message: Message) -> list[dict[str, Any]]:
 
 
 def _decoded(arguments: str) -> Any:
-    """Arguments that are cut off or wrong are shown as they are, under a name that no tool has."""
+    """Decodes arguments. If they are incomplete or wrong, they are returned as text under the empty name."""
     try:
         value = msgspec.json.decode(arguments)
     except (msgspec.DecodeError, RecursionError):
@@ -159,14 +159,14 @@ def _decoded(arguments: str) -> Any:
 
 
 class BlockEvents:
-    """The events of an answer's blocks, each of which ends before the next begins."""
+    """The events of an answer's blocks; a block ends before the next begins."""
 
     def __init__(self) -> None:
         self._index = -1
         self._kind: str | None = None
 
     def add(self, pieces: Sequence[Piece]) -> list[Event]:
-        """What is new."""
+        """Returns the events of new pieces."""
         events: list[Event] = []
         for piece in pieces:
             match piece:
@@ -183,7 +183,7 @@ class BlockEvents:
         return events
 
     def end(self) -> list[Event]:
-        """No more will come; an answer without anything is an empty text."""
+        """Returns the last events. An answer without content is an empty text."""
         begun = self._begin("text", {"text": ""}, again=False) if self._kind is None else []
         return begun + self._stop()
 

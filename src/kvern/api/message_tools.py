@@ -1,4 +1,5 @@
-"""Tools of /v1/messages: a client's own, those that Anthropic has given a schema, and those that its service runs."""
+"""Tools of /v1/messages: the client's own, tools with a schema defined by Anthropic, and tools that its service
+runs."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -35,24 +36,24 @@ CLIENT_TOOLS: dict[str, tuple[str, dict[str, Any]]] = {
         ),
     ),
 }
-"""What clients run themselves, by the type without its date: the service knows description and schema, models do not.
-The oldest editors call the text to insert new_str, so that their schema is."""
+"""Tools that clients run, by the type without its date. Models do not know the description and schema, so they are
+given here. The oldest text editors call the inserted text new_str, which is why the schema has it."""
 DATED = re.compile(r"(\w{1,64})_\d{8}")
 
 
 def chat_tools(tools: Sequence[Any]) -> list[dict[str, Any]]:
-    """In OpenAI's form, those that a client runs. Raises InvalidRequest."""
+    """Returns the tools that a client runs, in OpenAI's format. Raises InvalidRequest."""
     return [_function(tool, f"tools[{number}]") for number, tool in enumerate(tools) if not is_of_service(tool)]
 
 
 def ignored_tools(tools: Sequence[Any]) -> list[str]:
-    """The names of those that only Anthropic's service runs: web_search and the like, and whatever is unknown."""
+    """Returns the names of tools that only Anthropic's service runs, such as web_search, and of unknown ones."""
     names = (tool.get("name", tool.get("type")) for tool in tools if is_of_service(tool))
     return [name for name in names if isinstance(name, str)]
 
 
 def is_of_service(tool: object) -> bool:
-    """Whether no client runs it."""
+    """True if no client runs the tool."""
     kind = tool.get("type") if isinstance(tool, dict) else None
     return kind not in (None, "custom") and _client_tool(kind) is None
 
@@ -77,9 +78,9 @@ def _function(tool: object, place: str) -> dict[str, Any]:
 
 
 def chat_tool_choice(choice: Mapping[str, Any], tools: Sequence[Any]) -> tuple[object, bool]:
-    """`tool_choice` in OpenAI's form, and whether several calls may stand side by side.
+    """Returns `tool_choice` in OpenAI's format, and whether several calls at once are allowed.
 
-    What can only be met by a tool that is left out is left to the model. Raises InvalidRequest.
+    A choice that only an ignored tool could satisfy becomes auto. Raises InvalidRequest.
     """
     parallel = choice.get("disable_parallel_tool_use") is not True
     words = {"auto": "auto", "any": "required", "none": "none"}

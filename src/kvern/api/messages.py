@@ -1,4 +1,4 @@
-"""Anthropic's /v1/messages and /v1/messages/count_tokens: bodies, answers and events, and errors in its own form."""
+"""Anthropic's /v1/messages and /v1/messages/count_tokens: bodies, answers, events and errors."""
 
 import datetime
 import uuid
@@ -42,15 +42,15 @@ KINDS = {
     503: "overloaded_error",
 }
 BILLING_HEADER = "x-anthropic-billing-header:"
-"""Claude Code's first system block: an account of itself, with a digest that differs between conversations and
-requests. A prompt that begins with it begins like no other, so that nothing of it is cached."""
+"""Claude Code's first system block, with a digest that differs between conversations and requests. It would keep
+prompts from sharing cached blocks."""
 EFFORTS = {"xhigh": "high", "max": "high"}
-"""Efforts that templates, which know low, medium and high, have no word for."""
+"""Efforts as the nearest of low, medium and high, which chat templates know."""
 
 
 @dataclass(frozen=True)
 class MessageBody:
-    """What a body asks for: the answer to a conversation."""
+    """The contents of a body: a conversation and how it is answered."""
 
     conversation: ChatBody
     params: SamplingParams
@@ -59,7 +59,7 @@ class MessageBody:
 
 
 def read_message(body: Mapping[str, Any], strip_billing_header: bool) -> MessageBody:
-    """Check a body of MESSAGES. Raises HttpError, InvalidRequest or InvalidParameter."""
+    """Checks a body of MESSAGES. Raises HttpError, InvalidRequest or InvalidParameter."""
     body = in_own_words(body, KNOWN)
     if body.get("max_tokens") is None:
         raise HttpError(400, "max_tokens is missing: say how many tokens the answer may have", param="max_tokens")
@@ -75,7 +75,7 @@ def read_message(body: Mapping[str, Any], strip_billing_header: bool) -> Message
 
 
 def read_conversation(body: Mapping[str, Any], strip_billing_header: bool) -> ChatBody:
-    """What both routes read alike. Raises HttpError or InvalidRequest."""
+    """Reads the fields that both routes share. Raises HttpError or InvalidRequest."""
     system, given = body.get("system"), typed(body, "messages", list, [])
     if not given:
         raise HttpError(400, "messages is missing: it must be a list of one message or more", param="messages")
@@ -100,7 +100,7 @@ def read_conversation(body: Mapping[str, Any], strip_billing_header: bool) -> Ch
 
 
 def _effort_of(body: Mapping[str, Any]) -> dict[str, Any]:
-    """`output_config.effort` as templates call it. Raises HttpError."""
+    """Returns `output_config.effort` as a template variable. Raises HttpError."""
     effort = typed(body, "output_config", dict, {}).get("effort")
     if effort is None:
         return {}
@@ -110,7 +110,7 @@ def _effort_of(body: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _schema_of(body: Mapping[str, Any]) -> dict[str, Any] | None:
-    """What the answer's JSON must fit, if it must be JSON. Raises HttpError."""
+    """Returns the schema of the answer, None if it need not be JSON. Raises HttpError."""
     asked = typed(body, "output_config", dict, {}).get("format")
     asked = typed(body, "output_format", dict, None) if asked is None else asked
     if asked is None:
@@ -125,7 +125,7 @@ def _schema_of(body: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def _check_thinking(thinking: Mapping[str, Any]) -> None:
-    """Refuse a `thinking` that Anthropic would. Raises HttpError."""
+    """Refuses a `thinking` that Anthropic would refuse. Raises HttpError."""
     kind = thinking.get("type")
     if thinking and kind not in ("enabled", "disabled", "adaptive"):
         message = f"thinking.type is {shown(kind)}: it must be enabled, adaptive or disabled"
@@ -137,7 +137,7 @@ def _check_thinking(thinking: Mapping[str, Any]) -> None:
 
 
 def error_body(error: Exception, request_id: str) -> dict[str, Any]:
-    """What went wrong in Anthropic's shape. Clients that shorten their prompts know too long ones by these words."""
+    """Returns an error in Anthropic's format. Clients recognize a prompt that is too long by this text."""
     status, message = status_of(error), str(error)
     if isinstance(error, PromptTooLong):
         message = f"prompt is too long: {error.tokens} tokens > {error.most} maximum"
@@ -156,7 +156,7 @@ def _stop_reason(answer: CompletionOutput, message: Message, most_tokens: int | 
 
 
 def _usage(output: RequestOutput) -> dict[str, int]:
-    """Anthropic counts the cached tokens of a prompt apart."""
+    """Returns Anthropic's usage, in which cached tokens are no input tokens."""
     return {
         "input_tokens": len(output.prompt_token_ids) - output.cached_tokens,
         "cache_creation_input_tokens": 0,
@@ -166,7 +166,7 @@ def _usage(output: RequestOutput) -> dict[str, int]:
 
 
 def message_answer(output: RequestOutput, chat: ChatRequest, model: str) -> dict[str, Any]:
-    """A whole answer."""
+    """Returns a whole answer."""
     answer = output.outputs[0]
     message = chat.message(answer.text)
     return {
@@ -183,7 +183,7 @@ def message_answer(output: RequestOutput, chat: ChatRequest, model: str) -> dict
 async def message_events(
     output: RequestOutput, chat: ChatRequest, model: str, news: AsyncIterable[None]
 ) -> AsyncIterator[object]:
-    """The events of an answer that has grown at each of the news, each a name and what it holds."""
+    """Yields the events of an answer as it grows: each a name and its content."""
     answer, reader, growing = output.outputs[0], chat.reader(), BlockEvents()
     begun = False
     async for _ in news:
@@ -202,13 +202,13 @@ async def message_events(
 
 
 def models_page(names: Mapping[str, int], created: int) -> dict[str, Any]:
-    """Anthropic's list of models, by name and the tokens of their contexts; one page, which holds all."""
+    """Returns Anthropic's list of models on one page; `names` maps each to the tokens of its context."""
     entries = [model_entry(name, most, created) for name, most in names.items()]
     return {"data": entries, "has_more": False, "first_id": entries[0]["id"], "last_id": entries[-1]["id"]}
 
 
 def model_entry(name: str, most_tokens: int, created: int) -> dict[str, Any]:
-    """One model in Anthropic's shape."""
+    """Returns one model in Anthropic's format."""
     since = datetime.datetime.fromtimestamp(created, datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
     sizes = {"max_input_tokens": most_tokens, "max_tokens": most_tokens}
     return {"type": "model", "id": name, "display_name": name, "created_at": since, "lifecycle": "active", **sizes}

@@ -1,4 +1,4 @@
-"""ollama's /api/chat, /api/generate and embeddings: bodies as what is asked, answers and lines of streams."""
+"""ollama's /api/chat, /api/generate and embeddings: bodies, answers and lines of streams."""
 
 import asyncio
 import datetime
@@ -29,14 +29,14 @@ PREFIX = "/api/"
 CHAT = "/api/chat"
 GENERATE = "/api/generate"
 LINES = "application/x-ndjson"
-"""The content type of streams: a JSON value a line."""
+"""The content type of streams: one JSON value a line."""
 VERSION = "0.12.11"
-"""Of ollama, whose API this is: clients look at it before they use what is new."""
+"""The version of ollama whose API this is: clients check it before they use newer features."""
 LATEST = ":latest"
-"""What ollama's names of models end with if they say nothing else."""
+"""The tag that ollama adds to a model's name without one."""
 PER_ANSWER = {"n", "beam_width", "logprobs", "prompt_logprobs", "prompt_logprobs_from", "structured"}
 OPTIONS = frozenset(SamplingParams.__struct_fields__) - PER_ANSWER
-"""What may stand in `options`, and those that are called so; what would not change the answer is ignored."""
+"""Sampling parameters that `options` may hold; other options are ignored."""
 REFUSED = {
     "images": "this model takes text only",
     "suffix": "this server does not fill gaps",
@@ -50,13 +50,13 @@ KNOWN = frozenset(
 
 @dataclass(frozen=True)
 class OllamaBody:
-    """What a body of either route asks for. Nothing at all means that the model should be loaded."""
+    """The contents of a body of either route. An empty body asks to load the model."""
 
     conversation: ChatBody | None
     """None if `prompt` goes to the model as it is."""
     prompt: str
     context: list[int]
-    """Token ids of an earlier prompt and its answer, which go before."""
+    """Token ids of an earlier prompt and its answer, put before the prompt."""
     params: SamplingParams
     common: CommonFields
     stream: bool
@@ -64,7 +64,7 @@ class OllamaBody:
 
 
 def read_body(body: Mapping[str, Any], url: str) -> OllamaBody:
-    """Check a body of CHAT or GENERATE. Raises HttpError, InvalidRequest or InvalidParameter."""
+    """Checks a body of CHAT or GENERATE. Raises HttpError, InvalidRequest or InvalidParameter."""
     body = in_own_words(body, KNOWN)
     for name, why in REFUSED.items():
         if body.get(name):
@@ -85,7 +85,7 @@ def read_body(body: Mapping[str, Any], url: str) -> OllamaBody:
 
 
 def ignored_options(body: Mapping[str, Any]) -> dict[str, Any]:
-    """The body as one in which options that mean nothing have names of their own."""
+    """Returns the body with its ignored options as fields named `options.NAME`."""
     options = body.get("options")
     names = ignored(options, OPTIONS) if isinstance(options, dict) else []
     return {**body, **{f"options.{name}": None for name in names}}
@@ -106,7 +106,7 @@ def _params(body: Mapping[str, Any]) -> SamplingParams:
 
 
 def _thinking(think: object) -> dict[str, Any]:
-    """`think`, true, false or how hard, as templates call it."""
+    """Returns the template variables for `think`: true, false or an effort."""
     if not isinstance(think, bool | str | None):
         raise InvalidRequest(f"think is {shown(think)}: it must be true, false, or a text such as high")
     return read_thinking({"enable_thinking" if isinstance(think, bool) else "reasoning_effort": think}).variables
@@ -146,7 +146,7 @@ def _messages(messages: Sequence[Any]) -> list[dict[str, Any]]:
 
 @dataclass(frozen=True)
 class Seconds:
-    """How long a request has taken: from its first step to its first token, from there to the last, and in all."""
+    """Durations of a request: from its first step to its first token, from there to its last, and in all."""
 
     prompt: float
     answer: float
@@ -155,19 +155,19 @@ class Seconds:
 
 @dataclass
 class OllamaWriter:
-    """Writes the answer to one body; `seconds` tells the time it took so far."""
+    """Writes the answer to one body."""
 
     url: str
     model: str
     chat: ChatRequest | None
-    """How the answer is read; None: as it is."""
+    """Reads the answer; None: the text is the answer."""
     _tokens: int = field(default=0, init=False)
-    """Tokens whose log-probabilities have been written."""
+    """The number of tokens whose log-probabilities are encoded."""
     _logprobs: list[msgspec.Raw] = field(default_factory=list, init=False)
-    """Log-probabilities that have been written and not been sent."""
+    """Log-probabilities that are encoded and not sent."""
 
     def whole(self, output: RequestOutput, seconds: Seconds) -> dict[str, Any]:
-        """All of it; its log-probabilities are given up."""
+        """Returns the whole answer and frees its log-probabilities."""
         answer, reader = output.outputs[0], self._reader()
         reader.read(answer.text, True)
         whole = {**self._head(), **self._said(reader.message, answer), **self._end(output, seconds)}
@@ -177,7 +177,7 @@ class OllamaWriter:
     async def lines(
         self, output: RequestOutput, news: AsyncIterable[None], seconds: Callable[[], Seconds]
     ) -> AsyncIterator[object]:
-        """What is new at each of the news, then calls of tools, then the end."""
+        """Yields what is new, then calls of tools, then the end."""
         answer, reader = output.outputs[0], self._reader()
         async for _ in news:
             while self._write_some(answer):
@@ -190,7 +190,7 @@ class OllamaWriter:
         yield {**self._head(), **self._said(Message(), answer), **self._end(output, seconds())}
 
     def loaded(self) -> dict[str, Any]:
-        """The answer to a body that asks for nothing: the model is there, as always."""
+        """Returns the answer to an empty body: the model is loaded, as always."""
         nothing = self._said(Message(), CompletionOutput(0))
         return {**self._head(), **nothing, "done": True, "done_reason": "load"}
 
@@ -214,7 +214,7 @@ class OllamaWriter:
         return said
 
     def _write_some(self, answer: CompletionOutput) -> bool:
-        """Write log-probabilities of a few tokens; whether there were some."""
+        """Encodes log-probabilities of a few tokens. Returns False if there were none."""
         if answer.logprobs is None or len(answer.token_ids) == self._tokens:
             return False
         at_once = tables_at_once(len(answer.logprobs[self._tokens]))
@@ -224,7 +224,7 @@ class OllamaWriter:
         return True
 
     def _end(self, output: RequestOutput, seconds: Seconds) -> dict[str, Any]:
-        """Why it ended, and how long it took; what is neither prompt nor answer is what came before its first step."""
+        """Returns the end of an answer with its durations. Loading is the time before its first step."""
         answer = output.outputs[0]
         has_context = self.url == GENERATE and self.chat is not None
         known = {"context": [*output.prompt_token_ids, *answer.token_ids]} if has_context else {}
@@ -242,19 +242,19 @@ class OllamaWriter:
 
 
 def said_by(pieces: Sequence[Piece]) -> Message:
-    """What pieces say, without calls."""
+    """Returns the message of pieces without calls."""
     message = Message()
     message.add(piece for piece in pieces if isinstance(piece, Content | Reasoning))
     return message
 
 
 def tool_call(block: Mapping[str, Any]) -> dict[str, Any]:
-    """A call in ollama's form: its arguments are an object."""
+    """Returns a call in ollama's format: its arguments are an object."""
     return {"id": block["id"], "function": {"name": block["name"], "arguments": block["input"]}}
 
 
 def token_logprobs(answer: CompletionOutput, start: int, end: int) -> list[msgspec.Raw]:
-    """Of an answer's tokens from one on, each with the most probable ones in its place, as JSON."""
+    """Returns the log-probabilities of tokens, each with the most probable tokens in its place, as JSON."""
     found = []
     for token_id, table in zip(answer.token_ids[start:end], (answer.logprobs or [])[start:end], strict=True):
         entries = {
@@ -266,15 +266,15 @@ def token_logprobs(answer: CompletionOutput, start: int, end: int) -> list[msgsp
 
 
 def nanoseconds(seconds: float) -> int:
-    """A duration as ollama writes it."""
+    """Returns a duration in ollama's unit."""
     return max(0, round(seconds * 1e9))
 
 
 def timestamp(seconds: float) -> str:
-    """A time since 1970 as text."""
+    """Returns a time (seconds since 1970) as text."""
     return datetime.datetime.fromtimestamp(seconds, datetime.UTC).isoformat().replace("+00:00", "Z")
 
 
 def error_body(error: Exception) -> dict[str, Any]:
-    """ollama's shape of an error."""
+    """Returns an error in ollama's format."""
     return {"error": str(error)}

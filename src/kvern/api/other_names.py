@@ -1,11 +1,10 @@
-"""Fields by which other engines ask for what kvern has under another name, or does not have.
+"""Fields that other engines name differently from kvern, or that kvern does not have.
 
-known to the API                     read by it
-RENAMED                              read under kvern's name
-REFUSED, or a name that speaks of    400, unless the value asks for nothing
-  how an answer is chosen
-a misspelling of one of these        400
-any other                            ignored, and named in a header of the answer
+known to the API                      read by the API
+RENAMED                               read under kvern's name
+REFUSED, or a name about sampling     400, unless the value changes nothing
+a misspelling of one of these         400
+any other                             ignored, and named in a header of the answer
 """
 
 import difflib
@@ -41,9 +40,10 @@ RENAMED = {
     "sampling_seed": "seed",
     "num_return_sequences": "n",
 }
-"""Of llama.cpp, ollama, SGLang, TGI, transformers and others: what kvern calls it."""
+"""Names in llama.cpp, ollama, SGLang, TGI, transformers and others, with kvern's names."""
 WINDOWS = {"repeat_last_n": 0, "penalty_last_n": 0, "repetition_penalty_range": None, "rep_pen_range": None}
-"""How many of the last tokens penalties look at: kvern's look at all. With the value that switches penalties off."""
+"""Names for the number of last tokens that penalties look at, with the value that disables penalties. kvern's penalties
+always look at all tokens."""
 _SAMPLING = "this server has no such sampling; leave it out"
 _ADAPTER = "an adapter is asked for by its name, as model"
 _BESIDE = "send its fields beside the others"
@@ -64,7 +64,7 @@ REFUSED_SAMPLING: Refused = {
     **dict.fromkeys(("samplers", "sampler_order", "sampler_priority"), (([], ""), "the order of filters is fixed")),
     **dict.fromkeys(("lora", "lora_path", "lora_request", "lora_adapter", "adapter_id"), (([], ""), _ADAPTER)),
 }
-"""With the values that ask for nothing, and what to do instead."""
+"""Fields with the values that change nothing, and the advice of the refusal."""
 REFUSED: Refused = {
     **REFUSED_SAMPLING,
     **dict.fromkeys(("n_probs", "top_n_tokens"), ((0,), _LOGPROBS)),
@@ -98,7 +98,7 @@ REFUSED: Refused = {
     "safe_prompt": ((False,), "this server adds nothing to prompts"),
 }
 WITHOUT_EFFECT = frozenset({"mirostat_tau", "mirostat_eta", "guided_decoding_backend"})
-"""Of other engines: they speak of sampling and change no answer of this one."""
+"""Fields of other engines that sound like sampling and change no answer of kvern."""
 SPEAKS_OF_SAMPLING = re.compile(
     r"penalt|sampl(er|ing)|temperature|mirostat|logit|lora|beam|grammar|schema|regex|ebnf|ngram|seed|logprob|n_probs|"
     r"cutoff|smoothing|guidance|guided|watermark|banned|bias|(^|_)(top|min|typ|xtc|dry|tfs|cfg|eta|epsilon)_|"
@@ -107,14 +107,14 @@ SPEAKS_OF_SAMPLING = re.compile(
 OWN = frozenset({*SamplingParams.__struct_fields__, *STRUCTURED, *RENAMED, "top_logprobs", "stream"})
 SPELT = {re.sub("[^a-z]", "", name): name for name in sorted(OWN | CHAT_FIELDS)}
 MOST_UNKNOWN = 64
-"""Fields of one body: each is compared with all names."""
+"""The limit of unknown fields in one body: each is compared with all names."""
 LONGEST_NAME = 64
 
 
 def in_own_words(body: Mapping[str, Any], known: Collection[str], place: str = "") -> Mapping[str, Any]:
-    """A body in which fields of other engines that kvern obeys have kvern's names.
+    """Returns a body in which the fields of other engines have kvern's names.
 
-    `place` stands before names in messages. Raises HttpError for fields that would change the answer otherwise.
+    `place` is put before names in messages. Raises HttpError for unsupported fields that would change the answer.
     """
     unknown = [name for name, value in body.items() if value is not None and name not in known]
     if len(unknown) > MOST_UNKNOWN:
@@ -129,7 +129,7 @@ def in_own_words(body: Mapping[str, Any], known: Collection[str], place: str = "
 
 
 def with_own_names(values: Mapping[str, Any], known: Collection[str], place: str = "") -> dict[str, Any]:
-    """Values in which those that are named in RENAMED have kvern's names. Raises HttpError."""
+    """Returns values in which names of RENAMED are replaced by kvern's. Raises HttpError."""
     found = dict(values)
     for name, ours in RENAMED.items():
         value = found.get(name)
@@ -158,14 +158,14 @@ def _apply_window(found: dict[str, Any], name: str, nothing: int | None, place: 
 
 
 def check_refused(values: Mapping[str, Any], refused: Refused, place: str = "") -> None:
-    """Refuse fields whose values ask for something. Raises HttpError."""
+    """Refuses fields unless their values change nothing. Raises HttpError."""
     for name, (nothing, remedy) in refused.items():
         if values.get(name) is not None and values[name] not in nothing:
             raise HttpError(400, f"{place}{name} is {shown(values[name])}: {remedy}", param=name)
 
 
 def _check_unknown(name: str, value: object, place: str) -> None:
-    """Refuse a field that no API knows, or another one, if it would change the answer. Raises HttpError."""
+    """Refuses a field that this API does not know if it would change the answer. Raises HttpError."""
     if name in REFUSED:
         check_refused({name: value}, {name: REFUSED[name]}, place)
     elif name in OWN:
@@ -180,7 +180,7 @@ def _check_unknown(name: str, value: object, place: str) -> None:
 
 
 def check_extras(body: Mapping[str, Any], known: Collection[str], refused: Refused) -> None:
-    """Refuse what would change an answer of a route that generates no text, and misspellings. Raises HttpError."""
+    """Refuses misspellings, and fields that would change an answer without generated text. Raises HttpError."""
     check_refused(body, refused)
     unknown = [name for name, value in body.items() if value is not None and name not in known and name not in refused]
     if len(unknown) > MOST_UNKNOWN:
@@ -193,13 +193,13 @@ def check_extras(body: Mapping[str, Any], known: Collection[str], refused: Refus
 
 @functools.lru_cache(1024)
 def _meant(name: str) -> str | None:
-    """The field that a name is a misspelling of, if it is one."""
+    """Returns the field whose misspelling a name is, or None."""
     spelt = re.sub("[^a-z]", "", name.lower())
     near = difflib.get_close_matches(spelt, SPELT, n=1, cutoff=0.88) if len(spelt) >= 4 else []
     return SPELT[near[0]] if near else None
 
 
 def ignored(body: Mapping[str, Any], known: Iterable[str]) -> list[str]:
-    """The names of a body's fields that mean nothing, as far as they can be shown."""
+    """Returns the names of ignored fields, if they can be shown."""
     read = {*known, *RENAMED, *WINDOWS, *REFUSED, "do_sample"}
     return sorted(name for name in body if name not in read and name.isascii() and name.isprintable())

@@ -1,4 +1,4 @@
-"""OpenAI's predicted outputs: what a body says of the answer that it expects."""
+"""OpenAI's predicted outputs: the field `prediction`."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -9,7 +9,7 @@ from kvern.errors import shown
 
 
 def read_prediction(body: Mapping[str, Any]) -> str:
-    """The text of `prediction`, empty if there is none. Raises HttpError."""
+    """Returns the text of `prediction`, empty if there is none. Raises HttpError."""
     prediction = typed(body, "prediction", dict, None)
     if prediction is None:
         return ""

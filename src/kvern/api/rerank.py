@@ -1,4 +1,4 @@
-"""/v1/rerank: documents in the order in which they answer a query, as Cohere, Jina and vLLM have it.
+"""/v1/rerank: documents in the order of their relevance to a query, in the format of Cohere, Jina and vLLM.
 
 {"query": "What do foxes eat?", "documents": ["Mice and berries.", "Foxes are red."], "top_n": 1}
 -> {"results": [{"index": 0, "relevance_score": 0.9, "document": {"text": "Mice and berries."}}], ...}
@@ -21,7 +21,7 @@ KNOWN = SHARED | FIELDS
 
 @dataclass(frozen=True)
 class RerankBody:
-    """What a body asks for: the `top_n` documents that answer the query best."""
+    """The contents of a body: the `top_n` most relevant documents are wanted."""
 
     asked: TextPairs
     top_n: int
@@ -29,7 +29,7 @@ class RerankBody:
 
 
 def read_rerank(body: Mapping[str, Any]) -> RerankBody:
-    """Check a body. Raises HttpError."""
+    """Checks a body. Raises HttpError."""
     check_extras(body, FIELDS, {**REFUSED, **dict.fromkeys(("top_k", "num_results"), ((), "send top_n"))})
     query = typed(body, "query", str, "")
     if not query:
@@ -43,7 +43,7 @@ def read_rerank(body: Mapping[str, Any]) -> RerankBody:
 
 
 def rerank_answer(body: RerankBody, relevances: Relevances, model: str) -> dict[str, Any]:
-    """The best documents, the most relevant first."""
+    """Returns the best documents, most relevant first."""
     results, scores = [], relevances.scores
     for index in sorted(range(len(scores)), key=lambda index: -scores[index])[: body.top_n]:
         document = {"document": {"text": body.asked.pairs[index][1]}} if body.with_documents else {}

@@ -33,15 +33,15 @@ PASSED_OVER = frozenset(
         "web_search_call",
     }
 )
-"""Items that say nothing to the model: of services that run tools themselves, and what is read elsewhere."""
+"""Items without content for the model: of services that run tools themselves, or read elsewhere."""
 ADDING = ("additional_tools", "tool_search_output")
 SEARCHES = ("tool_search_call", "tool_search_output")
 UNSEEN = {"input_image": "an image", "input_file": "a file"}
-"""Parts of a tool's output that stand in the conversation as a note: the model asked for them, and must go on."""
+"""Parts of a tool's output that become a note in the conversation, so that the model can go on."""
 
 
 def referred(item: object) -> str | None:
-    """The id of the item that an item of an input stands for; None if it stands for itself."""
+    """Returns the id in an item that refers to another item; None for any other item."""
     item_id = item.get("id") if isinstance(item, dict) and _kind(item) == "item_reference" else None
     return item_id if isinstance(item_id, str) else None
 
@@ -98,7 +98,7 @@ class _Reader:
             raise InvalidRequest(f"{place} of type {shown(kind)} is not understood: {shown(dict(item))}")
 
     def end(self) -> list[dict[str, Any]]:
-        """All messages."""
+        """Returns all messages."""
         self._end_thought()
         for message in self._messages:
             if "reasoning_content" in message:
@@ -123,12 +123,12 @@ class _Reader:
             self._reasoning = []
 
     def _end_thought(self) -> None:
-        """Thinking that led to nothing, in an answer that was cut off, is a message of its own."""
+        """Adds reasoning at the end of an answer that was cut off as a message of its own."""
         if self._reasoning:
             self._add({"role": "assistant", "content": ""})
 
     def _thought(self, item: Mapping[str, Any], place: str) -> str:
-        """The thinking itself, else as it is packed, else its summary."""
+        """Returns the reasoning itself, else its packed form, else its summary."""
         texts: dict[str, str] = {}
         for name, kind in (("content", "reasoning_text"), ("summary", "summary_text")):
             parts = item.get(name) or []
@@ -151,7 +151,7 @@ def _function_name(item: Mapping[str, Any], place: str) -> str:
 
 
 def _arguments(item: Mapping[str, Any], place: str) -> dict[str, Any] | str:
-    """As an object, or as JSON in a text, whatever a model has written there."""
+    """Returns the arguments as an object, or as JSON text as the model wrote it."""
     kind = item["type"]
     if kind == "custom_tool_call":
         if not isinstance(item.get(INPUT), str):
@@ -204,7 +204,7 @@ def _output(item: Mapping[str, Any], place: str) -> str:
 
 
 def _names(item: Mapping[str, Any], place: str) -> Iterator[str]:
-    """Of functions that a search has found."""
+    """Yields the names of functions that a search found."""
     tools = item.get("tools")
     if not isinstance(tools, list):
         raise InvalidRequest(f"{place}.tools is {shown(tools)}: it must be a list of tools")
@@ -212,7 +212,7 @@ def _names(item: Mapping[str, Any], place: str) -> Iterator[str]:
 
 
 def added_tools(value: object) -> list[Any]:
-    """Tools that items of an input, which has been read, add to those of the body."""
+    """Returns the tools that items of a checked input add to those of the body."""
     items = [item for item in value if _kind(item) in ADDING] if isinstance(value, list) else []
     return [tool for item in items for tool in typed(item, "tools", list, [])]
 

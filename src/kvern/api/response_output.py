@@ -1,4 +1,4 @@
-"""The output items of /v1/responses while they grow, with their events."""
+"""Output items of /v1/responses while they grow, with their events."""
 
 import json
 import re
@@ -30,11 +30,11 @@ CHARACTER = re.compile(
     rf'[^"\\]+|{HIGH}{LOW}|{HIGH}(?=[^\\]|\\[^u]|\\u.{{4}})|(?!{HIGH})\\u{HEX}{{4}}|\\u(?={HEX}{{0,3}}(?!{HEX}).)|\\[^u]',
     re.DOTALL,
 )
-"""A character of a text in JSON, once it is certain where it ends; or what stands for none."""
+"""A character in a JSON text whose end is certain, or an invalid escape."""
 
 
 class LocalShellAction(msgspec.Struct):
-    """What a local_shell_call does."""
+    """The action of a local_shell_call."""
 
     command: list[str]
     env: dict[str, str] = {}
@@ -45,7 +45,7 @@ class LocalShellAction(msgspec.Struct):
 
 
 class ShellAction(msgspec.Struct):
-    """What a shell_call does."""
+    """The action of a shell_call."""
 
     commands: list[str]
     timeout_ms: int | None = None
@@ -53,7 +53,7 @@ class ShellAction(msgspec.Struct):
 
 
 class FileOperation(msgspec.Struct):
-    """What an apply_patch_call does."""
+    """The operation of an apply_patch_call."""
 
     type: Literal["create_file", "update_file", "delete_file"]
     path: str
@@ -69,13 +69,13 @@ ACTIONS: dict[str, Any] = {
 
 
 def response_of(item_id: str) -> str | None:
-    """The response that an item is of; None for an id of someone else's making."""
+    """Returns the response that an item belongs to; None for ids that kvern did not make."""
     found = ITEM_ID.fullmatch(item_id)
     return None if found is None else f"resp_{found[1]}"
 
 
 class OutputItems:
-    """A response's output, item by item: one grows at a time."""
+    """The output of a response; one item grows at a time."""
 
     def __init__(self, response: dict[str, Any]) -> None:
         self.items: list[dict[str, Any]] = []
@@ -88,7 +88,8 @@ class OutputItems:
         self._logprobs: list[msgspec.Raw] = []
 
     def add(self, pieces: Sequence[Piece], logprobs: Sequence[msgspec.Raw] = ()) -> list[Event]:
-        """Let the output grow. `logprobs` are of the tokens since the last pieces; those of messages are told."""
+        """Adds pieces to the output. `logprobs` belong to the tokens since the last pieces; those of messages are
+        sent."""
         events: list[Event] = []
         self._logprobs += logprobs
         for piece in pieces:
@@ -116,12 +117,12 @@ class OutputItems:
         return events
 
     def end(self, status: str) -> list[Event]:
-        """No more will come; an answer without anything is an empty message."""
+        """Returns the last events. An answer without content is an empty message."""
         events = [] if self.items else self._begin(_Message())
         return events + self.close(status)
 
     def close(self, status: str = "completed") -> list[Event]:
-        """End the item that grows, if there is one."""
+        """Ends the growing item, if there is one."""
         item, self._open = self._open, None
         return [] if item is None else item.end(status)
 
@@ -136,12 +137,12 @@ class OutputItems:
 
 
 def event(kind: str, **fields: Any) -> Event:
-    """What `OutputItems` tells; it is numbered when it is sent."""
+    """Returns an event; it gets its number when it is sent."""
     return kind, fields
 
 
 class _Item:
-    """One item that grows. `fields` are the item as it is told, whole when it has ended."""
+    """An item that grows. `fields` are the item as the API shows it, complete once it has ended."""
 
     id: str
     index: int
@@ -167,12 +168,12 @@ class _Item:
         return "".join(self._texts)
 
     def tell(self, kind: str, **fields: Any) -> Event:
-        """An event of this item."""
+        """Returns an event of this item."""
         return event(f"response.{kind}", item_id=self.id, output_index=self.index, **fields)
 
 
 class _Message(_Item):
-    """`news` are the log-probabilities that go with the next text."""
+    """A message. `news` are the log-probabilities that go with the next text."""
 
     def __init__(self) -> None:
         super().__init__("message", {"role": "assistant", "content": []})
@@ -204,7 +205,7 @@ class _Message(_Item):
 
 
 class _Thinking(_Item):
-    """Its summary, if one is asked for, is all of it."""
+    """Reasoning. A summary, if the request wants one, is the whole reasoning."""
 
     def __init__(self, summary: bool, packed: bool) -> None:
         super().__init__("reasoning", {"summary": [], "content": []})
@@ -244,7 +245,7 @@ class _Thinking(_Item):
 
 
 def _call(tool: OfferedTool | None, call_id: str, name: str) -> _Item:
-    """A call of a tool that is not offered is told as one of a function of that name."""
+    """Returns the item of a call. A call of a tool that is not offered is a function call."""
     if tool is None:
         return _FunctionCall({"call_id": call_id, "name": name, "arguments": ""})
     if tool.item in FIXED:
@@ -270,7 +271,8 @@ class _FunctionCall(_Item):
 
 
 class _CustomCall(_Item):
-    """The one text of its arguments is read out of their JSON while that grows; what is no such JSON is the text."""
+    """A call with one text, which is decoded from the JSON arguments as they grow. Other arguments are sent
+    unchanged."""
 
     def __init__(self, fields: dict[str, Any]) -> None:
         super().__init__("custom_tool_call", fields)
@@ -302,7 +304,7 @@ class _CustomCall(_Item):
 
 
 def _character(written: str) -> str:
-    """What an escape stands for; one that means nothing is told as it is."""
+    """Returns the character of an escape; an invalid escape stays as it is."""
     if written[0] != "\\":
         return written
     try:
@@ -313,14 +315,14 @@ def _character(written: str) -> str:
 
 
 class _FixedCall(_Item):
-    """A call with a type of its own is told when it has ended; one that was cut off, as a function's."""
+    """A call with a type of its own. It is sent when it has ended; if it was cut off, as a function call."""
 
     def __init__(self, kind: str, fields: dict[str, Any]) -> None:
         super().__init__(kind, fields)
 
     def begin(self) -> list[Event]:
         if self.fields["type"] == "local_shell_call":
-            self.fields["call_id"] = self.id  # what its output may be known by
+            self.fields["call_id"] = self.id  # its output may use this id
         return []
 
     def end(self, status: str) -> list[Event]:

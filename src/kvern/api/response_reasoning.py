@@ -1,6 +1,6 @@
-"""What a model thought, as text that a client keeps and sends back (`encrypted_content`).
+"""Reasoning that a client keeps and sends back (`encrypted_content`).
 
-It is packed, not secret: responses show the thinking beside it.
+It is packed, not secret: responses show the reasoning beside it.
 """
 
 import base64
@@ -8,20 +8,20 @@ import zlib
 
 MARK = "kvern1."
 MOST_BYTES = 4 << 20
-"""Of all thinking that comes packed in one request."""
+"""The limit of all packed reasoning in one request."""
 PART_BYTES = 1 << 18
-"""Unpacked at once."""
+"""The bytes that are unpacked at once."""
 
 
 def packed_reasoning(text: str) -> str:
-    """A text that only `opened_reasoning` reads."""
+    """Returns a text in a form that only `opened_reasoning` reads."""
     return MARK + base64.urlsafe_b64encode(zlib.compress(text.encode(errors="replace"))).decode()
 
 
 def opened_reasoning(content: object, most: int) -> tuple[str | None, int]:
-    """The thinking, and how many bytes it took to find it, whether it was found or not.
+    """Returns the reasoning, and the number of bytes that were unpacked.
 
-    None for what comes from elsewhere, is broken, or would have more than `most` bytes.
+    The reasoning is None if it comes from elsewhere, is broken, or has more than `most` bytes.
     """
     if not isinstance(content, str) or not content.startswith(MARK) or len(content) > 2 * most:
         return None, 0

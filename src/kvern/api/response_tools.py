@@ -1,6 +1,6 @@
-"""Tools of /v1/responses: what the model sees of each type, which is a function, and how a call of it is told.
+"""Tools of /v1/responses: the function that the model sees for each type, and the item of a call.
 
-Tools that a client runs are offered; those that a service behind OpenAI's API would run are left out, by name.
+Tools that a client runs are offered. Tools that a service of OpenAI would run are left out, and named.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,7 +17,7 @@ FIXED: dict[str, tuple[str, str]] = {
     "apply_patch_call": ("apply_patch", "operation"),
     "tool_search_call": ("tool_search", "arguments"),
 }
-"""Items of calls that have a type of their own: the tool, and the field that holds the arguments."""
+"""Items of calls with a type of their own: the tool, and the field that holds its arguments."""
 INPUT = "input"
 """The one argument of a custom tool."""
 GRAMMARS = {"lark": "Lark grammar", "regex": "regular expression"}
@@ -25,7 +25,7 @@ GRAMMARS = {"lark": "Lark grammar", "regex": "regular expression"}
 
 @dataclass(frozen=True)
 class OfferedTool:
-    """A tool as a function; a call of it is an item of type `item`, which holds `fields`."""
+    """A tool as a function. A call of it is an item of type `item` with these `fields`."""
 
     place: str
     function: dict[str, Any]
@@ -34,7 +34,7 @@ class OfferedTool:
 
     @property
     def definition(self) -> dict[str, Any]:
-        """In the form of chat completions."""
+        """The tool in the format of chat completions."""
         return {"type": "function", "function": self.function}
 
 
@@ -46,11 +46,11 @@ class ToolList:
     left_out: list[str]
 
     def by_function(self) -> dict[str, OfferedTool]:
-        """By the name that the model knows."""
+        """Returns the tools by the names that the model knows."""
         return {tool.function["name"]: tool for tool in self.offered}
 
     def named(self, choice: Mapping[str, Any]) -> list[str]:
-        """The functions that one choice of a tool means; none if it is not offered."""
+        """Returns the functions that a choice means; none if the tool is not offered."""
         kind, name, namespace = (choice.get(part) for part in ("type", "name", "namespace"))
         if kind == "namespace":
             return [tool.function["name"] for tool in self.offered if tool.fields.get("namespace") == name]
@@ -65,14 +65,14 @@ class ToolList:
 
 
 def qualified(namespace: object, name: str) -> str:
-    """The name of a function for the model: one of a namespace carries its name."""
+    """Returns a function's name for the model, which includes its namespace."""
     return f"{namespace}.{name}" if isinstance(namespace, str) and namespace else name
 
 
 def read_tool_list(tools: Sequence[object], added: Sequence[object] = ()) -> ToolList:
-    """`tools` of a body, and those that its input adds, again and again perhaps.
+    """Reads `tools` of a body and those that its input adds, possibly several times.
 
-    Raises InvalidRequest, but for types that are not known or not offered.
+    Unknown types and types that are not offered are left out. Raises InvalidRequest for anything else that is wrong.
     """
     found, more = _read(tools, "tools"), _read(added, "added tools")
     known = found.by_function()
@@ -99,7 +99,7 @@ def _read(tools: Sequence[object], where: str) -> ToolList:
 
 
 def _add_namespace(found: ToolList, namespace: Mapping[str, Any], place: str) -> None:
-    """Its description stands before that of its first tool."""
+    """Adds the tools of a namespace; its description is put before that of its first tool."""
     name, description, tools = namespace.get("name"), namespace.get("description"), namespace.get("tools")
     if not isinstance(name, str) or not name:
         raise InvalidRequest(f"{place}.name is {shown(name)}: it must be the name of the namespace")
@@ -139,13 +139,13 @@ def _add(found: ToolList, tool: Mapping[str, Any], place: str, namespace: str | 
 
 
 def _is_hosted(tool: Mapping[str, Any]) -> bool:
-    """A shell in a container of the service."""
+    """True for a shell in a container of the service."""
     environment = tool.get("environment")
     return isinstance(environment, dict) and environment.get("type") != "local"
 
 
 def _custom(tool: Mapping[str, Any], place: str) -> dict[str, Any]:
-    """A function of one text; a regular expression is held to, a grammar is told."""
+    """Returns a function of one text. A regular expression is enforced, a grammar is only described."""
     description = tool.get("description") or ""
     if not isinstance(description, str):
         raise InvalidRequest(f"{place}.description is {shown(description)}: it must be a text")
@@ -174,7 +174,7 @@ def _grammar(form: object, place: str) -> tuple[str, str]:
 
 
 def chat_tool_choice(choice: object, tools: ToolList) -> tuple[object, str | None]:
-    """`tool_choice` in the form of chat completions; and, if it asks for what is not offered, what is done instead."""
+    """Returns `tool_choice` in the format of chat completions, and a note if it names a tool that is not offered."""
     if choice == "required" and tools.left_out and not tools.offered:
         return "auto", "auto: no tool is offered"
     if not isinstance(choice, dict) or not isinstance(choice.get("type"), str):
@@ -253,4 +253,4 @@ SHAPES: dict[str, dict[str, Any]] = {
         ),
     },
 }
-"""What the model sees of the tools whose calls have a fixed shape."""
+"""Descriptions for the model of tools whose calls have a fixed form."""

@@ -1,4 +1,4 @@
-"""OpenAI's /v1/responses: bodies, and responses as they stand, with the events of their growing."""
+"""OpenAI's /v1/responses: bodies, and responses with their events."""
 
 import asyncio
 import time
@@ -40,15 +40,15 @@ from kvern.tools.definitions import read_tools
 Messages = list[dict[str, Any]]
 
 REFUSED = {"prompt": None, "moderation": None}
-"""Fields that are accepted only with the value that asks for nothing."""
+"""Fields that are accepted only with the value that changes nothing."""
 WITHOUT_EFFECT = (
     "access_programs", "client_metadata", "context_management", "image", "prompt_cache_options", "stream_options",
 )  # fmt: skip
-"""Fields that mean something to OpenAI's service only."""
+"""Fields that only OpenAI's service uses."""
 NAMES = ("user", "safety_identifier", "prompt_cache_key")
-"""Who asks; nothing depends on it."""
+"""Names of the user, which have no effect."""
 LONGEST_NAME = 512
-"""Characters."""
+"""The limit in characters."""
 SUMMARIES = ("auto", "concise", "detailed")
 INCLUDABLE = frozenset({
     "code_interpreter_call.outputs", "computer_call_output.output.image_url", "file_search_call.results",
@@ -56,7 +56,7 @@ INCLUDABLE = frozenset({
     "web_search_call.action.sources", "web_search_call.results",
 })  # fmt: skip
 LEFT_OUT, CHOICE_NOTE = "kvern_tools_left_out", "kvern_tool_choice"
-"""Entries of a response's metadata: the tools that were not offered; what became of a choice of one."""
+"""Entries of a response's metadata: tools that were not offered, and what replaced a choice of one."""
 
 PARAMETERS = set(SamplingParams.__struct_fields__) - {"n", "logprobs", "prompt_logprobs", "prompt_logprobs_from"}
 # fmt: off
@@ -71,7 +71,7 @@ KNOWN = frozenset({
 
 @dataclass(frozen=True)
 class ResponseBody:
-    """What a body asks for: the answer to a conversation. `response` is how it stands when it begins."""
+    """The contents of a body. `response` is the response before its answer."""
 
     conversation: ChatBody
     params: SamplingParams
@@ -81,7 +81,7 @@ class ResponseBody:
 
 
 def read_response(body: Mapping[str, Any], model: str, earlier: Messages) -> ResponseBody:
-    """Check a body; `earlier` are the messages that its input goes on from.
+    """Checks a body. `earlier` are the messages that its input continues.
 
     Raises HttpError, InvalidRequest or InvalidParameter.
     """
@@ -115,7 +115,7 @@ def read_response(body: Mapping[str, Any], model: str, earlier: Messages) -> Res
 
 
 def _configured(body: Mapping[str, Any]) -> Mapping[str, Any]:
-    """With what items of its input change."""
+    """Returns the body with the changes that items of its input make."""
     given = body.get("input")
     changed = {name: {**typed(body, name, dict, {})} for name in ("reasoning", "text")}
     for item in given if isinstance(given, list) else ():
@@ -126,7 +126,7 @@ def _configured(body: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _notes(metadata: Mapping[str, str], tools: ToolList, choice: str | None) -> dict[str, str]:
-    """What was asked and is not done, as far as metadata has room."""
+    """Returns notes on what the request wants and does not get, as far as metadata has room."""
     left_out = ", ".join(dict.fromkeys(tools.left_out))[:LONGEST_METADATA]
     notes = {LEFT_OUT: left_out, CHOICE_NOTE: choice}
     told = {name: note for name, note in notes.items() if note}
@@ -134,7 +134,7 @@ def _notes(metadata: Mapping[str, str], tools: ToolList, choice: str | None) -> 
 
 
 def _included(body: Mapping[str, Any]) -> list[str]:
-    """What `include` names of what is known."""
+    """Returns the known names in `include`."""
     include = typed(body, "include", list, [])
     if not all(isinstance(name, str) for name in include):
         raise HttpError(400, f"include is {shown(include)}: it must be a list of names", param="include")
@@ -142,7 +142,7 @@ def _included(body: Mapping[str, Any]) -> list[str]:
 
 
 def _reasoning(body: Mapping[str, Any], thinking: ThinkingFields) -> dict[str, Any]:
-    """How the model thinks; without `exclude` its items are shown."""
+    """Returns the response's `reasoning`; its items are shown unless `exclude` is set."""
     reasoning = typed(body, "reasoning", dict, {})
     summary = reasoning.get("summary") or reasoning.get("generate_summary")
     if summary not in (None, "none", *SUMMARIES):
@@ -153,7 +153,7 @@ def _reasoning(body: Mapping[str, Any], thinking: ThinkingFields) -> dict[str, A
 
 
 def _verbosity(body: Mapping[str, Any]) -> str | None:
-    """How much a model is to say; it is not told, as chat templates know no word for it."""
+    """Returns `text.verbosity`. The model does not see it: chat templates have no variable for it."""
     verbosity: str | None = typed(body, "text", dict, {}).get("verbosity")
     if verbosity not in (None, "low", "medium", "high"):
         message = f"text.verbosity is {shown(verbosity)}: it must be low, medium or high"
@@ -184,7 +184,7 @@ def _params(body: Mapping[str, Any], form: object) -> SamplingParams:
 def _begun(
     body: Mapping[str, Any], model: str, params: SamplingParams, form: object, thinking: ThinkingFields
 ) -> dict[str, Any]:
-    """A response before its answer."""
+    """Returns a response before its answer."""
     return {
         "id": f"resp_{uuid.uuid4().hex}",
         "object": "response",
@@ -222,12 +222,12 @@ def _begun(
 
 
 def complete(response: dict[str, Any], chat: ChatRequest, output: RequestOutput) -> None:
-    """Give a response its whole answer, whose log-probabilities are given up."""
+    """Adds the whole answer to a response and frees the answer's log-probabilities."""
     items, reader = OutputItems(response), chat.reader()
     answer, length = output.outputs[0], 0
     for number, entry in enumerate(_logprobs(answer, 0, len(answer.token_ids), response["top_logprobs"])):
         length += len(_told(answer, number).token or "")
-        items.add(reader.read(answer.text[:length], False), [entry])  # as it has grown
+        items.add(reader.read(answer.text[:length], False), [entry])  # in the steps in which it grew
     items.add(reader.read(answer.text, True))
     items.end(_conclude(response, output, chat))
     response["output"] = items.items
@@ -235,15 +235,15 @@ def complete(response: dict[str, Any], chat: ChatRequest, output: RequestOutput)
 
 
 def _told(answer: CompletionOutput, number: int) -> Logprob:
-    """The token of this number."""
+    """Returns the sampled entry of the token of this number."""
     assert answer.logprobs is not None
     return answer.logprobs[number][answer.token_ids[number]]
 
 
 def _logprobs(answer: CompletionOutput, first: int, end: int, most: int) -> Iterator[msgspec.Raw]:
-    """Of tokens from the one of this number on, each with the `most` probable; none if they were not asked for.
+    """Yields the log-probabilities of tokens from number `first` on, each with the `most` probable tokens.
 
-    A token that ends the answer is no part of what is said.
+    A token that ends the answer is not part of its text and is left out.
     """
     if answer.logprobs is None:
         return
@@ -255,7 +255,7 @@ def _logprobs(answer: CompletionOutput, first: int, end: int, most: int) -> Iter
 
 
 def _logprob(entry: Logprob) -> dict[str, Any]:
-    """A token that is a part of a character has no bytes of its own."""
+    """Returns an entry in OpenAI's format. A token that is part of a character has no bytes of its own."""
     token = entry.token or ""
     return {
         "token": token,
@@ -265,14 +265,14 @@ def _logprob(entry: Logprob) -> dict[str, Any]:
 
 
 def fail(response: dict[str, Any], error: Exception) -> None:
-    """Let a response fail."""
+    """Marks a response as failed."""
     codes = {400: "invalid_prompt", 429: "rate_limit_exceeded"}
     response["status"] = "failed"
     response["error"] = {"code": codes.get(status_of(error), "server_error"), "message": str(error)}
 
 
 class ResponseEvents:
-    """The events of one response, which grows with them; they are numbered."""
+    """The numbered events of one response, which grows with them."""
 
     def __init__(self, response: dict[str, Any], chat: ChatRequest) -> None:
         self._response, self._chat = response, chat
@@ -280,7 +280,7 @@ class ResponseEvents:
         self._number = 0
 
     async def of(self, output: RequestOutput, news: AsyncIterable[None]) -> AsyncGenerator[tuple[str, dict[str, Any]]]:
-        """All events of an output that has grown at each of the news, each a name and what it holds."""
+        """Yields the events of a growing output: each a name and its content."""
         response, answer, reader = self._response, output.outputs[0], self._chat.reader()
         items = self._items
         yield self._event("response.created", response=response)
@@ -302,19 +302,19 @@ class ResponseEvents:
         yield self._event(f"response.{response['status']}", response=response)
 
     def failed(self, error: Exception) -> tuple[str, dict[str, Any]]:
-        """Let the response fail; the event that says so."""
+        """Marks the response as failed and returns its last event."""
         self._cut_off()
         fail(self._response, error)
         return self._event("response.failed", response=self._response)
 
     def cancelled(self) -> tuple[str, dict[str, Any]]:
-        """Cancel the response; the event that says so, for which clients know no other kind."""
+        """Marks the response as cancelled and returns its last event, incomplete: clients know no other kind."""
         self._cut_off()
         self._response["status"] = "cancelled"
         return self._event("response.incomplete", response=self._response)
 
     def _cut_off(self) -> None:
-        """What was told so far is the output."""
+        """Takes what was sent so far as the output."""
         self._items.close("incomplete")
         self._response["output"] = self._items.items
 
@@ -324,7 +324,7 @@ class ResponseEvents:
 
 
 def _conclude(response: dict[str, Any], output: RequestOutput, chat: ChatRequest) -> str:
-    """All but the items; returns the status."""
+    """Completes all fields but the items, and returns the status."""
     answer = output.outputs[0]
     cut = answer.finish_reason == "length"
     status = response["status"] = "incomplete" if cut else "completed"

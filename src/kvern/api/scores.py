@@ -1,4 +1,4 @@
-"""/v1/score: how likely continuations are after their contexts, by the model's own probabilities.
+"""/v1/score: the probabilities of continuations after their contexts, by the model.
 
 {"context": "2 + 2 =", "continuations": [" 4", " 5"]}
 -> {"data": [{"index": 0, "logprob": -0.1, "tokens": 1, "is_greedy": true}, ...], "usage": {...}}
@@ -33,7 +33,7 @@ REFUSED: Refused = {
 
 @dataclass(frozen=True)
 class ScoreBody:
-    """Pairs to score, and whether the score of each token is wanted as well."""
+    """Pairs to score; `logprobs` adds the score of each token."""
 
     pairs: list[Pair]
     add_special_tokens: bool
@@ -42,7 +42,7 @@ class ScoreBody:
 
 
 def read_score(body: Mapping[str, Any]) -> ScoreBody:
-    """Check a body. Raises HttpError."""
+    """Checks a body. Raises HttpError."""
     check_extras(body, FIELDS, REFUSED)
     logprobs = typed(body, "logprobs", bool, False)
     special = typed(body, "add_special_tokens", bool, True)
@@ -52,7 +52,7 @@ def read_score(body: Mapping[str, Any]) -> ScoreBody:
 def score_answer(
     outputs: Sequence[RequestOutput], prompts: Sequence[ScoredPrompt], model: str, logprobs: bool
 ) -> dict[str, Any]:
-    """The scores; `prompts` are what the pairs became."""
+    """Returns the scores of pairs; `prompts` are made of the pairs."""
     scores = [score_of(output, prompt) for output, prompt in zip(outputs, prompts, strict=True)]
     return {
         "id": f"score-{uuid.uuid4().hex}",
@@ -78,7 +78,7 @@ def _entry(index: int, score: Score, with_logprobs: bool) -> dict[str, Any]:
 
 
 def _read_pairs(body: Mapping[str, Any]) -> list[Pair]:
-    """The pairs of a body: one context for all continuations, or one for each. Raises HttpError."""
+    """Reads the pairs of a body: one context for all continuations, or one for each. Raises HttpError."""
     context: Any = body.get("context")
     continuations = typed(body, "continuations", list, [])
     if not continuations:

@@ -1,4 +1,4 @@
-"""Errors that name a field as the client sent it, where kvern has another name for it."""
+"""Errors that name fields as the client sent them, where kvern has another name."""
 
 import re
 from collections.abc import Mapping
@@ -10,7 +10,7 @@ from kvern.errors import KvernError
 
 
 def sent_names(body: Mapping[str, Any]) -> dict[str, str]:
-    """What a body, its `options`, or a row's `body` call the fields that kvern calls otherwise, by kvern's names."""
+    """Returns a client's names of fields in a body, its `options` or a row's `body`, by kvern's names."""
     parts = (body, body.get("options"), body.get("body"))
     return {
         ours: name
@@ -22,7 +22,7 @@ def sent_names(body: Mapping[str, Any]) -> dict[str, str]:
 
 
 def as_sent(error: Exception, names: Mapping[str, str]) -> Exception:
-    """A refusal in which the fields have the names that `names` gives them; any other error as it is."""
+    """Returns a refusal in which fields have the client's `names`; any other error unchanged."""
     if not names or not isinstance(error, KvernError) or status_of(error) != 400:
         return error
     ours = "|".join(map(re.escape, names))

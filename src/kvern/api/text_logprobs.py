@@ -1,7 +1,7 @@
-"""Log-probabilities of /v1/completions: tokens by their texts, and where each begins in the text that is sent.
+"""Log-probabilities of /v1/completions: tokens by their texts, and the offset of each in the text that is sent.
 
-Tables of log-probabilities, here and in other APIs, are encoded one by one as soon as they are made: answers hold no
-objects for single entries, through which the garbage collector would go in the midst of other work.
+Tables of log-probabilities, here and in other APIs, are encoded one by one at once. Answers then hold no object for
+each entry, which would make garbage collections slow.
 """
 
 import codecs
@@ -15,14 +15,14 @@ from kvern.request.outputs import CompletionOutput
 from kvern.text.tokenizer import Tokenizer
 
 ENTRIES_AT_ONCE = 1024
-"""Log-probabilities that are written in one go."""
+"""The log-probabilities that are encoded at once."""
 
 
 class TextOffsets:
-    """Where tokens begin in a text, in characters: those of a part of a character where that does.
+    """Offsets of tokens in a text, in characters. Tokens that are parts of one character have the same offset.
 
-    Special tokens that are left out of an answer take no room. Of a prompt the `text` is known, and its tokens are
-    looked for in it, as tokenizers may put tokens and a blank before it.
+    Special tokens that are left out of an answer have no length. For a prompt the `text` is known; tokens are searched
+    in it, as tokenizers may put tokens and a blank before it.
     """
 
     def __init__(self, tokenizer: Tokenizer, options: AnswerOptions, start: int = 0, text: str | None = None) -> None:
@@ -31,7 +31,7 @@ class TextOffsets:
         self._next = start
 
     def of(self, token_ids: Sequence[int]) -> list[int]:
-        """Of the next tokens."""
+        """Returns the offsets of the next tokens."""
         found = []
         for token_id in token_ids:
             found.append(self._next)
@@ -39,7 +39,7 @@ class TextOffsets:
         return found
 
     def _length(self, token_id: int) -> int:
-        """How many characters of the text end with a token."""
+        """Returns the number of characters that end with a token."""
         options, special = self._options, self._tokenizer.is_special(token_id)
         if self._text is None and special and options.skips_special and token_id not in options.visible:
             return 0
@@ -55,7 +55,7 @@ class TextOffsets:
 def text_logprobs(
     completion: CompletionOutput, options: AnswerOptions, tokenizer: Tokenizer, offsets: TextOffsets
 ) -> dict[str, Any] | None:
-    """Those of an answer, or of what is new in it."""
+    """Returns the log-probabilities of an answer, or of a part of it."""
     if completion.logprobs is None or options.logprobs is None:
         return None
     names, logprobs, tops = [], [], []
@@ -78,17 +78,18 @@ def text_logprobs(
 
 
 def tables_at_once(count: int) -> int:
-    """How many tables of `count` entries are written before other tasks have their turn."""
+    """Returns how many tables of `count` entries are encoded before other tasks have a turn."""
     return max(1, ENTRIES_AT_ONCE // (1 + count))
 
 
 def finite(logprob: float) -> float:
-    """JSON has no infinity; OpenAI writes -9999 for a token that could not be sampled."""
+    """Returns a log-probability for JSON, which has no infinity: -9999, as OpenAI writes for impossible tokens."""
     return logprob if math.isfinite(logprob) else -9999.0
 
 
 def token_name(token_id: int, options: AnswerOptions, tokenizer: Tokenizer) -> str:
-    r"""A token's text; of a part of a character its bytes, as ``bytes:\xe2\x80``, or its id if ids are wanted."""
+    r"""Returns a token's text; for a part of a character its bytes, as ``bytes:\xe2\x80``, or its id if ids are
+    wanted."""
     if options.ids_as_tokens:
         return f"token_id:{token_id}"
     data = tokenizer.id_to_bytes(token_id)

@@ -1,4 +1,4 @@
-"""Pairs of texts, of which the second is compared with the first: /v1/score as vLLM has it, and what /v1/rerank asks.
+"""Pairs of texts that are compared: vLLM's /v1/score, and /v1/rerank.
 
 {"text_1": "What do foxes eat?", "text_2": ["Mice and berries.", "Foxes are red."]}
 -> {"data": [{"index": 0, "object": "score", "score": 0.9}, ...], "usage": {...}}
@@ -21,10 +21,10 @@ from kvern.engine.scoring import Score
 from kvern.errors import shown
 
 NAMES = (("text_1", "text_2"), ("queries", "documents"), ("queries", "items"), ("data_1", "data_2"))
-"""What /v1/score calls the texts of pairs, as vLLM does."""
+"""The names of the two texts in /v1/score, as in vLLM."""
 OF_PAIRS = frozenset({"instruction", "truncate_prompt_tokens", "max_tokens_per_doc"})
 SHARED = OF_PAIRS | WITHOUT_EFFECT | set(COMMON_FIELDS)
-"""What both routes take."""
+"""Fields of both routes."""
 _SCORES = "scores are what `method` of the answer says; compare them with each other only"
 REFUSED: Refused = {
     **dict.fromkeys(("use_activation", "activation", "normalize"), ((True,), _SCORES)),
@@ -38,38 +38,38 @@ REFUSED: Refused = {
     "return_embeddings": ((False,), "ask /v1/embeddings"),
     **dict.fromkeys(("chat_template", "chat_template_kwargs"), (("", {}), "the model's own template is used")),
 }
-"""Fields of other servers that would change scores, with the values that ask for nothing, and what to do."""
+"""Fields of other servers that would change scores, with the values that change nothing and advice."""
 KNOWN = SHARED | {name for names in NAMES for name in names}
 MOST_PAIRS = MOST_SEQUENCES // 2
 MOST_CHARACTERS = 1 << 22
-"""Of all pairs, a text counted with each that it is in."""
+"""The limit of all pairs; a text counts once for each of its pairs."""
 INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
 TASK = (
     "Judge whether the Document meets the requirements based on the Query and the Instruct provided. "
     'Note that the answer can only be "yes" or "no".'
 )
-"""What Qwen3-Reranker was trained with, and with `INSTRUCTION` where there is none."""
+"""The task that Qwen3-Reranker was trained with; `INSTRUCTION` is its default instruction."""
 
 
 @dataclass(frozen=True)
 class TextPairs:
-    """Queries and documents, pair by pair."""
+    """Queries and documents in pairs."""
 
     pairs: list[tuple[str, str]]
     names: tuple[str, str]
-    """What the body calls queries and documents."""
+    """The names of queries and documents in the body."""
     instruction: str
-    """What counts as an answer; empty for the model's own."""
+    """The definition of a relevant document; empty for the model's own."""
     most_tokens: int | None
-    """Documents are cut at their ends so that prompts have so many tokens at most; -1: as many as the context has."""
+    """The limit of a prompt, for which documents lose their ends; -1 is the model's context."""
     most_document_tokens: int | None
-    """Only so many of a document's first tokens count."""
+    """The limit of a document's tokens; the rest is ignored."""
     common: CommonFields
 
     def question(self, query: str, document: str, has_roles: bool) -> list[dict[str, str]]:
-        """A conversation that asks for yes or no.
+        """Returns a conversation that asks for yes or no.
 
-        Templates made for reranking have the roles `query` and `document`, and say the task themselves.
+        Templates made for reranking have the roles `query` and `document`, and contain the task.
         """
         if has_roles:
             asked = [{"role": "system", "content": self.instruction}] if self.instruction else []
@@ -80,7 +80,7 @@ class TextPairs:
 
 @dataclass(frozen=True)
 class Relevances:
-    """One score for each pair; `method` says what a score is, the tokens are those of all prompts."""
+    """One score for each pair. `method` explains the scores; the tokens are those of all prompts."""
 
     scores: list[float]
     method: str
@@ -89,7 +89,7 @@ class Relevances:
 
     @property
     def usage(self) -> dict[str, Any]:
-        """In OpenAI's shape."""
+        """The usage in OpenAI's format."""
         return {
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": 0,
@@ -99,12 +99,12 @@ class Relevances:
 
 
 def has_pairs(body: Mapping[str, Any]) -> bool:
-    """Whether a body of /v1/score compares texts; any other asks how likely continuations are."""
+    """True if a body of /v1/score compares texts; any other asks for probabilities of continuations."""
     return bool(_given(body))
 
 
 def read_pairs(body: Mapping[str, Any]) -> TextPairs:
-    """Check a body of /v1/score: one first text for all second ones, or one for each. Raises HttpError."""
+    """Checks a body of /v1/score: one first text for all second texts, or one for each. Raises HttpError."""
     given = _given(body)
     check_extras(body, OF_PAIRS | {name for names in NAMES for name in names}, REFUSED)
     for other in ("context", "continuations"):
@@ -125,7 +125,7 @@ def read_pairs(body: Mapping[str, Any]) -> TextPairs:
 
 
 def text_pairs(body: Mapping[str, Any], pairs: list[tuple[str, str]], names: tuple[str, str]) -> TextPairs:
-    """Pairs with what else a body says of them. Raises HttpError."""
+    """Returns the pairs with the other fields of a body. Raises HttpError."""
     instruction = typed(body, "instruction", str, "")
     characters = len(pairs) * len(instruction) + sum(len(text) for pair in pairs for text in pair)
     if characters > MOST_CHARACTERS:
@@ -142,7 +142,7 @@ def text_pairs(body: Mapping[str, Any], pairs: list[tuple[str, str]], names: tup
 
 
 def read_texts(given: Sequence[object], name: str) -> list[str]:
-    """Each a text, or an object with one as `text`. Raises HttpError."""
+    """Reads texts, each of which may be an object with a `text`. Raises HttpError."""
     if not 0 < len(given) <= MOST_PAIRS:
         raise HttpError(400, f"{name} holds {len(given)}: it must hold 1 to {MOST_PAIRS} texts", param=name)
     texts = []
@@ -160,17 +160,17 @@ def _texts(given: object, name: str) -> list[str]:
 
 
 def _given(body: Mapping[str, Any]) -> list[str]:
-    """The names of a body's texts."""
+    """Returns the names of texts that a body holds."""
     return [name for name in dict.fromkeys(itertools.chain(*NAMES)) if body.get(name) is not None]
 
 
 def probability_of_yes(yes: Score, no: Score) -> float:
-    """Against no; half where the model gives neither."""
+    """Returns the probability of yes against no; 0.5 if the model gives neither."""
     return 0.5 if yes.logprob == no.logprob else sigmoid(yes.logprob - no.logprob)
 
 
 def pairs_answer(relevances: Relevances, model: str) -> dict[str, Any]:
-    """The scores in the order of the pairs."""
+    """Returns the scores in the order of the pairs."""
     return {
         "id": f"score-{uuid.uuid4().hex}",
         "object": "list",

@@ -1,7 +1,7 @@
-"""What a body says of thinking, under any of the names that clients use for it.
+"""Fields about thinking, under all names that clients use.
 
-how much   thinking_budget, thinking_token_budget, reasoning.max_tokens, thinking.budget_tokens
-whether    enable_thinking, thinking.type, reasoning.enabled, reasoning_effort, reasoning.effort
+budget     thinking_budget, thinking_token_budget, reasoning.max_tokens, thinking.budget_tokens
+on or off  enable_thinking, thinking.type, reasoning.enabled, reasoning_effort, reasoning.effort
 shown      include_reasoning, reasoning.exclude
 """
 
@@ -12,14 +12,14 @@ from typing import Any
 from kvern.errors import InvalidRequest, shown
 
 UNLIMITED = -1
-"""As a budget: none."""
+"""The budget without a limit."""
 SWITCHES = ("enable_thinking", "thinking")
-"""What chat templates call the variable that turns thinking on and off."""
+"""Names of the template variable that turns thinking on and off."""
 
 
 @dataclass(frozen=True)
 class ThinkingFields:
-    """`budget` is in tokens, None for none; `variables` are for the chat template."""
+    """The fields of a body. `budget` is in tokens, None for no limit; `variables` are for the chat template."""
 
     budget: int | None
     include: bool
@@ -27,7 +27,7 @@ class ThinkingFields:
 
 
 def read_thinking(body: Mapping[str, Any]) -> ThinkingFields:
-    """Check all of it. Raises InvalidRequest where two names say different things."""
+    """Checks the fields. Raises InvalidRequest where two names disagree."""
     reasoning, thinking = _object(body, "reasoning"), _thinking(body)
     excluded = _switch("reasoning.exclude", reasoning.get("exclude"))
     included = _switch("include_reasoning", body.get("include_reasoning"))
@@ -49,7 +49,7 @@ def read_thinking(body: Mapping[str, Any]) -> ThinkingFields:
 def _enabled(
     body: Mapping[str, Any], reasoning: Mapping[str, Any], thinking: Mapping[str, Any], effort: str | None
 ) -> bool | None:
-    """Whether the model is to think, by what says it most plainly; None: as the template likes."""
+    """Returns whether the model should think, by the most explicit field; None leaves it to the template."""
     said = (
         _switch("enable_thinking", body.get("enable_thinking")),
         None if "type" not in thinking else thinking["type"] != "disabled",
@@ -76,7 +76,7 @@ def _budget(body: Mapping[str, Any], reasoning: Mapping[str, Any], thinking: Map
 
 
 def _thinking(body: Mapping[str, Any]) -> Mapping[str, Any]:
-    """`thinking`, an object with a type; some clients send true or false for it."""
+    """Returns `thinking`, an object with a type; some clients send true or false."""
     value = body.get("thinking")
     if isinstance(value, bool):
         return {"type": "enabled" if value else "disabled"}
@@ -87,7 +87,7 @@ def _thinking(body: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _agreed(named: Mapping[str, Any]) -> Any:
-    """The value that all names that have one agree on."""
+    """Returns the value that all given names agree on. Raises InvalidRequest if they differ."""
     given = {name: value for name, value in named.items() if value is not None}
     first = next(iter(given.items()), (None, None))
     for name, value in given.items():

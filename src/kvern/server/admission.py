@@ -1,4 +1,4 @@
-"""Who is let in: a bounded queue, limits of each key, and how long the others should wait."""
+"""Admission of requests: a bounded queue, limits of each API key, and the time after which a client may try again."""
 
 import contextlib
 import math
@@ -11,12 +11,12 @@ from kvern.server.keys import ApiKey
 from kvern.serving.client import EngineClient
 
 RATE_WINDOW = 128
-"""So many of a key's last answers tell how fast its answers come."""
+"""The number of a key's last answers from which its rate is estimated."""
 LONGEST_RETRY = 60
 
 
 class KeyLimits:
-    """Counts the requests of each key, whichever engine they ask."""
+    """Counters of each key's requests, over all engines."""
 
     def __init__(self) -> None:
         self._concurrent: Counter[str] = Counter()
@@ -24,21 +24,22 @@ class KeyLimits:
 
     @property
     def running(self) -> int:
-        """Of all keys."""
+        """The number of running requests of all keys."""
         return self._concurrent.total()
 
     def begin(self, key: ApiKey) -> None:
-        """One more runs."""
+        """Counts a request that begins."""
         self._concurrent[key.line] += 1
         if key.per_minute is not None:
             self._begun.setdefault(key.name, deque(maxlen=key.per_minute)).append(time.monotonic())
 
     def end(self, key: ApiKey) -> None:
-        """One has ended."""
+        """Counts a request that has ended."""
         _subtract(self._concurrent, key.line, 1)
 
     def excess(self, key: ApiKey) -> tuple[str, str, float | None] | None:
-        """Why a key may not begin another now, as reason and message, and the seconds to wait if they are known."""
+        """Returns why a key may not begin another request now: a reason, a message, and the seconds to wait if
+        known."""
         running = self._concurrent[key.line]
         if key.concurrent is not None and running >= key.concurrent:
             message = f"key {key.name} has {running} requests at the same time, its limit: wait until one ends"
@@ -53,10 +54,10 @@ class KeyLimits:
 
 
 class Admission:
-    """Counts what `users` keys ask of one engine; `limits` are of all engines.
+    """Admits requests to one engine; `limits` count the requests to all engines, and `users` is the number of keys.
 
-    While the queue has room, a key may fill all of it. Then each may still have its part of `max_queue` waiting, and
-    the rows of its batches another, so that at most three times `max_queue` wait in all.
+    A key may fill the queue while the queue has free places. When it is full, each key may still have its share of
+    `max_queue` waiting, and rows of its batches the same again, so that at most three times `max_queue` wait in all.
     """
 
     def __init__(self, client: EngineClient, max_queue: int, users: int, limits: KeyLimits) -> None:
@@ -69,7 +70,7 @@ class Admission:
 
     @contextlib.contextmanager
     def enter(self, key: ApiKey, sequences: int = 0) -> Iterator[None]:
-        """Let a request of so many sequences in, until the block ends. Raises HttpError, 429, 403 or 400."""
+        """Admits a request of `sequences` sequences until the block ends. Raises HttpError 429, 403 or 400."""
         if 0 in (key.concurrent, key.per_minute):
             message = f"key {key.name} may ask no model: its limit of requests is 0"
             raise HttpError(403, message, code="permission_denied")
@@ -88,7 +89,10 @@ class Admission:
 
     @contextlib.contextmanager
     def arriving(self, key: ApiKey, sequences: int) -> Iterator[Callable[[int], None]]:
-        """While these sequences are made ready for the engine, they wait as well. Call with how many the engine has."""
+        """Counts sequences as waiting while their prompts are prepared.
+
+        The block calls the yielded function with the number of sequences that it has handed to the engine.
+        """
         left = sequences
         self._arriving[key.line] += sequences
 
@@ -121,7 +125,7 @@ class Admission:
         raise self._refusal("queue", message, self._seconds_for(key, excess))
 
     def _seconds_for(self, key: ApiKey, sequences: int) -> float:
-        """How long so many answers take, by the rate of the key's last ones."""
+        """Estimates the seconds that the next `sequences` answers take, from the rate of the key's last answers."""
         ended = self._ended.get(key.line)
         if ended is None or len(ended) < 2:
             return 1.0

@@ -1,4 +1,4 @@
-"""The HTTP application: which handler a route has, and what happens to errors."""
+"""The HTTP application: its routes and its error handlers."""
 
 import time
 from collections.abc import Awaitable, Callable, Sequence
@@ -49,12 +49,12 @@ from kvern.serving.client import EngineClient
 from kvern.version import __version__
 
 METRICS_ROUTES = ("/metrics", "/load", "/ready", "/version", "/health", "/ping")
-"""What a key with metrics=1 may read."""
+"""Routes that a key with metrics=1 may read."""
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
 class Server:
-    """The handlers, and the engines behind them, one for each model."""
+    """Handlers that belong to no single API, and the engines, one for each model."""
 
     def __init__(
         self,
@@ -63,8 +63,8 @@ class Server:
         keys: Sequence[ApiKey] = (),
         figures_of_all: Callable[[], Awaitable[bytes]] | None = None,
     ) -> None:
-        """`figures_of_all`: what /metrics shows where this is one of several servers, whose engines somebody else adds
-        and removes; None: `figures`."""
+        """`figures_of_all` returns the text of /metrics where several server processes share engines that another
+        process adds and removes; None: `figures` returns it."""
         self._keys = keys
         self._figures_of_all = figures_of_all
         self.service = Service(clients, config, keys)
@@ -83,7 +83,7 @@ class Server:
         self.started = int(time.time())
 
     def app(self) -> ASGIApp:
-        """The ASGI application. With keys, every route but /health and /ping needs one of them."""
+        """Returns the ASGI application. If there are keys, every route but /health and /ping needs one of them."""
         responses, claude, files, batches, tokens = (
             self.responses,
             MessagesApi(self.service),
@@ -143,17 +143,17 @@ class Server:
         return by_all_names(Gate(_walled(app), self._keys, self.service.users, self.service.config), routes)
 
     async def stop(self) -> None:
-        """End what runs in the background, and let go of the folder."""
+        """Ends background work and releases the data folder."""
         await self.responses.stop()
         await self.batches.stop()
         self._folder.leave()
 
     async def health(self, request: Request) -> Response:
-        """The process lives."""
+        """GET /health: the process lives."""
         return json_response({"status": "ok"})
 
     async def ready(self, request: Request) -> Response:
-        """All models have an engine that takes requests."""
+        """GET /ready: every model has an engine that takes requests."""
         trouble, several = self.service.trouble, self.service.replicas
         told = {"engines": several} if several else {}
         if trouble is None:
@@ -161,41 +161,41 @@ class Server:
         return json_response({"ready": False, "reason": trouble, **told}, 503)
 
     async def ping(self, request: Request) -> Response:
-        """The same for who has no key, without a word of what is wrong."""
+        """GET or POST /ping: as /ready, for clients without a key, without the reason."""
         return Response(status_code=503 if self.service.trouble else 200, media_type="text/plain")
 
     async def load(self, request: Request) -> Response:
-        """How many requests are there, for whoever spreads them over servers."""
+        """GET /load: the number of requests in the server, for load balancers."""
         self._check_watcher(request)
         return json_response({"server_load": self.service.load})
 
     async def version(self, request: Request) -> Response:
-        """Which kvern this is."""
+        """GET /version: the version of kvern."""
         return json_response({"version": __version__})
 
     async def metrics(self, request: Request) -> Response:
-        """Figures for Prometheus."""
+        """GET /metrics: metrics in Prometheus's text format."""
         self._check_watcher(request)
         text = self.figures() if self._figures_of_all is None else await self._figures_of_all()
         return Response(text, headers={"content-type": METRICS_TYPE})
 
     def figures(self) -> bytes:
-        """Of this server, in Prometheus's text format."""
+        """Returns the metrics of this process in Prometheus's text format."""
         return together([figures for engine in self.service.engines for figures in engine.client.metrics])
 
     def _check_watcher(self, request: Request) -> None:
-        """Figures of several keys are for a key of Prometheus's own, or an administrator's."""
+        """Refuses keys that may not read metrics of several keys: they need admin=1 or metrics=1. Raises HttpError."""
         key: ApiKey = request.state.key
         if len(self.service.users) > 1 and not (key.admin or key.metrics):
             message = "the metrics tell what other keys do: read them with an API key with metrics=1 or admin=1"
             raise HttpError(403, message, code="permission_denied")
 
     async def description(self, request: Request) -> Response:
-        """The API as an OpenAPI document."""
+        """GET /openapi.json: the API as an OpenAPI document."""
         return json_response(self._described())
 
     async def documentation(self, request: Request) -> Response:
-        """The same for readers."""
+        """GET /docs: the OpenAPI document as a page."""
         return HTMLResponse(page(self._described()), headers=PAGE_HEADERS)
 
     def _described(self) -> Schema:
@@ -203,7 +203,7 @@ class Server:
         return document(self.service.names, vocab_size, bool(self._keys))
 
     async def list_models(self, request: Request) -> Response:
-        """The names that `model` may have."""
+        """GET /v1/models: the names that `model` may have."""
         engines = self.service.engines
         if is_anthropic(request.scope):
             lengths = {name: engine.client.inputs.max_model_len for engine in engines for name in engine.names}
@@ -212,7 +212,7 @@ class Server:
         return json_response({"object": "list", "data": entries})
 
     async def model(self, request: Request) -> Response:
-        """One of them."""
+        """GET /v1/models/{model}: one of these names."""
         name = request.path_params["model"]
         engine = self.service.engine_of(name)
         if is_anthropic(request.scope):
@@ -221,7 +221,7 @@ class Server:
 
 
 def _walled(app: ASGIApp) -> ASGIApp:
-    """Keys of Prometheus see nothing but figures."""
+    """Refuses keys with metrics=1 on every route but those of metrics."""
 
     async def walled(scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["state"]["key"].metrics and path_of(scope) not in METRICS_ROUTES:
@@ -239,7 +239,7 @@ async def _failed(request: Request, error: Exception) -> Response:
 
 
 async def _nested(request: Request, error: Exception) -> Response:
-    """Only what was sent can be so deep."""
+    """Answers a body that is nested too deeply: nothing else in the server recurses so far."""
     refused = HttpError(400, "the body is nested too deeply: use fewer levels")
     return error_response(refused, request.scope)
 
@@ -249,6 +249,6 @@ async def _gone(request: Request, error: Exception) -> Response:
 
 
 async def _broken(request: Request, error: Exception) -> Response:
-    """A fault of this server: its log has the traceback, under the request's id."""
+    """Answers an error of the server itself. The log has its traceback, with the request's id."""
     message = f"the server has a fault; its log tells more under request id {request.state.request_id}"
     return error_response(HttpError(500, message), request.scope)

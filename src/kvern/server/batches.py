@@ -1,11 +1,11 @@
-"""The work of batches: files of requests, worked through beside the others, that survive a restart.
+"""The work of one batch: rows of a file, answered beside other requests. A batch survives a restart.
 
-    in a batch's life: validating --> in_progress --> finalizing --> completed
-                            |              |
-                          failed    cancelling, expired, failed     (what was answered so far stays)
+  status: validating --> in_progress --> finalizing --> completed
+              |              |
+           failed    cancelling, expired, failed     (answers so far are kept)
 
-Each answer is appended to the output file when it is there. After a restart the rows that have one are left out. When
-the disk takes no more, or no more of this key, the batch's `paused` says so until it goes on.
+Each answer is appended to the output file at once. After a restart, rows that have an answer are skipped. While the
+disk is full, or the key's part of it, `paused` in the batch says so.
 """
 
 import asyncio
@@ -40,24 +40,24 @@ from kvern.server.stores.files import Object, Store, paths_of_batch
 logger = logging.getLogger("kvern")
 
 Answerer = Callable[[dict[str, Any], ApiKey], Awaitable[object]]
-"""From the body of a request, which it may change and empty, to the body of its answer."""
+"""Answers a request: from its body, which the answerer may change and empty, to the answer's body."""
 
 ENDPOINTS = (CHAT, COMPLETIONS, EMBEDDINGS, SCORE, RERANK)
 WINDOW_SECONDS = 24 * 3600
 MOST_ROWS = 50_000
 MOST_ERRORS = 100
-"""Of a file that are told; the first ones are enough to mend it."""
+"""The number of errors that are reported for a file."""
 RUNNING = ("validating", "in_progress", "finalizing", "cancelling")
 COUNTED_EVERY = 1.0
-"""Seconds after which the counts of a batch are written down."""
+"""Seconds between two saves of a batch's counts."""
 PAUSE = 1.0
-"""Seconds after which a batch that found no room looks again."""
+"""Seconds until a batch that found the disk full tries again."""
 
 FAULT = "the server has a fault; its log tells more"
 
 
 class Work:
-    """One batch that runs; `body` is how it stands."""
+    """One running batch. `body` is the batch as the API shows it."""
 
     def __init__(
         self,
@@ -78,14 +78,14 @@ class Work:
         self._lane = lane
         self._reading = asyncio.Lock()
         self.saved = False
-        """The end is written down. If the disk did not take it, this object is all that knows of it."""
+        """True once the final state is on disk. Until then this object alone knows it."""
         self._cancelled = asyncio.Event()
         self._writing = asyncio.Lock()
         self._output, self._errors = (store.path(name) for name in paths_of_batch(body["id"]))
         self.task = asyncio.create_task(self._run())
 
     def cancel(self) -> None:
-        """End it, and keep what it has."""
+        """Ends the batch early; the answers so far are kept."""
         if self.body["status"] in ("validating", "in_progress"):
             self._enter("cancelling")
             self._cancelled.set()
@@ -107,7 +107,7 @@ class Work:
             await self._fail(HttpError(500, FAULT))
 
     async def _through(self) -> str:
-        """Answer all rows; the state in which the batch ends."""
+        """Answers all rows. Returns the status in which the batch ends."""
         path = self._store.path(self.body["input_file_id"])
         total, errors = await asyncio.to_thread(check_rows, path, self.body["endpoint"])
         if errors:
@@ -141,7 +141,7 @@ class Work:
     async def _worker(self, rows: Iterator[bytes]) -> None:
         while True:
             async with contextlib.AsyncExitStack() as held:
-                async with self._reading:  # so that one row of this batch waits for its turn, and in one place
+                async with self._reading:  # One row of the batch at a time waits for a place.
                     await held.enter_async_context(self._places)
                     row = await asyncio.to_thread(next, rows, b"")
                     if len(row) > SMALL_BODY_BYTES:
@@ -171,7 +171,7 @@ class Work:
             self.body["request_counts"]["completed" if is_answer else "failed"] += 1
 
     async def _until_room(self, write: Callable[[], Awaitable[None]]) -> None:
-        """Write as soon as the disk takes it."""
+        """Writes as soon as the disk has room."""
         while True:
             try:
                 await write()
@@ -187,7 +187,7 @@ class Work:
     async def _answer_row(self, row: bytes) -> tuple[int, object]:
         while True:
             body = (await asyncio.to_thread(read_json, row))["body"]
-            names = sent_names(body)  # now: who answers empties the body
+            names = sent_names(body)  # read now, because the answerer empties the body
             try:
                 return 200, await self._answer(body, self.key)
             except HttpError as error:
@@ -196,7 +196,7 @@ class Work:
                     continue
                 return error.status, body_of(as_sent(error, names))
             except EngineClosed as error:
-                raise asyncio.CancelledError from error  # the server ends: the row is another's
+                raise asyncio.CancelledError from error  # the server ends: the next server process answers the row
             except (EngineUnavailable, ServerBusy) as error:
                 await asyncio.sleep(error.seconds)
             except KvernError as error:
@@ -212,14 +212,14 @@ class Work:
                 await self._save()
 
     def _take_back_files(self) -> None:
-        """Of an earlier server that was about to end the batch."""
+        """Takes back the output files if an earlier server process stopped while it finished the batch."""
         for path in (self._output, self._errors):
             kept = self._store.path(f"file-{path.name}")
             if kept.exists():
                 kept.rename(path)
 
     async def _keep_files(self) -> None:
-        """Give the files of answers and of errors their ids, if they hold something."""
+        """Turns the files of answers and of errors into files of the API, unless they are empty."""
         for path, name in ((self._output, "output"), (self._errors, "error")):
             if path.exists():
                 file_id = f"file-{path.name}"
@@ -248,7 +248,7 @@ class Work:
 
 
 def check_rows(path: Path, endpoint: str) -> tuple[int, list[Object]]:
-    """The number of rows of an input file, and what is wrong with them."""
+    """Returns the number of rows of an input file, and its errors."""
     seen: set[str] = set()
     errors: list[Object] = []
     number = 0
@@ -268,7 +268,7 @@ def check_rows(path: Path, endpoint: str) -> tuple[int, list[Object]]:
 
 
 def lines_of(file: BinaryIO) -> Iterator[bytes]:
-    """The lines that hold something, of which no more is read than a row may have and one byte."""
+    """Yields the lines that are not blank. At most one byte more than the limit of a row is read of each."""
     while line := file.readline(MAX_BODY_BYTES + 1):
         end = line
         while not end.endswith(b"\n") and (end := file.readline(PART_BYTES)):
@@ -279,7 +279,7 @@ def lines_of(file: BinaryIO) -> Iterator[bytes]:
 
 
 def row_error(line: bytes, endpoint: str, seen: set[str]) -> str | None:
-    """What is wrong with a row; None if nothing. Its custom_id is added to `seen`."""
+    """Returns what is wrong with a row, None if nothing is. Adds its custom_id to `seen`."""
     if len(line) > MAX_BODY_BYTES:
         return f"the row has more than {MAX_BODY_BYTES} bytes: send less"
     try:
@@ -299,13 +299,13 @@ def row_error(line: bytes, endpoint: str, seen: set[str]) -> str | None:
 
 
 class Named(msgspec.Struct):
-    """A row or an answer, of which the rest is not needed."""
+    """The custom_id of a row or of an answer."""
 
     custom_id: str
 
 
 def iter_rows(path: Path, done: set[str]) -> Iterator[bytes]:
-    """The lines of the rows that have no answer yet."""
+    """Yields the rows whose custom_id is not in `done`."""
     with path.open("rb") as file:
         for line in lines_of(file):
             if not done or msgspec.json.decode(line, type=Named).custom_id not in done:
@@ -313,7 +313,7 @@ def iter_rows(path: Path, done: set[str]) -> Iterator[bytes]:
 
 
 def answered(path: Path) -> list[str]:
-    """The custom_ids in a file of answers, whose last line is cut off if it is torn."""
+    """Returns the custom_ids in a file of answers. Removes an incomplete last line from the file."""
     if not path.exists():
         return []
     names, size = [], 0

@@ -1,6 +1,6 @@
-"""Bodies of requests: JSON objects with bounds, and a lane of their own for large ones.
+"""Bodies of requests: JSON objects within limits. Large bodies take turns in a `Lane`.
 
-Decoding holds the interpreter's lock, in a thread as well, so what takes long is refused before it is decoded.
+Decoding holds the interpreter's lock even in a thread, so a body that would take long is refused before decoding.
 """
 
 import asyncio
@@ -23,25 +23,27 @@ from kvern.io.json_work import is_too_much
 logger = logging.getLogger("kvern.requests")
 
 MAX_BODY_BYTES = 16 << 20
-"""Of a request: beyond, it is refused."""
+"""The limit of one body; a larger one is refused."""
 DRAINED_BYTES = 8 * MAX_BODY_BYTES
-"""So much is read and dropped, so that a client that sends first hears why; beyond, the connection is closed."""
+"""The bytes that are read and dropped so that a client that is still sending gets the error; after that the connection
+is closed."""
 SMALL_BODY_BYTES = 1 << 18
-"""Up to here nobody waits."""
+"""The limit up to which a body does not enter the `Lane`."""
 LARGE_BODIES_BYTES = 4 * MAX_BODY_BYTES
-"""Of all large bodies that are read, decoded or answered at the same time; the others wait."""
+"""The limit of all large bodies that are being read, decoded or answered at the same time; others wait."""
 QUIET_SECONDS = 1.0
-"""After the last large body, when nothing refers to it any more, its memory goes back to the system."""
+"""The delay after the last large body until its memory is returned to the system."""
 LONGEST_LISTS = {"messages": 8192, "input": 8192, "items": 8192, "tools": 512}
-"""Of objects."""
+"""The most objects in each list."""
 MOST_PARTS = 8192
-"""Of the contents of all messages together."""
+"""The most content parts in all messages together."""
 
 
 class Lane:
-    """Bytes of large bodies that are there at the same time, taken in the order of asking.
+    """A limit on the bytes of large bodies that are in memory at the same time, granted in the order of arrival.
 
-    None of `users` may have more than its part of them, or one body of any size: it waits, and those behind it pass.
+    Each of `users` keys may have its share, or one body of any size. A key over its share waits, and later bodies of
+    others pass it.
     """
 
     def __init__(self, users: int) -> None:
@@ -54,7 +56,7 @@ class Lane:
 
     @contextlib.asynccontextmanager
     async def room(self, owner: str, size: int) -> AsyncIterator[None]:
-        """Take so many bytes until the block ends."""
+        """Holds `size` bytes until the block ends."""
         await self.take(owner, size)
         try:
             yield
@@ -62,7 +64,7 @@ class Lane:
             self.give(owner, size)
 
     async def take(self, owner: str, size: int) -> None:
-        """Wait until so many bytes are free, and this owner may have them."""
+        """Waits until `size` bytes are free and within the owner's share."""
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting[turn] = owner, size
         self._next()
@@ -76,7 +78,7 @@ class Lane:
             raise
 
     def give(self, owner: str, size: int) -> None:
-        """They are free again."""
+        """Releases the bytes."""
         self._free += size
         self._taken[owner] -= size
         self._next()
@@ -98,7 +100,7 @@ class Lane:
 
 
 def _find_trim() -> Any:
-    """glibc's function that gives free memory back; None with another library."""
+    """Returns glibc's `malloc_trim`; None with another C library."""
     return getattr(ctypes.CDLL(None), "malloc_trim", None)
 
 
@@ -106,16 +108,16 @@ MALLOC_TRIM = _find_trim()
 
 
 def trim_memory() -> None:
-    """Give what large bodies took back to the system. Takes milliseconds, without the interpreter's lock."""
+    """Returns the memory of large bodies to the system. Takes milliseconds, without the interpreter's lock."""
     if MALLOC_TRIM is not None:
         MALLOC_TRIM(0)
 
 
 async def read_object(request: Request) -> dict[str, Any]:
-    """The body as a JSON object, which has `body_seconds` of the request's state to arrive. Raises HttpError.
+    """Reads the body as a JSON object within `body_seconds` of the request's state. Raises HttpError.
 
-    A large one is of the `lane` of the request's state until its answer begins, or it is let go before. The log has it
-    if the state `logs_bodies`.
+    A large body holds the state's `lane` until its answer begins or `let_go` is called. The body is logged if the
+    state's `logs_bodies` is set.
     """
     seconds, lane = request.state.body_seconds, request.state.lane
     stream = request.stream()
@@ -151,13 +153,13 @@ async def read_object(request: Request) -> dict[str, Any]:
 
 
 def let_go(request: Request, body: dict[str, Any]) -> None:
-    """A body that has been read is not needed while its answer is generated."""
+    """Frees a body that has been read, before its answer is generated."""
     body.clear()
     request.state.held.close()
 
 
 async def _take(request: Request, patience: asyncio.Timeout, seconds: float) -> None:
-    """Take the body's bytes of the lane, as often as the body is waited for; the time does not count as the body's."""
+    """Takes the body's bytes from the lane, for `seconds` at most; the wait does not count as the body's time."""
     length = request.headers.get("content-length", "")
     size = min(int(length), MAX_BODY_BYTES) if len(length) < 20 and length.isdecimal() else MAX_BODY_BYTES
     patience.reschedule(None)
@@ -185,7 +187,7 @@ def _decode_parts(parts: list[bytes]) -> dict[str, Any]:
 
 
 def decode_object(data: bytes) -> dict[str, Any]:
-    """JSON as an object that handlers can work on at once. Raises HttpError."""
+    """Decodes a JSON object within the limits. Raises HttpError."""
     if len(data) > SMALL_BODY_BYTES and is_too_much(data):
         raise HttpError(400, "the body holds more values than fit in one request, about a million: send fewer at once")
     if not data:
@@ -202,7 +204,7 @@ def decode_object(data: bytes) -> dict[str, Any]:
 
 
 def check_counts(body: object) -> None:
-    """Refuse an object with more messages, tools or parts than any use needs. Raises HttpError."""
+    """Refuses an object with too many messages, tools or content parts. Raises HttpError."""
     if not isinstance(body, dict):
         return
     for name, most in LONGEST_LISTS.items():

@@ -1,4 +1,4 @@
-"""The chat page: files that `web/` builds, and what a browser may do with them."""
+"""The chat page: files that `web/` builds, with their security headers."""
 
 import mimetypes
 from pathlib import Path
@@ -20,14 +20,14 @@ HEADERS = {
 
 
 def page_routes() -> list[Route]:
-    """`/` and the files that it loads, which are read here."""
+    """Returns the routes of `/` and of the files that it loads. The files are read here."""
     files = sorted(FOLDER.iterdir())
     others = [Route(f"/{file.name}", _response(file), methods=["GET"]) for file in files if file.name != INDEX]
     return [Route("/", _greet, methods=["GET"]), *others]
 
 
 async def _greet(request: Request) -> Response:
-    """The page for browsers, and a line for programs that look whether somebody is there."""
+    """Answers browsers with the page and other programs with a line of text."""
     if "text/html" in request.headers.get("accept", ""):
         return _response(FOLDER / INDEX)
     return PlainTextResponse(GREETING, headers={"Vary": "Accept"})

@@ -21,58 +21,61 @@ class ServerConfig:
     port: int = 8000
     """Port to listen on; 0 takes a free one and prints it."""
     uds: Path | None = None
-    """Listen on this Unix socket instead of an address."""
+    """Unix socket to listen on, in place of an address."""
     root_path: str = ""
-    """Prefix of all paths that a proxy in front takes away, such as /llm."""
+    """Prefix of all paths that a proxy in front of the server removes, such as /llm."""
     tls_cert: Path | None = None
-    """Certificate chain, PEM: serve HTTPS."""
+    """Certificate chain (PEM); with it the server speaks HTTPS."""
     tls_key: Path | None = None
-    """Private key of the certificate, PEM. None: it is in the certificate's file."""
+    """Private key of the certificate (PEM). None: it is in the certificate's file."""
     api_key: tuple[str, ...] = ()
-    """Keys, one of which every request but /health and /ping must then carry."""
+    """API keys; every request but /health and /ping must carry one of them."""
     api_key_file: Path | None = None
-    """File of more keys, one a line: KEY or NAME:KEY, then, if wanted, concurrent=N, per_minute=N, admin=1 and
-    metrics=1, which lets it read /metrics and nothing else."""
+    """File of more API keys, one a line: KEY or NAME:KEY, followed by any of concurrent=N, per_minute=N, admin=1 and
+    metrics=1. A key with metrics=1 may read /metrics and similar routes, nothing else."""
     allowed_origins: tuple[str, ...] = ()
-    """Origins, such as https://chat.example.org, of sites whose pages may use this server in a browser; * is all."""
+    """Origins, such as https://chat.example.org, of web pages that may use this server from a browser; * allows all."""
     allowed_methods: tuple[str, ...] = ("*",)
-    """HTTP methods that pages of allowed origins may use; * is all that there are."""
+    """HTTP methods that pages of allowed origins may use; * allows all."""
     allowed_headers: tuple[str, ...] = ("*",)
-    """Headers that pages of allowed origins may send; * is whichever they ask for."""
+    """Headers that pages of allowed origins may send; * allows all."""
     allow_credentials: bool = False
-    """Let browsers send what they keep for this server (a password, cookies) with requests of pages of allowed origins,
-    which must then be named."""
+    """Let browsers send credentials (passwords, cookies) with requests of pages of allowed origins. The origins must
+    then be named: * is refused."""
     allowed_hosts: tuple[str, ...] = ()
-    """Names in the Host header that a server without keys answers to beside its own address, such as a proxy's."""
+    """Names in the Host header that a server without API keys accepts beside its own address, such as a proxy's name.
+    """
     adapter_folder: Path | None = None
-    """Keys with admin=1 may load adapters from folders below this one while the server runs. None: nobody may."""
+    """Folder below which keys with admin=1 may load adapters while the server runs. None: no adapter may be loaded."""
     max_queue: int = 2048
-    """Sequences that may wait; beyond, requests are refused with 429 and a time to try again. Each of several keys may
-    always have its part of them waiting, whatever the others do."""
+    """Most sequences that may wait; further requests are refused with 429 and a time after which to try again. Each of
+    several keys always has its share of the queue."""
     concurrent_per_key: int | None = None
-    """Requests of one key at the same time, at most."""
+    """Most requests of one key at the same time."""
     per_minute_per_key: int | None = None
-    """Requests of one key in a minute, at most; each row of a batch is one, and waits for its turn."""
+    """Most requests of one key in a minute. Each row of a batch counts as one, and waits until it is allowed."""
     disk_per_key: int = 16 << 30
-    """Bytes of files and batches that one key may keep, at most; of responses and of conversations no more either."""
+    """Most bytes of files and batches that one key may keep; the same limit holds for responses and for conversations.
+    """
     disk_reserve: int = 256 << 20
-    """Bytes of the disk that uploads, responses and conversations leave free, for batches that run."""
+    """Bytes of the disk that uploads, responses and conversations leave free for running batches."""
     stream_interval: int = 1
-    """Tokens that a chunk of a stream waits for; more make streams cheaper and coarser. The first is sent at once."""
+    """Tokens in one chunk of a stream; more make streams cheaper and coarser. The first token is sent at once."""
     share_prefix_cache: bool = False
-    """Let keys reuse each other's cached prompts: each can then find out, by guessing, what others have asked."""
+    """Let keys reuse each other's cached prompts. Each can then find out, by guessing, what others have asked."""
     strip_billing_header: bool = True
-    """Leave out the first line of system messages of /v1/messages that begins with x-anthropic-billing-header: which
-    changes between conversations and requests, so that no prompt could reuse another's cached blocks."""
+    """Drop the first line of /v1/messages system messages if it begins with x-anthropic-billing-header: as it changes
+    between requests, it would keep prompts from reusing each other's cached blocks."""
     request_timeout: float = 30.0
-    """Seconds in which the head of a request must have arrived, then again its body, and in which a client reads some
-    of an answer that waits for it."""
+    """Seconds in which the head of a request must arrive, then its body, and in which a client must read some of a
+    waiting answer."""
     grace_seconds: float = 30.0
-    """How long running requests may go on after a signal to end; a second signal ends them at once."""
+    """Seconds that running requests may go on after a signal to end; a second signal ends them at once."""
     data_dir: Path | None = None
-    """Folder for files, batches, responses and conversations of the API. None: kvern's among the user's data."""
+    """Folder for files, batches, responses and conversations of the API. None: kvern's folder in the user's data
+    folder."""
     log_requests: Literal["none", "summary", "prompts"] = "none"
-    """Write a line for each request: not at all, without anything it holds, or with its body."""
+    """What the log has of each request: nothing, a line without its content, or its body as well."""
 
     def __post_init__(self) -> None:
         for name in ("allowed_origins", "allowed_methods", "allowed_headers"):
@@ -111,7 +114,7 @@ class ServerConfig:
 
 
 def _listed(name: str, values: tuple[str, ...]) -> tuple[str, ...]:
-    """Texts, of which each may also be several as a JSON list. Raises ConfigError."""
+    """Returns the texts, where each may be several texts as a JSON list. Raises ConfigError."""
     found: list[str] = []
     for value in values:
         try:

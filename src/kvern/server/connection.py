@@ -1,9 +1,9 @@
-"""One client's connection: how long and how much it may take of the server without a request to show for it.
+"""A client's connection: limits on the time and bytes that it may take without a complete request.
 
-    connected, or idle  --head begins-->  head  --complete-->  body  --complete-->  the answer  -->  idle
-    `seconds` or keep-alive               `seconds`            the handler's limits  `seconds` without reading any
+  connected, or idle  --head begins-->  head  --complete-->  body  --complete-->  the answer  -->  idle
+  `seconds` or keep-alive               `seconds`            the handler's limits  `seconds` without reading any
 
-Whoever is over a limit is closed. What comes after an answer that did not wait for the body has `seconds` as well.
+A connection over a limit is closed. A body that arrives after its answer has `seconds` as well.
 """
 
 import asyncio
@@ -18,19 +18,18 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 from kvern.server.keys import client_of
 
 HEADER_BYTES = 1 << 16
-"""Of a request's head; as many after the last byte of a body."""
+"""The limit of a request's head, and of what comes after the end of a body."""
 MOST_HEADERS = 256
 MOST_PIPELINED = 16
-"""Requests sent before the answers to those before them."""
+"""The limit of requests that are sent before earlier ones are answered."""
 SLICE_BYTES = 1 << 14
-"""The parser is given so many at once, so that it never holds much more than is allowed."""
+"""The bytes that the parser gets at once, so that it never holds much more than the limits."""
 
 
 class Connection(HttpToolsProtocol):
     """Closes connections of clients that take more than `seconds`, or too many bytes or requests.
 
-    The state of each request has the `client` that is connected, whatever its headers say; of a Unix
-    socket it has none.
+    The state of each request has the address of the `client`, whatever the headers say; a Unix socket has none.
     """
 
     def __init__(self, seconds: float, *arguments: Any, **options: Any) -> None:
@@ -39,10 +38,10 @@ class Connection(HttpToolsProtocol):
         self._patience: asyncio.TimerHandle | None = None
         self._unread: asyncio.TimerHandle | None = None
         self._bytes = 0
-        """That came since the parser last had something to tell of a message."""
+        """The bytes that arrived since the parser last reported a part of a message."""
         self._in_message = False
         self._offered = False
-        """The head that was read last offers another protocol, and is read again without the offer."""
+        """The last head offers another protocol; it is parsed again without the offer."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -57,7 +56,7 @@ class Connection(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """Unlike uvicorn's, bytes alone do not end the time of an idle connection."""
+        """Reads data; unlike uvicorn's method, bytes alone do not end the time limit of an idle connection."""
         try:
             for start in range(0, len(data), SLICE_BYTES):
                 part = data[start : start + SLICE_BYTES]
@@ -74,8 +73,8 @@ class Connection(HttpToolsProtocol):
             self._close()
 
     def _parse(self, data: bytes) -> None:
-        """Let the parser read bytes. Offers of other protocols, such as Java's of HTTP/2, are not taken: their requests
-        are read as if they did not make them."""
+        """Parses bytes. Offers of other protocols, such as HTTP/2 by Java clients, are ignored: the request is parsed
+        as if there were no offer."""
         while data:
             try:
                 self.parser.feed_data(data)
@@ -165,14 +164,14 @@ class Connection(HttpToolsProtocol):
             self._patience = None
 
     def _close(self) -> None:
-        """Close; the client has some time to read what it was sent."""
+        """Closes the connection; the client has `seconds` to read what was sent."""
         self._wait_no_more()
         self.transport.close()
         self._patience = self.loop.call_later(self._seconds, self.transport.abort)
 
 
 def head_without_offer(method: bytes, url: bytes, version: str, headers: list[tuple[bytes, bytes]]) -> bytes:
-    """A request's head that asks for no other protocol."""
+    """Returns a request's head without the headers that offer another protocol."""
     kept = [(name, value) for name, value in headers if name not in (b"upgrade", b"connection")]
     connection = b",".join(value for name, value in headers if name == b"connection").split(b",")
     options = [option.strip() for option in connection if option.strip().lower() not in (b"upgrade", b"http2-settings")]
@@ -183,7 +182,7 @@ def head_without_offer(method: bytes, url: bytes, version: str, headers: list[tu
 async def send_until_closed(
     cycle: RequestResponseCycle, send: Callable[[Any], Awaitable[None]], message: ASGIMessage
 ) -> None:
-    """Let an answer without a length end with its connection: HTTP/1.0 knows no chunks."""
+    """Lets an answer without a length end with its connection, because HTTP/1.0 has no chunks."""
     if message["type"] == "http.response.start":
         if not any(name.lower() == b"content-length" for name, _ in message.get("headers", ())):
             cycle.chunked_encoding = False

@@ -1,4 +1,4 @@
-"""Before and after the handlers: keys, pages of other origins, request ids, and a line in the log if one is wanted."""
+"""The steps before and after every handler: API keys, origins of web pages, request ids, and the request log."""
 
 import base64
 import binascii
@@ -28,11 +28,11 @@ REQUEST_ID = re.compile(rb"[\w.:/+=-]{1,128}")
 
 
 class Gate:
-    """Lets requests pass that carry one of the keys; without keys, all. Each answer has a header `x-request-id`.
+    """Admits requests that carry one of the API keys; without keys, all. Each answer has a header `x-request-id`.
 
-    Handlers find an `ApiKey` as `key` in the request's state, the id as `request_id`, `body_seconds`, `logs_bodies`,
-    the `lane` of large bodies, and what is `held` until the answer begins. Of `users`, the keys that may ask the model
-    or who stands for anyone, the first is for requests without a key.
+    The state of each request has its `key`, `request_id`, `body_seconds`, `logs_bodies`, the `lane` of large bodies,
+    and `held`, what is released when the answer begins. `users` are the keys that may ask a model, or one that stands
+    for anyone; the first is used for requests without a key.
     """
 
     def __init__(self, app: ASGIApp, keys: Sequence[ApiKey], users: Sequence[ApiKey], config: ServerConfig) -> None:
@@ -89,7 +89,7 @@ class Gate:
                 )
 
     def _find(self, scope: Scope, headers: dict[bytes, bytes], is_bad_id: bool) -> tuple[ASGIApp, ApiKey]:
-        """Who answers, and whose request it is."""
+        """Returns the application that answers, and the key of the request."""
         path, method = path_of(scope), scope["method"]
         if is_bad_id:
             message = "x-request-id may have 128 letters, digits and . : / + = - _ at most"
@@ -109,10 +109,10 @@ class Gate:
 
 
 def secret_of(method: str, headers: dict[bytes, bytes]) -> bytes:
-    """The key of a request: as Bearer token, as x-api-key, or as the password of Basic.
+    """Returns the key of a request: its Bearer token, x-api-key, or password of HTTP Basic.
 
-    A browser asks its user for a password by itself and sends it here from then on, also for pages of other sites.
-    Those cannot send JSON here, so a body of any other type wants one of the first two.
+    A browser repeats a password on its own, also for pages of other sites. Those cannot send JSON to this server, so
+    the password counts only for JSON bodies and for GET and HEAD.
     """
     kind, _, value = headers.get(b"authorization", b"").partition(b" ")
     if kind.lower() == b"bearer":

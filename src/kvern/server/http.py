@@ -1,4 +1,4 @@
-"""HTTP answers: JSON, errors, and event streams that end when their client goes."""
+"""HTTP answers: JSON, errors, and event streams that end when the client leaves."""
 
 import asyncio
 import contextlib
@@ -22,52 +22,52 @@ from kvern.io.json_lines import json_line
 from kvern.server.large_answers import PIECE, in_pieces, json_parts
 
 CLIENT_GONE = 499
-"""What a log shows for a client that left; nobody reads it."""
+"""The status of a client that left, for the log."""
 IGNORED_HEADER = "x-kvern-ignored-fields"
 LACKS_HEADER = "x-kvern-template-lacks"
-"""Names what was asked of the model's chat template that it does not do."""
+"""Names the features of the request that the model's chat template does not have."""
 PAGE_HEADERS = {"content-security-policy": "default-src 'none'; style-src 'unsafe-inline'"}
-"""Of pages that load nothing."""
+"""Headers of pages that load nothing."""
 
 T = TypeVar("T")
 Lines = Callable[[object], Iterator[bytes]]
-"""A value as a line of JSON, in parts."""
+"""Writes a value as a line of JSON, in parts."""
 
 
 def path_of(scope: Scope) -> str:
-    """The path as routes have it, without what a proxy in front takes away."""
+    """Returns the path without the prefix that a proxy removes."""
     return str(scope["path"]).removeprefix(scope.get("root_path", ""))
 
 
 def ignored_header(body: Mapping[str, Any], known: Collection[str]) -> dict[str, str]:
-    """A header with the names of a body's fields that mean nothing, as far as a header can hold them."""
+    """Returns a header that names the fields of a body that were ignored."""
     return header_of_names(IGNORED_HEADER, ignored(body, known))
 
 
 def strangers_header(body: Mapping[str, Any], known: Collection[str]) -> dict[str, str]:
-    """The same of a route that takes no name but its own."""
+    """Returns a header that names the fields of a body that are not in `known`."""
     return header_of_names(IGNORED_HEADER, sorted(name for name in body if name not in known))
 
 
 def header_of_names(header: str, names: Iterable[str]) -> dict[str, str]:
-    """A header with the names that it can hold; none if there are none."""
+    """Returns a header with as many of the names as it can hold; no header if there are none."""
     shown = [name for name in names if name.isascii() and name.isprintable()]
     return {header: ", ".join(shown)[:1000]} if shown else {}
 
 
 def is_anthropic(scope: Scope) -> bool:
-    """Who asks is a client of Anthropic's API."""
+    """True if the client speaks Anthropic's API."""
     return path_of(scope).startswith(messages.MESSAGES) or b"anthropic-version" in dict(scope["headers"])
 
 
 def json_response(content: object, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
-    """Any value as JSON; what is encoded already is not copied."""
+    """Answers with a value as JSON; encoded JSON is not copied."""
     encoded = memoryview(content) if isinstance(content, msgspec.Raw) else msgspec.json.encode(content)
     return SentInPieces(encoded, status, headers, media_type="application/json")
 
 
 def error_response(error: Exception, scope: Scope) -> Response:
-    """The answer to what went wrong: a page for who looks at it, else JSON in the shape that the client knows."""
+    """Answers with an error: as a page for a browser, else as JSON in the format of the client's API."""
     error = as_sent(error, scope["state"].get("sent_names", {}))
     headers = getattr(error, "headers", None)
     if isinstance(error, EngineUnavailable | ServerBusy):
@@ -84,13 +84,14 @@ def error_response(error: Exception, scope: Scope) -> Response:
 
 
 def _is_looked_at(scope: Scope) -> bool:
-    """A browser goes there. Some clients' libraries name text/html whatever they send, or JSON as well."""
+    """True if a browser navigates to the route. Some client libraries accept text/html always, but then JSON as
+    well."""
     accepted = b",".join(value for name, value in scope["headers"] if name == b"accept")
     return scope["method"] in ("GET", "HEAD") and b"text/html" in accepted and b"application/json" not in accepted
 
 
 def error_page(status: int, message: str, root_path: str) -> str:
-    """What went wrong, for who looks at it in a browser."""
+    """Returns the HTML page of an error."""
     phrase, base = http.HTTPStatus(status).phrase, html.escape(root_path)
     return (
         '<!doctype html><html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width">'
@@ -102,13 +103,13 @@ def error_page(status: int, message: str, root_path: str) -> str:
 
 
 async def gone(receive: Receive) -> None:
-    """Return when the client has closed the connection."""
+    """Returns when the client has closed the connection."""
     while (await receive())["type"] != "http.disconnect":
         pass
 
 
 async def until_gone(work: Awaitable[T], receive: Receive) -> T | None:
-    """The result of `work`, which is cancelled, with None, if the client goes first."""
+    """Returns the result of `work`, or None after cancelling it if the client leaves first."""
     working, leaving = asyncio.ensure_future(work), asyncio.create_task(gone(receive))
     try:
         await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
@@ -123,7 +124,7 @@ async def until_gone(work: Awaitable[T], receive: Receive) -> T | None:
 
 
 class SentInPieces(Response):
-    """A whole answer, of which no more than a piece is copied at a time."""
+    """A whole answer that is sent in pieces, so that only one piece is copied at a time."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if len(self.body) <= PIECE:
@@ -137,7 +138,7 @@ class SentInPieces(Response):
 
 
 def event_parts(content: object, lines: Lines) -> Iterator[bytes]:
-    """One server-sent event."""
+    """Yields the parts of one server-sent event."""
     if isinstance(content, tuple):
         name, content = content
         yield f"event: {name}\n".encode()
@@ -148,24 +149,24 @@ def event_parts(content: object, lines: Lines) -> Iterator[bytes]:
 
 @dataclass(frozen=True)
 class StreamFormat:
-    """How an API writes its streams. `frame` writes one of what is sent; `last` is sent after all of it."""
+    """The format of an API's streams. `frame` encodes one value; `last` is sent at the end."""
 
     last: bytes = b""
     failed: Callable[[Exception], object] = body_of
-    """What is sent in place of the rest when something fails."""
+    """The value that is sent in place of the rest after an error."""
     kind: str = "text/event-stream; charset=utf-8"
     frame: Callable[[object, Lines], Iterator[bytes]] = event_parts
 
 
 EVENTS = StreamFormat()
-"""Server-sent events, each a JSON value, or (name, JSON value) for a named event."""
+"""Server-sent events: each a JSON value, or (name, JSON value) for a named event."""
 CHUNKS = StreamFormat(last=b"data: [DONE]\n\n")
 
 
 class EventStream:
-    """An ASGI answer that is a stream. `close` is called at its end, whatever that is.
+    """A streamed ASGI answer. `close` is called at its end in any case.
 
-    One that is `large` has events with many log-probabilities, which are written in parts.
+    A `large` stream has events with many log-probabilities, which are written in parts.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""API keys: who asks, and how much of the server one of them may use."""
+"""API keys: their names, secrets and limits."""
 
 import hashlib
 import hmac
@@ -16,7 +16,7 @@ LIMITS = ("concurrent", "per_minute", "admin", "metrics")
 
 @dataclass(frozen=True)
 class ApiKey:
-    """One key; its name stands in logs, never the secret. A limit of None is none; of 0 allows nothing."""
+    """One API key. Logs have its name, never the secret. A limit of None is no limit; a limit of 0 allows nothing."""
 
     name: str
     secret: bytes
@@ -27,13 +27,13 @@ class ApiKey:
     metrics: bool = False
     """May read metrics and nothing else."""
     is_batch: bool = False
-    """Asks for the rows of batches."""
+    """The requests are rows of batches."""
     client: str = ""
-    """Where a request without a key comes from: `client_of`."""
+    """The client of a request without a key, as `client_of` names it."""
 
     @property
     def line(self) -> str:
-        """In which its requests queue: rows of batches stand in another than requests that somebody waits for."""
+        """The queue of its requests: rows of batches have another than requests for which a client waits."""
         return f"{self.name} batch" if self.is_batch else self.name
 
     @property
@@ -43,11 +43,11 @@ class ApiKey:
 
 
 ANYONE = "anyone"
-"""The name of who asks when there are no keys."""
+"""The name of the key that stands for every client if there are no keys."""
 
 
 def client_of(address: str) -> str:
-    """Return the name of a client by its IP address: the whole address for IPv4, the /64 network for IPv6."""
+    """Returns the name of a client by its IP address: the whole address for IPv4, the /64 network for IPv6."""
     found = ipaddress.ip_address(address.partition("%")[0])
     if isinstance(found, ipaddress.IPv4Address):
         return str(found)
@@ -55,14 +55,14 @@ def client_of(address: str) -> str:
 
 
 def users_of(keys: Sequence[ApiKey], config: ServerConfig) -> list[ApiKey]:
-    """Who may ask the model: the keys, or anyone."""
+    """Returns the keys that may ask a model, or the one that stands for anyone."""
     return [key for key in keys if not key.metrics] or [
         ApiKey(ANYONE, b"", config.concurrent_per_key, config.per_minute_per_key)
     ]
 
 
 def read_keys(config: ServerConfig) -> list[ApiKey]:
-    """The keys of the options and of the file that they name. Raises ConfigError."""
+    """Reads the keys of the options and of the file that they name. Raises ConfigError."""
     lines = list(config.api_key)
     if config.api_key_file is not None:
         try:
@@ -107,7 +107,7 @@ def _read_key(line: str, number: int, config: ServerConfig) -> ApiKey:
 
 
 def find_key(keys: Sequence[ApiKey], secret: bytes) -> ApiKey | None:
-    """The key with this secret. Takes the same time whichever it is."""
+    """Returns the key with this secret. Takes the same time for every key."""
     found = None
     for key in keys:
         if hmac.compare_digest(key.secret, secret):

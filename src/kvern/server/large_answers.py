@@ -1,4 +1,4 @@
-"""Answers with many log-probabilities: written by threads of their own, in parts, so that others do not wait."""
+"""Answers with many log-probabilities, encoded in parts by threads of their own so that other requests do not wait."""
 
 import asyncio
 from collections.abc import Callable, Iterable, Iterator
@@ -9,26 +9,27 @@ import msgspec
 
 WRITERS = ThreadPoolExecutor(2, "answers")
 DEPTH = 8
-"""To which objects and lists are parted: an event, its response, the items, one, its parts, one, the tables, one."""
+"""The depth to which objects and lists are split: event, response, items, item, its parts, part, tables, table."""
 PIECE = 1 << 16
-"""Bytes that are sent before others have their turn, and a little more."""
+"""The bytes that are sent at once before other tasks have a turn; the last part may exceed it a little."""
 
 T = TypeVar("T")
 Encode = Callable[[object], bytes]
 
 
 async def apart(work: Callable[[], T]) -> T:
-    """Do some work in a writer thread. Threads take turns every few milliseconds, but for calls that encode."""
+    """Runs `work` in a writer thread. Other threads get a turn every few milliseconds, except during one encoder
+    call."""
     return await asyncio.get_running_loop().run_in_executor(WRITERS, work)
 
 
 async def write_large(answer: Callable[[], object], encode: Encode = msgspec.json.encode) -> msgspec.Raw:
-    """Return the JSON of what `answer` returns. A writer thread makes both."""
+    """Returns the JSON of what `answer` returns, both made in a writer thread."""
     return await apart(lambda: msgspec.Raw(b"".join(json_parts(answer(), encode))))
 
 
 def in_pieces(parts: Iterable[bytes | memoryview]) -> Iterator[bytes]:
-    """Join small parts and cut large ones, so that no piece has more than PIECE bytes."""
+    """Joins small parts and cuts large ones into pieces of at most PIECE bytes."""
     some, size = list[bytes | memoryview](), 0
     for part in parts:
         some.append(part)
@@ -42,7 +43,8 @@ def in_pieces(parts: Iterable[bytes | memoryview]) -> Iterator[bytes]:
 
 
 def json_parts(value: object, encode: Encode = msgspec.json.encode, depth: int = DEPTH) -> Iterator[bytes]:
-    """The JSON of a value, in parts of which each is encoded in one call: those of lists, if they are no numbers."""
+    """Yields the JSON of a value in parts, each encoded in one call. Objects are split if they hold lists; lists,
+    unless they are of numbers."""
     if depth and isinstance(value, dict) and any(map(_holds_lists, value.values())):
         before = b"{"
         for name, item in value.items():

@@ -1,7 +1,7 @@
-"""What pages in a browser may do here: those of this server everything, others nothing unless their origin is allowed.
+"""Rules for web pages in browsers: pages of this server may do everything, others only what is allowed to their origin.
 
-A browser says where a page comes from in Origin and Sec-Fetch-Site; other clients send neither. A page whose name is
-made to point at this machine (DNS rebinding) is of the server's own origin by that name, which Host tells.
+A browser sends the origin of a page in Origin and Sec-Fetch-Site; other clients send neither. A page whose name was
+made to resolve to this machine (DNS rebinding) has the server's own origin under that name; its Host header shows it.
 """
 
 import ipaddress
@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from kvern.server.config import ServerConfig
 
 PUBLIC = ("/", "/health", "/ping", "/docs", "/openapi.json")
-"""Pages that may be looked at from anywhere."""
+"""Paths that every page may read."""
 SAFE_METHODS = ("GET", "HEAD")
 CORS_METHODS = ("GET", "HEAD", "POST", "DELETE")
 CORS_SEEN = (
@@ -22,7 +22,7 @@ Headers = Mapping[bytes, bytes]
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach an address."""
+    """True if only this machine can reach the address."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -30,7 +30,8 @@ def is_loopback(host: str) -> bool:
 
 
 class Origins:
-    """The rules of one server; `guards_host` if it has no keys, and only this machine reaches it."""
+    """The rules of one server. The Host header is checked if there are no keys and only this machine reaches the
+    server."""
 
     def __init__(self, config: ServerConfig, has_keys: bool) -> None:
         self._origins = frozenset(origin.encode() for origin in config.allowed_origins)
@@ -41,7 +42,7 @@ class Origins:
         self._guards_host = not has_keys and config.uds is None and is_loopback(config.host)
 
     def refusal(self, method: str, path: str, headers: Headers) -> str | None:
-        """Why a request is refused; None if it may go on."""
+        """Returns why a request is refused; None if it is allowed."""
         host = headers.get(b"host", b"")
         if self._guards_host and host and not self._knows(host):
             return f"Host is {_shown(host)}: a server without keys knows it only if it is in allowed_hosts"
@@ -58,11 +59,12 @@ class Origins:
         return None
 
     def allows(self, origin: bytes | None) -> bool:
-        """Pages of this origin may ask, by the option."""
+        """True if the options allow pages of this origin."""
         return origin is not None and (origin in self._origins or b"*" in self._origins)
 
     def answer_headers(self, method: str, headers: Headers) -> list[tuple[bytes, bytes]]:
-        """What lets a page of an allowed origin read an answer, and send what it asks a preflight for."""
+        """Returns the headers that let pages of an allowed origin read an answer, or that answer a preflight
+        request."""
         origin = headers.get(b"origin")
         if origin is None or not self.allows(origin):
             return []
@@ -88,7 +90,7 @@ class Origins:
 
 
 def is_preflight(method: str, headers: Headers) -> bool:
-    """A browser's question whether a page may send something."""
+    """True if a browser asks whether a page may send a request."""
     return method == "OPTIONS" and b"access-control-request-method" in headers
 
 

@@ -1,4 +1,4 @@
-"""Runs the server: the engine's process, then uvicorn, until a signal."""
+"""Runs the server until a signal: the engine's process, and uvicorn."""
 
 import asyncio
 import contextlib
@@ -25,9 +25,9 @@ from kvern.serving.child import EngineProcess
 from kvern.serving.client import EngineClient
 
 LAST_SECONDS = 5
-"""After a second signal: the process ends then, whatever its threads do, and says what they did."""
+"""The seconds after a second signal until the process ends in any case and prints the stacks of its threads."""
 KEEP_ALIVE_SECONDS = 75
-"""An idle connection stays open so long, longer than proxies in front keep theirs."""
+"""The time that an idle connection stays open: longer than proxies keep theirs."""
 
 
 async def serve(
@@ -37,9 +37,9 @@ async def serve(
     say: Callable[[str], None],
     signals: Sequence[int],
 ) -> None:
-    """Serve until SIGINT or SIGTERM; `process`, if it runs already, will be the first engine.
+    """Serves until SIGINT or SIGTERM. `process`, if it runs already, becomes the first engine.
 
-    `signals` are those that came before this could take them: with any, it ends as if one came while a model loads.
+    `signals` arrived before this function could handle them: with any, it ends as at a signal while a model loads.
 
     Raises ConfigError if the address is taken or the engine cannot start.
     """
@@ -53,15 +53,16 @@ async def serve(
     ended: list[int] = []
 
     def note(number: int, _: object) -> None:
-        """The second signal always ends, whatever threads and the loop do: this takes neither."""
-        if len(ended) == 1:  # others would begin the seconds again
+        """Handles a signal without the event loop: a second signal ends the process even if the loop or a thread
+        hangs."""
+        if len(ended) == 1:  # a third signal must not restart the countdown
             faulthandler.dump_traceback_later(LAST_SECONDS, exit=True, file=2)
         ended.append(number)
         with contextlib.suppress(RuntimeError):  # the loop has ended
             loop.call_soon_threadsafe(end)
 
     def end() -> None:
-        """At a signal: running requests have some seconds; a model that loads has none."""
+        """Ends the server: running requests have `grace_seconds`; a model that is loading is given up at once."""
         if http is None:
             loading.cancel()
         else:
@@ -78,11 +79,13 @@ async def serve(
             application = Server([client], server, keys)
             await application.batches.resume()
             http = HttpServer(http_config(application.app(), server))
-            application.responses.tasks = http.server_state.tasks  # for which the end waits as for requests
-            gc.freeze()  # what is there now stays: collections need not look at it
+            application.responses.tasks = (
+                http.server_state.tasks
+            )  # the tasks that the shutdown waits for, as for requests
+            gc.freeze()  # objects of the start live on: the collector need not visit them
             engines = f"{len(client.replicas)} engines, " if len(client.replicas) > 1 else ""
             say(f"started {engines}in {client.ready.report}")
-            listener.listen(http.config.backlog)  # who reads the next line may connect
+            listener.listen(http.config.backlog)  # readers of the next line may connect
             if not keys and server.uds is None and not is_loopback(server.host):
                 say(f"warning: whoever reaches {server.host} may use this server: give it an api_key")
             say(f"serving {client.names[0]} on {shown_address(listener, server)}")
@@ -91,7 +94,7 @@ async def serve(
 
 
 def http_config(application: ASGIApp, server: ServerConfig) -> uvicorn.Config:
-    """How an application is served over HTTP."""
+    """Returns uvicorn's settings for the application."""
     return uvicorn.Config(
         application,
         log_config=None,
@@ -110,7 +113,7 @@ def http_config(application: ASGIApp, server: ServerConfig) -> uvicorn.Config:
 
 
 class HttpServer(uvicorn.Server):
-    """Leaves signals to `serve`, which ends the engine's process as well."""
+    """uvicorn's server without its signal handlers: `serve` has them, as it ends the engine's process too."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -118,7 +121,7 @@ class HttpServer(uvicorn.Server):
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A socket with the address, taken before the model loads. Raises ConfigError."""
+    """Returns a bound socket, so that the address is taken before the model loads. Raises ConfigError."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         listener = socket.socket(family, kind, protocol)
@@ -130,7 +133,7 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def listen_unix(path: Path) -> socket.socket:
-    """A Unix socket at the path, where a server that was killed may have left one. Raises ConfigError."""
+    """Returns a socket bound to the path; an old socket that no server answers is replaced. Raises ConfigError."""
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         if path.is_socket() and not _is_answered(path):
@@ -161,7 +164,7 @@ def _removed(path: Path | None) -> Iterator[None]:
 
 
 def shown_address(listener: socket.socket, server: ServerConfig) -> str:
-    """Where the server is, as one would type it."""
+    """Returns the server's URL."""
     if server.uds is not None:
         return f"unix:{server.uds}"
     host, port = listener.getsockname()[:2]
@@ -170,7 +173,7 @@ def shown_address(listener: socket.socket, server: ServerConfig) -> str:
 
 
 def check_tls(server: ServerConfig) -> None:
-    """Find out now whether certificate and key can be used. Raises ConfigError."""
+    """Checks that certificate and key can be used. Raises ConfigError."""
     if server.tls_cert is None:
         return
     try:

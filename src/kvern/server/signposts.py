@@ -1,4 +1,4 @@
-"""Requests that no route answers: told which one would, and how to ask it. And the other names that routes have."""
+"""Answers to requests that no route matches, with the nearest route; and the other paths under which routes answer."""
 
 import difflib
 import re
@@ -26,20 +26,20 @@ EXAMPLES = {
     "/api/chat": '{"model": "NAME", "messages": [{"role": "user", "content": "Hello"}]}',
     "/api/generate": '{"model": "NAME", "prompt": "Hello"}',
 }
-"""Bodies that show how a route is asked."""
+"""Example bodies of routes."""
 COMPARED = 64
-"""Characters of a path that are compared with those of routes."""
+"""The number of characters of a path that are compared with those of routes."""
 VERSIONS = re.compile(r"(?:/v[12])*(?=/)")
 
 
 class Signposts:
-    """What is said of paths and methods that these routes do not have."""
+    """Answers for paths and methods that these routes do not have."""
 
     def __init__(self, routes: Sequence[Route]) -> None:
         self._routes = routes
 
     async def refused(self, request: Request, error: Exception) -> Response:
-        """404 and 405 with the way to go on, and the answer to OPTIONS."""
+        """Answers 404 and 405 with advice, and OPTIONS."""
         assert isinstance(error, HTTPException)
         methods = self._methods(request.scope)
         path = path_of(request.scope)
@@ -55,7 +55,7 @@ class Signposts:
         return error_response(HttpError(405, message, headers=headers), request.scope)
 
     def _methods(self, scope: Scope) -> list[str]:
-        """Of all routes with the path."""
+        """Returns the methods of all routes with the path."""
         fitting = [route for route in self._routes if route.matches(scope)[0] is not Match.NONE]
         return sorted({method for route in fitting for method in route.methods or ()})
 
@@ -66,7 +66,7 @@ class Signposts:
 
 
 def by_all_names(app: ASGIApp, routes: Sequence[Route]) -> ASGIApp:
-    """Lets routes be asked without their /v1, and with one too many: base URLs of clients are given both ways."""
+    """Accepts paths without their /v1 and with one too many, as clients' base URLs end either way."""
     paths = [route.path.split("/") for route in routes]
     versioned = {parts[2] for parts in paths if parts[1] == "v1"}
     others = {parts[1] for parts in paths} - {"v1", ""}

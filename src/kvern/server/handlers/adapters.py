@@ -1,4 +1,4 @@
-"""Loading and unloading adapters while the server runs, for keys that may."""
+"""Routes that load and unload adapters while the server runs, for administrators' API keys."""
 
 from pathlib import Path
 
@@ -16,20 +16,20 @@ from kvern.server.service import Service
 
 LONGEST_NAME = 256
 LONGEST_PATH = 1024
-"""Characters."""
+"""The limit in characters."""
 
 
 class AdaptersApi:
-    """The handlers. Adapters come from below the server's `adapter_folder`, and never from the network."""
+    """Handlers of the adapter routes. Adapters are read from folders below `adapter_folder`, never from the network."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
         self._folder = service.config.adapter_folder
         self._loading: set[str] = set()
-        """Names of adapters, whichever engine reads them."""
+        """Names of the adapters that any engine is loading now."""
 
     def routes(self) -> list[Route]:
-        """Which path each has."""
+        """Returns the routes of the handlers."""
         return [
             Route("/v1/load_lora_adapter", self.load, methods=["POST"]),
             Route("/v1/unload_lora_adapter", self.unload, methods=["POST"]),
@@ -55,7 +55,8 @@ class AdaptersApi:
         return json_response({"id": name, "object": "adapter", "loaded": True})
 
     async def unload(self, request: Request) -> Response:
-        """POST /v1/unload_lora_adapter: `lora_name`. Requests that use it go on to their end; new ones may not."""
+        """POST /v1/unload_lora_adapter: `lora_name`. Running requests keep the adapter until they end; new ones are
+        refused."""
         name, engine, _ = await self._read(request)
         try:
             engine.client.adapters.unload(name)
@@ -64,7 +65,7 @@ class AdaptersApi:
         return json_response({"id": name, "object": "adapter", "loaded": False})
 
     async def _read(self, request: Request) -> tuple[str, ServedEngine, dict[str, object]]:
-        """The adapter's name, the engine of its model, which `model` names if there are several, and the body."""
+        """Returns the adapter's name, the engine of the body's `model`, and the body."""
         if not request.state.key.admin:
             raise HttpError(403, "this needs an API key with admin=1", code="permission_denied")
         if self._folder is None:
@@ -77,7 +78,10 @@ class AdaptersApi:
         return name, self._service.engine_of(self._service.model(body)), body
 
     def _allowed(self, path: str) -> Path:
-        """The folder that a path means, symbolic links followed. Raises HttpError if it is not below the server's."""
+        """Returns the folder that a path names, symbolic links followed.
+
+        Raises HttpError if the folder is not below `adapter_folder`.
+        """
         assert self._folder is not None
         allowed = self._folder.resolve()
         try:

@@ -1,4 +1,4 @@
-"""OpenAI's /v1/batches."""
+"""OpenAI's /v1/batches: the handlers."""
 
 import asyncio
 import logging
@@ -23,13 +23,13 @@ from kvern.server.stores.files import Object, Store
 logger = logging.getLogger("kvern")
 
 MOST_UNFINISHED = 16
-"""Batches of one key."""
+"""The limit of each key."""
 
 
 class Batches:
-    """The handlers. `answerers` answer the requests of each endpoint; `width` rows of a key run at once.
+    """Handlers of batches. `answerers` maps each endpoint to its answerer; at most `width` rows of a key run at once.
 
-    Large ones have a lane of their own, so that none of them waits for a body that somebody sends.
+    Large rows share a `Lane` of their own, so that none of them waits for a body that a client is sending.
     """
 
     def __init__(self, store: Store, users: Sequence[ApiKey], answerers: dict[str, Answerer], width: int) -> None:
@@ -43,7 +43,7 @@ class Batches:
         self._work: dict[str, Work] = {}
 
     async def resume(self) -> None:
-        """Go on with what an earlier server left."""
+        """Continues the batches that an earlier server process left unfinished."""
         if not self._store.exists:
             return
         try:
@@ -58,7 +58,7 @@ class Batches:
                 logger.warning("batch %s waits for a server that has its API key, %s", body["id"], owner)
 
     async def stop(self) -> None:
-        """Leave all work where it stands; a later server goes on."""
+        """Stops all batches without ending them; a later server process continues them."""
         for work in self._work.values():
             work.task.cancel()
         await asyncio.gather(*(work.task for work in self._work.values()), return_exceptions=True)
@@ -100,7 +100,7 @@ class Batches:
         return json_response(batch)
 
     async def list(self, request: Request) -> Response:
-        """GET /v1/batches, the newest first, `limit` of them behind the one named `after`."""
+        """GET /v1/batches: a page of `limit` batches after the one named `after`, newest first."""
         found = [self._now(body) for _, body in await self._store.all("batch", request.state.key.name)]
         return json_response(page_of(found, request))
 

@@ -27,13 +27,13 @@ from kvern.server.service import Ask, Service
 
 
 class Completions:
-    """The handlers."""
+    """Handlers of both routes."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
 
     async def create(self, request: Request) -> Response | EventStream:
-        """POST to either route, streamed or at once."""
+        """Answers POST to either route, with a stream or with one object."""
         body = await read_object(request)
         service = self._service
         url = path_of(request.scope)
@@ -52,7 +52,7 @@ class Completions:
         return json_response(whole, headers=headers)
 
     def answerer(self, url: str) -> Answerer:
-        """What answers the rows of batches for one of the routes."""
+        """Returns the answerer of batch rows for one of the routes."""
 
         async def answer(body: dict[str, Any], key: ApiKey) -> object:
             ask, writer, _ = await self._read(body, url, key)
@@ -63,7 +63,7 @@ class Completions:
         return answer
 
     async def _read(self, body: dict[str, Any], url: str, key: ApiKey) -> tuple[Ask, CompletionWriter, bool]:
-        """What is asked, who writes its answer, and whether as a stream."""
+        """Returns the request, the writer of its answer, and whether the answer is a stream."""
         merge_extra(body)
         model = self._service.model(body)
         engine, asked = self._service.engine_of(model), read_completion(body, url)

@@ -15,13 +15,13 @@ from kvern.server.stores.conversations import ConversationStore
 
 
 class Conversations:
-    """The handlers."""
+    """Handlers of conversations and their items."""
 
     def __init__(self, store: ConversationStore) -> None:
         self._store = store
 
     def routes(self) -> list[Route]:
-        """Where each handler is."""
+        """Returns the routes of the handlers."""
         one = "/v1/conversations/{conversation_id}"
         return [
             Route("/v1/conversations", self.create, methods=["POST"]),
@@ -45,7 +45,7 @@ class Conversations:
         return json_response(await self._store.load(*_named(request)))
 
     async def update(self, request: Request) -> Response:
-        """POST /v1/conversations/{conversation_id}: its metadata."""
+        """POST /v1/conversations/{conversation_id}: replace its metadata."""
         metadata = read_metadata(await read_object(request))
         return json_response(await self._store.update(*_named(request), metadata))
 
@@ -79,5 +79,5 @@ class Conversations:
 
 
 def _named(request: Request) -> tuple[str, str]:
-    """Owner and conversation."""
+    """Returns the owner and the conversation's id."""
     return request.state.key.name, request.path_params["conversation_id"]

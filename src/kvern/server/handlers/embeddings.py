@@ -17,7 +17,7 @@ from kvern.server.service import Service
 
 
 class Embeddings:
-    """The handler."""
+    """Handler of embeddings."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
@@ -33,7 +33,7 @@ class Embeddings:
     async def answer(
         self, body: dict[str, Any], key: ApiKey, has_read: Callable[[], None] = lambda: None
     ) -> dict[str, Any]:
-        """The body of the answer; `body` is emptied and `has_read` called as soon as it is read.
+        """Returns the body of the answer. Once `body` is read, it is emptied and `has_read` is called.
 
         Raises HttpError, InvalidRequest or EngineDied.
         """

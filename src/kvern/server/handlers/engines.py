@@ -1,4 +1,4 @@
-"""Adding and removing engines while the server runs, for keys that may."""
+"""Routes that add and remove engines while the server runs, for administrators' API keys."""
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -14,20 +14,20 @@ from kvern.server.service import Service
 
 
 class EnginesApi:
-    """The handlers. Who leaves before the answer has changed nothing."""
+    """Handlers of the engine routes. A request whose client leaves before the answer changes nothing."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
 
     def routes(self) -> list[Route]:
-        """Which path each has."""
+        """Returns the routes of the handlers."""
         return [
             Route("/v1/add_engine", self.add, methods=["POST"]),
             Route("/v1/remove_engine", self.remove, methods=["POST"]),
         ]
 
     async def add(self, request: Request) -> Response:
-        """POST /v1/add_engine: start another engine of a model. Answered when it takes requests."""
+        """POST /v1/add_engine: start another engine of a model. The answer comes when the engine takes requests."""
         engine, _ = await self._read(request)
         try:
             added = await until_gone(engine.client.replicas.add(), request.receive)
@@ -36,7 +36,7 @@ class EnginesApi:
         return json_response({"id": added and added.name, "object": "engine", "model": engine.models[0], "ready": True})
 
     async def remove(self, request: Request) -> Response:
-        """POST /v1/remove_engine: end `engine`, after `grace_seconds` at most. Answered when it has ended."""
+        """POST /v1/remove_engine: end `engine`, after `grace_seconds` at most. The answer comes when it has ended."""
         engine, body = await self._read(request)
         name = typed(body, "engine", str, "")
         seconds = typed(body, "grace_seconds", (int, float), self._service.config.grace_seconds)
@@ -50,7 +50,8 @@ class EnginesApi:
         return json_response({"id": name, "object": "engine", "model": engine.models[0], "ready": False})
 
     async def _read(self, request: Request) -> tuple[ServedEngine, dict[str, object]]:
-        """What answers for the model that `model` names if there are several, and the body."""
+        """Returns the engines of the body's `model`, and the body. Raises HttpError if the key is no
+        administrator's."""
         if not request.state.key.admin:
             raise HttpError(403, "this needs an API key with admin=1", code="permission_denied")
         body = await read_object(request)

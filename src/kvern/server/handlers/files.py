@@ -1,4 +1,4 @@
-"""OpenAI's /v1/files."""
+"""OpenAI's /v1/files: the handlers."""
 
 import asyncio
 import re
@@ -25,14 +25,14 @@ OUTPUT = "batch_output"
 """The purpose of files that batches write."""
 PART_BYTES = 1 << 20
 SLOWEST_UPLOAD = 1 << 14
-"""Bytes of an upload in a second, on average, beside the time that every body has."""
+"""The least average rate of an upload, bytes per second, after the time that every body has."""
 MOST_UPLOADS = 4
-"""Of one key at the same time: while they arrive, they are outside of what it may keep."""
+"""The limit of one key at the same time: while uploads arrive they do not count as its files."""
 MOST_ON_PAGE = 10_000
 
 
 class Files:
-    """The handlers."""
+    """Handlers of files."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -58,7 +58,7 @@ class Files:
             await request.form(max_files=1, max_fields=10)
         except HTTPException as error:
             raise HttpError(400, f"the form is malformed: {error.detail}") from error
-        except OSError as error:  # it grows on disk while it arrives
+        except OSError as error:  # the form is written to disk while it arrives
             raise HttpError(507, f"the server cannot store this: {error.strerror or error}", code="storage") from error
         async with request.form() as form:
             upload, purpose = form.get("file"), form.get("purpose")
@@ -109,7 +109,7 @@ class Files:
 
 
 def page_of(found: list[Object], request: Request) -> Object:
-    """`limit` of the objects behind the one named `after`. Raises HttpError."""
+    """Returns a page of `limit` objects after the one named `after`. Raises HttpError."""
     limit, after = request.query_params.get("limit", "20"), request.query_params.get("after")
     if re.fullmatch("[0-9]{1,5}", limit) is None or not 1 <= int(limit) <= MOST_ON_PAGE:
         raise HttpError(400, f"limit is {shown(limit)}: it must be 1 to {MOST_ON_PAGE}", param="limit")
@@ -124,7 +124,7 @@ def page_of(found: list[Object], request: Request) -> Object:
 
 
 def file_object(file_id: str, size: int, name: str, purpose: str) -> Object:
-    """A file as the API shows it."""
+    """Returns a file as the API shows it."""
     return {
         "id": file_id,
         "object": "file",
@@ -137,7 +137,7 @@ def file_object(file_id: str, size: int, name: str, purpose: str) -> Object:
 
 
 def check_form(content_type: str) -> None:
-    """Refuse what is not a multipart form in UTF-8. Raises HttpError."""
+    """Refuses a body that is not a multipart form in UTF-8. Raises HttpError."""
     kind, options = parse_options_header(content_type)
     if kind != b"multipart/form-data":
         raise HttpError(400, f"content-type is {shown(content_type)}: send a multipart form with file and purpose")
@@ -147,7 +147,7 @@ def check_form(content_type: str) -> None:
 
 
 def limited(request: Request) -> Any:
-    """The request's `receive`, which refuses more bytes than a file may have, or too slow ones. Raises HttpError."""
+    """Returns the request's `receive` with limits on the bytes and the rate of an upload, which raise HttpError."""
     size, began, seconds = 0, time.monotonic(), request.state.body_seconds
 
     async def receive() -> ASGIMessage:
@@ -167,6 +167,6 @@ def limited(request: Request) -> Any:
 
 
 async def parts_of(upload: UploadFile) -> AsyncIterator[bytes]:
-    """The content of an upload, a part at a time."""
+    """Yields the content of an upload in parts."""
     while part := await upload.read(PART_BYTES):
         yield part

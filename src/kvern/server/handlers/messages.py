@@ -26,7 +26,7 @@ IGNORED_TOOLS_HEADER = "x-kvern-ignored-tools"
 
 
 class MessagesApi:
-    """The handlers."""
+    """Handlers of both routes."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
@@ -42,7 +42,7 @@ class MessagesApi:
         unused = ignored(body, KNOWN)
         has_budget = conversation.thinking_budget is not None
         if has_budget and not engine.client.inputs.can_bound_thinking(bool(conversation.use.definitions)):
-            # agents send one to models of some names, whatever the model is
+            # agents send a budget by the name of the model, whether or not it can be obeyed
             conversation = dataclasses.replace(conversation, thinking_budget=None)
             unused.append("thinking.budget_tokens")
         chat = await engine.chat(conversation, asked.params, key, service.namespace(asked.common, key))

@@ -1,4 +1,4 @@
-"""ollama's API, so that programs made for it find kvern: the handlers."""
+"""ollama's API: the handlers, so that programs made for ollama can use kvern."""
 
 import asyncio
 import dataclasses
@@ -42,17 +42,17 @@ from kvern.tools.encoding import Encoding
 from kvern.version import __version__
 
 ELSEWHERE = ("pull", "push", "create", "copy")
-"""What changes the models that ollama has on its disk."""
+"""Routes that would change the models on ollama's disk."""
 
 
 class OllamaApi:
-    """The handlers."""
+    """Handlers of ollama's routes."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
 
     def routes(self) -> list[Route]:
-        """All of them."""
+        """Returns the routes of the handlers."""
         return [
             Route(CHAT, self.answer, methods=["POST"]),
             Route(GENERATE, self.answer, methods=["POST"]),
@@ -91,7 +91,8 @@ class OllamaApi:
         return Response(status_code=CLIENT_GONE) if whole is None else json_response(whole, headers=headers)
 
     async def _chat(self, asked: OllamaBody, model: str, key: ApiKey) -> ChatRequest | None:
-        """A conversation as prompt, and how its answer is read; None: the text goes to the model as it is."""
+        """Returns the conversation as a prompt with a reader of its answer; None if the text goes to the model as it
+        is."""
         if asked.conversation is None:
             return None
         engine = self._service.engine_of(model)
@@ -108,9 +109,9 @@ class OllamaApi:
         return await write_large(whole) if ask.is_large else whole()
 
     async def embed(self, request: Request) -> Response:
-        """POST /api/embed (`input`, one or several) and the older /api/embeddings (`prompt`).
+        """POST /api/embed (`input`, one or several texts) and the older /api/embeddings (`prompt`).
 
-        Texts are cut to what the model reads unless `truncate` is false; without a text the answer is empty.
+        Texts are truncated to the model's context unless `truncate` is false; without a text the answer is empty.
         """
         began, is_old = time.monotonic(), path_of(request.scope).endswith("embeddings")
         body = await read_object(request)
@@ -141,11 +142,11 @@ class OllamaApi:
         return json_response({"models": await self._each(entry)})
 
     async def loaded(self, request: Request) -> Response:
-        """GET /api/ps: the models in memory, which are all."""
+        """GET /api/ps: the models in memory, which are all models."""
         return json_response({"models": await self._each(running)})
 
     async def show(self, request: Request) -> Response:
-        """POST /api/show: all about one of them."""
+        """POST /api/show: details of a model."""
         model = self._model(await read_object(request))
         engine = self._service.engine_of(model)
         return json_response(card(model, engine, await _files(engine.client.folder)))
@@ -155,14 +156,14 @@ class OllamaApi:
         return json_response({"version": ollama.VERSION, "kvern": __version__})
 
     async def refuse(self, request: Request) -> Response:
-        """The models are those of the start."""
+        """Refuses requests that would add or remove models."""
         names = ", ".join(self._service.names)
         what = request.url.path.rpartition("/")[2]
         message = f"{what}: this server has {names} and keeps them; for another model start another: kvern serve MODEL"
         raise HttpError(403, message)
 
     def _model(self, body: dict[str, Any]) -> str:
-        """The model that a body names, with ollama's tag or without. Raises HttpError if there is none."""
+        """Returns the model that a body names, with ollama's tag or without. Raises HttpError if there is none."""
         name = named(body)
         if isinstance(name, str) and name not in self._service.names:
             name = name.removesuffix(LATEST)
@@ -177,7 +178,7 @@ class OllamaApi:
 
 
 def named(body: dict[str, Any]) -> object:
-    """The model that a body asks for; older clients call it `name`."""
+    """Returns the model that a body asks for; older clients call the field `name`."""
     return body.get("name") if body.get("model") is None else body["model"]
 
 

@@ -1,4 +1,4 @@
-"""What ollama's clients are told of the models that are served."""
+"""Descriptions of the served models for ollama's clients."""
 
 import hashlib
 import math
@@ -14,13 +14,13 @@ from kvern.text.tokenizer import read_json
 from kvern.tools.formats import formats_of
 
 FOR_EVER = "9999-12-31T23:59:59Z"
-"""When a model that stays is unloaded."""
+"""The time at which a model is unloaded that always stays loaded."""
 SIZES = ((1e9, "B"), (1e6, "M"), (1e3, "K"))
 
 
 @dataclass(frozen=True)
 class ModelFiles:
-    """A checkpoint on the disk. `digest` is of its configuration, and of names and sizes of files."""
+    """A checkpoint on disk. `digest` covers its configuration, and the names and sizes of its files."""
 
     config: dict[str, Any]
     size: int
@@ -30,7 +30,7 @@ class ModelFiles:
 
     @property
     def details(self) -> dict[str, Any]:
-        """Its kind."""
+        """The checkpoint's format, family and size in ollama's words."""
         family = str(self.config.get("model_type", ""))
         quantized = self.config.get("quantization_config") or {}
         plain = str(self.config.get("torch_dtype") or self.config.get("dtype") or "")
@@ -39,7 +39,9 @@ class ModelFiles:
             "format": "gguf" if quantized.get("quant_method") == "gguf" else "safetensors",
             "family": family,
             "families": [family],
-            "parameter_size": "" if quantized else shortened(self.parameters),  # packed weights hide how many they are
+            "parameter_size": ""
+            if quantized
+            else shortened(self.parameters),  # the shapes of packed weights do not give the number of parameters
             "quantization_level": str(quantized.get("quant_method", "")).upper() or SHORT.get(plain, plain.upper()),
         }
 
@@ -48,7 +50,7 @@ SHORT = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 
 
 def read_files(folder: Path) -> ModelFiles:
-    """Look at a checkpoint that is loaded."""
+    """Reads the sizes and the configuration of a checkpoint."""
     weights = sorted([*folder.glob("*.safetensors"), *folder.glob("*.gguf")])
     statuses = [file.stat() for file in weights]
     parameters = 0
@@ -67,7 +69,7 @@ def read_files(folder: Path) -> ModelFiles:
 
 
 def entry(name: str, engine: ServedEngine, files: ModelFiles) -> dict[str, Any]:
-    """A name in the list of models; names without a tag get ollama's."""
+    """Returns a model's entry in the list of models; a name without a tag gets ollama's."""
     full = name if ":" in name else name + LATEST
     details = files.details if name in engine.models else {**files.details, "parent_model": engine.models[0]}
     modified = timestamp(files.modified)
@@ -82,7 +84,7 @@ def entry(name: str, engine: ServedEngine, files: ModelFiles) -> dict[str, Any]:
 
 
 def running(name: str, engine: ServedEngine, files: ModelFiles) -> dict[str, Any]:
-    """A name in the list of what is in memory: every model is."""
+    """Returns a model's entry in the list of loaded models."""
     on_gpu = files.size if engine.client.ready.gpu is not None else 0
     told = entry(name, engine, files)
     del told["modified_at"]
@@ -95,7 +97,7 @@ def running(name: str, engine: ServedEngine, files: ModelFiles) -> dict[str, Any
 
 
 def card(name: str, engine: ServedEngine, files: ModelFiles) -> dict[str, Any]:
-    """All that is known of a model."""
+    """Returns the details of a model."""
     client, told = engine.client, entry(name, engine, files)
     config, family = files.config, files.details["family"]
     about = {
@@ -124,7 +126,7 @@ def card(name: str, engine: ServedEngine, files: ModelFiles) -> dict[str, Any]:
 
 
 def capabilities(engine: ServedEngine) -> list[str]:
-    """What the model can be asked, in ollama's words."""
+    """Returns the model's capabilities in ollama's words."""
     client, model = engine.client, engine.client.inputs.model
     template = client.tokenizer.chat_template.source(tools=True)
     tools, thinking = formats_of(template, client.config.tool_parser, client.config.reasoning_parser)
@@ -138,6 +140,6 @@ def capabilities(engine: ServedEngine) -> list[str]:
 
 
 def shortened(count: int) -> str:
-    """A number of parameters as people write it."""
+    """Returns a number of parameters in the usual short form, such as 7.6B."""
     unit, letter = next(((unit, letter) for unit, letter in SIZES if count >= unit), (1.0, ""))
     return f"{count / unit:.1f}{letter}"

@@ -1,4 +1,4 @@
-"""How well documents answer queries, by whatever way the model of an engine can tell."""
+"""Relevance of documents to queries, computed in the way that the model of an engine supports."""
 
 import asyncio
 import functools
@@ -23,18 +23,18 @@ from kvern.serving.client_inputs import ClientInputs
 
 NO_THINKING = read_thinking({"enable_thinking": False}).variables
 ROLES = [re.compile(f"[\"']{role}[\"']") for role in ("query", "document")]
-"""Templates that name both were made for reranking."""
+"""Patterns of two roles: a chat template that names both was made for reranking."""
 PARTIAL = "\ufffd"
-"""What a text that is cut within a character ends with."""
+"""The end of a text that was cut within a character."""
 
 P = TypeVar("P", bound=Sized)
-"""A prompt, of as many tokens as its length."""
+"""A prompt; its length is its number of tokens."""
 Write = Callable[[str], Awaitable[P]]
-"""From a text to the prompt that it is in."""
+"""Builds the prompt that contains a text."""
 
 
 class Fitter:
-    """Makes prompts that have `room` tokens at most, of texts that lose their ends where a body lets them."""
+    """Builds prompts of at most `room` tokens. If the request allows it, texts that are too long lose their ends."""
 
     def __init__(self, asked: TextPairs, inputs: ClientInputs, room: int) -> None:
         self._asked, self._inputs = asked, inputs
@@ -42,11 +42,11 @@ class Fitter:
         self._cuts, self._most = given is not None, min(room, given) if given is not None and given > 0 else room
 
     async def query(self, text: str, number: int, write: Write[P]) -> P:
-        """The prompt with a query. Raises HttpError."""
+        """Returns the prompt with a query. Raises HttpError."""
         return await self._fitted(text, write, f"{self._asked.names[0]}[{number}]")
 
     async def document(self, text: str, number: int, write: Write[P]) -> P:
-        """The prompt with a document. Raises HttpError."""
+        """Returns the prompt with a document. Raises HttpError."""
         most = self._asked.most_document_tokens
         if most is not None and len(of_text := await self._encode(text)) > most:
             text = await self._beginning(of_text, most)
@@ -56,7 +56,9 @@ class Fitter:
         prompt = await write(text)
         of_text = await self._encode(text) if self._cuts and len(prompt) > self._most else []
         kept = len(of_text)
-        while kept and len(prompt) > self._most:  # again where the end of what is left has more tokens than it had
+        while (
+            kept and len(prompt) > self._most
+        ):  # the shortened text may have more tokens at its end than before, so try again
             kept = max(kept + self._most - len(prompt), 0)
             prompt = await write(await self._beginning(of_text, kept))
         if len(prompt) > self._most:
@@ -75,14 +77,17 @@ class Fitter:
 
 
 class Relevance:
-    """Asks the engines of a service."""
+    """Computes relevance with the engines of a service."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
         self._ways: dict[Path, Way] = {}
 
     async def of(self, asked: TextPairs, model: str, key: ApiKey) -> Relevances:
-        """Of each pair. Raises HttpError, InvalidRequest, CorruptCheckpoint, EngineDied or DeadlineExceeded."""
+        """Returns the relevance of each pair.
+
+        Raises HttpError, InvalidRequest, CorruptCheckpoint, EngineDied or DeadlineExceeded.
+        """
         client = self._service.engine_of(model).client
         if client.folder not in self._ways:
             self._ways[client.folder] = await asyncio.to_thread(way_of, client.folder, client.tokenizer)
@@ -158,7 +163,7 @@ class Relevance:
 
 
 async def _questions(asked: TextPairs, client: EngineClient, model: str, answer: int) -> list[list[int]]:
-    """The prompt of each pair, which leaves room for `answer` tokens."""
+    """Returns the prompt of each pair, with room for `answer` tokens."""
     inputs, template = client.inputs, client.tokenizer.chat_template
     if not template:
         message = (

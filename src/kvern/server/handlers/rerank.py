@@ -16,7 +16,7 @@ from kvern.server.service import Service
 
 
 class Rerank:
-    """The handler."""
+    """Handler of /v1/rerank."""
 
     def __init__(self, service: Service, relevance: Relevance) -> None:
         self._service, self._relevance = service, relevance
@@ -32,7 +32,7 @@ class Rerank:
     async def answer(
         self, body: dict[str, Any], key: ApiKey, has_read: Callable[[], None] = lambda: None
     ) -> dict[str, Any]:
-        """The body of the answer; `body` is emptied and `has_read` called as soon as it is read.
+        """Returns the body of the answer. Once `body` is read, it is emptied and `has_read` is called.
 
         Raises what `Relevance.of` raises.
         """

@@ -1,4 +1,4 @@
-"""Items that the input of /v1/responses refers to: parts of what stored responses gave."""
+"""Items of stored responses that the input of /v1/responses refers to."""
 
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -11,13 +11,13 @@ from kvern.api.response_output import response_of
 
 MOST_RESPONSES = 1000
 MOST_BYTES = 16 << 20
-"""Of all responses that are read for one request."""
+"""The limit of all responses that are read for one request."""
 
 
 async def with_referred_items(value: object, find: Callable[[str], Awaitable[bytes | None]]) -> object:
-    """The input with the items that it refers to; `find` gives a response as JSON, None for one that is not there.
+    """Returns the input with the items that it refers to. `find` returns a response as JSON, or None.
 
-    What is not found, or referred to again, stays as it is. Raises HttpError if too much would have to be read.
+    A reference stays as it is if it is not found, or occurs a second time. Raises HttpError if too much would be read.
     """
     wanted: dict[str, set[str]] = {}
     for item_id in map(referred, value if isinstance(value, list) else ()):

@@ -1,4 +1,4 @@
-"""OpenAI's /v1/responses: conversations that the server remembers, streams, work in the background."""
+"""OpenAI's /v1/responses: stored conversations, streams, and work in the background."""
 
 import asyncio
 import contextlib
@@ -36,7 +36,7 @@ ORDERS = ("asc", "desc")
 
 
 class Responses:
-    """The handlers. `tasks` are those that work in the background."""
+    """Handlers of responses. `tasks` are those of background responses."""
 
     def __init__(self, service: Service, store: ResponseStore) -> None:
         self._service = service
@@ -96,7 +96,7 @@ class Responses:
         return json_response(record.body, headers=headers)
 
     async def retrieve(self, request: Request) -> Response | EventStream:
-        """GET /v1/responses/{response_id}, or with `stream` its events behind number `starting_after`."""
+        """GET /v1/responses/{response_id}, or with `stream` its events after number `starting_after`."""
         found = await self._find(request)
         query = request.query_params
         stream, after = query.get("stream", "false"), query.get("starting_after")
@@ -122,7 +122,7 @@ class Responses:
         return json_response(page_of(ordered(msgspec.json.decode(found.items), request), request))
 
     async def cancel(self, request: Request) -> Response:
-        """POST /v1/responses/{response_id}/cancel, for work in the background."""
+        """POST /v1/responses/{response_id}/cancel: cancel a background response."""
         found = await self._find(request)
         if isinstance(found, Record) and found.task is not None:
             found.is_unwanted = True
@@ -140,21 +140,21 @@ class Responses:
         return json_response({"id": response_id, "object": "response", "deleted": True})
 
     async def stop(self) -> None:
-        """End all work, and write down what became of it."""
+        """Ends all running responses and stores them."""
         await self._store.stop()
 
     async def _find(self, request: Request) -> Record | Packed:
         return await self._store.find(request.state.key.name, request.path_params["response_id"])
 
     async def _ended(self, owner: str, response_id: str) -> bytes | None:
-        """A response that has ended, as JSON."""
+        """Returns a response that has ended, as JSON; None if there is none."""
         with contextlib.suppress(HttpError):
             found = await self._store.find(owner, response_id)
             return bytes(found.body) if isinstance(found, Packed) else None
         return None
 
     async def _before(self, owner: str, body: Mapping[str, Any], conversation: str | None) -> Messages:
-        """The messages that the input goes on from."""
+        """Returns the messages that the input continues."""
         if conversation is not None:
             items = await self._store.conversations.items(owner, conversation)
             return await asyncio.to_thread(input_messages, items) if items else []
@@ -166,7 +166,7 @@ class Responses:
     async def _begin(
         self, record: Record, ask: Ask, chat: ChatRequest, stream: bool, headers: Mapping[str, str]
     ) -> Response | EventStream:
-        """In the background."""
+        """Starts the response in the background and answers at once."""
         record.body["status"] = "queued"
         if stream:
             record.log = EventLog(record.body)
@@ -181,7 +181,7 @@ class Responses:
         return json_response(record.body, headers=headers)
 
     async def _work(self, record: Record, ask: Ask, chat: ChatRequest) -> None:
-        """What goes wrong is told by the response, and by its last event."""
+        """Generates a background response. An error is reported in the response and in its last event."""
         record.body["status"] = "in_progress"
         events = ResponseEvents(record.body, chat)
         try:
@@ -199,7 +199,8 @@ class Responses:
             _tell(record, events.failed(HttpError(500, "the server has a fault; its log tells more")))
 
     async def _events(self, record: Record, running: Running, chat: ChatRequest) -> AsyncIterator[Event]:
-        """All of a response that somebody waits for, which is stored before the first and the last are told."""
+        """Yields the events of a response that a client waits for. The response is stored before the first and the
+        last."""
         events = ResponseEvents(record.body, chat)
         try:
             if record.body["store"]:
@@ -225,12 +226,13 @@ def _tell(record: Record, event: Event) -> None:
 
 
 def read_body(body: Mapping[str, Any], model: str, before: Messages) -> tuple[ResponseBody, Items]:
-    """What is asked, and its input as it is kept: thousands of items take long. Raises what `read_response` raises."""
+    """Reads the body, and its input as it is stored. Takes long for thousands of items. Raises what `read_response`
+    does."""
     return read_response(body, model, before), kept_items(body.get("input") or [])
 
 
 def messages_of(found: Record | Packed) -> Messages:
-    """What a response ends with: the messages before it, its input and its output. Raises HttpError."""
+    """Returns the messages before a response, its input and its output. Raises HttpError if it was not answered."""
     response = found.body if isinstance(found, Record) else msgspec.json.decode(found.body)
     if response["status"] not in ("completed", "incomplete"):
         what = "wait until it is completed" if response["status"] in RUNNING else "go on from one that was answered"
@@ -241,7 +243,7 @@ def messages_of(found: Record | Packed) -> Messages:
 
 
 def read_conversation_id(body: Mapping[str, Any]) -> str | None:
-    """`conversation`, an id or an object with one. Raises HttpError."""
+    """Returns the id in `conversation`, which may be an object with an id. Raises HttpError."""
     conversation = typed(body, "conversation", (str, dict), None)
     if conversation is None:
         return None
@@ -256,7 +258,7 @@ def read_conversation_id(body: Mapping[str, Any]) -> str | None:
 
 
 def ordered(items: list[dict[str, Any]], request: Request) -> list[dict[str, Any]]:
-    """Items in the `order` of a query, the newest first unless it says otherwise. Raises HttpError."""
+    """Returns items in the `order` of the query, newest first by default. Raises HttpError."""
     order = request.query_params.get("order", "desc")
     if order not in ORDERS:
         raise HttpError(400, f"order is {shown(order)}: it must be asc or desc", param="order")

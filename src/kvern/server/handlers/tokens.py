@@ -17,7 +17,7 @@ from kvern.server.service import Service
 from kvern.tools.definitions import read_tools
 
 MOST_DECODED = 1 << 17
-"""Token ids to turn into text at once, where the model's context is shorter."""
+"""The most token ids that are decoded at once if the model's context is shorter."""
 
 
 REFUSED: Refused = {
@@ -27,15 +27,15 @@ REFUSED: Refused = {
 
 
 class Tokens:
-    """The handlers; fields and answers are vLLM's, and of texts llama.cpp's as well."""
+    """Handlers of both routes. Fields and answers are vLLM's; for texts, llama.cpp's too."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
 
     async def tokenize(self, request: Request) -> Response:
-        """POST /tokenize: `prompt`, or `messages` and what else a chat has that its template can see.
+        """POST /tokenize: `prompt`, or `messages` with all fields of a chat that its template can see.
 
-        A text as `content` is llama.cpp's way to ask: special tokens are added only for `add_special`.
+        A text in `content` is llama.cpp's form: special tokens are added only with `add_special`.
         """
         body = await read_object(request)
         engine = self._service.engine_of(self._service.model(body))
@@ -81,7 +81,7 @@ class Tokens:
 
 
 def _text(body: Mapping[str, Any]) -> tuple[str, bool]:
-    """The text of a body, and whether special tokens are added. Raises HttpError."""
+    """Returns the text of a body, and whether special tokens are added. Raises HttpError."""
     check_refused(body, REFUSED)
     prompt, content = typed(body, "prompt", str, None), typed(body, "content", str, None)
     if prompt is not None and content is not None:

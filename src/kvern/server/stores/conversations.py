@@ -1,4 +1,4 @@
-"""Conversations on disk: their items in the order in which they came."""
+"""Conversations on disk, with their items in the order of arrival."""
 
 import sqlite3
 import time
@@ -24,18 +24,18 @@ CREATE TABLE IF NOT EXISTS items (
 );
 """
 MOST_CONVERSATIONS = 1000
-"""Of one key."""
+"""The limit of one key."""
 MOST_ITEMS = 8192
-"""Of one conversation."""
+"""The limit of one conversation."""
 
 Object = dict[str, Any]
 
 
 class ConversationStore:
-    """Conversations of each key, which may have `most_bytes` of items in all; one response at a time goes on with each.
+    """Conversations of each key, with `most_bytes` of items in all. One response at a time may extend a conversation.
 
     Methods raise what `Database` raises, and HttpError: 404 if this owner has no such conversation, 413 if there is no
-    room, 409 if a response is being made.
+    room, 409 if another response is extending it.
     """
 
     def __init__(self, folder: DataFolder, database: Database, most_bytes: int) -> None:
@@ -45,7 +45,7 @@ class ConversationStore:
         self._busy: set[tuple[str, str]] = set()
 
     async def create(self, owner: str, metadata: dict[str, str], items: Items) -> Object:
-        """A new one."""
+        """Stores a new conversation and returns it."""
         conversation_id = f"conv_{uuid.uuid4().hex}"
         body = {
             "id": conversation_id,
@@ -67,11 +67,11 @@ class ConversationStore:
         return body
 
     async def load(self, owner: str, conversation_id: str) -> Object:
-        """What it is, without its items."""
+        """Returns the conversation without its items."""
         return await self._database.run(lambda database: _load(database, owner, conversation_id))
 
     async def update(self, owner: str, conversation_id: str, metadata: dict[str, str]) -> Object:
-        """With other metadata."""
+        """Replaces the metadata and returns the conversation."""
 
         def work(database: sqlite3.Connection) -> Object:
             body = {**_load(database, owner, conversation_id), "metadata": metadata}
@@ -82,7 +82,7 @@ class ConversationStore:
         return await self._database.run(work)
 
     async def remove(self, owner: str, conversation_id: str) -> None:
-        """Forget it and its items."""
+        """Deletes the conversation and its items."""
 
         def work(database: sqlite3.Connection) -> None:
             _load(database, owner, conversation_id)
@@ -92,7 +92,7 @@ class ConversationStore:
         await self._database.run(work)
 
     async def items(self, owner: str, conversation_id: str) -> Items:
-        """All of them, the oldest first."""
+        """Returns all items, oldest first."""
 
         def work(database: sqlite3.Connection) -> Items:
             _load(database, owner, conversation_id)
@@ -102,16 +102,16 @@ class ConversationStore:
         return await self._database.run(work)
 
     async def item(self, owner: str, conversation_id: str, item_id: str) -> Object:
-        """One of them."""
+        """Returns one item."""
         body = await self._database.run(lambda database: _item(database, owner, conversation_id, item_id))
         return dict(msgspec.json.decode(body))
 
     async def add(self, owner: str, conversation_id: str, items: Items) -> None:
-        """Put items behind those that are there."""
+        """Appends items."""
         await self._database.run(lambda database: self._add(database, owner, conversation_id, items))
 
     async def remove_item(self, owner: str, conversation_id: str, item_id: str) -> Object:
-        """Forget one of them; the conversation."""
+        """Deletes one item and returns the conversation."""
 
         def work(database: sqlite3.Connection) -> Object:
             body = _item(database, owner, conversation_id, item_id)
@@ -124,7 +124,7 @@ class ConversationStore:
 
     @contextmanager
     def held(self, owner: str, conversation_id: str) -> Iterator[None]:
-        """Let no other response go on with it."""
+        """Keeps other responses from extending the conversation until the block ends."""
         name = owner, conversation_id
         if name in self._busy:
             message = f"another response goes on with conversation {shown(conversation_id)}: wait until it has ended"
@@ -136,7 +136,7 @@ class ConversationStore:
             self._busy.discard(name)
 
     async def check_room(self, owner: str, conversation_id: str, items: Items) -> None:
-        """Whether a response to this input may be added."""
+        """Refuses a response whose input does not fit in the conversation. Raises HttpError."""
         bodies = [msgspec.json.encode(item) for item in items]
         await self._database.run(lambda database: self._check(database, owner, conversation_id, bodies))
 
@@ -164,7 +164,7 @@ class ConversationStore:
 
 
 def append(database: sqlite3.Connection, owner: str, conversation_id: str, items: Items) -> None:
-    """Put items behind those that are there, if the conversation still is."""
+    """Appends items if the conversation still exists."""
     sql = "SELECT 1 FROM conversations WHERE id = ? AND owner = ?"
     if database.execute(sql, (conversation_id, owner)).fetchone() is None:
         return

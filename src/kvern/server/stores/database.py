@@ -1,4 +1,4 @@
-"""SQLite files in the server's folder, which one server can use at a time."""
+"""SQLite files in the server's data folder, which one server process can use at a time."""
 
 import asyncio
 import concurrent.futures
@@ -27,11 +27,11 @@ def default_folder() -> Path:
 
 
 class NoRoom(HttpError):
-    """The disk takes no more, or no more of this owner: it may later."""
+    """The disk is full, or the owner's part of it: a later try may succeed."""
 
 
 class DataFolder:
-    """A folder of this user's alone, made at first use; what is written leaves `reserve` bytes of its disk free."""
+    """A folder that only this user can read, created at first use. Writes leave `reserve` bytes of its disk free."""
 
     def __init__(self, path: Path, reserve: int) -> None:
         self.path = path
@@ -40,7 +40,7 @@ class DataFolder:
         self._guard: int | None = None
 
     def take(self) -> None:
-        """Use it from now on. Raises HttpError 503 if another process does, and OSError."""
+        """Locks the folder for this process. Raises HttpError 503 if another process has it, and OSError."""
         with self._lock:
             if self._guard is not None:
                 return
@@ -55,14 +55,14 @@ class DataFolder:
             self._guard = guard
 
     def leave(self) -> None:
-        """Let another server use it."""
+        """Releases the folder to other processes."""
         with self._lock:
             if self._guard is not None:
                 os.close(self._guard)
             self._guard = None
 
     def check_room(self, size: int) -> None:
-        """Whether so many bytes may be written. Raises HttpError."""
+        """Refuses to write `size` bytes if the disk would be too full. Raises HttpError."""
         with storage_errors():
             free = shutil.disk_usage(self.path).free
         if free - size < self._reserve:
@@ -71,9 +71,10 @@ class DataFolder:
 
 
 class Database:
-    """A file of SQLite's in the folder, made at first use, on which a thread of its own works.
+    """An SQLite file in the folder, created at first use. One thread does all its work.
 
-    `synchronous` is SQLite's: FULL survives a loss of power, NORMAL the end of the process. `opened` sees it first.
+    `synchronous` is SQLite's setting: FULL survives a loss of power, NORMAL the end of the process. `opened` is called
+    with each new connection.
     """
 
     def __init__(
@@ -94,18 +95,18 @@ class Database:
 
     @property
     def exists(self) -> bool:
-        """There is something in it."""
+        """True if the file exists."""
         return self._path.exists()
 
     def run(self, work: Callable[[sqlite3.Connection], T]) -> "asyncio.Future[T]":
-        """What `work` returns, which is done wholly or not at all, after the work that was asked for before it.
+        """Runs `work` in a transaction, after all work that was asked for before, and returns its result.
 
         Raises HttpError: 507 if the disk does not take it, 503 if another process uses the folder.
         """
         return asyncio.get_running_loop().run_in_executor(self._thread, self._work, work)
 
     def close(self) -> None:
-        """Do what was asked for, and let go of the file."""
+        """Finishes the work that was asked for and closes the file."""
         self._thread.shutdown()
         if self._connection is not None:
             self._connection.close()
@@ -121,7 +122,7 @@ class Database:
     def _open(self) -> sqlite3.Connection:
         self._folder.take()
         os.close(os.open(self._path, os.O_CREAT | os.O_RDWR, 0o600))
-        self._path.chmod(0o600)  # what SQLite puts beside it is as private
+        self._path.chmod(0o600)  # SQLite gives its other files the same mode
         connection = sqlite3.connect(self._path, check_same_thread=False)
         try:
             connection.execute("PRAGMA journal_mode = WAL")
@@ -138,7 +139,7 @@ class Database:
 
 @contextlib.contextmanager
 def storage_errors() -> Iterator[None]:
-    """Let errors of the disk and of SQLite be HttpError 507."""
+    """Turns errors of the disk and of SQLite into HttpError 507."""
     try:
         yield
     except (OSError, sqlite3.Error) as error:

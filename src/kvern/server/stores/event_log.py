@@ -1,7 +1,7 @@
-"""The events of a response that is made in the background, for those who follow it, now or later.
+"""The events of a background response, for clients that follow its stream now or later.
 
-A response's growing text is thousands of events that differ in their `delta` alone: they are kept as one. Events that
-show the response are kept as its status then, and made again from the response itself.
+Growing text is thousands of events that differ only in `delta`: a `Run` stores them as one. Events that contain the
+response store its status then; the response is put in again when they are read.
 """
 
 import asyncio
@@ -15,19 +15,19 @@ Event = tuple[str, dict[str, Any]]
 
 RUNNING = ("queued", "in_progress")
 LAST = frozenset({"response.completed", "response.incomplete", "response.failed"})
-"""The events that end a stream; a cancelled response is an incomplete one, as clients know no other event for it."""
+"""Events that end a stream. A cancelled response ends with response.incomplete: clients know no other event for it."""
 NOT_YET: dict[str, Any] = {"output": [], "usage": None, "error": None, "incomplete_details": None, "completed_at": None}
-"""How a response is before its end."""
+"""Fields of a response that has not ended."""
 
 
 Stored = tuple[int, list[tuple[str, msgspec.Raw]], list[str] | None]
-"""A Run as it is packed."""
+"""A Run as it is stored."""
 
 
 class Run(msgspec.Struct, array_like=True):
-    """One event, or two, again and again with another of the `deltas`; without them a single one, once.
+    """One event with a list of `deltas`, or two events that take turns; without deltas a single event.
 
-    `first` is a number; an event is a kind and its fields.
+    `first` is the number of its first event; an event is a kind and its fields.
     """
 
     first: int
@@ -36,11 +36,14 @@ class Run(msgspec.Struct, array_like=True):
 
     @property
     def end(self) -> int:
-        """The number of the first event behind it."""
+        """The number after that of its last event."""
         return self.first + (1 if self.deltas is None else len(self.deltas))
 
     def takes(self, event: Event, delta: str) -> bool:
-        """Whether it goes on with this one: thinking that is summed up as well is told twice."""
+        """Adds the delta and returns True if the event continues this run.
+
+        Two events take turns where reasoning is streamed both as itself and as its summary.
+        """
         if self.deltas is None:
             return False
         if len(self.events) == len(self.deltas) == 1 and self.events[0] != event:
@@ -52,9 +55,9 @@ class Run(msgspec.Struct, array_like=True):
 
 
 class EventLog:
-    """Events numbered from 0, each a kind and its fields; `response` is the one that they tell of, as it stands.
+    """Events numbered from 0, each a kind and its fields. `response` is the response that they describe.
 
-    The last one is not shown before the log is closed, so that what it tells can be stored first.
+    The last event is hidden until the log is closed, so that the response can be stored first.
     """
 
     def __init__(self, response: Mapping[str, Any], runs: list[Run] | None = None) -> None:
@@ -65,7 +68,7 @@ class EventLog:
         self._news = asyncio.Event()
 
     def add(self, event: Event) -> None:
-        """One more; the fields of an event are `type` and `sequence_number`, and those of its kind."""
+        """Appends an event; its fields are `type`, `sequence_number` and those of its kind."""
         kind, told = event
         fields = {name: value for name, value in told.items() if name not in ("type", "sequence_number", "delta")}
         if "response" in fields:
@@ -80,12 +83,12 @@ class EventLog:
             self._show(end + 1)
 
     def close(self) -> None:
-        """Nothing comes any more."""
+        """Ends the log: no event follows."""
         self._closed = True
         self._show(self._runs[-1].end if self._runs else 0)
 
     async def follow(self, after: int) -> AsyncIterator[Event]:
-        """The events behind the one of this number, until the log is closed."""
+        """Yields the events after number `after` until the log is closed."""
         number = after + 1
         place = max(bisect.bisect_right(self._runs, number, key=lambda run: run.first) - 1, 0)
         while True:
@@ -101,7 +104,7 @@ class EventLog:
             await self._news.wait()
 
     def packed(self) -> bytes:
-        """As JSON, from which `events_of` makes it again."""
+        """Returns the log as JSON, which `events_of` reads."""
         return b"[" + b",".join(map(msgspec.json.encode, self._runs)) + b"]"
 
     def _show(self, number: int) -> None:
@@ -122,9 +125,10 @@ class EventLog:
 
 
 async def events_of(body: bytes, packed: bytes, after: int) -> AsyncIterator[Event]:
-    """Yield the events after number `after` of a response that has ended; `body` is its JSON.
+    """Yields the events after number `after` of a response that has ended; `body` is its JSON.
 
-    If the server ended before the response did, only the last event is known. Values stay JSON: there may be many.
+    If the server ended before the response did, only the last event is known. Values are not decoded: there may be
+    many.
     """
     response: dict[str, Any] = _shallow(body, "status")
     runs = [
@@ -138,6 +142,6 @@ async def events_of(body: bytes, packed: bytes, after: int) -> AsyncIterator[Eve
 
 
 def _shallow(body: bytes | msgspec.Raw, name: str) -> dict[str, Any]:
-    """Decode a JSON object, and of its values only the one called `name`; the others stay JSON."""
+    """Decodes a JSON object and its value `name`; the other values stay JSON."""
     values: dict[str, Any] = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
     return values | {name: msgspec.json.decode(values[name])} if name in values else values

@@ -1,4 +1,4 @@
-"""Files and batches on disk: contents in a folder, everything else in SQLite beside it."""
+"""Files and batches on disk: contents in a folder, everything else in SQLite."""
 
 import asyncio
 import contextlib
@@ -24,16 +24,15 @@ CREATE INDEX IF NOT EXISTS by_owner ON objects (kind, owner, created);
 """
 MOST_LISTED = 10_000
 MOST_FILES = 10_000
-"""Of one owner."""
+"""The limit of one owner."""
 Object = dict[str, Any]
 
 
 class Store:
     """JSON objects of a kind (`file`, `batch`) and an owner (an API key's name), and the contents of files.
 
-    An owner may keep `quota` bytes.
-
-    Methods raise what `Database` raises, and HttpError 413 if the owner may not keep more.
+    An owner may keep `quota` bytes. Methods raise what `Database` raises, and HttpError 413 if the owner may not keep
+    more.
     """
 
     def __init__(self, folder: DataFolder, quota: int) -> None:
@@ -42,19 +41,19 @@ class Store:
         self._database = Database(folder, "kvern.db", SCHEMA, opened=self._make_files)
         self._quota = quota
         self._used: dict[str, int] = {}
-        """Bytes by owner, of those who were asked about."""
+        """The bytes kept by each owner that was asked about."""
 
     @property
     def exists(self) -> bool:
-        """There is something in it."""
+        """True if anything was stored."""
         return self._database.exists
 
     def path(self, file_id: str) -> Path:
-        """Where a file's content is."""
+        """Returns the path of a file's content."""
         return self._files / file_id
 
     async def save(self, kind: str, owner: str, body: Object) -> None:
-        """Write an object under its `id`, over the one that was there."""
+        """Writes an object under its `id`, over an earlier one."""
         row = (body["id"], kind, owner, time.time(), msgspec.json.encode(body))
         sql = (
             "INSERT INTO objects VALUES (?, ?, ?, ?, ?) ON CONFLICT (id) DO UPDATE SET body = excluded.body, "
@@ -63,7 +62,7 @@ class Store:
         await self._database.run(lambda database: database.execute(sql, row))
 
     async def load(self, kind: str, owner: str, object_id: str) -> Object:
-        """The object of this id. Raises HttpError 404 if this owner has none."""
+        """Returns the object of this id. Raises HttpError 404 if this owner has none."""
         sql = "SELECT body FROM objects WHERE id = ? AND kind = ? AND owner = ?"
         row = await self._database.run(lambda database: database.execute(sql, (object_id, kind, owner)).fetchone())
         if row is None:
@@ -71,7 +70,7 @@ class Store:
         return dict(msgspec.json.decode(row[0]))
 
     async def all(self, kind: str, owner: str | None = None) -> list[tuple[str, Object]]:
-        """(owner, object) of all of a kind, or the last of one owner's, the newest first."""
+        """Returns (owner, object) of all objects of a kind, or of the newest of one owner, newest first."""
         sql = (
             "SELECT owner, body FROM objects WHERE kind = ? AND (? IS NULL OR owner = ?) ORDER BY created DESC LIMIT ?"
         )
@@ -80,7 +79,7 @@ class Store:
         return [(row[0], dict(msgspec.json.decode(row[1]))) for row in rows]
 
     async def remove(self, owner: str, object_id: str) -> None:
-        """Forget an object, and the file of that id."""
+        """Deletes an object, and the content of the file with its id."""
 
         def work(database: sqlite3.Connection) -> int:
             database.execute("DELETE FROM objects WHERE id = ? AND owner = ?", (object_id, owner))
@@ -92,7 +91,7 @@ class Store:
         self._used[owner] -= await self._database.run(work)
 
     async def forget_old(self, kind: str, owner: str) -> None:
-        """Forget an owner's objects that are too old to be listed."""
+        """Deletes an owner's objects that are too old to be listed."""
         sql = (
             "DELETE FROM objects WHERE id IN (SELECT id FROM objects WHERE kind = ? AND owner = ? "
             "ORDER BY created DESC LIMIT -1 OFFSET ?)"
@@ -100,7 +99,7 @@ class Store:
         await self._database.run(lambda database: database.execute(sql, (kind, owner, MOST_LISTED)))
 
     async def check_upload(self, owner: str, size: int) -> None:
-        """Whether an owner may keep another file of this size. Raises HttpError."""
+        """Refuses a file of this size if the owner may not keep it. Raises HttpError."""
         await self._measure(owner)
         sql = "SELECT COUNT(*) FROM objects WHERE kind = 'file' AND owner = ?"
         [count] = await self._database.run(lambda database: database.execute(sql, (owner,)).fetchone())
@@ -111,7 +110,7 @@ class Store:
         self._folder.check_room(size)
 
     async def write(self, owner: str, parts: AsyncIterator[bytes]) -> tuple[str, int]:
-        """Keep a new file's content; its id and size in bytes."""
+        """Stores the content of a new file. Returns its id and its size in bytes."""
         await self._measure(owner)
         file_id = f"file-{uuid.uuid4().hex}"
         path, size = self.path(file_id), 0
@@ -131,7 +130,7 @@ class Store:
         return file_id, size
 
     async def append(self, owner: str, path: Path, line: bytes) -> None:
-        """Write a whole line to a file of an owner's batch, or nothing."""
+        """Appends a whole line to a file of an owner's batch, or nothing."""
         await self._measure(owner)
         self._check_quota(owner, len(line))
         self._used[owner] += len(line)
@@ -143,7 +142,7 @@ class Store:
             raise
 
     def close(self) -> None:
-        """Let go of what is open."""
+        """Closes the database."""
         self._database.close()
 
     def _make_files(self, database: sqlite3.Connection) -> None:
@@ -151,7 +150,7 @@ class Store:
         self._files.chmod(0o700)
 
     async def _measure(self, owner: str) -> None:
-        """Know what an owner keeps."""
+        """Measures what an owner keeps, once."""
         if owner not in self._used:
             sql = "SELECT id FROM objects WHERE owner = ?"
             rows = await self._database.run(lambda database: database.execute(sql, (owner,)).fetchall())
@@ -170,7 +169,7 @@ def _private(path: str, flags: int) -> int:
 
 
 def paths_of_batch(batch_id: str) -> tuple[str, str]:
-    """The names of the files to which a batch's answers and errors are written."""
+    """Returns the names of the files to which a batch's answers and errors are written."""
     return f"{batch_id}_output", f"{batch_id}_errors"
 
 

@@ -1,4 +1,4 @@
-"""Responses that run, and those that have ended and that the disk did not take, with bounds for each key."""
+"""Running responses, and ended ones that could not be written to disk, within limits for each key."""
 
 import asyncio
 import contextlib
@@ -13,18 +13,18 @@ from kvern.io.json_lines import as_json
 from kvern.server.stores.event_log import EventLog
 
 MOST_STORED = 1000
-"""Responses of one key; the oldest that have ended go first."""
+"""The limit of responses of one key; the oldest ended ones are dropped first."""
 MOST_STORED_BYTES = 256 << 20
-"""Of all keys together, each of which has an equal part: in memory, and again on disk."""
+"""The limit of all keys together, in memory and again on disk; each key has an equal share."""
 MOST_RESPONSE_BYTES = 4 << 20
-"""Of one response and what was before it, when it begins."""
+"""The limit of one response with the messages before it, when it begins."""
 
 Messages = list[dict[str, Any]]
 Items = list[dict[str, Any]]
 
 
 class Packed(NamedTuple):
-    """A response as it is kept: all but the first two as JSON, whose length is what it takes."""
+    """A stored response; all fields but the first two are JSON."""
 
     id: str
     owner: str
@@ -34,17 +34,17 @@ class Packed(NamedTuple):
     items: msgspec.Raw
     """Its input."""
     events: msgspec.Raw | None
-    """An `EventLog`'s; None of one that cannot be followed."""
+    """The events of its `EventLog`; None if it has no stream to follow."""
 
     @property
     def size(self) -> int:
-        """Bytes."""
+        """The length in bytes of what is stored."""
         return sum(len(part) for part in self[2:] if part is not None)
 
 
 @dataclass(eq=False)
 class Record:
-    """A response that runs, as it stands, and the name of the key that asked for it."""
+    """A running response in its present state, with the name of the key that asked for it."""
 
     owner: str
     body: dict[str, Any]
@@ -53,28 +53,28 @@ class Record:
     conversation: str | None = None
     log: EventLog | None = None
     held: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
-    """Closed at its end."""
+    """Resources that are released when it ends."""
     task: asyncio.Task[None] | None = None
-    """What makes it, in the background."""
+    """The background task that generates it."""
     is_unwanted: bool = False
-    """It was cancelled, or deleted."""
+    """It was cancelled or deleted."""
     ending: asyncio.Future[None] | None = None
-    """It is being written down, or has been."""
+    """Completes when the ended response is written."""
     size: int = 0
 
     @property
     def id(self) -> str:
-        """The response's."""
+        """The response's id."""
         return str(self.body["id"])
 
     def packed(self) -> Packed:
-        """As it stands."""
+        """Returns the response as it is stored."""
         events = None if self.log is None else msgspec.Raw(self.log.packed())
         return Packed(self.id, self.owner, as_json(self.body), self.before, self.items, events)
 
 
 class ResponseMemory:
-    """Those that run as they are, the others packed."""
+    """Responses in memory, by key."""
 
     def __init__(self, most_bytes: int) -> None:
         self._most_bytes = most_bytes
@@ -83,7 +83,7 @@ class ResponseMemory:
         self._bytes: Counter[str] = Counter()
 
     def add(self, record: Record) -> None:
-        """Hold one that runs. Raises HttpError if it is too large, or if too many run that may not be forgotten."""
+        """Adds a running response. Raises HttpError if it is too large, or if there is no room for it."""
         record.size, most = record.packed().size, min(MOST_RESPONSE_BYTES, self._most_bytes)
         if record.size > most:
             message = f"the response and what was before it have {record.size} bytes, and at most {most} are kept"
@@ -98,7 +98,7 @@ class ResponseMemory:
         self._bytes[record.owner] += record.size
 
     def end(self, record: Record, ended: Packed) -> Packed | None:
-        """It changes no more, and was packed; None if it was forgotten."""
+        """Replaces a running response by its stored form. Returns None if the response was forgotten."""
         if self._running.get(record.owner, {}).pop(record.id, None) is None:
             return None
         self._bytes[record.owner] -= record.size
@@ -109,12 +109,12 @@ class ResponseMemory:
         return ended
 
     def find(self, owner: str, response_id: str) -> Record | Packed | None:
-        """A response of this key."""
+        """Returns a response of this key."""
         running = self._running.get(owner, {}).get(response_id)
         return running if running is not None else self._ended.get(owner, OrderedDict()).get(response_id)
 
     def forget(self, owner: str, response_id: str) -> Record | Packed | None:
-        """Know nothing of it, and return what was known."""
+        """Removes a response and returns it."""
         running = self._running.get(owner, {}).pop(response_id, None)
         ended = self._ended.get(owner, OrderedDict()).pop(response_id, None)
         found = running if running is not None else ended
@@ -124,16 +124,16 @@ class ResponseMemory:
 
     @property
     def running(self) -> list[Record]:
-        """Of all keys."""
+        """The running responses of all keys."""
         return [record for records in self._running.values() for record in records.values()]
 
     @property
     def ended(self) -> list[Packed]:
-        """Of all keys."""
+        """The ended responses of all keys."""
         return [packed for kept in self._ended.values() for packed in kept.values()]
 
     def _make_room(self, owner: str, count: int, size: int) -> None:
-        """Forget as many old ones that have ended as it takes, and may."""
+        """Drops the oldest ended responses of the owner until there is room, as far as possible."""
         ended, running = self._ended.get(owner, OrderedDict()), self._running.get(owner, {})
         most = self._most_bytes
         while ended and (len(ended) + len(running) + count > MOST_STORED or self._bytes[owner] + size > most):

@@ -1,8 +1,8 @@
-"""What /v1/responses keeps: on disk, and in memory what runs or what the disk does not take.
+"""The storage of /v1/responses: on disk; in memory while a response runs or if the disk does not take it.
 
-    hold --> begin (a row that has not ended) --> end (the whole row)        at any time: find, forget
+  hold --> begin (a row that has not ended) --> end (the whole row)        at any time: find, forget
 
-A row that has not ended when the file is opened is of a server that was killed: it has failed.
+A row that has not ended when the file is opened belongs to a server that was killed: that response has failed.
 """
 
 import asyncio
@@ -39,7 +39,7 @@ CUT_OFF = HttpError(500, "the server ended before the answer was complete: ask a
 
 
 class ResponseStore:
-    """Responses of each of `users` keys, bounded in number and in bytes, of which each may keep `quota` at most."""
+    """Responses of each of `users` keys, limited in number and bytes; each key may keep `quota` bytes at most."""
 
     def __init__(self, folder: DataFolder, users: int, quota: int) -> None:
         self._folder = folder
@@ -49,33 +49,34 @@ class ResponseStore:
         self.conversations = ConversationStore(folder, self._database, self._most_bytes)
         self._memory = ResponseMemory(self._most_bytes)
         self._is_refused = False
-        """The disk did not take the last response, which was said."""
+        """The disk did not take the last response, and the log says so."""
         self._writing: set[asyncio.Future[Any]] = set()
 
     def hold(self, record: Record) -> None:
-        """Know one that runs. Raises HttpError if there is no room for it."""
+        """Adds a running response. Raises HttpError if there is no room for it."""
         self._memory.add(record)
 
     def drop(self, record: Record) -> None:
-        """Know nothing of one that nobody heard of."""
+        """Removes a response whose id no client has seen."""
         record.held.close()
         self._memory.forget(record.owner, record.id)
 
     def begin(self, record: Record) -> Awaitable[object]:
-        """Write that it runs; whoever need not wait for that may go on."""
+        """Writes that the response runs; the caller need not wait for it."""
         return self._write(record.packed(), is_end=False)
 
     def end(self, record: Record) -> Awaitable[None]:
-        """It changes no more: write it, and what it adds to its conversation. What the disk does not take stays here.
+        """Writes an ended response, and what it adds to its conversation. In memory it stays only if the disk does not
+        take it.
 
-        If it has not come to its end, it was cancelled. Whoever need not wait for that may go on.
+        A response that is not complete counts as cancelled. The caller need not wait for it.
         """
         if record.ending is None:
             record.ending = self._keep(asyncio.ensure_future(self._end(record)))
         return asyncio.shield(record.ending)
 
     async def find(self, owner: str, response_id: str) -> Record | Packed:
-        """A response of this key. Raises HttpError 404, or what `Database` raises."""
+        """Returns a response of this key. Raises HttpError 404, or what `Database` raises."""
         found: Record | Packed | None = self._memory.find(owner, response_id)
         if found is None and self._database.exists:
             found = await self._database.run(lambda database: _read(database, owner, response_id))
@@ -84,7 +85,7 @@ class ResponseStore:
         return found
 
     async def forget(self, owner: str, response_id: str) -> None:
-        """End it, if it runs, and know nothing of it. Raises HttpError 404, or what `Database` raises."""
+        """Cancels the response if it runs, and deletes it. Raises HttpError 404, or what `Database` raises."""
         found = self._memory.forget(owner, response_id)
         if isinstance(found, Record):
             found.is_unwanted = True
@@ -104,7 +105,7 @@ class ResponseStore:
             raise _unknown(response_id)
 
     async def stop(self) -> None:
-        """End what runs, write what the disk did not take before, and let go of the file."""
+        """Ends running responses, writes what the disk did not take before, and closes the file."""
         running = self._memory.running
         tasks = [record.task for record in running if record.task is not None]
         for task in tasks:
@@ -116,7 +117,7 @@ class ResponseStore:
         self._database.close()
 
     def _write(self, packed: Packed | None, is_end: bool = True, add: Work | None = None) -> "asyncio.Future[bool]":
-        """Whether the disk took it. It is on its way there when this returns."""
+        """Begins to write a response; the result is True once the disk has it."""
 
         def work(database: sqlite3.Connection) -> None:
             if packed is not None:
@@ -142,7 +143,7 @@ class ResponseStore:
         if record.body["status"] in RUNNING:
             record.body["status"] = "cancelled"
         try:
-            written = await asyncio.to_thread(record.packed)  # with log-probabilities that is much
+            written = await asyncio.to_thread(record.packed)  # takes long with many log-probabilities
             packed, add = self._memory.end(record, written), _adding(record)
             is_written = (packed or add) and await self._write(packed, True, add)
             if packed is not None and is_written:
@@ -159,7 +160,7 @@ class ResponseStore:
 
 
 def _adding(record: Record) -> Work | None:
-    """What puts an answered response into its conversation."""
+    """Returns the work that appends an answered response to its conversation."""
     if record.conversation is None or record.body["status"] not in ("completed", "incomplete"):
         return None
     items = [*msgspec.json.decode(record.items), *record.body["output"]]
@@ -167,7 +168,7 @@ def _adding(record: Record) -> Work | None:
 
 
 def _put(database: sqlite3.Connection, packed: Packed, is_end: bool, most: int) -> None:
-    """Write it over what was there; one that has grown over all that its owner may keep is forgotten."""
+    """Writes a response over its earlier row. A response that has outgrown its owner's limit is deleted."""
     if packed.size > most:
         database.execute("DELETE FROM responses WHERE id = ?", (packed.id,))
         return
@@ -177,7 +178,7 @@ def _put(database: sqlite3.Connection, packed: Packed, is_end: bool, most: int) 
 
 
 def _make_room(database: sqlite3.Connection, packed: Packed, most: int) -> None:
-    """Forget the oldest of the same owner that have ended, as many as it takes."""
+    """Deletes the owner's oldest ended responses until there is room."""
     sql = "SELECT COUNT(*), TOTAL(size) FROM responses WHERE owner = ? AND id != ?"
     count, size = database.execute(sql, (packed.owner, packed.id)).fetchone()
     while count >= MOST_STORED or size + packed.size > most:
