@@ -53,8 +53,7 @@ async def serve(
     ended: list[int] = []
 
     def note(number: int, _: object) -> None:
-        """Handles a signal without the event loop: a second signal ends the process even if the loop or a thread
-        hangs."""
+        """Handles a signal without the event loop: a second one ends the process even if the loop or a thread hangs."""
         if len(ended) == 1:  # a third signal must not restart the countdown
             faulthandler.dump_traceback_later(LAST_SECONDS, exit=True, file=2)
         ended.append(number)
@@ -79,9 +78,7 @@ async def serve(
             application = Server([client], server, keys)
             await application.batches.resume()
             http = HttpServer(http_config(application.app(), server))
-            application.responses.tasks = (
-                http.server_state.tasks
-            )  # the tasks that the shutdown waits for, as for requests
+            application.responses.tasks = http.server_state.tasks  # the shutdown waits for these
             gc.freeze()  # objects of the start live on: the collector need not visit them
             engines = f"{len(client.replicas)} engines, " if len(client.replicas) > 1 else ""
             say(f"started {engines}in {client.ready.report}")
