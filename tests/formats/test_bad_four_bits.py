@@ -16,7 +16,7 @@ from kvern.errors import CorruptCheckpoint, UnsupportedModel
 from kvern.formats.nf4 import bitsandbytes_nf4
 from kvern.formats.packed_tensors import packed_format
 from kvern.formats.torchao_int4 import torchao_int4
-from kvern.layers.linear_format import linear_methods
+from kvern.layers.format_choice import linear_methods
 from kvern.layers.unquantized import Unquantized
 from kvern.models.loader import load_model, read_config
 from tests.support.families import change_tensors, make_checkpoint

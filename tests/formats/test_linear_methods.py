@@ -19,11 +19,13 @@ from kvern.device.measurements import Measurements
 from kvern.errors import ConfigError, CorruptCheckpoint, UnsupportedModel
 from kvern.layers import linear_format
 from kvern.layers.build import Build
-from kvern.layers.experts import Experts, SeparateExperts
+from kvern.layers.expert_choice import experts_of_format
+from kvern.layers.experts import Experts
 from kvern.layers.linear import Linear
 from kvern.layers.linear_format import LINEAR_METHODS, LinearMethods
 from kvern.layers.linear_method import Axis, LinearMethod, LinearShape, Part, Product, TensorLayout
 from kvern.layers.parted import PartedMethod
+from kvern.layers.row_experts import SeparateExperts
 from kvern.layers.tuning import tune
 from kvern.layers.unquantized import PackedMethod, Unquantized, UnquantizedMethod
 from kvern.models.decoder import Decoder
@@ -110,7 +112,7 @@ def test_a_missing_tensor_of_a_format_is_named(tmp_path: Path) -> None:
 def test_runs_of_rows_fill_every_tensor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = quantize(make_checkpoint("llama", tmp_path / "model"), tmp_path, ALL).quantized
     expected = load_model(folder).state_dict()
-    monkeypatch.setattr("kvern.models.checkpoint.RUN_BYTES", 200)
+    monkeypatch.setattr("kvern.models.stored_tensor.RUN_BYTES", 200)
     loaded = load_model(folder).state_dict()
     assert all(torch.equal(loaded[name], tensor) for name, tensor in expected.items())
 
@@ -140,8 +142,8 @@ def test_adapters_add_to_any_format(tmp_path: Path) -> None:
 def test_stacked_experts_of_a_format_agree_with_separate_ones(waits: bool) -> None:
     """As a checkpoint stores them in one tensor; and both ways to multiply, one of which waits for no device."""
     spec, build = MoeSpec(5, 2, 12), Build(torch.float32, CPU, 16)
-    stacked, separate = (ScaledRows().experts(8, spec, build) for _ in range(2))
-    plain = Unquantized().experts(8, spec, build)
+    stacked, separate = (experts_of_format(8, spec, build, ScaledRows()) for _ in range(2))
+    plain = experts_of_format(8, spec, build, Unquantized())
     for matrix, shape in {"gate_up": (5, 24, 8), "down": (5, 8, 12)}.items():
         codes, scale = torch.randint(-7, 8, shape).half(), torch.rand(shape[:2]) / 9
         parts = {"qweight": codes, "scale": scale}

@@ -11,9 +11,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from kvern.layers.build import Build
-from kvern.layers.experts import NAMES, Experts, SeparateExperts, StackedExperts
+from kvern.layers.expert_choice import experts_of_format, make_experts
+from kvern.layers.experts import NAMES, Experts, StackedExperts
 from kvern.layers.linear_format import LinearFormat, LinearMethods
-from kvern.layers.row_experts import RowStackedExperts
+from kvern.layers.row_experts import RowStackedExperts, SeparateExperts
 from kvern.layers.unquantized import Unquantized
 from kvern.models.loader import load_model
 from kvern.spec.model import MoeSpec
@@ -82,7 +83,7 @@ SPEC, HIDDEN = MoeSpec(5, 2, 12), 8
 
 def make(formats: Mapping[str, LinearFormat]) -> Experts:
     rules = tuple((re.compile(f"experts.{name}_proj"), linear) for name, linear in formats.items())
-    return Build(torch.float32, CPU, 16, linear=LinearMethods(Unquantized(), rules)).experts(HIDDEN, SPEC)
+    return make_experts(HIDDEN, SPEC, Build(torch.float32, CPU, 16, linear=LinearMethods(Unquantized(), rules)))
 
 
 def random_parts(experts: Experts, generator: torch.Generator) -> dict[str, Tensor]:
@@ -104,7 +105,7 @@ def through(experts: Experts) -> Tensor:
 
 def plain_of(parts: Mapping[str, Tensor], block: int) -> Tensor:
     """What plain experts of the same numbers make."""
-    plain = Unquantized().experts(HIDDEN, SPEC, Build(torch.float32, CPU, 16))
+    plain = experts_of_format(HIDDEN, SPEC, Build(torch.float32, CPU, 16), Unquantized())
     for name, codes in parts.items():
         if not name.endswith("qweight"):
             continue

@@ -17,7 +17,8 @@ from kvern.adapters.peft import read_adapter
 from kvern.formats.groups import GroupedMethod
 from kvern.formats.method import QuantizedMethod
 from kvern.layers.build import Build
-from kvern.layers.linear_format import LinearFormat, linear_methods
+from kvern.layers.format_choice import linear_methods
+from kvern.layers.linear_format import LinearFormat
 from kvern.layers.linear_method import LinearShape, Part
 from kvern.layers.unquantized import Unquantized
 from kvern.models.decoder import Decoder
@@ -104,7 +105,7 @@ def test_runs_of_rows_fill_every_tensor(
 ) -> None:
     folder = make("llama", tmp_path, pack, config, num_hidden_layers=1).quantized
     expected = load_model(folder).state_dict()
-    monkeypatch.setattr("kvern.models.checkpoint.RUN_BYTES", run_bytes)
+    monkeypatch.setattr("kvern.models.stored_tensor.RUN_BYTES", run_bytes)
     loaded = load_model(folder).state_dict()
     assert loaded.keys() == expected.keys()
     for name, tensor in expected.items():

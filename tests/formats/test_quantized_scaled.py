@@ -15,7 +15,7 @@ from kvern.formats.method import QuantizedMethod
 from kvern.formats.online import OnlineMethod
 from kvern.formats.rounding import Rounding
 from kvern.formats.scaled import ROWS, TENSOR, Block, Scaled, ScaledMethod
-from kvern.layers.linear_format import linear_methods
+from kvern.layers.format_choice import linear_methods
 from kvern.layers.linear_method import LinearShape, Part
 from kvern.layers.unquantized import Unquantized, UnquantizedMethod
 from kvern.models.loader import load_model, read_config
@@ -203,7 +203,7 @@ def test_plain_weights_are_quantized_while_they_are_loaded(
     model = make_checkpoint(family, tmp_path / "model")
     packing = Packing(code, round=FP8 if code == "e4m3" else INT8)
     made = quantize(model, tmp_path, packing, {})
-    monkeypatch.setattr("kvern.models.checkpoint.RUN_BYTES", 2000)
+    monkeypatch.setattr("kvern.models.stored_tensor.RUN_BYTES", 2000)
     decoder = load_model(model, quantization=quantization)
     plain = load_model(made.rounded, unquantized=reference(packing))
     assert (logits(decoder, PROMPT) - logits(plain, PROMPT)).abs().max() < 1e-4

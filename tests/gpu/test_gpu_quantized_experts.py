@@ -10,6 +10,7 @@ from kvern import LLM, SamplingParams
 from kvern.formats.rounding import Rounding
 from kvern.formats.scaled import ROWS, Block, Scaled
 from kvern.layers.build import Build
+from kvern.layers.expert_choice import experts_of_format
 from kvern.layers.fused_packed_experts import FusedPackedExperts
 from kvern.layers.linear_format import LinearFormat
 from kvern.layers.row_experts import RowStackedExperts
@@ -39,7 +40,7 @@ def test_kernels_agree_with_pytorch(name: str, tokens: int, deterministic: bool)
         if "hopper_linear" in kernels and not on_hopper:
             continue
         build = Build(torch.bfloat16, device, 16, frozenset(kernels), deterministic=deterministic)
-        experts = FORMATS[name].experts(2048, spec, build)
+        experts = experts_of_format(2048, spec, build, FORMATS[name])
         assert isinstance(experts, RowStackedExperts)
         experts.fill_random(torch.Generator(device).manual_seed(5))
         experts.finish()

@@ -147,5 +147,5 @@ class MadeFormat(LinearFormat):
 def made_layer(made: Made, device: torch.device, kernels: bool = True, deterministic: bool = False) -> Linear:
     groups = frozenset({"quantized"} if kernels else ())
     outputs, inputs = made.plain.shape
-    build = Build(torch.float32, device, 1, groups, LinearMethods(MadeFormat(made)), deterministic)
+    build = Build(torch.float32, device, 1, groups, deterministic, linear=LinearMethods(MadeFormat(made)))
     return Linear(inputs, {"o_proj": outputs}, build)

@@ -129,7 +129,7 @@ def test_adapters_get_numbers(tmp_path: Path, on_device: Callable[..., LLM], mon
 def test_a_layer_takes_codes_where_its_way_multiplies_them(device: torch.device, activations: Rounding) -> None:
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
     form = Scaled("int8", Block(1, activations.group), activations)
-    build = Build(dtype, device, 1, frozenset({"quantized"}), LinearMethods(form))
+    build = Build(dtype, device, 1, frozenset({"quantized"}), linear=LinearMethods(form))
     linear = Linear(256, {"o_proj": 128}, build, bias=True)
     linear.fill_random(torch.Generator(device).manual_seed(0))
     linear.finish()

@@ -16,11 +16,12 @@ from kvern.cpu.norm import KINDS as NORMS
 from kvern.cpu.norm import add_norm
 from kvern.device.input_batch import build_input_batch
 from kvern.device.rows import BatchRows
-from kvern.layers.attention import make_attention
+from kvern.layers.attention import make_heads
 from kvern.layers.build import Build
-from kvern.layers.compiled import CompiledAttention
-from kvern.layers.norm import HeadNorm, RowNorm, make_norm
-from kvern.layers.rope import RopeTable, Rotation
+from kvern.layers.compiled_heads import CompiledHeads
+from kvern.layers.norm import HeadNorm, Norm, RowNorm
+from kvern.layers.rope import RopeTable, positions_alone
+from kvern.layers.step_context import StepContext
 from kvern.models.loader import load_model
 from kvern.request.request import PromptInput, RequestSpec
 from kvern.request.sampling_params import ResolvedParams
@@ -159,17 +160,17 @@ class Recorded:
         return query
 
 
-def made(scope: str, rope: str, dtype: torch.dtype, dim: int = 24) -> tuple[CompiledAttention, RopeTable | None]:
+def made(scope: str, rope: str, dtype: torch.dtype, dim: int = 24) -> tuple[CompiledHeads, RopeTable | None]:
     layer = LayerSpec(AttentionSpec(6, 2, dim, 0.2), ROPES[rope], MlpSpec(8))
     model = ModelSpec("", 10, 16, (layer,), 64, query_key_norm=NORM_SCOPES[scope])
     build = Build(dtype, torch.device("cpu"), 64, frozenset({"cpu_layers"}))
-    attention = CompiledAttention(0, model, layer, build)
+    attention = CompiledHeads(0, model, layer, build)
     for seed, parameter in enumerate(attention.parameters()):
         parameter.copy_(numbers(*parameter.shape, seed=seed))
     return attention, None if layer.rope is None else RopeTable(layer.rope, build)
 
 
-def in_double(attention: CompiledAttention, qkv: Tensor, scope: str, rope: str, positions: Tensor) -> Tensor:
+def in_double(attention: CompiledHeads, qkv: Tensor, scope: str, rope: str, positions: Tensor) -> Tensor:
     """Queries and keys [T, 8, dim], normalised and rotated."""
     spec, table = NORM_SCOPES[scope], ROPES[rope]
     x = qkv.double()[:, :8]
@@ -214,7 +215,7 @@ def test_queries_are_rotated_and_keys_and_values_stored(scope: str, rope: str) -
         qkv = numbers(TOKENS, 10, 24, dtype=dtype, seed=5)
         positions = torch.randperm(64, generator=torch.Generator().manual_seed(1))[:TOKENS]
         expected = in_double(attention, qkv, scope, rope, positions)
-        rotation = Rotation(positions, positions) if table is None else table(positions)
+        rotation = positions_alone(positions) if table is None else table(positions)
         places = torch.randperm(5 * SIZE, generator=torch.Generator().manual_seed(2))[:TOKENS]
         for stored in (torch.float32, torch.bfloat16, torch.float16, torch.int8, torch.float8_e4m3fn):
             poison = 99 if stored == torch.int8 else float("nan")
@@ -223,7 +224,7 @@ def test_queries_are_rotated_and_keys_and_values_stored(scope: str, rope: str) -
             paged = Recorded(cache, scales, places)
             given = qkv.clone().flatten(1)
             wanted = torch.tensor([3, 0])
-            found = attention.attended(given, rotation, paged, wanted)
+            found = attention(given, StepContext(rotation, paged, wanted=wanted))
             loose = 4.0 if dtype == torch.float32 else 12000.0  # cosines and sines are rounded too
             near(found, expected[wanted, :6].flatten(1), dtype, loose)
             new = torch.stack((expected[:, 6:], qkv[:, 8:].double()))
@@ -258,9 +259,8 @@ def test_codes_are_those_of_pytorch() -> None:
             cache = torch.zeros(2, 1, 2, 2, 512, dtype=stored)
             places = torch.tensor([1, 0])
             expected = codes_of(qkv[:, 8:], torch.ones(2), stored)
-            attention.attended(
-                qkv.flatten(1), Rotation(places, places), Recorded(cache, torch.ones(2, 2), places), None
-            )
+            paged = Recorded(cache, torch.ones(2, 2), places)
+            attention(qkv.flatten(1), StepContext(positions_alone(places), paged))
             assert torch.equal(cache[1, 0, places].float(), expected.float())
 
 
@@ -277,21 +277,21 @@ def test_values_are_normalised_and_may_be_keys_before_norm_and_rotation(keys_are
         qkv = numbers(TOKENS, 8 if keys_are_values else 10, 24, seed=5)
         queries = []
         for stored in (torch.float32, torch.float16):  # the kernel stores in one, and PyTorch in the other
-            attention = make_attention(0, model, layer, build)
+            attention = make_heads(0, model, layer, build)
             for seed, parameter in enumerate(attention.parameters()):
                 parameter.copy_(numbers(*parameter.shape, seed=seed))
             paged = Recorded(torch.zeros(2, 5, SIZE, 2, 24, dtype=stored), None, places)
-            queries.append(attention.attended(qkv.clone().flatten(1), table(positions), paged))
+            queries.append(attention(qkv.clone().flatten(1), StepContext(table(positions), paged)))
             values = qkv[:, -2:].double()
             values = values / (values.square().mean(-1, keepdim=True) + 1e-5).sqrt()
             found = paged.stored[1].flatten(0, 1)[places]
             near(found.float(), values, stored, 4.0 if stored == torch.float32 else 4000.0)
         assert torch.equal(queries[0], queries[1])
-        other = make_attention(0, model, borrowing, build)
+        other = make_heads(0, model, borrowing, build)
         weight = attention.get_submodule("norm_before").get_parameter("weight")
         other.get_submodule("norm_before").get_parameter("weight").copy_(weight[:6])
         before = paged.stored.clone()
-        assert torch.equal(other.attended(qkv[:, :6].flatten(1), table(positions), paged), queries[0])
+        assert torch.equal(other(qkv[:, :6].flatten(1), StepContext(table(positions), paged)), queries[0])
         assert torch.equal(paged.stored, before), "a layer without keys stores none"
 
 
@@ -343,7 +343,7 @@ def test_a_row_is_the_same_alone_and_among_others(dtype: torch.dtype) -> None:
         normal = add_norm(hidden[rows].clone(), update[rows], weight, None, 1e-5, NORMS["rms"])
         activated = activate(hidden[rows], ACTIVATIONS["gelu"], False)
         with torch.inference_mode():
-            query = attention.attended(qkv, table(positions), paged, None)
+            query = attention(qkv, StepContext(table(positions), paged))
         results.append((normal, activated, query, paged.stored[:, 19 // SIZE, 19 % SIZE][None]))
     for whole, alone in zip(*results, strict=True):
         assert torch.equal(whole[19:20] if len(whole) == 37 else whole, alone[-1:] if alone.shape[1] != 2 else alone)
@@ -352,7 +352,7 @@ def test_a_row_is_the_same_alone_and_among_others(dtype: torch.dtype) -> None:
 def test_what_products_leave_transposed_is_added() -> None:
     hidden, update = numbers(8, 5).t(), numbers(8, 5, seed=1).t()
     build = Build(torch.float32, torch.device("cpu"), 8, frozenset({"cpu_layers"}))
-    norm = make_norm(NormSpec(), 8, "norm", build)
+    norm = Norm(NormSpec(), 8, "norm", build)
     norm.fill_random(torch.Generator())
     expected = hidden + update
     total, normal = norm.after(hidden, update)

@@ -10,12 +10,13 @@ from torch import Tensor
 
 from kvern.cpu.activation import KINDS
 from kvern.cpu.linear import gated_linear, linear, linear_heads, pack, pack_heads, unpack
-from kvern.layers.activation import gated_activation_of
 from kvern.layers.build import Build
 from kvern.layers.compiled_linear import compiles
 from kvern.layers.embedding import Embedding
+from kvern.layers.expert_choice import make_experts
 from kvern.layers.linear import Linear
 from kvern.layers.linear_method import LinearShape
+from kvern.layers.ops import TORCH
 from kvern.spec.model import Activation, MoeSpec
 from tests.support.cache_folder import load_kernels, pretend_tiles
 
@@ -78,7 +79,7 @@ def test_gates_are_activated_in_the_product(
     for rows in (1, 8, 61):
         x = random(rows, inputs, dtype=dtype)
         assert torch.equal(linear(x, packed, bias), linear(x, pack(weight), bias))
-        expected = gated_activation_of(activation, PLAIN)(x.double() @ weight.double().T + bias.double())
+        expected = TORCH.gated_activation(activation)(x.double() @ weight.double().T + bias.double())
         found = gated_linear(x, packed, bias, KINDS[activation])
         assert relative_error(found, expected) < (1e-5 if dtype is torch.float32 else 3e-3)
 
@@ -175,7 +176,9 @@ def test_tiles_multiply_where_a_row_may_depend_on_others(monkeypatch: pytest.Mon
 def test_experts_are_multiplied_packed() -> None:
     spec = MoeSpec(experts=3, top_k=2, width=20, activation="silu")
     build = Build(torch.float32, torch.device("cpu"), 8, frozenset({"cpu_linear"}))
-    packed, plain = (replace(build, kernels=names).experts(24, spec) for names in (build.kernels, frozenset[str]()))
+    packed, plain = (
+        make_experts(24, spec, replace(build, kernels=names)) for names in (build.kernels, frozenset[str]())
+    )
     for name, shape in plain.parts().items():
         weight = random(*shape, dtype=torch.float32) / 5
         packed.load(name, weight)

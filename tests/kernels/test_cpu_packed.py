@@ -40,7 +40,7 @@ def _loaded() -> None:
 
 def made(linear_format: LinearFormat, outputs: int, inputs: int, dtype: torch.dtype) -> LinearMethod:
     """A random matrix of a format, packed for a CPU."""
-    build = Build(dtype, CPU, 64, frozenset({"cpu_packed"}), LinearMethods(linear_format))
+    build = Build(dtype, CPU, 64, frozenset({"cpu_packed"}), linear=LinearMethods(linear_format))
     method = linear_format.linear(LinearShape(outputs, inputs, dtype, CPU), build)
     method.use_kernels(build)
     method.fill_random(torch.Generator().manual_seed(outputs))

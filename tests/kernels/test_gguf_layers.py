@@ -34,7 +34,7 @@ def test_rows_take_nothing_from_the_host_again(
 def test_a_layer_multiplies_by_its_blocks_taken_apart(name: str, device: torch.device) -> None:
     def make(*kernels: str) -> Linear:
         linear_format = LinearMethods(GgufFormat(BY_NAME[name]))
-        made = Linear(512, {"o_proj": 48}, Build(torch.float32, device, 1, frozenset(kernels), linear_format))
+        made = Linear(512, {"o_proj": 48}, Build(torch.float32, device, 1, frozenset(kernels), linear=linear_format))
         made.method.fill_random(torch.Generator(device).manual_seed(0))
         made.method.finish()
         return made

@@ -14,10 +14,10 @@ from kvern.kernel_list.quantized import packed_kinds
 from kvern.kernels.quantize_rows import RowCodes
 from kvern.layers.build import Build
 from kvern.layers.embedding import Embedding
+from kvern.layers.format_choice import linear_methods
 from kvern.layers.linear import Linear, Weighted
-from kvern.layers.linear_format import linear_methods
 from kvern.layers.linear_method import CodesProduct, LinearMethod
-from kvern.layers.tuned_linear import TunedLinear
+from kvern.layers.tuned_format import TunedLinear
 from kvern.layers.tuning import tune
 from kvern.layers.unquantized import Unquantized
 from kvern.models.decoder import Decoder
@@ -41,7 +41,7 @@ def test_what_may_be_chosen_is_listed(
     spec = spec_of("llama", LARGE_MODELS)
     layers = tuple(replace(layer, rope=None) for layer in spec.layers)
     plain, own = (linear_methods(config, way, online) for way in (Unquantized(), TunedLinear(META, "auto")))
-    model = Decoder(replace(spec, layers=layers), Build(torch.bfloat16, META, 1, OURS, own))
+    model = Decoder(replace(spec, layers=layers), Build(torch.bfloat16, META, 1, OURS, linear=own))
     packed = packed_kinds(spec, Build(torch.bfloat16, META, 1, linear=plain))
     assert bool(packed) == bool(config or online) and all(kind.part != "embed_tokens" for kind in packed)
     inputs = Inputs(CPU, torch.bfloat16, "empty", packed=packed)

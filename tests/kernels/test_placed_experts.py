@@ -13,6 +13,7 @@ from kvern.formats.packed_tensors import PackQuantizedMethod
 from kvern.formats.scaled import Block, Scaled
 from kvern.kernels.moe import fused_experts
 from kvern.layers.build import Build
+from kvern.layers.expert_choice import make_experts
 from kvern.layers.experts import Experts, StackedExperts
 from kvern.layers.fused_packed_experts import FusedPackedExperts
 from kvern.layers.linear_format import LinearMethods
@@ -84,7 +85,7 @@ def test_parts_of_packed_experts(device: torch.device, linear: LinearMethods, wi
     spec = MoeSpec(3, 2, width, activation="clamped_swiglu" if linear is MXFP4 else "silu", bias=linear is MXFP4)
 
     def make(spec: MoeSpec, kernels: frozenset[str], ranks: Ranks) -> Experts:
-        made = Build(torch.float32, device, 16, kernels, linear, ranks=ranks).experts(64, spec)
+        made = make_experts(64, spec, Build(torch.float32, device, 16, kernels, linear=linear, ranks=ranks))
         generator = torch.Generator().manual_seed(5)
         for module in made.modules():
             for part, shape in module.stacked_parts().items() if isinstance(module, Loadable) else ():
@@ -120,7 +121,7 @@ def test_packed_experts_move(device: torch.device, lanes: bool) -> None:
 
     def make(rank: int) -> FusedPackedExperts:
         dtype = torch.bfloat16 if lanes else torch.float32
-        made = Build(dtype, device, 16, kernels, MXFP4, ranks=Ranks(rank, 2)).experts(128, spec)
+        made = make_experts(128, spec, Build(dtype, device, 16, kernels, linear=MXFP4, ranks=Ranks(rank, 2)))
         generator = torch.Generator().manual_seed(5)
         for module in made.modules():
             for part, shape in module.stacked_parts().items() if isinstance(module, Loadable) else ():

@@ -108,7 +108,7 @@ FORMS = [
 def test_products_of_many_rows(device: torch.device, form: Scaled) -> None:
     """All ways to multiply agree on activations that rounding does not change; on a GPU those of libraries, too."""
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
-    build = Build(dtype, device, 1, frozenset({"quantized"}), LinearMethods(form))
+    build = Build(dtype, device, 1, frozenset({"quantized"}), linear=LinearMethods(form))
     linear = Linear(256, {"o_proj": 128}, build, bias=True)
     method = linear.method
     assert isinstance(method, ScaledMethod) and linear.bias is not None

@@ -105,7 +105,7 @@ def _layer(
     form: Scaled, device: torch.device, hopper: bool = True, outputs: int = 640, dtype: torch.dtype = torch.bfloat16
 ) -> Linear:
     kernels = frozenset({"quantized", "hopper_linear"} if hopper else {"quantized"})
-    linear = Linear(512, {"o_proj": outputs}, Build(dtype, device, 1, kernels, LinearMethods(form)), bias=True)
+    linear = Linear(512, {"o_proj": outputs}, Build(dtype, device, 1, kernels, linear=LinearMethods(form)), bias=True)
     linear.fill_random(torch.Generator(device).manual_seed(0))
     linear.finish()
     return linear

@@ -10,8 +10,7 @@ from kvern import LLM, EngineConfig, SamplingParams
 from kvern.attention import selection
 from kvern.device.measurements import Measurements
 from kvern.errors import ConfigError, UnsupportedModel
-from kvern.layers.activation import gated_activation_of
-from kvern.layers.build import Build
+from kvern.layers.ops import TORCH
 from kvern.models.loader import load_model
 from kvern.models.registry import spec_from_config
 from kvern.quantize.checkpoint import Checkpoint
@@ -69,7 +68,7 @@ def test_a_cache_of_integers_stays_near(reference: Reference) -> None:
 @pytest.mark.parametrize("options", [{}, {"cpu_kernels": False}], ids=str)
 def test_published_experts(options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In runs of an expert or two."""
-    monkeypatch.setattr("kvern.models.checkpoint.RUN_BYTES", 4500)
+    monkeypatch.setattr("kvern.models.stored_tensor.RUN_BYTES", 4500)
     model = make_checkpoint("gpt_oss", tmp_path / "model", hidden_size=64, intermediate_size=32)
     made = store(model, tmp_path, mxfp4_experts, r"experts\.\w+_proj$", GPT_OSS["quantization_config"])
     with engine(made.quantized, **options) as llm:
@@ -119,5 +118,5 @@ def test_gate_and_up_are_clamped() -> None:
     gate, up = x.double().chunk(2, -1)
     gate, up = gate.clamp(max=7), up.clamp(-7, 7)
     expected = (up + 1) * gate * torch.sigmoid(1.702 * gate)
-    found = gated_activation_of("clamped_swiglu", Build(torch.float32, CPU, 8))(x)
+    found = TORCH.gated_activation("clamped_swiglu")(x)
     torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-6)

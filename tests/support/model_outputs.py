@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from kvern.layers.attention import NO_ADAPTERS, Context, StepAdapters, rows_of
 from kvern.layers.linear import Weighted
 from kvern.layers.linear_method import LinearMethod
 from kvern.layers.states import new_states
+from kvern.layers.step_context import NO_ADAPTERS, Context, StepAdapters, rows_of
 from kvern.models.decoder import Decoder
 from kvern.spec.mixers import AttentionSpec
 from kvern.spec.model import LayerSpec, ModelSpec

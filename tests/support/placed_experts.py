@@ -5,6 +5,7 @@ from dataclasses import replace
 import torch
 
 from kvern.layers.build import Build
+from kvern.layers.expert_choice import make_experts
 from kvern.layers.experts import Experts
 from kvern.layers.linear_format import LinearMethods
 from kvern.layers.loadable import Loadable
@@ -25,7 +26,7 @@ def placed(spec: MoeSpec, ranks: int) -> MoeSpec:
 
 def loaded(spec: MoeSpec, linear: LinearMethods, ranks: Ranks, names: str) -> Experts:
     """Experts of a checkpoint that is always the same."""
-    experts = Build(torch.float32, torch.device("cpu"), 16, linear=linear, ranks=ranks).experts(HIDDEN, spec)
+    experts = make_experts(HIDDEN, spec, Build(torch.float32, torch.device("cpu"), 16, linear=linear, ranks=ranks))
     generator = torch.Generator().manual_seed(3)
     for module in experts.modules():
         if isinstance(module, Loadable):

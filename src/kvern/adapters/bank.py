@@ -10,7 +10,7 @@ from kvern.adapters.targets import linear_layers, targets_of
 from kvern.device.transfer import upload
 from kvern.errors import ConfigError
 from kvern.layers.adapted_linear import AdaptedLinear, AdaptedRows, Matrices, StackedLinear
-from kvern.layers.attention import NO_ADAPTERS, StepAdapters
+from kvern.layers.step_context import NO_ADAPTERS, StepAdapters
 from kvern.models.decoder import Decoder
 
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 import torch
 
 from kvern.device.input_batch import InputBatch
-from kvern.layers.attention import Attend, Context, PagedAttend
+from kvern.layers.step_context import Attend, Context, PagedAttend
 from kvern.request.step import BlockCopy
 from kvern.spec.mixers import AttentionSpec
 

@@ -11,7 +11,7 @@ from kvern.attention.groups import LayerGroups
 from kvern.attention.memory import zero_caches
 from kvern.cpu.attention import CachedLayer, Step
 from kvern.device.input_batch import InputBatch
-from kvern.layers.attention import Context
+from kvern.layers.step_context import Context
 from kvern.request.step import BlockCopy
 from kvern.spec.mixers import AttentionSpec
 

@@ -18,7 +18,7 @@ from kvern.attention.gather import Gather, consecutive, keys_behind
 from kvern.attention.groups import LayerGroups
 from kvern.attention.memory import zero_caches
 from kvern.device.input_batch import InputBatch
-from kvern.layers.attention import Context, rows_of
+from kvern.layers.step_context import Context, rows_of
 from kvern.request.step import BlockCopy
 from kvern.spec.mixers import AttentionSpec
 

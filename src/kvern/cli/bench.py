@@ -94,7 +94,7 @@ class Kernels:
         from rich.table import Table
 
         from kvern.layers.build import Build
-        from kvern.layers.linear_format import linear_methods
+        from kvern.layers.format_choice import linear_methods
         from kvern.layers.unquantized import Unquantized
         from kvern.models.folder import model_folder
         from kvern.models.loader import read_config

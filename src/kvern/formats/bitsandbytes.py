@@ -1,7 +1,7 @@
 """Checkpoints of bitsandbytes: INT8 (LLM.int8) here, four bits in `nf4.py`."""
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,11 +10,9 @@ from kvern.errors import CorruptCheckpoint, UnsupportedModel
 from kvern.formats.choice import all_but, paths_matching
 from kvern.formats.nf4 import bitsandbytes_nf4
 from kvern.formats.scaled import Scaled, ScaledMethod
+from kvern.layers.build_options import BuildOptions
 from kvern.layers.linear_format import LinearFormat, LinearMethods
 from kvern.layers.linear_method import LinearMethod, LinearShape, Part, TensorLayout
-
-if TYPE_CHECKING:
-    from kvern.layers.build import Build
 
 
 class Int8Method(ScaledMethod):
@@ -33,7 +31,7 @@ class Int8Method(ScaledMethod):
 class Int8(Scaled):
     """Activations are not rounded: the columns that bitsandbytes multiplies in 16 bits are so, and all others."""
 
-    def linear(self, shape: LinearShape, build: "Build") -> LinearMethod:
+    def linear(self, shape: LinearShape, build: BuildOptions) -> LinearMethod:
         return Int8Method(shape, self)
 
 

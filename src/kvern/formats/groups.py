@@ -7,7 +7,7 @@ ever allocated for a whole layer. Formats say in `layouts` and `load` how theirs
 import math
 from collections.abc import Callable, Mapping
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,7 @@ from kvern.errors import UnsupportedModel
 from kvern.formats.method import RUN_NUMBERS, Packed, QuantizedMethod
 from kvern.kernels.expert_lanes import LaneWeight, in_lanes
 from kvern.kernels.packed import E2M1, NF4
+from kvern.layers.build_options import BuildOptions
 from kvern.layers.linear_format import LinearFormat
 from kvern.layers.linear_method import (
     INPUTS,
@@ -27,9 +28,6 @@ from kvern.layers.linear_method import (
     TensorLayout,
     copy_part,
 )
-
-if TYPE_CHECKING:
-    from kvern.layers.build import Build
 
 NUMBERS: Mapping[str, tuple[float, ...]] = {"int4": tuple(range(16)), "e2m1": E2M1, "nf4": NF4}
 """What the codes of four bits mean, before zero and scale."""
@@ -311,7 +309,7 @@ class GroupedFormat(LinearFormat):
         self.name, self._make, self.joins = name, make, joins
         self._inputs, self._outputs = [per_word] + [group] * (group != -1), [per_word_of_outputs]
 
-    def linear(self, shape: LinearShape, build: "Build") -> LinearMethod:
+    def linear(self, shape: LinearShape, build: BuildOptions) -> LinearMethod:
         for what, size, pieces in (("inputs", shape.inputs, self._inputs), ("outputs", shape.outputs, self._outputs)):
             for piece in pieces:
                 if size % piece and build.ranks.size == 1:

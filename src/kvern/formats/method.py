@@ -16,13 +16,13 @@ from torch import Tensor, nn
 from kvern.cpu.elementwise import widened
 from kvern.cpu.packed import LANES, rows_of
 from kvern.kernels.packed import Packed as Packed
+from kvern.layers.build_options import BuildOptions
 from kvern.layers.linear_method import LinearMethod, Product, RowProduct, fill_random
 
 if TYPE_CHECKING:
     from kvern.formats.cpu_products import CpuProduct
     from kvern.formats.gpu.products import PackedProducts
     from kvern.kernels.quantize_rows import Coding, RowCodes
-    from kvern.layers.build import Build
 
 RUN_NUMBERS = 1 << 20
 """Plain numbers that a product without kernels makes at a time: they should be read again while still in a cache."""
@@ -105,7 +105,7 @@ class QuantizedMethod(LinearMethod):
             return stored[index]
         return rows_of(stored, torch.arange(self.shape.outputs)[index])
 
-    def use_kernels(self, build: "Build") -> None:
+    def use_kernels(self, build: BuildOptions) -> None:
         self._on_cpu = "cpu_packed" in build.kernels
         if "quantized" in build.kernels and self.shape.dtype == build.dtype:
             from kvern.formats.gpu.products import PackedProducts, multiplies

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -12,11 +11,9 @@ from kvern.formats.choice import all_but
 from kvern.formats.groups import Form, GroupedMethod, pack_pairs
 from kvern.formats.rounding import Code, Rounding, quantized_rows
 from kvern.formats.scaled import Scaled, ScaledMethod
+from kvern.layers.build_options import BuildOptions
 from kvern.layers.linear_format import LinearFormat, LinearMethods
 from kvern.layers.linear_method import INPUTS, OUTPUTS, LinearMethod, LinearShape, Part, TensorLayout
-
-if TYPE_CHECKING:
-    from kvern.layers.build import Build
 
 CODES: Mapping[str, Code] = {"fp8": "e4m3", "int8": "int8"}
 GROUP = 32
@@ -47,7 +44,7 @@ class OnlineMethod(ScaledMethod):
 class Online(Scaled):
     """Stored as codes with a scale for each row, read from a checkpoint's plain weights."""
 
-    def linear(self, shape: LinearShape, build: "Build") -> LinearMethod:
+    def linear(self, shape: LinearShape, build: BuildOptions) -> LinearMethod:
         return OnlineMethod(shape, self)
 
 
@@ -78,7 +75,7 @@ class OnlineInt4(LinearFormat):
     def __init__(self, unquantized: LinearFormat) -> None:
         self._unquantized = unquantized
 
-    def linear(self, shape: LinearShape, build: "Build") -> LinearMethod:
+    def linear(self, shape: LinearShape, build: BuildOptions) -> LinearMethod:
         group = math.gcd(shape.inputs, GROUP)
         if group < LEAST_GROUP:
             return self._unquantized.linear(shape, build)

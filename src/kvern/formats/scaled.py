@@ -19,7 +19,7 @@ from torch import Tensor
 
 from kvern.formats.method import Packed, QuantizedMethod
 from kvern.formats.rounding import DTYPES, LARGEST, Code, Rounding, rounded
-from kvern.layers.experts import Experts
+from kvern.layers.build_options import BuildOptions
 from kvern.layers.linear_format import LinearFormat
 from kvern.layers.linear_method import (
     INPUTS,
@@ -38,7 +38,6 @@ from kvern.spec.model import MoeSpec
 if TYPE_CHECKING:
     from kvern.formats.cpu_products import CpuProduct
     from kvern.kernels.quantize_rows import Coding
-    from kvern.layers.build import Build
 
 CODES_STEP = 128
 """Inputs that are multiplied as codes before scales are: no scale is of fewer."""
@@ -88,15 +87,14 @@ class Scaled(LinearFormat):
         by = f" by {group}" if group and group != inputs else ""
         return f"{name}, W8A8{by}{' static' if self.static else ''}"
 
-    def linear(self, shape: LinearShape, build: "Build") -> LinearMethod:
+    def linear(self, shape: LinearShape, build: BuildOptions) -> LinearMethod:
         return ScaledMethod(shape, self)
 
-    def experts(self, hidden_size: int, spec: MoeSpec, build: "Build") -> Experts:
-        """Gate and up, and the experts, begin where no block does, if their width is no multiple of one."""
+    def of_experts(self, hidden_size: int, spec: MoeSpec) -> LinearFormat:
+        """A format in which gate, up and experts may begin within a block, if their width is no multiple of one."""
         rows = max(self.block.outputs, 1)
         granule = math.gcd(rows, spec.width, hidden_size)
-        form = self if granule == rows else replace(self, granule=granule)
-        return LinearFormat.experts(form, hidden_size, spec, build)
+        return self if granule == rows else replace(self, granule=granule)
 
 
 class ScaledMethod(QuantizedMethod):
@@ -244,6 +242,16 @@ class ScaledMethod(QuantizedMethod):
 
             self._library_products = library_products(self)
         return self._library_products
+
+    @property
+    def code(self) -> str:
+        """The name of the codes."""
+        return self.form.code
+
+    @property
+    def block(self) -> tuple[int, int]:
+        """Outputs and inputs that share a scale."""
+        return self.form.block
 
     def activation_codes(self) -> "Coding | None":
         """As `QuantizedMethod.activation_codes`; an activation of a single row stays as it is."""

@@ -9,14 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kvern.layers.attention import NO_ADAPTERS, StepAdapters, rows_of
 from kvern.layers.augmented import AugmentedLayer
-from kvern.layers.block import Memory, Places, Residual
+from kvern.layers.block import Places, Residual
 from kvern.layers.build import Build
+from kvern.layers.halves import Update
+from kvern.layers.linear import column, row
 from kvern.layers.loadable import Loadable, copy_rows
 from kvern.layers.module import Module
-from kvern.layers.norm import make_norm
-from kvern.layers.rope import Rotation
+from kvern.layers.norm import Norm
+from kvern.layers.step_context import StepContext, rows_of
 from kvern.spec.model import AltUpSpec, LayerSpec, ModelSpec
 
 LEAST_MEAN_SQUARE = 1e-5
@@ -29,8 +30,8 @@ class Streams(Module):
         super().__init__()
         more, leaving = spec.streams - 1, build.at("altup_unembed_projections")
         parts = {str(index): hidden_size for index in range(more)}
-        self.entering = build.at("altup_projections").column(hidden_size, parts)
-        self.leaving = nn.ModuleList(leaving.column(hidden_size, {part: hidden_size}) for part in parts)
+        self.entering = column(build.at("altup_projections"), hidden_size, parts)
+        self.leaving = nn.ModuleList(column(leaving, hidden_size, {part: hidden_size}) for part in parts)
 
     def enter(self, embedded: Tensor) -> Tensor:
         """`[T, hidden] -> [T, streams, hidden]`: the embeddings, and projections of them that are as long."""
@@ -71,10 +72,10 @@ class AltUp(Module):
     def __init__(self, model: ModelSpec, spec: AltUpSpec, build: Build) -> None:
         super().__init__()
         count = spec.streams
-        self.router = build.column(model.hidden_size, {"modality_router": count})
-        self.router_norm = make_norm(model.norm, model.hidden_size, "router_norm", build)
-        self.prediction = build.column(count, {"prediction_coefs": count * count})
-        self.correction = build.column(count, {"correction_coefs": count})
+        self.router = column(build, model.hidden_size, {"modality_router": count})
+        self.router_norm = Norm(model.norm, model.hidden_size, "router_norm", build)
+        self.prediction = column(build, count, {"prediction_coefs": count * count})
+        self.correction = column(build, count, {"correction_coefs": count})
         self.output_scale = OutputScale(model.hidden_size, build)
         self._router_scale = 1 / model.hidden_size
 
@@ -104,9 +105,9 @@ class Laurel(Module):
 
     def __init__(self, model: ModelSpec, spec: AltUpSpec, build: Build) -> None:
         super().__init__()
-        self.left = build.column(model.hidden_size, {"linear_left": spec.laurel_rank})
-        self.right = build.row(spec.laurel_rank, "linear_right", model.hidden_size)
-        self.norm = make_norm(model.norm, model.hidden_size, "post_laurel_norm", build)
+        self.left = column(build, model.hidden_size, {"linear_left": spec.laurel_rank})
+        self.right = row(build, spec.laurel_rank, "linear_right", model.hidden_size)
+        self.norm = Norm(model.norm, model.hidden_size, "post_laurel_norm", build)
 
     def forward(self, x: Tensor, rows: Any) -> Tensor:
         added: Tensor = self.norm(self.right(self.left(x, rows), rows))
@@ -125,23 +126,15 @@ class AltUpLayer(AugmentedLayer):
         self.altup = AltUp(model, model.altup, build.at("altup").whole)
         self.laurel = Laurel(model, model.altup, build.at("laurel").whole)
 
-    def forward(
-        self,
-        hidden: Tensor,
-        update: Tensor | None,
-        rotation: Rotation,
-        memory: Memory,
-        wanted: Tensor | None = None,
-        adapters: StepAdapters = NO_ADAPTERS,
-        own: Tensor | None = None,
-    ) -> Residual:
+    def forward(self, hidden: Tensor, update: Update, step: StepContext) -> Residual:
+        adapters, wanted = step.adapters, step.wanted
         predicted = self.altup.predict(hidden, adapters.rows)
         normal: Tensor = self.attention_in(predicted[:, 0])
-        attended: Tensor = self.attention_out(self.mix(normal, rotation, memory, wanted, adapters))
+        attended: Tensor = self.attention_out(self.mix(normal, step))
         predicted, normal = rows_of(predicted, wanted), rows_of(normal, wanted)
         computed = (predicted[:, 0] + attended + self.laurel(normal, adapters.wanted)).mul_(0.5**0.5)
         computed = computed + self.mlp_out(self.mlp(self.mlp_in(computed), adapters.wanted))
         corrected = self.altup.correct(predicted, computed, adapters.wanted)
         first = corrected[:, 0] * self.altup.output_scale.weight
-        corrected[:, 1:].add_(self.of_own(first, own, wanted, adapters).unsqueeze(1))
+        corrected[:, 1:].add_(self.of_layer_input(first, step).unsqueeze(1))
         return corrected, None

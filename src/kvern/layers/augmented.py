@@ -2,14 +2,14 @@
 
 from torch import Tensor
 
-from kvern.layers.activation import gated_activation_of
-from kvern.layers.attention import NO_ADAPTERS, StepAdapters, rows_of
-from kvern.layers.block import Memory, Places, Residual, SequentialLayer
+from kvern.layers.block import Places, Residual, SequentialLayer
 from kvern.layers.build import Build
+from kvern.layers.halves import Update
+from kvern.layers.linear import column, row
 from kvern.layers.loadable import Loadable
 from kvern.layers.moe import ExpertsBeside
-from kvern.layers.norm import make_norm
-from kvern.layers.rope import Rotation
+from kvern.layers.norm import Norm
+from kvern.layers.step_context import StepContext, rows_of
 from kvern.spec.model import LayerSpec, ModelSpec
 
 
@@ -36,40 +36,30 @@ class AugmentedLayer(SequentialLayer):
         self.per_layer_input_gate = None
         if (spec := model.per_layer) is not None:
             whole = build.whole  # a sum of ranks would take longer
-            self.per_layer_input_gate = whole.column(model.hidden_size, {"per_layer_input_gate": spec.width})
-            self.per_layer_projection = whole.row(spec.width, "per_layer_projection", model.hidden_size)
-            self.per_layer_out = make_norm(model.norm, model.hidden_size, "post_per_layer_input_norm", build)
-            self._gated, self._beside = gated_activation_of(spec.activation, build), build.on_rows.beside
+            self.per_layer_input_gate = column(whole, model.hidden_size, {"per_layer_input_gate": spec.width})
+            self.per_layer_projection = row(whole, spec.width, "per_layer_projection", model.hidden_size)
+            self.per_layer_out = Norm(model.norm, model.hidden_size, "post_per_layer_input_norm", build)
+            self._gated, self._beside = build.ops.gated_activation(spec.activation), build.ops.beside
         self.scalar = LayerScalar(build.path) if model.layer_scalars else None
 
-    def forward(
-        self,
-        hidden: Tensor,
-        update: Tensor | None,
-        rotation: Rotation,
-        memory: Memory,
-        wanted: Tensor | None = None,
-        adapters: StepAdapters = NO_ADAPTERS,
-        own: Tensor | None = None,
-    ) -> Residual:
-        """`own [T, width]`: the layer's part of `PerLayerInputs`."""
+    def forward(self, hidden: Tensor, update: Update, step: StepContext) -> Residual:
         hidden, normal = self.attention_in.after(hidden, update)
-        attended: Tensor = self.attention_out(self.mix(normal, rotation, memory, wanted, adapters))
-        hidden, normal = self.mlp_in.after(rows_of(hidden, wanted), attended)
-        fed: Tensor = self.mlp(normal, adapters.wanted)
+        attended: Tensor = self.attention_out(self.mix(normal, step))
+        hidden, normal = self.mlp_in.after(rows_of(hidden, step.wanted), attended)
+        fed: Tensor = self.mlp(normal, step.adapters.wanted)
         if self.experts is not None:
             fed = self.experts(hidden, fed)
         hidden = self._add(hidden, self.mlp_out(fed))
         if self.per_layer_input_gate is not None:
-            hidden = self._add(hidden, self.of_own(hidden, own, wanted, adapters))
+            hidden = self._add(hidden, self.of_layer_input(hidden, step))
         if self.scalar is not None:
             hidden = self._multiply(hidden, self.scalar.factor)
         return hidden, None
 
-    def of_own(self, hidden: Tensor, own: Tensor | None, wanted: Tensor | None, adapters: StepAdapters) -> Tensor:
-        """What is made of the layer's own input, gated by the rows `hidden` that are wanted."""
-        assert self.per_layer_input_gate is not None and own is not None
-        gate = self.per_layer_input_gate(hidden, adapters.wanted)
-        gated = self._gated(self._beside((gate, rows_of(own, wanted))))
-        added: Tensor = self.per_layer_out(self.per_layer_projection(gated, adapters.wanted))
+    def of_layer_input(self, hidden: Tensor, step: StepContext) -> Tensor:
+        """The projection of the layer's own input, which is gated by the rows `hidden` of the wanted tokens."""
+        assert self.per_layer_input_gate is not None and step.layer_input is not None
+        gate = self.per_layer_input_gate(hidden, step.adapters.wanted)
+        gated = self._gated(self._beside((gate, rows_of(step.layer_input, step.wanted))))
+        added: Tensor = self.per_layer_out(self.per_layer_projection(gated, step.adapters.wanted))
         return added

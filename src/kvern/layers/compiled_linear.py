@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -10,10 +9,8 @@ from torch import Tensor
 from kvern.cpu.activation import KINDS
 from kvern.cpu.linear import PackedWeight, gated_linear, linear, pack, unpack
 from kvern.cpu.processor import forced_isa
+from kvern.layers.build_options import BuildOptions
 from kvern.layers.linear_method import INPUTS, OUTPUTS, LinearMethod, LinearShape, Product, TensorLayout
-
-if TYPE_CHECKING:
-    from kvern.layers.build import Build
 
 
 class CompiledMethod(LinearMethod):
@@ -64,7 +61,7 @@ class CompiledMethod(LinearMethod):
         return unpack(self.packed, ids, held.start)
 
 
-def compiles(shape: LinearShape, build: "Build") -> bool:
+def compiles(shape: LinearShape, build: BuildOptions) -> bool:
     """Whether the kernel multiplies such a matrix.
 
     Where a processor has matrix tiles (AMX), oneDNN's products of many bfloat16 rows take a fraction of the time, but a

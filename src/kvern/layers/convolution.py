@@ -5,7 +5,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kvern.layers.build import Build, Section
+from kvern.layers.build import Build
+from kvern.layers.build_options import Section
 from kvern.layers.loadable import Loadable, copy_shares
 from kvern.layers.states import StepStates, advance_states
 

@@ -1,17 +1,15 @@
 """Where ranks may cut a matrix: never among numbers that are stored together."""
 
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from kvern.errors import ConfigError
+from kvern.layers.build_options import BuildOptions
 from kvern.layers.linear_method import LinearMethod
 from kvern.ranks.ranks import Share
 
-if TYPE_CHECKING:
-    from kvern.layers.build import Build
-
 
 def check_cut(
-    build: "Build",
+    build: BuildOptions,
     part: str,
     whole: LinearMethod,
     axis: Literal["outputs", "inputs"],

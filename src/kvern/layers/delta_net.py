@@ -6,15 +6,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvern.layers.attention import NO_ADAPTERS, StepAdapters, rows_of
-from kvern.layers.build import Build, Section
+from kvern.layers.build import Build
+from kvern.layers.build_options import Section
 from kvern.layers.convolution import Convolution
 from kvern.layers.decays import Decays
 from kvern.layers.delta_rule import advance, advance_run
+from kvern.layers.linear import column, row
 from kvern.layers.module import Module
-from kvern.layers.norm import RMSNorm
-from kvern.layers.rope import Rotation
+from kvern.layers.norm import Norm
 from kvern.layers.states import StepStates, advance_states
+from kvern.layers.step_context import StepContext, rows_of
 from kvern.spec.mixers import DeltaNetSpec
 from kvern.spec.model import NormSpec
 
@@ -34,30 +35,39 @@ class DeltaNet(Module):
         parts: dict[str, int | Sequence[Section]] = {"in_proj_qkvz": spec.channels + gates, "in_proj_ba": 2 * heads}
         if not spec.grouped:
             parts = {"in_proj_qkv": convolved, "in_proj_z": gates, "in_proj_b": heads, "in_proj_a": heads}
-        self.in_proj = build.column(hidden_size, parts)
+        self.in_proj = column(build, hidden_size, parts)
         self.conv1d = Convolution(spec.kernel, convolved, "conv1d", build)
         self.decays = Decays(heads, build)
-        self.norm = RMSNorm(NormSpec(epsilon=spec.epsilon), spec.value_dim, "norm", build, dtype=torch.float32)
-        self.out_proj = build.row(gates, "out_proj", hidden_size)
+        self.norm = Norm(NormSpec(epsilon=spec.epsilon), spec.value_dim, "norm", build, dtype=torch.float32)
+        self.out_proj = row(build, gates, "out_proj", hidden_size)
+        self._kernels = None
+        if "states" in build.kernels:
+            from kvern.layers.fused_delta_net import DeltaNetKernels
 
-    def forward(
-        self,
-        hidden: Tensor,
-        rotation: Rotation,
-        memory: StepStates,
-        wanted: Tensor | None = None,
-        adapters: StepAdapters = NO_ADAPTERS,
-    ) -> Tensor:
-        """Positions mean nothing to a state: `rotation` is not used."""
-        mixed, gate, beta, step = self._split(self.in_proj(hidden, adapters.rows))
-        convolved, matrices = memory.layers[self.index]
-        heads = self._heads(F.silu(self.conv1d(mixed, memory, convolved)))
-        inputs = (*heads, beta.float().sigmoid(), self.decays(step)[1])
-        read = advance_states(memory, matrices, inputs, advance, advance_run)
-        gate = torch.unflatten(rows_of(gate, wanted), 1, (self.spec.value_heads, -1))
-        normal = self.norm(rows_of(read, wanted))
-        out: Tensor = self.out_proj((normal * F.silu(gate.float())).to(hidden.dtype).flatten(1), adapters.wanted)
+            self._kernels = DeltaNetKernels(index, spec)
+
+    def forward(self, hidden: Tensor, step: StepContext) -> Tensor:
+        mixed, gate, beta, length = self._split(self.in_proj(hidden, step.adapters.rows))
+        if self._kernels is not None:
+            if self.spec.grouped:  # views of every other number where a key head has one value head
+                beta, length = beta.contiguous(), length.contiguous()
+            learned = self.decays.rate, self.decays.step
+            read = self._kernels.advance(step.states, (mixed, beta, length), self.conv1d.taps, learned)
+            normal = self._kernels.norm(rows_of(read, step.wanted), rows_of(gate, step.wanted), self.norm.weight)
+        else:
+            read = self._advanced(step.states, mixed, beta, length)
+            gate = torch.unflatten(rows_of(gate, step.wanted), 1, (self.spec.value_heads, -1))
+            normal = self.norm(rows_of(read, step.wanted))
+            normal = (normal * F.silu(gate.float())).to(hidden.dtype).flatten(1)
+        out: Tensor = self.out_proj(normal, step.adapters.wanted)
         return out
+
+    def _advanced(self, states: StepStates, mixed: Tensor, beta: Tensor, length: Tensor) -> Tensor:
+        """The results of the tokens' queries, `[T, value_heads, value_dim]` float32; states are changed in place."""
+        convolved, matrices = states.layers[self.index]
+        heads = self._heads(F.silu(self.conv1d(mixed, states, convolved)))
+        inputs = (*heads, beta.float().sigmoid(), self.decays(length)[1])
+        return advance_states(states, matrices, inputs, advance, advance_run)
 
     def _split(self, projected: Tensor) -> Sequence[Tensor]:
         """What is convolved [T, channels], gates [T, value_heads * value_dim], betas and decays [T, value_heads]."""
@@ -82,12 +92,3 @@ class DeltaNet(Module):
         query, key = heads.repeat_interleave(group, 2).unbind(1)
         value = torch.unflatten(inputs[:, 2 * keys :], 1, (spec.value_heads, spec.value_dim))
         return query * spec.key_dim**-0.5, key, value
-
-
-def make_delta_net(index: int, hidden_size: int, spec: DeltaNetSpec, build: Build) -> DeltaNet:
-    """A delta net, out of kernels where there are some."""
-    if "states" in build.kernels:
-        from kvern.layers.fused_delta_net import FusedDeltaNet
-
-        return FusedDeltaNet(index, hidden_size, spec, build)
-    return DeltaNet(index, hidden_size, spec, build)

@@ -11,7 +11,7 @@ from kvern.layers.linear import Linear, Weighted
 from kvern.layers.linear_format import LinearFormat
 from kvern.layers.linear_method import LinearMethod, LinearShape
 from kvern.layers.loadable import Loadable, copy_rows
-from kvern.ranks.ranks import Share
+from kvern.ranks.ranks import PaddedShare, Share
 
 if TYPE_CHECKING:
     from kvern.kernels.quantize_rows import RowCodes
@@ -20,23 +20,20 @@ if TYPE_CHECKING:
 class Embedding(Weighted):
     """`ids [T] -> [T, width]`, times `scale` rounded to the model's dtype, as the models that scale were trained.
 
-    `name`: what a checkpoint calls the table. `share` and `columns` are what a rank holds of its rows, and of each row.
+    `name` is the table's in a checkpoint. A rank may have a share of the tokens, `vocab_size`, or of each row, `width`.
     """
 
     def __init__(
         self,
-        vocab_size: int,
-        width: int,
+        vocab_size: int | PaddedShare,
+        width: int | Share,
         scale: float,
         build: Build,
         *,
         name: str = "embed_tokens",
-        share: Share | None = None,
-        columns: Share | None = None,
     ) -> None:
-        shares = None if share is None else {name: [share]}
-        super().__init__(width, {name: vocab_size}, build, shares=shares, inputs_share=columns)
-        self._multiply = build.on_rows.scale
+        super().__init__(width, {name: vocab_size}, build)
+        self._multiply = build.ops.scale
         self.scale = float(torch.tensor(scale, dtype=build.dtype))
 
     def _make_method(self, build: Build) -> LinearMethod:
@@ -58,9 +55,9 @@ class SharedEmbedding(Embedding):
 
     def __init__(self, vocab_size: int, width: int, scale: float, build: Build) -> None:
         multiple, _ = build.whole_method({"embed_tokens": vocab_size}, width).cuts()
-        count, share = build.ranks.padded_share(vocab_size, multiple)
-        super().__init__(count, width, scale, build, share=share)
-        self._held_ids, self._ranks = share.held, build.ranks
+        padded = build.ranks.padded_share(vocab_size, multiple)
+        super().__init__(padded, width, scale, build)
+        self._held_ids, self._ranks = padded.share.held, build.ranks
 
     def forward(self, ids: Tensor) -> Tensor:
         embedded = self._ranks.sum(self.method.embed_share(ids, self._held_ids))
@@ -74,10 +71,9 @@ class SharedHead(Linear):
         self, inputs: int, vocab_size: int, build: Build, *, bias: bool = False, method: LinearMethod | None = None
     ) -> None:
         stored = method or build.whole_method({"lm_head": vocab_size}, inputs)
-        count, share = build.ranks.padded_share(vocab_size, stored.cuts()[0])
-        shares = {"lm_head": [share]}
-        super().__init__(inputs, {"lm_head": count}, build, bias=bias, method=method, shares=shares)
-        self._vocab_size, self._ranks, self.held = vocab_size, build.ranks, share.held
+        padded = build.ranks.padded_share(vocab_size, stored.cuts()[0])
+        super().__init__(inputs, {"lm_head": padded}, build, bias=bias, method=method)
+        self._vocab_size, self._ranks, self.held = vocab_size, build.ranks, padded.share.held
 
     def forward(self, x: "Tensor | RowCodes", rows: Any = None) -> Tensor:
         return self.whole(super().forward(x, rows))

@@ -3,32 +3,24 @@
 import re
 from abc import abstractmethod
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
-from itertools import chain
-from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
-from kvern.layers.activation import activation_of, gated_activation_of
+from kvern.layers.build_options import BuildOptions
 from kvern.layers.expert_share import ExpertShare
 from kvern.layers.linear_method import (
     INPUTS,
     OUTPUTS,
     LinearMethod,
-    LinearShape,
     TensorLayout,
-    all_stored,
     copy_part,
     taken,
 )
 from kvern.layers.loadable import Loadable
 from kvern.layers.parted import PartedMethod
 from kvern.spec.model import MoeSpec
-
-if TYPE_CHECKING:
-    from kvern.layers.build import Build
-    from kvern.layers.linear_format import LinearFormat
 
 _EXPERT_PART = re.compile(r"experts\.(\d+)\.(gate|up|down)_proj\.([\w.]+)")
 _STACKED_PART = re.compile(r"experts\.(gate_up|gate|up|down)_proj(?:_([\w.]+))?")
@@ -52,10 +44,10 @@ class Experts(Loadable):
 
     expert_counts: Tensor
 
-    def __init__(self, hidden_size: int, spec: MoeSpec, build: "Build") -> None:
+    def __init__(self, hidden_size: int, spec: MoeSpec, build: BuildOptions) -> None:
         super().__init__(build.path)
         self.spec, self.hidden_size, self.dtype = spec, hidden_size, build.dtype
-        self.activation = (gated_activation_of if spec.gated else activation_of)(spec.activation, build)
+        self.activation = (build.ops.gated_activation if spec.gated else build.ops.activation)(spec.activation)
         counts = torch.zeros(spec.experts, dtype=torch.int64, device=build.device)
         self.register_buffer("expert_counts", counts, persistent=False)
         self.waits = build.device.type == "cpu" or not build.kernels
@@ -140,7 +132,7 @@ class ExpertBiases(Loadable):
     Of experts that are cut one rank adds that of down, and others have zeros.
     """
 
-    def __init__(self, share: ExpertShare, spec: MoeSpec, build: "Build") -> None:
+    def __init__(self, share: ExpertShare, spec: MoeSpec, build: BuildOptions) -> None:
         super().__init__(build.path)
         self._share, self._experts = share, spec.experts
         self.gate_up = build.empty(len(share.held), 2 * spec.width)
@@ -169,7 +161,7 @@ class ExpertBiases(Loadable):
 class StackedExperts(Experts):
     """Plain weights: `gate_up_proj [slots, first_width, hidden]`, `down_proj [slots, hidden, width]`."""
 
-    def __init__(self, hidden_size: int, spec: MoeSpec, build: "Build") -> None:
+    def __init__(self, hidden_size: int, spec: MoeSpec, build: BuildOptions) -> None:
         super().__init__(hidden_size, spec, build)
         self.gate_up_proj = build.empty(self.slots, spec.first_width, hidden_size)
         self.down_proj = build.empty(self.slots, hidden_size, spec.width)
@@ -333,54 +325,3 @@ class MethodExperts(Experts):
 def _stack(name: str, kind: str) -> str:
     """What a checkpoint calls the tensors of all experts in one."""
     return f"experts.{name}_proj" + ("" if kind == "weight" else f"_{kind}")
-
-
-class SeparateExperts(MethodExperts):
-    """Two `LinearMethod`s for each expert, multiplied one after another.
-
-    `formats` are those of gate, up and down. Gate and up are one matrix where their format joins parts, and where its
-    blocks do not reach from one into the other.
-    """
-
-    def __init__(self, hidden_size: int, spec: MoeSpec, build: "Build", formats: Mapping[str, "LinearFormat"]) -> None:
-        super().__init__(hidden_size, spec, build)
-
-        def method(name: str, outputs: int, inputs: int) -> LinearMethod:
-            return formats[name].linear(LinearShape(outputs, inputs, build.dtype, build.device), build)
-
-        def gate_up() -> LinearMethod:
-            if not spec.gated:
-                return method("up", spec.width, hidden_size)
-            if formats["gate"] is formats["up"] and formats["gate"].joins:
-                joined = method("gate", 2 * spec.width, hidden_size)
-                if spec.width % joined.cuts()[0] == 0:
-                    return joined
-            parts = [method(name, spec.width, hidden_size) for name in ("gate", "up")]
-            return PartedMethod(
-                LinearShape(2 * spec.width, hidden_size, build.dtype, build.device), parts, build.on_rows.beside
-            )
-
-        self._methods = {
-            "gate_up": [gate_up() for _ in range(self.slots)],
-            "down": [method("down", hidden_size, spec.width) for _ in range(self.slots)],
-        }
-        self.gate_up_proj, self.down_proj = map(nn.ModuleList, self._methods.values())
-        for one in self.methods():
-            for part in one.methods():
-                part.use_kernels(build)
-
-    def gate_up(self, expert: int, x: Tensor) -> Tensor:
-        return self._methods["gate_up"][expert].multiply(x, None)
-
-    def down(self, expert: int, x: Tensor) -> Tensor:
-        return self._methods["down"][expert].multiply(x, None)
-
-    def tensors_of(self, slot: int) -> list[Tensor] | None:
-        stored = [methods[slot].stored() for methods in self._methods.values()]
-        return all_stored([*stored, self._biases_of(slot)])
-
-    def matrix(self, name: str, slot: int) -> tuple[LinearMethod, int]:
-        return self._methods["down" if name == "down" else "gate_up"][slot], 0
-
-    def methods(self) -> Iterable[LinearMethod]:
-        return chain(*self._methods.values())

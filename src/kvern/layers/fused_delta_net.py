@@ -1,57 +1,55 @@
-"""Gated delta nets out of kernels: three launches between the projections for single tokens, a few more for runs."""
+"""The kernels of gated delta nets: three launches between the projections for single tokens, a few more for runs."""
+
+from collections.abc import Sequence
 
 from torch import Tensor
 
 from kvern.kernels.convolution import Drafts, Runs, Taps, convolve_drafts, convolve_runs, convolve_tokens
 from kvern.kernels.delta_net import Gates, Heads, advance_runs, advance_tokens, gated_norm
 from kvern.kernels.delta_net_drafts import read_drafts
-from kvern.layers.attention import NO_ADAPTERS, StepAdapters, rows_of
-from kvern.layers.delta_net import DeltaNet
 from kvern.layers.device_states import DeviceStates
-from kvern.layers.rope import Rotation
 from kvern.spec.mixers import DeltaNetSpec
 
 
 def heads_of(spec: DeltaNetSpec) -> Heads:
-    """What kernels are told of a layer."""
+    """A layer's heads, as kernels read them."""
     return Heads(spec.key_heads, spec.value_heads, spec.key_dim, spec.value_dim)
 
 
-class FusedDeltaNet(DeltaNet):
-    """`hidden [T, hidden] -> [T, hidden]`."""
+class DeltaNetKernels:
+    """The operations of one layer, whose place among those with states is `index`."""
 
-    def forward(  # type: ignore[override]
-        self,
-        hidden: Tensor,
-        rotation: Rotation,
-        memory: DeviceStates,
-        wanted: Tensor | None = None,
-        adapters: StepAdapters = NO_ADAPTERS,
+    def __init__(self, index: int, spec: DeltaNetSpec) -> None:
+        self._index, self._epsilon, self._heads = index, spec.epsilon, heads_of(spec)
+
+    def advance(
+        self, states: DeviceStates, inputs: Sequence[Tensor], taps: Tensor, learned: tuple[Tensor, Tensor]
     ) -> Tensor:
-        """Positions mean nothing to a state: `rotation` is not used."""
-        mixed, gate, beta, step = self._split(self.in_proj(hidden, adapters.rows))
-        if self.spec.grouped:  # views of every other number where a key head has one value head
-            beta, step = beta.contiguous(), step.contiguous()
-        (convolved, matrices), taps, heads = memory.layers[self.index], Taps(self.conv1d.taps), heads_of(self.spec)
-        learned = self.decays.rate, self.decays.step
+        """The results of the tokens' queries; states are changed in place.
 
-        def of_tokens(states: Tensor, mixed: Tensor, beta: Tensor, step: Tensor) -> Tensor:
-            inputs = convolve_tokens(mixed, taps, convolved, states)
-            return advance_tokens(inputs, Gates(beta, step, *learned), matrices, states, heads)
+        inputs   `[T, ...]`: what is convolved, betas, and lengths of decays' steps
+        learned  `[value_heads]` float32 each: rates of decay, and what is added to the lengths
+        """
+        (convolved, matrices), heads, each = states.layers[self._index], self._heads, Taps(taps)
 
-        def of_drafts(drafts: Drafts, mixed: Tensor, beta: Tensor, step: Tensor) -> Tensor:
-            noted, written, read = memory.noted[self.index]
+        def of_tokens(places: Tensor, mixed: Tensor, beta: Tensor, length: Tensor) -> Tensor:
+            found = convolve_tokens(mixed, each, convolved, places)
+            return advance_tokens(found, Gates(beta, length, *learned), matrices, places, heads)
+
+        def of_drafts(drafts: Drafts, mixed: Tensor, beta: Tensor, length: Tensor) -> Tensor:
+            noted, written, read = states.noted[self._index]
             assert written is not None and read is not None
-            inputs = convolve_drafts(mixed, taps, convolved, drafts, noted)
-            read_drafts(inputs, Gates(beta, step, *learned), matrices, drafts, heads, written, read)
+            found = convolve_drafts(mixed, each, convolved, drafts, noted)
+            read_drafts(found, Gates(beta, length, *learned), matrices, drafts, heads, written, read)
             return read
 
-        def of_runs(runs: Runs, mixed: Tensor, beta: Tensor, step: Tensor) -> Tensor:
-            inputs = convolve_runs(mixed, taps, convolved, runs)
-            return advance_runs(inputs, Gates(beta, step, *learned), matrices, runs, heads)
+        def of_runs(runs: Runs, mixed: Tensor, beta: Tensor, length: Tensor) -> Tensor:
+            found = convolve_runs(mixed, each, convolved, runs)
+            return advance_runs(found, Gates(beta, length, *learned), matrices, runs, heads)
 
-        read = memory.advance((mixed, beta, step), of_tokens, of_drafts, of_runs)
-        assert self.norm.weight is not None
-        normal = gated_norm(rows_of(read, wanted), rows_of(gate, wanted), self.norm.weight, self.spec.epsilon)
-        out: Tensor = self.out_proj(normal, adapters.wanted)
-        return out
+        return states.advance(inputs, of_tokens, of_drafts, of_runs)
+
+    def norm(self, read: Tensor, gate: Tensor, weight: Tensor | None) -> Tensor:
+        """The normalised and gated results, `[S, value_heads * value_dim]`."""
+        assert weight is not None
+        return gated_norm(read, gate, weight, self._epsilon)

@@ -1,62 +1,64 @@
-"""Mamba-2 out of kernels: three launches between the projections for single tokens, one more for runs."""
+"""The kernels of Mamba-2: three launches between the projections for single tokens, one more for runs."""
 
-import torch
+from collections.abc import Sequence
+
 from torch import Tensor
 
 from kvern.kernels.convolution import Drafts, Runs, Taps, convolve_drafts, convolve_runs, convolve_tokens
 from kvern.kernels.mamba2 import StateSizes, Steps, advance_runs, advance_tokens, gated_norm, read_drafts
-from kvern.layers.attention import NO_ADAPTERS, StepAdapters, rows_of
+from kvern.layers.convolution import Convolution
 from kvern.layers.device_states import DeviceStates
-from kvern.layers.mamba2 import GatedNorm, Mamba2
-from kvern.layers.rope import Rotation
+from kvern.layers.gated_norm import GatedNorm
+from kvern.layers.module import Module
 from kvern.spec.mixers import Mamba2Spec
 
 
 def sizes_of(spec: Mamba2Spec) -> StateSizes:
-    """What kernels are told of a layer."""
+    """A layer's sizes, as kernels read them."""
     return StateSizes(spec.heads, spec.head_dim, spec.groups, spec.state_dim)
 
 
-class FusedMamba2(Mamba2):
-    """`hidden [T, hidden] -> [T, hidden]`."""
+class Mamba2Kernels:
+    """The operations of one layer, whose place among those with states is `index`."""
 
-    def forward(  # type: ignore[override]
+    def __init__(self, index: int, spec: Mamba2Spec) -> None:
+        self._index, self._spec, self._sizes = index, spec, sizes_of(spec)
+
+    def advance(
         self,
-        hidden: Tensor,
-        rotation: Rotation,
-        memory: DeviceStates,
-        wanted: Tensor | None = None,
-        adapters: StepAdapters = NO_ADAPTERS,
+        states: DeviceStates,
+        inputs: Sequence[Tensor],
+        convolution: Convolution,
+        learned: tuple[Tensor, Tensor, Tensor],
     ) -> Tensor:
-        """Positions mean nothing to a state: `rotation` is not used."""
-        spec = self.spec
-        gate, mixed, step = torch.split(self.in_proj(hidden, adapters.rows), [spec.inner, spec.channels, spec.heads], 1)
-        (last, state), sizes, decays = memory.layers[self.index], sizes_of(spec), self.decays
-        taps, learned = Taps(self.conv1d.taps, self.conv1d.bias), (decays.rate, decays.step, self.skip.weight)
+        """The results of the tokens' queries; states are changed in place.
 
-        def of_tokens(states: Tensor, mixed: Tensor, step: Tensor) -> Tensor:
-            steps = Steps(step, *learned, spec.scales.step)
-            return advance_tokens(convolve_tokens(mixed, taps, last, states), steps, state, states, sizes)
+        inputs   `[T, ...]`: what is convolved, and lengths of decays' steps
+        learned  `[heads]` float32 each: rates of decay, what is added to the lengths, and factors of skipped values
+        """
+        (last, state), sizes, scale = states.layers[self._index], self._sizes, self._spec.scales.step
+        taps = Taps(convolution.taps, convolution.bias)
 
-        def of_drafts(drafts: Drafts, mixed: Tensor, step: Tensor) -> Tensor:
-            noted, written, read = memory.noted[self.index]
+        def of_tokens(places: Tensor, mixed: Tensor, length: Tensor) -> Tensor:
+            steps = Steps(length, *learned, scale)
+            return advance_tokens(convolve_tokens(mixed, taps, last, places), steps, state, places, sizes)
+
+        def of_drafts(drafts: Drafts, mixed: Tensor, length: Tensor) -> Tensor:
+            noted, written, read = states.noted[self._index]
             assert written is not None and read is not None
-            steps, inputs = Steps(step, *learned, spec.scales.step), convolve_drafts(mixed, taps, last, drafts, noted)
-            read_drafts(inputs, steps, state, drafts, sizes, written, read)
+            steps, found = Steps(length, *learned, scale), convolve_drafts(mixed, taps, last, drafts, noted)
+            read_drafts(found, steps, state, drafts, sizes, written, read)
             return read.flatten(1)
 
-        def of_runs(runs: Runs, mixed: Tensor, step: Tensor) -> Tensor:
-            steps = Steps(step, *learned, spec.scales.step)
+        def of_runs(runs: Runs, mixed: Tensor, length: Tensor) -> Tensor:
+            steps = Steps(length, *learned, scale)
             return advance_runs(convolve_runs(mixed, taps, last, runs), steps, state, runs, sizes)
 
-        read = memory.advance((mixed, step), of_tokens, of_drafts, of_runs)
-        normal = self._normal(rows_of(read, wanted), rows_of(gate, wanted))
-        out: Tensor = self.out_proj(normal, adapters.wanted)
-        return out if spec.scales.out == 1.0 else out.mul_(spec.scales.out)
+        return states.advance(inputs, of_tokens, of_drafts, of_runs)
 
-    def _normal(self, read: Tensor, gate: Tensor) -> Tensor:
-        """By a kernel, but where a group's heads are on several ranks."""
-        spec, norm = self.spec, self.norm
+    def norm(self, read: Tensor, gate: Tensor, norm: Module) -> Tensor:
+        """The normalised and gated results: by a kernel, except where a group's heads are on several ranks."""
+        spec = self._spec
         if isinstance(norm, GatedNorm) and spec.copies > 1:
             normal: Tensor = norm(read, gate.float() * spec.scales.gate)
             return normal.to(gate.dtype)

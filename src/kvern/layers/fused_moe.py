@@ -1,14 +1,13 @@
-"""Routers and experts made of Triton kernels; nothing waits for the device, so that a step can be a CUDA graph."""
+"""Experts of plain weights by Triton kernels; nothing waits for the device, so that a step can be a CUDA graph."""
 
 from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
 from torch import Tensor
 
-from kvern.kernels.moe import fused_experts, hopper_experts, route
-from kvern.layers.build import Build
+from kvern.kernels.moe import fused_experts, hopper_experts
+from kvern.layers.build_options import BuildOptions
 from kvern.layers.experts import StackedExperts
-from kvern.layers.router import ScaledRouter, SoftmaxRouter
 from kvern.layers.tuned_experts import Ways
 from kvern.spec.model import MoeSpec
 
@@ -16,7 +15,7 @@ from kvern.spec.model import MoeSpec
 class FusedExperts(StackedExperts):
     """Experts whose products are grouped by expert on the device."""
 
-    def __init__(self, hidden_size: int, spec: MoeSpec, build: Build) -> None:
+    def __init__(self, hidden_size: int, spec: MoeSpec, build: BuildOptions) -> None:
         super().__init__(hidden_size, spec, build)
         self.deterministic = build.deterministic
         hopper = "hopper_linear" in build.kernels and hopper_experts(build.dtype, hidden_size, spec.width)
@@ -46,25 +45,3 @@ class FusedExperts(StackedExperts):
             of=self.share.of,
             **way,
         )
-
-
-class FusedSoftmaxRouter(SoftmaxRouter):
-    """Softmax, choice, weights, counts and slots in one kernel: float32 weights and int32 slots, `[T, top_k]`.
-
-    Where groups are chosen first, PyTorch does all that.
-    """
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        if self.spec.groups > 1:
-            return super().forward(x)
-        logits, spec = self.method.multiply(x, self.bias), self.spec
-        return route(logits, spec.top_k, spec.renormalize, spec.routed_scale, self.counts, self.share.slots)
-
-
-class FusedScaledRouter(ScaledRouter):
-    """As `FusedSoftmaxRouter`, whose weights are then multiplied by a learned number of each expert."""
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        logits = self.method.multiply(x, self.bias)
-        weights, topk_ids = route(logits, self.spec.top_k, self.spec.renormalize, self.spec.routed_scale, self.counts)
-        return weights * self.per_expert_scale[topk_ids], self.share.here(topk_ids)

@@ -17,6 +17,7 @@ from kvern.kernels.moe_lanes import LANE_ACTIVATIONS, alone, lane_experts
 from kvern.kernels.moe_packed import one_by_one, packed_experts
 from kvern.kernels.moe_scaled import coded_experts, hopper_codes
 from kvern.kernels.scaled_product import multiplies_codes
+from kvern.layers.build_options import BuildOptions
 from kvern.layers.linear_method import LinearMethod
 from kvern.layers.row_experts import RowStackedExperts
 from kvern.layers.tuned_experts import Ways
@@ -24,7 +25,6 @@ from kvern.spec.model import MoeSpec
 
 if TYPE_CHECKING:
     from kvern.kernels.quantize_rows import Coding
-    from kvern.layers.build import Build
     from kvern.layers.linear_format import LinearFormat
 
 
@@ -37,7 +37,7 @@ class FusedPackedExperts(RowStackedExperts):
     """
 
     def __init__(
-        self, hidden_size: int, spec: MoeSpec, build: "Build", gate_up: "LinearFormat", down: "LinearFormat"
+        self, hidden_size: int, spec: MoeSpec, build: BuildOptions, gate_up: "LinearFormat", down: "LinearFormat"
     ) -> None:
         super().__init__(hidden_size, spec, build, gate_up, down)
         self.deterministic = build.deterministic

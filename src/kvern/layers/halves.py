@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from kvern.layers.block import SequentialLayer
     from kvern.ranks.shared_norms import SharedNorms
 
 HALVED_ROWS = 1024
@@ -38,6 +37,10 @@ class UpdateInHalves:
         self.norms.begin(1, compute())
 
 
+Update = Tensor | UpdateInHalves | None
+"""What a layer leaves to be added to the residual."""
+
+
 def least_rows(weights: int) -> int:
     """So many rows of a step are computed in halves by a layer of which a rank has so many weights."""
     return max(HALVED_ROWS, -(-HALVED_WORK // weights))
@@ -49,12 +52,15 @@ def halves(x: Tensor) -> tuple[Tensor, Tensor]:
     return x[:first], x[first:]
 
 
-def is_halved(layer: "SequentialLayer", hidden: Tensor) -> bool:
-    """Whether a layer computes these rows in halves. A CUDA graph cannot: flags tell of turns that never come again."""
-    return len(hidden) in layer.halved_rows and not (hidden.is_cuda and torch.cuda.is_current_stream_capturing())
+def is_halved(halved_rows: range, hidden: Tensor) -> bool:
+    """Whether rows are computed in halves, by a layer that does so with these numbers of rows.
+
+    A CUDA graph cannot: flags tell of turns that never come again.
+    """
+    return len(hidden) in halved_rows and not (hidden.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
-def joined(hidden: Tensor, update: Tensor | UpdateInHalves | None) -> tuple[Tensor, Tensor | None]:
+def joined(hidden: Tensor, update: Update) -> tuple[Tensor, Tensor | None]:
     """The residual and its update, for who knows no halves: these are added to the residual, in place."""
     if not isinstance(update, UpdateInHalves):
         return hidden, update

@@ -14,12 +14,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvern.layers.attention import NO_ADAPTERS, Attend, Context, ReadableAttend, StepAdapters, rows_of
 from kvern.layers.build import Build
 from kvern.layers.latent_attention import LatentAttention
+from kvern.layers.linear import column
 from kvern.layers.module import Module
-from kvern.layers.norm import LayerNorm
+from kvern.layers.norm import Norm
 from kvern.layers.rope import Rotation, make_rotate, rows_of_table
+from kvern.layers.step_context import Context, ReadableAttend, StepAdapters, StepContext, rows_of
 from kvern.spec.mixers import IndexerSpec, LatentAttentionSpec
 from kvern.spec.model import ModelSpec, NormSpec, RopeSpec
 
@@ -44,11 +45,11 @@ class Indexer(Module):
         super().__init__()
         assert spec.q_lora_rank is not None
         self.heads = indexer.heads
-        self.wq_b = build.column(spec.q_lora_rank, {"wq_b": indexer.heads * indexer.head_dim})
-        self.wk = build.column(model.hidden_size, {"wk": indexer.head_dim})
+        self.wq_b = column(build, spec.q_lora_rank, {"wq_b": indexer.heads * indexer.head_dim})
+        self.wk = column(build, model.hidden_size, {"wk": indexer.head_dim})
         norm = NormSpec("layer", spec.epsilon, bias=True)
-        self.k_norm = LayerNorm(norm, indexer.head_dim, "k_norm", build)
-        self.weights_proj = build.column(model.hidden_size, {"weights_proj": indexer.heads})
+        self.k_norm = Norm(norm, indexer.head_dim, "k_norm", build, build.dtype)
+        self.weights_proj = column(build, model.hidden_size, {"weights_proj": indexer.heads})
         self._scale = (indexer.heads * indexer.head_dim) ** -0.5
 
     def forward(self, hidden: Tensor, latent: Tensor, adapters: StepAdapters) -> tuple[Asked, Tensor]:
@@ -76,26 +77,19 @@ class IndexedAttention(LatentAttention):
         self._takes_tables = "cpu_layers" in build.kernels
         self._is_interleaved = rope is not None and rope.interleaved
 
-    def forward(
-        self,
-        hidden: Tensor,
-        rotation: Rotation,
-        attend: Attend,
-        wanted: Tensor | None = None,
-        adapters: StepAdapters = NO_ADAPTERS,
-    ) -> Tensor:
-        spec, paged = self.spec, cast("ReadableAttend", attend)
-        projected = self.in_proj(hidden, adapters.rows)
+    def forward(self, hidden: Tensor, step: StepContext) -> Tensor:
+        spec, paged, wanted = self.spec, cast("ReadableAttend", step.attend), step.wanted
+        projected = self.in_proj(hidden, step.adapters.rows)
         asked, latent, shared = torch.split(
             projected, [projected.shape[1] - self._cached, spec.kv_lora_rank, spec.qk_rope_head_dim], 1
         )
         asked = self.q_a_layernorm(asked)
-        query = self.q_b_proj(asked, adapters.rows).unflatten(1, (spec.heads, -1))
+        query = self.q_b_proj(asked, step.adapters.rows).unflatten(1, (spec.heads, -1))
         nope, rope = torch.split(query, [spec.qk_nope_head_dim, spec.qk_rope_head_dim], 2)
-        turned = self.rotate(torch.cat((rope, shared[:, None]), 1), rotation)
+        turned = self.rotate(torch.cat((rope, shared[:, None]), 1), step.rotation)
         query = torch.cat((self.expansion.absorb(nope), turned[:, :-1]), 2)
-        selecting, index_key = self.indexer(hidden, asked, adapters)
-        selecting, index_key = self._rotated(selecting, index_key, rotation)
+        selecting, index_key = self.indexer(hidden, asked, step.adapters)
+        selecting, index_key = self._rotated(selecting, index_key, step.rotation)
         key = torch.cat((self.kv_a_layernorm(latent), turned[:, -1], index_key), 1)[:, None]
         paged.store(self.index, key, key[..., : spec.kv_lora_rank])
         contexts = paged.contexts(self.index)
@@ -103,7 +97,7 @@ class IndexedAttention(LatentAttention):
             attended = paged.over_cache(self.index, F.pad(query, (0, self._index_dim)), wanted)
         else:
             attended = self._over_selected(query, selecting, paged.cache(self.index), contexts, wanted)
-        out: Tensor = self.o_proj(self.expansion.expand(attended).flatten(1), adapters.wanted)
+        out: Tensor = self.o_proj(self.expansion.expand(attended).flatten(1), step.adapters.wanted)
         return out
 
     def _rotated(self, asked: Asked, key: Tensor, rotation: Rotation) -> tuple[Asked, Tensor]:

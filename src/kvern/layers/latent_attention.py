@@ -13,20 +13,22 @@ Ranks share heads; what makes latents, and their cache, is on all of them.
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import cast
 
 import torch
 from torch import Tensor
 
 from kvern.cpu.linear import linear_heads, pack_heads
 from kvern.cpu.rotary import Heads, rotate
-from kvern.layers.attention import NO_ADAPTERS, Attend, StepAdapters, rows_of
-from kvern.layers.build import Build, Section
+from kvern.layers.build import Build
+from kvern.layers.build_options import Section
 from kvern.layers.compiled_linear import compiles
-from kvern.layers.linear import Weighted
+from kvern.layers.linear import Weighted, column, row
 from kvern.layers.linear_method import LinearShape
 from kvern.layers.module import Module
-from kvern.layers.norm import make_norm
+from kvern.layers.norm import Norm
 from kvern.layers.rope import Rotation, make_rotate
+from kvern.layers.step_context import ExpandingAttend, StepContext, rows_of
 from kvern.spec.mixers import LatentAttentionSpec
 from kvern.spec.model import ModelSpec, NormSpec, RopeSpec
 
@@ -63,8 +65,7 @@ class LatentExpansion(Weighted):
 
     def __init__(self, spec: LatentAttentionSpec, build: Build) -> None:
         outputs = spec.heads * (spec.qk_nope_head_dim + spec.v_head_dim)
-        shares = {"kv_b_proj": [build.ranks.share(outputs)]}
-        super().__init__(spec.kv_lora_rank, {"kv_b_proj": outputs}, build, shares=shares)
+        super().__init__(spec.kv_lora_rank, {"kv_b_proj": [build.ranks.share(outputs)]}, build)
         self.spec = spec
         self._is_compiled = compiles(LinearShape(outputs, spec.kv_lora_rank, build.dtype, build.device), build)
 
@@ -100,7 +101,8 @@ class LatentAttention(Module):
         self, index: int, model: ModelSpec, spec: LatentAttentionSpec, rope: RopeSpec | None, build: Build
     ) -> None:
         super().__init__()
-        self.index, self.spec = index, spec
+        self.index, self.spec, self._rope = index, spec, rope
+        self._store = None if spec.indexer is not None else build.ops.store_latents
         self._cached = spec.kv_lora_rank + spec.qk_rope_head_dim
         queries = spec.heads * (spec.qk_nope_head_dim + spec.qk_rope_head_dim)
         norm = NormSpec("rms", spec.epsilon)
@@ -108,36 +110,27 @@ class LatentAttention(Module):
         if spec.q_lora_rank is not None:
             parts = {"q_a_proj": [Section(spec.q_lora_rank, build.ranks.size)]}
         parts["kv_a_proj_with_mqa"] = [Section(self._cached, build.ranks.size)]
-        self.in_proj = build.column(model.hidden_size, parts, bias=model.qkv_bias)
+        self.in_proj = column(build, model.hidden_size, parts, bias=model.qkv_bias)
         if spec.q_lora_rank is not None:
-            self.q_a_layernorm = make_norm(norm, spec.q_lora_rank, "q_a_layernorm", build)
-            self.q_b_proj = build.column(spec.q_lora_rank, {"q_b_proj": queries})
-        self.kv_a_layernorm = make_norm(norm, spec.kv_lora_rank, "kv_a_layernorm", build)
+            self.q_a_layernorm = Norm(norm, spec.q_lora_rank, "q_a_layernorm", build)
+            self.q_b_proj = column(build, spec.q_lora_rank, {"q_b_proj": queries})
+        self.kv_a_layernorm = Norm(norm, spec.kv_lora_rank, "kv_a_layernorm", build)
         self.expansion = LatentExpansion(spec, build)
-        self.o_proj = build.row(spec.heads * spec.v_head_dim, "o_proj", model.hidden_size, bias=model.output_bias)
+        self.o_proj = row(build, spec.heads * spec.v_head_dim, "o_proj", model.hidden_size, bias=model.output_bias)
         self.rotate = make_rotate(rope, spec.qk_rope_head_dim)
         if rope is not None and "cpu_layers" in build.kernels:
             self.rotate = _compiled_rotation(rope, spec)
 
-    def forward(
-        self,
-        hidden: Tensor,
-        rotation: Rotation,
-        attend: Attend,
-        wanted: Tensor | None = None,
-        adapters: StepAdapters = NO_ADAPTERS,
-    ) -> Tensor:
-        projected = self.in_proj(hidden, adapters.rows)
+    def forward(self, hidden: Tensor, step: StepContext) -> Tensor:
+        projected = self.in_proj(hidden, step.adapters.rows)
         asked, cached = projected.split([projected.shape[1] - self._cached, self._cached], 1)
         if self.spec.q_lora_rank is not None:
-            asked = self.q_b_proj(self.q_a_layernorm(asked), adapters.rows)
-        attended = self.attended(asked, cached, rotation, attend, wanted)
-        out: Tensor = self.o_proj(attended.flatten(1), adapters.wanted)
+            asked = self.q_b_proj(self.q_a_layernorm(asked), step.adapters.rows)
+        attended = (self._attended if self._store is None else self._stored)(asked, cached, step)
+        out: Tensor = self.o_proj(attended.flatten(1), step.adapters.wanted)
         return out
 
-    def attended(
-        self, asked: Tensor, cached: Tensor, rotation: Rotation, attend: Attend, wanted: Tensor | None
-    ) -> Tensor:
+    def _attended(self, asked: Tensor, cached: Tensor, step: StepContext) -> Tensor:
         """Queries `[T, heads * (qk_nope_head_dim + qk_rope_head_dim)]`, latents and shared keys -> sums of values.
 
         `cached [T, kv_lora_rank + qk_rope_head_dim]`; the sums are `[S, heads, v_head_dim]`.
@@ -146,8 +139,41 @@ class LatentAttention(Module):
         latent, shared = torch.split(cached, [spec.kv_lora_rank, spec.qk_rope_head_dim], 1)
         heads = torch.unflatten(asked, 1, (spec.heads, -1))
         nope, rope = torch.split(heads, [spec.qk_nope_head_dim, spec.qk_rope_head_dim], 2)
-        turned = self.rotate(torch.cat((rope, shared[:, None]), 1), rotation)
+        turned = self.rotate(torch.cat((rope, shared[:, None]), 1), step.rotation)
         query = torch.cat((self.expansion.absorb(nope), turned[:, :-1]), 2)
         key = torch.cat((self.kv_a_layernorm(latent)[:, None], turned[:, -1:]), 2)
-        sums = rows_of(attend(self.index, query, key, key[..., : spec.kv_lora_rank]), wanted)
+        sums = rows_of(step.attend(self.index, query, key, key[..., : spec.kv_lora_rank]), step.wanted)
         return self.expansion.expand(sums)
+
+    def _stored(self, asked: Tensor, cached: Tensor, step: StepContext) -> Tensor:
+        """The same by a kernel for norm, rotation and cache write; the rotation is none, or of whole keys."""
+        assert self._store is not None
+        spec, paged, norm = self.spec, cast("ExpandingAttend", step.attend), self.kv_a_layernorm
+        table, positions, _ = step.rotation
+        query = asked.new_empty(len(asked), spec.heads, cached.shape[1])
+        own = torch.unflatten(asked, 1, (spec.heads, -1))[..., : spec.qk_nope_head_dim]
+        runs = None if step.wanted is not None else paged.expanded
+        absorbed = len(asked) if runs is None or not runs.whole else runs.first
+        self.expansion.absorb(own[:absorbed], query[:absorbed, :, : spec.kv_lora_rank])
+        self._store(
+            cached,
+            asked,
+            positions,
+            paged.slot_mapping(self.index),
+            table if self._rope is not None else None,
+            norm.weight,
+            norm.epsilon,
+            paged.cache(self.index),
+            query,
+            interleaved=self._rope is not None and self._rope.interleaved,
+        )
+        if runs is None:
+            return self.expansion.expand(paged.over_cache(self.index, query, step.wanted))
+        sums = asked.new_empty(len(asked), spec.heads, spec.v_head_dim)
+        if absorbed:
+            self.expansion.expand(paged.over_cache(self.index, query)[:absorbed], sums[:absorbed])
+        absorb, expand = (cast("HeadMatrices", item) for item in (self.expansion.absorb, self.expansion.expand))
+        rotated = query[runs.first :, :, spec.kv_lora_rank :]
+        matrices = absorb.columns, expand.columns
+        runs.attend(paged.cache(self.index), own[runs.first :], rotated, *matrices, sums[runs.first :])
+        return sums

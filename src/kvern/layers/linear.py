@@ -8,60 +8,67 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from kvern.layers.build import Build
+from kvern.layers.build_options import Section
 from kvern.layers.cuts import check_cut
 from kvern.layers.linear_method import OUTPUTS, LinearMethod, Part, TensorLayout, copy_part, fill_random, taken
 from kvern.layers.loadable import Loadable
-from kvern.ranks.ranks import Share, places
+from kvern.ranks.ranks import PaddedShare, Share, places
 
 if TYPE_CHECKING:
     from kvern.kernels.quantize_rows import RowCodes
-    from kvern.layers.build import Build
 
 
 class Weighted(Loadable):
     """One weight matrix `[sum of outputs, inputs]` and what a checkpoint calls its parts.
 
-    `fused` is the name under which some checkpoints store all parts as one tensor. A module whose `method` is another's
-    shares its weight: it loads no more than its own bias.
+    `fused` is the name under which some checkpoints store all parts as one tensor. A module that is given the `method`
+    of another module shares its weight: it loads its own bias and nothing else. `dtype`, if it is not the model's, is
+    that of the rows that are multiplied.
 
-    `inputs` and `outputs` are those of the matrix. `shares`, by part one or several that lie one behind the other, and
-    `inputs_share` say which of a checkpoint's these are; what has none is there whole.
+    `inputs` and the `outputs` of each part are numbers, or the shares that this rank has of those in the checkpoint.
     """
 
     bias: nn.Parameter | None
 
     def __init__(
         self,
-        inputs: int,
-        outputs: Mapping[str, int],
-        build: "Build",
+        inputs: int | Share,
+        outputs: Mapping[str, int | PaddedShare | Sequence[Share]],
+        build: Build,
         *,
         bias: bool = False,
         fused: str | None = None,
         method: LinearMethod | None = None,
         dtype: torch.dtype | None = None,
-        shares: Mapping[str, Sequence[Share]] | None = None,
-        inputs_share: Share | None = None,
     ) -> None:
         super().__init__(build.path)
-        whole = {name: [Share(range(size), size)] for name, size in outputs.items()}
-        self._held: Mapping[str, Sequence[Share]] = whole | dict(shares or {})
-        self._inputs_held = inputs_share or Share(range(inputs), inputs)
-        self.inputs, self.outputs, self.fused = inputs, dict(outputs), fused
-        self.dtype, self.device = dtype or build.dtype, build.device
-        self._first = dict(zip(outputs, accumulate(outputs.values(), initial=0), strict=False))
+        self._held: Mapping[str, Sequence[Share]] = {
+            name: [_all(part)] if isinstance(part, int) else [part.share] if isinstance(part, PaddedShare) else part
+            for name, part in outputs.items()
+        }
+        self._inputs_held = _all(inputs) if isinstance(inputs, int) else inputs
+        self.inputs = len(self._inputs_held.held)
+        self.outputs = {
+            name: part.size if isinstance(part, PaddedShare) else sum(len(share.held) for share in self._held[name])
+            for name, part in outputs.items()
+        }
+        self.fused = fused
+        self.dtype = dtype or build.dtype
+        self.device = build.device
+        self._first = dict(zip(outputs, accumulate(self.outputs.values(), initial=0), strict=False))
         self._shares = method is not None
         if build.ranks.size > 1 and method is None:
             self._check_cuts(build)
         self.method = method or self._make_method(build)
         for part in () if self._shares else self.method.methods():
             part.use_kernels(build)
-        self.bias = build.empty(sum(outputs.values()), dtype=dtype) if bias else None
+        self.bias = build.empty(sum(self.outputs.values()), dtype=dtype) if bias else None
 
-    def _make_method(self, build: "Build") -> LinearMethod:
+    def _make_method(self, build: Build) -> LinearMethod:
         return build.linear_method(self.outputs, self.inputs, self.dtype)
 
-    def _check_cuts(self, build: "Build") -> None:
+    def _check_cuts(self, build: Build) -> None:
         """Raise ConfigError where a share begins or ends among numbers that are stored together."""
         sizes = {name: sum(share.whole for share in shares) for name, shares in self._held.items()}
         whole = build.whole_method(sizes, self._inputs_held.whole)
@@ -135,6 +142,10 @@ class Weighted(Loadable):
             self.method.finish()
 
 
+def _all(size: int) -> Share:
+    return Share(range(size), size)
+
+
 class Linear(Weighted):
     """`x [T, inputs] -> [T, sum of outputs]`; queries, keys and values, or gate and up, are one product."""
 
@@ -169,8 +180,8 @@ class Linear(Weighted):
 class SummandLinear(Linear):
     """One over a rank's share of the inputs: its products are to be added up over ranks; the first adds the bias."""
 
-    def __init__(self, inputs: int, outputs: Mapping[str, int], build: "Build", *, bias: bool = False) -> None:
-        super().__init__(inputs, outputs, build, bias=bias, inputs_share=build.ranks.share(inputs))
+    def __init__(self, inputs: int, outputs: Mapping[str, int], build: Build, *, bias: bool = False) -> None:
+        super().__init__(build.ranks.share(inputs), outputs, build, bias=bias)
         self._ranks = build.ranks
         self._added = self.bias if build.ranks.rank == 0 else None
 
@@ -190,3 +201,27 @@ class SummedLinear(SummandLinear):
 
     def row_product(self) -> None:
         """There is none: what follows a product in one launch would come before the sum."""
+
+
+def column(
+    build: Build,
+    inputs: int,
+    parts: Mapping[str, int | Sequence[Section]],
+    *,
+    bias: bool = False,
+    fused: str | None = None,
+) -> Linear:
+    """A linear layer of which each rank computes some outputs; `parts` maps checkpoint names to output sizes.
+
+    A part has several sections where ranks do not share all of its outputs alike. `fused` is the name under which some
+    checkpoints store all parts as one tensor.
+    """
+    shares = {name: build.shares([Section(part)] if isinstance(part, int) else part) for name, part in parts.items()}
+    return Linear(inputs, shares, build, bias=bias, fused=fused)
+
+
+def row(build: Build, inputs: int, part: str, outputs: int, *, bias: bool = False) -> Linear:
+    """A linear layer that sums over inputs which `column` layers produced."""
+    if build.ranks.size == 1:
+        return Linear(inputs, {part: outputs}, build, bias=bias)
+    return (SummedLinear if build.sums else SummandLinear)(inputs, {part: outputs}, build, bias=bias)

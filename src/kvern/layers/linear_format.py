@@ -9,18 +9,13 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from kvern.errors import ConfigError, KvernError, UnsupportedModel
-from kvern.io.files import reason
-from kvern.layers.experts import Experts, names_of
+from kvern.layers.build_options import BuildOptions
+from kvern.layers.experts import Experts
 from kvern.layers.linear_method import LinearMethod, LinearShape
-from kvern.layers.row_experts import make_experts
 from kvern.plugins import Plugins
 from kvern.spec.model import MoeSpec, Rename
-
-if TYPE_CHECKING:
-    from kvern.layers.build import Build
 
 FORMATS = {
     "awq": "kvern.formats.awq:awq",
@@ -44,20 +39,24 @@ class LinearFormat(ABC):
     """Parts that multiply the same rows, as queries, keys and values, are one matrix."""
 
     @abstractmethod
-    def linear(self, shape: LinearShape, build: "Build") -> LinearMethod:
+    def linear(self, shape: LinearShape, build: BuildOptions) -> LinearMethod:
         """Of a matrix that is multiplied."""
 
-    def embedding(self, shape: LinearShape, build: "Build") -> LinearMethod:
+    def embedding(self, shape: LinearShape, build: BuildOptions) -> LinearMethod:
         """Of a matrix whose rows are also looked up."""
         return self.linear(shape, build)
 
-    def table(self, shape: LinearShape, build: "Build") -> LinearMethod:
+    def table(self, shape: LinearShape, build: BuildOptions) -> LinearMethod:
         """Of a matrix whose rows are looked up, and that is never multiplied."""
         return self.embedding(shape, build)
 
-    def experts(self, hidden_size: int, spec: MoeSpec, build: "Build") -> Experts:
-        """Of a mixture of experts, all of this format."""
-        return make_experts(hidden_size, spec, build, dict.fromkeys(names_of(spec), self))
+    def experts(self, hidden_size: int, spec: MoeSpec, build: BuildOptions) -> Experts | None:
+        """The experts of a mixture in a class of this format's own; None: they are held by `LinearMethod`s."""
+        return None
+
+    def of_experts(self, hidden_size: int, spec: MoeSpec) -> "LinearFormat":
+        """The format that makes the `LinearMethod`s of experts."""
+        return self
 
 
 FUSED = dict.fromkeys(("q_proj", "k_proj", "v_proj"), "qkv_proj") | dict.fromkeys(
@@ -105,41 +104,3 @@ MakeMethods = Callable[[Mapping[str, Any], LinearFormat], LinearMethods]
 """`(quantization_config, the format of unquantized weights on this device) -> LinearMethods`."""
 
 LINEAR_METHODS: Plugins[MakeMethods] = Plugins("linear method", "kvern.linear_methods", FORMATS)
-
-
-def linear_methods(
-    config: Mapping[str, Any], unquantized: LinearFormat, quantization: str | None = None
-) -> LinearMethods:
-    """How the weights of the model of a `config.json` are stored; `unquantized` is for those that are plain.
-
-    `quantization`: what plain weights are made while they are loaded, "fp8", "int8" or "int4"; None: nothing. Raises
-    UnsupportedModel if the `quantization_config` is of no registered kind, or cannot be read as one; ConfigError if it
-    is another than `quantization`.
-    """
-    stored = config.get("quantization_config")
-    if not stored:
-        return LinearMethods(unquantized) if quantization is None else _made_online(quantization, unquantized)
-    name = stored.get("quant_method") if isinstance(stored, dict) else stored
-    if quantization not in (None, name):
-        raise ConfigError(
-            f"quantization is {quantization}, but the model's weights are stored quantized by {str(name)[:60]!r}: "
-            "leave quantization out"
-        )
-    make = LINEAR_METHODS.get(name) if isinstance(name, str) else None
-    if make is None:
-        raise UnsupportedModel(
-            f"the model is quantized by {str(name)[:60]!r}; kvern loads float32, float16 and bfloat16 weights, and "
-            f"what is registered: {', '.join(LINEAR_METHODS.names) or 'nothing yet'}"
-        )
-    try:
-        return make(stored, unquantized)
-    except KvernError:
-        raise
-    except (TypeError, ValueError, ArithmeticError, AttributeError, LookupError, RecursionError, re.error) as error:
-        raise UnsupportedModel(f"quantization_config cannot be read as {name!r:.60}: {reason(error)}") from error
-
-
-def _made_online(code: str, unquantized: LinearFormat) -> LinearMethods:
-    from kvern.formats.online import made_online
-
-    return made_online(code, unquantized)

@@ -15,12 +15,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from kvern.layers.build_options import BuildOptions
 from kvern.layers.module import Module
 
 if TYPE_CHECKING:
     from kvern.kernels.linear import Around
     from kvern.kernels.quantize_rows import Coding, RowCodes
-    from kvern.layers.build import Build
 
 Product = Callable[[Tensor, Tensor | None], Tensor]
 """`(x [T, inputs], bias [outputs] | None) -> [T, outputs]`."""
@@ -241,7 +241,7 @@ class LinearMethod(Module, ABC):
         """All that products read, once all is loaded, alike for one shape. None: it is not to be overwritten."""
         return None
 
-    def use_kernels(self, build: "Build") -> None:
+    def use_kernels(self, build: BuildOptions) -> None:
         """Told once what a layer's products may be made of; formats that multiply by kernels of their own ask here."""
 
     def row_product(self) -> RowProduct | None:

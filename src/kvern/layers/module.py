@@ -6,6 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from kvern.layers.halves import Update, joined
+
 
 class Module(nn.Module):
     """A module whose call is its `forward`, without hooks, and whose parts are ordinary attributes besides.
@@ -37,8 +39,9 @@ class Identity(Module):
     def forward(self, x: Tensor) -> Tensor:
         return x
 
-    def after(self, hidden: Tensor, update: Tensor | None) -> tuple[Tensor, Tensor]:
+    def after(self, hidden: Tensor, update: Update) -> tuple[Tensor, Tensor]:
         """The residual with `update` added, twice: there is no norm."""
+        hidden, update = joined(hidden, update)
         if update is not None:
             hidden = self._add(hidden, update)
         return hidden, hidden

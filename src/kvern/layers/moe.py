@@ -7,9 +7,11 @@ from typing import Any
 from torch import Tensor, nn
 
 from kvern.layers.build import Build
+from kvern.layers.expert_choice import make_experts
+from kvern.layers.linear import column, row
 from kvern.layers.mlp import make_mlp
 from kvern.layers.module import Module
-from kvern.layers.norm import make_norm
+from kvern.layers.norm import Norm
 from kvern.layers.router import make_router
 from kvern.spec.model import MlpSpec, MoeSpec, NormSpec
 
@@ -25,7 +27,7 @@ class MoE(Module):
         super().__init__()
         self._dp_attention = build.ranks.dp_attention
         shared = build if self._dp_attention is None else replace(build, ranks=self._dp_attention.ranks)
-        experts = shared.experts(spec.latent or hidden_size, spec)
+        experts = make_experts(spec.latent or hidden_size, spec, shared)
         self.gate = make_router(hidden_size, shared, experts)
         self.experts = experts
         self._sum: Callable[[Tensor], Tensor] = build.ranks.sum if build.sums else _summand
@@ -60,7 +62,7 @@ class SharedMoE(MoE):
         shared = MlpSpec(spec.shared_width, spec.activation, gated=spec.gated)
         self.shared_expert = make_mlp(hidden_size, shared, replace(build.at("shared_expert"), sums=False))
         gate = {"shared_expert_gate": 1}
-        self.shared_expert_gate = build.whole.column(hidden_size, gate) if spec.shared_gate else None
+        self.shared_expert_gate = column(build.whole, hidden_size, gate) if spec.shared_gate else None
 
     def forward(self, x: Tensor, rows: Any = None) -> Tensor:
         shared: Tensor = self.shared_expert(x, rows)
@@ -74,8 +76,8 @@ class LatentMoE(SharedMoE):
 
     def __init__(self, hidden_size: int, spec: MoeSpec, build: Build) -> None:
         super().__init__(hidden_size, spec, build)
-        self.fc1_latent_proj = build.whole.column(hidden_size, {"fc1_latent_proj": spec.latent})
-        self.fc2_latent_proj = build.whole.row(spec.latent, "fc2_latent_proj", hidden_size)
+        self.fc1_latent_proj = column(build.whole, hidden_size, {"fc1_latent_proj": spec.latent})
+        self.fc2_latent_proj = row(build.whole, spec.latent, "fc2_latent_proj", hidden_size)
 
     def forward(self, x: Tensor, rows: Any = None) -> Tensor:
         mixed: Tensor = self.fc2_latent_proj(self.routed(x, self.fc1_latent_proj(x, rows)), rows)
@@ -88,13 +90,13 @@ class ExpertsBeside(Module):
     def __init__(self, hidden_size: int, norm: NormSpec, spec: MoeSpec, build: Build) -> None:
         super().__init__()
         inner = build.at("moe")
-        self.experts = inner.experts(hidden_size, spec)
+        self.experts = make_experts(hidden_size, spec, inner)
         self.gate = make_router(hidden_size, inner, self.experts)
-        self.gate_in = make_norm(norm, hidden_size, "norm", inner)
-        self.experts_in = make_norm(norm, hidden_size, "pre_feedforward_layernorm_2", build)
-        self.experts_out = make_norm(norm, hidden_size, "post_feedforward_layernorm_2", build)
-        self.mlp_out = make_norm(norm, hidden_size, "post_feedforward_layernorm_1", build)
-        self._add, self._sum = build.on_rows.add, build.ranks.sum
+        self.gate_in = Norm(norm, hidden_size, "norm", inner)
+        self.experts_in = Norm(norm, hidden_size, "pre_feedforward_layernorm_2", build)
+        self.experts_out = Norm(norm, hidden_size, "post_feedforward_layernorm_2", build)
+        self.mlp_out = Norm(norm, hidden_size, "post_feedforward_layernorm_1", build)
+        self._add, self._sum = build.ops.add, build.ranks.sum
 
     def forward(self, residual: Tensor, fed: Tensor) -> Tensor:
         """`residual [T, hidden]`, and what the MLP made of its norm."""

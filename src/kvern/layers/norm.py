@@ -1,18 +1,23 @@
 """Norms over the last dimension, and over queries and keys."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kvern.cpu.norm import KINDS, add_norm
-from kvern.layers.build import Build
+from kvern.layers.build_options import BuildOptions
+from kvern.layers.halves import Update, joined
+from kvern.layers.linear_method import LinearMethod
 from kvern.layers.loadable import Loadable, copy_shares
 from kvern.layers.module import Module
 from kvern.spec.mixers import AttentionSpec
 from kvern.spec.model import NormSpec, QueryKeyNormSpec
+
+if TYPE_CHECKING:
+    from kvern.kernels.quantize_rows import RowCodes
 
 
 class _NormWeights(Loadable):
@@ -22,33 +27,81 @@ class _NormWeights(Loadable):
             self.load(name, torch.ones(shape))
 
 
+class NormFunction(NamedTuple):
+    """One way to compute a norm.
+
+    compute  `(hidden, update or None, weight, bias)`: the sum of the first two, which may be written to `hidden`, and
+             the norm of the sum
+    dtype    in which weights and biases are kept; None: the model's
+    gain     a factor that weights are multiplied by when they are loaded
+    coded    the kernel that makes codes of the norm: `(hidden, update or None, weight, epsilon, coding)`
+    """
+
+    compute: Callable[..., tuple[Tensor, Tensor]]
+    dtype: torch.dtype | None = None
+    gain: float = 1.0
+    coded: Callable[..., "RowCodes"] | None = None
+
+
 class Norm(_NormWeights):
-    """A norm of `width` entries whose weights the checkpoint calls `name`."""
+    """A norm of `width` entries whose weights the checkpoint calls `name`.
+
+    With `late_sums` it is given a rank's summand of an update, and adds up those of all ranks; for few rows that is
+    done within the norm's kernel.
+    """
 
     weight: nn.Parameter | None
     bias: nn.Parameter | None
 
     def __init__(
-        self,
-        spec: NormSpec,
-        width: int,
-        name: str,
-        build: Build,
-        *,
-        dtype: torch.dtype | None = None,
-        gain: float = 1.0,
+        self, spec: NormSpec, width: int, name: str, build: BuildOptions, dtype: torch.dtype | None = None
     ) -> None:
+        """`dtype`, if there is one, is that of the weights, and PyTorch computes the norm."""
         super().__init__(build.path)
-        self.name, self.shape, self.epsilon, self.offset, self.gain = name, (width,), spec.epsilon, spec.offset, gain
-        self.weight = build.empty(width, dtype=dtype) if spec.weight else None
-        self.bias = build.empty(width, dtype=dtype) if spec.bias else None
+        function = norm_function(spec, width, build) if dtype is None else _by_torch(spec, width, dtype)
+        self.name, self.shape, self.epsilon, self.offset = name, (width,), spec.epsilon, spec.offset
+        self.gain, self._compute, self._coded = function.gain, function.compute, function.coded
+        self.weight = build.empty(width, dtype=function.dtype) if spec.weight else None
+        self.bias = build.empty(width, dtype=function.dtype) if spec.bias else None
+        self._ranks = build.ranks if build.late_sums and function.coded is not None else None
 
-    def after(self, hidden: Tensor, update: Tensor | None) -> tuple[Tensor, Tensor]:
+    @property
+    def kernel_weight(self) -> Tensor:
+        """The weight, as kernels take it, which compute norms with weights and no others."""
+        assert self.weight is not None
+        return self.weight
+
+    @property
+    def is_fused(self) -> bool:
+        """Whether a kernel computes it that can also make codes of it."""
+        return self._coded is not None
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self._compute(x, None, self.weight, self.bias)[1]
+
+    def after(self, hidden: Tensor, update: Update) -> tuple[Tensor, Tensor]:
         """Add `update` to the residual: the new residual and its norm, both `[T, width]`. The old one may be gone."""
-        if update is not None:
-            hidden = hidden + update
-        normal: Tensor = self(hidden)
-        return hidden, normal
+        if self._ranks is not None:
+            hidden, update = joined(hidden, update)
+            peers = self._ranks.peers
+            if update is not None and peers is not None and peers.takes(update):
+                return hidden, peers.sum_norm(update, hidden, self.kernel_weight, self.epsilon)
+            update = None if update is None else self._ranks.sum(update)
+        return self._compute(hidden, update, self.weight, self.bias)
+
+    def before(
+        self, method: LinearMethod | None, hidden: Tensor, update: Tensor | None
+    ) -> "tuple[Tensor, Tensor | RowCodes]":
+        """As `after`, where `method` alone multiplies the norm: as the codes that it would make of the norm, if any."""
+        coding = None if method is None or self._coded is None else method.coding(hidden.shape[0])
+        if coding is None or self._coded is None:
+            return self.after(hidden, update)
+        if self._ranks is not None and update is not None:
+            peers = self._ranks.peers
+            if peers is not None and peers.takes(update):
+                return hidden, peers.sum_codes(update, hidden, self.kernel_weight, self.epsilon, coding)
+            update = self._ranks.sum(update)
+        return hidden, self._coded(hidden, update, self.weight, self.epsilon, coding)
 
     def parts(self) -> dict[str, tuple[int, ...]]:
         return {f"{self.name}.{kind}": self.shape for kind, _ in self.named_parameters()}
@@ -60,27 +113,68 @@ class Norm(_NormWeights):
         target.copy_((tensor + self.offset) * self.gain if kind == "weight" else tensor)
 
 
-class LayerNorm(Norm):
-    def forward(self, x: Tensor) -> Tensor:
-        return F.layer_norm(x, self.shape, self.weight, self.bias, self.epsilon)
+def norm_function(spec: NormSpec, width: int, build: BuildOptions) -> NormFunction:
+    """The fastest way to compute a norm with a build's operations."""
+    epsilon, any_norm, rms = spec.epsilon, build.ops.any_norm, build.ops.norm
+    if any_norm is not None:
+        kind = spec.kind
+
+        def compiled(
+            hidden: Tensor, update: Tensor | None, weight: Tensor | None, bias: Tensor | None
+        ) -> tuple[Tensor, Tensor]:
+            hidden = hidden.contiguous()
+            return hidden, any_norm(hidden, update, weight, bias, epsilon, kind)
+
+        return NormFunction(compiled, torch.float32)
+    if spec.kind == "rms" and spec.weight and rms is not None:
+
+        def fused(
+            hidden: Tensor, update: Tensor | None, weight: Tensor | None, bias: Tensor | None
+        ) -> tuple[Tensor, Tensor]:
+            return hidden, rms(hidden, update, weight, epsilon)
+
+        return NormFunction(fused, torch.float32 if spec.offset else None, coded=build.ops.coded_norm)
+    if spec.kind == "rms" and spec.weight and _is_on_cpu(build):
+        return _by_length(width, epsilon)
+    return _by_torch(spec, width, torch.float32 if spec.offset else None)
 
 
-class RMSNorm(Norm):
-    def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, self.shape, self.weight, self.epsilon)
+def _by_torch(spec: NormSpec, width: int, dtype: torch.dtype | None) -> NormFunction:
+    """A norm by PyTorch.
+
+    Weights of 1 + w need more digits than bfloat16 has, so a norm with an offset multiplies in float32, as Gemma does.
+    """
+    shape, epsilon, rms, wide = (width,), spec.epsilon, spec.kind == "rms", spec.kind == "rms" and spec.offset != 0
+
+    def compute(
+        hidden: Tensor, update: Tensor | None, weight: Tensor | None, bias: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        if update is not None:
+            hidden = hidden + update
+        if wide:
+            return hidden, F.rms_norm(hidden.float(), shape, weight, epsilon).to(hidden.dtype)
+        if rms:
+            return hidden, F.rms_norm(hidden, shape, weight, epsilon)
+        return hidden, F.layer_norm(hidden, shape, weight, bias, epsilon)
+
+    return NormFunction(compute, dtype)
 
 
-class OffsetRMSNorm(Norm):
-    """Weights of 1 + w need more digits than bfloat16 has, so this norm multiplies in float32, as Gemma does."""
+def _by_length(width: int, epsilon: float) -> NormFunction:
+    """Any root-mean-square norm on a CPU; its float32 weights hold the factor sqrt(width)."""
+    floor = torch.tensor(math.sqrt(width * epsilon))
 
-    def __init__(self, spec: NormSpec, width: int, name: str, build: Build) -> None:
-        super().__init__(spec, width, name, build, dtype=torch.float32)
+    def compute(
+        hidden: Tensor, update: Tensor | None, weight: Tensor | None, bias: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        if update is not None:
+            hidden = hidden + update
+        return hidden, _divide_by_length(hidden, floor).mul_(weight).to(hidden.dtype)  # type: ignore[arg-type]
 
-    def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x.float(), self.shape, self.weight, self.epsilon).to(x.dtype)
+    return NormFunction(compute, torch.float32, math.sqrt(width))
 
 
-def _is_on_cpu(build: Build) -> bool:
+def _is_on_cpu(build: BuildOptions) -> bool:
     return build.device.type == "cpu"
 
 
@@ -94,50 +188,10 @@ def _divide_by_length(x: Tensor, floor: Tensor) -> Tensor:
     return torch.div(x, length.hypot_(floor))
 
 
-class CpuRMSNorm(Norm):
-    """Any root-mean-square norm on a CPU; its float32 weights hold the factor sqrt(width)."""
-
-    def __init__(self, spec: NormSpec, width: int, name: str, build: Build) -> None:
-        super().__init__(spec, width, name, build, dtype=torch.float32, gain=math.sqrt(width))
-        self.floor = torch.tensor(math.sqrt(width * spec.epsilon))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return _divide_by_length(x, self.floor).mul_(self.weight).to(x.dtype)  # type: ignore[arg-type]
-
-
-class CompiledNorm(Norm):
-    """A norm by a kernel for CPUs, which also adds to the residual; weights and biases are float32."""
-
-    def __init__(self, spec: NormSpec, width: int, name: str, build: Build) -> None:
-        super().__init__(spec, width, name, build, dtype=torch.float32)
-        self.kind = KINDS[spec.kind]
-
-    def forward(self, x: Tensor) -> Tensor:
-        return add_norm(x.contiguous(), None, self.weight, self.bias, self.epsilon, self.kind)
-
-    def after(self, hidden: Tensor, update: Tensor | None) -> tuple[Tensor, Tensor]:
-        hidden = hidden.contiguous()
-        return hidden, add_norm(hidden, update, self.weight, self.bias, self.epsilon, self.kind)
-
-
-def make_norm(spec: NormSpec, width: int, name: str, build: Build) -> Norm:
-    if "cpu_layers" in build.kernels:
-        return CompiledNorm(spec, width, name, build)
-    if spec.kind == "layer":
-        return LayerNorm(spec, width, name, build)
-    if spec.weight and "norm" in build.kernels:
-        from kvern.layers.fused import FusedRMSNorm, SummingRMSNorm
-
-        return (SummingRMSNorm if build.late_sums else FusedRMSNorm)(spec, width, name, build)
-    if spec.weight and _is_on_cpu(build):
-        return CpuRMSNorm(spec, width, name, build)
-    return (OffsetRMSNorm if spec.offset else RMSNorm)(spec, width, name, build)
-
-
 class HeadNorm(_NormWeights):
     """Normalises each head of queries and keys, `[T, heads + kv_heads, head_dim]`, in one pass and in float32."""
 
-    def __init__(self, spec: QueryKeyNormSpec, attention: AttentionSpec, build: Build) -> None:
+    def __init__(self, spec: QueryKeyNormSpec, attention: AttentionSpec, build: BuildOptions) -> None:
         super().__init__(build.path)
         self.spec, self.attention = spec.norm, attention
         self.shape = (attention.head_dim,)
@@ -192,11 +246,11 @@ class HeadNorm(_NormWeights):
 class RowNorm(Module):
     """Normalises all heads of the queries together, and all heads of the keys."""
 
-    def __init__(self, spec: QueryKeyNormSpec, attention: AttentionSpec, build: Build) -> None:
+    def __init__(self, spec: QueryKeyNormSpec, attention: AttentionSpec, build: BuildOptions) -> None:
         super().__init__()
         self.heads = attention.heads
-        self.q_norm = make_norm(spec.norm, attention.heads * attention.head_dim, "q_norm", build)
-        self.k_norm = make_norm(spec.norm, attention.kv_heads * attention.head_dim, "k_norm", build)
+        self.q_norm = Norm(spec.norm, attention.heads * attention.head_dim, "q_norm", build)
+        self.k_norm = Norm(spec.norm, attention.kv_heads * attention.head_dim, "k_norm", build)
 
     def forward(self, query_key: Tensor) -> Tensor:
         query, key = query_key[:, : self.heads], query_key[:, self.heads :]
@@ -211,7 +265,7 @@ class RowNorm(Module):
 class SharedRowNorm(_NormWeights):
     """As `RowNorm`, root-mean-square, of a rank's heads: the ranks tell each other how long their parts of rows are."""
 
-    def __init__(self, spec: QueryKeyNormSpec, attention: AttentionSpec, build: Build) -> None:
+    def __init__(self, spec: QueryKeyNormSpec, attention: AttentionSpec, build: BuildOptions) -> None:
         super().__init__(build.path)
         self.spec, self._copies, self._ranks = spec.norm, attention.copies, build.ranks
         self._heads = [attention.heads, attention.kv_heads]
@@ -239,7 +293,7 @@ class SharedRowNorm(_NormWeights):
         copy_shares(rows, tensor.to(rows) + self.spec.offset, first_row, [self.shares[name]])
 
 
-def make_query_key_norm(spec: QueryKeyNormSpec, attention: AttentionSpec, build: Build) -> nn.Module:
+def make_query_key_norm(spec: QueryKeyNormSpec, attention: AttentionSpec, build: BuildOptions) -> nn.Module:
     if spec.scope != "row":
         return HeadNorm(spec, attention, build)
     return (RowNorm if build.ranks.size == 1 else SharedRowNorm)(spec, attention, build)

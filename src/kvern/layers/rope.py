@@ -22,6 +22,11 @@ class Rotation(NamedTuple):
     query_scale: Tensor | None = None
 
 
+def positions_alone(positions: Tensor) -> Rotation:
+    """The rotation of layers without rotary embeddings, which read no more than positions, `[T]` int64."""
+    return Rotation(positions, positions)
+
+
 class RopeTable(Module):
     """Cosines and signed sines of every position, `[max_model_len, 2, 1, dim]`, in the dtype of the model."""
 

@@ -20,8 +20,9 @@ EXPERT_SCALES = "gate.per_expert_scale"
 class SoftmaxRouter(Weighted):
     """The `top_k` of a softmax over all experts: `x [T, hidden]` -> float32 weights and slots, `[T, top_k]`.
 
-    A slot is that of an expert in `share`, or -1. Each expert's tokens are added to `counts [experts]` int64. Choosing
-    groups of experts first: DeepSeek-V2 (https://arxiv.org/abs/2405.04434), section 2.2.2.
+    A slot is that of an expert in `share`, or -1. Each expert's tokens are added to `counts [experts]` int64. With
+    kernels softmax, choice, weights, counts and slots are one launch, unless groups of experts are chosen first
+    (DeepSeek-V2, https://arxiv.org/abs/2405.04434, section 2.2.2).
     """
 
     def __init__(self, hidden_size: int, build: Build, experts: Experts, dtype: torch.dtype | None = None) -> None:
@@ -29,8 +30,12 @@ class SoftmaxRouter(Weighted):
         super().__init__(hidden_size, {"gate": spec.experts}, build, bias=spec.bias, dtype=dtype)
         self.spec, self.counts, self.share = spec, experts.expert_counts, experts.share
         self._one = torch.ones(1, dtype=torch.int64, device=self.counts.device)
+        self._route = build.ops.route if spec.groups == 1 and spec.scoring == "softmax" else None
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        if self._route is not None:
+            logits, spec = self.method.multiply(x, self.bias), self.spec
+            return self._route(logits, spec.top_k, spec.renormalize, spec.routed_scale, self.counts, self.share.slots)
         weights, topk_ids = self.choose(x)
         self.counts.scatter_add_(0, topk_ids.flatten(), self._one.expand(topk_ids.numel()))
         return weights, self.share.here(topk_ids)
@@ -57,11 +62,18 @@ class SoftmaxRouter(Weighted):
 
 
 class ScaledRouter(SoftmaxRouter):
-    """Weights are multiplied by a learned number of each expert."""
+    """A softmax router whose weights are multiplied by a learned number of each expert."""
 
     def __init__(self, hidden_size: int, build: Build, experts: Experts) -> None:
         super().__init__(hidden_size, build, experts)
         self.per_expert_scale = build.empty(self.spec.experts, dtype=torch.float32)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        if self._route is None:
+            return super().forward(x)
+        logits, spec = self.method.multiply(x, self.bias), self.spec
+        weights, topk_ids = self._route(logits, spec.top_k, spec.renormalize, spec.routed_scale, self.counts)
+        return weights * self.per_expert_scale[topk_ids], self.share.here(topk_ids)
 
     def choose(self, x: Tensor) -> tuple[Tensor, Tensor]:
         weights, topk_ids = super().choose(x)
@@ -119,8 +131,4 @@ def make_router(hidden_size: int, build: Build, experts: Experts) -> SoftmaxRout
     spec = experts.spec
     if spec.scoring == "sigmoid":
         return SigmoidRouter(hidden_size, build, experts)
-    if "moe" in build.kernels:
-        from kvern.layers.fused_moe import FusedScaledRouter, FusedSoftmaxRouter
-
-        return (FusedScaledRouter if spec.expert_scales else FusedSoftmaxRouter)(hidden_size, build, experts)
     return (ScaledRouter if spec.expert_scales else SoftmaxRouter)(hidden_size, build, experts)

@@ -1,24 +1,19 @@
-"""The experts of a mixture in a quantized format: all experts' rows in one matrix, behind one another."""
+"""Experts whose weights are `LinearMethod`s: all experts' rows in one matrix, or two matrices for each expert."""
 
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
-from typing import TYPE_CHECKING
+from itertools import chain
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from kvern.cpu.packed import LANES
 from kvern.formats.method import QuantizedMethod
-from kvern.layers.cuts import check_cut
-from kvern.layers.expert_share import ExpertShare
-from kvern.layers.experts import Experts, MethodExperts, SeparateExperts
-from kvern.layers.linear_method import LinearMethod, LinearShape
-from kvern.ranks.ranks import Share
+from kvern.layers.build_options import BuildOptions
+from kvern.layers.experts import MethodExperts
+from kvern.layers.linear_format import LinearFormat
+from kvern.layers.linear_method import LinearMethod, LinearShape, all_stored
+from kvern.layers.parted import PartedMethod
 from kvern.spec.model import MoeSpec
-
-if TYPE_CHECKING:
-    from kvern.layers.build import Build
-    from kvern.layers.linear_format import LinearFormat
 
 META = torch.device("meta")
 
@@ -31,11 +26,11 @@ class RowStackedExperts(MethodExperts):
     """
 
     def __init__(
-        self, hidden_size: int, spec: MoeSpec, build: "Build", gate_up: "LinearFormat", down: "LinearFormat"
+        self, hidden_size: int, spec: MoeSpec, build: BuildOptions, gate_up: LinearFormat, down: LinearFormat
     ) -> None:
         super().__init__(hidden_size, spec, build)
 
-        def method(linear_format: "LinearFormat", outputs: int, inputs: int) -> QuantizedMethod:
+        def method(linear_format: LinearFormat, outputs: int, inputs: int) -> QuantizedMethod:
             made = linear_format.linear(LinearShape(self.slots * outputs, inputs, build.dtype, build.device), build)
             assert isinstance(made, QuantizedMethod), "stacks() asks for it"
             if outputs % LANES == 0 and build.device.type == "cpu":
@@ -74,35 +69,54 @@ def stacks(method: LinearMethod, outputs: int) -> bool:
     return isinstance(method, QuantizedMethod) and outputs % method.cuts()[0] == 0
 
 
-def make_experts(hidden_size: int, spec: MoeSpec, build: "Build", formats: Mapping[str, "LinearFormat"]) -> Experts:
-    """Experts whose "gate", if there is one, "up" and "down" have these formats: stacked by rows where they can be.
+class SeparateExperts(MethodExperts):
+    """Two `LinearMethod`s for each expert, multiplied one after another.
 
-    A format that does not join parts keeps more of a part than rows, as an order of its inputs: it is not stacked.
-    Raises ConfigError where ranks would cut what is stored together.
+    `formats` are those of gate, up and down. Gate and up are one matrix where their format joins parts, and where its
+    blocks do not reach from one into the other.
     """
-    if build.ranks.size > 1:
-        _check_cuts(hidden_size, spec, build, formats)
-    gate, down = formats.get("gate", formats["up"]), formats["down"]
-    if gate is formats["up"] and gate.joins and down.joins:
-        outline = replace(build, device=META)
-        gate_up = gate.linear(LinearShape(spec.first_width, hidden_size, build.dtype, META), outline)
-        other = down.linear(LinearShape(hidden_size, spec.width, build.dtype, META), outline)
-        if stacks(gate_up, spec.width) and stacks(other, hidden_size):
-            if spec.gated and {"moe", "quantized"} <= build.kernels:
-                from kvern.layers.fused_packed_experts import FusedPackedExperts, fuses
 
-                if fuses(gate_up, other, spec.activation):
-                    return FusedPackedExperts(hidden_size, spec, build, gate, down)
-            return RowStackedExperts(hidden_size, spec, build, gate, down)
-    return SeparateExperts(hidden_size, spec, build, formats)
+    def __init__(
+        self, hidden_size: int, spec: MoeSpec, build: BuildOptions, formats: Mapping[str, LinearFormat]
+    ) -> None:
+        super().__init__(hidden_size, spec, build)
 
+        def method(name: str, outputs: int, inputs: int) -> LinearMethod:
+            return formats[name].linear(LinearShape(outputs, inputs, build.dtype, build.device), build)
 
-def _check_cuts(hidden_size: int, spec: MoeSpec, build: "Build", formats: Mapping[str, "LinearFormat"]) -> None:
-    """Raise ConfigError where a share of an expert begins or ends among numbers that are stored together."""
-    share, instead = ExpertShare(hidden_size, spec, build.ranks, META), "turn enable_expert_parallel on, or "
-    alone = replace(build.whole, device=META, kernels=frozenset())
-    for name, linear_format in formats.items():
-        (outputs, inputs), (part,) = share.shape(name), share.parts(name)
-        whole = linear_format.linear(LinearShape(outputs, inputs, build.dtype, META), alone)
-        check_cut(build, f"experts.{name}_proj", whole, "outputs", Share(part.outputs, outputs), instead=instead)
-        check_cut(build, f"experts.{name}_proj", whole, "inputs", Share(part.inputs, inputs), instead=instead)
+        def gate_up() -> LinearMethod:
+            if not spec.gated:
+                return method("up", spec.width, hidden_size)
+            if formats["gate"] is formats["up"] and formats["gate"].joins:
+                joined = method("gate", 2 * spec.width, hidden_size)
+                if spec.width % joined.cuts()[0] == 0:
+                    return joined
+            parts = [method(name, spec.width, hidden_size) for name in ("gate", "up")]
+            return PartedMethod(
+                LinearShape(2 * spec.width, hidden_size, build.dtype, build.device), parts, build.ops.beside
+            )
+
+        self._methods = {
+            "gate_up": [gate_up() for _ in range(self.slots)],
+            "down": [method("down", hidden_size, spec.width) for _ in range(self.slots)],
+        }
+        self.gate_up_proj, self.down_proj = map(nn.ModuleList, self._methods.values())
+        for one in self.methods():
+            for part in one.methods():
+                part.use_kernels(build)
+
+    def gate_up(self, expert: int, x: Tensor) -> Tensor:
+        return self._methods["gate_up"][expert].multiply(x, None)
+
+    def down(self, expert: int, x: Tensor) -> Tensor:
+        return self._methods["down"][expert].multiply(x, None)
+
+    def tensors_of(self, slot: int) -> list[Tensor] | None:
+        stored = [methods[slot].stored() for methods in self._methods.values()]
+        return all_stored([*stored, self._biases_of(slot)])
+
+    def matrix(self, name: str, slot: int) -> tuple[LinearMethod, int]:
+        return self._methods["down" if name == "down" else "gate_up"][slot], 0
+
+    def methods(self) -> Iterable[LinearMethod]:
+        return chain(*self._methods.values())

@@ -3,12 +3,12 @@
 import torch
 from torch import Tensor
 
-from kvern.layers.attention import NO_ADAPTERS, StepAdapters, rows_of
-from kvern.layers.build import Build, Section
+from kvern.layers.build import Build
+from kvern.layers.build_options import Section
 from kvern.layers.convolution import Convolution
+from kvern.layers.linear import column, row
 from kvern.layers.module import Module
-from kvern.layers.rope import Rotation
-from kvern.layers.states import StepStates
+from kvern.layers.step_context import StepContext, rows_of
 from kvern.spec.mixers import ShortConvSpec
 
 
@@ -19,30 +19,22 @@ class ShortConv(Module):
         super().__init__()
         self.index = index
         channels = [Section(spec.channels)]
-        self.in_proj = build.column(hidden_size, {"in_proj": 3 * channels}, bias=spec.bias)
+        self.in_proj = column(build, hidden_size, {"in_proj": 3 * channels}, bias=spec.bias)
         self.conv = Convolution(spec.kernel, channels, "conv", build, bias=spec.bias)
-        self.out_proj = build.row(spec.channels, "out_proj", hidden_size, bias=spec.bias)
+        self.out_proj = row(build, spec.channels, "out_proj", hidden_size, bias=spec.bias)
+        self._convolve = None
+        if "states" in build.kernels:
+            from kvern.layers.fused_short_conv import convolve_gated
 
-    def forward(
-        self,
-        hidden: Tensor,
-        rotation: Rotation,
-        memory: StepStates,
-        wanted: Tensor | None = None,
-        adapters: StepAdapters = NO_ADAPTERS,
-    ) -> Tensor:
-        """Positions mean nothing to a state: `rotation` is not used."""
-        before, behind, x = torch.chunk(self.in_proj(hidden, adapters.rows), 3, 1)
-        convolved = self.conv(before * x, memory, memory.layers[self.index][0])
-        gated = rows_of(behind, wanted) * rows_of(convolved, wanted).to(hidden.dtype)
-        out: Tensor = self.out_proj(gated, adapters.wanted)
+            self._convolve = convolve_gated
+
+    def forward(self, hidden: Tensor, step: StepContext) -> Tensor:
+        projected = self.in_proj(hidden, step.adapters.rows)
+        if self._convolve is not None:
+            gated = rows_of(self._convolve(self.index, step.states, projected, self.conv), step.wanted)
+        else:
+            before, after, x = torch.chunk(projected, 3, 1)
+            convolved = self.conv(before * x, step.states, step.states.layers[self.index][0])
+            gated = rows_of(after, step.wanted) * rows_of(convolved, step.wanted).to(hidden.dtype)
+        out: Tensor = self.out_proj(gated, step.adapters.wanted)
         return out
-
-
-def make_short_conv(index: int, hidden_size: int, spec: ShortConvSpec, build: Build) -> ShortConv:
-    """A gated short convolution, out of kernels where there are some."""
-    if "states" in build.kernels:
-        from kvern.layers.fused_short_conv import FusedShortConv
-
-        return FusedShortConv(index, hidden_size, spec, build)
-    return ShortConv(index, hidden_size, spec, build)

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from kvern.layers.build import Build
+from kvern.layers.halves import Update, joined
 from kvern.layers.module import Module
 from kvern.ranks.stages import Stage
 
@@ -39,11 +40,12 @@ class HandedRows(Module):
 
     def __init__(self, build: Build) -> None:
         super().__init__()
-        self._add = build.on_rows.add
+        self._add = build.ops.add
         self._sum = build.ranks.sum if build.late_sums else None
 
-    def after(self, hidden: Tensor, update: Tensor | None) -> tuple[Tensor, Tensor]:
+    def after(self, hidden: Tensor, update: Update) -> tuple[Tensor, Tensor]:
         """The residual `[T, width]` with `update` added, twice: there is no norm."""
+        hidden, update = joined(hidden, update)
         if update is not None:
             hidden = self._add(hidden, update if self._sum is None else self._sum(update))
         return hidden, hidden

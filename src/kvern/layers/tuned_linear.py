@@ -6,7 +6,6 @@ Products of few rows read all weights and compute little; there the fastest way 
 from bisect import bisect_left
 from collections.abc import Hashable, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Literal
 
 import torch
 import torch.nn.functional as F
@@ -22,12 +21,9 @@ from kvern.kernels.linear import (
     matvec,
     small_matmul,
 )
-from kvern.layers.few_rows import matvec_shape, streamed_row
-from kvern.layers.linear_method import LinearMethod, LinearShape, Product, RowProduct
-from kvern.layers.unquantized import Unquantized, UnquantizedMethod
-
-if TYPE_CHECKING:
-    from kvern.layers.build import Build
+from kvern.layers.few_rows import matvec_shape
+from kvern.layers.linear_method import LinearShape, Product, RowProduct
+from kvern.layers.unquantized import UnquantizedMethod
 
 Shape = MatvecShape | MatmulShape | StreamShape | ProductShape | None
 """Of a kernel; None: cuBLAS."""
@@ -135,38 +131,6 @@ class TunedMethod(UnquantizedMethod):
             return matvec(x, self.weight, bias, shape)
         assert isinstance(shape, MatmulShape)
         return small_matmul(x, self.weight, bias, shape, self.arrived)
-
-
-class TunedLinear(Unquantized):
-    """Plain weights on a GPU. `backend`: by cuBLAS alone, by Triton alone, or by whichever is faster ("auto")."""
-
-    def __init__(self, device: torch.device, backend: Literal["auto", "cublas", "triton"]) -> None:
-        self._backend = backend
-        self._arrived = torch.zeros(MOST_TILES, dtype=torch.int32, device=device)
-
-    def linear(self, shape: LinearShape, build: "Build") -> LinearMethod:
-        if shape.dtype != build.dtype:  # of a router: small, and the kernels are checked in the model's dtype
-            return UnquantizedMethod(shape)
-        default = DETERMINISTIC if build.deterministic or self._backend == "triton" else None
-        if build.deterministic or self._backend == "cublas":
-            return TunedMethod(shape, default, default, self._arrived, {}, "unquantized")
-        single = matvec_shape(shape.outputs, shape.inputs)
-        if "hopper_linear" in build.kernels and self._backend == "auto":
-            from kvern.layers.hopper_linear import HopperMethod, hopper_candidates
-
-            own = hopper_candidates(shape)
-            if own:
-                method = HopperMethod(shape, default, single, self._arrived, own, "unquantized on Hopper")
-                method.row = streamed_row(shape.outputs, shape.inputs) if build.late_sums else None
-                return method
-        candidates, name = candidates_of(shape.dtype), "unquantized"
-        if self._backend == "triton":
-            candidates = {most: tuple(filter(None, shapes)) for most, shapes in candidates.items()}
-            name = "unquantized by triton"
-        return TunedMethod(shape, default, single, self._arrived, candidates, name)
-
-    def embedding(self, shape: LinearShape, build: "Build") -> LinearMethod:
-        return self.linear(shape, build)
 
 
 def _plain(shape: Shape) -> tuple[int, ...] | None:

@@ -1,21 +1,18 @@
 """Weights as they are: multiplied by PyTorch, on a CPU by a kernel or packed for oneDNN."""
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from kvern.cpu.processor import forced_isa
+from kvern.layers.build_options import BuildOptions
 from kvern.layers.compiled_linear import CompiledMethod, compiles
-from kvern.layers.experts import Experts, SeparateExperts, StackedExperts, names_of
+from kvern.layers.experts import Experts, StackedExperts
 from kvern.layers.linear_format import LinearFormat
 from kvern.layers.linear_method import INPUTS, OUTPUTS, LinearMethod, LinearShape, TensorLayout
 from kvern.spec.model import MoeSpec
-
-if TYPE_CHECKING:
-    from kvern.layers.build import Build
 
 Multiply = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 """`(x [T, inputs], weight [outputs, inputs], bias [outputs] | None) -> [T, outputs]`."""
@@ -105,24 +102,24 @@ def _packs() -> bool:
 class Unquantized(LinearFormat):
     """Plain weights, multiplied by PyTorch, or on a CPU by a kernel."""
 
-    def linear(self, shape: LinearShape, build: "Build") -> LinearMethod:
+    def linear(self, shape: LinearShape, build: BuildOptions) -> LinearMethod:
         if compiles(shape, build):
             return CompiledMethod(shape)
         on_cpu = shape.device.type == "cpu" and shape.dtype == torch.bfloat16
         return PackedMethod(shape) if on_cpu and _packs() else UnquantizedMethod(shape)
 
-    def embedding(self, shape: LinearShape, build: "Build") -> LinearMethod:
+    def embedding(self, shape: LinearShape, build: BuildOptions) -> LinearMethod:
         return CompiledMethod(shape) if compiles(shape, build) else UnquantizedMethod(shape)
 
-    def table(self, shape: LinearShape, build: "Build") -> LinearMethod:
+    def table(self, shape: LinearShape, build: BuildOptions) -> LinearMethod:
         return TableMethod(shape)
 
-    def experts(self, hidden_size: int, spec: MoeSpec, build: "Build") -> Experts:
+    def experts(self, hidden_size: int, spec: MoeSpec, build: BuildOptions) -> Experts | None:
         known = "silu", "gelu", "gelu_tanh", "relu2", "clamped_swiglu"
         if "moe" in build.kernels and spec.activation in known:
             from kvern.layers.fused_moe import FusedExperts
 
             return FusedExperts(hidden_size, spec, build)
         if compiles(LinearShape(hidden_size, spec.width, build.dtype, build.device), build):
-            return SeparateExperts(hidden_size, spec, build, dict.fromkeys(names_of(spec), self))
+            return None
         return StackedExperts(hidden_size, spec, build)

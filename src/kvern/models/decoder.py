@@ -3,60 +3,36 @@
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import Any, Protocol, cast
 
 from torch import Tensor, nn
 
 from kvern.errors import UnsupportedModel
 from kvern.layers.altup import Streams
-from kvern.layers.attention import NO_ADAPTERS, Attend, StepAdapters, WantedAttend, rows_of
-from kvern.layers.block import Memory, Places, SequentialLayer, block_class, sums_late
+from kvern.layers.block import Places, Residual, SequentialLayer
+from kvern.layers.block_choice import block_class, sums_late
 from kvern.layers.build import Build
 from kvern.layers.embedding import SharedHead, make_embedding, make_head
-from kvern.layers.halves import UpdateInHalves, is_halved, joined
+from kvern.layers.halves import Update, joined
 from kvern.layers.linear import Linear
 from kvern.layers.moe import MoE
-from kvern.layers.norm import make_norm
+from kvern.layers.norm import Norm
 from kvern.layers.per_layer import PerLayerInputs
-from kvern.layers.rope import RopeTable, Rotation
+from kvern.layers.rope import RopeTable, positions_alone
 from kvern.layers.stages import HandedRows, ReceivedRows
-from kvern.layers.states import StepStates
+from kvern.layers.step_context import (
+    NO_ADAPTERS,
+    Attend,
+    PagedAttend,
+    StepAdapters,
+    StepContext,
+    WantedAttend,
+    rows_of,
+)
+from kvern.models.layer_inputs import LayerInputs
 from kvern.models.weighted import WeightedModel
 from kvern.spec.mixers import AttentionSpec, RecurrentSpec
 from kvern.spec.model import ModelSpec
-
-if TYPE_CHECKING:
-    from kvern.layers.attention import PagedAttend
-    from kvern.layers.fused import FusedLayer
-
-
-class LayerInputs:
-    """What goes into some layers of a model, whose places are `entries`: for draft heads that begin with it.
-
-    As many as there are layers: what comes out of the last one. A forward pass fills it, that of a stage as far as it
-    and those before it have such layers.
-    """
-
-    def __init__(self, entries: Sequence[int], build: Build) -> None:
-        self.entries, self._on_rows = entries, build.on_rows
-        self._inputs: dict[int, Tensor] = {}
-
-    def note(self, place: int, hidden: Tensor, update: Tensor | None) -> None:
-        """A layer is given the sum of both, which the pass may overwrite afterwards."""
-        copied = self._on_rows.beside((hidden,))
-        self._inputs[place] = copied if update is None else self._on_rows.add(copied, update)
-
-    def take(self, earlier: Mapping[int, Tensor]) -> None:
-        """What layers of stages before were given, by their places."""
-        self._inputs |= earlier
-
-    def behind(self, hidden: Tensor) -> Tensor:
-        """The rows `hidden` [T, hidden] of the last pass, and what is there of theirs behind them, in order."""
-        return self._on_rows.beside((hidden, *(self._inputs[place] for place in sorted(self._inputs))))
-
-    def rows(self) -> Tensor:
-        """Those of the last pass side by side, `[T, len(entries) * hidden]`."""
-        return self._on_rows.beside([self._inputs[entry] for entry in self.entries])
 
 
 class LanguageModel(Protocol):
@@ -69,7 +45,7 @@ class LanguageModel(Protocol):
         attend: Attend,
         wanted: Tensor | None = None,
         adapters: StepAdapters = NO_ADAPTERS,
-        states: StepStates | None = None,
+        states: Any = None,
         inputs: LayerInputs | None = None,
     ) -> Tensor:
         """`Decoder.forward`."""
@@ -99,12 +75,10 @@ class Decoder(WeightedModel):
         self._handed = LayerInputs(stage.entries, build) if stage.entries and not stage.is_last else None
         self.per_layer = None if spec.per_layer is None else PerLayerInputs(spec, spec.per_layer, build)
         self.streams = None if spec.altup is None else Streams(spec.hidden_size, spec.altup, build.whole)
-        kinds = [{isinstance(mixer, RecurrentSpec) for mixer in layer.mixers} for layer in spec.layers]
-        self._memory_index = tuple(sum(kind) + (len(kind) == 2) for kind in kinds)
         self._last_storing = spec.last_storing_layer
         inner = replace(build, late_sums=sums_late(spec, build))
         self.layers = nn.ModuleList(self._make_layers(inner))
-        self.norm = make_norm(spec.norm, spec.hidden_size, "norm", inner) if stage.is_last else HandedRows(inner)
+        self.norm = Norm(spec.norm, spec.hidden_size, "norm", inner) if stage.is_last else HandedRows(inner)
         self._late_sums = inner.late_sums
         if stage.is_last:
             self.lm_head = self._make_head()
@@ -133,88 +107,111 @@ class Decoder(WeightedModel):
         attend: Attend,
         wanted: Tensor | None = None,
         adapters: StepAdapters = NO_ADAPTERS,
-        states: StepStates | None = None,
+        states: Any = None,
         inputs: LayerInputs | None = None,
     ) -> Tensor:
-        """Run the tokens of one step: `token_ids` and `positions`, both int64 `[T]` -> hidden states `[T, hidden]`.
+        """Compute the tokens of one step: `token_ids` and `positions`, both int64 `[T]` -> hidden states `[T, hidden]`.
 
-        The tokens may belong to any number of requests: all that ties a token to its request is what `attend` does.
-        With `wanted` [S], indices of tokens, only their states [S, hidden] are returned: for the others the last layer
-        that stores something computes no more than that, and layers behind it nothing. `adapters`: those of the tokens,
-        and of the wanted ones. `states`: of their requests, where its layers have any. `inputs` takes what layers are
-        given, without `wanted`.
-        Of several stages, the first reads `token_ids`, others receive rows, and those before the last hand theirs on,
-        with the inputs of layers that a draft head behind the last begins with.
+        The tokens may belong to any number of requests; `attend` alone knows which token belongs to which. With
+        `wanted [S]`, indices of tokens, only their states `[S, hidden]` are returned: for the other tokens the last
+        layer that stores something computes what it stores, and later layers compute nothing. `adapters` are those of
+        the tokens and of the wanted ones. `states` are the recurrent states of their requests, a `StepStates` or
+        `DeviceStates`. `inputs` is filled with the inputs of its layers, where `wanted` is None.
+
+        In a pipeline the first stage reads `token_ids` and the others receive rows; each stage but the last sends its
+        rows on, with the inputs of the layers that a draft head after the last stage begins with.
         """
-        looked_up, stage = self.looked_up(token_ids), self.build.ranks.stage
-        hidden = self.run(self.entry(token_ids), positions, attend, wanted, adapters, states, looked_up, inputs)
-        if not stage.is_last:
-            stage.send(hidden)
+        step = StepContext(positions_alone(positions), attend, states, wanted, adapters)
+        hidden = self.run(self.entry(token_ids), step, self.looked_up(token_ids), inputs)
+        if not self.build.ranks.stage.is_last:
+            self.build.ranks.stage.send(hidden)
         return hidden
 
     def looked_up(self, token_ids: Tensor) -> Tensor | None:
-        """Rows of the table of `PerLayerInputs` for `token_ids` [T], where the model has such."""
+        """The rows of the table of `PerLayerInputs` for `token_ids [T]`; None in a model without such a table."""
         return None if self.per_layer is None else self.per_layer.table(token_ids)
 
     def run(
         self,
         hidden: Tensor,
-        positions: Tensor,
-        attend: Attend,
-        wanted: Tensor | None = None,
-        adapters: StepAdapters = NO_ADAPTERS,
-        states: StepStates | None = None,
+        step: StepContext,
         looked_up: Tensor | None = None,
         inputs: LayerInputs | None = None,
     ) -> Tensor:
-        """As `forward`, from the tokens' embeddings `hidden` [T, hidden], which may be gone afterwards.
+        """Compute a step as `forward` does, from the tokens' embeddings, or from the rows that `entry` received.
 
-        Or from what the stage before handed on, which `entry` took; what the next one goes on with is returned alone.
-        `looked_up`: of the tokens.
+        hidden     [T, hidden], may be overwritten
+        step       its `rotation` is that of `positions_alone`; it has no layer input
+        looked_up  as `looked_up` returns it for the tokens
+        returns    as `forward`; the rows for the next stage, if this is not the last
         """
-        rotations, stage = self._rotations(positions), self.build.ranks.stage
+        first = self.build.ranks.stage.first_layer
+        steps = self._layer_steps(step, self._layer_inputs(looked_up, hidden))
+        taps = self._begin_inputs(inputs)
+        update: Update = None
+        if self.streams is not None:
+            hidden = self.streams.enter(hidden)
+        for place, (layer, layer_step) in enumerate(zip(self.layers, steps, strict=True), first):
+            if taps is not None and place in taps.entries:
+                hidden, update = self._note(taps, place, hidden, update)
+            hidden, update = layer(hidden, update, layer_step)
+        if self.streams is not None:
+            hidden = self.streams.leave(hidden)
+        return self._finish(hidden, update, taps)
+
+    def _finish(self, hidden: Tensor, update: Update, taps: LayerInputs | None) -> Tensor:
+        """The normalised states, or the rows for the next stage with what it has to know of earlier layers."""
+        stage = self.build.ranks.stage
+        last = stage.first_layer + len(self.layers)
+        if taps is not None and stage.is_last and last in taps.entries:
+            hidden, update = self._note(taps, last, hidden, update)
+        _, normal = self.norm.after(hidden, update)
+        return normal if taps is None or stage.is_last else taps.after(normal)
+
+    def _layer_inputs(self, looked_up: Tensor | None, hidden: Tensor) -> Sequence[Tensor]:
+        """Each layer's own input `[T, width]`; empty in a model whose layers have none."""
+        return () if self.per_layer is None or looked_up is None else self.per_layer(looked_up, hidden)
+
+    def _layer_steps(self, step: StepContext, layer_inputs: Sequence[Tensor]) -> Iterator[StepContext]:
+        """The context of each layer.
+
+        Layers compute all tokens until the last one that stores anything. That one stores all tokens and returns the
+        wanted ones, which are all that later layers compute.
+        """
+        positions, wanted, adapters, last = step.rotation.sine, step.wanted, step.adapters, self._last_storing
+        own = adapters if adapters is NO_ADAPTERS else StepAdapters(adapters.rows, adapters.rows)
+        steps = self._by_rope(step._replace(wanted=None, adapters=own), positions)
+        for index, rope in enumerate(self._rope_index):
+            layer_step = steps[rope]
+            if wanted is not None and index == last:
+                layer_step = layer_step._replace(wanted=wanted, adapters=adapters)
+            yield layer_step._replace(layer_input=layer_inputs[index]) if layer_inputs else layer_step
+            if wanted is not None and index == last and index + 1 < len(self.layers):
+                attend = WantedAttend(cast("PagedAttend", step.attend), wanted, len(positions))
+                own = adapters if adapters is NO_ADAPTERS else StepAdapters(adapters.wanted, adapters.wanted)
+                later = StepContext(step.rotation, cast("Attend", attend), adapters=own)
+                steps = self._by_rope(later, positions.index_select(0, wanted))
+                layer_inputs = [rows_of(rows, wanted) for rows in layer_inputs]
+
+    def _by_rope(self, step: StepContext, positions: Tensor) -> list[StepContext]:
+        """The context of layers with each of the model's rotary embeddings."""
+        rotations = [table(positions) for table in self.rope_tables] or [positions_alone(positions)]
+        return [step._replace(rotation=rotation) for rotation in rotations]
+
+    def _begin_inputs(self, inputs: LayerInputs | None) -> LayerInputs | None:
+        """The inputs that this stage fills: those asked for, or those that it sends on."""
+        stage = self.build.ranks.stage
         inputs = inputs if stage.is_last else self._handed
         if inputs is not None and isinstance(self.entry, ReceivedRows):
             inputs.take(dict(zip(stage.earlier_entries, self.entry.earlier, strict=True)))
-        update: Tensor | UpdateInHalves | None = None
-        inner = adapters if adapters is NO_ADAPTERS else StepAdapters(adapters.rows, adapters.rows)
-        memories: tuple[Memory, ...] = attend, states, (attend, states)  # by `_memory_index`
-        own: list[tuple[Tensor, ...]] = [()] * len(self.layers)
-        if self.per_layer is not None and looked_up is not None:
-            own = [(part,) for part in self.per_layer(looked_up, hidden)]
-        if self.streams is not None:
-            hidden = self.streams.enter(hidden)
-        for index, layer in enumerate(self.layers):
-            if inputs is not None and stage.first_layer + index in inputs.entries:
-                hidden, update = joined(hidden, update)
-                inputs.note(stage.first_layer + index, hidden, self._summed(update))
-            rotation, memory = rotations[self._rope_index[index]], memories[self._memory_index[index]]
-            kept, used = (wanted, adapters) if index == self._last_storing else (None, inner)
-            if kept is None and used is NO_ADAPTERS and is_halved(cast("SequentialLayer", layer), hidden):
-                hidden, update = cast("FusedLayer", layer).in_halves(hidden, update, rotation, memory)
-                continue
-            hidden, update = joined(hidden, update)
-            hidden, update = layer(hidden, update, rotation, memory, kept, used, *own[index])
-            if kept is not None and index + 1 < len(self.layers):
-                memories = (WantedAttend(cast("PagedAttend", attend), kept, len(positions)),)
-                rotations = self._rotations(positions.index_select(0, kept))
-                inner = adapters if adapters is NO_ADAPTERS else StepAdapters(adapters.wanted, adapters.wanted)
-                own = [tuple(rows_of(part, wanted) for part in parts) for parts in own]
+        return inputs
+
+    def _note(self, inputs: LayerInputs, place: int, hidden: Tensor, update: Update) -> Residual:
+        """Keep the input of the layer in a place, the sum of `hidden` and all ranks' `update`; neither is changed."""
         hidden, update = joined(hidden, update)
-        if self.streams is not None:
-            hidden = self.streams.leave(hidden)
-        last = stage.first_layer + len(self.layers)
-        if inputs is not None and stage.is_last and last in inputs.entries:
-            inputs.note(last, hidden, self._summed(update))
-        _, normal = self.norm.after(hidden, update)
-        return normal if inputs is None or stage.is_last else inputs.behind(normal)
-
-    def _summed(self, update: Tensor | None) -> Tensor | None:
-        """What all ranks together add to the residual; `update` stays as it is."""
-        return self.build.ranks.sum(update.clone()) if self._late_sums and update is not None else update
-
-    def _rotations(self, positions: Tensor) -> list[Rotation]:
-        return [table(positions) for table in self.rope_tables] or [Rotation(positions, positions)]
+        whole = self.build.ranks.sum(update.clone()) if self._late_sums and update is not None else update
+        inputs.note(place, hidden, whole)
+        return hidden, update
 
     def assist(self) -> None:
         """Compute what other ranks' rows choose of this one's experts, in a step in which it has none itself."""

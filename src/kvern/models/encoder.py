@@ -8,14 +8,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kvern.device.text_batch import TextBatch
-from kvern.layers.attention import Attend
 from kvern.layers.block import Places, PostNormLayer, SequentialLayer
 from kvern.layers.build import Build
 from kvern.layers.embedding import Embedding, Table
+from kvern.layers.linear import column, row
 from kvern.layers.linear_format import LinearMethods
 from kvern.layers.module import Identity, Module
-from kvern.layers.norm import make_norm
-from kvern.layers.rope import RopeTable, Rotation
+from kvern.layers.norm import Norm
+from kvern.layers.rope import RopeTable, Rotation, positions_alone
+from kvern.layers.step_context import Attend, StepContext
 from kvern.layers.unquantized import Unquantized
 from kvern.models.weighted import WeightedModel
 from kvern.spec.model import EncoderSpec, HeadSpec, LayerSpec, ModelSpec
@@ -32,8 +33,8 @@ class Embeddings(Module):
         self.embed_tokens = Embedding(spec.vocab_size, width, spec.embedding_scale, build)
         self.embed_positions = Table("embed_positions", encoder.positions, width, build) if encoder.positions else None
         self.embed_types = Table("embed_types", encoder.types, width, build) if encoder.types else None
-        self.embed_norm = make_norm(spec.norm, width, "embed_norm", build)
-        self.first_position, self._add = encoder.first_position, build.on_rows.add
+        self.embed_norm = Norm(spec.norm, width, "embed_norm", build)
+        self.first_position, self._add = encoder.first_position, build.ops.add
 
     def forward(self, token_ids: Tensor, positions: Tensor, types: Tensor) -> Tensor:
         hidden = self.embed_tokens(token_ids)
@@ -51,9 +52,9 @@ class Head(Module):
     def __init__(self, spec: HeadSpec, width: int, build: Build) -> None:
         super().__init__()
         build = replace(build, path="head", linear=LinearMethods(Unquantized()))
-        self.dense = build.column(width, {"dense": width}, bias=spec.dense_bias)
-        self.norm = Identity() if spec.norm is None else make_norm(spec.norm, width, "norm", build)
-        self.out = build.row(width, "out", 1, bias=True)
+        self.dense = column(build, width, {"dense": width}, bias=spec.dense_bias)
+        self.norm = Identity() if spec.norm is None else Norm(spec.norm, width, "norm", build)
+        self.out = row(build, width, "out", 1, bias=True)
         self.activation = ACTIVATIONS[spec.activation]
 
     def forward(self, states: Tensor) -> Tensor:
@@ -77,7 +78,7 @@ class Encoder(WeightedModel):
         self.layers = nn.ModuleList(
             make(Places(index, 0), spec, layer, build.at(f"layers.{index}")) for index, layer in enumerate(spec.layers)
         )
-        self.norm = Identity() if post_norm else make_norm(spec.norm, spec.hidden_size, "norm", build)
+        self.norm = Identity() if post_norm else Norm(spec.norm, spec.hidden_size, "norm", build)
         self.head = None if spec.encoder.head is None else Head(spec.encoder.head, spec.hidden_size, build)
 
     def forward(
@@ -88,10 +89,11 @@ class Encoder(WeightedModel):
         With `wanted` [S], indices of tokens, only their states `[S, hidden]` are returned.
         """
         hidden, update = self.embeddings(token_ids, positions, types), None
-        rotations: list[Rotation] = [table(positions) for table in self.rope_tables] or [Rotation(positions, positions)]
+        rotations: list[Rotation] = [table(positions) for table in self.rope_tables] or [positions_alone(positions)]
         for index, layer in enumerate(self.layers):
             last = index + 1 == len(self.layers)
-            hidden, update = layer(hidden, update, rotations[self._rope_index[index]], attend, wanted if last else None)
+            step = StepContext(rotations[self._rope_index[index]], attend, None, wanted if last else None)
+            hidden, update = layer(hidden, update, step)
         _, states = self.norm.after(hidden, update)
         return states
 

@@ -2,35 +2,17 @@
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from kvern.errors import ConfigError, UnsupportedModel
 from kvern.models.embedder import spec_of_folder
 from kvern.models.registry import is_described, spec_from_config
-from kvern.spec.mixers import AttentionSpec
 from kvern.spec.model import ModelSpec
 
 logger = logging.getLogger("kvern")
 
 INSTALL = "pip install 'kvern[transformers]'"
-
-
-@dataclass(frozen=True)
-class TransformersSpec(ModelSpec):
-    """What kvern has to know of a model that transformers computes; it has no `layers`.
-
-    `calls` are the attentions of one forward pass, in their order. `parameters` counts the numbers of all weights.
-    """
-
-    calls: tuple[AttentionSpec, ...] = ()
-    parameters: int = 0
-
-    @property
-    def attentions(self) -> tuple[AttentionSpec, ...]:
-        """`calls`: each has keys and values of its own."""
-        return self.calls
 
 
 def describe_model(folder: Path, config: Mapping[str, Any], implementation: str) -> ModelSpec:

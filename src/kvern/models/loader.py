@@ -14,16 +14,18 @@ import torch
 from kvern.errors import ConfigError, CorruptCheckpoint, ModelNotFound
 from kvern.io.files import read_object
 from kvern.layers.build import Build
-from kvern.layers.linear_format import LinearFormat, LinearMethods, linear_methods
+from kvern.layers.format_choice import linear_methods
+from kvern.layers.linear_format import LinearFormat, LinearMethods
 from kvern.layers.linear_method import ANY
 from kvern.layers.unquantized import Unquantized
-from kvern.models.checkpoint import StoredTensor, open_map, read_headers
+from kvern.models.checkpoint import read_headers
 from kvern.models.decoder import Decoder
 from kvern.models.embedder import spec_of_folder
 from kvern.models.encoder import Encoder
 from kvern.models.room import check_memory
 from kvern.models.share import WholeExperts, share_of
 from kvern.models.stages import part_of_stage, tensors_of_stage
+from kvern.models.stored_tensor import StoredTensor, open_map
 from kvern.models.weighted import TensorTarget, WeightedModel
 from kvern.ranks.ranks import ALONE, Ranks
 from kvern.spec.model import ModelSpec, Rename
@@ -110,7 +112,7 @@ def load_model(
     stored = tensors_of_stage(stored, names, whole, ranks.stage)
     length = max_model_len or spec.max_position_embeddings
     chosen = choose_dtype(dtype, spec, None if load_format == "dummy" else folder)
-    build = Build(chosen, torch.device(device), length, kernels, linear, deterministic, ranks=ranks)
+    build = Build(chosen, torch.device(device), length, kernels, deterministic, ranks=ranks, linear=linear)
     all_stages = None
     if ranks.stage.count > 1 and build.device.type == "cpu":
         all_stages = outline_of(share, replace(build, ranks=Ranks(ranks.rank, ranks.size))).weight_bytes * ranks.size
@@ -132,7 +134,7 @@ def load_encoder(
     """Build the encoder that `spec` describes and load its weights from `folder`; as `load_model`."""
     stored = None if load_format == "dummy" else read_headers(folder)
     linear = stored_methods(read_config(folder), spec, stored or [], quantization=quantization)
-    build = Build(dtype, device, max_model_len, kernels, linear, deterministic)
+    build = Build(dtype, device, max_model_len, kernels, deterministic, linear=linear)
     return filled_model(Encoder, spec, build, folder, stored)
 
 

@@ -9,15 +9,18 @@ for index in range(walk.layers):
 """
 
 from dataclasses import replace
+from typing import cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvern.layers.block import Memory, Places, SequentialLayer, block_class
+from kvern.layers.block import Places, SequentialLayer
+from kvern.layers.block_choice import block_class
 from kvern.layers.latent_attention import LatentExpansion
-from kvern.layers.rope import RopeTable, Rotation
+from kvern.layers.rope import RopeTable, positions_alone
 from kvern.layers.states import new_states
+from kvern.layers.step_context import Attend, StepContext
 from kvern.models.decoder import Decoder
 from kvern.quantize.checkpoint import WEIGHT, Checkpoint, Piece, load_into
 from kvern.quantize.inputs import Inputs
@@ -151,26 +154,25 @@ class Walk:
     def _batch(self) -> int:
         return max(1, BATCH_TOKENS // self._length)
 
-    def _memory(self, layer: LayerSpec, rows: int) -> Memory:
-        """What so many rows of a layer's mixers find of tokens before them."""
-        lengths, build = [self._length] * rows, self._build
-        found: list[Memory] = [
-            new_states([mixer], lengths, build.dtype, build.device)
-            if isinstance(mixer, RecurrentSpec)
-            else CausalAttend(mixer if isinstance(mixer, AttentionSpec) else mixer.over_latents, self._length)
-            for mixer in layer.mixers
-        ]
-        return found[0] if len(found) == 1 else found
+    def _step(self, layer: LayerSpec, rows: int) -> StepContext:
+        """The context of a layer that computes so many rows, each of them from its first token on."""
+        positions, build = self._positions.repeat(rows), self._build
+        rotation = positions_alone(positions) if layer.rope is None else RopeTable(layer.rope, build)(positions)
+        attend: Attend | None = None
+        states = None
+        for mixer in layer.mixers:
+            if isinstance(mixer, RecurrentSpec):
+                states = new_states([mixer], [self._length] * rows, build.dtype, build.device)
+            else:
+                spec = mixer if isinstance(mixer, AttentionSpec) else mixer.over_latents
+                attend = CausalAttend(spec, self._length)
+        return StepContext(rotation, cast("Attend", attend), states)
 
     @torch.no_grad()
     def run(self, block: Block, hidden: Tensor) -> Tensor:
-        """`[n, L, hidden]` before a block -> behind it."""
+        """`[n, L, hidden]` before a block -> after it."""
         layer = self.checkpoint.spec.layers[block.index]
-        positions = self._positions.repeat(len(hidden))
-        rotation = Rotation(positions, positions)
-        if layer.rope is not None:
-            rotation = RopeTable(layer.rope, self._build)(positions)
         flat = hidden.flatten(0, 1).clone()
-        flat, update = block.module(flat, None, rotation, self._memory(layer, len(hidden)))
+        flat, update = block.module(flat, None, self._step(layer, len(hidden)))
         out: Tensor = flat if update is None else flat + update
         return out.view(hidden.shape)

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from kvern.layers.build_options import BuildOptions
 from kvern.layers.experts import Experts, StackedExperts
 from kvern.layers.linear import Linear
 from kvern.layers.linear_format import LinearFormat
@@ -15,8 +16,6 @@ from kvern.spec.model import MoeSpec
 
 if TYPE_CHECKING:
     from torch import nn
-
-    from kvern.layers.build import Build
 
 
 Rounding = Callable[[Tensor], Tensor]
@@ -45,7 +44,7 @@ class WatchedExperts(StackedExperts):
 
     rounding: Rounding | None = None
 
-    def __init__(self, hidden_size: int, spec: MoeSpec, build: "Build") -> None:
+    def __init__(self, hidden_size: int, spec: MoeSpec, build: BuildOptions) -> None:
         super().__init__(hidden_size, spec, build)
         self.inputs: dict[tuple[str, int], Inputs] = {}
 
@@ -66,10 +65,10 @@ class WatchedExperts(StackedExperts):
 class Watched(LinearFormat):
     """Plain weights that can be watched."""
 
-    def linear(self, shape: LinearShape, build: "Build") -> LinearMethod:
+    def linear(self, shape: LinearShape, build: BuildOptions) -> LinearMethod:
         return WatchedMethod(shape)
 
-    def experts(self, hidden_size: int, spec: MoeSpec, build: "Build") -> Experts:
+    def experts(self, hidden_size: int, spec: MoeSpec, build: BuildOptions) -> Experts:
         return WatchedExperts(hidden_size, spec, build)
 
 

@@ -29,6 +29,13 @@ class Share(NamedTuple):
     whole: int
 
 
+class PaddedShare(NamedTuple):
+    """A share that is stored with padding: `size` entries, of which the last ones are none of the checkpoint's."""
+
+    size: int
+    share: Share
+
+
 def places(shares: Iterable[Share]) -> Iterator[tuple[int, range]]:
     """Of parts that lie one behind the other: where what a rank holds of each begins, and its entries in a checkpoint.
 
@@ -168,14 +175,14 @@ class Ranks:
         first = self.rank // copies * count
         return Share(range(first, first + count), count * self.size // copies)
 
-    def padded_share(self, whole: int, multiple: int = 1) -> tuple[int, Share]:
-        """Of a dimension cut into parts of one size, of which the last may hold less: that size, and the share.
+    def padded_share(self, whole: int, multiple: int = 1) -> PaddedShare:
+        """This rank's share of a dimension that is cut into parts of one size, a multiple of `multiple`.
 
-        The size is a multiple of `multiple`.
+        The last parts may hold less than that.
         """
         count = -(-whole // (self.size * multiple)) * multiple
         first = min(self.rank * count, whole)
-        return count, Share(range(first, min(first + count, whole)), whole)
+        return PaddedShare(count, Share(range(first, min(first + count, whole)), whole))
 
     def sum(self, x: Tensor) -> Tensor:
         """The sum of what all ranks have, on each of them, in the same order of additions; `x` may be overwritten."""

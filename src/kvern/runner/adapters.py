@@ -6,7 +6,7 @@ from kvern.adapters.bank import AdapterBank
 from kvern.adapters.store import AdapterStore
 from kvern.device.input_batch import InputBatch
 from kvern.device.rows import BatchRows
-from kvern.layers.attention import StepAdapters
+from kvern.layers.step_context import StepAdapters
 
 
 class Adapters:

@@ -16,7 +16,10 @@ from kvern.cpu.sampling import RowSampler, read_decodes
 from kvern.device.rows import BatchRows
 from kvern.layers.compiled_linear import CompiledMethod
 from kvern.layers.embedding import LookupTable
-from kvern.models.decoder import Decoder, LayerInputs
+from kvern.layers.rope import positions_alone
+from kvern.layers.step_context import StepContext
+from kvern.models.decoder import Decoder
+from kvern.models.layer_inputs import LayerInputs
 from kvern.request.step import ScheduledTokens
 
 ALIKE_FROM, ALIKE = 8, 4
@@ -166,7 +169,7 @@ class CapturedDecodes:
         def score(*inputs: Tensor) -> tuple[Tensor, ...]:
             hidden, _, positions, slot_mapping, following, *windows = inputs
             attend = self._attention.attend(*zip(steps, [slot_mapping, *windows], strict=True))
-            states = decoder.run(hidden, positions, attend, looked_up=looked_up, inputs=told)
+            states = decoder.run(hidden, StepContext(positions_alone(positions), attend), looked_up, told)
             scores = decoder.lm_head.scores(states)
             return states, scores, following, *(() if told is None else (told.rows(),))
 

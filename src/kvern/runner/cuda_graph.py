@@ -26,7 +26,8 @@ from kvern.kernels.attention_prefix import SharedPrefix, tiles_for
 from kvern.kernels.batch import write_sampled
 from kvern.kernels.constraints import change
 from kvern.kernels.sampling import sample
-from kvern.layers.attention import NO_ADAPTERS, StepAdapters
+from kvern.layers.rope import positions_alone
+from kvern.layers.step_context import NO_ADAPTERS, StepAdapters, StepContext
 from kvern.models.decoder import Decoder
 from kvern.request.step import NewRequest
 from kvern.runner.device_sampling import sample_plain
@@ -314,7 +315,8 @@ class DecodeGraphs:
         states: Any = None if self._states is None else self._states.plan(batch)  # in the place of `StepStates`
         looked_up, entered = decoder.looked_up(batch.token_ids), self._ends.entered(batch.token_ids)
         attend = self._attention.plan(batch)
-        hidden = decoder.run(entered, batch.positions, attend, None, adapters, states, looked_up)
+        step = StepContext(positions_alone(batch.positions), attend, states, None, adapters)
+        hidden = decoder.run(entered, step, looked_up)
         if not self._stage.is_last:
             return HandedStep(hidden)
         if options:

@@ -25,7 +25,7 @@ from kvern.drafting.rejection import accept
 from kvern.drafting.verification import read_drafts
 from kvern.kernels.constraints import change
 from kvern.kernels.sampling import sample as sample_tokens
-from kvern.layers.attention import NO_ADAPTERS
+from kvern.layers.step_context import NO_ADAPTERS
 from kvern.models.decoder import Decoder
 from kvern.request.step import ScheduledTokens, SchedulerOutput
 from kvern.runner.adapters import Adapters

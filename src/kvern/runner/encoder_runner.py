@@ -14,8 +14,8 @@ from kvern.cpu.cores import cpu_threads
 from kvern.device.text_batch import TextBatch, build_text_batch
 from kvern.device.transfer import fetch
 from kvern.errors import ConfigError
-from kvern.layers.attention import Attend
 from kvern.layers.linear_format import LinearMethods
+from kvern.layers.step_context import Attend
 from kvern.layers.unquantized import Unquantized
 from kvern.models.encoder import Encoder
 from kvern.models.loader import choose_dtype, load_encoder, read_config

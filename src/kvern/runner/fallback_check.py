@@ -11,7 +11,7 @@ from kvern.cpu.host_memory import total_memory
 from kvern.device.input_batch import build_input_batch
 from kvern.device.rows import BatchRows
 from kvern.errors import ConfigError, UnsupportedModel, in_a_line
-from kvern.models.implementation import TransformersSpec
+from kvern.models.fallback.spec import TransformersSpec
 from kvern.request.step import ScheduledTokens
 from kvern.runner.memory import GIGABYTE
 

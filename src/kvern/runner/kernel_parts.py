@@ -30,7 +30,7 @@ from kvern.kernel_list import Inputs
 from kvern.kernels import masks
 from kvern.kernels.batch import write_sampled
 from kvern.kernels.sampling import sample
-from kvern.layers.tuned_linear import TunedLinear
+from kvern.layers.tuned_format import TunedLinear
 from kvern.layers.tuning import tune
 from kvern.models.decoder import Decoder, LanguageModel
 from kvern.models.weighted import WeightedModel

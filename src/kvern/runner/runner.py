@@ -12,7 +12,7 @@ from kvern.device.rows import BatchRows
 from kvern.drafting.device.drafter import ComputedStep, Drafter, GuardedDrafter
 from kvern.drafting.rejection import DrawnDrafts, accept
 from kvern.drafting.verification import guessed_drafts, kept_of, verify
-from kvern.layers.attention import NO_ADAPTERS
+from kvern.layers.step_context import NO_ADAPTERS
 from kvern.models.decoder import Decoder, LanguageModel
 from kvern.ranks.ranks import ALONE, Ranks
 from kvern.request.step import ScheduledTokens, SchedulerOutput, StepResult

@@ -28,7 +28,7 @@ from kvern.kernels import logprobs
 from kvern.kernels.constraints import change
 from kvern.kernels.drafts import MOST_TOKENS, accept_drafts, read_drafts
 from kvern.kernels.sampling import sample
-from kvern.layers.attention import NO_ADAPTERS, StepAdapters
+from kvern.layers.step_context import NO_ADAPTERS, StepAdapters
 from kvern.models.decoder import Decoder
 from kvern.request.step import ScheduledTokens
 from kvern.runner.cuda_graph import DecodedStep, capture

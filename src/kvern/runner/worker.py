@@ -28,7 +28,7 @@ from kvern.layers.unquantized import Unquantized
 from kvern.models.cache_scales import stored_scales
 from kvern.models.checkpoint import read_headers
 from kvern.models.decoder import Decoder, LanguageModel
-from kvern.models.implementation import TransformersSpec
+from kvern.models.fallback.spec import TransformersSpec
 from kvern.models.loader import choose_dtype, load_model, outline_of, read_config, stored_methods
 from kvern.models.share import share_of
 from kvern.models.stages import part_of_stage

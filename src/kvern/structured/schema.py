@@ -10,9 +10,11 @@ that was asked. Where nothing is left, or the part would be a poor one (uniqueIt
 Keywords are those of draft 2020-12 (https://json-schema.org/draft/2020-12), and the older ones of drafts 4 to 7.
 """
 
+import itertools
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import Any
 
 from referencing import Registry, Resource
@@ -32,11 +34,11 @@ from kvern.structured.assertions import (
     all_of,
     any_of,
     canonical,
+    closed_without,
     tell_apart,
+    types_of,
 )
 from kvern.structured.formats import FORMATS
-from kvern.structured.schema_alternatives import closed
-from kvern.structured.schema_disjoint import disjoint
 
 MOST_WORK = 1_000_000
 """About a second of rewriting: some schemas grow with the square of what they hold. A unit is a character or an entry
@@ -44,6 +46,9 @@ that is copied or compared."""
 NODE_WORK = 20
 """Of a schema within a schema."""
 MOST_CONTAINED = 64
+MOST_ALTERNATIVES = 256
+DEEPEST = 32
+"""References and properties are followed so far."""
 LONE_REFERENCES = (DRAFT3, DRAFT4, DRAFT6, DRAFT7)
 """Drafts in which what stands beside `$ref` means nothing."""
 
@@ -358,3 +363,159 @@ APPLIED: dict[str, Callable[[Rewriter, Mapping[str, Any], Resolver, str], Iterab
     "maxContains": lambda *_: (),
     "propertyNames": Rewriter._property_names,
 }
+
+
+@dataclass
+class _Alternative:
+    """One way to satisfy a schema: a conjunction, and which properties and items it looks at."""
+
+    schemas: list[Made] = field(default_factory=list)
+    names: set[str] = field(default_factory=set)
+    patterns: set[str] = field(default_factory=set)
+    items: int = 0
+    every_property: bool = False
+    every_item: bool = False
+
+    def __and__(self, other: "_Alternative") -> "_Alternative":
+        return _Alternative(
+            self.schemas + other.schemas,
+            self.names | other.names,
+            self.patterns | other.patterns,
+            max(self.items, other.items),
+            self.every_property or other.every_property,
+            self.every_item or other.every_item,
+        )
+
+
+def closed(rewriter: Rewriter, node: Mapping[str, Any], at: Resolver, path: str) -> Made:
+    """A schema whose unevaluated properties or items are closed in each way by itself."""
+    rest = {key: value for key, value in node.items() if key not in ("unevaluatedProperties", "unevaluatedItems")}
+    made = []
+    for way in _ways(rewriter, rest, at, path, 0):
+        closing: dict[str, Any] = {}
+        if "unevaluatedProperties" in node and not way.every_property:
+            closing["properties"] = dict.fromkeys(sorted(way.names), True)
+            closing["patternProperties"] = dict.fromkeys(sorted(way.patterns), True)
+            unevaluated = node["unevaluatedProperties"]
+            closing["additionalProperties"] = rewriter.said(unevaluated, at, f"{path}/unevaluatedProperties")
+        if "unevaluatedItems" in node and not way.every_item:
+            closing["prefixItems"] = [True] * way.items
+            closing["items"] = rewriter.said(node["unevaluatedItems"], at, f"{path}/unevaluatedItems")
+        made.append(all_of([*way.schemas, closing]))
+    return any_of(made)
+
+
+def _ways(rewriter: Rewriter, schema: Schema, at: Resolver, path: str, depth: int) -> list[_Alternative]:
+    """How a schema can be satisfied, with what each way looks at."""
+    if isinstance(schema, bool):
+        return [_Alternative()] if schema else []
+    if depth > DEEPEST:
+        raise InvalidParameter(f"structured: {path} refers to itself, which unevaluatedProperties cannot look into")
+    node, at = rewriter.enter(schema, at, path)
+    if "unevaluatedProperties" in node or "unevaluatedItems" in node:
+        inside = _Alternative([closed(rewriter, node, at, path)])
+        inside.every_property = "unevaluatedProperties" in node
+        inside.every_item = "unevaluatedItems" in node
+        return [inside]
+
+    def ways(item: Schema, name: str) -> list[_Alternative]:
+        return _ways(rewriter, item, at, f"{path}/{name}", depth + 1)
+
+    def just(made: Iterable[Made]) -> list[_Alternative]:
+        schema = all_of(made)
+        return [] if schema is False else [_Alternative([schema])]
+
+    own = _Alternative([rewriter.plain(node, at, path)], set(node.get("properties", ())))
+    own.patterns = set(node.get("patternProperties", ()))
+    own.every_property, own.every_item = "additionalProperties" in node, "items" in node
+    own.items = len(node.get("prefixItems", ()))
+    factors: list[list[_Alternative]] = [[own]]
+    for key in rewriter.keywords(node):
+        value, here = node[key], f"{path}/{key}"
+        if key == "allOf":
+            factors += [ways(item, f"allOf/{index}") for index, item in enumerate(value)]
+        elif key == "anyOf":
+            factors.append([way for index, item in enumerate(value) for way in ways(item, f"anyOf/{index}")])
+        elif key == "oneOf":
+            alone = [just(rewriter.others(value, index, at, here)) or [] for index in range(len(value))]
+            pairs = ([ways(item, f"oneOf/{index}"), alone[index]] for index, item in enumerate(value))
+            choices = (_product(rewriter, pair, path) for pair in pairs)
+            factors.append(list(itertools.chain(*choices)))
+        elif key in ("$ref", "$dynamicRef", "$recursiveRef"):
+            target, there = rewriter.resolve(value, at, here)
+            factors.append(_ways(rewriter, target, there, here, depth + 1))
+        elif key == "if":
+            yes = _product(rewriter, [ways(value, "if"), ways(node.get("then", True), "then")], path)
+            otherwise = just([rewriter.negated(value, at, here)])
+            no = _product(rewriter, [otherwise, ways(node.get("else", True), "else")], path)
+            factors.append(yes + no)
+        elif key == "dependentSchemas":
+            for name, item in value.items():
+                without = just([{"properties": {name: False}}])
+                present = _product(rewriter, [just([{"required": [name]}]), ways(item, f"{key}/{name}")], path)
+                factors.append(without + present)
+        elif key == "contains":
+            own.items = max(own.items, node.get("minContains", 1))
+            factors.append(just(rewriter.applied(key, node, at, path)))
+        else:
+            factors.append(just(rewriter.applied(key, node, at, path)))
+    return _product(rewriter, factors, path)
+
+
+def _product(rewriter: Rewriter, factors: Sequence[Sequence[_Alternative]], path: str) -> list[_Alternative]:
+    """Every choice of one of each."""
+    result = [_Alternative()]
+    for factor in factors:
+        copied = sum(len(way.schemas) + len(way.names) + len(way.patterns) for way in result)
+        rewriter.count(copied * len(factor) // 16)
+        result = [way & other for way in result for other in factor]
+        if len(result) > MOST_ALTERNATIVES:
+            raise InvalidParameter(
+                f"structured: {path} has more than {MOST_ALTERNATIVES} alternatives, which its unevaluated parts need "
+                "to be looked at one by one: make it smaller"
+            )
+    return result
+
+
+def disjoint(rewriter: Rewriter, one: Schema, other: Schema, at: Resolver, path: str, depth: int = 0) -> bool:
+    """Whether nothing can be allowed by both, as far as that is plain."""
+    rewriter.count()
+    one, other = looked_up(rewriter, one, at, path), looked_up(rewriter, other, at, path)
+    if isinstance(one, bool) or isinstance(other, bool):
+        return one is False or other is False
+    rewriter.count((_entries(one) + _entries(other)) // 4)
+    if not types_of(one) & types_of(other):
+        return True
+    values, others = rewriter.values(one), rewriter.values(other)
+    if values is not None and others is not None:
+        return values.isdisjoint(others)
+    if types_of(one) != {"object"} and types_of(other) != {"object"}:
+        return False
+    if depth > DEEPEST:
+        return False
+    both = set(one.get("required", ())) & set(other.get("required", ()))
+    return any(
+        disjoint(
+            rewriter,
+            one.get("properties", {}).get(name, True),
+            other.get("properties", {}).get(name, True),
+            at,
+            path,
+            depth + 1,
+        )
+        for name in both
+    ) or any(closed_without(a, set(b.get("required", ()))) for a, b in ((one, other), (other, one)))
+
+
+def looked_up(rewriter: Rewriter, schema: Schema, at: Resolver, path: str) -> Schema:
+    """What a schema that is a mere reference refers to."""
+    for _ in range(DEEPEST):
+        if isinstance(schema, bool) or schema.keys() - IGNORED != {"$ref"}:
+            break
+        schema, at = rewriter.resolve(schema["$ref"], at, path)
+    return schema
+
+
+def _entries(node: Mapping[str, Any]) -> int:
+    """How many things its keywords list."""
+    return sum(len(value) for value in node.values() if isinstance(value, (list, dict)))

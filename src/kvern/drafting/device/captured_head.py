@@ -91,7 +91,7 @@ class CapturedHead:
             token_ids = read_decodes(kept.following, rows.tokens, rows.block_table, size).token_ids
             attend = self._attention.attend((kept.step, slot_mapping))
             # The layer may add to what it is given.
-            states = head.enter(kept.states) if told else head.build.on_rows.beside((kept.states,))
+            states = head.enter(kept.states) if told else head.build.ops.beside((kept.states,))
             return (head.forward(token_ids, states, positions, attend),)
 
         return forward

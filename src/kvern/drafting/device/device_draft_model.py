@@ -16,7 +16,7 @@ from kvern.drafting.device.draft_keys import DraftKeys
 from kvern.drafting.device.drafter import ComputedStep
 from kvern.drafting.rejection import Drawn
 from kvern.kernels.batch import write_sampled
-from kvern.layers.attention import NO_ADAPTERS
+from kvern.layers.step_context import NO_ADAPTERS
 from kvern.models.decoder import Decoder
 from kvern.request.step import ScheduledTokens, SchedulerOutput
 from kvern.runner.device_sampling import sample_plain

@@ -14,17 +14,19 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from kvern.layers.attention import Attend, make_attention
-from kvern.layers.block import Places, block_class
+from kvern.layers.block import Places, make_attention
+from kvern.layers.block_choice import block_class
 from kvern.layers.build import Build
 from kvern.layers.embedding import make_embedding, make_head
 from kvern.layers.linear import Linear
 from kvern.layers.loadable import Loadable, copy_rows
 from kvern.layers.mlp import make_mlp
 from kvern.layers.module import Identity, Module
-from kvern.layers.norm import Norm, make_norm
-from kvern.layers.rope import RopeTable, Rotation
-from kvern.models.decoder import Decoder, LayerInputs
+from kvern.layers.norm import Norm
+from kvern.layers.rope import RopeTable, Rotation, positions_alone
+from kvern.layers.step_context import Attend, StepContext
+from kvern.models.decoder import Decoder
+from kvern.models.layer_inputs import LayerInputs
 from kvern.models.weighted import WeightedModel
 from kvern.spec.model import LayerSpec, MlpSpec, ModelSpec, NormSpec, PredictionSpec
 
@@ -87,7 +89,7 @@ class DraftHead(WeightedModel):
         path, name = _split(parts.joined)
         self.joined = Linear(self._joins(), {name: size}, replace(top, path=path), bias=head.joined_bias)
         norm = _norm(model.norm, size, parts.norm, top)
-        self.norm_state: Norm | Identity = norm if parts.normal else Identity(build.on_rows.add)
+        self.norm_state: Norm | Identity = norm if parts.normal else Identity(build.ops.add)
         self.norm_output: Norm | Identity = Identity() if parts.normal else norm
         self._make_layer(layer, replace(top, path=parts.layer))
 
@@ -116,17 +118,17 @@ class DraftHead(WeightedModel):
         positions  [T] int64, of the states' tokens: their places in the head's cache
         """
         hidden = self._join(self._embed(token_ids), states)
-        hidden, update = self.layer(hidden, None, self._rotation(positions), attend)
+        hidden, update = self.layer(hidden, None, StepContext(self._rotation(positions), attend))
         _, state = self.norm_state.after(hidden, update)
         return state
 
     def _join(self, embedded: Tensor, states: Tensor) -> Tensor:
         both = self.embedding_norm(embedded), self.hidden_norm(states)
-        joined: Tensor = self.joined(self.build.on_rows.beside(both))
+        joined: Tensor = self.joined(self.build.ops.beside(both))
         return joined
 
     def _rotation(self, positions: Tensor) -> Rotation:
-        return Rotation(positions, positions) if self.rope_table is None else self.rope_table(positions)
+        return positions_alone(positions) if self.rope_table is None else self.rope_table(positions)
 
     def scores(self, states: Tensor) -> Tensor:
         """Score the tokens that it drafts: `[N, hidden]` -> float32 `[N, drafted]`."""
@@ -155,7 +157,7 @@ class Eagle3Head(DraftHead):
         return joined
 
     def forward(self, token_ids: Tensor, states: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        hidden, update = self.midlayer(self._embed(token_ids), states, self._rotation(positions), attend)
+        hidden, update = self.midlayer(self._embed(token_ids), states, StepContext(self._rotation(positions), attend))
         _, state = self.norm_state.after(hidden, update)
         return state
 
@@ -166,18 +168,18 @@ class Eagle3Layer(Module):
     def __init__(self, model: ModelSpec, layer: LayerSpec, build: Build, *, normal_residual: bool) -> None:
         super().__init__()
         assert isinstance(layer.mlp, MlpSpec)
-        self.normal_residual, self._beside = normal_residual, build.on_rows.beside
-        self.embedding_in = make_norm(model.norm, model.hidden_size, "input_layernorm", build)
-        self.state_in = make_norm(model.norm, model.hidden_size, "hidden_norm", build)
-        self.mlp_in = make_norm(model.norm, model.hidden_size, "post_attention_layernorm", build)
+        self.normal_residual, self._beside = normal_residual, build.ops.beside
+        self.embedding_in = Norm(model.norm, model.hidden_size, "input_layernorm", build)
+        self.state_in = Norm(model.norm, model.hidden_size, "hidden_norm", build)
+        self.mlp_in = Norm(model.norm, model.hidden_size, "post_attention_layernorm", build)
         self.self_attn = make_attention(0, model, layer, build.at("self_attn"))
         self.mlp = make_mlp(model.hidden_size, layer.mlp, build.at("mlp"))
 
-    def forward(self, embedded: Tensor, states: Tensor, rotation: Rotation, attend: Attend) -> tuple[Tensor, Tensor]:
+    def forward(self, embedded: Tensor, states: Tensor, step: StepContext) -> tuple[Tensor, Tensor]:
         """Both `[T, hidden]` -> the residual, and what is still to be added to it."""
         normal = self.state_in(states)
         both = self._beside((self.embedding_in(embedded), normal))
-        attended: Tensor = self.self_attn(both, rotation, attend)
+        attended: Tensor = self.self_attn(both, step)
         hidden, fed = self.mlp_in.after(normal if self.normal_residual else states, attended)
         return hidden, self.mlp(fed)
 
@@ -220,7 +222,7 @@ def make_draft_head(head: DraftHeadSpec, target: Decoder, model: ModelSpec, buil
 
 def _norm(spec: NormSpec, width: int, name: str, build: Build) -> Norm | Identity:
     path, part = _split(name)
-    return make_norm(spec, width, part, replace(build, path=path)) if name else Identity(build.on_rows.add)
+    return Norm(spec, width, part, replace(build, path=path)) if name else Identity(build.ops.add)
 
 
 def _split(name: str) -> tuple[str, str]:

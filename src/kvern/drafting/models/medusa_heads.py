@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 from torch import Tensor, nn
 
 from kvern.drafting.models.head import DraftedTokens
-from kvern.layers.activation import activation_of
 from kvern.layers.build import Build
 from kvern.layers.embedding import make_head
 from kvern.layers.linear import Linear
@@ -44,7 +43,7 @@ class MedusaHead(Module):
     def __init__(self, medusa: MedusaSpec, target: Decoder, model: ModelSpec, build: Build) -> None:
         super().__init__()
         size = model.hidden_size
-        self._activate, self._add = activation_of("silu", build), build.on_rows.add
+        self._activate, self._add = build.ops.activation("silu"), build.ops.add
         self.residuals = nn.ModuleList(
             Linear(size, {"linear": size}, build.at(str(layer)), bias=medusa.bias) for layer in range(medusa.layers)
         )

@@ -13,12 +13,12 @@ from kvern.formats.gguf.cpu import blocks_of, gguf_product
 from kvern.formats.gguf.parts import put_together, taken_apart
 from kvern.formats.gguf.types import PLAIN, QUANTIZED, BlockType
 from kvern.formats.method import Packed, QuantizedMethod
+from kvern.layers.build_options import BuildOptions
 from kvern.layers.linear_format import LinearFormat, LinearMethods
 from kvern.layers.linear_method import OUTPUTS, RANDOM_SPREAD, Axis, LinearMethod, LinearShape, Part, TensorLayout
 
 if TYPE_CHECKING:
     from kvern.formats.cpu_products import CpuProduct
-    from kvern.layers.build import Build
 
 
 class GgufMethod(QuantizedMethod):
@@ -111,7 +111,7 @@ SCALES: dict[str, list[tuple[int, float]]] = {
 class GgufFormat(LinearFormat):
     block: BlockType
 
-    def linear(self, shape: LinearShape, build: "Build") -> LinearMethod:
+    def linear(self, shape: LinearShape, build: BuildOptions) -> LinearMethod:
         return GgufMethod(shape, self.block)
 
 

@@ -7,18 +7,15 @@ for the tuner to say.
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from kvern.kernels.launch import capability
-from kvern.kernels.quantize_rows import RowCodes, scale_products
-from kvern.layers.linear_method import CodesProduct, Product
-
-if TYPE_CHECKING:
-    from kvern.formats.scaled import ScaledMethod
+from kvern.kernels.quantize_rows import Coding, RowCodes, scale_products
+from kvern.layers.linear_method import CodesProduct, LinearShape, Product
 
 BLOCK = 128
 """Outputs and inputs of the blocks, and inputs of the groups of activations, that cuBLAS knows."""
@@ -26,27 +23,55 @@ CUBLAS_ROWS = 4
 """With scales of groups it takes multiples of so many rows: those of a group then begin at multiples of 16 bytes."""
 
 
-def library_products(method: "ScaledMethod") -> Mapping[str, Product]:
+class ScaledMatrix(Protocol):
+    """A matrix of codes of a byte with float32 scales: the part of `ScaledMethod` that these products read.
+
+    Each scale is of `rows_per_scale` outputs and of the inputs of a block; `block` has 0 outputs or inputs where it is
+    as large as the matrix.
+    """
+
+    shape: LinearShape
+    codes: Tensor
+    scale: Tensor
+    zero: Tensor | None
+
+    @property
+    def rows_per_scale(self) -> int:
+        """Outputs that share a scale."""
+
+    @property
+    def code(self) -> str:
+        """The name of the codes, "e4m3" or "int8"."""
+
+    @property
+    def block(self) -> tuple[int, int]:
+        """Outputs and inputs that share a scale."""
+
+    def activation_codes(self) -> Coding | None:
+        """The way in which activations become codes; None: they stay plain."""
+
+
+def library_products(method: ScaledMatrix) -> Mapping[str, Product]:
     """Those that know the form of a matrix, on its device, by name. All is loaded."""
-    form, (outputs, inputs, dtype, device) = method.form, method.shape
+    outputs, inputs, dtype, device = method.shape
     coding, card = method.activation_codes(), capability(device)
     if coding is None or method.zero is not None or outputs % 16 or inputs % 16:
         return {}
-    by_rows = not form.block.inputs and not coding.group
-    if form.code == "int8":
+    by_rows = not method.block[1] and not coding.group
+    if method.code == "int8":
         return {"int_mm": CodesProduct(coding, partial(_int_mm, method))} if by_rows and card >= 80 else {}
     if dtype != torch.bfloat16 or card < 89:
         return {}
     if by_rows:
         return {"scaled_mm": CodesProduct(coding, partial(_scaled_mm, method))}
-    whole = outputs % BLOCK == 0 and inputs % BLOCK == 0 and form.block == (BLOCK, BLOCK)
+    whole = outputs % BLOCK == 0 and inputs % BLOCK == 0 and method.block == (BLOCK, BLOCK)
     if whole and coding.group == BLOCK and method.rows_per_scale == BLOCK and card == 90:
         multiply = partial(_scaled_mm_by_blocks, method, _as_cublas_reads(method.scale))
         return {"scaled_mm by blocks": CodesProduct(replace(coding, columns=True), multiply)}
     return {}
 
 
-def _scaled_mm(method: "ScaledMethod", x: RowCodes, bias: Tensor | None) -> Tensor:
+def _scaled_mm(method: ScaledMatrix, x: RowCodes, bias: Tensor | None) -> Tensor:
     """e4m3 by e4m3, a scale for each token and each output."""
     by_output = method.scale.view(1, -1)
     out: Tensor = torch._scaled_mm(
@@ -55,7 +80,7 @@ def _scaled_mm(method: "ScaledMethod", x: RowCodes, bias: Tensor | None) -> Tens
     return out
 
 
-def _scaled_mm_by_blocks(method: "ScaledMethod", scale: Tensor, x: RowCodes, bias: Tensor | None) -> Tensor:
+def _scaled_mm_by_blocks(method: ScaledMatrix, scale: Tensor, x: RowCodes, bias: Tensor | None) -> Tensor:
     """e4m3 by e4m3, a scale for each token's 128 inputs and each block of 128 x 128 weights."""
     rows, missing = len(x.codes), -len(x.codes) % CUBLAS_ROWS
     codes, scales = x
@@ -74,7 +99,7 @@ def _as_cublas_reads(scale: Tensor) -> Tensor:
     return padded[:, :groups].t()
 
 
-def _int_mm(method: "ScaledMethod", x: RowCodes, bias: Tensor | None) -> Tensor:
+def _int_mm(method: ScaledMatrix, x: RowCodes, bias: Tensor | None) -> Tensor:
     """int8 by int8 as integers, to which the scales of tokens and outputs are applied."""
     products = torch._int_mm(x.codes, method.codes.t())
     return scale_products(products, x.scales, method.scale, bias, method.shape.dtype)

@@ -9,7 +9,7 @@ import functools
 from bisect import bisect_left
 from collections.abc import Hashable, Mapping
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -39,18 +39,33 @@ from kvern.kernels.block_codes import BLOCKS
 from kvern.kernels.codes import CODES, INTERLEAVED, readable
 from kvern.kernels.codes_hopper import product_codes, tiles_codes
 from kvern.kernels.linear import NOTHING, Around, MatmulShape, MatvecShape, StreamPackedShape, StreamShape, TileShape
+from kvern.kernels.packed import Packed
 from kvern.kernels.packed_product import packed_product, packed_row
 from kvern.kernels.plain_weights import plain_product
 from kvern.kernels.quantize_rows import Coding, RowCodes
 from kvern.kernels.resident_row import ResidentShape, resident_row
 from kvern.kernels.scaled_product import multiplies_codes, scaled_product
 from kvern.kernels.stream_hopper import stream_codes, streams_codes
-from kvern.layers.linear_method import CodesProduct, Product
+from kvern.layers.linear_method import CodesProduct, LinearShape, Product
 from kvern.layers.tuned_linear import MOST_TILES
 
-if TYPE_CHECKING:
-    from kvern.formats.method import QuantizedMethod
-    from kvern.kernels.packed import Packed
+
+class CodesMatrix(Protocol):
+    """A matrix of codes, as its products read it: the part of `QuantizedMethod` that says what is stored."""
+
+    shape: LinearShape
+
+    def packed(self) -> Packed:
+        """The codes, and what stands beside them, in the form that kernels read."""
+
+    def activation_codes(self) -> Coding | None:
+        """The way in which activations become codes; None: they stay plain."""
+
+    def own_products(self) -> Mapping[str, Product]:
+        """Ways to multiply that only this format has, by name."""
+
+    def rounded(self, x: Tensor) -> Tensor:
+        """The activations `x [T, inputs]` as the format rounds them."""
 
 
 @functools.cache
@@ -59,7 +74,7 @@ def counters(device: torch.device) -> Tensor:
     return torch.zeros(MOST_TILES, dtype=torch.int32, device=device)
 
 
-def multiply_row(x: Tensor, weight: "Packed", bias: Tensor | None, shape: RowShape, around: Around = NOTHING) -> Tensor:
+def multiply_row(x: Tensor, weight: Packed, bias: Tensor | None, shape: RowShape, around: Around = NOTHING) -> Tensor:
     """One row by the kernel of a shape, with what is around it; a matrix's order is left to the caller."""
     if isinstance(shape, ResidentShape):
         return resident_row(x, weight, bias, shape, around)
@@ -69,7 +84,7 @@ def multiply_row(x: Tensor, weight: "Packed", bias: Tensor | None, shape: RowSha
 
 
 def _stream_blocks(
-    x: Tensor, weight: "Packed", bias: Tensor | None, shape: StreamPackedShape, around: Around = NOTHING
+    x: Tensor, weight: Packed, bias: Tensor | None, shape: StreamPackedShape, around: Around = NOTHING
 ) -> Tensor:
     from kvern.kernels.stream_blocks_hopper import stream_blocks_product
 
@@ -81,7 +96,7 @@ def codes_product(
     shape: OfCodes,
     x: Tensor,
     x_scale: Tensor,
-    weight: "Packed",
+    weight: Packed,
     bias: Tensor | None,
     dtype: torch.dtype,
 ) -> Tensor:
@@ -96,7 +111,7 @@ def codes_product(
 class PackedProducts:
     """The products of one matrix: a way to multiply for each number of rows, by guess until they are timed."""
 
-    def __init__(self, method: "QuantizedMethod", deterministic: bool, hopper: bool) -> None:
+    def __init__(self, method: CodesMatrix, deterministic: bool, hopper: bool) -> None:
         self._method, self._deterministic, self._hopper = method, deterministic, hopper
         dtype, packed = method.shape.dtype, method.packed()
         code, known = packed.code, (packed.code, packed.group, method.shape.inputs, method.shape.device)
@@ -111,7 +126,7 @@ class PackedProducts:
         self._ways.append(self._ways[-1])
 
     @functools.cached_property
-    def weight(self) -> "Packed":
+    def weight(self) -> Packed:
         """What kernels read; once all is loaded."""
         return readable(self._method.packed())
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from kvern.errors import UnsupportedModel
-from kvern.layers.attention import Attend
+from kvern.layers.step_context import Attend
 from kvern.spec.mixers import AttentionSpec
 
 IMPLEMENTATION = "kvern"

@@ -17,7 +17,7 @@ from transformers import (
 
 from kvern.errors import UnsupportedModel, in_a_line
 from kvern.models.fallback.attention import IMPLEMENTATION, Call, answered
-from kvern.models.implementation import TransformersSpec
+from kvern.models.fallback.spec import TransformersSpec
 from kvern.models.limits import SIZES, check_config
 from kvern.spec.mixers import AttentionSpec
 

@@ -1,0 +1,22 @@
+"""The description of a model that transformers computes."""
+
+from dataclasses import dataclass
+
+from kvern.spec.mixers import AttentionSpec
+from kvern.spec.model import ModelSpec
+
+
+@dataclass(frozen=True)
+class TransformersSpec(ModelSpec):
+    """What kvern has to know of a model that transformers computes; it has no `layers`.
+
+    `calls` are the attentions of one forward pass, in their order. `parameters` counts the numbers of all weights.
+    """
+
+    calls: tuple[AttentionSpec, ...] = ()
+    parameters: int = 0
+
+    @property
+    def attentions(self) -> tuple[AttentionSpec, ...]:
+        """`calls`: each has keys and values of its own."""
+        return self.calls
