@@ -1,13 +1,8 @@
-"""AsyncLLM: the verbs of LLM for asyncio programs. The engine runs in a thread of its own."""
+"""AsyncLLM: the verbs of LLM for asyncio programs. Engines are processes of their own, as in the server."""
 
 import asyncio
 import contextlib
-import itertools
-import os
-import queue
-import threading
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
-from concurrent.futures import Future
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from types import TracebackType
 from typing import Any, Self
 
@@ -20,32 +15,19 @@ from kvern.engine.call_arguments import (
     one_adapter_for_each,
     one_for_each,
 )
-from kvern.engine.engine import Engine
-from kvern.engine.inputs import Messages, Prompt
+from kvern.engine.chats import Tools, chat_request, follow
+from kvern.engine.client_thread import ClientThread
+from kvern.engine.inputs import InputProcessor, Messages, Prompt
 from kvern.engine.scoring import Pair, Score, score_of, scored_prompts
-from kvern.llm import Tools, chat_request, follow
+from kvern.errors import RequestFailed
 from kvern.request.events import EngineStatistics
 from kvern.request.outputs import OnError, RequestOutput, check_on_error, checked
 from kvern.request.sampling_params import SamplingParams
-from kvern.serving.shared_engine import check_process
+from kvern.serving.generation import Generation
+from kvern.serving.supervisor import LOOK_SECONDS
 from kvern.spec.model import ModelSpec
 from kvern.text.tokenizer import Tokenizer
 from kvern.tools.chat import ChatRequest
-
-
-class _Waiter:
-    """Where one request's news go: an event of the loop that asked."""
-
-    def __init__(self) -> None:
-        self.loop = asyncio.get_running_loop()
-        self.news = asyncio.Event()
-        self.output: RequestOutput | None = None
-        self.error: BaseException | None = None
-
-    def tell(self) -> None:
-        """Wake the waiter, from any thread; a loop that is gone needs no news."""
-        with contextlib.suppress(RuntimeError):
-            self.loop.call_soon_threadsafe(self.news.set)
 
 
 class AsyncLLM:
@@ -57,33 +39,32 @@ class AsyncLLM:
             async for output in llm.stream("Once upon a time"):
                 print(output.outputs[0].text)
 
-    If the engine fails, every waiting call raises its error, and so does every later one.
+    An engine that dies is replaced, and the next one goes on with its requests. Calls raise EngineUnavailable if
+    engines keep dying, and EngineClosed after `close`.
     """
 
     def __init__(self, model: str | None = None, **options: Any) -> None:
-        self._engine = Engine(EngineConfig(model=model, **options), streams=True)
-        self._process = os.getpid()
-        self._numbers = itertools.count()
-        self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._waiters: dict[str, _Waiter] = {}
-        self._failure: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, name="kvern-engine", daemon=True)
-        self._thread.start()
+        self._thread = ClientThread(EngineConfig(model=model, **options))
+        self._client = self._thread.client
 
     @property
     def config(self) -> EngineConfig:
-        """The options the engine was made with."""
-        return self._engine.config
+        """The options that this was made with."""
+        return self._thread.config
 
     @property
     def spec(self) -> ModelSpec:
         """The model's description."""
-        return self._engine.spec
+        return self._thread.spec
 
     @property
     def tokenizer(self) -> Tokenizer:
         """The model's tokenizer."""
-        return self._engine.tokenizer
+        return self._client.tokenizer
+
+    @property
+    def _inputs(self) -> InputProcessor:
+        return self._client.inputs.processor
 
     async def generate(
         self,
@@ -135,7 +116,7 @@ class AsyncLLM:
         several = one_for_each(sampling_params, len(conversations))
         options["add_generation_prompt"] = add_generation_prompt
         chats = [
-            chat_request(self._engine.inputs.chat, conversation, params, tools, **options)
+            chat_request(self._inputs.chat, conversation, params, tools, **options)
             for conversation, params in zip(conversations, several, strict=True)
         ]
         outputs = await self._all([chat.prompt for chat in chats], [chat.params for chat in chats], adapter)
@@ -164,29 +145,48 @@ class AsyncLLM:
                 yield output
 
     async def _grow(
-        self, prompt: Prompt, sampling_params: SamplingParams | None, priority: int, adapter: str | None
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None,
+        priority: int,
+        adapter: str | None,
+        patient: bool = False,
     ) -> AsyncGenerator[RequestOutput]:
-        """`stream`, whose last output may be one that failed."""
-        check_process(self._process)
-        request_id, waiter = f"request-{next(self._numbers)}", _Waiter()
-        self._commands.put(lambda: self._add(request_id, prompt, sampling_params, priority, adapter, waiter))
+        """Yield as `stream` does; the last output may be one that failed. With `patient` nothing else is yielded."""
+        news = _News()
+        given: list[Generation] = []
+
+        async def submit() -> None:
+            submit = self._client.generations.submit
+            given.append(await submit(prompt, params, news=news, patient=patient, priority=priority, adapter=adapter))
+
         try:
-            if self._failure is not None:  # then nobody may be left to carry the command out
-                raise self._failure
-            while True:
-                await waiter.news.wait()
-                waiter.news.clear()
-                if waiter.error is not None:
-                    raise waiter.error
-                output = waiter.output
-                if output is None:
-                    continue
+            await asyncio.wrap_future(self._thread.submit(submit()))
+            [generation] = given
+            finished = False
+            while not finished:
+                await self._until_told(news)
+                output = generation.output
                 finished = output.finished
+                if isinstance(generation.error, RequestFailed):
+                    output.fail(str(generation.error))
+                elif generation.error is not None:
+                    raise generation.error
                 yield output
-                if finished:
-                    return
         finally:
-            self._commands.put(lambda: self._abort(request_id))
+            self._thread.soon(lambda: self._client.generations.abort(given))
+
+    async def _until_told(self, news: "_News") -> None:
+        """Wait for news. Raises EngineUnavailable if engines keep dying."""
+        while True:
+            try:
+                async with asyncio.timeout(LOOK_SECONDS):
+                    await news.wait()
+            except TimeoutError:
+                self._client.replicas.check_alive()
+            else:
+                news.clear()
+                return
 
     def stream_chat(
         self,
@@ -198,7 +198,7 @@ class AsyncLLM:
         **options: Any,
     ) -> AsyncIterator[RequestOutput]:
         """`stream` for a conversation, with the options of `LLM.chat`; each answer's `message` grows with its text."""
-        chat = chat_request(self._engine.inputs.chat, messages, sampling_params, tools, **options)
+        chat = chat_request(self._inputs.chat, messages, sampling_params, tools, **options)
         return self._followed(chat, adapter)
 
     async def _followed(self, chat: ChatRequest, adapter: str | None) -> AsyncGenerator[RequestOutput]:
@@ -210,29 +210,31 @@ class AsyncLLM:
     @property
     def adapters(self) -> list[str]:
         """The names of the adapters that can be used."""
-        return self._engine.adapters
+        return self._thread.adapters
 
     async def load_adapter(self, name: str, path: str) -> None:
-        """Read the LoRA adapter in a folder, between two steps. Raises InvalidAdapter."""
-        await asyncio.wrap_future(self._between_steps(lambda: self._engine.load_adapter(name, path)))
+        """Have the engines read the LoRA adapter in a folder. Raises InvalidAdapter."""
+        await asyncio.wrap_future(self._thread.submit(self._client.adapters.load(name, path)))
 
     async def unload_adapter(self, name: str) -> None:
         """Let nothing new use an adapter; what uses it goes on to its end. Raises InvalidRequest."""
-        await asyncio.wrap_future(self._between_steps(lambda: self._engine.unload_adapter(name)))
+
+        async def unload() -> None:
+            self._client.adapters.unload(name)
+
+        await asyncio.wrap_future(self._thread.submit(unload()))
 
     def chat_prompt(self, messages: Messages, tools: Tools = None, add_generation_prompt: bool = True) -> list[int]:
         """The conversation as token ids, by the model's chat template. Raises InvalidRequest."""
-        return self._engine.inputs.chat_prompt(messages, tools, add_generation_prompt)
+        return self._inputs.chat_prompt(messages, tools, add_generation_prompt)
 
     def statistics(self) -> EngineStatistics:
-        """What the engine has done since it started."""
-        return self._engine.statistics()
+        """The counters of the engines since the start."""
+        return self._thread.statistics()
 
     def close(self) -> None:
-        """Abort what runs and end the engine's thread."""
-        check_process(self._process)
-        self._commands.put(None)
-        self._thread.join()
+        """Abort what runs and end the engines."""
+        self._thread.close()
 
     async def __aenter__(self) -> Self:
         return self
@@ -242,86 +244,23 @@ class AsyncLLM:
     ) -> None:
         await asyncio.to_thread(self.close)
 
-    def _between_steps(self, work: Callable[[], None]) -> Future[None]:
-        """Have the engine's thread do something."""
-        check_process(self._process)
-        done: Future[None] = Future()
-
-        def command() -> None:
-            try:
-                if self._failure is not None:
-                    raise self._failure
-                work()
-            except BaseException as error:
-                done.set_exception(error)
-            else:
-                done.set_result(None)
-
-        self._commands.put(command)
-        if self._failure is not None and not done.done():  # then nobody may be left to carry the command out
-            raise self._failure
-        return done
-
     async def _last(self, prompt: Prompt, params: SamplingParams | None, adapter: str | None) -> RequestOutput:
         last: RequestOutput | None = None
-        async with contextlib.aclosing(self._grow(prompt, params, 0, adapter)) as outputs:
+        async with contextlib.aclosing(self._grow(prompt, params, 0, adapter, patient=True)) as outputs:
             async for output in outputs:
                 last = output
         assert last is not None
         return last
 
-    def _add(
-        self,
-        request_id: str,
-        prompt: Prompt,
-        params: SamplingParams | None,
-        priority: int,
-        adapter: str | None,
-        waiter: _Waiter,
-    ) -> None:
-        try:
-            if self._failure is not None:
-                raise self._failure
-            self._engine.add(request_id, prompt, params, priority=priority, adapter=adapter)
-            self._waiters[request_id] = waiter
-        except BaseException as error:
-            waiter.error = error
-            waiter.tell()
 
-    def _abort(self, request_id: str) -> None:
-        self._engine.abort([request_id])
-        self._waiters.pop(request_id, None)
+class _News(asyncio.Event):
+    """An event of the loop that made it, which other threads may set."""
 
-    def _run(self) -> None:
-        """The engine's thread: commands, then a step, for ever."""
-        failure: BaseException = RuntimeError("the engine is closed")
-        try:
-            while self._obey():
-                for output in self._engine.step():
-                    waiter = self._waiters.get(output.request_id)
-                    if waiter is not None:
-                        waiter.output = output
-                        waiter.tell()
-        except BaseException as error:
-            failure = error
-        self._failure = failure
-        for waiter in self._waiters.values():
-            if waiter.output is None or not waiter.output.finished:
-                waiter.error = failure
-                waiter.tell()
-        self._engine.abort(self._engine.request_ids)
-        while not self._commands.empty():
-            command = self._commands.get()
-            if command is not None:
-                command()
+    def __init__(self) -> None:
+        super().__init__()
+        self._own = asyncio.get_running_loop()
 
-    def _obey(self) -> bool:
-        """Carry out what was asked since the last step, waiting if there is nothing else to do; False: stop."""
-        while True:
-            try:
-                command = self._commands.get(block=not self._engine.has_work)
-            except queue.Empty:
-                return True
-            if command is None:
-                return False
-            command()
+    def set(self) -> None:
+        """Wake the waiter. A loop that is gone needs no news."""
+        with contextlib.suppress(RuntimeError):
+            self._own.call_soon_threadsafe(super().set)

@@ -2,7 +2,7 @@
 
 import contextlib
 import itertools
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
@@ -16,6 +16,7 @@ from kvern.engine.call_arguments import (
     one_adapter_for_each,
     one_for_each,
 )
+from kvern.engine.chats import Tools, chat_request, follow
 from kvern.engine.embedding import check_embeds, embedding_of
 from kvern.engine.engine import Engine
 from kvern.engine.inputs import Messages, Prompt
@@ -30,12 +31,11 @@ from kvern.serving.several import SeveralEngines
 from kvern.serving.shared_engine import SharedEngine
 from kvern.spec.model import ModelSpec
 from kvern.text.tokenizer import Tokenizer
-from kvern.tools.chat import AnswerReader, Chat, ChatRequest
-from kvern.tools.definitions import NO_TOOLS, ToolUse, read_tools
+from kvern.tools.chat import ChatRequest
+from kvern.tools.definitions import NO_TOOLS, ToolUse
 
 __all__ = ["LLM", "CompletionOutput", "FailedRequest", "RequestOutput", "Score"]
 
-Tools = Sequence[Mapping[str, Any]] | None
 Input = tuple[str, Prompt, SamplingParams | None] | tuple[str, Prompt, SamplingParams | None, str | None]
 
 
@@ -363,33 +363,3 @@ class LLM:
                 self._shared.wait_for_step()
                 running = sum(not output.finished for output in outputs)
                 report(len(outputs) - running, self.statistics().generation_tokens - before)
-
-
-def chat_request(
-    chat: Chat,
-    messages: Messages,
-    params: SamplingParams | None,
-    tools: Tools,
-    *,
-    tool_choice: str | Mapping[str, Any] | None = None,
-    parallel_tool_calls: bool = True,
-    **options: Any,
-) -> ChatRequest:
-    """A conversation with the options of `LLM.chat` as a request."""
-    use = read_tools(tools, tool_choice, parallel_tool_calls)
-    return chat.request(messages, params or SamplingParams(), use, **options)
-
-
-def follow(chat: ChatRequest) -> Callable[[RequestOutput], RequestOutput]:
-    """Lets the messages of a growing output grow with it."""
-    readers: dict[int, AnswerReader] = {}
-
-    def grown(output: RequestOutput) -> RequestOutput:
-        for answer in output.outputs:
-            reader = readers.setdefault(answer.index, chat.reader())
-            ended = answer.finish_reason is not None  # before the text, which another thread may let grow and end now
-            reader.read(answer.text, ended)
-            answer.message = reader.message
-        return output
-
-    return grown

@@ -1,6 +1,8 @@
 """AsyncLLM: many coroutines, one engine, and what happens when somebody leaves or the engine ends."""
 
 import asyncio
+import os
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -8,9 +10,8 @@ from typing import Any
 import pytest
 
 from kvern import LLM, AsyncLLM, SamplingParams
-from kvern.errors import InvalidRequest
-from tests.support.idle import is_idle
-from tests.support.internals import core_of, engine_of
+from kvern.errors import EngineClosed, InvalidRequest
+from tests.support.served import ENGINE, child_of, eventually
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 LONG = GREEDY.replace(max_tokens=100)
@@ -19,13 +20,13 @@ MESSAGES = [{"role": "user", "content": "the fox"}]
 
 
 def serve(tiny_model: Path, work: Callable[[AsyncLLM], Any], **options: Any) -> Any:
-    """Run a coroutine with an engine that closes after it, and is idle then."""
+    """Run a coroutine with an engine that is idle after it."""
 
     async def main() -> Any:
         async with AsyncLLM(str(tiny_model), max_model_len=256, threads=1, **options) as llm:
             result = await asyncio.wait_for(work(llm), 240)
-        assert is_idle(llm)
-        return result
+            await asyncio.to_thread(eventually, lambda: (llm.statistics().running, llm.statistics().waiting) == (0, 0))
+            return result
 
     return asyncio.run(main())
 
@@ -74,7 +75,7 @@ def test_cancelling_aborts(tiny_model: Path) -> None:
         with pytest.raises(asyncio.CancelledError):
             await task
         await engine.generate(PROMPTS[1], GREEDY)  # after the abort, in the engine's order
-        assert not engine_of(engine).has_work and engine.statistics().generation_tokens < 200
+        assert engine.statistics().generation_tokens < 200
 
     serve(tiny_model, work)
 
@@ -86,7 +87,7 @@ def test_leaving_an_async_stream_aborts(tiny_model: Path) -> None:
             break
         await stream.aclose()  # type: ignore[attr-defined]
         await engine.generate(PROMPTS[1], GREEDY)
-        assert not engine_of(engine).has_work
+        assert engine.statistics().generation_tokens < 200
 
     serve(tiny_model, work)
 
@@ -104,20 +105,34 @@ def test_async_errors_reach_who_asked(tiny_model: Path) -> None:
     serve(tiny_model, work)
 
 
-def test_a_failing_engine_tells_everybody(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def work(engine: AsyncLLM) -> None:
-        def broken(output: Any) -> Any:
-            raise RuntimeError("the device is gone")
+def test_streams_outlive_their_engine(tiny_model: Path) -> None:
+    """Another engine goes on with the same tokens."""
+    drawn = SamplingParams(temperature=0.8, seed=7, max_tokens=150, ignore_eos=True)
 
-        monkeypatch.setattr(core_of(engine).executor, "submit", broken)
-        waiting = [asyncio.create_task(engine.generate(prompt, LONG)) for prompt in PROMPTS]
-        for task in waiting:
-            with pytest.raises(RuntimeError, match="the device is gone"):
-                await task
-        with pytest.raises(RuntimeError, match="the device is gone"):
-            await engine.generate(PROMPTS[0], GREEDY)
+    async def tokens(engine: AsyncLLM, prompt: str, kills: bool = False) -> list[int]:
+        async for output in engine.stream(prompt, drawn):
+            if kills and len(output.outputs[0].token_ids) > 20:
+                kills = False
+                os.kill(child_of(os.getpid(), ENGINE), signal.SIGKILL)
+        assert not kills
+        return output.outputs[0].token_ids
+
+    async def work(engine: AsyncLLM) -> None:
+        expected = await asyncio.gather(*(tokens(engine, prompt) for prompt in PROMPTS))
+        first, *others = PROMPTS
+        found = await asyncio.gather(tokens(engine, first, kills=True), *(tokens(engine, one) for one in others))
+        assert found == expected
 
     serve(tiny_model, work)
+
+
+def test_two_async_engines_share_the_work(tiny_model: Path, tiny_llm: LLM) -> None:
+    async def work(engine: AsyncLLM) -> None:
+        found = await engine.generate(PROMPTS, GREEDY)
+        assert [result.outputs for result in found] == [result.outputs for result in tiny_llm.generate(PROMPTS, GREEDY)]
+        assert engine.statistics().requests == len(PROMPTS)
+
+    serve(tiny_model, work, data_parallel_size=2)
 
 
 def test_closing_an_async_engine_ends_its_streams(tiny_model: Path) -> None:
@@ -126,12 +141,11 @@ def test_closing_an_async_engine_ends_its_streams(tiny_model: Path) -> None:
         stream = engine.stream(PROMPTS[0], LONG.replace(max_tokens=250))
         await anext(stream)
         await asyncio.to_thread(engine.close)
-        with pytest.raises(RuntimeError, match="the engine is closed"):
+        with pytest.raises(EngineClosed, match="the engine is closed"):
             async for _ in stream:
                 pass
-        with pytest.raises(RuntimeError, match="the engine is closed"):
+        with pytest.raises(EngineClosed, match="the engine is closed"):
             await engine.generate(PROMPTS[0], GREEDY)
-        assert is_idle(engine)
         engine.close()
 
     asyncio.run(main())

@@ -1,6 +1,7 @@
 """Custom logits processors: enabled by the operator, told by requests, alone in what they change and in failing."""
 
 import asyncio
+import os
 import re
 import shutil
 import subprocess
@@ -26,8 +27,13 @@ PROMPT = [5, 9, 17, 33, 2, 81]
 
 
 @pytest.fixture
-def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(install(tmp_path / "site")))
+def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pytestconfig: pytest.Config) -> None:
+    """The package, for this process and for engines of their own processes."""
+    site = str(install(tmp_path / "site"))
+    monkeypatch.syspath_prepend(site)
+    known = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    paths = [site, str(pytestconfig.rootpath), *known]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, paths)))
 
 
 @pytest.fixture
@@ -212,12 +218,21 @@ def test_what_cannot_be_enabled(tiny_model: Path, name: str, said: str) -> None:
 
 @pytest.mark.usefixtures("installed")
 def test_async(tiny_model: Path) -> None:
-    async def run() -> list[list[int]]:
-        async with AsyncLLM(str(tiny_model), logits_processors=("follow",), **OPTIONS) as llm:
-            outputs = await llm.generate([PROMPT] * 2, [with_step(1), with_step(3)])
-            return [output.outputs[0].token_ids for output in outputs]
+    """Requests of AsyncLLM, of which one fails."""
 
-    assert asyncio.run(run()) == [following(1), following(3)]
+    async def run() -> None:
+        async with AsyncLLM(str(tiny_model), logits_processors=("follow", "break"), **OPTIONS) as llm:
+            breaking = SamplingParams(ignore_eos=True, logits_processors={"break": {"how": "apply", "after": 3}})
+            params = [with_step(1), breaking, with_step(3)]
+            first, failed, last = await llm.generate([PROMPT] * 3, params, on_error="return")
+            assert [output.outputs[0].token_ids for output in (first, last)] == [following(1), following(3)]
+            assert failed.failure == "logits processor break failed: RuntimeError: as planned"
+            assert len(failed.outputs[0].token_ids) == 3
+            with pytest.raises(RequestFailed, match="as planned"):
+                async for _ in llm.stream(PROMPT, breaking):
+                    pass
+
+    asyncio.run(run())
 
 
 # Over HTTP, with the example, installed as one installs packages

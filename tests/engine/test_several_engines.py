@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from kvern import LLM, AsyncLLM, SamplingParams
+from kvern import LLM, EngineConfig, SamplingParams
+from kvern.engine.engine import Engine
 from kvern.errors import ConfigError, EngineClosed, EngineUnavailable, InvalidRequest
 from kvern.llm import FailedRequest
 from kvern.serving.several import SeveralEngines
@@ -36,8 +37,8 @@ def two(tiny_model: Path) -> Iterator[LLM]:
 
 
 def engines(llm: LLM) -> list[Any]:
-    assert isinstance(llm._engine, SeveralEngines)
-    return list(engine_of(llm)._replicas)
+    assert isinstance(engine_of(llm), SeveralEngines)
+    return list(engine_of(llm).client.replicas)
 
 
 def threads_of_engines() -> int:
@@ -192,7 +193,7 @@ def test_engines_that_do_not_start_again_end_the_job(tiny_model: Path, tmp_path:
     with pytest.raises(EngineUnavailable, match="does not stay alive"):
         llm.generate(PROMPTS, PARAMS)
     llm.close()
-    with pytest.raises(EngineClosed, match="the engines are closed"):
+    with pytest.raises(EngineClosed, match="the engine is closed"):
         llm.generate(PROMPTS, PARAMS)
     assert threads_of_engines() == before
 
@@ -205,4 +206,4 @@ def test_what_is_wrong_with_an_option_is_named(tiny_model: Path) -> None:
 
 def test_a_single_engine_says_so(tiny_model: Path) -> None:
     with pytest.raises(ConfigError, match="data_parallel_size is 2, and this is one engine, in this process: leave it"):
-        AsyncLLM(str(tiny_model), data_parallel_size=2)
+        Engine(EngineConfig(str(tiny_model), data_parallel_size=2))

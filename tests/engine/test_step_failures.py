@@ -1,6 +1,5 @@
 """A step that raises ends the one request that causes it; nobody else notices."""
 
-import asyncio
 import os
 import threading
 from collections.abc import Iterator
@@ -14,7 +13,7 @@ import pytest
 import zmq
 
 import kvern.engine.core
-from kvern import LLM, AsyncLLM, RequestOutput
+from kvern import LLM, RequestOutput
 from kvern.engine.beams import BeamSearch
 from kvern.errors import RequestFailed
 from kvern.llm import FailedRequest
@@ -84,18 +83,6 @@ def test_every_way_to_ask_tells_it(tiny_model: Path) -> None:
         with pytest.raises(RequestFailed, match=REASON):
             llm.score([(good, [9]), (bad, [9])])
         assert is_idle(llm)
-
-
-def test_async(tiny_model: Path) -> None:
-    async def work() -> None:
-        async with AsyncLLM(str(tiny_model), **OPTIONS) as llm:
-            expected = await llm.generate([5, 6, 7], GREEDY)
-            FailingRunner(llm)
-            bad, good = await llm.generate([[5, 252, 7], [5, 6, 7]], GREEDY, on_error="return")
-            assert (bad.failure, good.outputs) == (REASON, expected[0].outputs)
-            assert len(bad.outputs[0].token_ids) == 3
-
-    asyncio.run(work())
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # within PEFT

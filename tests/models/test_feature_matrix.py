@@ -5,7 +5,6 @@ without a prefix cache; on top of that every feature is checked by what it alone
 from the tests here and elsewhere that are marked with the features that they combine.
 """
 
-import asyncio
 import itertools
 import subprocess
 import sys
@@ -16,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from kvern import LLM, AsyncLLM
+from kvern import LLM
 from kvern.errors import ConfigError
 from kvern.request.request import Request
 from kvern.request.structured_output import StructuredOutput
@@ -60,7 +59,8 @@ def run_batch(asks: Sequence[Ask], of_engine: frozenset[str], alone: Alone) -> t
     rounds = [asks] * (2 if "prefix cache" in of_engine else 1)
     if {"prefix cache", "preemption"} <= of_engine:
         rounds += 2 * [[next(ask for ask in reversed(asks) if ask.features and ask.params.sequences == 1)]]
-    llm = AsyncLLM(**options) if "streaming" in of_engine else LLM(**options)
+    answer = streamed if "streaming" in of_engine else at_once
+    llm = LLM(**options)
     preempted = watch_preemptions(llm)
     if "speculation" in of_engine:
         found = [alone(ask).output for ask in asks]
@@ -73,17 +73,9 @@ def run_batch(asks: Sequence[Ask], of_engine: frozenset[str], alone: Alone) -> t
         each.append(results)
         counts.append(llm.statistics().cached_tokens)
 
-    async def follow(llm: AsyncLLM) -> None:
-        async with llm:
-            for asked in rounds:
-                count(await streamed(llm, asked))
-
-    if isinstance(llm, AsyncLLM):
-        asyncio.run(follow(llm))
-    else:
-        with llm:
-            for asked in rounds:
-                count(at_once(llm, asked))
+    with llm:
+        for asked in rounds:
+            count(answer(llm, asked))
     assert is_idle(llm)
     assert bool(preempted) == bool(llm.statistics().preemptions)
     batches = [results for results in each if len(results) == len(asks)]
@@ -97,7 +89,7 @@ def run_batch(asks: Sequence[Ask], of_engine: frozenset[str], alone: Alone) -> t
     return batches[-1], run
 
 
-def watch_preemptions(llm: LLM | AsyncLLM) -> set[str]:
+def watch_preemptions(llm: LLM) -> set[str]:
     """The ids of the outputs whose requests will be preempted."""
     scheduler = core_of(llm).scheduler
     preempt, seen = scheduler._preempt, set[str]()

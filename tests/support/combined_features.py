@@ -1,18 +1,17 @@
 """The features of a request and of the engine: how each is asked for, and what it alone promises."""
 
-import asyncio
 import itertools
 import json
-import threading
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jsonschema
 import pytest
 
-from kvern import LLM, AsyncLLM, RequestOutput, SamplingParams
+from kvern import LLM, RequestOutput, SamplingParams
 from kvern.request.outputs import CompletionOutput
 from kvern.request.request import sample_seed
 from kvern.request.structured_output import StructuredOutput
@@ -20,6 +19,7 @@ from kvern.tools.definitions import read_tools
 from tests.support.combined_answers import CLOSE, check_same
 from tests.support.combined_questions import ARGUMENTS, RECORD, TOOLS
 from tests.support.idle import is_idle
+from tests.support.internals import core_of, engine_of
 from tests.support.trained_adapters import ADAPTERS
 
 OPTIONS: dict[str, Any] = {
@@ -136,26 +136,27 @@ def at_once(llm: LLM, asks: Sequence[Ask]) -> list[Result]:
     return [Result(ask, output) for ask, output in zip(asks, outputs, strict=True)]
 
 
-async def streamed(llm: AsyncLLM, asks: Sequence[Ask]) -> list[Result]:
-    """All streams side by side; the engine begins when it has all of them."""
+def streamed(llm: LLM, asks: Sequence[Ask]) -> list[Result]:
+    """All streams side by side, in threads; the engine begins when it has all of them."""
 
-    async def one(ask: Ask) -> Result:
+    def one(ask: Ask) -> Result:
         news = []
-        stream = llm.stream_chat(ask.messages, ask.params, adapter=ask.adapter, **ask.tools)
-        async for output in stream:
+        for output in llm.stream_chat(ask.messages, ask.params, adapter=ask.adapter, **ask.tools):
             news.append([answer.text for answer in output.outputs])
         return Result(ask, output, streamed=news)
 
-    gate = threading.Event()
-    llm._between_steps(lambda: assert_true(gate.wait(240)))
-    tasks = [asyncio.create_task(one(ask)) for ask in asks]
-    await asyncio.sleep(0)  # every task has handed its request over
-    gate.set()
-    return await asyncio.gather(*tasks)
+    core = core_of(llm)
+    step = core.step
 
+    def step_for_all() -> Any:
+        if len(engine_of(llm).request_ids) < len(asks):
+            return []
+        del core.step
+        return step()
 
-def assert_true(value: bool) -> None:
-    assert value
+    core.step = step_for_all
+    with ThreadPoolExecutor(len(asks)) as pool:
+        return list(pool.map(one, asks))
 
 
 class Feature(ABC):

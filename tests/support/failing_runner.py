@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from kvern import LLM, AsyncLLM, RequestOutput, SamplingParams
+from kvern import LLM, RequestOutput, SamplingParams
 from kvern.request.step import ModelRunnerOutput, SchedulerOutput
 from kvern.request.structured_output import StructuredOutput
 from kvern.runner.executor import InProcessExecutor
@@ -19,7 +19,7 @@ def unreadable() -> ModelRunnerOutput:
 class FailingRunner:
     """Runs steps through the engine's own runner; `where` they fail: "before", "behind" or in the "result"."""
 
-    def __init__(self, llm: LLM | AsyncLLM, where: str = "behind") -> None:
+    def __init__(self, llm: LLM, where: str = "behind") -> None:
         core: Any = core_of(llm)
         worker = core.executor._worker
         self._runner, worker.runner = worker.runner, self

@@ -2,20 +2,20 @@
 
 from typing import Any
 
-from kvern import LLM, AsyncLLM
+from kvern import LLM
 from kvern.engine.core import EngineCore
 from kvern.serving.homes import HomedCores
 from tests.support.internals import core_of
 
 
-def core_here(llm: LLM | AsyncLLM) -> EngineCore:
+def core_here(llm: LLM) -> EngineCore:
     """The engine's, or of ranks with requests of their own the first one's."""
     core: Any = core_of(llm)
     found: EngineCore = core._core if isinstance(core, HomedCores) else core
     return found
 
 
-def is_idle(llm: LLM | AsyncLLM) -> bool:
+def is_idle(llm: LLM) -> bool:
     """Nothing runs, and every block is free or can be made so."""
     engine, scheduler = llm._engine, core_here(llm).scheduler
     cache = scheduler.cache

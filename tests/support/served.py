@@ -25,7 +25,9 @@ QUESTION = [{"role": "user", "content": "What is 17 + 25?"}]
 
 
 def children_of(pid: int) -> list[int]:
-    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    """The processes that the threads of a process have started."""
+    files = Path(f"/proc/{pid}/task").glob("*/children")
+    return [int(child) for file in files for child in file.read_text().split()]
 
 
 def command_of(pid: int) -> str:

@@ -84,6 +84,10 @@ class EngineStatistics(msgspec.Struct, array_like=True, gc=False):
     scheduled: int = 0
     """Sequences of all steps, each counted in every step that it had a part in."""
 
+    def at_the_end(self) -> "EngineStatistics":
+        """What stays of them when the engine has ended: the counters, and nothing that was of its last moment."""
+        return replace(self, running=0, waiting=0, kv_cache_usage=0.0, target_itl=0.0)
+
     @property
     def prefix_cache_hit_rate(self) -> float:
         """Prompt tokens taken from the prefix cache, as a share of all prompt tokens."""

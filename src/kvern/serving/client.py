@@ -1,4 +1,4 @@
-"""The server's side of a model's engines: processes that are replaced when they die, and what is asked of them.
+"""The one client of a model's engines: processes that are replaced when they die, and what is asked of them.
 
 What a request needs to go on is here, not in an engine: its prompt, parameters, seed, and the tokens that arrived.
 Another engine gets all of it and computes the next token; a seeded draw depends on seed and position alone.
@@ -32,13 +32,18 @@ class EngineClient:
     `names` are the model's, which no adapter may have, and the first of which stands in the metrics.
     """
 
-    def __init__(self, config: EngineConfig, process: EngineProcess | None = None) -> None:
-        """`process`: of the first engine, if it runs already. Raises ConfigError."""
+    def __init__(
+        self, config: EngineConfig, process: EngineProcess | None = None, *, grammars_apart: bool = True
+    ) -> None:
+        """`process` is the first engine's, if it runs already. `grammars_apart` as in `ClientInputs`.
+
+        Raises ConfigError.
+        """
         self.names = config.model_names
         self.folder = model_folder(config)
         self.config = at_folder(config, self.folder)
         self.tokenizer = Tokenizer(self.folder, config.chat_template_kwargs)
-        self.inputs = ClientInputs(self.config, self.folder, self.tokenizer)
+        self.inputs = ClientInputs(self.config, self.folder, self.tokenizer, grammars_apart)
         names, outputs = AdapterNames(frozenset(self.names)), OutputProcessor(self.tokenizer)
         self.replicas = Replicas(for_engines(config, self.folder), outputs, names, process)
         self.adapters = self.replicas.adapters

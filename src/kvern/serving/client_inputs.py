@@ -2,7 +2,7 @@
 
 import asyncio
 import functools
-from collections.abc import Callable, Mapping, Sequence, Sized
+from collections.abc import Awaitable, Callable, Mapping, Sequence, Sized
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar, Unpack
@@ -32,17 +32,20 @@ MOST_COUNTED = 1 << 17
 
 
 class ClientInputs:
-    """What an InputProcessor does, outside of the event loop. Can be used once `start` has told of an engine.
+    """Runs an InputProcessor in threads, for an event loop. It can be used once `start` has told of an engine.
 
-    Raises ConfigError if a logits processor of the configuration cannot be loaded.
+    With `grammars_apart` processes of their own compile grammars, which strangers may have written; else the threads
+    do. Raises ConfigError if a logits processor of the configuration cannot be loaded.
     """
 
-    def __init__(self, config: EngineConfig, folder: Path, tokenizer: Tokenizer) -> None:
+    def __init__(self, config: EngineConfig, folder: Path, tokenizer: Tokenizer, grammars_apart: bool = True) -> None:
         self._config = config
         self._folder = folder
         self._tokenizer = tokenizer
         self._custom = load_processors(config.logits_processors)
         self._long = ThreadPoolExecutor(LONG_THREADS, thread_name_prefix="long-input")
+        self._grammars_apart = grammars_apart
+        self._grammars: GrammarProcesses | None = None
         self._processor: InputProcessor | None = None
 
     def start(self, ready: Ready) -> None:
@@ -55,36 +58,38 @@ class ClientInputs:
             self._config,
             self._custom,
             max_batch_requests=ready.max_batch_requests,
-            grammars_apart=True,
+            grammars_apart=self._grammars_apart,
         )
-        self._grammars = GrammarProcesses(self._processor.grammars)
-        self._grammars.start()
+        if self._grammars_apart:
+            self._grammars = GrammarProcesses(self._processor.grammars)
+            self._grammars.start()
 
     async def close(self) -> None:
         """End the processes, and let nothing begin that waits for a thread."""
         try:
-            await self._grammars.close()
+            if self._grammars is not None:
+                await self._grammars.close()
         finally:
             self._long.shutdown(wait=False, cancel_futures=True)
 
     @property
     def max_model_len(self) -> int:
         """Tokens of prompt and answer together, at most."""
-        return self._ready.max_model_len
+        return self.processor.max_model_len
 
     @property
     def vocab_size(self) -> int:
         """Token ids are below."""
-        return self._ready.vocab_size
+        return self.processor.vocab_size
 
     @property
     def model(self) -> ModelFacts:
         """What decides about requests."""
-        return self._ready.model
+        return self.processor.model
 
     def check_generates(self) -> None:
         """Raises InvalidRequest for a model that generates no text."""
-        self._ready.check_generates()
+        self.processor.check_generates()
 
     async def request(
         self,
@@ -96,19 +101,19 @@ class ClientInputs:
     ) -> RequestSpec:
         """`InputProcessor.request`. Raises InvalidRequest, InvalidParameter or ServerBusy."""
         size = len(prompt) if isinstance(prompt, Sized) else 0
-        work = functools.partial(self._ready.request, request_id, prompt, params, **options)
-        return await self._grammars.run(lambda: self._in_thread(size, work), owner)
+        work = functools.partial(self.processor.request, request_id, prompt, params, **options)
+        return await self._compiled(lambda: self._in_thread(size, work), owner)
 
     async def chat(
         self, messages: Messages, params: SamplingParams, use: ToolUse, *, owner: str = "", **options: Any
     ) -> ChatRequest:
         """`Chat.request`. Raises InvalidRequest, InvalidParameter or ServerBusy."""
-        work = functools.partial(self._ready.chat.request, messages, params, use, **options)
-        return await self._grammars.run(lambda: self._in_thread(_characters(messages), work), owner)
+        work = functools.partial(self.processor.chat.request, messages, params, use, **options)
+        return await self._compiled(lambda: self._in_thread(_characters(messages), work), owner)
 
     def can_bound_thinking(self, tools: bool) -> bool:
         """`Chat.can_bound_thinking`."""
-        return self._ready.chat.can_bound_thinking(tools)
+        return self.processor.chat.can_bound_thinking(tools)
 
     async def chat_prompt(
         self,
@@ -123,7 +128,7 @@ class ClientInputs:
         """The conversation as token ids. Raises InvalidRequest."""
 
         def work() -> list[int]:
-            write = self._ready.chat.written
+            write = self.processor.chat.written
             text, _ = write(messages, tools, variables, add_generation_prompt, continue_final_message)
             return self._counted(text, add_special_tokens)
 
@@ -135,7 +140,7 @@ class ClientInputs:
 
     async def pair(self, first: str, second: str) -> PromptInput:
         """`InputProcessor.pair`. Raises InvalidRequest."""
-        return await self._in_thread(len(first) + len(second), functools.partial(self._ready.pair, first, second))
+        return await self._in_thread(len(first) + len(second), functools.partial(self.processor.pair, first, second))
 
     async def encoded(self, prompt: Prompt, encoding: Encoding, answer: int | None) -> Prompt:
         """A prompt as token ids, whose answer may have `answer` tokens. Raises InvalidRequest."""
@@ -157,9 +162,14 @@ class ClientInputs:
         return await self._in_thread(sum(len(side) for pair in pairs for side in pair), work)
 
     @property
-    def _ready(self) -> InputProcessor:
+    def processor(self) -> InputProcessor:
+        """The processor, for callers in threads of their own."""
         assert self._processor is not None, "the engine is not ready"
         return self._processor
+
+    async def _compiled(self, work: Callable[[], Awaitable[T]], owner: str) -> T:
+        """Return what `work` does when the grammars that it needs are compiled."""
+        return await (work() if self._grammars is None else self._grammars.run(work, owner))
 
     def _counted(self, text: str, add_special_tokens: bool) -> list[int]:
         most = max(self.max_model_len, MOST_COUNTED)

@@ -98,7 +98,8 @@ class Replica:
 
     def died(self, death: Death) -> bool:
         """The engine has ended; returns whether that taught which request may be the cause."""
-        self._earlier, self._latest = self.statistics, EngineStatistics()
+        self._earlier = self.statistics.at_the_end()
+        self._latest = EngineStatistics()
         self.adapters.interrupt(death.reason)
         self.metrics.engine(ready=False)
         learnt = self._recovery.died(death)

@@ -170,8 +170,8 @@ class Replicas:
             if error is None:
                 self._chosen(generation).workload.take(generation)
             else:
-                generation.fail(error)
                 self.withdraw([generation])
+                generation.fail(error)
 
     def prepare(
         self,

@@ -14,10 +14,22 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from typing import Protocol
 
-from kvern.engine.engine import Engine
+from kvern.engine.process_check import check_process
 from kvern.errors import EngineDied
-from kvern.serving.several import SeveralEngines
+
+
+class SteppedEngine(Protocol):
+    """An engine that does its work in steps that the caller makes."""
+
+    def step(self) -> Sequence[object]:
+        """Make a step."""
+        ...
+
+    def abort(self, request_ids: Sequence[str]) -> None:
+        """End requests; their outputs keep what they have."""
+        ...
 
 
 class _Follower:
@@ -34,7 +46,7 @@ class SharedEngine:
     Everything but `abort` raises EngineDied in a process that was forked from the one in which the engine was made.
     """
 
-    def __init__(self, engine: Engine | SeveralEngines) -> None:
+    def __init__(self, engine: SteppedEngine) -> None:
         self._engine = engine
         self._steps = 0
         self._process = os.getpid()
@@ -135,13 +147,3 @@ class SharedEngine:
             with self._free:
                 self._holder = None
                 self._free.notify_all()
-
-
-def check_process(made_in: int) -> None:
-    """Raises EngineDied in another process than the one in which an engine was made."""
-    if os.getpid() != made_in:
-        raise EngineDied(
-            f"this engine was made in process {made_in}, and this is process {os.getpid()}, which was forked from it: "
-            "threads, locks and devices of an engine do not go along. Make the LLM in the new process, or start that "
-            "with multiprocessing's method 'spawn'"
-        )

@@ -82,9 +82,9 @@ class Workload:
                 self.clear(generation)
 
     def end(self, generation: Generation, error: RequestFailed) -> None:
-        """It cannot go on."""
-        generation.fail(error)
+        """It cannot go on: its output has ended when others, in other threads as well, learn of the error."""
         self.abort([generation])
+        generation.fail(error)
 
     async def until_ended(self, which: Callable[[Generation], bool] = lambda _: True) -> None:
         """Wait until there is none of these here any more."""
