@@ -15,14 +15,14 @@ from kvern.engine.call_arguments import (
     one_adapter_for_each,
     one_for_each,
 )
-from kvern.engine.chats import Tools, chat_request, follow
-from kvern.engine.client_thread import ClientThread
 from kvern.engine.inputs import InputProcessor, Messages, Prompt
 from kvern.engine.scoring import Pair, Score, score_of, scored_prompts
 from kvern.errors import RequestFailed
 from kvern.request.events import EngineStatistics
 from kvern.request.outputs import OnError, RequestOutput, check_on_error, checked
 from kvern.request.sampling_params import SamplingParams
+from kvern.serving.chats import Tools, chat_request, follow
+from kvern.serving.client_thread import ClientThread
 from kvern.serving.generation import Generation
 from kvern.serving.supervisor import LOOK_SECONDS
 from kvern.spec.model import ModelSpec

@@ -16,7 +16,6 @@ from kvern.engine.call_arguments import (
     one_adapter_for_each,
     one_for_each,
 )
-from kvern.engine.chats import Tools, chat_request, follow
 from kvern.engine.embedding import check_embeds, embedding_of
 from kvern.engine.engine import Engine
 from kvern.engine.inputs import Messages, Prompt
@@ -27,6 +26,7 @@ from kvern.errors import EngineDied, InvalidRequest, KvernError, RequestFailed
 from kvern.request.events import EngineStatistics
 from kvern.request.outputs import CompletionOutput, OnError, RequestOutput, check_on_error, checked
 from kvern.request.sampling_params import SamplingParams
+from kvern.serving.chats import Tools, chat_request, follow
 from kvern.serving.several import SeveralEngines
 from kvern.serving.shared_engine import SharedEngine
 from kvern.spec.model import ModelSpec

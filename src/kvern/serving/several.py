@@ -12,13 +12,13 @@ from collections.abc import Sequence
 from typing import Unpack
 
 from kvern.config import EngineConfig
-from kvern.engine.client_thread import ClientThread
 from kvern.engine.inputs import InputProcessor, Prompt
 from kvern.errors import EngineDied, InvalidRequest
 from kvern.request.events import EngineStatistics
 from kvern.request.outputs import RequestOutput
 from kvern.request.request import RequestOptions
 from kvern.request.sampling_params import SamplingParams
+from kvern.serving.client_thread import ClientThread
 from kvern.serving.generation import Generation
 from kvern.serving.supervisor import LOOK_SECONDS
 from kvern.spec.model import ModelSpec

@@ -16,8 +16,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Protocol
 
-from kvern.engine.process_check import check_process
 from kvern.errors import EngineDied
+from kvern.serving.process_check import check_process
 
 
 class SteppedEngine(Protocol):

@@ -15,12 +15,12 @@ from functools import cached_property
 from typing import Any, TypeVar
 
 from kvern.config import EngineConfig
-from kvern.engine.process_check import check_process
 from kvern.errors import EngineClosed
 from kvern.models.implementation import describe_model
 from kvern.models.loader import read_config
 from kvern.request.events import EngineStatistics, all_together
 from kvern.serving.client import EngineClient
+from kvern.serving.process_check import check_process
 from kvern.spec.model import ModelSpec
 
 T = TypeVar("T")
