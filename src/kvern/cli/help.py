@@ -68,21 +68,18 @@ class Option:
         return "\n".join([head, *lines])
 
 
-def asked_help(arguments: Sequence[str], kinds: Mapping[tuple[str, ...], type]) -> tuple[str, type, str | None] | None:
-    """Which command's help is asked for, and about which word; None if it is not."""
-    for words, kind in kinds.items():
-        rest = [part for argument in arguments[len(words) :] for part in argument.split("=", 1)]
-        if tuple(arguments[: len(words)]) == words and (asked := {"--help", "-h"} & set(rest)):
-            word = rest[rest.index(asked.pop()) + 1 :]
-            return " ".join(words), kind, word[0] if word else None
-    return None
+def asked_help(arguments: Sequence[str]) -> str | None:
+    """The word that help is asked about, by `--help WORD`; empty: all options; None: no help is asked for."""
+    rest = [part for argument in arguments for part in argument.split("=", 1)]
+    asked = next((part for part in rest if part in ("--help", "-h")), None)
+    return None if asked is None else "".join(rest[rest.index(asked) + 1 :][:1])
 
 
-def print_help(command: str, kind: type, word: str | None) -> int:
-    """Print a command's options, or those whose name or text holds the word. Raises ConfigError if there are none."""
+def print_help(command: str, kind: type, word: str) -> int:
+    """Print a command's options: all, or those whose name or text has the word. Raises ConfigError if none has."""
     width = min(WIDEST, shutil.get_terminal_size().columns)
     options = list(options_of(kind))
-    if word is None:
+    if not word:
         sys.stdout.write("\n".join(usage(command, kind, options, width)) + "\n")
         return 0
     wanted = word.lower().strip("-").replace("-", "_")

@@ -2,49 +2,45 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import sys
 import typing
 from collections.abc import Callable, Mapping, Sequence
+from functools import reduce
+from importlib import import_module
+from operator import or_
 from typing import Annotated, Any
 
 import tyro
 
 from kvern.cli.arguments import TEXTS, kvern_arguments
-from kvern.cli.bench import Kernels, Offline, ProfileCommand
-from kvern.cli.bench_serve import ServeBench
-from kvern.cli.chat import ChatCommand
-from kvern.cli.engines import EnginesCommand
 from kvern.cli.flag_rules import json_object
 from kvern.cli.help import asked_help, print_help
-from kvern.cli.models import ModelsCommand
 from kvern.cli.options import Defaults, adapters_of, read_defaults
-from kvern.cli.plan import PlanCommand
-from kvern.cli.quantize import QuantizeCommand
-from kvern.cli.run import INTERRUPTED, RunCommand
-from kvern.cli.serve import ServeCommand
-from kvern.cli.train_eagle import TrainEagleCommand
 from kvern.errors import KvernError
 from kvern.version import __version__
 
-BAD_INPUT = 2
+BAD_INPUT, INTERRUPTED = 2, 130
+"""Exit codes; the second is that after Ctrl-C."""
 DIVISION = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size", "enable_expert_parallel")
 Rule = Callable[[tyro.constructors.PrimitiveTypeInfo], tyro.constructors.PrimitiveConstructorSpec[Any] | None]
-KINDS: dict[tuple[str, ...], type] = {
-    ("run",): RunCommand,
-    ("chat",): ChatCommand,
-    ("serve",): ServeCommand,
-    ("engines",): EnginesCommand,
-    ("models",): ModelsCommand,
-    ("plan",): PlanCommand,
-    ("quantize",): QuantizeCommand,
-    ("train-eagle",): TrainEagleCommand,
-    ("bench", "offline"): Offline,
-    ("bench", "serve"): ServeBench,
-    ("bench", "kernels"): Kernels,
-    ("profile",): ProfileCommand,
+COMMANDS = {
+    ("run",): "kvern.cli.run:RunCommand",
+    ("chat",): "kvern.cli.chat:ChatCommand",
+    ("serve",): "kvern.cli.serve:ServeCommand",
+    ("engines",): "kvern.cli.engines:EnginesCommand",
+    ("models",): "kvern.cli.models:ModelsCommand",
+    ("plan",): "kvern.cli.plan:PlanCommand",
+    ("quantize",): "kvern.cli.quantize:QuantizeCommand",
+    ("train-eagle",): "kvern.cli.train_eagle:TrainEagleCommand",
+    ("bench", "offline"): "kvern.cli.bench:Offline",
+    ("bench", "serve"): "kvern.cli.bench_serve:ServeBench",
+    ("bench", "kernels"): "kvern.cli.bench:Kernels",
+    ("profile",): "kvern.cli.bench:ProfileCommand",
 }
+"""The commands by their words: a dataclass of options each, imported when a command line has its words."""
 BENCH = "Measure speed: of an engine on workloads (offline), of a running server (serve), or of GPU kernels."
 DESCRIPTION = "An inference engine for large language models, with a small model inside."
 
@@ -56,9 +52,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stdout.write(f"kvern {__version__}\n")
         return 0
     try:
-        asked = asked_help(arguments, KINDS)
-        if asked is not None:
-            return print_help(*asked)
+        words = words_of(arguments)
+        if words and (asked := asked_help(arguments[len(words) :])) is not None:
+            return print_help(" ".join(words), kind_of(words), asked)
         command, notes = read_command(arguments, os.environ)
         for note in notes:
             sys.stderr.write(f"kvern: {note}\n")
@@ -73,31 +69,38 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
 
 
+def words_of(arguments: Sequence[str]) -> tuple[str, ...]:
+    """The words of the command that a command line begins with; none if there is no such command."""
+    return next((words for words in COMMANDS if tuple(arguments[: len(words)]) == words), ())
+
+
+def kind_of(words: tuple[str, ...]) -> type:
+    """The class of a command."""
+    module, _, name = COMMANDS[words].partition(":")
+    kind: type = getattr(import_module(module), name)
+    return kind
+
+
 def read_command(arguments: list[str], environment: Mapping[str, str]) -> tuple[Any, list[str]]:
     """The command that a command line gives, and notes for the user. Raises ConfigError, or SystemExit after help."""
-    defaults = read_defaults(arguments, environment)
-    arguments, notes = own_arguments(arguments)
+    defaults, words, notes = read_defaults(arguments, environment), words_of(arguments), list[str]()
+    kind = kind_of(words) if words else None
+    if kind is not None:
+        arguments, notes = kvern_arguments(arguments[len(words) :], " ".join(words), kind)
+    divided = any(option in DIVISION for option in [*defaults.given, *options_in(arguments)])
     registry = tyro.constructors.ConstructorRegistry()
     for rule in RULES:
         registry.primitive_rule(rule)
     with registry:
         command = tyro.cli(
-            commands(defaults, divided=any(option in DIVISION for option in [*defaults.given, *options_in(arguments)])),
-            args=arguments or ["--help"],
-            prog="kvern",
-            description=DESCRIPTION,
+            every_command(defaults, divided) if kind is None else kind,
+            **({} if kind is None else {"default": with_defaults(kind, defaults, divided)}),
+            args=arguments if words else arguments or ["--help"],
+            prog=" ".join(["kvern", *words]),
+            description=None if words else DESCRIPTION,
             config=(tyro.conf.OmitArgPrefixes,),
         )
     return command, [*defaults.notes, *notes]
-
-
-def own_arguments(arguments: list[str]) -> tuple[list[str], list[str]]:
-    """The command line by kvern's names, and notes for the user. Raises ConfigError."""
-    for words, kind in KINDS.items():
-        if tuple(arguments[: len(words)]) == words:
-            found, notes = kvern_arguments(arguments[len(words) :], " ".join(words), kind)
-            return [*words, *found], notes
-    return arguments, []
 
 
 def reads(kind: Any, metavar: str, read: Callable[[str], Any], write: Callable[[Any], str]) -> Rule:
@@ -139,34 +142,35 @@ def options_in(arguments: Sequence[str]) -> list[str]:
     return [flag[2:].replace("-", "_") for flag in flags]
 
 
-def commands(defaults: Defaults, divided: bool) -> Any:
-    """Return the union of the commands, with the values of environment and configuration file as defaults.
+def with_defaults(kind: type, defaults: Defaults, divided: bool) -> Any:
+    """A command with the values of environment and configuration file.
 
-    `divided`: somebody has said how a model is divided among GPUs.
+    `divided`: the user says how a model is divided among GPUs.
     """
-    missing: Any = tyro.MISSING
-    serve = ServeCommand(divided=divided, server=defaults.server, engine=defaults.engine)
-    run = RunCommand(missing, missing, sampling=defaults.sampling, engine=defaults.engine)
-    chat = ChatCommand(sampling=defaults.sampling, engine=defaults.engine)
-    benches = (
-        Annotated[Offline, tyro.conf.subcommand("offline", default=Offline(engine=defaults.engine))]
-        | Annotated[ServeBench, tyro.conf.subcommand("serve", default=ServeBench())]
-        | Annotated[Kernels, tyro.conf.subcommand("kernels", default=Kernels(engine=defaults.engine))]
-    )
-    profile = ProfileCommand(engine=defaults.engine)
-    quantize, train = QuantizeCommand(missing), TrainEagleCommand(missing, missing, missing)
-    return (
-        Annotated[RunCommand, tyro.conf.subcommand("run", default=run)]
-        | Annotated[ChatCommand, tyro.conf.subcommand("chat", default=chat)]
-        | Annotated[ServeCommand, tyro.conf.subcommand("serve", default=serve)]
-        | Annotated[EnginesCommand, tyro.conf.subcommand("engines", default=EnginesCommand())]
-        | Annotated[ModelsCommand, tyro.conf.subcommand("models", default=ModelsCommand())]
-        | Annotated[PlanCommand, tyro.conf.subcommand("plan", default=PlanCommand(missing))]
-        | Annotated[QuantizeCommand, tyro.conf.subcommand("quantize", default=quantize)]
-        | Annotated[TrainEagleCommand, tyro.conf.subcommand("train-eagle", default=train)]
-        | Annotated[benches, tyro.conf.subcommand("bench", description=BENCH)]
-        | Annotated[ProfileCommand, tyro.conf.subcommand("profile", default=profile)]
-    )
+    options = {type(part): part for part in (defaults.engine, defaults.server, defaults.sampling)}
+    hints, values = typing.get_type_hints(kind), dict[str, Any]()
+    for field in dataclasses.fields(kind):
+        if hints[field.name] in options:
+            values[field.name] = options[hints[field.name]]
+        elif field.name == "divided":
+            values[field.name] = divided
+        elif field.default is field.default_factory is dataclasses.MISSING:
+            values[field.name] = tyro.MISSING
+    return kind(**values)
+
+
+def every_command(defaults: Defaults, divided: bool) -> Any:
+    """The union of all commands, for the help of `kvern` itself and for words that are no command."""
+    groups: dict[str, list[Any]] = {}
+    for words in COMMANDS:
+        kind = kind_of(words)
+        leaf = tyro.conf.subcommand(words[-1], default=with_defaults(kind, defaults, divided))
+        groups.setdefault(words[0], []).append(Annotated[kind, leaf])
+    found = [
+        parts[0] if len(parts) == 1 else Annotated[reduce(or_, parts), tyro.conf.subcommand(word, description=BENCH)]
+        for word, parts in groups.items()
+    ]
+    return reduce(or_, found)
 
 
 if __name__ == "__main__":
