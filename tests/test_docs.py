@@ -61,3 +61,9 @@ def test_files_that_pages_name_exist(page: Path) -> None:
 def test_the_performance_tables_are_current() -> None:
     done = subprocess.run([sys.executable, "-m", "benchmarks.performance", "--check"], cwd=ROOT, stderr=subprocess.PIPE)
     assert not done.returncode, done.stderr
+
+
+def test_pages_stay_short() -> None:
+    words = {page.name: len(page.read_text().split()) for page in (ROOT / "docs").glob("*.md")}
+    assert {name: words[name] for name, limit in LIMITS.items() if words[name] > limit} == {}
+    assert sum(words.values()) <= ALL_PAGES
