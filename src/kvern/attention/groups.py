@@ -1,4 +1,12 @@
-"""Which layers share block tables, and how layers divide the memory of a block."""
+"""Which layers share block tables, and how layers divide the memory of a block.
+
+Layers with a window have block tables of their own, whose blocks are given back as the window passes. All tables take
+blocks from one pool. A block has as many places as there are layers without a window, and layers with one are dealt out
+to as many tables as they then need: two layers of different tables share the memory of a place, never a block. Gemma 3
+27B has 10 layers without a window and 52 with one: 10 places and 1 + 6 tables. gpt-oss-20b has 12 of each: 12 places
+and 1 + 1 tables. Places that no layer has cost memory (70 places for 62 layers in the former). Where all layers have a
+window, they share one table, and the first table numbers blocks without memory.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace

@@ -1,4 +1,9 @@
-"""What frees a GPU whose kernels wait for ranks that have ended: what they compute then is wrong."""
+"""How a GPU is freed whose kernels wait for a rank that has ended.
+
+Such a kernel would wait for ever, and so would everything that waits for its GPU. A word in the host's memory is set,
+which waiting kernels read after some milliseconds; if that is not enough, NCCL's groups are aborted. What the step
+computes after that is wrong and is thrown away.
+"""
 
 import atexit
 import contextlib
