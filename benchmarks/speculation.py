@@ -33,6 +33,7 @@ import torch
 
 from kvern import LLM, RequestOutput, SamplingParams
 from kvern.observe.drafts import DraftFigures
+from kvern.request.request import RequestOptions
 
 PLAIN, CONTROL = "none", "none again"
 WARMING = 8
@@ -128,7 +129,7 @@ def answered(llm: LLM, asked: Asked, params: SamplingParams, seed: int) -> Itera
     """The answers, in their order; each has a seed of its own, from this one on."""
     engine = llm._engine
     outputs = [
-        engine.add(str(index), prompt, params.replace(seed=seed + index), prediction=predicted)
+        engine.add(str(index), prompt, params.replace(seed=seed + index), RequestOptions(prediction=tuple(predicted)))
         for index, (prompt, predicted) in enumerate(asked)
     ]
     while engine.has_work:

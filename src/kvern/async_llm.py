@@ -20,6 +20,7 @@ from kvern.engine.scoring import Pair, Score, score_of, scored_prompts
 from kvern.errors import RequestFailed
 from kvern.request.events import EngineStatistics
 from kvern.request.outputs import OnError, RequestOutput, check_on_error, checked
+from kvern.request.request import RequestOptions
 from kvern.request.sampling_params import SamplingParams
 from kvern.serving.chats import Tools, chat_request, follow
 from kvern.serving.client_thread import ClientThread
@@ -155,10 +156,11 @@ class AsyncLLM:
         """Yield as `stream` does; the last output may be one that failed. With `patient` nothing else is yielded."""
         news = _News()
         given: list[Generation] = []
+        options = RequestOptions(priority=priority)
 
         async def submit() -> None:
             submit = self._client.generations.submit
-            given.append(await submit(prompt, params, news=news, patient=patient, priority=priority, adapter=adapter))
+            given.append(await submit(prompt, params, options, news=news, patient=patient, adapter=adapter))
 
         try:
             await asyncio.wrap_future(self._thread.submit(submit()))

@@ -25,6 +25,7 @@ from kvern.engine.scoring import Pair, Score, score_of, scored_prompts
 from kvern.errors import EngineDied, InvalidRequest, KvernError, RequestFailed
 from kvern.request.events import EngineStatistics
 from kvern.request.outputs import CompletionOutput, OnError, RequestOutput, check_on_error, checked
+from kvern.request.request import RequestOptions
 from kvern.request.sampling_params import SamplingParams
 from kvern.serving.chats import Tools, chat_request, follow
 from kvern.serving.several import SeveralEngines
@@ -36,6 +37,7 @@ from kvern.tools.definitions import NO_TOOLS, ToolUse
 
 __all__ = ["LLM", "CompletionOutput", "FailedRequest", "RequestOutput", "Score"]
 
+WHOLE = RequestOptions(whole=True)
 Input = tuple[str, Prompt, SamplingParams | None] | tuple[str, Prompt, SamplingParams | None, str | None]
 
 
@@ -160,11 +162,12 @@ class LLM:
         check_on_error(on_error)
         outputs: list[RequestOutput] = []
         ids = []
+        options = RequestOptions(embed=embed, whole=True)
         try:
             with self._shared.held():
                 for prompt, param, adapter in zip(prompts, params, adapters or [None] * len(prompts), strict=True):
                     ids.append(self._next_id())
-                    outputs.append(self._engine.add(ids[-1], prompt, param, embed=embed, adapter=adapter, whole=True))
+                    outputs.append(self._engine.add(ids[-1], prompt, param, options, adapter=adapter))
             self._run(outputs, progress)
         except BaseException:
             self._shared.abort(ids)
@@ -301,7 +304,7 @@ class LLM:
                     try:
                         name = adapter[0] if adapter else None
                         with self._shared.held():
-                            alive[request_id] = self._engine.add(request_id, prompt, params, adapter=name, whole=True)
+                            alive[request_id] = self._engine.add(request_id, prompt, params, WHOLE, adapter=name)
                     except EngineDied:  # no fault of that input
                         raise
                     except KvernError as error:

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from kvern import LLM, RequestOutput, SamplingParams
 from kvern.drafting.prediction import FollowedPrediction
 from kvern.errors import InvalidRequest
+from kvern.request.request import RequestOptions
 from tests.support.internals import core_of, engine_of, vocab_size_of
 from tests.support.speculation import AnyLength
 
@@ -81,7 +82,7 @@ def llm(tiny_model: Path) -> Iterator[LLM]:
 
 def predicted(llm: LLM, params: SamplingParams, predictions: Sequence[Any]) -> list[RequestOutput]:
     outputs = [
-        engine_of(llm).add(str(index), prompt, params, prediction=prediction)
+        engine_of(llm).add(str(index), prompt, params, RequestOptions(prediction=prediction))
         for index, (prompt, prediction) in enumerate(zip(PROMPTS, predictions, strict=True))
     ]
     while engine_of(llm).has_work:
@@ -132,4 +133,4 @@ def test_tokens_are_those_without(temperature: float, depth: int, llm: LLM) -> N
 )
 def test_what_cannot_be_is_refused(prediction: Any, options: dict[str, Any], said: str, llm: LLM) -> None:
     with pytest.raises(InvalidRequest, match=said):
-        engine_of(llm).add("x", [5], SamplingParams(**options), prediction=prediction)
+        engine_of(llm).add("x", [5], SamplingParams(**options), RequestOptions(prediction=prediction))

@@ -8,6 +8,7 @@ import pytest
 
 from kvern import LLM, SamplingParams
 from kvern.errors import ConfigError, InvalidParameter, InvalidRequest, KvernError
+from kvern.request.request import RequestOptions
 from kvern.request.structured_output import StructuredOutput
 from tests.support.idle import is_idle
 from tests.support.internals import engine_of
@@ -95,7 +96,7 @@ def test_values_that_other_programs_send_for_nothing(llm: LLM) -> None:
 @pytest.mark.parametrize("priority", [2**63, -(2**63) - 1, 2**5000, 1.5, True, "1"])
 def test_a_priority_has_64_bits(llm: LLM, priority: Any) -> None:
     with pytest.raises(InvalidParameter, match=r"priority is .*: it must be a"):
-        engine_of(llm).inputs.request("a", "a", GREEDY, priority=priority)
+        engine_of(llm).inputs.request("a", "a", GREEDY, RequestOptions(priority=priority))
 
 
 BAD_REQUESTS: list[tuple[Any, dict[str, Any], type[KvernError], str]] = [

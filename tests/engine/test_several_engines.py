@@ -13,6 +13,7 @@ from kvern import LLM, EngineConfig, SamplingParams
 from kvern.engine.engine import Engine
 from kvern.errors import ConfigError, EngineClosed, EngineUnavailable, InvalidRequest
 from kvern.llm import FailedRequest
+from kvern.request.request import RequestOptions
 from kvern.serving.several import SeveralEngines
 from tests.support.batch_files import read_rows, run, write_rows
 from tests.support.internals import engine_of
@@ -131,7 +132,9 @@ def test_a_killed_engine_loses_no_row(one: LLM, two: LLM, tmp_path: Path, monkey
 def test_what_is_aborted_before_a_step_goes_to_nobody(two: LLM) -> None:
     expected, engine = tokens(two.generate(PROMPTS[2:], PARAMS)), engine_of(two)
     before = two.statistics().requests
-    outputs = [engine.add(str(number), prompt, PARAMS, whole=True) for number, prompt in enumerate(PROMPTS)]
+    outputs = [
+        engine.add(str(number), prompt, PARAMS, RequestOptions(whole=True)) for number, prompt in enumerate(PROMPTS)
+    ]
     engine.abort(["0", "1"])
     assert [output.outputs[0].finish_reason for output in outputs[:3]] == ["abort", "abort", None]
     while engine.has_work:

@@ -12,7 +12,7 @@ from kvern.drafting.device.drafter import ComputedStep, GuardedDrafter
 from kvern.drafting.drafting import Drafting
 from kvern.drafting.proposer import Proposer, takes_drafts
 from kvern.drafting.room import Wanted
-from kvern.request.request import Request, sample_seed
+from kvern.request.request import Request, RequestOptions, sample_seed
 from kvern.request.step import SchedulerOutput
 from tests.support.internals import core_of, engine_of, vocab_size_of
 
@@ -134,7 +134,9 @@ def speculating(
 
 def accepted_of_prediction(llm: LLM, prompt: list[int], params: SamplingParams, told: list[int], wrong: int) -> int:
     """How much of a prediction is right, which has a token more than the answer `told` before number `wrong`."""
-    output = engine_of(llm).add("predicted", prompt, params, prediction=[*told[:wrong], 9, *told[wrong:]])
+    output = engine_of(llm).add(
+        "predicted", prompt, params, RequestOptions(prediction=(*told[:wrong], 9, *told[wrong:]))
+    )
     while engine_of(llm).has_work:
         engine_of(llm).step()
     assert output.outputs[0].token_ids == told

@@ -4,8 +4,10 @@ A body may hold every field of ``SamplingParams`` beside OpenAI's own parameters
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
+
+import msgspec
 
 from kvern.api.chat_fields import CHAT_FIELDS
 from kvern.api.conversation import ChatBody, read_chat_body
@@ -129,8 +131,6 @@ class CompletionBody:
     stream: bool
     options: AnswerOptions
     encoding: Encoding | None = None
-    prediction: str = ""
-    """A text that the answers are expected to resemble."""
 
 
 def read_completion(body: Mapping[str, Any], url: str, defaults: SamplingParams | None = None) -> CompletionBody:
@@ -170,8 +170,11 @@ def read_completion(body: Mapping[str, Any], url: str, defaults: SamplingParams 
         visible=frozenset(params.visible_token_ids or ()),
     )
     prompts = [] if is_chat else read_prompts(body)
-    prediction = read_prediction(body) if is_chat else ""
-    return CompletionBody(conversation, prompts, params, read_common(body), stream, options, encoding, prediction)
+    common = read_common(body)
+    if is_chat:
+        asked = msgspec.structs.replace(common.options, prediction=read_prediction(body))
+        common = replace(common, options=asked)
+    return CompletionBody(conversation, prompts, params, common, stream, options, encoding)
 
 
 def _answer_options(body: Mapping[str, Any], url: str, conversation: ChatBody | None, **found: Any) -> AnswerOptions:

@@ -9,6 +9,7 @@ import msgspec
 
 from kvern.api.errors import HttpError
 from kvern.errors import InvalidParameter, shown
+from kvern.request.request import RequestOptions
 from kvern.request.sampling_params import MAX_WIDE_INTEGER, SamplingParams
 
 COMMON_FIELDS = ("priority", "timeout", "cache_salt")
@@ -39,7 +40,8 @@ JSON_NAMES = {
 class CommonFields:
     """Common fields. `timeout` is in seconds from now; requests with different `cache_salt` share no cached blocks."""
 
-    priority: int = 0
+    options: RequestOptions = RequestOptions()
+    """The options of which a body says something."""
     timeout: float | None = None
     cache_salt: str = ""
 
@@ -55,7 +57,7 @@ def read_common(body: Mapping[str, Any]) -> CommonFields:
     if len(salt) > LONGEST_SALT:
         message = f"cache_salt has {len(salt)} characters: at most {LONGEST_SALT}"
         raise HttpError(400, message, param="cache_salt")
-    return CommonFields(typed(body, "priority", int, 0), timeout, salt)
+    return CommonFields(RequestOptions(priority=typed(body, "priority", int, 0)), timeout, salt)
 
 
 def typed(body: Mapping[str, Any], name: str, kind: type | tuple[type, ...], default: Any) -> Any:

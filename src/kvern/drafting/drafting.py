@@ -197,9 +197,9 @@ class Drafting:
         for request in requests:
             if request.state is State.FINISHED:
                 self._costs.answered(request.output_length)
-            elif (self._proposer is not None or request.spec.prediction) and takes_drafts(request):
+            elif (self._proposer is not None or request.spec.predicted) and takes_drafts(request):
                 going.append(request)
-                has_predictions = has_predictions or bool(request.spec.prediction)
+                has_predictions = has_predictions or bool(request.spec.predicted)
         counts = self.most(going, running) if going else []
         if any(counts):
             self._quiet = 0
@@ -232,7 +232,7 @@ class Drafting:
     def _unpredicted(self, going: Sequence[Request], most: Sequence[int]) -> tuple[list[Request], list[int]]:
         """Guess by predictions, and leave those requests that have none, or say something else."""
         wanted = dict(zip(going, most, strict=True))
-        predicted = [request for request in going if request.spec.prediction]
+        predicted = [request for request in going if request.spec.predicted]
         found = self._predictions.propose(predicted, [wanted[request] for request in predicted])
         for request, drafts in zip(predicted, found, strict=True):
             request.draft_token_ids = drafts

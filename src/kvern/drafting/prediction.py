@@ -26,7 +26,7 @@ class PredictionProposer:
         for request, count in zip(requests, most, strict=True):
             followed = self._followed.get(request)
             if followed is None:
-                followed = self._followed[request] = FollowedPrediction(request.spec.prediction)
+                followed = self._followed[request] = FollowedPrediction(request.spec.predicted)
             left -= followed.read(left)
             followed.follow(request.token_ids, request.prompt_length)
             guesses.append(followed.continued(count))

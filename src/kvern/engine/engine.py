@@ -2,7 +2,6 @@
 
 import logging
 from collections.abc import Sequence
-from typing import Unpack
 
 import msgspec
 
@@ -16,7 +15,7 @@ from kvern.errors import ConfigError, InvalidRequest
 from kvern.models.folder import model_folder
 from kvern.request.events import EngineStatistics
 from kvern.request.outputs import RequestOutput
-from kvern.request.request import RequestOptions
+from kvern.request.request import NO_OPTIONS, RequestOptions
 from kvern.request.sampling_params import SamplingParams
 from kvern.runner.startup import Startup
 from kvern.sample.processors import load_processors
@@ -82,18 +81,18 @@ class Engine:
         request_id: str,
         prompt: Prompt,
         params: SamplingParams | None = None,
+        options: RequestOptions = NO_OPTIONS,
         *,
         adapter: str | None = None,
-        **options: Unpack[RequestOptions],
     ) -> RequestOutput:
         """Queue a prompt; the returned output grows with each `step`. Raises InvalidRequest or InvalidParameter.
 
-        `adapter` is the name of one that is loaded; None: the model as it is. `options` are of `RequestSpec`.
+        `adapter` is the name of one that is loaded; None: the model as it is. `options` go into the `RequestSpec`.
         """
         if request_id in self._members:
             raise InvalidRequest(f"request id {request_id!r} is in use: ids must differ")
         key = self._adapters.key(adapter)
-        spec = msgspec.structs.replace(self.inputs.request(request_id, prompt, params, **options), adapter=key)
+        spec = msgspec.structs.replace(self.inputs.request(request_id, prompt, params, options), adapter=key)
         output = self._outputs.add(prompt if isinstance(prompt, str) else None, spec)
         self._members[request_id] = spec.answer_ids
         try:

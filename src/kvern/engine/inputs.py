@@ -7,7 +7,7 @@ import contextlib
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Any
 
 import msgspec
 
@@ -15,7 +15,7 @@ from kvern.config import EngineConfig
 from kvern.engine.breakers import BreakerFinder
 from kvern.engine.model_facts import ModelFacts
 from kvern.errors import InvalidParameter, InvalidRequest, PromptTooLong, shown
-from kvern.request.request import PromptInput, RequestOptions, RequestSpec
+from kvern.request.request import NO_OPTIONS, PromptInput, RequestOptions, RequestSpec
 from kvern.request.sampling_params import USUAL, ResolvedParams, SamplingParams, check_wide_integer
 from kvern.sample.processors import Processors, check_arguments
 from kvern.structured.grammar import grammars_of
@@ -74,21 +74,21 @@ class InputProcessor:
         request_id: str,
         prompt: Prompt,
         params: SamplingParams | None = None,
-        **options: Unpack[RequestOptions],
+        options: RequestOptions = NO_OPTIONS,
     ) -> RequestSpec:
         """What is asked with a prompt, checked and with all defaults filled in.
 
         Raises InvalidRequest, InvalidParameter or NotCompiled.
         """
-        if not options.get("embed"):
+        if not options.embed:
             self.check_generates()
-        check_wide_integer("priority", options.get("priority"))
-        asked = EMBEDDING if options.get("embed") else params or SamplingParams()
+        check_wide_integer("priority", options.priority)
+        asked = EMBEDDING if options.embed else params or SamplingParams()
         resolved = self._resolve(asked)
         grammar = None if asked.structured is None else self.grammars.compile(asked.structured)
         read = self._prompt(prompt)
         stop = frozenset(asked.stop_token_ids or ()) | (frozenset() if asked.ignore_eos else self._eos_token_ids)
-        predicted = self._predicted(options.get("prediction", ""))
+        predicted = self._predicted(options.prediction)
         if predicted and asked.beam_width is not None:
             raise InvalidRequest(
                 f"prediction is given with beam_width {asked.beam_width}: at every token beams are chosen among "
@@ -109,11 +109,8 @@ class InputProcessor:
             bad_word_ids=bad_word_ids,
             breakers=self._breakers(asked.dry_sequence_breakers) if asked.penalizes_repetitions else None,
             grammar=grammar,
-            priority=options.get("priority", 0),
-            namespace=options.get("namespace", b""),
-            embed=options.get("embed", False),
-            prediction=predicted,
-            whole=options.get("whole", False),
+            predicted=predicted,
+            **msgspec.structs.asdict(msgspec.structs.replace(options, prediction="")),
         )
 
     def check_generates(self) -> None:

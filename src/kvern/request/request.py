@@ -17,7 +17,7 @@ import enum
 import hashlib
 from collections.abc import Sequence
 from dataclasses import InitVar, dataclass, field
-from typing import TYPE_CHECKING, Literal, TypedDict
+from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
@@ -48,15 +48,24 @@ class PromptInput(msgspec.Struct, frozen=True, array_like=True, gc=False):
         return len(self.token_ids)
 
 
-class RequestOptions(TypedDict, total=False):
-    """What a request may ask for beside prompt and parameters, handed on as it is from any API to `InputProcessor`."""
+class RequestOptions(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=False):
+    """What a request may ask for beside prompt and parameters. An API makes it, and `RequestSpec` has its fields."""
 
-    priority: int
-    namespace: bytes
-    embed: bool
-    prediction: str | Sequence[int]
-    """A text, of which the spec has the tokens."""
-    whole: bool
+    priority: int = 0
+    namespace: bytes = b""
+    """Only requests of one namespace share cached blocks."""
+    embed: bool = False
+    """The last hidden state of the prompt is wanted; one token is sampled beside it and means nothing."""
+    prediction: str | tuple[int, ...] = ""
+    """What the client expects the answers to be. `RequestSpec.predicted` has its tokens."""
+    whole: bool = False
+    """The answers are wanted whole: tokens are told of several at a time, and tokens that an engine has not told when
+    it dies are computed again."""
+    owner: str = ""
+    """The user who shares the engine with others: `kvern.engine.shares`."""
+
+
+NO_OPTIONS = RequestOptions()
 
 
 class Breakers(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -69,8 +78,10 @@ class Breakers(msgspec.Struct, frozen=True, array_like=True, gc=False):
     sequences: tuple[tuple[int, ...], ...]
 
 
-class RequestSpec(msgspec.Struct, frozen=True, array_like=True, gc=False):
+class RequestSpec(RequestOptions, frozen=True, array_like=True, gc=False):
     """What is asked with one prompt: made once, valid, and the same for server, wire, scheduler and batch.
+
+    A field of `RequestOptions` is a field of this, so that a new one is declared once.
 
     Its `n` samples, or its beam search, are the answers `request_id#0`, `request_id#1` ...
     """
@@ -88,22 +99,12 @@ class RequestSpec(msgspec.Struct, frozen=True, array_like=True, gc=False):
     breakers: Breakers | None = None
     grammar: str | None = None
     """Compiled; the answers follow it."""
-    priority: int = 0
-    namespace: bytes = b""
-    """Only requests of one namespace share cached blocks."""
-    embed: bool = False
-    """The last hidden state of the prompt is wanted; one token is sampled beside it and means nothing."""
     adapter: int | None = None
     """The key of the adapter that changes the model for it."""
     turn: int = 0
     """Among requests that the policy thinks equal, the lowest goes first: how several users share an engine."""
-    prediction: tuple[int, ...] = ()
-    """What its client expects the answers to be; drafts are taken from it."""
-    whole: bool = False
-    """Its answers are wanted whole: tokens are told of several at a time, and those that an engine which dies has not
-    told are computed again."""
-    owner: str = ""
-    """Who shares the engine with others: `kvern.engine.shares`."""
+    predicted: tuple[int, ...] = ()
+    """The tokens of the prediction. Drafts are taken from it."""
 
     @property
     def prompt_length(self) -> int:
@@ -243,7 +244,7 @@ class Request:
         self.prompt_length, self.max_tokens = spec.prompt_length, spec.max_tokens
         self.stop_token_ids = spec.stop_token_ids
         self.group, self.priority, self.turn, self.adapter = spec.group, spec.priority, spec.turn, spec.adapter
-        asks = spec.params.logprobs is not None or spec.params.stop_strings or spec.prediction or spec.params.beam_width
+        asks = spec.params.logprobs is not None or spec.params.stop_strings or spec.predicted or spec.params.beam_width
         self.gathers = spec.whole and not asks
 
     @property

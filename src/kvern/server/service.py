@@ -6,12 +6,15 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from msgspec.structs import replace
+
 from kvern.api.errors import HttpError
 from kvern.api.fields import CommonFields
 from kvern.api.limits import check_bounds, check_reported, reported_by
 from kvern.engine.inputs import Prompt
 from kvern.errors import ConfigError, shown
 from kvern.request.outputs import RequestOutput
+from kvern.request.request import RequestOptions
 from kvern.request.sampling_params import SamplingParams
 from kvern.server.admission import Admission, KeyLimits
 from kvern.server.config import ServerConfig
@@ -31,15 +34,10 @@ class Ask:
     params: Sequence[SamplingParams]
     """One for each prompt."""
     key: ApiKey
-    priority: int = 0
-    namespace: bytes = b""
+    options: RequestOptions
     deadline: float | None = None
-    embed: bool = False
-    """The prompts' last hidden states are wanted."""
     adapter: str | None = None
     """The adapter that the model was named by."""
-    prediction: str = ""
-    """What the answers are expected to be."""
 
     @property
     def is_large(self) -> bool:
@@ -157,7 +155,6 @@ class Service:
         params: SamplingParams | Sequence[SamplingParams],
         key: ApiKey,
         embed: bool = False,
-        prediction: str = "",
     ) -> Ask:
         """What to ask the model's engine; `params` for all prompts, or for each. Raises HttpError, InvalidParameter."""
         if isinstance(params, SamplingParams):
@@ -165,17 +162,15 @@ class Service:
                 check_bounds(params, len(prompts))
             params = [params] * len(prompts)
         engine, timeout = self.engine_of(model), common.timeout
+        options = replace(common.options, namespace=self.namespace(common, key), owner=key.owner, embed=embed)
         return Ask(
             engine,
             prompts,
             params,
             key,
-            priority=common.priority,
-            namespace=self.namespace(common, key),
+            options,
             deadline=None if timeout is None else asyncio.get_running_loop().time() + timeout,
-            embed=embed,
             adapter=engine.adapter_of(model),
-            prediction=prediction,
         )
 
     async def start(self, ask: Ask, patient: bool = False) -> Running:
@@ -194,14 +189,10 @@ class Service:
                     generation = await engine.client.generations.submit(
                         prompt,
                         params,
+                        ask.options,
                         news=news,
-                        priority=ask.priority,
-                        owner=ask.key.owner,
-                        namespace=ask.namespace,
-                        embed=ask.embed,
                         patient=patient,
                         adapter=ask.adapter,
-                        prediction=ask.prediction,
                     )
                     generations.append(generation)  # at once, so that it is aborted if the next prompt is refused
                     arrived(params.sequences)

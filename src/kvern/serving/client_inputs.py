@@ -5,7 +5,7 @@ import functools
 from collections.abc import Awaitable, Callable, Mapping, Sequence, Sized
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, TypeVar, Unpack
+from typing import Any, TypeVar
 
 from kvern.config import EngineConfig
 from kvern.engine.inputs import InputProcessor, Messages, Prompt
@@ -96,13 +96,12 @@ class ClientInputs:
         request_id: str,
         prompt: Prompt,
         params: SamplingParams | None,
-        owner: str,
-        **options: Unpack[RequestOptions],
+        options: RequestOptions,
     ) -> RequestSpec:
         """`InputProcessor.request`. Raises InvalidRequest, InvalidParameter or ServerBusy."""
         size = len(prompt) if isinstance(prompt, Sized) else 0
-        work = functools.partial(self.processor.request, request_id, prompt, params, **options)
-        return await self._compiled(lambda: self._in_thread(size, work), owner)
+        work = functools.partial(self.processor.request, request_id, prompt, params, options)
+        return await self._compiled(lambda: self._in_thread(size, work), options.owner)
 
     async def chat(
         self, messages: Messages, params: SamplingParams, use: ToolUse, *, owner: str = "", **options: Any

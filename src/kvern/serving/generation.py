@@ -25,11 +25,9 @@ class Generation:
         spec: RequestSpec,
         news: asyncio.Event,
         asked: float,
-        owner: str,
         patient: bool,
     ) -> None:
         self.output = output
-        self.owner = owner
         self.news = news
         self.patient = patient
         self.asked = asked

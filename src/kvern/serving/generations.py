@@ -5,11 +5,10 @@ import itertools
 import os
 import time
 from collections.abc import AsyncIterator, Sequence
-from typing import Unpack
 
 from kvern.engine.inputs import Prompt
 from kvern.errors import DeadlineExceeded
-from kvern.request.request import RequestOptions
+from kvern.request.request import NO_OPTIONS, RequestOptions
 from kvern.request.sampling_params import SamplingParams
 from kvern.serving.client_inputs import ClientInputs
 from kvern.serving.generation import Generation
@@ -37,28 +36,24 @@ class Generations:
         self,
         prompt: Prompt,
         params: SamplingParams | None = None,
+        options: RequestOptions = NO_OPTIONS,
         *,
         news: asyncio.Event,
-        owner: str = "",
         patient: bool = False,
         adapter: str | None = None,
-        **options: Unpack[RequestOptions],
     ) -> Generation:
         """Check a prompt and hand it to an engine, waiting for one if all are being replaced.
 
-        `owner` is who shares the engines with others by turns. With `patient`, `news` is set only at the end. `adapter`
-        is the name of one that is loaded; `options` are of `RequestSpec`.
+        With `patient`, `news` is set only at the end. `adapter` is the name of one that is loaded.
 
         Raises InvalidRequest, InvalidParameter, ServerBusy or EngineDied.
         """
         asked = time.monotonic()
         request_id = f"{os.getpid()}-{next(self._ids)}"
-        checked = await self._inputs.request(request_id, prompt, params, owner, **options)
+        checked = await self._inputs.request(request_id, prompt, params, options)
         text = prompt if isinstance(prompt, str) else None
         await self._replicas.until_available()  # it takes its turn when there is an engine
-        generation = self._replicas.prepare(
-            checked, text, news=news, asked=asked, owner=owner, patient=patient, adapter=adapter
-        )
+        generation = self._replicas.prepare(checked, text, news=news, asked=asked, patient=patient, adapter=adapter)
         await self._replicas.give([generation])
         return generation
 

@@ -180,7 +180,6 @@ class Replicas:
         *,
         news: asyncio.Event,
         asked: float,
-        owner: str = "",
         patient: bool = False,
         adapter: str | None = None,
     ) -> Generation:
@@ -190,9 +189,9 @@ class Replicas:
         """
         key = self.adapters.names.key(adapter)
         output = self.outputs.add(text, checked)
-        turn = self.turns.take(owner, checked.params.sequences)
-        spec = msgspec.structs.replace(checked, adapter=key, turn=turn, owner=owner)
-        generation = Generation(output, spec, news, asked, owner, patient)
+        turn = self.turns.take(checked.owner, checked.params.sequences)
+        spec = msgspec.structs.replace(checked, adapter=key, turn=turn)
+        generation = Generation(output, spec, news, asked, patient)
         if any(replica.record.is_kept for replica in self):
             generation.piece_keys = piece_keys(spec)
         return generation
@@ -201,7 +200,7 @@ class Replicas:
         """End those that were prepared and given to nobody."""
         for generation in generations:
             self.outputs.abort(generation.spec.answer_ids)
-            self.turns.give_back(generation.owner, generation.spec.params.sequences)
+            self.turns.give_back(generation.spec.owner, generation.spec.params.sequences)
 
     def abort(self, generations: Sequence[Generation]) -> None:
         """End those that have not ended; their blocks are free after the step that runs."""

@@ -9,14 +9,13 @@ import dataclasses
 import threading
 import time
 from collections.abc import Sequence
-from typing import Unpack
 
 from kvern.config import EngineConfig
 from kvern.engine.inputs import InputProcessor, Prompt
 from kvern.errors import EngineDied, InvalidRequest
 from kvern.request.events import EngineStatistics
 from kvern.request.outputs import RequestOutput
-from kvern.request.request import RequestOptions
+from kvern.request.request import NO_OPTIONS, RequestOptions
 from kvern.request.sampling_params import SamplingParams
 from kvern.serving.client_thread import ClientThread
 from kvern.serving.generation import Generation
@@ -80,15 +79,15 @@ class SeveralEngines:
         request_id: str,
         prompt: Prompt,
         params: SamplingParams | None = None,
+        options: RequestOptions = NO_OPTIONS,
         *,
         adapter: str | None = None,
-        **options: Unpack[RequestOptions],
     ) -> RequestOutput:
         """Queue a prompt for the next `step` to give to an engine. Raises InvalidRequest or InvalidParameter."""
         if request_id in self._generations:
             raise InvalidRequest(f"request id {request_id!r} is in use: ids must differ")
         asked = time.monotonic()
-        spec = self.inputs.request(request_id, prompt, params, **options)
+        spec = self.inputs.request(request_id, prompt, params, options)
         text = prompt if isinstance(prompt, str) else None
         news = _News(self._news, request_id)
 

@@ -77,7 +77,7 @@ class Workload:
                 self._outputs.abort(generation.spec.answer_ids)
                 self._metrics.finished(generation.output, generation.times(time.monotonic()))
                 if not generation.first:
-                    self._turns.give_back(generation.owner, generation.spec.params.sequences)
+                    self._turns.give_back(generation.spec.owner, generation.spec.params.sequences)
                 self._supervisor.send(FinishRequests(generation.spec.answer_ids))
                 self.clear(generation)
 
@@ -186,7 +186,7 @@ class Workload:
             self._metrics.next_token(now - generation.last)
         else:
             generation.first = now
-            self._turns.began(generation.spec.turn, generation.owner, sequences)
+            self._turns.began(generation.spec.turn, generation.spec.owner, sequences)
             self._metrics.first_token(now - generation.asked)
         generation.last = now
         if generation.output.finished:

@@ -74,5 +74,5 @@ class Completions:
         elif asked.encoding is not None:
             encode = engine.client.inputs.encoded
             prompts = [await encode(prompt, asked.encoding, params.max_tokens) for prompt in prompts]
-        ask = self._service.ask(model, asked.common, prompts, params, key, prediction=asked.prediction)
+        ask = self._service.ask(model, asked.common, prompts, params, key)
         return ask, CompletionWriter(asked.options, model, engine.client.tokenizer, chat), asked.stream
