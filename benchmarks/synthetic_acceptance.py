@@ -13,7 +13,7 @@ import json
 import random
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, cast
 
@@ -39,7 +39,7 @@ class SyntheticDrafter:
         self._drafts = torch.where(dice < accuracy, RIGHT, WRONG).int().to(runner._rows.device)
 
     @property
-    def graphs(self) -> Captures | None:
+    def graphs(self) -> Sequence[Captures]:
         return self._drafter.graphs
 
     def prepare(self, output: SchedulerOutput) -> None:

@@ -18,9 +18,11 @@ from typing import Any
 import torch
 
 from kvern import LLM, SamplingParams
-from kvern.drafting.device.draft_graphs import ModelGraphs
+from kvern.drafting.device.draft_graphs import DraftGraphs
 from kvern.request.step import ScheduledTokens
 from kvern.runner.device_runner import DeviceRunner
+from kvern.runner.needs import Needs
+from kvern.runner.step_graphs import PlannedStep, StepSize
 
 
 @torch.inference_mode()
@@ -72,21 +74,24 @@ def main() -> None:
     while len(core.scheduler.running) < most or any(request.output_length < 2 for request in core.scheduler.running):
         llm._engine.step()
     runner = core.executor._worker.runner
-    assert isinstance(runner, DeviceRunner) and runner._graphs is not None and runner._verify_graphs is not None
-    decodes, verifies, drafts = runner._graphs, runner._verify_graphs, runner._drafter.graphs
-    most_tokens = max(step.tokens for step in verifies._graphs)
+    assert isinstance(runner, DeviceRunner)
+    decodes, verifies = runner.graphs[:2]
+    drafts = next((graphs for graphs in runner._drafter.graphs if isinstance(graphs, DraftGraphs)), None)
+    most_tokens = max(shape.tokens for shape in verifies.captured)
+    needs = Needs.FILTERS if arguments.options else Needs.NOTHING
     for rows in arguments.rows:
         slots = list(range(rows))
-        plain = milliseconds(partial(decodes.run, slots, [context] * rows, arguments.options))
+        decoding = [ScheduledTokens(slot, context, 1, 1) for slot in slots]
+        plain = milliseconds(partial(decodes.run, PlannedStep(decoding, StepSize(rows, 0), needs)))
         for tokens in arguments.tokens:
             if rows * tokens > most_tokens:
                 continue
             scheduled = [ScheduledTokens(slot, context, tokens, tokens) for slot in slots]
-            verified = milliseconds(partial(verifies.run, scheduled, arguments.options, False))
+            verified = milliseconds(partial(verifies.run, PlannedStep(scheduled, None, needs, drafting=True)))
             found = {"rows": rows, "tokens": tokens, "plain ms": round(plain, 3), "verified ms": round(verified, 3)}
             print(json.dumps(found | {"ratio": round(verified / plain, 3)}), flush=True)
-        if isinstance(drafts, ModelGraphs):
-            run = drafts.drafts.run
+        if drafts is not None:
+            run = drafts.draft
             guessed = {count: round(milliseconds(partial(run, slots, [count] * rows)), 3) for count in arguments.drafts}
             print(json.dumps({"rows": rows, "ms of drafts": guessed}), flush=True)
 

@@ -43,7 +43,8 @@ def of_medusa(folder: Path, decoder: Decoder) -> torch.Tensor:
 
 
 class Failing:
-    reads_hidden, inputs, graphs = False, None, None
+    reads_hidden, inputs = False, None
+    graphs = ()
 
     def prepare(self, output: SchedulerOutput) -> None:
         raise ValueError("it fails")

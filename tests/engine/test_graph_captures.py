@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from kvern.request.events import EngineStatistics
-from kvern.runner.graph_captures import Captured, captures, padded_size, smallest
+from kvern.runner.decode_graphs import DecodeShape, decode_shapes, padded_size, smallest
 from kvern.serving.process import serve
 from kvern.serving.wire import FinishRequests, Shutdown, encode
 
@@ -23,7 +23,7 @@ def test_few_sizes_serve_all_and_pad_little() -> None:
 @pytest.mark.parametrize("prefixes", [True, False])
 @pytest.mark.parametrize("adapters", [True, False])
 def test_every_step_has_its_graph_and_the_likeliest_come_first(prefixes: bool, adapters: bool) -> None:
-    order = list(captures(100, prefixes, adapters))
+    order = list(decode_shapes(100, prefixes, adapters))
     sizes = {padded_size(requests) for requests in range(1, 101)}
     assert len(order) == len(set(order))
     for adapted in (False, True):
@@ -32,17 +32,21 @@ def test_every_step_has_its_graph_and_the_likeliest_come_first(prefixes: bool, a
             behind_prefixes = {item.size for item in order if item[1:] == (options, True, adapted)}
             assert plain == (sizes if adapters or not adapted else set())
             assert behind_prefixes == ({size for size in plain if size >= 4} if prefixes else set())
-    assert order[: len(sizes)] == [Captured(size, False, False, False) for size in sorted(sizes, reverse=True)]
+    assert order[: len(sizes)] == [DecodeShape(size, False, False, False) for size in sorted(sizes, reverse=True)]
 
 
 def test_stages_before_the_last_have_no_graphs_that_only_sample_otherwise() -> None:
     """So they have made theirs when the last has, which says when all are done."""
-    last, first = (list(captures(100, True, True, samples)) for samples in (True, False))
+    last, first = (list(decode_shapes(100, True, True, samples)) for samples in (True, False))
     assert first == [item for item in last if not item.options]
 
 
 def test_a_step_whose_graph_is_missing_takes_the_next_larger_of_its_kind() -> None:
-    there = [Captured(64, False, False, False), Captured(32, False, False, False), Captured(4, False, True, False)]
+    there = [
+        DecodeShape(64, False, False, False),
+        DecodeShape(32, False, False, False),
+        DecodeShape(4, False, True, False),
+    ]
     assert smallest(there, 3, False, False) == there[1]
     assert smallest(there, 30, False, False) == there[1]
     assert smallest(there, 33, False, False) == there[0]

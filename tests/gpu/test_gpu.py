@@ -199,8 +199,8 @@ def test_requests_that_begin_alike(options: dict[str, Any]) -> None:
     expected = token_ids(LLM(device="cpu", **config).generate(prompts, params))
     llm = LLM(device="cuda", **(config | options))
     assert token_ids(llm.generate(prompts, params)) == expected
-    graphs = runner_of(llm)._graphs._graphs
-    shared = [graph.groups for key, graph in graphs.items() if key.prefix]
+    graphs = runner_of(llm).graphs[0].captured
+    shared = [graph.inputs.groups for shape, graph in graphs.items() if shape.prefix]
     assert any(shared) == llm.config.shared_prefix_attention
 
 

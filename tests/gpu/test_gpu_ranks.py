@@ -214,8 +214,8 @@ def test_a_model_behind_the_last_stage_guesses_for_itself(cuda_graphs: bool, mon
         expected = said(alone.generate(PROMPTS, GREEDY))
     replay, replayed = DraftGraphs._replay, [True][:0]
 
-    def noted(graphs: DraftGraphs, steps: DraftSteps, run: DraftRun) -> None:
-        replayed.append(run in graphs._graphs)
+    def noted(graphs: DraftGraphs, run: DraftRun, steps: DraftSteps) -> None:
+        replayed.append(run in graphs.captured)
         replay(graphs, steps, run)
 
     monkeypatch.setattr(DraftGraphs, "_replay", noted)

@@ -3,7 +3,6 @@
 Run with `pytest -m gpu`.
 """
 
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -84,14 +83,16 @@ def test_greedy_and_beams_are_the_cpus() -> None:
 def test_only_what_pytorch_does_splits_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     llm = LLM(device="cuda", **SMALL)
     llm.chat(held_out()[:11], asked(PARAMS, 11))
-    graphs = runner_of(llm)._graphs
-    run, in_parts = graphs.run_to_states, list[int]()
+    graphs = runner_of(llm).graphs[0]
+    run, in_parts = graphs.run, list[int]()
 
-    def noted(slots: Sequence[int], *rest: Any) -> Any:
-        in_parts.append(len(slots))
-        return run(slots, *rest)
+    def noted(step: Any) -> Any:
+        outputs = run(step)
+        if outputs is not None and outputs.sampled is None:
+            in_parts.append(len(step.scheduled))
+        return outputs
 
-    monkeypatch.setattr(graphs, "run_to_states", noted)
+    monkeypatch.setattr(graphs, "run", noted)
     answers = llm.chat(held_out()[:11], [*IN_KERNELS, *[SamplingParams(temperature=0.8, max_tokens=20)] * 6])
     assert all(answer.outputs[0].token_ids for answer in answers)
     assert in_parts == []  # one graph from embedding to token

@@ -19,7 +19,8 @@ from tests.support.speculation import AnyLength, speculating
 from tests.support.trained_adapters import ADAPTERS
 
 if torch.cuda.is_available():
-    from kvern.runner.verify_graphs import VerifiedStep, VerifyGraphs
+    from kvern.runner.step_graphs import StepOutputs
+    from kvern.runner.verify_graphs import VerifyKind
 
 pytestmark = [
     pytest.mark.gpu,
@@ -100,14 +101,14 @@ def test_a_model_that_drafts_for_itself_is_right(options: dict[str, Any], monkey
     llm = LLM(device="cuda", draft_model="kvern-1m", **(plain | options))
     core_of(llm).drafting = AnyLength(None, vocab_size_of(llm), 5)
     replayed = []
-    run = VerifyGraphs.run
+    run = VerifyKind.run
 
-    def recorded(graphs: VerifyGraphs, *given: Any) -> VerifiedStep | None:
-        verified = run(graphs, *given)
+    def recorded(kind: VerifyKind, *given: Any) -> StepOutputs | None:
+        verified = run(kind, *given)
         replayed.append(verified is not None)
         return verified
 
-    monkeypatch.setattr(VerifyGraphs, "run", recorded)
+    monkeypatch.setattr(VerifyKind, "run", recorded)
     assert token_ids(llm.chat(conversations, params)) == token_ids(expected)
     statistics = llm.statistics()
     assert statistics.accepted_tokens > 0.9 * statistics.draft_tokens > 200

@@ -1,6 +1,7 @@
 """A draft head whose batch lives on the device drafts what its definition says; kernels are interpreted here."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import kvern.runner.worker
 from kvern import LLM, EngineConfig, SamplingParams
 from kvern.attention.torch_sdpa import TorchAttention
 from kvern.drafting.device.head_drafter import HeadDrafter
-from kvern.drafting.device.head_graphs import HeadGraphs, HeadSteps
+from kvern.drafting.device.head_graphs import HeadGraphs
 from kvern.kernel_list import KERNELS
 from kvern.layers.norm import Norm
 from kvern.models.loader import load_model, read_config
@@ -20,13 +21,14 @@ from kvern.models.registry import spec_from_config
 from kvern.runner.device_runner import DeviceRunner
 from kvern.runner.plan import agree, lay_out
 from kvern.runner.startup import Startup
+from kvern.runner.verify_graphs import VerifyKind
 from kvern.runner.worker import Worker
 from tests.support.draft_heads import add_prediction, write_eagle, write_medusa
 from tests.support.families import make_checkpoint
 from tests.support.head_drafting import drafting, eagle3_drafts, medusa_drafts
 from tests.support.internals import runner_of
 from tests.support.kernels.device_engines import OPTIONS, WITH_STATES
-from tests.support.kernels.repeated_graphs import RepeatedVerifyGraphs
+from tests.support.kernels.repeated_graphs import RecordedGraphs, RepeatedSteps
 from tests.support.tiny_model import make_tiny_model
 
 PROMPTS = [[5, 9, 17, 33, 2, 81], [7, 9, 17, 33, 2, 80, *range(40, 60)]]
@@ -34,7 +36,7 @@ PROMPTS = [[5, 9, 17, 33, 2, 81], [7, 9, 17, 33, 2, 80, *range(40, 60)]]
 pytestmark = pytest.mark.usefixtures("few_products")
 
 
-def record(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> RepeatedVerifyGraphs:
+def record(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> RecordedGraphs:
     """Let an engine read steps within what stands for graphs, and draft as those do."""
     monkeypatch.setattr(kvern.runner.verify_graphs, "ROWS", (2,))
     monkeypatch.setattr(kvern.runner.verify_graphs, "TOKENS", (8,))
@@ -42,17 +44,11 @@ def record(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> RepeatedVerifyGraphs:
     assert isinstance(runner, DeviceRunner)
     drafter = runner._drafter._drafter
     assert isinstance(drafter, HeadDrafter)
-    rows, size = runner._rows, runner._block_size
-    drafter.graphs = HeadGraphs(HeadSteps(drafter._head, drafter._attention, rows, size), rows)
-    drafter.reader = drafter.graphs.reader
-    sizes: Any = size, 100, None, None
-    states, reader = runner._states, drafter.reader
-    graphs = RepeatedVerifyGraphs(runner._decoder, runner._attention, rows, *sizes, states=states, reader=reader)
-    graphs.used = []
-    with torch.inference_mode():
-        while graphs.missing and not graphs.missing[0].options:
-            graphs.capture_next()
-    runner._verify_graphs = graphs
+    memory = RepeatedSteps()
+    drafter.in_graphs = HeadGraphs(replace(runner.model, decoder=drafter._head, attention=drafter._attention), memory)
+    kind = VerifyKind(runner.model, 100, drafter.reader)
+    graphs = RecordedGraphs(kind, memory, lambda shape: not shape.options)
+    runner.graphs = [graphs]
     return graphs
 
 
@@ -75,7 +71,7 @@ def test_eagle3_with_two_steps_in_flight(
     assert len(early) > 6
     assert all(drafts == eagle3_drafts(decoder, weights, config, text, 2) for text, drafts in early)
     if graphs is not None:
-        assert any(item.uncertain for _, scheduled in graphs.used for item in scheduled)
+        assert any(item.uncertain for step in graphs.used for item in step.scheduled)
 
 
 @pytest.mark.nightly
@@ -148,9 +144,9 @@ def test_a_head_uses_no_kernels_that_do_not_work_with_it(
     runner: Any = worker.runner
     drafter = runner._drafter._drafter
     assert isinstance(drafter, HeadDrafter)
-    models = runner._decoder, drafter._head
+    models = runner.model.decoder, drafter._head
     assert ["norm" in model.build.kernels for model in models] == [True, False]
     norms = [[part for part in model.modules() if isinstance(part, Norm)] for model in models]
     assert [any(norm.is_fused for norm in each) for each in norms] == [True, False]
-    backends = runner._attention, drafter._attention
+    backends = runner.model.attention, drafter._attention
     assert [isinstance(backend, TorchAttention) for backend in backends] == [False, True]

@@ -1,6 +1,5 @@
 """Ranks in DP attention replay steps of one size together; kernels and replays are interpreted here."""
 
-import dataclasses
 import shutil
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -11,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 
-import kvern.runner.cuda_graph
 import kvern.runner.device_runner
 import kvern.runner.prompt_graphs
 import kvern.runner.worker
@@ -23,18 +21,20 @@ from kvern.models.registry import spec_from_config
 from kvern.ranks.ranks import DPAttention, Ranks
 from kvern.request.request import PromptInput, RequestSpec
 from kvern.request.sampling_params import ResolvedParams
-from kvern.runner.cuda_graph import DecodedStep, DecodeGraph, DecodeGraphs
+from kvern.runner.decode_graphs import DecodeKind
 from kvern.runner.device_runner import DeviceRunner
 from kvern.runner.executor import DPAttentionExecutor
 from kvern.runner.plan import agree, lay_out
-from kvern.runner.prompt_graphs import PromptGraphs
+from kvern.runner.prompt_graphs import PromptKind
 from kvern.runner.ranks.rank_wire import TakeTurn
 from kvern.runner.startup import Startup
+from kvern.runner.step_graphs import PlannedStep
 from kvern.runner.worker import Worker
 from kvern.serving.homes import take_turn
 from tests.support.families import make_checkpoint
 from tests.support.kernels.device_engines import OPTIONS
 from tests.support.kernels.rank_turns import CPU, SECONDS
+from tests.support.kernels.repeated_graphs import RecordedGraphs, RepeatedSteps
 from tests.support.peft_adapters import ATTENTION, make_adapter
 from tests.support.speculation import AnyLength, Remembered
 
@@ -77,72 +77,11 @@ class Baton(Ranks):
         return found
 
 
-class Repeated:
-    """In the place of a CUDA graph: computes the captured step again, for as many rows on all ranks."""
-
-    def __init__(self, dp_attention: DPAttention, step: Callable[[], Any]) -> None:
-        self._dp_attention, self._step, self.outputs = dp_attention, step, step()
-
-    def replay(self) -> None:
-        self._dp_attention._counts, self._dp_attention._places = [], None  # as it was captured
-        for target, source in zip(self.outputs, self._step(), strict=True):
-            target.copy_(source)
-
-
-def repeated(step: Any, *_: Any) -> tuple[Repeated, DecodedStep]:
-    graph = Repeated(step.func.__self__._decoder.build.ranks.dp_attention, step)
-    return graph, graph.outputs
-
-
-class Recorded(DecodeGraphs):
-    """Notes how large the graphs are that it replays, for how many requests, and if rows have drafts in flight."""
-
-    replayed: list[tuple[int, int]]
-    uncertain = 0
-
-    def _replay(self, slots: list[int], *given: Any) -> DecodeGraph:
-        graph = super()._replay(slots, *given)
-        outputs = DecodedStep(*(output.clone() for output in graph.outputs))  # of a GPU they are copied sooner
-        self.replayed.append((len(outputs.sampled), len(slots)))
-        self.uncertain += given[3] is not None
-        return dataclasses.replace(graph, outputs=outputs)
-
-
-class RecordedPrompts(PromptGraphs):
-    """The same of steps with prompts: how many decodes of its own a rank has in them, and tokens of prompts."""
-
-    replayed: list[tuple[int, int]]
-
-    def _record(self, step: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
-        dp_attention = self._decoder.build.ranks.dp_attention
-        assert dp_attention is not None
-        graph = Repeated(dp_attention, step)
-        return graph.replay, graph.outputs
-
-    def run(self, scheduled: Any, room: Any) -> Any:
-        replayed = super().run(scheduled, room)
-        if replayed is None:
-            assert room is None, "there is one for each step that can be one"
-            return None
-        decodes = sum(item.count == 1 for item in scheduled)
-        self.replayed.append((decodes, sum(item.count for item in scheduled) - decodes))
-        graph, count = replayed
-        return dataclasses.replace(graph, outputs=DecodedStep(*(output.clone() for output in graph.outputs))), count
-
-
-class Nothing:
-    def __init__(self, *_: Any) -> None:
-        pass
-
-
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """That of a model; engines made now have their batch on the device, and capture steps."""
     groups = frozenset(kernel.group for kernel in KERNELS if not kernel.group.startswith("hopper"))
     monkeypatch.setattr(kvern.runner.worker, "usable_kernels", lambda *_: (groups, groups))
-    for name in ("Stream", "graph_pool_handle"):
-        monkeypatch.setattr(torch.cuda, name, Nothing)
-    monkeypatch.setattr(kvern.runner.cuda_graph, "capture", repeated)
     monkeypatch.setattr(kvern.runner.prompt_graphs, "DECODES", (4,))
     monkeypatch.setattr(kvern.runner.prompt_graphs, "TOKENS", (6,))
     return make_checkpoint("qwen3_moe", tmp_path)
@@ -183,14 +122,14 @@ def run_rank(
         worker.build(layout)
         runner: Any = worker.runner
         assert isinstance(runner, DeviceRunner)
-        bank = runner._adapters and runner._adapters.bank
-        runner._graphs = Recorded(runner._decoder, runner._attention, runner._rows, layout.block_size, 0, bank)
-        places = layout.block_size, 10, None, None
-        runner._prompt_graphs = RecordedPrompts(runner._decoder, runner._attention, runner._rows, *places)
-        runner._graphs.replayed, runner._prompt_graphs.replayed = [], []
+
+        def capture_again() -> None:
+            dp_attention._counts, dp_attention._places = [], None  # as it was captured
+
+        kinds = DecodeKind(runner.model, 0), PromptKind(runner.model, 10)
+        decodes, mixed = (RecordedGraphs(kind, RepeatedSteps(capture_again)) for kind in kinds)
+        runner.graphs = [decodes, mixed]
         executor = DPAttentionExecutor(worker, dp_attention, None, None)
-        while runner.idle():
-            pass
         core = make_home_core(config, folder, layout, executor, None)
         if adapter is not None:
             core.add_adapter(1, core.read_adapter(str(adapter)))
@@ -203,8 +142,17 @@ def run_rank(
                 answers.setdefault(event.request_id, []).extend(event.token_ids)
         assert not core.has_work
         verified = sum(core.statistics().drafts_by_position)
-        assert bool(verified) == bool(runner._graphs.uncertain) == bool(texts), "rows go on in graphs behind drafts"
-    return answers, runner._graphs.replayed, runner._prompt_graphs.replayed
+        uncertain = any(step.uncertain for step in decodes.used)
+        assert bool(verified) == uncertain == bool(texts), "rows go on in graphs after drafts"
+    sizes = [shape.size for shape in decodes.memory.replayed]
+    replayed = [*zip(sizes, (len(step.scheduled) for step in decodes.used), strict=True)]
+    return answers, replayed, [tokens_of(step) for step in mixed.used]
+
+
+def tokens_of(step: PlannedStep) -> tuple[int, int]:
+    """How many decodes of its own a rank has in a step, and tokens of prompts."""
+    decodes = sum(item.count == 1 for item in step.scheduled)
+    return decodes, sum(item.count for item in step.scheduled) - decodes
 
 
 def run_ranks(

@@ -1,6 +1,7 @@
 """A draft model's steps: a model that drafts for itself guesses right."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +12,14 @@ import kvern.runner.prompt_graphs
 from kvern import LLM, SamplingParams
 from kvern.device.device_batch import DeviceRows
 from kvern.drafting.device.device_draft_model import parts_of
-from kvern.drafting.device.draft_graphs import DraftGraphs, DraftRun, DraftSteps, ModelGraphs, ModelSteps, draft_runs
-from kvern.runner.cuda_graph import DecodedStep
+from kvern.drafting.device.draft_graphs import DraftGraphs, DraftRun, DraftSteps, ModelSteps, draft_runs
 from kvern.runner.device_runner import DeviceRunner
+from kvern.runner.prompt_graphs import PromptKind
+from kvern.runner.step_graphs import GraphMemory, StepOutputs
 from tests.support.families import make_checkpoint
 from tests.support.internals import core_of, engine_of, vocab_size_of
 from tests.support.kernels.device_engines import OPTIONS
-from tests.support.kernels.repeated_graphs import RepeatedPromptGraphs
+from tests.support.kernels.repeated_graphs import RecordedGraphs, RepeatedSteps
 from tests.support.outputs import token_ids
 from tests.support.speculation import AnyLength
 
@@ -47,14 +49,14 @@ def test_a_model_that_drafts_for_itself_is_right(
     slots = [request.slot for request in sorted(core.scheduler.running, key=lambda request: request.arrival)]
     for slot, text in zip(slots, texts, strict=True):
         rows.tokens[slot, : len(text)] = torch.tensor(text, dtype=torch.int32)
-    graphs = DraftGraphs(ModelSteps(runner._decoder, runner._attention, rows, runner._block_size), rows)
+    graphs = DraftGraphs(ModelSteps(runner.model), rows, GraphMemory(device) if captured else RepeatedSteps())
 
     def draft(newest: Sequence[int]) -> list[list[int]]:
         """The drafts behind the newest tokens, of which nothing is known before."""
         for slot, position in zip(slots, newest, strict=True):
             rows.num_computed_tokens[slot] = position
             rows.tokens[slot, position + 1 : position + 5] = 99
-        graphs.run(slots, DRAFTS)
+        graphs.draft(slots, DRAFTS)
         found = [rows.tokens[slot, at + 1 : at + 5].tolist() for slot, at in zip(slots, newest, strict=True)]
         for slot, text in zip(slots, texts, strict=True):
             rows.tokens[slot, : len(text)] = torch.tensor(text, dtype=torch.int32)
@@ -88,15 +90,11 @@ def test_prompts_are_replayed_where_a_model_drafts(
     core: Any = core_of(llm)
     core.drafting = AnyLength(None, vocab_size_of(llm), 3)
     runner = core.executor._worker.runner
-    drafter, rows, sizes = runner._drafter._drafter, runner._rows, (4, 100, None, None)
-    of_model = RepeatedPromptGraphs(runner._decoder, runner._attention, rows, *sizes)  # type: ignore[arg-type]
-    of_draft = RepeatedPromptGraphs(drafter._decoder, drafter._attention, rows, *sizes, samples=False)  # type: ignore[arg-type]
-    steps = ModelSteps(drafter._decoder, drafter._attention, rows, 4)
-    runner._prompt_graphs, drafter.graphs = of_model, ModelGraphs(DraftGraphs(steps, rows), of_draft)
-    for graphs in (of_model, of_draft):
-        graphs.used = []
-        with torch.inference_mode():
-            graphs.capture_next()
+    drafter = runner._drafter._drafter
+    of_model = RecordedGraphs(PromptKind(runner.model, 100))
+    of_draft = RecordedGraphs(PromptKind(drafter._model, 100, samples=False))
+    runner.graphs, drafter.prompts = [of_model], of_draft
+    drafter.drafts = DraftGraphs(ModelSteps(drafter._model), runner.model.rows, RepeatedSteps())
     for _ in range(3):
         assert token_ids(llm.generate(PROMPTS, params)) == expected
     statistics = llm.statistics()
@@ -113,28 +111,28 @@ def test_rows_that_are_behind_catch_up_together() -> None:
 
 
 class Noted:
-    """A `StepMaker` whose steps are noted, as are graphs of them; everything is one request's."""
+    """A `DraftComputer` whose steps are noted, as are graphs of them; everything is one request's."""
 
     def __init__(self) -> None:
         self.launched: list[DraftRun] = []
         self.eager = 0
 
-    def make(self, size: int) -> DraftSteps:
-        def step() -> DecodedStep:
+    def steps(self, size: int) -> DraftSteps:
+        def step() -> None:
             self.eager += 1
-            nothing = torch.zeros(0)
-            return DecodedStep(nothing, nothing, nothing, nothing)
 
         return DraftSteps(step, step, torch.zeros(2, size, dtype=torch.int32), ())
 
+    def capture(self, step: "partial[StepOutputs]") -> tuple[Callable[[], None], StepOutputs]:
+        """As `CaptureMemory`."""
+        return lambda: self.launched.append(step.args[0]), StepOutputs()
+
 
 @pytest.fixture
-def noted(monkeypatch: pytest.MonkeyPatch) -> tuple[DraftGraphs, Noted]:
+def noted() -> tuple[DraftGraphs, Noted]:
     """Graphs of an engine of 20 rows, none of them captured yet."""
     maker, rows = Noted(), DeviceRows(20, 64, 32, torch.device("cpu"), scratch_block=0)
-    graphs: Any = DraftGraphs(maker, rows)
-    monkeypatch.setattr(graphs, "_record", lambda run: lambda: maker.launched.append(run.args[1]))
-    return graphs, maker
+    return DraftGraphs(maker, rows, maker), maker
 
 
 @pytest.mark.parametrize("rows", [1, 3, 8])
@@ -145,7 +143,7 @@ def test_drafts_of_few_rows_are_one_launch_or_two(noted: tuple[DraftGraphs, Note
         graphs.capture_next()
     for count in range(1, 17):
         maker.launched.clear()
-        graphs.run([*range(rows)], [count] + [1] * (rows - 1))
+        graphs.draft([*range(rows)], [count] + [1] * (rows - 1))
         assert sum(run.steps for run in maker.launched) == count
         assert [run.begins for run in maker.launched] == [True] + [False] * (count > 8)
         assert len({*maker.launched}) == len(maker.launched)
@@ -156,7 +154,7 @@ def test_drafts_of_many_rows_are_a_launch_each(noted: tuple[DraftGraphs, Noted])
     graphs, maker = noted
     while graphs.missing:
         graphs.capture_next()
-    graphs.run([*range(9)], [3] * 9)
+    graphs.draft([*range(9)], [3] * 9)
     assert maker.launched == [DraftRun(16, 1, True), *[DraftRun(16, 1, False)] * 2]
 
 
@@ -164,7 +162,7 @@ def test_what_is_not_captured_runs_step_by_step(noted: tuple[DraftGraphs, Noted]
     graphs, maker = noted
     while graphs.missing[0] != DraftRun(8, 8, True):
         graphs.capture_next()
-    graphs.run([*range(8)], [11] * 8)
+    graphs.draft([*range(8)], [11] * 8)
     assert maker.eager == 3 and maker.launched == [DraftRun(8, 8, False)]
 
 

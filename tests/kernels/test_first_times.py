@@ -5,20 +5,19 @@ Kernels are not run here, so that answers are zeros; which of them are launched,
 
 import math
 from collections.abc import Callable
-from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
 import pytest
 import torch
 
-import kvern.runner.cuda_graph
 import kvern.runner.shared_prefix
 from kvern import LLM, SamplingParams
 from kvern.config import EngineConfig
 from kvern.drafting.device.device_draft_model import DeviceDraftModel
-from kvern.drafting.device.draft_graphs import DraftGraphs, ModelGraphs, ModelSteps
-from kvern.drafting.device.head_graphs import HeadGraphs, HeadSteps
+from kvern.drafting.device.draft_graphs import DraftGraphs, ModelSteps
+from kvern.drafting.device.head_graphs import HeadGraphs
 from kvern.drafting.proposer import takes_drafts
 from kvern.engine.factory import use_idle_time
 from kvern.kernel_list import KERNELS, Inputs
@@ -27,11 +26,12 @@ from kvern.layers.unquantized import Unquantized
 from kvern.models.loader import read_config
 from kvern.models.registry import spec_from_config
 from kvern.request.structured_output import StructuredOutput
-from kvern.runner.cuda_graph import DecodeGraphs
+from kvern.runner.device_steps import GraphOptions, step_kinds
 from kvern.runner.kernel_choice import Stored, inputs_of, inputs_of_draft
-from kvern.runner.prompt_graphs import PromptGraphs
+from kvern.runner.prompt_graphs import PromptKind
 from kvern.runner.startup import Startup
-from kvern.runner.verify_graphs import VerifyGraphs
+from kvern.runner.step_graphs import StepGraphs, StepOutputs
+from kvern.runner.verify_graphs import VerifyKind
 from kvern.runner.worker import Worker
 from kvern.spec.model import ModelSpec
 from tests.kernels.recorded import listed, recorded, zeroed
@@ -98,33 +98,27 @@ class Nothing:
         return lambda *_, **__: None
 
 
-def take_graphs(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have the engine capture its decodes, which it does on GPUs alone."""
-    for name in ("Stream", "CUDAGraph", "graph_pool_handle"):
-        monkeypatch.setattr(torch.cuda, name, Nothing)
-    monkeypatch.setattr(torch.cuda, "stream", lambda *_: nullcontext())
-    monkeypatch.setattr(kvern.runner.cuda_graph, "unowned", lambda tensor: tensor)
+class Launched:
+    """In the place of a `GraphMemory`: what is captured is launched once, and replays compute nothing."""
+
+    def capture(self, step: Callable[[], StepOutputs]) -> tuple[Callable[[], None], StepOutputs]:
+        return lambda: None, step()
+
+
+def take_graphs(llm: LLM) -> None:
+    """Have the engine capture its steps, which it does on GPUs alone."""
     runner: Any = runner_of(llm)
-    bank = None if runner._adapters is None else runner._adapters.bank
-    runner._graphs = DecodeGraphs(
-        runner._decoder, runner._attention, runner._rows, 2, runner._attention.prefix_members, bank, runner._states
-    )
-    drafter = runner._drafter._drafter
+    drafter, tokens = runner._drafter._drafter, OPTIONS["max_batch_tokens"]
+    kinds = step_kinds(runner.model, GraphOptions(tokens, drafts=drafter is not None))
+    if runner.model.states is not None:
+        kinds = [kind for kind in kinds if not isinstance(kind, PromptKind)]
+    for kind in kinds:
+        if isinstance(kind, VerifyKind):
+            kind._kept.fill_(1)  # which no kernel does here
+    runner.graphs = [StepGraphs(kind, Launched()) for kind in kinds]
     if drafter is not None:
-        sizes = 2, OPTIONS["max_batch_tokens"], None, runner._graphs.stream
-        runner._verify_graphs = VerifyGraphs(
-            runner._decoder, runner._attention, runner._rows, *sizes, states=runner._states
-        )
-        runner._verify_graphs._kept.fill_(1)  # which no kernel does here
-        of_draft = drafter._decoder, drafter._attention, runner._rows, 2
-        drafts, read = DraftGraphs(ModelSteps(*of_draft), runner._rows), OPTIONS["max_batch_tokens"]
-        drafts.stream = runner._graphs.stream
-        prompts = PromptGraphs(*of_draft, read, None, drafts.stream, samples=False)
-        drafter.graphs = ModelGraphs(drafts, prompts)
-    if runner._states is None:
-        runner._prompt_graphs = PromptGraphs(
-            runner._decoder, runner._attention, runner._rows, 2, OPTIONS["max_batch_tokens"], None, None
-        )  # type: ignore[arg-type]
+        drafter.drafts = DraftGraphs(ModelSteps(drafter._model), runner.model.rows, Launched())
+        drafter.prompts = StepGraphs(PromptKind(drafter._model, tokens, samples=False), Launched())
     use_idle_time(core_of(llm).executor, math.inf)
 
 
@@ -177,7 +171,7 @@ def test_what_is_launched_was_launched_at_start(
     with recorded(monkeypatch) as launched:
         llm = on_device(folder, **options)
         use_everything(llm, adapter)
-        take_graphs(llm, monkeypatch)
+        take_graphs(llm)
         use_everything(llm, adapter)
     spec = spec_from_config(read_config(folder))
     inputs = Inputs(torch.device("cpu"), torch.bfloat16, "zeros", block_size=2, adapter_rank=16, adapter_places=3)
@@ -227,7 +221,7 @@ def test_what_a_draft_model_launches_was_launched_at_start(
         core: Any = core_of(llm)
         core.drafting.wanted = lambda _: lambda request: 3 * takes_drafts(request)
         use_everything(llm, None)
-        take_graphs(llm, monkeypatch)
+        take_graphs(llm)
         use_everything(llm, None)
     assert llm.statistics().draft_tokens > 0
     known = listed(models_of(llm), monkeypatch)
@@ -256,7 +250,8 @@ def test_what_a_draft_head_launches_was_launched_at_start(
         runner = core.executor._worker.runner
         if kind != "medusa":
             drafter = runner._drafter._drafter
-            drafter.graphs = HeadGraphs(HeadSteps(drafter._head, drafter._attention, runner._rows, 2), runner._rows)
+            head = replace(runner.model, decoder=drafter._head, attention=drafter._attention)
+            drafter.in_graphs = HeadGraphs(head, Launched())
             use_everything(llm, None)
     known = listed(models_of(llm), monkeypatch)
     missing = [f"{name} {form}" for name, form in launched if (name, form) not in known]

@@ -12,18 +12,18 @@ import torch
 import kvern.runner.kernel_parts
 import kvern.runner.prompt_graphs
 from kvern import LLM, SamplingParams
-from kvern.drafting.device.drafter import GuardedDrafter
 from kvern.errors import ConfigError
 from kvern.ranks.ranks import ALONE, Ranks, dp_attention_rank, ranks_of
+from kvern.runner.decode_graphs import decode_shapes
 from kvern.runner.device_runner import DeviceRunner
-from kvern.runner.graph_captures import captures
 from kvern.runner.memory import GRAPH_BYTES
-from kvern.runner.prompt_graphs import MOST_KEYS, most_keys
+from kvern.runner.prompt_graphs import MOST_KEYS, PromptKind, most_keys
+from kvern.runner.step_graphs import capture_one
 from tests.kernels.models import LARGE_MODELS, spec_of
 from tests.support.families import make_checkpoint
 from tests.support.internals import engine_of, runner_of
 from tests.support.kernels.device_engines import OPTIONS
-from tests.support.kernels.repeated_graphs import RepeatedPromptGraphs
+from tests.support.kernels.repeated_graphs import RecordedGraphs
 from tests.support.outputs import token_ids
 
 PROMPTS = [[5, 9, 17, 33, 2, 81], [3, 1, 4, 1, 5] * 5, [7]]
@@ -58,15 +58,11 @@ def test_a_replayed_step_is_the_eager_one(
     llm = on_device(tmp_path, **options)
     runner = runner_of(llm)
     assert isinstance(runner, DeviceRunner)
-    places = 4, 100, None, None, runner._states
-    graphs = RepeatedPromptGraphs(runner._decoder, runner._attention, runner._rows, *places)  # type: ignore[arg-type]
-    graphs.used = []
-    runner._prompt_graphs = graphs
-    with torch.inference_mode():
-        while graphs.missing:
-            graphs.capture_next()
+    graphs = RecordedGraphs(PromptKind(runner.model, 100))
+    runner.graphs = [graphs]
     assert token_ids(llm.generate(PROMPTS, sampling)) == expected
-    assert set(graphs.used) == {False, True}, "steps with and without decodes were to be replayed"
+    decoding = {any(item.count == 1 for item in step.scheduled) for step in graphs.used}
+    assert decoding == {False, True}, "steps with and without decodes were to be replayed"
 
 
 def test_runs_of_hybrids_may_have_more_keys() -> None:
@@ -85,19 +81,21 @@ def test_memory_of_all_graphs_is_counted(
     worker = engine.core.executor._worker
     runner, parts = worker.runner, worker._parts
     monkeypatch.setattr(parts, "_device", SimpleNamespace(type="cuda"))
-    monkeypatch.setattr(parts, "_attention", lambda *_: runner._attention)
-    monkeypatch.setattr(kvern.runner.kernel_parts, "DeviceRows", lambda *_, **__: runner._rows)
-    monkeypatch.setattr(kvern.runner.kernel_parts, "DeviceStateMemory", lambda *_: runner._states)
+    monkeypatch.setattr(parts, "_attention", lambda *_: runner.model.attention)
+    monkeypatch.setattr(kvern.runner.kernel_parts, "DeviceRows", lambda *_, **__: runner.model.rows)
+    monkeypatch.setattr(kvern.runner.kernel_parts, "DeviceStateMemory", lambda *_: runner.model.states)
     for name in ("memory_allocated", "max_memory_allocated", "reset_peak_memory_stats"):
         monkeypatch.setattr(torch.cuda, name, lambda *_: 0)
     monkeypatch.setattr(kvern.runner.prompt_graphs, "DECODES", (1,))
     monkeypatch.setattr(kvern.runner.prompt_graphs, "TOKENS", (4, 5))
-    decodes = sum(1 for _ in captures(2, runner._attention.prefix_members > 0, False, True))
-    assert parts._run_largest_steps(worker._contents) == (decodes + 2) * GRAPH_BYTES
+    decodes = sum(1 for _ in decode_shapes(2, runner.model.attention.prefix_members > 0, False, True))
+    assert parts._measure(worker._contents) == (decodes + 2) * GRAPH_BYTES
 
 
 class Missing:
     """Graphs whose capture fails."""
+
+    priority = 0
 
     def __init__(self, error: Exception) -> None:
         self.missing = deque([(64, False, False, False), (32, False, False, False)])
@@ -109,10 +107,7 @@ class Missing:
 
 
 def idle(error: Exception, ranks: Ranks = ALONE) -> bool:
-    runner = object.__new__(DeviceRunner)
-    runner._graphs, runner._prompt_graphs, runner._verify_graphs = Missing(error), None, None  # type: ignore[assignment]
-    runner._drafter, runner._ranks = GuardedDrafter(None), ranks
-    return runner.idle()
+    return capture_one([Missing(error)], is_alone=ranks.processes == 1)
 
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError("no room"), RuntimeError("CUDA error: out of memory")])

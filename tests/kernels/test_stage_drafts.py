@@ -1,6 +1,7 @@
 """What guesses behind the last of several stages: its drafts are known to the first; kernels are interpreted here."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,20 +14,20 @@ import kvern.runner.result
 from kvern import LLM, SamplingParams
 from kvern.device.device_batch import DeviceRows
 from kvern.drafting.device.device_draft_model import DeviceDraftModel
-from kvern.drafting.device.draft_graphs import DraftGraphs, ModelGraphs, ModelSteps
+from kvern.drafting.device.draft_graphs import DraftGraphs, ModelSteps
 from kvern.drafting.device.drafted_steps import draft_behind
 from kvern.drafting.device.drafter import ComputedStep, GuardedDrafter
 from kvern.drafting.device.head_drafter import HeadDrafter
-from kvern.drafting.device.head_graphs import HeadGraphs, HeadSteps
+from kvern.drafting.device.head_graphs import HeadGraphs
 from kvern.ranks.stages import Stage
 from kvern.request.step import ScheduledTokens, SchedulerOutput
 from kvern.runner.device_runner import DeviceRunner
-from kvern.runner.prompt_graphs import PromptGraphs
 from kvern.runner.result import PendingStep
 from tests.support.draft_heads import add_prediction, write_eagle, write_medusa
 from tests.support.families import make_checkpoint
 from tests.support.internals import core_of, vocab_size_of
 from tests.support.kernels.device_engines import OPTIONS
+from tests.support.kernels.repeated_graphs import RepeatedSteps
 from tests.support.outputs import token_ids
 from tests.support.speculation import AnyLength
 from tests.support.stages_here import capture_here
@@ -57,15 +58,13 @@ def make(kind: str, folder: Path) -> tuple[Path, str]:
     return target, str(draft)
 
 
-def in_graphs(drafter: DeviceDraftModel | HeadDrafter[Any], rows: DeviceRows, block_size: int) -> None:
+def in_graphs(drafter: DeviceDraftModel | HeadDrafter[Any], runner: DeviceRunner) -> None:
     """Let it draft as its graphs do."""
-    attention: Any = drafter._attention
     if isinstance(drafter, HeadDrafter):
-        drafter.graphs = HeadGraphs(HeadSteps(drafter._head, attention, rows, block_size), rows)
+        head: Any = replace(runner.model, decoder=drafter._head, attention=drafter._attention)
+        drafter.in_graphs = HeadGraphs(head, RepeatedSteps())
     else:
-        of_prompts: Any = drafter._decoder, attention, rows, block_size, 0, None, None
-        steps = ModelSteps(drafter._decoder, attention, rows, block_size)
-        drafter.graphs = ModelGraphs(DraftGraphs(steps, rows), PromptGraphs(*of_prompts, samples=False))
+        drafter.drafts = DraftGraphs(ModelSteps(drafter._model), runner.model.rows, RepeatedSteps())
 
 
 @pytest.mark.parametrize(
@@ -92,7 +91,7 @@ def test_stages_verify_what_is_guessed_behind_the_last(
     runner = core.executor._worker.runner
     assert isinstance(runner, DeviceRunner)
     if captured:
-        in_graphs(runner._drafter._drafter, runner._rows, runner._block_size)
+        in_graphs(runner._drafter._drafter, runner)
     core.drafting = AnyLength(None, vocab_size_of(llm), 3)
     assert token_ids(llm.generate(PROMPTS, params)) == expected
     statistics = llm.statistics()
@@ -145,7 +144,8 @@ def test_a_result_waits_for_the_drafts_that_it_has_and_no_others(
     ]
 
     class Known:
-        reads_hidden, inputs, graphs = False, None, None
+        reads_hidden, inputs = False, None
+        graphs = ()
 
         def prepare(self, output: SchedulerOutput) -> None:
             pass

@@ -5,16 +5,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 import kvern.runner.verify_graphs
 from kvern import LLM, SamplingParams
 from kvern.runner.device_runner import DeviceRunner
-from kvern.runner.verify_graphs import ROWS, TOKENS, verify_steps
+from kvern.runner.verify_graphs import ROWS, TOKENS, VerifyKind, verify_shapes
 from tests.support.families import make_checkpoint
 from tests.support.internals import check_integrity, runner_of
 from tests.support.kernels.device_engines import OPTIONS, WITH_STATES
-from tests.support.kernels.repeated_graphs import RepeatedVerifyGraphs
+from tests.support.kernels.repeated_graphs import RecordedGraphs
 from tests.support.outputs import chosen_logprobs, token_ids
 from tests.support.peft_adapters import make_adapter
 from tests.support.speculation import speculating
@@ -33,22 +32,16 @@ MIXED = [
 
 
 @pytest.fixture
-def recorded(monkeypatch: pytest.MonkeyPatch) -> Callable[[LLM], RepeatedVerifyGraphs]:
+def recorded(monkeypatch: pytest.MonkeyPatch) -> Callable[[LLM], RecordedGraphs]:
     """Lets an engine replay what it captures; few sizes, as each is computed once before."""
     monkeypatch.setattr(kvern.runner.verify_graphs, "ROWS", (2, 4))
     monkeypatch.setattr(kvern.runner.verify_graphs, "TOKENS", (8, 16))
 
-    def record(llm: LLM) -> RepeatedVerifyGraphs:
+    def record(llm: LLM) -> RecordedGraphs:
         runner = runner_of(llm)
         assert isinstance(runner, DeviceRunner)
-        bank = None if runner._adapters is None else runner._adapters.bank
-        sizes: Any = runner._block_size, 100, None, None
-        graphs = RepeatedVerifyGraphs(runner._decoder, runner._attention, runner._rows, *sizes, bank, runner._states)
-        graphs.used = []
-        with torch.inference_mode():
-            while graphs.missing:
-                graphs.capture_next()
-        runner._verify_graphs = graphs
+        graphs = RecordedGraphs(VerifyKind(runner.model, 100))
+        runner.graphs = [graphs]
         return graphs
 
     return record
@@ -76,7 +69,7 @@ def test_a_replayed_step_keeps_what_the_eager_one_does(
     options: dict[str, Any],
     tmp_path: Path,
     on_device: Callable[..., LLM],
-    recorded: Callable[[LLM], RepeatedVerifyGraphs],
+    recorded: Callable[[LLM], RecordedGraphs],
 ) -> None:
     make_checkpoint(family, tmp_path, **WITH_STATES.get(family, {}))
     expected = LLM(str(tmp_path), device="cpu", **OPTIONS).generate(PROMPTS, params)
@@ -87,9 +80,9 @@ def test_a_replayed_step_keeps_what_the_eager_one_does(
             found = llm.generate(PROMPTS, params)
         assert token_ids(found) == token_ids(expected)
         assert list(chosen_logprobs(found)) == pytest.approx(list(chosen_logprobs(expected)), abs=2e-4)
-    counts = {item.count for _, scheduled in graphs.used for item in scheduled}
+    counts = {item.count for step in graphs.used for item in step.scheduled}
     assert {1, 4} <= counts, "rows with and without drafts were to be verified together"
-    uncertain = {item.uncertain for _, scheduled in graphs.used for item in scheduled}
+    uncertain = {item.uncertain for step in graphs.used for item in step.scheduled}
     assert uncertain == ({False, True} if options.get("overlap", True) else {False})
     check_integrity(llm)
 
@@ -97,7 +90,7 @@ def test_a_replayed_step_keeps_what_the_eager_one_does(
 @pytest.mark.nightly
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # within PEFT
 def test_beside_adapters(
-    tmp_path: Path, on_device: Callable[..., LLM], recorded: Callable[[LLM], RepeatedVerifyGraphs]
+    tmp_path: Path, on_device: Callable[..., LLM], recorded: Callable[[LLM], RecordedGraphs]
 ) -> None:
     folder = make_checkpoint("llama", tmp_path / "model", num_hidden_layers=2)
     adapter = make_adapter(folder, tmp_path / "one", 1)
@@ -109,12 +102,12 @@ def test_beside_adapters(
     with speculating(llm, expected, 0.7, most=3):
         found = llm.generate(PROMPTS, GREEDY, adapter=names)
     assert token_ids(found) == token_ids(expected)
-    assert any(step.adapted for step, _ in graphs.used)
+    assert any(step.adapted for step in graphs.used)
 
 
 @pytest.mark.parametrize("requests", [1, 8, 512])
 def test_graphs_are_few_and_hold_any_step_of_few_tokens(requests: int) -> None:
-    steps = list(verify_steps(requests, 8192, 4096, False))
+    steps = list(verify_shapes(requests, 8192, 4096, False))
     assert len(steps) == len(set(steps)) <= 72
     assert [step.options for step in steps] == sorted(step.options for step in steps)
     for rows in range(1, min(requests, max(ROWS)) + 1):
@@ -124,6 +117,6 @@ def test_graphs_are_few_and_hold_any_step_of_few_tokens(requests: int) -> None:
 
 
 def test_no_graph_is_larger_than_a_step_or_a_sequence() -> None:
-    assert max(step.tokens for step in verify_steps(64, 100, 4096, False)) == 96
-    assert max(step.tokens for step in verify_steps(64, 8192, 40, False)) == 32
-    assert not list(verify_steps(64, 4, 4096, False))
+    assert max(step.tokens for step in verify_shapes(64, 100, 4096, False)) == 96
+    assert max(step.tokens for step in verify_shapes(64, 8192, 40, False)) == 32
+    assert not list(verify_shapes(64, 4, 4096, False))

@@ -45,7 +45,7 @@ class Drawing:
     """Draws drafts from probabilities that know nothing of the text, by the random numbers that tokens are drawn by."""
 
     reads_hidden, inputs = False, None
-    graphs = None
+    graphs = ()
 
     def __init__(self, rows: BatchRows, probabilities: torch.Tensor, drawn: Drawn | None) -> None:
         self._rows, self._probabilities, self.drawn = rows, probabilities, drawn

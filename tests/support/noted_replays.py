@@ -10,29 +10,32 @@ from typing import Any
 
 import pytest
 
-from kvern.runner.cuda_graph import DecodeGraph, DecodeGraphs
+from kvern.runner.decode_graphs import DecodeKind
+from kvern.runner.step_graphs import PlannedStep, StepOutputs
 
 NAME = "REPLAYS"
-_replay = DecodeGraphs._replay
+_run = DecodeKind.run
 
 
-def noted(graphs: DecodeGraphs, slots: list[int], *given: Any) -> DecodeGraph:
-    """As a replay does, and notes it."""
-    with Path(os.environ[NAME]).open("a") as file:
-        file.write(f"{os.getpid()} {len(slots)}\n")
-    return _replay(graphs, slots, *given)
+def noted(kind: DecodeKind, step: PlannedStep, captured: Any) -> StepOutputs | None:
+    """As `DecodeKind.run`; a step that is replayed is noted."""
+    outputs = _run(kind, step, captured)
+    if outputs is not None:
+        with Path(os.environ[NAME]).open("a") as file:
+            file.write(f"{os.getpid()} {len(step.scheduled)}\n")
+    return outputs
 
 
 def note(patch: pytest.MonkeyPatch, folder: Path) -> Path:
     """The file into which this process and those that it starts write; they import what lies in the `folder`."""
     (folder / "sitecustomize.py").write_text(
-        "from kvern.runner.cuda_graph import DecodeGraphs\n"
+        "from kvern.runner.decode_graphs import DecodeKind\n"
         "from tests import noted_replays\n"
-        "DecodeGraphs._replay = noted_replays.noted\n"
+        "DecodeKind.run = noted_replays.noted\n"
     )
     patch.setenv("PYTHONPATH", os.pathsep.join([str(folder), *sys.path]))
     patch.setenv(NAME, str(folder / "replays"))
-    patch.setattr(DecodeGraphs, "_replay", noted)
+    patch.setattr(DecodeKind, "run", noted)
     return folder / "replays"
 
 

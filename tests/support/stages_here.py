@@ -1,16 +1,14 @@
 """All stages of an engine in one process and thread, whose steps are captured and repeated without a GPU."""
 
 import contextlib
-import dataclasses
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-import kvern.runner.cuda_graph
 import kvern.runner.executor
 from kvern.config import EngineConfig
 from kvern.models.loader import read_config
@@ -18,7 +16,7 @@ from kvern.models.registry import spec_from_config
 from kvern.ranks.ranks import Ranks
 from kvern.ranks.stages import WHOLE, Stage
 from kvern.runner.contents import Contents
-from kvern.runner.cuda_graph import DecodedStep, DecodeGraph, DecodeGraphs, HandedStep
+from kvern.runner.decode_graphs import DecodeKind
 from kvern.runner.device_runner import DeviceRunner
 from kvern.runner.kernel_parts import KernelParts
 from kvern.runner.plan import Layout
@@ -38,7 +36,9 @@ from kvern.runner.ranks.rank_wire import (
     UseIdleTime,
 )
 from kvern.runner.startup import Startup
+from kvern.runner.step_graphs import PlannedStep, StepOutputs
 from kvern.runner.worker import Worker
+from tests.support.kernels.repeated_graphs import RecordedGraphs
 
 CPU = torch.device("cpu")
 
@@ -119,39 +119,18 @@ def rank_here(config: EngineConfig, index: int, layers: Sequence[range], draft: 
 _ON_THEIR_WAY: list[deque[torch.Tensor]] = []
 
 
-class Repeated:
-    """In the place of a CUDA graph: computes the captured step again, into the same memory."""
-
-    def __init__(self, step: Callable[[], Any]) -> None:
-        self._step, self.outputs = step, step()
-
-    def replay(self) -> None:
-        for target, source in zip(self.outputs, self._step(), strict=True):
-            target.copy_(source)
-
-
-def repeated(step: Callable[[], Any], *_: Any) -> tuple[Repeated, Any]:
-    graph = Repeated(step)
-    return graph, graph.outputs
-
-
-class Recorded(DecodeGraphs):
+class NotedGraphs(RecordedGraphs):
     """Notes for how many requests it replays."""
 
-    replayed: list[int]
+    def __init__(self, kind: DecodeKind, replayed: list[int]) -> None:
+        super().__init__(kind)
+        self._replayed = replayed
 
-    def _replay(self, slots: list[int], *given: Any) -> DecodeGraph:
-        graph = super()._replay(slots, *given)
-        self.replayed.append(len(slots))
-        if isinstance(graph.outputs, HandedStep):
-            return graph
-        outputs = DecodedStep(*(output.clone() for output in graph.outputs))  # of a GPU they are copied sooner
-        return dataclasses.replace(graph, outputs=outputs)
-
-
-class Nothing:
-    def __init__(self, *_: Any) -> None:
-        pass
+    def run(self, step: PlannedStep) -> StepOutputs | None:
+        outputs = super().run(step)
+        if outputs is not None:
+            self._replayed.append(len(step.scheduled))
+        return outputs
 
 
 def capture_here(patch: pytest.MonkeyPatch, stages: int) -> list[list[int]]:
@@ -165,16 +144,10 @@ def capture_here(patch: pytest.MonkeyPatch, stages: int) -> list[list[int]]:
 
     def runner(parts: KernelParts, contents: Contents, layout: Layout) -> DeviceRunner:
         made = make(parts, contents, layout)
-        attention, bank = made._attention, None if made._adapters is None else made._adapters.bank
-        sizes = layout.block_size, attention.prefix_members
-        made._graphs = Recorded(made._decoder, attention, made._rows, *sizes, bank, made._states)
-        made._graphs.replayed = []
-        replayed.append(made._graphs.replayed)
+        replayed.append([])
+        made.graphs = [NotedGraphs(DecodeKind(made.model, made.model.attention.prefix_members), replayed[-1])]
         return made
 
-    for name in ("Stream", "graph_pool_handle"):
-        patch.setattr(torch.cuda, name, Nothing)
-    patch.setattr(kvern.runner.cuda_graph, "capture", repeated)
     patch.setattr(KernelParts, "runner", runner)
     patch.setattr(kvern.runner.executor, "RankProcesses", OtherStages)
     patch.setattr(kvern.runner.executor, "rank_of", rank_here)

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -14,6 +15,46 @@ from kvern.device.transfer import send, upload
 from kvern.kernels.attention_prefix import SharedPrefix
 from kvern.kernels.batch import read_decodes, read_slots, read_tokens, write_runs
 from kvern.request.step import GrownTable, ScheduledTokens
+
+
+class DeviceRuns(NamedTuple):
+    """R runs of tokens of a step of T tokens, on the device: [R] int32 each.
+
+    slots, starts, counts   row, first position and number of tokens of each run
+    firsts                  index of the first token of each run among the T tokens
+    """
+
+    slots: torch.Tensor
+    starts: torch.Tensor
+    firsts: torch.Tensor
+    counts: torch.Tensor
+
+
+def runs_in(numbers: torch.Tensor) -> DeviceRuns:
+    """The runs that `numbers` [4 * R] int32 describe: all slots, then starts, counts and indices of first tokens."""
+    slots, starts, counts, firsts = numbers.view(4, -1)
+    return DeviceRuns(slots, starts, firsts, counts)
+
+
+class DeviceTokens(NamedTuple):
+    """The T tokens of a step as the device read them from the rows: [T] int64 each."""
+
+    token_ids: torch.Tensor
+    positions: torch.Tensor
+    slot_mapping: torch.Tensor
+
+
+class DeviceSamples(NamedTuple):
+    """The S tokens that a step samples.
+
+    logits_indices  [S] integers: indices of the tokens that they follow among the T tokens of the step
+    positions       [S] int64: their positions
+    slots           [S] integers: their rows
+    """
+
+    logits_indices: torch.Tensor
+    positions: torch.Tensor
+    slots: torch.Tensor
 
 
 class DeviceRows(ListedRows):
@@ -46,22 +87,15 @@ class DeviceRows(ListedRows):
         data = upload(header + [value for _, _, values in runs for value in values], torch.int32, self.device)
         write_runs(target, data[: 4 * len(runs)].view(-1, 4), data)
 
-    def windows(
-        self,
-        slots: torch.Tensor,
-        starts: torch.Tensor,
-        firsts: torch.Tensor,
-        counts: torch.Tensor,
-        total: int,
-        longest: int,
-        block_size: int,
-    ) -> list[TableSlots]:
-        """Block tables of layers with a window, each with a step's slot mapping; arguments as for `read_tokens`."""
+    def read(self, runs: DeviceRuns, total: int, longest: int, block_size: int) -> DeviceTokens:
+        """The `total` tokens of `runs`, each of which has `longest` tokens at most."""
+        return DeviceTokens(*read_tokens(self.tokens, self.block_table, *runs, total, longest, block_size))
+
+    def windows(self, runs: DeviceRuns, total: int, longest: int, block_size: int) -> list[TableSlots]:
+        """Block tables of layers with a window, each with the slot mapping of a step; arguments as for `read`."""
         if not self.window_tables:
             return []
-        mappings = read_slots(
-            self._tables, len(self.requests), slots, starts, firsts, counts, total, longest, block_size
-        )
+        mappings = read_slots(self._tables, len(self.requests), *runs, total, longest, block_size)
         return list(zip(self.window_tables, mappings, strict=True))
 
 
@@ -165,52 +199,75 @@ class DeviceBatch(InputBatch):
         )
 
 
+def captured_batch(
+    rows: DeviceRows,
+    runs: DeviceRuns,
+    tokens: DeviceTokens,
+    samples: DeviceSamples,
+    tiles: Callable[[int], Tiles],
+    *,
+    decodes: int,
+    windows: Sequence[TableSlots],
+) -> DeviceBatch:
+    """A step of which only the device knows the rows, as CUDA graphs have it; on the host each run is of the last row.
+
+    `tiles` is `DeviceBatch.tiles`; the first `decodes` of the runs have one token each.
+    """
+    count = len(runs.slots)
+    return DeviceBatch(
+        slots=[rows.scratch] * count,
+        starts=[0] * count,
+        counts=[1] * count,
+        positions=tokens.positions,
+        token_ids=tokens.token_ids,
+        slot_mapping=tokens.slot_mapping,
+        block_table=rows.block_table,
+        sample_slots=[],
+        logits_indices=samples.logits_indices,
+        sample_positions=samples.positions,
+        decodes=decodes,
+        device_slots=runs.slots,
+        device_starts=runs.starts,
+        device_counts=runs.counts,
+        query_start_loc=runs.firsts,
+        device_sample_slots=samples.slots,
+        tiles=tiles,
+        windows=windows,
+    )
+
+
 def decodes_on_device(
     rows: DeviceRows,
     slots: torch.Tensor,
     starts: torch.Tensor,
     indices: torch.Tensor | tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     block_size: int,
-    shared: SharedPrefix | None = None,
     *,
     windowed: bool = True,
 ) -> DeviceBatch:
     """A step of one token for each of `slots` [R] at `starts` [R], int32, of which the host knows nothing.
 
-    `indices`: of the requests, zeros and ones, [R] int32 each. `windowed`: also over the block tables of windows.
+    `indices`: indices of the requests, zeros and ones, [R] int32 each. `windowed`: with block tables of windows.
     """
     requests, zeros, ones = indices
     size = slots.shape[0]
-    token_ids, positions, slot_mapping, next_positions = read_decodes(
-        rows.tokens, rows.block_table, slots, starts, block_size
-    )
-    return DeviceBatch(
-        slots=[rows.scratch] * size,
-        starts=[0] * size,
-        counts=[1] * size,
-        positions=positions,
-        token_ids=token_ids,
-        slot_mapping=slot_mapping,
-        block_table=rows.block_table,
-        sample_slots=[],
-        logits_indices=requests,
-        sample_positions=next_positions,
+    *read, next_positions = read_decodes(rows.tokens, rows.block_table, slots, starts, block_size)
+    runs = DeviceRuns(slots, starts, requests, ones)
+    return captured_batch(
+        rows,
+        runs,
+        DeviceTokens(*read),
+        DeviceSamples(requests, next_positions, slots),
+        lambda _: (requests, zeros),
         decodes=size,
-        device_slots=slots,
-        device_starts=starts,
-        device_counts=ones,
-        query_start_loc=requests,
-        device_sample_slots=slots,
-        tiles=lambda _: (requests, zeros),
-        shared=shared,
-        windows=rows.windows(slots, starts, requests, ones, size, 1, block_size) if windowed else [],
+        windows=rows.windows(runs, size, 1, block_size) if windowed else [],
     )
 
 
 def build_device_batch(
     rows: DeviceRows, scheduled: Sequence[ScheduledTokens], block_size: int, exact: torch.Tensor | None = None
 ) -> DeviceBatch:
-    """Send the step's description in one piece; its tokens and slot mapping are read on the device.
+    """Send the description of the step in one piece; its tokens and slot mapping are read on the device.
 
     exact  [R] int32: where the requests begin, if what is scheduled are bounds
     """
@@ -223,34 +280,35 @@ def build_device_batch(
     sampling = np.array(sampled.indices + sampled.positions + sampled.slots, dtype=np.int64)
     packed = np.concatenate((sampling.view(np.int32), numbers))
     sent = send(packed, rows.device)
-    logits_indices, sample_at, device_sample_slots = sent[: 6 * len(sampled.slots)].view(torch.int64).view(3, -1)
-    device_slots, device_starts, device_counts, query_start_loc = sent[6 * len(sampled.slots) :].view(4, -1)
+    samples = DeviceSamples(*sent[: 6 * len(sampled.slots)].view(torch.int64).view(3, -1))
+    runs = runs_in(sent[6 * len(sampled.slots) :])
     uncertain = exact is not None or any(item.uncertain for item in scheduled)
     if uncertain:
-        device_starts, planned = rows.starts(scheduled) if exact is None else exact, device_starts
+        planned, runs = runs.starts, runs._replace(starts=rows.starts(scheduled) if exact is None else exact)
         request = [place for place, item in enumerate(scheduled) for _ in range(item.sampled)]
-        sample_at = sample_at + (device_starts - planned)[upload(request, torch.int64, rows.device)]
-    described = device_slots, device_starts, query_start_loc, device_counts, sum(counts), max(counts), block_size
-    token_ids, positions, slot_mapping = read_tokens(rows.tokens, rows.block_table, *described)
+        moved = (runs.starts - planned)[upload(request, torch.int64, rows.device)]
+        samples = samples._replace(positions=samples.positions + moved)
+    total, longest = sum(counts), max(counts)
+    tokens = rows.read(runs, total, longest, block_size)
     decodes = next((index for index, count in enumerate(counts) if count > 1), len(counts))
     return DeviceBatch(
         slots=slots,
         starts=starts,
         counts=counts,
-        positions=positions,
-        token_ids=token_ids,
-        slot_mapping=slot_mapping,
+        positions=tokens.positions,
+        token_ids=tokens.token_ids,
+        slot_mapping=tokens.slot_mapping,
         block_table=rows.block_table,
         sample_slots=sampled.slots,
-        logits_indices=logits_indices,
-        sample_positions=sample_at,
+        logits_indices=samples.logits_indices,
+        sample_positions=samples.positions,
         decodes=decodes,
-        device_slots=device_slots,
-        device_starts=device_starts,
-        device_counts=device_counts,
-        query_start_loc=query_start_loc,
-        device_sample_slots=device_sample_slots,
+        device_slots=runs.slots,
+        device_starts=runs.starts,
+        device_counts=runs.counts,
+        query_start_loc=runs.firsts,
+        device_sample_slots=samples.slots,
         drafted=sum(item.sampled > 1 for item in scheduled[decodes:]),
         uncertain=uncertain,
-        windows=rows.windows(*described),
+        windows=rows.windows(runs, total, longest, block_size),
     )

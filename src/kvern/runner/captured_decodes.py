@@ -38,7 +38,7 @@ class Scored:
     positions  [S] int64 their positions
     hidden     [S, hidden] the states that they follow
     logits     [S, vocabulary] float32
-    told       [T, ...] what a `ComputedStep` says of the states of all tokens
+    told       [T, ...] what a `ComputedStep` says of the states of all tokens; None: nobody reads them
     """
 
     slots: list[int]
@@ -46,7 +46,7 @@ class Scored:
     positions: Tensor
     hidden: Tensor
     logits: Tensor
-    told: Tensor
+    told: Tensor | None
 
 
 class CapturedDecodes:

@@ -58,8 +58,8 @@ class Runner(Protocol):
         """Start one step. Raises StepTooLarge if its differences have come, but it does not fit into memory."""
         ...
 
-    def room(self, output: SchedulerOutput) -> tuple[int, int, bool] | None:
-        """Decodes, and tokens of prompts, that a captured step which does this needs room for; None: there is none.
+    def size(self, output: SchedulerOutput) -> tuple[int, int, bool] | None:
+        """How many decodes, and tokens of prompts, a graph needs room for that computes this; None: there is none.
 
         And whether it has to be one of decodes alone, whatever other ranks have beside.
         """

@@ -284,7 +284,7 @@ class DPAttentionExecutor(InProcessExecutor):
 
     def _execute_part(self, output: SchedulerOutput) -> StepResult:
         self._has_started = True
-        self._dp_attention.agree(output.token_count, self._worker.runner.room(output))
+        self._dp_attention.agree(output.token_count, self._worker.runner.size(output))
         return self._worker.runner.execute(output)
 
     def begin_turn(self) -> None:

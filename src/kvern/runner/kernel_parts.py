@@ -1,7 +1,8 @@
 """A worker whose batch lives on a GPU: linear layers and attention are timed, the largest steps are measured."""
 
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -12,52 +13,42 @@ from kvern.attention.paged import PagedAttention, Phases
 from kvern.attention.selection import AttentionChoice, Shapes, choose
 from kvern.attention.torch_sdpa import TorchAttention
 from kvern.config import EngineConfig
-from kvern.device.device_batch import DeviceBatch, DeviceRows, build_device_batch
+from kvern.device.device_batch import DeviceBatch, DeviceRows
 from kvern.device.measurements import Measurements
 from kvern.device.rows import NO_WINDOWS, BatchRows
 from kvern.device.timing import time_calls
-from kvern.drafting.device.device_draft_model import DeviceDraftModel
-from kvern.drafting.device.draft_graphs import MOST_ROWS, DraftGraphs, ModelGraphs, ModelSteps, draft_runs, padded_rows
-from kvern.drafting.device.drafter import Drafter
-from kvern.drafting.device.head_drafter import HeadDrafter
-from kvern.drafting.device.head_graphs import HeadGraphs, HeadSteps
-from kvern.drafting.device.medusa_drafter import MedusaDrafter
+from kvern.drafting.device.draft_graphs import MOST_ROWS
+from kvern.drafting.device.drafter import Drafter, DrawingDrafter, ReadingDrafter
 from kvern.drafting.models.head import DraftHead
 from kvern.drafting.models.medusa_heads import MedusaHeads
 from kvern.drafting.rejection import Drawn
 from kvern.errors import ConfigError
 from kvern.kernel_list import Inputs
 from kvern.kernels import masks
-from kvern.kernels.batch import write_sampled
-from kvern.kernels.sampling import sample
 from kvern.layers.tuned_format import TunedLinear
 from kvern.layers.tuning import tune
 from kvern.models.decoder import Decoder, LanguageModel
 from kvern.models.weighted import WeightedModel
-from kvern.request.request import PromptInput, RequestSpec
-from kvern.request.sampling_params import ResolvedParams
-from kvern.request.step import NewRequest, ScheduledTokens, SchedulerOutput
+from kvern.runner.cached_model import CachedModel
 from kvern.runner.contents import Contents
+from kvern.runner.device_drafters import drafting_bytes, make_drafter, medusa_drafter
 from kvern.runner.device_runner import DeviceRunner
 from kvern.runner.device_states import DeviceStateMemory
-from kvern.runner.graph_captures import captures
+from kvern.runner.device_steps import GraphOptions, step_kinds
+from kvern.runner.largest_steps import run_largest_steps
 from kvern.runner.memory import (
-    GRAPH_BYTES,
     DeviceMemory,
     bytes_noted,
     bytes_of_draft,
-    bytes_of_drafting,
-    bytes_of_reading,
     bytes_of_state,
     bytes_of_token,
     cache_bytes,
     report_others,
 )
 from kvern.runner.plan import Layout, Plan, Room
-from kvern.runner.prompt_graphs import PromptGraphs, prompt_steps, reading_steps
 from kvern.runner.startup import Startup
+from kvern.runner.step_graphs import DeviceModel, GraphMemory, StepGraphs, StepKind
 from kvern.runner.step_parts import StepTooLarge
-from kvern.runner.verify_graphs import verify_steps
 from kvern.runner.windows import choose_groups
 from kvern.spec.model import ModelSpec
 from kvern.structured.masks import restrict
@@ -116,7 +107,7 @@ class KernelParts:
                 token_bytes += bytes_of_draft(contents.draft.decoder.spec, self._plan, self.groups)
             state_bytes = bytes_of_state(self._spec, self._dtype)
             try:
-                graphs = self._run_largest_steps(contents)
+                graphs = self._measure(contents)
             except StepTooLarge as error:
                 raise ConfigError(
                     f"a step of max_batch_tokens {self._plan.max_batch_tokens} tokens does not fit into the GPU memory "
@@ -124,7 +115,7 @@ class KernelParts:
                     "gpu_memory_share, or free memory"
                 ) from error
             if contents.draft is not None:
-                graphs += self._drafting_bytes(contents.draft.decoder)
+                graphs += drafting_bytes(contents.draft.decoder, self._config, self._plan)
             if self._config.has_drafts and contents.ranks.stage.count > 1:  # of all steps on their way
                 graphs += MOST_ROWS * bytes_noted(self._spec, self._dtype)
             room = cache_bytes(self._memory, token_bytes, graphs + state_bytes)  # of the row that pads batches
@@ -157,61 +148,36 @@ class KernelParts:
         states = None
         if layout.states:
             states = DeviceStateMemory(self._spec, layout.states, requests + 1, self._dtype, self._device)
-        return DeviceRunner(
-            _decoder(contents),
-            attention,
-            rows,
-            layout.block_size,
-            contents.grammars,
-            contents.processors,
-            config.cuda_graphs,
-            config.shared_prefix_attention,
-            contents.adapters,
-            layout.max_batch_tokens,
-            states,
-            None if contents.draft is None else contents.draft.parts.drafter(contents.draft.decoder, layout, rows),
-            config.has_drafts,
-        )
+        model = CachedModel(_decoder(contents), attention, rows, layout.block_size, contents.adapters, states)
+        draft = contents.draft
+        drafter = None if draft is None else draft.parts.drafter(draft.decoder, layout, rows)
+        graphs: list[StepGraphs[Any, Any]] = []
+        if config.cuda_graphs and attention.captures and self._device.type == "cuda":
+            memory, options = GraphMemory(self._device), self._graph_options(drafter, layout.max_batch_tokens)
+            graphs = [StepGraphs(kind, memory) for kind in step_kinds(model, options)]
+        return DeviceRunner(model, contents, drafter, graphs)
+
+    def _graph_options(self, drafter: Drafter | None, tokens: int) -> GraphOptions:
+        """What the graphs of the model are made for, in steps of so many tokens at most."""
+        prefixes, drafts = self._config.shared_prefix_attention, self._config.has_drafts
+        if drafter is None:
+            return GraphOptions(tokens, prefixes, drafts)
+        reader = drafter.reader if isinstance(drafter, ReadingDrafter) else None
+        is_drawn = isinstance(drafter, DrawingDrafter) and drafter.drawn is not None
+        verifies = not is_drawn and (reader is not None or drafter.inputs is None)
+        return GraphOptions(tokens, prefixes, drafts, verifies, reader)
 
     def drafter(self, decoder: Decoder | DraftHead | MedusaHeads, layout: Layout, rows: BatchRows) -> Drafter:
         """The model or head of these parts as a drafter over another's blocks and rows."""
         assert isinstance(rows, DeviceRows), "the other's steps run elsewhere"
-        drawn = Drawn() if self._config.acceptance == "rejection" else None
+        drawn, size = Drawn() if self._config.acceptance == "rejection" else None, layout.block_size
         if isinstance(decoder, MedusaHeads):
-            return MedusaDrafter(decoder, rows, partial(_draw, rows), drawn)
+            return medusa_drafter(decoder, rows, drawn)
         dtype = getattr(torch, self._plan.plain_cache_dtype)
         chosen = {} if self._choice is None else self._choice.phases
-        attention = self._attention(layout.blocks + 1, layout.block_size, dtype, chosen, decoder, None)
-        captures = drawn is None and self._config.cuda_graphs and attention.captures and self._device.type == "cuda"
-        size = layout.block_size
-        if isinstance(decoder, DraftHead):
-            graphs = HeadGraphs(HeadSteps(decoder, attention, rows, size), rows) if captures else None
-            build, draw = partial(_build_batch, rows, size), partial(_draw, rows)
-            return HeadDrafter(decoder, attention, rows, build, draw, graphs, drawn=drawn)
-        most, model_graphs = layout.max_batch_tokens, None
-        if captures:
-            drafts = DraftGraphs(ModelSteps(decoder, attention, rows, size), rows)
-            reads = 0 if attention.deterministic or not attention.reads_device_starts else most
-            assert drafts.stream is not None, "of a GPU"
-            of_drafts = drafts.pool, drafts.stream
-            prompts = PromptGraphs(decoder, attention, rows, size, reads, *of_drafts, samples=False)
-            model_graphs = ModelGraphs(drafts, prompts)
-        return DeviceDraftModel(decoder, attention, rows, size, most, model_graphs, drawn)
-
-    def _drafting_bytes(self, draft: Decoder | DraftHead | MedusaHeads) -> int:
-        """What the steps of a draft model or head take beside those of the model."""
-        rows = padded_rows(min(self._plan.max_batch_requests, MOST_ROWS))
-        captured = self._config.cuda_graphs and not isinstance(draft, MedusaHeads)
-        steps = sum(run.steps for run in draft_runs(rows)) if captured else 0
-        drawn = MOST_ROWS if self._config.acceptance == "rejection" else 0
-        size = self._dtype.itemsize
-        taken = bytes_of_drafting(draft.spec, size, rows, steps, drawn)
-        if captured and isinstance(draft, Decoder):
-            reading = reading_steps(self._plan.max_batch_tokens, self._plan.max_model_len)
-            taken += bytes_of_reading(draft.spec, size, [step.tokens for step in reading])
-        if isinstance(draft, DraftHead) and draft.layer_inputs() is not None:
-            taken += 2 * self._plan.max_batch_tokens * draft.head.state_size * size  # of two steps, kept and joined
-        return taken
+        attention = self._attention(layout.blocks + 1, size, dtype, chosen, decoder, None)
+        tokens, captures = layout.max_batch_tokens, self._config.cuda_graphs
+        return make_drafter(decoder, attention, rows, size, tokens, drawn=drawn, cuda_graphs=captures)
 
     def _attention(
         self,
@@ -232,72 +198,24 @@ class KernelParts:
         sizes = blocks, block_size, dtype, self._device
         return PagedAttention(self._layers, *sizes, phases, triton, deterministic, eight_bit, sinks, groups)
 
-    def _run_largest_steps(self, contents: Contents) -> int:
-        """Run the largest steps, over a cache of one block: PyTorch keeps their memory for the steps to come.
-
-        Returns what CUDA graphs take besides.
-        """
+    def _measure(self, contents: Contents) -> int:
+        """Run the largest steps of a GPU; returns the bytes that CUDA graphs take besides."""
         device, longest, slots = self._device, self._plan.max_model_len, self._plan.max_batch_requests
         if device.type != "cuda":
             return 0
-        tokens = min(self._plan.max_batch_tokens, longest * slots)
-        length = min(longest - 1, tokens)
-        requests = min(slots, -(-tokens // length))
-        size = self._config.block_size
+        size, tokens = self._config.block_size, self._plan.max_batch_tokens
         rows = DeviceRows(slots, longest, -(-longest // size), device, scratch_block=0)
         dtype = getattr(torch, self._plan.cache_dtype)
         chosen = {} if self._choice is None else self._choice.phases
         attention = self._attention(1, size, dtype, chosen, contents.decoder, contents.eight_bit)
-        decoder, grammars, processors = _decoder(contents), contents.grammars, contents.processors
         states = DeviceStateMemory(self._spec, 0, slots + 1, self._dtype, device) if self._spec.recurrent else None
-        parts = decoder, attention, rows, size, grammars, processors
-        runner = DeviceRunner(*parts, cuda_graphs=False, states=states)
-        torch.cuda.empty_cache()
-        before = torch.cuda.memory_allocated(device)
-        params = ResolvedParams(temperature=1.0, top_p=0.9, presence_penalty=0.1, logprobs=0)
-        asked = RequestSpec("", PromptInput([0]), params, 1)
-        joined = [NewRequest(slot, asked, asked.params, 0, [0], []) for slot in range(slots)]
-        prompts = [ScheduledTokens(slot, 0, min(length, tokens - slot * length), 1) for slot in range(requests)]
-        decodes = [ScheduledTokens(slot, 0, 1, 1) for slot in range(slots)]
-        runner.execute(SchedulerOutput(0, joined=joined, scheduled=prompts)).result()
-        torch.cuda.reset_peak_memory_stats(device)
-        runner.execute(SchedulerOutput(1, scheduled=decodes)).result()
-        if not (self._config.cuda_graphs and attention.captures):
-            return 0
-        adapts, stage = contents.adapters is not None and contents.adapters.bank.captures, contents.ranks.stage
-        graphs = sum(1 for _ in captures(slots, attention.prefix_members > 0, adapts, stage.is_last))
-        if stage.count > 1:
-            return torch.cuda.max_memory_allocated(device) - before + graphs * GRAPH_BYTES
-        if attention.reads_device_starts and not attention.deterministic:
-            mixed = prompt_steps(slots, self._plan.max_batch_tokens, longest)
-            graphs += len(mixed)
-            if mixed:  # all graphs share the memory of the largest: a prompt beside decodes, as many tokens in all
-                largest = max(mixed, key=sum)
-                others = min(largest.decodes, slots - 1)
-                prompt = ScheduledTokens(others, 0, min(sum(largest) - others, longest - 1), 1)
-                runner.execute(SchedulerOutput(2, scheduled=[*decodes[:others], prompt])).result()
-        if self._config.has_drafts and attention.reads_device_starts:
-            drafted = list(verify_steps(slots, self._plan.max_batch_tokens, longest, adapts))
-            graphs += len(drafted) if contents.ranks.dp_attention is None else 0  # these launch kernel by kernel
-            if drafted:
-                count = min(-(-max(step.tokens for step in drafted) // slots), longest - 1)
-                verified = [ScheduledTokens(slot, 0, count, count) for slot in range(slots)]
-                runner.execute(SchedulerOutput(3, scheduled=verified)).result()
-        return torch.cuda.max_memory_allocated(device) - before + graphs * GRAPH_BYTES
+        model: DeviceModel = CachedModel(_decoder(contents), attention, rows, size, None, states)
+        kinds: list[StepKind[Any, Any]] = []
+        if self._config.cuda_graphs and attention.captures:
+            kinds = step_kinds(replace(model, adapters=contents.adapters), self._graph_options(None, tokens))
+        return run_largest_steps(DeviceRunner(model, contents), tokens, kinds)
 
 
 def _decoder(contents: Contents) -> Decoder:
     assert isinstance(contents.decoder, Decoder), "models of transformers run on no GPU"
     return contents.decoder
-
-
-def _build_batch(
-    rows: DeviceRows, block_size: int, scheduled: Sequence[ScheduledTokens], starts: torch.Tensor
-) -> DeviceBatch:
-    return build_device_batch(rows, scheduled, block_size, starts)
-
-
-def _draw(
-    rows: DeviceRows, logits: torch.Tensor, slots: Sequence[int], index: torch.Tensor, positions: torch.Tensor
-) -> None:
-    write_sampled(rows.tokens, index, positions, sample(logits, None, index, positions, rows))

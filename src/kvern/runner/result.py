@@ -1,7 +1,7 @@
 """A step's result while the device still computes it."""
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate, islice
 
 import torch
@@ -73,6 +73,31 @@ class SampledStep:
         return ModelRunnerOutput(self.token_ids, [*nothing], [*nothing], drafting_seconds=self.drafting_seconds)
 
 
+@dataclass(frozen=True)
+class Reported:
+    """What a step reports beside the S tokens that it samples.
+
+    counts           [S] how many of the most probable tokens are reported; None: nothing is
+    logprobs         log-probabilities of the sampled tokens
+    prompt_logprobs  log-probabilities of prompt tokens
+    embeddings       slots [E] and their hidden states [E, hidden]
+    broken           as of ModelRunnerOutput, but by index among the S tokens
+    candidates       the most probable tokens of beams
+    verdict          what logits processors have found
+    """
+
+    counts: Sequence[int | None] = ()
+    logprobs: DeviceLogprobs | None = None
+    prompt_logprobs: PromptLogprobs | None = None
+    embeddings: tuple[Sequence[int], torch.Tensor] | None = None
+    broken: dict[int, str] = field(default_factory=dict)
+    candidates: DeviceCandidates | None = None
+    verdict: ProcessorVerdict | None = None
+
+
+NOTHING_REPORTED = Reported()
+
+
 class PendingStep:
     """Part of a step on its way: `result` waits for it."""
 
@@ -80,38 +105,27 @@ class PendingStep:
         self,
         scheduled: Sequence[ScheduledTokens],
         sampled: torch.Tensor | None,
-        counts: Sequence[int | None] = (),
-        logprobs: DeviceLogprobs | None = None,
-        prompt_logprobs: PromptLogprobs | None = None,
-        embeddings: tuple[Sequence[int], torch.Tensor] | None = None,
-        broken: dict[int, str] | None = None,
-        candidates: DeviceCandidates | None = None,
-        verdict: ProcessorVerdict | None = None,
+        reported: Reported = NOTHING_REPORTED,
+        *,
         kept: torch.Tensor | None = None,
         guessed: GuessedDrafts | None = None,
         on_gpu: bool = False,
     ) -> None:
-        """`sampled` [S] and `logprobs` belong to the tokens that are sampled; `counts` are None where none were asked.
+        """`sampled` [S]: the sampled tokens; `kept` [R]: how many of them each request keeps; None: all.
 
-        `embeddings`: slots [E] and their hidden states [E, hidden]; `broken`: as in ModelRunnerOutput, but by place
-        among the S; `verdict`: of logits processors; `kept` [R]: how many of the tokens sampled for each request are
-        kept; None: all. `guessed`: drafts that the result has; None: nobody has to know them. `on_gpu`: there is a GPU
-        to wait for even if nothing is sampled.
+        `guessed`: drafts that the result has; None: nobody has to know them. `on_gpu`: there is a GPU to wait for even
+        if nothing is sampled.
         """
-        self._scheduled = scheduled
-        self._counts = counts
+        self._scheduled, self._reported = scheduled, reported
         self._sampled = None if sampled is None else fetch(sampled)
         self.kept = kept
         self._kept = None if kept is None else fetch(kept)
-        self._logprobs = None if logprobs is None else logprobs.fetch()
-        self._prompt_logprobs = prompt_logprobs
-        self._broken = broken or {}
-        self._candidates = candidates
-        self._verdict = verdict or ProcessorVerdict()
+        self._logprobs = None if reported.logprobs is None else reported.logprobs.fetch()
+        given = reported.embeddings
+        self._embeddings = None if given is None else (given[0], fetch(given[1].float()))
         self._guessed = guessed
-        self._embeddings = None if embeddings is None else (embeddings[0], fetch(embeddings[1].float()))
         self.drafted: Interval | None = None
-        """In which the device guessed: behind this step, if the result has its drafts, else behind the one before."""
+        """In which the device guessed: after this step, if the result has its drafts, else after the one before."""
         self._done: torch.cuda.Event | None = None
         if on_gpu or (sampled is not None and sampled.device.type == "cuda"):
             self._done = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -139,14 +153,17 @@ class PendingStep:
         tokens: list[int] = [] if self._sampled is None else self._sampled.tolist()
         places = len(self._scheduled)
         prompts: list[list[TokenLogprobs] | None] = [None] * places
-        if self._prompt_logprobs is not None:
-            prompts = self._prompt_logprobs.entries()
+        reported = self._reported
+        if reported.prompt_logprobs is not None:
+            prompts = reported.prompt_logprobs.entries()
         embeddings = {}
         if self._embeddings is not None:
             slots, states = self._embeddings
             embeddings = {slot: state.tobytes() for slot, state in zip(slots, states.numpy(), strict=True)}
-        candidates = {} if self._candidates is None else self._candidates.by_slot()
-        broken = self._verdict.reasons() | self._broken
+        candidates = {} if reported.candidates is None else reported.candidates.by_slot()
+        broken = reported.broken
+        if reported.verdict is not None:
+            broken = reported.verdict.reasons() | broken
         if self._kept is None and self._logprobs is None and len(tokens) == places and not broken:
             return ModelRunnerOutput(
                 [[token] for token in tokens], [None] * places, prompts, {}, embeddings, candidates
@@ -170,8 +187,9 @@ class PendingStep:
         """Log-probabilities of the tokens in each of `runs`, where they were asked for."""
         if self._logprobs is None:
             return [None] * len(runs)
-        entries = self._logprobs.entries(tokens, [count or 0 for count in self._counts])
-        asked = [run.start < run.stop and self._counts[run.start] is not None for run in runs]
+        counts = self._reported.counts
+        entries = self._logprobs.entries(tokens, [count or 0 for count in counts])
+        asked = [run.start < run.stop and counts[run.start] is not None for run in runs]
         return [entries[run] if wanted else None for run, wanted in zip(runs, asked, strict=True)]
 
 

@@ -5,35 +5,25 @@ from dataclasses import replace
 
 import torch
 
-from kvern.attention.base import AttentionBackend
-from kvern.cache.windows import WindowMessage
 from kvern.device.input_batch import InputBatch, build_input_batch
 from kvern.device.rows import BatchRows
-from kvern.drafting.device.drafter import ComputedStep, Drafter, GuardedDrafter
+from kvern.drafting.device.drafter import ComputedStep, Drafter
 from kvern.drafting.rejection import DrawnDrafts, accept
 from kvern.drafting.verification import guessed_drafts, kept_of, verify
-from kvern.layers.step_context import NO_ADAPTERS
-from kvern.models.decoder import Decoder, LanguageModel
-from kvern.ranks.ranks import ALONE, Ranks
+from kvern.models.decoder import LanguageModel
 from kvern.request.step import ScheduledTokens, SchedulerOutput, StepResult
-from kvern.runner.adapters import Adapters
+from kvern.runner.cached_model import CachedModel
 from kvern.runner.captured_decodes import CapturedDecodes, Scored
-from kvern.runner.needs import Needs, RowNeeds
-from kvern.runner.processor_rows import ProcessorRows, ProcessorVerdict
-from kvern.runner.ranks.rank_choice import CHOSEN_BY_FIRST, change_choices, chosen_by_first
-from kvern.runner.result import (
-    PendingStep,
-    PromptLogprobs,
-    SampledStep,
-    embeddings,
-    prompt_logprobs,
-    prompt_runs,
-    tokens_wanted,
-)
+from kvern.runner.contents import Contents
+from kvern.runner.needs import Needs
+from kvern.runner.processor_rows import ProcessorVerdict
+from kvern.runner.ranks.rank_choice import CHOSEN_BY_FIRST, chosen_by_first
+from kvern.runner.result import PendingStep, PromptLogprobs, Reported, SampledStep, embeddings
 from kvern.runner.sampling import Sampling
 from kvern.runner.state_memory import StateMemory
+from kvern.runner.step_runner import StepRunner
 from kvern.sample.beams import DeviceCandidates
-from kvern.structured.masks import GrammarRows, Restricted
+from kvern.structured.masks import Restricted
 
 CHANGES = Needs.CONSTRAINTS | Needs.REPETITIONS | Needs.PROCESSORS | Needs.GRAMMAR
 """What the logits are changed for."""
@@ -43,64 +33,31 @@ LOOKS_AT_ALL = Needs.FILTERS | Needs.RARE_FILTERS | Needs.BEAMS
 """More than one token's logit decides."""
 
 
-class ModelRunner:
+HostModel = CachedModel[LanguageModel, InputBatch, BatchRows, StateMemory]
+
+
+class ModelRunner(StepRunner[LanguageModel, InputBatch, BatchRows, StateMemory]):
     """Holds the model, its rows, its KV cache and its states; `execute` is one step."""
 
     def __init__(
         self,
-        decoder: LanguageModel,
-        attention: AttentionBackend[InputBatch],
-        rows: BatchRows,
-        block_size: int,
-        grammars: GrammarRows,
-        processors: ProcessorRows,
+        model: HostModel,
+        contents: Contents,
         sampling: Sampling,
-        adapters: Adapters | None = None,
         captured: CapturedDecodes | None = None,
-        states: StateMemory | None = None,
         drafter: Drafter | None = None,
-        ranks: Ranks = ALONE,
     ) -> None:
-        self._decoder = decoder
-        self._ranks = ranks
-        self._attention = attention
-        self.caches = attention.caches
-        self._rows = rows
-        self._block_size = block_size
-        self._grammars = grammars
-        self._processors = processors
-        self._adapters = adapters
-        self._states = states
-        self._sampling = sampling
-        self._captured = captured
-        self._needs = RowNeeds(len(rows.requests))
-        self._drafter = GuardedDrafter(drafter, ranks=ranks)
+        super().__init__(model, contents, drafter)
+        self._sampling, self._captured = sampling, captured
 
     def execute(self, output: SchedulerOutput) -> StepResult:
         """Compute the scheduled tokens and sample where the scheduler says so."""
         if output.changes_rows:
-            self._change_rows(output)
+            with torch.inference_mode():
+                self._change_rows(output)
         step = self._decode(output.scheduled) or self._compute(output.scheduled)
         self._ranks.check()
         return step
-
-    @torch.inference_mode()
-    def _change_rows(self, output: SchedulerOutput) -> None:
-        if self._adapters is not None:
-            self._adapters.load(output.adapters)
-        self._attention.copy_blocks(output.copies)
-        if self._states is not None:
-            self._states.prepare(output)
-        self._rows.fork(output.forked)
-        self._rows.join(output.joined)
-        change_choices(self._ranks, output, self._rows, self._grammars, self._processors, self._needs)
-        if self._ranks.stage.is_first:
-            self._rows.draft(output.known)
-        self._rows.grow(output.grown)
-        windows = output.message(WindowMessage)
-        self._rows.grow_windows([] if windows is None else windows.grown)
-        self._rows.draft(output.drafts)
-        self._drafter.prepare(output)
 
     def _drafts(self, scheduled: Sequence[ScheduledTokens]) -> list[list[int]]:
         """Those that are to be verified, of each request; nothing if there are none."""
@@ -140,7 +97,7 @@ class ModelRunner:
         if captured is None or any(item.uncertain or needs[item.slot] & BESIDE_KERNELS for item in scheduled):
             return None
         drafter = self._drafter
-        if self._adapts(scheduled) or drafter.drawn is not None:
+        if self.model.is_adapted(scheduled) or drafter.drawn is not None:
             return None
         if drafter.reads_hidden and drafter.is_asked(scheduled):
             return None
@@ -153,7 +110,7 @@ class ModelRunner:
         """Any step."""
         scheduled = self._rows.certain(planned)
         drafted = self._drafter.is_asked(scheduled) or any(item.uncertain or item.sampled > 1 for item in planned)
-        if self._captured is not None and scheduled is planned and not self._adapts(scheduled):
+        if self._captured is not None and scheduled is planned and not self.model.is_adapted(scheduled):
             drafts = self._drafts(scheduled)
             scored = self._captured.score(scheduled)
             if scored is not None:
@@ -163,47 +120,23 @@ class ModelRunner:
                 if needs & Needs.BEAMS:  # they keep the logits until somebody asks for the result
                     scored = replace(scored, logits=scored.logits.clone())
                 return self._sample(scheduled, scored, needs, None, drafted)
-        batch = build_input_batch(self._rows, scheduled, self._block_size)
-        is_last = self._ranks.stage.is_last
-        runs = prompt_runs(self._rows, batch) if is_last else []
-        wanted = None if self._drafter.reads_hidden or not self._ranks.drops_rows else tokens_wanted(batch, runs)
-        adapters = NO_ADAPTERS
-        if self._adapters is not None:
-            adapters = self._adapters.select(self._rows, batch, wanted is not None)
-        states = None if self._states is None else self._states.plan(scheduled)
-        attend = self._attention.plan(batch)
-        inputs = self._drafter.inputs
-        hidden = self._decoder(batch.token_ids, batch.positions, attend, wanted, adapters, states, inputs)
-        if not is_last:
-            if self._states is not None:
-                self._states.defer()
+        batch = build_input_batch(self._rows, scheduled, self.model.block_size)
+        states = None if self.model.states is None else self.model.states.plan(scheduled)
+        computed = self._compute_layers(batch, states, self._sampling.logprobs)
+        if computed is None:
             return PendingStep(scheduled, None)
-        told = hidden if inputs is None else inputs.rows()
-        prompts = prompt_logprobs(self._decoder, batch, runs, hidden, self._sampling.logprobs)
+        hidden, prompts, told = computed
         if not batch.sample_slots:
             if drafted:
                 starts = torch.tensor(batch.starts, dtype=torch.int32, device=hidden.device)
                 self._rows.advance(scheduled, starts)
                 self._drafter.draft(ComputedStep(scheduled, starts, None, told))
-            return PendingStep(scheduled, None, prompt_logprobs=prompts)
-        last = hidden if len(batch.sample_slots) == hidden.shape[0] else hidden[batch.logits_indices]
+            return PendingStep(scheduled, None, Reported(prompt_logprobs=prompts))
+        last = hidden if len(batch.sample_slots) == len(hidden) else hidden[batch.logits_indices]
         index = torch.tensor(batch.sample_slots, device=hidden.device)
         logits = self._decoder.logits(last).contiguous()
         scored = Scored(batch.sample_slots, index, batch.sample_positions, last, logits, told)
         return self._sample(scheduled, scored, self._needed(scored.slots), prompts, drafted)
-
-    def _adapts(self, scheduled: Sequence[ScheduledTokens]) -> bool:
-        """Whether a request of the step uses an adapter."""
-        if self._adapters is None:
-            return False
-        return max(self._adapters.indices(self._rows, [item.slot for item in scheduled]), default=-1) >= 0
-
-    def _needed(self, slots: Sequence[int]) -> int:
-        """What sampling for these rows takes, all together."""
-        asked = 0
-        for slot in slots:
-            asked |= self._needs[slot]
-        return asked
 
     def _sample(
         self,
@@ -227,14 +160,14 @@ class ModelRunner:
         if drafted:
             starts = torch.tensor([item.start for item in scheduled], dtype=torch.int32, device=chosen.device)
             kept = verify(rows, scheduled, starts, index, positions, chosen, unknown)
-            if kept is not None and self._states is not None:
-                self._states.accept(scheduled, kept)
+            if kept is not None and self.model.states is not None:
+                self.model.states.accept(scheduled, kept)
         self._sampling.write(index, positions, chosen)
         if drafted:
             self._drafter.draft(ComputedStep(scheduled, starts, kept, scored.told))
         guessed = guessed_drafts(rows, scheduled) if drafted and self._ranks.stage.count > 1 else None
         if not needs:
-            return PendingStep(scheduled, chosen, prompt_logprobs=prompts, kept=kept, guessed=guessed)
+            return PendingStep(scheduled, chosen, Reported(prompt_logprobs=prompts), kept=kept, guessed=guessed)
         counts: list[int | None] = []
         logprobs = None
         if needs & Needs.LOGPROBS:
@@ -242,28 +175,8 @@ class ModelRunner:
             logprobs = self._sampling.logprobs(original, chosen, max(count for count in counts if count is not None))
         candidates = DeviceCandidates(logits, original, rows, slots) if needs & Needs.BEAMS else None
         states = embeddings(rows, slots, scored.hidden) if needs & Needs.EMBEDDING else None
-        return PendingStep(
-            scheduled, chosen, counts, logprobs, prompts, states, broken, candidates, verdict, kept, guessed
-        )
-
-    @torch.inference_mode()
-    def assist(self) -> None:
-        """Compute what other ranks' rows choose of this one's experts."""
-        assert isinstance(self._decoder, Decoder), "start asks for it"
-        self._decoder.assist()
-
-    def room(self, output: SchedulerOutput) -> None:
-        """Ranks that would have to agree on captured steps have none here."""
-
-    def idle(self) -> bool:
-        """Nothing can be made beforehand."""
-        return False
-
-    def abandon(self) -> None:
-        """Wait for the device and forget the steps on their way. Raises if the device is broken."""
-        self._grammars.abandon()
-        if self._rows.device.type == "cuda":
-            torch.cuda.synchronize(self._rows.device)
+        reported = Reported(counts, logprobs, prompts, states, broken, candidates, verdict)
+        return PendingStep(scheduled, chosen, reported, kept=kept, guessed=guessed)
 
     def _constrain(
         self, logits: torch.Tensor, slots: Sequence[int], index: torch.Tensor, positions: torch.Tensor, needs: int

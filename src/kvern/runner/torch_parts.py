@@ -17,7 +17,7 @@ from kvern.device.input_batch import InputBatch, build_input_batch
 from kvern.device.row_lists import ListedRows
 from kvern.device.rows import NO_WINDOWS, BatchRows
 from kvern.drafting.device.captured_head import CapturedHead
-from kvern.drafting.device.draft_model import DraftModel
+from kvern.drafting.device.draft_model import DraftModel, HostDraftModel
 from kvern.drafting.device.drafter import Drafter
 from kvern.drafting.device.head_drafter import HeadDrafter
 from kvern.drafting.device.medusa_drafter import MedusaDrafter
@@ -28,6 +28,7 @@ from kvern.layers.unquantized import Unquantized
 from kvern.models.decoder import Decoder, LanguageModel
 from kvern.models.weighted import WeightedModel
 from kvern.request.step import ScheduledTokens
+from kvern.runner.cached_model import CachedModel
 from kvern.runner.captured_decodes import CapturedDecodes
 from kvern.runner.contents import Contents
 from kvern.runner.memory import DeviceMemory, bytes_of_draft, bytes_of_state, bytes_of_token, cache_bytes
@@ -91,20 +92,9 @@ class TorchParts:
         if captures and isinstance(attention, CompiledAttention):
             inputs = None if drafter is None else drafter.inputs
             captured = CapturedDecodes(decoder, attention, rows, size, inputs) if isinstance(decoder, Decoder) else None
-        return ModelRunner(
-            decoder,
-            attention,
-            rows,
-            size,
-            contents.grammars,
-            contents.processors,
-            CompiledSampling(rows) if self._compiled else TorchSampling(rows),
-            contents.adapters,
-            captured,
-            states,
-            drafter,
-            contents.ranks,
-        )
+        model = CachedModel(decoder, attention, rows, size, contents.adapters, states)
+        sampling = CompiledSampling(rows) if self._compiled else TorchSampling(rows)
+        return ModelRunner(model, contents, sampling, captured, drafter)
 
     def drafter(self, decoder: Decoder | DraftHead | MedusaHeads, layout: Layout, rows: BatchRows) -> Drafter:
         """The model or head of these parts as a drafter over another's blocks and rows."""
@@ -119,10 +109,11 @@ class TorchParts:
             head = None
             if self._captures and isinstance(attention, CompiledAttention):
                 head = CapturedHead(decoder, attention, rows, size)
-            return HeadDrafter(decoder, attention, rows, build, draw, captured=head, drawn=drawn)
+            return HeadDrafter(CachedModel(decoder, attention, rows, size), build, draw, captured=head, drawn=drawn)
         if self._captures and isinstance(attention, CompiledAttention):
             captured = CapturedDecodes(decoder, attention, rows, size, steps="decodes of the draft model")
-        return DraftModel(decoder, attention, rows, size, layout.max_batch_tokens, sampling, captured, drawn)
+        model: HostDraftModel = CachedModel(decoder, attention, rows, size)
+        return DraftModel(model, layout.max_batch_tokens, sampling, captured, drawn)
 
     def _attention(
         self, decoder: LanguageModel | DraftHead, eight_bit: EightBit | None, layout: Layout

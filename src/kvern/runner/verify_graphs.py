@@ -1,50 +1,48 @@
-"""Steps that verify drafts as CUDA graphs, from the rows' tokens to those that are kept of what is sampled.
+"""Steps that verify drafts as CUDA graphs, from the tokens of the rows to those that are kept of what is sampled.
 
-A graph is cut for so many rows and so many tokens, which rows share as they like. What is left of the tokens is a run
-of the row that pads batches. Where rows begin, the device knows, and what is sampled is compared with the drafts there:
-the host reads tokens one step late, as of other steps.
+A graph has room for so many rows and so many tokens, which rows share as they like. What is left of the tokens is a run
+of the row that pads batches. The device knows where rows begin, and compares what is sampled with the drafts: the host
+reads tokens one step late, as of other steps.
 
     inputs   [R] int32 each: rows, first positions (-1: where the device says), numbers of tokens, indices of the first
              [tiles] int32 each, for each size of tiles: request and first query of each
 """
 
 from bisect import bisect_left
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import numpy as np
 import torch
+from torch import Tensor
 
-from kvern.adapters.bank import AdapterBank
-from kvern.attention.base import AttentionBackend
-from kvern.device.device_batch import DeviceBatch, DeviceRows, Tiles
-from kvern.device.transfer import send
+from kvern.device.device_batch import DeviceSamples, DeviceTokens, Tiles, captured_batch, runs_in
 from kvern.drafting.device.drafter import StepReader
 from kvern.kernels import logprobs
-from kvern.kernels.constraints import change
 from kvern.kernels.drafts import MOST_TOKENS, accept_drafts, read_drafts
-from kvern.kernels.sampling import sample
 from kvern.layers.step_context import NO_ADAPTERS, StepAdapters
-from kvern.models.decoder import Decoder
 from kvern.request.step import ScheduledTokens
-from kvern.runner.cuda_graph import DecodedStep, capture
-from kvern.runner.device_sampling import sample_plain
-from kvern.runner.device_states import DeviceStateMemory
-from kvern.sample.logprobs import DeviceLogprobs
+from kvern.runner.device_sampling import sample_as_asked, sample_plain
+from kvern.runner.step_graphs import (
+    IN_GRAPHS,
+    DeviceModel,
+    GraphInputs,
+    PlannedStep,
+    Priority,
+    StepGraph,
+    StepKind,
+    StepOutputs,
+)
 
 ROWS = (1, 4, 16, 64, 256)
 TOKENS = (8, 16, 32, 64, 96, 128, 160, 192, 256, 320, 384, 512)
-"""With more a step takes a GPU longer than its launches take a host."""
+"""With more tokens a step takes a GPU longer than its launches take a host."""
 LONGEST = 17
-"""Tokens of a row, on average, at most."""
+"""The most tokens of a row, on average."""
 
 
-class VerifyStep(NamedTuple):
-    """What a graph is cut for: rows and tokens, at most.
+class VerifyShape(NamedTuple):
+    """The most rows and tokens that a graph has room for.
 
     `options`: some rows ask for more than a temperature; `adapted`: some may use adapters.
     """
@@ -56,7 +54,7 @@ class VerifyStep(NamedTuple):
 
     @property
     def runs(self) -> int:
-        """Of rows, one that pads the tokens, and an empty one, which pads tiles."""
+        """Runs of the rows, a run that pads the tokens, and an empty one, which pads tiles."""
         return self.rows + 2
 
     def tiles(self, size: int) -> int:
@@ -64,14 +62,14 @@ class VerifyStep(NamedTuple):
         return self.rows + 1 + self.tokens // size
 
     def fits(self, rows: int, tokens: int, options: bool, adapted: bool) -> bool:
+        """Whether there is room for such a step."""
         return rows <= self.rows and tokens <= self.tokens and (options, adapted) == self[2:]
 
 
-def verify_steps(requests: int, most: int, longest: int, adapters: bool) -> Iterator[VerifyStep]:
-    """All graphs of an engine that runs so many requests at once, the likeliest first.
+def verify_shapes(requests: int, most: int, longest: int, adapters: bool) -> Iterator[VerifyShape]:
+    """All graphs of an engine that runs so many requests at once, as `StepKind.shapes`.
 
-    `most`: tokens of a step; `longest`: of a sequence. Of a kind the largest comes first, in whose memory the others
-    find place.
+    `most`: tokens of a step; `longest`: tokens of a sequence.
     """
     fewer = [0, *ROWS]
     sizes = [
@@ -82,7 +80,7 @@ def verify_steps(requests: int, most: int, longest: int, adapters: bool) -> Iter
     ]
     for adapted in (False, True) if adapters else (False,):
         for options in (False, True):
-            yield from (VerifyStep(rows, tokens, options, adapted) for rows, tokens in sizes)
+            yield from (VerifyShape(rows, tokens, options, adapted) for rows, tokens in sizes)
 
 
 def _previous(tokens: int) -> int:
@@ -90,103 +88,77 @@ def _previous(tokens: int) -> int:
     return max((size for size in TOKENS if size < tokens), default=0)
 
 
-@dataclass
-class VerifyGraph:
-    """A captured step: reads `inputs` int32, which are those `packed`, writes `outputs` and `kept`."""
-
-    replay: Callable[[], None]
-    inputs: torch.Tensor
-    outputs: DecodedStep
-    packed: Sequence[int] = ()
-
-
-class VerifiedStep(NamedTuple):
-    """What a step of R rows and T tokens leaves, all good until the next.
-
-    sampled  [T] int64           what is sampled behind each token
-    kept     [R] int64           how many of these are kept of each row
-    starts   [R] int32           where rows began
-    hidden   [T, hidden]         the last hidden states
-    """
-
-    sampled: torch.Tensor
-    kept: torch.Tensor
-    starts: torch.Tensor
-    hidden: torch.Tensor
-
-
-class VerifyGraphs:
-    """Captures and replays."""
+class VerifyKind(StepKind[VerifyShape, GraphInputs]):
+    """Steps all of whose tokens are sampled from: the newest token of each row, and drafts."""
 
     def __init__(
-        self,
-        decoder: Decoder,
-        attention: AttentionBackend[DeviceBatch],
-        rows: DeviceRows,
-        block_size: int,
-        most: int,
-        pool: Any,
-        stream: torch.cuda.Stream,
-        adapters: AdapterBank | None = None,
-        states: DeviceStateMemory | None = None,
-        reader: StepReader | None = None,
+        self, model: DeviceModel, most: int, reader: StepReader | None = None, *, captures: bool = True
     ) -> None:
-        """`most`: tokens of a step; `pool` and `stream`: of graphs; `reader`: reads what is kept."""
-        self._decoder, self._attention, self._rows, self._block_size = decoder, attention, rows, block_size
-        self._pool, self._stream, self._states = pool, stream, states
-        self.reader = reader
-        self._sizes = sorted({*attention.tile_sizes, *(() if reader is None else reader.tile_sizes)})
-        adapts = adapters is not None and adapters.captures
-        self.missing = deque(verify_steps(rows.scratch, most, rows.tokens.shape[1] - 1, adapts))
-        self._graphs: dict[VerifyStep, VerifyGraph] = {}
-        self._chosen: dict[tuple[int, int, bool, bool], VerifyStep | None] = {}
-        """Of those captured so far, by the places of the sizes of a step among `ROWS` and `TOKENS`."""
-        largest = max((step.tokens for step in self.missing), default=0)
-        self._reported = logprobs.empty(largest, rows.device)
+        """`most`: tokens of a step; `reader`: reads what is kept; `captures`: else there are no graphs."""
+        self._model, self._rows, self._reader = model, model.rows, reader
+        rows = model.rows
+        self._sizes = sorted({*model.attention.tile_sizes, *(() if reader is None else reader.tile_sizes)})
+        adapts = model.adapters is not None and model.adapters.bank.captures
+        self._longest = rows.tokens.shape[1] - 1
+        shapes = list(verify_shapes(rows.scratch, most, self._longest, adapts))
+        self._most_tokens = max((shape.tokens for shape in shapes), default=0)
+        self.shapes = shapes if captures else []
+        self._chosen: dict[tuple[int, int, bool, bool], VerifyShape | None] = {}
+        """By the places of the sizes of a step among `ROWS` and `TOKENS`, of those that were captured `_when`."""
+        self._when = 0
+        self._reported = logprobs.empty(self._most_tokens, rows.device)
         self._kept = torch.zeros(max(ROWS) + 2, dtype=torch.int64, device=rows.device)
         self._starts = torch.zeros(max(ROWS) + 2, dtype=torch.int32, device=rows.device)
 
-    def capture_next(self) -> None:
-        """Capture the next of those that are `missing`."""
-        step = self.missing.popleft()
-        self._graphs[step] = self._capture(step)
-        self._chosen.clear()
+    def priority(self, shape: VerifyShape) -> Priority:
+        return Priority.DRAFTS_VERIFIED
 
-    def run(self, scheduled: Sequence[ScheduledTokens], options: bool, adapted: bool) -> VerifiedStep | None:
-        """Start a step all of whose tokens are sampled behind. None: it is another, or there is no graph for it.
+    def largest_step(self) -> list[ScheduledTokens]:
+        requests = self._rows.scratch
+        count = min(-(-self._most_tokens // requests), self._longest - 1)
+        return [ScheduledTokens(slot, 0, count, count) for slot in range(requests)] if count else []
 
-        `options`: some of the rows ask for more than a temperature; then `logprobs` has what is reported of the tokens.
-        `adapted`: some of the rows use adapters.
-        """
-        tokens = sum(item.count for item in scheduled)
+    def run(
+        self, step: PlannedStep, captured: Mapping[VerifyShape, StepGraph[VerifyShape, GraphInputs]]
+    ) -> StepOutputs | None:
+        scheduled, is_plain = step.scheduled, step.size is not None and step.size.is_plain
+        if not captured or step.needs & ~IN_GRAPHS or (is_plain and not step.drafting):
+            return None
+        tokens, count = sum(item.count for item in scheduled), len(scheduled)
         if any(item.count != item.sampled or item.count > MOST_TOKENS for item in scheduled):
             return None
-        step = self._smallest(len(scheduled), tokens, options, adapted)
-        if step is None:
+        shape = self._smallest(VerifyShape(count, tokens, bool(step.needs), step.adapted), captured)
+        if shape is None:
             return None
-        graph = self._graphs[step]
-        packed = self._packed(step, scheduled)
-        if packed != graph.packed:
-            graph.inputs.copy_(send(np.array(packed, dtype=np.int32), self._rows.device))
-            graph.packed = packed
+        graph = captured[shape]
+        graph.inputs.write(self._packed(shape, scheduled))
         graph.replay()
-        count, outputs = len(scheduled), graph.outputs
-        return VerifiedStep(outputs.sampled[:tokens], self._kept[:count], self._starts[:count], outputs.hidden[:tokens])
+        outputs = graph.outputs
+        assert outputs.sampled is not None and outputs.hidden is not None
+        return StepOutputs(
+            sampled=outputs.sampled[:tokens],
+            starts=self._starts[:count],
+            kept=self._kept[:count],
+            reported=self._reported,
+            told=outputs.hidden[:tokens],
+            is_read=self._reader is not None,
+        )
 
-    def _smallest(self, rows: int, tokens: int, options: bool, adapted: bool) -> VerifyStep | None:
+    def _smallest(
+        self, step: VerifyShape, captured: Mapping[VerifyShape, StepGraph[VerifyShape, GraphInputs]]
+    ) -> VerifyShape | None:
         """The smallest graph that such a step fits into; None: there is none."""
-        sizes = bisect_left(ROWS, rows), bisect_left(TOKENS, tokens), options, adapted
+        if len(captured) != self._when:
+            self._when = len(captured)
+            self._chosen.clear()
+        sizes = bisect_left(ROWS, step.rows), bisect_left(TOKENS, step.tokens), step.options, step.adapted
         if sizes not in self._chosen:
-            fitting = (step for step in self._graphs if step.fits(rows, tokens, options, adapted))
-            self._chosen[sizes] = min(fitting, key=lambda step: (step.tokens, step.rows), default=None)
+            fitting = (shape for shape in captured if shape.fits(*step))
+            self._chosen[sizes] = min(fitting, key=lambda shape: (shape.tokens, shape.rows), default=None)
         return self._chosen[sizes]
 
-    def logprobs(self, count: int, most: int) -> DeviceLogprobs:
-        """Of the first `count` tokens of the last step with options, and of at most so many others beside each."""
-        return DeviceLogprobs.of(self._reported, count, most)
-
-    def _packed(self, step: VerifyStep, scheduled: Sequence[ScheduledTokens]) -> list[int]:
-        """What `inputs` are for this step."""
+    def _packed(self, step: VerifyShape, scheduled: Sequence[ScheduledTokens]) -> list[int]:
+        """The inputs for this step."""
         scratch, empty = self._rows.scratch, step.rows + 1 - len(scheduled)
         padding = step.tokens - sum(item.count for item in scheduled)
         counts = [item.count for item in scheduled] + [padding] + [0] * empty
@@ -201,70 +173,47 @@ class VerifyGraphs:
             packed += [first for _, first in tiles]
         return packed
 
-    def _capture(self, step: VerifyStep) -> VerifyGraph:
-        packed = np.array(self._packed(step, []), dtype=np.int32)
-        inputs = torch.from_numpy(packed).to(self._rows.device)
-        replay, outputs = self._record(partial(self._step, step, inputs))
-        return VerifyGraph(replay, inputs, outputs)
+    def inputs(self, shape: VerifyShape) -> GraphInputs:
+        return GraphInputs(torch.tensor(self._packed(shape, []), dtype=torch.int32, device=self._rows.device))
 
-    def _record(self, step: Callable[[], DecodedStep]) -> tuple[Callable[[], None], DecodedStep]:
-        """Whatever repeats the step, and where it then leaves what."""
-        graph, outputs = capture(step, self._pool, self._stream)
-        return graph.replay, outputs
-
-    def _step(self, step: VerifyStep, inputs: torch.Tensor) -> DecodedStep:
-        rows, runs, tokens = self._rows, step.runs, step.tokens
-        slots, planned, counts, firsts = inputs[: 4 * runs].view(4, -1)
-        starts, batch_rows = self._starts[:runs], (rows.tokens, rows.block_table, rows.num_computed_tokens)
-        described, token_slots = read_drafts(
-            *batch_rows, slots, planned, firsts, counts, starts, tokens, self._block_size
+    def compute(self, shape: VerifyShape, inputs: GraphInputs) -> StepOutputs:
+        model, rows, decoder, numbers = self._model, self._rows, self._model.decoder, inputs.numbers
+        planned, tokens = runs_in(numbers[: 4 * shape.runs]), shape.tokens
+        runs = planned._replace(starts=self._starts[: shape.runs])
+        described, slots = read_drafts(
+            rows.tokens, rows.block_table, rows.num_computed_tokens, *planned, runs.starts, tokens, model.block_size
         )
-        token_ids, positions, slot_mapping, next_positions = described
-        batch = DeviceBatch(
-            slots=[rows.scratch] * runs,
-            starts=[0] * runs,
-            counts=[1] * runs,
-            positions=positions,
-            token_ids=token_ids,
-            slot_mapping=slot_mapping,
-            block_table=rows.block_table,
-            sample_slots=[],
-            logits_indices=token_slots,
-            sample_positions=next_positions,
+        *read, positions = described
+        batch = captured_batch(
+            rows,
+            runs,
+            DeviceTokens(*read),
+            DeviceSamples(slots, positions, slots),
+            self._tiles(shape, numbers[4 * shape.runs :]).__getitem__,
             decodes=0,
-            drafted=runs,
-            device_slots=slots,
-            device_starts=starts,
-            device_counts=counts,
-            query_start_loc=firsts,
-            device_sample_slots=token_slots,
-            tiles=self._tiles(step, inputs[4 * runs :]).__getitem__,
-            few=True,
-            uncertain=True,
-            windows=rows.windows(slots, starts, firsts, counts, tokens, tokens, self._block_size),
+            windows=rows.windows(runs, tokens, tokens, model.block_size),
         )
-        adapter_indices = rows.adapters.index_select(0, token_slots) if step.adapted else None
-        adapters = NO_ADAPTERS if adapter_indices is None else StepAdapters(adapter_indices, adapter_indices)
-        states = None if self._states is None else self._states.plan(batch)
-        attend, told = self._attention.plan(batch), None if self.reader is None else self.reader.inputs
-        hidden = self._decoder(token_ids, positions, attend, adapters=adapters, states=states, inputs=told)
-        if step.options:
-            logits = self._decoder.logits(hidden, upcast=False)
-            scores = change(logits, token_slots, next_positions, rows, everything=False)
-            sampled = sample(logits, scores, token_slots, next_positions, rows)
-            logprobs.logprobs(logits, token_slots, rows.logprobs, sampled, self._reported)
+        batch.drafted, batch.few, batch.uncertain = shape.runs, True, True
+        of_rows = rows.adapters.index_select(0, slots) if shape.adapted else None
+        adapters = NO_ADAPTERS if of_rows is None else StepAdapters(of_rows, of_rows)
+        states = None if model.states is None else model.states.plan(batch)
+        attend, told = model.attention.plan(batch), None if self._reader is None else self._reader.inputs
+        hidden = decoder(batch.token_ids, batch.positions, attend, adapters=adapters, states=states, inputs=told)
+        if shape.options:
+            logits, sampled = sample_as_asked(decoder, hidden, slots, positions, rows, self._reported)
         else:
-            logits, sampled = sample_plain(self._decoder, hidden, token_slots, next_positions, rows)
-        accept_drafts(rows.tokens, rows.num_computed_tokens, slots, starts, firsts, counts, sampled, self._kept)
-        if self._states is not None:
-            self._states.accept(self._kept[:runs])
-        if self.reader is not None:
-            self.reader.read(batch, hidden, sampled, self._kept[:runs])
-        return DecodedStep(hidden, logits, next_positions, sampled)
+            logits, sampled = sample_plain(decoder, hidden, slots, positions, rows)
+        accept_drafts(rows.tokens, rows.num_computed_tokens, *runs, sampled, self._kept)
+        kept = self._kept[: shape.runs]
+        if model.states is not None:
+            model.states.accept(kept)
+        if self._reader is not None:
+            self._reader.read(batch, hidden, sampled, kept)
+        return StepOutputs(hidden, slots, positions, logits, sampled)
 
-    def _tiles(self, step: VerifyStep, numbers: torch.Tensor) -> dict[int, Tiles]:
+    def _tiles(self, shape: VerifyShape, numbers: Tensor) -> dict[int, Tiles]:
         """The tiles of each size, which `numbers` begins with."""
-        parts = torch.split(numbers, [2 * step.tiles(size) for size in self._sizes])
+        parts = torch.split(numbers, [2 * shape.tiles(size) for size in self._sizes])
         found = {}
         for size, part in zip(self._sizes, parts, strict=True):
             requests, firsts = part.view(2, -1)

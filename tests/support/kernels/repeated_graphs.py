@@ -1,66 +1,55 @@
-"""Step graphs that compute a step again in place of a replay, for devices without CUDA graphs."""
+"""Graphs of steps where there is no GPU to capture them: a replay computes the step again, into the same memory."""
 
-import dataclasses
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
-from kvern.request.step import ScheduledTokens
-from kvern.runner.cuda_graph import DecodedStep
-from kvern.runner.prompt_graphs import PromptGraphs
-from kvern.runner.verify_graphs import VerifiedStep, VerifyGraphs, VerifyStep
-from kvern.sample.logprobs import DeviceLogprobs
+import torch
+
+from kvern.runner.step_graphs import PlannedStep, StepGraphs, StepOutputs
 
 
-class RepeatedPromptGraphs(PromptGraphs):
-    """Repeats steps by computing them again, where there is no device that could."""
+class RepeatedSteps:
+    """In the place of a `GraphMemory`; `before` is called before each replay, which is noted by its shape."""
 
-    used: list[bool]
-    """Of each step, whether it had decodes."""
+    def __init__(self, before: Callable[[], None] = lambda: None) -> None:
+        self._before = before
+        self.replayed: list[Any] = []
 
-    def _record(self, step: Callable[[], DecodedStep | None]) -> tuple[Callable[[], None], DecodedStep | None]:
-        outputs = step()
-        assert (outputs is not None) == self._samples
-
-        def replay() -> None:
-            for target, source in zip(outputs or (), step() or (), strict=True):
-                target.copy_(source)
-
-        return replay, outputs
-
-    def run(self, scheduled: Any, room: Any) -> Any:
-        replayed = super().run(scheduled, room)
-        if replayed is None:
-            return None
-        self.used.append(any(item.count == 1 for item in scheduled))
-        graph, count = replayed
-        if graph.outputs is None:
-            return replayed
-        # Results are copied from a GPU before the next replay; here they would be read behind it.
-        return dataclasses.replace(graph, outputs=DecodedStep(*(output.clone() for output in graph.outputs))), count
-
-
-class RepeatedVerifyGraphs(VerifyGraphs):
-    """Repeats steps by computing them again, where there is no device that could."""
-
-    used: list[tuple[VerifyStep, Sequence[ScheduledTokens]]]
-
-    def _record(self, step: Callable[[], DecodedStep]) -> tuple[Callable[[], None], DecodedStep]:
+    def capture(self, step: "partial[StepOutputs]") -> tuple[Callable[[], None], StepOutputs]:
         outputs = step()
 
         def replay() -> None:
+            self._before()
+            self.replayed.append(step.args[0])
             for target, source in zip(outputs, step(), strict=True):
-                target.copy_(source)
+                if isinstance(target, torch.Tensor):
+                    target.copy_(source)
 
         return replay, outputs
 
-    def run(self, scheduled: Sequence[ScheduledTokens], options: bool, adapted: bool) -> VerifiedStep | None:
-        verified = super().run(scheduled, options, adapted)
-        if verified is None:
-            return None
-        self.used.append((VerifyStep(0, 0, options, adapted), scheduled))
-        # Results are copied from a GPU before the next replay; here they would be read behind it.
-        return VerifiedStep(*(part.clone() for part in verified))
 
-    def logprobs(self, count: int, most: int) -> DeviceLogprobs:
-        found = super().logprobs(count, most)
-        return DeviceLogprobs(*(part.clone() for part in (found.chosen, found.ranks, found.best_ids, found.best)))
+class RecordedGraphs(StepGraphs[Any, Any]):
+    """Graphs of a kind, all of them captured, which note the steps that they replay."""
+
+    def __init__(self, kind: Any, memory: Any = None, wanted: Callable[[Any], bool] = lambda shape: True) -> None:
+        self.memory = memory or RepeatedSteps()
+        super().__init__(kind, self.memory)
+        self.used: list[PlannedStep] = []
+        with torch.inference_mode():
+            while self.missing and wanted(self.missing[0]):
+                self.capture_next()
+
+    def run(self, step: PlannedStep) -> StepOutputs | None:
+        outputs = super().run(step)
+        if outputs is None:
+            return None
+        self.used.append(step)
+        # Results are copied from a GPU before the next replay; here they would be read after it.
+        return StepOutputs(*map(_copied, outputs))
+
+
+def _copied(part: Any) -> Any:
+    if isinstance(part, torch.Tensor):
+        return part.clone()
+    return tuple(map(_copied, part)) if isinstance(part, Sequence) else part

@@ -8,18 +8,18 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from kvern.attention.base import AttentionBackend
-from kvern.device.device_batch import DeviceBatch, DeviceRows, build_device_batch
+from kvern.device.device_batch import DeviceBatch, build_device_batch
 from kvern.device.transfer import upload
-from kvern.drafting.device.draft_graphs import MOST_ROWS, ModelGraphs
+from kvern.drafting.device.draft_graphs import MOST_ROWS, DraftGraphs
 from kvern.drafting.device.draft_keys import DraftKeys
-from kvern.drafting.device.drafter import ComputedStep
+from kvern.drafting.device.drafter import Captures, ComputedStep
 from kvern.drafting.rejection import Drawn
 from kvern.kernels.batch import write_sampled
 from kvern.layers.step_context import NO_ADAPTERS
-from kvern.models.decoder import Decoder
 from kvern.request.step import ScheduledTokens, SchedulerOutput
 from kvern.runner.device_sampling import sample_plain
+from kvern.runner.prompt_graphs import PromptKind, PromptShape
+from kvern.runner.step_graphs import DeviceModel, GraphInputs, PlannedStep, StepGraphs
 
 
 def parts_of(behind: Sequence[tuple[int, int, int]], most: int) -> Iterator[list[ScheduledTokens]]:
@@ -48,25 +48,30 @@ class DeviceDraftModel:
 
     def __init__(
         self,
-        decoder: Decoder,
-        attention: AttentionBackend[DeviceBatch],
-        rows: DeviceRows,
-        block_size: int,
+        model: DeviceModel,
         max_tokens: int,
-        graphs: ModelGraphs | None = None,
+        drafts: DraftGraphs | None = None,
+        prompts: StepGraphs[PromptShape, GraphInputs] | None = None,
         drawn: Drawn | None = None,
     ) -> None:
-        """`graphs`: of its steps. `drawn`: where it keeps what it draws from, outside of graphs."""
-        self._decoder, self._attention, self._rows = decoder, attention, rows
-        self._block_size, self._max_tokens, self.drawn = block_size, max_tokens, drawn
-        self._keys = DraftKeys(len(rows.requests), attention.caches[0].shape[1], block_size)
-        self.graphs = graphs
-        self._least = [0] * len(rows.requests)
+        """`drafts`, `prompts`: graphs of its steps that draft, and of those that read prompts before.
+
+        `drawn`: where it keeps what it draws from, outside of graphs.
+        """
+        self._model, self._rows, self._max_tokens, self.drawn = model, model.rows, max_tokens, drawn
+        self._keys = DraftKeys(len(model.rows.requests), model.attention.caches[0].shape[1], model.block_size)
+        self.drafts, self.prompts = drafts, prompts
+        self._least = [0] * len(model.rows.requests)
         """Where each row's newest token was at least, when something was last guessed for it."""
+
+    @property
+    def graphs(self) -> Sequence[Captures]:
+        """As `Drafter`."""
+        return [graphs for graphs in (self.drafts, self.prompts) if graphs is not None]
 
     def prepare(self, output: SchedulerOutput) -> None:
         """What `Drafter` does."""
-        self._attention.copy_blocks(output.copies)
+        self._model.attention.copy_blocks(output.copies)
         self._keys.prepare(output)
         for request in output.joined:
             self._least[request.slot] = 0
@@ -89,17 +94,17 @@ class DeviceDraftModel:
             if item.sampled:
                 runs.append((item.guesses, slot, most))
         self._catch_up(behind)
-        if self.graphs is not None:
+        if self.drafts is not None:
             for first in range(0, len(runs), MOST_ROWS):
                 part = runs[first : first + MOST_ROWS]
-                self.graphs.drafts.run([slot for _, slot, _ in part], [guesses for guesses, *_ in part])
+                self.drafts.draft([slot for _, slot, _ in part], [guesses for guesses, *_ in part])
             return
         if not runs:
             return
         runs.sort(reverse=True)
         slots = upload([slot for _, slot, _ in runs], torch.int64, self._rows.device)
         newest = self._rows.num_computed_tokens[slots]
-        bounds = [most for *_, most in runs] if self._attention.reads_device_starts else newest.tolist()
+        bounds = [most for *_, most in runs] if self._model.attention.reads_device_starts else newest.tolist()
         for ahead in range(runs[0][0]):
             going = sum(guesses > ahead for guesses, *_ in runs)
             first, count = (-1, 2) if ahead == 0 else (ahead, 1)
@@ -112,23 +117,29 @@ class DeviceDraftModel:
     def _catch_up(self, behind: Sequence[tuple[int, int, int]]) -> None:
         """Compute what rows are behind with, of which nothing is wanted but the keys; as `parts_of`."""
         for part in parts_of(behind, self._max_tokens):
-            if self.graphs is None or self.graphs.prompts.run(part, self.graphs.prompts.room(part)) is None:
-                self._run(build_device_batch(self._rows, part, self._block_size))
+            if not self._replay(part):
+                self._run(build_device_batch(self._rows, part, self._model.block_size))
+
+    def _replay(self, scheduled: Sequence[ScheduledTokens]) -> bool:
+        """Whether a graph reads these tokens of prompts."""
+        if self.prompts is None or not isinstance(self.prompts.kind, PromptKind):
+            return False
+        return self.prompts.run(PlannedStep(scheduled, self.prompts.kind.size(scheduled))) is not None
 
     def _decode(self, scheduled: Sequence[ScheduledTokens], starts: torch.Tensor) -> None:
         """Write what follows the last token of each entry, which begins at `starts` [R] int32 on the device."""
-        batch = build_device_batch(self._rows, scheduled, self._block_size, starts)
+        batch = build_device_batch(self._rows, scheduled, self._model.block_size, starts)
         hidden = self._run(batch)
         slots, positions = batch.device_sample_slots, batch.sample_positions
         if self.drawn is not None:
-            logits = self._decoder.logits(hidden)
+            logits = self._model.decoder.logits(hidden)
             chosen = self.drawn.draw(logits, self._rows, batch.sample_slots, positions)
         else:
-            _, chosen = sample_plain(self._decoder, hidden, slots, positions, self._rows)
+            _, chosen = sample_plain(self._model.decoder, hidden, slots, positions, self._rows)
         write_sampled(self._rows.tokens, slots, positions, chosen)
 
     def _run(self, batch: DeviceBatch) -> torch.Tensor:
         """The states [S, hidden] of the tokens that are sampled behind."""
-        attend, wanted = self._attention.plan(batch), batch.logits_indices
-        hidden: torch.Tensor = self._decoder(batch.token_ids, batch.positions, attend, wanted, NO_ADAPTERS, None)
+        attend, wanted = self._model.attention.plan(batch), batch.logits_indices
+        hidden: torch.Tensor = self._model.decoder(batch.token_ids, batch.positions, attend, wanted, NO_ADAPTERS, None)
         return hidden if len(hidden) == len(wanted) else hidden.index_select(0, wanted)

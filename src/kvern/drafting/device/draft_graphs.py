@@ -9,30 +9,32 @@ holds a whole run of steps, the first among them, or many of the others. Of more
 launches as many as the longest run of drafts takes, and waits for none.
 """
 
-from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
+from torch import Tensor
 
-from kvern.attention.base import AttentionBackend
-from kvern.device.device_batch import DeviceBatch, DeviceRows, decodes_on_device
-from kvern.device.transfer import upload
-from kvern.drafting.device.drafter import Captures
+from kvern.device.device_batch import DeviceRows, decodes_on_device
 from kvern.kernels.drafts import begin_drafts, write_drafts
-from kvern.models.decoder import Decoder
-from kvern.runner.cuda_graph import DecodedStep, capture
 from kvern.runner.device_sampling import sample_plain
-from kvern.runner.prompt_graphs import PromptGraphs
+from kvern.runner.step_graphs import (
+    CaptureMemory,
+    DeviceModel,
+    GraphInputs,
+    Priority,
+    StepGraphs,
+    StepKind,
+    StepOutputs,
+)
 
 MOST_ROWS = 256
-"""Of one step; more are drafted for in several."""
+"""The most rows of one step; more are drafted for in several."""
 FEW_ROWS = 8
-"""Of which runs of steps are captured."""
+"""The most rows of which runs of steps are captured."""
 LONGEST_RUN = 8
-"""Steps of such a run; what is longer is a short one, and others of so many behind it."""
+"""The most steps of such a run; what is longer is a short one, and others of so many after it."""
 
 
 def padded_rows(rows: int) -> int:
@@ -49,12 +51,12 @@ class DraftRun(NamedTuple):
 
 
 def longest_run(rows: int) -> int:
-    """Steps that a graph for so many rows holds at most."""
+    """The most steps that a graph for so many rows holds."""
     return LONGEST_RUN if rows <= FEW_ROWS else 1
 
 
 def draft_runs(rows: int) -> list[DraftRun]:
-    """All graphs of an engine that drafts for so many rows at once; the largest first, in whose memory others fit."""
+    """All graphs of an engine that drafts for so many rows at once, as `StepKind.shapes`."""
     largest = padded_rows(min(rows, MOST_ROWS))
     runs = []
     for size in (1 << power for power in reversed(range(largest.bit_length()))):
@@ -64,121 +66,92 @@ def draft_runs(rows: int) -> list[DraftRun]:
     return runs
 
 
-@dataclass
-class DraftSteps:
-    """The steps for so many rows.
+class DraftSteps(GraphInputs):
+    """The steps that draft for so many rows.
 
-    asked  [2 or more, R] int32, as for `begin_drafts`, and behind it what else `first` is told of each row
+    numbers  as `asked` of `begin_drafts`, then what else `first` is told of each row
+    kept     what else the steps read and write: a graph has no hold on its memory
     """
 
-    first: Callable[[], DecodedStep]
-    following: Callable[[], DecodedStep]
-    asked: torch.Tensor
-    read: Sequence[torch.Tensor]
-    """What else they read and write: a graph has no hold on its memory."""
-    written: Sequence[int] = ()
-    """What `asked` holds."""
+    def __init__(
+        self, first: Callable[[], None], following: Callable[[], None], asked: Tensor, kept: Sequence[Tensor]
+    ) -> None:
+        super().__init__(asked.view(-1))
+        self.first, self.following, self._kept = first, following, kept
 
 
-class StepMaker(Protocol):
+class DraftComputer(Protocol):
     """What a drafter computes."""
 
-    def make(self, size: int) -> DraftSteps:
-        """The steps for so many rows, through kernels one by one; those that pad belong to the last row."""
+    def steps(self, size: int) -> DraftSteps:
+        """The steps for so many rows, kernel by kernel; those that pad belong to the last row."""
         ...
 
 
-class DraftGraphs:
-    """Captures and replays; steps that are not captured yet run eagerly."""
+class DraftKind(StepKind[DraftRun, DraftSteps]):
+    """Runs of steps that draft."""
 
-    def __init__(self, maker: StepMaker, rows: DeviceRows) -> None:
-        self._maker, self._device = maker, rows.device
-        self.stream: torch.cuda.Stream | None = None
-        self.pool: Any = None
-        if rows.device.type == "cuda":
-            self.pool, self.stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream(rows.device)  # type: ignore[no-untyped-call]
-        self.missing = deque(draft_runs(rows.scratch))
-        self._steps: dict[int, DraftSteps] = {}
-        self._graphs: dict[DraftRun, Callable[[], None]] = {}
+    def __init__(self, computer: DraftComputer, rows: int) -> None:
+        """`rows`: of an engine."""
+        self._computer, self._steps = computer, dict[int, DraftSteps]()
+        self.shapes = draft_runs(rows)
 
-    def capture_next(self) -> None:
-        """Capture the next of those that are `missing`."""
-        run = self.missing.popleft()
-        self._graphs[run] = self._record(partial(_run_eagerly, self._steps_of(run.rows), run))
+    def priority(self, shape: DraftRun) -> Priority:
+        return Priority.DRAFTS_MADE
 
-    def run(self, slots: Sequence[int], drafts: Sequence[int], *others: Sequence[int]) -> None:
-        """Write so many drafts behind the newest tokens of these rows, at most MOST_ROWS, without waiting.
-
-        `others`: what else is `asked` of each row.
-        """
-        size = padded_rows(len(slots))
-        steps = self._steps_of(size)
-        padding = [0] * (size - len(slots))
-        written = [number for numbers in (slots, drafts, *others) for number in (*numbers, *padding)]
-        if written != steps.written:
-            steps.asked.copy_(upload(written, torch.int32, self._device).view(-1, size))
-            steps.written = written
-        whole, short = divmod(max(drafts) - 1, longest_run(size))
-        self._replay(steps, DraftRun(size, short + 1, begins=True))
-        for _ in range(whole):
-            self._replay(steps, DraftRun(size, longest_run(size), begins=False))
-
-    def _steps_of(self, size: int) -> DraftSteps:
-        steps = self._steps.get(size)
+    def inputs(self, shape: DraftRun) -> DraftSteps:
+        """The same for all graphs of so many rows."""
+        steps = self._steps.get(shape.rows)
         if steps is None:
-            steps = self._steps[size] = self._maker.make(size)
+            steps = self._steps[shape.rows] = self._computer.steps(shape.rows)
         return steps
 
-    def _replay(self, steps: DraftSteps, run: DraftRun) -> None:
-        graph = self._graphs.get(run)
+    def compute(self, shape: DraftRun, inputs: DraftSteps) -> StepOutputs:
+        if shape.begins:
+            inputs.first()
+        for _ in range(shape.steps - shape.begins):
+            inputs.following()
+        return StepOutputs()
+
+
+class DraftGraphs(StepGraphs[DraftRun, DraftSteps]):
+    """Steps that draft, of which those that are not captured yet run kernel by kernel."""
+
+    def __init__(self, computer: DraftComputer, rows: DeviceRows, memory: CaptureMemory) -> None:
+        super().__init__(DraftKind(computer, rows.scratch), memory)
+
+    def draft(self, slots: Sequence[int], drafts: Sequence[int], *others: Sequence[int]) -> None:
+        """Write so many drafts after the newest tokens of these rows, at most MOST_ROWS, without waiting.
+
+        `others`: what else the first step is told of each row.
+        """
+        size = padded_rows(len(slots))
+        padding = [0] * (size - len(slots))
+        whole, short = divmod(max(drafts) - 1, longest_run(size))
+        run = DraftRun(size, short + 1, begins=True)
+        inputs = self.kind.inputs(run)
+        inputs.write([number for numbers in (slots, drafts, *others) for number in (*numbers, *padding)])
+        self._replay(run, inputs)
+        for _ in range(whole):
+            self._replay(DraftRun(size, longest_run(size), begins=False), inputs)
+
+    def _replay(self, run: DraftRun, inputs: DraftSteps) -> None:
+        graph = self.captured.get(run)
         if graph is None:
-            _run_eagerly(steps, run)
+            self.kind.compute(run, inputs)
         else:
-            graph()
-
-    def _record(self, run: Callable[[], DecodedStep]) -> Callable[[], None]:
-        """Whatever repeats the steps."""
-        assert self.stream is not None, "graphs are those of a GPU"
-        graph, _ = capture(run, self.pool, self.stream)
-        return graph.replay
-
-
-def _run_eagerly(steps: DraftSteps, run: DraftRun) -> DecodedStep:
-    """What the last of the steps leaves."""
-    found = steps.first() if run.begins else steps.following()
-    for _ in range(run.steps - 1):
-        found = steps.following()
-    return found
-
-
-class ModelGraphs:
-    """The `Captures` of a draft model: its steps that draft, and small ones that read prompts before."""
-
-    def __init__(self, drafts: DraftGraphs, prompts: PromptGraphs) -> None:
-        self.drafts, self.prompts = drafts, prompts
-
-    @property
-    def missing(self) -> deque[Any]:
-        """What `Captures` does."""
-        return self.drafts.missing or self.prompts.missing
-
-    def capture_next(self) -> None:
-        """What `Captures` does."""
-        graphs: Captures = self.drafts if self.drafts.missing else self.prompts
-        graphs.capture_next()
+            graph.replay()
 
 
 class ModelSteps:
-    """The steps of a draft model. Of the tokens before a row's newest, the last alone may have no keys."""
+    """The `DraftComputer` of a draft model. Of the tokens before a row's newest, the last alone may have no keys."""
 
-    def __init__(
-        self, decoder: Decoder, attention: AttentionBackend[DeviceBatch], rows: DeviceRows, block_size: int
-    ) -> None:
-        self._decoder, self._attention, self._rows, self._block_size = decoder, attention, rows, block_size
+    def __init__(self, model: DeviceModel) -> None:
+        self._model = model
 
-    def make(self, size: int) -> DraftSteps:
-        """What `StepMaker` does."""
-        device = self._rows.device
+    def steps(self, size: int) -> DraftSteps:
+        """As `DraftComputer`."""
+        device = self._model.rows.device
         asked = torch.zeros(2, size, dtype=torch.int32, device=device)
         pairs = torch.zeros(2, 2 * size, dtype=torch.int32, device=device)
         last = 2 * torch.arange(size, dtype=torch.int64, device=device) + 1
@@ -187,35 +160,24 @@ class ModelSteps:
         ones, zeros = torch.ones_like(indices), torch.zeros_like(indices)
         first = partial(self._first, asked, pairs, last, state, (indices, zeros, ones))
         half = indices[:size], zeros[:size], ones[:size]
-        following = partial(self._step, state[0], state[1], None, state, half)
+        following = partial(self._step, state[:2], None, state, half)
         return DraftSteps(first, following, asked, (pairs, last, state, indices, ones, zeros))
 
     def _first(
-        self,
-        asked: torch.Tensor,
-        pairs: torch.Tensor,
-        last: torch.Tensor,
-        state: torch.Tensor,
-        indices: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-    ) -> DecodedStep:
-        begin_drafts(self._rows.num_computed_tokens, asked, pairs, state, self._rows.scratch)
-        return self._step(pairs[0], pairs[1], last, state, indices)
+        self, asked: Tensor, pairs: Tensor, last: Tensor, state: Tensor, indices: tuple[Tensor, Tensor, Tensor]
+    ) -> None:
+        rows = self._model.rows
+        begin_drafts(rows.num_computed_tokens, asked, pairs, state, rows.scratch)
+        self._step(pairs, last, state, indices)
 
-    def _step(
-        self,
-        slots: torch.Tensor,
-        starts: torch.Tensor,
-        last: torch.Tensor | None,
-        state: torch.Tensor,
-        indices: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-    ) -> DecodedStep:
-        """Compute tokens [N] of `slots` at `starts`, and write what follows those that are `last` [R]; None: all."""
-        rows = self._rows
-        batch = decodes_on_device(rows, slots, starts, indices, self._block_size, windowed=False)
-        next_positions = batch.sample_positions
-        hidden = self._decoder(batch.token_ids, batch.positions, self._attention.plan(batch))
+    def _step(self, tokens: Tensor, last: Tensor | None, state: Tensor, indices: tuple[Tensor, Tensor, Tensor]) -> None:
+        """Compute `tokens` [2, N], rows and positions, and write what follows the `last` [R] of them; None: all."""
+        model, rows = self._model, self._model.rows
+        slots, starts = tokens
+        batch = decodes_on_device(rows, slots, starts, indices, model.block_size, windowed=False)
+        positions = batch.sample_positions
+        hidden = model.decoder(batch.token_ids, batch.positions, model.attention.plan(batch))
         if last is not None:
-            hidden, next_positions = hidden.index_select(0, last), next_positions.index_select(0, last)
-        logits, sampled = sample_plain(self._decoder, hidden, state[0], next_positions, rows)
+            hidden, positions = hidden.index_select(0, last), positions.index_select(0, last)
+        _, sampled = sample_plain(model.decoder, hidden, state[0], positions, rows)
         write_drafts(rows.tokens, state, sampled)
-        return DecodedStep(hidden, logits, next_positions, sampled)

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 
 import torch
 
-from kvern.attention.base import AttentionBackend
 from kvern.device.input_batch import InputBatch, build_input_batch
 from kvern.device.rows import BatchRows
 from kvern.drafting.device.draft_keys import DraftKeys
@@ -19,9 +18,13 @@ from kvern.drafting.rejection import Drawn
 from kvern.layers.step_context import NO_ADAPTERS
 from kvern.models.decoder import Decoder
 from kvern.request.step import ScheduledTokens, SchedulerOutput
+from kvern.runner.cached_model import CachedModel
 from kvern.runner.captured_decodes import CapturedDecodes
 from kvern.runner.needs import Needs
 from kvern.runner.sampling import Sampling
+from kvern.runner.state_memory import StateMemory
+
+HostDraftModel = CachedModel[Decoder, InputBatch, BatchRows, StateMemory]
 
 
 class DraftModel:
@@ -32,27 +35,23 @@ class DraftModel:
     """
 
     reads_hidden, inputs = False, None
-    graphs = None
+    graphs = ()
 
     def __init__(
         self,
-        decoder: Decoder,
-        attention: AttentionBackend[InputBatch],
-        rows: BatchRows,
-        block_size: int,
+        model: HostDraftModel,
         max_tokens: int,
         sampling: Sampling,
-        captured: CapturedDecodes | None,
+        captured: CapturedDecodes | None = None,
         drawn: Drawn | None = None,
     ) -> None:
-        self._decoder, self._attention, self._rows = decoder, attention, rows
-        self._block_size, self._max_tokens = block_size, max_tokens
+        self._model, self._rows, self._max_tokens = model, model.rows, max_tokens
         self._sampling, self._captured, self.drawn = sampling, captured if drawn is None else None, drawn
-        self._keys = DraftKeys(len(rows.requests), attention.caches[0].shape[1], block_size)
+        self._keys = DraftKeys(len(model.rows.requests), model.attention.caches[0].shape[1], model.block_size)
 
     def prepare(self, output: SchedulerOutput) -> None:
         """What `Drafter` does."""
-        self._attention.copy_blocks(output.copies)
+        self._model.attention.copy_blocks(output.copies)
         self._keys.prepare(output)
 
     def draft(self, step: ComputedStep) -> None:
@@ -88,7 +87,7 @@ class DraftModel:
         """Write what follows the last token of each entry, of one or two; the other one is known."""
         if self._captured is None or not self._run_captured(self._captured, scheduled):
             batch, hidden = self._compute(scheduled)
-            logits = self._decoder.logits(hidden).contiguous()
+            logits = self._model.decoder.logits(hidden).contiguous()
             slots, index = batch.sample_slots, torch.tensor(batch.sample_slots, device=hidden.device)
             if self.drawn is not None:
                 chosen = self.drawn.draw(logits, self._rows, slots, batch.sample_positions)
@@ -111,7 +110,7 @@ class DraftModel:
 
     def _compute(self, scheduled: Sequence[ScheduledTokens]) -> tuple[InputBatch, torch.Tensor]:
         """A step through PyTorch, and the states [S, hidden] of the tokens that are sampled behind."""
-        batch = build_input_batch(self._rows, scheduled, self._block_size)
-        attend, wanted = self._attention.plan(batch), batch.logits_indices
-        hidden: torch.Tensor = self._decoder(batch.token_ids, batch.positions, attend, wanted, NO_ADAPTERS, None)
+        batch = build_input_batch(self._rows, scheduled, self._model.block_size)
+        attend, wanted = self._model.attention.plan(batch), batch.logits_indices
+        hidden: torch.Tensor = self._model.decoder(batch.token_ids, batch.positions, attend, wanted, NO_ADAPTERS, None)
         return batch, hidden if len(hidden) == len(wanted) else hidden[wanted]

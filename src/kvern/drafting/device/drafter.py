@@ -87,15 +87,18 @@ class StepReader(Protocol):
 
 
 class Captures(Protocol):
-    """CUDA graphs of one kind; those that are `missing` are captured one after another."""
+    """CUDA graphs of one kind, which are captured one by one while nothing runs."""
+
+    missing: deque[Any]
+    """Those that are not captured yet, the likeliest first."""
 
     @property
-    def missing(self) -> deque[Any]:
-        """The likeliest first."""
+    def priority(self) -> int:
+        """When the next one is captured, compared with other kinds: the lowest first."""
         ...
 
     def capture_next(self) -> None:
-        """Capture the first of them."""
+        """Capture the next one."""
         ...
 
 
@@ -105,8 +108,8 @@ class Drafter(Protocol):
     reads_hidden: bool
 
     @property
-    def graphs(self) -> Captures | None:
-        """Its steps as CUDA graphs, which are captured while nothing runs; None: there are none."""
+    def graphs(self) -> Sequence[Captures]:
+        """Its steps as CUDA graphs, by their kinds."""
         ...
 
     @property
@@ -167,9 +170,9 @@ class GuardedDrafter:
         return self._drafter.reader if isinstance(self._drafter, ReadingDrafter) else None
 
     @property
-    def graphs(self) -> Captures | None:
+    def graphs(self) -> Sequence[Captures]:
         """As of a `Drafter`."""
-        return None if self._drafter is None else self._drafter.graphs
+        return () if self._drafter is None else self._drafter.graphs
 
     def is_asked(self, scheduled: Sequence[ScheduledTokens]) -> bool:
         """Whether something is to be guessed behind a step, or read of it for later."""

@@ -11,20 +11,19 @@ which costs some drafts at most. Keys of tokens that decodes computed while nobo
 """
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
 
-from kvern.attention.base import AttentionBackend
 from kvern.device.input_batch import InputBatch
-from kvern.device.rows import BatchRows
 from kvern.device.transfer import upload
 from kvern.drafting.device.captured_head import CapturedHead
-from kvern.drafting.device.drafter import ComputedStep
+from kvern.drafting.device.drafter import Captures, ComputedStep, StepReader
 from kvern.drafting.models.head import DraftHead
 from kvern.drafting.rejection import Drawn
 from kvern.request.step import ScheduledTokens, SchedulerOutput
+from kvern.runner.cached_model import CachedModel
 
 if TYPE_CHECKING:
     from kvern.drafting.device.head_graphs import HeadGraphs
@@ -43,24 +42,31 @@ class HeadDrafter(Generic[Batch]):
 
     def __init__(
         self,
-        head: DraftHead,
-        attention: AttentionBackend[Batch],
-        rows: BatchRows,
+        model: CachedModel[DraftHead, Batch, Any, Any],
         build_batch: BuildBatch[Batch],
         choose: Choose,
-        graphs: "HeadGraphs | None" = None,
+        in_graphs: "HeadGraphs | None" = None,
         captured: CapturedHead | None = None,
         drawn: Drawn | None = None,
     ) -> None:
-        """`graphs`: what reads and drafts in them. `captured`: small steps on a CPU.
+        """`in_graphs`: what reads and drafts in graphs. `captured`: small steps on a CPU.
 
         `drawn`: draws, and keeps what it drew from, outside of graphs and captured steps; else `choose` does.
         """
-        self._head, self._attention, self._rows = head, attention, rows
+        self._head, self._attention, self._rows = model.decoder, model.attention, model.rows
         self._build_batch, self._choose = build_batch, choose
-        self.inputs, self.graphs, self._captured = head.layer_inputs(), graphs, captured
-        self.drawn = drawn
-        self.reader = None if graphs is None else graphs.reader
+        self.inputs, self._captured, self.drawn = model.decoder.layer_inputs(), captured, drawn
+        self.in_graphs = in_graphs
+
+    @property
+    def graphs(self) -> Sequence[Captures]:
+        """As `Drafter`."""
+        return () if self.in_graphs is None else (self.in_graphs,)
+
+    @property
+    def reader(self) -> StepReader | None:
+        """As `ReadingDrafter`."""
+        return None if self.in_graphs is None else self.in_graphs.reader
 
     def prepare(self, output: SchedulerOutput) -> None:
         """What `Drafter` does."""
@@ -72,8 +78,8 @@ class HeadDrafter(Generic[Batch]):
             self.drawn.clear()
         asking = [(place, item) for place, item in enumerate(step.scheduled) if item.sampled and item.guesses]
         states = None if step.read else self._read(step)
-        if self.graphs is not None:
-            self.graphs.draft(asking, states)
+        if self.in_graphs is not None:
+            self.in_graphs.go_on(asking, states)
         elif asking:
             assert states is not None, "graphs alone read before"
             self._go_on([item for _, item in asking], states)

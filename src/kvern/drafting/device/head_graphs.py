@@ -5,59 +5,56 @@ first    these states -> drafts
 others   the drafts, and the states that they came from -> states -> drafts
 """
 
-from collections import deque
 from collections.abc import Sequence, Set
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from kvern.attention.base import AttentionBackend
 from kvern.device.device_batch import DeviceBatch, DeviceRows, decodes_on_device
-from kvern.drafting.device.draft_graphs import MOST_ROWS, DraftGraphs, DraftRun, DraftSteps
+from kvern.drafting.device.draft_graphs import MOST_ROWS, DraftGraphs, DraftSteps
 from kvern.drafting.models.head import DraftHead
 from kvern.kernels.drafts import begin_drafts, write_drafts
 from kvern.kernels.sampling import sample
 from kvern.request.step import ScheduledTokens
-from kvern.runner.cuda_graph import DecodedStep
+from kvern.runner.cached_model import CachedModel
+from kvern.runner.device_states import DeviceStateMemory
+from kvern.runner.step_graphs import CaptureMemory
+
+DeviceHead = CachedModel[DraftHead, DeviceBatch, DeviceRows, DeviceStateMemory]
 
 PADDING = 2
-"""Runs of a graph that verifies drafts which belong to nobody."""
+"""Runs that pad in a graph that verifies drafts."""
 
 
 class HeadSteps:
-    """The `StepReader` and `StepMaker` of a head; behind `asked` its graphs are told whose of the `states` a row has.
+    """The `StepReader` and `DraftComputer` of a head; its graphs are also told which of the `states` each row has.
 
-    states  [N, hidden]: what the head leads to behind the newest token of each row of the step that was read last
+    states  [N, hidden]: what the head made of the newest token of each row of the step that was read last
     """
 
-    def __init__(
-        self,
-        head: DraftHead,
-        attention: AttentionBackend[DeviceBatch],
-        rows: DeviceRows,
-        block_size: int,
-    ) -> None:
-        self._head, self._attention, self._rows, self._block_size = head, attention, rows, block_size
+    def __init__(self, model: DeviceHead) -> None:
+        head, rows = model.decoder, model.rows
+        self._head, self._attention, self._rows, self._block_size = head, model.attention, rows, model.block_size
         self.inputs = head.layer_inputs()
         shape = MOST_ROWS + PADDING, head.spec.hidden_size
         self.states = torch.zeros(shape, dtype=head.build.dtype, device=rows.device)
 
     @property
     def tile_sizes(self) -> Set[int]:
-        """What `StepReader` does."""
+        """As `StepReader`."""
         return self._attention.tile_sizes
 
     def read(self, batch: DeviceBatch, hidden: Tensor, sampled: Tensor, kept: Tensor) -> None:
-        """What `StepReader` does."""
+        """As `StepReader`."""
         told = hidden if self.inputs is None else self.inputs.rows()
         attend = self._attention.plan(batch)
         states = self._head.forward(sampled, self._head.enter(told), batch.positions, attend)
         last = (batch.query_start_loc + kept - 1).clamp(0, len(states) - 1)  # of what pads nothing is known
         torch.index_select(states, 0, last, out=self.states[: len(last)])
 
-    def make(self, size: int) -> DraftSteps:
-        """What `StepMaker` does."""
+    def steps(self, size: int) -> DraftSteps:
+        """As `DraftComputer`."""
         device = self._rows.device
         asked = torch.zeros(3, size, dtype=torch.int32, device=device)
         pairs = torch.zeros(2, 2 * size, dtype=torch.int32, device=device)
@@ -70,44 +67,35 @@ class HeadSteps:
         following = partial(self._following, indices, state, states, drafts)
         return DraftSteps(first, following, asked, (pairs, state, indices, states, drafts))
 
-    def _first(self, asked: Tensor, pairs: Tensor, state: Tensor, states: Tensor, drafts: Tensor) -> DecodedStep:
+    def _first(self, asked: Tensor, pairs: Tensor, state: Tensor, states: Tensor, drafts: Tensor) -> None:
         begin_drafts(self._rows.num_computed_tokens, asked, pairs, state, self._rows.scratch)
         torch.index_select(self.states, 0, asked[2], out=states)
-        return self._draw(states, state[1].long() + 1, state, drafts)
+        self._draw(states, state[1].long() + 1, state, drafts)
 
-    def _following(self, indices: Tensor, state: Tensor, states: Tensor, drafts: Tensor) -> DecodedStep:
-        """The key of a draft belongs to the place of the token before it, as that of any token that a head reads."""
+    def _following(self, indices: Tensor, state: Tensor, states: Tensor, drafts: Tensor) -> None:
+        """The key of a draft belongs to the position before it, as that of any token that a head reads."""
         slots, starts = state[0], (state[1] - 1).clamp(min=0)
         batch = decodes_on_device(self._rows, slots, starts, indices, self._block_size, windowed=False)
         attend = self._attention.plan(batch)
         states.copy_(self._head.forward(drafts, states, batch.positions, attend))
-        return self._draw(states, batch.sample_positions + 1, state, drafts)
+        self._draw(states, batch.sample_positions + 1, state, drafts)
 
-    def _draw(self, states: Tensor, positions: Tensor, state: Tensor, drafts: Tensor) -> DecodedStep:
+    def _draw(self, states: Tensor, positions: Tensor, state: Tensor, drafts: Tensor) -> None:
         """Draw what `states` [R, hidden] lead to at `positions` [R] int64, and let rows and `drafts` go on with it."""
         logits = self._head.logits(states)
         sampled = sample(logits, None, state[0], positions, self._rows)
         drafts.copy_(sampled)
         write_drafts(self._rows.tokens, state, sampled)
-        return DecodedStep(states, logits, positions, sampled)
 
 
-class HeadGraphs:
-    """The `Captures` of a head."""
+class HeadGraphs(DraftGraphs):
+    """The graphs of a head that drafts; its `reader` reads steps within the graphs that verify drafts."""
 
-    def __init__(self, reader: HeadSteps, rows: DeviceRows) -> None:
-        self.reader, self._graphs = reader, DraftGraphs(reader, rows)
+    def __init__(self, model: DeviceHead, memory: CaptureMemory) -> None:
+        self.reader = HeadSteps(model)
+        super().__init__(self.reader, model.rows, memory)
 
-    @property
-    def missing(self) -> deque[DraftRun]:
-        """What `Captures` does."""
-        return self._graphs.missing
-
-    def capture_next(self) -> None:
-        """What `Captures` does."""
-        self._graphs.capture_next()
-
-    def draft(self, asking: Sequence[tuple[int, ScheduledTokens]], states: Tensor | None) -> None:
+    def go_on(self, asking: Sequence[tuple[int, ScheduledTokens]], states: Tensor | None) -> None:
         """Draft for entries of a step, given with their places there.
 
         states  [N, hidden], one for each entry; None: those of the step are read already
@@ -118,4 +106,4 @@ class HeadGraphs:
             if states is not None:
                 places = [*range(len(part))]
                 self.reader.states[: len(part)] = states[first : first + MOST_ROWS]
-            self._graphs.run([item.slot for _, item in part], [item.guesses for _, item in part], places)
+            self.draft([item.slot for _, item in part], [item.guesses for _, item in part], places)

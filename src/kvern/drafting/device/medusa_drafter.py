@@ -22,7 +22,8 @@ class MedusaDrafter:
     `drawn`: draws, and keeps what it drew from; else `choose` does.
     """
 
-    reads_hidden, inputs, graphs = True, None, None
+    reads_hidden, inputs = True, None
+    graphs = ()
 
     def __init__(self, heads: MedusaHeads, rows: BatchRows, choose: Choose, drawn: Drawn | None = None) -> None:
         self._heads, self._rows, self._choose, self.drawn = heads, rows, choose, drawn

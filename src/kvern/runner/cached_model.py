@@ -1,0 +1,55 @@
+"""A model with its KV cache and the rows of its batch: what steps run on."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
+
+from kvern.attention.base import AttentionBackend
+from kvern.device.input_batch import InputBatch
+from kvern.device.rows import BatchRows
+from kvern.request.step import ScheduledTokens, SchedulerOutput
+from kvern.runner.adapters import Adapters
+
+
+class RowStates(Protocol):
+    """The states of the layers of a model, of each row of the batch."""
+
+    def prepare(self, output: SchedulerOutput) -> None:
+        """Zero and copy states, and give rows theirs, as a step says."""
+        ...
+
+    def defer(self) -> None:
+        """Keep what the drafts of the step that was planned last are to write until `SchedulerOutput.kept` tells."""
+        ...
+
+
+Network = TypeVar("Network")
+Batch = TypeVar("Batch", bound=InputBatch)
+Rows = TypeVar("Rows", bound=BatchRows)
+States = TypeVar("States", bound=RowStates)
+
+
+@dataclass(frozen=True)
+class CachedModel(Generic[Network, Batch, Rows, States]):
+    """A model, or a draft head, with a KV cache for its layers.
+
+    decoder     the model
+    attention   the owner of the KV cache, and attention over it
+    rows        the rows of the batch, which a draft model shares with the model that it drafts for
+    block_size  tokens of a block of the cache
+    adapters    None: the engine has no place for adapters
+    states      None: no layer of the model keeps states
+    """
+
+    decoder: Network
+    attention: AttentionBackend[Batch]
+    rows: Rows
+    block_size: int
+    adapters: Adapters | None = None
+    states: States | None = None
+
+    def is_adapted(self, scheduled: Sequence[ScheduledTokens]) -> bool:
+        """Whether a request of a step uses an adapter."""
+        if self.adapters is None:
+            return False
+        return max(self.adapters.indices(self.rows, [item.slot for item in scheduled]), default=-1) >= 0

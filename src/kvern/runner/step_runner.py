@@ -1,0 +1,127 @@
+"""What runners of steps share: the rows that a step changes, and a step that is computed layer by layer.
+
+changes of the scheduler --> rows, cache, states, adapters
+tokens --> a graph, or captured decodes, if there is one that fits; else kernel by kernel --> hidden states
+hidden states --> sampled tokens --> rows, the result, and a drafter
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, Generic, NamedTuple, TypeVar, cast
+
+import torch
+from torch import Tensor
+
+from kvern.cache.windows import WindowMessage
+from kvern.device.input_batch import InputBatch
+from kvern.device.rows import BatchRows
+from kvern.drafting.device.drafter import Drafter, GuardedDrafter
+from kvern.layers.step_context import NO_ADAPTERS
+from kvern.models.decoder import Decoder, LanguageModel
+from kvern.request.step import SchedulerOutput
+from kvern.runner.cached_model import CachedModel, RowStates
+from kvern.runner.contents import Contents
+from kvern.runner.needs import RowNeeds
+from kvern.runner.ranks.rank_choice import change_choices
+from kvern.runner.result import PromptLogprobs, prompt_logprobs, prompt_runs, tokens_wanted
+from kvern.sample.logprobs import DeviceLogprobs
+
+Network = TypeVar("Network", bound=LanguageModel)
+Batch = TypeVar("Batch", bound=InputBatch)
+Rows = TypeVar("Rows", bound=BatchRows)
+States = TypeVar("States", bound=RowStates)
+
+
+class Computed(NamedTuple):
+    """A step of T tokens that was computed, before anything is sampled.
+
+    hidden   [N, hidden]  the last hidden states of all T tokens, or of those that are sampled from
+    prompts               log-probabilities of prompt tokens; None: nobody asked
+    told     [T, ...]     hidden states for a drafter that reads them; None: not those of all tokens
+    """
+
+    hidden: Tensor
+    prompts: PromptLogprobs | None
+    told: Tensor | None
+
+
+class StepRunner(Generic[Network, Batch, Rows, States]):
+    """Holds a model, the rows of its batch and what is asked for in them."""
+
+    def __init__(
+        self, model: CachedModel[Network, Batch, Rows, States], contents: Contents, drafter: Drafter | None
+    ) -> None:
+        self.model, self._decoder, self._rows = model, model.decoder, model.rows
+        self.caches = model.attention.caches
+        self._ranks = contents.ranks
+        self._grammars, self._processors = contents.grammars, contents.processors
+        self._needs = RowNeeds(len(model.rows.requests))
+        self._drafter = GuardedDrafter(drafter, ranks=contents.ranks)
+
+    def _change_rows(self, output: SchedulerOutput) -> None:
+        """Let rows, cache, states and adapters be as the step wants them."""
+        model, rows = self.model, self._rows
+        if model.adapters is not None:
+            model.adapters.load(output.adapters)
+        model.attention.copy_blocks(output.copies)
+        if model.states is not None:
+            model.states.prepare(output)
+        rows.fork(output.forked)
+        rows.join(output.joined)
+        change_choices(self._ranks, output, rows, self._grammars, self._processors, self._needs)
+        if self._ranks.stage.is_first:
+            rows.draft(output.known)
+        rows.grow(output.grown)
+        windows = output.message(WindowMessage)
+        rows.grow_windows([] if windows is None else windows.grown)
+        rows.draft(output.drafts)
+        self._drafter.prepare(output)
+
+    def _compute_layers(
+        self, batch: Batch, states: Any, logprobs: Callable[[Tensor, Tensor, int], DeviceLogprobs]
+    ) -> Computed | None:
+        """Run the model over a batch; None: this is a pipeline stage before the last, which has handed on its rows.
+
+        states    what was planned for the step by the memory of states, if there is one
+        logprobs  what computes log-probabilities, as `token_logprobs`
+        """
+        model, drafter, is_last = self.model, self._drafter, self._ranks.stage.is_last
+        runs = prompt_runs(self._rows, batch) if is_last else []
+        wanted = None if drafter.reads_hidden or not self._ranks.drops_rows else tokens_wanted(batch, runs)
+        adapters = NO_ADAPTERS
+        if model.adapters is not None:
+            adapters = model.adapters.select(self._rows, batch, wanted is not None)
+        attend, inputs = model.attention.plan(batch), drafter.inputs
+        hidden = self._decoder(batch.token_ids, batch.positions, attend, wanted, adapters, states, inputs)
+        if not is_last:
+            if model.states is not None:
+                model.states.defer()
+            return None
+        prompts = prompt_logprobs(self._decoder, batch, runs, hidden, logprobs)
+        told = hidden if inputs is None else inputs.rows()
+        return Computed(hidden, prompts, told if wanted is None else None)
+
+    def _needed(self, slots: Sequence[int]) -> int:
+        """What sampling for these rows takes, all together."""
+        asked = 0
+        for slot in slots:
+            asked |= self._needs[slot]
+        return asked
+
+    @torch.inference_mode()
+    def assist(self) -> None:
+        """As `Runner`."""
+        cast("Decoder", self._decoder).assist()
+
+    def size(self, output: SchedulerOutput) -> tuple[int, int, bool] | None:
+        """As `Runner`; there are no steps that all ranks capture."""
+        return None
+
+    def idle(self) -> bool:
+        """As `Runner`; there is nothing to capture."""
+        return False
+
+    def abandon(self) -> None:
+        """As `Runner`."""
+        self._grammars.abandon()
+        if self._rows.device.type == "cuda":
+            torch.cuda.synchronize(self._rows.device)
