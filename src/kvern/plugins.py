@@ -18,7 +18,9 @@ class Plugins(Generic[Part]):
     """
 
     def __init__(self, what: str, group: str, own: Mapping[str, str] | None = None) -> None:
-        self.what, self.group, self._own = what, group, own or {}
+        self.what = what
+        self.group = group
+        self._own = own or {}
         self._registered: dict[str, Part] = {}
 
     def register(self, name: str) -> Callable[[Part], Part]:

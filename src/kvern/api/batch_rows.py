@@ -22,7 +22,9 @@ class BatchRow:
 
 def read_row(values: Mapping[str, Any], routes: Sequence[str]) -> BatchRow:
     """Checks a row but for its body, which its route checks. Raises InvalidRequest."""
-    custom_id, url, body = values.get("custom_id"), values.get("url"), values.get("body")
+    custom_id = values.get("custom_id")
+    url = values.get("url")
+    body = values.get("body")
     if not isinstance(custom_id, str) or not isinstance(body, dict):
         raise InvalidRequest("the row must be an object with custom_id, a text, and body, an object")
     if values.get("method", "POST") != "POST" or not isinstance(url, str) or url not in routes:

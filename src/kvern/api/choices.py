@@ -102,7 +102,10 @@ class StreamedChoice:
         tokenizer: Tokenizer,
         prefix: str = "",
     ) -> None:
-        self._answer, self._index, self._chat, self._options = answer, index, chat, options
+        self._answer = answer
+        self._index = index
+        self._chat = chat
+        self._options = options
         self._tokenizer, self._offsets = tokenizer, TextOffsets(tokenizer, options)
         self._reader = None if chat is None else chat.reader()
         self._thought = None if chat is None else chat.thought_tokens()

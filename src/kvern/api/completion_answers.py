@@ -22,7 +22,10 @@ class CompletionWriter:
     """Writes the answers to one body; `chat` reads answers to a conversation."""
 
     def __init__(self, options: AnswerOptions, model: str, tokenizer: Tokenizer, chat: ChatRequest | None) -> None:
-        self._options, self._model, self._tokenizer, self._chat = options, model, tokenizer, chat
+        self._options = options
+        self._model = model
+        self._tokenizer = tokenizer
+        self._chat = chat
         self._created, self._identity = int(time.time()), options.request_id or uuid.uuid4().hex
 
     @property

@@ -184,7 +184,9 @@ async def message_events(
     output: RequestOutput, chat: ChatRequest, model: str, news: AsyncIterable[None]
 ) -> AsyncIterator[object]:
     """Yields the events of an answer as it grows: each a name and its content."""
-    answer, reader, growing = output.outputs[0], chat.reader(), BlockEvents()
+    answer = output.outputs[0]
+    reader = chat.reader()
+    growing = BlockEvents()
     begun = False
     async for _ in news:
         if not begun:

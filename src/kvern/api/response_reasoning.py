@@ -25,7 +25,9 @@ def opened_reasoning(content: object, most: int) -> tuple[str | None, int]:
     """
     if not isinstance(content, str) or not content.startswith(MARK) or len(content) > 2 * most:
         return None, 0
-    reader, parts, size = zlib.decompressobj(), [b""], 0
+    reader = zlib.decompressobj()
+    parts = [b""]
+    size = 0
     try:
         packed = base64.urlsafe_b64decode(content[len(MARK) :])
         while size <= most and (part := reader.decompress(packed, PART_BYTES)):

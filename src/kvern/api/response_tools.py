@@ -100,7 +100,9 @@ def _read(tools: Sequence[object], where: str) -> ToolList:
 
 def _add_namespace(found: ToolList, namespace: Mapping[str, Any], place: str) -> None:
     """Adds the tools of a namespace; its description is put before that of its first tool."""
-    name, description, tools = namespace.get("name"), namespace.get("description"), namespace.get("tools")
+    name = namespace.get("name")
+    description = namespace.get("description")
+    tools = namespace.get("tools")
     if not isinstance(name, str) or not name:
         raise InvalidRequest(f"{place}.name is {shown(name)}: it must be the name of the namespace")
     if not isinstance(tools, list):

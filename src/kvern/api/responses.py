@@ -281,7 +281,9 @@ class ResponseEvents:
 
     async def of(self, output: RequestOutput, news: AsyncIterable[None]) -> AsyncGenerator[tuple[str, dict[str, Any]]]:
         """Yields the events of a growing output: each a name and its content."""
-        response, answer, reader = self._response, output.outputs[0], self._chat.reader()
+        response = self._response
+        answer = output.outputs[0]
+        reader = self._chat.reader()
         items = self._items
         yield self._event("response.created", response=response)
         yield self._event("response.in_progress", response=response)

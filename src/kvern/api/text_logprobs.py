@@ -26,7 +26,9 @@ class TextOffsets:
     """
 
     def __init__(self, tokenizer: Tokenizer, options: AnswerOptions, start: int = 0, text: str | None = None) -> None:
-        self._tokenizer, self._options, self._text = tokenizer, options, text
+        self._tokenizer = tokenizer
+        self._options = options
+        self._text = text
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._next = start
 
@@ -58,7 +60,9 @@ def text_logprobs(
     """Returns the log-probabilities of an answer, or of a part of it."""
     if completion.logprobs is None or options.logprobs is None:
         return None
-    names, logprobs, tops = [], [], []
+    names = []
+    logprobs = []
+    tops = []
     for token_id, table in zip(completion.token_ids, completion.logprobs, strict=True):
         logprobs.append(finite(table[token_id].logprob))
         names.append(token_name(token_id, options, tokenizer))

@@ -1,9 +1,8 @@
-"""Offline batch jobs: a file of requests in, a file of answers out, resumable at any moment.
+"""Offline batch jobs: a file of requests in, a file of answers out. A job can be stopped and resumed at any time.
 
-readers  rows out of JSONL, CSV or Parquet, one at a time
-requests a row becomes a prompt with sampling parameters, an answer becomes a row (plain, or OpenAI batch format)
-journal  what is done, on disk, such that a killed job goes on where it stopped
-tables   the journal becomes a CSV or Parquet file when all rows are done
-display  progress bar and closing table
-job      ties them together around one engine
+readers   rows of JSONL, CSV or Parquet, one at a time
+requests  rows as prompts with sampling parameters, answers as rows (plain, or OpenAI's batch format)
+journal   the state of a job on disk, from which a killed job continues
+tables    the journal as a CSV or Parquet file, when all rows are done
+job       the loop that connects them with one engine
 """

@@ -1,9 +1,9 @@
-"""One batch job: rows in, answers out, in order, through one engine that works on many rows at once.
+"""One batch job: answers rows in order through one engine that works on many rows at once.
 
-    reader --row--> request --as_completed--> engine --output--> waiting place --in order--> journal --> output file
+  reader --row--> request --as_completed--> engine --output--> waiting --in order--> journal --> output file
 
-Rows finish in any order and are written in the input's; a finished row waits in memory for those before it. At most
-``WINDOW`` rows lie between the oldest unwritten row and the newest begun, so that memory is bounded whatever the input.
+Rows finish in any order and are written in the input's order; a finished row waits in memory for earlier ones. At most
+``WINDOW`` rows lie between the oldest unwritten row and the newest started one, so memory is bounded.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ FAILED_BEFORE_WRITING = 256  # rows that fail at once, without a step of the eng
 
 @dataclass(frozen=True)
 class BatchResult:
-    """What a job has done: ``totals`` over all of it, the other numbers over this run. Times in seconds."""
+    """The result of a job: ``totals`` count the whole job, the other numbers this run. Times are in seconds."""
 
     totals: Totals
     rows: int
@@ -57,7 +57,7 @@ class BatchResult:
 
     @property
     def prefix_cache_hit_rate(self) -> float:
-        """Share of this run's prompt tokens that came out of the prefix cache."""
+        """The share of this run's prompt tokens that came from the prefix cache."""
         return self.cached_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
 
     @property
@@ -67,7 +67,7 @@ class BatchResult:
 
 @dataclass
 class Begun:
-    """A row that the engine works on."""
+    """A row that the engine is answering."""
 
     place: int
     row: Row
@@ -76,20 +76,20 @@ class Begun:
 
     @property
     def prompt(self) -> Prompt:
-        """What the engine takes."""
+        """The prompt for the engine."""
         prompt = self.request.prompt if self.chat is None else self.chat.prompt
         assert prompt is not None
         return prompt
 
     @property
     def params(self) -> SamplingParams:
-        """With what the conversation adds."""
+        """The sampling parameters, with those of the conversation."""
         return self.request.params if self.chat is None else self.chat.params
 
 
 @dataclass
 class Finished:
-    """A row that can be written: the line of its answer, or of its error."""
+    """A row that can be written: the line of its answer or of its error."""
 
     line: bytes
     failed: bool = False
@@ -104,9 +104,9 @@ class BatchJob:
     Args:
         source, output: ``.jsonl``, ``.csv`` or ``.parquet``, each by its own ending.
         rules: how plain rows are read.
-        identity: what else must be equal for an unfinished output to be continued (model, dtype, seed, ...).
-        seed: rows without a seed of their own draw theirs from this and their place, so that a resumed job gives the
-            same answers.
+        identity: further values that must be equal to continue an unfinished output (model, dtype, ...).
+        seed: rows without a seed derive theirs from this and their number, so that a resumed job gives the same
+            answers.
 
     Raises:
         BatchFileError: one of the files cannot be used; nothing has been written then.
@@ -149,7 +149,7 @@ class BatchJob:
         self._read = self._written = self._place = 0
 
     def run(self, llm: LLM) -> BatchResult:
-        """Run what is not done yet. Ctrl-C ends it early, with everything that can be written written."""
+        """Answers the rows that are not done yet. Ctrl-C ends it early and writes all finished rows."""
         self.journal.open(self.overwrite)
         try:
             return self._run(llm)
@@ -193,7 +193,7 @@ class BatchJob:
         exhausted = False
 
         def inputs() -> Iterator[tuple[str, Prompt, SamplingParams, str | None]]:
-            """The next rows as the engine takes them; ends early while too many finished rows wait for an older one."""
+            """Yields the next rows for the engine; ends early while too many finished rows wait for an older one."""
             nonlocal exhausted
             while self._place - self._written < WINDOW:
                 row = next(rows, None)
@@ -261,7 +261,7 @@ class BatchJob:
         return Finished(encode(answer), False, len(output.prompt_token_ids), generated)
 
     def _write_in_order(self) -> None:
-        """Hand every finished row that no unfinished one precedes to the journal."""
+        """Adds the finished rows to the journal up to the first unfinished one."""
         with interrupts_deferred():
             while (finished := self._finished.pop(self._written, None)) is not None:
                 if finished.failed:
@@ -278,7 +278,7 @@ class BatchJob:
 
 @contextlib.contextmanager
 def interrupts_deferred() -> Iterator[None]:
-    """Let Ctrl-C wait for the end of the block, so that files and counts always agree. A second one ends all."""
+    """Delays Ctrl-C to the end of the block, so that files and counts agree. A second one ends the process."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -305,7 +305,7 @@ def chat_of(request: BatchRequest, llm: LLM) -> ChatRequest | None:
 
 
 def failure(row: Row, error: KvernError) -> Finished:
-    """The line of the errors file: which row, why, and the row's own key where it has one."""
+    """Returns the line for the errors file: row number, reason, and the row's own key if it has one."""
     fields: dict[str, Any] = {"row": row.number, "error": str(as_sent(error, sent_names(row.values)))}
     if "custom_id" in row.values:
         fields["custom_id"] = row.values["custom_id"]

@@ -1,13 +1,13 @@
-"""What a batch job has done, on disk, such that it survives being killed at any moment.
+"""The state of a batch job on disk; a job survives being killed at any time.
 
-Two files grow, one line a row: the answers and the errors. A third, the record, is replaced atomically after each
-commit and tells how many rows and how many bytes of both files belong together:
+Two files grow by a line for each row: the answers and the errors. A third, the record, is replaced atomically at each
+commit. It has the number of rows, and the lengths of both files that belong to them:
 
-    write lines -> (now and then: fsync) -> replace the record
+  write lines -> (now and then: fsync) -> replace the record
 
-A resumed job cuts both files to the lengths in the record, which removes half-written lines, and goes on with the row
-after. Lengths known to have reached the disk are kept apart: after a loss of power they are what counts. The record
-also holds the job's identity (input, model, parameters), so that a different job never continues a file.
+A resumed job truncates both files to the lengths in the record, which removes incomplete lines, and continues with the
+next row. The record keeps the lengths at the last fsync as well: they count after a loss of power. It also holds the
+job's identity (input, model, parameters), so that no other job continues its files.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ START_AGAIN = "choose another output, or add --overwrite to begin again"
 
 
 class Totals(msgspec.Struct, frozen=True):
-    """Counts over the whole job, resumed parts included; ``rows`` are input rows that are answered or failed."""
+    """Counts of the whole job with its resumed parts; ``rows`` are input rows that are answered or failed."""
 
     rows: int = 0
     failed: int = 0
@@ -54,9 +54,9 @@ class Journal:
     """The files of one job.
 
     Args:
-        output: where the job's result will be.
-        append: write answers to ``output`` itself (JSONL), else to a hidden file beside it, for a table at the end.
-        identity: what must be the same when the job is resumed, under names that a message can show.
+        output: path of the job's result.
+        append: write answers to ``output`` itself (JSONL), else to a hidden file in its folder, for a table at the end.
+        identity: values that must be the same when the job is resumed, under names for messages.
     """
 
     def __init__(self, output: Path, append: bool, identity: Mapping[str, Any]) -> None:
@@ -73,10 +73,10 @@ class Journal:
         self.record = Record(self._identity, started=int(time.time()))
 
     def check(self, overwrite: bool) -> None:
-        """Find out, changing nothing, whether the job can be begun or resumed.
+        """Checks that the job can be started or resumed, without changing anything.
 
         Raises:
-            BatchFileError: the output's folder cannot be written, or the output is of another job.
+            BatchFileError: the output's folder cannot be written, or the output belongs to another job.
         """
         folder = self.output.parent
         if not folder.is_dir():
@@ -98,7 +98,7 @@ class Journal:
             )
 
     def open(self, overwrite: bool) -> None:
-        """Begin or resume: afterwards ``record.done`` tells what needs no doing.
+        """Starts or resumes the job: afterwards ``record.done`` counts the rows that are done.
 
         Raises:
             BatchFileError: a file cannot be opened, or another process runs the same job.
@@ -110,7 +110,7 @@ class Journal:
                 return
             self._answers = os.open(self.answers_path, os.O_RDWR | os.O_CREAT, 0o666)
             self._lock()
-            if existing is not None:  # whoever held the lock may have gone on in between
+            if existing is not None:  # another process may have continued the job before it released the lock
                 existing = self._existing()
             if existing is None or existing.finished:
                 self._replace_record()
@@ -126,25 +126,25 @@ class Journal:
                     self._drop_errors()
 
     def add(self, line: bytes, prompt_tokens: int, generated_tokens: int) -> None:
-        """Take the answer of the next row; it is on disk after ``commit``."""
+        """Adds the answer of the next row; it is on disk after ``commit``."""
         self._lines.append(line + b"\n")
         self._count(prompt_tokens=prompt_tokens, generated_tokens=generated_tokens)
 
     def add_error(self, line: bytes) -> None:
-        """Take the next row as one that failed."""
+        """Adds the next row as a failed one."""
         self._error_lines.append(line + b"\n")
         self._count(failed=1)
 
     def commit_when_due(self) -> None:
-        """Commit unless that was done a moment ago, so that thousands of short rows a second cost little."""
+        """Commits unless the last commit was a moment ago: thousands of short rows a second need few commits."""
         if time.monotonic() - self._last_commit >= COMMIT_SECONDS:
             self.commit()
 
     def commit(self, sync: bool = False) -> None:
-        """Write what was added. Writing twice after an interruption is harmless: places in the files are fixed.
+        """Writes what was added. Writing twice after an interruption is harmless: the offsets in the files are fixed.
 
         Raises:
-            BatchFileError: the disk is full or fails; what was committed before stays.
+            BatchFileError: the disk is full or fails; earlier commits are kept.
         """
         with self._disk_errors():
             done = self.record.done
@@ -165,7 +165,7 @@ class Journal:
             self._last_commit = now
 
     def finish(self) -> None:
-        """Mark the job as done; the same command will then find nothing to do."""
+        """Marks the job as done; the same command then finds nothing to do."""
         self.commit(sync=True)
         with self._disk_errors():
             self.record.finished = True
@@ -174,7 +174,7 @@ class Journal:
                 self.answers_path.unlink(missing_ok=True)
 
     def close(self) -> None:
-        """Close the files, cutting off what was written after the last commit."""
+        """Closes the files and truncates what was written after the last commit."""
         record = self._read_record()
         done = record.done if record is not None else Totals()
         for file, length in ((self._answers, done.answer_bytes), (self._errors, done.error_bytes)):
@@ -196,7 +196,7 @@ class Journal:
         )
 
     def _intact(self) -> Totals:
-        """Return the newest totals whose bytes are really in the files."""
+        """Returns the newest totals whose bytes are in the files."""
         answers = os.fstat(self._answers).st_size
         errors = os.fstat(self._errors).st_size if self._errors >= 0 else 0
         for totals in (self.record.done, self.record.synced):
@@ -216,7 +216,7 @@ class Journal:
             raise BatchFileError(f"output {self.output} is being written by another process: wait for it") from error
 
     def _existing(self) -> Record | None:
-        """Return the record of what can be resumed or is finished, ``None`` where its files are gone."""
+        """Returns the record of a job that can be resumed or is finished; None if its files are gone."""
         record = self._read_record()
         if record is not None and (self.output if record.finished else self.answers_path).exists():
             return record
@@ -260,7 +260,7 @@ class Journal:
 
 
 def write_at(file: int, data: bytes, offset: int) -> None:
-    """Write all of ``data``; a full disk may take a part first and fail at the rest."""
+    """Writes all of ``data``; a full disk may take a part first and then fail."""
     view = memoryview(data)
     while view:
         written = os.pwrite(file, view, offset)

@@ -1,6 +1,6 @@
 """Rows in the format of OpenAI's batch API, for /v1/chat/completions and /v1/completions.
 
-What would change the answer and is not understood is refused by name.
+Unknown fields that would change the answer are refused by name.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ def read_openai_row(
     tokenizer: Tokenizer,
     adapters: Collection[str] = (),
 ) -> BatchRequest:
-    """Return the request of a row in OpenAI's format.
+    """Returns the request of a row in OpenAI's format.
 
-    ``model`` and ``created`` (seconds since 1970) appear in the answer. A body whose model is one of the ``adapters``
-    is answered by that one.
+    ``model`` and ``created`` (seconds since 1970) appear in the answer. If the body's model is one of the ``adapters``,
+    that adapter answers.
 
     Raises:
-        HttpError, InvalidRequest, InvalidParameter: the row is malformed or asks for what kvern does not do.
+        HttpError, InvalidRequest, InvalidParameter: the row is malformed or asks for something unsupported.
     """
     row = read_row(values, [CHAT, COMPLETIONS])
     url, body = row.url, row.body
@@ -79,7 +79,7 @@ def openai_answer(
     options: AnswerOptions,
     tokenizer: Tokenizer,
 ) -> dict[str, Any]:
-    """Return the output row. Its ids derive from the row, so that a resumed job writes the same ones."""
+    """Returns the output row. Its ids derive from the row, so that a resumed job writes the same ones."""
     key = hashlib.sha256(f"{custom_id}/{output.request_id}".encode()).hexdigest()[:24]
     asked = of_prompt(output, options)
     added = {} if options.is_chat else asked

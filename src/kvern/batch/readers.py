@@ -1,7 +1,7 @@
-"""Rows of a batch job's input, read lazily and in order; the file's ending tells its format.
+"""Rows of a batch job's input, read lazily; the file's ending determines the format.
 
-A row that cannot be read is delivered as a row with an ``error``; only what makes the whole file useless (no such file,
-no such column, not Parquet at all) is raised.
+A row that cannot be read is returned with an ``error``. Only errors of the whole file (no such file, no such column,
+not Parquet) are raised.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ LARGEST_CSV_FIELD = 2**31 - 1
 class Row:
     """One row of the input.
 
-    ``number`` counts from 1: lines of JSONL (as editors count them), records of CSV (without the header) and Parquet.
+    ``number`` counts from 1: lines of JSONL (as in editors), records of CSV (without the header) and of Parquet.
     """
 
     number: int
@@ -36,7 +36,7 @@ class Row:
 
 
 class Reader(Protocol):
-    """A file of rows. ``columns`` is ``None`` where every row names its own (JSONL)."""
+    """A file of rows. ``columns`` is None if each row names its own (JSONL)."""
 
     @property
     def columns(self) -> list[str] | None: ...
@@ -47,7 +47,7 @@ class Reader(Protocol):
 
 
 def open_reader(path: Path) -> Reader:
-    """Return the reader for a file's ending.
+    """Returns the reader for a file's ending.
 
     Raises:
         BatchFileError: no such file, not readable, an unknown ending, or not a file of that format.
@@ -77,13 +77,13 @@ def checked_ending(path: Path, role: str) -> str:
 
 
 def content_digest(path: Path) -> str:
-    """Return the SHA-256 of a file, which tells whether a job goes on with the input that it began with."""
+    """Returns the SHA-256 of a file, by which a resumed job recognizes its input."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 class JsonLinesReader:
-    """One JSON object a line; blank lines are no rows."""
+    """JSON objects, one a line; blank lines are skipped."""
 
     columns: list[str] | None = None
 
@@ -111,7 +111,7 @@ class JsonLinesReader:
 
     @staticmethod
     def _lines(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
-        """Those that are no blank ones, with their numbers, without a byte order mark."""
+        """Yields the lines that are not blank, with their numbers and without a byte order mark."""
         for number, line in enumerate(file, start=1):
             line = line.removeprefix(BYTE_ORDER_MARK)
             if line.strip():

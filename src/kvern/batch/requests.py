@@ -1,7 +1,7 @@
-"""What a row asks for, and how its answer is written.
+"""Rows as requests, and outputs as answers.
 
-A plain row is ``{"prompt": text or token ids}`` or ``{"messages": [...], "tools": [...]}`` with, in JSONL, any fields
-of ``SamplingParams`` and ``adapter`` beside it; all its columns come back with the answer. A row with ``custom_id``,
+A plain row is ``{"prompt": text or token ids}`` or ``{"messages": [...], "tools": [...]}``. In JSONL it may also have
+fields of ``SamplingParams`` and ``adapter``; all its columns are copied to the answer. A row with ``custom_id``,
 ``url`` and ``body`` is in OpenAI's batch format (see ``openai_rows``) and is answered in it.
 """
 
@@ -33,8 +33,8 @@ Answer = Callable[["RequestOutput", "ChatRequest | None"], dict[str, Any]]
 
 @dataclass(frozen=True)
 class BatchRequest:
-    """What one row asks for: a prompt (text or token ids) or a conversation, and ``answer``, which turns the engine's
-    output, and how it is to be read, into the fields that are written."""
+    """The request of one row: a prompt (text or token ids) or a conversation. ``answer`` makes the fields to write from
+    the engine's output and the conversation."""
 
     prompt: Prompt | None
     chat: ChatBody | None
@@ -45,8 +45,8 @@ class BatchRequest:
 
 @dataclass(frozen=True)
 class RowRules:
-    """How plain rows are read: the column with the prompt (``None``: prompt or messages), whether a text is sent as a
-    user's message, after which system message, and the sampling parameters where a row names none."""
+    """Rules to read plain rows: the column with the prompt (None: prompt or messages), whether a text is sent as a
+    user's message, its system message, and the sampling parameters of rows that set none."""
 
     params: SamplingParams
     column: str | None = None
@@ -55,7 +55,7 @@ class RowRules:
     fields_are_parameters: bool = True
 
     def check_columns(self, columns: Sequence[str], name: str) -> None:
-        """Refuse a table without the column that holds the prompts."""
+        """Refuses a table without the column that holds the prompts."""
         wanted = [self.column] if self.column else list(PROMPT_COLUMNS)
         if not set(wanted) & set(columns):
             raise BatchFileError(
@@ -64,10 +64,10 @@ class RowRules:
             )
 
     def read(self, values: Mapping[str, Any]) -> BatchRequest:
-        """Return the request of a plain row.
+        """Returns the request of a plain row.
 
         Raises:
-            InvalidRequest: there is no prompt, two of them, or not one that can be sent.
+            InvalidRequest: there is no prompt, two of them, or one that cannot be sent.
             InvalidParameter: a sampling parameter of the row is wrong.
         """
         names = [self.column] if self.column else list(PROMPT_COLUMNS)
@@ -93,12 +93,12 @@ class RowRules:
         return BatchRequest(prompt, chat, params, plain_answer, adapter)
 
     def for_tables(self) -> RowRules:
-        """The rules for CSV and Parquet, whose other columns are the user's own data and never parameters."""
+        """Returns the rules for CSV and Parquet, whose other columns are the user's data and never parameters."""
         return replace(self, fields_are_parameters=False)
 
 
 def split_prompt(value: object, name: str) -> tuple[Prompt | None, list[dict[str, Any]] | None]:
-    """Tell a text, token ids and messages apart; messages may also be JSON text, as CSV has no lists."""
+    """Returns a text or token ids, or messages, which may be JSON text as CSV has no lists."""
     if isinstance(value, str) and name == "messages":
         try:
             value = msgspec.json.decode(value)
@@ -125,13 +125,13 @@ def plain_answer(output: RequestOutput, chat: ChatRequest | None) -> dict[str, A
 
 
 def merged(values: Mapping[str, Any], answer: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the row with its answer; a column of the input that has an answer's name is kept as ``input_<name>``."""
+    """Returns the row with its answer; an input column with an answer's name becomes ``input_<name>``."""
     renamed = input_names(list(values), list(answer))
     return {**{renamed[name]: value for name, value in values.items()}, **answer}
 
 
 def input_names(columns: Sequence[str], answer_columns: Sequence[str]) -> dict[str, str]:
-    """Return under which name each column of the input is written."""
+    """Returns the name under which each input column is written."""
     taken = {*columns, *answer_columns}
     names: dict[str, str] = {}
     for column in columns:

@@ -1,7 +1,7 @@
-"""The end of a job whose output is CSV or Parquet: rows of the input and answers of the journal become one file.
+"""The output of a job as CSV or Parquet: rows of the input and answers of the journal become one file.
 
-Both are read once more in step, so that memory stays bounded and Parquet columns keep their types. The file appears
-under its name only when it is complete.
+Both are read once more in parallel, so that memory is bounded and Parquet columns keep their types. The file gets its
+name only when it is complete.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ ROWS_AT_ONCE = 4096
 
 
 def write_table(reader: Reader, answers: Path, partial: Path, output: Path) -> None:
-    """Write ``output`` from the rows of ``reader`` and the lines ``{"row": number, ...}`` of ``answers``.
+    """Writes ``output`` from the rows of ``reader`` and the lines ``{"row": number, ...}`` of ``answers``.
 
     Raises:
-        BatchFileError: the disk is full, or it cannot be written; run again, only this step is repeated.
+        BatchFileError: the disk is full or cannot be written; another run repeats only this step.
     """
     try:
         if output.suffix.lower() == ".csv":
@@ -45,7 +45,7 @@ def write_table(reader: Reader, answers: Path, partial: Path, output: Path) -> N
 
 
 def answered_rows(reader: Reader, answers: Path) -> Iterator[dict[str, Any]]:
-    """Yield the rows that have an answer, in order, with it."""
+    """Yields the answered rows in order, each with its answer."""
     with answers.open("rb") as file:
         lines = iter(file)
         line = next(lines, None)
@@ -59,7 +59,7 @@ def answered_rows(reader: Reader, answers: Path) -> Iterator[dict[str, Any]]:
 
 
 def all_columns(reader: Reader, answers: Path) -> list[str]:
-    """Return the output's columns; for JSONL input, where rows differ, everything that any of them has."""
+    """Returns the output's columns; for JSONL input, whose rows differ, the columns of all rows."""
     if reader.columns is not None:
         return [*input_names(reader.columns, ANSWER_COLUMNS).values(), *ANSWER_COLUMNS]
     names: dict[str, None] = {}
@@ -78,7 +78,7 @@ def write_csv(reader: Reader, answers: Path, partial: Path) -> None:
 
 
 def cell(value: Any) -> Any:
-    """CSV has text and numbers; lists and objects are written as JSON."""
+    """Returns a value for a cell: CSV has text and numbers, so lists and objects become JSON."""
     if value is None or isinstance(value, str | int | float):
         return value
     if isinstance(value, list | dict):
@@ -98,9 +98,9 @@ def write_parquet(reader: Reader, answers: Path, partial: Path) -> None:
 
 
 def table_schema(arrow: Any, reader: Reader, answers: Path) -> Any:
-    """Return the Parquet schema: the input's own where it has one, else what all values of a column fit into.
+    """Returns the Parquet schema: the input's own if it has one, else the common type of each column's values.
 
-    A column whose values fit into no common type is written as JSON text.
+    A column whose values have no common type becomes JSON text.
     """
     answer_fields = [
         arrow.field(name, arrow.string() if name in ANSWER_COLUMNS[:2] else arrow.int64()) for name in ANSWER_COLUMNS

@@ -1,8 +1,8 @@
-"""An HTTP client to measure with: as many connections as requests, each event of a stream timed on arrival.
+"""An HTTP client for measurements: one connection for each request, and a time for each event of a stream.
 
 HttpClient.send(method, path, body, reply)
-   `-- Reply              collects a body
-        `-- StreamReply   reads completion chunks and notes their times
+ `-- Reply              collects a body
+      `-- StreamReply   reads completion chunks and notes their times
 """
 
 import time
@@ -17,13 +17,13 @@ from kvern.errors import ConfigError
 
 
 class CachedTokens(msgspec.Struct, gc=False):
-    """Of a prompt: tokens that the server had not to compute."""
+    """The tokens of a prompt that the server had cached."""
 
     cached_tokens: int | None = None
 
 
 class Usage(msgspec.Struct, gc=False):
-    """What the server says that it read and generated."""
+    """The tokens that the server read and generated."""
 
     prompt_tokens: int = 0
     completion_tokens: int | None = 0
@@ -31,14 +31,14 @@ class Usage(msgspec.Struct, gc=False):
 
 
 class Delta(msgspec.Struct, gc=False):
-    """What a chunk adds to a chat answer."""
+    """The part of a chat answer in a chunk."""
 
     role: str | None = None
     content: str | None = None
 
 
 class Choice(msgspec.Struct, gc=False):
-    """One answer's part of a chunk."""
+    """The part of one answer in a chunk."""
 
     text: str | None = None
     delta: Delta | None = None
@@ -46,14 +46,14 @@ class Choice(msgspec.Struct, gc=False):
 
     @property
     def carries_tokens(self) -> bool:
-        """Not only the announcement of a role or of an end. Text may be empty: half of a character has none yet."""
+        """False for chunks that only announce a role or an end. The text may be empty: half a character has none."""
         if self.delta is None:
             return bool(self.text) or self.finish_reason is None
         return bool(self.delta.content) or (self.finish_reason is None and self.delta.role is None)
 
 
 class Chunk(msgspec.Struct, gc=False):
-    """The fields that matter of an event of either completion route."""
+    """The fields of an event of either completion route that are used."""
 
     choices: list[Choice] = []
     usage: Usage | None = None
@@ -64,7 +64,7 @@ _decoder = msgspec.json.Decoder(Chunk)
 
 
 class BrokenReply(Exception):
-    """The connection or the stream ended too early, or is no HTTP."""
+    """The connection or the stream ended too early, or the answer is not HTTP."""
 
 
 class Reply:
@@ -76,16 +76,16 @@ class Reply:
 
     @property
     def finished(self) -> bool:
-        """All that matters is there, even if the connection ends before HTTP says so."""
+        """True if nothing is missing, even if the connection ends before HTTP says so."""
         return False
 
     def feed(self, data: bytes) -> None:
-        """Take a part of the body."""
+        """Adds a part of the body."""
         self.content += data
 
 
 class StreamReply(Reply):
-    """A streamed completion. Times are those of time.perf_counter(), in seconds; `gaps` lie between tokens."""
+    """A streamed completion. Times are time.perf_counter() in seconds; `gaps` are the times between tokens."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -103,7 +103,7 @@ class StreamReply(Reply):
 
     @property
     def token_chunks(self) -> int:
-        """How many chunks carried tokens."""
+        """The number of chunks with tokens."""
         return len(self.gaps) + 1 if self.first else 0
 
     def feed(self, data: bytes) -> None:
@@ -140,7 +140,7 @@ class StreamReply(Reply):
 
 
 def message_of(content: Any) -> str:
-    """The text of an error in any of the shapes that servers use."""
+    """Returns the text of an error in any of the formats that servers use."""
     found = content
     for name in ("error", "message", "detail"):
         if isinstance(found, dict) and found.get(name):
@@ -149,7 +149,7 @@ def message_of(content: Any) -> str:
 
 
 class HttpClient:
-    """Connections to one server, as many as there are requests at the same time, for `async with`.
+    """Connections to one server, one for each concurrent request, for `async with`.
 
     Raises ConfigError if `url` is not http://host[:port][/prefix] or the same with https.
     """
@@ -170,12 +170,12 @@ class HttpClient:
                 raise ConfigError(f"header {name!r} is {value!r:.40}: a header is one line of ASCII, NAME=VALUE")
 
     def path(self, endpoint: str) -> str:
-        """The path of an endpoint: behind the prefix, with /v1 once if both have it."""
+        """Returns the path of an endpoint: after the prefix, with a single /v1 if both have it."""
         prefix = self._prefix.removesuffix("/v1") if endpoint.startswith("/v1/") else self._prefix
         return prefix + endpoint
 
     async def send(self, method: str, endpoint: str, body: bytes, reply: Reply) -> None:
-        """Fill `reply` with the answer. Raises OSError if there is no connection, BrokenReply if it ends too early."""
+        """Fills `reply` with the answer. Raises OSError if there is no connection, BrokenReply if it ends too early."""
         url = self._origin + self.path(endpoint)
         try:
             async with self._session.request(method, url, data=body or None, allow_redirects=False) as answer:
@@ -197,5 +197,5 @@ class HttpClient:
         return self
 
     async def __aexit__(self, *error: object) -> None:
-        """End all connections."""
+        """Closes all connections."""
         await self._session.close()

@@ -1,4 +1,4 @@
-"""What each kernel achieves on this GPU for a model's shapes, beside what the card does at most."""
+"""Speed of each kernel on this GPU for a model's shapes, compared with the card's limits."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -12,12 +12,12 @@ from kvern.kernel_list.quantized import PackedKind
 from kvern.spec.model import ModelSpec
 
 ROTATED_BYTES = 256 << 20
-"""Inputs are taken in turns from this much memory, so that none is still in the L2 cache."""
+"""Inputs are taken in turn from so much memory, so that none is still in the L2 cache."""
 
 
 @dataclass(frozen=True)
 class Measured:
-    """Seconds of a kernel's call."""
+    """The duration of a kernel's call in seconds."""
 
     kernel: str
     call: Call
@@ -33,7 +33,7 @@ class Measured:
 
 
 def measure(kernel: str, make: Callable[[], Call]) -> Measured:
-    """Time what `make` makes over inputs that rotate through memory."""
+    """Times the calls that `make` returns over inputs that rotate through memory."""
     calls = [make()]
     copies = max(1, min(16, int(ROTATED_BYTES // max(calls[0].bytes, 1))))
     calls += [make() for _ in range(copies - 1)]
@@ -44,7 +44,7 @@ def measure(kernel: str, make: Callable[[], Call]) -> Measured:
 
 
 def ceilings(device: torch.device) -> tuple[float, float]:
-    """What the card reads at most, in TB/s, and multiplies in bfloat16, in TFLOP/s; both measured."""
+    """Measures the card's memory bandwidth in TB/s and its bfloat16 matrix products in TFLOP/s."""
     size = 8192
     numbers = torch.empty(1 << 30, dtype=torch.float32, device=device).normal_()
     read = time_calls([lambda: numbers.sum()] * 4)
@@ -56,7 +56,7 @@ def ceilings(device: torch.device) -> tuple[float, float]:
 def measured_calls(
     spec: ModelSpec, device: torch.device, packed: Sequence[PackedKind] = (), dtype: torch.dtype = torch.bfloat16
 ) -> Iterator[Measured]:
-    """The kernels of a decode step and of a prefill step, on the shapes of the model's first layer.
+    """Times the kernels of a decode step and of a prefill step on the shapes of the model's first layer.
 
     `packed` are the matrices that are stored quantized.
     """

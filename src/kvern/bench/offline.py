@@ -1,4 +1,4 @@
-"""Runs workloads on an engine and measures them."""
+"""Measurements of workloads on an engine."""
 
 import copy
 import dataclasses
@@ -26,7 +26,7 @@ PERCENTILES = (50, 90, 99)
 
 @dataclass(frozen=True)
 class OfflineRun:
-    """One run of a workload: seconds in all, and of each request to its first token and between its tokens."""
+    """One run of a workload: seconds in all, to each request's first token, and between its tokens."""
 
     seconds: float
     first_token: list[float]
@@ -61,21 +61,21 @@ class Result:
 
     @property
     def step_milliseconds(self) -> float:
-        """Wall time over the longest answer: what a step takes, prefill included."""
+        """The total time divided by the tokens of the longest answer: one step, prefill included."""
         return 1000 * self.seconds / max(self.workload.lengths)
 
     @property
     def drafts(self) -> DraftFigures:
-        """Those of the last run."""
+        """The drafts of the last run."""
         return self.runs[-1].drafts
 
     def percentile(self, name: str, percent: int) -> float:
-        """Of `first_token` or `between_tokens`, in milliseconds; the median run's."""
+        """Returns a percentile of `first_token` or `between_tokens` of the median run, in milliseconds."""
         values = [percentile(getattr(run, name), percent) for run in self.runs]
         return 1000 * statistics.median(values)
 
     def report(self) -> dict[str, Any]:
-        """The figures as JSON."""
+        """Returns the figures as JSON."""
         return {
             "workload": self.workload.name,
             "requests": len(self.workload.prompts),
@@ -96,7 +96,7 @@ class Result:
 
 
 def check(workload: Workload, engine: Engine) -> None:
-    """Raise ConfigError if the engine cannot hold the workload's longest request."""
+    """Raises ConfigError if the engine cannot hold the workload's longest request."""
     longest = engine.layout.max_model_len
     if workload.longest > longest:
         raise ConfigError(
@@ -106,7 +106,7 @@ def check(workload: Workload, engine: Engine) -> None:
 
 
 def run_once(engine: Engine, workload: Workload, temperature: float) -> OfflineRun:
-    """Run all requests at once, with a prefix cache that is empty at the start."""
+    """Runs all requests at once, with a prefix cache that is empty at the start."""
     core = engine.core
     _forget_prefixes(engine)
     before = copy.copy(core.statistics())
@@ -142,7 +142,8 @@ def run_once(engine: Engine, workload: Workload, temperature: float) -> OfflineR
 
 
 def _forget_prefixes(engine: Engine) -> None:
-    """Empty the prefix cache. Raises ConfigError where workloads cannot run, or not each as if it were the first."""
+    """Empties the prefix cache. Raises ConfigError if the engine cannot run workloads, or keeps prefixes between
+    runs."""
     core = engine.core
     if isinstance(core, EncoderCore):
         raise ConfigError(f"{engine.spec.model_type} is an encoder: workloads are for models that generate")
@@ -153,7 +154,7 @@ def _forget_prefixes(engine: Engine) -> None:
 
 
 def describe(engine: Engine) -> dict[str, Any]:
-    """What was measured: versions, hardware, options and plan, as JSON."""
+    """Returns the conditions of the measurement: versions, hardware, options and plan, as JSON."""
     return {
         "kvern": __version__,
         "torch": torch.__version__,

@@ -6,5 +6,5 @@ import numpy as np
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
-    """On the straight line between the two nearest values; 0 of no values."""
+    """Returns a percentile, interpolated linearly between the two nearest values; 0 if there are no values."""
     return float(np.percentile(values, percent)) if values else 0.0

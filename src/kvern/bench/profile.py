@@ -1,4 +1,4 @@
-"""Where the time of a workload's steps goes: a Chrome trace, and a table by part of the model."""
+"""A profile of a workload's steps: a Chrome trace, and a table by part of the model."""
 
 import re
 import time
@@ -30,7 +30,7 @@ PARTS = (
     ("batch", r"read_tokens|read_decodes|write_sampled|write_runs|write_tokens|unpack_linear|index|gather|embedding"),
     ("copies", r"[Mm]emcpy|[Mm]emset|copy"),
 )
-"""Parts of a step, by the names of their kernels; the first that matches."""
+"""Parts of a step, by the names of their kernels; the first match counts."""
 
 
 @dataclass(frozen=True)
@@ -45,17 +45,17 @@ class Profile:
 
     @property
     def busy(self) -> float:
-        """The device's part of the time; kernels that overlap count twice."""
+        """The device's share of the time; kernels that overlap count twice."""
         return sum(self.parts.values())
 
 
 def part_of(kernel: str) -> str:
-    """The part of a step that a kernel belongs to."""
+    """Returns the part of a step that a kernel belongs to."""
     return next((part for part, pattern in PARTS if re.search(pattern, kernel)), "other")
 
 
 def profile_workload(engine: Engine, workload: Workload, steps: int, warmup: int, trace: Path | None) -> Profile:
-    """Run `warmup` steps of a workload, then profile `steps` of them and write the trace."""
+    """Runs `warmup` steps of a workload, then profiles `steps` steps and writes the trace."""
     for index, (prompt, length) in enumerate(zip(workload.prompts, workload.lengths, strict=True)):
         params = SamplingParams(max_tokens=length, temperature=0.6, ignore_eos=True)
         engine.add(f"profile-{index}", prompt, params)

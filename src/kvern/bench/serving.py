@@ -1,7 +1,7 @@
-"""Load on a completion server over HTTP, and what its clients saw.
+"""Load on a completion server over HTTP, and the times that its clients measure.
 
-Sample (prompt, lengths) --Sender--> LoadRequest (bytes) --arrives at its time--> Outcome
-                                                                   all of a LoadRun --> summary, as JSON
+Sample (prompt, lengths) --Sender--> body (bytes) --at its arrival time--> Outcome
+                                     all of a LoadRun --> summary, as JSON
 """
 
 import asyncio
@@ -21,24 +21,25 @@ from kvern.bench.http_client import BrokenReply, HttpClient, Reply, StreamReply,
 from kvern.errors import ConfigError
 
 Progress = Callable[[int], AbstractContextManager[Callable[[int, int], None]]]
-"""Makes a report(requests done, tokens generated) for so many requests."""
+"""Makes a function report(requests done, tokens generated) for so many requests."""
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One request: token ids, a text or chat messages; and how many tokens it wants. `kind` sorts the outcomes."""
+    """One request: token ids, a text or chat messages, and the number of tokens it wants. `kind` groups the
+    outcomes."""
 
     prompt: list[int] | str | list[dict[str, Any]]
     output_tokens: int | None
     prompt_tokens: int = 0
-    """As far as they are known here: the server's own count goes before."""
+    """The number as far as it is known here; the server's own count takes precedence."""
     kind: str = ""
 
 
 @dataclass(slots=True)
 class Outcome:
-    """What one client saw. Times in seconds; a request that failed has an error and counts for nothing else."""
+    """The measurements of one request in seconds. A failed request has an error and nothing else counts."""
 
     kind: str
     started: float
@@ -53,20 +54,20 @@ class Outcome:
 
     @property
     def tpot(self) -> float | None:
-        """Seconds per token after the first; None of a single token."""
+        """Seconds per token after the first; None for a single token."""
         return (self.e2el - self.ttft) / (self.output_tokens - 1) if self.output_tokens > 1 else None
 
 
 @dataclass(frozen=True)
 class LoadRun:
-    """All outcomes of a load, the seconds it took, and the processor seconds that the clients took of them."""
+    """All outcomes of a load, its duration in seconds, and the processor seconds that the clients took."""
 
     outcomes: list[Outcome]
     seconds: float
     client_seconds: float
 
     def of(self, kind: str) -> "LoadRun":
-        """The outcomes of one kind of request."""
+        """Returns the outcomes of one kind of request."""
         return LoadRun(
             [outcome for outcome in self.outcomes if outcome.kind == kind], self.seconds, self.client_seconds
         )
@@ -75,7 +76,7 @@ class LoadRun:
 class Sender:
     """Sends samples to one model of one server.
 
-    `body` holds the fields that are the same in all requests. `timeout` is what a request may take, in seconds.
+    `body` holds the fields that all requests have. `timeout` is the limit of a request in seconds.
     """
 
     def __init__(
@@ -90,14 +91,17 @@ class Sender:
         progress: Progress | None = None,
     ) -> None:
         self.chat = chat
-        self._client, self._endpoint, self._timeout, self._progress = client, endpoint, timeout, progress
+        self._client = client
+        self._endpoint = endpoint
+        self._timeout = timeout
+        self._progress = progress
         self._own = {"model": model, "stream": True, "stream_options": {"include_usage": True}}
         self._body = dict(body)
 
     async def run(
         self, samples: Sequence[Sample], arrivals: Sequence[float] | None = None, concurrency: int | None = None
     ) -> LoadRun:
-        """Send each sample at its time in seconds from now (None: all now), at most `concurrency` at once."""
+        """Sends each sample at its time in seconds from now (None: all now), at most `concurrency` at once."""
         bodies = [self._encode(sample) for sample in samples]
         gate = asyncio.Semaphore(concurrency) if concurrency else contextlib.nullcontext()
         done = tokens = 0
@@ -160,7 +164,7 @@ def _is_conversation(prompt: object) -> bool:
 
 
 def _read(reply: StreamReply, sample: Sample, outcome: Outcome) -> None:
-    """Fill in the outcome of a reply that is complete."""
+    """Fills in the outcome of a complete reply."""
     if reply.status != 200:
         outcome.error_kind, outcome.error = f"HTTP {reply.status}", _text(bytes(reply.content))
     elif reply.error is not None:
@@ -189,7 +193,7 @@ def _text(content: bytes) -> str:
 
 
 def arrival_times(count: int, rate: float, burstiness: float, rng: random.Random) -> list[float]:
-    """When requests arrive, in seconds: the gaps between them have a gamma distribution.
+    """Returns arrival times in seconds; the gaps between them have a gamma distribution.
 
     A burstiness of 1 is a Poisson process; below, requests come in bursts; above, more evenly. The rate is the mean of
     many draws: one of n gaps deviates from it by some 1 / sqrt(n * burstiness) of it.
@@ -204,7 +208,8 @@ def arrival_times(count: int, rate: float, burstiness: float, rng: random.Random
 
 
 async def fetch(client: HttpClient, endpoint: str, timeout: float = 30.0) -> Any:
-    """The JSON at an endpoint; None if the server has no such thing. Raises ConfigError if it does not answer."""
+    """Returns the JSON at an endpoint; None if the server does not have it. Raises ConfigError if it does not
+    answer."""
     reply = Reply()
     try:
         async with asyncio.timeout(timeout):
@@ -220,7 +225,7 @@ async def fetch(client: HttpClient, endpoint: str, timeout: float = 30.0) -> Any
 
 
 def run_loop(work: Coroutine[Any, Any, T]) -> T:
-    """Run on uvloop where there is one, with as many open connections as the system allows."""
+    """Runs on uvloop if available, with as many open connections as the system allows."""
     if sys.platform == "win32":
         return asyncio.run(work)
     import resource

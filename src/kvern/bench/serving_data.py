@@ -1,4 +1,4 @@
-"""What a load is made of: drawn prompts, or those of a file."""
+"""The requests of a load: random prompts, or those of a file."""
 
 import json
 import random
@@ -18,40 +18,40 @@ _COMMON_WORDS = (
     "no most who over know than call first people may down side been now find any new work part take get place made"
 )
 WORDS = _COMMON_WORDS.split()
-"""Nearly every tokenizer has one token for each of them with the space before it."""
+"""Words that nearly every tokenizer has as one token with the space before it."""
 
 CHARACTERS_PER_TOKEN = 4
-"""Roughly, in English: for lengths of texts where no tokenizer is at hand."""
+"""A rough value for English, for the lengths of texts without a tokenizer."""
 
 
 class Prompts:
-    """Draws prompts of so many tokens: token ids below `vocabulary`, or, if that is None, as many common words."""
+    """Random prompts of a given length: token ids below `vocabulary`, or common words if that is None."""
 
     def __init__(self, vocabulary: int | None, rng: random.Random) -> None:
         self.rng = rng
         self._as_text = vocabulary is None
         size = len(WORDS) if vocabulary is None else vocabulary
         self._range = range(0 if vocabulary is None else min(1000, size // 2), size)
-        """Low ids are often special tokens."""
+        """The range of ids; low ids are often special tokens and are left out."""
 
     def tokens(self, count: int) -> list[int]:
-        """Drawn ids; for words, their numbers."""
+        """Returns random ids; for words, their numbers."""
         return self.rng.choices(self._range, k=count)
 
     def sample(self, tokens: list[int], output_tokens: int, kind: str = "") -> Sample:
-        """A request with these tokens as its prompt."""
+        """Returns a request with these tokens as its prompt."""
         prompt = " ".join(WORDS[token] for token in tokens) if self._as_text else tokens
         return Sample(prompt, output_tokens, len(tokens), kind)
 
     def length(self, mean: int, ratio: float) -> int:
-        """A length drawn evenly within `ratio` of its mean; at least 1."""
+        """Returns a random length within `ratio` of its mean; at least 1."""
         return max(1, self.rng.randint(int(mean * (1 - ratio)), int(mean * (1 + ratio))))
 
 
 def random_samples(
     prompts: Prompts, count: int, input_tokens: int, output_tokens: int, ratio: float = 0.0, prefix_tokens: int = 0
 ) -> list[Sample]:
-    """Lengths within `ratio` of the given ones, behind a prefix that all share."""
+    """Returns requests with lengths within `ratio` of the given ones, after a prefix that all share."""
     prefix = prompts.tokens(prefix_tokens)
     return [
         prompts.sample(
@@ -64,7 +64,7 @@ def random_samples(
 def repeated_prefixes(
     prompts: Prompts, count: int, prefix_tokens: int, suffix_tokens: int, prefixes: int, output_tokens: int
 ) -> list[Sample]:
-    """Each of some prefixes before as many suffixes of their own, in drawn order."""
+    """Returns requests with one of several prefixes and a suffix of their own, in random order."""
     heads = [prompts.tokens(prefix_tokens) for _ in range(prefixes)]
     samples = [
         prompts.sample(heads[number % prefixes] + prompts.tokens(suffix_tokens), output_tokens)
@@ -75,7 +75,7 @@ def repeated_prefixes(
 
 
 def read_tokenizer(model: Path) -> Tokenizer:
-    """The tokenizer of a folder, or of a model by its name. Raises ConfigError or ModelNotFound if there is none."""
+    """Returns the tokenizer of a folder or of a model. Raises ConfigError or ModelNotFound if there is none."""
     tokenizer = Tokenizer(model if model.is_dir() else resolve_model(model, weights=False))
     if not tokenizer.available:
         raise ConfigError(f"tokenizer {model} has no tokenizer.json: give a model that has one")
@@ -83,7 +83,7 @@ def read_tokenizer(model: Path) -> Tokenizer:
 
 
 def token_counter(folder: Path | None) -> Callable[[str], int]:
-    """Counts the tokens of texts, roughly if there is no tokenizer."""
+    """Returns a function that counts the tokens of texts, roughly if there is no tokenizer."""
     if folder is None:
         return lambda text: max(1, len(text) // CHARACTERS_PER_TOKEN)
     tokenizer = read_tokenizer(folder)
@@ -93,7 +93,8 @@ def token_counter(folder: Path | None) -> Callable[[str], int]:
 def sharegpt_samples(
     path: Path, count: int, rng: random.Random, tokens: Callable[[str], int], output_tokens: int | None, longest: int
 ) -> list[Sample]:
-    """First questions of conversations, with the lengths of their answers; too short or long ones are left out."""
+    """Returns first questions of conversations with the lengths of their answers; very short and too long ones are left
+    out."""
     try:
         rows = json.loads(path.read_text(encoding="utf-8-sig"))
     except (OSError, ValueError) as error:
@@ -117,7 +118,7 @@ def sharegpt_samples(
 
 
 def custom_samples(path: Path, count: int, output_tokens: int, tokens: Callable[[str], int]) -> list[Sample]:
-    """The prompts of a JSONL file in their order: {"prompt": text or ids} or {"messages": [...]}, "output_tokens"."""
+    """Returns the prompts of a JSONL file: {"prompt": text or ids} or {"messages": [...]}, "output_tokens"."""
     try:
         lines = path.read_text(encoding="utf-8-sig").split("\n")
     except (OSError, ValueError) as error:

@@ -1,4 +1,4 @@
-"""What a run on a server amounts to: throughput, percentiles of times, goodput and errors."""
+"""Figures of a load: throughput, percentiles of times, goodput and errors."""
 
 import statistics
 from collections import Counter
@@ -19,7 +19,7 @@ GOODPUT_METRICS = ("ttft", "tpot", "e2el")
 
 
 def read_goodput(limits: Iterable[str]) -> dict[str, float]:
-    """Limits like ttft:200, in milliseconds, as seconds. Raises ConfigError."""
+    """Reads limits such as ttft:200, in milliseconds, as seconds. Raises ConfigError."""
     found = {}
     for text in limits:
         name, _, value = text.partition(":")
@@ -35,12 +35,12 @@ def read_goodput(limits: Iterable[str]) -> dict[str, float]:
 
 
 def metric(name: str) -> str:
-    """A metric's name; e2e is another one of e2el."""
+    """Returns a metric's name; e2e is another name of e2el."""
     return "e2el" if name == "e2e" else name
 
 
 def is_good(outcome: Outcome, limits: Mapping[str, float]) -> bool:
-    """It succeeded within all limits; a single token has no time per output token to be too long."""
+    """True if the request succeeded within all limits; a single token has no time per output token."""
     values = {"ttft": outcome.ttft, "tpot": outcome.tpot or 0.0, "e2el": outcome.e2el}
     return not outcome.error_kind and all(values[name] <= limit for name, limit in limits.items())
 
@@ -53,9 +53,9 @@ def summarize(
     detailed: bool = False,
     target_itl: float = 0.0,
 ) -> dict[str, Any]:
-    """The figures of a run as JSON. Times are milliseconds, rates are per second; they count what succeeded.
+    """Returns the figures of a run as JSON. Times are milliseconds, rates per second; successful requests count.
 
-    `target_itl`: seconds between tokens after which a token is late; 0: none is.
+    A token is late if it comes more than `target_itl` seconds after the one before; with 0 none is.
     """
     answered = [outcome for outcome in run.outcomes if not outcome.error_kind]
     errors = Counter(outcome.error_kind for outcome in run.outcomes if outcome.error_kind)
@@ -93,7 +93,7 @@ def summarize(
 
 
 def _details(run: LoadRun) -> dict[str, Any]:
-    """Of every request, in their order; times in seconds."""
+    """Returns the figures of every request, in order; times in seconds."""
     outcomes = run.outcomes
     return {
         "input_lens": [outcome.prompt_tokens for outcome in outcomes],

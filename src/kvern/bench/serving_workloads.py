@@ -1,6 +1,6 @@
-"""Five loads, each of which shows one thing that an inference engine does. Sizes follow the model's longest sequence.
+"""Five loads that each show one ability of an inference engine. Sizes follow the model's longest sequence.
 
-A workload is a coroutine that sends what it needs and returns its parts by name, in their order.
+A workload is a coroutine that sends its requests and returns its parts by name, in order.
 """
 
 import math
@@ -12,14 +12,14 @@ from kvern.bench.serving import LoadRun, Sample, Sender, arrival_times
 from kvern.bench.serving_data import Prompts, random_samples
 
 LONGEST = 16384
-"""Models may hold longer sequences: a workload does not use more."""
+"""The limit of a sequence, even if the model allows longer ones."""
 OVERLAP = 0.7
-"""Of the time that decodes take alone: within it, long prompts arrive."""
+"""The share of the time of the decodes alone in which long prompts arrive."""
 
 
 @dataclass(frozen=True)
 class Setting:
-    """What a workload works with. `requests` and `rate` replace its own number and rate if they are given."""
+    """The settings of a workload. `requests` and `rate` replace its own number and rate if they are given."""
 
     sender: Sender
     prompts: Prompts
@@ -29,11 +29,11 @@ class Setting:
     burstiness: float = 1.0
 
     def tokens(self, share: float, most: int = LONGEST) -> int:
-        """A share of the longest sequence."""
+        """Returns a share of the longest sequence."""
         return min(most, max(1, int(share * min(self.max_model_len, LONGEST))))
 
     def arrivals(self, count: int, rate: float) -> list[float]:
-        """Arrival times at the workload's own rate or the one that replaces it."""
+        """Returns arrival times at `rate`, or at the setting's own rate."""
         return arrival_times(count, self.rate or rate, self.burstiness, self.prompts.rng)
 
 
@@ -41,7 +41,7 @@ Loads = dict[str, LoadRun]
 
 
 async def baseline(setting: Setting) -> Loads:
-    """One request at a time, short in and out: what an answer takes when nothing competes with it."""
+    """One short request at a time: the time of an answer without competition."""
     samples = random_samples(
         setting.prompts, setting.requests or 16, setting.tokens(1 / 16, 128), setting.tokens(1 / 32, 64)
     )
@@ -49,7 +49,7 @@ async def baseline(setting: Setting) -> Loads:
 
 
 async def continuous_batching(setting: Setting) -> Loads:
-    """Requests of very different output lengths, arriving at random: none should wait for the longest."""
+    """Requests with very different output lengths that arrive at random: none should wait for the longest."""
     draw, count = setting.prompts, setting.requests or 64
     longest = setting.tokens(1 / 4, 512)
     samples = [
@@ -63,15 +63,17 @@ async def continuous_batching(setting: Setting) -> Loads:
 
 
 async def paged_attention(setting: Setting) -> Loads:
-    """Long contexts of different lengths, all at once: as many run together as the cache's memory holds."""
+    """Long contexts of different lengths, all at once: the cache's memory limits how many run together."""
     draw = setting.prompts
-    low, high, written = setting.tokens(1 / 4), setting.tokens(3 / 4), setting.tokens(1 / 8, 256)
+    low = setting.tokens(1 / 4)
+    high = setting.tokens(3 / 4)
+    written = setting.tokens(1 / 8, 256)
     samples = [draw.sample(draw.tokens(draw.rng.randint(low, high)), written) for _ in range(setting.requests or 32)]
     return {"all at once": await setting.sender.run(samples)}
 
 
 async def chunked_prefill(setting: Setting) -> Loads:
-    """Long prompts that arrive amid running decodes: what the decodes' time between tokens suffers."""
+    """Long prompts that arrive during decodes: the effect on the decodes' time between tokens."""
     draw, count = setting.prompts, setting.requests or 8
 
     def decodes() -> list[Sample]:
@@ -91,9 +93,11 @@ async def chunked_prefill(setting: Setting) -> Loads:
 
 
 async def prefix_caching(setting: Setting) -> Loads:
-    """Requests behind a long prefix: each behind one of its own, then all behind the same that is already cached."""
+    """Requests with a long prefix: each with its own, then all with the same cached one."""
     draw, count = setting.prompts, setting.requests or 16
-    long, short, written = setting.tokens(1 / 2, 4096), setting.tokens(1 / 64, 32), setting.tokens(1 / 64, 16)
+    long = setting.tokens(1 / 2, 4096)
+    short = setting.tokens(1 / 64, 32)
+    written = setting.tokens(1 / 64, 16)
     cold = await setting.sender.run(random_samples(draw, count, long + short, written))
     first, *others = random_samples(draw, count + 1, short, written, prefix_tokens=long)
     await setting.sender.run([first])

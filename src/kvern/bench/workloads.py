@@ -1,4 +1,4 @@
-"""The workloads that engines are compared on: prompts as token ids, and how many tokens each request generates.
+"""Workloads on which engines are compared: prompts as token ids, and the number of tokens that each request generates.
 
 The same name and vocabulary give the same work on any machine. Token ids are drawn from 1000 (half of a vocabulary that
 is smaller than 2000) up to the vocabulary's size.
@@ -22,11 +22,11 @@ class Workload:
     name: str
     prompts: list[list[int]]
     lengths: list[int]
-    """Tokens that each request generates."""
+    """The number of tokens that each request generates."""
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest request, prompt and answer."""
+        """The number of tokens of the longest request, prompt and answer."""
         return max(len(prompt) + length for prompt, length in zip(self.prompts, self.lengths, strict=True))
 
 
@@ -46,7 +46,7 @@ def mixed(vocabulary: int, requests: int = 256) -> Requests:
 
 
 def decode(vocabulary: int, batch: int) -> Requests:
-    """Prompts of 128 tokens, answers of 256: nearly all of the time is decoding."""
+    """Prompts of 128 tokens, answers of 256: nearly all time is decode."""
     rng = random.Random(1 + batch)
     return [_tokens(rng, 128, vocabulary) for _ in range(batch)], [256] * batch
 
@@ -58,7 +58,7 @@ def prefill(vocabulary: int, requests: int = 64, length: int = 4096) -> Requests
 
 
 def shared_prefix(vocabulary: int, requests: int = 256, prefix: int = 2048) -> Requests:
-    """A common prefix, 128 tokens of each request's own, answers of 64."""
+    """Prompts of a common prefix and 128 tokens of their own, answers of 64."""
     rng = random.Random(3)
     head = _tokens(rng, prefix, vocabulary)
     return [head + _tokens(rng, 128, vocabulary) for _ in range(requests)], [64] * requests
@@ -87,7 +87,8 @@ SUITES = {
 
 
 def resolve(names: tuple[str, ...], vocabulary: int) -> list[Workload]:
-    """The workloads of names, of suites of names, and of JSONL files, in their order. Raises ConfigError."""
+    """Returns the workloads with these names, of these suites, and in these JSONL files, in order. Raises
+    ConfigError."""
     return [_make(single, vocabulary) for name in names for single in SUITES.get(name, (name,))]
 
 

@@ -1,4 +1,4 @@
-"""The command `kvern`. What it imports is compiled once."""
+"""The command `kvern`. Modules that it imports are compiled to bytecode once."""
 
 from kvern.io.bytecode import keep_bytecode
 

@@ -1,4 +1,4 @@
-"""A command line as kvern reads it: flags of vLLM by kvern's names, and unknown ones refused with the nearest known."""
+"""Command lines: flags of vLLM under kvern's names, and unknown flags refused with the nearest known one."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ LETTERS = re.compile(r"-[A-Za-z]+")
 
 
 def kvern_arguments(arguments: Sequence[str], command: str, kind: type) -> tuple[list[str], list[str]]:
-    """The arguments of a command, whose options are the fields of `kind`, by kvern's names; and notes for the user.
+    """Returns a command's arguments under kvern's names, and notes for the user. The fields of `kind` are its options.
 
-    What options of several texts are given, at once or one after the other, stands at the end. Raises ConfigError for a
-    flag that is unknown, refused, or without a value.
+    Values of options that take several texts are collected at the end. Raises ConfigError for a flag that is unknown,
+    refused, or without a value.
     """
     options = list(options_of(kind))
     own = {option.name: option.kind for option in options}
@@ -42,7 +42,7 @@ def kvern_arguments(arguments: Sequence[str], command: str, kind: type) -> tuple
         name = name[2:].replace("-", "_")
         positive = name.removeprefix("no_")
         if isinstance(rules.get(inner := name.partition(".")[0]), Idle | Refused):
-            name = positive = inner  # a key of a JSON object, of which kvern reads nothing
+            name = positive = inner  # a key of a JSON object that kvern does not read
         written = argument.partition("=")[0]
         if name in rules or positive in rules:
             rule, on = rules[name if name in rules else positive], name in rules
@@ -67,7 +67,7 @@ def kvern_arguments(arguments: Sequence[str], command: str, kind: type) -> tuple
 
 
 def spelled_out(argument: str) -> str:
-    """The argument, with vLLM's letters for a flag written in full: -tp=2, -O3, -cc.mode=3."""
+    """Returns the argument with vLLM's short flags in full: -tp=2, -O3, -cc.mode=3."""
     letters = LETTERS.match(argument)
     if letters is None or letters[0] not in SHORT:
         return argument
@@ -76,7 +76,7 @@ def spelled_out(argument: str) -> str:
 
 
 def _values(written: str, takes: int, given: str | None, waiting: deque[str]) -> list[str]:
-    """What a flag that takes so many values is given: behind its equals sign, or in the arguments that follow."""
+    """Returns the values of a flag: after its equals sign, or in the next arguments."""
     if given is not None and not takes:
         raise ConfigError(f"{written} takes no value: there are the flag and its --no- form")
     values = _taken(waiting, takes) if given is None else [given]
@@ -86,7 +86,7 @@ def _values(written: str, takes: int, given: str | None, waiting: deque[str]) ->
 
 
 def _taken(waiting: deque[str], most: int) -> list[str]:
-    """The values that follow a flag: one, which may begin with a dash, or all to the next flag."""
+    """Takes the values that follow a flag: one, which may begin with a dash, or all up to the next flag."""
     values: list[str] = []
     while waiting and len(values) < most and not waiting[0].startswith("--" if most == 1 else "-"):
         values.append(waiting.popleft())

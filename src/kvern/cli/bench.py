@@ -1,4 +1,4 @@
-"""``kvern bench``: how fast an engine and its kernels are on this machine."""
+"""``kvern bench``: the speed of an engine and of its kernels on this machine."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ class Offline:
     workload: tuple[str, ...] = ("decode8",)
     """Workloads, suites or files."""
     repeat: int = 3
-    """Measured runs of each."""
+    """Measured runs of each workload."""
     warmup: int = 1
-    """Runs before, which are not measured."""
+    """Runs before the measured ones."""
     temperature: float = 0.6
-    """Of all requests."""
+    """Temperature of all requests."""
     json: Path | None = None
-    """File for all figures, with versions, hardware, options and plan."""
+    """File for all results, with versions, hardware, options and plan."""
     config: Path | None = None
     """TOML or YAML file with options."""
     engine: EngineConfig = field(default_factory=EngineConfig)
@@ -80,10 +80,11 @@ class Offline:
 
 @dataclass(frozen=True)
 class Kernels:
-    """Time each Triton kernel on a model's shapes, beside what the card reads and multiplies at most."""
+    """Time each Triton kernel on a model's shapes, next to the card's memory bandwidth and compute rate."""
 
     codes: tuple[str, ...] = ()
-    """Also products with weights quantized so, whatever the model stores: fp8, int4, mxfp4, q4_k and others, or all."""
+    """Also time products with weights in these formats, whatever the model stores: fp8, int4, mxfp4, q4_k and others,
+    or all."""
     config: Path | None = None
     """TOML or YAML file with options."""
     engine: EngineConfig = field(default_factory=EngineConfig)
@@ -154,9 +155,9 @@ class ProfileCommand:
     workload: str = "decode8"
     """Workload, as for `kvern bench offline`."""
     steps: int = 20
-    """Steps that are profiled."""
+    """Steps to profile."""
     warmup: int = 10
-    """Steps before them: the prompts, and the capture of CUDA graphs."""
+    """Steps before them, for the prompts and the capture of CUDA graphs."""
     output: Path | None = None
     """File for the trace, FILE.json or FILE.json.gz."""
     config: Path | None = None
@@ -195,7 +196,7 @@ class ProfileCommand:
 
 
 def start(config: EngineConfig) -> Engine:
-    """The engine, with a line about its start."""
+    """Starts the engine and prints a line about its start."""
     from kvern.engine.engine import Engine
 
     engine = Engine(config)
@@ -219,7 +220,7 @@ def _print_tables(*tables: Table) -> None:
 
 
 def _print(results: list[Result], predicted: list[float]) -> None:
-    """The table; `predicted`: the seconds of each workload by the estimates of kvern plan, or nothing."""
+    """Prints the results; `predicted` has the seconds of each workload as kvern plan estimates them, or is empty."""
     from rich.table import Table
 
     table = Table(

@@ -1,4 +1,4 @@
-"""``kvern bench serve``: load on a server that speaks OpenAI's API, and how it bears it."""
+"""``kvern bench serve``: load tests of a server that speaks OpenAI's API."""
 
 from __future__ import annotations
 
@@ -30,85 +30,88 @@ SAMPLING = (
 )
 USUAL_VOCABULARY = 4096
 USUAL_LENGTH = 2048
-"""For servers that do not say how long their sequences may be."""
+"""Assumed for servers that do not report the length of their context."""
 WORKLOAD = Literal["baseline", "continuous_batching", "paged_attention", "chunked_prefill", "prefix_caching"]
 
 
 @dataclass(frozen=True)
 class ServeBench:
-    """Send streams of requests to a running server and measure what its clients see. See docs/benchmarking.md."""
+    """Send requests to a running server and measure what its clients see. See docs/benchmarking.md."""
 
     workload: WORKLOAD | None = None
-    """One of five ready loads; --num-prompts, --request-rate and --burstiness change it, the options of data do not."""
+    """One of five predefined loads. --num-prompts, --request-rate and --burstiness change it, the data options do
+    not."""
     backend: Literal["openai", "vllm", "openai-chat"] = "openai"
-    """Which route: completions (openai and vllm are the same), or chat completions."""
+    """The route: completions (openai and vllm are the same), or chat completions."""
     base_url: str | None = None
-    """http://host:port or https://host, with a prefix if there is one. None: from --host and --port."""
+    """URL of the server: http://host:port or https://host, with a prefix if it has one. None: from --host and
+    --port."""
     host: str = "127.0.0.1"
-    """Where the server listens."""
+    """Address of the server."""
     port: int = 8000
-    """Its port."""
+    """Port of the server."""
     endpoint: str | None = None
     """Path of the route. None: the backend's, /v1/completions or /v1/chat/completions."""
     model: str | None = None
     """Name of the model. None: the first of /v1/models."""
     served_model_name: str | None = None
-    """The name that the server knows it by, if `model` is another one."""
+    """Name of the model in the server, if it differs from `model`."""
     api_key: str | None = None
-    """Sent as bearer token. None: OPENAI_API_KEY, if that is set."""
+    """API key, sent as bearer token. None: OPENAI_API_KEY, if it is set."""
     header: tuple[str, ...] = ()
-    """More headers, each NAME=VALUE."""
+    """Additional headers, each NAME=VALUE."""
     extra_body: str = "{}"
-    """JSON object that every request's body gets as well."""
+    """JSON object that is merged into every request's body."""
 
     dataset_name: Literal["random", "sharegpt", "custom", "prefix_repetition"] = "random"
-    """Where prompts come from."""
+    """Source of the prompts."""
     dataset_path: Path | None = None
-    """File of sharegpt (JSON) or custom (JSONL: prompt or messages, output_tokens)."""
+    """File for sharegpt (JSON) or custom (JSONL with prompt or messages, and output_tokens)."""
     num_prompts: int | None = None
-    """Requests. None: 1000, or the workload's own number."""
+    """Number of requests. None: 1000, or the workload's own number."""
     num_warmups: int = 0
-    """Requests before them that are not measured."""
+    """Requests before the measured ones."""
     tokenizer: Path | None = None
-    """Whose tokenizer tells the vocabulary and counts tokens of texts: a folder, hub id or embedded model."""
+    """Folder, hub id or embedded model whose tokenizer gives the vocabulary and counts the tokens of texts."""
     vocab_size: int | None = None
-    """Random token ids lie below. None: from the tokenizer, else what /v1/models says, else 4096."""
+    """Upper bound of random token ids. None: from the tokenizer, else from /v1/models, else 4096."""
     random_input_len: int = 1024
     """Tokens of a random prompt; for chat, about as many words."""
     random_output_len: int = 128
-    """Tokens that are asked for."""
+    """Tokens of an answer."""
     random_range_ratio: float = 0.0
-    """Lengths are drawn within this share of the two above, below and beyond; 0 makes all the same."""
+    """Share by which lengths vary around the two above, in both directions; 0 makes all the same."""
     random_prefix_len: int = 0
-    """Tokens that all random prompts begin with, in addition."""
+    """Additional tokens that all random prompts begin with."""
     sharegpt_output_len: int | None = None
-    """Tokens that are asked for. None: as many as the data's answer has."""
+    """Tokens of an answer. None: as many as the answer in the data has."""
     custom_output_len: int = 256
-    """Tokens that are asked for where a row does not say it."""
+    """Tokens of an answer for rows that do not say it."""
     prefix_repetition_prefix_len: int = 256
     """Tokens of each shared prefix."""
     prefix_repetition_suffix_len: int = 256
-    """Tokens of each request's own."""
+    """Tokens of each request after its prefix."""
     prefix_repetition_num_prefixes: int = 10
-    """Different prefixes."""
+    """Number of different prefixes."""
     prefix_repetition_output_len: int = 128
-    """Tokens that are asked for."""
+    """Tokens of an answer."""
     seed: int | None = None
-    """Of prompts and arrivals. None: another one each time, so that nothing of an earlier run is cached."""
+    """Seed of prompts and arrivals. None: a new one each time, so that the server has nothing cached from earlier
+    runs."""
 
     request_rate: float | None = None
-    """Requests a second, arriving at random. None: all at once, or the workload's own rate."""
+    """Requests per second, with random arrivals. None: all at once, or the workload's own rate."""
     burstiness: float = 1.0
-    """Shape of the gamma distribution between arrivals: 1 is Poisson, below comes in bursts, above is more even."""
+    """Shape of the gamma distribution of arrivals: 1 is Poisson, less is burstier, more is more even."""
     max_concurrency: int | None = None
-    """Requests on their way at most; others wait here and are not measured meanwhile."""
+    """Most requests in flight; the time that others wait here is not measured."""
     timeout: float = 3600.0
-    """Seconds after which a request has failed."""
+    """Seconds after which a request counts as failed."""
 
     ignore_eos: bool = False
-    """Ask for answers that go on after the model's end; workloads always do."""
+    """Ask for answers that do not stop at the model's end token; workloads always do."""
     temperature: float | None = None
-    """None, here and below: the server's default."""
+    """Sampling temperature. None, here and below: the server's default."""
     top_p: float | None = None
     """Sample from the smallest set of tokens with this probability in all."""
     top_k: int | None = None
@@ -116,32 +119,33 @@ class ServeBench:
     min_p: float | None = None
     """Sample from tokens at least this probable, relative to the most probable one."""
     repetition_penalty: float | None = None
-    """Divide the logits of tokens that are already there."""
+    """Divide the logits of tokens that occur in the prompt or the answer."""
     presence_penalty: float | None = None
-    """Subtracted from the logits of tokens already generated."""
+    """Subtract this from the logits of tokens already generated."""
     frequency_penalty: float | None = None
-    """Subtracted from them once for each time."""
+    """Subtract this from them once for each occurrence."""
 
     goodput: tuple[str, ...] = ()
-    """Limits in milliseconds, like ttft:200 tpot:50 e2el:2000: requests a second that keep them all are shown."""
+    """Limits in milliseconds, such as ttft:200 tpot:50 e2el:2000, for which the requests per second within all of them
+    are shown."""
     target_itl: str | None = None
-    """Time between tokens, like 15ms: the share of tokens that came later is shown."""
+    """Target of the time between tokens, such as 15ms; the share of later tokens is shown."""
     percentile_metrics: str = "ttft,tpot,itl,e2el"
-    """Which times are shown."""
+    """Times to show."""
     metric_percentiles: str = "99"
-    """Which percentiles, beside mean and median."""
+    """Percentiles to show beside mean and median."""
     save_result: bool = False
-    """Write all figures as JSON."""
+    """Write all results as JSON."""
     save_detailed: bool = False
-    """With the lengths, times and errors of every request."""
+    """Write the lengths, times and errors of every request as well."""
     result_dir: Path = Path()
     """Folder for the file."""
     result_filename: Path | None = None
-    """To this file, which --save-result then need not say. None: a name with rate, model and time."""
+    """File for the results; implies --save-result. None: a name with rate, model and time."""
     metadata: tuple[str, ...] = ()
-    """Entries of the file, each NAME=VALUE."""
+    """Additional entries of the file, each NAME=VALUE."""
     disable_tqdm: bool = False
-    """No progress on stderr."""
+    """Show no progress on stderr."""
 
     def execute(self) -> int:
         """Run the load, print the table and return the exit code: 1 if every request failed. Raises KvernError."""
@@ -318,7 +322,7 @@ class ServeBench:
 
 
 def _named(texts: tuple[str, ...], option: str) -> dict[str, str]:
-    """NAME=VALUE, each. Raises ConfigError."""
+    """Reads texts of the form NAME=VALUE. Raises ConfigError."""
     found = {}
     for text in texts:
         name, sign, value = text.partition("=")
@@ -339,7 +343,7 @@ def _percents(text: str) -> list[float]:
 
 
 def _model_entry(answer: Any, model: str | None) -> dict[str, Any]:
-    """The model's entry of /v1/models, or one with nothing but its name."""
+    """Returns the model's entry in /v1/models, or one with only its name."""
     entries = answer.get("data", []) if isinstance(answer, dict) else []
     for entry in entries:
         if isinstance(entry, dict) and isinstance(entry.get("id"), str) and model in (None, entry["id"]):
@@ -350,7 +354,7 @@ def _model_entry(answer: Any, model: str | None) -> dict[str, Any]:
 
 
 def _print(title: str, parts: dict[str, Any], metrics: list[str], percents: list[float]) -> None:
-    """One column for each part."""
+    """Prints one column for each part."""
     from rich.console import Console
     from rich.table import Table
 

@@ -1,4 +1,4 @@
-"""``kvern chat``: a conversation in the terminal, or line by line through a pipe."""
+"""``kvern chat``: a conversation in the terminal, or with lines from a pipe."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class ChatCommand:
 
 
 def terminal_lines() -> Iterator[str]:
-    """Yield what is typed, with editing and recall, until Ctrl-D; Ctrl-C clears the line."""
+    """Yields typed lines, with editing and history, until Ctrl-D. Ctrl-C clears the line."""
     from prompt_toolkit import PromptSession
     from prompt_toolkit.completion import WordCompleter
 
@@ -83,7 +83,7 @@ def terminal_lines() -> Iterator[str]:
 
 
 class Conversation:
-    """Messages so far, and what each typed line does to them. ``write`` shows text to the user."""
+    """A conversation that typed lines change. ``write`` shows text to the user."""
 
     def __init__(self, llm: LLM, params: SamplingParams, system: str | None, write: Callable[[str], Any]) -> None:
         self._llm = llm
@@ -98,7 +98,7 @@ class Conversation:
         self.messages = [{"role": "system", "content": self._system}] if self._system else []
 
     def take(self, line: str) -> bool:
-        """Handle one line; False means to leave."""
+        """Handles one line; returns False to leave."""
         if line.startswith("/"):
             return self._command(line)
         if line:
@@ -176,10 +176,10 @@ class Conversation:
 
 
 def with_parameter(params: SamplingParams, name: str, text: str) -> SamplingParams:
-    """Return the parameters with one changed; ``text`` is JSON where it can be read so, else a plain text.
+    """Returns the parameters with one changed; ``text`` is read as JSON if possible, else as plain text.
 
     Raises:
-        InvalidParameter: there is no such parameter, or the value is not for it.
+        InvalidParameter: there is no such parameter, or the value does not fit it.
     """
     if name not in SamplingParams.__struct_fields__:
         raise InvalidParameter(f"no sampling parameter {name!r}: /set lists them")

@@ -1,4 +1,4 @@
-"""``kvern engines``: the engines of a running server, and more or fewer of them."""
+"""``kvern engines``: lists the engines of a running server, adds and removes them."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ from kvern.errors import ConfigError
 
 @dataclass(frozen=True)
 class EnginesCommand:
-    """List the engines of a running server, add one, or remove one, for which an API key with admin=1 is needed."""
+    """List the engines of a running server, add one or remove one. The last two need an API key with admin=1."""
 
     action: tyro.conf.Positional[Literal["list", "add", "remove"]] = "list"
-    """add: start another, on a GPU or on processor cores that are free; remove: end one."""
+    """add: start another engine on a free GPU or free processor cores; remove: end one."""
     engine: tyro.conf.Positional[str | None] = None
-    """The one to remove, as list names it."""
+    """Engine to remove, as list names it."""
     base_url: str = "http://127.0.0.1:8000"
-    """http://host:port or https://host, with a prefix if there is one."""
+    """URL of the server: http://host:port or https://host, with a prefix if it has one."""
     api_key: str | None = None
-    """Sent as bearer token. None: OPENAI_API_KEY, if that is set."""
+    """API key, sent as bearer token. None: OPENAI_API_KEY, if it is set."""
     model: str | None = None
-    """Whose engines, on a server of several models. None: the first's."""
+    """Model whose engines are meant, on a server of several models. None: the first."""
     grace_seconds: float | None = None
-    """How long requests of an engine that is removed may go on there, before others go on with them. None: as long as
-    the server's grace_seconds says."""
+    """Seconds that requests may go on in a removed engine before other engines take them over. None: the server's
+    grace_seconds."""
 
     def execute(self) -> int:
-        """Carry it out, print what came of it and return the exit code. Raises ConfigError."""
+        """Carries out the action, prints the result and returns the exit code. Raises ConfigError."""
         if (self.engine is not None) is not (self.action == "remove"):
             raise ConfigError(
                 f"kvern engines {self.action} takes {'the name of an' if self.engine is None else 'no'} engine"
@@ -52,7 +52,7 @@ class EnginesCommand:
         return 0
 
     def _ask(self, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
-        """What the server answers. Raises ConfigError with its reason if it refuses."""
+        """Returns the server's answer. Raises ConfigError with its reason if it refuses."""
         base = self.base_url.rstrip("/")
         if not base.startswith(("http://", "https://")):
             raise ConfigError(f"base_url is {self.base_url}: it must begin with http:// or https://")
@@ -74,7 +74,7 @@ class EnginesCommand:
 
 
 def _object(content: bytes) -> dict[str, Any]:
-    """What an answer says; nothing, if that is no JSON object."""
+    """Decodes an answer; empty if it is no JSON object."""
     try:
         told = json.loads(content)
     except ValueError:

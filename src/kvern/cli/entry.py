@@ -8,7 +8,7 @@ from kvern.cpu.cores import limit_spinning
 
 
 def main() -> int:
-    """Run the command of `sys.argv` and return its exit code."""
+    """Runs the command of `sys.argv` and returns its exit code."""
     limit_spinning()
     arguments = sys.argv[1:]
     if arguments[:1] == ["serve"] and not any(argument.startswith(("-h", "--help")) for argument in arguments):

@@ -1,7 +1,7 @@
-"""The process of the engine that `kvern serve` will use, and the signals that come before the server can take them.
+"""The engine process that `kvern serve` will use, and signals that arrive before the server can handle them.
 
-The process starts before the command line is understood: it imports PyTorch, which takes longer than all that a server
-does before it has an engine.
+The process starts before the command line is parsed: it imports PyTorch, which takes longer than all that a server does
+before it has an engine.
 """
 
 import contextlib
@@ -13,30 +13,29 @@ from kvern.serving.child import EngineChild, EngineProcess
 
 _begun: list[EngineProcess] = []
 _handlers: dict[int, Any] = {}
-"""The handlers of signals before the process was begun."""
+"""The handlers of signals before the process was started."""
 signals: list[int] = []
-"""Signals that came before the server could take them. They are only noted: an exception that a handler raises during
-an import may be lost, as in any callback of the interpreter."""
+"""Signals that arrived before the server could handle them. They are only recorded: an exception that a handler raises
+during an import may be lost, as in any callback of the interpreter."""
 
 
 def begin() -> None:
-    """Start the process. From now on signals are noted until the server has handlers."""
+    """Starts the process. Signals are recorded from now on, until the server has handlers."""
     for number in (signal.SIGINT, signal.SIGTERM):
         _handlers[number] = signal.signal(number, _note)
     _begun.append(EngineChild())
 
 
 def kill() -> None:
-    """Kill the process if no command has used it: the command line was not understood."""
+    """Kills the process if no command has used it, because the command line was wrong."""
     for process in _begun:
         process.kill()
 
 
 @contextlib.contextmanager
 def engine_process() -> Iterator[EngineProcess]:
-    """Gives the process that was begun, or one that begins now. At the end the process ends and the earlier signal
-    handlers are back.
-    """
+    """Yields the process, started now if it was not yet. At the end it is killed and the earlier signal handlers are
+    restored."""
     if not _begun:
         begin()
     process = _begun.pop()
@@ -51,6 +50,6 @@ def engine_process() -> Iterator[EngineProcess]:
 
 
 def _note(number: int, _: Any) -> None:
-    """Note a signal. The second one ends the process at once: a model may be downloaded meanwhile."""
+    """Records a signal. A second one ends the process at once: a model may be downloading."""
     signals.append(number)
     signal.signal(number, signal.SIG_DFL)

@@ -1,4 +1,4 @@
-"""What becomes of another engine's flag: the kinds of rows that its table has, and how values are read."""
+"""Rules for other engines' flags: the kinds of rows in their table, and the readers of their values."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from kvern.config import EngineConfig, choices_of
 from kvern.errors import ConfigError
 
 Options = list[tuple[str, str | bool]]
-"""Kvern's options and their values as texts; switches are booleans."""
+"""Options of kvern with their values as texts; switches are booleans."""
 HUMAN_NUMBER = re.compile(r"(\d+(?:\.\d+)?)([kKmMgG])")
 UNITS = {"k": 10**3, "K": 2**10, "m": 10**6, "M": 2**20, "g": 10**9, "G": 2**30}
 
 
 class Rule(Protocol):
-    """One flag's row. `takes`: how many values follow it on a command line, many for any number."""
+    """The rule of one flag. `takes` is the number of values after it, MANY for any number."""
 
     @property
     def takes(self) -> int: ...
 
     def options(self, values: Sequence[str], on: bool) -> Options:
-        """What kvern is told instead; `on` is False for --no-FLAG. Raises ConfigError with the reason of a refusal."""
+        """Returns kvern's options for the flag; `on` is False for --no-FLAG. Raises ConfigError if it is refused."""
 
     def note(self, values: Sequence[str]) -> str | None:
-        """What the user should know; None: the flag did what it says."""
+        """Returns a note for the user; None if the flag has its usual effect."""
 
     def help(self) -> str:
-        """In a line: what it is to kvern."""
+        """Returns the rule in a line of help."""
 
 
 MANY = 1 << 30
@@ -40,7 +40,7 @@ NOTHING = ("none", "null")
 
 @dataclass(frozen=True)
 class Named:
-    """Kvern's option has another name, or reads other values."""
+    """A flag that kvern names differently, or whose values differ."""
 
     option: str
     read: Callable[[str], str] = str
@@ -58,7 +58,8 @@ class Named:
 
 @dataclass(frozen=True)
 class Partly:
-    """Some values are an option's own, `idle` ones need nothing to be done, `why`; others are refused."""
+    """A flag of which some values are an option's, `idle` ones have no effect for the reason `why`, and others are
+    refused."""
 
     option: str
     idle: tuple[str, ...]
@@ -78,7 +79,7 @@ class Partly:
 
 @dataclass(frozen=True)
 class Switch:
-    """It has no value, and gives an option of kvern's one: another for --no-FLAG."""
+    """A flag without value that sets an option, to another value for --no-FLAG."""
 
     option: str
     yes: str | bool = True
@@ -97,13 +98,14 @@ class Switch:
 
 @dataclass(frozen=True)
 class Idle:
-    """Nothing need be done: `why`. With `only`, for these values; others are refused for the same reason."""
+    """A flag without effect, for the reason `why`. With `only`, it has no effect for these values and others are
+    refused."""
 
     why: str
     takes: int = 0
     only: tuple[str, ...] = ()
     silent: bool = False
-    """What it asks for is so."""
+    """The flag's request holds anyway, so there is no note."""
 
     def options(self, values: Sequence[str], on: bool) -> Options:
         wrong = [value for value in values if self.only and value.lower() not in self.only]
@@ -120,7 +122,7 @@ class Idle:
 
 @dataclass(frozen=True)
 class Refused:
-    """Kvern cannot do it: `why`."""
+    """A flag that kvern cannot obey, for the reason `why`."""
 
     why: str
     takes: int = 1
@@ -139,7 +141,7 @@ class Refused:
 
 @dataclass(frozen=True)
 class Backend:
-    """A JSON object of which kvern understands one key, `backend`."""
+    """A flag with a JSON object of which kvern reads one key, `backend`."""
 
     named: Named
     takes: int = 1
@@ -160,7 +162,7 @@ class Backend:
 
 @dataclass(frozen=True)
 class Speculation(Refused):
-    """A JSON object that says who drafts; what kvern has no drafter for is refused."""
+    """A flag with a JSON object about speculation; methods that kvern does not have are refused."""
 
     def options(self, values: Sequence[str], on: bool) -> Options:
         text = "".join(values)
@@ -182,30 +184,30 @@ class Speculation(Refused):
 
 
 def flag(option: str) -> str:
-    """How an option is written on a command line."""
+    """Returns an option as a flag."""
     return f"--{option.replace('_', '-')}"
 
 
 def as_arguments(option: str, value: str | bool) -> list[str]:
-    """An option and its value, as they are written on a command line."""
+    """Returns an option and its value as arguments of a command line."""
     if isinstance(value, bool):
         return [flag(option if value else f"no_{option}")]
-    return [f"{flag(option)}={value}"]  # which may begin with a dash
+    return [f"{flag(option)}={value}"]  # the value may begin with a dash
 
 
 def human_number(text: str) -> str:
-    """A number that may end in k, m, g (thousands) or K, M, G (of 1024)."""
+    """Returns a number that may end in k, m, g (thousands) or K, M, G (of 1024)."""
     found = HUMAN_NUMBER.fullmatch(text)
     return str(int(float(found[1]) * UNITS[found[2]])) if found else text
 
 
 def length(text: str) -> str:
-    """The longest sequence; -1 and auto are as long as the model and the memory allow."""
+    """Returns the longest sequence; -1 and auto are as long as model and memory allow."""
     return "None" if text.lower() in ("-1", "auto") else human_number(text)
 
 
 def one_of(option: str, names: Mapping[str, str], otherwise: str) -> Callable[[str], str]:
-    """Reads a value that kvern may call otherwise; its own names are values, too."""
+    """Returns a reader of values that kvern may name differently; kvern's own names are accepted as well."""
     own = tuple(filter(None, choices_of(typing.get_type_hints(EngineConfig)[option])))
 
     def read(text: str) -> str:
@@ -218,7 +220,7 @@ def one_of(option: str, names: Mapping[str, str], otherwise: str) -> Callable[[s
 
 
 def adapter(text: str) -> str:
-    """NAME=FOLDER, from that or from a JSON object with name and path."""
+    """Returns NAME=FOLDER, which may be given as a JSON object with name and path."""
     if not text.lstrip().startswith("{"):
         return text
     given = json_object(text)
@@ -228,7 +230,7 @@ def adapter(text: str) -> str:
 
 
 def json_object(text: str) -> dict[str, Any]:
-    """The object. Raises ConfigError."""
+    """Returns the decoded object. Raises ConfigError."""
     try:
         value = json.loads(text)
     except (ValueError, RecursionError) as error:

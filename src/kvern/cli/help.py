@@ -1,4 +1,4 @@
-"""``kvern COMMAND --help``: its options in groups, or, with a word, those about it, vLLM's names among them."""
+"""``kvern COMMAND --help``: options in groups or, with a word, those about it, including vLLM's names."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ GROUPS: dict[type, dict[str, str]] = {
     },
     SamplingOptions: {"max_tokens": "Sampling"},
 }
-"""Headings, each with the option that it stands before."""
+"""Headings of the help, each before the option that is named first."""
 INDENT = 32
 WIDEST = 120
 
@@ -58,7 +58,7 @@ class Option:
     text: str
 
     def lines(self, width: int) -> str:
-        """Its flag with the kind of value, then in a column its text with the default."""
+        """Returns the flag with its kind of value, and in a second column its text with the default."""
         head = f"  {written(self.name, self.kind)}"
         shown = "" if self.default in (None, (), "", dataclasses.MISSING) else f" [{as_typed(self.default)}]"
         text = textwrap.wrap(" ".join(self.text.split()) + shown, width - INDENT, break_on_hyphens=False)
@@ -99,7 +99,7 @@ def print_help(command: str, kind: type, word: str) -> int:
 
 
 def usage(command: str, kind: type, options: Sequence[Option], width: int) -> Iterator[str]:
-    """The lines about a whole command."""
+    """Yields the help of a whole command."""
     words = [f"[{name}]" if optional else name for name, _, optional in positional(kind)]
     yield " ".join(["usage: kvern", command, *words, "[options]"])
     yield "\n" + inspect.cleandoc(kind.__doc__ or "") + "\n"
@@ -117,7 +117,7 @@ def usage(command: str, kind: type, options: Sequence[Option], width: int) -> It
 
 
 def options_of(kind: type, group: str = "Options") -> Iterator[Option]:
-    """The options of a command: its fields, and those of the fields that hold options."""
+    """Yields the options of a command: its fields, and the fields of those that hold options."""
     hints = typing.get_type_hints(kind, include_extras=True)
     documents = field_documents(kind)
     for field in dataclasses.fields(kind):
@@ -125,18 +125,18 @@ def options_of(kind: type, group: str = "Options") -> Iterator[Option]:
         group = GROUPS.get(kind, {}).get(field.name, group)
         if dataclasses.is_dataclass(hint):
             yield from options_of(typing.cast("type", hint), group)
-        elif typing.get_origin(hint) is not Annotated:  # those are positional
+        elif typing.get_origin(hint) is not Annotated:  # positional arguments
             yield Option(group, field.name, hint, field.default, documents[field.name])
 
 
 def rules_of(options: Sequence[Option]) -> Mapping[str, Rule]:
-    """The flags of vLLM that a command with these options takes: it starts an engine, or measures a server."""
+    """Returns the rules for vLLM's flags that a command with these options takes."""
     names = {option.name for option in options}
     return VLLM if "max_batch_requests" in names else VLLM_BENCH if "burstiness" in names else {}
 
 
 def positional(kind: type) -> Iterator[tuple[str, str, bool]]:
-    """What a command takes without a flag: its name, what it is, and whether it may be left out."""
+    """Yields the positional arguments of a command: name, help, and whether it is optional."""
     documents = field_documents(kind)
     for name, hint in typing.get_type_hints(kind, include_extras=True).items():
         hidden = typing.get_origin(hint) is Annotated and "Suppress" in map(repr, hint.__metadata__)  # tyro's mark
@@ -146,7 +146,7 @@ def positional(kind: type) -> Iterator[tuple[str, str, bool]]:
 
 
 def written(name: str, kind: Any) -> str:
-    """An option with the kind of its value, as it is written on a command line."""
+    """Returns an option with the kind of its value, as on a command line."""
     if kind is bool:
         return f"--[no-]{flag(name)[2:]}"
     if kind == Mapping[str, str]:
@@ -165,7 +165,7 @@ def _value(kind: Any) -> str:
 
 
 def as_typed(value: Any) -> str:
-    """A default as one would type it."""
+    """Returns a default as a user would type it."""
     if isinstance(value, tuple):
         return " ".join(map(str, value))
     return str(value).lower() if isinstance(value, bool) else str(value)

@@ -46,7 +46,7 @@ DESCRIPTION = "An inference engine for large language models, with a small model
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; its exit code: 0, 1 where some of the work failed, 2 for wrong input, 130 after Ctrl-C."""
+    """Runs one command and returns its exit code: 0, 1 if some work failed, 2 for wrong input, 130 after Ctrl-C."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     if arguments in (["--version"], ["-V"]):
         sys.stdout.write(f"kvern {__version__}\n")
@@ -104,7 +104,7 @@ def read_command(arguments: list[str], environment: Mapping[str, str]) -> tuple[
 
 
 def reads(kind: Any, metavar: str, read: Callable[[str], Any], write: Callable[[Any], str]) -> Rule:
-    """How tyro reads options of a kind that are one text on a command line."""
+    """Returns a rule by which tyro reads options of a kind from one text."""
     wanted = typing.get_origin(kind), typing.get_args(kind)
 
     def rule(
@@ -133,11 +133,11 @@ RULES = (
         lambda value: ",".join(f"{name}={folder}" for name, folder in value.items()),
     ),
 )
-"""Several texts come as the JSON list that `kvern_arguments` makes of them, whatever they begin with."""
+"""Options of several texts arrive as the JSON list that `kvern_arguments` makes of them."""
 
 
 def options_in(arguments: Sequence[str]) -> list[str]:
-    """The names of the options that a command line gives."""
+    """Returns the names of the options on a command line."""
     flags = (argument.partition("=")[0] for argument in arguments if argument.startswith("--"))
     return [flag[2:].replace("-", "_") for flag in flags]
 

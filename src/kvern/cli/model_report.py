@@ -1,4 +1,4 @@
-"""What ``kvern models MODEL`` says of one model: its precision, what it takes in memory, and whether it fits here."""
+"""The report of ``kvern models MODEL``: precision of a model, its memory, and whether it fits on this machine."""
 
 from __future__ import annotations
 
@@ -43,26 +43,26 @@ from kvern.spec.model import ModelSpec
 EIGHT_BIT = "int8"
 DEFAULTS = EngineConfig()
 SMALLER = {"fp8": 8.0, "int4": 4.125}
-"""Bits per weight of methods of `kvern quantize`, scales included."""
+"""Bits per weight of the methods of `kvern quantize`, scales included."""
 STREAMS = 64
-"""Sequences at a time of which it is said what they take."""
+"""The number of concurrent sequences whose memory is reported."""
 STREAM_TOKENS = 8192
 KEPT = ("embeddings", "output layer", "routers", "norms, biases")
-"""Kinds that quantizing leaves as they are."""
+"""Kinds of layers that quantizing leaves as they are."""
 
 
 @dataclass(frozen=True)
 class Device:
-    """A place that a model could run on, with the bytes that are free there."""
+    """A device that a model could run on, with its free bytes."""
 
     name: str
     free: int
     host: bool = False
 
     def room(self, spec: ModelSpec, dtype: str, weights: int) -> tuple[Room, Plan]:
-        """What kvern would have for keys, values and states beside the weights, if all its kernels work.
+        """Returns the room for keys, values and states beside the weights, if all of kvern's kernels work.
 
-        No bytes: not even the weights fit. `dtype` is the model's.
+        The room has no bytes if not even the weights fit. `dtype` is the model's.
         """
         kernels = frozenset() if self.host else REQUIRED_KERNELS | {"windows"}
         plan = agree([Findings("cpu" if self.host else "cuda", dtype, kernels)], DEFAULTS, spec)
@@ -71,14 +71,16 @@ class Device:
         state_bytes, left = bytes_of_state(spec, getattr(torch, dtype)), max(self.free - weights, 0)
         gpu_bytes = max(int((left - MARGIN_BYTES) * GPU_MEMORY_SHARE), 0)
         cache = host_cache_bytes(left, token_bytes, state_bytes) if self.host else gpu_bytes
-        window, tables, whole = groups.window or 0, groups.window_tables, groups.whole
+        window = groups.window or 0
+        tables = groups.window_tables
+        whole = groups.whole
         room = Room(cache, token_bytes, state_bytes=state_bytes, window=window, window_tables=tables, whole=whole)
         return room, plan
 
 
 @dataclass(frozen=True)
 class ModelReport:
-    """Everything that is said of the model that `spec` describes, whose `dtype` has this name."""
+    """The figures of one model; `dtype` is the name of its number format."""
 
     model: str
     folder: Path
@@ -89,12 +91,12 @@ class ModelReport:
 
     @property
     def context(self) -> int:
-        """The most tokens that it has positions for."""
+        """The number of positions of the model."""
         return self.spec.max_position_embeddings
 
     @property
     def takes_quantize(self) -> bool:
-        """Whether `kvern quantize` knows the model's layers."""
+        """True if `kvern quantize` supports the model's layers."""
         return part_without_calibration(self.spec) is None
 
     @property
@@ -106,7 +108,7 @@ class ModelReport:
         return sum(share.nbytes for share in self.shares)
 
     def smaller(self) -> dict[str, int]:
-        """About how many bytes the weights of a plain model would take by other methods."""
+        """Estimates the bytes of a plain model's weights after quantizing with other methods."""
         if not self.takes_quantize or any("float" not in share.format for share in self.shares):
             return {}
         layers = [share for share in self.shares if share.kind not in KEPT]
@@ -116,15 +118,16 @@ class ModelReport:
         }
 
     def token_bytes(self, dtype: str) -> int:
-        """Of keys and values of this dtype that all layers keep of a token."""
+        """Returns the bytes of keys and values of one token in all layers, in this dtype."""
         return bytes_of_token(self.spec, getattr(torch, dtype))
 
     def context_bytes(self, dtype: str) -> int:
-        """Of those of a sequence as long as the context, where layers with a window may keep no more than that."""
+        """Returns those of a sequence as long as the context; layers with a window may keep less of it."""
         return self._cache_bytes(dtype, 1, self.context)
 
     def streams_bytes(self, dtype: str) -> int:
-        """Of those of STREAMS sequences of `stream_tokens`, one of which is at its prompt; the others decode."""
+        """Returns those of STREAMS sequences of `stream_tokens`, of which one is in its prefill and the others
+        decode."""
         return self._cache_bytes(dtype, STREAMS, self.stream_tokens)
 
     @property
@@ -138,14 +141,14 @@ class ModelReport:
         return tokens * room.token_bytes * wanted // given
 
     def cache_tokens(self, device: Device, weights: int) -> int:
-        """The longest sequence for which kvern would have room beside so many bytes of weights; 0: not even those."""
+        """Returns the longest sequence that fits beside so many bytes of weights; 0 if not even the weights fit."""
         room, plan = device.room(self.spec, self.dtype, weights)
         states = running_requests([room], plan, DEFAULTS) * states_of_a_request(DEFAULTS)
         left = max(room.cache_bytes - states * room.state_bytes, 0)
         return longest_fitting(left // room.token_bytes, room, plan, DEFAULTS)
 
     def verdict(self, device: Device) -> str:
-        """Whether it fits, in a line."""
+        """Returns in one line whether the model fits."""
         tokens, weights = self.cache_tokens(device, self.weight_bytes), self.weight_bytes
         free = f"{device.free / GIGABYTE:.1f} GB free"
         if tokens <= 0:
@@ -195,7 +198,7 @@ class ModelReport:
         }
 
     def print(self, console: Console) -> None:
-        """Two tables and a verdict for each device."""
+        """Prints two tables, and a verdict for each device."""
         console.print(_precision_table(self))
         streams = f"{STREAMS} of {self.stream_tokens:,}"
         memory = _table("keys and values", "per token", f"context of {self.context:,}", "with the weights", streams)
@@ -231,7 +234,7 @@ def _precision_table(report: ModelReport) -> Table:
 
 
 def print_statistics(matrices: Sequence[WeightStatistics], console: Console) -> None:
-    """A row for each matrix."""
+    """Prints a row for each matrix."""
     table = _table("matrix", "weights", "spread", "scales", "saturated")
     for item in matrices:
         scales = "" if item.smallest_scale is None else f"{item.smallest_scale:.2g} to {item.largest_scale:.2g}"
@@ -246,9 +249,9 @@ def print_statistics(matrices: Sequence[WeightStatistics], console: Console) -> 
 
 
 def _table(*names: str, title: str | None = None) -> Table:
-    """With words in the first column, and in the second if it is the format; numbers in the others.
+    """Returns a table with words in the first column and in the column `format`, and numbers in the others.
 
-    Where a terminal is narrow the words are broken into lines.
+    On a narrow terminal the words are wrapped.
     """
     table = Table(
         box=SIMPLE_HEAD,
@@ -273,7 +276,7 @@ def _size(count: int) -> str:
 
 
 def devices() -> Iterator[Device]:
-    """The GPUs of this machine that kvern can use, and the CPU."""
+    """Yields the GPUs of this machine that kvern can use, and the CPU."""
     if torch.cuda.is_available():
         for index in range(torch.cuda.device_count()):
             yield Device(torch.cuda.get_device_name(index), torch.cuda.mem_get_info(index)[0])
@@ -281,7 +284,7 @@ def devices() -> Iterator[Device]:
 
 
 def report_of(model: str, folder: Path, load_format: Literal["auto", "dummy"] = "auto") -> ModelReport:
-    """Read the headers of a model's files; "dummy": its configuration alone. Raises KvernError."""
+    """Reads the headers of a model's files; "dummy" reads only its configuration. Raises KvernError."""
     decoder = outline_model(folder, load_format=load_format)
     return ModelReport(
         model=model,

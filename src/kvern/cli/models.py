@@ -1,4 +1,4 @@
-"""``kvern models``: what can be run without a download, which families are known, and what one model is and takes."""
+"""``kvern models``: models on this machine, known families, and the precision and memory of one model."""
 
 from __future__ import annotations
 
@@ -24,22 +24,21 @@ NAME may also be a folder, or organisation/name of the Hugging Face hub."""
 
 @dataclass(frozen=True)
 class ModelsCommand:
-    """List the models on this machine, those inside kvern and those downloaded from the Hugging Face hub; or, with the
-    name or folder of one, say what precision it has, what it takes in memory and whether it fits, from the headers of
-    its files alone.
-    """
+    """List the models on this machine: those inside kvern and those downloaded from the Hugging Face hub. With the name
+    or folder of one, show its precision, the memory that it needs and whether it fits, from the headers of its
+    files."""
 
     model: tyro.conf.Positional[str | None] = None
     """Name, folder, GGUF file, or hub id of a downloaded model."""
     json: bool = False
-    """Say it of the model as JSON."""
+    """Print the report of the model as JSON."""
     statistics: bool = False
-    """Load the model and show the range of each matrix' weights and scales, and the share of saturated codes."""
+    """Load the model and show the range of each matrix's weights and scales, and the share of saturated codes."""
     families: bool = False
-    """List the model families that kvern can run instead."""
+    """List the model families that kvern can run."""
 
     def execute(self) -> int:
-        """Print the list and return the exit code."""
+        """Prints the list and returns the exit code."""
         from rich.console import Console
 
         console = Console()
@@ -84,7 +83,7 @@ class ModelsCommand:
 
 
 def embedded() -> Iterator[tuple[str, str, int, Path]]:
-    """Yield name, origin, size in bytes and folder of the models inside kvern."""
+    """Yields name, origin, size in bytes and folder of the models inside kvern."""
     from kvern.models.hub import embedded_models
 
     for folder in embedded_models():
@@ -93,7 +92,7 @@ def embedded() -> Iterator[tuple[str, str, int, Path]]:
 
 
 def downloaded() -> Iterator[tuple[str, str, int, Path]]:
-    """Yield the same for the hub's cache, as far as it holds safetensors checkpoints or GGUF files."""
+    """Yields the same for safetensors checkpoints and GGUF files in the hub's cache."""
     from huggingface_hub import CacheNotFound, scan_cache_dir
 
     try:

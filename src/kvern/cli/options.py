@@ -1,4 +1,4 @@
-"""Where options come from: flag > environment variable > configuration file > default.
+"""Sources of options: flag > environment variable > configuration file > default.
 
 The fields of ``EngineConfig``, ``SamplingOptions`` and ``ServerConfig`` have one name everywhere: ``--max-tokens``,
 ``KVERN_MAX_TOKENS``, ``max_tokens = 64`` in a TOML file given with ``--config`` (or ``KVERN_CONFIG``), or ``max-tokens:
@@ -31,21 +31,21 @@ from kvern.server.config import ServerConfig
 PREFIX = "KVERN_"
 CONFIG_VARIABLE = "KVERN_CONFIG"
 NO_OPTIONS = {CONFIG_VARIABLE, CPU_ISA}
-"""Variables of ours that are read elsewhere."""
+"""Variables of kvern that are read elsewhere."""
 OTHER_VARIABLES = {"VLLM_API_KEY": "api_key"}
-"""Variables of vLLM that are read where kvern's own are not set."""
+"""Variables of vLLM that are read if kvern's own are not set."""
 KUBERNETES = re.compile(r"KVERN_(SERVICE_(HOST|PORT\w*)|PORT_\d+_(TCP|UDP)\w*)=.*|KVERN_PORT=(tcp|udp)://.*")
-"""What Kubernetes sets in all containers beside a Service named kvern; no options of ours."""
+"""Variables that Kubernetes sets in all containers next to a service named kvern; they are no options."""
 
 
 @dataclass(frozen=True)
 class SamplingOptions:
-    """How answers are sampled where a request does not say it itself."""
+    """Sampling parameters for requests that do not set them."""
 
     max_tokens: int | None = None
-    """Tokens of one answer at most. None: to the end of the context."""
+    """Most tokens of one answer. None: to the end of the context."""
     temperature: float | None = None
-    """0 takes the most probable token each time. None: what the model's authors chose, else 1."""
+    """Sampling temperature; 0 takes the most probable token each time. None: the model's recommendation, else 1."""
     top_k: int | None = None
     """Sample from the k most probable tokens; 0 keeps all."""
     top_p: float | None = None
@@ -53,45 +53,45 @@ class SamplingOptions:
     min_p: float | None = None
     """Sample from tokens at least this probable, relative to the most probable one."""
     repetition_penalty: float | None = None
-    """Divide the logits of tokens that are already there."""
+    """Divide the logits of tokens that occur in the prompt or the answer."""
     presence_penalty: float = 0.0
-    """Subtracted from the logits of tokens already generated."""
+    """Subtract this from the logits of tokens already generated."""
     frequency_penalty: float = 0.0
-    """Subtracted from them once for each time."""
+    """Subtract this from them once for each occurrence."""
     min_tokens: int = 0
-    """No answer ends before this many tokens."""
+    """Least tokens of an answer."""
     stop: tuple[str, ...] = ()
-    """Texts at which an answer ends."""
+    """Texts that end an answer."""
     ignore_eos: bool = False
-    """Go on after the model's end of an answer."""
+    """Do not stop at the model's end token."""
 
     def params(self) -> SamplingParams:
-        """Return the options as sampling parameters. Raises InvalidParameter."""
+        """Returns the options as sampling parameters. Raises InvalidParameter."""
         values = dataclasses.asdict(self)
         return SamplingParams(**{**values, "stop": list(self.stop) or None})
 
 
 ADAPTER = "--adapter"
-"""One adapter of `adapters`: NAME=FOLDER."""
+"""The flag for one entry of `adapters`: NAME=FOLDER."""
 
 KINDS: tuple[type, ...] = (EngineConfig, SamplingOptions, ServerConfig)
 
 
 @dataclass(frozen=True)
 class Defaults:
-    """What environment and configuration file say: the values that flags then override."""
+    """Options from the environment and the configuration file; flags override them."""
 
     engine: EngineConfig
     sampling: SamplingOptions
     server: ServerConfig
     notes: tuple[str, ...] = ()
-    """What the user should know about them."""
+    """Notes for the user about these options."""
     given: frozenset[str] = frozenset()
-    """The names of options that they say something about."""
+    """The names of the options that are set."""
 
 
 def read_defaults(arguments: Sequence[str], environment: Mapping[str, str]) -> Defaults:
-    """Return the defaults for this command line.
+    """Returns the defaults for this command line.
 
     Raises:
         ConfigError: a key is unknown, a value has the wrong type, or the file cannot be read.
@@ -124,7 +124,7 @@ def read_defaults(arguments: Sequence[str], environment: Mapping[str, str]) -> D
 
 
 def translated(name: str, value: Any, types: Mapping[str, Any], source: str, notes: list[str]) -> dict[str, Any]:
-    """What a file says by one of vLLM's names, by kvern's; adds to the notes. Raises ConfigError."""
+    """Returns kvern's options for one of vLLM's names in a file, and adds to the notes. Raises ConfigError."""
     rule = VLLM[name.removeprefix("no_")]
     if value is None:
         return {}
@@ -148,7 +148,7 @@ def translated(name: str, value: Any, types: Mapping[str, Any], source: str, not
 
 
 def config_file(arguments: Sequence[str], environment: Mapping[str, str]) -> Path | None:
-    """Return the file named by ``--config FILE``, ``--config=FILE`` or the environment."""
+    """Returns the file named by ``--config FILE``, ``--config=FILE`` or the environment."""
     for place, argument in reversed([*enumerate(arguments)]):
         if argument == "--config" and place + 1 < len(arguments):
             return Path(arguments[place + 1])
@@ -170,7 +170,7 @@ def read_file(path: Path) -> dict[str, Any]:
 
 
 def read_yaml(text: str) -> dict[str, Any]:
-    """The mapping that a text holds. Raises ValueError."""
+    """Returns the mapping in a YAML text. Raises ValueError."""
     import yaml
 
     try:
@@ -205,14 +205,14 @@ def converted(name: str, value: Any, types: Mapping[str, Any], source: str, stri
 
 
 def as_path(kind: type, value: Any) -> Path:
-    """What msgspec cannot read itself. Raises ValidationError."""
+    """Converts a text to a path for msgspec. Raises ValidationError."""
     if kind is Path and isinstance(value, str):
         return Path(value)
     raise msgspec.ValidationError(f"Expected `str`, got `{type(value).__name__}`")
 
 
 def adapters_of(text: str) -> dict[str, str]:
-    """Adapters from NAME=FOLDER,NAME=FOLDER. Raises ConfigError."""
+    """Reads adapters from NAME=FOLDER,NAME=FOLDER. Raises ConfigError."""
     pairs = [entry.partition("=") for entry in text.split(",")]
     for name, equals, folder in pairs:
         if not (name and equals and folder):

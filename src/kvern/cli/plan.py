@@ -1,4 +1,4 @@
-"""``kvern plan``: how a model is best divided among cards, what that takes and gives, and why no other way."""
+"""``kvern plan``: the best division of a model among cards, with memory and speed of each alternative."""
 
 from __future__ import annotations
 
@@ -22,16 +22,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PlanCommand:
-    """Say how a model is best divided among the GPUs of this machine or of another, from the headers of its files
-    alone: memory, cache and speed of each way to do so, and which gives most under a workload.
-    """
+    """Find the best way to divide a model among the GPUs of this machine or of another, from the headers of its files:
+    memory, cache and speed of each way, and the one with the highest rate under a workload."""
 
     model: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="MODEL")]
     """Name, folder, GGUF file, or hub id of a downloaded model."""
     hardware: str | None = None
-    """Cards to plan for, as in "2x h200". None: those of this machine."""
+    """Cards to plan for, such as "2x h200". None: those of this machine."""
     requests: int = 64
-    """Requests at a time."""
+    """Number of concurrent requests."""
     input: int = 1024
     """Tokens of a prompt."""
     output: int = 256
@@ -41,14 +40,14 @@ class PlanCommand:
     load_format: Literal["auto", "dummy"] = "auto"
     """dummy: MODEL has a configuration and no weights."""
     quantization: Literal["fp8", "int8", "int4"] | None = None
-    """What plain weights become while they are loaded, as of kvern serve."""
+    """Format of plain weights after loading, as for kvern serve."""
     dtype: Literal["auto", "bfloat16", "bf16", "float16", "fp16", "half", "float32", "fp32"] = "auto"
     """Number format of weights and activations; auto takes the checkpoint's."""
     json: bool = False
-    """Say it as JSON."""
+    """Print the plan as JSON."""
 
     def execute(self) -> int:
-        """Print the plan and return the exit code: 1 if the model fits in no way. Raises KvernError."""
+        """Prints the plan and returns the exit code: 1 if the model fits in no way. Raises KvernError."""
         for name in ("requests", "input", "output"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}: give 1 or more")
@@ -125,7 +124,7 @@ class PlanCommand:
 
 
 def as_toml(chosen: Estimate, command: PlanCommand, workload: Workload, cards: list[Card]) -> str:
-    """The options of a plan, for people to read and change."""
+    """Returns the options of a plan as TOML with comments."""
     from kvern.planning.hardware import names_of
 
     return (

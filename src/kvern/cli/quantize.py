@@ -27,55 +27,57 @@ FOUR_BITS = ("int4", "awq", "gptq")
 CALIBRATED = ("awq", "gptq", "mixed")
 USUAL_GROUP = 128
 FEW_ROWS, MANY_ROWS = 16, 128
-"""Of the calibration: to measure errors, or to choose codes."""
+"""The usual rows of the calibration: to measure errors, and to choose codes."""
 
 
 @dataclass(frozen=True)
 class QuantizeCommand:
-    """Write a model with fewer bits a weight, as a folder that kvern, transformers and vLLM load.
+    """Write a model with fewer bits per weight, as a folder that kvern, transformers and vLLM load.
 
-    The model is read layer by layer: memory is taken for one layer and the calibration's hidden states. Embeddings,
-    heads, norms and routers stay as they are. Each matrix's errors are in quantization_report.json beside the weights.
+    The model is read layer by layer: memory is needed for one layer and the calibration's hidden states. Embeddings,
+    output layers, norms and routers stay as they are. quantization_report.json in the folder has the errors of each
+    matrix.
     """
 
     model: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="MODEL")]
     """Folder, hub id or embedded model with float32, float16 or bfloat16 weights."""
     method: Name = "gptq"
-    """fp8 and int8: 8 bits for weights and activations, the least loss. int4: 4 bits for weights, rounded to the
-    nearest; awq and gptq: the same, calibrated, slower to make and closer to the model. mixed: 4, 8 or 16 bits, for
-    each layer what is best under target_bits or max_loss."""
+    """fp8 and int8: 8 bits for weights and activations, with the least loss. int4: 4 bits for weights, rounded to the
+    nearest; awq and gptq: the same with calibration, slower to make and closer to the model. mixed: 4, 8 or 16 bits for
+    each layer, the best choice within target_bits or max_loss."""
     target_bits: float | None = None
-    """With mixed: bits per weight, scales included, as 5.0."""
+    """Bits per weight of mixed, scales included, such as 5.0."""
     max_loss: str | None = None
-    """With mixed: how much perplexity may grow, as 1%."""
+    """Growth of the perplexity that mixed may cause, such as 1%."""
     report: Path | None = None
-    """With mixed: a quantization_report.json, edited perhaps, whose choices are taken; nothing is measured again."""
+    """File quantization_report.json, edited if you like, whose choices mixed takes without measuring again."""
     out: Path | None = None
     """Folder for the new checkpoint. None: MODEL-METHOD in the current folder."""
     overwrite: bool = False
     """Replace OUT, a model's folder, if it exists."""
     group_size: int | None = None
-    """Weights that share a scale with 4 bits: 32, 64 or 128. None: 128."""
+    """Number of weights that share a scale in 4-bit methods: 32, 64 or 128. None: 128."""
     zero_points: bool = False
-    """Give each group of 4-bit codes a zero point, too."""
+    """Give each group of 4-bit codes a zero point as well."""
     blocks: bool = False
-    """With fp8, a scale for 128 x 128 weights instead of one for each output."""
+    """Use one scale for 128 x 128 weights in fp8, instead of one for each output."""
     act_order: bool = True
-    """With gptq, round the columns of the largest inputs first."""
+    """Round the columns of the largest inputs first in gptq."""
     ignore: tuple[str, ...] = ()
-    """Regular expressions of matrices that stay plain, as layers.0. or down_proj."""
+    """Regular expressions of matrices that stay as they are, such as layers.0. or down_proj."""
     calibration: Path | None = None
-    """Text, or JSONL of messages, prompts or texts, like what the model will read. None: kvern's own conversations."""
+    """Text, or JSONL of messages, prompts or texts, like those that the model will read. None: kvern's own
+    conversations."""
     calibration_rows: int | None = None
-    """Rows of text that the model reads, as far as there is so much. None: 128 for awq, gptq and mixed, else 16, which
-    only measure."""
+    """Rows of text that the model reads, if there are so many. None: 128 for awq, gptq and mixed, else 16, which only
+    measure."""
     calibration_tokens: int = 512
-    """Tokens of each."""
+    """Tokens of each row."""
     device: Literal["auto", "cuda", "cpu"] = "auto"
-    """Where layers are computed; auto takes a GPU if there is one."""
+    """Device for the computation; auto takes a GPU if there is one."""
 
     def execute(self) -> int:
-        """Quantize, print the table and return the exit code. Raises KvernError."""
+        """Quantizes, prints the table and returns the exit code. Raises KvernError."""
         budget = budget_of(self.target_bits, self.max_loss, self.report) if self.method == "mixed" else None
         scheme = self._scheme()
         self._check()
@@ -124,7 +126,6 @@ class QuantizeCommand:
             self.report,
             out,
             overwrite=self.overwrite,
-            act_order=self.act_order,
             settings={"act_order": self.act_order, "ignore": list(self.ignore)},
         )
         print_table(self.method, result, calibration)
@@ -136,7 +137,7 @@ class QuantizeCommand:
         return any(re.search(pattern, name) for pattern in self.ignore)
 
     def _scheme(self) -> Scheme | None:
-        """Of all matrices; None: they differ."""
+        """Returns the scheme of all matrices; None if they differ."""
         from kvern.quantize.scheme import FP8, FP8_BLOCK, GROUPS, INT8, int4
 
         if self.method not in FOUR_BITS and (self.group_size is not None or self.zero_points):
@@ -188,7 +189,7 @@ class QuantizeCommand:
         return found
 
     def _told(self, scheme: Scheme) -> dict[str, Any]:
-        """For the report."""
+        """Returns the settings for the report."""
         return {
             "scheme": scheme.name,
             "act_order": self.method == "gptq" and self.act_order,
@@ -197,7 +198,7 @@ class QuantizeCommand:
 
 
 def print_table(method: str, result: Result, calibration: Calibration) -> None:
-    """Print on stdout what has been written."""
+    """Prints the result on stdout."""
     from rich.console import Console
     from rich.table import Table
 
@@ -222,6 +223,6 @@ def print_table(method: str, result: Result, calibration: Calibration) -> None:
 
 
 def print_next(out: Path) -> None:
-    """What to do with it."""
+    """Prints the next commands for the user."""
     for command, what in (("chat", "talk to it"), ("serve", "serve it"), ("models", "what it takes in memory")):
         sys.stdout.write(f"{f'kvern {command} {out}':{len(str(out)) + 16}}{what}\n")

@@ -1,4 +1,4 @@
-"""``kvern quantize --method mixed``: the options of a mixture of precisions, and what is shown of one."""
+"""``kvern quantize --method mixed``: options and results of a mixture of precisions."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def budget_of(target_bits: float | None, max_loss: str | None, report: Path | None) -> Budget | None:
-    """What a mixture may have; None: a report says what it is made of. Raises ConfigError."""
+    """Returns the limits of a mixture; None if a report fixes it. Raises ConfigError."""
     from kvern.quantize.mixed import Budget
 
     if report is not None:
@@ -28,7 +28,7 @@ def budget_of(target_bits: float | None, max_loss: str | None, report: Path | No
 
 
 def share_of(text: str) -> float:
-    """0.01 of "1%" or "0.01". Raises ConfigError."""
+    """Reads a share: 0.01 from "1%" or "0.01". Raises ConfigError."""
     try:
         return float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
     except ValueError:
@@ -43,10 +43,9 @@ def make_mixture(
     out: Path,
     *,
     overwrite: bool,
-    act_order: bool,
     settings: dict[str, Any],
 ) -> tuple[Result, MixedReport]:
-    """Measure, choose and write, with progress on stderr. Raises KvernError."""
+    """Measures, chooses and writes, with progress on stderr. Raises KvernError."""
     from kvern.io.progress import work_progress
     from kvern.quantize.job import make_method
     from kvern.quantize.mixed import Mixture
@@ -59,7 +58,7 @@ def make_mixture(
         budget.check(checkpoint)
     plain = sum(tensor.nbytes for tensor in checkpoint.stored)
     check_target(out, checkpoint.folder, overwrite, int(plain * (budget.bits / 16 if budget and budget.bits else 0.5)))
-    mixture = Mixture(checkpoint, calibration, make_method("gptq", act_order=act_order), settings)
+    mixture = Mixture(checkpoint, calibration, make_method("gptq", act_order=settings["act_order"]), settings)
     if told is None:
         tokens = mixture.rows.numel()
         sys.stderr.write(
@@ -79,7 +78,7 @@ def make_mixture(
 
 
 def print_mixture(report: MixedReport, budget: Budget | None, out: Path) -> None:
-    """What it is made of, and what it loses; on stderr, if that is more than was allowed."""
+    """Prints the precisions and the loss of a mixture, and a warning if the loss is more than was allowed."""
     from rich.console import Console
 
     from kvern.quantize.mixed import MOST_TRIES, PAGE_NAME, loss_of

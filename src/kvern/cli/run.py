@@ -1,4 +1,4 @@
-"""``kvern run IN OUT``: answer a file of requests."""
+"""``kvern run IN OUT``: answers a file of requests."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ CHANGES_ANSWERS = (
     "generation_config",
     "override_generation_config",
 )
-"""Options that a job does not go on with when they are not those that it began with, where they are given."""
+"""Options that must be those of the beginning for a job to be continued."""
 
 
 @dataclass(frozen=True)
 class RunCommand:
-    """Answer a file of requests: JSONL, CSV or Parquet in and out, told by the endings.
+    """Answer a file of requests. JSONL, CSV and Parquet are told apart by the names' endings, for input and output.
 
-    A JSONL row holds a prompt or messages, and any sampling parameter beside it; OpenAI's batch format is understood,
-    too. Answers keep the order of the input. Rows that cannot be answered go to OUT's .errors.jsonl. Stopped at any
-    moment, the same command goes on where it stopped.
+    A JSONL row holds a prompt or messages, and any sampling parameters; OpenAI's batch format is accepted as well.
+    Answers keep the order of the input. Rows that cannot be answered go to OUT's .errors.jsonl. If it is stopped, the
+    same command continues where it stopped.
     """
 
     source: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="IN")]
@@ -50,9 +50,9 @@ class RunCommand:
     chat: bool = False
     """Send each prompt as a user's message through the model's chat template."""
     system: str | None = None
-    """System message before each conversation; implies --chat."""
+    """System message of each conversation; implies --chat."""
     overwrite: bool = False
-    """Begin again, although OUT exists."""
+    """Start again even if OUT exists."""
     config: Path | None = None
     """TOML or YAML file with options, named as the flags are: max_tokens = 64."""
     sampling: SamplingOptions = field(default_factory=SamplingOptions)
@@ -97,7 +97,7 @@ class RunCommand:
 
 
 def model_name(engine: EngineConfig) -> str:
-    """Return what stands for the model in answers and in a job's identity; a folder by its whole path."""
+    """Returns the model's name in answers and in a job's identity; for a folder its whole path."""
     if engine.model is None:
         return DEFAULT_MODEL
     return str(Path(engine.model).resolve()) if Path(engine.model).is_dir() else engine.model
@@ -112,7 +112,7 @@ def load(engine: EngineConfig) -> LLM:
 
 
 def print_table(result: BatchResult, figures: Sequence[tuple[str, str]]) -> None:
-    """Print the closing table on stdout, with more `figures` of the engine."""
+    """Prints the final table on stdout, with more `figures` of the engine."""
     from rich.console import Console
     from rich.table import Table
 

@@ -17,14 +17,14 @@ from kvern.serving.child import EngineProcess
 
 @dataclass(frozen=True)
 class ServeCommand:
-    """Serve a model over HTTP, with the APIs of OpenAI and Anthropic and a page to chat. Ctrl-C ends it."""
+    """Serve a model over HTTP, with the APIs of OpenAI and Anthropic and a chat page. Ctrl-C ends it."""
 
     name: Annotated[tyro.conf.Positional[str | None], tyro.conf.arg(metavar="MODEL")] = None
     """Folder, Hugging Face id, or the name of an embedded model; the same as --model."""
     config: Path | None = None
     """TOML or YAML file with options."""
     divided: tyro.conf.Suppress[bool] = False
-    """Somebody has said how the model is divided among GPUs."""
+    """The user has chosen how the model is divided among GPUs."""
     server: ServerConfig = field(default_factory=ServerConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
 
@@ -32,7 +32,7 @@ class ServeCommand:
         """Serve until a signal ends it and return the exit code. Raises KvernError if the engine cannot start."""
         from kvern.cli.first_engine import engine_process
 
-        with engine_process() as process:  # it imports PyTorch while this one imports the server
+        with engine_process() as process:  # it imports PyTorch while this process imports the server
             self._serve(process)
         return 0
 
@@ -61,7 +61,7 @@ class ServeCommand:
 
 
 def planned(engine: EngineConfig) -> EngineConfig:
-    """With its model divided as the plan says, where there are several GPUs, and a line that tells why.
+    """Returns the options with the model divided among several GPUs by a plan, and prints the reason.
 
     Raises KvernError if there is no such model.
     """

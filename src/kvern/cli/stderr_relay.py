@@ -1,10 +1,10 @@
-"""The stderr of a server: whoever does not read it makes nobody wait.
+"""A relay for a server's stderr, so that no process waits for a reader of it.
 
-    server, engine, compilers of forms --a pipe--> reader --lines, at most so many--> writer --> stderr as it was
+  server, engine, compilers of forms --a pipe--> reader --lines, up to a limit--> writer --> the original stderr
 
-A pipe that nobody reads is full after some kilobytes, and the next who writes to it waits for ever: an event loop for a
-line about a request, an engine for a warning. Here the pipe that they write to is always read, also what a library or
-an engine that dies writes there by itself; lines for which there is no room are counted and left out.
+A pipe that nobody reads is full after some kilobytes, and the next write to it blocks for ever: an event loop that logs
+a request, or an engine that prints a warning. The relay's pipe is always read, also for output of libraries and of
+engines that crash; lines without room are counted and dropped.
 """
 
 import atexit
@@ -17,17 +17,17 @@ from contextlib import suppress
 
 STDERR = 2
 MOST_LINES = 4096
-"""That wait to be read."""
+"""The limit of lines that wait to be written."""
 LONGEST_PIECE = select.PIPE_BUF
-"""Bytes of a line that are written at once: a pipe with room for them takes them whole."""
+"""The bytes of a line that are written at once: a pipe with room for them takes them whole."""
 LAST_SECONDS = 1.0
-"""For what is still to be read at the end."""
+"""The time for the reader at the end."""
 
 
 def relay_stderr() -> None:
-    """From now on nothing that this process, or one that it starts, writes to stderr waits for a reader.
+    """Replaces stderr of this process, and of those that it starts, by a relay if it is a pipe or socket.
 
-    Files and terminals stay as they are: they take what is written, or show that they do not.
+    Files and terminals stay as they are: writes to them do not wait for a reader.
     """
     with suppress(OSError):  # stderr may be closed
         mode = os.fstat(STDERR).st_mode
@@ -36,7 +36,7 @@ def relay_stderr() -> None:
 
 
 class StderrRelay:
-    """Stands before a descriptor: what is written to that is handed on as fast as it is read."""
+    """A relay before a descriptor: what is written to it is passed on as fast as it is read."""
 
     def __init__(self, descriptor: int, most_lines: int = MOST_LINES) -> None:
         self._descriptor = descriptor
@@ -50,7 +50,7 @@ class StderrRelay:
         threading.Thread(target=self._read, args=(source,), name="stderr-reader", daemon=True).start()
 
     def close(self) -> None:
-        """Let what comes go to the descriptor as it was; what came has a moment to be read."""
+        """Restores the descriptor; the remaining lines have a moment to be read."""
         os.dup2(self._target, self._descriptor)
         self._writer.join(LAST_SECONDS)
 
@@ -70,11 +70,11 @@ class StderrRelay:
         self._lines.put(None)
 
     def _write(self) -> None:
-        with suppress(OSError):  # nobody will ever read it
+        with suppress(OSError):  # it will never be read
             while (piece := self._lines.get()) is not None:
                 while piece:
                     select.select([], [self._target], [])
-                    with suppress(BlockingIOError):  # it does not block, and somebody else has filled it since
+                    with suppress(BlockingIOError):  # another process has filled it since
                         piece = piece[os.write(self._target, piece) :]
 
 

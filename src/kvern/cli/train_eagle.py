@@ -1,4 +1,4 @@
-"""``kvern train-eagle MODEL``: a draft head that guesses what the model says next."""
+"""``kvern train-eagle MODEL``: trains a draft head."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ if TYPE_CHECKING:
     from kvern.draft_training.job import Result
 
 HELD_OUT = 0.05
-"""Of the text: what the head is measured with, and does not learn from."""
+"""The share of the text that the head is measured with and does not learn from."""
 
 
 @dataclass(frozen=True)
 class TrainEagleCommand:
-    """Train a draft head of one layer for a model, and write it as others write EAGLE-3's.
+    """Train a draft head of one layer for a model, and write it in the format of EAGLE-3.
 
-    It learns to guess what the model says, best from text that the model itself wrote in answer to prompts like those
-    that it will get (kvern run). Then: kvern serve MODEL --draft-model OUTPUT.
+    It learns best from text that the model itself wrote in answer to prompts like those that it will get (kvern run).
+    Then: kvern serve MODEL --draft-model OUTPUT.
     """
 
     model: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="MODEL")]
@@ -36,24 +36,24 @@ class TrainEagleCommand:
     overwrite: bool = False
     """Replace OUTPUT, a model's folder, if it exists."""
     epochs: float = 3.0
-    """How often the head reads the text."""
+    """Passes over the text."""
     length: int = 512
-    """Tokens of a row of text; the model reads no further back."""
+    """Tokens of a row of text, the longest context that is trained."""
     batch_rows: int = 8
-    """Rows that the head learns from at a time."""
+    """Rows in one training step."""
     drafts: int = 4
-    """So many guesses in a row the head learns to make."""
+    """Number of drafts in a row that the head learns to make."""
     draft_vocab_size: int = 32000
-    """Tokens that it may guess: those that the text has most."""
+    """Number of tokens that it can draft: the most frequent ones of the text."""
     learning_rate: float | None = None
-    """At its highest. None: less for wider models, 0.001 at most."""
+    """Highest learning rate. None: less for wider models, 0.001 at most."""
     seed: int = 0
-    """Of the first weights and the order of the rows."""
+    """Seed of the first weights and of the order of the rows."""
     device: Literal["auto", "cuda", "cpu"] = "auto"
-    """Where it is trained; auto takes a GPU if there is one."""
+    """Device for the training; auto takes a GPU if there is one."""
 
     def execute(self) -> int:
-        """Train, print what the head is worth and return the exit code. Raises KvernError."""
+        """Trains, prints the result and returns the exit code. Raises KvernError."""
         self._check()
         from kvern.draft_training.job import Settings, Training, check_model, drafted_tokens
         from kvern.io.progress import work_progress
@@ -98,7 +98,7 @@ class TrainEagleCommand:
 
 
 def print_result(result: Result, output: Path) -> None:
-    """Print on stdout what has been learnt."""
+    """Prints the result on stdout."""
     from rich.console import Console
     from rich.table import Table
 

@@ -1,6 +1,6 @@
-"""Flags of vLLM, the way kvern understands them: one table, by name, with underscores.
+"""The table of vLLM's flags in kvern, by name with underscores.
 
-A name that kvern has too stands here only if vLLM's values are others.
+A name that kvern has too is here only if vLLM's values differ.
 """
 
 from __future__ import annotations
@@ -275,7 +275,7 @@ VLLM_BENCH: dict[str, Rule] = {
     "endpoint_type": Named("backend"),
     "request_id_prefix": Idle("requests have the ids that the server gives them", 1),
 }
-"""Of `vllm bench serve`."""
+"""Flags of `vllm bench serve`."""
 
 SHORT = {
     "-tp": "tensor_parallel_size",
@@ -290,4 +290,4 @@ SHORT = {
     "-sc": "speculative_config",
     "-asc": "api_server_count",
 }
-"""Letters for some of them."""
+"""Short flags."""

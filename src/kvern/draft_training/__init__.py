@@ -1,1 +1,1 @@
-"""Trains draft heads for a model, on text that the model wrote or would write."""
+"""Training of draft heads for a model, on text that the model wrote or would write."""

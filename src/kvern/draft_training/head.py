@@ -1,12 +1,12 @@
-"""EAGLE-3's head as it is trained: over whole rows of text, several of its own steps at a time.
+"""The module of an EAGLE-3 draft head for training: over whole rows of text, and several of its own steps at a time.
 
-    step 0, place t:  the model's states of token t, and token t + 1            ->  drafts token t + 2
-    step 1, place t:  what step 0 gave in place t - 1, and token t + 1          ->  drafts token t + 2
-    step j, place t:  what step j - 1 gave in place t - 1, and token t + 1      ->  drafts token t + 2
+  step 0, position t:  the model's states of token t, and token t + 1               ->  drafts token t + 2
+  step 1, position t:  the output of step 0 at position t - 1, and token t + 1      ->  drafts token t + 2
+  step j, position t:  the output of step j - 1 at position t - 1, and token t + 1  ->  drafts token t + 2
 
-So step j drafts as the head does that has guessed j tokens already (training-time test, Li et al. 2025,
-https://arxiv.org/abs/2503.01840, section 3.2): it attends to what step 0 kept up to place t - j, and to what steps 1 to
-j kept in the places behind. Shapes: N rows of L tokens.
+So step j drafts like a head that has drafted j tokens already (training-time test, Li et al. 2025,
+https://arxiv.org/abs/2503.01840, section 3.2): it attends to keys of step 0 up to position t - j, and to keys of steps
+1 to j at the positions after. Shapes: N rows of L tokens.
 """
 
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class HeadSize:
-    """`entries` states of the model go in, `drafted` tokens are scored."""
+    """Sizes of a head. `entries` states of the model are its input; it scores `drafted` tokens."""
 
     hidden: int
     width: int
@@ -32,7 +32,7 @@ class HeadSize:
 
 
 class TrainedHead(nn.Module):
-    """Its parameters have the names of EAGLE-3's checkpoints."""
+    """A head whose parameters have the names of EAGLE-3's checkpoints."""
 
     def __init__(self, size: HeadSize) -> None:
         super().__init__()
@@ -43,10 +43,10 @@ class TrainedHead(nn.Module):
         self.lm_head = nn.Linear(size.hidden, size.drafted, bias=False)
 
     def forward(self, inputs: Tensor, embedded: Tensor, steps: int) -> list[Tensor]:
-        """The scores `[N, L, drafted]` of each step; in step j those of the first j places mean nothing.
+        """Returns the scores `[N, L, drafted]` of each step; in step j the first j positions are invalid.
 
-        inputs    [N, L, entries * hidden] what goes into some layers of the model
-        embedded  [N, L, hidden] embeddings of the token behind each place
+        inputs    [N, L, entries * hidden] the inputs of some layers of the model
+        embedded  [N, L, hidden] embeddings of the token after each position
         """
         turn = rotations(inputs.shape[1], self.size.head_dim, self.size.theta, inputs.device)
         states, scores = self.fc(inputs), []
@@ -88,14 +88,17 @@ class _Mlp(nn.Module):
 class _Attention(nn.Module):
     def __init__(self, size: HeadSize) -> None:
         super().__init__()
-        self.size, queries, keys = size, size.heads * size.head_dim, size.kv_heads * size.head_dim
+        self.size = size
+        queries = size.heads * size.head_dim
+        keys = size.kv_heads * size.head_dim
         self.q_proj = nn.Linear(2 * size.hidden, queries, bias=False)
         self.k_proj = nn.Linear(2 * size.hidden, keys, bias=False)
         self.v_proj = nn.Linear(2 * size.hidden, keys, bias=False)
         self.o_proj = nn.Linear(queries, size.hidden, bias=False)
 
     def forward(self, x: Tensor, kept: list[tuple[Tensor, Tensor]], turn: Tensor) -> Tensor:
-        """`x [N, L, 2 * hidden]`; `kept` are keys and values `[N, heads, L, head_dim]` of the steps so far."""
+        """Returns the output for `x [N, L, 2 * hidden]`; `kept` has keys and values `[N, heads, L, head_dim]` of
+        earlier steps."""
         size, (rows, length, _) = self.size, x.shape
 
         def heads(projection: nn.Linear, count: int) -> Tensor:
@@ -120,7 +123,7 @@ class _Attention(nn.Module):
 
 
 def moved(x: Tensor, places: int, dim: int = 1) -> Tensor:
-    """Each entry of a dimension so many places further; zeros before the first."""
+    """Returns the tensor with its entries shifted by `places` along a dimension, zeros first."""
     if not places:
         return x
     zeros = torch.zeros_like(x.narrow(dim, 0, places))
@@ -128,7 +131,7 @@ def moved(x: Tensor, places: int, dim: int = 1) -> Tensor:
 
 
 def rotations(length: int, head_dim: int, theta: float, device: torch.device) -> Tensor:
-    """Cosines and signed sines of each position, `[2, L, head_dim]` float32."""
+    """Returns cosines and signed sines of each position, `[2, L, head_dim]` float32."""
     frequencies = theta ** -(torch.arange(0, head_dim, 2, device=device) / head_dim)
     angles = torch.outer(torch.arange(length, device=device), frequencies)
     cosine, sine = angles.cos(), angles.sin()
@@ -136,5 +139,5 @@ def rotations(length: int, head_dim: int, theta: float, device: torch.device) ->
 
 
 def rotated(x: Tensor, turn: Tensor) -> Tensor:
-    """`[N, heads, L, head_dim]`, turned by its positions."""
+    """Returns `x [N, heads, L, head_dim]` with the rotary embedding of its positions."""
     return (x * turn[0] + x.roll(x.shape[-1] // 2, -1) * turn[1]).to(x.dtype)

@@ -1,4 +1,4 @@
-"""A training run: the model's states of some rows of text, steps of the head over them, and what it is worth."""
+"""A training run of a draft head: the model's states of rows of text, steps of the head, and its acceptance."""
 
 import math
 import time
@@ -21,23 +21,23 @@ from kvern.quantize.writer import Writer
 from kvern.spec.model import MlpSpec, ModelSpec
 
 STEP_WEIGHT = 0.8
-"""Of a step's loss, as a share of the loss of the step before."""
+"""The weight of a step's loss relative to that of the step before."""
 WARM_UP, LAST_RATE = 0.05, 0.1
-"""Shares: of the steps in which the learning rate grows, and of it that is left at the end."""
+"""The share of steps in which the learning rate grows, and the share of the rate that is left at the end."""
 LARGEST_RATE, RATE_OF_SIZE = 1e-3, 0.4
-"""Wider heads learn more slowly: the rate is at most the first, and the second over the size of states."""
+"""Limits of the learning rate: a constant, and a factor that is divided by the hidden size."""
 FIRST_SHARE = 0.1
-"""Of random weights, in the matrices whose results are added to states."""
+"""The factor of random weights in matrices whose results are added to the hidden states."""
 GRADIENT = 0.5
-"""The norm that gradients are cut to."""
+"""The limit of the gradients' norm."""
 
 Progress = Callable[[int, int, float], None]
-"""Takes the steps done, the tokens in them, and the loss of the last."""
+"""Takes the steps done, the tokens in them, and the loss of the last step."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """`steps` of `batch_rows` rows each; `unrolled`: how many of its own steps the head learns from at a time."""
+    """`steps` of `batch_rows` rows each; `unrolled` is the number of the head's own steps in one training step."""
 
     steps: int
     batch_rows: int
@@ -48,7 +48,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class Result:
-    """What was learnt: `acceptance` of the first draft, of the second if the first is right, and so on."""
+    """The result: `acceptance` of the first draft, of the second if the first is accepted, and so on."""
 
     loss: float
     acceptance: list[float]
@@ -56,13 +56,13 @@ class Result:
 
     @property
     def tokens_of_step(self) -> float:
-        """Tokens that the model gets of a step that verifies as many drafts as were measured."""
+        """The mean number of tokens of a step that verifies as many drafts as were measured."""
         chances = [math.prod(self.acceptance[: count + 1]) for count in range(len(self.acceptance))]
         return 1.0 + sum(chances)
 
 
 def check_model(spec: ModelSpec) -> None:
-    """Raises ConfigError for a model whose states cannot be had over whole rows."""
+    """Raises ConfigError for a model whose states cannot be computed over whole rows."""
     if spec.augmented or spec.attends_to_latents or any(layer.sinks for layer in spec.attentions):
         raise ConfigError(
             f"{spec.model_type} has latents, sinks or parts beside its blocks: heads are trained for models without"
@@ -70,12 +70,12 @@ def check_model(spec: ModelSpec) -> None:
 
 
 def entries_of(layers: int) -> tuple[int, ...]:
-    """The layers whose inputs a head begins with: one near the first, the middle, and one near the last."""
+    """Returns the layers whose inputs a head reads: one near the first, the middle, and one near the last."""
     return min(2, layers), max(1, layers // 2), max(1, layers - 3)
 
 
 def head_size(spec: ModelSpec, drafted: int) -> HeadSize:
-    """A head as wide as the model, with heads as wide as the model's."""
+    """Returns the sizes of a head with the model's hidden size and head dimension."""
     attending = spec.attending[-1]
     attention, mlp = attending.attention, attending.mlp
     heads = max(1, spec.hidden_size // attention.head_dim)
@@ -89,16 +89,18 @@ def head_size(spec: ModelSpec, drafted: int) -> HeadSize:
 
 
 def drafted_tokens(rows: Tensor, vocabulary: int, most: int) -> Tensor:
-    """The tokens that the text has most, in their order; all if there are no more than `most`."""
+    """Returns the most frequent tokens of the text, sorted; all if there are no more than `most`."""
     counts = torch.bincount(rows.flatten(), minlength=vocabulary)
     return counts.topk(min(most, vocabulary)).indices.sort().values
 
 
 class Training:
-    """A head for `decoder`, and what it learns from `rows [N, L]` of token ids."""
+    """Training of a head for `decoder` on `rows [N, L]` of token ids."""
 
     def __init__(self, decoder: Decoder, rows: Tensor, drafted: Tensor, settings: Settings) -> None:
-        self._decoder, self._rows, self._settings = decoder, rows, settings
+        self._decoder = decoder
+        self._rows = rows
+        self._settings = settings
         self._device = decoder.build.device
         self.drafted = drafted.to(self._device)
         self._entries = entries_of(len(decoder.spec.layers))
@@ -109,8 +111,10 @@ class Training:
 
     @torch.no_grad()
     def _begin_as_the_model(self) -> None:
-        """With its output layer and its norm, over the state nearest to them."""
-        size, dtype, head = self._decoder.spec.hidden_size, self._decoder.build.dtype, self.head
+        """Initializes the head with the model's output layer and norm, on the state nearest to them."""
+        size = self._decoder.spec.hidden_size
+        dtype = self._decoder.build.dtype
+        head = self.head
         unit = torch.eye(size, dtype=dtype, device=self._device)
         head.lm_head.weight.copy_(self._decoder.logits(unit)[:, self.drafted].t())
         if self._decoder.spec.norm.kind == "rms":
@@ -122,9 +126,9 @@ class Training:
 
     @torch.inference_mode()
     def _states(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Of rows [n, L]: the inputs of the layers, the embeddings of the tokens behind, and the model's scores.
+        """Returns the inputs of the layers, the embeddings of the next tokens, and the model's scores for rows [n, L].
 
-        Scores `[n, L, vocab]` are those of the token behind the one that each place reads.
+        Scores `[n, L, vocab]` at a position are for the token after the next.
         """
         count, length = rows.shape
         decoder, ids = self._decoder, rows.to(self._device)
@@ -138,7 +142,7 @@ class Training:
         return inputs.rows().view(count, length, -1).float(), embedded, scores
 
     def run(self, progress: Progress) -> float:
-        """Learn; the loss at the end."""
+        """Trains, and returns the last loss."""
         settings, parameters = self._settings, list(self.head.parameters())
         rate = settings.learning_rate or min(LARGEST_RATE, RATE_OF_SIZE / self._decoder.spec.hidden_size)
         optimizer = torch.optim.AdamW(parameters, lr=rate, betas=(0.9, 0.95), weight_decay=0.01)
@@ -160,20 +164,21 @@ class Training:
         return loss
 
     def _loss(self, rows: Tensor) -> Tensor:
-        """How far the head's steps are from the model's distribution over the tokens that may be drafted."""
+        """Returns the cross-entropy between the head's steps and the model's distribution over the tokens that can be
+        drafted."""
         inputs, embedded, scores = (part.clone() for part in self._states(rows))
         likely = torch.isin(scores.argmax(-1), self.drafted)
         wanted = scores[..., self.drafted].softmax(-1)
         losses = []
         for step, found in enumerate(self.head(inputs, embedded, self._settings.unrolled)):
             known = likely.clone()
-            known[:, :step] = known[:, -2:] = False  # behind the last tokens the text is not known
+            known[:, :step] = known[:, -2:] = False  # the text after the last tokens is unknown
             divergence = -(wanted * found.float().log_softmax(-1)).sum(-1)
             losses.append(STEP_WEIGHT**step * (divergence * known).sum() / known.sum().clamp(min=1))
         return torch.stack(losses).sum()
 
     def train(self, held_out: Tensor, progress: Progress) -> Result:
-        """Learn, then measure the head on rows `held_out` that it has not seen."""
+        """Trains, then measures the head on the rows `held_out`."""
         started = time.monotonic()
         loss = self.run(progress)
         acceptance = self.acceptance(held_out, self._settings.unrolled)
@@ -181,7 +186,8 @@ class Training:
 
     @torch.inference_mode()
     def acceptance(self, rows: Tensor, count: int) -> list[float]:
-        """Of the first draft, of the second where the first is right, and so on: how many are what the text says."""
+        """Returns the share of first drafts, of second drafts after correct first ones, and so on, that match the
+        text."""
         right, tried = torch.zeros(count), torch.zeros(count)
         for batch in torch.split(rows, self._settings.batch_rows):
             inputs, embedded, _ = self._states(batch)
@@ -197,7 +203,7 @@ class Training:
         return (right / tried.clamp(min=1)).tolist()
 
     def write(self, writer: Writer, dtype: torch.dtype, source: Path) -> None:
-        """A folder in the format of EAGLE-3's checkpoints."""
+        """Writes a folder in the format of EAGLE-3's checkpoints."""
         vocabulary = self._decoder.spec.vocab_size
         for name, tensor in self.head.state_dict().items():
             writer.add(name, tensor.to(dtype))
@@ -234,7 +240,7 @@ class Training:
 
 
 def share_of_rate(step: int, steps: int) -> float:
-    """Of the learning rate: it grows, then falls along half a cosine."""
+    """Returns the share of the learning rate at a step: it grows, then falls along half a cosine."""
     warm = max(1, round(WARM_UP * steps))
     if step < warm:
         return (step + 1) / warm

@@ -1,4 +1,4 @@
-"""What became of the drafts of a run: how many were right, and where they stood."""
+"""Counts of verified and accepted drafts, by position."""
 
 from dataclasses import dataclass
 from itertools import zip_longest
@@ -9,14 +9,14 @@ from kvern.request.events import EngineStatistics
 
 @dataclass(frozen=True)
 class DraftFigures:
-    """How many drafts were the 1st, 2nd, ... behind a known token, and how many of these were right."""
+    """The number of drafts that were the 1st, 2nd, ... after a known token, and how many of them were accepted."""
 
     by_position: tuple[int, ...] = ()
     accepted_by_position: tuple[int, ...] = ()
 
     @classmethod
     def between(cls, earlier: EngineStatistics, later: EngineStatistics) -> Self:
-        """Those that were verified meanwhile."""
+        """Returns the drafts that were verified between two statistics."""
         pairs = (
             (earlier.drafts_by_position, later.drafts_by_position),
             (earlier.accepted_by_position, later.accepted_by_position),
@@ -25,33 +25,33 @@ class DraftFigures:
 
     @property
     def count(self) -> int:
-        """Drafts that were verified."""
+        """The number of verified drafts."""
         return sum(self.by_position)
 
     @property
     def accepted(self) -> int:
-        """Drafts that were right."""
+        """The number of accepted drafts."""
         return sum(self.accepted_by_position)
 
     @property
     def runs(self) -> int:
-        """How often drafts of a request were verified: each time there was a 1st one."""
+        """The number of times that drafts of a request were verified: each time there was a 1st one."""
         return next(iter(self.by_position), 0)
 
     @property
     def shares(self) -> list[float]:
-        """How often the 1st, 2nd, ... draft was right, where there was one."""
+        """The accepted share of the 1st, 2nd, ... drafts."""
         return [
             right / count for right, count in zip(self.accepted_by_position, self.by_position, strict=True) if count
         ]
 
     @property
     def tokens_a_step(self) -> float:
-        """That a request got of a step that verified drafts of it: those that were right, and one more."""
+        """The mean number of tokens that a step with drafts gave a request: accepted drafts and one more."""
         return 1 + self.accepted / self.runs if self.runs else 1.0
 
     def rows(self) -> list[tuple[str, str]]:
-        """For a closing table; none if there were no drafts."""
+        """Returns rows for a final table; none if there were no drafts."""
         if not self.count:
             return []
         return [

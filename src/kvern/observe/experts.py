@@ -1,4 +1,4 @@
-"""How evenly the experts of a mixture are used."""
+"""Counts of tokens for each expert of a mixture."""
 
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -7,7 +7,7 @@ from prometheus_client.registry import Collector
 
 
 class ExpertTokens(Collector):
-    """Tokens of each expert of each layer, over all engines that followed one another."""
+    """Tokens of each expert of each layer, summed over restarts of the engine."""
 
     def __init__(self, labels: Mapping[str, str]) -> None:
         self._labels = labels
@@ -15,24 +15,24 @@ class ExpertTokens(Collector):
         self._now: Sequence[Sequence[int]] = []
 
     def count(self, tokens: Sequence[Sequence[int]]) -> None:
-        """What each expert of each layer has had in the engine that runs."""
+        """Sets the counts of the running engine, for each layer and expert."""
         self._now = tokens
 
     def restarted(self) -> None:
-        """Another engine begins at nothing."""
+        """Keeps the counts of an engine that was replaced."""
         if self._now:
             self._earlier = self.sums()
             self._now = [[0] * len(layer) for layer in self._now]
 
     def sums(self) -> list[list[int]]:
-        """What each expert of each layer has had in all engines."""
+        """Returns the counts of all engines, for each layer and expert."""
         if not self._earlier:
             return [list(layer) for layer in self._now]
         pairs = zip(self._earlier, self._now, strict=True)
         return [[before + now for before, now in zip(*layers, strict=True)] for layers in pairs]
 
     def collect(self) -> Iterator[Metric]:
-        """One counter, with the labels `layer` and `expert`, both from 0 on; nothing before any was told."""
+        """Yields one counter with the labels `layer` and `expert`, both from 0; nothing before the first count."""
         if not self._now:
             return
         names, values = [*self._labels, "layer", "expert"], list(self._labels.values())
@@ -44,7 +44,8 @@ class ExpertTokens(Collector):
 
 
 def busiest_rows(tokens: Sequence[Sequence[int]]) -> list[tuple[str, str]]:
-    """For a closing table: how much more than its share the busiest expert of a layer had; none without experts."""
+    """Returns rows for a final table: the load of the busiest expert relative to an even share; none without
+    experts."""
     used = {layer: experts for layer, experts in enumerate(tokens) if sum(experts)}
     if not used:
         return []

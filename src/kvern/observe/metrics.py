@@ -1,4 +1,4 @@
-"""What Prometheus reads: names and meanings follow vLLM's where it has them, with the prefix `kvern:`."""
+"""Metrics for Prometheus. Names and meanings follow vLLM's where it has them, with the prefix `kvern:`."""
 
 import logging
 from collections.abc import Iterable, Iterator, Mapping
@@ -36,18 +36,20 @@ class RequestTimes:
 
 
 class Metrics:
-    """The figures of one engine, in a registry of their own.
+    """The metrics of one engine, in a registry of their own.
 
-    `model` is the label `model_name` of them all.
+    `model` is their label `model_name`.
     """
 
     def __init__(self, model: str) -> None:
         self.registry = CollectorRegistry()
         self.engine_name: str | None = None
-        """The label `engine` that `together` gives them, where a model has several; None: they have none."""
+        """The label `engine`, set if a model has several engines."""
         self._labels = {"model_name": model}
         self._seen = EngineStatistics()
-        gauge, counter, histogram = self._gauge, self._counter, self._histogram
+        gauge = self._gauge
+        counter = self._counter
+        histogram = self._histogram
         self._running = gauge("num_requests_running", "Sequences in the running batch.")
         self._waiting = gauge("num_requests_waiting", "Sequences that wait for their first step.")
         self._usage = gauge("kv_cache_usage_perc", "Share of the KV blocks that running requests hold, 0 to 1.")
@@ -86,14 +88,14 @@ class Metrics:
         )
 
     def watch_gpu(self, uuid: str) -> None:
-        """Report memory and utilisation of this GPU as well, if the driver tells."""
+        """Adds memory and utilization of this GPU, if the driver reports them."""
         try:
             self.registry.register(GpuCollector(uuid, self._labels))
-        except Exception as error:  # whatever the driver's library raises: figures are no reason not to serve
+        except Exception as error:  # the driver's library may raise anything, and metrics are no reason not to serve
             logger.warning("no GPU memory and utilisation in the metrics: %s", error)
 
     def step(self, statistics: EngineStatistics, seconds: float) -> None:
-        """Take an engine's counters after a step, or in idle times."""
+        """Updates the metrics from an engine's counters, after a step or while it is idle."""
         seen, self._seen = self._seen, statistics
         self._running.set(statistics.running)
         self._waiting.set(statistics.waiting)
@@ -120,31 +122,31 @@ class Metrics:
         self._step_seconds.observe(seconds)
 
     def engine(self, ready: bool) -> None:
-        """There is an engine that takes requests, or there is none at present."""
+        """Sets whether an engine takes requests."""
         self._ready.set(ready)
 
     def restarted(self) -> None:
-        """Another engine has taken over; its counters begin at nothing."""
+        """Counts a restart; the new engine's counters begin at 0."""
         self._restarts.inc()
         self._seen = EngineStatistics()
         self.experts.restarted()
 
     def first_token(self, seconds: float) -> None:
-        """A request's first token came so long after the request."""
+        """Records the seconds from a request to its first token."""
         self._first_token.observe(seconds)
 
     def next_token(self, seconds: float) -> None:
-        """Another token came so long after the one before."""
+        """Records the seconds between two tokens of a request."""
         self._next_token.observe(seconds)
 
     def finished(self, output: RequestOutput, times: RequestTimes) -> None:
-        """A request has ended, by itself or because its client left."""
+        """Records a request that has ended, by itself or because its client left."""
         for answer in output.outputs:
             self._finished.labels(**self._labels, finished_reason=answer.finish_reason).inc()
         labels = {**self._labels, "finished_reason": output.outputs[0].finish_reason}
         self._whole.labels(**labels).observe(times.whole)
         if times.decode is None:
-            return  # it never began
+            return  # the request never started
         self._queue.labels(**labels).observe(output.queue_seconds)
         self._prefill.labels(**labels).observe(max(0.0, times.whole - times.decode - output.queue_seconds))
         self._decode.labels(**labels).observe(times.decode)
@@ -172,7 +174,7 @@ class Metrics:
 
 
 class Refusals:
-    """How many requests for a model were not run, whichever of its engines they would have been for."""
+    """Counts of refused requests for a model, over all its engines."""
 
     def __init__(self, model: str) -> None:
         self.registry = CollectorRegistry()
@@ -186,18 +188,18 @@ class Refusals:
         )
 
     def count(self, reason: str) -> None:
-        """A request was turned away."""
+        """Counts a refused request."""
         self._refused.labels(self._model, reason).inc()
 
 
 class Together(Collector):
-    """The figures of several engines: each family once, with the samples of all."""
+    """The metrics of several engines: each family once, with the samples of all."""
 
     def __init__(self, metrics: Iterable[Metrics | Refusals]) -> None:
         self._metrics = list(metrics)
 
     def collect(self) -> Iterator[Metric]:
-        """All families."""
+        """Yields all families."""
         families: dict[str, Metric] = {}
         for one in self._metrics:
             labels = {} if one.engine_name is None else {"engine": one.engine_name}
@@ -210,20 +212,20 @@ class Together(Collector):
 
 
 def together(metrics: Iterable[Metrics | Refusals]) -> bytes:
-    """All figures of several engines in Prometheus's text format."""
+    """Returns the metrics of several engines in Prometheus's text format."""
     registry = CollectorRegistry()
     registry.register(Together(metrics))
     return generate_latest(registry)
 
 
 class OfServers(Collector):
-    """The figures of several servers, each with its name as the label `replica`."""
+    """The metrics of several servers; each has its name as the label `replica`."""
 
     def __init__(self, texts: Iterable[tuple[str, bytes]]) -> None:
         self._texts = texts
 
     def collect(self) -> Iterator[Metric]:
-        """All families."""
+        """Yields all families."""
         families: dict[str, Metric] = {}
         for replica, text in self._texts:
             for family in text_string_to_metric_families(text.decode()):
@@ -234,14 +236,14 @@ class OfServers(Collector):
 
 
 def of_servers(texts: Iterable[tuple[str, bytes]]) -> bytes:
-    """All figures of several servers, given by their names in Prometheus's text format, in that format."""
+    """Merges the metrics of several servers, given by name in Prometheus's text format."""
     registry = CollectorRegistry()
     registry.register(OfServers(texts))
     return generate_latest(registry)
 
 
 class GpuCollector(Collector):
-    """Asks the driver whenever somebody looks."""
+    """Metrics of a GPU, which are read from the driver at each collection."""
 
     def __init__(self, uuid: str, labels: Mapping[str, str]) -> None:
         import pynvml
@@ -252,7 +254,7 @@ class GpuCollector(Collector):
         self._labels = labels
 
     def collect(self) -> Iterator[Metric]:
-        """Memory in bytes, and the share of the last moments in which a kernel ran."""
+        """Yields memory in bytes, and the share of the last moments in which a kernel ran."""
         memory = self._driver.nvmlDeviceGetMemoryInfo(self._handle)
         busy = self._driver.nvmlDeviceGetUtilizationRates(self._handle).gpu / 100
         for (name, text), value in zip(GPU_FIGURES.items(), (memory.used, memory.total, busy), strict=True):

@@ -1,7 +1,7 @@
-"""Which way of dividing a model among cards gives most; for a server among its GPUs: `python -m kvern.planning.choice`.
+"""The best division of a model among cards. A server asks for it as a process: `python -m kvern.planning.choice`.
 
-It reads an engine's options from stdin and writes the `Choice` to stdout, both as JSON. A process of its own, since
-whoever asks PyTorch about GPUs holds memory of each until its end.
+The process reads an engine's options from stdin and writes the `Choice` to stdout, both as JSON. It is a process of its
+own because asking PyTorch about GPUs allocates memory on each until the process ends.
 """
 
 import sys
@@ -22,7 +22,7 @@ from kvern.runner.ranks.rank_limits import check_ranks
 
 
 class Choice(msgspec.Struct):
-    """The options to take, and why; or why there is nothing to choose, in `reason` alone."""
+    """The options of the best division with the reason; or only the reason why there is no choice."""
 
     reason: str
     tensor_parallel_size: int = 1
@@ -34,7 +34,7 @@ class Choice(msgspec.Struct):
 def ranked(
     model: Model, cards: Sequence[Card], workload: Workload, possible: Callable[[Split], bool] = lambda split: True
 ) -> list[Estimate]:
-    """Each way to divide it among all of these cards, the best first; `possible`: with these options.
+    """Returns estimates of each way to divide the model among all cards, the best first. `possible` filters the ways.
 
     Raises ConfigError if the cards differ.
     """
@@ -47,7 +47,7 @@ def ranked(
 
 
 def model_of(config: EngineConfig, folder: Path) -> Model:
-    """What the costs of the model in `folder` depend on, as these options load it, from the headers of its files.
+    """Returns the properties of the model in `folder` that its costs depend on, from the headers of its files.
 
     Raises KvernError.
     """
@@ -56,7 +56,7 @@ def model_of(config: EngineConfig, folder: Path) -> Model:
 
 
 def verdict(found: Sequence[Estimate]) -> str:
-    """Which split was chosen, and why the next lost; `found` are in order."""
+    """Returns which split was chosen and why the next lost; `found` is sorted, best first."""
     best = found[0]
     if best.lacks:
         return f"It fits in no way: with {best.split} {best.lacks}."
@@ -72,7 +72,8 @@ def verdict(found: Sequence[Estimate]) -> str:
 
 
 def choose(config: EngineConfig, cards: Sequence[Card]) -> Choice:
-    """For the usual workload, as far as the model's context goes; `config.model` is a folder. Raises KvernError."""
+    """Chooses for the default workload, shortened to the model's context; `config.model` is a folder. Raises
+    KvernError."""
     folder = Path(config.model or "")
     model = model_of(config, folder)
     longest = config.max_model_len or model.spec.max_position_embeddings
@@ -83,7 +84,7 @@ def choose(config: EngineConfig, cards: Sequence[Card]) -> Choice:
     def possible(split: Split) -> bool:
         options: dict[str, Any] = split.options
         if split.pipeline > 1:
-            return False  # steps with prompts are not captured there, which estimates leave out
+            return False  # their steps with prompts have no CUDA graphs, which estimates ignore
         try:
             check_ranks(replace(config, **options), folder, model.spec)
         except ConfigError:
@@ -96,7 +97,7 @@ def choose(config: EngineConfig, cards: Sequence[Card]) -> Choice:
 
 
 def main() -> int:
-    """Answer, always with an exit code of 0: a plan that cannot be made is no reason not to serve."""
+    """Answers with exit code 0 in any case: a server can start without a plan."""
     try:
         choice = choose(msgspec.json.decode(sys.stdin.buffer.read(), type=EngineConfig), this_machine())
     except KvernError as error:

@@ -1,13 +1,13 @@
-"""What a way of dividing a model among cards would take and give: bytes counted, seconds estimated from them.
+"""Estimates of a model divided among cards: memory in bytes, and seconds.
 
-    decode step = weights read / bandwidth  or operations / rate, what is more
+  decode step = max(weights read / bandwidth, operations / rate)
                 + keys and values read / bandwidth + overhead of each layer + all-reduces
-    prompts     = operations / rate + all-reduces, or a share of them where they run beside products
+  prompts     = operations / rate + all-reduces, or a share of them where they overlap with products
 
-Stages are taken to be even. Each computes a share of the requests at a time, so that a decode of one of them takes what
-it takes a whole model with that share, and what stages hand on.
+Pipeline stages are assumed to be equal. Each computes a share of the requests at a time, so the decode of one takes the
+time of a whole model with that share, and of the transfers between stages.
 
-The shares of bandwidth and rate that steps reach are those that were measured on an H200 (docs/PERFORMANCE.md).
+The shares of bandwidth and rate that steps reach were measured on an H200 (docs/PERFORMANCE.md).
 """
 
 import contextlib
@@ -37,18 +37,19 @@ from kvern.spec.mixers import AttentionSpec
 from kvern.spec.model import MlpSpec, ModelSpec, MoeSpec
 
 READ, COMPUTED = 0.9, 0.65
-"""Shares of a card's bandwidth and rate that steps reach."""
+"""The shares of a card's bandwidth and rate that steps reach."""
 WHOLE = (SMALL, "routers", "indexer", "attention queries, latents", "residual streams", "inputs of each layer")
-"""Kinds of layers of which every rank has all."""
+"""Kinds of layers that every rank has completely."""
 HALVED = "attention q, k, v", "attention out", "MLP gate, up", "MLP down"
-"""Kinds of layers of which steps in halves compute one half while rows of the other are moved between ranks."""
+"""Kinds of layers that steps in two parts compute for one part while rows of the other are all-reduced."""
 EXPOSED = 0.25
-"""The share of that which nothing runs beside: two of eight moves of a layer."""
+"""The share of these all-reduces that does not overlap with products: two of eight transfers of a layer."""
 
 
 @dataclass(frozen=True)
 class Model:
-    """What of a model its cost depends on: `dtype` names its activations'; its weights are stored as `linear` says."""
+    """The properties of a model that its cost depends on. `dtype` is of activations; `linear` says how weights are
+    stored."""
 
     spec: ModelSpec
     dtype: str
@@ -61,16 +62,16 @@ class Model:
 
     @property
     def token_bytes(self) -> int:
-        """Of keys and values over all layers."""
+        """The bytes of keys and values of a token in all layers."""
         return bytes_of_token(self.spec, getattr(torch, self.dtype))
 
     @property
     def state_bytes(self) -> int:
-        """Of a request's states over all layers."""
+        """The bytes of a request's states in all layers."""
         return bytes_of_state(self.spec, getattr(torch, self.dtype))
 
     def touched(self, share: Share, rows: int) -> float:
-        """The part of these weights that a step of so many rows reads."""
+        """Returns the part of these weights that a step of so many rows reads."""
         if share.kind == "embeddings" and not self.spec.tie_word_embeddings:
             return 0.0
         if share.kind == "experts" and self.experts is not None:
@@ -78,14 +79,14 @@ class Model:
         return 1.0
 
     def operations(self, share: Share) -> float:
-        """Of one row in these weights' products."""
+        """Returns the operations of one row in the products with these weights."""
         used = self.experts.top_k / self.experts.experts if share.kind == "experts" and self.experts else 1.0
         return 0.0 if share.kind == "embeddings" and not self.spec.tie_word_embeddings else 2 * share.parameters * used
 
 
 @dataclass(frozen=True)
 class Workload:
-    """So many requests at a time, each of so many tokens, with answers of so many."""
+    """Concurrent requests, with the lengths of their prompts and answers in tokens."""
 
     requests: int = 64
     input: int = 1024
@@ -94,9 +95,9 @@ class Workload:
 
 @dataclass(frozen=True)
 class Split:
-    """`data` replicas of the model, each in `pipeline` stages over `tensor` cards.
+    """`data` replicas of the model, each of `pipeline` stages with tensor parallelism over `tensor` cards.
 
-    These have parts of experts, or `whole_experts`.
+    The cards of a stage have parts of every expert, or `whole_experts`.
     """
 
     tensor: int
@@ -110,12 +111,12 @@ class Split:
 
     @property
     def placing(self) -> WholeExperts | None:
-        """How experts are placed over the cards of a stage, for `share_of`."""
+        """The placement of experts on the cards of a stage, for `share_of`."""
         return WholeExperts() if self.whole_experts else None
 
     @property
     def options(self) -> dict[str, int | bool]:
-        """Of `EngineConfig`."""
+        """The options of `EngineConfig`."""
         return {
             "tensor_parallel_size": self.tensor,
             "pipeline_parallel_size": self.pipeline,
@@ -125,17 +126,18 @@ class Split:
 
     @property
     def cards(self) -> int:
-        """Of a replica."""
+        """The cards of a replica."""
         return self.tensor * self.pipeline
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """What a split would take of each card, in bytes, and give.
+    """The memory and speed of a split on each card.
 
-    `cache_tokens`: for so many a replica has room. `batch`: requests that decode at a time in a replica. Seconds:
-    `decode_one` and `decode` of a step of one request and of the batch, `first_token` of a prompt alone. `rate`: tokens
-    of answers a second, of all replicas, under the workload. `lacks`: why it cannot run; empty if it can.
+    `weights`, `token_bytes`: bytes of a card. `cache_tokens`: tokens that fit in a replica's cache. `batch`: requests
+    that decode at a time in a replica. Seconds: `decode_one` and `decode` of a step with one request and with the
+    batch, `first_token` of a prompt alone. `rate`: generated tokens per second of all replicas under the workload.
+    `lacks`: why the split cannot run; empty if it can.
     """
 
     split: Split
@@ -151,7 +153,7 @@ class Estimate:
 
 
 def splits(cards: int, model: Model) -> Iterator[Split]:
-    """All ways to divide a model among all of so many cards that kvern knows."""
+    """Yields all ways to divide a model among all cards that kvern supports."""
     for tensor, pipeline in product(range(1, cards + 1), repeat=2):
         if cards % (tensor * pipeline):
             continue
@@ -165,7 +167,7 @@ def splits(cards: int, model: Model) -> Iterator[Split]:
 
 
 def estimate(model: Model, card: Card, split: Split, workload: Workload) -> Estimate:
-    """What it would take and give on cards like this one."""
+    """Estimates a split on cards like this one."""
     weights = _weights(model, split)
     token_bytes = model.token_bytes * _part_of_keys(model, split) / split.pipeline
     state_bytes = model.state_bytes / split.cards
@@ -204,12 +206,13 @@ def estimate(model: Model, card: Card, split: Split, workload: Workload) -> Esti
 
 
 def seconds_of(model: Model, card: Card, split: Split, requests: Sequence[tuple[int, int]], batch: int) -> float:
-    """Of requests that come together to one replica, `batch` of which run at a time: tokens of prompts and of answers.
+    """Returns the seconds of requests that arrive together at one replica, `batch` of which run at a time.
 
-    Steps get shorter as answers end, of which the longest decides when all have.
+    `requests` are lengths of prompts and answers in tokens. Steps get shorter as answers end; the longest answer
+    decides the end.
     """
     waiting, seconds = deque(requests), 0.0
-    running: list[tuple[int, int]] = []  # tokens at the end of each, and those that it lacks
+    running: list[tuple[int, int]] = []  # the final length of each, and the tokens still to generate
     while waiting or running:
         while waiting and len(running) < batch:
             prompt, answer = waiting.popleft()
@@ -224,7 +227,7 @@ def seconds_of(model: Model, card: Card, split: Split, requests: Sequence[tuple[
 
 
 def _weights(model: Model, split: Split) -> float:
-    """Bytes on the fullest card: of several stages the first has the embeddings beside its part of what steps read."""
+    """Returns the bytes on the fullest card: the first of several stages also has the embeddings."""
     bytes_of = {share: _part(model, share, split) * share.nbytes for share in model.shares}
     if split.pipeline == 1:
         return sum(bytes_of.values())
@@ -234,19 +237,20 @@ def _weights(model: Model, split: Split) -> float:
 
 
 def _placed(model: Model, share: Share, split: Split) -> MoeSpec | None:
-    """The mixture whose experts these are, if ranks have whole ones; None: they have a part of each matrix, or all."""
+    """Returns the mixture of these experts if each rank has whole experts; None if it has a part of each matrix, or
+    all."""
     return model.experts if share.kind == "experts" and split.whole_experts else None
 
 
 def _part(model: Model, share: Share, split: Split) -> float:
-    """Of these weights, what the rank with most of them has."""
+    """Returns the largest part of these weights on one rank."""
     if (moe := _placed(model, share, split)) is not None:
         return -(-moe.experts // split.tensor) / moe.experts
     return 1.0 if share.kind in WHOLE else 1 / split.tensor
 
 
 def _read_part(model: Model, share: Share, split: Split, rows: int) -> float:
-    """Of these weights, what a step of so many rows reads on the rank that reads most."""
+    """Returns the largest part of these weights that a step of so many rows reads on one rank."""
     touched, part = model.touched(share, rows), _part(model, share, split)
     if (moe := _placed(model, share, split)) is None:
         return part * touched
@@ -254,7 +258,7 @@ def _read_part(model: Model, share: Share, split: Split, rows: int) -> float:
 
 
 def _computed_part(model: Model, share: Share, split: Split, rows: int) -> float:
-    """Of the products of so many rows with these weights, what the rank with most of them computes."""
+    """Returns the largest part of the products of so many rows with these weights on one rank."""
     if (moe := _placed(model, share, split)) is None:
         return _part(model, share, split)
     pairs = rows * moe.top_k
@@ -262,13 +266,13 @@ def _computed_part(model: Model, share: Share, split: Split, rows: int) -> float
 
 
 def _busiest(count: float, split: Split) -> float:
-    """Of so many things that fall on ranks at random, those of the rank with most: as of numbers by a Poisson law."""
+    """Estimates the largest number on one rank of so many things that fall on ranks at random (Poisson)."""
     mean = count / split.tensor
     return min(count, mean + math.sqrt(2 * mean * math.log(split.tensor)))
 
 
 def _part_of_keys(model: Model, split: Split) -> float:
-    """Of keys and values, what each rank has."""
+    """Returns the part of keys and values on each rank."""
     share = share_of(model.spec, split.tensor, split.placing)
     return bytes_of_token(share, getattr(torch, model.dtype)) / max(model.token_bytes, 1)
 
@@ -283,7 +287,7 @@ def _decode_seconds(model: Model, card: Card, split: Split, rows: int, context: 
 
 
 def _prompt_seconds(model: Model, card: Card, split: Split, length: int, rows: int) -> float:
-    """Of one prompt in steps of so many rows, which it shares with others."""
+    """Returns the seconds of one prompt in steps of so many rows, which it shares with others."""
     pairs = sum(
         4 * item.heads * item.head_dim * length * min(length / 2, item.window or length)
         for item in model.spec.attentions
@@ -294,7 +298,7 @@ def _prompt_seconds(model: Model, card: Card, split: Split, length: int, rows: i
 
 
 def _halves(model: Model, card: Card, split: Split, rows: int) -> bool:
-    """Whether prompts are computed in halves in steps of so many rows."""
+    """True if steps of so many rows compute prompts in two parts."""
     layers = model.spec.layers
     dense = all(isinstance(layer.mixer, AttentionSpec) and isinstance(layer.mlp, MlpSpec) for layer in layers)
     if card.host or card.link < NVLINK or split.tensor == 1 or not dense or not adds_by_norms(model.spec):
@@ -315,7 +319,7 @@ def _rate(card: Card, share: Share) -> float:
 
 
 def _key_bytes(model: Model, context: int) -> float:
-    """Bytes of keys and values that a decode of one request reads."""
+    """Returns the bytes of keys and values that a decode of one request reads."""
     numbers = sum(
         item.stored * item.kv_heads * item.head_dim * min(context, item.window or context)
         for item in model.spec.attentions
@@ -324,7 +328,7 @@ def _key_bytes(model: Model, context: int) -> float:
 
 
 def _moved(model: Model, card: Card, split: Split, rows: int) -> float:
-    """Seconds of all-reduces, and of what stages hand on, of all rows."""
+    """Returns the seconds of all-reduces and of transfers between stages for all rows."""
     return _all_reduced(model, card, split, rows) + _handed(model, card, split, rows)
 
 
@@ -333,7 +337,7 @@ def _handed(model: Model, card: Card, split: Split, rows: int) -> float:
 
 
 def _all_reduced(model: Model, card: Card, split: Split, rows: int) -> float:
-    """Two of each layer."""
+    """Returns the seconds of all-reduces, two for each layer."""
     each = card.delay + 2 * (split.tensor - 1) / split.tensor * _row_bytes(model) * rows / card.link
     return 2 * len(model.spec.layers) * each if split.tensor > 1 else 0.0
 

@@ -1,4 +1,4 @@
-"""What a machine can do: how much its cards hold, how fast they read, compute and talk to each other."""
+"""Properties of cards: memory, bandwidth, compute rate, and links to each other."""
 
 import itertools
 import re
@@ -12,20 +12,20 @@ from kvern.cpu.host_memory import available_memory
 from kvern.errors import ConfigError
 
 NVLINK, PCIE = 250e9, 20e9
-"""Bytes a second that one card sends to another while an all-reduce runs."""
+"""Bytes per second from one card to another during an all-reduce."""
 NVLINK_DELAY, PCIE_DELAY = 4e-6, 30e-6
-"""Seconds of an all-reduce of nothing."""
+"""Seconds of an empty all-reduce."""
 
 ALIKE = 0.8
-"""Cards of a kind of which one has less than this share of another's memory free are not planned for as one kind."""
+"""The least ratio of free memory between cards of one kind for which they are planned for as equal."""
 
 
 @dataclass(frozen=True)
 class Card:
-    """One device: bytes of memory, bytes a second that it reads, operations a second in 16 bits and in 8.
+    """One device: bytes of memory, bandwidth in bytes per second, operations per second in 16 bits and in 8 bits.
 
-    `link`: bytes a second to another card; `delay`: seconds that an all-reduce takes however small it is. `overhead`:
-    seconds of a layer in which no weights are read.
+    `link`: bytes per second to another card; `delay`: seconds of an empty all-reduce. `overhead`: seconds of a layer in
+    which no weights are read.
     """
 
     name: str
@@ -61,11 +61,11 @@ CARDS = {
         _card("rtx-5090", 34, 1.79, 210, 419, PCIE),
     )
 }
-"""By name, from the makers' data sheets: dense operations, and the memory that programs see."""
+"""Cards by name, from the makers' data sheets: dense operations, and the memory that programs see."""
 
 
 def parse_hardware(text: str) -> list[Card]:
-    """The cards of "h200", "2x h200" or "2xh200". Raises ConfigError."""
+    """Returns the cards of "h200", "2x h200" or "2xh200". Raises ConfigError."""
     found = re.fullmatch(r"\s*(?:(\d+)\s*x\s*)?([a-z][a-z0-9-]*)\s*", text.lower())
     name = found[2] if found else ""
     if found is None or name not in CARDS or not 1 <= int(found[1] or 1) <= 64:
@@ -77,7 +77,8 @@ def parse_hardware(text: str) -> list[Card]:
 
 
 def this_machine() -> list[Card]:
-    """Its GPUs, those of an unknown kind by what PyTorch tells of them; else its CPU, which is measured."""
+    """Returns the GPUs of this machine, or its CPU with measured rates. Raises ConfigError for an unknown kind of
+    GPU."""
     if not torch.cuda.is_available():
         return [_measured_host()]
     cards = [_of_gpu(index) for index in range(torch.cuda.device_count())]
@@ -86,7 +87,7 @@ def this_machine() -> list[Card]:
 
 
 def linked(cards: Sequence[Card], uuids: Sequence[str]) -> list[Card]:
-    """These GPUs with the links that the driver tells of: NVLink, if it is between any two of them, else PCIe."""
+    """Returns GPUs with the links that the driver reports: NVLink if it is between any two of them, else PCIe."""
     import pynvml
 
     try:
@@ -103,7 +104,7 @@ def linked(cards: Sequence[Card], uuids: Sequence[str]) -> list[Card]:
 
 
 def check_alike(cards: Sequence[Card]) -> None:
-    """Raise ConfigError, which names them, if cards are of different kinds or one has far less memory than another."""
+    """Raises ConfigError, with the cards' names, if their kinds differ or one has far less memory than another."""
     memory = [card.memory for card in cards]
     if len({card.name for card in cards}) > 1 or min(memory) < ALIKE * max(memory):
         told = ", ".join(f"{number}: {card.name} with {card.memory / 1e9:.0f} GB" for number, card in enumerate(cards))
@@ -111,7 +112,7 @@ def check_alike(cards: Sequence[Card]) -> None:
 
 
 def names_of(cards: Sequence[Card]) -> str:
-    """How many there are of what, and how they are linked; `cards` are alike."""
+    """Returns the number and kind of equal cards, and their links."""
     least = min(cards, key=lambda card: card.memory)
     link = "" if len(cards) == 1 else f", linked by {'NVLink' if least.link == NVLINK else 'PCIe'}"
     return f"{len(cards)} x {least.name} of {least.memory / 1e9:.0f} GB{link}"

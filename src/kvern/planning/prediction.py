@@ -1,4 +1,4 @@
-"""What the estimates of `kvern plan` say of an engine's workloads, to be held against what is measured."""
+"""Estimates of `kvern plan` for workloads of an engine, to compare with measurements."""
 
 from collections.abc import Sequence
 
@@ -12,9 +12,9 @@ from kvern.runner.device import resolve_device
 
 
 def predicted_seconds(engine: Engine, workloads: Sequence[Measured]) -> list[float]:
-    """Of each workload on this machine, from the lengths of its requests, without drafts and cached prompts.
+    """Returns the seconds of each workload on this machine, without drafts and cached prompts.
 
-    Raises ConfigError for a GPU of which nobody told how fast it is, and KvernError for a model without a description.
+    Raises ConfigError for a GPU of unknown speed, and KvernError for a model that cannot be described.
     """
     config = engine.config
     if config.enable_dp_attention:

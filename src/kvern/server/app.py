@@ -84,13 +84,9 @@ class Server:
 
     def app(self) -> ASGIApp:
         """Returns the ASGI application. If there are keys, every route but /health and /ping needs one of them."""
-        responses, claude, files, batches, tokens = (
-            self.responses,
-            MessagesApi(self.service),
-            Files(self.store),
-            self.batches,
-            Tokens(self.service),
-        )
+        responses, batches = self.responses, self.batches
+        claude, files = MessagesApi(self.service), Files(self.store)
+        tokens = Tokens(self.service)
         routes = [
             Route("/health", self.health),
             Route("/ping", self.ping, methods=["GET", "POST"]),

@@ -26,7 +26,10 @@ from kvern.errors import InvalidRequest
 Message = Mapping[str, Any]
 Render = Callable[[Sequence[Message]], str]
 
-NAME, KEY, VALUE, RESULT = "probe_name", "probe_key", "probe_value", "probe_result"
+NAME = "probe_name"
+KEY = "probe_key"
+VALUE = "probe_value"
+RESULT = "probe_result"
 SAID = "probe_said"
 BESIDE = {"tool_calls": NAME, "content_beside_tool_calls": SAID}
 SHORT_ID = re.compile("[a-zA-Z0-9]{9}")

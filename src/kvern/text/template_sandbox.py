@@ -209,7 +209,9 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
 
         @functools.wraps(work)
         def bounded(*args: Any, **kwargs: Any) -> Any:
-            first, value, others = args[:takes_first], args[takes_first], args[takes_first + 1 :]
+            first = args[:takes_first]
+            value = args[takes_first]
+            others = args[takes_first + 1 :]
             if name == "join" and not isinstance(value, str):
                 value = list(value)
             others, kwargs = self._prepared(name, value, others, kwargs)

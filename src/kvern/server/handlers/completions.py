@@ -67,7 +67,9 @@ class Completions:
         merge_extra(body)
         model = self._service.model(body)
         engine, asked = self._service.engine_of(model), read_completion(body, url)
-        chat, prompts, params = None, asked.prompts, asked.params
+        chat = None
+        prompts = asked.prompts
+        params = asked.params
         if asked.conversation is not None:
             chat = await engine.chat(asked.conversation, params, key, self._service.namespace(asked.common, key))
             prompts, params = [chat.prompt], chat.params

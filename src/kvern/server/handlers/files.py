@@ -148,7 +148,9 @@ def check_form(content_type: str) -> None:
 
 def limited(request: Request) -> Any:
     """Returns the request's `receive` with limits on the bytes and the rate of an upload, which raise HttpError."""
-    size, began, seconds = 0, time.monotonic(), request.state.body_seconds
+    size = 0
+    began = time.monotonic()
+    seconds = request.state.body_seconds
 
     async def receive() -> ASGIMessage:
         nonlocal size

@@ -68,7 +68,9 @@ class OllamaApi:
 
     async def answer(self, request: Request) -> Response | EventStream:
         """POST to CHAT or GENERATE: lines of JSON, or one object if `stream` is false."""
-        began, url, key = time.monotonic(), path_of(request.scope), request.state.key
+        began = time.monotonic()
+        url = path_of(request.scope)
+        key = request.state.key
         body = await read_object(request)
         model, shown = self._model(body), named(body)
         asked = ollama.read_body(body, url)
