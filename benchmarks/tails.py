@@ -112,7 +112,7 @@ def simulate(
             name = f"{number}#0"
             request = core.scheduler.get(name)
             assert request is not None
-            request.arrived_at = arrived[name] = at
+            request.queue.arrived_at = arrived[name] = at
         rest = clock.now + core.spare_seconds() if core.has_work else float("inf")
         if todo and todo[0][1][0] <= rest:
             clock.now = max(clock.now, todo[0][1][0])

@@ -78,7 +78,7 @@ def test_the_nodes_of_the_tree_have_the_keys_of_their_content() -> None:
     cache = KVCacheManager(8, 4, identity=IDENTITY)
     request = asking(list(range(14)), {5: b"image"}, b"n")
     nodes = computed(cache, request)
-    contents = contents_of(request.token_ids, request.block_keys)
+    contents = contents_of(request.token_ids, dict(request.spec.prompt.block_keys))
     assert [cache.tree.key(node) for node in reversed(nodes)] == [
         *reversed(list(block_keys(root_key(IDENTITY, b"n"), contents, 4)))
     ]

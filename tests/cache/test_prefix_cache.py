@@ -63,6 +63,6 @@ def test_hits_are_counted_once_a_request() -> None:
     request = asking([1] * 12)
     assert cache.admit(request, 2) is not None
     cache.free(request, 2)
-    request.preemptions += 1
+    request.queue.preemptions += 1
     assert cache.admit(request, 3) is not None
     assert (cache.statistics.hit_tokens, cache.statistics.queried_tokens) == (8, 20)

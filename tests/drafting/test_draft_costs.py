@@ -10,12 +10,12 @@ from kvern.drafting.drafting import Drafting
 from kvern.request.request import PromptInput, Request, RequestSpec, State
 from kvern.request.sampling_params import ResolvedParams
 from kvern.request.step import ModelRunnerOutput, ScheduledTokens, SchedulerOutput
-from tests.support.simulated_drafts import Acceptance, SimulatedSteps
+from tests.support.simulated_drafts import Acceptance, SimulatedSteps, begun
 
 
 def requests(count: int, prompt: int = 3) -> list[Request]:
     spec = RequestSpec("one", PromptInput([1] * prompt), ResolvedParams(), 100)
-    return [Request(spec, generated=[4]) for _ in range(count)]
+    return [begun(spec, [4]) for _ in range(count)]
 
 
 def learnt(base: float, row: float, one_pass: float, right: int, running: int, most: int = MOST) -> DraftCosts:
@@ -76,7 +76,7 @@ def test_a_drafter_that_makes_a_few_is_asked_for_no_more() -> None:
 
 def test_a_request_is_tried_again_however_long_its_text_is() -> None:
     spec = RequestSpec("one", PromptInput([1] * 200), ResolvedParams(), 1000)
-    request = Request(spec, generated=[4] * 60)
+    request = begun(spec, [4] * 60)
     costs = learnt(10.0, 0.1, 0.1, 0, 1)
     assert counts(costs, [request]) == [1]
 
@@ -245,14 +245,14 @@ def test_drafts_behind_the_end_of_an_answer_are_of_no_use() -> None:
     drafting, noted = Drafting(None, 100, device="cpu"), list[TimedStep]()
     drafting._costs.learn = noted.append  # type: ignore[method-assign]
     spec = RequestSpec("one", PromptInput([1] * 3), ResolvedParams(), 100, stop_token_ids=frozenset({9}))
-    ends, goes_on, ended = (Request(spec, generated=[4]) for _ in range(3))
+    ends, goes_on, ended = (begun(spec, [4]) for _ in range(3))
     ended.state = State.FINISHED
     output = SchedulerOutput(1, scheduled=[ScheduledTokens(slot, 3, 6, 6) for slot in range(3)])
     drafting.began(output, [])
     drafting.ended(output, [ends, goes_on, ended], ModelRunnerOutput([[5, 9, 6, 7, 8, 9], [5, 6, 7], [5, 6]], [], []))
     assert noted[0].right == 1 + 2
     assert drafting.positions.drafts == [2] * 5 and drafting.positions.accepted == [2, 1, 0, 0, 0]
-    assert (ends.drafts_right, ends.drafts_wrong) == (1, 1)
+    assert (ends.drafts.right, ends.drafts.wrong) == (1, 1)
 
 
 def test_what_guessing_took_is_that_of_the_step_which_waited_for_it() -> None:

@@ -18,11 +18,12 @@ from kvern.models.loader import read_config
 from kvern.request.request import PromptInput, Request, RequestSpec
 from kvern.request.sampling_params import ResolvedParams
 from tests.support.internals import core_of
+from tests.support.simulated_drafts import begun
 
 
 def request(prompt: Sequence[int], answer: Sequence[int] = (), namespace: bytes = b"") -> Request:
     spec = RequestSpec("r", PromptInput(list(prompt)), ResolvedParams(), 999, namespace=namespace)
-    return Request(spec, generated=list(answer))
+    return begun(spec, answer)
 
 
 @pytest.fixture

@@ -53,7 +53,7 @@ def test_samples_go_on_when_the_first_is_aborted_before_it_was_queued() -> None:
     engine.core.finish([first.request_id])
     engine.prepared.set_result(None)
     engine.work()
-    assert first.finish_reason == "abort" and not first.output_length
+    assert first.answer.finish_reason == "abort" and not first.output_length
     assert (second.output_length, third.output_length) == (3, 3)
 
 
@@ -112,7 +112,7 @@ def test_an_answer_that_is_wanted_whole_is_told_many_tokens_at_a_time(depth: int
 def test_what_has_to_be_seen_token_by_token_is_told_so() -> None:
     for asked in ({"stop": ["a"]}, {"logprobs": 0}):
         spec = RequestSpec("0", PromptInput([0]), SamplingParams(**asked).resolved(), 9, whole=True)
-        assert not Request(spec).gathers
+        assert not Request(spec).answer.gathers
 
 
 def test_one_that_fails_keeps_its_tokens() -> None:

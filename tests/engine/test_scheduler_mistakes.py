@@ -232,9 +232,9 @@ def rows_behind_drafts_begin_where_planned(monkeypatch: pytest.MonkeyPatch) -> N
 
 def drafts_follow_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
     def at_once(request: Request, cache: KVCacheManager, others: int, spare: int) -> tuple[int, list[int]]:
-        request.drafts_in_flight, before = 0, request.drafts_in_flight
+        request.drafts.in_flight, before = 0, request.drafts.in_flight
         found = to_verify(request, cache, others, spare)
-        request.drafts_in_flight = before
+        request.drafts.in_flight = before
         return found
 
     monkeypatch.setattr(kvern.engine.scheduler, "to_verify", at_once)

@@ -27,7 +27,7 @@ def test_every_configuration_serves_a_crowd(
     for depth in (1, 2):
         setup = Setup(paged, prefix_cache, chunked, continuous, policy, depth)
         engine = random_life(setup, seed=depth)
-        assert all(request.finish_reason for request in engine.requests.values())
+        assert all(request.answer.finish_reason for request in engine.requests.values())
         preemptions += engine.core.statistics().preemptions
     if paged and not prefix_cache:
         assert preemptions, "the pool is too large for this test to see a preemption"
@@ -124,7 +124,8 @@ def test_the_worst_request_gives_way() -> None:
         (prefilling,) = engine.add([1] * 18, 1, priority=second)
         while not engine.scheduler.preemption_count:
             engine.step()
-        assert [decoding.preemptions, prefilling.preemptions] == ([0, 1] if first < second else [1, 0])
+        preempted = [decoding.queue.preemptions, prefilling.queue.preemptions]
+        assert preempted == ([0, 1] if first < second else [1, 0])
         engine.run()
 
 

@@ -111,7 +111,7 @@ def test_what_the_policy_puts_first_stays() -> None:
     (request,) = engine.add([1, 2], 1, owner="small")
     for _ in range(20):
         engine.step()
-    assert not request.output_length and not any(item.preemptions for item in urgent)
+    assert not request.output_length and not any(item.queue.preemptions for item in urgent)
     engine.run()
 
 
@@ -156,5 +156,5 @@ def test_a_search_with_fewer_rows_than_beams_gets_on() -> None:
         engine.step()
         if engine.scheduler.get(search.request_id) is None:
             break
-    assert stream.output_length < 50 and not stream.preemptions, "the search waited for the stream"
+    assert stream.output_length < 50 and not stream.queue.preemptions, "the search waited for the stream"
     engine.run()

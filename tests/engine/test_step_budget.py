@@ -171,7 +171,7 @@ def step(*items: ScheduledTokens) -> SchedulerOutput:
 
 def waiting(arrived: float, begun: float = 0.0) -> Request:
     request = Request(RequestSpec("0", PromptInput([0]), SamplingParams().resolved(), 1))
-    request.arrived_at, request.begun_at = arrived, begun
+    request.queue.arrived_at, request.queue.begun_at = arrived, begun
     return request
 
 

@@ -72,8 +72,8 @@ class SortedList(WaitingQueue):
     def age(self, step: int) -> None:
         self.passed.clear()
         for request in self.requests:
-            waited = step - request.waiting_since
-            request.aged = request.aged or (self.policy.ages and waited >= self.aging_steps)
+            waited = step - request.queue.waiting_since
+            request.queue.aged = request.queue.aged or (self.policy.ages and waited >= self.aging_steps)
 
     def refresh(self) -> None:
         orders = {request: self.policy.order(request, self.cache) for request in self.requests}
@@ -173,8 +173,8 @@ def test_a_crowd_ages_a_few_at_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     scheduler = counted.engine.scheduler
     scheduler.step += 10_000
     assert counted.look(steps=10) == (0, 10)
-    assert sum(request.aged for request in scheduler.waiting) == 10 * AGED
-    assert [request.aged for request in scheduler.waiting] == [True] * 10 * AGED + [False] * (CROWD - 10 * AGED)
+    assert sum(request.queue.aged for request in scheduler.waiting) == 10 * AGED
+    assert [request.queue.aged for request in scheduler.waiting] == [True] * 10 * AGED + [False] * (CROWD - 10 * AGED)
     scheduler.check_integrity()
 
 
@@ -195,7 +195,8 @@ def test_what_becomes_cached_moves_a_request_forward() -> None:
     requests = []
     for index in range(queue_length):
         spec = RequestSpec(str(index), PromptInput([index] * 9), ResolvedParams(), 4)
-        requests.append(Request(spec, arrival=index))
+        requests.append(Request(spec))
+        requests[-1].queue.arrival = index
     for request in requests:
         queue.add(request)
     assert queue.best() is requests[0]

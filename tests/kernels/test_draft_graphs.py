@@ -46,7 +46,7 @@ def test_a_model_that_drafts_for_itself_is_right(
     runner = core.executor._worker.runner
     assert isinstance(runner, DeviceRunner)
     rows, texts = runner._rows, [prompt + answer for prompt, answer in zip(PROMPTS, found, strict=True)]
-    slots = [request.slot for request in sorted(core.scheduler.running, key=lambda request: request.arrival)]
+    slots = [request.slot for request in sorted(core.scheduler.running, key=lambda request: request.queue.arrival)]
     for slot, text in zip(slots, texts, strict=True):
         rows.tokens[slot, : len(text)] = torch.tensor(text, dtype=torch.int32)
     graphs = DraftGraphs(ModelSteps(runner.model), rows, GraphMemory(device) if captured else RepeatedSteps())

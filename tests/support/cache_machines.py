@@ -186,7 +186,7 @@ class CacheMachine(RuleBasedStateMachine):
             return
         self.move()
         assert self.cache.available_count >= reserve
-        assert request.num_computed_tokens == request.cached_tokens == expected < len(request.token_ids)
+        assert request.num_computed_tokens == request.answer.cached_tokens == expected < len(request.token_ids)
         assert len(request.block_ids) == self.cache.blocks_for(len(request.token_ids))
         for head in copies:
             self.memory[head.target][: head.tokens] = self.memory[head.source][: head.tokens]

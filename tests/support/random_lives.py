@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from kvern.engine.policy import POLICIES
-from kvern.request.request import FinishReason
+from kvern.request.progress import FinishReason
 from tests.support.simulated_device import STOP_TOKEN, Setup
 from tests.support.simulated_engine import SimulatedEngine
 

@@ -14,6 +14,13 @@ Acceptance = Callable[[int, int], float]
 """How probable it is that a draft is right: of a request, by its number, at a token."""
 
 
+def begun(spec: RequestSpec, answer: Sequence[int]) -> Request:
+    """A request with so much of its answer."""
+    request = Request(spec)
+    request.token_ids += answer
+    return request
+
+
 class InFlight(NamedTuple):
     """A step of these requests that was submitted: what guessing takes in it, and when it ends, in seconds."""
 
@@ -70,7 +77,7 @@ class SimulatedSteps:
     def _new(self) -> Request:
         self._number += 1
         spec = RequestSpec(str(self._number), PromptInput([1] * self._prompt), ResolvedParams(), self._length)
-        return Request(spec, generated=[4])
+        return begun(spec, [4])
 
     def propose(self, requests: Sequence[Request], most: Sequence[int]) -> list[list[int]]:
         """As a `Proposer`."""
@@ -90,7 +97,7 @@ class SimulatedSteps:
         output = SchedulerOutput(1)
         for slot, request in enumerate(requests):
             room = max(0, self._length - request.output_length - request.in_flight - 1)
-            drafts = 0 if request.drafts_in_flight else len(request.draft_token_ids[request.in_flight :])
+            drafts = 0 if request.drafts.in_flight else len(request.drafts.token_ids[request.in_flight :])
             count = min(room, self._guesses.get(request, 0) if self._pass is not None else drafts)
             guesses = 0 if wanted is None else min(room, wanted(request))
             self._guesses[request] = guesses
@@ -103,10 +110,10 @@ class SimulatedSteps:
         for request, item in zip(requests, output.scheduled, strict=True):
             if item.guesses:
                 known = len(request.token_ids) + request.in_flight
-                passes += max(0, known - request.drafted_tokens - 1 - item.count) * 0.02 * (self._pass or 0.0)
-                request.drafted_tokens = known + 1
+                passes += max(0, known - request.drafts.read_tokens - 1 - item.count) * 0.02 * (self._pass or 0.0)
+                request.drafts.read_tokens = known + 1
             request.in_flight += item.count
-            request.drafts_in_flight += item.count - 1
+            request.drafts.in_flight += item.count - 1
         passes += self._stalls.popleft() if most and self._stalls else 0.0
         if self._is_gpu:  # it guesses behind a step, in the time of the next
             passes, self._behind = self._behind, passes
@@ -134,6 +141,6 @@ class SimulatedSteps:
         for request, item, tokens in zip(requests, output.scheduled, kept, strict=True):
             request.token_ids += tokens
             request.in_flight -= item.count
-            request.drafts_in_flight -= item.count - 1
+            request.drafts.in_flight -= item.count - 1
         self.drafting.propose(requests, len(requests))
         self.requests = [self._new() if item.output_length >= self._length else item for item in self.requests]

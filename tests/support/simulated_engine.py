@@ -15,7 +15,8 @@ from kvern.engine.policy import POLICIES
 from kvern.engine.scheduler import Scheduler
 from kvern.engine.step_costs import StepCosts
 from kvern.request.events import TokenEvent
-from kvern.request.request import FinishReason, PromptInput, Request, RequestSpec, State
+from kvern.request.progress import FinishReason
+from kvern.request.request import PromptInput, Request, RequestSpec, State
 from kvern.request.sampling_params import SamplingParams
 from kvern.request.step import (
     ModelRunnerOutput,
@@ -165,12 +166,12 @@ class SimulatedEngine:
         step_before = self.scheduler.step
         events = self.core.step()
         for request in self.scheduler.waiting:
-            if request.preemptions != self._preemptions.get(request, 0):
-                self._preemptions[request] = request.preemptions
+            if request.queue.preemptions != self._preemptions.get(request, 0):
+                self._preemptions[request] = request.queue.preemptions
                 waited = self.scheduler.step - self._waiting_since.get(request, self.scheduler.step)
                 if request in self._waiting_before and waited >= self.setup.aging_steps:
                     self._aged.add(request)  # admitted, in a step that was undone at once
-                self._waiting_since[request] = request.waiting_since
+                self._waiting_since[request] = request.queue.waiting_since
         if self.scheduler.step > step_before:
             self._check_waiting()
         for event in events:
@@ -231,8 +232,8 @@ class SimulatedEngine:
         assert len(self.scheduler.running) <= self.setup.limits.max_batch_requests
         for request in (*self.scheduler.waiting, *self.scheduler.running):
             assert request.output_length + request.in_flight <= request.max_tokens
-            assert 0 <= request.drafts_in_flight <= request.in_flight
-            assert 0 <= request.in_flight - request.drafts_in_flight <= self.setup.depth
+            assert 0 <= request.drafts.in_flight <= request.in_flight
+            assert 0 <= request.in_flight - request.drafts.in_flight <= self.setup.depth
 
     def check_written(self) -> None:
         """What the tree calls written is in the device's memory."""
@@ -281,7 +282,7 @@ class SimulatedEngine:
         """The tokens are those the request gets alone, however it was scheduled."""
         expected, reason = self.expected_answer(request)
         known = request.token_ids[request.prompt_length :]
-        untold = request.gathers and request in self._ended_outside
+        untold = request.answer.gathers and request in self._ended_outside
         assert heard.tokens == (known[: len(heard.tokens)] if untold else known)
         assert heard.cached_tokens < request.prompt_length or not heard.cached_tokens
         fault = self.device.faults.get(request.unit)
@@ -325,7 +326,7 @@ class SimulatedEngine:
         tokens: list[int] = []
         while len(tokens) < request.max_tokens:
             tokens.append(sampled_token(request.seed, key))
-            if tokens[-1] in request.stop_token_ids:
+            if tokens[-1] in request.spec.stop_token_ids:
                 return tokens, "stop"
             key = extend_key(key, tokens[-1])
         return tokens, "length"
@@ -334,7 +335,7 @@ class SimulatedEngine:
         heard = self.heard[event.request_id]
         assert heard.finish_reason is None, "news of a request that has ended"
         heard.tokens += event.token_ids
-        if self.requests[event.request_id.split("#")[0] + "#0"].beams is None:
+        if self.requests[event.request_id.split("#")[0] + "#0"].search is None:
             self.accepted_drafts += max(0, len(event.token_ids) - 1)
         for entry in event.prompt_logprobs or ():
             heard.prompt_positions += entry
@@ -348,7 +349,7 @@ class SimulatedEngine:
         """Could run now, if it were its turn."""
         return (
             not request.in_flight
-            and not request.held
+            and not request.is_held
             and request.state is not State.LOADING
             and (request.leader is None or request.leader.prompt_scheduled)
         )
@@ -364,14 +365,14 @@ class SimulatedEngine:
         admitted = [
             request
             for request in self.scheduler.running
-            if request in before and (before[request] or request.beams is None)
+            if request in before and (before[request] or request.search is None)
         ]
         for request in self.scheduler.waiting:
-            if request.beams is not None and request.output_length:  # a beam may lose its place and get another's
-                self._waiting_since[request] = request.waiting_since
+            if request.search is not None and request.output_length:  # a beam may lose its place and get another's
+                self._waiting_since[request] = request.queue.waiting_since
         old = {item for item, since in self._waiting_since.items() if step - since >= self.setup.aging_steps}
         self._aged |= old & {*self.scheduler.waiting, *admitted}
-        self._aged |= {request for request in admitted if request.beams is not None and request.aged}
+        self._aged |= {request for request in admitted if request.search is not None and request.queue.aged}
         fcfs = self.setup.policy == "fcfs"
         passed_over = [
             request
@@ -380,7 +381,7 @@ class SimulatedEngine:
             and self._waiting_before.get(request)
             and self.scheduler._cause(request) is None
             and request not in self._loading
-            and request.waiting_since != step  # a beam that ran and lost its place
+            and request.queue.waiting_since != step  # a beam that ran and lost its place
         ]
         for newcomer in admitted:
             for request in passed_over:
@@ -389,5 +390,5 @@ class SimulatedEngine:
                 assert fcfs or newcomer in self._aged, "a request that has aged was overtaken by one that has not"
                 if newcomer.owner != request.owner:  # in these, who has less goes first
                     continue
-                order = [(item.turn, item.arrival) for item in (newcomer, request)]
+                order = [(item.spec.turn, item.queue.arrival) for item in (newcomer, request)]
                 assert order == sorted(order), "equal requests of an owner go by turn, then by arrival"

@@ -8,7 +8,7 @@ from tests.support.simulated_device import extend_key, first_key, simulated_logp
 
 def searched_answers(request: Request) -> list[tuple[list[int], str]]:
     """Tokens and ending of what a beam search finds, best first: all continuations of all beams, one step at a time."""
-    params, stop, length = request.params, request.stop_token_ids, 0
+    params, stop, length = request.params, request.spec.stop_token_ids, 0
     width, penalty = params.beam_width or 0, params.length_penalty
     beams: list[tuple[float, list[int]]] = [(0.0, [])]
     ended: list[tuple[float, list[int], str]] = []

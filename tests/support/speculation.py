@@ -29,7 +29,7 @@ class Oracle:
         return [self._guess(request) for request in requests]
 
     def _guess(self, request: Request) -> list[int]:
-        known = self._answers[request.arrival - self._first][request.output_length :]
+        known = self._answers[request.queue.arrival - self._first][request.output_length :]
         drafts = [
             token if self._dice.random() < self._accuracy else self._dice.randrange(3, 90)
             for token in (*known, *self._dice.choices(range(3, 90), k=self._most))

@@ -148,8 +148,8 @@ class KVCacheManager:
         request.num_computed_tokens = self._tokens_of(prefix)
         for extension, blocks in zip(self.extensions, taken[1:], strict=True):
             extension.take(request, blocks)
-        if request.preemptions == 0:
-            request.cached_tokens = request.num_computed_tokens
+        if request.queue.preemptions == 0:
+            request.answer.cached_tokens = request.num_computed_tokens
             self.statistics.queried_tokens += request.prompt_length
             self.statistics.hit_tokens += request.num_computed_tokens
         return self._blocks.copies(sources, taken, prefix.shared) if prefix.shared else []
@@ -337,4 +337,4 @@ def _private(group: str) -> bytes:
 
 def _contents(request: Request) -> list[int]:
     """What each of the request's positions holds; see `contents_of`."""
-    return contents_of(request.token_ids, request.block_keys)
+    return contents_of(request.token_ids, dict(request.spec.prompt.block_keys))

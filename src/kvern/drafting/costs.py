@@ -311,7 +311,7 @@ class DraftCosts:
 
         def count_of(request: Request) -> int:
             nonlocal explored
-            behind = len(request.token_ids) - request.drafted_tokens if self._catches_up else 0
+            behind = len(request.token_ids) - request.drafts.read_tokens if self._catches_up else 0
             catching_up = behind * min(self._caught_up, CAUGHT_UP * one_pass) if behind > SHORT else 0.0
             if catching_up > balance:
                 return 0
@@ -352,7 +352,7 @@ class DraftCosts:
     def _best(self, request: Request, costs: Sequence[float]) -> tuple[int, float]:
         """As many drafts as give the most tokens in the time, and how many times as many as none do."""
         all_right = self._right / (self._right + self._wrong)
-        right, wrong = request.drafts_right + 2 * all_right, request.drafts_wrong + 2 * (1 - all_right)
+        right, wrong = request.drafts.right + 2 * all_right, request.drafts.wrong + 2 * (1 - all_right)
         acceptance = right / (right + wrong)
         best, most, tokens, chance = 0, LEAST_GAIN, 1.0, 1.0
         for count in range(1, len(costs)):

@@ -161,8 +161,8 @@ class Drafting:
                 is_wrong = accepted < item.sampled - 1
                 right += accepted
                 self.positions.add(item.sampled - 1, accepted)
-                request.drafts_right = KEPT_OF_REQUEST * request.drafts_right + accepted
-                request.drafts_wrong = KEPT_OF_REQUEST * request.drafts_wrong + is_wrong
+                request.drafts.right = KEPT_OF_REQUEST * request.drafts.right + accepted
+                request.drafts.wrong = KEPT_OF_REQUEST * request.drafts.wrong + is_wrong
                 self._costs.verified(accepted, is_wrong)
         self._costs.learn(TimedStep(output.scheduled, seconds, right, drafting_seconds, guessed, waited))
         self._learning = self._clock() - now
@@ -182,7 +182,7 @@ class Drafting:
             self._asked = asked if any(asked.counts) else None
         if self._quiet % QUIET:
             for request in asked.going:
-                request.draft_token_ids = []
+                request.drafts.token_ids = []
         elif asked.going:
             self._guess(asked)
             took = self._clock() - begun
@@ -227,7 +227,7 @@ class Drafting:
         if asked.has_predictions:
             going, most = self._unpredicted(going, most)
         for request, drafts in zip(going, self._guesses(going, most), strict=True):
-            request.draft_token_ids = drafts
+            request.drafts.token_ids = drafts
 
     def _unpredicted(self, going: Sequence[Request], most: Sequence[int]) -> tuple[list[Request], list[int]]:
         """Guess by predictions, and leave those requests that have none, or say something else."""
@@ -235,7 +235,7 @@ class Drafting:
         predicted = [request for request in going if request.spec.predicted]
         found = self._predictions.propose(predicted, [wanted[request] for request in predicted])
         for request, drafts in zip(predicted, found, strict=True):
-            request.draft_token_ids = drafts
+            request.drafts.token_ids = drafts
             if drafts:
                 self._predicted.add(request)
                 del wanted[request]

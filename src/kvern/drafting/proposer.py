@@ -1,6 +1,6 @@
 """Guesses at how answers go on: one step verifies several, and gives as many tokens as they are right, and one more.
 
-    result of a step --propose--> Request.draft_token_ids --schedule--> a decode of 1 + k tokens --verify--> result
+    result of a step --propose--> DraftProgress.token_ids --schedule--> a decode of 1 + k tokens --verify--> result
 
 Tokens are sampled from the model alone, whatever was guessed, and random numbers depend on seed and position: with any
 proposer an answer has the tokens that it has without one.

@@ -21,10 +21,10 @@ def to_guess(request: Request, cache: KVCacheManager, others: int, wanted: int, 
     Those that are `wanted`, as far as the step behind it has room. Of a part of a prompt: 1 if some are.
     """
     room = _room(request, cache, others, count, sampled) if wanted and sampled else 0
-    request.guesses = max(0, min(wanted, room))
-    guesses = request.guesses if sampled else min(wanted, 1)
+    request.drafts.guesses = max(0, min(wanted, room))
+    guesses = request.drafts.guesses if sampled else min(wanted, 1)
     if guesses:
-        request.drafted_tokens = request.num_computed_tokens + count
+        request.drafts.read_tokens = request.num_computed_tokens + count
     return guesses
 
 
@@ -35,12 +35,12 @@ def to_verify(request: Request, cache: KVCacheManager, others: int, spare: int) 
     """
     if request.state is not State.RUNNING:
         return 0, []
-    drafts = request.draft_token_ids
-    if drafts and not request.drafts_in_flight:
+    drafts = request.drafts.token_ids
+    if drafts and not request.drafts.in_flight:
         room = min(spare, _room(request, cache, others))
         known = drafts[request.in_flight :][: max(0, room)]  # the first are guesses at tokens sampled meanwhile
         return len(known), known
-    return max(0, min(request.guesses, spare)), []
+    return max(0, min(request.drafts.guesses, spare)), []
 
 
 def _room(request: Request, cache: KVCacheManager, others: int, count: int = 0, sampled: int = 0) -> int:

@@ -18,7 +18,8 @@ from typing import NamedTuple
 
 from kvern.engine.stop_strings import ScopedSearch, StopSearch, StopStrings, search_of
 from kvern.request.events import TokenEvent
-from kvern.request.request import FinishReason, Request
+from kvern.request.progress import FinishReason
+from kvern.request.request import Request
 from kvern.request.step import BeamCandidates, TokenLogprobs
 from kvern.text.detokenizer import IncrementalDetokenizer
 from kvern.text.tokenizer import Tokenizer
@@ -106,13 +107,14 @@ class BeamSearch:
         self.answer_ids = request.answer_ids
         text = None if tokenizer is None or not params.stop_strings else _first_text(request, tokenizer())
         self.beams = [Beam(request, text)]
+        self.held: set[Request] = set()
         self.hypotheses: list[Hypothesis] = []
         self.done = False
         self.failure: str | None = None
         """Why a beam could not be followed."""
         self._params = params
         self._max_tokens = request.max_tokens
-        self._stop_token_ids = request.stop_token_ids
+        self._stop_token_ids = request.spec.stop_token_ids
 
     @property
     def requests(self) -> list[Request]:
@@ -209,10 +211,10 @@ def answers(search: BeamSearch, request: Request) -> list[TokenEvent]:
             answer_id,
             found.token_ids,
             found.entries or None,
-            cached_tokens=request.cached_tokens,
+            cached_tokens=request.answer.cached_tokens,
             finish_reason=found.reason,
             stop_reason=found.stop_reason,
-            queue_seconds=request.begun_at - request.arrived_at,
+            queue_seconds=request.queue.begun_at - request.queue.arrived_at,
             cumulative_logprob=found.total,
         )
         for answer_id, found in zip(search.answer_ids, search.hypotheses, strict=False)

@@ -6,8 +6,10 @@ a beam has reported outlives its blocks, so beams that find no room at the same 
 
 import copy
 from collections.abc import Sequence
+from dataclasses import replace
 
 from kvern.engine.scheduler import Scheduler
+from kvern.request.progress import DraftProgress
 from kvern.request.request import Request, State
 from kvern.request.step import Fork
 
@@ -51,7 +53,8 @@ class Branching:
         """Let `child`, which neither runs nor waits, go on behind `parent`."""
         scheduler = self._scheduler
         child.token_ids = [*parent.token_ids, token_id]
-        child.held = False
+        if child.search is not None:
+            child.search.held.discard(child)
         fits = parent.state is State.RUNNING and scheduler.running.free_rows
         copies = scheduler.cache.fork(parent, child) if fits else None
         if copies is None:
@@ -69,12 +72,15 @@ class Branching:
         sibling.params = parent.params.replace(prompt_logprobs=None)
         sibling.block_ids, sibling.nodes, sibling.num_computed_tokens = [], [], 0
         sibling.slot = -1
+        sibling.drafts = DraftProgress()
+        sibling.answer, sibling.queue = replace(parent.answer), replace(parent.queue)
         self._scheduler.register(sibling)
         return sibling
 
     def _retire(self, request: Request, heir: Request) -> None:
         """End a beam that was removed. The search keeps the name by which it is known outside."""
-        assert request.beams is not None
-        if request.request_id == request.beams.name:
+        assert request.search is not None
+        if request.request_id == request.search.name:
             self._scheduler.exchange_ids(request, heir)
+        request.search.held.discard(request)
         self._scheduler.forget(request)

@@ -27,7 +27,8 @@ from kvern.engine.step_watch import StepWatch
 from kvern.engine.trial import Trial, computed, reached
 from kvern.errors import in_a_line
 from kvern.request.events import EngineStatistics, TokenEvent
-from kvern.request.request import FinishReason, Progress, Request, RequestSpec, State, cache_namespace, requests_of
+from kvern.request.progress import FinishReason
+from kvern.request.request import Progress, Request, RequestSpec, State, cache_namespace, requests_of
 from kvern.request.step import OUT_OF_TOKENS, ModelRunnerOutput, SchedulerOutput, StepLost, TokenLogprobs
 
 if TYPE_CHECKING:
@@ -118,11 +119,11 @@ class EngineCore:
     def _add(self, request: Request) -> None:
         self._counted.requests += 1
         self._counted.prompt_tokens += request.prompt_length
-        request.arrived_at = time.monotonic()
+        request.queue.arrived_at = time.monotonic()
         if request.adapter in self._digests:
             request.cache_namespace = cache_namespace(request.spec, self._digests[request.adapter])
         if request.params.beam_width is not None:
-            request.beams = BeamSearch(request, self._tokenizer)
+            request.search = BeamSearch(request, self._tokenizer)
         preparing = None
         if self._prepares and request.spec.grammar is not None:
             preparing = self.executor.prepare(request.spec.grammar)
@@ -171,7 +172,9 @@ class EngineCore:
         for request_id in request_ids:
             if request_id in self._held:
                 held, _ = self._held.pop(request_id)
-                held.state, held.finish_reason, held.stop_reason = State.FINISHED, reason, stop_reason
+                held.state = State.FINISHED
+                held.answer.finish_reason = reason
+                held.answer.stop_reason = stop_reason
             request = self.scheduler.get(request_id)
             if request is not None:
                 self.scheduler.finish(request, reason, stop_reason)
@@ -245,7 +248,7 @@ class EngineCore:
         if output.joined:
             now = time.monotonic()
             for request in requests:
-                request.begun_at = request.begun_at or now
+                request.queue.begun_at = request.queue.begun_at or now
         if self._watch is not None:
             reach = max((item.start + item.count for item in output.scheduled), default=0)
             self._watch.began(output.request_ids, output.token_count, reach)
@@ -283,7 +286,7 @@ class EngineCore:
         for request in requests:
             if request.state is not State.FINISHED:  # like the other beams of a search that has just ended
                 self.scheduler.finish(request, "abort", reason)
-                ids = request.answer_ids if request.beams is None else request.beams.answer_ids
+                ids = request.answer_ids if request.search is None else request.search.answer_ids
                 rest = request.untold([]) or []
                 events += [TokenEvent(name, rest, finish_reason="abort", stop_reason=reason) for name in ids]
         self._forget_unused()
@@ -311,9 +314,9 @@ class EngineCore:
             if request.state is State.FINISHED:
                 continue  # aborted, or it stopped one step ago
             request_id, item, token_ids = request.request_id, output.scheduled[index], result.token_ids[index]
-            request.guessed_token_ids = result.guessed.get(item.slot, [])
+            request.drafts.guessed_token_ids = result.guessed.get(item.slot, [])
             prompt_logprobs = _not_yet_reported(request, item.start, result.prompt_logprobs[index])
-            if not token_ids or request.beams is not None:
+            if not token_ids or request.search is not None:
                 if prompt_logprobs is not None:
                     events.append(TokenEvent(request_id, prompt_logprobs=prompt_logprobs))
                 if token_ids:
@@ -338,7 +341,7 @@ class EngineCore:
                 ended: FinishReason = "length" if reason == OUT_OF_TOKENS else "abort"
                 certain = reason == OUT_OF_TOKENS or item.sampled == 1  # or states may have seen drafts behind it
                 self.scheduler.finish(request, ended, reason or None, keep_cached=certain)
-            elif token_ids[-1] in request.stop_token_ids and request.output_length > request.params.min_tokens:
+            elif token_ids[-1] in request.spec.stop_token_ids and request.output_length > request.params.min_tokens:
                 self.scheduler.finish(request, "stop", token_ids[-1])
             elif full:
                 self.scheduler.finish(request, "length")
@@ -351,10 +354,10 @@ class EngineCore:
                     told or [],
                     logprobs,
                     prompt_logprobs,
-                    request.cached_tokens,
-                    request.finish_reason,
-                    request.stop_reason,
-                    request.begun_at - request.arrived_at if request.output_length == len(token_ids) else 0.0,
+                    request.answer.cached_tokens,
+                    request.answer.finish_reason,
+                    request.answer.stop_reason,
+                    _queue_seconds(request) if request.output_length == len(token_ids) else 0.0,
                     result.embeddings.get(slot) if request.spec.embed else None,
                     predicted_tokens=predicted,
                 )
@@ -364,11 +367,12 @@ class EngineCore:
 
     def _report(self, request: Request, slot: int, result: ModelRunnerOutput) -> list[TokenEvent]:
         """What may follow a beam has come; the answers, if that ends its search."""
-        assert request.beams is not None
+        search = request.search
+        assert isinstance(search, BeamSearch)
         self._counted.generation_tokens += 1
         self.scheduler.hold(request)
-        if request.beams.report(request, result.candidates.get(slot), result.broken.get(slot)):
-            return self._continue(request.beams)
+        if search.report(request, result.candidates.get(slot), result.broken.get(slot)):
+            return self._continue(search)
         return []
 
     def _continue(self, search: BeamSearch) -> list[TokenEvent]:
@@ -383,6 +387,11 @@ class EngineCore:
         return answers(search, request)
 
 
+def _queue_seconds(request: Request) -> float:
+    """Seconds from the request's arrival to its first step."""
+    return request.queue.begun_at - request.queue.arrived_at
+
+
 def _not_yet_reported(request: Request, start: int, logprobs: list[TokenLogprobs] | None) -> list[TokenLogprobs] | None:
     """Those of the prompt's log-probabilities that were not computed before a preemption.
 
@@ -391,6 +400,6 @@ def _not_yet_reported(request: Request, start: int, logprobs: list[TokenLogprobs
     if logprobs is None:
         return None
     first = max(start + 1, request.params.prompt_logprobs_from)
-    new = logprobs[request.params.prompt_logprobs_from + request.reported_prompt_logprobs - first :]
-    request.reported_prompt_logprobs += len(new)
+    new = logprobs[request.params.prompt_logprobs_from + request.answer.reported_prompt_logprobs - first :]
+    request.answer.reported_prompt_logprobs += len(new)
     return new or None

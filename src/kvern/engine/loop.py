@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Protocol
 
 from kvern.errors import in_a_line
 from kvern.request.events import EngineStatistics, TokenEvent
-from kvern.request.request import FinishReason, Progress, RequestSpec
+from kvern.request.progress import FinishReason
+from kvern.request.request import Progress, RequestSpec
 
 if TYPE_CHECKING:
     from kvern.adapters.peft import Adapter

@@ -63,8 +63,8 @@ class Pace:
             return None
         self._asked = self._clock()
         seconds = self._step_target
-        if self._yields and head is not None and not head.begun_at:
-            seconds = max(seconds, SHARE_OF_WAIT * (self._asked - head.arrived_at))
+        if self._yields and head is not None and not head.queue.begun_at:
+            seconds = max(seconds, SHARE_OF_WAIT * (self._asked - head.queue.arrived_at))
         return StepTime(self.costs, seconds)
 
     def began(self, output: SchedulerOutput) -> None:

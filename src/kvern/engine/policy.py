@@ -26,8 +26,8 @@ class Policy:
 
     def order(self, request: Request, cache: KVCacheManager) -> Order:
         """Aged requests first, then by the key, then by turn, then by arrival."""
-        key = 0 if request.aged else self.key(request, cache)
-        return not request.aged, key, request.turn, request.arrival
+        key = 0 if request.queue.aged else self.key(request, cache)
+        return not request.queue.aged, key, request.spec.turn, request.queue.arrival
 
 
 def first_come(request: Request, cache: KVCacheManager) -> float:
@@ -37,7 +37,7 @@ def first_come(request: Request, cache: KVCacheManager) -> float:
 
 def lowest_priority_number(request: Request, cache: KVCacheManager) -> float:
     """By the `priority` that came with the request; 0 is ordinary, negative is urgent."""
-    return request.priority
+    return request.spec.priority
 
 
 def shortest_job(request: Request, cache: KVCacheManager) -> float:
@@ -47,7 +47,7 @@ def shortest_job(request: Request, cache: KVCacheManager) -> float:
 
 def longest_cached_prefix(request: Request, cache: KVCacheManager) -> float:
     """By the cached tokens that the request would reuse now, most first; running requests by what they did reuse."""
-    return -(request.cached_tokens if request.state is State.RUNNING else cache.cached_tokens(request))
+    return -(request.answer.cached_tokens if request.state is State.RUNNING else cache.cached_tokens(request))
 
 
 POLICIES = {

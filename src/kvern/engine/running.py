@@ -118,6 +118,6 @@ class RunningRequests:
 
 def future_siblings(request: Request) -> int:
     """Rows that a search will take when its prompt is computed."""
-    if request.beams is None or request.output_length:
+    if request.search is None or request.output_length:
         return 0
-    return request.beams.width - 1
+    return request.search.width - 1

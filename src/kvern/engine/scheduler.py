@@ -32,7 +32,8 @@ from kvern.engine.stages import decodes, in_turn
 from kvern.engine.step_budget import StepBudget, StepTime
 from kvern.engine.step_costs import load_of
 from kvern.engine.waiting import Cause, WaitingQueue
-from kvern.request.request import FinishReason, Request, State
+from kvern.request.progress import FinishReason
+from kvern.request.request import Request, State
 from kvern.request.step import NewRequest, ScheduledTokens, SchedulerOutput
 
 
@@ -87,9 +88,9 @@ class Scheduler:
         """Queue a new request."""
         if request.request_id in self.by_id:
             raise ValueError(f"request id {request.request_id!r} is in use")
-        request.arrival = self._arrivals
+        request.queue.arrival = self._arrivals
         self._arrivals += 1
-        request.waiting_since = self.step
+        request.queue.waiting_since = self.step
         self.register(request)
         self.waiting.add(request)
 
@@ -99,16 +100,17 @@ class Scheduler:
         """End a request, waiting or running, with all beams of its search; their blocks are free at once."""
         if request.state is State.FINISHED:
             return
-        for member in [request] if request.beams is None else request.beams.requests:
+        for member in [request] if request.search is None else request.search.requests:
             self.remove(member, keep_cached)
-            member.finish_reason, member.stop_reason = reason, stop_reason
+            member.answer.finish_reason = reason
+            member.answer.stop_reason = stop_reason
             self.forget(member)
 
     def update(self, request: Request, token_ids: list[int], sampled: int, unused: int = 0) -> bool:
         """Append those kept of `sampled` tokens, but for `unused` ones behind a stop; whether the length is reached."""
         request.token_ids.extend(token_ids)
         request.in_flight -= sampled
-        request.drafts_in_flight -= max(0, sampled - 1)
+        request.drafts.in_flight -= max(0, sampled - 1)
         if request.state is State.RUNNING:
             if sampled > 1:
                 request.num_computed_tokens -= sampled - len(token_ids) - unused
@@ -119,14 +121,16 @@ class Scheduler:
 
     def hold(self, request: Request) -> None:
         """What may follow a beam has arrived."""
+        assert request.search is not None
         request.in_flight -= 1
-        request.held = True
+        request.search.held.add(request)
         self._settle(request)
 
     def go_on(self, request: Request, token_id: int) -> None:
         """Let a held beam compute the token that was chosen to follow it."""
+        assert request.search is not None
         request.token_ids.append(token_id)
-        request.held = False
+        request.search.held.discard(request)
         self.running.branched(request)
         self.waiting.wake(request)
 
@@ -167,7 +171,7 @@ class Scheduler:
         for request in list(self.running):
             self._preempt(request)
         for request in self._awaited:
-            request.in_flight = request.drafts_in_flight = 0
+            request.in_flight = request.drafts.in_flight = 0
             self.waiting.wake(request)
         self._awaited.clear()
         self.cache.undo(step, list(self.waiting))
@@ -194,7 +198,7 @@ class Scheduler:
             if remaining > 1:
                 behind.append(request)
             elif remaining == 1 <= tokens:
-                drafted = request.draft_token_ids or request.guesses
+                drafted = request.drafts.token_ids or request.drafts.guesses
                 verified = self._verify(request, tokens - len(self.running), output) if drafted else 0
                 tokens -= verified or self._advance(request, 1, 1, output)
         budget = StepBudget(tokens, self.limits.chunked_prefill)
@@ -283,7 +287,7 @@ class Scheduler:
             output.copies += copies
             output.joined.append(_joined(request, adapter_index))
             start, remaining = request.num_computed_tokens, request.remaining_tokens
-            request.drafted_tokens = start
+            request.drafts.read_tokens = start
             count = budget.chunk(start, remaining, self.cache.until(request))
             self._take(request, count, int(count == remaining), output)
             budget.take(start, count)
@@ -291,15 +295,15 @@ class Scheduler:
 
     def _cause(self, request: Request) -> Cause | None:
         """Why a waiting request cannot run: some of its input is still on its way, or it may not."""
-        if request.in_flight or request.held or request.state is State.LOADING:
+        if request.in_flight or request.is_held or request.state is State.LOADING:
             return request
         if request.leader is not None and not request.leader.prompt_scheduled:
             return request.leader
         return None if self._allowed is None or request.unit in self._allowed else request.unit
 
     def _take(self, request: Request, count: int, sampled: int, output: SchedulerOutput) -> None:
-        start, uncertain, guesses = request.num_computed_tokens, request.drafts_in_flight > 0, 0
-        if self._wanted is not None or request.guesses:
+        start, uncertain, guesses = request.num_computed_tokens, request.drafts.in_flight > 0, 0
+        if self._wanted is not None or request.drafts.guesses:
             wanted = 0 if self._wanted is None else self._wanted(request)
             guesses = to_guess(request, self.cache, len(self.running), wanted, count, sampled)
             if sampled and guesses:  # who guesses keeps keys, too
@@ -308,7 +312,7 @@ class Scheduler:
         output.request_ids.append(request.request_id)
         request.num_computed_tokens = start + count
         request.in_flight += sampled
-        request.drafts_in_flight += max(sampled - 1, 0)
+        request.drafts.in_flight += max(sampled - 1, 0)
         self.cache.publish(request, self.step)
         if start < request.prompt_length and request.prompt_scheduled:
             self.waiting.wake(request)
@@ -341,7 +345,7 @@ class Scheduler:
         """
         self.running.enter(request)
         self.cache.placed(request)
-        request.running_since = self.step
+        request.queue.running_since = self.step
         if request.prompt_scheduled:
             self.waiting.wake(request)
         return (-1, False) if request.adapter is None else self.adapters.enter(request.adapter)
@@ -365,8 +369,8 @@ class Scheduler:
     def requeue(self, request: Request) -> None:
         """Let a request wait that has run."""
         request.state = State.WAITING
-        request.preemptions += 1
-        request.waiting_since = self.step
+        request.queue.preemptions += 1
+        request.queue.waiting_since = self.step
         if request.in_flight:
             self._awaited.add(request)
         self.waiting.add(request)
@@ -378,7 +382,7 @@ class Scheduler:
 
     def _make_room(self) -> bool:
         """Preempt the worst running request if beams are held that wait for others to be admitted; whether it did."""
-        if self._awaited or not self.running or not all(request.held for request in self.running):
+        if self._awaited or not self.running or not all(request.is_held for request in self.running):
             return False
         self._preempt(next(reversed(self.running)))
         return True

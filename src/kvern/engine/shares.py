@@ -41,7 +41,7 @@ class Shares:
 
     def is_new(self, request: Request) -> bool:
         """Nothing of its owner runs, and it has not run either."""
-        return not request.preemptions and not self._running.rows[request.owner]
+        return not request.queue.preemptions and not self._running.rows[request.owner]
 
     def lacks(self, lacking: Lacking) -> None:
         """Make room in the next step, if anybody has to give way."""
@@ -79,7 +79,7 @@ class Shares:
                 places.setdefault(other.adapter, []).append(other)
 
         def leaves(other: Request) -> bool:
-            rests = step - other.running_since >= _longest(other) // 2 if other.preemptions else True
+            rests = step - other.queue.running_since >= _longest(other) // 2 if other.queue.preemptions else True
             return rests and self._gives_way(other, request, step)
 
         return max((users for users in places.values() if all(map(leaves, users))), key=len, default=())
@@ -103,12 +103,12 @@ class Shares:
         if not self._concerns(request):
             return None
         counts, backwards = self._running.rows, list(reversed(self._running))
-        if request.beams is not None and request.output_length:
-            own = [other for other in backwards if other.held and other.beams is request.beams]
+        if request.search is not None and request.output_length:
+            own = [other for other in backwards if other.is_held and other.search is request.search]
             if own:
                 return own[0]
         able = [other for other in backwards if self._gives_way(other, request, step)]
-        return max(able, key=lambda other: (self._rank(other), counts[other.owner], other.held), default=None)
+        return max(able, key=lambda other: (self._rank(other), counts[other.owner], other.is_held), default=None)
 
     def _concerns(self, request: Request) -> bool:
         """Whether requests of other owners run."""
@@ -120,7 +120,7 @@ class Shares:
             return False
         counts = self._running.rows
         mine = counts[request.owner]
-        return counts[other.owner] > mine + 1 or (not mine and step - other.running_since >= _longest(other))
+        return counts[other.owner] > mine + 1 or (not mine and step - other.queue.running_since >= _longest(other))
 
     def _rank(self, request: Request) -> tuple[bool, float]:
         """What the policy says, without turns; smaller is better."""
@@ -129,7 +129,7 @@ class Shares:
 
 def _longest(request: Request) -> int:
     """Steps that it keeps the only place of its owner."""
-    return QUANTUM << min(request.preemptions, MOST_DOUBLED)
+    return QUANTUM << min(request.queue.preemptions, MOST_DOUBLED)
 
 
 def by_owners(requests: Sequence[Request], step: int) -> Sequence[Request]:

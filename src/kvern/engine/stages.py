@@ -57,7 +57,7 @@ def known_tokens(scheduled: Sequence[ScheduledTokens], requests: Sequence[Reques
             item.start,
             [
                 *request.token_ids[item.start : item.start + item.count],
-                *(request.guessed_token_ids[: item.sampled - 1] if item.sampled else ()),
+                *(request.drafts.guessed_token_ids[: item.sampled - 1] if item.sampled else ()),
             ],
         )
         for item, request in zip(scheduled, requests, strict=True)

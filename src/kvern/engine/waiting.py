@@ -64,7 +64,7 @@ class WaitingQueue:
         """Queue a request, whose `waiting_since` is the present step."""
         self._numbers[request] = self._count
         self._count += 1
-        if self._policy.ages and not request.aged:
+        if self._policy.ages and not request.queue.aged:
             self._young[request] = None
         self._push(request)
 
@@ -127,10 +127,10 @@ class WaitingQueue:
     def age(self, step: int) -> None:
         """Let those go before all others that have waited for so many steps."""
         for request in list(islice(self._young, AGED)):
-            if step - request.waiting_since < self._aging_steps:
+            if step - request.queue.waiting_since < self._aging_steps:
                 break
             del self._young[request]
-            request.aged = True
+            request.queue.aged = True
             if request in self._entries:
                 self._push(request)
 
@@ -180,7 +180,7 @@ class WaitingQueue:
         assert parked == self._causes and all(self._parked.values()), "who is parked for what does not add up"
         assert all(cause(request) is not None for request in parked), "a parked request could run"
         assert self._policy.fixed or self._looked_at.keys() == self._entries.keys()
-        since = [request.waiting_since for request in self._young]
+        since = [request.queue.waiting_since for request in self._young]
         assert since == sorted(since), "requests do not age in the order in which they began to wait"
 
 

@@ -16,18 +16,17 @@ is one request, from which others are forked when its prompt is computed.
 import enum
 import hashlib
 from collections.abc import Sequence
-from dataclasses import InitVar, dataclass, field
-from typing import TYPE_CHECKING, Literal
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
+from kvern.request.progress import AnswerProgress, DraftProgress, QueueProgress
 from kvern.request.sampling_params import ResolvedParams
 
 if TYPE_CHECKING:
     from kvern.cache.radix import Node
-    from kvern.engine.beams import BeamSearch
 
-FinishReason = Literal["stop", "length", "abort"]
 TOLD_AT_ONCE = 32
 """Tokens of an answer that is wanted whole. To hear of them costs little more than to hear of one."""
 
@@ -154,6 +153,22 @@ class State(enum.Enum):
     FINISHED = "finished"
 
 
+class Search(Protocol):
+    """What scheduler and cache know of a beam search."""
+
+    width: int
+    name: str
+    """The id of one of its requests, always."""
+    answer_ids: list[str]
+    held: "set[Request]"
+    """The beams that wait for the continuations of others."""
+
+    @property
+    def requests(self) -> "list[Request]":
+        """The requests of the beams."""
+        ...
+
+
 @dataclass(eq=False, slots=True, weakref_slot=True)
 class Request:
     """What scheduler, cache and runner know of one sequence of a spec. Only the engine core changes it.
@@ -168,84 +183,61 @@ class Request:
     """Which of the samples it is."""
     leader: "Request | None" = None
     """The request of the group that computes the shared prompt; None for the leader itself."""
-    generated: InitVar[Sequence[int]] = ()
-    """By an earlier engine, which has reported them."""
-    reported_prompt_logprobs: int = 0
-    """Tokens from `params.prompt_logprobs_from` on whose log-probabilities have been reported."""
 
     request_id: str = field(init=False)
     token_ids: list[int] = field(init=False)
     params: ResolvedParams = field(init=False)
     """Those of the spec; only the first sequence reports log-probabilities of the prompt."""
-    seed: int = field(init=False)
     cache_namespace: bytes = field(init=False)
     """Opaque: only requests of one namespace and one adapter share cached blocks."""
-    block_keys: dict[int, bytes] = field(init=False)
-    """Of the prompt, by position."""
-
-    prompt_length: int = field(init=False)  # this and what follows is read at every step: copied from the spec
+    prompt_length: int = field(init=False)  # this and the next are read at every step: copied from the spec
     max_tokens: int = field(init=False)
-    stop_token_ids: frozenset[int] = field(init=False)
-    group: str | None = field(init=False)
-    priority: int = field(init=False)
-    turn: int = field(init=False)
-    adapter: int | None = field(init=False)
-    gathers: bool = field(init=False)
-    """Its tokens are told of several at a time: it is wanted whole, and nothing is said of one alone or found in it."""
-    told: int = -1
-    """Generated tokens that were told of; -1: this engine has told nothing of it."""
 
-    arrival: int = 0
-    """Sequence number, given by the scheduler."""
-    beams: "BeamSearch | None" = None
-    """The search that this is a beam of; the engine core makes it."""
-    held: bool = False
-    """A beam whose continuations are known, and which waits for those of the others."""
     state: State = State.WAITING
     slot: int = -1
+    """Its row of the batch."""
     block_ids: list[int] = field(default_factory=list)
     nodes: "list[Node]" = field(default_factory=list)
+    """The nodes of its full blocks in the prefix tree."""
     num_computed_tokens: int = 0
-    cached_tokens: int = 0
     in_flight: int = 0
-    drafts_in_flight: int = 0
-    """Of the tokens in flight, those that are not sampled if drafts are rejected."""
-    guesses: int = 0
-    """Drafts that its row has behind the newest token when the steps in flight are done, guessed on the device."""
-    guessed_token_ids: list[int] = field(default_factory=list)
-    """Those drafts, where the host has to hand them on: `ModelRunnerOutput.guessed`."""
-    draft_token_ids: list[int] = field(default_factory=list)
-    """What may follow `token_ids`, as a proposer guessed."""
-    drafted_tokens: int = 0
-    """Tokens that a drafter knows; of others it has to make up for."""
-    drafts_right: float = 0.0
-    drafts_wrong: float = 0.0
-    """What became of its drafts, of which the later ones count for more."""
-    waiting_since: int = 0
-    running_since: int = 0
-    """Steps."""
-    aged: bool = False
-    preemptions: int = 0
-    arrived_at: float = 0.0
-    begun_at: float = 0.0
-    """When it came and when its first step was planned, by the monotonic clock."""
-    finish_reason: FinishReason | None = None
-    stop_reason: int | str | None = None
+    search: "Search | None" = None
+    """The beam search that it is a beam of; the engine core makes it."""
+    drafts: DraftProgress = field(default_factory=DraftProgress)
+    answer: AnswerProgress = field(default_factory=AnswerProgress)
+    queue: QueueProgress = field(default_factory=QueueProgress)
 
-    def __post_init__(self, generated: Sequence[int]) -> None:
-        spec = self.spec
+    def __post_init__(self) -> None:
+        spec, params = self.spec, self.spec.params
         self.request_id = f"{spec.request_id}#{self.index}"
-        self.token_ids = [*spec.prompt.token_ids, *generated]
-        reports = self.index == 0 or spec.params.prompt_logprobs is None
-        self.params = spec.params if reports else spec.params.replace(prompt_logprobs=None)
-        self.seed = sample_seed(spec.seed, self.index)
+        self.token_ids = list(spec.prompt.token_ids)
+        reports = self.index == 0 or params.prompt_logprobs is None
+        self.params = params if reports else params.replace(prompt_logprobs=None)
         self.cache_namespace = cache_namespace(spec)
-        self.block_keys = dict(spec.prompt.block_keys)
-        self.prompt_length, self.max_tokens = spec.prompt_length, spec.max_tokens
-        self.stop_token_ids = spec.stop_token_ids
-        self.group, self.priority, self.turn, self.adapter = spec.group, spec.priority, spec.turn, spec.adapter
-        asks = spec.params.logprobs is not None or spec.params.stop_strings or spec.predicted or spec.params.beam_width
-        self.gathers = spec.whole and not asks
+        self.prompt_length = spec.prompt_length
+        self.max_tokens = spec.max_tokens
+        asks = params.logprobs is not None or params.stop_strings or spec.predicted or params.beam_width
+        self.answer.gathers = spec.whole and not asks
+
+    @property
+    def seed(self) -> int:
+        """The seed of its draws."""
+        return sample_seed(self.spec.seed, self.index)
+
+    @property
+    def group(self) -> str | None:
+        """The same as `RequestSpec.group`."""
+        return self.spec.group
+
+    @property
+    def adapter(self) -> int | None:
+        """The key of the adapter that changes the model for it."""
+        return self.spec.adapter
+
+    @property
+    def is_held(self) -> bool:
+        """Whether it is a beam whose continuations are known, and which waits for those of the other beams."""
+        return self.search is not None and self in self.search.held
 
     @property
     def output_length(self) -> int:
@@ -255,7 +247,7 @@ class Request:
     def until_stop(self, token_ids: list[int]) -> list[int]:
         """New tokens as far as the first that ends the request."""
         for count, token_id in enumerate(token_ids, 1):
-            if token_id in self.stop_token_ids and self.output_length + count > self.params.min_tokens:
+            if token_id in self.spec.stop_token_ids and self.output_length + count > self.params.min_tokens:
                 return token_ids[:count]
         return token_ids
 
@@ -264,13 +256,14 @@ class Request:
 
         The first are told at once, since they say that it has begun, and the last when it has ended.
         """
-        if not self.gathers:
+        answer = self.answer
+        if not answer.gathers:
             return token_ids
-        if self.told >= 0:
-            if self.finish_reason is None and self.output_length - self.told < TOLD_AT_ONCE:
+        if answer.told >= 0:
+            if answer.finish_reason is None and self.output_length - answer.told < TOLD_AT_ONCE:
                 return None
-            token_ids = self.token_ids[self.prompt_length + self.told :]
-        self.told = self.output_length
+            token_ids = self.token_ids[self.prompt_length + answer.told :]
+        answer.told = self.output_length
         return token_ids
 
     @property
@@ -279,7 +272,7 @@ class Request:
 
         What follows a beam is chosen on the host: until then nothing remains.
         """
-        sampled = self.in_flight if self.beams is None else 0
+        sampled = self.in_flight if self.search is None else 0
         return len(self.token_ids) + sampled - self.num_computed_tokens
 
     @property
@@ -304,7 +297,7 @@ class Request:
         That is the last token, which predicts the next, or one before a prompt token whose log-probabilities are to
         be reported still.
         """
-        wanted = self.params.prompt_logprobs_from + self.reported_prompt_logprobs
+        wanted = self.params.prompt_logprobs_from + self.answer.reported_prompt_logprobs
         if self.params.prompt_logprobs is None or wanted >= self.prompt_length:
             return len(self.token_ids) - 1
         return wanted - 1
@@ -331,7 +324,15 @@ def requests_of(spec: RequestSpec, progress: Sequence[Progress] = ()) -> list[Re
     With `progress` those that are named there, each alone: the others may have ended.
     """
     if progress:
-        return [Request(spec, one.index, None, one.generated, one.reported_prompt_logprobs) for one in progress]
+        return [_continued(spec, one) for one in progress]
     leader = Request(spec)
     samples = spec.params.n if spec.params.beam_width is None else 1
     return [leader, *(Request(spec, index, leader) for index in range(1, samples))]
+
+
+def _continued(spec: RequestSpec, progress: Progress) -> Request:
+    """The sample, or the search, that an earlier engine has begun."""
+    request = Request(spec, progress.index)
+    request.token_ids += progress.generated
+    request.answer.reported_prompt_logprobs = progress.reported_prompt_logprobs
+    return request

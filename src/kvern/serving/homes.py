@@ -14,7 +14,8 @@ from kvern.engine.loop import queued
 from kvern.engine.step_watch import StepWatch
 from kvern.errors import EngineDied
 from kvern.request.events import EngineStatistics, TokenEvent, all_together
-from kvern.request.request import FinishReason, Progress, RequestSpec
+from kvern.request.progress import FinishReason
+from kvern.request.request import Progress, RequestSpec
 from kvern.runner.executor import DPAttentionExecutor
 from kvern.runner.ranks.rank_processes import RANKS_DISAGREE, RankProcesses
 from kvern.runner.ranks.rank_wire import AddAdapter, TakeTurn

@@ -10,7 +10,8 @@ import msgspec
 
 from kvern.engine.model_facts import ModelFacts
 from kvern.request.events import EngineStatistics, TokenEvent
-from kvern.request.request import FinishReason, Progress, RequestSpec
+from kvern.request.progress import FinishReason
+from kvern.request.request import Progress, RequestSpec
 
 
 class WireMessage(msgspec.Struct, tag=True, array_like=True, gc=False):
