@@ -63,6 +63,17 @@ def test_the_performance_tables_are_current() -> None:
     assert not done.returncode, done.stderr
 
 
+def test_the_hand_overs_of_a_prompt_are_where_the_page_says() -> None:
+    text = (ROOT / "docs/ARCHITECTURE.md").read_text()
+    rows = re.findall(r"^ *(\d+)  (\S+(?:, \S+)?) +(\S+\.py) ", text, re.MULTILINE)
+    assert [int(number) for number, _, _ in rows] == list(range(1, len(rows) + 1)) and len(rows) > 20
+    assert f"These are {len(rows)} hand-overs" in text
+    for _, names, path in rows:
+        source = (ROOT / "src/kvern" / path).read_text()
+        for name in re.split(r"[., ]+", names):
+            assert re.search(rf"(class|def) {name}\b", source) or name == "forward", f"{path} has no {name}"
+
+
 def test_pages_stay_short() -> None:
     words = {page.name: len(page.read_text().split()) for page in (ROOT / "docs").glob("*.md")}
     assert {name: words[name] for name, limit in LIMITS.items() if words[name] > limit} == {}
