@@ -1,6 +1,6 @@
-"""LoRA adapters: small changes of a model's linear layers, many of which share one batch.
+"""LoRA adapters: low-rank updates of a model's linear layers; requests with different adapters share a batch.
 
-names.py   what the user calls them           places.py  which of them are on the device, decided by the scheduler
-peft.py    their files, checked               bank.py    their weights on the device, and the rows that use them
-store.py   in host memory, by key
+names.py   names and keys of adapters          places.py  which adapters are on the device, decided by the scheduler
+peft.py    their files, checked                bank.py    their weights on the device, and the rows that use them
+store.py   adapters in host memory, by key     check.py   the process that parses untrusted files
 """

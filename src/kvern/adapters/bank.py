@@ -44,7 +44,7 @@ class AdapterBank:
             setattr(layer.get_submodule(parent), name, adapted)
 
     def load(self, adapter_index: int, adapter: Adapter) -> None:
-        """Put an adapter into a place, behind the steps that were started."""
+        """Copies an adapter to an index of the bank, after the steps that were already launched."""
         parts: dict[str, dict[str, Matrices]] = {path: {} for path in self._layers}
         for key, low_rank in adapter.parts.items():
             path, _, part = key.partition("/")
@@ -55,9 +55,9 @@ class AdapterBank:
     def select(
         self, adapter_indices: Sequence[int], counts: Sequence[int], sampled: Sequence[int] | None
     ) -> StepAdapters:
-        """The adapters of a step's rows: `counts` tokens of each request, whose adapter's index is given, -1 for none.
+        """The adapters of a step's rows: each request has `counts` tokens and an adapter index, -1 for none.
 
-        `sampled`: the indices for the requests that sample, if a last layer computes theirs alone.
+        `sampled`: the indices of the requests that sample, for a last layer that computes only their rows.
         """
         rows = self._rows(list(chain.from_iterable(map(repeat, adapter_indices, counts))))
         if rows is None:

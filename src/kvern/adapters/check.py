@@ -1,9 +1,9 @@
-"""Checks an adapter's files in a process of its own, which may run out of time or memory, or die, without harm.
+"""Checks an adapter's files in a separate process, which may safely run out of time or memory, or crash.
 
     check_files --two open files--> python -m kvern.adapters.check --> Checked | Refused
 
-It has no torch and starts in a tenth of a second. It alone parses what the files say and evaluates the regular
-expressions in them; the engine gets names, numbers and places.
+The process imports no torch and starts in a tenth of a second. Only it parses the files and evaluates the regular
+expressions in them; the engine receives names, numbers and offsets.
 """
 
 import contextlib
@@ -29,7 +29,7 @@ MOST_HEADER_BYTES = 16 * MEBIBYTE
 MOST_MEMORY_BYTES = 1 << 30
 MOST_CPU_SECONDS = 4
 MOST_SECONDS = 30
-"""Of waiting, also for a slow disk."""
+"""The longest time for a check, also on a slow disk."""
 
 _TENSOR = re.compile(r"(?:base_model\.model\.)?(?P<module>.+)\.lora_(?P<side>[AB])(?:\.default)?\.weight")
 _FLOATS = frozenset({"F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2"})
@@ -44,7 +44,7 @@ class Matrix(msgspec.Struct, frozen=True):
 
 
 class AdaptedModule(msgspec.Struct, frozen=True):
-    """What the files say of one adapted module: its matrices by side, "A" and "B", their product times `scale`."""
+    """One adapted module: its matrices by side, "A" and "B", whose product is multiplied by `scale`."""
 
     rank: int
     scale: float
@@ -53,10 +53,11 @@ class AdaptedModule(msgspec.Struct, frozen=True):
 
 
 class Checked(msgspec.Struct, frozen=True, tag=True):
-    """Files that can be read, by the names of the modules.
+    """The contents of valid files, by the names of the modules.
 
-    `names` are the ends of the names that must be there (None: a regular expression says), but for those that end with
-    one of `excluded`, in `layers` (None: in all).
+    `names` are the ends of the names that must be present (None: a regular expression selects them), except names that
+    end
+    with one of `excluded`, in `layers` (None: in all layers).
     """
 
     modules: dict[str, AdaptedModule]
@@ -72,7 +73,7 @@ class Refused(msgspec.Struct, frozen=True, tag=True):
 
 
 def check_files(folder: Path, config: BinaryIO, weights: BinaryIO) -> Checked:
-    """Check the two open files of an adapter in a process of its own. Raises InvalidAdapter, whatever happens there."""
+    """Checks two open files in a separate process. Raises InvalidAdapter for bad files and failures of that process."""
     files = (config.fileno(), weights.fileno())
     command = [sys.executable, "-m", "kvern.adapters.check", *map(str, files)]
     try:
@@ -103,7 +104,7 @@ def check_files(folder: Path, config: BinaryIO, weights: BinaryIO) -> Checked:
 
 
 def check(config_file: BinaryIO, weights_file: BinaryIO) -> Checked:
-    """What the files say, patterns evaluated. Raises InvalidAdapter, and runs as long as the patterns ask for."""
+    """Parses the files and evaluates their patterns. Raises InvalidAdapter; a bad pattern can make it run forever."""
     config = read_config(bytes(read_at(config_file, 0, os.fstat(config_file.fileno()).st_size)))
     try:
         data_begin, entries = read_entries(weights_file, MOST_HEADER_BYTES)

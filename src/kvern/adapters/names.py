@@ -1,4 +1,4 @@
-"""What users call the adapters: a name, which may be given again to other weights, and a key, which never is."""
+"""Names and keys of adapters: a name may be given again to other weights, a key is never reused."""
 
 import itertools
 import re
@@ -33,7 +33,7 @@ class AdapterNames:
         return name in self._adapters
 
     def all(self) -> list[NamedAdapter]:
-        """In the order of their loading."""
+        """The adapters in the order in which they were loaded."""
         return list(self._adapters.values())
 
     def reserve(self, name: str, path: str) -> NamedAdapter:

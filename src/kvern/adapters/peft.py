@@ -1,10 +1,10 @@
-"""Reads LoRA adapters in PEFT's format: adapter_config.json beside adapter_model.safetensors.
+"""Reads LoRA adapters in PEFT's format: adapter_config.json and adapter_model.safetensors.
 
     base_model.model.model.layers.3.self_attn.q_proj.lora_A.weight     [rank, inputs]
     `--- PEFT's ---' `------ the module, as in the checkpoint ------'  and lora_B [outputs, rank]
 
-Modules are mapped to the decoder's layers as the tensors of a checkpoint are. Whatever would be read wrongly, or only
-in part, is refused by its name.
+Modules are mapped to the decoder's layers in the same way as the tensors of a checkpoint. Anything that would be read
+wrongly or only in part is refused by name.
 """
 
 import contextlib
@@ -36,7 +36,7 @@ _LAYER = re.compile(r"\.layers\.(\d+)\.")
 
 @dataclass(frozen=True)
 class LowRank:
-    """What an adapter adds to one linear part: `up @ (down @ x)`, its scale within `up`.
+    """The update of one linear part: `up @ (down @ x)`, with the scale included in `up`.
 
     `down [rank, inputs]`, `up [outputs, rank]`, in the model's dtype.
     """
@@ -49,16 +49,16 @@ class LowRank:
         return self.down.shape[0]
 
     def share(self, target: Target) -> "LowRank":
-        """What is added to the part that is here."""
+        """The share of the update that belongs to this rank."""
         inputs, rows = target.inputs.held, [self.up[held.start : held.stop] for _, held in places(target.outputs)]
         return LowRank(self.down[:, inputs.start : inputs.stop].contiguous(), torch.cat(rows))
 
 
 @dataclass(frozen=True)
 class Adapter:
-    """What an adapter adds, by the decoder's linear parts, such as "layers.3.self_attn.qkv_proj/q_proj"; see `Target`.
+    """The updates of an adapter by linear part, such as "layers.3.self_attn.qkv_proj/q_proj"; see `Target`.
 
-    `digest`: of its files, 16 bytes, the same in every process that reads them.
+    `digest`: 16 bytes that identify the files in every process.
     """
 
     parts: Mapping[str, LowRank]
@@ -78,9 +78,9 @@ class _Place:
 def read_adapter(
     folder: Path, spec: ModelSpec, targets: Mapping[str, tuple[Target, ...]], max_rank: int, dtype: torch.dtype
 ) -> Adapter:
-    """Read and check the adapter in a folder: every tensor, by the shapes of the decoder's `targets`.
+    """Reads the adapter in a folder and checks every tensor against the shapes of the decoder's `targets`.
 
-    Raises InvalidAdapter, which names the file and what in it is wrong.
+    Raises InvalidAdapter, which names the file and its fault.
     """
     file = folder / WEIGHTS_NAME
     with _open(folder, CONFIG_NAME, MOST_CONFIG_BYTES) as config, _open(folder, WEIGHTS_NAME) as weights:
@@ -108,7 +108,7 @@ def read_adapter(
 
 @contextlib.contextmanager
 def _open(folder: Path, name: str, most_bytes: int | None = None) -> Iterator[BinaryIO]:
-    """One of the adapter's files, which the rest works with: whatever becomes of the name is of no interest."""
+    """Opens one of the adapter's files; later changes of the name have no effect."""
     # In the hub's cache, snapshots/REVISION/NAME is a link to blobs/HASH.
     below = folder.parent.parent if folder.parent.name == "snapshots" else folder
     try:
@@ -132,7 +132,7 @@ def _place(
     targets: Mapping[str, tuple[Target, ...]],
     max_rank: int,
 ) -> _Place:
-    """Where a module goes, its matrices checked to have the shapes for it."""
+    """The place of a module in the model, with the shapes of its matrices checked."""
     missing = {"A", "B"} - module.matrices.keys()
     if missing:
         raise InvalidAdapter(f"{file}: tensor {name}.lora_{missing.pop()}.weight is missing beside its counterpart")
@@ -180,7 +180,7 @@ def _read(weights: BinaryIO, matrix: Matrix) -> Tensor:
 
 
 def _reordered(up: Tensor, rename: Rename | None, spec: ModelSpec) -> Tensor:
-    """The rows as the decoder has them, where it reorders those of the checkpoint's weight."""
+    """The rows in the decoder's order, if it differs from the checkpoint's."""
     return up if rename is None or rename.transform is None else rename.transform(up, spec)
 
 

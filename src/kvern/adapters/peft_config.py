@@ -1,6 +1,6 @@
-"""The part of adapter_config.json that decides what is computed. Without torch; whoever evaluates it may take for ever.
+"""The settings of adapter_config.json that change the result.
 
-Its regular expressions are a stranger's programs: only the process of `kvern.adapters.check` meets them.
+Its regular expressions are untrusted and can run forever: only the process of `kvern.adapters.check` evaluates them.
 """
 
 import json
@@ -26,9 +26,9 @@ REFUSED = (
     "kasa_config",
     "monteclora_config",
 )
-"""Settings that mean more than two matrices beside a linear layer, as do all called `use_...` but `use_rslora`."""
+"""Settings that need more than two matrices for a linear layer; so do all `use_...` settings except `use_rslora`."""
 PLAIN_STARTS = (True, False, None, "gaussian", "eva", "orthogonal")
-"""Of `init_lora_weights`: other ways to begin change the model's own weights as well."""
+"""Accepted values of `init_lora_weights`; the others change the weights of the base model too."""
 
 Rank = Annotated[int, msgspec.Meta(ge=1, le=LARGEST_RANK)]
 LayerIndex = Annotated[int, msgspec.Meta(ge=0, le=1 << 20)]
@@ -36,7 +36,7 @@ Number = TypeVar("Number", int, float)
 
 
 class PeftConfig(msgspec.Struct, frozen=True):
-    """As PEFT writes it."""
+    """The fields of adapter_config.json that kvern reads."""
 
     r: Rank
     lora_alpha: float
@@ -48,25 +48,27 @@ class PeftConfig(msgspec.Struct, frozen=True):
     layers_to_transform: LayerIndex | list[LayerIndex] | None = None
 
     def rank(self, module: str) -> int:
-        """Of the module's two matrices."""
+        """The rank of the module's two matrices."""
         return _by_pattern(self.rank_pattern, module, self.r)
 
     def scale(self, module: str) -> float:
-        """What the product of the module's matrices is multiplied by."""
+        """The factor for the product of the module's matrices."""
         rank = self.rank(module)
         alpha = _by_pattern(self.alpha_pattern, module, self.lora_alpha)
         return alpha / (rank**0.5 if self.use_rslora else rank)
 
     def targets(self, module: str) -> bool:
-        """Whether PEFT would have adapted this module."""
+        """True if PEFT adapts this module."""
         if self.exclude_modules and _names(self.exclude_modules, module):
             return False
         return self.target_modules == "all-linear" or _names(self.target_modules, module)
 
     @property
     def listed(self) -> tuple[list[str], list[str]] | None:
-        """The ends of the names of modules that must be adapted, and of those that must not; None: a regular expression
-        says it."""
+        """The ends of the names of modules that must be adapted, and of those that must not.
+
+        None if a regular expression selects them.
+        """
         left_out = self.exclude_modules or []
         if isinstance(self.target_modules, str) or isinstance(left_out, str):
             return None
@@ -80,14 +82,14 @@ class PeftConfig(msgspec.Struct, frozen=True):
 
 
 def _names(names: str | list[str], module: str) -> bool:
-    """Whether names, or a regular expression of the whole, are the module's."""
+    """True if `names`, a list of ends or a regular expression of the whole name, match the module."""
     if isinstance(names, str):
         return re.fullmatch(names, module) is not None
     return ends_with_any(module, frozenset(names))
 
 
 def ends_with_any(module: str, names: frozenset[str]) -> bool:
-    """Whether one of `names` is the module's, or its end behind a dot."""
+    """True if one of `names` is the module's name or its end after a dot."""
     parts = module.split(".")
     return any(".".join(parts[first:]) in names for first in range(len(parts)))
 

@@ -1,6 +1,6 @@
-"""Which adapters are on the device. No torch: the scheduler decides, and the step's output tells the runner.
+"""The adapters on the device. The scheduler decides, and its output tells the runner; no torch is imported.
 
-host memory --enter--> a free place, else that of the idle adapter used longest ago --leave--> idle, still there
+host memory --enter--> a free index, or that of the idle adapter used longest ago --leave--> idle, still loaded
 """
 
 from collections import Counter
@@ -31,7 +31,7 @@ class AdapterPlaces:
                 del self.users[key]
 
     def fits(self, key: int) -> bool:
-        """Whether a request of this adapter could run now."""
+        """True if a request with this adapter could run now."""
         return key in self._indices or bool(self._free) or len(self._running) < self.count
 
     def enter(self, key: int) -> tuple[int, bool]:
@@ -58,7 +58,7 @@ class AdapterPlaces:
             self._free.append(self._indices.pop(key))
 
     def clear(self) -> None:
-        """What was to be loaded may not have been: begin with empty places. No request runs."""
+        """Forgets all adapters after a failure, when a load may be incomplete. No request may be running."""
         for key in list(self._indices):
             self.forget(key)
 

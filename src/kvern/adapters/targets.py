@@ -1,4 +1,4 @@
-"""What of a decoder can be adapted: its linear layers, by the names that a Llama-style checkpoint gives them."""
+"""The linear layers of a decoder that adapters can change, by their names in a Llama-style checkpoint."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from kvern.ranks.ranks import Share
 class Target:
     """One part of a linear layer: `layer` is its path in the model, `part` the name of the checkpoint's module.
 
-    `outputs`, which lie one behind the other, and `inputs`: those of the checkpoint, and which of them are here.
+    `outputs`, in consecutive runs, and `inputs` give the sizes in the checkpoint and the ranges that this rank holds.
     """
 
     layer: str
@@ -22,7 +22,7 @@ class Target:
 
     @property
     def width(self) -> int:
-        """How many outputs the checkpoint has."""
+        """The number of outputs in the checkpoint."""
         return sum(share.whole for share in self.outputs)
 
     @property
@@ -39,7 +39,9 @@ def linear_layers(decoder: Decoder) -> Iterator[tuple[str, Linear]]:
 
 
 def targets_of(decoder: Decoder) -> dict[str, tuple[Target, ...]]:
-    """By the names of a checkpoint's modules, fused ones beside their parts: "model.layers.0.self_attn.q_proj"."""
+    """The targets by the names of a checkpoint's modules, fused ones and their parts:
+    "model.layers.0.self_attn.q_proj".
+    """
     targets: dict[str, tuple[Target, ...]] = {}
     for path, linear in linear_layers(decoder):
         prefix = f"model.{path.rpartition('.')[0]}."

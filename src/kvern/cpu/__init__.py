@@ -1,11 +1,11 @@
-"""Kernels for CPUs: C++ that the machine's own compiler builds for its processor, kept in the cache folder.
+"""Kernels for CPUs: C++ that the machine's own compiler builds for its processor, stored in the cache folder.
 
-    sources/     the kernels, behind functions of C
-    processor.py which instructions they use
-    build.py     compiles them, or finds what was compiled into the package
-    library.py   loads what was compiled, and what its functions are called with
-    check.py     each group of kernels against PyTorch, in a process that may crash
-    ready.py     which groups work here, as a start asks; builds and checks in the background what is not known
+    sources/     the kernels, as functions with a C interface
+    processor.py the instruction sets that they may use
+    build.py     compiles them, or finds a library in the package
+    library.py   loads the library and calls its functions
+    check.py     compares each group of kernels with PyTorch, in a process that may crash
+    ready.py     tells a start which groups work here; builds and checks unknown ones in the background
 
-PyTorch does all that no group does.
+PyTorch computes everything for which no group works.
 """

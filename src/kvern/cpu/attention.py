@@ -12,11 +12,11 @@ _attend = function("kvern_attend", POINTER, POINTER, POINTER, INTEGER, POINTER, 
 
 
 MOST_AHEAD = 1 << 31
-"""Keys behind a token, where it sees all of them."""
+"""The number of visible later keys where a token sees all of them."""
 
 
 class _Layer(ctypes.Structure):
-    """As `sources/attention.h` has it."""
+    """The struct of this name in `sources/attention.h`."""
 
     _fields_ = [
         ("keys", POINTER),
@@ -39,7 +39,7 @@ class _Layer(ctypes.Structure):
 
 
 class _Step(ctypes.Structure):
-    """As `sources/attention.h` has it."""
+    """The struct of this name in `sources/attention.h`."""
 
     _fields_ = [
         ("block_table", POINTER),
@@ -103,9 +103,9 @@ class CachedLayer:
 
 
 class Step:
-    """Whose tokens a step has: `requests` [3, R] int64, without gaps, which are read when a layer attends.
+    """The requests of a step: `requests` [3, R] int64, without gaps, read when a layer attends.
 
-    They are rows of `block_table` [slots, blocks] int32, first positions, and numbers of tokens.
+    Its rows are indices into `block_table` [slots, blocks] int32, first positions, and numbers of tokens.
     """
 
     def __init__(self, block_table: Tensor, requests: Tensor) -> None:

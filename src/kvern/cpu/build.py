@@ -1,9 +1,9 @@
-"""Compiling the kernels for this processor.
+"""Compilation of the kernels for this processor.
 
     python -m kvern.cpu.build
 
-compiles them for all processors of this machine's kind, into the package: where no compiler is, as in the image of a
-container, a start takes what suits its processor from there.
+compiles them for all processors of this architecture, into the package. A start without a compiler, for example in a
+container, takes the library that suits its processor from there.
 """
 
 import hashlib
@@ -21,7 +21,7 @@ from kvern.cpu.processor import all_isas, chosen_isa, features, usable_isas
 
 SOURCES = Path(__file__).parent / "sources"
 READY_MADE = Path(__file__).parent / "ready_made"
-"""Where libraries lie that were compiled for processors of this kind, if there are any."""
+"""The folder of libraries that were compiled into the package, if there are any."""
 COMPILERS = ("c++", "g++", "clang++")
 FLAGS = ("-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-fno-math-errno", "-fno-trapping-math", "-Wno-psabi")
 NATIVE = ("-march=native",) if platform.machine() in ("x86_64", "AMD64") else ("-mcpu=native",)
@@ -62,7 +62,7 @@ def find_ready_made() -> Path | None:
 
 
 def find_maker() -> Path | Compiler:
-    """What the library comes from: one in the package, or a compiler. Raises BuildError and ConfigError."""
+    """The source of the library: a file in the package, or a compiler. Raises BuildError and ConfigError."""
     return find_ready_made() or find_compiler()
 
 
@@ -73,9 +73,9 @@ def processor_flags() -> tuple[str, ...]:
 
 
 def library_path(folder: Path, maker: Path | Compiler, processor: tuple[str, ...] | None = None) -> Path:
-    """Where the library lies that comes from a maker, for today's sources and this processor. Raises ConfigError.
+    """The path of the library made by `maker`, for the current sources and this processor. Raises ConfigError.
 
-    `processor`: flags of the compiler that say which instructions it may use; None: the chosen ones.
+    `processor`: compiler flags that select the instruction sets; None: the chosen ones.
     """
     if isinstance(maker, Path):
         parts = [hashlib.sha256(maker.read_bytes()).hexdigest()]
@@ -134,7 +134,7 @@ def _ready_made(flags: tuple[str, ...]) -> Path:
 
 
 def _digest(*parts: str) -> str:
-    """Of the sources and what else a library comes from."""
+    """A digest of the sources and of `parts`."""
     digest = hashlib.sha256()
     for source in sorted(SOURCES.iterdir()):
         digest.update(source.name.encode() + source.read_bytes())

@@ -1,7 +1,7 @@
-"""Kernel calls that are captured once and made again in one call, without Python between them, as CUDA graphs on a GPU.
+"""Capture of kernel calls: they are repeated in one call, without Python between them, like CUDA graphs on a GPU.
 
-While functions are captured they compute as always, and the calls they make are noted. What they allocate moves to
-memory that all programs share, since one runs at a time: tensors whose calls are over make room for later ones.
+During the capture functions compute as usual and their kernel calls are recorded. Their allocations move to memory that
+all programs share, since only one runs at a time; a tensor's memory is reused after its last call.
 """
 
 import ctypes
@@ -26,34 +26,35 @@ ALIGNMENT = 64
 """Bytes of a cache line."""
 ALLOCATES = {torch.empty, torch.empty_like, Tensor.new_empty}
 DESCRIBES = {"__get__", "__len__", "data_ptr", "dim", "element_size", "is_contiguous", "numel", "size", "stride"}
-"""What says something of a tensor that is no number of it."""
+"""Functions that describe a tensor without reading its numbers."""
 VIEWS = {"__get__", "__getitem__"}
-"""Of the functions whose names end as those do that change what they are given."""
+"""Functions with such names that do not change their arguments."""
 STRUCTURES = (ctypes.Structure, ctypes.Array)
 
 _replay = function("kvern_replay", POINTER, INTEGER)
 
 
 class Uncapturable(Exception):
-    """PyTorch computes something; the message says what."""
+    """Raised if PyTorch computes something during a capture; the message names the function."""
 
 
 class Memory:
-    """What programs compute in; it grows with the largest one."""
+    """The working memory that programs share; it grows with the largest program."""
 
     def __init__(self) -> None:
         self.bytes = torch.empty(0, dtype=torch.uint8)
 
     def reserve(self, size: int) -> None:
-        """Have so many bytes, which may be others than before."""
+        """Provides at least `size` bytes; the memory may move."""
         if size > len(self.bytes):
             self.bytes = torch.empty(size, dtype=torch.uint8)
 
 
 class _Allocations(TorchFunctionMode):
-    """Keeps what is allocated, and lets PyTorch compute nothing.
+    """Records allocations and refuses computation by PyTorch.
 
-    Modes that see what C++ dispatches would know more, but the first one imports a compiler, which takes seconds.
+    Dispatch modes, which also see calls from C++, would catch more, but the first one imports a compiler, which takes
+    seconds.
     """
 
     def __init__(self) -> None:
@@ -92,10 +93,11 @@ class Buffer:
 
 
 class Program:
-    """The calls of some stages, each of which can be made again alone.
+    """The captured calls of several stages, each of which can be replayed alone.
 
-    The stages are called one after another, with the results of the one before. Raises Uncapturable if one lets PyTorch
-    compute. They may read what others own, who keep it where it is, and what is `kept` here.
+    Each stage takes the results of the one before. Raises Uncapturable if a stage lets PyTorch compute. The calls may
+    read
+    `kept` and tensors of other owners, who must not move them.
     """
 
     def __init__(self, memory: Memory, kept: Any, *stages: Callable[..., tuple[Tensor, ...]]) -> None:
@@ -148,9 +150,11 @@ class Program:
 
 
 def capture(steps: str, make: Callable[[], Program]) -> Program | None:
-    """The program that `make` captures. None: it cannot be captured, whatever the reason, which a warning tells.
+    """The program that `make` captures; None if it cannot be captured, with a warning that gives the reason.
 
-    `steps` names in the warning what then runs uncaptured: it is slower, and fails there if the model is at fault.
+    `steps` names the affected steps in the warning. They then run uncaptured: slower, and with the model's own error if
+    it
+    has one.
     """
     try:
         with torch.inference_mode():
@@ -172,13 +176,13 @@ class _Result:
         self._dtype, self._shape, self._size = tensor.dtype, tensor.shape, tensor.nbytes
 
     def within(self, memory: Tensor) -> Tensor:
-        """The same tensor in the memory."""
+        """A view of this tensor in the working memory."""
         first = self.buffer.offset + self._begin
         return memory[first : first + self._size].view(self._dtype).view(self._shape)
 
 
 def _bits(take: Any, value: Any) -> int:
-    """What a function is given, as `sources/replay.h` reads it."""
+    """An argument of a function as the 64 bits that `sources/replay.h` reads."""
     if take is NUMBER:
         return int.from_bytes(struct.pack("<f", value), "little")
     if take in (INTEGER, CODE):
@@ -187,7 +191,7 @@ def _bits(take: Any, value: Any) -> int:
 
 
 def _owner(buffers: Sequence[Buffer], address: int) -> Buffer | None:
-    """The one that an address lies in, of those in the order of their addresses."""
+    """The buffer that contains an address; `buffers` are sorted by address."""
     place = bisect_right(buffers, address, key=lambda buffer: buffer.address) - 1
     if place < 0 or address >= buffers[place].address + buffers[place].size:
         return None

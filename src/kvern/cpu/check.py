@@ -1,9 +1,9 @@
-"""Whether the kernels answer rightly on this machine: each group against PyTorch.
+"""Comparison of each group of kernels with PyTorch on this machine.
 
     python -m kvern.cpu.check LIBRARY [GROUP ...]
 
-A line for each group, at once: its name, and what is wrong with it, if anything is. Whoever reads them knows by the
-lines that are missing where a kernel crashed.
+prints a line for each group as soon as it is done: its name, and its fault if it has one. Missing lines tell the caller
+where a kernel crashed.
 """
 
 import sys
@@ -15,7 +15,7 @@ from kvern.cpu.library import load
 
 
 def check_layers() -> None:
-    """What stands between a layer's products and its attention."""
+    """Checks the kernels between a layer's products and its attention."""
     norm.check()
     elementwise.check()
     activation.check()
@@ -30,7 +30,7 @@ GROUPS: Mapping[str, Callable[[], None]] = {
     "cpu_sampling": sampling.check,
     "cpu_ranks": ranks.check,
 }
-"""By name, what raises an AssertionError with the reason if the group's kernels answer wrongly."""
+"""The check of each group, which raises an AssertionError with the reason if a kernel is wrong."""
 THREADS = 2
 """Enough for jobs to meet."""
 

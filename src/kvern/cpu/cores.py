@@ -1,7 +1,7 @@
-"""How many threads compute: one a physical core of one memory node, no more than the process may use.
+"""The number of threads: one per physical core of one NUMA node, at most as many as the process may use.
 
-None is bound to a core, from which the system could not move it where another process is busy: beside busy processes a
-second thread that was bound computed no faster.
+Threads are not bound to cores. The system could not move a bound thread away from a busy core: beside busy processes a
+second bound thread gained nothing.
 """
 
 import os
@@ -12,9 +12,9 @@ ROOT = Path("/")
 
 
 def cpu_threads(root: Path = ROOT) -> int:
-    """As many as OMP_NUM_THREADS says, as for any library that computes; else what stands above.
+    """The number of threads by OMP_NUM_THREADS, as in other libraries; else by the rule above.
 
-    `root`: the folder in which /sys and /proc lie.
+    `root`: the folder that contains /sys and /proc.
     """
     if asked := _asked_threads():
         return asked
@@ -23,11 +23,11 @@ def cpu_threads(root: Path = ROOT) -> int:
 
 
 def shares_of_cores(count: int, root: Path = ROOT) -> list[tuple[int | None, frozenset[int]]]:
-    """The threads of each of so many processes that compute at the same time, and the processors it should be kept to.
+    """Threads and processors for each of `count` processes that compute at the same time.
 
-    There are fewer shares if there are fewer cores. Memory nodes are dealt out in turns, and a process is kept to its
-    node, where its memory then is; on a machine of one node to nothing, for the reason above. Threads are None where
-    OMP_NUM_THREADS says how many.
+    There are fewer shares if there are fewer cores. NUMA nodes are assigned in turn, and a process is kept to its node,
+    where its memory then is; on a machine with one node it is not bound at all. Threads are None where OMP_NUM_THREADS
+    gives the number.
     """
     nodes: dict[str, dict[str, set[int]]] = {}
     for processor in sorted(_usable()):
@@ -44,18 +44,18 @@ def shares_of_cores(count: int, root: Path = ROOT) -> list[tuple[int | None, fro
 
 
 def limit_spinning() -> None:
-    """Let PyTorch's threads wait for each other for some 50 us, as kvern's do, where the user has not said how long.
+    """Limits the busy-waiting of PyTorch's threads to about 50 us, like kvern's own, unless the user has set it.
 
-    To be called before PyTorch is imported. They spin for milliseconds otherwise: beside busy processes, which have the
-    core of one of them meanwhile, a step of two threads took ten times the processor's time that one of them takes, and
-    alone it is as fast.
+    It must be called before PyTorch is imported. PyTorch's threads spin for milliseconds otherwise: beside busy
+    processes
+    a step of two threads took ten times the processor time, and alone it is not faster.
     """
     if not os.environ.keys() & {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"}:
         os.environ["GOMP_SPINCOUNT"] = "2000"
 
 
 def _asked_threads() -> int:
-    """By OMP_NUM_THREADS; 0: it says nothing."""
+    """The number in OMP_NUM_THREADS; 0 if there is none."""
     asked = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
     return int(asked) if asked.isdecimal() else 0
 
@@ -66,7 +66,7 @@ def _usable() -> set[int]:
 
 
 def _place(root: Path, processor: int) -> tuple[str, str]:
-    """The memory node and the core that a processor belongs to; of those that share a core, one is counted."""
+    """The NUMA node and the core of a processor; hyper-threads of one core have the same result."""
     folder = root / f"sys/devices/system/cpu/cpu{processor}"
     node = next((found.name for found in folder.glob("node[0-9]*")), "")
     return node, _read(folder / "topology/thread_siblings_list") or str(processor)

@@ -14,7 +14,7 @@ _put_rows = function("kvern_put_rows", POINTER, POINTER, INTEGER, INTEGER, INTEG
 
 
 def add(x: Tensor, added: Tensor) -> Tensor:
-    """Add to x, float32 or bfloat16 without gaps, what has the same shape and dtype; returns x."""
+    """Adds `added`, of the same shape and dtype, to x, contiguous float32 or bfloat16, in place; returns x."""
     assert x.is_contiguous()
     added = added.contiguous()
     _add(x.data_ptr(), added.data_ptr(), x.numel(), DTYPES[x.dtype])
@@ -29,7 +29,7 @@ def scale(x: Tensor, factor: float) -> Tensor:
 
 
 def widened(x: Tensor) -> Tensor:
-    """The same numbers, of float32 or bfloat16, in float32."""
+    """Converts float32 or bfloat16 to float32."""
     x, out = x.contiguous(), torch.empty(x.shape)
     _widen(x.data_ptr(), out.data_ptr(), x.numel(), DTYPES[x.dtype])
     return out

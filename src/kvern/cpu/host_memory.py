@@ -1,4 +1,4 @@
-"""How much memory of the host a process may still take, and how many processes take theirs of it."""
+"""The memory of the host that a process may still use, and the number of processes that share it."""
 
 import os
 from pathlib import Path
@@ -12,7 +12,7 @@ def total_memory() -> int:
 
 
 def processes_here(count: int) -> int:
-    """How many of `count` processes of kvern this machine has at most: all, but for other nodes of a Ray cluster."""
+    """The largest number of `count` kvern processes that run on this machine: all, unless Ray uses other nodes."""
     return min(count, int(os.environ.get(MOST_PROCESSES, count)))
 
 

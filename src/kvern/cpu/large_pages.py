@@ -1,6 +1,6 @@
-"""Memory in large pages, for what every step reads: in small ones a core waits for the addresses of pages, too.
+"""Memory in large pages for the data that every step reads: with small pages a core also waits for page addresses.
 
-A system without large pages, or that is told not to give any, gives small ones.
+A system without large pages, or with large pages disabled, gives small ones.
 """
 
 import contextlib
@@ -13,21 +13,21 @@ from torch import Tensor
 
 PAGE_BYTES = 2 << 20
 CHUNK_BYTES = 32 << 20
-"""Of the system's memory, for tensors one behind the other."""
+"""The size of an allocation from the system, which holds several tensors."""
 ALIGNMENT = 64
 """Bytes of a cache line."""
 
 
 class _Chunk(threading.local):
     left = torch.empty(0, dtype=torch.uint8)
-    """What no tensor has of the chunk that was taken last; the tensors keep the chunk alive."""
+    """The unused rest of the newest chunk; tensors keep their chunk alive."""
 
 
 _chunk = _Chunk()
 
 
 def zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Of the system's own: memory is taken when it is used, a page at a time."""
+    """Zeros in memory of their own: the system provides a page when it is first used."""
     size = math.prod(shape) * dtype.itemsize
     memory = mmap.mmap(-1, size + PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):

@@ -10,8 +10,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-POINTER, INTEGER, CODE, NUMBER = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_float
-"""What functions take: addresses (None is null), counts and sizes, codes of dtypes and forms, float32 numbers."""
+POINTER = ctypes.c_void_p
+INTEGER = ctypes.c_int64
+CODE = ctypes.c_int32
+NUMBER = ctypes.c_float
+"""Argument types: addresses (None is null), counts and sizes, codes of dtypes and formats, float32 numbers."""
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2, torch.float8_e4m3fn: 3}
 """Codes of the dtypes of tensors, as `sources/numbers.h` has them."""
@@ -22,7 +25,7 @@ _recorded = False
 
 
 class Call(NamedTuple):
-    """A call of a function: its name, what it takes, and what it was given."""
+    """A recorded call of a function: its name, argument types and arguments."""
 
     name: str
     takes: tuple[Any, ...]
@@ -37,7 +40,7 @@ _noted = _Noted()
 
 
 def load(path: Path, threads: int) -> None:
-    """Load the library, once in a process, and let it compute with so many threads. Raises OSError."""
+    """Loads the library, once per process, and sets the number of threads. Raises OSError."""
     global _loaded
     if _loaded is None or _loaded._name != str(path):
         _loaded = ctypes.CDLL(str(path))
@@ -46,10 +49,7 @@ def load(path: Path, threads: int) -> None:
 
 
 def function(name: str, *takes: Any) -> Callable[..., None]:
-    """A function of the library that returns nothing, by name and by what it takes; it is looked up when called first.
-
-    Other threads of Python run meanwhile.
-    """
+    """A function of the library that returns nothing; it is looked up at its first call and releases the GIL."""
 
     def call(*given: Any) -> None:
         symbol = _symbols.get(name)
@@ -79,7 +79,7 @@ def recorded() -> Iterator[None]:
 
 
 def is_recorded() -> bool:
-    """Whether PyTorch's profiler wants to see each function."""
+    """True if PyTorch's profiler records each function."""
     return _recorded
 
 
@@ -102,14 +102,14 @@ def replayed(name: str) -> int:
 
 
 def address(tensor: Tensor | None) -> int | None:
-    """Where a tensor begins; None stays None."""
+    """The address of a tensor's data; None for None."""
     return None if tensor is None else tensor.data_ptr()
 
 
 def close_to(found: Tensor, expected: Tensor, tolerance: float | None = None) -> None:
-    """Raise AssertionError if results are off by more than a share `tolerance` of the largest one.
+    """Raises AssertionError if results differ by more than `tolerance` times the largest number.
 
-    None: what the rounding of a result takes, of its dtype.
+    None: the rounding error of the results' dtype.
     """
     largest = expected.abs().max().item()
     error = (found.double() - expected.double()).abs().max().item() / largest

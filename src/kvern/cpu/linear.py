@@ -21,7 +21,7 @@ _linear_heads = function(
 )  # fmt: skip
 
 BLOCK = 16
-"""Outputs are stored in blocks of so many."""
+"""The number of outputs in a stored block."""
 NO_ACTIVATION = -1
 
 
@@ -38,7 +38,7 @@ class PackedWeight(NamedTuple):
 
 
 def pack(weight: Tensor, *, gated: bool = False) -> PackedWeight:
-    """Of `weight [outputs, inputs]`, float32 or bfloat16."""
+    """Packs `weight [outputs, inputs]`, float32 or bfloat16."""
     outputs, inputs = weight.shape
     halves, per_step = 1 + gated, 4 // weight.itemsize
     columns, steps = -(-outputs // (halves * BLOCK)) * halves * BLOCK, -(-inputs // per_step)
@@ -62,18 +62,19 @@ def unpack(packed: PackedWeight, ids: Tensor | None = None, first: int = 0) -> T
 
 
 def linear(x: Tensor, packed: PackedWeight, bias: Tensor | None, dtype: torch.dtype | None = None) -> Tensor:
-    """Multiply: `x [T, inputs] -> [T, outputs]`, with `bias [outputs]` added. All have the dtype of the weight.
+    """Computes `x [T, inputs] @ weight.T + bias [outputs]`, [T, outputs]; all have the dtype of the weight.
 
-    dtype      of the results, float32 or x's; None: x's. Sums are float32.
-    The results of a row are the same, bit by bit, whatever rows are beside it, and with any number of threads.
+    `dtype` of the results is float32 or x's; None: x's. Sums are float32. The results of a row are bit-identical for
+    any
+    other rows in the batch and any number of threads.
     """
     return _multiply(x, packed, bias, packed.outputs, NO_ACTIVATION, dtype or x.dtype)
 
 
 def gated_linear(x: Tensor, packed: PackedWeight, bias: Tensor | None, activation: int) -> Tensor:
-    """As `linear`, then `activation(gate) * up`: `x [T, inputs] -> [T, outputs / 2]`. It has to be packed as gated.
+    """Computes `activation(gate) * up`, [T, outputs / 2], for x [T, inputs] and a weight that is packed as gated.
 
-    activation of `kvern.cpu.activation.KINDS`; gate and up are float32 until they are multiplied
+    `activation`: a code of `kvern.cpu.activation.KINDS`. Gate and up are float32 until they are multiplied.
     """
     return _multiply(x, packed, bias, packed.outputs // 2, activation, x.dtype)
 
@@ -102,16 +103,16 @@ class PackedHeads(NamedTuple):
 
 
 def pack_heads(weights: Tensor) -> PackedHeads:
-    """Of `weights [heads, outputs, inputs]`, float32 or bfloat16."""
+    """Packs `weights [heads, outputs, inputs]`, float32 or bfloat16."""
     _, outputs, inputs = weights.shape
     numbers = torch.stack([pack(weight).numbers for weight in weights.contiguous()])
     return PackedHeads(numbers, outputs, inputs)
 
 
 def linear_heads(packed: PackedHeads, x: Tensor) -> Tensor:
-    """Multiply each head by its own matrix: `x [T, heads, inputs]`, with any gaps, `-> [T, heads, outputs]`.
+    """Multiplies each head by its own matrix: `x [T, heads, inputs]`, with any strides, to `[T, heads, outputs]`.
 
-    As of `linear`, the results of a row are the same whatever is beside it.
+    As with `linear`, the results of a row do not depend on other rows.
     """
     numbers, outputs, inputs = packed
     rows, heads, given = x.shape

@@ -52,7 +52,7 @@ _multiply_groups = function(
 
 
 def side_by_side(rows: Tensor, together: int = 1) -> Tensor:
-    """`[outputs, N] -> [outputs / 16, N / together, 16, together]`, both rounded up, with zeros behind the last."""
+    """Reorders `[outputs, N]` to `[outputs / 16, N / together, 16, together]`, padded with zeros."""
     outputs, width = rows.shape
     plain = rows.view(torch.int8) if rows.itemsize == 1 else rows
     padded = F.pad(plain, (0, -width % together, 0, -outputs % LANES))
@@ -61,7 +61,7 @@ def side_by_side(rows: Tensor, together: int = 1) -> Tensor:
 
 
 def rows_of(lanes: Tensor, index: Tensor) -> Tensor:
-    """The rows of an index [N] int64 that were put `side_by_side`: `[N, width]`, rounded up to what stands together."""
+    """The rows of an index [N] int64 of a matrix that was put `side_by_side`: `[N, width]`, with its padding."""
     plain = lanes.view(torch.int8) if lanes.itemsize == 1 else lanes
     return plain[index // LANES, :, index % LANES].flatten(1).view(lanes.dtype)
 
@@ -97,16 +97,16 @@ def multiply_int8(
 
 
 class Groups(NamedTuple):
-    """A matrix `[outputs, inputs]` of codes with scales for groups of its rows' inputs, all but `order` `side_by_side`.
+    """A quantized matrix `[outputs, inputs]` with scales for groups of inputs; all but `order` are `side_by_side`.
 
-    codes        of four bits, two in a byte, the low ones first, or int8: bytes, STEP of them together
-    numbers      what the 16 codes of four bits stand for; None: codes are int8 and stand for themselves
+    codes        4-bit codes, two in a byte, the low ones first, or int8: STEP bytes together
+    numbers      values of the 16 codes; None: codes are int8 and stand for themselves
     scale, zero  for each group, of a dtype of KINDS: a number is (number - zero) * scale
-    group        so many inputs, a multiple of 8, or of 4 of int8
+    group        inputs of a group, a multiple of 8, or of 4 for int8
     order        [inputs] int32: column i multiplies the activation `order[i]`
-    factor       [outputs] float32 multiplies rows
-    outer        float16, of runs of groups: multiplies their scales
-    outer_zero   the same: a number is number * scale * outer - zero * outer_zero
+    factor       [outputs] float32, multiplies rows
+    outer        float16, multiplies the scales of runs of groups
+    outer_zero   of the same shape: a number is number * scale * outer - zero * outer_zero
     """
 
     codes: Tensor
@@ -152,7 +152,9 @@ class GroupsProduct:
         self._of_output: dict[int, _Description] = {}
 
     def __call__(self, x: Tensor, bias: Tensor | None, first: int, outputs: int) -> Tensor:
-        """`x [T, inputs]`, float32 or bfloat16, without gaps -> [T, outputs]: those from `first`, a multiple of 16."""
+        """Multiplies contiguous `x [T, inputs]`, float32 or bfloat16: [T, outputs], from output `first`, a multiple of
+        16.
+        """
         rows = x.shape[0]
         out = x.new_empty(rows, outputs)
         described = self._of_output.get(first) or self._describe(first)
@@ -176,7 +178,7 @@ class GroupsProduct:
 
 
 def rounded_in_runs(x: Tensor, run: int) -> Tensor:
-    """`[T, inputs]` float64: what activations are rounded to, so many with a scale, by PyTorch."""
+    """The rounded activations, [T, inputs] float64, with one scale for each `run` inputs, computed by PyTorch."""
     runs = x.float().view(len(x), -1, run)
     scale = (runs.abs().amax(-1, keepdim=True) / 127).clamp_min(1e-12)
     return ((runs / scale).round().double() * scale).flatten(-2)

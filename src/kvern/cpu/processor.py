@@ -1,4 +1,4 @@
-"""Which instructions kernels for a CPU use: those of the processor, or those that KVERN_CPU_ISA names."""
+"""The instruction sets for CPU kernels: those of the processor, or those that KVERN_CPU_ISA names."""
 
 import os
 import platform
@@ -12,11 +12,11 @@ VARIABLE = "KVERN_CPU_ISA"
 
 
 class Isa(NamedTuple):
-    """A set of instructions that includes those before it.
+    """An instruction set that includes the ones before it.
 
-    name      as KVERN_CPU_ISA has it
-    features  what /proc/cpuinfo has to name beside the features of those before
-    flags     of a compiler
+    name      its name in KVERN_CPU_ISA
+    features  features that /proc/cpuinfo must name in addition
+    flags     compiler flags
     """
 
     name: str
@@ -34,19 +34,21 @@ X86 = (
     Isa("avx512_bf16", frozenset({"avx512_bf16", "avx512vbmi"}), _BF16),
     Isa("amx", frozenset({"amx_bf16", "amx_tile"}), _BF16),
 )
-"""With `amx`, oneDNN multiplies plain bfloat16; kvern's kernels are those of `avx512_bf16`."""
+"""The instruction sets of x86-64. With `amx`, oneDNN multiplies plain bfloat16; kvern's own kernels use
+`avx512_bf16`.
+"""
 ARM = (Isa("neon", frozenset(), ("-march=armv8-a",)),)
 OTHERS = (Isa("scalar", frozenset(), ()),)
 KNOWN = tuple(dict.fromkeys(isa.name for isa in (*X86, *ARM)))
 
 
 def all_isas() -> tuple[Isa, ...]:
-    """Of processors of this kind, each with those before it."""
+    """All instruction sets of this architecture, in ascending order."""
     return {"x86_64": X86, "amd64": X86, "aarch64": ARM, "arm64": ARM}.get(platform.machine().lower(), OTHERS)
 
 
 def usable_isas() -> tuple[Isa, ...]:
-    """Those that this processor has; the last one is all that it can do."""
+    """The instruction sets that this processor has; the last one is the best."""
     found: list[Isa] = []
     for isa in all_isas():
         if not isa.features <= features():
@@ -71,13 +73,13 @@ def forced_isa() -> Isa | None:
 
 
 def chosen_isa() -> Isa:
-    """What kernels use. Raises ConfigError."""
+    """The instruction set that kernels use. Raises ConfigError."""
     return forced_isa() or usable_isas()[-1]
 
 
 @cache
 def features() -> frozenset[str]:
-    """What /proc/cpuinfo says that the processor can do; nothing where there is no such file."""
+    """The processor's features by /proc/cpuinfo; empty without that file."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

@@ -1,4 +1,4 @@
-"""What ranks on one machine's CPUs say to each other, through memory that they share."""
+"""Collective operations of CPU ranks on one machine, through shared memory."""
 
 import ctypes
 import mmap
@@ -18,13 +18,13 @@ _beside = function("kvern_ranks_beside", POINTER, POINTER, POINTER, INTEGER, INT
 _first = function("kvern_ranks_first", POINTER, POINTER, INTEGER)
 
 LOOK_SECONDS = 0.005
-"""How often a rank looks whether the first one has made the memory."""
+"""The interval at which a rank looks for the memory of the first rank."""
 LOSSES = ("did not come within {} s", "has ended", "computes another step than this one")
-"""How a rank was lost, as `sources/ranks.cpp` counts it."""
+"""Reasons for a lost rank, in the order of the codes in `sources/ranks.cpp`."""
 
 
 class _Ranks(ctypes.Structure):
-    """As `sources/ranks.cpp` has it."""
+    """The struct of this name in `sources/ranks.cpp`."""
 
     _fields_ = [
         ("memory", POINTER),
@@ -38,14 +38,15 @@ class _Ranks(ctypes.Structure):
 
 
 class SharedMemory:
-    """Rank `rank` of `size`, which meet in `file`: the first one makes it, and removes it when all have come.
+    """Shared memory of rank `rank` of `size`; `file` is made by the first rank and removed when all have opened it.
 
-    Methods do what those of `kvern.ranks.ranks.Ranks` do. Captured calls that are made again raise nothing,
-    and `check` says whether a rank was missing, from when on nothing is computed any more.
+    Methods do what those of `kvern.ranks.ranks.Ranks` do. Replayed calls raise nothing: `check` reports a lost rank,
+    after
+    which nothing is computed any more.
     """
 
     def __init__(self, file: Path, rank: int, size: int, seconds: float) -> None:
-        """Wait for the others, here and each time, so many seconds at most. Raises RuntimeError and OSError."""
+        """Waits at most `seconds` for the other ranks, here and in each operation. Raises RuntimeError and OSError."""
         self._seconds, count = seconds, ctypes.c_int64()
         _bytes(ctypes.addressof(count), size)
         self._memory = _make(file, count.value) if rank == 0 else _find(file, seconds)
@@ -59,7 +60,7 @@ class SharedMemory:
                 file.unlink(missing_ok=True)
 
     def sum(self, x: Tensor) -> Tensor:
-        """Of float32 or bfloat16; added up in float32, in the order of the ranks."""
+        """The sum of float32 or bfloat16 over all ranks, accumulated in float32 in the order of the ranks."""
         x = x.contiguous()
         _sum(self._address, x.data_ptr(), x.numel(), DTYPES[x.dtype])
         self.check()
@@ -75,7 +76,7 @@ class SharedMemory:
         return out
 
     def first(self, x: Tensor) -> Tensor:
-        """What the first rank has."""
+        """Copies the tensor of the first rank to all ranks."""
         assert x.is_contiguous()
         _first(self._address, x.data_ptr(), x.nbytes)
         self.check()

@@ -1,9 +1,9 @@
-"""Which groups of kernels work on this machine, without waiting for any to be built.
+"""Tells which groups of kernels work on this machine, without waiting for a build.
 
     python -m kvern.cpu.ready FOLDER
 
-builds and checks them now, below a cache folder, as a first start has it done in the background. What was found stands
-beside the library.
+builds and checks them now, below a cache folder, as the first start does in the background. The results are stored with
+the library.
 """
 
 import fcntl
@@ -30,19 +30,19 @@ logger = logging.getLogger("kvern")
 CHECK_TIMEOUT = 120
 """Seconds for all checks: far more than a slow machine that is busy takes."""
 PROBLEMS_HOLD = 24 * 60 * 60
-"""Seconds before what failed is tried again: it may have been for want of memory or time."""
+"""Seconds until a failure is tried again, because it may have been a lack of memory or time."""
 KEPT = 8
 """Libraries in a folder: of compilers, versions of kvern and machines that share it."""
 INSTEAD = "PyTorch does the work of kvern's kernels for this CPU, several times more slowly"
 
 
 class Record(msgspec.Struct):
-    """What was found: why nothing could be compiled; else by group what is wrong with it, "" if nothing is."""
+    """Results of a build: the compile error, or the fault of each group, "" if it has none."""
 
     error: str = ""
     groups: dict[str, str] = {}
     digest: str = ""
-    """Of the library, which another program may have changed or cut short."""
+    """A digest of the library, which another program may have changed or truncated."""
 
 
 def working_groups(folder: Path, threads: int) -> frozenset[str]:
@@ -95,7 +95,7 @@ def working_groups(folder: Path, threads: int) -> frozenset[str]:
 
 
 def build(folder: Path) -> None:
-    """Build and check the kernels, if nobody else does or has; who waits for another sees what was found.
+    """Builds and checks the kernels once; a process that finds another at work waits for its results.
 
     Raises BuildError without a compiler, OSError where the folder cannot be written to, and ConfigError.
     """
@@ -123,7 +123,7 @@ def _lock_file(path: Path) -> Path:
 
 
 def _read(path: Path) -> Record | None:
-    """What was found, unless it was of a library that is gone or another by now."""
+    """The stored results, unless their library is gone or has changed."""
     try:
         record = msgspec.json.decode(path.with_suffix(".json").read_bytes(), type=Record)
         return record if record.error or record.digest == _digest(path) else None
@@ -136,13 +136,13 @@ def _digest(path: Path) -> str:
 
 
 def _is_due(path: Path, record: Record) -> bool:
-    """Whether what failed is to be tried again."""
+    """True if a failure should be tried again."""
     age = time.time() - path.with_suffix(".json").stat().st_mtime
     return age > PROBLEMS_HOLD and bool(record.error or any(record.groups.values()))
 
 
 def _forget_unused(folder: Path) -> None:
-    """Remove the files of all libraries but those that were used last."""
+    """Removes the files of all libraries except those that were used last."""
     used: dict[str, float] = {}
     with suppress(OSError):  # of another process that removes them
         for file in folder.glob("kernels-*"):
@@ -186,7 +186,7 @@ def _text(output: str | bytes | None) -> str:
 
 
 def main() -> None:
-    """The command above, with what engines leave of the processor."""
+    """Runs the command above at low priority, so that engines keep the processor."""
     os.nice(10)
     try:
         build(Path(sys.argv[1]))

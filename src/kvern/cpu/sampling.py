@@ -1,7 +1,7 @@
-"""From logits to tokens, a call for all rows of a step: constraints, masks, the choice, log-probabilities.
+"""Sampling in one call for all rows of a step: constraints, masks, the choice of tokens, log-probabilities.
 
-They compute what `sample.constraints`, `structured.masks`, `sample.sampler` and `sample.logprobs` do, but for DRY, rare
-filters and beams.
+The results are those of `sample.constraints`, `structured.masks`, `sample.sampler` and `sample.logprobs`, except for
+DRY, rare filters and beams.
 """
 
 import ctypes
@@ -22,7 +22,7 @@ _logprobs = function("kvern_logprobs", *(POINTER,) * 6, INTEGER, INTEGER, INTEGE
 
 SAMPLED = ("seeds", "top_k", "temperature", "top_p", "min_p", "typical_p")
 CONSTRAINED = ("changes", "prompt_lengths", "lists", "repetition", "presence", "frequency")
-"""Of `Rows`, in the order in which C++ has them."""
+"""The fields of `Rows` in the order of the C++ struct."""
 
 
 class Rows(Protocol):
@@ -70,7 +70,7 @@ class RowSampler:
         )  # fmt: skip
 
     def write(self, slots: Tensor, positions: Tensor, chosen: Tensor) -> None:
-        """Let the rows go on with what was chosen for them, [N] int64."""
+        """Appends the chosen tokens [N] int64 to their rows."""
         tokens = self.tokens
         _write(
             tokens.data_ptr(), tokens.stride(0), slots.data_ptr(), positions.data_ptr(), chosen.data_ptr(), len(chosen)
@@ -78,9 +78,9 @@ class RowSampler:
 
 
 class DecodeInputs(NamedTuple):
-    """What a model reads of requests with one token each, `[R]` int64: see `device.input_batch`.
+    """The model's inputs for requests with one token each, `[R]` int64; see `device.input_batch`.
 
-    `following`: the positions of the tokens that are chosen.
+    `following`: the positions of the tokens that are sampled.
     """
 
     token_ids: Tensor
@@ -90,7 +90,7 @@ class DecodeInputs(NamedTuple):
 
 
 def read_decodes(requests: Tensor, tokens: Tensor, block_table: Tensor, block_size: int) -> DecodeInputs:
-    """Of requests [2 or more, R] int64: slots and positions. The tables, [slots, ...] int32, may have gaps."""
+    """Slots and positions of requests, [2 or more, R] int64. The tables [slots, ...] int32 may have gaps."""
     count = requests.shape[1]
     inputs = DecodeInputs(*(torch.empty(count, dtype=torch.int64) for _ in DecodeInputs._fields))
     _read(
@@ -118,7 +118,7 @@ def restrict(logits: Tensor, rows: Tensor, masks: Tensor) -> None:
 
 
 def logprobs(logits: Tensor, tokens: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Of `tokens` [N] int64, and of the `count` most probable ones, under logits [N, vocabulary].
+    """Log-probabilities of `tokens` [N] int64 and of the `count` most probable ones, from logits [N, vocabulary].
 
     Log-probabilities [N] float32, ranks [N] int64, ids [N, count] int64 of the most probable ones, their
     log-probabilities. Of equally probable tokens the one with the lowest id comes first.
@@ -145,7 +145,7 @@ class _ThreeRows:
     top_p, min_p, typical_p = torch.tensor([[1.0, 1.0, 0.9], [0.0, 0.0, 0.1], [1.0, 1.0, 0.8]])
     repetition, presence, frequency = torch.tensor([[1.0, 2.0, 1.0], [0.0, 0.5, 0.5], [0.0, 0.25, 0.25]])
     ban = torch.tensor([0, 0, 1, 1000, 0, 0, 3], dtype=torch.int32)
-    """As `kvern.device.row_lists` makes it: no biases, one token that ends, from position 1000 on."""
+    """Three rows as `kvern.device.row_lists` makes them: no biases, one token that ends, from position 1000 on."""
     lists = torch.tensor([0, 0, ban.data_ptr()])
 
 

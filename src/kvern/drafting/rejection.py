@@ -1,12 +1,11 @@
-"""Drafts that were drawn from known probabilities, accepted more often than by chance alone.
+"""Speculative sampling: acceptance of drafts that were sampled from known probabilities.
 
-    draft, drawn from the drafter's q  --with the chance p(draft) / q(draft), or 1-->  it is the token
-                                       --else-->  the token is drawn from max(0, p - q), where the draft has none
+    draft, sampled from the drafter's q  --with probability min(1, p(draft) / q(draft))-->  it is the token
+                                         --otherwise-->  the token is sampled from max(0, p - q)
 
-That is speculative sampling (Leviathan et al. 2023, Chen et al. 2023): the token has the model's probabilities p, and
-among all ways to have them the draft is accepted most often. Which token it is depends on the draft; it is the same
-again for the same seed, position and draft. A draft that nobody drew is a q of one token: it is then accepted with its
-probability, and the others are drawn in theirs if not, which is what `sampler.sample` does without being told.
+The token then follows the model's probabilities p, and the draft is accepted as often as that allows (Leviathan et al.
+2023, Chen et al. 2023). The token depends on the draft; it is the same for the same seed, position and draft. Drafts
+without probabilities, such as n-grams, need none of this: `sampler.sample` already accepts them with probability p.
 """
 
 from collections.abc import Iterable, Sequence
@@ -24,9 +23,9 @@ from kvern.sample.sampler import draw, probabilities
 
 @dataclass(frozen=True)
 class DrawnDrafts:
-    """Drafts of a step that were drawn from `probabilities` [D, vocabulary] float32, which sum to 1.
+    """Drafts of a step that were sampled from `probabilities` [D, vocabulary] float32, which sum to 1.
 
-    `places` [D]: of the S tokens that the step samples, those in whose places they stand.
+    `places` [D]: indices of these drafts among the S tokens that the step samples.
     """
 
     places: Sequence[int]
@@ -34,18 +33,18 @@ class DrawnDrafts:
 
 
 class Drawn:
-    """What drafts that stand in rows were drawn from, kept by who draws them until they are verified."""
+    """The probabilities from which the current drafts of all rows were sampled, kept until the drafts are verified."""
 
     def __init__(self) -> None:
         self._drawn: list[tuple[dict[int, int], torch.Tensor]] = []
-        """By how far ahead they are: the row of each slot, and probabilities."""
+        """One entry for each draft position: the row of each slot, and the probabilities."""
 
     def clear(self) -> None:
-        """Others are drawn."""
+        """Forgets all drafts, before new ones are sampled."""
         self._drawn.clear()
 
     def forget(self, slots: Iterable[int]) -> None:
-        """Other drafts stand in these rows, or none."""
+        """Forgets the drafts of these slots."""
         for slot in slots:
             for rows, _ in self._drawn:
                 rows.pop(slot, None)
@@ -53,18 +52,18 @@ class Drawn:
     def draw(
         self, logits: torch.Tensor, rows: BatchRows, slots: Sequence[int], positions: torch.Tensor
     ) -> torch.Tensor:
-        """The next draft of each of these rows, [N] int64, as `sampler.sample` draws it; arguments as there."""
+        """Samples the next draft of each row, [N] int64, with the arguments of `sampler.sample`."""
         theirs = probabilities(logits, rows, slots, positions)
         self.keep(slots, theirs)
         seeds = rows.seeds[upload(slots, torch.int64, logits.device)]
         return draw(theirs, uniform(seeds, positions, torch.arange(logits.shape[-1], device=logits.device)[None]))
 
     def keep(self, slots: Sequence[int], probabilities: torch.Tensor) -> None:
-        """Of the next draft of each of these rows of the batch: [N, vocabulary] float32, which sum to 1."""
+        """Keeps the probabilities [N, vocabulary] float32, which sum to 1, of the next draft of each slot."""
         self._drawn.append(({slot: row for row, slot in enumerate(slots)}, probabilities))
 
     def of(self, scheduled: Sequence[ScheduledTokens]) -> DrawnDrafts | None:
-        """Of the drafts that a step verifies; None: of none of them."""
+        """The drafts that a step verifies; None if none was sampled here."""
         firsts = accumulate((item.sampled for item in scheduled), initial=0)
         runs = [(first, item) for first, item in zip(firsts, scheduled, strict=False) if item.sampled > 1]
         places, found = [], []
@@ -84,11 +83,11 @@ def accept(
     positions: torch.Tensor,
     drawn: DrawnDrafts,
 ) -> None:
-    """Replace the tokens `chosen` [S] int64 where drafts were drawn: by the draft, or by another token.
+    """Replaces tokens of `chosen` [S] int64 at sampled drafts: by the draft, or by another token.
 
     logits     [S, vocabulary], after constraints and masks
     slots      S rows of the batch
-    positions  [S] int64, of the tokens that are chosen; the rows have the drafts there
+    positions  [S] int64 positions of the chosen tokens, at which the rows hold the drafts
     """
     index = upload(drawn.places, torch.int64, logits.device)
     slot = upload([slots[place] for place in drawn.places], torch.int64, logits.device)
@@ -101,10 +100,10 @@ def accept(
 def verdicts(
     own: torch.Tensor, theirs: torch.Tensor, drafts: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor
 ) -> torch.Tensor:
-    """The tokens [D] int64: the `drafts` [D] where they are accepted, else others.
+    """The tokens [D] int64: each of `drafts` [D] if it is accepted, else another token.
 
-    own, theirs       [D, vocabulary] float32: probabilities of the model and of the drafter
-    seeds, positions  [D] int64: what random numbers depend on, others than those by which drafts are drawn
+    own, theirs       [D, vocabulary] float32 probabilities of the model and of the drafter
+    seeds, positions  [D] int64, from which random numbers are derived that the drafter did not use
     """
     vocabulary = own.shape[-1]
     numbers = uniform(mixed(seeds), positions, torch.arange(vocabulary + 1, device=own.device)[None])

@@ -1,9 +1,9 @@
-"""Which drafts are accepted: those in whose places the same tokens are sampled, as far as all before them are.
+"""Verification of drafts: a draft is accepted if it equals the token sampled at its position and so do all before it.
 
-    known token, draft, draft, draft  --one step-->  sampled behind each of them:  a, b, c, d
-                   a      x      c                   kept: a and b, as b was sampled behind what is right
+    known token, draft, draft, draft  --one step-->  sampled after each of them:  a, b, c, d
+                   a      x      c                   kept: a and b, because b was sampled after correct tokens
 
-On a GPU the host does not wait for it: rows count on the device how many of their tokens are computed.
+On a GPU the host does not wait for the result: rows count their computed tokens on the device.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,9 +19,9 @@ from kvern.request.step import ScheduledTokens
 
 
 class GuessedDrafts(NamedTuple):
-    """What the host reads of drafts that were written to A rows, once the device's work so far is done.
+    """New drafts of A rows, copied to the host when the device has finished its work so far.
 
-    counts  of each of these slots, in order
+    counts  number of drafts for each slot, in order
     tokens  [A, most] int32, on the host
     """
 
@@ -29,13 +29,13 @@ class GuessedDrafts(NamedTuple):
     tokens: torch.Tensor
 
     def by_slot(self) -> dict[int, list[int]]:
-        """As in ModelRunnerOutput."""
+        """The drafts of each slot, as in `ModelRunnerOutput`."""
         rows = zip(self.counts.items(), self.tokens.tolist(), strict=True)
         return {slot: row[:count] for (slot, count), row in rows}
 
 
 def guessed_drafts(rows: BatchRows, scheduled: Sequence[ScheduledTokens]) -> GuessedDrafts | None:
-    """What rows go on with behind their newest tokens, as far as a step asks for drafts; None: it asks for none."""
+    """The drafts that follow the newest tokens of the rows, if the step asks for any; else None."""
     counts = {item.slot: item.guesses for item in scheduled if item.sampled and item.guesses}
     if not counts:
         return None
@@ -47,9 +47,9 @@ def guessed_drafts(rows: BatchRows, scheduled: Sequence[ScheduledTokens]) -> Gue
 
 
 def read_drafts(rows: BatchRows, scheduled: Sequence[ScheduledTokens]) -> Callable[[], list[int]]:
-    """The drafts in the places of the tokens that a step samples, [S], as rows have them now; a call waits for them.
+    """A function that waits for and returns [S] drafts: those at the positions that a step samples.
 
-    Where no draft stands, any number.
+    The number is arbitrary where a position has no draft.
     """
     runs = [
         (place, item.count - behind) for place, item in enumerate(scheduled) for behind in range(item.sampled)[::-1]
@@ -68,14 +68,14 @@ def verify(
     sampled: torch.Tensor,
     unknown: Sequence[int] = (),
 ) -> torch.Tensor | None:
-    """How many of the tokens that were sampled for each of R requests are kept, [R] int64; None: all.
+    """The number of sampled tokens that are kept for each of R requests, [R] int64; None: all are kept.
 
-    starts            [R] int32, where each begins
-    slots, positions  [S] integers, row and position of each token that is sampled
-    sampled           [S] int64, the tokens, not yet written to the rows
-    unknown           those of the S in whose places drafts are not accepted, whatever was sampled
+    starts            [R] int32, first position of each request
+    slots, positions  [S] integers, row and position of each sampled token
+    sampled           [S] int64, the sampled tokens, not yet written to the rows
+    unknown           indices into the S tokens at which drafts are always rejected
 
-    The rows remember what is computed of them.
+    This also advances the number of computed tokens of each row.
     """
     runs = [item.sampled for item in scheduled]
     longest = max(runs)
@@ -101,9 +101,10 @@ def verify(
 def kept_of(
     scheduled: Sequence[ScheduledTokens], drafts: Sequence[Sequence[int]], sampled: Sequence[int]
 ) -> list[list[int]]:
-    """For each request the tokens that are kept of what was `sampled` behind all tokens of a step, which the host has.
+    """The kept tokens of each request, for results that are on the host.
 
-    drafts  of each request, those that stood behind its first token
+    drafts   of each request, those after its first scheduled token
+    sampled  tokens sampled after each token of the step
     """
     kept, first = [], 0
     for item, guesses in zip(scheduled, drafts, strict=True):

@@ -1,4 +1,4 @@
-"""What may follow each beam of a batch: found on the device, read on the host when the step's result is."""
+"""Candidate tokens for the next step of beam search, computed on the device and read on the host with the result."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -11,14 +11,14 @@ from kvern.request.step import BeamCandidates, Logprob, NewRequest, TokenLogprob
 
 
 def candidate_count(request: NewRequest) -> int:
-    """Next tokens of a beam that can matter: as many as beams go on, and before them those that may end it."""
+    """The number of candidates of a beam: its width, plus one for each token or string that can end a beam."""
     params = request.params
     width = params.beam_width or 0
     return width + (width if params.stop_strings else 0) + len(request.spec.stop_token_ids)
 
 
 MostProbable = Callable[[torch.Tensor, int], tuple[torch.Tensor, torch.Tensor]]
-"""What `most_probable` is."""
+"""The signature of `most_probable`."""
 
 
 def most_probable(logits: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -29,7 +29,7 @@ def most_probable(logits: torch.Tensor, count: int) -> tuple[torch.Tensor, torch
 
 @dataclass(frozen=True)
 class CandidateLogprobs:
-    """Under the model's own logits, of N beams: their candidates [N, K] and the most probable tokens [N, most]."""
+    """Log-probabilities of N beams, from the logits before constraints: candidates [N, K] and best tokens [N, most]."""
 
     logprobs: torch.Tensor
     ranks: torch.Tensor
@@ -38,7 +38,7 @@ class CandidateLogprobs:
 
     @classmethod
     def of(cls, logits: torch.Tensor, ids: torch.Tensor, most: int) -> "CandidateLogprobs":
-        """For logits [N, vocabulary] and candidates [N, K], on their way to the host."""
+        """Computes them from logits [N, vocabulary] for candidates [N, K] and starts their copy to the host."""
         logprobs = logits.float().log_softmax(-1)
         chosen = logprobs.gather(1, ids)
         ranks = torch.stack([(logprobs > chosen[:, place : place + 1]).sum(-1) + 1 for place in range(ids.shape[1])], 1)
@@ -46,7 +46,7 @@ class CandidateLogprobs:
         return cls(fetch(chosen), fetch(ranks), fetch(best.indices), fetch(best.values))
 
     def entry(self, row: int, place: int, token: int, count: int) -> TokenLogprobs:
-        """Of one candidate, then of the `count` most probable tokens."""
+        """The log-probability of one candidate, then those of the `count` most probable tokens."""
         entry = {token: Logprob(float(self.logprobs[row, place]), int(self.ranks[row, place]))}
         best = zip(self.best_ids[row, :count].tolist(), self.best[row, :count].tolist(), strict=True)
         for rank, (other, value) in enumerate(best, 1):
@@ -65,10 +65,10 @@ class DeviceCandidates:
         slots: Sequence[int],
         most_probable: MostProbable = most_probable,
     ) -> None:
-        """`logits` [S, vocabulary] of the rows `slots` that sample, and as they were before constraints and masks.
+        """`logits` [S, vocabulary] belong to the sampled `slots`; `original` are the logits before constraints and
+        masks.
 
-        The latter may be None if nobody asked for log-probabilities. `most_probable` computes what the function here
-        does.
+        `original` may be None if no request asks for log-probabilities. `most_probable` may be replaced by a kernel.
         """
         self._requests = {slot: rows.request(slot) for slot in slots if rows.request(slot).params.beam_width}
         self._counts = [candidate_count(request) for request in self._requests.values()]
@@ -87,7 +87,7 @@ class DeviceCandidates:
             self._reported = CandidateLogprobs.of(original, ids.long(), most)
 
     def by_slot(self) -> dict[int, BeamCandidates]:
-        """When they have arrived."""
+        """Waits for the copy and returns the candidates of each slot."""
         found = {}
         rows = zip(self._requests.items(), self._ids.tolist(), self._logprobs.tolist(), strict=True)
         for row, ((slot, request), ids, logprobs) in enumerate(rows):
@@ -102,7 +102,7 @@ class DeviceCandidates:
 
 @dataclass(frozen=True)
 class ReportedEntry:
-    """Makes what is reported of one beam's candidates: few of them are chosen."""
+    """Makes the log-probabilities of one beam's candidates on demand, because few of them are chosen."""
 
     logprobs: CandidateLogprobs
     row: int

@@ -1,6 +1,6 @@
-"""What requests ask of the logits before a token is chosen: bans, biases and penalties.
+"""Token bans, logit biases and penalties, applied to the logits before a token is sampled.
 
-On a GPU `kernels.constraints` does the same, on a CPU `cpu.sampling`, but for DRY.
+This is the reference in PyTorch. `kernels.constraints` (GPU) and `cpu.sampling` do the same, except for DRY.
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ BANNED = float("-inf")
 
 
 def is_constrained(request: NewRequest) -> bool:
-    """Whether the request asks for bans, biases or penalties of tokens."""
+    """True if the request has bans, biases or penalties of tokens."""
     return _bans_or_biases(request) or request.params.penalizes_tokens
 
 
@@ -26,7 +26,7 @@ def _bans_or_biases(request: NewRequest) -> bool:
 
 
 def constrain(logits: torch.Tensor, rows: BatchRows, slots: Sequence[int], positions: Sequence[int]) -> None:
-    """Change `logits` [N, vocabulary] in place as each row's request asks; positions are those to be sampled."""
+    """Applies each request's constraints to `logits` [N, vocabulary] in place; `positions` are those to be sampled."""
     repeating = []
     for row, (slot, position) in enumerate(zip(slots, positions, strict=True)):
         request, tokens = rows.request(slot), rows.tokens[slot, :position]

@@ -1,15 +1,15 @@
-"""DRY ("don't repeat yourself"): a token that would go on with a repetition loses, the more the longer it is.
+"""DRY ("don't repeat yourself"): a penalty for tokens that would continue a repetition; it grows with its length.
 
     The cat sat on the mat. And again the cat sat on the | mat
-        -----------------                 --------------   would be the next of a repetition of 5 tokens
+        -----------------                 --------------   the next token of a repetition of 5 tokens
 
-What the text ends with is compared with what stands before every earlier place, of all rows at once: two runs of tokens
-are the same if their hashes are, and the length of a repetition is found bit by bit. So a step takes n log n for n
-tokens, whatever they are, and depends on nothing but them: nothing is remembered from step to step.
+The end of the text is compared with the text before every earlier position, for all rows at once. Two runs of tokens
+are equal if their hashes are, and a binary search over hashes finds the length of each repetition. A step takes
+O(n log n) for n tokens and keeps no state between steps.
 
-A breaker ends a repetition: only tokens behind the last one count. Breakers of several tokens are found by hashes as
-well, so each costs one comparison for each token, however long it is. DRY was proposed by p-e-w in 2024 for
-text-generation-webui; names and meanings are those of llama.cpp.
+A breaker ends a repetition: only tokens after the last breaker count. Breakers of several tokens are found by hashes
+too, at one comparison per token, whatever their length. DRY was proposed by p-e-w in 2024 for text-generation-webui;
+names and meanings are those of llama.cpp.
 """
 
 import functools
@@ -26,15 +26,15 @@ from kvern.request.sampling_params import SamplingParams
 from kvern.sample.random import mixed
 
 MOST_PENALTY = 1e9
-"""Powers stay finite, and a token that loses so much is still better than one that is banned."""
+"""Limit of a penalty: it stays finite, and a penalized token is still better than a banned one."""
 MOST_POWER = 1e30
-"""Of the base; times the largest multiplier it is finite, and times the smallest a number."""
+"""Limit of a power of the base: finite after the largest multiplier, and above zero after the smallest."""
 MOST_PLACES = 1 << 20
-"""Rows times tokens that are looked at in one go, some 100 bytes each."""
+"""Limit of rows times tokens in one computation, at about 100 bytes each."""
 FACTOR = 0x27BB2EE687B0B0FD
-"""Odd; weights of tokens in a hash are its powers (multiplier of a generator of 64 bits, L'Ecuyer 1999)."""
+"""An odd number whose powers are the weights of tokens in a hash (a 64-bit multiplier of L'Ecuyer 1999)."""
 INVERSE = (pow(FACTOR, -1, 1 << 64) + (1 << 63)) % (1 << 64) - (1 << 63)
-"""Of FACTOR modulo 2^64, as a number with a sign."""
+"""The inverse of FACTOR modulo 2^64, as a signed number."""
 
 
 def penalize_repetitions(
@@ -45,10 +45,10 @@ def penalize_repetitions(
     positions: Sequence[int],
     exact: torch.Tensor | None,
 ) -> None:
-    """Change the rows `members` of `logits` [N, vocabulary] in place.
+    """Applies the penalties of the rows `members` to `logits` [N, vocabulary] in place.
 
-    slots, positions   of all N: rows of the batch, and positions to be sampled
-    exact              [N] int64: the positions, where those on the host are bounds that are never below them
+    slots, positions   rows of the batch and positions to be sampled, for all N
+    exact              [N] int64 positions on the device, if those on the host are only upper bounds
     """
     groups: dict[Breakers | None, list[tuple[int, int]]] = {}
     for row in members:
@@ -91,14 +91,14 @@ def _recent(
 
 
 class Runs(NamedTuple):
-    """Hashes of runs of tokens of N rows: those before each place [N, width + 1], and powers of FACTOR [width + 1]."""
+    """Hashes of the tokens before each position of N rows, [N, width + 1], and powers of FACTOR, [width + 1]."""
 
     hashes: torch.Tensor
     weights: torch.Tensor
 
     @classmethod
     def of(cls, tokens: torch.Tensor) -> "Runs":
-        """Of tokens [N, width]."""
+        """Computes them for tokens [N, width]."""
         count, width = tokens.shape
         weights = _powers(FACTOR, width + 1, tokens.device)
         hashes = torch.zeros(count, width + 1, dtype=torch.int64, device=tokens.device)
@@ -114,7 +114,7 @@ def _powers(base: int, count: int, device: torch.device) -> torch.Tensor:
 
 
 def _since_break(recent: torch.Tensor, runs: Runs, breakers: Breakers | None) -> torch.Tensor:
-    """How many tokens stand behind the last breaker of each row, [N, 1]."""
+    """The number of tokens after the last breaker of each row, [N, 1]."""
     breaks = recent < 0
     if breakers is not None:
         breaks |= _table(breakers.tokens, recent.device)[recent.clamp(min=0)]
@@ -130,7 +130,7 @@ def _since_break(recent: torch.Tensor, runs: Runs, breakers: Breakers | None) ->
 
 @functools.lru_cache(16)
 def _sequence_hashes(sequences: Sequence[tuple[int, ...]], device: torch.device) -> list[tuple[int, torch.Tensor]]:
-    """The hashes of sequences by their length, as those of runs that begin at the first place."""
+    """Hashes of sequences, grouped by length, comparable with runs that begin at position 0."""
     by_length: dict[int, list[tuple[int, ...]]] = {}
     for sequence in sequences:
         by_length.setdefault(len(sequence), []).append(sequence[::-1])
@@ -143,13 +143,15 @@ def _sequence_hashes(sequences: Sequence[tuple[int, ...]], device: torch.device)
 
 @functools.lru_cache(16)
 def _table(tokens: bytes, device: torch.device) -> torch.Tensor:
-    """Whether each token of the vocabulary breaks, [vocabulary] bool."""
+    """True for each token of the vocabulary that is a breaker, [vocabulary] bool."""
     bits = np.unpackbits(np.frombuffer(tokens, dtype=np.uint8), bitorder="little")
     return upload(bits.tolist(), torch.bool, device)
 
 
 def _lengths(recent: torch.Tensor, runs: Runs, most: torch.Tensor) -> torch.Tensor:
-    """How many tokens from each place of a row on are those that it begins with, [N, width], at most `most` [N, 1]."""
+    """For each position, how many of the following tokens equal the first tokens of the row, [N, width], at most `most`
+    [N, 1].
+    """
     (hashes, weights), width = runs, recent.shape[1]
     place = torch.arange(width, device=recent.device)[None]
     most = torch.minimum(most, (recent >= 0).sum(1, keepdim=True) - place).clamp_(min=0)
@@ -166,7 +168,7 @@ def _lengths(recent: torch.Tensor, runs: Runs, most: torch.Tensor) -> torch.Tens
 def _penalties(
     recent: torch.Tensor, lengths: torch.Tensor, params: Sequence[SamplingParams], logits: torch.Tensor
 ) -> torch.Tensor:
-    """What each token loses, [N, vocabulary]."""
+    """The penalty of each token, [N, vocabulary]."""
     numbers = [number for item in params for number in (item.dry_multiplier, item.dry_base, item.dry_allowed_length)]
     multiplier, base, allowed = upload(numbers, torch.float32, logits.device).view(-1, 3, 1).unbind(1)
     beyond = lengths[:, 1:] - allowed

@@ -11,7 +11,7 @@ from kvern.request.step import Logprob, TokenLogprobs
 
 @dataclass(frozen=True)
 class DeviceLogprobs:
-    """Of N tokens: log-probability and rank [N], and the ids and log-probabilities of the most probable [N, count]."""
+    """Log-probability and rank of N tokens, [N]; ids and log-probabilities of the most probable tokens, [N, count]."""
 
     chosen: torch.Tensor
     ranks: torch.Tensor
@@ -20,7 +20,7 @@ class DeviceLogprobs:
 
     @classmethod
     def of(cls, found: Sequence[torch.Tensor], count: int, most: int) -> "DeviceLogprobs":
-        """The first `count` rows of what `kernels.logprobs` has written, and the first `most` entries of its lists."""
+        """Wraps the first `count` rows and `most` columns of the results of `kernels.logprobs`."""
         own, ranks, ids, values = found
         return cls(own[:count], ranks[:count], ids[:count, :most], values[:count, :most])
 
@@ -49,9 +49,9 @@ class DeviceLogprobs:
 
 
 def token_logprobs(logits: torch.Tensor, tokens: torch.Tensor, count: int) -> DeviceLogprobs:
-    """Of `tokens` [N] int64 and of the `count` most probable ones under logits [N, vocabulary].
+    """Log-probabilities of `tokens` [N] int64 and of the `count` most probable tokens, from logits [N, vocabulary].
 
-    Of equally probable tokens the one with the lowest id comes first, as greedy sampling has it.
+    Equally probable tokens are ordered by id, as in greedy sampling.
     """
     logprobs = logits.float().log_softmax(-1)
     chosen = tokens[:, None]

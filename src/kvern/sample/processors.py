@@ -24,16 +24,16 @@ if TYPE_CHECKING:
     import torch
 
 GROUP = "kvern.logits_processors"
-"""Of entry points: a name that requests may use, and a class that is a LogitsProcessor."""
+"""The group of entry points: each names a `LogitsProcessor` class that requests may use."""
 
 
 @dataclass(frozen=True)
 class ProcessorModel:
-    """What a processor may know of the model when it is made."""
+    """Facts about the model for the constructor of a processor."""
 
     folder: Path
     vocab_size: int
-    """Columns of the logits; the tokenizer may know fewer."""
+    """The number of columns of the logits; the tokenizer may have fewer tokens."""
     slots: int
     """Requests that run at the same time at most; they have the slots from 0 on."""
     max_model_len: int
@@ -47,24 +47,24 @@ class ProcessorModel:
 
 @dataclass(frozen=True)
 class ProcessedRequest:
-    """A request that takes a slot, with all its tokens: after a preemption those that it has generated, too."""
+    """A request that enters a slot, with all of its tokens; after a preemption these include generated tokens."""
 
     arguments: Any
-    """Of the processor's `Arguments`."""
+    """An instance of the processor's `Arguments`."""
     token_ids: Sequence[int]
     prompt_length: int
 
 
 @dataclass(frozen=True)
 class ProcessedRows:
-    """N tokens that are about to be sampled: one for each request, or several, the others behind its drafts.
+    """N tokens to be sampled: one of each request, or several if the request has drafts.
 
-    slots, positions                 on the host: where `join` put each request, and the position of the token, which
-                                     is the number of tokens before it; one slot's are together and ascend
+    slots, positions                 on the host: the slot given to `join`, and the position of the token, which equals
+                                     the number of tokens before it; tokens of one slot are adjacent and ascend
     device_slots, device_positions   [N] int64: the same on the device
-    tokens                           [slots, max_model_len + 1] int32 on the device: row `slot` begins with all of the
-                                     request's tokens, also with the last one, which the host does not know yet, and
-                                     with its drafts, which may be others the next time; what follows means nothing
+    tokens                           [slots, max_model_len + 1] int32 on the device: row `slot` holds all tokens of the
+                                     request, also the newest, which the host does not know yet, and then its drafts,
+                                     which may differ in the next call; later entries are undefined
     """
 
     slots: Sequence[int]
@@ -83,28 +83,28 @@ class LogitsProcessor(Protocol):
     """Changes the logits of the requests that ask for it, all of a step at once. Made once, with a ProcessorModel."""
 
     Arguments: ClassVar[type[Any]]
-    """What requests may say: a msgspec.Struct or a dataclass, whose types and `__post_init__` check the values."""
+    """The type of a request's arguments: a msgspec.Struct or a dataclass whose `__post_init__` checks the values."""
 
     def __init__(self, model: ProcessorModel) -> None: ...
 
     def join(self, slot: int, request: ProcessedRequest) -> None:
-        """A request takes a slot; whoever had it before has gone."""
+        """A request enters a slot; any earlier request of this slot has ended."""
         ...
 
     def apply(self, logits: torch.Tensor, rows: ProcessedRows) -> None:
-        """Change `logits` [N, vocabulary] float32 in place.
+        """Changes `logits` [N, vocabulary] float32 in place.
 
-        May be called again for the same tokens, so that what it remembers must follow from them.
+        It may be called again for the same tokens, so any state must be derived from them.
         """
         ...
 
 
 Processors = Mapping[str, type[LogitsProcessor]]
-"""Those that an engine has, by name, in the order in which they are applied."""
+"""The processors of an engine by name, in the order in which they are applied."""
 
 
 def load_processors(names: Sequence[str]) -> Processors:
-    """Import the classes behind entry points. Raises ConfigError."""
+    """Imports the classes that the entry points `names` name. Raises ConfigError."""
     installed = {entry.name: entry for entry in entry_points(group=GROUP)}
     found = {}
     for name in names:
@@ -131,7 +131,7 @@ def load_processors(names: Sequence[str]) -> Processors:
 
 
 def check_arguments(processors: Processors, asked: Mapping[str, Mapping[str, Any]]) -> None:
-    """Check what a request asks for. Raises InvalidParameter."""
+    """Checks the processors and arguments of a request. Raises InvalidParameter."""
     for name, values in asked.items():
         if name not in processors:
             raise InvalidParameter(
@@ -145,5 +145,7 @@ def check_arguments(processors: Processors, asked: Mapping[str, Mapping[str, Any
 
 
 def arguments(processor: type[LogitsProcessor], values: Mapping[str, Any]) -> Any:
-    """A request's arguments as the processor takes them. Raises msgspec.ValidationError, or what the class raises."""
+    """Converts a request's arguments to the type of the processor. Raises msgspec.ValidationError or an error of that
+    type.
+    """
     return msgspec.convert(values, processor.Arguments)

@@ -1,9 +1,9 @@
 """Filters that few requests use: top-n-sigma, XTC and dynamic temperature, with names and meanings of llama.cpp.
 
-top_n_sigma          before all other filters: it looks at the logits of the whole vocabulary, and scaling them by a
-                     temperature changes nothing
-xtc                  behind them: it drops the best of what they have left
-dynamic temperature  last: how sure the model is, it says of the tokens that are left; the filters before it see the
+top_n_sigma          first of all filters: it reads the logits of the whole vocabulary, and a temperature does not
+                     change its result
+xtc                  after the common filters: it drops the most probable of the remaining tokens
+dynamic temperature  last: it depends on the entropy of the remaining tokens; the filters before it read the
                      probabilities at temperature 1
 """
 
@@ -17,17 +17,17 @@ from kvern.request.sampling_params import SamplingParams
 from kvern.sample.random import uniform
 
 COIN = 2**31 - 1
-"""No token has this id: the number that decides about XTC is none of those that tokens are drawn with."""
+"""An id that no token has: the random number that decides about XTC is never used to sample a token."""
 
 
 def has_rare_filters(params: SamplingParams) -> bool:
-    """Whether the request uses anything of this module."""
+    """True if the request uses a filter of this module."""
     return params.top_n_sigma > 0 or params.xtc_probability > 0 or params.dynatemp_range > 0
 
 
 @dataclass(frozen=True)
 class RareFilters:
-    """What N rows ask for, [N, 1] float32 each."""
+    """Parameters of N rows, [N, 1] float32 each."""
 
     sigmas: torch.Tensor
     xtc_probability: torch.Tensor
@@ -52,7 +52,9 @@ class RareFilters:
         return cls(*upload(numbers, torch.float32, device).view(-1, 5, 1).unbind(1))
 
     def scale(self, logits: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
-        """Logits [N, vocabulary] without what top_n_sigma drops, over temperatures [N, 1] that are not dynamic."""
+        """Applies top_n_sigma to logits [N, vocabulary] and divides them by temperatures [N, 1] that are not
+        dynamic.
+        """
         known = logits > float("-inf")
         count = known.sum(-1, keepdim=True)
         mean = logits.masked_fill(~known, 0).sum(-1, keepdim=True) / count
@@ -71,7 +73,9 @@ class RareFilters:
     def _without_top_choices(
         self, probabilities: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor
     ) -> torch.Tensor:
-        """XTC: drop what is more probable than the least probable one that reaches the threshold."""
+        """XTC: with a chance, drops every token that is more probable than the least probable one above the
+        threshold.
+        """
         shares = probabilities / probabilities.sum(-1, keepdim=True)
         reached = (shares >= self.xtc_threshold) & (shares > 0)
         least = shares.masked_fill(~reached, float("inf")).amin(-1, keepdim=True)
@@ -79,7 +83,7 @@ class RareFilters:
         return probabilities.masked_fill((coin < self.xtc_probability) & (shares > least), 0)
 
     def _heated(self, probabilities: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
-        """A temperature between the ends of the range, by the entropy of each row."""
+        """Applies a temperature between the ends of the range, chosen by the entropy of each row."""
         shares = probabilities / probabilities.sum(-1, keepdim=True)
         entropy = -torch.where(shares > 0, shares * shares.log(), 0).sum(-1, keepdim=True)
         most = (shares > 0).sum(-1, keepdim=True).float().log()

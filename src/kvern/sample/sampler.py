@@ -1,14 +1,13 @@
-"""From logits to tokens.
+"""Sampling: from logits to tokens.
 
     logits -> constraints and penalties -> top_n_sigma -> temperature -> top_k -> top_p -> min_p -> typical_p -> XTC
            -> dynamic temperature -> one token
 
-The order of the filters is the one of Hugging Face transformers; `rare_filters` says where its own stand. Each token
+The order of the filters is the one of Hugging Face transformers; `rare_filters` states where its own belong. Each token
 draws a time from the exponential distribution with its probability as the rate, and the earliest wins. The random
 numbers depend on the request's seed, the position and the token alone, so a seeded request gives the same tokens in any
-batch. Rounding differs between batches, and this way of drawing is the least sensitive to it: the token changes about
-as seldom as the distribution does, while inverting the cumulative distribution would let it change at each of the
-vocabulary's boundaries.
+batch. Rounding differs between batches. This method is the least sensitive to it: the sampled token changes about as
+seldom as the distribution does, while inversion of the cumulative distribution could change it at every token boundary.
 """
 
 from collections.abc import Iterator, Sequence
@@ -22,11 +21,11 @@ from kvern.sample.random import uniform
 from kvern.sample.rare_filters import RareFilters, has_rare_filters
 
 GREEDY_BELOW = 1e-5
-"""Temperatures under this take the most probable token: dividing by them would overflow."""
+"""Temperatures below this select the most probable token, because a division by them would overflow."""
 
 
 def filters(params: ResolvedParams) -> bool:
-    """Whether some tokens cannot be drawn: rare filters are asked about in their module."""
+    """True if a common filter excludes tokens; `has_rare_filters` answers for the others."""
     return bool(params.top_k) or params.top_p < 1.0 or bool(params.min_p) or params.typical_p < 1.0
 
 
@@ -50,7 +49,7 @@ def sample(logits: torch.Tensor, rows: BatchRows, slots: Sequence[int], position
 
 
 def probabilities(logits: torch.Tensor, rows: BatchRows, slots: Sequence[int], positions: torch.Tensor) -> torch.Tensor:
-    """What `sample` draws each row's token from: [N, vocabulary] float32, which sum to 1. Arguments as there."""
+    """The probabilities [N, vocabulary] float32, which sum to 1, from which `sample` draws each row's token."""
     greedy = [rows.request(slot).params.temperature < GREEDY_BELOW for slot in slots]
     found = torch.zeros_like(logits).scatter_(1, logits.argmax(-1, keepdim=True), 1.0)
     for index, _, left, ids in _left(logits, rows, slots, positions, greedy):
@@ -62,9 +61,10 @@ def probabilities(logits: torch.Tensor, rows: BatchRows, slots: Sequence[int], p
 def _left(
     logits: torch.Tensor, rows: BatchRows, slots: Sequence[int], positions: torch.Tensor, greedy: Sequence[bool]
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]]:
-    """What filters leave the rows that are not `greedy`, those that are filtered alike at a time.
+    """The probabilities after all filters of the rows that are not `greedy`, in groups of rows with the same filters.
 
-    Their indices and slots [M], probabilities [M, candidates], not normalised, and the candidates' ids; None: all.
+    Yields indices and slots [M], probabilities [M, candidates], not normalized, and the ids of the candidates; None:
+    all.
     """
     kinds: dict[tuple[bool, bool, bool], list[int]] = {}
     for row in range(len(slots)):
@@ -92,9 +92,9 @@ def _left(
 
 
 def _most_probable(scores: torch.Tensor, top_k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Each row's k best scores and every tie of the last, descending, ties by token id; [N, most kept].
+    """The k best scores of each row and all ties of the last, in descending order, ties by token id; [N, most kept].
 
-    A GPU, which is not waited for, sorts all and keeps their places.
+    A GPU sorts all scores instead, so that the host does not wait for it.
     """
     top_k = top_k.clamp(max=scores.shape[-1])
     if scores.is_cuda:
