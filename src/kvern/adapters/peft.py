@@ -144,7 +144,9 @@ def _place(
         raise InvalidAdapter(
             f"{file}: {name} has tensors, but target_modules does not name it, or exclude_modules does"
         )
-    rank, inputs, outputs = module.rank, parts[0].inputs.whole, sum(part.width for part in parts)
+    rank = module.rank
+    inputs = parts[0].inputs.whole
+    outputs = sum(part.width for part in parts)
     for side, expected in (("A", (rank, inputs)), ("B", (outputs, rank))):
         if module.matrices[side].shape != expected:
             raise InvalidAdapter(

@@ -27,7 +27,10 @@ class AdapterStore:
         pinned: bool = False,
         readable: Mapping[str, tuple[Target, ...]] | None = None,
     ) -> None:
-        self._spec, self._targets, self._max_rank, self._dtype = spec, targets, max_rank, dtype
+        self._spec = spec
+        self._targets = targets
+        self._max_rank = max_rank
+        self._dtype = dtype
         self._pinned, self._shared = pinned, readable is not None
         self._readable = targets if readable is None else readable
         self._adapters: dict[int, Adapter] = {}

@@ -121,7 +121,9 @@ def check() -> None:
     def random(*shape: int) -> Any:
         return torch.randn(shape, generator=generator)
 
-    heads, kv_heads, size = 6, 2, 16
+    heads = 6
+    kv_heads = 2
+    size = 16
     starts, counts = [0, 300, 41], [70, 1, 3]
     table = torch.randperm(60, generator=generator).int().view(3, 20)
     for dtype, head_dim, value_dim in ((torch.float32, 40, None), (torch.bfloat16, 64, None), (torch.float32, 72, 48)):

@@ -173,7 +173,9 @@ class _Result:
         assert found is not None, "a result is no tensor that the stages made"
         assert tensor.is_contiguous(), "a result has gaps"
         self.buffer, self._begin = found, tensor.data_ptr() - found.address
-        self._dtype, self._shape, self._size = tensor.dtype, tensor.shape, tensor.nbytes
+        self._dtype = tensor.dtype
+        self._shape = tensor.shape
+        self._size = tensor.nbytes
 
     def within(self, memory: Tensor) -> Tensor:
         """A view of this tensor in the working memory."""

@@ -145,7 +145,9 @@ class GroupsProduct:
             high = (16 * (code - 16 * (code > 7)) for code in range(16))
             self._numbers = torch.tensor([*range(16), *high] if numbers is None else numbers).float()
         self._inputs = matrix.codes.shape[1] * STEP * (1 if numbers is None else 2)
-        groups, zero, outer = matrix.scale.shape[1], matrix.zero, matrix.outer
+        groups = matrix.scale.shape[1]
+        zero = matrix.zero
+        outer = matrix.outer
         run = 0 if whole is None else math.gcd(matrix.group, RUN)
         self._sizes = self._inputs, matrix.group, 1 if outer is None else groups // outer.shape[1], run, step
         self._kinds = numbers is None, KINDS[matrix.scale.dtype], 0 if zero is None else KINDS[zero.dtype]

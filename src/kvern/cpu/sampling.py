@@ -136,16 +136,21 @@ def logprobs(logits: Tensor, tokens: Tensor, count: int) -> tuple[Tensor, Tensor
 
 
 class _ThreeRows:
-    """Greedy, drawn, drawn of the one best; of the text 1 2 2, where the prompt is 1, 2 is penalized and 3 banned."""
+    """Three rows, as in `kvern.device.row_lists`, with the text 1 2 2: greedy, sampled, and sampled with top-k 1.
+
+    The prompt is token 1, token 2 is penalized, token 3 is banned in the last row.
+    """
 
     tokens = torch.tensor([[1, 2, 2, 7]] * 3, dtype=torch.int32)
-    seeds, top_k, changes = torch.tensor([5, -6, 7]), torch.tensor([0, 0, 1]), torch.tensor([0, 1, 3])
+    seeds = torch.tensor([5, -6, 7])
+    top_k = torch.tensor([0, 0, 1])
+    changes = torch.tensor([0, 1, 3])
     prompt_lengths = torch.tensor([1, 1, 1])
     temperature = torch.tensor([0.0, 0.7, 1.3])
     top_p, min_p, typical_p = torch.tensor([[1.0, 1.0, 0.9], [0.0, 0.0, 0.1], [1.0, 1.0, 0.8]])
     repetition, presence, frequency = torch.tensor([[1.0, 2.0, 1.0], [0.0, 0.5, 0.5], [0.0, 0.25, 0.25]])
     ban = torch.tensor([0, 0, 1, 1000, 0, 0, 3], dtype=torch.int32)
-    """Three rows as `kvern.device.row_lists` makes them: no biases, one token that ends, from position 1000 on."""
+    """Lists of the last row: no biases, one token that ends, and that only from position 1000 on."""
     lists = torch.tensor([0, 0, ban.data_ptr()])
 
 
@@ -189,7 +194,9 @@ def check() -> None:
 
 def _uniform(seed: int, position: int, token: int) -> float:
     """The number of `kvern.sample.random.uniform`."""
-    golden, wide, narrow = 0x9E3779B97F4A7C15, 2**64 - 1, 2**32 - 1
+    golden = 0x9E3779B97F4A7C15
+    wide = 2**64 - 1
+    narrow = 2**32 - 1
     key = (seed + golden) & wide
     for added in (0, position * golden):
         key = (key + added) & wide

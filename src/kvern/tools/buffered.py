@@ -1,4 +1,4 @@
-"""A growing text that is read by states, each of which waits until what it needs has come."""
+"""The base of parsers: a growing text that is read by states, each of which waits for the text it needs."""
 
 import re
 from abc import ABC, abstractmethod
@@ -11,7 +11,7 @@ BLANKS = " \t\r\n"
 LONGEST_GAP = 1024
 """Blanks before a marker that is waited for."""
 GARBAGE = re.compile(r"[^<\[{]{0,128}")
-"""Behind a call, up to the mark that ends it."""
+"""Text after a call, up to the mark that ends it."""
 SURROGATE = re.compile("[\ud800-\udfff]")
 """Half of a character, which a model may write with an escape, and which no answer can be encoded with."""
 
@@ -25,17 +25,18 @@ def held_back(text: str, marker: str) -> int:
 
 
 class BufferedParser(ABC):
-    """What the parsers of all formats share.
+    """The base class of the parsers of all formats.
 
-    A state is a method that looks at `buffer`, takes what it understands, and returns whether it came further. It may
-    decide only what no further character can change, so that every cutting of the text gives the same answer. When
-    `ended`, nothing follows, and a state that still waits gives way to content.
+    A state is a method that reads from `buffer`, takes what it understands, and returns whether it made progress. It
+    may
+    decide only what no further character can change, so that the result does not depend on how the text is cut. When
+    `ended`, no text follows, and a state that still waits turns its text into content.
 
-    Blanks before a call and after it are left out of the content.
+    Blanks before and after a call are left out of the content.
     """
 
     brackets = "}])"
-    """Of which too many may stand behind a call."""
+    """Closing brackets of which surplus ones may follow a call."""
     new_id: Callable[[], str] = staticmethod(new_call_id)
 
     def __init__(self) -> None:
@@ -50,7 +51,7 @@ class BufferedParser(ABC):
 
     @abstractmethod
     def content_state(self) -> bool:
-        """Reads what is no call."""
+        """Reads text that is no call."""
 
     def feed(self, text: str) -> list[Piece]:
         """The next characters."""
@@ -92,7 +93,7 @@ class BufferedParser(ABC):
         return None if marker.startswith(text) and not self.ended else False
 
     def drop(self, marker: str) -> None:
-        """Remove what `expect` has found."""
+        """Removes the marker that `expect` has found."""
         self.take(self.buffer.index(marker) + len(marker))
 
     def content(self, text: str) -> None:
@@ -117,14 +118,14 @@ class BufferedParser(ABC):
         return marker
 
     def no_call(self, opening: str) -> bool:
-        """What looked like a call's opening is content, unless the answer ends with it behind a call."""
+        """Turns the apparent opening of a call into content, unless the answer ends with it after a call."""
         if not self.ended or not self._calls or self.buffer.strip(BLANKS):
             self.content(opening)
         self.state = self.content_state
         return True
 
     def close(self, *markers: str) -> None:
-        """What stands behind a call comes, each marker unless it was forgotten, then rubbish, and then content."""
+        """Expects the end of a call: each marker, which may be missing, then rubbish, then content."""
         self._closing = list(markers)
         self._ends = tuple(marker for marker in markers if marker.startswith("<"))
         self._closed = False

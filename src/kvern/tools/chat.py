@@ -60,7 +60,9 @@ class AnswerReader:
         """The pieces that are new; `text` is the whole answer so far, and `ended` says that there will be no more."""
         if self._ended:
             return []
-        new, self._characters, self._ended = text[self._characters :], len(text), ended
+        new = text[self._characters :]
+        self._characters = len(text)
+        self._ended = ended
         if self._thinking is not None:
             pieces = self._thinking.feed(new, ended)
         else:
@@ -71,9 +73,10 @@ class AnswerReader:
 
 @dataclass(frozen=True)
 class ChatRequest:
-    """What the engine needs, and how the answers are written. `exact`: an answer has a form that was asked for.
+    """The prompt and parameters for the engine, and the format of the answers. `exact`: the answer must match a
+    grammar.
 
-    `lacks`: what was asked of the chat template that it has no way to do.
+    `lacks`: wishes of the request that the chat template cannot fulfil.
     """
 
     prompt: list[int]
@@ -101,7 +104,7 @@ class ChatRequest:
         return reader.message
 
     def thought_tokens(self) -> ThoughtTokens | None:
-        """Counts what one answer thinks; None: nothing."""
+        """A counter of one answer's thinking tokens; None if there is no thinking to count."""
         if self.thought is None or (self.thought.beginning == "over" and self.exact):
             return None
         return ThoughtTokens(self.thought.form, self.thought.beginning, self.tokenizer.id_to_bytes, self.exact)
@@ -113,10 +116,11 @@ class ChatRequest:
 
 
 class Chat:
-    """What one model's chat template says of tools and thinking.
+    """Tools and thinking of one model's chat template.
 
-    `tool_parser` and `reasoning_parser`: auto finds out, none leaves everything in the text, a name decides. `refusal`:
-    why the model answers nothing; None: it does.
+    `tool_parser` and `reasoning_parser`: "auto" detects the format, "none" leaves the text as it is, a name selects
+    one.
+    `refusal`: the reason why the model cannot chat; None: it can.
     """
 
     def __init__(
@@ -149,11 +153,11 @@ class Chat:
         encoding: Encoding | None = None,
         namespace: bytes = b"",
     ) -> ChatRequest:
-        """The prompt, and parameters that make the answer what was asked.
+        """The prompt, and sampling parameters that enforce the requested form of the answer.
 
-        `variables` are names that the template can see. With `continue_final_message` the answer goes on with the last
-        message, instead of being one of its own. Conversations of one `namespace` share what is cached. Raises
-        InvalidRequest or InvalidParameter.
+        `variables` are given to the template. With `continue_final_message` the answer continues the last message.
+        Conversations
+        of one `namespace` share cached token ids. Raises InvalidRequest or InvalidParameter.
         """
         if self._refusal is not None:
             raise InvalidRequest(self._refusal)
@@ -195,7 +199,7 @@ class Chat:
         continue_final_message: bool,
         thinking_budget: int | None = None,
     ) -> tuple[str, str]:
-        """The prompt as text, and what it has of the answer's message already. Raises InvalidRequest."""
+        """The prompt as text, and the part of the answer's message that it already contains. Raises InvalidRequest."""
         thinking = self._thinking(definitions is not None)
         if thinking is not None and thinking.in_turns:
             messages = joined_thinking(messages)
@@ -236,7 +240,9 @@ class Chat:
     def _held_to(
         self, thought: Thought | None, variables: Mapping[str, Any], tools: bool
     ) -> tuple[Thought | None, tuple[str, ...]]:
-        """Thinking that is not wanted ends at once where the template has no switch for it. And what cannot be had."""
+        """Ends unwanted thinking at once where the template has no switch for it; also returns the wishes it cannot
+        fulfil.
+        """
         switches, enabled = self._switches(tools), enabled_of(variables)
         lacks = [EFFORT] if variables.get(EFFORT, "none") != "none" and not switches.has_efforts else []
         if enabled is not None and thought is None:
@@ -249,7 +255,7 @@ class Chat:
         return thought, tuple(lacks)
 
     def warn_of_template(self) -> None:
-        """Log what the template leaves out of conversations with tools, if it speaks of tools at all."""
+        """Logs what the template omits from conversations with tools, if it supports tools at all."""
         if "tool" in self._tokenizer.chat_template.source(tools=True):
             lost = self._tokenizer.lost_in_template(CALLED, True)
             if lost:
@@ -260,7 +266,7 @@ class Chat:
                 )
 
     def can_bound_thinking(self, tools: bool) -> bool:
-        """Whether the template, with or without tools, has marks around thinking, and the end can be forced."""
+        """True if the template has marks around thinking and the end mark can be forced."""
         form = self._thinking(tools)
         return form is not None and self._tokenizer.token_to_id(form.end) is not None
 
@@ -280,7 +286,7 @@ class Chat:
         return form
 
     def _thought(self, prompt: Sequence[int], said: str, budget: int | None, tools: bool) -> Thought | None:
-        """How the answer thinks; `said` is what it has of its message already."""
+        """The thinking of the answer; `said` is the part of its message that the prompt contains."""
         form = self._thinking(tools)
         if budget is not None:
             if isinstance(budget, bool) or not isinstance(budget, int) or budget < 0:
@@ -347,8 +353,10 @@ def _marked(messages: Sequence[Mapping[str, Any]]) -> tuple[list[Mapping[str, An
 
 
 def _up_to(text: str, mark: str) -> str:
-    """The prompt without what the template writes behind the last message, and as transformers has it: if the template
-    trims messages, without the blanks at the end of that message, which it would not have written."""
+    """Cuts the prompt after the last message, with the same result as transformers.
+
+    If the template trims messages, blanks at the end of the message are cut too.
+    """
     place = text.rfind(mark.rstrip())
     if place < 0:
         raise InvalidRequest(

@@ -1,8 +1,8 @@
-"""Token ids of conversations, of which what came before is tokenized once.
+"""Token ids of conversations, with a cache of the unchanged beginning.
 
-A tokenizer takes a text apart at its special tokens before anything else, so that up to such a token the ids are the
-same whatever follows. A conversation is cut behind some of them, each time at the same places as far as it is the same,
-and the ids of its pieces are kept. An agent's long prompt then costs what is new in it:
+A tokenizer splits a text at its special tokens first, so the ids up to such a token do not depend on the text after it.
+A conversation is cut after some of them, at the same positions as long as its text is the same, and the ids of these
+pieces are kept. An agent's long prompt then costs only its new part:
 
     <|im_start|>system ... <|im_end|>...|<|im_start|>user ... <|im_end|>...|<|im_start|>assistant
     kept                                |kept                              |tokenized, never kept
@@ -18,7 +18,7 @@ from kvern.text.tokenizer import Tokenizer
 SHORTEST_PIECE = 2048
 """Characters: keeping less would save nothing."""
 MOST_CHARACTERS = 1 << 23
-"""Of all pieces that are kept, some 8 bytes each; those that were not used for the longest time go first."""
+"""Limit for all kept pieces, at about 8 bytes per character; the least recently used go first."""
 
 
 class ConversationEncoder:
@@ -32,9 +32,9 @@ class ConversationEncoder:
         self._lock = threading.Lock()
 
     def encode(self, text: str, tools: bool, namespace: bytes, most_tokens: int) -> list[int]:
-        """`Tokenizer.encode` of what the chat template, with or without tools, has written.
+        """Returns `Tokenizer.encode` of a text that the chat template, with or without tools, has rendered.
 
-        Nobody can tell from the time it takes what was asked in another namespace. Raises InvalidRequest.
+        Its duration reveals nothing about the texts of another namespace. Raises InvalidRequest.
         """
         self._tokenizer.check_length(text, most_tokens)
         pieces = self._pieces(text, tools)
@@ -54,7 +54,7 @@ class ConversationEncoder:
         return [token for part in encoded for token in part]
 
     def _pieces(self, text: str, tools: bool) -> list[str]:
-        """The text, cut behind the first special token after each so many characters."""
+        """The pieces of a text: it is cut after the first special token that follows SHORTEST_PIECE characters."""
         pattern = self._pattern(tools) if len(text) > SHORTEST_PIECE else None
         pieces, start = [], 0
         while pattern is not None and (found := pattern.search(text, start + SHORTEST_PIECE)) is not None:

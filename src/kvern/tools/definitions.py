@@ -10,7 +10,7 @@ from kvern.tools.tool_format import LONGEST_NAME, NAME
 
 MOST_TOOLS = 512
 MOST_CHARACTERS = 1 << 18
-"""Of one tool."""
+"""Limit of one tool's definition."""
 ANY_ARGUMENTS: dict[str, Any] = {"type": "object"}
 
 
@@ -26,10 +26,11 @@ class Tool:
 
 @dataclass(frozen=True)
 class ToolUse:
-    """What a request says of tools. `definitions` are in OpenAI's form, as templates know them.
+    """The tools of a request. `definitions` are in OpenAI's form, as templates read them.
 
-    `tools` may be called, fewer than are defined if only some are allowed. `choice`: auto leaves it to the model,
-    required wants a call, `named` one of that tool.
+    `tools` may be called; they are fewer than the definitions if only some are allowed. `choice`: "auto" leaves it to
+    the
+    model, "required" enforces a call, `named` one of that tool.
     """
 
     tools: tuple[Tool, ...] = ()
@@ -40,7 +41,7 @@ class ToolUse:
 
     @property
     def callable_tools(self) -> tuple[Tool, ...]:
-        """Those that the answer may call."""
+        """The tools that the answer may call."""
         return tuple(tool for tool in self.tools if self.named in (None, tool.name))
 
     @property
@@ -87,7 +88,7 @@ def read_tools(
 
 
 def _for_template(definition: Mapping[str, Any]) -> dict[str, Any]:
-    """Without what says nothing to a model."""
+    """The definition without fields that tell a model nothing."""
     function = {name: value for name, value in definition["function"].items() if name != "strict" and value is not None}
     return {**definition, "type": "function", "function": function}
 

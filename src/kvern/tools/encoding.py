@@ -1,20 +1,23 @@
-"""How the text of a prompt becomes its tokens, where a request says something about it."""
+"""Options of a request for the tokenization of its prompt."""
 
 from dataclasses import dataclass, replace
 
 from kvern.text.tokenizer import Tokenizer
 
 ROOM_FOR_ANSWER = -1
-"""As `most`: as many tokens as the model's context has beside the answer."""
+"""A value of `most`: as many tokens as the context holds beside the answer."""
 LONGEST_TRUNCATED = 1 << 17
 """Tokens of a text that is to be cut, where the model's context is shorter."""
 
 
 @dataclass(frozen=True)
 class Encoding:
-    """`add_special_tokens` puts those before the text that the tokenizer names; of more than `most` tokens, if that is
-    given, the last ones stay, or with `keeps_end` false the first. `keeps_special`: a text is cut within the special
-    tokens that are put around it."""
+    """Options for tokenization.
+
+    add_special_tokens  adds the special tokens that the tokenizer puts around a text
+    most                limit of tokens; beyond it the last ones stay, or the first if `keeps_end` is false
+    keeps_special       a text is cut between the special tokens that are put around it
+    """
 
     add_special_tokens: bool
     most: int | None = None
@@ -22,7 +25,7 @@ class Encoding:
     keeps_special: bool = False
 
     def within(self, room: int) -> "Encoding":
-        """The same of texts without an answer, for which there is room for so many tokens."""
+        """These options for texts without an answer, with a limit of `room` tokens."""
         return self if self.most is None else replace(self, most=room if self.most < 0 else min(self.most, room))
 
     def encode(self, tokenizer: Tokenizer, text: str, max_model_len: int, answer: int | None) -> list[int]:
@@ -38,7 +41,7 @@ class Encoding:
         return [*token_ids[:before], *within, *token_ids[before + len(of_text) :]][: self.most]
 
     def cut(self, token_ids: list[int], max_model_len: int, answer: int | None) -> list[int]:
-        """What stays of the tokens of a prompt."""
+        """The tokens of a prompt that remain within the limit."""
         if self.most is None:
             return token_ids
         most = max(max_model_len - (answer or 1), 1) if self.most == ROOM_FOR_ANSWER else self.most

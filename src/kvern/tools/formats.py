@@ -53,8 +53,10 @@ def format_of(template: str, wanted: str) -> ToolFormat | None:
 
 
 def _spoken(template: str) -> ToolFormat:
-    """What the template writes for an assistant's calls is read by that format. One that writes none may say
-    in words how they look; else they are JSON."""
+    """The format whose parser reads the calls that the template renders.
+
+    A template that renders no calls may describe them in words; otherwise they are JSON.
+    """
     written = written_calls(template)
     for text in written:
         for form in FORMATS:

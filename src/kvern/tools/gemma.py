@@ -58,7 +58,9 @@ class GemmaParser(BufferedParser):
 
     def __init__(self, begin: str, end: str, quote: str) -> None:
         super().__init__()
-        self._begin, self._end, self._quote = begin, end, quote
+        self._begin = begin
+        self._end = end
+        self._quote = quote
         sign = re.compile(rf'[{{}}]|"|{re.escape(quote)}')
         self._next = {"": sign, '"': IN_JSON, quote: re.compile(re.escape(quote))}
 
@@ -74,7 +76,9 @@ class GemmaParser(BufferedParser):
         if found is None or found.end() > LONGEST_HEAD:
             return (self.ended or "{" in self.buffer or len(self.buffer) > LONGEST_HEAD) and self.no_call(self._begin)
         self._name, self._start = found[1], found.end()
-        self._place, self._depth, self._inside = found.end(), 0, ""
+        self._place = found.end()
+        self._depth = 0
+        self._inside = ""
         self.state = self._arguments_state
         return True
 

@@ -17,7 +17,10 @@ from kvern.tools.buffered import BLANKS
 from kvern.tools.tool_format import NAME, GrammarPieces, ToolParser, ToolSchemas, literal
 from kvern.tools.xml_call import CALL, CALL_END, KEY_IN_TAG, LONGEST_HEAD, Gaps, XmlMarks, XmlParser, written_tools
 
-KEY, KEY_END, VALUE, VALUE_END = "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"
+KEY = "<arg_key>"
+KEY_END = "</arg_key>"
+VALUE = "<arg_value>"
+VALUE_END = "</arg_value>"
 PARAMETER = re.compile(rf"{KEY}({KEY_IN_TAG}){KEY_END}\s*{VALUE}")
 MARKS = XmlMarks((CALL,), PARAMETER, KEY, VALUE_END, (CALL_END,), lined=False)
 HEAD = re.compile(rf"\s*({NAME.pattern})\s*")
@@ -25,7 +28,7 @@ HEAD = re.compile(rf"\s*({NAME.pattern})\s*")
 
 @dataclass(frozen=True)
 class Glm:
-    """The format; see ToolFormat. `gaps` are those of GLM 4.5."""
+    """The format of GLM; see ToolFormat. The default `gaps` are those of GLM 4.5."""
 
     gaps: Gaps = Gaps(opened="", key="\n")
 
@@ -36,7 +39,7 @@ class Glm:
     opening: ClassVar[str] = "<"
 
     def matches(self, template: str) -> bool:
-        """It knows these tags, or tells the model to write a name behind the tag."""
+        """True if the template contains these tags, or tells the model to write a name after the tag."""
         return CALL in template and (KEY in template or f"{CALL}function_name" in template)
 
     def parser(self, tools: ToolSchemas) -> ToolParser:
@@ -44,7 +47,7 @@ class Glm:
         return GlmParser(tools)
 
     def as_written(self, texts: Sequence[str], names: Sequence[str]) -> "Glm":
-        """With the blanks between tags that stand in what a template writes for calls of functions with these names."""
+        """The format with the blanks that a template renders between the tags of calls to these functions."""
         gaps = self.gaps.seen(
             texts,
             head=(names[0], KEY),
@@ -56,7 +59,7 @@ class Glm:
         return Glm(gaps)
 
     def calls(self, tools: ToolSchemas, several: bool, write: GrammarPieces) -> str:
-        """With the blanks that the template has."""
+        """The grammar of calls, with the template's blanks."""
 
         def opening(key: str, _: str) -> str:
             return f"{KEY}{key}{KEY_END}{self.gaps.key}{VALUE}"
@@ -80,7 +83,7 @@ class GlmParser(XmlParser):
         return True
 
     def _head_state(self) -> bool:
-        """A name, and nothing but a parameter, arguments as JSON or the end behind it."""
+        """Reads a name, which must be followed by a parameter, arguments as JSON, or the end."""
         found = HEAD.match(self.buffer)
         rest = self.buffer.lstrip(BLANKS) if found is None else self.buffer[found.end() :]
         if found is not None and found.end() <= LONGEST_HEAD and rest.startswith((KEY, CALL_END, "{")):

@@ -32,7 +32,7 @@ GAP = r"GAP: /[\x20\n\r\t]{1,4}/"
 
 @dataclass(frozen=True)
 class Thought:
-    """How the model thinks before this answer. `budget` is in tokens; None: as many as it likes."""
+    """The thinking before an answer. `budget` is in tokens; None: unlimited."""
 
     form: ThinkingFormat
     beginning: Beginning
@@ -40,10 +40,12 @@ class Thought:
 
 
 class Pieces:
-    """What one grammar is made of; see GrammarPieces. Parts are gathered in `parts`."""
+    """The parts of one grammar; see GrammarPieces. They are collected in `parts`."""
 
     def __init__(self, writer: "GrammarWriter", markers: Iterable[str], parts: dict[str, StructuredOutput]) -> None:
-        self._writer, self._markers, self._parts = writer, markers, parts
+        self._writer = writer
+        self._markers = markers
+        self._parts = parts
         self._names: dict[str, str] = {}
 
     def literal(self, text: str) -> str:
@@ -51,7 +53,7 @@ class Pieces:
         return self._writer.literal(text, self._markers)
 
     def part(self, form: StructuredOutput) -> str:
-        """By name; those that are the same share one."""
+        """The reference to a part by name; equal parts share one name."""
         name = self._names.setdefault(form.grammar or json.dumps(form.json), f"call_{len(self._names)}")
         self._parts[name] = form
         return f"@{name}"
@@ -73,9 +75,9 @@ class GrammarWriter:
     def answer(
         self, form: ToolFormat | None, use: ToolUse, structured: StructuredOutput | None, thought: Thought | None
     ) -> StructuredOutput | None:
-        """What the answer must look like as a whole; None: nothing is prescribed.
+        """The form of the whole answer; None: it is free.
 
-        Raises InvalidRequest or InvalidParameter if these cannot be had together.
+        Raises InvalidRequest or InvalidParameter if the demands exclude each other.
         """
         parts: dict[str, StructuredOutput] = {}
         rules: list[str] = []
@@ -100,7 +102,7 @@ class GrammarWriter:
         parts: dict[str, StructuredOutput],
         rules: list[str],
     ) -> str | None:
-        """The expression for what follows the thinking; None: whatever the model likes."""
+        """The expression for the text after the thinking; None: it is free."""
         in_turns = thought is not None and thought.form.in_turns
         if use.choice == "required":
             structured = None  # the call goes before: its arguments have a form of their own
@@ -142,7 +144,7 @@ class GrammarWriter:
         return f"(trigger {calls} | TEXT)"
 
     def _answer(self, form: ToolFormat | None, thought: Thought | None, said: str) -> str:
-        """The expression for an answer that is `said`, with what opens it where it is a message of its own."""
+        """The expression for an answer that matches `said`, with its message header if it is a separate message."""
         if isinstance(form, Recipients):
             said = form.answer(said, Pieces(self, form.markers, {}))
         if thought is None or thought.beginning == "over":
@@ -157,7 +159,7 @@ class GrammarWriter:
             raise InvalidRequest("tools: the schema of one is nested too deeply") from error
 
     def _header(self, form: ToolFormat, use: ToolUse) -> str:
-        """The expression for what stands before a call that is a message of its own; it is no part of the trigger."""
+        """The expression for the header of a call that is a separate message; it is not part of the trigger."""
         tools = {tool.name: tool.parameters for tool in use.callable_tools}
         return form.headed(tools, Pieces(self, form.markers, {})) if isinstance(form, XmlFunctions) else ""
 
@@ -207,7 +209,7 @@ class GrammarWriter:
         return [f"think: {self._tokens_but(end)}{count} <[{end}]>"]
 
     def _tokens_but(self, *others: int) -> str:
-        """Any token but special ones (whatever ends answers among them) and these."""
+        """The expression for any token except special tokens (including end-of-sequence) and `others`."""
         unwanted = sorted({*self._grammars.special_token_ids, *self._grammars.eos_token_ids, *others})
         ranges: list[list[int]] = []
         for token in unwanted:

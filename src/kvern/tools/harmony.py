@@ -1,4 +1,4 @@
-"""gpt-oss: an answer is a turn of several messages, each with a channel that says what it is, and maybe a recipient.
+"""gpt-oss: an answer is a turn of several messages, each with a channel that names its kind, and maybe a recipient.
 
     <|channel|>analysis<|message|>The weather in Oslo, then.<|end|>
     <|start|>assistant<|channel|>commentary to=functions.weather <|constrain|>json<|message|>{"city": "Oslo"}<|call|>
@@ -6,9 +6,9 @@
     header -> body -> header
            -> call -> arguments -> body
 
-(OpenAI, "Harmony response format".) The recipient may stand before the channel, too. What is no header is text, and
-where it interrupts a message, that message's. Analysis is reasoning; whatever else calls no tool is content,
-and so is what stands behind a call's arguments, where the format has a place for nothing.
+(OpenAI, "Harmony response format".) The recipient may precede the channel. Anything that is no header is text of the
+current message. Analysis is reasoning; other messages without a tool are content, and so is text after a call's
+arguments, where the format allows none.
 """
 
 import re
@@ -22,7 +22,11 @@ from kvern.tools.json_call import JsonArguments
 from kvern.tools.thinking import HARMONY, REASONING
 from kvern.tools.tool_format import NAME, GrammarPieces, ToolParser, ToolSchemas
 
-START, CHANNEL, CONSTRAIN, MESSAGE, END = "<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|end|>"
+START = "<|start|>"
+CHANNEL = "<|channel|>"
+CONSTRAIN = "<|constrain|>"
+MESSAGE = "<|message|>"
+END = "<|end|>"
 CALL, RETURN = "<|call|>", "<|return|>"
 ENDS = (END, CALL, RETURN)
 BODY_ENDS = (*ENDS, START, CHANNEL)
@@ -36,7 +40,7 @@ TO = r"\x20to=[a-zA-Z0-9_.-]{1,140}"
 BEGUN_HEADER = re.compile(
     r"(?:<\|start\|>\w*|<\|channel\|>)\s*(?:to=\S*)?\s*(?:<\|channel\|>)?\s*\w*\s*(?:to=\S*)?\s*(?:<\|constrain\|>\w*)?"
 )
-"""Of which nothing is text if the turn ends there."""
+"""An incomplete header, which is no text if the turn ends there."""
 
 Kind = Literal["content", "reasoning", "call"]
 
@@ -160,7 +164,7 @@ class HarmonyParser(BufferedParser):
         return True
 
     def _behind_state(self) -> bool:
-        """Blanks behind arguments are a part of the call."""
+        """Drops blanks after arguments, which belong to the call."""
         self.buffer = self.buffer.lstrip(BLANKS)
         if not self.buffer:
             return False
@@ -191,10 +195,11 @@ class HarmonyParser(BufferedParser):
 
 
 def joined_thinking(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Messages as gpt-oss's template takes them.
+    """Converts messages for gpt-oss's template.
 
-    It writes as analysis what a message with a call has thought or said, and refuses both: they are joined. Raises
-    InvalidRequest.
+    The template renders the thinking or the text of a message with a call as analysis and refuses both together, so
+    they
+    are joined. Raises InvalidRequest.
     """
     check_messages(messages)
     return [_joined(message) if message.get("tool_calls") else message for message in messages]

@@ -1,6 +1,6 @@
-"""One call as a JSON object, {"name": "f", "arguments": {...}}, its keys in any order, read while it grows.
+"""One call as a JSON object, {"name": "f", "arguments": {...}}, with its keys in any order, read while it grows.
 
-Or {"f": {...}}, if calls are keyed by name. What is not quite JSON is read as well; see `json_mending`.
+Calls keyed by name are {"f": {...}}. `json_mending` repairs what is almost JSON.
 """
 
 import json
@@ -14,7 +14,7 @@ from kvern.tools.tool_format import NAME
 NAMES = ("name", "tool_name")
 ARGUMENTS = ("arguments", "parameters")
 LONGEST_STRING = 512
-"""Of keys and names, in characters as they are written."""
+"""Limit of keys and names, in characters as written."""
 AFTER_SCALAR = re.compile(r"[,}\]\s]")
 OUTSIDE = {quotes: re.compile(rf"[{quotes}{{}}\[\]]") for quotes in ('"', "\"'")}
 INSIDE = {quote: re.compile(rf"[{quote}\\]") for quote in "\"'"}
@@ -31,7 +31,7 @@ class JsonValue:
         self._quote = ""
 
     def ends(self, text: str) -> bool:
-        """Go on to `place`, the end of the value or of what there is."""
+        """Advances `place` to the end of the value, or of the text; returns whether the value has ended."""
         if text[self.start] not in "{[" + self._quotes:
             found = AFTER_SCALAR.search(text, self.place)
             self.place = len(text) if found is None else found.start()
@@ -66,7 +66,7 @@ class JsonArguments:
         self._handed = 0
 
     def read(self) -> bool:
-        """Whether they have ended, or the text has: then they are gone from the buffer."""
+        """Reads the arguments; returns True, and takes them from the buffer, when they or the text have ended."""
         parser, value = self._parser, self._value
         ended = value.ends(parser.buffer)
         place = value.place if ended or not parser.ended else len(parser.buffer)
@@ -113,7 +113,7 @@ class JsonCall:
         return result
 
     def end(self) -> None:
-        """The text ends in the middle of the call, if that has begun: what there is of it is handed over."""
+        """Ends a call in the middle: hands over what has come of it, if it has begun."""
         if self.begun:
             rest = self._parser.take(len(self._parser.buffer))
             if self._value is self._given:

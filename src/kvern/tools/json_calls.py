@@ -1,11 +1,11 @@
-"""Calls that are JSON objects, between marks of their own or as the whole answer: most families' format.
+"""Calls that are JSON objects, between marks or as the whole answer: the format of most families.
 
     <tool_call>{"name": "f", "arguments": {...}}</tool_call>        Hermes, Qwen, Granite 4
     <tool_calls>[{"name": "f", "arguments": {...}}]</tool_calls>    Hunyuan, Apriel
     <|tools_prefix|>[{"f": {...}}]<|tools_suffix|>                  Apertus
     {"name": "f", "parameters": {...}}                              Llama 3
 
-A template's own form, with its line breaks and separators, is learnt from what it writes; see `learning`.
+A template's own form, with its line breaks and separators, is learnt from its output; see `learning`.
 """
 
 import re
@@ -18,7 +18,7 @@ from kvern.tools.tool_format import GrammarPieces, ToolParser, ToolSchemas, lite
 
 MARK = re.compile(r"<[^<>\s]{1,64}>|\[[A-Z_/]{1,64}\]")
 WRAPPERS = ("<|python_tag|>", "functools", "```json", "```", "<tool_call>")
-"""What may stand before calls that are the whole answer."""
+"""Texts that may precede calls that are the whole answer."""
 WRAPPER_ENDS = ("```", "</tool_call>")
 
 
@@ -26,8 +26,10 @@ WRAPPER_ENDS = ("```", "</tool_call>")
 class JsonCalls:
     """One form; see ToolFormat. A call is `before`, its name, `middle`, its arguments and `after`.
 
-    `begin` stands before the first call, `between` between two, `end` behind the last; without a `between` there is
-    one call only. `keyed`: calls are {"f": {...}}. `hints` are texts by which a template is known that writes no calls.
+    `begin` precedes the first call, `between` separates two, `end` follows the last; without `between` there is one
+    call
+    only. `keyed`: calls are {"f": {...}}. `hints` are texts in templates that render no calls, which identify this
+    form.
     """
 
     name: str
@@ -43,12 +45,12 @@ class JsonCalls:
 
     @property
     def mark(self) -> str:
-        """What announces calls; empty: they are the whole answer."""
+        """The mark before calls; empty: calls are the whole answer."""
         return self.begin.rstrip(BLANKS + "[")
 
     @property
     def end_mark(self) -> str:
-        """What is behind them."""
+        """The mark after calls."""
         return self.end.strip(BLANKS).lstrip(BLANKS + "]")
 
     @property
@@ -59,7 +61,7 @@ class JsonCalls:
 
     @property
     def trigger(self) -> str | None:
-        """What a call begins with."""
+        """The beginning of a call, or None."""
         return self.mark or None
 
     @property
@@ -68,7 +70,7 @@ class JsonCalls:
         return (self.begin + self.before)[0]
 
     def matches(self, template: str) -> bool:
-        """What a template says that writes no calls."""
+        """True if the template, which renders no calls, contains a hint."""
         return any(hint in template for hint in self.hints)
 
     def parser(self, tools: ToolSchemas) -> ToolParser:
@@ -76,7 +78,7 @@ class JsonCalls:
         return JsonCallsParser(self, None if self.mark else tools)
 
     def calls(self, tools: ToolSchemas, several: bool, write: GrammarPieces) -> str:
-        """In the template's own form."""
+        """The grammar of calls in the template's form."""
         heads = {name: literal(self.before + name + self.middle, write) for name in tools}
         one = " | ".join(f"{heads[name]} {write.json(schema)}" for name, schema in tools.items())
         call = f"({one}) {literal(self.after, write)}"
@@ -85,10 +87,10 @@ class JsonCalls:
 
 
 class JsonCallsParser(BufferedParser):
-    """Content, then calls behind a mark, then content; without a mark, calls at the beginning."""
+    """The parser: content, then calls after a mark, then content; without a mark, calls at the beginning."""
 
     def __init__(self, form: JsonCalls, names: Container[str] | None) -> None:
-        """`names`: only calls of these count; None: of any."""
+        """`names`: only calls of these functions count; None: of any."""
         super().__init__()
         self._form, self._names = form, names
         self._before = ""
@@ -119,7 +121,7 @@ class JsonCallsParser(BufferedParser):
         return True
 
     def _open_state(self) -> bool:
-        """Before what may be a call; what came before it is `_before`."""
+        """Reads up to a possible call; text before it is in `_before`."""
         text = self.buffer.lstrip(BLANKS)
         if not text and not self.ended:
             return False

@@ -1,7 +1,8 @@
-"""JSON as models write it becomes JSON: what Python or JavaScript would allow is put into JSON's words.
+"""Repair of almost-JSON from models: syntax of Python and JavaScript is converted to JSON.
 
-Mended are line breaks and other control characters in strings, strings in single quotes, backslashes that JSON does not
-know, `True`, `False`, `None` and kin, and commas before a closing bracket. JSON itself stays as it is written.
+That is: line breaks and other control characters in strings, strings in single quotes, unknown escapes, `True`,
+`False`,
+`None` and similar, and commas before a closing bracket. Valid JSON is not changed.
 """
 
 import json
@@ -16,7 +17,7 @@ ESCAPES = '"\\/bfnrtu'
 
 
 class JsonMender:
-    """Mends a growing text. What `feed` and `end` return adds up to the same however the text is cut."""
+    """Repairs a growing text. The joined results of `feed` and `end` do not depend on how the text is cut."""
 
     def __init__(self) -> None:
         self._held = ""
@@ -36,7 +37,7 @@ class JsonMender:
         return "".join(mended)
 
     def _outside(self, text: str, place: int, ended: bool) -> tuple[int, str]:
-        """How many characters are certain, and what they become."""
+        """The number of characters that are complete, and their replacement."""
         sign = text[place]
         if sign in "'\"":
             self._quote = sign

@@ -1,4 +1,4 @@
-"""What a chat template writes for an assistant's calls, and the form that this shows."""
+"""The form of tool calls, learnt from a chat template's rendering of an assistant's calls."""
 
 import json
 import re
@@ -22,14 +22,17 @@ ARGUMENTS: tuple[dict[str, Any], ...] = ({"alpha": "probe text", "beta": 7}, {"a
 """The second for templates that write texts without quotes, or several arguments without commas."""
 SPECIAL_TOKENS = dict.fromkeys(("bos_token", "eos_token", "pad_token", "unk_token"), "")
 LONGEST = 256
-"""Of what stands before calls."""
+"""Limit of the text before calls."""
 DIGITS = re.compile(r"\d+")
 
 
 @dataclass(frozen=True)
 class Written:
-    """What stands in a prompt for an assistant's message with one call, and with two (empty: the template has no such),
-    from the calls to the message's end; `tail` ends a message without calls."""
+    """The rendering of an assistant's message, from its calls to its end: with one call, and with two (empty:
+    unsupported).
+
+    `tail` is the end of a message without calls.
+    """
 
     one: str
     two: str
@@ -37,7 +40,7 @@ class Written:
     arguments: Mapping[str, Any]
 
     def is_read(self, form: ToolFormat) -> bool:
-        """Whether the format's parser finds the calls again, which begin as the format does."""
+        """True if the text begins like the format and its parser finds the calls again."""
         if form.trigger is not None and form.trigger not in self.one:
             return False
         texts = [text for text in (self.one, self.two) if text]
@@ -59,7 +62,7 @@ class Written:
 
 
 def written_calls(source: str) -> list[Written]:
-    """What the template makes of probes; empty if it writes no calls."""
+    """The template's renderings of probes; empty if it renders no calls."""
     template = ChatTemplate({"default": source})
     found = [_written(template, arguments) for arguments in ARGUMENTS]
     return [written for written in found if written is not None]
@@ -69,7 +72,7 @@ def _written(template: ChatTemplate, arguments: Mapping[str, Any]) -> Written | 
     tools = [_definition(name, arguments) for name in NAMES]
 
     def answer(said: str, count: int) -> str:
-        """What stands behind what the assistant says, or behind the prompt for an answer."""
+        """The text after the assistant's content, or after the prompt for an answer."""
         made = [
             {"type": "function", "id": call_id, "function": {"name": name, "arguments": dict(arguments)}}
             for name, call_id in zip(NAMES[:count], IDS, strict=False)
@@ -106,7 +109,7 @@ def _definition(name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _equal(text: str, other: str) -> int:
-    """How many characters two texts have in common from their beginnings on."""
+    """The length of the common beginning of two texts."""
     pairs = enumerate(zip(text, other, strict=False))
     return next((at for at, (one, another) in pairs if one != another), min(len(text), len(other)))
 
@@ -119,7 +122,7 @@ def _behind_thinking(text: str) -> str:
 
 @dataclass(frozen=True)
 class FoundCall:
-    """One call in a text: where its object begins and ends, and what stands around its name and arguments."""
+    """One call in a text: the bounds of its object, and the texts around its name and arguments."""
 
     start: int
     end: int
@@ -157,7 +160,9 @@ def learnt_json(written: Written) -> JsonCalls | None:
     found = _find(one, 0, NAMES[0], written.arguments)
     if found is None or found.start > LONGEST:
         return None
-    begin, before, after = one[: found.start].lstrip(BLANKS), found.before, found.after
+    begin = one[: found.start].lstrip(BLANKS)
+    before = found.before
+    after = found.after
     between = None if begin else "; "
     pair = _find(two, 0, NAMES[0], written.arguments)
     other = None if pair is None else _find(two, pair.end, NAMES[1], written.arguments)
@@ -175,7 +180,7 @@ def _numbered(text: str, other: str) -> str:
 
 
 def _without_tail(text: str, tail: str) -> str:
-    """What stands behind the last call, without what ends every message."""
+    """The text after the last call, without the text that ends every message."""
     common = text[len(text) - _equal(text[::-1], tail[::-1]) :]
     if len(common) < len(tail):  # the message ends in another way: with a mark of its own
         place = common.find("<")

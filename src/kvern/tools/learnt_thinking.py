@@ -1,11 +1,11 @@
-"""The marks of thinking that a chat template writes around what an assistant's message has thought.
+"""The marks around thinking, learnt from a chat template's rendering of an assistant's message.
 
-A conversation is rendered whose last message has a thought:
+The last message of the rendered conversation contains thinking:
 
     ...<|open|>think<|sep|>THOUGHT<|close|>think<|sep|><|open|>response<|sep|>SAID<|close|>response<|sep|>...
        begin                      end                  opens an answer            closes it
 
-An end mark is known as the partner of its begin mark, as `</a>` is that of `<a>`.
+An end mark is recognized as the partner of its begin mark, as `</a>` is that of `<a>`.
 """
 
 import re
@@ -15,16 +15,18 @@ from typing import Any, NamedTuple
 from kvern.errors import InvalidRequest
 from kvern.text.chat_template import ChatTemplate
 
-ASKED, THOUGHT, SAID = "kvern-asked", "kvern-thought", "kvern-said"
+ASKED = "kvern-asked"
+THOUGHT = "kvern-thought"
+SAID = "kvern-said"
 SPECIAL_TOKENS = dict.fromkeys(("bos_token", "eos_token", "pad_token", "unk_token"), "")
 MARK = re.compile(r"<[^<>]+>|\[[^\[\]]+\]")
 PARTNERS = (("START", "END"), ("start", "end"), ("BEGIN", "END"), ("begin", "end"), ("open", "close"), ("pre", "suf"))
 OPENED = re.compile(r"<(?!\|)[^<>/]*(?:think|reason|thought)[^<>/]*>\Z", re.IGNORECASE)
-"""What a prompt ends with that opens the thinking."""
+"""A mark at the end of a prompt that opens the thinking."""
 
 
 class Marks(NamedTuple):
-    """`answer` opens the answer behind the thinking; `wraps` stand around it."""
+    """The marks around thinking; `answer` opens the answer after it, and `wraps` surround the answer."""
 
     begin: str
     end: str
@@ -33,13 +35,15 @@ class Marks(NamedTuple):
 
 
 def written_marks(template: str, names: Sequence[str]) -> Marks | None:
-    """Those around a thought; `names` are what messages may call it. None: the template writes it without, or not."""
+    """The marks around thinking; `names` are the fields of a message for it. None: the template renders no thinking."""
     said = {"role": "assistant", "content": SAID, **dict.fromkeys(names, THOUGHT)}
     before, thought, rest = _behind_question(template, [said], False).partition(THOUGHT)
     middle, answered, after = rest.partition(SAID)
     if not thought or not answered:
         return None
-    before, middle, after = before.rstrip(), middle.strip(), after.strip()
+    before = before.rstrip()
+    middle = middle.strip()
+    after = after.strip()
     for start in reversed([match.start() for match in MARK.finditer(before)]):
         begin = before[start:]
         for end in _partners(begin):
@@ -51,19 +55,19 @@ def written_marks(template: str, names: Sequence[str]) -> Marks | None:
 
 
 def opened_marks(template: str) -> Marks | None:
-    """That with which prompts end, if it opens thinking by its name, and its partner."""
+    """The mark at the end of prompts, if its name says that it opens thinking, and its partner."""
     opened = OPENED.search(_behind_question(template, [], True).rstrip())
     return None if opened is None else next((Marks(opened[0], end) for end in _partners(opened[0])), None)
 
 
 def _partners(mark: str) -> list[str]:
-    """What may close what a mark opens."""
+    """The possible partners of a mark."""
     closed = [f"{mark[:place]}/{mark[place:]}" for place in (1, 2) if mark[:1] in ("<", "[")]
     return closed + [mark.replace(one, other) for one, other in PARTNERS if one in mark]
 
 
 def _behind_question(template: str, answers: Sequence[Mapping[str, Any]], prompt: bool) -> str:
-    """What is rendered behind a user's message; empty if the template refuses."""
+    """The text after a user's message; empty if the template refuses."""
     try:
         asked = {"role": "user", "content": ASKED}
         text = ChatTemplate({"default": template}).render([asked, *answers], None, prompt, SPECIAL_TOKENS)

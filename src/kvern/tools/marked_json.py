@@ -1,4 +1,4 @@
-"""Calls with arguments in JSON, each between tokens, in a section between tokens: DeepSeek's, Kimi K2's, Solar's.
+"""Calls with JSON arguments between tokens, in a section between tokens: DeepSeek, Kimi K2 and Solar.
 
     DeepSeek V3 and R1      <｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>get_weather
                             ```json
@@ -16,7 +16,7 @@
     Solar                   <|tool_calls|><|tool_call:begin|>id<|tool_call:name|>get_weather
                             <|tool_call:args|>{"city": "Oslo"}<|tool_call:end|>
 
-All but the lines in V3's calls is written without line breaks. What opens a section may be forgotten.
+Only the calls of V3 contain line breaks. A missing opening of a section is accepted.
 """
 
 import re
@@ -32,16 +32,16 @@ ARGUMENTS = "<|tool_call_argument_begin|>"
 
 
 class MarkedJson(ABC):
-    """The formats; see ToolFormat. `section` and `call` are the tokens around them, `inside` are those in each call."""
+    """A format; see ToolFormat. `section` and `call` are the tokens around them, `inside` the tokens in each call."""
 
     name: str
     section: tuple[str, str]
     call: tuple[str, str]
     inside: tuple[str, ...]
     head: re.Pattern[str]
-    """Of a call, up to its arguments: `name`, and `id` if it has one."""
+    """The beginning of a call, up to its arguments: `name`, and `id` if it has one."""
     fence = ""
-    """Of the arguments' end."""
+    """The fence that ends the arguments."""
     stops = ()
     opening = "<"
 
@@ -52,7 +52,7 @@ class MarkedJson(ABC):
 
     @property
     def trigger(self) -> str:
-        """What a call begins with."""
+        """The beginning of a section of calls."""
         return self.section[0]
 
     def matches(self, template: str) -> bool:
@@ -68,7 +68,7 @@ class MarkedJson(ABC):
         """A grammar's expression for the head of a call."""
 
     def calls(self, tools: ToolSchemas, several: bool, write: GrammarPieces) -> str:
-        """In one section."""
+        """The grammar of calls in one section."""
         begin, end = map(write.literal, self.call)
         one = " | ".join(f"{self.before(name, write)} {write.json(schema)}" for name, schema in tools.items())
         behind = write.literal(f"\n{self.fence}") if self.fence else ""
@@ -78,7 +78,7 @@ class MarkedJson(ABC):
 
 
 class DeepSeek(MarkedJson):
-    """Of V3, with a fence around the arguments, or of V3.1, which the template decides; both are understood."""
+    """DeepSeek's format: V3 with a fence around arguments, or V3.1, by the template; the parser reads both."""
 
     name = "deepseek"
     section = ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>")
@@ -96,12 +96,12 @@ class DeepSeek(MarkedJson):
         return super().matches(template) and (FENCE in template) == bool(self.fence)
 
     def before(self, name: str, write: GrammarPieces) -> str:
-        """As the template writes it."""
+        """The beginning of a call as the template renders it."""
         return write.literal(f"function{SEPARATOR}{name}\n{FENCE}json\n" if self.fence else f"{name}{SEPARATOR}")
 
 
 class KimiK2(MarkedJson):
-    """With ids, as which the template writes earlier calls."""
+    """Kimi K2's format: calls have ids of the form in which the template renders earlier calls."""
 
     name = "kimi_k2"
     section = ("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>")
@@ -110,12 +110,12 @@ class KimiK2(MarkedJson):
     head = re.compile(rf"\s*(?P<id>functions\.(?P<name>{NAME.pattern}):\d{{1,9}})\s*{re.escape(ARGUMENTS)}\s*")
 
     def before(self, name: str, write: GrammarPieces) -> str:
-        """With any number."""
+        """The beginning of a call, with any number in its id."""
         return f"{write.literal(f'functions.{name}:')} /[0-9]{{1,4}}/ {write.literal(ARGUMENTS)}"
 
 
 class Solar(MarkedJson):
-    """With ids, and a section that the end of the answer ends."""
+    """Solar's format: calls have ids, and the section ends with the answer."""
 
     name = "solar"
     section = ("<|tool_calls|>", "")
@@ -126,7 +126,7 @@ class Solar(MarkedJson):
     )
 
     def before(self, name: str, write: GrammarPieces) -> str:
-        """With any id."""
+        """The beginning of a call, with any id."""
         named, arguments = self.inside
         return f"/[a-zA-Z0-9]{{4,16}}/ {write.literal(named + name + arguments)}"
 
@@ -157,7 +157,7 @@ class MarkedJsonParser(BufferedParser):
         return True
 
     def _head_state(self) -> bool:
-        """A name, and nothing but arguments or the end behind it."""
+        """Reads a name, which must be followed by arguments or the end."""
         found = self._form.head.match(self.buffer[:LONGEST_HEAD])
         rest = "" if found is None else self.buffer[found.end() :]
         end = self._form.call[1]

@@ -12,7 +12,9 @@ from kvern.tools.buffered import BLANKS, BufferedParser
 from kvern.tools.json_call import JsonArguments, JsonCall
 from kvern.tools.tool_format import IDENTITY, NAME, GrammarPieces, ToolParser, ToolSchemas, literal
 
-BEGIN, ARGUMENTS, CALL_ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
+BEGIN = "[TOOL_CALLS]"
+ARGUMENTS = "[ARGS]"
+CALL_ID = "[CALL_ID]"
 HEAD = re.compile(rf"({NAME.pattern})(?:\[CALL_ID\](\w{{1,64}}))?(?:\[ARGS\])?\s*(?=\{{)")
 LONGEST_HEAD = 256
 
@@ -32,7 +34,7 @@ class Mistral:
     opening = "["
 
     def __init__(self, named: bool = False, with_ids: bool = False) -> None:
-        """`named`: calls are written name first, not as a list, and `with_ids` an id behind it."""
+        """`named`: calls begin with their name instead of being a list; `with_ids`: an id follows the name."""
         self._named, self._with_ids = named, with_ids
 
     def matches(self, template: str) -> bool:
@@ -45,7 +47,7 @@ class Mistral:
         return MistralParser()
 
     def calls(self, tools: ToolSchemas, several: bool, write: GrammarPieces) -> str:
-        """In the template's form."""
+        """The grammar of calls in the template's form."""
         if self._named:
             behind = (f"{CALL_ID}{IDENTITY}" if self._with_ids else "") + ARGUMENTS
             one = " | ".join(f"{literal(name + behind, write)} {write.json(tools[name])}" for name in tools)

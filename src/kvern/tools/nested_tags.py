@@ -50,7 +50,7 @@ class NestedTagsParser(XmlFunctionsParser):
     """Tags begin with one."""
 
     def value(self, text: str, parameter: ParameterSchema, types: frozenset[str]) -> str:
-        """A value as JSON; without tags it is what the schema says."""
+        """A value as JSON; without tags its type follows the schema."""
         if not text.lstrip().startswith(SPACE):
             return written_value(text, types)
         try:

@@ -40,7 +40,7 @@ class Pythonic:
     opening = "["
 
     def matches(self, template: str) -> bool:
-        """What the template tells the model to write."""
+        """True if the template tells the model to write such calls."""
         return re.search(r"\[\s*func\w*\(\w+=", template) is not None
 
     def parser(self, tools: ToolSchemas) -> ToolParser:
@@ -71,15 +71,15 @@ class Lfm2(Pythonic):
         return PythonicParser(None, self.markers)
 
     def calls(self, tools: ToolSchemas, several: bool, write: GrammarPieces) -> str:
-        """As without tokens, and the one that ends."""
+        """The grammar of calls without tokens, then the token that ends them."""
         return f"{super().calls(tools, several, write)} {write.literal(self.markers[1])}"
 
 
 class PythonicParser(BufferedParser):
-    """A list behind a token; without one, what the answer begins with."""
+    """The parser of a list after a token; without a token, of a list at the beginning."""
 
     def __init__(self, names: Container[str] | None, marks: Sequence[str] = ()) -> None:
-        """`names`: only calls of these count; None: of any."""
+        """`names`: only calls of these functions count; None: of any."""
         super().__init__()
         self._names, self._marks = names, marks
         self._before = ""
@@ -111,7 +111,9 @@ class PythonicParser(BufferedParser):
         if found is None or found.end() > LONGEST_HEAD or not self._is_known(found[1]):
             return (self.ended or "(" in self.buffer or len(self.buffer) > LONGEST_HEAD) and self.no_call(self._before)
         self._name, self._start = found[1], found.end()
-        self._place, self._depth, self._quote = found.end(), 1, ""
+        self._place = found.end()
+        self._depth = 1
+        self._quote = ""
         self._texts: list[tuple[int, int]] = []
         self.state = self._arguments_state
         return True
@@ -158,7 +160,7 @@ class PythonicParser(BufferedParser):
         return True
 
     def _closes(self, place: int) -> bool | None:
-        """Whether a quote before `place` ends a text; None: more must come to tell."""
+        """True if a quote before `place` ends a string; None: this needs more text."""
         if (BEHIND_TEXT if self._depth == 1 else BEHIND_INNER_TEXT).match(self.buffer, place):
             return True
         return None if not self.ended and MAY_FOLLOW.fullmatch(self.buffer, place) else False
@@ -179,7 +181,7 @@ class PythonicParser(BufferedParser):
 
 
 def _escaped(text: str, texts: Sequence[tuple[int, int]]) -> str:
-    """The same with backslashes before the quotes and line breaks of its texts, which stand at these places."""
+    """The text with escapes for the quotes and line breaks within its strings, whose bounds are given."""
     pieces, place = [], 0
     for start, end in texts:
         within = UNESCAPED.sub(lambda found: ESCAPES.get(found[0], found[0]), text[start:end])
@@ -189,7 +191,7 @@ def _escaped(text: str, texts: Sequence[tuple[int, int]]) -> str:
 
 
 def json_arguments(text: str) -> str | None:
-    """What stands between a call's parentheses, as a JSON object; None if it is not that."""
+    """The arguments in a call's parentheses, as a JSON object; None if they are none."""
     try:
         spread = SPREAD.fullmatch(text)
         if spread is not None:

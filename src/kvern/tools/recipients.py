@@ -1,4 +1,4 @@
-"""Functionary 3.2: an answer is a turn of messages, each behind its recipient, which is a tool or all.
+"""Functionary 3.2: an answer is a turn of messages, each after its recipient, which is a tool or "all".
 
     all
     The weather in Oslo, then.>>>get_weather
@@ -31,7 +31,7 @@ class Recipients:
         return MARK + ALL in template
 
     def parser(self, tools: ToolSchemas) -> ToolParser:
-        """Behind the mark any name is a call, if there are tools at all; at the beginning only that of a tool is."""
+        """The parser: after the mark any name is a call, if there are tools; at the beginning only a tool's name is."""
         return RecipientsParser(tools)
 
     def calls(self, tools: ToolSchemas, several: bool, write: GrammarPieces) -> str:

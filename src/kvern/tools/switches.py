@@ -1,7 +1,8 @@
-"""Whether and how hard to think, under the names that a chat template reads.
+"""Switches for thinking and its effort, under the names that a chat template reads.
 
-Requests say `enable_thinking` (or `thinking`) and `reasoning_effort`; a template may read any of the names below. Those
-that it compares with texts (`thinking_mode == "disabled"`) get the text that says the same.
+Requests have `enable_thinking` (or `thinking`) and `reasoning_effort`; a template may read any of the names below.
+Names
+that it compares with texts (`thinking_mode == "disabled"`) get the text with the same meaning.
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ from jinja2 import nodes
 from kvern.text.chat_template import environment
 
 PLAIN = ("enable_thinking", "thinking")
-"""What requests call the switch."""
+"""The names of the switch in requests."""
 TYPE = "thinking_type"
-"""What a request calls more than that: adaptive, beside a switch that is on."""
+"""The name of a finer choice in requests: "adaptive" with the switch on."""
 SWITCHES = (
     *PLAIN, "think", "thinking_mode", TYPE, "thinking_option", "think_mode", "thinking_enabled",
     "use_thinking", "is_thinking", "reasoning", "reasoning_mode", "enable_reasoning", "force_reasoning",
@@ -41,7 +42,7 @@ RANKS = {
 
 
 class Switches:
-    """Those of one template. `read` are the names that it reads, each with the texts that it compares it with."""
+    """The switches of one template. `read` are the names that it reads, each with the texts it is compared with."""
 
     def __init__(self, template: str) -> None:
         try:
@@ -112,12 +113,12 @@ class Switches:
 
 @functools.lru_cache(maxsize=64)
 def switches_of(template: str) -> Switches:
-    """Those that a template reads."""
+    """The switches that a template reads."""
     return Switches(template)
 
 
 def enabled_of(given: Mapping[str, Any]) -> bool | None:
-    """Whether a request's variables say that the model is to think; None: nothing."""
+    """The request's choice whether the model thinks; None: it makes none."""
     said = (given.get(name) for name in PLAIN)
     return next((value for value in said if isinstance(value, bool)), None)
 
@@ -151,7 +152,7 @@ def _word(text: str) -> str:
 
 
 def _nearest(effort: str, texts: Collection[str]) -> str:
-    """Of these efforts the one nearest to another, the greater of two; the effort itself if it is unknown."""
+    """The effort of `texts` that is nearest to `effort`, the greater of two; `effort` itself if it is unknown."""
     ranked = [(RANKS[_word(text)], text) for text in texts if _word(text) in RANKS]
     rank = RANKS.get(_word(effort))
     if rank is None or not ranked:

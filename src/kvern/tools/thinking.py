@@ -13,13 +13,14 @@ TAG = re.compile(r"<[^<>\s]+>")
 
 @dataclass(frozen=True)
 class ThinkingFormat:
-    """One family's marks. `name` is what --reasoning-parser calls it; `tokens` are those that the marks are made of.
+    """The marks of one family. `name` is its value for --reasoning-parser; `tokens` are the tokens of the marks.
 
-    Where thinking and answer are messages of one turn, `between` stands between them and `answer` opens the answer. Who
-    reads the calls reads such a turn as a whole.
-
-    `wraps` stand around an answer, and are no part of it. `also_ends` end the thinking as well, and stay in the text.
-    `always`: the model thinks without a begin mark, too.
+    between    separates thinking from the answer if they are messages of one turn; the parser of calls reads such a
+    turn
+    answer     opens the answer
+    wraps      marks around an answer, which are removed
+    also_ends  marks that end the thinking too, and stay in the text
+    always     the model thinks without a begin mark, too
     """
 
     name: str
@@ -47,7 +48,7 @@ class ThinkingFormat:
 
     @property
     def in_turns(self) -> bool:
-        """Whether thinking is a message of its own, of which an answer may have several."""
+        """True if thinking is a separate message; an answer may have several."""
         return bool(self.between)
 
 
@@ -61,7 +62,7 @@ HARMONY = ThinkingFormat(
 )
 MESSAGE_BEGINS = ("<|start|>", "<|channel|>")
 ANSWER_HEADER = r"<\|channel\|>(?!\s*analysis\b)[^<]{0,200}(?:<\|constrain\|>[^<]{0,200})?<\|message\|>"
-"""Of HARMONY: what stands before a message that is no thinking."""
+"""The header of HARMONY's messages that are not thinking."""
 THINKING = (
     ThinkingFormat("think", "<think>", "</think>"),
     ThinkingFormat("mistral", "[THINK]", "[/THINK]"),
@@ -111,17 +112,17 @@ THINKING = (
 """DeepSeek R1, Qwen3, QwQ, SmolLM3, GLM and many others; Magistral; Seed-OSS; Gemma 4; MiniMax-M3; Command R7B and A;
 Kimi K3; Solar Open; Muse; Apertus; Apriel; gpt-oss."""
 WRAPS = {"<response></response>": ("<response>", "</response>"), "<|extra_0|>": ("<answer>", "</answer>")}
-"""What models write around an answer behind their thinking, by what their templates know: Granite 3, Hunyuan."""
+"""Marks around an answer after thinking, by a text in the template: Granite 3, Hunyuan."""
 
 REASONING = ("reasoning_content", "reasoning", "thinking")
-"""What clients and chat templates call that which an assistant's message has thought."""
+"""Names of an assistant message's thinking, as clients and chat templates use them."""
 
 Beginning = Literal["possible", "inside", "over"]
-"""How a prompt ends: before thinking, in the middle of it (the template opened it), or behind it (it is off)."""
+"""The end of a prompt: before thinking, in the middle of it (the template opened it), or after it (it is off)."""
 
 
 def thinking_of(template: str, wanted: str) -> ThinkingFormat | None:
-    """The marks called `wanted`; with auto those that the template writes, or else knows; None: none."""
+    """The marks named `wanted`; "auto": those that the template renders, or else contains; None: none."""
     if wanted != "auto":
         return next((form for form in THINKING if form.name == wanted), None)
     learnt = written_marks(template, REASONING)
@@ -138,7 +139,7 @@ def thinking_of(template: str, wanted: str) -> ThinkingFormat | None:
 
 
 def stop_scope(form: ThinkingFormat, beginning: Beginning, exact: bool = False) -> StopScope | None:
-    """Where stop strings count in an answer that begins so; None: everywhere. `exact`: see ThinkingSplitter."""
+    """The part of an answer in which stop strings count; None: all of it. `exact`: see ThinkingSplitter."""
     if form.in_turns:
         return StopScope((form.end, *MESSAGE_BEGINS), ANSWER_HEADER, (), beginning, again=True, quotable=False)
     if beginning == "over" and exact:

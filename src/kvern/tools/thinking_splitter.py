@@ -1,4 +1,4 @@
-"""Splits an answer: what the model thinks is reasoning, wherever it stands; all else is read by the parser of calls."""
+"""Splits an answer into reasoning, wherever it is, and the rest, which the parser of calls reads."""
 
 from kvern.request.pieces import Content, Piece, Reasoning
 from kvern.tools.buffered import BLANKS, held_back
@@ -10,12 +10,15 @@ FENCE = "```"
 
 
 class ThinkingSplitter:
-    """Reads one answer. What it returns adds up to the same however the text is cut.
+    """Reads one answer. The joined results do not depend on how the text is cut.
 
-    Thinking that the answer begins with is split off before calls are read: a call in it is a thought. Later marks are
-    found in the content that the parser hands on, so that arguments of calls may hold them. They count unless they are
-    quoted: behind a quotation mark, or in a block of code. `exact`: the answer has a form of its own, and is left as it
-    is. Blanks around thoughts are left out.
+    Thinking at the beginning is split off before calls are read: a call within it is a thought. Later marks are found
+    in
+    the content that the parser returns, so that arguments of calls may contain them. Quoted marks, after a quotation
+    mark
+    or in a code block, do not count. `exact`: the answer matches a grammar and is not changed. Blanks around thoughts
+    are
+    removed.
     """
 
     def __init__(self, form: ThinkingFormat, beginning: Beginning, parser: ToolParser, exact: bool = False) -> None:
@@ -90,7 +93,7 @@ class ThinkingSplitter:
 
 
 class Quotes:
-    """Tells of a growing text whether a mark behind it stands for itself: it ends with a quotation mark, or in code."""
+    """Tracks whether a mark at the end of a growing text would be quoted: after a quotation mark, or in code."""
 
     def __init__(self) -> None:
         self._last = self._ticks = ""
@@ -105,12 +108,12 @@ class Quotes:
 
     @property
     def are_open(self) -> bool:
-        """Whether a mark would stand for itself here."""
+        """True if a mark here would be quoted."""
         return self._fenced or (self._last != "" and self._last in QUOTES)
 
 
 class Thoughts:
-    """Makes reasoning of what was thought: without blanks around it, and with an empty line between thoughts."""
+    """Makes reasoning of thoughts: without blanks around them, and with an empty line between two."""
 
     def __init__(self) -> None:
         self.begun = False
@@ -138,7 +141,7 @@ class Thoughts:
 
 
 class LaterMarks:
-    """Takes marks, and what is thought between them, out of the content that follows the first thinking."""
+    """Removes marks, and the thoughts between them, from the content after the first thinking."""
 
     def __init__(self, form: ThinkingFormat, thoughts: Thoughts) -> None:
         self._form, self._thoughts = form, thoughts
@@ -149,7 +152,7 @@ class LaterMarks:
         self._behind_mark = form.answer != ""
 
     def read(self, pieces: list[Piece], ended: bool) -> list[Piece]:
-        """The same pieces, without marks in content; what may become one is held back unless `ended`."""
+        """The pieces without marks in content; a possible beginning of a mark is held back unless `ended`."""
         found: list[Piece] = []
         for piece in pieces:
             if isinstance(piece, Content):
@@ -160,7 +163,7 @@ class LaterMarks:
         return found + (self._take(True) if ended else [])
 
     def _take(self, whole: bool) -> list[Piece]:
-        """What is certain of the buffer; `whole`: nothing will join it."""
+        """The decided part of the buffer; `whole`: no more text will follow."""
         pieces: list[Piece] = []
         while True:
             marks = self._form.ends if self._inside else self._marks

@@ -1,4 +1,4 @@
-"""How many tokens of an answer are thought: those between the marks, without the marks."""
+"""Counts the tokens of an answer that are thinking: those between the marks, without the marks."""
 
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
@@ -10,10 +10,11 @@ from kvern.tools.thinking_splitter import FENCE, QUOTES
 
 
 class ThoughtTokens:
-    """Counts for one answer, which may grow from call to call; what has been looked at is not looked at again.
+    """A counter for one growing answer; it reads each token once.
 
-    Marks are found in the bytes that tokens stand for, so that they may be one token or several. Which marks count
-    behind the first thinking is as ThinkingSplitter has it; `exact`: none.
+    Marks are found in the bytes of tokens, so they may be one token or several. Later marks count as in
+    ThinkingSplitter;
+    `exact`: they do not.
     """
 
     def __init__(
@@ -26,17 +27,17 @@ class ThoughtTokens:
         self._fenced = False
         self._bytes = bytearray()
         self._starts: list[int] = [0]
-        """Of each token among the bytes, and the end of the last."""
+        """The first byte of each token, and the end of the last."""
         self._thought_from = 0
         """The byte at which thinking has begun, or from which on it may begin."""
         self._segment_from = 0
-        """The byte behind the last mark that was met in the answer."""
+        """The first byte after the last mark in the answer."""
         self._counted = self._counted_before = 0
         if beginning == "over":
             self._answer_begins(0)
 
     def count(self, token_ids: Sequence[int]) -> int:
-        """Thought tokens among those of the answer so far."""
+        """The number of thinking tokens among those of the answer so far."""
         if self._state != "over":
             self._read(token_ids)
         return self._counted
@@ -50,7 +51,7 @@ class ThoughtTokens:
             pass
 
     def _find_mark(self, searched: int) -> bool:
-        """Whether the next mark has come; an end mark does not begin before `searched`."""
+        """True if the next mark has come; an end mark begins at `searched` or later."""
         if self._state != "inside":
             return self._state != "over" and (self._opens() if self._state == "possible" else self._opens_later())
         found = (self._bytes.find(end, max(searched, self._thought_from)) for end in self._ends)
@@ -71,7 +72,7 @@ class ThoughtTokens:
         self._thought_from = self._segment_from = place
 
     def _opens(self) -> bool:
-        """Whether the answer begins with the mark."""
+        """True if it is decided whether the answer begins with the mark."""
         begin = len(self._bytes) - len(self._bytes.lstrip(BLANKS.encode()))
         if self._bytes.startswith(self._begin, begin):
             self._state, self._thought_from = "inside", begin + len(self._begin)
@@ -80,7 +81,7 @@ class ThoughtTokens:
         return self._state != "possible"
 
     def _opens_later(self) -> bool:
-        """Whether the mark has come in the answer, or in a further message of it."""
+        """True if the mark has come later in the answer, or in a further message of it."""
         place = self._bytes.find(self._begin, self._thought_from)
         if place < 0:
             self._thought_from = max(self._thought_from, len(self._bytes) - len(self._begin) + 1)

@@ -1,4 +1,4 @@
-"""How a family of models writes calls of tools: the protocol behind which each format is one file."""
+"""The protocol of tool-call formats; each format is one file."""
 
 import re
 import uuid
@@ -15,14 +15,14 @@ NAME = re.compile(rf"[a-zA-Z0-9_.-]{{1,{LONGEST_NAME}}}")
 
 
 ToolSchemas = Mapping[str, Mapping[str, Any]]
-"""By tools' names the JSON schemas of their arguments."""
+"""The JSON schemas of the tools' arguments, by tool name."""
 
 
 class GrammarPieces(Protocol):
-    """Writes what a grammar's expressions (Lark) are made of."""
+    """Writes the elements of a grammar's expressions (Lark)."""
 
     def literal(self, text: str) -> str:
-        """A text; special tokens in it become tokens."""
+        """A literal text; special tokens in it become tokens."""
         ...
 
     def part(self, form: StructuredOutput) -> str:
@@ -49,14 +49,14 @@ def literal(text: str, write: GrammarPieces) -> str:
 
 
 class ToolParser(Protocol):
-    """Reads one answer. What it returns adds up to the same however the text is cut."""
+    """Reads one answer. The joined results do not depend on how the text is cut."""
 
     def feed(self, text: str) -> list[Piece]:
-        """The next characters."""
+        """Reads the next characters."""
         ...
 
     def finish(self) -> list[Piece]:
-        """The text has ended: what was held back."""
+        """Ends the text and returns what was held back."""
         ...
 
 
@@ -65,7 +65,7 @@ class ToolFormat(Protocol):
 
     @property
     def name(self) -> str:
-        """What --tool-parser calls it."""
+        """The value for --tool-parser."""
         ...
 
     @property
@@ -80,7 +80,7 @@ class ToolFormat(Protocol):
 
     @property
     def trigger(self) -> str | None:
-        """What a call begins with; without one, `opening` is the answer's first character."""
+        """The beginning of a call; None: `opening` is the answer's first character."""
         ...
 
     @property

@@ -27,11 +27,11 @@ MOST_BLANKS = 64
 """Between tags."""
 NO_BLANK = re.compile(rf"[^{BLANKS}]")
 STRINGS = ("string", "true")
-"""What a parameter's tag tells of a string."""
+"""Attribute values of a parameter's tag that mean a string."""
 KEY_IN_TAG = r"[^<>/\n][^<>\n]{0,255}"
 PLAIN_KEYWORDS = {"type", "properties", "required", "additionalProperties", "$schema", "$id", "$defs", "definitions"}
 PLAIN_KEYWORDS |= {"title", "description", "$comment"}
-"""Of schemas whose parameters can be written one by one, each for itself."""
+"""Keywords of schemas whose parameters can be written independently of each other."""
 
 
 GRAMMAR = "start: VALUE {}\nVALUE: ({}) {}"
@@ -39,8 +39,12 @@ GRAMMAR = "start: VALUE {}\nVALUE: ({}) {}"
 
 @dataclass(frozen=True)
 class Gaps:
-    """Blanks of a template between the tags of a call: behind the outer opening, the name, a parameter's name, each
-    parameter, the last one further, the call's end, and between two calls."""
+    """Blanks of a template between the tags of a call.
+
+    They follow the outer opening, the name, a parameter's name, each parameter, the last parameter (in addition), the
+    end
+    of a call, and separate two calls.
+    """
 
     opened: str = "\n"
     head: str = "\n"
@@ -51,7 +55,7 @@ class Gaps:
     calls: str = "\n"
 
     def seen(self, texts: Sequence[str], **tags: tuple[str, str]) -> "Gaps":
-        """As they are in what a template writes: each between two tags, of which "" is none."""
+        """The gaps in a template's rendering: each is between two tags; "" is no tag."""
         found = {}
         for name, (left, right) in tags.items():
             pattern = re.compile(rf"{re.escape(left)}(\s*){re.escape(right)}")
@@ -65,9 +69,14 @@ class Gaps:
 
 @dataclass(frozen=True)
 class XmlMarks:
-    """`calls` open a call, the first one with the outer tags, others within them. `parameter` opens a parameter, its
-    name in the first group, what it is in the second if that is told, and begins with `begin`; `end` closes it, with
-    the parameter's name for {}, and `ends` the call."""
+    """The tags of a format.
+
+    calls      openings of a call: of the first one with the outer tags, and of others
+    parameter  the opening of a parameter: its name in the first group, its type in the second if it has one
+    begin      the beginning of that opening
+    end        the end of a parameter; {} stands for its name
+    ends       the ends of a call
+    """
 
     calls: tuple[str, ...]
     parameter: re.Pattern[str]
@@ -75,13 +84,13 @@ class XmlMarks:
     end: str
     ends: tuple[str, ...]
     lined: bool
-    """One line break behind the opening, and one before the end, are no part of a value."""
+    """One line break after the opening, and one before the end, do not belong to a value."""
     forgiving: bool = True
     """A forgotten end of a value is put up with."""
 
     @property
     def following(self) -> tuple[str, ...]:
-        """What may stand behind a value."""
+        """The texts that may follow a value."""
         return self.begin, *self.ends, *self.calls
 
     @property
@@ -139,12 +148,12 @@ class XmlParser(BufferedParser):
         self.close(*self._marks.ends)
 
     def _is_whole(self) -> bool:
-        """Where the text ends between parameters: only the call's end was forgotten if all required ones are there."""
+        """True if all required parameters are there at the end of the text, so that only the call's end is missing."""
         required = self._schema.get("required") or ()
         return not self.buffer.startswith(self._marks.begin) and self._given.issuperset(required)
 
     def _open_value(self, key: str, told: str | None) -> None:
-        """The first of two parameters of one name counts. `told`: what the tag says of the value."""
+        """Opens a value; of two parameters with one name the first counts. `told`: the type in the tag."""
         self._parameter = schema = ParameterSchema.of(self._schema, key)
         self._end = self._marks.end.format(key)
         self._types = schema.types()
@@ -211,13 +220,13 @@ class XmlParser(BufferedParser):
         return written_value(text, types)
 
     def _is_margin(self, end: int | None) -> bool:
-        """Whether a line break before the value's end is no part of it, or may be none."""
+        """True if a line break before the value's end does not belong to it, or might not."""
         if end is None:
             return not self.ended
         return self._marks.lined or not self.buffer.startswith(self._end, end)
 
     def _find_end(self) -> int | None:
-        """Where the value's end begins; None: what comes before `_place` is a part of it, more is not known."""
+        """The position of the value's end; None: unknown, but text before `_place` belongs to the value."""
         while (place := self.buffer.find(self._end[0], self._place)) >= 0:
             self._place = place
             if (ends := self._ends_at(place)) is None:
@@ -229,7 +238,9 @@ class XmlParser(BufferedParser):
         return None
 
     def _ends_at(self, place: int) -> bool | None:
-        """Whether a tag ends the value: its own, or one that shows that this was forgotten; None: more must come."""
+        """True if a tag ends the value: its own, or one that shows that its own is missing; None: this needs more
+        text.
+        """
         marks, text = self._marks, self.buffer[place : place + len(self._end) + 2 * MOST_BLANKS]
         if text.startswith(self._end):
             return self._followed(text[len(self._end) :], marks.following)

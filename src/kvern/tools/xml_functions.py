@@ -25,14 +25,18 @@ from kvern.tools.xml_call import CALL, CALL_END, KEY_IN_TAG, LONGEST_HEAD, Gaps,
 
 @dataclass(frozen=True)
 class XmlFunctions:
-    """The format of one family; see ToolFormat. Tags that open have what stands before a name, and behind it: of a
-    parameter also with its type in words for {}, or as true for a string and false for all else."""
+    """The format of one family; see ToolFormat.
+
+    Opening tags are given as the text before a name and the text after it. That of a parameter may contain {}, which
+    stands
+    for its type in words, or for "true" for a string and "false" for all else.
+    """
 
     name: str
     outer: tuple[str, str]
-    """Around all calls, or around each; empty: there are none."""
+    """Tags around all calls, or around each; empty: there are none."""
     function: tuple[str, str, str]
-    """Before a name, behind it, and what closes."""
+    """Texts before a function's name, after it, and at the end of the call."""
     parameter: tuple[str, str, str]
     lined: bool = False
     several_inside: bool = False
@@ -40,7 +44,7 @@ class XmlFunctions:
     types: Literal["", "words", "strings"] = ""
     gaps: Gaps = Gaps()
     header: tuple[str, str, str] = ("", "", "")
-    """Between two messages with a call each, then before the name of its function, and behind that."""
+    """Texts between two messages with a call each, before the function's name, and after it."""
     forgiving: bool = True
     in_json: bool = False
     """Arguments are one JSON object instead of parameters."""
@@ -67,7 +71,7 @@ class XmlFunctions:
 
     @property
     def trigger(self) -> str:
-        """What a call begins with."""
+        """The beginning of a call."""
         return self.marks.calls[0]
 
     @property
@@ -80,8 +84,10 @@ class XmlFunctions:
         return all(mark in template for mark in (self.marks.calls[0], self.function[0], self.marks.begin))
 
     def as_written(self, texts: Sequence[str], names: Sequence[str]) -> "XmlFunctions":
-        """With the blanks between tags that stand in what a template writes for calls of functions with these names."""
-        (opened, closed), (function, head, end), (parameter, _, last) = self.outer, self.function, self.parameter
+        """The format with the blanks that a template renders between the tags of calls to these functions."""
+        opened, closed = self.outer
+        function, head, end = self.function
+        parameter, _, last = self.parameter
         keys = re.findall(re.escape(parameter) + f"({KEY_IN_TAG})" + re.escape(last[-1]), texts[0])
         last = last.format(keys[-1] if keys else "")
         gaps = self.gaps.seen(
@@ -100,8 +106,10 @@ class XmlFunctions:
         return XmlFunctionsParser(self, tools)
 
     def calls(self, tools: ToolSchemas, several: bool, write: GrammarPieces) -> str:
-        """With the blanks that the template has."""
-        gaps, (opened, closed), (function, head, end) = self.gaps, self.outer, self.function
+        """The grammar of calls, with the template's blanks."""
+        gaps = self.gaps
+        opened, closed = self.outer
+        function, head, end = self.function
         before = function if opened else ""  # else it is the trigger
         one = written_tools(tools, f"{before}{{}}{head}".format, self._opening, self.marks, gaps, write)
         call = f"({one}) {literal(end, write)}"
@@ -149,12 +157,12 @@ class XmlFunctionsParser(XmlParser):
         self._head = re.compile(rf"\s*{re.escape(self._function)}({NAME.pattern}){behind}")
 
     def drop(self, marker: str) -> None:
-        """With the outer end what follows is outside."""
+        """Drops a marker; after the outer end the text is outside of calls."""
         super().drop(marker)
         self._is_open = self._is_open and (marker != self._marks.call_end or len(self._marks.ends) == 1)
 
     def content_state(self) -> bool:
-        """Up to either of the openings, or to what may be a header."""
+        """Reads content up to an opening, or to a possible header."""
         self._opening = self.content_until(self._marks.calls[0], self._function, *self._headers)
         if self._opening:
             self.state = self._header_state if self._opening in self._headers else self._head_state

@@ -1,7 +1,7 @@
-"""Values of parameters between XML tags: text, unless the tool's schema says that they are something else.
+"""Values of parameters between XML tags: text, unless the tool's schema gives another type.
 
-A parameter that can only be a string is its text, as it stands. Others are JSON, or a Python literal, as far as they
-can be read so; what cannot is text, too.
+A parameter that can only be a string is its text, unchanged. Others are read as JSON or as a Python literal if
+possible, and as text otherwise.
 """
 
 import ast
@@ -27,14 +27,14 @@ INSIDE_CLASS = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]", re.DOTALL)
 
 @dataclass(frozen=True)
 class ParameterSchema:
-    """What a tool says of one parameter; references in it are looked up in `root`."""
+    """The schema of one parameter; its references are resolved in `root`."""
 
     schema: Any
     root: Mapping[str, Any]
 
     @classmethod
     def of(cls, root: Mapping[str, Any], key: str) -> "ParameterSchema":
-        """Of the parameter `key` of a tool with this schema."""
+        """The schema of parameter `key` of a tool with the schema `root`."""
         properties = root.get("properties")
         other = root.get("additionalProperties", True)
         return cls(properties.get(key, other) if isinstance(properties, Mapping) else other, root)
@@ -47,7 +47,7 @@ class ParameterSchema:
             return ANYTHING
 
     def inside(self, key: str) -> "ParameterSchema":
-        """Of what stands under a key of the value, or of its items."""
+        """The schema of the value's property `key`, or of its items."""
         node = self._plain(self.schema)
         node = node if isinstance(node, Mapping) else {}
         if "items" in node and "properties" not in node:
@@ -70,7 +70,9 @@ class ParameterSchema:
         return None if None in terms else " & ".join(f"({term})" for term in terms)
 
     def standing_alone(self) -> dict[str, Any] | bool | None:
-        """The schema with what its references need; None: they lead somewhere else in the tool's."""
+        """The schema with the definitions that its references need; None: they lead to other parts of the tool's
+        schema.
+        """
         schema = self.schema
         if isinstance(schema, bool):
             return schema
@@ -106,7 +108,7 @@ class ParameterSchema:
         return found or ANYTHING
 
     def _plain(self, schema: Any) -> Any:
-        """What a reference refers to, if it is nothing but one; None for those that cannot be followed."""
+        """The target of a schema that is only a reference; None if it cannot be resolved."""
         for _ in range(DEEPEST):
             if not isinstance(schema, Mapping) or "$ref" not in schema:
                 return schema
