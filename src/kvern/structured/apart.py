@@ -16,7 +16,9 @@ from kvern.structured.grammar import Grammars, NotCompiled
 from kvern.structured.worker import LENGTH, MOST_MEMORY, MOST_SECONDS, READY, GrammarVerdict
 
 CHILDREN = 2
-"""Owners whose forms are compiled at the same time, each by a child; one that was given up may end beside them."""
+"""The number of child processes that compile at the same time, each for one owner; one that is being ended may
+overlap.
+"""
 LONGEST_WAIT = 10.0
 """Seconds until a form's turn must have come."""
 LONGEST_SECONDS = 10 * MOST_SECONDS
@@ -24,7 +26,7 @@ LONGEST_SECONDS = 10 * MOST_SECONDS
 LONGEST_START = 60.0
 """Seconds until a child must be ready, of which the first waits for the worker's tokenizer."""
 MOST_TIMES = 4
-"""That one form is compiled for one request, if others make the server forget it each time."""
+"""How often one form is compiled for one request if the cache drops it each time."""
 
 T = TypeVar("T")
 Worker = asyncio.Task[tuple[asyncio.subprocess.Process, socket.socket]]
@@ -66,7 +68,7 @@ class GrammarProcesses:
             self._worker.add_done_callback(_look_at)
 
     async def run(self, work: Callable[[], Awaitable[T]], owner: str) -> T:
-        """What `work` awaits, with the grammars compiled that it asks for; forms of one `owner` one by one.
+        """Runs `work`, compiling the grammars that it asks for; forms of one `owner` are compiled one by one.
 
         Raises what `work` raises, InvalidParameter for a form that takes too much, and ServerBusy.
         """
@@ -147,7 +149,7 @@ class GrammarProcesses:
             raise
 
     def _leave(self, owner: str) -> None:
-        """Give the turn to the owner who has waited longest for one."""
+        """Passes the turn to the owner who has waited longest."""
         self._busy.discard(owner)
         for other in [name for name in self._waiting if name not in self._busy]:
             turns = self._waiting.pop(other)
@@ -210,7 +212,7 @@ async def _child(control: socket.socket) -> Child:
 
 
 def _look_at(worker: Worker) -> None:
-    """Whoever needs the worker is told why it did not start; if nobody does, nothing is."""
+    """Marks a start failure as seen: users of the worker get it, and without users it is ignored."""
     if not worker.cancelled():
         worker.exception()
 

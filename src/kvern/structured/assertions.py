@@ -1,4 +1,4 @@
-"""Plain assertions of JSON schemas: how their values must look, what contradicts them, and what tells them apart."""
+"""Plain assertions of JSON schemas: their valid values, their negations, and constants that distinguish schemas."""
 
 import itertools
 import json
@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 Resolver = Any
-"""`referencing`'s: knows what a reference means where it stands."""
+"""The resolver of `referencing`: resolves references relative to a schema."""
 Schema = Mapping[str, Any] | bool
 Made = dict[str, Any] | bool
 """A schema in the compiler's words."""
@@ -67,7 +67,7 @@ SHAPES: dict[str, tuple[Callable[[Any], bool], str]] = {
         "an object of lists of names",
     ),
 }
-"""By keyword: whether its value can be read, and what it has to be."""
+"""The check of each keyword's value, and a description of valid values."""
 OPPOSITES: dict[str, Callable[[Any], Made]] = {
     "minimum": lambda bound: {"type": "number", "exclusiveMaximum": bound},
     "maximum": lambda bound: {"type": "number", "exclusiveMinimum": bound},
@@ -84,11 +84,11 @@ OPPOSITES: dict[str, Callable[[Any], Made]] = {
     "enum": lambda values: _other_than(values),
     "required": lambda names: any_of({"type": "object", "properties": {name: False}} for name in names),
 }
-"""By keyword: some of what it does not allow; False: nothing."""
+"""A schema that each keyword excludes, as a part of its negation; False: none."""
 
 
 def any_of(schemas: Iterable[Made]) -> Made:
-    """What one of them allows."""
+    """A schema that allows what at least one of `schemas` allows."""
     some = [schema for schema in schemas if schema is not False]
     if not some or True in some or {} in some:
         return bool(some)
@@ -96,7 +96,7 @@ def any_of(schemas: Iterable[Made]) -> Made:
 
 
 def all_of(schemas: Iterable[Made]) -> Made:
-    """What all of them allow."""
+    """A schema that allows what all `schemas` allow."""
     some = [schema for schema in schemas if schema is not True and schema != {}]
     if not some or False in some:
         return not some
@@ -104,9 +104,9 @@ def all_of(schemas: Iterable[Made]) -> Made:
 
 
 def tell_apart(items: Sequence[Schema]) -> bool:
-    """Whether constants, or those of a property that all of them require, tell these schemas from each other.
+    """True if constants, or constants of a property that all require, distinguish the schemas.
 
-    The same as looking at each pair, for the many alternatives that some schemas have.
+    This equals a comparison of all pairs, in linear time.
     """
     nodes = [item for item in items if isinstance(item, Mapping)]
     if len(nodes) < len(items):
@@ -118,7 +118,7 @@ def tell_apart(items: Sequence[Schema]) -> bool:
 
 
 def _distinct_values(nodes: Sequence[Any]) -> bool:
-    """Whether each of the schemas names its values, and none has one that another has."""
+    """True if each schema lists its values and no value occurs twice."""
     values: list[Any] = []
     for node in nodes:
         if not isinstance(node, Mapping) or not {"enum", "const"} & node.keys():
@@ -165,7 +165,7 @@ def types_of(node: Mapping[str, Any]) -> set[str]:
 
 
 def closed_without(node: Mapping[str, Any], required: set[str]) -> bool:
-    """Whether a node's objects may not have one of the required properties."""
+    """True if a node's objects cannot have one of the required properties."""
     if node.get("additionalProperties") is not False or node.get("patternProperties") or types_of(node) != {"object"}:
         return False
     return bool(required - set(node.get("properties", ())))
@@ -180,7 +180,7 @@ def _as_list(value: Any) -> list[Any]:
 
 
 def canonical(value: Any) -> str:
-    """The same text for values that JSON schema holds equal."""
+    """A text that is equal for values that JSON schema treats as equal."""
     if isinstance(value, float) and value == int(value):
         value = int(value)
     return json.dumps(value, sort_keys=True)

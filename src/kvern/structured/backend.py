@@ -1,6 +1,6 @@
-"""What a library that follows grammars does for kvern.
+"""The protocol of a grammar library.
 
-StructuredOutput --compile--> text, which travels to the engine --matcher--> one row's Matcher --fill--> masks
+StructuredOutput --compile--> text, which is sent to the engine --matcher--> one row's Matcher --fill--> masks
 """
 
 from collections.abc import Sequence
@@ -13,10 +13,10 @@ if TYPE_CHECKING:
 
 
 class Matcher(Protocol):
-    """Where one answer stands in its grammar."""
+    """The state of one answer in its grammar."""
 
     def consume_tokens(self, tokens: list[int], /) -> bool:
-        """Go on; False, and an error from now on, if the grammar does not allow them."""
+        """Advances the state; returns False, and stays in an error, if the grammar does not allow the tokens."""
 
     def consume_token(self, token: int, /) -> bool:
         """Go on with one."""
@@ -45,26 +45,26 @@ class Matcher(Protocol):
 
 
 class Backend(Protocol):
-    """Of one model's tokenizer. End-of-sequence tokens are in its masks where the grammar ends, and only there."""
+    """A grammar library with one model's tokenizer. Masks allow end-of-sequence tokens only where the grammar ends."""
 
     @property
     def special_token_ids(self) -> frozenset[int]:
         """Tokens that no text of a grammar matches."""
 
     def compile(self, structured: StructuredOutput) -> str:
-        """The grammar as `matcher` takes it. Raises InvalidParameter or ValueError with what cannot be expressed."""
+        """Compiles a grammar for `matcher`. Raises InvalidParameter or ValueError for unsupported parts."""
 
     def matcher(self, grammar: str) -> Matcher:
         """At the beginning of an answer. May be called by several threads."""
 
     def fill(self, going: Sequence[tuple[Any, int]], masks: "torch.Tensor", side_by_side: bool) -> None:
-        """Write what each of its matchers allows into the given row of `masks` [R, words] int32, on the host.
+        """Writes the tokens that each matcher allows into its row of `masks` [R, words] int32, on the host.
 
-        `side_by_side`: with threads of its own.
+        `side_by_side`: use threads of the library.
         """
 
     def way_out(self, matcher: Any, most: int) -> list[int] | None:
-        """Tokens by which the JSON that is being written ends soon, the one that ends the answer left out.
+        """Tokens that finish the current JSON, without the token that ends the answer.
 
-        None: no such way of at most so many tokens is known. The matcher stays where it is.
+        None: no way of at most `most` tokens is known. The matcher's state does not change.
         """

@@ -1,6 +1,6 @@
-"""JSON schemas with whole numbers beyond 2^53, which llguidance keeps as floats, as grammars in Lark's notation.
+"""Lark grammars for JSON schemas with integers beyond 2^53, which llguidance keeps as floats.
 
-Only what stands above such a number becomes rules; every other part of the schema stays JSON, as `%json`.
+Only the schemas that contain such a number become rules; all other parts stay JSON, as `%json`.
 """
 
 import json
@@ -17,7 +17,7 @@ from kvern.structured.llguidance_schema import far_keywords, inexact
 from kvern.structured.number_ranges import whole_numbers
 
 MOST_CHARACTERS = 1 << 20
-"""Of the parts that stay JSON, each with the definitions that it refers to."""
+"""Limit of the parts that stay JSON, each with the definitions it refers to."""
 WS = "WS?"
 COMMA, COLON = f'{WS} "," {WS}', f'{WS} ":" {WS}'
 HEAD = r"WS: /[\x20\x0A\x0D\x09]{1,16}/"
@@ -28,11 +28,11 @@ class Unsaid(Exception):
 
 
 def rules_of(schema: Mapping[str, Any], held: Callable[[dict[str, Any]], dict[str, Any] | None], exact: bool) -> str:
-    """A Lark grammar for what `rewrite` returned.
+    """A Lark grammar for the result of `rewrite`.
 
-    `held` gives a part as llguidance takes it, None if it allows no value. `exact`: only a grammar that allows
-    whatever the schema allows, and whose far bounds are not drawn nearer; otherwise objects with such a number are
-    closed, and numbers from a far bound on are whole. Raises Unsaid.
+    `held` converts a part for llguidance; None if it allows no value. `exact`: the grammar must allow exactly what the
+    schema allows; otherwise objects with such a number are closed, and numbers beyond a far bound are integers. Raises
+    Unsaid.
     """
     definitions = schema.get("$defs", {})
     writer = _Writer(definitions, held, exact)
@@ -72,7 +72,7 @@ class _Writer:
         self._known.clear()
 
     def is_far(self, schema: Any) -> bool:
-        """Whether the schema, or what it refers to, holds a number that the compiler would change."""
+        """True if the schema, or one it refers to, has a number that the compiler would change."""
         if not isinstance(schema, dict):
             return False
         if id(schema) not in self._known:
@@ -82,7 +82,7 @@ class _Writer:
         return self._known[id(schema)][1]
 
     def rule(self, schema: Made) -> str | None:
-        """The name of a rule for what a schema allows; None if that is nothing."""
+        """The name of a rule for a schema; None if the schema allows no value."""
         if not isinstance(schema, dict) or not self.is_far(schema):
             return self._leaf(schema)
         if schema.keys() == {"$ref"}:
@@ -137,7 +137,7 @@ class _Writer:
         return self._leaves[text]
 
     def _values(self, node: Mapping[str, Any]) -> Iterator[str | None]:
-        """Values that are named: those that the compiler keeps by itself, and the others one by one."""
+        """Rules for listed values: one for those that the compiler keeps exactly, and one for each other value."""
         values = node["enum"] if "enum" in node else [node["const"]]
         near = [value for value in values if inexact(value) is None]
         if near:
@@ -232,11 +232,11 @@ HOLDS: dict[str, Callable[[Any, Any], bool]] = {
     "exclusiveMaximum": lambda value, limit: value < limit,
     "multipleOf": lambda value, factor: Fraction(value) % Fraction(str(factor)) == 0,
 }
-"""By keyword: whether a number keeps it."""
+"""The check of a number against each keyword."""
 
 
 def _together(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """A schema with allOf, or with anyOf beside other keywords, without; plain ones may not differ in a keyword."""
+    """A schema without allOf, and without anyOf beside other keywords; plain parts may not contradict each other."""
     merged: dict[str, Any] = {}
     for part in ({key: value for key, value in schema.items() if key != "allOf"}, *schema.get("allOf", ())):
         if (

@@ -28,4 +28,6 @@ FORMATS: dict[str, dict[str, Any]] = {
     "json-pointer": {"pattern": "^(/([^~/]|~[01])*)*$"},
     "relative-json-pointer": {"pattern": "^(0|[1-9][0-9]*)(#|(/([^~/]|~[01])*)*)$"},
 }
-"""Each of its texts has the wider format too. What is not here asserts nothing, as the standard has it."""
+"""A schema for each format. Every text of a format is valid for the wider standard format too; other formats assert
+nothing, as the standard allows.
+"""

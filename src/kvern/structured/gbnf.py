@@ -24,14 +24,14 @@ LAST = 0x10FFFF
 
 
 def is_gbnf(grammar: str) -> bool:
-    """Whether a grammar is in GBNF, not in Lark's notation."""
+    """True if a grammar is in GBNF, not in Lark's notation."""
     return RULE.search(grammar) is not None and LARK.search(grammar) is None
 
 
 def plain_gbnf(grammar: str, escape: str) -> str:
-    """The grammar without what libraries read differently. `escape`: how a code point of ASCII stands in a class.
+    """The grammar in a form that all libraries read alike. `escape`: the notation of an ASCII code point in a class.
 
-    Raises InvalidParameter for escapes that name no character, and for rules that are not there.
+    Raises InvalidParameter for invalid escapes and for missing rules.
     """
     names = {"root": "root"}
     for name in RULE.findall(grammar):
@@ -76,7 +76,7 @@ def _codes(text: str) -> Iterator[int | str]:
 
 
 def _text(codes: list[int | str], escape: str) -> str:
-    """A literal; characters that cannot stand in one stand in classes beside it."""
+    """A literal; characters that a literal cannot contain become classes between literals."""
     parts = [""]
     for code in codes:
         character = chr(code) if isinstance(code, int) else code

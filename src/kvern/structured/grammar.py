@@ -19,15 +19,15 @@ if TYPE_CHECKING:
     import torch
 
 MOST_CHARACTERS = 1 << 20
-"""Of a schema, expression or grammar."""
+"""Limit of a schema, expression or grammar."""
 CACHED = 256
 """Forms whose grammars, or why there are none, are remembered."""
 CACHED_CHARACTERS = 32 << 20
-"""Of what is remembered, together."""
+"""Limit of all cached grammars together."""
 
 
 class Setup(msgspec.Struct, frozen=True):
-    """What Grammars are made of, for another process."""
+    """The constructor arguments of Grammars, for another process."""
 
     folder: str
     vocab_size: int
@@ -43,10 +43,10 @@ class NotCompiled(Exception):
 
 
 class Grammars:
-    """Compiles grammars for one model's tokenizer, and makes what follows them token by token.
+    """Compiles grammars for one model's tokenizer, and makes matchers for them.
 
-    The library's form of the tokenizer is made at first use: it takes a moment for a large vocabulary. Raises
-    ConfigError if the library is not there.
+    The library's tokenizer is made at first use, which takes a moment for a large vocabulary. Raises ConfigError if the
+    library is missing.
     """
 
     def __init__(self, folder: Path, vocab_size: int, backend: str, apart: bool = False) -> None:
@@ -64,9 +64,9 @@ class Grammars:
         _ = self._backend
 
     def compile(self, structured: StructuredOutput) -> str:
-        """The grammar as the matcher takes it.
+        """Compiles a grammar for a matcher.
 
-        Raises InvalidParameter with what cannot be expressed or takes too much; apart, NotCompiled for a new form.
+        Raises InvalidParameter for unsupported or too expensive parts; if compiled apart, NotCompiled for a new form.
         """
         try:
             form = msgspec.json.encode(structured)
@@ -109,12 +109,12 @@ class Grammars:
         return self._backend.matcher(grammar)
 
     def fill(self, going: Sequence[tuple[Any, int]], masks: "torch.Tensor", side_by_side: bool) -> None:
-        """As `Backend.fill`."""
+        """Does `Backend.fill`."""
         if going:
             self._backend.fill(going, masks, side_by_side)
 
     def way_out(self, matcher: Matcher, most: int) -> list[int] | None:
-        """As `Backend.way_out`."""
+        """Returns `Backend.way_out`."""
         return self._backend.way_out(matcher, most)
 
     @functools.cached_property
@@ -159,7 +159,7 @@ def _digest(form: bytes) -> bytes:
 
 @functools.cache
 def grammars_of(folder: Path, vocab_size: int, backend: str = "llguidance", apart: bool = False) -> Grammars:
-    """Those of one model, shared by all who need them in this process. `apart`: others compile, see NotCompiled."""
+    """The grammars of one model, shared within this process. `apart`: other processes compile, see NotCompiled."""
     return Grammars(folder, vocab_size, backend, apart)
 
 

@@ -1,7 +1,7 @@
-"""Answers in JSON that come to their end when the tokens that they may have run out.
+"""Completion of JSON answers before their token limit.
 
-A model can go on for ever where a form lets it: with a text, with one element after the other, with brackets within
-brackets. Shortly before `max_tokens` such an answer takes the shortest way out: it closes what is open.
+A model can continue endlessly where a grammar lets it: a text, one element after the other, brackets within brackets.
+Shortly before `max_tokens` such an answer takes the shortest way out: it closes what is open.
 """
 
 from dataclasses import dataclass, field, replace
@@ -13,27 +13,27 @@ if TYPE_CHECKING:
 LONGEST_WAY = 256
 """Tokens; answers that need more to end are left alone."""
 MOST_GROWTH = 16
-"""By so much one token makes the way longer at most, as a rule: it may open that many brackets."""
+"""The most by which one token usually lengthens the way out: it may open that many brackets."""
 
 
 def has_ways(grammar: str) -> bool:
-    """Whether there is JSON in the answers of a compiled grammar."""
+    """True if answers of a compiled grammar contain JSON."""
     return '"json_schema"' in grammar
 
 
 class Ways(Protocol):
-    """What knows the ways of one model's answers."""
+    """Finds the ways out of one model's answers."""
 
     def way_out(self, matcher: "Matcher", most: int) -> list[int] | None:
-        """As `Backend.way_out`."""
+        """Returns `Backend.way_out`."""
 
 
 @dataclass
 class Landing:
-    """One answer's. `left`: tokens that it may still have; `budget`: those that it may have in all.
+    """The landing of one answer. `left`: tokens that remain; `budget`: all its tokens.
 
-    `began`: it is on its way out; `over`: it has got there, so that what comes next is not a part of it any more. Both
-    follow from the answer's tokens alone, so that they are the same where it is read anew.
+    `began`: it is on its way out; `over`: it has ended, so that later tokens do not belong to it. Both depend on the
+    answer's tokens alone, so a replay gives the same.
     """
 
     budget: int
@@ -57,7 +57,7 @@ class Landing:
         self._way = self._way[1:]
 
     def copy(self) -> "Landing":
-        """Of an answer that goes on from here as another one."""
+        """The landing of an answer that forks from this one."""
         return replace(self)
 
     def _ask(self, matcher: "Matcher", ways: Ways) -> None:

@@ -1,4 +1,4 @@
-"""Grammars by llguidance, which refuses what it cannot do."""
+"""Grammars by llguidance, which refuses unsupported ones."""
 
 import functools
 import time
@@ -25,11 +25,11 @@ if TYPE_CHECKING:
     import torch
 
 LONGEST_MAKING_SECONDS = 0.25
-"""Of computing, until a matcher stands at the beginning."""
+"""Limit of the computing time for a new matcher."""
 FIRST_STEPS = 32
-"""So many tokens of some answer are followed when a grammar is compiled."""
+"""The number of tokens of a sample answer that are followed when a grammar is compiled."""
 LONGEST_STEPS_SECONDS = 0.2
-"""Of computing, for these; less than `kvern.structured.masks` then gives an answer."""
+"""Limit of the computing time for these tokens; less than `kvern.structured.masks` allows an answer."""
 REMEDY = "use fewer properties, patterns, alternatives or repetitions"
 MOST_ITEMS = 4000
 """Alternatives that are open at one place; with more, following them takes a time that grows as their square."""
@@ -135,7 +135,7 @@ class LLGuidanceBackend:
         return None if "nsatisfiable" in problem else {**made, "x-guidance": JSON_OPTIONS}
 
     def _has_text(self, schema: dict[str, Any]) -> bool:
-        """Whether a schema of texts allows one at all."""
+        """True if a schema of strings allows at least one."""
         return not LLMatcher.validate_grammar(_schema_grammar(schema), self._tokenizer)
 
     @functools.cached_property
@@ -173,7 +173,7 @@ def _follow_first(matcher: LLMatcher, ending: int) -> None:
 
 
 def _some_token(mask: bytes, ending: int, place: int) -> int:
-    """One of those whose bits are set, another one at each place; of those that end the answer only if it must end."""
+    """An allowed token, a different one at each place; a token that ends the answer only if it must end."""
     allowed = int.from_bytes(mask, "little")
     mask = ((allowed & ~ending) or allowed).to_bytes(len(mask), "little")
     first = place * 41 % len(mask)

@@ -1,8 +1,8 @@
-"""JSON schemas for llguidance: what it would loosen, or could not end, is said in another way.
+"""JSON schemas for llguidance: parts that it would loosen, or could not finish, are expressed differently.
 
-Its texts are patterns that are put between quotation marks, where some classes let quotation marks and backslashes in;
-names of further properties may be spelt with escapes, also like one that has its own schema; and a pattern for names
-that all have been written leads to a place where nothing can follow.
+Its strings are patterns between quotation marks, where some classes match quotation marks and backslashes; names of
+additional properties may be spelt with escapes, also like a declared one; and a pattern for names that have all been
+written leads to a dead end.
 """
 
 import re
@@ -16,19 +16,19 @@ TOKENS = re.compile(
     r"(?P<escape>\\[pP](?:\{[^}]*\}|.)|\\.)|\[(?P<members>\^?(?:[^\\\]]|\\.)*)\]|(?P<plain>.)", re.DOTALL
 )
 PLAIN_MEMBERS = re.compile(r"(?:[^\\^\x00-\x1f]|\\[dwst.+*?()/^$|{}\[\]-])+")
-"""Of classes without control characters, or with some only."""
+"""Members of classes without control characters, or with few of them."""
 SPELT = {"patternProperties": {"^(?s:.*)$": True}, "additionalProperties": False}
 """Objects with any names, none of them spelt with needless escapes."""
 EXACT = 1 << 53
 """Up to here, every whole number is one for the compiler."""
 OUTWARDS = {"minimum": -1, "exclusiveMinimum": -1, "maximum": 1, "exclusiveMaximum": 1}
-"""By bound: the sign of the infinity that it keeps away."""
+"""The sign of the infinity that each bound excludes."""
 
 
 def held(schema: Mapping[str, Any], has_text: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
-    """What `rewrite` returned, as llguidance holds it. `has_text`: whether a schema of texts allows one at all.
+    """Converts the result of `rewrite` for llguidance. `has_text` tells if a schema of strings allows one.
 
-    Raises InvalidParameter with what it would loosen.
+    Raises InvalidParameter for parts that it would loosen.
     """
     made = _held({key: value for key, value in schema.items() if key != "$defs"}, has_text, alone=True)
     alone = "'allOf'" not in str(schema)
@@ -65,7 +65,7 @@ def _held(schema: Made, has_text: Callable[[dict[str, Any]], bool], alone: bool)
 
 
 def _with_patterns(node: dict[str, Any], has_text: Callable[[dict[str, Any]], bool], alone: bool) -> dict[str, Any]:
-    """Without patterns that match no other name than those of the properties; closed, if nothing else opens it."""
+    """Removes patterns that match only declared properties; closes the object if no other keyword opens it."""
     properties = {**node.get("properties", {})}
     names = list(dict.fromkeys([*properties, *node.get("required", ())]))
     patterns = {}
@@ -102,7 +102,7 @@ def _quotable(found: re.Match[str]) -> str:
 
 
 def _with_exact_numbers(node: dict[str, Any]) -> dict[str, Any]:
-    """With far bounds drawn nearer. Raises InvalidParameter for other numbers that the compiler would change."""
+    """Reduces far bounds to exact numbers. Raises InvalidParameter for other numbers that the compiler would change."""
     nearer = {key: EXACT if node[key] > 0 else -EXACT for key, may_be_nearer in far_keywords(node) if may_be_nearer}
     made = {**node, **nearer}
     for key in ("const", "enum", *OUTWARDS, "multipleOf"):

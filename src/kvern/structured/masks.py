@@ -1,4 +1,4 @@
-"""Which tokens the grammars of a batch allow next: kept on the host, applied to logits on the device."""
+"""Masks of the tokens that the grammars of a batch allow: matchers on the host, masks applied on the device."""
 
 import functools
 import itertools
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 BITS = 32
 FOLLOWING_SECONDS = 0.5
-"""Of computing, that one answer may take at once for following its grammar."""
+"""Limit of the computing time that one answer may spend at once on its grammar."""
 STEADY_SECONDS = 0.001
 """And for every token more."""
 LONGEST_FILL_SECONDS = 0.05
@@ -30,9 +30,10 @@ T = TypeVar("T")
 
 
 def restrict(logits: torch.Tensor, rows: torch.Tensor, masks: torch.Tensor) -> None:
-    """Leave `rows` [R] int64 of `logits` [N, vocabulary] the tokens whose bits are set in `masks` [R, words] int32.
+    """Bans all tokens of `rows` [R] int64 of `logits` [N, vocabulary] whose bits are not set in `masks` [R, words]
+    int32.
 
-    If nothing of what a mask allows is left in its row, the mask goes before.
+    If bans have left a row none of the tokens of its mask, the mask takes precedence.
     """
     shifts = torch.arange(8, dtype=torch.uint8, device=logits.device)
     bits = (masks.view(torch.uint8)[:, :, None] >> shifts) & 1
@@ -43,12 +44,12 @@ def restrict(logits: torch.Tensor, rows: torch.Tensor, masks: torch.Tensor) -> N
 
 
 class Restricted(NamedTuple):
-    """What came of restricting rows of logits."""
+    """The result of applying masks to rows of logits."""
 
     broken: dict[int, str]
-    """By row: why its grammar cannot be followed any more; some become too expensive on the way."""
+    """The reason why each row's grammar cannot be followed any more; some become too expensive."""
     unknown: list[int]
-    """Rows behind whose drafts the grammar was not followed, as it is slow: these may not be accepted."""
+    """Rows after whose drafts the slow grammar was not followed: these drafts may not be accepted."""
 
 
 class GrammarRows:
@@ -70,16 +71,16 @@ class GrammarRows:
         self._grammar_of: dict[int, str] = {}
         self._left: list[tuple[str, Matcher]] = []
         self._spent: dict[Matcher, float] = {}
-        """Seconds of each that was slow, less what it may take for every token."""
+        """Excess seconds of each slow matcher, beyond its share for every token."""
         self._landings: dict[Matcher, Landing] = {}
-        """Of answers in JSON."""
+        """The landings of answers in JSON."""
         self._computed = 0.0
         """Seconds of computing of this thread, when they were last asked for."""
         self._one_by_one = False
         self._expected: list[tuple[list[Matcher | None], StepResult]] = []
 
     def join(self, joined: Iterable[NewRequest]) -> None:
-        """Let requests take their rows; what they have generated already is followed."""
+        """Enters requests in their rows, and follows their generated tokens."""
         bound = []
         for request in joined:
             self._leave(request.slot)
@@ -101,11 +102,11 @@ class GrammarRows:
                 self._take(matcher, token)
 
     def prepare(self, grammar: str) -> "Future[None] | None":
-        """Begin to make what following this grammar needs, in a thread; None: it is there."""
+        """Starts to make a matcher of this grammar in a thread; None: it exists."""
         return self._store.prepare(grammar)
 
     def fork(self, forked: Sequence[Fork]) -> None:
-        """Let rows go on behind others with another token, which their matchers then have consumed."""
+        """Copies the matchers of other rows and lets them consume another token."""
         taken = [fork for fork in forked if fork.slot != fork.source]
         for fork in taken:
             self._leave(fork.slot)
@@ -157,7 +158,7 @@ class GrammarRows:
             self._expected.append((matchers, result))
 
     def accept(self, slots: Sequence[int], tokens: Sequence[int]) -> list[int]:
-        """Follow the tokens just sampled for `slots`, where their grammars allow them; the places of those refused."""
+        """Consumes the tokens sampled for `slots`; returns the indices of those that a grammar refuses."""
         self._computed = time.thread_time()
         return [
             place
@@ -183,12 +184,15 @@ class GrammarRows:
         rows: Sequence[int] | None = None,
         drafts: Callable[[], Sequence[int]] | None = None,
     ) -> Restricted:
-        """Leave each row of `logits` [N, vocabulary] the tokens that its grammar allows, after all that came before.
+        """Applies the grammars to rows of `logits` [N, vocabulary], after all earlier tokens.
 
-        `rows`: those that have grammars and are to be restricted; None: all with grammars. Waits for the tokens of
-        earlier steps, not for this one. If bans have left a row nothing of what its grammar allows, the grammar goes
-        before. Rows of one slot stand one behind the other, with drafts between them: `drafts()` [N] are those in the
-        places of the tokens that are sampled. Behind one that is not allowed, rows are left as they are.
+        `rows`: rows with grammars to apply; None: all with grammars. This waits for the tokens of earlier steps, not of
+        this
+        one. If bans have left a row nothing of what its grammar allows, the grammar takes precedence. Rows of one slot
+        are
+        adjacent, with drafts between them: `drafts()` [N] returns those at the positions of the sampled tokens. Rows
+        after a
+        draft that is not allowed are not changed.
         """
         self._follow()
         if rows is None:
@@ -227,7 +231,9 @@ class GrammarRows:
         masks: torch.Tensor,
         restricted: Restricted,
     ) -> None:
-        """Fill the `masks` [R or more, words] of one slot's `rows` [R] behind the first, as far as its drafts go."""
+        """Fills the `masks` [R or more, words] of one slot's `rows` [R] after the first, as far as its drafts are
+        allowed.
+        """
         masks[1 : len(rows)] = -1
         ahead = self._copy(matcher)
         for place in range(1, len(rows)):
@@ -248,7 +254,7 @@ class GrammarRows:
         self._forget(ahead)
 
     def _mask(self, matcher: "Matcher") -> torch.Tensor | None:
-        """What may come next, where the library need not be asked."""
+        """The mask of a matcher, if the library need not be asked."""
         forced = self._forced(matcher)
         if matcher.is_stopped():
             return self._ended
@@ -266,10 +272,11 @@ class GrammarRows:
         self._one_by_one = not self._one_by_one and time.perf_counter() - start > LONGEST_FILL_SECONDS
 
     def _timed(self, matcher: "Matcher", work: Callable[..., T], *arguments: Any) -> T:
-        """`work(*arguments)`, which is done for this matcher; `_computed` is of a moment before.
+        """Runs `work(*arguments)` and charges its time to the matcher; `_computed` is the thread time of a moment
+        before.
 
-        The wall clock costs little. Only if it says that this took long, the computing is asked for: it bounds what
-        the matcher is to blame for, on a machine that does other things too.
+        The wall clock is cheap. The thread time is read only after a long run, since other processes may have caused
+        it.
         """
         start = time.perf_counter()
         result = work(*arguments)
@@ -283,7 +290,7 @@ class GrammarRows:
         return result
 
     def broken(self, slots: Sequence[int], rows: Iterable[int]) -> dict[int, str]:
-        """By row, why grammars cannot be followed any more, as they stand now."""
+        """The reason, by row, why its grammar cannot be followed any more."""
         reasons = ((row, self._reason(self._matchers[slots[row]])) for row in rows)
         return {row: reason for row, reason in reasons if reason is not None}
 
@@ -333,7 +340,7 @@ class GrammarRows:
         self._keep()
 
     def _keep(self) -> None:
-        """Keep the matchers of rows that ended, whose last tokens came: they have learnt what their grammar takes."""
+        """Keeps the matchers of ended rows after their last tokens, because they have cached work for their grammar."""
         for grammar, matcher in self._left:
             self._store.give_back(grammar, matcher)
         self._left.clear()

@@ -1,4 +1,4 @@
-"""The matchers that an engine makes: prepared beside its steps, kept for others with the same grammar."""
+"""The matchers of an engine: prepared in a thread, and kept for other requests with the same grammar."""
 
 import functools
 import threading
@@ -13,19 +13,19 @@ if TYPE_CHECKING:
     from kvern.structured.grammar import Grammars
 
 CHEAP_SECONDS = 0.005
-"""Of computing: a matcher that is made faster is made anew for each row, others are copied, which share their work."""
+"""The computing time below which a matcher is made anew for each row; slower ones are copied and share their work."""
 PREPARING_THREADS = 2
 """Make the matchers of new grammars; requests that begin do not wait for these."""
 CHEAP_GRAMMARS = 1024
-"""So many are remembered to be cheap."""
+"""Limit of the grammars remembered to be cheap."""
 MATCHER_BYTES, CHARACTER_BYTES = 1 << 20, 300
-"""What a matcher takes, about, and for every character of its grammar more."""
+"""Approximate bytes of a matcher, and in addition for each character of its grammar."""
 SPARE_BYTES, PATTERN_BYTES = 128 << 20, 512 << 20
-"""Of the matchers that are kept, about: those of ended requests, and those that are copied."""
+"""Approximate bytes of kept matchers: of ended requests, and of those that are copied."""
 
 
 class Kept:
-    """Matchers by grammar, the oldest dropped when together they take more than so many bytes. For any thread."""
+    """A thread-safe cache of matchers by grammar, which drops the oldest beyond a number of bytes."""
 
     def __init__(self, most_bytes: int) -> None:
         self._most = most_bytes
@@ -85,9 +85,9 @@ class Matchers:
         self._making: dict[str, Future[None]] = {}
 
     def prepare(self, grammar: str) -> "Future[None] | None":
-        """Begin to make a matcher of a new grammar in a thread; None: one was made, and `take` is fast.
+        """Starts to make a matcher of a new grammar in a thread; None: it exists and `take` is fast.
 
-        `take` finds it there once it is done, unless so many others came since that it was dropped.
+        `take` finds it there when it is done, unless it was dropped for others.
         """
         for made in [name for name, future in self._making.items() if future.done()]:
             del self._making[made]
@@ -105,7 +105,7 @@ class Matchers:
         return [matcher or next(made) for matcher in kept]
 
     def give_back(self, grammar: str, matcher: "Matcher") -> None:
-        """Keep the matcher of an answer that ended: it has learnt what its grammar takes."""
+        """Keeps the matcher of an ended answer, because it has cached work for its grammar."""
         if not matcher.is_error() and matcher.reset():
             self._spare.add(grammar, matcher)
 

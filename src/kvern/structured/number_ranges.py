@@ -20,7 +20,7 @@ def whole_numbers(low: int | None, high: int | None) -> str | None:
 
 
 def _positive(low: int, high: int | None) -> Iterator[str]:
-    """By number of digits; both bounds are 0 or more."""
+    """Patterns by number of digits; both bounds are 0 or more."""
     most = len(str(low if high is None else high))
     for digits in range(len(str(low)), most + 1):
         first = max(low, 10 ** (digits - 1) if digits > 1 else 0)

@@ -6,7 +6,7 @@ from typing import Any
 from kvern.errors import InvalidParameter
 
 SAME_VALUE = ("allOf", "anyOf", "oneOf")
-"""What stands in these describes the value itself, not a part of it."""
+"""Keywords whose subschemas describe the value itself, not a part of it."""
 LONGEST_INDEX = 10
 """Digits of a place in a list."""
 
@@ -62,7 +62,7 @@ def _same_value(schema: dict[str, Any], root: Any) -> Iterator[tuple[str, dict[s
 
 
 def pointed_at(reference: str, root: Any) -> Any:
-    """What a JSON pointer within the schema points at; None for others, and for those that point at nothing."""
+    """The target of a JSON pointer within the schema; None for other references and missing targets."""
     if reference != "#" and not reference.startswith("#/"):
         return None
     found = root

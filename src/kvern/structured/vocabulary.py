@@ -6,9 +6,9 @@ import msgspec
 
 
 def within(vocab_size: int, text: str) -> str:
-    """A `tokenizer.json` without the tokens whose ids a model of `vocab_size` tokens lacks.
+    """A `tokenizer.json` without tokens whose ids are beyond a model's `vocab_size`.
 
-    Images and padding are often added behind the vocabulary, in a checkpoint whose embeddings were not extended.
+    Image and padding tokens are often appended to the vocabulary of a checkpoint whose embeddings were not extended.
     """
     held = msgspec.json.decode(text)
     model: dict[str, Any] = held["model"]

@@ -1,10 +1,10 @@
-"""Grammars compiled and first followed by processes that may die: `python -m kvern.structured.worker DESCRIPTOR`.
+"""A process that compiles grammars in children that may die: `python -m kvern.structured.worker DESCRIPTOR`.
 
     server --descriptor of a child's socket--> worker: has the tokenizer, forks --> child: one form after another
-       `------------------- forms and verdicts, msgpack, each behind its length --------------------'
+       `--------------- forms and verdicts, msgpack, each after its length ------------------------'
 
-A child that computes for too long is ended by a signal, one that takes too much memory or breaks a library by itself;
-the server sees its socket close. Nothing here imports torch, unless the library that follows grammars does.
+A signal ends a child that computes for too long; one that takes too much memory or crashes in a library ends by itself,
+and the server sees its socket close. This module imports torch only if the grammar library does.
 """
 
 import contextlib
@@ -22,9 +22,9 @@ from kvern.request.structured_output import StructuredOutput
 from kvern.structured.grammar import Grammars, Setup
 
 MOST_SECONDS = 2.0
-"""Of computing, for one form."""
+"""Limit of the computing time for one form."""
 MOST_MEMORY = 1 << 30
-"""Bytes that a child may take beyond what it begins with."""
+"""Limit of the bytes that a child may allocate."""
 READY = b"\1"
 """The first that a child says."""
 LENGTH = 4
@@ -63,7 +63,7 @@ def main(descriptor: int) -> None:
 
 
 def serve(connection: socket.socket, grammars: Grammars) -> None:
-    """Compile what arrives, until the server closes the socket."""
+    """Compiles the forms that arrive, until the server closes the socket."""
     used = os.sysconf("SC_PAGE_SIZE") * int(Path("/proc/self/statm").read_text().split()[5])
     resource.setrlimit(resource.RLIMIT_DATA, (used + MOST_MEMORY, used + MOST_MEMORY))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

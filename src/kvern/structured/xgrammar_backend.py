@@ -1,4 +1,4 @@
-"""Grammars by xgrammar, for what it is known to respect; the rest is refused by name."""
+"""Grammars by xgrammar, limited to what it is known to enforce; other parts are refused by name."""
 
 import functools
 import re
@@ -31,12 +31,12 @@ MOST_BLANKS = 16
 CACHED = 256
 """Compiled grammars that are remembered."""
 MOST_CHARACTERS = 1 << 18
-"""Of a grammar as it travels: the engine compiles it before it goes on."""
+"""Limit of a serialized grammar, which the engine compiles before it continues."""
 ITS_OWN_WORDS = re.compile(r"[A-Za-z]*(Token|TagDispatch|Regex|Tag)\s*\(|\(=")
 
 
 class XgrammarMatcher:
-    """What `Matcher` demands. `never`: tokens without a text, which xgrammar complains of."""
+    """A `Matcher`. `never`: tokens without a text, which xgrammar rejects."""
 
     def __init__(self, matcher: GrammarMatcher, never: frozenset[int], error: str = "") -> None:
         self.matcher = matcher

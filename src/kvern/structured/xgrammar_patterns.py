@@ -1,8 +1,8 @@
-"""Regular expressions in the few words that xgrammar takes at their word.
+"""Regular expressions in the subset that xgrammar enforces.
 
-It ignores lookaheads and anchors with a warning at most, lets `.` be a newline, and inside JSON writes a quote or a
-control character as it stands, or loses its way where groups are repeated or alternatives. So an expression is read
-here, and written again with classes of plain characters; what is not read is refused.
+xgrammar ignores lookaheads and anchors with a warning at most, lets `.` match a newline, and inside JSON allows raw
+quotes and control characters, or fails at repeated groups and alternatives. So an expression is parsed here and written
+with classes of plain characters; unknown syntax is refused.
 """
 
 import re
@@ -20,12 +20,12 @@ TOKENS = re.compile(
 )
 MEMBERS = re.compile(r"\\(?P<escape>.)|(?P<first>[^\\])(?:-(?P<last>[^\\]))?", re.DOTALL)
 AMBIGUOUS = re.compile(r"\\.-.|[^\\]-\\.|&&|--|~~", re.DOTALL)
-"""Ranges from or to an escape, and what some dialects take for operations on sets."""
+"""Ranges from or to an escape, and syntax that some dialects read as set operations."""
 LAST = 0x10FFFF
 SURROGATES = (0xD800, 0xDFFF)
 """No text has them, though bytes that are not UTF-8 can look like them."""
 NOT_IN_JSON = [(0x00, 0x1F), (0x22, 0x22), (0x5C, 0x5C)]
-"""What stands in a JSON text only as an escape."""
+"""Characters that need an escape in a JSON text."""
 ESCAPES: dict[str, Ranges] = {
     "d": [(0x30, 0x39)],
     "w": [(0x30, 0x39), (0x41, 0x5A), (0x5F, 0x5F), (0x61, 0x7A)],
@@ -34,20 +34,24 @@ ESCAPES: dict[str, Ranges] = {
     "n": [(0x0A, 0x0A)],
     "r": [(0x0D, 0x0D)],
 }
-"""The sets are those of ASCII: parts of what others understand by them."""
+"""Character sets in ASCII: subsets of the usual meaning."""
 
 
 def plain_text(least: int, most: int | None) -> str:
-    """Text of so many characters, none of which JSON has to escape."""
+    """A pattern for `least` to `most` characters that need no escape in JSON."""
     return f"{_class([(0, LAST)], True)}{{{least},{'' if most is None else most}}}"
 
 
 def plain_pattern(pattern: str, in_json: bool) -> str:
-    """Some of what an expression matches as a whole. Raises InvalidParameter with what xgrammar does not respect."""
+    """A pattern whose matches are full matches of `pattern`. Raises InvalidParameter for syntax that xgrammar
+    ignores.
+    """
     inner = pattern.removeprefix("^")
     if inner.endswith("$") and not re.search(r"(?<!\\)(?:\\\\)*\\\$$", inner):
         inner = inner[:-1]
-    written, place, repeatable = [], 0, False
+    written = []
+    place = 0
+    repeatable = False
     while place < len(inner):
         found = TOKENS.match(inner, place)
         in_group = found is not None and (found["open"] or found["close"] or found["bar"])

@@ -1,9 +1,9 @@
-"""JSON schemas in the words that xgrammar respects: never wider than what they were.
+"""JSON schemas in the subset that xgrammar enforces: never wider than the original.
 
-It reads the first of a few keywords of a schema and silently leaves the others. So each schema, in the words of
-`kvern.structured.schema`, becomes alternatives of one type each, with keywords of that type that it keeps when they
-stand together. What is said of one value in several places is brought together; objects with named properties are
-closed, since the key of a further one can be spelt like theirs with escapes. The rest is refused by keyword.
+xgrammar reads the first of a few keywords of a schema and silently ignores the others. So each schema, in the terms of
+`kvern.structured.schema`, becomes alternatives of one type each, with keywords that xgrammar combines correctly.
+Statements about one value are merged; objects with named properties are closed, since the key of an additional one
+could be spelt like theirs with escapes. Other keywords are refused by name.
 """
 
 import math
@@ -28,7 +28,7 @@ LARGEST_BOUND, DECIMALS = 10**9, 4
 
 
 def narrow(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """What `rewrite` returned, as xgrammar takes it. Raises InvalidParameter with the keyword it does not respect."""
+    """Converts the result of `rewrite` for xgrammar. Raises InvalidParameter with the keyword that it ignores."""
     narrower = _Narrower(schema.get("$defs", {}))
     made = narrower.said([{key: value for key, value in schema.items() if key != "$defs"}])
     definitions = narrower.definitions()
@@ -44,7 +44,7 @@ class _Narrower:
         self._nodes = 0
 
     def definitions(self) -> dict[str, Made]:
-        """Those that were referred to."""
+        """The definitions that are referenced."""
         made: dict[str, Made] = {}
         while missing := self._names.keys() - made.keys():
             for name in missing:
@@ -54,7 +54,7 @@ class _Narrower:
         return {self._names[name]: schema for name, schema in made.items()}
 
     def said(self, schemas: Sequence[Made], depth: int = 0) -> Made:
-        """What all of the schemas allow together."""
+        """The schema of the values that all schemas allow."""
         self._nodes += 1
         if self._nodes > MOST_NODES or depth > DEEPEST_REFERENCE:
             raise _refusal("schemas that are combined so often")
@@ -213,7 +213,7 @@ def _item(part: Mapping[str, Any], index: int) -> Made:
 
 
 def _property(part: Mapping[str, Any], name: str) -> Iterator[Made]:
-    """What a plain schema says of one property."""
+    """The subschemas of a plain schema for one property."""
     patterns = part.get("patternProperties", {})
     try:
         matched = [value for pattern, value in patterns.items() if re.search(pattern, name)]
@@ -243,7 +243,7 @@ def _values(merged: Mapping[str, Any], kinds: set[str]) -> Made:
 
 
 def _changes(value: Any) -> bool:
-    """Whether a number in the value is another one in xgrammar's spelling."""
+    """True if xgrammar's notation changes a number in the value."""
     if isinstance(value, list | dict):
         return any(map(_changes, value.values() if isinstance(value, dict) else value))
     if isinstance(value, float):
