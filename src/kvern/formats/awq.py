@@ -27,7 +27,7 @@ from kvern.layers.linear_format import LinearFormat, LinearMethods
 from kvern.layers.linear_method import INPUTS, OUTPUTS, Axis, Part, TensorLayout
 
 PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
-"""Where in a word the codes of its eight outputs are, counted in four bits from the lowest."""
+"""The position of the codes of eight outputs in a word, in units of four bits from the lowest."""
 
 
 class AwqMethod(GroupedMethod):
@@ -67,7 +67,7 @@ def _unpack(words: Tensor) -> Tensor:
 
 
 def awq(quantization: Mapping[str, Any], unquantized: LinearFormat) -> LinearMethods:
-    """The layers of a model that AWQ quantized: all linear ones but the head and those named."""
+    """The quantized layers of an AWQ model: all linear ones except the head and those listed."""
     bits = quantization.get("bits", quantization.get("w_bit", 4))
     if bits != 4:
         raise UnsupportedModel(f"AWQ weights of {bits!r:.40} bits are not supported: those of 4 are")

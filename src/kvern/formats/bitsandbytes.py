@@ -36,7 +36,7 @@ class Int8(Scaled):
 
 
 def bitsandbytes(quantization: Mapping[str, Any], unquantized: LinearFormat) -> LinearMethods:
-    """By `load_in_8bit` or `load_in_4bit`; `llm_int8_skip_modules` are plain."""
+    """Reads `load_in_8bit` or `load_in_4bit`; `llm_int8_skip_modules` are plain."""
     eight, four = (bool(quantization.get(f"load_in_{bits}bit", False)) for bits in (8, 4))
     if eight == four:
         raise UnsupportedModel(

@@ -1,4 +1,4 @@
-"""Which layers a configuration leaves plain, or names: lists of paths, of their parts, of wildcards, of expressions."""
+"""The layers that a configuration lists: paths, parts of paths, wildcards, and regular expressions."""
 
 import fnmatch
 import re
@@ -8,7 +8,7 @@ from kvern.errors import UnsupportedModel
 from kvern.layers.linear_format import LinearFormat, LinearMethods
 
 ROUTERS = re.compile(r"\.((mlp|moe)\.(gate|shared_expert_gate)|altup\.\w+|indexer\.weights_proj)$")
-"""Small, and what they say decides much: they are plain in all formats here."""
+"""Routers and gates, which are plain in all formats here: they are small and sensitive."""
 EMBEDDINGS = re.compile(r"^model\.embed_tokens(_per_layer)?$")
 HEAD = re.compile(r"^lm_head$")
 NEVER = re.compile(r"(?!)")
@@ -16,10 +16,11 @@ MOST_REPEATS = 5
 
 
 def paths_matching(entries: object, what: str) -> re.Pattern[str]:
-    """An expression that is found in the paths of the layers that `entries` name, None for no entry.
+    """An expression that matches the paths of the layers that `entries` list; NEVER for no entry.
 
-    An entry is a path or a run of its parts ("lm_head", "mlp.gate", "model.layers.3"), has wildcards ("*.mlp.gate"),
-    or is an expression from the path's beginning on ("re:.*gate$"). Raises UnsupportedModel: `what` is no such list.
+    An entry is a path or a run of its parts ("lm_head", "mlp.gate", "model.layers.3"), has wildcards ("*.mlp.gate"), or
+    is
+    an expression for the beginning of the path ("re:.*gate$"). Raises UnsupportedModel if `what` is no such list.
     """
     if entries is None:
         return NEVER
@@ -38,10 +39,10 @@ def expression_of(entry: str) -> str:
 
 
 def checked(expression: str) -> str:
-    """The expression, if it is searched for in a short time. Raises UnsupportedModel.
+    """The expression, if its search is fast. Raises UnsupportedModel.
 
-    A search may take a time that is exponential in the repeats and choices within a repeated group, and a power of the
-    name's length with as many repeats as there are.
+    A search may be exponential in the repeats and choices within a repeated group, and a power of the name's length for
+    that many repeats.
     """
     bare = re.sub(r"\[\^?\]?[^\]]*\]", "a", re.sub(r"\\.", "a", expression))
     within, repeats = [False], 0
@@ -71,5 +72,5 @@ def checked(expression: str) -> str:
 
 
 def all_but(ignored: Iterable[re.Pattern[str]], stored: LinearFormat, unquantized: LinearFormat) -> LinearMethods:
-    """All layers are `stored` so but for those that are `ignored`, embeddings, the head and routers."""
+    """Methods that store all layers in `stored`, except `ignored` ones, embeddings, the head and routers."""
     return LinearMethods(stored, tuple((pattern, unquantized) for pattern in (*ignored, ROUTERS, EMBEDDINGS, HEAD)))

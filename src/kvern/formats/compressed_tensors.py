@@ -93,7 +93,9 @@ def _block(weights: Mapping[str, Any]) -> Block:
 
 
 def _rounding(activations: Mapping[str, Any]) -> Rounding:
-    """Those of a tensor that are not static are rounded for each token: no token's result depends on others."""
+    """The rounding of activations. Dynamic scales of a tensor are per token here, so that no token depends on
+    others.
+    """
     code, strategy = _code("input_activations", activations), activations.get("strategy") or "tensor"
     dynamic, symmetric = activations.get("dynamic", False), bool(activations.get("symmetric", True))
     if dynamic not in (True, False):

@@ -1,4 +1,4 @@
-"""How quantized weights are multiplied on a CPU: by kernels that read them packed (`kvern/cpu/packed.py`)."""
+"""Multiplication by quantized weights on a CPU, with kernels that read them packed (`kvern/cpu/packed.py`)."""
 
 from collections.abc import Mapping, Sequence
 from typing import Protocol
@@ -17,53 +17,57 @@ NUMBERS: Mapping[str, Sequence[float] | None] = {
     "nf4": NF4,
     "iq4_nl": NON_LINEAR,
 }
-"""What codes of four bits stand for, before zero and scale; None: integers of eight."""
+"""The values of 4-bit codes before zero and scale; None: integers of eight bits."""
 MIDDLE = 8
 """The zero of int4 without zeros."""
 
 
 class CpuProduct(Protocol):
-    """The products of one matrix; it has made another order of what the matrix stores."""
+    """Multiplies by one matrix, which it stores in another order."""
 
     def __call__(self, x: Tensor, bias: Tensor | None, first: int = 0, outputs: int | None = None) -> Tensor:
-        """`x [T, inputs] -> [T, outputs]`: all outputs, or so many from `first` on, a multiple of 16."""
+        """Multiplies `x [T, inputs]` to `[T, outputs]`: all outputs, or `outputs` of them from `first`, a multiple of
+        16.
+        """
 
     def stored(self) -> Mapping[str, Tensor]:
-        """What takes the place of a method's parameters, by name: each `side_by_side`."""
+        """The tensors, each `side_by_side`, that replace a method's parameters, by name."""
 
 
 class Int8Product:
     """INT8 weights with a scale for each output, times activations that are rounded to INT8 for each token."""
 
     def __init__(self, shape: LinearShape, codes: Tensor, scale: Tensor, fixed: float, limit: float) -> None:
-        self._outputs, self._fixed, self._limit = shape.outputs, fixed, limit
+        self._outputs = shape.outputs
+        self._fixed = fixed
+        self._limit = limit
         self._codes, self._scale = side_by_side(codes, STEP), side_by_side(scale)
 
     def __call__(self, x: Tensor, bias: Tensor | None, first: int = 0, outputs: int | None = None) -> Tensor:
-        """As `CpuProduct`."""
+        """See `CpuProduct`."""
         return multiply_int8(
             x.contiguous(), self._codes, self._scale, bias, outputs or self._outputs,
             first=first, fixed=self._fixed, limit=self._limit,
         )  # fmt: skip
 
     def stored(self) -> Mapping[str, Tensor]:
-        """As `CpuProduct`."""
+        """See `CpuProduct`."""
         return {"codes": self._codes, "scale": self._scale}
 
 
 class PackedProduct:
-    """Codes of four or eight bits with scales of groups, times activations; those of bfloat16 models are rounded."""
+    """A product with 4-bit or 8-bit codes that have scales for groups; activations of bfloat16 models are rounded."""
 
     def __init__(self, shape: LinearShape, matrix: Groups) -> None:
         self._outputs, self._matrix = shape.outputs, matrix
         self._product = GroupsProduct(matrix, rounded=shape.dtype == torch.bfloat16)
 
     def __call__(self, x: Tensor, bias: Tensor | None, first: int = 0, outputs: int | None = None) -> Tensor:
-        """As `CpuProduct`."""
+        """See `CpuProduct`."""
         return self._product(x.contiguous(), bias, first, outputs or self._outputs)
 
     def stored(self) -> Mapping[str, Tensor]:
-        """As `CpuProduct`."""
+        """See `CpuProduct`."""
         found = {
             name: getattr(self._matrix, name) for name in ("codes", "scale", "zero", "factor", "outer", "outer_zero")
         }
@@ -74,7 +78,10 @@ class PackedProduct:
 
 def packed_product(shape: LinearShape, packed: Packed) -> PackedProduct | None:
     """The product with a matrix as kernels of GPUs have it; None: a CPU has none for it."""
-    code, scale, zero, group = packed.code, packed.scale, packed.zero, packed.group
+    code = packed.code
+    scale = packed.scale
+    zero = packed.zero
+    group = packed.group
     if code not in NUMBERS or scale is None or packed.outputs_per_scale > 1:
         return None
     if shape.inputs % group or group % (STEP if code == "int8" else 2 * STEP):

@@ -1,8 +1,8 @@
-"""FP4 weights: numbers of four bits (E2M1) in groups with a scale.
+"""FP4 weights: 4-bit numbers (E2M1) in groups with a scale.
 
-MXFP4 (OCP Microscaling Formats 1.0) has groups of 32, and powers of two as scales. NVFP4 has groups of 16, e4m3 numbers
-as scales, and one number for the whole weight. In both a byte has two inputs, the low four bits the first. Activations
-are multiplied as they are, whatever a checkpoint says of them: no card below compute capability 10.0 multiplies FP4.
+MXFP4 (OCP Microscaling Formats 1.0) has groups of 32 with powers of two as scales. NVFP4 has groups of 16 with e4m3
+scales, and one factor for the whole weight. In both a byte has two inputs, the first in its low four bits. Activations
+are not rounded, whatever a checkpoint says: no card below compute capability 10.0 multiplies FP4.
 """
 
 from collections.abc import Mapping
@@ -69,7 +69,7 @@ class Fp4Method(GroupedMethod):
 
 
 def fp4_format(name: str, form: Form, names: tuple[str, str, str, str], *, divides: bool = False) -> LinearFormat:
-    """What makes an `Fp4Method` of any matrix."""
+    """The format that makes an `Fp4Method` of any matrix."""
     return GroupedFormat(name, partial(Fp4Method, form=form, names=names, divides=divides), form.group)
 
 
@@ -79,7 +79,7 @@ def modelopt_nvfp4(quantization: Mapping[str, Any], unquantized: LinearFormat) -
 
 
 def mxfp4(quantization: Mapping[str, Any], unquantized: LinearFormat) -> LinearMethods:
-    """The layers of a model in MXFP4: its experts, and all linear layers but those named."""
+    """The quantized layers of an MXFP4 model: its experts, and all linear layers except those listed."""
     quantized = GroupedFormat("MXFP4", partial(Mxfp4Blocks, form=MX), MX.group)
     names = quantization.get("modules_to_not_convert")
     plain = paths_matching(("self_attn",) if names is None else names, "modules_to_not_convert")

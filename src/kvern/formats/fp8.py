@@ -62,7 +62,7 @@ def block_of(size: object) -> Block | None:
 
 
 def runs_of(size: object) -> Block:
-    """Runs of so many inputs of a row. Raises UnsupportedModel."""
+    """Blocks of `size` inputs of a row. Raises UnsupportedModel."""
     block = block_of([1, size])
     assert block is not None
     return block

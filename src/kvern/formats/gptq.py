@@ -29,7 +29,7 @@ from kvern.layers.linear_format import LinearFormat, LinearMethods
 from kvern.layers.linear_method import INPUTS, OUTPUTS, Axis, LinearShape, Part, TensorLayout
 
 FORMATS = {"gptq": 1, "gptq_v2": 0}
-"""What is added to stored zeros."""
+"""The number added to stored zeros."""
 
 BITS = {4: "int4", 8: "int8"}
 
@@ -70,7 +70,7 @@ class GptqMethod(GroupedMethod):
 
 
 def gptq(quantization: Mapping[str, Any], unquantized: LinearFormat) -> LinearMethods:
-    """The layers of a model that GPTQ quantized: all linear ones within its blocks, or those named."""
+    """The quantized layers of a GPTQ model: all linear ones within its blocks, or those listed."""
     quantized = _format(quantization)
     plain = (ROUTERS, EMBEDDINGS, *([] if quantization.get("lm_head", False) else [HEAD]))
     rules = [(pattern, unquantized) for pattern in plain]
@@ -84,7 +84,7 @@ def gptq(quantization: Mapping[str, Any], unquantized: LinearFormat) -> LinearMe
 
 
 def _format(quantization: Mapping[str, Any]) -> LinearFormat:
-    """Of one layer. Raises UnsupportedModel."""
+    """The format of one layer. Raises UnsupportedModel."""
     bits = quantization.get("bits")
     kind = quantization.get("checkpoint_format") or quantization.get("format") or "gptq"
     if bits not in BITS:

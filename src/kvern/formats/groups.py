@@ -1,7 +1,7 @@
-"""Weights as codes of four or eight bits, and a scale for each group of a row's inputs.
+"""Weights with 4-bit or 8-bit codes, and a scale for each group of a row's inputs.
 
-What checkpoints hold is turned into this one form run by run, as it is loaded, on the weight's device: nothing else is
-ever allocated for a whole layer. Formats say in `layouts` and `load` how theirs becomes this.
+Tensors of a checkpoint are converted to this form run by run while they are loaded, on the weight's device, without
+other memory for a whole layer. `layouts` and `load` of a format define the conversion.
 """
 
 import math
@@ -30,7 +30,7 @@ from kvern.layers.linear_method import (
 )
 
 NUMBERS: Mapping[str, tuple[float, ...]] = {"int4": tuple(range(16)), "e2m1": E2M1, "nf4": NF4}
-"""What the codes of four bits mean, before zero and scale."""
+"""The values of 4-bit codes before zero and scale."""
 
 MIDDLE = {"int4": 8, "int8": 0}
 """The zero of a matrix without zeros."""
@@ -44,9 +44,10 @@ SMALLEST_SHARED = 32
 
 
 class Form(NamedTuple):
-    """How a matrix is stored: the code's name, and how many inputs share a scale of this dtype; -1: all of a row.
+    """The stored form of a matrix: the code, and the number of inputs that share a scale of this dtype; -1: a whole
+    row.
 
-    `zero`: groups have a code that means zero. `factor`: rows have a factor. `ordered`: groups are made of any inputs.
+    `zero`: groups have a code that means zero. `factor`: rows have a factor. `ordered`: a group may have any inputs.
     """
 
     code: str
@@ -194,7 +195,7 @@ class GroupedMethod(QuantizedMethod):
         )
 
     def take_lanes(self) -> LaneWeight:
-        """The matrix, which has to fit, in lanes: who asks alone multiplies by it from then on."""
+        """Reorders the matrix into lanes, which it must fit; the caller alone multiplies by it from then on."""
         weight = in_lanes(self.packed())
         self.scale = nn.Parameter(weight.scales, requires_grad=False)
         return weight
@@ -215,7 +216,7 @@ class GroupedMethod(QuantizedMethod):
         return self.codes.dtype == torch.int8
 
     def _in_dtype(self, kind: str, dtype: torch.dtype) -> Tensor:
-        """A parameter in a dtype that holds what was loaded of it and what is to be."""
+        """The parameter in a dtype that holds both loaded and new values."""
         found: Tensor = getattr(self, kind)
         dtype = dtype if dtype.itemsize <= 4 else torch.float32
         wanted = torch.promote_types(found.dtype, dtype) if kind in self._begun else dtype
@@ -248,7 +249,7 @@ class GroupedMethod(QuantizedMethod):
 
 
 def _finite(scale: Tensor) -> Tensor:
-    """Which scales are numbers, of any dtype: in one byte all bits, but for e4m3's sign, mean that it is none."""
+    """True for scales that are numbers; in one byte all bits set, except e4m3's sign, mean NaN."""
     if scale.dtype.itemsize > 1:
         return scale.isfinite()
     bits = 127 if scale.dtype == torch.float8_e4m3fn else 255
@@ -276,7 +277,7 @@ def unpack_pairs(codes: Tensor) -> Tensor:
 
 
 def pack_pairs(codes: Tensor) -> Tensor:
-    """uint8 [..., 2 * N], below 16 -> [..., N], what `unpack_pairs` takes apart."""
+    """Packs uint8 [..., 2 * N] below 16 into [..., N], the inverse of `unpack_pairs`."""
     return codes[..., 0::2] | codes[..., 1::2] << 4
 
 
@@ -306,7 +307,9 @@ class GroupedFormat(LinearFormat):
         per_word_of_outputs: int = 1,
         joins: bool = True,
     ) -> None:
-        self.name, self._make, self.joins = name, make, joins
+        self.name = name
+        self._make = make
+        self.joins = joins
         self._inputs, self._outputs = [per_word] + [group] * (group != -1), [per_word_of_outputs]
 
     def linear(self, shape: LinearShape, build: BuildOptions) -> LinearMethod:

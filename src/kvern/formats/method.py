@@ -1,8 +1,9 @@
-"""What all formats of quantized weights have in common: how they multiply, whatever their codes are.
+"""The base of all formats of quantized weights: multiplication, whatever the codes are.
 
-A format keeps a matrix as rows of codes, and says in `rows` which numbers they are and in `packed` how a kernel reads
-them. With kernels, `products.py` multiplies by what is packed, on a CPU `cpu_products.py`; without them a product makes
-plain numbers of a few rows at a time.
+A format stores a matrix as rows of codes; `rows` returns their values, and `packed` the form that kernels read.
+`products.py` multiplies packed weights on a GPU, `cpu_products.py` on a CPU; without kernels a product decodes a few
+rows
+at a time.
 """
 
 from abc import abstractmethod
@@ -28,7 +29,7 @@ RUN_NUMBERS = 1 << 20
 """Plain numbers that a product without kernels makes at a time: they should be read again while still in a cache."""
 
 RANDOM_SCALE = 1 / 64
-"""Of random scales, beside plain weights: integer codes are as large as 127."""
+"""The factor of random scales relative to plain weights, since integer codes are as large as 127."""
 
 
 class QuantizedMethod(LinearMethod):
@@ -44,17 +45,18 @@ class QuantizedMethod(LinearMethod):
 
     @abstractmethod
     def packed(self) -> Packed:
-        """What kernels read, once all is loaded; before, of the same code."""
+        """The weights that kernels read, after loading; before it, others of the same code."""
 
     def rounded(self, x: Tensor) -> Tensor:
-        """The activations `x [T, inputs]` as the format has them multiplied: plain, or rounded to what it says."""
+        """The activations `x [T, inputs]` as the format multiplies them: plain or rounded."""
         return x
 
     def activation_codes(self) -> "Coding | None":
-        """What makes `x [T, inputs]` codes, of the weights' dtype, and float32 scales of rows or of runs of inputs.
+        """The coding that converts `x [T, inputs]` to codes of the weights' dtype, with float32 scales of rows or
+        groups.
 
-        Then codes are multiplied by codes (`kernels/scaled_product.py`, and `stream_hopper.py` and `codes_hopper.py`
-        on Hopper) where that is faster. None: x stays plain.
+        Both operands are then quantized where that is faster (`kernels/scaled_product.py`, and `stream_hopper.py` and
+        `codes_hopper.py` on Hopper). None: x stays plain.
         """
         return None
 
@@ -70,13 +72,13 @@ class QuantizedMethod(LinearMethod):
         return {}
 
     def cpu_product(self) -> "CpuProduct | None":
-        """What multiplies on a CPU, once all is loaded; None: no kernel does."""
+        """The product on a CPU, after loading; None: no kernel supports it."""
         from kvern.formats.cpu_products import packed_product
 
         return packed_product(self.shape, self.packed())
 
     def finish(self) -> None:
-        """On a CPU kernels have the codes, and what stands beside them, in an order of their own."""
+        """Gives the codes and scales to the CPU kernel, which reorders them."""
         self._cpu_product = self.cpu_product() if self._on_cpu else None
         if self._cpu_product is not None:
             for name, lanes in self._cpu_product.stored().items():
@@ -90,7 +92,7 @@ class QuantizedMethod(LinearMethod):
         return list(self.parameters())
 
     def stored_part(self, first: int, outputs: int) -> list[Tensor]:
-        """What products read of so many outputs from one on, as views: no block has others beside them."""
+        """The stored rows of `outputs` outputs from `first`, as views; no block may cross these bounds."""
         layouts, whole = self.storage(), self.shape.outputs
         of_rows = [
             tensor
@@ -100,7 +102,7 @@ class QuantizedMethod(LinearMethod):
         return [tensor[first * len(tensor) // whole : (first + outputs) * len(tensor) // whole] for tensor in of_rows]
 
     def stored_rows(self, stored: Tensor, index: Tensor | slice) -> Tensor:
-        """Rows of the codes or of what stands beside them, in whichever order `stored` has them now."""
+        """Rows of the codes or scales, in whichever order they are stored."""
         if self._cpu_product is None:
             return stored[index]
         return rows_of(stored, torch.arange(self.shape.outputs)[index])
@@ -126,7 +128,7 @@ class QuantizedMethod(LinearMethod):
         return super().scores(x, bias)
 
     def multiply_part(self, x: Tensor, first: int, outputs: int) -> Tensor:
-        """With so many outputs alone, from one on: `[T, outputs]`, by a kernel of a CPU or rows that are made plain."""
+        """Multiplies by `outputs` outputs from `first`: `[T, outputs]`, with a CPU kernel or decoded rows."""
         if self._cpu_product is not None and first % LANES == 0:
             return self._cpu_product(x, None, first, outputs)
         return F.linear(self.rounded(x), self.rows(slice(first, first + outputs)))
@@ -151,7 +153,7 @@ class QuantizedMethod(LinearMethod):
             self._products.choose(rows, candidate)
 
     def fill_random(self, generator: torch.Generator) -> None:
-        """Any codes, under scales that make small numbers of those of all formats that have no better answer."""
+        """Fills the matrix with random codes, and with scales that give small numbers in any format."""
         for parameter in self.parameters():
             fill_random(parameter, generator)
             if parameter.is_floating_point() and parameter.element_size() > 1:

@@ -1,6 +1,6 @@
-"""Checkpoints of NVIDIA's Model Optimizer: FP8 here, NVFP4 in `fp4.py`, and layers of either in one model.
+"""Checkpoints of NVIDIA's Model Optimizer: FP8 here, NVFP4 in `fp4.py`, and models with layers of both.
 
-What config.json does not say stands in hf_quant_config.json beside it (`models/loader.py` reads both).
+Settings may be in hf_quant_config.json instead of config.json (`models/loader.py` reads both).
 """
 
 from collections.abc import Mapping
@@ -22,7 +22,7 @@ FP4 = ("NVFP4", "NVFP4_AWQ", "W4A16_NVFP4")
 
 
 def modelopt(quantization: Mapping[str, Any], unquantized: LinearFormat) -> LinearMethods:
-    """By `quant_algo`, of the model or, if that is MIXED_PRECISION, of each of its `quantized_layers`."""
+    """Reads `quant_algo` of the model or, for MIXED_PRECISION, of each of its `quantized_layers`."""
     quantization = _inner(quantization)
     names = ("exclude_modules", "ignore")
     ignored = [paths_matching(quantization.get(name), name) for name in names]

@@ -29,7 +29,7 @@ STATE = "weight.quant_state.bitsandbytes__nf4"
 
 @dataclass
 class _State:
-    """What is read of a part beside its codes and their scales."""
+    """The tensors of a part that are read in addition to its codes and their scales."""
 
     part: Part
     text: bytes = b""
@@ -77,7 +77,9 @@ class Nf4Method(GroupedMethod):
                 state.tensors.setdefault(kind.removeprefix("weight."), []).append(tensor.to("cpu", copy=True).float())
 
     def _taken(self, entries: Tensor, part: Part, first: int, numbers: int) -> Iterator[tuple[Tensor, Place]]:
-        """Of entries from `first` on, each of so many `numbers` of the part's rows, what is held, and where."""
+        """Yields the entries that this rank holds, and their place; each entry covers `numbers` numbers of the part's
+        rows.
+        """
         width, outputs = _all_inputs(part) // numbers, part.outputs
         inputs = range(part.inputs.start // numbers, part.inputs.stop // numbers)
         begun = min(-first % width, len(entries))  # of a row that an earlier run began
@@ -109,7 +111,7 @@ class Nf4Method(GroupedMethod):
         super().finish()
 
     def _check(self, state: _State, numbers: Tensor) -> tuple[int, float]:
-        """What a part's quant_state says is what is read here: its rows, and the offset of its nested scales.
+        """Checks a part's quant_state; returns its number of rows and the offset of its nested scales.
 
         Raises ValueError.
         """
@@ -152,7 +154,7 @@ def _all_inputs(part: Part) -> int:
 
 
 def bitsandbytes_nf4(quantization: Mapping[str, Any], unquantized: LinearFormat) -> LinearFormat:
-    """How the layers of a bitsandbytes model are stored whose `load_in_4bit` is set. Raises UnsupportedModel."""
+    """The format of bitsandbytes layers with `load_in_4bit`. Raises UnsupportedModel."""
     kind = quantization.get("bnb_4bit_quant_type", "fp4")
     if kind != "nf4":
         raise UnsupportedModel(

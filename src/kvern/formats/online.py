@@ -17,10 +17,10 @@ from kvern.layers.linear_method import INPUTS, OUTPUTS, LinearMethod, LinearShap
 
 CODES: Mapping[str, Code] = {"fp8": "e4m3", "int8": "int8"}
 GROUP = 32
-"""Inputs that share a scale and a zero of INT4; fewer, if so many do not divide a row, LEAST_GROUP at least."""
+"""Inputs that share a scale and a zero of INT4; fewer, but at least LEAST_GROUP, if they do not divide a row."""
 LEAST_GROUP = 8
 SMALLEST_GROUP_SCALE = 2.0**-24
-"""Of groups of zeros: the smallest number that float16 has."""
+"""The scale of groups of zeros: the smallest number of float16."""
 
 
 class OnlineMethod(ScaledMethod):
@@ -83,9 +83,9 @@ class OnlineInt4(LinearFormat):
 
 
 def made_online(quantization: str, unquantized: LinearFormat) -> LinearMethods:
-    """The methods of a plain checkpoint: all linear layers but routers, embeddings and the head are quantized.
+    """The methods for online quantization: all linear layers except routers, embeddings and the head are quantized.
 
-    Beside FP8 and INT8 activations are rounded for each token. Raises ConfigError.
+    With FP8 and INT8 activations are rounded for each token. Raises ConfigError.
     """
     if quantization == "int4":
         return all_but([], OnlineInt4(unquantized), unquantized)

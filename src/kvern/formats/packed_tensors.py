@@ -1,8 +1,9 @@
 """The packed forms of compressed-tensors: codes of 4 or 8 bits in words or bytes, with scales in groups.
 
-"pack-quantized": `weight_packed` int32 [O, I / n] of n codes each, the lowest bits first, in which 0 stands for the
-least signed number; `weight_scale` [O, groups]; if not symmetric `weight_zero_point` int32 [O / n, groups], packed in
-the same way along outputs; `weight_shape`; with activation ordering `weight_g_idx`. Those of FP4 hold what `fp4` reads.
+"pack-quantized": `weight_packed` int32 [O, I / n] of n codes each, the lowest bits first, in which 0 is the least
+signed
+number; `weight_scale` [O, groups]; if not symmetric `weight_zero_point` int32 [O / n, groups], packed in the same way
+along outputs; `weight_shape`; with activation ordering `weight_g_idx`. FP4 forms hold the tensors that `fp4` reads.
 """
 
 from collections.abc import Mapping
@@ -63,13 +64,15 @@ class PackQuantizedMethod(GroupedMethod):
 
 
 def packed_format(weights: Mapping[str, Any], input_activations: Mapping[str, Any] | None, form: str) -> LinearFormat:
-    """How layers are stored whose scheme has these `weights` and `input_activations`, in one of `PACKED_FORMS`.
+    """The format of layers whose scheme has these `weights` and `input_activations`, in one of `PACKED_FORMS`.
 
-    Activations are multiplied as they are. Raises UnsupportedModel.
+    Activations are not rounded. Raises UnsupportedModel.
     """
     if form == "pack-quantized":
         return _pack_quantized(weights)
-    bits, kind, group = weights.get("num_bits"), weights.get("type"), weights.get("group_size")
+    bits = weights.get("num_bits")
+    kind = weights.get("type")
+    group = weights.get("group_size")
     nvidia = form == "nvfp4-pack-quantized"
     if form not in PACKED_FORMS or bits != 4 or kind != "float" or group != (16 if nvidia else 32):
         raise UnsupportedModel(
@@ -85,7 +88,9 @@ def packed_format(weights: Mapping[str, Any], input_activations: Mapping[str, An
 
 
 def _pack_quantized(weights: Mapping[str, Any]) -> LinearFormat:
-    bits, kind, strategy = weights.get("num_bits"), weights.get("type", "int"), weights.get("strategy")
+    bits = weights.get("num_bits")
+    kind = weights.get("type", "int")
+    strategy = weights.get("strategy")
     if bits not in (4, 8) or kind != "int":
         raise UnsupportedModel(
             f"compressed-tensors weights of {bits!r:.20} bits of type {kind!r:.20} are not supported in the format "

@@ -11,13 +11,13 @@ Code = Literal["e4m3", "int8"]
 DTYPES: dict[Code, torch.dtype] = {"e4m3": torch.float8_e4m3fn, "int8": torch.int8}
 LARGEST: dict[Code, float] = {"e4m3": 448.0, "int8": 127.0}
 SMALLEST_SCALE = 1e-12
-"""Of rows of zeros."""
+"""The scale of rows of zeros."""
 
 
 class Rounding(NamedTuple):
-    """How activations are rounded: a scale for each token, or for each `group` inputs of one.
+    """The rounding of activations, with a scale for each token or each `group` inputs of one.
 
-    `limit`: the scale is that of no larger number. Asymmetric ones of int8 have a zero point for each scale.
+    `limit`: a scale is at most that of this number, so that larger ones are clipped. Asymmetric int8 has a zero point for each scale.
     """
 
     code: Code
@@ -27,7 +27,7 @@ class Rounding(NamedTuple):
 
 
 def scaled(x: Tensor, code: Code, scale: Tensor) -> Tensor:
-    """`x / scale` as the nearest codes; what is out of range becomes the largest one."""
+    """The codes nearest to `x / scale`; numbers out of range get the largest code."""
     largest = LARGEST[code]
     codes = (x / scale).clamp(-largest, largest)
     return (codes.round() if code == "int8" else codes).to(DTYPES[code])

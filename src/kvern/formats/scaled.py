@@ -46,7 +46,7 @@ RANDOM_ACTIVATION = 8.0
 
 
 class Block(NamedTuple):
-    """So many outputs and inputs share a scale; 0: all of them."""
+    """A block of outputs and inputs that share a scale; 0: all of them."""
 
     outputs: int
     inputs: int
@@ -57,12 +57,13 @@ TENSOR, ROWS = Block(0, 0), Block(1, 0)
 
 @dataclass(frozen=True)
 class Scaled(LinearFormat):
-    """How codes and scales lie in a checkpoint. `scale_name` is the ending of their tensors' names.
+    """The form of codes and scales in a checkpoint. `scale_name` is the end of the scales' names.
 
-    Stored scales times `factor` are what codes are multiplied by. `activations`: how they are rounded before they are
-    multiplied (None: not at all), `static` by scales of the checkpoint's, `input_scale`. `zeros`: there are zero points
-    beside the scales, `weight_zero_point`, or, if they are not needed, may be. `granule`: outputs that share a scale
-    here, if parts do not begin at blocks.
+    Codes are multiplied by stored scales times `factor`.
+
+    activations  the rounding of activations, None: none; `static`: by scales `input_scale` of the checkpoint
+    zeros        zero points `weight_zero_point` exist, or may exist if they are optional
+    granule      outputs that share a scale here, if parts do not begin at blocks
     """
 
     code: Code
@@ -177,7 +178,7 @@ class ScaledMethod(QuantizedMethod):
             self._load_scales("scale", scale, part, first_row)
 
     def _load_scales(self, name: str, tensor: Tensor, part: Part, first_row: int) -> None:
-        """Of the rows from `first_row` on; if fewer outputs share one here than in the checkpoint, it is repeated."""
+        """Loads the scales of rows from `first_row`; a scale is repeated if fewer outputs share one here."""
         rows = self.form.block.outputs or len(part.outputs)
         repeats = -(-rows // self.rows_per_scale)
         tensor = tensor.reshape(max(len(tensor), 1) if tensor.dim() else 1, -1).repeat_interleave(repeats, 0)
@@ -194,7 +195,7 @@ class ScaledMethod(QuantizedMethod):
         super().finish()
 
     def stored(self) -> list[Tensor] | None:
-        """As `LinearMethod.stored`; a kernel for CPUs keeps the scale of static activations for itself."""
+        """See `LinearMethod.stored`; a CPU kernel stores the scale of static activations itself."""
         return None if self.form.static else super().stored()
 
     def cpu_product(self) -> "CpuProduct | None":
@@ -224,7 +225,7 @@ class ScaledMethod(QuantizedMethod):
         return (codes * scale).to(self.shape.dtype)
 
     def _of_rows(self, scales: Tensor, index: Tensor | slice) -> Tensor:
-        """Those of the rows' numbers: `[N, inputs]`, or `[N, 1]`."""
+        """The scales of rows: `[N, inputs]`, or `[N, 1]`."""
         if self.rows_per_scale > 1:
             at = torch.arange(self.shape.outputs, device=scales.device)[index] if isinstance(index, slice) else index
             index = at // self.rows_per_scale
@@ -254,7 +255,7 @@ class ScaledMethod(QuantizedMethod):
         return self.form.block
 
     def activation_codes(self) -> "Coding | None":
-        """As `QuantizedMethod.activation_codes`; an activation of a single row stays as it is."""
+        """See `QuantizedMethod.activation_codes`; the activations of a single row stay plain."""
         how = self.form.activations
         if how is None or how.code != self.form.code or not how.symmetric:
             return None
@@ -270,7 +271,7 @@ class ScaledMethod(QuantizedMethod):
         return rounded(x, self.form.activations, self.input_scale if self.form.static else None)
 
     def fill_random(self, generator: torch.Generator) -> None:
-        """As `LinearMethod.fill_random`; the numbers spread as plain weights do."""
+        """See `LinearMethod.fill_random`; the numbers are distributed like plain weights."""
         largest = LARGEST[self.form.code]
         for first in range(0, self.shape.outputs, 1024):
             run = self.codes[first : first + 1024]

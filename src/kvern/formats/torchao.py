@@ -107,5 +107,5 @@ def _symmetric(mapping: object) -> bool:
 
 
 def _value(item: object) -> object:
-    """Of an enumeration's entry, as torchao writes them."""
+    """The value of an enumeration's entry, as torchao writes them."""
     return item["_data"] if isinstance(item, dict) else item

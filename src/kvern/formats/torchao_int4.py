@@ -59,7 +59,7 @@ class PlainInt4Method(GroupedMethod):
 
 
 def torchao_int4(data: Mapping[str, Any]) -> LinearFormat:
-    """How layers are stored whose configuration is an `Int4WeightOnlyConfig` with this `_data`.
+    """The format of layers with an `Int4WeightOnlyConfig` with this `_data`.
 
     Raises UnsupportedModel.
     """

@@ -1,9 +1,9 @@
-"""Which precision each unit of a model gets: the best under a budget of bits, or of loss.
+"""The precision of each unit of a model: the best assignment under a budget of bits, or of loss.
 
-A multiple-choice knapsack: of every unit one choice is taken, sizes and losses add up. All that can be best for some
-budget is found at once, by adding one unit after another to the assignments so far and dropping those that another
-beats in both size and loss (Nemhauser and Ullmann, 1969). That is exact; beyond `MOST_POINTS` assignments the best of
-each of so many equal steps of size is kept, which costs less than one step.
+This is a multiple-choice knapsack: each unit has one choice, and sizes and losses add up. All assignments that are best
+for some budget are found at once, by adding one unit after another and dropping those that another beats in both size
+and loss (Nemhauser and Ullmann, 1969). That is exact; beyond `MOST_POINTS` assignments only the best of each of that
+many equal steps of size is kept, which costs less than one step.
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ MOST_POINTS = 1 << 14
 
 
 class Choice(NamedTuple):
-    """What a unit takes in one precision: `size` in bits, and the loss that it alone causes."""
+    """One precision of a unit: its `size` in bits, and the loss that it causes alone."""
 
     size: int
     loss: float
@@ -45,7 +45,7 @@ class Frontier(NamedTuple):
         return chosen[::-1]
 
     def within_size(self, bits: float) -> int:
-        """The assignment of least loss among those of at most so many bits. Raises ConfigError."""
+        """The assignment of least loss with at most `bits` bits. Raises ConfigError."""
         point = int(np.searchsorted(self.sizes, bits, side="right")) - 1
         if point < 0:
             raise ConfigError(f"a budget of {bits:.0f} bits is below the {int(self.sizes[0])} of the smallest choices")
@@ -71,7 +71,7 @@ def frontier(units: Sequence[Sequence[Choice]]) -> Frontier:
 
 
 def _undominated(sizes: NDArray[np.int64], losses: NDArray[np.float64]) -> NDArray[np.int64]:
-    """Indices of those that no other beats, by size; of too many, the best of each step."""
+    """Indices of assignments that no other beats, ordered by size; of too many, the best of each step."""
     order = np.lexsort((losses, sizes))
     best = np.minimum.accumulate(losses[order])
     kept: NDArray[np.int64] = order[np.concatenate(([True], best[1:] < best[:-1]))]

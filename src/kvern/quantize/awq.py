@@ -1,8 +1,8 @@
-"""AWQ: inputs that are large are made smaller, and the weights that multiply them larger, before these are rounded.
+"""AWQ: large inputs are scaled down, and the weights that multiply them scaled up, before rounding.
 
-A weight's error counts as much as its input is large. Dividing an input by s and multiplying its column of weights by s
-changes no output, but leaves the weights of large inputs with relatively finer steps. Whatever makes the inputs takes
-the division in: the norm before, or the rows of another matrix.
+A weight's error is multiplied by its input. Dividing an input by s and multiplying its column of weights by s changes
+no output, but gives the weights of large inputs relatively finer steps. The tensor that makes the inputs absorbs the
+division: the norm before, or the rows of another matrix.
 
 Lin et al. 2023, "AWQ: Activation-aware Weight Quantization for LLM Compression and Acceleration".
 """
@@ -24,10 +24,10 @@ from kvern.spec.mixers import AttentionSpec
 from kvern.spec.model import MoeSpec
 
 POWERS = tuple(step / 20 for step in range(21))
-"""Of the inputs' mean sizes, tried as scales."""
+"""Exponents of the inputs' mean sizes that are tried as scales."""
 
 SEARCH_ROWS, SEARCH_OUTPUTS = 256, 1024
-"""Of the inputs, and of the matrices, that scales are tried with."""
+"""The number of input rows and matrix outputs with which scales are tried."""
 
 _READS_NORM = re.compile(r"\.self_attn\.(q_proj|k_proj|v_proj|qkv_proj|q_a_proj|kv_a_proj_with_mqa)\.weight$")
 _BEHIND_LATENT = re.compile(r"\.mlp\.(experts\.|fc2_latent_proj\.)")
@@ -35,10 +35,10 @@ _MLP_INPUT = re.compile(r"\.mlp\.(?!.*down_proj).*\.weight$")
 
 
 class Fold(NamedTuple):
-    """What makes some inputs, and all that reads them.
+    """The tensors that make some inputs, and the matrices that read them.
 
-    `makers`: (tensor, its rows) that are divided; `readers`: matrices whose columns are multiplied. A norm
-    multiplies by its weights plus `offset`.
+    `makers`: (tensor, its rows) to divide; `readers`: matrices whose columns are multiplied. A norm multiplies by its
+    weights plus `offset`.
     """
 
     makers: list[tuple[str, slice]]
@@ -57,7 +57,7 @@ class Awq(RoundToNearest):
                     apply(block, fold, scale)
 
     def _search(self, block: Block, fold: Fold, schemes: dict[str, Scheme]) -> Tensor | None:
-        """The scales `[inputs]` that cost the sampled outputs least; None: those of ones."""
+        """The scales `[inputs]` with the least error of sampled outputs; None: scales of one."""
         inputs = list({id(item): item for item in (block.inputs[path] for path in schemes)}.values())
         count = sum(item.count for item in inputs)
         if not count:
@@ -82,7 +82,7 @@ class Awq(RoundToNearest):
 
 
 def few(rows: Tensor, most: int) -> Tensor:
-    """At most so many of the rows, evenly spread."""
+    """At most `most` of the rows, evenly spread."""
     return rows[:: max(1, -(-len(rows) // most))]
 
 
@@ -96,9 +96,9 @@ def output_error(weight: Tensor, rows: Tensor, scale: Tensor, scheme: Scheme, sc
 
 
 def apply(block: Block, fold: Fold, scale: Tensor) -> None:
-    """Divide what makes the inputs by `scale [inputs]`, and multiply the columns that read them by it.
+    """Divides the makers of inputs by `scale [inputs]`, and multiplies the columns of their readers by it.
 
-    A norm's weights are rounded first: columns are multiplied by what its rounded weights divide by.
+    A norm's weights are rounded first, and columns are multiplied by the factor that its rounded weights divide by.
     """
     norm = block.tensors[fold.makers[0][0]]
     if norm.dim() == 1 and fold.makers[0][0].endswith(WEIGHT):
@@ -118,7 +118,7 @@ def apply(block: Block, fold: Fold, scale: Tensor) -> None:
 
 
 def folds(block: Block) -> Iterator[Fold]:
-    """What can be taken in where, in the layers of a model."""
+    """The folds that the layers of a model allow."""
     spec, layer = block.checkpoint.spec, block.checkpoint.spec.layers[block.index]
     tensors = {path: tensor for path, tensor in block.tensors.items() if tensor.dim() == 2}
     attends, alone = any(isinstance(mixer, AttentionSpec) for mixer in layer.mixers), len(layer.mixers) == 1

@@ -1,11 +1,11 @@
-"""The calibration's hidden states, on their way through the layers: one block on the device at a time.
+"""The calibration's hidden states on their way through the layers, with one block on the device at a time.
 
 walk = Walk(checkpoint, rows)             rows [N, L] int64: embedded
 for index in range(walk.layers):
     block = walk.block(index)             its weights, in their dtype, on the device
-    walk.observe(block, products=True)    runs it: block.inputs[path] tell what each matrix multiplies
-    block.tensors[path] = ...             other weights, as the checkpoint lays them out
-    walk.advance(block)                   runs it with these: what the next block gets
+    walk.observe(block, products=True)    runs it: block.inputs[path] are statistics of each matrix's inputs
+    block.tensors[path] = ...             other weights, laid out as in the checkpoint
+    walk.advance(block)                   runs it with these: the inputs of the next block
 """
 
 from dataclasses import replace
@@ -75,13 +75,16 @@ class LayersAttend:
 class Block:
     """One layer on the device.
 
-    `tensors` are its weights by Llama's names, "model.layers.3.mlp.down_proj.weight", laid out as the checkpoint has
-    them; whoever changes one puts another tensor in its place. `inputs`, by the same names, are the statistics of what
-    its matrices multiply, once it has been observed; matrices that multiply the same rows share them.
+    `tensors` are its weights by Llama's names, "model.layers.3.mlp.down_proj.weight", laid out as in the checkpoint; a
+    change replaces the tensor. `inputs`, by the same names, are the statistics of the matrices' inputs after an
+    observation;
+    matrices with the same inputs share them.
     """
 
     def __init__(self, index: int, checkpoint: Checkpoint, module: SequentialLayer) -> None:
-        self.index, self.checkpoint, self.module = index, checkpoint, module
+        self.index = index
+        self.checkpoint = checkpoint
+        self.module = module
         self.prefix = f"model.layers.{index}"
         self.pieces: list[Piece] = checkpoint.of_layer(index)
         self.tensors: dict[str, Tensor] = {piece.path: checkpoint.read(piece) for piece in self.pieces}
@@ -89,7 +92,7 @@ class Block:
         self.load()
 
     def load(self) -> None:
-        """Have the layer compute with what `tensors` holds."""
+        """Loads `tensors` into the layer."""
         load_into(self.module, self.pieces, self.tensors, self.checkpoint)
         for part in self.module.modules():
             if isinstance(part, LatentExpansion):
@@ -140,14 +143,14 @@ class Walk:
             place.watch(None)
 
     def advance(self, block: Block) -> None:
-        """Run a block, with the weights that it now has, and go on behind it."""
+        """Runs a block with its current weights and keeps its outputs as the next inputs."""
         block.load()
         for first in range(0, len(self.hidden), self._batch):
             rows = slice(first, first + self._batch)
             self.hidden[rows] = self.run(block, self.hidden[rows])
 
     def through(self, block: Block, hidden: Tensor) -> Tensor:
-        """Any number of rows `[N, L, hidden]` before a block -> behind it."""
+        """Runs a block on any number of rows `[N, L, hidden]`."""
         return torch.cat([self.run(block, rows) for rows in torch.split(hidden, self._batch)])
 
     @property
@@ -155,7 +158,7 @@ class Walk:
         return max(1, BATCH_TOKENS // self._length)
 
     def _step(self, layer: LayerSpec, rows: int) -> StepContext:
-        """The context of a layer that computes so many rows, each of them from its first token on."""
+        """The context of a layer for `rows` rows, each computed from its first token."""
         positions, build = self._positions.repeat(rows), self._build
         rotation = positions_alone(positions) if layer.rope is None else RopeTable(layer.rope, build)(positions)
         attend: Attend | None = None
@@ -170,7 +173,7 @@ class Walk:
 
     @torch.no_grad()
     def run(self, block: Block, hidden: Tensor) -> Tensor:
-        """`[n, L, hidden]` before a block -> after it."""
+        """Runs a block on rows `[n, L, hidden]`."""
         layer = self.checkpoint.spec.layers[block.index]
         flat = hidden.flatten(0, 1).clone()
         flat, update = block.module(flat, None, self._step(layer, len(hidden)))

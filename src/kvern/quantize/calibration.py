@@ -13,7 +13,7 @@ from kvern.io.files import open_regular, read_at, reason
 from kvern.text.tokenizer import Tokenizer
 
 OWN_TEXT = Path(__file__).with_name("calibration.jsonl")
-"""Conversations that the generators of the embedded models made; none is among those that these are measured with."""
+"""Conversations by the generators of the embedded models; none of them is used for measurements."""
 
 MOST_BYTES = 256 << 20
 LEAST_TOKENS = 16
@@ -70,7 +70,7 @@ def texts(path: Path, most_characters: int) -> Iterator[str | list[Mapping[str, 
 
 
 def item_of(line: str, where: str) -> str | list[Mapping[str, Any]]:
-    """What a line of JSONL says."""
+    """The text or conversation in a line of JSONL."""
     try:
         value = json.loads(line)
     except (ValueError, RecursionError) as error:

@@ -67,11 +67,11 @@ class Piece:
 
     @property
     def names(self) -> list[str]:
-        """Of its module: the checkpoint's, and Llama's if that is another."""
+        """The names of its module: the checkpoint's, and Llama's if it differs."""
         return list(dict.fromkeys((self.matrix, self.path.removesuffix(WEIGHT))))
 
     def of(self, tensor: Tensor, spec: ModelSpec) -> Tensor:
-        """What of the stored tensor it is."""
+        """The part of the stored tensor that this piece is."""
         if self.place is None:
             return tensor
         expert, first, rows, _ = self.place
@@ -109,16 +109,18 @@ class Checkpoint:
             if piece.path.removesuffix(WEIGHT) in watched and piece.path.endswith(WEIGHT)
             if not LEFT_PLAIN.search(piece.matrix) and not piece.reordered
         }
-        """Those that may be quantized, by name: all linear layers of the blocks but routers and gates, and but those
-        whose rows are stored in another order, which packed codes cannot be brought into."""
+        """Matrices that may be quantized, by name: all linear layers of the blocks except routers and gates.
+
+        Matrices whose rows are stored in another order are left out, because packed codes cannot be reordered.
+        """
 
     def build(self, length: int) -> Build:
-        """How blocks are built, for rows of `length` tokens."""
+        """The `Build` of blocks for rows of `length` tokens."""
         return Build(self.dtype, self.device, length, linear=LinearMethods(Watched()))
 
     @cached_property
     def scale_dtype(self) -> torch.dtype:
-        """Of scales in the new checkpoint: bfloat16 has the range for them, float16 has not."""
+        """The dtype of scales in the new checkpoint: bfloat16 has a sufficient range, float16 has not."""
         return torch.bfloat16 if self.dtype == torch.bfloat16 else torch.float32
 
     def of_layer(self, layer: int | None) -> list[Piece]:
@@ -171,7 +173,7 @@ def _refuse_quantized(folder: Path, config: Mapping[str, Any]) -> None:
 
 
 def part_without_calibration(spec: ModelSpec) -> str | None:
-    """What a model has through which rows of a calibration do not go; None: nothing."""
+    """The part of a model that calibration cannot run; None: it runs all."""
     mixers = [mixer for layer in spec.layers for mixer in layer.mixers]
     if any(isinstance(mixer, LatentAttentionSpec) and mixer.indexer for mixer in mixers):
         return "an indexer, which selects keys"

@@ -1,4 +1,4 @@
-"""GPTQ: weights are rounded column by column, and those still to come make up for the error.
+"""GPTQ: weights are rounded column by column, and the remaining columns compensate for the error.
 
 Frantar et al. 2022, "GPTQ: Accurate Post-Training Quantization for Generative Pre-trained Transformers".
 """
@@ -14,7 +14,7 @@ from kvern.quantize.round_to_nearest import importance_of
 from kvern.quantize.scheme import Scheme
 
 DAMPING = 0.01
-"""Of the mean of the Hessian's diagonal, added to it."""
+"""The share of the mean of the Hessian's diagonal that is added to it."""
 
 MOST_DAMPING = 10.0
 RUN = 128
@@ -22,7 +22,7 @@ RUN = 128
 
 
 class Gptq:
-    """`act_order` rounds columns of large inputs first; groups and their scales stay those of neighbouring columns."""
+    """GPTQ. `act_order` rounds columns of large inputs first; groups and scales stay those of adjacent columns."""
 
     products = True
 
@@ -60,7 +60,8 @@ class Gptq:
 def inverse_factor(hessian: Tensor, damping: float) -> Tensor:
     """The upper Cholesky factor of the inverse of the damped Hessian, float32.
 
-    Columns that no input reached stand alone: they are rounded to the nearest. What cannot be factored is damped more.
+    Columns without inputs are independent: they are rounded to the nearest code. A matrix without a factor is damped
+    more.
     """
     hessian = hessian.double()
     diagonal = hessian.diagonal()

@@ -8,10 +8,10 @@ from torch import Tensor
 from kvern.quantize.scheme import Scheme
 
 SHRINKS = tuple(1.0 - 0.04 * step for step in range(11))
-"""Of a group's range, tried for few bits: what is clipped costs less than finer steps gain."""
+"""Factors for a group's range that are tried with few bits, where clipping costs less than finer steps gain."""
 
 SEARCHED_BITS = 4
-"""Up to so many bits the range is searched; with more, the largest weight is worth its range."""
+"""The most bits for which ranges are searched; with more, the full range is best."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Grid:
         return codes.float() * scale if zero is None else (codes.float() - self._of(zero, codes, first)) * scale
 
     def clipped(self, weight: Tensor) -> Tensor:
-        """Which weights lie beyond the outermost codes, by more than half a step: bool `[outputs, inputs]`."""
+        """True for weights more than half a step beyond the outermost codes: bool `[outputs, inputs]`."""
         low, high = self.scheme.code_range
         half = 0.5 if self.scheme.kind == "int" else 16.0
         codes = weight / self._of(self.scale, weight, 0)

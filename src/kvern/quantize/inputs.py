@@ -1,10 +1,10 @@
-"""What a matrix multiplies while it calibrates, in few numbers."""
+"""Statistics of the activations that a matrix multiplies during calibration."""
 
 import torch
 from torch import Tensor
 
 SAMPLE = 512
-"""Rows kept of what a matrix multiplies, from all of the calibration."""
+"""The number of a matrix's input rows that are kept, from the whole calibration."""
 
 
 class Inputs:

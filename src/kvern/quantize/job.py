@@ -1,4 +1,4 @@
-"""A whole run: what is asked, checked before memory or disk is taken, then layer by layer."""
+"""A whole run: its options are checked before memory or disk is used, then it goes layer by layer."""
 
 import time
 from collections.abc import Callable, Mapping
@@ -28,7 +28,7 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class Settings:
-    """What is quantized how: `plan` names matrices of the checkpoint, `method` chooses their codes.
+    """The options: `plan` names matrices of the checkpoint and their schemes, `method` chooses the codes.
 
     `about` goes into the report: "method" and "settings" as the user gave them.
     """
@@ -42,7 +42,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class Result:
-    """What has been written: bytes of weights before and after, and what is told of each matrix."""
+    """The result: bytes of weights before and after, and statistics of each matrix."""
 
     matrices: list[MatrixStatistics]
     bytes_before: int
@@ -74,7 +74,7 @@ def make_method(name: str, *, act_order: bool = True) -> Method:
 
 
 def estimated_bytes(checkpoint: Checkpoint, plan: Plan) -> int:
-    """What the new folder's weights take."""
+    """The bytes of the new folder's weights."""
     total = 0
     for piece in checkpoint.pieces:
         scheme = plan.get(piece.matrix)
@@ -87,7 +87,7 @@ def estimated_bytes(checkpoint: Checkpoint, plan: Plan) -> int:
 
 
 def check(checkpoint: Checkpoint, settings: Settings, out: Path, *, overwrite: bool = False) -> None:
-    """What can be known to fail before any weight is read. Raises ConfigError."""
+    """Checks that the run can succeed, before any weight is read. Raises ConfigError."""
     check_plan(checkpoint, settings.plan)
     check_target(out, checkpoint.folder, overwrite, estimated_bytes(checkpoint, settings.plan))
 
@@ -101,10 +101,10 @@ def quantize(
     overwrite: bool = False,
     progress: Progress = lambda matrices, weights: None,
 ) -> Result:
-    """Write the model to the folder `out`, with the matrices of the plan in codes.
+    """Writes the model to the folder `out`, with the matrices of the plan quantized.
 
-    One block's weights are on the device at a time. Raises ConfigError or CorruptCheckpoint; whatever is raised,
-    KeyboardInterrupt included, nothing is left of `out`.
+    One block's weights are on the device at a time. Raises ConfigError or CorruptCheckpoint; after any exception,
+    KeyboardInterrupt included, nothing of `out` remains.
     """
     started = time.monotonic()
     check(checkpoint, settings, out, overwrite=overwrite)
@@ -141,7 +141,10 @@ class _Run:
     """The state of a run between two layers."""
 
     def __init__(self, checkpoint: Checkpoint, settings: Settings, writer: Writer, progress: Progress) -> None:
-        self._checkpoint, self._settings, self._writer, self._progress = checkpoint, settings, writer, progress
+        self._checkpoint = checkpoint
+        self._settings = settings
+        self._writer = writer
+        self._progress = progress
         self._matrices: list[MatrixStatistics] = []
         self._weights = 0
         self._stored = 0.0
@@ -164,7 +167,9 @@ class _Run:
         if scheme is None:
             self._writer.add(piece.name, block.tensors[piece.path].to(piece.stored.dtype))
             return
-        weight, inputs, dtype = block.weight(piece.path), block.inputs[piece.path], self._checkpoint.scale_dtype
+        weight = block.weight(piece.path)
+        inputs = block.inputs[piece.path]
+        dtype = self._checkpoint.scale_dtype
         rounded = self._settings.method.round(weight, inputs, scheme, dtype)
         for ending, tensor in tensors_of(rounded, dtype).items():
             self._writer.add(f"{piece.matrix}.{ending}", tensor)

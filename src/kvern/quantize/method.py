@@ -1,4 +1,4 @@
-"""How weights become codes: what all ways of choosing them have in common."""
+"""The protocol of the ways to round weights to codes."""
 
 from typing import NamedTuple, Protocol
 
@@ -11,7 +11,7 @@ from kvern.quantize.inputs import Inputs
 from kvern.quantize.scheme import Scheme
 
 Plan = dict[str, Scheme]
-"""By the matrices' names in the checkpoint; what it does not name stays plain."""
+"""Schemes by the matrices' names in the checkpoint; other matrices stay plain."""
 
 
 class Rounded(NamedTuple):
@@ -26,7 +26,7 @@ class Rounded(NamedTuple):
 
 
 class Method(Protocol):
-    """Chooses codes. `products`: it wants X^T X of what matrices multiply."""
+    """A way to choose codes. `products`: it needs X^T X of the matrices' inputs X."""
 
     products: bool
 
@@ -34,4 +34,4 @@ class Method(Protocol):
         """Change an observed block's tensors and inputs, if that makes rounding cheaper; its outputs stay the same."""
 
     def round(self, weight: Tensor, inputs: Inputs, scheme: Scheme, scale_dtype: torch.dtype) -> Rounded:
-        """The codes of `weight [outputs, inputs]` float32, which multiplies what `inputs` tell."""
+        """The codes of `weight [outputs, inputs]` float32, given statistics of its inputs."""

@@ -30,12 +30,12 @@ PAGE_NAME = "quantization_report.html"
 Measuring = Callable[[int, int], None]
 """Takes how many layers were measured, and how many there are."""
 MOST_TRIES = 3
-"""How often a mixture is made that should keep to a loss."""
+"""The number of attempts to keep a mixture within a loss."""
 
 
 @dataclass(frozen=True)
 class Budget:
-    """What a mixture may have: bits per weight, scales included, or a `loss` of perplexity, as 0.01 for 1 %."""
+    """The budget of a mixture: bits per weight, scales included, or a `loss` of perplexity, 0.01 for 1 %."""
 
     bits: float | None = None
     loss: float | None = None
@@ -49,7 +49,7 @@ class Budget:
             raise ConfigError(f"max_loss is {self.loss:.4g}: it must be above 0 and at most 100%, as 1%")
 
     def choose(self, report: MixedReport, tightened: float) -> MixedReport:
-        """The best mixture; `tightened` multiplies what the sum of losses may be."""
+        """The best mixture; `tightened` multiplies the limit of the sum of losses."""
         report = replace(report, budget=self.as_json())
         if self.bits is not None:
             return report.within_bits(self.bits)
@@ -69,7 +69,7 @@ class Budget:
             raise ConfigError(f"target_bits is {self.bits:g}: the model has {plain} bits a weight, ask for fewer")
 
     def kept_by(self, report: MixedReport) -> bool:
-        """Whether the finished mixture has no larger loss than was allowed."""
+        """True if the finished mixture is within the allowed loss."""
         return self.loss is None or loss_of(report) <= self.nats
 
     @property
@@ -100,12 +100,12 @@ class Mixture:
 
     @cached_property
     def rows(self) -> Tensor:
-        """Those of the calibration that losses are measured with."""
+        """The rows of the calibration with which losses are measured."""
         rows = self.calibration.rows
         return rows[: max(1, tokens_for(self.checkpoint) // rows.shape[1])]
 
     def measure(self, progress: Measuring = lambda done, layers: None) -> MixedReport:
-        """What each precision costs each unit, all plain so far."""
+        """Measures the loss of each precision of each unit; all choices are plain so far."""
         self._walk = Walk(self.checkpoint, self.rows)
         return MixedReport(
             model=self.checkpoint.folder.name,
@@ -127,11 +127,12 @@ class Mixture:
         overwrite: bool = False,
         progress: Progress = lambda matrices, weights: None,
     ) -> tuple[Result, MixedReport]:
-        """Write the best mixture under a budget, None: with the report's choices, to the folder `out`.
+        """Writes the best mixture under a budget, or with the report's choices if it is None, to the folder `out`.
 
-        One that should keep to a loss is measured, and made again with a smaller sum of losses if it does not; the last
-        try is kept, whether it does or not. Raises ConfigError or CorruptCheckpoint; whatever is raised, nothing is
-        left of `out`.
+        A mixture with a limited loss is measured, and made again with a smaller sum of losses if it exceeds the limit;
+        the last
+        attempt is kept in any case. Raises ConfigError or CorruptCheckpoint; after any exception nothing of `out`
+        remains.
         """
         tightened = 1.0
         check_target(out, self.checkpoint.folder, overwrite, 0)
@@ -162,7 +163,7 @@ class Mixture:
 
 
 def plan_of(report: MixedReport) -> Plan:
-    """What is stored how. Raises ConfigError for a precision that is unknown."""
+    """The plan of a report. Raises ConfigError for an unknown precision."""
     schemes = {unit.name: named(unit.chosen) for unit in report.units}
     return {layer: scheme for unit in report.units for layer in unit.layers if (scheme := schemes[unit.name])}
 
@@ -175,7 +176,7 @@ def loss_of(report: MixedReport) -> float:
 
 @torch.no_grad()
 def measure_folder(folder: Path, walk: Walk, rows: Tensor) -> dict[str, float]:
-    """The loss of a folder's model against the plain one, whose `walk` is behind its last layer, over the same rows."""
+    """The loss of a folder's model against the plain one, whose `walk` is after its last layer, on the same rows."""
     device, length = walk.checkpoint.device, rows.shape[1]
     decoder, ends = load_model(folder, device=device, max_model_len=length), walk.ends()
     attend, positions = LayersAttend(decoder.spec, length), torch.arange(length, device=device)
@@ -192,7 +193,7 @@ def measure_folder(folder: Path, walk: Walk, rows: Tensor) -> dict[str, float]:
 
 
 def tell(folder: Path, report: MixedReport) -> None:
-    """Put what was measured into the report beside the weights, and the page beside it."""
+    """Adds the measurements to the report in the folder, and writes the page."""
     path = folder / REPORT_NAME
     values = json.loads(path.read_text()) | {SECTION: report.as_json()}
     path.write_text(json.dumps(values, indent=1) + "\n")

@@ -1,4 +1,4 @@
-"""What a mixture of precisions is made of and why, as data and as JSON that may be edited and read again."""
+"""A mixture of precisions and its reasons, as data and as JSON that may be edited and read again."""
 
 import json
 import math
@@ -12,18 +12,18 @@ from kvern.io.files import read_object
 from kvern.quantize.assignment import Choice, Frontier, frontier
 
 PLAIN = "plain"
-"""The name of what is not quantized."""
+"""The name of the precision of weights that are not quantized."""
 SECTION = "mixed"
-"""Of the report beside the weights: what `MixedReport.as_json` says."""
+"""The section of quantization_report.json that holds `MixedReport.as_json`."""
 MOST_SHOWN_POINTS = 200
 
 
 @dataclass(frozen=True)
 class Unit:
-    """Matrices that share one product, as queries, keys and values: they get one precision, `chosen`.
+    """Matrices that share one product, such as queries, keys and values: they get one precision, `chosen`.
 
-    `layers` are their paths; `choices` tell what each precision takes in bits, and how much the model's next-token
-    distribution changes if only this unit has it: the mean Kullback-Leibler divergence, in nats a token.
+    `layers` are their paths. `choices` give the bits of each precision, and the change of the model's next-token
+    distribution if only this unit has it: the mean Kullback-Leibler divergence, in nats per token.
     """
 
     name: str
@@ -61,8 +61,8 @@ class Unit:
 class MixedReport:
     """The units of a model with their choices.
 
-    `plain` is what the weights are otherwise. `budget` says what was asked for, `measured` what the finished mixture
-    was measured to be, `calibration` on what.
+    `plain` is the dtype of other weights. `budget` is the request, `measured` the loss of the finished mixture, and
+    `calibration` the data of the measurement.
     """
 
     model: str
@@ -83,7 +83,7 @@ class MixedReport:
 
     @property
     def loss(self) -> float:
-        """The sum of the units' losses: what the mixture's is expected to be."""
+        """The sum of the units' losses: the expected loss of the mixture."""
         return sum(unit.choice.loss for unit in self.units)
 
     def frontier(self) -> Frontier:
@@ -99,14 +99,14 @@ class MixedReport:
         }
 
     def choose(self, chosen: Sequence[int]) -> "MixedReport":
-        """The same with another choice for each unit, by index."""
+        """This report with a choice for each unit, by index."""
         units = (
             replace(unit, chosen=list(unit.choices)[index]) for unit, index in zip(self.units, chosen, strict=True)
         )
         return replace(self, units=tuple(units))
 
     def within_bits(self, bits: float) -> "MixedReport":
-        """The best of at most so many bits per weight. Raises ConfigError."""
+        """The best mixture with at most `bits` bits per weight. Raises ConfigError."""
         found = self.frontier()
         if bits * self.parameters < found.sizes[0]:
             least = float(found.sizes[0]) / self.parameters
@@ -151,7 +151,7 @@ class MixedReport:
 
 
 def read_report(path: Path) -> MixedReport:
-    """The mixture of a report, which somebody edited perhaps. Raises ConfigError, CorruptCheckpoint."""
+    """Reads the mixture of a report, which may have been edited. Raises ConfigError, CorruptCheckpoint."""
     try:
         told = read_object(path).get(SECTION)
     except FileNotFoundError:

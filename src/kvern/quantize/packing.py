@@ -1,8 +1,8 @@
-"""Codes as a compressed-tensors checkpoint stores them, and the configuration that says so.
+"""Codes in the form of compressed-tensors checkpoints, and their quantization_config.
 
-The format's names and layouts are those of https://github.com/vllm-project/compressed-tensors: "float-quantized" and
-"int-quantized" keep codes of one byte in `weight`, "pack-quantized" keeps those of 4 bits in `weight_packed`, int32,
-the first input in the lowest bits, each plus 8.
+Names and layouts are those of https://github.com/vllm-project/compressed-tensors: "float-quantized" and
+"int-quantized" store codes of one byte in `weight`; "pack-quantized" stores 4-bit codes in `weight_packed`, int32, the
+first input in the lowest bits, with 8 added to each.
 """
 
 from collections.abc import Mapping
@@ -16,7 +16,7 @@ from kvern.quantize.scheme import Scheme
 
 
 def tensors_of(rounded: Rounded, scale_dtype: torch.dtype) -> dict[str, Tensor]:
-    """What is stored of a matrix, by the ending behind its name, on the host."""
+    """The stored tensors of a matrix by the end of their names, on the host."""
     codes, grid = rounded
     scheme = grid.scheme
     scale = grid.scale.to(scale_dtype)

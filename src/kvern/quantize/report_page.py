@@ -7,7 +7,10 @@ from html import escape
 
 from kvern.quantize.mixed_report import MixedReport, Unit
 
-PLOT_WIDTH, PLOT_HEIGHT, LEFT, BOTTOM = 760, 340, 56, 44
+PLOT_WIDTH = 760
+PLOT_HEIGHT = 340
+LEFT = 56
+BOTTOM = 44
 LEAST_LOSS = 1e-7
 """Losses below are drawn as this one: their logarithm says nothing."""
 HUES = {"plain": 220, "fp8": 190, "fp8-block": 175, "int8": 150, "int4-g32": 75, "int4-g64": 45, "int4-g128": 18}
@@ -162,7 +165,7 @@ def _choice_cell(unit: Unit) -> str:
 
 
 def _costs(report: MixedReport) -> str:
-    """All units with what each precision costs, those first that would lose most by a bit less."""
+    """A table of all units with the loss of each precision, ordered by the loss that one bit less would cost."""
     names = list(dict.fromkeys(name for unit in report.units for name in unit.choices))
     losses = [choice.loss for unit in report.units for choice in unit.choices.values() if choice.loss > 0]
     least, largest = math.log10(max(min(losses, default=1), LEAST_LOSS)), math.log10(max(losses, default=1))

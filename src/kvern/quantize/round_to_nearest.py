@@ -1,4 +1,4 @@
-"""Each weight becomes the nearest code, whatever the others become."""
+"""Rounding of each weight to the nearest code, independent of the others."""
 
 import torch
 from torch import Tensor
@@ -24,6 +24,6 @@ class RoundToNearest:
 
 
 def importance_of(inputs: Inputs) -> Tensor | None:
-    """What an error of a column's weights costs: its inputs' mean square; None where no row was seen."""
+    """The importance of an error in each column: the mean square of its inputs; None if no row was seen."""
     squares = inputs.mean_squares
     return squares if inputs.count and bool(squares.any()) else None

@@ -1,4 +1,4 @@
-"""How a matrix is stored: in which codes, and how many weights share a scale."""
+"""The stored form of a matrix: the kind of codes, and the number of weights that share a scale."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -30,7 +30,7 @@ class Scheme:
 
     @property
     def name(self) -> str:
-        """As in reports and plans: "fp8", "fp8-block", "int8", "int4-g128", "int4-g128-zero"."""
+        """The name in reports and plans: "fp8", "fp8-block", "int8", "int4-g128", "int4-g128-zero"."""
         if self.kind == "float":
             return "fp8-block" if self.outputs_per_scale > 1 else "fp8"
         group = f"-g{self.group}" if self.group else ""
@@ -48,13 +48,13 @@ class Scheme:
         return -(-outputs // self.outputs_per_scale), -(-inputs // self.group) if self.group else 1
 
     def stored_bytes(self, outputs: int, inputs: int, scale_dtype: torch.dtype) -> int:
-        """What a matrix takes in a file."""
+        """The bytes of a matrix in a file."""
         rows, groups = self.scales(outputs, inputs)
         zeros = 0 if self.symmetric else 4 * -(-rows * self.bits // 32) * groups
         return outputs * -(-inputs * self.bits // 32) * 4 + rows * groups * scale_dtype.itemsize + zeros
 
     def bits_per_weight(self, outputs: int, inputs: int, scale_dtype: torch.dtype) -> float:
-        """With scales and zero points."""
+        """The bits per weight, including scales and zero points."""
         return 8 * self.stored_bytes(outputs, inputs, scale_dtype) / (outputs * inputs)
 
     def check_fits(self, name: str, inputs: int) -> None:

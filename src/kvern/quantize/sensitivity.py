@@ -1,9 +1,10 @@
-"""What each precision of each part of a model costs, by the model's own outputs.
+"""The loss of each precision of each part of a model, measured at the model's outputs.
 
-Every unit, the matrices that multiply the same rows, is stored in every precision alone, and the mean Kullback-Leibler
-divergence of the next-token distribution from the plain model's is its loss. All these variants go through the layers
-side by side: a variant begins as the plain model's hidden states at its own layer, and each layer is read once. So it
-takes one layer's memory, that of the variants' hidden states, and on average half a forward pass for each variant.
+Each unit, the matrices that multiply the same rows, is stored in each precision alone; its loss is the mean
+Kullback-Leibler divergence of the next-token distribution from the plain model's. All these variants go through the
+layers side by side: a variant begins with the plain model's hidden states at its own layer, and each layer is read
+once. So the memory is that of one layer and the variants' hidden states, and a variant costs half a forward pass on
+average.
 """
 
 import math
@@ -27,11 +28,11 @@ from kvern.quantize.scheme import FP8, GROUPS, INT8, Scheme, int4
 from kvern.quantize.watched import WatchedExperts, WatchedMethod
 
 SCHEMES = (FP8, INT8, *(int4(group) for group in GROUPS))
-"""What each unit is measured in, and what mixtures are made of beside plain weights."""
+"""The precisions that are measured, and of which mixtures consist besides plain weights."""
 HIDDEN_BYTES = 4 << 30
-"""Of all variants' hidden states."""
+"""Limit of all variants' hidden states."""
 UNITS_A_LAYER = 4
-"""Of most families."""
+"""The usual number of units in a layer."""
 MOST_TOKENS, LEAST_TOKENS = 4096, 256
 HEAD_ROWS = 512
 """Tokens whose distributions are compared at a time."""
@@ -43,7 +44,7 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class Group:
-    """The matrices of a unit, what multiplies by them, and the precisions that all of them can have."""
+    """The matrices of a unit, the layer that multiplies by them, and the precisions that all of them allow."""
 
     name: str
     owner: WatchedMethod | WatchedExperts
@@ -55,7 +56,7 @@ class Group:
         return sum(piece.shape[0] * piece.shape[1] for piece in self.pieces)
 
     def bits(self, scheme: Scheme, scale_dtype: torch.dtype) -> int:
-        """What they take, scales included."""
+        """The bits of the matrices, scales included."""
         return 8 * sum(scheme.stored_bytes(*_matrix(piece), scale_dtype) for piece in self.pieces)
 
 
@@ -88,7 +89,7 @@ def _matrix(piece: Piece) -> tuple[int, int]:
 
 
 def tokens_for(checkpoint: Checkpoint) -> int:
-    """How many tokens to measure with, for the memory that the variants take."""
+    """The number of tokens for the measurement, limited by the memory of the variants."""
     spec = checkpoint.spec
     variants = len(spec.layers) * UNITS_A_LAYER * len(SCHEMES)
     each = spec.hidden_size * checkpoint.dtype.itemsize
@@ -111,7 +112,7 @@ def least_bits(checkpoint: Checkpoint) -> float:
 
 
 def operations(checkpoint: Checkpoint, tokens: int) -> float:
-    """About how many floating point operations measuring with so many tokens takes: half a pass for each variant."""
+    """The approximate number of floating point operations of a measurement: half a pass for each variant."""
     weights = sum(piece.shape[0] * piece.shape[1] for piece in checkpoint.matrices.values())
     variants = len(checkpoint.spec.layers) * UNITS_A_LAYER * len(SCHEMES)
     return 2.0 * weights * tokens * (1 + variants / 2)
@@ -127,7 +128,7 @@ class Variants:
         self._rounding = RoundToNearest()
 
     def through(self, block: Block) -> None:
-        """Take all variants through a layer, and begin those of its own units."""
+        """Runs all variants through a layer, and starts those of its own units."""
         self.walk.observe(block)
         for key, hidden in self.hidden.items():
             self.hidden[key] = self.walk.through(block, hidden)
@@ -161,7 +162,9 @@ def round_rows(x: Tensor, scheme: Scheme) -> Tensor:
 
 
 def measure(walk: Walk, progress: Progress) -> list[Unit]:
-    """The units of the model with what each precision costs, all plain so far. `walk` stands before the first layer."""
+    """The units of the model with the loss of each precision; all choices are plain. `walk` is before the first
+    layer.
+    """
     checkpoint, variants = walk.checkpoint, Variants(walk)
     for index in range(walk.layers):
         progress(index, walk.layers)
@@ -181,9 +184,9 @@ def _unit(group: Group, losses: Mapping[tuple[str, str], float], checkpoint: Che
 
 @torch.no_grad()
 def divergences(ends: Decoder, plain: Tensor, others: Mapping[Key, Tensor]) -> dict[Key, float]:
-    """The mean divergence of others' next-token distributions from the plain one, in nats a token.
+    """The mean divergence of other next-token distributions from the plain one, in nats per token.
 
-    All are hidden states `[N, L, hidden]` behind the last layer.
+    All are hidden states `[N, L, hidden]` after the last layer.
     """
     sums = dict.fromkeys(others, 0.0)
     flat = {key: hidden.flatten(0, 1) for key, hidden in others.items()}
@@ -198,6 +201,6 @@ def divergences(ends: Decoder, plain: Tensor, others: Mapping[Key, Tensor]) -> d
 
 
 def log_probabilities(ends: Decoder, hidden: Tensor) -> Tensor:
-    """`[T, hidden]` behind the last layer -> float32 `[T, vocab]`."""
+    """Log-probabilities, float32 `[T, vocab]`, of hidden states `[T, hidden]` after the last layer."""
     normal: Tensor = ends.norm(hidden)
     return ends.logits(normal).log_softmax(-1)

@@ -1,16 +1,16 @@
-"""What is told of each quantized matrix, and the report beside the weights: quantization_report.json.
+"""Statistics of each quantized matrix, and the report in the folder: quantization_report.json.
 
     {
       "kvern_quantization_report": 1,            the schema's version
-      "model": "/models/llama-8b",               what was quantized
-      "method": "gptq", "settings": {...},       as they were asked for
+      "model": "/models/llama-8b",               the quantized model
+      "method": "gptq", "settings": {...},       as requested
       "calibration": {"source": "...", "rows": 128, "row_tokens": 512},
       "totals": {"weights": ..., "quantized_weights": ..., "bits_per_weight": ..., "bytes_before": ...,
                  "bytes_after": ..., "seconds": ...},
       "matrices": [MatrixStatistics, ...]        in the order of the layers
     }
 
-Whoever edits a plan in a report changes "scheme" of a matrix, "plain" to leave it as it is; `plan_of` reads that.
+To edit a plan, change "scheme" of a matrix in a report; "plain" leaves it unquantized. `plan_of` reads the result.
 """
 
 import dataclasses
@@ -39,14 +39,14 @@ class MatrixStatistics:
     name                the checkpoint's, without ".weight"
     layer               its block's index
     outputs, inputs     its shape
-    scheme              how it is stored, as `Scheme.name` says it, or "plain"
+    scheme              its `Scheme.name`, or "plain"
     bits_per_weight     scales and zero points included
     largest_weight      max |w|
     smallest_scale, largest_scale
-    clipped_share       of its weights, those beyond the outermost codes
-    weight_error        ||W' - W|| / ||W||, of what is stored and what was to be rounded
+    clipped_share       share of weights beyond the outermost codes
+    weight_error        ||W' - W|| / ||W|| of stored and original weights
     output_error        ||X W'^T - X W^T|| / ||X W^T|| over a sample X of the calibration's rows; None: no row came here
-    input_rows          rows that it multiplied: all of the calibration's, or those that were sent to its expert
+    input_rows          its input rows: all of the calibration, or those routed to its expert
     largest_input       max |x|
     """
 
@@ -69,7 +69,7 @@ class MatrixStatistics:
 def statistics_of(
     name: str, layer: int, weight: Tensor, rounded: Rounded, inputs: Inputs, bits_per_weight: float
 ) -> MatrixStatistics:
-    """Of `weight [outputs, inputs]` float32, as it was before it was rounded."""
+    """The statistics of `weight [outputs, inputs]` float32, given before rounding."""
     error = rounded.plain() - weight
     rows = inputs.rows
     before = torch.linalg.vector_norm(rows @ weight.t()) if len(rows) else torch.zeros(())

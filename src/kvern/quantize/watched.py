@@ -1,4 +1,4 @@
-"""Linear layers and experts of plain weights that tell an `Inputs` what they multiply."""
+"""Linear layers and experts with plain weights that record statistics of their inputs."""
 
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
@@ -23,7 +23,7 @@ Rounding = Callable[[Tensor], Tensor]
 
 
 class WatchedMethod(UnquantizedMethod):
-    """A plain weight, and its `inputs`; None: nobody asks. `rounding`, if any, is done to what it multiplies."""
+    """A plain weight with its `inputs`, None: not recorded. `rounding`, if any, is applied to the activations."""
 
     inputs: Inputs | None = None
     rounding: Rounding | None = None
@@ -37,9 +37,9 @@ class WatchedMethod(UnquantizedMethod):
 
 
 class WatchedExperts(StackedExperts):
-    """Plain experts: `inputs["gate_up", e]` and `inputs["down", e]` are those of the expert e; empty: nobody asks.
+    """Plain experts: `inputs["gate_up", e]` and `inputs["down", e]` are those of expert e; empty: not recorded.
 
-    `rounding`, if any, is done to what they multiply.
+    `rounding`, if any, is applied to the activations.
     """
 
     rounding: Rounding | None = None
@@ -73,7 +73,7 @@ class Watched(LinearFormat):
 
 
 class Place:
-    """Where matrices of a block that multiply the same rows are: a `Linear`, or an expert's matrix.
+    """The location of matrices that multiply the same rows: a `Linear`, or an expert's matrix.
 
     `paths` are Llama's names of the matrices, fused ones included.
     """
@@ -81,7 +81,10 @@ class Place:
     def __init__(
         self, owner: "Linear | WatchedExperts", matrix: tuple[str, int], inputs: int, paths: list[str]
     ) -> None:
-        self._owner, self._matrix, self.inputs, self.paths = owner, matrix, inputs, paths
+        self._owner = owner
+        self._matrix = matrix
+        self.inputs = inputs
+        self.paths = paths
 
     def watch(self, inputs: Inputs | None) -> None:
         """Have the products with these matrices tell `inputs`; None: no longer."""

@@ -1,7 +1,7 @@
-"""Writes a model's folder: safetensors shards as tensors come, and whatever else the old folder has.
+"""Writes a model's folder: safetensors shards as tensors come, and the other files of the old folder.
 
-All is written to a folder beside the new one, which gets its name at the end; until then there is nothing to be seen,
-and nothing is left if it does not come to that.
+The files are written to a temporary folder in the same place, which is renamed at the end; after a failure nothing
+remains.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ from kvern.models.checkpoint import DTYPES, INDEX_NAME, SINGLE_NAME
 
 SHARD_BYTES = 5_000_000_000
 MOST_OTHER_BYTES = 256 << 20
-"""Of a file beside the weights; larger ones are weights in another form."""
+"""Limit of a copied file; larger ones are weights in another form."""
 
 WEIGHT_ENDINGS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".ot", ".nemo")
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
@@ -83,7 +83,9 @@ class Writer:
     """Takes tensors, then `finish` makes the folder. Use it within `writing`."""
 
     def __init__(self, folder: Path, tensors: int, shard_bytes: int = SHARD_BYTES) -> None:
-        self.folder, self._left, self._shard_bytes = folder, tensors, shard_bytes
+        self.folder = folder
+        self._left = tensors
+        self._shard_bytes = shard_bytes
         self._shard: Shard | None = None
         self._shards: list[tuple[Path, list[str]]] = []
         self.nbytes = 0
@@ -103,7 +105,7 @@ class Writer:
     def finish(
         self, config: Mapping[str, Any], report: Mapping[str, Any] | None, source: Path, report_name: str
     ) -> None:
-        """Write what is beside the weights."""
+        """Writes the files beside the weights."""
         self._close_shard()
         self._name_shards()
         for path in sorted(source.iterdir()):

@@ -26,7 +26,7 @@ LONGEST_SECONDS = 10 * MOST_SECONDS
 LONGEST_START = 60.0
 """Seconds until a child must be ready, of which the first waits for the worker's tokenizer."""
 MOST_TIMES = 4
-"""How often one form is compiled for one request if the cache drops it each time."""
+"""The number of times that one form is compiled for one request if the cache drops it each time."""
 
 T = TypeVar("T")
 Worker = asyncio.Task[tuple[asyncio.subprocess.Process, socket.socket]]

@@ -1,6 +1,6 @@
-"""What is each architecture's own in a GGUF file: values under the names that checkpoints have for them.
+"""Settings of each architecture in GGUF files, under the names that checkpoints use.
 
-What a file leaves out, because llama.cpp knows it of the architecture, stands here. No torch is imported here.
+Settings that files omit, because llama.cpp knows them, are here. No torch is imported.
 """
 
 from collections.abc import Callable, Mapping
@@ -16,7 +16,7 @@ Values = Callable[[GgufModel, dict[str, Any]], dict[str, Any]]
 
 @dataclass(frozen=True)
 class Architecture:
-    """`values` adds what is the architecture's own to a configuration with what all have in common."""
+    """An architecture; `values` adds its own settings to the common configuration."""
 
     model_type: str
     values: Values = lambda model, config: {}
@@ -27,7 +27,7 @@ class Architecture:
 
 
 def kv_heads(model: GgufModel) -> list[int]:
-    """Of each layer, 0 where it has none; [0]: nothing is said."""
+    """The KV heads of each layer, 0 where it has none; [0]: not given."""
     given = model.value("attention.head_count_kv", (int, list), 0)
     heads = given if isinstance(given, list) else [given]
     if not heads or len({count for count in heads if count}) > 1:
@@ -36,7 +36,7 @@ def kv_heads(model: GgufModel) -> list[int]:
 
 
 def _layer_types(model: GgufModel, pattern: int) -> dict[str, Any]:
-    """Which layers slide: said for each, or all but each `pattern`-th."""
+    """The layers with a sliding window: listed, or all except each `pattern`-th."""
     given = model.value("attention.sliding_window_pattern", (int, list), pattern)
     count = model.layers
     slides = given if isinstance(given, list) else [(index + 1) % max(given, 1) != 0 for index in range(count)]
@@ -188,7 +188,9 @@ def _granite(model: GgufModel, config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _granite_hybrid(model: GgufModel, config: dict[str, Any]) -> dict[str, Any]:
-    """Layers without KV heads are Mamba-2; the MLP that every token takes stands beside experts, if there are any."""
+    """Settings of Granite's hybrids: layers without KV heads are Mamba-2; an MLP for all tokens is added to experts, if
+    any.
+    """
     heads, shared = model.needed("ssm.time_step_rank", int), "ffn_up_shexp.weight"
     return {"num_local_experts": 0, **_granite(model, config)} | {
         "layer_types": ["attention" if count else "mamba" for count in kv_heads(model)],
@@ -237,7 +239,7 @@ def _seed_oss(model: GgufModel, config: dict[str, Any]) -> dict[str, Any]:
 
 
 SIGMOID = 2
-"""What `expert_gating_func` says of experts that are scored each alone."""
+"""The value of `expert_gating_func` for experts with independent scores."""
 ARCHITECTURES: dict[str, Architecture] = {
     "llama": Architecture("llama", _llama, paired=True),
     "qwen2": Architecture("qwen2"),
@@ -282,4 +284,4 @@ ARCHITECTURES: dict[str, Architecture] = {
     "lfm2": Architecture("lfm2", _lfm2, LFM2_NAMES),
     "lfm2moe": Architecture("lfm2_moe", _lfm2, LFM2_NAMES),
 }
-"""By the name in `general.architecture`."""
+"""Architectures by their name in `general.architecture`."""

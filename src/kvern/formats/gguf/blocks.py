@@ -71,7 +71,9 @@ def q2_k(blocks: Tensor) -> Tensor:
 
 
 def q3_k(blocks: Tensor) -> Tensor:
-    high, codes, packed = blocks[:, :32], bits_of(blocks[:, 32:96], 32, 2).float(), blocks[:, 96:108]
+    high = blocks[:, :32]
+    codes = bits_of(blocks[:, 32:96], 32, 2).float()
+    packed = blocks[:, 96:108]
     scales = _nibbles(packed[:, :8], 8) | bits_of(packed[:, 8:], 4, 2) << 4
     scale = _half(blocks, 108) * (scales.float() - 32)
     return _spread(scale, 256) * (codes - 4 * (1 - bits_of(high, 32, 1).float()))
@@ -79,7 +81,9 @@ def q3_k(blocks: Tensor) -> Tensor:
 
 def scales_and_minima(packed: Tensor) -> tuple[Tensor, Tensor]:
     """Eight of 6 bits each in 12 bytes: `[N, 12] -> [N, 8]`, twice."""
-    low, middle, high = packed[:, :4], packed[:, 4:8], packed[:, 8:]
+    low = packed[:, :4]
+    middle = packed[:, 4:8]
+    high = packed[:, 8:]
     scales = torch.cat((low & 63, high & 15 | low >> 2 & 48), 1)
     return scales.float(), torch.cat((middle & 63, high >> 4 | middle >> 2 & 48), 1).float()
 
@@ -136,4 +140,4 @@ NUMBERS: dict[str, Callable[[Tensor], Tensor]] = {
     function.__name__: function
     for function in (q4_0, q4_1, q5_0, q5_1, q8_0, q2_k, q3_k, q4_k, q5_k, q6_k, iq4_nl, iq4_xs, mxfp4)
 }
-"""By the type's name."""
+"""The function that decodes each type."""

@@ -1,6 +1,6 @@
-"""The config.json of a GGUF file: what all architectures have in common under the names that checkpoints have for it.
+"""The config.json of a GGUF file: the common settings under the names that checkpoints use.
 
-No torch is imported here.
+No torch is imported.
 """
 
 import math
@@ -28,7 +28,7 @@ def config_of(model: GgufModel) -> dict[str, Any]:
 
 
 def layout_of(model: GgufModel) -> Layout:
-    """How the tensors are named and stored."""
+    """The names and storage of the tensors."""
     architecture, common = _architecture(model), _common(model, "")
     return Layout(
         common["num_attention_heads"],
@@ -74,7 +74,7 @@ def _types(parts: list[StoredPart]) -> dict[str, str]:
 
 
 def _dtype(parts: list[StoredPart]) -> str:
-    """Of what is computed: the type of the matrices if all have one, as quantized ones do not say theirs."""
+    """The dtype of computations: the type of the matrices if all have one; quantized ones do not name theirs."""
     names = {
         part.tensor.type.name for part in parts if len(part.shape) == 2 and not part.name.endswith("mlp.gate.weight")
     }

@@ -21,14 +21,14 @@ from kvern.layers.linear_method import LinearShape
 
 INT4 = tuple(number - MIDDLE for number in range(16))
 NUMBERS = {"q4_0": INT4, "iq4_nl": NON_LINEAR, "mxfp4": E2M1, "q4_k": range(16), "q8_0": None, "q6_k": None}
-"""By the types that kernels know, what codes of four bits stand for; None: codes of eight."""
+"""The values of 4-bit codes of each type that kernels support; None: 8-bit codes."""
 GROUP = {"q6_k": 16}
-"""Of others, 32."""
+"""Inputs that share a scale; 32 in other types."""
 PARTS = ("codes", "scale", "zero", "outer", "outer_zero")
 
 
 def gguf_product(shape: LinearShape, name: str, blocks: Tensor) -> PackedProduct | None:
-    """With the blocks `[outputs, blocks, bytes]` of a type; None: no kernel knows it."""
+    """The product with blocks `[outputs, blocks, bytes]` of a type; None: no kernel supports it."""
     if name not in NUMBERS:
         return None
     parts = _apart(name, blocks)
@@ -42,7 +42,7 @@ def gguf_product(shape: LinearShape, name: str, blocks: Tensor) -> PackedProduct
 
 
 def _apart(name: str, blocks: Tensor) -> dict[str, Tensor]:
-    """By name of PARTS: rows `[outputs, ...]`."""
+    """The parts of blocks by their names in PARTS: rows `[outputs, ...]`."""
     rows = len(blocks)
     if name == "q4_k":
         codes, scales = taken_apart(name, blocks)

@@ -1,4 +1,4 @@
-"""Which files a GGUF model has: one, or several that it is split into. No torch is imported here."""
+"""The files of a GGUF model: one, or the several that it is split into. No torch is imported."""
 
 import re
 from collections.abc import Iterable
@@ -47,9 +47,9 @@ def split_files(file: Path) -> list[Path]:
 
 
 def choose(names: Iterable[str], wanted: str, where: str) -> list[str]:
-    """The files of one model among those of a folder or repository; `wanted`, "Q4_K_M" say, ends its name.
+    """Chooses the files of one model in a folder or repository; its name ends with `wanted`, such as "Q4_K_M".
 
-    Raises ModelNotFound, which lists what there is.
+    Raises ModelNotFound, which lists the models.
     """
     models: dict[str, list[str]] = {}
     for name in sorted(names):

@@ -10,7 +10,7 @@ from kvern.formats.gguf.tokenizer import as_text, tokenizer_files
 
 
 def gguf_folder_files(file: Path, *, tokenizer: bool = True) -> dict[str, Path | bytes]:
-    """By name: the files of the weights, and the contents of those beside them; without those of the `tokenizer`.
+    """The files of a model's folder by name: paths of weights, and contents of the others; `tokenizer`: with its files.
 
     Raises CorruptCheckpoint or UnsupportedModel.
     """

@@ -1,4 +1,4 @@
-"""The header of a GGUF file: what is said of the model, and which tensors there are. No torch is imported here.
+"""The header of a GGUF file: the settings of the model and its list of tensors. No torch is imported.
 
     "GGUF"  u32 version  u64 tensors  u64 values
     values:   string key   u32 kind   the value
@@ -6,8 +6,8 @@
     data, from the next multiple of the alignment on; a tensor's offset counts from there
 
 A string is its number of bytes, u64, and UTF-8 text (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md). Counts
-and lengths are believed only as far as the file has bytes for them; strings and arrays are made when they are asked
-for, so that a vocabulary costs a walk over its lengths.
+and lengths are limited by the size of the file. Strings and arrays are decoded on demand, so that a vocabulary costs a
+walk over its lengths.
 """
 
 import math
@@ -66,7 +66,7 @@ class _Array(NamedTuple):
 
 @dataclass(frozen=True)
 class Header:
-    """What one file says. `values` holds numbers and texts; arrays are read by `array`."""
+    """The header of one file. `values` holds numbers and texts; `array` reads arrays."""
 
     file: Path
     values: Mapping[str, Any]
@@ -102,9 +102,9 @@ class Header:
 
 
 def read_gguf_header(file: Path) -> Header:
-    """The header of a file, which is checked to hold all that it promises.
+    """Reads the header of a file and checks that the file is long enough for it.
 
-    Raises CorruptCheckpoint or UnsupportedModel, which name what is wrong.
+    Raises CorruptCheckpoint or UnsupportedModel, which name the fault.
     """
     with _mapped(file) as data:
         try:
@@ -146,7 +146,7 @@ class _Walk:
         return form.unpack_from(self.data, at)[0]
 
     def skip(self, count: int) -> int:
-        """Where the next `count` bytes begin."""
+        """Skips `count` bytes and returns the position where they begin."""
         at = self.at
         if count > self.end - at:
             raise ValueError(f"the header promises {count} bytes at byte {at}, and ends at byte {self.end}")
@@ -162,7 +162,10 @@ class _Walk:
 
     def strings(self, count: int) -> list[str]:
         """Texts that were walked over before; bytes that are no UTF-8 become U+FFFD."""
-        data, at, unpack, found = self.data, self.at, _U64.unpack_from, []
+        data = self.data
+        at = self.at
+        unpack = _U64.unpack_from
+        found = []
         for _ in range(count):
             length = unpack(data, at)[0]
             found.append(data[at + 8 : at + 8 + length].decode(errors="replace"))
@@ -170,7 +173,10 @@ class _Walk:
         return found
 
     def skip_strings(self, count: int) -> None:
-        at, end, data, unpack = self.at, self.end, self.data, _U64.unpack_from
+        at = self.at
+        end = self.end
+        data = self.data
+        unpack = _U64.unpack_from
         for _ in range(count):
             if at + 8 > end:
                 break
@@ -180,7 +186,7 @@ class _Walk:
         self.at = at
 
     def count(self, least_bytes: int, most: int, what: str) -> int:
-        """A number of things that take at least so many bytes each."""
+        """Reads a count of things that take at least `least_bytes` each."""
         count = int(self.number(_U64))
         if count > most or count * least_bytes > self.end - self.at:
             raise ValueError(f"the header promises {count} {what}: the file has no room for them")
@@ -207,7 +213,7 @@ class _Walk:
 
 
 def _read_counts(walk: _Walk, file: Path) -> tuple[int, int]:
-    """How many tensors and values there are."""
+    """The numbers of tensors and of values."""
     if walk.data[:4] != b"GGUF":
         raise ValueError(f"it begins with {walk.data[:4]!r}: a GGUF file begins with b'GGUF'")
     version = walk.number(_U32)
@@ -233,7 +239,9 @@ def _read_tensors(walk: _Walk, file: Path, count: int, alignment: int) -> tuple[
     infos = [_read_tensor(walk, file) for _ in range(count)]
     first = -(-walk.at // alignment) * alignment
     names: set[str] = set()
-    end, size, tensors = first, len(walk.data), []
+    end = first
+    size = len(walk.data)
+    tensors = []
     for info in sorted(infos, key=lambda info: info.begin):
         if info.name in names:
             raise ValueError(f"the tensor {shown(info.name)} is there twice")

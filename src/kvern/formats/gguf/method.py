@@ -104,7 +104,9 @@ SCALES: dict[str, list[tuple[int, float]]] = {
     "iq4_xs": _scales(4064, 0),
     "mxfp4": [],
 }
-"""Where the half-precision numbers of a block begin, and which of them give numbers of RANDOM_SPREAD at most."""
+"""The offsets of a block's half-precision numbers, each with the random limit that keeps values within
+RANDOM_SPREAD.
+"""
 
 
 @dataclass(frozen=True)
@@ -126,7 +128,7 @@ class GgufMethods(LinearMethods):
 
 
 def gguf(quantization: Mapping[str, Any], unquantized: LinearFormat) -> LinearMethods:
-    """`types` says how the matrix of a path is stored; those of all experts of a layer have one."""
+    """Reads `types`, the stored type of each path; all experts of a layer share one."""
     formats: dict[str, LinearFormat] = {item.name: GgufFormat(item) for item in QUANTIZED.values()}
     formats |= {item.name: unquantized for item in PLAIN.values()}
     types = dict(quantization["types"])

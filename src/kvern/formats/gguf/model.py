@@ -33,7 +33,7 @@ class GgufModel:
 
     @property
     def layers(self) -> int:
-        """Without those at the end that draft several tokens at once."""
+        """The number of layers, without the last ones that only draft."""
         return int(self.needed("block_count", int) - self.value("nextn_predict_layers", int, 0))
 
     def tensor(self, name: str) -> TensorInfo | None:

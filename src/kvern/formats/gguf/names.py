@@ -1,4 +1,4 @@
-"""What GGUF calls a tensor, and what Llama's checkpoints do. No torch is imported here.
+"""Names of tensors in GGUF files and in Llama's checkpoints. No torch is imported.
 
 blk.3.attn_q.weight          model.layers.3.self_attn.q_proj.weight
 blk.3.attn_qkv.weight        its rows are those of q_proj, k_proj and v_proj
@@ -62,7 +62,7 @@ ALONE = {
     "exp_probs_b": "mlp.gate.e_score_correction_bias",
     "attn_sinks": "self_attn.sinks",
 }
-"""What checkpoints name without an ending: vectors."""
+"""Vectors, which checkpoints name without an ending."""
 CONVOLUTIONS = ("shortconv.conv", "ssm_conv1d")
 ROPE_TENSORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 """They go into config.json."""
@@ -71,10 +71,11 @@ _EXPERTS = re.compile(r"ffn_(gate|up|down)(?:_exps)?")
 
 
 class StoredPart(NamedTuple):
-    """Rows of a tensor under Llama's name: `begin` is the first byte, `shape` counts numbers.
+    """Rows of a tensor with Llama's name: `begin` is the first byte, `shape` counts numbers.
 
-    `head_rows`: of so many rows, a head, each pair of neighbours is a plane of the rotation. `plus_one`: one was added.
-    `rates`: of the logarithms of rates the rates are stored, below 0.
+    head_rows  rows of a head in which adjacent rows form a plane of the rotation; 0: none
+    plus_one   the file adds 1 to the values
+    rates      the file stores negative rates in place of their logarithms
     """
 
     name: str
@@ -88,11 +89,12 @@ class StoredPart(NamedTuple):
 
 @dataclass(frozen=True)
 class Layout:
-    """How the tensors of an architecture differ from Llama's.
+    """Differences of an architecture's tensors from Llama's.
 
-    `names` go before those of all. `paired`: the rows of a head's queries and keys stand in pairs that turn together,
-    as only some of those rotations are. `norm_plus_one`: norms that models store as w - 1 are stored as w. Tensors of
-    more than so many `layers` are passed over.
+    `names` take precedence over the common ones. `paired`: adjacent rows of a head's queries and keys form planes of
+    the
+    rotation. `norm_plus_one`: norms that models store as w - 1 are stored as w. Tensors of layers beyond `layers` are
+    ignored.
     """
 
     heads: int
@@ -106,7 +108,7 @@ class Layout:
 
 
 def stored_parts(tensors: tuple[TensorInfo, ...], layout: Layout) -> list[StoredPart]:
-    """All tensors under Llama's names. Raises UnsupportedModel for those that have none."""
+    """All tensors with Llama's names. Raises UnsupportedModel for unknown ones."""
     found: dict[str, StoredPart] = {}
     for tensor in tensors:
         for part in _parts(tensor, layout):
@@ -125,7 +127,8 @@ def _parts(tensor: TensorInfo, layout: Layout) -> Iterator[StoredPart]:
         return
     if match is None or (match[4] is None and match[2] not in ALONE):
         raise _unknown(tensor)
-    prefix, base, expert, kind = f"model.layers.{int(match[1])}.", match[2], match[3], match[4]
+    prefix = f"model.layers.{int(match[1])}."
+    base, expert, kind = match.group(2, 3, 4)
     if base == "attn_rot_embd" or int(match[1]) >= layout.layers:
         return
     if expert is not None or base.endswith("_exps"):
@@ -164,7 +167,7 @@ def _part(tensor: TensorInfo, name: str, layout: Layout) -> StoredPart:
 
 
 def _experts(tensor: TensorInfo, prefix: str, base: str, expert: str | None) -> Iterator[StoredPart]:
-    """Those of a stack, or of one expert of files that hold them apart."""
+    """The parts of a stack of experts, or of one expert where files hold them separately."""
     match = _EXPERTS.fullmatch(base)
     if match is not None and tensor.name.endswith("_exps.bias"):
         yield StoredPart(f"{prefix}mlp.experts.{match[1]}_proj_bias", tensor, tensor.shape, tensor.begin)

@@ -1,11 +1,11 @@
-"""GGUF's blocks taken apart for kernels (`kernels/block_codes.py`), and put together again.
+"""GGUF blocks split into parts for kernels (`kernels/block_codes.py`), and joined again.
 
 Codes and scales together are as large as the blocks. Scales are bytes of the block, its d first. Codes are the bytes
-with four or eight bits of each number; then words of 32 bits with the other bits: of each 16 columns, one word of a bit
-for both planes, the low plane first, or two words of two bits, one for each plane.
+with four or eight bits of each number, then 32-bit words with the other bits: for each 16 columns, one word with a bit
+for both planes, the low plane first, or two words with two bits, one for each plane.
 
-Four bits of those of q4_k and q6_k are in the order of the numbers, two in a byte, as kernels have integers of four
-bits; then planes are the even numbers and the odd ones.
+The four bits of q4_k and q6_k are in the order of the numbers, two in a byte, as kernels store 4-bit integers; planes
+are then the even numbers and the odd ones.
 """
 
 import torch
@@ -15,7 +15,7 @@ from kvern.formats.gguf.blocks import bits_of
 from kvern.formats.gguf.types import BY_NAME
 
 Run = tuple[int, int]
-"""The first byte of a block, and the one behind the last."""
+"""The first byte of a run in a block, and the byte after its last."""
 RUN_NUMBERS = 1 << 24
 """Numbers of which the bits are put in another order at a time."""
 
@@ -45,13 +45,15 @@ SCALES: dict[str, tuple[Run, ...]] = {
     "iq4_xs": ((0, 8),),
     "mxfp4": ((0, 1),),
 }
-"""Of others, the first two bytes."""
+"""Bytes of the scales; other types have them in their first two bytes."""
 PAIRS: dict[str, Run] = {"q2_k": (16, 80), "q3_k": (32, 96), "q6_k": (128, 192)}
-"""Where two bits of each number are: of 32 bytes those of 128 numbers, the lowest of the first 32."""
+"""Bytes with two bits of each number: 32 bytes hold those of 128 numbers, the first 32 in the lowest bits."""
 HALVES: dict[str, tuple[int, int, int]] = {"q4_k": (16, 144, 32), "q6_k": (0, 128, 64)}
-"""Where four bits of each number are, and a run: so many bytes have those of twice as many, the first in low halves."""
+"""Bytes with four bits of each number, and a run: that many bytes hold twice as many numbers, the first in low
+halves.
+"""
 SINGLES: dict[str, Run] = {"q3_k": (0, 32), "q5_k": (16, 48)}
-"""Where one bit of each number is: of 32 bytes those of 256 numbers."""
+"""Bytes with one bit of each number: 32 bytes hold those of 256 numbers."""
 PLANE_RUN = {"q5_k": 32, "q6_k": 1, "q2_k": 16, "q3_k": 16}
 """Numbers of a plane that stand together."""
 
@@ -119,7 +121,7 @@ def _numbers_of_columns(words: Tensor, width: int, run: int) -> Tensor:
 
 
 def bits_in_bytes(bits: Tensor, width: int, run: int = 32) -> Tensor:
-    """What `bits_of` makes of runs of bytes, in bytes again."""
+    """Packs the result of `bits_of` into bytes again."""
     parts = bits.reshape(*bits.shape[:2], -1, 8 // width, run)
     shifts = width * torch.arange(8 // width, device=bits.device, dtype=torch.uint8)[:, None]
     return (parts << shifts).sum(-2, dtype=torch.uint8).flatten(-2)

@@ -15,7 +15,7 @@ DTYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
 
 
 def gguf_tensors(file: Path) -> list[StoredTensor]:
-    """Those of a model, of which this is the file or the first. Raises CorruptCheckpoint or UnsupportedModel."""
+    """The tensors of a model whose only or first file is given. Raises CorruptCheckpoint or UnsupportedModel."""
     model = read_gguf(file)
     found = [_stored(part) for part in stored_parts(model.tensors, layout_of(model))]
     return sorted(found, key=lambda tensor: (tensor.file, tensor.begin))
@@ -32,7 +32,7 @@ def _stored(part: StoredPart) -> StoredTensor:
 
 
 def _change(part: StoredPart) -> Callable[[Tensor], Tensor] | None:
-    """What is to be done to each row."""
+    """The change of each row, if any."""
     return _less_one if part.plus_one else _logarithms if part.rates else None
 
 

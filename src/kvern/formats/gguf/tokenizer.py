@@ -1,7 +1,7 @@
-"""The tokenizer of a GGUF file as tokenizer.json and tokenizer_config.json. No torch is imported here.
+"""The tokenizer of a GGUF file as tokenizer.json and tokenizer_config.json. No torch is imported.
 
-"gpt2" is byte-level BPE, whose text is first cut by the regular expressions of its `tokenizer.ggml.pre`; "llama" is
-SentencePiece's BPE, which joins first what makes the token of the highest score, and falls back to bytes.
+"gpt2" is byte-level BPE, whose text is first split by the regular expressions of its `tokenizer.ggml.pre`; "llama" is
+SentencePiece's BPE, which joins the pair with the highest score first and falls back to bytes.
 """
 
 import json
@@ -16,7 +16,11 @@ logger = logging.getLogger("kvern")
 
 MOST_TOKENS = 1 << 21
 MOST_CHARACTERS = 1024
-UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 2, 3, 4, 5, 6
+UNKNOWN = 2
+CONTROL = 3
+USER_DEFINED = 4
+UNUSED = 5
+BYTE = 6
 """Kinds of tokens; 1 is a normal one."""
 SPACE = "\u2581"
 ENDINGS = (
@@ -34,7 +38,7 @@ ENDINGS = (
     "<EOT>",
     "[EOT]",
 )
-"""Control tokens that end an answer, whatever else a file says: also where it types them as others."""
+"""Tokens that end an answer, even if the file says otherwise."""
 _WORDS = r" ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)"
 _GPT2 = rf"'s|'t|'re|'ve|'m|'ll|'d|{_WORDS}|\s+"
 _CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
@@ -90,7 +94,7 @@ IGNORES_MERGES = ("llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "pi
 BEGIN_WITH_BOS = IGNORES_MERGES
 """Texts begin with a BOS where the file says nothing of it."""
 WITHOUT_BOS = ("glm4", "chatglm-bpe")
-"""They have none, whatever the file says."""
+"""Pre-tokenizers without a BOS token, even if the file says otherwise."""
 
 
 def tokenizer_files(header: Header) -> dict[str, Any]:
@@ -240,7 +244,7 @@ def _sentence_piece(header: Header, tokens: list[str], kinds: list[int]) -> dict
 
 
 def _merges(joined: dict[str, int], scores: list[float]) -> Iterator[list[str]]:
-    """The pairs of tokens that make a token, those of the highest score first, earlier ones before later."""
+    """The pairs of tokens that form a token, by descending score and ascending ids."""
     for token in sorted((token for token in joined if len(token) > 1), key=lambda token: -scores[joined[token]]):
         pairs = ((token[:cut], token[cut:]) for cut in range(1, len(token)))
         whole = [pair for pair in pairs if pair[0] in joined and pair[1] in joined]
@@ -273,7 +277,7 @@ def _templates(header: Header) -> dict[str, Any]:
 
 
 def _sampling(header: Header) -> dict[str, Any]:
-    """What the file recommends, under the names of generation_config.json."""
+    """Sampling parameters that the file recommends, with the names of generation_config.json."""
     names = {"temp": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p"}
     given = {kept: header.get(f"general.sampling.{name}", (int, float)) for name, kept in names.items()}
     found = {name: value for name, value in given.items() if value is not None}

@@ -1,7 +1,6 @@
-"""The types of a GGUF tensor's numbers: blocks of so many numbers in so many bytes. No torch is imported here.
+"""The types of a GGUF tensor's numbers: sizes of blocks in numbers and bytes. No torch is imported.
 
-Names and numbers are those of ggml's `ggml_type`
-(https://github.com/ggml-org/ggml/blob/master/docs/gguf.md).
+Names and numbers are those of ggml's `ggml_type` (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md).
 """
 
 from typing import NamedTuple

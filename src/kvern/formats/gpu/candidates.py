@@ -1,4 +1,4 @@
-"""How products with packed weights may be cut: what is timed for which numbers of rows, and what is not worth it."""
+"""Candidate kernel shapes for products with packed weights, by the number of rows for which they are timed."""
 
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple, TypeVar
@@ -12,7 +12,7 @@ from kvern.kernels.resident_row import ResidentShape, keeps_row
 
 
 class PlainRuns(NamedTuple):
-    """Runs of rows of about so many numbers are made plain, then multiplied by cuBLAS."""
+    """The weights of runs of rows, about `numbers` in all, are converted to plain numbers and multiplied by cuBLAS."""
 
     numbers: int
 
@@ -22,7 +22,7 @@ PLAIN_RUNS = PlainRuns(1 << 26)
 
 
 class CodesShape(NamedTuple):
-    """How a product of codes with codes is cut: as `MatmulShape`."""
+    """The tile shape of a product of two quantized operands; see `MatmulShape`."""
 
     rows: int
     outputs: int
@@ -34,7 +34,7 @@ class CodesShape(NamedTuple):
 
 
 class CodesStream(NamedTuple):
-    """How a product of codes with codes is cut on Hopper: as `StreamShape`."""
+    """The tile shape of a product of two quantized operands on Hopper; see `StreamShape`."""
 
     rows: int
     outputs: int
@@ -45,7 +45,7 @@ class CodesStream(NamedTuple):
 
 
 class CodesTiles(NamedTuple):
-    """How a product of many rows of codes is cut on Hopper: as `TileShape`."""
+    """The tile shape of a product of many quantized rows on Hopper; see `TileShape`."""
 
     splits: int
     group: int
@@ -53,10 +53,10 @@ class CodesTiles(NamedTuple):
 
 
 RowShape = MatvecShape | ResidentShape | StreamPackedShape
-"""Of a kernel that does what is around the product of one row."""
+"""A shape of a kernel that fuses the operations around the product of one row."""
 OfCodes = CodesShape | CodesStream | CodesTiles
 Shape = RowShape | MatmulShape | OfCodes | PlainRuns | str
-"""Of a kernel; or the name of a product of the format's own."""
+"""A shape of a kernel, or the name of a product that belongs to the format."""
 Cut = TypeVar("Cut", MatvecShape, ResidentShape, MatmulShape, RowShape, Shape)
 
 CANDIDATES: Mapping[int, tuple[Shape, ...]] = {
@@ -100,7 +100,7 @@ CANDIDATES: Mapping[int, tuple[Shape, ...]] = {
     1024: (PLAIN_RUNS,),
     8192: (PLAIN_RUNS,),
 }
-"""What is timed for up to this many rows, the last for more too."""
+"""Candidates for at most that many rows; the last also for more."""
 
 STREAMS: Mapping[int, tuple[StreamPackedShape, ...]] = {
     8: tuple(StreamPackedShape(8, 64, 6, splits) for splits in (1, 4, 8)),
@@ -110,7 +110,7 @@ STREAMS: Mapping[int, tuple[StreamPackedShape, ...]] = {
     128: (StreamPackedShape(128, 256, 3), StreamPackedShape(128, 128, 4, 2), StreamPackedShape(128, 128, 4, 4)),
     256: (StreamPackedShape(128, 256, 3), StreamPackedShape(128, 128, 4), StreamPackedShape(128, 128, 4, 2)),
 }
-"""What is timed instead of each `MatmulShape` on Hopper GPUs, of matrices that `stream_packed_hopper.py` knows."""
+"""Candidates that replace each `MatmulShape` on Hopper, for matrices that `stream_packed_hopper.py` supports."""
 
 BLOCK_STREAMS: Mapping[int, tuple[StreamPackedShape, ...]] = {
     1: tuple(StreamPackedShape(8, 64, 4, splits) for splits in (1, 4, 8)),
@@ -119,7 +119,7 @@ BLOCK_STREAMS: Mapping[int, tuple[StreamPackedShape, ...]] = {
     32: (StreamPackedShape(32, 128, 3), StreamPackedShape(32, 64, 4), StreamPackedShape(32, 64, 4, 4)),
     **dict.fromkeys((64, 128, 256), (StreamPackedShape(64, 128, 3), StreamPackedShape(64, 64, 3, 4))),
 }
-"""The same, but instead of each `MatmulShape`, of blocks of GGUF that `kernels/stream_blocks_hopper.py` knows."""
+"""Candidates that replace each `MatmulShape` for GGUF blocks that `kernels/stream_blocks_hopper.py` supports."""
 
 FLOAT32_CANDIDATES: Mapping[int, tuple[Shape, ...]] = {
     1: (MatvecShape(8, 2048, 4), MatvecShape(8, 1024, 4, unroll=2)),
@@ -134,14 +134,14 @@ MOST_OWN_FEW = 16
 MANY_ROWS = 64
 """A head is not always timed with more."""
 MOST_TIMED_NUMBERS = 1 << 28
-"""Of a result: a head, of so many outputs, gets few rows, and its result for many is larger than the weights."""
+"""Limit of a timed result: a head with many outputs gets few rows, and its result for many exceeds the weights."""
 CODES_CANDIDATES: Mapping[int, tuple[CodesShape, ...]] = {
     16: (CodesShape(16, 64, 128, 4, 4),),
     32: (CodesShape(32, 64, 128, 4, 4),),
     64: (CodesShape(64, 64, 128, 4, 4),),
     8192: (CodesShape(128, 128, 128, 8, 3), CodesShape(64, 128, 128, 4, 4)),
 }
-"""What is timed beside the others for up to this many rows, but for one, where codes are multiplied by codes."""
+"""Additional candidates for at most that many rows, except one row, for products of two quantized operands."""
 CODES_STREAMS: Mapping[int, tuple[CodesStream, ...]] = {
     8: (CodesStream(8, 64, 128, 8, 2), CodesStream(8, 128, 128, 6, 1)),
     16: (CodesStream(16, 64, 128, 8, 2), CodesStream(16, 128, 128, 6, 1)),
@@ -152,28 +152,28 @@ CODES_TILES: Mapping[int, tuple[CodesTiles, ...]] = {
     128: (CodesTiles(1, 1), CodesTiles(2, 1), CodesTiles(4, 1)),
     256: (CodesTiles(1, 2), CodesTiles(2, 2)),
 }
-"""What is timed instead on Hopper GPUs, both, of matrices that their kernels know."""
+"""Candidates that replace these on Hopper, for matrices that their kernels support."""
 DETERMINISTIC = MatmulShape(32, 64, 128, 4, 4)
 FLOAT32_DETERMINISTIC = MatmulShape(16, 32, 64, 4, 3)
 
 ONE_ROW = MatvecShape(8, 2048, 4)
-"""What multiplies one row, with what is around it, where a kernel was chosen that does nothing around it."""
+"""The shape for one row with fused operations, where the chosen kernel fuses none."""
 
 
 def candidates_of(dtype: torch.dtype) -> Mapping[int, tuple[Shape, ...]]:
-    """What is timed for activations of this dtype, by the most rows."""
+    """The candidates for activations of this dtype, by the largest number of rows."""
     return CANDIDATES if dtype.itemsize < 4 else FLOAT32_CANDIDATES
 
 
 def one_way(dtype: torch.dtype) -> MatmulShape:
-    """How activations of this dtype are multiplied if a row's result must not depend on the number of rows."""
+    """The shape with which a row's result does not depend on the number of rows."""
     return DETERMINISTIC if dtype.itemsize < 4 else FLOAT32_DETERMINISTIC
 
 
 def codes_candidates(most: int, streams: bool = False, tiles: bool = False) -> tuple[OfCodes, ...]:
-    """What is timed for up to so many rows, but for one, where codes are multiplied by codes.
+    """The candidates for at most `most` rows, except one row, for products of two quantized operands.
 
-    On Hopper, `streams`: if few rows are multiplied by a stream of the matrix; `tiles`: if many rows are in tiles.
+    On Hopper: `streams`, if few rows are multiplied by a streamed matrix; `tiles`, if many rows are in tiles.
     """
     streamed: tuple[OfCodes, ...] = CODES_STREAMS.get(most, ()) if streams else ()
     own = streamed + (CODES_TILES.get(most, ()) if tiles else ())
@@ -181,14 +181,16 @@ def codes_candidates(most: int, streams: bool = False, tiles: bool = False) -> t
 
 
 def knows(shape: Shape, code: str, group: int, inputs: int, device: torch.device) -> bool:
-    """Whether a shape's kernel multiplies such a matrix, and may be fastest: one that keeps the row is not of e4m3."""
+    """True if a shape's kernel supports the matrix and may be fastest; one that keeps the row resident is not, for
+    e4m3.
+    """
     return not isinstance(shape, ResidentShape) or (code != "e4m3" and keeps_row(code, group, inputs, device))
 
 
 def beside(shapes: Iterable[Shape], streams: bool, codes: bool) -> tuple[Shape, ...]:
-    """Of `CANDIDATES` for more than one row those that may be fastest on a Hopper GPU: not beside kernels fed by TMA.
+    """The candidates for several rows that may be fastest on Hopper, where kernels with TMA replace others.
 
-    `streams`: there are such for weights of four bits; `codes`: for codes by codes, and cuBLAS for more rows.
+    `streams`: there are such kernels for 4-bit weights; `codes`: for two quantized operands, and cuBLAS for more rows.
     """
     return () if codes else tuple(shape for shape in shapes if not (streams and isinstance(shape, MatmulShape)))
 
@@ -201,7 +203,9 @@ def fitted(shape: Cut, code: str) -> Cut:
 
 
 def row_shape(shape: Shape, code: str, activated: bool) -> RowShape:
-    """How one row is multiplied with what is around it, if `shape` was chosen: gate and up are two tiles of half."""
+    """The shape for one row with fused operations if `shape` was chosen; gate and up are two tiles of half the
+    outputs.
+    """
     if isinstance(shape, StreamPackedShape) and shape.rows == 8 and code in BLOCKS:
         return shape._replace(splits=1) if activated else shape
     cut = shape if isinstance(shape, MatvecShape | ResidentShape) else ONE_ROW

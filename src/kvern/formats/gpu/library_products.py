@@ -20,7 +20,7 @@ from kvern.layers.linear_method import CodesProduct, LinearShape, Product
 BLOCK = 128
 """Outputs and inputs of the blocks, and inputs of the groups of activations, that cuBLAS knows."""
 CUBLAS_ROWS = 4
-"""With scales of groups it takes multiples of so many rows: those of a group then begin at multiples of 16 bytes."""
+"""The multiple of rows that cuBLAS takes with scales for groups, so that groups begin at multiples of 16 bytes."""
 
 
 class ScaledMatrix(Protocol):
@@ -48,11 +48,11 @@ class ScaledMatrix(Protocol):
         """Outputs and inputs that share a scale."""
 
     def activation_codes(self) -> Coding | None:
-        """The way in which activations become codes; None: they stay plain."""
+        """The coding of activations; None: they stay plain."""
 
 
 def library_products(method: ScaledMatrix) -> Mapping[str, Product]:
-    """Those that know the form of a matrix, on its device, by name. All is loaded."""
+    """The library products that support the form of a loaded matrix, by name."""
     outputs, inputs, dtype, device = method.shape
     coding, card = method.activation_codes(), capability(device)
     if coding is None or method.zero is not None or outputs % 16 or inputs % 16:

@@ -1,8 +1,8 @@
-"""How quantized weights are multiplied on a GPU: by kernels that make numbers of codes inside the product.
+"""Multiplication by quantized weights on a GPU, with kernels that decode inside the product.
 
-One row reads the codes and computes little. Of more, weights are made plain inside the product, or a run of rows at a
-time for cuBLAS, or activations become codes of eight bits, where the format rounds them, and codes are multiplied by
-codes, by kernels or by the format's own products; the tuner times them.
+For one row a kernel reads the codes and computes little. For more rows weights are decoded inside the product, or in
+runs of rows for cuBLAS; or, where the format rounds activations, activations become 8-bit codes and both operands stay
+quantized, in kernels or in the format's own products. The tuner times all of them.
 """
 
 import functools
@@ -75,7 +75,7 @@ def counters(device: torch.device) -> Tensor:
 
 
 def multiply_row(x: Tensor, weight: Packed, bias: Tensor | None, shape: RowShape, around: Around = NOTHING) -> Tensor:
-    """One row by the kernel of a shape, with what is around it; a matrix's order is left to the caller."""
+    """Multiplies one row with the kernel of a shape and its fused operations; the caller applies an order of inputs."""
     if isinstance(shape, ResidentShape):
         return resident_row(x, weight, bias, shape, around)
     if isinstance(shape, StreamPackedShape):
@@ -100,7 +100,7 @@ def codes_product(
     bias: Tensor | None,
     dtype: torch.dtype,
 ) -> Tensor:
-    """By codes that `QuantizedMethod.activation_codes` makes: `[T, outputs]` of the dtype."""
+    """Multiplies codes made by `QuantizedMethod.activation_codes`: `[T, outputs]` of `dtype`."""
     if isinstance(shape, CodesStream):
         return stream_codes(x, x_scale, weight, bias, StreamShape(*shape[:-1]), counters(x.device), dtype)
     if isinstance(shape, CodesTiles):
@@ -112,7 +112,9 @@ class PackedProducts:
     """The products of one matrix: a way to multiply for each number of rows, by guess until they are timed."""
 
     def __init__(self, method: CodesMatrix, deterministic: bool, hopper: bool) -> None:
-        self._method, self._deterministic, self._hopper = method, deterministic, hopper
+        self._method = method
+        self._deterministic = deterministic
+        self._hopper = hopper
         dtype, packed = method.shape.dtype, method.packed()
         code, known = packed.code, (packed.code, packed.group, method.shape.inputs, method.shape.device)
         given = {} if deterministic else candidates_of(dtype)
@@ -127,32 +129,32 @@ class PackedProducts:
 
     @functools.cached_property
     def weight(self) -> Packed:
-        """What kernels read; once all is loaded."""
+        """The weights that kernels read, after loading."""
         return readable(self._method.packed())
 
     def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """As `LinearMethod.multiply`."""
+        """See `LinearMethod.multiply`."""
         return self._multiply_by(self._way(x.shape[0]), x, bias)
 
     def coding(self, rows: int) -> Coding | None:
-        """As `LinearMethod.coding`."""
+        """See `LinearMethod.coding`."""
         way = self._of_codes(self._way(rows))
         return None if way is None else way.coding
 
     def multiply_codes(self, x: RowCodes, bias: Tensor | None) -> Tensor:
-        """As `LinearMethod.multiply_codes`."""
+        """See `LinearMethod.multiply_codes`."""
         way = self._of_codes(self._way(x.codes.shape[0]))
         assert way is not None
         return way.multiply_codes(x, bias)
 
     def multiply_row(self, x: Tensor, bias: Tensor | None, around: Around = NOTHING) -> Tensor:
-        """As `RowProduct`, of a matrix without an order of its inputs."""
+        """See `RowProduct`; the matrix may have no order of its inputs."""
         weight = self.weight
         shape = row_shape(self._ways[bisect_left(self._most, 1)], weight.code, around.activation is not None)
         return multiply_row(x, weight, bias, shape, around)
 
     def candidates(self) -> Mapping[int, Mapping[Hashable, Product]]:
-        """As `LinearMethod.candidates`."""
+        """See `LinearMethod.candidates`."""
         return {
             most: {
                 _plain(shape): self._of_codes(shape) or partial(self._multiply_by, shape)
@@ -192,7 +194,7 @@ class PackedProducts:
         return multiplies_codes(weight.code, [weight.group], shape.inputs, shape.device)
 
     def _hopper_codes(self) -> tuple[bool, bool]:
-        """Of `codes_candidates`."""
+        """The arguments `streams` and `tiles` of `codes_candidates`."""
         weight, (outputs, inputs, dtype, _) = self.weight, self._method.shape
         if not self._hopper:
             return False, False
@@ -200,7 +202,7 @@ class PackedProducts:
         return streamed, tiles_codes(weight, outputs, inputs, dtype)
 
     def choose(self, rows: int, candidate: Hashable) -> None:
-        """As `LinearMethod.choose`."""
+        """See `LinearMethod.choose`."""
         way = next(shape for shape in self._shapes(rows) if _plain(shape) == candidate)
         self._ways[self._most.index(rows)] = way
         if rows == self._most[-1] and not _bounded(way):
@@ -241,13 +243,15 @@ class PackedProducts:
             return own if isinstance(own, CodesProduct) else None
         if not isinstance(shape, OfCodes):
             return None
-        coding, weight, dtype = self._method.activation_codes(), self.weight, self._method.shape.dtype
+        coding = self._method.activation_codes()
+        weight = self.weight
+        dtype = self._method.shape.dtype
         assert coding is not None
         return CodesProduct(coding, lambda x, bias: codes_product(shape, *x, weight, bias, dtype))
 
 
 def _bounded(shape: Shape) -> bool:
-    """It takes no more rows than it was offered for: of a tile's, or as there are counters."""
+    """True if the shape takes at most the rows it was timed for: those of a tile, or by the number of counters."""
     return isinstance(shape, CodesStream) or (isinstance(shape, CodesTiles) and shape.splits > 1)
 
 
@@ -256,5 +260,5 @@ def _plain(shape: Shape) -> Hashable:
 
 
 def multiplies(code: str, inputs: int) -> bool:
-    """Whether the kernels know a code, and rows of so many inputs of it."""
+    """True if the kernels support a code and rows of `inputs` inputs."""
     return code in CODES and inputs % CODES[code].block == 0
