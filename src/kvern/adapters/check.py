@@ -56,8 +56,7 @@ class Checked(msgspec.Struct, frozen=True, tag=True):
     """The contents of valid files, by the names of the modules.
 
     `names` are the ends of the names that must be present (None: a regular expression selects them), except names that
-    end
-    with one of `excluded`, in `layers` (None: in all layers).
+    end with one of `excluded`, in `layers` (None: in all layers).
     """
 
     modules: dict[str, AdaptedModule]

@@ -39,9 +39,7 @@ def linear_layers(decoder: Decoder) -> Iterator[tuple[str, Linear]]:
 
 
 def targets_of(decoder: Decoder) -> dict[str, tuple[Target, ...]]:
-    """The targets by the names of a checkpoint's modules, fused ones and their parts:
-    "model.layers.0.self_attn.q_proj".
-    """
+    """The targets by the names of a checkpoint's modules, both fused ones and their parts."""
     targets: dict[str, tuple[Target, ...]] = {}
     for path, linear in linear_layers(decoder):
         prefix = f"model.{path.rpartition('.')[0]}."

@@ -96,8 +96,7 @@ class Program:
     """The captured calls of several stages, each of which can be replayed alone.
 
     Each stage takes the results of the one before. Raises Uncapturable if a stage lets PyTorch compute. The calls may
-    read
-    `kept` and tensors of other owners, who must not move them.
+    read `kept` and tensors of other owners, who must not move them.
     """
 
     def __init__(self, memory: Memory, kept: Any, *stages: Callable[..., tuple[Tensor, ...]]) -> None:
@@ -153,8 +152,7 @@ def capture(steps: str, make: Callable[[], Program]) -> Program | None:
     """The program that `make` captures; None if it cannot be captured, with a warning that gives the reason.
 
     `steps` names the affected steps in the warning. They then run uncaptured: slower, and with the model's own error if
-    it
-    has one.
+    it has one.
     """
     try:
         with torch.inference_mode():

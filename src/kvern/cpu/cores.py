@@ -47,8 +47,7 @@ def limit_spinning() -> None:
     """Limits the busy-waiting of PyTorch's threads to about 50 us, like kvern's own, unless the user has set it.
 
     It must be called before PyTorch is imported. PyTorch's threads spin for milliseconds otherwise: beside busy
-    processes
-    a step of two threads took ten times the processor time, and alone it is not faster.
+    processes a step of two threads took ten times the processor time, and alone it is not faster.
     """
     if not os.environ.keys() & {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"}:
         os.environ["GOMP_SPINCOUNT"] = "2000"

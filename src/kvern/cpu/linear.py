@@ -65,8 +65,7 @@ def linear(x: Tensor, packed: PackedWeight, bias: Tensor | None, dtype: torch.dt
     """Computes `x [T, inputs] @ weight.T + bias [outputs]`, [T, outputs]; all have the dtype of the weight.
 
     `dtype` of the results is float32 or x's; None: x's. Sums are float32. The results of a row are bit-identical for
-    any
-    other rows in the batch and any number of threads.
+    any other rows in the batch and any number of threads.
     """
     return _multiply(x, packed, bias, packed.outputs, NO_ACTIVATION, dtype or x.dtype)
 

@@ -154,8 +154,9 @@ class GroupsProduct:
         self._of_output: dict[int, _Description] = {}
 
     def __call__(self, x: Tensor, bias: Tensor | None, first: int, outputs: int) -> Tensor:
-        """Multiplies contiguous `x [T, inputs]`, float32 or bfloat16: [T, outputs], from output `first`, a multiple of
-        16.
+        """Multiplies contiguous `x [T, inputs]`, float32 or bfloat16: [T, outputs].
+
+        `first`: the output, a multiple of 16, with which the results begin.
         """
         rows = x.shape[0]
         out = x.new_empty(rows, outputs)

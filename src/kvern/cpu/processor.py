@@ -34,9 +34,7 @@ X86 = (
     Isa("avx512_bf16", frozenset({"avx512_bf16", "avx512vbmi"}), _BF16),
     Isa("amx", frozenset({"amx_bf16", "amx_tile"}), _BF16),
 )
-"""The instruction sets of x86-64. With `amx`, oneDNN multiplies plain bfloat16; kvern's own kernels use
-`avx512_bf16`.
-"""
+"""The instruction sets of x86-64; with `amx`, oneDNN multiplies plain bfloat16."""
 ARM = (Isa("neon", frozenset(), ("-march=armv8-a",)),)
 OTHERS = (Isa("scalar", frozenset(), ()),)
 KNOWN = tuple(dict.fromkeys(isa.name for isa in (*X86, *ARM)))

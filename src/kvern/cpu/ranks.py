@@ -41,8 +41,7 @@ class SharedMemory:
     """Shared memory of rank `rank` of `size`; `file` is made by the first rank and removed when all have opened it.
 
     Methods do what those of `kvern.ranks.ranks.Ranks` do. Replayed calls raise nothing: `check` reports a lost rank,
-    after
-    which nothing is computed any more.
+    after which nothing is computed any more.
     """
 
     def __init__(self, file: Path, rank: int, size: int, seconds: float) -> None:

@@ -12,11 +12,9 @@ class Heads(ctypes.Structure):
     """The heads of a layer's queries, keys and values, as in `sources/rotary.cpp`.
 
     Weights and biases [heads, head_dim] belong to a norm of `cpu.norm.KINDS` (0: none) and may be null. `whole_row`:
-    one
-    norm of all heads together. `norm_after`: the norm follows the rotation, which covers the first `rotary_dim` entries
-    of
-    a head. `norm_values`: each head of the values is divided by its root mean square. `keys_are_values`: values are the
-    keys before norm and rotation.
+    one norm of all heads together. `norm_after`: the norm follows the rotation, which covers the first `rotary_dim`
+    entries of a head. `norm_values`: each head of the values is divided by its root mean square. `keys_are_values`:
+    values are the keys before norm and rotation.
     """
 
     _fields_ = (

@@ -19,8 +19,7 @@ def paths_matching(entries: object, what: str) -> re.Pattern[str]:
     """An expression that matches the paths of the layers that `entries` list; NEVER for no entry.
 
     An entry is a path or a run of its parts ("lm_head", "mlp.gate", "model.layers.3"), has wildcards ("*.mlp.gate"), or
-    is
-    an expression for the beginning of the path ("re:.*gate$"). Raises UnsupportedModel if `what` is no such list.
+    is an expression for the beginning of the path ("re:.*gate$"). Raises UnsupportedModel if `what` is no such list.
     """
     if entries is None:
         return NEVER

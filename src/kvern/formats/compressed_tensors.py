@@ -93,9 +93,7 @@ def _block(weights: Mapping[str, Any]) -> Block:
 
 
 def _rounding(activations: Mapping[str, Any]) -> Rounding:
-    """The rounding of activations. Dynamic scales of a tensor are per token here, so that no token depends on
-    others.
-    """
+    """The rounding of activations; dynamic scales of a tensor are per token, so that no token depends on others."""
     code, strategy = _code("input_activations", activations), activations.get("strategy") or "tensor"
     dynamic, symmetric = activations.get("dynamic", False), bool(activations.get("symmetric", True))
     if dynamic not in (True, False):

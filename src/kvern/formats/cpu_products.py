@@ -26,9 +26,7 @@ class CpuProduct(Protocol):
     """Multiplies by one matrix, which it stores in another order."""
 
     def __call__(self, x: Tensor, bias: Tensor | None, first: int = 0, outputs: int | None = None) -> Tensor:
-        """Multiplies `x [T, inputs]` to `[T, outputs]`: all outputs, or `outputs` of them from `first`, a multiple of
-        16.
-        """
+        """Multiplies `x [T, inputs]` to `[T, outputs]`: all outputs, or some from `first`, a multiple of 16."""
 
     def stored(self) -> Mapping[str, Tensor]:
         """The tensors, each `side_by_side`, that replace a method's parameters, by name."""

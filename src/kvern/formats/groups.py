@@ -44,11 +44,7 @@ SMALLEST_SHARED = 32
 
 
 class Form(NamedTuple):
-    """The stored form of a matrix: the code, and the number of inputs that share a scale of this dtype; -1: a whole
-    row.
-
-    `zero`: groups have a code that means zero. `factor`: rows have a factor. `ordered`: a group may have any inputs.
-    """
+    """The stored form of a matrix: the code, and the number of inputs that share a scale; -1: a whole row."""
 
     code: str
     group: int

@@ -2,8 +2,7 @@
 
 A format stores a matrix as rows of codes; `rows` returns their values, and `packed` the form that kernels read.
 `products.py` multiplies packed weights on a GPU, `cpu_products.py` on a CPU; without kernels a product decodes a few
-rows
-at a time.
+rows at a time.
 """
 
 from abc import abstractmethod
@@ -52,12 +51,7 @@ class QuantizedMethod(LinearMethod):
         return x
 
     def activation_codes(self) -> "Coding | None":
-        """The coding that converts `x [T, inputs]` to codes of the weights' dtype, with float32 scales of rows or
-        groups.
-
-        Both operands are then quantized where that is faster (`kernels/scaled_product.py`, and `stream_hopper.py` and
-        `codes_hopper.py` on Hopper). None: x stays plain.
-        """
+        """The coding that converts `x [T, inputs]` to codes, with float32 scales of rows or groups."""
         return None
 
     def coding(self, rows: int) -> "Coding | None":

@@ -77,9 +77,7 @@ class Nf4Method(GroupedMethod):
                 state.tensors.setdefault(kind.removeprefix("weight."), []).append(tensor.to("cpu", copy=True).float())
 
     def _taken(self, entries: Tensor, part: Part, first: int, numbers: int) -> Iterator[tuple[Tensor, Place]]:
-        """Yields the entries that this rank holds, and their place; each entry covers `numbers` numbers of the part's
-        rows.
-        """
+        """Yields the entries that this rank holds, and their place; an entry covers `numbers` numbers of a row."""
         width, outputs = _all_inputs(part) // numbers, part.outputs
         inputs = range(part.inputs.start // numbers, part.inputs.stop // numbers)
         begun = min(-first % width, len(entries))  # of a row that an earlier run began

@@ -1,9 +1,9 @@
 """The packed forms of compressed-tensors: codes of 4 or 8 bits in words or bytes, with scales in groups.
 
 "pack-quantized": `weight_packed` int32 [O, I / n] of n codes each, the lowest bits first, in which 0 is the least
-signed
-number; `weight_scale` [O, groups]; if not symmetric `weight_zero_point` int32 [O / n, groups], packed in the same way
-along outputs; `weight_shape`; with activation ordering `weight_g_idx`. FP4 forms hold the tensors that `fp4` reads.
+signed number; `weight_scale` [O, groups]; if not symmetric `weight_zero_point` int32 [O / n, groups], packed in the
+same way along outputs; `weight_shape`; with activation ordering `weight_g_idx`. FP4 forms hold the tensors that `fp4`
+reads.
 """
 
 from collections.abc import Mapping

@@ -17,8 +17,8 @@ SMALLEST_SCALE = 1e-12
 class Rounding(NamedTuple):
     """The rounding of activations, with a scale for each token or each `group` inputs of one.
 
-    `limit`: a scale is at most that of this number, so that larger ones are clipped. Asymmetric int8 has a zero point for
-    each scale.
+    `limit`: a scale is at most that of this number, so that larger numbers are clipped. Asymmetric int8 has a zero
+    point for each scale.
     """
 
     code: Code

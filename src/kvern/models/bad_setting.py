@@ -1,4 +1,4 @@
-"""Which setting of a `config.json` cannot be read: found by trying others in its place, so that no family need tell."""
+"""Finds the invalid setting of a `config.json` by trying other values, so that families need not report it."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import groupby, islice, product
@@ -7,18 +7,18 @@ from typing import Any
 from kvern.errors import shown
 
 _IN_ITS_PLACE: tuple[Any, ...] = (None, 1, 2, 64, {})
-"""With one of these a setting may be readable whose own value was the only fault; None: left out."""
+"""Replacement values, one of which makes a setting valid if its value was the only fault; None: left out."""
 MOST_SETTINGS = 300
-"""That are tried; no model has as many."""
+"""Limit of settings that are tried; no model has as many."""
 
 
 def bad_setting(
     config: Mapping[str, Any], is_readable: Callable[[Mapping[str, Any]], bool], values: Sequence[Any] = ()
 ) -> tuple[str, str] | None:
-    """The setting with another value of which, or without which, a configuration is readable, and its value, as shown.
+    """The setting whose change or removal makes a configuration readable, and its value as shown to users.
 
-    Those that have one of `values` are tried first, then those that say nothing, then texts and lists. None: it is
-    unreadable whatever a single setting were.
+    Settings with one of `values` are tried first, then empty ones, then texts and lists. None: no single setting is at
+    fault.
     """
 
     def rank(path: tuple[str, ...]) -> int:
@@ -36,7 +36,7 @@ def bad_setting(
 
 
 def _paths(config: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
-    """Of all settings; those of an inner object come before the object itself."""
+    """The paths of all settings; those within an object come before the object."""
     for name, value in config.items():
         if isinstance(value, dict) and name.endswith(("_config", "_parameters", "_scaling", "_attention")):
             yield from ((name, *path) for path in _paths(value))

@@ -24,16 +24,16 @@ PLACES = (
 )
 NAMES = [re.compile(rf"^model\.layers\.(?P<layer>\d+)\.self_attn\.{place}$") for place in PLACES]
 STORED_LARGEST = {"float": 448.0, "int": 127.0}
-"""The largest code by `quantization_config.kv_cache_scheme.type`: what scales are made for."""
+"""The largest code by `quantization_config.kv_cache_scheme.type`, for which stored scales are made."""
 
 
 def stored_scales(
     folder: Path, config: Mapping[str, Any], spec: ModelSpec, largest_code: float, ranks: Ranks = ALONE
 ) -> list[torch.Tensor | None]:
-    """Of each layer with a cache, [2, kv_heads] float32: by codes up to `largest_code`; None: there are none.
+    """Scales of each layer with a cache, [2, kv_heads] float32, for codes up to `largest_code`; None: there are none.
 
-    `spec` is of the whole model; of several `ranks` this one gets the scales of its heads. Raises CorruptCheckpoint for
-    scales that are not positive numbers, for one head's or for all, of both kinds.
+    `spec` is of the whole model; one of several `ranks` gets the scales of its heads. Raises CorruptCheckpoint for
+    scales that are not positive numbers, for one head or for all, of both keys and values.
     """
     quantization = config.get("quantization_config")
     scheme = quantization.get("kv_cache_scheme") if isinstance(quantization, dict) else None
@@ -56,7 +56,7 @@ def stored_scales(
 
 
 def _heads(spec: ModelSpec, ranks: Ranks) -> dict[int, slice]:
-    """Those of a rank, by layer with a cache."""
+    """The heads of a rank, by layer with a cache."""
     mixers = share_of(spec, ranks.size).attentions
     held = [ranks.share(mixer.kv_heads, mixer.copies).held for mixer in mixers]
     return {layer: slice(heads.start, heads.stop) for layer, heads in zip(spec.caching_layers, held, strict=True)}

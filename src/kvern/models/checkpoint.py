@@ -35,11 +35,11 @@ DTYPES = {
 
 
 def read_headers(folder: Path) -> list[StoredTensor]:
-    """Every tensor of a checkpoint, by file and position; each file is checked to be complete. Of tensors that several
-    files hold, that of the file which the index names.
+    """Every tensor of a checkpoint, by file and position; each file is checked to be complete.
 
-    Raises ModelNotFound if there is no file of weights, CorruptCheckpoint if one is missing, truncated or unreadable,
-    UnsupportedModel for what GGUF files hold and kvern cannot read.
+    A tensor in several files is read from the file that the index names. Raises ModelNotFound if there is no file of
+    weights, CorruptCheckpoint if one is missing, truncated or unreadable, UnsupportedModel for unsupported contents of
+    GGUF files.
     """
     if (file := gguf_file(folder)) is not None:
         from kvern.formats.gguf.tensors import gguf_tensors

@@ -36,7 +36,7 @@ from kvern.spec.model import ModelSpec
 
 
 class LanguageModel(Protocol):
-    """What steps need of a model, whoever computes it."""
+    """The interface of a model for steps, whatever computes it."""
 
     def __call__(
         self,
@@ -160,7 +160,7 @@ class Decoder(WeightedModel):
         return self._finish(hidden, update, taps)
 
     def _finish(self, hidden: Tensor, update: Update, taps: LayerInputs | None) -> Tensor:
-        """The normalised states, or the rows for the next stage with what it has to know of earlier layers."""
+        """The normalized states, or the rows for the next stage with the layer inputs that it needs."""
         stage = self.build.ranks.stage
         last = stage.first_layer + len(self.layers)
         if taps is not None and stage.is_last and last in taps.entries:
@@ -178,7 +178,10 @@ class Decoder(WeightedModel):
         Layers compute all tokens until the last one that stores anything. That one stores all tokens and returns the
         wanted ones, which are all that later layers compute.
         """
-        positions, wanted, adapters, last = step.rotation.sine, step.wanted, step.adapters, self._last_storing
+        positions = step.rotation.sine
+        wanted = step.wanted
+        adapters = step.adapters
+        last = self._last_storing
         own = adapters if adapters is NO_ADAPTERS else StepAdapters(adapters.rows, adapters.rows)
         steps = self._by_rope(step._replace(wanted=None, adapters=own), positions)
         for index, rope in enumerate(self._rope_index):
@@ -199,7 +202,7 @@ class Decoder(WeightedModel):
         return [step._replace(rotation=rotation) for rotation in rotations]
 
     def _begin_inputs(self, inputs: LayerInputs | None) -> LayerInputs | None:
-        """The inputs that this stage fills: those asked for, or those that it sends on."""
+        """The inputs that this stage fills: requested ones, or those that it sends on."""
         stage = self.build.ranks.stage
         inputs = inputs if stage.is_last else self._handed
         if inputs is not None and isinstance(self.entry, ReceivedRows):
@@ -214,7 +217,7 @@ class Decoder(WeightedModel):
         return hidden, update
 
     def assist(self) -> None:
-        """Compute what other ranks' rows choose of this one's experts, in a step in which it has none itself."""
+        """Computes the experts of this rank for rows of other ranks, in a step without rows of its own."""
         for mixture in self._mixtures:
             mixture.assist()
 
@@ -233,7 +236,7 @@ class Decoder(WeightedModel):
         return self.scaled(self.lm_head.scores(hidden))
 
     def own_logits(self, hidden: Tensor) -> Tensor:
-        """As `logits` without `upcast`; of several ranks those of a rank's share of the vocabulary, and padding."""
+        """Logits without `upcast`; of several ranks, those of this rank's share of the vocabulary, with padding."""
         head = self.lm_head
         if not isinstance(head, SharedHead):
             return self.logits(hidden, upcast=False)
@@ -242,11 +245,11 @@ class Decoder(WeightedModel):
         return self.scaled(head.own_scores(hidden))
 
     def whole_logits(self, own: Tensor) -> Tensor:
-        """What `logits` gives without `upcast`, of what all ranks have of `own_logits`."""
+        """The logits, without `upcast`, joined from `own_logits` of all ranks."""
         return self.lm_head.whole(own) if isinstance(self.lm_head, SharedHead) else own
 
     def scaled(self, logits: Tensor) -> Tensor:
-        """What a model makes of its head's scores, `[N, vocab]` float32, in place."""
+        """Applies the model's scale and softcap to scores `[N, vocab]` float32 in place."""
         if self.spec.logit_scale != 1.0:
             logits = logits.mul_(self.spec.logit_scale)
         if (cap := self.spec.logit_softcap) is not None:

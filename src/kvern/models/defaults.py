@@ -1,4 +1,4 @@
-"""What `config.json` may leave out: each model type's own defaults, in defaults.json.
+"""Defaults of each model type for settings that `config.json` omits, in defaults.json.
 
 They are those of transformers' configuration classes. `python -m tests.support.model_defaults` writes the file, with a
 line for each type, and `tests/models/test_model_defaults.py` compares it with the installed transformers.
@@ -20,7 +20,7 @@ def _table() -> dict[str, dict[str, Any]]:
 
 
 def completed(config: Mapping[str, Any], *model_types: object) -> dict[str, Any]:
-    """The configuration with the defaults of what it leaves out: those of the first of these types that has any."""
+    """The configuration completed with the defaults of the first of these types that has any."""
     row = next((_table()[name] for name in model_types if isinstance(name, str) and name in _table()), {})
     said = {name: value for name, value in config.items() if name != "rope_parameters" or value is not None}
     if isinstance(text := config.get(TEXT), dict):
@@ -29,12 +29,12 @@ def completed(config: Mapping[str, Any], *model_types: object) -> dict[str, Any]
 
 
 def without(config: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
-    """What a configuration says and another does not."""
+    """The settings of a configuration that another does not have."""
     rest = {name: value for name, value in config.items() if name not in other}
     return rest | {TEXT: without(config[TEXT], other[TEXT])} if isinstance(other.get(TEXT), dict) else rest
 
 
 def with_both(config: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
-    """What either says."""
+    """The settings of both; `other` takes precedence."""
     texts = [each[TEXT] for each in (config, other) if isinstance(each.get(TEXT), dict)]
     return {**config, **other} | ({TEXT: texts[0] | texts[1]} if len(texts) > 1 else {})

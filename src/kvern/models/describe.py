@@ -1,4 +1,4 @@
-"""Reads what most `config.json` files have in common; a family passes only what is its own."""
+"""Readers of the settings that most `config.json` files share; a family passes only its own."""
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -51,7 +51,7 @@ def read_attention(
 
 
 def rope_settings(config: Config) -> Mapping[str, Any]:
-    """What a configuration says of the rotary embedding in one place, by either of its names."""
+    """The settings of the rotary embedding, which have one of two names."""
     return config.get("rope_scaling") or config.get("rope_parameters") or {}
 
 
@@ -95,7 +95,7 @@ def _dynamic(rope: Mapping[str, Any], config: Config) -> RopeScaling:
 
 
 def _trained_len(rope: Mapping[str, Any], config: Config) -> int:
-    """The context before stretching; beside the rope parameters (as Phi-3 has it) it takes precedence."""
+    """The context before stretching; a value outside the rope parameters (Phi-3) takes precedence."""
     own = rope.get("original_max_position_embeddings", config["max_position_embeddings"])
     return int(config.get("original_max_position_embeddings") or own)
 
@@ -166,7 +166,7 @@ def read_experts(config: Config) -> int:
 
 
 def read_groups(config: Config) -> tuple[int, int]:
-    """How many groups experts stand in, and from how many of them a token takes its own; 1 where nothing is said."""
+    """The number of groups of experts, and the number of groups that a token uses; 1 where not given."""
     groups, top_groups = (config.get(name) for name in ("n_group", "topk_group"))
     return 1 if groups is None else groups, 1 if top_groups is None else top_groups
 
@@ -181,7 +181,7 @@ def check_settings(config: Config, expected: Mapping[str, Any]) -> None:
 
 
 def kinds_of(names: Iterable[str], known: Mapping[str, str]) -> list[str]:
-    """What layers of these names are. Raises UnsupportedModel for a name that is not `known`."""
+    """The kinds of layers with these names. Raises UnsupportedModel for a name that is not `known`."""
     names = list(names)
     if unknown := set(names) - set(known):
         raise UnsupportedModel(f"layer type {min(map(str, unknown))!r:.60} is unknown; known: {', '.join(known)}")
@@ -195,7 +195,7 @@ def uniform_layers(
     rope: RopeSpec | None = None,
     mlp: MlpSpec | MoeSpec | None = None,
 ) -> tuple[LayerSpec, ...]:
-    """The same layer `num_hidden_layers` times; what is not given is read from the configuration."""
+    """`num_hidden_layers` equal layers; arguments that are not given are read from the configuration."""
     layer = LayerSpec(attention or read_attention(config), rope or read_rope(config), mlp or read_mlp(config))
     return (layer,) * int(config["num_hidden_layers"])
 
@@ -219,9 +219,9 @@ def layers_by_type(
     ropes: Mapping[str, RopeSpec | None] | None = None,
     mlp: MlpSpec | MoeSpec | None = None,
 ) -> tuple[LayerSpec, ...]:
-    """A layer of each of `kinds`; those of "sliding_attention" see `sliding_window` keys, null meaning all.
+    """A layer of each of `kinds`; "sliding_attention" has a window of `sliding_window` keys, null: all.
 
-    What is not given is read from the configuration; `ropes` maps a kind to its rotary embedding.
+    Arguments that are not given are read from the configuration; `ropes` maps a kind to its rotary embedding.
     """
     attention, mlp = attention or read_attention(config), mlp or read_mlp(config)
     if ropes is None:
@@ -246,7 +246,7 @@ def read_layer_norm(config: Config, key: str = "layer_norm_eps", *, bias: bool =
 
 
 def describe(config: Config, layers: tuple[LayerSpec, ...] | None = None, **fields: Any) -> ModelSpec:
-    """A `ModelSpec` with what every configuration states; `fields` are those of `ModelSpec` that the family decides."""
+    """A `ModelSpec` with the common settings; `fields` are the fields of `ModelSpec` that the family decides."""
     if config.get("is_causal") is False:
         raise UnsupportedModel("is_causal is false: kvern's models attend to what is before alone")
     bias, bos = bool(config.get("attention_bias", False)), config.get("bos_token_id")

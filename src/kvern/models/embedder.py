@@ -1,4 +1,4 @@
-"""Checkpoints that were trained for embeddings: what tells them from others, and what they may lack."""
+"""Checkpoints for embeddings: how they are recognized, and which parts they may lack."""
 
 import logging
 import re
@@ -24,16 +24,15 @@ POOLINGS: Mapping[str, Pooling] = {
     "cls_token": "cls",
     "lasttoken": "lasttoken",
 }
-"""Of encoders, by the names in that file."""
+"""Pooling modes of encoders by their names in that file."""
 
 
 def spec_of_folder(folder: Path, config: Config) -> ModelSpec:
     """The model that `config` describes, with the weights in `folder`.
 
-    One that was trained for embeddings need not have an output layer: it then generates nothing, and the logits that
-    are computed beside its states are those of a tied one. One that is tied by `config` and holds another output layer
-    has that. How an encoder pools, and how long its texts usually are,
-    its folder says. Raises UnsupportedModel.
+    A model for embeddings may lack an output layer: it then generates nothing, and its logits are those of tied
+    embeddings. A model that `config` calls tied but that has an output layer uses it. Pooling and the usual length of
+    texts are read from the folder. Raises UnsupportedModel.
     """
     spec = spec_from_config(config)
     if spec.encoder is not None:
@@ -86,7 +85,7 @@ def _llama_name(name: str, spec: ModelSpec) -> str:
 
 
 def _has_head(folder: Path, spec: ModelSpec) -> bool:
-    """Also where nothing can be read: what is wrong is told by whoever loads the weights."""
+    """True if the checkpoint has an output layer, or cannot be read: the loader reports that."""
     try:
         names = list(_names(folder))
     except (OSError, ValueError, LookupError, TypeError, KvernError):

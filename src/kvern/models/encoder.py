@@ -25,7 +25,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"tanh": torch.tanh, "gelu"
 
 
 class Embeddings(Module):
-    """The normalised sum of what tokens, their positions and their kinds are embedded as: `[T] -> [T, hidden]`."""
+    """The normalized sum of the embeddings of tokens, positions and token types: `[T] -> [T, hidden]`."""
 
     def __init__(self, spec: ModelSpec, encoder: EncoderSpec, build: Build) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ class Embeddings(Module):
 
 
 class Head(Module):
-    """From the states of texts `[S, hidden]` to what they are judged by, `[S, 1]`; its weights are never quantized."""
+    """The head that scores the states of texts: `[S, hidden]` to `[S, 1]`; its weights are never quantized."""
 
     def __init__(self, spec: HeadSpec, width: int, build: Build) -> None:
         super().__init__()
@@ -98,7 +98,7 @@ class Encoder(WeightedModel):
         return states
 
     def read(self, batch: TextBatch, attend: Attend) -> Tensor:
-        """What the texts of a batch mean: float32 `[S, hidden]`, or `[S, 1]` by the head."""
+        """Embeddings of the texts of a batch, float32 `[S, hidden]`, or scores `[S, 1]` of the head."""
         wanted = None if self.pooling == "mean" else batch.starts.long()
         if wanted is not None and self.pooling == "lasttoken":
             wanted = wanted + batch.counts - 1
@@ -109,7 +109,7 @@ class Encoder(WeightedModel):
         return found.float()
 
     def _means(self, states: Tensor, batch: TextBatch) -> Tensor:
-        """Of the states of each text, float32 `[S, hidden]`."""
+        """The mean state of each text, float32 `[S, hidden]`."""
         if "texts" in self.build.kernels:
             from kvern.kernels.text_means import text_means
 

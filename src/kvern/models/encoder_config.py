@@ -1,14 +1,14 @@
-"""What the configurations of all encoders have in common."""
+"""The common part of the configurations of encoders."""
 
 from kvern.errors import UnsupportedModel
 from kvern.models.registry import Config
 
 TASKS = ("Model", "ForMaskedLM", "ForPreTraining", "ForSequenceClassification")
-"""What the names of architectures end with whose states, or whose judgement of a text, are wanted."""
+"""Ends of the names of supported architectures."""
 
 
 def check_encoder(config: Config) -> None:
-    """Refuse what no encoder for embeddings or relevance is. Raises UnsupportedModel."""
+    """Refuses architectures other than embeddings and rerankers. Raises UnsupportedModel."""
     for name in _architectures(config):
         if not name.endswith(TASKS):
             raise UnsupportedModel(f"{name} is not supported: of encoders those for embeddings and rerankers are")
@@ -18,7 +18,7 @@ def check_encoder(config: Config) -> None:
 
 
 def is_classifier(config: Config) -> bool:
-    """Whether the model judges texts by one label. Raises UnsupportedModel where it has several."""
+    """True if the model is a classifier with one label. Raises UnsupportedModel for several labels."""
     if not any(name.endswith("ForSequenceClassification") for name in _architectures(config)):
         return False
     if (labels := len(config.get("id2label") or "01")) != 1:  # transformers writes no id2label where there are two

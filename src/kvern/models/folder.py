@@ -1,13 +1,13 @@
-"""The folder of a configuration's model, and what options put in the place of some of its files.
+"""The folder of a configuration's model, with the files that options replace.
 
     tokenizer                      tokenizer.json, its configuration, and the chat templates beside it
     chat_template                  chat_template.jinja
     hf_overrides                   values of config.json
     generation_config, override_   generation_config.json
 
-A changed model is a folder of links to the model's files and those of its own that differ. It lies in the cache, under
-a name that says what is in it, so that another start of the same model finds it. A GGUF file becomes such a folder as
-well, with what it says of the model in the files that other models have.
+A changed model is a folder of links to the model's files and of its own changed files. It is in the cache under a name
+derived from its contents, so that the next start of this model finds it. A GGUF file becomes such a folder too, with
+its settings in the files that other models have.
 """
 
 import dataclasses
@@ -38,10 +38,10 @@ TOKENIZER_FILES = (
     *TEMPLATES,
 )
 GENERATION_VALUES = (*USUAL, "do_sample", "eos_token_id")
-"""Those of generation_config.json that kvern reads."""
+"""The fields of generation_config.json that kvern reads."""
 
 Files = dict[str, Path | bytes]
-"""By name: the file or folder to link to, or a content of its own."""
+"""Files by name: a path to link to, or contents."""
 
 
 def model_folder(config: EngineConfig) -> Path:
@@ -77,9 +77,9 @@ def at_folder(config: EngineConfig, folder: Path) -> EngineConfig:
 
 
 def folder_here(config: EngineConfig, folder: str) -> Path:
-    """The model's folder for an engine or rank that was started by a process whose own is `folder`.
+    """The model's folder for an engine or rank that was started by a process whose folder is `folder`.
 
-    On a Ray cluster that may be another machine. Raises what `model_folder` does.
+    On a Ray cluster the process may be on another machine. Raises what `model_folder` does.
     """
     return model_folder(config) if config.executor == "ray" else Path(folder)
 
@@ -108,7 +108,7 @@ def template_text(given: str) -> str:
 
 
 def merged(values: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """The values with the overrides' in their place; those of an inner configuration, such as text_config, likewise."""
+    """The values with overrides applied, also within inner configurations such as text_config."""
     result = dict(values)
     for name, value in overrides.items():
         inner = values.get(name)
@@ -134,7 +134,7 @@ def _with_tokenizer(files: Files, name: str, download_dir: str | None) -> Files:
 
 
 def _downloaded(name: str, download_dir: str | None) -> Path:
-    """The folder of another model, for what is beside its weights."""
+    """The folder of another model without its weights."""
     return resolve_model(name, cache_folder=download_dir, weights=False).absolute()
 
 

@@ -34,7 +34,7 @@ Natural = Annotated[int, msgspec.Meta(ge=0)]
 
 
 class Entry(msgspec.Struct, frozen=True):
-    """A tensor as the file describes it: `data_offsets` are its first byte and the one behind its last."""
+    """A tensor as the file describes it: `data_offsets` are its first byte and the byte after its last."""
 
     dtype: str
     shape: tuple[Natural, ...]
@@ -42,9 +42,9 @@ class Entry(msgspec.Struct, frozen=True):
 
 
 def read_entries(stream: BinaryIO, most_bytes: int = MOST_HEADER_BYTES) -> tuple[int, dict[str, Entry]]:
-    """Where the data of a file begin, and its tensors by name, checked to fill the file.
+    """The position of a file's data, and its tensors by name, checked to fill the file.
 
-    Raises ValueError, which names what is wrong, or OSError.
+    Raises ValueError, which names the fault, or OSError.
     """
     size = os.fstat(stream.fileno()).st_size
     count = int.from_bytes(read_at(stream, 0, 8), "little") if size >= 8 else 0

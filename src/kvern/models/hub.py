@@ -14,7 +14,7 @@ EMBEDDED_FOLDER = Path(__file__).parent.parent / "embedded"
 WEIGHTS = "*.safetensors"
 GGUF = "*.gguf"
 MEDUSA = "medusa_lm_head.pt"
-"""What the authors of Medusa save heads as."""
+"""The file name of the heads that Medusa's authors publish."""
 NEEDED_FILES = (WEIGHTS, MEDUSA, "*.json", "tokenizer*", "*.jinja")
 OTHER_FORMATS = ("original/*", "onnx/*", "openvino/*", "*/*.safetensors", "consolidated*")
 
@@ -36,13 +36,13 @@ def resolve_model(
 
     Args:
         model: ``None`` for the embedded chat model, the name of an embedded model, a folder, a GGUF file, or a hub id
-            (``organisation/name``). A folder of that name goes before the hub. Of a folder or repository with several
+            (``organisation/name``). A folder of that name takes precedence over the hub. Of a folder or repository with several
             GGUF files, ``name:Q4_K_M`` is the one whose name ends so.
         revision: branch, tag or commit of a hub id; its default branch if ``None``.
         token: overrides ``HF_TOKEN`` and the token stored by ``hf auth login``.
         offline: ``True`` uses only what was downloaded before; ``None`` follows ``HF_HUB_OFFLINE``.
         cache_folder: overrides ``HF_HUB_CACHE``.
-        weights: download them, too, not only what is beside them.
+        weights: download the weights too, not only the other files.
 
     Raises:
         ModelNotFound: there is no such model, or the hub does not deliver it.
@@ -114,7 +114,7 @@ def _download(
     weights: bool,
     files: tuple[str, ...] = (),
 ) -> Path:
-    """The folder of a repository with what a model needs of it, or with these files."""
+    """The folder of a repository, with all files that a model needs, or with `files`."""
     import huggingface_hub
     from huggingface_hub import constants
     from huggingface_hub.utils import disable_progress_bars  # type: ignore[attr-defined]  # exported by a lazy table
@@ -162,7 +162,7 @@ def _download_gguf(
 
 
 def _explain(error: Exception, repository: str, revision: str | None, offline: bool) -> str:
-    """Return one line: what the hub would not do, and what helps."""
+    """One line that names the failure and a remedy."""
     from huggingface_hub import constants, errors
 
     at = f" at revision {revision!r}" if revision else ""

@@ -1,4 +1,4 @@
-"""Whose code computes a model: kvern's decoder, built from a description, or transformers where there is none."""
+"""The implementation of a model: kvern's decoder, or transformers for models without a description."""
 
 import logging
 from collections.abc import Mapping

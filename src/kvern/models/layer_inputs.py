@@ -8,10 +8,10 @@ from kvern.layers.build_options import BuildOptions
 
 
 class LayerInputs:
-    """The rows that the layers in the places `entries` are given in a forward pass, which fills it.
+    """The inputs of the layers with the indices `entries`, filled by a forward pass.
 
-    The place after the last layer stands for the result of that layer. The forward pass of a pipeline stage fills the
-    places of its own layers and of those of earlier stages.
+    The index after the last layer stands for the last layer's result. The forward pass of a pipeline stage fills the
+    entries of its own layers and of earlier stages.
     """
 
     def __init__(self, entries: Sequence[int], build: BuildOptions) -> None:

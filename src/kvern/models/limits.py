@@ -1,4 +1,4 @@
-"""Bounds of a model's sizes: what `config.json` may say before anything is built from it."""
+"""Limits of a model's sizes in `config.json`, checked before anything is built."""
 
 import math
 from collections.abc import Mapping
@@ -75,16 +75,16 @@ SIZES: Mapping[str, int] = {
     "max_position_embeddings": 1 << 24,
     "original_max_position_embeddings": 1 << 24,
 }
-"""The largest that each may be; several times those of any model that there is."""
+"""The largest allowed value of each; several times that of any existing model."""
 NEEDED = ("num_hidden_layers", "hidden_size", "vocab_size", "num_attention_heads")
-"""Those that no model may have as null or 0."""
+"""Settings that must not be null or 0."""
 PER_LAYER = ("layer_types", "mlp_layer_types", "no_rope_layers", "activation_sparsity_pattern", "attn_type_list")
 """Lists with an entry for each of `num_hidden_layers`."""
 KINDS: Mapping[str, type] = {
     **dict.fromkeys(("text_config", "rope_parameters", "rope_scaling"), dict),
     **dict.fromkeys((*PER_LAYER, "layers_block_type"), list),
 }
-"""What is an object or a list, if it is given."""
+"""Settings that must be an object or a list, if given."""
 POSITIVE = frozenset(
     {"vocab_size", "hidden_size", "max_position_embeddings", "heads", "kv_heads", "head_dim", "width", "experts"}
     | {"top_k", "groups", "top_groups", "theta", "dim", "window", "trained_len"}
@@ -95,7 +95,7 @@ POSITIVE = frozenset(
 
 
 class Unfit(ValueError):
-    """What a configuration says, and no model can be built of; the `values` that are wrong, where these are known."""
+    """An invalid configuration; `values` are the wrong values, where known."""
 
     def __init__(self, message: str, *values: Any) -> None:
         super().__init__(message)
@@ -103,9 +103,9 @@ class Unfit(ValueError):
 
 
 def check_config(config: Mapping[str, Any], within: str = "") -> None:
-    """Raise Unfit for a size that no model has, for lists of layers of another length, and for values of other kinds.
+    """Raises Unfit for invalid sizes, for layer lists of another length, and for values of other types.
 
-    `within`: what stands before names in messages.
+    `within` precedes names in messages.
     """
     for name, most in SIZES.items():
         value = config.get(name)
@@ -135,7 +135,7 @@ def check_config(config: Mapping[str, Any], within: str = "") -> None:
 
 
 def check_spec(spec: ModelSpec) -> None:
-    """Raise Unfit for what a family read and no model can be built of."""
+    """Raises Unfit for a description of which no model can be built."""
     if not 1 <= len(spec.layers) <= MOST_LAYERS:
         raise Unfit(f"there are {len(spec.layers)} layers: there must be from 1 to {MOST_LAYERS}")
     for name, hint in _hints(ModelSpec).items():

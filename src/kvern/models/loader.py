@@ -52,15 +52,14 @@ HARMLESS = (
     r"self_attn\.[qkv]_proj\.output_scale$",
 )
 WITHOUT_HEAD = Rename(r"^(?=(embed_tokens|layers|norm)\.)", "model.")
-"""Models that were saved without their output layer, as those for embeddings, have names one level shorter."""
+"""Adds "model." to the names of models that were saved without their output layer, such as embedding models."""
 SHOWN = 5
 QUANTIZATION_NAME = "hf_quant_config.json"
-"""Where Model Optimizer says what it did."""
+"""The file in which Model Optimizer describes its quantization."""
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """The `config.json` of a model folder, with the `quantization_config` that may stand within its `text_config`, or
-    beside it in another file.
+    """The `config.json` of a model folder, with a `quantization_config` from its `text_config` or from another file.
 
     Raises ModelNotFound if there is none, CorruptCheckpoint if it is not a JSON object.
     """
@@ -300,7 +299,7 @@ def stored_methods(
 
 
 def _own_names(stored: list[StoredTensor], spec: ModelSpec) -> dict[str, str]:
-    """What a checkpoint calls its layers, by Llama's names, where these are others."""
+    """The checkpoint's names of layers, by Llama's names, where they differ."""
     names = ((llama_name(tensor.name, spec.renames)[0], tensor.name) for tensor in stored)
     paths = ((name.rpartition(".")[0], own.rpartition(".")[0]) for name, own in names)
     return {path: own for path, own in paths if path != own}
@@ -352,7 +351,7 @@ def _assign(model: WeightedModel, folder: Path, stored: list[StoredTensor]) -> l
 
 
 def _fits(shape: tuple[int, ...], wanted: tuple[int, ...]) -> bool:
-    """They are the same but for dimensions of one entry, and for those that the checkpoint decides."""
+    """True if the shapes are equal except for dimensions of one entry, or where the checkpoint decides."""
     if shape == wanted:
         return True
     if any(length == ANY for length in wanted):
@@ -363,9 +362,9 @@ def _fits(shape: tuple[int, ...], wanted: tuple[int, ...]) -> bool:
 
 
 def _readable(stored: torch.dtype, wanted: torch.dtype) -> bool:
-    """They are the same, both bytes, or both numbers of more bytes, integers or not; floats of one byte are codes.
+    """True if a stored dtype can be read as another: both bytes, or both wider integers or floats.
 
-    Those that are exponents alone are numbers as well, and bytes.
+    Floats of one byte are codes. Exponent-only types count as numbers and as bytes.
     """
     if stored == wanted:
         return True
@@ -396,7 +395,7 @@ def _summaries(faults: Mapping[str, list[str]]) -> Iterator[str]:
 
 
 def fill_random(model: WeightedModel) -> None:
-    """Seeded weights of small spread, norms of one: what speed and memory can be measured with."""
+    """Fills in seeded random weights of small spread, and norms of one, for measurements of speed and memory."""
     with torch.no_grad():
         for index, module in enumerate(model.loadables()):
             module.fill_random(torch.Generator(model.build.device).manual_seed(index))

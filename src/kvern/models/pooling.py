@@ -1,4 +1,4 @@
-"""How the states of a text become one vector, as sentence-transformers' files beside a checkpoint say."""
+"""Pooling of a text's states to one vector, by the files of sentence-transformers in a checkpoint."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,9 +11,9 @@ from kvern.io.files import read_object, read_whole, reason
 
 POOLING_FILE = "1_Pooling/config.json"
 MODULES_FILE = "modules.json"
-"""What the states of a text go through, in their order; scaling to length 1 is done whether it is named or not."""
+"""The file that lists the modules after the model; the result is normalized in any case."""
 TEXTS_FILE = "sentence_bert_config.json"
-"""How texts become tokens: `max_seq_length`, and `do_lower_case`, which a `Tokenizer` reads."""
+"""The file of tokenization settings: `max_seq_length`, and `do_lower_case`, which a `Tokenizer` reads."""
 KNOWN_MODULES = ("Transformer", "Pooling", "Normalize")
 
 
@@ -48,7 +48,7 @@ def read_pooling(folder: Path, model: str, supported: Mapping[str, str]) -> str:
 
 
 def read_usual_len(folder: Path) -> int | None:
-    """How many tokens of a text sentence-transformers takes at most; None: all. Raises InvalidRequest."""
+    """The most tokens of a text in sentence-transformers; None: no limit. Raises InvalidRequest."""
     try:
         most = read_object(folder / TEXTS_FILE).get("max_seq_length")
     except FileNotFoundError:
@@ -59,7 +59,7 @@ def read_usual_len(folder: Path) -> int | None:
 
 
 def _modes(pooling: Mapping[str, Any]) -> list[str]:
-    """By their newer names: one in `pooling_mode` or a list of them; before, a flag for each."""
+    """The modes of pooling: newer files have `pooling_mode`, a name or a list, older ones a flag for each."""
     given = pooling.get("pooling_mode")
     if given is not None:
         return [str(mode) for mode in (given if isinstance(given, list) else [given])]

@@ -1,4 +1,4 @@
-"""What precision a model has and what it takes in memory, told by its modules: no weight is read."""
+"""The precision and memory of a model, found from its modules: no weight is read."""
 
 import re
 from collections.abc import Iterator
@@ -52,7 +52,7 @@ KINDS = {
     "mlp.shared_expert.down_proj": "shared expert down",
     "lm_head": "output layer",
 }
-"""What the matrices of these places in a model are, in words."""
+"""Descriptions of matrices by their module paths."""
 SMALL = "norms, biases"
 
 
@@ -73,7 +73,7 @@ class Share:
 
 
 def shares(decoder: Decoder) -> list[Share]:
-    """What the model's layers are stored as, in the model's order; a tied output layer is the embeddings'."""
+    """The stored form of the model's layers, in order; a tied output layer counts as embeddings."""
     found: dict[tuple[str, str], list[int]] = {}
     seen: set[int] = set()
     for path, module in decoder.named_modules():
@@ -105,7 +105,7 @@ def _of_module(path: str, module: Loadable, seen: set[int]) -> Iterator[tuple[st
 
 
 def methods_of(module: nn.Module) -> Iterator[LinearMethod]:
-    """The matrices within a module, those of one product that are stored in different ways apart."""
+    """The matrices within a module; parts of one product that are stored in different ways are separate."""
     if isinstance(module, Weighted):
         yield from module.method.methods()
     else:

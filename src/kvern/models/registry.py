@@ -69,7 +69,7 @@ def spec_from_config(config: Config) -> ModelSpec:
 
 
 def _fault(family: Family, config: Config, error: Exception) -> str:
-    """What is wrong with a configuration, where reading it raised `error`."""
+    """A message for an invalid configuration whose reading raised `error`."""
     values, text = error.values if isinstance(error, Unfit) else None, reason(error)
     left_out = without(_completed(family, config), config)
     found = bad_setting(left_out, lambda other: _is_readable(family, with_both(config, other)), values or ())
@@ -102,7 +102,7 @@ def _is_readable(family: Family, config: Config) -> bool:
 
 
 def is_described(config: Config) -> bool:
-    """Whether a family is registered for the model of a `config.json`. Raises UnsupportedModel for what is no name."""
+    """True if a family is registered for the model of a `config.json`. Raises UnsupportedModel for invalid names."""
     return _family(_names(config)) is not None
 
 

@@ -1,4 +1,4 @@
-"""Whether the memory of a machine without GPUs holds a model, asked before any of it is taken."""
+"""A check that the memory of a machine without GPUs holds a model, before any of it is allocated."""
 
 import os
 
@@ -10,9 +10,9 @@ from kvern.spec.model import ModelSpec
 
 
 def check_memory(weight_bytes: int, spec: ModelSpec, build: Build, all_stages: int | None) -> None:
-    """Raise ConfigError if the host's memory does not hold the weights of all ranks that may be there.
+    """Raises ConfigError if the host's memory does not hold the weights of all ranks that may be there.
 
-    `weight_bytes`: this rank's. `all_stages`: what the ranks of all stages have together, where it is one of several.
+    `weight_bytes` are this rank's; `all_stages`, for pipeline stages, is the total of all stages.
     """
     here = processes_here(build.ranks.processes)
     weights = weight_bytes * here

@@ -1,8 +1,8 @@
-"""What one of several ranks has of a model (tensor parallelism, Megatron-LM, https://arxiv.org/abs/1909.08053).
+"""The share of a model that one rank holds (tensor parallelism, Megatron-LM, https://arxiv.org/abs/1909.08053).
 
-Each rank has some heads of every attention and state and a part of the width of every MLP and expert, or whole experts;
-what it computes with them is a summand of what the layer gives. KV heads, or groups of a state's heads, that are fewer
-than ranks are there several times. Ranks in DP attention share experts alone.
+Each rank has some heads of every attention and recurrent layer, and a part of the width of every MLP and expert, or
+whole experts; its results are summands of the layer's result. KV heads, or groups of recurrent heads, that are fewer
+than ranks are replicated. Ranks in DP attention share experts only.
 """
 
 from collections.abc import Iterable
@@ -25,7 +25,7 @@ from kvern.spec.model import LayerSpec, MlpSpec, ModelSpec, MoeSpec, Rename
 
 @dataclass(frozen=True)
 class WholeExperts:
-    """Experts are placed whole over the ranks, `redundant` copies of some of them beside (expert parallel)."""
+    """Expert parallelism: whole experts are placed on ranks, with `redundant` additional copies of some."""
 
     redundant: int = 0
 
@@ -76,7 +76,7 @@ NOT_YET = "which is not possible together yet: leave tensor_parallel_size at 1"
 
 
 def _reasons(spec: ModelSpec) -> Iterable[str]:
-    """What cannot be shared yet."""
+    """The parts of a model that do not support tensor parallelism."""
     norm = spec.query_key_norm
     parts = {
         "an encoder's layers": spec.encoder is not None,
@@ -144,7 +144,7 @@ def _cut_experts(spec: ModelSpec, moe: MoeSpec, size: int, whole: WholeExperts |
 
 
 def _check_experts(spec: ModelSpec, size: int, whole: WholeExperts) -> None:
-    """Raise ConfigError where there are none that so many ranks could have whole."""
+    """Raises ConfigError if there are no experts that the ranks could hold whole."""
     mixtures = [layer.mixture for layer in spec.layers if layer.mixture is not None]
     if size == 1:
         raise ConfigError(
@@ -169,7 +169,7 @@ def _check_experts(spec: ModelSpec, size: int, whole: WholeExperts) -> None:
 def _check_divides(
     spec: ModelSpec, what: str, count: int, size: int, instead: str = "", sharing: int | None = None
 ) -> None:
-    """Raise ConfigError where ranks do not share evenly; `sharing`: so many of them, if not all."""
+    """Raises ConfigError if the ranks cannot share evenly; `sharing`: the number of ranks that share, if not all."""
     if count % (sharing or size):
         raise ConfigError(
             f"tensor_parallel_size is {size}, and {spec.model_type} has {count} {what}, which so many ranks cannot "

@@ -1,4 +1,4 @@
-"""How a model's layers are divided into stages (pipeline parallelism), and what of a checkpoint each of them reads."""
+"""The division of a model's layers into pipeline stages, and the tensors that each stage reads."""
 
 import re
 from collections.abc import Iterable, Sequence
@@ -57,7 +57,7 @@ def balanced(costs: Sequence[int], before: int, behind: int, count: int, needed:
 
 
 def check_stages(spec: ModelSpec, stages: int) -> None:
-    """Raise ConfigError for a model that cannot be divided into so many stages."""
+    """Raises ConfigError for a model that cannot be divided into `stages` pipeline stages."""
     attentions = [mixer for layer in spec.layers for mixer in layer.mixers if isinstance(mixer, AttentionSpec)]
     parts = {
         "an encoder's layers": spec.encoder is not None,
@@ -89,7 +89,7 @@ def part_of_stage(spec: ModelSpec, stage: Stage) -> ModelSpec:
 def tensors_of_stage(
     stored: Iterable[StoredTensor], names: Iterable[str], whole: ModelSpec, stage: Stage
 ) -> list[StoredTensor]:
-    """Those of the tensors, which Llama calls `names`, that no other stage of the `whole` model has alone."""
+    """The tensors that a stage needs; Llama's names of the tensors are `names`."""
     return [tensor for tensor, name in zip(stored, names, strict=True) if not _is_of_others(name, whole, stage)]
 
 

@@ -46,7 +46,7 @@ class StoredTensor:
 
 
 def is_equal(one: StoredTensor, other: StoredTensor) -> bool:
-    """Whether two tensors hold the same numbers. Raises CorruptCheckpoint if a file cannot be read."""
+    """True if two tensors hold the same numbers. Raises CorruptCheckpoint if a file cannot be read."""
     if one.shape != other.shape or one.dtype != other.dtype:
         return False
     runs = zip(one.runs(open_map(one.file)), other.runs(open_map(other.file)), strict=True)

@@ -17,10 +17,10 @@ _TIED_HEAD = r"^language_model\.lm_head\.weight$"
 
 
 def text_config(config: Config, text_type: str) -> dict[str, Any]:
-    """The settings of the language model: those in `text_config`, before them what is said of the whole model.
+    """The settings of the language model: those of the whole model, then those in `text_config`.
 
-    `text_type` is the model type of a `text_config` that names none, whose defaults count where neither says anything.
-    Files that have no `text_config` say all in one place.
+    `text_type` is the model type of a `text_config` that names none; its defaults complete both. Files without
+    `text_config` have all settings in one place.
     """
     whole = {key: config[key] for key in _OF_THE_WHOLE if config.get(key) is not None}
     text: Mapping[str, Any] = config.get("text_config") or {**config, "model_type": text_type}

@@ -10,9 +10,9 @@ from kvern.models.stored_tensor import StoredTensor
 
 
 def read_torch_file(file: Path) -> list[StoredTensor]:
-    """Its tensors, by position, of which none is read; no code in it is run.
+    """The tensors of a PyTorch file, by position, without their data; no code in the file is run.
 
-    Raises CorruptCheckpoint for what is no dictionary of whole tensors, or in the format from before PyTorch 1.6.
+    Raises CorruptCheckpoint for anything but a dictionary of whole tensors, and for the format before PyTorch 1.6.
     """
     try:
         with open_regular(file) as stream:

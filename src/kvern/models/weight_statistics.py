@@ -1,4 +1,4 @@
-"""Ranges of a loaded model's weights, matrix by matrix: what its codes and scales are used for."""
+"""Ranges of a loaded model's weights, matrix by matrix, as a measure of how well codes and scales are used."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -40,7 +40,7 @@ class WeightStatistics:
 
 @torch.no_grad()
 def weight_statistics(decoder: Decoder) -> Iterator[WeightStatistics]:
-    """Of all matrices, in the model's order; one at a time is made plain."""
+    """Statistics of all matrices, in the model's order; one at a time is decoded."""
     seen: set[int] = set()
     for path, module in decoder.named_modules():
         if isinstance(module, Loadable):
@@ -69,7 +69,7 @@ def _of(layer: str, method: LinearMethod) -> WeightStatistics:
 
 
 def _scales(packed: Packed) -> Tensor:
-    """float32; those of one byte without a sign are powers of two."""
+    """The scales in float32; unsigned one-byte scales are powers of two."""
     assert packed.scale is not None
     return torch.exp2(packed.scale.float() - 127) if packed.scale.dtype == torch.uint8 else packed.scale.float()
 

@@ -1,4 +1,4 @@
-"""What all models have in common: modules that take their weights from a checkpoint of Llama's names."""
+"""The base of all models: modules that load weights from a checkpoint with Llama's names."""
 
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
@@ -16,9 +16,9 @@ from kvern.spec.model import ModelSpec
 
 @dataclass(frozen=True)
 class TensorTarget:
-    """Where one checkpoint tensor goes: its shape there, and `load(tensor, first_row)`, see `Loadable.load`.
+    """The destination of one checkpoint tensor: its shape there, and `load(tensor, first_row)`, see `Loadable.load`.
 
-    `needed`: a checkpoint has to have it. `dtype`: what it is read as; None: any numbers.
+    `needed`: a checkpoint must have it. `dtype`: the type it is read as; None: any numbers.
     """
 
     shape: tuple[int, ...]
@@ -28,7 +28,7 @@ class TensorTarget:
 
 
 def targets_of(modules: Iterable[Loadable], stored: Collection[str] = ()) -> dict[str, TensorTarget]:
-    """Map the names of a Llama-style checkpoint to where these modules take each tensor, fused as `stored`."""
+    """The destination of each tensor of these modules by its name, fused as in `stored`."""
     targets: dict[str, TensorTarget] = {}
     for module in modules:
         prefix = f"{module.path}." if module.path else ""
@@ -50,9 +50,9 @@ class WeightedModel(nn.Module):
         self.spec, self.build = spec, build
 
     def tensor_targets(self, stored: Collection[str] = ()) -> dict[str, TensorTarget]:
-        """Map the names of a Llama-style checkpoint to where each tensor goes.
+        """The destination of each tensor by its name in a Llama-style checkpoint.
 
-        Modules that a checkpoint may store fused, or stacked, are listed so if those names are among `stored`.
+        Modules that a checkpoint may store fused or stacked are listed in that form if the names are among `stored`.
         """
         return targets_of(self.loadables(), stored)
 
@@ -61,9 +61,9 @@ class WeightedModel(nn.Module):
         return (module for module in self.modules() if isinstance(module, Loadable))
 
     def finish(self) -> None:
-        """All weights are loaded: store them as their products want them.
+        """Converts all loaded weights to the form that products use.
 
-        Raises CorruptCheckpoint where what was loaded does not make a weight.
+        Raises CorruptCheckpoint if the loaded tensors do not form a weight.
         """
         for module in self.loadables():
             try:

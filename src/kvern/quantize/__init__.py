@@ -1,5 +1,4 @@
-"""Quantization of a checkpoint, layer by layer: plain weights in, calibration, a folder out that other engines load
-too.
+"""Quantization of a checkpoint, layer by layer, to a folder that other engines load too.
 
     job.py              the options, checked before anything is read, and the whole run
       calibration.py    texts -> rows of token ids
@@ -15,6 +14,5 @@ too.
       statistics.py     figures of each matrix; the report
 
 A plan, `{matrix's name in the checkpoint: Scheme}`, lists all that is quantized; other matrices stay plain. So a run
-with
-one scheme and a mixed one are the same run (`job.quantize`).
+with one scheme and a mixed one are the same run (`job.quantize`).
 """

@@ -77,8 +77,7 @@ class Block:
 
     `tensors` are its weights by Llama's names, "model.layers.3.mlp.down_proj.weight", laid out as in the checkpoint; a
     change replaces the tensor. `inputs`, by the same names, are the statistics of the matrices' inputs after an
-    observation;
-    matrices with the same inputs share them.
+    observation; matrices with the same inputs share them.
     """
 
     def __init__(self, index: int, checkpoint: Checkpoint, module: SequentialLayer) -> None:

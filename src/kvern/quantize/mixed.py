@@ -130,9 +130,8 @@ class Mixture:
         """Writes the best mixture under a budget, or with the report's choices if it is None, to the folder `out`.
 
         A mixture with a limited loss is measured, and made again with a smaller sum of losses if it exceeds the limit;
-        the last
-        attempt is kept in any case. Raises ConfigError or CorruptCheckpoint; after any exception nothing of `out`
-        remains.
+        the last attempt is kept in any case. Raises ConfigError or CorruptCheckpoint; after any exception nothing of
+        `out` remains.
         """
         tightened = 1.0
         check_target(out, self.checkpoint.folder, overwrite, 0)

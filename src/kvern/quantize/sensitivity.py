@@ -162,9 +162,7 @@ def round_rows(x: Tensor, scheme: Scheme) -> Tensor:
 
 
 def measure(walk: Walk, progress: Progress) -> list[Unit]:
-    """The units of the model with the loss of each precision; all choices are plain. `walk` is before the first
-    layer.
-    """
+    """The units of the model with the loss of each precision. `walk` is before the first layer."""
     checkpoint, variants = walk.checkpoint, Variants(walk)
     for index in range(walk.layers):
         progress(index, walk.layers)

@@ -65,10 +65,10 @@ class DeviceCandidates:
         slots: Sequence[int],
         most_probable: MostProbable = most_probable,
     ) -> None:
-        """`logits` [S, vocabulary] belong to the sampled `slots`; `original` are the logits before constraints and
-        masks.
+        """Selects the candidates of the beams among `slots` from their `logits` [S, vocabulary].
 
-        `original` may be None if no request asks for log-probabilities. `most_probable` may be replaced by a kernel.
+        `original` are the logits before constraints and masks; None if no request asks for log-probabilities.
+        `most_probable` may be replaced by a kernel.
         """
         self._requests = {slot: rows.request(slot) for slot in slots if rows.request(slot).params.beam_width}
         self._counts = [candidate_count(request) for request in self._requests.values()]

@@ -149,9 +149,7 @@ def _table(tokens: bytes, device: torch.device) -> torch.Tensor:
 
 
 def _lengths(recent: torch.Tensor, runs: Runs, most: torch.Tensor) -> torch.Tensor:
-    """For each position, how many of the following tokens equal the first tokens of the row, [N, width], at most `most`
-    [N, 1].
-    """
+    """The length of the repetition of the row's first tokens at each position, [N, width], at most `most` [N, 1]."""
     (hashes, weights), width = runs, recent.shape[1]
     place = torch.arange(width, device=recent.device)[None]
     most = torch.minimum(most, (recent >= 0).sum(1, keepdim=True) - place).clamp_(min=0)

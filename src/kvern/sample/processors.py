@@ -145,7 +145,5 @@ def check_arguments(processors: Processors, asked: Mapping[str, Mapping[str, Any
 
 
 def arguments(processor: type[LogitsProcessor], values: Mapping[str, Any]) -> Any:
-    """Converts a request's arguments to the type of the processor. Raises msgspec.ValidationError or an error of that
-    type.
-    """
+    """Converts a request's arguments. Raises msgspec.ValidationError, or what the processor's `Arguments` raise."""
     return msgspec.convert(values, processor.Arguments)

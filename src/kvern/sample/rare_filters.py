@@ -52,9 +52,7 @@ class RareFilters:
         return cls(*upload(numbers, torch.float32, device).view(-1, 5, 1).unbind(1))
 
     def scale(self, logits: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
-        """Applies top_n_sigma to logits [N, vocabulary] and divides them by temperatures [N, 1] that are not
-        dynamic.
-        """
+        """Applies top_n_sigma and temperatures [N, 1] that are not dynamic to logits [N, vocabulary]."""
         known = logits > float("-inf")
         count = known.sum(-1, keepdim=True)
         mean = logits.masked_fill(~known, 0).sum(-1, keepdim=True) / count
@@ -73,9 +71,7 @@ class RareFilters:
     def _without_top_choices(
         self, probabilities: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor
     ) -> torch.Tensor:
-        """XTC: with a chance, drops every token that is more probable than the least probable one above the
-        threshold.
-        """
+        """XTC: with a probability, drops all tokens above the threshold except the least probable of them."""
         shares = probabilities / probabilities.sum(-1, keepdim=True)
         reached = (shares >= self.xtc_threshold) & (shares > 0)
         least = shares.masked_fill(~reached, float("inf")).amin(-1, keepdim=True)

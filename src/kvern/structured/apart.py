@@ -16,9 +16,7 @@ from kvern.structured.grammar import Grammars, NotCompiled
 from kvern.structured.worker import LENGTH, MOST_MEMORY, MOST_SECONDS, READY, GrammarVerdict
 
 CHILDREN = 2
-"""The number of child processes that compile at the same time, each for one owner; one that is being ended may
-overlap.
-"""
+"""The number of child processes that compile at the same time, each for one owner."""
 LONGEST_WAIT = 10.0
 """Seconds until a form's turn must have come."""
 LONGEST_SECONDS = 10 * MOST_SECONDS

@@ -28,6 +28,4 @@ FORMATS: dict[str, dict[str, Any]] = {
     "json-pointer": {"pattern": "^(/([^~/]|~[01])*)*$"},
     "relative-json-pointer": {"pattern": "^(0|[1-9][0-9]*)(#|(/([^~/]|~[01])*)*)$"},
 }
-"""A schema for each format. Every text of a format is valid for the wider standard format too; other formats assert
-nothing, as the standard allows.
-"""
+"""A schema for each format, which may be narrower than the standard; other formats assert nothing."""

@@ -30,11 +30,7 @@ T = TypeVar("T")
 
 
 def restrict(logits: torch.Tensor, rows: torch.Tensor, masks: torch.Tensor) -> None:
-    """Bans all tokens of `rows` [R] int64 of `logits` [N, vocabulary] whose bits are not set in `masks` [R, words]
-    int32.
-
-    If bans have left a row none of the tokens of its mask, the mask takes precedence.
-    """
+    """Bans tokens of `rows` [R] int64 of `logits` [N, vocabulary] without a bit in `masks` [R, words] int32."""
     shifts = torch.arange(8, dtype=torch.uint8, device=logits.device)
     bits = (masks.view(torch.uint8)[:, :, None] >> shifts) & 1
     allowed = bits.view(len(rows), -1)[:, : logits.shape[1]].bool()
@@ -187,12 +183,9 @@ class GrammarRows:
         """Applies the grammars to rows of `logits` [N, vocabulary], after all earlier tokens.
 
         `rows`: rows with grammars to apply; None: all with grammars. This waits for the tokens of earlier steps, not of
-        this
-        one. If bans have left a row nothing of what its grammar allows, the grammar takes precedence. Rows of one slot
-        are
-        adjacent, with drafts between them: `drafts()` [N] returns those at the positions of the sampled tokens. Rows
-        after a
-        draft that is not allowed are not changed.
+        this one. If bans have left a row nothing of what its grammar allows, the grammar takes precedence. Rows of one
+        slot are adjacent, with drafts between them: `drafts()` [N] returns those at the positions of the sampled
+        tokens. Rows after a draft that is not allowed are not changed.
         """
         self._follow()
         if rows is None:
@@ -231,9 +224,7 @@ class GrammarRows:
         masks: torch.Tensor,
         restricted: Restricted,
     ) -> None:
-        """Fills the `masks` [R or more, words] of one slot's `rows` [R] after the first, as far as its drafts are
-        allowed.
-        """
+        """Fills `masks` [R or more, words] of one slot's `rows` [R] after the first, as far as drafts are allowed."""
         masks[1 : len(rows)] = -1
         ahead = self._copy(matcher)
         for place in range(1, len(rows)):
@@ -272,12 +263,7 @@ class GrammarRows:
         self._one_by_one = not self._one_by_one and time.perf_counter() - start > LONGEST_FILL_SECONDS
 
     def _timed(self, matcher: "Matcher", work: Callable[..., T], *arguments: Any) -> T:
-        """Runs `work(*arguments)` and charges its time to the matcher; `_computed` is the thread time of a moment
-        before.
-
-        The wall clock is cheap. The thread time is read only after a long run, since other processes may have caused
-        it.
-        """
+        """Runs `work(*arguments)` and charges its time to the matcher."""
         start = time.perf_counter()
         result = work(*arguments)
         seconds = time.perf_counter() - start

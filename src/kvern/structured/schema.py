@@ -41,10 +41,9 @@ from kvern.structured.assertions import (
 from kvern.structured.formats import FORMATS
 
 MOST_WORK = 1_000_000
-"""About a second of rewriting: some schemas grow with the square of what they hold. A unit is a character or an entry
-that is copied or compared."""
+"""About a second of rewriting, in characters or entries that are copied or compared; it can grow with the square."""
 NODE_WORK = 20
-"""Of a schema within a schema."""
+"""The work for a schema within a schema."""
 MOST_CONTAINED = 64
 MOST_ALTERNATIVES = 256
 DEEPEST = 32
@@ -88,10 +87,10 @@ class Rewriter:
         self._values: dict[int, frozenset[str]] = {}
         self.definitions: dict[str, Made] = {}
         self.reasons: set[str] = set()
-        """Why there may be nothing left: what was needed and has no words, or contradicts itself."""
+        """Reasons why nothing may be left: needed keywords that cannot be expressed, or contradictions."""
 
     def said(self, schema: Schema, at: Resolver, path: str) -> Made:
-        """What a schema allows, or a part of that."""
+        """A schema in the compiler's terms that allows what `schema` allows, or a part of it."""
         if isinstance(schema, bool):
             return schema
         node, at = self.enter(schema, at, path)
@@ -100,7 +99,7 @@ class Rewriter:
         return all_of([self.plain(node, at, path), *self._applied(node, at, path)])
 
     def negated(self, schema: Schema, at: Resolver, path: str) -> Made:
-        """Some of what a schema does not allow; False if there are no words for any of it."""
+        """A schema that allows a part of what `schema` excludes; False if none of it can be expressed."""
         if isinstance(schema, bool):
             return not schema
         node, at = self.enter(schema, at, path)
@@ -179,16 +178,16 @@ class Rewriter:
         return all_of([made, form]) if form.keys() & made.keys() else {**made, **form}
 
     def _applied(self, node: Mapping[str, Any], at: Resolver, path: str) -> Iterable[Made]:
-        """What the keywords mean that are alternatives or negations."""
+        """The meanings of the keywords that are alternatives or negations."""
         for key in self.keywords(node):
             yield from self.applied(key, node, at, path)
 
     def keywords(self, node: Mapping[str, Any]) -> Iterable[str]:
-        """Those of a node that are alternatives or negations."""
+        """The keywords of a node that are alternatives or negations."""
         return node.keys() & APPLIED.keys()
 
     def applied(self, key: str, node: Mapping[str, Any], at: Resolver, path: str) -> Iterable[Made]:
-        """What one keyword of `APPLIED` means."""
+        """The meaning of one keyword of `APPLIED`."""
         return APPLIED[key](self, node, at, f"{path}/{key}")
 
     def _reference(self, target: str, at: Resolver, path: str, allowed: bool) -> Made:
@@ -200,7 +199,7 @@ class Rewriter:
         return {"$ref": f"#/$defs/{self._names[key]}"}
 
     def resolve(self, target: str, at: Resolver, path: str) -> tuple[Schema, Resolver]:
-        """What a reference refers to, and where that stands."""
+        """The target of a reference, and the resolver for references within it."""
         try:
             found = at.lookup(target)
         except Unresolvable as error:
@@ -230,7 +229,7 @@ class Rewriter:
         )
 
     def others(self, items: Sequence[Schema], index: int, at: Resolver, path: str) -> list[Made]:
-        """That none of the others holds, where it is not plain that they exclude each other."""
+        """Schemas that exclude the other alternatives, where they do not obviously exclude each other."""
         if id(items) not in self._apart:
             self._apart[id(items)] = tell_apart(items)
         if self._apart[id(items)]:
@@ -406,7 +405,7 @@ def closed(rewriter: Rewriter, node: Mapping[str, Any], at: Resolver, path: str)
 
 
 def _ways(rewriter: Rewriter, schema: Schema, at: Resolver, path: str, depth: int) -> list[_Alternative]:
-    """How a schema can be satisfied, with what each way looks at."""
+    """The ways to satisfy a schema, with the properties and items that each way covers."""
     if isinstance(schema, bool):
         return [_Alternative()] if schema else []
     if depth > DEEPEST:
@@ -478,7 +477,7 @@ def _product(rewriter: Rewriter, factors: Sequence[Sequence[_Alternative]], path
 
 
 def disjoint(rewriter: Rewriter, one: Schema, other: Schema, at: Resolver, path: str, depth: int = 0) -> bool:
-    """Whether nothing can be allowed by both, as far as that is plain."""
+    """True if the schemas obviously allow no common value."""
     rewriter.count()
     one, other = looked_up(rewriter, one, at, path), looked_up(rewriter, other, at, path)
     if isinstance(one, bool) or isinstance(other, bool):
@@ -508,7 +507,7 @@ def disjoint(rewriter: Rewriter, one: Schema, other: Schema, at: Resolver, path:
 
 
 def looked_up(rewriter: Rewriter, schema: Schema, at: Resolver, path: str) -> Schema:
-    """What a schema that is a mere reference refers to."""
+    """The target of a schema that is only a reference; other schemas unchanged."""
     for _ in range(DEEPEST):
         if isinstance(schema, bool) or schema.keys() - IGNORED != {"$ref"}:
             break
@@ -517,5 +516,5 @@ def looked_up(rewriter: Rewriter, schema: Schema, at: Resolver, path: str) -> Sc
 
 
 def _entries(node: Mapping[str, Any]) -> int:
-    """How many things its keywords list."""
+    """The number of entries in its keywords."""
     return sum(len(value) for value in node.values() if isinstance(value, (list, dict)))

@@ -43,9 +43,7 @@ def plain_text(least: int, most: int | None) -> str:
 
 
 def plain_pattern(pattern: str, in_json: bool) -> str:
-    """A pattern whose matches are full matches of `pattern`. Raises InvalidParameter for syntax that xgrammar
-    ignores.
-    """
+    """A pattern for full matches of `pattern`. Raises InvalidParameter for syntax that xgrammar ignores."""
     inner = pattern.removeprefix("^")
     if inner.endswith("$") and not re.search(r"(?<!\\)(?:\\\\)*\\\$$", inner):
         inner = inner[:-1]

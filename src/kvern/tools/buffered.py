@@ -28,9 +28,8 @@ class BufferedParser(ABC):
     """The base class of the parsers of all formats.
 
     A state is a method that reads from `buffer`, takes what it understands, and returns whether it made progress. It
-    may
-    decide only what no further character can change, so that the result does not depend on how the text is cut. When
-    `ended`, no text follows, and a state that still waits turns its text into content.
+    may decide only what no further character can change, so that the result does not depend on how the text is cut.
+    When `ended`, no text follows, and a state that still waits turns its text into content.
 
     Blanks before and after a call are left out of the content.
     """

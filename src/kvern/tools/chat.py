@@ -73,10 +73,10 @@ class AnswerReader:
 
 @dataclass(frozen=True)
 class ChatRequest:
-    """The prompt and parameters for the engine, and the format of the answers. `exact`: the answer must match a
-    grammar.
+    """The prompt and parameters for the engine, and the format of the answers.
 
-    `lacks`: wishes of the request that the chat template cannot fulfil.
+    exact  the answer must match a grammar
+    lacks  wishes of the request that the chat template cannot fulfil
     """
 
     prompt: list[int]
@@ -119,8 +119,7 @@ class Chat:
     """Tools and thinking of one model's chat template.
 
     `tool_parser` and `reasoning_parser`: "auto" detects the format, "none" leaves the text as it is, a name selects
-    one.
-    `refusal`: the reason why the model cannot chat; None: it can.
+    one. `refusal`: the reason why the model cannot chat; None: it can.
     """
 
     def __init__(
@@ -156,8 +155,7 @@ class Chat:
         """The prompt, and sampling parameters that enforce the requested form of the answer.
 
         `variables` are given to the template. With `continue_final_message` the answer continues the last message.
-        Conversations
-        of one `namespace` share cached token ids. Raises InvalidRequest or InvalidParameter.
+        Conversations of one `namespace` share cached token ids. Raises InvalidRequest or InvalidParameter.
         """
         if self._refusal is not None:
             raise InvalidRequest(self._refusal)
@@ -240,9 +238,7 @@ class Chat:
     def _held_to(
         self, thought: Thought | None, variables: Mapping[str, Any], tools: bool
     ) -> tuple[Thought | None, tuple[str, ...]]:
-        """Ends unwanted thinking at once where the template has no switch for it; also returns the wishes it cannot
-        fulfil.
-        """
+        """Ends unwanted thinking at once if the template has no switch; also returns wishes it cannot fulfil."""
         switches, enabled = self._switches(tools), enabled_of(variables)
         lacks = [EFFORT] if variables.get(EFFORT, "none") != "none" and not switches.has_efforts else []
         if enabled is not None and thought is None:

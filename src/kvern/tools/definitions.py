@@ -29,8 +29,7 @@ class ToolUse:
     """The tools of a request. `definitions` are in OpenAI's form, as templates read them.
 
     `tools` may be called; they are fewer than the definitions if only some are allowed. `choice`: "auto" leaves it to
-    the
-    model, "required" enforces a call, `named` one of that tool.
+    the model, "required" enforces a call, `named` one of that tool.
     """
 
     tools: tuple[Tool, ...] = ()

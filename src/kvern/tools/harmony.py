@@ -198,8 +198,7 @@ def joined_thinking(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, 
     """Converts messages for gpt-oss's template.
 
     The template renders the thinking or the text of a message with a call as analysis and refuses both together, so
-    they
-    are joined. Raises InvalidRequest.
+    they are joined. Raises InvalidRequest.
     """
     check_messages(messages)
     return [_joined(message) if message.get("tool_calls") else message for message in messages]

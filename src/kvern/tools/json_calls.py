@@ -27,8 +27,7 @@ class JsonCalls:
     """One form; see ToolFormat. A call is `before`, its name, `middle`, its arguments and `after`.
 
     `begin` precedes the first call, `between` separates two, `end` follows the last; without `between` there is one
-    call
-    only. `keyed`: calls are {"f": {...}}. `hints` are texts in templates that render no calls, which identify this
+    call only. `keyed`: calls are {"f": {...}}. `hints` are texts in templates that render no calls, which identify this
     form.
     """
 

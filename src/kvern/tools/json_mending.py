@@ -1,8 +1,7 @@
 """Repair of almost-JSON from models: syntax of Python and JavaScript is converted to JSON.
 
 That is: line breaks and other control characters in strings, strings in single quotes, unknown escapes, `True`,
-`False`,
-`None` and similar, and commas before a closing bracket. Valid JSON is not changed.
+`False`, `None` and similar, and commas before a closing bracket. Valid JSON is not changed.
 """
 
 import json

@@ -28,10 +28,9 @@ DIGITS = re.compile(r"\d+")
 
 @dataclass(frozen=True)
 class Written:
-    """The rendering of an assistant's message, from its calls to its end: with one call, and with two (empty:
-    unsupported).
+    """The rendering of an assistant's message, from its calls to its end, with one call and with two.
 
-    `tail` is the end of a message without calls.
+    `two` is empty if the template does not support two. `tail` is the end of a message without calls.
     """
 
     one: str

@@ -1,8 +1,7 @@
 """Switches for thinking and its effort, under the names that a chat template reads.
 
 Requests have `enable_thinking` (or `thinking`) and `reasoning_effort`; a template may read any of the names below.
-Names
-that it compares with texts (`thinking_mode == "disabled"`) get the text with the same meaning.
+Names that it compares with texts (`thinking_mode == "disabled"`) get the text with the same meaning.
 """
 
 from __future__ import annotations

@@ -109,8 +109,7 @@ THINKING = (
     ),
     HARMONY,
 )
-"""DeepSeek R1, Qwen3, QwQ, SmolLM3, GLM and many others; Magistral; Seed-OSS; Gemma 4; MiniMax-M3; Command R7B and A;
-Kimi K3; Solar Open; Muse; Apertus; Apriel; gpt-oss."""
+"""DeepSeek R1, Qwen3, QwQ, SmolLM3, GLM and many others; then formats of single families."""
 WRAPS = {"<response></response>": ("<response>", "</response>"), "<|extra_0|>": ("<answer>", "</answer>")}
 """Marks around an answer after thinking, by a text in the template: Granite 3, Hunyuan."""
 

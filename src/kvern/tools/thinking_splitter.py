@@ -13,12 +13,9 @@ class ThinkingSplitter:
     """Reads one answer. The joined results do not depend on how the text is cut.
 
     Thinking at the beginning is split off before calls are read: a call within it is a thought. Later marks are found
-    in
-    the content that the parser returns, so that arguments of calls may contain them. Quoted marks, after a quotation
-    mark
-    or in a code block, do not count. `exact`: the answer matches a grammar and is not changed. Blanks around thoughts
-    are
-    removed.
+    in the content that the parser returns, so that arguments of calls may contain them. Quoted marks, after a quotation
+    mark or in a code block, do not count. `exact`: the answer matches a grammar and is not changed. Blanks around
+    thoughts are removed.
     """
 
     def __init__(self, form: ThinkingFormat, beginning: Beginning, parser: ToolParser, exact: bool = False) -> None:

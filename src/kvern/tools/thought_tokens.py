@@ -13,8 +13,7 @@ class ThoughtTokens:
     """A counter for one growing answer; it reads each token once.
 
     Marks are found in the bytes of tokens, so they may be one token or several. Later marks count as in
-    ThinkingSplitter;
-    `exact`: they do not.
+    ThinkingSplitter; `exact`: they do not.
     """
 
     def __init__(

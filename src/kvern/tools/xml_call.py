@@ -42,8 +42,7 @@ class Gaps:
     """Blanks of a template between the tags of a call.
 
     They follow the outer opening, the name, a parameter's name, each parameter, the last parameter (in addition), the
-    end
-    of a call, and separate two calls.
+    end of a call, and separate two calls.
     """
 
     opened: str = "\n"
@@ -238,9 +237,7 @@ class XmlParser(BufferedParser):
         return None
 
     def _ends_at(self, place: int) -> bool | None:
-        """True if a tag ends the value: its own, or one that shows that its own is missing; None: this needs more
-        text.
-        """
+        """True if a tag ends the value: its own, or one that shows that it is missing; None: undecided."""
         marks, text = self._marks, self.buffer[place : place + len(self._end) + 2 * MOST_BLANKS]
         if text.startswith(self._end):
             return self._followed(text[len(self._end) :], marks.following)

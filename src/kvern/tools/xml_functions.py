@@ -28,8 +28,7 @@ class XmlFunctions:
     """The format of one family; see ToolFormat.
 
     Opening tags are given as the text before a name and the text after it. That of a parameter may contain {}, which
-    stands
-    for its type in words, or for "true" for a string and "false" for all else.
+    stands for its type in words, or for "true" for a string and "false" for all else.
     """
 
     name: str

@@ -70,9 +70,7 @@ class ParameterSchema:
         return None if None in terms else " & ".join(f"({term})" for term in terms)
 
     def standing_alone(self) -> dict[str, Any] | bool | None:
-        """The schema with the definitions that its references need; None: they lead to other parts of the tool's
-        schema.
-        """
+        """The schema with the definitions that it references; None: it references other parts of the tool's schema."""
         schema = self.schema
         if isinstance(schema, bool):
             return schema

@@ -188,9 +188,7 @@ def _granite(model: GgufModel, config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _granite_hybrid(model: GgufModel, config: dict[str, Any]) -> dict[str, Any]:
-    """Settings of Granite's hybrids: layers without KV heads are Mamba-2; an MLP for all tokens is added to experts, if
-    any.
-    """
+    """Layers without KV heads are Mamba-2; an MLP for all tokens is added to experts, if there are any."""
     heads, shared = model.needed("ssm.time_step_rank", int), "ffn_up_shexp.weight"
     return {"num_local_experts": 0, **_granite(model, config)} | {
         "layer_types": ["attention" if count else "mamba" for count in kv_heads(model)],

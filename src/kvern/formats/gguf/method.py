@@ -104,9 +104,7 @@ SCALES: dict[str, list[tuple[int, float]]] = {
     "iq4_xs": _scales(4064, 0),
     "mxfp4": [],
 }
-"""The offsets of a block's half-precision numbers, each with the random limit that keeps values within
-RANDOM_SPREAD.
-"""
+"""The offsets of a block's half-precision numbers, and the limit of each that keeps values in RANDOM_SPREAD."""
 
 
 @dataclass(frozen=True)

@@ -92,9 +92,8 @@ class Layout:
     """Differences of an architecture's tensors from Llama's.
 
     `names` take precedence over the common ones. `paired`: adjacent rows of a head's queries and keys form planes of
-    the
-    rotation. `norm_plus_one`: norms that models store as w - 1 are stored as w. Tensors of layers beyond `layers` are
-    ignored.
+    the rotation. `norm_plus_one`: norms that models store as w - 1 are stored as w. Tensors of layers beyond `layers`
+    are ignored.
     """
 
     heads: int

@@ -49,9 +49,7 @@ SCALES: dict[str, tuple[Run, ...]] = {
 PAIRS: dict[str, Run] = {"q2_k": (16, 80), "q3_k": (32, 96), "q6_k": (128, 192)}
 """Bytes with two bits of each number: 32 bytes hold those of 128 numbers, the first 32 in the lowest bits."""
 HALVES: dict[str, tuple[int, int, int]] = {"q4_k": (16, 144, 32), "q6_k": (0, 128, 64)}
-"""Bytes with four bits of each number, and a run: that many bytes hold twice as many numbers, the first in low
-halves.
-"""
+"""Bytes with four bits of each number, and a run: its bytes hold twice as many numbers, the first in low halves."""
 SINGLES: dict[str, Run] = {"q3_k": (0, 32), "q5_k": (16, 48)}
 """Bytes with one bit of each number: 32 bytes hold those of 256 numbers."""
 PLANE_RUN = {"q5_k": 32, "q6_k": 1, "q2_k": 16, "q3_k": 16}

@@ -181,9 +181,7 @@ def codes_candidates(most: int, streams: bool = False, tiles: bool = False) -> t
 
 
 def knows(shape: Shape, code: str, group: int, inputs: int, device: torch.device) -> bool:
-    """True if a shape's kernel supports the matrix and may be fastest; one that keeps the row resident is not, for
-    e4m3.
-    """
+    """True if a shape's kernel supports the matrix and may be fastest; a resident row is not, for e4m3."""
     return not isinstance(shape, ResidentShape) or (code != "e4m3" and keeps_row(code, group, inputs, device))
 
 
@@ -203,9 +201,7 @@ def fitted(shape: Cut, code: str) -> Cut:
 
 
 def row_shape(shape: Shape, code: str, activated: bool) -> RowShape:
-    """The shape for one row with fused operations if `shape` was chosen; gate and up are two tiles of half the
-    outputs.
-    """
+    """The shape for one row with fused operations if `shape` was chosen; gate and up are two half tiles."""
     if isinstance(shape, StreamPackedShape) and shape.rows == 8 and code in BLOCKS:
         return shape._replace(splits=1) if activated else shape
     cut = shape if isinstance(shape, MatvecShape | ResidentShape) else ONE_ROW

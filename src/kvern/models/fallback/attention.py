@@ -1,6 +1,6 @@
-"""The attention that models of transformers call by the name of `IMPLEMENTATION`, and what a call says of its layer.
+"""The attention function that transformers' models call as `IMPLEMENTATION`, and the arguments of its calls.
 
-Transformers makes no masks for a name that it knows attention of alone: who sees what is left to the attention.
+Transformers makes no masks for this name: the attention function decides which keys a token sees.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -20,7 +20,7 @@ IMPLEMENTATION = "kvern"
 WITHOUT_EFFECT = frozenset(
     {"position_ids", "use_cache", "dropout", "output_attentions", "output_hidden_states", "output_router_logits"}
 )
-"""Arguments that say nothing that changes what is attended to."""
+"""Arguments that do not change the result of attention."""
 
 
 class Call(NamedTuple):
@@ -34,9 +34,9 @@ class Call(NamedTuple):
     arguments: Mapping[str, Any]
 
     def layer(self) -> AttentionSpec:
-        """What the arguments say; heads are as wide as the wider of keys and values.
+        """The attention that the arguments describe; the head size is the larger one of keys and values.
 
-        Raises UnsupportedModel for what kvern's attention does not do.
+        Raises UnsupportedModel for what kvern's attention does not support.
         """
         known = {"scaling", "sliding_window", "softcap", "is_causal", "s_aux", *WITHOUT_EFFECT}
         causal = self.arguments.get("is_causal")
@@ -67,13 +67,13 @@ class Call(NamedTuple):
         return sinks
 
     def unanswered(self) -> Tensor:
-        """Zeros in the place of what is attended to."""
+        """Zeros in place of the result of attention."""
         _, heads, tokens, _ = self.query.shape
         return self.value.new_zeros(tokens, heads, self.value.shape[3])
 
 
 Answer = Callable[[Call], Tensor]
-"""What a call is answered with, `[T, heads, dim of the values]`."""
+"""The function that computes a call's result, `[T, heads, dim of the values]`."""
 _ANSWER: ContextVar[Answer] = ContextVar("answer")
 
 
@@ -100,7 +100,9 @@ class PagedAnswer:
     """One forward pass over a paged cache: the calls come in the order of `layers`."""
 
     def __init__(self, layers: tuple[AttentionSpec, ...], attend: Attend) -> None:
-        self._layers, self._attend, self._index = layers, attend, 0
+        self._layers = layers
+        self._attend = attend
+        self._index = 0
 
     def __call__(self, call: Call) -> Tensor:
         index, layer = self._index, self._layers[self._index]
@@ -112,5 +114,5 @@ class PagedAnswer:
 
 
 def _widened(rows: Tensor, width: int) -> Tensor:
-    """`rows [T, heads, dim]` with zeros behind, which change no score: keys and values share blocks of one width."""
+    """Pads `rows [T, heads, dim]` with zeros, because keys and values share blocks of one width."""
     return F.pad(rows, (0, width - rows.shape[2])) if rows.shape[2] < width else rows.contiguous()

@@ -43,7 +43,7 @@ class TransformersDecoder:
         states: StepStates | None = None,
         inputs: LayerInputs | None = None,
     ) -> Tensor:
-        """As `Decoder.forward`; there are no adapters and no states, and nobody is told of the layers' inputs."""
+        """Computes a step like `Decoder.forward`, without adapters, recurrent states and layer inputs."""
         with answered(PagedAnswer(self.spec.calls, attend)):
             out = self._body(input_ids=token_ids[None], position_ids=positions[None], use_cache=False)
         hidden: Tensor = out.last_hidden_state[0]
@@ -56,7 +56,7 @@ class TransformersDecoder:
 
     @property
     def sinks(self) -> Mapping[int, Tensor]:
-        """As `Decoder.sinks`: those that a forward pass of one token attends with."""
+        """See `Decoder.sinks`: the sinks that a forward pass of one token uses."""
         found: list[Tensor | None] = []
 
         def note(call: Call) -> Tensor:
@@ -69,7 +69,7 @@ class TransformersDecoder:
         return {index: sinks.detach().float() for index, sinks in enumerate(found) if sinks is not None}
 
     def own_logits(self, token_ids: Tensor) -> Tensor:
-        """What the model says of one prompt `[T]` without kvern's attention: float32 `[T, vocab]`."""
+        """Logits of one prompt `[T]` without kvern's attention: float32 `[T, vocab]`."""
         self.model.set_attn_implementation("eager")
         try:
             logits: Tensor = self.model(input_ids=token_ids[None], use_cache=False).logits[0].float()
@@ -79,7 +79,7 @@ class TransformersDecoder:
 
 
 class _GivenStates(nn.Module):
-    """In the place of a model's body: the states are those given as embeddings, to which it applies its head."""
+    """A replacement of a model's body that returns the given embeddings as states, for the use of its head alone."""
 
     def forward(self, *_: object, inputs_embeds: Tensor, **__: object) -> "_States":
         return _States(last_hidden_state=inputs_embeds)
@@ -87,7 +87,7 @@ class _GivenStates(nn.Module):
 
 @dataclass
 class _States(MoeModelOutputWithPast):
-    """What any body returns, of which heads look at the states alone."""
+    """The result of a model's body; heads read the states only."""
 
     cross_attentions: None = None
 
@@ -124,7 +124,7 @@ def load_fallback(folder: Path, spec: TransformersSpec, dtype: torch.dtype, *, d
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Inside, transformers shows no progress on stderr, and no report of what it loads."""
+    """Suppresses transformers' progress bars and loading reports."""
     shown, verbosity = transformers_logging.is_progress_bar_enabled(), transformers_logging.get_verbosity()
     transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]

@@ -1,4 +1,4 @@
-"""What kvern has to know of a model of transformers, found by a forward pass of one token without weights."""
+"""The description of a transformers model, found by a forward pass of one token without weights."""
 
 import inspect
 from collections.abc import Mapping
@@ -138,7 +138,7 @@ def _calls(model: PreTrainedModel) -> tuple[AttentionSpec, ...]:
 
 
 def _check_windows(text: PreTrainedConfig, calls: tuple[AttentionSpec, ...]) -> None:
-    """The windows of the calls are those that masks would have had."""
+    """Checks that the windows of the calls are those of the masks that transformers would make."""
     window = getattr(text, "sliding_window", None)
     kinds = getattr(text, "layer_types", None)
     if getattr(text, "use_sliding_window", True) is False:
@@ -155,7 +155,7 @@ def _check_windows(text: PreTrainedConfig, calls: tuple[AttentionSpec, ...]) -> 
 
 
 def _context(text: PreTrainedConfig) -> int:
-    """The longest sequence in tokens, at which no rotation depends on what shares a batch."""
+    """The longest sequence in tokens for which the rotation does not depend on other requests in the batch."""
     context = getattr(text, "max_position_embeddings", None)
     if not isinstance(context, int):
         raise UnsupportedModel("config.json does not say how long sequences may be (max_position_embeddings)")

@@ -8,9 +8,9 @@ from kvern.spec.model import ModelSpec
 
 @dataclass(frozen=True)
 class TransformersSpec(ModelSpec):
-    """What kvern has to know of a model that transformers computes; it has no `layers`.
+    """The description of a model that transformers computes; it has no `layers`.
 
-    `calls` are the attentions of one forward pass, in their order. `parameters` counts the numbers of all weights.
+    `calls` are the attentions of one forward pass, in order. `parameters` is the number of all weights.
     """
 
     calls: tuple[AttentionSpec, ...] = ()

@@ -62,12 +62,12 @@ def _encoder(config: Config, first_position: int, head_renames: tuple[Rename, ..
 
 
 def bert(config: Config) -> ModelSpec:
-    """A classifier judges what the pooler makes of the first token."""
+    """BERT; a classifier reads the pooled first token."""
     renames = Rename(r"^pooler\.dense\.", "head.dense."), Rename(r"^classifier\.", "head.out.")
     return _encoder(config, 0, renames, marks_second=True)
 
 
 def roberta(config: Config) -> ModelSpec:
-    """Positions begin behind that of padding; the second text of a pair is of the same kind as the first."""
+    """RoBERTa: positions begin after the padding's; both texts of a pair have the same token type."""
     renames = Rename(r"^classifier\.dense\.", "head.dense."), Rename(r"^classifier\.out_proj\.", "head.out.")
     return _encoder(config, int(config["pad_token_id"]) + 1, renames, marks_second=False)

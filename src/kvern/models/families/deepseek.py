@@ -1,7 +1,7 @@
-"""DeepSeek-V2, V3 and R1, Kimi K2, GLM-4.7-Flash: latent attention; dense layers, then experts beside shared ones.
+"""DeepSeek-V2, V3 and R1, Kimi K2, GLM-4.7-Flash: latent attention; dense layers, then experts with shared ones.
 
-V2 chooses experts by a softmax, the others by sigmoid scores; within groups, where there are several. V3.2 attends to
-the keys that an indexer selects.
+V2 routes by a softmax, the others by sigmoid scores; within groups, if there are several. V3.2 attends to the keys that
+an indexer selects.
 """
 
 import math
@@ -18,7 +18,7 @@ from kvern.spec.model import LayerSpec, MlpSpec, ModelSpec, MoeSpec
 
 
 def _scale(config: Config) -> float:
-    """That of heads, and more where positions are stretched: `mscale_all_dim` says how much."""
+    """The attention scale of the heads, increased by `mscale_all_dim` where positions are stretched."""
     rope = rope_settings(config)
     weight, factor = rope.get("mscale_all_dim") or 0.0, float(rope.get("factor") or 1.0)
     growth = 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
@@ -26,7 +26,7 @@ def _scale(config: Config) -> float:
 
 
 def _latent_attention(config: Config) -> LatentAttentionSpec:
-    """What a family's file says of latent attention; the norms' epsilon is the same whatever it says."""
+    """Latent attention; the epsilon of its norms is fixed."""
     if config.get("attention_bias") and config.get("q_lora_rank") is None:
         raise UnsupportedModel("attention_bias without q_lora_rank: keys' projections would have one and queries' none")
     return LatentAttentionSpec(

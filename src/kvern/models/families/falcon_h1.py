@@ -1,4 +1,4 @@
-"""Falcon-H1: attention and Mamba-2 over the same rows in every layer, and multipliers on most of what is multiplied."""
+"""Falcon-H1: attention and Mamba-2 on the same rows in every layer, with multipliers on most products."""
 
 from dataclasses import replace
 

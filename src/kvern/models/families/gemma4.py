@@ -1,4 +1,4 @@
-"""Gemma 4 (text): two sizes of heads, borrowed caches, inputs of each layer's own, experts beside the MLP."""
+"""Gemma 4 (text): two head sizes, shared KV caches, per-layer inputs, experts in addition to the MLP."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -74,7 +74,7 @@ def gemma4_text(config: Config) -> ModelSpec:
 
 
 def cache_owners(config: Config, kinds: Sequence[str]) -> list[int | None]:
-    """Of each layer, the one whose keys and values it attends to: the last of its kind with its own; None: its own."""
+    """For each layer, the layer whose keys and values it shares: the last own one of its type; None: its own."""
     shared = config.get("num_kv_shared_layers") or 0
     own = len(kinds) - shared
     last = {kind: place for place, kind in enumerate(kinds[: max(own, 0)])}
@@ -93,7 +93,7 @@ def tensors_without_use(owners: Sequence[int | None]) -> tuple[str, ...]:
 
 
 def _settings(config: Config, kinds: Sequence[str]) -> list[Mapping[str, Any]]:
-    """What differs from the whole configuration in each layer: given for layers, or, as published, for full ones."""
+    """The settings that differ in each layer: listed by layer, or, as published, for full attention only."""
     if "per_layer_config" in config:
         given = config["per_layer_config"] or {}
         found: list[Mapping[str, Any]] = [given.get(str(place), {}) for place in range(len(kinds))]

@@ -1,4 +1,4 @@
-"""GLM-4.5 and 4.6, and dots.llm1: dense layers first, then experts with sigmoid scores beside a shared one."""
+"""GLM-4.5 and 4.6, and dots.llm1: dense layers first, then experts with sigmoid scores and a shared expert."""
 
 from dataclasses import replace
 from typing import Any
@@ -35,14 +35,14 @@ def read_sigmoid_moe(config: Config) -> MoeSpec:
 
 
 def _sparse(config: Config, layers: tuple[LayerSpec, ...]) -> tuple[LayerSpec, ...]:
-    """Those behind the dense ones have experts, if there are any."""
+    """Layers after the dense ones have experts, if there are any."""
     dense = config["first_k_dense_replace"]
     moe = read_sigmoid_moe(config) if dense < len(layers) else None
     return layers[:dense] + tuple(replace(layer, mlp=moe) for layer in layers[dense:])
 
 
 def tensor_names(config: Config) -> dict[str, Any]:
-    """Renames and what is ignored: layers after the last predict further tokens, and are not the model proper."""
+    """Renames and ignored tensors: layers after the last predict further tokens and do not belong to the model."""
     first = config["num_hidden_layers"]
     path = f"model.layers.{first}"
     drafting = range(first, first + (config.get("num_nextn_predict_layers") or 1))

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def _gate_first(rows: "Tensor", spec: ModelSpec) -> "Tensor":
-    """`[experts, rows, ...]` of gate and up in turns -> the rows of gate, then those of up."""
+    """Reorders `[experts, rows, ...]` of alternating gate and up rows to all gate rows, then all up rows."""
     return rows.view(len(rows), -1, 2, *rows.shape[2:]).transpose(1, 2).flatten(1, 2)
 
 

@@ -9,7 +9,7 @@ RENAMES = (
     Rename(r"\.block_sparse_moe\.output_linear\.weight$", ".mlp.experts.down_proj"),
     Rename(r"\.block_sparse_moe\.router\.layer\.", ".mlp.gate."),
 )
-"""Of experts."""
+"""Renames of experts."""
 
 
 def describe_granite(config: Config, layers: tuple[LayerSpec, ...], renames: tuple[Rename, ...] = ()) -> ModelSpec:

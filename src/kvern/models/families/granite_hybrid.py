@@ -1,4 +1,4 @@
-"""Granite 4: Mamba-2 beside layers that attend, with or without positions, and Granite's multipliers."""
+"""Granite 4: Mamba-2 and attention layers, with or without positions, and Granite's multipliers."""
 
 from kvern.errors import UnsupportedModel
 from kvern.models.describe import kinds_of, read_activation, read_attention, read_experts, read_rope
@@ -49,7 +49,9 @@ def _kinds(config: Config) -> list[str]:
 
 
 def granitemoehybrid(config: Config) -> ModelSpec:
-    kinds, width, activation = _kinds(config), config["shared_intermediate_size"], read_activation(config)
+    kinds = _kinds(config)
+    width = config["shared_intermediate_size"]
+    activation = read_activation(config)
     mixers: dict[str, AttentionSpec | Mamba2Spec] = {
         "full_attention": read_attention(config, scale=config["attention_multiplier"]),
     }

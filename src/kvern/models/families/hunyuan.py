@@ -9,7 +9,7 @@ from kvern.spec.rope_scaling import LinearScaling
 
 
 def _read_rope(config: Config) -> RopeSpec:
-    """What these files call "dynamic" with an `alpha` is a fixed, higher base."""
+    """The rotary embedding; "dynamic" with an `alpha` means a fixed, higher base here."""
     rope = read_rope(config)
     parameters = rope_settings(config)
     if not parameters.get("alpha"):

@@ -20,7 +20,7 @@ _RENAMES = (
 
 
 def _kinds(config: Config) -> list[str]:
-    """By `layer_types`, or by the places of layers that attend, as older files have it."""
+    """The types of layers from `layer_types` or, in older files, from the indices of attention layers."""
     names = config.get("layer_types")
     if names is None:
         layers = range(config["num_hidden_layers"])

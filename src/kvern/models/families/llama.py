@@ -1,4 +1,4 @@
-"""Llama 2, 3, 3.1 and 3.2, and those that differ from it in a setting or two."""
+"""Llama 2, 3, 3.1 and 3.2, and models that differ from it in one or two settings."""
 
 from dataclasses import replace
 
@@ -29,7 +29,9 @@ def mistral(config: Config) -> ModelSpec:
 
 def ministral3(config: Config) -> ModelSpec:
     """Queries grow by the logarithm of how often their position exceeds the trained context."""
-    given, rope, kinds = rope_settings(config), read_rope(config), read_layer_types(config)
+    given = rope_settings(config)
+    rope = read_rope(config)
+    kinds = read_layer_types(config)
     if given.get("llama_4_scaling_beta"):
         trained = given.get("original_max_position_embeddings", config["max_position_embeddings"])
         scaling = QueryScaling(given["llama_4_scaling_beta"], trained)

@@ -31,7 +31,7 @@ def olmo2(config: Config) -> ModelSpec:
 
 
 def olmo3(config: Config) -> ModelSpec:
-    """Every fourth layer is global, and only those are stretched."""
+    """OLMo 3: every fourth layer is global, and only those have stretched positions."""
     typed = "full_attention" in (config.get("rope_parameters") or {})
     local = config if typed else {**config, "rope_scaling": None}
     ropes = {

@@ -10,7 +10,7 @@ from kvern.spec.model import LayerSpec, ModelSpec, MoeSpec, QueryKeyNormSpec
 
 
 def layers_from(config: Config, first: int) -> list[str]:
-    """The types of layers of which those from `first` on slide, where the file names none."""
+    """The types of layers: given, or a sliding window from layer `first` on."""
     count = config["num_hidden_layers"]
     older = ["sliding_attention" if index >= first else "full_attention" for index in range(count)]
     return config.get("layer_types") or older
@@ -37,7 +37,7 @@ def read_moe(config: Config, **fields: object) -> MoeSpec:
 
 
 def _sparse_layers(config: Config, kinds: Sequence[str], moe: MoeSpec) -> tuple[LayerSpec, ...]:
-    """Experts in every `decoder_sparse_step`-th layer except those named dense."""
+    """Layers with experts in every `decoder_sparse_step`-th layer, except those listed as dense."""
     step, dense = config["decoder_sparse_step"], config.get("mlp_only_layers") or ()
     return tuple(
         replace(layer, mlp=moe) if index not in dense and (index + 1) % step == 0 else layer

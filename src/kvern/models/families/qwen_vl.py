@@ -1,7 +1,7 @@
-"""The language models of Qwen2-VL, Qwen2.5-VL and Qwen3-VL; images and videos are not read.
+"""The language models of Qwen2-VL, Qwen2.5-VL and Qwen3-VL; images and videos are not supported.
 
 Their rotary embedding takes three positions, of time, height and width, each for some of the planes ("mrope"). For text
-the three are the same, whatever the sections are and however they are arranged.
+the three are equal, so the sections do not matter.
 """
 
 from dataclasses import replace
