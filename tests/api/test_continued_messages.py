@@ -8,8 +8,10 @@ import pytest
 from kvern.errors import InvalidRequest
 from kvern.structured.grammar import grammars_of
 from kvern.text.tokenizer import Tokenizer
-from kvern.tools.chat import Chat
+from kvern.tools.chat import Chat, PromptOptions
 from tests.support.tiny_tokenizer import byte_level, reference, save
+
+CONTINUED = PromptOptions(add_generation_prompt=False, continue_final_message=True)
 
 WRITTEN = {
     "as it is": "{{ m.content }}<|end|>",
@@ -35,14 +37,14 @@ def test_continued_messages_are_those_of_transformers(name: str, tmp_path: Path)
     for said in SAID:
         messages: list[dict[str, Any]] = [{"role": "user", "content": "Hm? "}, {"role": "assistant", "content": said}]
         expected = theirs.apply_chat_template(messages, tokenize=False, continue_final_message=True)
-        assert chat.written(messages, None, None, False, True) == (expected, said)
+        assert chat.written(messages, None, CONTINUED) == (expected, said)
 
 
 def test_messages_in_parts_go_on_too(tmp_path: Path) -> None:
     chat = chat_of(tmp_path, "{% for part in m.content %}{{ part.text | trim }}{% endfor %}<|end|>")
     parts = [{"type": "text", "text": "a "}, {"type": "text", "text": "b "}, {"type": "image"}]
-    assert chat.written([{"role": "assistant", "content": parts}], None, None, False, True) == ("<|assistant|>ab", "b ")
+    assert chat.written([{"role": "assistant", "content": parts}], None, CONTINUED) == ("<|assistant|>ab", "b ")
     with pytest.raises(InvalidRequest, match="no text to go on with"):
-        chat.written([{"role": "assistant", "content": [{"type": "image"}]}], None, None, False, True)
+        chat.written([{"role": "assistant", "content": [{"type": "image"}]}], None, CONTINUED)
     with pytest.raises(InvalidRequest, match="does not write the last message"):
-        chat_of(tmp_path, "-").written([{"role": "assistant", "content": "a"}], None, None, False, True)
+        chat_of(tmp_path, "-").written([{"role": "assistant", "content": "a"}], None, CONTINUED)

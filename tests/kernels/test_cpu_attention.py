@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kvern.attention.eight_bit import LARGEST_CODE
-from kvern.cpu.attention import CachedLayer, Step
+from kvern.cpu.attention import AttentionForm, CachedLayer, Step
 from tests.support.cache_folder import load_kernels
 from tests.support.kernels.cpu_attention_batches import MIXED, Case, close, make_batch
 
@@ -113,7 +113,9 @@ def test_every_code_is_read(cache_dtype: torch.dtype, dtype: torch.dtype) -> Non
     codes = torch.arange(256).to(torch.uint8).view(16, 16)
     cache = torch.stack([torch.zeros_like(codes), codes]).view(2, 16, 1, 1, 16).view(cache_dtype)
     step = Step(torch.arange(16).int()[:, None], torch.tensor([list(range(16)), [0] * 16, [1] * 16]))
-    found = CachedLayer(cache, torch.ones(2, 1), dtype, 1, 1.0).attend(step, torch.zeros(16, 1, 16, dtype=dtype))
+    found = CachedLayer(cache, torch.ones(2, 1), dtype, AttentionForm(1, 1.0)).attend(
+        step, torch.zeros(16, 1, 16, dtype=dtype)
+    )
     expected = codes.view(cache_dtype).to(dtype)
     assert torch.equal(found[:, 0].nan_to_num(1000.0), expected.nan_to_num(1000.0))
     assert found.isnan().sum() == (2 if cache_dtype.is_floating_point else 0)
@@ -128,7 +130,7 @@ def test_nothing_of_a_query_is_lost_in_weights() -> None:
     step = Step(torch.zeros(1, 1, dtype=torch.int32), torch.tensor([[0], [1], [1]]))
     query = torch.zeros(1, len(differences), 16)
     query[0, :, 0] = differences
-    layer = CachedLayer(cache, None, torch.float32, len(differences), 1.0)
+    layer = CachedLayer(cache, None, torch.float32, AttentionForm(len(differences), 1.0))
     power = differences.double().exp()
     found, expected = layer.attend(step, query)[0, :, 0].double(), power / (1 + power)
     errors = (found - expected).abs() / expected

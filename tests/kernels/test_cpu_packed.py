@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvern.cpu.packed import RUN, Groups, GroupsProduct, multiply_int8, rounded_in_runs, side_by_side
+from kvern.cpu.packed import RUN, Groups, GroupsProduct, Int8Matrix, multiply_int8, rounded_in_runs, side_by_side
 from kvern.formats.cpu_products import PackedProduct
 from kvern.formats.fp4 import MX, NV, fp4_format
 from kvern.formats.gguf.method import GgufFormat
@@ -232,7 +232,7 @@ def multiply_at_end_of_memory() -> None:
             x = at_end_of_memory(activations(rows, 102, dtype))
             codes = at_end_of_memory(side_by_side(torch.ones(outputs, 102, dtype=torch.int8), 4))
             scale = at_end_of_memory(side_by_side(torch.ones(outputs, 1)))
-            assert multiply_int8(x, codes, scale, bias, outputs).isfinite().all()
+            assert multiply_int8(x, Int8Matrix(codes, scale), bias, outputs).isfinite().all()
 
 
 def test_nothing_is_read_behind_a_tensor() -> None:

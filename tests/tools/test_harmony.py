@@ -17,6 +17,7 @@ from kvern.api.conversation import plain_messages
 from kvern.request.outputs import CompletionOutput
 from kvern.request.pieces import Message
 from kvern.request.structured_output import StructuredOutput
+from kvern.tools.chat import PromptOptions
 from kvern.tools.formats import formats_of
 from kvern.tools.harmony import Harmony
 from kvern.tools.thinking import HARMONY
@@ -26,6 +27,8 @@ from tests.support.served import KEY, Served, serving
 from tests.support.tiny_model import make_tiny_model
 from tests.support.tool_calls import everywhere, read, reader_of
 from tests.support.tool_questions import ALARM, CLAUDE, FLAT, QUESTION, TOOLS, check_call, gathered
+
+CONTINUED = PromptOptions(add_generation_prompt=False, continue_final_message=True)
 
 TEMPLATE = """
 {%- macro functions(tools) -%}
@@ -228,7 +231,9 @@ def llm(folder: Path) -> Iterator[LLM]:
 
 
 def prompt_of(llm: LLM, messages: list[Any], **options: Any) -> str:
-    chat = engine_of(llm).inputs.chat.request(plain_messages(messages), SamplingParams(), **options)
+    chat = engine_of(llm).inputs.chat.request(
+        plain_messages(messages), SamplingParams(), options=PromptOptions(**options)
+    )
     return llm.tokenizer.decode(chat.prompt, skip_special_tokens=False)
 
 
@@ -328,7 +333,7 @@ def test_a_budget_ends_the_analysis(llm: LLM, budget: int) -> None:
 def test_an_answer_goes_on(llm: LLM) -> None:
     messages = [*QUESTION, {"role": "assistant", "content": "It is"}]
     chat = engine_of(llm).inputs.chat
-    request = chat.request(messages, SamplingParams(), add_generation_prompt=False, continue_final_message=True)
+    request = chat.request(messages, SamplingParams(), options=CONTINUED)
     assert llm.tokenizer.decode(request.prompt, skip_special_tokens=False).endswith(f"{FINAL}It is")
     assert taken(request.message(" raining.")) == ("", " raining.", [])
 

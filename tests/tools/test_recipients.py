@@ -15,7 +15,7 @@ from kvern.request.sampling_params import SamplingParams
 from kvern.request.structured_output import StructuredOutput
 from kvern.text.chat_template import ChatTemplate
 from kvern.text.tokenizer import Tokenizer
-from kvern.tools.chat import Chat, ChatRequest
+from kvern.tools.chat import Chat, ChatRequest, PromptOptions
 from kvern.tools.definitions import NO_TOOLS, ToolUse, read_tools
 from kvern.tools.formats import format_of
 from kvern.tools.learning import SPECIAL_TOKENS
@@ -80,7 +80,9 @@ def request(folder: Path, use: ToolUse = NO_TOOLS, form: StructuredOutput | None
     tokenizer, grammars = Tokenizer(folder), embedded_grammars()[1]
     tokenizer.chat_template = ChatTemplate({"default": TEMPLATE})
     chat = Chat(tokenizer, grammars, "auto", "auto", 512)
-    return chat.request([{"role": "user", "content": "Hm?"}], SamplingParams(structured=form), use, **options)
+    return chat.request(
+        [{"role": "user", "content": "Hm?"}], SamplingParams(structured=form), use, PromptOptions(**options)
+    )
 
 
 def allows(asked: ChatRequest, text: str) -> bool:

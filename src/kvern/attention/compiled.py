@@ -9,7 +9,7 @@ from kvern.attention.base import contexts_of, copy_cache_blocks, sinks_of
 from kvern.attention.eight_bit import EightBit, store_tokens
 from kvern.attention.groups import LayerGroups
 from kvern.attention.memory import zero_caches
-from kvern.cpu.attention import CachedLayer, Step
+from kvern.cpu.attention import AttentionForm, CachedLayer, Step
 from kvern.device.input_batch import InputBatch
 from kvern.layers.step_context import Context
 from kvern.request.step import BlockCopy
@@ -57,13 +57,8 @@ class CompiledAttention:
                 cache,
                 scales,
                 dtype,
-                layer.heads,
-                layer.scale,
-                layer.window,
-                layer.softcap,
-                value_dim=layer.value_dim,
-                causal=layer.causal,
-                sinks=its_sinks,
+                AttentionForm(layer.heads, layer.scale, layer.window, layer.softcap, layer.value_dim, layer.causal),
+                its_sinks,
             )
             for layer, cache, scales, its_sinks in zip(
                 layers, self.caches, self.layer_scales, sinks_of(layers, sinks), strict=True

@@ -1,7 +1,7 @@
 """Attention over a paged KV cache, in place."""
 
 import ctypes
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -49,6 +49,25 @@ class _Step(ctypes.Structure):
     ]
 
 
+class AttentionForm(NamedTuple):
+    """The attention of one layer.
+
+    heads      query heads
+    scale      factor of the scores
+    window     keys that a token sees at most on each side; None: all
+    softcap    limit of the scores; None: none
+    value_dim  entries of a value; None: as many as of a key
+    causal     tokens see no later keys; otherwise as many later as earlier ones, within their request
+    """
+
+    heads: int
+    scale: float
+    window: int | None = None
+    softcap: float | None = None
+    value_dim: int | None = None
+    causal: bool = True
+
+
 class CachedLayer:
     """One layer's cache and the attention over it, for activations of one dtype.
 
@@ -64,24 +83,19 @@ class CachedLayer:
         cache: Tensor,
         scales: Tensor | None,
         dtype: torch.dtype,
-        heads: int,
-        scale: float,
-        window: int | None = None,
-        softcap: float | None = None,
-        value_dim: int | None = None,
-        causal: bool = True,
+        form: AttentionForm,
         sinks: Tensor | None = None,
     ) -> None:
-        """`causal`: tokens see nothing behind them; else as much as before them, within their request."""
         self._tensors = (cache, scales, sinks)  # whose addresses are kept
         _, _, block_size, kv_heads, head_dim = cache.shape
         keys, values = cache[0], cache[-1]
-        self._value_dim = value_dim or head_dim
+        self._value_dim = form.value_dim or head_dim
         key_scales, value_scales = (None, None) if scales is None else scales
-        ahead = 0 if causal else MOST_AHEAD if window is None else window - 1
+        window = form.window
+        ahead = 0 if form.causal else MOST_AHEAD if window is None else window - 1
         self._layer = _Layer(
-            keys.data_ptr(), values.data_ptr(), address(key_scales), address(value_scales), address(sinks), heads,
-            kv_heads, head_dim, self._value_dim, block_size, window or 0, ahead, scale, softcap or 0.0,
+            keys.data_ptr(), values.data_ptr(), address(key_scales), address(value_scales), address(sinks), form.heads,
+            kv_heads, head_dim, self._value_dim, block_size, window or 0, ahead, form.scale, form.softcap or 0.0,
             DTYPES[cache.dtype], DTYPES[dtype],
         )  # fmt: skip
         self._address = ctypes.addressof(self._layer)
@@ -131,7 +145,7 @@ def check() -> None:
         query = random(sum(counts), heads, head_dim).to(dtype)
         forms = ((None, True),) if value_dim is not None else ((None, True), (None, False), (20, False))
         for window, causal in forms:
-            layer = CachedLayer(cache, None, dtype, heads, 0.2, window, value_dim=value_dim, causal=causal)
+            layer = CachedLayer(cache, None, dtype, AttentionForm(heads, 0.2, window, None, value_dim, causal))
             found = layer.attend(Step(table, torch.tensor([[0, 1, 2], starts, counts])), query)
             expected = []
             for row, start, tokens in zip(table, starts, query.split(counts), strict=True):

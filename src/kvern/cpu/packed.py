@@ -66,27 +66,30 @@ def rows_of(lanes: Tensor, index: Tensor) -> Tensor:
     return plain[index // LANES, :, index % LANES].flatten(1).view(lanes.dtype)
 
 
-def multiply_int8(
-    x: Tensor,
-    codes: Tensor,
-    scale: Tensor,
-    bias: Tensor | None,
-    outputs: int,
-    *,
-    first: int = 0,
-    fixed: float = 0.0,
-    limit: float = 0.0,
-) -> Tensor:
-    """Round rows to INT8 and multiply them by rows of INT8 weights.
+class Int8Matrix(NamedTuple):
+    """A matrix of INT8 weights, and the rounding of the activations that it multiplies.
 
-    x         [T, inputs] float32 or bfloat16, without gaps
     codes     [blocks, inputs / 4, 16, 4] int8, see `side_by_side`
     scale     [blocks, 1, 16] float32, for each output
+    fixed     the scale of all activations; 0: a row has that of its largest number
+    limit     clips larger activations; 0: no limit
+    """
+
+    codes: Tensor
+    scale: Tensor
+    fixed: float = 0.0
+    limit: float = 0.0
+
+
+def multiply_int8(x: Tensor, matrix: Int8Matrix, bias: Tensor | None, outputs: int, first: int = 0) -> Tensor:
+    """Rounds rows to INT8 and multiplies them by rows of INT8 weights; sums of integers are exact.
+
+    x         [T, inputs] float32 or bfloat16, without gaps
     bias      [outputs] of x's dtype
     first     the output of the matrix, a multiple of 16, with which the `outputs` begin
-    fixed     the scale of all activations; 0: a row has that of its largest number, or of `limit`, if that is not 0
-    returns   [T, outputs] of x's dtype; sums of integers, which are exact
+    returns   [T, outputs] of x's dtype
     """
+    codes, scale, fixed, limit = matrix
     rows, inputs = x.shape
     out = x.new_empty(rows, outputs)
     _multiply_int8(
@@ -223,5 +226,5 @@ def _check_int8() -> None:
         codes = torch.randint(-128, 128, (outputs, inputs), dtype=torch.int8, generator=generator)
         scale = torch.rand(outputs, 1, generator=generator) / 64
         expected = rounded_in_runs(x, inputs) @ codes.t().double() * scale.t() + bias
-        found = multiply_int8(x, side_by_side(codes, STEP), side_by_side(scale), bias, outputs)
+        found = multiply_int8(x, Int8Matrix(side_by_side(codes, STEP), side_by_side(scale)), bias, outputs)
         close_to(found, expected)

@@ -6,7 +6,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from kvern.cpu.packed import KINDS, STEP, Groups, GroupsProduct, multiply_int8, side_by_side
+from kvern.cpu.packed import KINDS, STEP, Groups, GroupsProduct, Int8Matrix, multiply_int8, side_by_side
 from kvern.kernels.packed import E2M1, NF4, NON_LINEAR, Packed
 from kvern.layers.linear_method import LinearShape
 
@@ -37,20 +37,15 @@ class Int8Product:
 
     def __init__(self, shape: LinearShape, codes: Tensor, scale: Tensor, fixed: float, limit: float) -> None:
         self._outputs = shape.outputs
-        self._fixed = fixed
-        self._limit = limit
-        self._codes, self._scale = side_by_side(codes, STEP), side_by_side(scale)
+        self._matrix = Int8Matrix(side_by_side(codes, STEP), side_by_side(scale), fixed, limit)
 
     def __call__(self, x: Tensor, bias: Tensor | None, first: int = 0, outputs: int | None = None) -> Tensor:
         """See `CpuProduct`."""
-        return multiply_int8(
-            x.contiguous(), self._codes, self._scale, bias, outputs or self._outputs,
-            first=first, fixed=self._fixed, limit=self._limit,
-        )  # fmt: skip
+        return multiply_int8(x.contiguous(), self._matrix, bias, outputs or self._outputs, first)
 
     def stored(self) -> Mapping[str, Tensor]:
         """See `CpuProduct`."""
-        return {"codes": self._codes, "scale": self._scale}
+        return {"codes": self._matrix.codes, "scale": self._matrix.scale}
 
 
 class PackedProduct:

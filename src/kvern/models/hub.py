@@ -36,8 +36,8 @@ def resolve_model(
 
     Args:
         model: ``None`` for the embedded chat model, the name of an embedded model, a folder, a GGUF file, or a hub id
-            (``organisation/name``). A folder of that name takes precedence over the hub. Of a folder or repository with several
-            GGUF files, ``name:Q4_K_M`` is the one whose name ends so.
+            (``organisation/name``). A folder of that name takes precedence over the hub. Of a folder or repository
+            with several GGUF files, ``name:Q4_K_M`` is the one whose name ends so.
         revision: branch, tag or commit of a hub id; its default branch if ``None``.
         token: overrides ``HF_TOKEN`` and the token stored by ``hf auth login``.
         offline: ``True`` uses only what was downloaded before; ``None`` follows ``HF_HUB_OFFLINE``.

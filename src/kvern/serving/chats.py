@@ -6,7 +6,7 @@ from typing import Any
 from kvern.engine.inputs import Messages
 from kvern.request.outputs import RequestOutput
 from kvern.request.sampling_params import SamplingParams
-from kvern.tools.chat import AnswerReader, Chat, ChatRequest
+from kvern.tools.chat import AnswerReader, Chat, ChatRequest, PromptOptions
 from kvern.tools.definitions import read_tools
 
 Tools = Sequence[Mapping[str, Any]] | None
@@ -24,7 +24,7 @@ def chat_request(
 ) -> ChatRequest:
     """Make a request of a conversation, with the options of `LLM.chat`. Raises InvalidRequest."""
     use = read_tools(tools, tool_choice, parallel_tool_calls)
-    return chat.request(messages, params or SamplingParams(), use, **options)
+    return chat.request(messages, params or SamplingParams(), use, PromptOptions(**options))
 
 
 def follow(chat: ChatRequest) -> Callable[[RequestOutput], RequestOutput]:

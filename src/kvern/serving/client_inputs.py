@@ -18,7 +18,7 @@ from kvern.sample.processors import load_processors
 from kvern.serving.wire import Ready
 from kvern.structured.apart import GrammarProcesses
 from kvern.text.tokenizer import Tokenizer
-from kvern.tools.chat import ChatRequest
+from kvern.tools.chat import ChatRequest, PromptOptions
 from kvern.tools.definitions import ToolUse
 from kvern.tools.encoding import Encoding
 
@@ -127,8 +127,12 @@ class ClientInputs:
         """The conversation as token ids. Raises InvalidRequest."""
 
         def work() -> list[int]:
-            write = self.processor.chat.written
-            text, _ = write(messages, tools, variables, add_generation_prompt, continue_final_message)
+            options = PromptOptions(
+                variables=variables,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+            )
+            text, _ = self.processor.chat.written(messages, tools, options)
             return self._counted(text, add_special_tokens)
 
         return await self._in_thread(_characters(messages), work)

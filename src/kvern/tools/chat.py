@@ -33,6 +33,29 @@ PROMPT_END = 32
 """Tokens at the end of a prompt that tell whether it stops in the middle of thinking."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class PromptOptions:
+    """Options for the prompt of a conversation.
+
+    thinking_budget         most tokens of thinking; None: no limit
+    variables               further variables of the chat template
+    add_generation_prompt   the prompt ends with the header of a new answer
+    continue_final_message  the answer continues the last message
+    encoding                options of tokenization; None: the template writes the special tokens
+    namespace               conversations of one namespace share cached token ids
+    """
+
+    thinking_budget: int | None = None
+    variables: Mapping[str, Any] | None = None
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    encoding: Encoding | None = None
+    namespace: bytes = b""
+
+
+DEFAULT_PROMPT = PromptOptions()
+
+
 class PlainParser:
     """Reads an answer without calls."""
 
@@ -144,34 +167,25 @@ class Chat:
         messages: Sequence[Mapping[str, Any]],
         params: SamplingParams,
         use: ToolUse = NO_TOOLS,
-        *,
-        thinking_budget: int | None = None,
-        variables: Mapping[str, Any] | None = None,
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
-        encoding: Encoding | None = None,
-        namespace: bytes = b"",
+        options: PromptOptions = DEFAULT_PROMPT,
     ) -> ChatRequest:
         """The prompt, and sampling parameters that enforce the requested form of the answer.
 
-        `variables` are given to the template. With `continue_final_message` the answer continues the last message.
-        Conversations of one `namespace` share cached token ids. Raises InvalidRequest or InvalidParameter.
+        Raises InvalidRequest or InvalidParameter.
         """
         if self._refusal is not None:
             raise InvalidRequest(self._refusal)
         definitions = list(use.definitions) or None
-        text, said = self.written(
-            messages, definitions, variables, add_generation_prompt, continue_final_message, thinking_budget
-        )
-        if encoding is None:  # the template writes the special tokens itself
-            prompt = self._encoder.encode(text, definitions is not None, namespace, self._max_model_len)
+        text, said = self.written(messages, definitions, options)
+        if options.encoding is None:  # the template writes the special tokens itself
+            prompt = self._encoder.encode(text, definitions is not None, options.namespace, self._max_model_len)
         else:
-            prompt = encoding.encode(self._tokenizer, text, self._max_model_len, params.max_tokens)
-        thought = self._thought(prompt, said, thinking_budget, definitions is not None)
-        thought, lacks = self._held_to(thought, variables or {}, definitions is not None)
+            prompt = options.encoding.encode(self._tokenizer, text, self._max_model_len, params.max_tokens)
+        thought = self._thought(prompt, said, options.thinking_budget, definitions is not None)
+        thought, lacks = self._held_to(thought, options.variables or {}, definitions is not None)
         lacks += tuple(self._tokenizer.lost_in_template(messages, definitions is not None))
         in_turns = thought is not None and thought.form.in_turns
-        addressed = add_generation_prompt and isinstance(self._formats(definitions is not None)[0], Recipients)
+        addressed = options.add_generation_prompt and isinstance(self._formats(definitions is not None)[0], Recipients)
         form = self._format(use) if use.choice != "none" or in_turns or addressed else None
         if form is None and thought is None:
             return ChatRequest(prompt, params, self._tokenizer, lacks=lacks)
@@ -192,26 +206,23 @@ class Chat:
         self,
         messages: Sequence[Mapping[str, Any]],
         definitions: Sequence[Mapping[str, Any]] | None,
-        variables: Mapping[str, Any] | None,
-        add_generation_prompt: bool,
-        continue_final_message: bool,
-        thinking_budget: int | None = None,
+        options: PromptOptions,
     ) -> tuple[str, str]:
         """The prompt as text, and the part of the answer's message that it already contains. Raises InvalidRequest."""
         thinking = self._thinking(definitions is not None)
         if thinking is not None and thinking.in_turns:
             messages = joined_thinking(messages)
-        variables = self._switched(messages, definitions, variables or {}, thinking_budget)
-        if not continue_final_message:
-            text = self._tokenizer.chat_prompt(messages, definitions, add_generation_prompt, **variables)
+        variables = self._switched(messages, definitions, options.variables or {}, options.thinking_budget)
+        if not options.continue_final_message:
+            text = self._tokenizer.chat_prompt(messages, definitions, options.add_generation_prompt, **variables)
             return text, ""
-        if add_generation_prompt:
+        if options.add_generation_prompt:
             raise InvalidRequest(
                 "add_generation_prompt and continue_final_message are both set: a new message begins, or the last "
                 "one goes on; set one of them"
             )
         marked, said, mark = _marked(messages)
-        text = self._tokenizer.chat_prompt(marked, definitions, add_generation_prompt, **variables)
+        text = self._tokenizer.chat_prompt(marked, definitions, False, **variables)
         return _up_to(text, mark), said
 
     def _switched(

@@ -277,8 +277,10 @@ def written_tools(
     gaps: Gaps,
     write: GrammarPieces,
 ) -> str:
-    """A grammar's expression for one of the tools with its arguments; `head` writes a name in its tag, `opening` that
-    of a parameter and its type."""
+    """A grammar's expression for a call of one of the tools.
+
+    `head` writes the tag with a tool's name, `opening` the tag with a parameter's name and type.
+    """
     one = []
     for name, schema in tools.items():
         parameters = _written_parameters(schema, opening, marks, gaps, write)

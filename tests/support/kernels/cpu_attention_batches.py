@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kvern.attention.eight_bit import LARGEST_CODE, store_tokens
-from kvern.cpu.attention import CachedLayer, Step
+from kvern.cpu.attention import AttentionForm, CachedLayer, Step
 
 SEED = itertools.count()
 MIXED = [(0, 70), (299, 1), (41, 3), (0, 1), (130, 33), (767, 1)]
@@ -61,7 +61,7 @@ class Batch:
     def layer(self) -> CachedLayer:
         case = self.case
         kind = case.heads, case.scale, case.window, case.softcap, case.value_dim
-        return CachedLayer(self.cache, self.scales, case.dtype, *kind, sinks=case.logits())
+        return CachedLayer(self.cache, self.scales, case.dtype, AttentionForm(*kind), case.logits())
 
     def reference(self) -> Tensor:
         case, parts = self.case, []
