@@ -15,7 +15,7 @@ DEFAULT_ADAPTERS = 8
 LARGEST_RANK = 128
 LONGEST_SECONDS = 10_000_000
 LONGEST_SILENCE = 60.0
-"""Seconds that an engine may take for what it did not do before, if `engine_timeout` says nothing."""
+"""The seconds without a sign of life for work that an engine does for the first time, by default."""
 
 
 @dataclass(frozen=True)
@@ -27,139 +27,142 @@ class EngineConfig:
     revision: str | None = None
     """Branch, tag or commit of the Hugging Face repository."""
     download_dir: str | None = None
-    """Folder for what is downloaded from the Hugging Face hub. None: the hub's own cache, HF_HUB_CACHE."""
+    """Folder for downloads from the Hugging Face hub. None: the hub's own cache, HF_HUB_CACHE."""
     tokenizer: str | None = None
-    """Whose tokenizer and chat template to use: a folder, Hugging Face id, or embedded model. None: the model's."""
+    """Tokenizer and chat template to use: a folder, Hugging Face id, or embedded model. None: the model's."""
     chat_template: str | None = None
-    """Jinja template in the place of the model's: a file, or the template itself."""
+    """Jinja template that replaces the model's: a file, or the template itself."""
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict, hash=False)
-    """JSON object of names that the template sees, such as {"enable_thinking": false}; requests' own go before them."""
+    """JSON object of variables for the template, such as {"enable_thinking": false}; those of requests take
+    precedence."""
     hf_overrides: Mapping[str, Any] = field(default_factory=dict, hash=False)
-    """JSON object whose values go before those of the model's config.json. Changed models are kept below cache_dir."""
+    """JSON object whose values replace those of the model's config.json. Changed models are stored below cache_dir."""
     generation_config: str = "auto"
-    """Where defaults of sampling come from: auto takes the model's, none no file's; else a folder with the file."""
+    """Source of sampling defaults: auto takes the model's file, none takes no file, else a folder with the file."""
     override_generation_config: Mapping[str, Any] = field(default_factory=dict, hash=False)
-    """JSON object whose values go before those: temperature, top_k, top_p, min_p, repetition_penalty, do_sample,
+    """JSON object whose values replace those defaults: temperature, top_k, top_p, min_p, repetition_penalty, do_sample,
     eos_token_id."""
     dtype: Literal["auto", "bfloat16", "bf16", "float16", "fp16", "half", "float32", "fp32"] = "auto"
     """Number format of weights and activations; auto takes the checkpoint's."""
     load_format: Literal["auto", "dummy"] = "auto"
     """auto reads the safetensors files; dummy makes random weights from config.json, for benchmarks."""
     model_implementation: Literal["auto", "kvern", "transformers"] = "auto"
-    """Whose code computes the model: kvern's, or, on a CPU, that of transformers, an extra, which is slower. auto takes
-    kvern's if it knows the model's architecture."""
+    """Code that computes the model: kvern's or, on a CPU, that of transformers, an optional package, which is slower.
+    auto takes kvern's if it knows the model's architecture."""
     quantization: Literal["fp8", "int8", "int4"] | None = None
-    """What plain weights become while they are loaded: fp8 or int8, with a scale for each row, or int4, with one for 32
-    inputs. None: what they are; weights that are stored quantized are recognised without it."""
+    """Format to which plain weights are quantized while they are loaded: fp8 or int8, with a scale for each row, or
+    int4, with a scale for 32 inputs. None: as they are; weights that are stored quantized are recognized in any
+    case."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where the model runs; auto takes a GPU if there is one."""
+    """Device of the model; auto takes a GPU if there is one."""
     tensor_parallel_size: int = 1
-    """Processes that compute the model together, each with a share of its weights and of its KV cache: one a GPU, or
-    several of a CPU. One that waits for another for half of engine_timeout, or 30 s, gives up: a server then starts
-    anew."""
+    """Processes that compute the model with tensor parallelism, each with a share of its weights and of its KV cache:
+    one for each GPU, or several on a CPU. A rank that waits for another for half of engine_timeout, or 30 s, gives up,
+    and a server restarts the engine."""
     executor: Literal["processes", "ray"] = "processes"
-    """Who starts the processes of engines and of their ranks: processes of this machine, or ray on nodes of the cluster
-    that RAY_ADDRESS names, where each rank has a GPU, or as many processors as threads says."""
+    """Place of the processes of engines and their ranks: processes on this machine, or ray on nodes of the cluster that
+    RAY_ADDRESS names, where each rank gets a GPU, or as many processors as threads says."""
     enable_expert_parallel: bool = False
     """Place whole experts of a mixture on the ranks of tensor_parallel_size, instead of a part of each on all."""
     enable_dp_attention: bool = False
-    """Each rank of tensor_parallel_size computes attention, and all else but experts, whole, for requests of its own,
-    whose KV cache it has: data-parallel attention. Ranks share experts alone, for the rows of all."""
+    """Data-parallel attention: each rank of tensor_parallel_size computes everything but experts for its own requests,
+    and has their KV cache. Ranks share only the experts, which serve the rows of all."""
     redundant_experts: int = 0
-    """Copies of busy experts, of each layer, beside all experts, where enable_expert_parallel places them."""
+    """Copies of busy experts in each layer, in addition to all experts, with enable_expert_parallel."""
     rebalance_experts: str | None = None
-    """Time such as 60s, after which experts that were placed whole change their places between steps, by what each has
-    had to do, and again each time. None: they stay where they are."""
+    """Interval such as 60s after which whole experts are redistributed among ranks by their load, between steps. None:
+    they stay where they are."""
     pipeline_parallel_size: int = 1
-    """Stages that have some of the model's layers each, one behind the other, and compute different steps at a time:
-    tensor_parallel_size processes each."""
+    """Pipeline stages, each with some of the model's layers on tensor_parallel_size processes, which compute different
+    steps at a time."""
     threads: int | None = None
     """CPU threads for the model. None: OMP_NUM_THREADS, else the physical cores of one memory node that the process may
-    use, and no more than its control group gives it the time of."""
+    use, limited by the CPU time of its control group."""
     data_parallel_size: int = 1
-    """Engines with a copy of the model each, behind one server: on a GPU each, or on a share of the processor's cores
-    each. A request goes where most of its prompt is cached, or least waits."""
+    """Engines behind one server, each with a copy of the model: on a GPU each, or on a share of the processor's cores
+    each. A request goes where most of its prompt is cached, or to the engine with the least load."""
     max_model_len: int | None = None
-    """Longest sequence in tokens, prompt and answer. None: the model's own context, as far as the memory reaches."""
+    """Longest sequence in tokens, prompt and answer. None: the model's context, as far as the memory allows."""
     kv_cache: Literal["paged", "contiguous"] = "paged"
     """paged allocates blocks as sequences grow; contiguous reserves max_model_len for each running request."""
     kv_cache_dtype: Literal["auto", "bfloat16", "float16", "float32", "fp8", "int8"] = "auto"
     """Number format of keys and values; auto takes the model's, but float32 for float16 on a CPU. fp8 (e4m3) and int8
-    hold twice as many tokens, by scales that the checkpoint has or that are measured at the start."""
+    store twice as many tokens, with scales that the checkpoint has or that are measured at the start."""
     kv_cache_tokens: int | None = None
-    """Size of the KV cache in tokens. None: from the free memory and the batch that is possible."""
+    """Size of the KV cache in tokens. None: from the free memory and the largest batch."""
     gpu_memory_share: float | None = None
-    """Share of the GPU's whole memory that this process may take, from 0 to 1, such as 0.4 where two servers share a
-    card; without effect on a CPU. None: what is free."""
+    """Share of the GPU's total memory that this process may use, from 0 to 1, such as 0.4 if two servers share a card;
+    no effect on a CPU. None: the free memory."""
     block_size: int = 16
-    """Tokens of one block of the paged cache."""
+    """Tokens in one block of the paged cache."""
     prefix_cache: bool = True
-    """Keep the keys and values of finished requests and reuse them for prompts that begin alike."""
+    """Keep the keys and values of finished requests and reuse them for prompts with the same beginning."""
     windowed_kv_cache: Literal["auto", "on", "off"] = "auto"
-    """Give blocks of layers that see a window of keys back as it passes; auto: where it is possible."""
+    """Free blocks of layers with a sliding window as the window moves on; auto does so where it is possible."""
     batching: Literal["continuous", "static"] = "continuous"
     """continuous lets requests join and leave at every step; static runs a batch until its last request ends."""
     chunked_prefill: bool = True
-    """Split long prompts over several steps, so that other requests go on meanwhile."""
+    """Split long prompts over several steps, so that other requests continue meanwhile."""
     policy: Literal["fcfs", "priority", "sjf", "prefix"] = "fcfs"
-    """Who is admitted first: first come, lowest priority number, shortest job, or longest cached prefix."""
+    """Order of admission: first come, lowest priority number, shortest job, or longest cached prefix."""
     aging_steps: int = 1000
-    """A request that has waited for this many steps goes before all that have not, whatever the policy."""
+    """Steps after which a waiting request goes before all that have waited less, with any policy."""
     max_batch_tokens: int | None = None
-    """Tokens computed in one step at most. None: 1024 on a CPU, 8192 on a GPU."""
+    """Most tokens in one step. None: 1024 on a CPU, 8192 on a GPU."""
     target_itl: str | None = None
-    """Time between the tokens of an answer that prompts beside it may cause, such as 15ms or 0.015s; none: any. Prompts
-    are spread over as many steps as that takes. None: three times what a decode step takes, longer for prompts that
-    have waited; any where nobody waits for single tokens, on a CPU, and with pipeline_parallel_size."""
+    """Time between the tokens of an answer that prompts in the same steps may cause, such as 15ms or 0.015s; none: no
+    limit. Prompts are spread over as many steps as that takes. None: three times a decode step, longer for prompts that
+    have waited; no limit if no client waits for single tokens, on a CPU, and with pipeline_parallel_size."""
     max_batch_requests: int | None = None
-    """Requests that run at the same time at most. None: 256 on a CPU, 512 on a GPU. With enable_dp_attention each rank
-    has so many."""
+    """Most requests that run at the same time. None: 256 on a CPU, 512 on a GPU. With enable_dp_attention the limit is
+    that of each rank."""
     attention_backend: Literal["auto", "triton", "flashinfer", "flash_attn", "torch_sdpa"] = "auto"
-    """Who computes attention on a GPU; auto times those that are installed and remembers which was fastest."""
+    """Implementation of attention on a GPU; auto times those that are installed and remembers the fastest."""
     linear_backend: Literal["auto", "cublas", "triton"] = "auto"
-    """Who multiplies on a GPU; auto times both for each shape and batch size and remembers which was faster."""
+    """Implementation of matrix products on a GPU; auto times both for each shape and batch size and remembers the
+    faster."""
     triton_kernels: bool = True
-    """Use kvern's own kernels on a GPU; without them PyTorch does everything, slowly."""
+    """Use kvern's own kernels on a GPU; without them PyTorch computes everything, slowly."""
     cpu_kernels: bool = True
-    """Use kvern's own kernels on a CPU. A C++ compiler builds them in the background of the first start; PyTorch does
-    everything until then, and without them."""
+    """Use kvern's own kernels on a CPU. A C++ compiler builds them in the background of the first start; PyTorch
+    computes until then, and without them."""
     cuda_graphs: bool = True
-    """Launch a whole decode step at once on a GPU."""
+    """Launch each decode step on a GPU as one CUDA graph."""
     shared_prefix_attention: bool = True
-    """Read the blocks that decoding requests begin with in common once for all of them, on a GPU."""
+    """Read blocks that decoding requests share at their beginning once for all of them, on a GPU."""
     proposer: str | None = None
-    """Who guesses at tokens that one step then verifies: ngram looks for where the text reads the same, suffix also
-    where other answers do, remote asks the server at draft_url; or an entry point of an installed package. None:
-    nobody."""
+    """Source of drafts, which one step verifies: ngram searches the text for the same tokens, suffix also other
+    answers, remote asks the server at draft_url; or an entry point of an installed package. None: no drafts."""
     draft_url: str | None = None
-    """Another server of OpenAI's API, with a smaller model: who proposer remote asks."""
+    """URL of another server of OpenAI's API, with a smaller model, for proposer remote."""
     draft_as_text: bool = False
-    """The model at draft_url has other tokens: it is asked by text and answers with text, without a temperature."""
+    """Exchange text with the server at draft_url, because its model has other tokens; drafts then ignore the
+    temperature."""
     draft_model: str | None = None
-    """A smaller model with the same vocabulary that guesses at tokens, or a draft head: a folder, Hugging Face id, or
-    embedded model; mtp: the layer of the model's own checkpoint. None: the one that was made for an embedded model, or
-    nobody."""
+    """Draft model with the same vocabulary, or a draft head: a folder, Hugging Face id, or embedded model; mtp: the
+    layer in the model's own checkpoint. None: the one made for an embedded model, else none."""
     draft_quantization: Literal["fp8", "int8", "int4"] | None = None
-    """What plain weights of draft_model become while they are loaded, whatever the model's are, as by quantization."""
+    """Format to which plain weights of draft_model are quantized, independent of quantization."""
     speculation: Literal["auto", "off"] = "auto"
-    """auto guesses as many tokens as are worth their time, where somebody guesses; off guesses none."""
+    """auto verifies as many drafts as save time, if there is a source of drafts; off uses none."""
     acceptance: Literal["coupled", "rejection"] = "coupled"
-    """coupled accepts drafts that are drawn in their places, so that they change no token; rejection (Leviathan et al.
-    2023) more of a draft model's or head's, and tokens then depend on drafts, though their probabilities do not."""
+    """coupled accepts drafts that equal the sampled tokens, so that they change no token; rejection (Leviathan et al.
+    2023) accepts more of a draft model's or head's, and tokens then depend on drafts, though their distribution does
+    not."""
     kv_tier: str | None = None
-    """Who keeps blocks that leave the KV cache: an entry point of an installed package. None: nobody."""
+    """Tier for blocks that leave the KV cache: an entry point of an installed package. None: no tier."""
     grammar_backend: Literal["llguidance", "xgrammar"] = "llguidance"
-    """Who follows the grammars of structured answers; xgrammar is an extra and does fewer forms."""
+    """Library for the grammars of structured answers; xgrammar is an optional package with fewer forms."""
     logits_processors: tuple[str, ...] = ()
     """Custom logits processors that requests may use: entry points of installed packages, applied in this order."""
     overlap: bool = True
-    """Prepare the next step while a GPU computes the present one."""
+    """Prepare the next step while a GPU computes the current one."""
     deterministic: bool = False
-    """Make a request's logits the same to the last bit whatever shares its batch. It costs speed on a GPU; on a CPU it
-    takes kvern's kernels, which it waits for, and no adapters."""
+    """Make a request's logits bit for bit the same in any batch. It costs speed on a GPU; on a CPU it requires kvern's
+    kernels, whose build it waits for, and no adapters."""
     cache_dir: str | None = None
-    """Folder for built kernels, measurements of this GPU, and models with changed files. None: kvern's among the user's
-    caches."""
+    """Folder for built kernels, measurements of this GPU, and models with changed files. None: kvern's folder in the
+    user's cache folder."""
     tool_parser: Literal[
         "auto",
         "none",
@@ -194,7 +197,7 @@ class EngineConfig:
         "tool_calls",
         "json",
     ] = "auto"
-    """How the model writes calls of tools; auto reads it off the chat template, none leaves them in the text."""
+    """Format of tool calls in the model's text; auto finds it in the chat template, none leaves calls in the text."""
     reasoning_parser: Literal[
         "auto",
         "none",
@@ -211,22 +214,23 @@ class EngineConfig:
         "apriel",
         "harmony",
     ] = "auto"
-    """How the model marks its thinking; auto reads it off the chat template, none leaves it in the text."""
+    """Format of reasoning in the model's text; auto finds it in the chat template, none leaves it in the text."""
     adapters: Mapping[str, str] = field(default_factory=dict, hash=False)
-    """LoRA adapters by name, folders in PEFT's format: --adapter NAME=FOLDER, as often as there are adapters."""
+    """LoRA adapters in PEFT's format by name: --adapter NAME=FOLDER, once for each adapter."""
     max_adapters: int | None = None
-    """Adapters on the device at the same time; others wait in host memory. None: 8 if there are adapters, else 0."""
+    """Most adapters on the device at the same time; others wait in host memory. None: 8 if there are adapters, else
+    0."""
     max_adapter_rank: int = 64
-    """Highest rank of an adapter, 128 at most; a GPU sets memory aside for it."""
+    """Highest rank of an adapter, 128 at most; a GPU reserves memory for it."""
     expert_counts: bool = False
-    """Tell in /metrics how many tokens each expert of each layer has had; some models have thousands of experts."""
+    """Count the tokens of each expert of each layer in /metrics; some models have thousands of experts."""
     seed: int = 0
-    """Requests without a seed of their own draw theirs from this one."""
+    """Seed from which requests without a seed of their own derive theirs."""
     served_model_name: tuple[str, ...] = ()
-    """Names of the model in the API of a server. None: the name it was started with."""
+    """Names of the model in a server's API. None: the name that it was started with."""
     engine_timeout: float | None = None
-    """Seconds without a sign of life after which a server replaces the engine; a step takes less. None: 10, or what
-    slow steps take, and a minute for what was not computed before."""
+    """Seconds without a sign of life after which a server replaces the engine. None: 10, or more if steps are slow, and
+    a minute for work that was not done before."""
 
     def __post_init__(self) -> None:
         sizes = "max_model_len", "kv_cache_tokens", "block_size", "max_batch_requests"
@@ -282,7 +286,7 @@ class EngineConfig:
                 raise ConfigError(f"{name} is {getattr(self, name)!r}: it must be one of {choices}")
 
     def _check_experts(self) -> None:
-        """Raise ConfigError for ways to share experts that do not go together."""
+        """Raises ConfigError for options of experts that exclude each other."""
         if self.redundant_experts < 0 or (self.redundant_experts and not self.enable_expert_parallel):
             raise ConfigError(
                 f"redundant_experts is {self.redundant_experts}: it must be 0, or more with enable_expert_parallel"
@@ -306,67 +310,67 @@ class EngineConfig:
 
     @property
     def target_itl_seconds(self) -> float | None:
-        """The option in seconds; 0: there is no limit. None: it is not given."""
+        """`target_itl` in seconds; 0 is no limit, None if the option is not given."""
         return None if self.target_itl is None else read_seconds("target_itl", self.target_itl)
 
     @property
     def rebalance_seconds(self) -> float:
-        """The option rebalance_experts in seconds; 0: experts stay where they are."""
+        """`rebalance_experts` in seconds; 0 if experts stay where they are."""
         return read_seconds("rebalance_experts", self.rebalance_experts or "none")
 
     @property
     def has_drafts(self) -> bool:
-        """Whether an option has somebody guess tokens."""
+        """True if an option selects a source of drafts."""
         return self.speculation != "off" and (self.proposer is not None or self.draft_model is not None)
 
     @property
     def ranks(self) -> int:
-        """Processes that compute the model together: stage by stage, those of one stage behind one another."""
+        """The number of processes that compute the model, ordered by pipeline stage."""
         return self.pipeline_parallel_size * self.tensor_parallel_size
 
     @property
     def homes(self) -> int:
-        """Ranks that have requests of their own, with rows and a KV cache for them; otherwise there is one for all."""
+        """The number of ranks that have their own requests and KV cache."""
         return self.ranks if self.enable_dp_attention else 1
 
     @property
     def first_rank(self) -> int:
-        """The rank that an engine's own process is: the first of the last stage, where tokens are sampled."""
+        """The rank in the engine's own process: the first of the last stage, where tokens are sampled."""
         return self.ranks - self.tensor_parallel_size
 
     @property
     def rank_timeout(self) -> float:
-        """Seconds for which one of several ranks waits for another, before the engine is given up for silent."""
+        """The seconds that a rank waits for another before the engine counts as dead."""
         return self.longest_silence / 2
 
     @property
     def longest_silence(self) -> float:
-        """Seconds for which an engine may give no sign of life, whatever it does."""
+        """The longest time without a sign of life from an engine, whatever it does."""
         return LONGEST_SILENCE if self.engine_timeout is None else self.engine_timeout
 
     @property
     def model_names(self) -> tuple[str, ...]:
-        """By which a server's clients ask for the model; at least one."""
+        """The model's names for a server's clients; at least one."""
         return self.served_model_name or (self.model or DEFAULT_MODEL,)
 
     @property
     def cache_folder(self) -> Path:
-        """Where builds, measurements and changed model folders are kept: the option, or kvern's among the caches."""
+        """The folder for builds, measurements and changed models."""
         if self.cache_dir is not None:
             return Path(self.cache_dir).expanduser()
         return cache_home()
 
     @property
     def adapter_places(self) -> int:
-        """Adapters on the device at the same time; 0: there can be none."""
+        """The most adapters on the device at the same time; 0 if there can be none."""
         if self.max_adapters is not None:
             return self.max_adapters
         return DEFAULT_ADAPTERS if self.adapters else 0
 
 
 def read_seconds(name: str, text: str) -> float:
-    """A time such as 15ms or 0.015s, in seconds; 0 and none are 0. Raises ConfigError."""
-    text = str(text)  # Python code and files of options also give numbers, which have no unit
+    """Returns a time such as 15ms or 0.015s in seconds; 0 and none are 0. Raises ConfigError."""
+    text = str(text)  # Python code and option files may give numbers, which have no unit
     number = 0.0 if text in ("none", "0") else -1.0
     for unit, factor in (("ms", 0.001), ("s", 1.0)):
         if number < 0 and text.endswith(unit):
@@ -378,7 +382,7 @@ def read_seconds(name: str, text: str) -> float:
 
 
 def choices_of(kind: Any) -> tuple[str | None, ...]:
-    """The values of an option that has a few, None among them where it may be left out; empty for other options."""
+    """Returns the values of an option with a fixed choice, None if it is optional; empty for other options."""
     if typing.get_origin(kind) is Literal:
         return typing.get_args(kind)
     kinds = typing.get_args(kind)

@@ -1,4 +1,4 @@
-"""The texts under the fields of a class: what `--help WORD` and the API's description say of them."""
+"""The texts below the fields of a class, for `--help WORD` and for the API's description."""
 
 import ast
 import functools
@@ -8,7 +8,7 @@ import textwrap
 
 @functools.cache
 def field_documents(kind: type) -> dict[str, str]:
-    """By field, the string that stands under it in the class's source; "" if none does."""
+    """Returns the docstring below each field in the class's source; "" if there is none."""
     [tree] = ast.parse(textwrap.dedent(inspect.getsource(kind))).body
     assert isinstance(tree, ast.ClassDef)
     documents: dict[str, str] = {}

@@ -1,25 +1,25 @@
-"""Everything that a user of kvern can cause to go wrong, as one tree of exceptions.
+"""The exceptions for everything that a user of kvern can cause, as one tree.
 
-    KvernError
-    |-- ConfigError        an engine option, environment variable or configuration file is wrong
-    |-- ModelNotFound      no such folder, no such repository, or the hub cannot be reached
-    |-- UnsupportedModel   the architecture is unknown, or uses something that no family describes
-    |-- CorruptCheckpoint  a weight file is truncated, or its tensors do not fit the model
-    |-- InvalidAdapter     the files of an adapter are not those of one that this model can use
-    |-- InvalidParameter   a sampling parameter is out of range
-    |-- InvalidRequest     the prompt is empty, too long, or holds token ids that do not exist
-    |   `-- PromptTooLong      it has more tokens than the model's context
-    |-- BatchFileError     an input or output file of a batch job cannot be used
-    |-- DeadlineExceeded   a request did not end within the time that it was given
-    |-- ServerBusy         what is asked has to wait for too long, because of others
-    |-- HttpError          an API of the server answers with an error (kvern.api.errors)
-    |-- RequestFailed      a request could not go on: its grammar became too expensive, its step failed
-    `-- EngineDied         the process that computes has ended
-        |-- EngineClosed       because it was told to
-        `-- EngineUnavailable  again and again, for no reason that is known: come back later
+  KvernError
+  |-- ConfigError        an engine option, environment variable or configuration file is wrong
+  |-- ModelNotFound      no such folder, no such repository, or the hub cannot be reached
+  |-- UnsupportedModel   the architecture is unknown, or uses something that no family describes
+  |-- CorruptCheckpoint  a weight file is truncated, or its tensors do not fit the model
+  |-- InvalidAdapter     the files of an adapter do not fit this model
+  |-- InvalidParameter   a sampling parameter is out of range
+  |-- InvalidRequest     the prompt is empty, too long, or holds token ids that do not exist
+  |   `-- PromptTooLong      it has more tokens than the model's context
+  |-- BatchFileError     an input or output file of a batch job cannot be used
+  |-- DeadlineExceeded   a request did not end within its timeout
+  |-- ServerBusy         the request would have to wait too long for others
+  |-- HttpError          an API of the server answers with an error (kvern.api.errors)
+  |-- RequestFailed      a request could not go on: its grammar became too expensive, its step failed
+  `-- EngineDied         the engine's process has ended
+      |-- EngineClosed       because it was told to
+      `-- EngineUnavailable  repeatedly, for an unknown reason: try again later
 
 A message is one line: what was wrong, its value, the limit, and what to do. The command line prints it and exits with
-code 2; nothing else about a bad input is ever shown.
+code 2; a bad input never shows anything else.
 """
 
 import reprlib
@@ -28,18 +28,18 @@ from typing import Any
 
 
 def in_a_line(error: BaseException) -> str:
-    """What an error of any kind says, and its type, without line breaks and of bounded length."""
+    """Returns the type and message of any error, without line breaks and of bounded length."""
     return f"{type(error).__name__}: {' '.join(str(error).split())[:500]}"
 
 
 def half_pair(error: UnicodeEncodeError) -> str:
-    """What text that UTF-8 has no bytes for holds, as the end of a message."""
+    """Returns the end of a message about text that has no UTF-8 encoding."""
     character = error.object[error.start]
     return f"{character!r}, half of a surrogate pair, which is no character: leave it out, or decode its text as UTF-16"
 
 
 class KvernError(Exception):
-    """The root: catch this to catch everything that kvern reports about its inputs."""
+    """The base class of all errors that kvern reports about its inputs."""
 
 
 class ConfigError(KvernError):
@@ -47,7 +47,7 @@ class ConfigError(KvernError):
 
 
 class ModelNotFound(KvernError):
-    """The model is neither a folder nor something the hub delivers."""
+    """The model is neither a folder nor on the hub."""
 
 
 class UnsupportedModel(KvernError):
@@ -59,7 +59,7 @@ class CorruptCheckpoint(KvernError):
 
 
 class InvalidAdapter(KvernError):
-    """An adapter's files are missing or unreadable, do not fit the model, or ask for what kvern does not do."""
+    """An adapter's files are missing, unreadable, unsupported, or do not fit the model."""
 
 
 class InvalidParameter(KvernError, ValueError):
@@ -71,7 +71,7 @@ class InvalidRequest(KvernError, ValueError):
 
 
 class PromptTooLong(InvalidRequest):
-    """A prompt has `tokens`, and may have `most`."""
+    """A prompt has `tokens` tokens, and may have `most`."""
 
     def __init__(self, message: str, tokens: int, most: int) -> None:
         super().__init__(message)
@@ -87,9 +87,9 @@ class DeadlineExceeded(KvernError):
 
 
 class RequestFailed(KvernError):
-    """A request ended in the middle of its answer, through what it asked for; others go on.
+    """A request failed during its answer because of what it asked for; other requests continue.
 
-    `outputs`: the RequestOutputs of the call, those of the others, too; the ones that failed have a `failure`.
+    `outputs`: the RequestOutputs of the call, of all its requests; the failed ones have a `failure`.
     """
 
     def __init__(self, message: str, outputs: Sequence[Any] = ()) -> None:
@@ -98,23 +98,23 @@ class RequestFailed(KvernError):
 
 
 class ServerBusy(KvernError):
-    """There is too much of one kind to do: the same request may be served in `seconds`."""
+    """There is too much work of one kind; the same request may succeed after `seconds`."""
 
     seconds = 5.0
 
 
 class EngineDied(KvernError):
-    """The engine's process has ended; what ran there is lost."""
+    """The engine's process has ended; its running requests are lost."""
 
 
 class EngineClosed(EngineDied):
-    """The engine was told to end: what it has not done is for another one."""
+    """The engine was told to end; another engine can take its requests."""
 
 
 class EngineUnavailable(EngineDied):
-    """Engines do not stay alive, or do not start, and no request is to blame; they are tried again and again.
+    """Engines die or do not start, through no fault of a request; the server keeps trying.
 
-    `seconds`: when it is worth asking again.
+    `seconds`: the time after which to try again.
     """
 
     def __init__(self, message: str, seconds: float) -> None:
@@ -123,7 +123,7 @@ class EngineUnavailable(EngineDied):
 
 
 class _Shown(reprlib.Repr):
-    """Looks at the first few things only: a list of a million costs as much as one of ten."""
+    """A repr that reads only the first items: a list of a million costs as much as one of ten."""
 
     maxlist = maxtuple = maxset = maxdict = 8
     maxlevel = 4
@@ -143,5 +143,5 @@ _shown = _Shown()
 
 
 def shown(value: object) -> str:
-    """A value in a message: the beginning of its representation, of whatever size or depth it is."""
+    """Returns the beginning of a value's representation for a message; cheap for values of any size and depth."""
     return _shown.repr(value)[:SHOWN_CHARACTERS]

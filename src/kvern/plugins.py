@@ -1,4 +1,4 @@
-"""Parts that are found by name: kvern's own, those that a decorator registers, and entry points of other packages."""
+"""Registries of parts by name: kvern's own, those that a decorator registers, and entry points of other packages."""
 
 from collections.abc import Callable, Mapping
 from importlib import import_module
@@ -13,8 +13,8 @@ Part = TypeVar("Part")
 class Plugins(Generic[Part]):
     """The parts of one kind, `what`, by name.
 
-    `own` gives kvern's parts as `module:object`, `group` the entry points' group of other packages. A module is
-    imported when one of its parts is asked for.
+    `own` has kvern's parts as `module:object`; `group` is the group of other packages' entry points. A module is
+    imported when one of its parts is used.
     """
 
     def __init__(self, what: str, group: str, own: Mapping[str, str] | None = None) -> None:
@@ -24,7 +24,7 @@ class Plugins(Generic[Part]):
         self._registered: dict[str, Part] = {}
 
     def register(self, name: str) -> Callable[[Part], Part]:
-        """Register the decorated object under a name. Raises ConfigError if another holds it."""
+        """Registers the decorated object under a name. Raises ConfigError if another object has it."""
 
         def register(part: Part) -> Part:
             holder = self._own[name].partition(":")[0] if name in self._own else None
@@ -42,7 +42,7 @@ class Plugins(Generic[Part]):
         return sorted({*self._own, *self._registered, *(entry.name for entry in entry_points(group=self.group))})
 
     def get(self, name: str) -> Part | None:
-        """The part of this name, or None."""
+        """Returns the part of this name, or None."""
         if name in self._registered:
             return self._registered[name]
         if name in self._own:
@@ -54,10 +54,10 @@ class Plugins(Generic[Part]):
         return self._registered.get(name)
 
     def find(self, name: str) -> Part:
-        """The part of this name. Raises ConfigError if there is none, or its package cannot be imported."""
+        """Returns the part of this name. Raises ConfigError if there is none, or its package cannot be imported."""
         try:
             part = self.get(name)
-        except Exception as error:  # whatever a module raises when it is imported
+        except Exception as error:  # a module may raise anything when it is imported
             raise ConfigError(f"{self.what} {name!r} cannot be loaded: {type(error).__name__}: {error}") from error
         if part is None:
             raise ConfigError(

@@ -1,9 +1,9 @@
 """kvern as an application of Ray Serve: `serve run kvern.ray_serve:application model=Qwen/Qwen3-8B device=cuda`.
 
-    client -> Serve's proxy -> SessionRouter -> ModelReplica on some node: kvern's HTTP application -> its engines
+  client -> Serve's proxy -> SessionRouter -> ModelReplica on some node: kvern's HTTP application -> its engines
 
-Each replica is a whole server, with an engine process of its own or several. Serve starts and ends replicas by the
-number of requests that they have, and replaces those that are lost with their nodes.
+Each replica is a whole server with one or several engine processes. Serve starts and ends replicas by the number of
+their requests, and replaces those that are lost with their nodes.
 """
 
 import contextlib
@@ -31,31 +31,31 @@ from kvern.server.keys import read_keys
 from kvern.serving.client import EngineClient
 
 NAME = "kvern"
-"""Of the deployment, in Serve's configuration files and figures."""
+"""The name of the deployment in Serve's configuration files and metrics."""
 USUAL_BATCH = {"cpu": 256, "cuda": 512}
-"""Requests that an engine runs at the same time, if max_batch_requests does not say it."""
+"""The default of max_batch_requests."""
 BUSY_SHARE = 0.75
-"""Of its running places a replica has taken on average when another is started, which takes a while."""
+"""The mean load of replicas, as a share of their running requests, above which another is started."""
 OF_SERVE = ("host", "port", "uds", "root_path", "tls_cert", "tls_key", "request_timeout", "grace_seconds")
-"""Options of a server that are Serve's own here."""
+"""Options of a server that Serve determines here."""
 
 
 @dataclasses.dataclass(frozen=True)
 class ReplicaOptions:
-    """What Serve is told of replicas, under these names among the application's options."""
+    """Options of Serve about replicas, under these names among the application's options."""
 
     min_replicas: int = 1
-    """There are at least so many."""
+    """Least number of replicas."""
     max_replicas: int = 1
-    """There are at most so many."""
+    """Most replicas."""
 
 
 def application(options: dict[str, Any]) -> serve.Application:
-    """An application for Ray Serve with these options: those of kvern serve, and `ReplicaOptions`, by their names.
+    """Returns an application for Ray Serve with these options: those of kvern serve, and `ReplicaOptions`, by their
+    names.
 
-    Values are texts, as `serve run` gives them, or values of YAML. What it says about replicas are defaults, which the
-    deployment `kvern` of a configuration file can say otherwise. Raises ConfigError, and what Serve says of numbers of
-    replicas.
+    Values are texts, as from `serve run`, or values of YAML. Options about replicas are defaults, which the deployment
+    `kvern` of a configuration file can change. Raises ConfigError, and Serve's errors about numbers of replicas.
     """
     engine, server, replicas = read_options(options)
     batch = engine.data_parallel_size * (engine.max_batch_requests or USUAL_BATCH[engine.device])
@@ -77,7 +77,7 @@ def application(options: dict[str, Any]) -> serve.Application:
 
 
 def read_options(options: Mapping[str, Any]) -> tuple[EngineConfig, ServerConfig, ReplicaOptions]:
-    """The options by what they are of. Raises ConfigError."""
+    """Returns the options of each class. Raises ConfigError."""
     kinds = EngineConfig, ServerConfig, ReplicaOptions
     types = {name: kind for owner in kinds for name, kind in typing.get_type_hints(owner).items()}
     values = {}
@@ -98,20 +98,20 @@ def read_options(options: Mapping[str, Any]) -> tuple[EngineConfig, ServerConfig
 
 
 class SessionRouter(ConsistentHashRouter):
-    """Sends all requests with the same header x-session-id to one replica, where their beginnings are cached, while it
-    has room for them; others to the less busy of two."""
+    """A router that sends requests with the same header x-session-id to one replica, which has their prefixes cached,
+    while it has room; others go to the less busy of two random replicas."""
 
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
-        """Those to ask, the first list first, and of a list the one with the fewest requests."""
+        """Returns lists of replicas to try in order; of each list, the one with the fewest requests is taken."""
         if pending_request is None or pending_request.metadata.session_id:
             return await super().choose_replicas(candidate_replicas, pending_request)
         return [random.sample(candidate_replicas, min(2, len(candidate_replicas)))]
 
 
 class ModelReplica:
-    """A server in a process of Serve's, with its engines' processes on the same node."""
+    """A server in a process of Serve, with the processes of its engines on the same node."""
 
     def __init__(self, engine: dict[str, Any], server: dict[str, Any]) -> None:
         config = ServerConfig(**server)
@@ -122,18 +122,18 @@ class ModelReplica:
         self._config, self._keys = config, read_keys(config)
 
     async def __serve_build_asgi_app__(self) -> ASGIApp:
-        """Load the model. Raises ConfigError."""
+        """Loads the model. Raises ConfigError."""
         await self._running.enter_async_context(self._client)
         self._server = Server([self._client], self._config, self._keys, self._figures_of_all)
         self._running.push_async_callback(self._server.stop)
         return self._server.app()
 
     def check_health(self) -> None:
-        """Raises EngineUnavailable if engines do not stay alive here; another process is tried in this one's place."""
+        """Raises EngineUnavailable if engines do not stay alive here; Serve then replaces this process."""
         self._client.replicas.check_alive()
 
     def figures(self) -> tuple[str, bytes]:
-        """Of this replica: its name, and its metrics in Prometheus's text format."""
+        """Returns this replica's name and its metrics in Prometheus's text format."""
         return serve.get_replica_context().replica_id.unique_id, self._server.figures()
 
     async def _figures_of_all(self) -> bytes:

@@ -1,4 +1,4 @@
-"""The machine around kvern: files, sockets, JSON, the terminal, compiled modules, and nodes of a Ray cluster.
+"""Access to the machine: files, sockets, JSON, the terminal, compiled modules, and nodes of a Ray cluster.
 
-Everything may import this package; it imports `kvern.errors` alone.
+Every package may import this one; it imports only `kvern.errors`.
 """

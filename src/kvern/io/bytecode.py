@@ -1,7 +1,7 @@
-"""Python's compiled modules, kept in kvern's cache folder where they are not kept beside their sources.
+"""Python's compiled modules, stored in kvern's cache folder if they cannot be stored next to their sources.
 
-Compiling the thousand modules that PyTorch imports takes seconds of every start. Python keeps what it compiled, unless
-packages are where this user may not write, or PYTHONDONTWRITEBYTECODE is set: images of containers often have both.
+Compiling the thousand modules that PyTorch imports takes seconds at every start. Python stores compiled modules unless
+the packages' folder is not writable or PYTHONDONTWRITEBYTECODE is set; container images often have both.
 """
 
 import importlib.util
@@ -10,18 +10,18 @@ import sys
 from pathlib import Path
 
 RARELY_IMPORTED = r"/(_dynamo|_inductor|_numpy|distributed/\w+|onnx|testing)/"
-"""Parts of PyTorch: whoever imports one compiles it."""
+"""Parts of PyTorch that are compiled when they are first imported."""
 
 
 def cache_home() -> Path:
-    """The folder of kvern among the caches."""
+    """Returns kvern's folder in the user's cache folder."""
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "kvern"
 
 
 def bytecode_environment() -> dict[str, str]:
-    """What tells a Python that is started to keep compiled modules in the cache folder; nothing where it need not.
+    """Returns variables that let a Python process store compiled modules in the cache folder; empty if it need not.
 
-    A PYTHONPYCACHEPREFIX is left as it is, and nothing is kept if the cache folder cannot be written to.
+    A PYTHONPYCACHEPREFIX is respected, and nothing is stored if the cache folder is not writable.
     """
     torch = None if sys.pycache_prefix else importlib.util.find_spec("torch")
     if torch is None or torch.origin is None or torch.cached is None or Path(torch.cached).exists():
@@ -39,7 +39,7 @@ def bytecode_environment() -> dict[str, str]:
 
 
 def keep_bytecode() -> None:
-    """Let this process, which is ours, and those that it starts, keep what they compile from here on."""
+    """Lets this process and those that it starts store what they compile from now on."""
     if environment := bytecode_environment():
         os.environ.update(environment)
         sys.pycache_prefix, sys.dont_write_bytecode = environment["PYTHONPYCACHEPREFIX"], False
@@ -47,7 +47,7 @@ def keep_bytecode() -> None:
 
 
 def _compile_torch(prefix: Path) -> None:
-    """Have all cores compile PyTorch's modules, if nobody began to: who imports it meanwhile finds most of them."""
+    """Starts compiling PyTorch's modules on all cores, unless that was started before; this process does not wait."""
     torch = importlib.util.find_spec("torch")
     assert torch is not None and torch.origin is not None
     sources = Path(torch.origin).parent

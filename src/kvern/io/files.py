@@ -1,6 +1,6 @@
-"""Opens files that others wrote: regular ones alone, of a bounded size, without waiting for the far end of a pipe.
+"""Files that others wrote are opened here: regular files only, with a size limit, without blocking on pipes.
 
-What is wrong is raised as OSError or ValueError, whose one line `reason` returns and which callers put behind the name.
+Errors are OSError or ValueError, whose one line `reason` returns for messages.
 """
 
 import hashlib
@@ -14,11 +14,11 @@ from kvern.errors import CorruptCheckpoint
 
 MEBIBYTE = 1 << 20
 MOST_CONFIG_BYTES = 16 * MEBIBYTE
-"""Of a JSON file or template beside a model's weights; the largest in use, tokenizer_config.json, have a tenth."""
+"""The limit of a JSON file or template in a model's folder; the largest in use, tokenizer_config.json, have a tenth."""
 
 
 def open_regular(path: Path, most_bytes: int | None = None, below: Path | None = None) -> BinaryIO:
-    """Open a regular file of at most `most_bytes`, which links may not lead out of the folder `below`.
+    """Opens a regular file of at most `most_bytes`. Symbolic links may not lead out of the folder `below`.
 
     Raises OSError or ValueError.
     """
@@ -38,7 +38,7 @@ def open_regular(path: Path, most_bytes: int | None = None, below: Path | None =
 
 
 def read_at(stream: BinaryIO, begin: int, count: int) -> bytearray:
-    """Exactly `count` bytes from position `begin`. Raises ValueError if the file ends before, OSError if it cannot."""
+    """Reads exactly `count` bytes at offset `begin`. Raises ValueError if the file is shorter, or OSError."""
     data = bytearray(count)
     view, done = memoryview(data), 0
     while done < count:
@@ -50,7 +50,7 @@ def read_at(stream: BinaryIO, begin: int, count: int) -> bytearray:
 
 
 def digest_of(*streams: BinaryIO) -> bytes:
-    """Of the content of files: 16 bytes. Raises OSError or ValueError."""
+    """Returns a digest of 16 bytes of the content of files. Raises OSError or ValueError."""
     digests = b""
     for stream in streams:
         state, size = hashlib.blake2b(digest_size=16), os.fstat(stream.fileno()).st_size
@@ -61,7 +61,8 @@ def digest_of(*streams: BinaryIO) -> bytes:
 
 
 def read_whole(path: Path, most_bytes: int = MOST_CONFIG_BYTES) -> bytes:
-    """The content of a file of a model's folder. Raises CorruptCheckpoint, or FileNotFoundError if there is none."""
+    """Returns the content of a file of a model's folder. Raises CorruptCheckpoint, or FileNotFoundError if it is
+    missing."""
     try:
         with open_regular(path, most_bytes) as stream:
             return bytes(read_at(stream, 0, os.fstat(stream.fileno()).st_size))
@@ -72,7 +73,7 @@ def read_whole(path: Path, most_bytes: int = MOST_CONFIG_BYTES) -> bytes:
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """The JSON object in a file of a model's folder. Raises CorruptCheckpoint, or FileNotFoundError."""
+    """Returns the JSON object in a file of a model's folder. Raises CorruptCheckpoint or FileNotFoundError."""
     try:
         value = json.loads(read_whole(path))
     except (ValueError, RecursionError) as error:
@@ -83,7 +84,7 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 def reason(error: BaseException) -> str:
-    """One short line about an error that reading a file raised."""
+    """Returns one short line about an error while reading a file."""
     if isinstance(error, RecursionError):
         return "it is nested too deeply"
     if isinstance(error, MemoryError):

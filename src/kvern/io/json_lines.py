@@ -1,4 +1,4 @@
-"""JSON of one line, as streams and files have it, and JSON that others have written."""
+"""JSON in one line, for streams and files, and decoding of JSON from others."""
 
 import re
 from collections.abc import Callable
@@ -7,8 +7,8 @@ from typing import Any
 import msgspec
 
 LINE_BREAKS = {"\x85": b"\\u0085", "\u2028": b"\\u2028", "\u2029": b"\\u2029"}
-"""Characters that may stand in JSON as they are, and at which `str.splitlines` and its like break a line; msgspec
-escapes the others."""
+"""Characters that JSON allows and at which `str.splitlines` and similar functions break a line; msgspec escapes the
+others."""
 ESCAPES = tuple((character.encode(), escape) for character, escape in LINE_BREAKS.items())
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 WIDE_MARKS = {b"\xff\xfe\0\0": "UTF-32", b"\0\0\xfe\xff": "UTF-32", b"\xff\xfe": "UTF-16", b"\xfe\xff": "UTF-16"}
@@ -16,7 +16,7 @@ HALF_AT_END = re.compile(rb"\\u[dD][89abAB][0-9a-fA-F]{2}[^\\]{0,5}\Z")
 
 
 def json_line(value: object, enc_hook: Callable[[Any], Any] | None = None) -> bytes:
-    """A value as JSON without a character that any client takes for the end of a line."""
+    """Returns a value as JSON without any character that a client may take for a line break."""
     data = msgspec.json.encode(value, enc_hook=enc_hook)
     if not data.isascii():
         for character, escape in ESCAPES:
@@ -25,12 +25,12 @@ def json_line(value: object, enc_hook: Callable[[Any], Any] | None = None) -> by
 
 
 def as_json(value: object) -> msgspec.Raw:
-    """A value as JSON, which is copied where it stands in another value that is encoded."""
+    """Returns a value as encoded JSON, which is copied when it is part of another value."""
     return msgspec.Raw(msgspec.json.encode(value))
 
 
 def read_json(data: bytes) -> Any:
-    """The value of a JSON text in UTF-8, behind a byte order mark if it has one. Raises ValueError."""
+    """Decodes a JSON text in UTF-8, with or without a byte order mark. Raises ValueError."""
     try:
         return msgspec.json.decode(data.removeprefix(BYTE_ORDER_MARK))
     except UnicodeDecodeError as error:
@@ -42,7 +42,7 @@ def read_json(data: bytes) -> Any:
 
 
 def _reason(said: str, data: bytes) -> str:
-    """What is wrong with data, of which msgspec has `said` something: of an escape at the end that it is missing."""
+    """Returns the reason of msgspec's error `said`; an incomplete surrogate pair at the end is named as such."""
     if "surrogate" in said or ("truncated" in said and HALF_AT_END.search(data, max(len(data) - 11, 0))):
         byte = re.search(r" \(byte \d+\)", said)
         return f"a text has half of a surrogate pair, which is no character{byte[0] if byte else ''}: send both halves"
@@ -50,7 +50,7 @@ def _reason(said: str, data: bytes) -> str:
 
 
 def wide_encoding(data: bytes) -> str | None:
-    """What is wrong with data that begins as UTF-16 and UTF-32 do; None if it does not."""
+    """Returns an error message for data that begins like UTF-16 or UTF-32, else None."""
     name = next((name for mark, name in WIDE_MARKS.items() if data.startswith(mark)), None)
     if name is None and len(data) >= 2 and 0 in data[:2]:
         name = "UTF-16"

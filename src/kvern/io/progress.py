@@ -1,4 +1,4 @@
-"""Progress on the terminal: a bar where someone looks, a line now and then where it is logged."""
+"""Progress on stderr: a bar on a terminal, an occasional line otherwise."""
 
 import sys
 import time
@@ -9,20 +9,20 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 Report = Callable[..., None]
-"""Takes the items done, as requests, what was made of them so far, as tokens, and a word to put beside, or none."""
+"""Takes the items done (such as requests), the units done (such as tokens), and optionally a note."""
 
 LINE_SECONDS = 5.0
-"""Between two lines where stderr is not a terminal."""
+"""The time between two lines if stderr is not a terminal."""
 
 
 def generation_progress(total: int | None, done: int = 0) -> AbstractContextManager[Report]:
-    """Give a function report(requests done, tokens generated); `total` requests, None if unknown."""
+    """Yields a function report(requests done, tokens generated); `total` is the number of requests, None if unknown."""
     return work_progress("generating", "requests", "tokens", total, done)
 
 
 @contextmanager
 def work_progress(doing: str, items: str, unit: str, total: int | None, done: int = 0) -> Iterator[Report]:
-    """Give a function report(items done, units done), which shows the units of a second."""
+    """Yields a function report(items done, units done), which shows the units per second."""
     started = time.monotonic()
 
     def rate(units: float) -> str:

@@ -1,9 +1,9 @@
-"""Processes on the nodes of a Ray cluster, each kept by an actor, which has some of its node's processors and GPUs.
+"""Processes on the nodes of a Ray cluster. Each is held by an actor, which reserves processors and GPUs of its node.
 
-    here: NodeProcess --Ray--> Keeper, an actor on some node --> python -m MODULE ADDRESS ..., which connects to here
+  here: NodeProcess --Ray--> Keeper, an actor on some node --> python -m MODULE ADDRESS ..., which connects to here
 
-An actor that is lost with its node, or ended, takes its process with it. Ray hands them their address and key: whoever
-may use the cluster could run anything there anyway, and its token authentication says who may.
+If an actor ends or is lost with its node, its process ends as well. Ray transfers address and key to them: whoever may
+use the cluster could run anything there anyway, and Ray's token authentication protects that.
 """
 
 import contextlib
@@ -31,12 +31,12 @@ NAMESPACE = "kvern"
 GROUP = "KVERN_RAY_GROUP"
 """The variable with the placement group of an engine and its ranks: namespace/name."""
 MOST_PROCESSES = "KVERN_RAY_PROCESSES"
-"""The variable in which a process is told how many like it its node has room for."""
+"""The variable with the number of such processes that a process's node has room for."""
 KILLED = -signal.SIGKILL
 
 
 def join_cluster(namespace: str = NAMESPACE) -> str:
-    """Join the cluster that RAY_ADDRESS names, or one of this machine's; the address of this node.
+    """Joins the cluster that RAY_ADDRESS names, or this machine's, and returns this node's address.
 
     Raises ConfigError if there is none, or Ray is not installed.
     """
@@ -55,8 +55,8 @@ def join_cluster(namespace: str = NAMESPACE) -> str:
 
 @contextlib.contextmanager
 def _own_signals() -> Iterator[None]:
-    """Keep what signals do here, which Ray would have end the process."""
-    if threading.current_thread() is not threading.main_thread():  # where nobody can change it
+    """Keeps this process's signal handlers, which Ray would replace."""
+    if threading.current_thread() is not threading.main_thread():  # only the main thread can change them
         yield
         return
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
@@ -68,7 +68,7 @@ def _own_signals() -> Iterator[None]:
 
 
 def ray_module() -> Any:
-    """Ray, which is an extra. Raises ConfigError."""
+    """Returns the module of Ray, an optional package. Raises ConfigError."""
     try:
         return importlib.import_module("ray")
     except ImportError as error:
@@ -80,14 +80,15 @@ def _folder() -> "tempfile.TemporaryDirectory[str]":
 
 
 class Keeper:
-    """The actor: of one process."""
+    """The actor that holds one process."""
 
     def run(
         self, module: str, address: str, environment: dict[str, str], given: bytes, notes: bool, each: dict[str, int]
     ) -> tuple[int, bytes]:
-        """Run a module until it ends; its exit code, and what it wrote into the file that is its argument with `notes`.
+        """Runs a module until it ends. Returns its exit code and, with `notes`, the content of the file that it was
+        given.
 
-        It is given `given` on its standard input, and told for how many that take `each` this node has room.
+        `given` is its standard input. A variable tells it how many processes of size `each` this node has room for.
         """
         with contextlib.ExitStack() as kept:
             file = Path(kept.enter_context(_folder()), "notes") if notes else None
@@ -101,14 +102,15 @@ class Keeper:
 
 
 class NodeProcess:
-    """A process on some node, once one has room for it; with `ranks` above 1, room for so many is set aside with it.
+    """A process on some node, started once a node has room. With `ranks` above 1, room for its ranks is reserved as
+    well.
 
-    Ends when this one does, and with `kill`. Begin it with `start`.
+    It ends with this process or by `kill`. Start it with `start`.
     """
 
     def __init__(self, cpus: int, gpus: int, ranks: int = 1, group: Any = None, bundle: int = 0) -> None:
-        """`cpus` and `gpus`: of the node, for this process and each of its ranks. `group` and `bundle`: where it is
-        among the ranks of another."""
+        """`cpus` and `gpus` are reserved for this process and for each of its ranks. `group` and `bundle` are its place
+        among the ranks of another process."""
         ray = ray_module()
         self._ray = ray
         self._own_group = None
@@ -128,16 +130,16 @@ class NodeProcess:
         self._result: Any = None
         self._killed = False
         self.notes = b""
-        """What it left behind, once it has ended."""
+        """The file that the process wrote, once it has ended."""
 
     def start(self, socket: "zmq.Socket[bytes]", module: str, given: bytes = b"", notes: bool = False) -> None:
-        """Run the module as `Keeper.run` does, for it to connect to this socket."""
+        """Runs the module as `Keeper.run` does; it connects to this socket."""
         address, key = listen(socket, self._ray.util.get_node_ip_address())
         environment = {**self._variables, KEY: key}
         self._result = self._keeper.run.remote(module, address, environment, given, notes, self._each)
 
     def wait(self) -> int:
-        """Its exit code, once there is one, negative: by which signal. One that was lost with its node was killed."""
+        """Waits for the exit code, negative for a signal. A process that was lost with its node counts as killed."""
         try:
             code, self.notes = self._ray.get(self._result)
         except self._ray.exceptions.RayError as error:
@@ -147,16 +149,16 @@ class NodeProcess:
         return int(code)
 
     def kill(self) -> None:
-        """End it at once, wherever it is."""
+        """Ends the process at once."""
         self._killed = True
-        if self._ray.is_initialized():  # else this process is at its end, and all of these are with it
+        if self._ray.is_initialized():  # otherwise this process is ending, and they end with it
             self._ray.kill(self._keeper)
             if self._own_group is not None:
                 self._ray.util.remove_placement_group(self._own_group)
 
 
 def _room_here(each: Mapping[str, int]) -> int:
-    """How many processes that take `each` the node of this actor has room for when it has nothing else."""
+    """Returns how many processes of size `each` the actor's node has room for if it runs nothing else."""
     ray = ray_module()
     name = ray.get_runtime_context().get_node_id()
     there = next(node["Resources"] for node in ray.nodes() if node["NodeID"] == name)
@@ -164,14 +166,14 @@ def _room_here(each: Mapping[str, int]) -> int:
 
 
 def own_group() -> Any:
-    """The placement group of the engine that this process is, which joins the cluster for that."""
+    """Joins the cluster and returns the placement group of this process's engine."""
     namespace, _, name = os.environ[GROUP].partition("/")
     join_cluster(namespace)
     return ray_module().util.get_placement_group(name)
 
 
 def check_room(cpus: int, gpus: int) -> None:
-    """Raise ConfigError if the cluster has less than that in all, so that what is asked for could never start."""
+    """Raises ConfigError if the whole cluster has too few processors or GPUs, so that the request could never start."""
     there = ray_module().cluster_resources()
     for name, wanted in (("CPU", cpus), ("GPU", gpus)):
         if there.get(name, 0) < wanted:

@@ -1,7 +1,7 @@
-"""Connections between kvern's processes on several machines: TCP, encrypted, for those alone who were given the key.
+"""Connections between kvern's processes on several machines: encrypted TCP, only for processes with the key.
 
-CurveZMQ (https://rfc.zeromq.org/spec/26/) lets nobody speak who does not know the listener's public key, which it never
-sends. Each listener makes a key of its own and tells it to the one process that is to connect: it works as a password.
+CurveZMQ (https://rfc.zeromq.org/spec/26/) accepts no client that does not know the listener's public key, which is
+never sent. Each listener makes a new key and gives it to the one process that is to connect: it serves as a password.
 """
 
 import contextlib
@@ -16,15 +16,15 @@ import sys
 import zmq
 
 KEY = "KVERN_SOCKET_KEY"
-"""The variable in which a process is given it: other users of its machine can read no variables, but arguments."""
+"""The variable with a process's key: other users of the machine can read arguments, but not variables."""
 SET_PARENT_DEATH_SIGNAL = 1
-"""Of prctl(2)."""
+"""A constant of prctl(2)."""
 SIOCGIFADDR = 0x8915
-"""Of netdevice(7): the address of an interface."""
+"""A constant of netdevice(7): the address of an interface."""
 
 
 def listen(socket: "zmq.Socket[bytes]", host: str) -> tuple[str, str]:
-    """Bind a socket to a free port of one of this machine's addresses; returns its address and its key."""
+    """Binds a socket to a free port of this machine's address. Returns its address and key."""
     public, secret = zmq.curve_keypair()
     socket.set(zmq.CURVE_SERVER, 1)
     socket.set(zmq.CURVE_SECRETKEY, secret)
@@ -32,10 +32,10 @@ def listen(socket: "zmq.Socket[bytes]", host: str) -> tuple[str, str]:
 
 
 def connect(socket: "zmq.Socket[bytes]", address: str) -> None:
-    """Connect to the process that started this one: to a file, or, with the key that this one was given, by TCP.
+    """Connects to the process that started this one: by a file, or by TCP with the key that this process was given.
 
-    With TCP this process ends at once with the thread that started it. A connection that is lost is not made again,
-    since messages may be lost with it: silence tells.
+    With TCP, this process is killed when the thread that started it ends. A lost connection is not restored, since
+    messages may be lost with it; the other side notices the silence.
     """
     key = os.environ.pop(KEY, None)
     if key is not None:
@@ -50,14 +50,14 @@ def connect(socket: "zmq.Socket[bytes]", address: str) -> None:
 
 
 def address_towards(host: str) -> str:
-    """The address of this machine from which it reaches another."""
+    """Returns the address of this machine from which it reaches another."""
     with sockets.socket(sockets.AF_INET, sockets.SOCK_DGRAM) as probe:
-        probe.connect((host, 9))  # which sends nothing
+        probe.connect((host, 9))  # no packet is sent
         return str(probe.getsockname()[0])
 
 
 def interface_of(address: str) -> str:
-    """The name of the network interface with this IPv4 address of this machine. Raises OSError if there is none."""
+    """Returns the network interface with this IPv4 address of this machine. Raises OSError if there is none."""
     with sockets.socket(sockets.AF_INET, sockets.SOCK_DGRAM) as probe:
         for _, name in sockets.if_nameindex():
             with contextlib.suppress(OSError):  # it has no address

@@ -1,16 +1,16 @@
-"""Which rank has which experts of a mixture, decided from how much each of them has to do; no torch."""
+"""The placement of a mixture's experts on ranks by their load; no torch."""
 
 from collections.abc import Callable, Sequence
 
 Placement = tuple[tuple[int, ...], ...]
-"""For each rank the experts that it has, one for each of its slots. An expert may be on several ranks."""
+"""The experts of each rank, one for each of its slots. An expert may be on several ranks."""
 
 
 def place_experts(load: Sequence[float], ranks: int, redundant: int = 0) -> Placement:
-    """Spread as many experts as `load` has numbers, and `redundant` copies of the busiest, so that ranks have alike.
+    """Distributes the experts, with `redundant` copies of the busiest, so that ranks have equal loads.
 
-    Sizes differ by one slot at most, the first ranks have more. No rank has an expert twice: there are at most
-    `(ranks - 1) * len(load)` copies.
+    `load` has a number for each expert. The numbers of slots differ by at most one; the first ranks have more. No rank
+    has an expert twice: there are at most `(ranks - 1) * len(load)` copies.
     """
     copies = [1] * len(load)
     for _ in range(redundant):
@@ -31,12 +31,12 @@ def place_experts(load: Sequence[float], ranks: int, redundant: int = 0) -> Plac
 
 
 def first_placement(experts: int, ranks: int, redundant: int) -> Placement:
-    """That of a start, when nothing is known of what each has to do."""
+    """Returns the placement at the start, when the loads are unknown."""
     return place_experts([1.0] * experts, ranks, redundant)
 
 
 def kept_in_place(old: Placement, new: Placement) -> Placement:
-    """`new`, with what a rank had before in the slots where it was."""
+    """Returns `new` with the experts that a rank keeps in their old slots."""
     arranged = []
     for before, after in zip(old, new, strict=True):
         coming = iter([expert for expert in after if expert not in before])
@@ -45,7 +45,7 @@ def kept_in_place(old: Placement, new: Placement) -> Placement:
 
 
 def rank_loads(placement: Placement, load: Sequence[float]) -> list[float]:
-    """What each rank has to do, if the copies of an expert share its work evenly."""
+    """Returns the load of each rank, if the copies of an expert share its work evenly."""
     copies = [0] * len(load)
     for experts in placement:
         for expert in experts:
@@ -60,7 +60,7 @@ def _spread(
     slots: Sequence[int],
     order: Callable[[int, float], tuple[float, float]],
 ) -> Placement | None:
-    """Experts in turn, each to the ranks with room that come first in `order`; None: too few had room for one."""
+    """Assigns each expert to free ranks, first in `order`; None if too few ranks were free for one."""
     placed: list[list[int]] = [[] for _ in slots]
     busy = [0.0] * len(slots)
     for expert in experts:

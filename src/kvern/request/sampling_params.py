@@ -1,4 +1,4 @@
-"""What the user asks of the sampler, checked when it is made."""
+"""Sampling parameters of a request, checked when they are created."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal, Self
@@ -11,127 +11,127 @@ from kvern.request.structured_output import StructuredOutput
 MAX_LOGPROBS = 100
 MAX_SAMPLES = 1024
 MAX_INTEGER = 2**31 - 1
-"""Of token ids, and of numbers of tokens: no vocabulary and no context is larger."""
+"""The limit of token ids and of numbers of tokens: no vocabulary or context is larger."""
 MAX_WIDE_INTEGER = 2**63 - 1
-"""Of a seed and of a priority, which 64 bits hold; the smallest is -2**63."""
+"""The limit of a seed and of a priority in 64 bits; the least is -2**63."""
 LONGEST_SCOPE_END = 512
 MIN_SHARE = 1e-37
-"""Of top_p and typical_p: float32 has 0 for much less, and nothing would be kept."""
+"""The least top_p and typical_p: smaller values are 0 in float32, and would keep no token."""
 MAX_BEAMS = 64
 MAX_LENGTH_PENALTY = 10
-"""Powers of a length stay finite."""
+"""The limit with which powers of a length stay finite."""
 MAX_BIAS = 1e9
 MAX_FACTOR = 1_000_000
-"""Of temperature and repetition_penalty (there also its inverse): products with logits stay finite in float32."""
+"""The limit of temperature and repetition_penalty (and its inverse): products with logits stay finite in float32."""
 USUAL: dict[str, float] = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
-"""Parameters of which a model may have own defaults, and what they are where it has none."""
+"""Parameters for which a model may have defaults, with their values if it has none."""
 
 
 class StopScope(msgspec.Struct, frozen=True, array_like=True):
-    """Which part of an answer stop strings are searched in: not in what the model thinks before it."""
+    """The part of an answer in which stop strings are searched: not in the reasoning before it."""
 
     begins: tuple[str, ...]
-    """Texts that open thinking if the answer begins with one, or wherever one stands in it if `again`."""
+    """Texts that start reasoning at the beginning of an answer, or anywhere in it if `again`."""
     end: str
-    """A regular expression of at most LONGEST_SCOPE_END characters, behind which the visible answer stands."""
+    """A regular expression of at most LONGEST_SCOPE_END characters, after which the visible answer begins."""
     skipped: tuple[str, ...]
-    """Texts between `end` and the visible answer that are no part of either."""
+    """Texts between `end` and the visible answer that belong to neither."""
     beginning: Literal["possible", "inside", "over"]
-    """Where the prompt stands: before thinking that may come, in the middle of it, or behind it."""
+    """The state at the end of the prompt: before possible reasoning, in it, or after it."""
     again: bool
     quotable: bool
-    """`begins` mean nothing behind a quotation mark or in a block of code."""
+    """`begins` have no effect after a quotation mark or in a block of code."""
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How one request's tokens are chosen. Every field has the meaning it has in vLLM and the OpenAI API.
+    """Sampling parameters of one request, with the meaning that they have in vLLM and in the OpenAI API.
 
-    Raises InvalidParameter when made with a value out of range.
+    Raises InvalidParameter if a value is out of range.
     """
 
     temperature: float | None = None
-    """0 takes the most probable token. None: the model's generation_config, else 1."""
+    """Sampling temperature; 0 takes the most probable token. None: the model's generation_config, else 1."""
     top_k: int | None = None
     """Keep the k most probable tokens; 0 keeps all. None: the model's generation_config, else 0."""
     top_p: float | None = None
-    """Keep the smallest set of tokens with this probability in all; 0 takes the most probable token. None: the model's
+    """Keep the smallest set of tokens with this total probability; 0 takes the most probable token. None: the model's
     generation_config, else 1."""
     min_p: float | None = None
     """Keep tokens at least this probable relative to the most probable one. None: the model's generation_config, else
     0."""
     typical_p: float = 1.0
-    """Keep the tokens whose surprise is nearest the entropy, with this probability in all (Meister et al. 2022)."""
+    """Keep the tokens whose surprise is nearest to the entropy, with this total probability (Meister et al. 2022)."""
     top_n_sigma: float = 0.0
     """Keep tokens whose logits are at most this many standard deviations below the best (Tang et al. 2024); 0 or -1
     keeps all."""
     xtc_probability: float = 0.0
-    """How often the most probable tokens are dropped, all that reach `xtc_threshold` but the last of them (XTC)."""
+    """Probability with which all tokens that reach `xtc_threshold` but the least probable of them are dropped (XTC)."""
     xtc_threshold: float = 0.1
     dynatemp_range: float = 0.0
-    """The temperature is so much lower where the model is sure, and higher where it is not; 0: it stays."""
+    """Range of the temperature around its value: lower if the model is certain, higher if not; 0 keeps it fixed."""
     dynatemp_exponent: float = 1.0
-    """The power of the normalised entropy that says how sure the model is."""
+    """Exponent of the normalized entropy that measures the model's certainty."""
     repetition_penalty: float | None = None
     """Divide (positive) or multiply (negative) the logits of tokens in prompt or output (Keskar et al. 2019). None: the
     model's generation_config, else 1."""
     presence_penalty: float = 0.0
-    """Subtracted from the logits of tokens in the output."""
+    """Subtract this from the logits of tokens in the output."""
     frequency_penalty: float = 0.0
-    """Subtracted once for each time that the token is in the output."""
+    """Subtract this from the logits of tokens once for each occurrence in the output."""
     dry_multiplier: float = 0.0
-    """Subtracted, times `dry_base ** (length - dry_allowed_length)`, from the logits of tokens that would go on with a
-    repetition of this length (DRY). 0: nothing is."""
+    """Subtract this times `dry_base ** (length - dry_allowed_length)` from the logits of tokens that would continue a
+    repetition of this length (DRY). 0 disables it."""
     dry_base: float = 1.75
     dry_allowed_length: int = 2
     """Tokens of the shortest repetition that counts."""
     dry_penalty_last_n: int = -1
-    """Look for repetitions in so many of the last tokens of prompt and output; -1: in all, 0: in none."""
+    """Search for repetitions in this many of the last tokens of prompt and output; -1: in all, 0: in none."""
     dry_sequence_breakers: list[str] | None = None
-    """Texts that repetitions do not reach over. None: line break, colon, quotation mark and asterisk."""
+    """Texts that end a repetition. None: line break, colon, quotation mark and asterisk."""
     logit_bias: dict[int, float] | None = None
-    """Added to the logits of these token ids."""
+    """Values that are added to the logits of these token ids."""
     allowed_token_ids: list[int] | None = None
-    """Only these token ids can be sampled."""
+    """Token ids that can be sampled; no others."""
     bad_words: list[str] | None = None
     """Texts whose token sequences are never completed."""
     min_tokens: int = 0
-    """No end-of-sequence or stop token before this many output tokens."""
+    """Output tokens before which no end-of-sequence or stop token is sampled."""
     max_tokens: int | None = None
-    """Tokens to generate at most. None or -1: until the context is full."""
+    """Most tokens to generate. None or -1: until the context is full."""
     stop: list[str] | str | None = None
-    """Generation ends when the text contains one of these; in a chat: the answer, not what is thought before it."""
+    """Texts at which generation ends; in a chat they are searched in the answer, not in its reasoning."""
     stop_scope: StopScope | None = None
-    """Where `stop` is searched, as a chat says of its model; None: in the whole text."""
+    """Part of the text in which `stop` is searched, set by chats; None: the whole text."""
     stop_token_ids: list[int] | None = None
-    """Generation ends at one of these tokens."""
+    """Tokens at which generation ends."""
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
     seed: int | None = None
-    """The same seed gives the same tokens, alone and in any batch. None or -1: another one each time."""
+    """Seed of the sampling; the same seed gives the same tokens, alone and in any batch. None or -1: a random one."""
     n: int = 1
     """Independent answers to one prompt, which share its KV blocks; with `beam_width` the best of the beams."""
     beam_width: int | None = None
-    """Search with so many beams instead of sampling: the answers are the `n` most probable that it finds."""
+    """Number of beams of a beam search, whose `n` most probable results are the answers."""
     length_penalty: float = 1.0
-    """Beams that have ended are ordered by their log-probability over their length to this power."""
+    """Exponent of the length by which the log-probability of ended beams is divided for their order."""
     early_stopping: bool | str = False
     """true: end when `beam_width` answers are found; never: when no beam can become better than them; false: when the
-    best beam is not better as it stands."""
+    best beam is not better in its present state."""
     logprobs: int | None = None
-    """Log-probabilities of the sampled token and of this many most probable ones, from the model's own logits."""
+    """Return log-probabilities of the sampled token and of this many most probable ones, from the model's logits."""
     prompt_logprobs: int | None = None
-    """The same for each prompt token but the first."""
+    """Return the same for each prompt token but the first."""
     prompt_logprobs_from: int = 1
-    """Position of the first prompt token that gets them; what is before can come from the prefix cache."""
+    """Position of the first prompt token that gets them; tokens before it can come from the prefix cache."""
     skip_special_tokens: bool = True
     """Leave special tokens out of the text."""
     visible_token_ids: list[int] | None = None
-    """Special tokens that stay in the text all the same."""
+    """Special tokens that nevertheless stay in the text."""
     structured: StructuredOutput | None = None
-    """What the answer must look like: a JSON schema, a regular expression, a choice or a grammar."""
+    """Form of the answer: a JSON schema, a regular expression, a choice or a grammar."""
 
     logits_processors: dict[str, dict[str, Any]] | None = None
-    """By name, arguments of the custom logits processors that the engine was started with."""
+    """Arguments of the engine's custom logits processors, by their names."""
 
     @property
     def stop_strings(self) -> list[str]:
@@ -140,27 +140,27 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
     @property
     def penalizes_repetitions(self) -> bool:
-        """DRY is asked for."""
+        """True if DRY is active."""
         return self.dry_multiplier > 0 and self.dry_penalty_last_n != 0
 
     @property
     def penalizes_tokens(self) -> bool:
-        """Tokens that the text has are made less probable, or more."""
+        """True if tokens in the text get another probability."""
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
     @property
     def sequences(self) -> int:
-        """Sequences that run side by side for one prompt."""
+        """The sequences that run in parallel for one prompt."""
         return self.beam_width or self.n
 
     def replace(self, **changes: Any) -> Self:
-        """A copy with other values, checked again."""
+        """Returns a copy with other values, checked again."""
         return msgspec.structs.replace(self, **changes)
 
     def resolved(self, defaults: Mapping[str, float] = USUAL) -> "ResolvedParams":
-        """A copy in which a model's defaults, by the names of `USUAL`, stand for what is None.
+        """Returns a copy in which a model's defaults, by the names of `USUAL`, replace None.
 
-        A beam search draws nothing and takes none of them.
+        A beam search does not sample and uses none of them.
         """
         if self.beam_width is not None:
             defaults = {"temperature": 0.0}
@@ -277,11 +277,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
 
 class ResolvedParams(SamplingParams, frozen=True, kw_only=True, omit_defaults=True):
-    """Parameters in which no default of a model is open: what everything behind `InputProcessor` reads."""
+    """Parameters without open defaults, as they are after `InputProcessor`."""
 
     temperature: float = 1.0
     top_k: int = 0
-    """0 keeps all."""
+    """0 keeps all tokens."""
     top_p: float = 1.0
     min_p: float = 0.0
     repetition_penalty: float = 1.0
@@ -297,7 +297,7 @@ MEANINGLESS_WITH_BEAMS: dict[str, tuple[float | None, ...]] = {
     "xtc_probability": (0,),
     "dynatemp_range": (0,),
 }
-"""Fields that say how tokens are drawn, and the values of each that ask for nothing."""
+"""Fields about sampling, with their values that have no effect."""
 
 
 LISTS_OF_TEXTS = ("bad_words", "dry_sequence_breakers")
@@ -305,12 +305,12 @@ LISTS_OF_TOKENS = ("allowed_token_ids", "stop_token_ids", "visible_token_ids")
 
 
 def check_wide_integer(name: str, value: float | None) -> None:
-    """Refuse what is no whole number of 64 bits. Raises InvalidParameter."""
+    """Refuses values that are no 64-bit integers. Raises InvalidParameter."""
     _check_integer(name, value, -MAX_WIDE_INTEGER - 1, MAX_WIDE_INTEGER)
 
 
 def _check_travels(name: str, value: object) -> None:
-    """Refuse what cannot travel to the engine."""
+    """Refuses values that cannot be sent to the engine. Raises InvalidParameter."""
     if value is not None:
         try:
             msgspec.msgpack.encode(value)

@@ -1,4 +1,4 @@
-"""What a structured answer must look like, as users say it."""
+"""The form of a structured answer in a request."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ MOST_CHOICES = 10_000
 
 
 class StructuredOutput(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """One of the four. Raises InvalidParameter if it is none or several."""
+    """One of four forms. Raises InvalidParameter if none or several are given."""
 
     json: dict[str, Any] | bool | None = None
     """JSON that this schema describes (draft 2020-12); True: any JSON object."""
@@ -22,7 +22,7 @@ class StructuredOutput(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     grammar: str | None = None
     """Text that this grammar derives, in Lark's notation (or GBNF, which has `::=`)."""
     parts: "dict[str, StructuredOutput] | None" = None
-    """Other forms, which a grammar in Lark's notation refers to as `@NAME`."""
+    """Further forms, which a grammar in Lark's notation refers to as `@NAME`."""
 
     def __post_init__(self) -> None:
         given = [name for name in KINDS if getattr(self, name) is not None]

@@ -1,11 +1,11 @@
-"""Frequencies of rotary position embeddings, and the ways in which they are stretched to longer contexts.
+"""Frequencies of rotary position embeddings, and their scalings for longer contexts.
 
 A scaling turns `(theta, dim, max_model_len)` into the inverse frequencies of the `dim / 2` rotated planes, in radians
 per token, and one factor by which cosines and sines are multiplied. Nothing here imports torch.
 
-Two scalings, `Dynamic` and `LongRope`, were defined on the length of the running sequence. kvern decides once, from the
-longest sequence the engine admits (`max_model_len`): a cached key must not depend on how long its sequence will become,
-nor on what shares its batch.
+Two scalings, `Dynamic` and `LongRope`, were defined by the length of the running sequence. kvern decides once, by the
+longest sequence of the engine (`max_model_len`): a cached key must not depend on how long its sequence will become, nor
+on other sequences in its batch.
 """
 
 import math
@@ -15,7 +15,7 @@ from typing import Protocol
 
 class RopeScaling(Protocol):
     def frequencies(self, theta: float, dim: int, max_model_len: int) -> tuple[list[float], float]:
-        """Return `dim / 2` inverse frequencies and the factor on cosines and sines."""
+        """Returns `dim / 2` inverse frequencies, and the factor of cosines and sines."""
 
 
 def _plain(theta: float, dim: int) -> list[float]:
@@ -34,7 +34,7 @@ class LinearScaling:
 
 @dataclass(frozen=True)
 class Proportional:
-    """Only the fastest `fraction` of the planes turns; the others carry no position."""
+    """Only the fastest `fraction` of the planes rotates; the others carry no position."""
 
     fraction: float
     factor: float = 1.0
@@ -47,7 +47,7 @@ class Proportional:
 
 @dataclass(frozen=True)
 class Dynamic:
-    """NTK-aware base, raised as far as `max_model_len` exceeds the `trained_len` of the model."""
+    """A base that grows with `max_model_len` beyond the model's `trained_len` (NTK-aware)."""
 
     factor: float
     trained_len: int
@@ -60,7 +60,7 @@ class Dynamic:
 
 @dataclass(frozen=True)
 class Yarn:
-    """Fast planes kept, slow planes interpolated, a linear ramp between (https://arxiv.org/abs/2309.00071)."""
+    """Fast planes are kept, slow planes interpolated, with a linear ramp between (https://arxiv.org/abs/2309.00071)."""
 
     factor: float
     trained_len: int
@@ -70,7 +70,7 @@ class Yarn:
     truncate: bool = True
 
     def _plane(self, rotations: float, theta: float, dim: int) -> float:
-        """The index of the plane that turns `rotations` times within the trained length."""
+        """Returns the index of the plane that makes `rotations` turns within the trained length."""
         return dim * math.log(self.trained_len / (rotations * 2 * math.pi)) / (2 * math.log(theta))
 
     def frequencies(self, theta: float, dim: int, max_model_len: int) -> tuple[list[float], float]:
@@ -108,7 +108,8 @@ class Llama3:
 
 @dataclass(frozen=True)
 class LongRope:
-    """A searched divisor for each plane, one set for short and one for long contexts (https://arxiv.org/abs/2402.13753)."""
+    """A searched divisor for each plane, one set for short and one for long contexts
+    (https://arxiv.org/abs/2402.13753)."""
 
     short_factors: tuple[float, ...]
     long_factors: tuple[float, ...]

@@ -1,10 +1,10 @@
-"""Calls in a conversation, for chat templates that want them in another form than most.
+"""Tool calls in a conversation, in the form that a chat template takes.
 
-Most take arguments as an object, empty content beside calls, several calls a message, any ids, and results that name no
-tool. Some join arguments to a text (those of DeepSeek V3, R1 and V3.1), write calls only where content is null (the
-oldest of these), write or take one call a message (Llama 3, gpt-oss, GigaChat 3), refuse ids that are not nine letters
-and digits (Mistral), or write the name of a result's tool (FunctionGemma). Which, is found out by rendering small
-conversations.
+Most templates take arguments as an object, empty content with calls, several calls a message, any ids, and results
+without the name of their tool. Some take arguments as text (DeepSeek V3, R1 and V3.1), write calls only where content
+is null (the oldest of these), write or take one call a message (Llama 3, gpt-oss, GigaChat 3), refuse ids that are not
+nine letters and digits (Mistral), or write the name of a result's tool (FunctionGemma). The form is found by rendering
+small conversations.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ BESIDE = {"tool_calls": NAME, "content_beside_tool_calls": SAID}
 SHORT_ID = re.compile("[a-zA-Z0-9]{9}")
 LONG_ID = re.compile(".{9,}", re.DOTALL)
 OTHER_IDS = {"x": LONG_ID, "call_0123456789abcdef": SHORT_ID}
-"""Ids that templates may refuse, each with the ids that such a template takes."""
+"""Ids that templates may refuse, each with a pattern of the ids that such a template takes."""
 UNPARSED = "unparsed_arguments"
-"""Under which a template sees arguments that are no JSON object: a model wrote them, and the conversation goes on."""
+"""The name under which a template sees arguments that are no JSON object, as a model may write them."""
 
 
 def _probe(*names: str, identity: str = "probe1234", named: bool = True) -> list[Message]:
-    """A conversation with calls of these names in one message, and a result of each."""
+    """Returns a conversation with calls of these names in one message, and a result of each."""
     ids = [identity[:-1] + str(number) if number else identity for number in range(len(names))]
     calls = [
         {"id": each, "type": "function", "function": {"name": name, "arguments": {KEY: name.replace(NAME, VALUE)}}}
@@ -56,11 +56,11 @@ def _probe(*names: str, identity: str = "probe1234", named: bool = True) -> list
 
 @dataclass(frozen=True)
 class CallForm:
-    """How a template takes calls.
+    """The form of calls that a template takes.
 
-    `texts`: arguments as JSON texts. `null`: null in place of empty content. `single`: one call a message. `ids`:
-    those that it takes, if not all. `named`: results with their tool's name. `written`: calls come out at all,
-    `results`: their results do. `beside`: which of a text and a call in one message do not.
+    `texts`: arguments as JSON texts. `null`: null instead of empty content. `single`: one call a message. `ids`: a
+    pattern of the ids that it takes, None for all. `named`: results with their tool's name. `written`: calls are
+    rendered at all; `results`: results are. `beside`: which of text and calls in one message are not rendered.
     """
 
     texts: bool = False
@@ -74,7 +74,7 @@ class CallForm:
 
     @classmethod
     def of(cls, render: Render) -> CallForm:
-        """Try it out. A template that writes calls in no form is believed to take the usual one."""
+        """Finds the form by rendering. A template that renders calls in no form is assumed to take the usual one."""
         forms = [cls(texts, null) for null in (False, True) for texts in (False, True)]
         form = next((form for form in forms if form._writes(render, _probe(NAME))), None)
         if form is None:
@@ -97,7 +97,7 @@ class CallForm:
         )
 
     def fit(self, messages: Sequence[Message]) -> Sequence[Message]:
-        """The same conversation as the template takes it."""
+        """Returns the conversation in this form."""
         names = _names_of_calls(messages) if self.named else {}
         written = one_call_each(messages) if self.single else messages
         return [self._fit(message, names) for message in written]
@@ -132,7 +132,7 @@ class CallForm:
         return {**call, **fitted, "function": {**function, "arguments": arguments}}
 
     def _fit_id(self, identity: str) -> str:
-        """An id that the template takes: the same for the same id, and another one for another."""
+        """Returns an id that the template takes, the same for the same id."""
         if self.ids is None or self.ids.fullmatch(identity):
             return identity
         return hashlib.sha256(identity.encode(errors="replace")).hexdigest()[:9]
@@ -144,7 +144,7 @@ class CallForm:
             return None
 
     def _writes(self, render: Render, probe: Sequence[Message]) -> bool:
-        """Whether names and arguments come out, and not as Python writes them."""
+        """True if names and arguments are rendered, and not in Python's notation."""
         text = self._rendered(render, probe)
         if text is None or f"'{KEY}'" in text:
             return False
@@ -153,7 +153,7 @@ class CallForm:
 
 
 def one_call_each(messages: Sequence[Message]) -> list[Message]:
-    """Calls that stand in one message become messages of their own, each with its result behind it."""
+    """Splits messages with several calls into messages with one call, each followed by its result."""
     written: list[Message] = []
     left = deque(messages)
     while left:
@@ -174,7 +174,7 @@ def one_call_each(messages: Sequence[Message]) -> list[Message]:
 
 
 def arguments_of(written: str | None) -> dict[str, Any]:
-    """The arguments of a call. A client sends back what the model wrote, also where that is no JSON object."""
+    """Returns the arguments of a call as an object; a client may send back what a model wrote even if it is no JSON."""
     try:
         parsed = msgspec.json.decode(written) if written and written.strip() else {}
     except (msgspec.DecodeError, RecursionError):

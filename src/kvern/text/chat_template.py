@@ -1,8 +1,8 @@
-"""Chat templates: the Jinja programs that checkpoints ship to turn messages into a prompt.
+"""Chat templates: Jinja programs in checkpoints that turn messages into a prompt.
 
-The environment is the one that templates are written against, the one of Hugging Face transformers: a sandbox in which
-nothing can be changed, ``trim_blocks`` and ``lstrip_blocks``, ``break``/``continue``, ``tojson`` without HTML escapes,
-``raise_exception``, ``strftime_now`` and ``{% generation %}`` blocks (rendered as if the tags were not there).
+The environment is that of Hugging Face transformers, for which templates are written: an immutable sandbox with
+``trim_blocks`` and ``lstrip_blocks``, ``break``/``continue``, ``tojson`` without HTML escapes, ``raise_exception``,
+``strftime_now`` and ``{% generation %}`` blocks (rendered as if the tags were not there).
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from kvern.text.template_sandbox import BoundedEnvironment, TooSlow
 from kvern.text.template_tools import forms_of
 
 TOOLS = ("tools", "xml_tools", "json_tools", "functions", "available_tools", "tool_definitions", "python_tools")
-"""What templates call the definitions of tools; the first of these that one reads has them."""
+"""Names of the variable with the definitions of tools; the first that a template reads gets them."""
 LACKING = (jinja2.UndefinedError, TypeError, RecursionError)
-"""What is raised where a definition of a tool lacks something."""
+"""Errors that templates raise if a definition of a tool lacks something."""
 MOST_SLOW = 2
-"""A template is given up after so many renderings that took too long, if none has ended."""
+"""The number of renderings that take too long after which a template is given up, if none has succeeded."""
 
 
 class GenerationBlock(jinja2.ext.Extension):
-    """``{% generation %}...{% endgeneration %}`` marks the assistant's words for training; here it is only a scope."""
+    """``{% generation %}...{% endgeneration %}`` marks the assistant's text for training; here it is only a scope."""
 
     tags = {"generation"}  # noqa: RUF012 (jinja declares it on the instance)
 
@@ -54,7 +54,7 @@ def to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Jinja's own ``tojson`` escapes HTML, which would put ``\\u003c`` into prompts."""
+    """Returns JSON without the HTML escapes of Jinja's own ``tojson``, which would put ``\\u003c`` into prompts."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
@@ -77,7 +77,7 @@ def environment() -> BoundedEnvironment:
 
 
 class ChatTemplate:
-    """The templates of one model by name; most models have only ``default``, some a second one called ``tool_use``."""
+    """The templates of one model by name: usually only ``default``, sometimes also ``tool_use``."""
 
     def __init__(self, sources: Mapping[str, str]) -> None:
         self._sources = dict(sources)
@@ -89,7 +89,7 @@ class ChatTemplate:
 
     @classmethod
     def from_folder(cls, folder: Path, tokenizer_config: Mapping[str, Any]) -> ChatTemplate:
-        """Read ``chat_template.jinja``, ``additional_chat_templates/`` and ``tokenizer_config.json``."""
+        """Reads ``chat_template.jinja``, ``additional_chat_templates/`` and ``tokenizer_config.json``."""
         sources: dict[str, Any] = {}
         inline = tokenizer_config.get("chat_template")
         try:
@@ -113,21 +113,18 @@ class ChatTemplate:
         return bool(self._sources)
 
     def source(self, tools: bool) -> str:
-        """The text of the template that is used with or without tools; empty if there is none."""
+        """Returns the source of the template that is used with or without tools; empty if there is none."""
         return self._sources.get("tool_use" if tools and "tool_use" in self._sources else "default", "")
 
     def fit_messages(
         self, messages: Sequence[Mapping[str, Any]], tools: bool, special_tokens: Mapping[str, str]
     ) -> Sequence[Mapping[str, Any]]:
-        """Messages as the template takes them: system messages at their places, calls and contents in their form.
-
-        Raises InvalidRequest.
-        """
+        """Returns the messages in the template's form. Raises InvalidRequest."""
         check_messages(messages)
         return self.forms(tools, special_tokens).fit(messages, tools)
 
     def forms(self, tools: bool, special_tokens: Mapping[str, str]) -> MessageForms:
-        """How the template that is used with or without tools takes messages."""
+        """Returns the message forms of the template that is used with or without tools."""
 
         def render(probes: Sequence[Mapping[str, Any]]) -> str:
             return self.render(probes, [PROBED_TOOL] if tools else None, True, special_tokens)
@@ -143,9 +140,9 @@ class ChatTemplate:
         add_generation_prompt: bool,
         variables: Mapping[str, Any],
     ) -> str:
-        """Return the prompt as text. Tools that the template refuses are filled in.
+        """Returns the prompt as text. Missing parts of tool definitions are filled in if the template refuses them.
 
-        ``variables`` are further names the template can see (special tokens, switches like ``enable_thinking``).
+        ``variables`` are further names for the template (special tokens, switches like ``enable_thinking``).
 
         Raises:
             InvalidRequest: the model has no template, the messages are malformed, or the template refuses them.
@@ -169,7 +166,7 @@ class ChatTemplate:
                 text = template.render({**called, **names}, tools=form)
                 self._rendered.add(name)
                 return text
-            except Exception as error:  # a template is a program from outside: whatever it raises is a bad request
+            except Exception as error:  # a template is a program from outside: any error of it is a bad request
                 self._slow[name] += isinstance(error, TooSlow)
                 refusal = refusal or one_line(error)
                 if not isinstance(error, LACKING):
@@ -192,7 +189,7 @@ class ChatTemplate:
 
 
 def _name_of_tools(source: str) -> str:
-    """What a template that can be compiled calls the definitions of tools."""
+    """Returns the name of the tool definitions in a template that can be compiled."""
     if not any(name in source for name in TOOLS[1:]):
         return TOOLS[0]
     read = jinja2.meta.find_undeclared_variables(environment().parse(source))
@@ -200,7 +197,7 @@ def _name_of_tools(source: str) -> str:
 
 
 def check_messages(messages: object) -> None:
-    """Refuse what no template can render, naming the message that is wrong."""
+    """Refuses messages that no template can render, with the number of the wrong one."""
     if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
         raise InvalidRequest(f"messages must be a list with at least one message, got {shown(messages)}")
     for index, message in enumerate(messages):

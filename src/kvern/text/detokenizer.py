@@ -1,4 +1,4 @@
-"""Token ids to text, piece by piece."""
+"""Incremental conversion of token ids to text."""
 
 from __future__ import annotations
 
@@ -16,13 +16,12 @@ Utf8Decoder = codecs.getincrementaldecoder("utf-8")
 
 
 class IncrementalDetokenizer:
-    """Turns the token ids of one answer into text piece by piece, never decoding what is already written.
+    """Turns the token ids of one answer into text piece by piece, without decoding earlier tokens again.
 
-    ``append`` returns only whole characters: the bytes of a character split over several tokens wait for the rest.
-    With a byte-level vocabulary all pieces plus ``flush()`` are exactly ``tokenizer.decode(ids)``. With other
-    vocabularies, where a token's spelling depends on its left neighbour (SentencePiece), they are what ``ids`` add to
-    the text of ``prompt_ids``. Without a tokenizer every piece is empty.
-    ``kept`` are special tokens that are not skipped.
+    ``append`` returns only whole characters: the bytes of a character in several tokens wait for the rest. With a
+    byte-level vocabulary, all pieces with ``flush()`` are exactly ``tokenizer.decode(ids)``. With other vocabularies
+    (SentencePiece), where the text of a token depends on its left neighbour, they are what ``ids`` add to the text of
+    ``prompt_ids``. Without a tokenizer every piece is empty. ``kept`` are special tokens that are not skipped.
     """
 
     def __init__(
@@ -42,22 +41,22 @@ class IncrementalDetokenizer:
             self._stream = WindowStream(tokenizer, prompt_ids, is_skipped)
 
     def append(self, ids: Iterable[int]) -> str:
-        """Take the next ids of the answer and return the text that is now certain."""
+        """Takes the next ids of the answer and returns the text that is certain now."""
         return self._stream.append(ids)
 
     def flush(self) -> str:
-        """Return what waited for a character's end that never came, as U+FFFD; call once, after the last token."""
+        """Returns an incomplete character as U+FFFD; call once, after the last token."""
         return self._stream.flush()
 
     def fork(self) -> IncrementalDetokenizer:
-        """One more, of an answer that goes on from here in another way."""
+        """Returns a copy for an answer that continues differently from here."""
         other = copy.copy(self)
         other._stream = self._stream.fork()
         return other
 
 
 class ByteStream:
-    """Each token is a fixed run of bytes; a UTF-8 decoder keeps the unfinished character."""
+    """A stream for vocabularies whose tokens are fixed bytes; a UTF-8 decoder keeps the incomplete character."""
 
     def __init__(self, tokenizer: Tokenizer, is_skipped: Callable[[int], bool]) -> None:
         self._tokenizer = tokenizer
@@ -78,10 +77,10 @@ class ByteStream:
 
 
 class WindowStream:
-    """Decodes a short window: tokens already written, for their spelling's sake, and those still waiting.
+    """A stream that decodes a short window: tokens already written, which affect the text, and waiting ones.
 
-    The decoder of a vocabulary with byte fallback takes the byte tokens that stand side by side as one run: if it is
-    UTF-8 it is text, else each byte is U+FFFD. So a run waits until it ends, or until it cannot be UTF-8 any more.
+    The decoder of a vocabulary with byte fallback decodes consecutive byte tokens as one run: UTF-8 as text, anything
+    else as a U+FFFD for each byte. So a run waits until it ends, or until it cannot be UTF-8 any more.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int], is_skipped: Callable[[int], bool]) -> None:
@@ -107,7 +106,7 @@ class WindowStream:
         return other
 
     def _next(self, token_id: int) -> str:
-        """Take a token and return the text that is now certain."""
+        """Takes a token and returns the text that is certain now."""
         byte = self._tokenizer.fallback_bytes.get(token_id)
         if byte is not None and self._is_garbage:
             self._written = [token_id]
@@ -124,7 +123,7 @@ class WindowStream:
         return piece
 
     def _begins_text(self, byte: bytes) -> bool:
-        """Whether the run can be UTF-8 with this byte at its end."""
+        """True if the run can be UTF-8 with this byte at its end."""
         try:
             self._run.decode(byte)
         except UnicodeDecodeError:
@@ -132,7 +131,7 @@ class WindowStream:
         return not self._is_garbage
 
     def _split(self, prompt: list[int]) -> tuple[list[int], list[int]]:
-        """Return the end of the prompt in whole characters, and the byte tokens of an unfinished one after it."""
+        """Returns the end of the prompt in whole characters, and the byte tokens of an incomplete one after it."""
         pieces = [self._tokenizer.fallback_bytes.get(token_id) for token_id in prompt]
         start = next((place for place, byte in enumerate(pieces) if byte is None or not is_continuation(byte)), 0)
         for end in range(len(prompt) - 1, max(len(prompt) - LONGEST_CHARACTER, -1), -1):
@@ -160,5 +159,5 @@ class WindowStream:
 
 
 def is_continuation(byte: bytes) -> bool:
-    """Whether a byte of UTF-8 goes on with a character."""
+    """True if a byte of UTF-8 continues a character."""
     return 0x80 <= byte[0] < 0xC0

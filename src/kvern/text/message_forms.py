@@ -1,4 +1,4 @@
-"""How one chat template takes messages, found out by rendering a few small conversations."""
+"""The form of messages that a chat template takes, found by rendering a few small conversations."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ PROBED_TOOL = {
     "type": "function",
     "function": {"name": PROBED_NAME, "description": "A tool.", "parameters": {"type": "object", "properties": {}}},
 }
-"""Stands for the tools of a request while a template is tried out."""
+"""The definition that stands for a request's tools while a template is tried."""
 SPEAKERS = {"user": ("user",), "assistant": ("user", "assistant", "user"), "system": ("system", "user")}
-"""Roles whose contents a template may want as a list of parts, each with a conversation that has it."""
+"""Roles whose content a template may want as a list of parts, each with a conversation that has the role."""
 
 
 class MessageForms:
-    """Each is found out when a conversation first needs it. `render` makes a prompt of messages."""
+    """The forms of one template, each found when a conversation first needs it. `render` makes a prompt of messages."""
 
     def __init__(self, render: Render) -> None:
         self._render = render
 
     @cached_property
     def parts(self) -> frozenset[str]:
-        """Roles whose texts the template writes only as a list of parts, and otherwise leaves out silently."""
+        """Roles whose content the template renders only as a list of parts."""
         parts: frozenset[str] = frozenset()
         for role, roles in SPEAKERS.items():
             written = _writes(self._render, role, roles, parts)
@@ -45,17 +45,17 @@ class MessageForms:
 
     @cached_property
     def systems(self) -> SystemPlaces:
-        """Where system messages may stand."""
+        """The places where the template takes system messages."""
         return SystemPlaces.of(self._fitted)
 
     @cached_property
     def calls(self) -> CallForm:
-        """How calls and their results look."""
+        """The form of calls and their results."""
         return CallForm.of(self._fitted)
 
     @cached_property
     def definitions(self) -> Literal["written", "with a system message", "never"]:
-        """When definitions of tools come out: FunctionGemma's template writes them below a system message only."""
+        """When definitions of tools are rendered: FunctionGemma's template does so only with a system message."""
         user, system = ({"role": role, "content": "probe"} for role in ("user", "system"))
         without, with_it = (_rendered(self._fitted, messages) for messages in ([user], [system, user]))
         if without is None or PROBED_NAME in without:
@@ -63,7 +63,7 @@ class MessageForms:
         return "with a system message" if PROBED_NAME in (with_it or "") else "never"
 
     def lost(self, messages: Sequence[Message], tools: bool) -> list[str]:
-        """What of a conversation the template leaves out silently, in any form."""
+        """Returns the names of what the template leaves out of a conversation in any form."""
         found = {"tools": tools and self.definitions == "never"}
         calling = [message for message in messages if message.get("tool_calls")]
         found["tool_calls"] = bool(calling) and not self.calls.written
@@ -73,7 +73,7 @@ class MessageForms:
         return [name for name, is_lost in found.items() if is_lost]
 
     def fit(self, messages: Sequence[Message], tools: bool = False) -> Sequence[Message]:
-        """The same conversation as the template takes it; `tools`: there are definitions."""
+        """Returns the conversation in the template's form; `tools` says that there are definitions."""
         if tools and messages[0]["role"] != "system" and self.definitions == "with a system message":
             messages = [{"role": "system", "content": ""}, *messages]
         if any(message["role"] == "system" for message in messages):
@@ -87,7 +87,7 @@ class MessageForms:
 
 
 def _in_parts(messages: Sequence[Message], roles: frozenset[str]) -> Sequence[Message]:
-    """Texts of these roles as lists of one part."""
+    """Returns the messages with texts of these roles as lists of one part."""
     if not roles:
         return messages
     return [
@@ -99,7 +99,7 @@ def _in_parts(messages: Sequence[Message], roles: frozenset[str]) -> Sequence[Me
 
 
 def _writes(render: Render, role: str, roles: Sequence[str], parts: frozenset[str]) -> bool | None:
-    """Whether a text of this role comes out; None: the template refuses the conversation."""
+    """True if a text of this role is rendered; None if the template refuses the conversation."""
     conversation = [{"role": each, "content": TEXT if each == role else "probe"} for each in roles]
     text = _rendered(render, _in_parts(conversation, parts))
     return None if text is None else TEXT in text

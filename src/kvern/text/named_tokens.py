@@ -1,8 +1,8 @@
 """Added tokens that ``tokenizer.json`` lacks and that other files of a checkpoint name.
 
-Checkpoints that were trained further often name new tokens, or make tokens of the vocabulary special, in
-``tokenizer_config.json``, ``special_tokens_map.json`` or ``added_tokens.json`` alone. transformers adds them, in this
-order, and so does kvern: a text that spells one is read as that token.
+Fine-tuned checkpoints often name new tokens, or make tokens of the vocabulary special, only in
+``tokenizer_config.json``, ``special_tokens_map.json`` or ``added_tokens.json``. kvern adds them in the order of
+transformers: a text that contains one is encoded as that token.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ Named = tuple[tokenizers.AddedToken, int | None]
 def add_named_tokens(
     backend: tokenizers.Tokenizer, folder: Path, config: Mapping[str, Any], added: Mapping[str, Any]
 ) -> None:
-    """Add the tokens that ``config`` names, and those of ``added_tokens.json`` with their ids, which count where
-    ``config`` has no ``added_tokens_decoder``.
+    """Adds the tokens that ``config`` names, and those of ``added_tokens.json`` with their ids if ``config`` has no
+    ``added_tokens_decoder``.
 
-    Raises CorruptCheckpoint for files that are malformed, and for a token that cannot have the id they give it.
+    Raises CorruptCheckpoint for malformed files, and for a token that cannot have the id that they give it.
     """
     present = {token.content for token in backend.get_added_tokens_decoder().values()}
     missing: dict[str, Named] = {}
@@ -51,10 +51,10 @@ def add_named_tokens(
 
 
 def all_special(config: Mapping[str, Any], special_map: Mapping[str, Any]) -> Mapping[str, Any]:
-    """``tokenizer_config.json``, with special tokens of names of the model's own beside those that all have.
+    """Returns ``tokenizer_config.json`` with the model's own special tokens among its special tokens.
 
-    With those of ``special_tokens_map.json``, too, which old versions of transformers wrote, and which counts where the
-    former has no ``added_tokens_decoder``.
+    If it has no ``added_tokens_decoder``, those of ``special_tokens_map.json`` are included, which old versions of
+    transformers wrote.
     """
     if "added_tokens_decoder" not in config:
         config = {**config, **special_map, **{name: config[name] for name in EXTRA if config.get(name)}}
@@ -62,7 +62,7 @@ def all_special(config: Mapping[str, Any], special_map: Mapping[str, Any]) -> Ma
 
 
 def _own_names(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Special tokens by names that only this model has, such as image_token."""
+    """Returns special tokens with names that only this model has, such as image_token."""
     tables = (config.get(name) for name in ("model_specific_special_tokens", "extra_special_tokens"))
     found = {name: value for name, value in config.items() if name.endswith("_token") and isinstance(value, str)}
     found |= {name: value for table in tables if isinstance(table, dict) for name, value in table.items()}
@@ -70,7 +70,7 @@ def _own_names(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _named(config: Mapping[str, Any], added: Mapping[str, Any]) -> Iterator[Named]:
-    """All tokens that are named, first those with ids."""
+    """Yields all named tokens, first those with ids."""
     decoder = config.get("added_tokens_decoder")
     special = list(_special(config))
     contents = {token.content for token in special}
@@ -91,7 +91,7 @@ def _special(config: Mapping[str, Any]) -> Iterator[tokenizers.AddedToken]:
 
 
 def _token(value: Any, special: bool) -> tokenizers.AddedToken:
-    """A token that is written as its text, or as an object with its flags."""
+    """Returns a token from its text, or from an object with its flags."""
     if isinstance(value, str):
         return tokenizers.AddedToken(value, special=special)
     flags = {name: value[name] for name in FLAGS if name in value}

@@ -1,11 +1,11 @@
 """System messages for chat templates that do not take them everywhere.
 
-Some templates raise at a second system message, or at one that is not first; some leave it out without a word, move it
-to the front, or know no system messages at all. Which, is found out by rendering a few conversations.
+Some templates raise an error for a second system message, or for one that is not first; some leave it out silently,
+move it to the front, or know no system messages. Which of these is found by rendering a few conversations.
 
-What a template does not take goes to its neighbour: into the user's message or the tool's result before it, else into
-the one after it, else it becomes a user's message. At its own place it leaves all before it as it was, and a longer
-conversation begins as the shorter one did, so that cached prefixes stay good. At the front it would spoil all of them.
+A system message that a template does not take is merged with its neighbour: the user's message or tool's result before
+it, else the one after it; else it becomes a user's message. At its place the prompt before it stays unchanged, so that
+cached prefixes of the conversation stay valid; at the front it would change all of them.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ Message = Mapping[str, Any]
 Render = Callable[[Sequence[Message]], str]
 
 TAKES_CONTENT = ("user", "tool")
-"""Roles of messages that others may be written into."""
+"""Roles of messages into which system messages are merged."""
 
 
 @dataclass(frozen=True)
 class SystemPlaces:
-    """Where a template writes system messages as they stand: one at the beginning, several in a row, or later on."""
+    """The places where a template renders system messages: at the beginning, several in a row, or later."""
 
     first: bool
     several: bool
@@ -34,7 +34,7 @@ class SystemPlaces:
 
     @classmethod
     def of(cls, render: Render) -> SystemPlaces:
-        """Try it out. A template that refuses the simplest conversation is believed to take everything."""
+        """Finds the places by rendering. A template that refuses the simplest conversation is assumed to take all."""
         if not _shows(render, "user"):
             return cls(True, True, True)
         return cls(
@@ -46,7 +46,7 @@ class SystemPlaces:
         )
 
     def fit(self, messages: Sequence[Message]) -> Sequence[Message]:
-        """The same conversation as the template takes it. Contents are texts, or lists of parts."""
+        """Returns the conversation in the template's form. Contents are texts, or lists of parts."""
         if self.first and self.several and self.later:
             return messages
         placed: list[Message] = []
@@ -71,7 +71,7 @@ class SystemPlaces:
 
 
 def _shows(render: Render, roles: str) -> bool:
-    """Whether a conversation of these roles is rendered with each system message once, in the order of the messages."""
+    """True if the messages of these roles are rendered once each, in order."""
     marks = [f"probe-{number}-{role}" for number, role in enumerate(roles.split())]
     try:
         text = render([{"role": mark.rpartition("-")[2], "content": mark} for mark in marks])
@@ -92,7 +92,7 @@ def _with_content(message: Message, *contents: object) -> Message:
 
 
 def _joined(*contents: object) -> str | list[Any]:
-    """Texts with an empty line between them; if one comes in parts, the parts of all."""
+    """Returns texts joined by an empty line; if one comes in parts, the parts of all."""
     given = [content for content in contents if content]
     if all(isinstance(content, str) for content in given):
         return "\n\n".join(map(str, given))

@@ -1,8 +1,9 @@
-"""The sandbox that chat templates run in: nothing can be changed, nothing runs for ever, nothing fills the memory.
+"""The sandbox of chat templates: nothing can be changed, and time and memory are limited.
 
-A template has no operation that makes much out of little in one step: where a result can be longer than what it is made
-of, its length is found first. All results of one rendering together are bounded as well. What takes more than it makes
-(a search in a list, say) takes milliseconds at most, and the time that a rendering has used is looked at around each.
+No operation of a template makes a large value out of small ones in one step: if a result can be longer than its inputs,
+its length is computed first. All values of one rendering together are limited as well. An operation that takes more
+than it makes (such as a search in a list) takes milliseconds at most, and the time of a rendering is checked around
+each.
 """
 
 from __future__ import annotations
@@ -21,49 +22,49 @@ import jinja2.visitor
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 MOST_ROUNDS = 1_000_000
-"""Of all loops and macros while one prompt is made."""
+"""The limit of iterations of all loops and macros in one rendering."""
 MOST_CHARACTERS = 1 << 24
-"""Of one value."""
+"""The limit of one value."""
 MOST_MADE = 1 << 27
-"""Characters of all values that are made for one prompt."""
+"""The limit of all values in one rendering, in characters."""
 MOST_SECONDS = 2.0
-"""Of computing, for one prompt. The longest conversations that fit into a request take a tenth of that."""
+"""The limit of computing time of one rendering. The longest conversations in a request take a tenth of that."""
 LOOK_SECONDS = 0.05
-"""Between looks at the time that was computed, which cost more than looks at the clock."""
+"""The interval of checks of the computing time, which cost more than reading the clock."""
 LONGEST_NUMBER = 1000
-"""Digits to round a number to."""
+"""The limit of digits when rounding a number."""
 MISSING = ("batch", "slice", "wordwrap")
-"""Filters of Jinja's that no template needs, and that make much out of little."""
+"""Filters of Jinja that no template needs, and that make large values out of small ones."""
 
 QUICK_TESTS = {"defined", "undefined", "none", "string", "mapping", "iterable", "sequence", "number", "boolean"}
-"""Tests that take no time, whatever the value."""
+"""Tests that take no time for any value."""
 
 
 class TooSlow(jinja2.TemplateError):
-    """A rendering took more time than it may."""
+    """A rendering took too much time."""
 
 
 class Rendering(threading.local):
-    """What the rendering of this thread has used up so far."""
+    """The resources that the current rendering of this thread has used."""
 
     rounds = 0
     made = 0
     begun = 0.0
-    """In seconds of computing of the thread."""
+    """The thread's computing time at the start, in seconds."""
     look = 0.0
-    """When to look at them again, by the clock."""
+    """The time of the next check, by the clock."""
 
 
 class Calls(jinja2.visitor.NodeTransformer):
-    """Puts calls of the environment where Jinja compiles something that cannot be bounded."""
+    """Inserts calls of the environment where Jinja compiles operations that cannot be limited otherwise."""
 
     def visit_Concat(self, node: jinja2.nodes.Concat) -> jinja2.nodes.Node:  # noqa: N802 (Jinja names it)
-        """`a ~ b`."""
+        """Limits `a ~ b`."""
         self.generic_visit(node)
         return _call("joined", node.nodes).set_lineno(node.lineno)
 
     def visit_For(self, node: jinja2.nodes.For | jinja2.nodes.Macro) -> jinja2.nodes.Node:  # noqa: N802
-        """Let each round of a loop, and each macro, begin with being counted."""
+        """Counts each iteration of a loop, and each macro."""
         self.generic_visit(node)
         node.body.insert(0, jinja2.nodes.ExprStmt(_call("count_round", [])).set_lineno(node.lineno))
         return node
@@ -71,7 +72,7 @@ class Calls(jinja2.visitor.NodeTransformer):
     visit_Macro = visit_For  # noqa: N815
 
     def visit_Compare(self, node: jinja2.nodes.Compare) -> jinja2.nodes.Node:  # noqa: N802
-        """`a in b`, and others that look at whole lists: a comparison with a constant does not."""
+        """Times `a in b` and other comparisons of whole lists; a comparison with a constant is not timed."""
         self.generic_visit(node)
         sides = [node.expr, *(operand.expr for operand in node.ops)]
         is_quick = len(sides) == 2 and node.ops[0].op in ("eq", "ne")
@@ -80,7 +81,7 @@ class Calls(jinja2.visitor.NodeTransformer):
         return _call("timed", [node]).set_lineno(node.lineno)
 
     def visit_Test(self, node: jinja2.nodes.Test) -> jinja2.nodes.Node:  # noqa: N802
-        """`a is in b`, and others that look at whole lists or texts."""
+        """Times `a is in b` and other tests of whole lists or texts."""
         self.generic_visit(node)
         return node if node.name in QUICK_TESTS else _call("timed", [node]).set_lineno(node.lineno)
 
@@ -90,7 +91,7 @@ def _call(name: str, arguments: list[jinja2.nodes.Expr]) -> jinja2.nodes.Call:
 
 
 class BoundedEnvironment(ImmutableSandboxedEnvironment):
-    """`begin` before each rendering."""
+    """An environment with limits. Call `begin` before each rendering."""
 
     intercepted_binops = frozenset({"*", "**", "+", "%"})
 
@@ -104,17 +105,17 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         del self.globals["lipsum"]
 
     def set_filter(self, name: str, work: Callable[..., Any]) -> None:
-        """One of our own."""
+        """Sets a filter of kvern's own."""
         self.filters[name] = self._bounded(name, work)
 
     def begin(self) -> None:
-        """Nothing is used up yet."""
+        """Resets the used resources."""
         rendering = self._rendering
         rendering.rounds = rendering.made = 0
         rendering.begun, rendering.look = time.thread_time(), time.monotonic() + LOOK_SECONDS
 
     def check_time(self) -> None:
-        """Refuse to go on if too much was computed."""
+        """Raises TooSlow if the rendering has computed for too long."""
         if (now := time.monotonic()) < self._rendering.look:
             return
         self._rendering.look = now + LOOK_SECONDS
@@ -122,7 +123,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
             raise TooSlow(f"it computes for more than {MOST_SECONDS:g} s")
 
     def timed(self, value: Any) -> Any:
-        """What was just computed."""
+        """Returns a value that was just computed, after a check of the time."""
         self.check_time()
         return value
 
@@ -131,14 +132,14 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         return template
 
     def count_round(self) -> None:
-        """Of a loop, or of a macro."""
+        """Counts an iteration of a loop, or a macro."""
         self.check_time()
         self._rendering.rounds += 1
         if self._rendering.rounds > MOST_ROUNDS:
             raise jinja2.TemplateError(f"its loops and macros run more than {MOST_ROUNDS} times")
 
     def make(self, size: int) -> None:
-        """Refuse to make a value of so many characters if that is too much."""
+        """Counts a value of so many characters. Raises TemplateError if that is too much."""
         self.check_time()
         self._rendering.made += size
         if size > MOST_CHARACTERS or self._rendering.made > MOST_MADE:
@@ -148,18 +149,18 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
             )
 
     def checked(self, value: Any) -> Any:
-        """A value that will be written as text."""
+        """Returns a value that will be written as text, counted."""
         if not isinstance(value, str):
             self.make(extent(value))
         return value
 
     def joined(self, *values: Any) -> str:
-        """`a ~ b`."""
+        """Returns `a ~ b`, counted."""
         self.make(sum(map(extent, values)))
         return "".join(map(str, values))
 
     def concat(self, pieces: Iterable[str]) -> str:
-        """The output of a template, macro or block."""
+        """Returns the output of a template, macro or block, counted."""
         found, size = [], 0
         for piece in pieces:
             found.append(piece)
@@ -170,7 +171,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         return "".join(found)
 
     def call_binop(self, context: jinja2.runtime.Context, operator: str, left: Any, right: Any) -> Any:
-        """Find out how much it will be."""
+        """Computes a binary operation after its size is checked."""
         are_sequences = [isinstance(side, str | bytes | list | tuple) for side in (left, right)]
         if operator == "+" and all(are_sequences):
             self.make(len(left) + len(right))
@@ -186,14 +187,14 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         return super().call_binop(context, operator, left, right)
 
     def call(__self, __context: Any, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805
-        """Methods of texts and numbers are bounded as filters are."""
+        """Limits methods of texts and numbers like filters."""
         value = getattr(__obj, "__self__", None)
         if isinstance(value, str | bytes | int):
             args, kwargs = __self._prepared(__obj.__name__, value, args, kwargs)
         return super().call(__context, __obj, *args, **kwargs)
 
     def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
-        """`format` of a text."""
+        """Limits `format` of a text."""
         work = super().wrap_str_format(value)
         if work is None:
             return None
@@ -222,7 +223,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
     def _prepared(
         self, name: str, value: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Refuse a filter or method that would make too much of a value. Iterators among the arguments become lists."""
+        """Refuses a filter or method that would make a too large value. Iterators among the arguments become lists."""
         args = tuple(list(each) if isinstance(each, Iterator) else each for each in args)
         given = (*args, *kwargs.values())
         numbers = [abs(each) for each in given if isinstance(each, int)]
@@ -245,7 +246,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
 
 
 def extent(value: Any) -> int:
-    """Characters of a value as text, about; what is counted ends above the limit."""
+    """Returns the approximate number of characters of a value as text; counting ends above the limit."""
     if isinstance(value, str | bytes):
         return len(value)
     if isinstance(value, int):
@@ -265,7 +266,7 @@ def extent(value: Any) -> int:
 
 
 def _formatted(text: str | bytes, mark: str, values: tuple[Any, ...]) -> int:
-    """Characters that a text has at most when values are put in: as many as its numbers and its longest value say."""
+    """Returns the most characters of a formatted text, by its numbers and its longest value."""
     text = text.decode("latin-1") if isinstance(text, bytes) else text
     widths = [int(digits[:9]) for digits in re.findall("[0-9]+", text)]
     if re.search(r"%[^a-zA-Z%]*\*|\{[^{}]*:[^{}]*\{", text):  # the width is one of the values

@@ -1,4 +1,4 @@
-"""Definitions of tools for chat templates that refuse those which leave something out."""
+"""Tool definitions for chat templates that refuse incomplete ones."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ Definition = Mapping[str, Any]
 
 
 def forms_of(tools: Sequence[Definition] | None) -> list[Sequence[Definition] | None]:
-    """The tools as they are, and in fuller forms to try one after the other if a template refuses these.
+    """Returns the tools as they are, and fuller forms to try in turn if a template refuses them.
 
-    Without tools, an empty list: some templates ask for its length.
+    Without tools these are None and an empty list: some templates need its length.
     """
     if tools is None:
         return [None, []]
@@ -19,7 +19,8 @@ def forms_of(tools: Sequence[Definition] | None) -> list[Sequence[Definition] | 
 
 
 def _filled(tool: Definition, plain: bool) -> Definition:
-    """With a description and an object as parameters; `plain`: parameters have a description and one type each, too."""
+    """Returns a definition with a description and parameters; `plain` gives each parameter a description and one
+    type."""
     function = tool.get("function")
     if not isinstance(function, Mapping):
         return tool
@@ -42,7 +43,7 @@ def _plain(schema: object) -> dict[str, Any]:
 
 
 def _type(schema: Mapping[str, Any]) -> str:
-    """One type; where there are several, the first that is not null."""
+    """Returns one type; of several, the first that is not null."""
     kinds = schema.get("type")
     if isinstance(kinds, str):
         return kinds
@@ -55,5 +56,5 @@ def _type(schema: Mapping[str, Any]) -> str:
 
 
 def _said(schema: object) -> dict[str, Any]:
-    """Without what is null."""
+    """Returns a schema without null values."""
     return {name: value for name, value in schema.items() if value is not None} if isinstance(schema, Mapping) else {}

@@ -1,8 +1,8 @@
 """Text to token ids and back, from the files of a checkpoint, without transformers.
 
-``tokenizer.json`` holds the algorithm, ``tokenizer_config.json``, ``special_tokens_map.json`` and ``added_tokens.json``
-name special and further tokens, ``generation_config.json`` and ``config.json`` the tokens that end an answer. A folder
-without ``tokenizer.json`` still gives a model that takes and returns token ids.
+``tokenizer.json`` has the algorithm; ``tokenizer_config.json``, ``special_tokens_map.json`` and ``added_tokens.json``
+name special and further tokens; ``generation_config.json`` and ``config.json`` name the tokens that end an answer. A
+folder without ``tokenizer.json`` still gives a model that takes and returns token ids.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ from kvern.text.tokenizer_growth import read_growth
 MOST_TOKENIZER_BYTES = 256 * MEBIBYTE
 SPECIAL_TOKENS_FILES = ("tokenizer_config.json", "special_tokens_map.json")
 MOST_GROWN = 1 << 22
-"""Characters that may be made of the texts of one call, by tokenizers that make texts longer."""
+"""The limit of characters that tokenizers which lengthen texts may make of the texts of one call."""
 
 
 class Tokenizer:
-    """The tokenizer of one checkpoint folder. ``variables`` are names that its chat template sees by default.
+    """The tokenizer of one checkpoint folder. ``variables`` are defaults of the chat template's variables.
 
     Attributes:
-        bos_token, eos_token, pad_token: the special tokens as text, ``None`` where the checkpoint names none.
-        bos_token_id, eos_token_id, pad_token_id: their ids, ``None`` likewise.
-        eos_token_ids: every id that ends an answer, in order: the tokenizer's own, and those of
-            ``generation_config.json``; where that names none, those of ``config.json``.
+        bos_token, eos_token, pad_token: the special tokens as text, None if the checkpoint names none.
+        bos_token_id, eos_token_id, pad_token_id: their ids, or None.
+        eos_token_ids: all ids that end an answer, sorted: the tokenizer's own, and those of
+            ``generation_config.json`` or, if it names none, of ``config.json``.
         fallback_bytes: the byte of each token that stands for one, in vocabularies that fall back to bytes.
-        longest_token: characters of a text that one token stands for at most, ``None`` where that has no bound.
+        longest_token: the most characters of one token, None if there is no limit.
 
     Raises:
-        CorruptCheckpoint: one of the files is there but cannot be read.
+        CorruptCheckpoint: one of the files exists and cannot be read.
     """
 
     def __init__(self, folder: str | Path, variables: Mapping[str, Any] | None = None) -> None:
@@ -69,7 +69,7 @@ class Tokenizer:
 
     @property
     def available(self) -> bool:
-        """False where the folder has no ``tokenizer.json``: token ids in, token ids out."""
+        """False if the folder has no ``tokenizer.json``: then only token ids are read and returned."""
         return self._backend is not None
 
     @property
@@ -78,22 +78,22 @@ class Tokenizer:
         return self._backend.get_vocab_size(with_added_tokens=True) if self._backend is not None else 0
 
     def encode(self, text: str, add_special_tokens: bool = True, most_tokens: int | None = None) -> list[int]:
-        """Return the token ids of ``text``; special tokens written out in it are recognised.
+        """Returns the token ids of ``text``; special tokens in the text are recognized.
 
         Raises:
-            InvalidRequest: the text is not valid Unicode, or too long for ``most_tokens`` whatever it says, or there is
-                no tokenizer.
+            InvalidRequest: the text is not valid Unicode, is certainly too long for ``most_tokens``, or there is no
+                tokenizer.
         """
         if most_tokens is not None:
             self.check_length(text, most_tokens)
         return self.encode_each([text], add_special_tokens)[0]
 
     def definition(self) -> str:
-        """Return ``tokenizer.json`` with all added tokens. Raises InvalidRequest without a tokenizer."""
+        """Returns ``tokenizer.json`` with all added tokens. Raises InvalidRequest without a tokenizer."""
         return str(self._require().to_str())
 
     def check_length(self, text: str, most_tokens: int) -> None:
-        """Raises PromptTooLong for a text that has more tokens than that whatever it says."""
+        """Raises PromptTooLong for a text that certainly has more tokens."""
         if self.longest_token is not None and len(text) > (most := most_tokens * self.longest_token):
             message = (
                 f"the prompt has {len(text)} characters, and the maximum context length of {most_tokens} tokens has "
@@ -102,29 +102,32 @@ class Tokenizer:
             raise PromptTooLong(message, len(text) // self.longest_token, most_tokens)
 
     def encode_each(self, texts: Sequence[str], add_special_tokens: bool = False) -> list[list[int]]:
-        """Return the token ids of each text, in small letters if sentence-transformers' file says so.
+        """Returns the token ids of each text, in lower case if sentence-transformers' file says so.
 
         Raises InvalidRequest.
         """
         with self._reading(texts) as backend:
-            # of the library's ways to encode, this one lets other threads run meanwhile
+            # this function of the library lets other threads run
             lowered = [text.lower() for text in texts] if self._lowers else list(texts)
             encodings = backend.encode_batch_fast(lowered, add_special_tokens=add_special_tokens)
         return [list(encoding.ids) for encoding in encodings]
 
     def encode_pair(self, first: str, second: str) -> tuple[list[int], list[int]]:
-        """Return the token ids of two texts that are read together, and the kind of each token: 0, or 1 of the second,
-        as the tokenizer tells them apart. Raises InvalidRequest."""
+        """Returns the token ids of two texts that are encoded together, and the type of each token: 0, or 1 for the
+        second.
+
+        Raises InvalidRequest.
+        """
         with self._reading((first, second)) as backend:
             (encoding,) = backend.encode_batch_fast([(first, second)], add_special_tokens=True)
         return list(encoding.ids), list(encoding.type_ids)
 
     def cutting_tokens(self, template: str) -> list[str]:
-        """Return the special tokens named in ``template`` behind which a text can be cut: its parts, encoded without
-        special tokens around them, have the same ids as the whole.
+        """Returns special tokens in ``template`` after which a text can be split: its parts, encoded without added
+        special tokens, have the same ids as the whole.
 
-        That is so where every part is encoded by itself, and where no other added token can hide this one or reach
-        over the cut. SentencePiece writes the beginning of a text differently, so it has none.
+        That requires that parts are encoded independently, and that no other added token contains this one or reaches
+        over the split. SentencePiece encodes the beginning of a text differently, so it has none.
         """
         added = [] if self._backend is None else list(self._backend.get_added_tokens_decoder().values())
         texts = [token.content for token in added]
@@ -139,13 +142,13 @@ class Tokenizer:
         ]
 
     def leading_special_tokens(self) -> list[int]:
-        """Return the special tokens that ``encode`` puts before a text. Raises InvalidRequest without a tokenizer."""
+        """Returns the special tokens that ``encode`` puts before a text. Raises InvalidRequest without a tokenizer."""
         plain, full = self.encode("a", add_special_tokens=False), self.encode("a")
         places = range(len(full) - len(plain) + 1)
         return next((full[:place] for place in places if full[place : place + len(plain)] == plain), [])
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """Return the text of ``ids``; bytes that form no character become U+FFFD."""
+        """Returns the text of ``ids``; bytes that form no character become U+FFFD."""
         return str(self._require().decode(ids, skip_special_tokens=skip_special_tokens))
 
     def token_to_id(self, token: str | None) -> int | None:
@@ -154,13 +157,13 @@ class Tokenizer:
         return self._backend.token_to_id(token)
 
     def id_to_token(self, token_id: int) -> str:
-        """Return the text of one token by itself, U+FFFD where it is only part of a character."""
+        """Returns the text of one token alone, U+FFFD if it is only part of a character."""
         if token_id not in self._texts:
             self._texts[token_id] = self.id_to_bytes(token_id).decode("utf-8", errors="replace")
         return self._texts[token_id]
 
     def id_to_bytes(self, token_id: int) -> bytes:
-        """Return what one token adds to the text, in UTF-8: half a character where the token is half a character.
+        """Returns the bytes that one token adds to the text, in UTF-8; they may be part of a character.
 
         Ids without a token (tables padded beyond the vocabulary) give ``b""``, as decoding skips them.
         """
@@ -181,9 +184,9 @@ class Tokenizer:
         add_generation_prompt: bool = True,
         **variables: Any,
     ) -> str:
-        """Return the messages as one prompt, written by the model's chat template.
+        """Returns the messages as one prompt, written by the model's chat template.
 
-        System messages where the template takes none go where it does.
+        System messages are moved if the template does not take them at their places.
 
         Raises:
             InvalidRequest: no template, malformed messages, or the template refuses them.
@@ -193,8 +196,8 @@ class Tokenizer:
         return self.chat_template.render(fitted, tools or None, add_generation_prompt, names)
 
     def lost_in_template(self, messages: Sequence[Mapping[str, Any]], tools: bool) -> list[str]:
-        """What of a conversation the chat template leaves out silently: tools, tool_calls,
-        content_beside_tool_calls, tool_results."""
+        """Returns what the chat template leaves out of a conversation: tools, tool_calls, content_beside_tool_calls,
+        tool_results."""
         return self.chat_template.forms(tools, self._special_tokens).lost(messages, tools)
 
     def chat_prompt_ids(
@@ -204,7 +207,7 @@ class Tokenizer:
         add_generation_prompt: bool = True,
         **variables: Any,
     ) -> list[int]:
-        """``chat_prompt`` as token ids; the template writes the special tokens itself, so none are added."""
+        """Returns ``chat_prompt`` as token ids; the template writes the special tokens itself, so none are added."""
         prompt = self.chat_prompt(messages, tools, add_generation_prompt, **variables)
         return self.encode(prompt, add_special_tokens=False)
 
@@ -217,7 +220,7 @@ class Tokenizer:
 
     @contextlib.contextmanager
     def _reading(self, texts: Sequence[str]) -> Iterator[tokenizers.Tokenizer]:
-        """The backend, to read these texts with. Raises InvalidRequest for texts that it cannot read."""
+        """Yields the backend to encode these texts. Raises InvalidRequest for texts that it cannot encode."""
         backend = self._require()
         try:
             if self._growth > 1 and (made := self._growth * sum(map(len, texts))) > MOST_GROWN:
@@ -226,7 +229,7 @@ class Tokenizer:
                     f"{MOST_GROWN}; shorten the prompt"
                 )
             yield backend
-        except (UnicodeEncodeError, TypeError) as error:  # the library calls a string it cannot take a TypeError
+        except (UnicodeEncodeError, TypeError) as error:  # the library raises TypeError for strings that it cannot take
             raise _not_text(texts) from error
         except BaseException as error:
             if not is_panic(error):
@@ -258,7 +261,7 @@ class Tokenizer:
 
 
 def _not_text(texts: Sequence[object]) -> InvalidRequest:
-    """What is wrong with texts that the tokenizer does not take."""
+    """Returns the error of texts that the tokenizer does not take."""
     for text in texts:
         if not isinstance(text, str):
             return InvalidRequest(f"the prompt is {shown(text)}: it must be a text")
@@ -270,8 +273,10 @@ def _not_text(texts: Sequence[object]) -> InvalidRequest:
 
 
 def byte_characters() -> dict[str, int]:
-    """Return the byte behind each character of a byte-level vocabulary (GPT-2's table): printable Latin-1 characters
-    stand for themselves, the other bytes for the characters from U+0100 on."""
+    """Returns the byte of each character in a byte-level vocabulary (GPT-2's table).
+
+    Printable Latin-1 characters stand for themselves, the other bytes for the characters from U+0100 on.
+    """
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + index): byte for index, byte in enumerate(others)}
@@ -281,12 +286,12 @@ BYTE_OF_CHARACTER = byte_characters()
 
 
 def reaches_into(other: str, token: str) -> bool:
-    """Whether ``other`` can end in the middle of ``token``."""
+    """True if ``other`` can end in the middle of ``token``."""
     return any(other.endswith(token[:end]) for end in range(1, len(token)))
 
 
 def decoders_of(backend: tokenizers.Tokenizer) -> list[str]:
-    """Return the kinds of the decoders that make text of tokens, one after another."""
+    """Returns the kinds of the decoders that turn tokens into text, in order."""
     if backend.decoder is None:
         return []
     state = json.loads(backend.decoder.__getstate__())
@@ -298,7 +303,7 @@ def is_byte_level(backend: tokenizers.Tokenizer) -> bool:
 
 
 def fallback_bytes(backend: tokenizers.Tokenizer) -> dict[int, bytes]:
-    """Return the tokens that stand for a byte each, where the vocabulary falls back to such."""
+    """Returns the tokens that stand for one byte each, in vocabularies with byte fallback."""
     if "ByteFallback" not in decoders_of(backend):
         return {}
     names = {f"<0x{byte:{form}}>": bytes([byte]) for byte in range(256) for form in ("02X", "02x")}
@@ -307,7 +312,8 @@ def fallback_bytes(backend: tokenizers.Tokenizer) -> dict[int, bytes]:
 
 
 def longest_token(backend: tokenizers.Tokenizer) -> int | None:
-    """Every character of a text becomes bytes, and every byte a part of a token, if the vocabulary holds all bytes."""
+    """Returns the most characters of one token; None unless the vocabulary has all bytes, so that all text is
+    encoded."""
     covers_bytes = is_byte_level(backend) or getattr(backend.model, "byte_fallback", False)
     if not covers_bytes or not isinstance(backend.model, tokenizers.models.BPE):
         return None
@@ -316,7 +322,7 @@ def longest_token(backend: tokenizers.Tokenizer) -> int | None:
 
 
 def load_backend(path: Path) -> tuple[tokenizers.Tokenizer | None, int]:
-    """Return the tokenizer of a file, ``None`` without one, and how many characters it may make of one.
+    """Returns the tokenizer of a file, None if it is missing, and the most characters that it makes of one.
 
     Raises CorruptCheckpoint for a file that cannot be read, and for one that makes too many.
     """
@@ -339,12 +345,12 @@ def load_backend(path: Path) -> tuple[tokenizers.Tokenizer | None, int]:
 
 
 def is_panic(error: BaseException) -> bool:
-    """Whether the library gave up, of regular expressions that take too many steps for example."""
+    """True if the library gave up, for example on regular expressions that take too many steps."""
     return type(error).__name__ == "PanicException"
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Return the object in a file, ``{}`` where there is no such file."""
+    """Returns the object in a file, empty if there is no such file."""
     try:
         return read_object(path)
     except FileNotFoundError:
@@ -352,7 +358,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def end_token_ids(value: Any) -> tuple[int, ...]:
-    """Return what an ``eos_token_id`` says: one id or several. Raises ValueError for what is neither."""
+    """Returns the ids in an ``eos_token_id``, one or several. Raises ValueError for other values."""
     ids = tuple(value) if isinstance(value, list) else (value,)
     if not all(type(token) is int and token >= 0 for token in ids):
         raise ValueError(f"eos_token_id is {shown(value)}: it must be a token id, or a list of some")
@@ -360,7 +366,8 @@ def end_token_ids(value: Any) -> tuple[int, ...]:
 
 
 def special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
-    """Return name (``bos_token``, ...) to text. A token is text or an object with ``content``."""
+    """Returns the text of each special token by name (``bos_token``, ...). A token is text or an object with
+    ``content``."""
     found: dict[str, str] = {}
     for name, value in config.items():
         text = value.get("content") if isinstance(value, dict) else value

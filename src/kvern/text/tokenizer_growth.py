@@ -1,8 +1,8 @@
-"""How much longer a tokenizer may make a text, found in ``tokenizer.json`` before anything of it runs.
+"""The factor by which a tokenizer may lengthen a text, read from ``tokenizer.json`` before the tokenizer is used.
 
 Normalizers and pre-tokenizers rewrite a text, post-processors repeat its tokens, decoders rewrite each token. A step
-that writes two characters for one is harmless; twenty of them in a row make a million of one. What Unicode's own forms
-add (18 characters for one at most, once) does not count, nor does one mark in front of a text.
+that writes two characters for one is harmless; twenty of them in a row make a million of one. Unicode's own forms (at
+most 18 characters for one, once) do not count, nor does one mark in front of a text.
 """
 
 import base64
@@ -18,22 +18,22 @@ import msgspec
 from kvern.errors import CorruptCheckpoint, shown
 
 MOST_GROWTH = 64
-"""Characters or tokens that all steps of a part together may make of one."""
+"""The limit of characters or tokens that all steps of a part together may make of one."""
 MOST_STEPS = 64
-"""Of one part."""
+"""The limit of steps of one part."""
 MOST_WORD = 256
-"""Characters of a word that WordPiece cuts, which takes their number cubed, and of what BPE puts around characters."""
+"""The limit of a word that WordPiece splits, in time cubic in its length, and of the affixes of BPE, in characters."""
 COUNTED_ADDED = 16
-"""Tokens that a post-processor adds count as one more for each so many."""
+"""The number of added tokens of a post-processor that count as one more."""
 INNATE = {"ByteLevel": 4, "Precompiled": 18}
-"""What these make of one character: the bytes of UTF-8, and compatibility forms. The first of each is free so far."""
+"""The growth of these steps that does not count the first time: bytes of UTF-8, and compatibility forms."""
 SEQUENCES = ("normalizers", "pretokenizers", "processors", "decoders")
 CONSUMING = re.compile(r"(?:\\[sdwnrt]|[^\\.^$*+?{}\[\]|()])(?:\+|\{[1-9]\d*,\d*\})?")
-"""Regular expressions that match a character at least, told at a glance."""
+"""Regular expressions that clearly match at least one character."""
 
 
 class Model(msgspec.Struct):
-    """What of a model takes time of its own."""
+    """Fields of a model that affect its time."""
 
     continuing_subword_prefix: str | None = None
     end_of_word_suffix: str | None = None
@@ -51,9 +51,9 @@ class Parts(msgspec.Struct):
 
 
 def read_growth(path: Path, content: bytes) -> int:
-    """Return how many characters or tokens the tokenizer in the file may make of one; 1 for nearly all there are.
+    """Returns the most characters or tokens that the tokenizer in the file makes of one; 1 for nearly all tokenizers.
 
-    Raises CorruptCheckpoint for what makes too much, and what msgspec and base64 raise for what they cannot read.
+    Raises CorruptCheckpoint for a tokenizer that makes too many, and errors of msgspec and base64 for a malformed file.
     """
     parts = msgspec.json.decode(content, type=Parts)
     for name in ("continuing_subword_prefix", "end_of_word_suffix", "max_input_chars_per_word"):
@@ -74,7 +74,7 @@ def read_growth(path: Path, content: bytes) -> int:
 
 
 def _growth(path: Path, name: str, part: Any) -> int:
-    """What the steps of one part make of one character or token."""
+    """Returns the most characters or tokens that the steps of one part make of one."""
     growth, innate = 1, dict(INNATE)
     for place, step in enumerate(_steps(part)):
         growth *= max(1, math.ceil(_made(step) / innate.pop(step.get("type", ""), 1)))
@@ -87,7 +87,7 @@ def _growth(path: Path, name: str, part: Any) -> int:
 
 
 def _steps(part: Any) -> Iterator[dict[str, Any]]:
-    """The steps of a part, whether one or a sequence of sequences."""
+    """Yields the steps of a part, which may be nested sequences."""
     if isinstance(part, dict):
         inner = [step for name in SEQUENCES if isinstance(part.get(name), list) for step in part[name]]
         if not inner:
@@ -97,7 +97,8 @@ def _steps(part: Any) -> Iterator[dict[str, Any]]:
 
 
 def _made(step: dict[str, Any]) -> int:
-    """Characters or tokens that a step makes of one. Steps are told by their fields: old files leave out the type."""
+    """Returns the most characters or tokens that a step makes of one. Old files leave out types, so fields identify
+    steps."""
     match step:
         case {"pattern": {"String": str(pattern)}, "content": str(content)}:
             return math.ceil(_extent(content) / len(pattern)) if pattern else 1 + _extent(content)
@@ -119,12 +120,12 @@ def _made(step: dict[str, Any]) -> int:
 
 
 def _extent(content: str) -> int:
-    """Characters of a text when a later step takes it apart."""
+    """Returns the characters of a text after decomposition by a later step."""
     return len(unicodedata.normalize("NFKD", content))
 
 
 def _templated(pieces: list[Any], special: dict[str, Any]) -> int:
-    """How often a template of a post-processor writes a text, or how many tokens it adds."""
+    """Returns how often a template of a post-processor repeats a text, or the share of tokens that it adds."""
     texts = [piece["Sequence"]["id"] for piece in pieces if "Sequence" in piece]
     added = sum(len(special[piece["SpecialToken"]["id"]]["ids"]) for piece in pieces if "SpecialToken" in piece)
     return max(math.ceil(added / COUNTED_ADDED), *map(texts.count, ("A", "B")))
