@@ -1,16 +1,11 @@
-"""Tool calls and reasoning: parsers of what models write around their answers, and grammars that enforce it.
+"""Tool calls and reasoning: what models write around their answers, read as it arrives and demanded where it must be.
 
-buffered     the base of parsers: a growing text, states, partial markers, blanks around calls
-json_call    one {"name": ..., "arguments": {...}}, or arguments alone; json_mending repairs what is almost JSON
-json_calls   calls that are JSON objects; learning finds their form by rendering a template
-mistral, gemma, pythonic, marked_json, xml_functions, glm   formats of one or two families each, as classes with the
-             protocol of `tool_format`
-xml_call     the common part of formats with parameters between XML tags
-xml_values   the values of such parameters: text, or what the schema says
-harmony      gpt-oss's turns, in which thinking, calls and answers are separate messages
-formats      detection of a chat template's format
-thinking     <think> and similar marks
-definitions  the tools of a request, checked
-grammar      one grammar for thinking, calls and a structured answer
-chat         the entry point: from a conversation to a prompt, parameters and a reader of the answer
+`chat.py` makes a conversation a prompt, parameters and a reader of the answer. `formats.py` finds the format that a
+chat template speaks; each format is a file (`mistral.py`, `glm.py`, ...) with what `tool_format.py` asks for, mostly
+a `BufferedParser` (`buffered.py`). `thinking.py` reads the thinking, `grammar.py` makes one grammar of thinking,
+calls and a structured answer, and `definitions.py` checks the tools of a request.
+
+To add a format of tool calls: a file with a `ToolFormat`, its entry in `formats.py`, and its name among the choices
+of `tool_parser` in `kvern/config.py`. Formats in JSON share `json_call.py`, formats between XML tags `xml_call.py`.
+Imports text, request and structured; knows nothing of engines. Begin with `tool_format.py`, then `mistral.py`.
 """
