@@ -314,7 +314,7 @@ def test_help_about_a_word_knows_names_of_vllm(capsys: pytest.CaptureFixture[str
     assert main(["serve", "--help", "max-num-seqs"]) == 0
     shown = capsys.readouterr().out
     assert "--max-num-seqs, of vLLM, is kvern's --max-batch-requests" in shown
-    assert "Requests that run at the same time at most." in shown
+    assert "Most requests that run at the same time." in shown
     assert main(["serve", "--help=remote"]) == 0
     assert "--trust-remote-code, of vLLM, is refused: kvern runs no code" in capsys.readouterr().out
 
