@@ -1,6 +1,6 @@
 """Tables with a row for each token, and heads with a score for each."""
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -15,6 +15,24 @@ from kvern.ranks.ranks import PaddedShare, Share
 
 if TYPE_CHECKING:
     from kvern.kernels.quantize_rows import RowCodes
+
+
+class EmbeddedTokens(NamedTuple):
+    """T tokens, some of which are given by rows of embeddings in the place of their ids.
+
+    token_ids  [T] int64; the ids of tokens that have rows only have to be in the vocabulary
+    source     [T] integers: the index of the row of each token; -1: the token has its id alone
+    rows       [N, hidden], N >= 1, in the model's dtype, as the first layer reads them: after any scale of embeddings
+    """
+
+    token_ids: Tensor
+    source: Tensor
+    rows: Tensor
+
+    def over(self, hidden: Tensor) -> Tensor:
+        """The embeddings `hidden` [T, hidden] of the ids, where rows take their places."""
+        given = self.rows.index_select(0, self.source.clamp(min=0).long())
+        return torch.where((self.source >= 0)[:, None], given, hidden)
 
 
 class Embedding(Weighted):

@@ -12,7 +12,7 @@ from kvern.layers.altup import Streams
 from kvern.layers.block import Places, Residual, SequentialLayer
 from kvern.layers.block_choice import block_class, sums_late
 from kvern.layers.build import Build
-from kvern.layers.embedding import SharedHead, make_embedding, make_head
+from kvern.layers.embedding import EmbeddedTokens, SharedHead, make_embedding, make_head
 from kvern.layers.halves import Update, joined
 from kvern.layers.linear import Linear
 from kvern.layers.moe import MoE
@@ -102,7 +102,7 @@ class Decoder(WeightedModel):
 
     def forward(
         self,
-        token_ids: Tensor,
+        token_ids: Tensor | EmbeddedTokens,
         positions: Tensor,
         attend: Attend,
         wanted: Tensor | None = None,
@@ -112,6 +112,7 @@ class Decoder(WeightedModel):
     ) -> Tensor:
         """Compute the tokens of one step: `token_ids` and `positions`, both int64 `[T]` -> hidden states `[T, hidden]`.
 
+        Tokens may come as rows of embeddings, too: then `token_ids` are `EmbeddedTokens`.
         The tokens may belong to any number of requests; `attend` alone knows which token belongs to which. With
         `wanted [S]`, indices of tokens, only their states `[S, hidden]` are returned: for the other tokens the last
         layer that stores something computes what it stores, and later layers compute nothing. `adapters` are those of
@@ -122,9 +123,14 @@ class Decoder(WeightedModel):
         rows on, with the inputs of the layers that a draft head after the last stage begins with.
         """
         step = StepContext(positions_alone(positions), attend, states, wanted, adapters)
-        hidden = self.run(self.entry(token_ids), step, self.looked_up(token_ids), inputs)
-        if not self.build.ranks.stage.is_last:
-            self.build.ranks.stage.send(hidden)
+        stage = self.build.ranks.stage
+        ids = token_ids if isinstance(token_ids, Tensor) else token_ids.token_ids
+        hidden = self.entry(ids)
+        if not isinstance(token_ids, Tensor) and stage.is_first:
+            hidden = token_ids.over(hidden)
+        hidden = self.run(hidden, step, self.looked_up(ids), inputs)
+        if not stage.is_last:
+            stage.send(hidden)
         return hidden
 
     def looked_up(self, token_ids: Tensor) -> Tensor | None:

@@ -2,7 +2,9 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, NamedTuple, Protocol, TypeVar
+
+from torch import Tensor
 
 from kvern.attention.base import AttentionBackend
 from kvern.device.input_batch import InputBatch
@@ -23,6 +25,25 @@ class RowStates(Protocol):
         ...
 
 
+class StepEmbeddings(NamedTuple):
+    """Rows of embeddings for some of the T tokens of a step.
+
+    source  [T] the index of the row of each token; -1: the token has its id alone
+    rows    [N, hidden] on the device, N <= T, as of `EmbeddedTokens`
+    """
+
+    source: Sequence[int]
+    rows: Tensor
+
+
+class EmbeddingSource(Protocol):
+    """What has rows of embeddings for tokens of prompts, such as the parts of an image."""
+
+    def rows(self, scheduled: Sequence[ScheduledTokens]) -> StepEmbeddings | None:
+        """The rows for a step, whose requests are in their rows of the batch; None: all its tokens have ids alone."""
+        ...
+
+
 Network = TypeVar("Network")
 Batch = TypeVar("Batch", bound=InputBatch)
 Rows = TypeVar("Rows", bound=BatchRows)
@@ -39,6 +60,7 @@ class CachedModel(Generic[Network, Batch, Rows, States]):
     block_size  tokens of a block of the cache
     adapters    None: the engine has no place for adapters
     states      None: no layer of the model keeps states
+    embeddings  None: all tokens of prompts are given by their ids
     """
 
     decoder: Network
@@ -47,6 +69,7 @@ class CachedModel(Generic[Network, Batch, Rows, States]):
     block_size: int
     adapters: Adapters | None = None
     states: States | None = None
+    embeddings: EmbeddingSource | None = None
 
     def is_adapted(self, scheduled: Sequence[ScheduledTokens]) -> bool:
         """Whether a request of a step uses an adapter."""

@@ -105,8 +105,8 @@ class DeviceRunner(StepRunner[Decoder, DeviceBatch, DeviceRows, DeviceStateMemor
             self._decoder.assist()
 
     def size(self, output: SchedulerOutput) -> tuple[int, int, bool] | None:
-        """As `Runner`: after a step in graphs of all ranks no drafter goes on."""
-        if self._drafter.is_asked(output.scheduled):
+        """As `Runner`: after a step in graphs of all ranks no drafter goes on, and no rank has rows of embeddings."""
+        if self._drafter.is_asked(output.scheduled) or self.model.embeddings is not None:
             return None
         adapters = self.model.adapters
         adapts = None if adapters is None else adapters.bank.captures
@@ -146,6 +146,7 @@ class DeviceRunner(StepRunner[Decoder, DeviceBatch, DeviceRows, DeviceStateMemor
             uncertain,
             drafting,
             drafting and self._drafter.reads_hidden,
+            self._embeddings(scheduled),
         )
         drafts, outputs = None, self._replay(step)
         if outputs is None:
@@ -169,6 +170,8 @@ class DeviceRunner(StepRunner[Decoder, DeviceBatch, DeviceRows, DeviceStateMemor
     def _replay(self, step: PlannedStep) -> StepOutputs | None:
         """Start a step by a graph; None: there is none for it."""
         for graphs in self._graphs:
+            if step.embeddings is not None and not graphs.kind.takes_embeddings:
+                continue
             outputs = graphs.run(step)
             if outputs is not None:
                 return outputs
@@ -179,7 +182,7 @@ class DeviceRunner(StepRunner[Decoder, DeviceBatch, DeviceRows, DeviceStateMemor
         scheduled, model = step.scheduled, self.model
         batch = build_device_batch(self._rows, scheduled, model.block_size)
         states = None if model.states is None else model.states.plan(batch)
-        computed = self._compute_layers(batch, states, reported)
+        computed = self._compute_layers(batch, states, reported, step.embeddings)
         if computed is None:
             return StepOutputs()
         hidden, prompts, told = computed

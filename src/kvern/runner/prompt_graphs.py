@@ -9,6 +9,7 @@ and end, so that any such step fits.
              [tiles] int32 each: request and first query of each tile of the runs
              if layers keep states: [tokens] int32, the run that each belongs to, and [chunks] int32 each: first token,
              among those of the runs, and length of each chunk of these
+             of a graph that takes rows of embeddings: [tokens] int32, the index of the row of each; -1: none
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -17,6 +18,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from kvern.device.device_batch import DeviceSamples, captured_batch, runs_in
 from kvern.device.input_batch import sampled_tokens
@@ -26,6 +28,7 @@ from kvern.kernels import delta_net
 from kvern.kernels.attention_latent import QUERIES
 from kvern.kernels.attention_prefill import prefill_shape
 from kvern.kernels.batch import write_sampled
+from kvern.layers.embedding import EmbeddedTokens
 from kvern.request.step import NewRequest, ScheduledTokens, SchedulerOutput
 from kvern.runner.device_sampling import sample_plain
 from kvern.runner.step_graphs import (
@@ -51,10 +54,16 @@ MOST_KEYS = 8192
 
 
 class PromptShape(NamedTuple):
-    """The most tokens of decodes, and of prompts, that a graph has room for."""
+    """The most tokens of decodes, and of prompts, that a graph has room for; `embeds`: some have rows of embeddings."""
 
     decodes: int
     prompts: int
+    embeds: bool = False
+
+    @property
+    def tokens(self) -> int:
+        """All tokens."""
+        return self.decodes + self.prompts
 
     @property
     def requests(self) -> int:
@@ -74,7 +83,7 @@ def prompt_shapes(requests: int, most: int, longest: int) -> list[PromptShape]:
     """
     largest = next((size for size in DECODES if size >= requests), DECODES[-1])
     shapes = [PromptShape(decodes, tokens) for decodes in DECODES if decodes <= largest for tokens in reversed(TOKENS)]
-    return [shape for shape in shapes if sum(shape) <= most and shape.prompts <= longest]
+    return [shape for shape in shapes if shape.tokens <= most and shape.prompts <= longest]
 
 
 def reading_shapes(most: int, longest: int) -> list[PromptShape]:
@@ -88,11 +97,21 @@ def most_keys(spec: ModelSpec) -> int:
     return MOST_KEYS * len(spec.layers) // max(1, attending)
 
 
-PromptGraph = StepGraph[PromptShape, GraphInputs]
+class PromptInputs(GraphInputs):
+    """As the module says; `rows` [tokens, hidden]: rows of embeddings, of a graph that takes such."""
+
+    def __init__(self, numbers: Tensor, rows: Tensor | None) -> None:
+        super().__init__(numbers)
+        self.rows = rows
 
 
-class PromptKind(StepKind[PromptShape, GraphInputs]):
+PromptGraph = StepGraph[PromptShape, PromptInputs]
+
+
+class PromptKind(StepKind[PromptShape, PromptInputs]):
     """Steps of decodes and of a few tokens of prompts."""
+
+    takes_embeddings = True
 
     def __init__(self, model: DeviceModel, most: int, *, samples: bool = True) -> None:
         """`most`: tokens of a step.
@@ -110,6 +129,8 @@ class PromptKind(StepKind[PromptShape, GraphInputs]):
         self._longest = model.rows.tokens.shape[1] - 1
         scratch = model.rows.scratch
         shapes = prompt_shapes(scratch, most, self._longest) if samples else reading_shapes(most, self._longest)
+        if model.embeddings is not None and samples:
+            shapes += [shape._replace(embeds=True) for shape in shapes]
         self.shapes = shapes if self._tile else []
 
     def priority(self, shape: PromptShape) -> Priority:
@@ -118,10 +139,10 @@ class PromptKind(StepKind[PromptShape, GraphInputs]):
     def largest_step(self) -> list[ScheduledTokens]:
         if not self.shapes:
             return []
-        largest = max(self.shapes, key=sum)
+        largest = max(self.shapes, key=lambda shape: shape.tokens)
         others = min(largest.decodes, self._rows.scratch - 1)
         decodes = [ScheduledTokens(slot, 0, 1, 1) for slot in range(others)]
-        return [*decodes, ScheduledTokens(others, 0, min(sum(largest) - others, self._longest - 1), 1)]
+        return [*decodes, ScheduledTokens(others, 0, min(largest.tokens - others, self._longest - 1), 1)]
 
     def size(self, scheduled: Sequence[ScheduledTokens]) -> StepSize | None:
         """What a graph for a step, decodes first, has to have room for, one token of a prompt at least.
@@ -141,12 +162,19 @@ class PromptKind(StepKind[PromptShape, GraphInputs]):
         size = step.size
         if size is None or size.is_plain or step.adapted or step.uncertain or step.is_read:
             return None
-        fitting = [shape for shape in captured if size.fits_into(StepSize(*shape))]
+        embeds = step.embeddings is not None
+        fitting = [shape for shape in captured if shape.embeds == embeds and size.fits_into(StepSize(*shape[:2]))]
         if not fitting:
             return None
-        graph = captured[min(fitting, key=sum)]
-        packed, count = self._packed(graph.shape, step.scheduled, self._decodes(step.scheduled))
-        graph.inputs.send(packed)
+        graph = captured[min(fitting, key=lambda shape: shape.tokens)]
+        decodes, inputs = self._decodes(step.scheduled), graph.inputs
+        packed, count = self._packed(graph.shape, step.scheduled, decodes)
+        if step.embeddings is not None and inputs.rows is not None:
+            source, rows = step.embeddings
+            packed[-graph.shape.tokens :][:decodes] = source[:decodes]
+            packed[len(packed) - graph.shape.prompts :][: len(source) - decodes] = source[decodes:]
+            inputs.rows[: len(rows)].copy_(rows)
+        inputs.send(packed)
         graph.replay()
         outputs = graph.outputs
         if not count or outputs.sampled is None:
@@ -196,6 +224,8 @@ class PromptKind(StepKind[PromptShape, GraphInputs]):
             numbers += [run for run, count in enumerate(run_counts) for _ in range(count)]
             chunks = chunks_of(run_counts)
             numbers += np.pad(chunks, ((0, 0), (0, self._chunks(shape) - chunks.shape[1]))).flatten().tolist()
+        if shape.embeds:
+            numbers += [-1] * shape.tokens
         return np.concatenate((sampling.view(np.int32), np.array(numbers, dtype=np.int32))), len(sampled.slots)
 
     def _tiles(self, shape: PromptShape) -> int:
@@ -207,17 +237,23 @@ class PromptKind(StepKind[PromptShape, GraphInputs]):
         """The most chunks that the runs of a step are cut into."""
         return -(-shape.prompts // delta_net.CHUNK) + RUNS + 1
 
-    def inputs(self, shape: PromptShape) -> GraphInputs:
+    def inputs(self, shape: PromptShape) -> PromptInputs:
         packed, _ = self._packed(shape, [], 0)
-        return GraphInputs(torch.from_numpy(packed).to(self._rows.device))
+        rows, build = None, self._model.decoder.build
+        if shape.embeds:
+            sizes = shape.tokens, self._model.decoder.spec.hidden_size
+            rows = torch.zeros(sizes, dtype=build.dtype, device=self._rows.device)
+        return PromptInputs(torch.from_numpy(packed).to(self._rows.device), rows)
 
-    def compute(self, shape: PromptShape, inputs: GraphInputs) -> StepOutputs:
+    def compute(self, shape: PromptShape, inputs: PromptInputs) -> StepOutputs:
         model, rows, decoder = self._model, self._rows, self._model.decoder
         samples, prompts = shape.samples, shape.prompts
         cuts = [6 * samples, 4 * shape.requests, 2 * self._tiles(shape)]
-        sampling, described, tiled, cut = torch.split(inputs.numbers, [*cuts, len(inputs.numbers) - sum(cuts)])
+        cuts += [] if model.states is None else [prompts, 2 * self._chunks(shape)]
+        cuts += [shape.tokens] if shape.embeds else []
+        sampling, described, tiled, *others = torch.split(inputs.numbers, cuts)
         sampled_from = DeviceSamples(*sampling.view(torch.int64).view(3, -1))
-        runs, total, size = runs_in(described), shape.decodes + prompts, model.block_size
+        runs, total, size = runs_in(described), shape.tokens, model.block_size
         tile_request, tile_first = tiled.view(2, -1)
         batch = captured_batch(
             rows,
@@ -231,10 +267,13 @@ class PromptKind(StepKind[PromptShape, GraphInputs]):
         batch.sample_slots, batch.uncertain = [rows.scratch] * samples, True
         states = None
         if model.states is not None:
-            of_tokens, chunks = torch.split(cut, [prompts, 2 * self._chunks(shape)])
+            of_tokens, chunks, *others = others
             states = model.states.plan(batch, (of_tokens, chunks.view(2, -1)))
         attend = model.attention.plan(batch)
-        hidden = decoder(batch.token_ids, batch.positions, attend, sampled_from.logits_indices, states=states)
+        tokens: Tensor | EmbeddedTokens = batch.token_ids
+        if inputs.rows is not None:
+            tokens = EmbeddedTokens(batch.token_ids, others[0], inputs.rows)
+        hidden = decoder(tokens, batch.positions, attend, sampled_from.logits_indices, states=states)
         if not self._samples:
             return StepOutputs()
         positions, slots = sampled_from.positions, sampled_from.slots

@@ -93,8 +93,10 @@ class ModelRunner(StepRunner[LanguageModel, InputBatch, BatchRows, StateMemory])
 
         It is short: a small model's step takes a few times as long as Python does between two of them.
         """
-        captured, needs = self._captured, self._needs
-        if captured is None or any(item.uncertain or needs[item.slot] & BESIDE_KERNELS for item in scheduled):
+        captured, needs, embeddings = self._captured, self._needs, self.model.embeddings
+        if captured is None or (embeddings is not None and embeddings.rows(scheduled) is not None):
+            return None
+        if any(item.uncertain or needs[item.slot] & BESIDE_KERNELS for item in scheduled):
             return None
         drafter = self._drafter
         if self.model.is_adapted(scheduled) or drafter.drawn is not None:
@@ -110,7 +112,13 @@ class ModelRunner(StepRunner[LanguageModel, InputBatch, BatchRows, StateMemory])
         """Any step."""
         scheduled = self._rows.certain(planned)
         drafted = self._drafter.is_asked(scheduled) or any(item.uncertain or item.sampled > 1 for item in planned)
-        if self._captured is not None and scheduled is planned and not self.model.is_adapted(scheduled):
+        embeddings = self._embeddings(scheduled)
+        if (
+            self._captured is not None
+            and scheduled is planned
+            and embeddings is None
+            and not self.model.is_adapted(scheduled)
+        ):
             drafts = self._drafts(scheduled)
             scored = self._captured.score(scheduled)
             if scored is not None:
@@ -122,7 +130,7 @@ class ModelRunner(StepRunner[LanguageModel, InputBatch, BatchRows, StateMemory])
                 return self._sample(scheduled, scored, needs, None, drafted)
         batch = build_input_batch(self._rows, scheduled, self.model.block_size)
         states = None if self.model.states is None else self.model.states.plan(scheduled)
-        computed = self._compute_layers(batch, states, self._sampling.logprobs)
+        computed = self._compute_layers(batch, states, self._sampling.logprobs, embeddings)
         if computed is None:
             return PendingStep(scheduled, None)
         hidden, prompts, told = computed

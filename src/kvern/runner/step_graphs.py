@@ -31,7 +31,7 @@ from kvern.drafting.device.drafter import Captures
 from kvern.errors import ConfigError, in_a_line
 from kvern.models.decoder import Decoder
 from kvern.request.step import ScheduledTokens
-from kvern.runner.cached_model import CachedModel
+from kvern.runner.cached_model import CachedModel, StepEmbeddings
 from kvern.runner.device_states import DeviceStateMemory
 from kvern.runner.needs import Needs
 from kvern.runner.result import PromptLogprobs
@@ -62,14 +62,15 @@ class StepSize(NamedTuple):
 class PlannedStep(NamedTuple):
     """A step that is about to be computed, and what its graph is chosen by.
 
-    scheduled  [R] the tokens of each request
-    size       what a graph needs room for; in DP attention it is the size that all ranks agreed on; None: the step is
-               not one of decodes and prompts alone, or there can be no graph for it
-    needs      what sampling takes for all requests together
-    adapted    some requests use adapters
-    uncertain  only the device knows where some requests begin
-    drafting   a drafter is asked to go on behind the step
-    is_read    this drafter reads the hidden states of the step
+    scheduled   [R] the tokens of each request
+    size        what a graph needs room for; in DP attention it is the size that all ranks agreed on; None: the step is
+                not one of decodes and prompts alone, or there can be no graph for it
+    needs       what sampling takes for all requests together
+    adapted     some requests use adapters
+    uncertain   only the device knows where some requests begin
+    drafting    a drafter is asked to go on after the step
+    is_read     this drafter reads the hidden states of the step
+    embeddings  rows of embeddings for some of the tokens
     """
 
     scheduled: Sequence[ScheduledTokens]
@@ -79,6 +80,7 @@ class PlannedStep(NamedTuple):
     uncertain: bool = False
     drafting: bool = False
     is_read: bool = False
+    embeddings: StepEmbeddings | None = None
 
 
 class StepOutputs(NamedTuple):
@@ -159,11 +161,13 @@ class Priority(IntEnum):
 class StepKind(ABC, Generic[Shape, Inputs]):
     """One kind of step.
 
-    shapes  the shapes of all its graphs, the likeliest first; among like ones the largest first, in whose memory the
-            others find place
+    shapes            the shapes of all its graphs, the likeliest first; among like ones the largest first, in whose
+                      memory the others find place
+    takes_embeddings  `run` takes steps with rows of embeddings
     """
 
     shapes: Sequence[Shape]
+    takes_embeddings = False
 
     @abstractmethod
     def inputs(self, shape: Shape) -> Inputs:

@@ -14,11 +14,13 @@ from torch import Tensor
 from kvern.cache.windows import WindowMessage
 from kvern.device.input_batch import InputBatch
 from kvern.device.rows import BatchRows
+from kvern.device.transfer import upload
 from kvern.drafting.device.drafter import Drafter, GuardedDrafter
+from kvern.layers.embedding import EmbeddedTokens
 from kvern.layers.step_context import NO_ADAPTERS
 from kvern.models.decoder import Decoder, LanguageModel
-from kvern.request.step import SchedulerOutput
-from kvern.runner.cached_model import CachedModel, RowStates
+from kvern.request.step import ScheduledTokens, SchedulerOutput
+from kvern.runner.cached_model import CachedModel, RowStates, StepEmbeddings
 from kvern.runner.contents import Contents
 from kvern.runner.needs import RowNeeds
 from kvern.runner.ranks.rank_choice import change_choices
@@ -77,7 +79,11 @@ class StepRunner(Generic[Network, Batch, Rows, States]):
         self._drafter.prepare(output)
 
     def _compute_layers(
-        self, batch: Batch, states: Any, logprobs: Callable[[Tensor, Tensor, int], DeviceLogprobs]
+        self,
+        batch: Batch,
+        states: Any,
+        logprobs: Callable[[Tensor, Tensor, int], DeviceLogprobs],
+        embeddings: StepEmbeddings | None,
     ) -> Computed | None:
         """Run the model over a batch; None: this is a pipeline stage before the last, which has handed on its rows.
 
@@ -91,7 +97,11 @@ class StepRunner(Generic[Network, Batch, Rows, States]):
         if model.adapters is not None:
             adapters = model.adapters.select(self._rows, batch, wanted is not None)
         attend, inputs = model.attention.plan(batch), drafter.inputs
-        hidden = self._decoder(batch.token_ids, batch.positions, attend, wanted, adapters, states, inputs)
+        tokens: Any = batch.token_ids
+        if embeddings is not None:
+            source = upload(embeddings.source, torch.int64, tokens.device)
+            tokens = EmbeddedTokens(tokens, source, embeddings.rows)
+        hidden = self._decoder(tokens, batch.positions, attend, wanted, adapters, states, inputs)
         if not is_last:
             if model.states is not None:
                 model.states.defer()
@@ -99,6 +109,10 @@ class StepRunner(Generic[Network, Batch, Rows, States]):
         prompts = prompt_logprobs(self._decoder, batch, runs, hidden, logprobs)
         told = hidden if inputs is None else inputs.rows()
         return Computed(hidden, prompts, told if wanted is None else None)
+
+    def _embeddings(self, scheduled: Sequence[ScheduledTokens]) -> StepEmbeddings | None:
+        """Rows of embeddings for tokens of a step."""
+        return None if self.model.embeddings is None else self.model.embeddings.rows(scheduled)
 
     def _needed(self, slots: Sequence[int]) -> int:
         """What sampling for these rows takes, all together."""

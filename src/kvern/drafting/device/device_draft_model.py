@@ -18,8 +18,8 @@ from kvern.kernels.batch import write_sampled
 from kvern.layers.step_context import NO_ADAPTERS
 from kvern.request.step import ScheduledTokens, SchedulerOutput
 from kvern.runner.device_sampling import sample_plain
-from kvern.runner.prompt_graphs import PromptKind, PromptShape
-from kvern.runner.step_graphs import DeviceModel, GraphInputs, PlannedStep, StepGraphs
+from kvern.runner.prompt_graphs import PromptInputs, PromptKind, PromptShape
+from kvern.runner.step_graphs import DeviceModel, PlannedStep, StepGraphs
 
 
 def parts_of(behind: Sequence[tuple[int, int, int]], most: int) -> Iterator[list[ScheduledTokens]]:
@@ -51,7 +51,7 @@ class DeviceDraftModel:
         model: DeviceModel,
         max_tokens: int,
         drafts: DraftGraphs | None = None,
-        prompts: StepGraphs[PromptShape, GraphInputs] | None = None,
+        prompts: StepGraphs[PromptShape, PromptInputs] | None = None,
         drawn: Drawn | None = None,
     ) -> None:
         """`drafts`, `prompts`: graphs of its steps that draft, and of those that read prompts before.
