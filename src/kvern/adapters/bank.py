@@ -15,10 +15,10 @@ from kvern.models.decoder import Decoder
 
 
 class AdapterBank:
-    """Replaces the linear layers of a decoder's blocks by adapted ones, whose places `load` fills.
+    """Replaces the linear layers of a decoder's blocks by adapted ones, whose weights `load` fills.
 
-    `places` adapters of at most `rank` fit. Without `kernels` PyTorch adds them, which no CUDA graph can hold. Raises
-    ConfigError if the device's memory does not hold them.
+    `places` adapters of at most `rank` fit. Without `kernels` PyTorch adds them, which a CUDA graph cannot capture.
+    Raises ConfigError if the device's memory does not hold them.
     """
 
     def __init__(self, decoder: Decoder, places: int, rank: int, kernels: bool) -> None:

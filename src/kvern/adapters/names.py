@@ -8,12 +8,12 @@ from kvern.errors import InvalidAdapter, InvalidRequest
 
 NAME = re.compile(r"[\w./:@+-]{1,128}")
 MOST_LOADING = 4
-"""At the same time: one is read, the others wait."""
+"""The number of adapters that are loaded at the same time: one is read, the others wait."""
 
 
 @dataclass(frozen=True)
 class NamedAdapter:
-    """An adapter that requests can name. `key` tells it from all that had its name before."""
+    """An adapter that requests can name. `key` distinguishes it from earlier adapters of its name."""
 
     name: str
     path: str
@@ -61,12 +61,12 @@ class AdapterNames:
         self._reserved.discard(adapter.name)
 
     def remove(self, name: str) -> NamedAdapter:
-        """Let no new request use an adapter. Raises InvalidRequest if there is none of the name."""
+        """Removes a name, so that no new request can use the adapter. Raises InvalidRequest for an unknown name."""
         self.key(name)
         return self._adapters.pop(name)
 
     def key(self, name: str | None) -> int | None:
-        """The key of an adapter; None for none. Raises InvalidRequest if there is none of the name."""
+        """The key of an adapter; None for None. Raises InvalidRequest for an unknown name."""
         if name is None:
             return None
         if not isinstance(name, str) or name not in self._adapters:

@@ -67,7 +67,7 @@ class Adapter:
 
 @dataclass(frozen=True)
 class _Place:
-    """A module of the files, and the parts of the decoder that it stands for."""
+    """A module of the files, and the parts of the decoder that it changes."""
 
     name: str
     module: AdaptedModule
@@ -160,7 +160,7 @@ def _place(
 
 
 def _low_ranks(file: Path, weights: BinaryIO, place: _Place, spec: ModelSpec, dtype: torch.dtype) -> dict[str, LowRank]:
-    """The parts of the decoder that a module stands for. Raises InvalidAdapter, or ValueError if the file is cut."""
+    """The updates of the parts that a module changes. Raises InvalidAdapter, or ValueError if the file is truncated."""
     scale, parts = place.module.scale, place.parts
     down, up = (_read(weights, place.module.matrices[side]) for side in "AB")
     down, up = down.to(dtype), (_reordered(up, place.rename, spec) * scale).to(dtype)

@@ -14,7 +14,7 @@ class AdapterPlaces:
         self.load_count = 0
         self.users: Counter[int] = Counter()
         """Requests, running or not, by the adapter that they use; `register` and `unregister` them."""
-        self._indices: dict[int, int] = {}  # of resident adapters; idle ones stand in the order of their last use
+        self._indices: dict[int, int] = {}  # of resident adapters; idle ones are in the order of their last use
         self._running: dict[int, int] = {}
         self._free = list(range(count - 1, -1, -1))
 

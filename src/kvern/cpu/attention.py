@@ -86,7 +86,7 @@ class CachedLayer:
         form: AttentionForm,
         sinks: Tensor | None = None,
     ) -> None:
-        self._tensors = (cache, scales, sinks)  # whose addresses are kept
+        self._tensors = (cache, scales, sinks)  # kept alive, because their addresses are used
         _, _, block_size, kv_heads, head_dim = cache.shape
         keys, values = cache[0], cache[-1]
         self._value_dim = form.value_dim or head_dim
@@ -101,7 +101,7 @@ class CachedLayer:
         self._address = ctypes.addressof(self._layer)
 
     def attend(self, step: "Step", query: Tensor, wanted: Tensor | None = None) -> Tensor:
-        """Let each of the step's tokens attend to the keys that it sees, which are stored.
+        """Computes attention of the step's tokens over stored keys.
 
         query    [T, heads, head_dim], whose rows may have gaps
         wanted   [S] int64, ascending: tokens that alone attend; None: all
@@ -123,7 +123,7 @@ class Step:
     """
 
     def __init__(self, block_table: Tensor, requests: Tensor) -> None:
-        self.tensors = (block_table, requests)  # whose addresses are kept
+        self.tensors = (block_table, requests)  # kept alive, because their addresses are used
         self._step = _Step(block_table.data_ptr(), block_table.stride(0), requests.data_ptr(), requests.shape[1])
         self.address = ctypes.addressof(self._step)
 

@@ -30,7 +30,7 @@ TIMEOUT = 300
 
 
 class BuildError(Exception):
-    """The kernels cannot be compiled here; the message says why."""
+    """The kernels cannot be compiled here; the message gives the reason."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ def find_compiler() -> Compiler:
 
 
 def find_ready_made() -> Path | None:
-    """The library in the package that was compiled for such a processor; None: there is none. Raises ConfigError."""
+    """The library in the package that was compiled for this processor; None: there is none. Raises ConfigError."""
     path = _ready_made(chosen_isa().flags)
     return path if path.is_file() else None
 

@@ -83,7 +83,7 @@ def _storage(tensor: Tensor) -> int | None:
 
 @dataclass
 class Buffer:
-    """Memory that was allocated: its bytes, the calls between which it is used, and where it comes to lie."""
+    """An allocation: its bytes, the calls between which it is used, and its offset in the working memory."""
 
     address: int
     size: int
@@ -164,7 +164,7 @@ def capture(steps: str, make: Callable[[], Program]) -> Program | None:
 
 
 class _Result:
-    """A tensor without gaps that stages made, and where in which buffer it lies."""
+    """A contiguous result of a stage, and its place in a buffer."""
 
     def __init__(self, buffers: Sequence[Buffer], tensor: Tensor) -> None:
         found = _owner(buffers, tensor.data_ptr())

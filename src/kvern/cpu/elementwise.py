@@ -36,7 +36,7 @@ def widened(x: Tensor) -> Tensor:
 
 
 def beside(parts: Sequence[Tensor]) -> Tensor:
-    """Put parts `[T, width]` of one dtype, whose rows may have gaps, side by side: `[T, sum of widths]`."""
+    """Concatenates parts `[T, width]` of one dtype, with any row strides: `[T, sum of widths]`."""
     rows, size = parts[0].shape[0], parts[0].itemsize
     width = sum(part.shape[1] for part in parts)
     out = torch.empty(rows, width, dtype=parts[0].dtype)

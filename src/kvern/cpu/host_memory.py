@@ -17,7 +17,7 @@ def processes_here(count: int) -> int:
 
 
 def available_memory() -> int:
-    """Bytes of host memory that can be had without swapping; half of all where the system does not tell."""
+    """Bytes of host memory that are available without swapping; half of all memory if unknown."""
     meminfo = Path("/proc/meminfo")
     if meminfo.exists():
         for line in meminfo.read_text().splitlines():

@@ -38,7 +38,7 @@ def zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 
 
 def empty(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """For weights, which share pages: a page of its own for each would be half empty."""
+    """Uninitialized memory for weights, several of which share large pages."""
     size = math.prod(shape) * dtype.itemsize
     if size > len(_chunk.left):
         _chunk.left = zeros((max(size, CHUNK_BYTES),), torch.uint8)

@@ -28,7 +28,7 @@ NO_ACTIVATION = -1
 class PackedWeight(NamedTuple):
     """A matrix `[outputs, inputs]` in the order in which products read it, see `sources/linear_layout.h`.
 
-    `gated`: the halves of the outputs are gates and ups, which `gated_linear` wants.
+    `gated`: the halves of the outputs are gates and ups, as `gated_linear` needs them.
     """
 
     numbers: Tensor

@@ -13,9 +13,9 @@ from kvern.cpu import large_pages
 from kvern.cpu.library import CODE, DTYPES, INTEGER, NUMBER, POINTER, address, close_to, function
 
 LANES = 16
-"""Outputs whose codes stand side by side."""
+"""Outputs whose codes are interleaved."""
 STEP = 4
-"""Bytes of an output that stand together."""
+"""Adjacent bytes of one output."""
 RUN = 32
 """Activations at most that are rounded to INT8 with one scale."""
 
@@ -124,7 +124,7 @@ class Groups(NamedTuple):
 
 
 def _integers(numbers: Sequence[float]) -> tuple[list[int], float] | None:
-    """INT8 numbers, and a step, that times it are these; None: there are none."""
+    """INT8 numbers and a step whose products are `numbers`; None: there are none."""
     for step in (1.0, 0.5):
         whole = [int(number / step) for number in numbers]
         if all(code * step == number and abs(code) < 128 for code, number in zip(whole, numbers, strict=True)):
@@ -135,8 +135,8 @@ def _integers(numbers: Sequence[float]) -> tuple[list[int], float] | None:
 class GroupsProduct:
     """Multiplies by a matrix.
 
-    `rounded`: activations are rounded to INT8, `RUN` of them with one scale, or as many as divide a group, and sums of
-    these are of integers; if the codes stand for integers. Else activations stay as they are, and sums are float32.
+    `rounded`: activations are rounded to INT8, with one scale for `RUN` of them or a divisor of the group, and sums are
+    sums of integers, if the codes are integers. Otherwise activations stay plain, and sums are float32.
     """
 
     def __init__(self, matrix: Groups, rounded: bool) -> None:

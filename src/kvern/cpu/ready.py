@@ -46,9 +46,9 @@ class Record(msgspec.Struct):
 
 
 def working_groups(folder: Path, threads: int) -> frozenset[str]:
-    """The groups that work here, loaded; none while they are being built, which this begins in the background.
+    """The groups that work here, loaded; none while they are built, which this starts in the background.
 
-    A library that came with the package only has to be checked, for which this waits. Raises ConfigError.
+    A library in the package only has to be checked, for which this waits. Raises ConfigError.
     """
     try:
         maker = find_maker()
@@ -161,7 +161,7 @@ def _begin(folder: Path) -> None:
 
 
 def _check(path: Path) -> dict[str, str]:
-    """Check all groups, in a process that may crash: the others are then checked by another."""
+    """Checks all groups in a process that may crash; the remaining ones are then checked by another process."""
     from kvern.cpu.check import GROUPS
 
     found: dict[str, str] = {}

@@ -37,11 +37,11 @@ class Rows(Protocol):
 
 
 class RowSampler:
-    """Chooses tokens for rows of a batch, whose tensors stay where they are.
+    """Chooses tokens for rows of a batch, whose tensors must not move.
 
     logits     [N, vocabulary] float32 or bfloat16, without gaps
-    slots      [N] int64: the rows of the batch that they belong to
-    positions  [N] int64: of the tokens that are chosen
+    slots      [N] int64: rows of the batch
+    positions  [N] int64: positions of the sampled tokens
     """
 
     def __init__(self, rows: Rows) -> None:
@@ -61,7 +61,7 @@ class RowSampler:
         return tokens
 
     def constrain(self, logits: Tensor, slots: Tensor, positions: Tensor) -> None:
-        """Change `logits`, float32, in place as each row's request asks."""
+        """Applies each request's constraints to `logits`, float32, in place."""
         assert logits.is_contiguous() and logits.dtype == torch.float32
         tokens = self.tokens
         _constrain(
@@ -101,14 +101,14 @@ def read_decodes(requests: Tensor, tokens: Tensor, block_table: Tensor, block_si
 
 
 def _addresses(rows: Rows, names: tuple[str, ...]) -> ctypes.Array[ctypes.c_void_p]:
-    """A structure of C++ whose members are pointers to these tensors."""
+    """A C++ struct of pointers to these tensors."""
     return (ctypes.c_void_p * len(names))(*(getattr(rows, name).data_ptr() for name in names))
 
 
 def restrict(logits: Tensor, rows: Tensor, masks: Tensor) -> None:
-    """Leave `rows` [R] int64 of `logits` [N, vocabulary] the tokens whose bits are set in `masks` [R, words] int32.
+    """Bans tokens of `rows` [R] int64 of `logits` [N, vocabulary] without a bit in `masks` [R, words] int32.
 
-    If nothing of what a mask allows is left in its row, the mask goes before.
+    If bans have left a row none of the tokens of its mask, the mask takes precedence.
     """
     assert logits.is_contiguous()
     vocabulary, (count, width) = logits.shape[1], masks.shape

@@ -16,7 +16,7 @@ from kvern.layers.linear_method import LinearMethod, LinearShape, Part, TensorLa
 
 
 class Int8Method(ScaledMethod):
-    """`weight` int8 and `SCB [outputs]`, the largest number of each row, which the code 127 stands for."""
+    """`weight` int8 and `SCB [outputs]`, the largest number of each row, which code 127 represents."""
 
     def layouts(self) -> Mapping[str, TensorLayout]:
         return {**super().layouts(), "weight_format": TensorLayout(torch.uint8, (), needed=False)}
@@ -29,7 +29,7 @@ class Int8Method(ScaledMethod):
 
 
 class Int8(Scaled):
-    """Activations are not rounded: the columns that bitsandbytes multiplies in 16 bits are so, and all others."""
+    """LLM.int8 without rounded activations: bitsandbytes keeps some columns in 16 bits, kvern all of them."""
 
     def linear(self, shape: LinearShape, build: BuildOptions) -> LinearMethod:
         return Int8Method(shape, self)

@@ -1,7 +1,7 @@
 """Checkpoints of `quant_method` "compressed-tensors": groups of layers, each with its form of weights and activations.
 
-Source: `CompressionConfig` and `QuantizationArgs` of the package of that name. Numbers of one byte are read here,
-packed ones in `packed_tensors.py`.
+Source: `CompressionConfig` and `QuantizationArgs` of the package of that name. This module reads codes of one byte,
+`packed_tensors.py` packed ones.
 """
 
 import re

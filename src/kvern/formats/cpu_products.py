@@ -70,7 +70,7 @@ class PackedProduct:
 
 
 def packed_product(shape: LinearShape, packed: Packed) -> PackedProduct | None:
-    """The product with a matrix as kernels of GPUs have it; None: a CPU has none for it."""
+    """The product with a matrix that is packed as for GPU kernels; None: no CPU kernel supports it."""
     code = packed.code
     scale = packed.scale
     zero = packed.zero

@@ -36,11 +36,11 @@ MIDDLE = {"int4": 8, "int8": 0}
 """The zero of a matrix without zeros."""
 
 EXACT = ("int4", "int8", "e2m1")
-"""Codes whose numbers, less a zero, any dtype of activations holds."""
+"""Codes whose values, minus a zero, are exact in any dtype of activations."""
 
 
 SMALLEST_SHARED = 32
-"""Inputs of a group that a share of a matrix cuts: kernels of CPUs and GPUs read such groups."""
+"""The smallest group that a share of a matrix may cut; kernels for CPUs and GPUs support such groups."""
 
 
 class Form(NamedTuple):

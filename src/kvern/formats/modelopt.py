@@ -40,7 +40,7 @@ def modelopt(quantization: Mapping[str, Any], unquantized: LinearFormat) -> Line
 
 
 def _inner(quantization: Mapping[str, Any]) -> Mapping[str, Any]:
-    """hf_quant_config.json keeps all in an object of its own, and some config.json do."""
+    """The settings, which hf_quant_config.json and some config.json files hold in an inner object."""
     inner = quantization.get("quantization")
     return inner if isinstance(inner, dict) else quantization
 

@@ -55,7 +55,7 @@ class OnlineInt4Method(GroupedMethod):
         return {"weight": TensorLayout(self.shape.dtype, (OUTPUTS, INPUTS))}
 
     def cuts(self) -> tuple[int, int]:
-        """Anywhere: a share has groups of its own."""
+        """A share may be cut anywhere, because it has its own groups."""
         return 1, 1
 
     def load(self, kind: str, tensor: Tensor, part: Part, first_row: int = 0) -> None:

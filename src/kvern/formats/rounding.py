@@ -43,7 +43,7 @@ def quantized_rows(x: Tensor, code: Code, limit: float | None = None) -> tuple[T
 
 
 def rounded(x: Tensor, how: Rounding, static: Tensor | None = None) -> Tensor:
-    """`x [T, I]` as the numbers that its codes stand for, in its own dtype; `static [1]`: a scale known before."""
+    """Rounds `x [T, I]` to the values of its codes, in its own dtype; `static [1]`: a known scale."""
     if static is not None:
         return (scaled(x.float(), how.code, static).float() * static).to(x.dtype)
     width = x.shape[-1]
@@ -58,7 +58,7 @@ def rounded(x: Tensor, how: Rounding, static: Tensor | None = None) -> Tensor:
 
 
 def _rounded_asymmetric(x: Tensor) -> Tensor:
-    """Through 256 values from the smallest number, or zero, to the largest."""
+    """Rounds to 256 values from the smallest number, or zero, to the largest."""
     low, high = x.amin(-1, keepdim=True).clamp_max(0), x.amax(-1, keepdim=True).clamp_min(0)
     scale = ((high - low) / 255).clamp_min(SMALLEST_SCALE)
     zero = (-128 - low / scale).round().clamp(-128, 127)

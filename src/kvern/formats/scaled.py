@@ -150,7 +150,7 @@ class ScaledMethod(QuantizedMethod):
 
     @property
     def rows_per_scale(self) -> int:
-        """Outputs that share a scale here."""
+        """The number of stored outputs that share a scale."""
         return self.form.granule or self.form.block.outputs or 1
 
     @property

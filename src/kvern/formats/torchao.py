@@ -21,7 +21,9 @@ BY_NAME = {"FqnToConfig": "fqn_to_config", "ModuleFqnToConfig": "module_fqn_to_c
 
 
 def torchao(quantization: Mapping[str, Any], unquantized: LinearFormat) -> LinearMethods:
-    """All linear layers have the default's format, or, if they are named, theirs; ends are plain unless it says so."""
+    """Reads the default format of linear layers and the formats of named ones; embeddings and head are plain by
+    default.
+    """
     described = quantization["quant_type"]
     described = described["default"] if isinstance(described, dict) and "default" in described else described
     ignored = paths_matching(quantization.get("modules_to_not_convert"), "modules_to_not_convert")
@@ -65,7 +67,7 @@ def _format(described: Mapping[str, Any] | None, unquantized: LinearFormat) -> L
 
 
 def _intx(kind: str, data: Mapping[str, Any]) -> Scaled:
-    """Numbers of up to 8 bits, each in a byte of its own."""
+    """Integers of up to 8 bits, each in one byte."""
     packing = _value(data.get("intx_packing_format", "UNPACKED_TO_INT8"))
     if packing != "UNPACKED_TO_INT8":
         raise UnsupportedModel(

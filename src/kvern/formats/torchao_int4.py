@@ -19,9 +19,9 @@ from kvern.layers.linear_method import OUTPUTS, Axis, Part, TensorLayout
 
 
 class PlainInt4Method(GroupedMethod):
-    """A matrix of a torchao checkpoint, whose zeros become codes, with a fraction, once all is loaded.
+    """A matrix of a torchao checkpoint, whose zeros are converted to fractional codes after loading.
 
-    They are float16, off by less than 1/256 of a code: less than a weight is when it is rounded to bfloat16.
+    The zeros are float16, off by less than 1/256 of a code, which is less than the rounding error of bfloat16 weights.
     """
 
     def layouts(self) -> Mapping[str, TensorLayout]:

@@ -57,7 +57,7 @@ def _with_stored_head(folder: Path, spec: ModelSpec) -> ModelSpec:
     """
     try:
         named = {_llama_name(tensor.name, spec): tensor for tensor in read_headers(folder)}
-    except KvernError:  # whoever loads the weights tells it
+    except KvernError:  # the loader reports that
         return spec
     head = named.get("lm_head.weight")
     embeddings = named.get("model.embed_tokens.weight", named.get("embed_tokens.weight"))

@@ -84,7 +84,7 @@ class Encoder(WeightedModel):
     def forward(
         self, token_ids: Tensor, positions: Tensor, types: Tensor, attend: Attend, wanted: Tensor | None = None
     ) -> Tensor:
-        """Run the tokens of some texts: ids, positions and kinds, int64 `[T]` -> hidden states `[T, hidden]`.
+        """Computes hidden states `[T, hidden]` of tokens of texts: ids, positions and token types, int64 `[T]`.
 
         With `wanted` [S], indices of tokens, only their states `[S, hidden]` are returned.
         """
@@ -118,6 +118,6 @@ class Encoder(WeightedModel):
 
 
 def _pre_norm_layer(places: Places, model: ModelSpec, layer: LayerSpec, build: Build) -> SequentialLayer:
-    """The first attention has no norm of its own: the embeddings' is before it."""
+    """A layer with norms; the first attention has none, because the norm of the embeddings precedes it."""
     names = {place: name for place, name in model.block_norms.items() if places.attention or place != "attention_in"}
     return SequentialLayer(places, replace(model, block_norms=names), layer, build)

@@ -67,12 +67,12 @@ def model_folder(config: EngineConfig) -> Path:
 
 
 def for_engines(config: EngineConfig, folder: Path) -> EngineConfig:
-    """The options that engines get, whose model is in `folder` here; on a Ray cluster each machine has its own."""
+    """The options for engines whose model is in `folder`; on a Ray cluster each machine has its own folder."""
     return config if config.executor == "ray" else at_folder(config, folder)
 
 
 def at_folder(config: EngineConfig, folder: Path) -> EngineConfig:
-    """The options of a model that was found in `folder`. It keeps the names by which clients ask for it."""
+    """The options of a model in `folder`, with the names by which clients request it."""
     return dataclasses.replace(config, model=str(folder), revision=None, served_model_name=config.model_names)
 
 

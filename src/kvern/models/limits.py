@@ -167,7 +167,7 @@ def _check_streams(spec: ModelSpec) -> None:
 
 
 def _check_borrowing(spec: ModelSpec) -> None:
-    """Layers that attend to the caches of others: these stand before, have one, and know the same heads."""
+    """Checks layers that share the caches of others: those must be earlier, have a cache, and have the same heads."""
     caching = spec.caching_layers
     for place, layer in enumerate(spec.layers):
         owner = getattr(layer.mixer, "cache_of", None)

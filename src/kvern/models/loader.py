@@ -168,7 +168,7 @@ def _checked_outline(
     folder: Path,
     stored: list[StoredTensor] | None,
 ) -> Model:
-    """The model without memory, all of whose tensors the files hold. Raises CorruptCheckpoint."""
+    """The model on the meta device, all of whose tensors are in the files. Raises CorruptCheckpoint."""
     if stored is not None and len(stored) < len(spec.layers):
         raise CorruptCheckpoint(
             f"weights in {folder} do not fit config.json: {len(stored)} tensors for {len(spec.layers)} layers"
@@ -180,7 +180,7 @@ def _checked_outline(
 
 
 def outline_of(spec: ModelSpec, build: Build) -> Decoder:
-    """The model without memory, for its names, shapes and sizes."""
+    """The model on the meta device, for its names, shapes and sizes."""
     return _outline(Decoder, spec, build)
 
 
@@ -196,10 +196,10 @@ def outline_model(
     load_format: Literal["auto", "dummy"] = "auto",
     quantization: str | None = None,
 ) -> Decoder:
-    """The model of a folder without memory, told by the headers of its files, which are checked; no weight is read.
+    """The model of a folder on the meta device, with its file headers checked; no weight is read.
 
-    Its formats are those of a CPU; `load_format` "dummy" needs no files beside the configuration. `quantization` as of
-    `load_model`. Raises what that raises.
+    Its formats are those of a CPU; `load_format` "dummy" needs no files except the configuration. `quantization` and
+    errors are those of `load_model`.
     """
     config, dummy = read_config(folder), load_format == "dummy"
     spec = spec_of_folder(folder, config)
@@ -241,7 +241,7 @@ def choose_dtype(name: str, spec: ModelSpec, folder: Path | None = None) -> torc
 
 @dataclass(frozen=True)
 class _Assignment:
-    """A stored tensor and where it goes."""
+    """A stored tensor and its destination."""
 
     tensor: StoredTensor
     target: TensorTarget

@@ -35,7 +35,7 @@ def share_of(
 ) -> ModelSpec:
     """The model as each of `size` ranks computes it, with sizes of its share. Raises ConfigError if there is none.
 
-    With `dp_attention` each computes all but the experts for rows that no other has.
+    With `dp_attention` each computes its own rows and shares only the experts.
     """
     if whole_experts is not None:
         _check_experts(spec, size, whole_experts)

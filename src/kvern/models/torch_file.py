@@ -1,4 +1,4 @@
-"""Reads the headers of files that `torch.save` wrote, in which tensors lie as they do in safetensors."""
+"""Reads the headers of files written by `torch.save`, whose tensors are stored as in safetensors."""
 
 from pathlib import Path
 

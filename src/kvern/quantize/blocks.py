@@ -129,7 +129,7 @@ class Walk:
         return Block(index, self.checkpoint, make(Places(0, 0), spec, layer, self._build.at(f"layers.{index}")))
 
     def observe(self, block: Block, *, products: bool = False) -> None:
-        """Run a block over all rows for the statistics of its inputs; `products` asks for X^T X as well."""
+        """Runs a block on all rows for the statistics of its inputs; `products`: X^T X too."""
         watched = list(places(block.module))
         batches = -(-len(self.hidden) // self._batch)
         for place in watched:

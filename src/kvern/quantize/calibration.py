@@ -18,7 +18,7 @@ OWN_TEXT = Path(__file__).with_name("calibration.jsonl")
 MOST_BYTES = 256 << 20
 LEAST_TOKENS = 16
 CHARACTERS_A_TOKEN = 16
-"""More text than that for each token that is wanted is not read."""
+"""The number of characters of text that are read for each token."""
 
 
 class Calibration(NamedTuple):
@@ -64,7 +64,7 @@ def texts(path: Path, most_characters: int) -> Iterator[str | list[Mapping[str, 
     if path.suffix != ".jsonl":
         yield text[:most_characters]
         return
-    for number, line in enumerate(text.split("\n"), 1):  # other ends of lines may stand within texts of JSON
+    for number, line in enumerate(text.split("\n"), 1):  # JSON texts may contain other line ends
         if line.strip():
             yield item_of(line, f"calibration file {path}, line {number}")
 

@@ -57,7 +57,7 @@ class Piece:
 
     @property
     def matrix(self) -> str:
-        """The name of its module, as plans, reports and configurations say it."""
+        """The name of its module in plans, reports and configurations."""
         return self.name.removesuffix(WEIGHT)
 
     @property
@@ -83,7 +83,7 @@ def _in_order(tensor: Tensor, rename: Rename | None, spec: ModelSpec) -> Tensor:
 
 
 class Checkpoint:
-    """A model whose weights are plain, and whose names and shapes have been checked.
+    """A model with plain weights, whose names and shapes have been checked.
 
     Raises ModelNotFound, UnsupportedModel, CorruptCheckpoint, or ConfigError if the weights are quantized.
     """

@@ -18,7 +18,7 @@ DAMPING = 0.01
 
 MOST_DAMPING = 10.0
 RUN = 128
-"""Columns whose errors are handed to the others in one product."""
+"""Columns whose errors are propagated to the others in one product."""
 
 
 class Gptq:

@@ -1,4 +1,4 @@
-"""The numbers that a matrix's codes can say: scales and zero points, fitted to its weights."""
+"""The values of a matrix's codes: scales and zero points, fitted to its weights."""
 
 from dataclasses import dataclass
 

@@ -52,7 +52,7 @@ class Inputs:
         return mean
 
     def divide(self, scale: Tensor) -> None:
-        """From here on the matrix multiplies x / `scale [inputs]`."""
+        """Changes the statistics to those of inputs divided by `scale [inputs]`."""
         self.largest, self.absolute = self.largest / scale, self.absolute / scale
         self.squares = self.squares / scale.square()
         if self.products is not None:

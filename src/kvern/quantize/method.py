@@ -15,7 +15,7 @@ Plan = dict[str, Scheme]
 
 
 class Rounded(NamedTuple):
-    """A matrix in codes `[outputs, inputs]`, float32, and the grid that says which numbers they are."""
+    """A matrix in codes `[outputs, inputs]`, float32, and the grid of their values."""
 
     codes: Tensor
     grid: Grid

@@ -28,7 +28,7 @@ from kvern.quantize.writer import check_target, placing
 
 PAGE_NAME = "quantization_report.html"
 Measuring = Callable[[int, int], None]
-"""Takes how many layers were measured, and how many there are."""
+"""A callback with the number of measured layers and of all layers."""
 MOST_TRIES = 3
 """The number of attempts to keep a mixture within a loss."""
 

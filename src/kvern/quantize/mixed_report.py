@@ -47,7 +47,9 @@ class Unit:
         return min(steps.items(), key=lambda step: step[1], default=None)
 
     def larger(self) -> tuple[str, float] | None:
-        """The precision whose further bits would each take away most loss, and that loss; None: none is larger."""
+        """The larger precision with the best loss reduction per additional bit, and this reduction; None: none is
+        larger.
+        """
         now = self.choice
         steps = {
             name: (now.loss - other.loss) / (other.size - now.size)

@@ -12,7 +12,7 @@ PLOT_HEIGHT = 340
 LEFT = 56
 BOTTOM = 44
 LEAST_LOSS = 1e-7
-"""Losses below are drawn as this one: their logarithm says nothing."""
+"""The smallest loss in plots, whose axis is logarithmic."""
 HUES = {"plain": 220, "fp8": 190, "fp8-block": 175, "int8": 150, "int4-g32": 75, "int4-g64": 45, "int4-g128": 18}
 
 STYLE = """

@@ -11,7 +11,7 @@ from kvern.quantize.scheme import Scheme
 
 
 class RoundToNearest:
-    """Few bits get the range that costs the outputs least, as far as that is seen from single inputs."""
+    """Rounds to nearest; with few bits, with the range that costs the outputs least by single inputs."""
 
     products = False
 

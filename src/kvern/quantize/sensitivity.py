@@ -35,11 +35,11 @@ UNITS_A_LAYER = 4
 """The usual number of units in a layer."""
 MOST_TOKENS, LEAST_TOKENS = 4096, 256
 HEAD_ROWS = 512
-"""Tokens whose distributions are compared at a time."""
+"""The number of tokens whose distributions are compared at a time."""
 
 Key = TypeVar("Key", bound=Hashable)
 Progress = Callable[[int, int], None]
-"""Takes how many layers are done, and how many there are."""
+"""A callback with the number of finished layers and of all layers."""
 
 
 @dataclass(frozen=True)

@@ -87,7 +87,7 @@ class Place:
         self.paths = paths
 
     def watch(self, inputs: Inputs | None) -> None:
-        """Have the products with these matrices tell `inputs`; None: no longer."""
+        """Records the inputs of these matrices in `inputs`; None: stops that."""
         if isinstance(self._owner, WatchedExperts):
             if inputs is None:
                 self._owner.inputs.pop(self._matrix, None)

@@ -50,7 +50,7 @@ class Shard:
         return (len(self._entries) + len(self._odd) + 1) * ENTRY_BYTES > self._room
 
     def add(self, name: str, tensor: Tensor) -> None:
-        """Tensors whose bytes would put the next one at an odd place wait for the end."""
+        """Adds a tensor; those whose size would misalign the next tensor are written at the end."""
         nbytes = tensor.numel() * tensor.element_size()
         if nbytes % ALIGNMENT:
             self._odd.append((name, tensor.clone()))

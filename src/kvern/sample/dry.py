@@ -172,6 +172,6 @@ def _penalties(
     beyond = lengths[:, 1:] - allowed
     powers = (base ** beyond.clamp(min=0)).clamp_(max=MOST_POWER)
     penalties = (multiplier * powers).clamp_(max=MOST_PENALTY).masked_fill_(beyond < 0, 0.0)
-    followers = recent[:, :-1].clamp(min=0)  # what follows the tokens from a place on stands before it
+    followers = recent[:, :-1].clamp(min=0)  # rows are reversed: the next token is before its position
     result = torch.zeros(len(params), logits.shape[-1], device=logits.device)
     return result.scatter_reduce_(1, followers, penalties, "amax").to(logits.dtype)

@@ -80,7 +80,7 @@ class ProcessedRows:
 
 
 class LogitsProcessor(Protocol):
-    """Changes the logits of the requests that ask for it, all of a step at once. Made once, with a ProcessorModel."""
+    """Changes the logits of all requests of a step that use it. It is constructed once, with a ProcessorModel."""
 
     Arguments: ClassVar[type[Any]]
     """The type of a request's arguments: a msgspec.Struct or a dataclass whose `__post_init__` checks the values."""

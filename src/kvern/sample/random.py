@@ -24,7 +24,7 @@ def _shift_right(value: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def mixed(value: torch.Tensor) -> torch.Tensor:
-    """Integers of 64 bits, all other for all others: the finalizer of SplitMix64."""
+    """A bijection of 64-bit integers: the finalizer of SplitMix64."""
     value = (value ^ _shift_right(value, 30)) * _MIX_1
     value = (value ^ _shift_right(value, 27)) * _MIX_2
     return value ^ _shift_right(value, 31)

@@ -141,6 +141,9 @@ def _typical(probabilities: torch.Tensor, mass: torch.Tensor) -> torch.Tensor:
 
 
 def draw(probabilities: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
-    """The column whose exponential time, made from its number, is the earliest: [N, candidates] both -> [N]."""
+    """Samples from probabilities with random numbers, [N, candidates] each, and returns the columns [N].
+
+    The column with the earliest exponential time wins; the numbers are overwritten.
+    """
     times = numbers.neg_().log1p_().neg_()
     return (probabilities / times).argmax(-1)

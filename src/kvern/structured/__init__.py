@@ -1,7 +1,7 @@
-"""Answers held to JSON schemas, regular expressions, choices and grammars.
+"""Answers that must match JSON schemas, regular expressions, choices and grammars.
 
-`grammar.py` makes a grammar of what a request asks, `schema.py` says a JSON schema in the few words that every
+`grammar.py` makes a grammar of a request's constraints, `schema.py` rewrites a JSON schema with the keywords that every
 library knows, `backend.py` is the interface of libraries (`Backend`, `Matcher`), and `masks.py` keeps a matcher for
-each row. `apart.py` and `worker.py` compile grammars in child processes, which may be killed: what users send may
+each row. `apart.py` and `worker.py` compile grammars in child processes that may be killed, because users' grammars can
 take long.
 """

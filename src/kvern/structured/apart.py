@@ -190,7 +190,7 @@ class GrammarProcesses:
 
 
 async def _child(control: socket.socket) -> Child:
-    """A new one of the worker whose socket this is. Raises IncompleteReadError or OSError."""
+    """Starts a child of the worker with this socket. Raises IncompleteReadError or OSError."""
     ours, theirs = socket.socketpair()
     try:
         with theirs:

@@ -29,7 +29,7 @@ OF_KEYWORD = {
     **dict.fromkeys(("properties", "patternProperties", "additionalProperties", "required"), "object"),
     **dict.fromkeys(("minProperties", "maxProperties"), "object"),
 }
-"""The type whose values a keyword is about."""
+"""The type to which a keyword applies."""
 IGNORED = {"$schema", "$id", "id", "$anchor", "$dynamicAnchor", "$recursiveAnchor", "$defs", "definitions", "$comment"}
 IGNORED |= {"$vocabulary", "title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly"}
 IGNORED |= {"contentEncoding", "contentMediaType", "contentSchema"}

@@ -22,7 +22,7 @@ class Matcher(Protocol):
         """Go on with one."""
 
     def try_consume_tokens(self, tokens: list[int], /) -> int:
-        """Go on as far as the grammar allows: the number of tokens consumed. Others are no error."""
+        """Consumes tokens as far as the grammar allows, without an error for others; returns their number."""
 
     def is_stopped(self) -> bool:
         """The answer can only end, or has."""

@@ -24,7 +24,7 @@ HEAD = r"WS: /[\x20\x0A\x0D\x09]{1,16}/"
 
 
 class Unsaid(Exception):
-    """The schema holds no such number, or has a shape for which there are no rules here."""
+    """The schema has no such number, or has a shape that this module does not support."""
 
 
 def rules_of(schema: Mapping[str, Any], held: Callable[[dict[str, Any]], dict[str, Any] | None], exact: bool) -> str:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 MOST_CHARACTERS = 1 << 20
 """Limit of a schema, expression or grammar."""
 CACHED = 256
-"""Forms whose grammars, or why there are none, are remembered."""
+"""Limit of cached grammars and errors."""
 CACHED_CHARACTERS = 32 << 20
 """Limit of all cached grammars together."""
 

@@ -34,7 +34,7 @@ REMEDY = "use fewer properties, patterns, alternatives or repetitions"
 MOST_ITEMS = 4000
 """Alternatives that are open at one place; with more, following them takes a time that grows as their square."""
 JSON_OPTIONS = {"whitespace_flexible": True, "whitespace_pattern": r"[\x20\x0A\x0D\x09]{0,16}"}
-"""Between the tokens of JSON; bounded, so that no model can go on with blanks for ever."""
+"""Whitespace between the tokens of JSON; bounded, so that a model cannot write blanks forever."""
 
 BETWEEN, WITHIN = '}]":0123456789-tnf,{[', '"}]:0123456789-tnf,{['
 """Signs by which JSON ends soon, the best first: between its tokens, where line breaks may be, and within one."""
@@ -154,9 +154,9 @@ def _limits() -> LLParserLimits:
 
 
 def _follow_first(matcher: LLMatcher, ending: int) -> None:
-    """Take the first steps of some answer; `ending` has the bits of the tokens that end it.
+    """Follows the first tokens of a sample answer; `ending` has the bits of the tokens that end it.
 
-    Raises InvalidParameter or ValueError if there is none, or it takes long.
+    Raises InvalidParameter or ValueError if there is no answer, or if it takes too long.
     """
     start = time.thread_time()
     for place in range(FIRST_STEPS):

@@ -20,7 +20,7 @@ PLAIN_MEMBERS = re.compile(r"(?:[^\\^\x00-\x1f]|\\[dwst.+*?()/^$|{}\[\]-])+")
 SPELT = {"patternProperties": {"^(?s:.*)$": True}, "additionalProperties": False}
 """Objects with any names, none of them spelt with needless escapes."""
 EXACT = 1 << 53
-"""Up to here, every whole number is one for the compiler."""
+"""The largest integer up to which the compiler represents all integers exactly."""
 OUTWARDS = {"minimum": -1, "exclusiveMinimum": -1, "maximum": 1, "exclusiveMaximum": 1}
 """The sign of the infinity that each bound excludes."""
 
@@ -37,7 +37,7 @@ def held(schema: Mapping[str, Any], has_text: Callable[[dict[str, Any]], bool]) 
 
 
 def _held(schema: Made, has_text: Callable[[dict[str, Any]], bool], alone: bool) -> Made:
-    """`alone`: nothing else is said of the same value."""
+    """Converts one schema; `alone`: no other schema applies to the same value."""
     if isinstance(schema, bool):
         return schema
     alone = alone and not ({"$ref", "anyOf", "allOf"} & schema.keys() and len(schema) > 1)
@@ -116,7 +116,7 @@ def _with_exact_numbers(node: dict[str, Any]) -> dict[str, Any]:
 
 
 def far_keywords(node: Mapping[str, Any]) -> Iterator[tuple[str, bool]]:
-    """Keywords whose number the compiler would change, and whether a nearer bound allows a part of the same."""
+    """Keywords whose number the compiler would change, and whether a smaller bound allows a part of the same values."""
     for key in ("const", "enum", *OUTWARDS):
         number = inexact(node.get(key))
         if number is not None:

@@ -49,7 +49,7 @@ class Restricted(NamedTuple):
 
 
 class GrammarRows:
-    """The matchers of the rows whose requests have a grammar. `restrict`: the function above or a kernel like it."""
+    """The matchers of rows with a grammar. `restrict` is the function above or an equivalent kernel."""
 
     def __init__(
         self,
@@ -71,7 +71,7 @@ class GrammarRows:
         self._landings: dict[Matcher, Landing] = {}
         """The landings of answers in JSON."""
         self._computed = 0.0
-        """Seconds of computing of this thread, when they were last asked for."""
+        """The thread time when it was last read."""
         self._one_by_one = False
         self._expected: list[tuple[list[Matcher | None], StepResult]] = []
 
@@ -123,7 +123,7 @@ class GrammarRows:
             self._left.append((grammar, matcher))
 
     def _copy(self, source: "Matcher") -> "Matcher":
-        """One that goes on from here as another, with all that is remembered of it."""
+        """A copy of a matcher with its state here."""
         copy = self._timed(source, source.deep_copy)
         if source in self._spent:
             self._spent[copy] = self._spent[source]
@@ -148,7 +148,7 @@ class GrammarRows:
         return slot in self._matchers
 
     def expect(self, slots: Sequence[int | None], result: "StepResult") -> None:
-        """Follow the tokens of `result`, when they are there: one for each of `slots`, None where there is none."""
+        """Consumes the tokens of `result` when they have arrived: one for each of `slots`, None where there is none."""
         matchers = [None if slot is None else self._matchers.get(slot) for slot in slots]
         if any(matcher is not None for matcher in matchers):
             self._expected.append((matchers, result))
@@ -291,7 +291,7 @@ class GrammarRows:
         return OUT_OF_TOKENS if matcher in self._landings and self._landings[matcher].over else None
 
     def _forced(self, matcher: "Matcher") -> int | None:
-        """The token that the answer must go on with, so that it ends in time."""
+        """The token with which the answer must continue to end in time."""
         landing = self._landings.get(matcher)
         return None if landing is None else self._timed(matcher, landing.forced, matcher, self._grammars)
 

@@ -75,7 +75,7 @@ def size(grammar: str) -> int:
 
 
 class Matchers:
-    """Makes and keeps matchers. One thread calls it, and others make them."""
+    """Makes and keeps matchers. Only one thread calls it; others make matchers in the background."""
 
     def __init__(self, grammars: "Grammars") -> None:
         self._grammars = grammars
@@ -98,7 +98,7 @@ class Matchers:
         return self._making[grammar]
 
     def take(self, grammars: Sequence[str]) -> "list[Matcher]":
-        """One for each, at the beginning of an answer: kept ones, and the others made side by side."""
+        """A matcher at the start state for each grammar: kept ones, and others made in parallel."""
         kept = [self._spare.take(grammar) or self._patterns.copy(grammar) for grammar in grammars]
         missing = [grammar for grammar, matcher in zip(grammars, kept, strict=True) if matcher is None]
         made = self._threads.map(self._make, missing) if missing else iter(())

@@ -4,10 +4,7 @@ from collections.abc import Iterator
 
 
 def whole_numbers(low: int | None, high: int | None) -> str | None:
-    """An expression for the numbers from `low` to `high` in JSON's spelling; without a bound if None.
-
-    None if there are none.
-    """
+    """A regular expression for integers from `low` to `high`, None: unbounded; returns None if there are none."""
     if low is not None and high is not None and low > high:
         return None
     made = []

@@ -12,7 +12,7 @@ LONGEST_INDEX = 10
 
 
 def check_references(schema: Any) -> None:
-    """Raise InvalidParameter if a reference comes back to where it stands before it describes any part of a value."""
+    """Raises InvalidParameter if a reference leads to itself without describing a part of the value in between."""
     ended: set[int] = set()
     for start in _objects(schema):
         if id(start) in ended:

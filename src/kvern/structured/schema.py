@@ -1,11 +1,11 @@
-"""JSON schemas in the words that the grammar compiler knows: never wider than what the user wrote.
+"""JSON schemas in the subset that grammar compilers support: never wider than the original.
 
-The compiler knows properties, items, references, anyOf, allOf and the plain assertions. Everything else is said with
-those. A schema is the conjunction of its keywords, so `not` is pushed inwards until it stands at plain assertions,
-where it is another assertion (not minimum 3: a number below 3); oneOf, if and dependent schemas are alternatives, some
-of them negated; unevaluatedProperties closes each alternative by itself. Where the words are missing for all of what
-a schema allows, a part of it is taken (elements that `contains` asks for come first): an answer then still has the form
-that was asked. Where nothing is left, or the part would be a poor one (uniqueItems), the keyword is refused.
+The compiler knows properties, items, references, anyOf, allOf and the plain assertions. All else is expressed with
+these. A schema is the conjunction of its keywords, so `not` is pushed inwards to plain assertions, where it is another
+assertion (not minimum 3: a number below 3); oneOf, if and dependent schemas are alternatives, some of them negated;
+unevaluatedProperties closes each alternative separately. Where a schema cannot be expressed fully, a part of it is
+taken (elements that `contains` demands come first), so that an answer still has the requested form. Where nothing or
+only a poor part is left (uniqueItems), the keyword is refused.
 
 Keywords are those of draft 2020-12 (https://json-schema.org/draft/2020-12), and the older ones of drafts 4 to 7.
 """
@@ -49,18 +49,18 @@ MOST_ALTERNATIVES = 256
 DEEPEST = 32
 """References and properties are followed so far."""
 LONE_REFERENCES = (DRAFT3, DRAFT4, DRAFT6, DRAFT7)
-"""Drafts in which what stands beside `$ref` means nothing."""
+"""Drafts in which keywords beside `$ref` are ignored."""
 
 
 def rewrite(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """The schema in the compiler's words. Raises InvalidParameter with the place of what cannot be said."""
+    """The schema in the compiler's subset. Raises InvalidParameter with the place of an unsupported part."""
     specification = specification_with(str(schema.get("$schema")), default=DRAFT202012)
     resource: Resource[Any] = specification.create_resource(schema)
     base = resource.id() or ""
     try:
         registry: SchemaRegistry = Registry().with_resource(base, resource)
-        with suppress(AttributeError, TypeError):  # of what is no schema: refused where it stands, if it means anything
-            registry = registry.crawl()  # else each look-up does so anew
+        with suppress(AttributeError, TypeError):  # for values that are no schemas: refused later, if they matter
+            registry = registry.crawl()  # otherwise each look-up repeats this
         resolver = registry.resolver(base)
         rewriter = Rewriter(specification)
         root = rewriter.said(schema, resolver, "#")
@@ -77,7 +77,7 @@ def rewrite(schema: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class Rewriter:
-    """`said` and `negated` give a schema, and what it does not allow, in the compiler's words."""
+    """Converts schemas to the compiler's subset: `said` a schema itself, `negated` its complement."""
 
     def __init__(self, specification: Any) -> None:
         self._specification = specification
@@ -387,7 +387,7 @@ class _Alternative:
 
 
 def closed(rewriter: Rewriter, node: Mapping[str, Any], at: Resolver, path: str) -> Made:
-    """A schema whose unevaluated properties or items are closed in each way by itself."""
+    """A schema in which each alternative excludes unevaluated properties or items."""
     rest = {key: value for key, value in node.items() if key not in ("unevaluatedProperties", "unevaluatedItems")}
     made = []
     for way in _ways(rewriter, rest, at, path, 0):

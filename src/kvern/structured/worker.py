@@ -26,13 +26,13 @@ MOST_SECONDS = 2.0
 MOST_MEMORY = 1 << 30
 """Limit of the bytes that a child may allocate."""
 READY = b"\1"
-"""The first that a child says."""
+"""The first message of a child."""
 LENGTH = 4
-"""Bytes that say how long a message is."""
+"""The number of bytes of a message's length."""
 
 
 class GrammarVerdict(msgspec.Struct, frozen=True):
-    """A grammar as the matcher takes it, or why there is none."""
+    """A grammar for the matcher, or the reason why there is none."""
 
     grammar: str | None = None
     error: str = ""
@@ -42,7 +42,7 @@ def main(descriptor: int) -> None:
     """Fork a child for every socket that arrives, until the server ends. All of them give way to engine and server."""
     for number in (signal.SIGINT, signal.SIGTERM):  # they may reach the whole group; the server decides
         signal.signal(number, signal.SIG_IGN)
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the children
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # children are not waited for
     os.nice(10)
     with socket.socket(fileno=descriptor) as control:
         setup = msgspec.msgpack.decode(receive(control) or b"", type=Setup)
@@ -69,7 +69,7 @@ def serve(connection: socket.socket, grammars: Grammars) -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     connection.sendall(READY)
     while (form := receive(connection)) is not None:
-        signal.setitimer(signal.ITIMER_PROF, MOST_SECONDS)  # whose signal ends the process
+        signal.setitimer(signal.ITIMER_PROF, MOST_SECONDS)  # its signal ends the process
         try:
             verdict = GrammarVerdict(grammars.compile(msgspec.json.decode(form, type=StructuredOutput)))
         except InvalidParameter as error:

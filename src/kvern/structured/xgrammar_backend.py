@@ -61,7 +61,7 @@ class XgrammarMatcher:
         return self.matcher.is_terminated()
 
     def is_accepting(self) -> bool:
-        """The answer may end here."""
+        """True if the answer may end here."""
         return not self.error and self.matcher.is_completed()
 
     def is_error(self) -> bool:

@@ -22,7 +22,7 @@ KINDS = ("null", "boolean", "string", "integer", "number", "array", "object")
 MOST_NODES = 20_000
 DEEPEST_REFERENCE = 16
 EXACT = 1 << 53
-"""Up to here, every whole number is a float too."""
+"""The largest integer up to which floats represent all integers exactly."""
 LARGEST_BOUND, DECIMALS = 10**9, 4
 """Bounds of numbers for which it is known that xgrammar keeps them."""
 
@@ -190,7 +190,7 @@ class _Narrower:
 
 
 def _flat(schema: Made) -> Iterator[Made]:
-    """Schemas that together say the same, of which each is plain, a reference or a choice."""
+    """Schemas equivalent to the given one, each of which is plain, a reference or a choice."""
     if schema is True or schema == {}:
         return
     if schema is False:

@@ -83,7 +83,7 @@ class BufferedParser(ABC):
         return taken
 
     def expect(self, marker: str) -> bool | None:
-        """The buffer, blanks aside, begins with this; None: more must come to tell."""
+        """True if the buffer, without leading blanks, begins with a marker; None: this needs more text."""
         text = self.buffer.lstrip(BLANKS)
         if len(self.buffer) - len(text) > LONGEST_GAP:
             return False
@@ -160,7 +160,7 @@ class BufferedParser(ABC):
         return True
 
     def begin(self, name: str, call_id: str = "") -> None:
-        """A call for certain; without an id of its own it gets one."""
+        """Begins a call; without an id it gets a new one."""
         self._blanks = ""
         self._after_call = True
         call_id = call_id if call_id not in self._ids else ""

@@ -30,7 +30,7 @@ logger = logging.getLogger("kvern")
 CALLED = ({"role": "user"}, {"role": "assistant", "content": "-", "tool_calls": [{}]}, {"role": "tool"})
 """A conversation with all that tools bring along."""
 PROMPT_END = 32
-"""Tokens at the end of a prompt that tell whether it stops in the middle of thinking."""
+"""The number of tokens at the end of a prompt that are searched for open thinking."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +80,7 @@ class AnswerReader:
         self._ended = False
 
     def read(self, text: str, ended: bool) -> list[Piece]:
-        """The pieces that are new; `text` is the whole answer so far, and `ended` says that there will be no more."""
+        """The new pieces; `text` is the whole answer so far, and `ended` means that it is complete."""
         if self._ended:
             return []
         new = text[self._characters :]
@@ -121,7 +121,7 @@ class ChatRequest:
         return AnswerReader(parser, None)
 
     def message(self, text: str) -> Message:
-        """A whole answer taken apart."""
+        """The message of a whole answer."""
         reader = self.reader()
         reader.read(text, True)
         return reader.message
@@ -313,7 +313,7 @@ class Chat:
         return beginning_of(self._tokenizer.decode(prompt[-PROMPT_END:], skip_special_tokens=False), form)
 
     def _check(self, structured: StructuredOutput, use: ToolUse) -> None:
-        """Compile the grammar; if that fails for a tool's schema, say for which."""
+        """Compiles the grammar; an error names the tool whose schema is at fault."""
         try:
             self._grammars.compile(structured)
         except InvalidParameter:

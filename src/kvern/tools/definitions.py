@@ -16,7 +16,7 @@ ANY_ARGUMENTS: dict[str, Any] = {"type": "object"}
 
 @dataclass(frozen=True)
 class Tool:
-    """A function that a model may call. `parameters` is a JSON schema; `place` is where the request has it."""
+    """A function that a model may call. `parameters` is a JSON schema; `place` is its position in the request."""
 
     name: str
     parameters: dict[str, Any]

@@ -29,7 +29,7 @@ class Encoding:
         return self if self.most is None else replace(self, most=room if self.most < 0 else min(self.most, room))
 
     def encode(self, tokenizer: Tokenizer, text: str, max_model_len: int, answer: int | None) -> list[int]:
-        """The tokens of a prompt, whose answer may have `answer` tokens. Raises InvalidRequest."""
+        """The tokens of a prompt with room for `answer` tokens of its answer. Raises InvalidRequest."""
         longest = max_model_len if self.most is None else max(max_model_len, LONGEST_TRUNCATED)
         token_ids = tokenizer.encode(text, self.add_special_tokens, most_tokens=longest)
         if self.most is None or not self.keeps_special or len(token_ids) <= self.most:

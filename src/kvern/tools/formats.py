@@ -42,7 +42,7 @@ FORMATS: tuple[ToolFormat, ...] = (
 
 
 def format_of(template: str, wanted: str) -> ToolFormat | None:
-    """The format called `wanted`; with auto the one that the template speaks; None: none."""
+    """The format named `wanted`; "auto": the one that the template uses; None: none."""
     if wanted == "none":
         return None
     spoken = _spoken(template)

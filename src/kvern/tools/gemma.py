@@ -1,4 +1,4 @@
-"""FunctionGemma and Gemma 4: call:f{key:value,...} between two tokens, texts between two others instead of quotes.
+"""FunctionGemma and Gemma 4: call:f{key:value,...} between two tokens, with tokens instead of quotes.
 
     <start_function_call>call:f{city:<escape>Oslo<escape>,days:3}<end_function_call>
     <|tool_call>call:f{city:<|"|>Oslo<|"|>,days:3}<tool_call|>
@@ -46,7 +46,7 @@ class Gemma:
         return GemmaParser(*self.markers)
 
     def calls(self, tools: ToolSchemas, several: bool, write: GrammarPieces) -> str:
-        """The arguments as JSON, whose schema a grammar can follow."""
+        """The grammar of calls with JSON arguments, because a grammar can follow their schema."""
         begin, end, _ = self.markers
         one = " | ".join(f"{write.literal(f'call:{name}')} {write.json(schema)}" for name, schema in tools.items())
         call = f"({one}) {write.literal(end)}"
@@ -126,7 +126,7 @@ def written_arguments(text: str, quote: str) -> str | None:
 
 
 class _Reader:
-    """Reads values; raises ValueError where there is none."""
+    """A parser of values; raises ValueError for other text."""
 
     def __init__(self, text: str, quote: str) -> None:
         self.place = 0

@@ -2,7 +2,7 @@
 
     start: think? (calls | answer)
 
-Schemas stay grammars of their own, which this one refers to.
+Schemas remain separate grammars, which this grammar references.
 """
 
 import json
@@ -49,7 +49,7 @@ class Pieces:
         self._names: dict[str, str] = {}
 
     def literal(self, text: str) -> str:
-        """Markers that are tokens of their own stand as tokens."""
+        """The expression for a text; markers that are single tokens become tokens."""
         return self._writer.literal(text, self._markers)
 
     def part(self, form: StructuredOutput) -> str:
@@ -59,7 +59,7 @@ class Pieces:
         return f"@{name}"
 
     def json(self, schema: Mapping[str, Any] | bool) -> str:
-        """A part of its own."""
+        """The reference to a part for a JSON schema."""
         if isinstance(schema, bool):
             schema = {} if schema else {"not": {}}
         return self.part(StructuredOutput(json=dict(schema)))
@@ -167,7 +167,7 @@ class GrammarWriter:
         return self.literal(text, form.markers)
 
     def literal(self, text: str, markers: Iterable[str]) -> str:
-        """A text as an expression, in which markers that are tokens of their own stand as tokens."""
+        """The expression for a text, in which markers that are single tokens become tokens."""
         special = self._grammars.special_token_ids
         ids = {marker: self._tokenizer.token_to_id(marker) for marker in markers}
         tokens = {marker: token for marker, token in ids.items() if token is not None and token in special}

@@ -59,7 +59,7 @@ class Harmony:
         return all(token in template for token in HARMONY.tokens)
 
     def parser(self, tools: ToolSchemas) -> ToolParser:
-        """Recipients leave no doubt, so that calls of unknown tools are calls, too, if there are tools at all."""
+        """The parser; a recipient is always a call, also of an unknown tool, if there are tools at all."""
         return HarmonyParser(tools)
 
     def calls(self, tools: ToolSchemas, several: bool, write: GrammarPieces) -> str:

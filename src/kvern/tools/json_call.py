@@ -102,7 +102,7 @@ class JsonCall:
         self.begun = False
 
     def read(self) -> bool | None:
-        """True: it has ended, and its text is gone from the buffer; False: it is no call, or not from here on."""
+        """Reads on: True if the call has ended and left the buffer, False if this is no call, or no longer one."""
         while (result := self._step()) is None and self._moved:
             pass
         self._hand_over()

@@ -17,7 +17,7 @@ from kvern.tools.xml_functions import XmlFunctions, XmlFunctionsParser
 from kvern.tools.xml_values import ParameterSchema, written_value
 
 SPACE = "]<]minimax[>["
-"""Stands before every tag; a token of its own."""
+"""The token before every tag."""
 TAG = re.compile(rf"{re.escape(SPACE)}<(/?)({KEY_IN_TAG})>")
 ITEM = "item"
 DEEPEST = 100

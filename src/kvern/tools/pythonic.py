@@ -48,7 +48,7 @@ class Pythonic:
         return PythonicParser(tools)
 
     def calls(self, tools: ToolSchemas, several: bool, write: GrammarPieces) -> str:
-        """`**` before the arguments as JSON, whose schema a grammar can follow."""
+        """The grammar of calls with `**` and JSON arguments, because a grammar can follow their schema."""
         one = " | ".join(f'{write.literal(name + "(**")} {write.json(schema)} ")"' for name, schema in tools.items())
         more = f'(", " ({one}))*' if several else ""
         return f'"[" ({one}) {more} "]"'

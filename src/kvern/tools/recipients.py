@@ -41,7 +41,7 @@ class Recipients:
         return f"({one}) ({write.literal(MARK)} ({one}))*" if several else f"({one})"
 
     def answer(self, said: str, write: GrammarPieces) -> str:
-        """A grammar's expression for a message to all that is `said`."""
+        """A grammar's expression for a message to "all" that matches `said`."""
         head = literal(ALL + "\n", write)
         return f"{head} {said}"
 

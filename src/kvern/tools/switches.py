@@ -33,7 +33,7 @@ BUDGETS = ("thinking_budget", "thinking_token_budget", "reasoning_budget")
 ON = ("enabled", "enable", "on", "think", "thinking", "true", "yes", "always")
 OFF = ("disabled", "disable", "off", "none", "no", "false", "no_think", "nothink", "non_thinking", "chat", "never")
 ADAPTIVE = ("adaptive", "auto", "dynamic", "hybrid")
-"""The model decides; where a template has no such text it is told to think."""
+"""The value for a choice by the model; templates without such a text let the model think."""
 RANKS = {
     **dict.fromkeys(OFF, 0),
     **{word: rank for rank, word in enumerate(("minimal", "low", "medium", "high", "xhigh", "max"), 1)},
@@ -53,7 +53,7 @@ class Switches:
 
     @property
     def turns_off(self) -> bool:
-        """One of the names can say that the model is not to think."""
+        """True if one of the names can turn thinking off."""
         efforts = [self._effort(name, "none") for name in EFFORTS if name in self.read]
         return any(name in self.read for name in (*SWITCHES, *REVERSED, *BUDGETS)) or any(efforts)
 

@@ -26,7 +26,7 @@ class GrammarPieces(Protocol):
         ...
 
     def part(self, form: StructuredOutput) -> str:
-        """A text of a form of its own."""
+        """A reference to a part with a form, such as a JSON schema."""
         ...
 
     def json(self, schema: Mapping[str, Any] | bool) -> str:
@@ -42,7 +42,7 @@ WILD = {IDENTITY: "/[a-zA-Z0-9]{9}/", NUMBER: "/[0-9]{1,4}/"}
 def literal(text: str, write: GrammarPieces) -> str:
     """A grammar's expression for a text with ids and numbers in it.
 
-    Line breaks are texts of their own, since of two that begin alike the longer one would be waited for.
+    Line breaks are separate literals, because a lexer waits for the longer of two literals with a common beginning.
     """
     pieces = re.split(f"([{IDENTITY}{NUMBER}]|\\n+)", text)
     return " ".join(WILD.get(piece) or write.literal(piece) for piece in pieces if piece)
@@ -61,7 +61,7 @@ class ToolParser(Protocol):
 
 
 class ToolFormat(Protocol):
-    """One format. A call begins with `trigger` wherever it stands; None: calls are the whole answer."""
+    """One format. A call begins with `trigger` anywhere in an answer; None: calls are the whole answer."""
 
     @property
     def name(self) -> str:

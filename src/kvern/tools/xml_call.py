@@ -1,10 +1,10 @@
-"""Calls whose parameters stand between XML tags, each by itself: read while they grow, and as grammars.
+"""Calls with each parameter between XML tags: a parser of growing text, and grammars.
 
     content -> head -> between <-> value
                           |-> body, if all arguments are one JSON object instead
                           -> closing -> content
 
-A format is its marks and how a call begins; the rest is here.
+A format defines its marks and the beginning of a call; this module does the rest.
 """
 
 import json
@@ -298,7 +298,7 @@ def _written_parameters(
 ) -> str | None:
     """A grammar's expression for the parameters of a tool, in the order of its schema.
 
-    None if they depend on each other, are not named, or have names that cannot stand in a tag, or if there are no tags.
+    None if they depend on each other, have no names or names that no tag can contain, or if there are no tags.
     """
     properties, required = schema.get("properties") or {}, set(schema.get("required") or ())
     if schema.keys() - PLAIN_KEYWORDS or required - properties.keys() or schema.get("type", "object") != "object":

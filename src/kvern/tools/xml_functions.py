@@ -1,4 +1,4 @@
-"""Calls between XML tags that name a function, each parameter between tags of its own: Qwen3-Coder's and MiniMax's.
+"""Calls between XML tags that name a function, with tags around each parameter: Qwen3-Coder and MiniMax.
 
     <tool_call>                             <minimax:tool_call>
     <function=get_weather>                  <invoke name="get_weather">
@@ -39,7 +39,7 @@ class XmlFunctions:
     parameter: tuple[str, str, str]
     lined: bool = False
     several_inside: bool = False
-    """Several calls stand between one pair of outer tags, not each between its own."""
+    """True if several calls share one pair of outer tags."""
     types: Literal["", "words", "strings"] = ""
     gaps: Gaps = Gaps()
     header: tuple[str, str, str] = ("", "", "")

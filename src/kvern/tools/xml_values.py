@@ -55,7 +55,7 @@ class ParameterSchema:
         return ParameterSchema(ParameterSchema.of(node, key).schema, self.root)
 
     def text(self) -> str | None:
-        """A terminal (Lark) of the texts that a value can be; None: not all of the schema can be said so."""
+        """A terminal (Lark) for the texts of a value; None: the schema cannot be expressed as one."""
         node = self._plain(self.schema)
         if not isinstance(node, Mapping):
             return None
@@ -117,7 +117,7 @@ class ParameterSchema:
         return None
 
     def _is_free(self, said: Mapping[str, Any]) -> bool:
-        """Nothing but types is said, at once or as alternatives."""
+        """True if the schema restricts only the type, directly or in alternatives."""
         if said.keys() == {"anyOf"} and isinstance(said["anyOf"], list):
             parts = [part for part in said["anyOf"] if isinstance(part, Mapping)]
             return len(parts) == len(said["anyOf"]) and all(part.keys() - IGNORED == {"type"} for part in parts)
@@ -139,7 +139,7 @@ def _term(key: str, value: Any) -> str | None:
 
 
 def _pattern(pattern: Any) -> str | None:
-    """A pattern as a terminal for the whole text; None if it says more than such a one can."""
+    """A pattern as a terminal for the whole text; None if a terminal cannot express it."""
     if not isinstance(pattern, str):
         return None
     first, last = pattern.startswith("^"), re.search(r"(?<!\\)(?:\\\\)*\$$", pattern) is not None

@@ -75,18 +75,18 @@ def _qwen_moe(model: GgufModel, config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _expert_width(experts: dict[str, Any]) -> dict[str, Any]:
-    """Sizes of a mixture for families that read the width of experts where others have that of an MLP."""
+    """Sizes of experts for families that read the experts' width from the setting of an MLP."""
     return experts | {"intermediate_size": experts.get("moe_intermediate_size")}
 
 
 def _gpt_oss(model: GgufModel, config: dict[str, Any]) -> dict[str, Any]:
-    """Files do not say that bounds of the stretched planes are not rounded."""
+    """gpt-oss; its files omit that bounds of stretched planes are not rounded."""
     scaling = {**(config["rope_scaling"] or {}), "truncate": False}
     return _expert_width(_experts(model)) | _layer_types(model, 2) | {"rope_scaling": scaling}
 
 
 def _scored_alone(model: GgufModel) -> dict[str, Any]:
-    """The sizes of a mixture whose experts are scored each alone. Raises UnsupportedModel if a file says otherwise."""
+    """Sizes of experts with independent scores. Raises UnsupportedModel for other scores."""
     if (gating := model.value("expert_gating_func", int, SIGMOID)) != SIGMOID:
         raise UnsupportedModel(
             f"{model.header.file}: expert_gating_func is {gating}; kvern runs {model.architecture} with {SIGMOID}, "
@@ -129,7 +129,7 @@ def _gemma(model: GgufModel, config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _scaled_gemma(model: GgufModel, config: dict[str, Any], largest: int) -> dict[str, Any]:
-    """The largest of the family scales by the width that all heads share; files do not say so."""
+    """The largest model of the family scales by the width of all heads together, which files omit."""
     shared = config["hidden_size"] // config["num_attention_heads"]
     scalar = shared if config["num_hidden_layers"] == largest else config["head_dim"]
     scale = model.value("attention.scale", float)

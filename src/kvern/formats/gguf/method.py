@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class GgufMethod(QuantizedMethod):
-    """`weight [outputs, inputs / numbers, bytes]` uint8: the blocks of each row. For kernels they are taken apart."""
+    """`weight [outputs, inputs / numbers, bytes]` uint8, the blocks of each row; kernels read them split."""
 
     weight: Tensor
     codes: Tensor

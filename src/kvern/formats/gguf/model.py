@@ -1,4 +1,4 @@
-"""The header of a GGUF file, asked by an architecture's short names. No torch is imported here."""
+"""The header of a GGUF file with an architecture's short names. No torch is imported."""
 
 import math
 import struct

@@ -53,7 +53,7 @@ HALVES: dict[str, tuple[int, int, int]] = {"q4_k": (16, 144, 32), "q6_k": (0, 12
 SINGLES: dict[str, Run] = {"q3_k": (0, 32), "q5_k": (16, 48)}
 """Bytes with one bit of each number: 32 bytes hold those of 256 numbers."""
 PLANE_RUN = {"q5_k": 32, "q6_k": 1, "q2_k": 16, "q3_k": 16}
-"""Numbers of a plane that stand together."""
+"""Adjacent numbers of a plane."""
 
 
 def taken_apart(name: str, blocks: Tensor) -> tuple[Tensor, Tensor]:

@@ -90,9 +90,9 @@ _SAME = {
 }
 PATTERNS |= {name: PATTERNS[like] for like, names in _SAME.items() for name in names.split()}
 IGNORES_MERGES = ("llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2", "tekken")
-"""A word that is a token is not taken apart."""
+"""Pre-tokenizers for which a word that is a token is not split."""
 BEGIN_WITH_BOS = IGNORES_MERGES
-"""Texts begin with a BOS where the file says nothing of it."""
+"""Pre-tokenizers that add a BOS token if the file does not specify it."""
 WITHOUT_BOS = ("glm4", "chatglm-bpe")
 """Pre-tokenizers without a BOS token, even if the file says otherwise."""
 
@@ -152,7 +152,7 @@ def _added_tokens(tokens: list[str], kinds: list[int], special: Iterable[int | N
 
 
 def _around(header: Header, kind: str, ids: dict[str, int | None], tokens: list[str]) -> dict[str, Any] | None:
-    """The tokens that stand around a text, by the file; else llama's and some of gpt2's texts begin with one."""
+    """The special tokens around a text by the file; otherwise llama and some of gpt2 begin with one."""
     single: list[dict[str, Any]] = [{"Sequence": {"id": "A", "type_id": 0}}]
     pair = [*single, {"Sequence": {"id": "B", "type_id": 0}}]
     used = []

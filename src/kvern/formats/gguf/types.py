@@ -51,4 +51,4 @@ REFUSED = {
     35: "TQ2_0",
     40: "NVFP4",
 }
-"""Types that there are, and that kvern cannot read."""
+"""Types that kvern cannot read."""

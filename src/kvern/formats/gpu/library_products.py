@@ -1,7 +1,6 @@
 """Products of PyTorch's libraries in which weights and activations have a byte, for several rows on a GPU.
 
-Activations are rounded first, as the format says. Which product is used, or whether weights are made plain instead, is
-for the tuner to say.
+The format defines the rounding of activations. The tuner chooses among these products and products with plain weights.
 """
 
 from collections.abc import Mapping

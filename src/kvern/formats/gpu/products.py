@@ -51,12 +51,12 @@ from kvern.layers.tuned_linear import MOST_TILES
 
 
 class CodesMatrix(Protocol):
-    """A matrix of codes, as its products read it: the part of `QuantizedMethod` that says what is stored."""
+    """A matrix of codes: the part of `QuantizedMethod` that products read."""
 
     shape: LinearShape
 
     def packed(self) -> Packed:
-        """The codes, and what stands beside them, in the form that kernels read."""
+        """The codes and scales in the form that kernels read."""
 
     def activation_codes(self) -> Coding | None:
         """The way in which activations become codes; None: they stay plain."""

@@ -22,7 +22,7 @@ from kvern.models.limits import SIZES, check_config
 from kvern.spec.mixers import AttentionSpec
 
 ATTENDING = frozenset({"full_attention", "sliding_attention"})
-"""The layer types that transformers leaves to the attention, but for masks that it does not make for kvern."""
+"""The layer types that transformers leaves to the attention function."""
 OF_THE_LONGEST = frozenset({"dynamic", "longrope"})
 """Rotations that depend on the longest sequence of a batch, beyond the original context."""
 
@@ -124,7 +124,7 @@ def _calls(model: PreTrainedModel) -> tuple[AttentionSpec, ...]:
         found.append(call.layer())
         return call.unanswered()
 
-    if model._can_set_experts_implementation():  # the one whose shapes depend on no token's choice
+    if model._can_set_experts_implementation():  # its shapes do not depend on the routing of tokens
         model.set_experts_implementation("batched_mm")
     token = torch.zeros(1, 1, dtype=torch.int64, device="meta")
     try:

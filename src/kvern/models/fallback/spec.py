@@ -18,5 +18,5 @@ class TransformersSpec(ModelSpec):
 
     @property
     def attentions(self) -> tuple[AttentionSpec, ...]:
-        """`calls`: each has keys and values of its own."""
+        """The attentions, each of which has its own keys and values."""
         return self.calls

@@ -15,7 +15,7 @@ _AS_PUBLISHED = {
     "attn_layer_indices": None,
     "mamba_use_mlp": True,
 }
-"""Settings of the files that all models have alike; biases would need multipliers of their own."""
+"""Settings with one value in all published models; biases would need their own multipliers."""
 
 
 def _mamba(config: Config) -> Mamba2Spec:

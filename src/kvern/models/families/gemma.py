@@ -53,7 +53,7 @@ def gemma3_text(config: Config) -> ModelSpec:
 
 
 def gemma3_ropes(config: Config) -> dict[str, RopeSpec]:
-    """Local layers have a base of their own, and are stretched only where it is said for them."""
+    """Rotary embeddings: local layers have their own base, and are stretched only if their settings say so."""
     said = (config.get("rope_parameters") or {}).get("sliding_attention")
     local = {**config, "rope_theta": config["rope_local_base_freq"], "rope_scaling": None, "rope_parameters": said}
     return {

@@ -109,7 +109,7 @@ def _settings(config: Config, kinds: Sequence[str]) -> list[Mapping[str, Any]]:
 
 
 def _layer(config: Config, kind: str, settings: Mapping[str, Any], owner: int | None) -> LayerSpec:
-    """A layer of a kind, with settings of its own, that attends to the cache of the `owner`."""
+    """A layer of a kind with its own settings that attends to the cache of the `owner`."""
     ropes = config.get("rope_parameters") or _ROPES
     own = {**config, "rope_parameters": {kind: ropes[kind]}, **settings}
     keys_are_values = bool(config.get("attention_k_eq_v")) and kind == "full_attention"

@@ -1,4 +1,4 @@
-"""GPT-NeoX and Pythia: attention and MLP side by side under norms of their own, heads interleaved."""
+"""GPT-NeoX and Pythia: parallel attention and MLP with separate norms, and interleaved heads."""
 
 from typing import TYPE_CHECKING
 

@@ -54,7 +54,7 @@ def qwen3(config: Config) -> ModelSpec:
 
 
 def qwen3_classifier(config: Config) -> ModelSpec:
-    """One label, as converted rerankers have it; with `classifier_from_token` the language model that it is made of."""
+    """A converted reranker with one label; with `classifier_from_token` the language model it was made of."""
     if config.get("classifier_from_token"):
         return qwen3(config)
     if (labels := len(config.get("id2label") or "01")) != 1:  # transformers writes no id2label where there are two

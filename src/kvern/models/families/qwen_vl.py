@@ -28,7 +28,7 @@ def _of_text(config: Config, text_type: str) -> dict[str, Any]:
 
 def qwen2_5_vl(config: Config) -> ModelSpec:
     text = _of_text(config, f"{config['model_type']}_text")
-    inner = (config.get("text_config") or {}).get("tie_word_embeddings", False)  # the outer one is a default beside it
+    inner = (config.get("text_config") or {}).get("tie_word_embeddings", False)  # the outer one is only a default
     text["tie_word_embeddings"] = text.get("tie_word_embeddings", False) or inner
     return text_part(config, qwen2(text), "visual")
 
