@@ -1,4 +1,4 @@
-"""Errors as answers: their HTTP status, and OpenAI's format."""
+"""Errors as answers: their HTTP status, and the formats of OpenAI, Anthropic and ollama."""
 
 import re
 from collections.abc import Mapping
@@ -19,6 +19,18 @@ from kvern.errors import (
 from kvern.request.sampling_params import SamplingParams
 
 NAMED_FIELDS = frozenset({*SamplingParams.__struct_fields__, *CHAT_FIELDS, "dimensions", "input", "top_logprobs"})
+
+ANTHROPIC_KINDS = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
+"""Anthropic's name of each status."""
 
 
 class HttpError(KvernError):
@@ -66,3 +78,17 @@ def status_of(error: Exception) -> int:
         return error.status
     statuses = {EngineUnavailable: 503, EngineDied | RequestFailed: 500, DeadlineExceeded: 408, ServerBusy: 429}
     return next((status for kind, status in statuses.items() if isinstance(error, kind)), 400)
+
+
+def anthropic_error(error: Exception, request_id: str) -> dict[str, Any]:
+    """Returns an error in Anthropic's format. Clients recognize a prompt that is too long by this text."""
+    status, message = status_of(error), str(error)
+    if isinstance(error, PromptTooLong):
+        message = f"prompt is too long: {error.tokens} tokens > {error.most} maximum"
+    kind = ANTHROPIC_KINDS.get(status, "invalid_request_error" if status < 500 else "api_error")
+    return {"type": "error", "error": {"type": kind, "message": message}, "request_id": request_id}
+
+
+def ollama_error(error: Exception) -> dict[str, Any]:
+    """Returns an error in ollama's format."""
+    return {"error": str(error)}

@@ -8,13 +8,13 @@ from typing import Any
 
 from kvern.api.chat_fields import THINKING_FIELDS
 from kvern.api.conversation import ChatBody, plain_messages, template_variables
-from kvern.api.errors import HttpError, status_of
+from kvern.api.errors import HttpError
 from kvern.api.fields import COMMON_FIELDS, CommonFields, read_common, sampling_params, typed
 from kvern.api.message_blocks import BlockEvents, blocks, chat_messages, text
 from kvern.api.message_tools import chat_tool_choice, chat_tools
 from kvern.api.other_names import in_own_words
 from kvern.api.thinking_fields import read_thinking
-from kvern.errors import PromptTooLong, shown
+from kvern.errors import shown
 from kvern.request.outputs import CompletionOutput, RequestOutput
 from kvern.request.pieces import Message
 from kvern.request.sampling_params import SamplingParams
@@ -31,16 +31,6 @@ KNOWN = frozenset({
     *THINKING_FIELDS, *PARAMETERS, *COMMON_FIELDS,
 })
 # fmt: on
-KINDS = {
-    400: "invalid_request_error",
-    401: "authentication_error",
-    403: "permission_error",
-    404: "not_found_error",
-    408: "timeout_error",
-    413: "request_too_large",
-    429: "rate_limit_error",
-    503: "overloaded_error",
-}
 BILLING_HEADER = "x-anthropic-billing-header:"
 """Claude Code's first system block, with a digest that differs between conversations and requests. It would keep
 prompts from sharing cached blocks."""
@@ -134,15 +124,6 @@ def _check_thinking(thinking: Mapping[str, Any]) -> None:
     if kind == "enabled" and (not isinstance(budget, int) or isinstance(budget, bool) or budget < 1):
         message = f"thinking.budget_tokens is {shown(budget)}: it must be a number of tokens, 1 or more"
         raise HttpError(400, message, param="thinking")
-
-
-def error_body(error: Exception, request_id: str) -> dict[str, Any]:
-    """Returns an error in Anthropic's format. Clients recognize a prompt that is too long by this text."""
-    status, message = status_of(error), str(error)
-    if isinstance(error, PromptTooLong):
-        message = f"prompt is too long: {error.tokens} tokens > {error.most} maximum"
-    kind = KINDS.get(status, "invalid_request_error" if status < 500 else "api_error")
-    return {"type": "error", "error": {"type": kind, "message": message}, "request_id": request_id}
 
 
 def _stop_reason(answer: CompletionOutput, message: Message, most_tokens: int | None) -> dict[str, Any]:

@@ -25,7 +25,6 @@ from kvern.request.sampling_params import SamplingParams
 from kvern.tools.chat import AnswerReader, ChatRequest, PlainParser
 from kvern.tools.definitions import read_tools
 
-PREFIX = "/api/"
 CHAT = "/api/chat"
 GENERATE = "/api/generate"
 LINES = "application/x-ndjson"
@@ -273,8 +272,3 @@ def nanoseconds(seconds: float) -> int:
 def timestamp(seconds: float) -> str:
     """Returns a time (seconds since 1970) as text."""
     return datetime.datetime.fromtimestamp(seconds, datetime.UTC).isoformat().replace("+00:00", "Z")
-
-
-def error_body(error: Exception) -> dict[str, Any]:
-    """Returns an error in ollama's format."""
-    return {"error": str(error)}

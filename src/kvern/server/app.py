@@ -1,7 +1,9 @@
 """The HTTP application: its routes and its error handlers."""
 
+import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -10,41 +12,17 @@ from starlette.responses import HTMLResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from kvern.api.completions import CHAT, COMPLETIONS
-from kvern.api.embeddings import EMBEDDINGS
 from kvern.api.errors import HttpError
-from kvern.api.messages import COUNT_TOKENS, MESSAGES, model_entry, models_page
-from kvern.api.rerank import RERANK
-from kvern.api.scores import SCORE
 from kvern.errors import KvernError
 from kvern.observe.metrics import together
+from kvern.server.apis import Apis
 from kvern.server.chat_page import page_routes
 from kvern.server.config import ServerConfig
 from kvern.server.gate import Gate
-from kvern.server.handlers.adapters import AdaptersApi
-from kvern.server.handlers.batches import Batches
-from kvern.server.handlers.completions import Completions
-from kvern.server.handlers.conversations import Conversations
-from kvern.server.handlers.embeddings import Embeddings
-from kvern.server.handlers.engines import EnginesApi
-from kvern.server.handlers.files import Files
-from kvern.server.handlers.messages import MessagesApi
-from kvern.server.handlers.ollama import OllamaApi
-from kvern.server.handlers.relevance import Relevance
-from kvern.server.handlers.rerank import Rerank
-from kvern.server.handlers.responses import Responses
-from kvern.server.handlers.scores import Scores
-from kvern.server.handlers.tokens import Tokens
 from kvern.server.http import CLIENT_GONE, PAGE_HEADERS, error_response, is_anthropic, json_response, path_of
 from kvern.server.keys import ApiKey
-from kvern.server.openapi.document import document
-from kvern.server.openapi.page import page
-from kvern.server.openapi.schemas import Schema
 from kvern.server.service import Service
 from kvern.server.signposts import Signposts, by_all_names
-from kvern.server.stores.database import DataFolder, default_folder
-from kvern.server.stores.files import Store
-from kvern.server.stores.responses import ResponseStore
 from kvern.serving.client import EngineClient
 from kvern.version import __version__
 
@@ -68,25 +46,11 @@ class Server:
         self._keys = keys
         self._figures_of_all = figures_of_all
         self.service = Service(clients, config, keys)
-        self.completions = Completions(self.service)
-        self.embeddings = Embeddings(self.service)
-        relevance = Relevance(self.service)
-        self.scores, self.rerank = Scores(self.service, relevance), Rerank(self.service, relevance)
-        self._folder = DataFolder(config.data_dir or default_folder(), config.disk_reserve)
-        self.store = Store(self._folder, config.disk_per_key)
-        kept = ResponseStore(self._folder, len(self.service.users), config.disk_per_key)
-        self.responses, self.conversations = Responses(self.service, kept), Conversations(kept.conversations)
-        answerers = {path: self.completions.answerer(path) for path in (CHAT, COMPLETIONS)}
-        answerers |= {EMBEDDINGS: self.embeddings.answer, SCORE: self.scores.answer, RERANK: self.rerank.answer}
-        width = sum(client.max_batch_requests for client in clients)
-        self.batches = Batches(self.store, self.service.users, answerers, width)
+        self.apis = Apis(self.service, width=sum(client.max_batch_requests for client in clients))
         self.started = int(time.time())
 
     def app(self) -> ASGIApp:
         """Returns the ASGI application. If there are keys, every route but /health and /ping needs one of them."""
-        responses, batches = self.responses, self.batches
-        claude, files = MessagesApi(self.service), Files(self.store)
-        tokens = Tokens(self.service)
         routes = [
             Route("/health", self.health),
             Route("/ping", self.ping, methods=["GET", "POST"]),
@@ -96,35 +60,9 @@ class Server:
             Route("/metrics", self.metrics),
             Route("/openapi.json", self.description),
             Route("/docs", self.documentation),
-            Route("/tokenize", tokens.tokenize, methods=["POST"]),
-            Route("/detokenize", tokens.detokenize, methods=["POST"]),
             Route("/v1/models", self.list_models),
             Route("/v1/models/{model:path}", self.model),
-            *AdaptersApi(self.service).routes(),
-            *(EnginesApi(self.service).routes() if self._figures_of_all is None else ()),
-            Route(COMPLETIONS, self.completions.create, methods=["POST"]),
-            Route(CHAT, self.completions.create, methods=["POST"]),
-            Route(EMBEDDINGS, self.embeddings.create, methods=["POST"]),
-            Route(SCORE, self.scores.create, methods=["POST"]),
-            Route(RERANK, self.rerank.create, methods=["POST"]),
-            Route("/v1/responses", responses.create, methods=["POST"]),
-            Route("/v1/responses/{response_id}", responses.retrieve, methods=["GET"]),
-            Route("/v1/responses/{response_id}", responses.delete, methods=["DELETE"]),
-            Route("/v1/responses/{response_id}/cancel", responses.cancel, methods=["POST"]),
-            Route("/v1/responses/{response_id}/input_items", responses.input_items, methods=["GET"]),
-            *self.conversations.routes(),
-            Route(MESSAGES, claude.create, methods=["POST"]),
-            Route(COUNT_TOKENS, claude.count_tokens, methods=["POST"]),
-            Route("/v1/files", files.create, methods=["POST"]),
-            Route("/v1/files", files.list, methods=["GET"]),
-            Route("/v1/files/{file_id}", files.retrieve, methods=["GET"]),
-            Route("/v1/files/{file_id}", files.delete, methods=["DELETE"]),
-            Route("/v1/files/{file_id}/content", files.content, methods=["GET"]),
-            Route("/v1/batches", batches.create, methods=["POST"]),
-            Route("/v1/batches", batches.list, methods=["GET"]),
-            Route("/v1/batches/{batch_id}", batches.retrieve, methods=["GET"]),
-            Route("/v1/batches/{batch_id}/cancel", batches.cancel, methods=["POST"]),
-            *OllamaApi(self.service).routes(),
+            *self.apis.routes(without="engines" if self._figures_of_all else ""),
             *page_routes(),
         ]
         handled = {
@@ -140,9 +78,7 @@ class Server:
 
     async def stop(self) -> None:
         """Ends background work and releases the data folder."""
-        await self.responses.stop()
-        await self.batches.stop()
-        self._folder.leave()
+        await self.apis.stop()
 
     async def health(self, request: Request) -> Response:
         """GET /health: the process lives."""
@@ -187,21 +123,30 @@ class Server:
             raise HttpError(403, message, code="permission_denied")
 
     async def description(self, request: Request) -> Response:
-        """GET /openapi.json: the API as an OpenAPI document."""
-        return json_response(self._described())
+        """The API as an OpenAPI document."""
+        return json_response(await asyncio.to_thread(self._described))
 
     async def documentation(self, request: Request) -> Response:
-        """GET /docs: the OpenAPI document as a page."""
-        return HTMLResponse(page(self._described()), headers=PAGE_HEADERS)
+        """The same for readers."""
+        return HTMLResponse(await asyncio.to_thread(self._page), headers=PAGE_HEADERS)
 
-    def _described(self) -> Schema:
+    def _described(self) -> dict[str, Any]:
+        from kvern.server.openapi.document import document
+
         vocab_size = max(engine.client.inputs.vocab_size for engine in self.service.engines)
         return document(self.service.names, vocab_size, bool(self._keys))
+
+    def _page(self) -> str:
+        from kvern.server.openapi.page import page
+
+        return page(self._described())
 
     async def list_models(self, request: Request) -> Response:
         """GET /v1/models: the names that `model` may have."""
         engines = self.service.engines
         if is_anthropic(request.scope):
+            from kvern.api.messages import models_page
+
             lengths = {name: engine.client.inputs.max_model_len for engine in engines for name in engine.names}
             return json_response(models_page(lengths, self.started))
         entries = [engine.entry(name, self.started) for engine in engines for name in engine.names]
@@ -212,6 +157,8 @@ class Server:
         name = request.path_params["model"]
         engine = self.service.engine_of(name)
         if is_anthropic(request.scope):
+            from kvern.api.messages import model_entry
+
             return json_response(model_entry(name, engine.client.inputs.max_model_len, self.started))
         return json_response(engine.entry(name, self.started))
 

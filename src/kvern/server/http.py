@@ -13,8 +13,7 @@ import msgspec
 from starlette.responses import HTMLResponse, Response
 from starlette.types import Receive, Scope, Send
 
-from kvern.api import messages, ollama
-from kvern.api.errors import body_of, status_of
+from kvern.api.errors import anthropic_error, body_of, ollama_error, status_of
 from kvern.api.other_names import ignored
 from kvern.api.sent_names import as_sent
 from kvern.errors import EngineUnavailable, KvernError, ServerBusy
@@ -57,7 +56,7 @@ def header_of_names(header: str, names: Iterable[str]) -> dict[str, str]:
 
 def is_anthropic(scope: Scope) -> bool:
     """True if the client speaks Anthropic's API."""
-    return path_of(scope).startswith(messages.MESSAGES) or b"anthropic-version" in dict(scope["headers"])
+    return path_of(scope).startswith("/v1/messages") or b"anthropic-version" in dict(scope["headers"])
 
 
 def json_response(content: object, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
@@ -76,10 +75,10 @@ def error_response(error: Exception, scope: Scope) -> Response:
     if _is_looked_at(scope):
         content = error_page(status, str(error), scope.get("root_path", ""))
         return HTMLResponse(content, status, {**(headers or {}), **PAGE_HEADERS})
-    if path.startswith(ollama.PREFIX):
-        return json_response(ollama.error_body(error), status, headers)
+    if path.startswith("/api/"):
+        return json_response(ollama_error(error), status, headers)
     request_id = scope["state"]["request_id"]
-    body = messages.error_body(error, request_id) if is_anthropic(scope) else body_of(error)
+    body = anthropic_error(error, request_id) if is_anthropic(scope) else body_of(error)
     return json_response(body, status, headers)
 
 

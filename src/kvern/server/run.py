@@ -76,9 +76,9 @@ async def serve(
     with contextlib.suppress(asyncio.CancelledError), _removed(server.uds):
         async with EngineClient(config, process) as client:
             application = Server([client], server, keys)
-            await application.batches.resume()
+            await application.apis.resume()
             http = HttpServer(http_config(application.app(), server))
-            application.responses.tasks = http.server_state.tasks  # the shutdown waits for these
+            application.apis.tasks = http.server_state.tasks  # the shutdown waits for these
             gc.freeze()  # objects of the start live on: the collector need not visit them
             engines = f"{len(client.replicas)} engines, " if len(client.replicas) > 1 else ""
             say(f"started {engines}in {client.ready.report}")

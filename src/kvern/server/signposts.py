@@ -10,18 +10,15 @@ from starlette.responses import Response
 from starlette.routing import Match, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from kvern.api.completions import CHAT, COMPLETIONS
-from kvern.api.embeddings import EMBEDDINGS
 from kvern.api.errors import HttpError
-from kvern.api.messages import MESSAGES
 from kvern.errors import shown
 from kvern.server.http import error_response, path_of
 
 EXAMPLES = {
-    CHAT: '{"messages": [{"role": "user", "content": "Hello"}]}',
-    COMPLETIONS: '{"prompt": "Once upon a time"}',
-    EMBEDDINGS: '{"input": "Hello"}',
-    MESSAGES: '{"max_tokens": 64, "messages": [{"role": "user", "content": "Hello"}]}',
+    "/v1/chat/completions": '{"messages": [{"role": "user", "content": "Hello"}]}',
+    "/v1/completions": '{"prompt": "Once upon a time"}',
+    "/v1/embeddings": '{"input": "Hello"}',
+    "/v1/messages": '{"max_tokens": 64, "messages": [{"role": "user", "content": "Hello"}]}',
     "/v1/responses": '{"input": "Hello"}',
     "/api/chat": '{"model": "NAME", "messages": [{"role": "user", "content": "Hello"}]}',
     "/api/generate": '{"model": "NAME", "prompt": "Hello"}',

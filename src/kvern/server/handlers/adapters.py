@@ -4,15 +4,14 @@ from pathlib import Path
 
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
 
 from kvern.api.errors import HttpError
 from kvern.api.fields import typed
 from kvern.errors import InvalidRequest, shown
+from kvern.server.apis import Apis
 from kvern.server.bodies import read_object
 from kvern.server.engines import ServedEngine
 from kvern.server.http import json_response, until_gone
-from kvern.server.service import Service
 
 LONGEST_NAME = 256
 LONGEST_PATH = 1024
@@ -22,18 +21,11 @@ LONGEST_PATH = 1024
 class AdaptersApi:
     """Handlers of the adapter routes. Adapters are read from folders below `adapter_folder`, never from the network."""
 
-    def __init__(self, service: Service) -> None:
-        self._service = service
-        self._folder = service.config.adapter_folder
+    def __init__(self, apis: Apis) -> None:
+        self._service = apis.service
+        self._folder = apis.service.config.adapter_folder
         self._loading: set[str] = set()
         """Names of the adapters that any engine is loading now."""
-
-    def routes(self) -> list[Route]:
-        """Returns the routes of the handlers."""
-        return [
-            Route("/v1/load_lora_adapter", self.load, methods=["POST"]),
-            Route("/v1/unload_lora_adapter", self.unload, methods=["POST"]),
-        ]
 
     async def load(self, request: Request) -> Response:
         """POST /v1/load_lora_adapter: `lora_name`, and `lora_path`, a folder relative to the server's or absolute."""

@@ -10,12 +10,21 @@ from collections.abc import Sequence
 from starlette.requests import Request
 from starlette.responses import Response
 
+from kvern.api.completions import CHAT, COMPLETIONS
+from kvern.api.embeddings import EMBEDDINGS
 from kvern.api.errors import HttpError
 from kvern.api.fields import read_metadata, typed
+from kvern.api.rerank import RERANK
+from kvern.api.scores import SCORE
 from kvern.errors import shown
+from kvern.server.apis import Apis
 from kvern.server.batches import RUNNING, WINDOW_SECONDS, Answerer, Work
 from kvern.server.bodies import Lane, read_object
+from kvern.server.handlers.completions import Completions
+from kvern.server.handlers.embeddings import Embeddings
 from kvern.server.handlers.files import page_of
+from kvern.server.handlers.rerank import Rerank
+from kvern.server.handlers.scores import Scores
 from kvern.server.http import json_response
 from kvern.server.keys import ApiKey
 from kvern.server.stores.files import Object, Store
@@ -41,6 +50,14 @@ class Batches:
         self._answerers = answerers
         self._width = width
         self._work: dict[str, Work] = {}
+
+    @classmethod
+    def for_server(cls, apis: Apis) -> "Batches":
+        """The handlers of a server."""
+        completions, scores, rerank = apis.get(Completions), apis.get(Scores), apis.get(Rerank)
+        answerers = {path: completions.answerer(path) for path in (CHAT, COMPLETIONS)}
+        answerers |= {EMBEDDINGS: apis.get(Embeddings).answer, SCORE: scores.answer, RERANK: rerank.answer}
+        return cls(apis.store, apis.service.users, answerers, apis.width)
 
     async def resume(self) -> None:
         """Continues the batches that an earlier server process left unfinished."""

@@ -8,6 +8,7 @@ from starlette.responses import Response
 from kvern.api.completion_answers import CompletionWriter
 from kvern.api.completions import known_fields, read_completion
 from kvern.api.fields import merge_extra
+from kvern.server.apis import Apis
 from kvern.server.batches import Answerer
 from kvern.server.bodies import let_go, read_object
 from kvern.server.http import (
@@ -23,14 +24,14 @@ from kvern.server.http import (
 )
 from kvern.server.keys import ApiKey
 from kvern.server.large_answers import apart, write_large
-from kvern.server.service import Ask, Service
+from kvern.server.service import Ask
 
 
 class Completions:
     """Handlers of both routes."""
 
-    def __init__(self, service: Service) -> None:
-        self._service = service
+    def __init__(self, apis: Apis) -> None:
+        self._service = apis.service
 
     async def create(self, request: Request) -> Response | EventStream:
         """Answers POST to either route, with a stream or with one object."""

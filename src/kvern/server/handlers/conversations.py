@@ -2,37 +2,22 @@
 
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
 
 from kvern.api.errors import HttpError
 from kvern.api.fields import read_metadata
 from kvern.api.kept_items import read_items
+from kvern.server.apis import Apis
 from kvern.server.bodies import read_object
 from kvern.server.handlers.files import page_of
 from kvern.server.handlers.responses import ordered
 from kvern.server.http import json_response
-from kvern.server.stores.conversations import ConversationStore
 
 
 class Conversations:
     """Handlers of conversations and their items."""
 
-    def __init__(self, store: ConversationStore) -> None:
-        self._store = store
-
-    def routes(self) -> list[Route]:
-        """Returns the routes of the handlers."""
-        one = "/v1/conversations/{conversation_id}"
-        return [
-            Route("/v1/conversations", self.create, methods=["POST"]),
-            Route(one, self.retrieve, methods=["GET"]),
-            Route(one, self.update, methods=["POST"]),
-            Route(one, self.delete, methods=["DELETE"]),
-            Route(f"{one}/items", self.add_items, methods=["POST"]),
-            Route(f"{one}/items", self.list_items, methods=["GET"]),
-            Route(f"{one}/items/{{item_id}}", self.item, methods=["GET"]),
-            Route(f"{one}/items/{{item_id}}", self.delete_item, methods=["DELETE"]),
-        ]
+    def __init__(self, apis: Apis) -> None:
+        self._store = apis.kept.conversations
 
     async def create(self, request: Request) -> Response:
         """POST /v1/conversations."""

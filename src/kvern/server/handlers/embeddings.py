@@ -10,17 +10,17 @@ from kvern.api.embeddings import KNOWN, embedding_answer, read_embedding
 from kvern.api.fields import merge_extra
 from kvern.engine.embedding import check_embeds
 from kvern.request.sampling_params import SamplingParams
+from kvern.server.apis import Apis
 from kvern.server.bodies import read_object
 from kvern.server.http import json_response, strangers_header, until_gone
 from kvern.server.keys import ApiKey
-from kvern.server.service import Service
 
 
 class Embeddings:
     """Handler of embeddings."""
 
-    def __init__(self, service: Service) -> None:
-        self._service = service
+    def __init__(self, apis: Apis) -> None:
+        self._service = apis.service
 
     async def create(self, request: Request) -> Response:
         """POST /v1/embeddings."""

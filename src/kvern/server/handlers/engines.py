@@ -2,29 +2,21 @@
 
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
 
 from kvern.api.errors import HttpError
 from kvern.api.fields import LONGEST_TIMEOUT, typed
 from kvern.errors import ConfigError, InvalidRequest, shown
+from kvern.server.apis import Apis
 from kvern.server.bodies import read_object
 from kvern.server.engines import ServedEngine
 from kvern.server.http import json_response, until_gone
-from kvern.server.service import Service
 
 
 class EnginesApi:
     """Handlers of the engine routes. A request whose client leaves before the answer changes nothing."""
 
-    def __init__(self, service: Service) -> None:
-        self._service = service
-
-    def routes(self) -> list[Route]:
-        """Returns the routes of the handlers."""
-        return [
-            Route("/v1/add_engine", self.add, methods=["POST"]),
-            Route("/v1/remove_engine", self.remove, methods=["POST"]),
-        ]
+    def __init__(self, apis: Apis) -> None:
+        self._service = apis.service
 
     async def add(self, request: Request) -> Response:
         """POST /v1/add_engine: start another engine of a model. The answer comes when the engine takes requests."""

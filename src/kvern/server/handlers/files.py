@@ -16,8 +16,9 @@ from starlette.types import Message as ASGIMessage
 
 from kvern.api.errors import HttpError
 from kvern.errors import shown
+from kvern.server.apis import Apis
 from kvern.server.http import json_response
-from kvern.server.stores.files import Object, Store
+from kvern.server.stores.files import Object
 
 MOST_FILE_BYTES = 512 << 20
 PURPOSES = ("batch", "user_data")
@@ -34,8 +35,8 @@ MOST_ON_PAGE = 10_000
 class Files:
     """Handlers of files."""
 
-    def __init__(self, store: Store) -> None:
-        self._store = store
+    def __init__(self, apis: Apis) -> None:
+        self._store = apis.store
         self._uploads: Counter[str] = Counter()
 
     async def create(self, request: Request) -> Response:

@@ -6,10 +6,12 @@ import functools
 from starlette.requests import Request
 from starlette.responses import Response
 
+from kvern.api.errors import anthropic_error
 from kvern.api.fields import merge_extra, typed
 from kvern.api.message_tools import ignored_tools
-from kvern.api.messages import KNOWN, error_body, message_answer, message_events, read_conversation, read_message
+from kvern.api.messages import KNOWN, message_answer, message_events, read_conversation, read_message
 from kvern.api.other_names import ignored
+from kvern.server.apis import Apis
 from kvern.server.bodies import let_go, read_object
 from kvern.server.http import (
     IGNORED_HEADER,
@@ -20,7 +22,6 @@ from kvern.server.http import (
     json_response,
     until_gone,
 )
-from kvern.server.service import Service
 
 IGNORED_TOOLS_HEADER = "x-kvern-ignored-tools"
 
@@ -28,8 +29,8 @@ IGNORED_TOOLS_HEADER = "x-kvern-ignored-tools"
 class MessagesApi:
     """Handlers of both routes."""
 
-    def __init__(self, service: Service) -> None:
-        self._service = service
+    def __init__(self, apis: Apis) -> None:
+        self._service = apis.service
 
     async def create(self, request: Request) -> Response | EventStream:
         """POST /v1/messages."""
@@ -73,4 +74,4 @@ class MessagesApi:
 
 
 def _failed_event(request_id: str, error: Exception) -> object:
-    return "error", error_body(error, request_id)
+    return "error", anthropic_error(error, request_id)

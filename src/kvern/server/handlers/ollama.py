@@ -10,16 +10,16 @@ from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
 
 from kvern.api import ollama
 from kvern.api.completions import read_prompts
 from kvern.api.embeddings import MOST_TEXTS
-from kvern.api.errors import HttpError
+from kvern.api.errors import HttpError, ollama_error
 from kvern.api.fields import read_common, typed
-from kvern.api.ollama import CHAT, GENERATE, LATEST, LINES, OllamaBody, OllamaWriter, Seconds, nanoseconds
+from kvern.api.ollama import LATEST, LINES, OllamaBody, OllamaWriter, Seconds, nanoseconds
 from kvern.engine.embedding import check_embeds, embedding_of
 from kvern.request.sampling_params import SamplingParams
+from kvern.server.apis import Apis
 from kvern.server.bodies import let_go, read_object
 from kvern.server.handlers.ollama_models import ModelFiles, card, entry, read_files, running
 from kvern.server.http import (
@@ -36,35 +36,17 @@ from kvern.server.http import (
 )
 from kvern.server.keys import ApiKey
 from kvern.server.large_answers import write_large
-from kvern.server.service import Ask, Running, Service
+from kvern.server.service import Ask, Running
 from kvern.tools.chat import ChatRequest
 from kvern.tools.encoding import Encoding
 from kvern.version import __version__
-
-ELSEWHERE = ("pull", "push", "create", "copy")
-"""Routes that would change the models on ollama's disk."""
 
 
 class OllamaApi:
     """Handlers of ollama's routes."""
 
-    def __init__(self, service: Service) -> None:
-        self._service = service
-
-    def routes(self) -> list[Route]:
-        """Returns the routes of the handlers."""
-        return [
-            Route(CHAT, self.answer, methods=["POST"]),
-            Route(GENERATE, self.answer, methods=["POST"]),
-            Route("/api/embed", self.embed, methods=["POST"]),
-            Route("/api/embeddings", self.embed, methods=["POST"]),
-            Route("/api/tags", self.tags),
-            Route("/api/ps", self.loaded),
-            Route("/api/show", self.show, methods=["POST"]),
-            Route("/api/version", self.version),
-            *(Route(f"/api/{name}", self.refuse, methods=["POST"]) for name in ELSEWHERE),
-            Route("/api/delete", self.refuse, methods=["DELETE"]),
-        ]
+    def __init__(self, apis: Apis) -> None:
+        self._service = apis.service
 
     async def answer(self, request: Request) -> Response | EventStream:
         """POST to CHAT or GENERATE: lines of JSON, or one object if `stream` is false."""
@@ -193,7 +175,7 @@ def _line(content: object, lines: Lines) -> Iterator[bytes]:
     yield b"\n"
 
 
-STREAM = StreamFormat(failed=ollama.error_body, kind=LINES, frame=_line)
+STREAM = StreamFormat(failed=ollama_error, kind=LINES, frame=_line)
 
 
 @functools.cache

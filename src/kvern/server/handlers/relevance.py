@@ -16,8 +16,8 @@ from kvern.engine.relevance import Classifier, Embeddings, PairClassifier, Way, 
 from kvern.engine.scoring import Pair, score_of
 from kvern.request.outputs import RequestOutput
 from kvern.request.sampling_params import SamplingParams
+from kvern.server.apis import Apis
 from kvern.server.keys import ApiKey
-from kvern.server.service import Service
 from kvern.serving.client import EngineClient
 from kvern.serving.client_inputs import ClientInputs
 
@@ -79,8 +79,8 @@ class Fitter:
 class Relevance:
     """Computes relevance with the engines of a service."""
 
-    def __init__(self, service: Service) -> None:
-        self._service = service
+    def __init__(self, apis: Apis) -> None:
+        self._service = apis.service
         self._ways: dict[Path, Way] = {}
 
     async def of(self, asked: TextPairs, model: str, key: ApiKey) -> Relevances:

@@ -8,18 +8,18 @@ from starlette.responses import Response
 
 from kvern.api.fields import merge_extra
 from kvern.api.rerank import KNOWN, read_rerank, rerank_answer
+from kvern.server.apis import Apis
 from kvern.server.bodies import read_object
 from kvern.server.handlers.relevance import Relevance
 from kvern.server.http import json_response, strangers_header, until_gone
 from kvern.server.keys import ApiKey
-from kvern.server.service import Service
 
 
 class Rerank:
     """Handler of /v1/rerank."""
 
-    def __init__(self, service: Service, relevance: Relevance) -> None:
-        self._service, self._relevance = service, relevance
+    def __init__(self, apis: Apis) -> None:
+        self._service, self._relevance = apis.service, apis.get(Relevance)
 
     async def create(self, request: Request) -> Response:
         """POST /v1/rerank."""

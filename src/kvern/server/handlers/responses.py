@@ -19,15 +19,16 @@ from kvern.api.response_items import input_messages
 from kvern.api.responses import KNOWN, ResponseBody, ResponseEvents, complete, read_response
 from kvern.errors import KvernError, shown
 from kvern.io.json_lines import as_json
+from kvern.server.apis import Apis
 from kvern.server.bodies import let_go, read_object
 from kvern.server.handlers.files import page_of
 from kvern.server.handlers.response_references import with_referred_items
 from kvern.server.http import LACKS_HEADER, EventStream, header_of_names, ignored_header, json_response, until_gone
 from kvern.server.large_answers import apart
-from kvern.server.service import Ask, Running, Service
+from kvern.server.service import Ask, Running
 from kvern.server.stores.event_log import LAST, RUNNING, Event, EventLog, events_of
 from kvern.server.stores.response_memory import Items, Messages, Packed, Record
-from kvern.server.stores.responses import CUT_OFF, ResponseStore
+from kvern.server.stores.responses import CUT_OFF
 from kvern.tools.chat import ChatRequest
 
 logger = logging.getLogger("kvern")
@@ -38,10 +39,9 @@ ORDERS = ("asc", "desc")
 class Responses:
     """Handlers of responses. `tasks` are those of background responses."""
 
-    def __init__(self, service: Service, store: ResponseStore) -> None:
-        self._service = service
-        self._store = store
-        self.tasks: set[asyncio.Task[None]] = set()
+    def __init__(self, apis: Apis) -> None:
+        self._service, self._store = apis.service, apis.kept
+        self.tasks = apis.tasks
 
     async def create(self, request: Request) -> Response | EventStream:
         """POST /v1/responses."""

@@ -10,18 +10,18 @@ from kvern.api import text_pairs
 from kvern.api.fields import merge_extra
 from kvern.api.scores import KNOWN, read_score, score_answer
 from kvern.api.text_pairs import has_pairs, pairs_answer, read_pairs
+from kvern.server.apis import Apis
 from kvern.server.bodies import read_object
 from kvern.server.handlers.relevance import Relevance
 from kvern.server.http import json_response, strangers_header, until_gone
 from kvern.server.keys import ApiKey
-from kvern.server.service import Service
 
 
 class Scores:
     """Handler of /v1/score."""
 
-    def __init__(self, service: Service, relevance: Relevance) -> None:
-        self._service, self._relevance = service, relevance
+    def __init__(self, apis: Apis) -> None:
+        self._service, self._relevance = apis.service, apis.get(Relevance)
 
     async def create(self, request: Request) -> Response:
         """POST /v1/score."""

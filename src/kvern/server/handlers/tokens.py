@@ -11,9 +11,9 @@ from kvern.api.conversation import plain_messages, template_variables
 from kvern.api.errors import HttpError
 from kvern.api.fields import typed
 from kvern.api.other_names import Refused, check_refused
+from kvern.server.apis import Apis
 from kvern.server.bodies import let_go, read_object
 from kvern.server.http import json_response
-from kvern.server.service import Service
 from kvern.tools.definitions import read_tools
 
 MOST_DECODED = 1 << 17
@@ -29,8 +29,8 @@ REFUSED: Refused = {
 class Tokens:
     """Handlers of both routes. Fields and answers are vLLM's; for texts, llama.cpp's too."""
 
-    def __init__(self, service: Service) -> None:
-        self._service = service
+    def __init__(self, apis: Apis) -> None:
+        self._service = apis.service
 
     async def tokenize(self, request: Request) -> Response:
         """POST /tokenize: `prompt`, or `messages` with all fields of a chat that its template can see.

@@ -30,6 +30,10 @@ class NoRoom(HttpError):
     """The disk is full, or the owner's part of it: a later try may succeed."""
 
 
+BATCHES = "kvern.db"
+"""The database of files and batches."""
+
+
 class DataFolder:
     """A folder that only this user can read, created at first use. Writes leave `reserve` bytes of its disk free."""
 

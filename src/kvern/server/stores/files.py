@@ -14,7 +14,7 @@ import msgspec
 
 from kvern.api.errors import HttpError
 from kvern.errors import shown
-from kvern.server.stores.database import Database, DataFolder, NoRoom, storage_errors
+from kvern.server.stores.database import BATCHES, Database, DataFolder, NoRoom, storage_errors
 
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS objects (
@@ -38,7 +38,7 @@ class Store:
     def __init__(self, folder: DataFolder, quota: int) -> None:
         self._folder = folder
         self._files = folder.path / "files"
-        self._database = Database(folder, "kvern.db", SCHEMA, opened=self._make_files)
+        self._database = Database(folder, BATCHES, SCHEMA, opened=self._make_files)
         self._quota = quota
         self._used: dict[str, int] = {}
         """The bytes kept by each owner that was asked about."""

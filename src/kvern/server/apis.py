@@ -1,0 +1,139 @@
+"""The routes of all APIs, and their handlers, each of which is imported and made with its first request."""
+
+import asyncio
+import re
+import sys
+from functools import cached_property
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from kvern.server.service import Service
+from kvern.server.stores.database import BATCHES, DataFolder, default_folder
+
+if TYPE_CHECKING:
+    from kvern.server.stores.files import Store
+    from kvern.server.stores.responses import ResponseStore
+
+ROUTES = """
+POST   /v1/completions                                     completions:Completions.create
+POST   /v1/chat/completions                                completions:Completions.create
+POST   /v1/embeddings                                      embeddings:Embeddings.create
+POST   /v1/score                                           scores:Scores.create
+POST   /v1/rerank                                          rerank:Rerank.create
+POST   /v1/messages                                        messages:MessagesApi.create
+POST   /v1/messages/count_tokens                           messages:MessagesApi.count_tokens
+POST   /v1/responses                                       responses:Responses.create
+GET    /v1/responses/{response_id}                         responses:Responses.retrieve
+DELETE /v1/responses/{response_id}                         responses:Responses.delete
+POST   /v1/responses/{response_id}/cancel                  responses:Responses.cancel
+GET    /v1/responses/{response_id}/input_items             responses:Responses.input_items
+POST   /v1/conversations                                   conversations:Conversations.create
+GET    /v1/conversations/{conversation_id}                 conversations:Conversations.retrieve
+POST   /v1/conversations/{conversation_id}                 conversations:Conversations.update
+DELETE /v1/conversations/{conversation_id}                 conversations:Conversations.delete
+POST   /v1/conversations/{conversation_id}/items           conversations:Conversations.add_items
+GET    /v1/conversations/{conversation_id}/items           conversations:Conversations.list_items
+GET    /v1/conversations/{conversation_id}/items/{item_id} conversations:Conversations.item
+DELETE /v1/conversations/{conversation_id}/items/{item_id} conversations:Conversations.delete_item
+POST   /v1/files                                           files:Files.create
+GET    /v1/files                                           files:Files.list
+GET    /v1/files/{file_id}                                 files:Files.retrieve
+DELETE /v1/files/{file_id}                                 files:Files.delete
+GET    /v1/files/{file_id}/content                         files:Files.content
+POST   /v1/batches                                         batches:Batches.create
+GET    /v1/batches                                         batches:Batches.list
+GET    /v1/batches/{batch_id}                              batches:Batches.retrieve
+POST   /v1/batches/{batch_id}/cancel                       batches:Batches.cancel
+POST   /v1/load_lora_adapter                               adapters:AdaptersApi.load
+POST   /v1/unload_lora_adapter                             adapters:AdaptersApi.unload
+POST   /v1/add_engine                                      engines:EnginesApi.add
+POST   /v1/remove_engine                                   engines:EnginesApi.remove
+POST   /tokenize                                           tokens:Tokens.tokenize
+POST   /detokenize                                         tokens:Tokens.detokenize
+POST   /api/chat                                           ollama:OllamaApi.answer
+POST   /api/generate                                       ollama:OllamaApi.answer
+POST   /api/embed                                          ollama:OllamaApi.embed
+POST   /api/embeddings                                     ollama:OllamaApi.embed
+GET    /api/tags                                           ollama:OllamaApi.tags
+GET    /api/ps                                             ollama:OllamaApi.loaded
+POST   /api/show                                           ollama:OllamaApi.show
+GET    /api/version                                        ollama:OllamaApi.version
+POST   /api/pull                                           ollama:OllamaApi.refuse
+POST   /api/push                                           ollama:OllamaApi.refuse
+POST   /api/create                                         ollama:OllamaApi.refuse
+POST   /api/copy                                           ollama:OllamaApi.refuse
+DELETE /api/delete                                         ollama:OllamaApi.refuse
+"""
+"""Method, path and handler: a module of `kvern.server.handlers`, a class that is made with `Apis`, and a method."""
+T = TypeVar("T")
+
+
+class Apis:
+    """The handlers of all APIs, and what they share. `width` is how many requests of batches run at once."""
+
+    def __init__(self, service: Service, width: int) -> None:
+        self.service, self.width = service, width
+        self.tasks: set[asyncio.Task[None]] = set()
+        """Background tasks that the server's shutdown waits for."""
+        self._folder = DataFolder(service.config.data_dir or default_folder(), service.config.disk_reserve)
+        self._made: dict[type[Any], Any] = {}
+
+    def get(self, kind: type[T]) -> T:
+        """The handler of a class."""
+        if kind not in self._made:
+            make: Any = getattr(kind, "for_server", kind)
+            self._made[kind] = make(self)
+        handler: T = self._made[kind]
+        return handler
+
+    def routes(self, without: str = "") -> list[Route]:
+        """The routes of all APIs, except those of the handlers in the module `without`."""
+        rows = (line.split() for line in ROUTES.strip().splitlines())
+        return [self._route(*row) for row in rows if row[2].partition(":")[0] != without]
+
+    async def resume(self) -> None:
+        """Continues the batches that an earlier server process left unfinished."""
+        if (self._folder.path / BATCHES).exists():
+            from kvern.server.handlers.batches import Batches
+
+            await self.get(Batches).resume()
+
+    async def stop(self) -> None:
+        """Ends background work and releases the folder."""
+        for handler in self._made.values():
+            if hasattr(handler, "stop"):
+                await handler.stop()
+        if "store" in self.__dict__:
+            self.store.close()
+        self._folder.leave()
+
+    @cached_property
+    def store(self) -> "Store":
+        """Files and batches."""
+        from kvern.server.stores.files import Store
+
+        return Store(self._folder, self.service.config.disk_per_key)
+
+    @cached_property
+    def kept(self) -> "ResponseStore":
+        """Responses and conversations."""
+        from kvern.server.stores.responses import ResponseStore
+
+        return ResponseStore(self._folder, len(self.service.users), self.service.config.disk_per_key)
+
+    def _route(self, method: str, path: str, handler: str) -> Route:
+        module, kind, verb = re.split("[:.]", handler)
+        name = f"kvern.server.handlers.{module}"
+
+        async def answer(request: Request) -> Response:
+            if name not in sys.modules:  # an import takes too long for the event loop
+                await asyncio.to_thread(import_module, name)
+            handle = getattr(self.get(getattr(import_module(name), kind)), verb)
+            response: Response = await handle(request)
+            return response
+
+        return Route(path, answer, methods=[method])
