@@ -11,6 +11,7 @@ import pytest
 from kvern.api.errors import HttpError
 from kvern.api.messages import KNOWN, read_conversation, read_message
 from kvern.api.other_names import ignored
+from kvern.text.content import readable
 from tests.support.served import KEY, Served, serving
 
 MODEL = "kvern-1m"
@@ -52,7 +53,7 @@ def prompt_of(claude: anthropic.Anthropic, **body: Any) -> tuple[str, str, int]:
     """What the model is given: its messages and tools as JSON texts, and how many tokens it is."""
     chat = read_conversation(body, True)
     counted = claude.messages.count_tokens(model=MODEL, **body).input_tokens
-    return json.dumps(chat.messages), json.dumps(chat.use.definitions), counted
+    return json.dumps(readable(chat.messages)), json.dumps(chat.use.definitions), counted
 
 
 def billed(digest: str) -> list[dict[str, Any]]:

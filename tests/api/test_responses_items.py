@@ -23,6 +23,7 @@ from kvern.api.responses import KNOWN, fail, read_response
 from kvern.errors import InvalidRequest
 from kvern.request.pieces import Arguments, CallBegins, Content, Piece, Reasoning
 from kvern.text.call_messages import UNPARSED
+from kvern.text.content import readable
 from tests.support.served import QUESTION, Served, serving
 
 RESPONSE: dict[str, Any] = {"id": f"resp_{'0' * 32}", "tools": [], "include": [], "reasoning": {"summary": None}}
@@ -210,7 +211,8 @@ OUTPUTS: list[tuple[dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("item", "text"), OUTPUTS, ids=[output["type"] for output, _ in OUTPUTS])
 def test_outputs_of_tools(item: dict[str, Any], text: str) -> None:
-    assert input_messages([{"call_id": "c", **item}]) == [{"role": "tool", "content": text, "tool_call_id": "c"}]
+    found = readable(input_messages([{"call_id": "c", **item}]))
+    assert found == [{"role": "tool", "content": text, "tool_call_id": "c"}]
 
 
 def test_arguments_that_are_no_json_are_shown_as_they_are() -> None:
@@ -234,7 +236,7 @@ BAD: list[tuple[Any, str]] = [
 @pytest.mark.parametrize(("value", "said"), BAD, ids=range(len(BAD)))
 def test_bad_items_name_the_place(value: Any, said: str) -> None:
     with pytest.raises(InvalidRequest, match=said):
-        input_messages(value)
+        readable(input_messages(value))
 
 
 def test_every_type_of_item_is_known() -> None:

@@ -126,7 +126,7 @@ def test_one_that_may_end_engines_tells_of_each_token() -> None:
     """So that the next engine's death shows how far it came."""
     spec = RequestSpec("0", PromptInput([0]), SamplingParams().resolved(), 9, whole=True)
     output = RequestOutput("0", None, [0], [CompletionOutput(0)])
-    generation = Generation(output, spec, asyncio.Event(), 0.0, "", patient=False)
+    generation = Generation(output, spec, asyncio.Event(), 0.0, patient=False)
     assert generation.message().spec.whole
     generation.begun_at = 1.0
     generation.lose()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +11,7 @@ from kvern.api.thinking_fields import SWITCHES, read_thinking
 from kvern.errors import InvalidRequest, shown
 from kvern.io.json_work import is_too_much
 from kvern.text.call_messages import arguments_of
+from kvern.text.content import MessageContent, content_of
 from kvern.tools.definitions import NO_TOOLS, ToolUse, read_tools
 from kvern.tools.encoding import Encoding
 from kvern.tools.thinking import REASONING
@@ -106,12 +107,13 @@ def _arguments(messages: Sequence[Mapping[str, Any]]) -> Iterator[str]:
 
 
 def _plain_message(message: Mapping[str, Any], place: str) -> dict[str, Any]:
-    """No nulls, the older name of the developer's role, content as one text, arguments as objects."""
+    """Returns a message without nulls, with the newer name of the developer's role, content as `content_of` makes it,
+    and arguments as objects."""
     plain = {name: value for name, value in message.items() if value is not None}
     if plain.get("role") == "developer":
         plain["role"] = "system"
     if isinstance(plain.get("content"), list):
-        plain["content"] = text_of(plain["content"], place=f"{place}.content")
+        plain["content"] = parts_of(plain["content"], place=f"{place}.content")
     if plain.get("role") == "tool" and not (isinstance(plain.get("tool_call_id"), str) and plain["tool_call_id"]):
         raise InvalidRequest(f"{place}.tool_call_id is missing: the result of a tool needs the id of the call")
     if plain.get("role") == "assistant":
@@ -151,20 +153,33 @@ def plain_call(call: object, place: str) -> dict[str, Any]:
     return {**call, "function": {**function, "arguments": arguments or {}}}
 
 
-def text_of(parts: Sequence[Any], kinds: Sequence[str] = TEXT_PARTS, place: str = "messages") -> str:
-    """The text of a message that comes in parts. Raises InvalidRequest for parts that are not text."""
-    return "\n".join(_text_of_part(part, kinds, place) for part in parts)
+def parts_of(
+    parts: Sequence[Any], place: str = "messages", note: Callable[[Any], str | None] = lambda part: None
+) -> MessageContent:
+    """Returns the content of a message that comes in parts. Raises InvalidRequest for parts of unknown types."""
+    return content_of(parts, _text_of_part, lambda part: _refusal(part, TEXT_PARTS, place), note)
 
 
-def _text_of_part(part: object, kinds: Sequence[str], place: str) -> str:
+def text_of(parts: Sequence[Any], kinds: Sequence[str]) -> str:
+    """Returns the text of parts that may be nothing else. Raises InvalidRequest."""
+    texts = []
+    for part in parts:
+        text = _text_of_part(part, kinds)
+        if text is None:
+            raise InvalidRequest(_refusal(part, kinds, "messages"))
+        texts.append(text)
+    return "\n".join(texts)
+
+
+def _text_of_part(part: object, kinds: Sequence[str] = TEXT_PARTS) -> str | None:
+    kind = part.get("type") if isinstance(part, dict) else None
+    text = part.get("refusal" if kind == "refusal" else "text") if isinstance(part, dict) else None
+    return text if isinstance(text, str) and (kind == "refusal" or kind in kinds) else None
+
+
+def _refusal(part: object, kinds: Sequence[str], place: str) -> str:
     kind = part.get("type") if isinstance(part, dict) else part
-    if isinstance(part, dict):
-        text = part.get("refusal" if kind == "refusal" else "text")
-        if isinstance(text, str) and (kind == "refusal" or kind in kinds):
-            return text
-    raise InvalidRequest(
-        f"{place}: a content part is of type {shown(kind)}: this model takes text ({', '.join(kinds)}) only"
-    )
+    return f"{place}: a content part is of type {shown(kind)}: this model takes text ({', '.join(kinds)}) only"
 
 
 def finish_reason(completion: CompletionOutput, message: Message) -> str | None:

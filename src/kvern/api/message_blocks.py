@@ -8,6 +8,7 @@ import msgspec
 from kvern.api.conversation import text_of
 from kvern.errors import InvalidRequest, shown
 from kvern.request.pieces import Arguments, CallBegins, Content, Message, Piece, Reasoning
+from kvern.text.content import MediaPart, MessageContent, joined, kind_of
 
 Event = tuple[str, dict[str, Any]]
 
@@ -26,7 +27,8 @@ def chat_messages(message: object, place: str) -> list[dict[str, Any]]:
         return [{"role": role, "content": text(content)}]
     results: list[dict[str, Any]] = []
     said: dict[str, Any] = {"role": role, "content": ""}
-    texts, calls, thoughts = [], [], []
+    parts: list[str | MediaPart] = []
+    calls, thoughts = [], []
     for number, block in enumerate(content):
         where = f"{place}.content[{number}]"
         kind = block.get("type") if isinstance(block, dict) else None
@@ -39,15 +41,25 @@ def chat_messages(message: object, place: str) -> list[dict[str, Any]]:
         elif kind == "thinking" and isinstance(block.get("thinking"), str):
             thoughts.append(block["thinking"])
         elif (written := block_text(block)) is not None:
-            texts.append(written)
+            parts.append(written)
         elif not _is_of_service(kind, role):
-            raise InvalidRequest(f"{where} is of type {shown(kind or block)}: this model reads text only; leave it out")
-    said["content"] = "\n".join(texts)
+            parts.append(_media(block, where))
+    said["content"] = joined(parts)
     if thoughts:
         said["reasoning_content"] = "\n".join(thoughts)
     if calls:
         said["tool_calls"] = calls
-    return [*results, said] if texts or calls or thoughts or not results else results
+    return [*results, said] if parts or calls or thoughts or not results else results
+
+
+def _media(block: object, place: str) -> MediaPart:
+    """Returns a block that is no text. Raises InvalidRequest for one of an unknown type."""
+    name = block.get("type") if isinstance(block, dict) else None
+    refusal = f"{place} is of type {shown(name or block)}: this model reads text only; leave it out"
+    kind = kind_of(block)
+    if kind is None:
+        raise InvalidRequest(refusal)
+    return MediaPart(kind, block, refusal)
 
 
 def _is_of_service(kind: object, role: str) -> bool:
@@ -101,24 +113,29 @@ def _titled(block: Mapping[str, Any], content: str | None) -> str | None:
     return None if content is None else "\n".join([*(head for head in heads if isinstance(head, str)), content])
 
 
-def _result(block: Mapping[str, Any], place: str) -> str:
-    """What a tool answered. An image is said to be missing, since an agent that looks at one cannot take it back."""
+def _result(block: Mapping[str, Any], place: str) -> MessageContent:
+    """Returns what a tool answered. Its images have a note, since an agent that looks at one cannot take it back."""
     content = block.get("content") or ""
-    if isinstance(content, str):
-        written = content
-    elif isinstance(content, list):
-        written = "\n".join(_result_text(part) for part in content)
-    else:
+    if isinstance(content, list):
+        content = joined([_result_part(part) for part in content])
+    elif not isinstance(content, str):
         raise InvalidRequest(f"{place}.content is {shown(content)}: it must be a text or a list of blocks")
-    return f"Error: {written}" if block.get("is_error") is True else written
+    if block.get("is_error") is not True:
+        return content
+    head, *rest = [content] if isinstance(content, str) else content
+    if isinstance(head, MediaPart):
+        return [msgspec.structs.replace(head, note=f"Error: {head.note}"), *rest]
+    return joined([f"Error: {head}", *rest])
 
 
-def _result_text(block: object) -> str:
+def _result_part(block: object) -> str | MediaPart:
     written = block_text(block)
-    if written is None:
-        kind = block.get("type") if isinstance(block, dict) else block
-        written = f"[{shown(kind)} left out: this model reads text only]"
-    return written
+    if written is not None:
+        return written
+    name = block.get("type") if isinstance(block, dict) else block
+    note = f"[{shown(name)} left out: this model reads text only]"
+    kind = kind_of(block)
+    return note if kind is None else MediaPart(kind, block, note, note)
 
 
 def _id(block: Mapping[str, Any], name: str, place: str) -> str:

@@ -22,6 +22,7 @@ from kvern.io.json_lines import as_json
 from kvern.request.outputs import CompletionOutput, RequestOutput
 from kvern.request.pieces import Content, Message, Piece, Reasoning
 from kvern.request.sampling_params import SamplingParams
+from kvern.text.content import MediaPart
 from kvern.tools.chat import AnswerReader, ChatRequest, PlainParser
 from kvern.tools.definitions import read_tools
 
@@ -111,6 +112,12 @@ def _thinking(think: object) -> dict[str, Any]:
     return read_thinking({"enable_thinking" if isinstance(think, bool) else "reasoning_effort": think}).variables
 
 
+def _images(images: object, place: str) -> list[MediaPart]:
+    """Returns the images beside the text of a message."""
+    each = images if isinstance(images, list) else [images]
+    return [MediaPart("image", image, f"{place}: {REFUSED['images']}; leave them out") for image in each]
+
+
 def _messages(messages: Sequence[Any]) -> list[dict[str, Any]]:
     """In OpenAI's form: results of tools belong to calls by their ids, not by the tools' names."""
     waiting: dict[str | None, deque[str]] = defaultdict(deque)
@@ -118,9 +125,9 @@ def _messages(messages: Sequence[Any]) -> list[dict[str, Any]]:
     for number, message in enumerate(messages):
         if not isinstance(message, dict):
             raise InvalidRequest(f"messages[{number}] is {shown(message)}: it must be an object")
-        if message.get("images"):
-            raise InvalidRequest(f"messages[{number}].images: {REFUSED['images']}; leave them out")
         plain = {"content": "", **{name: value for name, value in message.items() if value is not None}}
+        if images := plain.pop("images", None):
+            plain["content"] = [plain["content"], *_images(images, f"messages[{number}].images")]
         tool, thinking, calls = plain.pop("tool_name", None), plain.pop("thinking", None), plain.get("tool_calls")
         if isinstance(thinking, str):
             plain["reasoning_content"] = thinking

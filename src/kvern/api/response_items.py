@@ -5,11 +5,12 @@ from typing import Any
 
 import msgspec
 
-from kvern.api.conversation import text_of
+from kvern.api.conversation import parts_of, text_of
 from kvern.api.fields import typed
 from kvern.api.response_reasoning import MOST_BYTES, opened_reasoning
 from kvern.api.response_tools import FIXED, INPUT, qualified, read_tool_list
 from kvern.errors import InvalidRequest, shown
+from kvern.text.content import MessageContent
 
 CALLS = frozenset({"function_call", "custom_tool_call", *FIXED})
 OUTPUTS = frozenset({"tool_search_output", *(f"{call}_output" for call in CALLS if call != "tool_search_call")})
@@ -89,7 +90,7 @@ class _Reader:
         elif kind in OUTPUTS:
             self._add({"role": "tool", "content": _output(item, place), "tool_call_id": _call_id(item, place)})
         elif kind == "message" and isinstance(item.get("role"), str) and isinstance(item.get("content"), str | list):
-            self._add({"role": item["role"], "content": _text(item["content"])})
+            self._add({"role": item["role"], "content": _content(item["content"])})
         elif kind == "item_reference":
             item_id = shown(item.get("id"))
             message = f"{place} refers to the item {item_id}, which is not stored, or stands before"
@@ -177,18 +178,18 @@ def _call_id(item: Mapping[str, Any], place: str) -> str:
     return call_id
 
 
-def _text(content: str | list[Any]) -> str:
+def _content(content: str | list[Any]) -> MessageContent:
     if isinstance(content, str):
         return content
-    return text_of([{"type": "text", "text": part["refusal"]} if _is_refusal(part) else part for part in content])
+    return parts_of([{"type": "text", "text": part["refusal"]} if _is_refusal(part) else part for part in content])
 
 
 def _is_refusal(part: object) -> bool:
     return isinstance(part, dict) and part.get("type") == "refusal" and isinstance(part.get("refusal"), str)
 
 
-def _output(item: Mapping[str, Any], place: str) -> str:
-    """What a tool has said."""
+def _output(item: Mapping[str, Any], place: str) -> MessageContent:
+    """Returns what a tool has said."""
     kind, output = item["type"], item.get("output")
     if kind == "tool_search_output":
         return f"Tools that can be called now: {', '.join(_names(item, place))}"
@@ -200,7 +201,7 @@ def _output(item: Mapping[str, Any], place: str) -> str:
         raise InvalidRequest(f"{place}.output is {shown(output)}: it must be a text or a list of parts")
     if kind == "shell_call_output":
         return msgspec.json.encode(output).decode()
-    return text_of([_seen(part) for part in output])
+    return parts_of(output, note=_note)
 
 
 def _names(item: Mapping[str, Any], place: str) -> Iterator[str]:
@@ -217,8 +218,7 @@ def added_tools(value: object) -> list[Any]:
     return [tool for item in items for tool in typed(item, "tools", list, [])]
 
 
-def _seen(part: object) -> object:
+def _note(part: object) -> str | None:
+    """Returns the note that takes the place of a part of a tool's output."""
     kind = part.get("type") if isinstance(part, dict) else None
-    if isinstance(kind, str) and kind in UNSEEN:
-        return {"type": "text", "text": f"[{UNSEEN[kind]}, which this model cannot read]"}
-    return part
+    return f"[{UNSEEN[kind]}, which this model cannot read]" if isinstance(kind, str) and kind in UNSEEN else None

@@ -12,6 +12,7 @@ from kvern.request.sampling_params import SamplingParams
 from kvern.request.structured_output import StructuredOutput
 from kvern.structured.grammar import Grammars
 from kvern.text.chat_template import check_messages
+from kvern.text.content import readable
 from kvern.text.tokenizer import Tokenizer
 from kvern.tools.conversation_tokens import ConversationEncoder
 from kvern.tools.definitions import NO_TOOLS, ToolUse
@@ -175,6 +176,7 @@ class Chat:
         """
         if self._refusal is not None:
             raise InvalidRequest(self._refusal)
+        messages = readable(messages)
         definitions = list(use.definitions) or None
         text, said = self.written(messages, definitions, options)
         if options.encoding is None:  # the template writes the special tokens itself
@@ -209,6 +211,7 @@ class Chat:
         options: PromptOptions,
     ) -> tuple[str, str]:
         """The prompt as text, and the part of the answer's message that it already contains. Raises InvalidRequest."""
+        messages = readable(messages)
         thinking = self._thinking(definitions is not None)
         if thinking is not None and thinking.in_turns:
             messages = joined_thinking(messages)
