@@ -123,14 +123,14 @@ class Queries:
     device_counts: torch.Tensor
     known_tiles: Callable[[int], Tiles] | None = None
     shared: SharedPrefix | None = None
-    """What decodes have in common."""
+    """The common prefixes of decodes."""
     few: bool = False
     """All requests have few tokens, how many only the device knows."""
     made_tiles: dict[int, Tiles] = field(default_factory=dict)
-    """By size: the same for all block tables."""
+    """The tiles by size: the same for all block tables."""
 
     def over(self, block_table: torch.Tensor) -> "Queries":
-        """The same over another block table."""
+        """These queries over another block table."""
         return self if block_table is self.block_table else replace(self, block_table=block_table)
 
     def tiles(self, size: int) -> Tiles:
@@ -171,17 +171,17 @@ class DeviceBatch(InputBatch):
     query_start_loc: torch.Tensor
     device_sample_slots: torch.Tensor
     tiles: Callable[[int], Tiles] | None = None
-    """What `Queries.tiles` is for all requests, if they were made before."""
+    """The tiles of all requests by size, if they were made before."""
     few: bool = False
-    """As of `Queries`."""
+    """The requests have few tokens each, as of `Queries`."""
     shared: SharedPrefix | None = None
-    """What the decodes have in common, if it is to be read once."""
+    """The common prefixes of decodes, if they are to be read once."""
     drafted: int = 0
     uncertain: bool = False
     """Some of `starts` are bounds: where these requests begin, only the device knows."""
 
     def queries(self, first: int, last: int) -> Queries:
-        """Of the requests from `first` to before `last`, which is the first run, the last request, or both."""
+        """The queries of the requests from `first` to before `last`, which begin or end the batch, or both."""
         requests = slice(first, last)
         firsts = self.query_start_loc[requests]
         return Queries(

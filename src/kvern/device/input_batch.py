@@ -49,7 +49,7 @@ class InputBatch:
 
 @dataclass(frozen=True)
 class SampledTokens:
-    """Of the S tokens that a step samples: rows, positions, and indices of the tokens that they follow among its T."""
+    """The S tokens that a step samples: rows, positions, and indices of the tokens that they follow in the step."""
 
     slots: list[int]
     positions: list[int]
@@ -57,7 +57,7 @@ class SampledTokens:
 
 
 def sampled_tokens(scheduled: Sequence[ScheduledTokens]) -> SampledTokens:
-    """What a step samples."""
+    """The tokens that a step samples."""
     slots, positions, indices, total = [], [], [], 0
     for item in scheduled:
         total += item.count

@@ -1,4 +1,4 @@
-"""What was measured on this machine's GPU once, remembered under the cache directory: which kernel is fastest where."""
+"""Measurements of this machine's GPU, kept under the cache directory: which kernel is fastest where."""
 
 import json
 import logging
@@ -43,7 +43,7 @@ class Measurements:
             logger.warning("%s is measured anew: %s", self._path, error)
 
     def section(self, name: str) -> dict[str, Any]:
-        """What is known; JSON values by key."""
+        """The values of a section; JSON values by key."""
         return self._sections.get(name, {})
 
     def remember(self, name: str, answers: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""What a request's biases, bans and allowed tokens are to kernels: one list of numbers on the device."""
+"""The biases, bans and allowed tokens of requests, as kernels read them: one list of numbers on the device."""
 
 from collections.abc import Sequence
 from functools import cached_property

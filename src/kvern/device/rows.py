@@ -171,7 +171,7 @@ class BatchRows:
             self._write(self.tokens, drafts)
 
     def certain(self, scheduled: Sequence[ScheduledTokens]) -> Sequence[ScheduledTokens]:
-        """The same with the starts that only the device knew: waits for it, if there are such."""
+        """The scheduled tokens with the starts that only the device knew; waits for the device, if there are any."""
         if not any(item.uncertain for item in scheduled):
             return scheduled
         computed = self.num_computed_tokens.tolist()
@@ -180,7 +180,7 @@ class BatchRows:
         ]
 
     def starts(self, scheduled: Sequence[ScheduledTokens]) -> torch.Tensor:
-        """Where the requests of a step begin, [R] int32, without waiting."""
+        """The first positions of the requests of a step, [R] int32, without waiting."""
         flat = [(item.slot, item.start, item.uncertain) for item in scheduled]
         slots, planned, uncertain = upload(list(chain(*zip(*flat, strict=True))), torch.int64, self.device).view(3, -1)
         return torch.where(uncertain > 0, self.num_computed_tokens[slots], planned.int())

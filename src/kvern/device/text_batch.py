@@ -28,7 +28,7 @@ class TextBatch:
 
 
 def build_text_batch(texts: Sequence[PromptInput], second_type: int, device: torch.device) -> TextBatch:
-    """Of texts in this order, in one copy that is not waited for. The second text of a pair is of `second_type`."""
+    """Build a batch of texts by one copy without waiting. The second text of a pair has `second_type`."""
     lengths = np.array([len(text) for text in texts], dtype=np.int32)
     ends = np.cumsum(lengths, dtype=np.int32)
     starts, tokens = ends - lengths, int(ends[-1])

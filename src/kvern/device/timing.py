@@ -1,4 +1,4 @@
-"""How long work takes on a GPU."""
+"""The time that work takes on a GPU."""
 
 import statistics
 from collections.abc import Callable, Sequence

@@ -1,4 +1,4 @@
-"""How a GPU is freed whose kernels wait for a rank that has ended.
+"""The release of a GPU whose kernels wait for a rank that has ended.
 
 Such a kernel would wait for ever, and so would everything that waits for its GPU. A word in the host's memory is set,
 which waiting kernels read after some milliseconds; if that is not enough, NCCL's groups are aborted. What the step
@@ -46,7 +46,7 @@ class Release:
             self._thread.start()
 
     def finish(self) -> None:
-        """Likewise, and wait until nothing runs."""
+        """Release the GPU, and wait until nothing runs."""
         self.begin()
         with contextlib.suppress(RuntimeError):  # of a GPU that has failed, which whoever ends ranks knows
             torch.cuda.synchronize(self._device)

@@ -67,7 +67,7 @@ def processors_together(store: Any, rank: int, size: int, device: torch.device) 
 
 
 def on_all(store: Any, rank: int, size: int, make: Callable[[], Made]) -> Made:
-    """What `make` gives, if it does on all ranks, which call this once. Raises RuntimeError on all, or on none."""
+    """Call `make` on all ranks; returns its result. Raises RuntimeError on all ranks, or on none."""
     made, failed = None, ""
     try:
         made = make()

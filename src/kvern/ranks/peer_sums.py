@@ -49,7 +49,7 @@ def mapped(
 
 
 class PeerSums:
-    """Of rows of `width` numbers of a dtype: in which way, `ways` say for up to as many rows as each of TIMED_ROWS."""
+    """Sums of rows of `width` numbers of a dtype; `ways` has the way for up to as many rows as each of TIMED_ROWS."""
 
     ways: Sequence[Way] = ()
 
@@ -61,26 +61,26 @@ class PeerSums:
         return self.ways[place] if place < len(self.ways) else "nccl"
 
     def takes(self, x: Tensor) -> bool:
-        """Whether to sum `x` here."""
+        """Returns whether to sum `x` here."""
         fits = x.dim() == 2 and x.shape[0] > 0 and x.shape[1] == self._width
         return fits and x.dtype == self._dtype and x.is_contiguous() and self._way(x) != "nccl"
 
     def sum(self, x: Tensor) -> Tensor:
-        """What all ranks have of `x`, added up in their order in float32."""
+        """The sum of the `x` of all ranks, in their order, in float32."""
         return peer_sum(x, self._memory, parts=self._way(x) == "parts")
 
     def sum_norm(self, x: Tensor, hidden: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-        """Of the residual `hidden`, to which the sum of all ranks' `x` is added in place, the norm."""
+        """The norm of the residual `hidden`, to which the sum of the `x` of all ranks is added in place."""
         return peer_sum_norm(x, hidden, weight, epsilon, self._memory, parts=self._way(x) == "parts")
 
     def sum_codes(self, x: Tensor, hidden: Tensor, weight: Tensor, epsilon: float, coding: Coding) -> RowCodes:
-        """What `coding` makes of `sum_norm`."""
+        """The codes that `coding` makes of the result of `sum_norm`."""
         if coding.group > self._width or not coding.block(self._width):
             return coding(self.sum_norm(x, hidden, weight, epsilon))
         return coded_peer_sum_norm(x, hidden, weight, epsilon, self._memory, coding, parts=self._way(x) == "parts")
 
     def fastest(self, through_nccl: Callable[[Tensor], Tensor], time: Time) -> list[Way]:
-        """How to sum each number of TIMED_ROWS with a norm; all ranks call this, and each has times of its own."""
+        """The way to sum each number of TIMED_ROWS with a norm; all ranks call this, and each has times of its own."""
         made = partial(torch.zeros, dtype=self._dtype, device=self._memory.buffers.device)
         weight, found = made(self._width), list[Way]()
         for rows in TIMED_ROWS:
@@ -119,7 +119,7 @@ class PeerExchange:
         self._memory, self._width, self._dtype = memory, width, dtype
 
     def takes(self, x: Tensor, rows: int) -> bool:
-        """Whether to bring `x` to others here, of `rows` a rank."""
+        """Returns whether to bring `x` to others here, of `rows` a rank."""
         fits = x.dim() == 2 and 0 < rows <= self.rows and x.shape[1] == self._width
         return fits and x.dtype == self._dtype and x.is_contiguous()
 
@@ -128,7 +128,7 @@ class PeerExchange:
         return peer_gather(x, self._memory)
 
     def sum_scattered(self, x: Tensor) -> Tensor:
-        """Of the sum of all ranks' `x [size * N, width]`, in their order and in float32, this rank's rows."""
+        """The rows of this rank of the sum of the `x [size * N, width]` of all ranks, in their order, in float32."""
         return peer_sum_scattered(x, self._memory)
 
     def fastest(self, through_nccl: Callable[[Tensor], object], time: Time) -> int:

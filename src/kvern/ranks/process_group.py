@@ -20,7 +20,7 @@ from kvern.io.sockets import address_towards, interface_of
 
 LOOPBACK = "127.0.0.1"
 ATTEMPTS = 5
-"""To connect members on CPUs."""
+"""The backend that connects members on CPUs."""
 MEETS = timedelta(seconds=10)
 """For which they wait for each other in one of them, once all are there."""
 PROOF = 32
@@ -30,7 +30,7 @@ OF_SCRIPTS = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITOR
 
 
 class Meeting:
-    """Where processes meet that compute one model with these devices, and wait for each other so many seconds at most.
+    """The meeting of the processes that compute one model; they wait for each other so many seconds at most.
 
     That is a file, which does not exist before, of processes of one machine, which talk over the loopback interface; or
     tcp://HOST:PORT, where one of them has the `listener`, and all talk over the network that leads there.
@@ -64,7 +64,7 @@ class Meeting:
         self._store.set_timeout(self._waits)
 
     def store(self, name: str) -> Any:
-        """Where members of what they call so tell each other things."""
+        """The store in which the members of a group of this name tell each other things."""
         return self._distributed.PrefixStore(name, self._store)
 
     def group(self, name: str, rank: int, size: int, device: torch.device | None = None) -> Any:
@@ -122,7 +122,7 @@ class Meeting:
         return gloo(store, rank, size, options)
 
     def _listener(self) -> Any:
-        """What listens on a port of this process' own until the group ends."""
+        """A server that listens on a port of this process until the group ends."""
         return self._distributed.ProcessGroupGloo.create_device(hostname=self._own)
 
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class Share(NamedTuple):
-    """What a rank holds of a dimension that has `whole` entries in a checkpoint."""
+    """The share of a rank in a dimension that has `whole` entries in a checkpoint."""
 
     held: range
     whole: int
@@ -37,7 +37,7 @@ class PaddedShare(NamedTuple):
 
 
 def places(shares: Iterable[Share]) -> Iterator[tuple[int, range]]:
-    """Of parts that lie one behind the other: where what a rank holds of each begins, and its entries in a checkpoint.
+    """Places of parts that follow each other: where the share of a rank begins, and its entries in a checkpoint.
 
     The first is a place among all that the rank holds.
     """
@@ -69,11 +69,11 @@ class Ranks:
         self.peers: PeerSums | None = None
         """Sums of few rows on GPUs, which norms behind them may join."""
         self.exchange: PeerExchange | None = None
-        """Of rows of which each rank has few of its own, likewise."""
+        """The exchange of rows of which each rank has few, on GPUs."""
         self.norms: SharedNorms | None = None
-        """Of steps of many rows, which ranks share."""
+        """The norms of steps of many rows, which ranks share."""
         self.mapped_bytes = 0
-        """Of this rank's GPU, to which those of others write."""
+        """Bytes of this rank's GPU to which other GPUs write."""
         self.lost = torch.zeros(1, dtype=torch.int32)
         """Not 0: another rank has ended, and kernels wait for none, see `peer_words.addresses_of`."""
         self._ordered = False
@@ -133,7 +133,7 @@ class Ranks:
         return memory
 
     def map_norms(self, rows: int, width: int, dtype: torch.dtype, device: torch.device) -> "SharedNorms":
-        """What shares norms of halves of so many rows, where `map_peers` has found memory of each other; likewise."""
+        """The shared norms of halves of so many rows, after `map_peers`; all ranks call this. Raises as that."""
         from kvern.ranks.peer_memory import map_words, on_all
         from kvern.ranks.shared_norms import SharedNorms, memory_of
 
@@ -152,22 +152,22 @@ class Ranks:
 
     @property
     def processes(self) -> int:
-        """How many compute the model, those of all stages."""
+        """Returns how many compute the model, those of all stages."""
         return self.sharing_experts * self.stage.count
 
     @property
     def drops_rows(self) -> bool:
-        """Whether a last layer may leave rows out behind which nothing is sampled: no other rank counts on them."""
+        """True if a last layer may leave out rows that are not sampled from: no other rank counts on them."""
         return self.stage.is_last and self.dp_attention is None
 
     @property
     def of_experts(self) -> "Ranks":
-        """Those that have a share of the same experts each."""
+        """The ranks that have a share of the same experts each."""
         return self if self.dp_attention is None else self.dp_attention.ranks
 
     @property
     def sharing_experts(self) -> int:
-        """How many these are."""
+        """Returns how many these are."""
         return self.of_experts.size
 
     def share(self, count: int, copies: int = 1) -> Share:
@@ -195,7 +195,7 @@ class Ranks:
         return self.group_sum(x)
 
     def group_sum(self, x: Tensor) -> Tensor:
-        """As `sum`, through NCCL or gloo, whatever `x` is."""
+        """The sum through NCCL or gloo, whatever `x` is."""
         x = x.contiguous()
         if not self._ordered or self.size == 2:
             self._groups[0].allreduce([x]).wait()
@@ -214,7 +214,7 @@ class Ranks:
         return torch.cat(self._parts(x), -1)[:, :width].contiguous()
 
     def numbers(self, *numbers: int) -> list[list[int]]:
-        """What each rank has said, on each of them; the host waits for the others, and no device."""
+        """The numbers of each rank, on each of them; the host waits for the others, and no device does."""
         told = torch.tensor([numbers])
         if self._memory is not None:
             found: list[list[int]] = self._memory.beside(told, told.numel() * self.size).view(self.size, -1).tolist()
@@ -232,13 +232,13 @@ class Ranks:
         return self.group_gather(x)
 
     def group_gather(self, x: Tensor) -> Tensor:
-        """As `gather`, through NCCL or gloo, whatever `x` is."""
+        """The rows of all ranks through NCCL or gloo, whatever `x` is."""
         out = x.new_empty(self.size * len(x), x.shape[1])
         self._groups[0]._allgather_base(out, x.contiguous()).wait()
         return out
 
     def sum_scattered(self, x: Tensor) -> Tensor:
-        """Of the sum of what all ranks have, `x [size * N, width]`, this rank's rows `[N, width]`."""
+        """This rank's rows `[N, width]` of the sum of the `x [size * N, width]` of all ranks."""
         count = len(x) // self.size
         if self._ordered or x.device.type == "cpu":
             return self.sum(x)[self.rank * count :][:count]
@@ -247,13 +247,13 @@ class Ranks:
         return self.group_sum_scattered(x)
 
     def group_sum_scattered(self, x: Tensor) -> Tensor:
-        """As `sum_scattered`, through NCCL, whatever `x` is."""
+        """The scattered sum through NCCL, whatever `x` is."""
         out = x.new_empty(len(x) // self.size, x.shape[1])
         self._groups[0]._reduce_scatter_base(out, x.contiguous()).wait()
         return out
 
     def _parts(self, x: Tensor) -> list[Tensor]:
-        """What all have."""
+        """The `x` of all ranks."""
         parts = list(x.new_empty(self.size, *x.shape).unbind())
         self._groups[0].allgather([parts], [x.contiguous()]).wait()
         return parts
@@ -276,7 +276,7 @@ class Ranks:
             self.hand(torch.zeros(1, device=device), source, target)
 
     def first(self, x: Tensor) -> Tensor:
-        """What the first rank has, on each of them; `x`, contiguous, is overwritten on the others."""
+        """The `x` of the first rank, on each of them; `x` is contiguous, and overwritten on the others."""
         if self._memory is not None:
             return self._memory.first(x)
         self._groups[0].broadcast([x]).wait()
@@ -333,7 +333,7 @@ class DPAttention:
     def __init__(self, ranks: Ranks) -> None:
         self.ranks = ranks
         self.room: list[int] | None = None
-        """What a captured step of all ranks has to have room for; None: the step is launched kernel by kernel."""
+        """The size of a captured step of all ranks; None: the step is launched kernel by kernel."""
         self._counts: list[int] = []
         """Rows of each rank; empty: all have equally many."""
         self._places: Tensor | None = None
@@ -349,7 +349,6 @@ class DPAttention:
         ordered: bool,
         listener: socket.socket | None,
     ) -> None:
-        """As `Ranks.connect`."""
         self._device = device
         self.ranks.connect(place, device, seconds, kernels, ordered=ordered, listener=listener, on_host=True)
 
@@ -375,7 +374,7 @@ class DPAttention:
         return rows if places is None else rows.index_select(0, places)
 
     def sum_scattered(self, x: Tensor, count: int) -> Tensor:
-        """Of the sum of what all ranks have for the rows of all, `x [N, width]`, this rank's own `[count, width]`."""
+        """This rank's rows `[count, width]` of the sum of the `x [N, width]` of all ranks."""
         most = max(self._counts, default=count)
         places = self._places_of_rows(most)
         if places is not None:
@@ -383,7 +382,7 @@ class DPAttention:
         return self.ranks.sum_scattered(x)[:count]
 
     def _places_of_rows(self, most: int) -> Tensor | None:
-        """Of the rows of all ranks among those that are padded, [N] int64; None: none is.
+        """The indices of the rows of all ranks among the padded ones, [N] int64; None: nothing is padded.
 
         They are sent once for a step, and not at all for one that is replayed.
         """

@@ -16,7 +16,7 @@ from torch import Tensor
 from kvern.kernels.shared_norm import await_flags, shared_norm
 
 TURNS = 1024
-"""That flags tell apart: no rank is two turns ahead of another."""
+"""The number of turns that flags tell apart: no rank is two turns ahead of another."""
 MOST_RANKS = 64
 """For so many there are flags, behind which rows are aligned."""
 
@@ -34,7 +34,7 @@ class Half(NamedTuple):
 
 
 def memory_of(size: int, rows: int, width: int, dtype: torch.dtype) -> int:
-    """How many int64 a rank's memory has, for halves of up to `rows` rows."""
+    """Returns how many int64 a rank's memory has, for halves of up to `rows` rows."""
     return 2 * _words_of_half(size, rows, width, dtype)
 
 
@@ -48,7 +48,7 @@ def _padded(size: int, rows: int) -> int:
 
 
 class SharedNorms:
-    """Of halves of up to `rows` rows of `width` numbers, in `memories` of all ranks, which are -1 at first.
+    """Shared norms of halves of up to `rows` rows of `width`, in `memories` of all ranks, which are -1 at first.
 
     All ranks call the same methods in the same order; on a GPU none of them waits. A step that ends halfway ends the
     ranks.
@@ -126,7 +126,7 @@ class SharedNorms:
 
     @property
     def _others(self) -> Sequence[int]:
-        """In an order in which no two ranks send to the same one."""
+        """The other ranks in an order in which no two ranks send to the same one."""
         return [(self._rank + step) % self._size for step in range(1, self._size)]
 
     def _most(self, count: int) -> int:

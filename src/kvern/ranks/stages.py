@@ -44,11 +44,11 @@ class Stage:
 
     @property
     def earlier_entries(self) -> list[int]:
-        """Those of `entries` that lie in stages before, in order: each row comes with what these layers were given."""
+        """The `entries` that lie in earlier stages, in order: each row comes with the inputs of these layers."""
         return sorted({entry for entry in self.entries if entry < self.first_layer})
 
     def has_embeddings(self, *, tied: bool) -> bool:
-        """Whether a table of embeddings is here, which is `tied` to the output layer, or is not."""
+        """Returns whether a table of embeddings is here, which is `tied` to the output layer, or is not."""
         return self.is_first or (self.is_last and (tied or self._embeds))
 
     def connect(self, meeting: Meeting, name: str) -> None:
@@ -59,7 +59,6 @@ class Stage:
             end_with(self, self._groups)
 
     def abort(self) -> list[Thread]:
-        """As of `Ranks`."""
         return abort(self._groups, awaited=False)
 
     def send(self, hidden: Tensor) -> None:

@@ -22,10 +22,10 @@ class Adapters:
             self.bank.load(adapter_index, self._store[key])
 
     def select(self, rows: BatchRows, batch: InputBatch, sampled_alone: bool) -> StepAdapters:
-        """Which adapter each token of a step uses, and each token that is sampled from."""
+        """The adapter of each token of a step, and of each token that is sampled from."""
         sampled = self.indices(rows, batch.sample_slots) if sampled_alone else None
         return self.bank.select(self.indices(rows, batch.slots), batch.counts, sampled)
 
     def indices(self, rows: BatchRows, slots: Sequence[int]) -> list[int]:
-        """Of the requests in these rows of the batch; -1 for those without an adapter."""
+        """Indices of the adapters of the requests in these rows of the batch; -1: a request uses none."""
         return [rows.request(slot).adapter_index for slot in slots]

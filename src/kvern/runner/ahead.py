@@ -1,4 +1,4 @@
-"""What an engine on a GPU waits for, begun in threads while PyTorch is still being imported."""
+"""Work that an engine on a GPU waits for, begun in threads while PyTorch is still being imported."""
 
 import ctypes
 import threading

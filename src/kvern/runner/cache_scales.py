@@ -15,15 +15,15 @@ from kvern.runner.plan import Layout, Plan
 from kvern.spec.model import ModelSpec
 
 REQUESTS, TOKENS = 4, 128
-"""Of random text: as many as show each head's range."""
+"""The number of tokens of random text that shows the range of each head."""
 MARGIN = {torch.float8_e4m3fn: 2.0, torch.int8: 1.5}
-"""What text stores may be so much larger than what random tokens do. e4m3 loses nothing by it, integers half a bit."""
+"""The factor by which real text may store larger numbers than random. e4m3 loses nothing by it, integers half a bit."""
 
 
 def measured_scales(
     make_runner: Callable[[Layout], Runner], spec: ModelSpec, plan: Plan, block_size: int, dtype: torch.dtype
 ) -> list[torch.Tensor]:
-    """Of each layer that attends, [2, kv_heads] float32: for the largest that seeded tokens store, and a margin.
+    """The scales of each layer that attends, [2, kv_heads] float32, from the largest numbers that seeded tokens store.
 
     The same at every start: the tokens are, and so are the scales of e4m3, powers of two, if a kernel is another.
     `make_runner`: over a plain cache of this layout.
@@ -67,6 +67,6 @@ def _scale(largest: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def digest(scales: Sequence[torch.Tensor]) -> str:
-    """The same for the same scales: 16 bytes in hexadecimal."""
+    """A digest that is the same for the same scales: 16 bytes in hexadecimal."""
     numbers = b"".join(scale.cpu().numpy().tobytes() for scale in scales)
     return hashlib.blake2b(numbers, digest_size=16).hexdigest()

@@ -37,7 +37,7 @@ class StepEmbeddings(NamedTuple):
 
 
 class EmbeddingSource(Protocol):
-    """What has rows of embeddings for tokens of prompts, such as the parts of an image."""
+    """A source of rows of embeddings for tokens of prompts, such as the parts of an image."""
 
     def rows(self, scheduled: Sequence[ScheduledTokens]) -> StepEmbeddings | None:
         """The rows for a step, whose requests are in their rows of the batch; None: all its tokens have ids alone."""
@@ -72,7 +72,7 @@ class CachedModel(Generic[Network, Batch, Rows, States]):
     embeddings: EmbeddingSource | None = None
 
     def is_adapted(self, scheduled: Sequence[ScheduledTokens]) -> bool:
-        """Whether a request of a step uses an adapter."""
+        """Returns whether a request of a step uses an adapter."""
         if self.adapters is None:
             return False
         return max(self.adapters.indices(self.rows, [item.slot for item in scheduled]), default=-1) >= 0

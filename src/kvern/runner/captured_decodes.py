@@ -27,12 +27,12 @@ ALIKE_FROM, ALIKE = 8, 4
 SELDOM = 32
 """Steps of a size until it is captured for itself: what is computed beside it then costs more than to capture once."""
 MOST_TOKENS = 64
-"""Of a step: while one is captured, what all layers compute is held at once, and larger ones gain little."""
+"""The most tokens of a captured step: a capture holds results of all layers at once, and larger ones gain little."""
 
 
 @dataclass(frozen=True)
 class Scored:
-    """What S tokens are chosen by.
+    """Scores of S tokens that are about to be sampled.
 
     slots      [S] their rows in the batch; `index` int64: the same
     positions  [S] int64 their positions
@@ -50,9 +50,9 @@ class Scored:
 
 
 class CapturedDecodes:
-    """Of a model whose layers, cache and sampling are kernels; where PyTorch computes between them, none is captured.
+    """Captured decodes of a model whose layers, cache and sampling are kernels; PyTorch computes nothing between them.
 
-    What is `Scored` is overwritten by the next step. `inputs`: those of a `Drafter`. `steps` names them in a warning.
+    The next step overwrites what is `Scored`. `inputs`: those of a `Drafter`. `steps` names them in a warning.
     """
 
     def __init__(
@@ -70,11 +70,11 @@ class CapturedDecodes:
         self._memory = Memory()
         self._sizes: dict[int, _Decodes] = {}
         self._visits: Counter[int] = Counter()
-        """How often there were steps of sizes that are not captured for themselves."""
+        """The number of steps of each size that is not captured for itself."""
         self._captures, self._embeds = True, isinstance(decoder.embed_tokens.method, CompiledMethod)
         self._table = None if decoder.per_layer is None else decoder.per_layer.table
         self._looks_up = not self._embeds or self._table is not None
-        """What no kernel does, between the first two stages."""
+        """True if PyTorch looks something up between the first two stages."""
         self._is_whole = not self._looks_up and decoder.spec.logit_scale == 1.0 and decoder.spec.logit_softcap is None
 
     def decode(self, scheduled: Sequence[ScheduledTokens]) -> list[int] | None:
@@ -91,7 +91,7 @@ class CapturedDecodes:
         return sampled[: sum(item.count for item in scheduled)]
 
     def score(self, scheduled: Sequence[ScheduledTokens]) -> Scored | None:
-        """As `decode`, up to what tokens are chosen by; PyTorch may have had a part in it."""
+        """Compute a step as `decode` does, up to the scores; PyTorch may have a part in it."""
         decodes = self._decodes(scheduled)
         if decodes is None:
             return None
@@ -186,7 +186,7 @@ _READ, _SCORE, _CHOOSE = range(3)
 
 
 class _Inputs(NamedTuple):
-    """What a model reads: embeddings [R, hidden], and `DecodeInputs`."""
+    """The inputs of a model: embeddings [R, hidden], and `DecodeInputs`."""
 
     hidden: Tensor
     token_ids: Tensor
@@ -206,6 +206,6 @@ class _Decodes:
         self.program: Program | None = None
 
     def run(self, first: int, last: int) -> tuple[Tensor, ...]:
-        """What the last of some stages makes."""
+        """Run the stages from `first` to `last`; returns the results of the last one."""
         assert self.program is not None
         return self.program.run(first, last)

@@ -1,4 +1,4 @@
-"""What a worker holds whichever way its steps run, and what differs between these ways."""
+"""The loaded model of a worker, and the protocols of what runs its steps."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ from kvern.structured.masks import GrammarRows
 
 @dataclass(frozen=True)
 class Draft:
-    """What guesses beside the model, and how its steps run; Medusa heads run by the model's own parts."""
+    """A draft model or head, and the parts that run its steps; Medusa heads have the parts of the model."""
 
     decoder: Decoder | DraftHead | MedusaHeads
     parts: "Parts"
@@ -41,11 +41,11 @@ class Contents:
     adapters: Adapters | None
     """None: the engine has no place for any."""
     eight_bit: EightBit | None = None
-    """Of a KV cache in 8 bits."""
+    """The scales of a KV cache in 8 bits."""
     draft: Draft | None = None
     """None: no model guesses what another goes on with."""
     ranks: Ranks = ALONE
-    """That compute the model together."""
+    """The ranks that compute the model together."""
 
 
 class Runner(Protocol):
@@ -59,7 +59,7 @@ class Runner(Protocol):
         ...
 
     def size(self, output: SchedulerOutput) -> tuple[int, int, bool] | None:
-        """How many decodes, and tokens of prompts, a graph needs room for that computes this; None: there is none.
+        """The decodes and tokens of prompts that a graph for this step needs room for; None: there can be no graph.
 
         And whether it has to be one of decodes alone, whatever other ranks have beside.
         """
@@ -79,19 +79,19 @@ class Runner(Protocol):
 
 
 class Parts(Protocol):
-    """How a worker's steps run: through PyTorch, or through kernels with the batch on the device."""
+    """The parts of a worker that differ between steps through PyTorch and steps through kernels."""
 
     groups: LayerGroups
     """Block tables of the model's layers, once there is `room`."""
 
     @property
     def unquantized(self) -> LinearFormat:
-        """How plain weights are multiplied."""
+        """The way to multiply plain weights."""
         ...
 
     @property
     def restrict(self) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]:
-        """Of logits by masks: `structured.masks.restrict`, or a kernel like it."""
+        """The function that masks logits: `structured.masks.restrict`, or a kernel like it."""
         ...
 
     def prepare(self, decoder: WeightedModel) -> None:
@@ -99,11 +99,11 @@ class Parts(Protocol):
         ...
 
     def tune(self, model: WeightedModel) -> None:
-        """The same of how weights are multiplied alone: `prepare` does it, too."""
+        """Choose how weights are multiplied; `prepare` does this, too."""
         ...
 
     def room(self, contents: Contents) -> Room:
-        """What the device has left beside weights and the largest steps."""
+        """Measure the memory that is left beside weights and the largest steps."""
         ...
 
     def runner(self, contents: Contents, layout: Layout) -> Runner:

@@ -131,7 +131,7 @@ class DecodeKind(StepKind[DecodeShape, DecodeInputs]):
         return [ScheduledTokens(slot, 0, 1, 1) for slot in range(self._rows.scratch)]
 
     def run(self, step: PlannedStep, captured: Mapping[DecodeShape, DecodeGraph]) -> StepOutputs | None:
-        """As `StepKind.run`; the graph may be larger than the step has rows, of which there may be none."""
+        """Start a step as `StepKind.run`; it may have fewer rows than the graph, or none."""
         if step.size is None or step.drafting or not step.size.is_plain:
             return None
         rows, in_graph = self._rows, not step.needs & ~IN_GRAPHS
@@ -187,7 +187,7 @@ class DecodeKind(StepKind[DecodeShape, DecodeInputs]):
         return graph
 
     def _shared_prefixes(self, slots: Sequence[int], starts: Sequence[int]) -> PrefixGroups | None:
-        """What the requests have in common; it is looked for when others decode than before, on each stage in turn."""
+        """Groups of requests with a common prefix; they are searched when other requests decode than before."""
         if not self._prefix_members:
             return None
         requests = [self._rows.request(slot) for slot in slots]

@@ -1,4 +1,4 @@
-"""What the machine's device can do, and errors that say what it cannot."""
+"""Checks of what the device of a machine can do, with errors that say what it cannot."""
 
 import dataclasses
 from pathlib import Path

@@ -9,7 +9,7 @@ from kvern.sample.logprobs import DeviceLogprobs
 
 
 def reported(logits: torch.Tensor, tokens: torch.Tensor, most: int) -> DeviceLogprobs:
-    """What `token_logprobs` returns."""
+    """Log-probabilities as `token_logprobs` returns them."""
     found = logprobs.empty(len(tokens), logits.device)
     slots = torch.zeros(len(tokens), dtype=torch.int32, device=logits.device)
     logprobs.logprobs(logits, slots, upload([most], torch.int64, logits.device), tokens, found)
@@ -17,7 +17,7 @@ def reported(logits: torch.Tensor, tokens: torch.Tensor, most: int) -> DeviceLog
 
 
 def listed(scores: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """What `most_probable` returns."""
+    """The most probable tokens as `most_probable` returns them."""
     if count > logprobs.WIDTH:
         return most_probable(scores, count)
     found = reported(scores, torch.zeros(len(scores), dtype=torch.int64, device=scores.device), count)

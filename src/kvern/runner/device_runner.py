@@ -99,13 +99,13 @@ class DeviceRunner(StepRunner[Decoder, DeviceBatch, DeviceRows, DeviceStateMemor
 
     @torch.inference_mode()
     def assist(self) -> None:
-        """As `Runner`: in a graph of rows that pad, or with experts alone."""
+        """Take part in a step of other ranks: in a graph of rows that pad, or with experts alone."""
         size = self._size([])
         if size is None or self._replay(PlannedStep([], size)) is None:
             self._decoder.assist()
 
     def size(self, output: SchedulerOutput) -> tuple[int, int, bool] | None:
-        """As `Runner`: after a step in graphs of all ranks no drafter goes on, and no rank has rows of embeddings."""
+        """The size of a step as `Runner`; there is none where a drafter goes on, or with rows of embeddings."""
         if self._drafter.is_asked(output.scheduled) or self.model.embeddings is not None:
             return None
         adapters = self.model.adapters
@@ -113,14 +113,14 @@ class DeviceRunner(StepRunner[Decoder, DeviceBatch, DeviceRows, DeviceStateMemor
         return size_of_next(self._prompts, output, self._rows, adapts=adapts)
 
     def _size(self, scheduled: Sequence[ScheduledTokens]) -> StepSize | None:
-        """As `size_of`, of rows that have joined; in DP attention it is what all ranks agreed on."""
+        """The size of a step whose rows have joined; in DP attention it is the size that all ranks agreed on."""
         if (dp_attention := self._ranks.dp_attention) is None:
             return size_of(self._prompts, scheduled, self._rows.request)
         return None if dp_attention.room is None else StepSize(*dp_attention.room)
 
     @torch.inference_mode()
     def idle(self) -> bool:
-        """As `Runner`: capture one graph. Raises as `capture_one`."""
+        """Capture one graph. Raises as `capture_one`."""
         return capture_one([*self._graphs, *self._drafter.graphs], is_alone=self._ranks.processes == 1)
 
     def abandon(self) -> None:
@@ -296,5 +296,5 @@ class DeviceRunner(StepRunner[Decoder, DeviceBatch, DeviceRows, DeviceStateMemor
 
 
 def _computes(needs: int) -> bool:
-    """Whether more is asked for than a temperature and a mask, which the logits take as they are."""
+    """Returns whether more is asked for than a temperature and a mask, which the logits take as they are."""
     return bool(needs & ~(Needs.EMBEDDING | Needs.GRAMMAR | Needs.BEAMS))

@@ -27,9 +27,9 @@ def sample_plain(
 def sample_as_asked(
     decoder: Decoder, hidden: Tensor, slots: Tensor, positions: Tensor, rows: DeviceRows, reported: Found
 ) -> tuple[Tensor, Tensor]:
-    """As `sample_plain`, of rows that may ask for more than a temperature; the logits are those of all ranks.
+    """Sample for rows that may ask for more than a temperature; returns the logits of all ranks, and tokens.
 
-    What rows want to know of their tokens is written to `reported`.
+    The log-probabilities that rows ask for are written to `reported`.
     """
     logits = decoder.logits(hidden, upcast=False)
     scores = change(logits, slots, positions, rows, everything=False)

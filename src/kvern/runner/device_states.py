@@ -51,16 +51,15 @@ class DeviceStateMemory:
             ]
             for mixer in dict.fromkeys(spec.recurrent)
         }
-        """Of layers alike, which one launch changes."""
+        """The states of like layers, which one launch changes."""
         self._layers = self._in_order({mixer: zip(*tensors, strict=True) for mixer, tensors in self._stacked.items()})
         self._padding = states
         self._of_row = torch.full((rows,), states, dtype=torch.int32, device=device)
         self._verified: _Verified | None = None
         self._due: deque[_Verified] = deque()
-        """As of `StateMemory`."""
+        """Steps with drafts of which a later stage says what is kept, as in `StateMemory`."""
 
     def prepare(self, output: SchedulerOutput) -> None:
-        """As of `StateMemory`."""
         for counts in output.kept if self._due else ():  # the last stage, which accepts at once, defers none
             self._see(self._due.popleft(), upload(counts, torch.int32, self._of_row.device))
         message = output.message(StateMessage)
@@ -80,7 +79,7 @@ class DeviceStateMemory:
             self._of_row.index_copy_(0, slots, given.int())
 
     def plan(self, batch: DeviceBatch, cut: tuple[torch.Tensor, torch.Tensor] | None = None) -> DeviceStates:
-        """Which tokens go on with which state.
+        """Plan which tokens go on with which state.
 
         `cut`: `requests` and `chunks` of the step's `Runs`, where only the device knows how long they are.
         """
@@ -117,7 +116,6 @@ class DeviceStateMemory:
             self._see(verified, kept[verified.requests].int())
 
     def defer(self) -> None:
-        """As of `StateMemory`."""
         verified, self._verified = self._verified, None
         if verified is not None:
             self._due.append(verified)
@@ -146,7 +144,7 @@ class DeviceStateMemory:
 
 
 def _by_layer(noted: Noted) -> Iterable[Noted]:
-    """What is noted of all layers, one after another."""
+    """The notes of all layers, one after another."""
     if noted.written is None:
         return (Noted(inputs, None, None) for inputs in noted.inputs)
     written = (Written(*parts) for parts in zip(*noted.written, strict=True))

@@ -11,7 +11,7 @@ from kvern.runner.verify_graphs import VerifyKind
 
 
 class GraphOptions(NamedTuple):
-    """What graphs are made for.
+    """The steps that graphs are made for.
 
     max_tokens       the most tokens of a step
     shares_prefixes  attention reads common prefixes of decodes once
@@ -48,12 +48,12 @@ def _verified_drafts(model: DeviceModel, options: GraphOptions) -> VerifyKind | 
 
 
 def _is_one_stage(model: DeviceModel) -> bool:
-    """Whether the model is no pipeline stage: graphs receive rows of another stage for decodes alone."""
+    """Returns whether the model is no pipeline stage: graphs receive rows of another stage for decodes alone."""
     return model.decoder.build.ranks.stage.count == 1
 
 
 STEP_KINDS: list[MakeKind] = [_decodes, _verified_drafts, _prompts]
-"""In the order in which they are tried for a step."""
+"""The kinds in the order in which they are tried for a step."""
 
 
 def step_kinds(

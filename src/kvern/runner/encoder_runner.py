@@ -31,7 +31,7 @@ logger = logging.getLogger("kvern")
 
 
 class PendingTexts:
-    """What a step makes of its texts while the device still computes it."""
+    """The result of a step of texts, which the device may still compute."""
 
     def __init__(self, found: torch.Tensor, order: Sequence[int]) -> None:
         """`found` [S, ...] float32, a row of each text; `order` are the texts' places in the step."""
@@ -130,7 +130,7 @@ def start_encoder(
 
 
 def _fitting_tokens(runner: EncoderRunner, memory: DeviceMemory, plan: Plan) -> int:
-    """How many tokens a step may have, by what the longest text takes of the GPU's memory.
+    """Returns how many tokens a step may have, by what the longest text takes of the GPU's memory.
 
     PyTorch keeps the memory of such a step for those to come. Raises ConfigError if the longest text does not fit.
     """
@@ -153,7 +153,7 @@ def _fitting_tokens(runner: EncoderRunner, memory: DeviceMemory, plan: Plan) -> 
 
 
 def largest_step(runner: EncoderRunner, longest: int, estimate: int, most: int) -> int:
-    """How many tokens, `most` at most, a step has that does run: the `estimate`, or fewer where that was too high.
+    """The tokens of a step that does run, `most` at most: the `estimate`, or fewer where that was too high.
 
     Texts have as many as `longest` tokens, and one such has run.
     """
@@ -164,7 +164,7 @@ def largest_step(runner: EncoderRunner, longest: int, estimate: int, most: int) 
 
 
 def _runs(runner: EncoderRunner, tokens: int, longest: int) -> bool:
-    """Whether memory has room for a step of so many tokens, in texts of as many as `longest`."""
+    """Returns whether memory has room for a step of so many tokens, in texts of as many as `longest`."""
     whole, rest = divmod(tokens, longest)
     texts = [PromptInput([0] * longest)] * whole + [PromptInput([0] * rest)] * bool(rest)
     with contextlib.suppress(torch.OutOfMemoryError):

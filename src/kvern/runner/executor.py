@@ -1,4 +1,4 @@
-"""Where steps run: on one device or several, that do the same. The engine core knows nothing below this."""
+"""Executors of steps, on one device or on several that do the same. The engine core knows nothing below this."""
 
 import math
 import sys
@@ -189,7 +189,7 @@ class RankedExecutor(InProcessExecutor):
             self._others.send(RunStep(output, [] if self._noted is None else self._noted.taken()))
 
     def _on_all(self, message: RankMessage, function: Callable[[], Done]) -> Done:
-        """What a function gives behind the steps so far, where the message has the others do the same."""
+        """Call a function after the steps so far; the message has the other ranks do the same."""
         self._others.send(message)
         self._begin_all()
         try:
@@ -242,7 +242,7 @@ class StagedExecutor(RankedExecutor):
     _dropped: tuple[int, ...] = ()
     """Adapters that steps which have not begun may load."""
     _later: Sequence["_LaterStep"] = ()
-    """Of which some have not begun."""
+    """Steps of which some have not begun."""
 
     def submit(self, output: SchedulerOutput) -> StepResult:
         self._announce(output)

@@ -1,4 +1,4 @@
-"""What goes with a model that transformers computes, and whether it is right over kvern's cache: asked at the start."""
+"""Checks of a model that transformers computes: its options, and its results over the KV cache, at the start."""
 
 import math
 from typing import TYPE_CHECKING
@@ -19,13 +19,13 @@ if TYPE_CHECKING:
     from kvern.models.fallback.decoder import TransformersDecoder
 
 TOKENS = 64
-"""Of each of two prompts; more where a window is not much longer, so that it shows."""
+"""Tokens of each of two prompts; more where a window is not much longer, so that it shows."""
 LONGEST_WINDOW = 256
 BLOCK_SIZE = 16
 LAST = 16
-"""Of each prompt's tokens: those that follow cached ones, and that windows hide others from."""
+"""The last tokens of each prompt, which follow cached ones, and from which windows hide others."""
 EXACT = 1e-4
-"""By how much of their spread logits in float32 may differ: sums are made in another order."""
+"""The share of their spread by which logits in float32 may differ: sums are made in another order."""
 
 
 @torch.inference_mode()
@@ -47,7 +47,7 @@ def check_fallback(decoder: "TransformersDecoder", max_model_len: int, cache_dty
 
 
 def _deviation(decoder: "TransformersDecoder", max_model_len: int, cache_dtype: torch.dtype) -> float:
-    """By how much of their spread logits are off: in float32 the worst token's, else the median of the last."""
+    """The share of their spread by which logits are off: of the worst token in float32, else the median."""
     windows = [layer.window for layer in decoder.spec.calls if layer.window and layer.window <= LONGEST_WINDOW]
     length = min(max_model_len, max([TOKENS, *(window + LAST for window in windows)]))
     device, dtype = decoder.model.device, decoder.model.dtype
@@ -102,7 +102,7 @@ def check_fallback_options(
 
 
 def bound(dtype: torch.dtype, layers: int) -> float:
-    """What two right computations of so many layers may differ by, as a share of the logits' spread.
+    """The difference that two right computations of so many layers may have, as a share of the spread of the logits.
 
     In 16 bits each layer rounds about four times, by half a unit in the last place of what it adds to; such errors add
     up like those of a random walk, in both computations. Twice that is allowed.

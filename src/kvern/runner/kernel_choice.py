@@ -1,4 +1,4 @@
-"""Which of kvern's own kernels steps on a device use, and who has the cores of a CPU beside them."""
+"""The choice of kernels for the steps on a device, and of the threads of a CPU beside them."""
 
 import contextlib
 import dataclasses
@@ -32,11 +32,11 @@ if TYPE_CHECKING:
     from kvern.kernel_list import Inputs
 
 CPU_DTYPES = (torch.float32, torch.bfloat16)
-"""Of models that kernels of a CPU compute."""
+"""The threads of PyTorch beside models that kernels of a CPU compute."""
 
 
 def settle_threads(config: EngineConfig, plan: Plan, model: WeightedModel) -> None:
-    """Where kernels do all that takes long, PyTorch's own threads would only spin on the cores that those need.
+    """Let PyTorch have one thread where kernels do all that takes long: its threads would spin on their cores.
 
     Raises ConfigError if steps must be deterministic, and PyTorch multiplies or attends.
     """
@@ -108,7 +108,7 @@ def usable_kernels(
 
 
 def inputs_of(config: EngineConfig, dtype: torch.dtype, device: torch.device, model: Stored, drafts: bool) -> "Inputs":
-    """What kernels are launched on at a start, by a model of which some `drafts` are verified."""
+    """The inputs that kernels are launched on at a start, of a model that may verify `drafts`."""
     from kvern.kernel_list import Inputs
     from kvern.kernel_list.quantized import packed_kinds
 
@@ -133,6 +133,6 @@ def inputs_of(config: EngineConfig, dtype: torch.dtype, device: torch.device, mo
 
 
 def inputs_of_draft(config: EngineConfig, dtype: torch.dtype, device: torch.device, draft: Stored) -> "Inputs":
-    """The same of a draft model or head, whose cache is never of 8 bits and which has no adapters."""
+    """The inputs of a draft model or head, whose cache is never in 8 bits, and which has no adapters."""
     config = dataclasses.replace(config, kv_cache_dtype="auto", adapters={}, max_adapters=None)
     return inputs_of(config, dtype, device, draft, drafts=True)

@@ -98,7 +98,7 @@ class KernelParts:
         measurements.save()
 
     def room(self, contents: Contents) -> Room:
-        """What the device's memory has left, and who attends fastest. Compiles the kernels that serving needs."""
+        """Measure the memory that is left, and who attends fastest. Compiles the kernels that serving needs."""
         with self._startup.stage("memory"):
             phases = {} if self._choice is None else self._choice.phases
             self.groups = choose_groups(self._config, self._spec, self._plan, phases.values())
@@ -158,7 +158,7 @@ class KernelParts:
         return DeviceRunner(model, contents, drafter, graphs)
 
     def _graph_options(self, drafter: Drafter | None, tokens: int) -> GraphOptions:
-        """What the graphs of the model are made for, in steps of so many tokens at most."""
+        """The options of the graphs of the model, whose steps have so many tokens at most."""
         prefixes, drafts = self._config.shared_prefix_attention, self._config.has_drafts
         if drafter is None:
             return GraphOptions(tokens, prefixes, drafts)
@@ -189,7 +189,7 @@ class KernelParts:
         eight_bit: EightBit | None,
         groups: LayerGroups | None = None,
     ) -> AttentionBackend[DeviceBatch]:
-        """By those who are chosen for each phase, or through PyTorch if nobody is."""
+        """The backend of attention: the libraries that are chosen for each phase, or PyTorch if none is."""
         sinks = decoder.sinks
         if self._choice is None or not chosen:
             return TorchAttention(self._layers, blocks, block_size, dtype, self._device, eight_bit, sinks, groups)

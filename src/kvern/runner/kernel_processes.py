@@ -37,11 +37,11 @@ LONGEST = ("hopper", "attention", "sampling")
 """Groups of kernels that compile for seconds each, all others in less than one."""
 PR_SET_PDEATHSIG = 1
 ADDRESS = re.compile(r" at 0x[0-9a-f]+")
-"""Of a function in a description, another in each process."""
+"""The address of a function in a description, which is another one in each process."""
 
 
 class TargetDriver:
-    """What Triton asks a driver for while it compiles."""
+    """The driver that Triton asks while it compiles."""
 
     def __init__(self, target: GPUTarget) -> None:
         self._target = target
@@ -126,7 +126,7 @@ def _launch(kernel: Kernel, spec: ModelSpec, inputs: Inputs, given: tuple[Any, .
 
 
 def _compile(target: GPUTarget, launches: Sequence[Callable[[], None]], following: Any) -> None:
-    """What a process does: compile one launch after another; exits with 1 if one cannot be compiled."""
+    """Compile one launch after another, as a process; it exits with 1 if one cannot be compiled."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # also when the engine is killed
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent ends its processes
     torch.set_num_threads(1)

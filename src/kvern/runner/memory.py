@@ -1,4 +1,4 @@
-"""How much memory a device has for keys and values."""
+"""The memory that a device has for keys and values."""
 
 import gc
 import logging
@@ -17,23 +17,23 @@ logger = logging.getLogger("kvern")
 GIGABYTE = 1e9
 
 CPU_MEMORY_SHARE = 0.25
-"""Of the memory that is available when the engine starts, for keys and values."""
+"""The share for keys and values of the memory that is available when the engine starts."""
 CPU_CACHE_BYTES = 1 << 30
 CPU_CACHE_TOKENS = 32768
 """A CPU's cache is no larger than the larger of these two: beyond, it seldom helps."""
 CPU_STATES = 32
 """But for the states of so many requests, where a model has them."""
 GPU_MEMORY_SHARE = 0.85
-"""Of what is free, where nobody measured what steps take."""
+"""The share of free memory for keys and values, where nobody measured what steps take."""
 OTHERS_BYTES = 2 << 30
 """Memory beside ours that is worth a word: the CUDA context itself takes half a gigabyte."""
 MARGIN_BYTES = 512 << 20
 MARGIN_SHARE = 0.02
-"""Of the card's memory: kept free beside weights, activations, graphs and KV cache, for fragments."""
+"""The share of the card's memory that stays free for fragments, beside weights, activations, graphs and KV cache."""
 GRAPH_BYTES = 1 << 20
-"""What a driver takes for a captured graph, beside the activations that all graphs share."""
+"""The bytes that a driver takes for a captured graph, beside the activations that all graphs share."""
 CONTEXT_BYTES = 600 << 20
-"""What a process takes of a card beside what PyTorch hands out: the CUDA context, kernels, workspaces of libraries."""
+"""The bytes that a process takes of a card beside PyTorch: the CUDA context, kernels, workspaces of libraries."""
 
 
 class DeviceMemory:

@@ -1,4 +1,4 @@
-"""What sampling for the requests of a batch takes."""
+"""The demands of requests on sampling."""
 
 from collections.abc import Iterable, Sequence
 from functools import reduce
@@ -11,7 +11,7 @@ from kvern.sample.sampler import GREEDY_BELOW, filters
 
 
 class Needs:
-    """What a request asks of sampling beyond the temperature: bits of a number, which are asked for in each step."""
+    """The demands of a request on sampling beyond the temperature: bits of a number, which each step reads."""
 
     NOTHING = 0
     FILTERS = 1
@@ -34,7 +34,7 @@ class Needs:
 
 
 def needs_of(request: NewRequest) -> int:
-    """What sampling for this request takes."""
+    """The demands of this request."""
     params = request.params
     drawn = params.temperature >= GREEDY_BELOW
     asked = {
@@ -52,7 +52,7 @@ def needs_of(request: NewRequest) -> int:
 
 
 class RowNeeds(list[int]):
-    """Those of each row's request."""
+    """The demands of the request in each row."""
 
     def __init__(self, slots: int) -> None:
         super().__init__([0] * slots)

@@ -1,4 +1,4 @@
-"""What all ranks of an engine do alike: decided here, from what each of them found on its device.
+"""The plan of an engine, which all its ranks follow: decided from what each of them found on its device.
 
     Worker.probe --> Findings of each rank --agree-->   Plan     kernels, attention, sizes of the batch
     Worker.load  --> Room of each rank     --lay_out--> Layout   KV cache, who attends in which phase
@@ -28,9 +28,9 @@ CPU_KERNELS = frozenset({"cpu_layers", "cpu_linear", "cpu_attention", "cpu_packe
 RANK_KERNELS = frozenset({"cpu_ranks"})
 """The group that several ranks need besides."""
 LARGEST_HEAD = 512
-"""Of the Triton attention: larger heads do not fit into registers."""
+"""The largest head of the Triton attention: larger ones do not fit into registers."""
 EIGHT_BIT = {"fp8": "float8_e4m3fn", "int8": "int8"}
-"""By the option's name, the dtypes of a cache that has scales."""
+"""The dtypes of a cache that has scales, by the name of the option."""
 MOST_POSITIONS = 16
 """Blocks that are numbered for each that has memory."""
 BATCH_REQUESTS = {"cpu": 256, "cuda": 512}
@@ -52,13 +52,13 @@ class Findings(msgspec.Struct, frozen=True):
 
 
 class Plan(msgspec.Struct, frozen=True):
-    """What every rank is made of."""
+    """The decisions that hold for every rank."""
 
     device: str
     dtype: str
     cache_dtype: str
     plain_cache_dtype: str
-    """That of a cache that nobody asked to be another."""
+    """The dtype of a cache for which no other was asked."""
     kernels: frozenset[str]
     linear_backend: Literal["auto", "cublas", "triton"]
     attention_backend: str
@@ -74,7 +74,7 @@ class Plan(msgspec.Struct, frozen=True):
         return self.kernels >= REQUIRED_KERNELS
 
     def of_draft(self, spec: ModelSpec) -> "Plan":
-        """The same for a draft model, with which other kernels may work."""
+        """The plan of a draft model, with which other kernels may work."""
         kernels = self.kernels & self.draft_kernels
         attends = "attention" in kernels and largest_head(spec) <= LARGEST_HEAD
         return msgspec.structs.replace(
@@ -86,7 +86,7 @@ class Plan(msgspec.Struct, frozen=True):
 
 
 class Room(msgspec.Struct, frozen=True):
-    """What one rank has left: bytes for keys and values, of which a token takes `token_bytes` over all layers.
+    """The memory that one rank has left for keys and values, of which a token takes `token_bytes` over all layers.
 
     States of recurrent layers are to be had there, too: a request's take `state_bytes`.
     `attention`: by phase, the library that it found to be fastest, of the `libraries` that work there. `scales`: a
@@ -110,7 +110,6 @@ class Room(msgspec.Struct, frozen=True):
 
     @property
     def blocks_of_column(self) -> int:
-        """As of `LayerGroups`."""
         return self.whole + self.window_tables
 
 
@@ -146,13 +145,13 @@ class Layout(msgspec.Struct, frozen=True):
 
     @property
     def cached_tokens(self) -> int:
-        """As many as a prefix cache keeps at most."""
+        """The most states that a prefix cache keeps."""
         columns = (self.positions == 0) + self.window_tables  # blocks that a token takes
         return self.blocks * self.block_size // columns
 
 
 def agree(findings: Sequence[Findings], config: EngineConfig, spec: ModelSpec) -> Plan:
-    """What all ranks can do. Raises ConfigError for a `max_model_len` above the model's."""
+    """Find the plan that all ranks can follow. Raises ConfigError for a `max_model_len` above the model's."""
     first = findings[0]
     kernels = frozenset.intersection(*(item.kernels for item in findings))
     drafting = kernels.intersection(*(item.draft_kernels for item in findings if item.draft_kernels is not None))
@@ -268,7 +267,7 @@ def longest_fitting(tokens: int, room: Room, plan: Plan, config: EngineConfig) -
 
 
 def sequences_taken(count: int, length: int, room: Room, plan: Plan, config: EngineConfig) -> int:
-    """Of how many tokens, of which all layers keep something, so many sequences of this length take the memory.
+    """The number of tokens kept by all layers whose memory is that of so many sequences of this length.
 
     One of them is at its prompt, where it holds most; the others decode.
     """
@@ -284,7 +283,7 @@ def _held_in_windows(room: Room, plan: Plan, config: EngineConfig) -> int:
 
 
 def _positions(blocks: int, longest: int, windows: float) -> int:
-    """How many blocks are numbered for sequences and nodes that have memory for windows alone.
+    """Returns how many blocks are numbered for sequences and nodes that have memory for windows alone.
 
     What has memory reaches as far as the longest sequence has windows; but nodes take the host's memory.
     """
@@ -297,7 +296,7 @@ def states_of_a_request(config: EngineConfig) -> int:
 
 
 def running_requests(rooms: Sequence[Room], plan: Plan, config: EngineConfig) -> int:
-    """How many requests run at a time: if nobody said it, states of so many take half of the cache's memory at most."""
+    """The requests that run at a time; by default their states take half of the cache's memory at most."""
     if config.max_batch_requests:
         return plan.max_batch_requests
     each = states_of_a_request(config)

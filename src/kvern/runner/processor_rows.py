@@ -28,12 +28,12 @@ LARGEST = 1e30
 
 @dataclass
 class ProcessorVerdict:
-    """By row, whose processors failed. Of `rows` [N] also those that `unusable` [N] bool marks, once it is known."""
+    """Rows whose processors failed, and those of `rows` [N] that `unusable` [N] bool marks, once it is known."""
 
     failed: dict[int, str] = field(default_factory=dict)
     rows: Sequence[int] = ()
     names: Sequence[str] = ()
-    """Of the processors of each of `rows`."""
+    """The errors of the processors of each of `rows`."""
     unusable: torch.Tensor | None = None
 
     def reasons(self) -> dict[int, str]:

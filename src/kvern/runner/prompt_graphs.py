@@ -46,7 +46,7 @@ from kvern.spec.model import ModelSpec
 
 DECODES = (16, 64, 128, 256)
 TOKENS = (64, 128, 256, 384, 512)
-"""With more tokens of prompts a step takes a GPU longer than its launches take a host."""
+"""The sizes in tokens of prompts: a step with more takes a GPU longer than its launches take a host."""
 RUNS = 8
 """The most prompts of one step."""
 MOST_KEYS = 8192
@@ -98,7 +98,7 @@ def most_keys(spec: ModelSpec) -> int:
 
 
 class PromptInputs(GraphInputs):
-    """As the module says; `rows` [tokens, hidden]: rows of embeddings, of a graph that takes such."""
+    """The numbers are as the module says; `rows` [tokens, hidden]: rows of embeddings, of a graph that takes such."""
 
     def __init__(self, numbers: Tensor, rows: Tensor | None) -> None:
         super().__init__(numbers)
@@ -145,7 +145,7 @@ class PromptKind(StepKind[PromptShape, PromptInputs]):
         return [*decodes, ScheduledTokens(others, 0, min(largest.tokens - others, self._longest - 1), 1)]
 
     def size(self, scheduled: Sequence[ScheduledTokens]) -> StepSize | None:
-        """What a graph for a step, decodes first, has to have room for, one token of a prompt at least.
+        """The size of a step, decodes first, with one token of a prompt at least.
 
         None: there can be no graph for it.
         """
@@ -184,7 +184,7 @@ class PromptKind(StepKind[PromptShape, PromptInputs]):
         return outputs.unsampled(self._model.decoder, count)
 
     def _decodes(self, scheduled: Sequence[ScheduledTokens]) -> int:
-        """How many single tokens come first."""
+        """Returns how many single tokens come first."""
         if not self._samples:
             return 0
         return next((place for place, item in enumerate(scheduled) if item.count > 1), len(scheduled))
@@ -285,7 +285,7 @@ class PromptKind(StepKind[PromptShape, PromptInputs]):
 def size_of(
     kind: PromptKind | None, scheduled: Sequence[ScheduledTokens], request: Callable[[int], NewRequest]
 ) -> StepSize | None:
-    """What a graph of decodes and prompts needs room for that computes this; None: there is none.
+    """The size of a step of decodes and prompts; None: there can be no graph for it.
 
     `kind`: steps with prompts, if graphs of them are captured; `request`: the request in a row.
     """
@@ -303,7 +303,7 @@ def size_of(
 def size_of_next(
     kind: PromptKind | None, output: SchedulerOutput, rows: BatchRows, *, adapts: bool | None
 ) -> tuple[int, int, bool] | None:
-    """As `size_of`, of a step before its rows have joined; and whether it has to be one of decodes alone.
+    """The size of a step before its rows have joined, and whether its graph has to be one of decodes alone.
 
     Graphs of decodes alone also serve rows that begin where only the device knows and, with `adapts`, rows with
     adapters; None: the engine has no place for adapters.

@@ -45,7 +45,7 @@ class PromptLogprobs:
     places: int
 
     def entries(self) -> list[list[TokenLogprobs] | None]:
-        """By place in the step."""
+        """The log-probabilities by index in the step."""
         tokens = [token for run in self.runs for token in run.tokens]
         counts = [run.wanted for run in self.runs for _ in run.tokens]
         tables: list[TokenLogprobs] = []
@@ -67,7 +67,7 @@ class SampledStep:
     drafting_seconds: float = 0.0
 
     def result(self) -> ModelRunnerOutput:
-        """What `kvern.request.step.StepResult` wants."""
+        """The output of the step."""
         places = len(self.token_ids)
         nothing = [None] * places
         return ModelRunnerOutput(self.token_ids, [*nothing], [*nothing], drafting_seconds=self.drafting_seconds)
@@ -75,7 +75,7 @@ class SampledStep:
 
 @dataclass(frozen=True)
 class Reported:
-    """What a step reports beside the S tokens that it samples.
+    """The report of a step beside the S tokens that it samples.
 
     counts           [S] how many of the most probable tokens are reported; None: nothing is
     logprobs         log-probabilities of the sampled tokens
@@ -125,7 +125,7 @@ class PendingStep:
         self._embeddings = None if given is None else (given[0], fetch(given[1].float()))
         self._guessed = guessed
         self.drafted: Interval | None = None
-        """In which the device guessed: after this step, if the result has its drafts, else after the one before."""
+        """The time of drafting: after this step, if the result has its drafts, else after the step before."""
         self._done: torch.cuda.Event | None = None
         if on_gpu or (sampled is not None and sampled.device.type == "cuda"):
             self._done = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -177,7 +177,7 @@ class PendingStep:
         return ModelRunnerOutput(token_ids, self._entries(tokens, runs), prompts, broken_slots, embeddings, candidates)
 
     def _runs(self, broken: Collection[int]) -> list[slice]:
-        """Where the tokens of each request that are kept stand among those sampled; none behind one that is broken."""
+        """The slices of the sampled tokens that each request keeps; none after a token that is broken."""
         kept = [item.sampled for item in self._scheduled] if self._kept is None else self._kept.tolist()
         firsts = accumulate((item.sampled for item in self._scheduled), initial=0)
         runs = [range(first, first + count) for first, count in zip(firsts, kept, strict=False)]
@@ -232,7 +232,7 @@ def prompt_logprobs(
     hidden: torch.Tensor,
     logprobs: Callable[[torch.Tensor, torch.Tensor, int], DeviceLogprobs],
 ) -> PromptLogprobs | None:
-    """Of the tokens of `runs`, from the states `hidden` [T, hidden] of all of the step; None if there are none.
+    """Log-probabilities of the tokens of `runs`, from the states `hidden` [T, hidden] of the step; None: no runs.
 
     `logprobs` computes what `token_logprobs` does.
     Scores over the vocabulary are computed for no other token, and for many requests at once.

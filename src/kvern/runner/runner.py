@@ -26,9 +26,9 @@ from kvern.sample.beams import DeviceCandidates
 from kvern.structured.masks import Restricted
 
 CHANGES = Needs.CONSTRAINTS | Needs.REPETITIONS | Needs.PROCESSORS | Needs.GRAMMAR
-"""What the logits are changed for."""
+"""The demands for which logits are changed."""
 BESIDE_KERNELS = ~Needs.FILTERS
-"""What captured steps leave to others; a number, since each step asks."""
+"""The demands that captured steps do not meet; a number, since each step asks."""
 LOOKS_AT_ALL = Needs.FILTERS | Needs.RARE_FILTERS | Needs.BEAMS
 """More than one token's logit decides."""
 
@@ -60,7 +60,7 @@ class ModelRunner(StepRunner[LanguageModel, InputBatch, BatchRows, StateMemory])
         return step
 
     def _drafts(self, scheduled: Sequence[ScheduledTokens]) -> list[list[int]]:
-        """Those that are to be verified, of each request; nothing if there are none."""
+        """The drafts of each request that are to be verified; empty if there are none."""
         if all(item.sampled <= 1 for item in scheduled):
             return []
         tokens = self._rows.tokens.numpy()

@@ -1,4 +1,4 @@
-"""What a step makes of its logits, through PyTorch or through kernels of a CPU."""
+"""Sampling from the logits of a step, through PyTorch or through kernels of a CPU."""
 
 from collections.abc import Sequence
 from typing import Protocol
@@ -17,7 +17,7 @@ from kvern.sample.sampler import sample
 
 
 class Sampling(Protocol):
-    """Of the rows of a batch.
+    """Sampling for the rows of a batch.
 
     logits     [N, vocabulary] float32, without gaps
     slots      [N] rows of the batch that they belong to; `index` [N] int64 on the device: the same
@@ -37,7 +37,7 @@ class Sampling(Protocol):
         ...
 
     def logprobs(self, logits: Tensor, tokens: Tensor, count: int) -> DeviceLogprobs:
-        """What `kvern.sample.logprobs.token_logprobs` returns."""
+        """Log-probabilities as `kvern.sample.logprobs.token_logprobs` returns them."""
         ...
 
 

@@ -1,4 +1,4 @@
-"""Which decodes begin with the same blocks, so that attention reads those once for all of them."""
+"""Groups of decodes that begin with the same blocks, which attention then reads once for all of them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -20,7 +20,7 @@ class PrefixGroups:
 
 
 def common_length(tables: Sequence[list[int]]) -> int:
-    """How many first entries all lists have in common: as many as the least and the greatest of them."""
+    """Returns how many first entries all lists have in common: as many as the least and the greatest of them."""
     least, greatest = min(tables), max(tables)
     pairs = enumerate(zip(least, greatest, strict=False))
     return next((index for index, (a, b) in pairs if a != b), min(len(least), len(greatest)))

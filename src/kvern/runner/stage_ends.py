@@ -13,14 +13,14 @@ from kvern.models.decoder import Decoder
 
 
 class StageEnds:
-    """Those of the stage that `decoder` is, for steps of at most `most` rows."""
+    """The ends of the stage that `decoder` is, for steps of at most `most` rows."""
 
     def __init__(self, decoder: Decoder, most: int) -> None:
         self._entry, self._stage = decoder.entry, decoder.build.ranks.stage
         self._rows = self._entry.room(most).zero_() if isinstance(self._entry, ReceivedRows) else None
 
     def entered(self, token_ids: Tensor) -> Tensor:
-        """What the stage's layers begin with, `[T, width]`: the part of a graph."""
+        """The rows that the layers of the stage begin with, `[T, width]`: this is part of a graph."""
         if isinstance(self._entry, ReceivedRows) and self._rows is not None:
             # A kernel that waits for the one that describes the batch, as those behind read that before they wait.
             return self._entry.taken(self._rows[: len(token_ids)].mul(1))

@@ -1,4 +1,4 @@
-"""How long each part of a start took."""
+"""The time that each part of a start took."""
 
 import time
 from collections.abc import Iterator, Sequence

@@ -47,7 +47,7 @@ class StateMemory:
             self._of_row[slot] = state
 
     def plan(self, scheduled: Sequence[ScheduledTokens]) -> StepStates:
-        """Which tokens go on with which state."""
+        """Plan which tokens go on with which state."""
         tokens: list[int] = []
         states: list[int] = []
         runs: list[tuple[int, int, int]] = []

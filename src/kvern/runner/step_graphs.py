@@ -40,22 +40,22 @@ logger = logging.getLogger("kvern")
 
 DeviceModel = CachedModel[Decoder, DeviceBatch, DeviceRows, DeviceStateMemory]
 IN_GRAPHS = Needs.FILTERS | Needs.CONSTRAINTS | Needs.LOGPROBS
-"""What graphs can do for the rows that ask for it."""
+"""The demands that graphs meet."""
 
 
 class StepSize(NamedTuple):
-    """What a graph needs room for: tokens of decodes, and tokens of prompts."""
+    """The size of a step: tokens of decodes, and tokens of prompts."""
 
     decodes: int
     prompts: int
 
     @property
     def is_plain(self) -> bool:
-        """Whether there are decodes alone."""
+        """Returns whether there are decodes alone."""
         return self.prompts == 0
 
     def fits_into(self, other: "StepSize") -> bool:
-        """Whether there is room for this size in the other one."""
+        """Returns whether there is room for this size in the other one."""
         return self.decodes <= other.decodes and self.prompts <= other.prompts
 
 
@@ -84,7 +84,7 @@ class PlannedStep(NamedTuple):
 
 
 class StepOutputs(NamedTuple):
-    """What a step leaves on the device, good until the next step; None: there is no such thing.
+    """The results of a step on the device, good until the next step; None: there is no such result.
 
     hidden     [S, hidden]      the last hidden states of the tokens that are sampled from
     slots      [S] integers     their rows
@@ -112,7 +112,7 @@ class StepOutputs(NamedTuple):
     is_read: bool = False
 
     def unowned(self) -> "StepOutputs":
-        """The same, where large tensors lie in memory that other graphs may write to."""
+        """These outputs, whose large tensors other graphs may overwrite."""
         hidden, logits = self.hidden, self.logits
         return self._replace(
             hidden=None if hidden is None else unowned(hidden), logits=None if logits is None else unowned(logits)
@@ -171,7 +171,7 @@ class StepKind(ABC, Generic[Shape, Inputs]):
 
     @abstractmethod
     def inputs(self, shape: Shape) -> Inputs:
-        """What the graph of a shape reads, for a step of rows that pad alone."""
+        """The inputs of the graph of a shape, for a step of rows that pad alone."""
 
     @abstractmethod
     def compute(self, shape: Shape, inputs: Inputs) -> StepOutputs:
@@ -219,7 +219,7 @@ class StepGraphs(Generic[Shape, Inputs]):
 
     @property
     def priority(self) -> Priority:
-        """That of the next graph that is missing."""
+        """The priority of the next graph that is missing."""
         return self.kind.priority(self.missing[0])
 
     def capture_next(self) -> None:
@@ -230,15 +230,15 @@ class StepGraphs(Generic[Shape, Inputs]):
         self.captured[shape] = StepGraph(shape, inputs, outputs, replay)
 
     def run(self, step: PlannedStep) -> StepOutputs | None:
-        """As `StepKind.run`, of the graphs that are captured so far."""
+        """Start a step as `StepKind.run`, by the graphs that are captured so far."""
         return self.kind.run(step, self.captured)
 
 
 class CaptureMemory(Protocol):
-    """What captures steps."""
+    """The protocol of what captures steps."""
 
     def capture(self, step: Callable[[], StepOutputs]) -> tuple[Callable[[], None], StepOutputs]:
-        """What computes a step again, and what it leaves each time."""
+        """Capture a step; returns the function that computes it again, and the outputs that this overwrites."""
         ...
 
 
@@ -250,7 +250,6 @@ class GraphMemory:
         self._stream: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def capture(self, step: Callable[[], StepOutputs]) -> tuple[Callable[[], None], StepOutputs]:
-        """As `CaptureMemory`."""
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.stream(self._stream):
             # Not torch.cuda.graph, which waits for the device and gives all unused memory back, for the next steps to
@@ -279,7 +278,7 @@ class _Memory:
 
 
 def unowned(tensor: Tensor) -> Tensor:
-    """The same numbers, in memory of a graph that other graphs may write to."""
+    """A view of a tensor in memory of a graph, which other graphs may overwrite."""
     return torch.as_tensor(_Memory(tensor), device=tensor.device).view(tensor.dtype).view(tensor.shape)
 
 

@@ -93,7 +93,7 @@ class StepParts:
 
 
 def _is_whole(scheduled: Sequence[ScheduledTokens]) -> bool:
-    """Whether this cannot be cut: one token, or one request's drafts, which are verified at once."""
+    """Returns whether this cannot be cut: one token, or one request's drafts, which are verified at once."""
     return len(scheduled) == 1 and (scheduled[0].count == 1 or scheduled[0].sampled > 1)
 
 

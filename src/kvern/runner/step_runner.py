@@ -1,4 +1,4 @@
-"""What runners of steps share: the rows that a step changes, and a step that is computed layer by layer.
+"""The base of the runners of steps: the rows that a step changes, and a step that is computed layer by layer.
 
 changes of the scheduler --> rows, cache, states, adapters
 tokens --> a graph, or captured decodes, if there is one that fits; else kernel by kernel --> hidden states
@@ -115,7 +115,7 @@ class StepRunner(Generic[Network, Batch, Rows, States]):
         return None if self.model.embeddings is None else self.model.embeddings.rows(scheduled)
 
     def _needed(self, slots: Sequence[int]) -> int:
-        """What sampling for these rows takes, all together."""
+        """The demands of these rows on sampling, all together."""
         asked = 0
         for slot in slots:
             asked |= self._needs[slot]
@@ -123,19 +123,17 @@ class StepRunner(Generic[Network, Batch, Rows, States]):
 
     @torch.inference_mode()
     def assist(self) -> None:
-        """As `Runner`."""
         cast("Decoder", self._decoder).assist()
 
     def size(self, output: SchedulerOutput) -> tuple[int, int, bool] | None:
-        """As `Runner`; there are no steps that all ranks capture."""
+        """There are no steps that all ranks capture."""
         return None
 
     def idle(self) -> bool:
-        """As `Runner`; there is nothing to capture."""
+        """There is nothing to capture."""
         return False
 
     def abandon(self) -> None:
-        """As `Runner`."""
         self._grammars.abandon()
         if self._rows.device.type == "cuda":
             torch.cuda.synchronize(self._rows.device)

@@ -36,11 +36,11 @@ class Tier(KVTier, Protocol):
 
 
 TIERS: Plugins[Callable[[EngineConfig, Layout], Tier]] = Plugins("tier of the KV cache", "kvern.kv_tiers")
-"""By the name that the option `kv_tier` gives."""
+"""The tiers, by the name that the option `kv_tier` gives."""
 
 
 def make_tier(config: EngineConfig, layout: Layout) -> Tier | None:
-    """That of the configuration. Raises ConfigError."""
+    """The tier of the configuration. Raises ConfigError."""
     return None if config.kv_tier is None else TIERS.find(config.kv_tier)(config, layout)
 
 
@@ -71,7 +71,7 @@ class TieredSteps:
         return step if message is None or not message.loads else _Loaded(step, self._load(message.loads))
 
     def _load(self, loads: Sequence[BlockLoad]) -> list[tuple[int, int]]:
-        """What all ranks could have."""
+        """The blocks that all ranks could load."""
         loaded = self._tier.load(self._caches, [replace(load, key=self._ranks.own(load.key)) for load in loads])
         if self._ranks.processes == 1:
             return loaded

@@ -62,7 +62,7 @@ class TorchParts:
         """Nothing is chosen."""
 
     def room(self, contents: Contents) -> Room:
-        """What the device's memory has left."""
+        """Compute the memory that is left."""
         token_bytes = bytes_of_token(self._spec, getattr(torch, self._plan.cache_dtype), self.groups)
         if contents.draft is not None:
             token_bytes += bytes_of_draft(contents.draft.decoder.spec, self._plan, self.groups)
@@ -131,7 +131,7 @@ class TorchParts:
 def _build_batch(
     rows: BatchRows, block_size: int, scheduled: Sequence[ScheduledTokens], starts: torch.Tensor
 ) -> InputBatch:
-    """As `build_input_batch`, where requests begin at `starts` [R]."""
+    """Build a batch of requests that begin at `starts` [R]."""
     exact = [
         ScheduledTokens(item.slot, start, item.count, item.sampled)
         for item, start in zip(scheduled, starts.tolist(), strict=True)

@@ -36,7 +36,7 @@ from kvern.runner.step_graphs import (
 
 ROWS = (1, 4, 16, 64, 256)
 TOKENS = (8, 16, 32, 64, 96, 128, 160, 192, 256, 320, 384, 512)
-"""With more tokens a step takes a GPU longer than its launches take a host."""
+"""The sizes in tokens: a step with more takes a GPU longer than its launches take a host."""
 LONGEST = 17
 """The most tokens of a row, on average."""
 
@@ -62,7 +62,7 @@ class VerifyShape(NamedTuple):
         return self.rows + 1 + self.tokens // size
 
     def fits(self, rows: int, tokens: int, options: bool, adapted: bool) -> bool:
-        """Whether there is room for such a step."""
+        """Returns whether there is room for such a step."""
         return rows <= self.rows and tokens <= self.tokens and (options, adapted) == self[2:]
 
 
@@ -104,7 +104,7 @@ class VerifyKind(StepKind[VerifyShape, GraphInputs]):
         self._most_tokens = max((shape.tokens for shape in shapes), default=0)
         self.shapes = shapes if captures else []
         self._chosen: dict[tuple[int, int, bool, bool], VerifyShape | None] = {}
-        """By the places of the sizes of a step among `ROWS` and `TOKENS`, of those that were captured `_when`."""
+        """The shapes by the indices of their sizes in `ROWS` and `TOKENS`, when `_when` graphs were captured."""
         self._when = 0
         self._reported = logprobs.empty(self._most_tokens, rows.device)
         self._kept = torch.zeros(max(ROWS) + 2, dtype=torch.int64, device=rows.device)

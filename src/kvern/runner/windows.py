@@ -1,4 +1,4 @@
-"""Whether layers with a window have block tables of their own: who may be in the way."""
+"""The choice of block tables for layers with a window."""
 
 from collections.abc import Iterable
 
@@ -29,7 +29,7 @@ def choose_groups(config: EngineConfig, spec: ModelSpec, plan: Plan, libraries: 
 
 
 def report(groups: LayerGroups) -> list[str]:
-    """What is to be said of it with the start."""
+    """The line that the report of a start has about it."""
     if groups.reason:
         return [f"layers with a window keep all tokens: {groups.reason}"]
     return [] if groups.window is None else [f"layers with a window of {groups.window} keep no more tokens than that"]

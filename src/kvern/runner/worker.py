@@ -72,9 +72,9 @@ from kvern.structured.grammar import grammars_of
 from kvern.structured.masks import GrammarRows
 
 MODEL_KERNELS = frozenset({"norm", "rotary", "activation", "few_rows", "moe", "hopper_linear", "quantized", "states"})
-"""What the parts of a model may be made of, besides kernels of a CPU."""
+"""The kernels that the parts of a model may use, besides kernels of a CPU."""
 FALLBACK_KERNELS = frozenset({"cpu_attention", "cpu_sampling"})
-"""What is left to do beside a model that transformers computes."""
+"""The kernels that have work beside a model that transformers computes."""
 
 
 class Worker:
@@ -109,7 +109,7 @@ class Worker:
         self._stored_scales: list[torch.Tensor | None] = [None] * len(spec.attentions)
 
     def probe(self) -> Findings:
-        """What the device is and can do. Raises ConfigError for what it cannot."""
+        """Look at what the device is and can do. Raises ConfigError for what it cannot."""
         config, device = self._config, self.device
         resolve_max_model_len(config, self._spec)  # what is wrong with the options shows before kernels are compiled
         check_states(config, self._spec)
@@ -146,7 +146,7 @@ class Worker:
         return Findings(device.type, name, kernels, gpu, None if self._draft is None else of_draft)
 
     def _stored_draft(self, folder: Path) -> Stored | None:
-        """What guesses as its steps multiply; None: Medusa heads, which have no layers. Raises KvernError."""
+        """The stored layers of a draft model or head; None: Medusa heads, which have none. Raises KvernError."""
         dummy, quantization = self._config.load_format == "dummy", self._config.draft_quantization
         is_head = reads_embeddings(self._config, folder)
         if is_head:
@@ -293,7 +293,7 @@ class Worker:
         return model
 
     def _eight_bit(self, plan: Plan) -> EightBit:
-        """How a cache in 8 bits is read: by the checkpoint's scales, and those that are measured where it has none."""
+        """The scales of a cache in 8 bits: those of the checkpoint, and measured ones where it has none."""
         found = stored = self._stored_scales
         if (layers := self._ranks.stage.layers) is not None:
             places = zip(stored, self._whole.caching_layers, strict=True)
@@ -319,7 +319,7 @@ class Worker:
             check_moves(experts_of(self._contents.decoder), self._ranks.of_experts)
 
     def expert_placements(self) -> dict[int, Placement]:
-        """Of all layers of the model whose experts are placed whole, before any of them change their places."""
+        """The first placements of all layers of the model whose experts are placed whole."""
         return {
             place: first_placement(moe.experts, moe.placed_over, moe.redundant)
             for place, moe in enumerate(layer.mixture for layer in self._shared.layers)
@@ -337,7 +337,7 @@ class Worker:
 
     @cached_property
     def expert_counts(self) -> ExpertCounts:
-        """Of the model's experts, once this stage's are loaded."""
+        """The counts of the tokens of the experts, once those of this stage are loaded."""
         return ExpertCounts(self._contents.decoder, self._whole, self._ranks.stage, self.device)
 
     def prepare(self, grammar: str) -> "Future[None] | None":
@@ -383,7 +383,7 @@ class Worker:
         return Adapters(bank, self._store)
 
     def _readable_targets(self, decoder: Decoder) -> Mapping[str, tuple[Target, ...]]:
-        """What an adapter of the whole model may change, also in layers of other stages."""
+        """The targets that an adapter of the whole model may change, also in layers of other stages."""
         ranks = Ranks(self._ranks.rank, self._ranks.size)
         spec = share_of(self._whole, ranks.size, self._whole_experts)
         return targets_of(outline_of(spec, replace(decoder.build, ranks=ranks)))

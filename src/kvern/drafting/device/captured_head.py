@@ -17,7 +17,7 @@ from kvern.runner.captured_decodes import MOST_TOKENS
 
 
 class CapturedHead:
-    """Of a head whose layer and cache are kernels; where PyTorch computes between them, nothing is captured."""
+    """Captured steps of a head whose layer and cache are kernels; PyTorch computes nothing between them."""
 
     def __init__(self, head: DraftHead, attention: CompiledAttention, rows: BatchRows, block_size: int) -> None:
         self._head, self._attention, self._rows, self._block_size = head, attention, rows, block_size
@@ -113,7 +113,7 @@ _SCORE, _CHOOSE = range(2)
 
 
 class _Pass:
-    """What a pass over N tokens reads: `states`, of whose tokens and of those behind it has rows and positions.
+    """The inputs of a pass over N tokens: `states`, and rows and positions of their tokens and of the next ones.
 
     places     [3, N] int64, as for a `Step`
     following  [2, N] int64
@@ -128,7 +128,7 @@ class _Pass:
 
 
 class _Draw:
-    """What N rows are drawn for by; `logits` [N, vocabulary], where scores are those of a part of the vocabulary."""
+    """The inputs of a draw for N rows; `logits` [N, vocabulary], where scores are those of a part of the vocabulary."""
 
     def __init__(self, states: Tensor, head: DraftHead) -> None:
         self.slots, self.positions = torch.zeros(2, len(states), dtype=torch.int64)

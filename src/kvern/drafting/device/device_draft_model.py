@@ -62,22 +62,19 @@ class DeviceDraftModel:
         self._keys = DraftKeys(len(model.rows.requests), model.attention.caches[0].shape[1], model.block_size)
         self.drafts, self.prompts = drafts, prompts
         self._least = [0] * len(model.rows.requests)
-        """Where each row's newest token was at least, when something was last guessed for it."""
+        """The least position of each row's newest token, when drafts were last made for it."""
 
     @property
     def graphs(self) -> Sequence[Captures]:
-        """As `Drafter`."""
         return [graphs for graphs in (self.drafts, self.prompts) if graphs is not None]
 
     def prepare(self, output: SchedulerOutput) -> None:
-        """What `Drafter` does."""
         self._model.attention.copy_blocks(output.copies)
         self._keys.prepare(output)
         for request in output.joined:
             self._least[request.slot] = 0
 
     def draft(self, step: ComputedStep) -> None:
-        """What `Drafter` does."""
         if self.drawn is not None:
             self.drawn.clear()
         behind: list[tuple[int, int, int]] = []
@@ -121,7 +118,7 @@ class DeviceDraftModel:
                 self._run(build_device_batch(self._rows, part, self._model.block_size))
 
     def _replay(self, scheduled: Sequence[ScheduledTokens]) -> bool:
-        """Whether a graph reads these tokens of prompts."""
+        """Returns whether a graph reads these tokens of prompts."""
         if self.prompts is None or not isinstance(self.prompts.kind, PromptKind):
             return False
         return self.prompts.run(PlannedStep(scheduled, self.prompts.kind.size(scheduled))) is not None

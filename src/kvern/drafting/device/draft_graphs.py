@@ -81,7 +81,7 @@ class DraftSteps(GraphInputs):
 
 
 class DraftComputer(Protocol):
-    """What a drafter computes."""
+    """The protocol of what computes drafts."""
 
     def steps(self, size: int) -> DraftSteps:
         """The steps for so many rows, kernel by kernel; those that pad belong to the last row."""
@@ -100,7 +100,7 @@ class DraftKind(StepKind[DraftRun, DraftSteps]):
         return Priority.DRAFTS_MADE
 
     def inputs(self, shape: DraftRun) -> DraftSteps:
-        """The same for all graphs of so many rows."""
+        """The inputs of all graphs of so many rows are the same."""
         steps = self._steps.get(shape.rows)
         if steps is None:
             steps = self._steps[shape.rows] = self._computer.steps(shape.rows)
@@ -150,7 +150,6 @@ class ModelSteps:
         self._model = model
 
     def steps(self, size: int) -> DraftSteps:
-        """As `DraftComputer`."""
         device = self._model.rows.device
         asked = torch.zeros(2, size, dtype=torch.int32, device=device)
         pairs = torch.zeros(2, 2 * size, dtype=torch.int32, device=device)

@@ -1,4 +1,4 @@
-"""How far the keys of a draft model reach, of each row and each block: what is missing is computed when it is needed.
+"""The reach of the keys of a draft model in each row and block: missing keys are computed when they are needed.
 
 A draft model's cache has the blocks and block tables of the model's, so that cached prefixes, copies and preemption
 hold for both. But its keys are made only for requests that get drafts: they fall behind, and catch up. No torch.
@@ -9,12 +9,12 @@ from kvern.request.step import SchedulerOutput
 
 
 class DraftKeys:
-    """Of `slots` rows over `blocks` blocks of `block_size` tokens; all that counts is that tokens are verified."""
+    """The keys of `slots` rows over `blocks` blocks of `block_size` tokens; only verified tokens count."""
 
     def __init__(self, slots: int, blocks: int, block_size: int) -> None:
         self._size = block_size
         self._held = [0] * blocks
-        """Of each block, how many of its first places have keys of what the model has there."""
+        """The number of first places of each block that have keys of the tokens that the model has there."""
         self._tables: list[list[int]] = [[] for _ in range(slots)]
         self._reach = [0] * slots
         self._guessed = [0] * slots
@@ -37,7 +37,7 @@ class DraftKeys:
             self._guessed[slot] = 0  # others are verified
 
     def reach(self, slot: int) -> int:
-        """How many of a row's first tokens have keys; other rows may have made some in blocks that they share."""
+        """Returns how many of a row's first tokens have keys; other rows may have made some in shared blocks."""
         table, size = self._tables[slot], self._size
         reach = self._reach[slot]
         while reach // size < len(table) and self._held[table[reach // size]] > reach % size:
@@ -54,7 +54,7 @@ class DraftKeys:
         self._reach[slot], self._guessed[slot] = max(tokens, reach), guessed
 
     def accepted(self, slot: int, drafts: int) -> int:
-        """What `reach` says, when of the drafts that were guessed last so many were right."""
+        """Returns the `reach` of a row when so many of its last drafts were right."""
         return self.reach(slot) + min(drafts, self._guessed[slot])
 
     def _clear(self, blocks: list[int]) -> None:

@@ -50,12 +50,10 @@ class DraftModel:
         self._keys = DraftKeys(len(model.rows.requests), model.attention.caches[0].shape[1], model.block_size)
 
     def prepare(self, output: SchedulerOutput) -> None:
-        """What `Drafter` does."""
         self._model.attention.copy_blocks(output.copies)
         self._keys.prepare(output)
 
     def draft(self, step: ComputedStep) -> None:
-        """What `Drafter` does."""
         if self.drawn is not None:
             self.drawn.clear()
         computed = self._rows.num_computed_tokens.tolist()
@@ -96,7 +94,7 @@ class DraftModel:
             self._sampling.write(index, batch.sample_positions, chosen)
 
     def _run_captured(self, captured: CapturedDecodes, scheduled: Sequence[ScheduledTokens]) -> bool:
-        """Whether it was: what it writes behind tokens that are not the last of an entry is known."""
+        """Returns whether it was: what it writes behind tokens that are not the last of an entry is known."""
         tokens = self._rows.tokens.numpy()
         known = [(item.slot, item.start + 1, tokens[item.slot, item.start + 1]) for item in scheduled if item.count > 1]
         each = [ScheduledTokens(item.slot, item.start, item.count, item.count) for item in scheduled]

@@ -1,4 +1,4 @@
-"""What guesses on the device, beside the model: draft models, and heads that go on from the model's own states.
+"""Drafters on the device, beside the model: draft models, and heads that go on from the states of the model.
 
     rows --model, sampling, verification--> rows and counts --draft--> rows that go on with drafts, for the next step
 
@@ -65,7 +65,7 @@ class ComputedStep:
 
 
 class StepReader(Protocol):
-    """What reads steps within the graphs that verify drafts, for the drafter that goes on from there.
+    """The protocol of what reads steps within the graphs that verify drafts, for the drafter that goes on from there.
 
     inputs      those of a `Drafter`
     tile_sizes  those of an `AttentionBackend`
@@ -90,7 +90,7 @@ class Captures(Protocol):
     """CUDA graphs of one kind, which are captured one by one while nothing runs."""
 
     missing: deque[Any]
-    """Those that are not captured yet, the likeliest first."""
+    """The graphs that are not captured yet, the likeliest first."""
 
     @property
     def priority(self) -> int:
@@ -114,7 +114,7 @@ class Drafter(Protocol):
 
     @property
     def inputs(self) -> LayerInputs | None:
-        """Those of layers that it reads instead of the last states."""
+        """The inputs of layers that the drafter reads instead of the last states."""
 
     def prepare(self, output: SchedulerOutput) -> None:
         """The rows have changed as a step says: let what is kept for rows and blocks change with them."""
@@ -135,7 +135,7 @@ class DrawingDrafter(Drafter, Protocol):
     """One that draws its drafts from probabilities, by which more of them can be accepted."""
 
     drawn: Drawn | None
-    """Of the drafts that `draft` has written last; None: they are to be accepted as those of others."""
+    """The probabilities of the drafts that `draft` has written last; None: they do not count for acceptance."""
 
 
 @runtime_checkable
@@ -143,7 +143,7 @@ class ReadingDrafter(Drafter, Protocol):
     """One that keeps keys of what it reads: it reads prompts and drafts that were right whether or not it is asked."""
 
     reader: StepReader | None
-    """What reads steps for it within their graphs; None: it does so behind them."""
+    """The reader of steps within their graphs; None: the drafter reads after them."""
 
 
 class GuardedDrafter:
@@ -160,28 +160,25 @@ class GuardedDrafter:
         self._reads = isinstance(drafter, ReadingDrafter)
         self.inputs = None if drafter is None else drafter.inputs
         self.drawn = drafter.drawn if isinstance(drafter, DrawingDrafter) else None
-        """What drafts were drawn from, if it is to be used."""
+        """The probabilities that drafts were drawn from, if they are to be used."""
         self.seconds = 0.0
-        """What it took to guess behind the last step, on a device that the host waits for."""
+        """The seconds that drafting after the last step took, on a device that the host waits for."""
 
     @property
     def reader(self) -> StepReader | None:
-        """As of a `ReadingDrafter`."""
         return self._drafter.reader if isinstance(self._drafter, ReadingDrafter) else None
 
     @property
     def graphs(self) -> Sequence[Captures]:
-        """As of a `Drafter`."""
         return () if self._drafter is None else self._drafter.graphs
 
     def is_asked(self, scheduled: Sequence[ScheduledTokens]) -> bool:
-        """Whether something is to be guessed behind a step, or read of it for later."""
+        """Returns whether something is to be guessed behind a step, or read of it for later."""
         if self._drafter is None:
             return False
         return any(item.guesses or (self._reads and item.count > 1) for item in scheduled)
 
     def prepare(self, output: SchedulerOutput) -> None:
-        """What `Drafter` does."""
         if self.drawn is not None:
             self.drawn.forget(slot for slot, *_ in output.drafts)
             self.drawn.forget(item.slot for item in output.joined)
@@ -189,7 +186,7 @@ class GuardedDrafter:
             self._attempt(self._drafter.prepare, output)
 
     def draft(self, step: ComputedStep) -> None:
-        """What `Drafter` does, for a step of which something `is_asked`."""
+        """Draft for a step of which something `is_asked`."""
         begun = self.clock()
         if self._drafter is not None and self.is_asked(step.scheduled):
             self._attempt(self._drafter.draft, step)

@@ -60,20 +60,16 @@ class HeadDrafter(Generic[Batch]):
 
     @property
     def graphs(self) -> Sequence[Captures]:
-        """As `Drafter`."""
         return () if self.in_graphs is None else (self.in_graphs,)
 
     @property
     def reader(self) -> StepReader | None:
-        """As `ReadingDrafter`."""
         return None if self.in_graphs is None else self.in_graphs.reader
 
     def prepare(self, output: SchedulerOutput) -> None:
-        """What `Drafter` does."""
         self._attention.copy_blocks(output.copies)
 
     def draft(self, step: ComputedStep) -> None:
-        """What `Drafter` does."""
         if self.drawn is not None:
             self.drawn.clear()
         asking = [(place, item) for place, item in enumerate(step.scheduled) if item.sampled and item.guesses]
@@ -118,7 +114,7 @@ class HeadDrafter(Generic[Batch]):
         return self._forward(step.scheduled, step.starts, step.hidden, told=True)[step.last_kept()]
 
     def _forward(self, scheduled: Sequence[ScheduledTokens], starts: Tensor, states: Tensor, *, told: bool) -> Tensor:
-        """What `states` [T] and the tokens behind those scheduled lead to, `[T, hidden]`; `told`: by the model."""
+        """The states `[T, hidden]` after `states` [T] and the next tokens; `told`: `states` are those of the model."""
         captured = None if self._captured is None else self._captured.forward(scheduled, states, told=told)
         if captured is not None:
             return captured

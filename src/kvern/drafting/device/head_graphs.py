@@ -42,11 +42,9 @@ class HeadSteps:
 
     @property
     def tile_sizes(self) -> Set[int]:
-        """As `StepReader`."""
         return self._attention.tile_sizes
 
     def read(self, batch: DeviceBatch, hidden: Tensor, sampled: Tensor, kept: Tensor) -> None:
-        """As `StepReader`."""
         told = hidden if self.inputs is None else self.inputs.rows()
         attend = self._attention.plan(batch)
         states = self._head.forward(sampled, self._head.enter(told), batch.positions, attend)
@@ -54,7 +52,6 @@ class HeadSteps:
         torch.index_select(states, 0, last, out=self.states[: len(last)])
 
     def steps(self, size: int) -> DraftSteps:
-        """As `DraftComputer`."""
         device = self._rows.device
         asked = torch.zeros(3, size, dtype=torch.int32, device=device)
         pairs = torch.zeros(2, 2 * size, dtype=torch.int32, device=device)

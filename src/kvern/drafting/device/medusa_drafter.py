@@ -29,10 +29,9 @@ class MedusaDrafter:
         self._heads, self._rows, self._choose, self.drawn = heads, rows, choose, drawn
 
     def prepare(self, output: SchedulerOutput) -> None:
-        """What `Drafter` does."""
+        """Nothing is kept that rows change."""
 
     def draft(self, step: ComputedStep) -> None:
-        """What `Drafter` does."""
         if self.drawn is not None:
             self.drawn.clear()
         asking = [item for item in step.scheduled if item.sampled and item.guesses]

@@ -10,7 +10,7 @@ from kvern.runner.ranks.expert_counts import LayerCounts
 logger = logging.getLogger("kvern")
 
 LEAST_GAIN = 0.05
-"""Of the busiest rank's work in a layer: what its experts are moved for."""
+"""The share of the busiest rank's work in a layer that makes it worth moving experts."""
 
 
 class ExpertBalance:
@@ -25,7 +25,7 @@ class ExpertBalance:
         self._placements, self._seconds, self._clock = dict(placements), seconds, clock
         self._seen: LayerCounts = []
         self._loads: list[tuple[int, list[int]]] = []
-        """Of layers that were looked at, and not yet decided."""
+        """Layers that were looked at, and not yet decided."""
         self._next = clock() + seconds
 
     def due(self, count: Callable[[], Callable[[], LayerCounts]]) -> dict[int, Placement]:

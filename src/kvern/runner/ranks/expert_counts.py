@@ -1,4 +1,4 @@
-"""How many tokens each expert of a model has had: read from the device without waiting for it."""
+"""Counts of the tokens of each expert, read from the device without waiting for it."""
 
 from collections.abc import Callable
 from itertools import islice
@@ -16,7 +16,7 @@ LayerCounts = list[list[int]]
 
 
 def experts_of(model: LanguageModel) -> dict[int, Experts]:
-    """Those that kvern computes here, by the places of their layers in the whole model."""
+    """The experts that are computed here, by the places of their layers in the whole model."""
     if not isinstance(model, Decoder):
         return {}
     layers = enumerate(model.layers, model.build.ranks.stage.first_layer)
@@ -24,7 +24,7 @@ def experts_of(model: LanguageModel) -> dict[int, Experts]:
 
 
 class ExpertCounts:
-    """Of all steps since `reset`; tokens that fill a batch up are counted as well.
+    """Counts of all steps since `reset`; tokens that fill a batch up are counted as well.
 
     `model` has the layers of a `stage` of the `whole` model. All stages read between the same steps.
     """
@@ -35,10 +35,10 @@ class ExpertCounts:
         self._counts = [experts.expert_counts for experts in experts_of(model).values()]
         self._stage = stage
         self._earlier = torch.empty(sum(self._sizes[: stage.first_layer]), dtype=torch.int64, device=device)
-        """Those of the stages before."""
+        """The counts of the stages before."""
 
     def reset(self) -> None:
-        """What steps have counted so far was no request's."""
+        """Forget the counts so far: those steps were no request's."""
         for count in self._counts:
             count.zero_()
 

@@ -22,7 +22,7 @@ class Move(NamedTuple):
 
 
 def moves_between(old: Placement, new: Placement) -> list[Move]:
-    """What makes the one of the other; ranks that have an expert several ranks want take turns to give it."""
+    """The moves from one placement to another; ranks that have an expert take turns to give it."""
     found: list[Move] = []
     for target, (before, after) in enumerate(zip(old, new, strict=True)):
         for slot, (had, wanted) in enumerate(zip(before, after, strict=True)):

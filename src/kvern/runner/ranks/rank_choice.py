@@ -1,4 +1,4 @@
-"""Which ranks choose tokens: those of the last stage, and what the first of them decides for all.
+"""The choice of tokens by ranks: those of the last stage choose, and the first of them decides some for all.
 
 Grammars, as what they allow depends on the time it takes, and logits processors, whose code may do anything.
 """

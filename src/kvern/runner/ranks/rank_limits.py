@@ -1,4 +1,4 @@
-"""What several ranks cannot do yet, refused by name before any of them starts."""
+"""Options that several ranks do not support yet: they are refused by name before any rank starts."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -78,7 +78,7 @@ def rank_of(config: EngineConfig, number: int, layers: Sequence[range], draft: P
 
 
 def whole_experts(config: EngineConfig) -> WholeExperts | None:
-    """How the options have experts placed over ranks; None: their widths are cut."""
+    """The placement of experts over ranks that the options ask for; None: the widths of experts are cut."""
     return WholeExperts(config.redundant_experts) if config.enable_expert_parallel else None
 
 

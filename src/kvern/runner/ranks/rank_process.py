@@ -61,13 +61,13 @@ logger = logging.getLogger("kvern")
 
 IPC = "ipc://"
 LOOK_SECONDS = 0.25
-"""How often a rank looks whether the first one lives."""
+"""The interval at which a rank looks whether the first one lives."""
 LINGER_MILLISECONDS = 2000
 """So long the last words may take to reach the first rank."""
 
 
 class Rank(NamedTuple):
-    """What a rank of an engine runs steps with."""
+    """The parts that a rank of an engine runs steps with."""
 
     config: EngineConfig
     folder: Path

@@ -29,13 +29,13 @@ from kvern.runner.ranks.rank_wire import Failed, RankMessage, StartRank, TurnTak
 logger = logging.getLogger("kvern")
 
 SHARED = "/dev/shm"  # noqa: S108 (a folder of our own in it)
-"""Where Linux has memory that processes share; elsewhere files are mapped, which it writes to a disk in between."""
+"""The folder of memory that processes share on Linux; elsewhere files are mapped, and may reach a disk."""
 PATIENCE = 300.0
 """Seconds that a rank may take longer than the first to import its modules, or to read what that has in memory."""
 TIMES = 3
 """And so many times the first one's seconds."""
 LOOK_MILLISECONDS = 200
-"""How often a rank that is waited for is looked after."""
+"""The interval at which a rank that is waited for is looked after."""
 
 ENDING_SECONDS = 2.0
 """So long after a failed step the end of a rank, which may be its cause, may take to be noticed."""
@@ -44,7 +44,7 @@ RANKS_DISAGREE = f"{FAILED}its ranks do not agree any more"
 
 MODULE = "kvern.runner.ranks.rank_process"
 MODULE_OF_DP_ATTENTION = "kvern.serving.home_process"
-"""Of ranks whose requests are their own."""
+"""The module of ranks in DP attention."""
 
 
 class Process(Protocol):
@@ -82,7 +82,7 @@ class RankProcesses:
         release: Release | None = None,
     ) -> None:
         self.listener: sockets.socket | None = None
-        """Where the ranks meet by TCP: this process's."""
+        """The address where the ranks meet by TCP, of this process."""
         context = zmq.Context()
         self._sockets: list[zmq.Socket[bytes]] = []
         processes: list[Process] = []
@@ -119,20 +119,20 @@ class RankProcesses:
         weakref.finalize(self, _leave, self._end, self._sockets, context, self.listener, os.getpid())
 
     def send(self, message: RankMessage) -> None:
-        """To all of them, without waiting: of one that has ended the step will tell."""
+        """Send a message to all ranks without waiting; the step will tell of a rank that has ended."""
         content = encode(message)
         for socket in self._sockets:
             with contextlib.suppress(zmq.Again):
                 socket.send(content, zmq.NOBLOCK)
 
     def send_each(self, messages: Sequence[RankMessage]) -> None:
-        """As `send`, to each of them its own."""
+        """Send each rank its own message, without waiting."""
         for socket, message in zip(self._sockets, messages, strict=True):
             with contextlib.suppress(zmq.Again):
                 socket.send(encode(message), zmq.NOBLOCK)
 
     def turns(self, seconds: float) -> list[TurnTaken]:
-        """What all of them answer to a turn, in their order, each within so many seconds. Raises EngineDied."""
+        """The answers of all ranks to a turn, in their order, each within so many seconds. Raises EngineDied."""
         return [self._turn(rank, socket, seconds) for rank, socket in zip(self._ranks, self._sockets, strict=True)]
 
     def _turn(self, rank: int, socket: "zmq.Socket[bytes]", seconds: float) -> TurnTaken:
@@ -177,7 +177,7 @@ class RankProcesses:
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
-        """What is called within may wait for others, and counts for nothing if one ended by itself: EngineDied."""
+        """A call within may wait for other ranks; if one of them ended by itself, EngineDied is raised."""
         self._check()
         around, self._end.call = self._end.call, object()
         try:
@@ -246,7 +246,7 @@ def _leave(
 
 
 class _End:
-    """Of processes, which end together, and of the folder in which they meet."""
+    """The end of processes, which end together, and of the folder in which they meet."""
 
     def __init__(
         self,
@@ -263,7 +263,7 @@ class _End:
         self.noticed = threading.Event()
         self.reason: str | None = None
         self.call: object | None = None
-        """What is waited for now."""
+        """The answer that is waited for now."""
         for rank, process in processes.items():
             threading.Thread(target=self._watch, args=(rank, process), name=f"rank-{rank}", daemon=True).start()
         if patience is not None:

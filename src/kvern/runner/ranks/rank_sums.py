@@ -1,4 +1,4 @@
-"""Which sums of ranks on GPUs go through memory of each other, and which through NCCL: what is faster, alike on all."""
+"""The faster way for sums of ranks on GPUs, the same on all: memory of each other, or NCCL."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -102,14 +102,14 @@ def share_norms(ranks: Ranks, spec: ModelSpec, rows: int, dtype: torch.dtype, de
 
 
 def _weights(spec: ModelSpec, layer: LayerSpec) -> int:
-    """Of a dense layer's products."""
+    """The dtype of the products of a dense layer."""
     attention, mlp = layer.attention, cast("MlpSpec", layer.mlp)
     heads = 2 * attention.heads + 2 * attention.kv_heads
     return spec.hidden_size * (heads * attention.head_dim + 3 * mlp.width)
 
 
 def are_right(ranks: Ranks, norms: SharedNorms, device: torch.device) -> bool:
-    """Whether on all ranks shared norms, and what is left of the residual, are what each would compute by itself."""
+    """Returns whether shared norms, and the residual, are on all ranks what each would compute by itself."""
     own, common = (torch.Generator(device).manual_seed(seed) for seed in (ranks.rank + 1, 0))
     shape = norms.rows, norms.width  # whole numbers, whose sums are exact in any order
     made = partial(torch.randint, -2, 3, shape, dtype=norms.dtype, device=device)
@@ -134,7 +134,7 @@ def _is_close(found: Tensor, expected: Tensor) -> Tensor:
 
 
 def known_ways(known: Measurements, key: str) -> list[Way]:
-    """What was measured once, for each of TIMED_ROWS; nothing, if it was not."""
+    """The measurements of each of TIMED_ROWS; empty, if there are none."""
     stored = known.section(SECTION).get(key)
     ways = [name for name in stored if name in WAYS] if isinstance(stored, list) else []
     return ways if len(ways) == len(TIMED_ROWS) else []
@@ -156,7 +156,7 @@ def described(ways: Sequence[Way]) -> str:
 
 
 def _first(ranks: Ranks, ways: Sequence[Way], device: torch.device) -> list[Way]:
-    """What the first rank says."""
+    """The numbers of the first rank."""
     numbers = [WAYS.index(way) for way in ways] or [NOT_KNOWN] * len(TIMED_ROWS)
     return [WAYS[number] for number in _told(ranks, numbers, device) if number != NOT_KNOWN]
 

@@ -1,4 +1,4 @@
-"""What the first rank's tier decides reaches the others', each of which keeps its part of the same blocks."""
+"""The tier of the first rank decides for all ranks, each of which keeps its part of the same blocks."""
 
 from collections.abc import Callable, Iterable, Sequence
 
@@ -36,7 +36,7 @@ class NotedTier:
         self._tier.lose(keys)
 
     def taken(self) -> list[TierCall]:
-        """What was asked since the last time."""
+        """The calls since the last time."""
         calls, self._calls = self._calls, []
         return calls
 

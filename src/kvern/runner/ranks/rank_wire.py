@@ -1,4 +1,4 @@
-"""What the process of the first rank and those of the others say to each other: msgpack, never pickle.
+"""The messages between the process of the first rank and those of the others: msgpack, never pickle.
 
 first rank --> StartRank on standard input; LoadWeights, TakeMemory, then RunStep and what is between steps --> rank
 first rank <-- IsHere, HasFiles, Found, HasRoom, IsReady; Failed in the place of any: it cannot start      <-- rank
@@ -42,7 +42,7 @@ class StartRank(RankMessage):
 
 
 class LoadWeights(RankMessage):
-    """What all ranks agreed on, and where they meet, as `Ranks.connect` takes it."""
+    """The plan that all ranks agreed on, and where they meet, as `Ranks.connect` takes it."""
 
     plan: Plan
     meeting: str
@@ -55,7 +55,7 @@ class TakeMemory(RankMessage):
 
 
 class TierCall(msgspec.Struct, array_like=True, gc=False):
-    """What a tier of the KV cache was asked: a method of `KVTier`, its keys, and for `put` the block."""
+    """A call of a tier of the KV cache: a method of `KVTier`, its keys, and for `put` the block."""
 
     method: Literal["put", "acquire", "release", "lose"]
     keys: list[bytes]
@@ -121,7 +121,7 @@ class AddAdapter(RankMessage):
 
     @classmethod
     def of(cls, key: int, adapter: Adapter) -> "AddAdapter":
-        """Of an adapter that was read."""
+        """The message for an adapter that was read."""
         dtype = next((part.down.dtype for part in adapter.parts.values()), torch.float32)
         parts = {name: (part.rank, _bytes(part.down), _bytes(part.up)) for name, part in adapter.parts.items()}
         return cls(key, str(dtype).removeprefix("torch."), adapter.digest, parts)
@@ -153,13 +153,13 @@ class HasFiles(RankMessage):
 
 
 class Found(RankMessage):
-    """What `Worker.probe` found."""
+    """The result of `Worker.probe`."""
 
     findings: Findings
 
 
 class HasRoom(RankMessage):
-    """What `Worker.load` left."""
+    """The result of `Worker.load`."""
 
     room: Room
 
