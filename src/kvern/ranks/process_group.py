@@ -20,7 +20,7 @@ from kvern.io.sockets import address_towards, interface_of
 
 LOOPBACK = "127.0.0.1"
 ATTEMPTS = 5
-"""The backend that connects members on CPUs."""
+"""The most attempts to connect members on CPUs."""
 MEETS = timedelta(seconds=10)
 """For which they wait for each other in one of them, once all are there."""
 PROOF = 32

@@ -15,7 +15,7 @@ from kvern.runner.plan import Layout, Plan
 from kvern.spec.model import ModelSpec
 
 REQUESTS, TOKENS = 4, 128
-"""The number of tokens of random text that shows the range of each head."""
+"""Requests and tokens of random text: enough to show the range of each head."""
 MARGIN = {torch.float8_e4m3fn: 2.0, torch.int8: 1.5}
 """The factor by which real text may store larger numbers than random. e4m3 loses nothing by it, integers half a bit."""
 

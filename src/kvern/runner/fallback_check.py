@@ -23,7 +23,7 @@ TOKENS = 64
 LONGEST_WINDOW = 256
 BLOCK_SIZE = 16
 LAST = 16
-"""The last tokens of each prompt, which follow cached ones, and from which windows hide others."""
+"""The number of last tokens of each prompt: they follow cached ones, and windows hide others from them."""
 EXACT = 1e-4
 """The share of their spread by which logits in float32 may differ: sums are made in another order."""
 

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from kvern.kernel_list import Inputs
 
 CPU_DTYPES = (torch.float32, torch.bfloat16)
-"""The threads of PyTorch beside models that kernels of a CPU compute."""
+"""The dtypes of models that kernels of a CPU compute."""
 
 
 def settle_threads(config: EngineConfig, plan: Plan, model: WeightedModel) -> None:

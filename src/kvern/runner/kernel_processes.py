@@ -37,7 +37,7 @@ LONGEST = ("hopper", "attention", "sampling")
 """Groups of kernels that compile for seconds each, all others in less than one."""
 PR_SET_PDEATHSIG = 1
 ADDRESS = re.compile(r" at 0x[0-9a-f]+")
-"""The address of a function in a description, which is another one in each process."""
+"""Addresses of functions in descriptions, which differ from process to process."""
 
 
 class TargetDriver:

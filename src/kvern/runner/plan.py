@@ -145,7 +145,7 @@ class Layout(msgspec.Struct, frozen=True):
 
     @property
     def cached_tokens(self) -> int:
-        """The most states that a prefix cache keeps."""
+        """The most tokens that a prefix cache keeps."""
         columns = (self.positions == 0) + self.window_tables  # blocks that a token takes
         return self.blocks * self.block_size // columns
 
@@ -267,7 +267,7 @@ def longest_fitting(tokens: int, room: Room, plan: Plan, config: EngineConfig) -
 
 
 def sequences_taken(count: int, length: int, room: Room, plan: Plan, config: EngineConfig) -> int:
-    """The number of tokens kept by all layers whose memory is that of so many sequences of this length.
+    """The memory of so many sequences of this length, as a number of tokens that all layers keep.
 
     One of them is at its prompt, where it holds most; the others decode.
     """

@@ -33,7 +33,7 @@ class ProcessorVerdict:
     failed: dict[int, str] = field(default_factory=dict)
     rows: Sequence[int] = ()
     names: Sequence[str] = ()
-    """The errors of the processors of each of `rows`."""
+    """The names of the processors of each of `rows`."""
     unusable: torch.Tensor | None = None
 
     def reasons(self) -> dict[int, str]:

@@ -71,7 +71,7 @@ class TieredSteps:
         return step if message is None or not message.loads else _Loaded(step, self._load(message.loads))
 
     def _load(self, loads: Sequence[BlockLoad]) -> list[tuple[int, int]]:
-        """The blocks that all ranks could load."""
+        """Load blocks; returns (number of a load, how many of its first blocks all ranks could have)."""
         loaded = self._tier.load(self._caches, [replace(load, key=self._ranks.own(load.key)) for load in loads])
         if self._ranks.processes == 1:
             return loaded

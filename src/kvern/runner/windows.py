@@ -29,7 +29,7 @@ def choose_groups(config: EngineConfig, spec: ModelSpec, plan: Plan, libraries: 
 
 
 def report(groups: LayerGroups) -> list[str]:
-    """The line that the report of a start has about it."""
+    """Lines for the report of a start."""
     if groups.reason:
         return [f"layers with a window keep all tokens: {groups.reason}"]
     return [] if groups.window is None else [f"layers with a window of {groups.window} keep no more tokens than that"]

@@ -10,7 +10,7 @@ from kvern.runner.ranks.expert_counts import LayerCounts
 logger = logging.getLogger("kvern")
 
 LEAST_GAIN = 0.05
-"""The share of the busiest rank's work in a layer that makes it worth moving experts."""
+"""The least share of the busiest rank's work in a layer for which experts are moved."""
 
 
 class ExpertBalance:

@@ -263,7 +263,7 @@ class _End:
         self.noticed = threading.Event()
         self.reason: str | None = None
         self.call: object | None = None
-        """The answer that is waited for now."""
+        """The call that is waited for now."""
         for rank, process in processes.items():
             threading.Thread(target=self._watch, args=(rank, process), name=f"rank-{rank}", daemon=True).start()
         if patience is not None:

@@ -102,7 +102,7 @@ def share_norms(ranks: Ranks, spec: ModelSpec, rows: int, dtype: torch.dtype, de
 
 
 def _weights(spec: ModelSpec, layer: LayerSpec) -> int:
-    """The dtype of the products of a dense layer."""
+    """The number of weights in the products of a dense layer."""
     attention, mlp = layer.attention, cast("MlpSpec", layer.mlp)
     heads = 2 * attention.heads + 2 * attention.kv_heads
     return spec.hidden_size * (heads * attention.head_dim + 3 * mlp.width)
