@@ -21,7 +21,7 @@ from kvern.kernels.packed import NF4
 from kvern.layers.linear_format import LinearFormat
 from kvern.layers.linear_method import ANY, Axis, LinearShape, Part, TensorLayout
 
-Place = tuple[slice, slice]
+Cell = tuple[slice, slice]
 """Rows and columns of a matrix."""
 BLOCK, NESTED_BLOCK = 64, 256
 STATE = "weight.quant_state.bitsandbytes__nf4"
@@ -76,7 +76,7 @@ class Nf4Method(GroupedMethod):
             else:
                 state.tensors.setdefault(kind.removeprefix("weight."), []).append(tensor.to("cpu", copy=True).float())
 
-    def _taken(self, entries: Tensor, part: Part, first: int, numbers: int) -> Iterator[tuple[Tensor, Place]]:
+    def _taken(self, entries: Tensor, part: Part, first: int, numbers: int) -> Iterator[tuple[Tensor, Cell]]:
         """Yields the entries that this rank holds, and their place; an entry covers `numbers` numbers of a row."""
         width, outputs = _all_inputs(part) // numbers, part.outputs
         inputs = range(part.inputs.start // numbers, part.inputs.stop // numbers)

@@ -22,7 +22,7 @@ from kvern.models.checkpoint import read_headers
 from kvern.models.decoder import Decoder
 from kvern.models.embedder import spec_of_folder
 from kvern.models.encoder import Encoder
-from kvern.models.room import check_memory
+from kvern.models.memory import check_memory
 from kvern.models.share import WholeExperts, share_of
 from kvern.models.stages import part_of_stage, tensors_of_stage
 from kvern.models.stored_tensor import StoredTensor, open_map

@@ -72,7 +72,7 @@ class Watched(LinearFormat):
         return WatchedExperts(hidden_size, spec, build)
 
 
-class Place:
+class WatchedProduct:
     """The location of matrices that multiply the same rows: a `Linear`, or an expert's matrix.
 
     `paths` are Llama's names of the matrices, fused ones included.
@@ -97,15 +97,17 @@ class Place:
             self._owner.method.inputs = inputs
 
 
-def places(module: "nn.Module") -> Iterator[Place]:
+def places(module: "nn.Module") -> Iterator[WatchedProduct]:
     """All that can be watched in a block."""
     for part in module.modules():
         if isinstance(part, Linear):
             names = [*part.outputs, *([part.fused] if part.fused else [])]
-            yield Place(part, ("", 0), part.inputs, [f"{part.path}.{name}" if part.path else name for name in names])
+            yield WatchedProduct(
+                part, ("", 0), part.inputs, [f"{part.path}.{name}" if part.path else name for name in names]
+            )
         elif isinstance(part, WatchedExperts):
             for expert in range(part.spec.experts):
                 prefix = f"{part.path}.experts.{expert}"
                 both = [f"{prefix}.gate_proj", f"{prefix}.up_proj"]
-                yield Place(part, ("gate_up", expert), part.hidden_size, both)
-                yield Place(part, ("down", expert), part.spec.width, [f"{prefix}.down_proj"])
+                yield WatchedProduct(part, ("gate_up", expert), part.hidden_size, both)
+                yield WatchedProduct(part, ("down", expert), part.spec.width, [f"{prefix}.down_proj"])

@@ -9,7 +9,7 @@ from typing import Any
 Resolver = Any
 """The resolver of `referencing`: resolves references relative to a schema."""
 Schema = Mapping[str, Any] | bool
-Made = dict[str, Any] | bool
+PlainSchema = dict[str, Any] | bool
 """A schema in the compiler's words."""
 
 TYPES = frozenset({"null", "boolean", "number", "string", "array", "object"})
@@ -68,7 +68,7 @@ SHAPES: dict[str, tuple[Callable[[Any], bool], str]] = {
     ),
 }
 """The check of each keyword's value, and a description of valid values."""
-OPPOSITES: dict[str, Callable[[Any], Made]] = {
+OPPOSITES: dict[str, Callable[[Any], PlainSchema]] = {
     "minimum": lambda bound: {"type": "number", "exclusiveMaximum": bound},
     "maximum": lambda bound: {"type": "number", "exclusiveMinimum": bound},
     "exclusiveMinimum": lambda bound: {"type": "number", "maximum": bound},
@@ -87,7 +87,7 @@ OPPOSITES: dict[str, Callable[[Any], Made]] = {
 """A schema that each keyword excludes, as a part of its negation; False: none."""
 
 
-def any_of(schemas: Iterable[Made]) -> Made:
+def any_of(schemas: Iterable[PlainSchema]) -> PlainSchema:
     """A schema that allows what at least one of `schemas` allows."""
     some = [schema for schema in schemas if schema is not False]
     if not some or True in some or {} in some:
@@ -95,7 +95,7 @@ def any_of(schemas: Iterable[Made]) -> Made:
     return some[0] if len(some) == 1 else {"anyOf": some}
 
 
-def all_of(schemas: Iterable[Made]) -> Made:
+def all_of(schemas: Iterable[PlainSchema]) -> PlainSchema:
     """A schema that allows what all `schemas` allow."""
     some = [schema for schema in schemas if schema is not True and schema != {}]
     if not some or False in some:
@@ -127,10 +127,10 @@ def _distinct_values(nodes: Sequence[Any]) -> bool:
     return len({canonical(value) for value in values}) == len(values)
 
 
-def _other_than(values: Sequence[Any]) -> Made:
+def _other_than(values: Sequence[Any]) -> PlainSchema:
     """Values of types that none of these has, other texts, and the other truth value."""
     kinds = {OF_TYPE[type(value)] for value in values}
-    options: list[Made] = [{"type": sorted(TYPES - kinds)}]
+    options: list[PlainSchema] = [{"type": sorted(TYPES - kinds)}]
     if "string" in kinds:
         texts = [value for value in values if isinstance(value, str)]
         options.append({"type": "string", "pattern": f"^(?:{other_texts(texts)})$"})

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from kvern.errors import InvalidParameter
-from kvern.structured.assertions import OF_KEYWORD, OF_TYPE, Made, any_of, types_of
+from kvern.structured.assertions import OF_KEYWORD, OF_TYPE, PlainSchema, any_of, types_of
 from kvern.structured.llguidance_schema import far_keywords, inexact
 from kvern.structured.number_ranges import whole_numbers
 
@@ -47,7 +47,10 @@ def rules_of(schema: Mapping[str, Any], held: Callable[[dict[str, Any]], dict[st
 
 class _Writer:
     def __init__(
-        self, definitions: Mapping[str, Made], held: Callable[[dict[str, Any]], dict[str, Any] | None], exact: bool
+        self,
+        definitions: Mapping[str, PlainSchema],
+        held: Callable[[dict[str, Any]], dict[str, Any] | None],
+        exact: bool,
     ) -> None:
         self.rules: list[str] = []
         self._definitions = definitions
@@ -81,7 +84,7 @@ class _Writer:
             self._known[id(schema)] = schema, own or there or any(map(self.is_far, _parts(schema)))
         return self._known[id(schema)][1]
 
-    def rule(self, schema: Made) -> str | None:
+    def rule(self, schema: PlainSchema) -> str | None:
         """The name of a rule for a schema; None if the schema allows no value."""
         if not isinstance(schema, dict) or not self.is_far(schema):
             return self._leaf(schema)
@@ -115,7 +118,7 @@ class _Writer:
             self.rules.append(f"{self._references[name]}: {made}")
         return self._references[name]
 
-    def _leaf(self, schema: Made) -> str | None:
+    def _leaf(self, schema: PlainSchema) -> str | None:
         if schema is False:
             return None
         used: set[str] = set()

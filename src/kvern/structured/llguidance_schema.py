@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from kvern.errors import InvalidParameter
-from kvern.structured.assertions import Made, all_of, other_texts
+from kvern.structured.assertions import PlainSchema, all_of, other_texts
 
 TOKENS = re.compile(
     r"(?P<escape>\\[pP](?:\{[^}]*\}|.)|\\.)|\[(?P<members>\^?(?:[^\\\]]|\\.)*)\]|(?P<plain>.)", re.DOTALL
@@ -36,7 +36,7 @@ def held(schema: Mapping[str, Any], has_text: Callable[[dict[str, Any]], bool]) 
     return {**(made if isinstance(made, dict) else {}), "$defs": definitions}
 
 
-def _held(schema: Made, has_text: Callable[[dict[str, Any]], bool], alone: bool) -> Made:
+def _held(schema: PlainSchema, has_text: Callable[[dict[str, Any]], bool], alone: bool) -> PlainSchema:
     """Converts one schema; `alone`: no other schema applies to the same value."""
     if isinstance(schema, bool):
         return schema

@@ -28,7 +28,7 @@ from kvern.structured.assertions import (
     OPPOSITES,
     SHAPES,
     TYPES,
-    Made,
+    PlainSchema,
     Resolver,
     Schema,
     all_of,
@@ -85,11 +85,11 @@ class Rewriter:
         self._names: dict[tuple[int, bool], str] = {}
         self._apart: dict[int, bool] = {}
         self._values: dict[int, frozenset[str]] = {}
-        self.definitions: dict[str, Made] = {}
+        self.definitions: dict[str, PlainSchema] = {}
         self.reasons: set[str] = set()
         """Reasons why nothing may be left: needed keywords that cannot be expressed, or contradictions."""
 
-    def said(self, schema: Schema, at: Resolver, path: str) -> Made:
+    def said(self, schema: Schema, at: Resolver, path: str) -> PlainSchema:
         """A schema in the compiler's terms that allows what `schema` allows, or a part of it."""
         if isinstance(schema, bool):
             return schema
@@ -98,7 +98,7 @@ class Rewriter:
             return closed(self, node, at, path)
         return all_of([self.plain(node, at, path), *self._applied(node, at, path)])
 
-    def negated(self, schema: Schema, at: Resolver, path: str) -> Made:
+    def negated(self, schema: Schema, at: Resolver, path: str) -> PlainSchema:
         """A schema that allows a part of what `schema` excludes; False if none of it can be expressed."""
         if isinstance(schema, bool):
             return not schema
@@ -154,7 +154,7 @@ class Rewriter:
             self._values[id(node)] = frozenset(map(canonical, node["enum"] if "enum" in node else [node["const"]]))
         return self._values[id(node)]
 
-    def plain(self, node: Mapping[str, Any], at: Resolver, path: str) -> Made:
+    def plain(self, node: Mapping[str, Any], at: Resolver, path: str) -> PlainSchema:
         """The assertions that the compiler knows, with the schemas in them."""
         made: dict[str, Any] = {}
         form: dict[str, Any] = {}
@@ -177,7 +177,7 @@ class Rewriter:
             return False
         return all_of([made, form]) if form.keys() & made.keys() else {**made, **form}
 
-    def _applied(self, node: Mapping[str, Any], at: Resolver, path: str) -> Iterable[Made]:
+    def _applied(self, node: Mapping[str, Any], at: Resolver, path: str) -> Iterable[PlainSchema]:
         """The meanings of the keywords that are alternatives or negations."""
         for key in self.keywords(node):
             yield from self.applied(key, node, at, path)
@@ -186,11 +186,11 @@ class Rewriter:
         """The keywords of a node that are alternatives or negations."""
         return node.keys() & APPLIED.keys()
 
-    def applied(self, key: str, node: Mapping[str, Any], at: Resolver, path: str) -> Iterable[Made]:
+    def applied(self, key: str, node: Mapping[str, Any], at: Resolver, path: str) -> Iterable[PlainSchema]:
         """The meaning of one keyword of `APPLIED`."""
         return APPLIED[key](self, node, at, f"{path}/{key}")
 
-    def _reference(self, target: str, at: Resolver, path: str, allowed: bool) -> Made:
+    def _reference(self, target: str, at: Resolver, path: str, allowed: bool) -> PlainSchema:
         contents, there = self.resolve(target, at, path)
         key = id(contents), allowed
         if key not in self._names:
@@ -213,22 +213,22 @@ class Rewriter:
 
     # keywords that are alternatives or negations
 
-    def _ref(self, node: Mapping[str, Any], at: Resolver, path: str) -> Iterable[Made]:
+    def _ref(self, node: Mapping[str, Any], at: Resolver, path: str) -> Iterable[PlainSchema]:
         yield self._reference(node[path.rpartition("/")[2]], at, path, True)
 
-    def _all_of(self, node: Mapping[str, Any], at: Resolver, path: str) -> Iterable[Made]:
+    def _all_of(self, node: Mapping[str, Any], at: Resolver, path: str) -> Iterable[PlainSchema]:
         yield from (self.said(item, at, f"{path}/{index}") for index, item in enumerate(node["allOf"]))
 
-    def _any_of(self, node: Mapping[str, Any], at: Resolver, path: str) -> Iterable[Made]:
+    def _any_of(self, node: Mapping[str, Any], at: Resolver, path: str) -> Iterable[PlainSchema]:
         yield any_of(self.said(item, at, f"{path}/{index}") for index, item in enumerate(node["anyOf"]))
 
-    def _one_of(self, node: Mapping[str, Any], at: Resolver, path: str) -> Iterable[Made]:
+    def _one_of(self, node: Mapping[str, Any], at: Resolver, path: str) -> Iterable[PlainSchema]:
         yield any_of(
             all_of([self.said(item, at, f"{path}/{index}"), *self.others(node["oneOf"], index, at, path)])
             for index, item in enumerate(node["oneOf"])
         )
 
-    def others(self, items: Sequence[Schema], index: int, at: Resolver, path: str) -> list[Made]:
+    def others(self, items: Sequence[Schema], index: int, at: Resolver, path: str) -> list[PlainSchema]:
         """Schemas that exclude the other alternatives, where they do not obviously exclude each other."""
         if id(items) not in self._apart:
             self._apart[id(items)] = tell_apart(items)
@@ -240,10 +240,10 @@ class Rewriter:
             if number != index and not disjoint(self, items[index], other, at, path)
         ]
 
-    def _not(self, node: Mapping[str, Any], at: Resolver, path: str) -> Iterable[Made]:
+    def _not(self, node: Mapping[str, Any], at: Resolver, path: str) -> Iterable[PlainSchema]:
         yield self.negated(node["not"], at, path)
 
-    def _if(self, node: Mapping[str, Any], at: Resolver, path: str) -> Iterable[Made]:
+    def _if(self, node: Mapping[str, Any], at: Resolver, path: str) -> Iterable[PlainSchema]:
         if "then" in node or "else" in node:
             above = path.rpartition("/")[0]
             then, otherwise = node.get("then", True), node.get("else", True)
@@ -254,17 +254,17 @@ class Rewriter:
                 ]
             )
 
-    def _dependent_required(self, node: Mapping[str, Any], at: Resolver, path: str) -> Iterable[Made]:
+    def _dependent_required(self, node: Mapping[str, Any], at: Resolver, path: str) -> Iterable[PlainSchema]:
         for name, names in node["dependentRequired"].items():
             if names:
                 yield {"anyOf": [{"properties": {name: False}}, {"required": sorted({name, *names})}]}
 
-    def _dependent_schemas(self, node: Mapping[str, Any], at: Resolver, path: str) -> Iterable[Made]:
+    def _dependent_schemas(self, node: Mapping[str, Any], at: Resolver, path: str) -> Iterable[PlainSchema]:
         for name, schema in node["dependentSchemas"].items():
             said = self.said(schema, at, f"{path}/{name}")
             yield any_of([{"properties": {name: False}}, all_of([{"required": [name]}, said])])
 
-    def _contains(self, node: Mapping[str, Any], at: Resolver, path: str) -> Iterable[Made]:
+    def _contains(self, node: Mapping[str, Any], at: Resolver, path: str) -> Iterable[PlainSchema]:
         least, most = node.get("minContains", 1), node.get("maxContains")
         if max(least, most or 0) > MOST_CONTAINED:
             raise InvalidParameter(f"structured: {path} wants up to {max(least, most or 0)}: at most {MOST_CONTAINED}")
@@ -277,7 +277,7 @@ class Rewriter:
             made["items"] = self.negated(node["contains"], at, path)
         yield any_of([{"type": sorted(TYPES - {"array"})}, {"type": "array", **made}])
 
-    def _property_names(self, node: Mapping[str, Any], at: Resolver, path: str) -> Iterable[Made]:
+    def _property_names(self, node: Mapping[str, Any], at: Resolver, path: str) -> Iterable[PlainSchema]:
         schema = node["propertyNames"]
         rules = {
             key: value for key, value in ({} if isinstance(schema, bool) else schema).items() if key not in IGNORED
@@ -299,7 +299,7 @@ class Rewriter:
 
     # what a schema does not allow
 
-    def _opposites(self, node: Mapping[str, Any], at: Resolver, path: str) -> Iterable[Made]:
+    def _opposites(self, node: Mapping[str, Any], at: Resolver, path: str) -> Iterable[PlainSchema]:
         for key, value in node.items():
             here = f"{path}/{key}"
             if key in OPPOSITES:
@@ -344,7 +344,7 @@ class Rewriter:
                 self.reasons.add(f"not {key} cannot be expressed ({here})")
 
 
-APPLIED: dict[str, Callable[[Rewriter, Mapping[str, Any], Resolver, str], Iterable[Made]]] = {
+APPLIED: dict[str, Callable[[Rewriter, Mapping[str, Any], Resolver, str], Iterable[PlainSchema]]] = {
     "$ref": Rewriter._ref,
     "$dynamicRef": Rewriter._ref,
     "$recursiveRef": Rewriter._ref,
@@ -368,7 +368,7 @@ APPLIED: dict[str, Callable[[Rewriter, Mapping[str, Any], Resolver, str], Iterab
 class _Alternative:
     """One way to satisfy a schema: a conjunction, and which properties and items it looks at."""
 
-    schemas: list[Made] = field(default_factory=list)
+    schemas: list[PlainSchema] = field(default_factory=list)
     names: set[str] = field(default_factory=set)
     patterns: set[str] = field(default_factory=set)
     items: int = 0
@@ -386,7 +386,7 @@ class _Alternative:
         )
 
 
-def closed(rewriter: Rewriter, node: Mapping[str, Any], at: Resolver, path: str) -> Made:
+def closed(rewriter: Rewriter, node: Mapping[str, Any], at: Resolver, path: str) -> PlainSchema:
     """A schema in which each alternative excludes unevaluated properties or items."""
     rest = {key: value for key, value in node.items() if key not in ("unevaluatedProperties", "unevaluatedItems")}
     made = []
@@ -420,7 +420,7 @@ def _ways(rewriter: Rewriter, schema: Schema, at: Resolver, path: str, depth: in
     def ways(item: Schema, name: str) -> list[_Alternative]:
         return _ways(rewriter, item, at, f"{path}/{name}", depth + 1)
 
-    def just(made: Iterable[Made]) -> list[_Alternative]:
+    def just(made: Iterable[PlainSchema]) -> list[_Alternative]:
         schema = all_of(made)
         return [] if schema is False else [_Alternative([schema])]
 

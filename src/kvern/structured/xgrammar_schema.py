@@ -13,7 +13,7 @@ from decimal import Decimal
 from typing import Any
 
 from kvern.errors import InvalidParameter
-from kvern.structured.assertions import OF_KEYWORD, OF_TYPE, Made, any_of
+from kvern.structured.assertions import OF_KEYWORD, OF_TYPE, PlainSchema, any_of
 from kvern.structured.xgrammar_patterns import plain_pattern, plain_text
 
 HIGHEST = {"minimum", "exclusiveMinimum", "minLength", "minItems", "minProperties"}
@@ -38,14 +38,14 @@ def narrow(schema: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class _Narrower:
-    def __init__(self, definitions: Mapping[str, Made]) -> None:
+    def __init__(self, definitions: Mapping[str, PlainSchema]) -> None:
         self._given = definitions
         self._names: dict[str, str] = {}
         self._nodes = 0
 
-    def definitions(self) -> dict[str, Made]:
+    def definitions(self) -> dict[str, PlainSchema]:
         """The definitions that are referenced."""
-        made: dict[str, Made] = {}
+        made: dict[str, PlainSchema] = {}
         while missing := self._names.keys() - made.keys():
             for name in missing:
                 made[name] = self.said([self._given[name]])
@@ -53,7 +53,7 @@ class _Narrower:
                     raise InvalidParameter(f"structured: what the schema's reference {name} names allows no value")
         return {self._names[name]: schema for name, schema in made.items()}
 
-    def said(self, schemas: Sequence[Made], depth: int = 0) -> Made:
+    def said(self, schemas: Sequence[PlainSchema], depth: int = 0) -> PlainSchema:
         """The schema of the values that all schemas allow."""
         self._nodes += 1
         if self._nodes > MOST_NODES or depth > DEEPEST_REFERENCE:
@@ -74,7 +74,7 @@ class _Narrower:
                 return {"$ref": f"#/$defs/{self._names.setdefault(name, _letters(len(self._names)))}"}
         return self._plain([part for part in parts if isinstance(part, dict)])
 
-    def _plain(self, parts: Sequence[dict[str, Any]]) -> Made:
+    def _plain(self, parts: Sequence[dict[str, Any]]) -> PlainSchema:
         """Schemas of plain assertions as one."""
         if not parts:
             return True
@@ -112,7 +112,7 @@ class _Narrower:
         told = {OF_KEYWORD[key] for part in parts for key in part if key in OF_KEYWORD}
         if not told and kinds == set(KINDS) - {"integer"}:
             return True
-        made: list[Made] = []
+        made: list[PlainSchema] = []
         for kind in KINDS:
             if kind not in kinds:
                 continue
@@ -126,11 +126,11 @@ class _Narrower:
                 made.append({"type": kind})
         return any_of(made)
 
-    def _array(self, parts: Sequence[dict[str, Any]], merged: Mapping[str, Any]) -> Made:
+    def _array(self, parts: Sequence[dict[str, Any]], merged: Mapping[str, Any]) -> PlainSchema:
         count = max(len(part.get("prefixItems", ())) for part in parts)
         least, most = merged.get("minItems", 0), merged.get("maxItems")
-        first: list[Made] = []
-        rest: Made = self.said([part.get("items", True) for part in parts])
+        first: list[PlainSchema] = []
+        rest: PlainSchema = self.said([part.get("items", True) for part in parts])
         for index in range(count if most is None else min(count, most)):
             item = self.said([_item(part, index) for part in parts])
             if item is False:
@@ -150,7 +150,7 @@ class _Narrower:
             made["maxItems"] = most
         return made
 
-    def _object(self, parts: Sequence[dict[str, Any]], merged: Mapping[str, Any]) -> Made:
+    def _object(self, parts: Sequence[dict[str, Any]], merged: Mapping[str, Any]) -> PlainSchema:
         required = list(dict.fromkeys(merged.get("required", ())))
         names = list(dict.fromkeys([*(name for part in parts for name in part.get("properties", ())), *required]))
         patterns = {pattern for part in parts for pattern in part.get("patternProperties", ())}
@@ -189,7 +189,7 @@ class _Narrower:
         return made | ({"minProperties": least} if least else {}) | ({} if most is None else {"maxProperties": most})
 
 
-def _flat(schema: Made) -> Iterator[Made]:
+def _flat(schema: PlainSchema) -> Iterator[PlainSchema]:
     """Schemas equivalent to the given one, each of which is plain, a reference or a choice."""
     if schema is True or schema == {}:
         return
@@ -206,13 +206,13 @@ def _flat(schema: Made) -> Iterator[Made]:
         yield from _flat(part)
 
 
-def _item(part: Mapping[str, Any], index: int) -> Made:
+def _item(part: Mapping[str, Any], index: int) -> PlainSchema:
     first = part.get("prefixItems", ())
-    item: Made = first[index] if index < len(first) else part.get("items", True)
+    item: PlainSchema = first[index] if index < len(first) else part.get("items", True)
     return item
 
 
-def _property(part: Mapping[str, Any], name: str) -> Iterator[Made]:
+def _property(part: Mapping[str, Any], name: str) -> Iterator[PlainSchema]:
     """The subschemas of a plain schema for one property."""
     patterns = part.get("patternProperties", {})
     try:
@@ -226,7 +226,7 @@ def _property(part: Mapping[str, Any], name: str) -> Iterator[Made]:
     yield from matched
 
 
-def _values(merged: Mapping[str, Any], kinds: set[str]) -> Made:
+def _values(merged: Mapping[str, Any], kinds: set[str]) -> PlainSchema:
     values = []
     for value in merged["enum"]:
         kind = OF_TYPE[type(value)]
@@ -251,7 +251,7 @@ def _changes(value: Any) -> bool:
     return isinstance(value, int) and abs(value) > EXACT
 
 
-def _text(merged: Mapping[str, Any]) -> Made:
+def _text(merged: Mapping[str, Any]) -> PlainSchema:
     told = [key for key in ("format", "pattern", "minLength", "maxLength") if key in merged]
     if told[0] == "format" or (told[0] == "pattern" and len(told) > 1):
         raise _refusal(" beside ".join(told))
@@ -263,7 +263,7 @@ def _text(merged: Mapping[str, Any]) -> Made:
     return {"type": "string", "pattern": f"^{plain_text(least, most)}$"}
 
 
-def _number(kind: str, merged: Mapping[str, Any]) -> Made:
+def _number(kind: str, merged: Mapping[str, Any]) -> PlainSchema:
     if "multipleOf" in merged:
         raise _refusal("multipleOf")
     low, above = max((merged.get("minimum", -math.inf), False), (merged.get("exclusiveMinimum", -math.inf), True))

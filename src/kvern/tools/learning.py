@@ -27,7 +27,7 @@ DIGITS = re.compile(r"\d+")
 
 
 @dataclass(frozen=True)
-class Written:
+class RenderedCalls:
     """The rendering of an assistant's message, from its calls to its end, with one call and with two.
 
     `two` is empty if the template does not support two. `tail` is the end of a message without calls.
@@ -60,14 +60,14 @@ class Written:
         return [call.name for call in message.tool_calls]
 
 
-def written_calls(source: str) -> list[Written]:
+def written_calls(source: str) -> list[RenderedCalls]:
     """The template's renderings of probes; empty if it renders no calls."""
     template = ChatTemplate({"default": source})
     found = [_written(template, arguments) for arguments in ARGUMENTS]
     return [written for written in found if written is not None]
 
 
-def _written(template: ChatTemplate, arguments: Mapping[str, Any]) -> Written | None:
+def _written(template: ChatTemplate, arguments: Mapping[str, Any]) -> RenderedCalls | None:
     tools = [_definition(name, arguments) for name in NAMES]
 
     def answer(said: str, count: int) -> str:
@@ -97,7 +97,7 @@ def _written(template: ChatTemplate, arguments: Mapping[str, Any]) -> Written | 
         return min(whole, key=lambda text: text.index(NAMES[0]), default="")
 
     one, two = calls(1), "" if template.forms(True, SPECIAL_TOKENS).calls.single else calls(2)
-    return Written(_behind_thinking(one), _behind_thinking(two), answer(SAID, 0), arguments) if one else None
+    return RenderedCalls(_behind_thinking(one), _behind_thinking(two), answer(SAID, 0), arguments) if one else None
 
 
 def _definition(name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -151,7 +151,7 @@ def _find(text: str, place: int, name: str, arguments: Mapping[str, Any]) -> Fou
     return None
 
 
-def learnt_json(written: Written) -> JsonCalls | None:
+def learnt_json(written: RenderedCalls) -> JsonCalls | None:
     """The form of calls that are JSON objects; None: they are something else."""
     one, two = written.one, written.two
     for call_id in IDS:
