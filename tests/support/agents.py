@@ -36,7 +36,7 @@ class Agent:
 
     @property
     def folder(self) -> Path:
-        """Where it is installed."""
+        """The folder in which the agent is installed."""
         return INSTALLED / f"{self.program}-{self.version}"
 
     @property
@@ -78,7 +78,7 @@ class Session:
     agent: Agent
     folder: Path
     url: str
-    """Of the server, without /v1."""
+    """The server's address, without /v1."""
     _begun: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
@@ -88,7 +88,7 @@ class Session:
         self.agent.prepare(self.home, self.work, self.url)
 
     def ask(self, question: str) -> str:
-        """What the program prints until it ends."""
+        """Runs the program with a task and returns its output."""
         kept = {name: os.environ[name] for name in ("PATH", "LANG", "TERM") if name in os.environ}
         variables = {**kept, "HOME": str(self.home), "NO_COLOR": "1", **self.agent.environment(self.url)}
         command = [str(self.agent.path), *self.agent.ask(question, self._begun)]

@@ -117,7 +117,7 @@ class CacheMachine(RuleBasedStateMachine):
         self.cache = make_cache(blocks, block_size, prefix_cache, self.tier, states, window)
         self.windows, self.pool = self.cache.extension(WindowedBlocks), self.cache.extension(StatePool)
         self.states: list[object] = [None] * states
-        """What stands for everything before: as `key`, or () at the beginning."""
+        """The key of all tokens before this one, as `key`; () at the beginning."""
         self.seen: list[list[int]] = []
         self.kept: dict[bytes, list[object]] = {}
         self.loads: dict[int, list[BlockLoad]] = {}
@@ -315,7 +315,7 @@ class CacheMachine(RuleBasedStateMachine):
             self.try_to_admit(request, reserve)
 
     def move(self) -> None:
-        """What the next step saves and loads; between the two come the step's writes."""
+        """Performs the moves of the next step; its writes come between saves and loads."""
         output = SchedulerOutput(self.steps, scheduled=[ScheduledTokens(0, 0, 1, 0)])
         self.cache.plan(output)
         states, tier = output.message(StateMessage), output.message(TierMessage)

@@ -9,7 +9,7 @@ CLOSE = 2e-3
 
 
 def check_same(answer: CompletionOutput, expected: CompletionOutput) -> None:
-    """The same tokens, text, content, calls and end."""
+    """Checks that two answers have the same tokens, text, content, calls and end."""
     assert (answer.token_ids, answer.text) == (expected.token_ids, expected.text)
     assert (answer.finish_reason, answer.stop_reason) == (expected.finish_reason, expected.stop_reason)
     assert pieces(answer) == pieces(expected)

@@ -55,8 +55,11 @@ class Ask:
 
 @dataclass
 class Result:
-    """What came of one. `streamed` are the texts of all answers, each time that there was news; `cached_before` are the
-    prompt tokens that came out of the cache when the batch was answered for the first time."""
+    """The result of one request.
+
+    streamed       the texts of all answers at each update
+    cached_before  prompt tokens from the prefix cache when the batch ran first
+    """
 
     ask: Ask
     output: RequestOutput
@@ -69,12 +72,12 @@ class Result:
 
 
 class Alone:
-    """What requests get alone, at once, from an engine with room and without a prefix cache."""
+    """The answers of requests that run alone, on an engine with enough memory and without a prefix cache."""
 
     def __init__(self, **options: Any) -> None:
         self.options = OPTIONS | options
         self.trained = self.options["model"] == OPTIONS["model"]
-        """What a model does without a feature is known of the embedded one alone: others have random weights."""
+        """A model for expected answers; only the embedded one has known behaviour without features."""
         self._llm = LLM(**self.options)
         self._known: dict[str, Result] = {}
 
@@ -96,7 +99,7 @@ class Alone:
         return True
 
     def logprobs(self, result: Result, answer: CompletionOutput, adapter: str | None) -> list[float]:
-        """What the model with an adapter gives each token of an answer, as a prompt."""
+        """Log-probabilities of an answer's tokens by the model with an adapter, computed as a prompt."""
         prompt = result.output.prompt_token_ids
         params = SamplingParams(max_tokens=1, prompt_logprobs=0, prompt_logprobs_from=len(prompt))
         [output] = self._llm.generate([[*prompt, *answer.token_ids]], params, adapter=adapter)
@@ -110,7 +113,7 @@ class Alone:
 
 @dataclass
 class Run:
-    """What one engine made of a batch, and what there is to compare it with."""
+    """The results of a batch on one engine, and the data for comparisons."""
 
     preempted: set[str]
     """Ids of the outputs whose requests lost their blocks."""
@@ -118,7 +121,7 @@ class Run:
     """Tokens that came out of the cache, each time that the batch was answered."""
     alone: Alone
     drafts: tuple[int, int] = (0, 0)
-    """That were verified, and that were right."""
+    """The numbers of verified and of accepted drafts."""
     repeated: RequestOutput | None = None  # of a request that came again as the last one, behind the batch
 
 
@@ -163,7 +166,7 @@ class Feature(ABC):
     """Something to ask for. Its document says what it promises, and `check` tests that."""
 
     def options(self) -> dict[str, Any]:
-        """What an engine needs for it."""
+        """The engine options that a feature needs."""
         return {}
 
     def ask(self, ask: Ask, number: int) -> Ask:
@@ -330,7 +333,7 @@ class Repetitions(Feature):
 
 
 def repeated_pairs(result: Result, answer: CompletionOutput) -> int:
-    """How many tokens of the answer stand behind the same token as before."""
+    """The number of pairs of adjacent tokens of the answer that occurred before."""
     tokens = [*result.output.prompt_token_ids, *answer.token_ids]
     pairs = list(itertools.pairwise(tokens))
     before = len(result.output.prompt_token_ids) - 1

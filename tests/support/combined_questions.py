@@ -1,4 +1,4 @@
-"""What the requests of combined features ask, and the forms of their answers."""
+"""Questions of requests with combined features, and the forms of their answers."""
 
 from typing import Any
 

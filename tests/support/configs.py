@@ -44,7 +44,7 @@ GPT_OSS = {
     "tie_word_embeddings": False,
     "vocab_size": 201088,
 }
-"""What config.json of the 20B model says."""
+"""The config.json of gpt-oss-20b."""
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",

@@ -11,7 +11,7 @@ TENSOR_PARALLEL_FAMILIES = (
 with a weight for each, convolutions, states in the orders of two checkpoints and of a group on both ranks, latents,
 several residual streams, three kinds of routers."""
 TENSOR_PARALLEL_CHANGES: dict[str, dict[str, Any]] = {"granitemoehybrid": {"mamba_n_groups": 1}}
-"""What tiny models have otherwise here: a group on both ranks."""
+"""Changes of tiny models for tensor parallelism: both ranks have a copy of the group."""
 _LINEAR = {"layer_types": ["linear_attention", "full_attention"] * 2, "num_hidden_layers": 4}
 _CONVOLUTIONS = {"layer_types": ["conv", "full_attention"] * 2, "num_hidden_layers": 4}
 STAGE_CHANGES: dict[str, dict[str, Any]] = {
@@ -19,4 +19,4 @@ STAGE_CHANGES: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("lfm2", "lfm2_moe"), _CONVOLUTIONS),
     "nemotron_h": {"layers_block_type": ["linear_attention", "full_attention", "mlp", "moe", "full_attention"]},
 }
-"""What tiny models have otherwise here: two layers with keys and values."""
+"""Changes of tiny models for pipeline stages: two layers with keys and values."""

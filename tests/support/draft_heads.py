@@ -199,7 +199,7 @@ MEDUSA_NAMES = {
     "vllm": ("blocks.{head}.layers.{layer}", "lm_heads.{head}"),
     "tensorrt": ("medusa_heads.{head}.medusa_layers.{layer}.linear", "medusa_heads.{head}.lm_head"),
 }
-"""What those who write Medusa heads call residual layers and output layers."""
+"""Names of residual and output layers in files of Medusa heads."""
 
 
 def write_medusa(
@@ -234,7 +234,7 @@ def write_medusa(
 
 
 def medusa_logits(weights: Weights, states: Tensor, vocabulary: int) -> Tensor:
-    """What heads of the authors' names say behind `states [T, hidden]`: `[T, heads, vocabulary]` float64."""
+    """Logits `[T, heads, vocabulary]` float64 of Medusa heads, with the authors' names, for `states [T, hidden]`."""
     own = {name: tensor.double() for name, tensor in weights.items()}
     heads = 1 + max(int(name.split(".")[0]) for name in weights if name[0].isdigit())
     found = torch.full((len(states), heads, vocabulary), float("-inf"), dtype=torch.float64)

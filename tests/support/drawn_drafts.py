@@ -24,7 +24,7 @@ VOCABULARY, DRAWS = 9, 20_000
 
 
 def p_value(tokens: torch.Tensor, probabilities: torch.Tensor) -> float:
-    """Of Pearson's chi-square: how likely it is that numbers of tokens are so far from what is expected."""
+    """The p-value of Pearson's chi-square test of tokens against probabilities."""
     expected, found = probabilities.double() * len(tokens), tokens.bincount(minlength=len(probabilities))
     possible = expected > 0
     assert not found[~possible].any()
@@ -38,11 +38,11 @@ def logits_of(seed: int) -> torch.Tensor:
 
 HOT = 100.0
 TOKENS = list(range(60, 60 + VOCABULARY))
-"""Of the whole engine's, those that may come."""
+"""The tokens that may be sampled."""
 
 
 class Drawing:
-    """Draws drafts from probabilities that know nothing of the text, by the random numbers that tokens are drawn by."""
+    """A drafter that samples drafts from fixed probabilities, with the random numbers of the sampler."""
 
     reads_hidden, inputs = False, None
     graphs = ()
@@ -68,7 +68,7 @@ class Drawing:
 
 
 class OwnLengths(AnyLength):
-    """Has as many guessed as the request says: which others are in a step depends on when their forms are ready."""
+    """Drafting whose number of drafts depends on the request alone, not on the other requests of a step."""
 
     def wanted(self, running: int) -> Wanted | None:
         return lambda request: self._length(request) if takes_drafts(request) else 0
@@ -89,7 +89,9 @@ def drawing(llm: LLM, probabilities: torch.Tensor, rejection: bool) -> Iterator[
 
 
 def check_draws(llm: LLM, requests: int, count: int) -> None:
-    """Of an engine whose model says the same everywhere, nearly: at a high temperature biases alone count."""
+    """Checks sampled tokens and acceptance; at a high temperature only the biases matter, so all positions are
+    alike.
+    """
     own, theirs = logits_of(1)[0], torch.zeros(vocab_size_of(llm))
     theirs[TOKENS] = logits_of(51)[0].softmax(-1)
     hot: dict[str, Any] = {"temperature": HOT, "max_tokens": count, "ignore_eos": True, "allowed_token_ids": TOKENS}

@@ -61,7 +61,7 @@ def make_encoder(kind: str, folder: Path, *, labels: int = 0, **fields: Any) -> 
 
 
 def make_random(kind: str, folder: Path, *, labels: int = 0, **fields: Any) -> Path:
-    """As `make_encoder`, where transformers is not installed."""
+    """Makes an encoder without transformers; see `make_encoder`."""
     architecture = "ModelForSequenceClassification" if labels else "Model"
     named = {"model_type": kind, "architectures": [architecture], "id2label": {"0": "A"}, "torch_dtype": "float32"}
     folder.mkdir(exist_ok=True)
@@ -114,7 +114,7 @@ def _reference(folder: Path) -> Any:
 
 
 def expected_vector(folder: Path, token_ids: list[int], pooling: str = "mean") -> list[float]:
-    """Of length 1, of one text alone."""
+    """The normalized vector of one text alone."""
     with torch.inference_mode():
         states = _reference(folder)(torch.tensor([token_ids])).last_hidden_state[0]
     state = {"mean": states.mean(0), "cls": states[0], "lasttoken": states[-1]}[pooling]
@@ -123,7 +123,7 @@ def expected_vector(folder: Path, token_ids: list[int], pooling: str = "mean") -
 
 
 def expected_labels(folder: Path, pairs: Pairs) -> list[float]:
-    """What the head says of each pair alone."""
+    """The scores of each pair alone by the head."""
     backend = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
     backend.no_truncation()
     model, labels = _reference(folder), []

@@ -9,7 +9,7 @@ from kvern.runner.executor import InProcessExecutor
 from tests.support.internals import core_of
 
 MARKS = {250: 0, 251: 1, 252: 3}
-"""By token id that marks a prompt: beyond so many generated tokens, its steps fail."""
+"""Token ids that mark a prompt, and the number of generated tokens after which its steps fail."""
 
 
 def unreadable() -> ModelRunnerOutput:

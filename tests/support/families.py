@@ -311,9 +311,9 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 """Fields of a checkpoint that sees images are those around its `text_config`, which has the common ones."""
 HYBRIDS = ("qwen3_next", "qwen3_5", "qwen3_5_moe", *STATE_FAMILIES)
-"""Those with layers that keep states."""
+"""Families with recurrent layers."""
 CPU_ALONE = (*GEMMA3N, *INDEXED)
-"""Those that are refused on a GPU."""
+"""Families that are refused on a GPU."""
 
 
 def make_config(family: str, **changes: Any) -> Any:
@@ -347,7 +347,7 @@ def make_model(family: str, **changes: Any) -> Any:
 
 
 def model_class(config: Any) -> Any:
-    """Of the whole checkpoint, which may see images, too."""
+    """The class of the whole checkpoint, which may have an image encoder too."""
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
     return AutoModelForImageTextToText if hasattr(config, "text_config") else AutoModelForCausalLM
@@ -390,7 +390,7 @@ def reference_greedy(folder: Path, token_ids: list[int], count: int) -> list[int
 
 
 def similar_prompts(most: int) -> list[list[int]]:
-    """Of tokens below `most`: some begin alike, at a block's end and within one, and one is another's beginning."""
+    """Prompts of tokens below `most` that share beginnings: at a block's end, within a block, and one whole prompt."""
     dice = random.Random(3)
     head = [dice.randrange(3, most) for _ in range(18)]
     tails = [[dice.randrange(3, most) for _ in range(length)] for length in (1, 9, 20, 14)]
@@ -409,7 +409,7 @@ def reference_score(folder: Path, prompt: list[int], tokens: list[int]) -> float
 
 
 def prompts_with_windows() -> list[list[int]]:
-    """Some that begin alike, some that do not, most of them longer than a window and a step."""
+    """Prompts with common beginnings and without, most of them longer than a window and a step."""
     generator = torch.Generator().manual_seed(0)
     shared = torch.randint(3, 90, (60,), generator=generator).tolist()
     found = []

@@ -26,11 +26,11 @@ LONGEST = 504
 """Tokens of a sequence: rows of the block table are then no multiple of 16 long."""
 RUNS = 4
 FACTOR = 5
-"""Of the median of the later runs: above, a step did something for the first time."""
+"""The factor of the median of later runs above which a step did something for the first time."""
 LEAST_MILLISECONDS = 20.0
 """And above this: a pause of the host's is no first time."""
 DRAFTS = 3
-"""Of a request in each step, where somebody guesses."""
+"""Drafts of a request in each step, if there is a drafter."""
 FORM = StructuredOutput(regex="[a-z]{12}")
 
 COMMON: dict[str, Any] = {"max_tokens": 10, "ignore_eos": True, "seed": 1}
@@ -49,7 +49,7 @@ WITH_TEXT = [
     SamplingParams(dry_multiplier=0.8, xtc_probability=0.5, top_n_sigma=1.0, **COMMON),
     SamplingParams(max_tokens=20, seed=1, structured=FORM),
 ]
-"""Of models with a tokenizer."""
+"""Prompts for models with a tokenizer."""
 RARE = [
     PARAMS[-1],
     WITH_TEXT[1],

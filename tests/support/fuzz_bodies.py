@@ -121,7 +121,7 @@ BODIES: dict[str, dict[str, Any]] = {
     RERANK: {"query": "a", "documents": ["b", {"text": "c"}], "top_n": 1, "instruction": "d"},
     SCORE: {"context": None, "continuations": None, "text_1": ["a", {"text": "b"}], "text_2": ["c", "d"]},
 }
-"""By route."""
+"""Bodies by route."""
 
 
 def places(value: Any, path: Path = ()) -> Iterator[Path]:

@@ -55,9 +55,9 @@ GENTLE: dict[str, list[Any]] = {
     "object": [{"5": 1e9, "6": -1e9}, {"5": 5e-324}, {}],
     "boolean": [True, False],
 }
-"""What is mostly accepted, for several fields at once."""
+"""Values that are mostly accepted, for several fields at once."""
 FEW = [-1, 2**64, 1e308, "\0", [], {}, [[]], True]
-"""What a field of another kind is given."""
+"""Values for fields of other types."""
 EXAMPLES: dict[str, Any] = {
     "role": "user",
     "content": "Once",
@@ -82,7 +82,7 @@ EXTRA_FIELDS: dict[str, frozenset[str]] = {
     rerank.RERANK: rerank.KNOWN,
     scores.SCORE: scores.KNOWN | text_pairs.KNOWN,
 }
-"""What a route knows beside its description."""
+"""Fields of a route that its description lacks."""
 
 
 @dataclass(frozen=True)
@@ -133,7 +133,7 @@ REFERRED = msgspec.json.schema(SamplingParams)["$defs"]
 
 
 def choices_of(schema: Schema) -> list[Schema]:
-    """What a value may be, references followed."""
+    """The alternatives of a schema, with references resolved."""
     choices = [schema, *schema.get("anyOf", ())]
     return [REFERRED[choice["$ref"].rpartition("/")[2]] if "$ref" in choice else choice for choice in choices]
 
@@ -153,7 +153,7 @@ def places(schema: Schema, path: Path = ()) -> Iterator[tuple[Path, set[str]]]:
 
 
 def values_for(kinds: set[str], thorough: bool) -> list[Any]:
-    """What is put in a place of these kinds."""
+    """Values for a place of these types."""
     if thorough:
         return [*NUMBERS, *TEXTS, *OTHERS]
     numbers = NUMBERS if kinds & {"integer", "number"} else []
@@ -282,7 +282,7 @@ class Requests:
 
 @dataclass
 class Findings:
-    """What was answered, and what should not have been."""
+    """Counts of answers, and answers that are wrong."""
 
     statuses: Counter[tuple[str, int]] = field(default_factory=Counter)
     wrong: list[str] = field(default_factory=list)
@@ -298,7 +298,7 @@ class Findings:
 
 
 def problem_of(probe: Probe, status: int, content_type: str, content: bytes) -> str | None:
-    """What is wrong with an answer."""
+    """The fault of an answer."""
     if not (200 <= status < 300 or status == 307 or 400 <= status < 500):
         return "the status is neither done nor refused"
     if content_type.startswith("application/x-ndjson"):

@@ -32,7 +32,7 @@ HALF_PLACES = {
     "IQ4_NL": (0,),
     "IQ4_XS": (0,),
 }
-"""Where the half-precision numbers of blocks are that the package cannot make."""
+"""Offsets of half-precision numbers in blocks that the package cannot make."""
 LARGEST = {"Q2_K": 45, "Q3_K": 128, "Q4_K": 945, "Q5_K": 1953, "Q6_K": 4096, "IQ4_NL": 127, "IQ4_XS": 4064}
 ARCHITECTURES = {
     "qwen2_moe": "qwen2moe",
@@ -269,7 +269,7 @@ def put(writer: gguf.GGUFWriter, name: str, tensor: Tensor, kind: str | Callable
 def add_values(
     writer: gguf.GGUFWriter, architecture: str, config: Mapping[str, Any], tensors: Mapping[str, Tensor]
 ) -> None:
-    """What llama.cpp's converter writes of a configuration."""
+    """Writes the values that llama.cpp's converter takes from a configuration."""
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     rope = rope.get("full_attention", rope)
     heads = config["num_attention_heads"]
@@ -329,7 +329,7 @@ def add_values(
 def add_own_values(
     writer: gguf.GGUFWriter, architecture: str, config: Mapping[str, Any], rope: Mapping[str, Any]
 ) -> None:
-    """What the converter writes for one architecture or two."""
+    """Writes the values of one or two architectures."""
     if architecture == "granitehybrid":
         writer.add_ssm_conv_kernel(config["mamba_d_conv"])
         writer.add_ssm_state_size(config["mamba_d_state"])
@@ -353,7 +353,7 @@ def add_own_values(
 
 
 def llama3_factors(rope: Mapping[str, Any], dim: int) -> np.ndarray[Any, Any]:
-    """What each plane's frequency is divided by."""
+    """The divisor of each plane's frequency."""
     frequencies = rope["rope_theta"] ** -(np.arange(0, dim, 2) / dim)
     wave, length = 2 * np.pi / frequencies, rope["original_max_position_embeddings"]
     low, high, factor = rope["low_freq_factor"], rope["high_freq_factor"], rope["factor"]

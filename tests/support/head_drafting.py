@@ -35,7 +35,7 @@ TOKENS = torch.tensor(PROMPT)
 
 
 def states_of(decoder: Decoder, entries: tuple[int, ...] = (), tokens: torch.Tensor = TOKENS) -> torch.Tensor:
-    """The model's last states of a text, or what goes into some layers."""
+    """The last hidden states of a text, or the inputs of some layers."""
     attend, inputs = DenseAttend(decoder), LayerInputs(entries, decoder.build)
     states = new_states(decoder.spec.recurrent, [len(tokens)], decoder.build.dtype, decoder.build.device)
     last = decoder(tokens, torch.arange(len(tokens)), attend, states=states, inputs=inputs)
@@ -62,7 +62,7 @@ Drafted = list[tuple[list[int], list[int]]]
 
 
 class Always(Drafting):
-    """Has the device guess so many tokens, whatever becomes of them; behind none of the first `outputs`."""
+    """Drafting with `most` tokens on the device, whether accepted or not; none for the first `outputs` tokens."""
 
     def __init__(self, vocab_size: int, most: int, outputs: int = 0) -> None:
         super().__init__(None, vocab_size)
@@ -74,7 +74,7 @@ class Always(Drafting):
 
 @contextmanager
 def drafting(llm: LLM, most: int, outputs: int = 0) -> Iterator[Drafted]:
-    """The head drafts as `Always` says, as far as there is room; texts, and what it drafted behind them."""
+    """Lets the head draft as in `Always`; yields the texts, and the drafts after each."""
     core, found = core_of(llm), Drafted()
     core.drafting = Always(vocab_size_of(llm), most, outputs)
     guarded = core.executor._worker.runner._drafter
@@ -94,7 +94,7 @@ def drafting(llm: LLM, most: int, outputs: int = 0) -> Iterator[Drafted]:
 
 
 def eagle3_drafts(decoder: Decoder, weights: Weights, config: dict[str, Any], text: list[int], count: int) -> list[int]:
-    """What a head of EAGLE-3 drafts behind a text, all of it computed at once."""
+    """The drafts of an EAGLE-3 head after a text, computed for all tokens at once."""
     tokens = torch.tensor(text)
     inputs = states_of(decoder, (2, 1, 0), tokens)[:-1]
     states, drafts = eagle3_enter(weights, config, inputs), list[int]()
@@ -119,7 +119,7 @@ MEDUSA_FILE = "medusa_lm_head.safetensors"
 
 
 def medusa_drafts(decoder: Decoder, weights: Weights, text: list[int], count: int) -> list[int]:
-    """The most probable tokens of the first heads behind a text, all of it computed at once."""
+    """The most probable tokens of the first Medusa heads after a text, computed for all tokens at once."""
     last = states_of(decoder, tokens=torch.tensor(text[:-1]))[-1:]
     return medusa_logits(weights, last, decoder.spec.vocab_size)[0, :count].argmax(-1).tolist()
 

@@ -11,7 +11,7 @@ from kvern.runner.plan import Layout
 
 
 def host_tier(config: EngineConfig, layout: Layout) -> "HostTier":
-    """As a package names it."""
+    """The tier that a package's entry point names."""
     return HostTier(200)
 
 

@@ -1,4 +1,4 @@
-"""Whether an engine has nothing left to do, and nothing left behind."""
+"""A check that an engine has nothing left to do and has freed everything."""
 
 from typing import Any
 

@@ -112,7 +112,7 @@ class Interrupted:
 
 
 def check(outputs: Sequence[RequestOutput], folder: Path) -> None:
-    """What is said of each token is what transformers says, and greedy tokens are the most likely ones."""
+    """Checks log-probabilities against transformers, and that greedy tokens are the most probable ones."""
     for output, params in zip(outputs, PARAMS, strict=True):
         prompt = output.prompt_token_ids
         assert output.failure is None and len(output.outputs) == params.n

@@ -1,4 +1,4 @@
-"""What the engine's tests of models with latents share: options, prompts, and what each is expected to answer."""
+"""Options, prompts and expected answers for engine tests of models with latent attention."""
 
 import random
 from collections.abc import Sequence
@@ -25,7 +25,7 @@ PROMPTS = similar_prompts(131)
 
 
 def expected_answers(folder: Path) -> list[list[int]]:
-    """Those of transformers."""
+    """The answers of transformers."""
     return [reference_greedy(folder, prompt, OUTPUT) for prompt in PROMPTS]
 
 

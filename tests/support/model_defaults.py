@@ -18,9 +18,9 @@ from kvern.models.registry import FAMILIES
 MODELS = Path(kvern.models.describe.__file__).parent
 FILE = MODELS / "defaults.json"
 TEXT_TYPES = ("qwen2_vl_text", "qwen2_5_vl_text", "qwen3_vl_text", "qwen3_vl_moe_text")
-"""Of language models within others; they are no families by themselves."""
+"""Model types of inner language models, which are no families."""
 OF_THE_FILE = {"architectures", "dtype", "id2label", "bos_token_id", "eos_token_id", "rope_parameters", "text_config"}
-"""What says nothing where it is left out, or is derived from other settings."""
+"""Settings that have no effect when omitted, or are derived from others."""
 
 
 @cache
@@ -33,7 +33,7 @@ def named() -> frozenset[str]:
 
 
 def table() -> dict[str, dict[str, Any]]:
-    """By model type: the value of each setting where a configuration leaves it out; null where none is said."""
+    """The default of each setting by model type; null where there is none."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     types = [*(name for name in FAMILIES.names if name in CONFIG_MAPPING), *TEXT_TYPES]

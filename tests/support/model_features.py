@@ -51,7 +51,7 @@ QUERIES = r"(?!.*(vision|visual|audio)).*\.(q_proj|q_b_proj|v_proj|qkv_proj|quer
 
 
 def log_probabilities(folder: Path, **options: Any) -> torch.Tensor:
-    """Of the tokens of all prompts."""
+    """Log-probabilities of the tokens of all prompts."""
     params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
     with LLM(str(folder), **OPTIONS | options) as llm:
         outputs = llm.generate(PROMPTS, params)
@@ -106,7 +106,7 @@ def is_deterministic(folder: Path) -> bool:
 
 
 def is_quantized(folder: Path) -> bool:
-    """What `kvern quantize` writes stays near the plain model; False: the model is refused."""
+    """True if the result of `kvern quantize` is close to the plain model; False: the model is refused."""
     try:
         checkpoint = Checkpoint(folder, torch.device("cpu"))
     except UnsupportedModel as error:
@@ -204,7 +204,7 @@ FEATURES: Mapping[str, Callable[[Path], bool]] = {
     "interruptions": goes_on_where_it_was,
     "embeddings": embeds,
 }
-"""Whether the tiny model in a folder has each, which is right then; on a CPU, with kernels where there are any."""
+"""The check of each feature with the tiny model in a folder, on a CPU, with kernels where there are any."""
 EVERYWHERE: Mapping[str, Collection[str]] = {
     "logits": FAMILIES,
     "chunks, prefix cache": FAMILIES,
@@ -213,12 +213,15 @@ EVERYWHERE: Mapping[str, Collection[str]] = {
     "pp 2": FAMILIES.keys() - NOT_DIVIDED.keys(),
     "ep 2": OF_EXPERTS,
 }
-"""What other tests show of these families: `test_model_parity.py`, `test_parity_matrix.py`, `test_gpu.py`,
-`test_tensor_parallel.py`, and `test_pipeline_parallel.py`."""
+"""Features that other tests check for these families.
+
+They are `test_model_parity.py`, `test_parity_matrix.py`, `test_gpu.py`, `test_tensor_parallel.py` and
+`test_pipeline_parallel.py`.
+"""
 
 
 def recorded() -> dict[str, dict[str, bool]]:
-    """By family, what was found of each feature when it was added."""
+    """The recorded features of each family."""
     found: dict[str, dict[str, bool]] = json.loads(RECORD.read_text())
     return found
 
@@ -238,7 +241,7 @@ def record() -> None:
 
 
 def table() -> str:
-    """In Markdown: for each feature, the model types all of whose families have it."""
+    """The table in Markdown: for each feature, the model types all of whose families have it."""
     known = recorded()
     types: dict[str, list[str]] = {}
     for family, (model_type, _) in FAMILIES.items():

@@ -1,4 +1,4 @@
-"""Which decodes the processes of an engine replay; imported by a process, it notes its own.
+"""A record of the decodes that processes of an engine replay; each process that imports this module records its own.
 
 Each writes a line for each replay into the file that REPLAYS names: its number, and how many requests decode.
 """
@@ -18,7 +18,7 @@ _run = DecodeKind.run
 
 
 def noted(kind: DecodeKind, step: PlannedStep, captured: Any) -> StepOutputs | None:
-    """As `DecodeKind.run`; a step that is replayed is noted."""
+    """Runs `DecodeKind.run` and records a replay."""
     outputs = _run(kind, step, captured)
     if outputs is not None:
         with Path(os.environ[NAME]).open("a") as file:
@@ -40,7 +40,7 @@ def note(patch: pytest.MonkeyPatch, folder: Path) -> Path:
 
 
 def replays_in(file: Path) -> list[list[int]]:
-    """Of each process, for how many requests each of its replays was."""
+    """The numbers of requests of each replay, by process."""
     found: dict[str, list[int]] = {}
     for line in file.read_text().splitlines():
         process, count = line.split()

@@ -130,7 +130,7 @@ def mxfp4(weight: Tensor) -> Stored:
 
 
 def nvfp4(weight: Tensor) -> Stored:
-    """As modelopt stores it."""
+    """NVFP4 as modelopt stores it."""
     groups = weight.float().numpy().reshape(weight.shape[0], -1, 16)
     whole = np.float32(np.abs(groups).max() / (6 * 448))
     scale = torch.from_numpy(np.abs(groups).max(-1) / 6 / whole).to(torch.float8_e4m3fn)
@@ -186,7 +186,7 @@ def nf4(weight: Tensor, *, nested: bool = False) -> Stored:
 
 
 def plain_int4(weight: Tensor, group: int = 32) -> Stored:
-    """As torchao stores it in its packing "plain", with 16-bit scales and zeros: code * scale + zero."""
+    """INT4 in torchao's packing "plain", with 16-bit scales and zeros: code * scale + zero."""
     groups = weight.float().reshape(len(weight), -1, group)
     scale = ((groups.amax(-1) - groups.amin(-1)) / 15).bfloat16()
     zero = (groups.amin(-1) + 8 * scale.float()).bfloat16()

@@ -18,7 +18,7 @@ LENGTHS = (1, BLOCK, SHARED + BLOCK, SHARED + WINDOW, SHARED + 2 * CHUNK + 2)
 
 
 class Reference:
-    """What transformers says about the prompts of one family."""
+    """The answers of transformers to the prompts of one family."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

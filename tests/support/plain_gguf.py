@@ -27,7 +27,7 @@ def _value(value: str | int | float | list[str]) -> bytes:
 
 
 def _shapes(tokens: int) -> dict[str, tuple[int, ...]]:
-    """Of the tensors, rows first."""
+    """Shapes of the tensors, rows first."""
     shapes: dict[str, tuple[int, ...]] = {"token_embd.weight": (tokens, WIDTH), "output_norm.weight": (WIDTH,)}
     layer = {
         "attn_norm": (WIDTH,),

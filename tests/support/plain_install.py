@@ -1,4 +1,4 @@
-"""What a plain install can do, in a process with no other package: `python -m tests.support.plain_install MODEL...`.
+"""What a plain install can do, without other packages: `python -m tests.support.plain_install MODEL...`.
 
 With `--methods fp8 int4` a model is quantized in these ways alone.
 

@@ -48,17 +48,17 @@ def setups(draw: st.DrawFn) -> Setup:
 
 
 def with_stages(setup: Setup, stages: int) -> Setup:
-    """The same for a model of so many stages, each of which computes a step; nobody guesses on their devices."""
+    """A machine for a model of several stages, each of which computes a step; there are no drafts on their devices."""
     return setup if stages == 1 else replace(setup, stages=stages, depth=stages, on_device=False)
 
 
 def with_states(setup: Setup, kept: int | None) -> Setup:
-    """The same for a model with states, of which so many are kept; such a model has no tier."""
+    """A machine for a model with recurrent states, some of which are kept; such a model has no tier."""
     return setup if kept is None else replace(setup, kept_states=kept, tier_blocks=0)
 
 
 def with_window(setup: Setup, windowed: tuple[int, int] | None, all_windowed: bool = False) -> Setup:
-    """The same for a model some or all of whose layers have a window and block tables of their own; it has no tier."""
+    """A machine for a model with windows and separate block tables; it has no tier."""
     if windowed is None or not setup.paged:
         return setup
     return replace(setup, windowed=windowed, all_windowed=all_windowed, tier_blocks=0, kept_states=None)

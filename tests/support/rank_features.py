@@ -1,4 +1,4 @@
-"""How a model is divided, what an engine then has for all of its requests, and which families are not divided."""
+"""Divisions of a model, engine options that apply to all requests, and families that are not divided."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -18,7 +18,7 @@ MIXTURE: Mapping[str, Mapping[str, Any]] = {"qwen3_moe": {"intermediate_size": 1
 
 @dataclass(frozen=True)
 class OfEngine:
-    """What all requests of an engine get, by its options or its model."""
+    """A feature of all requests of an engine, by its options or its model."""
 
     promise: str
     options: Mapping[str, Any] = field(default_factory=dict)

@@ -51,9 +51,9 @@ def read(client: openai.OpenAI, seed: int, tokens: int) -> str:
 def check_streams(
     how: signal.Signals, option: str, device: str, timeout: str, tokens: int = TOKENS, slower: Sequence[str] = ()
 ) -> None:
-    """That streams of two ranks on devices, of which one ends or hangs, are those of one process.
+    """Checks that streams of two ranks, of which one ends or hangs, equal those of one process.
 
-    `slower`: options by which a step takes long enough for a rank to be hit within its answers of so many `tokens`.
+    `slower`: options that lengthen a step, so that the rank is hit before its answers of `tokens` tokens end.
     """
     seeds, length = range(6), str(tokens + 112)
     given: dict[str, Any] = {"max_model_len": int(length), "dtype": "float32", "device": device}

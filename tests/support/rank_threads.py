@@ -20,7 +20,7 @@ Result = TypeVar("Result")
 def of_ranks(
     folder: Path, size: int, compute: Callable[[Decoder], Result], load: Callable[..., Decoder] = load_model
 ) -> list[Result]:
-    """What each of `size` ranks, which are threads here, computes of its share of a model."""
+    """The results of `compute` on each of `size` ranks, which are threads, with its share of a model."""
 
     def run(rank: int) -> Result:
         ranks = Ranks(rank, size)
@@ -34,5 +34,5 @@ def of_ranks(
 def logits_of_ranks(
     folder: Path, size: int, load: Callable[..., Decoder] = load_model, **options: Any
 ) -> list[torch.Tensor]:
-    """Of PROMPT; `options` of `load`."""
+    """The logits of PROMPT on each rank; `options` of `load`."""
     return of_ranks(folder, size, lambda decoder: logits(decoder, PROMPT), partial(load, **options))

@@ -98,7 +98,7 @@ class RayCluster:
         node.wait()
 
     def processes(self, *nodes: subprocess.Popen[bytes]) -> list[int]:
-        """What runs on these nodes, or on all."""
+        """The processes on these nodes, or on all."""
         return [pid for node in nodes or self.nodes for pid in descendants(node.pid)]
 
     def close(self) -> None:

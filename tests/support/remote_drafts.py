@@ -22,13 +22,13 @@ def request(tokens: Sequence[int], **options: Any) -> Request:
 
 
 def settle(proposer: RemoteProposer) -> None:
-    """Until the server has answered, well or not."""
+    """Waits until the server has answered, well or not."""
     assert proposer._asked is not None
     assert wait([proposer._asked.answer], 240).done
 
 
 def answered(proposer: RemoteProposer, one: Request, count: int = 3) -> list[int]:
-    """What is guessed when an answer has come to what is asked now."""
+    """The drafts after the answer to the current question has come."""
     proposer.propose([one], [count])
     settle(proposer)
     return proposer.propose([one], [count])[0]
@@ -39,7 +39,7 @@ SMALL: dict[str, Any] = {"dtype": "float32", "threads": 1, "max_model_len": 64, 
 
 
 def wait_for_answers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every answer comes between the step that it is asked at and the next."""
+    """Makes every answer arrive between its step and the next."""
     take_answer = RemoteProposer._take_answer
 
     def wait_and_take(proposer: RemoteProposer) -> None:
@@ -51,7 +51,7 @@ def wait_for_answers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def compare(plain: LLM, guessing: LLM, temperature: int) -> tuple[int, int]:
-    """Drafts, and how many were right, of answers that are the same."""
+    """Checks that answers are equal with and without drafts; returns the numbers of drafts and of accepted ones."""
     params = SamplingParams(temperature=temperature, seed=5, max_tokens=50, ignore_eos=True, n=1 + temperature)
     before = copy.copy(guessing.statistics())
     answers = [
@@ -66,6 +66,6 @@ def compare(plain: LLM, guessing: LLM, temperature: int) -> tuple[int, int]:
 
 
 def ask_always(llm: LLM) -> None:
-    """Have the proposer asked however long it takes."""
+    """Asks the proposer at every step, however long it takes."""
     core: Any = core_of(llm)
     core.drafting = AnyLength(core.drafting._proposer, vocab_size_of(llm))

@@ -21,7 +21,7 @@ PROMPT = (
     'provided. Note that the answer can only be "yes" or "no".<|im_end|>\n<|im_start|>user\n<Instruct>: {instruction}\n'
     "<Query>: {query}\n<Document>: {document}<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
 )
-"""As the model card puts it together."""
+"""The prompt of the model card."""
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<think>", "</think>"]
 CHAT = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
@@ -47,7 +47,7 @@ def make_reranker(folder: Path) -> Path:
 
 
 def make_classifier(folder: Path) -> Path:
-    """The same converted to a classifier of one label."""
+    """The reranker converted to a classifier with one label."""
     from transformers import Qwen3ForSequenceClassification
 
     language = make_model("qwen3", vocab_size=_save_tokenizer(folder, ROLES), max_position_embeddings=512)
@@ -79,7 +79,7 @@ def prompt_of(query: str, document: str, instruction: str = INSTRUCTION) -> str:
 
 
 def expected_scores(folder: Path, pairs: Pairs, instruction: str = INSTRUCTION) -> list[float]:
-    """What transformers says of each pair alone: P(yes) against P(no), or the sigmoid of the label."""
+    """The score of each pair alone by transformers: P(yes) against P(no), or the sigmoid of the label."""
     import transformers
 
     tokenizer: Any = transformers.AutoTokenizer.from_pretrained(folder)

@@ -30,13 +30,13 @@ def random_logits(seed: int, rows: int = 1) -> torch.Tensor:
 
 
 def shares(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
-    """How often each token is drawn, at as many positions as there are draws."""
+    """The frequency of each token at DRAWS positions."""
     rows = make_rows((params, [0], 1))
     tokens = sampler.sample(logits.repeat(DRAWS, 1), rows, [0] * DRAWS, torch.arange(1, DRAWS + 1))
     return tokens.bincount(minlength=VOCABULARY) / DRAWS
 
 
 def same_distribution(found: torch.Tensor, expected: torch.Tensor) -> bool:
-    """Five standard deviations, and four draws for what is drawn about never: its counts are no bell curve."""
+    """True if frequencies are within five standard deviations, plus four draws for improbable tokens."""
     kept = bool(((found > 0) <= (expected > 0)).all() and ((expected > 20 / DRAWS) <= (found > 0)).all())
     return kept and bool(((found - expected).abs() < 5 * (expected / DRAWS).sqrt() + 4 / DRAWS).all())

@@ -139,7 +139,7 @@ class Reference(LinearFormat):
 
 
 def reference(packing: Packing) -> Reference:
-    """How the rounded checkpoint of a packing multiplies."""
+    """The linear format of the rounded checkpoint of a packing."""
     return Reference(packing.round)
 
 

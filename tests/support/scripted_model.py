@@ -43,7 +43,7 @@ CONFIG = {
 
 @dataclass(frozen=True)
 class Call:
-    """What the model says, before any result, where a tool of this name is offered."""
+    """The call that the model makes first, if a tool of this name is offered."""
 
     tool: str
     arguments: Mapping[str, object]

@@ -68,7 +68,7 @@ class Served:
         else:
             raise AssertionError("".join(lines))
         self.said = "".join(lines)
-        """What it said before it served, and where."""
+        """The output before it served, and its address."""
         self._reader = None
         if log is not None:
             self._reader = threading.Thread(target=self._copy, args=(log.open("w", buffering=1),))

@@ -70,7 +70,7 @@ class Setup:
     all_windowed: bool = False
     """All layers have that window: nothing is stored in the blocks of the first block table."""
     accuracy: float = 0.7
-    """How probable it is that a draft is what the model says."""
+    """The probability that a draft is right."""
 
     @property
     def size(self) -> int:
@@ -135,18 +135,18 @@ def extend_key(key: int, token: int) -> int:
 
 
 def sampled_token(seed: int, key: int) -> int:
-    """What the simulated model answers after `key`; seeds tell the samples of one prompt apart."""
+    """The answer of the simulated model after `key`; seeds distinguish the samples of one prompt."""
     return random.Random(hash((seed, key))).choice((0, 0, 1, 1, 2, 2, STOP_TOKEN))
 
 
 def simulated_logprobs(key: int) -> dict[int, float]:
-    """What the simulated model thinks of each token after `key`; some cannot follow."""
+    """The log-probabilities of the simulated model after `key`; some tokens are impossible."""
     dice = random.Random(hash(("beams", key)))
     return {token: -math.inf if dice.random() < 0.2 else -3 * dice.random() for token in range(VOCABULARY)}
 
 
 def in_table(table: int, key: int | None) -> int | None:
-    """What stands for a token in a block table of layers with a window; in that of the others the key does."""
+    """The stored value of a token in the block table of layers with a window; in others it is the key."""
     return key if key is None or table < 0 else extend_key(key, VOCABULARY + table)
 
 
@@ -167,7 +167,7 @@ class Row:
 
 
 class StepFailed(Exception):
-    """As planned."""
+    """The planned failure of a step."""
 
 
 class PendingResult(Future[ModelRunnerOutput]):
@@ -195,7 +195,7 @@ class SimulatedDevice:
         self.adapters: dict[int, int] = {}
         self.queue: deque[tuple[SchedulerOutput, PendingResult]] = deque()
         self.faults: dict[str, int] = {}
-        """By unit: a step that brings one of its requests to so many computed tokens fails."""
+        """Failures: by unit, the number of computed tokens of a request at which its step fails."""
         self.clashes: list[tuple[str, str]] = []
         """Steps with both units fail."""
         self.failed_steps = 0
@@ -205,7 +205,7 @@ class SimulatedDevice:
         self._dice = random.Random(2)
         self.kept: dict[bytes, list[int | None]] = {}
         self.arriving: dict[int, tuple[int, list[BlockLoad]]] = {}
-        """By number of the load: in so many steps."""
+        """The number of steps that each load takes."""
 
     def submit(self, output: SchedulerOutput) -> "Future[ModelRunnerOutput]":
         future = PendingResult(self)
@@ -236,7 +236,7 @@ class SimulatedDevice:
         return fault or any(one in units and other in units for one, other in self.clashes)
 
     def _positions(self, item: ScheduledTokens) -> range:
-        """Of the tokens that a row computes."""
+        """The positions of the tokens that a row computes."""
         start = item.start
         if item.uncertain and not self._lost:
             computed = self.rows[item.slot].computed
@@ -353,13 +353,13 @@ class SimulatedDevice:
             self.rows[slot].tokens[first:] = token_ids
 
     def _blocks(self, row: Row, position: int) -> list[tuple[int, int]]:
-        """Where a row has a token, in each block table with memory; that of layers without a window is -1."""
+        """The blocks of a row's token in each block table; the index of layers without a window is -1."""
         column = position // self.setup.size
         whole = [] if self.setup.all_windowed else [(-1, row.table[column])]
         return [*whole, *((place, table[column]) for place, table in enumerate(row.windowed))]
 
     def _check_window(self, row: Row, positions: range, prefix: list[int]) -> None:
-        """What queries at these positions see of keys within the window."""
+        """Checks the keys within the window of queries at these positions."""
         if self.setup.window is None:
             return
         for at in range(max(0, positions.start + 1 - self.setup.window.window), positions.stop):
@@ -368,7 +368,7 @@ class SimulatedDevice:
                 assert found == in_table(table, prefix[at]), "a row sees keys and values that are not its own"
 
     def _move(self, output: SchedulerOutput, failing: bool) -> None:
-        """What comes before all else: blocks are saved, adapters loaded, states and blocks copied."""
+        """Performs the moves before a step: blocks are saved, adapters loaded, states and blocks copied."""
         self.states.prepare(output, failing)
         tier = output.message(TierMessage)
         for save in () if tier is None else tier.saves:
@@ -421,7 +421,7 @@ class SimulatedDevice:
             key = extend_key(key, row.tokens[-1])
 
     def _verified(self, row: Row, item: ScheduledTokens, prefix: list[int]) -> list[int]:
-        """What is sampled, as far as drafts agree with it, and one token more; the row's state sees no other drafts."""
+        """The sampled tokens as far as drafts agree, and one more; the row's state sees no other drafts."""
         kept: list[int] = []
         for place in range(len(prefix) - item.sampled, len(prefix)):
             kept.append(sampled_token(row.request.seed, prefix[place]))

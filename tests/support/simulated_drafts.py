@@ -11,7 +11,7 @@ from kvern.request.sampling_params import ResolvedParams
 from kvern.request.step import ModelRunnerOutput, ScheduledTokens, SchedulerOutput
 
 Acceptance = Callable[[int, int], float]
-"""How probable it is that a draft is right: of a request, by its number, at a token."""
+"""The probability that a draft is right, by request and token."""
 
 
 def begun(spec: RequestSpec, answer: Sequence[int]) -> Request:
@@ -65,7 +65,7 @@ class SimulatedSteps:
         self._is_gpu, self._behind = device == "cuda", 0.0
         self.now, self.tokens, self.drafts = 0.0, 0, 0
         self.without = 0.0
-        """What the same tokens take without drafts."""
+        """The time of the same tokens without drafts."""
         on_device = one_pass is not None
         self.drafting = Drafting(
             None if on_device else self, 100, lambda: self.now, device=device if on_device else None
@@ -80,7 +80,7 @@ class SimulatedSteps:
         return begun(spec, [4])
 
     def propose(self, requests: Sequence[Request], most: Sequence[int]) -> list[list[int]]:
-        """As a `Proposer`."""
+        """See `Proposer`."""
         self.now += self._asked * sum(count > 0 for count in most)
         return [[7] * count if self._dice.random() < self._share else [] for count in most]
 

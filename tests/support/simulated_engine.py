@@ -42,7 +42,7 @@ LONG_ENOUGH = 3000
 
 @dataclass
 class Heard:
-    """What the events said about one request."""
+    """The events about one request."""
 
     tokens: list[int] = field(default_factory=list)
     prompt_positions: list[int] = field(default_factory=list)
@@ -63,7 +63,7 @@ class SimulatedEngine:
         self._dice = random.Random(1)
         self._answers: dict[Request, list[int]] = {}
         self._guesses: dict[str, int] = {}
-        """By request: how many drafts the last step that was planned leaves in its row."""
+        """The drafts that the last planned step leaves in each request's row."""
         self.requests: dict[str, Request] = {}
         self.heard: dict[str, Heard] = {}
         self.tier = HostTier(setup.tier_blocks) if setup.tier_blocks else None
@@ -236,7 +236,7 @@ class SimulatedEngine:
             assert 0 <= request.in_flight - request.drafts.in_flight <= self.setup.depth
 
     def check_written(self) -> None:
-        """What the tree calls written is in the device's memory."""
+        """Checks that blocks that the tree calls written are in the device's memory."""
         tree, states = self.cache.tree, self.cache.extension(StatePool)
         windows = self.cache.extension(WindowedBlocks)
         told = [*(counts for output, _ in self.device.queue for counts in output.kept), *self.core._stages._kept]

@@ -1,4 +1,4 @@
-"""What a beam search over the simulated model finds when it looks at everything."""
+"""The result of an exhaustive beam search on the simulated model."""
 
 import math
 

@@ -8,7 +8,7 @@ from kvern.request.step import SchedulerOutput
 
 
 class SimulatedStates:
-    """As many as the device has places; 0: a state that has seen no token, None: nobody knows what it has.
+    """The states of the device; 0: a state without tokens, None: an unknown state.
 
     Those that `wait` are of the first of several stages: they see drafts when a later step tells how many were kept.
     """
@@ -20,7 +20,7 @@ class SimulatedStates:
         """For each step whose drafts are verified: the states of their rows, and what they are behind each token."""
 
     def prepare(self, output: SchedulerOutput, failing: bool) -> None:
-        """What a step begins with: drafts are seen, then states are copied, and those to be overwritten see no more."""
+        """Prepares a step: drafts are seen, then states are copied, and overwritten states are reset."""
         for counts in output.kept if self._waits else ():
             self._see(self.seen, self._due.popleft(), counts)
         message = output.message(StateMessage)
@@ -43,7 +43,7 @@ class SimulatedStates:
         self.seen = [None if place in states else key for place, key in enumerate(self.seen)]
 
     def when_told(self, kept: Sequence[Sequence[int]]) -> list[int | None]:
-        """What the states are once they are told how many drafts of the oldest steps were kept."""
+        """The states after the result of the oldest steps, which tells how many drafts were kept."""
         seen = list(self.seen)
         for step, counts in zip(self._due, kept, strict=False):
             self._see(seen, step, counts)

@@ -1,4 +1,4 @@
-"""What a new user does first, in the environment that `make demo` makes and no other: `make smoke`.
+"""The first steps of a new user, in the environment that `make demo` makes and no other: `make smoke`.
 
 The demo twice, the second time with kernels that are built; README's first example; a server that chats and
 streams; every way to quantize, a GGUF file and an embedding model. Fails with what failed: an exit code, a traceback, a
@@ -20,15 +20,15 @@ ROOT = Path(__file__).parents[2]
 KVERN = str(Path(sys.executable).with_name("kvern"))
 TRACEBACK = "Traceback (most recent call last)"
 SECONDS = 600.0
-"""Of one step, on a machine with much else to do."""
+"""The limit of one step, on a busy machine."""
 
 
 class Smoke(Exception):
-    """What a new user would have seen go wrong."""
+    """Raised for a failure that a new user would see."""
 
 
 def run(*command: str) -> str:
-    """What a command prints. Raises Smoke if it fails or has printed a traceback."""
+    """The output of a command. Raises Smoke if it fails or prints a traceback."""
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=SECONDS)
     if done.returncode or TRACEBACK in done.stdout + done.stderr:
         said = (done.stdout + done.stderr)[-3000:]
@@ -37,7 +37,7 @@ def run(*command: str) -> str:
 
 
 def demo(answers: Path) -> None:
-    """What `make demo` runs. Each request has an answer."""
+    """Runs the commands of `make demo`; each request must have an answer."""
     run(KVERN, "run", "examples/requests.jsonl", str(answers), "--overwrite")
     asked = (ROOT / "examples" / "requests.jsonl").read_text().splitlines()
     if len(answers.read_text().splitlines()) != len(asked) or answers.with_name("answers.errors.jsonl").exists():

@@ -133,7 +133,7 @@ def speculating(
 
 
 def accepted_of_prediction(llm: LLM, prompt: list[int], params: SamplingParams, told: list[int], wrong: int) -> int:
-    """How much of a prediction is right, which has a token more than the answer `told` before number `wrong`."""
+    """The accepted part of a prediction, which has one token more than the answer `told` before number `wrong`."""
     output = engine_of(llm).add(
         "predicted", prompt, params, RequestOptions(prediction=(*told[:wrong], 9, *told[wrong:]))
     )

@@ -62,7 +62,7 @@ class NearStage(Stage):
 
 
 class OtherStages:
-    """In the place of `RankProcesses`: those before the last, which run a step at once; the last does so later."""
+    """A replacement of `RankProcesses`: stages before the last compute a step at once, the last one later."""
 
     meeting, listener = "", None
 

@@ -12,7 +12,7 @@ SPECIAL = ["<s>", "</s>", "<pad>", "<|user|>", "<|assistant|>"]
 
 
 def byte_level() -> tokenizers.Tokenizer:
-    """As in Llama 3 and Qwen: every token is a run of bytes."""
+    """A byte-level tokenizer as in Llama 3 and Qwen: every token is a run of bytes."""
     result = tokenizers.Tokenizer(models.BPE())
     result.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     result.decoder = decoders.ByteLevel()
@@ -25,7 +25,7 @@ def byte_level() -> tokenizers.Tokenizer:
 
 
 def sentencepiece() -> tokenizers.Tokenizer:
-    """As in Llama 2 and Gemma: spaces are part of a token, unknown characters fall back to single bytes."""
+    """A SentencePiece tokenizer as in Llama 2 and Gemma: spaces belong to tokens; unknown characters become bytes."""
     fallback = [f"<0x{byte:02X}>" for byte in range(256)]
     result = tokenizers.Tokenizer(models.BPE(byte_fallback=True, fuse_unk=True, unk_token="<s>"))
     result.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])

@@ -54,7 +54,7 @@ def reader_of(form: ToolFormat | None, thought: Thought | None = None, tools: An
 
 
 def typed(calls: list[tuple[str, dict[str, Any]]]) -> tuple[list[tuple[str, dict[str, Any]]], dict[str, Any]]:
-    """The same values under names that can stand in tags, and tools that say which of them are strings."""
+    """The values under names that tags can contain, and tools whose schemas tell which of them are strings."""
     named = [
         (name, {f"{number} {index}": value for index, value in enumerate(given.values())})
         for number, (name, given) in enumerate(calls)

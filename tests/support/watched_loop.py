@@ -21,7 +21,7 @@ Ask = Callable[[str, dict[str, Any]], Awaitable[list[bytes]]]
 
 @contextlib.asynccontextmanager
 async def watched_server(config: ServerConfig | None = None) -> AsyncIterator[tuple[Ask, list[float]]]:
-    """What asks it, path and body, and returns the answer in parts; and the seconds of all callbacks.
+    """A function that sends a request (path and body) and yields the answer in parts; and the seconds of all callbacks.
 
     Processor time of the loop's thread is measured, not the clock: other processes do not count. Who asks is on the
     same loop, of which it takes little.

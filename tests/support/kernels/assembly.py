@@ -8,7 +8,7 @@ WORD = 0xFFFFFFFF
 
 
 def run_assembly(assembly: str, known: dict[str, int]) -> dict[str, int]:
-    """What registers hold when instructions are through, beside those that hold something before."""
+    """The contents of registers after instructions, given those of some registers before."""
 
     def value(name: str) -> int:
         return known[name] if name in known else int(name, 0)
@@ -47,7 +47,7 @@ def widen(half: int) -> int:
 
 
 def halves(compute: Callable[..., float]) -> Callable[..., int]:
-    """Of pairs of float16: each rounded once."""
+    """An operation on pairs of float16, each rounded once."""
 
     def both(*pairs: int) -> int:
         numbers = [struct.unpack("<ee", struct.pack("<I", pair)) for pair in pairs]

@@ -91,7 +91,9 @@ def decode(
     unsplit: int = 16,
     **options: Any,
 ) -> torch.Tensor:
-    """What `decode_attention` finds, its counters zeros again, and nothing written behind its memory for parts."""
+    """The result of `decode_attention`; checks that counters are reset and that nothing is written beyond its scratch
+    memory.
+    """
     arrived = torch.zeros(len(batch.query) * batch.cache.shape[3], dtype=torch.int32, device=batch.query.device)
     out = torch.full_like(batch.query, float("nan"), memory_format=torch.contiguous_format)
     behind: list[torch.Tensor] = []
@@ -131,7 +133,7 @@ def tiles_of(batch: Batch, queries: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def prefill(batch: Batch, **options: Any) -> torch.Tensor:
-    """What `prefill_attention` finds."""
+    """The result of `prefill_attention`."""
     out = torch.full_like(batch.query, float("nan"), memory_format=torch.contiguous_format)
     prefill_attention(
         *batch,
@@ -145,7 +147,7 @@ def prefill(batch: Batch, **options: Any) -> torch.Tensor:
 
 
 def split(batch: Batch, splits: int = 1, **options: Any) -> torch.Tensor:
-    """What `split_attention` finds, its counters zeros again."""
+    """The result of `split_attention`; checks that counters are reset."""
     heads, kv_heads = batch.query.shape[1], batch.cache.shape[3]
     requests, firsts = tiles_of(batch, 32 // next_power_of_2(heads // kv_heads))
     arrived = torch.zeros(len(requests) * kv_heads, dtype=torch.int32, device=batch.query.device)

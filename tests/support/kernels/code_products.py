@@ -57,7 +57,7 @@ def product_of_codes(code: str, rows: int, outputs: int, inputs: int, form: Scal
 
 
 def poison() -> None:
-    """What the next outputs are made in is no number."""
+    """Fills the memory of the next outputs with NaN."""
     torch.full((1 << 24,), float("nan"), device="cuda")
 
 

@@ -17,7 +17,7 @@ MIXED = [(0, 70), (299, 1), (41, 3), (0, 1), (130, 33), (767, 1)]
 
 @dataclass(frozen=True)
 class Case:
-    """What attention is asked for; with `value_dim` values are the first entries of keys."""
+    """Parameters of attention; with `value_dim` values are the first entries of keys."""
 
     heads: int = 6
     kv_heads: int = 2
@@ -32,7 +32,7 @@ class Case:
     sinks: bool = False
 
     def logits(self) -> Tensor | None:
-        """Of the sinks: far below the scores, among them, and far above."""
+        """Logits of the sinks: far below the scores, among them, and far above."""
         return torch.linspace(-30, 6, self.heads) if self.sinks else None
 
 

@@ -14,12 +14,12 @@ REFERENCES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "clamped_swiglu": lambda x: x * torch.sigmoid(1.702 * x),
     "relu2": lambda x: x.relu().square(),
 }
-"""Of gates, which "clamped_swiglu" has clamped before, as it has what they multiply."""
+"""Activations of gates; for "clamped_swiglu" both operands are clamped before."""
 Biases = tuple[torch.Tensor, torch.Tensor] | None
 
 
 def make_biases(experts: int, hidden: int, width: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of gate and up, some of which are clamped, and of down."""
+    """Biases of gate and up, some of which are clamped, and of down."""
     generator = torch.Generator().manual_seed(9)
     shapes = ((experts, 2 * width), 6.0), ((experts, hidden), 1.0)
     first, second = ((scale * torch.randn(shape, generator=generator)).to(device) for shape, scale in shapes)

@@ -25,7 +25,7 @@ def memory(
     programs: int = 132,
     lost: torch.Tensor = NONE_LOST,
 ) -> PeerMemory:
-    """Of a rank, in a process that sees the memory of all."""
+    """The peer memory of a rank, in a process that sees the memory of all ranks."""
     device = memories[rank].device
     buffers = torch.tensor(addresses_of(memories, lost), device=device)
     epochs = torch.zeros(slots, dtype=torch.int32, device=device)
@@ -33,7 +33,7 @@ def memory(
 
 
 def absent(size: int, rows: int, row_words: int, device: torch.device = CPU) -> torch.Tensor:
-    """What a rank's memory is at first."""
+    """The initial contents of a rank's memory."""
     return torch.full((memory_of(size, rows, row_words),), -1, dtype=torch.int64, device=device)
 
 

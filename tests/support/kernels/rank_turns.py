@@ -27,11 +27,13 @@ SECONDS = 120.0
 CPU = torch.device("cpu")
 PROMPTS = [5, 9, 17, 33, 2], [3, 1, 4]
 STEPS = [[0], [0], [0, 1], [0, 1]]
-"""Who computes: prompts, one decode, a prompt beside it, two decodes."""
+"""The rows of each step: prompts, one decode, a prompt with a decode, two decodes."""
 
 
 class Turns(Ranks):
-    """A thread of several, of which one runs at a time but while it waits: Triton's interpreter knows no threads."""
+    """A rank that is a thread and releases its turn only while it waits, because Triton's interpreter is not
+    thread-safe.
+    """
 
     def __init__(self, rank: int, turn: threading.Lock, stage: Stage = WHOLE) -> None:
         super().__init__(rank, 2, stage)
@@ -77,7 +79,7 @@ class Peers:
 
 
 def together(folder: Path, compute: Callable[[Turns], Any], stage: Stage = WHOLE) -> list[tuple[Any, Turns]]:
-    """What each of two ranks computes, and itself; they meet in the folder, and sum in memory of each other."""
+    """The results of two ranks, and the ranks; they meet in the folder and sum in each other's memory."""
     turn = threading.Lock()
 
     def run(rank: int) -> tuple[Any, Turns]:

@@ -10,7 +10,7 @@ from kvern.runner.step_graphs import PlannedStep, StepGraphs, StepOutputs
 
 
 class RepeatedSteps:
-    """In the place of a `GraphMemory`; `before` is called before each replay, which is noted by its shape."""
+    """A replacement of `GraphMemory`; `before` is called before each replay, which is recorded by its shape."""
 
     def __init__(self, before: Callable[[], None] = lambda: None) -> None:
         self._before = before

@@ -31,7 +31,7 @@ def assert_near(found: torch.Tensor, expected: torch.Tensor) -> None:
 
 
 DRAFTED, ACCEPTED = [2, 1, 6, TOKENS + 3], [1, 1, 4, TOKENS + 2]
-"""Of runs that may be rejected: fewer tokens than the convolution has, and more, or than read a state together."""
+"""Lengths of runs that may be rejected: shorter and longer than the convolution, and than a state is read by."""
 
 
 def drafts_of(states: list[int], device: torch.device) -> tuple[Drafts, torch.Tensor, list[int]]:
