@@ -5,7 +5,7 @@ from kvern.request.sampling_params import SamplingParams
 from kvern.server.admission import Admission
 from kvern.server.keys import ApiKey
 from kvern.serving.client import EngineClient
-from kvern.tools.chat import ChatRequest
+from kvern.tools.chat import ChatRequest, PromptOptions
 
 
 class ServedEngine:
@@ -34,14 +34,8 @@ class ServedEngine:
 
         Raises InvalidRequest, InvalidParameter or ServerBusy.
         """
-        return await self.client.inputs.chat(
-            conversation.messages,
-            params,
-            conversation.use,
-            owner=key.owner,
-            namespace=namespace,
-            **conversation.options,
-        )
+        options = PromptOptions(**conversation.options, namespace=namespace)
+        return await self.client.inputs.chat(conversation.messages, params, conversation.use, options, key.owner)
 
     def entry(self, name: str, created: int) -> dict[str, object]:
         """One of its names in OpenAI's list of models, with the sizes of the model behind it."""

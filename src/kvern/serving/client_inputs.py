@@ -104,10 +104,10 @@ class ClientInputs:
         return await self._compiled(lambda: self._in_thread(size, work), options.owner)
 
     async def chat(
-        self, messages: Messages, params: SamplingParams, use: ToolUse, *, owner: str = "", **options: Any
+        self, messages: Messages, params: SamplingParams, use: ToolUse, options: PromptOptions, owner: str = ""
     ) -> ChatRequest:
         """`Chat.request`. Raises InvalidRequest, InvalidParameter or ServerBusy."""
-        work = functools.partial(self.processor.chat.request, messages, params, use, **options)
+        work = functools.partial(self.processor.chat.request, messages, params, use, options)
         return await self._compiled(lambda: self._in_thread(_characters(messages), work), owner)
 
     def can_bound_thinking(self, tools: bool) -> bool:
