@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from kvern.request.outputs import CompletionOutput, RequestOutput
     from kvern.request.request import PromptInput
     from kvern.request.sampling_params import SamplingParams
+    from kvern.request.structured_output import StructuredOutput
 
 __all__ = [
     "LLM",
@@ -34,11 +35,12 @@ __all__ = [
     "RequestOutput",
     "SamplingParams",
     "Score",
+    "StructuredOutput",
     "__version__",
     "register_family",
 ]
 
-_HOMES = {
+_MODULES = {
     "LLM": "kvern.llm",
     "AsyncLLM": "kvern.async_llm",
     "CompletionOutput": "kvern.request.outputs",
@@ -48,11 +50,12 @@ _HOMES = {
     "RequestOutput": "kvern.request.outputs",
     "SamplingParams": "kvern.request.sampling_params",
     "Score": "kvern.engine.scoring",
+    "StructuredOutput": "kvern.request.structured_output",
     "register_family": "kvern.models.registry",
 }
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    if name not in _MODULES:
         raise AttributeError(f"module 'kvern' has no attribute {name!r}")
-    return getattr(import_module(_HOMES[name]), name)
+    return getattr(import_module(_MODULES[name]), name)
