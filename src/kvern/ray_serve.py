@@ -24,7 +24,7 @@ from starlette.types import ASGIApp
 from kvern.cli.options import converted
 from kvern.config import EngineConfig
 from kvern.errors import ConfigError
-from kvern.observe.metrics import of_servers
+from kvern.observe.metrics import servers_text
 from kvern.server.app import Server
 from kvern.server.config import ServerConfig
 from kvern.server.keys import read_keys
@@ -139,7 +139,7 @@ class ModelReplica:
     async def _figures_of_all(self) -> bytes:
         context = serve.get_replica_context()
         handle = serve.get_deployment_handle(context.deployment, context.app_name)
-        return of_servers(await handle.broadcast("figures").results_async())
+        return servers_text(await handle.broadcast("figures").results_async())
 
     async def __del__(self) -> None:
         await self._running.aclose()

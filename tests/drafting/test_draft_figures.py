@@ -1,7 +1,7 @@
 """What is told of drafts when a run ends."""
 
 from kvern.observe.drafts import DraftFigures
-from kvern.observe.metrics import Metrics, together
+from kvern.observe.metrics import Metrics, engines_text
 from kvern.request.events import EngineStatistics
 
 
@@ -23,7 +23,7 @@ def test_metrics_count_by_position() -> None:
     metrics = Metrics("m")
     for steps, drafts, accepted in ((1, (2,), (1,)), (2, (3, 1), (2, 1)), (2, (9,), (9,))):
         metrics.step(EngineStatistics(steps=steps, drafts_by_position=drafts, accepted_by_position=accepted), 0.1)
-    text = together([metrics]).decode()
+    text = engines_text([metrics]).decode()
     for line in (
         'drafts_total{model_name="m"} 3.0',
         'draft_tokens_total{model_name="m"} 4.0',

@@ -17,7 +17,7 @@ from kvern.engine.step_budget import FILLED, LEAST_TILES, OVERTIME, StepBudget, 
 from kvern.engine.step_costs import StepCosts, StepLoad, load_of
 from kvern.errors import ConfigError
 from kvern.llm import LLM
-from kvern.observe.metrics import Metrics, together
+from kvern.observe.metrics import Metrics, engines_text
 from kvern.request.events import EngineStatistics
 from kvern.request.request import PromptInput, Request, RequestSpec
 from kvern.request.sampling_params import SamplingParams
@@ -355,4 +355,4 @@ def test_without_room_for_prompts_beside_decodes_nothing_is_timed(change: dict[s
 def test_metrics_show_the_target() -> None:
     metrics = Metrics("m")
     metrics.step(EngineStatistics(target_itl=0.015), 0.01)
-    assert b'kvern:target_itl_seconds{model_name="m"} 0.015' in together([metrics])
+    assert b'kvern:target_itl_seconds{model_name="m"} 0.015' in engines_text([metrics])

@@ -66,7 +66,7 @@ class BatchResult:
 
 
 @dataclass
-class Begun:
+class StartedRow:
     """A row that the engine is answering."""
 
     place: int
@@ -88,7 +88,7 @@ class Begun:
 
 
 @dataclass
-class Finished:
+class FinishedRow:
     """A row that can be written: the line of its answer or of its error."""
 
     line: bytes
@@ -143,8 +143,8 @@ class BatchJob:
         }
         self.journal = Journal(self.output, append=self._as_lines, identity=same)
         self.journal.check(self.overwrite)
-        self._begun: dict[str, Begun] = {}
-        self._finished: dict[int, Finished] = {}
+        self._begun: dict[str, StartedRow] = {}
+        self._finished: dict[int, FinishedRow] = {}
         self._cached_tokens = 0
         self._read = self._written = self._place = 0
 
@@ -204,7 +204,7 @@ class BatchJob:
                 self._place += 1
                 try:
                     request = self._request(row, llm.tokenizer)
-                    begun = Begun(place, row, request, chat_of(request, llm))
+                    begun = StartedRow(place, row, request, chat_of(request, llm))
                 except KvernError as error:
                     self._finished[place] = failure(row, error)
                     if len(self._finished) % FAILED_BEFORE_WRITING == 0:
@@ -250,7 +250,7 @@ class BatchJob:
         else:
             self._finished[begun.place] = self._success(begun, output)  # type: ignore[arg-type]
 
-    def _success(self, begun: Begun, output: RequestOutput) -> Finished:
+    def _success(self, begun: StartedRow, output: RequestOutput) -> FinishedRow:
         self._cached_tokens += output.cached_tokens
         answer = begun.request.answer(output, begun.chat)
         if not self._as_lines:
@@ -258,7 +258,7 @@ class BatchJob:
         elif not is_openai_row(begun.row.values) or self.reader.columns is not None:
             answer = merged(begun.row.values, answer)
         generated = sum(len(completion.token_ids) for completion in output.outputs)
-        return Finished(encode(answer), False, len(output.prompt_token_ids), generated)
+        return FinishedRow(encode(answer), False, len(output.prompt_token_ids), generated)
 
     def _write_in_order(self) -> None:
         """Adds the finished rows to the journal up to the first unfinished one."""
@@ -304,12 +304,12 @@ def chat_of(request: BatchRequest, llm: LLM) -> ChatRequest | None:
     return llm.chat_request(chat.messages, request.params, chat.use, **chat.options)
 
 
-def failure(row: Row, error: KvernError) -> Finished:
+def failure(row: Row, error: KvernError) -> FinishedRow:
     """Returns the line for the errors file: row number, reason, and the row's own key if it has one."""
     fields: dict[str, Any] = {"row": row.number, "error": str(as_sent(error, sent_names(row.values)))}
     if "custom_id" in row.values:
         fields["custom_id"] = row.values["custom_id"]
-    return Finished(encode(fields), failed=True)
+    return FinishedRow(encode(fields), failed=True)
 
 
 def encode(value: Any) -> bytes:

@@ -18,7 +18,7 @@ OVERLAP = 0.7
 
 
 @dataclass(frozen=True)
-class Setting:
+class LoadSettings:
     """The settings of a workload. `requests` and `rate` replace its own number and rate if they are given."""
 
     sender: Sender
@@ -40,7 +40,7 @@ class Setting:
 Loads = dict[str, LoadRun]
 
 
-async def baseline(setting: Setting) -> Loads:
+async def baseline(setting: LoadSettings) -> Loads:
     """One short request at a time: the time of an answer without competition."""
     samples = random_samples(
         setting.prompts, setting.requests or 16, setting.tokens(1 / 16, 128), setting.tokens(1 / 32, 64)
@@ -48,7 +48,7 @@ async def baseline(setting: Setting) -> Loads:
     return {"one at a time": await setting.sender.run(samples, concurrency=1)}
 
 
-async def continuous_batching(setting: Setting) -> Loads:
+async def continuous_batching(setting: LoadSettings) -> Loads:
     """Requests with very different output lengths that arrive at random: none should wait for the longest."""
     draw, count = setting.prompts, setting.requests or 64
     longest = setting.tokens(1 / 4, 512)
@@ -62,7 +62,7 @@ async def continuous_batching(setting: Setting) -> Loads:
     return {"arriving": await setting.sender.run(samples, setting.arrivals(count, 8.0))}
 
 
-async def paged_attention(setting: Setting) -> Loads:
+async def paged_attention(setting: LoadSettings) -> Loads:
     """Long contexts of different lengths, all at once: the cache's memory limits how many run together."""
     draw = setting.prompts
     low = setting.tokens(1 / 4)
@@ -72,7 +72,7 @@ async def paged_attention(setting: Setting) -> Loads:
     return {"all at once": await setting.sender.run(samples)}
 
 
-async def chunked_prefill(setting: Setting) -> Loads:
+async def chunked_prefill(setting: LoadSettings) -> Loads:
     """Long prompts that arrive during decodes: the effect on the decodes' time between tokens."""
     draw, count = setting.prompts, setting.requests or 8
 
@@ -92,7 +92,7 @@ async def chunked_prefill(setting: Setting) -> Loads:
     return {"decodes alone": alone, "decodes": both.of("decode"), "long prompts": both.of("prompt")}
 
 
-async def prefix_caching(setting: Setting) -> Loads:
+async def prefix_caching(setting: LoadSettings) -> Loads:
     """Requests with a long prefix: each with its own, then all with the same cached one."""
     draw, count = setting.prompts, setting.requests or 16
     long = setting.tokens(1 / 2, 4096)
@@ -104,7 +104,7 @@ async def prefix_caching(setting: Setting) -> Loads:
     return {"cold": cold, "warm": await setting.sender.run(others)}
 
 
-WORKLOADS: dict[str, Callable[[Setting], Awaitable[Loads]]] = {
+WORKLOADS: dict[str, Callable[[LoadSettings], Awaitable[Loads]]] = {
     workload.__name__: workload
     for workload in (baseline, continuous_batching, paged_attention, chunked_prefill, prefix_caching)
 }

@@ -234,12 +234,12 @@ class ServeBench:
     async def _run(self, sender: Sender, entry: dict[str, Any], seed: int) -> dict[str, LoadRun]:
         from kvern.bench.serving import arrival_times
         from kvern.bench.serving_data import Prompts
-        from kvern.bench.serving_workloads import WORKLOADS, Setting
+        from kvern.bench.serving_workloads import WORKLOADS, LoadSettings
 
         prompts = Prompts(None if sender.chat else self._vocabulary(entry), random.Random(seed))
         length = entry.get("max_model_len") or USUAL_LENGTH
         if self.workload:
-            setting = Setting(sender, prompts, length, self.num_prompts, self.request_rate, self.burstiness)
+            setting = LoadSettings(sender, prompts, length, self.num_prompts, self.request_rate, self.burstiness)
             if self.num_warmups:
                 await sender.run([prompts.sample(prompts.tokens(8), 8)] * self.num_warmups)
             return await WORKLOADS[self.workload](setting)

@@ -192,7 +192,7 @@ class Refusals:
         self._refused.labels(self._model, reason).inc()
 
 
-class Together(Collector):
+class EngineCollector(Collector):
     """The metrics of several engines: each family once, with the samples of all."""
 
     def __init__(self, metrics: Iterable[Metrics | Refusals]) -> None:
@@ -211,14 +211,14 @@ class Together(Collector):
         yield from families.values()
 
 
-def together(metrics: Iterable[Metrics | Refusals]) -> bytes:
+def engines_text(metrics: Iterable[Metrics | Refusals]) -> bytes:
     """Returns the metrics of several engines in Prometheus's text format."""
     registry = CollectorRegistry()
-    registry.register(Together(metrics))
+    registry.register(EngineCollector(metrics))
     return generate_latest(registry)
 
 
-class OfServers(Collector):
+class ServerCollector(Collector):
     """The metrics of several servers; each has its name as the label `replica`."""
 
     def __init__(self, texts: Iterable[tuple[str, bytes]]) -> None:
@@ -235,10 +235,10 @@ class OfServers(Collector):
         yield from families.values()
 
 
-def of_servers(texts: Iterable[tuple[str, bytes]]) -> bytes:
+def servers_text(texts: Iterable[tuple[str, bytes]]) -> bytes:
     """Merges the metrics of several servers, given by name in Prometheus's text format."""
     registry = CollectorRegistry()
-    registry.register(OfServers(texts))
+    registry.register(ServerCollector(texts))
     return generate_latest(registry)
 
 

@@ -14,7 +14,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from kvern.api.errors import HttpError
 from kvern.errors import KvernError
-from kvern.observe.metrics import together
+from kvern.observe.metrics import engines_text
 from kvern.server.apis import Apis
 from kvern.server.chat_page import page_routes
 from kvern.server.config import ServerConfig
@@ -113,7 +113,7 @@ class Server:
 
     def figures(self) -> bytes:
         """Returns the metrics of this process in Prometheus's text format."""
-        return together([figures for engine in self.service.engines for figures in engine.client.metrics])
+        return engines_text([figures for engine in self.service.engines for figures in engine.client.metrics])
 
     def _check_watcher(self, request: Request) -> None:
         """Refuses keys that may not read metrics of several keys: they need admin=1 or metrics=1. Raises HttpError."""

@@ -148,7 +148,7 @@ class Work:
                         await held.enter_async_context(self._lane.room(self.key.name, len(row)))
                 if not row:
                     return
-                name = msgspec.json.decode(row, type=Named).custom_id
+                name = msgspec.json.decode(row, type=RowId).custom_id
                 status, answer = await self._answer_row(row)
                 del row
             request_id = uuid.uuid4().hex
@@ -298,7 +298,7 @@ def row_error(line: bytes, endpoint: str, seen: set[str]) -> str | None:
     return None
 
 
-class Named(msgspec.Struct):
+class RowId(msgspec.Struct):
     """The custom_id of a row or of an answer."""
 
     custom_id: str
@@ -308,7 +308,7 @@ def iter_rows(path: Path, done: set[str]) -> Iterator[bytes]:
     """Yields the rows whose custom_id is not in `done`."""
     with path.open("rb") as file:
         for line in lines_of(file):
-            if not done or msgspec.json.decode(line, type=Named).custom_id not in done:
+            if not done or msgspec.json.decode(line, type=RowId).custom_id not in done:
                 yield line
 
 
@@ -321,7 +321,7 @@ def answered(path: Path) -> list[str]:
         for line in file:
             if not line.endswith(b"\n"):
                 break
-            names.append(msgspec.json.decode(line, type=Named).custom_id)
+            names.append(msgspec.json.decode(line, type=RowId).custom_id)
             size += len(line)
     with path.open("r+b") as file:
         file.truncate(size)

@@ -75,7 +75,7 @@ class ServerConfig:
     """Folder for files, batches, responses and conversations of the API. None: kvern's folder in the user's data
     folder."""
     log_requests: Literal["none", "summary", "prompts"] = "none"
-    """What the log has of each request: nothing, a line without its content, or its body as well."""
+    """Entries of the log for each request: none, a line without its content, or its body as well."""
 
     def __post_init__(self) -> None:
         for name in ("allowed_origins", "allowed_methods", "allowed_headers"):

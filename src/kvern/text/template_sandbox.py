@@ -55,7 +55,7 @@ class Rendering(threading.local):
     """The time of the next check, by the clock."""
 
 
-class Calls(jinja2.visitor.NodeTransformer):
+class InsertedChecks(jinja2.visitor.NodeTransformer):
     """Inserts calls of the environment where Jinja compiles operations that cannot be limited otherwise."""
 
     def visit_Concat(self, node: jinja2.nodes.Concat) -> jinja2.nodes.Node:  # noqa: N802 (Jinja names it)
@@ -128,7 +128,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         return value
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> jinja2.nodes.Template:
-        template: jinja2.nodes.Template = Calls().visit(super()._parse(source, name, filename))
+        template: jinja2.nodes.Template = InsertedChecks().visit(super()._parse(source, name, filename))
         return template
 
     def count_round(self) -> None:

@@ -32,7 +32,7 @@ CONSUMING = re.compile(r"(?:\\[sdwnrt]|[^\\.^$*+?{}\[\]|()])(?:\+|\{[1-9]\d*,\d*
 """Regular expressions that clearly match at least one character."""
 
 
-class Model(msgspec.Struct):
+class ModelFields(msgspec.Struct):
     """Fields of a model that affect its time."""
 
     continuing_subword_prefix: str | None = None
@@ -40,10 +40,10 @@ class Model(msgspec.Struct):
     max_input_chars_per_word: int | None = None
 
 
-class Parts(msgspec.Struct):
+class TokenizerFile(msgspec.Struct):
     """``tokenizer.json`` without its vocabulary."""
 
-    model: Model
+    model: ModelFields
     normalizer: Any = None
     pre_tokenizer: Any = None
     post_processor: Any = None
@@ -55,7 +55,7 @@ def read_growth(path: Path, content: bytes) -> int:
 
     Raises CorruptCheckpoint for a tokenizer that makes too many, and errors of msgspec and base64 for a malformed file.
     """
-    parts = msgspec.json.decode(content, type=Parts)
+    parts = msgspec.json.decode(content, type=TokenizerFile)
     for name in ("continuing_subword_prefix", "end_of_word_suffix", "max_input_chars_per_word"):
         value = getattr(parts.model, name) or 0
         if (value if isinstance(value, int) else len(value)) > MOST_WORD:

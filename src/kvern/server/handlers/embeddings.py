@@ -11,8 +11,7 @@ from kvern.api.fields import merge_extra
 from kvern.engine.embedding import check_embeds
 from kvern.request.sampling_params import SamplingParams
 from kvern.server.apis import Apis
-from kvern.server.bodies import read_object
-from kvern.server.http import json_response, strangers_header, until_gone
+from kvern.server.handlers.whole_answers import whole_answer
 from kvern.server.keys import ApiKey
 
 
@@ -24,11 +23,7 @@ class Embeddings:
 
     async def create(self, request: Request) -> Response:
         """POST /v1/embeddings."""
-        body = await read_object(request)
-        merge_extra(body)
-        headers = strangers_header(body, KNOWN)
-        work = self.answer(body, request.state.key, request.state.held.close)
-        return json_response(await until_gone(work, request.receive), headers=headers)
+        return await whole_answer(request, self.answer, lambda _: KNOWN)
 
     async def answer(
         self, body: dict[str, Any], key: ApiKey, has_read: Callable[[], None] = lambda: None

@@ -11,9 +11,8 @@ from kvern.api.fields import merge_extra
 from kvern.api.scores import KNOWN, read_score, score_answer
 from kvern.api.text_pairs import has_pairs, pairs_answer, read_pairs
 from kvern.server.apis import Apis
-from kvern.server.bodies import read_object
 from kvern.server.handlers.relevance import Relevance
-from kvern.server.http import json_response, strangers_header, until_gone
+from kvern.server.handlers.whole_answers import whole_answer
 from kvern.server.keys import ApiKey
 
 
@@ -25,11 +24,7 @@ class Scores:
 
     async def create(self, request: Request) -> Response:
         """POST /v1/score."""
-        body = await read_object(request)
-        merge_extra(body)
-        headers = strangers_header(body, text_pairs.KNOWN if has_pairs(body) else KNOWN)
-        work = self.answer(body, request.state.key, request.state.held.close)
-        return json_response(await until_gone(work, request.receive), headers=headers)
+        return await whole_answer(request, self.answer, lambda body: text_pairs.KNOWN if has_pairs(body) else KNOWN)
 
     async def answer(
         self, body: dict[str, Any], key: ApiKey, has_read: Callable[[], None] = lambda: None

@@ -1,4 +1,4 @@
-"""The bodies of the API's description: the fields that each API takes."""
+"""Schemas of request bodies: the fields of each API."""
 
 import msgspec
 
@@ -44,7 +44,7 @@ SEARCHED: Schema = {"use_beam_search": optional(SWITCH), "best_of": optional(WHO
 PART = record({"type": one_of("text"), "text": TEXT}, "type", "text")
 MESSAGE = record({"role": TEXT, "content": optional({"anyOf": [TEXT, listed(PART)]})}, "role")
 _BLOCK: Schema = {"anyOf": [PART, record({"type": {"type": "string", "not": {"enum": ["text"]}}}, "type")]}
-"""Texts; and blocks of any other type."""
+"""A text block, or a block of any other type."""
 CLAUDE_MESSAGE = record(
     {"role": one_of("user", "assistant", "system"), "content": {"anyOf": [TEXT, listed(_BLOCK)]}}, "role", "content"
 )
@@ -65,13 +65,13 @@ FUNCTION = record({"name": TOOL_NAME, "description": optional(TEXT), "parameters
 TOOLS = optional(listed(record({"type": one_of("function"), "function": FUNCTION}, "type", "function")))
 _FLAT = record({"type": one_of("function"), **FUNCTION["properties"]}, "type", "name")
 FLAT_TOOLS = optional(listed({"anyOf": [_FLAT, record({"type": TEXT}, "type")]}))
-"""Functions; and tools of any other type."""
+"""Functions, and tools of any other type."""
 PARALLEL: Schema = {"parallel_tool_calls": optional(SWITCH)}
 CHOICE = optional({"anyOf": [one_of("auto", "none", "required"), OBJECT]})
 
 
 def sampling() -> dict[str, Schema]:
-    """The fields of SamplingParams that requests may have, with what is said of them."""
+    """Returns the fields of SamplingParams that requests may have, with their descriptions."""
     described = components_of_sampling()["SamplingParams"]["properties"]
     del described["stop_scope"]
     documents = field_documents(SamplingParams)
@@ -79,7 +79,7 @@ def sampling() -> dict[str, Schema]:
 
 
 def components_of_sampling() -> dict[str, Schema]:
-    """SamplingParams, and the types that its fields are of."""
+    """Returns the schemas of SamplingParams and of the types of its fields."""
     return msgspec.json.schema_components([SamplingParams], ref_template="#/components/schemas/{name}")[1]
 
 
@@ -91,17 +91,17 @@ def _nullable(schema: Schema) -> Schema:
 
 
 def token_of(vocab_size: int) -> Schema:
-    """A token id."""
+    """Returns the schema of a token id."""
     return {"type": "integer", "minimum": 0, "maximum": vocab_size - 1}
 
 
 def prompts(vocab_size: int) -> Schema:
-    """One prompt or several."""
+    """Returns the schema of one or several prompts."""
     return {"anyOf": [TEXT, listed(token_of(vocab_size), minItems=1), listed(TEXT, minItems=1, maxItems=MOST_PROMPTS)]}
 
 
 def common_fields(models: list[str]) -> Schema:
-    """What every API takes."""
+    """Returns the fields of every API."""
     return {
         "model": optional(one_of(*models)),
         "priority": optional(WHOLE),
@@ -111,7 +111,7 @@ def common_fields(models: list[str]) -> Schema:
 
 
 def completion_fields(models: list[str], vocab_size: int) -> Schema:
-    """Of /v1/completions."""
+    """Returns the fields of /v1/completions."""
     return {
         **sampling(),
         **common_fields(models),
@@ -126,7 +126,7 @@ def completion_fields(models: list[str], vocab_size: int) -> Schema:
 
 
 def chat_fields(models: list[str]) -> Schema:
-    """Of /v1/chat/completions."""
+    """Returns the fields of /v1/chat/completions."""
     return {
         **sampling(),
         **common_fields(models),
@@ -153,7 +153,7 @@ def chat_fields(models: list[str]) -> Schema:
 
 
 def response_fields(models: list[str]) -> Schema:
-    """Of /v1/responses."""
+    """Returns the fields of /v1/responses."""
     return {
         **{
             name: schema
@@ -184,7 +184,7 @@ def response_fields(models: list[str]) -> Schema:
 
 
 def claude_fields(models: list[str]) -> Schema:
-    """Of /v1/messages."""
+    """Returns the fields of /v1/messages."""
     return {
         **common_fields(models),
         "messages": listed(CLAUDE_MESSAGE, minItems=1),

@@ -1,4 +1,4 @@
-"""The description of the API (OpenAPI 3.1)."""
+"""The OpenAPI 3.1 document of the server."""
 
 from typing import Any
 
@@ -48,14 +48,14 @@ ANSWER = record(
 
 
 ENGINE = record({"model": TEXT, "engine": TEXT, "ready": SWITCH}, "model", "engine", "ready")
-"""One of several engines of a model."""
+"""The state of one of several engines of a model."""
 
 
 def document(models: list[str], vocab_size: int, keys: bool) -> Schema:
-    """What this server can be asked."""
+    """Returns the OpenAPI document of a server with these models; `keys` says that it needs API keys."""
     components: dict[str, Any] = {"schemas": components_of_sampling()}
-    del components["schemas"]["SamplingParams"]  # its fields stand in each API's body
-    del components["schemas"]["StopScope"]  # chats alone set it
+    del components["schemas"]["SamplingParams"]  # its fields are listed in each API's body
+    del components["schemas"]["StopScope"]  # only chats set it
     if keys:
         components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
     paths = {
@@ -80,7 +80,7 @@ def document(models: list[str], vocab_size: int, keys: bool) -> Schema:
 
 
 def _own_paths(models: list[str]) -> dict[str, Schema]:
-    """The server itself, and the tokenizer."""
+    """Routes of the server itself and of its tokenizer."""
     return {
         "/health": {"get": get("The process lives.", record({"status": TEXT}, "status"), open_to_all=True)},
         "/ready": {
@@ -90,13 +90,15 @@ def _own_paths(models: list[str]) -> dict[str, Schema]:
                 503,
             )
         },
-        "/ping": {"get": get("Requests are taken, for load balancers.", None, kind="text/plain", open_to_all=True)},
-        "/load": {"get": get("Requests that are in flight.", record({"server_load": WHOLE}, "server_load"), 403)},
-        "/version": {"get": get("Which kvern this is.", record({"version": TEXT}, "version"))},
-        "/metrics": {"get": get("Figures for Prometheus.", None, kind="text/plain")},
+        "/ping": {
+            "get": get("For load balancers: the server takes requests.", None, kind="text/plain", open_to_all=True)
+        },
+        "/load": {"get": get("Number of requests in flight.", record({"server_load": WHOLE}, "server_load"), 403)},
+        "/version": {"get": get("The version of kvern.", record({"version": TEXT}, "version"))},
+        "/metrics": {"get": get("Metrics for Prometheus.", None, kind="text/plain")},
         "/tokenize": {
             "post": post(
-                "A text, or a conversation, as token ids.",
+                "Tokenize a text or a conversation.",
                 record(
                     {
                         "model": common_fields(models)["model"],
@@ -115,7 +117,7 @@ def _own_paths(models: list[str]) -> dict[str, Schema]:
         },
         "/detokenize": {
             "post": post(
-                "Token ids as text.",
+                "Decode token ids.",
                 record(
                     {
                         "model": common_fields(models)["model"],
@@ -129,39 +131,41 @@ def _own_paths(models: list[str]) -> dict[str, Schema]:
 
 
 def _model_paths(models: list[str]) -> dict[str, Schema]:
-    """Models, adapters and engines."""
+    """Routes of models, adapters and engines."""
     model = {"model": common_fields(models)["model"]}
     of_model = {**model, "lora_name": NAMED}
     return {
         "/v1/models": {"get": get("The names that `model` may have.", LISTING)},
-        "/v1/models/{model}": {"get": get("One of them.", IDENTIFIED, 404, path=("model",))},
+        "/v1/models/{model}": {"get": get("One of these models.", IDENTIFIED, 404, path=("model",))},
         "/v1/load_lora_adapter": {
             "post": post(
-                "Load an adapter from a folder of the server, for keys that may.",
+                "Load an adapter from a folder of the server; needs an API key with admin=1.",
                 record({**of_model, "lora_path": NAMED}, "lora_name", "lora_path"),
                 IDENTIFIED,
-                guarded=True,
+                403,
             )
         },
         "/v1/unload_lora_adapter": {
-            "post": post("Let no new request use one.", record(of_model, "lora_name"), IDENTIFIED, guarded=True)
+            "post": post("Refuse an adapter to new requests.", record(of_model, "lora_name"), IDENTIFIED, 403)
         },
         "/v1/add_engine": {
-            "post": post("Start another engine of a model, for keys that may.", record(model), IDENTIFIED, guarded=True)
+            "post": post(
+                "Start another engine of a model; needs an API key with admin=1.", record(model), IDENTIFIED, 403
+            )
         },
         "/v1/remove_engine": {
             "post": post(
-                "End an engine; its requests end there in time, or others go on with them.",
+                "End an engine; requests that do not end in time continue in other engines.",
                 record({**model, "engine": NAMED, "grace_seconds": {"type": "number", "minimum": 0}}, "engine"),
                 IDENTIFIED,
-                guarded=True,
+                403,
             )
         },
     }
 
 
 def _completion_paths(models: list[str], vocab_size: int) -> dict[str, Schema]:
-    """OpenAI's completions."""
+    """Routes of OpenAI's completions."""
     return {
         COMPLETIONS: {
             "post": post(
@@ -173,7 +177,7 @@ def _completion_paths(models: list[str], vocab_size: int) -> dict[str, Schema]:
 
 
 def _message_paths(models: list[str]) -> dict[str, Schema]:
-    """Anthropic's messages."""
+    """Routes of Anthropic's messages."""
     fields = claude_fields(models)
     return {
         MESSAGES: {
@@ -203,7 +207,7 @@ def _message_paths(models: list[str]) -> dict[str, Schema]:
 
 
 def _file_paths() -> dict[str, Schema]:
-    """Files."""
+    """Routes of files."""
     return {
         "/v1/files": {
             "get": get(
@@ -230,21 +234,23 @@ def _file_paths() -> dict[str, Schema]:
             ),
         },
         "/v1/files/{file_id}": {
-            "get": get("One of them.", IDENTIFIED, 404, 503, 507, path=("file_id",)),
-            "delete": get("Remove it.", IDENTIFIED, 404, 503, 507, path=("file_id",)),
+            "get": get("A file.", IDENTIFIED, 404, 503, 507, path=("file_id",)),
+            "delete": get("Delete a file.", IDENTIFIED, 404, 503, 507, path=("file_id",)),
         },
         "/v1/files/{file_id}/content": {
-            "get": get("What it holds.", None, 404, 503, 507, path=("file_id",), kind="application/octet-stream")
+            "get": get(
+                "The content of a file.", None, 404, 503, 507, path=("file_id",), kind="application/octet-stream"
+            )
         },
     }
 
 
 def _batch_paths() -> dict[str, Schema]:
-    """Batches."""
+    """Routes of batches."""
     return {
         "/v1/batches": {
             "get": get(
-                "The batches of this key, the newest first.",
+                "The batches of this key, newest first.",
                 LISTING,
                 400,
                 404,
@@ -267,8 +273,10 @@ def _batch_paths() -> dict[str, Schema]:
                 IDENTIFIED,
             ),
         },
-        "/v1/batches/{batch_id}": {"get": get("How a batch stands.", IDENTIFIED, 404, 503, 507, path=("batch_id",))},
+        "/v1/batches/{batch_id}": {
+            "get": get("A batch with its state.", IDENTIFIED, 404, 503, 507, path=("batch_id",))
+        },
         "/v1/batches/{batch_id}/cancel": {
-            "post": get("End it, and keep what it has.", IDENTIFIED, 400, 404, 503, 507, path=("batch_id",))
+            "post": get("End a batch and keep its answers.", IDENTIFIED, 400, 404, 503, 507, path=("batch_id",))
         },
     }

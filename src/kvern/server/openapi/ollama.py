@@ -1,4 +1,4 @@
-"""The description of ollama's routes."""
+"""The OpenAPI description of ollama's routes."""
 
 from kvern.api.ollama import CHAT, GENERATE, LINES
 from kvern.server.openapi.bodies import MESSAGE, TOOLS, sampling
@@ -20,11 +20,11 @@ from kvern.server.openapi.schemas import (
 ERROR = record({"error": TEXT}, "error")
 VECTOR = listed(NUMBER)
 LISTING = record({"models": listed(record({"model": TEXT, "name": TEXT}, "model", "name"))}, "models")
-REFUSED = "Refused: the models are those of the start."
+REFUSED = "Refused: models are chosen when the server starts."
 
 
 def ollama_paths(models: list[str]) -> dict[str, Schema]:
-    """All of them."""
+    """Returns all of ollama's routes."""
     named: dict[str, Schema] = {"model": optional(one_of(*models, *(f"{name}:latest" for name in models)))}
     embedded = {**named, "dimensions": optional({"type": "integer", "minimum": 1}), "options": optional(OBJECT)}
     embedded["truncate"] = optional(SWITCH)
@@ -34,18 +34,18 @@ def ollama_paths(models: list[str]) -> dict[str, Schema]:
         GENERATE: {"post": _answer("Answer a text.", {**_fields(), **named, **_of_generate()}, "response")},
         "/api/embed": {
             "post": _post(
-                "Embeddings.", record({**embedded, "input": several}, "input"), {"embeddings": listed(VECTOR)}
+                "Embeddings of texts.", record({**embedded, "input": several}, "input"), {"embeddings": listed(VECTOR)}
             )
         },
         "/api/embeddings": {
-            "post": _post("An embedding.", record({**embedded, "prompt": TEXT}, "prompt"), {"embedding": VECTOR})
+            "post": _post(
+                "The embedding of a text.", record({**embedded, "prompt": TEXT}, "prompt"), {"embedding": VECTOR}
+            )
         },
         "/api/tags": {"get": get("The models, as ollama lists them.", LISTING, error=ERROR)},
-        "/api/ps": {"get": get("The models in memory: all.", LISTING, error=ERROR)},
-        "/api/show": {"post": _post("All about a model.", record(named), {"details": OBJECT, "model_info": OBJECT})},
-        "/api/version": {
-            "get": get("The version of ollama whose API this is.", record({"version": TEXT}, "version"), error=ERROR)
-        },
+        "/api/ps": {"get": get("The models in memory, which are all models.", LISTING, error=ERROR)},
+        "/api/show": {"post": _post("Details of a model.", record(named), {"details": OBJECT, "model_info": OBJECT})},
+        "/api/version": {"get": get("The version of ollama's API.", record({"version": TEXT}, "version"), error=ERROR)},
         **{
             f"/api/{name}": {"post": get(REFUSED, None, 403, error=ERROR)}
             for name in ("pull", "push", "create", "copy")
@@ -61,7 +61,9 @@ def _post(summary: str, body: Schema, answer: dict[str, Schema]) -> Schema:
 def _answer(summary: str, fields: dict[str, Schema], said: str) -> Schema:
     answer = record({said: {}, "done": SWITCH, "done_reason": TEXT}, said, "done")
     operation = post(summary, record(fields), answer, error=ERROR)
-    operation["responses"]["200"]["content"][LINES] = {"schema": {"type": "string", "description": "A line each."}}
+    operation["responses"]["200"]["content"][LINES] = {
+        "schema": {"type": "string", "description": "One line of JSON for each part of the answer."}
+    }
     return operation
 
 

@@ -1,4 +1,4 @@
-"""The description of the API for readers."""
+"""The OpenAPI document as an HTML page."""
 
 import html
 
@@ -6,7 +6,7 @@ from kvern.server.openapi.schemas import Schema
 
 
 def page(described: Schema) -> str:
-    """The description for readers: one file without scripts."""
+    """Returns the document as one HTML page without scripts."""
     parts = []
     for path, operations in described["paths"].items():
         for method, operation in operations.items():
@@ -39,7 +39,7 @@ def _fields(schema: Schema) -> str:
 
 
 def kind_of(schema: Schema) -> str:
-    """A type in words."""
+    """Returns a type in words."""
     if "enum" in schema:
         return " or ".join(map(str, schema["enum"]))
     if "anyOf" in schema:

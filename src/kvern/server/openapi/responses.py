@@ -1,4 +1,4 @@
-"""The description of /v1/responses and /v1/conversations."""
+"""The OpenAPI description of /v1/responses and /v1/conversations."""
 
 from kvern.server.openapi.bodies import response_fields
 from kvern.server.openapi.schemas import (
@@ -20,50 +20,55 @@ from kvern.server.openapi.schemas import (
 )
 
 KEPT = (404, 503, 507)
-"""What reading what is kept may be refused with."""
+"""Statuses of errors when stored objects are read."""
 
 
 def response_paths(models: list[str]) -> dict[str, Schema]:
-    """OpenAI's responses."""
+    """Returns the routes of OpenAI's responses."""
     named = ("response_id",)
     create = post(
-        "Answer, remember, and go on later.", record(response_fields(models), "input"), IDENTIFIED, streams=True
+        "Answer a conversation and store the response.",
+        record(response_fields(models), "input"),
+        IDENTIFIED,
+        streams=True,
     )
     follow = {"stream": SWITCH, "starting_after": {"type": "integer", "minimum": 0, "maximum": 2**31}}
-    retrieve = get("How a response stands, or its events.", IDENTIFIED, 400, *KEPT, path=named, query=follow)
+    retrieve = get("A response with its state, or its events.", IDENTIFIED, 400, *KEPT, path=named, query=follow)
     retrieve["responses"]["200"]["content"]["text/event-stream"] = {"schema": EVENT}
-    input_items = get("Its input.", LISTING, 400, *KEPT, path=named, query={**PAGE, **ORDERED})
+    input_items = get("The input of a response.", LISTING, 400, *KEPT, path=named, query={**PAGE, **ORDERED})
     return {
         "/v1/responses": {"post": {**create, "responses": {**create["responses"], "409": refused(409)}}},
         "/v1/responses/{response_id}": {
             "get": retrieve,
-            "delete": get("Forget a response.", IDENTIFIED, *KEPT, path=named),
+            "delete": get("Delete a response.", IDENTIFIED, *KEPT, path=named),
         },
         "/v1/responses/{response_id}/cancel": {
-            "post": get("End one in the background.", IDENTIFIED, 400, *KEPT, path=named)
+            "post": get("Cancel a background response.", IDENTIFIED, 400, *KEPT, path=named)
         },
         "/v1/responses/{response_id}/input_items": {"get": input_items},
     }
 
 
 def conversation_paths() -> dict[str, Schema]:
-    """OpenAI's conversations."""
+    """Returns the routes of OpenAI's conversations."""
     metadata, items = {"metadata": optional(OBJECT)}, listed(OBJECT, minItems=1)
     one, item = ("conversation_id",), ("conversation_id", "item_id")
     begun = record({**metadata, "items": optional(listed(OBJECT))})
     return {
-        "/v1/conversations": {"post": post("Begin a conversation.", begun, IDENTIFIED)},
+        "/v1/conversations": {"post": post("Create a conversation.", begun, IDENTIFIED)},
         "/v1/conversations/{conversation_id}": {
             "get": get("A conversation.", IDENTIFIED, *KEPT, path=one),
-            "post": post("Change its metadata.", record(metadata), IDENTIFIED, path=one),
-            "delete": get("Forget it.", IDENTIFIED, *KEPT, path=one),
+            "post": post("Change the metadata of a conversation.", record(metadata), IDENTIFIED, path=one),
+            "delete": get("Delete a conversation.", IDENTIFIED, *KEPT, path=one),
         },
         "/v1/conversations/{conversation_id}/items": {
-            "get": get("Its items.", LISTING, 400, *KEPT, path=one, query={**PAGE, **ORDERED}),
+            "get": get("The items of a conversation.", LISTING, 400, *KEPT, path=one, query={**PAGE, **ORDERED}),
             "post": post("Add items.", record({"items": items}, "items"), LISTING, path=one),
         },
         "/v1/conversations/{conversation_id}/items/{item_id}": {
-            "get": get("One of them.", record({"id": TEXT, "type": TEXT}, "id", "type"), *KEPT, path=item),
-            "delete": get("Forget it.", IDENTIFIED, *KEPT, path=item),
+            "get": get(
+                "An item of a conversation.", record({"id": TEXT, "type": TEXT}, "id", "type"), *KEPT, path=item
+            ),
+            "delete": get("Delete an item.", IDENTIFIED, *KEPT, path=item),
         },
     }

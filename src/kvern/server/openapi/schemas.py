@@ -1,4 +1,4 @@
-"""Words of the API's description: schemas, and operations with their answers and errors."""
+"""Building blocks of the OpenAPI document: schemas, and operations with their answers and errors."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -18,22 +18,22 @@ PAGE: dict[str, Schema] = {"limit": {"type": "integer", "minimum": 1, "maximum":
 
 
 def listed(items: Schema, **limits: int) -> Schema:
-    """A list."""
+    """Returns the schema of a list."""
     return {"type": "array", "items": items, **limits}
 
 
 def optional(schema: Schema) -> Schema:
-    """Null is the same as leaving it out."""
+    """Returns the schema of an optional field; null is the same as leaving it out."""
     return {"anyOf": [schema, {"type": "null"}]}
 
 
 def record(properties: Mapping[str, Schema], *required: str) -> Schema:
-    """An object; fields that are not named are ignored."""
+    """Returns the schema of an object; fields that are not named are ignored."""
     return {"type": "object", "properties": dict(properties), "required": list(required)}
 
 
 def one_of(*values: str) -> Schema:
-    """One of these texts."""
+    """Returns the schema of one of these texts."""
     return {"type": "string", "enum": list(values)}
 
 
@@ -54,20 +54,24 @@ ERROR = record(
 CLAUDE_ERROR = record(
     {"type": one_of("error"), "error": record({"type": TEXT, "message": TEXT}, "type", "message")}, "type", "error"
 )
-EVENT = record({"event": TEXT, "data": TEXT}, "data") | {"description": "One of the stream's events; data is JSON."}
+EVENT = record({"event": TEXT, "data": TEXT}, "data") | {"description": "An event of the stream; data is JSON."}
 REASONS = {
-    400: "The request cannot be carried out as it is; the message says why.",
+    400: "The request is invalid; the message says why.",
     401: "The API key is missing or unknown.",
-    403: "This key may not.",
-    404: "There is no such thing.",
-    409: "Another request works with it.",
-    408: "The deadline has passed, or the body came too slowly.",
+    403: "The API key may not do this.",
+    404: "The object does not exist.",
+    409: "Another request is using it.",
+    408: "The timeout has passed, or the body arrived too slowly.",
     413: "The body is too large.",
-    429: "Too much at once: try again after the seconds in the header Retry-After.",
-    500: "The server has a fault, or the engine died over the request twice.",
-    503: "Not now.",
+    429: "There are too many requests: try again after the seconds in the header Retry-After.",
+    500: "The server has a fault, or the engine died twice with the request.",
+    503: "The server cannot answer at present.",
     507: "The server's disk is full.",
 }
+
+
+REFUSALS = (400, 401, 404, 408, 413, 429, 500, 503, 507)
+"""Statuses of errors that every operation with a body has."""
 
 
 def get(
@@ -80,7 +84,7 @@ def get(
     error: Schema = ERROR,
     open_to_all: bool = False,
 ) -> Schema:
-    """An operation without a body."""
+    """Returns an operation without a body."""
     parameters = [{"name": name, "in": "path", "required": True, "schema": TEXT} for name in path]
     parameters += [{"name": name, "in": "query", "schema": schema} for name, schema in (query or {}).items()]
     refusals = () if open_to_all else (401, *statuses)
@@ -92,16 +96,14 @@ def post(
     summary: str,
     body: Schema,
     answer: Schema,
-    *,
+    *statuses: int,
     streams: bool = False,
     kind: str = "application/json",
     error: Schema = ERROR,
-    guarded: bool = False,
     path: tuple[str, ...] = (),
 ) -> Schema:
-    """An operation with a body, `guarded` if not every key may use it."""
-    refusals = (400, 401, 404, 408, 413, 429, 500, 503, 507, *((403,) if guarded else ()))
-    responses = _responses(answer, "application/json", refusals, error)
+    """Returns an operation with a body. `statuses` are errors beside those that every such operation has."""
+    responses = _responses(answer, "application/json", (*REFUSALS, *statuses), error)
     if streams:
         responses["200"]["content"]["text/event-stream"] = {"schema": EVENT}
     content = {kind: {"schema": body}}
@@ -116,5 +118,5 @@ def _responses(answer: Schema | None, kind: str, statuses: tuple[int, ...], erro
 
 
 def refused(status: int, error: Schema = ERROR) -> Schema:
-    """An answer that is an error."""
+    """Returns the answer of an error."""
     return {"description": REASONS[status], "content": {"application/json": {"schema": error}}}

@@ -1,4 +1,4 @@
-"""Embeddings, scores and reranking, described."""
+"""The OpenAPI description of embeddings, scores and reranking."""
 
 from kvern.api.embeddings import EMBEDDINGS
 from kvern.api.limits import MOST_SEQUENCES
@@ -43,11 +43,11 @@ PAIR_SCORE = record({"index": WHOLE, "score": NUMBER}, "index", "score")
 
 
 def score_paths(models: list[str], vocab_size: int) -> dict[str, Schema]:
-    """Embeddings, scores and reranking."""
+    """Returns the routes of embeddings, scores and reranking."""
     return {
         EMBEDDINGS: {
             "post": post(
-                "The last token's last hidden state, for models that were trained for that.",
+                "Embeddings of texts, for embedding models.",
                 record(
                     {
                         **common_fields(models),
@@ -66,8 +66,8 @@ def score_paths(models: list[str], vocab_size: int) -> dict[str, Schema]:
         },
         SCORE: {
             "post": post(
-                "How likely continuations are after their contexts; or how well texts answer others, for models that "
-                "rerank or give embeddings.",
+                "Probabilities of continuations after their contexts; or relevance of texts to others, for rerankers "
+                "and embedding models.",
                 {"anyOf": [_continuations(models, vocab_size), *(_pairs(models, names) for names in NAMES)]},
                 record(
                     {"object": one_of("list"), "data": listed({"anyOf": [LOGPROB, PAIR_SCORE]}), "usage": OBJECT},
@@ -79,7 +79,7 @@ def score_paths(models: list[str], vocab_size: int) -> dict[str, Schema]:
         },
         RERANK: {
             "post": post(
-                "Documents by how well they answer a query; also as /rerank and /v2/rerank.",
+                "Documents in the order of their relevance to a query; also as /rerank and /v2/rerank.",
                 record(
                     {
                         **common_fields(models),
