@@ -44,7 +44,7 @@ from kvern.bench.http_client import HttpClient, Reply, StreamReply
 from kvern.bench.serving import LoadRun, Sample, Sender, arrival_times, fetch, run_loop
 from kvern.bench.serving_data import Prompts, random_samples
 from kvern.bench.serving_figures import summarize
-from kvern.bench.serving_workloads import WORKLOADS, Setting
+from kvern.bench.serving_workloads import WORKLOADS, LoadSettings
 from kvern.config import EngineConfig
 from serving_tables import CONNECTIONS, Figures, show, tell
 
@@ -249,7 +249,7 @@ class Bench:
             async with HttpClient(server.url) as client:
                 sender, entry = await connect(client)
                 for name, workload in WORKLOADS.items():
-                    parts = await workload(Setting(sender, self.prompts((name, number)), entry["max_model_len"]))
+                    parts = await workload(LoadSettings(sender, self.prompts((name, number)), entry["max_model_len"]))
                     found |= {f"{name}: {part}": checked(run) for part, run in parts.items()}
             return found
 

@@ -15,7 +15,7 @@ from kvern.tools.chat import ChatRequest
 from kvern.version import __version__
 
 FINGERPRINT = f"kvern-{__version__}"
-"""The same seed gives the same answer with the same fingerprint, model and options."""
+"""Answers with the same seed are the same under one fingerprint, model and options."""
 
 
 class CompletionWriter:

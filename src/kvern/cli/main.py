@@ -83,7 +83,9 @@ def kind_of(words: tuple[str, ...]) -> type:
 
 def read_command(arguments: list[str], environment: Mapping[str, str]) -> tuple[Any, list[str]]:
     """The command that a command line gives, and notes for the user. Raises ConfigError, or SystemExit after help."""
-    defaults, words, notes = read_defaults(arguments, environment), words_of(arguments), list[str]()
+    defaults = read_defaults(arguments, environment)
+    words = words_of(arguments)
+    notes = list[str]()
     kind = kind_of(words) if words else None
     if kind is not None:
         arguments, notes = kvern_arguments(arguments[len(words) :], " ".join(words), kind)

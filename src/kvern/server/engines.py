@@ -1,4 +1,4 @@
-"""The engines that a server has, one for each model, and the names by which each is asked."""
+"""The engines of a server, one for each model, and the names of their models and adapters."""
 
 from kvern.api.conversation import ChatBody
 from kvern.request.sampling_params import SamplingParams
@@ -9,7 +9,7 @@ from kvern.tools.chat import ChatRequest, PromptOptions
 
 
 class ServedEngine:
-    """The engine of one model, which answers for the model's names and for those of its adapters."""
+    """The engine of one model, for the names of the model and of its adapters."""
 
     def __init__(self, client: EngineClient, admission: Admission) -> None:
         self.client = client
@@ -18,19 +18,19 @@ class ServedEngine:
 
     @property
     def names(self) -> list[str]:
-        """What `model` may be for this engine to answer."""
+        """The values of `model` for this engine."""
         return [*self.models, *(adapter.name for adapter in self.client.adapters.names.all())]
 
     def answers_for(self, name: str) -> bool:
-        """The name is the model's, or that of one of its adapters."""
+        """True if the name is the model's, or that of one of its adapters."""
         return name in self.models or name in self.client.adapters.names
 
     def adapter_of(self, name: str) -> str | None:
-        """The adapter that a name means; None for the model as it is."""
+        """Returns the adapter with this name; None for the model itself."""
         return None if name in self.models else name
 
     async def chat(self, conversation: ChatBody, params: SamplingParams, key: ApiKey, namespace: bytes) -> ChatRequest:
-        """A conversation as prompt, parameters and a reader of its answers.
+        """Returns a conversation as prompt and parameters, with a reader of its answers.
 
         Raises InvalidRequest, InvalidParameter or ServerBusy.
         """
@@ -38,7 +38,7 @@ class ServedEngine:
         return await self.client.inputs.chat(conversation.messages, params, conversation.use, options, key.owner)
 
     def entry(self, name: str, created: int) -> dict[str, object]:
-        """One of its names in OpenAI's list of models, with the sizes of the model behind it."""
+        """Returns a name's entry in OpenAI's list of models, with the sizes of its model."""
         inputs = self.client.inputs
         sizes = {"max_model_len": inputs.max_model_len, "vocab_size": inputs.vocab_size}
         root, parent = (self.models[0], None) if name in self.models else (name, self.models[0])

@@ -1,4 +1,4 @@
-"""What the handlers of all APIs share: the engines, who may use them, and requests on their way through one of them."""
+"""The engines of a server, with their admission, and requests to one of them; shared by the handlers of all APIs."""
 
 import asyncio
 import contextlib
@@ -27,31 +27,32 @@ from kvern.serving.generation import Generation
 
 @dataclass(frozen=True)
 class Ask:
-    """Prompts to answer, as an engine needs to know. `deadline` is of the event loop's clock."""
+    """A request to an engine. `deadline` is in the event loop's time."""
 
     engine: ServedEngine
     prompts: Sequence[Prompt]
     params: Sequence[SamplingParams]
-    """One for each prompt."""
+    """The parameters of each prompt."""
     key: ApiKey
     options: RequestOptions
     deadline: float | None = None
     adapter: str | None = None
-    """The adapter that the model was named by."""
+    """The adapter, if the request named one as its model."""
 
     @property
     def is_large(self) -> bool:
-        """Answers may have many log-probabilities."""
+        """True if answers may have many log-probabilities."""
         return any(params.logprobs is not None or params.prompt_logprobs is not None for params in self.params)
 
     @property
     def sequences(self) -> int:
-        """Sequences that will be generated."""
+        """The number of sequences to generate."""
         return sum(params.sequences for params in self.params)
 
 
 class Running:
-    """An ask that the engine works on: iterate to wake at each news, until all have ended. `close` it in any case."""
+    """A running request: an iterator that yields at each change until all answers have ended. `close` it in any
+    case."""
 
     def __init__(
         self,
@@ -61,25 +62,29 @@ class Running:
         held: contextlib.ExitStack,
     ) -> None:
         self.outputs = [generation.output for generation in generations]
-        self._ask, self._generations, self._news, self._held = ask, generations, news, held
+        self._ask = ask
+        self._generations = generations
+        self._news = news
+        self._held = held
 
     def __aiter__(self) -> AsyncIterator[None]:
         return self._ask.engine.client.generations.follow(self._generations, self._news, self._ask.deadline)
 
     @property
     def seconds(self) -> tuple[float, float]:
-        """Of the first prompt: from its first step to its first token, and from there to its last so far."""
+        """The seconds from the first step of the first prompt to its first token, and from there to its last token so
+        far."""
         first = self._generations[0]
         if not first.first:
             return 0.0, 0.0
         return max(0.0, first.first - first.asked - first.output.queue_seconds), first.last - first.first
 
     def close(self) -> None:
-        """End what has not ended."""
+        """Aborts what has not ended."""
         self._held.close()
 
     def leave(self) -> None:
-        """Close it, and free its log-probabilities."""
+        """Closes it, and frees its log-probabilities."""
         self.close()
         if self._ask.is_large:
             for output in self.outputs:
@@ -87,7 +92,7 @@ class Running:
 
 
 class Service:
-    """Engines, one for each model, behind any number of APIs."""
+    """Engines, one for each model, for any number of APIs."""
 
     def __init__(self, clients: Sequence[EngineClient], config: ServerConfig, keys: Sequence[ApiKey] = ()) -> None:
         self.config = config
@@ -103,22 +108,22 @@ class Service:
 
     @property
     def names(self) -> list[str]:
-        """What `model` may be: the models' names, and those of their adapters."""
+        """The values of `model`: the names of the models and of their adapters."""
         return [name for engine in self.engines for name in engine.names]
 
     @property
     def load(self) -> int:
-        """Requests that have been let in and have no answer yet."""
+        """The number of admitted requests without an answer."""
         return self._limits.running
 
     @property
     def trouble(self) -> str | None:
-        """Why some model has no engine that takes requests at present; None if all have one."""
+        """The reason why some model has no engine that takes requests at present; None if all have one."""
         return next((trouble for one in self.engines if (trouble := one.client.trouble) is not None), None)
 
     @property
     def replicas(self) -> list[dict[str, object]]:
-        """How each engine stands of models that have several."""
+        """The state of each engine of models that have several."""
         several = (one for one in self.engines if one.client.replicas.named)
         return [
             {"model": one.models[0], "engine": replica.name, "ready": replica.supervisor.is_ready}
@@ -127,7 +132,7 @@ class Service:
         ]
 
     def engine_of(self, model: object) -> ServedEngine:
-        """The engine that answers for a name. Raises HttpError if none does."""
+        """Returns the engine for a name. Raises HttpError if there is none."""
         for engine in self.engines:
             if isinstance(model, str) and engine.answers_for(model):
                 return engine
@@ -135,7 +140,8 @@ class Service:
         raise HttpError(404, message, param="model", code="model_not_found")
 
     def model(self, body: Mapping[str, Any]) -> str:
-        """The model or adapter that a body names, or the first model. Raises HttpError if there is none."""
+        """Returns the model or adapter that a body names, by default the first model. Raises HttpError if there is
+        none."""
         model = body.get("model")
         if model is None:
             return self.engines[0].models[0]
@@ -143,7 +149,7 @@ class Service:
         return str(model)
 
     def namespace(self, common: CommonFields, key: ApiKey) -> bytes:
-        """Requests of the same one share what is cached."""
+        """Returns the namespace of a request; requests with the same one share cached blocks."""
         owner = key.name if len(self.users) > 1 and not self.config.share_prefix_cache else ""
         return f"{owner}\0{common.cache_salt}".encode() if owner or common.cache_salt else b""
 
@@ -156,7 +162,10 @@ class Service:
         key: ApiKey,
         embed: bool = False,
     ) -> Ask:
-        """What to ask the model's engine; `params` for all prompts, or for each. Raises HttpError, InvalidParameter."""
+        """Returns a request to the model's engine; `params` are for all prompts, or for each.
+
+        Raises HttpError or InvalidParameter.
+        """
         if isinstance(params, SamplingParams):
             if not embed:
                 check_bounds(params, len(prompts))
@@ -174,7 +183,7 @@ class Service:
         )
 
     async def start(self, ask: Ask, patient: bool = False) -> Running:
-        """Hand all prompts to the engine, or none; with `patient`, only the ends are news.
+        """Submits all prompts to the engine, or none. With `patient`, only the ends of answers count as changes.
 
         Raises HttpError, InvalidRequest, InvalidParameter or EngineDied.
         """
@@ -201,11 +210,11 @@ class Service:
             return Running(ask, generations, news, held.pop_all())
 
     async def run(self, ask: Ask) -> list[RequestOutput]:
-        """Generate all. Raises what `start` raises, and DeadlineExceeded."""
+        """Returns all answers, complete. Raises what `start` raises, and DeadlineExceeded."""
         return (await self.ended(ask)).outputs
 
     async def ended(self, ask: Ask) -> Running:
-        """As `run`; the result also knows how long prefill and decode took."""
+        """Generates like `run`; the result also has the durations of prefill and decode."""
         running = await self.start(ask, patient=True)
         try:
             async for _ in running:
