@@ -25,7 +25,7 @@ from kvern.drafting.models.medusa_formats import load_medusa
 from kvern.models.decoder import Decoder
 from kvern.models.hub import resolve_model
 from kvern.models.layer_inputs import LayerInputs
-from kvern.models.loader import load_model
+from kvern.models.loader import LoadOptions, load_model
 from kvern.quantize.blocks import LayersAttend
 from kvern.sample.random import uniform
 
@@ -151,10 +151,10 @@ def main() -> None:
     arguments = parser.parse_args()
     lines = arguments.data.read_text().splitlines()[-arguments.answers :]
     asked = [json.loads(line)["messages"][:-1] for line in lines]
-    target = load_model(resolve_model(arguments.model), dtype="float32", max_model_len=LENGTH)
+    target = load_model(resolve_model(arguments.model), LoadOptions(dtype="float32", max_model_len=LENGTH))
     drafters: dict[str, Scores] = {}
     if arguments.draft_model:
-        drafter = load_model(resolve_model(arguments.draft_model), dtype="float32", max_model_len=LENGTH)
+        drafter = load_model(resolve_model(arguments.draft_model), LoadOptions(dtype="float32", max_model_len=LENGTH))
         drafters[arguments.draft_model] = of_model(drafter)
     if arguments.medusa:
         drafters["Medusa heads"] = of_medusa(arguments.medusa, target)

@@ -12,7 +12,7 @@ from kvern.draft_training.head import HeadSize, TrainedHead
 from kvern.draft_training.job import Settings, Training, check_model, drafted_tokens
 from kvern.drafting.models.formats import load_draft_head
 from kvern.errors import ConfigError
-from kvern.models.loader import load_model
+from kvern.models.loader import LoadOptions, load_model
 from kvern.models.registry import spec_from_config
 from kvern.quantize.writer import writing
 from tests.support.draft_heads import eagle3_enter, eagle3_logits, eagle3_states
@@ -52,7 +52,7 @@ def test_its_steps_are_those_of_a_head_that_drafts(tmp_path: Path) -> None:
 
 def test_it_learns_and_is_loaded(tmp_path: Path) -> None:
     target = make_tiny_model(tmp_path / "target")
-    decoder = load_model(target, max_model_len=64)
+    decoder = load_model(target, LoadOptions(max_model_len=64))
     rows = torch.arange(3, 35).repeat(40).view(20, 64)
     drafted = drafted_tokens(rows, decoder.spec.vocab_size, 40)
     training = Training(decoder, rows[:16], drafted, Settings(30, 4, 2, seed=0, learning_rate=3e-3))

@@ -10,7 +10,7 @@ from kvern.config import EngineConfig
 from kvern.errors import ConfigError
 from kvern.io.ray_nodes import MOST_PROCESSES
 from kvern.models import memory
-from kvern.models.loader import load_model, outline_model, read_config
+from kvern.models.loader import LoadOptions, load_model, outline_model, read_config
 from kvern.models.registry import spec_from_config
 from kvern.ranks.ranks import Ranks, ranks_of
 from kvern.runner.startup import Startup
@@ -34,7 +34,7 @@ def weights(folder: Path) -> int:
 
 def load(folder: Path, ranks: Ranks) -> int:
     """Bytes of weights that this rank has."""
-    return load_model(folder, load_format="dummy", max_model_len=1, ranks=ranks).weight_bytes
+    return load_model(folder, LoadOptions(load_format="dummy", max_model_len=1, ranks=ranks)).weight_bytes
 
 
 def test_all_ranks_of_one_machine_have_to_fit_into_it(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from kvern.attention.eight_bit import LARGEST_CODE, EightBit
+from kvern.attention.memory import CacheOptions
 from kvern.attention.torch_sdpa import TorchAttention
 from kvern.device.input_batch import InputBatch
 from kvern.spec.mixers import AttentionSpec
@@ -24,8 +25,8 @@ def attend(batch: Batch) -> torch.Tensor:
     )
     eight_bit = None if batch.scales is None else EightBit([batch.scales], case.dtype)
     sinks = None if (logits := case.logits()) is None else {0: logits}
-    sizes = batch.cache.shape[1], case.block_size, case.cache_dtype, torch.device("cpu")
-    attention = TorchAttention([layer], *sizes, eight_bit, sinks)
+    sizes = batch.cache.shape[1], case.block_size, case.cache_dtype
+    attention = TorchAttention(CacheOptions([layer], *sizes, eight_bit=eight_bit, sinks=sinks))
     attention.caches[0].view(torch.uint8).copy_(batch.cache.view(torch.uint8))
     positions = itertools.chain(*(range(start, start + count) for start, count in batch.requests))
     step = InputBatch(

@@ -13,7 +13,7 @@ from kvern.drafting.models.formats import load_draft_head
 from kvern.drafting.models.medusa_formats import load_medusa
 from kvern.errors import ConfigError
 from kvern.models.decoder import Decoder
-from kvern.models.loader import load_model
+from kvern.models.loader import LoadOptions, load_model
 from kvern.ranks.ranks import Ranks, ranks_of
 from kvern.ranks.stages import Stage
 from kvern.request.step import SchedulerOutput
@@ -137,7 +137,7 @@ def test_the_last_stage_has_the_inputs_of_layers_of_others(
     @torch.inference_mode()
     def compute(ranks: Ranks) -> list[torch.Tensor]:
         ranks.connect(folder / "meeting", torch.device("cpu"), SECONDS)
-        decoder = load_model(folder, ranks=ranks)
+        decoder = load_model(folder, LoadOptions(ranks=ranks))
         return [states_of(decoder, entries if ranks.stage.is_last else (), text) for text in texts]
 
     with ThreadPoolExecutor(len(members)) as threads:

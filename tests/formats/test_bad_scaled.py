@@ -13,7 +13,7 @@ from kvern.formats.choice import checked, paths_matching
 from kvern.formats.groups import GroupedFormat
 from kvern.layers.format_choice import linear_methods
 from kvern.layers.unquantized import Unquantized
-from kvern.models.loader import load_model, outline_model
+from kvern.models.loader import LoadOptions, load_model, outline_model
 from kvern.models.precision import shares
 from tests.support.families import change_tensors, make_checkpoint
 from tests.support.scaled_checkpoints import (
@@ -160,7 +160,7 @@ def test_weights_that_are_stored_quantized_are_not_quantized_again(tmp_path: Pat
     with pytest.raises(
         ConfigError, match="quantization is int8, but the model's weights are stored quantized by 'fp8'"
     ):
-        load_model(folder, quantization="int8")
+        load_model(folder, LoadOptions(quantization="int8"))
     with pytest.raises(ConfigError, match="quantization is 'int3': it must be one of fp8, int8, int4"):
         linear_methods({}, Unquantized(), "int3")
 

@@ -22,7 +22,7 @@ from kvern.formats.gguf.types import QUANTIZED
 from kvern.llm import LLM
 from kvern.models.folder import model_folder
 from kvern.models.hub import resolve_model
-from kvern.models.loader import load_model
+from kvern.models.loader import LoadOptions, load_model
 from kvern.request.sampling_params import SamplingParams
 from kvern.text.tokenizer import Tokenizer
 from tests.support.cache_folder import cache_folder
@@ -79,7 +79,7 @@ def test_mamba_beside_an_mlp_without_experts(tmp_path: Path) -> None:
     model = make_checkpoint("granitemoehybrid", tmp_path / "model", num_local_experts=0, position_embedding_type="rope")
     decoder = load_model(folder_of(write_gguf(model, tmp_path, "F16").file, tmp_path))
     assert decoder.build.dtype == torch.float16
-    rough = logits(load_model(model, dtype="float16"), PROMPT)
+    rough = logits(load_model(model, LoadOptions(dtype="float16")), PROMPT)
     assert (logits(decoder, PROMPT) - rough).abs().max() < 0.05 * rough.abs().max()
 
 
@@ -123,10 +123,13 @@ def test_packed_blocks_compute_what_their_numbers_do(family: str, mix: str, tmp_
     kinds = MIXES[mix]
     made = write_gguf(model, tmp_path, lambda name: next(kinds[part] for part in kinds if re.search(part, name)))
     folder = folder_of(made.file, tmp_path)
-    decoder, plain = load_model(folder, dtype="float32"), load_model(made.plain, dtype="float32")
+    decoder, plain = (
+        load_model(folder, LoadOptions(dtype="float32")),
+        load_model(made.plain, LoadOptions(dtype="float32")),
+    )
     assert (logits(decoder, PROMPT) - logits(plain, PROMPT)).abs().max() < 2e-4
     assert decoder.weight_bytes < (1.01 if mix == "plain" else 0.5) * plain.weight_bytes
-    assert load_model(folder, load_format="dummy").build.dtype == torch.bfloat16
+    assert load_model(folder, LoadOptions(load_format="dummy")).build.dtype == torch.bfloat16
 
 
 @pytest.fixture(scope="module")
@@ -268,7 +271,7 @@ def test_damaged_files_end_in_a_line_or_load(embedded: Path, tmp_path: Path) -> 
         tracemalloc.reset_peak()
         try:
             folder = model_folder(EngineConfig(str(file), cache_dir=str(tmp_path)))
-            load_model(folder, device="meta", max_model_len=16)
+            load_model(folder, LoadOptions(device="meta", max_model_len=16))
             Tokenizer(folder)
         except KvernError as error:
             refused.append(str(error))

@@ -29,7 +29,7 @@ from kvern.layers.row_experts import SeparateExperts
 from kvern.layers.tuning import tune
 from kvern.layers.unquantized import PackedMethod, Unquantized, UnquantizedMethod
 from kvern.models.decoder import Decoder
-from kvern.models.loader import load_model, read_config
+from kvern.models.loader import LoadOptions, load_model, read_config
 from kvern.plugins import Plugins
 from kvern.spec.model import MoeSpec
 from tests.support.families import change_tensors, make_checkpoint
@@ -66,13 +66,13 @@ def test_logits_are_those_of_the_rounded_model(family: str, layers: str, tmp_pat
 
 def test_each_layer_has_the_format_of_its_path(tmp_path: Path) -> None:
     made = quantize(make_checkpoint("llama", tmp_path / "model"), tmp_path, r"layers\.1\.|lm_head")
-    decoder = load_model(made.quantized, dtype="bf16")
+    decoder = load_model(made.quantized, LoadOptions(dtype="bf16"))
     for path, method in methods_by_path(decoder).items():
         scaled = ".1." in path or path == "lm_head"
         assert isinstance(method, ScaledRowsMethod) == scaled
         assert isinstance(method, PackedMethod) == (".0." in path or ".2." in path)
         assert hasattr(method, "weight") == (path == "embed_tokens")
-    rounded = load_model(made.rounded, dtype="bf16")
+    rounded = load_model(made.rounded, LoadOptions(dtype="bf16"))
     torch.testing.assert_close(logits(decoder, PROMPT), logits(rounded, PROMPT), rtol=0.05, atol=0.15)
     meta = Build(torch.bfloat16, torch.device("meta"), 1)
     assert Decoder(decoder.spec, meta).weight_bytes < decoder.weight_bytes + sum(
@@ -90,7 +90,7 @@ def test_the_parts_of_one_product_may_be_stored_in_different_ways(family: str, t
     found, expected = logits(decoder, PROMPT), logits(load_model(made.rounded), PROMPT)
     assert (found - expected).abs().max() < 1e-4
     assert (found - logits(load_model(model), PROMPT)).abs().max() > 0.01
-    again = [logits(load_model(made.quantized, load_format="dummy"), PROMPT) for _ in range(2)]
+    again = [logits(load_model(made.quantized, LoadOptions(load_format="dummy")), PROMPT) for _ in range(2)]
     assert torch.equal(*again) and again[0].std() > 0
 
 
@@ -119,7 +119,7 @@ def test_runs_of_rows_fill_every_tensor(tmp_path: Path, monkeypatch: pytest.Monk
 
 def test_random_weights_of_any_dtype(tmp_path: Path) -> None:
     folder = quantize(make_checkpoint("mixtral", tmp_path / "model"), tmp_path, ALL).quantized
-    first, second = (logits(load_model(folder, load_format="dummy"), PROMPT) for _ in range(2))
+    first, second = (logits(load_model(folder, LoadOptions(load_format="dummy")), PROMPT) for _ in range(2))
     assert torch.equal(first, second) and first.isfinite().all() and first.std() > 0
 
 
@@ -272,7 +272,7 @@ def test_the_fastest_of_what_a_method_offers_is_chosen_once() -> None:
 
 def test_what_is_held_plain_for_latents_is_not_timed(tmp_path: Path) -> None:
     make_checkpoint("glm4_moe_lite", tmp_path)
-    assert tune(load_model(tmp_path, dtype="float32"), lambda calls: 1.0, {}) == {}
+    assert tune(load_model(tmp_path, LoadOptions(dtype="float32")), lambda calls: 1.0, {}) == {}
 
 
 def test_a_way_to_multiply_that_does_not_run_is_left_out_and_named_at_every_start(

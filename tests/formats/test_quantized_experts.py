@@ -16,7 +16,7 @@ from kvern.layers.experts import NAMES, Experts, StackedExperts
 from kvern.layers.linear_format import LinearFormat, LinearMethods
 from kvern.layers.row_experts import RowStackedExperts, SeparateExperts
 from kvern.layers.unquantized import Unquantized
-from kvern.models.loader import load_model
+from kvern.models.loader import LoadOptions, load_model
 from kvern.spec.model import MoeSpec
 from tests.support.families import make_checkpoint
 from tests.support.int8_experts import NAME, Int8
@@ -58,7 +58,7 @@ def test_logits_are_those_of_the_rounded_model(family: str, layers: str, tmp_pat
 
 def test_dummy_weights_are_numbers(tmp_path: Path) -> None:
     quantized, _ = int8_checkpoints("mixtral", ".", tmp_path)
-    first, second = (logits(load_model(quantized, load_format="dummy"), PROMPT) for _ in range(2))
+    first, second = (logits(load_model(quantized, LoadOptions(load_format="dummy")), PROMPT) for _ in range(2))
     assert torch.equal(first, second) and first.isfinite().all() and first.std() > 0
 
 

@@ -22,7 +22,7 @@ from kvern.layers.linear_format import LinearFormat
 from kvern.layers.linear_method import LinearShape, Part
 from kvern.layers.unquantized import Unquantized
 from kvern.models.decoder import Decoder
-from kvern.models.loader import load_model, read_config
+from kvern.models.loader import LoadOptions, load_model, read_config
 from tests.support import packers
 from tests.support.families import make_checkpoint
 from tests.support.four_bit_checkpoints import AWQ, CASES, FORMATS, GPTQ, SIZES, make, of_tests
@@ -126,7 +126,7 @@ def test_runs_of_rows_fill_every_tensor(
 def test_plain_rows_are_rounded_once(pack: Pack, config: dict[str, Any], dtype: str, tmp_path: Path) -> None:
     """In any dtype, of a slice, of an index and as embeddings: the format's numbers, rounded to nearest."""
     made = make("llama", tmp_path, pack, config, num_hidden_layers=1)
-    method = load_model(made.quantized, dtype=dtype).layers[0].mlp.gate_up_proj.method
+    method = load_model(made.quantized, LoadOptions(dtype=dtype)).layers[0].mlp.gate_up_proj.method
     rounded = load_file(made.rounded / "model.safetensors")
     index = torch.tensor([3, 0, 3, 127])
     for linear in method.methods():
@@ -204,7 +204,7 @@ def test_weights_take_what_the_format_takes(pack: Pack, config: dict[str, Any], 
 def test_random_weights(config: dict[str, Any], stacked: bool, tmp_path: Path) -> None:
     folder = make_checkpoint("mixtral" if stacked else "llama", tmp_path, **SIZES)
     (folder / "config.json").write_text(json.dumps(read_config(folder) | {"quantization_config": config}))
-    first, second = (logits(load_model(folder, load_format="dummy"), PROMPT) for _ in range(2))
+    first, second = (logits(load_model(folder, LoadOptions(load_format="dummy")), PROMPT) for _ in range(2))
     assert torch.equal(first, second) and first.isfinite().all() and first.std() > 0
 
 
@@ -306,7 +306,7 @@ def test_shards_take_their_slices_of_parts(pack: Pack, made: Callable[[], Linear
 @pytest.mark.parametrize(("family", "pack", "config"), CASES, ids=[f"{case[0]}-{n}" for n, case in enumerate(CASES)])
 def test_what_a_gpu_loads_is_what_a_cpu_loads(family: str, pack: Pack, config: dict[str, Any], tmp_path: Path) -> None:
     folder = make(family, tmp_path, pack, config, num_hidden_layers=1).quantized
-    found, expected = load_model(folder, device="cuda").state_dict(), load_model(folder).state_dict()
+    found, expected = load_model(folder, LoadOptions(device="cuda")).state_dict(), load_model(folder).state_dict()
     assert found.keys() == expected.keys()
     stored = [name for name in expected if "_proj." in name]  # norms on a CPU have a factor in their weights
     assert stored
@@ -323,6 +323,6 @@ def test_loading_takes_no_more_of_a_gpu_than_the_weights(tmp_path: Path) -> None
     folder = make("llama", tmp_path, pack, GPTQ | {"desc_act": True, "group_size": 128}, **sizes).quantized
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    decoder = load_model(folder, dtype="bf16", device="cuda")
+    decoder = load_model(folder, LoadOptions(dtype="bf16", device="cuda"))
     runs = 6 * 32 << 20
     assert torch.cuda.max_memory_allocated() - before < decoder.weight_bytes * 1.03 + runs

@@ -18,7 +18,7 @@ from kvern.formats.scaled import ROWS, TENSOR, Block, Scaled, ScaledMethod
 from kvern.layers.format_choice import linear_methods
 from kvern.layers.linear_method import LinearShape, Part
 from kvern.layers.unquantized import Unquantized, UnquantizedMethod
-from kvern.models.loader import load_model, read_config
+from kvern.models.loader import LoadOptions, load_model, read_config
 from kvern.models.registry import spec_from_config
 from kvern.runner.device import weight_bytes
 from tests.support.families import change_tensors, make_checkpoint
@@ -41,7 +41,7 @@ from tests.support.scaled_checkpoints import (
 def test_logits_are_those_of_the_plain_numbers(name: str, tmp_path: Path) -> None:
     family, packing, config = CHECKPOINTS[name]
     made = quantize(make_checkpoint(family, tmp_path / "model"), tmp_path, packing, config)
-    decoder, plain = load_model(made.quantized), load_model(made.rounded, unquantized=reference(packing))
+    decoder, plain = load_model(made.quantized), load_model(made.rounded, LoadOptions(unquantized=reference(packing)))
     found, expected = logits(decoder, PROMPT), logits(plain, PROMPT)
     assert (found - expected).abs().max() < 1e-4
     if packing.round:
@@ -118,7 +118,7 @@ def test_formats_of_modelopt_come_from_a_file_of_their_own(tmp_path: Path) -> No
     }
     (made.quantized / "hf_quant_config.json").write_text(json.dumps({"producer": {}, "quantization": described}))
     found = logits(load_model(made.quantized), PROMPT)
-    decoder = load_model(made.rounded, unquantized=reference(packing))
+    decoder = load_model(made.rounded, LoadOptions(unquantized=reference(packing)))
     for layer in (decoder.layers[2].self_attn.qkv_proj, decoder.layers[2].self_attn.o_proj):
         layer.method.how = lambda x: x
     assert (found - logits(decoder, PROMPT)).abs().max() < 1e-4
@@ -204,14 +204,16 @@ def test_plain_weights_are_quantized_while_they_are_loaded(
     packing = Packing(code, round=FP8 if code == "e4m3" else INT8)
     made = quantize(model, tmp_path, packing, {})
     monkeypatch.setattr("kvern.models.stored_tensor.RUN_BYTES", 2000)
-    decoder = load_model(model, quantization=quantization)
-    plain = load_model(made.rounded, unquantized=reference(packing))
+    decoder = load_model(model, LoadOptions(quantization=quantization))
+    plain = load_model(made.rounded, LoadOptions(unquantized=reference(packing)))
     assert (logits(decoder, PROMPT) - logits(plain, PROMPT)).abs().max() < 1e-4
     assert decoder.weight_bytes < plain.weight_bytes / 2
     kinds = {path: type(method) for path, method in methods_by_path(decoder).items()}
     assert kinds["embed_tokens"] == kinds["lm_head"] == UnquantizedMethod
     assert OnlineMethod in kinds.values()
-    again = [logits(load_model(model, quantization=quantization, load_format="dummy"), PROMPT) for _ in range(2)]
+    again = [
+        logits(load_model(model, LoadOptions(quantization=quantization, load_format="dummy")), PROMPT) for _ in range(2)
+    ]
     assert torch.equal(*again) and again[0].std() > 0
 
 
@@ -231,7 +233,7 @@ def test_adapters_add_to_rounded_products(tmp_path: Path) -> None:
     made = quantize(model, tmp_path, packing, config)
     adapter = make_adapter(model, tmp_path / "adapter", 3, r=5)
     found = []
-    for decoder in (load_model(made.quantized), load_model(made.rounded, unquantized=reference(packing))):
+    for decoder in (load_model(made.quantized), load_model(made.rounded, LoadOptions(unquantized=reference(packing)))):
         bank = AdapterBank(decoder, places=1, rank=8, kernels=False)
         bank.load(0, read_adapter(adapter, decoder.spec, bank.targets, 8, torch.float32))
         plain = logits(decoder, PROMPT)
@@ -271,7 +273,7 @@ def test_bytes_of_weights_are_known_before_they_are_loaded(tmp_path: Path) -> No
     for quantization in ("fp8", "int8", "int4"):
         methods = linear_methods(read_config(model), Unquantized(), quantization)
         expected = weight_bytes(spec, torch.float32, methods)
-        assert load_model(model, quantization=quantization).weight_bytes == expected
+        assert load_model(model, LoadOptions(quantization=quantization)).weight_bytes == expected
     shape = LinearShape(4096, 4096, torch.bfloat16, torch.device("meta"))
     for form in (Scaled("e4m3"), Scaled("e4m3", Block(128, 128)), Scaled("int8", zeros=True), Scaled("e4m3", TENSOR)):
         assert sum(item.nbytes for item in ScaledMethod(shape, form).parameters()) < 1.002 * 4096 * 4096

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kvern.attention.eight_bit import EightBit, codes_of
+from kvern.attention.memory import CacheOptions
 from kvern.attention.torch_sdpa import TorchAttention
 from kvern.cpu.activation import KINDS as ACTIVATIONS
 from kvern.cpu.activation import activate
@@ -22,7 +23,7 @@ from kvern.layers.compiled_heads import CompiledHeads
 from kvern.layers.norm import HeadNorm, Norm, RowNorm
 from kvern.layers.rope import RopeTable, positions_alone
 from kvern.layers.step_context import StepContext
-from kvern.models.loader import load_model
+from kvern.models.loader import LoadOptions, load_model
 from kvern.request.request import PromptInput, RequestSpec
 from kvern.request.sampling_params import ResolvedParams
 from kvern.request.step import NewRequest, ScheduledTokens
@@ -306,7 +307,7 @@ def test_a_model_of_kernels_is_that_of_pytorch(family: str, tmp_path: Path) -> N
     """With one block table for both: a prompt, then one token more, which is the only one wanted."""
     folder = make_checkpoint(family, tmp_path)
     plain = load_model(folder)
-    compiled = load_model(folder, kernels=frozenset({"cpu_layers"}))
+    compiled = load_model(folder, LoadOptions(kernels=frozenset({"cpu_layers"})))
     assert "Compiled" in repr(compiled) and "Compiled" not in repr(plain)
     tokens = torch.randint(3, 131, (30,), generator=torch.Generator().manual_seed(1)).tolist()
     results = []
@@ -315,7 +316,7 @@ def test_a_model_of_kernels_is_that_of_pytorch(family: str, tmp_path: Path) -> N
         for eight in (None, torch.int8):
             scales = [torch.full((2, layer.kv_heads), 0.05) for layer in layers]
             eight_bit = None if eight is None else EightBit(scales, torch.float32)
-            attention = TorchAttention(layers, 12, SIZE, eight or torch.float32, torch.device("cpu"), eight_bit)
+            attention = TorchAttention(CacheOptions(layers, 12, SIZE, eight or torch.float32, eight_bit=eight_bit))
             rows = BatchRows(2, 64, 12, torch.device("cpu"))
             params = ResolvedParams(temperature=0.0)
             asked = RequestSpec("", PromptInput(tokens), params, 1)

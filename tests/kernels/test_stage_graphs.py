@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from kvern import LLM, SamplingParams
-from kvern.models.loader import load_model
+from kvern.models.loader import LoadOptions, load_model
 from kvern.ranks.ranks import Ranks
 from kvern.runner.stage_ends import StageEnds
 from tests.support.families import make_checkpoint
@@ -67,7 +67,9 @@ def test_rows_are_handed_on_as_they_were_and_padded_anew(tmp_path: Path) -> None
     """Whatever a step makes of the memory that it begins or ends with, while a message is on its way."""
     folder, mail = make_checkpoint("llama", tmp_path), [deque[torch.Tensor]()]
     first, last = (
-        StageEnds(load_model(folder, ranks=Ranks(stage=NearStage(index, [range(1), range(1, 3)], mail))), 4)
+        StageEnds(
+            load_model(folder, LoadOptions(ranks=Ranks(stage=NearStage(index, [range(1), range(1, 3)], mail)))), 4
+        )
         for index in range(2)
     )
     ids = torch.arange(4)

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from kvern import LLM, SamplingParams
 from kvern.errors import ConfigError, CorruptCheckpoint, UnsupportedModel
 from kvern.models.limits import check_spec
-from kvern.models.loader import load_model, read_config
+from kvern.models.loader import LoadOptions, load_model, read_config
 from kvern.models.registry import spec_from_config
 from kvern.quantize.checkpoint import Checkpoint
 from kvern.runner.device import check_kernels
@@ -140,7 +140,7 @@ def test_wanted_tokens_are_computed_alone_behind_the_last_cache(folder: Path) ->
 
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
 def test_streams_stay_plain_beside_quantized_weights(quantization: str, folder: Path) -> None:
-    decoder = load_model(folder, quantization=quantization)
+    decoder = load_model(folder, LoadOptions(quantization=quantization))
     first: Any = decoder.layers[0]
     plain = (first.altup.router, first.altup.prediction, first.altup.correction)
     assert {linear.method.name for linear in plain} == {"unquantized"}

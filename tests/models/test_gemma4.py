@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from kvern import LLM, SamplingParams
 from kvern.errors import CorruptCheckpoint, UnsupportedModel
 from kvern.models.limits import check_spec
-from kvern.models.loader import load_model, read_config
+from kvern.models.loader import LoadOptions, load_model, read_config
 from kvern.models.registry import spec_from_config
 from kvern.quantize.checkpoint import Checkpoint
 from kvern.runner.memory import bytes_of_token
@@ -105,7 +105,7 @@ def test_calibrations_are_refused_where_layers_have_inputs_of_their_own(borrowin
 @pytest.mark.parametrize("quantization", ["fp8", "int8", "int4"])
 def test_weights_are_quantized_while_they_are_loaded(quantization: str, borrowing: Path) -> None:
     """Tables, of which rows are looked up, stay plain; layers move the logits a little."""
-    decoder = load_model(borrowing, quantization=quantization)
+    decoder = load_model(borrowing, LoadOptions(quantization=quantization))
     assert decoder.per_layer is not None and decoder.per_layer.table.method.name == "unquantized"
     assert decoder.layers[5].self_attn.qkv_proj.method.name != "unquantized"  # type: ignore[union-attr]
     rows = torch.stack((logits(decoder, PROMPT).flatten(), reference_logits(borrowing, PROMPT).flatten()))

@@ -10,7 +10,7 @@ from kvern import LLM
 from kvern.config import EngineConfig
 from kvern.errors import ConfigError, UnsupportedModel
 from kvern.layers.indexed_attention import Asked, places_of, selection
-from kvern.models.loader import load_model, read_config
+from kvern.models.loader import LoadOptions, load_model, read_config
 from kvern.models.registry import spec_from_config
 from kvern.quantize.checkpoint import Checkpoint
 from kvern.runner.device import check_indexers, check_kernels
@@ -115,7 +115,7 @@ def test_drafts_change_no_answer(folder: Path, expected: list[list[int]]) -> Non
 
 @pytest.mark.parametrize("quantization", ["fp8", "int8"])
 def test_weights_of_heads_stay_plain_beside_quantized_ones(quantization: str, folder: Path) -> None:
-    decoder = load_model(folder, quantization=quantization)
+    decoder = load_model(folder, LoadOptions(quantization=quantization))
     indexer: Any = decoder.layers[0].self_attn.indexer  # type: ignore[union-attr]
     assert indexer.weights_proj.method.name == "unquantized" != indexer.wq_b.method.name
     rows = torch.stack((logits(decoder, PROMPT).flatten(), reference_logits(folder, PROMPT).flatten()))

@@ -17,7 +17,7 @@ from kvern.attention.torch_sdpa import TorchAttention
 from kvern.cli.model_report import report_of
 from kvern.config import EngineConfig
 from kvern.errors import ConfigError, InvalidAdapter, UnsupportedModel
-from kvern.models.loader import load_model, read_config
+from kvern.models.loader import LoadOptions, load_model, read_config
 from kvern.models.registry import spec_from_config
 from kvern.runner.device import check_latents
 from kvern.runner.memory import bytes_of_token
@@ -169,7 +169,7 @@ def test_bfloat16_stays_near_float32(folder: Path, cpu_kernels: bool) -> None:
 
 @pytest.mark.parametrize("quantization", ["fp8", "int8", "int4"])
 def test_weights_are_quantized_while_they_are_loaded(folder: Path, quantization: str) -> None:
-    assert 1e-3 < error(load_model(folder, quantization=quantization), folder) < 4.0
+    assert 1e-3 < error(load_model(folder, LoadOptions(quantization=quantization)), folder) < 4.0
 
 
 def test_layers_that_draft_are_passed_over(folder: Path, tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from kvern.errors import ConfigError, CorruptCheckpoint, KvernError, ModelNotFound, UnsupportedModel
 from kvern.layers.build import Build
 from kvern.models.decoder import Decoder
-from kvern.models.loader import load_model, load_weights, read_config
+from kvern.models.loader import LoadOptions, load_model, load_weights, read_config
 from kvern.models.registry import spec_from_config
 from kvern.text.tokenizer import Tokenizer
 from tests.support.families import change_tensors, make_checkpoint, make_model
@@ -84,7 +84,7 @@ def test_files_of_any_name_load_without_an_index(folder: Path) -> None:
     [("bf16", torch.bfloat16), ("half", torch.float16), ("fp32", torch.float32), ("auto", torch.float32)],
 )
 def test_dtypes(folder: Path, name: str, dtype: torch.dtype) -> None:
-    assert load_model(folder, dtype=name).embed_tokens.method.dequantize().dtype == dtype
+    assert load_model(folder, LoadOptions(dtype=name)).embed_tokens.method.dequantize().dtype == dtype
 
 
 def test_auto_follows_the_configuration_then_the_weights(folder: Path) -> None:
@@ -97,12 +97,12 @@ def test_auto_follows_the_configuration_then_the_weights(folder: Path) -> None:
 
 def test_an_unknown_dtype_is_refused(folder: Path) -> None:
     with pytest.raises(ConfigError, match="dtype 'int3' is unknown"):
-        load_model(folder, dtype="int3")
+        load_model(folder, LoadOptions(dtype="int3"))
 
 
 def test_random_weights_need_no_file_and_are_the_same_twice(folder: Path) -> None:
     (folder / "model.safetensors").unlink()
-    first, second = (weights(load_model(folder, load_format="dummy")) for _ in range(2))
+    first, second = (weights(load_model(folder, LoadOptions(load_format="dummy"))) for _ in range(2))
     assert all(torch.equal(first[name], second[name]) for name in first)
     assert first["layers.0.attention_in.weight"].std() == 0
     assert first["lm_head.method.weight"].std() > 0
@@ -280,7 +280,7 @@ def loads_or_says_why(folder: Path) -> bool:
     message = ""
     try:
         Tokenizer(folder)
-        load_model(folder, max_model_len=64)
+        load_model(folder, LoadOptions(max_model_len=64))
     except KvernError as error:
         message = str(error)
     assert "\n" not in message and len(message) < 2000
@@ -388,5 +388,5 @@ def test_a_model_that_the_machine_cannot_hold_is_refused_before_it_is_built(fold
     sizes = {"hidden_size": 1 << 16, "intermediate_size": 1 << 18, "num_hidden_layers": 500, "head_dim": 128}
     (folder / "config.json").write_text(json.dumps(read_config(folder) | sizes))
     with pytest.raises(ConfigError, match=r"the weights take \d+\.\d GB"):
-        load_model(folder, load_format="dummy")
+        load_model(folder, LoadOptions(load_format="dummy"))
     assert "tensors for 500 layers" in fault(folder)

@@ -13,7 +13,7 @@ from kvern.layers.linear_method import LinearMethod, LinearShape
 from kvern.layers.norm import Norm
 from kvern.layers.unquantized import Unquantized, UnquantizedMethod
 from kvern.models.decoder import Decoder
-from kvern.models.loader import load_model, load_weights, read_config
+from kvern.models.loader import LoadOptions, load_model, load_weights, read_config
 from kvern.models.registry import spec_from_config
 from kvern.spec.mixers import IndexerSpec, LatentAttentionSpec
 from kvern.spec.model import LayerSpec, ModelSpec, MoeSpec, RopeSpec
@@ -75,7 +75,7 @@ def test_rope_scalings_agree_with_transformers(name: str, tmp_path: Path) -> Non
     if rope["rope_type"] == "longrope":
         rope |= {"short_factor": [1.0 + 0.1 * i for i in range(8)], "long_factor": [1.5 + 0.6 * i for i in range(8)]}
     folder = make_checkpoint("llama", tmp_path, **changes)
-    decoder = load_model(folder, max_model_len=max_model_len)
+    decoder = load_model(folder, LoadOptions(max_model_len=max_model_len))
     assert error(decoder, folder) < TOLERANCE
     plain = replace(
         decoder.spec, layers=tuple(replace(layer, rope=RopeSpec(5000.0, 16)) for layer in decoder.spec.layers)
@@ -193,7 +193,7 @@ def test_the_norms_of_other_devices_agree_too(family: str, tmp_path: Path, monke
 def test_bfloat16_stays_near_float32(tmp_path: Path) -> None:
     folder = make_checkpoint("llama", tmp_path)
     expected = reference_logits(folder, PROMPT)
-    rough = logits(load_model(folder, dtype="bf16"), PROMPT)
+    rough = logits(load_model(folder, LoadOptions(dtype="bf16")), PROMPT)
     assert rough.dtype == torch.float32
     assert 1e-4 < (rough - expected).std() < 0.05 * expected.std()
 
@@ -205,8 +205,8 @@ class Plain(Unquantized):
 
 def test_packed_weights_give_the_products_of_plain_ones(tmp_path: Path) -> None:
     folder = make_checkpoint("qwen2", tmp_path)
-    plain = load_model(folder, dtype="bf16", unquantized=Plain())
-    packed = load_model(folder, dtype="bf16")
+    plain = load_model(folder, LoadOptions(dtype="bf16", unquantized=Plain()))
+    packed = load_model(folder, LoadOptions(dtype="bf16"))
     assert "PackedMethod" in repr(packed) and "PackedMethod" not in repr(plain)
     torch.testing.assert_close(logits(packed, PROMPT), logits(plain, PROMPT), rtol=0.05, atol=0.1)
 

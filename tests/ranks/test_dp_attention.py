@@ -17,7 +17,7 @@ from kvern import LLM, EngineConfig, SamplingParams
 from kvern.engine.engine import Engine
 from kvern.engine.factory import make_scheduler
 from kvern.errors import ConfigError, EngineDied
-from kvern.models.loader import load_model
+from kvern.models.loader import LoadOptions, load_model
 from kvern.models.registry import spec_from_config
 from kvern.models.share import WholeExperts, share_of
 from kvern.ranks.ranks import dp_attention_rank
@@ -88,7 +88,7 @@ def test_each_rank_computes_its_own_rows(family: str, size: int, whole: WholeExp
     def run(rank: int) -> torch.Tensor | None:
         ranks = dp_attention_rank(rank, size)
         ranks.connect(folder / "meeting", CPU, SECONDS)
-        decoder = load_model(folder, ranks=ranks, whole_experts=whole)
+        decoder = load_model(folder, LoadOptions(ranks=ranks, whole_experts=whole))
         assert ranks.dp_attention is not None
         if rank < len(prompts):
             ranks.dp_attention.agree(len(prompts[rank]), None)

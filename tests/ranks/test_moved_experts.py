@@ -19,7 +19,6 @@ from kvern.layers.linear_format import LinearFormat, LinearMethods
 from kvern.layers.row_experts import RowStackedExperts
 from kvern.layers.unquantized import Unquantized
 from kvern.models.decoder import Decoder
-from kvern.models.loader import load_model
 from kvern.models.share import WholeExperts
 from kvern.ranks.ranks import Ranks
 from kvern.runner.ranks.expert_counts import experts_of
@@ -33,7 +32,7 @@ from tests.support.model_outputs import PROMPT, logits
 from tests.support.packers import Pack, awq, gptq, nf4, nvfp4, plain_int4, store
 from tests.support.packers import mxfp4_experts as pack_published
 from tests.support.placed_experts import SPECS, loaded, placed
-from tests.support.rank_threads import SECONDS, of_ranks
+from tests.support.rank_threads import SECONDS, load_with, of_ranks
 from tests.support.scaled_checkpoints import CHECKPOINTS, quantize
 
 CPU_KERNELS = ("cpu_linear", "cpu_packed")
@@ -108,7 +107,7 @@ def test_experts_of_every_format_move(name: str, kernels: tuple[str, ...], tmp_p
     for group in kernels:
         load_kernels(group, 1)
     folder, quantization = FOLDERS[name](tmp_path), name if FOLDERS[name] is plain else None
-    load = partial(load_model, dtype="float32", kernels=frozenset(kernels), quantization=quantization)
+    load = partial(load_with, dtype="float32", kernels=frozenset(kernels), quantization=quantization)
     (before, after), other = of_ranks(folder, 2, exchange, partial(load, whole_experts=WHOLE))
     assert (after - before).abs().max() < 1e-4
     assert torch.equal(after, other[1])

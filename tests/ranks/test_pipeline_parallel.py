@@ -13,7 +13,7 @@ import torch
 from kvern import LLM, SamplingParams
 from kvern.errors import ConfigError
 from kvern.models.decoder import Decoder
-from kvern.models.loader import load_model, outline_model, read_config
+from kvern.models.loader import LoadOptions, load_model, outline_model, read_config
 from kvern.models.registry import spec_from_config
 from kvern.models.share import WholeExperts
 from kvern.models.stages import balanced, check_stages, divide
@@ -28,6 +28,7 @@ from tests.support.families import FAMILIES, make_checkpoint, make_config
 from tests.support.gguf_files import folder_of, write_gguf
 from tests.support.model_outputs import PROMPT, hidden_states, logits
 from tests.support.rank_features import NOT_DIVIDED
+from tests.support.rank_threads import load_with
 from tests.support.simulated_device import Setup
 from tests.support.simulated_engine import SimulatedEngine
 
@@ -50,7 +51,7 @@ def logits_of_stages(folder: Path, stages: int, size: int, load: Callable[..., D
         return list(threads.map(compute, members))[-size:]
 
 
-def check(folder: Path, stages: int, size: int = 1, load: Callable[..., Decoder] = load_model) -> None:
+def check(folder: Path, stages: int, size: int = 1, load: Callable[..., Decoder] = load_with) -> None:
     expected = logits(load_model(folder), PROMPT)
     for found in logits_of_stages(folder, stages, size, load):
         assert (found - expected).abs().max() < 1e-4
@@ -69,7 +70,7 @@ def test_each_stage_moves_experts_of_its_own_layers_alone(tmp_path: Path) -> Non
     placements = dict.fromkeys(range(3), first_placement(5, 2, 1)[::-1])
 
     def load(folder: Path, ranks: Ranks) -> Decoder:
-        decoder = load_model(folder, ranks=ranks, whole_experts=WholeExperts(1))
+        decoder = load_model(folder, LoadOptions(ranks=ranks, whole_experts=WholeExperts(1)))
         layers = experts_of(decoder)
         assert layers.keys() == {*(ranks.stage.layers or ())}
         move_experts(layers, placements, ranks)
@@ -185,7 +186,7 @@ def test_each_stage_holds_its_layers_alone(tied: bool, tmp_path: Path) -> None:
     folder = make_checkpoint("llama", tmp_path, tie_word_embeddings=tied)
     whole = load_model(folder)
     first, last = (
-        load_model(folder, ranks=Ranks(stage=Stage(index, 2, places)))
+        load_model(folder, LoadOptions(ranks=Ranks(stage=Stage(index, 2, places))))
         for index, places in enumerate((range(1), range(1, 3)))
     )
     embedding, head = whole.embed_tokens.method.dequantize(), whole.lm_head.method.dequantize()

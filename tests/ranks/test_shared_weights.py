@@ -13,7 +13,7 @@ from kvern.errors import ConfigError
 from kvern.formats.method import QuantizedMethod
 from kvern.formats.packed_tensors import packed_format
 from kvern.layers.linear_method import INPUTS, OUTPUTS, Axis, Part, TensorLayout, taken
-from kvern.models.loader import load_model
+from kvern.models.loader import LoadOptions, load_model
 from kvern.ranks.ranks import Ranks
 from tests.support.configs import GPT_OSS
 from tests.support.families import make_checkpoint
@@ -169,7 +169,10 @@ def test_blocks_of_gguf_files_are_shared(family: str, mix: str, tmp_path: Path) 
     model = make_checkpoint(family, tmp_path / "model", **sizes)
     made = write_gguf(model, tmp_path, lambda name: next(kinds[part] for part in kinds if re.search(part, name)))
     folder = folder_of(made.file, tmp_path)
-    found, expected = logits_of_ranks(folder, 2, dtype="float32"), logits(load_model(folder, dtype="float32"), PROMPT)
+    found, expected = (
+        logits_of_ranks(folder, 2, dtype="float32"),
+        logits(load_model(folder, LoadOptions(dtype="float32")), PROMPT),
+    )
     assert (found[0] - expected).abs().max() < 2e-4
     assert torch.equal(found[0], found[1])
 
@@ -180,9 +183,9 @@ def test_plain_weights_are_quantized_share_by_share(family: str, quantization: s
     folder = make_checkpoint(family, tmp_path / "model")
     found = logits_of_ranks(folder, 2, quantization=quantization)
     plain = logits(load_model(folder), PROMPT)
-    alone = logits(load_model(folder, quantization=quantization), PROMPT)
+    alone = logits(load_model(folder, LoadOptions(quantization=quantization)), PROMPT)
     assert (found[0] - plain).abs().mean() < 1.2 * (alone - plain).abs().mean()
-    share = load_model(folder, ranks=Ranks(1, 2), quantization=quantization)
+    share = load_model(folder, LoadOptions(ranks=Ranks(1, 2), quantization=quantization))
     for path, method in methods_by_path(share).items():
         if isinstance(method, QuantizedMethod) and path.endswith("down_proj"):
             rows = methods_by_path(load_model(folder))[path].dequantize()[:, method.shape.inputs :]
@@ -205,7 +208,7 @@ def test_cuts_within_a_group_are_refused(pack: Pack, config: dict[str, Any], rea
     folder = make("llama", tmp_path, pack, config, num_key_value_heads=4).quantized
     layer = r"^tensor_parallel_size is 4, and model\.layers\.0\.self_attn\.o_proj is stored as int4 in "
     with pytest.raises(ConfigError, match=layer + reason):
-        load_model(folder, ranks=Ranks(1, 4))
+        load_model(folder, LoadOptions(ranks=Ranks(1, 4)))
 
 
 def test_a_rank_takes_its_part_of_a_tensor_before_anything_is_made_of_it() -> None:

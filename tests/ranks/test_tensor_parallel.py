@@ -14,7 +14,7 @@ from kvern.errors import ConfigError
 from kvern.layers.build import Build
 from kvern.models.checkpoint import read_headers
 from kvern.models.decoder import Decoder
-from kvern.models.loader import filled_model, load_model, read_config
+from kvern.models.loader import LoadOptions, filled_model, load_model, read_config
 from kvern.models.registry import spec_from_config
 from kvern.models.share import WholeExperts, share_of
 from kvern.ranks.ranks import ALONE, Ranks
@@ -22,12 +22,12 @@ from tests.support.divided_families import TENSOR_PARALLEL_CHANGES, TENSOR_PARAL
 from tests.support.families import FAMILIES, make_checkpoint, make_config
 from tests.support.model_outputs import PROMPT, logits, with_attention
 from tests.support.rank_features import OF_EXPERTS
-from tests.support.rank_threads import SECONDS, logits_of_ranks
+from tests.support.rank_threads import SECONDS, load_with, logits_of_ranks
 
 EXPERTS = ("mixtral", "qwen3_moe", "qwen2_moe", "granitemoe", "glm4_moe", "glm4_moe_groups", "dots1", "qwen3_vl_moe")
 
 
-def check(folder: Path, size: int, load: Callable[..., Decoder] = load_model, **shared: Any) -> None:
+def check(folder: Path, size: int, load: Callable[..., Decoder] = load_with, **shared: Any) -> None:
     expected = logits(load(folder), PROMPT)
     found = logits_of_ranks(folder, size, load, **shared)
     assert (found[0] - expected).abs().max() < 1e-4
@@ -127,7 +127,7 @@ def test_the_first_rank_goes_on_when_all_have_come(tmp_path: Path) -> None:
 def test_each_rank_holds_its_share_alone(tmp_path: Path) -> None:
     folder = make_checkpoint("llama", tmp_path)
     whole, ranks = load_model(folder), Ranks(1, 2)
-    share = load_model(folder, ranks=ranks)
+    share = load_model(folder, LoadOptions(ranks=ranks))
     mlp, whole_mlp = share.layers[0].mlp, whole.layers[0].mlp
     assert torch.equal(mlp.down_proj.method.dequantize(), whole_mlp.down_proj.method.dequantize()[:, 40:])
     gate_up, width = whole_mlp.gate_up_proj.method.dequantize(), 80

@@ -23,7 +23,7 @@ from kvern.layers.build import Build
 from kvern.layers.linear_format import LinearFormat
 from kvern.layers.linear_method import LinearMethod, LinearShape
 from kvern.layers.unquantized import UnquantizedMethod
-from kvern.models.loader import llama_name, load_model, read_config
+from kvern.models.loader import LoadOptions, llama_name, load_model, read_config
 from kvern.models.registry import spec_from_config
 from tests.support.families import make_checkpoint
 from tests.support.model_outputs import methods_by_path
@@ -315,5 +315,5 @@ def packed_llama(tmp_path: Path, name: str, family: str = "llama", **config: Any
 
 def quantized(folder: Path, **options: Any) -> set[str]:
     """The paths of the layers that are not plain."""
-    found = methods_by_path(load_model(folder, **options))
+    found = methods_by_path(load_model(folder, LoadOptions(**options)))
     return {path for path, method in found.items() if isinstance(method, QuantizedMethod)}

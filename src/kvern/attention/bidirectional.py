@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kvern.attention.compiled import CompiledAttend, CompiledAttention
+from kvern.attention.memory import CacheOptions
 from kvern.cpu.attention import Step
 from kvern.device.text_batch import TextBatch
 from kvern.spec.mixers import AttentionSpec
@@ -62,7 +63,7 @@ class CompiledTexts:
     def __init__(self, layers: Sequence[AttentionSpec], dtype: torch.dtype, most_tokens: int, most_texts: int) -> None:
         """`dtype`: of the activations, float32 or bfloat16."""
         blocks = most_tokens // BLOCK + most_texts
-        self._attention = CompiledAttention(layers, blocks, BLOCK, dtype, dtype, one_cache=True)
+        self._attention = CompiledAttention(CacheOptions(layers, blocks, BLOCK, dtype), dtype, one_cache=True)
 
     def attend(self, batch: TextBatch) -> CompiledAttend:
         """An `Attend` for the texts of a batch."""

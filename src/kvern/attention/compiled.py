@@ -1,30 +1,27 @@
 """Attention through kernels for CPUs: the cache is read in place, and what a token gets is the same in any batch."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
 
 from kvern.attention.base import contexts_of, copy_cache_blocks, sinks_of
-from kvern.attention.eight_bit import EightBit, store_tokens
+from kvern.attention.eight_bit import store_tokens
 from kvern.attention.groups import LayerGroups
-from kvern.attention.memory import zero_caches
+from kvern.attention.memory import CacheOptions, zero_caches
 from kvern.cpu.attention import AttentionForm, CachedLayer, Step
 from kvern.device.input_batch import InputBatch
 from kvern.layers.step_context import Context
 from kvern.request.step import BlockCopy
-from kvern.spec.mixers import AttentionSpec
 
 StepSlots = tuple[Step, torch.Tensor]
 """What a step attends to by a block table, and its slot mapping, [T] int64."""
 
 
 class CompiledAttention:
-    """AttentionBackend for activations in `dtype`, float32 or bfloat16.
+    """AttentionBackend on a CPU for activations in `dtype`, float32 or bfloat16.
 
-    `layers` describes each layer; the cache holds `blocks` blocks of `block_size` tokens in `cache_dtype`, which
-    `eight_bit` goes with where that is what it has. `sinks`: as `Decoder.sinks`. `one_cache`: all layers have the same,
-    since nothing of it is read after its layer. `groups`: block tables and places of the layers; None: they share one.
+    With `one_cache` all layers have the same memory, since nothing of it is read after its layer.
     """
 
     captures = False
@@ -33,35 +30,24 @@ class CompiledAttention:
     reads_device_starts = False
     tile_sizes: frozenset[int] = frozenset()
 
-    def __init__(
-        self,
-        layers: Sequence[AttentionSpec],
-        blocks: int,
-        block_size: int,
-        cache_dtype: torch.dtype,
-        dtype: torch.dtype,
-        eight_bit: EightBit | None = None,
-        sinks: Mapping[int, torch.Tensor] | None = None,
-        *,
-        one_cache: bool = False,
-        groups: LayerGroups | None = None,
-    ) -> None:
-        groups = groups or LayerGroups.one_table(layers)
+    def __init__(self, cache: CacheOptions, dtype: torch.dtype, *, one_cache: bool = False) -> None:
+        layers, eight_bit = cache.layers, cache.eight_bit
+        groups = cache.groups or LayerGroups.one_table(layers)
         if one_cache:
             groups = replace(groups, places=[0] * len(layers), owners=[0])
         self.tables = list(groups.tables)
-        self._pools, self.caches = zero_caches(layers, groups, blocks, block_size, cache_dtype)
+        self._pools, self.caches = zero_caches(layers, groups, cache.blocks, cache.block_size, cache.dtype)
         self.layer_scales = [None] * len(layers) if eight_bit is None else list(eight_bit.scales)
         self.layers = [
             CachedLayer(
-                cache,
+                stored,
                 scales,
                 dtype,
                 AttentionForm(layer.heads, layer.scale, layer.window, layer.softcap, layer.value_dim, layer.causal),
-                its_sinks,
+                sinks,
             )
-            for layer, cache, scales, its_sinks in zip(
-                layers, self.caches, self.layer_scales, sinks_of(layers, sinks), strict=True
+            for layer, stored, scales, sinks in zip(
+                layers, self.caches, self.layer_scales, sinks_of(layers, cache.sinks), strict=True
             )
         ]
 

@@ -11,16 +11,39 @@ so the narrower layer's blocks are the pool's times two, in a tensor that begins
 layout that they know, and block tables tell the numbers (`WindowTables` in `device/rows.py`).
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from math import prod
 
 import torch
 
+from kvern.attention.eight_bit import EightBit
 from kvern.attention.groups import LayerGroups
 from kvern.cpu.large_pages import zeros
 from kvern.spec.mixers import AttentionSpec
 
 CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class CacheOptions:
+    """The KV cache that an attention backend makes.
+
+    layers       the layers that store keys and values, in their order
+    blocks       the number of blocks of `block_size` tokens
+    dtype        that of the stored numbers; codes of 8 bits have scales, `eight_bit`
+    groups       block tables and places of the layers; None: all layers share one table
+    sinks        as `Decoder.sinks`
+    """
+
+    layers: Sequence[AttentionSpec]
+    blocks: int
+    block_size: int
+    dtype: torch.dtype
+    device: torch.device = CPU
+    groups: LayerGroups | None = None
+    eight_bit: EightBit | None = None
+    sinks: Mapping[int, torch.Tensor] | None = None
 
 
 def zero_cache(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:

@@ -1,21 +1,20 @@
 """The backend of GPUs: one cache, over which each kind of query is attended to by the library that is fastest at it."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from kvern.attention.base import AttentionKernels, OwnKernels, PlannedAttention, sinks_of
-from kvern.attention.eight_bit import EightBit, store_tokens
+from kvern.attention.eight_bit import store_tokens
 from kvern.attention.expanded import ExpandedRuns
 from kvern.attention.groups import LayerGroups
-from kvern.attention.memory import zero_caches
+from kvern.attention.memory import CacheOptions, zero_caches
 from kvern.attention.triton import LONG_CONTEXT
 from kvern.device.device_batch import DeviceBatch, Queries
 from kvern.device.transfer import upload
 from kvern.kernels.batch import copy_pool_blocks
 from kvern.request.step import BlockCopy
-from kvern.spec.mixers import AttentionSpec
 
 
 @dataclass(frozen=True)
@@ -33,28 +32,13 @@ class Phases:
 
 
 class PagedAttention:
-    """AttentionBackend over the paged cache; `deterministic` attends to every token the same way in any batch.
-
-    `sinks`: as `Decoder.sinks`. `groups`: block tables and places of the layers; None: they share one.
-    """
+    """AttentionBackend over the paged cache; `deterministic` attends to every token the same way in any batch."""
 
     reads_device_starts = True
 
-    def __init__(
-        self,
-        layers: Sequence[AttentionSpec],
-        blocks: int,
-        block_size: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        phases: Phases,
-        triton: OwnKernels,
-        deterministic: bool = False,
-        eight_bit: EightBit | None = None,
-        sinks: Mapping[int, torch.Tensor] | None = None,
-        groups: LayerGroups | None = None,
-    ) -> None:
-        groups = groups or LayerGroups.one_table(layers)
+    def __init__(self, cache: CacheOptions, phases: Phases, triton: OwnKernels, deterministic: bool = False) -> None:
+        layers = cache.layers
+        groups = cache.groups or LayerGroups.one_table(layers)
         self.tables = list(groups.tables)
         self.captures = phases.decode.captures
         self.prefix_members = 0 if deterministic or phases.decode is not triton else triton.prefix_members
@@ -62,10 +46,12 @@ class PagedAttention:
         self.phases = phases
         self.triton = triton
         self.deterministic = deterministic
-        self._eight_bit = eight_bit
-        self.sinks = sinks_of(layers, sinks)
+        self._eight_bit = cache.eight_bit
+        self.sinks = sinks_of(layers, cache.sinks)
         self.value_dims = [layer.value_dim or layer.head_dim for layer in layers]
-        self._pools, self.caches = zero_caches(layers, groups, blocks, block_size, dtype, device)
+        self._pools, self.caches = zero_caches(
+            layers, groups, cache.blocks, cache.block_size, cache.dtype, cache.device
+        )
 
     def scales(self, layer: int) -> torch.Tensor | None:
         """[2, kv_heads] float32 of a cache in 8 bits."""

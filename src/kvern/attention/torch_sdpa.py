@@ -6,17 +6,17 @@ prefix whose blocks they share is read once for all of them.
 """
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
 
 from kvern.attention.base import contexts_of, copy_cache_blocks, sinks_of
-from kvern.attention.eight_bit import EightBit, of_query_heads, store_tokens
+from kvern.attention.eight_bit import of_query_heads, store_tokens
 from kvern.attention.gather import Gather, consecutive, keys_behind
 from kvern.attention.groups import LayerGroups
-from kvern.attention.memory import zero_caches
+from kvern.attention.memory import CacheOptions, zero_caches
 from kvern.device.input_batch import InputBatch
 from kvern.layers.step_context import Context, rows_of
 from kvern.request.step import BlockCopy
@@ -57,11 +57,7 @@ class LayerStore:
 
 
 class TorchAttention:
-    """AttentionBackend for any device that PyTorch knows.
-
-    `layers` describes each layer; the cache holds `blocks` blocks of `block_size` tokens in `dtype`, which `eight_bit`
-    goes with where that is what it has. `sinks`: as `Decoder.sinks`. `groups`: as those of `CompiledAttention`.
-    """
+    """AttentionBackend for any device that PyTorch knows."""
 
     captures = False
     prefix_members = 0
@@ -69,29 +65,20 @@ class TorchAttention:
     deterministic = False
     reads_device_starts = False
 
-    def __init__(
-        self,
-        layers: Sequence[AttentionSpec],
-        blocks: int,
-        block_size: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        eight_bit: EightBit | None = None,
-        sinks: Mapping[int, torch.Tensor] | None = None,
-        groups: LayerGroups | None = None,
-    ) -> None:
-        groups = groups or LayerGroups.one_table(layers)
+    def __init__(self, cache: CacheOptions) -> None:
+        layers, device, eight_bit = cache.layers, cache.device, cache.eight_bit
+        groups = cache.groups or LayerGroups.one_table(layers)
         self.tables = list(groups.tables)
         self._layers = list(layers)
-        self._sinks = sinks_of(layers, sinks)
-        self._block_size = block_size
-        self._dtype = dtype if eight_bit is None else eight_bit.compute
+        self._sinks = sinks_of(layers, cache.sinks)
+        self._block_size = cache.block_size
+        self._dtype = cache.dtype if eight_bit is None else eight_bit.compute
         self._eight_bit = eight_bit
         token_bytes = max(layer.stored * layer.width for layer in layers) * self._dtype.itemsize
         self._group_tokens = GROUP_BYTES // token_bytes if device.type == "cpu" else sys.maxsize
         self._reads_prefix_once = device.type == "cpu" and all(layer.softcap is None for layer in layers)
-        self._pools, self.caches = zero_caches(layers, groups, blocks, block_size, dtype, device)
-        self._stores = [tuple(map(LayerStore.of, cache)) for cache in self.caches]
+        self._pools, self.caches = zero_caches(layers, groups, cache.blocks, cache.block_size, cache.dtype, device)
+        self._stores = [tuple(map(LayerStore.of, stored)) for stored in self.caches]
 
     def scales(self, layer: int) -> torch.Tensor | None:
         """[2, kv_heads] float32 of a cache in 8 bits."""

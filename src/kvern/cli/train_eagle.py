@@ -58,7 +58,7 @@ class TrainEagleCommand:
         from kvern.draft_training.job import Settings, Training, check_model, drafted_tokens
         from kvern.io.progress import work_progress
         from kvern.models.hub import resolve_model
-        from kvern.models.loader import load_model
+        from kvern.models.loader import LoadOptions, load_model
         from kvern.quantize.calibration import calibration
         from kvern.quantize.writer import check_target, writing
         from kvern.runner.device import check_dtype, resolve_device
@@ -67,7 +67,7 @@ class TrainEagleCommand:
         folder = resolve_model(self.model).absolute()
         check_target(self.output, folder, self.overwrite, 0)
         device = resolve_device(EngineConfig(device=self.device))
-        decoder = load_model(folder, device=device, max_model_len=self.length)
+        decoder = load_model(folder, LoadOptions(device=device, max_model_len=self.length))
         check_dtype(decoder.build.dtype, device)
         check_model(decoder.spec)
         rows = calibration(Tokenizer(folder), self.data, sys.maxsize, self.length).rows

@@ -77,64 +77,73 @@ def read_config(folder: Path) -> dict[str, Any]:
         ) from None
 
 
-def load_model(
-    folder: Path,
-    *,
-    dtype: str = "auto",
-    device: torch.device | str = "cpu",
-    max_model_len: int | None = None,
-    load_format: Literal["auto", "dummy"] = "auto",
-    kernels: frozenset[str] = frozenset(),
-    unquantized: LinearFormat | None = None,
-    deterministic: bool = False,
-    quantization: str | None = None,
-    ranks: Ranks = ALONE,
-    whole_experts: WholeExperts | None = None,
-) -> Decoder:
-    """Build the model of a folder and load its weights.
+@dataclass(frozen=True)
+class LoadOptions:
+    """Options of `load_model` and `load_encoder`.
 
-    `dtype` "auto" is the checkpoint's. `max_model_len` is the longest sequence in tokens (None: all the model has
-    positions for). `load_format` "dummy" fills in seeded random weights and reads no weight file. `unquantized` is how
-    plain weights multiply (None: PyTorch). `quantization` is what plain weights are made while they are loaded, "fp8",
-    "int8" or "int4"; None: nothing. `kernels` and `deterministic` are those of `Build`. Of several `ranks` it is what
-    this one has of the model, with a part of each expert, or `whole_experts`.
+    dtype          "auto": the checkpoint's
+    max_model_len  the longest sequence in tokens; None: as many as the model has positions for
+    load_format    "dummy": random weights of a fixed seed, and no weight file is read
+    kernels        as `deterministic`, that of `Build`
+    unquantized    the format of plain weights; None: PyTorch multiplies them
+    quantization   the format that plain weights are converted to while they are loaded, "fp8", "int8" or "int4"; None:
+                   they stay plain
+    ranks          the ranks that share the model, of which this one loads its part
+    whole_experts  the experts that each rank has; None: each rank has a part of each expert
+    """
+
+    dtype: str = "auto"
+    device: torch.device | str = "cpu"
+    max_model_len: int | None = None
+    load_format: Literal["auto", "dummy"] = "auto"
+    kernels: frozenset[str] = frozenset()
+    unquantized: LinearFormat | None = None
+    deterministic: bool = False
+    quantization: str | None = None
+    ranks: Ranks = ALONE
+    whole_experts: WholeExperts | None = None
+
+
+def load_model(folder: Path, options: LoadOptions = LoadOptions()) -> Decoder:
+    """Build the model of a folder and load its weights.
 
     Raises ModelNotFound, UnsupportedModel, CorruptCheckpoint, or ConfigError for an unknown dtype.
     """
+    ranks, is_dummy = options.ranks, options.load_format == "dummy"
     config = read_config(folder)
     whole = spec_of_folder(folder, config)
-    share = share_of(whole, ranks.sharing_experts, whole_experts, dp_attention=ranks.dp_attention is not None)
+    share = share_of(whole, ranks.sharing_experts, options.whole_experts, dp_attention=ranks.dp_attention is not None)
     spec = part_of_stage(share, ranks.stage)
-    stored = [] if load_format == "dummy" else read_headers(folder)
-    linear = stored_methods(config, spec, stored, unquantized, quantization)
+    stored = [] if is_dummy else read_headers(folder)
+    linear = stored_methods(config, spec, stored, options.unquantized, options.quantization)
     names = (llama_name(tensor.name, (*spec.renames, *linear.renames))[0] for tensor in stored)
     stored = tensors_of_stage(stored, names, whole, ranks.stage)
-    length = max_model_len or spec.max_position_embeddings
-    chosen = choose_dtype(dtype, spec, None if load_format == "dummy" else folder)
-    build = Build(chosen, torch.device(device), length, kernels, deterministic, ranks=ranks, linear=linear)
+    dtype = choose_dtype(options.dtype, spec, None if is_dummy else folder)
+    build = _build(spec, options, dtype, linear)
     all_stages = None
     if ranks.stage.count > 1 and build.device.type == "cpu":
         all_stages = outline_of(share, replace(build, ranks=Ranks(ranks.rank, ranks.size))).weight_bytes * ranks.size
-    return filled_model(Decoder, spec, build, folder, None if load_format == "dummy" else stored, all_stages)
+    return filled_model(Decoder, spec, build, folder, None if is_dummy else stored, all_stages)
 
 
-def load_encoder(
-    folder: Path,
-    spec: ModelSpec,
-    *,
-    dtype: torch.dtype,
-    device: torch.device,
-    max_model_len: int,
-    load_format: Literal["auto", "dummy"] = "auto",
-    kernels: frozenset[str] = frozenset(),
-    deterministic: bool = False,
-    quantization: str | None = None,
-) -> Encoder:
+def load_encoder(folder: Path, spec: ModelSpec, options: LoadOptions) -> Encoder:
     """Build the encoder that `spec` describes and load its weights from `folder`; as `load_model`."""
-    stored = None if load_format == "dummy" else read_headers(folder)
-    linear = stored_methods(read_config(folder), spec, stored or [], quantization=quantization)
-    build = Build(dtype, device, max_model_len, kernels, deterministic, linear=linear)
-    return filled_model(Encoder, spec, build, folder, stored)
+    stored = None if options.load_format == "dummy" else read_headers(folder)
+    linear = stored_methods(read_config(folder), spec, stored or [], quantization=options.quantization)
+    dtype = choose_dtype(options.dtype, spec, None if stored is None else folder)
+    return filled_model(Encoder, spec, _build(spec, options, dtype, linear), folder, stored)
+
+
+def _build(spec: ModelSpec, options: LoadOptions, dtype: torch.dtype, linear: LinearMethods) -> Build:
+    return Build(
+        dtype,
+        torch.device(options.device),
+        options.max_model_len or spec.max_position_embeddings,
+        options.kernels,
+        options.deterministic,
+        ranks=options.ranks,
+        linear=linear,
+    )
 
 
 def filled_model(

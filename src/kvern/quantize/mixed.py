@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kvern.errors import ConfigError
 from kvern.layers.states import new_states
-from kvern.models.loader import load_model
+from kvern.models.loader import LoadOptions, load_model
 from kvern.quantize.blocks import LayersAttend, Walk
 from kvern.quantize.calibration import Calibration
 from kvern.quantize.checkpoint import Checkpoint
@@ -177,7 +177,7 @@ def loss_of(report: MixedReport) -> float:
 def measure_folder(folder: Path, walk: Walk, rows: Tensor) -> dict[str, float]:
     """The loss of a folder's model against the plain one, whose `walk` is after its last layer, on the same rows."""
     device, length = walk.checkpoint.device, rows.shape[1]
-    decoder, ends = load_model(folder, device=device, max_model_len=length), walk.ends()
+    decoder, ends = load_model(folder, LoadOptions(device=device, max_model_len=length)), walk.ends()
     attend, positions = LayersAttend(decoder.spec, length), torch.arange(length, device=device)
     sums = torch.zeros(3, dtype=torch.float64)
     for ids, hidden in zip(rows.to(device), walk.hidden, strict=True):

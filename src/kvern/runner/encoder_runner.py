@@ -18,7 +18,7 @@ from kvern.layers.linear_format import LinearMethods
 from kvern.layers.step_context import Attend
 from kvern.layers.unquantized import Unquantized
 from kvern.models.encoder import Encoder
-from kvern.models.loader import choose_dtype, load_encoder, read_config
+from kvern.models.loader import LoadOptions, choose_dtype, load_encoder, read_config
 from kvern.request.request import PromptInput
 from kvern.runner.device import check_dtype, check_encoder, check_weights_fit, resolve_device
 from kvern.runner.kernel_choice import Stored, settle_threads, usable_kernels
@@ -111,13 +111,15 @@ def start_encoder(
         encoder = load_encoder(
             folder,
             spec,
-            dtype=dtype,
-            device=device,
-            max_model_len=plan.max_model_len,
-            load_format=config.load_format,
-            kernels=kernels,
-            deterministic=config.deterministic,
-            quantization=config.quantization,
+            LoadOptions(
+                dtype=plan.dtype,
+                device=device,
+                max_model_len=plan.max_model_len,
+                load_format=config.load_format,
+                kernels=kernels,
+                deterministic=config.deterministic,
+                quantization=config.quantization,
+            ),
         )
     most_tokens, most_texts = plan.max_batch_tokens, plan.max_batch_requests
     runner = EncoderRunner(encoder, max(most_tokens, plan.max_model_len), most_texts)

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from kvern.attention.memory import CacheOptions
 from kvern.attention.torch_sdpa import TorchAttention
 from kvern.config import EngineConfig
 from kvern.cpu.host_memory import total_memory
@@ -57,7 +58,9 @@ def _deviation(decoder: "TransformersDecoder", max_model_len: int, cache_dtype: 
     ids = torch.randint(decoder.spec.vocab_size, (2, length), generator=generator)
     rows.tokens[:, :length] = ids.to(rows.tokens)
     rows.block_table[:] = torch.arange(2 * blocks).view(blocks, 2).T  # one's blocks lie between the other's
-    attention = TorchAttention(decoder.spec.calls, 2 * blocks, BLOCK_SIZE, cache_dtype, device, sinks=decoder.sinks)
+    attention = TorchAttention(
+        CacheOptions(decoder.spec.calls, 2 * blocks, BLOCK_SIZE, cache_dtype, device, sinks=decoder.sinks)
+    )
     parts: list[list[torch.Tensor]] = [[], []]
     for ends in zip(*((length // 3, length - 1, length), (length // 2, length // 2 + 1, length)), strict=True):
         starts = [sum(map(len, part)) for part in parts]

@@ -9,6 +9,7 @@ import torch
 from kvern.attention.base import AttentionBackend
 from kvern.attention.eight_bit import EightBit
 from kvern.attention.groups import LayerGroups
+from kvern.attention.memory import CacheOptions
 from kvern.attention.paged import PagedAttention, Phases
 from kvern.attention.selection import AttentionChoice, Shapes, choose
 from kvern.attention.torch_sdpa import TorchAttention
@@ -190,13 +191,13 @@ class KernelParts:
         groups: LayerGroups | None = None,
     ) -> AttentionBackend[DeviceBatch]:
         """The backend of attention: the libraries that are chosen for each phase, or PyTorch if none is."""
-        sinks = decoder.sinks
+        sizes = blocks, block_size, dtype, self._device
+        cache = CacheOptions(self._layers, *sizes, groups, eight_bit, decoder.sinks)
         if self._choice is None or not chosen:
-            return TorchAttention(self._layers, blocks, block_size, dtype, self._device, eight_bit, sinks, groups)
+            return TorchAttention(cache)
         phases = Phases(**{phase: self._choice.libraries[name] for phase, name in chosen.items()})
         triton, deterministic = self._choice.triton, self._config.deterministic
-        sizes = blocks, block_size, dtype, self._device
-        return PagedAttention(self._layers, *sizes, phases, triton, deterministic, eight_bit, sinks, groups)
+        return PagedAttention(cache, phases, triton, deterministic)
 
     def _measure(self, contents: Contents) -> int:
         """Run the largest steps of a GPU; returns the bytes that CUDA graphs take besides."""

@@ -9,6 +9,7 @@ import torch
 from kvern.attention.base import AttentionBackend
 from kvern.attention.compiled import CompiledAttention
 from kvern.attention.eight_bit import EightBit
+from kvern.attention.memory import CacheOptions
 from kvern.attention.torch_sdpa import TorchAttention
 from kvern.config import EngineConfig
 from kvern.cpu import sampling as cpu
@@ -118,14 +119,20 @@ class TorchParts:
     def _attention(
         self, decoder: LanguageModel | DraftHead, eight_bit: EightBit | None, layout: Layout
     ) -> AttentionBackend[InputBatch]:
-        layers = self._spec.attentions
-        sizes, dtype = (layout.blocks, layout.block_size), getattr(torch, layout.dtype)
-        sinks = decoder.sinks
-        groups = self.groups if layout.window_tables else None
+        dtype = getattr(torch, layout.dtype)
+        cache = CacheOptions(
+            self._spec.attentions,
+            layout.blocks,
+            layout.block_size,
+            dtype,
+            self._memory.device,
+            self.groups if layout.window_tables else None,
+            eight_bit,
+            decoder.sinks,
+        )
         if "cpu_attention" in self._plan.kernels and dtype in DTYPES:
-            compute = getattr(torch, self._plan.dtype)
-            return CompiledAttention(layers, *sizes, dtype, compute, eight_bit, sinks, groups=groups)
-        return TorchAttention(layers, *sizes, dtype, self._memory.device, eight_bit, sinks, groups)
+            return CompiledAttention(cache, getattr(torch, self._plan.dtype))
+        return TorchAttention(cache)
 
 
 def _build_batch(

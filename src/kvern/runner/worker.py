@@ -29,7 +29,7 @@ from kvern.models.cache_scales import stored_scales
 from kvern.models.checkpoint import read_headers
 from kvern.models.decoder import Decoder, LanguageModel
 from kvern.models.fallback.spec import TransformersSpec
-from kvern.models.loader import choose_dtype, load_model, outline_of, read_config, stored_methods
+from kvern.models.loader import LoadOptions, choose_dtype, load_model, outline_of, read_config, stored_methods
 from kvern.models.share import share_of
 from kvern.models.stages import part_of_stage
 from kvern.ranks.expert_placement import Placement, first_placement
@@ -267,16 +267,18 @@ class Worker:
         with self._startup.stage("weights"):
             return load_model(
                 folder,
-                ranks=ranks,
-                dtype=plan.dtype,
-                device=self.device,
-                max_model_len=plan.max_model_len,
-                load_format=self._config.load_format,
-                kernels=plan.kernels & (MODEL_KERNELS | CPU_KERNELS),
-                unquantized=parts.unquantized,
-                deterministic=self._config.deterministic and bool(plan.kernels),
-                quantization=quantization,
-                whole_experts=self._whole_experts if ranks is self._ranks else None,
+                LoadOptions(
+                    ranks=ranks,
+                    dtype=plan.dtype,
+                    device=self.device,
+                    max_model_len=plan.max_model_len,
+                    load_format=self._config.load_format,
+                    kernels=plan.kernels & (MODEL_KERNELS | CPU_KERNELS),
+                    unquantized=parts.unquantized,
+                    deterministic=self._config.deterministic and bool(plan.kernels),
+                    quantization=quantization,
+                    whole_experts=self._whole_experts if ranks is self._ranks else None,
+                ),
             )
 
     def _load_fallback(self, plan: Plan) -> LanguageModel | None:
