@@ -81,7 +81,7 @@ def test_the_published_configuration() -> None:
     assert all(attention.sinks for attention in spec.attentions)
     rope = spec.layers[0].rope
     assert rope is not None and rope.theta == 150000 and isinstance(rope.scaling, Yarn) and not rope.scaling.truncate
-    assert spec.qkv_bias and spec.output_bias
+    assert spec.biases.qkv and spec.biases.output
 
 
 def test_what_is_no_gpt_oss_of_these_numbers_is_refused() -> None:

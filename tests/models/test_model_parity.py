@@ -13,6 +13,7 @@ from kvern.layers.linear_method import LinearMethod, LinearShape
 from kvern.layers.norm import Norm
 from kvern.layers.unquantized import Unquantized, UnquantizedMethod
 from kvern.models.decoder import Decoder
+from kvern.models.describe import with_groups
 from kvern.models.loader import LoadOptions, load_model, load_weights, read_config
 from kvern.models.registry import spec_from_config
 from kvern.spec.mixers import IndexerSpec, LatentAttentionSpec
@@ -112,7 +113,7 @@ def with_mlp(**fields: Any) -> Callable[[ModelSpec], ModelSpec]:
 
 
 def with_fields(**fields: Any) -> Callable[[ModelSpec], ModelSpec]:
-    return lambda spec: replace(spec, **fields)
+    return lambda spec: replace(spec, **with_groups(fields, spec))
 
 
 def with_experts(**fields: Any) -> Callable[[ModelSpec], ModelSpec]:

@@ -237,7 +237,7 @@ def _asking(inputs: Inputs, count: int, asked: Sequence[dict[str, Any]]) -> Devi
 
 def _logits_dtype(spec: ModelSpec, inputs: Inputs) -> torch.dtype:
     """In which scores of the vocabulary reach sampling: something may be computed with them before."""
-    return inputs.dtype if spec.logit_scale == 1.0 and spec.logit_softcap is None else torch.float32
+    return inputs.dtype if spec.scales.logit == 1.0 and spec.scales.softcap is None else torch.float32
 
 
 def _change(spec: ModelSpec, inputs: Inputs, count: int, everything: bool, slot_type: torch.dtype) -> Call:

@@ -75,8 +75,8 @@ def _add_norm(spec: ModelSpec, inputs: Inputs, rows: int) -> Call:
 def _norm_launched(spec: ModelSpec, inputs: Inputs) -> Sizes:
     if spec.norm.kind == "rms":
         yield ROWS, spec.hidden_size
-        if spec.per_layer is not None:
-            yield ROWS, spec.per_layer.width
+        if spec.additions.per_layer is not None:
+            yield ROWS, spec.additions.per_layer.width
         mixers = (layer.mixer for layer in spec.layers)
         asked = (mixer.q_lora_rank for mixer in mixers if isinstance(mixer, LatentAttentionSpec))
         yield from ((ROWS, width) for width in dict.fromkeys(asked) if width is not None)
@@ -257,15 +257,15 @@ def _matvec(
 
 def _matvec_launched(spec: ModelSpec, inputs: Inputs) -> Sizes:
     hidden, plain = spec.hidden_size, (False, None, False)
-    launched: list[tuple[Any, ...]] = [(scored(spec, inputs), hidden, *plain, spec.lm_head_bias)]
+    launched: list[tuple[Any, ...]] = [(scored(spec, inputs), hidden, *plain, spec.biases.head)]
     for layer in dict.fromkeys(spec.attending):
         attention, mlp = layer.attention, layer.mlp
         values = 0 if attention.keys_are_values else attention.own_kv_heads
         qkv = (attention.heads + attention.own_kv_heads + values) * attention.head_dim
-        launched.append((qkv, hidden, True, None, False, spec.qkv_bias))
-        launched.append((hidden, attention.heads * attention.head_dim, False, None, True, spec.output_bias))
+        launched.append((qkv, hidden, True, None, False, spec.biases.qkv))
+        launched.append((hidden, attention.heads * attention.head_dim, False, None, True, spec.biases.output))
         if isinstance(mlp, MoeSpec):  # the layer behind it has its norm before the product
-            launched += [(qkv, hidden, *plain, spec.qkv_bias), (mlp.experts, hidden, *plain)]
+            launched += [(qkv, hidden, *plain, spec.biases.qkv), (mlp.experts, hidden, *plain)]
             if mlp.shared_width:
                 launched += [(2 * mlp.shared_width, hidden), (hidden, mlp.shared_width)]
             if mlp.shared_gate:

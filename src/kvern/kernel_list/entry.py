@@ -153,7 +153,7 @@ def multiplied(spec: ModelSpec, inputs: Inputs) -> list[tuple[int, int, bool]]:
     """
     kinds = linear_shapes(spec, inputs.dtype, Ranks(*inputs.ranks))
     layers = [(layer.inputs, sum(layer.outputs), layer.biased) for layer in kinds]
-    layers.append((spec.hidden_size, scored(spec, inputs), spec.lm_head_bias))
+    layers.append((spec.hidden_size, scored(spec, inputs), spec.biases.head))
     if inputs.has_head:
         widths = (count * spec.hidden_size for count in (1, 2, 3))
         layers += [(width, spec.hidden_size, biased) for width in widths for biased in (False, True)]

@@ -122,9 +122,9 @@ class AltUpLayer(AugmentedLayer):
 
     def __init__(self, places: Places, model: ModelSpec, layer: LayerSpec, build: Build) -> None:
         super().__init__(places, model, layer, build)
-        assert model.altup is not None
-        self.altup = AltUp(model, model.altup, build.at("altup").whole)
-        self.laurel = Laurel(model, model.altup, build.at("laurel").whole)
+        assert model.additions.altup is not None
+        self.altup = AltUp(model, model.additions.altup, build.at("altup").whole)
+        self.laurel = Laurel(model, model.additions.altup, build.at("laurel").whole)
 
     def forward(self, hidden: Tensor, update: Update, step: StepContext) -> Residual:
         adapters, wanted = step.adapters, step.wanted

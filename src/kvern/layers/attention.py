@@ -46,8 +46,8 @@ class Attention(Module):
         keys = [Section(own * spec.head_dim, spec.copies)]
         parts |= {"k_proj": keys} if own else {}
         parts |= {"v_proj": keys} if own and not spec.keys_are_values else {}
-        self.qkv_proj = column(build, spec.inputs or model.hidden_size, parts, bias=model.qkv_bias, fused="qkv_proj")
-        self.o_proj = row(build, spec.heads * spec.head_dim, "o_proj", model.hidden_size, bias=model.output_bias)
+        self.qkv_proj = column(build, spec.inputs or model.hidden_size, parts, bias=model.biases.qkv, fused="qkv_proj")
+        self.o_proj = row(build, spec.heads * spec.head_dim, "o_proj", model.hidden_size, bias=model.biases.output)
         self.sinks = Sinks(index, spec.heads, build) if spec.sinks else None
         self.attended = make_heads(index, model, layer, build)
 

@@ -34,13 +34,13 @@ class AugmentedLayer(SequentialLayer):
         if layer.experts is not None:
             self.experts = ExpertsBeside(model.hidden_size, model.norm, layer.experts, build)
         self.per_layer_input_gate = None
-        if (spec := model.per_layer) is not None:
+        if (spec := model.additions.per_layer) is not None:
             whole = build.whole  # a sum of ranks would take longer
             self.per_layer_input_gate = column(whole, model.hidden_size, {"per_layer_input_gate": spec.width})
             self.per_layer_projection = row(whole, spec.width, "per_layer_projection", model.hidden_size)
             self.per_layer_out = Norm(model.norm, model.hidden_size, "post_per_layer_input_norm", build)
             self._gated, self._beside = build.ops.gated_activation(spec.activation), build.ops.beside
-        self.scalar = LayerScalar(build.path) if model.layer_scalars else None
+        self.scalar = LayerScalar(build.path) if model.additions.scalars else None
 
     def forward(self, hidden: Tensor, update: Update, step: StepContext) -> Residual:
         hidden, normal = self.attention_in.after(hidden, update)

@@ -63,10 +63,10 @@ class SequentialLayer(Module):
         ops = build.ops
 
         def norm(placement: Placement, part: object) -> Norm | Identity:
-            name = model.block_norms.get(placement) if part is not None else None
+            name = model.block.norms.get(placement) if part is not None else None
             return Norm(model.norm, model.hidden_size, name, build) if name else Identity(ops.add)
 
-        self.scale, self._add, self._multiply = model.residual_scale, ops.add, ops.scale
+        self.scale, self._add, self._multiply = model.block.scale, ops.add, ops.scale
         self.attention_in, self.attention_out = norm("attention_in", layer.mixer), norm("attention_out", layer.mixer)
         self.mlp_in, self.mlp_out = norm("mlp_in", layer.mlp), norm("mlp_out", layer.mlp)
         if build.late_sums:

@@ -23,8 +23,8 @@ def can_fuse(model: ModelSpec, layer: LayerSpec) -> bool:
         and not layer.mixer.gated
         and model.norm.kind == "rms"
         and model.norm.weight
-        and set(model.block_norms) == {"attention_in", "mlp_in"}
-        and model.residual_scale == 1.0
+        and set(model.block.norms) == {"attention_in", "mlp_in"}
+        and model.block.scale == 1.0
         and fuses_norm(model.query_key_norm)
     )
 
@@ -34,8 +34,8 @@ def adds_by_norms(spec: ModelSpec) -> bool:
     return (
         spec.norm.kind == "rms"
         and spec.norm.weight
-        and set(spec.block_norms) == {"attention_in", "mlp_in"}
-        and not (spec.parallel or spec.augmented)
+        and set(spec.block.norms) == {"attention_in", "mlp_in"}
+        and not (spec.block.parallel or spec.augmented)
     )
 
 
@@ -52,19 +52,19 @@ def block_class(spec: ModelSpec, layer: LayerSpec, build: Build) -> type[Sequent
     if layer.mixer is None or layer.mlp is None:
         return MlpLayer if layer.mixer is None else MixerLayer
     if spec.augmented:
-        if spec.parallel or spec.residual_scale != 1.0:
+        if spec.block.parallel or spec.block.scale != 1.0:
             raise UnsupportedModel(
                 f"{spec.model_type}: inputs, experts and scalars beside parallel blocks or a residual scale"
             )
-        if spec.altup is not None:
+        if spec.additions.altup is not None:
             return AltUpLayer
         return AugmentedLayer
-    if not spec.parallel:
+    if not spec.block.parallel:
         if "few_rows" in build.kernels and not build.deterministic and can_fuse(spec, layer):
             from kvern.layers.fused import FusedLayer
 
             return FusedLayer
         return SequentialLayer
-    if spec.residual_scale != 1.0 or {"attention_out", "mlp_out"} & set(spec.block_norms):
+    if spec.block.scale != 1.0 or {"attention_out", "mlp_out"} & set(spec.block.norms):
         raise UnsupportedModel(f"{spec.model_type}: parallel blocks with norms after their parts or a residual scale")
-    return ParallelLayer if "mlp_in" in spec.block_norms else SharedNormLayer
+    return ParallelLayer if "mlp_in" in spec.block.norms else SharedNormLayer

@@ -110,13 +110,13 @@ class LatentAttention(Module):
         if spec.q_lora_rank is not None:
             parts = {"q_a_proj": [Section(spec.q_lora_rank, build.ranks.size)]}
         parts["kv_a_proj_with_mqa"] = [Section(self._cached, build.ranks.size)]
-        self.in_proj = column(build, model.hidden_size, parts, bias=model.qkv_bias)
+        self.in_proj = column(build, model.hidden_size, parts, bias=model.biases.qkv)
         if spec.q_lora_rank is not None:
             self.q_a_layernorm = Norm(norm, spec.q_lora_rank, "q_a_layernorm", build)
             self.q_b_proj = column(build, spec.q_lora_rank, {"q_b_proj": queries})
         self.kv_a_layernorm = Norm(norm, spec.kv_lora_rank, "kv_a_layernorm", build)
         self.expansion = LatentExpansion(spec, build)
-        self.o_proj = row(build, spec.heads * spec.v_head_dim, "o_proj", model.hidden_size, bias=model.output_bias)
+        self.o_proj = row(build, spec.heads * spec.v_head_dim, "o_proj", model.hidden_size, bias=model.biases.output)
         self.rotate = make_rotate(rope, spec.qk_rope_head_dim)
         if rope is not None and "cpu_layers" in build.kernels:
             self.rotate = _compiled_rotation(rope, spec)

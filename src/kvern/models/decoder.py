@@ -70,11 +70,12 @@ class Decoder(WeightedModel):
         self._rope_index = tuple(0 if layer.rope is None else ropes.index(layer.rope) for layer in spec.layers)
         stage = build.ranks.stage
         if stage.has_embeddings(tied=spec.tie_word_embeddings):
-            self.embed_tokens = make_embedding(spec.vocab_size, spec.hidden_size, spec.embedding_scale, build)
+            self.embed_tokens = make_embedding(spec.vocab_size, spec.hidden_size, spec.scales.embedding, build)
         self.entry = self.embed_tokens if stage.is_first else ReceivedRows(spec.hidden_size, build)
         self._handed = LayerInputs(stage.entries, build) if stage.entries and not stage.is_last else None
-        self.per_layer = None if spec.per_layer is None else PerLayerInputs(spec, spec.per_layer, build)
-        self.streams = None if spec.altup is None else Streams(spec.hidden_size, spec.altup, build.whole)
+        per_layer, altup = spec.additions.per_layer, spec.additions.altup
+        self.per_layer = None if per_layer is None else PerLayerInputs(spec, per_layer, build)
+        self.streams = None if altup is None else Streams(spec.hidden_size, altup, build.whole)
         self._last_storing = spec.last_storing_layer
         inner = replace(build, late_sums=sums_late(spec, build))
         self.layers = nn.ModuleList(self._make_layers(inner))
@@ -98,7 +99,7 @@ class Decoder(WeightedModel):
         """The output projection; a tied one multiplies by the weight of the embeddings."""
         spec, build = self.spec, replace(self.build, path="")
         method = self.embed_tokens.method if spec.tie_word_embeddings else None
-        return make_head(spec.hidden_size, spec.vocab_size, build, bias=spec.lm_head_bias, method=method)
+        return make_head(spec.hidden_size, spec.vocab_size, build, bias=spec.biases.head, method=method)
 
     def forward(
         self,
@@ -236,7 +237,7 @@ class Decoder(WeightedModel):
 
         Without `upcast` they keep the model's dtype where nothing is computed with them.
         """
-        if not upcast and self.spec.logit_scale == 1.0 and self.spec.logit_softcap is None:
+        if not upcast and self.spec.scales.logit == 1.0 and self.spec.scales.softcap is None:
             plain: Tensor = self.lm_head(hidden)
             return plain
         return self.scaled(self.lm_head.scores(hidden))
@@ -246,7 +247,7 @@ class Decoder(WeightedModel):
         head = self.lm_head
         if not isinstance(head, SharedHead):
             return self.logits(hidden, upcast=False)
-        if self.spec.logit_scale == 1.0 and self.spec.logit_softcap is None:
+        if self.spec.scales.logit == 1.0 and self.spec.scales.softcap is None:
             return head.own(hidden)
         return self.scaled(head.own_scores(hidden))
 
@@ -256,8 +257,8 @@ class Decoder(WeightedModel):
 
     def scaled(self, logits: Tensor) -> Tensor:
         """Applies the model's scale and softcap to scores `[N, vocab]` float32 in place."""
-        if self.spec.logit_scale != 1.0:
-            logits = logits.mul_(self.spec.logit_scale)
-        if (cap := self.spec.logit_softcap) is not None:
+        if self.spec.scales.logit != 1.0:
+            logits = logits.mul_(self.spec.scales.logit)
+        if (cap := self.spec.scales.softcap) is not None:
             logits = logits.div_(cap).tanh_().mul_(cap)
         return logits

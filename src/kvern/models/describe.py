@@ -8,7 +8,19 @@ from typing import Any
 from kvern.errors import UnsupportedModel
 from kvern.models.registry import Config
 from kvern.spec.mixers import AttentionSpec
-from kvern.spec.model import Activation, LayerSpec, MlpSpec, ModelSpec, MoeSpec, NormSpec, RopeSpec
+from kvern.spec.model import (
+    Activation,
+    AdditionSpec,
+    BiasSpec,
+    BlockSpec,
+    LayerSpec,
+    MlpSpec,
+    ModelSpec,
+    MoeSpec,
+    NormSpec,
+    RopeSpec,
+    ScaleSpec,
+)
 from kvern.spec.rope_scaling import Dynamic, LinearScaling, Llama3, LongRope, Proportional, RopeScaling, Yarn
 
 _ACTIVATIONS: dict[str, Activation] = {
@@ -246,7 +258,10 @@ def read_layer_norm(config: Config, key: str = "layer_norm_eps", *, bias: bool =
 
 
 def describe(config: Config, layers: tuple[LayerSpec, ...] | None = None, **fields: Any) -> ModelSpec:
-    """A `ModelSpec` with the common settings; `fields` are the fields of `ModelSpec` that the family decides."""
+    """A `ModelSpec` with the common settings; `fields` are those that the family decides.
+
+    They have the names of `ModelSpec`, or those in `_GROUPED`.
+    """
     if config.get("is_causal") is False:
         raise UnsupportedModel("is_causal is false: kvern's models attend to what is before alone")
     bias, bos = bool(config.get("attention_bias", False)), config.get("bos_token_id")
@@ -263,4 +278,35 @@ def describe(config: Config, layers: tuple[LayerSpec, ...] | None = None, **fiel
         "bos_token_id": next(iter(bos), None) if isinstance(bos, list) else bos,
         "dtype": config.get("dtype") or config.get("torch_dtype"),
     }
-    return ModelSpec(**(given | fields))
+    return ModelSpec(**with_groups(given | fields))
+
+
+_GROUPED = {
+    "block_norms": ("block", "norms"),
+    "parallel": ("block", "parallel"),
+    "residual_scale": ("block", "scale"),
+    "qkv_bias": ("biases", "qkv"),
+    "output_bias": ("biases", "output"),
+    "lm_head_bias": ("biases", "head"),
+    "embedding_scale": ("scales", "embedding"),
+    "logit_scale": ("scales", "logit"),
+    "logit_softcap": ("scales", "softcap"),
+    "per_layer": ("additions", "per_layer"),
+    "altup": ("additions", "altup"),
+    "layer_scalars": ("additions", "scalars"),
+}
+"""The names under which families give fields of groups of `ModelSpec`: the group, and the field there."""
+_GROUPS = {"block": BlockSpec(), "biases": BiasSpec(), "scales": ScaleSpec(), "additions": AdditionSpec()}
+
+
+def with_groups(fields: Mapping[str, Any], base: ModelSpec | None = None) -> dict[str, Any]:
+    """Fields of `ModelSpec`, of which those of groups may be given by the names in `_GROUPED`.
+
+    The other fields of these groups are those of `base`; None: their defaults.
+    """
+    made = {name: value for name, value in fields.items() if name not in _GROUPED}
+    for name in _GROUPED.keys() & fields.keys():
+        group, own = _GROUPED[name]
+        known = made.get(group, _GROUPS[group] if base is None else getattr(base, group))
+        made[group] = replace(known, **{own: fields[name]})
+    return made

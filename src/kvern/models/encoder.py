@@ -30,7 +30,7 @@ class Embeddings(Module):
     def __init__(self, spec: ModelSpec, encoder: EncoderSpec, build: Build) -> None:
         super().__init__()
         width = spec.hidden_size
-        self.embed_tokens = Embedding(spec.vocab_size, width, spec.embedding_scale, build)
+        self.embed_tokens = Embedding(spec.vocab_size, width, spec.scales.embedding, build)
         self.embed_positions = Table("embed_positions", encoder.positions, width, build) if encoder.positions else None
         self.embed_types = Table("embed_types", encoder.types, width, build) if encoder.types else None
         self.embed_norm = Norm(spec.norm, width, "embed_norm", build)
@@ -119,5 +119,5 @@ class Encoder(WeightedModel):
 
 def _pre_norm_layer(places: Places, model: ModelSpec, layer: LayerSpec, build: Build) -> SequentialLayer:
     """A layer with norms; the first attention has none, because the norm of the embeddings precedes it."""
-    names = {place: name for place, name in model.block_norms.items() if places.attention or place != "attention_in"}
-    return SequentialLayer(places, replace(model, block_norms=names), layer, build)
+    names = {place: name for place, name in model.block.norms.items() if places.attention or place != "attention_in"}
+    return SequentialLayer(places, replace(model, block=replace(model.block, norms=names)), layer, build)

@@ -157,9 +157,9 @@ def check_spec(spec: ModelSpec) -> None:
 
 def _check_streams(spec: ModelSpec) -> None:
     """Several residual streams go through layers of one kind alone."""
-    if spec.altup is None:
+    if spec.additions.altup is None:
         return
-    parts = spec.per_layer is not None and not spec.layer_scalars
+    parts = spec.additions.per_layer is not None and not spec.additions.scalars
     if not parts or any(layer.mixer is None or layer.mlp is None or layer.experts for layer in spec.layers):
         raise Unfit(
             "several residual streams go with layers that have a mixer, an MLP and inputs of their own, and no more"

@@ -45,8 +45,10 @@ def share_of(
         return _share_of_experts(spec, size, whole_experts)
     for reason in _reasons(spec):
         raise ConfigError(f"tensor_parallel_size is {size}, and {spec.model_type} has {reason}, {NOT_YET}")
-    if spec.per_layer is not None:
-        _check_divides(spec, "entries in the inputs of its layers", len(spec.layers) * spec.per_layer.width, size)
+    if spec.additions.per_layer is not None:
+        _check_divides(
+            spec, "entries in the inputs of its layers", len(spec.layers) * spec.additions.per_layer.width, size
+        )
     layers = tuple(_layer_share(spec, layer, size, whole_experts) for layer in spec.layers)
     return replace(spec, layers=layers, renames=tuple(of_whole(rename, spec) for rename in spec.renames))
 

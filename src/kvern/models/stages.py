@@ -62,8 +62,8 @@ def check_stages(spec: ModelSpec, stages: int) -> None:
     parts = {
         "an encoder's layers": spec.encoder is not None,
         "layers that transformers computes": not spec.layers,
-        "several residual streams": spec.altup is not None,
-        "inputs of each layer's own": spec.per_layer is not None,
+        "several residual streams": spec.additions.altup is not None,
+        "inputs of each layer's own": spec.additions.per_layer is not None,
         "layers that attend to the keys and values of others": any(mixer.cache_of is not None for mixer in attentions),
     }
     for part in (part for part, is_there in parts.items() if is_there):

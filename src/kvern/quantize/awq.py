@@ -126,9 +126,9 @@ def folds(block: Block) -> Iterator[Fold]:
     mlp = [path for path in tensors if _MLP_INPUT.search(path)]
     if isinstance(layer.mlp, MoeSpec) and layer.mlp.latent:
         mlp = [path for path in mlp if not _BEHIND_LATENT.search(path)]
-    together = spec.parallel and "mlp_in" not in spec.block_norms
+    together = spec.block.parallel and "mlp_in" not in spec.block.norms
     for placement, readers in (("attention_in", attention + (mlp if together else [])), ("mlp_in", mlp)):
-        name = f"{block.prefix}.{spec.block_norms.get(placement)}"  # type: ignore[call-overload]
+        name = f"{block.prefix}.{spec.block.norms.get(placement)}"  # type: ignore[call-overload]
         if readers and f"{name}{WEIGHT}" in block.tensors:
             makers = [(path, slice(None)) for path in (f"{name}{WEIGHT}", f"{name}.bias") if path in block.tensors]
             yield Fold(makers, readers, offset=spec.norm.offset)

@@ -179,7 +179,7 @@ def part_without_calibration(spec: ModelSpec) -> str | None:
         return "an indexer, which selects keys"
     if any(attention.sinks for attention in spec.attentions):
         return "attention sinks"
-    if spec.per_layer is not None:
+    if spec.additions.per_layer is not None:
         return "inputs of each layer's own"
     if any(isinstance(mixer, AttentionSpec) and mixer.cache_of is not None for mixer in mixers):
         return "layers that attend to the keys of others"

@@ -75,7 +75,7 @@ class CapturedDecodes:
         self._table = None if decoder.per_layer is None else decoder.per_layer.table
         self._looks_up = not self._embeds or self._table is not None
         """True if PyTorch looks something up between the first two stages."""
-        self._is_whole = not self._looks_up and decoder.spec.logit_scale == 1.0 and decoder.spec.logit_softcap is None
+        self._is_whole = not self._looks_up and decoder.spec.scales.logit == 1.0 and decoder.spec.scales.softcap is None
 
     def decode(self, scheduled: Sequence[ScheduledTokens]) -> list[int] | None:
         """Compute a step in which each token is sampled behind, sample what follows, and let the rows go on.

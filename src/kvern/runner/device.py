@@ -168,7 +168,7 @@ def check_kernels(spec: ModelSpec, device: torch.device) -> None:
     """Raise ConfigError for a GPU, if there are no kernels for it of what the model's layers are made of."""
     parts = {
         "indexers of what queries attend to": any(_indexed(layer.mixer) for layer in spec.layers),
-        "several residual streams": spec.altup is not None,
+        "several residual streams": spec.additions.altup is not None,
     }
     missing = [part for part, is_there in parts.items() if is_there]
     if device.type != "cpu" and missing:

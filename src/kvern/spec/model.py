@@ -2,7 +2,7 @@
 
     ModelSpec
     |-- norm: NormSpec                      how every norm of a block computes
-    |-- block_norms: placement -> name      which norms a block has, and what the checkpoint calls them
+    |-- block: BlockSpec                    its norms and their names in the checkpoint, and how its parts are added
     |-- layers: LayerSpec, ...
     |   |-- mixer: AttentionSpec            heads, scale, window
     |   |     or LatentAttentionSpec        keys and values of all heads out of one vector for each token
@@ -12,8 +12,8 @@
     |   |-- rope: RopeSpec | None           None: this layer sees no positions
     |   |-- mlp: MlpSpec | MoeSpec | None   None: this layer is a mixer alone
     |   `-- experts: MoeSpec | None         beside the MLP
-    |-- per_layer: PerLayerSpec | None      inputs of each layer's own
-    |-- altup: AltUpSpec | None             several residual streams
+    |-- additions: AdditionSpec             inputs of each layer's own, residual streams, numbers
+    |-- biases, scales                      of linear layers; of embeddings and logits
     |-- encoder: EncoderSpec | None         None: a decoder, which generates
     `-- renames: Rename, ...                from the checkpoint's names to Llama's
 
@@ -306,17 +306,59 @@ SANDWICH_NORMS: Mapping[Placement, str] = {
 
 
 @dataclass(frozen=True)
+class BlockSpec:
+    """The way in which mixer and MLP of a layer are added to the residual.
+
+    `norms` has the checkpoint's names of the norms by their placement. `parallel`: attention and MLP read the same
+    residual and are added together; without an "mlp_in" norm they also share the "attention_in" norm. Both are
+    multiplied by `scale` before they are added.
+    """
+
+    norms: Mapping[Placement, str] = field(default_factory=lambda: PRE_NORMS, hash=False)
+    parallel: bool = False
+    scale: float = 1.0
+
+
+@dataclass(frozen=True)
+class BiasSpec:
+    """Which linear layers have biases: attention's first and last products, and the output layer of the model."""
+
+    qkv: bool = False
+    output: bool = False
+    head: bool = False
+
+
+@dataclass(frozen=True)
+class ScaleSpec:
+    """Factors of embeddings and of logits; `softcap` c then replaces a logit l by c * tanh(l / c)."""
+
+    embedding: float = 1.0
+    logit: float = 1.0
+    softcap: float | None = None
+
+
+@dataclass(frozen=True)
+class AdditionSpec:
+    """The parts of layers beside mixer and MLP.
+
+    `per_layer`: inputs of each layer's own. `altup`: several residual streams. `scalars`: the result of a layer is
+    multiplied by a number that the checkpoint stores.
+    """
+
+    per_layer: PerLayerSpec | None = None
+    altup: AltUpSpec | None = None
+    scalars: bool = False
+
+
+@dataclass(frozen=True)
 class ModelSpec:
     """A decoder-only language model, or an encoder.
 
-    `parallel`: attention and MLP read the same residual and are added together; without an "mlp_in" norm they also
-    share the "attention_in" norm. `residual_scale` multiplies what a block adds, `embedding_scale` the embeddings,
-    `logit_scale` the logits; `logit_softcap` c then replaces a logit l by c * tanh(l / c). `dtype` is the checkpoint's
-    ("bfloat16", ...; None: not stated). `generates`: false for one without an output layer, which gives embeddings
-    alone. `ignored` are regular expressions of checkpoint tensors that are not needed. `is_classifier`: its hidden
-    states are judged by a head of their own, and its logits mean nothing. `encoder`: it reads texts as a whole, and
-    `generates` nothing; None: it is a decoder. `layer_scalars`: what a layer hands on is multiplied by a number that it
-    stores. `prediction`: a layer behind the last that the checkpoint may have, which drafts tokens.
+    `dtype` is the checkpoint's ("bfloat16", ...; None: not stated). `generates`: false for a model without an output
+    layer, which gives embeddings and nothing else. `ignored` are regular expressions of checkpoint tensors that are not
+    needed. `is_classifier`: its hidden states are judged by a head of their own, and its logits mean nothing. A model
+    with an `encoder` reads texts as a whole and generates nothing; None: it is a decoder. `prediction` is a layer after
+    the last one that the checkpoint may have, which drafts tokens.
     """
 
     model_type: str
@@ -325,17 +367,12 @@ class ModelSpec:
     layers: tuple[LayerSpec, ...]
     max_position_embeddings: int
     norm: NormSpec = NormSpec()
-    block_norms: Mapping[Placement, str] = field(default_factory=lambda: PRE_NORMS, hash=False)
+    block: BlockSpec = BlockSpec()
     query_key_norm: QueryKeyNormSpec | None = None
-    parallel: bool = False
-    qkv_bias: bool = False
-    output_bias: bool = False
+    biases: BiasSpec = BiasSpec()
+    scales: ScaleSpec = ScaleSpec()
+    additions: AdditionSpec = AdditionSpec()
     tie_word_embeddings: bool = False
-    lm_head_bias: bool = False
-    embedding_scale: float = 1.0
-    residual_scale: float = 1.0
-    logit_scale: float = 1.0
-    logit_softcap: float | None = None
     bos_token_id: int | None = None
     dtype: str | None = None
     generates: bool = True
@@ -343,16 +380,13 @@ class ModelSpec:
     ignored: tuple[str, ...] = ()
     is_classifier: bool = False
     encoder: EncoderSpec | None = None
-    per_layer: PerLayerSpec | None = None
-    altup: AltUpSpec | None = None
-    layer_scalars: bool = False
     prediction: PredictionSpec | None = None
 
     @property
     def augmented(self) -> bool:
         """Layers have parts beside attention and MLP: inputs of their own, experts beside the MLP, or numbers."""
         beside = any(layer.experts is not None for layer in self.layers)
-        return self.per_layer is not None or self.layer_scalars or beside
+        return self.additions.per_layer is not None or self.additions.scalars or beside
 
     @property
     def attending(self) -> tuple[LayerSpec, ...]:

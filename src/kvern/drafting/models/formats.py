@@ -24,7 +24,7 @@ from kvern.models.share import share_of
 from kvern.models.stored_tensor import StoredTensor
 from kvern.ranks.ranks import Ranks
 from kvern.spec.mixers import AttentionSpec
-from kvern.spec.model import MlpSpec, ModelSpec, MoeSpec, PredictionSpec, Rename
+from kvern.spec.model import BlockSpec, MlpSpec, ModelSpec, MoeSpec, PredictionSpec, Rename
 
 _EAGLE = PredictionSpec(layer="model.layers.0", joined="fc")
 _EAGLE3 = PredictionSpec(layer="model.layers.0", joined="fc", norm="model.norm")
@@ -136,7 +136,7 @@ def read_eagle(
     model = replace(model, renames=(_MIDLAYER, *model.renames), ignored=(_UNUSED,), tie_word_embeddings=False)
     own_embedding = names is not None and "embed_tokens.weight" in names
     if not entries:
-        without_norm = replace(model, block_norms={"mlp_in": "post_attention_layernorm"})
+        without_norm = replace(model, block=BlockSpec({"mlp_in": "post_attention_layernorm"}))
         bias = bool(config.get("bias")) if names is None else "fc.bias" in names
         return DraftHeadSpec(without_norm, _EAGLE, target.hidden_size, joined_bias=bias, own_embedding=own_embedding)
     if config.get("fc_norm"):
