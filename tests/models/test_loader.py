@@ -221,8 +221,8 @@ def test_a_quantized_checkpoint_is_refused_by_name(folder: Path) -> None:
 MEASURE = """
 import sys
 from pathlib import Path
-from kvern.models.loader import load_model
-decoder = load_model(Path(sys.argv[1]), dtype=sys.argv[2], max_model_len=64)
+from kvern.models.loader import LoadOptions, load_model
+decoder = load_model(Path(sys.argv[1]), LoadOptions(dtype=sys.argv[2], max_model_len=64))
 print(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0])
 """
 
