@@ -1,4 +1,4 @@
-"""What an attention backend is: owner of the KV cache, and the attention of every layer over it."""
+"""The interface of attention backends, which own the KV cache and attend to it in every layer."""
 
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol, TypeVar
@@ -35,16 +35,16 @@ class AttentionBackend(Protocol[Batch]):
     """
 
     caches: list[torch.Tensor]
-    """Of each layer."""
+    """The cache of each layer."""
 
     captures: bool
     """A planned step of decodes may be captured in a CUDA graph: it reads what it needs from the batch's tensors."""
 
     prefix_members: int
-    """How many requests of a batch share a tile of a common prefix; 0: prefixes are read for each."""
+    """The number of requests that share a tile of a common prefix; 0: each request reads its prefix."""
 
     deterministic: bool
-    """What is attended to a token depends on nothing else in the step."""
+    """A token's result depends on nothing else in the step."""
 
     reads_device_starts: bool
     """A step may begin where only the device knows: what the host says of `starts` are then bounds."""
@@ -87,7 +87,7 @@ class AttentionKernels(Protocol):
 
     name: str
     captures: bool
-    """What `decode` plans may be captured in a CUDA graph."""
+    """Plans of `decode` may be captured in a CUDA graph."""
 
     def decode(self, queries: "Queries") -> PlannedAttention:
         """Plan for requests of one token each."""
@@ -102,15 +102,15 @@ class OwnKernels(AttentionKernels, Protocol):
     """Kernels of kvern's, which know all that the model's layers have."""
 
     max_requests: int
-    """That `decode` is planned for at most."""
+    """The most requests that `decode` is planned for."""
 
     prefix_members: int
     tile_sizes: frozenset[int]
-    """As of an `AttentionBackend`."""
+    """The tile sizes of an `AttentionBackend`."""
 
     @property
     def expanding(self) -> "ExpandedAttention | None":
-        """Who makes keys and values of latents for long runs."""
+        """The kernels that make keys and values of latents for long runs."""
         ...
 
 
@@ -121,7 +121,10 @@ def sinks_of(layers: Sequence[AttentionSpec], sinks: Mapping[int, torch.Tensor] 
 
 
 def contexts_of(block_table: torch.Tensor, requests: torch.Tensor, block_size: int) -> list[Context]:
-    """Of `requests` [3, R] int64: rows of `block_table` [slots, blocks] int32, first positions, numbers of tokens."""
+    """The context of each request.
+
+    `requests` [3, R] int64: rows of `block_table` [slots, blocks] int32, first positions, numbers of tokens.
+    """
     found, token = [], 0
     for slot, start, count in requests.t().tolist():
         blocks = block_table[slot, : -(-(start + count) // block_size)].long()

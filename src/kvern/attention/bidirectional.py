@@ -14,7 +14,7 @@ from kvern.device.text_batch import TextBatch
 from kvern.spec.mixers import AttentionSpec
 
 LOCAL_QUERIES = 256
-"""Of a layer with a window, so many attend together: of far more, most keys would be hidden from most queries."""
+"""Queries of a layer with a window that attend together; with more, most keys would be hidden from most queries."""
 BLOCK = 16
 """Texts begin at multiples of so many tokens in the memory for keys and values."""
 
@@ -42,7 +42,7 @@ class TorchAttend:
 
 
 def _attended(spec: AttentionSpec, query: Tensor, key: Tensor, value: Tensor) -> Iterator[Tensor]:
-    """Of `[texts, heads, length, head_dim]` each, in runs of queries."""
+    """The attention of tensors `[texts, heads, length, head_dim]`, in runs of queries."""
     length, window = query.shape[2], spec.window
     if window is None or length <= window:
         yield F.scaled_dot_product_attention(query, key, value, scale=spec.scale)

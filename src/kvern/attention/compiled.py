@@ -15,7 +15,7 @@ from kvern.layers.step_context import Context
 from kvern.request.step import BlockCopy
 
 StepSlots = tuple[Step, torch.Tensor]
-"""What a step attends to by a block table, and its slot mapping, [T] int64."""
+"""The step over one block table, and its slot mapping, [T] int64."""
 
 
 class CompiledAttention:

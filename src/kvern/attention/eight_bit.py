@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 LARGEST_CODE = {torch.float8_e4m3fn: 448.0, torch.int8: 127.0}
-"""By dtype of the cache: those with scales."""
+"""The largest code of each cache dtype that has scales."""
 
 
 @dataclass(frozen=True)

@@ -20,9 +20,9 @@ from kvern.kernels.launch import processors
 from kvern.spec.mixers import AttentionSpec
 
 LEAST_QUERIES = 384
-"""Of a run: below, its context costs more to expand than it saves."""
+"""The least tokens of a run: the context of a shorter run costs more to expand than it saves."""
 MOST_BYTES = 512 << 20
-"""Of keys and values at a time."""
+"""The most bytes of keys and values that are expanded at a time."""
 
 
 class ExpandedAttention:

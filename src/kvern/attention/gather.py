@@ -1,4 +1,4 @@
-"""What PyTorch's attention gathers of a KV cache for requests that it computes together."""
+"""The keys and values that PyTorch's attention gathers for requests that it computes together."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -37,7 +37,7 @@ def consecutive(blocks: list[int], block_size: int) -> int | None:
 
 
 def keys_behind(lengths: Sequence[int], block_size: int) -> torch.Tensor:
-    """Of so many keys of each request, gathered in as many places as the longest takes, the places that are left."""
+    """The places without a key, where each request's keys take as many places as the longest request's."""
     keys = max(lengths)
     places = keys if keys < block_size else -(-keys // block_size) * block_size
     left = torch.arange(keys) >= torch.tensor(lengths)[:, None]

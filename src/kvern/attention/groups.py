@@ -15,9 +15,9 @@ from kvern.device.rows import NO_WINDOWS, WindowTables
 from kvern.spec.mixers import AttentionSpec
 
 MOST_TABLES = 12
-"""Of layers with a window: each costs a step a little."""
+"""The most block tables of layers with a window: each costs a step a little."""
 MOST_WASTE = 0.25
-"""Of the memory of a token that all layers keep: what blocks without a use may take besides."""
+"""The share of a token's memory that unused parts of blocks may add."""
 
 
 @dataclass(frozen=True)
@@ -49,12 +49,12 @@ class LayerGroups:
 
     @property
     def window_tables(self) -> int:
-        """How many block tables layers with a window have."""
+        """The number of block tables of layers with a window."""
         return self.windows.tables
 
     @property
     def whole(self) -> bool:
-        """Whether some layers keep all tokens: else blocks of table 0 are numbers without memory."""
+        """Some layers keep all tokens; if none does, blocks of table 0 have no memory."""
         return 0 in self.tables or self.windows.whole_parts > 1
 
     @property

@@ -17,11 +17,11 @@ from kvern.spec.mixers import AttentionSpec
 __all__ = ["HopperPrefill", "hopper_fits"]
 
 TOKENS = 64
-"""Of a run, on average: the tiles are of 128 queries, and the most that Triton's have is half of that."""
+"""The least tokens of a run, on average: tiles have 128 queries, twice as many as Triton's largest."""
 TOKENS_OF_CODES = 256
-"""The same where blocks have to become plain first."""
+"""The least tokens of a run where codes of blocks have to become plain first."""
 PLAIN_BYTES = 256 << 20
-"""That a layer's plain blocks may take: activations of the largest steps do."""
+"""The most bytes of a layer's plain blocks: activations of the largest steps take as many."""
 
 
 class HopperPrefill:
@@ -45,7 +45,7 @@ class HopperPrefill:
         self._processors = torch.cuda.get_device_properties(device).multi_processor_count
 
     def pays(self, queries: Queries) -> bool:
-        """Whether these runs are long enough; of codes, whether they may become plain: not in a graph."""
+        """Return whether these runs are long enough, and whether codes may become plain, which no graph can do."""
         requests, tokens = len(queries.counts), sum(queries.counts)
         if not self._codes:
             return tokens >= TOKENS * requests

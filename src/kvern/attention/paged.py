@@ -19,7 +19,7 @@ from kvern.request.step import BlockCopy
 
 @dataclass(frozen=True)
 class Phases:
-    """Who attends in which phase; runs beside decodes are mixed."""
+    """The kernels of each phase; prefill beside decodes is mixed."""
 
     decode: AttentionKernels
     short_prefill: AttentionKernels
@@ -80,7 +80,7 @@ class PagedStep:
             phases = Phases.all(backend.triton)
         decodes = 0 if backend.deterministic else batch.decodes
         self._runs: list[list[tuple[slice, PlannedAttention]]] = [[] for _ in self._tables]
-        """Of each block table."""
+        """The planned attention of each block table."""
         self.expanded: ExpandedRuns | None = None
         if decodes:
             queries = batch.queries(0, decodes)

@@ -1,4 +1,4 @@
-"""Who attends on this GPU: every installed library is checked and timed on the model's shapes, and the best remembered.
+"""The choice of attention libraries on this GPU: each is checked and timed on the model's shapes, and remembered.
 
 An optional library that is not installed, does not build, or answers wrongly is passed over with the reason.
 """
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("kvern")
 
 TOLERANCE = 0.02
-"""Of the largest entry: what 16-bit numbers lose in one attention."""
+"""The error of 16-bit numbers in one attention, as a share of the largest entry."""
 PACKAGES = {"flashinfer": "flashinfer-python", "flash_attn": "flash-attn-4"}
 MODULES = {"flashinfer": "flashinfer", "flash_attn": "flash_attn.cute"}
 PHASES: Mapping[str, tuple[str, list[tuple[int, int]]]] = {
@@ -42,12 +42,12 @@ PHASES: Mapping[str, tuple[str, list[tuple[int, int]]]] = {
     "prefill, long": ("long_prefill", [(0, 4096)] * 2),
     "prefill, mixed": ("mixed", [(2048, 2048)] * 2),
 }
-"""What is timed: the phase, and first position and number of tokens of each request."""
+"""The timed steps: the phase, and first position and number of tokens of each request."""
 
 
 @dataclass(frozen=True)
 class Shapes:
-    """What attention is needed for."""
+    """The layers and options that attention is needed for."""
 
     layers: Sequence[AttentionSpec]
     block_size: int
@@ -62,7 +62,7 @@ class Shapes:
 
 @dataclass(frozen=True)
 class AttentionChoice:
-    """By phase the name of who attends, of `libraries`, which all work here; and what was measured now, in lines."""
+    """The name of the library of each phase, of `libraries`, which all work here; and lines of the measurements."""
 
     phases: dict[str, str]
     libraries: Mapping[str, AttentionKernels]
@@ -71,7 +71,7 @@ class AttentionChoice:
 
 
 def choose(asked: str, config: EngineConfig, shapes: Shapes, measurements: Measurements) -> AttentionChoice:
-    """Who attends: the library `asked` for, or by "auto" the fastest. Raises ConfigError if it cannot be used."""
+    """The choice: the library `asked` for, or for "auto" the fastest. Raises ConfigError if it cannot be used."""
     hopper = None if config.deterministic else _hopper(shapes)
     triton = _own(shapes, config.deterministic, hopper)
     if asked in PACKAGES:
@@ -103,7 +103,7 @@ def choose(asked: str, config: EngineConfig, shapes: Shapes, measurements: Measu
 
 
 def _own(shapes: Shapes, deterministic: bool, hopper: "HopperPrefill | None") -> OwnKernels:
-    """Of a model all or none of whose layers attend to latents."""
+    """The kernels for a model all or none of whose layers attend to latents."""
     layers, device = shapes.layers, shapes.device
     if any(layer.value_dim is not None for layer in layers):
         return LatentKernels(layers, device, shapes.max_requests, _expanding(shapes))
@@ -111,7 +111,7 @@ def _own(shapes: Shapes, deterministic: bool, hopper: "HopperPrefill | None") ->
 
 
 def _expanding(shapes: Shapes) -> ExpandedAttention | None:
-    """Who makes keys and values of latents, if all layers' are alike and kernels know such heads."""
+    """The kernels that expand latents, if those of all layers are alike and kernels know such heads."""
     kinds = {layer.expanded for layer in shapes.layers}
     kind = kinds.pop()
     if kinds or kind is None:
@@ -189,7 +189,7 @@ def _make(name: str, shapes: Shapes) -> AttentionKernels:
 
 
 def _unknown(name: str, shapes: Shapes) -> str | None:
-    """What a library is known not to do of what is needed; None: nothing."""
+    """The reason why a library cannot do what is needed; None: it can."""
     if any(layer.sinks for layer in shapes.layers):
         return f"kvern has no attention sinks through {name}, and the model has them"
     if any(layer.value_dim is not None for layer in shapes.layers):
@@ -246,7 +246,7 @@ def make_queries(
 
 
 def _check(kernels: AttentionKernels, shapes: Shapes, index: int) -> str | None:
-    """What is wrong with the answers for the layer of this index; None: nothing."""
+    """The error of the answers for the layer of this index; None: they are right."""
     layer = shapes.layers[index]
     for plan, requests in ((kernels.decode, [(0, 1), (77, 1), (290, 1)]), (kernels.prefill, [(0, 70), (131, 33)])):
         queries, query, cache = make_queries(requests, shapes, layer)
@@ -262,7 +262,7 @@ def _check(kernels: AttentionKernels, shapes: Shapes, index: int) -> str | None:
 def reference_attention(
     queries: Queries, query: torch.Tensor, cache: torch.Tensor, layer: AttentionSpec
 ) -> torch.Tensor:
-    """The same in float32 and without any cleverness."""
+    """The expected answers, computed in float32 and in the simplest way."""
     parts = []
     for slot, start, tokens in zip(
         queries.slots, queries.starts, torch.split(query, list(queries.counts)), strict=True

@@ -17,7 +17,7 @@ PADDED = 3
 WAVES = 1
 """Programs for each processor, below which the tiles of runs are too few for the card."""
 LEAST_KEYS = 512
-"""Of a run, on average: below, there is nothing to share out."""
+"""The least context of a run, on average: a shorter one is not split."""
 
 
 class SplitPrefill:
@@ -33,7 +33,7 @@ class SplitPrefill:
         self.tile_sizes = {self._together(layer, FEW) for layer in layers}
 
     def pays(self, queries: Queries) -> bool:
-        """Whether these runs are few or short enough, and their contexts long enough."""
+        """Return whether these runs are few or short enough, and their contexts long enough."""
         if queries.known_tiles is not None:
             return queries.few
         keys = sum(queries.starts) + sum(queries.counts)

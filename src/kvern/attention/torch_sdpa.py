@@ -312,7 +312,7 @@ def _prefix_attention(
 
 
 def _beside_sinks(attended: torch.Tensor, sums: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
-    """What is left of `attended [..., dim]` beside sinks, of `sums [...]`, the logarithms of the keys' weights."""
+    """`attended [..., dim]` with sinks in the softmax; `sums [...]` are the logarithms of the keys' weights."""
     return (attended * torch.sigmoid(sums - sinks).unsqueeze(-1)).to(attended.dtype)
 
 

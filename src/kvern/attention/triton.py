@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from kvern.attention.hopper import HopperPrefill
 
 MOST_TILES = 1024
-"""Of a step with few tokens for each of more requests than decode at once."""
+"""The most tokens of each request in a step of more requests than decode at once."""
 LONG_CONTEXT = 1024
 """Query tiles are larger where runs of queries see, on average, at least this many keys."""
 

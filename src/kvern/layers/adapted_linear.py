@@ -20,7 +20,7 @@ from kvern.layers.unquantized import multiply_on
 Rows = TypeVar("Rows")
 
 Matrices = tuple[Tensor, Tensor]
-"""Of one adapter and one part of a layer: `down [rank, inputs]` and `up [outputs, rank]`, its scale within `up`."""
+"""The matrices of one adapter for one part of a layer: `down [rank, inputs]` and `up [outputs, rank]`, scaled."""
 
 STACKED_ROWS = 128
 """So few rows are multiplied with the matrices of all adapters at once: launches cost more than what is too much."""

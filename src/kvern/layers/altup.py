@@ -24,7 +24,7 @@ LEAST_MEAN_SQUARE = 1e-5
 
 
 class Streams(Module):
-    """Makes streams of embeddings, before the first layer, and hidden states of streams, behind the last."""
+    """Makes streams of embeddings, before the first layer, and hidden states of streams, after the last."""
 
     def __init__(self, hidden_size: int, spec: AltUpSpec, build: Build) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ def as_long(rows: Tensor, like: Tensor) -> Tensor:
 
 
 class OutputScale(Loadable):
-    """What the first stream is multiplied by where a layer's own input is gated, `[hidden]`."""
+    """The factors `[hidden]` of the first stream, which gates a layer's own input."""
 
     def __init__(self, hidden_size: int, build: Build) -> None:
         super().__init__(build.path)

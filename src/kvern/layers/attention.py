@@ -81,5 +81,5 @@ def make_heads(index: int, model: ModelSpec, layer: LayerSpec, build: BuildOptio
 
 
 def fuses_norm(spec: QueryKeyNormSpec | None) -> bool:
-    """Whether the rotation's kernel knows this norm of queries and keys, or there is none."""
+    """Return whether the rotation's kernel knows this norm of queries and keys, or there is none."""
     return spec is None or (spec.norm.kind == "rms" and spec.scope != "row" and not spec.after_rope)

@@ -44,7 +44,7 @@ RECURRENT: Mapping[type, tuple[str, Callable[..., Module]]] = {
 
 
 class Places(NamedTuple):
-    """How many layers before this one attend, and how many have states: where in the step's memory its own is."""
+    """The numbers of earlier layers that attend and that have states: the places of a layer's own cache and states."""
 
     attention: int
     states: int

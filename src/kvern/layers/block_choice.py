@@ -17,7 +17,7 @@ from kvern.spec.model import LayerSpec, ModelSpec
 
 
 def can_fuse(model: ModelSpec, layer: LayerSpec) -> bool:
-    """Whether a layer of a model is what `FusedLayer` joins."""
+    """Return whether a layer of a model can be a `FusedLayer`."""
     return (
         isinstance(layer.mixer, AttentionSpec)
         and not layer.mixer.gated
@@ -30,7 +30,7 @@ def can_fuse(model: ModelSpec, layer: LayerSpec) -> bool:
 
 
 def adds_by_norms(spec: ModelSpec) -> bool:
-    """Whether all that a model's layers compute goes to the residual by way of a norm."""
+    """Return whether a norm adds everything that a model's layers compute to the residual."""
     return (
         spec.norm.kind == "rms"
         and spec.norm.weight
@@ -40,7 +40,7 @@ def adds_by_norms(spec: ModelSpec) -> bool:
 
 
 def sums_late(spec: ModelSpec, build: Build) -> bool:
-    """Whether norms add up what ranks compute of a model's layers.
+    """Return whether norms add up what ranks compute of a model's layers.
 
     They are kernels, whose results depend on how many rows there are.
     """

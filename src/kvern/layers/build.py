@@ -1,4 +1,4 @@
-"""What a model's layers are built with: `BuildOptions`, and the format of each linear layer's weight."""
+"""The options that a model's layers are built with, and the format of each linear layer's weight."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace

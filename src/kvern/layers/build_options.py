@@ -1,4 +1,4 @@
-"""What all layers of a model are built with, whatever the format of their weights."""
+"""The options that all layers of a model are built with, whatever the format of their weights."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -45,7 +45,7 @@ class BuildOptions:
     late_sums: bool = False
 
     def at(self, name: str) -> Self:
-        """The same options, one level deeper in the model."""
+        """Options for a part one level deeper in the model."""
         return replace(self, path=self.name(name))
 
     def name(self, part: str) -> str:
@@ -58,7 +58,7 @@ class BuildOptions:
 
     @property
     def whole(self) -> Self:
-        """The same options for a layer that every rank has all of."""
+        """Options for a layer that every rank has all of."""
         return replace(self, ranks=ALONE)
 
     @cached_property

@@ -62,7 +62,7 @@ class CompiledMethod(LinearMethod):
 
 
 def compiles(shape: LinearShape, build: BuildOptions) -> bool:
-    """Whether the kernel multiplies such a matrix.
+    """Return whether the kernel multiplies such a matrix.
 
     Where a processor has matrix tiles (AMX), oneDNN's products of many bfloat16 rows take a fraction of the time, but a
     row's results depend on how many there are.

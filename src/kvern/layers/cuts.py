@@ -1,4 +1,4 @@
-"""Where ranks may cut a matrix: never among numbers that are stored together."""
+"""The check that ranks do not cut a matrix among numbers that are stored together."""
 
 from typing import Literal
 

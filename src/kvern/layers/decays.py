@@ -1,4 +1,4 @@
-"""How fast the heads of a state forget: learned rates, times steps whose length each token chooses."""
+"""The decay of a state's heads: learned rates, times steps whose length each token chooses."""
 
 import torch
 import torch.nn.functional as F
@@ -43,8 +43,11 @@ class Decays(Loadable):
 
 
 def within_chunk(decay: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """What `decay [heads, L]` leaves: at token i of what token j <= i added `[heads, L, L]`, at each token of the state
-    before the chunk `[heads, L, 1]`, and behind the chunk of what each token added `[heads, L, 1]`."""
+    """The factors that are left of earlier tokens after `decay [heads, L]`, the logarithms of each token's factor.
+
+    Returns three float32 tensors: `[heads, L, L]`, at token i of what token j <= i added; `[heads, L, 1]`, at each token
+    of the state before the chunk; `[heads, L, 1]`, after the chunk of what each token added.
+    """
     since = decay.double().cumsum(1)  # of large sums float32 would leave differences few digits
     between = (since[:, :, None] - since[:, None]).float().tril_().exp_().tril_()
     return between, since.float().exp_()[..., None], (since[:, -1:] - since).float().exp_()[..., None]

@@ -70,7 +70,7 @@ class DeltaNet(Module):
         return advance_states(states, matrices, inputs, advance, advance_run)
 
     def _split(self, projected: Tensor) -> Sequence[Tensor]:
-        """What is convolved [T, channels], gates [T, value_heads * value_dim], betas and decays [T, value_heads]."""
+        """The convolution's inputs, gates, betas and lengths of decay's steps, in this order; each `[T, ...]`."""
         spec = self.spec
         gates = spec.value_heads * spec.value_dim
         if not spec.grouped:

@@ -12,7 +12,7 @@ from kvern.kernels.convolution import Drafts, Runs
 
 
 class Noted(NamedTuple):
-    """What a layer makes of T drafts, for its states to see those that are accepted.
+    """The results of a layer for T drafts, kept so that its states can see the accepted ones.
 
     inputs    [T, channels]     of its convolution, in the model's dtype
     written                     to its matrices, if it has any
@@ -46,7 +46,7 @@ class DeviceStates:
         drafts: Callable[..., Tensor],
         runs: Callable[..., Tensor],
     ) -> Tensor:
-        """What a step's tokens make of `inputs`, tensors [T, ...]: `[T, ...]`.
+        """The results of a step's tokens for `inputs`, tensors [T, ...]: `[T, ...]`.
 
         `tokens(states, *inputs)` takes those that are alone, `drafts(drafts, *inputs)` those that may be rejected, and
         `runs(runs, *inputs)` the others.

@@ -100,20 +100,20 @@ class SharedHead(Linear):
         return self.whole(super().scores(x))
 
     def own(self, x: Tensor) -> Tensor:
-        """As `forward`, of the rank's share alone: of the tokens `held`, and columns that pad."""
+        """The scores of the rank's share: of the tokens `held`, and columns that pad."""
         return super().forward(x)
 
     def own_scores(self, x: Tensor) -> Tensor:
-        """As `scores`, likewise."""
+        """The float32 scores of the rank's share."""
         return super().scores(x)
 
     def whole(self, scores: Tensor) -> Tensor:
-        """What all ranks have of `own` or `own_scores`, side by side: `[T, vocabulary]`."""
+        """The results of `own` or `own_scores` of all ranks, side by side: `[T, vocabulary]`."""
         return self._ranks.beside(scores, self._vocab_size)
 
 
 def make_embedding(vocab_size: int, width: int, scale: float, build: Build) -> Embedding:
-    """Of the whole vocabulary, which several ranks divide among them."""
+    """The embedding of the whole vocabulary, which several ranks divide among them."""
     make = Embedding if build.ranks.size == 1 else SharedEmbedding
     return make(vocab_size, width, scale, build)
 

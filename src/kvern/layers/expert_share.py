@@ -1,4 +1,4 @@
-"""What a rank has of the experts of a mixture: a part of the width of each, or some of them whole (expert parallel)."""
+"""A rank's share of the experts of a mixture: a part of the width of each, or some whole experts (expert parallel)."""
 
 import torch
 from torch import Tensor
@@ -30,11 +30,11 @@ class ExpertShare:
             self.slots = torch.empty(TURNS if spec.redundant else 1, spec.experts, dtype=torch.int32, device=device)
             self.place(first_placement(spec.experts, spec.placed_over, spec.redundant))
         self.is_first = ranks.rank == 0 or self.placement is not None
-        """Whether what is added once to an expert's products is added here."""
+        """This rank adds the biases of an expert's products, which only one rank may add."""
 
     @property
     def of(self) -> int | None:
-        """How many experts there are, if other ranks have some of them; None: all are here."""
+        """The number of experts on all ranks; None: all experts are here."""
         return None if self.placement is None else self._experts
 
     def place(self, placement: Placement) -> None:
@@ -61,7 +61,7 @@ class ExpertShare:
         return self.slots[turn, topk_ids]
 
     def slots_of(self, expert: int) -> list[int]:
-        """Where an expert is on this rank."""
+        """The slots of this rank that hold an expert."""
         return [slot for slot, held in enumerate(self.held) if held == expert]
 
     def shape(self, name: str) -> tuple[int, int]:
@@ -70,7 +70,7 @@ class ExpertShare:
         return (self._hidden, whole) if name == "down" else ((2 * whole if name == "gate_up" else whole), self._hidden)
 
     def parts(self, name: str, first: int = 0) -> tuple[Part, ...]:
-        """Where that goes in a matrix in which the expert's begins at the output `first`."""
+        """The parts of a matrix that take a checkpoint's tensor; the expert begins at the matrix's output `first`."""
         (held, whole), rows = self.width, range(self._hidden)
         if name == "down":
             return (Part(first, rows, held, whole),)

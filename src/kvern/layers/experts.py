@@ -28,7 +28,7 @@ NAMES = ("gate", "up", "down")
 
 
 def names_of(spec: MoeSpec) -> tuple[str, ...]:
-    """What an expert's matrices are called."""
+    """The names of an expert's matrices."""
     return NAMES if spec.gated else NAMES[1:]
 
 
@@ -77,7 +77,7 @@ class Experts(Loadable):
         return None if self.biases is None else (self.biases.gate_up, self.biases.down)
 
     def tensors_of(self, slot: int) -> list[Tensor] | None:
-        """All that is stored of a slot's expert, to be read or overwritten; None: it has no memory of its own."""
+        """The tensors that hold a slot's expert, to be read or overwritten; None: it has no memory of its own."""
         return None
 
     def _biases_of(self, slot: int) -> list[Tensor]:
@@ -85,11 +85,11 @@ class Experts(Loadable):
 
     @property
     def name(self) -> str:
-        """Of what `candidates` multiply, in the keys of measurements."""
+        """The name of the weights' format, in the keys of measurements."""
         return "unquantized"
 
     def candidates(self) -> Mapping[int, Mapping[Hashable, Callable[..., Tensor]]]:
-        """What is to be timed: by the most tokens that they are for, ways to do what `forward` does."""
+        """The ways to compute `forward` that are to be timed, by the most tokens that they are for."""
         return {}
 
     def choose(self, tokens: int, candidate: Hashable) -> None:
@@ -127,7 +127,7 @@ class Experts(Loadable):
 
 
 class ExpertBiases(Loadable):
-    """What is added to the products of all experts: `gate_up [slots, 2 * width]` and `down [slots, hidden]`.
+    """The biases of all experts' products: `gate_up [slots, 2 * width]` and `down [slots, hidden]`.
 
     Of experts that are cut one rank adds that of down, and others have zeros.
     """
@@ -201,7 +201,7 @@ class StackedExperts(Experts):
             _copy_experts(self.share, match[1], target, self._layout, tensor, first_row)
 
     def _matrices(self, name: str) -> Tensor:
-        """Of which what a checkpoint calls so is a part."""
+        """The tensor that holds the checkpoint's tensor of this name, or a part of it."""
         return self.down_proj if name == "down" else self.gate_up_proj
 
     @property
@@ -212,7 +212,7 @@ class StackedExperts(Experts):
 def _copy_experts(
     share: ExpertShare, name: str, target: Tensor, layout: TensorLayout, tensor: Tensor, first: int
 ) -> None:
-    """Of the experts in `tensor`, the first of which is `first`, those that have slots in `target`."""
+    """Copy the experts in `tensor`, the first of which is `first`, that have slots in `target`."""
     for slot, expert in enumerate(share.held):
         if first <= expert < first + len(tensor):
             _copy_expert(share, name, target[slot], layout, tensor[expert - first])
@@ -230,7 +230,7 @@ class MethodExperts(Experts):
 
     @abstractmethod
     def matrix(self, name: str, slot: int) -> tuple[LinearMethod, int]:
-        """What holds a checkpoint's "gate", "up", "gate_up" or "down" of a slot's expert, and its first output there.
+        """The method that holds "gate", "up", "gate_up" or "down" of a slot's expert, and its first output there.
 
         That is the first of the whole expert's in this matrix.
         """
@@ -241,7 +241,7 @@ class MethodExperts(Experts):
 
     @property
     def name(self) -> str:
-        """As `Experts.name`."""
+        """The names of the formats of all weights."""
         stored = (part.name for method in self.methods() for part in method.methods())
         return " and ".join(dict.fromkeys(stored))
 
@@ -276,7 +276,7 @@ class MethodExperts(Experts):
                     self._load(name, slot, kind, own)
 
     def _slots_of(self, expert: int, name: str, kind: str) -> list[int]:
-        """Which slots' matrices take this tensor of an expert."""
+        """The slots whose matrices take this tensor of an expert."""
         return self.share.slots_of(expert)
 
     def _load(self, name: str, slot: int, kind: str, tensor: Tensor, first_row: int = 0) -> None:
@@ -295,14 +295,14 @@ class MethodExperts(Experts):
             method.finish()
 
     def _layouts(self, name: str) -> list[tuple[str, TensorLayout]]:
-        """Of the tensors of any expert's matrix."""
+        """The layouts of the tensors of one expert's matrix."""
         method, first = self.matrix(name, 0)
         if name == "gate_up" and isinstance(method, PartedMethod):  # nobody stores them as one
             return []
         return list(method.part_layouts(self.share.parts(name, first)[0].first).items())
 
     def _all_layouts(self) -> Iterator[tuple[str, TensorLayout]]:
-        """Of all tensors that a checkpoint may have, by name."""
+        """The layouts of all tensors that a checkpoint may have, by name."""
         names = names_of(self.spec)
         for name in (*names, "gate_up") if self.spec.gated else names:
             for kind, layout in self._layouts(name):
@@ -323,5 +323,5 @@ class MethodExperts(Experts):
 
 
 def _stack(name: str, kind: str) -> str:
-    """What a checkpoint calls the tensors of all experts in one."""
+    """A checkpoint's name for the tensors of all experts in one."""
     return f"experts.{name}_proj" + ("" if kind == "weight" else f"_{kind}")

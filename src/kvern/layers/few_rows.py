@@ -1,10 +1,10 @@
-"""How the products of a single row are cut."""
+"""The shapes of the kernels that multiply a single row."""
 
 from kvern.kernels.linear import MatvecShape, StreamShape
 
 
 def matvec_shape(outputs: int, inputs: int, activated: bool = False) -> MatvecShape:
-    """How the product of a matrix of this shape is cut; measured on an H200."""
+    """The kernel's shape for a matrix of this size; measured on an H200."""
     if activated:
         return MatvecShape(4, 512, 4, stages=4 if inputs > 2048 else 3)
     if outputs <= 2048 or inputs <= 2048:
@@ -13,7 +13,7 @@ def matvec_shape(outputs: int, inputs: int, activated: bool = False) -> MatvecSh
 
 
 def streamed_row(outputs: int, inputs: int) -> StreamShape | None:
-    """How a rank's plain product of one row is streamed on Hopper; None: it is no faster than a matrix-vector product.
+    """The shape in which a rank streams the product of one row on Hopper; None: a matrix-vector product is as fast.
 
     Memory rests while ranks sum, and during the attention of one request. A ring of shared memory in two programs of
     each processor takes more of the weights meanwhile than registers do: 25 MB instead of 9.

@@ -12,7 +12,7 @@ from kvern.layers.linear_format import LINEAR_METHODS, LinearFormat, LinearMetho
 def linear_methods(
     config: Mapping[str, Any], unquantized: LinearFormat, quantization: str | None = None
 ) -> LinearMethods:
-    """How the weights of the model of a `config.json` are stored; `unquantized` is for those that are plain.
+    """The formats of the weights of a `config.json`'s model; `unquantized` is the format of plain weights.
 
     `quantization`: what plain weights are made while they are loaded, "fp8", "int8" or "int4"; None: nothing. Raises
     UnsupportedModel if the `quantization_config` is of no registered kind, or cannot be read as one; ConfigError if it

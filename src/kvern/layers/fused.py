@@ -138,6 +138,6 @@ class FusedLayer(SequentialLayer):
 
 
 def coded(normal: Tensor, method: LinearMethod | None) -> Tensor | RowCodes:
-    """What `method` multiplies in the place of `normal [T, width]`."""
+    """The codes that `method` multiplies in the place of `normal [T, width]`, or `normal` itself."""
     coding = None if method is None else method.coding(len(normal))
     return normal if coding is None else coding(normal)

@@ -19,7 +19,7 @@ SHAPES = {
     32: MatmulShape(32, 64, 128, 4, 5),
     64: MatmulShape(64, 64, 128, 4, 4),
 }
-"""How a product with what adapters add is cut, by the most rows; with more, adapters are added to cuBLAS's."""
+"""The kernel's shape for a product with adapters, by the most rows; for more rows cuBLAS multiplies first."""
 MOST_ROWS = max(SHAPES)
 MANY_INPUTS = 8192
 
@@ -33,7 +33,7 @@ def adapted_shape(rows: int, outputs: int, inputs: int) -> MatmulShape:
 
 
 def joins(ends: tuple[int, ...], dtype: torch.dtype) -> bool:
-    """Whether a layer whose parts end there has its own product and its adapters' in one launch, for few rows."""
+    """Return whether a layer whose parts end there computes few rows and their adapters in one launch."""
     return dtype.itemsize < 4 and all(end % shape.outputs == 0 for end in ends[:-1] for shape in SHAPES.values())
 
 

@@ -113,7 +113,7 @@ class FusedPackedExperts(RowStackedExperts):
 
 
 def _coded(method: QuantizedMethod) -> "Coding | None":
-    """How activations become codes; None: these kernels, or this card, multiply no codes by such codes."""
+    """The coding of activations; None: these kernels, or this card, multiply no codes by such codes."""
     how, packed, (_, inputs, _, device) = method.activation_codes(), method.packed(), method.shape
     if how is None or packed.zero is not None or packed.factor is not None:
         return None
@@ -121,12 +121,12 @@ def _coded(method: QuantizedMethod) -> "Coding | None":
 
 
 def _whole_rows(method: QuantizedMethod, how: "Coding") -> bool:
-    """Whether scales are of whole rows, of weights and of activations."""
+    """Return whether each scale is of a whole row, for weights and for activations."""
     return method.packed().group == method.shape.inputs and not how.group
 
 
 def fuses(gate_up: LinearMethod, down: LinearMethod, activation: str) -> bool:
-    """Whether the kernels know the codes of such experts, their shapes and their activation."""
+    """Return whether the kernels know the codes of such experts, their shapes and their activation."""
     return activation in ACTIVATIONS and all(
         isinstance(method, QuantizedMethod) and multiplies(method.packed().code, method.shape.inputs)
         for method in (gate_up, down)

@@ -27,7 +27,7 @@ class Vector(Loadable):
 
 
 class GatedNorm(Vector):
-    """What is read, times its gate, both `[T, inner]` float32 -> `[T, inner]`, each group of neighbours normalised."""
+    """The norm of each group of `read * silu(gate)`: both `[T, inner]` float32 -> `[T, inner]`."""
 
     def __init__(self, spec: Mamba2Spec, build: BuildOptions) -> None:
         super().__init__(spec.inner, "norm.weight", build)
@@ -48,21 +48,21 @@ class GatedNorm(Vector):
 
 
 class NormThenGate(GatedNorm):
-    """The same with the gate behind the norm."""
+    """The norm of each group of `read`, times `silu(gate)`."""
 
     def forward(self, read: Tensor, gate: Tensor) -> Tensor:
         return self.normal(read) * F.silu(gate)
 
 
 class Gate(Module):
-    """The same without a norm."""
+    """`read * silu(gate)`, without a norm."""
 
     def forward(self, read: Tensor, gate: Tensor) -> Tensor:
         return read * F.silu(gate)
 
 
 def make_gate(spec: Mamba2Spec, build: BuildOptions) -> Module:
-    """What is done with what is read, by the specification's `gating`."""
+    """The module that gates the results of a state, by the specification's `gating`."""
     if spec.gating == "without_norm":
         return Gate()
     return (GatedNorm if spec.gating == "before_norm" else NormThenGate)(spec, build)

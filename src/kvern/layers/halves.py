@@ -24,7 +24,7 @@ TILE_ROWS = 128
 
 
 class UpdateInHalves:
-    """What a layer hands on to be added: the first half is on its way, the second's last product not yet computed."""
+    """An update for the next layer to add: the first half is being sent, the second half is not yet computed."""
 
     def __init__(self, norms: "SharedNorms", compute: Callable[[], Tensor]) -> None:
         self.norms = norms
@@ -38,7 +38,7 @@ class UpdateInHalves:
 
 
 Update = Tensor | UpdateInHalves | None
-"""What a layer leaves to be added to the residual."""
+"""The rows that a layer leaves to be added to the residual."""
 
 
 def least_rows(weights: int) -> int:
@@ -53,7 +53,7 @@ def halves(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def is_halved(halved_rows: range, hidden: Tensor) -> bool:
-    """Whether rows are computed in halves, by a layer that does so with these numbers of rows.
+    """Return whether a layer that halves these numbers of rows computes `hidden` in halves.
 
     A CUDA graph cannot: flags tell of turns that never come again.
     """
@@ -61,7 +61,7 @@ def is_halved(halved_rows: range, hidden: Tensor) -> bool:
 
 
 def joined(hidden: Tensor, update: Update) -> tuple[Tensor, Tensor | None]:
-    """The residual and its update, for who knows no halves: these are added to the residual, in place."""
+    """The residual and its update without halves, which are added to the residual in place."""
     if not isinstance(update, UpdateInHalves):
         return hidden, update
     update.begin_second()

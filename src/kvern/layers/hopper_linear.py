@@ -34,7 +34,7 @@ BESIDE: Mapping[int, tuple[Shape, ...]] = {
     32: (MatmulShape(32, 64, 128, 4, 5), MatmulShape(32, 128, 64, 8, 5)),
     64: (MatmulShape(64, 128, 64, 4, 5),),
 }
-"""What is timed beside them and cuBLAS: of `CANDIDATES` what some matrix was multiplied fastest by, by 1 % and more."""
+"""Shapes that are timed beside them and cuBLAS: those of `CANDIDATES` that were fastest for some matrix, by 1 %."""
 
 GATED_ALONE = (128, 256, 1024, 8192)
 """Rows for which only the activation makes these kernels faster than cuBLAS."""
@@ -44,7 +44,7 @@ MOST_OUTPUTS = 1 << 16
 
 
 def hopper_candidates(shape: LinearShape) -> Mapping[int, tuple[Shape, ...]]:
-    """What is timed for a matrix, by the most rows; nothing for one that these kernels do not know."""
+    """The shapes that are timed for a matrix, by the most rows; none for a matrix that these kernels do not know."""
     if not hopper_multiplies(shape.dtype, shape.inputs, shape.outputs):
         return {}
     return {1: BESIDE[1]} | {

@@ -29,7 +29,7 @@ MOST_NUMBERS = 1 << 24
 
 
 class Asked(NamedTuple):
-    """What T queries select keys by: `queries [T, index heads, head_dim]` and `weights [T, index heads]` float32."""
+    """The index queries `[T, index heads, head_dim]` by which T queries select keys, and their float32 weights."""
 
     queries: Tensor
     weights: Tensor
@@ -135,7 +135,7 @@ class IndexedAttention(LatentAttention):
 
 
 def selection(asked: Asked, index_keys: Tensor, last: Tensor, top_k: int) -> Tensor:
-    """Which of a request's keys its queries attend to: `[Q, keys]` bool, at most `top_k` in each row.
+    """The keys of a request that its queries attend to: `[Q, keys]` bool, at most `top_k` in each row.
 
     `index_keys [keys, head_dim]` float32; `last [Q]` int64: the newest key that each query sees, its own.
     """
@@ -151,7 +151,7 @@ def selection(asked: Asked, index_keys: Tensor, last: Tensor, top_k: int) -> Ten
 
 
 def places_of(selected: Tensor, most: int) -> tuple[Tensor, Tensor]:
-    """Where rows `[Q, keys]` bool are true, `[Q, most]` int64 and ascending, and which of these are such at all."""
+    """The ascending places `[Q, most]` int64 where rows `[Q, keys]` bool are true, and which places are valid."""
     rows, columns = selected.nonzero(as_tuple=True)
     places = torch.zeros(len(selected), most, dtype=torch.int64)
     places[rows, selected.cumsum(1)[rows, columns] - 1] = columns

@@ -54,7 +54,7 @@ def multiply_heads(matrices: Tensor, is_compiled: bool) -> HeadProducts:
 
 
 class LatentExpansion(Weighted):
-    """What makes keys and values of latents, loaded as one matrix in any format, held plain as two for each head.
+    """The matrices that make keys and values of latents: loaded as one in any format, held plain as two for each head.
 
     absorb   what makes a key multiplies queries: [T, heads, qk_nope_head_dim] -> [T, heads, kv_lora_rank]
     expand   what makes a value multiplies sums of latents: [T, heads, kv_lora_rank] -> [T, heads, v_head_dim]
@@ -146,7 +146,7 @@ class LatentAttention(Module):
         return self.expansion.expand(sums)
 
     def _stored(self, asked: Tensor, cached: Tensor, step: StepContext) -> Tensor:
-        """The same by a kernel for norm, rotation and cache write; the rotation is none, or of whole keys."""
+        """Compute `_attended` with a kernel for norm, rotation and cache write."""
         assert self._store is not None
         spec, paged, norm = self.spec, cast("ExpandingAttend", step.attend), self.kv_a_layernorm
         table, positions, _ = step.rotation

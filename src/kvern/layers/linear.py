@@ -78,7 +78,7 @@ class Weighted(Loadable):
         check_cut(build, next(iter(self._held)), whole, "inputs", self._inputs_held)
 
     def shares(self, part: str) -> tuple[Sequence[Share], Share]:
-        """Which of a checkpoint's outputs and inputs of a part are here."""
+        """The shares of a checkpoint's outputs and inputs of a part that are here."""
         return self._held[part], self._inputs_held
 
     def parts(self) -> dict[str, tuple[int, ...]]:
@@ -122,7 +122,7 @@ class Weighted(Loadable):
                 self.method.load(kind, *found)
 
     def _places(self, name: str) -> Iterator[Part]:
-        """Where what a checkpoint calls so goes: at once what is held whole, else share by share."""
+        """The places of a checkpoint's tensor of this name: one place if it is held whole, else one for each share."""
         parts = [name] if name in self.outputs else list(self.outputs)
         shares = [share for part in parts for share in self._held[part]]
         first, (inputs, all_inputs) = self._first[parts[0]], self._inputs_held
@@ -150,7 +150,7 @@ class Linear(Weighted):
     """`x [T, inputs] -> [T, sum of outputs]`; queries, keys and values, or gate and up, are one product."""
 
     def forward(self, x: "Tensor | RowCodes", rows: Any = None) -> Tensor:
-        """Of plain rows, or of codes that were made as `method.coding` says.
+        """Multiply plain rows, or codes that were made as `method.coding` says.
 
         `rows`, the adapters of the rows, are for those who take a linear layer's place (`AdaptedLinear`).
         """
@@ -160,7 +160,7 @@ class Linear(Weighted):
 
     @property
     def added(self) -> Tensor | None:
-        """The bias that is added here."""
+        """The bias that this rank adds."""
         return self.bias
 
     def total(self, out: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""How a model's weights are stored: which `LinearMethod` each layer gets, by its path, and who registers formats.
+"""The formats of a model's weights: which `LinearMethod` each layer gets, by its path, and who registers formats.
 
 A format is one file with a `LinearFormat` and a function. The function is found by the `quant_method` of the
 `quantization_config` in config.json: in `FORMATS`, by `LINEAR_METHODS.register`, or by an entry point of the group
@@ -40,14 +40,14 @@ class LinearFormat(ABC):
 
     @abstractmethod
     def linear(self, shape: LinearShape, build: BuildOptions) -> LinearMethod:
-        """Of a matrix that is multiplied."""
+        """The method of a matrix that is multiplied."""
 
     def embedding(self, shape: LinearShape, build: BuildOptions) -> LinearMethod:
-        """Of a matrix whose rows are also looked up."""
+        """The method of a matrix whose rows are also looked up."""
         return self.linear(shape, build)
 
     def table(self, shape: LinearShape, build: BuildOptions) -> LinearMethod:
-        """Of a matrix whose rows are looked up, and that is never multiplied."""
+        """The method of a matrix whose rows are looked up, and that is never multiplied."""
         return self.embedding(shape, build)
 
     def experts(self, hidden_size: int, spec: MoeSpec, build: BuildOptions) -> Experts | None:
@@ -87,7 +87,7 @@ class LinearMethods:
         return next((item for pattern, item in self.rules if any(map(pattern.search, names))), self.default)
 
     def renamed(self, renames: tuple[Rename, ...]) -> "LinearMethods":
-        """The same, of a checkpoint whose tensors are called otherwise."""
+        """The formats of a checkpoint whose tensors have other names."""
         return replace(self, renames=renames)
 
     def _names(self, path: str) -> list[str]:

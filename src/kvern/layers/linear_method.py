@@ -1,4 +1,4 @@
-"""How one weight matrix is stored, loaded and multiplied: the seam between layers and formats of weights.
+"""One weight matrix: how it is stored, loaded and multiplied. This is the interface between layers and formats.
 
 A layer owns a `LinearMethod` and knows nothing else of its weight. What a checkpoint holds of a matrix is described by
 `TensorLayout`s, from which follow the parameters, the shapes of each part, and where rows, parts and shards go.
@@ -83,7 +83,7 @@ class TensorLayout(NamedTuple):
     common: bool = False
 
     def shape(self, outputs: int, inputs: int) -> tuple[int, ...]:
-        """Of the tensor of a matrix, or of a part of one."""
+        """The shape of the tensor of a matrix, or of a part of one."""
         counts = {"outputs": outputs, "inputs": inputs, "numbers": outputs * inputs}
         return tuple(
             -(-counts[axis.of] // axis.per) * axis.times if axis.of in counts else axis.per for axis in self.axes
@@ -125,7 +125,7 @@ def copy_part(layout: TensorLayout, target: Tensor, tensor: Tensor, part: Part, 
 
 
 def taken(layout: TensorLayout, tensor: Tensor, part: Part, first_row: int) -> tuple[Tensor, Part, int] | None:
-    """Of a run of a part's tensor the entries that `part` takes, as a view: others are not read. None: there are none.
+    """The entries of a run of a part's tensor that `part` takes, as a view: others are not read. None: there are none.
 
     Of all dimensions but the first, which has a first row, the part is one of what is left.
     """
@@ -160,7 +160,7 @@ def fill_random(parameter: Tensor, generator: torch.Generator) -> None:
 
 
 def all_stored(found: Iterable[list[Tensor] | None]) -> list[Tensor] | None:
-    """What several `LinearMethod.stored` are together."""
+    """The tensors of several `LinearMethod.stored` together."""
     lists = list(found)
     return None if None in lists else list(chain(*filter(None, lists)))
 
@@ -174,7 +174,7 @@ class LinearMethod(Module, ABC):
     """
 
     name: str
-    """Of the format, in the keys of measurements."""
+    """The format's name, in the keys of measurements."""
 
     def __init__(self, shape: LinearShape) -> None:
         super().__init__()
@@ -185,14 +185,14 @@ class LinearMethod(Module, ABC):
 
     @abstractmethod
     def layouts(self) -> Mapping[str, TensorLayout]:
-        """What a checkpoint holds, by the ending of its tensors' names."""
+        """The layouts of a checkpoint's tensors, by the ending of their names."""
 
     def storage(self) -> Mapping[str, TensorLayout]:
         """The parameters that are made, by name."""
         return self.layouts()
 
     def part_layouts(self, first: int) -> Mapping[str, TensorLayout]:
-        """What a checkpoint holds of the part that begins at the matrix's output `first`."""
+        """The layouts of a checkpoint's tensors for the part that begins at the matrix's output `first`."""
         return self.layouts()
 
     @property
@@ -201,7 +201,7 @@ class LinearMethod(Module, ABC):
         return False
 
     def methods(self) -> Iterable["LinearMethod"]:
-        """Those whose products are timed: this one, or what it is made of."""
+        """The methods whose products are timed: this one, or its parts."""
         return (self,)
 
     @abstractmethod
@@ -209,7 +209,7 @@ class LinearMethod(Module, ABC):
         """`x [T, inputs] -> [T, outputs]` in the dtype of x, with `bias [outputs]` added."""
 
     def scores(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """As `multiply`, in float32."""
+        """The result of `multiply` in float32."""
         return self.multiply(x, bias).float()
 
     @abstractmethod
@@ -260,21 +260,21 @@ class LinearMethod(Module, ABC):
         return F.embedding(ids, self.dequantize())
 
     def embed_share(self, ids: Tensor, held: range) -> Tensor:
-        """As `embed`, of a matrix that has the rows `held` of a larger one: the others are 0."""
+        """The rows `ids` of a larger matrix, of which this one has the rows `held`; the other rows are 0."""
         places = ids - held.start
         others = (places < 0) | (places >= len(held))
         return self.embed(places.masked_fill_(others, 0)).masked_fill_(others[:, None], 0)
 
     def coding(self, rows: int) -> "Coding | None":
-        """How so many rows become codes, if the way chosen for them multiplies codes: their maker may round them."""
+        """The coding of so many rows, if they are multiplied as codes; the operation before may then make codes."""
         return None
 
     def multiply_codes(self, x: "RowCodes", bias: Tensor | None) -> Tensor:
-        """As `multiply`, of rows that were rounded as `coding` says of so many."""
+        """The product of rows that were coded as `coding` says for this number of rows."""
         raise NotImplementedError(f"{self.name} multiplies plain rows")
 
     def candidates(self) -> Mapping[int, Mapping[Hashable, Product]]:
-        """What is to be timed: by the most rows that they are for, ways to multiply by their plain descriptions."""
+        """The ways to multiply that are to be timed, by the most rows that they are for and by their descriptions."""
         return {}
 
     def choose(self, rows: int, candidate: Hashable) -> None:

@@ -35,11 +35,11 @@ class Loadable(Module, ABC):
         return {}
 
     def optional_parts(self) -> Collection[str]:
-        """Those of any that a checkpoint need not have."""
+        """The tensors that a checkpoint need not have."""
         return ()
 
     def part_dtypes(self) -> Mapping[str, torch.dtype]:
-        """What tensors of either are read as; those that are not here, as any numbers."""
+        """The dtypes that tensors are read as; a tensor that is not listed may have any dtype."""
         return {}
 
     @abstractmethod

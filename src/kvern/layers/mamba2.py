@@ -73,7 +73,7 @@ def convolved(spec: Mamba2Spec) -> list[Section]:
 
 
 def make_convolution(spec: Mamba2Spec, build: Build) -> Convolution:
-    """That of values, keys and queries, with their scales."""
+    """The convolution of values, keys and queries, with their scales."""
     sections, scales = convolved(spec), (spec.scales.value, spec.scales.key, spec.scales.query)
     each = [torch.full((part.size,), scale, device=build.device) for part, scale in zip(sections, scales, strict=True)]
     return Convolution(spec.kernel, sections, "conv1d", build, bias=spec.conv_bias, scales=torch.cat(each))

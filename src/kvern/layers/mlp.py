@@ -23,7 +23,7 @@ class GatedMLP(Module):
     """
 
     computes_gate = False
-    """Whether a subclass computes something between the first product and its activation."""
+    """A subclass computes something between the first product and its activation."""
 
     def __init__(self, hidden_size: int, spec: MlpSpec, build: Build) -> None:
         super().__init__()

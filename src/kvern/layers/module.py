@@ -30,7 +30,7 @@ class Module(nn.Module):
 
 
 class Identity(Module):
-    """What stands where a model has no norm."""
+    """The module in the place of a norm that a model does not have."""
 
     def __init__(self, add: Callable[[Tensor, Tensor], Tensor] = torch.add) -> None:
         super().__init__()

@@ -34,12 +34,12 @@ class MoE(Module):
         self._no_rows = build.empty(0, hidden_size).data
 
     def routed(self, x: Tensor, inner: Tensor, add: Tensor | None = None) -> Tensor:
-        """This rank's summand of what the experts that the rows `x` choose make of `inner`, with `add`."""
+        """This rank's summand of the experts' result for `inner`, plus `add`; the rows `x` choose the experts."""
         out: Tensor = self.experts(inner, *self.gate(x), add)
         return out
 
     def mixed(self, x: Tensor, add: Tensor | None = None) -> Tensor:
-        """What all ranks' experts make of `x`, and the sum of what they `add`; or this rank's summand of both."""
+        """The result of all ranks' experts for `x`, plus the sum of their `add`; or this rank's summand of both."""
         if self._dp_attention is None:
             return self._sum(self.routed(x, x, add))
         everybodys = self._dp_attention.gather(x)
@@ -105,7 +105,7 @@ class ExpertsBeside(Module):
 
 
 def _summand(x: Tensor) -> Tensor:
-    """Who takes it sums over ranks."""
+    """A rank's summand, as it is: later layers add up those of all ranks."""
     return x
 
 

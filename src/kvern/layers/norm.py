@@ -73,7 +73,7 @@ class Norm(_NormWeights):
 
     @property
     def is_fused(self) -> bool:
-        """Whether a kernel computes it that can also make codes of it."""
+        """The norm is computed by a kernel that can also make codes of it."""
         return self._coded is not None
 
     def forward(self, x: Tensor) -> Tensor:
@@ -92,7 +92,7 @@ class Norm(_NormWeights):
     def before(
         self, method: LinearMethod | None, hidden: Tensor, update: Tensor | None
     ) -> "tuple[Tensor, Tensor | RowCodes]":
-        """As `after`, where `method` alone multiplies the norm: as the codes that it would make of the norm, if any."""
+        """Do the same as `after`; if `method` multiplies codes and nothing else reads the norm, return codes of it."""
         coding = None if method is None or self._coded is None else method.coding(hidden.shape[0])
         if coding is None or self._coded is None:
             return self.after(hidden, update)
@@ -263,7 +263,7 @@ class RowNorm(Module):
 
 
 class SharedRowNorm(_NormWeights):
-    """As `RowNorm`, root-mean-square, of a rank's heads: the ranks tell each other how long their parts of rows are."""
+    """The norm of whole rows of which a rank has some heads: ranks exchange the lengths of their parts."""
 
     def __init__(self, spec: QueryKeyNormSpec, attention: AttentionSpec, build: BuildOptions) -> None:
         super().__init__(build.path)

@@ -15,7 +15,7 @@ from kvern.spec.model import ModelSpec, PerLayerSpec
 
 
 class PerLayerInputs(Module):
-    """What each layer of a model gets, `[T, width]`. Each rank has some columns of the table, which is large."""
+    """Each layer's own input, `[T, width]`. Each rank has some columns of the table, which is large."""
 
     def __init__(self, model: ModelSpec, spec: PerLayerSpec, build: Build) -> None:
         super().__init__()

@@ -54,7 +54,7 @@ class RopeTable(Module):
 
 
 def _query_scales(scaling: QueryScaling, positions: Tensor) -> Tensor:
-    """Of each position, `[positions, 1, 1]`."""
+    """The scale of the query at each position, `[positions, 1, 1]`."""
     return (1 + scaling.beta * (positions / scaling.trained_len).floor().log1p())[:, None, None]
 
 

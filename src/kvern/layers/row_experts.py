@@ -65,7 +65,7 @@ class RowStackedExperts(MethodExperts):
 
 
 def stacks(method: LinearMethod, outputs: int) -> bool:
-    """Whether parts of so many outputs may follow one another in one matrix: no block holds rows of two of them."""
+    """Return whether parts of so many outputs can follow one another in one matrix: no block has rows of two parts."""
     return isinstance(method, QuantizedMethod) and outputs % method.cuts()[0] == 0
 
 

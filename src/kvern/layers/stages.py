@@ -1,4 +1,4 @@
-"""What stands at the ends of a stage in the place of embeddings and of the last norm."""
+"""The ends of a pipeline stage, which take the places of embeddings and of the last norm."""
 
 import torch
 from torch import Tensor
@@ -36,7 +36,7 @@ class ReceivedRows(Module):
 
 
 class HandedRows(Module):
-    """The residual, which the stage behind goes on with."""
+    """The residual, which the next stage continues with."""
 
     def __init__(self, build: Build) -> None:
         super().__init__()

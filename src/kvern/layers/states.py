@@ -41,7 +41,7 @@ class StepStates:
         self._noted.extend([] for _ in self.drafts)
 
     def note(self, place: int, advance: Callable[[int], object]) -> None:
-        """Of one of `drafts`: `advance(count)` lets a state see that many of its tokens."""
+        """Remember how a state sees the first tokens of one of `drafts`: by `advance(count)`."""
         self._noted[place].append(advance)
 
     def accept(self, counts: Sequence[int]) -> None:
@@ -73,7 +73,7 @@ def allocate(
 def new_states(
     mixers: Iterable[RecurrentSpec], lengths: Sequence[int], dtype: torch.dtype, device: torch.device
 ) -> StepStates:
-    """Those of sequences that begin, of these lengths, one behind the other; for a model in `dtype`."""
+    """New states for sequences of these lengths, which follow one another; for a model in `dtype`."""
     ends, none = list(accumulate(lengths)), torch.empty(0, dtype=torch.int64, device=device)
     runs = [(end - length, length, place) for place, (end, length) in enumerate(zip(ends, lengths, strict=True))]
     layers = allocate(mixers, len(lengths), dtype, lambda shape, dtype: torch.zeros(shape, dtype=dtype, device=device))

@@ -1,4 +1,4 @@
-"""What layers compute a step's tokens with, beside their rows: rotations, the cache, states and adapters."""
+"""The context in which layers compute a step's tokens: rotations, the cache, states and adapters."""
 
 from typing import Any, NamedTuple, Protocol
 
@@ -38,7 +38,7 @@ class PagedAttend(Attend, Protocol):
 
 
 class Context(NamedTuple):
-    """What a request's tokens of a step, those of `tokens`, see: the `places [keys]` int64 of its keys in the cache.
+    """The keys that a request's tokens of a step, `tokens`, see: `places [keys]` int64 in the cache.
 
     A place is block * block_size + offset; the last ones are the tokens' own, which are stored by then.
     """
@@ -54,7 +54,7 @@ class ReadableAttend(PagedAttend, Protocol):
         """Store keys and values `[T, kv_heads, head_dim]`, and attend to nothing."""
 
     def contexts(self, layer: int) -> list[Context]:
-        """Of each request of the step."""
+        """The context of each request of the step."""
 
 
 class ExpandedRuns(Protocol):
@@ -77,7 +77,7 @@ class ExpandingAttend(PagedAttend, Protocol):
 
 
 class WantedAttend:
-    """What layers attend with that store nothing and compute the tokens `wanted` [S] of a step of `tokens` alone."""
+    """The `Attend` of layers that store nothing, and compute the tokens `wanted` [S] of a step of `tokens` tokens."""
 
     def __init__(self, attend: PagedAttend, wanted: Tensor, tokens: int) -> None:
         self._attend, self._wanted, self._tokens = attend, wanted, tokens
@@ -89,7 +89,7 @@ class WantedAttend:
 
 
 class StepAdapters(NamedTuple):
-    """Which adapters a step's rows use, in the form that the adapted linear layers take; None: no row uses one.
+    """The adapters that a step's rows use, in the form that the adapted linear layers take; None: no row uses one.
 
     `rows` are all tokens of the step, `wanted` those whose output is: fewer in a last layer, else the same.
     """
@@ -102,7 +102,7 @@ NO_ADAPTERS = StepAdapters()
 
 
 class StepContext(NamedTuple):
-    """What a layer computes a step's tokens with, beside their rows.
+    """The context in which a layer computes a step's rows.
 
     rotation     that of the layer's queries and keys
     attend       the cache, which stores keys and values and attends to them

@@ -1,4 +1,4 @@
-"""How experts are multiplied on a GPU, for each number of tokens: what is timed, and what was chosen."""
+"""The ways in which experts are multiplied on a GPU, for each number of tokens: timed, and chosen."""
 
 from bisect import bisect_left
 from collections.abc import Callable, Hashable, Mapping
@@ -12,7 +12,7 @@ from kvern.kernels.moe import TILES
 HOPPER = "hopper"
 """The way by the kernels for Hopper GPUs; others are numbers, of a kernel's tiles."""
 MOST_TOKENS = (8, 32, 128, 256, 512, 8192)
-"""What is timed is for up to so many tokens, the last for more too."""
+"""The most tokens of each timed way; the last one is for more tokens too."""
 
 
 class Ways:
@@ -29,15 +29,15 @@ class Ways:
         self._chosen = [self._known[0]] * len(MOST_TOKENS)
 
     def __call__(self, x: Tensor, *given: Any) -> Tensor:
-        """By the way for so many tokens."""
+        """Multiply in the way that was chosen for so many tokens."""
         return self._by(self._chosen[min(bisect_left(MOST_TOKENS, x.shape[0]), len(MOST_TOKENS) - 1)], x, *given)
 
     def candidates(self) -> Mapping[int, Mapping[Hashable, Callable[..., Tensor]]]:
-        """As `Experts.candidates`."""
+        """The ways that are to be timed, see `Experts.candidates`."""
         return {most: {way: partial(self._by, way) for way in self._known} for most in MOST_TOKENS}
 
     def choose(self, tokens: int, way: Hashable) -> None:
-        """As `Experts.choose`."""
+        """Use a way for up to so many tokens, see `Experts.choose`."""
         self._chosen[MOST_TOKENS.index(tokens)] = way
 
     def _by(self, way: Hashable, x: Tensor, *given: Any) -> Tensor:

@@ -1,4 +1,4 @@
-"""How plain weights are multiplied on a GPU: by cuBLAS, or by a Triton kernel where one was measured to be faster.
+"""Plain weights on a GPU, multiplied by cuBLAS, or by a Triton kernel where one was measured to be faster.
 
 Products of few rows read all weights and compute little; there the fastest way depends on the shape.
 """
@@ -26,7 +26,7 @@ from kvern.layers.linear_method import LinearShape, Product, RowProduct
 from kvern.layers.unquantized import UnquantizedMethod
 
 Shape = MatvecShape | MatmulShape | StreamShape | ProductShape | None
-"""Of a kernel; None: cuBLAS."""
+"""The shape of a kernel; None: cuBLAS."""
 
 CANDIDATES: Mapping[int, tuple[Shape, ...]] = {
     1: (None, MatvecShape(4, 512, 4, stages=3), MatvecShape(2, 1024, 4, unroll=2), MatvecShape(4, 512, 4, unroll=4)),
@@ -59,7 +59,7 @@ CANDIDATES: Mapping[int, tuple[Shape, ...]] = {
         MatmulShape(64, 128, 128, 8, 4, splits=2),
     ),
 }
-"""What is timed for up to this many rows; with more, arithmetic counts and cuBLAS does it."""
+"""The shapes that are timed for up to this many rows; more rows are bound by arithmetic and left to cuBLAS."""
 
 FLOAT32_CANDIDATES: Mapping[int, tuple[Shape, ...]] = {
     1: CANDIDATES[1],
@@ -72,11 +72,11 @@ DETERMINISTIC = MatmulShape(64, 128, 64, 4, 4)
 """The one way to multiply if a row's result must not depend on the number of rows."""
 
 MOST_TILES = 1 << 14
-"""Of a product whose inputs are split: outputs are cut into tiles of at least 64, of float32 32."""
+"""The most tiles of a product whose inputs are split; a tile has at least 64 outputs, or 32 of float32."""
 
 
 def candidates_of(dtype: torch.dtype) -> Mapping[int, tuple[Shape, ...]]:
-    """What is timed for numbers of this dtype, by the most rows."""
+    """The shapes that are timed for numbers of this dtype, by the most rows."""
     return CANDIDATES if dtype.itemsize < 4 else FLOAT32_CANDIDATES
 
 

@@ -20,9 +20,9 @@ logger = logging.getLogger("kvern")
 Time = Callable[[list[Callable[[], object]]], float]
 
 TIMED_LAYERS = 8
-"""Of those alike: enough that no weight stays in the L2 cache."""
+"""Bytes of weights of layers alike that are timed together, so that no weight stays in the L2 cache."""
 TIMED_ROWS = 1024
-"""Of all timed layers together, but for one: arithmetic on many rows takes longer than a cache could save."""
+"""The most bytes of weights that are timed together, unless one layer has more; for many rows caches save little."""
 
 Prepare = Callable[..., Callable[[], object]]
 """Makes what is timed of the inputs."""
@@ -127,7 +127,7 @@ def _timed_method(method: LinearMethod, bias: Tensor | None) -> _Timed:
 
 
 def _multiplied(product: Product, bias: Tensor | None, x: Tensor) -> Callable[[], object]:
-    """Of rows that are codes already, if it multiplies such: norms and activations make most of them."""
+    """The product of rows that are codes already, if it multiplies codes: norms and activations make most of them."""
     if isinstance(product, CodesProduct):
         return partial(product.multiply_codes, product.coding(x), bias)
     return partial(product, x, bias)

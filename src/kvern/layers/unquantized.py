@@ -92,7 +92,7 @@ class PackedMethod(UnquantizedMethod):
 
 
 def _packs() -> bool:
-    """Whether oneDNN packs bfloat16: PyTorch has it, and the processor the instructions that it wants for them."""
+    """Return whether oneDNN packs bfloat16: PyTorch has it, and the processor has the instructions that it needs."""
     forced = forced_isa()
     if not torch._C._has_mkldnn or (forced is not None and forced.name in ("scalar", "avx2")):
         return False

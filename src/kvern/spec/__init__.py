@@ -1,4 +1,4 @@
-"""What a model is, as data: its layers, their mixers and their rotary embeddings.
+"""The description of a model as data: its layers, their mixers and their rotary embeddings.
 
 A family in `models/families/` makes a `ModelSpec`; `layers/` are built from it. No module here imports torch.
 """

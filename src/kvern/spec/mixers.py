@@ -1,4 +1,4 @@
-"""What stands in the place of attention in a model's layers, as data: attention itself, or what keeps a state."""
+"""The descriptions of mixers, the first part of a layer: attention, or a mixer that keeps a state."""
 
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
@@ -7,7 +7,7 @@ Gating = Literal["before_norm", "after_norm", "without_norm"]
 
 
 EXPANDED_HEADS = 8
-"""Of latents, whose keys and values are made at a time, at most."""
+"""The most heads whose keys and values are made of latents at a time."""
 WIDEST_EXPANDED = 256
 
 
@@ -51,7 +51,7 @@ class AttentionSpec:
 
     @property
     def stored(self) -> int:
-        """How many vectors of each token and KV head a cache holds: key and value, or one that is both."""
+        """The number of vectors that a cache holds of each token and KV head: key and value, or one that is both."""
         return 2 if self.value_dim is None else 1
 
     @property
@@ -62,7 +62,7 @@ class AttentionSpec:
 
 @dataclass(frozen=True)
 class IndexerSpec:
-    """What selects `top_k` keys for each query, by `heads` queries and one key of `head_dim` entries of each token."""
+    """An indexer, which selects `top_k` keys for each query by `heads` index queries and an index key of each token."""
 
     heads: int
     head_dim: int
@@ -92,7 +92,7 @@ class LatentAttentionSpec:
 
     @property
     def over_latents(self) -> AttentionSpec:
-        """What it is to those who keep and read the cache: all heads' queries over one key that is value, too."""
+        """The attention as the cache sees it: the queries of all heads over one key, which is the value too."""
         index = 0 if self.indexer is None else self.indexer.head_dim
         width = self.kv_lora_rank + self.qk_rope_head_dim + index
         return AttentionSpec(self.heads, 1, width, self.scale, value_dim=self.kv_lora_rank, expanded=self._expanded)
@@ -138,7 +138,7 @@ class DeltaNetSpec:
 
     @property
     def states(self) -> tuple[StateTensor, ...]:
-        """What the convolution was given last, and the matrices."""
+        """The last inputs of the convolution, and the matrices."""
         matrices = (self.value_heads, self.key_dim, self.value_dim)
         return StateTensor((self.kernel - 1, self.channels)), StateTensor(matrices, exact=True)
 
@@ -161,7 +161,7 @@ class ShortConvSpec:
 
     @property
     def states(self) -> tuple[StateTensor, ...]:
-        """What the convolution was given last."""
+        """The last inputs of the convolution."""
         return (StateTensor((self.kernel - 1, self.channels)),)
 
     @property
@@ -172,7 +172,7 @@ class ShortConvSpec:
 
 @dataclass(frozen=True)
 class Mamba2Scales:
-    """What multiplies parts of a token's projection, before convolution, activations and steps, and what is given."""
+    """Factors of the parts of a token's projection, before convolution, activations and steps, and of the result."""
 
     gate: float = 1.0
     value: float = 1.0
@@ -217,7 +217,7 @@ class Mamba2Spec:
 
     @property
     def states(self) -> tuple[StateTensor, ...]:
-        """What the convolution was given last, and the matrices, those of a group side by side."""
+        """The last inputs of the convolution, and the matrices, those of a group side by side."""
         matrices = (self.groups, self.state_dim, self.inner // self.groups)
         return StateTensor((self.kernel - 1, self.channels)), StateTensor(matrices, exact=True)
 
@@ -228,7 +228,7 @@ class Mamba2Spec:
 
 
 RecurrentSpec = DeltaNetSpec | ShortConvSpec | Mamba2Spec
-"""What keeps a state of fixed size for each request: the tensors `states`, of any number and shape."""
+"""A mixer that keeps a state of fixed size for each request: the tensors `states`, of any number and shape."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""What a model is, as data: the whole difference between two families, read from `config.json` by a family's function.
+"""The description of a model as data: all that families differ in, read from `config.json` by a family's function.
 
     ModelSpec
     |-- norm: NormSpec                      how every norm of a block computes
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2", "clamped_swiglu"]
 SWIGLU_SLOPE, SWIGLU_LIMIT = 1.702, 7.0
-"""Of the activation "clamped_swiglu", see `MoeSpec`."""
+"""Constants of the activation "clamped_swiglu", see `MoeSpec`."""
 Pooling = Literal["mean", "cls", "lasttoken"]
 Placement = Literal["attention_in", "attention_out", "mlp_in", "mlp_out"]
 
@@ -152,7 +152,7 @@ class MoeSpec:
 
     @property
     def has_plain_gate(self) -> bool:
-        """Whether experts are gated through SiLU or GELU, without biases."""
+        """Experts are gated through SiLU or GELU, without biases."""
         return self.gated and not self.bias and self.activation in ("silu", "gelu", "gelu_tanh")
 
 
@@ -207,7 +207,7 @@ class LayerSpec:
 
     @property
     def cached(self) -> AttentionSpec | None:
-        """What is kept of tokens in the KV cache, for itself and for layers that borrow it; None: nothing."""
+        """The attention whose keys and values the KV cache keeps, also for layers that borrow them; None: none."""
         for mixer in self.mixers:
             if isinstance(mixer, LatentAttentionSpec):
                 return mixer.over_latents
@@ -217,7 +217,7 @@ class LayerSpec:
 
     @property
     def attention(self) -> AttentionSpec:
-        """That of a layer that attends to keys and values of its own. Raises TypeError for another."""
+        """The attention of a layer with keys and values for each head. Raises TypeError for another layer."""
         for mixer in self.mixers:
             if isinstance(mixer, AttentionSpec):
                 return mixer
@@ -226,7 +226,7 @@ class LayerSpec:
 
 @dataclass(frozen=True)
 class HeadSpec:
-    """What makes one number of a text's state: `out(norm(activation(dense(x))))`; `out` has a bias.
+    """The head that makes one number of a text's state: `out(norm(activation(dense(x))))`; `out` has a bias.
 
     `norm` is the model's own norm of that place; None: there is none.
     """
@@ -238,7 +238,7 @@ class HeadSpec:
 
 @dataclass(frozen=True)
 class EncoderSpec:
-    """What is an encoder's own: a text is read as a whole, each token seeing those on both sides.
+    """The properties of an encoder, which reads a text as a whole: each token sees those on both sides.
 
     `positions` is the length of the table of learned positions, of which a text's first token takes the row
     `first_position`; 0: there is no such table. `types` is that of the table of kinds of tokens, 0: there is none; the
@@ -321,7 +321,7 @@ class BlockSpec:
 
 @dataclass(frozen=True)
 class BiasSpec:
-    """Which linear layers have biases: attention's first and last products, and the output layer of the model."""
+    """The linear layers that have biases: attention's first and last products, and the model's output layer."""
 
     qkv: bool = False
     output: bool = False
@@ -395,7 +395,7 @@ class ModelSpec:
 
     @property
     def attends_to_latents(self) -> bool:
-        """Whether any layer has multi-head latent attention."""
+        """Some layer has multi-head latent attention."""
         return any(isinstance(layer.mixer, LatentAttentionSpec) for layer in self.layers)
 
     @property
@@ -413,10 +413,10 @@ class ModelSpec:
 
     @property
     def attentions(self) -> tuple[AttentionSpec, ...]:
-        """Of the layers that store keys and values, in their order: what the KV cache is made for."""
+        """The attentions of the layers that store keys and values, in their order: the KV cache is made for these."""
         return tuple(layer.cached for layer in self.layers if layer.cached is not None)
 
     @property
     def recurrent(self) -> tuple[RecurrentSpec, ...]:
-        """Of the layers that have states, in their order; none in most models."""
+        """The mixers that have states, in the order of their layers; none in most models."""
         return tuple(mixer for layer in self.layers for mixer in layer.mixers if isinstance(mixer, RecurrentSpec))
