@@ -128,7 +128,7 @@ def test_a_decorated_function_is_a_family() -> None:
         return describe(config, embedding_scale=3.0)
 
     assert "fancy" in FAMILIES.names
-    assert spec_from_config(config("fancy", "FancyForCausalLM")).embedding_scale == 3.0
+    assert spec_from_config(config("fancy", "FancyForCausalLM")).scales.embedding == 3.0
 
 
 @pytest.mark.usefixtures("_registrations")
@@ -152,7 +152,7 @@ def test_an_entry_point_is_a_family_and_is_imported_only_when_named(
     assert "FancyForCausalLM" in FAMILIES.names
     spec_from_config(LLAMA)
     assert "fancy_models" not in sys.modules
-    assert spec_from_config(config("fancy", "FancyForCausalLM")).residual_scale == 0.5
+    assert spec_from_config(config("fancy", "FancyForCausalLM")).block.scale == 0.5
     monkeypatch.delitem(sys.modules, "fancy_models")
 
 

@@ -45,7 +45,7 @@ class Decays(Loadable):
 def within_chunk(decay: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """The factors that are left of earlier tokens after `decay [heads, L]`, the logarithms of each token's factor.
 
-    Returns three float32 tensors: `[heads, L, L]`, at token i of what token j <= i added; `[heads, L, 1]`, at each token
+    Returns float32 tensors: `[heads, L, L]`, at token i of what token j <= i added; `[heads, L, 1]`, at each token
     of the state before the chunk; `[heads, L, 1]`, after the chunk of what each token added.
     """
     since = decay.double().cumsum(1)  # of large sums float32 would leave differences few digits
