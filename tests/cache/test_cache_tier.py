@@ -58,7 +58,7 @@ def test_conversations_that_left_the_cache_go_on(tiny_model: Path) -> None:
 
 def test_a_tier_that_forgets_changes_no_answer(tiny_model: Path) -> None:
     plain = LLM(tiny_model, **OPTIONS)
-    tiered, tier = with_tier(tiny_model, 5)
+    tiered, tier = with_tier(tiny_model, 20)
     prompts = [[*range(20, 36), number, *range(number, number + 12)] for number in range(60, 66)] * 2
     for _ in range(3):
         expected = [output.outputs[0].token_ids for output in plain.generate(prompts, PARAMS)]

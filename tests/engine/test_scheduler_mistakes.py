@@ -156,7 +156,7 @@ def blocks_saved_a_step_late(monkeypatch: pytest.MonkeyPatch) -> None:
         message = plan(self, output)
         if isinstance(message, TierMessage):
             saves, late[:] = list(late), message.saves
-            message = TierMessage(saves, message.loads)
+            message = TierMessage(saves, message.loads, message.ended)
         return message
 
     monkeypatch.setattr(TierTraffic, "plan", plan_late)

@@ -23,6 +23,7 @@ class HostTier:
         self.users: OrderedDict[bytes, int] = OrderedDict()
         self._kept: dict[bytes, list[torch.Tensor]] = {}
         self.saved = self.loaded = 0
+        self._finished: list[tuple[int, int]] = []
 
     def put(self, key: bytes, block: int) -> bool:
         if key in self.users:
@@ -65,9 +66,16 @@ class HostTier:
         self._kept = {key: kept for key, kept in self._kept.items() if key in self.users}
         self.saved += len(saves)
 
-    def load(self, caches: Sequence[torch.Tensor], loads: Sequence[BlockLoad]) -> list[tuple[int, int]]:
+    def load(self, caches: Sequence[torch.Tensor], loads: Sequence[BlockLoad]) -> None:
         for load in loads:
             for cache, kept in zip(caches, self._kept[load.key], strict=True):
                 cache[:, load.block] = kept
         self.loaded += len(loads)
-        return list(Counter(load.load for load in loads).items())
+        self._finished += Counter(load.load for load in loads).items()
+
+    def finished(self) -> list[tuple[int, int]]:
+        finished, self._finished = self._finished, []
+        return finished
+
+    def abandon(self) -> None:
+        self._finished.clear()

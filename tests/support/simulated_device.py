@@ -383,14 +383,14 @@ class SimulatedDevice:
             self.memory[copy.target][: copy.tokens] = self.memory[copy.source][: copy.tokens]
 
     def _load(self, output: SchedulerOutput) -> dict[str, object]:
-        """Begin to load; the report of what has arrived already."""
+        """A step's time passes for what is being loaded, and other loads begin; the report of what has arrived."""
+        self.arriving = {number: (steps - 1, loads) for number, (steps, loads) in self.arriving.items()}
         tier = output.message(TierMessage)
         for load in () if tier is None else tier.loads:
             self.memory[load.block] = [None] * self.setup.size
             self.arriving.setdefault(load.load, (self.setup.tier_delay, []))[1].append(load)
-        if self.setup.tier_delay or not self.arriving:
-            return {}
-        return {TierMessage.extension: [self.arrive(number) for number in list(self.arriving)]}
+        arrived = [self.arrive(number) for number, (steps, _) in list(self.arriving.items()) if steps <= 0]
+        return {TierMessage.extension: arrived} if arrived else {}
 
     def arrive(self, number: int) -> tuple[int, int]:
         """The blocks of a load arrive, or some of them; the load and how many."""
@@ -400,11 +400,6 @@ class SimulatedDevice:
         for load in loads[:count]:
             self.memory[load.block] = list(self.kept[load.key])
         return number, count
-
-    def wait(self) -> list[tuple[int, int]]:
-        """A step's time passes; the loads that have arrived."""
-        self.arriving = {number: (steps - 1, loads) for number, (steps, loads) in self.arriving.items()}
-        return [self.arrive(number) for number, (steps, _) in list(self.arriving.items()) if steps <= 0]
 
     def _draft(self, row: Row, count: int, prefix: list[int]) -> None:
         """Guess so many tokens behind the newest, mostly right; a drafter's keys of all of them have blocks."""

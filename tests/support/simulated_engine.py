@@ -161,8 +161,6 @@ class SimulatedEngine:
     def step(self) -> None:
         """One call of the core, with all checks."""
         self._waiting_before = {request: self._is_ready(request) for request in self.scheduler.waiting}
-        for load, count in self.device.wait() if self.setup.tier_delay else ():
-            self.core.report({"tier": [(load, count)]})
         step_before = self.scheduler.step
         events = self.core.step()
         for request in self.scheduler.waiting:
@@ -181,7 +179,7 @@ class SimulatedEngine:
     def run(self) -> None:
         """Until nothing is left to do; then nothing may be left behind."""
         for _ in range(LONG_ENOUGH):
-            if not self.core.has_work and not self.device.arriving:
+            if not self.core.has_work:
                 break
             self.step()
         assert not self.core.has_work, "the engine does not come to an end"

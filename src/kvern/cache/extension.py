@@ -2,7 +2,8 @@
 
 A cache manager has a list of extensions and calls each of them, in order, at the same points of a request's life:
 
-    waiting  --lookup-->  an extension may bring more of the prefix; the request is LOADING until a report comes
+    waiting  --arrived->  an extension may begin to look for the prefix elsewhere
+             --lookup-->  it may bring more of the prefix; the request is LOADING until `report` or `ready` names it
              --match--->  an extension shortens a cached prefix to what a request can continue from
     admitted --begin, needed, take--> its memory for the request; `leave` if the request does not fit after all
     running  --placed-->  the request has a row, which the next step has to be told of
@@ -95,6 +96,13 @@ class CacheExtension:
     def is_loading(self) -> bool:
         """Whether it holds blocks of which no running request knows."""
         return False
+
+    def arrived(self, request: Request, contents: Sequence[int]) -> None:
+        """A request is queued; `contents` has one integer for each position."""
+
+    def ready(self) -> Sequence[Request]:
+        """The requests whose wait has ended since the last call, without a report; asked before each step."""
+        return ()
 
     def lookup(self, request: Request, contents: Sequence[int], step: int, reserve: int) -> bool:
         """Bring more of the prefix of a waiting request, if possible; returns whether the request has to wait for it.

@@ -101,6 +101,8 @@ class KVCacheManager:
 
     def register(self, request: Request) -> None:
         """Announce a request; to be called once, before anything else about it."""
+        for extension in self.extensions:
+            extension.arrived(request, _contents(request))
         if not self.prefix_cache and request.group is not None:
             self._groups[_private(request.group)] += 1
 
@@ -116,6 +118,15 @@ class KVCacheManager:
     def cached_tokens(self, request: Request) -> int:
         """The number of the request's tokens that are cached. Changes nothing."""
         return self._tokens_of(self._match(request, None))
+
+    @property
+    def is_loading(self) -> bool:
+        """Whether an extension holds blocks of which no running request knows, until a step brings its report."""
+        return any(extension.is_loading for extension in self.extensions)
+
+    def ready(self) -> list[Request]:
+        """The requests that need not wait any longer, as extensions have found without a report."""
+        return [request for extension in self.extensions for request in extension.ready()]
 
     def lookup(self, request: Request, step: int, reserve: int = 0) -> bool:
         """Let extensions bring more of a waiting request's prefix; returns whether it has to wait for one of them."""
@@ -288,7 +299,7 @@ class KVCacheManager:
         references = self.tree.size + sum(len(request.block_ids) for request in running)
         owned = sum(extension.check(running, loading) for extension in self.extensions)
         self._blocks.check_integrity(references + owned)
-        if not running and not any(extension.is_loading for extension in self.extensions):
+        if not running and not self.is_loading:
             assert self.available_count == self.pool.capacity, "blocks are missing although nothing runs"
             assert self.usage == 0, "blocks of an extension are missing although nothing runs"
 

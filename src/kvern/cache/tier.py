@@ -1,13 +1,14 @@
-"""A place beside the blocks that keeps their bytes: host memory, a disk, a cache server, another machine's engine.
+"""A store beside the blocks that keeps their bytes: host memory, a disk, a cache server, another machine's engine.
 
-    a written, full block is about to be evicted --put--> the next step's `saves`: the worker copies it out first
-    a waiting request continues in the tier --acquire--> blocks allocated, the step's `loads`: the worker copies into
-        them behind the step, or later; request LOADING --loaded--> they enter the prefix tree, --> WAITING
+    a full block is written, its step has returned --put--> `saves` of the next step: copied before anything else
+    a waiting request continues in the tier --acquire--> blocks are allocated; `loads` of the next step, which begin
+        after it; the request is LOADING --report--> the blocks enter the prefix tree, the request is WAITING
 
-A tier only decides, by content keys (`cache/keys.py`); bytes are moved by the worker's side of it, which does a step's
-saves before the step's copies and its loads after them. A load that fails is reported as such and never raised: a step
-that raises has a request to blame. What was loaded is ordinary cached prefix: the request is then admitted as any
-other, and so is everybody who waited for the same blocks.
+A tier only decides, by content keys (`cache/keys.py`); its worker's side moves the bytes (`runner/tiered.py`). While
+loads are on their way the worker's side reports with each step which of them have ended, with several ranks those that
+have ended on all. A load that fails is reported as shorter and never raised: a step that raises has a request to blame.
+What was loaded is ordinary cached prefix: the request is then admitted like any other, and so are all that waited for
+the same blocks.
 """
 
 from collections import deque
@@ -42,19 +43,24 @@ class BlockLoad(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class TierMessage(ExtensionMessage, frozen=True, array_like=True, gc=False):
-    """Blocks to be saved before a step overwrites them, and blocks to be loaded after the step, or later."""
+    """Blocks to be saved before a step changes any, blocks to be loaded, and the loads that need no more reports."""
 
     extension: ClassVar[str] = "tier"
 
     saves: list[BlockSave]
     loads: list[BlockLoad]
+    ended: list[int]
+
+
+MOST_SAVES = 32
+"""Blocks that a step saves at most. The others are saved with later steps, or when they are evicted."""
 
 
 class KVTier(Protocol):
     """Decides which blocks are kept, by their content keys. Moves no bytes, blocks nobody."""
 
     def put(self, key: bytes, block: int) -> bool:
-        """Whether `block`, which is about to be evicted, is to be saved; not if it is kept already or not wanted."""
+        """Whether `block`, which is written, is to be saved; not if it is kept already or not wanted."""
         ...
 
     def acquire(self, keys: Iterable[bytes]) -> list[bytes]:
@@ -91,8 +97,12 @@ class TierTraffic(CacheExtension):
 
     def __init__(self, tier: KVTier, memory: CacheMemory) -> None:
         self._tier, self._pool, self._tree, self._block_size = tier, memory.pool, memory.tree, memory.block_size
+        self._offers: dict[Node, None] = {}
+        """Nodes that the tier has not been asked about, in the order in which their blocks are written."""
         self._saves: list[BlockSave] = []
         self._loads: list[BlockLoad] = []
+        self._ended: list[int] = []
+        self._completed = 0
         self._saving: deque[tuple[int, bytes]] = deque()  # by the steps in flight
         self._loading: dict[int, _Load] = {}
         self._arriving: dict[bytes, _Load] = {}
@@ -105,12 +115,32 @@ class TierTraffic(CacheExtension):
         return bool(self._loading)
 
     def plan(self, output: SchedulerOutput) -> ExtensionMessage | None:
-        if not (self._loads or (self._saves and output.scheduled)):
+        """A step without requests runs if there are blocks to load, or if no other step can report what has ended."""
+        polls = bool(self._loading) and self._completed >= output.step - 1
+        if not (output.scheduled or self._loads or polls):
             return None
-        message = TierMessage(self._saves, self._loads)
+        self._offer()
+        message = TierMessage(self._saves, self._loads, self._ended)
         self._saving += [(output.step, save.key) for save in self._saves]
-        self._saves, self._loads = [], []
-        return message
+        self._saves, self._loads, self._ended = [], [], []
+        return message if message.saves or message.loads or message.ended or polls else None
+
+    def publish(self, request: Request, index: int, node: Node, step: int) -> None:
+        self._offers[node] = None
+
+    def _offer(self) -> None:
+        """Ask the tier whether it wants the blocks that have been written since."""
+        while self._offers and len(self._saves) < MOST_SAVES:
+            node = next(iter(self._offers))
+            if not self._tree.is_written(node):
+                return
+            del self._offers[node]
+            self._put(node)
+
+    def _put(self, node: Node) -> None:
+        key = self._tree.key(node)
+        if self._tier.put(key, node.block):
+            self._saves.append(BlockSave(node.block, key))
 
     def lookup(self, request: Request, contents: Sequence[int], step: int, reserve: int) -> bool:
         """Load the blocks that follow what the prefix tree has of a request, if the tier has any.
@@ -163,6 +193,7 @@ class TierTraffic(CacheExtension):
         load = self._loading.pop(number, None)
         if load is None:
             return []
+        self._ended.append(number)
         for tokens, block in zip(load.contents[:count], load.blocks, strict=False):
             parent = load.path[-1] if load.path else None
             node = self._tree.insert(load.namespace, parent, tokens, block, load.step)
@@ -172,12 +203,14 @@ class TierTraffic(CacheExtension):
         return load.waiting
 
     def completed(self, step: int) -> None:
+        self._completed = step
         while self._saving and self._saving[0][0] <= step:
             self._saving.popleft()
 
     def undo(self, step: int, waiting: Sequence[Request]) -> None:
         """All loads are given up; the requests do without them, whatever failed."""
         loads = list(self._loading.values())
+        self._ended += self._loading
         self._loading, self._loads = {}, []
         for load in loads:
             self._end(load)
@@ -186,11 +219,11 @@ class TierTraffic(CacheExtension):
         self._asked.update(waiting)
 
     def lose(self, node: Node) -> None:
-        """Save a block that is full and written before it is removed from the prefix tree."""
-        if len(node.tokens) == self._block_size and self._tree.is_written(node):
-            key = self._tree.key(node)
-            if self._tier.put(key, node.block):
-                self._saves.append(BlockSave(node.block, key))
+        """A written block that the tier has not been asked about is offered now: the next step saves it first."""
+        if node in self._offers:
+            del self._offers[node]
+            if self._tree.is_written(node):
+                self._put(node)
 
     def check(self, running: Sequence[Request], loading: Sequence[Request]) -> int:
         blocks = [block for load in self._loading.values() for block in load.blocks]
@@ -198,6 +231,7 @@ class TierTraffic(CacheExtension):
         assert self._arriving.keys() == {key for load in self._loading.values() for key in load.keys}
         awaited = {request for load in self._loading.values() for request in load.waiting}
         assert awaited >= set(loading), "a request waits for blocks that nobody loads"
+        assert self._offers.keys() <= set(self._tree.nodes()), "a block is offered that was removed"
         assert {load.load for load in self._loads} <= self._loading.keys(), "a load was given up and is still planned"
         return len(blocks)
 

@@ -42,7 +42,7 @@ logger = logging.getLogger("kvern")
 PREPARING_SECONDS = 0.01
 """How long an engine without other work waits for a grammar before it looks for messages."""
 LOADING_SECONDS = 0.001
-"""How long an engine rests whose requests all wait for blocks that are being loaded, before it looks again."""
+"""How long an engine rests while all of its requests wait for loads, before it looks again."""
 
 
 class EngineCore:
@@ -87,7 +87,11 @@ class EngineCore:
     @property
     def has_work(self) -> bool:
         """A call of `step` would do something."""
-        return self.scheduler.has_work or bool(self._in_flight) or bool(self._held)
+        return self._has_steps or bool(self._in_flight) or bool(self._held)
+
+    @property
+    def _has_steps(self) -> bool:
+        return self.scheduler.has_work or self.scheduler.cache.is_loading
 
     def spare_seconds(self) -> float:
         """How long the next step can wait for requests that come meanwhile, while the device computes another."""
@@ -193,7 +197,7 @@ class EngineCore:
             self.scheduler.restrict(self._trial.units)
         if self._held:
             self._release()
-        if len(self._in_flight) < self._depth and self.scheduler.has_work:
+        if len(self._in_flight) < self._depth and self._has_steps:
             wanted = None
             if self.drafting is not None:
                 wanted = self.drafting.wanted(len(self.scheduler.running) + len(self.scheduler.waiting))
@@ -208,7 +212,7 @@ class EngineCore:
             if self._trial.units is not None:
                 self._trial.skip()
                 self.scheduler.restrict(self._trial.units)
-            elif self.scheduler.has_work:
+            elif self._has_steps:
                 time.sleep(LOADING_SECONDS)
             return []
         output, requests, future = self._in_flight.popleft()
@@ -224,6 +228,8 @@ class EngineCore:
         except BaseException:  # an interruption is nobody's fault
             self._undo(output)
             raise
+        if not output.scheduled and not result.reports:
+            time.sleep(LOADING_SECONDS)
         self._pace.ended()
         if self._watch is not None:
             self._watch.ended()

@@ -152,6 +152,7 @@ class Scheduler:
             self._preempt(request)
         self._wanted, preempted = wanted, self.preemption_count
         output = SchedulerOutput(self.step)
+        self.waiting.loaded(self.cache.ready())
         self.waiting.age(self.step)
         budget = self._schedule_running(output, time, begin)
         if self.preemption_count == preempted:

@@ -101,6 +101,7 @@ class InProcessExecutor:
         """`tier` keeps blocks that leave the KV cache; None: they are forgotten."""
         self._worker = worker
         self.tier: KVTier | None = tier
+        self._own_tier = tier
         self._execute = tiered(self._execute_whole, tier, worker.runner)
         self._parts: StepParts | None = None
         self._error: BaseException | None = None
@@ -132,6 +133,8 @@ class InProcessExecutor:
 
     def abandon(self) -> None:
         self._error = None
+        if self._own_tier is not None:
+            self._own_tier.abandon()
         self.forget()
 
     def forget(self) -> None:

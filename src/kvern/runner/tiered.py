@@ -1,4 +1,4 @@
-"""The worker's side of a tier (`cache/tier.py`): bytes of blocks go to it before a step, and come back behind one."""
+"""The worker's side of a tier (`cache/tier.py`): bytes of blocks go to it before a step, and come back after one."""
 
 from collections.abc import Callable, Sequence
 from typing import Protocol
@@ -24,16 +24,27 @@ class Tier(KVTier, Protocol):
     """
 
     def save(self, caches: Sequence[torch.Tensor], saves: Sequence[BlockSave]) -> None:
-        """Copy blocks out, which the next step may overwrite."""
+        """Begin to copy blocks out; the copies read what the next step may change, so they come before it."""
         ...
 
-    def load(self, caches: Sequence[torch.Tensor], loads: Sequence[BlockLoad]) -> list[tuple[int, int]]:
-        """Copy blocks in: (number of a load, how many of its blocks, from the first on, could be had).
+    def load(self, caches: Sequence[torch.Tensor], loads: Sequence[BlockLoad]) -> None:
+        """Begin to copy blocks in, after the steps that were started."""
+        ...
+
+    def finished(self) -> list[tuple[int, int]]:
+        """Loads that have ended since the last call: (number of a load, how many of its leading blocks have arrived).
 
         Whatever fails is a lower number, never an exception: a step that raises has a request to blame.
         """
         ...
 
+    def abandon(self) -> None:
+        """Steps have failed: when this returns, no load writes to blocks any more."""
+        ...
+
+
+NOT_ENDED = -1
+"""In the place of the count of a load that is on its way."""
 
 TIERS: Plugins[Callable[[EngineConfig, Layout], Tier]] = Plugins("tier of the KV cache", "kvern.kv_tiers")
 """The tiers, by the name that the option `kv_tier` gives."""
@@ -55,29 +66,40 @@ def tiered(
 
 
 class TieredSteps:
-    """Runs steps through `execute`, with what they have to say to a tier."""
+    """Runs steps through `execute`, with their messages to a tier and its reports."""
 
     def __init__(
         self, execute: Callable[[SchedulerOutput], StepResult], tier: Tier, caches: Sequence[torch.Tensor], ranks: Ranks
     ) -> None:
         self._execute, self._tier, self._caches, self._ranks = execute, tier, caches, ranks
+        self._counts: dict[int, int] = {}
+        """By load: how many of its leading blocks have arrived; NOT_ENDED while it is on its way.
+
+        The loads and their order are the same on all ranks, since steps alone change them.
+        """
 
     def execute(self, output: SchedulerOutput) -> StepResult:
         """Start a step, which may have nothing to compute. Raises what `execute` raises."""
         message = output.message(TierMessage)
+        if message is None and not self._counts:
+            return self._execute(output)
+        for number in () if message is None else message.ended:
+            self._counts.pop(number, None)
         if message is not None and message.saves:
             self._tier.save(self._caches, [replace(save, key=self._ranks.own(save.key)) for save in message.saves])
         step = self._execute(output) if output.scheduled else _Nothing()
-        return step if message is None or not message.loads else _Loaded(step, self._load(message.loads))
+        if message is not None and message.loads:
+            self._counts |= {load.load: NOT_ENDED for load in message.loads}
+            self._tier.load(self._caches, [replace(load, key=self._ranks.own(load.key)) for load in message.loads])
+        return _Reported(step, self._finished()) if self._counts else step
 
-    def _load(self, loads: Sequence[BlockLoad]) -> list[tuple[int, int]]:
-        """Load blocks; returns (number of a load, how many of its first blocks all ranks could have)."""
-        loaded = self._tier.load(self._caches, [replace(load, key=self._ranks.own(load.key)) for load in loads])
-        if self._ranks.processes == 1:
-            return loaded
-        counts = {load.load: 0 for load in loads} | dict(loaded)
-        found = self._ranks.least(torch.tensor([*counts.values()], device=self._caches[0].device))
-        return [*zip(counts, found.tolist(), strict=True)]
+    def _finished(self) -> list[tuple[int, int]]:
+        """The loads that have ended on all ranks, with the least of their counts."""
+        self._counts |= {number: count for number, count in self._tier.finished() if number in self._counts}
+        counts = list(self._counts.values())
+        if self._ranks.processes > 1:
+            counts = self._ranks.least(torch.tensor(counts, device=self._caches[0].device)).tolist()
+        return [pair for pair in zip(self._counts, counts, strict=True) if pair[1] != NOT_ENDED]
 
 
 class _Nothing:
@@ -87,13 +109,14 @@ class _Nothing:
         return ModelRunnerOutput([], [], [])
 
 
-class _Loaded:
-    """A step's result, and what was loaded behind it."""
+class _Reported:
+    """A step's result, with the loads that have ended."""
 
-    def __init__(self, step: StepResult, loaded: list[tuple[int, int]]) -> None:
-        self._step, self._loaded = step, loaded
+    def __init__(self, step: StepResult, ended: list[tuple[int, int]]) -> None:
+        self._step, self._ended = step, ended
 
     def result(self) -> ModelRunnerOutput:
         output = self._step.result()
-        output.reports[TierMessage.extension] = self._loaded
+        if self._ended:
+            output.reports[TierMessage.extension] = self._ended
         return output
