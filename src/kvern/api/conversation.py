@@ -88,7 +88,7 @@ def template_variables(body: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def plain_messages(messages: object) -> list[dict[str, Any]]:
-    """Messages in OpenAI's form as templates expect them. Raises InvalidRequest."""
+    """Returns messages in OpenAI's format as templates expect them. Raises InvalidRequest."""
     if not isinstance(messages, list) or not messages or not all(isinstance(message, dict) for message in messages):
         raise InvalidRequest("messages must be a list of one message or more, each an object")
     if is_too_much("".join(_arguments(messages)).encode(errors="replace")):

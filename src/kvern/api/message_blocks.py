@@ -19,7 +19,8 @@ SIGNATURE = "unsigned"
 
 
 def chat_messages(message: object, place: str) -> list[dict[str, Any]]:
-    """A message, whose blocks may be text, thinking, calls of tools and their results, as messages for templates."""
+    """Returns a message as messages for templates; its blocks may be text, thinking, calls of tools and their
+    results."""
     if not isinstance(message, dict) or message.get("role") not in ROLES:
         raise InvalidRequest(f"{place} is {shown(message)}: it must be an object with role {', '.join(ROLES)}")
     role, content = message["role"], message.get("content")
@@ -68,7 +69,7 @@ def _is_of_service(kind: object, role: str) -> bool:
 
 
 def text(content: object) -> str:
-    """A text, or blocks of it. Raises InvalidRequest."""
+    """Returns the text of a text or of blocks. Raises InvalidRequest."""
     if isinstance(content, str):
         return content
     if isinstance(content, list):
@@ -77,7 +78,7 @@ def text(content: object) -> str:
 
 
 def block_text(block: object) -> str | None:
-    """What a block says: a text, a document of text, or what a search found; None if it is something else.
+    """Returns the text of a text block, a text document or a search result; None for other blocks.
 
     Raises InvalidRequest for a block of type text that has none.
     """
@@ -94,14 +95,14 @@ def block_text(block: object) -> str | None:
 
 
 def _text_or_none(content: object) -> str | None:
-    """A text, or a list of blocks of text and nothing else."""
+    """Returns the text of a text, or of a list that holds only text blocks; else None."""
     if isinstance(content, list) and all(isinstance(part, dict) and part.get("type") == "text" for part in content):
         content = "\n".join(map(_said, content))
     return content if isinstance(content, str) else None
 
 
 def _said(block: Mapping[str, Any]) -> str:
-    """What a block of type text says. Raises InvalidRequest."""
+    """Returns the text of a block of type text. Raises InvalidRequest."""
     written = block.get("text")
     if not isinstance(written, str):
         raise InvalidRequest(f"messages hold a block of type text whose text is {shown(written)}: it must be a text")
@@ -114,7 +115,7 @@ def _titled(block: Mapping[str, Any], content: str | None) -> str | None:
 
 
 def _result(block: Mapping[str, Any], place: str) -> MessageContent:
-    """Returns what a tool answered. Its images have a note, since an agent that looks at one cannot take it back."""
+    """Returns a tool's result. An image becomes a note, since an agent cannot take its result back."""
     content = block.get("content") or ""
     if isinstance(content, list):
         content = joined([_result_part(part) for part in content])

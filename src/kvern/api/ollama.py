@@ -119,7 +119,7 @@ def _images(images: object, place: str) -> list[MediaPart]:
 
 
 def _messages(messages: Sequence[Any]) -> list[dict[str, Any]]:
-    """In OpenAI's form: results of tools belong to calls by their ids, not by the tools' names."""
+    """Returns messages in OpenAI's format: results of tools refer to calls by ids, not by the tools' names."""
     waiting: dict[str | None, deque[str]] = defaultdict(deque)
     count, converted = 0, []
     for number, message in enumerate(messages):
@@ -128,7 +128,9 @@ def _messages(messages: Sequence[Any]) -> list[dict[str, Any]]:
         plain = {"content": "", **{name: value for name, value in message.items() if value is not None}}
         if images := plain.pop("images", None):
             plain["content"] = [plain["content"], *_images(images, f"messages[{number}].images")]
-        tool, thinking, calls = plain.pop("tool_name", None), plain.pop("thinking", None), plain.get("tool_calls")
+        tool = plain.pop("tool_name", None)
+        thinking = plain.pop("thinking", None)
+        calls = plain.get("tool_calls")
         if isinstance(thinking, str):
             plain["reasoning_content"] = thinking
         if isinstance(calls, list):

@@ -48,7 +48,7 @@ def referred(item: object) -> str | None:
 
 
 def input_messages(value: object) -> list[dict[str, Any]]:
-    """`input`, a text or a list of items, as messages. Raises InvalidRequest."""
+    """Returns `input`, a text or a list of items, as messages. Raises InvalidRequest."""
     if isinstance(value, str):
         return [{"role": "user", "content": value}]
     if not isinstance(value, list) or not value or not all(isinstance(item, dict) for item in value):
@@ -64,9 +64,9 @@ def _kind(item: Mapping[str, Any]) -> object:
 
 
 class _Reader:
-    """A turn of the assistant is several items, and one message: what it thought, what it said, and its calls.
+    """Collects items as messages: a turn of the assistant is several items and one message.
 
-    What a message thought is a list of texts until the end.
+    A message's reasoning is a list of texts until the end.
     """
 
     def __init__(self) -> None:
@@ -75,7 +75,7 @@ class _Reader:
         self._left = MOST_BYTES
 
     def read(self, item: Mapping[str, Any], place: str) -> None:
-        """The next item."""
+        """Adds the next item."""
         kind = _kind(item)
         if not isinstance(kind, str):
             raise InvalidRequest(f"{place}.type is {shown(kind)}: it must be a text")
@@ -189,7 +189,7 @@ def _is_refusal(part: object) -> bool:
 
 
 def _output(item: Mapping[str, Any], place: str) -> MessageContent:
-    """Returns what a tool has said."""
+    """Returns the output of a tool as text."""
     kind, output = item["type"], item.get("output")
     if kind == "tool_search_output":
         return f"Tools that can be called now: {', '.join(_names(item, place))}"

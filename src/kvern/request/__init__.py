@@ -1,5 +1,5 @@
-"""What is asked of the engine, and what it answers, as plain data.
+"""Requests to the engine and its answers, as plain data.
 
-`request.py` has the request that users make and its sequences, `sampling_params.py` what is asked of the sampler,
-`step.py` the messages between the scheduler and the runner, `outputs.py` what users get. No module here imports torch.
+`request.py` has requests and their sequences, `sampling_params.py` the sampling parameters, `step.py` the messages
+between scheduler and runner, `outputs.py` the outputs for users. No module here imports torch.
 """

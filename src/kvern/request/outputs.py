@@ -1,4 +1,4 @@
-"""What users get: the answers to a prompt, growing or whole."""
+"""Outputs for users: the answers to a prompt, growing or complete."""
 
 from dataclasses import dataclass, field
 from typing import Literal, get_args
@@ -9,7 +9,7 @@ from kvern.request.progress import FinishReason
 from kvern.request.step import TokenLogprobs
 
 OnError = Literal["raise", "return"]
-"""What a call does with requests that could not go on: raise RequestFailed, or return their outputs as well."""
+"""The action of a call for failed requests: raise RequestFailed, or return their outputs with the others."""
 
 
 @dataclass
@@ -21,21 +21,21 @@ class CompletionOutput:
     token_ids: list[int] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
-    """The stop token id or stop string that ended it; None for the end-of-sequence token and for other reasons."""
+    """The stop token id or stop string that ended the answer; None for the end-of-sequence token and other reasons."""
     logprobs: list[TokenLogprobs] | None = None
     cumulative_logprob: float | None = None
-    """Of all its tokens, if log-probabilities were asked for or beams searched."""
+    """The sum of its tokens' log-probabilities, if these are wanted or beams are searched."""
     accepted_prediction_tokens: int = 0
-    """Its tokens that were guessed by the request's prediction."""
+    """Tokens of the answer that came from the request's predicted output."""
     rejected_prediction_tokens: int = 0
-    """Guesses of the prediction that a step computed in vain."""
+    """Tokens of the predicted output that were verified and rejected."""
     message: Message | None = None
-    """The answer to a conversation taken apart: content, reasoning, tool calls."""
+    """The answer to a conversation in parts: content, reasoning, tool calls."""
 
 
 @dataclass
 class RequestOutput:
-    """A prompt and its `n` answers; of a beam search those that it found, the best first."""
+    """A prompt and its `n` answers; for a beam search the answers that it found, best first."""
 
     request_id: str
     prompt: str | None
@@ -43,34 +43,35 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     finished: bool = False
     prompt_logprobs: list[TokenLogprobs | None] | None = None
-    """One entry a prompt token, None for the first, which nothing predicts, and before `prompt_logprobs_from`."""
+    """One table for each prompt token; None for the first, which nothing predicts, and before
+    `prompt_logprobs_from`."""
     cached_tokens: int = 0
     """Prompt tokens taken from the prefix cache."""
     queue_seconds: float = field(default=0.0, compare=False)
-    """From arrival at the engine to the first step that computed something of it."""
+    """The seconds from arrival at the engine to the first step that computed some of it."""
     embedding: bytes | None = None
-    """The last hidden state of the prompt, float32, little-endian, if that was asked for."""
+    """The last hidden state of the prompt, float32, little-endian, if it is wanted."""
 
     @property
     def failure(self) -> str | None:
-        """Why one of the answers could not go on."""
+        """The reason why one of the answers failed, or None."""
         ended = (answer.stop_reason for answer in self.outputs if answer.finish_reason == "abort")
         return next((reason for reason in ended if isinstance(reason, str)), None)
 
     def forget_logprobs(self) -> None:
-        """Free the log-probabilities table by table: freeing all of them in one call would make other threads wait."""
+        """Frees the log-probabilities table by table: freeing all in one call would make other threads wait."""
         for tables in (self.prompt_logprobs, *(answer.logprobs for answer in self.outputs)):
             while tables:
                 tables.pop()
 
     def fail(self, reason: str) -> None:
-        """Its answers that were ended from outside could not go on."""
+        """Sets the reason of answers that were ended from outside."""
         for answer in self.outputs:
             if answer.finish_reason == "abort" and answer.stop_reason is None:
                 answer.stop_reason = reason
 
     def check(self) -> None:
-        """Raise RequestFailed if one of the answers could not go on."""
+        """Raises RequestFailed if one of the answers failed."""
         checked([self])
 
 
@@ -81,7 +82,7 @@ def check_on_error(on_error: str) -> None:
 
 
 def checked(outputs: list[RequestOutput], on_error: OnError = "raise") -> list[RequestOutput]:
-    """The outputs of a call, which have ended. Raises RequestFailed if one could not go on."""
+    """Returns the complete outputs of a call. Raises RequestFailed if one failed."""
     for output in outputs:
         output.fail("the engine was closed or interrupted by another thread")
     failed = [output for output in outputs if output.failure is not None]

@@ -1,4 +1,4 @@
-"""What an answer is made of, piece by piece, and the message that the pieces add up to."""
+"""Pieces of an answer, and the message that they add up to."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -49,14 +49,14 @@ class ToolCall:
 
 @dataclass
 class Message:
-    """An answer taken apart."""
+    """An answer in parts."""
 
     content: str = ""
     reasoning: str = ""
     tool_calls: list[ToolCall] = field(default_factory=list)
 
     def add(self, pieces: Iterable[Piece]) -> None:
-        """Let it grow."""
+        """Adds pieces to the message."""
         for piece in pieces:
             match piece:
                 case Content(text):

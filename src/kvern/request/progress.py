@@ -8,10 +8,10 @@ FinishReason = Literal["stop", "length", "abort"]
 
 @dataclass(slots=True)
 class AnswerProgress:
-    """How much of an answer was told, and how it ended.
+    """The part of an answer that was reported, and its end.
 
-    `gathers`: several tokens are told at a time. `told`: generated tokens that were told; -1: nothing was, by this
-    engine. `reported_prompt_logprobs`: tokens from `params.prompt_logprobs_from` on whose log-probabilities were told.
+    `gathers`: several tokens are reported at a time. `told`: reported tokens; -1 if this engine has reported nothing.
+    `reported_prompt_logprobs`: tokens from `params.prompt_logprobs_from` on whose log-probabilities were reported.
     `cached_tokens`: prompt tokens that came from the prefix cache.
     """
 
@@ -25,10 +25,10 @@ class AnswerProgress:
 
 @dataclass(slots=True)
 class QueueProgress:
-    """When a request came, and how long it has waited and run.
+    """The arrival of a request, and its times of waiting and running.
 
-    `arrival` is a number that the scheduler gives in order. `waiting_since` and `running_since` are steps, `arrived_at`
-    and `begun_at` (its first step) seconds of the monotonic clock. `aged`: it has waited so long that it goes first.
+    `arrival` is the scheduler's sequence number. `waiting_since` and `running_since` are steps; `arrived_at` and
+    `begun_at` (its first step) are seconds of the monotonic clock. `aged`: it has waited so long that it goes first.
     """
 
     arrival: int = 0
@@ -44,11 +44,11 @@ class QueueProgress:
 class DraftProgress:
     """The drafts of a request.
 
-    `token_ids`: what a proposer guesses to follow the known tokens. `in_flight`: tokens in flight that are not sampled
-    if drafts are rejected. `guesses`: how many drafts the device has after the newest token when the steps in flight
-    are done; `guessed_token_ids` are these, where the host has to hand them on (`ModelRunnerOutput.guessed`).
-    `read_tokens`: how many tokens the drafter has computed; it computes the others before it guesses. `right` and
-    `wrong` count the drafts that were verified, the later ones with more weight.
+    `token_ids`: a proposer's drafts after the known tokens. `in_flight`: tokens in flight that are not sampled if
+    drafts are rejected. `guesses`: the number of drafts that the device has after the newest token when the steps in
+    flight are done; `guessed_token_ids` are these, if the host has to pass them on (`ModelRunnerOutput.guessed`).
+    `read_tokens`: the number of tokens that the drafter has computed; it computes the others before it drafts. `right`
+    and `wrong` count accepted and rejected drafts; later ones have more weight.
     """
 
     token_ids: list[int] = field(default_factory=list)

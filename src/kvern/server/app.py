@@ -127,7 +127,7 @@ class Server:
         return json_response(await asyncio.to_thread(self._described))
 
     async def documentation(self, request: Request) -> Response:
-        """The same for readers."""
+        """GET /docs: the OpenAPI document as a page."""
         return HTMLResponse(await asyncio.to_thread(self._page), headers=PAGE_HEADERS)
 
     def _described(self) -> dict[str, Any]:

@@ -54,7 +54,9 @@ class Batches:
     @classmethod
     def for_server(cls, apis: Apis) -> "Batches":
         """The handlers of a server."""
-        completions, scores, rerank = apis.get(Completions), apis.get(Scores), apis.get(Rerank)
+        completions = apis.get(Completions)
+        scores = apis.get(Scores)
+        rerank = apis.get(Rerank)
         answerers = {path: completions.answerer(path) for path in (CHAT, COMPLETIONS)}
         answerers |= {EMBEDDINGS: apis.get(Embeddings).answer, SCORE: scores.answer, RERANK: rerank.answer}
         return cls(apis.store, apis.service.users, answerers, apis.width)
