@@ -18,7 +18,7 @@ from kvern.layers.linear import Linear
 from kvern.models.loader import load_model
 from kvern.request.structured_output import StructuredOutput
 from tests.support.families import make_checkpoint, reference_logits
-from tests.support.internals import check_integrity, core_of, engine_of
+from tests.support.internals import adapters_in_memory, check_integrity, core_of, engine_of
 from tests.support.model_outputs import PROMPT, logits
 from tests.support.peft_adapters import ATTENTION, EVERYTHING, make_adapter, merge
 
@@ -233,7 +233,7 @@ def test_an_unloaded_adapter_finishes_what_it_began(
         while engine.has_work:
             engine.step()
         assert [output.outputs[0].token_ids for output in outputs] == [expected["all"][0]] * 2
-        assert len(engine.core.executor._worker._store._adapters) == len(KINDS) - 1
+        assert adapters_in_memory(engine) == len(KINDS) - 1
 
 
 def test_an_adapter_that_overflows_spoils_no_row_but_its_own() -> None:

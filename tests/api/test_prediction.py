@@ -13,7 +13,7 @@ from kvern import LLM, RequestOutput, SamplingParams
 from kvern.drafting.prediction import FollowedPrediction
 from kvern.errors import InvalidRequest
 from kvern.request.request import RequestOptions
-from tests.support.internals import core_of, engine_of, vocab_size_of
+from tests.support.internals import core_of, engine_of, set_depth, vocab_size_of
 from tests.support.speculation import AnyLength
 
 TEXT = [*range(10, 40)]
@@ -94,7 +94,7 @@ def predicted(llm: LLM, params: SamplingParams, predictions: Sequence[Any]) -> l
 @pytest.mark.parametrize("temperature", [0, 1])
 def test_tokens_are_those_without(temperature: float, depth: int, llm: LLM) -> None:
     core = core_of(llm)
-    core._depth = depth
+    set_depth(llm, depth)
     params = SamplingParams(temperature=temperature, seed=3, max_tokens=24, ignore_eos=True, n=1 + temperature)
     answers = [[answer.token_ids for answer in output.outputs] for output in llm.generate(PROMPTS, params)]
     right = [first for first, *_ in answers]

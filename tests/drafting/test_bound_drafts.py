@@ -17,7 +17,7 @@ from kvern.structured import masks
 from kvern.structured.grammar import Grammars
 from kvern.structured.masks import GrammarRows
 from tests.support.idle import is_idle
-from tests.support.internals import core_of
+from tests.support.internals import set_depth
 from tests.support.processors import install
 from tests.support.speculation import speculating
 
@@ -68,7 +68,7 @@ def llm(request: pytest.FixtureRequest, tiny_model: Path) -> Iterator[LLM]:
         options["grammar_backend"] = "xgrammar"
     options["cpu_kernels"] = request.param != "PyTorch"
     with LLM(str(tiny_model), **options) as llm:
-        core_of(llm)._depth = 2 if request.param == "overlapping" else 1
+        set_depth(llm, 2 if request.param == "overlapping" else 1)
         yield llm
         assert is_idle(llm)
 

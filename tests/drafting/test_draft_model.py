@@ -13,7 +13,7 @@ from kvern.config import EngineConfig
 from kvern.errors import ConfigError
 from kvern.layers.linear_method import LinearMethod
 from tests.support.drafting_requests import EVERYTHING, PROMPTS
-from tests.support.internals import check_integrity, core_of, drafter_of, vocab_size_of
+from tests.support.internals import check_integrity, core_of, drafter_of, set_depth, vocab_size_of
 from tests.support.outputs import answer_logprobs, tokens_and_texts
 from tests.support.peft_adapters import make_adapter
 from tests.support.speculation import AnyLength
@@ -79,7 +79,7 @@ def test_its_keys_are_right_whatever_happens(depth: int, tiny_model: Path) -> No
     with LLM(str(tiny_model), **SMALL) as llm:
         expected = tokens_and_texts(llm.generate(prompts, params))
     with guessing(tiny_model, tiny_model, **SMALL) as llm:
-        core_of(llm)._depth = depth
+        set_depth(llm, depth)
         assert tokens_and_texts(llm.generate(prompts, params)) == expected
         assert tokens_and_texts(llm.generate(prompts[::-1], params[::-1])) == expected[::-1]
         statistics = llm.statistics()

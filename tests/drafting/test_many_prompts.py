@@ -23,7 +23,7 @@ from tests.support.draft_heads import add_prediction, write_eagle, write_medusa
 from tests.support.draft_server import Body, drafts_served
 from tests.support.families import make_checkpoint
 from tests.support.head_drafting import MEDUSA_FILE
-from tests.support.internals import core_of, engine_of, vocab_size_of
+from tests.support.internals import core_of, engine_of, proposer_of, vocab_size_of
 from tests.support.remote_drafts import wait_for_answers
 from tests.support.served import serving
 from tests.support.speculation import AnyLength
@@ -254,7 +254,7 @@ def test_tokens_are_those_without_drafts(
     ):
         core: Any = core_of(llm)
         on_device = 3 if "draft_model" in options else 0
-        core.drafting = UpToFive(core.drafting._proposer, vocab_size_of(llm), on_device)
+        core.drafting = UpToFive(proposer_of(llm), vocab_size_of(llm), on_device)
         found, statistics = answers(llm, target.asked, leaving=7), llm.statistics()
         core.scheduler.check_integrity()
     ended = [

@@ -15,7 +15,7 @@ from kvern.models.implementation import describe_model
 from kvern.models.loader import read_config
 from kvern.request.request import PromptInput, Request, RequestSpec
 from kvern.request.sampling_params import ResolvedParams
-from tests.support.internals import core_of, engine_of
+from tests.support.internals import core_of, engine_of, proposer_of
 
 
 def as_it_read(token_ids: list[int], count: int) -> list[int]:
@@ -92,7 +92,7 @@ def test_answers_are_those_without(options: dict[str, Any], tiny_model: Path) ->
         assert 0 < counted.accepted_tokens <= counted.draft_tokens
         core = core_of(guessing)
         core.scheduler.check_integrity()
-        assert core.drafting is not None and isinstance(proposer := core.drafting._proposer, ngram.NgramProposer)
+        assert core.drafting is not None and isinstance(proposer := proposer_of(guessing), ngram.NgramProposer)
         assert not proposer._texts, "what is known of texts outlives their requests"
 
 

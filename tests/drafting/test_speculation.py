@@ -21,7 +21,7 @@ from kvern.request.request import Request
 from kvern.request.step import ScheduledTokens
 from kvern.spec.model import ModelSpec
 from tests.support.drafting_requests import EVERYTHING, LENGTH, PROMPTS
-from tests.support.internals import check_integrity, core_of, engine_of, vocab_size_of
+from tests.support.internals import check_integrity, core_of, engine_of, set_depth, vocab_size_of
 from tests.support.outputs import answer_logprobs, tokens_and_texts
 from tests.support.peft_adapters import make_adapter
 from tests.support.speculation import AnyLength, speculating
@@ -57,7 +57,7 @@ def test_as_many_are_kept_as_agree_and_one(data: st.DataObject) -> None:
 def llm(request: pytest.FixtureRequest, tiny_model: Path) -> Iterator[LLM]:
     options: dict[str, Any] = {"max_model_len": 64, "max_batch_requests": 8, "kv_cache_tokens": 512, "block_size": 4}
     with LLM(str(tiny_model), dtype="float32", threads=1, **options) as llm:
-        core_of(llm)._depth = request.param
+        set_depth(llm, request.param)
         yield llm
 
 

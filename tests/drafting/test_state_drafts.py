@@ -13,7 +13,7 @@ from kvern.layers import delta_rule, state_space
 from kvern.layers.states import StepStates, advance_states
 from tests.support.families import make_checkpoint, similar_prompts
 from tests.support.idle import is_idle
-from tests.support.internals import core_of
+from tests.support.internals import set_depth
 from tests.support.outputs import token_ids
 from tests.support.speculation import AnyLength, speculating
 from tests.support.state_drafting import LITTLE_ROOM, OPTIONS, PARAMS
@@ -82,7 +82,7 @@ def test_drafts_leave_the_answers(
 ) -> None:
     """Several times, so that later ones go on with states that verified steps have left."""
     with LLM(str(folder), **OPTIONS | options) as llm:
-        core_of(llm)._depth = depth
+        set_depth(llm, depth)
         for accuracy in (0.0, 1.0, 0.7):
             with speculating(llm, expected, accuracy) as oracle:
                 assert token_ids(llm.generate(prompts, PARAMS)) == token_ids(expected)

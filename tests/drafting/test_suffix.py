@@ -17,7 +17,7 @@ from kvern.models.implementation import describe_model
 from kvern.models.loader import read_config
 from kvern.request.request import PromptInput, Request, RequestSpec
 from kvern.request.sampling_params import ResolvedParams
-from tests.support.internals import core_of
+from tests.support.internals import core_of, proposer_of
 from tests.support.simulated_drafts import begun
 
 
@@ -134,6 +134,6 @@ def test_tokens_are_those_without(options: dict[str, Any], tiny_model: Path, mon
             assert answers[0] == answers[1]
         core = core_of(guessing)
         assert guessing.statistics().accepted_tokens > 0
-        assert core.drafting is not None and isinstance(proposer := core.drafting._proposer, SuffixProposer)
+        assert core.drafting is not None and isinstance(proposer := proposer_of(guessing), SuffixProposer)
         assert not proposer._known and len(proposer._kept) == 150
         core.scheduler.check_integrity()

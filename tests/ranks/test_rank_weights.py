@@ -7,7 +7,7 @@ import pytest
 
 from kvern import LLM
 from tests.support.four_bit_checkpoints import AWQ, GPTQ, LINEAR
-from tests.support.internals import engine_of
+from tests.support.internals import adapters_in_memory, engine_of
 from tests.support.packers import awq, gptq, store
 from tests.support.peft_adapters import make_adapter
 from tests.support.rank_weights import GREEDY, OPTIONS, PROMPTS, TWO_RANKS, check_weights
@@ -71,5 +71,5 @@ def test_adapters_come_and_go_while_stages_compute(adapters: dict[str, Path], ti
         assert llm.generate(PROMPTS[0], params, adapter="last")[0].outputs[0].token_ids == expected["last"]
         llm.load_adapter("one", str(adapters["last"]))
         assert llm.generate(PROMPTS[0], params, adapter="one")[0].outputs[0].token_ids == expected["last"]
-        assert len(engine.core.executor._worker._store._adapters) == 2
+        assert adapters_in_memory(engine) == 2
         engine.core.scheduler.check_integrity()

@@ -9,7 +9,7 @@ import torch
 
 from kvern import LLM, SamplingParams
 from kvern.device.rows import BatchRows
-from kvern.drafting.device.drafter import ComputedStep, GuardedDrafter
+from kvern.drafting.device.drafter import ComputedStep
 from kvern.drafting.proposer import takes_drafts
 from kvern.drafting.rejection import Drawn
 from kvern.drafting.room import Wanted
@@ -17,7 +17,7 @@ from kvern.request.request import Request
 from kvern.request.step import SchedulerOutput
 from kvern.sample import sampler
 from kvern.sample.random import uniform
-from tests.support.internals import core_of, runner_of, vocab_size_of
+from tests.support.internals import core_of, rows_of, set_drafter, vocab_size_of
 from tests.support.speculation import AnyLength
 
 VOCABULARY, DRAWS = 9, 20_000
@@ -79,13 +79,13 @@ class OwnLengths(AnyLength):
 
 @contextmanager
 def drawing(llm: LLM, probabilities: torch.Tensor, rejection: bool) -> Iterator[None]:
-    core, runner = core_of(llm), runner_of(llm)
-    runner._drafter = GuardedDrafter(Drawing(runner._rows, probabilities, Drawn() if rejection else None))
-    core.drafting = OwnLengths(None, vocab_size_of(llm), 3)
+    set_drafter(llm, Drawing(rows_of(llm), probabilities, Drawn() if rejection else None))
+    core_of(llm).drafting = OwnLengths(None, vocab_size_of(llm), 3)
     try:
         yield
     finally:
-        core.drafting, runner._drafter = None, GuardedDrafter(None)
+        core_of(llm).drafting = None
+        set_drafter(llm, None)
 
 
 def check_draws(llm: LLM, requests: int, count: int) -> None:

@@ -6,7 +6,7 @@ from kvern import LLM, RequestOutput, SamplingParams
 from kvern.request.step import ModelRunnerOutput, SchedulerOutput
 from kvern.request.structured_output import StructuredOutput
 from kvern.runner.executor import InProcessExecutor
-from tests.support.internals import core_of
+from tests.support.internals import core_of, worker_of
 
 MARKS = {250: 0, 251: 1, 252: 3}
 """Token ids that mark a prompt, and the number of generated tokens after which its steps fail."""
@@ -21,7 +21,7 @@ class FailingRunner:
 
     def __init__(self, llm: LLM, where: str = "behind") -> None:
         core: Any = core_of(llm)
-        worker = core.executor._worker
+        worker = worker_of(llm)
         self._runner, worker.runner = worker.runner, self
         core.executor = InProcessExecutor(worker, core.executor.tier)
         self._where = where

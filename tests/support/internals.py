@@ -2,6 +2,8 @@
 
 from typing import Any
 
+from kvern.drafting.device.drafter import GuardedDrafter
+
 
 def engine_of(llm: Any) -> Any:
     """The engine of an `LLM` or `AsyncLLM`."""
@@ -41,3 +43,28 @@ def vocab_size_of(llm: Any) -> int:
 def check_integrity(llm: Any) -> None:
     """Checks that blocks, states and requests of the scheduler agree with each other."""
     core_of(llm).scheduler.check_integrity()
+
+
+def rows_of(llm: Any) -> Any:
+    """The batch rows of that runner."""
+    return runner_of(llm)._rows
+
+
+def set_drafter(llm: Any, drafter: Any) -> None:
+    """Replaces the drafter of that runner; None: there is none."""
+    runner_of(llm)._drafter = GuardedDrafter(drafter)
+
+
+def proposer_of(llm: Any) -> Any:
+    """The proposer of drafts on the host."""
+    return core_of(llm).drafting._proposer
+
+
+def set_depth(llm: Any, depth: int) -> None:
+    """Sets the number of steps that are submitted before the first result is read."""
+    core_of(llm)._depth = depth
+
+
+def adapters_in_memory(engine: Any) -> int:
+    """The number of adapters in host memory."""
+    return len(engine.core.executor._worker._store._adapters)

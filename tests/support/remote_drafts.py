@@ -12,7 +12,7 @@ from kvern.drafting.remote import RemoteProposer
 from kvern.engine.core import EngineCore
 from kvern.request.request import PromptInput, Request, RequestSpec
 from kvern.request.sampling_params import ResolvedParams
-from tests.support.internals import core_of, vocab_size_of
+from tests.support.internals import core_of, proposer_of, vocab_size_of
 from tests.support.speculation import AnyLength
 
 
@@ -67,5 +67,4 @@ def compare(plain: LLM, guessing: LLM, temperature: int) -> tuple[int, int]:
 
 def ask_always(llm: LLM) -> None:
     """Asks the proposer at every step, however long it takes."""
-    core: Any = core_of(llm)
-    core.drafting = AnyLength(core.drafting._proposer, vocab_size_of(llm))
+    core_of(llm).drafting = AnyLength(proposer_of(llm), vocab_size_of(llm))

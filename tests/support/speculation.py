@@ -8,13 +8,13 @@ import torch
 
 from kvern import LLM, RequestOutput, SamplingParams
 from kvern.device.rows import BatchRows
-from kvern.drafting.device.drafter import ComputedStep, GuardedDrafter
+from kvern.drafting.device.drafter import ComputedStep
 from kvern.drafting.drafting import Drafting
 from kvern.drafting.proposer import Proposer, takes_drafts
 from kvern.drafting.room import Wanted
 from kvern.request.request import Request, RequestOptions, sample_seed
 from kvern.request.step import SchedulerOutput
-from tests.support.internals import core_of, engine_of, vocab_size_of
+from tests.support.internals import core_of, engine_of, rows_of, set_drafter, vocab_size_of
 
 
 class Oracle:
@@ -113,15 +113,15 @@ def speculating(
         searched = output.outputs[0].cumulative_logprob is not None and output.outputs[0].logprobs is None
         answers += [[]] if searched else [answer.token_ids for answer in output.outputs]
     oracle: Oracle | KnowingDrafter
-    vocabulary, runner = vocab_size_of(llm), core.executor._worker.runner
+    vocabulary = vocab_size_of(llm)
     if on_device:
         first = int(llm._next_id().removeprefix("request-")) + 1
         by_name = {
             f"request-{first + place}": [answer.token_ids for answer in output.outputs]
             for place, output in enumerate(outputs)
         }
-        oracle = KnowingDrafter(runner._rows, by_name, accuracy)
-        runner._drafter = GuardedDrafter(oracle)
+        oracle = KnowingDrafter(rows_of(llm), by_name, accuracy)
+        set_drafter(llm, oracle)
         core.drafting = AnyLength(None, vocabulary, most)
     else:
         oracle = Oracle(answers, core.scheduler._arrivals, accuracy, most)
@@ -129,7 +129,8 @@ def speculating(
     try:
         yield oracle
     finally:
-        core.drafting, runner._drafter = None, GuardedDrafter(None)
+        core.drafting = None
+        set_drafter(llm, None)
 
 
 def accepted_of_prediction(llm: LLM, prompt: list[int], params: SamplingParams, told: list[int], wrong: int) -> int:
