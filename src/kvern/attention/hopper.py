@@ -12,6 +12,7 @@ from kvern.attention.base import PlannedAttention
 from kvern.device.device_batch import Queries
 from kvern.kernels.attention_hopper import QUERIES, hopper_fits, hopper_prefill
 from kvern.kernels.cache_plain import plain_blocks
+from kvern.kernels.launch import processors
 from kvern.spec.mixers import AttentionSpec
 
 __all__ = ["HopperPrefill", "hopper_fits"]
@@ -42,7 +43,7 @@ class HopperPrefill:
         self._block_size = block_size
         self._codes = cache_dtype is not None and cache_dtype.itemsize == 1
         self._token_bytes = max(4 * layers[index].kv_heads * layers[index].head_dim for index in fits)
-        self._processors = torch.cuda.get_device_properties(device).multi_processor_count
+        self._processors = processors(device)
 
     def pays(self, queries: Queries) -> bool:
         """Return whether these runs are long enough, and whether codes may become plain, which no graph can do."""

@@ -49,7 +49,7 @@ class PagedAttention:
         self._eight_bit = cache.eight_bit
         self.sinks = sinks_of(layers, cache.sinks)
         self.value_dims = [layer.value_dim or layer.head_dim for layer in layers]
-        self._pools, self.caches = zero_caches(
+        self.pools, self.caches = zero_caches(
             layers, groups, cache.blocks, cache.block_size, cache.dtype, cache.device
         )
 
@@ -63,8 +63,8 @@ class PagedAttention:
     def copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
         if copies:
             blocks = [copy.source for copy in copies] + [copy.target for copy in copies] + list(range(len(copies)))
-            sources, targets, order = upload(blocks, torch.int64, self._pools[0].device).view(3, -1)
-            for pool in self._pools:
+            sources, targets, order = upload(blocks, torch.int64, self.pools[0].device).view(3, -1)
+            for pool in self.pools:
                 copy_pool_blocks(pool, sources, targets, order)
 
 

@@ -102,6 +102,11 @@ def choose(asked: str, config: EngineConfig, shapes: Shapes, measurements: Measu
     return AttentionChoice(chosen, candidates, triton, _table(seconds, chosen))
 
 
+def own_attention(shapes: Shapes, config: EngineConfig) -> OwnKernels:
+    """kvern's own kernels for these shapes."""
+    return _own(shapes, config.deterministic, None if config.deterministic else _hopper(shapes))
+
+
 def _own(shapes: Shapes, deterministic: bool, hopper: "HopperPrefill | None") -> OwnKernels:
     """The kernels for a model all or none of whose layers attend to latents."""
     layers, device = shapes.layers, shapes.device

@@ -11,6 +11,7 @@ from kvern.device.device_batch import Queries
 from kvern.kernels.attention_decode import decode_attention, decode_shape
 from kvern.kernels.attention_prefill import prefill_attention, prefill_shape
 from kvern.kernels.attention_prefix import prefix_members
+from kvern.kernels.launch import processors
 from kvern.spec.mixers import AttentionSpec
 
 if TYPE_CHECKING:
@@ -56,9 +57,7 @@ class TritonKernels:
         self.prefix_members = min(members)
         tiles = max(max_requests, MOST_TILES)
         self._arrived = torch.zeros(tiles * most_heads, dtype=torch.int32, device=device)
-        self._processors = (
-            torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
-        )
+        self._processors = 1 if device.type == "cpu" else processors(device)
         self._split = SplitPrefill(layers, self._processors, self._arrived, self._element_size)
         plain = {prefill_shape(layer.head_dim, False, self._element_size).queries for layer in layers}
         self.tile_sizes = frozenset(plain if deterministic else self._split.tile_sizes)

@@ -1,4 +1,4 @@
-"""Small tensors between host and device, without waiting."""
+"""Small tensors between host and device, without waiting. On "meta" they have a shape and no numbers."""
 
 from collections.abc import Callable, Sequence
 
@@ -10,6 +10,8 @@ def upload(values: Sequence[int] | Sequence[float], dtype: torch.dtype, device: 
     """Numbers of the host as a tensor [N] on the device, without waiting for it."""
     if device.type == "cpu":
         return torch.tensor(values, dtype=dtype)
+    if device.type == "meta":
+        return torch.empty(len(values), dtype=dtype, device=device)
     return torch.tensor(values, dtype=dtype, pin_memory=True).to(device, non_blocking=True)
 
 
@@ -39,6 +41,8 @@ def send(values: "np.ndarray[tuple[int], np.dtype[np.int32]]", device: torch.dev
     """A copy on the device, which is not waited for."""
     if device.type == "cpu":
         return torch.from_numpy(values)
+    if device.type == "meta":
+        return torch.empty(len(values), dtype=torch.int32, device=device)
     pinned = torch.empty(len(values), dtype=torch.int32, pin_memory=True)
     pinned.numpy()[:] = values
     return pinned.to(device, non_blocking=True)

@@ -78,8 +78,15 @@ def capability(device: torch.device) -> int:
 @functools.cache
 def processors(device: torch.device) -> int:
     """Of the device; of an H100 if a kernel is only compiled."""
-    on_gpu = device.type == "cuda"
-    return torch.cuda.get_device_properties(device).multi_processor_count if on_gpu else 132
+    gpu = _gpu(device)
+    return 132 if gpu is None else int(gpu.multi_processor_count)
+
+
+def _gpu(device: torch.device) -> Any:
+    """The properties of a GPU; of the current one for tensors without memory, which stand for its own. None: no GPU."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device)
+    return torch.cuda.get_device_properties() if device.type == "meta" and torch.cuda.is_available() else None
 
 
 def overlaps(device: torch.device) -> bool:
@@ -93,11 +100,10 @@ def stages(device: torch.device, wanted: int, tile_bytes: int, beside: int = 0) 
     known = capability(device)
     if known == 0:
         return wanted
-    if device.type == "cuda":
-        properties: Any = torch.cuda.get_device_properties(device)
-        limit: int = properties.shared_memory_per_block_optin
-    else:
+    if (gpu := _gpu(device)) is None:
         limit = SHARED_MEMORY[known] << 10
+    else:
+        limit = gpu.shared_memory_per_block_optin
     kept = (limit - beside) // tile_bytes
     return max(1, min(wanted, kept if known in ASYNCHRONOUS else kept + 1))
 

@@ -28,7 +28,7 @@ Prepare = Callable[..., Callable[[], object]]
 """Makes what is timed of the inputs."""
 
 
-class _Timed(NamedTuple):
+class TimedLayer(NamedTuple):
     """One of those alike, with what `inputs` makes for so many rows of any of them."""
 
     name: str
@@ -47,7 +47,7 @@ def tune(model: nn.Module, time: Time, known: Mapping[str, object]) -> dict[str,
     """
     timed: dict[str, object] = {}
     broken: dict[str, str] = {}
-    for key, alike in _alike(model).items():
+    for key, alike in timed_layers(model).items():
         offers = [layer.candidates() for layer in islice(alike, TIMED_LAYERS)]
         for rows, candidates in offers[0].items():
             choice, reasons = _plain(known.get(f"{key}, {rows} rows", ()))
@@ -55,8 +55,8 @@ def tune(model: nn.Module, time: Time, known: Mapping[str, object]) -> dict[str,
                 choice, reasons = next(iter(candidates)), {}
             if choice not in candidates:
                 inputs = alike[0].inputs(rows)
-                timed_layers = offers[: max(1, TIMED_ROWS // rows)]
-                ways = {candidate: [offer[rows][candidate] for offer in timed_layers] for candidate in candidates}
+                sampled = offers[: max(1, TIMED_ROWS // rows)]
+                ways = {candidate: [offer[rows][candidate] for offer in sampled] for candidate in candidates}
                 choice, reasons = _fastest(ways, inputs, time)
                 timed[f"{key}, {rows} rows"] = {"choice": choice, "left out": reasons} if reasons else choice
             broken = {f"{alike[0].name}, {rows} rows: {name}": reason for name, reason in reasons.items()} | broken
@@ -96,9 +96,9 @@ def _plain(stored: object) -> tuple[Hashable, dict[str, str]]:
     return stored if isinstance(stored, Hashable) else (), reasons
 
 
-def _alike(model: nn.Module) -> dict[str, list[_Timed]]:
-    """Weights that are multiplied by, are stored alike and have one shape."""
-    kinds: dict[str, list[_Timed]] = {}
+def timed_layers(model: nn.Module) -> dict[str, list[TimedLayer]]:
+    """The layers and experts with a choice of ways to multiply, by what decides it: form, shape and dtype of weights."""
+    kinds: dict[str, list[TimedLayer]] = {}
     for layer in model.modules():
         if isinstance(layer, Weighted) and not isinstance(layer, Embedding | LatentExpansion):
             for method in layer.method.methods():
@@ -112,7 +112,7 @@ def _alike(model: nn.Module) -> dict[str, list[_Timed]]:
     return kinds
 
 
-def _timed_method(method: LinearMethod, bias: Tensor | None) -> _Timed:
+def _timed_method(method: LinearMethod, bias: Tensor | None) -> TimedLayer:
     def inputs(rows: int) -> tuple[Tensor, ...]:
         shape = method.shape
         return (torch.randn(rows, shape.inputs, dtype=shape.dtype, device=shape.device),)
@@ -123,7 +123,7 @@ def _timed_method(method: LinearMethod, bias: Tensor | None) -> _Timed:
             for rows, products in method.candidates().items()
         }
 
-    return _Timed(method.name, inputs, candidates, method.choose)
+    return TimedLayer(method.name, inputs, candidates, method.choose)
 
 
 def _multiplied(product: Product, bias: Tensor | None, x: Tensor) -> Callable[[], object]:
@@ -133,14 +133,14 @@ def _multiplied(product: Product, bias: Tensor | None, x: Tensor) -> Callable[[]
     return partial(product, x, bias)
 
 
-def _timed_experts(experts: Experts) -> _Timed:
+def _timed_experts(experts: Experts) -> TimedLayer:
     def candidates() -> Mapping[int, Mapping[Hashable, Prepare]]:
         return {
             tokens: {candidate: partial(partial, way) for candidate, way in ways.items()}
             for tokens, ways in experts.candidates().items()
         }
 
-    return _Timed(f"experts, {experts.name}", partial(_routed, experts), candidates, experts.choose)
+    return TimedLayer(f"experts, {experts.name}", partial(_routed, experts), candidates, experts.choose)
 
 
 def _routed(experts: Experts, tokens: int) -> tuple[Tensor, ...]:

@@ -1,0 +1,70 @@
+"""Launches of kernels that are noted and not made: what a model launches is known without a GPU and without weights.
+
+Tensors are on PyTorch's device "meta": they have shapes, strides and dtypes, and no memory. So a recorded launch can be
+compiled by any process, and on a GPU that has no memory left.
+"""
+
+import threading
+from collections.abc import Hashable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import triton
+from triton.runtime.jit import JITFunction
+
+Specialisation = tuple[str, str]
+"""The name of a kernel, and the parts of its arguments and options that it is compiled for."""
+
+
+class Launch(NamedTuple):
+    """One form of a kernel, with the arguments of the first launch that needs it."""
+
+    kernel: Any
+    arguments: tuple[Any, ...]
+    grid: Any
+    options: dict[str, Any]
+
+    @property
+    def name(self) -> str:
+        """The kernel's name."""
+        name: str = self.kernel.fn.__name__
+        return name
+
+    @property
+    def module(self) -> str:
+        """The module of `kvern.kernels` that the kernel is in."""
+        module: str = self.kernel.fn.__module__
+        return module.rpartition(".")[2]
+
+    def compile(self) -> Any:
+        """Return the compiled kernel, from Triton's cache if it is there. Raises what Triton's compiler raises."""
+        return self.kernel.run(*self.arguments, grid=self.grid, warmup=True, **self.options)
+
+
+Launches = dict[Specialisation, Launch]
+
+
+@contextmanager
+def recording() -> Iterator[Launches]:
+    """Have this thread's launches of kernels noted, each form once, and not made. Other threads launch as before."""
+    launches: Launches = {}
+    known: set[Hashable] = set()
+    launch, thread = JITFunction.run, threading.get_ident()
+
+    def record(self: Any, *arguments: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+        if threading.get_ident() != thread:
+            return launch(self, *arguments, grid=grid, warmup=warmup, **options)
+        device = triton.runtime.driver.active.get_current_device()
+        *_, binder = self.device_caches[device]
+        _, specialisation, rest = binder(*arguments, **options)
+        form = self.fn.__name__, f"{specialisation} {rest}"
+        if form not in known:
+            known.add(form)
+            launches[form] = Launch(self, arguments, grid, options)
+        return None
+
+    JITFunction.run = record  # type: ignore[method-assign]
+    try:
+        yield launches
+    finally:
+        JITFunction.run = launch  # type: ignore[method-assign]

@@ -1,0 +1,303 @@
+"""Which kernels a model launches: its layers run dummy steps on tensors without memory, and the launches are recorded.
+
+    layers, one of each kind --tune--> every way to multiply that may be chosen
+                             --steps-> norms, rotation, attention, states, experts, adapters
+    rows of the batch        --------> what reads and writes them, constraints, sampling, drafts
+    ranks                    --------> sums between them
+
+Each form of a kernel is recorded once. Nothing here depends on the numbers in tensors, so that no GPU is needed.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property, partial
+from typing import NamedTuple, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from kvern.adapters.bank import AdapterBank
+from kvern.attention.eight_bit import LARGEST_CODE, EightBit
+from kvern.attention.groups import group_layers
+from kvern.attention.paged import PagedAttention, Phases
+from kvern.attention.selection import Shapes, own_attention
+from kvern.attention.texts import PackedTexts
+from kvern.config import EngineConfig
+from kvern.device.device_batch import DeviceBatch, DeviceRows, build_device_batch, decodes_on_device
+from kvern.device.text_batch import build_text_batch
+from kvern.kernels import batch, constraints, logprobs, masks, sampling
+from kvern.kernels import drafts as drafting
+from kvern.kernels.adapters import SPLIT_ROWS
+from kvern.kernels.attention_prefix import SharedPrefix, tiles_for
+from kvern.kernels.launch import capability
+from kvern.kernels.norm import rms_norm
+from kvern.kernels.recording import Launches, recording
+from kvern.kernels.rotary import FEW_TOKENS
+from kvern.layers.attention import NO_ADAPTERS, StepAdapters
+from kvern.layers.build import Build
+from kvern.layers.linear import Linear
+from kvern.layers.linear_format import LinearMethods
+from kvern.layers.moe import ExpertsBeside, MoE
+from kvern.layers.tuned_linear import TunedLinear
+from kvern.layers.tuning import timed_layers, tune
+from kvern.layers.unquantized import Unquantized
+from kvern.models.decoder import Decoder
+from kvern.models.encoder import Encoder
+from kvern.models.weighted import WeightedModel
+from kvern.ranks.ranks import ALONE, DPAttention, Ranks
+from kvern.request.request import PromptInput
+from kvern.request.step import ScheduledTokens
+from kvern.runner.device_states import DeviceStateMemory
+from kvern.spec.model import ModelSpec
+
+META = torch.device("meta")
+BLOCKS = 64
+"""Of a cache without memory; how many it has changes no kernel."""
+LONGEST = 1 << 16
+"""Tokens of a sequence: more than a step here has before its own."""
+ROWS = 512
+"""Rows of the batch."""
+MOST_DECODES = 128
+"""Tokens of a step of decodes alone; a step of more is a run."""
+FEW_ROWS = 1, 2
+"""Tokens of steps, beside the most for each choice of ways to multiply."""
+EXPERT_ROWS = tuple(sorted({rows for power in range(14) for rows in (1 << power, (1 << power) + 1)}))
+"""Rows of mixtures of experts, which sort them in chunks of a power of two."""
+REQUESTS = tuple(sorted({*range(1, 16), *(round(16 * 1.1**power) for power in range(37)), ROWS}))
+"""Decodes of steps in attention, which cuts launches by them: each but the first has at most 1.1 times the one before.
+"""
+RUNS: Sequence[Sequence[tuple[int, int, int]]] = (
+    ((0, 40, 1), (0, 3, 1)),
+    ((0, 500, 1), (0, 500, 1)),
+    ((2000, 500, 1), (2000, 500, 1)),
+    ((3000, 1, 1), (3000, 300, 1), (3000, 300, 1)),
+    ((2000, 40, 1),) * ROWS,
+    *(((3000, count, 1),) for count in (2, 4, 19)),
+    *(((3000, 1, 1), *((3000, 4, 4),) * requests) for requests in (1, 8, 64)),
+)
+"""First positions, numbers of tokens and of sampled tokens of the requests of steps with runs, and with drafts."""
+GROUPS = frozenset(
+    {
+        "activation", "adapters", "attention", "batch", "few_rows", "hopper", "hopper_linear", "linear", "masks", "moe",
+        "norm", "peer_exchange", "peer_sum", "quantized", "rotary", "sampling", "shared_norm", "states", "windows",
+    }
+)  # fmt: skip
+"""All groups of kernels that a model which generates text may be made of."""
+ENCODER_GROUPS = frozenset({"texts", "rotary", "activation"})
+"""The groups of an encoder, beside what PyTorch does."""
+
+T = TypeVar("T")
+
+
+class Stored(NamedTuple):
+    """A model as its steps multiply: what it is made of, how its weights are stored, and who shares it.
+
+    `has_head`: a draft head guesses beside it.
+    """
+
+    spec: ModelSpec
+    methods: LinearMethods
+    ranks: Ranks = ALONE
+    has_head: bool = False
+
+
+class UnconnectedRanks(Ranks):
+    """A rank that has met no other: what they would send has the right shape and no memory."""
+
+    def group_sum(self, x: Tensor) -> Tensor:
+        return x
+
+    def group_gather(self, x: Tensor) -> Tensor:
+        return x.new_empty(self.size * len(x), x.shape[1])
+
+    def group_sum_scattered(self, x: Tensor) -> Tensor:
+        return x.new_empty(len(x) // self.size, x.shape[1])
+
+    def first(self, x: Tensor) -> Tensor:
+        return x
+
+    def _parts(self, x: Tensor) -> list[Tensor]:
+        return list(x.new_empty(self.size, *x.shape).unbind())
+
+
+def groups_of(spec: ModelSpec) -> frozenset[str]:
+    """The groups of kernels that a model may launch on this device."""
+    if spec.encoder is not None:
+        return ENCODER_GROUPS
+    return frozenset(group for group in GROUPS if capability(META) == 90 or not group.startswith("hopper"))
+
+
+def record_launches(config: EngineConfig, dtype: torch.dtype, model: Stored, drafts: bool) -> Launches:
+    """Every form of a kernel that a model of this dtype launches with these options.
+
+    `drafts`: some are verified.
+    """
+    with torch.inference_mode(), recording() as launches:
+        if model.spec.encoder is not None:
+            _read_texts(config, dtype, model)
+        else:
+            recorder = StepRecorder(config, dtype, model)
+            recorder.run_layers()
+            recorder.attend()
+            recorder.use_rows(drafts)
+    return launches
+
+
+def _read_texts(config: EngineConfig, dtype: torch.dtype, model: Stored) -> None:
+    """Run a step of an encoder."""
+    build = Build(dtype, META, LONGEST, ENCODER_GROUPS, model.methods, config.deterministic)
+    encoder = Encoder(model.spec, build)
+    encoder.finish()
+    for lengths in ((1, 67, 5), (1,)):
+        texts = build_text_batch([PromptInput([0] * length) for length in lengths], 0, META)
+        encoder.read(texts, PackedTexts(model.spec.attentions, dtype, texts))
+
+
+def _first_call(calls: list[Callable[[], object]]) -> float:
+    calls[0]()
+    return 0.0
+
+
+def _each_choice(part: nn.Module, rows: Sequence[int]) -> Iterator[int]:
+    """These numbers of rows, and the most for each choice of ways to multiply, once with each way for so many rows."""
+    layers = [layer for alike in timed_layers(part).values() for layer in alike]
+    offers = [(layer, {most: list(ways) for most, ways in layer.candidates().items()}) for layer in layers]
+    mosts = sorted({most for _, offered in offers for most in offered})
+    for count in sorted({*rows, *mosts}):
+        most = next((most for most in mosts if count <= most), mosts[-1] if mosts else 0)
+        chosen = [(layer, offered[most]) for layer, offered in offers if most in offered]
+        for place in range(max((len(ways) for _, ways in chosen), default=1)):
+            for layer, ways in chosen:
+                layer.choose(most, ways[min(place, len(ways) - 1)])
+            yield count
+
+
+class StepRecorder:
+    """Runs dummy steps of a model that generates text."""
+
+    def __init__(self, config: EngineConfig, dtype: torch.dtype, model: Stored) -> None:
+        self._config, self._dtype, self._model = config, dtype, model
+        kinds = tuple(dict.fromkeys(model.spec.layers))
+        self._spec = spec = dataclasses.replace(model.spec, layers=2 * kinds)  # the first layer has nothing to add yet
+        self._groups = groups_of(spec)
+        self._rows = DeviceRows(ROWS, LONGEST, LONGEST // config.block_size, META, 0)
+        self._states = DeviceStateMemory(spec, 0, ROWS + 1, dtype, META) if spec.recurrent else None
+
+    @cached_property
+    def _decoder(self) -> Decoder:
+        """The model with one layer of each kind."""
+        return self._made(self._spec, UnconnectedRanks(self._model.ranks.rank, self._model.ranks.size))
+
+    def _build(self, ranks: Ranks) -> Build:
+        return Build(
+            self._dtype, META, LONGEST, self._groups, self._model.methods, self._config.deterministic, ranks=ranks
+        )
+
+    def _made(self, spec: ModelSpec, ranks: Ranks) -> Decoder:
+        decoder = Decoder(spec, self._build(ranks))
+        decoder.finish()
+        return decoder
+
+    def run_layers(self) -> None:
+        """Run steps of all layers, by each way to multiply."""
+        tune(self._decoder, _first_call, {})
+        for rows in _each_choice(self._decoder, FEW_ROWS):
+            runs = [(0, 1, 1)] * rows if rows <= MOST_DECODES else [(0, rows, 1)]
+            self._run([ScheduledTokens(slot, *run) for slot, run in enumerate(runs)])
+        for runs in RUNS:
+            self._run([ScheduledTokens(slot, *run) for slot, run in enumerate(runs)])
+
+        for mixture in self._decoder.modules():
+            if isinstance(mixture, MoE | ExpertsBeside):
+                for rows in _each_choice(mixture, EXPERT_ROWS):
+                    x = self._numbers(rows, self._spec.hidden_size)
+                    mixture(x, x) if isinstance(mixture, ExpertsBeside) else mixture(x)
+
+    def _run(self, scheduled: Sequence[ScheduledTokens]) -> None:
+        """Run a step, with all rows to the end and with those that are sampled from alone."""
+        step = build_device_batch(self._rows, scheduled, self._config.block_size)
+        attend = self._attention.plan(step)
+        states = None if self._states is None else self._states.plan(step)
+        given = step.token_ids, step.positions, attend
+        hidden = self._decoder(*given, step.logits_indices, NO_ADAPTERS, states)
+        self._decoder.own_logits(hidden)
+        if self._states is not None:
+            self._states.accept(self._integers(len(scheduled)))
+
+    @cached_property
+    def _cache_dtype(self) -> torch.dtype:
+        codes = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
+        return codes.get(self._config.kv_cache_dtype, self._dtype)
+
+    @cached_property
+    def _attention(self) -> PagedAttention:
+        layers, config, size = list(self._spec.attentions), self._config, self._config.block_size
+        hopper = "hopper" in self._groups
+        shapes = Shapes(layers, size, self._dtype, self._cache_dtype, META, ROWS, LONGEST, hopper)
+        own, eight_bit = own_attention(shapes, config), None
+        if self._cache_dtype in LARGEST_CODE:
+            scales = [torch.empty(2, layer.kv_heads, device=META) for layer in layers]
+            eight_bit = EightBit(scales, self._dtype)
+        given = layers, BLOCKS, size, self._cache_dtype, META, Phases.all(own), own, config.deterministic
+        return PagedAttention(*given, eight_bit, self._decoder.sinks)
+
+    def attend(self) -> None:
+        """Attend to keys of as many requests as a step may have, with and without a prefix that they share."""
+        kinds = {layer: index for index, layer in reversed(list(enumerate(self._spec.attentions)))}
+        members = self._attention.prefix_members
+        for count in REQUESTS:
+            shared = None
+            if members:
+                tiles = tiles_for(count, members)
+                shared = SharedPrefix(self._integers(tiles, members), self._integers(tiles), self._integers(count))
+            for prefix in dict.fromkeys((None, shared)):
+                indices = self._integers(count), self._integers(count), self._integers(count)
+                given = self._integers(count), self._integers(count), indices, self._config.block_size
+                attend = self._attention.plan(decodes_on_device(self._rows, *given, prefix))
+                for layer, index in kinds.items():
+                    attend.over_cache(index, self._numbers(count, layer.heads, layer.head_dim))
+
+    def use_rows(self, drafts: bool) -> None:
+        """Launch what reads and writes rows of the batch, and what chooses tokens."""
+        config, rows, count = self._config, self._rows, 3
+        slots, starts, counts = (self._integers(count) for _ in range(3))
+        positions, chosen = (self._integers(count, dtype=torch.int64) for _ in range(2))
+        if group_layers(self._spec.attentions).window_tables:
+            for longest in (1, 40):
+                tables = self._integers(3 * ROWS, LONGEST // config.block_size)
+                sizes = count * longest, longest, config.block_size
+                batch.read_slots(tables, ROWS, slots, starts, slots, counts, *sizes)
+        batch.write_runs(rows.tokens, self._integers(2, 4), self._integers(20))
+        for pool in self._attention.pools:
+            batch.copy_pool_blocks(pool, positions, positions, positions)
+        for of_slots in (slots, slots.long()):
+            batch.write_sampled(rows.tokens, of_slots, positions, chosen)
+            self._choose(of_slots, positions)
+        batch.write_sampled(rows.tokens, slots, positions, chosen, starts)
+        if drafts:
+            runs = slots, starts, slots, counts
+            drafting.read_drafts(rows.tokens, rows.block_table, counts, *runs, starts, 6, config.block_size)
+            drafting.accept_drafts(rows.tokens, counts, *runs, chosen, positions)
+            drafting.begin_drafts(counts, self._integers(2, 4), self._integers(2, 8), self._integers(3, 4), ROWS)
+            drafting.write_drafts(rows.tokens, self._integers(3, count), chosen)
+
+    def _choose(self, slots: Tensor, positions: Tensor) -> None:
+        """Constrain, sample and report, from logits of the model's dtype and of float32."""
+        rows, count = self._rows, len(slots)
+        scaled = self._spec.logit_scale != 1.0 or self._spec.logit_softcap is not None
+        exact = self._numbers(count, self._spec.vocab_size, dtype=torch.float32)
+        own = exact if scaled else self._numbers(count, self._spec.vocab_size)
+        for everything in (False, True):
+            constraints.change(own, slots, positions, rows, everything=everything)
+        for logits, scores in ((own, None), (own, exact), (exact, exact), (exact, None)):
+            sampling.sample(logits, scores, slots, positions, rows)
+        for logits in (own, exact):
+            logprobs.logprobs(logits, slots, rows.logprobs, positions, logprobs.empty(count, META))
+        for logits in (self._numbers(count, self._spec.vocab_size), exact):
+            masks.restrict(logits, positions, self._integers(2, -(-self._spec.vocab_size // 32)))
+
+    def _numbers(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        return torch.empty(shape, dtype=dtype or self._dtype, device=META)
+
+    def _integers(self, *shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device=META)
