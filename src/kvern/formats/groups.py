@@ -156,9 +156,10 @@ class GroupedMethod(QuantizedMethod):
             )
 
     def finish(self) -> None:
-        if self.zero is not None and bool((self.zero == MIDDLE[self.form.code]).all()):
+        is_known = not self.codes.is_meta
+        if is_known and self.zero is not None and bool((self.zero == MIDDLE[self.form.code]).all()):
             self.zero = None
-        if self.order is not None:
+        if is_known and self.order is not None:
             self._sort_inputs(self.order)
         super().finish()
 

@@ -100,10 +100,8 @@ def stages(device: torch.device, wanted: int, tile_bytes: int, beside: int = 0) 
     known = capability(device)
     if known == 0:
         return wanted
-    if (gpu := _gpu(device)) is None:
-        limit = SHARED_MEMORY[known] << 10
-    else:
-        limit = gpu.shared_memory_per_block_optin
+    gpu = _gpu(device)
+    limit: int = SHARED_MEMORY[known] << 10 if gpu is None else gpu.shared_memory_per_block_optin
     kept = (limit - beside) // tile_bytes
     return max(1, min(wanted, kept if known in ASYNCHRONOUS else kept + 1))
 

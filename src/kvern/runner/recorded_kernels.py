@@ -9,8 +9,9 @@ Each form of a kernel is recorded once. Nothing here depends on the numbers in t
 """
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterator, Sequence
-from functools import cached_property, partial
+from functools import cached_property
 from typing import NamedTuple, TypeVar
 
 import torch
@@ -23,27 +24,26 @@ from kvern.attention.paged import PagedAttention, Phases
 from kvern.attention.selection import Shapes, own_attention
 from kvern.attention.texts import PackedTexts
 from kvern.config import EngineConfig
-from kvern.device.device_batch import DeviceBatch, DeviceRows, build_device_batch, decodes_on_device
+from kvern.device.device_batch import DeviceRows, build_device_batch, decodes_on_device
 from kvern.device.text_batch import build_text_batch
 from kvern.kernels import batch, constraints, logprobs, masks, sampling
 from kvern.kernels import drafts as drafting
 from kvern.kernels.adapters import SPLIT_ROWS
 from kvern.kernels.attention_prefix import SharedPrefix, tiles_for
-from kvern.kernels.launch import capability
-from kvern.kernels.norm import rms_norm
+from kvern.kernels.known_shapes import KnownShapes
+from kvern.kernels.launch import capability, processors
+from kvern.kernels.peer_words import PeerMemory, memory_of, row_words_of, rows_kept
 from kvern.kernels.recording import Launches, recording
-from kvern.kernels.rotary import FEW_TOKENS
+from kvern.kernels.shared_norm import await_flags, shared_norm
 from kvern.layers.attention import NO_ADAPTERS, StepAdapters
+from kvern.layers.block import adds_by_norms
 from kvern.layers.build import Build
-from kvern.layers.linear import Linear
 from kvern.layers.linear_format import LinearMethods
 from kvern.layers.moe import ExpertsBeside, MoE
-from kvern.layers.tuned_linear import TunedLinear
 from kvern.layers.tuning import timed_layers, tune
-from kvern.layers.unquantized import Unquantized
 from kvern.models.decoder import Decoder
 from kvern.models.encoder import Encoder
-from kvern.models.weighted import WeightedModel
+from kvern.ranks.peer_sums import TIMED_ROWS, PeerExchange, PeerSums, Way
 from kvern.ranks.ranks import ALONE, DPAttention, Ranks
 from kvern.request.request import PromptInput
 from kvern.request.step import ScheduledTokens
@@ -66,6 +66,10 @@ EXPERT_ROWS = tuple(sorted({rows for power in range(14) for rows in (1 << power,
 REQUESTS = tuple(sorted({*range(1, 16), *(round(16 * 1.1**power) for power in range(37)), ROWS}))
 """Decodes of steps in attention, which cuts launches by them: each but the first has at most 1.1 times the one before.
 """
+ADAPTED_ROWS = 1, 16, 32, 64, 128, SPLIT_ROWS
+"""Rows of steps with adapters, which are added by different kernels."""
+SUMS: Sequence[Sequence[Way]] = [["whole"] * len(TIMED_ROWS), ["parts"] * len(TIMED_ROWS)]
+"""How rows of each number are summed over ranks."""
 RUNS: Sequence[Sequence[tuple[int, int, int]]] = (
     ((0, 40, 1), (0, 3, 1)),
     ((0, 500, 1), (0, 500, 1)),
@@ -104,6 +108,14 @@ class Stored(NamedTuple):
 class UnconnectedRanks(Ranks):
     """A rank that has met no other: what they would send has the right shape and no memory."""
 
+    @classmethod
+    def like(cls, ranks: Ranks) -> "UnconnectedRanks":
+        """The same rank of as many."""
+        sharing = ranks.dp_attention
+        return cls(
+            ranks.rank, ranks.size, dp_attention=None if sharing is None else DPAttention(cls.like(sharing.ranks))
+        )
+
     def group_sum(self, x: Tensor) -> Tensor:
         return x
 
@@ -132,7 +144,7 @@ def record_launches(config: EngineConfig, dtype: torch.dtype, model: Stored, dra
 
     `drafts`: some are verified.
     """
-    with torch.inference_mode(), recording() as launches:
+    with torch.inference_mode(), KnownShapes(), recording() as launches:
         if model.spec.encoder is not None:
             _read_texts(config, dtype, model)
         else:
@@ -140,6 +152,11 @@ def record_launches(config: EngineConfig, dtype: torch.dtype, model: Stored, dra
             recorder.run_layers()
             recorder.attend()
             recorder.use_rows(drafts)
+            recorder.sum_over_ranks()
+            if model.has_head:
+                recorder.join_states()
+            if config.adapter_places:
+                recorder.adapt()
     return launches
 
 
@@ -176,6 +193,8 @@ class StepRecorder:
     """Runs dummy steps of a model that generates text."""
 
     def __init__(self, config: EngineConfig, dtype: torch.dtype, model: Stored) -> None:
+        if not isinstance(model.ranks, UnconnectedRanks):
+            model = model._replace(ranks=UnconnectedRanks.like(model.ranks))
         self._config, self._dtype, self._model = config, dtype, model
         kinds = tuple(dict.fromkeys(model.spec.layers))
         self._spec = spec = dataclasses.replace(model.spec, layers=2 * kinds)  # the first layer has nothing to add yet
@@ -185,16 +204,10 @@ class StepRecorder:
 
     @cached_property
     def _decoder(self) -> Decoder:
-        """The model with one layer of each kind."""
-        return self._made(self._spec, UnconnectedRanks(self._model.ranks.rank, self._model.ranks.size))
-
-    def _build(self, ranks: Ranks) -> Build:
-        return Build(
-            self._dtype, META, LONGEST, self._groups, self._model.methods, self._config.deterministic, ranks=ranks
-        )
-
-    def _made(self, spec: ModelSpec, ranks: Ranks) -> Decoder:
-        decoder = Decoder(spec, self._build(ranks))
+        """The model with two layers of each kind."""
+        methods, ranks = self._model.methods, self._model.ranks
+        build = Build(self._dtype, META, LONGEST, self._groups, methods, self._config.deterministic, ranks=ranks)
+        decoder = Decoder(self._spec, build)
         decoder.finish()
         return decoder
 
@@ -202,8 +215,7 @@ class StepRecorder:
         """Run steps of all layers, by each way to multiply."""
         tune(self._decoder, _first_call, {})
         for rows in _each_choice(self._decoder, FEW_ROWS):
-            runs = [(0, 1, 1)] * rows if rows <= MOST_DECODES else [(0, rows, 1)]
-            self._run([ScheduledTokens(slot, *run) for slot, run in enumerate(runs)])
+            self.run_decodes(rows)
         for runs in RUNS:
             self._run([ScheduledTokens(slot, *run) for slot, run in enumerate(runs)])
 
@@ -213,13 +225,17 @@ class StepRecorder:
                     x = self._numbers(rows, self._spec.hidden_size)
                     mixture(x, x) if isinstance(mixture, ExpertsBeside) else mixture(x)
 
-    def _run(self, scheduled: Sequence[ScheduledTokens]) -> None:
-        """Run a step, with all rows to the end and with those that are sampled from alone."""
+    def run_decodes(self, rows: int) -> None:
+        """Run a step of so many rows: decodes, or a run of as many tokens."""
+        runs = [(0, 1, 1)] * rows if rows <= MOST_DECODES else [(0, rows, 1)]
+        self._run([ScheduledTokens(slot, *run) for slot, run in enumerate(runs)])
+
+    def _run(self, scheduled: Sequence[ScheduledTokens], adapters: StepAdapters = NO_ADAPTERS) -> None:
         step = build_device_batch(self._rows, scheduled, self._config.block_size)
         attend = self._attention.plan(step)
         states = None if self._states is None else self._states.plan(step)
         given = step.token_ids, step.positions, attend
-        hidden = self._decoder(*given, step.logits_indices, NO_ADAPTERS, states)
+        hidden = self._decoder(*given, step.logits_indices, adapters, states)
         self._decoder.own_logits(hidden)
         if self._states is not None:
             self._states.accept(self._integers(len(scheduled)))
@@ -295,6 +311,66 @@ class StepRecorder:
             logprobs.logprobs(logits, slots, rows.logprobs, positions, logprobs.empty(count, META))
         for logits in (self._numbers(count, self._spec.vocab_size), exact):
             masks.restrict(logits, positions, self._integers(2, -(-self._spec.vocab_size // 32)))
+
+    def adapt(self) -> None:
+        """Run steps whose rows use adapters. Afterwards the linear layers are adapted ones."""
+        config = self._config
+        AdapterBank(self._decoder, config.adapter_places, config.max_adapter_rank, kernels=True)
+        for rows, index_type in itertools.product(ADAPTED_ROWS, (torch.int32, torch.int64)):
+            using = self._integers(rows, dtype=index_type)
+            runs = [(0, 1, 1)] * rows if rows <= MOST_DECODES else [(0, rows, rows)]
+            scheduled = [ScheduledTokens(slot, *run) for slot, run in enumerate(runs)]
+            self._run(scheduled, StepAdapters(using, using))
+
+    def join_states(self) -> None:
+        """Multiply by the layers that a draft head has besides: they join a state and an embedding, or three states."""
+        size = self._spec.hidden_size
+        for states, biased in itertools.product((1, 2, 3), (False, True)):
+            joined = self._decoder.build.column(states * size, {"joined": size}, bias=biased)
+            for rows in _each_choice(joined, FEW_ROWS):
+                joined(self._numbers(rows, states * size))
+        sampled = self._numbers(3, self._spec.vocab_size, dtype=torch.float32)
+        positions = self._integers(3, dtype=torch.int64)
+        for slots in (self._integers(3), positions):
+            sampling.sample(sampled, None, slots, positions, self._rows)
+
+    def sum_over_ranks(self) -> None:
+        """Run steps whose rows ranks add up, or bring to each other, through memory of each other."""
+        ranks, width = self._model.ranks, self._spec.hidden_size
+        if not row_words_of(width, self._dtype):
+            return
+        if ranks.size > 1:
+            shared = UnconnectedRanks(ranks.rank, ranks.size)
+            shared.peers = PeerSums(self._peer_memory(ranks), width, self._dtype)
+            recorder = StepRecorder(self._config, self._dtype, self._model._replace(ranks=shared))
+            for shared.peers.ways in SUMS[: 1 + (ranks.size > 2)]:
+                shared.sum(self._numbers(1, width))
+                for rows in FEW_ROWS:
+                    recorder.run_decodes(rows)
+            if adds_by_norms(self._spec):
+                self._share_norms(ranks)
+        if ranks.dp_attention is not None:
+            others = ranks.dp_attention.ranks
+            exchange = PeerExchange(self._peer_memory(others), width, self._dtype)
+            exchange.gather(self._numbers(4, width))
+            exchange.sum_scattered(self._numbers(4 * others.size, width))
+
+    def _peer_memory(self, ranks: Ranks) -> PeerMemory:
+        row_words = row_words_of(self._spec.hidden_size, self._dtype)
+        rows, programs = rows_kept(ranks.size, row_words), processors(META)
+        own = self._integers(memory_of(ranks.size, rows, row_words), dtype=torch.int64)
+        buffers = self._integers(ranks.size + 1, dtype=torch.int64)
+        return PeerMemory(own, buffers, self._integers(rows), ranks.rank, ranks.size, rows, row_words, programs)
+
+    def _share_norms(self, ranks: Ranks) -> None:
+        width, rows, flags, lost = self._spec.hidden_size, 4, self._integers(ranks.size), self._integers(1)
+        norm_dtype = torch.float32 if self._spec.norm.offset else self._dtype
+        summand, hidden = (self._numbers(ranks.size * rows, width) for _ in range(2))
+        sent, weight = self._numbers(ranks.size, rows, width), self._numbers(width, dtype=norm_dtype)
+        own = range(ranks.rank * rows, (ranks.rank + 1) * rows)
+        for given in ((), (weight, 1e-6)):
+            shared_norm(summand, sent, hidden, hidden, own, flags, 2, lost, ranks.rank, *given)
+        await_flags(flags, 2, lost, ranks.rank)
 
     def _numbers(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         return torch.empty(shape, dtype=dtype or self._dtype, device=META)
