@@ -12,8 +12,10 @@ from triton.backends.nvidia.compiler import CUDABackend
 from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
-from kvern.kernel_list import KERNELS, Inputs
-from kvern.spec.model import ModelSpec
+import kvern.attention.triton
+from kvern.config import EngineConfig
+from kvern.runner.recorded_kernels import record_launches
+from kvern.runner.stored import Stored
 
 Specialisation = tuple[str, str]
 """A kernel's name, and what of its arguments and options it is compiled for."""
@@ -39,17 +41,14 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[Specialisation, l
         yield launched
 
 
-def listed(
-    models: Sequence[tuple[ModelSpec, Inputs]], monkeypatch: pytest.MonkeyPatch
+def recorded_at_start(
+    models: Sequence[tuple[EngineConfig, torch.dtype, Stored, bool]], monkeypatch: pytest.MonkeyPatch
 ) -> dict[Specialisation, list[Any]]:
-    """What a start launches."""
-    with recorded(monkeypatch) as launched:
-        for spec, inputs in models:
-            if not spec.attends_to_latents:  # else of an H100, as in the engine
-                inputs.processors = 1  # as the engine counts a CPU's
-            for kernel in KERNELS:
-                for arguments in kernel.launched(spec, inputs):
-                    kernel.make(spec, inputs, *arguments).launch()
+    """What a start compiles for models: with these options, of a dtype, and whether some drafts are verified."""
+    with recorded(monkeypatch) as launched, monkeypatch.context() as patched:
+        patched.setattr(kvern.attention.triton, "processors", lambda _: 1)  # as the engine counts a CPU's
+        for config, dtype, model, drafts in models:
+            record_launches(config, dtype, model, drafts=drafts)
     return launched
 
 

@@ -20,21 +20,20 @@ from kvern.drafting.device.draft_graphs import DraftGraphs, ModelSteps
 from kvern.drafting.device.head_graphs import HeadGraphs
 from kvern.drafting.proposer import takes_drafts
 from kvern.engine.factory import use_idle_time
-from kvern.kernel_list import KERNELS, Inputs
 from kvern.layers.linear_format import LinearMethods
-from kvern.layers.unquantized import Unquantized
+from kvern.layers.tuned_format import TunedLinear
 from kvern.models.loader import read_config
 from kvern.models.registry import spec_from_config
 from kvern.request.structured_output import StructuredOutput
 from kvern.runner.device_steps import GraphOptions, step_kinds
-from kvern.runner.kernel_choice import Stored, inputs_of, inputs_of_draft
+from kvern.runner.kernel_choice import of_draft
 from kvern.runner.prompt_graphs import PromptKind
 from kvern.runner.startup import Startup
 from kvern.runner.step_graphs import StepGraphs, StepOutputs
+from kvern.runner.stored import Stored
 from kvern.runner.verify_graphs import VerifyKind
 from kvern.runner.worker import Worker
-from kvern.spec.model import ModelSpec
-from tests.kernels.recorded import listed, recorded, zeroed
+from tests.kernels.recorded import recorded, recorded_at_start, zeroed
 from tests.support.draft_heads import add_prediction, write_eagle, write_medusa
 from tests.support.families import make_checkpoint
 from tests.support.internals import core_of, runner_of
@@ -87,6 +86,8 @@ FAMILIES = (
 )
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="launches are recorded by Triton's interpreter")
+
+UNQUANTIZED = TunedLinear(torch.device("meta"), "auto")
 
 
 class Nothing:
@@ -173,9 +174,9 @@ def test_what_is_launched_was_launched_at_start(
         use_everything(llm, adapter)
         take_graphs(llm)
         use_everything(llm, adapter)
-    spec = spec_from_config(read_config(folder))
-    inputs = Inputs(torch.device("cpu"), torch.bfloat16, "zeros", block_size=2, adapter_rank=16, adapter_places=3)
-    known = listed([(spec, inputs)], monkeypatch)  # behind the engine, which the interpreter gives shorter chunks
+    model = Stored(spec_from_config(read_config(folder)), LinearMethods(UNQUANTIZED))
+    start = EngineConfig(str(folder), **options), torch.bfloat16, model, False
+    known = recorded_at_start([start], monkeypatch)  # after the engine, which the interpreter gives shorter chunks
     names = {name for name, _ in launched}
     attention = {"_prefill_attention_kernel", "_prefix_attention_kernel"}
     assert names >= {"_sample_chunk_kernel"} | ({"_join_latents_kernel"} if family in LATENT else attention)
@@ -183,17 +184,15 @@ def test_what_is_launched_was_launched_at_start(
     assert not missing, "\n".join(missing)
 
 
-def models_of(llm: LLM) -> list[tuple[ModelSpec, Inputs]]:
-    """What a start launches kernels for: the model, and what guesses beside it."""
+def starts_of(llm: LLM) -> list[tuple[EngineConfig, torch.dtype, Stored, bool]]:
+    """What a start compiles kernels for: the model, and the draft model or head beside it."""
     core: Any = core_of(llm)
-    worker, device = core.executor._worker, torch.device("cpu")
+    worker = core.executor._worker
     config, draft = worker._config, worker._stored_draft(worker._draft)
     has_head = not isinstance(worker.runner._drafter._drafter, DeviceDraftModel)
-    model = Stored(worker._spec, LinearMethods(Unquantized()), has_head=has_head)
-    models = [(model.spec, inputs_of(config, torch.bfloat16, device, model, drafts=True))]
-    if draft is not None:
-        models.append((draft.spec, inputs_of_draft(config, torch.bfloat16, device, draft)))
-    return models
+    model = Stored(worker._spec, LinearMethods(UNQUANTIZED), has_head=has_head)
+    starts = [(config, torch.bfloat16, model, True)]
+    return starts if draft is None else [*starts, (of_draft(config), torch.bfloat16, draft, True)]
 
 
 @pytest.mark.nightly
@@ -224,7 +223,7 @@ def test_what_a_draft_model_launches_was_launched_at_start(
         take_graphs(llm)
         use_everything(llm, None)
     assert llm.statistics().draft_tokens > 0
-    known = listed(models_of(llm), monkeypatch)
+    known = recorded_at_start(starts_of(llm), monkeypatch)
     assert "_begin_drafts_kernel" in {name for name, _ in launched}
     missing = [f"{name} {form}" for name, form in launched if (name, form) not in known]
     assert not missing, "\n".join(missing)
@@ -253,7 +252,7 @@ def test_what_a_draft_head_launches_was_launched_at_start(
             head = replace(runner.model, decoder=drafter._head, attention=drafter._attention)
             drafter.in_graphs = HeadGraphs(head, Launched())
             use_everything(llm, None)
-    known = listed(models_of(llm), monkeypatch)
+    known = recorded_at_start(starts_of(llm), monkeypatch)
     missing = [f"{name} {form}" for name, form in launched if (name, form) not in known]
     assert not missing, "\n".join(missing)
 
@@ -265,16 +264,16 @@ def test_what_a_draft_head_launches_was_launched_at_start(
         ("glm4_moe_lite", "deepseek", {"mlp_layer_types": ["sparse"]}),
     ],
 )
-def test_a_models_own_layer_is_listed(family: str, names: str, changes: dict[str, Any], tmp_path: Path) -> None:
+def test_a_models_own_layer_is_recorded(
+    family: str, names: str, changes: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """That for multi-token prediction, which is a head, beside layers of states and of latents."""
     make_checkpoint(family, tmp_path, vocab_size=288)
     add_prediction(tmp_path, family, names, vocab_size=288, num_hidden_layers=1, **changes)
     config = EngineConfig(str(tmp_path), draft_model="mtp")
     spec = spec_from_config(read_config(tmp_path))
-    device = torch.device("cpu")
-    worker = Worker(config, tmp_path, spec, device, Startup(), tmp_path)
+    worker = Worker(config, tmp_path, spec, torch.device("cpu"), Startup(), tmp_path)
     draft = worker._stored_draft(tmp_path)
     assert draft is not None
-    inputs = inputs_of_draft(config, torch.bfloat16, device, draft)
-    groups = {kernel.group for kernel in KERNELS for _ in kernel.launched(draft.spec, inputs)}
-    assert {"norm", "sampling"} < groups
+    known = recorded_at_start([(of_draft(config), torch.bfloat16, draft, True)], monkeypatch)
+    assert {"_rms_norm_kernel", "_sample_chunk_kernel"} < {name for name, _ in known}

@@ -11,15 +11,16 @@ import torch
 from torch import Tensor
 
 import kvern.runner.worker
-from kvern.kernel_list import KERNELS, Inputs
+from kvern.config import EngineConfig
+from kvern.kernel_list import KERNELS
+from kvern.layers.tuned_format import TunedLinear
 from kvern.models.checkpoint import read_headers
 from kvern.models.loader import read_config, stored_methods
 from kvern.ranks import peer_sums
 from kvern.ranks.peer_sums import TIMED_ROWS, PeerSums
 from kvern.ranks.ranks import Ranks
-from kvern.runner.kernel_choice import Stored, inputs_of
-from kvern.spec.model import ModelSpec
-from tests.kernels.recorded import listed, recorded, zeroed
+from kvern.runner.stored import Stored
+from tests.kernels.recorded import recorded, recorded_at_start, zeroed
 from tests.support.families import make_checkpoint
 from tests.support.kernels.rank_turns import sampled
 
@@ -53,12 +54,12 @@ def test_what_layers_of_a_rank_launch_was_launched_at_start(
 ) -> None:
     folder = make_checkpoint("llama_bias", tmp_path, vocab_size=200)  # of which 100 are a rank's
     groups = frozenset(kernel.group for kernel in KERNELS if not kernel.group.startswith("hopper"))
-    made: list[tuple[ModelSpec, Inputs]] = []
+    made: list[tuple[EngineConfig, torch.dtype, Stored, bool]] = []
 
     def usable(config: Any, dtype: Any, device: Any, startup: Any, model: Stored, *_: Any) -> Any:
-        methods = stored_methods(read_config(folder), model.spec, read_headers(folder), quantization=quantization)
-        model = model._replace(methods=methods)
-        made.append((model.spec, inputs_of(config, dtype, device, model, drafts=False)))
+        plain = TunedLinear(torch.device("meta"), "auto")
+        methods = stored_methods(read_config(folder), model.spec, read_headers(folder), plain, quantization)
+        made.append((config, dtype, model._replace(methods=methods), False))
         return groups, groups
 
     def mapped(store: Any, what: str, rank: int, size: int, device: torch.device, words: int) -> Any:
@@ -74,7 +75,7 @@ def test_what_layers_of_a_rank_launch_was_launched_at_start(
     ranks.peers.ways = ["whole"] * len(TIMED_ROWS)
     with recorded(monkeypatch) as launched:
         sampled(folder, ranks, tensor_parallel_size=2, quantization=quantization)
-    known = listed(made, monkeypatch)
+    known = recorded_at_start(made, monkeypatch)
     assert {name for name, _ in launched} >= {"_peer_sum_kernel"}
     of_layers = ("_matvec", "_small_matmul", "_packed", "_scale", "_quantize", "_rms_norm", "_coded", "_gated", "_peer")
     missing = [f"{name} {form}" for name, form in launched if name.startswith(of_layers) and (name, form) not in known]

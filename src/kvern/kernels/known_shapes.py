@@ -35,6 +35,10 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return torch.empty(*x.shape[:-1], weight.shape[0], dtype=x.dtype, device=x.device)
 
 
+def _product_of_codes(x: Tensor, other: Tensor, *_: Any, out_dtype: torch.dtype = torch.int32, **__: Any) -> Tensor:
+    return torch.empty(x.shape[0], other.shape[1], dtype=out_dtype, device=x.device)
+
+
 def _bmm(x: Tensor, other: Tensor, *, out: Tensor | None = None) -> Tensor:
     shape = *x.shape[:2], other.shape[2]
     return torch.empty(shape, dtype=x.dtype, device=x.device) if out is None else out
@@ -72,7 +76,8 @@ def _stack(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
 
 def _topk(x: Tensor, count: int, dim: int = -1, **_: Any) -> Any:
     shape = *x.shape[:-1], count
-    return torch.return_types.topk([torch.empty(shape, dtype=kind, device=x.device) for kind in (x.dtype, torch.int64)])
+    best, places = (torch.empty(shape, dtype=kind, device=x.device) for kind in (x.dtype, torch.int64))
+    return torch.return_types.topk((best, places))
 
 
 SHAPES: Mapping[Any, Callable[..., Any]] = {
@@ -90,6 +95,8 @@ SHAPES: Mapping[Any, Callable[..., Any]] = {
     ),
     F.linear: _linear,
     torch.bmm: _bmm,
+    torch._scaled_mm: _product_of_codes,
+    torch._int_mm: _product_of_codes,
     F.embedding: _embedding,
     Tensor.index_select: _index_select,
     torch.arange: _arange,

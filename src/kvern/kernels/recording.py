@@ -12,8 +12,10 @@ from typing import Any, NamedTuple
 import triton
 from triton.runtime.jit import JITFunction
 
+from kvern.kernels.groups import group_of
+
 Specialisation = tuple[str, str]
-"""The name of a kernel, and the parts of its arguments and options that it is compiled for."""
+"""The full name of a kernel, and what of its arguments and options it is compiled for."""
 
 
 class Launch(NamedTuple):
@@ -31,10 +33,9 @@ class Launch(NamedTuple):
         return name
 
     @property
-    def module(self) -> str:
-        """The module of `kvern.kernels` that the kernel is in."""
-        module: str = self.kernel.fn.__module__
-        return module.rpartition(".")[2]
+    def group(self) -> str:
+        """The kernel's group."""
+        return group_of(self.kernel.fn.__module__.rpartition(".")[2], self.name)
 
     def compile(self) -> Any:
         """Return the compiled kernel, from Triton's cache if it is there. Raises what Triton's compiler raises."""
@@ -57,14 +58,14 @@ def recording() -> Iterator[Launches]:
         device = triton.runtime.driver.active.get_current_device()
         *_, binder = self.device_caches[device]
         _, specialisation, rest = binder(*arguments, **options)
-        form = self.fn.__name__, f"{specialisation} {rest}"
+        form = self._fn_name, f"{specialisation} {rest}"
         if form not in known:
             known.add(form)
             launches[form] = Launch(self, arguments, grid, options)
         return None
 
-    JITFunction.run = record  # type: ignore[method-assign]
+    JITFunction.run = record
     try:
         yield launches
     finally:
-        JITFunction.run = launch  # type: ignore[method-assign]
+        JITFunction.run = launch

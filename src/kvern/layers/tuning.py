@@ -97,7 +97,7 @@ def _plain(stored: object) -> tuple[Hashable, dict[str, str]]:
 
 
 def timed_layers(model: nn.Module) -> dict[str, list[TimedLayer]]:
-    """The layers and experts with a choice of ways to multiply, by what decides it: form, shape and dtype of weights."""
+    """The layers and experts that may multiply in several ways, by the form, shape and dtype of their weights."""
     kinds: dict[str, list[TimedLayer]] = {}
     for layer in model.modules():
         if isinstance(layer, Weighted) and not isinstance(layer, Embedding | LatentExpansion):

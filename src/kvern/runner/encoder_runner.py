@@ -21,10 +21,11 @@ from kvern.models.encoder import Encoder
 from kvern.models.loader import LoadOptions, choose_dtype, load_encoder, read_config
 from kvern.request.request import PromptInput
 from kvern.runner.device import check_dtype, check_encoder, check_weights_fit, resolve_device
-from kvern.runner.kernel_choice import Stored, settle_threads, usable_kernels
+from kvern.runner.kernel_choice import settle_threads, usable_kernels
 from kvern.runner.memory import MARGIN_BYTES, DeviceMemory
 from kvern.runner.plan import CPU_KERNELS, Findings, Layout, Plan, agree, resolve_max_model_len
 from kvern.runner.startup import Startup
+from kvern.runner.stored import Stored
 from kvern.spec.model import ModelSpec
 
 logger = logging.getLogger("kvern")

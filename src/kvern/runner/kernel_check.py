@@ -1,58 +1,40 @@
 """Compiles the kernels that a model and its draft model need, in parallel, before weights are there; names the groups
 that work.
 
-Each is launched once on small inputs with the head sizes, widths and dtype of the model, in every form that a step can
-take, so that what serving launches is compiled already. A kernel that does not compile or run is left to PyTorch, with
-its group and a warning that names both, at every start.
+Dummy steps of the models say which these are (`recorded_kernels.py`). Each form is compiled and loaded, so that nothing
+is compiled when a request comes. A kernel that does not compile is left to PyTorch, with its group and a warning that
+names both, at every start.
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
-from typing import Any
 
 import torch
 from triton.compiler.errors import CompilationError
 
-from kvern.kernel_list import Inputs, Kernel, kernels_of
+from kvern.kernels.recording import Launch, Launches
 from kvern.runner import ahead
 from kvern.runner.kernel_processes import compile_in_processes
-from kvern.spec.model import ModelSpec
 
 logger = logging.getLogger("kvern")
 
 THREADS = 8
 
 
-def working_kernels(models: Sequence[tuple[ModelSpec, Inputs]]) -> list[frozenset[str]]:
-    """Launch every kernel once and return, for each model, the groups all of whose kernels work on this device."""
-    device = models[0][1].device
+def broken_groups(models: Sequence[Launches], device: torch.device) -> list[frozenset[str]]:
+    """Compile and load every kernel and return, for each model, the groups of which some kernel does not work.
+
+    `models`: what each launches on this device.
+    """
     if device.type == "cuda":
         ahead.finish()
         compile_in_processes(models)
-
-    def launch(kernel: Kernel, spec: ModelSpec, inputs: Inputs, arguments: tuple[Any, ...]) -> None:
-        call = kernel.make(spec, inputs, *arguments)
-        # Launches of other threads lie between these, and some begin before their predecessors end: a kernel finds its
-        # inputs made, and nobody gets their memory before it ended.
-        _wait(device)
-        call.launch()
-        _wait(device)
-
     use = partial(torch.cuda.set_device, device) if device.type == "cuda" else None  # a thread begins at the first
     with ThreadPoolExecutor(THREADS, initializer=use) as pool:
-        running = [
-            [
-                (kernel, pool.submit(launch, kernel, spec, inputs, arguments))
-                for kernel in kernels_of(spec)
-                for arguments in kernel.launched(spec, inputs)
-            ]
-            for spec, inputs in models
-        ]
+        running = [[(launch, pool.submit(_load, launch)) for launch in launches.values()] for launches in models]
         broken = [_broken(launches) for launches in running]
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
     first = {group: found for groups in reversed(broken) for group, found in groups.items()}
     for group, (names, error) in first.items():
         while isinstance(error, CompilationError) and error.__cause__ is not None:  # it says where, and that says why
@@ -61,27 +43,21 @@ def working_kernels(models: Sequence[tuple[ModelSpec, Inputs]]) -> list[frozense
         logger.warning(
             "the kernels for %s do not work here (%s), PyTorch does their work: %s", group, ", ".join(names), reason
         )
-    return [_known(*model) - frozenset(groups) for model, groups in zip(models, broken, strict=True)]
+    return [frozenset(groups) for groups in broken]
 
 
-def _broken(launches: Sequence[tuple[Kernel, Future[None]]]) -> dict[str, tuple[list[str], BaseException]]:
-    """The groups of those that fail, with their names and the first error of each group."""
+def _load(launch: Launch) -> None:
+    """Compile a kernel, and load it on the current GPU: there it shows whether the card has room for its memory."""
+    _ = launch.compile().run
+
+
+def _broken(launches: Iterable[tuple[Launch, Future[None]]]) -> dict[str, tuple[list[str], BaseException]]:
+    """The groups of those that fail, with the kernels' names and the first error of each group."""
     broken: dict[str, tuple[list[str], BaseException]] = {}
-    for kernel, future in launches:
+    for launch, future in launches:
         error = future.exception()
         if error is not None:
-            names, _ = broken.setdefault(kernel.group, ([], error))
-            if kernel.name not in names:
-                names.append(kernel.name)
+            names, _ = broken.setdefault(launch.group, ([], error))
+            if launch.name not in names:
+                names.append(launch.name)
     return broken
-
-
-def _known(spec: ModelSpec, inputs: Inputs) -> frozenset[str]:
-    """All groups that a model may launch on such a device."""
-    groups = (kernel.group for kernel in kernels_of(spec))
-    return frozenset(group for group in groups if inputs.hopper or not group.startswith("hopper"))
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.current_stream(device).synchronize()

@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -11,25 +10,12 @@ from kvern.cpu.build import BuildError
 from kvern.cpu.processor import chosen_isa
 from kvern.cpu.ready import build, working_groups
 from kvern.errors import ConfigError
-from kvern.layers.build import Build
-from kvern.layers.linear_format import LinearMethods
 from kvern.layers.linear_method import LinearMethod
 from kvern.models.weighted import WeightedModel
-from kvern.ranks.ranks import ALONE, Ranks
 from kvern.runner.device import check_head_dim
-from kvern.runner.plan import (
-    BATCH_REQUESTS,
-    BATCH_TOKENS,
-    CPU_KERNELS,
-    EIGHT_BIT,
-    RANK_KERNELS,
-    Plan,
-)
+from kvern.runner.plan import CPU_KERNELS, RANK_KERNELS, Plan
 from kvern.runner.startup import Startup
-from kvern.spec.model import ModelSpec
-
-if TYPE_CHECKING:
-    from kvern.kernel_list import Inputs
+from kvern.runner.stored import Stored
 
 CPU_DTYPES = (torch.float32, torch.bfloat16)
 """The dtypes of models that kernels of a CPU compute."""
@@ -58,18 +44,6 @@ def settle_threads(config: EngineConfig, plan: Plan, model: WeightedModel) -> No
         )
 
 
-class Stored(NamedTuple):
-    """A model as its steps multiply: what it is made of, how its weights are stored, and who shares it.
-
-    `has_head`: a draft head guesses beside it.
-    """
-
-    spec: ModelSpec
-    methods: LinearMethods
-    ranks: Ranks = ALONE
-    has_head: bool = False
-
-
 def usable_kernels(
     config: EngineConfig,
     dtype: torch.dtype,
@@ -95,44 +69,19 @@ def usable_kernels(
     if device.type != "cuda" or not config.triton_kernels:
         return frozenset(), frozenset()
     from kvern.device.measurements import keep_builds
-    from kvern.runner.kernel_check import working_kernels
+    from kvern.runner.kernel_check import broken_groups
+    from kvern.runner.recorded_kernels import groups_of, record_launches
 
     check_head_dim(config, model.spec)
     keep_builds(config.cache_folder)
-    launched = [(model.spec, inputs_of(config, dtype, device, model, drafts))]
-    if draft is not None:
-        launched.append((draft.spec, inputs_of_draft(config, dtype, device, draft)))
     with startup.stage("kernels"):
-        working = working_kernels(launched)
-    return working[0], working[-1]
+        launches = [record_launches(config, dtype, model, drafts=drafts)]
+        if draft is not None:
+            launches.append(record_launches(of_draft(config), dtype, draft, drafts=True))
+        broken = broken_groups(launches, device)
+    return groups_of(model.spec) - broken[0], groups_of((draft or model).spec) - broken[-1]
 
 
-def inputs_of(config: EngineConfig, dtype: torch.dtype, device: torch.device, model: Stored, drafts: bool) -> "Inputs":
-    """The inputs that kernels are launched on at a start, of a model that may verify `drafts`."""
-    from kvern.kernel_list import Inputs
-    from kvern.kernel_list.quantized import packed_kinds
-
-    on_meta = Build(dtype, torch.device("meta"), 1, linear=model.methods, ranks=model.ranks)
-    sharing = model.ranks.dp_attention
-    return Inputs(
-        device,
-        dtype,
-        "zeros",
-        block_size=config.block_size,
-        batch_requests=config.max_batch_requests or BATCH_REQUESTS[device.type],
-        batch_tokens=config.max_batch_tokens or BATCH_TOKENS[device.type],
-        adapter_rank=config.max_adapter_rank if config.adapter_places else 0,
-        adapter_places=config.adapter_places,
-        cache_dtype=getattr(torch, EIGHT_BIT.get(config.kv_cache_dtype, ""), None),
-        packed=() if model.spec.encoder is not None else packed_kinds(model.spec, on_meta),
-        drafts=drafts,
-        has_head=model.has_head,
-        ranks=(model.ranks.rank, model.ranks.size),
-        dp_attention=None if sharing is None else (sharing.ranks.rank, sharing.ranks.size),
-    )
-
-
-def inputs_of_draft(config: EngineConfig, dtype: torch.dtype, device: torch.device, draft: Stored) -> "Inputs":
-    """The inputs of a draft model or head, whose cache is never in 8 bits, and which has no adapters."""
-    config = dataclasses.replace(config, kv_cache_dtype="auto", adapters={}, max_adapters=None)
-    return inputs_of(config, dtype, device, draft, drafts=True)
+def of_draft(config: EngineConfig) -> EngineConfig:
+    """The options of a draft model or head, whose cache is never in 8 bits, and which has no adapters."""
+    return dataclasses.replace(config, kv_cache_dtype="auto", adapters={}, max_adapters=None)

@@ -24,8 +24,8 @@ from kvern.drafting.models.head import DraftHead
 from kvern.drafting.models.medusa_heads import MedusaHeads
 from kvern.drafting.rejection import Drawn
 from kvern.errors import ConfigError
-from kvern.kernel_list import Inputs
 from kvern.kernels import masks
+from kvern.kernels.launch import capability
 from kvern.layers.tuned_format import TunedLinear
 from kvern.layers.tuning import tune
 from kvern.models.decoder import Decoder, LanguageModel
@@ -84,7 +84,7 @@ class KernelParts:
                 block_size = config.block_size if config.kv_cache == "paged" else longest
                 cache_dtype = getattr(torch, plan.cache_dtype)
                 requests = plan.max_batch_requests + 1
-                hopper = "hopper" in plan.kernels and device.type == "cuda" and Inputs(device, self._dtype).hopper
+                hopper = "hopper" in plan.kernels and device.type == "cuda" and capability(device) == 90
                 shapes = Shapes(self._layers, block_size, self._dtype, cache_dtype, device, requests, longest, hopper)
                 self._choice = choose(plan.attention_backend, config, shapes, measurements)
                 self._startup.report(self._choice.table)

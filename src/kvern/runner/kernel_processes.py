@@ -14,8 +14,7 @@ import re
 import signal
 import sys
 import time
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +22,9 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.cache import triton_key
-from triton.runtime.jit import JITFunction
 
-from kvern.kernel_list import Inputs, Kernel, kernels_of
-from kvern.spec.model import ModelSpec
+import kvern.kernels
+from kvern.kernels.recording import Launch, Launches
 
 logger = logging.getLogger("kvern")
 
@@ -64,8 +62,8 @@ class TargetDriver:
         return torch.device("cpu")
 
 
-def compile_in_processes(models: Sequence[tuple[ModelSpec, Inputs]]) -> None:
-    """Compile what models launch on their inputs, of a GPU, if nobody has: then a launch finds it in Triton's cache.
+def compile_in_processes(models: Sequence[Launches]) -> None:
+    """Compile what models launch, if nobody has: then a launch finds it in Triton's cache.
 
     What does not compile is left for the launch to report.
     """
@@ -74,20 +72,12 @@ def compile_in_processes(models: Sequence[tuple[ModelSpec, Inputs]]) -> None:
         return
     if multiprocessing.current_process().daemon:  # it may have no processes
         return
-    forms: list[tuple[Kernel, Callable[[], None]]] = []
-    marks = []
-    for spec, inputs in models:
-        launched = [(kernel, given) for kernel in kernels_of(spec) for given in kernel.launched(spec, inputs)]
-        mark = _mark(spec, inputs, launched, target)
-        if not mark.exists():
-            marks.append(mark)
-            host = inputs.without_device()
-            forms += [(kernel, partial(_launch, kernel, spec, host, given)) for kernel, given in launched]
+    missing = {mark: launches for launches in models if not (mark := _mark(launches, target)).exists()}
+    forms = [launch for launches in missing.values() for launch in launches.values()]
     if not forms:
         return
     order = {group: place for place, group in enumerate(LONGEST)}
-    longest_first = sorted(forms, key=lambda form: order.get(form[0].group, len(LONGEST)))
-    launches = [launch for _, launch in longest_first]
+    launches = sorted(forms, key=lambda launch: order.get(launch.group, len(LONGEST)))
     context = multiprocessing.get_context("fork")
     following = context.Value("i", 0)
     count = min(MOST_PROCESSES, len(os.sched_getaffinity(0)), len(launches))
@@ -104,58 +94,38 @@ def compile_in_processes(models: Sequence[tuple[ModelSpec, Inputs]]) -> None:
             process.kill()
             process.join()
     if not any(process.exitcode for process in processes):
-        for mark in marks:
+        for mark in missing:
             mark.parent.mkdir(parents=True, exist_ok=True)
             mark.touch()
 
 
-def _mark(spec: ModelSpec, inputs: Inputs, forms: Sequence[tuple[Kernel, tuple[Any, ...]]], target: GPUTarget) -> Path:
+def _mark(launches: Launches, target: GPUTarget) -> Path:
     """The file that says that all of it is in the cache."""
-    sources = sorted(Path(__file__).parent.parent.glob("kernel*/*.py"))
-    named = ADDRESS.sub("", repr((spec, [(kernel.name, given) for kernel, given in forms])))
-    said = [
-        *(named, target, inputs.processors, inputs.dtype, inputs.cache_dtype, inputs.block_size),
-        *(inputs.adapter_rank, inputs.adapter_places),
-        *(triton_key(), torch.__version__, *(source.read_bytes() for source in sources)),
-    ]
+    sources = sorted(Path(kvern.kernels.__path__[0]).glob("*.py"))
+    named = [ADDRESS.sub("", repr(form)) for form in launches]
+    said = [*named, target, triton_key(), torch.__version__, *(source.read_bytes() for source in sources)]
     return Path(triton.knobs.cache.dir) / f"kvern-{hashlib.sha256(repr(said).encode()).hexdigest()}"
 
 
-def _launch(kernel: Kernel, spec: ModelSpec, inputs: Inputs, given: tuple[Any, ...]) -> None:
-    kernel.make(spec, inputs, *given).launch()
-
-
-def _compile(target: GPUTarget, launches: Sequence[Callable[[], None]], following: Any) -> None:
-    """Compile one launch after another, as a process; it exits with 1 if one cannot be compiled."""
+def _compile(target: GPUTarget, launches: Sequence[Launch], following: Any) -> None:
+    """What a process does: compile one kernel after another; it exits with 1 if one cannot be compiled."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # also when the engine is killed
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent ends its processes
+    from triton.backends.nvidia.driver import CudaLauncher
+
     torch.set_num_threads(1)
     triton.runtime.driver.set_active(TargetDriver(target))
-    JITFunction.run = _compile_only(JITFunction.run)
-    failed = False
+    failed, known = False, set[str]()
     while True:
         with following.get_lock():
             index, following.value = following.value, following.value + 1
         if index >= len(launches):
             sys.exit(int(failed))
         try:
-            launches[index]()
+            kernel = launches[index].compile()
+            if kernel.hash not in known:
+                known.add(kernel.hash)
+                CudaLauncher(kernel.src, kernel.metadata)
         except Exception as error:
             logger.debug("a kernel does not compile: %s", error)
             failed = True
-
-
-def _compile_only(run: Callable[..., Any]) -> Callable[..., Any]:
-    """`JITFunction.run` that compiles a kernel and what launches it, and does not launch."""
-    from triton.backends.nvidia.driver import CudaLauncher
-
-    known = set()
-
-    def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
-        kernel = run(self, *args, grid=grid, warmup=True, **options)
-        if kernel.hash not in known:
-            known.add(kernel.hash)
-            CudaLauncher(kernel.src, kernel.metadata)
-        return kernel
-
-    return compile_only

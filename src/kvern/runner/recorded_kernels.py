@@ -12,7 +12,6 @@ import dataclasses
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
-from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -30,24 +29,25 @@ from kvern.kernels import batch, constraints, logprobs, masks, sampling
 from kvern.kernels import drafts as drafting
 from kvern.kernels.adapters import SPLIT_ROWS
 from kvern.kernels.attention_prefix import SharedPrefix, tiles_for
+from kvern.kernels.groups import ENCODER_GROUPS, MODEL_GROUPS
 from kvern.kernels.known_shapes import KnownShapes
 from kvern.kernels.launch import capability, processors
 from kvern.kernels.peer_words import PeerMemory, memory_of, row_words_of, rows_kept
 from kvern.kernels.recording import Launches, recording
 from kvern.kernels.shared_norm import await_flags, shared_norm
-from kvern.layers.attention import NO_ADAPTERS, StepAdapters
-from kvern.layers.block import adds_by_norms
+from kvern.layers.block_choice import adds_by_norms
 from kvern.layers.build import Build
-from kvern.layers.linear_format import LinearMethods
 from kvern.layers.moe import ExpertsBeside, MoE
+from kvern.layers.step_context import NO_ADAPTERS, StepAdapters
 from kvern.layers.tuning import timed_layers, tune
 from kvern.models.decoder import Decoder
 from kvern.models.encoder import Encoder
 from kvern.ranks.peer_sums import TIMED_ROWS, PeerExchange, PeerSums, Way
-from kvern.ranks.ranks import ALONE, DPAttention, Ranks
+from kvern.ranks.ranks import DPAttention, Ranks
 from kvern.request.request import PromptInput
 from kvern.request.step import ScheduledTokens
 from kvern.runner.device_states import DeviceStateMemory
+from kvern.runner.stored import Stored
 from kvern.spec.model import ModelSpec
 
 META = torch.device("meta")
@@ -61,8 +61,10 @@ MOST_DECODES = 128
 """Tokens of a step of decodes alone; a step of more is a run."""
 FEW_ROWS = 1, 2
 """Tokens of steps, beside the most for each choice of ways to multiply."""
-EXPERT_ROWS = tuple(sorted({rows for power in range(14) for rows in (1 << power, (1 << power) + 1)}))
-"""Rows of mixtures of experts, which sort them in chunks of a power of two."""
+EXPERT_ROWS = tuple(
+    sorted({1, 2} | {(1 << power) * part // 4 + (part == 4) for power in range(14) for part in range(4, 9)})
+)
+"""Rows of mixtures of experts, which sort them in chunks, and cut products, by the rows of an expert on average."""
 REQUESTS = tuple(sorted({*range(1, 16), *(round(16 * 1.1**power) for power in range(37)), ROWS}))
 """Decodes of steps in attention, which cuts launches by them: each but the first has at most 1.1 times the one before.
 """
@@ -77,32 +79,9 @@ RUNS: Sequence[Sequence[tuple[int, int, int]]] = (
     ((3000, 1, 1), (3000, 300, 1), (3000, 300, 1)),
     ((2000, 40, 1),) * ROWS,
     *(((3000, count, 1),) for count in (2, 4, 19)),
-    *(((3000, 1, 1), *((3000, 4, 4),) * requests) for requests in (1, 8, 64)),
+    *((*before, *((3000, 4, 4),) * requests) for before in ((), ((3000, 1, 1),)) for requests in (1, 8, 64)),
 )
 """First positions, numbers of tokens and of sampled tokens of the requests of steps with runs, and with drafts."""
-GROUPS = frozenset(
-    {
-        "activation", "adapters", "attention", "batch", "few_rows", "hopper", "hopper_linear", "linear", "masks", "moe",
-        "norm", "peer_exchange", "peer_sum", "quantized", "rotary", "sampling", "shared_norm", "states", "windows",
-    }
-)  # fmt: skip
-"""All groups of kernels that a model which generates text may be made of."""
-ENCODER_GROUPS = frozenset({"texts", "rotary", "activation"})
-"""The groups of an encoder, beside what PyTorch does."""
-
-T = TypeVar("T")
-
-
-class Stored(NamedTuple):
-    """A model as its steps multiply: what it is made of, how its weights are stored, and who shares it.
-
-    `has_head`: a draft head guesses beside it.
-    """
-
-    spec: ModelSpec
-    methods: LinearMethods
-    ranks: Ranks = ALONE
-    has_head: bool = False
 
 
 class UnconnectedRanks(Ranks):
@@ -136,10 +115,10 @@ def groups_of(spec: ModelSpec) -> frozenset[str]:
     """The groups of kernels that a model may launch on this device."""
     if spec.encoder is not None:
         return ENCODER_GROUPS
-    return frozenset(group for group in GROUPS if capability(META) == 90 or not group.startswith("hopper"))
+    return frozenset(group for group in MODEL_GROUPS if capability(META) == 90 or not group.startswith("hopper"))
 
 
-def record_launches(config: EngineConfig, dtype: torch.dtype, model: Stored, drafts: bool) -> Launches:
+def record_launches(config: EngineConfig, dtype: torch.dtype, model: Stored, *, drafts: bool) -> Launches:
     """Every form of a kernel that a model of this dtype launches with these options.
 
     `drafts`: some are verified.
@@ -162,7 +141,7 @@ def record_launches(config: EngineConfig, dtype: torch.dtype, model: Stored, dra
 
 def _read_texts(config: EngineConfig, dtype: torch.dtype, model: Stored) -> None:
     """Run a step of an encoder."""
-    build = Build(dtype, META, LONGEST, ENCODER_GROUPS, model.methods, config.deterministic)
+    build = Build(dtype, META, LONGEST, ENCODER_GROUPS, config.deterministic, linear=model.methods)
     encoder = Encoder(model.spec, build)
     encoder.finish()
     for lengths in ((1, 67, 5), (1,)):
@@ -176,11 +155,11 @@ def _first_call(calls: list[Callable[[], object]]) -> float:
 
 
 def _each_choice(part: nn.Module, rows: Sequence[int]) -> Iterator[int]:
-    """These numbers of rows, and the most for each choice of ways to multiply, once with each way for so many rows."""
+    """These numbers of rows, and the fewest and most for each choice of ways to multiply, once with each such way."""
     layers = [layer for alike in timed_layers(part).values() for layer in alike]
     offers = [(layer, {most: list(ways) for most, ways in layer.candidates().items()}) for layer in layers]
     mosts = sorted({most for _, offered in offers for most in offered})
-    for count in sorted({*rows, *mosts}):
+    for count in sorted({*rows, *mosts, *(most + 1 for most in mosts)}):
         most = next((most for most in mosts if count <= most), mosts[-1] if mosts else 0)
         chosen = [(layer, offered[most]) for layer, offered in offers if most in offered]
         for place in range(max((len(ways) for _, ways in chosen), default=1)):
@@ -196,17 +175,19 @@ class StepRecorder:
         if not isinstance(model.ranks, UnconnectedRanks):
             model = model._replace(ranks=UnconnectedRanks.like(model.ranks))
         self._config, self._dtype, self._model = config, dtype, model
-        kinds = tuple(dict.fromkeys(model.spec.layers))
-        self._spec = spec = dataclasses.replace(model.spec, layers=2 * kinds)  # the first layer has nothing to add yet
+        kinds, last = tuple(dict.fromkeys(model.spec.layers)), model.spec.last_storing_layer
+        # The first layer has nothing to add yet, and from the last that stores something on rows may be left out.
+        layers = *kinds, kinds[0], model.spec.layers[last], *dict.fromkeys(model.spec.layers[last + 1 :])
+        self._spec = spec = dataclasses.replace(model.spec, layers=layers)
         self._groups = groups_of(spec)
         self._rows = DeviceRows(ROWS, LONGEST, LONGEST // config.block_size, META, 0)
         self._states = DeviceStateMemory(spec, 0, ROWS + 1, dtype, META) if spec.recurrent else None
 
     @cached_property
     def _decoder(self) -> Decoder:
-        """The model with two layers of each kind."""
+        """The model with a layer of each kind, and the last ones."""
         methods, ranks = self._model.methods, self._model.ranks
-        build = Build(self._dtype, META, LONGEST, self._groups, methods, self._config.deterministic, ranks=ranks)
+        build = Build(self._dtype, META, LONGEST, self._groups, self._config.deterministic, ranks=ranks, linear=methods)
         decoder = Decoder(self._spec, build)
         decoder.finish()
         return decoder
@@ -214,8 +195,7 @@ class StepRecorder:
     def run_layers(self) -> None:
         """Run steps of all layers, by each way to multiply."""
         tune(self._decoder, _first_call, {})
-        for rows in _each_choice(self._decoder, FEW_ROWS):
-            self.run_decodes(rows)
+        self.run_choices(LONGEST)
         for runs in RUNS:
             self._run([ScheduledTokens(slot, *run) for slot, run in enumerate(runs)])
 
@@ -225,10 +205,12 @@ class StepRecorder:
                     x = self._numbers(rows, self._spec.hidden_size)
                     mixture(x, x) if isinstance(mixture, ExpertsBeside) else mixture(x)
 
-    def run_decodes(self, rows: int) -> None:
-        """Run a step of so many rows: decodes, or a run of as many tokens."""
-        runs = [(0, 1, 1)] * rows if rows <= MOST_DECODES else [(0, rows, 1)]
-        self._run([ScheduledTokens(slot, *run) for slot, run in enumerate(runs)])
+    def run_choices(self, most: int) -> None:
+        """Run steps of decodes, or of a run, of at most so many tokens by each way to multiply as many."""
+        for rows in _each_choice(self._decoder, FEW_ROWS):
+            if rows <= most:
+                runs = [(0, 1, 1)] * rows if rows <= MOST_DECODES else [(0, rows, 1)]
+                self._run([ScheduledTokens(slot, *run) for slot, run in enumerate(runs)])
 
     def _run(self, scheduled: Sequence[ScheduledTokens], adapters: StepAdapters = NO_ADAPTERS) -> None:
         step = build_device_batch(self._rows, scheduled, self._config.block_size)
@@ -269,7 +251,9 @@ class StepRecorder:
             for prefix in dict.fromkeys((None, shared)):
                 indices = self._integers(count), self._integers(count), self._integers(count)
                 given = self._integers(count), self._integers(count), indices, self._config.block_size
-                attend = self._attention.plan(decodes_on_device(self._rows, *given, prefix))
+                step = decodes_on_device(self._rows, *given)
+                step.shared = prefix
+                attend = self._attention.plan(step)
                 for layer, index in kinds.items():
                     attend.over_cache(index, self._numbers(count, layer.heads, layer.head_dim))
 
@@ -278,7 +262,7 @@ class StepRecorder:
         config, rows, count = self._config, self._rows, 3
         slots, starts, counts = (self._integers(count) for _ in range(3))
         positions, chosen = (self._integers(count, dtype=torch.int64) for _ in range(2))
-        if group_layers(self._spec.attentions).window_tables:
+        if group_layers(self._model.spec.attentions).window_tables:
             for longest in (1, 40):
                 tables = self._integers(3 * ROWS, LONGEST // config.block_size)
                 sizes = count * longest, longest, config.block_size
@@ -345,8 +329,7 @@ class StepRecorder:
             recorder = StepRecorder(self._config, self._dtype, self._model._replace(ranks=shared))
             for shared.peers.ways in SUMS[: 1 + (ranks.size > 2)]:
                 shared.sum(self._numbers(1, width))
-                for rows in FEW_ROWS:
-                    recorder.run_decodes(rows)
+                recorder.run_choices(TIMED_ROWS[-1])
             if adds_by_norms(self._spec):
                 self._share_norms(ranks)
         if ranks.dp_attention is not None:

@@ -23,7 +23,7 @@ from kvern.drafting.models.formats import load_draft_head, read_draft_head, read
 from kvern.drafting.models.medusa_formats import is_medusa, load_medusa
 from kvern.drafting.models.medusa_heads import MedusaHeads
 from kvern.errors import ConfigError, InvalidAdapter
-from kvern.layers.linear_format import LinearMethods
+from kvern.layers.linear_format import LinearFormat, LinearMethods
 from kvern.layers.unquantized import Unquantized
 from kvern.models.cache_scales import stored_scales
 from kvern.models.checkpoint import read_headers
@@ -47,7 +47,7 @@ from kvern.runner.device import (
     check_weights_fit,
 )
 from kvern.runner.fallback_check import check_fallback, check_fallback_options
-from kvern.runner.kernel_choice import Stored, settle_threads, usable_kernels
+from kvern.runner.kernel_choice import settle_threads, usable_kernels
 from kvern.runner.memory import DeviceMemory
 from kvern.runner.plan import (
     CPU_KERNELS,
@@ -64,6 +64,7 @@ from kvern.runner.ranks.expert_counts import ExpertCounts, experts_of
 from kvern.runner.ranks.expert_moves import check_moves, move_experts
 from kvern.runner.ranks.rank_limits import whole_experts
 from kvern.runner.startup import Startup
+from kvern.runner.stored import Stored
 from kvern.runner.torch_parts import TorchParts
 from kvern.runner.windows import report
 from kvern.sample.processors import ProcessorModel, load_processors
@@ -130,7 +131,7 @@ class Worker:
             check_dtype(dtype, device)
             described = read_config(self._folder)
             stored = [] if config.load_format == "dummy" else read_headers(self._folder)
-            methods = stored_methods(described, self._spec, stored, quantization=config.quantization)
+            methods = stored_methods(described, self._spec, stored, self._unquantized(), config.quantization)
             check_weights_fit(self._spec, dtype, self._memory, methods, self._ranks)
         else:
             sharing = self._ranks.processes if config.executor == "processes" else 1  # Ray gives each rank its own
@@ -158,8 +159,14 @@ class Worker:
         else:
             spec = self._spec_of_draft(folder, resolve_max_model_len(self._config, self._spec))
             stored = [] if dummy else read_headers(folder)
-        methods = stored_methods(read_config(folder), spec, stored, quantization=quantization)
+        methods = stored_methods(read_config(folder), spec, stored, self._unquantized(), quantization)
         return Stored(spec, methods, self._ranks.of_own_stage(), is_head)
+
+    def _unquantized(self) -> LinearFormat:
+        """How plain weights are multiplied on a GPU, without memory."""
+        from kvern.layers.tuned_format import TunedLinear
+
+        return TunedLinear(torch.device("meta"), self._config.linear_backend)
 
     def _spec_of_draft(self, folder: Path, longest: int) -> ModelSpec:
         return share_of(read_draft(folder, self._folder, self._spec, longest), self._ranks.size)
