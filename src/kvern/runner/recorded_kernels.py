@@ -37,6 +37,7 @@ from kvern.kernels.recording import Launches, recording
 from kvern.kernels.shared_norm import await_flags, shared_norm
 from kvern.layers.block_choice import adds_by_norms
 from kvern.layers.build import Build
+from kvern.layers.linear import Linear
 from kvern.layers.moe import ExpertsBeside, MoE
 from kvern.layers.step_context import NO_ADAPTERS, StepAdapters
 from kvern.layers.tuning import timed_layers, tune
@@ -310,7 +311,7 @@ class StepRecorder:
         """Multiply by the layers that a draft head has besides: they join a state and an embedding, or three states."""
         size = self._spec.hidden_size
         for states, biased in itertools.product((1, 2, 3), (False, True)):
-            joined = self._decoder.build.column(states * size, {"joined": size}, bias=biased)
+            joined = Linear(states * size, {"joined": size}, self._decoder.build, bias=biased)
             for rows in _each_choice(joined, FEW_ROWS):
                 joined(self._numbers(rows, states * size))
         sampled = self._numbers(3, self._spec.vocab_size, dtype=torch.float32)
