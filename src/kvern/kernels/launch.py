@@ -71,8 +71,8 @@ def capability(device: torch.device) -> int:
         return 10 * major + minor if torch.version.hip is None else 0
     if os.environ.get("TRITON_INTERPRET") == "1":
         return 0
-    arch: int = triton.runtime.driver.active.get_current_target().arch
-    return arch
+    target = triton.runtime.driver.active.get_current_target()
+    return int(target.arch) if target.backend == "cuda" else 0
 
 
 @functools.cache
