@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from kvern.adapters.bank import AdapterBank
 from kvern.attention.eight_bit import LARGEST_CODE, EightBit
 from kvern.attention.groups import group_layers
+from kvern.attention.memory import CacheOptions
 from kvern.attention.paged import PagedAttention, Phases
 from kvern.attention.selection import Shapes, own_attention
 from kvern.attention.texts import PackedTexts
@@ -237,8 +238,8 @@ class StepRecorder:
         if self._cache_dtype in LARGEST_CODE:
             scales = [torch.empty(2, layer.kv_heads, device=META) for layer in layers]
             eight_bit = EightBit(scales, self._dtype)
-        given = layers, BLOCKS, size, self._cache_dtype, META, Phases.all(own), own, config.deterministic
-        return PagedAttention(*given, eight_bit, self._decoder.sinks)
+        cache = CacheOptions(layers, BLOCKS, size, self._cache_dtype, META, None, eight_bit, self._decoder.sinks)
+        return PagedAttention(cache, Phases.all(own), own, config.deterministic)
 
     def attend(self) -> None:
         """Attend to keys of as many requests as a step may have, with and without a prefix that they share."""
@@ -285,7 +286,7 @@ class StepRecorder:
     def _choose(self, slots: Tensor, positions: Tensor) -> None:
         """Constrain, sample and report, from logits of the model's dtype and of float32."""
         rows, count = self._rows, len(slots)
-        scaled = self._spec.logit_scale != 1.0 or self._spec.logit_softcap is not None
+        scaled = self._spec.scales.logit != 1.0 or self._spec.scales.softcap is not None
         exact = self._numbers(count, self._spec.vocab_size, dtype=torch.float32)
         own = exact if scaled else self._numbers(count, self._spec.vocab_size)
         for everything in (False, True):
