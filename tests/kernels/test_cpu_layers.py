@@ -360,3 +360,11 @@ def test_what_products_leave_transposed_is_added() -> None:
     assert torch.equal(total, expected)
     near(normal, expected.double() / (expected.double().square().mean(-1, keepdim=True) + 1e-6).sqrt(), torch.float32)
     near(norm(expected), normal.double(), torch.float32)
+
+
+@pytest.mark.parametrize(("kind", "dtype"), [("layer", torch.bfloat16), ("rms", torch.float32)])
+def test_a_layer_norm_with_an_offset_keeps_the_dtype_of_the_model(kind: Any, dtype: torch.dtype) -> None:
+    """On a GPU PyTorch computes it, whose layer norms take weights of the dtype of their rows alone."""
+    build = Build(torch.bfloat16, torch.device("meta"), 8, frozenset())
+    norm = Norm(NormSpec(kind, offset=1.0, bias=kind == "layer"), 8, "norm", build)
+    assert norm.weight is not None and norm.weight.dtype == dtype

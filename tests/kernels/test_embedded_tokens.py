@@ -13,10 +13,11 @@ from kvern import LLM, SamplingParams
 from kvern.request.step import ScheduledTokens
 from kvern.runner.cached_model import StepEmbeddings
 from kvern.runner.prompt_graphs import PromptKind
+from kvern.runner.step_graphs import GraphMemory
 from tests.support.families import make_checkpoint
 from tests.support.internals import runner_of
 from tests.support.kernels.device_engines import OPTIONS
-from tests.support.kernels.repeated_graphs import RecordedGraphs
+from tests.support.kernels.repeated_graphs import RecordedGraphs, RepeatedSteps
 from tests.support.outputs import token_ids
 
 pytestmark = pytest.mark.usefixtures("few_products")
@@ -85,7 +86,9 @@ def test_rows_of_the_table_are_as_ids_in_graphs_too(
     if captured:
         monkeypatch.setattr(kvern.runner.prompt_graphs, "DECODES", (4,))
         monkeypatch.setattr(kvern.runner.prompt_graphs, "TOKENS", (24,))
-        graphs = RecordedGraphs(PromptKind(runner.model, 100))
+        device = runner.model.rows.device
+        memory = GraphMemory(device) if device.type == "cuda" else RepeatedSteps()
+        graphs = RecordedGraphs(PromptKind(runner.model, 100), memory)
         runner.graphs = [graphs]
     assert token_ids(llm.generate(GIVEN, PARAMS)) == expected
     assert runner.model.embeddings.steps

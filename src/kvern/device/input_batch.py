@@ -58,7 +58,10 @@ class SampledTokens:
 
 def sampled_tokens(scheduled: Sequence[ScheduledTokens]) -> SampledTokens:
     """The tokens that a step samples."""
-    slots, positions, indices, total = [], [], [], 0
+    slots = []
+    positions = []
+    indices = []
+    total = 0
     for item in scheduled:
         total += item.count
         end = item.start + item.count

@@ -136,7 +136,7 @@ def norm_function(spec: NormSpec, width: int, build: BuildOptions) -> NormFuncti
         return NormFunction(fused, torch.float32 if spec.offset else None, coded=build.ops.coded_norm)
     if spec.kind == "rms" and spec.weight and _is_on_cpu(build):
         return _by_length(width, epsilon)
-    return _by_torch(spec, width, torch.float32 if spec.offset else None)
+    return _by_torch(spec, width, torch.float32 if spec.kind == "rms" and spec.offset else None)
 
 
 def _by_torch(spec: NormSpec, width: int, dtype: torch.dtype | None) -> NormFunction:

@@ -30,7 +30,9 @@ class Release:
     """
 
     def __init__(self, ranks: Ranks, device: torch.device, owner: object) -> None:
-        self._ranks, self._device, self._owner = weakref.ref(ranks), device, weakref.ref(owner)
+        self._ranks = weakref.ref(ranks)
+        self._device = device
+        self._owner = weakref.ref(owner)
         self._thread = threading.Thread(target=self._abort, name="release", daemon=True)
         self._begun = threading.Lock()
 

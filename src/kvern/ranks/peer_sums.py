@@ -54,7 +54,9 @@ class PeerSums:
     ways: Sequence[Way] = ()
 
     def __init__(self, memory: PeerMemory, width: int, dtype: torch.dtype) -> None:
-        self._memory, self._width, self._dtype = memory, width, dtype
+        self._memory = memory
+        self._width = width
+        self._dtype = dtype
 
     def _way(self, x: Tensor) -> Way:
         place = bisect_left(TIMED_ROWS, x.shape[0])
@@ -116,7 +118,9 @@ class PeerExchange:
     rows = 0
 
     def __init__(self, memory: PeerMemory, width: int, dtype: torch.dtype) -> None:
-        self._memory, self._width, self._dtype = memory, width, dtype
+        self._memory = memory
+        self._width = width
+        self._dtype = dtype
 
     def takes(self, x: Tensor, rows: int) -> bool:
         """Returns whether to bring `x` to others here, of `rows` a rank."""

@@ -63,7 +63,10 @@ class Ranks:
     def __init__(
         self, rank: int = 0, size: int = 1, stage: Stage = WHOLE, dp_attention: "DPAttention | None" = None
     ) -> None:
-        self.rank, self.size, self.stage, self.dp_attention = rank, size, stage, dp_attention
+        self.rank = rank
+        self.size = size
+        self.stage = stage
+        self.dp_attention = dp_attention
         self._memory: SharedMemory | None = None
         self._meeting: Meeting | None = None
         self.peers: PeerSums | None = None

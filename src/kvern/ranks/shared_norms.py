@@ -58,8 +58,12 @@ class SharedNorms:
         self, memories: Sequence[Tensor], lost: Tensor, rank: int, rows: int, width: int, dtype: torch.dtype
     ) -> None:
         """`lost`: the host's word, as of `peer_words.addresses_of`."""
-        self.rows, self.width, self.dtype = rows, width, dtype
-        self._rank, self._size, self._lost = rank, len(memories), lost
+        self.rows = rows
+        self.width = width
+        self.dtype = dtype
+        self._rank = rank
+        self._size = len(memories)
+        self._lost = lost
         self._halves = [[self._half(memory, half) for memory in memories] for half in range(2)]
         device = memories[rank].device
         self._turns = torch.arange(TURNS, dtype=torch.int32, device=device)

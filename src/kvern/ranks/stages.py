@@ -32,7 +32,11 @@ class Stage:
         embeds: bool = False,
         entries: Sequence[int] = (),
     ) -> None:
-        self.index, self.count, self.layers, self._embeds, self.entries = index, count, layers, embeds, entries
+        self.index = index
+        self.count = count
+        self.layers = layers
+        self._embeds = embeds
+        self.entries = entries
         self.is_first, self.is_last = index == 0, index == count - 1
         self._groups: list[Any] = []
         self._sending: deque[Any] = deque()

@@ -64,7 +64,10 @@ class CapturedDecodes:
         inputs: LayerInputs | None = None,
         steps: str = "decodes",
     ) -> None:
-        self._decoder, self._attention, self._rows, self._block_size = decoder, attention, rows, block_size
+        self._decoder = decoder
+        self._attention = attention
+        self._rows = rows
+        self._block_size = block_size
         self._layer_inputs, self._steps = inputs, steps
         self._sampler = RowSampler(rows)
         self._memory = Memory()
@@ -156,7 +159,10 @@ class CapturedDecodes:
 
     def _capture(self, requests: Tensor, looked_up: Tensor | None) -> Program:
         """The stages of a step, which they compute at once, but for what no kernel looks up."""
-        decoder, rows, sampler, told = self._decoder, self._rows, self._sampler, self._layer_inputs
+        decoder = self._decoder
+        rows = self._rows
+        sampler = self._sampler
+        told = self._layer_inputs
         tables = rows.block_table, *rows.window_tables
         steps, shape = [Step(table, requests) for table in tables], (requests.shape[1], decoder.spec.hidden_size)
 

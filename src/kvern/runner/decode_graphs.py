@@ -116,7 +116,9 @@ class DecodeKind(StepKind[DecodeShape, DecodeInputs]):
 
     def __init__(self, model: DeviceModel, prefix_members: int) -> None:
         """`prefix_members`: as of an `AttentionBackend`; 0: common prefixes are not looked for."""
-        self._model, self._rows, self._prefix_members = model, model.rows, prefix_members
+        self._model = model
+        self._rows = model.rows
+        self._prefix_members = prefix_members
         self._stage = model.decoder.build.ranks.stage
         self._reported = logprobs.empty(len(self._rows.requests), self._rows.device)
         self._grouped: deque[tuple[list[NewRequest], PrefixGroups | None]] = deque(maxlen=self._stage.count)
@@ -216,7 +218,9 @@ class DecodeKind(StepKind[DecodeShape, DecodeInputs]):
         return DecodeInputs(numbers.view(-1), indices, shared)
 
     def compute(self, shape: DecodeShape, inputs: DecodeInputs) -> StepOutputs:
-        model, rows, decoder = self._model, self._rows, self._model.decoder
+        model = self._model
+        rows = self._rows
+        decoder = self._model.decoder
         slots, starts = inputs.numbers.view(2, -1)
         batch = decodes_on_device(rows, slots, starts, inputs.indices, model.block_size)
         batch.shared = inputs.shared

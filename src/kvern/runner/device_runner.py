@@ -216,8 +216,13 @@ class DeviceRunner(StepRunner[Decoder, DeviceBatch, DeviceRows, DeviceStateMemor
 
     def _sample(self, step: PlannedStep, outputs: StepOutputs, drafts: Callable[[], list[int]] | None) -> PendingStep:
         """Sample and write what the rows go on with. `drafts`: see `read_drafts`, if grammars follow them."""
-        scheduled, needs, rows = step.scheduled, step.needs, self._rows
-        hidden, index, positions, logits = outputs.hidden, outputs.slots, outputs.positions, outputs.logits
+        scheduled = step.scheduled
+        needs = step.needs
+        rows = self._rows
+        hidden = outputs.hidden
+        index = outputs.slots
+        positions = outputs.positions
+        logits = outputs.logits
         assert hidden is not None and index is not None and positions is not None
         drawn = None if self._drafter.drawn is None else self._drafter.drawn.of(scheduled)
         if not needs and drawn is None and logits is None:
@@ -257,7 +262,9 @@ class DeviceRunner(StepRunner[Decoder, DeviceBatch, DeviceRows, DeviceStateMemor
         self, step: PlannedStep, outputs: StepOutputs, chosen: Tensor, unknown: Sequence[int] = ()
     ) -> Tensor | None:
         """Let rows go on with the tokens `chosen` [S]; returns how many of them each keeps, [R] int64; None: all."""
-        index, positions, kept = outputs.slots, outputs.positions, None
+        index = outputs.slots
+        positions = outputs.positions
+        kept = None
         assert index is not None and positions is not None
         if outputs.starts is not None:
             kept = verify(self._rows, step.scheduled, outputs.starts, index, positions, chosen, unknown)
@@ -271,7 +278,9 @@ class DeviceRunner(StepRunner[Decoder, DeviceBatch, DeviceRows, DeviceStateMemor
 
         The logits themselves, if nobody asks.
         """
-        rows, needs, scheduled = self._rows, step.needs, step.scheduled
+        rows = self._rows
+        needs = step.needs
+        scheduled = step.scheduled
         if not _computes(needs):
             return logits
         assert outputs.slots is not None and outputs.positions is not None

@@ -173,7 +173,9 @@ class RankedExecutor(InProcessExecutor):
         super().__init__(worker)
         # Steps run whole: ranks would cut them in different places.
         self._execute = watched_steps(tiered(worker.runner.execute, tier, worker.runner, ranks), others)
-        self._others, self._balance, self._ranks = others, worker.expert_balance(), ranks
+        self._others = others
+        self._balance = worker.expert_balance()
+        self._ranks = ranks
         self._noted = self.tier = None if tier is None else NotedTier(tier, self._begin_all)
 
     def submit(self, output: SchedulerOutput) -> StepResult:
@@ -280,7 +282,9 @@ class DPAttentionExecutor(InProcessExecutor):
     ) -> None:
         """`others`: those behind the first, which this one is; None: it is one of them. `tier`: of its own blocks."""
         super().__init__(worker, tier)
-        self.others, self._dp_attention, self._has_started = others, dp_attention, False
+        self.others = others
+        self._dp_attention = dp_attention
+        self._has_started = False
         execute = tiered(self._execute_part, tier, worker.runner)
         self._execute = execute if others is None else watched_steps(execute, others)
         self._balance = None if others is None else worker.expert_balance()

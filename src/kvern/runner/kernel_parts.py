@@ -61,7 +61,10 @@ class KernelParts:
     def __init__(
         self, config: EngineConfig, spec: ModelSpec, plan: Plan, memory: DeviceMemory, startup: Startup
     ) -> None:
-        self._config, self._spec, self._plan, self._startup = config, spec, plan, startup
+        self._config = config
+        self._spec = spec
+        self._plan = plan
+        self._startup = startup
         self._memory, self._device = memory, memory.device
         self._dtype: torch.dtype = getattr(torch, plan.dtype)
         self._layers = list(spec.attentions)
@@ -75,7 +78,9 @@ class KernelParts:
 
     def prepare(self, decoder: WeightedModel) -> None:
         """Time how to multiply and who attends, or look it up."""
-        config, plan, device = self._config, self._plan, self._device
+        config = self._config
+        plan = self._plan
+        device = self._device
         self.tune(decoder)
         measurements = Measurements(config.cache_folder, device)
         if plan.attention_backend != "torch_sdpa":
@@ -140,7 +145,9 @@ class KernelParts:
             dtype = getattr(torch, layout.dtype)
             groups = self.groups if layout.window_tables else None
             sizes = layout.blocks + 1, layout.block_size
-            chosen, decoder, eight_bit = layout.attention, contents.decoder, contents.eight_bit
+            chosen = layout.attention
+            decoder = contents.decoder
+            eight_bit = contents.eight_bit
             attention = self._attention(*sizes, dtype, chosen, decoder, eight_bit, groups)
             table = -(-layout.max_model_len // layout.block_size)
             requests, longest = layout.max_batch_requests, layout.max_model_len
@@ -201,7 +208,9 @@ class KernelParts:
 
     def _measure(self, contents: Contents) -> int:
         """Run the largest steps of a GPU; returns the bytes that CUDA graphs take besides."""
-        device, longest, slots = self._device, self._plan.max_model_len, self._plan.max_batch_requests
+        device = self._device
+        longest = self._plan.max_model_len
+        slots = self._plan.max_batch_requests
         if device.type != "cuda":
             return 0
         size, tokens = self._config.block_size, self._plan.max_batch_tokens

@@ -19,7 +19,9 @@ def run_largest_steps(runner: DeviceRunner, max_tokens: int, kinds: Sequence[Ste
     `max_tokens`: of a step; `kinds`: those that are captured. Returns the bytes that their graphs take besides.
     """
     rows = runner.model.rows
-    device, slots, longest = rows.device, rows.scratch, rows.tokens.shape[1] - 1
+    device = rows.device
+    slots = rows.scratch
+    longest = rows.tokens.shape[1] - 1
     tokens = min(max_tokens, longest * slots)
     length = min(longest - 1, tokens)
     requests = min(slots, -(-tokens // length))

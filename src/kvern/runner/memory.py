@@ -43,7 +43,9 @@ class DeviceMemory:
     """
 
     def __init__(self, device: torch.device, share: float | None = None, processes: int = 1) -> None:
-        self.device, self.share, self.processes = device, share, processes
+        self.device = device
+        self.share = share
+        self.processes = processes
         self.mapped = 0
         """Bytes that other ranks' GPUs write to, which PyTorch does not count."""
         if device.type == "cuda" and torch.cuda.memory_reserved(device):

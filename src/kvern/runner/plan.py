@@ -204,7 +204,9 @@ def lay_out(rooms: Sequence[Room], plan: Plan, config: EngineConfig) -> Layout:
 
     Raises ConfigError when the memory, or `kv_cache_tokens`, cannot hold one sequence of `max_model_len`.
     """
-    longest, token_bytes, room = plan.max_model_len, max(room.token_bytes for room in rooms), rooms[0]
+    longest = plan.max_model_len
+    token_bytes = max(room.token_bytes for room in rooms)
+    room = rooms[0]
     states_each = states_of_a_request(config)
     requests, tokens = running_requests(rooms, plan, config), config.kv_cache_tokens
     state_bytes = requests * states_each * max(room.state_bytes for room in rooms)

@@ -118,7 +118,9 @@ class PromptKind(StepKind[PromptShape, PromptInputs]):
 
         Without `samples` prompts are read, whose keys alone are wanted: steps have no decodes, and nothing is sampled.
         """
-        self._model, self._rows, self._samples = model, model.rows, samples
+        self._model = model
+        self._rows = model.rows
+        self._samples = samples
         spec, size = model.decoder.spec, model.attention.caches[0].element_size()
         sizes = {
             prefill_shape(attention.head_dim, False, size).queries if attention.value_dim is None else QUERIES
@@ -246,14 +248,18 @@ class PromptKind(StepKind[PromptShape, PromptInputs]):
         return PromptInputs(torch.from_numpy(packed).to(self._rows.device), rows)
 
     def compute(self, shape: PromptShape, inputs: PromptInputs) -> StepOutputs:
-        model, rows, decoder = self._model, self._rows, self._model.decoder
+        model = self._model
+        rows = self._rows
+        decoder = self._model.decoder
         samples, prompts = shape.samples, shape.prompts
         cuts = [6 * samples, 4 * shape.requests, 2 * self._tiles(shape)]
         cuts += [] if model.states is None else [prompts, 2 * self._chunks(shape)]
         cuts += [shape.tokens] if shape.embeds else []
         sampling, described, tiled, *others = torch.split(inputs.numbers, cuts)
         sampled_from = DeviceSamples(*sampling.view(torch.int64).view(3, -1))
-        runs, total, size = runs_in(described), shape.tokens, model.block_size
+        runs = runs_in(described)
+        total = shape.tokens
+        size = model.block_size
         tile_request, tile_first = tiled.view(2, -1)
         batch = captured_batch(
             rows,

@@ -93,7 +93,9 @@ class ModelRunner(StepRunner[LanguageModel, InputBatch, BatchRows, StateMemory])
 
         It is short: a small model's step takes a few times as long as Python does between two of them.
         """
-        captured, needs, embeddings = self._captured, self._needs, self.model.embeddings
+        captured = self._captured
+        needs = self._needs
+        embeddings = self.model.embeddings
         if captured is None or (embeddings is not None and embeddings.rows(scheduled) is not None):
             return None
         if any(item.uncertain or needs[item.slot] & BESIDE_KERNELS for item in scheduled):
@@ -156,7 +158,10 @@ class ModelRunner(StepRunner[LanguageModel, InputBatch, BatchRows, StateMemory])
     ) -> PendingStep:
         """Sample and write what follows. `drafted`: some tokens may be drafts, or are to be guessed."""
         rows = self._rows
-        slots, index, positions, logits = scored.slots, scored.index, scored.positions, scored.logits
+        slots = scored.slots
+        index = scored.index
+        positions = scored.positions
+        logits = scored.logits
         original = logits.clone() if needs & Needs.LOGPROBS and needs & CHANGES else logits
         verdict = self._constrain(logits, slots, index, positions, needs)
         drafts = rows.tokens[index, positions].tolist() if drafted and needs & Needs.GRAMMAR else []

@@ -52,7 +52,9 @@ class StepRunner(Generic[Network, Batch, Rows, States]):
     def __init__(
         self, model: CachedModel[Network, Batch, Rows, States], contents: Contents, drafter: Drafter | None
     ) -> None:
-        self.model, self._decoder, self._rows = model, model.decoder, model.rows
+        self.model = model
+        self._decoder = model.decoder
+        self._rows = model.rows
         self.caches = model.attention.caches
         self._ranks = contents.ranks
         self._grammars, self._processors = contents.grammars, contents.processors
@@ -90,7 +92,9 @@ class StepRunner(Generic[Network, Batch, Rows, States]):
         states    what was planned for the step by the memory of states, if there is one
         logprobs  what computes log-probabilities, as `token_logprobs`
         """
-        model, drafter, is_last = self.model, self._drafter, self._ranks.stage.is_last
+        model = self.model
+        drafter = self._drafter
+        is_last = self._ranks.stage.is_last
         runs = prompt_runs(self._rows, batch) if is_last else []
         wanted = None if drafter.reads_hidden or not self._ranks.drops_rows else tokens_wanted(batch, runs)
         adapters = NO_ADAPTERS

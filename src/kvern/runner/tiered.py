@@ -71,9 +71,12 @@ class TieredSteps:
     def __init__(
         self, execute: Callable[[SchedulerOutput], StepResult], tier: Tier, caches: Sequence[torch.Tensor], ranks: Ranks
     ) -> None:
-        self._execute, self._tier, self._caches, self._ranks = execute, tier, caches, ranks
+        self._execute = execute
+        self._tier = tier
+        self._caches = caches
+        self._ranks = ranks
         self._counts: dict[int, int] = {}
-        """By load: how many of its leading blocks have arrived; NOT_ENDED while it is on its way.
+        """How many leading blocks of each load have arrived; NOT_ENDED while it is on its way.
 
         The loads and their order are the same on all ranks, since steps alone change them.
         """

@@ -47,7 +47,9 @@ class TorchParts:
     """The `Parts` of a worker without kernels for GPUs."""
 
     def __init__(self, config: EngineConfig, spec: ModelSpec, plan: Plan, memory: DeviceMemory) -> None:
-        self._spec, self._plan, self._memory = spec, plan, memory
+        self._spec = spec
+        self._plan = plan
+        self._memory = memory
         self.unquantized = Unquantized()
         self.groups = choose_groups(config, spec, plan)
         self._compiled = "cpu_sampling" in plan.kernels
@@ -79,14 +81,18 @@ class TorchParts:
 
     def runner(self, contents: Contents, layout: Layout) -> ModelRunner:
         """The runner over a KV cache of this layout."""
-        size, slots, device = layout.block_size, layout.max_batch_requests, self._memory.device
+        size = layout.block_size
+        slots = layout.max_batch_requests
+        device = self._memory.device
         attention, states = self._attention(contents.decoder, contents.eight_bit, layout), None
         if layout.states:
             states = StateMemory(self._spec, layout.states, slots, getattr(torch, self._plan.dtype), device)
         make_rows = ListedRows if self._compiled else BatchRows
         windows = self.groups.windows if layout.window_tables else NO_WINDOWS
         rows = make_rows(slots, layout.max_model_len, -(-layout.max_model_len // size), device, windows)
-        decoder, captured, draft = contents.decoder, None, contents.draft
+        decoder = contents.decoder
+        captured = None
+        draft = contents.draft
         drafter = None if draft is None else draft.parts.drafter(draft.decoder, layout, rows)
         captures = self._captures and states is None and contents.ranks.stage.count == 1
         captures &= contents.ranks.dp_attention is None  # a captured step gathers as many rows each time
@@ -104,7 +110,9 @@ class TorchParts:
         if isinstance(decoder, MedusaHeads):
             return MedusaDrafter(decoder, rows, partial(_draw, sampling), drawn)
         layout = msgspec.structs.replace(layout, dtype=self._plan.plain_cache_dtype, window_tables=0)
-        attention, captured, size = self._attention(decoder, None, layout), None, layout.block_size
+        attention = self._attention(decoder, None, layout)
+        captured = None
+        size = layout.block_size
         if isinstance(decoder, DraftHead):
             build, draw = partial(_build_batch, rows, size), partial(_draw, sampling)
             head = None

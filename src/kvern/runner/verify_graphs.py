@@ -95,7 +95,9 @@ class VerifyKind(StepKind[VerifyShape, GraphInputs]):
         self, model: DeviceModel, most: int, reader: StepReader | None = None, *, captures: bool = True
     ) -> None:
         """`most`: tokens of a step; `reader`: reads what is kept; `captures`: else there are no graphs."""
-        self._model, self._rows, self._reader = model, model.rows, reader
+        self._model = model
+        self._rows = model.rows
+        self._reader = reader
         rows = model.rows
         self._sizes = sorted({*model.attention.tile_sizes, *(() if reader is None else reader.tile_sizes)})
         adapts = model.adapters is not None and model.adapters.bank.captures
@@ -177,7 +179,10 @@ class VerifyKind(StepKind[VerifyShape, GraphInputs]):
         return GraphInputs(torch.tensor(self._packed(shape, []), dtype=torch.int32, device=self._rows.device))
 
     def compute(self, shape: VerifyShape, inputs: GraphInputs) -> StepOutputs:
-        model, rows, decoder, numbers = self._model, self._rows, self._model.decoder, inputs.numbers
+        model = self._model
+        rows = self._rows
+        decoder = self._model.decoder
+        numbers = inputs.numbers
         planned, tokens = runs_in(numbers[: 4 * shape.runs]), shape.tokens
         runs = planned._replace(starts=self._starts[: shape.runs])
         described, slots = read_drafts(
@@ -193,7 +198,9 @@ class VerifyKind(StepKind[VerifyShape, GraphInputs]):
             decodes=0,
             windows=rows.windows(runs, tokens, tokens, model.block_size),
         )
-        batch.drafted, batch.few, batch.uncertain = shape.runs, True, True
+        batch.drafted = shape.runs
+        batch.few = True
+        batch.uncertain = True
         of_rows = rows.adapters.index_select(0, slots) if shape.adapted else None
         adapters = NO_ADAPTERS if of_rows is None else StepAdapters(of_rows, of_rows)
         states = None if model.states is None else model.states.plan(batch)

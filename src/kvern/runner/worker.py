@@ -98,7 +98,9 @@ class Worker:
         `draft`: where a model is that guesses what this one goes on with, which the last stage asks.
         """
         self._draft, self._ranks = draft if ranks.stage.is_last else None, ranks
-        self._config, self._folder, self.device = config, folder, device
+        self._config = config
+        self._folder = folder
+        self.device = device
         self._whole_experts = whole_experts(config)
         dp_attention, self._whole = ranks.dp_attention is not None, spec
         self._shared = share_of(spec, ranks.sharing_experts, self._whole_experts, dp_attention=dp_attention)
@@ -173,7 +175,9 @@ class Worker:
 
     def load(self, plan: Plan) -> Room:
         """Load the weights and whatever a batch of the plan's size needs beside its cache. Raises KvernError."""
-        config, spec, device = self._config, self._spec, self.device
+        config = self._config
+        spec = self._spec
+        device = self.device
         self._choose_sums(plan)
         self._parts = parts = self._make_parts(plan, spec)
         adapters, model = None, self._load_fallback(plan)

@@ -20,7 +20,10 @@ class CapturedHead:
     """Captured steps of a head whose layer and cache are kernels; PyTorch computes nothing between them."""
 
     def __init__(self, head: DraftHead, attention: CompiledAttention, rows: BatchRows, block_size: int) -> None:
-        self._head, self._attention, self._rows, self._block_size = head, attention, rows, block_size
+        self._head = head
+        self._attention = attention
+        self._rows = rows
+        self._block_size = block_size
         self._sampler = RowSampler(rows)
         self._memory = Memory()
         self._passes: dict[tuple[int, bool], _Pass] = {}
@@ -84,7 +87,9 @@ class CapturedHead:
         return program
 
     def _pass(self, kept: "_Pass", told: bool) -> Callable[[], tuple[Tensor, ...]]:
-        head, rows, size = self._head, self._rows, self._block_size
+        head = self._head
+        rows = self._rows
+        size = self._block_size
 
         def forward() -> tuple[Tensor, ...]:
             _, positions, slot_mapping, _ = read_decodes(kept.places, rows.tokens, rows.block_table, size)

@@ -58,7 +58,10 @@ class DeviceDraftModel:
 
         `drawn`: where it keeps what it draws from, outside of graphs.
         """
-        self._model, self._rows, self._max_tokens, self.drawn = model, model.rows, max_tokens, drawn
+        self._model = model
+        self._rows = model.rows
+        self._max_tokens = max_tokens
+        self.drawn = drawn
         self._keys = DraftKeys(len(model.rows.requests), model.attention.caches[0].shape[1], model.block_size)
         self.drafts, self.prompts = drafts, prompts
         self._least = [0] * len(model.rows.requests)

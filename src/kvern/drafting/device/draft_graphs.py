@@ -77,7 +77,9 @@ class DraftSteps(GraphInputs):
         self, first: Callable[[], None], following: Callable[[], None], asked: Tensor, kept: Sequence[Tensor]
     ) -> None:
         super().__init__(asked.view(-1))
-        self.first, self.following, self._kept = first, following, kept
+        self.first = first
+        self.following = following
+        self._kept = kept
 
 
 class DraftComputer(Protocol):

@@ -29,7 +29,9 @@ class DraftKeys:
         for request in output.joined:
             table = list(request.block_ids)
             self._clear(table[-(-request.num_computed_tokens // self._size) :])
-            self._tables[request.slot], self._reach[request.slot], self._guessed[request.slot] = table, 0, 0
+            self._tables[request.slot] = table
+            self._reach[request.slot] = 0
+            self._guessed[request.slot] = 0
         for slot, first, blocks in output.grown:
             self._clear(blocks)
             self._tables[slot][first:] = blocks
@@ -47,7 +49,9 @@ class DraftKeys:
 
     def computed(self, slot: int, tokens: int, guessed: int = 0) -> None:
         """So many of a row's first tokens, all verified, have keys now, and so many of the drafts behind them."""
-        table, size, reach = self._tables[slot], self._size, self._reach[slot]
+        table = self._tables[slot]
+        size = self._size
+        reach = self._reach[slot]
         for column in range(reach // size, -(-tokens // size)):
             block = table[column]
             self._held[block] = max(self._held[block], min(size, tokens - column * size))

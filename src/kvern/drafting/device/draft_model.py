@@ -45,8 +45,12 @@ class DraftModel:
         captured: CapturedDecodes | None = None,
         drawn: Drawn | None = None,
     ) -> None:
-        self._model, self._rows, self._max_tokens = model, model.rows, max_tokens
-        self._sampling, self._captured, self.drawn = sampling, captured if drawn is None else None, drawn
+        self._model = model
+        self._rows = model.rows
+        self._max_tokens = max_tokens
+        self._sampling = sampling
+        self._captured = captured if drawn is None else None
+        self.drawn = drawn
         self._keys = DraftKeys(len(model.rows.requests), model.attention.caches[0].shape[1], model.block_size)
 
     def prepare(self, output: SchedulerOutput) -> None:

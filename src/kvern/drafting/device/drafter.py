@@ -155,7 +155,9 @@ class GuardedDrafter:
     def __init__(
         self, drafter: Drafter | None, clock: Callable[[], float] = time.perf_counter, ranks: Ranks = ALONE
     ) -> None:
-        self._drafter, self.clock, self._ranks = drafter, clock, ranks
+        self._drafter = drafter
+        self.clock = clock
+        self._ranks = ranks
         self.reads_hidden = drafter is not None and drafter.reads_hidden
         self._reads = isinstance(drafter, ReadingDrafter)
         self.inputs = None if drafter is None else drafter.inputs
@@ -202,5 +204,8 @@ class GuardedDrafter:
         except Exception:
             if self._ranks.size * self._ranks.stage.count > 1:
                 raise
-            self._drafter, self.reads_hidden, self.inputs, self.drawn = None, False, None, None
+            self._drafter = None
+            self.reads_hidden = False
+            self.inputs = None
+            self.drawn = None
             logger.exception("the drafter fails and is not asked again; answers go on without drafts")

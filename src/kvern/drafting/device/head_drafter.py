@@ -53,9 +53,13 @@ class HeadDrafter(Generic[Batch]):
 
         `drawn`: draws, and keeps what it drew from, outside of graphs and captured steps; else `choose` does.
         """
-        self._head, self._attention, self._rows = model.decoder, model.attention, model.rows
+        self._head = model.decoder
+        self._attention = model.attention
+        self._rows = model.rows
         self._build_batch, self._choose = build_batch, choose
-        self.inputs, self._captured, self.drawn = model.decoder.layer_inputs(), captured, drawn
+        self.inputs = model.decoder.layer_inputs()
+        self._captured = captured
+        self.drawn = drawn
         self.in_graphs = in_graphs
 
     @property

@@ -35,7 +35,10 @@ class HeadSteps:
 
     def __init__(self, model: DeviceHead) -> None:
         head, rows = model.decoder, model.rows
-        self._head, self._attention, self._rows, self._block_size = head, model.attention, rows, model.block_size
+        self._head = head
+        self._attention = model.attention
+        self._rows = rows
+        self._block_size = model.block_size
         self.inputs = head.layer_inputs()
         shape = MOST_ROWS + PADDING, head.spec.hidden_size
         self.states = torch.zeros(shape, dtype=head.build.dtype, device=rows.device)

@@ -26,7 +26,10 @@ class MedusaDrafter:
     graphs = ()
 
     def __init__(self, heads: MedusaHeads, rows: BatchRows, choose: Choose, drawn: Drawn | None = None) -> None:
-        self._heads, self._rows, self._choose, self.drawn = heads, rows, choose, drawn
+        self._heads = heads
+        self._rows = rows
+        self._choose = choose
+        self.drawn = drawn
 
     def prepare(self, output: SchedulerOutput) -> None:
         """Nothing is kept that rows change."""

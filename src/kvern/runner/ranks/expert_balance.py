@@ -22,7 +22,9 @@ class ExpertBalance:
     def __init__(
         self, placements: Mapping[int, Placement], seconds: float, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self._placements, self._seconds, self._clock = dict(placements), seconds, clock
+        self._placements = dict(placements)
+        self._seconds = seconds
+        self._clock = clock
         self._seen: LayerCounts = []
         self._loads: list[tuple[int, list[int]]] = []
         """Layers that were looked at, and not yet decided."""
