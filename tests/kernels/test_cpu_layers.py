@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
@@ -363,7 +364,9 @@ def test_what_products_leave_transposed_is_added() -> None:
 
 
 @pytest.mark.parametrize(("kind", "dtype"), [("layer", torch.bfloat16), ("rms", torch.float32)])
-def test_a_layer_norm_with_an_offset_keeps_the_dtype_of_the_model(kind: Any, dtype: torch.dtype) -> None:
+def test_a_layer_norm_with_an_offset_keeps_the_dtype_of_the_model(
+    kind: Literal["rms", "layer"], dtype: torch.dtype
+) -> None:
     """On a GPU PyTorch computes it, whose layer norms take weights of the dtype of their rows alone."""
     build = Build(torch.bfloat16, torch.device("meta"), 8, frozenset())
     norm = Norm(NormSpec(kind, offset=1.0, bias=kind == "layer"), 8, "norm", build)
