@@ -275,13 +275,13 @@ class Rename:
 
 
 @dataclass(frozen=True)
-class PredictionSpec:
-    """A layer that joins a token's embedding to the state before it, and predicts the token behind, by its names.
+class HeadLayerSpec:
+    """The layer of a draft head that joins a token's embedding and the state before it, by the names of its tensors.
 
-    A model may have one behind its own layers (multi-token prediction, DeepSeek-V3, https://arxiv.org/abs/2412.19437,
-    section 2.2). `layer` is the path of the layer, `joined` that of the projection of embedding and state side by side;
-    the norms are those of the embedding, of the state, and of what the layer gives, "": there is none. `normal`: what
-    the layer gives is its next state with that norm, else without.
+    A model may have one after its own layers (multi-token prediction, DeepSeek-V3, https://arxiv.org/abs/2412.19437,
+    section 2.2). `layer` is the path of the layer and `joined` that of the projection of embedding and state side by
+    side. The norms are those of the embedding, of the state, and of the layer's result; "": there is none. `normal`:
+    the next state is the layer's result after its norm, else before it.
     """
 
     layer: str
@@ -357,7 +357,7 @@ class ModelSpec:
     `dtype` is the checkpoint's ("bfloat16", ...; None: not stated). `generates`: false for a model without an output
     layer, which gives embeddings and nothing else. `ignored` are regular expressions of checkpoint tensors that are not
     needed. `is_classifier`: its hidden states are judged by a head of their own, and its logits mean nothing. A model
-    with an `encoder` reads texts as a whole and generates nothing; None: it is a decoder. `prediction` is a layer after
+    with an `encoder` reads texts as a whole and generates nothing; None: it is a decoder. `draft_head` is a layer after
     the last one that the checkpoint may have, which drafts tokens.
     """
 
@@ -380,7 +380,7 @@ class ModelSpec:
     ignored: tuple[str, ...] = ()
     is_classifier: bool = False
     encoder: EncoderSpec | None = None
-    prediction: PredictionSpec | None = None
+    draft_head: HeadLayerSpec | None = None
 
     @property
     def augmented(self) -> bool:

@@ -2,7 +2,7 @@
 
 fc, norm, lm_head, d2t, midlayer.* or layers.0.*     EAGLE-3, as its authors, SpecForge and speculators write it
 fc, layers.0.*                                       EAGLE
-mtp.*, model.layers.N.* behind the last layer        the model's own, see `PredictionSpec`
+mtp.*, model.layers.N.* behind the last layer        the model's own, see `HeadLayerSpec`
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -24,10 +24,10 @@ from kvern.models.share import share_of
 from kvern.models.stored_tensor import StoredTensor
 from kvern.ranks.ranks import Ranks
 from kvern.spec.mixers import AttentionSpec
-from kvern.spec.model import BlockSpec, MlpSpec, ModelSpec, MoeSpec, PredictionSpec, Rename
+from kvern.spec.model import BlockSpec, HeadLayerSpec, MlpSpec, ModelSpec, MoeSpec, Rename
 
-_EAGLE = PredictionSpec(layer="model.layers.0", joined="fc")
-_EAGLE3 = PredictionSpec(layer="model.layers.0", joined="fc", norm="model.norm")
+_EAGLE = HeadLayerSpec(layer="model.layers.0", joined="fc")
+_EAGLE3 = HeadLayerSpec(layer="model.layers.0", joined="fc", norm="model.norm")
 _MIDLAYER = Rename(r"^midlayer\.", "model.layers.0.")
 _COPIES = r"\.layers\.\d+\.(embed_tokens|shared_head\.head)\."
 """Of the model's embeddings and output layer."""
@@ -92,13 +92,13 @@ def read_draft_head(
 
 def prediction_of(target: ModelSpec) -> DraftHeadSpec:
     """The head within a model's own checkpoint. Raises UnsupportedModel if models of its type have none."""
-    if target.prediction is None:
+    if target.draft_head is None:
         raise UnsupportedModel(f"{target.model_type} has no layer that predicts further tokens; give a draft model")
     layer = next(layer for layer in reversed(target.layers) if layer.cached is not None)
     experts = (layer.mlp for layer in reversed(target.layers) if isinstance(layer.mlp, MoeSpec))
     layer = replace(layer, mlp=next(experts, layer.mlp))
-    model = replace(target, layers=(layer,), ignored=(_COPIES,), prediction=None)
-    return DraftHeadSpec(model, target.prediction, target.hidden_size)
+    model = replace(target, layers=(layer,), ignored=(_COPIES,), draft_head=None)
+    return DraftHeadSpec(model, target.draft_head, target.hidden_size)
 
 
 def _of_prediction(head: DraftHeadSpec, stored: list[StoredTensor], folder: Path) -> list[StoredTensor]:

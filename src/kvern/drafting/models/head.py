@@ -28,7 +28,7 @@ from kvern.layers.step_context import Attend, StepContext
 from kvern.models.decoder import Decoder
 from kvern.models.layer_inputs import LayerInputs
 from kvern.models.weighted import WeightedModel
-from kvern.spec.model import LayerSpec, MlpSpec, ModelSpec, NormSpec, PredictionSpec
+from kvern.spec.model import HeadLayerSpec, LayerSpec, MlpSpec, ModelSpec, NormSpec
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class DraftHeadSpec:
     """
 
     model: ModelSpec
-    parts: PredictionSpec
+    parts: HeadLayerSpec
     state_size: int
     drafted: int | None = None
     joined_bias: bool = False

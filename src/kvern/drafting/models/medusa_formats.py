@@ -69,7 +69,7 @@ def load_medusa(
     medusa = read_medusa(config, target.spec, stored)
     ignored = () if medusa.own_output else (_OUTPUT,)
     model = replace(
-        target.spec, layers=(), renames=_RENAMES, ignored=ignored, tie_word_embeddings=False, prediction=None
+        target.spec, layers=(), renames=_RENAMES, ignored=ignored, tie_word_embeddings=False, draft_head=None
     )
     linear = stored_methods(config, model, stored or [], unquantized)
     build = replace(target.build, linear=linear)

@@ -14,7 +14,7 @@ from kvern.models.describe import (
 )
 from kvern.models.families.qwen import layers_from
 from kvern.models.registry import Config
-from kvern.spec.model import LayerSpec, ModelSpec, MoeSpec, PredictionSpec, QueryKeyNormSpec, Rename
+from kvern.spec.model import HeadLayerSpec, LayerSpec, ModelSpec, MoeSpec, QueryKeyNormSpec, Rename
 
 
 def read_sigmoid_moe(config: Config) -> MoeSpec:
@@ -49,7 +49,7 @@ def tensor_names(config: Config) -> dict[str, Any]:
     return {
         "renames": (Rename(r"\.mlp\.shared_experts\.", ".mlp.shared_expert."),),
         "ignored": (rf"^model\.layers\.({'|'.join(map(str, drafting))})\.",),
-        "prediction": PredictionSpec(
+        "draft_head": HeadLayerSpec(
             layer=path,
             joined=f"{path}.eh_proj",
             embedding_norm=f"{path}.enorm",

@@ -16,9 +16,9 @@ from kvern.models.families.qwen import read_moe
 from kvern.models.registry import Config
 from kvern.models.text_part import text_config, text_part
 from kvern.spec.mixers import AttentionSpec, DeltaNetSpec
-from kvern.spec.model import LayerSpec, MlpSpec, ModelSpec, MoeSpec, PredictionSpec, QueryKeyNormSpec
+from kvern.spec.model import HeadLayerSpec, LayerSpec, MlpSpec, ModelSpec, MoeSpec, QueryKeyNormSpec
 
-_PREDICTION = PredictionSpec(
+_DRAFT_HEAD = HeadLayerSpec(
     layer="mtp.layers.0",
     joined="mtp.fc",
     embedding_norm="mtp.pre_fc_norm_embedding",
@@ -70,7 +70,7 @@ def _hybrid(config: Config, mlps: list[MlpSpec | MoeSpec], *, grouped: bool) -> 
         norm=norm,
         query_key_norm=QueryKeyNormSpec(norm),
         ignored=(r"^mtp\.",),
-        prediction=_PREDICTION,
+        draft_head=_DRAFT_HEAD,
     )
 
 
