@@ -1,16 +1,16 @@
-"""What is asked of the engine, and each sequence of it with where it stands.
+"""Requests to the engine, and their sequences with their states.
 
-    RequestSpec   what a user asked with one prompt; never changes, and crosses the wire as it is
-      Request     one sequence to generate, as the scheduler and the cache see it: the spec, and what steps change
+  RequestSpec   a user's request with one prompt; immutable, and sent between processes unchanged
+   Request     one sequence to generate, for scheduler and cache: the spec, and what steps change
 
-    WAITING --admitted--> RUNNING --stop, length, abort--> FINISHED
-       ^                     |
-     | ^ +---preempted-------+      (its blocks are gone, its tokens stay and are computed again)
-     v |
-    LOADING                         (a tier brings more of its cached prefix, which it will then find in the tree)
+  WAITING --admitted--> RUNNING --stop, length, abort--> FINISHED
+   ^                     |
+  | ^ +---preempted-------+      (its blocks are freed; its tokens are kept and computed again)
+  v |
+  LOADING                         (a tier loads more of its cached prefix into the prefix tree)
 
-`n` > 1 is several requests of one group: the first computes the prompt, the others then share its blocks. A beam search
-is one request, from which others are forked when its prompt is computed.
+With `n` > 1 there are several requests of one group: the first computes the prompt, the others then share its blocks. A
+beam search begins as one request; others are forked from it when its prompt is computed.
 """
 
 import enum
@@ -28,49 +28,50 @@ if TYPE_CHECKING:
     from kvern.cache.radix import Node
 
 TOLD_AT_ONCE = 32
-"""Tokens of an answer that is wanted whole. To hear of them costs little more than to hear of one."""
+"""Tokens of an answer that are reported at once if it is wanted whole; that costs little more than reporting one."""
 
 
 class PromptInput(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """A prompt as the model reads it: what texts, lists of token ids and conversations become."""
+    """A prompt for the model, made of a text, a list of token ids or a conversation."""
 
     token_ids: list[int]
     attachments: tuple[bytes, ...] = ()
-    """What tokens stand for that is no text, in the form that the model's own code reads; opaque to all others."""
+    """Content other than text that tokens stand for, in the format of the model's code; opaque to all other code."""
     block_keys: tuple[tuple[int, bytes], ...] = ()
-    """(position, digest): the token there stands for content of this digest. Cached blocks are shared only where tokens
-    and digests are the same. Positions ascend."""
+    """(position, digest): the token there stands for content with this digest. Blocks are shared only if tokens and
+    digests are equal. Positions ascend."""
     second_text: int | None = None
-    """Where the second of two texts begins that an encoder reads together; None: it is one text."""
+    """The position of the second of two texts that an encoder reads together; None for one text."""
 
     def __len__(self) -> int:
         return len(self.token_ids)
 
 
 class RequestOptions(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=False):
-    """What a request may ask for beside prompt and parameters. An API makes it, and `RequestSpec` has its fields."""
+    """Options of a request beside prompt and parameters, made by an API. `RequestSpec` has the same fields."""
 
     priority: int = 0
     namespace: bytes = b""
-    """Only requests of one namespace share cached blocks."""
+    """Requests share cached blocks only within one namespace."""
     embed: bool = False
-    """The last hidden state of the prompt is wanted; one token is sampled beside it and means nothing."""
+    """The last hidden state of the prompt is wanted; one token is sampled with it and ignored."""
     prediction: str | tuple[int, ...] = ""
-    """What the client expects the answers to be. `RequestSpec.predicted` has its tokens."""
+    """Predicted output: a text that the client expects in the answers. `RequestSpec.predicted` has its tokens."""
     whole: bool = False
-    """The answers are wanted whole: tokens are told of several at a time, and tokens that an engine has not told when
-    it dies are computed again."""
+    """The answers are wanted whole: several tokens are reported at a time, and tokens that an engine has not reported
+    when it dies are computed again."""
     owner: str = ""
-    """The user who shares the engine with others: `kvern.engine.shares`."""
+    """The user, for fair sharing of the engine: `kvern.engine.shares`."""
 
 
 NO_OPTIONS = RequestOptions()
 
 
 class Breakers(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Behind which tokens DRY looks for no repetition.
+    """Tokens after which DRY searches for no repetition.
 
-    `tokens` has a bit for each token id, the lowest first: set if the token breaks alone; `sequences` break together.
+    `tokens` has a bit for each token id, lowest first: set if the token breaks alone. Tokens of `sequences` break
+    together.
     """
 
     tokens: bytes
@@ -78,51 +79,50 @@ class Breakers(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class RequestSpec(RequestOptions, frozen=True, array_like=True, gc=False):
-    """What is asked with one prompt: made once, valid, and the same for server, wire, scheduler and batch.
+    """A request with one prompt: valid, immutable, and the same for server, scheduler and batch.
 
-    A field of `RequestOptions` is a field of this, so that a new one is declared once.
-
-    Its `n` samples, or its beam search, are the answers `request_id#0`, `request_id#1` ...
+    It has the fields of `RequestOptions`, so that a new field is declared once. The answers of its `n` samples, or of
+    its beam search, are `request_id#0`, `request_id#1` ...
     """
 
     request_id: str
     prompt: PromptInput
     params: ResolvedParams
     max_tokens: int
-    """Tokens to generate at most, within what the context leaves."""
+    """The most tokens to generate, within the context."""
     seed: int = 0
-    """Of the first sample; `sample_seed` has those of the others."""
+    """The seed of the first sample; `sample_seed` gives those of the others."""
     stop_token_ids: frozenset[int] = frozenset()
-    """Sampling one of these ends an answer (end-of-sequence tokens included)."""
+    """Tokens that end an answer, end-of-sequence tokens included."""
     bad_word_ids: tuple[tuple[int, ...], ...] = ()
     breakers: Breakers | None = None
     grammar: str | None = None
-    """Compiled; the answers follow it."""
+    """The compiled grammar of the answers."""
     adapter: int | None = None
-    """The key of the adapter that changes the model for it."""
+    """The key of its adapter."""
     turn: int = 0
-    """Among requests that the policy thinks equal, the lowest goes first: how several users share an engine."""
+    """The order among requests that the policy ranks equal, lowest first: users share an engine by it."""
     predicted: tuple[int, ...] = ()
-    """The tokens of the prediction. Drafts are taken from it."""
+    """The tokens of the predicted output, from which drafts are taken."""
 
     @property
     def prompt_length(self) -> int:
-        """Tokens of the prompt."""
+        """The number of tokens of the prompt."""
         return len(self.prompt.token_ids)
 
     @property
     def group(self) -> str | None:
-        """What its sequences have in common if they are several: samples of a prompt, or beams of a search."""
+        """The name that its sequences share if there are several: samples of a prompt, or beams of a search."""
         return self.request_id if self.params.sequences > 1 else None
 
     @property
     def answer_ids(self) -> list[str]:
-        """Under which its answers are reported."""
+        """The ids under which its answers are reported."""
         return [f"{self.request_id}#{index}" for index in range(self.params.n)]
 
 
 class Progress(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """How far an earlier engine brought a sample, or a beam search, which goes on from there."""
+    """The progress of a sample or beam search in an earlier engine, from which it continues."""
 
     index: int
     generated: list[int]
@@ -133,10 +133,10 @@ MAX_SEED = 2**63
 
 
 def sample_seed(seed: int, index: int) -> int:
-    """The seed of a request's sample, at least 0 and below MAX_SEED.
+    """Returns the seed of a request's sample, at least 0 and below MAX_SEED.
 
-    The first sample has the request's own. The others have a hash of it and their index, so that requests whose seeds
-    are neighbours draw independently.
+    The first sample has the request's own. The others have a hash of it and their index, so that requests with adjacent
+    seeds sample independently.
     """
     if index == 0:
         return seed % MAX_SEED
@@ -145,7 +145,7 @@ def sample_seed(seed: int, index: int) -> int:
 
 
 class State(enum.Enum):
-    """Where a request stands; see the module's drawing."""
+    """The state of a request; see the drawing at the top of this module."""
 
     WAITING = "waiting"
     LOADING = "loading"
@@ -154,11 +154,11 @@ class State(enum.Enum):
 
 
 class Search(Protocol):
-    """What scheduler and cache know of a beam search."""
+    """The interface of a beam search for scheduler and cache."""
 
     width: int
     name: str
-    """The id of one of its requests, always."""
+    """The id of one of its requests, at any time."""
     answer_ids: list[str]
     held: "set[Request]"
     """The beams that wait for the continuations of others."""
@@ -171,25 +171,25 @@ class Search(Protocol):
 
 @dataclass(eq=False, slots=True, weakref_slot=True)
 class Request:
-    """What scheduler, cache and runner know of one sequence of a spec. Only the engine core changes it.
+    """One sequence of a spec, for scheduler, cache and runner. Only the engine core changes it.
 
-    `num_computed_tokens` counts the tokens whose keys and values the steps scheduled so far will have written;
+    `num_computed_tokens` counts the tokens whose keys and values are written when the scheduled steps are done,
     `in_flight` the sampled tokens that the host has not seen yet. While drafts are verified, both count as if all were
-    accepted; what was rejected is taken back when the step's result is there.
+    accepted; the counts are corrected by the step's result.
     """
 
     spec: RequestSpec
     index: int = 0
-    """Which of the samples it is."""
+    """The number of the sample."""
     leader: "Request | None" = None
     """The request of the group that computes the shared prompt; None for the leader itself."""
 
     request_id: str = field(init=False)
     token_ids: list[int] = field(init=False)
     params: ResolvedParams = field(init=False)
-    """Those of the spec; only the first sequence reports log-probabilities of the prompt."""
+    """The spec's parameters; only the first sequence reports log-probabilities of the prompt."""
     cache_namespace: bytes = field(init=False)
-    """Opaque: only requests of one namespace and one adapter share cached blocks."""
+    """Requests share cached blocks only within one namespace and adapter."""
     prompt_length: int = field(init=False)  # this and the next are read at every step: copied from the spec
     max_tokens: int = field(init=False)
 
@@ -202,7 +202,7 @@ class Request:
     num_computed_tokens: int = 0
     in_flight: int = 0
     search: "Search | None" = None
-    """The beam search that it is a beam of; the engine core makes it."""
+    """Its beam search, made by the engine core."""
     drafts: DraftProgress = field(default_factory=DraftProgress)
     answer: AnswerProgress = field(default_factory=AnswerProgress)
     queue: QueueProgress = field(default_factory=QueueProgress)
@@ -221,40 +221,40 @@ class Request:
 
     @property
     def seed(self) -> int:
-        """The seed of its draws."""
+        """The seed of its sampling."""
         return sample_seed(self.spec.seed, self.index)
 
     @property
     def group(self) -> str | None:
-        """The same as `RequestSpec.group`."""
+        """The group of its spec."""
         return self.spec.group
 
     @property
     def adapter(self) -> int | None:
-        """The key of the adapter that changes the model for it."""
+        """The key of its adapter."""
         return self.spec.adapter
 
     @property
     def is_held(self) -> bool:
-        """Whether it is a beam whose continuations are known, and which waits for those of the other beams."""
+        """True for a beam whose continuations are known, and which waits for those of other beams."""
         return self.search is not None and self in self.search.held
 
     @property
     def output_length(self) -> int:
-        """Generated tokens that the host knows."""
+        """The number of generated tokens that the host knows."""
         return len(self.token_ids) - self.prompt_length
 
     def until_stop(self, token_ids: list[int]) -> list[int]:
-        """New tokens as far as the first that ends the request."""
+        """Returns the new tokens up to the first that ends the request."""
         for count, token_id in enumerate(token_ids, 1):
             if token_id in self.spec.stop_token_ids and self.output_length + count > self.params.min_tokens:
                 return token_ids[:count]
         return token_ids
 
     def untold(self, token_ids: list[int]) -> list[int] | None:
-        """What is to be told now that it has grown by these tokens; None: nothing, until there are more.
+        """Returns the tokens to report after it has grown by these tokens; None to wait for more.
 
-        The first are told at once, since they say that it has begun, and the last when it has ended.
+        The first are reported at once, to show that it has started, and the last when it has ended.
         """
         answer = self.answer
         if not answer.gathers:
@@ -268,34 +268,35 @@ class Request:
 
     @property
     def remaining_tokens(self) -> int:
-        """Tokens still to be computed before the next one can be sampled.
+        """The number of tokens to compute before the next can be sampled.
 
-        What follows a beam is chosen on the host: until then nothing remains.
+        The host chooses the next token of a beam: until then nothing remains.
         """
         sampled = self.in_flight if self.search is None else 0
         return len(self.token_ids) + sampled - self.num_computed_tokens
 
     @property
     def owner(self) -> str:
-        """Who asked."""
+        """The user who made the request."""
         return self.spec.owner
 
     @property
     def unit(self) -> str:
-        """What a user asked in one: the samples of a prompt, and the beams of a search, have this in common."""
+        """The name that all sequences of one user's request share: samples of a prompt, and beams of a search."""
         return self.spec.request_id
 
     @property
     def answer_ids(self) -> list[str]:
-        """Under which its answers are reported: its own id, or one for each of the best of its beams."""
+        """The ids under which its answers are reported: its own, or one for each of the best beams."""
         return [self.request_id] if self.params.beam_width is None else self.spec.answer_ids
 
     @property
     def most_cached(self) -> int:
-        """Tokens that may come from the prefix cache: all before the first one that has something to predict.
+        """The most tokens that may come from the prefix cache: those before the first token that must predict
+        something.
 
-        That is the last token, which predicts the next, or one before a prompt token whose log-probabilities are to
-        be reported still.
+        That is the last token, which predicts the next, or the one before a prompt token whose log-probabilities are
+        still to be reported.
         """
         wanted = self.params.prompt_logprobs_from + self.answer.reported_prompt_logprobs
         if self.params.prompt_logprobs is None or wanted >= self.prompt_length:
@@ -304,14 +305,14 @@ class Request:
 
     @property
     def prompt_scheduled(self) -> bool:
-        """All of the prompt has been given to a step, so that its blocks can be shared."""
+        """True if all of the prompt is scheduled, so that its blocks can be shared."""
         return self.state is State.FINISHED or self.num_computed_tokens >= self.prompt_length
 
 
 def cache_namespace(spec: RequestSpec, adapter_digest: bytes = b"") -> bytes:
-    """Only requests of one namespace and one adapter share cached blocks.
+    """Returns the namespace of a request's cached blocks, which includes its adapter.
 
-    `adapter_digest` names the adapter's content in every process; where it is unknown, its key names it in this one.
+    `adapter_digest` names the adapter's content in every process; without it, the adapter's key names it in this one.
     """
     if spec.adapter is None:
         return spec.namespace
@@ -319,9 +320,9 @@ def cache_namespace(spec: RequestSpec, adapter_digest: bytes = b"") -> bytes:
 
 
 def requests_of(spec: RequestSpec, progress: Sequence[Progress] = ()) -> list[Request]:
-    """The sequences of a spec: its samples, the one that computes the prompt first, or one for all beams.
+    """Returns the sequences of a spec: its samples, of which the first computes the prompt, or one for all beams.
 
-    With `progress` those that are named there, each alone: the others may have ended.
+    With `progress` only the sequences named there are returned, as others may have ended.
     """
     if progress:
         return [_continued(spec, one) for one in progress]
@@ -331,7 +332,7 @@ def requests_of(spec: RequestSpec, progress: Sequence[Progress] = ()) -> list[Re
 
 
 def _continued(spec: RequestSpec, progress: Progress) -> Request:
-    """The sample, or the search, that an earlier engine has begun."""
+    """Returns a sample or search that an earlier engine has started."""
     request = Request(spec, progress.index)
     request.token_ids += progress.generated
     request.answer.reported_prompt_logprobs = progress.reported_prompt_logprobs

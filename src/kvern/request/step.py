@@ -1,4 +1,4 @@
-"""What the engine tells the runner to do in one step, as differences, and what comes back."""
+"""Messages of one step: from the engine to the runner, as differences, and the results."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -19,7 +19,7 @@ class Logprob(msgspec.Struct, frozen=True, gc=False):
 
 
 TokenLogprobs = dict[int, Logprob]
-"""By token id: the token at this place and, after it, the most probable ones."""
+"""Tables by token id: the token at the position and, after it, the most probable ones."""
 
 
 class GrownTable(msgspec.Struct, frozen=True, gc=False):
@@ -38,27 +38,27 @@ class NewRequest:
     slot: int
     spec: RequestSpec
     params: ResolvedParams
-    """Those of the spec, of which only the first sequence reports log-probabilities of the prompt."""
+    """The spec's parameters; only the first sequence reports log-probabilities of the prompt."""
     seed: int
     token_ids: list[int]
     block_ids: list[int]
     adapter_index: int = -1
-    """The place on the device of the adapter that it uses; -1: it uses none."""
+    """The slot of its adapter on the device; -1 without an adapter."""
     num_computed_tokens: int = 0
-    """Its tokens whose keys and values its blocks hold, or are given in the same step."""
+    """The number of its tokens whose keys and values are in its blocks, or are written in this step."""
 
     def shareable_blocks(self, block_size: int) -> list[int]:
-        """Those that all rows forked from this one have, too."""
+        """Returns the blocks that all rows forked from this one share."""
         if self.params.beam_width is None:
             return self.block_ids
         return self.block_ids[: self.spec.prompt_length // block_size]
 
 
 class ScheduledTokens(msgspec.Struct, frozen=True, gc=False):
-    """Compute `count` tokens of row `slot` from position `start`, and sample what follows the last `sampled` of them.
+    """Computes `count` tokens of row `slot` from position `start`, and samples after the last `sampled` of them.
 
-    0: a part of a prompt. 1: the last token is known, or sampled by a step before. More: all but the first of these
-    tokens are drafts, which `SchedulerOutput.drafts` brings, or a step before has left in the row. The tokens sampled
+    `sampled` 0: a part of a prompt. 1: the last token is known, or was sampled by an earlier step. More: all but the
+    first of these tokens are drafts, in `SchedulerOutput.drafts` or left in the row by an earlier step. Sampled tokens
     are kept as far as the drafts agree with them, and one more.
     """
 
@@ -67,16 +67,16 @@ class ScheduledTokens(msgspec.Struct, frozen=True, gc=False):
     count: int
     sampled: int
     uncertain: bool = False
-    """A step with drafts of this row is in flight: `start` is where it begins if all of them are accepted."""
+    """A step with drafts of this row is in flight: `start` is its position if all of them are accepted."""
     guesses: int = 0
-    """Drafts that the device is to write behind the token sampled last, for the row's next step to verify.
+    """The number of drafts that the device writes after the token sampled last, for the row's next step to verify.
 
-    Of a part of a prompt: more than none if some will be wanted behind its end.
+    For a part of a prompt it is above 0 if drafts are wanted after its end.
     """
 
 
 class Fork(msgspec.Struct, frozen=True, gc=False):
-    """Row `slot` goes on behind the first `length` tokens of row `source`, which may be itself, with another token."""
+    """Row `slot` continues the first `length` tokens of row `source`, which may be itself, with another token."""
 
     slot: int
     source: int
@@ -85,7 +85,7 @@ class Fork(msgspec.Struct, frozen=True, gc=False):
 
 
 class BlockCopy(msgspec.Struct, frozen=True, gc=False):
-    """Copy the keys and values of the first `tokens` positions of block `source` to block `target`."""
+    """A copy of the keys and values of the first `tokens` positions of block `source` to block `target`."""
 
     source: int
     target: int
@@ -93,13 +93,13 @@ class BlockCopy(msgspec.Struct, frozen=True, gc=False):
 
 
 class ExtensionMessage(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """What an extension of the KV cache tells its worker's side with a step; can be sent as msgpack."""
+    """A message of an extension of the KV cache to its worker's side with a step; it can be encoded as msgpack."""
 
     extension: ClassVar[str]
     """The name of the extension."""
 
     def by_name(self) -> "dict[str, ExtensionMessage]":
-        """The message as the only one of a step: `SchedulerOutput.extensions`."""
+        """Returns the message as the only one of a step: `SchedulerOutput.extensions`."""
         return {self.extension: self}
 
 
@@ -108,47 +108,47 @@ Message = TypeVar("Message", bound=ExtensionMessage)
 
 @dataclass
 class SchedulerOutput:
-    """One step: load adapters, copy blocks, let rows fork, then join and grow, then compute tokens.
+    """One step. Its parts are carried out in order: adapters, block copies, forks, joins and growth, then tokens.
 
-    A step may have nothing to compute when an extension of the KV cache has a message.
-    Rows that left need no message: their slot is simply given to another request.
+    A step may have nothing to compute when an extension of the KV cache has a message. Rows that left need no message:
+    their slot is given to another request.
     """
 
     step: int
     adapters: list[tuple[int, int]] = field(default_factory=list)
-    """(index, key) of adapters to be loaded into their places before anything is computed."""
+    """(index, key) of adapters that are loaded into their slots before anything is computed."""
     copies: list[BlockCopy] = field(default_factory=list)
     forked: list[Fork] = field(default_factory=list)
-    """All sources are meant as they were before the step."""
+    """Forks of rows; all sources are as they were before the step."""
     joined: list[NewRequest] = field(default_factory=list)
     grown: list[tuple[int, int, list[int]]] = field(default_factory=list)
     """(slot, index of the first new entry in its block table, block ids)."""
     drafts: list[tuple[int, int, list[int]]] = field(default_factory=list)
-    """(slot, first position, token ids) that a row's tokens go on with, unless sampling says otherwise."""
+    """(slot, first position, token ids) of drafts that continue a row's tokens."""
     known: list[tuple[int, int, list[int]]] = field(default_factory=list)
-    """(slot, first position, token ids) that a later stage has sampled or guessed: the first goes on with them."""
+    """(slot, first position, token ids) that a later pipeline stage has sampled or drafted, for the first stage."""
     kept: list[list[int]] = field(default_factory=list)
-    """How many tokens the last stage has kept of each row whose drafts it verified, in their order, for each such step
-    that has come back since the step before was submitted: the states of other stages see them before all else."""
+    """The numbers of tokens that the last pipeline stage kept of rows with drafts, in order, for each such step that
+    has ended since the step before was submitted. The states of other stages are corrected by them first."""
     scheduled: list[ScheduledTokens] = field(default_factory=list)
     request_ids: list[str] = field(default_factory=list)
     """The request of each entry of `scheduled`."""
     extensions: dict[str, Any] = field(default_factory=dict)
-    """The messages of extensions of the KV cache, by their names: ExtensionMessage, or what msgpack made of it."""
+    """The messages of extensions of the KV cache by name: ExtensionMessage, or its decoded msgpack."""
 
     def message(self, kind: type[Message]) -> Message | None:
-        """The message of this kind, if there is one."""
+        """Returns the message of this kind, or None."""
         found = self.extensions.get(kind.extension)
         return found if found is None or isinstance(found, kind) else msgspec.convert(found, kind)
 
     @property
     def token_count(self) -> int:
-        """Tokens that the step computes."""
+        """The number of tokens that the step computes."""
         return sum(item.count for item in self.scheduled)
 
     @property
     def changes_rows(self) -> bool:
-        """Whether something is to be done before tokens are computed: in most steps of decodes nothing is."""
+        """True if rows change before tokens are computed; in most decode steps they do not."""
         return bool(
             self.joined
             or self.grown
@@ -167,9 +167,9 @@ class BeamCandidates(NamedTuple):
 
     token_ids: Sequence[int]
     logprobs: Sequence[float]
-    """Given the beam, under the logits as constraints and penalties have left them."""
+    """The log-probabilities given the beam, after constraints and penalties."""
     entry: Callable[[int], TokenLogprobs] | None = None
-    """What is reported of the candidate at a place, if log-probabilities were asked for."""
+    """Returns the reported table of a candidate, if log-probabilities are wanted."""
 
 
 OUT_OF_TOKENS = ""
@@ -180,35 +180,35 @@ class ModelRunnerOutput:
     """The sampled tokens of one step, one entry for each entry of `scheduled`."""
 
     token_ids: list[list[int]]
-    """Those that are kept; none where the step only computed a part of the prompt."""
+    """The tokens that are kept; none if the step only computed a part of the prompt."""
     logprobs: list[list[TokenLogprobs] | None]
-    """Of each of them; None where none were asked for."""
+    """The log-probabilities of each token, None if not wanted."""
     prompt_logprobs: list[list[TokenLogprobs] | None]
-    """Of the prompt tokens that the step's tokens predict, in their order."""
+    """The log-probabilities of the prompt tokens that the step's tokens predict, in order."""
     broken: dict[int, str] = field(default_factory=dict)
-    """By slot: why a request cannot go on, through its grammar or logits processor; its last token means nothing.
+    """By slot, the reason why a grammar or logits processor ends a request; its last token is invalid.
 
-    OUT_OF_TOKENS: its form was brought to an end, since its tokens run out.
+    OUT_OF_TOKENS: its structured answer was completed early, because its tokens run out.
     """
     embeddings: dict[int, bytes] = field(default_factory=dict)
-    """By slot: the last hidden state as float32, little-endian, for requests that asked for it."""
+    """By slot, the last hidden state as float32, little-endian, if wanted."""
     candidates: dict[int, BeamCandidates] = field(default_factory=dict)
-    """By slot, of beams; their sampled token means nothing."""
+    """By slot, the candidates of beams; their sampled token is invalid."""
     reports: dict[str, object] = field(default_factory=dict)
-    """What the worker's sides of extensions of the KV cache answer, by their names."""
+    """The replies of the worker's sides of extensions of the KV cache, by name."""
     guessed: dict[int, list[int]] = field(default_factory=dict)
-    """By slot: the drafts that were written behind the newest token, which the first of several stages has to know."""
+    """By slot, the drafts that were written after the newest token, for the first of several pipeline stages."""
     drafting_seconds: float = 0.0
-    """What it took to guess what follows, as far as the host knows."""
+    """The seconds of drafting, as far as the host knows."""
 
 
 class StepLost(Exception):
-    """A step has to be undone and planned anew, through no request's fault; the cause says why."""
+    """A step must be undone and planned again, through no fault of a request; the cause has the reason."""
 
 
 class StepResult(Protocol):
-    """What a step will have computed; a Future is one."""
+    """The future result of a step; a Future is one."""
 
     def result(self) -> ModelRunnerOutput:
-        """Wait for it. Raises what the step raised."""
+        """Waits for the result. Raises what the step raised."""
         ...
