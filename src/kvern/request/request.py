@@ -1,13 +1,13 @@
 """Requests to the engine, and their sequences with their states.
 
-  RequestSpec   a user's request with one prompt; immutable, and sent between processes unchanged
-   Request     one sequence to generate, for scheduler and cache: the spec, and what steps change
+    RequestSpec   a user's request with one prompt; immutable, and sent between processes unchanged
+      Request     one sequence to generate, for scheduler and cache: the spec, and what steps change
 
-  WAITING --admitted--> RUNNING --stop, length, abort--> FINISHED
-   ^                     |
-  | ^ +---preempted-------+      (its blocks are freed; its tokens are kept and computed again)
-  v |
-  LOADING                         (a tier loads more of its cached prefix into the prefix tree)
+    WAITING --admitted--> RUNNING --stop, length, abort--> FINISHED
+       ^                     |
+     | ^ +---preempted-------+      (its blocks are freed; its tokens are kept and computed again)
+     v |
+    LOADING                         (a tier loads more of its cached prefix into the prefix tree)
 
 With `n` > 1 there are several requests of one group: the first computes the prompt, the others then share its blocks. A
 beam search begins as one request; others are forked from it when its prompt is computed.

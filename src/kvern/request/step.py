@@ -186,18 +186,18 @@ class ModelRunnerOutput:
     prompt_logprobs: list[list[TokenLogprobs] | None]
     """The log-probabilities of the prompt tokens that the step's tokens predict, in order."""
     broken: dict[int, str] = field(default_factory=dict)
-    """By slot, the reason why a grammar or logits processor ends a request; its last token is invalid.
+    """Reasons by slot why a grammar or logits processor ends a request, whose last token is invalid.
 
     OUT_OF_TOKENS: its structured answer was completed early, because its tokens run out.
     """
     embeddings: dict[int, bytes] = field(default_factory=dict)
-    """By slot, the last hidden state as float32, little-endian, if wanted."""
+    """Last hidden states by slot as float32, little-endian, if wanted."""
     candidates: dict[int, BeamCandidates] = field(default_factory=dict)
-    """By slot, the candidates of beams; their sampled token is invalid."""
+    """Candidates of beams by slot; their sampled token is invalid."""
     reports: dict[str, object] = field(default_factory=dict)
     """The replies of the worker's sides of extensions of the KV cache, by name."""
     guessed: dict[int, list[int]] = field(default_factory=dict)
-    """By slot, the drafts that were written after the newest token, for the first of several pipeline stages."""
+    """Drafts by slot that were written after the newest token, for the first of several pipeline stages."""
     drafting_seconds: float = 0.0
     """The seconds of drafting, as far as the host knows."""
 

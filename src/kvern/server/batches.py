@@ -1,8 +1,8 @@
 """The work of one batch: rows of a file, answered beside other requests. A batch survives a restart.
 
-  status: validating --> in_progress --> finalizing --> completed
-              |              |
-           failed    cancelling, expired, failed     (answers so far are kept)
+    status: validating --> in_progress --> finalizing --> completed
+                 |              |
+               failed    cancelling, expired, failed     (answers so far are kept)
 
 Each answer is appended to the output file at once. After a restart, rows that have an answer are skipped. While the
 disk is full, or the key's part of it, `paused` in the batch says so.
