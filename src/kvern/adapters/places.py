@@ -19,12 +19,12 @@ class AdapterPlaces:
         self._free = list(range(count - 1, -1, -1))
 
     def register(self, key: int | None) -> None:
-        """A request came that uses this adapter, if any."""
+        """Counts a new request that uses this adapter, if any."""
         if key is not None:
             self.users[key] += 1
 
     def unregister(self, key: int | None) -> None:
-        """It has ended."""
+        """Counts the end of such a request."""
         if key is not None:
             self.users[key] -= 1
             if not self.users[key]:
@@ -35,7 +35,7 @@ class AdapterPlaces:
         return key in self._indices or bool(self._free) or len(self._running) < self.count
 
     def enter(self, key: int) -> tuple[int, bool]:
-        """A request of an adapter that `fits` begins to run: the index of its place, and whether it must be loaded."""
+        """Starts a request of an adapter that `fits`; returns its index, and whether it must be loaded."""
         load = key not in self._indices
         if load:
             if not self._free:
@@ -46,14 +46,14 @@ class AdapterPlaces:
         return self._indices[key], load
 
     def leave(self, key: int) -> None:
-        """A request of the adapter runs no more."""
+        """Ends or pauses a running request of the adapter."""
         self._running[key] -= 1
         if not self._running[key]:
             del self._running[key]
             self._indices[key] = self._indices.pop(key)
 
     def forget(self, key: int) -> None:
-        """Nothing of the adapter, which has no running request, is needed any more."""
+        """Frees the index of an adapter without running requests."""
         if key in self._indices:
             self._free.append(self._indices.pop(key))
 

@@ -53,7 +53,7 @@ class AdapterStore:
         return self._adapters[key]
 
     def add(self, key: int, adapter: Adapter) -> None:
-        """Keep an adapter that was read."""
+        """Adds an adapter."""
         if self._shared:
             targets = {target.key: target for parts in self._targets.values() for target in parts}
             shares = {name: part.share(targets[name]) for name, part in adapter.parts.items() if name in targets}
@@ -61,5 +61,5 @@ class AdapterStore:
         self._adapters[key] = adapter
 
     def drop(self, key: int) -> None:
-        """Forget an adapter."""
+        """Removes an adapter."""
         self._adapters.pop(key, None)

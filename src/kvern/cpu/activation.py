@@ -7,7 +7,7 @@ from torch import Tensor
 from kvern.cpu.library import CODE, DTYPES, INTEGER, POINTER, close_to, function
 
 KINDS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3, "relu2": 4, "clamped_swiglu": 5}
-"""Codes, as `sources/activation.cpp` has them."""
+"""Codes in `sources/activation.cpp`."""
 
 _activation = function("kvern_activation", POINTER, POINTER, INTEGER, INTEGER, CODE, CODE, CODE)
 

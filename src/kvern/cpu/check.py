@@ -32,7 +32,7 @@ GROUPS: Mapping[str, Callable[[], None]] = {
 }
 """The check of each group, which raises an AssertionError with the reason if a kernel is wrong."""
 THREADS = 2
-"""Enough for jobs to meet."""
+"""The number of threads, so that jobs run in parallel."""
 
 
 def main() -> None:

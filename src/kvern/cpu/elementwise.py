@@ -22,7 +22,7 @@ def add(x: Tensor, added: Tensor) -> Tensor:
 
 
 def scale(x: Tensor, factor: float) -> Tensor:
-    """Multiply x, float32 or bfloat16 without gaps; returns x."""
+    """Multiplies contiguous x, float32 or bfloat16, in place; returns x."""
     assert x.is_contiguous()
     _scale(x.data_ptr(), factor, x.numel(), DTYPES[x.dtype])
     return x

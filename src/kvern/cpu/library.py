@@ -67,7 +67,7 @@ def function(name: str, *takes: Any) -> Callable[..., None]:
 
 @contextmanager
 def recorded() -> Iterator[None]:
-    """Let PyTorch's profiler see the functions, by their names."""
+    """Lets PyTorch's profiler record the functions by name."""
     global _recorded
     _symbols.clear()
     _recorded = True
@@ -85,7 +85,7 @@ def is_recorded() -> bool:
 
 @contextmanager
 def captured() -> Iterator[list[Call]]:
-    """Note the calls that this thread makes."""
+    """Records the calls of this thread."""
     calls: list[Call] = []
     _noted.calls = calls
     try:

@@ -6,7 +6,7 @@ from torch import Tensor
 from kvern.cpu.library import CODE, DTYPES, INTEGER, NUMBER, POINTER, address, close_to, function
 
 KINDS = {"rms": 1, "layer": 2}
-"""Codes, as `sources/norm.h` has them."""
+"""Codes in `sources/norm.h`."""
 
 _norm = function("kvern_norm", POINTER, POINTER, POINTER, POINTER, POINTER, INTEGER, INTEGER, NUMBER, CODE, CODE)
 

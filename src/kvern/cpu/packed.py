@@ -17,7 +17,7 @@ LANES = 16
 STEP = 4
 """Adjacent bytes of one output."""
 RUN = 32
-"""Activations at most that are rounded to INT8 with one scale."""
+"""The most activations that share one INT8 scale."""
 
 _multiply_int8 = function(
     "kvern_multiply_int8",

@@ -153,7 +153,7 @@ def _forget_unused(folder: Path) -> None:
 
 
 def _begin(folder: Path) -> None:
-    """Build in a process that outlives this one."""
+    """Starts a build in a process that outlives this one."""
     command = [sys.executable, "-m", "kvern.cpu.ready", str(folder)]
     nowhere = subprocess.DEVNULL
     process = subprocess.Popen(command, stdin=nowhere, stdout=nowhere, stderr=nowhere, start_new_session=True)  # noqa: S603

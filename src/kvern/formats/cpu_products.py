@@ -40,11 +40,9 @@ class Int8Product:
         self._matrix = Int8Matrix(side_by_side(codes, STEP), side_by_side(scale), fixed, limit)
 
     def __call__(self, x: Tensor, bias: Tensor | None, first: int = 0, outputs: int | None = None) -> Tensor:
-        """See `CpuProduct`."""
         return multiply_int8(x.contiguous(), self._matrix, bias, outputs or self._outputs, first)
 
     def stored(self) -> Mapping[str, Tensor]:
-        """See `CpuProduct`."""
         return {"codes": self._matrix.codes, "scale": self._matrix.scale}
 
 
@@ -56,11 +54,9 @@ class PackedProduct:
         self._product = GroupsProduct(matrix, rounded=shape.dtype == torch.bfloat16)
 
     def __call__(self, x: Tensor, bias: Tensor | None, first: int = 0, outputs: int | None = None) -> Tensor:
-        """See `CpuProduct`."""
         return self._product(x.contiguous(), bias, first, outputs or self._outputs)
 
     def stored(self) -> Mapping[str, Tensor]:
-        """See `CpuProduct`."""
         found = {
             name: getattr(self._matrix, name) for name in ("codes", "scale", "zero", "factor", "outer", "outer_zero")
         }

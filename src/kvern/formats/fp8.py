@@ -15,11 +15,11 @@ from kvern.layers.linear_format import LinearFormat, LinearMethods
 from kvern.spec.model import Rename
 
 STACKED = Rename(r"(_proj)_scale_inv$", r"\1_weight_scale_inv")
-"""Scales of the experts' tensors, all of which are in one."""
+"""Scales of experts' tensors that are stacked in one tensor."""
 MOST_BLOCK = 1 << 16
 BLOCK_NAMES = (STACKED, Rename(r"([._]weight_scale)$", r"\1_inv"))
 TENSOR_NAMES = (STACKED, Rename(r"([._]weight_scale)_inv$", r"\1"), Rename(r"\.activation_scale$", ".input_scale"))
-"""Some programs that write checkpoints call scales otherwise."""
+"""Other names of scales in checkpoints."""
 
 
 def fp8(quantization: Mapping[str, Any], unquantized: LinearFormat) -> LinearMethods:
@@ -49,7 +49,7 @@ def fp8(quantization: Mapping[str, Any], unquantized: LinearFormat) -> LinearMet
 
 
 def block_of(size: object) -> Block | None:
-    """From `[outputs, inputs]`. Raises UnsupportedModel."""
+    """A block of `[outputs, inputs]`. Raises UnsupportedModel."""
     if size is None:
         return None
     sizes = tuple(size) if isinstance(size, list | tuple) else ()

@@ -209,7 +209,7 @@ class GroupedMethod(QuantizedMethod):
 
     @property
     def _wide(self) -> bool:
-        """Codes have a byte each."""
+        """True if codes have one byte each."""
         return self.codes.dtype == torch.int8
 
     def _in_dtype(self, kind: str, dtype: torch.dtype) -> Tensor:

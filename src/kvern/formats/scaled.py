@@ -187,7 +187,7 @@ class ScaledMethod(QuantizedMethod):
         copy_part(self.storage()[name], getattr(self, name), tensor, part, first_row * repeats)
 
     def finish(self) -> None:
-        """Zero points that are all zero are none."""
+        """Finishes loading; zero points that are all zero are dropped."""
         if self.zero is not None and not self.zero.any():
             self.zero = None
         if self.zero is not None or not (self.form.activations is None or self.form.activations.symmetric):

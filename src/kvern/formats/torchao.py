@@ -17,13 +17,11 @@ from kvern.spec.model import Rename
 
 NAMES = (Rename(r"\._weight_qdata$", ".weight"), Rename(r"\._weight_(scale|zero_point)$", r".weight_\1"))
 BY_NAME = {"FqnToConfig": "fqn_to_config", "ModuleFqnToConfig": "module_fqn_to_config"}
-"""Configurations that give layers theirs."""
+"""Configurations that list formats by layer."""
 
 
 def torchao(quantization: Mapping[str, Any], unquantized: LinearFormat) -> LinearMethods:
-    """Reads the default format of linear layers and the formats of named ones; embeddings and head are plain by
-    default.
-    """
+    """Reads the default format of linear layers and those of named ones; embeddings and head are plain by default."""
     described = quantization["quant_type"]
     described = described["default"] if isinstance(described, dict) and "default" in described else described
     ignored = paths_matching(quantization.get("modules_to_not_convert"), "modules_to_not_convert")
@@ -81,7 +79,7 @@ def _intx(kind: str, data: Mapping[str, Any]) -> Scaled:
 
 
 def _block(data: Mapping[str, Any], default: Block = ROWS) -> Block:
-    """From the granularity; of several, the last is the weights'."""
+    """The block of a granularity; of several, the last one belongs to the weights."""
     granularity = data.get("granularity")
     if isinstance(granularity, list | tuple):
         granularity = granularity[-1]

@@ -50,7 +50,7 @@ def read_head_dim(config: Config) -> int:
 def read_attention(
     config: Config, *, scale: float | None = None, window: int | None = None, softcap: float | None = None
 ) -> AttentionSpec:
-    """Heads and sizes; `scale` defaults to head_dim ** -0.5."""
+    """The attention of a configuration; `scale` defaults to head_dim ** -0.5."""
     heads, head_dim = config["num_attention_heads"], read_head_dim(config)
     return AttentionSpec(
         heads=heads,

@@ -24,7 +24,7 @@ class LayerInputs:
         self._inputs[place] = copied if update is None else self._ops.add(copied, update)
 
     def take(self, earlier: Mapping[int, Tensor]) -> None:
-        """Keep the inputs of layers of earlier stages, by their places."""
+        """Keeps the inputs of layers of earlier stages, by index."""
         self._inputs |= earlier
 
     def after(self, hidden: Tensor) -> Tensor:

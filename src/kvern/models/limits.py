@@ -156,7 +156,7 @@ def check_spec(spec: ModelSpec) -> None:
 
 
 def _check_streams(spec: ModelSpec) -> None:
-    """Several residual streams go through layers of one kind alone."""
+    """Checks that a model with several residual streams has only one kind of layer."""
     if spec.additions.altup is None:
         return
     parts = spec.additions.per_layer is not None and not spec.additions.scalars

@@ -68,7 +68,7 @@ class Share:
 
     @property
     def bits(self) -> float:
-        """Per weight, scales included."""
+        """Bits per weight, scales included."""
         return 8 * self.nbytes / max(self.parameters, 1)
 
 

@@ -26,7 +26,7 @@ class Inputs:
         self._kept: list[Tensor] = []
 
     def add(self, x: Tensor) -> None:
-        """Take a batch's rows `[T, inputs]`."""
+        """Adds the rows `[T, inputs]` of a batch."""
         numbers = x.float()
         self.count += len(x)
         self.largest = torch.maximum(self.largest, numbers.abs().amax(0)) if len(x) else self.largest

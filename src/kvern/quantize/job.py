@@ -23,7 +23,7 @@ from kvern.quantize.statistics import REPORT_NAME, MatrixStatistics, report, sta
 from kvern.quantize.writer import SHARD_BYTES, Writer, check_target, writing
 
 Progress = Callable[[int, int], None]
-"""Takes the matrices done and the weights in them."""
+"""A callback with the number of finished matrices and of their weights."""
 
 
 @dataclass(frozen=True)
@@ -162,7 +162,7 @@ class _Run:
 
     @torch.no_grad()
     def _piece(self, block: Block, piece: Piece) -> None:
-        """Round a tensor of a block and write it, or write it as it is."""
+        """Rounds a tensor of a block and writes it, or writes it unchanged."""
         scheme = self._settings.plan.get(piece.matrix) if piece.matrix != piece.name else None
         if scheme is None:
             self._writer.add(piece.name, block.tensors[piece.path].to(piece.stored.dtype))

@@ -47,9 +47,7 @@ class Unit:
         return min(steps.items(), key=lambda step: step[1], default=None)
 
     def larger(self) -> tuple[str, float] | None:
-        """The larger precision with the best loss reduction per additional bit, and this reduction; None: none is
-        larger.
-        """
+        """The larger precision with the best loss reduction per bit, and this reduction; None: none is larger."""
         now = self.choice
         steps = {
             name: (now.loss - other.loss) / (other.size - now.size)
@@ -80,7 +78,7 @@ class MixedReport:
 
     @property
     def bits(self) -> float:
-        """Per weight of the units."""
+        """Bits per weight of the units."""
         return sum(unit.choice.size for unit in self.units) / self.parameters
 
     @property

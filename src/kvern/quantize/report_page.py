@@ -119,7 +119,7 @@ def _plot(report: MixedReport) -> str:
 
 
 def _spots(uniform: Mapping[str, tuple[float, float]], here: tuple[float, float], right: float) -> Iterator[str]:
-    """Points with their names, which keep out of each other's way."""
+    """Points with names, placed so that names do not overlap."""
     line, names = 0.0, []
     for name, (x, y) in sorted(uniform.items(), key=lambda item: (-item[1][0], -item[1][1])):
         line = y + 4 if not line or y + 4 < line - 14 or x > right - 90 else line - 14

@@ -98,7 +98,7 @@ class WatchedProduct:
 
 
 def places(module: "nn.Module") -> Iterator[WatchedProduct]:
-    """All that can be watched in a block."""
+    """All products of a block that can be watched."""
     for part in module.modules():
         if isinstance(part, Linear):
             names = [*part.outputs, *([part.fused] if part.fused else [])]

@@ -58,7 +58,7 @@ class Shard:
             self._write(name, tensor)
 
     def close(self) -> list[str]:
-        """Write the header; the names of the tensors."""
+        """Writes the header; returns the names of the tensors."""
         for name, tensor in sorted(self._odd, key=lambda item: -item[1].element_size()):
             self._write(name, tensor)
         header = json.dumps({"__metadata__": {"format": "pt"}} | self._entries, separators=(",", ":")).encode()

@@ -37,7 +37,7 @@ class RareFilters:
 
     @classmethod
     def of(cls, params: Sequence[SamplingParams], device: torch.device) -> "RareFilters":
-        """Sent to the device in one piece."""
+        """The parameters of requests, sent to the device in one copy."""
         numbers = [
             number
             for item in params

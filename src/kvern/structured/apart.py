@@ -18,9 +18,9 @@ from kvern.structured.worker import LENGTH, MOST_MEMORY, MOST_SECONDS, READY, Gr
 CHILDREN = 2
 """The number of child processes that compile at the same time, each for one owner."""
 LONGEST_WAIT = 10.0
-"""Seconds until a form's turn must have come."""
+"""The most seconds that a form waits for its turn."""
 LONGEST_SECONDS = 10 * MOST_SECONDS
-"""For one form, however busy the machine is."""
+"""The most seconds for one form, even on a busy machine."""
 LONGEST_START = 60.0
 """Seconds until a child must be ready, of which the first waits for the worker's tokenizer."""
 MOST_TIMES = 4
@@ -32,7 +32,7 @@ Worker = asyncio.Task[tuple[asyncio.subprocess.Process, socket.socket]]
 
 
 class Child:
-    """One process that compiles, as its socket."""
+    """The socket of one process that compiles."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader, self._writer = reader, writer
@@ -44,7 +44,7 @@ class Child:
         return msgspec.msgpack.decode(await self._reader.readexactly(length), type=GrammarVerdict)
 
     def close(self) -> None:
-        """Let it end, at once or when its form has had its time."""
+        """Ends the process, at once or when the time of its form is over."""
         self._writer.close()
 
 
@@ -82,7 +82,7 @@ class GrammarProcesses:
             await self._compile(form, owner)
 
     async def close(self) -> None:
-        """End all processes."""
+        """Ends all processes."""
         for task in self._running:
             task.cancel()
         for child in self._idle:

@@ -33,7 +33,7 @@ OF_KEYWORD = {
 IGNORED = {"$schema", "$id", "id", "$anchor", "$dynamicAnchor", "$recursiveAnchor", "$defs", "definitions", "$comment"}
 IGNORED |= {"$vocabulary", "title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly"}
 IGNORED |= {"contentEncoding", "contentMediaType", "contentSchema"}
-"""They name and describe; they assert nothing."""
+"""Keywords that only name or describe."""
 COUNTS = {"minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties"}
 COUNTS |= {"minContains", "maxContains"}
 

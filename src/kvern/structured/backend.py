@@ -19,7 +19,7 @@ class Matcher(Protocol):
         """Advances the state; returns False, and stays in an error, if the grammar does not allow the tokens."""
 
     def consume_token(self, token: int, /) -> bool:
-        """Go on with one."""
+        """Consumes one token; False if the grammar does not allow it."""
 
     def try_consume_tokens(self, tokens: list[int], /) -> int:
         """Consumes tokens as far as the grammar allows, without an error for others; returns their number."""
@@ -30,10 +30,10 @@ class Matcher(Protocol):
     def is_error(self) -> bool: ...
 
     def get_error(self) -> str:
-        """Why the grammar cannot be followed any more; empty if it can."""
+        """The reason why the grammar cannot be followed any more; empty if it can."""
 
     def reset(self) -> bool:
-        """Go back to the beginning; False if that cannot be done."""
+        """Returns to the start state; False if that is impossible."""
 
     def rollback(self, tokens: int, /) -> bool:
         """Take back the last tokens that it consumed before it was stopped, and the one that stopped it.

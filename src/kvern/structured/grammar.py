@@ -89,7 +89,7 @@ class Grammars:
         return self._find(form) is not None
 
     def remember(self, form: bytes, known: str | InvalidParameter) -> None:
-        """Have `compile` answer so."""
+        """Caches an answer of `compile`."""
         digest = _digest(form)
         with self._lock:
             self._characters += len(str(known)) - len(str(self._known.pop(digest, "")))

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from kvern.structured.backend import Matcher
 
 LONGEST_WAY = 256
-"""Tokens; answers that need more to end are left alone."""
+"""The most tokens of a way out; answers that need more are not finished."""
 MOST_GROWTH = 16
 """The most by which one token usually lengthens the way out: it may open that many brackets."""
 

@@ -22,9 +22,9 @@ BITS = 32
 FOLLOWING_SECONDS = 0.5
 """Limit of the computing time that one answer may spend at once on its grammar."""
 STEADY_SECONDS = 0.001
-"""And for every token more."""
+"""Additional seconds for each token."""
 LONGEST_FILL_SECONDS = 0.05
-"""For the masks of all rows."""
+"""The most seconds for the masks of all rows."""
 
 T = TypeVar("T")
 
@@ -163,7 +163,7 @@ class GrammarRows:
         ]
 
     def _accepts(self, matcher: "Matcher", token: int) -> bool:
-        """Go on with a token, if it is allowed; whether it is."""
+        """Consumes a token if it is allowed; returns whether it was."""
         forced = self._forced(matcher)
         if matcher.is_stopped():
             return token in self._grammars.eos_token_ids

@@ -40,7 +40,7 @@ class Kept:
         return sum(map(len, self._matchers.values()))
 
     def add(self, grammar: str, matcher: "Matcher") -> None:
-        """Keep one more."""
+        """Keeps a matcher."""
         with self._lock:
             self._matchers.setdefault(grammar, []).append(matcher)
             self._matchers.move_to_end(grammar)
@@ -49,7 +49,7 @@ class Kept:
                 self._drop(next(iter(self._matchers)))
 
     def take(self, grammar: str) -> "Matcher | None":
-        """One, which is no longer kept."""
+        """Removes and returns a kept matcher."""
         with self._lock:
             return self._drop(grammar) if grammar in self._matchers else None
 
@@ -70,7 +70,7 @@ class Kept:
 
 
 def size(grammar: str) -> int:
-    """Bytes that a matcher of this grammar takes, about."""
+    """The approximate bytes of a matcher of this grammar."""
     return MATCHER_BYTES + CHARACTER_BYTES * len(grammar)
 
 

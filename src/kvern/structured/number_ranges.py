@@ -28,7 +28,7 @@ def _positive(low: int, high: int | None) -> Iterator[str]:
 
 
 def _between(low: str, high: str) -> str:
-    """Numbers of as many digits as both bounds have."""
+    """A pattern for numbers between bounds with equal numbers of digits."""
     if low == high:
         return low
     count = len(low)

@@ -8,7 +8,7 @@ from kvern.errors import InvalidParameter
 SAME_VALUE = ("allOf", "anyOf", "oneOf")
 """Keywords whose subschemas describe the value itself, not a part of it."""
 LONGEST_INDEX = 10
-"""Digits of a place in a list."""
+"""The most digits of a list index."""
 
 
 def check_references(schema: Any) -> None:

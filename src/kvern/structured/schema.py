@@ -47,7 +47,7 @@ NODE_WORK = 20
 MOST_CONTAINED = 64
 MOST_ALTERNATIVES = 256
 DEEPEST = 32
-"""References and properties are followed so far."""
+"""The deepest nesting of references and properties that is followed."""
 LONE_REFERENCES = (DRAFT3, DRAFT4, DRAFT6, DRAFT7)
 """Drafts in which keywords beside `$ref` are ignored."""
 
@@ -462,7 +462,7 @@ def _ways(rewriter: Rewriter, schema: Schema, at: Resolver, path: str, depth: in
 
 
 def _product(rewriter: Rewriter, factors: Sequence[Sequence[_Alternative]], path: str) -> list[_Alternative]:
-    """Every choice of one of each."""
+    """All combinations of one element of each."""
     result = [_Alternative()]
     for factor in factors:
         copied = sum(len(way.schemas) + len(way.names) + len(way.patterns) for way in result)

@@ -80,7 +80,7 @@ def serve(connection: socket.socket, grammars: Grammars) -> None:
 
 
 def receive(connection: socket.socket) -> bytes | None:
-    """One message; None if the socket was closed."""
+    """Receives one message; None if the socket was closed."""
     length = _exactly(connection, LENGTH)
     return None if length is None else _exactly(connection, int.from_bytes(length))
 

@@ -27,9 +27,9 @@ from kvern.structured.xgrammar_schema import narrow
 from kvern.text.tokenizer import Tokenizer
 
 MOST_BLANKS = 16
-"""Between the tokens of JSON."""
+"""The most blanks between the tokens of JSON."""
 CACHED = 256
-"""Compiled grammars that are remembered."""
+"""Limit of cached grammars."""
 MOST_CHARACTERS = 1 << 18
 """Limit of a serialized grammar, which the engine compiles before it continues."""
 ITS_OWN_WORDS = re.compile(r"[A-Za-z]*(Token|TagDispatch|Regex|Tag)\s*\(|\(=")
@@ -122,7 +122,7 @@ class XgrammarBackend:
         return XgrammarMatcher(GrammarMatcher(self._compiled(grammar)), self._never)
 
     def way_out(self, matcher: object, most: int) -> None:
-        """Not known."""
+        """No way out is known."""
 
     def fill(self, going: Sequence[tuple[XgrammarMatcher, int]], masks: torch.Tensor, side_by_side: bool) -> None:
         words = masks.numpy()

@@ -75,7 +75,7 @@ class _Narrower:
         return self._plain([part for part in parts if isinstance(part, dict)])
 
     def _plain(self, parts: Sequence[dict[str, Any]]) -> PlainSchema:
-        """Schemas of plain assertions as one."""
+        """Merges schemas of plain assertions."""
         if not parts:
             return True
         merged: dict[str, Any] = {}

@@ -9,7 +9,7 @@ from kvern.tools.tool_format import new_call_id
 
 BLANKS = " \t\r\n"
 LONGEST_GAP = 1024
-"""Blanks before a marker that is waited for."""
+"""The most blanks before an expected marker."""
 GARBAGE = re.compile(r"[^<\[{]{0,128}")
 """Text after a call, up to the mark that ends it."""
 SURROGATE = re.compile("[\ud800-\udfff]")
@@ -17,7 +17,7 @@ SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 def held_back(text: str, marker: str) -> int:
-    """Characters at the end of a text that a marker may begin with."""
+    """The number of characters at the end of a text that may begin a marker."""
     for length in range(min(len(marker) - 1, len(text)), 0, -1):
         if text.endswith(marker[:length]):
             return length
@@ -78,7 +78,7 @@ class BufferedParser(ABC):
         return pieces
 
     def take(self, count: int) -> str:
-        """Remove the first characters."""
+        """Removes and returns the first characters."""
         taken, self.buffer = self.buffer[:count], self.buffer[count:]
         return taken
 
@@ -96,7 +96,7 @@ class BufferedParser(ABC):
         self.take(self.buffer.index(marker) + len(marker))
 
     def content(self, text: str) -> None:
-        """Text for the user."""
+        """Emits text as content."""
         kept = text.rstrip(BLANKS)
         if kept:
             self._after_call = False
@@ -169,7 +169,7 @@ class BufferedParser(ABC):
         self._calls += 1
 
     def arguments(self, text: str) -> None:
-        """More of the arguments of the call that began last."""
+        """Emits more arguments of the newest call."""
         text = SURROGATE.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
         if text:
             self._pieces.append(Arguments(self._calls - 1, text))

@@ -113,7 +113,7 @@ class ChatRequest:
     lacks: tuple[str, ...] = ()
 
     def reader(self) -> AnswerReader:
-        """For one answer."""
+        """A reader of one answer."""
         parser = PlainParser() if self.form is None else self.form.parser(self.tools)
         if self.thought is None or not self.thought.form.in_turns:
             return AnswerReader(parser, self.thought, self.exact)
@@ -134,7 +134,7 @@ class ChatRequest:
         return ThoughtTokens(self.thought.form, self.thought.beginning, self.tokenizer.id_to_bytes, self.exact)
 
     def reasoning_tokens(self, token_ids: Sequence[int]) -> int:
-        """Tokens of a whole answer that are thought."""
+        """The number of thinking tokens of a whole answer."""
         counter = self.thought_tokens()
         return 0 if counter is None else counter.count(token_ids)
 

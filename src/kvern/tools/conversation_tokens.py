@@ -16,7 +16,7 @@ from collections import OrderedDict
 from kvern.text.tokenizer import Tokenizer
 
 SHORTEST_PIECE = 2048
-"""Characters: keeping less would save nothing."""
+"""The shortest kept piece in characters; shorter ones would save nothing."""
 MOST_CHARACTERS = 1 << 23
 """Limit for all kept pieces, at about 8 bytes per character; the least recently used go first."""
 

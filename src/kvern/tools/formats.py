@@ -1,4 +1,4 @@
-"""All formats, and which of them a chat template speaks."""
+"""All formats, and the detection of a chat template's format."""
 
 import functools
 from dataclasses import replace

@@ -54,7 +54,7 @@ class Gemma:
 
 
 class GemmaParser(BufferedParser):
-    """Content, then a call between tokens, then content."""
+    """A parser of content, a call between tokens, and content."""
 
     def __init__(self, begin: str, end: str, quote: str) -> None:
         super().__init__()
@@ -65,7 +65,7 @@ class GemmaParser(BufferedParser):
         self._next = {"": sign, '"': IN_JSON, quote: re.compile(re.escape(quote))}
 
     def content_state(self) -> bool:
-        """Up to the token."""
+        """Reads content up to the token."""
         if not self.content_until(self._begin):
             return False
         self.state = self._head_state
@@ -83,7 +83,7 @@ class GemmaParser(BufferedParser):
         return True
 
     def _arguments_state(self) -> bool:
-        """Look for the brace that ends them, outside of texts."""
+        """Searches the brace that ends the arguments, outside of strings."""
         while True:
             found = self._next[self._inside].search(self.buffer, self._place)
             longest = len(self._quote)

@@ -70,13 +70,13 @@ class Glm:
 
 
 class GlmParser(XmlParser):
-    """Content, then a call, then content."""
+    """A parser of content, a call, and content."""
 
     def __init__(self, tools: ToolSchemas) -> None:
         super().__init__(MARKS, tools)
 
     def content_state(self) -> bool:
-        """Up to the tag."""
+        """Reads content up to the tag."""
         if not self.content_until(CALL):
             return False
         self.state = self._head_state

@@ -88,7 +88,7 @@ def free_messages(literal: Callable[[str], str]) -> str:
 
 
 class HarmonyParser(BufferedParser):
-    """Message after message."""
+    """A parser of a turn, message by message."""
 
     def __init__(self, tools: ToolSchemas) -> None:
         super().__init__()

@@ -182,7 +182,7 @@ class JsonCall:
         return None
 
     def _begin(self, text: str) -> bool:
-        """Begin the call if its name is known, with these arguments."""
+        """Begins the call with these arguments if its name is known."""
         if self._name is None:
             return False
         self.begun = True

@@ -98,7 +98,7 @@ class JsonCallsParser(BufferedParser):
             self.state = self._beginning_state
 
     def content_state(self) -> bool:
-        """Up to the mark; without one all that is left."""
+        """Reads content up to the mark; without a mark all that is left."""
         if not self._form.mark:
             self.content(self.take(len(self.buffer)))
             return False
@@ -149,7 +149,7 @@ class JsonCallsParser(BufferedParser):
         return True
 
     def _next_state(self) -> bool:
-        """After a call: another one, or the end."""
+        """Reads the text after a call: another call, or the end."""
         found = {sign: self.expect(sign) for sign in ",;{]"}
         if None in found.values():
             return False
@@ -190,4 +190,4 @@ LISTS = (
     JsonCalls("tool_calls", "<tool_calls>[", *NAMED, ", ", "]</tool_calls>", hints=("<tool_calls>",)),
 )
 JSON = JsonCalls("json", "", *NAMED, ", ", "")
-"""For templates that write calls in no form that is known."""
+"""The format for templates that render calls in no known form."""

@@ -16,7 +16,7 @@ from kvern.tools.tool_format import IDENTITY, NUMBER, ToolFormat
 
 NAMES = ("probe_first", "probe_second")
 IDS = ("probe1234", "probe5678")
-"""Nine letters and digits, which Mistral's templates take."""
+"""Ids of nine letters and digits, the form that Mistral's templates require."""
 SAID = "probe content"
 ARGUMENTS: tuple[dict[str, Any], ...] = ({"alpha": "probe text", "beta": 7}, {"alpha": 7})
 """The second for templates that write texts without quotes, or several arguments without commas."""

@@ -92,7 +92,7 @@ class DeepSeek(MarkedJson):
         self.fence = FENCE if fenced else ""
 
     def matches(self, template: str) -> bool:
-        """One instance is of one form."""
+        """True if the template has the form of this instance."""
         return super().matches(template) and (FENCE in template) == bool(self.fence)
 
     def before(self, name: str, write: GrammarPieces) -> str:
@@ -132,21 +132,21 @@ class Solar(MarkedJson):
 
 
 class MarkedJsonParser(BufferedParser):
-    """Content, then calls, then content."""
+    """A parser of content, calls, and content."""
 
     def __init__(self, form: MarkedJson) -> None:
         super().__init__()
         self._form = form
 
     def content_state(self) -> bool:
-        """Up to a section or a call."""
+        """Reads content up to a section or a call."""
         self._opening = self.content_until(self._form.section[0], self._form.call[0])
         if self._opening:
             self.state = self._head_state if self._opening == self._form.call[0] else self._section_state
         return bool(self._opening)
 
     def _section_state(self) -> bool:
-        """Nothing but a call may follow."""
+        """Reads the start of a section, which only a call may follow."""
         found = self.expect(self._form.call[0])
         if found is None:
             return False

@@ -20,7 +20,7 @@ LONGEST_HEAD = 256
 
 
 def new_id() -> str:
-    """Mistral's templates take ids of nine letters and digits only."""
+    """An id of nine letters and digits, the form that Mistral's templates require."""
     return "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(9))
 
 
@@ -38,7 +38,7 @@ class Mistral:
         self._named, self._with_ids = named, with_ids
 
     def matches(self, template: str) -> bool:
-        """Lists, or names first, or ids: one instance is of one form."""
+        """True if the template has the form of this instance: lists, names first, or ids."""
         forms = (ARGUMENTS in template, CALL_ID in template)
         return BEGIN in template and forms == (self._named, self._with_ids)
 
@@ -60,19 +60,19 @@ class Mistral:
 
 
 class MistralParser(BufferedParser):
-    """Content, then calls in either form, then content."""
+    """A parser of content, calls in either form, and content."""
 
     new_id = staticmethod(new_id)
 
     def content_state(self) -> bool:
-        """Up to the marker."""
+        """Reads content up to the marker."""
         if not self.content_until(BEGIN):
             return False
         self.state = self._marked_state
         return True
 
     def _marked_state(self) -> bool:
-        """After the marker, which nothing but a call may follow."""
+        """Reads the text after the marker, which must be a call."""
         text = self.buffer.lstrip(BLANKS)
         if not text and not self.ended:
             return False
@@ -117,7 +117,7 @@ class MistralParser(BufferedParser):
         return True
 
     def _next_state(self) -> bool:
-        """After one call of a list."""
+        """Reads the text after a call of a list."""
         for sign in ",]":
             found = self.expect(sign)
             if found is None:

@@ -47,7 +47,7 @@ class NestedTagsParser(XmlFunctionsParser):
     """Reads tags within a parameter when it has ended."""
 
     brackets = ""
-    """Tags begin with one."""
+    """The bracket with which tags begin."""
 
     def value(self, text: str, parameter: ParameterSchema, types: frozenset[str]) -> str:
         """A value as JSON; without tags its type follows the schema."""
@@ -66,7 +66,7 @@ class _Tree:
         self._text, self._place = text, 0
 
     def value(self, parameter: ParameterSchema, depth: int) -> Any:
-        """Up to the tag that closes, which is left, or the end."""
+        """Reads up to the closing tag, which is kept, or to the end."""
         opened = TAG.search(self._text, self._place)
         if depth > DEEPEST:
             raise ValueError("too deep")

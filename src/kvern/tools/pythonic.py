@@ -63,7 +63,7 @@ class Lfm2(Pythonic):
     opening = "<"
 
     def matches(self, template: str) -> bool:
-        """Its templates write no calls, and introduce the tools so."""
+        """True if the template, which renders no calls, introduces tools in this way."""
         return self.trigger in template or "List of tools: " in template
 
     def parser(self, tools: ToolSchemas) -> ToolParser:
@@ -87,7 +87,7 @@ class PythonicParser(BufferedParser):
             self.state = self._beginning_state
 
     def content_state(self) -> bool:
-        """Up to the token; without one all that is left."""
+        """Reads content up to the token; without a token all that is left."""
         if not self._marks:
             self.content(self.take(len(self.buffer)))
             return False
@@ -122,7 +122,7 @@ class PythonicParser(BufferedParser):
         return self._names is None or name in self._names
 
     def _arguments_state(self) -> bool:
-        """Look for the parenthesis that ends them, outside of texts."""
+        """Searches the parenthesis that ends the arguments, outside of strings."""
         while self._depth:
             found = (IN_TEXT[self._quote] if self._quote else SIGN).search(self.buffer, self._place)
             if found is None or (found[0] == "\\" and found.end() == len(self.buffer)):

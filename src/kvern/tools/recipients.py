@@ -35,7 +35,7 @@ class Recipients:
         return RecipientsParser(tools)
 
     def calls(self, tools: ToolSchemas, several: bool, write: GrammarPieces) -> str:
-        """Messages to tools, without the first mark."""
+        """The grammar of messages to tools, without the first mark."""
         heads = {name: literal(name + "\n", write) for name in tools}
         one = " | ".join(f"{heads[name]} {write.json(schema)}" for name, schema in tools.items())
         return f"({one}) ({write.literal(MARK)} ({one}))*" if several else f"({one})"
@@ -47,7 +47,7 @@ class Recipients:
 
 
 class RecipientsParser(BufferedParser):
-    """Message after message."""
+    """A parser of a turn, message by message."""
 
     def __init__(self, tools: ToolSchemas) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ class RecipientsParser(BufferedParser):
         return True
 
     def content_state(self) -> bool:
-        """Up to the next mark; without tools all that is left."""
+        """Reads content up to the next mark; without tools all that is left."""
         if not self._tools:
             self.content(self.take(len(self.buffer)))
             return False

@@ -59,7 +59,7 @@ class Switches:
 
     @property
     def has_efforts(self) -> bool:
-        """It reads how hard the model is to think."""
+        """True if the template reads an effort of thinking."""
         return any(name in self.read for name in EFFORTS)
 
     def variables(
@@ -95,7 +95,7 @@ class Switches:
         return min(ranked)[1] if ranked else enabled
 
     def _wanted_effort(self, name: str, enabled: bool | None, effort: Any) -> Any:
-        """None: the template's own."""
+        """The requested effort; None: the template's default."""
         if enabled is False:
             return self._effort(name, "none") or effort
         is_only_switch = enabled and not any(each in self.read for each in (*SWITCHES, *REVERSED))

@@ -148,7 +148,7 @@ def stop_scope(form: ThinkingFormat, beginning: Beginning, exact: bool = False) 
 
 
 def beginning_of(prompt_end: str, form: ThinkingFormat) -> Beginning:
-    """From the last characters of the prompt."""
+    """The state of thinking at the end of a prompt, from its last characters."""
     text = prompt_end.rstrip(BLANKS)
     if text.endswith(form.begin):
         return "inside"

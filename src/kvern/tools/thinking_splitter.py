@@ -44,7 +44,7 @@ class ThinkingSplitter:
         return pieces
 
     def _opens(self, ended: bool) -> None:
-        """Find out whether the answer begins with the mark."""
+        """Finds out whether the answer begins with the mark."""
         text = self._buffer.lstrip(BLANKS)
         if text.startswith(self._form.begin):
             self._buffer, self._state = text, "inside"
@@ -97,7 +97,7 @@ class Quotes:
         self._fenced = False
 
     def add(self, text: str) -> None:
-        """More of it."""
+        """Adds text."""
         ticks = self._ticks + text
         self._fenced ^= ticks.count(FENCE) % 2 == 1
         self._ticks = "`" * ((len(ticks) - len(ticks.rstrip("`"))) % len(FENCE))  # they may become a fence
@@ -118,7 +118,7 @@ class Thoughts:
         self._at_start = True
 
     def add(self, text: str) -> list[Piece]:
-        """More of the same thought."""
+        """Adds text to the current thought."""
         text = self._blanks + text
         if self._at_start:
             text = text.lstrip(BLANKS)

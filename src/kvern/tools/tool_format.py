@@ -30,7 +30,7 @@ class GrammarPieces(Protocol):
         ...
 
     def json(self, schema: Mapping[str, Any] | bool) -> str:
-        """JSON that a schema describes."""
+        """The reference to JSON that matches a schema."""
         ...
 
 
@@ -93,7 +93,7 @@ class ToolFormat(Protocol):
         ...
 
     def parser(self, tools: ToolSchemas) -> ToolParser:
-        """For an answer to a request with these tools."""
+        """A parser of an answer to a request with these tools."""
         ...
 
     def calls(self, tools: ToolSchemas, several: bool, write: GrammarPieces) -> str:

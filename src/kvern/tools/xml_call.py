@@ -22,9 +22,9 @@ from kvern.tools.xml_values import ParameterSchema, written_value
 
 CALL, CALL_END = "<tool_call>", "</tool_call>"
 LONGEST_HEAD = 512
-"""Characters of a call's or a parameter's opening."""
+"""The most characters of the opening of a call or parameter."""
 MOST_BLANKS = 64
-"""Between tags."""
+"""The most blanks between tags."""
 NO_BLANK = re.compile(rf"[^{BLANKS}]")
 STRINGS = ("string", "true")
 """Attribute values of a parameter's tag that mean a string."""
@@ -176,7 +176,7 @@ class XmlParser(BufferedParser):
         return True
 
     def _start_state(self) -> bool:
-        """Tags in the strings of a value that is JSON are a part of it."""
+        """Starts a value; tags within the strings of a JSON value belong to it."""
         found = NO_BLANK.search(self.buffer, self._place)
         if found is None and not self.ended:
             self._place = len(self.buffer)

@@ -46,14 +46,14 @@ class XmlFunctions:
     """Texts between two messages with a call each, before the function's name, and after it."""
     forgiving: bool = True
     in_json: bool = False
-    """Arguments are one JSON object instead of parameters."""
+    """True if arguments are one JSON object instead of parameters."""
     special: tuple[str, ...] = ()
     """Further texts that may be special tokens."""
     stops: tuple[str, ...] = ()
 
     @functools.cached_property
     def marks(self) -> XmlMarks:
-        """For the parser."""
+        """The tags for the parser."""
         before, behind, end = self.parameter
         told = "([a-z]+)".join(map(_flexible, behind.split("{}"))) if self.types else _flexible(behind)
         pattern = re.compile(f"{re.escape(before)}({KEY_IN_TAG}){told}")
@@ -143,7 +143,7 @@ def _flexible(text: str) -> str:
 
 
 class XmlFunctionsParser(XmlParser):
-    """Content, then a call, then content."""
+    """A parser of content, a call, and content."""
 
     def __init__(self, form: XmlFunctions, tools: ToolSchemas) -> None:
         super().__init__(form.marks, tools)
@@ -168,7 +168,7 @@ class XmlFunctionsParser(XmlParser):
         return bool(self._opening)
 
     def _header_state(self) -> bool:
-        """Left out if a call follows."""
+        """Drops a message header if a call follows."""
         name = NAME.match(self.buffer)
         rest = self.buffer if name is None else self.buffer[name.end() :]
         wanted = self._behind_name + self._marks.calls[0]

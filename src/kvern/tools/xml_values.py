@@ -16,7 +16,7 @@ from kvern.structured.assertions import IGNORED, OF_TYPE, TYPES
 from kvern.structured.references import pointed_at
 
 DEEPEST = 16
-"""References to references that are followed."""
+"""The longest chain of references that is followed."""
 ANYTHING = frozenset(TYPES)
 WRITABLE_BESIDE_TEXT = frozenset({"string", "null", "boolean"})
 REFERENCE = re.compile(r'"\$(ref|dynamicRef|recursiveRef)"')

@@ -38,7 +38,7 @@ def _fifth_bits(data: Tensor) -> Tensor:
 
 
 def _spread(scales: Tensor, numbers: int) -> Tensor:
-    """Each of `[N, S]` for its share of the block's numbers."""
+    """Repeats each of `[N, S]` for its share of the block's numbers."""
     return scales.repeat_interleave(numbers // scales.shape[1], 1)
 
 
@@ -80,7 +80,7 @@ def q3_k(blocks: Tensor) -> Tensor:
 
 
 def scales_and_minima(packed: Tensor) -> tuple[Tensor, Tensor]:
-    """Eight of 6 bits each in 12 bytes: `[N, 12] -> [N, 8]`, twice."""
+    """Decodes eight scales and eight minima of 6 bits from 12 bytes: `[N, 12] -> [N, 8]`, twice."""
     low = packed[:, :4]
     middle = packed[:, 4:8]
     high = packed[:, 8:]

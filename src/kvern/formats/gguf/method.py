@@ -76,7 +76,7 @@ class GgufMethod(QuantizedMethod):
         return gguf_product(self.shape, self.name, self.weight)
 
     def fill_random(self, generator: torch.Generator) -> None:
-        """Any codes, under scales that make small numbers of them."""
+        """Fills blocks with random codes, and with scales that give small numbers."""
         self.weight.random_(generator=generator)
         for at, scale in SCALES[self.block.name]:
             value = torch.tensor([scale], dtype=torch.float16).view(torch.uint8)

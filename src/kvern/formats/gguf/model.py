@@ -40,7 +40,7 @@ class GgufModel:
         return next((tensor for tensor in self.tensors if tensor.name == name), None)
 
     def has(self, name: str) -> bool:
-        """Some layer has a tensor of this name, or the model has."""
+        """True if the model or one of its layers has a tensor of this name."""
         return any(tensor.name == name or tensor.name.endswith(f".{name}") for tensor in self.tensors)
 
     def rows(self, name: str, dim: int = -2) -> int:

@@ -65,7 +65,7 @@ ALONE = {
 """Vectors, which checkpoints name without an ending."""
 CONVOLUTIONS = ("shortconv.conv", "ssm_conv1d")
 ROPE_TENSORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
-"""They go into config.json."""
+"""Tensors that become settings of config.json."""
 _LAYER_NAME = re.compile(r"blk\.(\d{1,4})\.((?:shortconv\.|nextn\.)?\w+?)(?:\.(\d{1,4}))?(?:\.(weight|bias))?")
 _EXPERTS = re.compile(r"ffn_(gate|up|down)(?:_exps)?")
 

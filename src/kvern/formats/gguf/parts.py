@@ -17,7 +17,7 @@ from kvern.formats.gguf.types import BY_NAME
 Run = tuple[int, int]
 """The first byte of a run in a block, and the byte after its last."""
 RUN_NUMBERS = 1 << 24
-"""Numbers of which the bits are put in another order at a time."""
+"""The number of values whose bits are reordered at a time."""
 
 CODES: dict[str, tuple[Run, ...]] = {
     "q4_0": ((2, 18),),

@@ -62,7 +62,7 @@ class CodesMatrix(Protocol):
         """The way in which activations become codes; None: they stay plain."""
 
     def own_products(self) -> Mapping[str, Product]:
-        """Ways to multiply that only this format has, by name."""
+        """Products that belong to this format, by name."""
 
     def rounded(self, x: Tensor) -> Tensor:
         """The activations `x [T, inputs]` as the format rounds them."""
@@ -133,16 +133,13 @@ class PackedProducts:
         return readable(self._method.packed())
 
     def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """See `LinearMethod.multiply`."""
         return self._multiply_by(self._way(x.shape[0]), x, bias)
 
     def coding(self, rows: int) -> Coding | None:
-        """See `LinearMethod.coding`."""
         way = self._of_codes(self._way(rows))
         return None if way is None else way.coding
 
     def multiply_codes(self, x: RowCodes, bias: Tensor | None) -> Tensor:
-        """See `LinearMethod.multiply_codes`."""
         way = self._of_codes(self._way(x.codes.shape[0]))
         assert way is not None
         return way.multiply_codes(x, bias)
@@ -154,7 +151,6 @@ class PackedProducts:
         return multiply_row(x, weight, bias, shape, around)
 
     def candidates(self) -> Mapping[int, Mapping[Hashable, Product]]:
-        """See `LinearMethod.candidates`."""
         return {
             most: {
                 _plain(shape): self._of_codes(shape) or partial(self._multiply_by, shape)
@@ -202,7 +198,6 @@ class PackedProducts:
         return streamed, tiles_codes(weight, outputs, inputs, dtype)
 
     def choose(self, rows: int, candidate: Hashable) -> None:
-        """See `LinearMethod.choose`."""
         way = next(shape for shape in self._shapes(rows) if _plain(shape) == candidate)
         self._ways[self._most.index(rows)] = way
         if rows == self._most[-1] and not _bounded(way):

@@ -88,7 +88,7 @@ AttentionInterface.register(IMPLEMENTATION, _attention)
 
 @contextmanager
 def answered(answer: Answer) -> Iterator[None]:
-    """Inside, this answers the calls of all models."""
+    """Uses this function for the attention calls of all models."""
     token = _ANSWER.set(answer)
     try:
         yield

@@ -57,7 +57,7 @@ def cwm(config: Config) -> ModelSpec:
 
 
 def arcee(config: Config) -> ModelSpec:
-    """Squared ReLU, without a gate."""
+    """Arcee: Llama with squared ReLU and no gate."""
     mlp = read_mlp(config, gated=False)
     return describe(config, uniform_layers(config, mlp=mlp))
 
