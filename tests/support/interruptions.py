@@ -105,7 +105,7 @@ class Interrupted:
         self._prepare()
         for output, spec in zip(outputs, self._specs, strict=True):
             if not output.finished:
-                generation = Generation(output, spec, asyncio.Event(), 0.0, "", patient=False)
+                generation = Generation(output, spec, asyncio.Event(), 0.0, patient=False)
                 generation.resumed = True
                 message = generation.message()
                 self._engine.core.add(message.spec, message.progress)
