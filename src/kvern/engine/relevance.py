@@ -1,11 +1,11 @@
-"""What a model's folder says of the ways in which it tells how well a document answers a query.
+"""The ways in which models measure the relevance of a document to a query, chosen by a model's folder.
 
-an encoder's classifier       the sigmoid of its one label, or the label itself, of both texts read together
+an encoder's classifier       the sigmoid of its one label, or the label itself, of both texts encoded together
 any other encoder             the cosine of both embeddings (`engine/embedding.py`)
-`1_Pooling/config.json`        likewise
+`1_Pooling/config.json`       the same
 a classifier's architecture   the sigmoid of its one label: `score.weight` times the last hidden state
 anything else                 yes against no; `1_LogitScore/config.json`, or vLLM's `classifier_from_token` in
-                              config.json, may say which tokens these are
+                              config.json, may name these tokens
 """
 
 import math
@@ -25,30 +25,31 @@ from kvern.models.registry import is_described, spec_from_config
 from kvern.text.tokenizer import Tokenizer, read_json
 
 ANSWERS_FILE = "1_LogitScore/config.json"
-"""Where checkpoints say which tokens tell relevance, as sentence-transformers does."""
+"""The file in which sentence-transformers' checkpoints name the tokens of both answers."""
 ANSWERS = ("no", "yes")
 HEAD = "score.weight"
 
 
 @dataclass(frozen=True)
 class Embeddings:
-    """Query and document are compared by their embeddings."""
+    """Relevance by the embeddings of query and document."""
 
 
 @dataclass(frozen=True)
 class Classifier:
-    """`weight` [hidden], float32, multiplies the last hidden state of query and document in one prompt."""
+    """Relevance by a classifier: `weight` [hidden], float32, is multiplied by the last hidden state of both in one
+    prompt."""
 
     weight: Vector
 
     def logit(self, state: bytes) -> float:
-        """Of a hidden state, float32 and little-endian."""
+        """Returns the logit of a hidden state, float32 and little-endian."""
         return float(numpy.frombuffer(state, "<f4") @ self.weight)
 
 
 @dataclass(frozen=True)
 class YesOrNo:
-    """The tokens of both answers to the question whether the document meets the query."""
+    """Relevance by the tokens of both answers to the question whether the document meets the query."""
 
     yes: list[int]
     no: list[int]
@@ -56,12 +57,12 @@ class YesOrNo:
 
 @dataclass(frozen=True)
 class PairClassifier:
-    """The engine's own head judges both texts, read together; with `sigmoid` its label becomes a probability."""
+    """Relevance by the engine's classifier of both texts; `sigmoid` turns its label into a probability."""
 
     sigmoid: bool
 
     def score(self, label: bytes) -> float:
-        """Of what the head gave, one float32, little-endian."""
+        """Returns the score for the classifier's output, one float32, little-endian."""
         (logit,) = numpy.frombuffer(label, "<f4").tolist()
         return sigmoid(logit) if self.sigmoid else logit
 
@@ -70,12 +71,12 @@ Way = Embeddings | Classifier | PairClassifier | YesOrNo
 
 
 def sigmoid(value: float) -> float:
-    """Of any finite or infinite number."""
+    """Returns the sigmoid of any finite or infinite number."""
     return 1 / (1 + math.exp(min(-value, 700.0)))
 
 
 def way_of(folder: Path, tokenizer: Tokenizer) -> Way:
-    """How the model of a folder is asked. Raises InvalidRequest or CorruptCheckpoint."""
+    """Returns the way for the model in a folder. Raises InvalidRequest or CorruptCheckpoint."""
     config = read_json(folder / "config.json")
     spec = spec_from_config(config) if is_described(config) else None
     if spec is not None and spec.encoder is not None:
@@ -88,7 +89,7 @@ def way_of(folder: Path, tokenizer: Tokenizer) -> Way:
 
 
 def _has_sigmoid(config: Mapping[str, Any]) -> bool:
-    """Whether a label is made a probability: if the configuration does not say otherwise, as sentence-transformers."""
+    """True unless the configuration says that labels are no probabilities, as sentence-transformers reads it."""
     inner = config.get("sentence_transformers")
     named = inner.get("activation_fn") if isinstance(inner, Mapping) else None
     name = named or config.get("sbert_ce_default_activation_function") or "Sigmoid"
@@ -119,7 +120,7 @@ def _answers(folder: Path, config: Mapping[str, Any], tokenizer: Tokenizer) -> Y
 
 
 def _read_head(folder: Path, hidden: int) -> Vector:
-    """The one row of `score.weight`, read without torch, which the server's process does not have."""
+    """Returns the one row of `score.weight`, read without torch, which the server's process does not have."""
     for file in sorted(folder.glob("*.safetensors")):
         try:
             with open_regular(file) as stream:

@@ -1,7 +1,7 @@
-"""How likely a continuation is after its context: what evaluation harnesses call log-likelihood.
+"""Log-likelihoods of continuations after their contexts, as evaluation harnesses use them.
 
-A pair is one prompt whose log-probabilities are wanted from the continuation on, so that contexts come from the prefix
-cache, and pairs of one context compute it once.
+A pair is one prompt with log-probabilities from the continuation on. Contexts come from the prefix cache, and pairs
+with one context compute it once.
 """
 
 import functools
@@ -19,11 +19,11 @@ Pair = tuple[Prompt, Prompt]
 """Context and continuation, both texts or both token ids."""
 
 MOST_CHARACTERS = 1 << 24
-"""Of all pairs together: each is tokenized as a whole."""
+"""The limit of all pairs together in characters: each pair is tokenized as a whole."""
 
 
 MOST_TOKENS = 1 << 22
-"""Of all pairs together, if they are token ids: a prompt is made of each."""
+"""The limit of all pairs together in token ids: a prompt is made of each."""
 
 
 @dataclass(frozen=True)
@@ -31,38 +31,38 @@ class Score:
     """The log-likelihood of one continuation. Logarithms are natural."""
 
     logprob: float
-    """Of the whole continuation: the sum of those of its tokens."""
+    """The log-likelihood of the whole continuation: the sum over its tokens."""
     is_greedy: bool
-    """Whether greedy decoding after the context gives exactly this continuation."""
+    """True if greedy decoding after the context gives exactly this continuation."""
     token_ids: list[int]
-    """Of the continuation."""
+    """The tokens of the continuation."""
     token_logprobs: list[float]
     context_tokens: int
     cached_tokens: int
-    """Tokens of the context that came from the prefix cache."""
+    """The number of the context's tokens that came from the prefix cache."""
 
 
 @dataclass(frozen=True)
 class ScoredPrompt:
-    """A pair as the engine runs it: `token_ids` of both, of which the first `context_tokens` are the context's."""
+    """A pair as a prompt: `token_ids` of both, of which the first `context_tokens` are the context's."""
 
     token_ids: list[int]
     context_tokens: int
 
     @property
     def params(self) -> SamplingParams:
-        """What makes the engine compute it; the one token that is sampled behind it means nothing."""
+        """The sampling parameters that compute it; the one token that is sampled is ignored."""
         return SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0, prompt_logprobs_from=self.context_tokens)
 
 
 def scored_prompts(
     tokenizer: Tokenizer, pairs: Iterable[Pair], add_special_tokens: bool = True, max_model_len: int | None = None
 ) -> list[ScoredPrompt]:
-    """Tokenize pairs. Raises InvalidRequest, which names the pair.
+    """Returns pairs as prompts. Raises InvalidRequest, which names the pair.
 
-    The tokens of a continuation are those that a text of context and continuation has behind those of the context;
-    blanks at the context's end count as the continuation's beginning. A context without tokens is the token that
-    begins texts, or else the one that ends them.
+    The tokens of a continuation are those of the joined text after those of the context; blanks at the end of the
+    context count as the beginning of the continuation. An empty context is replaced by the token that begins texts, or
+    else by the one that ends them.
     """
     encoder, characters, tokens = PairEncoder(tokenizer, add_special_tokens, max_model_len), 0, 0
     pairs = list(pairs)
@@ -96,7 +96,7 @@ def scored_prompts(
 
 
 class PairEncoder:
-    """Tokenizes pairs, each context that comes several times in succession once."""
+    """Tokenizes pairs; a context that occurs several times in succession is tokenized once."""
 
     def __init__(self, tokenizer: Tokenizer, add_special_tokens: bool, max_model_len: int | None) -> None:
         self._tokenizer = tokenizer
@@ -105,7 +105,7 @@ class PairEncoder:
         self._context: tuple[str, list[int]] | None = None
 
     def encode(self, context: Prompt, continuation: Prompt) -> ScoredPrompt:
-        """One pair. Raises InvalidRequest."""
+        """Returns one pair as a prompt. Raises InvalidRequest."""
         if isinstance(context, str) and isinstance(continuation, str):
             before, after = self._texts(context, continuation)
         elif isinstance(context, str) or isinstance(continuation, str):
@@ -142,13 +142,13 @@ class PairEncoder:
         return self._tokenizer.encode(text, add_special_tokens=False, most_tokens=self._max_model_len)
 
     def _first(self) -> list[int]:
-        """What stands for an empty context."""
+        """Returns the token for an empty context."""
         begins = self._tokenizer.bos_token_id
         return [begins] if begins is not None else list(self._tokenizer.eos_token_ids[:1])
 
 
 def score_of(output: RequestOutput, prompt: ScoredPrompt) -> Score:
-    """What the engine has found out about a pair. Raises RequestFailed if it could not."""
+    """Returns the score of a pair from the engine's output. Raises RequestFailed if the request failed."""
     output.check()
     assert output.prompt_logprobs is not None
     token_ids = prompt.token_ids[prompt.context_tokens :]

@@ -1,12 +1,11 @@
-"""How the requests of several owners share the rows of a batch and the blocks: who goes first, and who gives way.
+"""Fair shares of rows and blocks between owners: the order of admission, and preemption.
 
-An owner is whoever the server tells apart: an API key, a client without one, or batches. Owners with fewer running
-requests go first, and of equal ones the one that began a request longest ago. A request that finds no room takes the
-place of another owner's, as long as that one keeps more requests than its own owner has then. An owner with nothing
-running also takes the only place of another, once that was used for QUANTUM steps, and twice as many after each
-preemption: so everybody's turn comes, and whatever takes long is done at last. Beams of a search that has fewer rows
-than beams take turns in those. All this is among requests that the policy thinks equal or worse; with one owner nothing
-of it happens.
+An owner is an API key, a client without one, or batches. Owners with fewer running requests go first; of equal ones,
+the one that started a request longest ago. A request without room preempts one of another owner, as long as that owner
+then still has more running requests than its own. An owner with nothing running also takes the only row of another
+owner, once that has run for QUANTUM steps, and twice as many after each preemption: so every owner gets its turn, and
+long requests end at last. Beams of a search with fewer rows than beams take turns in these rows. All this holds among
+requests that the policy ranks equal or worse; with one owner nothing of it happens.
 """
 
 from collections.abc import Iterator, Sequence
@@ -18,13 +17,13 @@ from kvern.engine.running import RunningRequests
 from kvern.request.request import Request, State
 
 QUANTUM = 32
-"""Steps that a request runs at least before an owner with nothing running takes the only place of its owner."""
+"""The least steps that a request runs before an owner with nothing running takes the only row of its owner."""
 MOST_DOUBLED = 16
 
 
 @dataclass(frozen=True)
 class Lacking:
-    """What the best of the waiting requests did not find: rows, blocks, or a place for its adapter."""
+    """The resources that the best waiting request lacked: rows, blocks, or a slot for its adapter."""
 
     request: Request
     rows: int = 0
@@ -33,22 +32,22 @@ class Lacking:
 
 
 class Shares:
-    """Chooses among the running requests; the scheduler preempts."""
+    """Chooses the running requests to preempt; the scheduler preempts them."""
 
     def __init__(self, running: RunningRequests, policy: Policy, cache: KVCacheManager) -> None:
         self._running, self._policy, self._cache = running, policy, cache
         self._lacking: dict[Request, Lacking] = {}  # best first
 
     def is_new(self, request: Request) -> bool:
-        """Nothing of its owner runs, and it has not run either."""
+        """True if its owner has nothing running, and it has not run either."""
         return not request.queue.preemptions and not self._running.rows[request.owner]
 
     def lacks(self, lacking: Lacking) -> None:
-        """Make room in the next step, if anybody has to give way."""
+        """Notes a lack of resources, for which requests may be preempted in the next step."""
         self._lacking[lacking.request] = lacking
 
     def giving_way(self, step: int) -> Iterator[Request]:
-        """Who is to be preempted for those that found no room. The caller does so before it asks for the next."""
+        """Yields the requests to preempt for those without room. The caller preempts each before it takes the next."""
         all_lacking, self._lacking = list(self._lacking.values()), {}
         for lacking in all_lacking:
             if lacking.request.state is not State.WAITING:
@@ -59,7 +58,7 @@ class Shares:
                 yield from self._victims(lacking, step)
 
     def _victims(self, lacking: Lacking, step: int) -> Iterator[Request]:
-        """Those whose rows and blocks are enough, or all that give way."""
+        """Yields requests whose rows and blocks are enough, or all that can be preempted."""
         rows, blocks = lacking.rows, lacking.blocks
         while rows > 0 or blocks > 0:
             victim = self._victim(lacking.request, step)
@@ -69,9 +68,9 @@ class Shares:
             yield victim
 
     def _users(self, request: Request, step: int) -> Sequence[Request]:
-        """All who use an adapter whose place the request may have.
+        """Returns all users of an adapter whose slot the request may take.
 
-        Those that lost such a place before use theirs for QUANTUM steps at least, and twice as many each time.
+        Users that lost such a slot before keep theirs for QUANTUM steps at least, and twice as many each time.
         """
         places: dict[int, list[Request]] = {}
         for other in self._running if self._concerns(request) else ():
@@ -85,20 +84,19 @@ class Shares:
         return max((users for users in places.values() if all(map(leaves, users))), key=len, default=())
 
     def worst(self, scheduled: set[int]) -> Request:
-        """Who loses its blocks to one that runs: the last one whose row is not in `scheduled`, of those with most rows.
-
-        Those that the policy thinks better stay, however many rows their owners have.
-        """
+        """Returns the request that loses its blocks to a running one: the last without a row in `scheduled`, of the
+        owner with the most rows, among those that the policy ranks worst."""
         left = [other for other in reversed(list(self._running)) if other.slot not in scheduled]
         if len(self._running.rows) == 1:
             return left[0]
         return max(left, key=lambda other: (self._rank(other), self._running.rows[other.owner]))
 
     def _victim(self, request: Request, step: int) -> Request | None:
-        """The worst of the owner with the most rows, of those that have to give way; of beams one that only waits.
+        """Returns the worst request of the owner with the most rows that can be preempted; of beams, one that only
+        waits.
 
-        A beam takes the row of one of its own search that waits for it, as all would wait for ever where others have
-        the rest of the rows.
+        A beam takes the row of a waiting beam of its own search: if other requests have the rest of the rows, all beams
+        would wait for ever.
         """
         if not self._concerns(request):
             return None
@@ -111,11 +109,11 @@ class Shares:
         return max(able, key=lambda other: (self._rank(other), counts[other.owner], other.is_held), default=None)
 
     def _concerns(self, request: Request) -> bool:
-        """Whether requests of other owners run."""
+        """True if requests of other owners run."""
         return len(self._running.rows) > (request.owner in self._running.rows)
 
     def _gives_way(self, other: Request, request: Request, step: int) -> bool:
-        """Whether one that runs does so for a request of another owner."""
+        """True if a running request can be preempted for a request of another owner."""
         if other.owner == request.owner or self._rank(other) < self._rank(request):
             return False
         counts = self._running.rows
@@ -123,17 +121,17 @@ class Shares:
         return counts[other.owner] > mine + 1 or (not mine and step - other.queue.running_since >= _longest(other))
 
     def _rank(self, request: Request) -> tuple[bool, float]:
-        """What the policy says, without turns; smaller is better."""
+        """Returns the policy's rank without turns; smaller is better."""
         return self._policy.order(request, self._cache)[:2]
 
 
 def _longest(request: Request) -> int:
-    """Steps that it keeps the only place of its owner."""
+    """Returns the steps for which a request keeps the only row of its owner."""
     return QUANTUM << min(request.queue.preemptions, MOST_DOUBLED)
 
 
 def by_owners(requests: Sequence[Request], step: int) -> Sequence[Request]:
-    """The same requests, those of each owner together; the owners take turns at being the first, step by step."""
+    """Returns the requests grouped by owner; the owners take turns at being first, step by step."""
     owners = list(dict.fromkeys(request.owner for request in requests))
     if len(owners) < 2:
         return requests

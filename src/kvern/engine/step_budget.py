@@ -1,4 +1,4 @@
-"""How much a step may still compute: tokens, and with decodes in it no more of prompts than its time allows."""
+"""The tokens that a step may still compute: a limit of their number and, in steps with decodes, of the time."""
 
 from bisect import bisect_right
 from dataclasses import dataclass
@@ -6,29 +6,30 @@ from dataclasses import dataclass
 from kvern.engine.step_costs import StepCosts, StepLoad
 
 LEAST_TILES = 2
-"""Of a step's first prompt, however long its decodes take: nobody starves."""
+"""The least tiles of a step's first prompt, however long its decodes take, so that no prompt starves."""
 FILLED = 1.15
-"""Times what the shortest step with a prompt takes, that steps with prompts may take at least, whatever they should.
+"""The factor over the shortest step with a prompt that steps with prompts may always take.
 
-Where the host is slower than the GPU, that is all that the GPU computes in the same time.
+If the host is slower than the GPU, the GPU computes that much in the same time.
 """
 OVERTIME = 0.1
-"""As a share, by which a step may be longer than it should if a prompt is complete then and needs no step more."""
+"""The share by which a step may exceed its time if that completes a prompt and saves a step."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepTime:
-    """What steps cost, and how many `seconds` one with decodes should take."""
+    """The costs of steps, and the target of `seconds` for steps with decodes."""
 
     costs: StepCosts
     seconds: float
 
 
 class StepBudget:
-    """Of one step. Prompts take theirs in turn: the first LEAST_TILES at least, others what is left of the time.
+    """The budget of one step. Prompts take from it in turn: the first LEAST_TILES at least, others what is left of the
+    time.
 
-    They are cut where a tile of the products' rows ends. A prompt that cannot be cut waits until it is the first.
-    `spent`: the last that was looked at found no place.
+    Prompts are cut at the end of a tile of the products' rows. A prompt that cannot be cut waits until it is first.
+    `spent` is True if the last prompt that was tried had no room.
     """
 
     def __init__(self, tokens: int, chunked: bool) -> None:
@@ -39,21 +40,21 @@ class StepBudget:
         self._first = True
 
     def limit(self, time: StepTime, load: StepLoad) -> None:
-        """Keep to a time from now on; `load` is what the step computes already."""
+        """Limits the time from now on; `load` is what the step computes already."""
         least = time.costs.seconds(load.with_prompt(0, LEAST_TILES * time.costs.tile))
         self._time, self._load = StepTime(time.costs, max(time.seconds, FILLED * least)), load
 
     def holds(self, length: int) -> bool:
-        """Whether something of a prompt of this length, or all if it cannot be cut, can be computed."""
+        """True if some of a prompt of this length can be computed, or all of it if it cannot be cut."""
         self.spent = self.tokens < (1 if self._chunked else length)
         if self._time is not None and not self._first and not self.spent:
             self.spent = not self._fits(0, min(length, self._time.costs.tile) if self._chunked else length)
         return not self.spent
 
     def chunk(self, start: int, remaining: int, wanted: int | None = None) -> int:
-        """How many of a prompt's `remaining` tokens, from position `start` on, the step can compute.
+        """Returns how many of a prompt's `remaining` tokens from position `start` on the step can compute.
 
-        No more than are `wanted`, if it can be cut.
+        The number is at most `wanted`, if the prompt can be cut.
         """
         if not self.holds(remaining):
             return 0
@@ -63,7 +64,7 @@ class StepBudget:
         return self._cut(self._time, start, count)
 
     def take(self, start: int, count: int) -> None:
-        """Tokens of a prompt are computed by the step, or none."""
+        """Subtracts the tokens of a prompt that the step computes, or none."""
         if count:
             self.tokens -= count
             self.spent = self.tokens <= 0
@@ -76,7 +77,7 @@ class StepBudget:
         return self._time.costs.seconds(self._load.with_prompt(start, count)) <= self._time.seconds * (1 + overtime)
 
     def _cut(self, time: StepTime, start: int, most: int) -> int:
-        """As many tokens as there is time for."""
+        """Returns as many tokens as there is time for."""
         if self._fits(start, most):
             return most
         count = bisect_right(range(1, most), False, key=lambda count: not self._fits(start, count))

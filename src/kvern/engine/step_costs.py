@@ -1,9 +1,9 @@
-"""What a step that computes parts of prompts takes: measured a few times at start, corrected by every one that returns.
+"""Costs of steps with parts of prompts: measured at the start, and corrected by every step that returns.
 
-    seconds = products(rows) + per_key * keys that decodes read + per_pair * pairs of prompt tokens and their keys
+  seconds = products(rows) + per_key * keys that decodes read + per_pair * pairs of prompt tokens and their keys
 
-Products of few rows read weights and take the same however few they are, those of many take time for each row: between
-the numbers of rows that were measured, what they take is interpolated. No clock is read here.
+Products of few rows read weights and take constant time; those of many rows take time for each row. The time is
+interpolated between the measured numbers of rows. No clock is read here.
 """
 
 from bisect import bisect_right
@@ -15,26 +15,27 @@ from kvern.request.step import ScheduledTokens
 
 TILE = 64
 GAIN = 0.15
-"""How much of its error a step corrects."""
+"""The share of its error that a step corrects."""
 LARGEST_ERROR = 0.5
-"""As a share of the prediction: a step that took many times as long was the first of its kind, or the host was busy."""
+"""The limit of an error relative to the prediction: a much slower step was the first of its kind, or the host was
+busy."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepLoad:
-    """What a step computes: `rows` tokens, decodes that read `keys`, and `pairs` of prompt tokens and keys."""
+    """The work of a step: `rows` tokens, decodes that read `keys`, and `pairs` of prompt tokens and keys."""
 
     rows: int = 0
     keys: int = 0
     pairs: float = 0.0
 
     def with_prompt(self, start: int, count: int) -> "StepLoad":
-        """With a prompt's tokens from position `start` on as well."""
+        """Returns the load with tokens of a prompt from position `start` on in addition."""
         return StepLoad(self.rows + count, self.keys, self.pairs + count * (start + count / 2))
 
 
 def load_of(scheduled: Iterable[ScheduledTokens]) -> StepLoad:
-    """What a step of these tokens computes; drafts are read as decodes are."""
+    """Returns the load of a step with these tokens; drafts count as decodes."""
     rows = keys = 0
     pairs = 0.0
     for item in scheduled:
@@ -47,9 +48,9 @@ def load_of(scheduled: Iterable[ScheduledTokens]) -> StepLoad:
 
 
 class StepCosts:
-    """Predicts, in seconds. `rows` ascend, `seconds` are what steps of so many rows took.
+    """Predicts times in seconds. `rows` ascend; `seconds` were measured for steps of so many rows.
 
-    Rows of products come in tiles of `tile`, and a tile takes as long with a single row.
+    Rows of products come in tiles of `tile`; a tile takes as long with a single row.
     """
 
     def __init__(
@@ -61,12 +62,12 @@ class StepCosts:
         self._ascend(down=True)
 
     def seconds(self, load: StepLoad) -> float:
-        """What a step of this load will take; more for every row, key and pair."""
+        """Returns the predicted time of a step; it grows with every row, key and pair."""
         products = sum(share * self._seconds[place] for place, share in self._between(load.rows))
         return products + self._per_key * load.keys + self._per_pair * load.pairs
 
     def learn(self, load: StepLoad, seconds: float) -> None:
-        """A step of this load took so long: each term takes its part of the error."""
+        """Corrects the costs by the time of a step: each term takes its part of the error."""
         expected = self.seconds(load)
         error = max(-LARGEST_ERROR, min(LARGEST_ERROR, seconds / expected - 1))
         for place, share in self._between(load.rows):
@@ -76,7 +77,7 @@ class StepCosts:
         self._ascend(down=error < 0)
 
     def _between(self, rows: int) -> list[tuple[int, float]]:
-        """The measured numbers of rows that so many lie between, with the share that each has in their products."""
+        """Returns the measured numbers of rows around `rows`, with the weight of each."""
         above = bisect_right(self._rows, rows)
         if above == 0:
             return [(0, 1.0)]
@@ -87,6 +88,6 @@ class StepCosts:
         return [(above - 1, 1 - share), (above, share)]
 
     def _ascend(self, down: bool) -> None:
-        """More rows take no less: lower those that do, or raise those behind them."""
+        """Makes the times ascend with the rows: lowers earlier ones, or raises later ones."""
         seconds = self._seconds
         self._seconds = list(accumulate(reversed(seconds), min))[::-1] if down else list(accumulate(seconds, max))

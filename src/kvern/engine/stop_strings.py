@@ -1,7 +1,7 @@
-"""Finds stop strings in a growing text, whichever of them comes first (Aho and Corasick 1975).
+"""Search for stop strings in a growing text; the first one counts (Aho and Corasick 1975).
 
-A state is the longest end of the text that some stop string begins with; its length is what must be held back. States
-are made when a text first comes there: what a list costs follows the text, not the length of the list.
+A state is the longest end of the text with which some stop string begins; its length must be held back. States are
+created when a text first reaches them: the cost depends on the text, not on the length of the list.
 """
 
 import copy
@@ -25,9 +25,9 @@ class MatchState:
         self.stop: str | None = None
         """The longest stop string that the text ends with."""
         self.fail: MatchState | None = None
-        """The next shorter end of the text that a stop string begins with; None: there is nothing shorter."""
+        """The next shorter end of the text with which a stop string begins; None if there is none."""
         self.children: dict[str, MatchState | None] = {}
-        """By the character that leads there; None: no text has come there."""
+        """Next states by character; None if no text has reached the state."""
         if low < high and len(texts[low]) == depth:
             self.stop = texts[low]
             low += 1
@@ -38,7 +38,7 @@ class MatchState:
 
 
 class StopStrings:
-    """The stop strings of one request, which all its answers look for."""
+    """The stop strings of one request, shared by its answers."""
 
     def __init__(self, stop_strings: Sequence[str]) -> None:
         self._texts = sorted(set(stop_strings))
@@ -47,11 +47,11 @@ class StopStrings:
         self.root = MatchState(self._texts, 0, len(self._texts), 0)
 
     def order(self, text: str) -> int:
-        """Its first place in the list."""
+        """Returns the first index of a text in the list."""
         return self._order[text]
 
     def next(self, state: MatchState, character: str) -> MatchState:
-        """The state after another character. The steps of a whole text are about twice its characters at most."""
+        """Returns the state after another character. A whole text takes about two steps a character at most."""
         found: MatchState | None = None
         made: list[MatchState] = []
         at: MatchState | None = state
@@ -80,7 +80,7 @@ class StopStrings:
 
 
 def _end(texts: Sequence[str], low: int, high: int, depth: int) -> int:
-    """Where the texts end that have the same character at `depth` as the one at `low`."""
+    """Returns the end of the texts that have the same character at `depth` as the one at `low`."""
     character = texts[low][depth]
     if texts[high - 1][depth] == character:
         return high
@@ -88,7 +88,7 @@ def _end(texts: Sequence[str], low: int, high: int, depth: int) -> int:
 
 
 class StopSearch:
-    """Looks for stop strings in one answer."""
+    """Searches for stop strings in one answer."""
 
     def __init__(self, stop_strings: StopStrings) -> None:
         self._stop_strings = stop_strings
@@ -96,9 +96,10 @@ class StopSearch:
         self._length = 0
 
     def append(self, piece: str, ended: bool = False) -> tuple[int, str] | None:
-        """Take the text's next characters; where the first stop string begins that ends within them, and which it is.
+        """Takes the text's next characters. Returns the offset and the text of the first stop string that ends in them,
+        or None.
 
-        Of several that begin there, the first of the list. `ended`: no more follows.
+        Of several that begin at that offset, it is the first of the list. `ended`: no more text follows.
         """
         root, state = self._stop_strings.root, self._state
         start, self._length = self._length, self._length + len(piece)
@@ -116,12 +117,12 @@ class StopSearch:
         return place, stop
 
     def fork(self) -> "StopSearch":
-        """One more, in an answer that goes on from here in another way."""
+        """Returns a copy for an answer that continues differently from here."""
         return copy.copy(self)
 
     @property
     def held_back(self) -> int:
-        """Characters at the end of the text that a stop string begins with: fewer than the longest of them has."""
+        """The number of characters at the end of the text with which a stop string begins."""
         state = self._state
         return state.fail.depth if state.fail and state.depth == self._stop_strings.longest else state.depth
 
@@ -140,9 +141,9 @@ class ScopedSearch:
         self._end = re.compile(scope.end)
         self._buffer = ""
         self._taken = 0
-        """Characters before the buffer."""
+        """The number of characters before the buffer."""
         self._quotes = Quotes()
-        """Of the visible text."""
+        """The quotation marks of the visible text."""
         self._state: Literal["before", "thinking", "behind", "visible"] = "before"
         if scope.beginning == "inside":
             self._state = "thinking"
@@ -150,7 +151,7 @@ class ScopedSearch:
             self._show()
 
     def append(self, piece: str, ended: bool = False) -> tuple[int, str] | None:
-        """As `StopSearch` has it."""
+        """Takes the text's next characters, like `StopSearch.append`."""
         self._buffer += piece
         if self._state == "before":
             self._begin(ended)
@@ -164,7 +165,7 @@ class ScopedSearch:
         return None
 
     def fork(self) -> "ScopedSearch":
-        """One more, in an answer that goes on from here in another way."""
+        """Returns a copy for an answer that continues differently from here."""
         fork = copy.copy(self)
         fork._quotes = copy.copy(self._quotes)
         if self._state == "visible":
@@ -173,7 +174,7 @@ class ScopedSearch:
 
     @property
     def held_back(self) -> int:
-        """Characters at the end of the text that a stop string may begin with."""
+        """The number of characters at the end of the text with which a stop string may begin."""
         if self._state == "thinking":
             return 0
         return len(self._buffer) + (self._search.held_back if self._state == "visible" else 0)
@@ -194,7 +195,7 @@ class ScopedSearch:
             self._show()
 
     def _think(self) -> bool:
-        """Whether the thinking is over."""
+        """Returns True if the reasoning is over."""
         match = self._end.search(self._buffer)
         self._take(match.end() if match else max(len(self._buffer) - LONGEST_SCOPE_END, 0))
         if match:
@@ -204,7 +205,7 @@ class ScopedSearch:
         return match is not None
 
     def _skip(self, ended: bool) -> bool:
-        """Whether something was left out, or the visible answer begins."""
+        """Returns True if a skipped text was removed, or the visible answer begins."""
         mark = next(filter(self._buffer.startswith, self._scope.skipped), "")
         self._take(len(mark))
         if mark:
@@ -224,7 +225,7 @@ class ScopedSearch:
                 self._state = "thinking"
             if place < 0 or found is not None or self._state == "thinking":
                 return found
-            found = self._search_next(1)  # the mark stands for itself
+            found = self._search_next(1)  # the mark is part of the text
             if found is not None:
                 return found
 
@@ -236,5 +237,5 @@ class ScopedSearch:
 
 
 def search_of(stop_strings: StopStrings, scope: StopScope | None) -> StopSearch | ScopedSearch:
-    """Return a search for the stop strings of one answer."""
+    """Returns a search for the stop strings of one answer."""
     return StopSearch(stop_strings) if scope is None else ScopedSearch(stop_strings, scope)
