@@ -21,7 +21,7 @@ from kvern import LLM, SamplingParams
 from kvern.drafting.device.draft_graphs import DraftGraphs
 from kvern.request.step import ScheduledTokens
 from kvern.runner.device_runner import DeviceRunner
-from kvern.runner.needs import Needs
+from kvern.runner.needs import SamplingNeeds
 from kvern.runner.step_graphs import PlannedStep, StepSize
 
 
@@ -78,7 +78,7 @@ def main() -> None:
     decodes, verifies = runner.graphs[:2]
     drafts = next((graphs for graphs in runner._drafter.graphs if isinstance(graphs, DraftGraphs)), None)
     most_tokens = max(shape.tokens for shape in verifies.captured)
-    needs = Needs.FILTERS if arguments.options else Needs.NOTHING
+    needs = SamplingNeeds.FILTERS if arguments.options else SamplingNeeds.NOTHING
     for rows in arguments.rows:
         slots = list(range(rows))
         decoding = [ScheduledTokens(slot, context, 1, 1) for slot in slots]

@@ -11,7 +11,7 @@ from kvern.cpu.sampling import RowSampler, logprobs, restrict
 from kvern.device.row_lists import ListedRows
 from kvern.request.request import PromptInput, RequestSpec
 from kvern.request.step import NewRequest
-from kvern.runner.needs import Needs
+from kvern.runner.needs import SamplingNeeds
 from kvern.runner.sampling import CompiledSampling, TorchSampling
 from kvern.sample.constraints import constrain
 from kvern.sample.logprobs import token_logprobs
@@ -203,7 +203,7 @@ def test_rows_with_rare_filters_alone_go_through_pytorch() -> None:
         SamplingParams(temperature=1.0, seed=4, dry_multiplier=1.0),
     ]
     rows = make_rows(asked, [[1, 2, 3, 1, 2]] * 4)
-    needs = Needs.RARE_FILTERS | Needs.FILTERS | Needs.REPETITIONS
+    needs = SamplingNeeds.RARE_FILTERS | SamplingNeeds.FILTERS | SamplingNeeds.REPETITIONS
     compiled, plain = CompiledSampling(rows), TorchSampling(rows)
     slots, index, positions = [0, 1, 2, 3], torch.arange(4), torch.tensor([5, 5, 5, 5])
     for seed in range(20):

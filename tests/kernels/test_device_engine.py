@@ -12,7 +12,7 @@ import torch
 from kvern import LLM, SamplingParams
 from kvern.errors import ConfigError
 from kvern.request.structured_output import StructuredOutput
-from kvern.runner.kernel_parts import KernelParts
+from kvern.runner.kernel_backend import KernelBackend
 from kvern.runner.step_parts import StepTooLarge
 from tests.support.drafting_requests import PROMPTS
 from tests.support.failing_runner import FailingRunner
@@ -272,7 +272,7 @@ def test_a_start_whose_largest_step_does_not_fit_says_what_to_lower(
     def fails(*given: Any) -> int:
         raise StepTooLarge("(3 MiB free)") from torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(KernelParts, "_measure", fails)
+    monkeypatch.setattr(KernelBackend, "_measure", fails)
     with pytest.raises(ConfigError, match=r"max_batch_tokens \d+ tokens does not fit .* \(3 MiB free\): lower"):
         on_device(make_tiny_model(tmp_path / "model"), **OPTIONS)
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-import kvern.runner.kernel_parts
+import kvern.runner.kernel_backend
 import kvern.runner.prompt_graphs
 from kvern import LLM, SamplingParams
 from kvern.errors import ConfigError
@@ -79,17 +79,17 @@ def test_memory_of_all_graphs_is_counted(
     llm = on_device(make_checkpoint("lfm2", tmp_path), **OPTIONS | {"max_batch_tokens": 8, "max_batch_requests": 2})
     engine: Any = engine_of(llm)
     worker = engine.core.executor._worker
-    runner, parts = worker.runner, worker._parts
+    runner, parts = worker.runner, worker._backend
     monkeypatch.setattr(parts, "_device", SimpleNamespace(type="cuda"))
     monkeypatch.setattr(parts, "_attention", lambda *_: runner.model.attention)
-    monkeypatch.setattr(kvern.runner.kernel_parts, "DeviceRows", lambda *_, **__: runner.model.rows)
-    monkeypatch.setattr(kvern.runner.kernel_parts, "DeviceStateMemory", lambda *_: runner.model.states)
+    monkeypatch.setattr(kvern.runner.kernel_backend, "DeviceRows", lambda *_, **__: runner.model.rows)
+    monkeypatch.setattr(kvern.runner.kernel_backend, "DeviceStateMemory", lambda *_: runner.model.states)
     for name in ("memory_allocated", "max_memory_allocated", "reset_peak_memory_stats"):
         monkeypatch.setattr(torch.cuda, name, lambda *_: 0)
     monkeypatch.setattr(kvern.runner.prompt_graphs, "DECODES", (1,))
     monkeypatch.setattr(kvern.runner.prompt_graphs, "TOKENS", (4, 5))
     decodes = sum(1 for _ in decode_shapes(2, runner.model.attention.prefix_members > 0, False, True))
-    assert parts._measure(worker._contents) == (decodes + 2) * GRAPH_BYTES
+    assert parts._measure(worker._loaded) == (decodes + 2) * GRAPH_BYTES
 
 
 class Missing:

@@ -27,7 +27,7 @@ from kvern.request.structured_output import StructuredOutput
 from kvern.runner.device import check_state_kernels, check_states
 from kvern.runner.executor import InProcessExecutor
 from kvern.runner.memory import bytes_of_state
-from kvern.runner.plan import Findings, Room, agree, lay_out
+from kvern.runner.plan import FreeMemory, ProbedDevice, agree, lay_out
 from kvern.runner.step_parts import StepTooLarge
 from tests.support.failing_runner import FailingRunner
 from tests.support.families import make_checkpoint, reference_greedy, reference_score, similar_prompts
@@ -276,16 +276,16 @@ def test_the_memory_plan_counts_states(folder: Path) -> None:
     spec = spec_from_config(read_config(folder))
     state_bytes = bytes_of_state(spec, torch.bfloat16)
     assert state_bytes == 2 * (6 * 12 * 20 * 4 + 3 * (2 * 2 * 12 + 6 * 20) * 2)
-    room = Room(100 * state_bytes + 10 * 256 * 8, 8, state_bytes=state_bytes)
+    room = FreeMemory(100 * state_bytes + 10 * 256 * 8, 8, state_bytes=state_bytes)
     asked: list[dict[str, Any]] = [{}, {"prefix_cache": False}, {"max_batch_requests": 7}]
     for options, requests, states in zip(asked, (25, 50, 7), (50, 50, 14), strict=True):
         config = EngineConfig(model="model", **options)
-        layout = lay_out([room], agree([Findings("cpu", "bfloat16")], config, spec), config)
+        layout = lay_out([room], agree([ProbedDevice("cpu", "bfloat16")], config, spec), config)
         assert (layout.max_batch_requests, layout.states) == (requests, states)
         assert layout.blocks * layout.block_size * 8 + states * state_bytes <= room.cache_bytes + 128
     for tokens in (None, 256):
         config = EngineConfig(model="model", max_batch_requests=60, kv_cache_tokens=tokens)
-        plan = agree([Findings("cpu", "bfloat16")], config, spec)
+        plan = agree([ProbedDevice("cpu", "bfloat16")], config, spec)
         with pytest.raises(ConfigError, match=r"the states of 60 requests take .* lower max_batch_requests, or leave"):
             lay_out([room], plan, config)
 

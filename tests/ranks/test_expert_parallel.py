@@ -19,7 +19,7 @@ from kvern.ranks.expert_placement import Placement, rank_loads
 from kvern.ranks.ranks import Ranks
 from kvern.runner.ranks.expert_balance import ExpertBalance
 from kvern.runner.ranks.expert_moves import Move, moves_between
-from kvern.runner.torch_parts import TorchParts
+from kvern.runner.torch_backend import TorchBackend
 from tests.support.expert_requests import OPTIONS, answers
 from tests.support.families import make_checkpoint
 from tests.support.four_bit_checkpoints import GPTQ
@@ -107,7 +107,7 @@ def test_ranks_whose_experts_move_answer_as_one_process_does(
 ) -> None:
     expected = answers(alone)
     called: list[str] = []
-    for owner, name in ((Ranks, "hand"), (TorchParts, "room")):
+    for owner, name in ((Ranks, "hand"), (TorchBackend, "room")):
         monkeypatch.setattr(owner, name, noted(getattr(owner, name), called))
     check_moves(folder, expected)
     assert called[:3] == ["hand", "hand", "room"], "what handing over takes is taken before the cache is"

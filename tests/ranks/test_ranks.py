@@ -9,7 +9,7 @@ from kvern.config import EngineConfig
 from kvern.errors import ConfigError
 from kvern.models.registry import spec_from_config
 from kvern.request.step import ModelRunnerOutput, ScheduledTokens, SchedulerOutput
-from kvern.runner.plan import REQUIRED_KERNELS, Findings, Layout, Plan, Room, agree, lay_out
+from kvern.runner.plan import REQUIRED_KERNELS, FreeMemory, Layout, Plan, ProbedDevice, agree, lay_out
 from kvern.runner.step_parts import StepParts, StepTooLarge
 
 SPEC = spec_from_config(
@@ -28,8 +28,8 @@ CONFIG = EngineConfig(model="model", max_batch_requests=8)
 ALL = REQUIRED_KERNELS | {"attention", "linear", "norm"}
 
 
-def found(*kernels: frozenset[str]) -> list[Findings]:
-    return [Findings("cuda", "bfloat16", each, f"GPU-{rank}") for rank, each in enumerate(kernels)]
+def found(*kernels: frozenset[str]) -> list[ProbedDevice]:
+    return [ProbedDevice("cuda", "bfloat16", each, f"GPU-{rank}") for rank, each in enumerate(kernels)]
 
 
 def test_what_does_not_work_on_one_rank_is_used_by_none() -> None:
@@ -43,28 +43,31 @@ def test_what_does_not_work_on_one_rank_is_used_by_none() -> None:
 
 def test_the_fullest_rank_bounds_the_cache() -> None:
     plan = agree(found(ALL, ALL), CONFIG, SPEC)
-    rooms = [Room(100_000, 100), Room(64_000, 200), Room(90_000, 100)]
+    rooms = [FreeMemory(100_000, 100), FreeMemory(64_000, 200), FreeMemory(90_000, 100)]
     layout = lay_out(rooms, plan, CONFIG)
     assert layout.blocks * layout.block_size == 320
     assert lay_out(rooms[:1], plan, CONFIG).blocks == 63, "of 1000 tokens"
     with pytest.raises(ConfigError, match="the KV cache has room for 10 tokens"):
-        lay_out([*rooms, Room(1000, 100)], plan, EngineConfig(model="model", max_model_len=64))
+        lay_out([*rooms, FreeMemory(1000, 100)], plan, EngineConfig(model="model", max_model_len=64))
 
 
 def test_a_library_that_one_rank_lacks_attends_nowhere() -> None:
     plan = agree(found(ALL, ALL), CONFIG, SPEC)
     both = frozenset({"triton", "flashinfer"})
-    rooms = [Room(100_000, 100, {"decode": "triton", "mixed": "flashinfer"}, both), Room(100_000, 100, {}, both)]
+    rooms = [
+        FreeMemory(100_000, 100, {"decode": "triton", "mixed": "flashinfer"}, both),
+        FreeMemory(100_000, 100, {}, both),
+    ]
     assert lay_out(rooms, plan, CONFIG).attention == {"decode": "triton", "mixed": "flashinfer"}
-    rooms[1] = Room(100_000, 100, {"decode": "triton", "mixed": "triton"}, frozenset({"triton"}))
+    rooms[1] = FreeMemory(100_000, 100, {"decode": "triton", "mixed": "triton"}, frozenset({"triton"}))
     assert lay_out(rooms, plan, CONFIG).attention == {"decode": "triton", "mixed": "triton"}
 
 
 def test_all_of_it_can_be_sent() -> None:
     plan = agree(found(ALL), CONFIG, SPEC)
-    room = Room(100_000, 100, {"decode": "triton"}, frozenset({"triton"}))
+    room = FreeMemory(100_000, 100, {"decode": "triton"}, frozenset({"triton"}))
     values: list[Any] = [*found(ALL), plan, room, lay_out([room], plan, CONFIG)]
-    for value, kind in zip(values, (Findings, Plan, Room, Layout), strict=True):
+    for value, kind in zip(values, (ProbedDevice, Plan, FreeMemory, Layout), strict=True):
         assert msgspec.msgpack.decode(msgspec.msgpack.encode(value), type=kind) == value
 
 

@@ -15,10 +15,10 @@ from kvern.models.loader import read_config
 from kvern.models.registry import spec_from_config
 from kvern.ranks.ranks import Ranks
 from kvern.ranks.stages import WHOLE, Stage
-from kvern.runner.contents import Contents
 from kvern.runner.decode_graphs import DecodeKind
 from kvern.runner.device_runner import DeviceRunner
-from kvern.runner.kernel_parts import KernelParts
+from kvern.runner.kernel_backend import KernelBackend
+from kvern.runner.loaded_model import LoadedModel
 from kvern.runner.plan import Layout
 from kvern.runner.ranks.rank_limits import rank_of
 from kvern.runner.ranks.rank_wire import (
@@ -140,15 +140,15 @@ def capture_here(patch: pytest.MonkeyPatch, stages: int) -> list[list[int]]:
     """
     _ON_THEIR_WAY[:] = [deque() for _ in range(stages - 1)]
     replayed: list[list[int]] = []
-    make = KernelParts.runner
+    make = KernelBackend.runner
 
-    def runner(parts: KernelParts, contents: Contents, layout: Layout) -> DeviceRunner:
-        made = make(parts, contents, layout)
+    def runner(backend: KernelBackend, loaded: LoadedModel, layout: Layout) -> DeviceRunner:
+        made = make(backend, loaded, layout)
         replayed.append([])
         made.graphs = [NotedGraphs(DecodeKind(made.model, made.model.attention.prefix_members), replayed[-1])]
         return made
 
-    patch.setattr(KernelParts, "runner", runner)
+    patch.setattr(KernelBackend, "runner", runner)
     patch.setattr(kvern.runner.executor, "RankProcesses", OtherStages)
     patch.setattr(kvern.runner.executor, "rank_of", rank_here)
     patch.setattr(Ranks, "connect", lambda *_, **__: None)

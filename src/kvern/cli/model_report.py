@@ -28,9 +28,9 @@ from kvern.runner.memory import (
 )
 from kvern.runner.plan import (
     REQUIRED_KERNELS,
-    Findings,
+    FreeMemory,
     Plan,
-    Room,
+    ProbedDevice,
     agree,
     longest_fitting,
     running_requests,
@@ -59,13 +59,13 @@ class Device:
     free: int
     host: bool = False
 
-    def room(self, spec: ModelSpec, dtype: str, weights: int) -> tuple[Room, Plan]:
+    def room(self, spec: ModelSpec, dtype: str, weights: int) -> tuple[FreeMemory, Plan]:
         """Returns the room for keys, values and states beside the weights, if all of kvern's kernels work.
 
         The room has no bytes if not even the weights fit. `dtype` is the model's.
         """
         kernels = frozenset() if self.host else REQUIRED_KERNELS | {"windows"}
-        plan = agree([Findings("cpu" if self.host else "cuda", dtype, kernels)], DEFAULTS, spec)
+        plan = agree([ProbedDevice("cpu" if self.host else "cuda", dtype, kernels)], DEFAULTS, spec)
         groups = choose_groups(DEFAULTS, spec, plan)
         token_bytes = bytes_of_token(spec, getattr(torch, plan.cache_dtype), groups)
         state_bytes, left = bytes_of_state(spec, getattr(torch, dtype)), max(self.free - weights, 0)
@@ -74,7 +74,7 @@ class Device:
         window = groups.window or 0
         tables = groups.window_tables
         whole = groups.whole
-        room = Room(cache, token_bytes, state_bytes=state_bytes, window=window, window_tables=tables, whole=whole)
+        room = FreeMemory(cache, token_bytes, state_bytes=state_bytes, window=window, window_tables=tables, whole=whole)
         return room, plan
 
 

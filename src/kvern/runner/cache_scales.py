@@ -10,7 +10,7 @@ from kvern.cache.states import StateMessage
 from kvern.request.request import PromptInput, RequestSpec
 from kvern.request.sampling_params import ResolvedParams
 from kvern.request.step import NewRequest, ScheduledTokens, SchedulerOutput
-from kvern.runner.contents import Runner
+from kvern.runner.loaded_model import Runner
 from kvern.runner.plan import Layout, Plan
 from kvern.spec.model import ModelSpec
 

@@ -27,11 +27,11 @@ from kvern.kernels.constraints import change
 from kvern.kernels.sampling import sample as sample_tokens
 from kvern.models.decoder import Decoder
 from kvern.request.step import ScheduledTokens, SchedulerOutput
-from kvern.runner.contents import Contents
 from kvern.runner.device_logprobs import listed, reported
 from kvern.runner.device_sampling import sample_plain
 from kvern.runner.device_states import DeviceStateMemory
-from kvern.runner.needs import Needs
+from kvern.runner.loaded_model import LoadedModel
+from kvern.runner.needs import SamplingNeeds
 from kvern.runner.prompt_graphs import PromptKind, size_of, size_of_next
 from kvern.runner.ranks.rank_choice import CHOSEN_BY_FIRST, chosen_by_first
 from kvern.runner.result import Interval, PendingStep, Reported, embeddings
@@ -59,12 +59,12 @@ class DeviceRunner(StepRunner[Decoder, DeviceBatch, DeviceRows, DeviceStateMemor
     def __init__(
         self,
         model: DeviceModel,
-        contents: Contents,
+        loaded: LoadedModel,
         drafter: Drafter | None = None,
         graphs: Sequence[StepGraphs[Any, Any]] = (),
     ) -> None:
         """`graphs`: those of the model's steps, in the order in which they are tried."""
-        super().__init__(model, contents, drafter)
+        super().__init__(model, loaded, drafter)
         self.graphs = graphs
         self._drafted: Interval | None = None
         self._on_gpu = model.rows.device.type == "cuda"
@@ -135,7 +135,7 @@ class DeviceRunner(StepRunner[Decoder, DeviceBatch, DeviceRows, DeviceStateMemor
             uncertain |= item.uncertain
             if item.sampled:
                 needs |= self._needs[item.slot]
-        if uncertain and (needs & Needs.PROCESSORS or not self.model.attention.reads_device_starts):
+        if uncertain and (needs & SamplingNeeds.PROCESSORS or not self.model.attention.reads_device_starts):
             scheduled = self._rows.certain(scheduled)
         drafting = self._drafter.is_asked(scheduled)
         step = PlannedStep(
@@ -150,7 +150,7 @@ class DeviceRunner(StepRunner[Decoder, DeviceBatch, DeviceRows, DeviceStateMemor
         )
         drafts, outputs = None, self._replay(step)
         if outputs is None:
-            if needs & Needs.GRAMMAR and any(item.sampled > 1 for item in scheduled):
+            if needs & SamplingNeeds.GRAMMAR and any(item.sampled > 1 for item in scheduled):
                 drafts = read_drafts(self._rows, scheduled)  # before the model, which is not waited for
             outputs = self._compute(step)
         if outputs.sampled is not None:
@@ -206,7 +206,7 @@ class DeviceRunner(StepRunner[Decoder, DeviceBatch, DeviceRows, DeviceStateMemor
         """The result of a step whose graph has sampled."""
         sampled = outputs.sampled
         assert sampled is not None
-        if not step.needs & Needs.LOGPROBS:
+        if not step.needs & SamplingNeeds.LOGPROBS:
             return PendingStep(step.scheduled, sampled, kept=outputs.kept)
         assert outputs.reported is not None
         counts = [self._rows.request(item.slot).params.logprobs for item in step.scheduled for _ in range(item.sampled)]
@@ -233,10 +233,10 @@ class DeviceRunner(StepRunner[Decoder, DeviceBatch, DeviceRows, DeviceStateMemor
         logits = self._decoder.logits(hidden, upcast=False) if logits is None else logits
         scores = self._scores(logits, step, outputs, everything=drawn is not None)
         verdict = None
-        if needs & Needs.PROCESSORS:
+        if needs & SamplingNeeds.PROCESSORS:
             verdict = self._processors.apply(scores, rows.tokens, slots, sampled_tokens(scheduled).positions)
         broken, unknown = Restricted({}, [])
-        if needs & Needs.GRAMMAR:
+        if needs & SamplingNeeds.GRAMMAR:
             broken, unknown = self._grammars.restrict(scores, slots, None, drafts)
         chosen = self._choose(logits, scores, slots, outputs, needs)
         if drawn is not None:
@@ -245,16 +245,16 @@ class DeviceRunner(StepRunner[Decoder, DeviceBatch, DeviceRows, DeviceStateMemor
             chosen, unknown = chosen_by_first(self._ranks, chosen, unknown)
         counts: list[int | None] = []
         logprobs = None
-        if needs & Needs.LOGPROBS:
+        if needs & SamplingNeeds.LOGPROBS:
             counts = [rows.request(slot).params.logprobs for slot in slots]
             logprobs = reported(logits, chosen, max(count for count in counts if count is not None))
-        states = embeddings(rows, slots, hidden) if needs & Needs.EMBEDDING else None
-        candidates = DeviceCandidates(scores, logits, rows, slots, listed) if needs & Needs.BEAMS else None
+        states = embeddings(rows, slots, hidden) if needs & SamplingNeeds.EMBEDDING else None
+        candidates = DeviceCandidates(scores, logits, rows, slots, listed) if needs & SamplingNeeds.BEAMS else None
         # Rows change after all that takes much memory: a step that runs out of it is run again.
         kept = self._write(step, outputs, chosen, unknown)
         found = Reported(counts, logprobs, outputs.prompts, states, broken, candidates, verdict)
         pending = PendingStep(scheduled, chosen, found, kept=kept)
-        if needs & Needs.GRAMMAR:
+        if needs & SamplingNeeds.GRAMMAR:
             self._grammars.expect(rows.sampled_slots(scheduled), pending)
         return pending
 
@@ -286,9 +286,11 @@ class DeviceRunner(StepRunner[Decoder, DeviceBatch, DeviceRows, DeviceStateMemor
         assert outputs.slots is not None and outputs.positions is not None
         everything = everything or bool(needs & ~IN_GRAPHS)
         scores = change(logits, outputs.slots, outputs.positions, rows, everything=everything)
-        if needs & Needs.REPETITIONS:
+        if needs & SamplingNeeds.REPETITIONS:
             sampled = sampled_tokens(scheduled)
-            repeating = [place for place, slot in enumerate(sampled.slots) if self._needs[slot] & Needs.REPETITIONS]
+            repeating = [
+                place for place, slot in enumerate(sampled.slots) if self._needs[slot] & SamplingNeeds.REPETITIONS
+            ]
             exact = outputs.positions if outputs.starts is not None else None  # else the host knows them
             penalize_repetitions(scores, rows, repeating, sampled.slots, sampled.positions, exact)
         return scores
@@ -297,7 +299,7 @@ class DeviceRunner(StepRunner[Decoder, DeviceBatch, DeviceRows, DeviceStateMemor
         """One token [S] int64 for each row."""
         index, positions = outputs.slots, outputs.positions
         assert index is not None and positions is not None
-        if needs & Needs.RARE_FILTERS:
+        if needs & SamplingNeeds.RARE_FILTERS:
             return sample(scores, self._rows, slots, positions)
         if needs & ~IN_GRAPHS:
             logits = scores
@@ -306,4 +308,4 @@ class DeviceRunner(StepRunner[Decoder, DeviceBatch, DeviceRows, DeviceStateMemor
 
 def _computes(needs: int) -> bool:
     """Returns whether more is asked for than a temperature and a mask, which the logits take as they are."""
-    return bool(needs & ~(Needs.EMBEDDING | Needs.GRAMMAR | Needs.BEAMS))
+    return bool(needs & ~(SamplingNeeds.EMBEDDING | SamplingNeeds.GRAMMAR | SamplingNeeds.BEAMS))

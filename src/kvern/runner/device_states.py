@@ -134,7 +134,7 @@ class DeviceStateMemory:
         return [next(following[mixer]) for mixer in self._mixers]
 
     def _noted(self, mixer: RecurrentSpec, tokens: int) -> Noted:
-        """Room for what all layers of a kind note of so many tokens."""
+        """FreeMemory for what all layers of a kind note of so many tokens."""
         layers, device = self._mixers.count(mixer), self._of_row.device
         inputs = torch.empty(layers, tokens, mixer.channels, dtype=self._dtype, device=device)
         if not mixer.written:

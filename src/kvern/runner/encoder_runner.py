@@ -23,7 +23,7 @@ from kvern.request.request import PromptInput
 from kvern.runner.device import check_dtype, check_encoder, check_weights_fit, resolve_device
 from kvern.runner.kernel_choice import settle_threads, usable_kernels
 from kvern.runner.memory import MARGIN_BYTES, DeviceMemory
-from kvern.runner.plan import CPU_KERNELS, Findings, Layout, Plan, agree, resolve_max_model_len
+from kvern.runner.plan import CPU_KERNELS, Layout, Plan, ProbedDevice, agree, resolve_max_model_len
 from kvern.runner.startup import Startup
 from kvern.runner.stored import Stored
 from kvern.spec.model import ModelSpec
@@ -106,7 +106,7 @@ def start_encoder(
         kernels = frozenset()  # the layers' kernels write keys and values for that of attention
     if all(layer.rope is None for layer in spec.layers):
         kernels -= {"rotary"}  # it stores keys and values elsewhere, which are read where they lie
-    found = Findings(device.type, str(dtype).removeprefix("torch."), kernels, gpu)
+    found = ProbedDevice(device.type, str(dtype).removeprefix("torch."), kernels, gpu)
     plan = agree([found], config, spec)
     with startup.stage("weights"):
         encoder = load_encoder(

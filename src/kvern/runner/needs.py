@@ -10,7 +10,7 @@ from kvern.sample.rare_filters import has_rare_filters
 from kvern.sample.sampler import GREEDY_BELOW, filters
 
 
-class Needs:
+class SamplingNeeds:
     """The demands of a request on sampling beyond the temperature: bits of a number, which each step reads."""
 
     NOTHING = 0
@@ -38,17 +38,17 @@ def needs_of(request: NewRequest) -> int:
     params = request.params
     drawn = params.temperature >= GREEDY_BELOW
     asked = {
-        Needs.FILTERS: drawn and filters(params),
-        Needs.CONSTRAINTS: is_constrained(request),
-        Needs.LOGPROBS: params.logprobs is not None,
-        Needs.RARE_FILTERS: drawn and has_rare_filters(params),
-        Needs.EMBEDDING: request.spec.embed,
-        Needs.GRAMMAR: request.spec.grammar is not None,
-        Needs.BEAMS: params.beam_width is not None,
-        Needs.PROCESSORS: bool(params.logits_processors),
-        Needs.REPETITIONS: params.penalizes_repetitions,
+        SamplingNeeds.FILTERS: drawn and filters(params),
+        SamplingNeeds.CONSTRAINTS: is_constrained(request),
+        SamplingNeeds.LOGPROBS: params.logprobs is not None,
+        SamplingNeeds.RARE_FILTERS: drawn and has_rare_filters(params),
+        SamplingNeeds.EMBEDDING: request.spec.embed,
+        SamplingNeeds.GRAMMAR: request.spec.grammar is not None,
+        SamplingNeeds.BEAMS: params.beam_width is not None,
+        SamplingNeeds.PROCESSORS: bool(params.logits_processors),
+        SamplingNeeds.REPETITIONS: params.penalizes_repetitions,
     }
-    return reduce(or_, (need for need, wanted in asked.items() if wanted), Needs.NOTHING)
+    return reduce(or_, (need for need, wanted in asked.items() if wanted), SamplingNeeds.NOTHING)
 
 
 class RowNeeds(list[int]):

@@ -1,7 +1,7 @@
 """The plan of an engine, which all its ranks follow: decided from what each of them found on its device.
 
-    Worker.probe --> Findings of each rank --agree-->   Plan     kernels, attention, sizes of the batch
-    Worker.load  --> Room of each rank     --lay_out--> Layout   KV cache, who attends in which phase
+    Worker.probe --> ProbedDevice of each rank --agree-->   Plan     kernels, attention, sizes of the batch
+    Worker.load  --> FreeMemory of each rank     --lay_out--> Layout   KV cache, who attends in which phase
     Worker.build
 
 There are two rounds because weights come between them: kernels decide how weights are held, and what weights and
@@ -37,7 +37,7 @@ BATCH_REQUESTS = {"cpu": 256, "cuda": 512}
 BATCH_TOKENS = {"cpu": 1024, "cuda": 8192}
 
 
-class Findings(msgspec.Struct, frozen=True):
+class ProbedDevice(msgspec.Struct, frozen=True):
     """One rank's device before weights are on it: its type, the groups of kernels that work, and the GPU's UUID.
 
     `dtype` is the name of the model's in PyTorch, which the checkpoint may have decided. `draft_kernels` are those that
@@ -85,7 +85,7 @@ class Plan(msgspec.Struct, frozen=True):
         )
 
 
-class Room(msgspec.Struct, frozen=True):
+class FreeMemory(msgspec.Struct, frozen=True):
     """The memory that one rank has left for keys and values, of which a token takes `token_bytes` over all layers.
 
     States of recurrent layers are to be had there, too: a request's take `state_bytes`.
@@ -121,7 +121,7 @@ class Layout(msgspec.Struct, frozen=True):
     `depth`: how many steps are in flight at most; `attention`: who attends in which phase. `scales`: digests, of all
     ranks, of those of a cache in 8 bits. `states`: places for those of recurrent layers; 0: the model has none.
     `positions`: as of `WindowLimits`.
-    `most_drafts`, `catches_up`: as of a `Room`.
+    `most_drafts`, `catches_up`: as of a `FreeMemory`.
     """
 
     max_model_len: int
@@ -150,7 +150,7 @@ class Layout(msgspec.Struct, frozen=True):
         return self.blocks * self.block_size // columns
 
 
-def agree(findings: Sequence[Findings], config: EngineConfig, spec: ModelSpec) -> Plan:
+def agree(findings: Sequence[ProbedDevice], config: EngineConfig, spec: ModelSpec) -> Plan:
     """Find the plan that all ranks can follow. Raises ConfigError for a `max_model_len` above the model's."""
     first = findings[0]
     kernels = frozenset.intersection(*(item.kernels for item in findings))
@@ -199,7 +199,7 @@ def resolve_max_model_len(config: EngineConfig, spec: ModelSpec) -> int:
     return config.max_model_len or min(usual or spec.max_position_embeddings, spec.max_position_embeddings)
 
 
-def lay_out(rooms: Sequence[Room], plan: Plan, config: EngineConfig) -> Layout:
+def lay_out(rooms: Sequence[FreeMemory], plan: Plan, config: EngineConfig) -> Layout:
     """Size the KV cache: what the batch can use, as far as the memory of the fullest rank goes beside its states.
 
     Raises ConfigError when the memory, or `kv_cache_tokens`, cannot hold one sequence of `max_model_len`.
@@ -260,7 +260,7 @@ def _depth(plan: Plan, config: EngineConfig) -> int:
     return 2 if plan.on_device and config.overlap else 1
 
 
-def longest_fitting(tokens: int, room: Room, plan: Plan, config: EngineConfig) -> int:
+def longest_fitting(tokens: int, room: FreeMemory, plan: Plan, config: EngineConfig) -> int:
     """The longest sequence that fits into the memory of so many tokens of which all layers keep something."""
     held = _held_in_windows(room, plan, config)
     if tokens <= held:
@@ -268,7 +268,7 @@ def longest_fitting(tokens: int, room: Room, plan: Plan, config: EngineConfig) -
     return tokens + (tokens - held) * room.window_tables if room.whole else max(tokens, plan.max_model_len)
 
 
-def sequences_taken(count: int, length: int, room: Room, plan: Plan, config: EngineConfig) -> int:
+def sequences_taken(count: int, length: int, room: FreeMemory, plan: Plan, config: EngineConfig) -> int:
     """The memory of so many sequences of this length, as a number of tokens that all layers keep.
 
     One of them is at its prompt, where it holds most; the others decode.
@@ -279,7 +279,7 @@ def sequences_taken(count: int, length: int, room: Room, plan: Plan, config: Eng
     return -(-blocks // room.blocks_of_column)
 
 
-def _held_in_windows(room: Room, plan: Plan, config: EngineConfig) -> int:
+def _held_in_windows(room: FreeMemory, plan: Plan, config: EngineConfig) -> int:
     limits = WindowLimits(room.window, room.window_tables, plan.max_batch_tokens)
     return limits.held_tokens + 3 * config.block_size  # parts of blocks at the ends
 
@@ -297,7 +297,7 @@ def states_of_a_request(config: EngineConfig) -> int:
     return 2 if config.prefix_cache else 1
 
 
-def running_requests(rooms: Sequence[Room], plan: Plan, config: EngineConfig) -> int:
+def running_requests(rooms: Sequence[FreeMemory], plan: Plan, config: EngineConfig) -> int:
     """The requests that run at a time; by default their states take half of the cache's memory at most."""
     if config.max_batch_requests:
         return plan.max_batch_requests
@@ -312,7 +312,7 @@ def _batch_tokens(config: EngineConfig, device: str, requests: int, longest: int
     return tokens if config.chunked_prefill else max(tokens, longest)
 
 
-def _agreed_attention(rooms: Sequence[Room]) -> dict[str, str]:
+def _agreed_attention(rooms: Sequence[FreeMemory]) -> dict[str, str]:
     """The first rank's choice; kvern's own kernels in a phase whose library does not work on every rank."""
     everywhere: frozenset[str] = frozenset.intersection(*(room.libraries for room in rooms))
     chosen: Mapping[str, str] = rooms[0].attention

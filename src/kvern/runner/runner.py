@@ -14,8 +14,8 @@ from kvern.models.decoder import LanguageModel
 from kvern.request.step import ScheduledTokens, SchedulerOutput, StepResult
 from kvern.runner.cached_model import CachedModel
 from kvern.runner.captured_decodes import CapturedDecodes, Scored
-from kvern.runner.contents import Contents
-from kvern.runner.needs import Needs
+from kvern.runner.loaded_model import LoadedModel
+from kvern.runner.needs import SamplingNeeds
 from kvern.runner.processor_rows import ProcessorVerdict
 from kvern.runner.ranks.rank_choice import CHOSEN_BY_FIRST, chosen_by_first
 from kvern.runner.result import PendingStep, PromptLogprobs, Reported, SampledStep, embeddings
@@ -25,11 +25,11 @@ from kvern.runner.step_runner import StepRunner
 from kvern.sample.beams import DeviceCandidates
 from kvern.structured.masks import Restricted
 
-CHANGES = Needs.CONSTRAINTS | Needs.REPETITIONS | Needs.PROCESSORS | Needs.GRAMMAR
+CHANGES = SamplingNeeds.CONSTRAINTS | SamplingNeeds.REPETITIONS | SamplingNeeds.PROCESSORS | SamplingNeeds.GRAMMAR
 """The demands for which logits are changed."""
-BESIDE_KERNELS = ~Needs.FILTERS
+BESIDE_KERNELS = ~SamplingNeeds.FILTERS
 """The demands that captured steps do not meet; a number, since each step asks."""
-LOOKS_AT_ALL = Needs.FILTERS | Needs.RARE_FILTERS | Needs.BEAMS
+LOOKS_AT_ALL = SamplingNeeds.FILTERS | SamplingNeeds.RARE_FILTERS | SamplingNeeds.BEAMS
 """More than one token's logit decides."""
 
 
@@ -42,12 +42,12 @@ class ModelRunner(StepRunner[LanguageModel, InputBatch, BatchRows, StateMemory])
     def __init__(
         self,
         model: HostModel,
-        contents: Contents,
+        loaded: LoadedModel,
         sampling: Sampling,
         captured: CapturedDecodes | None = None,
         drafter: Drafter | None = None,
     ) -> None:
-        super().__init__(model, contents, drafter)
+        super().__init__(model, loaded, drafter)
         self._sampling, self._captured = sampling, captured
 
     def execute(self, output: SchedulerOutput) -> StepResult:
@@ -127,7 +127,7 @@ class ModelRunner(StepRunner[LanguageModel, InputBatch, BatchRows, StateMemory])
                 needs = self._needed(scored.slots)
                 if not needs & BESIDE_KERNELS and self._drafter.drawn is None:
                     return self._keep(scheduled, drafts, self._captured.choose(len(scored.slots)), scored.told)
-                if needs & Needs.BEAMS:  # they keep the logits until somebody asks for the result
+                if needs & SamplingNeeds.BEAMS:  # they keep the logits until somebody asks for the result
                     scored = replace(scored, logits=scored.logits.clone())
                 return self._sample(scheduled, scored, needs, None, drafted)
         batch = build_input_batch(self._rows, scheduled, self.model.block_size)
@@ -162,9 +162,9 @@ class ModelRunner(StepRunner[LanguageModel, InputBatch, BatchRows, StateMemory])
         index = scored.index
         positions = scored.positions
         logits = scored.logits
-        original = logits.clone() if needs & Needs.LOGPROBS and needs & CHANGES else logits
+        original = logits.clone() if needs & SamplingNeeds.LOGPROBS and needs & CHANGES else logits
         verdict = self._constrain(logits, slots, index, positions, needs)
-        drafts = rows.tokens[index, positions].tolist() if drafted and needs & Needs.GRAMMAR else []
+        drafts = rows.tokens[index, positions].tolist() if drafted and needs & SamplingNeeds.GRAMMAR else []
         drawn = None if self._drafter.drawn is None else self._drafter.drawn.of(scheduled)
         chosen, (broken, unknown) = self._choose(logits, slots, index, positions, needs, drafts, drawn)
         if needs & CHOSEN_BY_FIRST:
@@ -183,11 +183,11 @@ class ModelRunner(StepRunner[LanguageModel, InputBatch, BatchRows, StateMemory])
             return PendingStep(scheduled, chosen, Reported(prompt_logprobs=prompts), kept=kept, guessed=guessed)
         counts: list[int | None] = []
         logprobs = None
-        if needs & Needs.LOGPROBS:
+        if needs & SamplingNeeds.LOGPROBS:
             counts = [rows.request(slot).params.logprobs for slot in slots]
             logprobs = self._sampling.logprobs(original, chosen, max(count for count in counts if count is not None))
-        candidates = DeviceCandidates(logits, original, rows, slots) if needs & Needs.BEAMS else None
-        states = embeddings(rows, slots, scored.hidden) if needs & Needs.EMBEDDING else None
+        candidates = DeviceCandidates(logits, original, rows, slots) if needs & SamplingNeeds.BEAMS else None
+        states = embeddings(rows, slots, scored.hidden) if needs & SamplingNeeds.EMBEDDING else None
         reported = Reported(counts, logprobs, prompts, states, broken, candidates, verdict)
         return PendingStep(scheduled, chosen, reported, kept=kept, guessed=guessed)
 
@@ -195,9 +195,9 @@ class ModelRunner(StepRunner[LanguageModel, InputBatch, BatchRows, StateMemory])
         self, logits: torch.Tensor, slots: Sequence[int], index: torch.Tensor, positions: torch.Tensor, needs: int
     ) -> ProcessorVerdict | None:
         """Change `logits` [S, vocabulary] in place as the requests ask."""
-        if needs & (Needs.CONSTRAINTS | Needs.REPETITIONS):
+        if needs & (SamplingNeeds.CONSTRAINTS | SamplingNeeds.REPETITIONS):
             self._sampling.constrain(logits, slots, index, positions)
-        if not needs & Needs.PROCESSORS:
+        if not needs & SamplingNeeds.PROCESSORS:
             return None
         return self._processors.apply(logits, self._rows.tokens, slots, positions.tolist())
 
@@ -218,7 +218,9 @@ class ModelRunner(StepRunner[LanguageModel, InputBatch, BatchRows, StateMemory])
         `drafts` [S] stand in the places of the tokens that are sampled: grammars are asked about as many as are right,
         and one more.
         """
-        bound = [row for row, slot in enumerate(slots) if slot in self._grammars] if needs & Needs.GRAMMAR else []
+        bound = (
+            [row for row, slot in enumerate(slots) if slot in self._grammars] if needs & SamplingNeeds.GRAMMAR else []
+        )
         looking = [row for row in bound if drawn is not None or self._needs[slots[row]] & LOOKS_AT_ALL]
         restricted = self._grammars.restrict(logits, slots, looking, lambda: drafts) if bound else Restricted({}, [])
         chosen = self._sampling.sample(logits, slots, index, positions, needs)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from kvern.cpu.sampling import RowSampler, logprobs
 from kvern.device.rows import BatchRows
-from kvern.runner.needs import Needs
+from kvern.runner.needs import SamplingNeeds
 from kvern.sample.constraints import constrain
 from kvern.sample.dry import penalize_repetitions
 from kvern.sample.logprobs import DeviceLogprobs, token_logprobs
@@ -76,7 +76,7 @@ class CompiledSampling:
 
     def sample(self, logits: Tensor, slots: Sequence[int], index: Tensor, positions: Tensor, needs: int) -> Tensor:
         chosen = self._sampler.sample(logits, index, positions)
-        if needs & Needs.RARE_FILTERS:
+        if needs & SamplingNeeds.RARE_FILTERS:
             params = [self._rows.request(slot).params for slot in slots]
             rare = [row for row, item in enumerate(params) if has_rare_filters(item)]
             if rare:  # these rows may be but some of a step's

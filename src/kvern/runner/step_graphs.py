@@ -33,13 +33,13 @@ from kvern.models.decoder import Decoder
 from kvern.request.step import ScheduledTokens
 from kvern.runner.cached_model import CachedModel, StepEmbeddings
 from kvern.runner.device_states import DeviceStateMemory
-from kvern.runner.needs import Needs
+from kvern.runner.needs import SamplingNeeds
 from kvern.runner.result import PromptLogprobs
 
 logger = logging.getLogger("kvern")
 
 DeviceModel = CachedModel[Decoder, DeviceBatch, DeviceRows, DeviceStateMemory]
-IN_GRAPHS = Needs.FILTERS | Needs.CONSTRAINTS | Needs.LOGPROBS
+IN_GRAPHS = SamplingNeeds.FILTERS | SamplingNeeds.CONSTRAINTS | SamplingNeeds.LOGPROBS
 """The demands that graphs meet."""
 
 
@@ -75,7 +75,7 @@ class PlannedStep(NamedTuple):
 
     scheduled: Sequence[ScheduledTokens]
     size: StepSize | None = None
-    needs: int = Needs.NOTHING
+    needs: int = SamplingNeeds.NOTHING
     adapted: bool = False
     uncertain: bool = False
     drafting: bool = False

@@ -21,7 +21,7 @@ from kvern.layers.step_context import NO_ADAPTERS
 from kvern.models.decoder import Decoder, LanguageModel
 from kvern.request.step import ScheduledTokens, SchedulerOutput
 from kvern.runner.cached_model import CachedModel, RowStates, StepEmbeddings
-from kvern.runner.contents import Contents
+from kvern.runner.loaded_model import LoadedModel
 from kvern.runner.needs import RowNeeds
 from kvern.runner.ranks.rank_choice import change_choices
 from kvern.runner.result import PromptLogprobs, prompt_logprobs, prompt_runs, tokens_wanted
@@ -50,16 +50,16 @@ class StepRunner(Generic[Network, Batch, Rows, States]):
     """Holds a model, the rows of its batch and what is asked for in them."""
 
     def __init__(
-        self, model: CachedModel[Network, Batch, Rows, States], contents: Contents, drafter: Drafter | None
+        self, model: CachedModel[Network, Batch, Rows, States], loaded: LoadedModel, drafter: Drafter | None
     ) -> None:
         self.model = model
         self._decoder = model.decoder
         self._rows = model.rows
         self.caches = model.attention.caches
-        self._ranks = contents.ranks
-        self._grammars, self._processors = contents.grammars, contents.processors
+        self._ranks = loaded.ranks
+        self._grammars, self._processors = loaded.grammars, loaded.processors
         self._needs = RowNeeds(len(model.rows.requests))
-        self._drafter = GuardedDrafter(drafter, ranks=contents.ranks)
+        self._drafter = GuardedDrafter(drafter, ranks=loaded.ranks)
 
     def _change_rows(self, output: SchedulerOutput) -> None:
         """Let rows, cache, states and adapters be as the step wants them."""

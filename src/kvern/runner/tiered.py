@@ -11,7 +11,7 @@ from kvern.config import EngineConfig
 from kvern.plugins import Plugins
 from kvern.ranks.ranks import ALONE, Ranks
 from kvern.request.step import ModelRunnerOutput, SchedulerOutput, StepResult
-from kvern.runner.contents import Runner
+from kvern.runner.loaded_model import Runner
 from kvern.runner.plan import Layout
 
 

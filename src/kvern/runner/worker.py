@@ -36,7 +36,6 @@ from kvern.ranks.expert_placement import Placement, first_placement
 from kvern.ranks.ranks import ALONE, Ranks
 from kvern.runner.adapters import Adapters
 from kvern.runner.cache_scales import digest, measured_scales
-from kvern.runner.contents import Contents, Draft, Parts, Runner
 from kvern.runner.device import (
     check_dtype,
     check_indexers,
@@ -48,14 +47,15 @@ from kvern.runner.device import (
 )
 from kvern.runner.fallback_check import check_fallback, check_fallback_options
 from kvern.runner.kernel_choice import settle_threads, usable_kernels
+from kvern.runner.loaded_model import Draft, LoadedModel, Runner, StepBackend
 from kvern.runner.memory import DeviceMemory
 from kvern.runner.plan import (
     CPU_KERNELS,
     EIGHT_BIT,
-    Findings,
+    FreeMemory,
     Layout,
     Plan,
-    Room,
+    ProbedDevice,
     resolve_max_model_len,
 )
 from kvern.runner.processor_rows import ProcessorRows
@@ -65,7 +65,7 @@ from kvern.runner.ranks.expert_moves import check_moves, move_experts
 from kvern.runner.ranks.rank_limits import whole_experts
 from kvern.runner.startup import Startup
 from kvern.runner.stored import Stored
-from kvern.runner.torch_parts import TorchParts
+from kvern.runner.torch_backend import TorchBackend
 from kvern.runner.windows import report
 from kvern.sample.processors import ProcessorModel, load_processors
 from kvern.spec.model import ModelSpec
@@ -111,7 +111,7 @@ class Worker:
         self._store: AdapterStore | None = None
         self._stored_scales: list[torch.Tensor | None] = [None] * len(spec.attentions)
 
-    def probe(self) -> Findings:
+    def probe(self) -> ProbedDevice:
         """Look at what the device is and can do. Raises ConfigError for what it cannot."""
         config, device = self._config, self.device
         resolve_max_model_len(config, self._spec)  # what is wrong with the options shows before kernels are compiled
@@ -146,7 +146,7 @@ class Worker:
         if isinstance(self._spec, TransformersSpec):
             kernels &= FALLBACK_KERNELS
         name = str(dtype).removeprefix("torch.")
-        return Findings(device.type, name, kernels, gpu, None if self._draft is None else of_draft)
+        return ProbedDevice(device.type, name, kernels, gpu, None if self._draft is None else of_draft)
 
     def _stored_draft(self, folder: Path) -> Stored | None:
         """The stored layers of a draft model or head; None: Medusa heads, which have none. Raises KvernError."""
@@ -173,40 +173,40 @@ class Worker:
     def _spec_of_draft(self, folder: Path, longest: int) -> ModelSpec:
         return share_of(read_draft(folder, self._folder, self._spec, longest), self._ranks.size)
 
-    def load(self, plan: Plan) -> Room:
+    def load(self, plan: Plan) -> FreeMemory:
         """Load the weights and whatever a batch of the plan's size needs beside its cache. Raises KvernError."""
         config = self._config
         spec = self._spec
         device = self.device
         self._choose_sums(plan)
-        self._parts = parts = self._make_parts(plan, spec)
+        self._backend = backend = self._make_backend(plan, spec)
         adapters, model = None, self._load_fallback(plan)
         if model is None:
-            decoder = model = self._load_decoder(self._folder, plan, parts, config.quantization, self._ranks)
-            parts.prepare(decoder)
+            decoder = model = self._load_decoder(self._folder, plan, backend, config.quantization, self._ranks)
+            backend.prepare(decoder)
             if device.type == "cpu" and not plan.on_device:
                 settle_threads(config, plan, decoder)
             adapters = self._make_adapters(decoder, "adapters" in plan.kernels)
         compiled = grammars_of(self._folder, spec.vocab_size, config.grammar_backend)
-        self._grammars = GrammarRows(compiled, spec.vocab_size, device, parts.restrict)
+        self._grammars = GrammarRows(compiled, spec.vocab_size, device, backend.restrict)
         sizes = spec.vocab_size, plan.max_batch_requests, plan.max_model_len
         named = config.logits_processors if self._ranks.rank == 0 else ()  # the others take what it chooses
         processors = ProcessorRows(load_processors(named), ProcessorModel(self._folder, *sizes, device))
         draft = None if self._draft is None else self._load_draft(self._draft, plan, model)
-        self._contents = Contents(model, self._grammars, processors, adapters, draft=draft, ranks=self._ranks)
+        self._loaded = LoadedModel(model, self._grammars, processors, adapters, draft=draft, ranks=self._ranks)
         if config.rebalance_seconds:
             self._ranks.of_experts.hand_once(device)
         if config.kv_cache_dtype not in EIGHT_BIT:
             return self._room()
         with self._startup.stage("cache scales"):
             eight_bit = self._eight_bit(plan)
-        self._contents = replace(self._contents, eight_bit=eight_bit)
+        self._loaded = replace(self._loaded, eight_bit=eight_bit)
         return msgspec.structs.replace(self._room(), scales=digest(eight_bit.scales))
 
-    def _room(self) -> Room:
-        room = self._parts.room(self._contents)
-        self._startup.report(report(self._parts.groups))
-        draft = self._contents.draft
+    def _room(self) -> FreeMemory:
+        room = self._backend.room(self._loaded)
+        self._startup.report(report(self._backend.groups))
+        draft = self._loaded.draft
         if draft is None:
             return room
         most = draft.decoder.count if isinstance(draft.decoder, MedusaHeads) else None
@@ -239,11 +239,11 @@ class Worker:
             return self._load_medusa(folder, model)
         spec = self._spec_of_draft(folder, plan.max_model_len)
         plan = plan.of_draft(spec)
-        parts = self._make_parts(plan, spec)
+        backend = self._make_backend(plan, spec)
         ranks = self._ranks.of_own_stage()
-        decoder = self._load_decoder(folder, plan, parts, self._config.draft_quantization, ranks)
-        parts.prepare(decoder)
-        return Draft(decoder, parts)
+        decoder = self._load_decoder(folder, plan, backend, self._config.draft_quantization, ranks)
+        backend.prepare(decoder)
+        return Draft(decoder, backend)
 
     def _load_medusa(self, folder: Path, model: LanguageModel) -> Draft:
         with self._startup.stage("weights"):
@@ -251,30 +251,32 @@ class Worker:
                 folder,
                 _with_states(model, folder),
                 load_format=self._config.load_format,
-                unquantized=self._parts.unquantized,
+                unquantized=self._backend.unquantized,
             )
-        self._parts.tune(heads)
-        return Draft(heads, self._parts)
+        self._backend.tune(heads)
+        return Draft(heads, self._backend)
 
     def _load_head(self, folder: Path, plan: Plan, model: LanguageModel) -> Draft:
         config, target = self._config, _with_states(model, folder)
         dummy = config.load_format == "dummy"
         described, _ = read_draft_head(folder, target.spec, self._ranks, dummy=dummy)
         plan = plan.of_draft(described.model)
-        parts = self._make_parts(plan, described.model)
+        backend = self._make_backend(plan, described.model)
         with self._startup.stage("weights"):
             head = load_draft_head(
                 folder,
                 target,
                 load_format=config.load_format,
                 kernels=plan.kernels & (MODEL_KERNELS | CPU_KERNELS),
-                unquantized=parts.unquantized,
+                unquantized=backend.unquantized,
                 quantization=config.quantization if folder == self._folder else config.draft_quantization,
             )
-        parts.prepare(head)
-        return Draft(head, parts)
+        backend.prepare(head)
+        return Draft(head, backend)
 
-    def _load_decoder(self, folder: Path, plan: Plan, parts: Parts, quantization: str | None, ranks: Ranks) -> Decoder:
+    def _load_decoder(
+        self, folder: Path, plan: Plan, backend: StepBackend, quantization: str | None, ranks: Ranks
+    ) -> Decoder:
         with self._startup.stage("weights"):
             return load_model(
                 folder,
@@ -285,7 +287,7 @@ class Worker:
                     max_model_len=plan.max_model_len,
                     load_format=self._config.load_format,
                     kernels=plan.kernels & (MODEL_KERNELS | CPU_KERNELS),
-                    unquantized=parts.unquantized,
+                    unquantized=backend.unquantized,
                     deterministic=self._config.deterministic and bool(plan.kernels),
                     quantization=quantization,
                     whole_experts=self._whole_experts if ranks is self._ranks else None,
@@ -312,8 +314,8 @@ class Worker:
             places = zip(stored, self._whole.caching_layers, strict=True)
             found = [scale for scale, place in places if place in layers]
         if any(scale is None for scale in stored):  # also of other stages alone, which then wait for these layers
-            contents, size = self._contents, self._config.block_size
-            make_runner = partial(self._parts.runner, contents)
+            loaded, size = self._loaded, self._config.block_size
+            make_runner = partial(self._backend.runner, loaded)
             measured = measured_scales(make_runner, self._spec, plan, size, getattr(torch, plan.cache_dtype))
             found = [other if scale is None else scale for scale, other in zip(found, measured, strict=True)]
         scales = [scale.to(self.device) for scale in found if scale is not None]
@@ -325,11 +327,11 @@ class Worker:
         Raises ConfigError for experts that cannot move, and for ranks in DP attention, which all replay the same
         graphs, if there is no memory for one.
         """
-        self.runner = self._parts.runner(self._contents, layout)
+        self.runner = self._backend.runner(self._loaded, layout)
         while self._ranks.dp_attention is not None and self.runner.idle():
             pass
         if self._config.rebalance_seconds:
-            check_moves(experts_of(self._contents.decoder), self._ranks.of_experts)
+            check_moves(experts_of(self._loaded.decoder), self._ranks.of_experts)
 
     def expert_placements(self) -> dict[int, Placement]:
         """The first placements of all layers of the model whose experts are placed whole."""
@@ -346,12 +348,12 @@ class Worker:
 
     def place_experts(self, placements: Mapping[int, Placement]) -> None:
         """Place the experts of these layers anew, between the same steps on all ranks."""
-        move_experts(experts_of(self._contents.decoder), placements, self._ranks.of_experts)
+        move_experts(experts_of(self._loaded.decoder), placements, self._ranks.of_experts)
 
     @cached_property
     def expert_counts(self) -> ExpertCounts:
         """The counts of the tokens of the experts, once those of this stage are loaded."""
-        return ExpertCounts(self._contents.decoder, self._whole, self._ranks.stage, self.device)
+        return ExpertCounts(self._loaded.decoder, self._whole, self._ranks.stage, self.device)
 
     def prepare(self, grammar: str) -> "Future[None] | None":
         """Begin to make what following this grammar needs, in a thread; None: it is there."""
@@ -375,12 +377,12 @@ class Worker:
             raise InvalidAdapter("this engine has no place for adapters: set max_adapters")
         return self._store
 
-    def _make_parts(self, plan: Plan, spec: ModelSpec) -> Parts:
+    def _make_backend(self, plan: Plan, spec: ModelSpec) -> StepBackend:
         if not plan.on_device:
-            return TorchParts(self._config, spec, plan, self._memory)
-        from kvern.runner.kernel_parts import KernelParts
+            return TorchBackend(self._config, spec, plan, self._memory)
+        from kvern.runner.kernel_backend import KernelBackend
 
-        return KernelParts(self._config, spec, plan, self._memory, self._startup)
+        return KernelBackend(self._config, spec, plan, self._memory, self._startup)
 
     def _make_adapters(self, decoder: Decoder, kernels: bool) -> Adapters | None:
         """Places for adapters in the decoder, and where their weights wait for one; None if there can be none."""

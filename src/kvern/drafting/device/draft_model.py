@@ -20,7 +20,7 @@ from kvern.models.decoder import Decoder
 from kvern.request.step import ScheduledTokens, SchedulerOutput
 from kvern.runner.cached_model import CachedModel
 from kvern.runner.captured_decodes import CapturedDecodes
-from kvern.runner.needs import Needs
+from kvern.runner.needs import SamplingNeeds
 from kvern.runner.sampling import Sampling
 from kvern.runner.state_memory import StateMemory
 
@@ -94,7 +94,7 @@ class DraftModel:
             if self.drawn is not None:
                 chosen = self.drawn.draw(logits, self._rows, slots, batch.sample_positions)
             else:
-                chosen = self._sampling.sample(logits, slots, index, batch.sample_positions, Needs.NOTHING)
+                chosen = self._sampling.sample(logits, slots, index, batch.sample_positions, SamplingNeeds.NOTHING)
             self._sampling.write(index, batch.sample_positions, chosen)
 
     def _run_captured(self, captured: CapturedDecodes, scheduled: Sequence[ScheduledTokens]) -> bool:

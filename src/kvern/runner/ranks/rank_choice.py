@@ -9,11 +9,11 @@ from kvern.device.rows import BatchRows
 from kvern.device.transfer import upload
 from kvern.ranks.ranks import Ranks
 from kvern.request.step import SchedulerOutput
-from kvern.runner.needs import Needs, RowNeeds
+from kvern.runner.needs import RowNeeds, SamplingNeeds
 from kvern.runner.processor_rows import ProcessorRows
 from kvern.structured.masks import GrammarRows
 
-CHOSEN_BY_FIRST = Needs.GRAMMAR | Needs.PROCESSORS
+CHOSEN_BY_FIRST = SamplingNeeds.GRAMMAR | SamplingNeeds.PROCESSORS
 
 
 def change_choices(

@@ -20,7 +20,7 @@ from kvern.request.events import EngineStatistics, TokenEvent
 from kvern.request.progress import FinishReason
 from kvern.request.request import Progress, RequestSpec
 from kvern.request.step import SchedulerOutput
-from kvern.runner.plan import Findings, Layout, Plan, Room
+from kvern.runner.plan import FreeMemory, Layout, Plan, ProbedDevice
 
 
 class RankMessage(msgspec.Struct, tag=True, array_like=True, gc=False):
@@ -155,13 +155,13 @@ class HasFiles(RankMessage):
 class Found(RankMessage):
     """The result of `Worker.probe`."""
 
-    findings: Findings
+    findings: ProbedDevice
 
 
 class HasRoom(RankMessage):
     """The result of `Worker.load`."""
 
-    room: Room
+    room: FreeMemory
 
 
 class IsReady(RankMessage):

@@ -31,10 +31,10 @@ from kvern.models.weighted import WeightedModel
 from kvern.request.step import ScheduledTokens
 from kvern.runner.cached_model import CachedModel
 from kvern.runner.captured_decodes import CapturedDecodes
-from kvern.runner.contents import Contents
+from kvern.runner.loaded_model import LoadedModel
 from kvern.runner.memory import DeviceMemory, bytes_of_draft, bytes_of_state, bytes_of_token, cache_bytes
-from kvern.runner.needs import Needs
-from kvern.runner.plan import RANK_KERNELS, Layout, Plan, Room
+from kvern.runner.needs import SamplingNeeds
+from kvern.runner.plan import RANK_KERNELS, FreeMemory, Layout, Plan
 from kvern.runner.runner import ModelRunner
 from kvern.runner.sampling import CompiledSampling, Sampling, TorchSampling
 from kvern.runner.state_memory import StateMemory
@@ -43,8 +43,8 @@ from kvern.spec.model import ModelSpec
 from kvern.structured import masks
 
 
-class TorchParts:
-    """The `Parts` of a worker without kernels for GPUs."""
+class TorchBackend:
+    """The `StepBackend` of a worker without kernels for GPUs."""
 
     def __init__(self, config: EngineConfig, spec: ModelSpec, plan: Plan, memory: DeviceMemory) -> None:
         self._spec = spec
@@ -64,13 +64,13 @@ class TorchParts:
     def tune(self, model: WeightedModel) -> None:
         """Nothing is chosen."""
 
-    def room(self, contents: Contents) -> Room:
+    def room(self, loaded: LoadedModel) -> FreeMemory:
         """Compute the memory that is left."""
         token_bytes = bytes_of_token(self._spec, getattr(torch, self._plan.cache_dtype), self.groups)
-        if contents.draft is not None:
-            token_bytes += bytes_of_draft(contents.draft.decoder.spec, self._plan, self.groups)
+        if loaded.draft is not None:
+            token_bytes += bytes_of_draft(loaded.draft.decoder.spec, self._plan, self.groups)
         state_bytes = bytes_of_state(self._spec, getattr(torch, self._plan.dtype))
-        return Room(
+        return FreeMemory(
             cache_bytes(self._memory, token_bytes, None, state_bytes),
             token_bytes,
             state_bytes=state_bytes,
@@ -79,32 +79,32 @@ class TorchParts:
             whole=self.groups.whole,
         )
 
-    def runner(self, contents: Contents, layout: Layout) -> ModelRunner:
+    def runner(self, loaded: LoadedModel, layout: Layout) -> ModelRunner:
         """The runner over a KV cache of this layout."""
         size = layout.block_size
         slots = layout.max_batch_requests
         device = self._memory.device
-        attention, states = self._attention(contents.decoder, contents.eight_bit, layout), None
+        attention, states = self._attention(loaded.decoder, loaded.eight_bit, layout), None
         if layout.states:
             states = StateMemory(self._spec, layout.states, slots, getattr(torch, self._plan.dtype), device)
         make_rows = ListedRows if self._compiled else BatchRows
         windows = self.groups.windows if layout.window_tables else NO_WINDOWS
         rows = make_rows(slots, layout.max_model_len, -(-layout.max_model_len // size), device, windows)
-        decoder = contents.decoder
+        decoder = loaded.decoder
         captured = None
-        draft = contents.draft
-        drafter = None if draft is None else draft.parts.drafter(draft.decoder, layout, rows)
-        captures = self._captures and states is None and contents.ranks.stage.count == 1
-        captures &= contents.ranks.dp_attention is None  # a captured step gathers as many rows each time
+        draft = loaded.draft
+        drafter = None if draft is None else draft.backend.drafter(draft.decoder, layout, rows)
+        captures = self._captures and states is None and loaded.ranks.stage.count == 1
+        captures &= loaded.ranks.dp_attention is None  # a captured step gathers as many rows each time
         if captures and isinstance(attention, CompiledAttention):
             inputs = None if drafter is None else drafter.inputs
             captured = CapturedDecodes(decoder, attention, rows, size, inputs) if isinstance(decoder, Decoder) else None
-        model = CachedModel(decoder, attention, rows, size, contents.adapters, states)
+        model = CachedModel(decoder, attention, rows, size, loaded.adapters, states)
         sampling = CompiledSampling(rows) if self._compiled else TorchSampling(rows)
-        return ModelRunner(model, contents, sampling, captured, drafter)
+        return ModelRunner(model, loaded, sampling, captured, drafter)
 
     def drafter(self, decoder: Decoder | DraftHead | MedusaHeads, layout: Layout, rows: BatchRows) -> Drafter:
-        """The model or head of these parts as a drafter over another's blocks and rows."""
+        """The model or head of this backend as a drafter over another's blocks and rows."""
         sampling = CompiledSampling(rows) if self._compiled else TorchSampling(rows)
         drawn = Drawn() if self._rejection else None
         if isinstance(decoder, MedusaHeads):
@@ -157,5 +157,5 @@ def _build_batch(
 def _draw(
     sampling: Sampling, logits: torch.Tensor, slots: Sequence[int], index: torch.Tensor, positions: torch.Tensor
 ) -> None:
-    chosen = sampling.sample(logits.contiguous(), slots, index, positions, Needs.NOTHING)
+    chosen = sampling.sample(logits.contiguous(), slots, index, positions, SamplingNeeds.NOTHING)
     sampling.write(index, positions, chosen)

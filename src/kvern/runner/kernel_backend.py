@@ -31,12 +31,12 @@ from kvern.layers.tuning import tune
 from kvern.models.decoder import Decoder, LanguageModel
 from kvern.models.weighted import WeightedModel
 from kvern.runner.cached_model import CachedModel
-from kvern.runner.contents import Contents
 from kvern.runner.device_drafters import drafting_bytes, make_drafter, medusa_drafter
 from kvern.runner.device_runner import DeviceRunner
 from kvern.runner.device_states import DeviceStateMemory
 from kvern.runner.device_steps import GraphOptions, step_kinds
 from kvern.runner.largest_steps import run_largest_steps
+from kvern.runner.loaded_model import LoadedModel
 from kvern.runner.memory import (
     DeviceMemory,
     bytes_noted,
@@ -46,7 +46,7 @@ from kvern.runner.memory import (
     cache_bytes,
     report_others,
 )
-from kvern.runner.plan import Layout, Plan, Room
+from kvern.runner.plan import FreeMemory, Layout, Plan
 from kvern.runner.startup import Startup
 from kvern.runner.step_graphs import DeviceModel, GraphMemory, StepGraphs, StepKind
 from kvern.runner.step_parts import StepTooLarge
@@ -55,8 +55,8 @@ from kvern.spec.model import ModelSpec
 from kvern.structured.masks import restrict
 
 
-class KernelParts:
-    """The `Parts` of a worker with kernels."""
+class KernelBackend:
+    """The `StepBackend` of a worker with kernels."""
 
     def __init__(
         self, config: EngineConfig, spec: ModelSpec, plan: Plan, memory: DeviceMemory, startup: Startup
@@ -103,31 +103,31 @@ class KernelParts:
                 measurements.remember("linear", tune(model, time_calls, measurements.section("linear")))
         measurements.save()
 
-    def room(self, contents: Contents) -> Room:
+    def room(self, loaded: LoadedModel) -> FreeMemory:
         """Measure the memory that is left, and who attends fastest. Compiles the kernels that serving needs."""
         with self._startup.stage("memory"):
             phases = {} if self._choice is None else self._choice.phases
             self.groups = choose_groups(self._config, self._spec, self._plan, phases.values())
             token_bytes = bytes_of_token(self._spec, getattr(torch, self._plan.cache_dtype), self.groups)
-            if contents.draft is not None:
-                token_bytes += bytes_of_draft(contents.draft.decoder.spec, self._plan, self.groups)
+            if loaded.draft is not None:
+                token_bytes += bytes_of_draft(loaded.draft.decoder.spec, self._plan, self.groups)
             state_bytes = bytes_of_state(self._spec, self._dtype)
             try:
-                graphs = self._measure(contents)
+                graphs = self._measure(loaded)
             except StepTooLarge as error:
                 raise ConfigError(
                     f"a step of max_batch_tokens {self._plan.max_batch_tokens} tokens does not fit into the GPU memory "
                     f"that is left beside the weights {error}: lower max_batch_tokens or max_batch_requests, raise "
                     "gpu_memory_share, or free memory"
                 ) from error
-            if contents.draft is not None:
-                graphs += drafting_bytes(contents.draft.decoder, self._config, self._plan)
-            if self._config.has_drafts and contents.ranks.stage.count > 1:  # of all steps on their way
+            if loaded.draft is not None:
+                graphs += drafting_bytes(loaded.draft.decoder, self._config, self._plan)
+            if self._config.has_drafts and loaded.ranks.stage.count > 1:  # of all steps on their way
                 graphs += MOST_ROWS * bytes_noted(self._spec, self._dtype)
             room = cache_bytes(self._memory, token_bytes, graphs + state_bytes)  # of the row that pads batches
             report_others(self._memory)
         libraries = frozenset() if self._choice is None else frozenset(self._choice.libraries)
-        return Room(
+        return FreeMemory(
             room,
             token_bytes,
             phases,
@@ -138,7 +138,7 @@ class KernelParts:
             whole=self.groups.whole,
         )
 
-    def runner(self, contents: Contents, layout: Layout) -> DeviceRunner:
+    def runner(self, loaded: LoadedModel, layout: Layout) -> DeviceRunner:
         """The runner over a KV cache of this layout, and one more block that pads batches."""
         config = self._config
         with self._startup.stage("cache"):
@@ -146,8 +146,8 @@ class KernelParts:
             groups = self.groups if layout.window_tables else None
             sizes = layout.blocks + 1, layout.block_size
             chosen = layout.attention
-            decoder = contents.decoder
-            eight_bit = contents.eight_bit
+            decoder = loaded.decoder
+            eight_bit = loaded.eight_bit
             attention = self._attention(*sizes, dtype, chosen, decoder, eight_bit, groups)
             table = -(-layout.max_model_len // layout.block_size)
             requests, longest = layout.max_batch_requests, layout.max_model_len
@@ -156,14 +156,14 @@ class KernelParts:
         states = None
         if layout.states:
             states = DeviceStateMemory(self._spec, layout.states, requests + 1, self._dtype, self._device)
-        model = CachedModel(_decoder(contents), attention, rows, layout.block_size, contents.adapters, states)
-        draft = contents.draft
-        drafter = None if draft is None else draft.parts.drafter(draft.decoder, layout, rows)
+        model = CachedModel(_decoder(loaded), attention, rows, layout.block_size, loaded.adapters, states)
+        draft = loaded.draft
+        drafter = None if draft is None else draft.backend.drafter(draft.decoder, layout, rows)
         graphs: list[StepGraphs[Any, Any]] = []
         if config.cuda_graphs and attention.captures and self._device.type == "cuda":
             memory, options = GraphMemory(self._device), self._graph_options(drafter, layout.max_batch_tokens)
             graphs = [StepGraphs(kind, memory) for kind in step_kinds(model, options)]
-        return DeviceRunner(model, contents, drafter, graphs)
+        return DeviceRunner(model, loaded, drafter, graphs)
 
     def _graph_options(self, drafter: Drafter | None, tokens: int) -> GraphOptions:
         """The options of the graphs of the model, whose steps have so many tokens at most."""
@@ -176,7 +176,7 @@ class KernelParts:
         return GraphOptions(tokens, prefixes, drafts, verifies, reader)
 
     def drafter(self, decoder: Decoder | DraftHead | MedusaHeads, layout: Layout, rows: BatchRows) -> Drafter:
-        """The model or head of these parts as a drafter over another's blocks and rows."""
+        """The model or head of this backend as a drafter over another's blocks and rows."""
         assert isinstance(rows, DeviceRows), "the other's steps run elsewhere"
         drawn, size = Drawn() if self._config.acceptance == "rejection" else None, layout.block_size
         if isinstance(decoder, MedusaHeads):
@@ -206,7 +206,7 @@ class KernelParts:
         triton, deterministic = self._choice.triton, self._config.deterministic
         return PagedAttention(cache, phases, triton, deterministic)
 
-    def _measure(self, contents: Contents) -> int:
+    def _measure(self, loaded: LoadedModel) -> int:
         """Run the largest steps of a GPU; returns the bytes that CUDA graphs take besides."""
         device = self._device
         longest = self._plan.max_model_len
@@ -217,15 +217,15 @@ class KernelParts:
         rows = DeviceRows(slots, longest, -(-longest // size), device, scratch_block=0)
         dtype = getattr(torch, self._plan.cache_dtype)
         chosen = {} if self._choice is None else self._choice.phases
-        attention = self._attention(1, size, dtype, chosen, contents.decoder, contents.eight_bit)
+        attention = self._attention(1, size, dtype, chosen, loaded.decoder, loaded.eight_bit)
         states = DeviceStateMemory(self._spec, 0, slots + 1, self._dtype, device) if self._spec.recurrent else None
-        model: DeviceModel = CachedModel(_decoder(contents), attention, rows, size, None, states)
+        model: DeviceModel = CachedModel(_decoder(loaded), attention, rows, size, None, states)
         kinds: list[StepKind[Any, Any]] = []
         if self._config.cuda_graphs and attention.captures:
-            kinds = step_kinds(replace(model, adapters=contents.adapters), self._graph_options(None, tokens))
-        return run_largest_steps(DeviceRunner(model, contents), tokens, kinds)
+            kinds = step_kinds(replace(model, adapters=loaded.adapters), self._graph_options(None, tokens))
+        return run_largest_steps(DeviceRunner(model, loaded), tokens, kinds)
 
 
-def _decoder(contents: Contents) -> Decoder:
-    assert isinstance(contents.decoder, Decoder), "models of transformers run on no GPU"
-    return contents.decoder
+def _decoder(loaded: LoadedModel) -> Decoder:
+    assert isinstance(loaded.decoder, Decoder), "models of transformers run on no GPU"
+    return loaded.decoder

@@ -18,21 +18,21 @@ from kvern.models.weighted import WeightedModel
 from kvern.ranks.ranks import ALONE, Ranks
 from kvern.request.step import SchedulerOutput, StepResult
 from kvern.runner.adapters import Adapters
-from kvern.runner.plan import Layout, Room
+from kvern.runner.plan import FreeMemory, Layout
 from kvern.runner.processor_rows import ProcessorRows
 from kvern.structured.masks import GrammarRows
 
 
 @dataclass(frozen=True)
 class Draft:
-    """A draft model or head, and the parts that run its steps; Medusa heads have the parts of the model."""
+    """A draft model or head, and the backend that runs its steps; Medusa heads have that of the model."""
 
     decoder: Decoder | DraftHead | MedusaHeads
-    parts: "Parts"
+    backend: "StepBackend"
 
 
 @dataclass(frozen=True)
-class Contents:
+class LoadedModel:
     """Model and state of rows, of which every runner makes use."""
 
     decoder: LanguageModel
@@ -78,8 +78,8 @@ class Runner(Protocol):
         ...
 
 
-class Parts(Protocol):
-    """The parts of a worker that differ between steps through PyTorch and steps through kernels."""
+class StepBackend(Protocol):
+    """The backend that runs the steps of a worker: PyTorch, or kernels with the batch on the device."""
 
     groups: LayerGroups
     """Block tables of the model's layers, once there is `room`."""
@@ -102,16 +102,16 @@ class Parts(Protocol):
         """Choose how weights are multiplied; `prepare` does this, too."""
         ...
 
-    def room(self, contents: Contents) -> Room:
+    def room(self, loaded: LoadedModel) -> FreeMemory:
         """Measure the memory that is left beside weights and the largest steps."""
         ...
 
-    def runner(self, contents: Contents, layout: Layout) -> Runner:
+    def runner(self, loaded: LoadedModel, layout: Layout) -> Runner:
         """The runner over a KV cache of this layout."""
         ...
 
     def drafter(self, decoder: Decoder | DraftHead | MedusaHeads, layout: Layout, rows: BatchRows) -> Drafter:
-        """A drafter of these parts' model or head, with a cache over the blocks of the layout, which is another's.
+        """A drafter of the model or head of this backend, with a cache over the blocks of another model's layout.
 
         Medusa heads have no cache.
         """
