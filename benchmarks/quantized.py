@@ -20,7 +20,8 @@ from kvern.device.timing import time_calls
 from kvern.formats.gpu.candidates import OfCodes, candidates_of, codes_candidates, fitted
 from kvern.formats.gpu.products import codes_product, counters
 from kvern.kernel_list import Inputs
-from kvern.kernel_list.quantized import FORMS, PackedKind, bytes_of, kind_of_form, random_packed
+from kvern.kernel_list.entry import PackedKind
+from kvern.kernel_list.quantized import FORMS, bytes_of, kind_of_form, random_packed
 from kvern.kernels.arrange import arrange
 from kvern.kernels.codes import INTERLEAVED, readable
 from kvern.kernels.codes_hopper import tiles_codes

@@ -8,7 +8,7 @@ import torch
 
 from kvern.device.timing import time_calls
 from kvern.kernel_list import Call, Inputs, kernels_of
-from kvern.kernel_list.quantized import PackedKind
+from kvern.kernel_list.entry import PackedKind
 from kvern.spec.model import ModelSpec
 
 ROTATED_BYTES = 256 << 20

@@ -40,7 +40,7 @@ def _paged(spec: AttentionSpec, inputs: Inputs, requests: int, keys: int, dtype:
     """
     blocks = -(-keys // inputs.block_size)
     shape = 2, requests * blocks, inputs.block_size, spec.kv_heads, spec.head_dim
-    cache, scales = inputs.cache(dtype or inputs.cache_dtype, *shape)
+    cache, scales = inputs.cache(dtype or inputs.stored_dtype, *shape)
     table = inputs.zeros(requests, -(-blocks // 16) * 16)[:, :blocks]
     return Paged(cache, scales, table.copy_(inputs.permutation(requests * blocks).view(requests, blocks)))
 
@@ -140,7 +140,7 @@ def _kinds(spec: ModelSpec) -> list[AttentionSpec]:
 def _members(spec: ModelSpec, inputs: Inputs) -> int:
     """How many requests share a tile of a prefix, in all layers that see the whole of it."""
     whole = (kind for kind in _kinds(spec) if kind.window is None)
-    size = inputs.cache_dtype.itemsize
+    size = inputs.stored_dtype.itemsize
     return min(prefix_members(kind.heads // kind.kv_heads, kind.head_dim, size) for kind in whole)
 
 
@@ -158,7 +158,7 @@ def _cuts(kind: AttentionSpec, inputs: Inputs) -> list[int]:
     """Numbers of requests: one for each shape of a launch."""
     shapes: dict[DecodeShape, int] = {}
     for planned in range(1, inputs.batch_requests + 1):
-        size = min(2, inputs.cache_dtype.itemsize)
+        size = min(2, inputs.stored_dtype.itemsize)
         shapes.setdefault(decode_shape(planned, kind.kv_heads, kind.head_dim, inputs.processors, size), planned)
     return list(shapes.values())
 
@@ -173,15 +173,15 @@ def _prefill(
     spec: ModelSpec, inputs: Inputs, attention: AttentionSpec, requests: int, queries: int, before: int, long: bool
 ) -> Call:
     """`before`: keys of each request that were computed earlier."""
-    shape = prefill_shape(attention.head_dim, long, inputs.cache_dtype.itemsize)
+    shape = prefill_shape(attention.head_dim, long, inputs.stored_dtype.itemsize)
     return _runs(inputs, attention, requests, queries, before, shape.queries, partial(prefill_attention, shape=shape))
 
 
 def _split(spec: ModelSpec, inputs: Inputs, attention: AttentionSpec, requests: int, queries: int, before: int) -> Call:
     group = attention.heads // attention.kv_heads
-    tile = split_queries(group, attention.head_dim, queries, inputs.cache_dtype.itemsize)
+    tile = split_queries(group, attention.head_dim, queries, inputs.stored_dtype.itemsize)
     tiles = requests * -(-queries // tile)
-    sizes = attention.kv_heads, attention.head_dim, queries, inputs.processors, inputs.cache_dtype.itemsize
+    sizes = attention.kv_heads, attention.head_dim, queries, inputs.processors, inputs.stored_dtype.itemsize
     arrived = inputs.zeros(tiles * attention.kv_heads)
     launch = partial(split_attention, arrived=arrived, shape=split_shape(tiles, group, *sizes))
     return _runs(inputs, attention, requests, queries, before, tile, launch)
@@ -206,8 +206,8 @@ def _plain(spec: ModelSpec, inputs: Inputs, attention: AttentionSpec, blocks: in
 
 
 def _plain_launched(spec: ModelSpec, inputs: Inputs) -> Sizes:
-    if inputs.hopper and inputs.cache_dtype in LARGEST_CODE:
-        yield from ((kind, 3, inputs.cache_dtype) for kind, *_ in _hopper_launched(spec, inputs))
+    if inputs.hopper and inputs.stored_dtype in LARGEST_CODE:
+        yield from ((kind, 3, inputs.stored_dtype) for kind, *_ in _hopper_launched(spec, inputs))
 
 
 def _plain_timed(spec: ModelSpec, inputs: Inputs) -> Sizes:

@@ -16,10 +16,10 @@ from kvern.formats.gpu.candidates import (
     codes_candidates,
 )
 from kvern.formats.gpu.products import codes_product
-from kvern.kernel_list.entry import Call, Inputs, Kernel
+from kvern.kernel_list.entry import Call, Inputs, Kernel, PackedKind
 from kvern.kernel_list.quantized import (
-    PackedKind,
     bytes_of,
+    codes_stream,
     forms_of,
     multiplies_by_codes,
     plain_of,
@@ -27,7 +27,6 @@ from kvern.kernel_list.quantized import (
     timed_kinds,
 )
 from kvern.kernels.codes_hopper import tiles_codes
-from kvern.kernels.stream_hopper import streams_codes
 from kvern.spec.model import ModelSpec
 
 Sizes = Iterator[tuple[Any, ...]]
@@ -58,12 +57,6 @@ def _codes_launched(spec: ModelSpec, inputs: Inputs) -> Sizes:
             for most, shapes in CODES_CANDIDATES.items():
                 for shape in () if streams and most in CODES_STREAMS else shapes:
                     yield kind, shape.rows + 2, kind.outputs, shape
-
-
-def codes_stream(kind: PackedKind, inputs: Inputs) -> bool:
-    """Whether the kernel for codes by codes on Hopper GPUs may multiply by a matrix."""
-    known = inputs.hopper and multiplies_by_codes(kind, inputs)
-    return known and streams_codes(kind.code, kind.group, kind.outputs, kind.inputs)
 
 
 def _streams_launched(spec: ModelSpec, inputs: Inputs) -> Sizes:

@@ -118,7 +118,7 @@ def _rotate(spec: ModelSpec, inputs: Inputs, layer: LayerSpec, tokens: int) -> C
     width = (heads + (1 if attention.keys_are_values else 2) * kv_heads) * head_dim
     qkv = inputs.numbers(tokens, width)
     blocks = -(-tokens // inputs.block_size)
-    cache, scales = inputs.cache(inputs.cache_dtype, 2, blocks, inputs.block_size, kv_heads, head_dim)
+    cache, scales = inputs.cache(inputs.stored_dtype, 2, blocks, inputs.block_size, kv_heads, head_dim)
     positions = inputs.integers(range(tokens), torch.int64)
     places = inputs.permutation(tokens, torch.int64)
     interleaved = rope is not None and rope.interleaved

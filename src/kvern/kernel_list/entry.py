@@ -1,72 +1,87 @@
 """What is said of a kernel in one place: which models launch it, on what, what it returns, and what it must move."""
 
-import copy
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from dataclasses import KW_ONLY, dataclass, replace
+from typing import Any, Literal, NamedTuple
 
 import torch
 import triton
 
 from kvern.adapters.targets import linear_layers
 from kvern.attention.eight_bit import LARGEST_CODE, codes_of
+from kvern.kernels.launch import processors
 from kvern.layers.build import Build
 from kvern.layers.linear_method import LinearMethod
 from kvern.models.decoder import Decoder
 from kvern.ranks.ranks import ALONE, Ranks
 from kvern.spec.model import ModelSpec
 
-if TYPE_CHECKING:
-    from kvern.kernel_list.quantized import PackedKind
-
 Result = torch.Tensor | Sequence[torch.Tensor]
 
 
+class PackedKind(NamedTuple):
+    """A quantized matrix as `Packed` says it, without its numbers. Dtypes are names; "" for what there is not.
+
+    `part` is what a checkpoint calls the first part of the layer, as "q_proj". `activations` become codes of the same
+    kind with scales of "rows", of "groups" of 128, or "static" ones; "": not at all.
+    """
+
+    part: str
+    outputs: int
+    inputs: int
+    code: str
+    group: int = 0
+    outputs_per_scale: int = 1
+    scale: str = ""
+    zero: str = ""
+    factor: bool = False
+    order: bool = False
+    biased: bool = False
+    activations: str = ""
+
+
+@dataclass
 class Inputs:
     """Makes the tensors that kernels are launched on: random numbers, zeros, or memory that nobody reads.
 
-    `dtype` and `block_size` are the model's and the cache's, whose numbers have 8 bits with another `cache_dtype`. A
-    step has `batch_requests` and `batch_tokens` at most; `adapter_rank` is the highest of `adapter_places` adapters, 0:
-    there are none. `packed` are the matrices that the model stores quantized. `drafts`: some are verified.
-    `has_head`: a draft head guesses beside the model. `ranks`: which this is, and of how many;
-    `dp_attention`: of those that share experts alone.
+    dtype           that of the model
+    cache_dtype     that of a cache in 8 bits; None: the model's
+    batch_requests  the most requests of a step, as `batch_tokens` is of tokens
+    adapter_rank    the highest rank of `adapter_places` adapters; 0: there are none
+    packed          the matrices that the model stores quantized
+    drafts          whether steps verify drafts
+    has_head        whether a draft head is beside the model
+    ranks           this rank, and the number of ranks; `dp_attention` has those that share experts alone
     """
 
-    def __init__(
-        self,
-        device: torch.device,
-        dtype: torch.dtype,
-        fill: Literal["random", "zeros", "empty"] = "random",
-        *,
-        block_size: int = 16,
-        batch_requests: int = 256,
-        batch_tokens: int = 256,
-        adapter_rank: int = 0,
-        adapter_places: int = 2,
-        cache_dtype: torch.dtype | None = None,
-        packed: Sequence["PackedKind"] = (),
-        drafts: bool = True,
-        has_head: bool = False,
-        ranks: tuple[int, int] = (0, 1),
-        dp_attention: tuple[int, int] | None = None,
-    ) -> None:
-        self.device, self.dtype, self.block_size = device, dtype, block_size
-        self.cache_dtype = cache_dtype or dtype
-        self.batch_requests, self.batch_tokens = batch_requests, batch_tokens
-        self.adapter_rank, self.adapter_places = adapter_rank, adapter_places
-        self.packed = tuple(packed)
-        self.drafts, self.has_head, self.ranks, self.dp_attention = drafts, has_head, ranks, dp_attention
-        self._fill = fill
-        self._generator = torch.Generator(device).manual_seed(0)
-        on_gpu = device.type == "cuda"
-        self.processors = torch.cuda.get_device_properties(device).multi_processor_count if on_gpu else 132
-        """Of the device; without one to ask, those of an H100."""
+    device: torch.device
+    dtype: torch.dtype
+    fill_with: Literal["random", "zeros", "empty"] = "random"
+    _: KW_ONLY
+    block_size: int = 16
+    batch_requests: int = 256
+    batch_tokens: int = 256
+    adapter_rank: int = 0
+    adapter_places: int = 2
+    cache_dtype: torch.dtype | None = None
+    packed: Sequence[PackedKind] = ()
+    drafts: bool = True
+    has_head: bool = False
+    ranks: tuple[int, int] = (0, 1)
+    dp_attention: tuple[int, int] | None = None
+
+    def __post_init__(self) -> None:
+        self._generator = torch.Generator(self.device).manual_seed(0)
+        self.processors = processors(self.device)
 
     def without_device(self) -> "Inputs":
         """The same forms, on memory of the host that nobody reads."""
-        inputs = copy.copy(self)
-        inputs.device, inputs._fill = torch.device("cpu"), "empty"
-        return inputs
+        return replace(self, device=torch.device("cpu"), fill_with="empty")
+
+    @property
+    def stored_dtype(self) -> torch.dtype:
+        """The dtype of the cache."""
+        return self.cache_dtype or self.dtype
 
     @property
     def hopper(self) -> bool:
@@ -80,9 +95,9 @@ class Inputs:
     def numbers(self, *shape: int, dtype: torch.dtype | None = None, deviation: float = 1.0) -> torch.Tensor:
         """A tensor of the model's dtype, or another."""
         dtype = dtype or self.dtype
-        if self._fill == "random":
+        if self.fill_with == "random":
             return torch.randn(shape, generator=self._generator, dtype=dtype, device=self.device) * deviation
-        make = torch.empty if self._fill == "empty" else torch.zeros
+        make = torch.empty if self.fill_with == "empty" else torch.zeros
         return make(shape, dtype=dtype, device=self.device)
 
     def cache(self, dtype: torch.dtype, *shape: int) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -90,8 +105,8 @@ class Inputs:
         if dtype not in LARGEST_CODE:
             return self.numbers(*shape), None
         scales = (self.numbers(2, shape[-2], dtype=torch.float32).abs() + 1) * 4 / LARGEST_CODE[dtype]
-        if self._fill != "random":
-            make = torch.empty if self._fill == "empty" else torch.zeros
+        if self.fill_with != "random":
+            make = torch.empty if self.fill_with == "empty" else torch.zeros
             return make(shape, dtype=dtype, device=self.device), scales
         numbers = self.numbers(*shape, dtype=torch.float32).flatten(1, -3)
         codes = [codes_of(*kind, dtype) for kind in zip(numbers, scales, strict=True)]
@@ -100,11 +115,11 @@ class Inputs:
     def bytes(self, *shape: int) -> torch.Tensor:
         """Any bytes, uint8."""
         found = torch.empty(shape, dtype=torch.uint8, device=self.device)
-        return found.random_(generator=self._generator) if self._fill == "random" else found.zero_()
+        return found.random_(generator=self._generator) if self.fill_with == "random" else found.zero_()
 
     def fill(self, method: LinearMethod) -> None:
         """Random weights, if numbers are random."""
-        if self._fill == "random":
+        if self.fill_with == "random":
             method.fill_random(self._generator)
 
     def integers(self, values: Iterable[int], dtype: torch.dtype = torch.int32) -> torch.Tensor:

@@ -2,14 +2,14 @@
 
 import itertools
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from kvern.formats.gguf.types import BY_NAME
-from kvern.kernel_list.entry import Call, Inputs, Kernel
+from kvern.kernel_list.entry import Call, Inputs, Kernel, PackedKind
 from kvern.kernel_list.experts import OTHER_TILES, activated, as_chosen, blocks, forms, make_biases, moes
-from kvern.kernel_list.quantized import PackedKind, bytes_of, multiplies_by_codes, plain_of, random_packed
+from kvern.kernel_list.quantized import bytes_of, multiplies_by_codes, plain_of, random_packed
 from kvern.kernels.codes import CODES, readable
 from kvern.kernels.expert_lanes import STEP, LaneWeight, in_lanes, knows_lanes
 from kvern.kernels.moe import ACTIVATIONS
@@ -37,6 +37,19 @@ def _rows(packed: Packed, first: int, count: int) -> Packed:
     )
 
 
+class ExpertWay(NamedTuple):
+    """The kernels that multiply: of codes by codes, for Hopper, in tiles of a fixed number of rows, or in lanes."""
+
+    by_codes: bool = False
+    hopper: bool = False
+    tiles: int = 0
+    lanes: bool = False
+
+
+BY_NUMBERS = ExpertWay()
+"""Weights become numbers inside the product."""
+
+
 def _experts(
     spec: ModelSpec,
     inputs: Inputs,
@@ -44,10 +57,7 @@ def _experts(
     gate_up: PackedKind,
     down: PackedKind,
     tokens: int,
-    by_codes: bool = False,
-    hopper: bool = False,
-    tiles: int = 0,
-    lanes: bool = False,
+    way: ExpertWay = BY_NUMBERS,
 ) -> Call:
     hidden, width = spec.hidden_size, moe.width
     x, add = inputs.numbers(tokens, hidden), inputs.numbers(tokens, hidden) if moe.shared_width else None
@@ -56,10 +66,12 @@ def _experts(
     weights, chosen = inputs.numbers(tokens, moe.experts, dtype=torch.float32).topk(moe.top_k)
     chosen = as_chosen(moe, chosen.where(chosen < moe.slots, -1))
     of = moe.experts if moe.placed_over > 1 else None
-    codes = [Coding(kind.code, 0 if kind.group == kind.inputs else kind.group, late=hopper) for kind in (gate_up, down)]
+    codes = [
+        Coding(kind.code, 0 if kind.group == kind.inputs else kind.group, late=way.hopper) for kind in (gate_up, down)
+    ]
 
     def through(values: torch.Tensor, matrix: int, expert: int) -> torch.Tensor:
-        if by_codes:
+        if way.by_codes:
             made, scale = codes[matrix](values.to(x.dtype).contiguous())
             spread = scale.double().repeat_interleave(-(-made.shape[1] // scale.shape[1]), 1)
             values = made.double() * spread[:, : made.shape[1]]
@@ -76,19 +88,19 @@ def _experts(
                 out.index_add_(0, token, made * weights[token, place].double()[:, None])
         return out
 
-    arranged = [_arranged(inputs, matrix) for matrix in matrices] if lanes else []
+    arranged = [_arranged(inputs, matrix) for matrix in matrices] if way.lanes else []
 
     def launch() -> torch.Tensor:
-        if lanes:
+        if way.lanes:
             gated, last = arranged
             return lane_experts(
                 x, gated, last, weights, chosen, moe.activation, experts=moe.slots, biases=biases, add=add, of=of
             )
         one, other = map(readable, matrices)
-        if by_codes:
+        if way.by_codes:
             return coded_experts(
                 x, one, other, weights, chosen, moe.activation, experts=moe.slots, rounded=codes, add=add, of=of,
-                hopper=hopper, tiles=tiles,
+                hopper=way.hopper, tiles=way.tiles,
             )  # fmt: skip
         return packed_experts(
             x, one, other, weights, chosen, moe.activation, experts=moe.slots, biases=biases, add=add, of=of
@@ -162,12 +174,12 @@ def _lanes_launched(spec: ModelSpec, inputs: Inputs) -> Sizes:
     for moe, *kinds in _kinds(spec, inputs):
         if _by_lanes(moe, kinds, inputs):
             for tokens in forms(moe, inputs.batch_tokens, _expert_bytes(moe, *kinds), rows_of_block):
-                yield moe, *kinds, tokens, False, False, 0, True
+                yield moe, *kinds, tokens, ExpertWay(lanes=True)
 
 
 def _lanes_timed(spec: ModelSpec, inputs: Inputs) -> Sizes:
     for sizes in itertools.islice(_lanes_launched(spec, inputs), 1):
-        yield from ((*sizes[:3], tokens, *sizes[4:]) for tokens in (1, 64, 8192))
+        yield from ((*sizes[:3], tokens, sizes[4]) for tokens in (1, 64, 8192))
 
 
 def _sorted(spec: ModelSpec, inputs: Inputs) -> Sizes:
@@ -175,7 +187,7 @@ def _sorted(spec: ModelSpec, inputs: Inputs) -> Sizes:
     for moe, *kinds in _kinds(spec, inputs):
         if _by_codes(moe, kinds, inputs):
             for tokens in blocks(moe, inputs.batch_tokens, _expert_bytes(moe, *kinds)):
-                yield moe, *kinds, tokens, True
+                yield moe, *kinds, tokens
 
 
 def _coded_launched(spec: ModelSpec, inputs: Inputs) -> Sizes:
@@ -184,9 +196,9 @@ def _coded_launched(spec: ModelSpec, inputs: Inputs) -> Sizes:
             expert_bytes = _expert_bytes(moe, *kinds)
             for tokens in forms(moe, inputs.batch_tokens, expert_bytes):
                 if not runs_direct(tokens, moe.top_k, moe.experts, expert_bytes):
-                    yield moe, *kinds, tokens, True
+                    yield moe, *kinds, tokens, ExpertWay(by_codes=True)
     for sizes in _sorted(spec, inputs):
-        yield from ((*sizes, False, tiles) for tiles in OTHER_TILES)
+        yield from ((*sizes, ExpertWay(by_codes=True, tiles=tiles)) for tiles in OTHER_TILES)
 
 
 def _timed(spec: ModelSpec, inputs: Inputs) -> Sizes:
@@ -196,7 +208,7 @@ def _timed(spec: ModelSpec, inputs: Inputs) -> Sizes:
 
 def _coded_timed(spec: ModelSpec, inputs: Inputs) -> Sizes:
     for moe, gate_up, down, *_ in itertools.islice(_coded_launched(spec, inputs), 1):
-        yield from ((moe, gate_up, down, tokens, True) for tokens in (32, 8192))
+        yield from ((moe, gate_up, down, tokens, ExpertWay(by_codes=True)) for tokens in (32, 8192))
 
 
 def _hopper_launched(spec: ModelSpec, inputs: Inputs) -> Sizes:
@@ -204,12 +216,12 @@ def _hopper_launched(spec: ModelSpec, inputs: Inputs) -> Sizes:
         kinds = gate_up, down
         known = all(hopper_codes(kind.code, inputs.dtype, spec.hidden_size, moe.width) for kind in kinds)
         if inputs.hopper and known and all(kind.group == kind.inputs for kind in kinds):
-            yield moe, *kinds, *sizes, True
+            yield moe, *kinds, *sizes, ExpertWay(by_codes=True, hopper=True)
 
 
 def _hopper_timed(spec: ModelSpec, inputs: Inputs) -> Sizes:
     for sizes in itertools.islice(_hopper_launched(spec, inputs), 1):
-        yield from ((*sizes[:3], tokens, True, True) for tokens in (32, 256, 8192))
+        yield from ((*sizes[:3], tokens, sizes[4]) for tokens in (32, 256, 8192))
 
 
 KERNELS = (

@@ -1,25 +1,24 @@
 """Products with packed weights by the kernels for Hopper GPUs."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 
-from kvern.formats.gpu.candidates import BLOCK_STREAMS, STREAMS, row_shape
-from kvern.kernel_list.entry import Call, Inputs, Kernel
+from kvern.formats.gpu.candidates import BLOCK_STREAMS, row_shape
+from kvern.kernel_list.entry import Call, Inputs, Kernel, PackedKind
 from kvern.kernel_list.quantized import (
-    PackedKind,
     arounds,
     bytes_of,
     forms_of,
     one_row,
     plain_of,
     random_packed,
+    stream_shapes,
     timed_kinds,
 )
 from kvern.kernels.arrange import arrange, scaled_lanes
 from kvern.kernels.block_codes import BLOCKS
-from kvern.kernels.codes import INTERLEAVED
 from kvern.kernels.linear import StreamPackedShape
 from kvern.spec.model import ModelSpec
 
@@ -45,22 +44,6 @@ def _stream(spec: ModelSpec, inputs: Inputs, kind: PackedKind, rows: int, shape:
     sizes = f"{rows} x {kind.outputs} x {kind.inputs} {kind.code}"
     moved = bytes_of(packed) + rows * (kind.inputs + kind.outputs) * x.element_size()
     return Call(sizes, launch, reference, moved, 2 * rows * kind.outputs * kind.inputs)
-
-
-def stream_shapes(kind: PackedKind, inputs: Inputs) -> Mapping[int, tuple[StreamPackedShape, ...]]:
-    """How the kernels for packed weights on Hopper GPUs may multiply by a matrix, by the most rows."""
-    if not inputs.hopper or inputs.dtype.itemsize != 2 or kind.code not in INTERLEAVED:
-        return {}
-    from kvern.kernels.stream_blocks_hopper import streams_blocks
-    from kvern.kernels.stream_packed_hopper import streams
-
-    packed, blocks = random_packed(inputs.without_device(), kind, 1), kind.code in BLOCKS
-
-    def fits(shape: StreamPackedShape) -> bool:
-        return streams_blocks(kind.code, shape) if blocks else streams(packed, kind.inputs, shape, inputs.dtype)
-
-    offered = BLOCK_STREAMS if blocks else STREAMS
-    return {rows: tuple(shape for shape in shapes if fits(shape)) for rows, shapes in offered.items()}
 
 
 def _kinds(kinds: list[PackedKind]) -> Iterable[PackedKind]:

@@ -5,7 +5,7 @@ import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -14,7 +14,9 @@ from kvern.formats.gguf.method import GgufMethod
 from kvern.formats.gguf.parts import put_together, taken_apart
 from kvern.formats.gguf.types import BY_NAME
 from kvern.formats.gpu.candidates import (
+    BLOCK_STREAMS,
     PLAIN_RUNS,
+    STREAMS,
     RowShape,
     Shape,
     beside,
@@ -27,16 +29,17 @@ from kvern.formats.gpu.candidates import (
 from kvern.formats.gpu.products import multiply_row
 from kvern.formats.method import QuantizedMethod
 from kvern.kernel_list.dense import ACTIVATION, FEW_OUTPUTS, ROWS, gated_mlps
-from kvern.kernel_list.entry import Call, Inputs, Kernel, linear_shapes
+from kvern.kernel_list.entry import Call, Inputs, Kernel, PackedKind, linear_shapes
 from kvern.kernel_list.experts import moes
 from kvern.kernels.arrange import arrange
 from kvern.kernels.block_codes import BLOCKS
 from kvern.kernels.codes import CODES, INTERLEAVED, readable
-from kvern.kernels.linear import NOTHING, Around, MatmulShape
+from kvern.kernels.linear import NOTHING, Around, MatmulShape, StreamPackedShape
 from kvern.kernels.packed import E2M1, NF4, Packed
 from kvern.kernels.packed_product import packed_product
 from kvern.kernels.plain_weights import plain_weights
 from kvern.kernels.scaled_product import multiplies_codes
+from kvern.kernels.stream_hopper import streams_codes
 from kvern.layers.build import Build
 from kvern.layers.embedding import Embedding
 from kvern.layers.linear import Linear, Weighted
@@ -46,27 +49,6 @@ from kvern.models.decoder import Decoder
 from kvern.spec.model import ModelSpec
 
 Sizes = Iterator[tuple[Any, ...]]
-
-
-class PackedKind(NamedTuple):
-    """A quantized matrix as `Packed` says it, without its numbers. Dtypes are names; "" for what there is not.
-
-    `part` is what a checkpoint calls the first part of the layer, as "q_proj". `activations` become codes of the same
-    kind with scales of "rows", of "groups" of 128, or "static" ones; "": not at all.
-    """
-
-    part: str
-    outputs: int
-    inputs: int
-    code: str
-    group: int = 0
-    outputs_per_scale: int = 1
-    scale: str = ""
-    zero: str = ""
-    factor: bool = False
-    order: bool = False
-    biased: bool = False
-    activations: str = ""
 
 
 FORMS: Mapping[str, Mapping[str, Any]] = {
@@ -348,15 +330,34 @@ def _plain_launched(spec: ModelSpec, inputs: Inputs) -> Sizes:
 
 
 def offered(kind: PackedKind, inputs: Inputs) -> Mapping[int, tuple[Shape, ...]]:
-    """Of what the tuner may choose for a matrix what is for weights of any code, by the most rows."""
-    from kvern.kernel_list.codes import codes_stream  # which import this module
-    from kvern.kernel_list.packed_hopper import stream_shapes
-
+    """The ways for weights of any code that the tuner may choose for a matrix, by the most rows."""
     streams, codes = stream_shapes(kind, inputs), codes_stream(kind, inputs)
     return {
         rows: shapes if rows == 1 else beside(shapes, bool(streams.get(rows)), codes)
         for rows, shapes in candidates_of(inputs.dtype).items()
     }
+
+
+def stream_shapes(kind: PackedKind, inputs: Inputs) -> Mapping[int, tuple[StreamPackedShape, ...]]:
+    """How the kernels for packed weights on Hopper GPUs may multiply by a matrix, by the most rows."""
+    if not inputs.hopper or inputs.dtype.itemsize != 2 or kind.code not in INTERLEAVED:
+        return {}
+    from kvern.kernels.stream_blocks_hopper import streams_blocks
+    from kvern.kernels.stream_packed_hopper import streams
+
+    packed, blocks = random_packed(inputs.without_device(), kind, 1), kind.code in BLOCKS
+
+    def fits(shape: StreamPackedShape) -> bool:
+        return streams_blocks(kind.code, shape) if blocks else streams(packed, kind.inputs, shape, inputs.dtype)
+
+    offered = BLOCK_STREAMS if blocks else STREAMS
+    return {rows: tuple(shape for shape in shapes if fits(shape)) for rows, shapes in offered.items()}
+
+
+def codes_stream(kind: PackedKind, inputs: Inputs) -> bool:
+    """Whether the kernel for codes by codes on Hopper GPUs may multiply by a matrix."""
+    known = inputs.hopper and multiplies_by_codes(kind, inputs)
+    return known and streams_codes(kind.code, kind.group, kind.outputs, kind.inputs)
 
 
 def multiplies_by_codes(kind: PackedKind, inputs: Inputs) -> bool:
