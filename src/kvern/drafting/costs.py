@@ -1,16 +1,16 @@
-"""How many drafts are worth their time: what guessing and verifying take is learnt, as is how often guesses are right.
+"""The number of drafts that are worth their time, from learnt costs of drafting and verifying, and learnt acceptance.
 
-    step ended --what it took, what was right--> DraftCosts --wanted--> drafts of the next step, none while the
-                                                                        balance of all earlier ones is empty
+    step ended --its time, its accepted drafts--> DraftCosts --wanted--> drafts of the next step; none while the
+                                                                         balance of all earlier ones is empty
 
-A step of N requests with k drafts of each computes N * (1 + k) rows, and a drafter on the device takes k passes. With
-drafts that are right with probability a, it gives (1 - a ** (k + 1)) / (1 - a) tokens of a request. The k that gives
-the most in the time is taken, if it gives more than none by `LEAST_GAIN`. A drafter that has fallen behind has to catch
-up first: it does where what an answer still gains is more than that.
+A step of N requests with k drafts each computes N * (1 + k) rows, and a drafter on the device takes k passes. With
+drafts that are accepted with probability a, it gives (1 - a ** (k + 1)) / (1 - a) tokens a request. The k with the most
+tokens a second is taken, if it exceeds no drafts by `LEAST_GAIN`. A drafter that lags behind has to catch up first: it
+does so if the rest of an answer gains more than that costs.
 
-Such an estimate may be wrong, and whoever asks may see to it that it is. So drafts live on what they have gained: what
-a step with them takes longer than its tokens take without is drawn from a balance, which gets what it takes shorter,
-and `ALLOWED` of all time.
+Estimates may be wrong, and a client can try to make them wrong. So drafts are paid from a balance: a step with drafts
+that takes longer than its tokens would take without them reduces it; a step that takes less, and `ALLOWED` of all time,
+increase it.
 """
 
 import math
@@ -24,66 +24,68 @@ from kvern.request.request import Request
 from kvern.request.step import ScheduledTokens
 
 MOST = 16
-"""Drafts of a request in a step."""
+"""The most drafts of a request in a step."""
 MOST_ROWS = {"cpu": 8, "cuda": 256}
-"""Of a step whose drafts the device guesses: behind them it computes for longer than it reads weights."""
+"""The most rows of a step whose drafts the device makes: with more, computing takes longer than reading weights."""
 MOST_ROWS_OF_PROPOSERS = 256
 LEAST_GAIN = 1.08
 KEPT_OF_ALL = 0.98
-"""Of the weight of what became of all earlier drafts, by each step with others."""
+"""The weight that the counts of all earlier drafts keep at each further step."""
 KEPT_OF_SHARE = 0.9
-"""Of how many requests had drafts in earlier steps, by each step with others."""
+"""The weight that the share of requests with drafts in earlier steps keeps at each further step."""
 FORGOTTEN = 1.01
-"""By which what steps of a size take at least is raised with each that follows."""
+"""The factor by which the least time of steps of a size grows with each that follows."""
 VISITS = 4
-"""Steps of a size before it is known what they take: others share the machine, and the first makes what it needs."""
+"""The steps of a size before their time is known: other programs share the machine, and the first step is slower."""
 EXPLORED = 5
-"""Drafts of a request in steps that find out what more rows take: kernels of CPUs take six rows at a time."""
+"""Drafts of a request in steps that explore the time of more rows: kernels of CPUs take six rows at a time."""
 REMEASURED = 64
-"""Steps with drafts behind which one has none: what they gain is told by what such steps take now."""
+"""Steps with drafts after which one has none, to measure the time of steps without them again."""
 FIRST_PASS = 0.125
-"""What a pass of a drafter is taken to take, as a share of a step, before there was one."""
+"""The assumed time of a drafter's pass before the first, as a share of a step."""
 CAUGHT_UP = 0.25
-"""What a token takes at most that is caught up with, as a share of a pass: many are computed at once."""
+"""The most time of a token that a drafter catches up with, as a share of a pass: many are computed at once."""
 SHORT = 32
-"""Tokens that are caught up with in any case."""
+"""Tokens that a drafter catches up with in any case."""
 PROBED = 64
 """Tokens after which a request whose drafts were not worth it gets one again."""
 ALLOWED = 0.008
-"""Share of the time that drafts may lose in the long run."""
+"""The share of the time that drafts may lose in the long run."""
 FIRST_BALANCE, LARGEST_BALANCE = 12, 64
-"""What they may lose in addition, at first and behind what they have gained: as steps without drafts take."""
+"""The additional loss that drafts may make, at first and after gains, in steps without drafts."""
 REVIVED = 2
-"""What the balance must come to again behind its end, in the same: drafts take a few steps to show what they gain."""
+"""The level that the balance must reach again once it is empty, in the same unit: drafts need a few steps to show
+their gain."""
 RESTED = 16
-"""Steps in which nobody is asked behind one in which nobody got any: beside a small model to ask takes time, too."""
+"""Steps without asking after one in which no request got drafts: with a small model, asking takes time, too."""
 LOOKED_AT = 8
-"""Of steps in a row in which nobody has any, one in so many is learnt from."""
+"""The number of steps in a row without drafts, of which one is learnt from."""
 HELD = 8
-"""Steps for which what drafts cost is worked out at once."""
+"""Steps for which computed costs are kept."""
 LARGEST_FIRST_LOSS = 0.5
-"""What the first step of its size may draw from the balance, in the same: what it makes is made once."""
+"""The most that the first step of its size may take from the balance, in the same unit: it prepares what is made
+once."""
 LARGEST_LOSS = 12
-"""What a step may draw at most, in the same, unless another drew more of late: what holds one up so long, as a machine
-that sleeps, or something that is made once, seldom comes twice."""
+"""The most that a step may take, in the same unit, unless another took more recently: what delays one step so long,
+such as a machine that sleeps, seldom occurs twice."""
 LONGEST = 5.0
-"""Times what was expected: of a step that took longer, something else held up the rest."""
+"""The factor over the expected time beyond which something else delayed a step."""
 LONGEST_KNOWN = 2.0
-"""The same of steps of a size that is known."""
+"""This factor for steps of a known size."""
 
 
 class LeastTimes:
-    """What steps take by their rows: the least of late, as whatever else the machine does only adds to it."""
+    """The least recent time of steps by their rows, as other work on the machine only adds to it."""
 
     def __init__(self, alike_from: int = 1 << 30, alike: int = 1) -> None:
-        """Steps of more rows than `alike_from` are told apart by multiples of `alike`: there are all sizes of them."""
+        """Steps of more rows than `alike_from` are grouped by multiples of `alike`, as they have all sizes."""
         self._alike_from, self._alike = alike_from, alike
         self._least: dict[int, float] = {}
         self._visits: dict[int, int] = {}
         self._known: list[int] = []
 
     def add(self, rows: int, seconds: float) -> bool:
-        """A step of so many rows took so long; whether it is the first of its size, which takes longer."""
+        """Adds the time of a step. Returns True for the first step of its size, which is slower."""
         rows = self._size(rows)
         visits = self._visits[rows] = self._visits.get(rows, 0) + 1
         if visits > 1:
@@ -93,7 +95,7 @@ class LeastTimes:
         return visits == 1
 
     def knows(self, rows: int) -> bool:
-        """Whether it is known what steps of so many rows take."""
+        """True if the time of steps of so many rows is known."""
         return self._visits.get(self._size(rows), 0) >= VISITS
 
     def _size(self, rows: int) -> int:
@@ -101,18 +103,19 @@ class LeastTimes:
 
     @property
     def seen(self) -> bool:
-        """Whether there was any step."""
+        """True if there was any step."""
         return bool(self._visits)
 
     @property
     def largest(self) -> int:
-        """The most rows of which it is known what they take; 0: none are."""
+        """The most rows whose time is known; 0 if none is."""
         return self._known[-1] if self._known else 0
 
     def of(self, rows: int, fewer: tuple[int, float] = (0, 0.0)) -> float:
-        """What so many rows take: between known sizes, and beyond them, as on a line, and never less for more rows.
+        """Returns the time of so many rows: interpolated between known sizes and extrapolated, never less for more
+        rows.
 
-        `fewer`: rows, and what they take, from which the line comes to the smallest size, or to the only one.
+        `fewer` are rows and their time from which the line to the smallest size, or to the only one, starts.
         """
         known, least = self._known, self._least
         place = bisect_left(known, rows)
@@ -130,9 +133,9 @@ class LeastTimes:
 
 @dataclass
 class TimedStep:
-    """A step that took so many `seconds`, of which the device guessed behind the step `guessed` for `drafting`.
+    """A step that took `seconds`, `drafting` of them for the drafts that the device made after the tokens of `guessed`.
 
-    It waited for a proposer for `proposing` besides. Of the drafts that it verified so many were `right`.
+    It waited for a proposer for `proposing` in addition. It accepted `right` of the drafts that it verified.
     """
 
     scheduled: Sequence[ScheduledTokens]
@@ -158,9 +161,9 @@ class TimedStep:
 
 
 class DraftCosts:
-    """Of drafts that a proposer guesses, or the device: there no step with drafts has more than `most_rows`.
+    """Costs of drafts by a proposer or by the device, where no step with drafts has more than `most_rows`.
 
-    A request gets up to `most` drafts. `catches_up`: whoever guesses has to compute the text before first.
+    A request gets up to `most` drafts. `catches_up`: the drafter has to compute the text first.
     """
 
     def __init__(
@@ -175,26 +178,26 @@ class DraftCosts:
         self._catches_up = on_device and catches_up
         self._plain, self._verifying, self._passes = LeastTimes(), LeastTimes(8, 4), LeastTimes()
         self._share = 1.0
-        """Of the requests, those that have drafts where any has."""
+        """The share of requests with drafts, in steps with drafts."""
         self._right, self._wrong = 2.0, 1.0
         self._length, self._caught_up = 64.0, math.inf
-        """Tokens of an answer, and what a drafter takes for each token of a prompt."""
+        """The mean tokens of an answer, and a drafter's time for each token of a prompt."""
         self._balance: float | None = None
-        """Seconds that drafts may still lose; None: it is not known yet what steps take."""
+        """The seconds that drafts may still lose; None while the time of steps is unknown."""
         self._forgiven = 0.0
-        """Seconds of a step that drew more than `LARGEST_LOSS`; the time that passes makes up for them, too."""
+        """The seconds of a step that took more than `LARGEST_LOSS`; passing time compensates them as well."""
         self._largest_balance = self._least_balance = 0.0
-        """More than the least is needed: it is none, or, once all was lost, what `REVIVED` says."""
+        """The least balance for drafts: none or, once all was lost, what `REVIVED` says."""
         self._since_plain = self._since_drafts = 0
-        """Steps behind the last without drafts, and with."""
+        """Steps since the last without drafts, and since the last with drafts."""
         self._costs = [1.0]
         self._held = self._held_for = 0
-        """For how many steps more `_costs` hold, if so many run."""
+        """The steps for which `_costs` are still valid, with this number of running requests."""
         self._resting = self._running = 0
-        """Steps in which nobody is asked, as long as so many run."""
+        """Steps without asking, while this number of requests runs."""
 
     def passes_over(self, running: int, seconds: float, proposing: float) -> bool:
-        """Whether nothing is to be learnt of a step of so many requests without drafts, as those before had none."""
+        """True if nothing can be learnt of a step without drafts, because earlier ones had none either."""
         balance = self._balance
         if balance is None or self._since_drafts % LOOKED_AT == 0 or not self._plain.knows(running):
             return False
@@ -204,7 +207,7 @@ class DraftCosts:
         return True
 
     def rest(self) -> int:
-        """Behind a step in which nobody got drafts: in how many nobody needs to be asked, or looked at."""
+        """Returns the number of steps in which no request need be asked for, after a step without drafts."""
         if self._balance is None:
             return 0
         if self._balance <= self._least_balance:
@@ -214,14 +217,14 @@ class DraftCosts:
         return rest
 
     def rested(self, steps: int, seconds: float) -> None:
-        """So many steps went by, each of which took about so long."""
+        """Counts steps without asking, and their approximate time each."""
         self._since_drafts += steps
         if self._balance is not None:
             self._forgiven = max(0.0, self._forgiven - ALLOWED * steps * seconds)
             self._balance = min(self._balance + ALLOWED * steps * seconds, max(self._balance, self._largest_balance))
 
     def learn(self, step: TimedStep) -> None:
-        """A step has ended."""
+        """Learns from a step that has ended."""
         is_first = step.drafting > 0 and not self._passes.seen
         if not step.has_prompts:
             times = self._verifying if step.drafts else self._plain
@@ -251,7 +254,7 @@ class DraftCosts:
             self._balance = min(self._balance + gained, max(self._balance, self._largest_balance))
 
     def _forgive(self, gained: float, seconds: float, plain: float) -> float:
-        """What counts of what a step gained, or lost: of one that lost far more than others of late, a part."""
+        """Returns the part of a step's gain or loss that counts: a loss far above recent ones counts in part."""
         self._forgiven = max(0.0, self._forgiven - ALLOWED * seconds)
         most = LARGEST_LOSS * plain
         if self._forgiven or gained >= -most:
@@ -260,7 +263,7 @@ class DraftCosts:
         return -most
 
     def _gained(self, step: TimedStep) -> float:
-        """Seconds that a step took less than its tokens would have taken without drafts, and those that it may lose."""
+        """Returns the seconds that a step saved compared with no drafts, with those that it may lose."""
         read = 0.0 if any(item.guesses for item in step.guessed) else step.drafting  # whether or not drafts are wanted
         took, without = step.seconds - read, step.seconds - step.drafting
         if step.drafts:
@@ -275,21 +278,21 @@ class DraftCosts:
         return (1 + ALLOWED) * without - took
 
     def verified(self, right: int, wrong: bool) -> None:
-        """Of a request's drafts so many were right, and the one behind them was not."""
+        """Learns that `right` drafts of a request were accepted; `wrong` says that the next was rejected."""
         self._right = KEPT_OF_ALL * self._right + right
         self._wrong = KEPT_OF_ALL * self._wrong + wrong
 
     def answered(self, length: int) -> None:
-        """An answer of so many tokens has ended."""
+        """Learns the length of an answer that has ended."""
         self._resting = 0
         self._length += 0.1 * (length - self._length)
 
     def has_rows(self, running: int) -> bool:
-        """Whether a step of so many requests may have drafts."""
+        """True if a step of so many requests may have drafts."""
         return 2 * running <= self._most_rows
 
     def wanted(self, running: int) -> Wanted | None:
-        """How many drafts each of so many requests should get in the next step; None: nobody gets any."""
+        """Returns how many drafts each request should get in the next step; None if none should."""
         most = min(self._most, self._most_rows // running - 1)
         balance = self._balance
         if most < 1 or balance is None or self._since_plain >= REMEASURED:
@@ -339,7 +342,8 @@ class DraftCosts:
         return of
 
     def _costs_of(self, running: int, most: int, plain: float, one_pass: float) -> list[float]:
-        """What a step takes with none, one, ... drafts of each request, as multiples of the first; as of late."""
+        """Returns the time of a step with none, one, ... drafts of each request, relative to the first; kept for some
+        steps."""
         if running != self._held_for or not self._held:
             having, costs = max(1.0, self._share * running), [1.0]
             for count in range(1, most + 1):
@@ -350,7 +354,7 @@ class DraftCosts:
         return self._costs
 
     def _best(self, request: Request, costs: Sequence[float]) -> tuple[int, float]:
-        """As many drafts as give the most tokens in the time, and how many times as many as none do."""
+        """Returns the number of drafts with the most tokens a second, and the factor over no drafts."""
         all_right = self._right / (self._right + self._wrong)
         right, wrong = request.drafts.right + 2 * all_right, request.drafts.wrong + 2 * (1 - all_right)
         acceptance = right / (right + wrong)

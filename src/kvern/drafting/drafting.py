@@ -23,21 +23,21 @@ from kvern.request.step import ModelRunnerOutput, ScheduledTokens, SchedulerOutp
 logger = logging.getLogger("kvern")
 
 KEPT_OF_REQUEST = 0.9
-"""Of the weight of what became of a request's earlier drafts, by each step with others."""
+"""The weight that the counts of a request's earlier drafts keep at each further step."""
 NOBODY: frozenset[str] = frozenset()
 QUIET = 16
-"""Steps without drafts, in one of which a proposer is told of the texts nevertheless."""
+"""The number of steps without drafts, in one of which a proposer still gets the texts."""
 
 
 class Positions:
-    """How many drafts were the 1st, 2nd, ... behind a known token, and how many of these were right."""
+    """Counts of drafts that were the 1st, 2nd, ... after a known token, and of the accepted ones."""
 
     def __init__(self) -> None:
         self.drafts: list[int] = []
         self.accepted: list[int] = []
 
     def add(self, drafts: int, accepted: int) -> None:
-        """So many were verified together, of which the first were right."""
+        """Adds drafts that were verified together, of which the first `accepted` were accepted."""
         missing = [0] * (drafts - len(self.drafts))
         self.drafts += missing
         self.accepted += missing
@@ -48,7 +48,7 @@ class Positions:
 
 
 class Asked(NamedTuple):
-    """Whom to guess for, and how much, where so many run."""
+    """The requests to draft for and the numbers of drafts, for a number of running requests."""
 
     running: int
     going: Sequence[Request]
@@ -56,17 +56,17 @@ class Asked(NamedTuple):
     has_predictions: bool
 
     def holds(self, requests: Sequence[Request], running: int) -> bool:
-        """Whether it is so still, as the same requests got tokens and none has ended."""
+        """True if the numbers still hold: the same requests got tokens, and none has ended."""
         if running != self.running or requests != self.going:
             return False
         return all(request.state is not State.FINISHED for request in requests)
 
 
 class Drafting:
-    """Has a `proposer` guess, or the device, and learns from steps, in the order in which they were submitted.
+    """Gets drafts from a `proposer` or from the device, and learns from steps in the order of their submission.
 
-    Where a client has predicted an answer, that is what is guessed; the proposer is asked where the answer is another.
-    A proposer that raises, or guesses anything but token ids below `vocab_size`, is not asked again.
+    The predicted output of a client is drafted first; the proposer is asked if the answer differs from it. A proposer
+    that raises, or returns anything but token ids below `vocab_size`, is not asked again.
     """
 
     def __init__(
@@ -79,9 +79,9 @@ class Drafting:
         most: int | None = None,
         catches_up: bool = True,
     ) -> None:
-        """`device`: "cpu" or "cuda", where it guesses, and no proposer, but for what clients have predicted.
+        """`device` is "cpu" or "cuda" if the device drafts; there is no proposer then, except for predicted outputs.
 
-        `most`: drafts of a request that it makes there in a step; None: any number. `catches_up`: as of `DraftCosts`.
+        `most`: the device's limit of drafts of a request in a step; None: no limit. `catches_up`: see `DraftCosts`.
         """
         self._proposer = proposer
         self._device, most = device, MOST if most is None else min(MOST, most)
@@ -90,29 +90,29 @@ class Drafting:
             self._costs = DraftCosts(MOST_ROWS[device], most, on_device=True, catches_up=catches_up)
         self._predictions = PredictionProposer()
         self._predicted: WeakSet[Request] = WeakSet()
-        """Requests whose drafts are of their predictions."""
+        """Requests whose drafts come from predicted outputs."""
         self.verified_predictions = NOBODY
-        """The same by their ids, of those whose drafts the last step to return had verified."""
+        """The ids of such requests whose drafts the last returned step has verified."""
         self._vocab_size, self._clock = vocab_size, clock
         self.positions = Positions()
         self._begun: deque[tuple[float, float, frozenset[str]] | None] = deque()
-        """When steps began, how long they waited for the proposer, and `verified_predictions` of them.
+        """The start of each step in flight, its wait for the proposer, and its `verified_predictions`.
 
-        None: of a step in which nobody was asked.
+        None for a step in which the proposer was not asked.
         """
         self._ended = self._proposing = self._learning = 0.0
         self._least_asking = math.inf
-        """What it takes to ask for drafts: the least of late. Much more does something else that held it up."""
+        """The least recent time to ask for drafts; a much longer time has other causes."""
         self._guessed: Sequence[ScheduledTokens] = ()
-        """Behind which the device guesses, in a step of a GPU, before it begins with the next."""
+        """Tokens after which a GPU drafts in a step, before it begins the next."""
         self._quiet = 0
         self._asked: Asked | None = None
-        """Holds until more is learnt."""
+        """Valid until more is learnt."""
         self._rest = self._rested = self._resting = 0
-        """Steps in which nobody is asked, from now on and before, as long as so many requests run."""
+        """Steps without asking, from now on and before, while so many requests run."""
 
     def began(self, output: SchedulerOutput, requests: Sequence[Request]) -> None:
-        """A step of these requests was submitted."""
+        """Notes that a step of these requests was submitted."""
         if self._rest and not output.drafts:
             self._begun.append(None)
             return
@@ -126,15 +126,15 @@ class Drafting:
         self._begun.append((self._clock(), waited, predicted))
 
     def forget(self) -> None:
-        """Steps in flight are abandoned."""
+        """Forgets the steps in flight."""
         self._begun.clear()
         self._guessed = ()
 
     def ended(self, output: SchedulerOutput, requests: Sequence[Request], result: ModelRunnerOutput) -> None:
-        """The oldest step returned.
+        """Learns from the oldest step, which has returned.
 
-        What guessing took is said of that behind this step or, on a GPU, of that behind the one before: there a result
-        waits for drafts only if it has them.
+        `drafting_seconds` is of this step or, on a GPU, of the one before: there a result waits for drafts only if it
+        has them.
         """
         step = self._begun.popleft() if self._begun else None  # or it was submitted before anybody guessed
         if step is None:
@@ -168,12 +168,12 @@ class Drafting:
         self._learning = self._clock() - now
 
     def _would_guess(self, running: int) -> bool:
-        """Whether anybody guesses where so many run."""
+        """True if drafts are possible with so many running requests."""
         guesses = self._device is not None or self._proposer is not None or bool(self._predicted)
         return guesses and self._costs.has_rows(running)
 
     def propose(self, requests: Sequence[Request], running: int) -> None:
-        """Guess how requests go on that got tokens, in an engine that runs so many."""
+        """Gets drafts for requests that got tokens, in an engine that runs `running` requests."""
         if self._rest and self._rests(requests, running):
             return
         begun, asked = self._clock(), self._asked
@@ -192,7 +192,7 @@ class Drafting:
         self._learning = 0.0
 
     def _who(self, requests: Sequence[Request], running: int) -> Asked:
-        """Whom to guess for, and how much; nobody for a while, if nobody gets drafts."""
+        """Returns the requests to draft for, with numbers; without drafts the proposer rests for some steps."""
         going, has_predictions = [], False
         for request in requests:
             if request.state is State.FINISHED:
@@ -209,7 +209,7 @@ class Drafting:
         return Asked(running, going, counts, has_predictions)
 
     def _rests(self, requests: Sequence[Request], running: int) -> bool:
-        """Whether nobody is asked, as nobody got drafts before; who comes or goes changes that."""
+        """True if the proposer rests, as it had no drafts before; a change of the running requests ends that."""
         self._rest -= 1
         self._rested += 1
         self._quiet += 1
@@ -221,7 +221,7 @@ class Drafting:
         return True
 
     def _guess(self, asked: Asked) -> None:
-        """Have tokens guessed."""
+        """Gets the drafts."""
         going = asked.going
         most = [count and count + request.in_flight for request, count in zip(going, asked.counts, strict=True)]
         if asked.has_predictions:
@@ -230,7 +230,7 @@ class Drafting:
             request.drafts.token_ids = drafts
 
     def _unpredicted(self, going: Sequence[Request], most: Sequence[int]) -> tuple[list[Request], list[int]]:
-        """Guess by predictions, and leave those requests that have none, or say something else."""
+        """Drafts from predicted outputs, and returns the requests without one, or whose answers differ from it."""
         wanted = dict(zip(going, most, strict=True))
         predicted = [request for request in going if request.spec.predicted]
         found = self._predictions.propose(predicted, [wanted[request] for request in predicted])
@@ -244,12 +244,12 @@ class Drafting:
         return [*wanted], [*wanted.values()]
 
     def wanted(self, running: int) -> Wanted | None:
-        """How many drafts the device should guess where so many run, or are about to; None: nobody does there."""
+        """Returns how many drafts the device should make with so many running requests; None if it makes none."""
         wanted = None if self._device is None else self._costs.wanted(max(1, running))
         return None if wanted is None else lambda request: 0 if request in self._predicted else wanted(request)
 
     def _guesses(self, requests: Sequence[Request], most: Sequence[int]) -> list[list[int]]:
-        """What the proposer says: token ids alone, as kernels read rows of tables by them."""
+        """Returns the proposer's drafts, checked to be token ids, as kernels index tables by them."""
         try:
             if self._proposer is not None:
                 found = self._proposer.propose(requests, most)
@@ -260,7 +260,7 @@ class Drafting:
         return [[] for _ in requests]
 
     def _checked(self, drafts: Sequence[int]) -> list[int]:
-        """A copy. Raises ValueError."""
+        """Returns a copy of valid drafts. Raises ValueError."""
         for token in drafts:
             if type(token) is not int or not 0 <= token < self._vocab_size:
                 raise ValueError(
@@ -269,6 +269,6 @@ class Drafting:
         return list(drafts)
 
     def most(self, requests: Sequence[Request], running: int) -> list[int]:
-        """How many drafts of each are worth their rows in the next step, beside so many requests that run."""
+        """Returns how many drafts of each request are worth their rows in the next step."""
         wanted = self._costs.wanted(running)
         return [0] * len(requests) if wanted is None else [wanted(request) for request in requests]

@@ -1,4 +1,4 @@
-"""Guesses that a text goes on as it did where it last read the same: for what is quoted, edited or said again.
+"""Drafts that continue a text as after the last place with the same tokens: for quoted, edited or repeated text.
 
 Saxena, "Prompt Lookup Decoding", 2023.
 """
@@ -12,29 +12,29 @@ from kvern.request.request import Request
 from kvern.spec.model import ModelSpec
 
 PLACES = 8
-"""Where a text reads the same, of which the one is taken that reads the same for longest; of equals the last."""
+"""The number of places with the same tokens that are compared; the longest match counts, the latest of equal ones."""
 LONGEST = 16
-"""Tokens that are compared."""
+"""The number of tokens that are compared."""
 AHEAD = 16
-"""Tokens behind the place up to which a text was followed, in which one that differs is looked for."""
+"""The number of tokens after a followed place in which a differing token is searched."""
 APART = 4
-"""Tokens in a row that may be others until a place is given up."""
+"""The number of differing tokens in a row after which a place is given up."""
 LEAST_CHANCE = 0.3
-"""Of a draft to be right, below which it is left out."""
+"""The least acceptance of a draft; less probable ones are left out."""
 KEPT = 0.98
-"""Of the weight of what became of all earlier guesses, by each other one."""
+"""The weight that the counts of earlier drafts keep at each further one."""
 READ_AT_ONCE = 4096
-"""Tokens of all texts between two steps: everybody waits while prompts are read for the first time."""
+"""The tokens of all texts that are read between two steps: all requests wait while prompts are read."""
 READ_OF_EACH = 32
-"""Tokens of a text that are read in any case: one that was read goes on, whatever others begin."""
+"""The tokens of a text that are read in any case, however many others begin."""
 RESUMED, APART_BY_SOME = 0, 1
-"""What speaks for a guess, beside how many tokens read the same: the last alone does, or none of the last few."""
+"""Kinds of drafts without a match: the last token alone continues the followed place, or none of the last few does."""
 
 
 class NgramProposer:
-    """The tokens behind the last earlier place where a text has the two tokens, or more, that it now ends with.
+    """Drafts from the tokens after the last earlier place with the text's last two or more tokens.
 
-    Where it has stood so for a while and one token is another, as in a text that is edited, it goes on there.
+    A text that has followed a place for a while and differs in one token, such as edited text, continues to follow it.
     """
 
     def __init__(self, config: EngineConfig, spec: ModelSpec) -> None:
@@ -42,7 +42,7 @@ class NgramProposer:
         self._chances = Chances()
 
     def propose(self, requests: Sequence[Request], most: Sequence[int]) -> list[list[int]]:
-        """What `Proposer` wants."""
+        """Returns drafts: see `Proposer`."""
         guesses: list[list[int]] = []
         left = READ_AT_ONCE
         for request, count in zip(requests, most, strict=True):
@@ -58,26 +58,26 @@ class NgramProposer:
 
 
 class Chances:
-    """How often a guess is right, by what speaks for it: learnt of all texts."""
+    """Acceptance of drafts by kind, learnt from all texts."""
 
     def __init__(self) -> None:
         self._right, self._wrong = [8.0] * 7, [1.0] * 7
 
     @staticmethod
     def kind(length: int) -> int:
-        """What speaks for a guess where so many tokens, two at least, read the same."""
+        """Returns the kind of a draft after a match of so many tokens, two at least."""
         return length.bit_length() + (length > 2)
 
     def of(self, kind: int) -> float:
-        """That a token is right if those before it are."""
+        """Returns the probability that a token is accepted if those before it are."""
         return min(0.99, max(0.01, self._right[kind] / (self._right[kind] + self._wrong[kind])))
 
     def most(self, kind: int) -> int:
-        """How many are right often enough."""
+        """Returns the number of drafts that are probable enough."""
         return int(math.log(LEAST_CHANCE) / math.log(self.of(kind)))
 
     def learn(self, kind: int, guess: Sequence[int], new: Sequence[int]) -> None:
-        """A text of which this was guessed has grown by these `new` tokens; without either, nothing is learnt."""
+        """Learns from the `new` tokens of a text with these drafts; nothing without either."""
         right, compared = 0, min(len(guess), len(new))
         while right < compared and guess[right] == new[right]:
             right += 1
@@ -87,7 +87,7 @@ class Chances:
 
 
 def same(token_ids: Sequence[int], place: int, ending: Sequence[int]) -> int:
-    """How many tokens up to a place, two at least, are those of a text's `ending`."""
+    """Returns how many tokens up to a place, two at least, equal a text's `ending`."""
     before = token_ids[max(0, place + 1 - len(ending)) : place + 1]
     if before == ending:
         return len(ending)
@@ -98,16 +98,16 @@ def same(token_ids: Sequence[int], place: int, ending: Sequence[int]) -> int:
 
 
 class Text:
-    """Where each pair of tokens stands in a text that grows."""
+    """Places of each pair of tokens in a growing text."""
 
     def __init__(self) -> None:
         self._last: dict[tuple[int, int], int] = {}
-        """Where the second token of a pair stands, at the end of what was read."""
+        """The place of each pair's second token, in the text that was read."""
         self._before: list[int] = [-1]
-        """By place: where the pair that ends there stood before; -1: nowhere."""
+        """For each place, the earlier place of the pair that ends there; -1 if there is none."""
 
     def read(self, token_ids: Sequence[int], most: int) -> int:
-        """Go on reading the text, which has grown to these tokens, by so many at most; how many are read."""
+        """Reads on in the text, which has grown to these tokens, by at most `most`. Returns how many were read."""
         begin = len(self._before)
         end = min(len(token_ids), begin + most)
         for place in range(begin, end):
@@ -117,12 +117,12 @@ class Text:
         return end - begin
 
     def continued(self, token_ids: Sequence[int], count: int) -> list[int]:
-        """What `count` tokens may follow; none if the text's end stands nowhere else, or is not read yet."""
+        """Returns `count` tokens that may follow; none if the text's end occurs nowhere else, or is not read yet."""
         found, _ = self.match(token_ids)
         return [] if found < 0 else self.continued_from(token_ids, found, count)
 
     def match(self, token_ids: Sequence[int]) -> tuple[int, int]:
-        """The place before its end at which the text reads the same for longest, and for how many tokens; -1: none."""
+        """Returns the place before its end with the longest match, and the length of the match; -1 if there is none."""
         end = len(token_ids) - 1
         if len(self._before) <= end:
             return -1, 0
@@ -141,24 +141,24 @@ class Text:
 
     @staticmethod
     def continued_from(token_ids: Sequence[int], found: int, count: int) -> list[int]:
-        """What `count` tokens follow if the text goes on as it does behind place `found`."""
-        period = len(token_ids) - 1 - found  # what is guessed may go on with itself
+        """Returns `count` tokens that follow if the text continues as after place `found`."""
+        period = len(token_ids) - 1 - found  # drafts may repeat themselves
         return [token_ids[found + 1 + ahead % period] for ahead in range(count)]
 
 
 class Followed(Text):
-    """A text, and the earlier place at which it goes on."""
+    """A text, and the earlier place that it follows."""
 
     def __init__(self, chances: Chances) -> None:
         super().__init__()
         self._chances = chances
         self._place, self._apart, self._length = -1, 0, 0
-        """Where the text stood last as it did before, -1: nowhere; the tokens since then, and of the text then."""
+        """The followed place, -1 for none; the differing tokens since then; the length of the text then."""
         self._guess: list[int] = []
         self._kind = RESUMED
 
     def guess(self, token_ids: Sequence[int], count: int) -> list[int]:
-        """What `count` tokens may follow, as far as they are probable enough; none if the text is not read yet."""
+        """Returns up to `count` probable tokens that may follow; none if the text is not read yet."""
         if self._length:
             self._learn(token_ids)
         self._length, self._guess = len(token_ids), []
@@ -180,7 +180,7 @@ class Followed(Text):
         return self._guess[:most]
 
     def _learn(self, token_ids: Sequence[int]) -> None:
-        """The text has grown: how far as was guessed, and as it stood before."""
+        """Learns from the growth of the text: accepted drafts, and whether it still follows its place."""
         new = token_ids[self._length :]
         self._chances.learn(self._kind, self._guess, new)
         if self._place < 0:

@@ -1,11 +1,11 @@
-"""Guesses that a text goes on as it did where it last read the same, in itself or in other answers of this engine.
+"""Drafts that continue a text as after the last places with the same tokens, in itself or in other answers.
 
-    end of a text --> places that end in the same two tokens, the latest first --> those that read the same for longest
+    end of a text --> places that end in the same two tokens, the latest first --> those with the longest match
                                                                                    their likeliest continuation
 
-What many answers have in common - a template, a form that is filled in, the same document quoted - is known from the
-second answer on. Oliaro et al., "SuffixDecoding", 2024, who keep a tree of all suffixes; here a chain of places for
-each pair of tokens gives the same matches among the latest places, in a fixed amount of memory.
+Text that many answers share - a template, a form, a quoted document - is drafted from the second answer on. Oliaro et
+al., "SuffixDecoding", 2024, keep a tree of all suffixes; here a chain of places for each pair of tokens gives the same
+matches among the latest places, in a fixed amount of memory.
 """
 
 import weakref
@@ -20,17 +20,17 @@ from kvern.request.request import Request
 from kvern.spec.model import ModelSpec
 
 KEPT = 1 << 17
-"""Tokens of answers, of all namespaces together; the oldest are forgotten first."""
+"""The limit of kept tokens of answers in all namespaces together; the oldest are dropped first."""
 PLACES = 8
-"""In other answers, of which those that read the same for longest decide."""
+"""The number of places in other answers that are compared; the longest matches decide."""
 OF_PROMPT = 2
-"""Tokens before an answer that are kept with it, so that its beginning is found, too."""
+"""The number of tokens before an answer that are kept with it, so that its beginning is found."""
 AGREEING = 0.5
-"""Of the places, so many must go on with a token for it to be guessed."""
+"""The share of the places that must agree on a token for it to be drafted."""
 
 
 class KeptAnswer:
-    """An answer as far as it is kept, and the request's tokens, of which it is a part."""
+    """The kept part of an answer, and the request's tokens that contain it."""
 
     __slots__ = ("namespace", "next", "source", "token_ids")
 
@@ -43,28 +43,28 @@ class KeptAnswer:
 
 
 class KeptAnswers:
-    """Where each pair of tokens stands in the last `most` tokens of answers.
+    """Places of each pair of tokens in the last `most` tokens of answers.
 
-    What one namespace has said is never seen by another.
+    Answers of one namespace are never visible to another.
     """
 
     def __init__(self, most: int) -> None:
         self._most = most
         self._count = 0
-        """Tokens ever kept; the number of the next one."""
+        """The number of tokens ever kept, which is the number of the next one."""
         self._last: dict[tuple[bytes, int, int], int] = {}
-        """By namespace and pair, the number of the latest second token."""
+        """The number of the latest second token, by namespace and pair."""
         self._answers: list[KeptAnswer] = []
         self._places: list[int] = []
         self._before: list[int] = []
-        """By number, modulo `most`: answer, place in it, and the number where the pair stood before; -1: nowhere."""
+        """Answer, place in it, and the number of the pair's earlier place (-1: none), by number modulo `most`."""
 
     def __len__(self) -> int:
-        """Places that can be found."""
+        """The number of places that can be found."""
         return len(self._answers)
 
     def keep(self, answer: KeptAnswer) -> None:
-        """Keep what has come of an answer."""
+        """Keeps the new tokens of an answer."""
         source, token_ids = answer.source, answer.token_ids
         for position in range(answer.next, len(source)):
             token_ids.append(source[position])
@@ -89,7 +89,7 @@ class KeptAnswers:
         self._count += 1
 
     def places(self, answer: KeptAnswer) -> Iterator[tuple[list[int], int]]:
-        """Answers other than this one, and the places in them, at which the pair stands that it ends with."""
+        """Yields other answers with places at which this answer's last pair occurs."""
         number = self._last.get(_key(answer, len(answer.token_ids) - 1), -1)
         for _ in range(2 * PLACES):
             if number < max(0, self._count - self._most):
@@ -105,18 +105,18 @@ def _key(answer: KeptAnswer, place: int) -> tuple[bytes, int, int]:
 
 
 class KnownText:
-    """What is known of a request: its text, what is kept of its answer, and where it was found to stand."""
+    """The state of a request: its text, the kept part of its answer, and matching places."""
 
     def __init__(self, request: Request) -> None:
         self.text, self.answer = Text(), KeptAnswer(request)
         self.places: list[tuple[Sequence[int], int]] = []
-        """Texts, and the places in them up to which they read as this one did when it had `length` tokens."""
+        """Texts with the places up to which they match this one when it had `length` tokens."""
         self.length, self.same = 0, 0
-        """How many tokens read the same at least."""
+        """The number of tokens that match at least."""
         self.guess: list[int] = []
 
     def follow(self, new: Sequence[int]) -> None:
-        """Leave the places at which texts go on in another way."""
+        """Drops the places after which texts continue differently."""
         count = len(new)
         self.places = [
             (tokens, place + count) for tokens, place in self.places if tokens[place + 1 : place + 1 + count] == new
@@ -125,16 +125,16 @@ class KnownText:
 
 
 class SuffixProposer:
-    """What other answers, or the text itself, went on with where they read as the text does at its end."""
+    """Drafts from the continuation of the longest matches in other answers and in the text itself."""
 
     def __init__(self, config: EngineConfig, spec: ModelSpec) -> None:
         self._kept, self._chances = KeptAnswers(KEPT), Chances()
         self._known: WeakKeyDictionary[Request, KnownText] = WeakKeyDictionary()
         self._ended: deque[KeptAnswer] = deque()
-        """Answers of which the last tokens are to be kept still."""
+        """Answers whose last tokens are still to be kept."""
 
     def propose(self, requests: Sequence[Request], most: Sequence[int]) -> list[list[int]]:
-        """What `Proposer` wants."""
+        """Returns drafts: see `Proposer`."""
         while self._ended:
             answer = self._ended.popleft()
             self._kept.keep(answer)
@@ -176,7 +176,7 @@ class SuffixProposer:
         return known.guess[:most]
 
     def _look_up(self, known: KnownText, token_ids: list[int]) -> None:
-        """Find the places where texts read as this one does at its end, for longest."""
+        """Finds the places with the longest matches of the text's end."""
         found, known.same = known.text.match(token_ids)
         known.places = [(token_ids, found)] if found >= 0 else []
         ending, others = token_ids[-LONGEST:], 0
@@ -193,7 +193,7 @@ class SuffixProposer:
 
 
 def likeliest(continued: Sequence[Sequence[int]], count: int) -> list[int]:
-    """What most of the continuations say, and of these again the most, as long as enough of them agree."""
+    """Returns the tokens on which most continuations agree, one after another, while enough of them agree."""
     guess: list[int] = []
     while continued and len(guess) < count:
         ahead, first = len(guess), continued[0]
