@@ -13,6 +13,7 @@ from torch import Tensor
 import kvern.runner.worker
 from kvern.config import EngineConfig
 from kvern.kernel_list import KERNELS
+from kvern.kernels.peer_words import row_words_of
 from kvern.layers.tuned_format import TunedLinear
 from kvern.models.checkpoint import read_headers
 from kvern.models.loader import read_config, stored_methods
@@ -70,7 +71,7 @@ def test_what_layers_of_a_rank_launch_was_launched_at_start(
     monkeypatch.setattr(torch, "empty", zeroed(torch.empty))
     monkeypatch.setattr(torch, "empty_like", zeroed(torch.empty_like))
     ranks = SecondOfTwo()
-    memory = peer_sums.mapped(None, 1, 2, ranks.lost, 48, torch.float32, torch.device("cpu"), programs=1)
+    memory = peer_sums.mapped(None, 1, 2, ranks.lost, row_words_of(48, torch.float32), torch.device("cpu"), programs=1)
     ranks.peers = PeerSums(memory, 48, torch.float32)
     ranks.peers.ways = ["whole"] * len(TIMED_ROWS)
     with recorded(monkeypatch) as launched:

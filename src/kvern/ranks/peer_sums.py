@@ -11,7 +11,7 @@ from torch import Tensor
 from kvern.kernels.norm import add_rms_norm
 from kvern.kernels.peer_exchange import peer_gather, peer_sum_scattered
 from kvern.kernels.peer_sum import coded_peer_sum_norm, peer_sum, peer_sum_norm
-from kvern.kernels.peer_words import PeerMemory, addresses_of, memory_of, row_words_of, rows_kept
+from kvern.kernels.peer_words import PeerMemory, addresses_of, memory_of, rows_kept
 from kvern.kernels.quantize_rows import Coding, RowCodes
 from kvern.ranks.peer_memory import map_words
 
@@ -26,21 +26,13 @@ EPSILON = 1e-6
 
 
 def mapped(
-    store: Any,
-    rank: int,
-    size: int,
-    lost: Tensor,
-    width: int,
-    dtype: torch.dtype,
-    device: torch.device,
-    programs: int,
+    store: Any, rank: int, size: int, lost: Tensor, row_words: int, device: torch.device, programs: int
 ) -> PeerMemory:
-    """Memory of all ranks for rows of `width` numbers; they call this together.
+    """Memory of all ranks for rows of `row_words` words, as of `row_words_of`; they call this together.
 
     `lost`: the host's word, as of `addresses_of`. `programs`: no more than the processors of any. Raises RuntimeError
     where memory cannot be mapped.
     """
-    row_words = row_words_of(width, dtype)
     rows = rows_kept(size, row_words)
     memories = map_words(store, "sums", rank, size, device, memory_of(size, rows, row_words))
     buffers = torch.tensor(addresses_of(memories, lost), device=device)

@@ -120,6 +120,7 @@ class Ranks:
 
     def map_peers(self, width: int, dtype: torch.dtype, device: torch.device) -> "PeerMemory":
         """Memory of each other for such rows. All ranks call this; it raises RuntimeError, which says why, on all."""
+        from kvern.kernels.peer_words import row_words_of
         from kvern.ranks.peer_memory import on_all, processors_together
         from kvern.ranks.peer_sums import mapped
 
@@ -131,7 +132,7 @@ class Ranks:
             raise RuntimeError("not every GPU reaches the memory of all others")
         given = store, self.rank, self.size
         self.lost = self.lost.pin_memory()  # that GPUs read
-        memory = on_all(*given, lambda: mapped(*given, self.lost, width, dtype, device, programs))
+        memory = on_all(*given, lambda: mapped(*given, self.lost, row_words_of(width, dtype), device, programs))
         self.mapped_bytes += memory.memory.nbytes
         return memory
 
