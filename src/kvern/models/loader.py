@@ -324,7 +324,12 @@ def _assign(model: WeightedModel, folder: Path, stored: list[StoredTensor]) -> l
     harmless = re.compile(
         "|".join((*HARMLESS, *spec.ignored, *((r"^lm_head\.(?!bias$)",) if spec.tie_word_embeddings else ())))
     )
-    result, extra, twice, misshapen, mistyped, missing = [], [], [], [], [], dict(targets)
+    result: list[_Assignment] = []
+    extra: list[str] = []
+    twice: list[str] = []
+    misshapen: list[str] = []
+    mistyped: list[str] = []
+    missing = dict(targets)
     for tensor in stored:
         name, rename = names[tensor.name]
         target = targets.get(name)

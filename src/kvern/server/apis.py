@@ -98,9 +98,7 @@ class Apis:
     async def resume(self) -> None:
         """Continues the batches that an earlier server process left unfinished."""
         if (self._folder.path / BATCHES).exists():
-            from kvern.server.handlers.batches import Batches
-
-            await self.get(Batches).resume()
+            await self._named("batches", "Batches").resume()
 
     async def stop(self) -> None:
         """Ends background work and releases the folder."""
@@ -125,6 +123,10 @@ class Apis:
 
         return ResponseStore(self._folder, len(self.service.users), self.service.config.disk_per_key)
 
+    def _named(self, module: str, kind: str) -> Any:
+        """The handler of a class in a module of `kvern.server.handlers`."""
+        return self.get(getattr(import_module(f"kvern.server.handlers.{module}"), kind))
+
     def _route(self, method: str, path: str, handler: str) -> Route:
         module, kind, verb = re.split("[:.]", handler)
         name = f"kvern.server.handlers.{module}"
@@ -132,8 +134,7 @@ class Apis:
         async def answer(request: Request) -> Response:
             if name not in sys.modules:  # an import takes too long for the event loop
                 await asyncio.to_thread(import_module, name)
-            handle = getattr(self.get(getattr(import_module(name), kind)), verb)
-            response: Response = await handle(request)
+            response: Response = await getattr(self._named(module, kind), verb)(request)
             return response
 
         return Route(path, answer, methods=[method])
