@@ -1,7 +1,7 @@
-"""Guesses that an answer goes on as its client has predicted: OpenAI's predicted outputs.
+"""Drafts from OpenAI's predicted outputs, which clients send with requests.
 
-An answer follows its prediction until another token comes. From there on nothing is guessed until the answer reads as
-the prediction does at some place again: for two tokens, or for one where it left the prediction.
+An answer follows its predicted output until another token comes. Then there are no drafts until the answer matches the
+predicted output again: in two tokens, or in one at the place where it left.
 """
 
 from bisect import bisect_left
@@ -11,17 +11,17 @@ from weakref import WeakKeyDictionary
 from kvern.request.request import Request
 
 READ_AT_ONCE = 4096
-"""Tokens of predictions between two steps: everybody waits while they are read."""
+"""The tokens of predicted outputs that are read between two steps: all requests wait for that."""
 
 
 class PredictionProposer:
-    """Guesses for requests whose clients said what they expect."""
+    """Drafts for requests with predicted outputs."""
 
     def __init__(self) -> None:
         self._followed: WeakKeyDictionary[Request, FollowedPrediction] = WeakKeyDictionary()
 
     def propose(self, requests: Sequence[Request], most: Sequence[int]) -> list[list[int]]:
-        """What `Proposer` wants, for requests that have predictions."""
+        """Returns drafts for requests with predicted outputs: see `Proposer`."""
         guesses, left = [], READ_AT_ONCE
         for request, count in zip(requests, most, strict=True):
             followed = self._followed.get(request)
@@ -34,22 +34,22 @@ class PredictionProposer:
 
 
 class FollowedPrediction:
-    """Where an answer stands in its prediction."""
+    """The position of an answer in its predicted output."""
 
     def __init__(self, token_ids: Sequence[int]) -> None:
         self._predicted = token_ids
         self._places: dict[tuple[int, int], list[int]] = {}
-        """By pair of tokens: behind which places it stands, ascending."""
+        """For each pair of tokens, the positions after it, ascending."""
         self._read = 1
         self._place = 0
-        """What is predicted next; while the answer is elsewhere, where it left the prediction."""
+        """The next position; while the answer differs, the position where it left."""
         self._followed = 0
-        """Tokens of the answer."""
+        """The number of tokens of the answer so far."""
         self._lost = 0
-        """Of them the last that are not in the prediction."""
+        """The number of its last tokens that are not in the predicted output."""
 
     def read(self, most: int) -> int:
-        """Go on looking where each pair of tokens stands, in so many tokens at most; how many were read."""
+        """Reads at most `most` tokens of the predicted output. Returns how many were read."""
         begin = self._read
         end = self._read = max(begin, min(len(self._predicted), begin + most))
         for place in range(begin, end):
@@ -58,15 +58,15 @@ class FollowedPrediction:
         return end - begin
 
     def follow(self, token_ids: Sequence[int], first: int) -> None:
-        """The answer, from token `first` on, has grown to this."""
+        """Follows the answer, which begins at token `first`, to its present end."""
         for position in range(first + self._followed, len(token_ids)):
             self._take(token_ids[position], token_ids[position - 1] if position > first else -1)
         self._followed = len(token_ids) - first
 
     def _take(self, token: int, before: int) -> None:
-        if self._reads(self._place, token) and self._lost <= 1:  # nothing was left out, or one token was put in
+        if self._reads(self._place, token) and self._lost <= 1:  # nothing was left out, or one token was inserted
             self._place += 1
-        elif self._lost == 1 and self._reads(self._place + 1, token):  # one token stands for another
+        elif self._lost == 1 and self._reads(self._place + 1, token):  # one token was replaced
             self._place += 2
         else:
             places = self._places.get((before, token))
@@ -80,5 +80,5 @@ class FollowedPrediction:
         return place < len(self._predicted) and self._predicted[place] == token
 
     def continued(self, count: int) -> list[int]:
-        """What `count` tokens may follow; none where the answer is not in the prediction."""
+        """Returns `count` tokens that may follow; none while the answer differs."""
         return [] if self._lost else list(self._predicted[self._place : self._place + count])

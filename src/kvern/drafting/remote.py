@@ -1,4 +1,4 @@
-"""Guesses of another server, whose model is smaller: they fit as long as a text goes on as they say.
+"""Drafts of another server with a smaller model, which are valid as long as a text continues as they say.
 
     step, step, step, step ...      texts go on, with drafts or without
       |  ask       ^ fits?          an answer that comes two steps later begins with two tokens that are known by now:
@@ -30,22 +30,22 @@ from kvern.text.tokenizer import Tokenizer
 logger = logging.getLogger("kvern")
 
 MOST_TEXTS = 256
-"""Of one step: servers take no more prompts in a body."""
+"""The most texts of one step: servers take no more prompts in a body."""
 MOST_ASKED = 32
-"""Tokens of a text that are asked for."""
+"""The most tokens that are requested after a text."""
 LONGEST_PAUSE = 1 << 14
-"""Steps in which a server that fails is not asked."""
+"""The most steps in which a failing server is not asked."""
 KEPT_OF_DELAY = 0.9
-"""Of how many tokens came before earlier answers, by each that follows."""
+"""The weight of earlier delays when a new one is learnt."""
 
 
 @dataclass
 class Asked:
-    """What the server was asked, and how many steps ago."""
+    """A request to the server, and the steps since."""
 
     answer: "Future[list[list[int]]]"
     rows: "list[tuple[weakref.ref[Request], int, list[int]]]"
-    """Of each text: whose it is, its length, and the drafts behind it that were taken to be right."""
+    """Each text's request, its length, and the drafts after it that were assumed to be accepted."""
     count: int
     steps: int = 0
 
@@ -61,16 +61,16 @@ class RemoteProposer:
         self._server = DraftServer(config.draft_url, spec.vocab_size, translation)
         weakref.finalize(self, self._server.close)
         self._guesses: WeakKeyDictionary[Request, tuple[int, list[int]]] = WeakKeyDictionary()
-        """What follows a text from a position on, as guessed."""
+        """Drafts that follow a text from a position on."""
         self._asked: Asked | None = None
         self._delay = 1.0
-        """Tokens that a text grows by before an answer comes."""
+        """The number of tokens by which a text grows before an answer comes."""
         self._pause = self._paused = 0
-        """Steps to go until the server is asked again, and how many there were after its last failure."""
+        """Steps until the server is asked again, and their number after its last failure."""
         self._said: set[str] = set()
 
     def propose(self, requests: Sequence[Request], most: Sequence[int]) -> list[list[int]]:
-        """What `Proposer` wants."""
+        """Returns drafts: see `Proposer`."""
         self._take_answer()
         fitting = [self._fitting(request) for request in requests]
         if self._pause:
@@ -80,7 +80,7 @@ class RemoteProposer:
         return [guess[:count] for guess, count in zip(fitting, most, strict=True)]
 
     def _fitting(self, request: Request) -> list[int]:
-        """What is guessed to follow the text as it stands; none if it went on differently."""
+        """Returns the drafts that still follow the text; none if it continued differently."""
         position, guess = self._guesses.get(request, (0, []))
         known = len(request.token_ids) - position
         if known >= len(guess) or request.token_ids[position:] != guess[:known]:
@@ -101,7 +101,7 @@ class RemoteProposer:
             self._asked = Asked(self._server.ask(texts, count), rows, count)
 
     def _take_answer(self) -> None:
-        """What has come, or that it has not come in time."""
+        """Takes an answer that has come, or gives up one that is too late."""
         asked = self._asked
         if asked is None:
             return
@@ -126,7 +126,7 @@ class RemoteProposer:
                 self._delay = KEPT_OF_DELAY * self._delay + (1 - KEPT_OF_DELAY) * min(grown, asked.count)
 
     def _fails(self, kind: str, what: str) -> None:
-        """Say it once, and leave the server alone for a while."""
+        """Logs the failure once, and pauses."""
         self._asked = None
         self._pause = self._paused = min(max(1, 2 * self._paused), LONGEST_PAUSE)
         if kind not in self._said:
@@ -139,9 +139,9 @@ class RemoteProposer:
 
 
 def fields_of(request: Request, *, drawn: bool = True) -> dict[str, Any]:
-    """What a body says of a text: how its tokens are drawn, which depends on seed and position as here, and a salt.
+    """Returns the body's fields for a text: sampling parameters with the same seed and positions, and a cache salt.
 
-    If they are not `drawn` as here, as other tokens cannot be, they are the likeliest.
+    Without `drawn` the most probable tokens are requested, as other tokens cannot be sampled alike.
     """
     params = request.params
     fields: dict[str, Any] = {"temperature": 0}

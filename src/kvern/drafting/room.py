@@ -1,4 +1,4 @@
-"""How many drafts of a request are guessed and verified, so that nobody waits for them.
+"""Numbers of drafts of a request that are made and verified without waiting for them.
 
     step N: to_guess --> the device writes k drafts behind what it samples     step N + 1: to_verify --> 1 + k tokens
 
@@ -12,13 +12,13 @@ from kvern.cache.manager import KVCacheManager
 from kvern.request.request import Request, State
 
 Wanted = Callable[[Request], int]
-"""How many drafts the device should guess of a request."""
+"""The number of drafts of a request that the device should make."""
 
 
 def to_guess(request: Request, cache: KVCacheManager, others: int, wanted: int, count: int, sampled: int) -> int:
-    """How many drafts the device is to write behind a step that computes `count` tokens of a request.
+    """Returns how many drafts the device writes after a step that computes `count` tokens of a request.
 
-    Those that are `wanted`, as far as the step behind it has room. Of a part of a prompt: 1 if some are.
+    These are the `wanted` ones, as far as the next step has room; for a part of a prompt 1 if any are wanted.
     """
     room = _room(request, cache, others, count, sampled) if wanted and sampled else 0
     request.drafts.guesses = max(0, min(wanted, room))
@@ -29,24 +29,25 @@ def to_guess(request: Request, cache: KVCacheManager, others: int, wanted: int, 
 
 
 def to_verify(request: Request, cache: KVCacheManager, others: int, spare: int) -> tuple[int, list[int]]:
-    """How many drafts are verified behind a decode's next token, at most `spare`, and which, if they are the host's.
+    """Returns how many drafts are verified after a decode's next token, at most `spare`, and the host's drafts among
+    them.
 
-    While others are verified nobody knows where the host's would go; those of the device are in their places.
+    While drafts are in flight the position of the host's is unknown; those of the device are at their positions.
     """
     if request.state is not State.RUNNING:
         return 0, []
     drafts = request.drafts.token_ids
     if drafts and not request.drafts.in_flight:
         room = min(spare, _room(request, cache, others))
-        known = drafts[request.in_flight :][: max(0, room)]  # the first are guesses at tokens sampled meanwhile
+        known = drafts[request.in_flight :][: max(0, room)]  # the first stand for tokens sampled meanwhile
         return len(known), known
     return max(0, min(request.drafts.guesses, spare)), []
 
 
 def _room(request: Request, cache: KVCacheManager, others: int, count: int = 0, sampled: int = 0) -> int:
-    """How many drafts have room behind `count` more tokens of a running request, some of which are sampled behind.
+    """Returns how many drafts have room after `count` more tokens of a running request; below 1 for none.
 
-    They leave a block to each of the `others`, and end where the request does; below 1: none.
+    `sampled` tokens are sampled after these. A block is left to each of the `others`, and drafts end with the request.
     """
     blocks = len(request.block_ids) + max(0, cache.growth_count - others)
     return min(

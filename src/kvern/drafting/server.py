@@ -1,4 +1,4 @@
-"""Asks another server how texts go on, by OpenAI's API, in a thread of its own: nobody waits for it."""
+"""Requests to another server for continuations of texts, by OpenAI's API, in a thread of its own."""
 
 import asyncio
 import sys
@@ -16,41 +16,42 @@ from kvern.text.tokenizer import Tokenizer
 
 CONNECTING_SECONDS = 5.0
 LONGEST_SAID = 200
-"""Characters of what a server says to a refusal."""
+"""The most characters of a server's refusal that are shown."""
 BYTES_OF_ROW = 16_384
-"""Of an answer, for each text: it names a few tokens, and has words around them."""
+"""The most bytes of an answer for each text: a few tokens with JSON around them."""
 MORE_TOKENS = 2
-"""Times as many as the model's own may be what a server with other tokens makes of a text."""
+"""The factor by which a server with other tokens may make more of a text than the model's own."""
 WINDOW = 3072
-"""Tokens of the end of a text that is asked by text: each time they become text anew."""
+"""The tokens at the end of a text that are sent as text: they are decoded each time."""
 TAIL = 8
-"""Tokens before an answer that is text, with which it is cut into tokens: they may be other ones alone."""
+"""The tokens before a text answer that are tokenized with it, as the answer alone may have other tokens."""
 
 
 class BadDrafts(Exception):
-    """A draft server answers, but not what it was asked."""
+    """A draft server answers something else than was asked."""
 
 
 @dataclass(frozen=True)
 class DraftedText:
-    """A text of which it is asked how it goes on, by token ids; those of equal `fields` share a body."""
+    """A text to continue, as token ids; texts with equal `fields` share a body."""
 
     token_ids: Sequence[int]
     fields: Mapping[str, Any]
-    """Of a body: how tokens are to be drawn, and with whom what is cached is shared."""
+    """Fields of a body: sampling parameters and the cache salt."""
 
 
 class Translation:
-    """Between a model's tokens and a server's that has others: by text."""
+    """Translation between the tokens of a model and of a server with other tokens, by text."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         """Raises InvalidRequest without a tokenizer's file."""
         self._tokenizer, self._leading = tokenizer, tokenizer.leading_special_tokens()
 
     def text(self, token_ids: Sequence[int], most: int) -> str:
-        """What the server is asked, of the last tokens, `most` or up to a third fewer: it puts its own before a text.
+        """Returns the text for the server: the last `most` tokens or up to a third fewer, without leading special
+        tokens.
 
-        Where a text is cut stays the same while it grows, so that the server may have it in its cache.
+        The beginning of the text stays the same while it grows, so that the server may have it in its cache.
         """
         begins = len(self._leading) if list(token_ids[: len(self._leading)]) == self._leading else 0
         step = max(1, most // 3)
@@ -58,34 +59,35 @@ class Translation:
         return self._tokenizer.decode(token_ids[begins:], skip_special_tokens=False)
 
     def tokens(self, token_ids: Sequence[int], answer: str) -> list[int]:
-        """Those of an answer behind these, but for the last, which may be a part of a longer one."""
+        """Returns the tokens of an answer after these, without the last, which may be part of a longer one."""
         tail = list(token_ids[-TAIL:])
         known = self._tokenizer.decode(tail, skip_special_tokens=False)
         found = self._tokenizer.encode(known + answer, add_special_tokens=False)
-        if found[: len(tail)] != tail:  # what is known was cut otherwise
+        if found[: len(tail)] != tail:  # the known text was tokenized differently
             return self._tokenizer.encode(answer, add_special_tokens=False)[:-1]
         return found[len(tail) : -1]
 
 
 class DraftServer:
-    """The server at `url`, which has /v1/models and /v1/completions. To be closed."""
+    """The server at `url` with /v1/models and /v1/completions. It must be closed."""
 
     def __init__(self, url: str, vocab_size: int, translation: Translation | None = None) -> None:
-        """`translation`: of a server with other tokens; None: it has the same token ids."""
+        """`translation` is for a server with other tokens; None if it has the same token ids."""
         self._url, self._vocab_size = url.rstrip("/").removesuffix("/v1"), vocab_size
         self._translation = translation
         self._loop, self._closing = asyncio.new_event_loop(), asyncio.Event()
         self._session: aiohttp.ClientSession | None = None
         self._model: tuple[str, int] | None = None
-        """Its name, and tokens of its context; more than any text has, if a server with other tokens does not tell."""
+        """The model's name, and the tokens of its context; unlimited if a server with other tokens does not report
+        it."""
         threading.Thread(target=self._run, name="kvern-drafts", daemon=True).start()
 
     def close(self) -> None:
-        """Give up what was asked, and end the thread."""
+        """Cancels all requests and ends the thread."""
         self._loop.call_soon_threadsafe(self._closing.set)
 
     def _run(self) -> None:
-        """The thread."""
+        """Runs the thread."""
         with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
             runner.run(self._until_closed())
 
@@ -95,7 +97,7 @@ class DraftServer:
             await self._session.close()
 
     def ask(self, texts: Sequence[DraftedText], count: int) -> "Future[list[list[int]]]":
-        """For each text the `count` tokens that follow it, at most; none behind one that fills the model's context.
+        """Returns for each text at most `count` tokens that follow it; none for a text that fills the model's context.
 
         Cancel the future to give up. It raises BadDrafts, aiohttp.ClientError or TimeoutError.
         """
@@ -123,14 +125,14 @@ class DraftServer:
         return drafts
 
     async def _ask_alike(self, model: str, texts: Sequence[DraftedText], count: int, longest: int) -> list[list[int]]:
-        """Of texts whose fields are equal."""
+        """Continues texts with equal fields."""
         translation = self._translation
         asked = {"model": model, "max_tokens": count, **texts[0].fields}
         prompt: list[Any]
         if translation is None:
             prompt = [list(text.token_ids) for text in texts]
             asked |= {"ignore_eos": True, "return_token_ids": True}
-        else:  # nothing that not every server of completions knows
+        else:  # only fields that every server of completions knows
             most = min(WINDOW, max(1, longest // MORE_TOKENS - count))
             prompt = [translation.text(text.token_ids, most) or "\n" for text in texts]  # none without a token
         asked["prompt"] = prompt
@@ -163,7 +165,7 @@ class DraftServer:
             raise BadDrafts(f"{method} {path} is answered by no JSON: {shown(content[:LONGEST_SAID])}") from error
 
     def _drafts(self, choice: Mapping[str, Any], count: int) -> list[int]:
-        """The tokens that a choice names. Raises BadDrafts."""
+        """Returns the token ids of a choice. Raises BadDrafts."""
         token_ids = choice.get("token_ids")
         if not isinstance(token_ids, list) or len(token_ids) > count:
             raise BadDrafts(f"a choice has token_ids {shown(token_ids)}: it must be a list of {count} at most")
@@ -173,7 +175,7 @@ class DraftServer:
         return token_ids
 
     def _translated(self, translation: Translation, text: DraftedText, choice: Mapping[str, Any]) -> list[int]:
-        """The tokens of what a choice says. Raises BadDrafts."""
+        """Returns the tokens of a choice's text. Raises BadDrafts."""
         said = choice.get("text")
         if not isinstance(said, str):
             raise BadDrafts(f"a choice has the text {shown(said)}: it must be a string")
@@ -182,7 +184,7 @@ class DraftServer:
 
 
 def _choices(answer: object, rows: int) -> list[Mapping[str, Any]]:
-    """Those of an answer, in the order of the texts. Raises BadDrafts."""
+    """Returns the choices of an answer in the order of the texts. Raises BadDrafts."""
     choices = answer.get("choices") if isinstance(answer, dict) else None
     if not isinstance(choices, list) or len(choices) != rows:
         raise BadDrafts(f"{rows} texts are answered by {shown(choices)}: it must be a list of {rows} choices")
@@ -198,7 +200,7 @@ def _choices(answer: object, rows: int) -> list[Mapping[str, Any]]:
 
 
 def _model_of(answer: object, unknown: int | None = None) -> tuple[str, int]:
-    """The name of the first model in a list of them, and tokens of its context, or `unknown`. Raises BadDrafts."""
+    """Returns the name of the first listed model, and the tokens of its context, or `unknown`. Raises BadDrafts."""
     models = answer.get("data") if isinstance(answer, dict) else None
     first = models[0] if isinstance(models, list) and models else None
     name, longest = None, unknown

@@ -1,6 +1,6 @@
-"""How long steps with decodes should take, and how long steps took: the clock beside the scheduler.
+"""The target and the measured time of steps with decodes.
 
-head of the queue --> Pace.time --> Scheduler.schedule --> began --> ended: what the step cost is learnt
+head of the queue --> Pace.time --> Scheduler.schedule --> began --> ended: the cost of the step is learnt
 """
 
 import time
@@ -13,28 +13,29 @@ from kvern.request.request import Request
 from kvern.request.step import SchedulerOutput
 
 SHARE_OF_WAIT = 0.1
-"""Of the time that the first in the queue has waited, which a step may take."""
+"""The share of the first request's waiting time that a step may take."""
 LEAD_SECONDS = 0.0012
-"""From the launch of a step to its first kernel, at most; planning comes before."""
+"""The most seconds from the launch of a step to its first kernel; planning comes before."""
 LONGEST_REST = 0.02
-"""Seconds: a step that is thought to take longer may have been the first of its kind."""
+"""A limit in seconds: a step with a longer prediction may have been the first of its kind."""
 AT_ONCE = 0.0001
-"""Seconds in which a result is had that was there already: nobody knows since when."""
+"""The seconds in which a result is returned that was ready before; the time when it became ready is unknown."""
 REMEMBERED = 4
-"""Steps of decodes alone, of which the shortest tells what the next will take."""
+"""The number of steps with only decodes of which the shortest predicts the next."""
 
 
 class Pace:
     """Keeps to `target`, the seconds between two tokens of a request. Without `costs` there is no target.
 
-    A request is in every step, or of a model in `stages` in one of so many, each of which begins when another ends.
+    A request is in every step or, with pipeline `stages`, in one of so many steps, each of which begins when another
+    ends.
 
-    With `yields` steps become longer as those that wait have waited longer: who has waited for a second gets steps of
-    a tenth of that. So a crowd is served with large steps, which cost less for each token.
+    With `yields` steps become longer the longer requests wait: after a second of waiting steps may take a tenth of it.
+    So many requests are served with large steps, which cost less for each token.
 
-    Steps end in the order in which they began. How long one took is told by when the one before had ended. If another
-    was launched meanwhile, and a result was there before it was awaited, it is not known when: the step took less, and
-    of the next nothing is learnt.
+    Steps end in the order in which they began, so the time of one starts at the end of the one before. If another was
+    launched meanwhile and a result was ready before it was awaited, its end is unknown: the step took less, and nothing
+    is learnt from the next.
     """
 
     def __init__(
@@ -48,17 +49,18 @@ class Pace:
         self.costs, self.target, self._step_target = costs, target, target / stages
         self._yields, self._clock = yields, clock
         self._begun: deque[tuple[StepLoad | None, float]] = deque()
-        """Loads of steps with prompts, None of others, and when they began."""
+        """The loads of steps with prompts (None for others), and the times when they began."""
         self._asked = self._planning = self._awaited = self._ended = 0.0
-        """When a step was planned last and how long that took, when a result was awaited, and when one ended."""
+        """The time of the last planning and its duration, of the last wait, and of the last end of a step."""
         self._launching = self._came = 0.0
-        """How long it took to launch the last step with a prompt beside others, and when a result came."""
+        """The duration of the last launch of a step with a prompt in addition to others, and the time of the last
+        result."""
         self._rested, self._exact = False, True
         self._decoding: deque[float] = deque([0.0] * REMEMBERED, REMEMBERED)
-        """How long the last steps of decodes alone took."""
+        """The durations of the last steps with only decodes."""
 
     def time(self, head: Request | None) -> StepTime | None:
-        """What the next step should take, given who waits for it first."""
+        """Returns the target of the next step; `head` is the first waiting request."""
         if self.costs is None:
             return None
         self._asked = self._clock()
@@ -68,7 +70,7 @@ class Pace:
         return StepTime(self.costs, seconds)
 
     def began(self, output: SchedulerOutput) -> None:
-        """A step was planned and is about to be given to the executor."""
+        """Notes that a step was planned and is about to be submitted."""
         if self.costs is not None:
             now = self._clock()
             self._planning = now - self._asked
@@ -76,14 +78,14 @@ class Pace:
             self._begun.append((load_of(output.scheduled) if prompts else None, now))
 
     def awaits(self) -> None:
-        """The result of the oldest step is about to be waited for, with the newest just launched."""
+        """Notes that the result of the oldest step is about to be awaited, with the newest just launched."""
         self._awaited = self._clock()
         load, began = self._begun[-1] if len(self._begun) > 1 else (None, 0.0)
         if load is not None:
             self._launching = self._awaited - began
 
     def ended(self) -> None:
-        """It has come."""
+        """Learns from the step whose result has come."""
         if self.costs is None:
             return
         load, began = self._begun.popleft()
@@ -105,16 +107,16 @@ class Pace:
         return min(self._decoding) if load is None or self.costs is None else self.costs.seconds(load)
 
     def forget(self) -> None:
-        """The steps on their way are lost."""
+        """Forgets the steps in flight, which are lost."""
         self._begun.clear()
 
     def spare_seconds(self) -> float:
-        """Until the one step on its way nears its end, and the next one must be planned and launched."""
+        """Returns the seconds until the next step must be planned and launched, near the end of the one in flight."""
         if self.costs is None or not self._begun:
             return 0.0
         load, began = self._begun[0]
         ends = max(began, self._ended) + min(self._expected(load), LONGEST_REST)
-        # The result of the step on its way waits for the launch.
+        # the result of the step in flight waits for the launch
         latest = self._came + self._step_target - self._launching
         spare = max(0.0, min(ends - LEAD_SECONDS - 2 * self._planning, latest) - self._clock())
         self._rested = self._rested or spare > 0

@@ -1,8 +1,8 @@
-"""Which requests share a step where the model has several stages, each of which computes a step at a time.
+"""The requests of each step if the model has several pipeline stages, each of which computes one step at a time.
 
-The first stage learns of a token when the last has sampled it and the host knows it. So a request is in one step at a
-time, and steps take even shares of all that decode: as many are on their way as there are stages. In the same way
-stages whose layers keep states learn which drafts these are to see.
+The first stage learns a token when the last has sampled it and the host knows it. So a request is in one step at a
+time, and steps have equal shares of all decoding requests: as many steps are in flight as there are stages. Stages
+whose layers keep states learn the accepted drafts in the same way.
 """
 
 from collections.abc import Iterable, Sequence
@@ -12,7 +12,8 @@ from kvern.request.step import ModelRunnerOutput, ScheduledTokens, SchedulerOutp
 
 
 def in_turn(running: Iterable[Request], stages: int, begin: int) -> list[Request]:
-    """Those that the next step may compute, where `begin` steps, that one among them, may begin before one returns."""
+    """Returns the requests that the next step may compute; `begin` steps, this one included, may begin before one
+    returns."""
     if stages == 1:
         return list(running)
     running = list(running)
@@ -24,33 +25,33 @@ def in_turn(running: Iterable[Request], stages: int, begin: int) -> list[Request
 
 
 def decodes(output: SchedulerOutput, running: Iterable[Request], stages: int) -> bool:
-    """Whether a request decodes in this step, or in one that is on its way and goes on behind this one."""
+    """True if a request decodes in this step, or in one in flight that continues after it."""
     return bool(output.scheduled) or (stages > 1 and any(request.remaining_tokens == 1 for request in running))
 
 
 class ToldStages:
-    """Has steps tell the stages before the last what that has sampled and kept; with one stage nothing is to tell."""
+    """Adds to steps what the last stage has sampled and accepted, for the stages before it; with one stage nothing."""
 
     def __init__(self, stages: int) -> None:
         self._stages = stages
         self._kept: list[list[int]] = []
-        """What no step has told yet."""
+        """The numbers of accepted tokens that no step has passed on yet."""
 
     def tell(self, output: SchedulerOutput, requests: Sequence[Request]) -> None:
-        """Let a step of these requests, which is about to begin, do so."""
+        """Adds the message to a step of these requests that is about to begin."""
         if self._stages > 1:
             output.known = known_tokens(output.scheduled, requests)
             output.kept, self._kept = self._kept, []
 
     def ended(self, output: SchedulerOutput, result: ModelRunnerOutput) -> None:
-        """A step has come back, the oldest on its way: also of requests that have gone its drafts were verified."""
+        """Takes the result of the oldest step in flight, also for requests that have ended."""
         if self._stages > 1 and any(item.sampled > 1 for item in output.scheduled):
             pairs = zip(output.scheduled, result.token_ids, strict=True)
             self._kept.append([len(token_ids) for item, token_ids in pairs if item.sampled > 1])
 
 
 def known_tokens(scheduled: Sequence[ScheduledTokens], requests: Sequence[Request]) -> list[tuple[int, int, list[int]]]:
-    """What a step computes of the answers that its requests have so far, and drafts: `SchedulerOutput.known`."""
+    """Returns the answers' tokens and drafts that a step computes: `SchedulerOutput.known`."""
     return [
         (
             item.slot,

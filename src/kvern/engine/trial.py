@@ -1,4 +1,4 @@
-"""Finds out whose fault a failing step is: its requests are run again in halves.
+"""Finds the request at fault for a failing step: its requests are run again in halves.
 
     a step fails --of one unit--> that one is to blame
          |
@@ -18,19 +18,23 @@ from kvern.request.step import ModelRunnerOutput, SchedulerOutput
 
 
 class Trial:
-    """Which units may run, after a step has failed."""
+    """The units that may run after a step has failed."""
 
     def __init__(self) -> None:
         self._halves: list[dict[str, dict[Request, int]]] = []
-        """The last is on trial. By unit: the tokens that its requests must have computed to be beyond the failure."""
+        """The halves; the last is on trial. Each has, by unit, the tokens that its requests must reach to pass the
+        failure."""
 
     @property
     def units(self) -> frozenset[str] | None:
-        """Those that may run; None: all."""
+        """The units that may run; None for all."""
         return frozenset(self._halves[-1]) if self._halves else None
 
     def failed(self, planned: Iterable[tuple[Request, int]]) -> str | None:
-        """A step failed that was to bring requests to so many computed tokens; the unit to blame, if it was alone."""
+        """Splits the requests of a failed step. Returns the unit to blame if it was alone.
+
+        `planned` has the number of computed tokens that the step was to reach for each request.
+        """
         suspects: dict[str, dict[Request, int]] = {}
         for request, tokens in planned:
             suspects.setdefault(request.unit, {})[request] = tokens
@@ -46,7 +50,7 @@ class Trial:
         return units[0] if len(units) == 1 else None
 
     def passed(self, computed: Iterable[tuple[Request, int]]) -> None:
-        """A step has come back that brought requests to so many computed tokens."""
+        """Notes the numbers of computed tokens that a returned step has reached."""
         if not self._halves:
             return
         for request, tokens in computed:
@@ -55,7 +59,7 @@ class Trial:
                 del goals[request]
 
     def settle(self) -> bool:
-        """Let those go that have passed or ended; whether others are on trial now, or nobody."""
+        """Ends the trial of units that have passed or ended. Returns True if others are on trial now, or none."""
         before = len(self._halves)
         while self._halves and all(
             request.state is State.FINISHED for goals in self._halves[-1].values() for request in goals
@@ -64,12 +68,12 @@ class Trial:
         return len(self._halves) < before
 
     def skip(self) -> None:
-        """Give up a half of which nothing can run."""
+        """Gives up a half of which nothing can run."""
         self._halves.pop()
 
 
 def computed(output: SchedulerOutput, requests: Iterable[Request]) -> Iterator[tuple[Request, int]]:
-    """The requests of a step, and how many of their tokens it was to bring them to at most."""
+    """Yields the requests of a step, and the most tokens that it was to reach."""
     for request, item in zip(requests, output.scheduled, strict=True):
         yield request, item.start + item.count
 
@@ -77,6 +81,6 @@ def computed(output: SchedulerOutput, requests: Iterable[Request]) -> Iterator[t
 def reached(
     output: SchedulerOutput, requests: Iterable[Request], result: ModelRunnerOutput
 ) -> Iterator[tuple[Request, int]]:
-    """The same when it is done: less what was rejected."""
+    """Yields the requests of a finished step, and the tokens reached, without rejected ones."""
     for (request, tokens), token_ids in zip(computed(output, requests), result.token_ids, strict=True):
         yield request, min(tokens, len(request.token_ids) + len(token_ids) - 1) if token_ids else tokens

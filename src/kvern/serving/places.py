@@ -1,4 +1,4 @@
-"""Where the engines of one model run: a GPU each, a share of the processors each, or nodes of a Ray cluster."""
+"""The devices of a model's engines: a GPU each, a share of the processors each, or nodes of a Ray cluster."""
 
 import dataclasses
 import importlib.util
@@ -19,31 +19,31 @@ from kvern.serving.node_engine import EngineOnNode
 
 @dataclass(frozen=True)
 class Place:
-    """What the process of an engine is given; `threads`: None where the engine decides how many compute."""
+    """The devices of an engine's process. `threads` is None if the engine chooses their number."""
 
     gpus: Sequence[str] = ()
-    """By what CUDA_VISIBLE_DEVICES calls them; none are named: all that this process sees."""
+    """GPUs by their names in CUDA_VISIBLE_DEVICES; empty for all that this process sees."""
     processors: Set[int] = frozenset()
-    """Those that it may use; none are named: all."""
+    """The processors that it may use; empty for all."""
     threads: int | None = None
 
     @property
     def environment(self) -> Mapping[str, str]:
-        """What the process has beside that of this one."""
+        """The variables that the process has in addition to those of this one."""
         return {"CUDA_VISIBLE_DEVICES": ",".join(self.gpus)} if self.gpus else {}
 
     def config(self, config: EngineConfig) -> EngineConfig:
-        """The options of the engine here."""
+        """Returns the engine's options at this place."""
         return dataclasses.replace(config, threads=config.threads or self.threads)
 
     def launch(self) -> EngineProcess:
-        """The process of an engine here."""
+        """Starts a process for an engine at this place."""
         return EngineChild(self.environment)
 
 
 @dataclass(frozen=True)
 class RayPlace(Place):
-    """On some node of a Ray cluster, which has so many processors and GPUs for each of the engine's `ranks`."""
+    """A place on some node of a Ray cluster with so many processors and GPUs for each of the engine's `ranks`."""
 
     rank_cpus: int = 1
     rank_gpus: int = 0
@@ -54,7 +54,7 @@ class RayPlace(Place):
 
 
 def places_of(config: EngineConfig) -> list[Place]:
-    """A place for each engine of `config.data_parallel_size`. Raises ConfigError if there are too few."""
+    """Returns a place for each engine of `config.data_parallel_size`. Raises ConfigError if there are too few."""
     count = config.data_parallel_size
     if config.executor == "ray":
         return [_ray_place(config, count)] * count
@@ -67,7 +67,7 @@ def places_of(config: EngineConfig) -> list[Place]:
 
 
 def place_of(config: EngineConfig, number: int, count: int) -> Place:
-    """Where the engine of this number runs, from 0 on, when there are `count`. Raises ConfigError without such."""
+    """Returns the place of engine `number` (from 0) of `count`. Raises ConfigError if there is none."""
     if config.executor == "ray":
         return _ray_place(config, count)
     each, most = config.ranks, max(number + 1, count)
@@ -84,14 +84,15 @@ def place_of(config: EngineConfig, number: int, count: int) -> Place:
 
 
 def seen_gpus(config: EngineConfig) -> list[str]:
-    """The GPUs that engines may use, by what CUDA_VISIBLE_DEVICES calls them."""
+    """Returns the GPUs that engines may use, by their names in CUDA_VISIBLE_DEVICES."""
     return [] if config.device == "cpu" else visible_gpus(gpu_count(), os.environ.get("CUDA_VISIBLE_DEVICES"))
 
 
 def check_memory(config: EngineConfig, place: Place) -> None:
-    """Raise ConfigError if the host's memory does not hold the weights of another engine, on a CPU, as they are stored.
+    """Raises ConfigError if the host's memory has no room for the weights of another engine on a CPU, as they are
+    stored.
 
-    What a GPU holds, or a node of a Ray cluster, the engine finds out itself.
+    An engine on a GPU or on a node of a Ray cluster checks its memory itself.
     """
     if config.executor == "ray" or place.gpus:
         return
@@ -103,7 +104,7 @@ def check_memory(config: EngineConfig, place: Place) -> None:
 
 
 def _ray_place(config: EngineConfig, count: int) -> Place:
-    """The same for each of `count` engines: Ray chooses where."""
+    """Returns the place of each of `count` engines: Ray chooses the node."""
     if config.device == "auto":
         raise ConfigError("device is auto and executor ray: Ray has to know what an engine takes; give cuda or cpu")
     cpus, gpus, ranks = config.threads or 1, int(config.device == "cuda"), config.ranks
@@ -113,7 +114,7 @@ def _ray_place(config: EngineConfig, count: int) -> Place:
 
 
 def gpu_count() -> int:
-    """Of this machine, as the driver tells; 0: there is none, or PyTorch is built without CUDA."""
+    """Returns the number of this machine's GPUs; 0 if there is none, or PyTorch is built without CUDA."""
     if not _has_cuda():
         return 0
     try:
@@ -121,12 +122,12 @@ def gpu_count() -> int:
 
         pynvml.nvmlInit()
         return int(pynvml.nvmlDeviceGetCount())
-    except Exception:  # whatever the driver's library raises: there is no driver
+    except Exception:  # the driver's library may raise anything: there is no driver
         return 0
 
 
 def _has_cuda() -> bool:
-    """How PyTorch is built, which takes seconds to import."""
+    """True if PyTorch is built with CUDA, found without importing it, which takes seconds."""
     found = importlib.util.find_spec("torch")
     assert found is not None
     assert found.origin is not None
@@ -134,7 +135,7 @@ def _has_cuda() -> bool:
 
 
 def visible_gpus(count: int, named: str | None) -> list[str]:
-    """The GPUs of `count` that CUDA shows where CUDA_VISIBLE_DEVICES is `named`, by what they are called there."""
+    """Returns the GPUs of `count` that CUDA shows with CUDA_VISIBLE_DEVICES=`named`, by their names there."""
     if named is None:
         return [str(number) for number in range(count)]
     gpus: list[str] = []
