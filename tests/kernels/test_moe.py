@@ -10,9 +10,8 @@ from torch import nn
 from kvern.kernels import moe, moe_direct
 from kvern.kernels.moe import ACTIVATIONS, fused_experts
 from kvern.kernels.moe_routing import align, most_blocks, route
-from kvern.layers import fused_moe
 from kvern.layers.build import Build
-from kvern.layers.fused_moe import FusedExperts
+from kvern.layers.experts import StackedExperts
 from kvern.layers.moe import MoE, make_moe
 from kvern.layers.tuned_experts import MOST_TOKENS
 from kvern.layers.tuning import tune
@@ -277,9 +276,9 @@ def test_ways_are_timed_over_random_tokens(monkeypatch: pytest.MonkeyPatch) -> N
     """Experts that are alike get the way that is fastest for so many tokens; what is known is not timed again."""
     spec, times = MoeSpec(6, 2, 24), {8: (0, 1), 512: (3, 2)}
     build = Build(torch.bfloat16, torch.device("cpu"), 1, frozenset({"moe"}))
-    layers = [FusedExperts(64, spec, build) for _ in range(2)]
     asked: list[dict[str, object]] = []
-    monkeypatch.setattr(fused_moe, "fused_experts", lambda x, *_, **given: asked.append(given))
+    monkeypatch.setattr("kvern.kernels.moe.fused_experts", lambda x, *_, **given: asked.append(given))
+    layers = [StackedExperts(64, spec, build) for _ in range(2)]
 
     def clock(calls: list[Any]) -> float:
         way, x, weights, topk_ids = calls[0].args
@@ -310,7 +309,7 @@ def test_layers_of_kernels_agree_with_those_of_pytorch(device: torch.device, nam
         for kernels in (frozenset[str](), frozenset({"moe"}))
     )
     assert isinstance(plain, MoE) and isinstance(fused, MoE)
-    assert isinstance(fused.experts, FusedExperts) == (spec.activation != "relu")
+    assert isinstance(fused.experts, StackedExperts) and fused.experts.is_fused == (spec.activation != "relu")
     assert [key for key, _ in fused.named_parameters()] == [key for key, _ in plain.named_parameters()]
     generator = torch.Generator().manual_seed(3)
     for parameter in plain.parameters():

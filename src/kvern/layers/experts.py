@@ -3,6 +3,8 @@
 import re
 from abc import abstractmethod
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
+from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -25,6 +27,8 @@ from kvern.spec.model import MoeSpec
 _EXPERT_PART = re.compile(r"experts\.(\d+)\.(gate|up|down)_proj\.([\w.]+)")
 _STACKED_PART = re.compile(r"experts\.(gate_up|gate|up|down)_proj(?:_([\w.]+))?")
 NAMES = ("gate", "up", "down")
+GROUPED_ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu2", "clamped_swiglu")
+"""The activations of experts that kernels of plain weights know."""
 
 
 def names_of(spec: MoeSpec) -> tuple[str, ...]:
@@ -159,12 +163,64 @@ class ExpertBiases(Loadable):
 
 
 class StackedExperts(Experts):
-    """Plain weights: `gate_up_proj [slots, first_width, hidden]`, `down_proj [slots, hidden, width]`."""
+    """Plain weights: `gate_up_proj [slots, first_width, hidden]`, `down_proj [slots, hidden, width]`.
+
+    Kernels group the products by expert on the device, and nothing waits for it, so that a step can be a CUDA graph.
+    """
 
     def __init__(self, hidden_size: int, spec: MoeSpec, build: BuildOptions) -> None:
         super().__init__(hidden_size, spec, build)
         self.gate_up_proj = build.empty(self.slots, spec.first_width, hidden_size)
         self.down_proj = build.empty(self.slots, hidden_size, spec.width)
+        self.deterministic = build.deterministic
+        self._ways = None
+        if "moe" in build.kernels and spec.activation in GROUPED_ACTIVATIONS:
+            from kvern.kernels.moe import fused_experts, hopper_experts
+            from kvern.layers.tuned_experts import Ways
+
+            hopper = "hopper_linear" in build.kernels and hopper_experts(build.dtype, hidden_size, spec.width)
+            hopper = hopper and not build.deterministic and spec.has_plain_gate
+            self._ways = Ways(partial(self._grouped, fused_experts), hopper, build.dtype.itemsize == 2)
+
+    @property
+    def is_fused(self) -> bool:
+        """Kernels group the products by expert."""
+        return self._ways is not None
+
+    def forward(self, x: Tensor, weights: Tensor, topk_ids: Tensor, add: Tensor | None = None) -> Tensor:
+        if self._ways is None:
+            return super().forward(x, weights, topk_ids, add)
+        return self._ways(x, weights, topk_ids, add)
+
+    def candidates(self) -> Mapping[int, Mapping[Hashable, Callable[..., Tensor]]]:
+        return {} if self._ways is None or self.deterministic else self._ways.candidates()
+
+    def choose(self, tokens: int, candidate: Hashable) -> None:
+        if self._ways is not None:
+            self._ways.choose(tokens, candidate)
+
+    def _grouped(
+        self,
+        multiply: Callable[..., Tensor],
+        x: Tensor,
+        weights: Tensor,
+        topk_ids: Tensor,
+        add: Tensor | None = None,
+        **way: Any,
+    ) -> Tensor:
+        return multiply(
+            x,
+            self.gate_up_proj,
+            self.down_proj,
+            weights,
+            topk_ids,
+            self.spec.activation,
+            biases=self.bias_pair,
+            add=add,
+            deterministic=self.deterministic,
+            of=self.share.of,
+            **way,
+        )
 
     def gate_up(self, expert: int, x: Tensor) -> Tensor:
         return F.linear(x, self.gate_up_proj[expert])

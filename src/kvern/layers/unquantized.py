@@ -115,11 +115,6 @@ class Unquantized(LinearFormat):
         return TableMethod(shape)
 
     def experts(self, hidden_size: int, spec: MoeSpec, build: BuildOptions) -> Experts | None:
-        known = "silu", "gelu", "gelu_tanh", "relu2", "clamped_swiglu"
-        if "moe" in build.kernels and spec.activation in known:
-            from kvern.layers.fused_moe import FusedExperts
-
-            return FusedExperts(hidden_size, spec, build)
         if compiles(LinearShape(hidden_size, spec.width, build.dtype, build.device), build):
             return None
         return StackedExperts(hidden_size, spec, build)
