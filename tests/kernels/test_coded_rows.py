@@ -13,10 +13,10 @@ from kvern.formats.gpu.products import PackedProducts
 from kvern.formats.method import QuantizedMethod
 from kvern.formats.rounding import Rounding
 from kvern.formats.scaled import Block, Scaled
+from kvern.kernels import activation, norm
 from kvern.kernels.activation import coded_gated_activation, gated_activation
 from kvern.kernels.norm import add_rms_norm, coded_rms_norm, rms_norm
 from kvern.kernels.quantize_rows import RowCodes
-from kvern.layers import fused
 from kvern.layers.build import Build
 from kvern.layers.linear import Linear
 from kvern.layers.linear_format import LinearMethods
@@ -30,7 +30,8 @@ pytestmark = pytest.mark.usefixtures("few_products")
 
 PROMPTS = [[5, 9, 17, 33, 2, 81], [5, 9]]
 PARAMS = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True, logprobs=1)
-NAMES = ("coded_rms_norm", "coded_gated_activation")
+KERNELS = {"coded_rms_norm": norm, "coded_gated_activation": activation}
+"""The modules of the kernels that make codes."""
 
 
 def always_codes(self: PackedProducts, rows: int) -> CodesShape:
@@ -39,11 +40,11 @@ def always_codes(self: PackedProducts, rows: int) -> CodesShape:
 
 
 def counted(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
-    """How often a kernel that makes codes is launched, by name."""
-    counts = dict.fromkeys(NAMES, 0)
+    """The launches of each kernel that makes codes, by name."""
+    counts = dict.fromkeys(KERNELS, 0)
 
     def count(name: str) -> Callable[..., RowCodes]:
-        launch = getattr(fused, name)
+        launch = getattr(KERNELS[name], name)
 
         def counting(*arguments: Any) -> RowCodes:
             counts[name] += 1
@@ -52,8 +53,8 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
 
         return counting
 
-    for name in NAMES:
-        monkeypatch.setattr(fused, name, count(name))
+    for name, module in KERNELS.items():
+        monkeypatch.setattr(module, name, count(name))
     return counts
 
 
