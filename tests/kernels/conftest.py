@@ -27,7 +27,7 @@ def on_device(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> Callable
     """Makes engines, `LLM`, whose batch lives on the device, through kernels that all work."""
     import kvern.runner.worker
     from kvern import LLM
-    from kvern.kernel_list import KERNELS
+    from tests.support.kernel_list import KERNELS
 
     groups = {kernel.group for kernel in KERNELS if not kernel.group.startswith("hopper")}
 

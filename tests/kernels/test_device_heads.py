@@ -14,7 +14,6 @@ from kvern import LLM, EngineConfig, SamplingParams
 from kvern.attention.torch_sdpa import TorchAttention
 from kvern.drafting.device.head_drafter import HeadDrafter
 from kvern.drafting.device.head_graphs import HeadGraphs
-from kvern.kernel_list import KERNELS
 from kvern.layers.norm import Norm
 from kvern.models.loader import load_model, read_config
 from kvern.models.registry import spec_from_config
@@ -27,6 +26,7 @@ from tests.support.draft_heads import add_prediction, write_eagle, write_medusa
 from tests.support.families import make_checkpoint
 from tests.support.head_drafting import drafting, eagle3_drafts, medusa_drafts
 from tests.support.internals import runner_of
+from tests.support.kernel_list import KERNELS
 from tests.support.kernels.device_engines import OPTIONS, WITH_STATES
 from tests.support.kernels.repeated_graphs import RecordedGraphs, RepeatedSteps
 from tests.support.tiny_model import make_tiny_model

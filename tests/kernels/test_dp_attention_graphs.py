@@ -15,7 +15,6 @@ import kvern.runner.prompt_graphs
 import kvern.runner.worker
 from kvern import LLM, EngineConfig, SamplingParams
 from kvern.engine.factory import make_home_core
-from kvern.kernel_list import KERNELS
 from kvern.models.loader import read_config
 from kvern.models.registry import spec_from_config
 from kvern.ranks.ranks import DPAttention, Ranks
@@ -32,6 +31,7 @@ from kvern.runner.step_graphs import PlannedStep
 from kvern.runner.worker import Worker
 from kvern.serving.homes import take_turn
 from tests.support.families import make_checkpoint
+from tests.support.kernel_list import KERNELS
 from tests.support.kernels.device_engines import OPTIONS
 from tests.support.kernels.rank_turns import CPU, SECONDS
 from tests.support.kernels.repeated_graphs import RecordedGraphs, RepeatedSteps

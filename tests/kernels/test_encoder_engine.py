@@ -9,7 +9,7 @@ import torch
 import kvern.runner.encoder_runner
 from kvern import LLM
 from kvern.engine.relevance import sigmoid
-from kvern.kernel_list import ENCODER_GROUPS
+from kvern.kernels.groups import ENCODER_GROUPS
 from tests.support.encoders import expected_labels, expected_vector, make_encoder, set_pooling
 
 TEXTS = [[5, 9, 17, 33], [7], list(range(3, 43))]

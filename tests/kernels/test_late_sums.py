@@ -6,9 +6,9 @@ import pytest
 import torch
 
 import kvern.runner.worker
-from kvern.kernel_list import KERNELS
 from kvern.ranks.ranks import ALONE
 from tests.support.families import make_checkpoint
+from tests.support.kernel_list import KERNELS
 from tests.support.kernels.rank_turns import sampled, together
 
 pytestmark = [

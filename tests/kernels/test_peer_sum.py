@@ -6,12 +6,12 @@ from typing import Any
 import pytest
 import torch
 
-from kvern.kernel_list.ranks import sent
 from kvern.kernels.norm import add_rms_norm
 from kvern.kernels.peer_exchange import peer_gather, peer_sum_scattered
 from kvern.kernels.peer_sum import coded_peer_sum_norm, peer_sum, peer_sum_norm
 from kvern.kernels.peer_words import PeerMemory, row_words_of, rows_kept
 from kvern.kernels.quantize_rows import Coding, RowCodes
+from tests.support.kernel_list.ranks import sent
 from tests.support.kernels.peer_memories import (
     EPSILON,
     PROGRAMS,

@@ -12,7 +12,6 @@ from torch import Tensor
 
 import kvern.runner.worker
 from kvern.config import EngineConfig
-from kvern.kernel_list import KERNELS
 from kvern.kernels.peer_words import row_words_of
 from kvern.layers.tuned_format import TunedLinear
 from kvern.models.checkpoint import read_headers
@@ -23,6 +22,7 @@ from kvern.ranks.ranks import Ranks
 from kvern.runner.stored import Stored
 from tests.kernels.recorded import recorded, recorded_at_start, zeroed
 from tests.support.families import make_checkpoint
+from tests.support.kernel_list import KERNELS
 from tests.support.kernels.rank_turns import sampled
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="launches are recorded by Triton's interpreter")

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 import kvern.runner.worker
-from kvern.kernel_list import KERNELS
 from kvern.kernels.norm import add_rms_norm
 from kvern.layers import halves
 from kvern.layers.halves import least_rows
@@ -19,6 +18,7 @@ from kvern.models.layer_inputs import LayerInputs
 from kvern.ranks.ranks import ALONE, Ranks
 from kvern.ranks.stages import WHOLE, Stage
 from tests.support.families import make_checkpoint
+from tests.support.kernel_list import KERNELS
 from tests.support.kernels.rank_turns import STEPS, Turns, sampled, together
 
 pytestmark = [

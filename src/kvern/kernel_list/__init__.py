@@ -1,4 +1,4 @@
-"""All kernels. The check at an engine's start, the benchmark, tests and cross-compilation walk this list."""
+"""Kernels and their inputs, for `kvern bench kernels`, tests beside float64, and the compilation for other cards."""
 
 from kvern.kernel_list import (
     attention,
@@ -14,11 +14,11 @@ from kvern.kernel_list import (
     packed_experts,
     packed_hopper,
     quantized,
-    ranks,
     rounding,
     texts,
 )
 from kvern.kernel_list.entry import Call, Inputs, Kernel
+from kvern.kernels.groups import ENCODER_GROUPS
 from kvern.spec.model import ModelSpec
 
 __all__ = ["KERNELS", "Call", "Inputs", "Kernel", "kernels_of"]
@@ -39,10 +39,7 @@ KERNELS: tuple[Kernel, ...] = (
     *hopper.KERNELS,
     *packed_hopper.KERNELS,
     *texts.KERNELS,
-    *ranks.KERNELS,
 )
-ENCODER_GROUPS = frozenset({"texts", "rotary", "activation"})
-"""What steps of an encoder are made of, beside what PyTorch does."""
 
 
 def kernels_of(spec: ModelSpec) -> tuple[Kernel, ...]:
