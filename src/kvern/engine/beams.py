@@ -27,9 +27,9 @@ from kvern.text.tokenizer import Tokenizer
 
 @dataclass(frozen=True)
 class BeamText:
-    """Where the text of a beam is, of what a stop string is made; `ended`: its last token completed one.
+    """The text of a beam, with the search for stop strings; `ended`: its last token completed one.
 
-    It never changes: all that go on behind the beam begin with it.
+    It is immutable: all continuations of the beam begin with it.
     """
 
     detokenizer: IncrementalDetokenizer
@@ -37,7 +37,7 @@ class BeamText:
     ended: bool = False
 
     def after(self, token_id: int) -> "BeamText":
-        """With another token."""
+        """Returns the text with another token."""
         detokenizer, search = self.detokenizer.fork(), self.search.fork()
         return BeamText(detokenizer, search, search.append(detokenizer.append([token_id])) is not None)
 
@@ -73,7 +73,7 @@ class Continuation(NamedTuple):
 
     @property
     def entries(self) -> list[TokenLogprobs]:
-        """Of all that was generated, if asked for."""
+        """The tables of all generated tokens, if wanted."""
         entry = self.beam.candidates.entry if self.beam.candidates is not None else None
         return [] if entry is None else [*self.beam.entries, entry(self.place)]
 
@@ -118,11 +118,11 @@ class BeamSearch:
 
     @property
     def requests(self) -> list[Request]:
-        """Of the beams."""
+        """The requests of the beams."""
         return [beam.request for beam in self.beams]
 
     def report(self, request: Request, candidates: BeamCandidates | None, failure: str | None) -> bool:
-        """What may follow one beam, or why nothing can; whether all beams have reported."""
+        """Takes the candidates of one beam, or its failure. Returns True once all beams have reported."""
         beam = next(beam for beam in self.beams if beam.request is request)
         if candidates is None or failure is not None:
             candidates, self.failure = BeamCandidates((), ()), failure
@@ -186,7 +186,7 @@ class BeamSearch:
         del self.hypotheses[self.width :]
 
     def _can_improve(self, best: float, length: int) -> bool:
-        """Whether a beam may still become one of the best hypotheses; `best` is the log-probability of the first."""
+        """True if a beam may still become one of the best hypotheses; `best` is the log-probability of the first."""
         if len(self.hypotheses) < self.width:
             return True
         params = self._params

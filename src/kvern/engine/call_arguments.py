@@ -1,4 +1,4 @@
-"""What a call of LLM or AsyncLLM may be given in several forms, in one."""
+"""Arguments of LLM and AsyncLLM that may have several forms, converted to one."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import cast

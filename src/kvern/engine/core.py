@@ -40,9 +40,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("kvern")
 PREPARING_SECONDS = 0.01
-"""How long an engine without other work waits for a grammar before it looks for messages."""
+"""Seconds that an idle engine waits for a grammar before it looks for messages."""
 LOADING_SECONDS = 0.001
-"""How long an engine rests while all of its requests wait for loads, before it looks again."""
+"""Seconds that an engine rests while all of its requests wait for loads, before it looks again."""
 
 
 class EngineCore:
@@ -75,7 +75,7 @@ class EngineCore:
         """Requests whose grammars are being prepared."""
         self._tokenizer = tokenizer
         self._digests: dict[int, bytes] = {}
-        """Of the adapters that requests may use, by their keys."""
+        """The digests of the adapters that requests may use, by their keys."""
         self._unloading: set[int] = set()
         self.executor = executor
         self._stages = ToldStages(scheduler.limits.stages)
@@ -94,7 +94,7 @@ class EngineCore:
         return self.scheduler.has_work or self.scheduler.cache.is_loading
 
     def spare_seconds(self) -> float:
-        """How long the next step can wait for requests that come meanwhile, while the device computes another."""
+        """Returns how long the next step can wait for further requests while the device computes another."""
         if len(self._in_flight) != self._depth - 1 or self.scheduler.waiting:
             return 0.0
         return self._pace.spare_seconds()
@@ -372,7 +372,7 @@ class EngineCore:
         return events
 
     def _report(self, request: Request, slot: int, result: ModelRunnerOutput) -> list[TokenEvent]:
-        """What may follow a beam has come; the answers, if that ends its search."""
+        """Takes the candidates of a beam. Returns the events of the answers if that ends its search."""
         search = request.search
         assert isinstance(search, BeamSearch)
         self._counted.generation_tokens += 1
@@ -399,7 +399,7 @@ def _queue_seconds(request: Request) -> float:
 
 
 def _not_yet_reported(request: Request, start: int, logprobs: list[TokenLogprobs] | None) -> list[TokenLogprobs] | None:
-    """Those of the prompt's log-probabilities that were not computed before a preemption.
+    """Returns the prompt's log-probabilities that were not computed before a preemption.
 
     `start` is the position of the first token that was computed, which predicts the next.
     """

@@ -41,7 +41,7 @@ def embedding_of(state: bytes, dimensions: int | None = None, normalize: bool = 
 
 
 def cosine(one: bytes, other: bytes) -> float:
-    """Of two hidden states."""
+    """Returns the cosine of two hidden states."""
     first, second = (_of_length_1(numpy.frombuffer(state, "<f4")) for state in (one, other))
     return float(first @ second)
 

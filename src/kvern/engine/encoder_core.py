@@ -91,9 +91,9 @@ class EncoderCore:
         self._most_tokens, self._most_texts, self._depth = most_tokens, most_texts, depth
         self._running: deque[RunningStep] = deque()
         self._waiting: dict[str, Text] = {}
-        """In the order of arrival."""
+        """Waiting texts in the order of arrival."""
         self._order: list[tuple[int, int, int, Text]] = []
-        """A heap, in which texts that have ended may be still."""
+        """A heap that may still hold texts that have ended."""
         self._failed: deque[list[Text]] = deque()
         """Parts of steps that failed, each to be run alone."""
         self._counted = EngineStatistics()
@@ -160,7 +160,7 @@ class EncoderCore:
         ]
 
     def _next(self) -> list[Text]:
-        """Those of the next step: a part of one that failed, or what comes first by the policy."""
+        """Returns the texts of the next step: a part of one that failed, or the first by the policy."""
         while self._failed:
             if texts := [text for text in self._failed.popleft() if self._waits(text)]:
                 return texts
@@ -208,7 +208,7 @@ class EncoderCore:
         return list
 
     def spare_seconds(self) -> float:
-        """How long the next step can wait for requests that come meanwhile: nothing is computed beside it."""
+        """Returns 0: nothing is computed while the next step could wait for further requests."""
         return 0.0
 
     def idle(self) -> bool:

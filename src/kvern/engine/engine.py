@@ -153,5 +153,5 @@ class Engine:
         return self.core.statistics()
 
     def expert_tokens(self) -> list[list[int]]:
-        """How many tokens each expert of each layer has had."""
+        """Returns the number of tokens of each expert of each layer."""
         return self.core.count_experts()()

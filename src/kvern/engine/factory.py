@@ -115,7 +115,7 @@ def make_home_core(
 
 
 def make_drafting(config: EngineConfig, spec: ModelSpec, layout: Layout, draft: Path | None) -> Drafting | None:
-    """What has a proposer guess, or what is in the folder `draft`, and answers that clients predicted be verified."""
+    """Returns the drafting by a proposer, by the model in the folder `draft`, and from predicted outputs."""
     if config.speculation == "off":
         return None
     proposer = None if config.proposer is None else PROPOSERS.find(config.proposer)(config, spec)

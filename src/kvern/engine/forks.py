@@ -6,7 +6,7 @@ from kvern.request.step import BlockCopy, Fork, SchedulerOutput
 
 
 class PendingForks:
-    """What no step has been told yet; one fork a row at most."""
+    """Forks that no step has carried out yet; at most one a row."""
 
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size

@@ -76,7 +76,7 @@ class InputProcessor:
         params: SamplingParams | None = None,
         options: RequestOptions = NO_OPTIONS,
     ) -> RequestSpec:
-        """What is asked with a prompt, checked and with all defaults filled in.
+        """Returns the request of a prompt, checked and with all defaults filled in.
 
         Raises InvalidRequest, InvalidParameter or NotCompiled.
         """

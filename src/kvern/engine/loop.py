@@ -1,4 +1,4 @@
-"""What drives a model, whichever kind it is: the engine's process and the Python API know no more of it."""
+"""The interface of the cores that drive models, for the engine's process and the Python API."""
 
 import logging
 from collections.abc import Callable, Iterable, Sequence
@@ -47,7 +47,7 @@ class EngineLoop(Protocol):
         ...
 
     def spare_seconds(self) -> float:
-        """How long the next step can wait for requests that come meanwhile."""
+        """Returns how long the next step can wait for further requests."""
         ...
 
     def idle(self) -> bool:

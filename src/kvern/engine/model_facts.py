@@ -1,4 +1,4 @@
-"""What of a model decides about its requests: told by the engine, which has it, to whoever makes requests."""
+"""Facts of a model that its requests depend on, sent by the engine to the code that makes requests."""
 
 import msgspec
 

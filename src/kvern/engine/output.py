@@ -66,7 +66,8 @@ class Answer:
         self._early += map(self.with_text, logprobs)
 
     def _tables(self, event: TokenEvent) -> list[TokenLogprobs]:
-        """Of each token of an event. Of what came early, an engine may have died before it told the tokens."""
+        """Returns the table of each token of an event. An engine may have died after tables came early, without
+        tokens."""
         if event.logprobs is None or self.output.logprobs is None:
             return []
         early, self._early = self._early, []
@@ -89,7 +90,7 @@ class Answer:
 
     @property
     def searched(self) -> bool:
-        """Whether a beam search finds it."""
+        """True if a beam search makes the answer."""
         return self._params.beam_width is not None
 
     def end(self, reason: FinishReason, stop_reason: int | str | None) -> None:

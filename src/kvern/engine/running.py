@@ -13,7 +13,7 @@ from kvern.engine.policy import Order, Policy
 from kvern.request.request import Request, State
 
 MOST_OWNERS = 1 << 14
-"""Of whom it is known when they were last given a row."""
+"""The number of owners whose last entry is remembered."""
 
 
 class RunningRequests:
@@ -26,9 +26,9 @@ class RunningRequests:
         self._growing: set[Request] = set()
         self._promised: dict[Request, int] = {}
         self.rows: Counter[str] = Counter()
-        """By owner, of those that have some."""
+        """The number of rows of each owner that has some."""
         self._entered: dict[str, int] = {}
-        """By owner, when it was last given a row, in that order; of those forgotten that was longest ago."""
+        """The number of each owner's last entry, in order; the oldest are forgotten."""
         self._entries = 0
 
     def __len__(self) -> int:
@@ -56,7 +56,7 @@ class RunningRequests:
         return len(self._growing) + self.promised_rows
 
     def share(self, request: Request) -> tuple[int, int]:
-        """How much its owner has, less than others if smaller: its rows, and when it was given the last one."""
+        """Returns the share of a request's owner, to compare: its rows, and its last entry."""
         return self.rows[request.owner], self._entered.get(request.owner, 0)
 
     def enter(self, request: Request) -> None:

@@ -1,4 +1,4 @@
-"""Which requests an engine's process computes, in a file that outlives it: after its death the server reads who ran."""
+"""A file with the requests that an engine's process computes, which the server reads after its death."""
 
 import os
 from pathlib import Path

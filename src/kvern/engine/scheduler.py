@@ -79,7 +79,7 @@ class Scheduler:
         return self.by_id.get(request_id)
 
     def uses_adapter(self, key: int) -> bool:
-        """Whether some request that has not ended uses the adapter."""
+        """True if some request that has not ended uses the adapter."""
         return key in self.adapters.users
 
     # Requests come, report and end
@@ -120,7 +120,7 @@ class Scheduler:
         return request.output_length >= request.max_tokens
 
     def hold(self, request: Request) -> None:
-        """What may follow a beam has arrived."""
+        """Holds a beam whose candidates have arrived."""
         assert request.search is not None
         request.in_flight -= 1
         request.search.held.add(request)

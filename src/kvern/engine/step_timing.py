@@ -78,9 +78,9 @@ class _Timing:
         self._joining = [NewRequest(row, asked, asked.params, 0, [0], table) for row, table in enumerate(tables)]
 
     def seconds(self, context: int, prompt: tuple[int, int] | None) -> float:
-        """Of a step with all decodes behind `context` tokens, and (start, count) of a prompt; a median.
+        """Returns the median time of steps with all decodes after `context` tokens, and (start, count) of a prompt.
 
-        As many steps are on their way as there will be.
+        As many steps are in flight as there will be.
         """
         ends: list[float] = []
         on_way: deque[StepResult] = deque()

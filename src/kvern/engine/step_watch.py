@@ -1,4 +1,4 @@
-"""What a server has to know of an engine's steps: who ran when it died, and for how long nothing may be heard of it."""
+"""A watch on an engine's steps for the server: the requests of the running steps, and the limit of silence."""
 
 import time
 from collections import deque
@@ -37,7 +37,7 @@ class StepWatch:
         self._least: dict[tuple[int, int], float] = {}
         """Seconds that steps took, by the lengths in bits of their two sizes."""
         self._begun: deque[tuple[tuple[int, int] | None, float, float]] = deque()
-        """Of each step that runs: its sizes, its limit, and when it began."""
+        """The sizes, the limit and the start of each running step."""
         self._ended = 0.0
 
     @property

@@ -97,7 +97,7 @@ class WaitingQueue:
         return *entry[:2], *self._running.share(entry[-1]), *entry[2:5]
 
     def has_owners(self, owners: Iterable[str]) -> bool:
-        """Whether requests of several owners wait, or run: those of `owners` do."""
+        """True if requests of several owners wait or run; those of `owners` do."""
         return len({*owners, *(owner for _, owner in self._heaps)}) > 1
 
     def park(self, request: Request, cause: Cause) -> None:

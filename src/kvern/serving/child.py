@@ -22,7 +22,7 @@ from kvern.io.bytecode import bytecode_environment
 ORPHAN_SECONDS = 2.0
 """So long ranks may take to notice that their engine has ended, and to remove what they share."""
 LOOK_SECONDS = 0.02
-"""How often is looked whether they are there."""
+"""The interval of checks whether these files exist."""
 
 
 class EngineProcess(Protocol):
@@ -30,7 +30,7 @@ class EngineProcess(Protocol):
 
     @property
     def returncode(self) -> int | None:
-        """How it ended, negative: by which signal; None: it runs."""
+        """The exit code, negative for a signal; None while it runs."""
         ...
 
     def listen(self, socket: "zmq.Socket[Any]") -> None:

@@ -67,7 +67,7 @@ class EngineClient:
 
     @property
     def ready(self) -> Ready:
-        """What each of the engines said of itself when the model was loaded."""
+        """The reports of the engines after loading the model."""
         return self.replicas.ready
 
     async def __aenter__(self) -> "EngineClient":

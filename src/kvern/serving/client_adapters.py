@@ -17,11 +17,11 @@ logger = logging.getLogger("kvern")
 READING_SECONDS = MOST_SECONDS + 5.0
 """For one adapter, when a new engine reads all."""
 MOST_DEATHS = 2
-"""Of all engines while they read an adapter: the first may have come from elsewhere, so that others try again."""
+"""The limit of engines that die while they read one adapter: the first may have died of something else."""
 
 
 class EngineAdapters:
-    """What one engine has read, or reads."""
+    """The adapters that one engine has read or is reading."""
 
     def __init__(self, supervisor: Supervisor) -> None:
         self.supervisor = supervisor
@@ -93,11 +93,11 @@ class ClientAdapters:
     ) -> None:
         self.names = names
         self.lost: dict[int, InvalidAdapter] = {}
-        """By key, those that were unloaded because an engine could not read them again."""
+        """Adapters by key that were unloaded because an engine could not read them again."""
         self._engines = engines
         self._used = used
         self._unloaded: list[NamedAdapter] = []
-        """What no new request may use, but some that run do."""
+        """Adapters that no new request may use, but running ones do."""
 
     async def load(self, name: str, path: str) -> None:
         """Have the engines read the adapter in a folder, for requests to use.

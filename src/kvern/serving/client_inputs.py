@@ -84,7 +84,7 @@ class ClientInputs:
 
     @property
     def model(self) -> ModelFacts:
-        """What decides about requests."""
+        """The facts of the model that requests depend on."""
         return self.processor.model
 
     def check_generates(self) -> None:
@@ -188,5 +188,5 @@ class ClientInputs:
 
 
 def _characters(messages: Messages) -> int:
-    """Of all contents, about."""
+    """Returns the approximate number of characters of all contents."""
     return sum(len(str(message.get("content", ""))) for message in messages)

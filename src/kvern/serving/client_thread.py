@@ -67,7 +67,7 @@ class ClientThread:
 
     @property
     def closed(self) -> bool:
-        """Whether the engines were told to end."""
+        """True once the engines were told to end."""
         return not self._close.alive
 
     def submit(self, work: Coroutine[Any, Any, T]) -> "Future[T]":

@@ -41,24 +41,24 @@ class Generation:
         self.spared = False
         """An engine that had it was killed, for which it was not suspected, and it has not got on since."""
         self.piece_keys: list[bytes] = []
-        """Of its prompt, by which it is known where that is cached."""
+        """The keys of its prompt's pieces, by which cached ones are found."""
         self.tokens = 0
-        """That its engine computes for it, about."""
+        """The approximate number of tokens that its engine computes for it."""
         self.progress = 0
-        """Steps of the present engine that brought it on."""
+        """The number of steps of the present engine that brought it on."""
         self.spec = spec
 
     @property
     def most_tokens(self) -> int:
-        """To be computed for it, about, if nothing of it is cached."""
+        """The approximate number of tokens to compute for it if nothing is cached."""
         return self.spec.prompt_length + answer_tokens(self.spec)
 
     def times(self, now: float) -> RequestTimes:
-        """How long it took, if it ends now."""
+        """Returns its durations if it ends now."""
         return RequestTimes(now - self.asked, now - self.first if self.first else None)
 
     def fail(self, error: KvernError) -> None:
-        """It ends with this error."""
+        """Ends it with this error."""
         self.error = error
         self.news.set()
 
@@ -77,9 +77,9 @@ class Generation:
         self.resumed, self.begun_at, self.progress = self.resumed or self.begun, 0.0, 0
 
     def message(self) -> AddRequest:
-        """What an engine needs to begin it, or to go on where the answers stand.
+        """Returns the message with which an engine starts it, or continues it from its present answers.
 
-        If it may be the reason why engines die, every token tells how far it has come.
+        If it may be the cause of engines' deaths, every token is reported.
         """
         if not any(answer.token_ids for answer in self.output.outputs) and not self.resumed:
             return AddRequest(self.spec)

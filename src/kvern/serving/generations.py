@@ -16,7 +16,7 @@ from kvern.serving.replicas import Replicas
 
 
 class Generations:
-    """Those that have not ended, of one model: each is given to one of its engines."""
+    """The generations of one model that have not ended; each is given to one of its engines."""
 
     def __init__(self, inputs: ClientInputs, replicas: Replicas) -> None:
         self._inputs = inputs

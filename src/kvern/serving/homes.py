@@ -40,10 +40,10 @@ def take_turn(core: EngineCore, executor: DPAttentionExecutor, message: TakeTurn
 
 
 class Home:
-    """What one rank was asked and is still to be asked, and what it has cached."""
+    """The requests of one rank, running and to be sent, and the prefixes that it has cached."""
 
     def __init__(self, sequences: int, cache_tokens: int) -> None:
-        """It runs so many sequences at a time, and keeps so many tokens."""
+        """Runs at most `sequences` sequences at a time, and caches `cache_tokens` tokens."""
         self.message = TakeTurn()
         self.statistics = EngineStatistics()
         self.has_work = False
@@ -51,20 +51,21 @@ class Home:
         self.record.begin(cache_tokens)
         self._most, self._sequences, self._tokens = sequences, 0, 0
         self._asked: dict[str, _Asked] = {}
-        """By the ids of answers that have not ended."""
+        """Running requests by the ids of answers that have not ended."""
 
     @property
     def waits(self) -> bool:
-        """A turn would do something here."""
+        """True if a turn has something to do on this rank."""
         return self.has_work or self.message != TakeTurn()
 
     def cost(self, spec: RequestSpec, keys: Sequence[bytes]) -> tuple[bool, int, int]:
-        """Whether a request would wait here until another ends, tokens to be computed, and what this rank has done."""
+        """Returns whether a request would wait here, the tokens to compute, and the tokens that this rank has
+        computed."""
         uncached = spec.prompt_length - self.record.cached_tokens(keys)
         return self._sequences >= self._most, self._tokens + uncached, self.record.added
 
     def add(self, spec: RequestSpec, progress: Sequence[Progress], keys: list[bytes]) -> None:
-        """Have the rank begin with a request in its next turn."""
+        """Lets the rank start a request in its next turn."""
         alone = progress if spec.params.beam_width is None else ()
         names = [spec.answer_ids[one.index] for one in alone] or spec.answer_ids
         tokens = spec.prompt_length - self.record.cached_tokens(keys) + answer_tokens(spec)
@@ -84,12 +85,12 @@ class Home:
             self._end(name)
 
     def take(self) -> TakeTurn:
-        """What the rank is to be told with its next turn."""
+        """Returns the message for the rank's next turn."""
         message, self.message = self.message, TakeTurn()
         return message
 
     def hear(self, events: Sequence[TokenEvent], statistics: EngineStatistics, has_work: bool) -> list[TokenEvent]:
-        """What a turn brought; of that the events of answers that were not finished meanwhile."""
+        """Takes the results of a turn. Returns the events of answers that were not finished meanwhile."""
         self.statistics, self.has_work = statistics, has_work
         known = [event for event in events if event.request_id in self._asked]
         for event in known:
@@ -102,7 +103,7 @@ class Home:
 
     @property
     def answer_ids(self) -> list[str]:
-        """Of answers that have not ended."""
+        """The ids of answers that have not ended."""
         return [*self._asked]
 
     def _end(self, name: str) -> None:

@@ -83,7 +83,8 @@ class EngineLink:
             cast("asyncio.Future[Any]", self._socket.send(content, zmq.NOBLOCK)).result()
 
     async def messages(self) -> AsyncIterator[Ready | AdapterRead | Events]:
-        """What the engine says, until it fails, ends, or is silent for too long and is killed: EngineDied."""
+        """Yields the engine's messages. Raises EngineDied if it fails, ends, or is silent for too long and is
+        killed."""
         ended = asyncio.create_task(self.process.wait())
         try:
             while True:

@@ -1,4 +1,4 @@
-"""What an engine is likely to have cached, as its server knows: the beginnings of what it was given."""
+"""The server's record of prefixes that an engine has probably cached, from the requests that it got."""
 
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -11,11 +11,11 @@ PIECE_TOKENS = 32
 SEQUENCE_TOKENS = 64
 """So many tokens of a prompt to compute are as much work as a sequence that has not ended, and may at any token."""
 MOST_PIECES = 1 << 18
-"""Of one engine: 8 million tokens, some 40 MB."""
+"""The limit of one engine: 8 million tokens, some 40 MB."""
 
 
 def answer_tokens(spec: RequestSpec) -> int:
-    """What the answers are as much work as: all their tokens, if nothing but their length ends them."""
+    """Returns the work of the answers in tokens: all their tokens, if only their length ends them."""
     may_end = spec.stop_token_ids or spec.params.stop_strings or spec.grammar is not None
     return spec.params.sequences * (SEQUENCE_TOKENS if may_end else spec.max_tokens)
 
@@ -45,7 +45,7 @@ class PrefixRecord:
         return self._most > 0
 
     def begin(self, cache_tokens: int) -> None:
-        """Of a new engine, whose cache is empty and holds so many tokens."""
+        """Starts the record of a new engine, whose cache is empty and holds `cache_tokens` tokens."""
         self._most = min(MOST_PIECES, cache_tokens // PIECE_TOKENS)
         self._keys.clear()
 

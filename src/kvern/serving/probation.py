@@ -1,11 +1,11 @@
-"""Which request ends the engine's process, when it keeps ending: those that ran then are tried again in small groups.
+"""Probation: finds the request that ends the engine's process repeatedly, by running suspects in small groups.
 
-    a death        all that ran are suspected; they come back in groups of 1, 2, 4 ..., one group at a time
-    progress       whoever gets on is cleared; when all of a group are, the next group is tried
+    a death        all running requests are suspected; they come back in groups of 1, 2, 4 ..., one group at a time
+    progress       a request that gets on is cleared; when all of a group are, the next group is tried
     another death  the half of the group that ran is tried first, then the other half, until one is alone
 
-What came later does not run meanwhile, so it is never blamed. Whoever was cleared runs on, and may end the engine a
-token later: so nobody is alone but the first whom an engine gets. No engine, no clock: names in, names out.
+Later requests do not run meanwhile, so they are never blamed. A cleared request runs on and may end the engine a token
+later: so only the first request of an engine is ever alone. No engine and no clock: names in, names out.
 """
 
 from collections import Counter, deque
@@ -35,12 +35,12 @@ class Probation:
 
     @property
     def on_trial(self) -> list[str]:
-        """Who may run; without probation nobody is on trial, and everybody may."""
+        """The requests that may run; without probation none is on trial, and all may run."""
         return list(self._groups[0]) if self._groups else []
 
     @property
     def suspected(self) -> set[str]:
-        """All of all groups."""
+        """The requests of all groups."""
         return {name for group in self._groups for name in group}
 
     def end(self) -> None:

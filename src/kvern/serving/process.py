@@ -53,15 +53,15 @@ if TYPE_CHECKING:
 logger = logging.getLogger("kvern")
 
 HEARTBEAT_SECONDS = 0.5
-"""How often an engine with nothing to say gives a sign of life, and looks whether its parent lives."""
+"""The interval of signs of life of an idle engine, and of checks that its parent lives."""
 READING_SECONDS = 0.01
-"""The same while it reads an adapter."""
+"""The interval while it reads an adapter."""
 COUNT_SECONDS = 1.0
-"""How often experts' tokens are read while steps run, where that is asked for."""
+"""The interval of reading the experts' counts while steps run, if they are wanted."""
 MOST_MESSAGES = 256
-"""Taken between two steps, or signs of life."""
+"""The most messages that are taken between two steps or signs of life."""
 LINGER_MILLISECONDS = 2000
-"""So long the last words may take to reach the server; if it has died they never do."""
+"""The time for the last messages to reach the server; if it has died they never do."""
 
 
 def main(address: str, running: str, parent: int) -> int:
@@ -135,7 +135,7 @@ def end_like(code: int) -> None:
 
 
 def import_engine() -> None:
-    """What takes longest: PyTorch takes seconds, from a cold disk many."""
+    """Imports what takes longest: PyTorch takes seconds, from a cold disk many."""
     importlib.import_module("kvern.engine.factory")
 
 

@@ -14,7 +14,7 @@ from kvern.serving.workload import Workload
 logger = logging.getLogger("kvern")
 
 TRIAL_SECONDS = 30.0
-"""Of computing, after which nobody is on trial any more."""
+"""Seconds of computing after which no request is on trial any more."""
 JUST_BEGUN_SECONDS = 1.0
 
 
@@ -65,9 +65,10 @@ class Recovery:
         return there
 
     def _not_spared(self, suspects: list[Generation]) -> list[Generation]:
-        """Those that stay suspected when the engine was killed, which may have come from outside.
+        """Returns the requests that stay suspected when the engine was killed, which may have come from outside.
 
-        Whoever was there goes on with the next engine. If that is killed before the request got on, it is tried.
+        Requests of a killed engine continue in the next one. If that is killed before a request got on, the request is
+        tried.
         """
         staying = [generation for generation in suspects if generation.spared]
         for generation in suspects:
@@ -75,9 +76,9 @@ class Recovery:
         return staying
 
     def _just_begun(self) -> list[str]:
-        """Who may have ended the engine before their first step: those on trial, and those that came at its end.
+        """Returns requests that may have ended the engine before their first step: those on trial, and the latest.
 
-        The latter only if nobody was found guilty at the last deaths; those in its last steps are more suspicious.
+        The latest count only if no cause was found at the last deaths; those in its last steps are more suspicious.
         """
         running = self._workload.running
         if self._probation.active:

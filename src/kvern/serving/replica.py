@@ -22,7 +22,7 @@ from kvern.serving.workload import Workload
 
 
 class Siblings(Protocol):
-    """What the engines of a model have in common."""
+    """The objects that the engines of a model share."""
 
     outputs: OutputProcessor
     turns: Turns
@@ -66,7 +66,7 @@ class Replica:
 
     @property
     def stranded(self) -> list[Generation]:
-        """Those that wait for an engine, or for others' trials, and are not suspected themselves."""
+        """Requests that wait for an engine, or for others' trials, and are not suspected themselves."""
         suspected = self._probation.suspected
         return [
             generation
@@ -76,16 +76,16 @@ class Replica:
 
     @property
     def statistics(self) -> EngineStatistics:
-        """Of all engines that were here, one after the other."""
+        """The statistics of all engines that were here, one after another."""
         return all_together([self._earlier, self._latest])
 
     def remember(self, wanted: bool) -> None:
-        """Note from now on what the engine has cached, if that is not done already; or forget it."""
+        """Starts or ends the record of what the engine has cached."""
         if wanted != self.record.is_kept:
             self.record.begin(self.supervisor.link.ready.cache_tokens if wanted else 0)
 
     def hear(self, message: AdapterRead | Events) -> None:
-        """What the engine says."""
+        """Takes a message of the engine."""
         if isinstance(message, AdapterRead):
             self.adapters.hear(message)
         else:

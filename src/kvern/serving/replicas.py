@@ -33,9 +33,9 @@ from kvern.serving.wire import Ready
 
 
 class Replicas:
-    """Those of a configuration, one or several, which come and go; with one, nothing is chosen.
+    """The engines of a configuration, one or several, which come and go; with one, nothing is chosen.
 
-    `process`: of the first, if it runs.
+    `process` is the process of the first, if it runs.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class Replicas:
         self.turns = Turns()
         self.refusals = Refusals(config.model_names[0])
         self.named = False
-        """Whether it is told of engines which they are: there are several, or there were."""
+        """Engines are named in reports: there are several, or there were."""
         self._config = config
         self._replicas = [
             Replica(config, self, place, number, None if number else process)
@@ -62,7 +62,7 @@ class Replicas:
 
     @property
     def ready(self) -> Ready:
-        """What each engine said of itself when its model was loaded, with the smallest of their sizes."""
+        """The reports of the engines after loading the model, with the smallest of their sizes."""
         each = [replica.supervisor.link.ready for replica in self]
         return msgspec.structs.replace(
             each[0],
@@ -249,15 +249,15 @@ class Replicas:
             replica.metrics.engine_name = replica.name if self.named else None
 
     def _is_tied(self, generation: Generation) -> bool:
-        """To its engine, as it uses an adapter that was unloaded."""
+        """True if a request must stay with its engine, as it uses an adapter that was unloaded."""
         return not any(generation.spec.adapter in replica.adapters.known for replica in self._staying)
 
     def _adapter_keys(self) -> set[int | None]:
-        """Of the adapters that requests use."""
+        """Returns the keys of the adapters that requests use."""
         return {generation.spec.adapter for replica in self for generation in replica.workload.running.values()}
 
     def _chosen(self, generation: Generation) -> Replica:
-        """Who gets a request: if none begins with it at once, whoever may soonest."""
+        """Returns the engine for a request: one that starts it at once, else the one that may be soonest."""
         staying = self._staying
         if len(staying) == 1:
             return staying[0]
@@ -266,6 +266,7 @@ class Replicas:
         return self._cheapest(generation) or min(ready or staying, key=lambda replica: replica.workload.tokens)
 
     def _cheapest(self, generation: Generation) -> Replica | None:
-        """Of those that begin with it at once; of equal ones that which has computed least, so that all caches fill."""
+        """Returns the cheapest engine that starts it at once; of equal ones the one that has computed least, to fill
+        all caches."""
         able = [replica for replica in self if replica.accepts and generation.spec.adapter in replica.adapters.known]
         return min(able, key=lambda one: (one.workload.cost(generation), one.record.added), default=None)

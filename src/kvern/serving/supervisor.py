@@ -25,9 +25,9 @@ logger = logging.getLogger("kvern")
 
 LONGEST_WAIT = 60.0
 LOOK_SECONDS = 0.5
-"""How often those that wait for an engine look whether it is worth while."""
+"""The interval at which those that wait for an engine check whether to go on waiting."""
 PATIENCE = 2
-"""After so many deaths and failed starts in a row from which nothing was learnt, new requests are refused meanwhile."""
+"""The number of deaths and failed starts in a row without a known cause, after which new requests are refused."""
 LONG_LIFE = 60.0
 """Seconds after which an engine is not one of those that die at once."""
 
@@ -54,7 +54,7 @@ class Death:
 
 
 class Owner(Protocol):
-    """Whose engine it is. What these methods raise is logged, and the engine replaced."""
+    """The owner of an engine. Exceptions of these methods are logged, and the engine is replaced."""
 
     def hear(self, message: AdapterRead | Events) -> None: ...
 
@@ -92,7 +92,7 @@ class Supervisor:
 
     @property
     def link(self) -> EngineLink:
-        """To the engine that runs, or was the last."""
+        """The link to the engine that runs, or to the last one."""
         assert self._link is not None, "no engine was started"
         return self._link
 
@@ -135,7 +135,7 @@ class Supervisor:
         self.available.set()
 
     def send(self, message: WireMessage) -> None:
-        """To the engine, if one takes requests: a later one is told what it needs by the owner."""
+        """Sends a message to the engine if one takes requests; a later engine gets what it needs from the owner."""
         if self.is_ready:
             self.link.send(message)
 

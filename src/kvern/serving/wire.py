@@ -1,4 +1,4 @@
-"""What the server's process and the engine's process say to each other: msgpack, never pickle.
+"""Messages between the server's process and the engine's process: msgpack, never pickle.
 
 server --> Start, then AddRequest, FinishRequests, LoadAdapter, UnloadAdapter, Shutdown       --> engine
 server <-- Busy until Ready, then Events, at least twice a second, and AdapterRead; Failed ends the engine <-- engine
@@ -74,13 +74,13 @@ class Ready(WireMessage):
     gpu: str | None = None
     model: ModelFacts = ModelFacts()
     cache_tokens: int = 0
-    """Of finished requests the prefix cache keeps at most."""
+    """The most tokens of finished requests that the prefix cache keeps."""
     homes: int = 1
     """Ranks that each run `max_batch_requests` sequences, of requests of their own."""
 
     @property
     def sequences(self) -> int:
-        """That run at the same time at most."""
+        """The most sequences that run at the same time."""
         return self.homes * self.max_batch_requests
 
 
@@ -98,15 +98,15 @@ class AdapterRead(WireMessage):
 
 
 class Events(WireMessage):
-    """What one step did, and how the engine stands after it; without events a sign of life."""
+    """The results of one step and the engine's statistics after it; without events a sign of life."""
 
     events: list[TokenEvent]
     statistics: EngineStatistics
     seconds: float
     silence: float = 0.0
-    """As of `Busy`."""
+    """See `Busy`."""
     expert_tokens: list[list[int]] = []
-    """Now and then, where it is asked for: how many tokens each expert of each layer has had."""
+    """The tokens of each expert of each layer, sent occasionally if wanted."""
 
 
 encode = msgspec.msgpack.Encoder().encode

@@ -1,4 +1,4 @@
-"""What one engine is asked: requests that it has, or that its successor will get, and what became of them."""
+"""The requests to one engine: those that it has or that its successor will get, and their results."""
 
 import asyncio
 import logging
@@ -38,19 +38,19 @@ class Workload:
         self._metrics = metrics
         self._record = record
         self.running: dict[str, Generation] = {}
-        """By their ids, also those that wait."""
+        """The requests by id, waiting ones included."""
         self.sequences = 0
-        """Of all that are running or wait."""
+        """The number of sequences of all of them."""
         self.tokens = 0
-        """To be computed for them, about."""
+        """The approximate number of tokens to compute for them."""
         self._ended = asyncio.Event()
         self.begun_at = 0.0
-        """When those on trial, or all, were given to the present engine, by the monotonic clock."""
+        """The time at which those on trial, or all, were given to the present engine, by the monotonic clock."""
 
     def cost(self, generation: Generation) -> tuple[bool, int]:
-        """Whether it would wait until another ends, and the tokens to be computed, about.
+        """Returns whether a request would wait until another ends, and the approximate number of tokens to compute.
 
-        These are those of all that are here, and of its own prompt what is not cached.
+        These are the tokens of all requests here, and those of its own prompt that are not cached.
         """
         full = self.sequences >= self._supervisor.link.ready.sequences
         return full, self.tokens + self._uncached(generation)
