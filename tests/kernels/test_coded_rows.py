@@ -1,6 +1,6 @@
 """Norms and activations that make the codes of the next product: an engine answers as if each were rounded alone."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from kvern.kernels.quantize_rows import RowCodes
 from kvern.layers.build import Build
 from kvern.layers.linear import Linear
 from kvern.layers.linear_format import LinearMethods
+from kvern.layers.ops import ops_of
 from tests.support.families import make_checkpoint
 from tests.support.kernels.device_engines import OPTIONS
 from tests.support.kernels.references import CODINGS, codings
@@ -39,7 +40,8 @@ def always_codes(self: PackedProducts, rows: int) -> CodesShape:
     return CodesShape(16, 64, 64, 4, 2)
 
 
-def counted(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
+@pytest.fixture
+def counts(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, int]]:
     """The launches of each kernel that makes codes, by name."""
     counts = dict.fromkeys(KERNELS, 0)
 
@@ -55,7 +57,9 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
 
     for name, module in KERNELS.items():
         monkeypatch.setattr(module, name, count(name))
-    return counts
+    ops_of.cache_clear()  # it has the kernels themselves
+    yield counts
+    ops_of.cache_clear()
 
 
 def options(**others: Any) -> dict[str, Any]:
@@ -64,11 +68,14 @@ def options(**others: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("family", ["llama", pytest.param("qwen3_moe", marks=pytest.mark.nightly)])
 def test_engines_answer_alike(
-    family: str, tmp_path: Path, on_device: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
+    family: str,
+    tmp_path: Path,
+    on_device: Callable[..., LLM],
+    counts: dict[str, int],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     make_checkpoint(family, tmp_path, num_hidden_layers=2)
     monkeypatch.setattr(PackedProducts, "_way", always_codes)
-    counts = counted(monkeypatch)
     found = on_device(tmp_path, **options()).generate(PROMPTS, PARAMS)
     made = dict(counts)
     assert all(made.values()) or (family != "llama" and made["coded_rms_norm"] > 0)
