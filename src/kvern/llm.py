@@ -119,7 +119,7 @@ class LLM:
         return [embedding_of(output.embedding or b"", dimensions) for output in outputs]
 
     def relevance(self, pairs: Sequence[tuple[str, str]], *, progress: bool = False) -> list[float]:
-        """How well the second text of each pair answers the first, by an encoder that judges both together.
+        """Returns the relevance of the second text of each pair to the first, by an encoder that reads both together.
 
         Raises InvalidRequest for other models, and RequestFailed.
         """
@@ -328,12 +328,12 @@ class LLM:
         self._engine.inputs.check_generates()
 
     def statistics(self) -> EngineStatistics:
-        """What the engine has done since it started."""
+        """Returns the engine's counters since it started."""
         with self._shared.held():
             return self._engine.statistics()
 
     def expert_tokens(self) -> list[list[int]]:
-        """How many tokens each expert of each layer has had since the engine started; empty for layers without any.
+        """Returns the tokens of each expert of each layer since the engine started; empty for layers without experts.
 
         Tokens that fill up a batch on a GPU are counted as well.
         """

@@ -112,8 +112,8 @@ class FlashInferKernels:
         return run
 
     def _pages(self, queries: Queries) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Which blocks hold the keys: bounds of each request's run (on the host), the blocks (on the device), and the
-        keys in its last block (on the host)."""
+        """Returns the blocks with the keys: bounds of each request's run (on the host), the blocks (on the device), and
+        the number of keys in its last block (on the host)."""
         keys = [start + count for start, count in zip(queries.starts, queries.counts, strict=True)]
         blocks = [-(-count // self._block_size) for count in keys]
         bounds = list(accumulate(blocks, initial=0))

@@ -1,4 +1,4 @@
-"""Which layers share block tables, and how layers divide the memory of a block.
+"""Groups of layers that share block tables, and the division of a block's memory between layers.
 
 Layers with a window have block tables of their own, whose blocks are given back as the window passes. All tables take
 blocks from one pool. A block has as many places as there are layers without a window, and layers with one are dealt out

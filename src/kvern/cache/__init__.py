@@ -1,4 +1,4 @@
-"""Which blocks of the KV cache hold what: the block pool, the prefix cache, and what extends them.
+"""The contents of the KV cache's blocks: the block pool, the prefix cache, and their extensions.
 
 `manager.py` gives blocks to requests and takes them back, `block_pool.py` counts references, `radix.py` is the prefix
 cache (a radix tree with one edge for each block; the least recently used is evicted first), and `keys.py` hashes a

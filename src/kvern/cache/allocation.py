@@ -38,24 +38,24 @@ class Allocation:
 
     @property
     def available_count(self) -> int:
-        """The same as `KVCacheManager.available_count`."""
+        """See `KVCacheManager.available_count`."""
         return self._available(self._pool)
 
     @property
     def growth_count(self) -> int:
-        """The same as `KVCacheManager.growth_count`."""
+        """See `KVCacheManager.growth_count`."""
         return min(self._available(pool) // self._tables(pool) for pool in self._members)
 
     @property
     def usage(self) -> float:
-        """The same as `KVCacheManager.usage`."""
+        """See `KVCacheManager.usage`."""
         return 1 - self._available(self._memory) / self._memory.capacity
 
     def _tables(self, pool: BlockPool) -> int:
         return sum(self.tables[member] for member in self._members[pool])
 
     def fit(self, needed: Sequence[int], reserve: int = 0) -> bool:
-        """Whether each member can have as many blocks as it needs, with `reserve` more left for each block table."""
+        """True if each member can have as many blocks as it needs, with `reserve` more left for each block table."""
         return all(
             sum(needed[member] for member in members) + reserve * self._tables(pool) <= self._available(pool)
             for pool, members in self._members.items()

@@ -21,7 +21,7 @@ class BlockPool:
         return len(self._free)
 
     def references(self, block: int) -> int:
-        """How many owners `block` has."""
+        """Returns the number of owners of `block`."""
         return self._references[block]
 
     def allocate(self, count: int) -> list[int]:

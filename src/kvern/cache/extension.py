@@ -76,7 +76,7 @@ class CacheExtension:
     excludes: ClassVar[frozenset[str]] = frozenset()
     """The names of extensions that cannot be used beside this one."""
     pool: BlockPool | None = None
-    """Where its blocks come from; None: it has no blocks."""
+    """The pool of its blocks; None if it has no blocks."""
     tables: int = 0
     """Its block tables: how many blocks it needs for each further block of a request."""
 
@@ -94,7 +94,7 @@ class CacheExtension:
 
     @property
     def is_loading(self) -> bool:
-        """Whether it holds blocks of which no running request knows."""
+        """True if it holds blocks of which no running request knows."""
         return False
 
     def arrived(self, request: Request, contents: Sequence[int]) -> None:
@@ -119,11 +119,11 @@ class CacheExtension:
         """Keep what a request that may be admitted shares with its cached prefix."""
 
     def has_room(self) -> bool:
-        """Whether there is memory, other than blocks, for one more request."""
+        """True if there is memory, other than blocks, for one more request."""
         return True
 
     def needed(self, request: Request, tokens: int) -> int:
-        """How many blocks the request lacks for its first `tokens` tokens."""
+        """Returns the number of blocks that the request lacks for its first `tokens` tokens."""
         return 0
 
     def take(self, request: Request, blocks: list[int]) -> None:
@@ -133,7 +133,7 @@ class CacheExtension:
         """The request has got a row of the batch."""
 
     def until(self, request: Request, tokens: int) -> int:
-        """How many of the request's next `tokens` tokens the next step may compute."""
+        """Returns how many of the request's next `tokens` tokens the next step may compute."""
         return tokens
 
     def blocks_at(self, node: Node) -> Sequence[int]:
@@ -167,7 +167,7 @@ class CacheExtension:
         return None
 
     def report(self, report: object) -> Sequence[Request]:
-        """What the worker's side has answered with a step; returns the requests that need not wait any longer."""
+        """Takes the worker side's reply with a step. Returns the requests that need not wait any longer."""
         return ()
 
     def completed(self, step: int) -> None:

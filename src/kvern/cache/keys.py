@@ -30,7 +30,7 @@ SAMPLE_BYTES = 4096
 
 
 def digest(data: bytes) -> bytes:
-    """Of any bytes that a position stands for, 16 bytes."""
+    """Returns the digest, 16 bytes, of any bytes that a position stands for."""
     return hashlib.blake2b(data, digest_size=KEY_BYTES).digest()
 
 
@@ -67,11 +67,11 @@ def contents_of(token_ids: list[int], marks: Mapping[int, bytes]) -> list[int]:
 
 
 def model_identity(folder: Path, *layout: object) -> bytes:
-    """Which model's keys and values these are: 16 bytes, equal for equal files wherever they lie.
+    """Returns the identity of a model's keys and values: 16 bytes, equal for equal files in any folder.
 
-    Reads config.json and of each file of weights the size, the header and SAMPLES pieces of the weights, which tell
-    a model from another one trained from it. `layout` is whatever else makes blocks differ: dtypes, block size.
-    Raises OSError, ValueError or CorruptCheckpoint.
+    Reads config.json and of each file of weights the size, the header and SAMPLES pieces of the weights, which
+    distinguish a model from another one trained from it. `layout` is whatever else makes blocks differ: dtypes, block
+    size. Raises OSError, ValueError or CorruptCheckpoint.
     """
     state = hashlib.blake2b(digest_size=KEY_BYTES, person=b"kvern model")
     for part in (repr(layout).encode(), read_whole(folder / "config.json")):

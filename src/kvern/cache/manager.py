@@ -87,7 +87,7 @@ class KVCacheManager:
 
     @property
     def growth_count(self) -> int:
-        """By how many blocks in each of their block tables requests can grow."""
+        """The number of blocks in each of their block tables by which requests can grow."""
         return self._blocks.growth_count
 
     @property
@@ -121,7 +121,7 @@ class KVCacheManager:
 
     @property
     def is_loading(self) -> bool:
-        """Whether an extension holds blocks of which no running request knows, until a step brings its report."""
+        """True if an extension holds blocks of which no running request knows, until a step brings its report."""
         return any(extension.is_loading for extension in self.extensions)
 
     def ready(self) -> list[Request]:
@@ -335,7 +335,7 @@ class KVCacheManager:
             extension.leave(request, end)
 
     def _namespace(self, request: Request) -> bytes | None:
-        """Who may share with this request; None: nobody."""
+        """Returns the namespace in which a request shares blocks; None if it shares with no other."""
         if self.prefix_cache:
             return request.cache_namespace
         return None if request.group is None else _private(request.group)
@@ -347,5 +347,5 @@ def _private(group: str) -> bytes:
 
 
 def _contents(request: Request) -> list[int]:
-    """What each of the request's positions holds; see `contents_of`."""
+    """Returns the content of each of the request's positions; see `contents_of`."""
     return contents_of(request.token_ids, dict(request.spec.prompt.block_keys))

@@ -165,7 +165,7 @@ class RadixCache:
         return key
 
     def is_written(self, node: Node) -> bool:
-        """Whether the node's keys and values are in its block already, for others to read."""
+        """True if the node's keys and values are written to its block, for others to read."""
         return node.step <= self.completed
 
     def evict(self, count: int) -> None:

@@ -88,7 +88,7 @@ class StatePool(CacheExtension):
         return NO_STATE if kept is None else kept.index
 
     def is_written(self, node: Node) -> bool:
-        """Whether the steps that compute and copy the node's state have returned."""
+        """True if the steps that compute and copy the node's state have returned."""
         return node in self._kept and node not in self._copied and self._kept[node].step <= self._tree.completed
 
     @property

@@ -60,7 +60,7 @@ class KVTier(Protocol):
     """Decides which blocks are kept, by their content keys. Moves no bytes, blocks nobody."""
 
     def put(self, key: bytes, block: int) -> bool:
-        """Whether `block`, which is written, is to be saved; not if it is kept already or not wanted."""
+        """Returns True to have `block`, which is written, saved; False if it is kept already or not wanted."""
         ...
 
     def acquire(self, keys: Iterable[bytes]) -> list[bytes]:
@@ -68,7 +68,7 @@ class KVTier(Protocol):
         ...
 
     def release(self, keys: Sequence[bytes]) -> None:
-        """What was acquired has been loaded, or will not be."""
+        """Releases keys whose blocks have been loaded, or will not be."""
         ...
 
     def lose(self, keys: Sequence[bytes]) -> None:
@@ -90,7 +90,7 @@ class _Load:
 
 
 class TierTraffic(CacheExtension):
-    """What is saved to a tier and loaded from it, and the requests that wait for loads."""
+    """The transfers to and from a tier, and the requests that wait for loads."""
 
     name = TierMessage.extension
     excludes = frozenset({"states", "windows"})

@@ -217,7 +217,7 @@ class WindowedBlocks(CacheExtension):
             self._use(node)
 
     def leave(self, request: Request, end: SequenceEnd | None) -> None:
-        """With `end`, nodes keep the blocks that a query after the request's end sees."""
+        """Frees a request's blocks; with `end`, nodes keep the blocks that a query after the request's end sees."""
         window = self._requests.get(request)
         if window is None:
             return

@@ -36,7 +36,7 @@ PROPOSERS: Plugins[Callable[[EngineConfig, ModelSpec], Proposer]] = Plugins("pro
 
 
 def takes_drafts(request: Request) -> bool:
-    """Whether drafts of a request can be verified: not of beams, of which the host chooses those that go on.
+    """True if drafts of a request can be verified; not those of beams, of which the host chooses the continuations.
 
     Embeddings have no second token.
     """

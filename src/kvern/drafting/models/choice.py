@@ -1,4 +1,4 @@
-"""Which model guesses what another goes on with: one with the same vocabulary, smaller."""
+"""The choice of a draft model: a smaller one with the same vocabulary."""
 
 from pathlib import Path
 
@@ -12,15 +12,15 @@ from kvern.spec.model import ModelSpec
 from kvern.text.tokenizer import load_backend
 
 EMBEDDED_DRAFTS = {"kvern-12m": "kvern-1m"}
-"""Of embedded models."""
+"""The draft models of embedded models."""
 OWN_LAYER = "mtp"
 """The layer for multi-token prediction in the model's own checkpoint, in the place of another's name."""
 
 
 def draft_folder(config: EngineConfig, folder: Path, device: str) -> Path | None:
-    """Where the draft model for the model in `folder` is; None: there is none. Raises as `model_folder`.
+    """Returns the folder of the draft model for the model in `folder`, or None. Raises as `model_folder`.
 
-    An embedded model gets its own on a CPU: on a GPU graphs make it faster than drafts do.
+    An embedded model gets its own on a CPU: on a GPU CUDA graphs make it faster than drafts do.
     """
     if config.speculation == "off":
         return None
@@ -35,9 +35,9 @@ def draft_folder(config: EngineConfig, folder: Path, device: str) -> Path | None
 
 
 def read_draft(draft: Path, folder: Path, spec: ModelSpec, longest: int) -> ModelSpec:
-    """What a draft model is made of, if it can guess for the model in `folder`, whose sequences have `longest` tokens.
+    """Returns the specification of a draft model for the model in `folder`, whose sequences have `longest` tokens.
 
-    Raises ConfigError if it cannot.
+    Raises ConfigError if it cannot draft for that model.
     """
     found = spec_of_folder(draft, read_config(draft))
     files = [path / "tokenizer.json" for path in (folder, draft)]

@@ -30,12 +30,12 @@ _EAGLE = HeadLayerSpec(layer="model.layers.0", joined="fc")
 _EAGLE3 = HeadLayerSpec(layer="model.layers.0", joined="fc", norm="model.norm")
 _MIDLAYER = Rename(r"^midlayer\.", "model.layers.0.")
 _COPIES = r"\.layers\.\d+\.(embed_tokens|shared_head\.head)\."
-"""Of the model's embeddings and output layer."""
+"""Copies of the model's embeddings and output layer."""
 _UNUSED = r"^(t2d$|verifier_)"
 
 
 def is_draft_head(folder: Path, *, dummy: bool = False) -> bool:
-    """Whether a folder holds a draft head of its own, and no whole model; `dummy`: by its configuration alone.
+    """True if a folder holds a draft head and no whole model; `dummy` reads only its configuration.
 
     Raises ModelNotFound or CorruptCheckpoint.
     """
@@ -47,7 +47,7 @@ def is_draft_head(folder: Path, *, dummy: bool = False) -> bool:
 
 
 def reads_embeddings(config: EngineConfig, draft: Path | None) -> bool:
-    """Whether what is to guess, in the folder `draft`, is a head of this kind. Raises as `is_draft_head`."""
+    """True if the drafter in the folder `draft` is a head of this kind. Raises as `is_draft_head`."""
     if draft is None or config.draft_model == OWN_LAYER:
         return draft is not None
     return not is_medusa(draft) and is_draft_head(draft, dummy=config.load_format == "dummy")

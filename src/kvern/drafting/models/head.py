@@ -33,10 +33,10 @@ from kvern.spec.model import HeadLayerSpec, LayerSpec, MlpSpec, ModelSpec, NormS
 
 @dataclass(frozen=True)
 class Eagle3Spec:
-    """What EAGLE-3's heads have beside others (Li et al. 2025, https://arxiv.org/abs/2503.01840, section 3.1).
+    """Properties of EAGLE-3's heads (Li et al. 2025, https://arxiv.org/abs/2503.01840, section 3.1).
 
-    `entries`: the layers of the model whose inputs they begin with, side by side; as many layers as there are: what the
-    last one gives. `norm_before_joined`: these are normalised. `normal_residual`: the residual is normalised, too.
+    `entries`: the layers of the model whose inputs are joined as the head's input; the number of layers stands for the
+    output of the last. `norm_before_joined`: these are normalized. `normal_residual`: the residual is normalized, too.
     """
 
     entries: tuple[int, ...]
@@ -103,7 +103,7 @@ class DraftHead(WeightedModel):
         self.layer = block_class(model, layer, build)(Places(0, 0), model, layer, build)
 
     def layer_inputs(self) -> LayerInputs | None:
-        """What takes the states that the model hands it; None: they are the last ones."""
+        """Returns the collector of the model's states; None if they are the last ones."""
         return None if self.head.eagle3 is None else LayerInputs(self.head.eagle3.entries, self.build)
 
     def enter(self, states: Tensor) -> Tensor:
@@ -185,7 +185,7 @@ class Eagle3Layer(Module):
 
 
 class DraftedTokens(Loadable):
-    """Which `count` tokens of a `vocabulary` an output layer scores: the differences to 0, 1, 2, ..., "d2t"."""
+    """The `count` tokens of a `vocabulary` that an output layer scores: their differences to 0, 1, 2, ..., "d2t"."""
 
     def __init__(self, count: int, vocabulary: int, build: Build) -> None:
         super().__init__(build.path)

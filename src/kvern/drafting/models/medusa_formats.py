@@ -44,11 +44,11 @@ _RENAMES = (
 MOST = 64
 """Heads, and layers of each: beyond any that were trained."""
 _OUTPUT = r"(lm_head|token_map|\d\.\d+\.weight)"
-"""What is not read where heads use the model's output layer."""
+"""Tensors that are not read if heads use the model's output layer."""
 
 
 def is_medusa(folder: Path) -> bool:
-    """Whether a folder holds Medusa heads. Raises ModelNotFound or CorruptCheckpoint."""
+    """True if a folder holds Medusa heads. Raises ModelNotFound or CorruptCheckpoint."""
     config = read_config(folder)
     named = (*(config.get("architectures") or ()), config.get("model_type"))
     return "medusa_num_heads" in config or any("medusa" in str(name).lower() for name in named)
@@ -82,7 +82,7 @@ def _stored(folder: Path) -> list[StoredTensor]:
 
 
 def read_medusa(config: Config, target: ModelSpec, stored: Sequence[StoredTensor] | None) -> MedusaSpec:
-    """What a `config.json` and its files, None: there are none, say of heads for `target`.
+    """Returns the heads for `target` described by a `config.json` and its stored tensors (None without files).
 
     Published configurations name fewer heads than there are: those that are stored count. Raises UnsupportedModel.
     """

@@ -74,13 +74,13 @@ class MedusaHeads(WeightedModel):
 
     @property
     def count(self) -> int:
-        """How many tokens they guess."""
+        """The number of tokens that they draft."""
         return len(self.heads)
 
     def logits(self, states: Tensor, head: int) -> Tensor:
-        """What a head says of the vocabulary, behind states `[N, hidden]` of the model: float32 `[N, vocabulary]`.
+        """Returns the scores of a head after states `[N, hidden]` of the model: float32 `[N, vocabulary]`.
 
-        -inf: what it never drafts.
+        Tokens that it never drafts have -inf.
         """
         scores: Tensor = self.heads[head](states)
         return scores if self.drafted is None else self.drafted(scores)
