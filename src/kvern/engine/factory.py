@@ -8,14 +8,13 @@ from functools import partial
 from pathlib import Path
 
 from kvern.cache.keys import model_identity
-from kvern.cache.manager import KVCacheManager, MakeExtension
-from kvern.cache.states import StatePool
-from kvern.cache.tier import KVTier, TierTraffic
-from kvern.cache.windows import WindowedBlocks, WindowLimits
+from kvern.cache.manager import KVCacheManager
+from kvern.cache.tier import KVTier
 from kvern.config import EngineConfig
 from kvern.drafting.drafting import Drafting
 from kvern.drafting.models.choice import draft_folder
 from kvern.drafting.proposer import PROPOSERS
+from kvern.engine.cache_extensions import make_extensions
 from kvern.engine.core import EngineCore
 from kvern.engine.encoder_core import EncoderCore
 from kvern.engine.loop import EngineLoop
@@ -38,8 +37,6 @@ from kvern.text.tokenizer import Tokenizer
 
 GRAPH_SECONDS = 0.55
 """So long an engine captures the likeliest graphs before it is ready, if it can capture the others when it is idle."""
-STATES_APART = 512
-"""Tokens of a prompt that a GPU computes in the time of one more small step, about."""
 DECODE_STEPS = 3
 """The target of the time between tokens, in plain decode steps, if none is given."""
 
@@ -144,14 +141,7 @@ def make_scheduler(config: EngineConfig, folder: Path, layout: Layout, tier: KVT
     share = f"{config.tensor_parallel_size} ranks" if config.tensor_parallel_size > config.homes else None
     stages = f"{config.pipeline_parallel_size} stages" if config.pipeline_parallel_size > 1 else None
     identity = model_identity(folder, *what, *filter(None, [layout.scales, share, stages]))
-    extensions: list[MakeExtension] = []
-    if layout.window_tables:
-        limits_of_window = layout.window, layout.window_tables, layout.max_batch_tokens, layout.positions
-        extensions.append(partial(WindowedBlocks, WindowLimits(*limits_of_window)))
-    if layout.states:
-        extensions.append(partial(StatePool, layout.states, STATES_APART if layout.device == "cuda" else 1))
-    if tier is not None and config.prefix_cache:
-        extensions.append(partial(TierTraffic, tier))
+    extensions = make_extensions(config, layout, tier)
     sizes = layout.blocks, layout.block_size
     positions = layout.positions if layout.window_tables else 0
     cache = KVCacheManager(*sizes, config.prefix_cache, identity, extensions, positions)
