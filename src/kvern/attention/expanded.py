@@ -108,7 +108,9 @@ class ExpandedRuns:
     def __init__(
         self, kernels: ExpandedAttention, queries: Queries, parts: Sequence[Part], first: int, whole: bool
     ) -> None:
-        self._kernels, self.first, self.whole = kernels, first, whole
+        self._kernels = kernels
+        self.first = first
+        self.whole = whole
         self.parts = [self._planned(queries, part) for part in parts]
 
     def _planned(self, queries: Queries, part: Part) -> Planned:
@@ -163,7 +165,9 @@ class ExpandedRuns:
         values   [heads, kv_lora_rank, v_head_dim]
         out      [T, heads, v_head_dim]
         """
-        spec, latent, entries = self._kernels.spec, values.shape[1], own.shape[2] + rotated.shape[2]
+        spec = self._kernels.spec
+        latent = values.shape[1]
+        entries = own.shape[2] + rotated.shape[2]
         for part in self.parts:
             rows = cache.flatten(0, 3).index_select(0, part.places)
             latents, shared = rows[:, :latent], rows[:, latent : latent + rotated.shape[2]]

@@ -114,7 +114,9 @@ class PagedStep:
         return self.over_cache(layer, query)
 
     def over_cache(self, layer: int, query: torch.Tensor, wanted: torch.Tensor | None = None) -> torch.Tensor:
-        cache, scales, sinks = self._backend.caches[layer], self.scales(layer), self._backend.sinks[layer]
+        cache = self._backend.caches[layer]
+        scales = self.scales(layer)
+        sinks = self._backend.sinks[layer]
         if wanted is not None:
             if self._backend.deterministic or len(wanted) > self._backend.triton.max_requests:
                 return self.over_cache(layer, query).index_select(0, wanted)

@@ -22,7 +22,9 @@ class PackedTexts:
 
     def __init__(self, layers: Sequence[AttentionSpec], dtype: torch.dtype, batch: TextBatch) -> None:
         """`dtype`: of the activations."""
-        self._layers, self._dtype, self._batch = layers, dtype, batch
+        self._layers = layers
+        self._dtype = dtype
+        self._batch = batch
         self._shape = prefill_shape(layers[0].head_dim, element_size=dtype.itemsize)
         longest_first = sorted(enumerate(batch.lengths), key=lambda text: -text[1])
         tiles = [(text, first) for text, length in longest_first for first in range(0, length, self._shape.queries)]

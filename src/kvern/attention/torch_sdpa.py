@@ -66,7 +66,9 @@ class TorchAttention:
     reads_device_starts = False
 
     def __init__(self, cache: CacheOptions) -> None:
-        layers, device, eight_bit = cache.layers, cache.device, cache.eight_bit
+        layers = cache.layers
+        device = cache.device
+        eight_bit = cache.eight_bit
         groups = cache.groups or LayerGroups.one_table(layers)
         self.tables = list(groups.tables)
         self._layers = list(layers)
@@ -231,7 +233,9 @@ class TorchAttend:
         return (rows_of(attended, wanted) * value_scale).to(query.dtype)
 
     def _over_cache(self, layer: int, query: torch.Tensor) -> torch.Tensor:
-        stores, spec, sinks = self._backend._stores[layer], self._backend._layers[layer], self._backend._sinks[layer]
+        stores = self._backend._stores[layer]
+        spec = self._backend._layers[layer]
+        sinks = self._backend._sinks[layer]
         parts = self._gathers[self._backend.tables[layer], spec.window]
         stored = query.to(self._backend._dtype)
         if len(parts) == 1:

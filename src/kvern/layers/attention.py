@@ -40,7 +40,9 @@ class Attention(Module):
     def __init__(self, index: int, model: ModelSpec, layer: LayerSpec, build: Build) -> None:
         super().__init__()
         spec = layer.attention
-        self.heads, self.head_dim, self.gated = spec.heads, spec.head_dim, spec.gated
+        self.heads = spec.heads
+        self.head_dim = spec.head_dim
+        self.gated = spec.gated
         own = spec.own_kv_heads
         parts = {"q_proj": [Section((1 + spec.gated) * spec.heads * spec.head_dim)]}
         keys = [Section(own * spec.head_dim, spec.copies)]

@@ -66,7 +66,9 @@ class SequentialLayer(Module):
             name = model.block.norms.get(placement) if part is not None else None
             return Norm(model.norm, model.hidden_size, name, build) if name else Identity(ops.add)
 
-        self.scale, self._add, self._multiply = model.block.scale, ops.add, ops.scale
+        self.scale = model.block.scale
+        self._add = ops.add
+        self._multiply = ops.scale
         self.attention_in, self.attention_out = norm("attention_in", layer.mixer), norm("attention_out", layer.mixer)
         self.mlp_in, self.mlp_out = norm("mlp_in", layer.mlp), norm("mlp_out", layer.mlp)
         if build.late_sums:

@@ -22,7 +22,9 @@ class CompiledHeads(HeadNorms):
 
     def __init__(self, index: int, model: ModelSpec, layer: LayerSpec, build: BuildOptions) -> None:
         super().__init__(index, model, layer, build)
-        self._attention, self._rope, self._norm = layer.attention, layer.rope, model.query_key_norm
+        self._attention = layer.attention
+        self._rope = layer.rope
+        self._norm = model.query_key_norm
         self._norm_of_ranks = self.norm_before if isinstance(self.norm_before, SharedRowNorm) else None
         self._described: Heads | None = None
 
@@ -33,7 +35,9 @@ class CompiledHeads(HeadNorms):
         return self._described
 
     def _describe(self) -> Heads:
-        spec, rope, norm = self._attention, self._rope, self._norm
+        spec = self._attention
+        rope = self._rope
+        norm = self._norm
         heads = Heads(spec.heads, spec.own_kv_heads, spec.head_dim, keys_are_values=spec.keys_are_values)
         if rope is not None:
             heads.rotary_dim, heads.interleaved = rope.dim, rope.interleaved
@@ -48,7 +52,9 @@ class CompiledHeads(HeadNorms):
         return heads
 
     def forward(self, qkv: Tensor, step: StepContext) -> Tensor:
-        qkv, heads, paged = qkv.contiguous(), self._kernel_heads(), cast("PagedAttend", step.attend)
+        qkv = qkv.contiguous()
+        heads = self._kernel_heads()
+        paged = cast("PagedAttend", step.attend)
         table, positions, query_scale = step.rotation
         parts = qkv.view(qkv.shape[0], -1, self.head_dim)
         query = parts[:, : self.heads]

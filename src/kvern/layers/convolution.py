@@ -30,7 +30,9 @@ class Convolution(Loadable):
         scales: Tensor | None = None,
     ) -> None:
         super().__init__(build.path)
-        self.name, self._scales, self._shares = name, scales, build.shares(sections)
+        self.name = name
+        self._scales = scales
+        self._shares = build.shares(sections)
         channels = sum(section.size for section in sections)
         self.taps = build.empty(kernel, channels, dtype=torch.float32)
         self.bias = build.empty(channels, dtype=torch.float32) if bias else None

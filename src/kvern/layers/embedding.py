@@ -91,7 +91,9 @@ class SharedHead(Linear):
         stored = method or build.whole_method({"lm_head": vocab_size}, inputs)
         padded = build.ranks.padded_share(vocab_size, stored.cuts()[0])
         super().__init__(inputs, {"lm_head": padded}, build, bias=bias, method=method)
-        self._vocab_size, self._ranks, self.held = vocab_size, build.ranks, padded.share.held
+        self._vocab_size = vocab_size
+        self._ranks = build.ranks
+        self.held = padded.share.held
 
     def forward(self, x: "Tensor | RowCodes", rows: Any = None) -> Tensor:
         return self.whole(super().forward(x, rows))

@@ -19,7 +19,10 @@ class ExpertShare:
     """
 
     def __init__(self, hidden_size: int, spec: MoeSpec, ranks: Ranks, device: torch.device) -> None:
-        self._hidden, self._gated, self._experts, self._rank = hidden_size, spec.gated, spec.experts, ranks.rank
+        self._hidden = hidden_size
+        self._gated = spec.gated
+        self._experts = spec.experts
+        self._rank = ranks.rank
         self.width = ranks.share(spec.width)
         self.held: tuple[int, ...] = tuple(range(spec.experts))
         self.placement: Placement | None = None

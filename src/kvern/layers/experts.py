@@ -50,7 +50,9 @@ class Experts(Loadable):
 
     def __init__(self, hidden_size: int, spec: MoeSpec, build: BuildOptions) -> None:
         super().__init__(build.path)
-        self.spec, self.hidden_size, self.dtype = spec, hidden_size, build.dtype
+        self.spec = spec
+        self.hidden_size = hidden_size
+        self.dtype = build.dtype
         self.activation = (build.ops.gated_activation if spec.gated else build.ops.activation)(spec.activation)
         counts = torch.zeros(spec.experts, dtype=torch.int64, device=build.device)
         self.register_buffer("expert_counts", counts, persistent=False)

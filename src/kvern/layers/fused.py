@@ -106,8 +106,12 @@ class FusedLayer(SequentialLayer):
 
     def in_halves(self, hidden: Tensor, update: Update, step: StepContext) -> tuple[Tensor, UpdateInHalves]:
         """The results for `halved_rows`; `hidden` has this rank's rows and no others until it is `joined`."""
-        norms, attention, mlp = cast("SharedNorms", self._norms), self.self_attn, cast("GatedMLP", self.mlp)
-        rows, norm, method = halves(hidden), self.mlp_in, self._readers[1]
+        norms = cast("SharedNorms", self._norms)
+        attention = self.self_attn
+        mlp = cast("GatedMLP", self.mlp)
+        rows = halves(hidden)
+        norm = self.mlp_in
+        method = self._readers[1]
         weight = norm.kernel_weight
         first, second = halves(attention.attended(self._qkv_of_halves(norms, hidden, update), step))
         norms.begin(0, attention.o_proj(first))
@@ -121,7 +125,9 @@ class FusedLayer(SequentialLayer):
         return hidden, UpdateInHalves(norms, lambda: mlp.down_proj(activated))
 
     def _qkv_of_halves(self, norms: "SharedNorms", hidden: Tensor, update: Update) -> Tensor:
-        product, norm, method = self.self_attn.qkv_proj, self.attention_in, self._readers[0]
+        product = self.self_attn.qkv_proj
+        norm = self.attention_in
+        method = self._readers[0]
         if update is None:
             whole: Tensor = product(norm.before(method, hidden, None)[1])
             return whole

@@ -42,7 +42,9 @@ class FusedAdaptedLinear(AdaptedLinear[Tensor]):
 
     def __init__(self, linear: Linear, places: int, rank: int, deterministic: bool) -> None:
         super().__init__(linear)
-        dtype, device, outputs = linear.dtype, linear.device, linear.outputs
+        dtype = linear.dtype
+        device = linear.device
+        outputs = linear.outputs
         rank = -(-rank // CHUNK) * CHUNK
         self._down = torch.zeros(places, len(outputs), rank, linear.inputs, dtype=dtype, device=device)
         self._up = torch.zeros(places, rank, sum(outputs.values()), dtype=dtype, device=device)

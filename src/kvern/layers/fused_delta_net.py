@@ -20,7 +20,9 @@ class DeltaNetKernels:
     """The operations of one layer, whose place among those with states is `index`."""
 
     def __init__(self, index: int, spec: DeltaNetSpec) -> None:
-        self._index, self._epsilon, self._heads = index, spec.epsilon, heads_of(spec)
+        self._index = index
+        self._epsilon = spec.epsilon
+        self._heads = heads_of(spec)
 
     def advance(
         self, states: DeviceStates, inputs: Sequence[Tensor], taps: Tensor, learned: tuple[Tensor, Tensor]
@@ -30,7 +32,9 @@ class DeltaNetKernels:
         inputs   `[T, ...]`: what is convolved, betas, and lengths of decays' steps
         learned  `[value_heads]` float32 each: rates of decay, and what is added to the lengths
         """
-        (convolved, matrices), heads, each = states.layers[self._index], self._heads, Taps(taps)
+        convolved, matrices = states.layers[self._index]
+        heads = self._heads
+        each = Taps(taps)
 
         def of_tokens(places: Tensor, mixed: Tensor, beta: Tensor, length: Tensor) -> Tensor:
             found = convolve_tokens(mixed, each, convolved, places)

@@ -22,7 +22,9 @@ class Mamba2Kernels:
     """The operations of one layer, whose place among those with states is `index`."""
 
     def __init__(self, index: int, spec: Mamba2Spec) -> None:
-        self._index, self._spec, self._sizes = index, spec, sizes_of(spec)
+        self._index = index
+        self._spec = spec
+        self._sizes = sizes_of(spec)
 
     def advance(
         self,
@@ -36,7 +38,9 @@ class Mamba2Kernels:
         inputs   `[T, ...]`: what is convolved, and lengths of decays' steps
         learned  `[heads]` float32 each: rates of decay, what is added to the lengths, and factors of skipped values
         """
-        (last, state), sizes, scale = states.layers[self._index], self._sizes, self._spec.scales.step
+        last, state = states.layers[self._index]
+        sizes = self._sizes
+        scale = self._spec.scales.step
         taps = Taps(convolution.taps, convolution.bias)
 
         def of_tokens(places: Tensor, mixed: Tensor, length: Tensor) -> Tensor:

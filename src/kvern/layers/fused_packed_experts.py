@@ -114,7 +114,9 @@ class FusedPackedExperts(RowStackedExperts):
 
 def _coded(method: QuantizedMethod) -> "Coding | None":
     """The coding of activations; None: these kernels, or this card, multiply no codes by such codes."""
-    how, packed, (_, inputs, _, device) = method.activation_codes(), method.packed(), method.shape
+    how = method.activation_codes()
+    packed = method.packed()
+    _, inputs, _, device = method.shape
     if how is None or packed.zero is not None or packed.factor is not None:
         return None
     return how if multiplies_codes(packed.code, (packed.group, how.group or inputs), inputs, device) else None

@@ -22,7 +22,9 @@ class HeadNorms(Module):
     def __init__(self, index: int, model: ModelSpec, layer: LayerSpec, build: BuildOptions) -> None:
         super().__init__()
         spec = layer.attention
-        self.index, self.heads, self.head_dim = index, spec.heads, spec.head_dim
+        self.index = index
+        self.heads = spec.heads
+        self.head_dim = spec.head_dim
         self.stores = spec.own_kv_heads > 0
         self.rotated = spec.heads + spec.own_kv_heads
         self.values = slice(spec.heads if spec.keys_are_values else self.rotated, None)

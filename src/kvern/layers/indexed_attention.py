@@ -78,7 +78,9 @@ class IndexedAttention(LatentAttention):
         self._is_interleaved = rope is not None and rope.interleaved
 
     def forward(self, hidden: Tensor, step: StepContext) -> Tensor:
-        spec, paged, wanted = self.spec, cast("ReadableAttend", step.attend), step.wanted
+        spec = self.spec
+        paged = cast("ReadableAttend", step.attend)
+        wanted = step.wanted
         projected = self.in_proj(hidden, step.adapters.rows)
         asked, latent, shared = torch.split(
             projected, [projected.shape[1] - self._cached, spec.kv_lora_rank, spec.qk_rope_head_dim], 1

@@ -101,7 +101,9 @@ class LatentAttention(Module):
         self, index: int, model: ModelSpec, spec: LatentAttentionSpec, rope: RopeSpec | None, build: Build
     ) -> None:
         super().__init__()
-        self.index, self.spec, self._rope = index, spec, rope
+        self.index = index
+        self.spec = spec
+        self._rope = rope
         self._store = None if spec.indexer is not None else build.ops.store_latents
         self._cached = spec.kv_lora_rank + spec.qk_rope_head_dim
         queries = spec.heads * (spec.qk_nope_head_dim + spec.qk_rope_head_dim)
@@ -148,7 +150,9 @@ class LatentAttention(Module):
     def _stored(self, asked: Tensor, cached: Tensor, step: StepContext) -> Tensor:
         """Compute `_attended` with a kernel for norm, rotation and cache write."""
         assert self._store is not None
-        spec, paged, norm = self.spec, cast("ExpandingAttend", step.attend), self.kv_a_layernorm
+        spec = self.spec
+        paged = cast("ExpandingAttend", step.attend)
+        norm = self.kv_a_layernorm
         table, positions, _ = step.rotation
         query = asked.new_empty(len(asked), spec.heads, cached.shape[1])
         own = torch.unflatten(asked, 1, (spec.heads, -1))[..., : spec.qk_nope_head_dim]

@@ -111,7 +111,9 @@ def copy_part(layout: TensorLayout, target: Tensor, tensor: Tensor, part: Part, 
     """
     for dim, (of, per, times) in enumerate(layout.axes):
         begin = first_row if dim == along else 0
-        first, end, place = begin, begin + tensor.shape[dim], 0
+        first = begin
+        end = begin + tensor.shape[dim]
+        place = 0
         if of != "others":
             wanted = part.outputs if of == "outputs" else part.inputs
             start, stop = wanted.start // per * times, -(-wanted.stop // per) * times

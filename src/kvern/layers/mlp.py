@@ -83,7 +83,9 @@ class SparseMLP(GatedMLP):
 
     def __init__(self, hidden_size: int, spec: MlpSpec, build: Build) -> None:
         super().__init__(hidden_size, spec, build)
-        self.width, self.deviations, self._ranks = spec.width, NormalDist().inv_cdf(spec.sparsity), build.ranks
+        self.width = spec.width
+        self.deviations = NormalDist().inv_cdf(spec.sparsity)
+        self._ranks = build.ranks
 
     def forward(self, x: "Tensor | RowCodes", rows: Any = None) -> Tensor:
         gate_up = self.gate_up_proj(x, rows)

@@ -59,8 +59,13 @@ class Norm(_NormWeights):
         """`dtype`, if there is one, is that of the weights, and PyTorch computes the norm."""
         super().__init__(build.path)
         function = norm_function(spec, width, build) if dtype is None else _by_torch(spec, width, dtype)
-        self.name, self.shape, self.epsilon, self.offset = name, (width,), spec.epsilon, spec.offset
-        self.gain, self._compute, self._coded = function.gain, function.compute, function.coded
+        self.name = name
+        self.shape = (width,)
+        self.epsilon = spec.epsilon
+        self.offset = spec.offset
+        self.gain = function.gain
+        self._compute = function.compute
+        self._coded = function.coded
         self.weight = build.empty(width, dtype=function.dtype) if spec.weight else None
         self.bias = build.empty(width, dtype=function.dtype) if spec.bias else None
         self._ranks = build.ranks if build.late_sums and function.coded is not None else None
@@ -115,7 +120,9 @@ class Norm(_NormWeights):
 
 def norm_function(spec: NormSpec, width: int, build: BuildOptions) -> NormFunction:
     """The fastest way to compute a norm with a build's operations."""
-    epsilon, any_norm, rms = spec.epsilon, build.ops.any_norm, build.ops.norm
+    epsilon = spec.epsilon
+    any_norm = build.ops.any_norm
+    rms = build.ops.norm
     if any_norm is not None:
         kind = spec.kind
 
@@ -144,7 +151,10 @@ def _by_torch(spec: NormSpec, width: int, dtype: torch.dtype | None) -> NormFunc
 
     Weights of 1 + w need more digits than bfloat16 has, so a norm with an offset multiplies in float32, as Gemma does.
     """
-    shape, epsilon, rms, wide = (width,), spec.epsilon, spec.kind == "rms", spec.kind == "rms" and spec.offset != 0
+    shape = (width,)
+    epsilon = spec.epsilon
+    rms = spec.kind == "rms"
+    wide = spec.kind == "rms" and spec.offset != 0
 
     def compute(
         hidden: Tensor, update: Tensor | None, weight: Tensor | None, bias: Tensor | None
@@ -267,7 +277,9 @@ class SharedRowNorm(_NormWeights):
 
     def __init__(self, spec: QueryKeyNormSpec, attention: AttentionSpec, build: BuildOptions) -> None:
         super().__init__(build.path)
-        self.spec, self._copies, self._ranks = spec.norm, attention.copies, build.ranks
+        self.spec = spec.norm
+        self._copies = attention.copies
+        self._ranks = build.ranks
         self._heads = [attention.heads, attention.kv_heads]
         sizes = [heads * attention.head_dim for heads in self._heads]
         self.shares = {"q_norm": build.ranks.share(sizes[0]), "k_norm": build.ranks.share(sizes[1], attention.copies)}

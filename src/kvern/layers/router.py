@@ -28,7 +28,9 @@ class SoftmaxRouter(Weighted):
     def __init__(self, hidden_size: int, build: Build, experts: Experts, dtype: torch.dtype | None = None) -> None:
         spec = experts.spec
         super().__init__(hidden_size, {"gate": spec.experts}, build, bias=spec.bias, dtype=dtype)
-        self.spec, self.counts, self.share = spec, experts.expert_counts, experts.share
+        self.spec = spec
+        self.counts = experts.expert_counts
+        self.share = experts.share
         self._one = torch.ones(1, dtype=torch.int64, device=self.counts.device)
         self._route = build.ops.route if spec.groups == 1 and spec.scoring == "softmax" else None
 

@@ -17,7 +17,9 @@ class ReceivedRows(Module):
 
     def __init__(self, width: int, build: Build) -> None:
         super().__init__()
-        self._width, self._dtype, self._device = width, build.dtype, build.device
+        self._width = width
+        self._dtype = build.dtype
+        self._device = build.device
         self._stage: Stage = build.ranks.stage
         self.earlier: list[Tensor] = []
 

@@ -80,7 +80,9 @@ class WantedAttend:
     """The `Attend` of layers that store nothing, and compute the tokens `wanted` [S] of a step of `tokens` tokens."""
 
     def __init__(self, attend: PagedAttend, wanted: Tensor, tokens: int) -> None:
-        self._attend, self._wanted, self._tokens = attend, wanted, tokens
+        self._attend = attend
+        self._wanted = wanted
+        self._tokens = tokens
 
     def over_cache(self, layer: int, query: Tensor, wanted: None = None) -> Tensor:
         """`query [S, heads, head_dim]` over the stored keys and values -> `[S, heads, head_dim]`."""
