@@ -1,4 +1,4 @@
-"""What drafts write to the matrices of recurrent layers, and the matrices that go on behind those accepted.
+"""Updates of recurrent layers' matrices by accepted drafts.
 
 S <- decay S + key value^T      for each accepted token, of all layers in one launch
 """
@@ -13,15 +13,15 @@ from kvern.kernels.convolution import PLACES, Drafts
 from kvern.kernels.launch import Launcher, cdiv, next_power_of_2, overlaps, wait_for_previous
 
 COLUMNS = 32
-"""Of a matrix, that are a program's."""
+"""The columns of a matrix that one program updates."""
 TOKENS = 16
-"""Of a run, that read a state together."""
+"""The tokens of a run that read a state together."""
 NOTED = ["keys", "values", "decays"]
-"""What is noted of a layer begins anywhere in what is noted of all."""
+"""Tensors of a layer that begin anywhere in the tensors of all layers."""
 
 
 class Written(NamedTuple):
-    """What T tokens write to matrices [groups, rows, columns] that the heads of a group share; all float32.
+    """Keys and values that T tokens write to matrices [groups, rows, columns] shared by a group's heads; all float32.
 
     keys    [T, key groups, rows]   which neighbouring groups share
     values  [T, groups, columns]
@@ -37,7 +37,7 @@ class Written(NamedTuple):
 
 @triton.jit
 def exact_product(inputs, factor):
-    """Of a tile of inputs, as they are, with float32, which is the sum of three numbers of bfloat16, or two of TF32."""
+    """Multiplies a tile of inputs with float32, which is split into three numbers of bfloat16, or two of TF32."""
     if inputs.dtype == tl.bfloat16:
         high = factor.to(tl.bfloat16)
         factor -= high.to(tl.float32)

@@ -8,7 +8,7 @@ from kvern.kernels.launch import Launcher, cdiv, next_power_of_2, overlaps, wait
 from kvern.kernels.quantize_rows import Coding, RowCodes, store_codes
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu")
-"""Of gated MLPs: others run through PyTorch. Experts know more, see `kernels/moe.py`."""
+"""Activations of gated MLPs; others run in PyTorch. Experts have more, see `kernels/moe.py`."""
 
 
 @triton.jit
@@ -27,7 +27,7 @@ def activate(x, KIND: tl.constexpr):
 
 @triton.jit
 def activate_gated(gate, up, KIND: tl.constexpr):
-    """What goes on to the product with down, of float32 values: for experts also "clamped_swiglu", see `MoeSpec`."""
+    """Returns the activated product of float32 values; for experts also "clamped_swiglu", see `MoeSpec`."""
     if KIND == "clamped_swiglu":
         gate = tl.minimum(gate, 7.0)
         up = tl.minimum(tl.maximum(up, -7.0), 7.0)
@@ -86,7 +86,7 @@ def _coded_activation_kernel(
 
 
 def coded_gated_activation(gate_up: torch.Tensor, activation: str, coding: Coding) -> RowCodes:
-    """What `coding` makes of `gated_activation`, bit for bit: in one launch, but of very long rows."""
+    """Returns `gated_activation` as coded by `coding`, bit for bit, in one launch except for very long rows."""
     tokens, width = gate_up.shape[0], gate_up.shape[1] // 2
     block, overlap = coding.block(width), overlaps(gate_up.device)
     if not block:

@@ -1,4 +1,4 @@
-"""What LoRA adapters add to a linear layer's output, for rows that use different adapters or none.
+"""Contributions of LoRA adapters to a linear layer's output, for rows with different adapters or none.
 
     shrink   low [splits, rows, parts * rank] = x [rows, inputs] @ down[adapter of the row].T, in parts of the inputs
     expand   out [rows, outputs]             += low @ up[adapter of the row].T
@@ -18,7 +18,7 @@ import triton.language as tl
 from kvern.kernels.launch import gdc_launch_dependents, gdc_wait, overlaps, stages, wait_for_previous
 
 SMALLEST_TILE = 16
-"""Of the matrix units."""
+"""The smallest tile of the matrix units."""
 LARGEST_TILE = 64
 INPUTS = 128
 CHUNK = 16
@@ -29,14 +29,14 @@ EXPAND_ADAPTERS = 4
 MOST_SPLITS = 16
 INPUTS_OF_SPLIT = 1024
 SPLIT_ROWS = 512
-"""With more rows the tiles of rows alone fill the card."""
+"""The number of rows above which tiles of rows alone fill the card."""
 MOST_PARTS = 4
-"""Of a layer."""
+"""The most parts of a layer."""
 WARPS = 4
 WIDE = 128
 """Outputs of a tile, or half as many."""
 MANY_OUTPUTS = 16384
-"""With so many, wider tiles still give every processor one."""
+"""The number of outputs with which wider tiles still give every processor one."""
 
 
 @triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=["adapters"])
@@ -200,7 +200,7 @@ def _expand_kernel(
 def shrink(
     x: torch.Tensor, adapters: torch.Tensor, down: torch.Tensor, ranks: torch.Tensor, splits: int, tile: int
 ) -> torch.Tensor:
-    """What the rows' adapters make of x: [splits, rows, parts * most] in float32, whole chunks of each row's ranks."""
+    """Returns the low-rank products of x: [splits, rows, parts * most] float32, in whole chunks of each row's ranks."""
     rows, inputs = x.shape
     places, parts, most, _ = down.shape
     low = torch.empty(splits, rows, parts * most, dtype=torch.float32, device=x.device)

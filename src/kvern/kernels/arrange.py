@@ -11,7 +11,7 @@ from kvern.kernels.launch import Launcher, cdiv, next_power_of_2, overlaps, wait
 BLOCK = 1024
 
 Arrangement = Literal["", "planes", "lanes"]
-"""Of a row's inputs: as they are; the even ones, then the odd; as `kernels/stream_packed_sums.py` says."""
+"""Orders of a row's inputs: as they are; the even ones, then the odd; as `kernels/stream_packed_sums.py` says."""
 
 
 @triton.jit
@@ -134,7 +134,7 @@ def _scaled_lanes_kernel(
 
 
 def scaled_lanes(x: torch.Tensor, gain: torch.Tensor | None = None, epsilon: float = 0.0) -> ScaledLanes:
-    """Of `x [T, inputs]`, a multiple of 256, or of its root-mean-square norm with a gain [inputs]. Moves x twice.
+    """Returns `x [T, inputs]` (a multiple of 256), or its root-mean-square norm, in lanes with scales. Moves x twice.
 
     Numbers below 2^-24 of a row's largest are rounded, and all that a gain has multiplied, to 11 bits.
     """

@@ -17,7 +17,7 @@ from kvern.kernels.launch import Launcher, next_power_of_2, overlaps, stages, wa
 
 
 class DecodeShape(NamedTuple):
-    """How a decode launch is cut: keys of one tile, and how many `programs` help.
+    """The shape of a decode launch: the keys of one tile, and the number of helping `programs`.
 
     One program attends for each request and KV head, and others help with requests that have several times as many keys
     as each of these would have of all; not with those of up to `unsplit`, where joining parts costs more than it gains.
@@ -35,7 +35,7 @@ JOINED = tl.constexpr(16.0)
 BESIDE = 8 << 10
 """Bytes of shared memory that a program takes beside tiles."""
 REQUESTS = tl.constexpr(256)
-"""Whose keys a program counts at once."""
+"""The number of requests whose keys a program counts at once."""
 
 
 @triton.jit
@@ -43,7 +43,7 @@ def _own_keys(
     length, shared_keys, request, inside, block_size: tl.constexpr, WINDOW: tl.constexpr, SHARED: tl.constexpr,
     TILE: tl.constexpr,
 ):  # fmt: skip
-    """Where the keys begin that requests of these lengths read for themselves, and how many there are."""
+    """Returns the first key that requests of these lengths read for themselves, and the number of such keys."""
     base = first_tile(length - 1, block_size, WINDOW, TILE)
     if SHARED:
         base = tl.load(shared_keys + request, mask=inside, other=0)
@@ -55,7 +55,7 @@ def _own_keys_from(
     first, starts, shared_keys, requests, block_size: tl.constexpr, WINDOW: tl.constexpr, SHARED: tl.constexpr,
     TILE: tl.constexpr,
 ):  # fmt: skip
-    """How many keys each of the REQUESTS requests from `first` on reads for itself; behind the last one: 0."""
+    """Returns the number of keys that each of REQUESTS requests from `first` on reads for itself; 0 beyond the last."""
     request = first + tl.arange(0, REQUESTS)
     inside = request < requests
     length = tl.load(starts + request, mask=inside, other=-1).to(tl.int32) + 1
@@ -68,7 +68,7 @@ def all_keys(
     starts, shared_keys, requests, block_size: tl.constexpr, WINDOW: tl.constexpr, SHARED: tl.constexpr,
     TILE: tl.constexpr,
 ):  # fmt: skip
-    """How many keys all requests read for themselves."""
+    """Returns the number of keys that all requests read for themselves."""
     keys = 0
     for first in tl.range(0, requests, REQUESTS):
         of_each = _own_keys_from(first, starts, shared_keys, requests, block_size, WINDOW, SHARED, TILE)
@@ -78,7 +78,7 @@ def all_keys(
 
 @triton.jit
 def _pieces(keys, fair, UNSPLIT: tl.constexpr):
-    """How many programs share so many keys of a request: no more than what joining their parts leaves worth it."""
+    """Returns how many programs share the keys of a request, limited by the cost of joining their parts."""
     most = tl.sqrt_rn(keys / JOINED).to(tl.int32)
     return tl.where(keys > UNSPLIT, tl.maximum(tl.minimum(keys // tl.maximum(fair, 1), most), 1), 1)
 
@@ -88,7 +88,8 @@ def _helped(
     request, helper, starts, shared_keys, requests, fair, block_size: tl.constexpr, WINDOW: tl.constexpr,
     SHARED: tl.constexpr, TILE: tl.constexpr, UNSPLIT: tl.constexpr,
 ):  # fmt: skip
-    """Whom a helper helps, and how many others help the requests before; a `helper` of -1: those before `request`."""
+    """Returns the request that a helper helps, and the helpers of earlier requests; for `helper` -1 those before
+    `request`."""
     count = 0
     before = 0
     helped = 0

@@ -24,13 +24,13 @@ from kvern.kernels.attention_hopper_consumer import consume, items_of, key_tiles
 from kvern.kernels.attention_prefill import LOG2_E
 
 QUERIES = 128
-"""Of one tile: two groups of warps with 64 each, the rows of one product."""
+"""The queries of one tile: two groups of warps with 64 each, the rows of one product."""
 PRODUCER_REGISTERS, CONSUMER_REGISTERS = 40, 232
-"""Of a thread; together with as many idle warps as fill the producer's group, they are the processor's."""
+"""The registers of a thread; with idle warps that fill the producer's group they are all of a processor's."""
 
 
 class HopperShape(NamedTuple):
-    """How shared memory is cut: keys of a tile, tiles in the ring, and tiles of queries."""
+    """The use of shared memory: keys of a tile, tiles in the ring, and tiles of queries."""
 
     keys: int
     stages: int
@@ -38,7 +38,7 @@ class HopperShape(NamedTuple):
 
 
 SHAPES = {64: HopperShape(128, 2, 2), 128: HopperShape(128, 2, 2), 256: HopperShape(64, 2, 1)}
-"""By head_dim: what the 227 KiB of shared memory hold."""
+"""Shapes by head_dim that fit in 227 KiB of shared memory."""
 SWIZZLED = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
 
 
@@ -190,7 +190,7 @@ def hopper_prefill(
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
 ) -> None:
-    """What `prefill_attention` computes, with its arguments, in tiles of `QUERIES` queries.
+    """Computes `prefill_attention`, with its arguments, in tiles of `QUERIES` queries.
 
     Query and cache have the same dtype of 16 bits, and fit (`hopper_fits`). `processors`: of the device.
     """

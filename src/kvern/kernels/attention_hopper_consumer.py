@@ -26,7 +26,7 @@ def tile_of(index, tiles, heads):
 
 @gluon.jit
 def items_of(tiles, heads):
-    """How many items this program has."""
+    """Returns the number of items of this program."""
     programs = gl.num_programs(0)
     place = gl.program_id(0)
     rounds = tiles * heads // programs
@@ -37,7 +37,7 @@ def items_of(tiles, heads):
 
 @gluon.jit
 def key_tiles(start, count, first, WINDOW: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr, BOX: gl.constexpr):
-    """Where tiles of keys that a tile of queries sees begin, and how many they are.
+    """Returns the start and the number of the tiles of keys that a tile of queries sees.
 
     The first box has the first key that is seen: what lies before may be another request's by now.
     """

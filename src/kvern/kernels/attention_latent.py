@@ -26,17 +26,17 @@ QUERIES = 16
 SPAN = 256
 """The least keys of a part: below, joining costs more than it gains."""
 MOST_PARTS = 1024
-"""Of all tiles together, about, and `MOST_SPLITS` of one."""
+"""The approximate limit of parts of all tiles together; `MOST_SPLITS` is that of one."""
 MOST_SPLITS = 128
 JOINED = 8
 """Parts that are joined at a time, however many there are: the kernel is compiled once."""
 MOST_TURNS = 4
 TURN_COST = 0.04
-"""Of a step's time, what beginning and ending a turn takes: a guess."""
+"""The estimated cost of a turn, as a share of a step's time."""
 
 
 class LatentShape(NamedTuple):
-    """How a launch is cut: rows and keys of a program's tiles, and at most how many programs share a tile's keys.
+    """The shape of a launch: rows and keys of a program's tiles, and the most programs that share a tile's keys.
 
     Keys of decodes are shared out so that there are at most about `programs` in all.
     """
@@ -250,7 +250,7 @@ def latent_shape(
 
 
 def _turns(programs: int, processors: int) -> int:
-    """How many parts a processor should take in turn, for those of so many equal programs to leave few of them idle.
+    """Returns how many parts a processor should take in turn, so that few processors are idle.
 
     70 programs leave 62 of 132 processors idle; 490 parts of them leave 38 idle in the last of four turns.
     """

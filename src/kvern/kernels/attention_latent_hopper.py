@@ -247,7 +247,7 @@ def latent_hopper(
     span: int,
     scale: float,
 ) -> None:
-    """What `latent_attention` computes for single queries, in parts that are left to be joined.
+    """Computes `latent_attention` for single queries, in parts that are joined later.
 
     partial      [R, splits * GROUPS, heads, latent] float32
     partial_sum  [R, splits * GROUPS, heads] float32: of a part without keys -inf, and nothing is written

@@ -21,7 +21,7 @@ def common_size(block_size, keys):
 
 @triton.jit
 def first_tile(position, block_size: tl.constexpr, WINDOW: tl.constexpr, KEYS: tl.constexpr):
-    """Where tiles of keys begin for queries from `position` on: in the block of the first key that is seen.
+    """Returns the start of the tiles of keys for queries from `position` on: the block of the first key that is seen.
 
     What lies before may be another request's by now, and no number: 0 * NaN is NaN.
     """
@@ -62,7 +62,7 @@ def attend(
     DIM: tl.constexpr,
     KEYS: tl.constexpr,
 ):
-    """What queries [ROWS, DIM], as `query_factors`, find among the keys from `begin` to before `end`.
+    """Attends with queries [ROWS, DIM], as `query_factors`, to the keys from `begin` to before `end`.
 
     block     [KEYS]: of the first tile's keys, see `first_blocks`
     begin     a multiple of `block_size`, if `KEYS` is
@@ -180,7 +180,7 @@ def join_parts(
 
 @triton.jit
 def beside_sinks(attended, sums, sinks, head, real):
-    """What is left of `attended` [ROWS, DIM] where sinks take part in the softmax of keys with these sums [ROWS].
+    """Returns `attended` [ROWS, DIM] with sinks in the softmax of keys with these sums [ROWS].
 
     sinks  [heads] float32, logits
     head   [ROWS], of the rows that are `real`

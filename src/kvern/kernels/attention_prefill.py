@@ -23,7 +23,7 @@ def capped(scores, softcap):
 
 
 class PrefillShape(NamedTuple):
-    """How a prefill launch is cut: queries and keys of one tile."""
+    """The shape of a prefill launch: queries and keys of one tile."""
 
     queries: int
     keys: int

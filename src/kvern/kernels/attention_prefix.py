@@ -29,18 +29,18 @@ class SharedPrefix(NamedTuple):
 
 
 def prefix_members(group: int, head_dim: int, element_size: int = 2) -> int:
-    """How many requests share a tile, each with a group of query heads."""
+    """Returns how many requests share a tile, each with a group of query heads."""
     members: int = most_rows(head_dim, element_size) // next_power_of_2(group)
     return max(1, members)
 
 
 def tiles_for(requests: int, members: int) -> int:
-    """How many tiles a batch may have: enough for one prefix, and as many again for those of smaller groups."""
+    """Returns the most tiles of a batch: enough for one prefix, and as many again for smaller groups."""
     return 2 * -(-requests // members)
 
 
 def prefix_parts(kv_heads: int, tiles: int) -> int:
-    """How many programs share the keys of a tile's prefix: enough to fill the card."""
+    """Returns how many programs share the keys of a tile's prefix, so that they fill the card."""
     parts: int = 512 // next_power_of_2(kv_heads * tiles)
     return max(1, min(16, parts))
 

@@ -25,7 +25,7 @@ from kvern.kernels.launch import Launcher, next_power_of_2, overlaps, wait_for_p
 
 
 class SplitShape(NamedTuple):
-    """How a launch is cut: rows and keys of a tile, and at most how many programs share the keys of one.
+    """The shape of a launch: rows and keys of a tile, and the most programs that share the keys of one.
 
     Tiles are split so that there are about `programs` of them in all, as many as run at once. Each takes at least
     `span` keys: below, joining the parts costs more than it gains.
@@ -42,7 +42,7 @@ class SplitShape(NamedTuple):
 
 @triton.jit
 def all_keys(starts, counts, requests, WINDOW: tl.constexpr):
-    """How many keys all requests attend to."""
+    """Returns the number of keys that all requests attend to."""
     keys = 0
     for first in tl.range(0, requests, 256):
         request = first + tl.arange(0, 256)
@@ -209,7 +209,7 @@ def split_attention(
     scales: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
 ) -> None:
-    """What `prefill_attention` computes, for tiles of `shape.rows` / (query heads of a KV head) queries.
+    """Computes `prefill_attention` for tiles of `shape.rows` / (query heads of a KV head) queries.
 
     arrived   at least tiles * kv_heads int32 zeros, which are zeros again afterwards
 

@@ -1,4 +1,4 @@
-"""What the blocks of GGUF's types mean, for `kernels/codes.py`.
+"""The blocks of GGUF's types, for `kernels/codes.py`.
 
 The blocks of a row are taken apart so that loads are aligned: `codes [outputs, blocks, bytes]` has the bits of the
 numbers, `scale [outputs, blocks, bytes]` what multiplies and what is subtracted (`formats/gguf/parts.py`). A
@@ -36,10 +36,10 @@ BLOCKS: Mapping[str, tuple[int, int, int]] = {
     "q6_k": (2, 8, 32),
     "iq4_xs": (2, 16, 32),
 }
-"""By the type's name: planes, columns that share a scale, inputs of which a step has a multiple."""
+"""Types by name: planes, columns that share a scale, and a number that the inputs of a step are a multiple of."""
 
 _BIAS = tl.constexpr(64.0)
-"""Of numbers of five and six bits, and of two and three."""
+"""The biases of numbers of five and six bits, and of two and three."""
 
 
 @triton.constexpr_function
@@ -86,7 +86,7 @@ def _number(bits):
 
 @triton.jit
 def _of_columns(word, WIDTH: tl.constexpr, FIRST: tl.constexpr):
-    """Of words [rows, units] the bits of their 16 columns, WIDTH each from FIRST on, lowest: [rows, 16 * units]."""
+    """Returns the bits of 16 columns in words [rows, units], WIDTH each from FIRST on: [rows, 16 * units]."""
     spread = word[:, :, None] >> (tl.arange(0, 16) * WIDTH + FIRST)[None, None, :]
     return tl.reshape(spread, [word.shape[0], word.shape[1] * 16])
 
@@ -197,7 +197,8 @@ def block_scales(
 
 @triton.jit
 def six_bits(low, middle, high, run):
-    """Of the words of a block of q4_k or q5_k behind its two halves: scale and minimum of a run of 32, in float32."""
+    """Returns scale and minimum of a run of 32, float32, from the words of a block of q4_k or q5_k after its two
+    halves."""
     shift = run % 4 * 8
     low, middle, high = low >> shift, middle >> shift, high >> shift
     scale = tl.where(run < 4, low & 63, (high & 15) | ((low >> 2) & 48))
@@ -209,7 +210,7 @@ def six_bits(low, middle, high, run):
 def _large_scales(
     scale, block, within, known, CODE: tl.constexpr, EVEN: tl.constexpr, PLANE: tl.constexpr
 ):  # fmt: skip
-    """Those of the blocks of 256 numbers, `within` being the columns of a block: its d is first in all of them."""
+    """Returns scales of blocks of 256 numbers; `within` are the columns of a block, whose d comes first."""
     by = _bytes(scale.to(tl.pointer_type(tl.float16)) + block // 2, known, EVEN).to(tl.float32)
     if CODE == "iq4_xs":
         run = within // 16

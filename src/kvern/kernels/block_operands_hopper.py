@@ -1,4 +1,4 @@
-"""What matrix units of Hopper GPUs read of GGUF's Q4_K and Q6_K, made in registers: `kernels/stream_blocks_hopper.py`.
+"""Operands of Hopper's matrix units from GGUF's Q4_K and Q6_K, made in registers: `kernels/stream_blocks_hopper.py`.
 
 A lane has codes of two rows, and of a half of a block of 256 inputs those of one run of 32: j is its number modulo 4.
 Tensors `[OUTPUTS, 4, 4]` of words have a run's four words q last; in a word the codes p, and p + 4 beside them.
@@ -10,7 +10,7 @@ from triton.experimental import gluon
 BLOCK = 256
 """Inputs that share a d."""
 WORDS = gl.constexpr(BLOCK // 16)
-"""Of four bits of each code of half a block."""
+"""The words with four bits of each code of half a block."""
 
 # Of a scale, $4: the pairs that pairs of 1024 + code and of 1024 + 16 * code are multiplied by, and what is added then.
 _PAIRS = gl.constexpr(
@@ -27,7 +27,7 @@ _INTEGERS = gl.constexpr(
 
 @gluon.constexpr_function
 def _assembly():
-    """Of a word of eight codes, $8, pairs of codes four apart, and of the pairs of _PAIRS, $9 to $12: the numbers."""
+    """Returns assembly that turns a word of eight codes, $8, and the pairs of _PAIRS, $9 to $12, into numbers."""
     lines = ["{ .reg .b32 word, pair; mov.b32 word, $8;"]
     for place in range(4):
         if place == 2:
@@ -40,7 +40,8 @@ def _assembly():
 
 @gluon.constexpr_function
 def _assembly_of_six():
-    """The same of 64 + code, of words of four bits, $8, of the other bits of even and of odd inputs, $9 and $10.
+    """Returns assembly for 64 + code, from words of four bits, $8, and of the other bits of even and odd inputs, $9,
+    $10.
 
     $11 says which byte of those is the word's: once as it is, and once with its second half as the first. $12 and $13
     are what pairs are multiplied by and what is added.
@@ -106,7 +107,7 @@ def gated_layout():
 
 @gluon.jit
 def numbers_of_four(words, scale, layout: gl.constexpr):
-    """What the units read, [OUTPUTS, 128], of words [OUTPUTS, 4, 4] and the scales [OUTPUTS, 4, 1] of their runs."""
+    """Returns the operand [OUTPUTS, 128] from words [OUTPUTS, 4, 4] and the scales [OUTPUTS, 4, 1] of their runs."""
     pairs: gl.constexpr = _PAIRS
     assembly: gl.constexpr = _assembly()
     low, low_added, high, high_added = gl.inline_asm_elementwise(
@@ -121,7 +122,7 @@ def numbers_of_four(words, scale, layout: gl.constexpr):
 
 @gluon.jit
 def _operand(numbers, layout: gl.constexpr):
-    """What the assembly makes of words, as the units read it."""
+    """Returns the result of the assembly for words, as an operand."""
     OUTPUTS: gl.constexpr = numbers.shape[0]
     every = gl.reshape(numbers, [OUTPUTS, 4, 4, 2, 2, 2])  # output, j, q, i, p & 1, p >> 1
     tile = gl.reshape(gl.permute(every, (0, 2, 5, 4, 1, 3)), [OUTPUTS, 128])
@@ -130,7 +131,8 @@ def _operand(numbers, layout: gl.constexpr):
 
 @gluon.jit
 def numbers_of_six(words, bits, scale, layout: gl.constexpr):
-    """As `_numbers`, of the words of other bits [OUTPUTS, 8], and two scales of each run, of a byte [OUTPUTS, 4]."""
+    """Returns `_numbers` for words with further bits [OUTPUTS, 8], and two scales of each run in a byte [OUTPUTS,
+    4]."""
     OUTPUTS: gl.constexpr = words.shape[0]
     pairs: gl.constexpr = _PAIRS_OF_SIX
     assembly: gl.constexpr = _assembly_of_six()
@@ -159,7 +161,7 @@ def numbers_of_six(words, bits, scale, layout: gl.constexpr):
 
 @gluon.jit
 def minima_operand(first, second, layout: gl.constexpr):
-    """What the units read, [OUTPUTS, SUMS], of the minima [OUTPUTS, 4] of the runs j and of those four behind."""
+    """Returns the operand [OUTPUTS, SUMS] of the minima [OUTPUTS, 4] of the runs j and of the four after them."""
     OUTPUTS: gl.constexpr = first.shape[0]
     integers: gl.constexpr = _INTEGERS
     a, b = gl.inline_asm_elementwise(integers, "=h,=h,r,r", [first, second], (gl.float16,) * 2, is_pure=True, pack=1)
@@ -170,7 +172,7 @@ def minima_operand(first, second, layout: gl.constexpr):
 
 @gluon.jit
 def four_words(words):
-    """Those of each row: [OUTPUTS, 4] -> four times [OUTPUTS]."""
+    """Splits the words of each row: [OUTPUTS, 4] to four times [OUTPUTS]."""
     even, odd = gl.split(gl.reshape(words, [words.shape[0], 2, 2]))
     first, third = gl.split(even)
     second, fourth = gl.split(odd)
@@ -179,7 +181,7 @@ def four_words(words):
 
 @gluon.jit
 def of_run(word, layout: gl.constexpr):
-    """Of a word of a row [OUTPUTS], its byte j, and what is above: [OUTPUTS, 4]."""
+    """Returns byte j and above of each row's word: [OUTPUTS] to [OUTPUTS, 4]."""
     spread = gl.expand_dims(gl.convert_layout(word, gl.SliceLayout(1, layout)), 1)
     return spread >> (8 * gl.arange(0, 4, gl.SliceLayout(0, layout)))[None, :]
 
@@ -188,7 +190,7 @@ def of_run(word, layout: gl.constexpr):
 def scales_of_block(
     scale, block, outputs, blocks, OUTPUTS: gl.constexpr, WIDE: gl.constexpr, SIX: gl.constexpr, by_row: gl.constexpr
 ):
-    """Of a program's rows, what a block's scales are: Q4_K's four words; Q6_K's d, and the scales of both halves."""
+    """Returns the scales of a block for a program's rows: Q4_K's four words; Q6_K's d and the scales of both halves."""
     layout: gl.constexpr = run_layout(OUTPUTS, 1) if SIX else _scale_layout(OUTPUTS)
     block = gl.minimum(block, blocks - 1)
     line = gl.arange(0, OUTPUTS, gl.SliceLayout(1, layout))

@@ -1,4 +1,4 @@
-"""What the bytes of quantized weights mean: tiles of plain numbers, made inside of products.
+"""Decoding of quantized weights to tiles of plain numbers, inside of products.
 
 A matrix `[outputs, inputs]` is kept as `Packed` (`formats/method.py`) says. A product goes along the inputs in
 steps of INPUTS. In a step, a row has `COLUMNS = INPUTS // planes` columns, and a column gives a number for each plane:
@@ -55,7 +55,7 @@ from kvern.kernels.packed import NF4, NON_LINEAR, Packed
 
 
 class Code(NamedTuple):
-    """How a code is laid out.
+    """The layout of a code.
 
     planes       numbers of a column
     run          columns of a plane that share scale and offset at least; 0: `Packed.group / planes`
@@ -77,11 +77,11 @@ CODES: Mapping[str, Code] = {
 }
 
 INTERLEAVED = ("int4", "nf4", "e2m1", "q4_k", "q6_k")
-"""Those whose column is an even input and the odd one behind it."""
+"""Codes whose column is an even input and the odd one after it."""
 
 
 def readable(weight: Packed) -> Packed:
-    """The same matrix as kernels take it on its card: numbers of e4m3 that it does not know as their bits, int8."""
+    """Returns the matrix as kernels of its card read it: cards without e4m3 get its bits as int8."""
     if not 0 < capability(weight.codes.device) < 89:
         return weight
     codes, scale = (
@@ -104,7 +104,7 @@ def table_of(device: torch.device) -> torch.Tensor:
 
 @triton.constexpr_function
 def planes_of(code: str) -> int:
-    """How many numbers a column of a code stands for."""
+    """Returns how many numbers a column of a code stands for."""
     return CODES[code].planes
 
 
@@ -116,19 +116,19 @@ def chunk_of(code: str, group: int, columns: int) -> int:
 
 
 def scales_rows(code: str, group: int, inputs: int, zero: torch.Tensor | None) -> bool:
-    """Whether the scale is one number for a row, which products multiply their sums by; `weights` leaves it out."""
+    """True if a row has one scale, which multiplies the products' sums; `weights` leaves it out."""
     return code in ("e4m3", "int8") and group == inputs and zero is None
 
 
 @triton.constexpr_function
 def stands_beside(code: str) -> bool:
-    """Whether scales stand beside the codes, not among them."""
+    """True if scales are stored apart from the codes."""
     return code not in BLOCKS
 
 
 @triton.constexpr_function
 def interleaved(code: str) -> bool:
-    """Whether a column is an even input and the odd one behind it."""
+    """True if a column is an even input and the odd one after it."""
     return code in INTERLEAVED
 
 

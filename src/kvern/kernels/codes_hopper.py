@@ -23,9 +23,9 @@ from kvern.kernels.product_hopper import CONSUMER_REGISTERS, PRODUCER_REGISTERS,
 from kvern.kernels.scaled_product import STEP
 
 OUTPUTS = gl.constexpr(128)
-"""Of a tile."""
+"""The outputs of a tile."""
 INPUTS = 256
-"""Of a step, where scales are not of fewer."""
+"""The inputs of a step, unless scales have fewer."""
 RING = 192 << 10
 """Bytes of tiles that are on their way, or are multiplied."""
 
@@ -35,7 +35,7 @@ def _sums(
     x_scale, scale, values, weights, ready, empty, taken, begin, steps, last_step, line, x_runs, output, runs,
     HALF: gl.constexpr, PER: gl.constexpr, X_STEPS: gl.constexpr, STEPS: gl.constexpr,
 ):  # fmt: skip
-    """Of a tile, times the scales of both that are of less than rows; those of its outputs are one."""
+    """Returns the product of a tile, times the scales of both operands that stand for less than rows."""
     STAGES: gl.constexpr = empty.shape[0]
     ROWS: gl.constexpr = values.shape[1]
     INTEGERS: gl.constexpr = weights.dtype == gl.int8
@@ -198,7 +198,7 @@ def _codes_kernel(
 
 
 def tiles_codes(weight: Packed, outputs: int, inputs: int, dtype: torch.dtype) -> bool:
-    """Whether `product_codes` knows a matrix: without zeros, and scales of less than rows are those of whole tiles."""
+    """True if `product_codes` supports a matrix: without zeros, and with scales of rows or of whole tiles."""
     known = weight.code in ("e4m3", "int8") and dtype.itemsize == 2 and hopper_multiplies(torch.int8, inputs, outputs)
     if not known or weight.zero is not None:
         return False

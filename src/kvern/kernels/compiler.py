@@ -1,5 +1,5 @@
-"""What kvern changes in Triton (3.6) when kernels are defined, so that a start finds and defines them sooner, and that
-threads which do so at once get their own.
+"""Changes to Triton (3.6) when kernels are defined, so that a start finds and defines them sooner, and that threads
+which do so at once get their own.
 
 Imported before kernels are. Other versions that work otherwise are left as they are.
 """
@@ -17,7 +17,7 @@ _loading = threading.Lock()
 
 
 def _load_alone(name: str, path: str) -> Any:
-    """What a compiled module has.
+    """Returns the contents of a compiled module.
 
     All that launch kernels have one name. One that was loaded before is loaded again into the last one of that name,
     whoever holds it: a thread that had just loaded that would launch its kernel by this one's code.
@@ -54,7 +54,7 @@ class _Inspect:
 
 
 def _length(lines: list[str]) -> int:
-    """How many lines of these a function takes that begins with the first; 0: it does not begin at the margin."""
+    """Returns how many lines a function takes that begins with the first; 0 if it is indented."""
     end = next((index for index, line in enumerate(lines) if not line.startswith(("@", " ", ")"))), len(lines)) + 1
     if lines[0].startswith(" ") or not "".join(lines[end - 1 : end]).startswith("def "):
         return 0

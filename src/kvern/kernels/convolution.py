@@ -17,9 +17,9 @@ import triton.language as tl
 from kvern.kernels.launch import Launcher, cdiv, next_power_of_2, overlaps, wait_for_previous
 
 CHANNELS = 256
-"""Of a program that convolves."""
+"""The channels of a program that convolves."""
 TOKENS = 16
-"""Of a program that convolves runs."""
+"""The tokens of a program that convolves runs."""
 PLACES = ["states", "firsts", "counts", "requests", "chunks"]
 """Parts of what describes a step: which of them are aligned differs from step to step."""
 
@@ -62,7 +62,8 @@ def silu(x):
 
 @triton.jit
 def _input_of(row, channels, inside, GATED: tl.constexpr):
-    """What is convolved of a row, as a state keeps it: `row` points to its channels, before the gate behind and x."""
+    """Returns the convolved inputs of a row, as a state stores them: `row` points to its channels, gate and x
+    follow."""
     given = tl.load(row, mask=inside, other=0.0)
     if GATED:
         x = tl.load(row + 2 * channels, mask=inside, other=0.0)
@@ -72,7 +73,7 @@ def _input_of(row, channels, inside, GATED: tl.constexpr):
 
 @triton.jit
 def _output_of(total, row, channels, inside, GATED: tl.constexpr):
-    """What is made of the sums of a row."""
+    """Returns the output for the sums of a row."""
     if GATED:
         return total * tl.load(row + channels, mask=inside, other=0.0).to(tl.float32)
     else:
@@ -261,7 +262,7 @@ def _remember(
 def convolve_runs(
     mixed: torch.Tensor, taps: Taps, memory: torch.Tensor, runs: Runs, *, gated: bool = False
 ) -> torch.Tensor:
-    """As `convolve_tokens`, of runs: [T, channels]."""
+    """Convolves runs, like `convolve_tokens`: [T, channels]."""
     out = _convolve(mixed, taps, memory, runs, None, gated)
     _remember(mixed[None], memory[None], runs, runs.counts, gated)
     return out
@@ -270,7 +271,7 @@ def convolve_runs(
 def convolve_drafts(
     mixed: torch.Tensor, taps: Taps, memory: torch.Tensor, drafts: Drafts, noted: torch.Tensor, *, gated: bool = False
 ) -> torch.Tensor:
-    """As `convolve_runs`, of runs that change no state; `noted [T, channels]`, as `memory`, is to hold their inputs."""
+    """Convolves runs that change no state; `noted [T, channels]`, like `memory`, gets their inputs."""
     return _convolve(mixed, taps, memory, drafts, noted, gated)
 
 

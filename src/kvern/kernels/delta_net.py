@@ -28,7 +28,7 @@ LENGTH_FLOOR: tl.constexpr = tl.constexpr(1e-6)
 
 
 class Heads(NamedTuple):
-    """Of a delta net: heads of keys, which neighbouring heads of values share, and the widths of both."""
+    """The heads of a delta net: key heads, which neighbouring value heads share, and the widths of both."""
 
     key_heads: int
     value_heads: int
@@ -42,7 +42,7 @@ class Heads(NamedTuple):
 
 
 class Gates(NamedTuple):
-    """What decides how states change: step and beta [T, value_heads], of one stride; and the layer's own, float32.
+    """The inputs of state changes: step and beta [T, value_heads], of one stride, and the layer's own, float32.
 
     beta is sigmoid(beta), decay is rate * softplus(step + bias), with rate and bias [value_heads].
     """
@@ -135,7 +135,8 @@ def _advance_tokens_kernel(
 def advance_tokens(
     inputs: torch.Tensor, gates: Gates, memory: torch.Tensor, states: torch.Tensor, heads: Heads
 ) -> torch.Tensor:
-    """What one token of each of B requests reads of its state, which it changes: [B, value_heads, value_dim] float32.
+    """Returns the outputs of one token of each of B requests, and updates their states: [B, value_heads, value_dim]
+    float32.
 
     inputs [B, channels]: queries, keys and values; memory [all states, value_heads, key_dim, value_dim] float32; states
     [B] int32. Moves the states of all heads in and out.
@@ -160,7 +161,7 @@ def rows_of(at, token, inside, stride, column, width):
 
 @triton.jit
 def unit_of(rows):
-    """What gives each row a length of 1."""
+    """Returns the factor that gives each row length 1."""
     rows = rows.to(tl.float32)
     return tl.rsqrt(tl.sum(rows * rows, 1) + LENGTH_FLOOR)
 
@@ -190,7 +191,7 @@ def _solve_chunks_kernel(
     PRECISION: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """What of a chunk does not depend on the state before it: see `advance_runs`. 2^LEVELS = CHUNK.
+    """Computes the part of a chunk that does not depend on the state before it: see `advance_runs`. 2^LEVELS = CHUNK.
 
     Raw keys and queries are multiplied, which are exact, and their lengths afterwards.
     """
@@ -325,7 +326,7 @@ def run_shape(dtype: torch.dtype, device: torch.device) -> RunShape:
 
 
 def advance_runs(inputs: torch.Tensor, gates: Gates, memory: torch.Tensor, runs: Runs, heads: Heads) -> torch.Tensor:
-    """As `advance_tokens`, of runs: [T, value_heads, value_dim] float32.
+    """Advances runs, like `advance_tokens`: [T, value_heads, value_dim] float32.
 
     With S the state before a chunk, K, Q and V its rows, d_i what decays leave until row i, d_ij what they leave of
     row j:

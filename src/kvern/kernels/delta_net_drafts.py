@@ -19,13 +19,13 @@ from kvern.kernels.delta_net import LENGTH_FLOOR, OPENED, Gates, Heads, decay_of
 from kvern.kernels.launch import Launcher, cdiv, next_power_of_2, overlaps, wait_for_previous
 
 COLUMNS = 64
-"""Of a state, that are a program's. Where they are more than the rows of a tile, its warps stand side by side."""
+"""The columns of a state in one program; with more than a tile's rows its warps are side by side."""
 WARPS = 4
 
 
 @triton.jit
 def _read_written(rows, remains, key, delta, row, column, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr):
-    """What rows read of what an earlier token wrote."""
+    """Returns what rows read of an earlier token's update."""
     key = tl.load(key + row, mask=row < KEY_DIM, other=0.0).to(tl.float32)
     delta = tl.load(delta + column, mask=column < VALUE_DIM, other=0.0)
     remains *= tl.rsqrt(tl.sum(key * key, 0) + LENGTH_FLOOR)
@@ -133,7 +133,7 @@ def read_drafts(
     written: Written,
     read: torch.Tensor,
 ) -> None:
-    """As `advance_tokens`, of runs that change no state, to `read [T, value_heads, value_dim]` float32.
+    """Advances runs without changing states, like `advance_tokens`, into `read [T, value_heads, value_dim]` float32.
 
     `written` is to hold what they would write, keys [T, key_heads, key_dim] of length 1 and deltas [T, value_heads,
     value_dim]. Moves the states of all heads in.

@@ -54,7 +54,7 @@ def digits_of(key, digits, shift):
 
 @triton.jit
 def count_digits(logits, scores, changed, row, vocabulary, first, last, digits, shift, BLOCK: tl.constexpr):
-    """Of what begins like `digits`: how many have which next digit, [16] float32."""
+    """Counts the next digit of logits that begin with `digits`: [16] float32."""
     nibbles = tl.full([], 0x0F0F0F0F0F0F0F0F, tl.int64)
     even = tl.zeros([BLOCK // 4], tl.int64)  # eight numbers of eight bits each
     odd = tl.zeros([BLOCK // 4], tl.int64)
@@ -90,7 +90,7 @@ def weigh_digits(
     TYPICAL: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Of what has key `low` or more, and begins like `digits`: the mass with each next digit, [16]."""
+    """Sums the mass by next digit of logits with key `low` or more that begin with `digits`: [16]."""
     masses = tl.zeros([16, BLOCK // 4], tl.float32)
     for start in tl.range(first, last, BLOCK):
         token = tokens_of(start, BLOCK)

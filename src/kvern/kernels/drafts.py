@@ -7,7 +7,7 @@ import triton.language as tl
 from kvern.kernels.launch import Launcher, cdiv
 
 MOST_TOKENS = 32
-"""Of a row whose drafts are verified."""
+"""The most tokens of a row whose drafts are verified."""
 READ = 64
 
 
@@ -64,8 +64,8 @@ def read_drafts(
     total: int,
     block_size: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What `read_tokens` returns and the positions that are sampled behind each token, [4, total] int64; and the row of
-    each token, [total] int32.
+    """Returns `read_tokens`, the positions that are sampled after each token, [4, total] int64, and the row of each
+    token, [total] int32.
 
     starts        [R] int32; below 0: where `computed` [slots] int32 says
     exact_starts  [R] int32, written
@@ -197,7 +197,8 @@ def _begin_drafts_kernel(
 def begin_drafts(
     computed: torch.Tensor, asked: torch.Tensor, pairs: torch.Tensor, state: torch.Tensor, scratch: int
 ) -> None:
-    """Which tokens a draft model reads first: the newest of each row, and the one before, which may have no keys yet.
+    """Chooses the tokens that a draft model reads first: the newest of each row, and the one before it, which may have
+    no keys.
 
     computed  [slots] int32: the positions of the newest tokens, above 0
     asked     [2, R] int32: rows, and how many drafts each wants; 0: it pads

@@ -32,7 +32,7 @@ def query_factors(queries, scales, kind: tl.constexpr):
 
 @triton.jit
 def factors(stored):
-    """What was read of a cache, as the factor of a product."""
+    """Returns numbers read from a cache as a factor of a product."""
     if stored.dtype == tl.float8e4nv or (stored.dtype == tl.int8 and INTERPRETED):
         stored = stored.to(tl.float16)
     elif stored.dtype == tl.uint8:
@@ -51,7 +51,7 @@ def factors(stored):
 
 @triton.jit
 def factor_pairs(stored, kind: tl.constexpr):
-    """Of pairs of neighbours in a cache of `kind`, read as int16, the first ones and the second ones as factors.
+    """Returns pairs of neighbours in a cache of `kind`, read as int16, as factors: the first ones and the second ones.
 
     Products need the values of one entry of two keys beside each other: matrices of 16 bits are turned so when they
     are read, those of 8 bits would be taken apart byte by byte. Keys read in the same way lie in the same registers'
@@ -82,7 +82,7 @@ def factor_pairs(stored, kind: tl.constexpr):
 
 @triton.jit
 def score_scale(scale, scales, kv_head, kind: tl.constexpr):
-    """By what products of `query_factors` and `factors` are scores: `scale`, for plain keys."""
+    """Returns the factor from products of `query_factors` and `factors` to scores; `scale` for plain keys."""
     if scales is not None:
         scale *= tl.load(scales + kv_head) * QUERY_DIVISOR
         if kind == tl.uint8:

@@ -18,7 +18,7 @@ STEP = 128
 LARGEST_SCALE = 192
 """Exponent plus 127: what kernels multiply codes by, 2**-64 times a scale, is a number of bfloat16 up to this one."""
 RUN_BYTES = 16 << 20
-"""That are arranged at a time."""
+"""The bytes that are arranged at a time."""
 
 
 class LaneWeight(NamedTuple):
@@ -37,12 +37,12 @@ class LaneWeight(NamedTuple):
 
 
 def knows_lanes(code: str, group: int, scale: str, inputs: int) -> bool:
-    """Whether a form is that of MXFP4, with a scale of that dtype, in rows that TMA reads."""
+    """True for the form of MXFP4, with a scale of that dtype, in rows that TMA reads."""
     return (code, group, scale) == ("e2m1", 32, "uint8") and inputs % 64 == 0
 
 
 def fits_lanes(weight: Packed) -> bool:
-    """Whether a matrix that is loaded can be stored so."""
+    """True if a loaded matrix can be stored in lanes."""
     if weight.scale is None or weight.factor is not None:
         return False
     inputs, scale = 2 * weight.codes.shape[-1], str(weight.scale.dtype).removeprefix("torch.")

@@ -1,4 +1,4 @@
-"""Which logits top_k, top_p, min_p and typical_p leave, without sorting the vocabulary.
+"""Filters of logits by top_k, top_p, min_p and typical_p, without sorting the vocabulary.
 
     top_k       the k largest and every tie of the last
     top_p       of their probabilities in descending order, all before which less than top_p has come, and every tie
@@ -322,9 +322,10 @@ def _bounds_kernel(
 
 
 def bounds(logits: torch.Tensor, scores: torch.Tensor, slots: torch.Tensor, rows: FilteredRows) -> torch.Tensor:
-    """What the filters leave of each row, [N, 4] float32: logits from the first number on, whose distance from the
+    """Returns the bounds of each row, [N, 4] float32.
 
-    second, less the third, is the fourth at most.
+    Logits stay that are at least the first number and whose distance from the second, less the third, is at most the
+    fourth.
 
     logits, scores   [N, vocabulary], contiguous: the latter, float32, count in rows that change their logits
     slots            [N] integers: their rows

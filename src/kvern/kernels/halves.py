@@ -32,7 +32,7 @@ HALVES = tl.constexpr(
     }
     """
 )
-"""Of four bytes at once: four bits of them under the exponent that gives them their worth, 0xea: (a & b) | c."""
+"""The operation (a & b) | c of four bytes at once: four bits of each get the exponent of their value, 0xea."""
 
 
 @triton.jit
@@ -61,7 +61,7 @@ SMALL_FLOATS = tl.constexpr(
     )
     + "}"
 )
-"""Of four bytes at once: sign, exponent and fraction of two halves go where two float16 have theirs."""
+"""The operation of four bytes at once that moves sign, exponent and fraction of two halves to those of two float16."""
 SMALL_FLOATS_UNIT = tl.constexpr(16384.0)
 
 
@@ -91,7 +91,8 @@ def e4m3_of_bits(found):
 
 
 def lookup(values: tuple[float, ...]) -> str:
-    """What looks up the low and high halves of four bytes among 16 numbers, as float16, in four instructions each.
+    """Returns assembly that looks up low and high halves of four bytes among 16 numbers as float16, four instructions
+    each.
 
     Bytes of the numbers are permuted: those of the first eight by three bits of a half, those of the others too, and
     the fourth bit chooses, which a permutation spreads over a byte.

@@ -1,4 +1,4 @@
-"""What products on Hopper GPUs (compute capability 9.0) share: tiles that TMA moves, and activations."""
+"""Common parts of products on Hopper GPUs (compute capability 9.0): tiles that TMA moves, and activations."""
 
 import functools
 
@@ -18,20 +18,20 @@ DTYPES = {
     torch.int8: gl.int8,
     torch.int32: gl.int32,
 }
-"""That the matrix units multiply."""
+"""Dtypes that the matrix units multiply."""
 KINDS = (None, "silu", "gelu", "gelu_tanh", "relu", "clamped_swiglu")
-"""Of activations, the last of them of experts alone."""
+"""Kinds of activations; the last is of experts only."""
 thread_barrier = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier
 """For the threads of a block, as Triton 3.6 calls it, and since 3.7."""
 
 
 def hopper_multiplies(dtype: torch.dtype, inputs: int, outputs: int) -> bool:
-    """Whether the kernels for Hopper know such a matrix: TMA takes rows of a multiple of 16 bytes."""
+    """True if Hopper's kernels support such a matrix: TMA takes rows of a multiple of 16 bytes."""
     return dtype.itemsize <= 2 and inputs * dtype.itemsize % 16 == 0 and outputs % 8 == 0
 
 
 def tiles_of(matrix: torch.Tensor, rows: int, columns: int) -> TensorDescriptor:
-    """How TMA moves tiles of a matrix; what lies outside is zero, and is not written."""
+    """Returns a descriptor for TMA of a matrix's tiles; numbers outside are zero and are not written."""
     return TensorDescriptor.from_tensor(matrix, [rows, columns], _layout(rows, columns, matrix.dtype))
 
 
@@ -69,7 +69,7 @@ def fetch_weights(weight_tiles, ready, weights, expert, column, begin, wanted, o
 
 @gluon.jit
 def activate_by(x, KIND: gl.constexpr):
-    """By the number in `KINDS`: texts do not pass into the groups of warps."""
+    """Activates by the number in `KINDS`, as texts cannot be passed to groups of warps."""
     if KIND == 1:
         return activate(x, "silu")
     if KIND == 2:
@@ -81,7 +81,7 @@ def activate_by(x, KIND: gl.constexpr):
 
 @gluon.jit
 def activate_gated_by(gate, up, KIND: gl.constexpr):
-    """As `activate_gated`."""
+    """Activates like `activate_gated`, by the number in `KINDS`."""
     if KIND == 5:
         return activate_gated(gate, up, "clamped_swiglu")
     return activate_by(gate, KIND) * up

@@ -109,7 +109,7 @@ SHAPES: Mapping[Any, Callable[..., Any]] = {
 
 
 class KnownShapes(TorchFunctionMode):
-    """What functions return of tensors without memory, as long as it is entered."""
+    """A mode in which functions return tensors without memory, with known shapes."""
 
     def __torch_function__(
         self, function: Any, types: Any, arguments: Sequence[Any] = (), options: Mapping[str, Any] | None = None

@@ -1,4 +1,4 @@
-"""How kernels are launched: with few instructions of the host, overlapping on the device, within its shared memory.
+"""Launches of kernels: with few instructions of the host, overlapping on the device, within its shared memory.
 
 On NVIDIA GPUs from compute capability 9.0 on, a kernel may be launched before its predecessor has finished
 (programmatic dependent launch). It fetches what the predecessor does not write (weights), then waits. So the gap
@@ -37,10 +37,10 @@ __all__ = [
 SHARED_MEMORY = {80: 163, 86: 99, 87: 163, 89: 99, 90: 227, 100: 227, 103: 227, 120: 99, 121: 99}
 """KiB that one program may use, by compute capability: of cards that are compiled for without one to ask."""
 ASYNCHRONOUS = (90, 100, 103)
-"""Whose products read tiles while the program goes on, so that a stage more is kept in shared memory."""
+"""Compute capabilities whose products read tiles asynchronously, which takes one more stage of shared memory."""
 
 INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
-"""As Triton reads it, when kernels are defined: there is no assembly then."""
+"""True if Triton interprets kernels, which is read when they are defined: there is no assembly then."""
 
 
 @triton.jit
@@ -77,7 +77,7 @@ def capability(device: torch.device) -> int:
 
 @functools.cache
 def processors(device: torch.device) -> int:
-    """Of the device; of an H100 if a kernel is only compiled."""
+    """Returns the number of the device's processors; an H100's if a kernel is only compiled."""
     gpu = _gpu(device)
     return 132 if gpu is None else int(gpu.multi_processor_count)
 
@@ -90,13 +90,14 @@ def _gpu(device: torch.device) -> Any:
 
 
 def overlaps(device: torch.device) -> bool:
-    """Whether kernels on this device are launched before their predecessors end."""
+    """True if kernels on this device are launched before their predecessors end."""
     return capability(device) >= 90
 
 
 @functools.cache
 def stages(device: torch.device, wanted: int, tile_bytes: int, beside: int = 0) -> int:
-    """As many of the `wanted` stages of a loop as the card's shared memory holds: of `tile_bytes`, `beside` others."""
+    """Returns the most of `wanted` stages of `tile_bytes` that fit in the card's shared memory with `beside` other
+    bytes."""
     known = capability(device)
     if known == 0:
         return wanted

@@ -20,7 +20,7 @@ from kvern.kernels.launch import Launcher, cdiv, overlaps, stages, wait_for_prev
 
 
 class MatvecShape(NamedTuple):
-    """How a matrix-vector launch is cut: outputs of one program, inputs of one step.
+    """The shape of a matrix-vector launch: outputs of one program, inputs of one step.
 
     `stages` steps' weights are on their way at once through shared memory, or `unroll` steps' through registers.
     """
@@ -33,7 +33,7 @@ class MatvecShape(NamedTuple):
 
 
 class MatmulShape(NamedTuple):
-    """How a product is cut: rows, outputs and inputs of one tile; `stages` tiles are on their way at once.
+    """The shape of a product: rows, outputs and inputs of one tile; `stages` tiles are in flight at once.
 
     Where the card's shared memory holds fewer stages, there are fewer. `splits` programs share the inputs of the same
     outputs, where the outputs alone would not fill the card.
@@ -47,12 +47,12 @@ class MatmulShape(NamedTuple):
     splits: int = 1
 
     def stages_on(self, device: torch.device, element_size: int) -> int:
-        """How many there are for numbers of so many bytes."""
+        """Returns the number of stages for numbers of so many bytes."""
         return stages(device, self.stages, (self.rows + self.outputs) * self.inputs * element_size)
 
 
 class StreamShape(NamedTuple):
-    """How products of `stream_hopper.py` are cut: as `MatmulShape`. One with splits cannot activate."""
+    """The shape of products of `stream_hopper.py`, like `MatmulShape`. A product with splits cannot activate."""
 
     rows: int
     outputs: int
@@ -62,7 +62,7 @@ class StreamShape(NamedTuple):
 
 
 class StreamPackedShape(NamedTuple):
-    """How `stream_packed_product` is cut: as `StreamShape`."""
+    """The shape of `stream_packed_product`, like `StreamShape`."""
 
     rows: int
     outputs: int
@@ -72,20 +72,20 @@ class StreamPackedShape(NamedTuple):
 
 
 class ProductShape(NamedTuple):
-    """How `product` is cut: so many blocks of 128 rows side by side over the same weights."""
+    """The shape of `product`: the number of blocks of 128 rows side by side with the same weights."""
 
     group: int
 
 
 class TileShape(NamedTuple):
-    """How `product_codes` is cut: `splits` programs share a tile's inputs; `group`: as of `ProductShape`."""
+    """The shape of `product_codes`: `splits` programs share a tile's inputs; `group` as in `ProductShape`."""
 
     splits: int
     group: int
 
 
 class Around(NamedTuple):
-    """What `matvec` does around the product.
+    """Operations of `matvec` before and after the product.
 
     gain        [inputs] of a root-mean-square norm of the row, and its `epsilon`; None: no norm
     activation  gate and up are the two halves of the weight's rows, and the result is activation(gate) * up

@@ -110,7 +110,7 @@ Found = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def empty(rows: int, device: torch.device) -> Found:
-    """What `logprobs` writes, of so many rows."""
+    """Returns empty results of `logprobs` for so many rows."""
     own = torch.empty(rows, dtype=torch.float32, device=device)
     ranks = torch.empty(rows, dtype=torch.int32, device=device)
     ids = torch.empty(rows, WIDTH, dtype=torch.int32, device=device)
@@ -118,7 +118,7 @@ def empty(rows: int, device: torch.device) -> Found:
 
 
 def logprobs(logits: torch.Tensor, slots: torch.Tensor, wanted: torch.Tensor, chosen: torch.Tensor, out: Found) -> None:
-    """Of each row, of which `wanted` is not negative, write what is reported of its token.
+    """Writes the report of each row's token, for rows whose `wanted` is not negative.
 
     logits   [N, vocabulary], contiguous, any float dtype
     slots    [N] integers: the row of `wanted` [slots] int64, how many of the most probable tokens are listed, at most

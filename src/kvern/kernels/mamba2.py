@@ -20,11 +20,11 @@ from kvern.spec.mixers import Gating
 CHUNK = 64
 """Tokens that attend to each other."""
 COLUMNS = 32
-"""Of a head's state, that are a program's; in runs fewer of one with many rows, which registers would not hold."""
+"""The columns of a head's state in one program; in runs fewer for many rows, which registers would not hold."""
 PRECISIONS = {torch.float32: "ieee", torch.float16: "tf32", torch.bfloat16: "split"}
-"""Of products in runs, by the model's dtype: float16 has no room for a state's numbers."""
+"""The precision of products in runs by the model's dtype: float16 cannot hold a state's numbers."""
 RUN_NUMBERS = 4096
-"""Of a state, that are a program's in runs."""
+"""The numbers of a state in one program, in runs."""
 
 
 class StateSizes(NamedTuple):
@@ -42,7 +42,7 @@ class StateSizes(NamedTuple):
 
 
 class Steps(NamedTuple):
-    """What decides how states change: `step [T, heads]`, rows may have gaps, times `scale`; and the layer's own.
+    """The inputs of state changes: `step [T, heads]`, rows may have gaps, times `scale`; and the layer's own.
 
     `rate` (below 0), `bias` and `skip` are [heads], float32.
     """
@@ -65,7 +65,7 @@ def _step_length(step, bias):
 def _state_of(
     memory, state, head, HEADS: tl.constexpr, GROUPS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr
 ):
-    """Where a head's state begins; its rows lie beside those of the other heads of its group."""
+    """Returns the start of a head's state; its rows are next to those of the other heads of its group."""
     each: tl.constexpr = HEADS // GROUPS
     return memory + (state * GROUPS + head // each) * (DIM * each * HEAD_DIM) + head % each * HEAD_DIM
 
@@ -147,7 +147,7 @@ def _advance_tokens_kernel(
 def advance_tokens(
     inputs: torch.Tensor, steps: Steps, memory: torch.Tensor, states: torch.Tensor, sizes: StateSizes
 ) -> torch.Tensor:
-    """What one token of each of B requests reads of its state, which it changes: [B, heads * head_dim] float32.
+    """Returns the outputs of one token of each of B requests, and updates their states: [B, heads * head_dim] float32.
 
     inputs [B, channels]: values, keys and queries; memory [all states, groups, state_dim, heads of a group * head_dim]
     float32; states [B] int32. Moves the states of all heads in and out.
@@ -227,7 +227,8 @@ def read_drafts(
     written: Written,
     read: torch.Tensor,
 ) -> None:
-    """As `advance_tokens`, of runs that change no state, to `read [T, groups, heads of a group * head_dim]` float32.
+    """Advances runs without changing states, like `advance_tokens`, into `read [T, groups, heads of a group *
+    head_dim]` float32.
 
     `written` is to hold what they would write, keys [T, groups, state_dim] and values times steps [T, groups, heads of
     a group * head_dim]. Moves the states of all heads in.
@@ -243,7 +244,7 @@ def read_drafts(
 
 @triton.jit
 def _product(inputs, factor, PRECISION: tl.constexpr):
-    """Of a tile of the inputs, as they are, with float32, which may be split into a sum of two of their dtype."""
+    """Multiplies a tile of inputs with float32, which may be split into a sum of two of their dtype."""
     if PRECISION == "split":
         high = factor.to(inputs.dtype)
         low = (factor - high.to(tl.float32)).to(inputs.dtype)
@@ -321,7 +322,7 @@ def _advance_runs_kernel(
 def advance_runs(
     inputs: torch.Tensor, steps: Steps, memory: torch.Tensor, runs: Runs, sizes: StateSizes
 ) -> torch.Tensor:
-    """As `advance_tokens`, of runs: [T, heads * head_dim] float32.
+    """Advances runs, like `advance_tokens`: [T, heads * head_dim] float32.
 
     Products of a float32 model are exact to float32; others take tensor cores, with 11 bits at least of each factor.
     """
@@ -380,7 +381,7 @@ def gated_norm(
     gating: Gating,
     scale: float = 1.0,
 ) -> torch.Tensor:
-    """What is read, normalised in groups of neighbours and gated: [T, inner] in the dtype of `gate`.
+    """Returns outputs, normalized in groups of neighbours and gated: [T, inner] in the dtype of `gate`.
 
     read [T, inner] float32; gate [T, inner], rows may have gaps, whose SiLU multiplies, after `scale`, on the side of
     the norm that `gating` names; weight [inner] float32, or None without a norm.

@@ -30,6 +30,6 @@ def _restrict_kernel(logits: tl.tensor, rows: tl.tensor, masks: tl.tensor, vocab
 
 
 def restrict(logits: torch.Tensor, rows: torch.Tensor, masks: torch.Tensor) -> None:
-    """What `kvern.structured.masks.restrict` does."""
+    """Masks logits like `kvern.structured.masks.restrict`."""
     vocabulary, width = logits.shape[1], masks.shape[1]
     _restrict_kernel[(len(rows),)](logits, rows, masks, vocabulary, width, BLOCK, num_warps=16)

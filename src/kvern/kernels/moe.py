@@ -23,15 +23,15 @@ from kvern.kernels.moe_routing import Alignment, align, route
 __all__ = ["ACTIVATIONS", "fused_experts", "route"]
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu2", "clamped_swiglu")
-"""What `fused_experts` knows; experts with another activation run through PyTorch."""
+"""Activations of `fused_experts`; experts with another activation run in PyTorch."""
 
 DETERMINISTIC_ROWS = 64
 HOPPER_ROWS, HOPPER_GROUP = 128, 2
-"""Of a block, and blocks side by side, in the kernel for Hopper GPUs."""
+"""The rows of a block, and blocks side by side, in the kernel for Hopper GPUs."""
 
 
 class Tile(NamedTuple):
-    """How a grouped product is cut: outputs and inputs of one tile; `group` blocks of rows run side by side.
+    """The shape of a grouped product: outputs and inputs of one tile; `group` blocks of rows run side by side.
 
     A product with gate and up computes half the outputs of each.
     """
@@ -44,7 +44,7 @@ class Tile(NamedTuple):
 
 
 class Tiles(NamedTuple):
-    """Of the product with gate and up, and of that with down; both of one `group`."""
+    """The tiles of the products with gate and up, and with down; both have one `group`."""
 
     gate_up: Tile
     down: Tile
@@ -56,13 +56,13 @@ TILES = {
     64: (Tiles(*[Tile(128, 64, 4, 4, 4)] * 2), Tiles(*[Tile(128, 64, 1, 4, 4)] * 2)),
     128: (Tiles(*[Tile(256, 64, 8, 8, 4)] * 2), Tiles(*[Tile(128, 64, 8, 4, 4)] * 2)),
 }
-"""By the rows of a block: the ways that are timed, the first of them until then."""
+"""Tiles by the rows of a block: the ones to time; the first is used until then."""
 FLOAT32_TILES = Tiles(*[Tile(32, 32, 1, 4, 2)] * 2)
 """Float32 runs on the ordinary cores, in blocks of 16 rows."""
 
 
 def hopper_experts(dtype: torch.dtype, hidden: int, width: int) -> bool:
-    """Whether the kernels for Hopper GPUs know such experts: rows are copied in runs of which Triton sees the end."""
+    """True if the kernels for Hopper GPUs support such experts: rows are copied in runs whose end Triton knows."""
     return dtype.itemsize == 2 and hidden % 16 == 0 and width % 16 == 0
 
 

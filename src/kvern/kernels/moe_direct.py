@@ -17,7 +17,7 @@ SHARED_BYTES = 16 << 20
 
 
 class DirectTile(NamedTuple):
-    """How a direct product is cut: numbers of one tile of weights, and inputs of one step at most."""
+    """The shape of a direct product: numbers of one tile of weights, and the most inputs of one step."""
 
     size: int
     inputs: int
@@ -29,7 +29,7 @@ DIRECT_DOWN = DirectTile(8192, 256, 4)
 
 
 def runs_direct(tokens: int, top_k: int, experts: int, expert_bytes: int) -> bool:
-    """Whether so few tokens are expected to choose the same expert that sorting them gains nothing."""
+    """True if so few tokens probably share an expert that sorting them gains nothing."""
     meetings = tokens * (tokens - 1) / 2 * top_k * top_k / experts
     return meetings * expert_bytes <= SHARED_BYTES
 

@@ -14,13 +14,13 @@ from kvern.kernels.moe_direct import runs_direct
 from kvern.kernels.moe_routing import Alignment, align
 
 LANE_ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "clamped_swiglu")
-"""Of gates, that the kernel knows."""
+"""Activations of gates that the kernel supports."""
 FEWEST_ROWS, MOST_ROWS = 8, 128
-"""Of a block."""
+"""The limits of the rows of a block."""
 MANY_ROWS = 256
-"""Of an expert on average, from which on blocks are the largest."""
+"""The mean rows of an expert from which blocks are the largest."""
 MOST_NUMBERS = 1 << 31
-"""That activations may be: rows are found by 32 bits."""
+"""The limit of activations: rows are found by 32 bits."""
 MOST_ALONE = 64
 """Pairs whose blocks are not sorted."""
 _ALONE: dict[torch.device, torch.Tensor] = {}
@@ -59,7 +59,7 @@ def lane_experts(
     add: torch.Tensor | None = None,
     of: int | None = None,
 ) -> torch.Tensor:
-    """As `packed_experts`, of weights in lanes and x in bfloat16.
+    """Computes `packed_experts` for weights in lanes and x in bfloat16.
 
     Raises ValueError for more activations than the kernel can number.
     """

@@ -26,7 +26,7 @@ TILES = {
     64: Tile(128, 128, 4, 8, 3),
     128: Tile(128, 64, 8, 8, 4),
 }
-"""By the rows of a block."""
+"""Tiles by the rows of a block."""
 FLOAT32_TILE = Tile(32, 64, 1, 4, 2)
 
 
@@ -229,7 +229,7 @@ def _grouped_down_kernel(
 
 
 def one_by_one(topk_ids: torch.Tensor, experts: int, gate_up: Packed, down: Packed) -> bool:
-    """Whether so few tokens are not sorted by expert (direct)."""
+    """True if so few tokens are not sorted by expert (direct)."""
     tokens, top_k = topk_ids.shape
     return runs_direct(tokens, top_k, experts, (gate_up.codes.nbytes + down.codes.nbytes) // experts)
 
@@ -284,7 +284,7 @@ def packed_experts(
 
 
 def _by_step(form: Form) -> bool:
-    """Whether all weights of a row have one scale in a step, and no offset."""
+    """True if all weights of a row have one scale in a step, and no offset."""
     one = form.code in ("e4m3", "int8") and not form.zero and not form.scales_rows
     return one and form.chunk == form.inputs
 

@@ -14,11 +14,11 @@ from kvern.kernels.packed import Packed
 from kvern.kernels.packed_product import MOST_CHUNK, add_row_step, ended_sums
 
 DIRECT_OUTPUTS, DIRECT_INPUTS, DIRECT_WARPS = 8, 512, 4
-"""Of a program, and of one step, of a direct product."""
+"""The outputs of a program, and the inputs and warps of one step, of a direct product."""
 FEWEST_INPUTS = 128
-"""Of a step without masks: shorter ones would be too many."""
+"""The fewest inputs of a step without masks: shorter ones would be too many."""
 MOST_COPIES = 24
-"""Of a step, in the code of a product by down: with more a compiler takes minutes."""
+"""The most copies of a step in the code of a product by down: with more a compiler takes minutes."""
 
 
 class Form(NamedTuple):
@@ -52,7 +52,8 @@ class Form(NamedTuple):
 
 
 def tensors_of(matrix: Packed) -> tuple[torch.Tensor, ...]:
-    """What kernels take of a matrix: codes, scale, zero, table and factor; something else where there is none."""
+    """Returns a matrix's tensors for kernels: codes, scale, zero, table and factor, with a stand-in for missing
+    ones."""
     codes, scale, zero, factor = matrix.codes, matrix.scale, matrix.zero, matrix.factor
     some = [codes if item is None else item for item in (scale, zero, factor)]
     return codes, some[0], some[1], table_of(codes.device), some[2]

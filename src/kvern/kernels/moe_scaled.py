@@ -31,14 +31,14 @@ Rounded = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 """`x [T, inputs] ->` codes [T, inputs], and float32 scales [T, n] of runs of inputs / n."""
 
 ROWS = 128
-"""Of the largest blocks."""
+"""The rows of the largest blocks."""
 TILES = {
     16: (Tiles(Tile(128, 128, 1, 4, 3), Tile(128, 128, 1, 4, 4)), Tiles(*[Tile(128, 128, 1, 4, 6)] * 2)),
     32: (Tiles(*[Tile(128, 128, 1, 4, 4)] * 2), Tiles(*[Tile(128, 128, 1, 4, 3)] * 2)),
     64: (Tiles(*[Tile(128, 128, 4, 4, 4)] * 2), Tiles(*[Tile(128, 128, 1, 4, 4)] * 2)),
     ROWS: (Tiles(*[Tile(256, 128, 8, 8, 4)] * 2), Tiles(*[Tile(128, 128, 8, 4, 4)] * 2)),
 }
-"""By the rows of a block: the ways that are timed, the first of them until then.
+"""Tiles by the rows of a block: the ones to time; the first is used until then.
 
 A step is of no more inputs than a scale stands for.
 """
@@ -47,7 +47,7 @@ TALL = 64
 
 
 class Scales(NamedTuple):
-    """How scales lie: of runs of `x_group` inputs of a row of x, of `group` inputs and `per` rows of weights.
+    """The layout of scales: of runs of `x_group` inputs of a row of x, of `group` inputs and `per` rows of weights.
 
     `whole`: both have scales of whole rows.
     """
@@ -59,7 +59,7 @@ class Scales(NamedTuple):
 
     @classmethod
     def of(cls, x_scale: torch.Tensor, weight: Packed, inputs: int) -> "Scales":
-        """Of rows of so many inputs."""
+        """Returns the layout for rows of so many inputs."""
         runs = x_scale.shape[1]
         x_group = inputs if runs == 1 else cdiv(inputs, runs)
         return cls(x_group, weight.group, weight.outputs_per_scale, runs == 1 and weight.group == inputs)
@@ -188,7 +188,7 @@ def coded_experts(
     tiles: int = 0,
     of: int | None = None,
 ) -> torch.Tensor:
-    """As `packed_experts`, of weights without zeros or factors; `rounded` makes codes of x, and of what down gets.
+    """Computes `packed_experts` for weights without zeros or factors; `rounded` makes codes of x, and of down's inputs.
 
     hopper   the kernels for Hopper GPUs multiply; all scales are of whole rows
     tiles    which of `TILES` do else
@@ -220,7 +220,7 @@ def coded_experts(
 
 
 def hopper_codes(code: str, dtype: torch.dtype, hidden: int, width: int) -> bool:
-    """As `hopper_experts`, of codes with scales of whole rows."""
+    """True if `hopper_experts` holds, for codes with scales of whole rows."""
     return code == "e4m3" and dtype.itemsize == 2 and hidden % 16 == 0 and width % 16 == 0
 
 

@@ -86,7 +86,7 @@ def add_rms_norm(x: torch.Tensor, update: torch.Tensor, weight: torch.Tensor, ep
 def coded_rms_norm(
     x: torch.Tensor, update: torch.Tensor | None, weight: torch.Tensor, epsilon: float, coding: Coding
 ) -> RowCodes:
-    """What `coding` makes of `rms_norm`, or of `add_rms_norm` with an update, bit for bit.
+    """Returns `rms_norm`, or `add_rms_norm` with an update, as coded by `coding`, bit for bit.
 
     In one launch, but of very long rows. Moves what these do, but a byte a number for the result.
     """

@@ -13,7 +13,7 @@ NF4 = (
 )
 """The quantiles of a normal distribution that codes of NF4 stand for (Dettmers et al., QLoRA)."""
 NON_LINEAR = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
-"""What the codes of GGUF's IQ4_NL and IQ4_XS stand for."""
+"""The values of the codes of GGUF's IQ4_NL and IQ4_XS."""
 
 
 class Packed(NamedTuple):
@@ -35,5 +35,5 @@ class Packed(NamedTuple):
     factor: Tensor | None = None
 
     def bytes_of_step(self, outputs: int, step: int, inputs: int) -> int:
-        """Of the codes of so many rows, in a step of the matrix's `inputs`."""
+        """Returns the bytes of the codes of so many rows in a step of the matrix's `inputs`."""
         return outputs * self.codes.stride(0) * step // inputs

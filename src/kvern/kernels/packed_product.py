@@ -32,7 +32,7 @@ MOST_CHUNK = 16
 
 @triton.jit
 def _add_step(total, tile, value, by, offset, CHUNK: tl.constexpr, SCALES_ROWS: tl.constexpr):
-    """What a plane of a step adds to the sums `total [OUTPUTS, COLUMNS / CHUNK]`."""
+    """Returns the contribution of a step's plane to the sums `total [OUTPUTS, COLUMNS / CHUNK]`."""
     OUTPUTS: tl.constexpr = tile.shape[0]
     COLUMNS: tl.constexpr = tile.shape[1]
     products = tl.sum(tl.reshape(tile * value[None, :], [OUTPUTS, COLUMNS // CHUNK, CHUNK]), axis=2)

@@ -77,7 +77,7 @@ def peer_gather(x: torch.Tensor, peers: PeerMemory) -> torch.Tensor:
 
 
 def peer_sum_scattered(x: torch.Tensor, peers: PeerMemory) -> torch.Tensor:
-    """Of the sum of all ranks' `x [size * rows, width]`, in their order and in float32, this rank's rows."""
+    """Returns this rank's rows of the sum of all ranks' `x [size * rows, width]`, in their order and in float32."""
     out = x.new_empty(x.shape[0] // peers.size, x.shape[1])
     _launch(x, out, out.shape[0], peers, gathers=False)
     return out

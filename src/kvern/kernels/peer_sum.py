@@ -189,7 +189,7 @@ def coded_peer_sum_norm(
     *,
     parts: bool = False,
 ) -> RowCodes:
-    """What `coding`, whose groups are no longer than a row, makes of `peer_sum_norm`."""
+    """Returns `peer_sum_norm` as coded by `coding`, whose groups are no longer than a row."""
     made = coding.empty(x.shape[0], x.shape[1], x.device)
     _launch(x, hidden, weight, epsilon, peers, parts, made, coding)
     return made

@@ -25,10 +25,10 @@ from kvern.kernels.launch import INTERPRETED, next_power_of_2
 
 ABSENT = tl.constexpr(-1)
 ANOTHER_NAN = tl.constexpr(0x7FFF7FFF)
-"""Of 32 bits, and twice of 16."""
+"""A NaN of 32 bits, and twice of 16."""
 MOST_ROWS = 512
 MOST_BYTES = 64 << 20
-"""Of a rank's memory that others write to."""
+"""The most bytes of a rank's memory that others write to."""
 PACKED = 4
 """Words of each rank that a thread waits for at once."""
 POLLS = tl.constexpr(4096)
@@ -36,7 +36,7 @@ POLLS = tl.constexpr(4096)
 
 
 class PeerMemory(NamedTuple):
-    """What a rank needs for sums of up to `rows` rows of `row_words` words each.
+    """The memory of a rank for sums of up to `rows` rows of `row_words` words each.
 
     memory    int64, to which others write, all ABSENT at first: words [2, size, rows, row_words] of 32 bits, by the
               epoch's parity, sender, row
@@ -56,12 +56,13 @@ class PeerMemory(NamedTuple):
 
 
 def addresses_of(memories: Sequence[torch.Tensor], lost: torch.Tensor) -> list[int]:
-    """Of each rank's memory as this one's device sees them, and of the host's word `lost` [1] int32, 0 until one is."""
+    """Returns the addresses of each rank's memory for this device, and of the host's word `lost` [1] int32, 0 until one
+    is."""
     return [memory.data_ptr() for memory in (*memories, lost)]
 
 
 def row_words_of(width: int, dtype: torch.dtype) -> int:
-    """How many words a row of so many numbers takes; 0: such rows are not summed."""
+    """Returns the words of a row of so many numbers; 0 if such rows are not summed."""
     return width * dtype.itemsize // 4 if dtype.itemsize in (2, 4) and width % 16 == 0 else 0
 
 
@@ -71,7 +72,7 @@ def rows_kept(size: int, row_words: int) -> int:
 
 
 def memory_of(size: int, rows: int, row_words: int) -> int:
-    """How many int64 a rank's memory has."""
+    """Returns the number of int64 in a rank's memory."""
     return size * rows * row_words
 
 
@@ -111,7 +112,7 @@ def _await(senders: tuple[int, ...], stride: int, pack: int) -> str:
 
 @triton.constexpr_function
 def _await_constraints(senders: tuple[int, ...], pack: int) -> str:
-    """Of `_await`; results are written before its last use of the others."""
+    """Returns the constraints of `_await`; results are written before its last use of the others."""
     return ",".join(["=&r"] * (len(senders) * pack) + ["l"] * pack + ["r"] * pack + ["l"] * pack)
 
 
@@ -123,7 +124,7 @@ def others_of(rank: int, size: int) -> tuple[int, ...]:
 
 @triton.jit
 def numbers_of(word, dtype: tl.constexpr):
-    """Those of 32 bits, in float32; zeros beside one that takes all."""
+    """Returns the numbers in 32 bits as float32, with zeros if one number takes all bits."""
     if dtype.primitive_bitwidth == 32:
         low, high = word.to(tl.float32, bitcast=True), tl.zeros(word.shape, tl.float32)
     else:
@@ -134,7 +135,7 @@ def numbers_of(word, dtype: tl.constexpr):
 
 @triton.jit
 def joined(low, high, dtype: tl.constexpr):
-    """As 32 bits, rounded."""
+    """Returns two numbers as 32 bits, rounded."""
     if dtype.primitive_bitwidth == 32:
         word = low.to(tl.int32, bitcast=True)
     else:

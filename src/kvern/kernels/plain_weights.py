@@ -12,7 +12,7 @@ from kvern.kernels.launch import Launcher, cdiv, overlaps, wait_for_previous
 from kvern.kernels.packed import Packed
 
 OUTPUTS, INPUTS = 16, 256
-"""Of a program: a multiple of every code's block."""
+"""The outputs and inputs of a program: a multiple of every code's block."""
 WARPS = 4
 RUN_ROWS = 128
 """A run has a multiple of so many rows: the products' tiles."""

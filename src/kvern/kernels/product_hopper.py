@@ -31,9 +31,9 @@ from kvern.kernels.linear import ProductShape
 from kvern.kernels.moe_routing import Alignment
 
 ROWS, OUTPUTS, INPUT_BYTES = 128, 256, 128
-"""Of a tile. Its sums take half of the registers that a thread can have."""
+"""The sizes of a tile. Its sums take half of the registers that a thread can have."""
 STAGES = 4
-"""Of 48 KiB; with what is being written, 32 KiB, they fill the shared memory."""
+"""The stages of 48 KiB; with the 32 KiB being written they fill the shared memory."""
 PRODUCER_REGISTERS, CONSUMER_REGISTERS = 40, 232
 
 
@@ -307,7 +307,7 @@ def experts_products(
 
 
 class RowScales(NamedTuple):
-    """Of codes: `x [T, 1]` and `weight [experts * outputs / per, 1]`, float32."""
+    """The scales of codes: `x [T, 1]` and `weight [experts * outputs / per, 1]`, float32."""
 
     x: torch.Tensor
     weight: torch.Tensor

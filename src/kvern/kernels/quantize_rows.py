@@ -38,7 +38,7 @@ class RowCodes(NamedTuple):
 
 @dataclass(frozen=True)
 class Coding:
-    """How rows become codes: what is to be said to `quantize_rows` beside them."""
+    """The coding of rows: the arguments of `quantize_rows` beside the rows."""
 
     code: str
     group: int = 0
@@ -51,19 +51,20 @@ class Coding:
         return quantize_rows(x.contiguous(), self.code, self.group, self.static, self.limit, self.columns, self.late)
 
     def block(self, width: int) -> int:
-        """Of a program that makes and rounds a row of so many numbers; 0: it cannot, or not in groups of that size."""
+        """Returns the block of a program that rounds a row of so many numbers; 0 if it cannot, or not in groups of that
+        size."""
         block = max(next_power_of_2(width), self.group)
         return block if block <= BLOCK and self.group & (self.group - 1) == 0 else 0
 
     def empty(self, tokens: int, width: int, device: torch.device) -> RowCodes:
-        """Where the codes of so many rows go."""
+        """Returns empty codes for so many rows."""
         groups = cdiv(width, self.group) if self.group else 1
         scales = torch.empty((groups, tokens) if self.columns else (tokens, groups), dtype=torch.float32, device=device)
         codes = torch.empty(tokens, width, dtype=DTYPES[self.code], device=device)
         return RowCodes(codes, scales.t() if self.columns else scales)
 
     def arguments(self, made: RowCodes) -> tuple[tuple[object, ...], tuple[object, ...]]:
-        """Of `store_codes`: those of a kernel's variables, from `codes` to `limit`, and its constants."""
+        """Returns the arguments of `store_codes`: variables of a kernel, from `codes` to `limit`, and its constants."""
         static = made.scales if self.static is None else self.static
         variables = *made, static, *made.scales.stride(), self.limit or UNLIMITED
         return variables, (LARGEST[self.code], self.code == "int8", self.static is not None, self.group)
@@ -80,7 +81,7 @@ def _coded(x, scale, codes, LARGEST: tl.constexpr, INTEGER: tl.constexpr):
 
 @triton.jit
 def _scale_of(most, limit, LARGEST: tl.constexpr):
-    """Of what has this largest number."""
+    """Returns the scale for this largest number."""
     return tl.minimum(tl.maximum(most, LARGEST * 1e-12), limit) / LARGEST
 
 

@@ -33,7 +33,7 @@ from kvern.kernels.resident_units import four_words, half_of, pieces_of, sums_of
 
 
 class ResidentShape(NamedTuple):
-    """How a launch is cut: outputs of one step, warps of a program, programs a processor."""
+    """The shape of a launch: outputs of one step, warps of a program, programs a processor."""
 
     outputs: int
     warps: int
@@ -41,9 +41,9 @@ class ResidentShape(NamedTuple):
 
 
 PROCESSOR_REGISTERS = 1 << 16
-"""Of words, in each of a card's processors: programs share them, so that all programs run at once."""
+"""The registers (words) of each processor: programs share them, so that all run at once."""
 MOST_INPUTS = 1 << 15
-"""Of a row: a program's threads hold no more in registers."""
+"""The most inputs of a row: a program's threads hold no more in registers."""
 
 
 @triton.jit
@@ -51,7 +51,7 @@ def _fetch(
     codes, scale, zero, output, first, outputs, inputs, CODE: tl.constexpr, GROUP: tl.constexpr, PER: tl.constexpr,
     ZERO: tl.constexpr, SCALES_ROWS: tl.constexpr, INPUTS: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    """Of rows from the row `first` on, the words of codes `[OUTPUTS, 4 * UNITS]`, and units' scales and zeros.
+    """Returns the words of codes `[OUTPUTS, 4 * UNITS]` of rows from `first` on, and the units' scales and zeros.
 
     Of a row beyond the outputs no codes are read.
     """
@@ -109,7 +109,7 @@ def _end_step(
     FACTOR: tl.constexpr, BIAS: tl.constexpr, INPUTS: tl.constexpr, EVEN: tl.constexpr, ACTIVATION: tl.constexpr,
     RESIDUAL: tl.constexpr,
 ):  # fmt: skip
-    """What comes of a tile is stored."""
+    """Stores the result of a tile."""
     known = output < outputs
     row = tl.minimum(output, outputs - 1)
     result = _result(
@@ -216,7 +216,7 @@ def _resident_row_kernel(
 
 
 def keeps_row(code: str, group: int, inputs: int, device: torch.device) -> bool:
-    """Whether `resident_row` knows a code, and scales of whole units of rows of so many inputs."""
+    """True if `resident_row` supports a code, and scales of whole units of rows of so many inputs."""
     if inputs > MOST_INPUTS:
         return False
     if code == "q4_k":
@@ -234,7 +234,8 @@ def resident_row(
     shape: ResidentShape,
     around: Around = NOTHING,
 ) -> torch.Tensor:
-    """As `packed_row`, of a matrix that `keeps_row`: products of units are rounded to float16, their sums are float32.
+    """Computes `packed_row` for a matrix that `keeps_row`: products of units are rounded to float16, their sums are
+    float32.
 
     Moves the codes and scales once.
     """

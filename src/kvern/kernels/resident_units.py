@@ -6,7 +6,7 @@ import triton.language as tl
 from kvern.kernels.halves import COMPILED, e4m3_of_bits
 
 HALF_BYTES_UNIT = tl.constexpr(16777216.0)
-"""What half bytes are multiplied by: the least float16 is one of it."""
+"""The factor of half bytes: it makes the least float16 one."""
 
 
 def _half_bytes() -> str:
@@ -93,7 +93,7 @@ def half_of(word, SHIFT: tl.constexpr):
 
 @triton.jit
 def four_words(words):
-    """Those of each unit: `[OUTPUTS, 4 * UNITS]` -> four times `[OUTPUTS, UNITS]`."""
+    """Splits the words of each unit: `[OUTPUTS, 4 * UNITS]` to four times `[OUTPUTS, UNITS]`."""
     even, odd = tl.split(tl.reshape(words, [words.shape[0], words.shape[1] // 4, 2, 2]))
     first, third = tl.split(even)
     second, fourth = tl.split(odd)
@@ -144,7 +144,7 @@ def sums_of_units(words, values, CODE: tl.constexpr):
 
 @triton.jit
 def values_of_units(x, gain, unit, inputs, CODE: tl.constexpr, NORM: tl.constexpr, EVEN: tl.constexpr):
-    """What the units' inputs are multiplied as: words of pairs of float16, and what their sums are multiplied by.
+    """Returns the units' inputs as words of pairs of float16, and the factors of their sums.
 
     Behind them the sums of the inputs of both planes, and of all squares: `(words, by, low, high, squares)`.
     """

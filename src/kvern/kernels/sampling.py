@@ -41,7 +41,8 @@ class Gathering(Protocol):
 
 
 class VocabularyPart(NamedTuple):
-    """Whose logits are here: of so many `tokens` from the token `first` on; columns behind them pad."""
+    """The part of the vocabulary whose logits are here: `tokens` from the token `first` on; further columns are
+    padding."""
 
     first: int
     tokens: int
@@ -75,7 +76,7 @@ def _uniform(seed, position, token):
 
 @triton.jit
 def _log(x):
-    """Of normal numbers, to 22 bits: what Triton takes for it is twelve times as many instructions."""
+    """Returns the logarithm of normal numbers to 22 bits: Triton's own takes twelve times as many instructions."""
     if INTERPRETED:
         exponent = tl.log2(x)
     else:
@@ -85,7 +86,7 @@ def _log(x):
 
 @triton.jit
 def _score(distances, temperature, seed, position, token):
-    """What the winner has most of: the distance from a logit if greedy, else `scaled - log(time)`."""
+    """Returns the score that the winner has most of: the distance from a logit if greedy, else `scaled - log(time)`."""
     if temperature < GREEDY_BELOW:
         return distances
     number = _uniform(seed, position, token)
@@ -211,7 +212,8 @@ def find(
     first: int = 0,
     known: int | None = None,
 ) -> torch.Tensor:
-    """As `sample`, but `[N, 3 * chunks]` int32: of each chunk its largest logit, its best score, and whose that is.
+    """Samples like `sample`, but returns `[N, 3 * chunks]` int32: each chunk's largest logit, its best score, and its
+    token.
 
     `first`: the token of the first column; `known`: how many columns are tokens, the others pad; None: all.
     """

@@ -24,7 +24,7 @@ STEP = 128
 
 
 def multiplies_codes(code: str, groups: Iterable[int], inputs: int, device: torch.device) -> bool:
-    """Whether codes are multiplied by codes on this card, if scales of either stand for `groups` of the inputs.
+    """True if codes are multiplied by codes on this card, with scales of either for `groups` of the inputs.
 
     No step reaches from one scale's inputs into another's.
     """
@@ -38,7 +38,7 @@ SIDE_BY_SIDE = 8
 
 @triton.jit
 def _step_scales(scale, line, start, columns, PER: tl.constexpr, GROUP: tl.constexpr):
-    """Those of the lines of a tile, in a step from the input `start` on."""
+    """Returns the scales of a tile's lines in a step from the input `start` on."""
     return tl.load(scale + (line // PER) * columns + start // GROUP).to(tl.float32)
 
 

@@ -104,7 +104,7 @@ def shared_norm(
     weight: torch.Tensor | None = None,
     epsilon: float = 0.0,
 ) -> None:
-    """Of this rank's `own` rows: the sum over ranks is added to `hidden`, the norm is in `out`, as of `add_rms_norm`.
+    """Adds the sum over ranks to `hidden` for this rank's `own` rows, with the norm in `out`, like `add_rms_norm`.
 
     x [T, width] are this rank's summands, sent [size, rows, width] those that others have for its rows, once their
     flags [size] int32 show the turn, or `lost` [1] int32 of the host is not 0: then all is wrong. Without a weight the
@@ -138,6 +138,6 @@ def shared_norm(
 
 
 def await_flags(flags: torch.Tensor, turn: int, lost: torch.Tensor, rank: int) -> None:
-    """What is launched behind this begins when the flags [size] int32 of all other ranks show the turn; see above."""
+    """Waits until the flags [size] int32 of all other ranks show the turn, before later launches begin; see above."""
     overlap = overlaps(flags.device)
     _await_kernel[(1,)](flags, turn, lost.data_ptr(), rank, len(flags), overlap, num_warps=1, launch_pdl=overlap)

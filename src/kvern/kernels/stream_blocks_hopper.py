@@ -48,7 +48,7 @@ from kvern.kernels.stream_packed_hopper import (
 
 SUMS = gl.constexpr(BLOCK // 16)
 REGISTERS = {8: 104, 16: 104, 32: 108, 64: 160}
-"""Of a thread that multiplies, by the rows of a tile."""
+"""The registers of a thread that multiplies, by the rows of a tile."""
 
 
 @gluon.jit
@@ -253,14 +253,15 @@ def _stream_blocks_kernel(
 
 @functools.cache
 def registers_of(shape: StreamPackedShape) -> int:
-    """Of a thread while none has given any away: four warps fetch, or wait, and four for each 64 outputs multiply."""
+    """Returns the registers of a thread before any are given away: four warps fetch, or wait, and four multiply 64
+    outputs."""
     groups = shape.outputs // 64
     needed = cdiv(groups * REGISTERS[shape.rows] + FETCHING_REGISTERS.value, groups + 1)
     return min(8 * cdiv(needed, 8), PROCESSOR_REGISTERS // (128 * (groups + 1)) // 8 * 8)
 
 
 def streams_blocks(code: str, shape: StreamPackedShape) -> bool:
-    """Whether the kernel, so cut, multiplies by a matrix of a code."""
+    """True if the kernel of this shape multiplies by a matrix of a code."""
     codes = shape.outputs * BLOCK // 2 if code == "q4_k" else shape.outputs * BLOCK * 3 // 4
     ring = shape.stages * (codes + shape.rows * (BLOCK + SUMS.value) * 2)
     result = shape.outputs * shape.rows * 2  # changes its layout in shared memory

@@ -25,11 +25,12 @@ from kvern.kernels.moe_routing import Alignment
 from kvern.kernels.product_hopper import RowScales
 
 OUTPUTS, INPUT_BYTES = 128, 128
-"""Of a tile. Of gated ones, 64 outputs are gate's and 64 up's."""
+"""The sizes of a tile. Of gated ones, 64 outputs are gate's and 64 up's."""
 STAGES = {16: 11, 32: 10, 64: 8}
-"""By the rows of a block: they fill the shared memory, with what changes layouts."""
+"""The stages by the rows of a block: with what changes layouts they fill the shared memory."""
 REGISTERS, PRODUCER_REGISTERS = {16: 88, 32: 104, 64: 128}, 56
-"""Of a thread, on average, so that programs of the next kernel find room; those that multiply get what others leave."""
+"""The mean registers of a thread, so that programs of the next kernel have room; multiplying threads get what others
+leave."""
 
 
 @gluon.jit
@@ -85,7 +86,7 @@ def _fetch(
 
 @gluon.jit
 def _sums(weights, values, ready, empty, taken, steps, layout: gl.constexpr):
-    """Of a tile `[OUTPUTS, ROWS]`, as float32."""
+    """Returns the sums of a tile `[OUTPUTS, ROWS]` as float32."""
     STAGES: gl.constexpr = weights.shape[0]
     SHAPE: gl.constexpr = [weights.shape[1], values.shape[1]]
     BITS: gl.constexpr = weights.dtype.primitive_bitwidth

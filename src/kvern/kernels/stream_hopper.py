@@ -32,12 +32,12 @@ from kvern.kernels.packed import Packed
 from kvern.kernels.scaled_product import STEP
 
 REGISTERS = {8: 64, 16: 64, 32: 80, 64: 104, 128: 128}
-"""Of a thread, by the rows of a tile, so that programs share a processor: one begins while the other ends.
+"""The registers of a thread by the rows of a tile, so that programs share a processor: one begins while the other ends.
 
 Those that multiply get what the warp that fetches does not need.
 """
 CODES_REGISTERS = {1 << 9: 64, 1 << 10: 64, 1 << 11: 72, 1 << 12: 96, 1 << 13: 128}
-"""The same, by the numbers of a tile: sums of a step stand beside those of all, and scales."""
+"""The registers by the numbers of a tile, for codes: sums of a step are held with those of all, and scales."""
 
 
 @gluon.jit
@@ -91,7 +91,7 @@ def write_sums(
     SPLITS: gl.constexpr,
     KIND: gl.constexpr,
 ):
-    """What a program has of a tile [OUTPUTS, ROWS]: joined by the last of those that share it, and written.
+    """Stores a program's part of a tile [OUTPUTS, ROWS]; the last program that shares the tile joins the parts.
 
     `partial` and `arrived` have a slot for the tile.
     """
@@ -132,7 +132,7 @@ def write_sums(
 
 @gluon.jit
 def _run_scales(scale, line, step, last, runs, STEPS: gl.constexpr):
-    """Of lines of codes, in a step; of the last one in steps behind it. 0 steps: of whole lines."""
+    """Returns the scales of lines of codes in a step, or of the last one in later steps. 0 steps: of whole lines."""
     run = gl.minimum(step, last) // STEPS if STEPS > 0 else 0
     return gl.load(scale + line * runs + run).to(gl.float32)
 
@@ -310,7 +310,7 @@ def stream_product(
 
 
 def streams_codes(code: str, group: int, outputs: int, inputs: int) -> bool:
-    """Whether `stream_codes` knows a matrix of such codes, of which `group` inputs share a scale."""
+    """True if `stream_codes` supports a matrix of such codes, of which `group` inputs share a scale."""
     known = code in ("e4m3", "int8") and hopper_multiplies(torch.int8, inputs, outputs)
     return known and (group == inputs or group % STEP == 0)
 
@@ -324,7 +324,7 @@ def stream_codes(
     arrived: torch.Tensor,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """As `stream_product`, of codes: `(x * x_scale) @ weight.T + bias` in `dtype`; a matrix without zeros.
+    """Computes `stream_product` for codes: `(x * x_scale) @ weight.T + bias` in `dtype`; a matrix without zeros.
 
     x         [T, inputs] contiguous, of the dtype of the weight's codes
     x_scale   [T, inputs / n] float32, contiguous: of runs of n inputs
@@ -343,7 +343,7 @@ def stream_codes(
 
 
 def _registers(shape: StreamShape, codes: bool) -> int:
-    """Of all threads of a program, as in `REGISTERS`."""
+    """Returns the registers of all threads of a program, as in `REGISTERS`."""
     return CODES_REGISTERS[shape.rows * shape.outputs] if codes else REGISTERS[shape.rows]
 
 

@@ -26,13 +26,13 @@ from kvern.kernels.moe_routing import Alignment
 PART = gl.constexpr(64)
 """Outputs that four warps multiply."""
 WORDS = gl.constexpr(STEP // 8)
-"""Of a row's codes in a step."""
+"""The words of a row's codes in a step."""
 SCALED_BY = gl.constexpr(2.0**64)
 """Weights are that much too small for it, so that those of large scales are numbers of bfloat16."""
 
 
 class LaneShape(NamedTuple):
-    """How products are cut: 64 outputs for each part, stages of the ring, programs of a processor and their registers.
+    """The shape of products: 64 outputs for each part, stages of the ring, programs of a processor and their registers.
 
     `registers` are those of a thread on average, `fetching` those of one that fetches, `multiplying` of another.
     """
@@ -46,7 +46,7 @@ class LaneShape(NamedTuple):
 
 
 ALONE = LaneShape(1, 10, 3, 80, 56, 104)
-"""Of a row or a few in each block, of few blocks: processors share the outputs evenly."""
+"""The shape for one or a few rows in each of few blocks: processors share the outputs evenly."""
 SHAPES = {
     8: LaneShape(4, 10, 1, 96, 56, 104),
     16: LaneShape(4, 9, 1, 96, 56, 104),
@@ -54,12 +54,13 @@ SHAPES = {
     64: LaneShape(4, 5, 1, 96, 56, 104),
     128: LaneShape(4, 3, 1, 96, 64, 104),
 }
-"""By the rows of a block."""
+"""Shapes by the rows of a block."""
 
 
 @gluon.constexpr_function
 def _assembly():
-    """Of a word of eight codes, $8, and a pair of scales, $9: the numbers, of which those four codes apart are pairs.
+    """Returns assembly that turns a word of eight codes, $8, and a pair of scales, $9, into numbers; codes four apart
+    pair.
 
     Exponent and fraction go where bfloat16 has its own, which is 2**126 times too small, and the sign above. Signs of
     every second code are shifted together: the other one falls where the mask takes exponents, or out of the word.
@@ -82,7 +83,7 @@ NUMBER_REGISTERS = gl.constexpr(",".join(["=h"] * 8) + ",r,r")
 
 @gluon.jit
 def _numbers(words, scales, HALF: gl.constexpr, layout: gl.constexpr):
-    """What the units read of half a step, [PART, 64], of words [PART, 8] and the rows' scales."""
+    """Returns the operand of half a step, [PART, 64], from words [PART, 8] and the rows' scales."""
     words = gl.reshape(words, [PART, 4, 2])  # j, q
     held: gl.constexpr = words.type.layout
     scales = gl.convert_layout(scales, gl.SliceLayout(1, gl.SliceLayout(2, held)))
@@ -101,7 +102,7 @@ def _numbers(words, scales, HALF: gl.constexpr, layout: gl.constexpr):
 
 @gluon.jit
 def _words(codes, NUMBER: gl.constexpr, GATED: gl.constexpr):
-    """Of a stage, those of a part: of the first half of a step and of the second, [PART, 8] each."""
+    """Returns a part's words in a stage: of the first and of the second half of a step, [PART, 8] each."""
     registers: gl.constexpr = [[0, 1], [0, 8]]
     lanes: gl.constexpr = [[0, 2], [0, 4], [1, 0], [2, 0], [4, 0]]
     if GATED:
@@ -120,7 +121,7 @@ def _words(codes, NUMBER: gl.constexpr, GATED: gl.constexpr):
 
 @gluon.jit
 def _sums(codes, scales, values, ready, empty, taken, steps, NUMBER: gl.constexpr, GATED: gl.constexpr):
-    """Of a part of a tile, `[PART, ROWS]` float32."""
+    """Returns the sums of a part of a tile, `[PART, ROWS]` float32."""
     STAGES: gl.constexpr = codes.shape[0]
     ROWS: gl.constexpr = values.shape[1]
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
@@ -142,7 +143,7 @@ def _sums(codes, scales, values, ready, empty, taken, steps, NUMBER: gl.constexp
 
 @gluon.jit
 def _multiply(own, NUMBER: gl.constexpr, KIND: gl.constexpr):
-    """Of the part of that number."""
+    """Multiplies the part of this number."""
     gdc_wait()
     out, bias, pair_weights, sorted_pairs, block_experts, codes, scales, values, ready, empty, sizes = own
     tiles, columns, steps, pairs, outputs = sizes

@@ -32,18 +32,18 @@ from kvern.kernels.stream_packed_sums import (
 )
 
 REGISTERS = {8: 88, 16: 96, 32: 104, 64: 144, 128: 232}
-"""Of a thread that multiplies, by the rows of a tile."""
+"""The registers of a thread that multiplies, by the rows of a tile."""
 MOST_KEEPING = 1 << 13
 """Numbers of a tile. Steps of larger ones take time enough, and room."""
 BARRIER_BYTES = 1024
-"""Of shared memory at most."""
+"""The most shared memory of barriers."""
 PROCESSOR_REGISTERS = 1 << 16
 FETCHING_REGISTERS = gl.constexpr(24)
 
 
 @functools.cache
 def registers_of(shape: StreamPackedShape) -> tuple[int, int]:
-    """Of a thread while none has given any away: four warps fetch, or wait, and four multiply each part; then of those.
+    """Returns the registers of a thread before any are given away, and those of multiplying threads after.
 
     Four parts get less than they would take.
     """
@@ -68,7 +68,7 @@ def _write(
 
 @gluon.jit
 def _multiply(tensors, sizes, NUMBER: gl.constexpr, FORM: gl.constexpr):
-    """Of the part of that number."""
+    """Multiplies the part of this number."""
     out, bias, scale, zero, factor, partial, arrived, codes, values, scales, zeros, ready, empty = tensors
     first, steps, rows, outputs, groups, row_tiles = sizes
     CODE: gl.constexpr = FORM[0]
