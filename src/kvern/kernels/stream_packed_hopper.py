@@ -180,13 +180,14 @@ def _stream_packed_kernel(
 
 
 def steps_kept(inputs: int, shape: StreamPackedShape) -> int:
-    """Of so many steps a program keeps scales: a power of two. 0: it reads those of a step while it multiplies."""
+    """Returns for how many steps a program keeps scales, a power of two; 0 if it reads those of a step while it
+    multiplies."""
     few = shape.rows * shape.outputs <= MOST_KEEPING
     return next_power_of_2(cdiv(inputs // STEP, shape.splits)) if few else 0
 
 
 def streams(weight: Packed, inputs: int, shape: StreamPackedShape, dtype: torch.dtype) -> bool:
-    """Whether the kernel, so cut, multiplies activations of a dtype by a matrix: one whose groups are cut by steps.
+    """True if the kernel of this shape multiplies activations of a dtype by a matrix whose groups are cut by steps.
 
     Numbers of e2m1, and scales of another dtype that are rounded to that of x, need the range of bfloat16.
     """

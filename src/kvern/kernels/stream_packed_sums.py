@@ -38,7 +38,8 @@ WORDS_LAYOUT = gl.constexpr(
 
 @gluon.constexpr_function
 def _assembly(code: str, scaled: bool, biased: int):
-    """Of a word of eight codes, $8, pairs of codes four apart, of biased zeros, $9, and of scales, $10: the numbers.
+    """Returns assembly for a word of eight codes, $8, pairs of codes four apart, of biased zeros, $9, and of scales,
+    $10.
 
     Sign, exponent and fraction of e2m1 go where bfloat16 has its own, which is 2^126 times too small.
     """
@@ -62,7 +63,7 @@ OUTPUT_REGISTERS = gl.constexpr(",".join(["=h"] * 8) + ",r,r,r")
 
 @gluon.jit
 def _numbers(words, zeros, by, CODE: gl.constexpr, SCALED: gl.constexpr, BIASED: gl.constexpr, layout: gl.constexpr):
-    """What the units read, [PART, 8 * n], of n words of each line [PART, PER, n / PER], and pairs that fit."""
+    """Returns the operand, [PART, 8 * n], of n words of each line [PART, PER, n / PER], and the matching pairs."""
     COLUMNS: gl.constexpr = 8 * words.shape[1] * words.shape[2]
     assembly: gl.constexpr = _assembly(CODE, SCALED, BIASED)
     if BIASED == 0x4300:
@@ -81,7 +82,7 @@ def _numbers(words, zeros, by, CODE: gl.constexpr, SCALED: gl.constexpr, BIASED:
 
 @gluon.jit
 def _halves(words):
-    """Of words [PART, WORDS], those of a step's first inputs as the units count them, and the others."""
+    """Splits words [PART, WORDS] into those of a step's first inputs, in the units' order, and the others."""
     first, second = gl.split(gl.permute(gl.reshape(words, [PART, 4, 2, 2]), (0, 1, 3, 2)))
     return first, second
 
@@ -97,7 +98,7 @@ def _scale_pairs(found, BIASED: gl.constexpr):
 
 @gluon.jit
 def _of_step(kept, step, PER: gl.constexpr, layout: gl.constexpr):
-    """What is kept for a step: [PART, PER, 1]."""
+    """Returns the kept numbers of a step: [PART, PER, 1]."""
     whole: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     steps = kept._reinterpret(kept.dtype, [kept.shape[0] // PER, PER, PART], whole)
     return gl.expand_dims(steps.index(step).permute((1, 0)).load(gl.SliceLayout(2, layout)), 2)
@@ -128,7 +129,7 @@ def sums_with_kept_scales(
     codes, values, scale, zero, scales, zeros, ready, empty, first, steps, groups, known,
     PLACE: gl.constexpr, CODE: gl.constexpr, GROUP: gl.constexpr, BIASED: gl.constexpr, layout: gl.constexpr,
 ):  # fmt: skip
-    """Of small tiles."""
+    """Returns the sums of small tiles."""
     STAGES: gl.constexpr = codes.shape[0]
     ROWS: gl.constexpr = values.shape[1]
     PER: gl.constexpr = max(128 // GROUP, 1)
@@ -176,7 +177,7 @@ def sums(
     USED: gl.constexpr, PLACE: gl.constexpr, CODE: gl.constexpr, GROUP: gl.constexpr, BIASED: gl.constexpr,
     layout: gl.constexpr, rest_layout: gl.constexpr,
 ):  # fmt: skip
-    """Of large tiles: a step is multiplied in two halves, so that its numbers fit in the registers beside the sums.
+    """Returns the sums of large tiles: a step is multiplied in two halves, so that its numbers fit in the registers.
 
     A lane has inputs of one group of 32, of both groups of 16 one in each half. Of THREE_QUARTERS of the rows, those
     behind half of a tile come second; there is no other number that is no power of two.

@@ -7,7 +7,7 @@ import triton.language as tl
 from kvern.kernels.launch import Launcher, cdiv
 
 ROWS, COLUMNS = 64, 64
-"""Of a tile."""
+"""The sizes of a tile."""
 
 
 @Launcher
@@ -35,7 +35,7 @@ def _text_means_kernel(
 
 
 def text_means(states: torch.Tensor, starts: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-    """Of `states [T, width]`, contiguous: float32 `[S, width]`.
+    """Returns the means of `states [T, width]`, contiguous: float32 `[S, width]`.
 
     `starts` and `counts`, int32 `[S]`, are the index of each text's first token among the T, and the number of its
     tokens. Reads the states once.
