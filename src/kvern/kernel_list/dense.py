@@ -10,11 +10,11 @@ import torch
 import torch.nn.functional as F
 
 from kvern.attention.eight_bit import codes_of
-from kvern.kernel_list.entry import Call, Inputs, Kernel, linear_shapes, multiplied, scored
+from kvern.kernel_list.entry import ALONE_PRODUCT, Call, Inputs, Joined, Kernel, linear_shapes, multiplied, scored
 from kvern.kernels import adapters
 from kvern.kernels.activation import ACTIVATIONS, gated_activation
 from kvern.kernels.adapted_product import adapted_product
-from kvern.kernels.linear import NOTHING, Around, MatmulShape, MatvecShape, matvec, small_matmul
+from kvern.kernels.linear import MatmulShape, MatvecShape, matvec, small_matmul
 from kvern.kernels.norm import add_rms_norm, rms_norm
 from kvern.kernels.rotary import rotate_and_store, rotate_queries
 from kvern.layers.few_rows import matvec_shape
@@ -228,18 +228,13 @@ def _matvec(
     inputs: Inputs,
     outputs: int,
     width: int,
-    norm: bool = False,
-    activation: str | None = None,
-    residual: bool = False,
+    joined: Joined = ALONE_PRODUCT,
     biased: bool = False,
     shape: MatvecShape | None = None,
 ) -> Call:
     bias = inputs.numbers(outputs) if biased else None
     x, weight = inputs.numbers(1, width), inputs.numbers(outputs, width, deviation=width**-0.5)
-    around = NOTHING
-    if norm or residual or activation is not None:
-        gain = _gain(spec, inputs) if norm else None
-        around = Around(gain, 1e-6, activation, inputs.numbers(1, outputs) if residual else None)
+    around, activation = inputs.around(spec, joined, width, outputs), joined.activation
 
     def reference() -> torch.Tensor:
         out = (x.double() if around.gain is None else normed(x, around.gain, 1e-6)) @ weight.double().T
@@ -256,28 +251,28 @@ def _matvec(
 
 
 def _matvec_launched(spec: ModelSpec, inputs: Inputs) -> Sizes:
-    hidden, plain = spec.hidden_size, (False, None, False)
-    launched: list[tuple[Any, ...]] = [(scored(spec, inputs), hidden, *plain, spec.biases.head)]
+    hidden, normed_before, added = spec.hidden_size, Joined(norm=True), Joined(residual=True)
+    launched: list[tuple[Any, ...]] = [(scored(spec, inputs), hidden, ALONE_PRODUCT, spec.biases.head)]
     for layer in dict.fromkeys(spec.attending):
         attention, mlp = layer.attention, layer.mlp
         values = 0 if attention.keys_are_values else attention.own_kv_heads
         qkv = (attention.heads + attention.own_kv_heads + values) * attention.head_dim
-        launched.append((qkv, hidden, True, None, False, spec.biases.qkv))
-        launched.append((hidden, attention.heads * attention.head_dim, False, None, True, spec.biases.output))
+        launched.append((qkv, hidden, normed_before, spec.biases.qkv))
+        launched.append((hidden, attention.heads * attention.head_dim, added, spec.biases.output))
         if isinstance(mlp, MoeSpec):  # the layer behind it has its norm before the product
-            launched += [(qkv, hidden, *plain, spec.biases.qkv), (mlp.experts, hidden, *plain)]
+            launched += [(qkv, hidden, ALONE_PRODUCT, spec.biases.qkv), (mlp.experts, hidden)]
             if mlp.shared_width:
                 launched += [(2 * mlp.shared_width, hidden), (hidden, mlp.shared_width)]
             if mlp.shared_gate:
                 launched.append((1, hidden))
         elif mlp in gated_mlps(spec):
-            launched.append((2 * mlp.width, hidden, True, mlp.activation, False, mlp.bias))
-            launched.append((hidden, mlp.width, False, None, True, mlp.bias))
+            launched.append((2 * mlp.width, hidden, Joined(norm=True, activation=mlp.activation), mlp.bias))
+            launched.append((hidden, mlp.width, added, mlp.bias))
     shared = inputs.ranks[1] > 1  # norms that sum over ranks have their launches before products, and behind them
     if shared:
-        launched += [(2 * mlp.width, hidden, False, mlp.activation, False, mlp.bias) for mlp in gated_mlps(spec)]
+        launched += [(2 * mlp.width, hidden, Joined(activation=mlp.activation), mlp.bias) for mlp in gated_mlps(spec)]
     if spec.attends_to_latents or inputs.has_head or shared:
-        launched += [(outputs, width, *plain, biased) for width, outputs, biased in multiplied(spec, inputs)]
+        launched += [(outputs, width, ALONE_PRODUCT, biased) for width, outputs, biased in multiplied(spec, inputs)]
     yield from dict.fromkeys(launched)
 
 
@@ -337,7 +332,6 @@ def _adapt(
     parts: tuple[int, ...],
     rows: int,
     index_type: torch.dtype = torch.int32,
-    deterministic: bool = False,
     shape: MatmulShape | None = None,
 ) -> Call:
     """Of a layer with so many inputs; `shape`: with its own product, of few outputs."""
@@ -357,7 +351,7 @@ def _adapt(
         if shape is not None:
             counters = inputs.zeros(-(-outputs // shape.outputs))
             return adapted_product(x, weight, None, using, down, up, ranks, ends, shape, counters)
-        adapters.add_adapters(out, x, using, down, up, ranks, ends, deterministic)
+        adapters.add_adapters(out, x, using, down, up, ranks, ends, False)
         return out
 
     def reference() -> torch.Tensor:
@@ -385,7 +379,7 @@ def _adapt_launched(spec: ModelSpec, inputs: Inputs) -> Sizes:
             yield hidden, parts, rows, index_type
         if joined:
             cuts = ((rows, adapted_shape(rows, ends[-1], hidden)) for rows in SHAPES)
-            yield from ((hidden, parts, rows, index_type, False, cut) for rows, cut in cuts)
+            yield from ((hidden, parts, rows, index_type, cut) for rows, cut in cuts)
 
 
 KERNELS = (

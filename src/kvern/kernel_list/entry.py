@@ -10,6 +10,7 @@ import triton
 from kvern.adapters.targets import linear_layers
 from kvern.attention.eight_bit import LARGEST_CODE, codes_of
 from kvern.kernels.launch import processors
+from kvern.kernels.linear import NOTHING, Around
 from kvern.layers.build import Build
 from kvern.layers.linear_method import LinearMethod
 from kvern.models.decoder import Decoder
@@ -38,6 +39,17 @@ class PackedKind(NamedTuple):
     order: bool = False
     biased: bool = False
     activations: str = ""
+
+
+class Joined(NamedTuple):
+    """What a product of one row does besides: a norm before it, an activation or the residual's addition after it."""
+
+    norm: bool = False
+    activation: str | None = None
+    residual: bool = False
+
+
+ALONE_PRODUCT = Joined()
 
 
 @dataclass
@@ -130,6 +142,13 @@ class Inputs:
         """The numbers below `count`, in a mixed order."""
         order = torch.randperm(count, generator=torch.Generator().manual_seed(count))
         return order.to(self.device, dtype)
+
+    def around(self, spec: ModelSpec, joined: Joined, width: int, outputs: int) -> Around:
+        """What a product of a row of `width` numbers is launched with, of weights with so many outputs."""
+        if joined == ALONE_PRODUCT:
+            return NOTHING
+        gain = self.numbers(width, dtype=torch.float32 if spec.norm.offset else None) if joined.norm else None
+        return Around(gain, 1e-6, joined.activation, self.numbers(1, outputs) if joined.residual else None)
 
     def zeros(self, *shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
         """Zeros, on the device."""

@@ -8,9 +8,9 @@ import torch
 from kvern.formats.gpu.candidates import BLOCK_STREAMS, row_shape
 from kvern.kernel_list.entry import Call, Inputs, Kernel, PackedKind
 from kvern.kernel_list.quantized import (
-    arounds,
     bytes_of,
     forms_of,
+    joined_by,
     one_row,
     plain_of,
     random_packed,
@@ -68,10 +68,10 @@ def _row_launched(spec: ModelSpec, inputs: Inputs) -> Sizes:
 
     for kind in forms_of(inputs):
         offered = [shape for shape in BLOCK_STREAMS[1] if streams_blocks(kind.code, shape)]
-        for norm, activation, residual in arounds(spec, inputs, kind) if offered else ():
-            shapes = (row_shape(shape, kind.code, activation is not None) for shape in offered)
+        for joined in joined_by(spec, inputs, kind) if offered else ():
+            shapes = (row_shape(shape, kind.code, joined.activation is not None) for shape in offered)
             for shape in dict.fromkeys(shapes):
-                yield kind._replace(part=""), kind.outputs, shape, norm, activation, residual
+                yield kind._replace(part=""), kind.outputs, shape, joined
 
 
 def _timed(spec: ModelSpec, inputs: Inputs) -> Sizes:

@@ -29,12 +29,12 @@ from kvern.formats.gpu.candidates import (
 from kvern.formats.gpu.products import multiply_row
 from kvern.formats.method import QuantizedMethod
 from kvern.kernel_list.dense import ACTIVATION, FEW_OUTPUTS, ROWS, gated_mlps
-from kvern.kernel_list.entry import Call, Inputs, Kernel, PackedKind, linear_shapes
+from kvern.kernel_list.entry import ALONE_PRODUCT, Call, Inputs, Joined, Kernel, PackedKind, linear_shapes
 from kvern.kernel_list.experts import moes
 from kvern.kernels.arrange import arrange
 from kvern.kernels.block_codes import BLOCKS
 from kvern.kernels.codes import CODES, INTERLEAVED, readable
-from kvern.kernels.linear import NOTHING, Around, MatmulShape, StreamPackedShape
+from kvern.kernels.linear import MatmulShape, StreamPackedShape
 from kvern.kernels.packed import E2M1, NF4, Packed
 from kvern.kernels.packed_product import packed_product
 from kvern.kernels.plain_weights import plain_weights
@@ -211,16 +211,11 @@ def one_row(
     kind: PackedKind,
     outputs: int,
     shape: RowShape,
-    norm: bool = False,
-    activation: str | None = None,
-    residual: bool = False,
+    joined: Joined = ALONE_PRODUCT,
 ) -> Call:
     packed, x = random_packed(inputs, kind, outputs), inputs.numbers(1, kind.inputs)
     bias = inputs.numbers(outputs) if kind.biased else None
-    around = NOTHING
-    if norm or residual or activation is not None:
-        gain = inputs.numbers(kind.inputs, dtype=torch.float32 if spec.norm.offset else None) if norm else None
-        around = Around(gain, 1e-6, activation, inputs.numbers(1, outputs) if residual else None)
+    around, activation = inputs.around(spec, joined, kind.inputs, outputs), joined.activation
 
     def reference() -> torch.Tensor:
         row = x.double()
@@ -271,15 +266,15 @@ def _plain_forms(kinds: list[PackedKind]) -> Sizes:
         yield (kind,)
 
 
-def arounds(spec: ModelSpec, inputs: Inputs, kind: PackedKind) -> Sizes:
-    """What a product of one row is launched with, beside nothing: whether with a norm, activation, with a residual."""
+def joined_by(spec: ModelSpec, inputs: Inputs, kind: PackedKind) -> Iterator[Joined]:
+    """What products of one row do besides, in layers where they do more than multiply."""
     if kind.part in ("o_proj", "down_proj"):
-        yield False, None, True
+        yield Joined(residual=True)
     elif kind.part == "q_proj":
-        yield True, None, False
+        yield Joined(norm=True)
     elif kind.part == "gate_proj":
         norms = (True, False) if inputs.ranks[1] > 1 else (True,)  # those that sum over ranks are launched alone
-        yield from ((norm, mlp.activation, False) for mlp in gated_mlps(spec) for norm in norms)
+        yield from (Joined(norm, mlp.activation) for mlp in gated_mlps(spec) for norm in norms)
 
 
 def _dense(inputs: Inputs) -> list[PackedKind]:
@@ -306,9 +301,9 @@ def _row_shapes(inputs: Inputs, kind: PackedKind, activated: bool = False) -> li
 def _row_launched(spec: ModelSpec, inputs: Inputs) -> Sizes:
     launched: dict[tuple[Any, ...], None] = {}
     for kind in forms_of(inputs):
-        for around in ((), *(() if kind.order else arounds(spec, inputs, kind))):
-            for shape in _row_shapes(inputs, kind, bool(around) and around[1] is not None):
-                launched[kind._replace(part=""), kind.outputs, shape, *around] = None
+        for joined in (ALONE_PRODUCT, *(() if kind.order else joined_by(spec, inputs, kind))):
+            for shape in _row_shapes(inputs, kind, joined.activation is not None):
+                launched[kind._replace(part=""), kind.outputs, shape, joined] = None
     yield from launched
 
 
