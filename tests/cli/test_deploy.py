@@ -15,11 +15,9 @@ from typing import Any
 import kubernetes_validate
 import promql_parser
 import pytest
-import tyro
 import yaml
 
-from kvern.cli.main import commands
-from kvern.cli.options import read_defaults
+from kvern.cli.main import read_command
 from kvern.cli.serve import ServeCommand
 from kvern.config import EngineConfig
 from kvern.cpu.build import READY_MADE, find_compiler, library_path
@@ -227,10 +225,7 @@ def command_lines() -> dict[str, list[str]]:
 
 @pytest.mark.parametrize("name", command_lines())
 def test_kvern_takes_the_arguments(name: str) -> None:
-    arguments = command_lines()[name]
-    command = tyro.cli(
-        commands(read_defaults([], {}), divided=True), args=arguments, config=(tyro.conf.OmitArgPrefixes,)
-    )
+    command, _ = read_command(command_lines()[name], {})
     assert isinstance(command, ServeCommand)
     assert command.server.host == ("127.0.0.1" if name == "systemd" else "0.0.0.0")
     assert command.server.port == 8000
