@@ -17,7 +17,7 @@ class BlockPool:
 
     @property
     def free_count(self) -> int:
-        """Blocks that nobody references."""
+        """The number of blocks without references."""
         return len(self._free)
 
     def references(self, block: int) -> int:

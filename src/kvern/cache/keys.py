@@ -50,7 +50,7 @@ def block_key(parent: bytes, contents: Sequence[int]) -> bytes:
 
 
 def block_keys(parent: bytes, contents: Sequence[int], block_size: int) -> Iterator[bytes]:
-    """The keys of the full blocks behind `parent`, each made when it is asked for."""
+    """The keys of the full blocks that follow `parent`, each made when it is asked for."""
     for start in range(0, len(contents) - block_size + 1, block_size):
         parent = block_key(parent, contents[start : start + block_size])
         yield parent

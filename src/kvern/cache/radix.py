@@ -3,11 +3,11 @@
     root(namespace) --[16 tokens]--> node(block 7) --[16 tokens]--> node(block 3) --[5 tokens]--> node(block 9)
 
 A path spells a run of tokens whose keys and values are in the blocks along it. Only a leaf may be partial (fewer tokens
-than a block holds); nobody runs on a partial or half-matching block, its matching head is copied instead.
+than a block holds); no request uses a partial or half-matching block, its matching head is copied instead.
 
 Each node has a content key (`cache/keys.py`), made when it is first asked for. A node is written when the step that
 computes it has completed. Requests of this process may share blocks that are still to be written, since steps run in
-order; whoever hands bytes to others waits until they are.
+order; a block is given to other processes only after it is written.
 
 Invariants: the tree owns one reference to each node's block. `users` counts the running requests whose path goes
 through a node, so a node's users are at least the sum of its children's. Nodes without users stand in `_unused` in the
@@ -197,7 +197,7 @@ class RadixCache:
         self._roots = {name: root for name, root in self._roots.items() if root.children}
 
     def clear(self) -> None:
-        """Forget everything that nobody uses."""
+        """Remove all nodes that no request uses."""
         self.evict(len(self._unused))
 
     def _remove(self, node: Node) -> None:

@@ -57,7 +57,7 @@ MOST_SAVES = 32
 
 
 class KVTier(Protocol):
-    """Decides which blocks are kept, by their content keys. Moves no bytes, blocks nobody."""
+    """Decides which blocks are kept, by their content keys. Moves no bytes and returns at once."""
 
     def put(self, key: bytes, block: int) -> bool:
         """Returns True to have `block`, which is written, saved; False if it is kept already or not wanted."""
@@ -78,7 +78,7 @@ class KVTier(Protocol):
 
 @dataclass(eq=False)
 class _Load:
-    """Blocks on their way: they follow `path`, whose nodes stay, and belong to nobody else."""
+    """Blocks that are being loaded: they follow `path`, whose nodes stay, and no request has them yet."""
 
     namespace: bytes
     path: list[Node]

@@ -22,7 +22,7 @@ class Branching:
         self._names = 0
 
     def branch(self, members: Sequence[Request], children: Sequence[tuple[Request, int]]) -> list[Request]:
-        """Let the held beams `members` go on as `children`: each a member and the token behind it.
+        """Let the held beams `members` go on as `children`: each a member and the token that follows it.
 
         A member's first child is itself; the others take the places of members without children, or new ones. Those
         for which there is no room wait. Returns one request for each child.
@@ -50,7 +50,7 @@ class Branching:
         return requests
 
     def _fork(self, parent: Request, child: Request, token_id: int) -> None:
-        """Let `child`, which neither runs nor waits, go on behind `parent`."""
+        """Let `child`, which neither runs nor waits, continue from `parent`."""
         scheduler = self._scheduler
         child.token_ids = [*parent.token_ids, token_id]
         if child.search is not None:

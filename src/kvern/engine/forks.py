@@ -1,4 +1,4 @@
-"""Rows that go on behind others: planned when a beam search has chosen, done by the next step before all else."""
+"""Forks of rows: planned when a beam search has chosen its beams, carried out at the beginning of the next step."""
 
 from collections.abc import Sequence
 

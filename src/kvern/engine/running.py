@@ -42,7 +42,7 @@ class RunningRequests:
 
     @property
     def free_rows(self) -> int:
-        """Rows that nobody has."""
+        """The number of rows that no request has."""
         return len(self._free_slots)
 
     @property
@@ -52,7 +52,7 @@ class RunningRequests:
 
     @property
     def reserved_blocks(self) -> int:
-        """Blocks that admission leaves for those that run, lest they be preempted for the newcomer."""
+        """Blocks that admission leaves for running requests, so that they are not preempted for a new one."""
         return len(self._growing) + self.promised_rows
 
     def share(self, request: Request) -> tuple[int, int]:

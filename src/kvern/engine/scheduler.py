@@ -1,22 +1,22 @@
 """Decides what each step computes. No torch, no clock: the same calls give the same decisions.
 
 There are no phases. Every request has tokens, and some of them are computed; a step lets computed tokens catch up,
-under a budget. A decode is one token behind, a prompt is many, a preempted request is all of them.
+under a budget. A decode lacks one token, a prompt many, a preempted request all of them.
 
-    schedule():  1. running requests that are one token behind (decode), best first
-                 2. running requests that are further behind (prefill), with what is left of the budget
+    schedule():  1. running requests that lack one token (decode), best first
+                 2. running requests that lack more (prefill), with the rest of the budget
                  3. waiting requests, best first, while there are slots, blocks and budget
-    A decode with drafts behind it is as many tokens longer as there is room for: nobody waits for drafts.
+    A decode with drafts is longer by as many tokens as there is room for: no request waits for drafts.
     Beside decodes, a step's time can bound what it computes of prompts, too (`step_budget.py`).
     When blocks run out in 1 or 2, the worst running request is preempted: its blocks go, its tokens stay.
 
 Best first means: aged requests first, then the policy's key, then what their owners have, turn and arrival. Waiting
-requests are admitted strictly in that order: if the best one does not fit, nobody overtakes it. So a request that has
+requests are admitted strictly in that order: if the best one does not fit, no other overtakes it. So a request that has
 aged waits only for those that run already and those that aged before it. Those that cannot run yet are passed by
 (`waiting.py`). Where one owner's requests have all places, some give way to another owner's (`shares.py`).
 
 An adapter's place on the device is the one thing that others pass by: while a request waits for one, requests without
-an adapter go on, as they take no such place, and requests with an adapter wait behind it.
+an adapter continue, because they need no such place, and requests with an adapter wait for their turn.
 """
 
 from dataclasses import dataclass
@@ -107,7 +107,7 @@ class Scheduler:
             self.forget(member)
 
     def update(self, request: Request, token_ids: list[int], sampled: int, unused: int = 0) -> bool:
-        """Append those kept of `sampled` tokens, but for `unused` ones behind a stop; whether the length is reached."""
+        """Append the kept tokens of `sampled` ones, without `unused` ones after a stop; returns whether it is full."""
         request.token_ids.extend(token_ids)
         request.in_flight -= sampled
         request.drafts.in_flight -= max(0, sampled - 1)
@@ -145,7 +145,7 @@ class Scheduler:
     def schedule(self, time: StepTime | None = None, wanted: Wanted | None = None, begin: int = 1) -> SchedulerOutput:
         """Plan the next step, of this `time` if decodes are in it; empty when nothing can run before one returns.
 
-        `wanted` says how many drafts the device should guess of a request behind it; None: none. `begin`: as `in_turn`.
+        `wanted` says how many drafts of a request the device should guess; None: none. `begin`: see `in_turn`.
         """
         self.step += 1
         for request in self.shares.giving_way(self.step):
@@ -224,7 +224,7 @@ class Scheduler:
         return count
 
     def _verify(self, request: Request, spare: int, output: SchedulerOutput) -> int:
-        """Compute a decode's next token and drafts behind it, for which there is room; how many are computed."""
+        """Compute a decode's next token and the drafts for which there is room; returns how many are computed."""
         count, drafts = to_verify(request, self.cache, len(self.running), spare)
         if not count:
             return 0

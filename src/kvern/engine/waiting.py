@@ -7,8 +7,8 @@
 
 Ready requests stand in two heaps for each owner, of those without an adapter and of those with one, so that either can
 be taken alone. Between the heaps decides how much their owners have: `kvern.engine.shares`.
-Whoever leaves a heap or gets another place in it leaves a dead entry, which is dropped when it comes to the top or when
-dead entries are the most.
+A request that leaves a heap, or gets another place in it, leaves a dead entry. It is removed when it comes to the top,
+or when most entries are dead.
 
 Requests age in the order in which they began to wait, AGED of them a step at most: of a crowd that came at once, the
 last are as many steps late as there are requests for each of AGED.
@@ -69,7 +69,7 @@ class WaitingQueue:
         self._push(request)
 
     def remove(self, request: Request) -> None:
-        """It waits no more. Raises KeyError if it did not."""
+        """Remove a request. Raises KeyError if it does not wait."""
         del self._numbers[request]
         self._young.pop(request, None)
         cause = self._causes.pop(request, None)
