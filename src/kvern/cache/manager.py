@@ -170,7 +170,10 @@ class KVCacheManager:
 
         Returns the new blocks of the first block table; None, and gives none, if there are not enough.
         """
-        needed = [max(0, self.blocks_for(tokens) - len(request.block_ids)), *self._needed(request, tokens)]
+        lacking = max(0, self.blocks_for(tokens) - len(request.block_ids))
+        if not lacking and not self.extensions:
+            return []  # the most frequent case by far
+        needed = [lacking, *self._needed(request, tokens)]
         if not any(needed):
             return []
         if not self._blocks.fit(needed):

@@ -110,7 +110,8 @@ class Scheduler:
         """Append the kept tokens of `sampled` ones, without `unused` ones after a stop; returns whether it is full."""
         request.token_ids.extend(token_ids)
         request.in_flight -= sampled
-        request.drafts.in_flight -= max(0, sampled - 1)
+        if sampled > 1:
+            request.drafts.in_flight -= sampled - 1
         if request.state is State.RUNNING:
             if sampled > 1:
                 request.num_computed_tokens -= sampled - len(token_ids) - unused
@@ -313,7 +314,8 @@ class Scheduler:
         output.request_ids.append(request.request_id)
         request.num_computed_tokens = start + count
         request.in_flight += sampled
-        request.drafts.in_flight += max(sampled - 1, 0)
+        if sampled > 1:
+            request.drafts.in_flight += sampled - 1
         self.cache.publish(request, self.step)
         if start < request.prompt_length and request.prompt_scheduled:
             self.waiting.wake(request)
