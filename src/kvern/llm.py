@@ -32,7 +32,7 @@ from kvern.serving.several import SeveralEngines
 from kvern.serving.shared_engine import SharedEngine
 from kvern.spec.model import ModelSpec
 from kvern.text.tokenizer import Tokenizer
-from kvern.tools.chat import ChatRequest, PromptOptions
+from kvern.tools.chat import DEFAULT_PROMPT, ChatRequest, PromptOptions
 from kvern.tools.definitions import NO_TOOLS, ToolUse
 
 __all__ = ["LLM", "CompletionOutput", "FailedRequest", "RequestOutput", "Score"]
@@ -276,10 +276,14 @@ class LLM:
             self._engine.unload_adapter(name)
 
     def chat_request(
-        self, messages: Messages, sampling_params: SamplingParams, use: ToolUse = NO_TOOLS, **options: Any
+        self,
+        messages: Messages,
+        sampling_params: SamplingParams,
+        use: ToolUse = NO_TOOLS,
+        options: PromptOptions = DEFAULT_PROMPT,
     ) -> ChatRequest:
         """A conversation as a prompt, parameters, and a reader of the answer. Raises InvalidRequest."""
-        return self._engine.inputs.chat.request(messages, sampling_params, use, PromptOptions(**options))
+        return self._engine.inputs.chat.request(messages, sampling_params, use, options)
 
     def as_completed(
         self, inputs: Iterable[Input], *, max_in_flight: int | None = None

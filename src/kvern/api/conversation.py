@@ -12,6 +12,7 @@ from kvern.errors import InvalidRequest, shown
 from kvern.io.json_work import is_too_much
 from kvern.text.call_messages import arguments_of
 from kvern.text.content import MessageContent, content_of
+from kvern.tools.chat import PromptOptions
 from kvern.tools.definitions import NO_TOOLS, ToolUse, read_tools
 from kvern.tools.encoding import Encoding
 from kvern.tools.thinking import REASONING
@@ -39,15 +40,15 @@ class ChatBody:
     encoding: Encoding | None = None
 
     @property
-    def options(self) -> dict[str, Any]:
-        """The arguments for `Chat.request`."""
-        return {
-            "thinking_budget": self.thinking_budget,
-            "variables": self.variables,
-            "add_generation_prompt": self.add_generation_prompt,
-            "continue_final_message": self.continue_final_message,
-            "encoding": self.encoding,
-        }
+    def options(self) -> PromptOptions:
+        """The options for `Chat.request`."""
+        return PromptOptions(
+            thinking_budget=self.thinking_budget,
+            variables=self.variables,
+            add_generation_prompt=self.add_generation_prompt,
+            continue_final_message=self.continue_final_message,
+            encoding=self.encoding,
+        )
 
 
 def read_chat_body(body: Mapping[str, Any], encoding: Encoding | None = None) -> ChatBody:

@@ -301,7 +301,7 @@ def chat_of(request: BatchRequest, llm: LLM) -> ChatRequest | None:
     chat = request.chat
     if chat is None:
         return None
-    return llm.chat_request(chat.messages, request.params, chat.use, **chat.options)
+    return llm.chat_request(chat.messages, request.params, chat.use, chat.options)
 
 
 def failure(row: Row, error: KvernError) -> FinishedRow:

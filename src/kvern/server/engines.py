@@ -1,11 +1,13 @@
 """The engines of a server, one for each model, and the names of their models and adapters."""
 
+from dataclasses import replace
+
 from kvern.api.conversation import ChatBody
 from kvern.request.sampling_params import SamplingParams
 from kvern.server.admission import Admission
 from kvern.server.keys import ApiKey
 from kvern.serving.client import EngineClient
-from kvern.tools.chat import ChatRequest, PromptOptions
+from kvern.tools.chat import ChatRequest
 
 
 class ServedEngine:
@@ -34,8 +36,13 @@ class ServedEngine:
 
         Raises InvalidRequest, InvalidParameter or ServerBusy.
         """
-        options = PromptOptions(**conversation.options, namespace=namespace)
-        return await self.client.inputs.chat(conversation.messages, params, conversation.use, options, key.owner)
+        return await self.client.inputs.chat(
+            conversation.messages,
+            params,
+            conversation.use,
+            replace(conversation.options, namespace=namespace),
+            key.owner,
+        )
 
     def entry(self, name: str, created: int) -> dict[str, object]:
         """Returns a name's entry in OpenAI's list of models, with the sizes of its model."""
