@@ -22,7 +22,6 @@ from typing import Any
 
 from kvern.config import EngineConfig
 from kvern.errors import ConfigError, InvalidParameter
-from kvern.formats.gguf.folder import gguf_folder_files, gguf_state
 from kvern.io.files import MOST_CONFIG_BYTES, read_object, read_whole, reason
 from kvern.models.hub import resolve_model
 from kvern.request.sampling_params import USUAL, SamplingParams
@@ -86,6 +85,8 @@ def folder_here(config: EngineConfig, folder: str) -> Path:
 
 def _made_of_gguf(file: Path, cache: Path, *, tokenizer: bool) -> Path:
     """The folder of a GGUF file, which is read only where it was not before."""
+    from kvern.formats.gguf.folder import gguf_folder_files, gguf_state
+
     folder = cache / gguf_state(file, tokenizer=tokenizer)
     return folder if folder.is_dir() else _made(gguf_folder_files(file, tokenizer=tokenizer), folder)
 

@@ -8,7 +8,6 @@ from pathlib import Path
 
 from kvern.config import DEFAULT_MODEL
 from kvern.errors import ModelNotFound
-from kvern.formats.gguf.files import choose
 
 EMBEDDED_FOLDER = Path(__file__).parent.parent / "embedded"
 WEIGHTS = "*.safetensors"
@@ -102,6 +101,8 @@ def _checked_folder(folder: Path) -> Path:
 def _chosen(folder: Path, ending: str) -> Path:
     """The GGUF file of a folder, of which the name has this ending."""
     names = [path.relative_to(folder).as_posix() for pattern in (GGUF, f"*/{GGUF}") for path in folder.glob(pattern)]
+    from kvern.formats.gguf.files import choose
+
     return folder / choose(names, ending, str(folder))[0]
 
 
@@ -157,6 +158,8 @@ def _download_gguf(
         raise ModelNotFound(_explain(error, repository, revision, False)) from error
     if not any(name.endswith(".gguf") for name in names):
         raise ModelNotFound(f"model {repository!r} has neither safetensors nor GGUF files on the hub")
+    from kvern.formats.gguf.files import choose
+
     files = choose(names, ending, repository)
     return _download(repository, revision, token, False, cache_folder, True, tuple(files)) / files[0]
 
