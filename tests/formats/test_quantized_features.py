@@ -12,6 +12,14 @@ import pytest
 import torch
 
 from kvern import LLM, RequestOutput, SamplingParams
+from kvern.config import EngineConfig
+from kvern.layers.build import Build
+from kvern.layers.unquantized import Unquantized
+from kvern.models.checkpoint import read_headers
+from kvern.models.decoder import Decoder
+from kvern.models.folder import model_folder
+from kvern.models.loader import read_config, stored_methods
+from kvern.models.registry import spec_from_config
 from kvern.quantize import job
 from kvern.quantize.calibration import Calibration
 from kvern.quantize.checkpoint import Checkpoint
@@ -165,6 +173,22 @@ def test_answers_are_those_that_come_alone(name: str, models: Models, tmp_path: 
                 request: tokens(output) for request, output in alone.items()
             }
             assert all(output.cached_tokens > 0 for output in found.values()) or not again
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # within PEFT
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_model_is_finished_before_its_weights_are_there(name: str, models: Models, tmp_path: Path) -> None:
+    """A start records on the meta device which kernels a model launches; nothing there has a value."""
+    path = FORMATS[name].make(models.plain, tmp_path)
+    options = dict(FORMATS[name].options) | ({"tokenizer": str(models.plain)} if str(path).endswith(".gguf") else {})
+    config = EngineConfig(str(path), cache_dir=cache_folder(tmp_path / "cache"), **options)
+    folder = model_folder(config)
+    described = read_config(folder)
+    spec = spec_from_config(described)
+    methods = stored_methods(described, spec, read_headers(folder), Unquantized(), config.quantization)
+    decoder = Decoder(spec, Build(torch.bfloat16, torch.device("meta"), 96, linear=methods))
+    decoder.finish()
+    assert all(tensor.is_meta for tensor in decoder.parameters())
 
 
 GPU_CASES = [

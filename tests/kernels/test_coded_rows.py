@@ -88,9 +88,9 @@ def test_engines_answer_alike(
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_engines_answer_alike_on_a_gpu(
-    tmp_path: Path, on_device: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, on_device: Callable[..., LLM], counts: dict[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    test_engines_answer_alike("llama", tmp_path, on_device, monkeypatch)
+    test_engines_answer_alike("llama", tmp_path, on_device, counts, monkeypatch)
 
 
 @pytest.mark.gpu

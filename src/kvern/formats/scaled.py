@@ -188,7 +188,7 @@ class ScaledMethod(QuantizedMethod):
 
     def finish(self) -> None:
         """Finishes loading; zero points that are all zero are dropped."""
-        if self.zero is not None and not self.zero.any():
+        if self.zero is not None and not self.zero.is_meta and not self.zero.any():
             self.zero = None
         if self.zero is not None or not (self.form.activations is None or self.form.activations.symmetric):
             self.name += ", with zeros"
