@@ -1,6 +1,7 @@
 """What all tests share: a deterministic hypothesis, an engine with `tests.support.tiny_model`, and a server."""
 
 import contextlib
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -8,6 +9,9 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is defined, by whichever test imports it first
 
 from kvern import LLM, EngineConfig
 from kvern.cpu.build import BuildError

@@ -1,15 +1,11 @@
 """The kernels' tests run interpreted on a CPU, and compiled where there is a GPU."""
 
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-
-if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is defined
 
 from kvern.attention import latent
 from kvern.kernels import delta_net, filters, rotary
