@@ -128,7 +128,7 @@ def test_a_draft_is_quantized_as_is_asked(plain: LLM, tiny_model: Path) -> None:
     options: dict[str, Any] = {"kv_cache_tokens": 512, "max_batch_requests": 8, "draft_quantization": "int8"}
     with guessing(tiny_model, tiny_model, **OPTIONS, **options) as llm:
         drafter: Any = drafter_of(llm)
-        names = {method.name for method in drafter._decoder.modules() if isinstance(method, LinearMethod)}
+        names = {method.name for method in drafter._model.decoder.modules() if isinstance(method, LinearMethod)}
         assert tokens_and_texts(llm.generate(PROMPTS, params)) == expected
         assert llm.statistics().accepted_tokens > 0
     assert any("int8" in name.lower() for name in names), names

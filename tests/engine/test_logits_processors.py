@@ -227,7 +227,7 @@ def test_async(tiny_model: Path) -> None:
             first, failed, last = await llm.generate([PROMPT] * 3, params, on_error="return")
             assert [output.outputs[0].token_ids for output in (first, last)] == [following(1), following(3)]
             assert failed.failure == "logits processor break failed: RuntimeError: as planned"
-            assert len(failed.outputs[0].token_ids) == 3
+            assert len(failed.outputs[0].token_ids) == 4
             with pytest.raises(RequestFailed, match="as planned"):
                 async for _ in llm.stream(PROMPT, breaking):
                     pass

@@ -59,8 +59,7 @@ def logprobs(outputs: list[RequestOutput]) -> list[float]:
 
 
 def scales(llm: LLM) -> list[torch.Tensor]:
-    contents = worker_of(llm)._contents
-    return list(contents.eight_bit.scales)
+    return list(worker_of(llm)._loaded.eight_bit.scales)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])

@@ -89,11 +89,11 @@ def test_what_cannot_be_described_is_refused_by_name(changes: dict[str, Any], re
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("changes", [{"per_layer": None}, {"layer_scalars": True}])
+@pytest.mark.parametrize("changes", [{"per_layer": None}, {"scalars": True}])
 def test_streams_go_with_layers_of_one_kind(changes: dict[str, Any], folder: Path) -> None:
     spec = spec_from_config(read_config(folder))
     with pytest.raises(ValueError, match="several residual streams go with layers that have"):
-        check_spec(replace(spec, **changes))
+        check_spec(replace(spec, additions=replace(spec.additions, **changes)))
 
 
 def test_gpus_and_calibrations_are_refused(folder: Path) -> None:

@@ -42,7 +42,7 @@ def check_steps(
         load_kernels("cpu_attention", 1)
     with LLM(str(folder), **OPTIONS, kv_cache_tokens=kv_cache_tokens, cpu_kernels=kernels) as llm:
         core: Any = core_of(llm)
-        assert backend is None or isinstance(core.executor._worker.runner._attention, backend)
+        assert backend is None or isinstance(core.executor._worker.runner.model.attention, backend)
         dice = random.Random(5)
         for budget in (4, 7, 11):
             core.scheduler.limits = core.scheduler.limits.__class__(budget, 4, 100)
