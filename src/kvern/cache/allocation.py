@@ -19,7 +19,9 @@ class Allocation:
     """
 
     def __init__(self, memory: CacheMemory, extensions: Sequence[CacheExtension]) -> None:
-        self._pool, self._memory, self._tree = memory.pool, memory.memory, memory.tree
+        self._pool = memory.pool
+        self._memory = memory.memory
+        self._tree = memory.tree
         self._extensions = extensions
         self.tables = [1, *(extension.tables for extension in extensions)]
         self._pools = [memory.pool, *(extension.pool for extension in extensions)]

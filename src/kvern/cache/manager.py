@@ -257,7 +257,9 @@ class KVCacheManager:
         self._leave(request, None)
         self.tree.release(request.nodes)
         self.pool.release(reversed(request.block_ids))
-        request.block_ids, request.nodes, request.num_computed_tokens = [], [], 0
+        request.block_ids = []
+        request.nodes = []
+        request.num_computed_tokens = 0
 
     def retract(self, request: Request) -> None:
         """The request was forked, and no step has copied yet what it cannot share."""

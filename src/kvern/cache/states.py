@@ -68,7 +68,9 @@ class StatePool(CacheExtension):
 
     def __init__(self, capacity: int, apart: int, memory: CacheMemory) -> None:
         self.capacity = capacity
-        self._apart, self._tree, self._block_size = apart, memory.tree, memory.block_size
+        self._apart = apart
+        self._tree = memory.tree
+        self._block_size = memory.block_size
         self._free = list(range(capacity - 1, -1, -1))
         self._held: dict[Request, _Held] = {}
         self._kept: OrderedDict[Node, _Kept] = OrderedDict()
@@ -195,7 +197,9 @@ class StatePool(CacheExtension):
             if node in self._kept:
                 self._kept[node].step = output.step
         message = StateMessage(self._copies, self._given)
-        self._copies, self._copied, self._given = [], [], []
+        self._copies = []
+        self._copied = []
+        self._given = []
         for request in self._at_marks:  # after the copies of this step: the next step copies these
             if request in self._held:
                 self.snapshot(request, output.step)

@@ -96,7 +96,10 @@ class TierTraffic(CacheExtension):
     excludes = frozenset({"states", "windows"})
 
     def __init__(self, tier: KVTier, memory: CacheMemory) -> None:
-        self._tier, self._pool, self._tree, self._block_size = tier, memory.pool, memory.tree, memory.block_size
+        self._tier = tier
+        self._pool = memory.pool
+        self._tree = memory.tree
+        self._block_size = memory.block_size
         self._offers: dict[Node, None] = {}
         """Nodes that the tier has not been asked about, in the order in which their blocks are written."""
         self._saves: list[BlockSave] = []
@@ -122,7 +125,9 @@ class TierTraffic(CacheExtension):
         self._offer()
         message = TierMessage(self._saves, self._loads, self._ended)
         self._saving += [(output.step, save.key) for save in self._saves]
-        self._saves, self._loads, self._ended = [], [], []
+        self._saves = []
+        self._loads = []
+        self._ended = []
         return message if message.saves or message.loads or message.ended or polls else None
 
     def publish(self, request: Request, index: int, node: Node, step: int) -> None:
@@ -149,7 +154,9 @@ class TierTraffic(CacheExtension):
         """
         if request in self._asked:
             return False
-        size, limit, namespace = self._block_size, request.most_cached, request.cache_namespace
+        size = self._block_size
+        limit = request.most_cached
+        namespace = request.cache_namespace
         path, _, _ = self._tree.match(namespace, contents, limit)
         start = len(path) * size
         parent = self._tree.key(path[-1]) if path else self._tree.root_key(namespace)

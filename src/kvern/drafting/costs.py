@@ -174,9 +174,13 @@ class DraftCosts:
         on_device: bool = False,
         catches_up: bool = True,
     ) -> None:
-        self._most_rows, self._most, self._on_device = most_rows, most, on_device
+        self._most_rows = most_rows
+        self._most = most
+        self._on_device = on_device
         self._catches_up = on_device and catches_up
-        self._plain, self._verifying, self._passes = LeastTimes(), LeastTimes(8, 4), LeastTimes()
+        self._plain = LeastTimes()
+        self._verifying = LeastTimes(8, 4)
+        self._passes = LeastTimes()
         self._share = 1.0
         """The share of requests with drafts, in steps with drafts."""
         self._right, self._wrong = 2.0, 1.0
@@ -349,7 +353,9 @@ class DraftCosts:
             for count in range(1, most + 1):
                 verifying = self._verifying.of(round(running + having * count), (running, plain))
                 costs.append(1 + ((verifying - plain) * running / having + count * one_pass) / plain)
-            self._costs, self._held_for, self._held = costs, running, HELD
+            self._costs = costs
+            self._held_for = running
+            self._held = HELD
         self._held -= 1
         return self._costs
 
@@ -358,7 +364,10 @@ class DraftCosts:
         all_right = self._right / (self._right + self._wrong)
         right, wrong = request.drafts.right + 2 * all_right, request.drafts.wrong + 2 * (1 - all_right)
         acceptance = right / (right + wrong)
-        best, most, tokens, chance = 0, LEAST_GAIN, 1.0, 1.0
+        best = 0
+        most = LEAST_GAIN
+        tokens = 1.0
+        chance = 1.0
         for count in range(1, len(costs)):
             chance *= acceptance
             tokens += chance

@@ -146,7 +146,9 @@ class Drafting:
         if self._device == "cuda":
             guessed, self._guessed = (guessed, ()) if result.guessed else (self._guessed, guessed)
         drafting_seconds = result.drafting_seconds
-        tokens, count, right = output.token_count, len(output.scheduled), 0
+        tokens = output.token_count
+        count = len(output.scheduled)
+        right = 0
         if tokens == count and not self._would_guess(count):
             return
         if self._rested:

@@ -126,7 +126,9 @@ class Text:
         end = len(token_ids) - 1
         if len(self._before) <= end:
             return -1, 0
-        found, longest, place = -1, 0, self._before[end]
+        found = -1
+        longest = 0
+        place = self._before[end]
         if place < 0:
             return found, longest
         ending = token_ids[-LONGEST:]
@@ -152,7 +154,9 @@ class Followed(Text):
     def __init__(self, chances: Chances) -> None:
         super().__init__()
         self._chances = chances
-        self._place, self._apart, self._length = -1, 0, 0
+        self._place = -1
+        self._apart = 0
+        self._length = 0
         """The followed place, -1 for none; the differing tokens since then; the length of the text then."""
         self._guess: list[int] = []
         self._kind = RESUMED

@@ -84,7 +84,9 @@ class KeptAnswers:
             oldest = _key(self._answers[slot], self._places[slot])
             if self._last.get(oldest) == number - self._most:
                 del self._last[oldest]
-            self._answers[slot], self._places[slot], self._before[slot] = answer, place, before
+            self._answers[slot] = answer
+            self._places[slot] = place
+            self._before[slot] = before
         self._last[key] = number
         self._count += 1
 
@@ -185,7 +187,9 @@ class SuffixProposer:
             if length < known.same or place + 1 == len(tokens):
                 continue
             if length > known.same:
-                known.same, known.places, others = length, [], 0
+                known.same = length
+                known.places = []
+                others = 0
             known.places.append((tokens, place))
             others += 1
             if others == PLACES and length == LONGEST:

@@ -70,7 +70,9 @@ class Branching:
         sibling.request_id = f"{parent.request_id}/{self._names}"
         self._names += 1
         sibling.params = parent.params.replace(prompt_logprobs=None)
-        sibling.block_ids, sibling.nodes, sibling.num_computed_tokens = [], [], 0
+        sibling.block_ids = []
+        sibling.nodes = []
+        sibling.num_computed_tokens = 0
         sibling.slot = -1
         sibling.drafts = DraftProgress()
         sibling.answer, sibling.queue = replace(parent.answer), replace(parent.queue)

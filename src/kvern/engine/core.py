@@ -319,7 +319,9 @@ class EngineCore:
         for index, request in enumerate(requests):
             if request.state is State.FINISHED:
                 continue  # aborted, or it stopped one step ago
-            request_id, item, token_ids = request.request_id, output.scheduled[index], result.token_ids[index]
+            request_id = request.request_id
+            item = output.scheduled[index]
+            token_ids = result.token_ids[index]
             request.drafts.guessed_token_ids = result.guessed.get(item.slot, [])
             prompt_logprobs = _not_yet_reported(request, item.start, result.prompt_logprobs[index])
             if not token_ids or request.search is not None:
@@ -328,7 +330,9 @@ class EngineCore:
                 if token_ids:
                     events += self._report(request, item.slot, result)
                 continue
-            slot, logprobs, unused = item.slot, result.logprobs[index], 0
+            slot = item.slot
+            logprobs = result.logprobs[index]
+            unused = 0
             predicted = 0, 0
             if item.sampled > 1:
                 right = len(token_ids) - 1
@@ -347,10 +351,8 @@ class EngineCore:
                 ended: FinishReason = "length" if reason == OUT_OF_TOKENS else "abort"
                 certain = reason == OUT_OF_TOKENS or item.sampled == 1  # or states may have seen drafts behind it
                 self.scheduler.finish(request, ended, reason or None, keep_cached=certain)
-            elif token_ids[-1] in request.spec.stop_token_ids and request.output_length > request.params.min_tokens:
-                self.scheduler.finish(request, "stop", token_ids[-1])
-            elif full:
-                self.scheduler.finish(request, "length")
+            else:
+                self._finish_if_stopped(request, token_ids[-1], full)
             told = request.untold(token_ids)
             if told is None and prompt_logprobs is None:
                 continue
@@ -370,6 +372,13 @@ class EngineCore:
             )
         self._forget_unused()
         return events
+
+    def _finish_if_stopped(self, request: Request, token_id: int, full: bool) -> None:
+        """Finishes a request whose last token is a stop token, or that is as long as it may be."""
+        if token_id in request.spec.stop_token_ids and request.output_length > request.params.min_tokens:
+            self.scheduler.finish(request, "stop", token_id)
+        elif full:
+            self.scheduler.finish(request, "length")
 
     def _report(self, request: Request, slot: int, result: ModelRunnerOutput) -> list[TokenEvent]:
         """Takes the candidates of a beam. Returns the events of the answers if that ends its search."""

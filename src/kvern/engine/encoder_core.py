@@ -88,7 +88,9 @@ class EncoderCore:
         self._runner = runner
         self._watch = watch
         self._policy, self._aging_steps = config.policy, config.aging_steps
-        self._most_tokens, self._most_texts, self._depth = most_tokens, most_texts, depth
+        self._most_tokens = most_tokens
+        self._most_texts = most_texts
+        self._depth = depth
         self._running: deque[RunningStep] = deque()
         self._waiting: dict[str, Text] = {}
         """Waiting texts in the order of arrival."""

@@ -103,7 +103,9 @@ class Answer:
                 reason, stop_reason = "stop", late
             elif reason != "length":
                 self._text += rest
-        self.output.text, self.output.finish_reason, self.output.stop_reason = self._text, reason, stop_reason
+        self.output.text = self._text
+        self.output.finish_reason = reason
+        self.output.stop_reason = stop_reason
 
     def _grow(self, piece: str, ended: bool = False) -> str | None:
         """Write more; the stop string that ends in it and began first, if any: the text is cut there."""

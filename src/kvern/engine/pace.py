@@ -46,7 +46,9 @@ class Pace:
         clock: Callable[[], float] = time.monotonic,
         stages: int = 1,
     ) -> None:
-        self.costs, self.target, self._step_target = costs, target, target / stages
+        self.costs = costs
+        self.target = target
+        self._step_target = target / stages
         self._yields, self._clock = yields, clock
         self._begun: deque[tuple[StepLoad | None, float]] = deque()
         """The loads of steps with prompts (None for others), and the times when they began."""

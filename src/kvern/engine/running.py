@@ -20,7 +20,9 @@ class RunningRequests:
     """Owns the running requests and the rows of the batch. Iterates best first."""
 
     def __init__(self, rows: int, policy: Policy, cache: KVCacheManager) -> None:
-        self._row_count, self._policy, self._cache = rows, policy, cache
+        self._row_count = rows
+        self._policy = policy
+        self._cache = cache
         self._requests: list[Request] = []
         self._free_slots = list(range(rows - 1, -1, -1))
         self._growing: set[Request] = set()

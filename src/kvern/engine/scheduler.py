@@ -304,7 +304,9 @@ class Scheduler:
         return None if self._allowed is None or request.unit in self._allowed else request.unit
 
     def _take(self, request: Request, count: int, sampled: int, output: SchedulerOutput) -> None:
-        start, uncertain, guesses = request.num_computed_tokens, request.drafts.in_flight > 0, 0
+        start = request.num_computed_tokens
+        uncertain = request.drafts.in_flight > 0
+        guesses = 0
         if self._wanted is not None or request.drafts.guesses:
             wanted = 0 if self._wanted is None else self._wanted(request)
             guesses = to_guess(request, self.cache, len(self.running), wanted, count, sampled)

@@ -64,7 +64,9 @@ def scored_prompts(
     context count as the beginning of the continuation. An empty context is replaced by the token that begins texts, or
     else by the one that ends them.
     """
-    encoder, characters, tokens = PairEncoder(tokenizer, add_special_tokens, max_model_len), 0, 0
+    encoder = PairEncoder(tokenizer, add_special_tokens, max_model_len)
+    characters = 0
+    tokens = 0
     pairs = list(pairs)
     for index, pair in enumerate(pairs):
         if not isinstance(pair, tuple) or len(pair) != 2:

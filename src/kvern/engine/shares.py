@@ -35,7 +35,9 @@ class Shares:
     """Chooses the running requests to preempt; the scheduler preempts them."""
 
     def __init__(self, running: RunningRequests, policy: Policy, cache: KVCacheManager) -> None:
-        self._running, self._policy, self._cache = running, policy, cache
+        self._running = running
+        self._policy = policy
+        self._cache = cache
         self._lacking: dict[Request, Lacking] = {}  # best first
 
     def is_new(self, request: Request) -> bool:

@@ -21,7 +21,9 @@ class MatchState:
     __slots__ = ("children", "depth", "fail", "high", "low", "stop")
 
     def __init__(self, texts: Sequence[str], low: int, high: int, depth: int) -> None:
-        self.low, self.high, self.depth = low, high, depth
+        self.low = low
+        self.high = high
+        self.depth = depth
         self.stop: str | None = None
         """The longest stop string that the text ends with."""
         self.fail: MatchState | None = None
@@ -185,7 +187,9 @@ class ScopedSearch:
         return taken
 
     def _show(self) -> None:
-        self._state, self._search, self._shown_from = "visible", StopSearch(self._stop_strings), self._taken
+        self._state = "visible"
+        self._search = StopSearch(self._stop_strings)
+        self._shown_from = self._taken
 
     def _begin(self, ended: bool) -> None:
         text = self._buffer.lstrip(BLANKS)

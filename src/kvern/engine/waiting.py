@@ -41,7 +41,10 @@ class WaitingQueue:
     """Owns the waiting requests. Iterates over them in the order in which they began to wait."""
 
     def __init__(self, policy: Policy, cache: KVCacheManager, running: RunningRequests, aging_steps: int) -> None:
-        self._policy, self._cache, self._running, self._aging_steps = policy, cache, running, aging_steps
+        self._policy = policy
+        self._cache = cache
+        self._running = running
+        self._aging_steps = aging_steps
         self._count = 0
         self._numbers: dict[Request, int] = {}
         self._entries: dict[Request, Entry] = {}  # of those that are ready

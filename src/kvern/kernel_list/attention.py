@@ -84,7 +84,9 @@ def _decode(
 
     `dtype`: of the cache, if it is not that of `inputs`.
     """
-    heads, kv_heads, head_dim = attention.heads, attention.kv_heads, attention.head_dim
+    heads = attention.heads
+    kv_heads = attention.kv_heads
+    head_dim = attention.head_dim
     paged = _paged(attention, inputs, requests, keys, dtype)
     cache, scales, table = paged
     query = inputs.numbers(requests, heads, head_dim)

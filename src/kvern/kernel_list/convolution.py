@@ -73,7 +73,10 @@ def convolved(
     gated: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """In float64: what the convolution of runs gives, and the states' inputs behind them."""
-    memory, found, first, weights = memory.double(), [], 0, taps.weights.double()
+    memory = memory.double()
+    found = []
+    first = 0
+    weights = taps.weights.double()
     before, behind, x = torch.chunk(mixed.double(), 3, 1) if gated else (None, None, mixed.double())
     given = x if before is None else (before * x).to(mixed.dtype).double()  # as a state keeps them
     for count, state in zip(counts, states, strict=True):
@@ -97,7 +100,10 @@ def _convolve(
     before: int = 0,
 ) -> Call:
     """Behind so many tokens of others; of runs that may be rejected if it is said what is `accepted` of them."""
-    requests, tokens, channels, gated = len(counts), sum(counts), mixer.channels, isinstance(mixer, ShortConvSpec)
+    requests = len(counts)
+    tokens = sum(counts)
+    channels = mixer.channels
+    gated = isinstance(mixer, ShortConvSpec)
     mixed = projected(inputs, mixer, before + tokens)[0][before:]
     taps = Taps(inputs.numbers(mixer.kernel, channels, dtype=torch.float32))
     if (isinstance(mixer, ShortConvSpec) and mixer.bias) or (isinstance(mixer, Mamba2Spec) and mixer.conv_bias):

@@ -52,7 +52,9 @@ def advanced(
     value = torch.unflatten(value, 1, (heads.value_heads, -1))
     beta = gates.beta.double().sigmoid()
     decay = gates.rate.double() * F.softplus(gates.step.double() + gates.bias.double())
-    memory, found, token = memory.double(), [], 0
+    memory = memory.double()
+    found = []
+    token = 0
     for count, state in zip(counts, states, strict=True):
         for _ in range(count):
             kept = memory[state] * decay[token].exp()[:, None, None]
@@ -64,7 +66,9 @@ def advanced(
 
 
 def _advance(spec: ModelSpec, inputs: Inputs, net: DeltaNetSpec, counts: Sequence[int], single: bool) -> Call:
-    requests, tokens, heads = len(counts), sum(counts), heads_of(net)
+    requests = len(counts)
+    tokens = sum(counts)
+    heads = heads_of(net)
     mixed, opened = inputs.numbers(tokens, net.channels), gates(inputs, tokens, net.value_heads)
     shape = (requests, net.value_heads, net.key_dim, net.value_dim)
     memory, described = inputs.numbers(*shape, dtype=torch.float32), runs(inputs, counts)
@@ -86,7 +90,9 @@ def verify(
     mixed: torch.Tensor, gates: Gates, memory: torch.Tensor, drafts: Drafts, heads: Heads, kept: torch.Tensor
 ) -> torch.Tensor:
     """What drafts read of states, which go on behind those that are kept."""
-    tokens, key_heads, key_dim = len(mixed), heads.key_heads, heads.key_dim
+    tokens = len(mixed)
+    key_heads = heads.key_heads
+    key_dim = heads.key_dim
     shapes = (key_heads, key_dim), (heads.value_heads, heads.value_dim), (heads.value_heads,)
     written = Written(*(torch.empty(1, tokens, *shape, device=mixed.device) for shape in shapes))
     read = torch.empty_like(written.values[0])
@@ -96,10 +102,14 @@ def verify(
 
 
 def _verify(spec: ModelSpec, inputs: Inputs, net: DeltaNetSpec, counts: Sequence[int], accepted: Sequence[int]) -> Call:
-    requests, tokens, heads = len(counts), sum(counts), heads_of(net)
+    requests = len(counts)
+    tokens = sum(counts)
+    heads = heads_of(net)
     mixed, opened = inputs.numbers(tokens, net.channels), gates(inputs, tokens, net.value_heads)
     memory = inputs.numbers(requests, *net.states[1].shape, dtype=torch.float32)
-    unsure, kept, states = drafts(inputs, counts), inputs.integers(accepted), list(reversed(range(requests)))
+    unsure = drafts(inputs, counts)
+    kept = inputs.integers(accepted)
+    states = list(reversed(range(requests)))
 
     def reference() -> tuple[torch.Tensor, torch.Tensor]:
         first = accepted_tokens(counts, accepted)

@@ -114,7 +114,9 @@ def turned(x: torch.Tensor, table: torch.Tensor, interleaved: bool) -> torch.Ten
 
 def _rotate(spec: ModelSpec, inputs: Inputs, layer: LayerSpec, tokens: int) -> Call:
     attention, rope = layer.attention, layer.rope
-    heads, kv_heads, head_dim = attention.heads, attention.kv_heads, attention.head_dim
+    heads = attention.heads
+    kv_heads = attention.kv_heads
+    head_dim = attention.head_dim
     width = (heads + (1 if attention.keys_are_values else 2) * kv_heads) * head_dim
     qkv = inputs.numbers(tokens, width)
     blocks = -(-tokens // inputs.block_size)
@@ -167,7 +169,9 @@ def _rotate_launched(spec: ModelSpec, inputs: Inputs) -> Sizes:
 
 
 def _rotate_queries(spec: ModelSpec, inputs: Inputs, layer: LayerSpec, tokens: int) -> Call:
-    heads, head_dim, rope = layer.attention.heads, layer.attention.head_dim, layer.rope
+    heads = layer.attention.heads
+    head_dim = layer.attention.head_dim
+    rope = layer.rope
     queries = inputs.numbers(tokens, heads * head_dim)
     interleaved = rope is not None and rope.interleaved
     table = None if rope is None else rotation_table(inputs, tokens, rope.dim, interleaved)
@@ -251,7 +255,9 @@ def _matvec(
 
 
 def _matvec_launched(spec: ModelSpec, inputs: Inputs) -> Sizes:
-    hidden, normed_before, added = spec.hidden_size, Joined(norm=True), Joined(residual=True)
+    hidden = spec.hidden_size
+    normed_before = Joined(norm=True)
+    added = Joined(residual=True)
     launched: list[tuple[Any, ...]] = [(scored(spec, inputs), hidden, ALONE_PRODUCT, spec.biases.head)]
     for layer in dict.fromkeys(spec.attending):
         attention, mlp = layer.attention, layer.mlp

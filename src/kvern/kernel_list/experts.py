@@ -78,7 +78,9 @@ def make_experts(
     spec: ModelSpec, inputs: Inputs, moe: MoeSpec, tokens: int, hopper: bool = False, tiles: int = 0
 ) -> Call:
     """What each token makes of its experts, of those that are here."""
-    hidden, width, slots = width_of_rows(spec, moe), moe.width, moe.slots
+    hidden = width_of_rows(spec, moe)
+    width = moe.width
+    slots = moe.slots
     x = inputs.numbers(tokens, hidden)
     gate_up = inputs.numbers(slots, moe.first_width, hidden, deviation=hidden**-0.5)
     down = inputs.numbers(slots, hidden, width, deviation=width**-0.5)

@@ -97,7 +97,9 @@ def _attend_timed(spec: ModelSpec, inputs: Inputs) -> Sizes:
 def _store(spec: ModelSpec, inputs: Inputs, layer: LayerSpec, tokens: int) -> Call:
     mixer, rope = layer.mixer, layer.rope
     assert isinstance(mixer, LatentAttentionSpec)
-    latent, rotary, heads = mixer.kv_lora_rank, mixer.qk_rope_head_dim, mixer.heads
+    latent = mixer.kv_lora_rank
+    rotary = mixer.qk_rope_head_dim
+    heads = mixer.heads
     rows = inputs.numbers(tokens, latent + rotary)
     asked = inputs.numbers(tokens, heads * (mixer.qk_nope_head_dim + rotary))
     weight, query = inputs.numbers(latent), inputs.numbers(tokens, heads, latent + rotary)

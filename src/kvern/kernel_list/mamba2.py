@@ -54,7 +54,10 @@ def advanced(
     key, query = (torch.unflatten(part, 1, (groups, state_dim)) for part in (key, query))
     length = F.softplus(steps.step.double() * steps.scale + steps.bias.double())
     kept = (steps.rate.double() * length).exp()[..., None].expand_as(value)
-    memory, found, token, beside = memory.double(), [], 0, (groups, 1, -1)
+    memory = memory.double()
+    found = []
+    token = 0
+    beside = (groups, 1, -1)
     for count, state in zip(counts, states, strict=True):
         for _ in range(count):
             written = (value[token] * length[token][:, None]).reshape(beside)
@@ -65,7 +68,9 @@ def advanced(
 
 
 def _advance(spec: ModelSpec, inputs: Inputs, mixer: Mamba2Spec, counts: Sequence[int], single: bool) -> Call:
-    requests, tokens, sizes = len(counts), sum(counts), sizes_of(mixer)
+    requests = len(counts)
+    tokens = sum(counts)
+    sizes = sizes_of(mixer)
     mixed = inputs.numbers(tokens, mixer.channels)
     steps = make_steps(inputs, tokens, mixer.heads, mixer.scales.step)
     memory = inputs.numbers(requests, *mixer.states[1].shape, dtype=torch.float32)
@@ -96,11 +101,15 @@ def verify(
 
 
 def _verify(spec: ModelSpec, inputs: Inputs, mixer: Mamba2Spec, counts: Sequence[int], accepted: Sequence[int]) -> Call:
-    requests, tokens, sizes = len(counts), sum(counts), sizes_of(mixer)
+    requests = len(counts)
+    tokens = sum(counts)
+    sizes = sizes_of(mixer)
     mixed = inputs.numbers(tokens, mixer.channels)
     steps = make_steps(inputs, tokens, mixer.heads, mixer.scales.step)
     memory = inputs.numbers(requests, *mixer.states[1].shape, dtype=torch.float32)
-    unsure, kept, states = drafts(inputs, counts), inputs.integers(accepted), list(reversed(range(requests)))
+    unsure = drafts(inputs, counts)
+    kept = inputs.integers(accepted)
+    states = list(reversed(range(requests)))
 
     def reference() -> tuple[torch.Tensor, torch.Tensor]:
         first = accepted_tokens(counts, accepted)

@@ -84,7 +84,9 @@ def packed_kinds(spec: ModelSpec, build: Build) -> tuple[PackedKind, ...]:
 
 
 def _kind(method: QuantizedMethod, part: str, biased: bool) -> PackedKind:
-    packed, shape, coding = method.packed(), method.shape, method.activation_codes()
+    packed = method.packed()
+    shape = method.shape
+    coding = method.activation_codes()
     activations = ""
     if coding is not None:
         activations = "groups" if coding.group else "rows" if coding.static is None else "static"

@@ -25,7 +25,9 @@ def _starts(inputs: Inputs, lengths: Sequence[int]) -> torch.Tensor:
 def _attention(spec: ModelSpec, inputs: Inputs, attention: AttentionSpec, lengths: Sequence[int]) -> Call:
     """Of queries, keys and values that lie side by side, as a product makes them."""
     shape = prefill_shape(attention.head_dim, element_size=inputs.dtype.itemsize)
-    heads, head_dim, tokens = attention.heads, attention.head_dim, sum(lengths)
+    heads = attention.heads
+    head_dim = attention.head_dim
+    tokens = sum(lengths)
     query, key, value = torch.split(inputs.numbers(tokens, 3 * heads, head_dim), heads, 1)
     out = torch.empty(tokens, heads, head_dim, dtype=inputs.dtype, device=inputs.device)
     tiles = [(text, first) for text, length in enumerate(lengths) for first in range(0, length, shape.queries)]

@@ -72,7 +72,9 @@ def _accept_writes_kernel(
     """A program has some columns of one group's matrix, of one layer and request."""
     if OVERLAP:
         wait_for_previous()
-    run, layer, group = tl.program_id(0), tl.program_id(1).to(tl.int64) // GROUPS, tl.program_id(1) % GROUPS
+    run = tl.program_id(0)
+    layer = tl.program_id(1).to(tl.int64) // GROUPS
+    group = tl.program_id(1) % GROUPS
     row, column = tl.arange(0, ROWS), tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
     known, inside = row < DIM, column < WIDTH
     both = known[:, None] & inside[None, :]
@@ -97,7 +99,9 @@ def accept_writes(memory: torch.Tensor, written: Written, drafts: Drafts, kept: 
     Moves the states of all layers in and out.
     """
     layers, places, groups, dim, width = memory.shape
-    key_groups, heads, overlap = written.keys.shape[2], written.decays.shape[2], overlaps(memory.device)
+    key_groups = written.keys.shape[2]
+    heads = written.decays.shape[2]
+    overlap = overlaps(memory.device)
     rows, columns = next_power_of_2(dim), min(COLUMNS, next_power_of_2(width))
     _accept_writes_kernel[(len(drafts.states), layers * groups, cdiv(width, columns))](
         memory, drafts.states, drafts.firsts, kept, *written, written.keys.shape[1], places,

@@ -304,7 +304,9 @@ def decode_attention(
     parts = (requests + helpers) * kv_heads, group
     partial = torch.empty(*parts, head_dim, dtype=torch.float32, device=query.device)
     partial_sum = torch.empty(parts, dtype=torch.float32, device=query.device)
-    prefix_partial, prefix_sum, before = partial, partial_sum, 0
+    prefix_partial = partial
+    prefix_sum = partial_sum
+    before = 0
     if shared is not None:
         before = prefix_parts(kv_heads, len(shared.members))
         prefix_partial = partial.new_empty(requests, heads, before, head_dim)

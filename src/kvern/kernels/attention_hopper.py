@@ -196,7 +196,9 @@ def hopper_prefill(
     """
     count, heads, head_dim = query.shape
     _, blocks, block_size, kv_heads, _ = cache.shape
-    shape, rows, tiles = SHAPES[head_dim], blocks * block_size, tile_request.shape[0]
+    shape = SHAPES[head_dim]
+    rows = blocks * block_size
+    tiles = tile_request.shape[0]
     box = math.gcd(block_size, shape.keys)
     width = [heads * head_dim, kv_heads * head_dim]
     _hopper_prefill_kernel[(min(processors, tiles * heads),)](

@@ -89,7 +89,10 @@ def _latent_attention_kernel(
     tile = tl.program_id(2).to(tl.int64)
     split = tl.program_id(1)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    request, first, count, token = tile, 0, 1, tile
+    request = tile
+    first = 0
+    count = 1
+    token = tile
     if not DECODE:
         request = tl.load(tile_request + tile).to(tl.int64)
         first = tl.load(tile_first + tile)
@@ -235,12 +238,20 @@ def latent_shape(
     known = capability(device)
     rows = heads if is_decode else QUERIES * heads
     if element_size == 4:
-        together, keys, warps, stages = 16, 16, 4, 1
+        together = 16
+        keys = 16
+        warps = 4
+        stages = 1
     elif known == 90:
         together = max(16, min(64, next_power_of_2(rows)))
-        keys, warps, stages = 64, 4 if together <= 32 else 8, 2
+        keys = 64
+        warps = 4 if together <= 32 else 8
+        stages = 2
     else:
-        together, keys, warps, stages = max(16, min(32, next_power_of_2(rows))), 32, 4, 1
+        together = max(16, min(32, next_power_of_2(rows)))
+        keys = 32
+        warps = 4
+        stages = 1
     programs = tiles * cdiv(rows, together)
     if is_decode:
         splits = min(MOST_SPLITS, MOST_PARTS // next_power_of_2(programs))

@@ -27,7 +27,9 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from kvern.kernels.attention_hopper_consumer import opaque
 from kvern.kernels.attention_prefill import LOG2_E
 
-KEYS, STAGES, GROUPS = 64, 2, 2
+KEYS = 64
+STAGES = 2
+GROUPS = 2
 """Keys of a tile, tiles in the ring, and groups of warps that multiply."""
 LATENT, REST = 512, 64
 """Entries of a row of the cache, of which the first are its value."""
@@ -256,7 +258,9 @@ def latent_hopper(
     requests, heads, width = query.shape
     splits = partial.shape[1] // GROUPS
     _, blocks, block_size, _, _ = cache.shape
-    rows, box, half = max(16, 1 << (heads - 1).bit_length()), math.gcd(block_size, KEYS), LATENT // 2
+    rows = max(16, 1 << (heads - 1).bit_length())
+    box = math.gcd(block_size, KEYS)
+    half = LATENT // 2
     swizzled = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
 
     def boxes(matrix: torch.Tensor, lines: int, columns: int) -> TensorDescriptor:

@@ -200,7 +200,9 @@ def six_bits(low, middle, high, run):
     """Returns scale and minimum of a run of 32, float32, from the words of a block of q4_k or q5_k after its two
     halves."""
     shift = run % 4 * 8
-    low, middle, high = low >> shift, middle >> shift, high >> shift
+    low = low >> shift
+    middle = middle >> shift
+    high = high >> shift
     scale = tl.where(run < 4, low & 63, (high & 15) | ((low >> 2) & 48))
     least = tl.where(run < 4, middle & 63, ((high >> 4) & 15) | ((middle >> 2) & 48))
     return scale.to(tl.float32), least.to(tl.float32)
@@ -222,11 +224,9 @@ def _large_scales(
         least = _bytes(scale.to(tl.pointer_type(tl.float16)) + (block // 2 + 1), known, EVEN).to(tl.float32)
         run = within // 16 if CODE == "q4_k" else within // 32 * 2 + PLANE
         words = scale.to(tl.pointer_type(tl.int32)) + block // 4
-        low, middle, high = (
-            _bytes(words + 1, known, EVEN),
-            _bytes(words + 2, known, EVEN),
-            _bytes(words + 3, known, EVEN),
-        )
+        low = _bytes(words + 1, known, EVEN)
+        middle = _bytes(words + 2, known, EVEN)
+        high = _bytes(words + 3, known, EVEN)
         wide, deep = six_bits(low, middle, high, run)
         by *= wide
         least *= deep

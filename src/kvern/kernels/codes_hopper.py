@@ -222,7 +222,9 @@ def product_codes(
 
     A row's result does not depend on how many rows there are. Raises ValueError where there are too few zeros.
     """
-    (rows, inputs), outputs, scale = x.shape, weight.codes.shape[0], weight.scale
+    (rows, inputs) = x.shape
+    outputs = weight.codes.shape[0]
+    scale = weight.scale
     assert scale is not None and weight.zero is None
     groups = inputs if x_scale.shape[1] == 1 else triton.cdiv(inputs, x_scale.shape[1]), weight.group
     step = INPUTS if all(group == inputs or group % INPUTS == 0 for group in groups) else STEP

@@ -181,7 +181,9 @@ def _change_kernel(
         tl.store(target + token, values, mask=token < last)
         if (change & LISTS) != 0:
             numbers = tl.load(addresses + slot).to(tl.pointer_type(tl.int32))
-            allowed, biases, ends = tl.load(numbers), tl.load(numbers + 1), tl.load(numbers + 2)
+            allowed = tl.load(numbers)
+            biases = tl.load(numbers + 1)
+            ends = tl.load(numbers + 2)
             words, longest = tl.load(numbers + 4), tl.load(numbers + 5)
             position = tl.load(positions + row)
             tl.debug_barrier()  # what other threads stored is read

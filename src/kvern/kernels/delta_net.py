@@ -337,7 +337,9 @@ def advance_runs(inputs: torch.Tensor, gates: Gates, memory: torch.Tensor, runs:
     Sums are float32. Factors of a float32 model are too; of a bfloat16 model they are rounded to it, and of a float16
     model to 11 bits, as are those of which `solved` is made.
     """
-    tokens, device, dtype = len(inputs), inputs.device, inputs.dtype
+    tokens = len(inputs)
+    device = inputs.device
+    dtype = inputs.dtype
     solved, scores = torch.empty(2, heads.value_heads, tokens, CHUNK, dtype=dtype, device=device)
     factors = torch.empty(4, heads.value_heads, tokens, dtype=torch.float32, device=device)
     out = torch.empty(tokens, heads.value_heads, heads.value_dim, dtype=torch.float32, device=device)

@@ -287,8 +287,13 @@ def _bounds_kernel(
         wait_for_previous()
     row = tl.program_id(0).to(tl.int64)
     slot, temperature, changed, zeros = _row_of(slots, temperatures, changes, row, ZEROS)
-    top_p, min_p, typical_p = tl.load(top_ps + slot), tl.load(min_ps + slot), tl.load(typical_ps + slot)
-    threshold, largest, center, radius = float("-inf"), 0.0, 0.0, float("inf")
+    top_p = tl.load(top_ps + slot)
+    min_p = tl.load(min_ps + slot)
+    typical_p = tl.load(typical_ps + slot)
+    threshold = float("-inf")
+    largest = 0.0
+    center = 0.0
+    radius = float("inf")
     top_k = tl.load(top_ks + slot)
     filtered = ((top_k > 0) & (top_k < vocabulary)) | (top_p < 1.0) | (min_p > 0.0) | (typical_p < 1.0)
     if filtered & (temperature >= GREEDY_BELOW):

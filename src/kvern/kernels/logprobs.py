@@ -128,7 +128,9 @@ def logprobs(logits: torch.Tensor, slots: torch.Tensor, wanted: torch.Tensor, ch
              float32 of the most probable tokens; of more rows than N, perhaps
     """
     count, vocabulary = logits.shape
-    chunks, overlap, device = triton.cdiv(vocabulary, CHUNK), overlaps(logits.device), logits.device
+    chunks = triton.cdiv(vocabulary, CHUNK)
+    overlap = overlaps(logits.device)
+    device = logits.device
     largests = torch.empty(count, chunks, dtype=torch.float32, device=device)
     sums = torch.empty_like(largests)
     befores = torch.empty(count, chunks, dtype=torch.int32, device=device)

@@ -135,7 +135,9 @@ def _advance_tokens_kernel(
     width: tl.constexpr = inner // GROUPS
     place = _state_of(memory, tl.load(states + token).to(tl.int64), head, HEADS, GROUPS, HEAD_DIM, STATE_DIM)
     place = place + row[:, None] * width + column[None, :]
-    own_rate, own_bias, own_skip = tl.load(rate + head), tl.load(bias + head), tl.load(skip + head)
+    own_rate = tl.load(rate + head)
+    own_bias = tl.load(bias + head)
+    own_skip = tl.load(skip + head)
     state, found, _, _, _ = _advance(
         tl.load(place, mask=both, other=0.0), inputs, step, own_rate, own_bias, own_skip, token, head, row, column,
         scale, step_stride, HEADS, HEAD_DIM, GROUPS, STATE_DIM,
@@ -201,7 +203,9 @@ def _read_drafts_kernel(
     place = _state_of(memory, tl.load(states + run).to(tl.int64), head, HEADS, GROUPS, HEAD_DIM, STATE_DIM)
     place = place + row[:, None] * width + column[None, :]
     state = tl.load(place, mask=known[:, None] & inside[None, :], other=0.0)
-    own_rate, own_bias, own_skip = tl.load(rate + head), tl.load(bias + head), tl.load(skip + head)
+    own_rate = tl.load(rate + head)
+    own_bias = tl.load(bias + head)
+    own_skip = tl.load(skip + head)
     group = head // (HEADS // GROUPS)
     notes_decay = tl.program_id(2) == 0
     notes_key = notes_decay & (head % (HEADS // GROUPS) == 0)
@@ -292,7 +296,9 @@ def _advance_runs_kernel(
     of_head = of_head + row[:, None] * width + column[None, :]
     state = tl.load(of_head, mask=known[:, None] & within[None, :], other=0.0)
     WITHIN: tl.constexpr = "ieee" if PRECISION == "ieee" else "tf32"
-    own_rate, own_bias, own_skip = tl.load(rate + head), tl.load(bias + head), tl.load(skip + head)
+    own_rate = tl.load(rate + head)
+    own_bias = tl.load(bias + head)
+    own_skip = tl.load(skip + head)
     place = tl.arange(0, CHUNK)
     for begin in range(0, count, CHUNK):
         token, inside = first + begin + place, place < count - begin

@@ -69,11 +69,15 @@ def lane_experts(
     width = gate_up.codes.shape[0] // experts // 2
     if pairs * max(x.shape[1], width) >= MOST_NUMBERS:
         raise ValueError(f"{tokens} tokens in a step are too many for experts in MXFP4; lower max_batch_tokens")
-    x, topk_ids, weights = x.contiguous(), topk_ids.int().contiguous(), weights.contiguous()
+    x = x.contiguous()
+    topk_ids = topk_ids.int().contiguous()
+    weights = weights.contiguous()
     expert_bytes = (gate_up.codes.nbytes + down.codes.nbytes) // experts
     some = None if of is None else topk_ids
     if pairs <= MOST_ALONE and some is None and runs_direct(tokens, top_k, experts, expert_bytes):
-        rows, shape, chosen = FEWEST_ROWS, ALONE, topk_ids.view(-1)
+        rows = FEWEST_ROWS
+        shape = ALONE
+        chosen = topk_ids.view(-1)
         blocks = Alignment(alone(x.device), chosen, chosen)
     else:
         rows = rows_of_block(pairs, of or experts)

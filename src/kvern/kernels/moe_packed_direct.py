@@ -13,7 +13,9 @@ from kvern.kernels.moe_direct import inputs_of_step
 from kvern.kernels.packed import Packed
 from kvern.kernels.packed_product import MOST_CHUNK, add_row_step, ended_sums
 
-DIRECT_OUTPUTS, DIRECT_INPUTS, DIRECT_WARPS = 8, 512, 4
+DIRECT_OUTPUTS = 8
+DIRECT_INPUTS = 512
+DIRECT_WARPS = 4
 """The outputs of a program, and the inputs and warps of one step, of a direct product."""
 FEWEST_INPUTS = 128
 """The fewest inputs of a step without masks: shorter ones would be too many."""
@@ -54,7 +56,10 @@ class Form(NamedTuple):
 def tensors_of(matrix: Packed) -> tuple[torch.Tensor, ...]:
     """Returns a matrix's tensors for kernels: codes, scale, zero, table and factor, with a stand-in for missing
     ones."""
-    codes, scale, zero, factor = matrix.codes, matrix.scale, matrix.zero, matrix.factor
+    codes = matrix.codes
+    scale = matrix.scale
+    zero = matrix.zero
+    factor = matrix.factor
     some = [codes if item is None else item for item in (scale, zero, factor)]
     return codes, some[0], some[1], table_of(codes.device), some[2]
 

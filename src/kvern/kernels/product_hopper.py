@@ -30,7 +30,9 @@ from kvern.kernels.hopper import KINDS, activate_by, fetch_weights, processors, 
 from kvern.kernels.linear import ProductShape
 from kvern.kernels.moe_routing import Alignment
 
-ROWS, OUTPUTS, INPUT_BYTES = 128, 256, 128
+ROWS = 128
+OUTPUTS = 256
+INPUT_BYTES = 128
 """The sizes of a tile. Its sums take half of the registers that a thread can have."""
 STAGES = 4
 """The stages of 48 KiB; with the 32 KiB being written they fill the shared memory."""

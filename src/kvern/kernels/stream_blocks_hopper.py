@@ -98,7 +98,9 @@ def _multiply(
         else:
             halves, low, middle, high = four_words(found[0])
             runs: gl.constexpr = gl.SliceLayout(2, words.type.layout)
-            low, middle, high = of_run(low, runs), of_run(middle, runs), of_run(high, runs)
+            low = of_run(low, runs)
+            middle = of_run(middle, runs)
+            high = of_run(high, runs)
             minima = minima_operand(middle & 63, ((high >> 4) & 15) | ((middle >> 2) & 48), layout)
             least = warpgroup_mma(minima, sums.index(stage).permute((1, 0)), nothing, use_acc=False, is_async=True)
             numbers = numbers_of_four(words, gl.expand_dims(low & 63, 2), layout)

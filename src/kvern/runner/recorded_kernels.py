@@ -176,7 +176,9 @@ class StepRecorder:
     def __init__(self, config: EngineConfig, dtype: torch.dtype, model: Stored) -> None:
         if not isinstance(model.ranks, UnconnectedRanks):
             model = model._replace(ranks=UnconnectedRanks.like(model.ranks))
-        self._config, self._dtype, self._model = config, dtype, model
+        self._config = config
+        self._dtype = dtype
+        self._model = model
         kinds, last = tuple(dict.fromkeys(model.spec.layers)), model.spec.last_storing_layer
         # The first layer has nothing to add yet, and from the last that stores something on rows may be left out.
         layers = *kinds, kinds[0], model.spec.layers[last], *dict.fromkeys(model.spec.layers[last + 1 :])
@@ -231,7 +233,9 @@ class StepRecorder:
 
     @cached_property
     def _attention(self) -> PagedAttention:
-        layers, config, size = list(self._spec.attentions), self._config, self._config.block_size
+        layers = list(self._spec.attentions)
+        config = self._config
+        size = self._config.block_size
         hopper = "hopper" in self._groups
         shapes = Shapes(layers, size, self._dtype, self._cache_dtype, META, ROWS, LONGEST, hopper)
         own, eight_bit = own_attention(shapes, config), None
@@ -261,7 +265,9 @@ class StepRecorder:
 
     def use_rows(self, drafts: bool) -> None:
         """Launch what reads and writes rows of the batch, and what chooses tokens."""
-        config, rows, count = self._config, self._rows, 3
+        config = self._config
+        rows = self._rows
+        count = 3
         slots, starts, counts = (self._integers(count) for _ in range(3))
         positions, chosen = (self._integers(count, dtype=torch.int64) for _ in range(2))
         if group_layers(self._model.spec.attentions).window_tables:
@@ -348,7 +354,10 @@ class StepRecorder:
         return PeerMemory(own, buffers, self._integers(rows), ranks.rank, ranks.size, rows, row_words, programs)
 
     def _share_norms(self, ranks: Ranks) -> None:
-        width, rows, flags, lost = self._spec.hidden_size, 4, self._integers(ranks.size), self._integers(1)
+        width = self._spec.hidden_size
+        rows = 4
+        flags = self._integers(ranks.size)
+        lost = self._integers(1)
         norm_dtype = torch.float32 if self._spec.norm.offset else self._dtype
         summand, hidden = (self._numbers(ranks.size * rows, width) for _ in range(2))
         sent, weight = self._numbers(ranks.size, rows, width), self._numbers(width, dtype=norm_dtype)

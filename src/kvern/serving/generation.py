@@ -74,7 +74,9 @@ class Generation:
 
     def lose(self) -> None:
         """The engine that had it is gone."""
-        self.resumed, self.begun_at, self.progress = self.resumed or self.begun, 0.0, 0
+        self.resumed = self.resumed or self.begun
+        self.begun_at = 0.0
+        self.progress = 0
 
     def message(self) -> AddRequest:
         """Returns the message with which an engine starts it, or continues it from its present answers.

@@ -49,7 +49,9 @@ class Home:
         self.has_work = False
         self.record = PrefixRecord()
         self.record.begin(cache_tokens)
-        self._most, self._sequences, self._tokens = sequences, 0, 0
+        self._most = sequences
+        self._sequences = 0
+        self._tokens = 0
         self._asked: dict[str, _Asked] = {}
         """Running requests by the ids of answers that have not ended."""
 
@@ -119,7 +121,10 @@ class _Asked:
     """A request that has not ended: its prompt's keys, its cost, how many answers are `left`, and the first of them."""
 
     def __init__(self, spec: RequestSpec, keys: list[bytes], tokens: int, left: int) -> None:
-        self.spec, self.keys, self.tokens, self.left = spec, keys, tokens, left
+        self.spec = spec
+        self.keys = keys
+        self.tokens = tokens
+        self.left = left
         self.answer: list[int] = []
 
 
@@ -139,7 +144,10 @@ class HomedCores:
 
         `watch` is told the answers that any rank may work on, before it does.
         """
-        self._core, self._executor, self._others, self._homes = core, executor, others, homes
+        self._core = core
+        self._executor = executor
+        self._others = others
+        self._homes = homes
         self._seconds = seconds
         self._watch = watch
         self._is_broken = False

@@ -107,7 +107,9 @@ def _ray_place(config: EngineConfig, count: int) -> Place:
     """Returns the place of each of `count` engines: Ray chooses the node."""
     if config.device == "auto":
         raise ConfigError("device is auto and executor ray: Ray has to know what an engine takes; give cuda or cpu")
-    cpus, gpus, ranks = config.threads or 1, int(config.device == "cuda"), config.ranks
+    cpus = config.threads or 1
+    gpus = int(config.device == "cuda")
+    ranks = config.ranks
     join_cluster()
     check_room(count * ranks * cpus, count * ranks * gpus)
     return RayPlace(rank_cpus=cpus, rank_gpus=gpus, ranks=ranks)

@@ -90,7 +90,9 @@ class Probation:
 
 def _growing(names: Sequence[str]) -> list[list[str]]:
     """Groups of 1, 2, 4 and so on: the first is the most suspicious, and a trial is cheaper than a death."""
-    groups, start, size = [], 0, 1
+    groups = []
+    start = 0
+    size = 1
     while start < len(names):
         groups.append(list(names[start : start + size]))
         start, size = start + size, min(2 * size, LARGEST_GROUP)

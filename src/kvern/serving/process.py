@@ -205,7 +205,9 @@ def serve(
             if reading is not None and (rests or now - counted >= COUNT_SECONDS):
                 if rests:
                     reading = core.count_experts()  # for which no step is waited for
-                expert_tokens, reading, counted = reading(), core.count_experts(), now
+                expert_tokens = reading()
+                reading = core.count_experts()
+                counted = now
             silence = 0.0 if watch is None else watch.silence
             *parts, last = in_parts(events)
             for part in parts:

@@ -74,7 +74,9 @@ class DraftHead(WeightedModel):
         """`model`: that of `head`, or one without positions, whose shapes alone are wanted."""
         super().__init__(model, build)
         self.head = head
-        size, top, parts = model.hidden_size, replace(build, path=""), head.parts
+        size = model.hidden_size
+        top = replace(build, path="")
+        parts = head.parts
         [layer] = model.layers
         self.rope_table = None if layer.rope is None else RopeTable(layer.rope, build)
         self._embed: Callable[[Tensor], Tensor] = target.embed_tokens.forward
@@ -97,7 +99,9 @@ class DraftHead(WeightedModel):
         return self.spec.hidden_size + self.head.state_size
 
     def _make_layer(self, layer: LayerSpec, build: Build) -> None:
-        model, parts, top = self.spec, self.head.parts, replace(build, path="")
+        model = self.spec
+        parts = self.head.parts
+        top = replace(build, path="")
         self.embedding_norm = _norm(model.norm, model.hidden_size, parts.embedding_norm, top)
         self.hidden_norm = _norm(model.norm, self.head.state_size, parts.hidden_norm, top)
         self.layer = block_class(model, layer, build)(Places(0, 0), model, layer, build)
@@ -147,7 +151,9 @@ class Eagle3Head(DraftHead):
         return self.head.state_size
 
     def _make_layer(self, layer: LayerSpec, build: Build) -> None:
-        eagle3, norm, top = self.head.eagle3, self.spec.norm, replace(build, path="")
+        eagle3 = self.head.eagle3
+        norm = self.spec.norm
+        top = replace(build, path="")
         assert eagle3 is not None
         self.midlayer = Eagle3Layer(self.spec, layer, build, normal_residual=eagle3.normal_residual)
         self.norm_before = _norm(norm, self.head.state_size, "input_norm" if eagle3.norm_before_joined else "", top)
