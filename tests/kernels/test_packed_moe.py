@@ -202,7 +202,8 @@ def test_layers_of_kernels_agree_with_those_of_pytorch(
     rules = LinearMethods(Unquantized(), ((re.compile("mlp.experts"), FORMATS[name]),))
     kernels = frozenset({"moe", "quantized"})
     plain, fused = (
-        make_moe(256, spec, Build(torch.float32, device, 16, used, rules).at("mlp")) for used in (frozenset(), kernels)
+        make_moe(256, spec, Build(torch.float32, device, 16, used, linear=rules).at("mlp"))
+        for used in (frozenset(), kernels)
     )
     assert isinstance(plain, MoE) and isinstance(fused, MoE)
     assert type(plain.experts) is RowStackedExperts and isinstance(fused.experts, FusedPackedExperts)
