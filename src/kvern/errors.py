@@ -38,6 +38,10 @@ def half_pair(error: UnicodeEncodeError) -> str:
     return f"{character!r}, half of a surrogate pair, which is no character: leave it out, or decode its text as UTF-16"
 
 
+INTERRUPTED = 130
+"""The exit code of a command after Ctrl-C."""
+
+
 class KvernError(Exception):
     """The base class of all errors that kvern reports about its inputs."""
 

@@ -119,8 +119,10 @@ def test_thinking_by_every_name() -> None:
         {"reasoning": {"max_tokens": 5}},
     ]
     for named in budgets:
-        assert read_message(body | named, True).conversation.thinking_budget == 5
-    asked = read_message(body | {"enable_thinking": False, "reasoning_effort": "low"}, True).conversation.variables
+        assert read_message(body | named, True).conversation.options.thinking_budget == 5
+    asked = read_message(
+        body | {"enable_thinking": False, "reasoning_effort": "low"}, True
+    ).conversation.options.variables
     assert asked == {"enable_thinking": False, "thinking": False, "reasoning_effort": "low"}
     assert ignored({"enable_thinking": False, "include_reasoning": True}, KNOWN) == []
     hiding: list[dict[str, Any]] = [{"include_reasoning": False}, {"reasoning": {"exclude": True}}]

@@ -166,10 +166,12 @@ def test_what_is_kept_still_belongs_to_its_call() -> None:
 
 def test_thinking_by_every_name() -> None:
     for named in ({"thinking_token_budget": 5}, {"reasoning": {"max_tokens": 5}}, {"thinking_budget": 5}):
-        assert read_response({"input": "a", **named}, "m", []).conversation.thinking_budget == 5
+        assert read_response({"input": "a", **named}, "m", []).conversation.options.thinking_budget == 5
     off: list[dict[str, Any]] = [{"enable_thinking": False}, {"reasoning": {"effort": "none"}}, {"thinking": False}]
     for named in off:
-        assert read_response({"input": "a", **named}, "m", []).conversation.variables["enable_thinking"] is False
+        assert (
+            read_response({"input": "a", **named}, "m", []).conversation.options.variables["enable_thinking"] is False
+        )
     hidden = read_response({"input": "a", "reasoning": {"exclude": True, "effort": "low"}}, "m", [])
     assert hidden.response["reasoning"] == {"effort": "low", "summary": None, "exclude": True}
     items, _ = told([Reasoning("Hm."), Content("Yes.")], reasoning=hidden.response["reasoning"])

@@ -179,7 +179,7 @@ def test_options_in_kverns_words() -> None:
     assert params == SamplingParams(repetition_penalty=1.1, top_k=40, logit_bias={5: 1.0})
     for think, variables in ((False, {"enable_thinking": False, "thinking": False}), (None, {})):
         conversation = read_body({"prompt": "a", "think": think}, GENERATE).conversation
-        assert conversation is not None and conversation.variables == variables
+        assert conversation is not None and conversation.options.variables == variables
 
 
 def test_results_of_tools_find_their_calls() -> None:

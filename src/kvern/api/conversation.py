@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from kvern.api.fields import typed
@@ -12,7 +12,7 @@ from kvern.errors import InvalidRequest, shown
 from kvern.io.json_work import is_too_much
 from kvern.text.call_messages import arguments_of
 from kvern.text.content import MessageContent, content_of
-from kvern.tools.chat import PromptOptions
+from kvern.tools.chat import DEFAULT_PROMPT, PromptOptions
 from kvern.tools.definitions import NO_TOOLS, ToolUse, read_tools
 from kvern.tools.encoding import Encoding
 from kvern.tools.thinking import REASONING
@@ -28,43 +28,28 @@ TEXT_PARTS = ("text", "input_text", "output_text")
 
 @dataclass(frozen=True)
 class ChatBody:
-    """A conversation and options of its answer. `variables` are for the chat template."""
+    """A conversation, the options of its prompt, and whether clients see what the model thinks."""
 
     messages: list[dict[str, Any]]
     use: ToolUse = NO_TOOLS
-    thinking_budget: int | None = None
+    options: PromptOptions = DEFAULT_PROMPT
     include_reasoning: bool = True
-    variables: dict[str, Any] = field(default_factory=dict)
-    add_generation_prompt: bool = True
-    continue_final_message: bool = False
-    encoding: Encoding | None = None
-
-    @property
-    def options(self) -> PromptOptions:
-        """The options for `Chat.request`."""
-        return PromptOptions(
-            thinking_budget=self.thinking_budget,
-            variables=self.variables,
-            add_generation_prompt=self.add_generation_prompt,
-            continue_final_message=self.continue_final_message,
-            encoding=self.encoding,
-        )
 
 
 def read_chat_body(body: Mapping[str, Any], encoding: Encoding | None = None) -> ChatBody:
     """Checks the conversation of a body. Raises HttpError or InvalidRequest that names the wrong place."""
     thinking = read_thinking(body)
     continued = typed(body, "continue_final_message", bool, False)
-    return ChatBody(
-        plain_messages(body.get("messages")),
-        read_tools(body.get("tools"), body.get("tool_choice"), body.get("parallel_tool_calls")),
-        thinking.budget,
-        thinking.include,
-        template_variables(body),
-        typed(body, "add_generation_prompt", bool, not continued),
-        continued,
-        encoding,
+    messages = plain_messages(body.get("messages"))
+    use = read_tools(body.get("tools"), body.get("tool_choice"), body.get("parallel_tool_calls"))
+    options = PromptOptions(
+        thinking_budget=thinking.budget,
+        variables=template_variables(body),
+        add_generation_prompt=typed(body, "add_generation_prompt", bool, not continued),
+        continue_final_message=continued,
+        encoding=encoding,
     )
+    return ChatBody(messages, use, options, thinking.include)
 
 
 def template_variables(body: Mapping[str, Any]) -> dict[str, Any]:

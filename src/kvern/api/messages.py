@@ -18,7 +18,7 @@ from kvern.errors import shown
 from kvern.request.outputs import CompletionOutput, RequestOutput
 from kvern.request.pieces import Message
 from kvern.request.sampling_params import SamplingParams
-from kvern.tools.chat import ChatRequest
+from kvern.tools.chat import ChatRequest, PromptOptions
 from kvern.tools.definitions import read_tools
 
 MESSAGES = "/v1/messages"
@@ -86,7 +86,8 @@ def read_conversation(body: Mapping[str, Any], strip_billing_header: bool) -> Ch
         )
         raise HttpError(400, f"{message}send thinking of type disabled", param="include_reasoning")
     variables = {**_effort_of(body), **template_variables(body)}
-    return ChatBody(plain_messages(converted), use, fields.budget, True, variables)
+    options = PromptOptions(thinking_budget=fields.budget, variables=variables)
+    return ChatBody(plain_messages(converted), use, options)
 
 
 def _effort_of(body: Mapping[str, Any]) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from kvern.request.outputs import CompletionOutput, RequestOutput
 from kvern.request.pieces import Content, Message, Piece, Reasoning
 from kvern.request.sampling_params import SamplingParams
 from kvern.text.content import MediaPart
-from kvern.tools.chat import AnswerReader, ChatRequest, PlainParser
+from kvern.tools.chat import AnswerReader, ChatRequest, PlainParser, PromptOptions
 from kvern.tools.definitions import read_tools
 
 CHAT = "/api/chat"
@@ -79,7 +79,7 @@ def read_body(body: Mapping[str, Any], url: str) -> OllamaBody:
     conversation = None
     is_raw = typed(body, "raw", bool, False) and url == GENERATE
     if messages and not is_raw:
-        conversation = ChatBody(plain_messages(messages), tools, variables=variables)
+        conversation = ChatBody(plain_messages(messages), tools, PromptOptions(variables=variables))
     stream = typed(body, "stream", bool, True)
     return OllamaBody(conversation, prompt, context, _params(body), read_common(body), stream, not messages)
 

@@ -34,7 +34,7 @@ from kvern.io.json_lines import as_json
 from kvern.request.outputs import CompletionOutput, RequestOutput
 from kvern.request.sampling_params import SamplingParams
 from kvern.request.step import Logprob
-from kvern.tools.chat import ChatRequest
+from kvern.tools.chat import ChatRequest, PromptOptions
 from kvern.tools.definitions import read_tools
 
 Messages = list[dict[str, Any]]
@@ -105,7 +105,8 @@ def read_response(body: Mapping[str, Any], model: str, earlier: Messages) -> Res
     response["metadata"] |= _notes(response["metadata"], tools, choice_note)
     if choice_note is not None:
         response["tool_choice"] = choice
-    conversation = ChatBody(plain_messages(prompt), use, thinking.budget, thinking.include, template_variables(body))
+    options = PromptOptions(thinking_budget=thinking.budget, variables=template_variables(body))
+    conversation = ChatBody(plain_messages(prompt), use, options, thinking.include)
     stream = typed(body, "stream", bool, False)
     if response["background"] and not response["store"]:
         raise HttpError(

@@ -19,11 +19,10 @@ from kvern.cli.arguments import TEXTS, kvern_arguments
 from kvern.cli.flag_rules import json_object
 from kvern.cli.help import asked_help, print_help
 from kvern.cli.options import Defaults, adapters_of, read_defaults
-from kvern.errors import KvernError
+from kvern.errors import INTERRUPTED, KvernError
 from kvern.version import __version__
 
-BAD_INPUT, INTERRUPTED = 2, 130
-"""Exit codes; the second is that after Ctrl-C."""
+BAD_INPUT = 2
 DIVISION = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size", "enable_expert_parallel")
 Rule = Callable[[tyro.constructors.PrimitiveTypeInfo], tyro.constructors.PrimitiveConstructorSpec[Any] | None]
 COMMANDS = {

@@ -11,6 +11,7 @@ import tyro
 
 from kvern.cli.options import SamplingOptions
 from kvern.config import DEFAULT_MODEL, EngineConfig
+from kvern.errors import INTERRUPTED
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
     from kvern.llm import LLM
 
 FAILED_ROWS = 1
-INTERRUPTED = 130
 CHANGES_ANSWERS = (
     "adapters",
     "tokenizer",

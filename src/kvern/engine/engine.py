@@ -8,7 +8,7 @@ import msgspec
 from kvern.adapters.names import AdapterNames
 from kvern.config import EngineConfig
 from kvern.engine.factory import build_core
-from kvern.engine.inputs import InputProcessor, Prompt
+from kvern.engine.inputs import InputProcessor, Prompt, RequestLimits
 from kvern.engine.model_facts import ModelFacts
 from kvern.engine.output import OutputProcessor
 from kvern.errors import ConfigError, InvalidRequest
@@ -48,10 +48,9 @@ class Engine:
             self.tokenizer,
             ModelFacts.of(self.spec),
             folder,
-            self.layout.max_model_len,
+            RequestLimits(self.layout.max_model_len, self.layout.max_batch_requests),
             config,
             load_processors(config.logits_processors),
-            max_batch_requests=self.layout.max_batch_requests,
         )
         self._outputs = OutputProcessor(self.tokenizer)
         self._members: dict[str, list[str]] = {}

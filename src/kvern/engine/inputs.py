@@ -7,7 +7,7 @@ import contextlib
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -32,11 +32,18 @@ EMBEDDING = SamplingParams(temperature=0, repetition_penalty=1, max_tokens=1)
 """The token that is sampled beside a hidden state means nothing."""
 
 
+class RequestLimits(NamedTuple):
+    """An engine's limits of one request: tokens of prompt and answer together, and the beams of a search."""
+
+    max_model_len: int
+    max_batch_requests: int
+
+
 class InputProcessor:
     """Makes requests for one model.
 
-    `max_model_len` bounds prompt and answer together, in tokens; `max_batch_requests` the beams of a search. `chat`
-    makes requests out of conversations. `grammars_apart`: others compile the grammars that NotCompiled asks for.
+    `chat` makes requests of conversations. With `grammars_apart` other processes compile the grammars that NotCompiled
+    asks for.
     """
 
     def __init__(
@@ -44,16 +51,14 @@ class InputProcessor:
         tokenizer: Tokenizer,
         model: ModelFacts,
         folder: Path,
-        max_model_len: int,
+        limits: RequestLimits,
         config: EngineConfig,
         processors: Processors,
-        *,
-        max_batch_requests: int,
         grammars_apart: bool = False,
     ) -> None:
         self.tokenizer = tokenizer
         self._processors = processors
-        self.max_model_len = max_model_len
+        self.max_model_len = limits.max_model_len
         self.vocab_size = model.vocab_size
         self.model = model
         self._refusal = _refusal(model)
@@ -62,11 +67,11 @@ class InputProcessor:
         self._defaults = _generation_defaults(folder)
         self._breakers = BreakerFinder(tokenizer, model.vocab_size)
         self.chat = Chat(
-            tokenizer, self.grammars, config.tool_parser, config.reasoning_parser, max_model_len, self._refusal
+            tokenizer, self.grammars, config.tool_parser, config.reasoning_parser, limits.max_model_len, self._refusal
         )
         self.chat.warn_of_template()
         self._seed = config.seed
-        self._max_batch_requests = max_batch_requests
+        self._max_batch_requests = limits.max_batch_requests
         self._count = itertools.count(1)  # threads make requests at the same time
 
     def request(

@@ -2,7 +2,6 @@
 
 import asyncio
 import re
-import sys
 from functools import cached_property
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -69,6 +68,7 @@ POST   /api/copy                                           ollama:OllamaApi.refu
 DELETE /api/delete                                         ollama:OllamaApi.refuse
 """
 """Method, path and handler: a module of `kvern.server.handlers`, a class that is made with `Apis`, and a method."""
+HANDLERS = "kvern.server.handlers"
 T = TypeVar("T")
 
 
@@ -81,6 +81,7 @@ class Apis:
         """Background tasks that the server's shutdown waits for."""
         self._folder = DataFolder(service.config.data_dir or default_folder(), service.config.disk_reserve)
         self._made: dict[type[Any], Any] = {}
+        self._imported: set[str] = set()
 
     def get(self, kind: type[T]) -> T:
         """The handler of a class."""
@@ -125,15 +126,15 @@ class Apis:
 
     def _named(self, module: str, kind: str) -> Any:
         """The handler of a class in a module of `kvern.server.handlers`."""
-        return self.get(getattr(import_module(f"kvern.server.handlers.{module}"), kind))
+        return self.get(getattr(import_module(f"{HANDLERS}.{module}"), kind))
 
     def _route(self, method: str, path: str, handler: str) -> Route:
         module, kind, verb = re.split("[:.]", handler)
-        name = f"kvern.server.handlers.{module}"
 
         async def answer(request: Request) -> Response:
-            if name not in sys.modules:  # an import takes too long for the event loop
-                await asyncio.to_thread(import_module, name)
+            if module not in self._imported:  # an import takes too long for the event loop
+                await asyncio.to_thread(import_module, f"{HANDLERS}.{module}")
+                self._imported.add(module)
             response: Response = await getattr(self._named(module, kind), verb)(request)
             return response
 

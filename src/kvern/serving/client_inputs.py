@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from kvern.config import EngineConfig
-from kvern.engine.inputs import InputProcessor, Messages, Prompt
+from kvern.engine.inputs import InputProcessor, Messages, Prompt, RequestLimits
 from kvern.engine.model_facts import ModelFacts
 from kvern.engine.scoring import Pair, ScoredPrompt, scored_prompts
 from kvern.errors import InvalidRequest
@@ -54,11 +54,10 @@ class ClientInputs:
             self._tokenizer,
             ready.model,
             self._folder,
-            ready.max_model_len,
+            RequestLimits(ready.max_model_len, ready.max_batch_requests),
             self._config,
             self._custom,
-            max_batch_requests=ready.max_batch_requests,
-            grammars_apart=self._grammars_apart,
+            self._grammars_apart,
         )
         if self._grammars_apart:
             self._grammars = GrammarProcesses(self._processor.grammars)

@@ -41,10 +41,11 @@ class MessagesApi:
         asked = read_message(body, service.config.strip_billing_header)
         engine, conversation = service.engine_of(model), asked.conversation
         unused = ignored(body, KNOWN)
-        has_budget = conversation.thinking_budget is not None
+        has_budget = conversation.options.thinking_budget is not None
         if has_budget and not engine.client.inputs.can_bound_thinking(bool(conversation.use.definitions)):
             # agents send a budget by the name of the model, whether or not it can be obeyed
-            conversation = dataclasses.replace(conversation, thinking_budget=None)
+            options = dataclasses.replace(conversation.options, thinking_budget=None)
+            conversation = dataclasses.replace(conversation, options=options)
             unused.append("thinking.budget_tokens")
         chat = await engine.chat(conversation, asked.params, key, service.namespace(asked.common, key))
         ask, stream = service.ask(model, asked.common, [chat.prompt], chat.params, key), asked.stream
@@ -69,7 +70,7 @@ class MessagesApi:
         chat = read_conversation(body, self._service.config.strip_billing_header)
         with engine.admission.enter(request.state.key):
             definitions = list(chat.use.definitions) or None
-            prompt = await engine.client.inputs.chat_prompt(chat.messages, definitions, chat.variables)
+            prompt = await engine.client.inputs.chat_prompt(chat.messages, definitions, chat.options.variables)
         return json_response({"input_tokens": len(prompt)})
 
 
