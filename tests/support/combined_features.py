@@ -4,7 +4,7 @@ import itertools
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -20,6 +20,7 @@ from tests.support.combined_answers import CLOSE, check_same
 from tests.support.combined_questions import ARGUMENTS, RECORD, TOOLS
 from tests.support.idle import is_idle
 from tests.support.internals import core_of, engine_of
+from tests.support.served import eventually
 from tests.support.trained_adapters import ADAPTERS
 
 OPTIONS: dict[str, Any] = {
@@ -140,7 +141,7 @@ def at_once(llm: LLM, asks: Sequence[Ask]) -> list[Result]:
 
 
 def streamed(llm: LLM, asks: Sequence[Ask]) -> list[Result]:
-    """All streams side by side, in threads; the engine begins when it has all of them."""
+    """All streams side by side, in threads; the engine gets them in this order, and begins when it has all of them."""
 
     def one(ask: Ask) -> Result:
         news = []
@@ -159,7 +160,11 @@ def streamed(llm: LLM, asks: Sequence[Ask]) -> list[Result]:
 
     core.step = step_for_all
     with ThreadPoolExecutor(len(asks)) as pool:
-        return list(pool.map(one, asks))
+        streams: list[Future[Result]] = []
+        for ask in asks:
+            streams.append(pool.submit(one, ask))
+            eventually(lambda: len(engine_of(llm).request_ids) >= len(streams) or streams[-1].done())
+        return [stream.result() for stream in streams]
 
 
 class Feature(ABC):
