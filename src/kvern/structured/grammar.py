@@ -165,7 +165,9 @@ def grammars_of(folder: Path, vocab_size: int, backend: str = "llguidance", apar
 
 def _backend(name: str) -> Callable[[Path, int, Sequence[int]], Backend]:
     if name == "llguidance":
-        return _llguidance
+        from kvern.structured.llguidance_backend import LLGuidanceBackend
+
+        return LLGuidanceBackend
     try:
         from kvern.structured.xgrammar_backend import XgrammarBackend
     except ImportError as error:
@@ -174,10 +176,3 @@ def _backend(name: str) -> Callable[[Path, int, Sequence[int]], Backend]:
             "'kvern[xgrammar]', or leave grammar_backend at llguidance"
         ) from error
     return XgrammarBackend
-
-
-def _llguidance(folder: Path, vocab_size: int, eos_token_ids: Sequence[int]) -> Backend:
-    """The backend, which is imported when an answer needs it."""
-    from kvern.structured.llguidance_backend import LLGuidanceBackend
-
-    return LLGuidanceBackend(folder, vocab_size, eos_token_ids)
