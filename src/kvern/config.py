@@ -151,8 +151,6 @@ class EngineConfig:
     not."""
     kv_tier: str | None = None
     """Tier for blocks that leave the KV cache: an entry point of an installed package. None: no tier."""
-    grammar_backend: Literal["llguidance", "xgrammar"] = "llguidance"
-    """Library for the grammars of structured answers; xgrammar is an optional package with fewer forms."""
     logits_processors: tuple[str, ...] = ()
     """Custom logits processors that requests may use: entry points of installed packages, applied in this order."""
     overlap: bool = True

@@ -59,7 +59,7 @@ def answer(folder: Path, names: Collection[str], methods: Collection[str]) -> No
     assert [line for line in given if f"{line} " not in done.stdout] == []
     assert "Traceback" not in done.stderr
     refused = done.stdout.partition("refused ")[2].splitlines()[0].split()
-    assert {"triton", "transformers", "xgrammar", "pyarrow", "gguf", "pytest"} <= {*refused}
+    assert {"triton", "transformers", "pyarrow", "gguf", "pytest"} <= {*refused}
 
 
 def test_a_plain_install_answers_in_some_formats_and_families(tmp_path: Path) -> None:

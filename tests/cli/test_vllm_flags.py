@@ -134,13 +134,10 @@ DOCUMENTED: list[tuple[str, dict[str, Any]]] = [
         """serve m --generation-config vllm --override-generation-config '{"temperature": 0.5}'""",
         {"generation_config": "none", "override_generation_config": {"temperature": 0.5}},
     ),
-    (
-        """serve m --limit-mm-per-prompt '{"image": 2}' --guided-decoding-backend xgrammar""",
-        {"grammar_backend": "xgrammar"},
-    ),
+    ("""serve m --limit-mm-per-prompt '{"image": 2}' --guided-decoding-backend guidance""", {}),
     ("serve m --model-impl transformers", {"model_implementation": "transformers"}),
     ("serve m --model-impl vllm", {"model_implementation": "kvern"}),
-    ("""serve m --structured-outputs-config '{"backend": "xgrammar"}'""", {"grammar_backend": "xgrammar"}),
+    ("""serve m --structured-outputs-config '{"backend": "auto"}'""", {}),
     ("serve m --structured-outputs-config.backend guidance", {}),
     ("serve m --scheduling-policy priority --kv-cache-dtype auto", {"policy": "priority"}),
     (
@@ -197,6 +194,14 @@ def test_documented_commands_are_understood(line: str, expected: dict[str, Any])
             "--tool-call-parser step3 is refused: there is no such parser; tool_parser is",
         ),
         ("serve m --speculative-config {}", "speculative decoding is --draft-model MODEL, or --proposer ngram"),
+        (
+            "serve m --guided-decoding-backend xgrammar",
+            "--guided-decoding-backend xgrammar is refused: llguidance follows all grammars: give auto, or leave",
+        ),
+        (
+            """serve m --structured-outputs-config '{"backend": "xgrammar"}'""",
+            "--structured-outputs-config xgrammar is refused: llguidance follows all grammars: give auto, or leave",
+        ),
         ("serve m --rope-scaling {}", "--rope-scaling is refused: give it by --hf-overrides"),
         ("serve m --speculative-config.method ngram", "--speculative-config.method is refused: speculative decoding"),
         ("serve m --lora-modules {}", "it must have a name and a path"),

@@ -60,12 +60,9 @@ def logprobs(outputs: Sequence[RequestOutput]) -> list[float]:
 OPTIONS: dict[str, Any] = {"max_model_len": 96, "max_batch_requests": 20, "dtype": "float32", "threads": 1}
 
 
-@pytest.fixture(scope="module", params=["llguidance", "xgrammar", "PyTorch", "overlapping"])
+@pytest.fixture(scope="module", params=["kernels", "PyTorch", "overlapping"])
 def llm(request: pytest.FixtureRequest, tiny_model: Path) -> Iterator[LLM]:
     options = dict(OPTIONS)
-    if request.param == "xgrammar":
-        pytest.importorskip("xgrammar", exc_type=ImportError)
-        options["grammar_backend"] = "xgrammar"
     options["cpu_kernels"] = request.param != "PyTorch"
     with LLM(str(tiny_model), **options) as llm:
         set_depth(llm, 2 if request.param == "overlapping" else 1)
@@ -107,9 +104,9 @@ def test_a_slow_grammar_takes_no_drafts(tiny_llm: LLM, monkeypatch: pytest.Monke
 
 def test_rows_come_back_from_their_drafts() -> None:
     """The masks behind drafts are those that come when the drafts have, and what follows is as if none had been."""
-    grammars, rng = Grammars(resolve_model("kvern-1m"), 4096, "llguidance"), random.Random(3)
-    eos = grammars.eos_token_ids[0]
-    rows = GrammarRows(grammars, 4096, torch.device("cpu"))
+    grammars, rng = Grammars(resolve_model("kvern-1m"), 4096), random.Random(3)
+    eos = grammars.library.eos_token_ids[0]
+    rows = GrammarRows(grammars.library, 4096, torch.device("cpu"))
     forms = [LIST, ENDLESS, LETTERS, StructuredOutput(json=True)]
     specs = [
         RequestSpec(str(slot), PromptInput([7]), SamplingParams().resolved(), 40, grammar=grammars.compile(form))

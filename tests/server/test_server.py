@@ -197,7 +197,7 @@ def test_clients_that_leave_make_room(server: Served, stream: bool) -> None:
 
 
 def test_the_http_process_does_not_import_torch() -> None:
-    modules = "kvern.server.run, kvern.structured.llguidance_backend, sys"
+    modules = "kvern.server.run, kvern.structured.compiler, sys"
     code = f"import {modules}; print({{'torch', 'transformers', 'fastapi'}} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "set()\n"

@@ -1,4 +1,4 @@
-"""Grammars in GBNF: every character and construct of the notation that llama.cpp documents, with either backend."""
+"""Grammars in GBNF: every character and construct of the notation that llama.cpp documents."""
 
 from typing import Any
 
@@ -7,16 +7,14 @@ import pytest
 from kvern.errors import InvalidParameter
 from kvern.models.hub import resolve_model
 from kvern.request.structured_output import StructuredOutput
-from kvern.structured.gbnf import is_gbnf
+from kvern.structured.compiler import is_gbnf
 from kvern.structured.grammar import Grammars, grammars_of
 from kvern.text.tokenizer import Tokenizer
 
 
-@pytest.fixture(scope="module", params=["llguidance", "xgrammar"])
-def grammars(request: pytest.FixtureRequest) -> Grammars:
-    if request.param == "xgrammar":
-        pytest.importorskip("xgrammar", exc_type=ImportError)
-    return grammars_of(resolve_model("kvern-1m"), 4096, request.param)
+@pytest.fixture(scope="module")
+def grammars() -> Grammars:
+    return grammars_of(resolve_model("kvern-1m"), 4096)
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +46,7 @@ def test_what_a_grammar_derives(
     compiled = grammars.compile(StructuredOutput(grammar=grammar))
 
     def derives(text: str) -> bool:
-        matcher: Any = grammars.matcher(compiled)
+        matcher: Any = grammars.library.matcher(compiled)
         tokens = tokenizer.encode(text, add_special_tokens=False)
         return matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
 

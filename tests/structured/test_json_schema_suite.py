@@ -33,7 +33,7 @@ DRAFTS = {
     "draft7": jsonschema.Draft7Validator,
     "draft4": jsonschema.Draft4Validator,
 }
-LEAST_ACCEPTED = {"llguidance": {"draft2020-12": 0.8}, "xgrammar": {"draft2020-12": 0.7}}
+LEAST_ACCEPTED = {"draft2020-12": 0.8}
 ANSWERS = 3
 """Of each model for each schema."""
 
@@ -105,17 +105,13 @@ def accepted(cases: list[Case], grammars: Grammars, draft: str) -> list[Case]:
 
 @pytest.fixture(scope="module")
 def llm(request: pytest.FixtureRequest, tiny_model: Path) -> Iterator[LLM]:
-    model, backend = "kvern-1m" if request.param == "embedded model" else str(tiny_model), "llguidance"
-    if request.param == "xgrammar":
-        pytest.importorskip("xgrammar", exc_type=ImportError)
-        backend = "xgrammar"
-    with LLM(model, max_model_len=256, max_batch_requests=64, threads=1, grammar_backend=backend) as llm:
+    model = "kvern-1m" if request.param == "embedded model" else str(tiny_model)
+    with LLM(model, max_model_len=256, max_batch_requests=64, threads=1) as llm:
         yield llm
 
 
-MODELS = ("random weights", "embedded model", "xgrammar")
-BY_DAY = {*zip(MODELS, ["draft2019-09", "draft2020-12", "draft2020-12"], strict=True), ("xgrammar", "draft4")}
-"""Each model's first draft, and the oldest."""
+MODELS = ("random weights", "embedded model")
+BY_DAY = {*zip(MODELS, ["draft2019-09", "draft2020-12"], strict=True), ("random weights", "draft4")}
 EACH = [
     pytest.param(model, draft, marks=[] if (model, draft) in BY_DAY else [pytest.mark.nightly])
     for model in MODELS
@@ -127,12 +123,11 @@ EACH = [
 def test_every_answer_validates(llm: LLM, suite: Path, draft: str) -> None:
     cases = cases_of(suite, draft)
     folder = engine_of(llm).folder
-    backend = llm.config.grammar_backend
-    grammars = grammars_of(folder, llm.spec.vocab_size, backend)
-    kept = accepted(cases, grammars, f"{draft} with {backend}")
-    assert len(kept) >= LEAST_ACCEPTED[backend].get(draft, 0.6) * len(cases)
+    grammars = grammars_of(folder, llm.spec.vocab_size)
+    kept = accepted(cases, grammars, draft)
+    assert len(kept) >= LEAST_ACCEPTED.get(draft, 0.6) * len(cases)
 
-    ending = set(grammars.eos_token_ids)
+    ending = set(grammars.library.eos_token_ids)
     tokenizer = Tokenizer(folder)
     for text in ('"', "}", "]", "1"):
         ending |= set(tokenizer.encode(text, add_special_tokens=False))
@@ -169,7 +164,7 @@ def test_most_of_what_a_schema_allows_can_be_said(suite: Path) -> None:
     for case in accepted(cases_of(suite, "draft2020-12"), grammars, "draft2020-12"):
         grammar = grammars.compile(StructuredOutput(json=case.schema))
         for value in case.valid:
-            matcher = grammars.matcher(grammar)
+            matcher = grammars.library.matcher(grammar)
             tokens = tokenizer.encode(json.dumps(value, ensure_ascii=False), add_special_tokens=False)
             said = matcher.consume_tokens(tokens) and matcher.is_accepting()
             possible, counted = possible + said, counted + 1

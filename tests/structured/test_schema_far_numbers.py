@@ -9,8 +9,8 @@ import pytest
 from kvern.errors import InvalidParameter
 from kvern.models.hub import resolve_model
 from kvern.request.structured_output import StructuredOutput
+from kvern.structured.far_numbers import whole_numbers
 from kvern.structured.grammar import Grammars, grammars_of
-from kvern.structured.number_ranges import whole_numbers
 from kvern.text.tokenizer import Tokenizer
 
 N = 1234567890123456789
@@ -85,7 +85,7 @@ def tokenizer() -> Tokenizer:
 
 
 def is_answer(grammars: Grammars, tokenizer: Tokenizer, compiled: str, text: str) -> bool:
-    matcher: Any = grammars.matcher(compiled)
+    matcher: Any = grammars.library.matcher(compiled)
     tokens = tokenizer.encode(text, add_special_tokens=False)
     return matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
 

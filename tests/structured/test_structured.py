@@ -11,7 +11,8 @@ import openai
 import pytest
 from llguidance import LLParserLimits
 
-import kvern.structured.llguidance_backend
+import kvern.structured.compiler
+import kvern.structured.matchers
 from kvern import LLM, SamplingParams
 from kvern.api.forms import response_format
 from kvern.errors import InvalidParameter
@@ -49,7 +50,6 @@ FORMS: list[tuple[dict[str, Any], Any]] = [
 ]
 
 
-BACKENDS = ["llguidance", "xgrammar"]
 EXPRESSIONS = 'start: "then " e\ne: e e | "a" | "ab" | e "a" e e | "b" e e'
 
 
@@ -61,47 +61,28 @@ def params(form: dict[str, Any], **options: Any) -> SamplingParams:
     return SamplingParams(structured=StructuredOutput(**form), **({"max_tokens": 200, "temperature": 1.0} | options))
 
 
-def engine(model: Path, backend: str, **options: Any) -> LLM:
-    if backend == "xgrammar":
-        pytest.importorskip("xgrammar", exc_type=ImportError)
+def engine(model: Path, **options: Any) -> LLM:
     settings: dict[str, Any] = {"max_model_len": 256, "max_batch_requests": 16, "threads": 1} | options
-    return LLM(str(model), grammar_backend=backend, **settings)
+    return LLM(str(model), **settings)
 
 
 @pytest.fixture(scope="module")
 def tiny(tiny_model: Path) -> Iterator[LLM]:
-    with engine(tiny_model, "llguidance") as llm:
+    with engine(tiny_model) as llm:
         yield llm
-
-
-@pytest.fixture(scope="module", params=BACKENDS)
-def either(request: pytest.FixtureRequest, tiny_model: Path) -> Iterator[LLM]:
-    """With each backend; its Lark grammars are refused by one of them."""
-    with engine(tiny_model, request.param) as llm:
-        yield llm
-
-
-def forms_of(backend: str) -> list[tuple[dict[str, Any], Any]]:
-    return [form for form in FORMS if backend == "llguidance" or not form[0].get("grammar", "").startswith("start:")]
 
 
 @pytest.mark.parametrize(("form", "check"), FORMS, ids=range(len(FORMS)))
-def test_a_random_model_keeps_the_form(either: LLM, form: dict[str, Any], check: Any) -> None:
+def test_a_random_model_keeps_the_form(tiny: LLM, form: dict[str, Any], check: Any) -> None:
     """Its weights mean nothing, so that every part of the form is the grammar's doing."""
-    if (form, check) not in forms_of(either.config.grammar_backend):
-        with pytest.raises(InvalidParameter, match="Lark"):
-            either.generate([[5, 6, 7]], params(form))
-        return
     prompts = [[5 + number, 6, 7] for number in range(12)]
-    for seed, output in enumerate(either.generate(prompts, [params(form, seed=seed) for seed in range(12)])):
+    for seed, output in enumerate(tiny.generate(prompts, [params(form, seed=seed) for seed in range(12)])):
         [answer] = output.outputs
         if answer.finish_reason == "stop":
             check(answer.text)
         else:
             assert len(answer.token_ids) == 200, seed
-    assert any(
-        output.outputs[0].finish_reason == "stop" for output in either.generate(prompts[:3], params(form, seed=1))
-    )
+    assert any(output.outputs[0].finish_reason == "stop" for output in tiny.generate(prompts[:3], params(form, seed=1)))
 
 
 @pytest.mark.parametrize(
@@ -118,12 +99,12 @@ def test_a_random_model_keeps_the_form(either: LLM, form: dict[str, Any], check:
     ],
     ids=str,
 )
-def test_combined_with_other_parameters(either: LLM, options: dict[str, Any]) -> None:
-    [output] = either.generate([[5, 6, 7]], params({"json": LIST}, **options))
+def test_combined_with_other_parameters(tiny: LLM, options: dict[str, Any]) -> None:
+    [output] = tiny.generate([[5, 6, 7]], params({"json": LIST}, **options))
     for answer in output.outputs:
         if answer.finish_reason == "stop":
             jsonschema.validate(json.loads(answer.text), LIST)
-    assert is_idle(either)
+    assert is_idle(tiny)
 
 
 @pytest.mark.parametrize(
@@ -136,19 +117,18 @@ def test_combined_with_other_parameters(either: LLM, options: dict[str, Any]) ->
     ],
     ids=str,
 )
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_switches_and_preemption_change_nothing(tiny_model: Path, options: dict[str, Any], backend: str) -> None:
+def test_switches_and_preemption_change_nothing(tiny_model: Path, options: dict[str, Any]) -> None:
     """Constrained and free requests side by side, each as alone."""
     settings: dict[str, Any] = {"max_model_len": 96, "kv_cache_tokens": 4096, "max_batch_requests": None}
-    wanted, forms = [], forms_of(backend)
+    wanted = []
     for number in range(10):
-        form, _ = forms[number % len(forms)]
+        form, _ = FORMS[number % len(FORMS)]
         own = params(form, seed=number, max_tokens=40)
         wanted.append(own if number % 3 else SamplingParams(seed=number, max_tokens=40))
     prompts = [[5 + number, *range(20, 40)] for number in range(10)]
-    with engine(tiny_model, backend, **settings) as llm:
+    with engine(tiny_model, **settings) as llm:
         expected = [llm.generate([prompt], own)[0].outputs[0].text for prompt, own in zip(prompts, wanted, strict=True)]
-    with engine(tiny_model, backend, **(settings | options)) as llm:
+    with engine(tiny_model, **(settings | options)) as llm:
         assert [output.outputs[0].text for output in llm.generate(prompts, wanted)] == expected
         assert (llm.statistics().preemptions > 0) == (options.get("kv_cache_tokens") == 96)
 
@@ -188,8 +168,8 @@ def test_what_cannot_be_followed_is_refused(tiny: LLM, form: dict[str, Any], sai
 
 def test_a_grammar_that_becomes_too_expensive_ends_its_request(tiny: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """With limits as small as no real grammar meets, found only on the way; others go on."""
-    monkeypatch.setattr(kvern.structured.llguidance_backend, "FIRST_STEPS", 0)
-    monkeypatch.setattr(kvern.structured.llguidance_backend, "_limits", lambda: LLParserLimits(step_max_items=5))
+    monkeypatch.setattr(kvern.structured.compiler, "FIRST_STEPS", 0)
+    monkeypatch.setattr(kvern.structured.matchers, "_limits", lambda: LLParserLimits(step_max_items=5))
     wanted = [params({"grammar": EXPRESSIONS}, seed=1), SamplingParams(seed=1, max_tokens=30)]
     broken, other = tiny.generate([[5, 6], [7, 8]], wanted, on_error="return")
     assert broken.outputs[0].finish_reason == "abort"
@@ -206,10 +186,10 @@ def test_where_nothing_can_follow_an_answer_is_broken_off_with_the_reason(tiny: 
     assert "the grammar cannot be followed" in str(output.outputs[0].stop_reason)
 
 
-def test_blanks_are_bounded(either: LLM) -> None:
+def test_blanks_are_bounded(tiny: LLM) -> None:
     """A model that loves blanks cannot go on with them."""
-    blank = either.tokenizer.encode(" ")[0]
-    [output] = either.generate([[5, 6]], params({"json": {"type": "array", "maxItems": 1}}, logit_bias={blank: 1000.0}))
+    blank = tiny.tokenizer.encode(" ")[0]
+    [output] = tiny.generate([[5, 6]], params({"json": {"type": "array", "maxItems": 1}}, logit_bias={blank: 1000.0}))
     assert output.outputs[0].finish_reason == "stop"
     assert output.outputs[0].text.count(" ") <= 64
 

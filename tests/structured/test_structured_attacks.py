@@ -196,7 +196,7 @@ def test_owners_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
 
     async def told() -> list[str]:
         with LLM("kvern-1m", threads=1) as llm:
-            grammars = Grammars(resolve_model("kvern-1m"), llm.spec.vocab_size, "llguidance", True)
+            grammars = Grammars(resolve_model("kvern-1m"), llm.spec.vocab_size, True)
         processes, ended = GrammarProcesses(grammars), []
 
         async def compile_one(owner: str, form: StructuredOutput) -> None:
@@ -216,8 +216,8 @@ def test_owners_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_matchers_that_are_kept_are_bounded() -> None:
-    grammars = Grammars(resolve_model("kvern-1m"), 4096, "llguidance")
-    store = Matchers(grammars)
+    grammars = Grammars(resolve_model("kvern-1m"), 4096)
+    store = Matchers(grammars.library)
     grammar = grammars.compile(StructuredOutput(json=optional(400)))
     for matcher in store.take([grammar] * 100):
         store.give_back(grammar, matcher)

@@ -13,22 +13,23 @@ from typing import Any
 
 import pytest
 import torch
+from llguidance import LLMatcher
 
 from kvern.errors import InvalidParameter, ServerBusy
 from kvern.models.hub import resolve_model
 from kvern.request.structured_output import StructuredOutput
 from kvern.structured import apart, masks
 from kvern.structured.apart import GrammarProcesses
-from kvern.structured.backend import Matcher
+from kvern.structured.compiler import compile_grammar
 from kvern.structured.grammar import Grammars, NotCompiled
 from kvern.structured.masks import GrammarRows
-from kvern.structured.matchers import Matchers
+from kvern.structured.matchers import GrammarLibrary, Matchers
 
 FORM = StructuredOutput(regex="[ab]+")
 
 
 def grammars_apart(folder: Path | None = None) -> Grammars:
-    return Grammars(folder or resolve_model("kvern-1m"), 4100, "llguidance", apart=True)
+    return Grammars(folder or resolve_model("kvern-1m"), 4100, apart=True)
 
 
 async def compiled(processes: GrammarProcesses, grammars: Grammars) -> str:
@@ -142,14 +143,14 @@ def test_a_tokenizer_that_the_library_cannot_use(tmp_path: Path, what: str) -> N
     asyncio.run(told())
 
 
-class Slow(Grammars):
-    """Whose matchers of grammars that are called slow are made when they may."""
+class Slow(GrammarLibrary):
+    """A library whose matchers of grammars that are called slow are made when they may."""
 
     def __init__(self) -> None:
-        super().__init__(resolve_model("kvern-1m"), 4096, "llguidance")
+        super().__init__(resolve_model("kvern-1m"), 4096)
         self.may = threading.Event()
 
-    def matcher(self, grammar: str) -> Matcher:
+    def matcher(self, grammar: str) -> LLMatcher:
         if grammar.startswith("slow "):
             assert self.may.wait(240)
         return super().matcher(grammar.removeprefix("slow ").lstrip("0123456789 "))
@@ -157,13 +158,13 @@ class Slow(Grammars):
 
 @pytest.fixture
 def slow() -> Iterator[Slow]:
-    grammars = Slow()
-    yield grammars
-    grammars.may.set()
+    library = Slow()
+    yield library
+    library.may.set()
 
 
 def test_who_begins_does_not_wait_for_what_is_prepared(slow: Slow) -> None:
-    grammar = slow.compile(FORM)
+    grammar = compile_grammar(FORM, slow)
     store = Matchers(slow)
     futures = [store.prepare(f"slow {number} {grammar}") for number in range(64)]
     with ThreadPoolExecutor(1) as threads:
@@ -180,15 +181,15 @@ def test_who_begins_does_not_wait_for_what_is_prepared(slow: Slow) -> None:
 
 def test_masks_that_took_long_are_made_side_by_side_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(masks, "LONGEST_FILL_SECONDS", -1.0)
-    grammars = Grammars(resolve_model("kvern-1m"), 4096, "llguidance")
-    rows = GrammarRows(grammars, 4096, torch.device("cpu"))
-    matcher = grammars.matcher(grammars.compile(FORM))
+    grammars = Grammars(resolve_model("kvern-1m"), 4096)
+    rows = GrammarRows(grammars.library, 4096, torch.device("cpu"))
+    matcher = grammars.library.matcher(grammars.compile(FORM))
     modes: list[bool] = []
 
     def fill(going: Sequence[tuple[Any, int]], masks: torch.Tensor, side_by_side: bool) -> None:
         modes.append(side_by_side)
 
-    monkeypatch.setattr(grammars, "fill", fill)
+    monkeypatch.setattr(grammars.library, "fill", fill)
     for _ in range(4):
         rows._fill([(matcher, 0)], torch.empty(1, 128, dtype=torch.int32), side_by_side=True)
     assert modes == [True, False, True, False]

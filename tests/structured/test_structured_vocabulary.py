@@ -11,7 +11,7 @@ import tokenizers
 
 from kvern import LLM, SamplingParams
 from kvern.request.structured_output import StructuredOutput
-from kvern.structured.vocabulary import within
+from kvern.structured.matchers import within
 
 FORMS: list[dict[str, Any]] = [{"json": True}, {"choice": ["<pad0>", "no"]}, {"regex": "[a-c]{2}|<pad1>"}]
 
@@ -32,11 +32,9 @@ def model(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module", params=["llguidance", "xgrammar"])
-def llm(request: pytest.FixtureRequest, model: Path) -> Iterator[LLM]:
-    if request.param == "xgrammar":
-        pytest.importorskip("xgrammar", exc_type=ImportError)
-    with LLM(str(model), max_model_len=128, threads=1, grammar_backend=request.param) as llm:
+@pytest.fixture(scope="module")
+def llm(model: Path) -> Iterator[LLM]:
+    with LLM(str(model), max_model_len=128, threads=1) as llm:
         yield llm
 
 

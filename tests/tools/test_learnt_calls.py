@@ -109,7 +109,7 @@ def is_demanded(name: str, text: str, parallel: bool = True) -> bool:
     use = read_tools(TOOLS, "required", parallel)
     structured = GrammarWriter(tokenizer, grammars).answer(form_of(name), use, None, None)
     assert structured is not None
-    matcher = grammars.matcher(grammars.compile(structured))
+    matcher = grammars.library.matcher(grammars.compile(structured))
     form = form_of(name)
     text = text.strip("\n") if form.trigger is not None else text
     token_ids = tokenizer.encode(text, add_special_tokens=False)

@@ -88,7 +88,7 @@ def request(folder: Path, use: ToolUse = NO_TOOLS, form: StructuredOutput | None
 def allows(asked: ChatRequest, text: str) -> bool:
     tokenizer, grammars = embedded_grammars()
     assert asked.params.structured is not None
-    matcher = grammars.matcher(grammars.compile(asked.params.structured))
+    matcher = grammars.library.matcher(grammars.compile(asked.params.structured))
     token_ids = tokenizer.encode(text, add_special_tokens=False)
     return matcher.try_consume_tokens(token_ids) == len(token_ids) and matcher.is_accepting()
 

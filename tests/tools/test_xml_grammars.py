@@ -74,13 +74,13 @@ def tool_of(schema: Any) -> Any:
 
 def drawn(grammars: Grammars, grammar: str, seed: int) -> list[int] | None:
     """Tokens that a model without a preference would write; None: it writes on and on."""
-    rng, matcher = random.Random(seed), grammars.matcher(grammar)
+    rng, matcher = random.Random(seed), grammars.library.matcher(grammar)
     tokens: list[int] = []
     while len(tokens) < MOST_TOKENS:
         mask = np.frombuffer(matcher.compute_bitmask(), np.uint8)  # type: ignore[attr-defined]
         allowed = np.flatnonzero(np.unpackbits(mask, bitorder="little"))
         token = int(allowed[rng.randrange(len(allowed))])
-        if token in grammars.eos_token_ids:
+        if token in grammars.library.eos_token_ids:
             return tokens
         tokens.append(token)
         assert matcher.consume_token(token)
@@ -131,7 +131,7 @@ def test_models_write_as_they_were_taught(form: ToolFormat, writer: Any, schema:
         "</minimax:tool_call>",
         "glm": f"<tool_call>f\n<arg_key>key</arg_key>\n<arg_value>{text}</arg_value>\n</tool_call>",
     }[form.name]
-    matcher = grammars.matcher(grammars.compile(structured))
+    matcher = grammars.library.matcher(grammars.compile(structured))
     assert matcher.consume_tokens(tokenizer.encode(answer, add_special_tokens=False))
     reader = AnswerReader(form.parser({"f": tool}), None)
     reader.read(answer, True)
@@ -149,7 +149,7 @@ def test_arguments_that_depend_on_each_other_are_one_object(form: ToolFormat, wr
         "glm": ("<tool_call>f\n", "</tool_call>"),
     }[form.name]
     answer = f'{before}{{"a": 1}}\n{behind}'
-    matcher = grammars.matcher(grammars.compile(structured))
+    matcher = grammars.library.matcher(grammars.compile(structured))
     assert matcher.consume_tokens(tokenizer.encode(answer, add_special_tokens=False))
     reader = AnswerReader(form.parser({"f": schema}), None)
     reader.read(answer, True)
@@ -162,7 +162,7 @@ def test_tags_in_text_are_not_written(writer: Any) -> None:
     tool = {"type": "object", "properties": {"key": {"type": "string"}}, "required": ["key"]}
     structured = written.answer(QWEN3_CODER, read_tools([tool_of(tool)], "required"), None, None)
     answer = "<tool_call>\n<function=f>\n<parameter=key>\na</parameter></function>\n</parameter>"
-    matcher = grammars.matcher(grammars.compile(structured))
+    matcher = grammars.library.matcher(grammars.compile(structured))
     assert not matcher.consume_tokens(tokenizer.encode(answer, add_special_tokens=False))
 
 

@@ -143,7 +143,7 @@ class Refused:
 class Backend:
     """A flag with a JSON object of which kvern reads one key, `backend`."""
 
-    named: Named
+    named: Rule
     takes: int = 1
 
     def options(self, values: Sequence[str], on: bool) -> Options:

@@ -80,9 +80,9 @@ STORED_FORMATS = (
     "awq", "awq_marlin", "bitsandbytes", "compressed-tensors", "fbgemm_fp8", "gguf", "gptq", "gptq_marlin",
     "modelopt", "modelopt_fp4", "mxfp4", "torchao",
 )  # fmt: skip
-GRAMMARS = {"auto": "llguidance", "guidance": "llguidance"}
+GRAMMARS = ("auto", "guidance", "llguidance")
 
-grammar_backend = Named("grammar_backend", one_of("grammar_backend", GRAMMARS, "there is no such backend"))
+grammar_backend = Idle("llguidance follows all grammars: give auto, or leave the flag out", 1, only=GRAMMARS)
 
 VLLM: dict[str, Rule] = {
     # The model and its files.

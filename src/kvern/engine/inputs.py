@@ -63,7 +63,7 @@ class InputProcessor:
         self.model = model
         self._refusal = _refusal(model)
         self._eos_token_ids = frozenset(token for token in tokenizer.eos_token_ids if token < model.vocab_size)
-        self.grammars = grammars_of(folder, model.vocab_size, config.grammar_backend, grammars_apart)
+        self.grammars = grammars_of(folder, model.vocab_size, grammars_apart)
         self._defaults = _generation_defaults(folder)
         self._breakers = BreakerFinder(tokenizer, model.vocab_size)
         self.chat = Chat(

@@ -69,8 +69,8 @@ from kvern.runner.torch_backend import TorchBackend
 from kvern.runner.windows import report
 from kvern.sample.processors import ProcessorModel, load_processors
 from kvern.spec.model import ModelSpec
-from kvern.structured.grammar import grammars_of
 from kvern.structured.masks import GrammarRows
+from kvern.structured.matchers import library_of
 
 MODEL_KERNELS = frozenset({"norm", "rotary", "activation", "few_rows", "moe", "hopper_linear", "quantized", "states"})
 """The kernels that the parts of a model may use, besides kernels of a CPU."""
@@ -187,8 +187,8 @@ class Worker:
             if device.type == "cpu" and not plan.on_device:
                 settle_threads(config, plan, decoder)
             adapters = self._make_adapters(decoder, "adapters" in plan.kernels)
-        compiled = grammars_of(self._folder, spec.vocab_size, config.grammar_backend)
-        self._grammars = GrammarRows(compiled, spec.vocab_size, device, backend.restrict)
+        library = library_of(self._folder, spec.vocab_size)
+        self._grammars = GrammarRows(library, spec.vocab_size, device, backend.restrict)
         sizes = spec.vocab_size, plan.max_batch_requests, plan.max_model_len
         named = config.logits_processors if self._ranks.rank == 0 else ()  # the others take what it chooses
         processors = ProcessorRows(load_processors(named), ProcessorModel(self._folder, *sizes, device))

@@ -1,7 +1,7 @@
 """Answers that must match JSON schemas, regular expressions, choices and grammars.
 
-`grammar.py` makes a grammar of a request's constraints, `schema.py` rewrites a JSON schema with the keywords that every
-library knows, `backend.py` is the interface of libraries (`Backend`, `Matcher`), and `masks.py` keeps a matcher for
-each row. `apart.py` and `worker.py` compile grammars in child processes that may be killed, because users' grammars can
-take long.
+`grammar.py` knows the compiled grammars of requests, and `compiler.py` makes them for llguidance; `schema.py` rewrites
+a JSON schema with few keywords. `apart.py` and `worker.py` compile in child processes that may be killed, because
+users' grammars can take long. The engine has `matchers.py`, which follows grammars, and `masks.py`, which keeps a
+matcher for each row; it imports nothing that compiles.
 """

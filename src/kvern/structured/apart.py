@@ -12,8 +12,16 @@ from typing import TypeVar
 import msgspec
 
 from kvern.errors import InvalidParameter, ServerBusy
-from kvern.structured.grammar import Grammars, NotCompiled
-from kvern.structured.worker import LENGTH, MOST_MEMORY, MOST_SECONDS, READY, GrammarVerdict
+from kvern.structured.grammar import (
+    LENGTH,
+    MOST_MEMORY,
+    MOST_SECONDS,
+    READY,
+    Grammars,
+    GrammarSetup,
+    GrammarVerdict,
+    NotCompiled,
+)
 
 CHILDREN = 2
 """The number of child processes that compile at the same time, each for one owner."""
@@ -181,7 +189,7 @@ class GrammarProcesses:
                 process = await asyncio.create_subprocess_exec(
                     *command, stdin=asyncio.subprocess.DEVNULL, pass_fds=[theirs.fileno()]
                 )
-            setup = msgspec.msgpack.encode(self._grammars.setup)
+            setup = msgspec.msgpack.encode(GrammarSetup(str(self._grammars.folder), self._grammars.vocab_size))
             ours.sendall(len(setup).to_bytes(LENGTH) + setup)
         except BaseException:
             ours.close()  # which ends a process that did start

@@ -34,6 +34,8 @@ IGNORED = {"$schema", "$id", "id", "$anchor", "$dynamicAnchor", "$recursiveAncho
 IGNORED |= {"$vocabulary", "title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly"}
 IGNORED |= {"contentEncoding", "contentMediaType", "contentSchema"}
 """Keywords that only name or describe."""
+LONGEST_INDEX = 10
+"""The most digits of a list index."""
 COUNTS = {"minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties"}
 COUNTS |= {"minContains", "maxContains"}
 
@@ -184,3 +186,19 @@ def canonical(value: Any) -> str:
     if isinstance(value, float) and value == int(value):
         value = int(value)
     return json.dumps(value, sort_keys=True)
+
+
+def pointed_at(reference: str, root: Any) -> Any:
+    """The target of a JSON pointer within the schema; None for other references and missing targets."""
+    if reference != "#" and not reference.startswith("#/"):
+        return None
+    found = root
+    for part in reference[1:].split("/")[1:]:
+        key = part.replace("~1", "/").replace("~0", "~")
+        if isinstance(found, list) and key.isdecimal() and len(key) < LONGEST_INDEX and int(key) < len(found):
+            found = found[int(key)]
+        elif isinstance(found, dict):
+            found = found.get(key)
+        else:
+            return None
+    return found

@@ -1,22 +1,81 @@
-"""Masks of the tokens that the grammars of a batch allow: matchers on the host, masks applied on the device."""
+"""Masks of the tokens that the grammars of a batch allow: matchers on the host, masks applied on the device.
+
+A model can continue JSON endlessly where a grammar lets it: a text, one element after the other, brackets within
+brackets. Shortly before `max_tokens` such an answer takes the shortest way out: it closes what is open (`Landing`).
+"""
 
 import functools
 import itertools
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
+from llguidance import LLMatcher
 
 from kvern.request.step import OUT_OF_TOKENS, Fork, NewRequest
-from kvern.structured.landing import Landing, has_ways
-from kvern.structured.matchers import Matchers
+from kvern.structured.matchers import GrammarLibrary, Matchers
 
 if TYPE_CHECKING:
     from kvern.request.step import StepResult
-    from kvern.structured.backend import Matcher
-    from kvern.structured.grammar import Grammars
+
+
+LONGEST_WAY = 256
+"""The most tokens of a way out; answers that need more are not finished."""
+MOST_GROWTH = 16
+"""The most by which one token usually lengthens the way out: it may open that many brackets."""
+
+
+def has_ways(grammar: str) -> bool:
+    """True if answers of a compiled grammar contain JSON."""
+    return '"json_schema"' in grammar
+
+
+@dataclass
+class Landing:
+    """The landing of one answer. `left`: tokens that remain; `budget`: all its tokens.
+
+    `began`: it is on its way out; `over`: it has ended, so that later tokens do not belong to it. Both depend on the
+    answer's tokens alone, so a replay gives the same.
+    """
+
+    budget: int
+    left: int
+    began: bool = False
+    over: bool = False
+    _asked_below: int = field(default=1 << 62)
+    _way: list[int] = field(default_factory=list)
+
+    def forced(self, matcher: LLMatcher, library: GrammarLibrary) -> int | None:
+        """The token that must come next; None: the form alone decides."""
+        if self.began and not self._way:
+            self.over = True
+        if not self.began and self.left < self._asked_below:
+            self._ask(matcher, library)
+        return self._way[0] if self._way else None
+
+    def went_on(self) -> None:
+        """The answer has one token more: the forced one, if there was one."""
+        self.left -= 1
+        self._way = self._way[1:]
+
+    def copy(self) -> "Landing":
+        """The landing of an answer that forks from this one."""
+        return replace(self)
+
+    def _ask(self, matcher: LLMatcher, library: GrammarLibrary) -> None:
+        way = library.way_out(matcher, min(self.left, LONGEST_WAY))
+        if way is None:
+            self._asked_below = self.left * 7 // 8
+            return
+        margin = 1 + min(MOST_GROWTH, self.budget // 64)
+        spare = self.left - len(way) - margin
+        if spare <= 0 and way:
+            self._way, self.began = way, True
+        self._asked_below = self.left - spare // (MOST_GROWTH + 1)
+
 
 BITS = 32
 FOLLOWING_SECONDS = 0.5
@@ -53,27 +112,27 @@ class GrammarRows:
 
     def __init__(
         self,
-        grammars: "Grammars",
+        library: GrammarLibrary,
         vocab_size: int,
         device: torch.device,
         restrict: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None] = restrict,
     ) -> None:
-        self._grammars = grammars
-        self._store = Matchers(grammars)
+        self._library = library
+        self._store = Matchers(library)
         self._width = -(-vocab_size // BITS)
         self._device = device
         self._restrict = restrict
-        self._matchers: dict[int, Matcher] = {}
+        self._matchers: dict[int, LLMatcher] = {}
         self._grammar_of: dict[int, str] = {}
-        self._left: list[tuple[str, Matcher]] = []
-        self._spent: dict[Matcher, float] = {}
+        self._left: list[tuple[str, LLMatcher]] = []
+        self._spent: dict[LLMatcher, float] = {}
         """Excess seconds of each slow matcher, beyond its share for every token."""
-        self._landings: dict[Matcher, Landing] = {}
+        self._landings: dict[LLMatcher, Landing] = {}
         """The landings of answers in JSON."""
         self._computed = 0.0
         """The thread time when it was last read."""
         self._one_by_one = False
-        self._expected: list[tuple[list[Matcher | None], StepResult]] = []
+        self._expected: list[tuple[list[LLMatcher | None], StepResult]] = []
 
     def join(self, joined: Iterable[NewRequest]) -> None:
         """Enters requests in their rows, and follows their generated tokens."""
@@ -122,7 +181,7 @@ class GrammarRows:
         if matcher is not None and grammar is not None:
             self._left.append((grammar, matcher))
 
-    def _copy(self, source: "Matcher") -> "Matcher":
+    def _copy(self, source: LLMatcher) -> LLMatcher:
         """A copy of a matcher with its state here."""
         copy = self._timed(source, source.deep_copy)
         if source in self._spent:
@@ -131,7 +190,7 @@ class GrammarRows:
             self._landings[copy] = self._landings[source].copy()
         return copy
 
-    def _forget(self, matcher: "Matcher") -> None:
+    def _forget(self, matcher: LLMatcher) -> None:
         self._spent.pop(matcher, None)
         self._landings.pop(matcher, None)
 
@@ -162,11 +221,11 @@ class GrammarRows:
             if not self._accepts(self._matchers[slot], token)
         ]
 
-    def _accepts(self, matcher: "Matcher", token: int) -> bool:
+    def _accepts(self, matcher: LLMatcher, token: int) -> bool:
         """Consumes a token if it is allowed; returns whether it was."""
         forced = self._forced(matcher)
         if matcher.is_stopped():
-            return token in self._grammars.eos_token_ids
+            return token in self._library.eos_token_ids
         if forced not in (None, token) or self._timed(matcher, matcher.try_consume_tokens, [token]) != 1:
             return False
         if matcher in self._landings:
@@ -218,7 +277,7 @@ class GrammarRows:
 
     def _go_ahead(
         self,
-        matcher: "Matcher",
+        matcher: LLMatcher,
         drafts: Sequence[int],
         rows: Sequence[int],
         masks: torch.Tensor,
@@ -235,7 +294,7 @@ class GrammarRows:
                 break
             mask = self._mask(ahead)
             if mask is None:
-                self._timed(ahead, self._grammars.fill, [(ahead, place)], masks, False)
+                self._timed(ahead, self._library.fill, [(ahead, place)], masks, False)
             else:
                 masks[place] = mask
             reason = self._reason(ahead)
@@ -244,25 +303,25 @@ class GrammarRows:
                 break
         self._forget(ahead)
 
-    def _mask(self, matcher: "Matcher") -> torch.Tensor | None:
+    def _mask(self, matcher: LLMatcher) -> torch.Tensor | None:
         """The mask of a matcher, if the library need not be asked."""
         forced = self._forced(matcher)
         if matcher.is_stopped():
             return self._ended
         return None if forced is None else self._only([forced])
 
-    def _fill(self, going: Sequence[tuple["Matcher", int]], masks: torch.Tensor, side_by_side: bool) -> None:
+    def _fill(self, going: Sequence[tuple[LLMatcher, int]], masks: torch.Tensor, side_by_side: bool) -> None:
         """If all of them side by side took long, they are looked at one by one the next time: one may be to blame."""
         start = time.perf_counter()
         self._computed = time.thread_time()
         if side_by_side and not self._one_by_one:
-            self._grammars.fill(going, masks, True)
+            self._library.fill(going, masks, True)
         else:
             for pair in going:
-                self._timed(pair[0], self._grammars.fill, [pair], masks, False)
+                self._timed(pair[0], self._library.fill, [pair], masks, False)
         self._one_by_one = not self._one_by_one and time.perf_counter() - start > LONGEST_FILL_SECONDS
 
-    def _timed(self, matcher: "Matcher", work: Callable[..., T], *arguments: Any) -> T:
+    def _timed(self, matcher: LLMatcher, work: Callable[..., T], *arguments: Any) -> T:
         """Runs `work(*arguments)` and charges its time to the matcher."""
         start = time.perf_counter()
         result = work(*arguments)
@@ -280,7 +339,7 @@ class GrammarRows:
         reasons = ((row, self._reason(self._matchers[slots[row]])) for row in rows)
         return {row: reason for row, reason in reasons if reason is not None}
 
-    def _reason(self, matcher: "Matcher") -> str | None:
+    def _reason(self, matcher: LLMatcher) -> str | None:
         if matcher.is_error():
             return f"the grammar cannot be followed: {' '.join(matcher.get_error().split())}"
         if self._spent and self._spent.get(matcher, 0.0) > FOLLOWING_SECONDS:
@@ -290,12 +349,12 @@ class GrammarRows:
             )
         return OUT_OF_TOKENS if matcher in self._landings and self._landings[matcher].over else None
 
-    def _forced(self, matcher: "Matcher") -> int | None:
+    def _forced(self, matcher: LLMatcher) -> int | None:
         """The token with which the answer must continue to end in time."""
         landing = self._landings.get(matcher)
-        return None if landing is None else self._timed(matcher, landing.forced, matcher, self._grammars)
+        return None if landing is None else self._timed(matcher, landing.forced, matcher, self._library)
 
-    def _take(self, matcher: "Matcher", token: int) -> None:
+    def _take(self, matcher: LLMatcher, token: int) -> None:
         self._timed(matcher, matcher.consume_token, token)
         if matcher in self._landings:
             self._landings[matcher].went_on()
@@ -303,7 +362,7 @@ class GrammarRows:
     @functools.cached_property
     def _ended(self) -> torch.Tensor:
         """The mask of an answer that can only end."""
-        return self._only(self._grammars.eos_token_ids)
+        return self._only(self._library.eos_token_ids)
 
     def _only(self, tokens: Sequence[int]) -> torch.Tensor:
         """The mask of these."""

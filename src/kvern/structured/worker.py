@@ -4,7 +4,7 @@
        `--------------- forms and verdicts, msgpack, each after its length ------------------------'
 
 A signal ends a child that computes for too long; one that takes too much memory or crashes in a library ends by itself,
-and the server sees its socket close. This module imports torch only if the grammar library does.
+and the server sees its socket close. No torch is imported.
 """
 
 import contextlib
@@ -19,23 +19,9 @@ import msgspec
 
 from kvern.errors import InvalidParameter
 from kvern.request.structured_output import StructuredOutput
-from kvern.structured.grammar import Grammars, Setup
-
-MOST_SECONDS = 2.0
-"""Limit of the computing time for one form."""
-MOST_MEMORY = 1 << 30
-"""Limit of the bytes that a child may allocate."""
-READY = b"\1"
-"""The first message of a child."""
-LENGTH = 4
-"""The number of bytes of a message's length."""
-
-
-class GrammarVerdict(msgspec.Struct, frozen=True):
-    """A grammar for the matcher, or the reason why there is none."""
-
-    grammar: str | None = None
-    error: str = ""
+from kvern.structured.compiler import compile_grammar
+from kvern.structured.grammar import LENGTH, MOST_MEMORY, MOST_SECONDS, READY, GrammarSetup, GrammarVerdict
+from kvern.structured.matchers import GrammarLibrary
 
 
 def main(descriptor: int) -> None:
@@ -45,10 +31,10 @@ def main(descriptor: int) -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # children are not waited for
     os.nice(10)
     with socket.socket(fileno=descriptor) as control:
-        setup = msgspec.msgpack.decode(receive(control) or b"", type=Setup)
-        grammars = Grammars(Path(setup.folder), setup.vocab_size, setup.backend)
+        setup = msgspec.msgpack.decode(receive(control) or b"", type=GrammarSetup)
+        library = GrammarLibrary(Path(setup.folder), setup.vocab_size)
         with contextlib.suppress(InvalidParameter):  # which every form then says
-            grammars.load()
+            _ = library.tokenizer
         while True:
             _, descriptors, _, _ = socket.recv_fds(control, 1, 1)
             if not descriptors:
@@ -57,12 +43,12 @@ def main(descriptor: int) -> None:
                 if os.fork() == 0:
                     try:
                         control.close()
-                        serve(connection, grammars)
+                        serve(connection, library)
                     finally:
                         os._exit(0)
 
 
-def serve(connection: socket.socket, grammars: Grammars) -> None:
+def serve(connection: socket.socket, library: GrammarLibrary) -> None:
     """Compiles the forms that arrive, until the server closes the socket."""
     used = os.sysconf("SC_PAGE_SIZE") * int(Path("/proc/self/statm").read_text().split()[5])
     resource.setrlimit(resource.RLIMIT_DATA, (used + MOST_MEMORY, used + MOST_MEMORY))
@@ -71,7 +57,7 @@ def serve(connection: socket.socket, grammars: Grammars) -> None:
     while (form := receive(connection)) is not None:
         signal.setitimer(signal.ITIMER_PROF, MOST_SECONDS)  # its signal ends the process
         try:
-            verdict = GrammarVerdict(grammars.compile(msgspec.json.decode(form, type=StructuredOutput)))
+            verdict = GrammarVerdict(compile_grammar(msgspec.json.decode(form, type=StructuredOutput), library))
         except InvalidParameter as error:
             verdict = GrammarVerdict(error=str(error))
         signal.setitimer(signal.ITIMER_PROF, 0)

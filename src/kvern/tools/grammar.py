@@ -168,7 +168,7 @@ class GrammarWriter:
 
     def literal(self, text: str, markers: Iterable[str]) -> str:
         """The expression for a text, in which markers that are single tokens become tokens."""
-        special = self._grammars.special_token_ids
+        special = self._grammars.library.special_token_ids
         ids = {marker: self._tokenizer.token_to_id(marker) for marker in markers}
         tokens = {marker: token for marker, token in ids.items() if token is not None and token in special}
         pieces = re.split("|".join(f"({re.escape(marker)})" for marker in tokens), text) if tokens else [text]
@@ -210,7 +210,7 @@ class GrammarWriter:
 
     def _tokens_but(self, *others: int) -> str:
         """The expression for any token except special tokens (including end-of-sequence) and `others`."""
-        unwanted = sorted({*self._grammars.special_token_ids, *self._grammars.eos_token_ids, *others})
+        unwanted = sorted({*self._grammars.library.special_token_ids, *self._grammars.library.eos_token_ids, *others})
         ranges: list[list[int]] = []
         for token in unwanted:
             if ranges and token == ranges[-1][1] + 1:

@@ -12,8 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from kvern.structured.assertions import IGNORED, OF_TYPE, TYPES
-from kvern.structured.references import pointed_at
+from kvern.structured.assertions import IGNORED, OF_TYPE, TYPES, pointed_at
 
 DEEPEST = 16
 """The longest chain of references that is followed."""
