@@ -1,6 +1,9 @@
 """What was compiled is launched again only for arguments that Triton would compile to the same."""
 
+import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +12,8 @@ import torch
 from triton.runtime.build import compile_module_from_src
 
 from kvern.kernels.hopper import tiles_of
-from kvern.kernels.launch import Launcher
+from kvern.kernels.launch import Launcher, Rows, rows_of
+from tests.support.kernels.copied_rows import Range, Shape, copy
 
 
 class OnDevice(torch.Tensor):
@@ -98,6 +102,64 @@ def test_tiles_compile_by_their_shape_and_missing_arguments_by_their_place(kerne
     ):
         launcher[1,](*changed, 128)
     assert len(kernel.compiled) == 4
+
+
+def test_the_fields_of_tuples_are_arguments_like_others(kernel: Kernel) -> None:
+    launcher = Launcher(kernel)
+    launcher._variable = 2
+    x, other = (torch.zeros(4, 16).as_subclass(OnDevice) for _ in range(2))
+    launcher[1,](rows_of(x), Rows(x, Rows(None, 48)), 128)
+    launcher[1,](rows_of(other), Rows(x, Rows(None, 32)), 128)
+    assert len(kernel.compiled) == 1
+    assert kernel.compiled[0].launches[0][-3:] == (rows_of(other), (x, (None, 32)), 128)
+    for first, second in (
+        (Rows(x[0, 1:], 16), Rows(x, Rows(None, 48))),
+        (Rows(x, 1), Rows(x, Rows(None, 48))),
+        (rows_of(x), Rows(x, Rows(x, 48))),
+        (rows_of(x), Rows(x, Rows(None, 47))),
+        (rows_of(x), Rows(x, None)),
+    ):
+        launcher[1,](first, second, 128)
+    assert len(kernel.compiled) == 6
+
+
+def test_fields_of_tuples_reach_a_kernel(device: torch.device) -> None:
+    x, out = torch.randn(4, 80, device=device)[:, :64], torch.zeros(4, 64, device=device)
+    copy[4,](rows_of(x), rows_of(out), Range(3, (48,)), Shape(40, 64))
+    expected = torch.zeros(4, 64, device=device)
+    expected[:, 3:40] = x[:, 3:40]
+    assert torch.equal(out, expected)
+
+
+COMPILED = """
+import torch, triton
+from kvern.kernels.launch import Rows, rows_of
+from kvern.kernels.recording import recording
+from tests.kernels.compile_for import TargetDriver
+from tests.support.kernels.copied_rows import Range, Shape, copy
+
+triton.runtime.driver.set_active(TargetDriver(90))
+x, out = (torch.empty(4, 64, dtype=torch.bfloat16, device="meta") for _ in range(2))
+with recording() as launches:
+    for first, end in ((0, 64), (1, 48), (3, 1), (16, 7)):
+        copy[4,](rows_of(x), rows_of(out), Range(first, (end,)), Shape(50, 64))
+    copy[4,](rows_of(x[:, :1]), Rows(None, 1), Range(0, (64,)), Shape(50, 64))
+one, other = (launch.compile() for launch in launches.values())
+signature = one.asm["ttir"].split("@copy(")[1].split("attributes")[0]
+print(signature.count("bf16> {tt.divisibility = 16"), signature.count("i32 {tt.divisibility = 16"))
+print(signature.count("%part"), "tt.store" in one.asm["ttir"], "tt.store" in other.asm["ttir"])
+"""
+
+
+def test_fields_of_tuples_are_specialised_unless_a_kernel_says_otherwise() -> None:
+    """Pointers and strides are multiples of 16 to the compiler; a range compiles once, whatever its numbers."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = os.pathsep.join(sys.path)
+    done = subprocess.run(
+        [sys.executable, "-c", COMPILED], env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["2", "2", "2", "True", "False"]
 
 
 SOURCE = """

@@ -9,7 +9,7 @@ from torch import Tensor
 from kvern.device.text_batch import TextBatch
 from kvern.device.transfer import upload
 from kvern.kernels.attention_prefill import prefill_shape
-from kvern.kernels.attention_texts import text_attention
+from kvern.kernels.attention_texts import TextTiles, text_attention
 from kvern.spec.mixers import AttentionSpec
 
 
@@ -29,7 +29,8 @@ class PackedTexts:
         longest_first = sorted(enumerate(batch.lengths), key=lambda text: -text[1])
         tiles = [(text, first) for text, length in longest_first for first in range(0, length, self._shape.queries)]
         device = batch.starts.device
-        self._tiles = upload([number for tile in zip(*tiles, strict=True) for number in tile], torch.int32, device)
+        numbers = upload([number for tile in zip(*tiles, strict=True) for number in tile], torch.int32, device)
+        self._texts = TextTiles(batch.starts, batch.counts, *numbers.view(2, -1))
 
     @cached_property
     def _slots(self) -> Tensor:
@@ -52,21 +53,9 @@ class PackedTexts:
         return None
 
     def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        spec, (tile_text, tile_first) = self._layers[layer], self._tiles.view(2, -1)
+        spec = self._layers[layer]
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
-        text_attention(
-            query,
-            key,
-            value,
-            self._batch.starts,
-            self._batch.counts,
-            tile_text,
-            tile_first,
-            out,
-            self._shape,
-            scale=spec.scale,
-            window=spec.window,
-        )
+        text_attention(query, key, value, self._texts, out, self._shape, scale=spec.scale, window=spec.window)
         return out
 
     def over_cache(self, layer: int, query: Tensor, wanted: Tensor | None = None) -> Tensor:

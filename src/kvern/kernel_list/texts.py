@@ -8,7 +8,7 @@ import torch
 
 from kvern.kernel_list.entry import Call, Inputs, Kernel
 from kvern.kernels.attention_prefill import prefill_shape
-from kvern.kernels.attention_texts import text_attention
+from kvern.kernels.attention_texts import TextTiles, text_attention
 from kvern.kernels.text_means import text_means
 from kvern.spec.mixers import AttentionSpec
 from kvern.spec.model import ModelSpec
@@ -31,12 +31,12 @@ def _attention(spec: ModelSpec, inputs: Inputs, attention: AttentionSpec, length
     query, key, value = torch.split(inputs.numbers(tokens, 3 * heads, head_dim), heads, 1)
     out = torch.empty(tokens, heads, head_dim, dtype=inputs.dtype, device=inputs.device)
     tiles = [(text, first) for text, length in enumerate(lengths) for first in range(0, length, shape.queries)]
-    texts = _starts(inputs, lengths), inputs.integers(lengths)
     cut = inputs.integers(text for text, _ in tiles), inputs.integers(first for _, first in tiles)
+    texts = TextTiles(_starts(inputs, lengths), inputs.integers(lengths), *cut)
 
     def launch() -> torch.Tensor:
         scale, window = attention.scale, attention.window
-        text_attention(query, key, value, *texts, *cut, out, shape, scale=scale, window=window)
+        text_attention(query, key, value, texts, out, shape, scale=scale, window=window)
         return out
 
     def reference() -> torch.Tensor:

@@ -1,5 +1,5 @@
-"""Changes to Triton (3.6) when kernels are defined, so that a start finds and defines them sooner, and that threads
-which do so at once get their own.
+"""Changes to Triton (3.6) when kernels are defined, so that a start finds and defines them sooner, that threads which
+do so at once get their own, and that what is not specialised may be fields of a tuple.
 
 Imported before kernels are. Other versions that work otherwise are left as they are.
 """
@@ -40,6 +40,24 @@ def _hash_called_first(finder: Any, called: Any) -> None:
     _update_hash(finder, called)
 
 
+_specialize = getattr(jit, "native_specialize_impl", None)
+
+
+def _specialize_fields(backend: Any, value: Any, constant: bool, specialize: bool, align: bool) -> tuple[Any, Any]:
+    """Returns the type of an argument, and what more of it a kernel is compiled for.
+
+    Triton keeps to `do_not_specialize` and `do_not_specialize_on_alignment` for arguments, but not for the fields of
+    one that is a tuple.
+    """
+    assert _specialize is not None
+    if not isinstance(value, tuple) or (specialize and align):
+        result: tuple[Any, Any] = _specialize(backend, value, constant, specialize, align)
+        return result
+    fields = [_specialize_fields(backend, field, constant, specialize, align) for field in value]
+    make = getattr(type(value), "_make", tuple)
+    return make(kind for kind, _ in fields), make(more for _, more in fields)
+
+
 class _Inspect:
     """`inspect` as Triton uses it, which tokenizes a function to find its end: 1 to 2 ms for each of 150."""
 
@@ -67,5 +85,7 @@ def _length(lines: list[str]) -> int:
 
 if _load is not None:
     build._load_module_from_path = _load_alone
+if _specialize is not None:
+    jit.native_specialize_impl = _specialize_fields
 jit.DependenciesFinder._update_hash = _hash_called_first
 jit.inspect = _Inspect()

@@ -9,7 +9,7 @@ writes anything else.
 import functools
 import os
 from collections.abc import Callable, Hashable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -22,6 +22,7 @@ import kvern.kernels.compiler  # noqa: F401 (before kernels are defined)
 __all__ = [
     "INTERPRETED",
     "Launcher",
+    "Rows",
     "capability",
     "cdiv",
     "ended",
@@ -30,6 +31,7 @@ __all__ = [
     "next_power_of_2",
     "overlaps",
     "processors",
+    "rows_of",
     "stages",
     "wait_for_previous",
 ]
@@ -117,12 +119,33 @@ def next_power_of_2(number: int) -> int:
     return 1 << (number - 1).bit_length()
 
 
+class Rows(NamedTuple):
+    """A tensor whose rows may have gaps, as one argument of a kernel, which adds `row * stride` to the pointer.
+
+    In the kernel the stride has 32 bits where it fits: a row that is multiplied by it has 64, unless there are few.
+    """
+
+    pointer: Any
+    stride: Any
+
+
+def rows_of(x: torch.Tensor) -> Rows:
+    """Returns the rows of a tensor along its first dimension."""
+    return Rows(x, x.stride(0))
+
+
 class Launcher:
     """A kernel that is launched as Triton's are, in half the host's time: what was compiled before is looked up first.
 
-    Its `tl.constexpr` parameters come last, and its first argument is a tensor, or tiles of one that TMA moves. Triton
-    compiles for types, aligned pointers, integers that are 1 or multiples of 16, what is None, and the shape of tiles;
-    so much of the arguments is in the key.
+    Its `tl.constexpr` parameters come last, and its first argument is a tensor, or tiles of one that TMA moves, or a
+    tuple that begins with one. Triton compiles for types, aligned pointers, integers that are 1 or multiples of 16,
+    what is None, and the shape of tiles; so much of the arguments is in the key.
+
+    Arguments that travel together are one NamedTuple, whose fields are specialised as arguments are: what a kernel does
+    not specialise is in a tuple of its own, which `do_not_specialize` names. A `tl.constexpr` parameter may be a
+    NamedTuple of numbers, whose fields are no sizes for `tl.zeros`, but for all else (`tl.full`). No field is named as
+    a method of tuples (`count`, `index`), nor `values` or `type`. A tuple that a kernel makes holds no constants. Tiles
+    that TMA moves are arguments of their own.
     """
 
     def __init__(self, kernel: Any) -> None:
@@ -139,20 +162,14 @@ class Launcher:
 
     def _launch(self, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
         first = arguments[0]
+        while isinstance(first, tuple):
+            first = first[0]
         device = (first if isinstance(first, torch.Tensor) else first.base).get_device()
         if device < 0 or not self._variable:
             self._kernel[grid](*arguments, **options)
             return
         key = [device, arguments[self._variable :], *options.items()]
-        for value in arguments[: self._variable]:
-            if isinstance(value, torch.Tensor):
-                key.append(value.dtype if value.data_ptr() & 15 == 0 else (value.dtype,))
-            elif isinstance(value, int):
-                key.append((value == 1, value & 15 == 0, value >> 31))
-            elif value is None:
-                key.append(None)
-            elif not isinstance(value, float):
-                key.append((value.base.dtype, *value.block_shape, value.layout))
+        _add_kinds(key, arguments[: self._variable])
         known = tuple(key)
         compiled = self._compiled.get(known)
         if compiled is None:
@@ -163,3 +180,19 @@ class Launcher:
         compiled.run(
             *sizes, stream, compiled.function, compiled.packed_metadata, None, None, None, *arguments
         )  # no metadata and no hooks: nobody traces launches
+
+
+def _add_kinds(key: list[Hashable], arguments: tuple[Any, ...]) -> None:
+    """Adds to a key what Triton compiles for, of each argument and of each field of one that is a tuple."""
+    for value in arguments:
+        if isinstance(value, torch.Tensor):
+            key.append(value.dtype if value.data_ptr() & 15 == 0 else (value.dtype,))
+        elif isinstance(value, int):
+            key.append((value == 1, value & 15 == 0, value >> 31))
+        elif value is None:
+            key.append(None)
+        elif isinstance(value, tuple):
+            key.append(len(value))
+            _add_kinds(key, value)
+        elif not isinstance(value, float):
+            key.append((value.base.dtype, *value.block_shape, value.layout))
