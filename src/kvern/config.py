@@ -150,7 +150,7 @@ class EngineConfig:
     2023) accepts more of a draft model's or head's, and tokens then depend on drafts, though their distribution does
     not."""
     kv_tier: str | None = None
-    """Tier for blocks that leave the KV cache: an entry point of an installed package. None: no tier."""
+    """Tier that also keeps written blocks of the KV cache: an entry point of an installed package. None: no tier."""
     logits_processors: tuple[str, ...] = ()
     """Custom logits processors that requests may use: entry points of installed packages, applied in this order."""
     overlap: bool = True

@@ -3,8 +3,11 @@
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from kvern import LLM, SamplingParams
 from kvern.config import EngineConfig
+from kvern.errors import ConfigError
 from kvern.runner.plan import Layout
 from kvern.runner.tiered import TIERS
 from tests.support.host_tier import HostTier
@@ -64,3 +67,9 @@ def test_a_tier_that_forgets_changes_no_answer(tiny_model: Path) -> None:
         expected = [output.outputs[0].token_ids for output in plain.generate(prompts, PARAMS)]
         assert [output.outputs[0].token_ids for output in tiered.generate(prompts, PARAMS)] == expected
     assert tier.loaded and is_idle(tiered)
+
+
+def test_a_tier_without_the_prefix_cache_is_refused(tiny_model: Path) -> None:
+    """Such a tier would never be asked for a block."""
+    with pytest.raises(ConfigError, match="kv_tier host needs the prefix cache"):
+        LLM(tiny_model, kv_tier="host", **OPTIONS | {"prefix_cache": False})

@@ -62,7 +62,7 @@ class HostTier:
 
     def save(self, caches: Sequence[torch.Tensor], saves: Sequence[BlockSave]) -> None:
         for save in saves:
-            self._kept[save.key] = [cache[:, save.block].clone() for cache in caches]
+            self._kept[save.key] = [cache[:, save.block].to("cpu", copy=True) for cache in caches]
         self._kept = {key: kept for key, kept in self._kept.items() if key in self.users}
         self.saved += len(saves)
 

@@ -16,7 +16,7 @@ from functools import partial
 
 from kvern.cache.manager import KVCacheManager, MakeExtension
 from kvern.cache.states import StateMessage, StatePool
-from kvern.cache.tier import BlockLoad, KVTier, TierMessage, TierTraffic
+from kvern.cache.tier import BlockLoad, TierIndex, TierMessage, TierTraffic
 from kvern.cache.windows import WindowedBlocks, WindowLimits, WindowMessage
 from kvern.engine.scheduler import SchedulerLimits
 from kvern.request.request import Request
@@ -92,7 +92,7 @@ class Setup:
     def states(self) -> int:
         return 0 if self.kept_states is None else self.limits.max_batch_requests + self.kept_states
 
-    def cache(self, tier: KVTier | None) -> KVCacheManager:
+    def cache(self, tier: TierIndex | None) -> KVCacheManager:
         return make_cache(self.blocks, self.size, self.prefix_cache, tier, self.states, self.window)
 
     @property
@@ -108,7 +108,7 @@ def make_cache(
     blocks: int,
     block_size: int,
     prefix_cache: bool = True,
-    tier: KVTier | None = None,
+    tier: TierIndex | None = None,
     states: int = 0,
     window: WindowLimits | None = None,
 ) -> KVCacheManager:

@@ -4,11 +4,11 @@
     a waiting request continues in the tier --acquire--> blocks are allocated; `loads` of the next step, which begin
         after it; the request is LOADING --report--> the blocks enter the prefix tree, the request is WAITING
 
-A tier only decides, by content keys (`cache/keys.py`); its worker's side moves the bytes (`runner/tiered.py`). While
-loads are on their way the worker's side reports with each step which of them have ended, with several ranks those that
-have ended on all. A load that fails is reported as shorter and never raised: a step that raises has a request to blame.
-What was loaded is ordinary cached prefix: the request is then admitted like any other, and so are all that waited for
-the same blocks.
+The scheduler asks a tier's index (`TierIndex`), by content keys (`cache/keys.py`); the tier's other half moves the
+bytes in the worker (`Tier` in `runner/tiered.py`). While loads are on their way the worker reports with each step which
+of them have ended, with several ranks those that have ended on all. A load that fails is reported as shorter and never
+raised: a step that raises has a request to blame. What was loaded is ordinary cached prefix: the request is then
+admitted like any other, and so are all that waited for the same blocks.
 """
 
 from collections import deque
@@ -56,15 +56,19 @@ MOST_SAVES = 32
 """Blocks that a step saves at most. The others are saved with later steps, or when they are evicted."""
 
 
-class KVTier(Protocol):
-    """Decides which blocks are kept, by their content keys. Moves no bytes and returns at once."""
+class TierIndex(Protocol):
+    """Decides which blocks are kept, by their content keys.
+
+    The scheduler calls it while it plans a step, so each method returns at once: it answers from an index in memory and
+    asks no disk and no network. The index may be out of date: a key whose bytes are gone is a shorter load.
+    """
 
     def put(self, key: bytes, block: int) -> bool:
         """Returns True to have `block`, which is written, saved; False if it is kept already or not wanted."""
         ...
 
     def acquire(self, keys: Iterable[bytes]) -> list[bytes]:
-        """The leading keys that it has, up to the first that it has not. They stay until they are released."""
+        """Returns the leading keys that are kept, up to the first that is not. They are kept until their release."""
         ...
 
     def release(self, keys: Sequence[bytes]) -> None:
@@ -95,7 +99,7 @@ class TierTraffic(CacheExtension):
     name = TierMessage.extension
     excludes = frozenset({"states", "windows"})
 
-    def __init__(self, tier: KVTier, memory: CacheMemory) -> None:
+    def __init__(self, tier: TierIndex, memory: CacheMemory) -> None:
         self._tier = tier
         self._pool = memory.pool
         self._tree = memory.tree

@@ -5,7 +5,7 @@ from functools import partial
 
 from kvern.cache.manager import MakeExtension
 from kvern.cache.states import StatePool
-from kvern.cache.tier import KVTier, TierTraffic
+from kvern.cache.tier import TierIndex, TierTraffic
 from kvern.cache.windows import WindowedBlocks, WindowLimits
 from kvern.config import EngineConfig
 from kvern.runner.plan import Layout
@@ -32,7 +32,7 @@ EXTENSIONS: list[Callable[[EngineConfig, Layout], MakeExtension | None]] = [wind
 """Each says how its extension is made for an engine, or None if the engine does not need it."""
 
 
-def make_extensions(config: EngineConfig, layout: Layout, tier: KVTier | None) -> list[MakeExtension]:
+def make_extensions(config: EngineConfig, layout: Layout, tier: TierIndex | None) -> list[MakeExtension]:
     """All extensions of an engine, a tier's last."""
     found = [made for make in EXTENSIONS if (made := make(config, layout)) is not None]
-    return [*found, partial(TierTraffic, tier)] if tier is not None and config.prefix_cache else found
+    return [*found, partial(TierTraffic, tier)] if tier is not None else found

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from kvern.cache.keys import model_identity
 from kvern.cache.manager import KVCacheManager
-from kvern.cache.tier import KVTier
+from kvern.cache.tier import TierIndex
 from kvern.config import EngineConfig
 from kvern.drafting.drafting import Drafting
 from kvern.drafting.models.choice import draft_folder
@@ -127,7 +127,7 @@ def use_idle_time(executor: Executor, seconds: float) -> None:
         pass
 
 
-def make_scheduler(config: EngineConfig, folder: Path, layout: Layout, tier: KVTier | None) -> Scheduler:
+def make_scheduler(config: EngineConfig, folder: Path, layout: Layout, tier: TierIndex | None) -> Scheduler:
     """The scheduler over a KV cache of this layout, for the model in `folder`, whose blocks a tier may keep."""
     limits = SchedulerLimits(
         layout.max_batch_tokens,

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Protocol, TypeVar
 
 from kvern.adapters.peft import Adapter
-from kvern.cache.tier import KVTier
+from kvern.cache.tier import TierIndex
 from kvern.config import EngineConfig
 from kvern.errors import ConfigError, EngineDied
 from kvern.models.loader import outline_model
@@ -100,7 +100,7 @@ class InProcessExecutor:
     def __init__(self, worker: Worker, tier: Tier | None = None) -> None:
         """`tier` keeps blocks that leave the KV cache; None: they are forgotten."""
         self._worker = worker
-        self.tier: KVTier | None = tier
+        self.tier: TierIndex | None = tier
         self._own_tier = tier
         self._execute = tiered(self._execute_whole, tier, worker.runner)
         self._parts: StepParts | None = None

@@ -1,4 +1,4 @@
-"""The worker's side of a tier (`cache/tier.py`): bytes of blocks go to it before a step, and come back after one."""
+"""Tiers of the KV cache (`cache/tier.py`) in the worker: blocks are saved before a step and loaded after it."""
 
 from collections.abc import Callable, Sequence
 from typing import Protocol
@@ -6,8 +6,9 @@ from typing import Protocol
 import torch
 from msgspec.structs import replace
 
-from kvern.cache.tier import BlockLoad, BlockSave, KVTier, TierMessage
+from kvern.cache.tier import BlockLoad, BlockSave, TierIndex, TierMessage
 from kvern.config import EngineConfig
+from kvern.errors import ConfigError
 from kvern.plugins import Plugins
 from kvern.ranks.ranks import ALONE, Ranks
 from kvern.request.step import ModelRunnerOutput, SchedulerOutput, StepResult
@@ -15,44 +16,67 @@ from kvern.runner.loaded_model import Runner
 from kvern.runner.plan import Layout
 
 
-class Tier(KVTier, Protocol):
-    """Decides what is kept, and keeps it. `caches` are those of all layers, [2, blocks, block_size, heads, head_dim].
+class Tier(TierIndex, Protocol):
+    """Decides which blocks are kept, and keeps their bytes.
 
-    What it starts on the device comes behind the steps that were started before, and before all later ones. Each of
-    several ranks has one, for its part of the blocks: they are asked the same in the same order, the first one decides,
-    and the others' keys are longer. In DP attention each has one of its own, with whole blocks.
+    `caches` are those of this rank's layers, each [stored, blocks, block_size, heads, head_dim] with `stored` 2 (keys
+    and values), or 1 for latents. Layers that share a cache are listed with the same tensor. The thread that runs the
+    steps calls all methods, and none may raise: a step that raises has a request to blame. There is no call at the end
+    of an engine. Settings come from the environment, by names that do not begin with KVERN_.
+
+    A key has 16 bytes and already depends on the model, its number formats, the block size and the number of ranks.
+    With several ranks each has a tier for its part of a block. The first rank's index decides for all; keys of the
+    other ranks end in two bytes more, the rank. With DP attention each rank has a tier of whole blocks.
     """
 
     def save(self, caches: Sequence[torch.Tensor], saves: Sequence[BlockSave]) -> None:
-        """Begin to copy blocks out; the copies read what the next step may change, so they come before it."""
+        """Copies blocks out before the next step may change them.
+
+        When this returns the copies have ended (CPU) or are on the current stream (GPU); what is done with the copy may
+        take longer. If it fails later, the tier drops the key from its index: `lose` is called after failed steps only.
+        """
         ...
 
     def load(self, caches: Sequence[torch.Tensor], loads: Sequence[BlockLoad]) -> None:
-        """Begin to copy blocks in, after the steps that were started."""
+        """Begins to copy blocks in. The blocks of one load come together, in order.
+
+        Another thread may go on with it: nobody reads the blocks until `finished` names the load. On a GPU the copies
+        wait for the current stream, since steps in flight may read what the blocks had before.
+        """
         ...
 
     def finished(self) -> list[tuple[int, int]]:
-        """Loads that have ended since the last call: (number of a load, how many of its leading blocks have arrived).
+        """Returns the loads that have ended since the last call: (number, how many of its leading blocks have arrived).
 
-        Whatever fails is a lower number, never an exception: a step that raises has a request to blame.
+        Each load is returned once, with 0 if nothing came. It is asked after each step, or about every millisecond
+        without steps, while loads are on their way.
         """
         ...
 
     def abandon(self) -> None:
-        """Steps have failed: when this returns, no load writes to blocks any more."""
+        """Gives up all loads, since steps have failed: when this returns, no load writes to blocks any more.
+
+        Their keys were released before, and their numbers are not asked for again.
+        """
         ...
 
 
 NOT_ENDED = -1
 """In the place of the count of a load that is on its way."""
 
-TIERS: Plugins[Callable[[EngineConfig, Layout], Tier]] = Plugins("tier of the KV cache", "kvern.kv_tiers")
-"""The tiers, by the name that the option `kv_tier` gives."""
+TIERS: Plugins[Callable[[EngineConfig, Layout], Tier]] = Plugins("tier of the KV cache", "kvern.kv_tiers", own={})
+"""The tiers by the name that the option `kv_tier` gives; `own` has kvern's as `module:object`."""
 
 
 def make_tier(config: EngineConfig, layout: Layout) -> Tier | None:
     """The tier of the configuration. Raises ConfigError."""
-    return None if config.kv_tier is None else TIERS.find(config.kv_tier)(config, layout)
+    if config.kv_tier is None:
+        return None
+    if not config.prefix_cache:
+        raise ConfigError(
+            f"kv_tier {config.kv_tier} needs the prefix cache, which is off: leave kv_tier out, or turn prefix_cache on"
+        )
+    return TIERS.find(config.kv_tier)(config, layout)
 
 
 def tiered(

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Sequence
 
-from kvern.cache.tier import KVTier
+from kvern.cache.tier import TierIndex
 from kvern.ranks.ranks import Ranks
 from kvern.runner.ranks.rank_wire import TierCall
 
@@ -10,7 +10,7 @@ from kvern.runner.ranks.rank_wire import TierCall
 class NotedTier:
     """A tier that decides for all ranks, and notes what it was asked; `before` is called first each time."""
 
-    def __init__(self, tier: KVTier, before: Callable[[], None]) -> None:
+    def __init__(self, tier: TierIndex, before: Callable[[], None]) -> None:
         self._tier, self._before = tier, before
         self._calls: list[TierCall] = []
 
@@ -41,7 +41,7 @@ class NotedTier:
         return calls
 
 
-def follow(tier: KVTier, ranks: Ranks, calls: Iterable[TierCall]) -> None:
+def follow(tier: TierIndex, ranks: Ranks, calls: Iterable[TierCall]) -> None:
     """Ask a rank's tier what the first one's was asked, about the rank's own keys."""
     for call in calls:
         keys = [ranks.own(key) for key in call.keys]

@@ -55,7 +55,7 @@ class TakeMemory(RankMessage):
 
 
 class TierCall(msgspec.Struct, array_like=True, gc=False):
-    """A call of a tier of the KV cache: a method of `KVTier`, its keys, and for `put` the block."""
+    """A call of a tier of the KV cache: a method of `TierIndex`, its keys, and for `put` the block."""
 
     method: Literal["put", "acquire", "release", "lose"]
     keys: list[bytes]
