@@ -15,13 +15,13 @@ from functools import partial
 
 import torch
 import torch.nn.functional as F
+from tests.support.kernel_list import Inputs
+from tests.support.kernel_list.entry import PackedKind
+from tests.support.kernel_list.quantized import FORMS, bytes_of, kind_of_form, random_packed
 
 from kvern.device.timing import time_calls
 from kvern.formats.gpu.candidates import OfCodes, candidates_of, codes_candidates, fitted
 from kvern.formats.gpu.products import codes_product, counters
-from kvern.kernel_list import Inputs
-from kvern.kernel_list.entry import PackedKind
-from kvern.kernel_list.quantized import FORMS, bytes_of, kind_of_form, random_packed
 from kvern.kernels.arrange import arrange
 from kvern.kernels.codes import INTERLEAVED, readable
 from kvern.kernels.codes_hopper import tiles_codes

@@ -21,12 +21,11 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
-from kvern.kernel_list import Inputs, codes, packed_experts, packed_hopper, quantized, rounding
-from kvern.kernel_list.quantized import kinds_of_forms
 from kvern.kernels.launch import SHARED_MEMORY
 from tests.kernels.models import LARGE_MODELS, spec_of
 from tests.kernels.overwritten import overwritten
-from tests.support.kernel_list import KERNELS, ranks
+from tests.support.kernel_list import KERNELS, Inputs, codes, packed_experts, packed_hopper, quantized, ranks, rounding
+from tests.support.kernel_list.quantized import kinds_of_forms
 
 QUANTIZED = tuple(
     kernel for module in (quantized, codes, packed_hopper, packed_experts, rounding, ranks) for kernel in module.KERNELS

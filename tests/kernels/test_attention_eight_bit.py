@@ -14,7 +14,6 @@ from kvern import LLM, SamplingParams
 from kvern.attention.eight_bit import LARGEST_CODE, codes_of
 from kvern.attention.selection import Shapes, make_queries, reference_attention
 from kvern.attention.triton import TritonKernels
-from kvern.kernel_list import Call, Inputs
 from kvern.kernels.attention_prefill import PrefillShape, prefill_attention
 from kvern.kernels.batch import copy_pool_blocks
 from kvern.kernels.cache_plain import plain_blocks
@@ -24,7 +23,7 @@ from kvern.spec.mixers import AttentionSpec
 from tests.kernels.models import LARGE_MODELS, spec_of
 from tests.support.families import make_checkpoint
 from tests.support.internals import check_integrity
-from tests.support.kernel_list import KERNELS
+from tests.support.kernel_list import KERNELS, Call, Inputs
 
 EIGHT_BIT = list(LARGEST_CODE)
 READING = ("decode attention", "prefill attention", "split attention")

@@ -5,10 +5,10 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from kvern.kernel_list import Call, Inputs
-from kvern.kernel_list.latent import KERNELS
 from kvern.kernels.attention_latent import QUERIES, LatentShape, Runs, latent_attention, latent_shape
 from tests.kernels.models import LARGE_MODELS, spec_of
+from tests.support.kernel_list import Call, Inputs
+from tests.support.kernel_list.latent import KERNELS
 from tests.support.kernels.attention_batches import Batch, make_batch
 from tests.support.kernels.references import relative_error
 

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvern.kernel_list.quantized import FORMS
 from tests.kernels.compile_for import launches
 from tests.kernels.models import LARGE_MODELS
 from tests.support.kernel_list import ranks
+from tests.support.kernel_list.quantized import FORMS
 
 pytestmark = pytest.mark.timeout(1200)  # a machine with much else to do takes minutes
 

@@ -5,14 +5,14 @@ import torch
 import torch.nn.functional as F
 
 from kvern.device.state_runs import runs_of
-from kvern.kernel_list.convolution import convolved
-from kvern.kernel_list.delta_net import advanced
 from kvern.kernels.accepted_drafts import Written, accept_writes
 from kvern.kernels.convolution import Drafts, Taps, accept_inputs, convolve_drafts, convolve_runs, convolve_tokens
 from kvern.kernels.delta_net import CHUNK, LENGTH_FLOOR, Heads, advance_runs, advance_tokens, gated_norm
 from kvern.kernels.delta_net_drafts import read_drafts
 from kvern.layers import delta_net
 from tests.kernels.recorded import recorded
+from tests.support.kernel_list.convolution import convolved
+from tests.support.kernel_list.delta_net import advanced
 from tests.support.kernels.state_inputs import ACCEPTED, DRAFTED, KERNEL, Random, assert_near, drafts_of
 
 SIZES = [Heads(1, 2, 16, 16), Heads(1, 1, 20, 40)]

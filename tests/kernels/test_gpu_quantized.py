@@ -4,8 +4,6 @@ import pytest
 import torch
 
 from kvern.formats.gpu.candidates import ONE_ROW, candidates_of, fitted
-from kvern.kernel_list import Inputs, Kernel, codes, packed_hopper, quantized
-from kvern.kernel_list.quantized import FORMS, kinds_of_forms
 from kvern.kernels.arrange import arrange
 from kvern.kernels.codes import INTERLEAVED, readable
 from kvern.kernels.linear import Around, MatmulShape, MatvecShape
@@ -13,6 +11,8 @@ from kvern.kernels.packed_product import packed_product, packed_row
 from kvern.kernels.resident_row import ResidentShape, keeps_row, resident_row
 from tests.kernels.models import LARGE_MODELS, spec_of
 from tests.kernels.packed_weights import KINDS, made_layer, make_packed, to_device
+from tests.support.kernel_list import Inputs, Kernel, codes, packed_hopper, quantized
+from tests.support.kernel_list.quantized import FORMS, kinds_of_forms
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 DEVICE = torch.device("cuda")

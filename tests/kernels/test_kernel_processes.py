@@ -14,7 +14,8 @@ from kvern.config import EngineConfig
 from kvern.layers.linear_format import LinearMethods
 from kvern.layers.tuned_format import TunedLinear
 from kvern.runner import kernel_processes
-from kvern.runner.recorded_kernels import META, record_launches
+from kvern.runner.dummy_steps import META
+from kvern.runner.recorded_kernels import record_launches
 from kvern.runner.stored import Stored
 from tests.kernels.models import LARGE_MODELS, spec_of
 

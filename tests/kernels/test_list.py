@@ -6,13 +6,12 @@ from functools import partial
 import pytest
 import torch
 
-from kvern.kernel_list import Inputs, Kernel
-from kvern.kernel_list.entry import Call, Joined
-from kvern.kernel_list.quantized import FORMS, kinds_of_forms
 from kvern.models.registry import spec_from_config
 from kvern.spec.model import LayerSpec
 from tests.kernels.models import LARGE_MODELS, TINY_ENCODERS, TINY_MODELS, spec_of
-from tests.support.kernel_list import KERNELS, kernels_of, ranks
+from tests.support.kernel_list import KERNELS, Inputs, Kernel, kernels_of, ranks
+from tests.support.kernel_list.entry import Call, Joined
+from tests.support.kernel_list.quantized import FORMS, kinds_of_forms
 
 PACKED = ("fp8_blocks", "int4_zero")
 """Of the forms of quantized weights; all are in test_packed_product.py, and of experts in test_packed_moe.py."""

@@ -9,8 +9,6 @@ import torch
 from torch import Tensor, nn
 
 from kvern.formats.gpu.candidates import DETERMINISTIC, CodesTiles
-from kvern.kernel_list import Inputs
-from kvern.kernel_list.quantized import packed_kinds
 from kvern.kernels.quantize_rows import RowCodes
 from kvern.layers.build import Build
 from kvern.layers.embedding import Embedding
@@ -22,7 +20,8 @@ from kvern.layers.tuning import tune
 from kvern.layers.unquantized import Unquantized
 from kvern.models.decoder import Decoder
 from tests.kernels.models import LARGE_MODELS, spec_of
-from tests.support.kernel_list import KERNELS
+from tests.support.kernel_list import KERNELS, Inputs
+from tests.support.kernel_list.quantized import packed_kinds
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 AWQ = {"quantization_config": {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True}}

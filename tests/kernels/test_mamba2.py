@@ -7,15 +7,15 @@ import pytest
 import torch
 
 from kvern.device.state_runs import runs_of
-from kvern.kernel_list import Inputs, Kernel
-from kvern.kernel_list import convolution as convolution_list
-from kvern.kernel_list import mamba2 as mamba2_list
-from kvern.kernel_list.convolution import convolved
-from kvern.kernel_list.mamba2 import advanced, verify
 from kvern.kernels import mamba2
 from kvern.kernels.convolution import Taps, convolve_runs, convolve_tokens
 from kvern.kernels.mamba2 import CHUNK, StateSizes, advance_runs, advance_tokens
 from tests.kernels.models import LARGE_MODELS, spec_of
+from tests.support.kernel_list import Inputs, Kernel
+from tests.support.kernel_list import convolution as convolution_list
+from tests.support.kernel_list import mamba2 as mamba2_list
+from tests.support.kernel_list.convolution import convolved
+from tests.support.kernel_list.mamba2 import advanced, verify
 from tests.support.kernels.state_inputs import ACCEPTED, DRAFTED, KERNEL, Random, assert_near, drafts_of, steps
 
 SIZES = [StateSizes(4, 16, 2, 16), StateSizes(3, 40, 1, 20)]

@@ -7,13 +7,13 @@ from functools import partial
 import pytest
 import torch
 
-from kvern.kernel_list.experts import activated
 from kvern.kernels.expert_lanes import LARGEST_SCALE, STEP, LaneWeight, fits_lanes, in_lanes
 from kvern.kernels.moe_lanes import FEWEST_ROWS, lane_experts, rows_of_block
 from kvern.kernels.moe_routing import Alignment
 from kvern.kernels.packed import E2M1
 from kvern.spec.model import MoeSpec
 from tests.kernels.packed_weights import make_packed, to_device
+from tests.support.kernel_list.experts import activated
 
 on_hopper = [
     pytest.mark.gpu,

@@ -5,10 +5,10 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from kvern.kernel_list import Call, Inputs, kernels_of
 from kvern.spec.mixers import AttentionSpec
 from kvern.spec.model import ModelSpec
 from tests.kernels.models import LARGE_ENCODERS, TINY_ENCODERS, spec_of
+from tests.support.kernel_list import Call, Inputs, kernels_of
 
 
 def launched_calls(spec: ModelSpec, inputs: Inputs) -> Iterator[Call]:

@@ -78,12 +78,17 @@ class Offline:
         return 0
 
 
+def _rate(rate: float, most: float, decimals: int) -> tuple[str, str]:
+    """A rate in tera and its share of the most that the card reaches; "" where nothing is known of it."""
+    return (f"{rate / 1e12:.{decimals}f}", f"{rate / most:.0%}") if rate else ("", "")
+
+
 @dataclass(frozen=True)
 class Kernels:
-    """Time each Triton kernel on a model's shapes, next to the card's memory bandwidth and compute rate."""
+    """Time the kernels of a model's layers, next to the card's memory bandwidth and compute rate."""
 
     codes: tuple[str, ...] = ()
-    """Also time products with weights in these formats, whatever the model stores: fp8, int4, mxfp4, q4_k and others,
+    """Also time products with weights in these formats, whatever the model stores: fp8, int4, nf4, q4_k and others,
     or all."""
     config: Path | None = None
     """TOML or YAML file with options."""
@@ -94,9 +99,7 @@ class Kernels:
         import torch
         from rich.table import Table
 
-        from kvern.layers.build import Build
         from kvern.layers.format_choice import linear_methods
-        from kvern.layers.unquantized import Unquantized
         from kvern.models.folder import model_folder
         from kvern.models.loader import read_config
         from kvern.models.registry import spec_from_config
@@ -104,42 +107,39 @@ class Kernels:
 
         if not torch.cuda.is_available():
             raise ConfigError(f"the kernels run on a GPU, but {missing_gpu()}")
-        from kvern.bench.kernels import ceilings, measured_calls
+        from kvern.bench.kernels import CODES, ceilings, measured_kernels
+        from kvern.layers.tuned_format import TunedLinear
+        from kvern.runner.stored import Stored
 
+        unknown = set(self.codes) - {"all", *CODES}
+        if unknown:
+            raise ConfigError(f"codes are {', '.join(sorted(unknown))}; there are {', '.join(CODES)}, and all")
         device = torch.device("cuda", torch.cuda.current_device())
         described = read_config(model_folder(self.engine))
-        spec, dtype = spec_from_config(described), torch.bfloat16
-        from kvern.kernel_list.quantized import FORMS, kinds_of_forms, packed_kinds
-
-        unknown = set(self.codes) - {"all", *FORMS}
-        if unknown:
-            raise ConfigError(f"codes are {', '.join(sorted(unknown))}; there are {', '.join(FORMS)}, and all")
-        methods = linear_methods(described, Unquantized(), self.engine.quantization)
-        packed = packed_kinds(spec, Build(dtype, torch.device("meta"), 1, linear=methods))
-        packed += kinds_of_forms(spec, dtype, tuple(FORMS) if "all" in self.codes else self.codes)
+        spec = spec_from_config(described)
+        plain = TunedLinear(device, self.engine.linear_backend)
+        model = Stored(spec, linear_methods(described, plain, self.engine.quantization))
         bandwidth, rate = ceilings(device)
         table = Table(
             "kernel",
             "shape",
             "us",
             "TB/s",
-            f"of {bandwidth:.2f}",
+            f"of {bandwidth / 1e12:.2f}",
             "TFLOP/s",
-            f"of {rate:.0f}",
+            f"of {rate / 1e12:.0f}",
             title=f"{torch.cuda.get_device_name(device)}, {spec.model_type}",
             title_justify="left",
         )
+        codes = CODES if "all" in self.codes else self.codes
         with torch.inference_mode():
-            for measured in measured_calls(spec, device, packed, dtype):
-                bytes_rate, operations_rate = measured.terabytes_per_second, measured.teraflops
+            for found in measured_kernels(self.engine, torch.bfloat16, model, codes, device):
                 table.add_row(
-                    measured.kernel,
-                    measured.call.sizes,
-                    f"{1e6 * measured.seconds:.1f}",
-                    f"{bytes_rate:.2f}",
-                    f"{bytes_rate / bandwidth:.0%}",
-                    f"{operations_rate:.0f}" if measured.call.operations else "",
-                    f"{operations_rate / rate:.0%}" if measured.call.operations else "",
+                    found.kernel,
+                    found.shape,
+                    f"{1e6 * found.seconds:.1f}",
+                    *_rate(found.bytes / found.seconds, bandwidth, 2),
+                    *_rate(found.operations / found.seconds, rate, 0),
                 )
         _print_tables(table)
         return 0

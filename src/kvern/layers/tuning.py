@@ -35,6 +35,8 @@ class TimedLayer(NamedTuple):
     inputs: Callable[[int], tuple[Tensor, ...]]
     candidates: Callable[[], Mapping[int, Mapping[Hashable, Prepare]]]
     choose: Callable[[int, Hashable], None]
+    work: Callable[[int], tuple[float, float]]
+    """The bytes that so many rows move at least, and their floating-point operations."""
 
 
 def tune(model: nn.Module, time: Time, known: Mapping[str, object]) -> dict[str, object]:
@@ -123,7 +125,12 @@ def _timed_method(method: LinearMethod, bias: Tensor | None) -> TimedLayer:
             for rows, products in method.candidates().items()
         }
 
-    return TimedLayer(method.name, inputs, candidates, method.choose)
+    def work(rows: int) -> tuple[float, float]:
+        shape = method.shape
+        moved = rows * (shape.inputs + shape.outputs) * shape.dtype.itemsize
+        return bytes_of(method) + moved, 2 * rows * shape.inputs * shape.outputs
+
+    return TimedLayer(method.name, inputs, candidates, method.choose, work)
 
 
 def _multiplied(product: Product, bias: Tensor | None, x: Tensor) -> Callable[[], object]:
@@ -140,7 +147,18 @@ def _timed_experts(experts: Experts) -> TimedLayer:
             for tokens, ways in experts.candidates().items()
         }
 
-    return TimedLayer(f"experts, {experts.name}", partial(_routed, experts), candidates, experts.choose)
+    def work(tokens: int) -> tuple[float, float]:
+        spec, size = experts.spec, experts.hidden_size
+        read = 1 - (1 - spec.top_k / spec.experts) ** tokens  # the share of experts that have tokens, on average
+        multiplied = tokens * spec.top_k * spec.width * size * (3 if spec.gated else 2)
+        return bytes_of(experts) * read + 2 * tokens * size * experts.dtype.itemsize, 2 * multiplied
+
+    return TimedLayer(f"experts, {experts.name}", partial(_routed, experts), candidates, experts.choose, work)
+
+
+def bytes_of(module: nn.Module) -> int:
+    """The bytes of a module's weights."""
+    return sum(parameter.nbytes for parameter in module.parameters())
 
 
 def _routed(experts: Experts, tokens: int) -> tuple[Tensor, ...]:

@@ -69,8 +69,9 @@ def usable_kernels(
     if device.type != "cuda" or not config.triton_kernels:
         return frozenset(), frozenset()
     from kvern.device.measurements import keep_builds
+    from kvern.runner.dummy_steps import groups_of
     from kvern.runner.kernel_check import broken_groups
-    from kvern.runner.recorded_kernels import groups_of, record_launches
+    from kvern.runner.recorded_kernels import record_launches
 
     check_head_dim(config, model.spec)
     keep_builds(config.cache_folder)

@@ -11,28 +11,23 @@ Each form of a kernel is recorded once. Nothing here depends on the numbers in t
 import dataclasses
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from functools import cached_property
 
 import torch
 from torch import Tensor, nn
 
 from kvern.adapters.bank import AdapterBank
-from kvern.attention.eight_bit import LARGEST_CODE, EightBit
 from kvern.attention.groups import group_layers
-from kvern.attention.memory import CacheOptions
-from kvern.attention.paged import PagedAttention, Phases
-from kvern.attention.selection import Shapes, own_attention
 from kvern.attention.texts import PackedTexts
 from kvern.config import EngineConfig
-from kvern.device.device_batch import DeviceRows, build_device_batch, decodes_on_device
+from kvern.device.device_batch import decodes_on_device
 from kvern.device.text_batch import build_text_batch
 from kvern.kernels import batch, constraints, logprobs, masks, sampling
 from kvern.kernels import drafts as drafting
 from kvern.kernels.adapters import SPLIT_ROWS
 from kvern.kernels.attention_prefix import SharedPrefix, tiles_for
-from kvern.kernels.groups import ENCODER_GROUPS, MODEL_GROUPS
+from kvern.kernels.groups import ENCODER_GROUPS
 from kvern.kernels.known_shapes import KnownShapes
-from kvern.kernels.launch import capability, processors
+from kvern.kernels.launch import processors
 from kvern.kernels.peer_words import PeerMemory, memory_of, row_words_of, rows_kept
 from kvern.kernels.recording import Launches, recording
 from kvern.kernels.shared_norm import await_flags, shared_norm
@@ -40,25 +35,16 @@ from kvern.layers.block_choice import adds_by_norms
 from kvern.layers.build import Build
 from kvern.layers.linear import Linear
 from kvern.layers.moe import ExpertsBeside, MoE
-from kvern.layers.step_context import NO_ADAPTERS, StepAdapters
+from kvern.layers.step_context import StepAdapters
 from kvern.layers.tuning import timed_layers, tune
-from kvern.models.decoder import Decoder
 from kvern.models.encoder import Encoder
 from kvern.ranks.peer_sums import TIMED_ROWS, PeerExchange, PeerSums, Way
 from kvern.ranks.ranks import DPAttention, Ranks
 from kvern.request.request import PromptInput
 from kvern.request.step import ScheduledTokens
-from kvern.runner.device_states import DeviceStateMemory
+from kvern.runner.dummy_steps import LONGEST, META, ROWS, DummySteps
 from kvern.runner.stored import Stored
-from kvern.spec.model import ModelSpec
 
-META = torch.device("meta")
-BLOCKS = 64
-"""Of a cache without memory; how many it has changes no kernel."""
-LONGEST = 1 << 16
-"""Tokens of a sequence: more than a step here has before its own."""
-ROWS = 512
-"""Rows of the batch."""
 MOST_DECODES = 128
 """Tokens of a step of decodes alone; a step of more is a run."""
 FEW_ROWS = 1, 2
@@ -111,13 +97,6 @@ class UnconnectedRanks(Ranks):
 
     def _parts(self, x: Tensor) -> list[Tensor]:
         return list(x.new_empty(self.size, *x.shape).unbind())
-
-
-def groups_of(spec: ModelSpec) -> frozenset[str]:
-    """The groups of kernels that a model may launch on this device."""
-    if spec.encoder is not None:
-        return ENCODER_GROUPS
-    return frozenset(group for group in MODEL_GROUPS if capability(META) == 90 or not group.startswith("hopper"))
 
 
 def record_launches(config: EngineConfig, dtype: torch.dtype, model: Stored, *, drafts: bool) -> Launches:
@@ -182,28 +161,17 @@ class StepRecorder:
         kinds, last = tuple(dict.fromkeys(model.spec.layers)), model.spec.last_storing_layer
         # The first layer has nothing to add yet, and from the last that stores something on rows may be left out.
         layers = *kinds, kinds[0], model.spec.layers[last], *dict.fromkeys(model.spec.layers[last + 1 :])
-        self._spec = spec = dataclasses.replace(model.spec, layers=layers)
-        self._groups = groups_of(spec)
-        self._rows = DeviceRows(ROWS, LONGEST, LONGEST // config.block_size, META, 0)
-        self._states = DeviceStateMemory(spec, 0, ROWS + 1, dtype, META) if spec.recurrent else None
-
-    @cached_property
-    def _decoder(self) -> Decoder:
-        """The model with a layer of each kind, and the last ones."""
-        methods, ranks = self._model.methods, self._model.ranks
-        build = Build(self._dtype, META, LONGEST, self._groups, self._config.deterministic, ranks=ranks, linear=methods)
-        decoder = Decoder(self._spec, build)
-        decoder.finish()
-        return decoder
+        self._spec = dataclasses.replace(model.spec, layers=layers)
+        self._steps = DummySteps(config, dtype, model._replace(spec=self._spec))
 
     def run_layers(self) -> None:
         """Run steps of all layers, by each way to multiply."""
-        tune(self._decoder, _first_call, {})
+        tune(self._steps.decoder, _first_call, {})
         self.run_choices(LONGEST)
         for runs in RUNS:
-            self._run([ScheduledTokens(slot, *run) for slot, run in enumerate(runs)])
+            self._steps.run([ScheduledTokens(slot, *run) for slot, run in enumerate(runs)])
 
-        for mixture in self._decoder.modules():
+        for mixture in self._steps.decoder.modules():
             if isinstance(mixture, MoE | ExpertsBeside):
                 for rows in _each_choice(mixture, EXPERT_ROWS):
                     x = self._numbers(rows, self._spec.hidden_size)
@@ -211,44 +179,15 @@ class StepRecorder:
 
     def run_choices(self, most: int) -> None:
         """Run steps of decodes, or of a run, of at most so many tokens by each way to multiply as many."""
-        for rows in _each_choice(self._decoder, FEW_ROWS):
+        for rows in _each_choice(self._steps.decoder, FEW_ROWS):
             if rows <= most:
                 runs = [(0, 1, 1)] * rows if rows <= MOST_DECODES else [(0, rows, 1)]
-                self._run([ScheduledTokens(slot, *run) for slot, run in enumerate(runs)])
-
-    def _run(self, scheduled: Sequence[ScheduledTokens], adapters: StepAdapters = NO_ADAPTERS) -> None:
-        step = build_device_batch(self._rows, scheduled, self._config.block_size)
-        attend = self._attention.plan(step)
-        states = None if self._states is None else self._states.plan(step)
-        given = step.token_ids, step.positions, attend
-        hidden = self._decoder(*given, step.logits_indices, adapters, states)
-        self._decoder.own_logits(hidden)
-        if self._states is not None:
-            self._states.accept(self._integers(len(scheduled)))
-
-    @cached_property
-    def _cache_dtype(self) -> torch.dtype:
-        codes = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
-        return codes.get(self._config.kv_cache_dtype, self._dtype)
-
-    @cached_property
-    def _attention(self) -> PagedAttention:
-        layers = list(self._spec.attentions)
-        config = self._config
-        size = self._config.block_size
-        hopper = "hopper" in self._groups
-        shapes = Shapes(layers, size, self._dtype, self._cache_dtype, META, ROWS, LONGEST, hopper)
-        own, eight_bit = own_attention(shapes, config), None
-        if self._cache_dtype in LARGEST_CODE:
-            scales = [torch.empty(2, layer.kv_heads, device=META) for layer in layers]
-            eight_bit = EightBit(scales, self._dtype)
-        cache = CacheOptions(layers, BLOCKS, size, self._cache_dtype, META, None, eight_bit, self._decoder.sinks)
-        return PagedAttention(cache, Phases.all(own), own, config.deterministic)
+                self._steps.run([ScheduledTokens(slot, *run) for slot, run in enumerate(runs)])
 
     def attend(self) -> None:
         """Attend to keys of as many requests as a step may have, with and without a prefix that they share."""
         kinds = {layer: index for index, layer in reversed(list(enumerate(self._spec.attentions)))}
-        members = self._attention.prefix_members
+        members = self._steps.attention.prefix_members
         for count in REQUESTS:
             shared = None
             if members:
@@ -257,16 +196,16 @@ class StepRecorder:
             for prefix in dict.fromkeys((None, shared)):
                 indices = self._integers(count), self._integers(count), self._integers(count)
                 given = self._integers(count), self._integers(count), indices, self._config.block_size
-                step = decodes_on_device(self._rows, *given)
+                step = decodes_on_device(self._steps.rows, *given)
                 step.shared = prefix
-                attend = self._attention.plan(step)
+                attend = self._steps.attention.plan(step)
                 for layer, index in kinds.items():
                     attend.over_cache(index, self._numbers(count, layer.heads, layer.head_dim))
 
     def use_rows(self, drafts: bool) -> None:
         """Launch what reads and writes rows of the batch, and what chooses tokens."""
         config = self._config
-        rows = self._rows
+        rows = self._steps.rows
         count = 3
         slots, starts, counts = (self._integers(count) for _ in range(3))
         positions, chosen = (self._integers(count, dtype=torch.int64) for _ in range(2))
@@ -276,7 +215,7 @@ class StepRecorder:
                 sizes = count * longest, longest, config.block_size
                 batch.read_slots(tables, ROWS, slots, starts, slots, counts, *sizes)
         batch.write_runs(rows.tokens, self._integers(2, 4), self._integers(20))
-        for pool in self._attention.pools:
+        for pool in self._steps.attention.pools:
             batch.copy_pool_blocks(pool, positions, positions, positions)
         for of_slots in (slots, slots.long()):
             batch.write_sampled(rows.tokens, of_slots, positions, chosen)
@@ -291,7 +230,7 @@ class StepRecorder:
 
     def _choose(self, slots: Tensor, positions: Tensor) -> None:
         """Constrain, sample and report, from logits of the model's dtype and of float32."""
-        rows, count = self._rows, len(slots)
+        rows, count = self._steps.rows, len(slots)
         scaled = self._spec.scales.logit != 1.0 or self._spec.scales.softcap is not None
         exact = self._numbers(count, self._spec.vocab_size, dtype=torch.float32)
         own = exact if scaled else self._numbers(count, self._spec.vocab_size)
@@ -307,24 +246,24 @@ class StepRecorder:
     def adapt(self) -> None:
         """Run steps whose rows use adapters. Afterwards the linear layers are adapted ones."""
         config = self._config
-        AdapterBank(self._decoder, config.adapter_places, config.max_adapter_rank, kernels=True)
+        AdapterBank(self._steps.decoder, config.adapter_places, config.max_adapter_rank, kernels=True)
         for rows, index_type in itertools.product(ADAPTED_ROWS, (torch.int32, torch.int64)):
             using = self._integers(rows, dtype=index_type)
             runs = [(0, 1, 1)] * rows if rows <= MOST_DECODES else [(0, rows, rows)]
             scheduled = [ScheduledTokens(slot, *run) for slot, run in enumerate(runs)]
-            self._run(scheduled, StepAdapters(using, using))
+            self._steps.run(scheduled, StepAdapters(using, using))
 
     def join_states(self) -> None:
         """Multiply by the layers that a draft head has besides: they join a state and an embedding, or three states."""
         size = self._spec.hidden_size
         for states, biased in itertools.product((1, 2, 3), (False, True)):
-            joined = Linear(states * size, {"joined": size}, self._decoder.build, bias=biased)
+            joined = Linear(states * size, {"joined": size}, self._steps.decoder.build, bias=biased)
             for rows in _each_choice(joined, FEW_ROWS):
                 joined(self._numbers(rows, states * size))
         sampled = self._numbers(3, self._spec.vocab_size, dtype=torch.float32)
         positions = self._integers(3, dtype=torch.int64)
         for slots in (self._integers(3), positions):
-            sampling.sample(sampled, None, slots, positions, self._rows)
+            sampling.sample(sampled, None, slots, positions, self._steps.rows)
 
     def sum_over_ranks(self) -> None:
         """Run steps whose rows ranks add up, or bring to each other, through memory of each other."""

@@ -1,12 +1,50 @@
-"""The kernels that are compared with float64: those that are timed, and those whose speed does not count."""
+"""Kernels and their inputs, for tests beside float64 and the compilation for other cards."""
 
-from kvern.kernel_list import KERNELS as TIMED
-from kvern.kernel_list.entry import Kernel
 from kvern.kernels.groups import ENCODER_GROUPS
 from kvern.spec.model import ModelSpec
-from tests.support.kernel_list import batch, ranks
+from tests.support.kernel_list import (
+    attention,
+    batch,
+    codes,
+    convolution,
+    delta_net,
+    dense,
+    experts,
+    hopper,
+    latent,
+    mamba2,
+    packed_experts,
+    packed_hopper,
+    quantized,
+    ranks,
+    rounding,
+    rows,
+    texts,
+)
+from tests.support.kernel_list.entry import Call, Inputs, Kernel
 
-KERNELS: tuple[Kernel, ...] = (*TIMED, *batch.KERNELS, *ranks.KERNELS)
+__all__ = ["KERNELS", "Call", "Inputs", "Kernel", "kernels_of"]
+
+MODULES = (
+    dense,
+    quantized,
+    codes,
+    rounding,
+    batch,
+    attention,
+    latent,
+    convolution,
+    delta_net,
+    mamba2,
+    experts,
+    packed_experts,
+    hopper,
+    packed_hopper,
+    texts,
+    rows,
+    ranks,
+)
+KERNELS: tuple[Kernel, ...] = tuple(kernel for module in MODULES for kernel in module.KERNELS)
 
 
 def kernels_of(spec: ModelSpec) -> tuple[Kernel, ...]:

@@ -5,9 +5,6 @@ from typing import Any
 
 import torch
 
-from kvern.kernel_list.dense import normed
-from kvern.kernel_list.entry import Call, Inputs, Kernel
-from kvern.kernel_list.rounding import codes_of_norms, coding_of
 from kvern.kernels.norm import rms_norm
 from kvern.kernels.peer_exchange import peer_gather, peer_sum_scattered
 from kvern.kernels.peer_sum import coded_peer_sum_norm, peer_sum, peer_sum_norm
@@ -15,6 +12,9 @@ from kvern.kernels.peer_words import PeerMemory, addresses_of, memory_of, row_wo
 from kvern.kernels.shared_norm import await_flags, shared_norm
 from kvern.layers.block_choice import adds_by_norms
 from kvern.spec.model import ModelSpec
+from tests.support.kernel_list.dense import normed
+from tests.support.kernel_list.entry import Call, Inputs, Kernel
+from tests.support.kernel_list.rounding import codes_of_norms, coding_of
 
 ROWS = 4
 

@@ -6,12 +6,12 @@ from typing import Any
 
 import torch
 
-from kvern.kernel_list.dense import ACTIVATION, gated_mlps
-from kvern.kernel_list.entry import Call, Inputs, Kernel
-from kvern.kernel_list.experts import blocks, bytes_of_expert, make_experts, plain_experts, width_of_rows
 from kvern.kernels.linear import ProductShape, StreamShape
 from kvern.kernels.moe import hopper_experts
 from kvern.spec.model import ModelSpec
+from tests.support.kernel_list.dense import ACTIVATION, gated_mlps
+from tests.support.kernel_list.entry import Call, Inputs, Kernel
+from tests.support.kernel_list.experts import blocks, bytes_of_expert, make_experts, plain_experts, width_of_rows
 
 Sizes = Iterator[tuple[Any, ...]]
 

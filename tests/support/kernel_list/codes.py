@@ -16,8 +16,10 @@ from kvern.formats.gpu.candidates import (
     codes_candidates,
 )
 from kvern.formats.gpu.products import codes_product
-from kvern.kernel_list.entry import Call, Inputs, Kernel, PackedKind
-from kvern.kernel_list.quantized import (
+from kvern.kernels.codes_hopper import tiles_codes
+from kvern.spec.model import ModelSpec
+from tests.support.kernel_list.entry import Call, Inputs, Kernel, PackedKind
+from tests.support.kernel_list.quantized import (
     bytes_of,
     codes_stream,
     forms_of,
@@ -26,8 +28,6 @@ from kvern.kernel_list.quantized import (
     random_packed,
     timed_kinds,
 )
-from kvern.kernels.codes_hopper import tiles_codes
-from kvern.spec.model import ModelSpec
 
 Sizes = Iterator[tuple[Any, ...]]
 

@@ -6,8 +6,12 @@ from typing import Any
 import torch
 
 from kvern.formats.gpu.candidates import BLOCK_STREAMS, row_shape
-from kvern.kernel_list.entry import Call, Inputs, Kernel, PackedKind
-from kvern.kernel_list.quantized import (
+from kvern.kernels.arrange import arrange, scaled_lanes
+from kvern.kernels.block_codes import BLOCKS
+from kvern.kernels.linear import StreamPackedShape
+from kvern.spec.model import ModelSpec
+from tests.support.kernel_list.entry import Call, Inputs, Kernel, PackedKind
+from tests.support.kernel_list.quantized import (
     bytes_of,
     forms_of,
     joined_by,
@@ -17,10 +21,6 @@ from kvern.kernel_list.quantized import (
     stream_shapes,
     timed_kinds,
 )
-from kvern.kernels.arrange import arrange, scaled_lanes
-from kvern.kernels.block_codes import BLOCKS
-from kvern.kernels.linear import StreamPackedShape
-from kvern.spec.model import ModelSpec
 
 Sizes = Iterator[tuple[Any, ...]]
 

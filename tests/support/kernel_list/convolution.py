@@ -9,12 +9,12 @@ import torch
 import torch.nn.functional as F
 
 from kvern.device.state_runs import runs_of
-from kvern.kernel_list.entry import Call, Inputs, Kernel
 from kvern.kernels import convolution
 from kvern.kernels.convolution import Drafts, Runs, Taps
 from kvern.kernels.delta_net import CHUNK
 from kvern.spec.mixers import Mamba2Spec, RecurrentSpec, ShortConvSpec
 from kvern.spec.model import ModelSpec
+from tests.support.kernel_list.entry import Call, Inputs, Kernel
 
 Sizes = Iterator[tuple[Any, ...]]
 SINGLE = (1, 1, 1)

@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 
-from kvern.kernel_list.dense import normed, rotation_table, turned
-from kvern.kernel_list.entry import Call, Inputs, Kernel
 from kvern.kernels.attention_latent import QUERIES, LatentShape, Runs, latent_attention, latent_shape
 from kvern.kernels.store_latents import store_latents
 from kvern.spec.mixers import LatentAttentionSpec
 from kvern.spec.model import LayerSpec, ModelSpec
+from tests.support.kernel_list.dense import normed, rotation_table, turned
+from tests.support.kernel_list.entry import Call, Inputs, Kernel
 
 Sizes = Iterator[tuple[Any, ...]]
 

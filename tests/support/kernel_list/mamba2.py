@@ -7,7 +7,14 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from kvern.kernel_list.convolution import (
+from kvern.kernels import mamba2
+from kvern.kernels.accepted_drafts import Written, accept_writes
+from kvern.kernels.convolution import Drafts
+from kvern.kernels.mamba2 import StateSizes, Steps
+from kvern.layers.fused_mamba2 import sizes_of
+from kvern.spec.mixers import Mamba2Spec
+from kvern.spec.model import ModelSpec
+from tests.support.kernel_list.convolution import (
     ACCEPTED,
     COUNTS,
     DRAFTED,
@@ -20,14 +27,7 @@ from kvern.kernel_list.convolution import (
     projected,
     runs,
 )
-from kvern.kernel_list.entry import Call, Inputs, Kernel
-from kvern.kernels import mamba2
-from kvern.kernels.accepted_drafts import Written, accept_writes
-from kvern.kernels.convolution import Drafts
-from kvern.kernels.mamba2 import StateSizes, Steps
-from kvern.layers.fused_mamba2 import sizes_of
-from kvern.spec.mixers import Mamba2Spec
-from kvern.spec.model import ModelSpec
+from tests.support.kernel_list.entry import Call, Inputs, Kernel
 
 Sizes = Iterator[tuple[Any, ...]]
 

@@ -10,7 +10,6 @@ import torch
 import torch.nn.functional as F
 
 from kvern.attention.eight_bit import codes_of
-from kvern.kernel_list.entry import ALONE_PRODUCT, Call, Inputs, Joined, Kernel, linear_shapes, multiplied, scored
 from kvern.kernels import adapters
 from kvern.kernels.activation import ACTIVATIONS, gated_activation
 from kvern.kernels.adapted_product import adapted_product
@@ -23,6 +22,16 @@ from kvern.layers.linear_method import LinearShape
 from kvern.layers.tuned_linear import Shape, candidates_of
 from kvern.spec.mixers import LatentAttentionSpec
 from kvern.spec.model import LayerSpec, MlpSpec, ModelSpec, MoeSpec
+from tests.support.kernel_list.entry import (
+    ALONE_PRODUCT,
+    Call,
+    Inputs,
+    Joined,
+    Kernel,
+    linear_shapes,
+    multiplied,
+    scored,
+)
 
 ROWS = 64
 FEW_OUTPUTS = 256

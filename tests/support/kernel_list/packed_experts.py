@@ -7,9 +7,6 @@ from typing import Any, NamedTuple
 import torch
 
 from kvern.formats.gguf.types import BY_NAME
-from kvern.kernel_list.entry import Call, Inputs, Kernel, PackedKind
-from kvern.kernel_list.experts import OTHER_TILES, activated, as_chosen, blocks, forms, make_biases, moes
-from kvern.kernel_list.quantized import bytes_of, multiplies_by_codes, plain_of, random_packed
 from kvern.kernels.codes import CODES, readable
 from kvern.kernels.expert_lanes import STEP, LaneWeight, in_lanes, knows_lanes
 from kvern.kernels.moe import ACTIVATIONS
@@ -20,6 +17,9 @@ from kvern.kernels.moe_scaled import coded_experts, hopper_codes
 from kvern.kernels.packed import Packed
 from kvern.kernels.quantize_rows import Coding
 from kvern.spec.model import ModelSpec, MoeSpec
+from tests.support.kernel_list.entry import Call, Inputs, Kernel, PackedKind
+from tests.support.kernel_list.experts import OTHER_TILES, activated, as_chosen, blocks, forms, make_biases, moes
+from tests.support.kernel_list.quantized import bytes_of, multiplies_by_codes, plain_of, random_packed
 
 Sizes = Iterator[tuple[Any, ...]]
 

@@ -6,13 +6,13 @@ from typing import Any
 
 import torch
 
-from kvern.kernel_list.dense import activated_mlps
-from kvern.kernel_list.entry import Call, Inputs, Kernel
 from kvern.kernels.activation import coded_gated_activation, gated_activation
 from kvern.kernels.launch import capability
 from kvern.kernels.norm import coded_rms_norm, rms_norm
 from kvern.kernels.quantize_rows import LARGEST, Coding, scale_products
 from kvern.spec.model import ModelSpec
+from tests.support.kernel_list.dense import activated_mlps
+from tests.support.kernel_list.entry import Call, Inputs, Kernel
 
 ROWS, TIMED_ROWS = 64, 4096
 OUTPUTS = 256

@@ -8,13 +8,13 @@ from typing import Any
 import torch
 import triton
 
-from kvern.kernel_list.dense import ACTIVATION
-from kvern.kernel_list.entry import Call, Inputs, Kernel
 from kvern.kernels.moe import ACTIVATIONS, TILES, fused_experts, rows_of_block
 from kvern.kernels.moe_direct import runs_direct
 from kvern.kernels.moe_routing import CHUNK, route
 from kvern.layers.expert_share import TURNS
 from kvern.spec.model import SWIGLU_LIMIT, SWIGLU_SLOPE, ModelSpec, MoeSpec
+from tests.support.kernel_list.dense import ACTIVATION
+from tests.support.kernel_list.entry import Call, Inputs, Kernel
 
 Sizes = Iterator[tuple[Any, ...]]
 OTHER_TILES = range(1, len(TILES[16]))

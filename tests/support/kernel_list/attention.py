@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 import torch
 
 from kvern.attention.eight_bit import LARGEST_CODE
-from kvern.kernel_list.entry import Call, Inputs, Kernel
 from kvern.kernels.attention_decode import DecodeShape, decode_attention, decode_shape
 from kvern.kernels.attention_prefill import prefill_attention, prefill_shape
 from kvern.kernels.attention_prefix import SharedPrefix, prefix_members, tiles_for
@@ -15,6 +14,7 @@ from kvern.kernels.attention_split import split_attention, split_queries, split_
 from kvern.kernels.cache_plain import plain_blocks
 from kvern.spec.mixers import AttentionSpec
 from kvern.spec.model import ModelSpec
+from tests.support.kernel_list.entry import Call, Inputs, Kernel
 
 Sizes = Iterator[tuple[Any, ...]]
 

@@ -6,12 +6,12 @@ from typing import Any
 
 import torch
 
-from kvern.kernel_list.entry import Call, Inputs, Kernel
 from kvern.kernels.attention_prefill import prefill_shape
 from kvern.kernels.attention_texts import TextTiles, text_attention
 from kvern.kernels.text_means import text_means
 from kvern.spec.mixers import AttentionSpec
 from kvern.spec.model import ModelSpec
+from tests.support.kernel_list.entry import Call, Inputs, Kernel
 
 Sizes = Iterator[tuple[Any, ...]]
 SHORT, TIMED = (1, 67, 5), (20, 500, 260, 140, 380) * 26

@@ -7,7 +7,15 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from kvern.kernel_list.convolution import (
+from kvern.kernels import delta_net
+from kvern.kernels.accepted_drafts import Written, accept_writes
+from kvern.kernels.convolution import Drafts
+from kvern.kernels.delta_net import Gates, Heads
+from kvern.kernels.delta_net_drafts import read_drafts
+from kvern.layers.fused_delta_net import heads_of
+from kvern.spec.mixers import DeltaNetSpec
+from kvern.spec.model import ModelSpec
+from tests.support.kernel_list.convolution import (
     ACCEPTED,
     COUNTS,
     DRAFTED,
@@ -20,15 +28,7 @@ from kvern.kernel_list.convolution import (
     projected,
     runs,
 )
-from kvern.kernel_list.entry import Call, Inputs, Kernel
-from kvern.kernels import delta_net
-from kvern.kernels.accepted_drafts import Written, accept_writes
-from kvern.kernels.convolution import Drafts
-from kvern.kernels.delta_net import Gates, Heads
-from kvern.kernels.delta_net_drafts import read_drafts
-from kvern.layers.fused_delta_net import heads_of
-from kvern.spec.mixers import DeltaNetSpec
-from kvern.spec.model import ModelSpec
+from tests.support.kernel_list.entry import Call, Inputs, Kernel
 
 Sizes = Iterator[tuple[Any, ...]]
 

@@ -28,9 +28,6 @@ from kvern.formats.gpu.candidates import (
 )
 from kvern.formats.gpu.products import multiply_row
 from kvern.formats.method import QuantizedMethod
-from kvern.kernel_list.dense import ACTIVATION, FEW_OUTPUTS, ROWS, gated_mlps
-from kvern.kernel_list.entry import ALONE_PRODUCT, Call, Inputs, Joined, Kernel, PackedKind, linear_shapes
-from kvern.kernel_list.experts import moes
 from kvern.kernels.arrange import arrange
 from kvern.kernels.block_codes import BLOCKS
 from kvern.kernels.codes import CODES, INTERLEAVED, readable
@@ -47,6 +44,9 @@ from kvern.layers.linear_method import LinearShape
 from kvern.layers.row_experts import RowStackedExperts
 from kvern.models.decoder import Decoder
 from kvern.spec.model import ModelSpec
+from tests.support.kernel_list.dense import ACTIVATION, FEW_OUTPUTS, ROWS, gated_mlps
+from tests.support.kernel_list.entry import ALONE_PRODUCT, Call, Inputs, Joined, Kernel, PackedKind, linear_shapes
+from tests.support.kernel_list.experts import moes
 
 Sizes = Iterator[tuple[Any, ...]]
 
