@@ -29,6 +29,8 @@ FAMILIES = [
     "gemma4_vision",
     *(pytest.param(family, marks=pytest.mark.nightly) for family in NIGHTLY),
 ]
+WINDOWS_ONLY = ("mixtral", "phi3")
+"""Families whose layers all have a window: they need less memory, so requests are preempted in less."""
 LENGTH = 120
 
 
@@ -71,6 +73,8 @@ def test_answers_are_those_of_one_table(folder: Path) -> None:
     with engine(folder, windowed_kv_cache="off", kv_cache_tokens=1000) as llm:
         expected = [answers(llm, params) for params in (plain, search, several)]
     for options in SETTINGS:
+        if "kv_cache_tokens" in options and read_config(folder)["model_type"] in WINDOWS_ONLY:
+            options = options | {"kv_cache_tokens": 60}
         with engine(folder, **options) as llm:
             for _ in range(2):
                 check(answers(llm, plain), expected[0])
