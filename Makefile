@@ -48,6 +48,7 @@ check: $(TOOLS)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
+	$(BIN)/python -m pytest -q tests/test_structure.py tests/test_docs.py
 
 # The tables of docs/PERFORMANCE.md, from benchmarks/results/.
 performance: $(INSTALLED)
