@@ -22,9 +22,8 @@ from kvern import LLM, SamplingParams
 from kvern.draft_training.head import TrainedHead
 from kvern.draft_training.job import entries_of, head_size
 from kvern.drafting.models.medusa_formats import load_medusa
-from kvern.models.decoder import Decoder
+from kvern.models.decoder import Decoder, LayerInputs
 from kvern.models.hub import resolve_model
-from kvern.models.layer_inputs import LayerInputs
 from kvern.models.loader import LoadOptions, load_model
 from kvern.quantize.blocks import LayersAttend
 from kvern.sample.random import uniform

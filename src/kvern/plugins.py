@@ -10,6 +10,12 @@ from kvern.errors import ConfigError
 Part = TypeVar("Part")
 
 
+def imported(where: str) -> Any:
+    """The object that `module:object` names; its module is imported when this is called first."""
+    module, _, name = where.partition(":")
+    return getattr(import_module(module), name)
+
+
 class Plugins(Generic[Part]):
     """The parts of one kind, `what`, by name.
 
@@ -46,9 +52,7 @@ class Plugins(Generic[Part]):
         if name in self._registered:
             return self._registered[name]
         if name in self._own:
-            module, _, attribute = self._own[name].partition(":")
-            part: Any = getattr(import_module(module), attribute)
-            return self._registered.setdefault(name, part)
+            return self._registered.setdefault(name, imported(self._own[name]))
         for entry in entry_points(group=self.group, name=name):
             self._registered.setdefault(name, entry.load())
         return self._registered.get(name)

@@ -12,7 +12,7 @@ from kvern.cli.main import main, read_command
 from kvern.cli.serve import planned
 from kvern.config import EngineConfig
 from kvern.errors import ConfigError
-from kvern.layers.format_choice import linear_methods
+from kvern.layers.linear_format import linear_methods
 from kvern.layers.unquantized import Unquantized
 from kvern.models.loader import outline_model
 from kvern.models.precision import shares

@@ -13,8 +13,7 @@ from safetensors.torch import load_file
 from kvern.cli.main import main
 from kvern.cli.model_report import Device, report_of
 from kvern.config import EngineConfig
-from kvern.formats.rounding import Rounding
-from kvern.formats.scaled import ROWS, TENSOR, Block, Scaled
+from kvern.formats.scaled import ROWS, TENSOR, Block, Rounding, Scaled
 from kvern.models.loader import load_model, read_config
 from kvern.quantize import job
 from kvern.quantize.calibration import Calibration

@@ -21,9 +21,8 @@ from kvern.cpu.processor import X86, Isa, chosen_isa, forced_isa, usable_isas
 from kvern.cpu.ready import CHECK_TIMEOUT
 from kvern.errors import ConfigError
 from kvern.layers.build import Build
-from kvern.layers.compiled_linear import CompiledMethod
 from kvern.layers.linear_method import LinearShape
-from kvern.layers.unquantized import PackedMethod, Unquantized, UnquantizedMethod
+from kvern.layers.unquantized import CompiledMethod, PackedMethod, Unquantized, UnquantizedMethod
 from tests.support.cache_folder import load_kernels
 
 WARNINGS = ("-Wall", "-Wextra", "-Werror")

@@ -9,7 +9,7 @@ import torch
 from kvern.config import EngineConfig
 from kvern.errors import ConfigError
 from kvern.io.ray_nodes import MOST_PROCESSES
-from kvern.models import memory
+from kvern.models import loader
 from kvern.models.loader import LoadOptions, load_model, outline_model, read_config
 from kvern.models.registry import spec_from_config
 from kvern.ranks.ranks import Ranks, ranks_of
@@ -38,7 +38,7 @@ def load(folder: Path, ranks: Ranks) -> int:
 
 
 def test_all_ranks_of_one_machine_have_to_fit_into_it(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "total_memory", lambda: int(0.6 * weights(folder)))
+    monkeypatch.setattr(loader, "total_memory", lambda: int(0.6 * weights(folder)))
     for ranks in (Ranks(), Ranks(0, 2), ranks_of(0, 1, [range(2), range(2, 4)])):
         with pytest.raises(ConfigError, match="and this machine has"):
             load(folder, ranks)
@@ -46,7 +46,7 @@ def test_all_ranks_of_one_machine_have_to_fit_into_it(folder: Path, monkeypatch:
 
 def test_a_node_holds_its_own_share_alone(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a Ray cluster whose nodes have room for one rank each."""
-    monkeypatch.setattr(memory, "total_memory", lambda: int(0.6 * weights(folder)))
+    monkeypatch.setattr(loader, "total_memory", lambda: int(0.6 * weights(folder)))
     monkeypatch.setenv(MOST_PROCESSES, "1")
     assert load(folder, Ranks(0, 2)) < 0.55 * weights(folder)
     assert load(folder, ranks_of(0, 1, [range(2), range(2, 4)])) < 0.55 * weights(folder)
@@ -55,10 +55,10 @@ def test_a_node_holds_its_own_share_alone(folder: Path, monkeypatch: pytest.Monk
 
 
 def test_stages_may_be_uneven(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "total_memory", lambda: int(1.1 * weights(folder)))
+    monkeypatch.setattr(loader, "total_memory", lambda: int(1.1 * weights(folder)))
     layers = [range(1), range(1, 4)]
     assert load(folder, ranks_of(1, 1, layers)) > 0.6 * weights(folder)
-    monkeypatch.setattr(memory, "total_memory", lambda: int(0.9 * weights(folder)))
+    monkeypatch.setattr(loader, "total_memory", lambda: int(0.9 * weights(folder)))
     with pytest.raises(ConfigError, match="and this machine has"):
         load(folder, ranks_of(1, 1, layers))
 

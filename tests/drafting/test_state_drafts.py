@@ -9,7 +9,7 @@ import torch
 
 from kvern import LLM, RequestOutput, SamplingParams
 from kvern.drafting.drafting import Drafting
-from kvern.layers import delta_rule, state_space
+from kvern.layers import delta_net, mamba2
 from kvern.layers.states import StepStates, advance_states
 from tests.support.families import make_checkpoint, similar_prompts
 from tests.support.idle import is_idle
@@ -20,11 +20,11 @@ from tests.support.state_drafting import LITTLE_ROOM, OPTIONS, PARAMS
 from tests.support.state_families import rule_inputs
 
 
-@pytest.mark.parametrize("rule", [delta_rule, state_space], ids=["delta_rule", "state_space"])
+@pytest.mark.parametrize("rule", [delta_net, mamba2], ids=["delta_rule", "state_space"])
 def test_a_state_sees_the_drafts_that_are_accepted(rule: Any) -> None:
     """Beside tokens that are alone and runs that are sure; until it is told, it sees none."""
     inputs = list(rule_inputs(rule, 12))
-    shape = (4, 8, 5) if rule is delta_rule else (2, 8, 10)
+    shape = (4, 8, 5) if rule is delta_net else (2, 8, 10)
     memory = torch.randn(5, *shape, generator=torch.Generator().manual_seed(0))
     before, copies = memory.clone(), memory.clone()
     drafts, kept = [(1, 4, 3), (5, 3, 1)], [2, 3]  # first, tokens, state

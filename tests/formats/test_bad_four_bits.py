@@ -13,10 +13,10 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from kvern.errors import CorruptCheckpoint, UnsupportedModel
-from kvern.formats.nf4 import bitsandbytes_nf4
-from kvern.formats.packed_tensors import packed_format
-from kvern.formats.torchao_int4 import torchao_int4
-from kvern.layers.format_choice import linear_methods
+from kvern.formats.bitsandbytes import bitsandbytes_nf4
+from kvern.formats.compressed_tensors import packed_format
+from kvern.formats.torchao import torchao_int4
+from kvern.layers.linear_format import linear_methods
 from kvern.layers.unquantized import Unquantized
 from kvern.models.loader import load_model, read_config
 from tests.support.families import change_tensors, make_checkpoint

@@ -11,7 +11,7 @@ from kvern.config import EngineConfig
 from kvern.errors import ConfigError, CorruptCheckpoint, UnsupportedModel
 from kvern.formats.choice import checked, paths_matching
 from kvern.formats.groups import GroupedFormat
-from kvern.layers.format_choice import linear_methods
+from kvern.layers.linear_format import linear_methods
 from kvern.layers.unquantized import Unquantized
 from kvern.models.loader import LoadOptions, load_model, outline_model
 from kvern.models.precision import shares

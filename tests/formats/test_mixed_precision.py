@@ -18,17 +18,15 @@ from kvern import LLM, SamplingParams
 from kvern.cli.main import main
 from kvern.errors import ConfigError
 from kvern.models.loader import load_model
-from kvern.quantize import assignment, mixed
-from kvern.quantize.assignment import Choice, frontier
+from kvern.quantize import mixed, mixed_report
 from kvern.quantize.blocks import Walk
 from kvern.quantize.calibration import Calibration
 from kvern.quantize.checkpoint import Checkpoint
-from kvern.quantize.grid import fit
 from kvern.quantize.job import make_method
 from kvern.quantize.mixed import PAGE_NAME, Budget, Mixture, plan_of
-from kvern.quantize.mixed_report import MixedReport, Unit, read_report
+from kvern.quantize.mixed_report import Choice, MixedReport, Unit, frontier, read_report
 from kvern.quantize.report_page import page
-from kvern.quantize.scheme import INT8, int4
+from kvern.quantize.scheme import INT8, fit, int4
 from kvern.quantize.sensitivity import groups_of, measure, round_rows
 from kvern.quantize.statistics import REPORT_NAME
 from tests.support.families import make_checkpoint
@@ -81,7 +79,7 @@ def test_the_best_assignment_is_that_of_brute_force(seed: int) -> None:
 def test_with_too_many_assignments_the_answer_is_nearly_best(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     units = random_units(seed, units=40, choices=5)
     exact = frontier(units)
-    monkeypatch.setattr(assignment, "MOST_POINTS", 80)
+    monkeypatch.setattr(mixed_report, "MOST_POINTS", 80)
     thinned = frontier(units)
     assert len(thinned.sizes) <= 81 < len(exact.sizes)
     assert thinned.sizes[0] == exact.sizes[0]

@@ -11,8 +11,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from kvern.errors import CorruptCheckpoint
+from kvern.formats.compressed_tensors import packed_format
 from kvern.formats.method import QuantizedMethod
-from kvern.formats.packed_tensors import packed_format
 from kvern.layers.build import Build
 from kvern.layers.linear_format import LinearFormat
 from kvern.layers.linear_method import LinearShape, Part

@@ -19,13 +19,11 @@ from kvern.quantize.blocks import CausalAttend, Walk
 from kvern.quantize.calibration import Calibration, calibration
 from kvern.quantize.checkpoint import Checkpoint
 from kvern.quantize.gptq import Gptq
-from kvern.quantize.grid import fit
-from kvern.quantize.inputs import Inputs
-from kvern.quantize.method import Method, Rounded
+from kvern.quantize.method import Method, Rounded, RoundToNearest
 from kvern.quantize.packing import quantization_config, tensors_of
-from kvern.quantize.round_to_nearest import RoundToNearest
-from kvern.quantize.scheme import FP8, FP8_BLOCK, INT8, Scheme, int4, named
+from kvern.quantize.scheme import FP8, FP8_BLOCK, INT8, Scheme, fit, int4, named
 from kvern.quantize.statistics import REPORT_NAME, plan_of
+from kvern.quantize.watched import Inputs
 from kvern.quantize.writer import writing
 from kvern.spec.mixers import AttentionSpec
 from kvern.text.tokenizer import Tokenizer

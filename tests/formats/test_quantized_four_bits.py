@@ -17,8 +17,7 @@ from kvern.adapters.peft import read_adapter
 from kvern.formats.groups import GroupedMethod
 from kvern.formats.method import QuantizedMethod
 from kvern.layers.build import Build
-from kvern.layers.format_choice import linear_methods
-from kvern.layers.linear_format import LinearFormat
+from kvern.layers.linear_format import LinearFormat, linear_methods
 from kvern.layers.linear_method import LinearShape, Part
 from kvern.layers.unquantized import Unquantized
 from kvern.models.decoder import Decoder

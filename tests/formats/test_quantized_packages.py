@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from kvern.layers.build import Build
-from kvern.layers.format_choice import linear_methods
-from kvern.layers.linear_format import LinearMethods
+from kvern.layers.linear_format import LinearMethods, linear_methods
 from kvern.layers.linear_method import LinearMethod, LinearShape, Part
 from kvern.layers.unquantized import Unquantized
 from kvern.models.loader import llama_name

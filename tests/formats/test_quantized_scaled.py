@@ -13,9 +13,8 @@ from kvern.adapters.bank import AdapterBank
 from kvern.adapters.peft import read_adapter
 from kvern.formats.method import QuantizedMethod
 from kvern.formats.online import OnlineMethod
-from kvern.formats.rounding import Rounding
-from kvern.formats.scaled import ROWS, TENSOR, Block, Scaled, ScaledMethod
-from kvern.layers.format_choice import linear_methods
+from kvern.formats.scaled import ROWS, TENSOR, Block, Rounding, Scaled, ScaledMethod
+from kvern.layers.linear_format import linear_methods
 from kvern.layers.linear_method import LinearShape, Part
 from kvern.layers.unquantized import Unquantized, UnquantizedMethod
 from kvern.models.loader import LoadOptions, load_model, read_config

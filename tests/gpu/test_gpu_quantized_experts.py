@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from kvern import LLM, SamplingParams
-from kvern.formats.rounding import Rounding
-from kvern.formats.scaled import ROWS, Block, Scaled
+from kvern.formats.scaled import ROWS, Block, Rounding, Scaled
 from kvern.layers.build import Build
 from kvern.layers.expert_choice import experts_of_format
 from kvern.layers.fused_packed_experts import FusedPackedExperts

@@ -16,6 +16,7 @@ from kvern import LLM, SamplingParams
 from kvern.drafting.device.draft_graphs import DraftGraphs, DraftRun, DraftSteps
 from kvern.errors import EngineDied
 from kvern.kernels.linear import StreamShape
+from kvern.layers import tuned_linear
 from kvern.layers.fused import FusedLayer
 from kvern.ranks.peer_sums import TIMED_ROWS, WAYS, Way
 from kvern.request.outputs import RequestOutput
@@ -296,7 +297,6 @@ def test_long_prompts_in_halves(
 def test_single_rows_are_streamed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of products of 8192 outputs: the same tokens are scored as on one GPU, one after another."""
     from kvern.kernels.stream_hopper import stream_product
-    from kvern.layers import hopper_linear
 
     streamed = set[tuple[int, int]]()
 
@@ -304,7 +304,7 @@ def test_single_rows_are_streamed(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         streamed.add((x.shape[0], shape.splits))
         return stream_product(x, weight, bias, shape, *given)
 
-    monkeypatch.setattr(hopper_linear, "stream_product", noted)
+    monkeypatch.setattr(tuned_linear, "stream_product", noted)
     sizes = {"hidden_size": 8192, "intermediate_size": 8192, "num_attention_heads": 16, "num_key_value_heads": 8}
     model = make_checkpoint("llama", tmp_path, **sizes, head_dim=128, num_hidden_layers=1, initializer_range=0.02)
     params = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True, allowed_token_ids=[7], logprobs=0)

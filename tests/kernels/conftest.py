@@ -11,7 +11,7 @@ from kvern.attention import latent
 from kvern.kernels import delta_net, filters, rotary
 from kvern.kernels.attention_latent import latent_shape
 from kvern.layers import tuned_linear
-from kvern.layers.few_rows import matvec_shape
+from kvern.layers.tuned_linear import matvec_shape
 from tests.kernels.quick_interpreter import be_quick
 
 if not torch.cuda.is_available():

@@ -6,10 +6,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kvern.formats.gguf.blocks import NUMBERS
+from kvern.formats.gguf.blocks import NUMBERS, taken_apart
+from kvern.formats.gguf.header import BY_NAME, QUANTIZED
 from kvern.formats.gguf.method import SCALES, GgufMethod
-from kvern.formats.gguf.parts import taken_apart
-from kvern.formats.gguf.types import BY_NAME, QUANTIZED
 from kvern.formats.method import QuantizedMethod
 from kvern.kernels.packed import E2M1, NF4, Packed
 from kvern.layers.build import Build

@@ -13,7 +13,7 @@ from kvern.layers.build import Build
 from kvern.layers.fused_adapters import FusedAdaptedLinear
 from kvern.layers.linear import Linear
 from kvern.layers.linear_format import LinearMethods
-from kvern.layers.tuned_format import TunedLinear
+from kvern.layers.tuned_linear import TunedLinear
 from tests.support.kernels.references import relative_error
 from tests.support.pairwise import pairwise
 

@@ -9,7 +9,7 @@ import torch
 from kvern.bench import kernels
 from kvern.config import EngineConfig
 from kvern.layers.linear_format import LinearMethods
-from kvern.layers.tuned_format import TunedLinear
+from kvern.layers.tuned_linear import TunedLinear
 from kvern.runner.stored import Stored
 from tests.kernels.models import TINY_ENCODERS, TINY_MODELS, spec_of
 from tests.kernels.recorded import recorded, zeroed

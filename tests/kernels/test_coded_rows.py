@@ -11,8 +11,7 @@ from kvern import LLM, SamplingParams
 from kvern.formats.gpu.candidates import CodesShape, codes_candidates
 from kvern.formats.gpu.products import PackedProducts
 from kvern.formats.method import QuantizedMethod
-from kvern.formats.rounding import Rounding
-from kvern.formats.scaled import Block, Scaled
+from kvern.formats.scaled import Block, Rounding, Scaled
 from kvern.kernels import activation, norm
 from kvern.kernels.activation import coded_gated_activation, gated_activation
 from kvern.kernels.norm import add_rms_norm, coded_rms_norm, rms_norm

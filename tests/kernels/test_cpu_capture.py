@@ -10,11 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kvern.cpu.activation import KINDS
 from kvern.cpu.capture import ALIGNMENT, Buffer, Memory, Program, Uncapturable, place
-from kvern.cpu.elementwise import add, scale
 from kvern.cpu.linear import PackedWeight, gated_linear, linear, pack
-from kvern.cpu.norm import add_norm
+from kvern.cpu.rows import ACTIVATIONS, add, add_norm, scale
 from kvern.cpu.sampling import read_decodes
 from tests.support.cache_folder import load_kernels
 
@@ -44,7 +42,7 @@ class Layers:
         hidden = scale(linear(self.x, self.identity, None), 1.5)
         for gate_up, down in self.weights:
             normal = add_norm(hidden, None, self.scale, None, 1e-5, 1)
-            add(hidden, linear(gated_linear(normal, gate_up, None, KINDS["silu"]), down, self.bias))
+            add(hidden, linear(gated_linear(normal, gate_up, None, ACTIVATIONS["silu"]), down, self.bias))
         return (hidden,)
 
     def second(self, hidden: Tensor) -> tuple[Tensor, ...]:

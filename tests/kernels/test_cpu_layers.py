@@ -12,10 +12,7 @@ from torch import Tensor
 from kvern.attention.eight_bit import EightBit, codes_of
 from kvern.attention.memory import CacheOptions
 from kvern.attention.torch_sdpa import TorchAttention
-from kvern.cpu.activation import KINDS as ACTIVATIONS
-from kvern.cpu.activation import activate
-from kvern.cpu.norm import KINDS as NORMS
-from kvern.cpu.norm import add_norm
+from kvern.cpu.rows import ACTIVATIONS, NORMS, activate, add_norm
 from kvern.device.input_batch import build_input_batch
 from kvern.device.rows import BatchRows
 from kvern.layers.attention import make_heads

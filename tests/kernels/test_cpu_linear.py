@@ -8,15 +8,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvern.cpu.activation import KINDS
 from kvern.cpu.linear import gated_linear, linear, linear_heads, pack, pack_heads, unpack
+from kvern.cpu.rows import ACTIVATIONS
 from kvern.layers.build import Build
-from kvern.layers.compiled_linear import compiles
 from kvern.layers.embedding import Embedding
 from kvern.layers.expert_choice import make_experts
 from kvern.layers.linear import Linear
 from kvern.layers.linear_method import LinearShape
 from kvern.layers.ops import TORCH
+from kvern.layers.unquantized import compiles
 from kvern.spec.model import Activation, MoeSpec
 from tests.support.cache_folder import load_kernels, pretend_tiles
 
@@ -67,7 +67,7 @@ def test_products_are_those_of_float64(outputs: int, inputs: int, dtype: torch.d
         assert relative_error(linear(x, packed, bias, torch.float32), expected + bias.double()) < 2e-6
 
 
-@pytest.mark.parametrize("activation", [name for name in KINDS if name != "clamped_swiglu"])  # of experts alone
+@pytest.mark.parametrize("activation", [name for name in ACTIVATIONS if name != "clamped_swiglu"])  # of experts alone
 @pytest.mark.parametrize(("dtype", "width", "inputs"), [(torch.float32, 17, 33), (torch.bfloat16, 200, 1030)])
 @pytest.mark.usefixtures("poisoned")
 def test_gates_are_activated_in_the_product(
@@ -80,7 +80,7 @@ def test_gates_are_activated_in_the_product(
         x = random(rows, inputs, dtype=dtype)
         assert torch.equal(linear(x, packed, bias), linear(x, pack(weight), bias))
         expected = TORCH.gated_activation(activation)(x.double() @ weight.double().T + bias.double())
-        found = gated_linear(x, packed, bias, KINDS[activation])
+        found = gated_linear(x, packed, bias, ACTIVATIONS[activation])
         assert relative_error(found, expected) < (1e-5 if dtype is torch.float32 else 3e-3)
 
 
@@ -99,11 +99,11 @@ def test_a_row_has_the_same_bits_beside_any_rows_and_with_any_threads(dtype: tor
     weight, x = random(334, 1030, dtype=dtype), random(101, 1030, dtype=dtype)
     packed = pack(weight, gated=True)
     alone = torch.cat([linear(row, packed, None) for row in x.split(1)])
-    gated = torch.cat([gated_linear(row, packed, None, KINDS["silu"]) for row in x.split(1)])
+    gated = torch.cat([gated_linear(row, packed, None, ACTIVATIONS["silu"]) for row in x.split(1)])
     for threads, rows in product((1, 2, 5), (2, 3, 4, 5, 6, 7, 16, 49, 101)):
         use_threads(threads)
         assert torch.equal(linear(x[-rows:], packed, None), alone[-rows:])
-        assert torch.equal(gated_linear(x[-rows:], packed, None, KINDS["silu"]), gated[-rows:])
+        assert torch.equal(gated_linear(x[-rows:], packed, None, ACTIVATIONS["silu"]), gated[-rows:])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -10,18 +10,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvern.cpu.packed import RUN, Groups, GroupsProduct, Int8Matrix, multiply_int8, rounded_in_runs, side_by_side
-from kvern.formats.cpu_products import PackedProduct
+from kvern.cpu.packed import RUN, Groups, GroupsProduct, Int8Product, rounded_in_runs, side_by_side
+from kvern.formats.bitsandbytes import Nf4Method
+from kvern.formats.compressed_tensors import PackQuantizedMethod
 from kvern.formats.fp4 import MX, NV, fp4_format
+from kvern.formats.gguf.header import BY_NAME
 from kvern.formats.gguf.method import GgufFormat
-from kvern.formats.gguf.types import BY_NAME
 from kvern.formats.groups import Form, GroupedFormat
 from kvern.formats.method import QuantizedMethod
-from kvern.formats.nf4 import Nf4Method
 from kvern.formats.online import made_online
-from kvern.formats.packed_tensors import PackQuantizedMethod
-from kvern.formats.rounding import Rounding, quantized_rows
-from kvern.formats.scaled import Block, Scaled
+from kvern.formats.scaled import Block, Rounding, Scaled, quantized_rows
 from kvern.layers.build import Build
 from kvern.layers.linear_format import LinearFormat, LinearMethods
 from kvern.layers.linear_method import LinearMethod, LinearShape, Part
@@ -222,17 +220,17 @@ def multiply_at_end_of_memory() -> None:
                 method = matrix(FORMATS[name], outputs, inputs, dtype)
                 method.finish()
                 product = method._cpu_product
-                assert isinstance(product, PackedProduct)
+                assert isinstance(product, GroupsProduct)
                 parts = (at_end_of_memory(part) if isinstance(part, Tensor) else part for part in product._matrix)
-                moved = GroupsProduct(Groups(*parts), rounded=dtype is torch.bfloat16)
+                moved = GroupsProduct(Groups(*parts), outputs, rounded=dtype is torch.bfloat16)
                 if moved._numbers is not None:
                     moved._numbers = at_end_of_memory(moved._numbers)
                 x = at_end_of_memory(activations(rows, inputs, dtype))
-                assert torch.equal(moved(x, bias, 0, outputs), method.multiply(x, bias))
+                assert torch.equal(moved(x, bias), method.multiply(x, bias))
             x = at_end_of_memory(activations(rows, 102, dtype))
             codes = at_end_of_memory(side_by_side(torch.ones(outputs, 102, dtype=torch.int8), 4))
             scale = at_end_of_memory(side_by_side(torch.ones(outputs, 1)))
-            assert multiply_int8(x, Int8Matrix(codes, scale), bias, outputs).isfinite().all()
+            assert Int8Product(codes, scale, outputs)(x, bias).isfinite().all()
 
 
 def test_nothing_is_read_behind_a_tensor() -> None:

@@ -21,7 +21,7 @@ from kvern.drafting.device.head_graphs import HeadGraphs
 from kvern.drafting.proposer import takes_drafts
 from kvern.engine.factory import use_idle_time
 from kvern.layers.linear_format import LinearMethods
-from kvern.layers.tuned_format import TunedLinear
+from kvern.layers.tuned_linear import TunedLinear
 from kvern.models.loader import read_config
 from kvern.models.registry import spec_from_config
 from kvern.request.structured_output import StructuredOutput

@@ -5,10 +5,8 @@ import torch
 
 from kvern.kernels.linear import ProductShape, StreamShape
 from kvern.layers.build import Build
-from kvern.layers.hopper_linear import BESIDE, OWN, HopperMethod
 from kvern.layers.linear_method import LinearShape
-from kvern.layers.tuned_format import TunedLinear
-from kvern.layers.tuned_linear import TunedMethod
+from kvern.layers.tuned_linear import BESIDE, OWN, HopperMethod, TunedLinear, TunedMethod
 
 CPU = torch.device("cpu")
 

@@ -12,7 +12,7 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia import driver
 from kvern.config import EngineConfig
 from kvern.layers.linear_format import LinearMethods
-from kvern.layers.tuned_format import TunedLinear
+from kvern.layers.tuned_linear import TunedLinear
 from kvern.runner import kernel_processes
 from kvern.runner.dummy_steps import META
 from kvern.runner.recorded_kernels import record_launches

@@ -12,10 +12,10 @@ from kvern.formats.gpu.candidates import DETERMINISTIC, CodesTiles
 from kvern.kernels.quantize_rows import RowCodes
 from kvern.layers.build import Build
 from kvern.layers.embedding import Embedding
-from kvern.layers.format_choice import linear_methods
 from kvern.layers.linear import Linear, Weighted
+from kvern.layers.linear_format import linear_methods
 from kvern.layers.linear_method import CodesProduct, LinearMethod
-from kvern.layers.tuned_format import TunedLinear
+from kvern.layers.tuned_linear import TunedLinear
 from kvern.layers.tuning import tune
 from kvern.layers.unquantized import Unquantized
 from kvern.models.decoder import Decoder

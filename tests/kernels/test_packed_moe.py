@@ -9,8 +9,7 @@ import torch
 
 from kvern.formats.fp4 import MX, Mxfp4Blocks
 from kvern.formats.groups import GroupedFormat
-from kvern.formats.rounding import Code, Rounding, quantized_rows
-from kvern.formats.scaled import ROWS, Block, Scaled, ScaledMethod
+from kvern.formats.scaled import ROWS, Block, Code, Rounding, Scaled, ScaledMethod, quantized_rows
 from kvern.kernels import moe_packed, moe_packed_direct, moe_scaled
 from kvern.kernels import quantize_rows as rounding_kernels
 from kvern.kernels.moe_packed import packed_experts

@@ -7,9 +7,9 @@ from functools import partial
 import pytest
 import torch
 
+from kvern.formats.compressed_tensors import PackQuantizedMethod
 from kvern.formats.fp4 import MX, Mxfp4Blocks
 from kvern.formats.groups import Form, GroupedFormat
-from kvern.formats.packed_tensors import PackQuantizedMethod
 from kvern.formats.scaled import Block, Scaled
 from kvern.kernels.moe import fused_experts
 from kvern.layers.build import Build

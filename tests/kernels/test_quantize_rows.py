@@ -6,8 +6,7 @@ from functools import partial
 import pytest
 import torch
 
-from kvern.formats.rounding import Code, Rounding, rounded, scaled
-from kvern.formats.scaled import ROWS, Block, Scaled, ScaledMethod
+from kvern.formats.scaled import ROWS, Block, Code, Rounding, Scaled, ScaledMethod, rounded, scaled
 from kvern.kernels import quantize_rows as rounding_kernels
 from kvern.kernels.activation import coded_gated_activation
 from kvern.kernels.norm import coded_rms_norm

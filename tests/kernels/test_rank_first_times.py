@@ -13,7 +13,7 @@ from torch import Tensor
 import kvern.runner.worker
 from kvern.config import EngineConfig
 from kvern.kernels.peer_words import row_words_of
-from kvern.layers.tuned_format import TunedLinear
+from kvern.layers.tuned_linear import TunedLinear
 from kvern.models.checkpoint import read_headers
 from kvern.models.loader import read_config, stored_methods
 from kvern.ranks import peer_sums

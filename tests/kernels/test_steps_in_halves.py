@@ -13,8 +13,7 @@ from kvern.kernels.norm import add_rms_norm
 from kvern.layers import halves
 from kvern.layers.halves import least_rows
 from kvern.layers.step_context import StepAdapters
-from kvern.models.decoder import Decoder
-from kvern.models.layer_inputs import LayerInputs
+from kvern.models.decoder import Decoder, LayerInputs
 from kvern.ranks.ranks import ALONE, Ranks
 from kvern.ranks.stages import WHOLE, Stage
 from tests.support.families import make_checkpoint

@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from kvern.formats.gpu.candidates import CODES_STREAMS
-from kvern.formats.rounding import Rounding
-from kvern.formats.scaled import ROWS, Block, Scaled, ScaledMethod
+from kvern.formats.scaled import ROWS, Block, Rounding, Scaled, ScaledMethod
 from kvern.kernels.linear import StreamShape
 from kvern.kernels.packed import Packed
 from kvern.kernels.quantize_rows import quantize_rows

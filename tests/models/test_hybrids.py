@@ -15,7 +15,7 @@ from kvern import LLM, SamplingParams
 from kvern.cache.states import state_marks
 from kvern.config import EngineConfig
 from kvern.errors import ConfigError, CorruptCheckpoint
-from kvern.layers import delta_rule, state_space
+from kvern.layers import delta_net, mamba2
 from kvern.layers import states as layer_states
 from kvern.layers.decays import CHUNK
 from kvern.models.loader import load_model, read_config
@@ -82,11 +82,11 @@ def answers(llm: LLM, prompts: list[list[int]], params: SamplingParams = GREEDY)
 
 
 @pytest.mark.parametrize("tokens", [1, 2, CHUNK, 2 * CHUNK + 1])
-@pytest.mark.parametrize("rule", [delta_rule, state_space], ids=["delta_rule", "state_space"])
+@pytest.mark.parametrize("rule", [delta_net, mamba2], ids=["delta_rule", "state_space"])
 def test_chunks_give_what_single_tokens_give(rule: ModuleType, tokens: int) -> None:
     advance, advance_run = rule.advance, rule.advance_run
     inputs = list(rule_inputs(rule, tokens))
-    shape = (4, 8, 5) if rule is delta_rule else (2, 8, 10)
+    shape = (4, 8, 5) if rule is delta_net else (2, 8, 10)
     begun = torch.randn(shape, generator=torch.Generator().manual_seed(0))
     exact = begun.double()
     reads = [advance(exact[None], *(item[place : place + 1].double() for item in inputs))[0] for place in range(tokens)]
@@ -102,16 +102,16 @@ def test_chunks_give_what_single_tokens_give(rule: ModuleType, tokens: int) -> N
 @pytest.mark.parametrize("gathered", [0, 1 << 18], ids=["in place", "gathered"])
 def test_each_token_of_a_step_meets_its_own_state(gathered: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(layer_states, "GATHERED_BYTES", gathered)
-    inputs = list(rule_inputs(state_space, 9))
+    inputs = list(rule_inputs(mamba2, 9))
     memory = torch.randn(6, 2, 8, 10, generator=torch.Generator().manual_seed(0))
     after, turns = memory.clone(), [(0, 1, 5), (1, 3, 2), (4, 1, 0), (5, 1, 3), (6, 3, 4)]  # first, tokens, state
     expected = [
-        state_space.advance_run(after[state], *(item[first : first + count] for item in inputs))
+        mamba2.advance_run(after[state], *(item[first : first + count] for item in inputs))
         for first, count, state in turns
     ]
     tokens, alone = torch.tensor([(first, state) for first, count, state in turns if count == 1]).unbind(1)
     step = layer_states.StepStates([], tokens, alone, [turn for turn in turns if turn[1] > 1])
-    found = layer_states.advance_states(step, memory, inputs, state_space.advance, state_space.advance_run)
+    found = layer_states.advance_states(step, memory, inputs, mamba2.advance, mamba2.advance_run)
     torch.testing.assert_close(found, torch.cat(expected), atol=2e-6, rtol=1e-5)
     torch.testing.assert_close(memory, after, atol=2e-6, rtol=1e-5)
 

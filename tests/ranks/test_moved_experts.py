@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from kvern.errors import ConfigError
-from kvern.formats.rounding import Rounding
-from kvern.formats.scaled import TENSOR, Scaled
+from kvern.formats.scaled import TENSOR, Rounding, Scaled
 from kvern.layers.experts import Experts
 from kvern.layers.linear_format import LinearFormat, LinearMethods
 from kvern.layers.row_experts import RowStackedExperts

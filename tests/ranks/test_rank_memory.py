@@ -10,9 +10,9 @@ import torch
 
 from kvern.config import EngineConfig
 from kvern.cpu.capture import Memory, Program
-from kvern.cpu.elementwise import widened
 from kvern.cpu.ranks import SharedMemory
 from kvern.cpu.ready import working_groups
+from kvern.cpu.rows import widened
 
 pytestmark = pytest.mark.skipif(
     "cpu_ranks" not in working_groups(EngineConfig().cache_folder, 1), reason="no kernels for this CPU"

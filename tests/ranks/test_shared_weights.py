@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from kvern.errors import ConfigError
+from kvern.formats.compressed_tensors import packed_format
 from kvern.formats.method import QuantizedMethod
-from kvern.formats.packed_tensors import packed_format
 from kvern.layers.linear_method import INPUTS, OUTPUTS, Axis, Part, TensorLayout, taken
 from kvern.models.loader import LoadOptions, load_model
 from kvern.ranks.ranks import Ranks

@@ -10,10 +10,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kvern.formats.bitsandbytes import bitsandbytes_nf4
 from kvern.formats.choice import all_but
 from kvern.formats.fp4 import modelopt_nvfp4
-from kvern.formats.nf4 import bitsandbytes_nf4
-from kvern.formats.torchao_int4 import torchao_int4
+from kvern.formats.torchao import torchao_int4
 from kvern.layers.linear_format import LINEAR_METHODS, LinearFormat, LinearMethods
 from kvern.layers.unquantized import Unquantized
 from tests.support.families import make_checkpoint

@@ -14,8 +14,7 @@ from kvern.drafting.drafting import Drafting
 from kvern.drafting.models.head import DraftHead
 from kvern.drafting.room import Wanted
 from kvern.layers.states import new_states
-from kvern.models.decoder import Decoder
-from kvern.models.layer_inputs import LayerInputs
+from kvern.models.decoder import Decoder, LayerInputs
 from tests.support.draft_heads import (
     Weights,
     add_prediction,

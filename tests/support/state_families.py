@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from kvern.layers import delta_rule
+from kvern.layers import delta_net
 
 GRANITE = {
     "embedding_multiplier": 3.0,
@@ -100,10 +100,10 @@ STATE_FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 def rule_inputs(rule: ModuleType, tokens: int) -> Iterator[torch.Tensor]:
     """Queries, keys, values, betas and decays, of which some leave next to nothing of what was before."""
     generator = torch.Generator().manual_seed(tokens)
-    keys, heads = 4 if rule is delta_rule else 2, 4
+    keys, heads = 4 if rule is delta_net else 2, 4
     for _ in range(2):
         yield torch.nn.functional.normalize(torch.randn(tokens, keys, 8, generator=generator), dim=-1)
     yield torch.randn(tokens, heads, 5, generator=generator)
-    if rule is delta_rule:
+    if rule is delta_net:
         yield torch.rand(tokens, heads, generator=generator)
     yield -torch.rand(tokens, heads, generator=generator) * torch.tensor([0.0, 0.01, 1.0, 30.0])

@@ -21,13 +21,12 @@ from kvern.device.text_batch import build_text_batch
 from kvern.device.timing import time_calls
 from kvern.errors import KvernError
 from kvern.formats.choice import ROUTERS
+from kvern.formats.gguf.header import BY_NAME
 from kvern.formats.gguf.method import GgufFormat
-from kvern.formats.gguf.types import BY_NAME
 from kvern.kernels import constraints, logprobs, sampling
 from kvern.kernels.block_codes import BLOCKS
 from kvern.layers.build import Build
-from kvern.layers.format_choice import linear_methods
-from kvern.layers.linear_format import LinearFormat, LinearMethods
+from kvern.layers.linear_format import LinearFormat, LinearMethods, linear_methods
 from kvern.layers.tuning import TIMED_LAYERS, bytes_of, timed_layers
 from kvern.models.decoder import Decoder
 from kvern.models.encoder import Encoder

@@ -99,7 +99,7 @@ class Kernels:
         import torch
         from rich.table import Table
 
-        from kvern.layers.format_choice import linear_methods
+        from kvern.layers.linear_format import linear_methods
         from kvern.models.folder import model_folder
         from kvern.models.loader import read_config
         from kvern.models.registry import spec_from_config
@@ -108,7 +108,7 @@ class Kernels:
         if not torch.cuda.is_available():
             raise ConfigError(f"the kernels run on a GPU, but {missing_gpu()}")
         from kvern.bench.kernels import CODES, ceilings, measured_kernels
-        from kvern.layers.tuned_format import TunedLinear
+        from kvern.layers.tuned_linear import TunedLinear
         from kvern.runner.stored import Stored
 
         unknown = set(self.codes) - {"all", *CODES}

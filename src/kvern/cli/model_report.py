@@ -13,10 +13,9 @@ from rich.console import Console
 from rich.table import Table
 
 from kvern.config import EngineConfig
-from kvern.cpu.host_memory import available_memory
+from kvern.cpu.cores import available_memory
 from kvern.models.loader import outline_model
-from kvern.models.precision import Share, shares
-from kvern.models.weight_statistics import WeightStatistics
+from kvern.models.precision import Share, WeightStatistics, shares
 from kvern.quantize.checkpoint import part_without_calibration
 from kvern.runner.memory import (
     GIGABYTE,

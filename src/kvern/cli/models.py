@@ -67,7 +67,7 @@ class ModelsCommand:
         from kvern.models.folder import model_folder
         from kvern.models.hub import resolve_model
         from kvern.models.loader import load_model
-        from kvern.models.weight_statistics import weight_statistics
+        from kvern.models.precision import weight_statistics
 
         folder = model_folder(EngineConfig(str(resolve_model(model, offline=True))))
         report = report_of(model, folder)

@@ -1,12 +1,14 @@
-"""The number of threads: one per physical core of one NUMA node, at most as many as the process may use.
+"""The host: how many threads a process computes with, and how much memory it may still use.
 
-Threads are not bound to cores. The system could not move a bound thread away from a busy core: beside busy processes a
-second bound thread gained nothing.
-"""
+There is one thread per physical core of one NUMA node, at most as many as the process may use. Threads are not bound to
+cores. The system could not move a bound thread away from a busy core: beside busy processes a second bound thread
+gained nothing."""
 
 import os
 from collections import Counter
 from pathlib import Path
+
+from kvern.io.ray_nodes import MOST_PROCESSES
 
 ROOT = Path("/")
 
@@ -95,3 +97,23 @@ def _read(path: Path) -> str:
         return path.read_text().strip()
     except OSError:
         return ""
+
+
+def total_memory() -> int:
+    """Bytes of memory that the host has."""
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def processes_here(count: int) -> int:
+    """The largest number of `count` kvern processes that run on this machine: all, unless Ray uses other nodes."""
+    return min(count, int(os.environ.get(MOST_PROCESSES, count)))
+
+
+def available_memory() -> int:
+    """Bytes of host memory that are available without swapping; half of all memory if unknown."""
+    meminfo = Path("/proc/meminfo")
+    if meminfo.exists():
+        for line in meminfo.read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    return total_memory() // 2

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from kvern.cpu import large_pages
-from kvern.cpu.activation import KINDS
 from kvern.cpu.library import CODE, DTYPES, INTEGER, POINTER, address, close_to, function
+from kvern.cpu.rows import ACTIVATIONS
 
 _pack = function("kvern_pack_linear", POINTER, POINTER, INTEGER, INTEGER, CODE, CODE)
 _unpack = function(
@@ -73,7 +73,7 @@ def linear(x: Tensor, packed: PackedWeight, bias: Tensor | None, dtype: torch.dt
 def gated_linear(x: Tensor, packed: PackedWeight, bias: Tensor | None, activation: int) -> Tensor:
     """Computes `activation(gate) * up`, [T, outputs / 2], for x [T, inputs] and a weight that is packed as gated.
 
-    `activation`: a code of `kvern.cpu.activation.KINDS`. Gate and up are float32 until they are multiplied.
+    `activation`: a code of `kvern.cpu.rows.ACTIVATIONS`. Gate and up are float32 until they are multiplied.
     """
     return _multiply(x, packed, bias, packed.outputs // 2, activation, x.dtype)
 
@@ -143,7 +143,7 @@ def check() -> None:
             )
             close_to(linear(x, packed, bias), expected, tolerance)
             close_to(linear(x, gated, bias), expected, tolerance)
-            close_to(gated_linear(x, gated, bias, KINDS["silu"]), torch.nn.functional.silu(gate) * up, tolerance)
+            close_to(gated_linear(x, gated, bias, ACTIVATIONS["silu"]), torch.nn.functional.silu(gate) * up, tolerance)
             weights = torch.randn(3, outputs, inputs, generator=generator).to(dtype)
             rows_of_heads = torch.randn(rows, 3, inputs + 5, generator=generator).to(dtype)[..., :inputs]
             expected = torch.einsum("thi,hoi->tho", rows_of_heads.double(), weights.double())

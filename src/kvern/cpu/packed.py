@@ -66,37 +66,38 @@ def rows_of(lanes: Tensor, index: Tensor) -> Tensor:
     return plain[index // LANES, :, index % LANES].flatten(1).view(lanes.dtype)
 
 
-class Int8Matrix(NamedTuple):
-    """A matrix of INT8 weights, and the rounding of the activations that it multiplies.
+class Int8Product(NamedTuple):
+    """The product with INT8 weights; rows are rounded to INT8 first, and sums of integers are exact.
 
     codes     [blocks, inputs / 4, 16, 4] int8, see `side_by_side`
     scale     [blocks, 1, 16] float32, for each output
+    outputs   of the matrix
     fixed     the scale of all activations; 0: a row has that of its largest number
     limit     clips larger activations; 0: no limit
     """
 
     codes: Tensor
     scale: Tensor
+    outputs: int
     fixed: float = 0.0
     limit: float = 0.0
 
+    def __call__(self, x: Tensor, bias: Tensor | None, first: int = 0, outputs: int | None = None) -> Tensor:
+        """See `GroupsProduct.__call__`."""
+        codes, scale, count, fixed, limit = self
+        x = x.contiguous()
+        rows, inputs = x.shape
+        out = x.new_empty(rows, outputs or count)
+        _multiply_int8(
+            x.data_ptr(), codes.data_ptr() + first * codes.stride(0) // LANES,
+            scale.data_ptr() + first * scale.itemsize, address(bias), out.data_ptr(), rows, out.shape[1], inputs, fixed,
+            limit, DTYPES[x.dtype],
+        )  # fmt: skip
+        return out
 
-def multiply_int8(x: Tensor, matrix: Int8Matrix, bias: Tensor | None, outputs: int, first: int = 0) -> Tensor:
-    """Rounds rows to INT8 and multiplies them by rows of INT8 weights; sums of integers are exact.
-
-    x         [T, inputs] float32 or bfloat16, without gaps
-    bias      [outputs] of x's dtype
-    first     the output of the matrix, a multiple of 16, with which the `outputs` begin
-    returns   [T, outputs] of x's dtype
-    """
-    codes, scale, fixed, limit = matrix
-    rows, inputs = x.shape
-    out = x.new_empty(rows, outputs)
-    _multiply_int8(
-        x.data_ptr(), codes.data_ptr() + first * codes.stride(0) // LANES, scale.data_ptr() + first * scale.itemsize,
-        address(bias), out.data_ptr(), rows, outputs, inputs, fixed, limit, DTYPES[x.dtype],
-    )  # fmt: skip
-    return out
+    def stored(self) -> dict[str, Tensor]:
+        """The tensors, each `side_by_side`, that replace a method's parameters, by name."""
+        return {"codes": self.codes, "scale": self.scale}
 
 
 class Groups(NamedTuple):
@@ -133,14 +134,14 @@ def _integers(numbers: Sequence[float]) -> tuple[list[int], float] | None:
 
 
 class GroupsProduct:
-    """Multiplies by a matrix.
+    """Multiplies by a matrix of so many `outputs`.
 
     `rounded`: activations are rounded to INT8, with one scale for `RUN` of them or a divisor of the group, and sums are
     sums of integers, if the codes are integers. Otherwise activations stay plain, and sums are float32.
     """
 
-    def __init__(self, matrix: Groups, rounded: bool) -> None:
-        numbers, self._matrix = matrix.numbers, matrix
+    def __init__(self, matrix: Groups, outputs: int, rounded: bool) -> None:
+        numbers, self._matrix, self._outputs = matrix.numbers, matrix, outputs
         whole = _integers(numbers or ()) if rounded else None
         codes, step = whole or ((), 1.0)
         self._numbers: Tensor | None = torch.tensor(codes, dtype=torch.int8) if codes else None
@@ -156,18 +157,27 @@ class GroupsProduct:
         self._kinds = numbers is None, KINDS[matrix.scale.dtype], 0 if zero is None else KINDS[zero.dtype]
         self._of_output: dict[int, _Description] = {}
 
-    def __call__(self, x: Tensor, bias: Tensor | None, first: int, outputs: int) -> Tensor:
-        """Multiplies contiguous `x [T, inputs]`, float32 or bfloat16: [T, outputs].
+    def __call__(self, x: Tensor, bias: Tensor | None, first: int = 0, outputs: int | None = None) -> Tensor:
+        """Multiplies `x [T, inputs]`, float32 or bfloat16, and adds `bias [outputs]` of x's dtype: `[T, outputs]`.
 
-        `first`: the output, a multiple of 16, with which the results begin.
+        `first`: the output, a multiple of 16, with which the `outputs` begin; None: all.
         """
+        x = x.contiguous()
         rows = x.shape[0]
-        out = x.new_empty(rows, outputs)
+        out = x.new_empty(rows, outputs or self._outputs)
         described = self._of_output.get(first) or self._describe(first)
         _multiply_groups(
-            described, x.data_ptr(), address(bias), out.data_ptr(), rows, outputs, DTYPES[x.dtype]
+            described, x.data_ptr(), address(bias), out.data_ptr(), rows, out.shape[1], DTYPES[x.dtype]
         )  # fmt: skip
         return out
+
+    def stored(self) -> dict[str, Tensor]:
+        """See `Int8Product.stored`."""
+        names = ("codes", "scale", "zero", "factor", "outer", "outer_zero")
+        found = {name: getattr(self._matrix, name) for name in names}
+        if found["scale"].dtype == torch.float8_e8m0fnu:
+            found["scale"] = found["scale"].view(torch.uint8)
+        return {name: lanes for name, lanes in found.items() if lanes is not None}
 
     def _describe(self, first: int) -> _Description:
         """The matrix from an output on."""
@@ -214,7 +224,7 @@ def _check_groups() -> None:
             side_by_side(codes, STEP), None if wide else range(16), side_by_side(scale), side_by_side(zero), group
         )
         rounded = dtype == torch.bfloat16
-        found = GroupsProduct(matrix, rounded)(x, bias, 0, outputs)
+        found = GroupsProduct(matrix, outputs, rounded)(x, bias)
         used = rounded_in_runs(x, min(group, RUN)) if rounded else x.double()
         close_to(found, used @ plain.flatten(1).t() + bias, None if rounded else 1e-5)
 
@@ -226,5 +236,5 @@ def _check_int8() -> None:
         codes = torch.randint(-128, 128, (outputs, inputs), dtype=torch.int8, generator=generator)
         scale = torch.rand(outputs, 1, generator=generator) / 64
         expected = rounded_in_runs(x, inputs) @ codes.t().double() * scale.t() + bias
-        found = multiply_int8(x, Int8Matrix(side_by_side(codes, STEP), side_by_side(scale)), bias, outputs)
+        found = Int8Product(side_by_side(codes, STEP), side_by_side(scale), outputs)(x, bias)
         close_to(found, expected)

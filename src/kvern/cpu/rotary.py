@@ -11,7 +11,7 @@ from kvern.cpu.library import CODE, DTYPES, INTEGER, NUMBER, POINTER, address, c
 class Heads(ctypes.Structure):
     """The heads of a layer's queries, keys and values, as in `sources/rotary.cpp`.
 
-    Weights and biases [heads, head_dim] belong to a norm of `cpu.norm.KINDS` (0: none) and may be null. `whole_row`:
+    Weights and biases [heads, head_dim] belong to a norm of `cpu.rows.NORMS` (0: none) and may be null. `whole_row`:
     one norm of all heads together. `norm_after`: the norm follows the rotation, which covers the first `rotary_dim`
     entries of a head. `norm_values`: each head of the values is divided by its root mean square. `keys_are_values`:
     values are the keys before norm and rotation.

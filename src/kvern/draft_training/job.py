@@ -14,8 +14,7 @@ from torch.nn.utils import clip_grad_norm_
 from kvern.draft_training.head import HeadSize, TrainedHead, moved
 from kvern.errors import ConfigError
 from kvern.layers.states import new_states
-from kvern.models.decoder import Decoder
-from kvern.models.layer_inputs import LayerInputs
+from kvern.models.decoder import Decoder, LayerInputs
 from kvern.quantize.blocks import LayersAttend
 from kvern.quantize.writer import Writer
 from kvern.spec.model import MlpSpec, ModelSpec

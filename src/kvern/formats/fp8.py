@@ -9,8 +9,7 @@ from typing import Any
 
 from kvern.errors import UnsupportedModel
 from kvern.formats.choice import all_but, paths_matching
-from kvern.formats.rounding import Rounding
-from kvern.formats.scaled import ROWS, TENSOR, Block, Scaled
+from kvern.formats.scaled import ROWS, TENSOR, Block, Rounding, Scaled
 from kvern.layers.linear_format import LinearFormat, LinearMethods
 from kvern.spec.model import Rename
 

@@ -13,9 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from kvern.errors import UnsupportedModel
-from kvern.formats.method import RUN_NUMBERS, Packed, QuantizedMethod
+from kvern.formats.method import MIDDLE, NUMBERS, RUN_NUMBERS, Packed, QuantizedMethod
 from kvern.kernels.expert_lanes import LaneWeight, in_lanes
-from kvern.kernels.packed import E2M1, NF4
 from kvern.layers.build_options import BuildOptions
 from kvern.layers.linear_format import LinearFormat
 from kvern.layers.linear_method import (
@@ -28,12 +27,6 @@ from kvern.layers.linear_method import (
     TensorLayout,
     copy_part,
 )
-
-NUMBERS: Mapping[str, tuple[float, ...]] = {"int4": tuple(range(16)), "e2m1": E2M1, "nf4": NF4}
-"""The values of 4-bit codes before zero and scale."""
-
-MIDDLE = {"int4": 8, "int8": 0}
-"""The zero of a matrix without zeros."""
 
 EXACT = ("int4", "int8", "e2m1")
 """Codes whose values, minus a zero, are exact in any dtype of activations."""

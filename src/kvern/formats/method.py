@@ -1,26 +1,26 @@
 """The base of all formats of quantized weights: multiplication, whatever the codes are.
 
 A format stores a matrix as rows of codes; `rows` returns their values, and `packed` the form that kernels read.
-`products.py` multiplies packed weights on a GPU, `cpu_products.py` on a CPU; without kernels a product decodes a few
-rows at a time.
+`gpu/products.py` multiplies packed weights on a GPU, `kvern/cpu/packed.py` on a CPU; without kernels a product decodes
+a few rows at a time.
 """
 
 from abc import abstractmethod
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kvern.cpu.elementwise import widened
-from kvern.cpu.packed import LANES, rows_of
+from kvern.cpu.packed import KINDS, LANES, STEP, Groups, GroupsProduct, Int8Product, rows_of, side_by_side
+from kvern.cpu.rows import widened
+from kvern.kernels.packed import E2M1, NF4, NON_LINEAR
 from kvern.kernels.packed import Packed as Packed
 from kvern.layers.build_options import BuildOptions
-from kvern.layers.linear_method import LinearMethod, Product, RowProduct, fill_random
+from kvern.layers.linear_method import LinearMethod, LinearShape, Product, RowProduct, fill_random
 
 if TYPE_CHECKING:
-    from kvern.formats.cpu_products import CpuProduct
     from kvern.formats.gpu.products import PackedProducts
     from kvern.kernels.quantize_rows import Coding, RowCodes
 
@@ -31,12 +31,21 @@ RANDOM_SCALE = 1 / 64
 """The factor of random scales relative to plain weights, since integer codes are as large as 127."""
 
 
+NUMBERS: Mapping[str, Sequence[float]] = {"int4": range(16), "e2m1": E2M1, "nf4": NF4, "iq4_nl": NON_LINEAR}
+"""The values of 4-bit codes before zero and scale."""
+MIDDLE = {"int4": 8, "int8": 0}
+"""The zero of a matrix without zeros."""
+
+CpuProduct = GroupsProduct | Int8Product
+"""The product with one matrix on a CPU, which stores it in another order."""
+
+
 class QuantizedMethod(LinearMethod):
     """A matrix of codes, of which the rows can be made plain alone."""
 
     _products: "PackedProducts | None" = None
     _on_cpu = False
-    _cpu_product: "CpuProduct | None" = None
+    _cpu_product: CpuProduct | None = None
 
     @abstractmethod
     def rows(self, index: Tensor | slice) -> Tensor:
@@ -65,10 +74,8 @@ class QuantizedMethod(LinearMethod):
         """Ways to multiply more than 16 rows on a GPU that only this format has, by name, once all is loaded."""
         return {}
 
-    def cpu_product(self) -> "CpuProduct | None":
+    def cpu_product(self) -> CpuProduct | None:
         """The product on a CPU, after loading; None: no kernel supports it."""
-        from kvern.formats.cpu_products import packed_product
-
         return packed_product(self.shape, self.packed())
 
     def finish(self) -> None:
@@ -163,3 +170,29 @@ class QuantizedMethod(LinearMethod):
         step = max(1, RUN_NUMBERS // self.shape.inputs)
         for first in range(0, self.shape.outputs, step):
             yield slice(first, min(first + step, self.shape.outputs))
+
+
+def groups_product(shape: LinearShape, matrix: Groups) -> GroupsProduct:
+    """The product with a matrix on a CPU; activations of bfloat16 models are rounded."""
+    return GroupsProduct(matrix, shape.outputs, rounded=shape.dtype == torch.bfloat16)
+
+
+def packed_product(shape: LinearShape, packed: Packed) -> GroupsProduct | None:
+    """The product on a CPU with a matrix that is packed as for GPU kernels; None: no kernel supports it."""
+    code, scale, zero, group = packed.code, packed.scale, packed.zero, packed.group
+    wide = code == "int8"
+    if not (wide or code in NUMBERS) or scale is None or packed.outputs_per_scale > 1:
+        return None
+    if shape.inputs % group or group % (STEP if wide else 2 * STEP):
+        return None
+    if not wide and scale.dtype == torch.uint8:
+        scale = scale.view(torch.float8_e8m0fnu)
+    if any(item is not None and item.dtype not in KINDS for item in (scale, zero)):
+        return None
+    numbers = None if wide else NUMBERS[code]
+    if code == "int4" and zero is None:
+        numbers = [number - MIDDLE[code] for number in range(16)]
+    factor = None if packed.factor is None else side_by_side(packed.factor.unsqueeze(1))
+    zeros = None if zero is None else side_by_side(zero)
+    codes = side_by_side(packed.codes.flatten(1), STEP)
+    return groups_product(shape, Groups(codes, numbers, side_by_side(scale), zeros, group, packed.order, factor))

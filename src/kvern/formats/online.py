@@ -9,8 +9,7 @@ from torch import Tensor
 from kvern.errors import ConfigError
 from kvern.formats.choice import all_but
 from kvern.formats.groups import Form, GroupedMethod, pack_pairs
-from kvern.formats.rounding import Code, Rounding, quantized_rows
-from kvern.formats.scaled import Scaled, ScaledMethod
+from kvern.formats.scaled import Code, Rounding, Scaled, ScaledMethod, quantized_rows
 from kvern.layers.build_options import BuildOptions
 from kvern.layers.linear_format import LinearFormat, LinearMethods
 from kvern.layers.linear_method import INPUTS, OUTPUTS, LinearMethod, LinearShape, Part, TensorLayout

@@ -12,13 +12,14 @@ A plain number is (code - zero) * scale.
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from kvern.formats.method import Packed, QuantizedMethod
-from kvern.formats.rounding import DTYPES, LARGEST, Code, Rounding, rounded
+from kvern.cpu.packed import STEP, Int8Product, side_by_side
+from kvern.formats.method import CpuProduct, Packed, QuantizedMethod
 from kvern.layers.build_options import BuildOptions
 from kvern.layers.linear_format import LinearFormat
 from kvern.layers.linear_method import (
@@ -36,8 +37,67 @@ from kvern.layers.linear_method import (
 from kvern.spec.model import MoeSpec
 
 if TYPE_CHECKING:
-    from kvern.formats.cpu_products import CpuProduct
     from kvern.kernels.quantize_rows import Coding
+
+
+Code = Literal["e4m3", "int8"]
+
+DTYPES: dict[Code, torch.dtype] = {"e4m3": torch.float8_e4m3fn, "int8": torch.int8}
+LARGEST: dict[Code, float] = {"e4m3": 448.0, "int8": 127.0}
+SMALLEST_SCALE = 1e-12
+"""The scale of rows of zeros."""
+
+
+class Rounding(NamedTuple):
+    """The rounding of activations, with a scale for each token or each `group` inputs of one.
+
+    `limit`: a scale is at most that of this number, so that larger numbers are clipped. Asymmetric int8 has a zero
+    point for each scale.
+    """
+
+    code: Code
+    group: int = 0
+    limit: float | None = None
+    symmetric: bool = True
+
+
+def scaled(x: Tensor, code: Code, scale: Tensor) -> Tensor:
+    """The codes nearest to `x / scale`; numbers out of range get the largest code."""
+    largest = LARGEST[code]
+    codes = (x / scale).clamp(-largest, largest)
+    return (codes.round() if code == "int8" else codes).to(DTYPES[code])
+
+
+def quantized_rows(x: Tensor, code: Code, limit: float | None = None) -> tuple[Tensor, Tensor]:
+    """Rows `x [..., N]` as codes, and a float32 scale `[..., 1]` for each: that of its largest number."""
+    x = x.float()
+    largest = x.abs().amax(-1, keepdim=True)
+    scale = largest.clamp(SMALLEST_SCALE * LARGEST[code], limit) / LARGEST[code]
+    return scaled(x, code, scale), scale
+
+
+def rounded(x: Tensor, how: Rounding, static: Tensor | None = None) -> Tensor:
+    """Rounds `x [T, I]` to the values of its codes, in its own dtype; `static [1]`: a known scale."""
+    if static is not None:
+        return (scaled(x.float(), how.code, static).float() * static).to(x.dtype)
+    width = x.shape[-1]
+    group = how.group or width
+    grouped = F.pad(x, (0, -width % group)).view(len(x), -1, group)
+    if how.symmetric:
+        codes, scale = quantized_rows(grouped, how.code, how.limit)
+        plain = codes.float() * scale
+    else:
+        plain = _rounded_asymmetric(grouped.float())
+    return plain.flatten(-2)[..., :width].to(x.dtype)
+
+
+def _rounded_asymmetric(x: Tensor) -> Tensor:
+    """Rounds to 256 values from the smallest number, or zero, to the largest."""
+    low, high = x.amin(-1, keepdim=True).clamp_max(0), x.amax(-1, keepdim=True).clamp_min(0)
+    scale = ((high - low) / 255).clamp_min(SMALLEST_SCALE)
+    zero = (-128 - low / scale).round().clamp(-128, 127)
+    return ((x / scale + zero).round().clamp(-128, 127) - zero) * scale
+
 
 CODES_STEP = 128
 """Inputs that are multiplied as codes before scales are: no scale is of fewer."""
@@ -198,7 +258,7 @@ class ScaledMethod(QuantizedMethod):
         """See `LinearMethod.stored`; a CPU kernel stores the scale of static activations itself."""
         return None if self.form.static else super().stored()
 
-    def cpu_product(self) -> "CpuProduct | None":
+    def cpu_product(self) -> CpuProduct | None:
         """None of activations that are rounded in another way than for each token."""
         how = self.form.activations
         if how is None:
@@ -211,10 +271,9 @@ class ScaledMethod(QuantizedMethod):
             return None
         if self.zero is not None or self.rows_per_scale > 1:
             return None
-        from kvern.formats.cpu_products import Int8Product
-
         fixed = float(self.input_scale) if self.form.static else 0.0
-        return Int8Product(self.shape, self.codes, self.scale, fixed, how.limit or 0.0)
+        codes, scale = side_by_side(self.codes, STEP), side_by_side(self.scale)
+        return Int8Product(codes, scale, self.shape.outputs, fixed, how.limit or 0.0)
 
     def rows(self, index: Tensor | slice) -> Tensor:
         codes = self.stored_rows(self.codes.view(torch.uint8), index).view(self.codes.dtype)
@@ -239,7 +298,7 @@ class ScaledMethod(QuantizedMethod):
 
     def own_products(self) -> Mapping[str, Product]:
         if self._library_products is None:
-            from kvern.formats.gpu.library_products import library_products
+            from kvern.formats.gpu.products import library_products
 
             self._library_products = library_products(self)
         return self._library_products

@@ -2,24 +2,19 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 from torch import Tensor
 
 from kvern.layers.attention import Attention
 from kvern.layers.build import Build
-from kvern.layers.delta_net import DeltaNet
 from kvern.layers.halves import Update, joined
-from kvern.layers.indexed_attention import IndexedAttention
-from kvern.layers.latent_attention import LatentAttention
-from kvern.layers.mamba2 import Mamba2
 from kvern.layers.mlp import make_mlp
 from kvern.layers.module import Identity, Module
-from kvern.layers.moe import make_moe
 from kvern.layers.norm import Norm
 from kvern.layers.ops import Ops
-from kvern.layers.short_conv import ShortConv
 from kvern.layers.step_context import StepContext, rows_of
+from kvern.plugins import imported
 from kvern.spec.mixers import (
     AttentionSpec,
     DeltaNetSpec,
@@ -35,12 +30,12 @@ Residual = tuple[Tensor, Update]
 """The residual stream `[T, hidden]`, and what is still to be added to it."""
 Mix = Callable[[Tensor, StepContext], Tensor]
 """The forward pass of a mixer."""
-RECURRENT: Mapping[type, tuple[str, Callable[..., Module]]] = {
-    DeltaNetSpec: ("linear_attn", DeltaNet),
-    ShortConvSpec: ("conv", ShortConv),
-    Mamba2Spec: ("mamba", Mamba2),
+RECURRENT: Mapping[type, tuple[str, str]] = {
+    DeltaNetSpec: ("linear_attn", "kvern.layers.delta_net:DeltaNet"),
+    ShortConvSpec: ("conv", "kvern.layers.short_conv:ShortConv"),
+    Mamba2Spec: ("mamba", "kvern.layers.mamba2:Mamba2"),
 }
-"""Modules of mixers with states, and what a Llama-style checkpoint calls them."""
+"""What a Llama-style checkpoint calls mixers with states, and their modules, imported for models that have them."""
 
 
 class Places(NamedTuple):
@@ -82,6 +77,8 @@ class SequentialLayer(Module):
         if isinstance(layer.mlp, MlpSpec):
             self.mlp = make_mlp(model.hidden_size, layer.mlp, build.at("mlp"))
         elif isinstance(layer.mlp, MoeSpec):
+            from kvern.layers.moe import make_moe
+
             self.mlp = make_moe(model.hidden_size, layer.mlp, build.at("mlp"))
 
     def _make_mixer(
@@ -95,10 +92,10 @@ class SequentialLayer(Module):
         if not isinstance(mixer, RecurrentSpec):
             self.self_attn = make_attention(places.attention, model, layer, build.at("self_attn"))
             return self.self_attn.forward
-        name, make = RECURRENT[type(mixer)]
-        module = make(places.states, model.hidden_size, mixer, build.at(name))
+        name, kind = RECURRENT[type(mixer)]
+        module = imported(kind)(places.states, model.hidden_size, mixer, build.at(name))
         setattr(self, name, module)
-        return module.forward
+        return cast("Mix", module.forward)
 
     def forward(self, hidden: Tensor, update: Update, step: StepContext) -> Residual:
         """All tokens are kept for later ones; the output is that of the tokens `wanted` [S], None: of all."""
@@ -170,11 +167,14 @@ class PostNormLayer(SequentialLayer):
         return hidden, None
 
 
-def make_attention(
-    index: int, model: ModelSpec, layer: LayerSpec, build: Build
-) -> Attention | LatentAttention | IndexedAttention:
+def make_attention(index: int, model: ModelSpec, layer: LayerSpec, build: Build) -> Module:
     """The attention of a layer."""
     if not isinstance(layer.mixer, LatentAttentionSpec):
         return Attention(index, model, layer, build)
-    make = LatentAttention if layer.mixer.indexer is None else IndexedAttention
-    return make(index, model, layer.mixer, layer.rope, build)
+    if layer.mixer.indexer is None:
+        from kvern.layers.latent_attention import LatentAttention
+
+        return LatentAttention(index, model, layer.mixer, layer.rope, build)
+    from kvern.layers.indexed_attention import IndexedAttention
+
+    return IndexedAttention(index, model, layer.mixer, layer.rope, build)

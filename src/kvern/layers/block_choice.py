@@ -1,9 +1,7 @@
 """The choice of a layer's block, by the model's description and the kernels of a build."""
 
 from kvern.errors import UnsupportedModel
-from kvern.layers.altup import AltUpLayer
 from kvern.layers.attention import fuses_norm
-from kvern.layers.augmented import AugmentedLayer
 from kvern.layers.block import (
     MixerLayer,
     MlpLayer,
@@ -56,9 +54,9 @@ def block_class(spec: ModelSpec, layer: LayerSpec, build: Build) -> type[Sequent
             raise UnsupportedModel(
                 f"{spec.model_type}: inputs, experts and scalars beside parallel blocks or a residual scale"
             )
-        if spec.additions.altup is not None:
-            return AltUpLayer
-        return AugmentedLayer
+        from kvern.layers.augmented import AltUpLayer, AugmentedLayer
+
+        return AugmentedLayer if spec.additions.altup is None else AltUpLayer
     if not spec.block.parallel:
         if "few_rows" in build.kernels and not build.deterministic and can_fuse(spec, layer):
             from kvern.layers.fused import FusedLayer

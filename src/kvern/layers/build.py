@@ -9,7 +9,6 @@ import torch
 from kvern.layers.build_options import BuildOptions
 from kvern.layers.linear_format import LinearFormat, LinearMethods
 from kvern.layers.linear_method import LinearMethod, LinearShape
-from kvern.layers.parted import PartedMethod
 from kvern.layers.unquantized import Unquantized
 from kvern.ranks.ranks import ALONE
 
@@ -36,6 +35,8 @@ class Build(BuildOptions):
             whole = first.linear(shape, self)
             if all(begin % whole.cuts()[0] == 0 for begin in accumulate(list(parts.values())[:-1])):
                 return whole
+        from kvern.layers.parted import PartedMethod
+
         return PartedMethod(
             shape,
             [formats[part].linear(shape._replace(outputs=size), self) for part, size in parts.items()],

@@ -5,8 +5,8 @@ from typing import cast
 from torch import Tensor
 
 from kvern.cpu.library import DTYPES, address
-from kvern.cpu.norm import KINDS
 from kvern.cpu.rotary import Heads, rotate, rotate_and_store
+from kvern.cpu.rows import NORMS
 from kvern.layers.build_options import BuildOptions
 from kvern.layers.heads import HeadNorms
 from kvern.layers.norm import HeadNorm, RowNorm, SharedRowNorm
@@ -42,7 +42,7 @@ class CompiledHeads(HeadNorms):
         if rope is not None:
             heads.rotary_dim, heads.interleaved = rope.dim, rope.interleaved
         if norm is not None and self._norm_of_ranks is None:
-            heads.norm, heads.epsilon = KINDS[norm.norm.kind], norm.norm.epsilon
+            heads.norm, heads.epsilon = NORMS[norm.norm.kind], norm.norm.epsilon
             heads.norm_after, heads.whole_row = norm.after_rope, norm.scope == "row"
             heads.norm_values = norm.values
             module = cast("HeadNorm | RowNorm", self.norm_after if norm.after_rope else self.norm_before)

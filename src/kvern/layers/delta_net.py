@@ -1,4 +1,11 @@
-"""Gated delta nets: what stands in the place of attention in layers that keep a state of fixed size."""
+"""Gated delta nets (Yang et al. 2024): what stands in the place of attention in layers that keep a state of fixed size.
+
+The gated delta rule changes a state S [key_dim, value_dim] by each token,
+
+    S <- e^decay S;  delta = beta (value - S^T key);  S <- S + key delta^T;  out = S^T query
+
+one token at a time, or in chunks, within which the deltas of all tokens are the solution of a triangular system (Yang
+et al. 2024, Parallelizing Linear Transformers with the Delta Rule). All in float32; states are changed in place."""
 
 from collections.abc import Sequence
 
@@ -9,8 +16,7 @@ from torch import Tensor
 from kvern.layers.build import Build
 from kvern.layers.build_options import Section
 from kvern.layers.convolution import Convolution
-from kvern.layers.decays import Decays
-from kvern.layers.delta_rule import advance, advance_run
+from kvern.layers.decays import CHUNK, Decays, within_chunk
 from kvern.layers.linear import column, row
 from kvern.layers.module import Module
 from kvern.layers.norm import Norm
@@ -18,6 +24,43 @@ from kvern.layers.states import StepStates, advance_states
 from kvern.layers.step_context import StepContext, rows_of
 from kvern.spec.mixers import DeltaNetSpec
 from kvern.spec.model import NormSpec
+
+
+def advance(state: Tensor, query: Tensor, key: Tensor, value: Tensor, beta: Tensor, decay: Tensor) -> Tensor:
+    """One token of each of B sequences: `state [B, heads, key_dim, value_dim]` -> `[B, heads, value_dim]`.
+
+    `query` and `key [B, heads, key_dim]`, `value [B, heads, value_dim]`, `beta` and `decay [B, heads]`.
+    """
+    kept = decay.exp()[..., None]
+    read = torch.stack((query, key), 2) @ state
+    delta = (value - kept * read[:, :, 1]) * beta[..., None]
+    state.mul_(kept[..., None]).addcmul_(key[..., None], delta[:, :, None])
+    return kept * read[:, :, 0] + (query * key).sum(-1, keepdim=True) * delta
+
+
+def advance_run(state: Tensor, query: Tensor, key: Tensor, value: Tensor, beta: Tensor, decay: Tensor) -> Tensor:
+    """T tokens of one sequence: `state [heads, key_dim, value_dim]` -> `[T, heads, value_dim]`.
+
+    `query` and `key [T, heads, key_dim]`, `value [T, heads, value_dim]`, `beta` and `decay [T, heads]`.
+    """
+    parts = (torch.split(item.transpose(0, 1), CHUNK, 1) for item in (query, key, value, beta, decay))
+    found = [_advance_chunk(state, *chunk) for chunk in zip(*parts, strict=True)]
+    return torch.cat(found, 1).transpose(0, 1)
+
+
+def _advance_chunk(state: Tensor, query: Tensor, key: Tensor, value: Tensor, beta: Tensor, decay: Tensor) -> Tensor:
+    """`query` and `key [heads, L, key_dim]`, `value [heads, L, value_dim]`, others `[heads, L]` -> as `value`."""
+    between, kept, left = within_chunk(decay)
+    weighted = key * beta[..., None]
+    system = (weighted @ key.mT).mul_(between)
+    right = torch.cat((value * beta[..., None], weighted * kept), -1)
+    solved = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
+    own, of_state = torch.split(solved, [value.shape[-1], key.shape[-1]], -1)
+    delta = own - of_state @ state
+    out: Tensor = (query * kept) @ state + (query @ key.mT).mul_(between) @ delta
+    state.mul_(kept[:, -1:]).baddbmm_((key * left).mT, delta)
+    return out
+
 
 LENGTH_FLOOR = 1e-6
 """Added to the squared lengths of queries and keys, which they are divided by."""
@@ -42,7 +85,7 @@ class DeltaNet(Module):
         self.out_proj = row(build, gates, "out_proj", hidden_size)
         self._kernels = None
         if "states" in build.kernels:
-            from kvern.layers.fused_delta_net import DeltaNetKernels
+            from kvern.layers.recurrent_kernels import DeltaNetKernels
 
             self._kernels = DeltaNetKernels(index, spec)
 
@@ -52,7 +95,7 @@ class DeltaNet(Module):
             if self.spec.grouped:  # views of every other number where a key head has one value head
                 beta, length = beta.contiguous(), length.contiguous()
             learned = self.decays.rate, self.decays.step
-            read = self._kernels.advance(step.states, (mixed, beta, length), self.conv1d.taps, learned)
+            read = self._kernels.advance(step.states, (mixed, beta, length), self.conv1d, learned)
             normal = self._kernels.norm(rows_of(read, step.wanted), rows_of(gate, step.wanted), self.norm.weight)
         else:
             read = self._advanced(step.states, mixed, beta, length)

@@ -5,9 +5,9 @@ from dataclasses import replace
 
 from kvern.layers.build import Build
 from kvern.layers.build_options import BuildOptions
-from kvern.layers.cuts import check_cut
 from kvern.layers.expert_share import ExpertShare
 from kvern.layers.experts import Experts, names_of
+from kvern.layers.linear import check_cut
 from kvern.layers.linear_format import LinearFormat
 from kvern.layers.linear_method import LinearShape
 from kvern.layers.row_experts import META, RowStackedExperts, SeparateExperts, stacks

@@ -22,13 +22,13 @@ from kvern.cpu.linear import linear_heads, pack_heads
 from kvern.cpu.rotary import Heads, rotate
 from kvern.layers.build import Build
 from kvern.layers.build_options import Section
-from kvern.layers.compiled_linear import compiles
 from kvern.layers.linear import Weighted, column, row
 from kvern.layers.linear_method import LinearShape
 from kvern.layers.module import Module
 from kvern.layers.norm import Norm
 from kvern.layers.rope import Rotation, make_rotate
 from kvern.layers.step_context import ExpandingAttend, StepContext, rows_of
+from kvern.layers.unquantized import compiles
 from kvern.spec.mixers import LatentAttentionSpec
 from kvern.spec.model import ModelSpec, NormSpec, RopeSpec
 

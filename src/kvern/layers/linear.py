@@ -3,20 +3,46 @@
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
 
+from kvern.errors import ConfigError
 from kvern.layers.build import Build
-from kvern.layers.build_options import Section
-from kvern.layers.cuts import check_cut
+from kvern.layers.build_options import BuildOptions, Section
 from kvern.layers.linear_method import OUTPUTS, LinearMethod, Part, TensorLayout, copy_part, fill_random, taken
 from kvern.layers.loadable import Loadable
 from kvern.ranks.ranks import PaddedShare, Share, places
 
 if TYPE_CHECKING:
     from kvern.kernels.quantize_rows import RowCodes
+
+
+def check_cut(
+    build: BuildOptions,
+    part: str,
+    whole: LinearMethod,
+    axis: Literal["outputs", "inputs"],
+    share: Share,
+    *,
+    instead: str = "",
+) -> None:
+    """Raise ConfigError where a rank's share of a part's outputs or inputs begins or ends among such numbers.
+
+    `whole` is the weight of which `part` is one; `instead` is what else could be done, for people.
+    """
+    (held, count), size = share, build.ranks.size
+    together = whole.cuts()[axis == "inputs"]
+    if not any(end % together and end != count for end in (held.start, held.stop)):
+        return
+    stored = ", ".join(dict.fromkeys(method.name for method in whole.methods()))
+    fits = next((other for other in range(size - 1, 1, -1) if count % (other * together) == 0), 1)
+    raise ConfigError(
+        f"tensor_parallel_size is {size}, and {build.name(part)} is stored as {stored}: {together} of its {count} "
+        f"{axis} stay together, and a share has {len(held)}; {instead}choose tensor_parallel_size {fits}, or a model "
+        "whose groups divide the shares"
+    )
 
 
 class Weighted(Loadable):

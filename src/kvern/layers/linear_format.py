@@ -1,21 +1,25 @@
 """The formats of a model's weights: which `LinearMethod` each layer gets, by its path, and who registers formats.
 
-A format is one file with a `LinearFormat` and a function. The function is found by the `quant_method` of the
-`quantization_config` in config.json: in `FORMATS`, by `LINEAR_METHODS.register`, or by an entry point of the group
-`kvern.linear_methods`.
-"""
+A format is one file with a `LinearFormat` and a function. `linear_methods` finds the function by the `quant_method` of
+the `quantization_config` in config.json: in `FORMATS`, by `LINEAR_METHODS.register`, or by an entry point of the group
+`kvern.linear_methods`."""
 
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
+from kvern.errors import ConfigError, KvernError, UnsupportedModel
+from kvern.io.files import reason
 from kvern.layers.build_options import BuildOptions
-from kvern.layers.experts import Experts
 from kvern.layers.linear_method import LinearMethod, LinearShape
-from kvern.plugins import Plugins
+from kvern.plugins import Plugins, imported
 from kvern.spec.model import MoeSpec, Rename
+
+if TYPE_CHECKING:
+    from kvern.layers.experts import Experts
+
 
 FORMATS = {
     "awq": "kvern.formats.awq:awq",
@@ -30,6 +34,8 @@ FORMATS = {
     "torchao": "kvern.formats.torchao:torchao",
 }
 """kvern's own formats by `quant_method`."""
+ONLINE = "kvern.formats.online:made_online"
+"""The formats of plain weights that are quantized while they are loaded."""
 
 
 class LinearFormat(ABC):
@@ -50,7 +56,7 @@ class LinearFormat(ABC):
         """The method of a matrix whose rows are looked up, and that is never multiplied."""
         return self.embedding(shape, build)
 
-    def experts(self, hidden_size: int, spec: MoeSpec, build: BuildOptions) -> Experts | None:
+    def experts(self, hidden_size: int, spec: MoeSpec, build: BuildOptions) -> "Experts | None":
         """The experts of a mixture in a class of this format's own; None: they are held by `LinearMethod`s."""
         return None
 
@@ -104,3 +110,37 @@ MakeMethods = Callable[[Mapping[str, Any], LinearFormat], LinearMethods]
 """`(quantization_config, the format of unquantized weights on this device) -> LinearMethods`."""
 
 LINEAR_METHODS: Plugins[MakeMethods] = Plugins("linear method", "kvern.linear_methods", FORMATS)
+
+
+def linear_methods(
+    config: Mapping[str, Any], unquantized: LinearFormat, quantization: str | None = None
+) -> LinearMethods:
+    """The formats of the weights of a `config.json`'s model; `unquantized` is the format of plain weights.
+
+    `quantization`: what plain weights are made while they are loaded, "fp8", "int8" or "int4"; None: nothing. Raises
+    UnsupportedModel if the `quantization_config` is of no registered kind, or cannot be read as one; ConfigError if it
+    is another than `quantization`.
+    """
+    stored = config.get("quantization_config")
+    if not stored:
+        if quantization is None:
+            return LinearMethods(unquantized)
+        return cast("LinearMethods", imported(ONLINE)(quantization, unquantized))
+    name = stored.get("quant_method") if isinstance(stored, dict) else stored
+    if quantization not in (None, name):
+        raise ConfigError(
+            f"quantization is {quantization}, but the model's weights are stored quantized by {str(name)[:60]!r}: "
+            "leave quantization out"
+        )
+    make = LINEAR_METHODS.get(name) if isinstance(name, str) else None
+    if make is None:
+        raise UnsupportedModel(
+            f"the model is quantized by {str(name)[:60]!r}; kvern loads float32, float16 and bfloat16 weights, and "
+            f"what is registered: {', '.join(LINEAR_METHODS.names) or 'nothing yet'}"
+        )
+    try:
+        return make(stored, unquantized)
+    except KvernError:
+        raise
+    except (TypeError, ValueError, ArithmeticError, AttributeError, LookupError, RecursionError, re.error) as error:
+        raise UnsupportedModel(f"quantization_config cannot be read as {name!r:.60}: {reason(error)}") from error

@@ -1,20 +1,117 @@
-"""Mamba-2: what stands in the place of attention in layers that keep a state space for each request."""
+"""Mamba-2 (Dao and Gu 2024, Transformers are SSMs): what stands in the place of attention in layers with a state space.
+
+The state of each head forgets as a whole:
+
+    S <- e^decay S + key value^T;  out = S^T query
+
+Heads come in groups that share keys and queries (B and C in the paper). The states of a group's heads lie side by side,
+as one matrix [state_dim, heads of a group * head_dim]. One token at a time, or in chunks, within which tokens attend to
+each other. All in float32; states are changed in place."""
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from kvern.layers.build import Build
-from kvern.layers.build_options import Section
+from kvern.layers.build_options import BuildOptions, Section
 from kvern.layers.convolution import Convolution
-from kvern.layers.decays import Decays
-from kvern.layers.gated_norm import Vector, make_gate
+from kvern.layers.decays import CHUNK, Decays, within_chunk
 from kvern.layers.linear import column, row
+from kvern.layers.loadable import Loadable, copy_shares
 from kvern.layers.module import Module
-from kvern.layers.state_space import advance, advance_run
 from kvern.layers.states import StepStates, advance_states
 from kvern.layers.step_context import StepContext, rows_of
 from kvern.spec.mixers import Mamba2Spec
+
+
+class Vector(Loadable):
+    """`weight [size]` float32, which the checkpoint calls `name`."""
+
+    def __init__(self, size: int, name: str, build: BuildOptions) -> None:
+        super().__init__(build.path)
+        self.name = name
+        self.weight = build.empty(size, dtype=torch.float32)
+        self._share = build.ranks.share(size)
+
+    def parts(self) -> dict[str, tuple[int, ...]]:
+        return {self.name: (self._share.whole,)}
+
+    def load(self, part: str, tensor: Tensor, first_row: int = 0) -> None:
+        copy_shares(self.weight, tensor, first_row, [self._share])
+
+
+class GatedNorm(Vector):
+    """The norm of each group of `read * silu(gate)`: both `[T, inner]` float32 -> `[T, inner]`."""
+
+    def __init__(self, spec: Mamba2Spec, build: BuildOptions) -> None:
+        super().__init__(spec.inner, "norm.weight", build)
+        self.groups, self.epsilon = spec.groups, spec.epsilon
+        self._copies, self._ranks = spec.copies, build.ranks
+
+    def forward(self, read: Tensor, gate: Tensor) -> Tensor:
+        return self.normal(read * F.silu(gate))
+
+    def normal(self, x: Tensor) -> Tensor:
+        grouped = torch.unflatten(x, 1, (self.groups, -1))
+        if self._copies == 1:
+            return F.rms_norm(grouped, grouped.shape[2:], None, self.epsilon).flatten(1) * self.weight
+        means = self._ranks.beside(x.square().mean(1, keepdim=True))
+        first = self._ranks.rank // self._copies * self._copies
+        mean = means[:, first : first + self._copies].mean(1, keepdim=True)
+        return x * (mean + self.epsilon).rsqrt() * self.weight
+
+
+class NormThenGate(GatedNorm):
+    """The norm of each group of `read`, times `silu(gate)`."""
+
+    def forward(self, read: Tensor, gate: Tensor) -> Tensor:
+        return self.normal(read) * F.silu(gate)
+
+
+class Gate(Module):
+    """`read * silu(gate)`, without a norm."""
+
+    def forward(self, read: Tensor, gate: Tensor) -> Tensor:
+        return read * F.silu(gate)
+
+
+def make_gate(spec: Mamba2Spec, build: BuildOptions) -> Module:
+    """The module that gates the results of a state, by the specification's `gating`."""
+    if spec.gating == "without_norm":
+        return Gate()
+    return (GatedNorm if spec.gating == "before_norm" else NormThenGate)(spec, build)
+
+
+def advance(state: Tensor, query: Tensor, key: Tensor, value: Tensor, decay: Tensor) -> Tensor:
+    """One token of each of B sequences: `state [B, groups, state_dim, width]` -> `[B, heads, head_dim]`.
+
+    `query` and `key [B, groups, state_dim]`, `value [B, heads, head_dim]`, `decay [B, heads]`.
+    """
+    beside = (len(value), query.shape[1], 1, -1)
+    kept = decay.exp()[..., None].expand_as(value).reshape(beside)
+    state.mul_(kept).addcmul_(key[..., None], value.reshape(beside))
+    return (query[:, :, None] @ state).view(value.shape)
+
+
+def advance_run(state: Tensor, query: Tensor, key: Tensor, value: Tensor, decay: Tensor) -> Tensor:
+    """T tokens of one sequence: `state [groups, state_dim, width]` -> `[T, heads, head_dim]`.
+
+    `query` and `key [T, groups, state_dim]`, `value [T, heads, head_dim]`, `decay [T, heads]`.
+    """
+    parts = (torch.split(item, CHUNK) for item in (query, key, value, decay))
+    return torch.cat([_advance_chunk(state, *chunk) for chunk in zip(*parts, strict=True)])
+
+
+def _advance_chunk(state: Tensor, query: Tensor, key: Tensor, value: Tensor, decay: Tensor) -> Tensor:
+    length, groups = query.shape[:2]
+    between, kept, left = within_chunk(decay.T)
+    query, key = query.transpose(0, 1), key.transpose(0, 1)
+    weights = torch.unflatten(between, 0, (groups, -1)).mul_((query @ key.mT)[:, None]).flatten(0, 1)
+    own = (weights @ value.transpose(0, 1)).transpose(0, 1)
+    of_state = (query @ state).transpose(0, 1).reshape(value.shape)
+    added = (value * left.transpose(0, 1)).view(length, groups, -1).transpose(0, 1)
+    state.mul_(kept[:, -1].expand(-1, value.shape[2]).reshape(groups, 1, -1)).baddbmm_(key.mT, added)
+    return torch.addcmul(own, of_state, kept.transpose(0, 1))
 
 
 class Mamba2(Module):
@@ -32,7 +129,7 @@ class Mamba2(Module):
         self.out_proj = row(build, spec.inner, "out_proj", hidden_size, bias=spec.bias)
         self._kernels = None
         if "states" in build.kernels:
-            from kvern.layers.fused_mamba2 import Mamba2Kernels
+            from kvern.layers.recurrent_kernels import Mamba2Kernels
 
             self._kernels = Mamba2Kernels(index, spec)
 
@@ -43,7 +140,12 @@ class Mamba2(Module):
         if self._kernels is not None:
             learned = self.decays.rate, self.decays.step, self.skip.weight
             read = self._kernels.advance(step.states, (mixed, length), self.conv1d, learned)
-            normal = self._kernels.norm(rows_of(read, wanted), rows_of(gate, wanted), self.norm)
+            read, gate = rows_of(read, wanted), rows_of(gate, wanted)
+            if isinstance(self.norm, GatedNorm) and spec.copies > 1:  # a group's heads are on several ranks
+                normal = self.norm(read, gate.float() * spec.scales.gate).to(hidden.dtype)
+            else:
+                weight = self.norm.weight if isinstance(self.norm, GatedNorm) else None
+                normal = self._kernels.norm(read, gate, weight)
         else:
             read, x = self._advanced(step.states, mixed, length)
             read = torch.addcmul(rows_of(read, wanted), rows_of(x, wanted), self.skip.weight[:, None])

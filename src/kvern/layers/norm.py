@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, cast
 
 import torch
 import torch.nn.functional as F
@@ -27,22 +27,6 @@ class _NormWeights(Loadable):
             self.load(name, torch.ones(shape))
 
 
-class NormFunction(NamedTuple):
-    """One way to compute a norm.
-
-    compute  `(hidden, update or None, weight, bias)`: the sum of the first two, which may be written to `hidden`, and
-             the norm of the sum
-    dtype    in which weights and biases are kept; None: the model's
-    gain     a factor that weights are multiplied by when they are loaded
-    coded    the kernel that makes codes of the norm: `(hidden, update or None, weight, epsilon, coding)`
-    """
-
-    compute: Callable[..., tuple[Tensor, Tensor]]
-    dtype: torch.dtype | None = None
-    gain: float = 1.0
-    coded: Callable[..., "RowCodes"] | None = None
-
-
 class Norm(_NormWeights):
     """A norm of `width` entries whose weights the checkpoint calls `name`.
 
@@ -58,17 +42,54 @@ class Norm(_NormWeights):
     ) -> None:
         """`dtype`, if there is one, is that of the weights, and PyTorch computes the norm."""
         super().__init__(build.path)
-        function = norm_function(spec, width, build) if dtype is None else _by_torch(spec, width, dtype)
-        self.name = name
-        self.shape = (width,)
+        self.spec, self.name, self.shape = spec, name, (width,)
         self.epsilon = spec.epsilon
-        self.offset = spec.offset
-        self.gain = function.gain
-        self._compute = function.compute
-        self._coded = function.coded
-        self.weight = build.empty(width, dtype=function.dtype) if spec.weight else None
-        self.bias = build.empty(width, dtype=function.dtype) if spec.bias else None
-        self._ranks = build.ranks if build.late_sums and function.coded is not None else None
+        self.gain = 1.0
+        self._ops = build.ops
+        self._coded: Callable[..., RowCodes] | None = None
+        self._compute: Callable[..., tuple[Tensor, Tensor]] = self._by_torch
+        is_rms = spec.kind == "rms"
+        if dtype is None:
+            dtype = torch.float32 if is_rms and spec.offset else None
+            if build.ops.any_norm is not None:
+                self._compute, dtype = self._by_any_norm, torch.float32
+            elif is_rms and spec.weight and build.ops.norm is not None:
+                self._compute, self._coded = self._by_kernel, build.ops.coded_norm
+            elif is_rms and spec.weight and _is_on_cpu(build):
+                self._compute, dtype = self._by_length, torch.float32
+                self.gain = math.sqrt(width)
+        self._floor = torch.tensor(math.sqrt(width * spec.epsilon))
+        self.weight = build.empty(width, dtype=dtype) if spec.weight else None
+        self.bias = build.empty(width, dtype=dtype) if spec.bias else None
+        self._ranks = build.ranks if build.late_sums and self._coded is not None else None
+
+    def _by_torch(self, hidden: Tensor, update: Tensor | None) -> tuple[Tensor, Tensor]:
+        """The sum of both, which may be written to `hidden`, and its norm; so do the others.
+
+        Weights of 1 + w need more digits than bfloat16 has, so a norm with an offset multiplies in float32, as Gemma's.
+        """
+        if update is not None:
+            hidden = hidden + update
+        if self.spec.kind != "rms":
+            return hidden, F.layer_norm(hidden, self.shape, self.weight, self.bias, self.epsilon)
+        if self.spec.offset:
+            return hidden, F.rms_norm(hidden.float(), self.shape, self.weight, self.epsilon).to(hidden.dtype)
+        return hidden, F.rms_norm(hidden, self.shape, self.weight, self.epsilon)
+
+    def _by_any_norm(self, hidden: Tensor, update: Tensor | None) -> tuple[Tensor, Tensor]:
+        hidden = hidden.contiguous()
+        any_norm = cast("Callable[..., Tensor]", self._ops.any_norm)
+        return hidden, any_norm(hidden, update, self.weight, self.bias, self.epsilon, self.spec.kind)
+
+    def _by_kernel(self, hidden: Tensor, update: Tensor | None) -> tuple[Tensor, Tensor]:
+        norm = cast("Callable[..., Tensor]", self._ops.norm)
+        return hidden, norm(hidden, update, self.weight, self.epsilon)
+
+    def _by_length(self, hidden: Tensor, update: Tensor | None) -> tuple[Tensor, Tensor]:
+        """A root-mean-square norm on a CPU; its float32 weights hold the factor sqrt(width)."""
+        if update is not None:
+            hidden = hidden + update
+        return hidden, _divide_by_length(hidden, self._floor).mul_(self.kernel_weight).to(hidden.dtype)
 
     @property
     def kernel_weight(self) -> Tensor:
@@ -82,7 +103,7 @@ class Norm(_NormWeights):
         return self._coded is not None
 
     def forward(self, x: Tensor) -> Tensor:
-        return self._compute(x, None, self.weight, self.bias)[1]
+        return self._compute(x, None)[1]
 
     def after(self, hidden: Tensor, update: Update) -> tuple[Tensor, Tensor]:
         """Add `update` to the residual: the new residual and its norm, both `[T, width]`. The old one may be gone."""
@@ -92,7 +113,7 @@ class Norm(_NormWeights):
             if update is not None and peers is not None and peers.takes(update):
                 return hidden, peers.sum_norm(update, hidden, self.kernel_weight, self.epsilon)
             update = None if update is None else self._ranks.sum(update)
-        return self._compute(hidden, update, self.weight, self.bias)
+        return self._compute(hidden, update)
 
     def before(
         self, method: LinearMethod | None, hidden: Tensor, update: Tensor | None
@@ -115,73 +136,7 @@ class Norm(_NormWeights):
         kind = part.rpartition(".")[2]
         target = self.get_parameter(kind).narrow(0, first_row, tensor.shape[0])
         tensor = tensor.to(target)
-        target.copy_((tensor + self.offset) * self.gain if kind == "weight" else tensor)
-
-
-def norm_function(spec: NormSpec, width: int, build: BuildOptions) -> NormFunction:
-    """The fastest way to compute a norm with a build's operations."""
-    epsilon = spec.epsilon
-    any_norm = build.ops.any_norm
-    rms = build.ops.norm
-    if any_norm is not None:
-        kind = spec.kind
-
-        def compiled(
-            hidden: Tensor, update: Tensor | None, weight: Tensor | None, bias: Tensor | None
-        ) -> tuple[Tensor, Tensor]:
-            hidden = hidden.contiguous()
-            return hidden, any_norm(hidden, update, weight, bias, epsilon, kind)
-
-        return NormFunction(compiled, torch.float32)
-    if spec.kind == "rms" and spec.weight and rms is not None:
-
-        def fused(
-            hidden: Tensor, update: Tensor | None, weight: Tensor | None, bias: Tensor | None
-        ) -> tuple[Tensor, Tensor]:
-            return hidden, rms(hidden, update, weight, epsilon)
-
-        return NormFunction(fused, torch.float32 if spec.offset else None, coded=build.ops.coded_norm)
-    if spec.kind == "rms" and spec.weight and _is_on_cpu(build):
-        return _by_length(width, epsilon)
-    return _by_torch(spec, width, torch.float32 if spec.kind == "rms" and spec.offset else None)
-
-
-def _by_torch(spec: NormSpec, width: int, dtype: torch.dtype | None) -> NormFunction:
-    """A norm by PyTorch.
-
-    Weights of 1 + w need more digits than bfloat16 has, so a norm with an offset multiplies in float32, as Gemma does.
-    """
-    shape = (width,)
-    epsilon = spec.epsilon
-    rms = spec.kind == "rms"
-    wide = spec.kind == "rms" and spec.offset != 0
-
-    def compute(
-        hidden: Tensor, update: Tensor | None, weight: Tensor | None, bias: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        if update is not None:
-            hidden = hidden + update
-        if wide:
-            return hidden, F.rms_norm(hidden.float(), shape, weight, epsilon).to(hidden.dtype)
-        if rms:
-            return hidden, F.rms_norm(hidden, shape, weight, epsilon)
-        return hidden, F.layer_norm(hidden, shape, weight, bias, epsilon)
-
-    return NormFunction(compute, dtype)
-
-
-def _by_length(width: int, epsilon: float) -> NormFunction:
-    """Any root-mean-square norm on a CPU; its float32 weights hold the factor sqrt(width)."""
-    floor = torch.tensor(math.sqrt(width * epsilon))
-
-    def compute(
-        hidden: Tensor, update: Tensor | None, weight: Tensor | None, bias: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        if update is not None:
-            hidden = hidden + update
-        return hidden, _divide_by_length(hidden, floor).mul_(weight).to(hidden.dtype)  # type: ignore[arg-type]
-
-    return NormFunction(compute, torch.float32, math.sqrt(width))
+        target.copy_((tensor + self.spec.offset) * self.gain if kind == "weight" else tensor)
 
 
 def _is_on_cpu(build: BuildOptions) -> bool:

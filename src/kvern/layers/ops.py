@@ -92,20 +92,20 @@ TORCH = Ops(torch.add, torch.mul, partial(torch.cat, dim=-1), ACTIVATIONS.__geti
 
 
 def _compiled() -> Mapping[str, Any]:
-    from kvern.cpu import activation, elementwise, norm
+    from kvern.cpu import rows
 
     def activate(gated: bool, name: Activation) -> Function:
-        return partial(activation.activate, kind=activation.KINDS[name], gated=gated)
+        return partial(rows.activate, kind=rows.ACTIVATIONS[name], gated=gated)
 
     def any_norm(
         hidden: Tensor, update: Tensor | None, weight: Tensor | None, bias: Tensor | None, epsilon: float, kind: str
     ) -> Tensor:
-        return norm.add_norm(hidden, update, weight, bias, epsilon, norm.KINDS[kind])
+        return rows.add_norm(hidden, update, weight, bias, epsilon, rows.NORMS[kind])
 
     return {
-        "add": elementwise.add,
-        "scale": elementwise.scale,
-        "beside": elementwise.beside,
+        "add": rows.add,
+        "scale": rows.scale,
+        "beside": rows.beside,
         "activation": partial(activate, False),
         "gated_activation": partial(activate, True),
         "any_norm": any_norm,

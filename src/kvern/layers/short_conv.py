@@ -22,16 +22,16 @@ class ShortConv(Module):
         self.in_proj = column(build, hidden_size, {"in_proj": 3 * channels}, bias=spec.bias)
         self.conv = Convolution(spec.kernel, channels, "conv", build, bias=spec.bias)
         self.out_proj = row(build, spec.channels, "out_proj", hidden_size, bias=spec.bias)
-        self._convolve = None
+        self._kernels = None
         if "states" in build.kernels:
-            from kvern.layers.fused_short_conv import convolve_gated
+            from kvern.layers.recurrent_kernels import StateKernels
 
-            self._convolve = convolve_gated
+            self._kernels = StateKernels(index)
 
     def forward(self, hidden: Tensor, step: StepContext) -> Tensor:
         projected = self.in_proj(hidden, step.adapters.rows)
-        if self._convolve is not None:
-            gated = rows_of(self._convolve(self.index, step.states, projected, self.conv), step.wanted)
+        if self._kernels is not None:
+            gated = rows_of(self._kernels.advance(step.states, (projected,), self.conv), step.wanted)
         else:
             before, after, x = torch.chunk(projected, 3, 1)
             convolved = self.conv(before * x, step.states, step.states.layers[self.index][0])

@@ -3,23 +3,20 @@
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from torch import Tensor, nn
 
 from kvern.errors import UnsupportedModel
-from kvern.layers.altup import Streams
 from kvern.layers.block import Places, Residual, SequentialLayer
 from kvern.layers.block_choice import block_class, sums_late
 from kvern.layers.build import Build
+from kvern.layers.build_options import BuildOptions
 from kvern.layers.embedding import EmbeddedTokens, SharedHead, make_embedding, make_head
 from kvern.layers.halves import Update, joined
 from kvern.layers.linear import Linear
-from kvern.layers.moe import MoE
 from kvern.layers.norm import Norm
-from kvern.layers.per_layer import PerLayerInputs
 from kvern.layers.rope import RopeTable, positions_alone
-from kvern.layers.stages import HandedRows, ReceivedRows
 from kvern.layers.step_context import (
     NO_ADAPTERS,
     Attend,
@@ -29,10 +26,48 @@ from kvern.layers.step_context import (
     WantedAttend,
     rows_of,
 )
-from kvern.models.layer_inputs import LayerInputs
 from kvern.models.weighted import WeightedModel
+from kvern.plugins import imported
 from kvern.spec.mixers import AttentionSpec, RecurrentSpec
 from kvern.spec.model import ModelSpec
+
+if TYPE_CHECKING:
+    from kvern.layers.moe import MoE
+    from kvern.layers.stages import ReceivedRows
+
+
+class LayerInputs:
+    """The inputs of the layers with the indices `entries`, filled by a forward pass.
+
+    The index after the last layer stands for the last layer's result. The forward pass of a pipeline stage fills the
+    entries of its own layers and of earlier stages.
+    """
+
+    def __init__(self, entries: Sequence[int], build: BuildOptions) -> None:
+        self.entries, self._ops = entries, build.ops
+        self._inputs: dict[int, Tensor] = {}
+
+    def note(self, place: int, hidden: Tensor, update: Tensor | None) -> None:
+        """Keep a copy of the sum of both, which the layer in this place is given."""
+        copied = self._ops.beside((hidden,))
+        self._inputs[place] = copied if update is None else self._ops.add(copied, update)
+
+    def take(self, earlier: Mapping[int, Tensor]) -> None:
+        """Keeps the inputs of layers of earlier stages, by index."""
+        self._inputs |= earlier
+
+    def after(self, hidden: Tensor) -> Tensor:
+        """The rows `hidden [T, hidden]` of the last pass, and after them, side by side, the inputs kept of it."""
+        return self._ops.beside((hidden, *(self._inputs[place] for place in sorted(self._inputs))))
+
+    def rows(self) -> Tensor:
+        """The inputs kept of the last pass, side by side, `[T, len(entries) * hidden]`."""
+        return self._ops.beside([self._inputs[entry] for entry in self.entries])
+
+
+RECEIVED, HANDED = "kvern.layers.stages:ReceivedRows", "kvern.layers.stages:HandedRows"
+PER_LAYER, STREAMS = "kvern.layers.augmented:PerLayerInputs", "kvern.layers.augmented:Streams"
+"""Modules that are imported for models and pipeline stages that have them."""
 
 
 class LanguageModel(Protocol):
@@ -71,15 +106,15 @@ class Decoder(WeightedModel):
         stage = build.ranks.stage
         if stage.has_embeddings(tied=spec.tie_word_embeddings):
             self.embed_tokens = make_embedding(spec.vocab_size, spec.hidden_size, spec.scales.embedding, build)
-        self.entry = self.embed_tokens if stage.is_first else ReceivedRows(spec.hidden_size, build)
+        self.entry = self.embed_tokens if stage.is_first else imported(RECEIVED)(spec.hidden_size, build)
         self._handed = LayerInputs(stage.entries, build) if stage.entries and not stage.is_last else None
         per_layer, altup = spec.additions.per_layer, spec.additions.altup
-        self.per_layer = None if per_layer is None else PerLayerInputs(spec, per_layer, build)
-        self.streams = None if altup is None else Streams(spec.hidden_size, altup, build.whole)
+        self.per_layer = None if per_layer is None else imported(PER_LAYER)(spec, per_layer, build)
+        self.streams = None if altup is None else imported(STREAMS)(spec.hidden_size, altup, build.whole)
         self._last_storing = spec.last_storing_layer
         inner = replace(build, late_sums=sums_late(spec, build))
         self.layers = nn.ModuleList(self._make_layers(inner))
-        self.norm = Norm(spec.norm, spec.hidden_size, "norm", inner) if stage.is_last else HandedRows(inner)
+        self.norm = Norm(spec.norm, spec.hidden_size, "norm", inner) if stage.is_last else imported(HANDED)(inner)
         self._late_sums = inner.late_sums
         if stage.is_last:
             self.lm_head = self._make_head()
@@ -212,8 +247,9 @@ class Decoder(WeightedModel):
         """The inputs that this stage fills: requested ones, or those that it sends on."""
         stage = self.build.ranks.stage
         inputs = inputs if stage.is_last else self._handed
-        if inputs is not None and isinstance(self.entry, ReceivedRows):
-            inputs.take(dict(zip(stage.earlier_entries, self.entry.earlier, strict=True)))
+        if inputs is not None and not stage.is_first:
+            received = cast("ReceivedRows", self.entry)
+            inputs.take(dict(zip(stage.earlier_entries, received.earlier, strict=True)))
         return inputs
 
     def _note(self, inputs: LayerInputs, place: int, hidden: Tensor, update: Update) -> Residual:
@@ -229,7 +265,9 @@ class Decoder(WeightedModel):
             mixture.assist()
 
     @cached_property
-    def _mixtures(self) -> list[MoE]:
+    def _mixtures(self) -> "list[MoE]":
+        from kvern.layers.moe import MoE
+
         return [part for part in self.layers.modules() if isinstance(part, MoE)]
 
     def logits(self, hidden: Tensor, *, upcast: bool = True) -> Tensor:

@@ -1,4 +1,6 @@
-"""Readers of the settings that most `config.json` files share; a family passes only its own."""
+"""Readers of the settings that most `config.json` files share; a family passes only its own.
+
+`text_part` and `text_config` read the language model of a checkpoint that sees images, too."""
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -6,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from kvern.errors import UnsupportedModel
+from kvern.models.defaults import completed
 from kvern.models.registry import Config
 from kvern.spec.mixers import AttentionSpec
 from kvern.spec.model import (
@@ -18,6 +21,7 @@ from kvern.spec.model import (
     ModelSpec,
     MoeSpec,
     NormSpec,
+    Rename,
     RopeSpec,
     ScaleSpec,
 )
@@ -177,6 +181,17 @@ def read_experts(config: Config) -> int:
     return int(config[found])
 
 
+def read_moe(config: Config, **fields: Any) -> MoeSpec:
+    """Experts of the width `intermediate_size` that a softmax chooses, unless `fields` say otherwise."""
+    read: dict[str, Callable[[], Any]] = {
+        "experts": lambda: read_experts(config),
+        "top_k": lambda: config["num_experts_per_tok"],
+        "width": lambda: config["intermediate_size"],
+        "activation": lambda: read_activation(config),
+    }
+    return MoeSpec(**fields, **{name: value() for name, value in read.items() if name not in fields})
+
+
 def read_groups(config: Config) -> tuple[int, int]:
     """The number of groups of experts, and the number of groups that a token uses; 1 where not given."""
     groups, top_groups = (config.get(name) for name in ("n_group", "topk_group"))
@@ -310,3 +325,37 @@ def with_groups(fields: Mapping[str, Any], base: ModelSpec | None = None) -> dic
         known = made.get(group, _GROUPS[group] if base is None else getattr(base, group))
         made[group] = replace(known, **{own: fields[name]})
     return made
+
+
+_OF_THE_WHOLE = ("tie_word_embeddings", "bos_token_id", "eos_token_id", "dtype", "torch_dtype")
+_RENAMES = (
+    Rename(r"^(model\.)?language_model\.(model\.)?(?=(embed_tokens|layers|norm)\.)", "model."),
+    Rename(r"^language_model\.(?=lm_head\.)", ""),
+)
+_TIED_HEAD = r"^language_model\.lm_head\.weight$"
+
+
+def text_config(config: Config, text_type: str) -> dict[str, Any]:
+    """The settings of the language model: those of the whole model, then those in `text_config`.
+
+    `text_type` is the model type of a `text_config` that names none; its defaults complete both. Files without
+    `text_config` have all settings in one place.
+    """
+    whole = {key: config[key] for key in _OF_THE_WHOLE if config.get(key) is not None}
+    text: Mapping[str, Any] = config.get("text_config") or {**config, "model_type": text_type}
+    return {"model_type": text_type} | completed(text, text.get("model_type"), text_type) | whole
+
+
+def text_part(config: Config, spec: ModelSpec, *towers: str) -> ModelSpec:
+    """The model that `spec` describes, within the checkpoint of `config`.
+
+    Tensors of `towers`, top-level modules such as "vision_tower", are passed over. All others are the language model's,
+    below `model.language_model.`, `language_model.model.`, or plainly `model.`.
+    """
+    passed_over = rf"^(model\.)?({'|'.join(towers)})\."
+    return replace(
+        spec,
+        model_type=config.get("model_type", spec.model_type),
+        renames=(*_RENAMES, *spec.renames),
+        ignored=(passed_over, *((_TIED_HEAD,) if spec.tie_word_embeddings else ()), *spec.ignored),
+    )

@@ -85,7 +85,7 @@ def folder_here(config: EngineConfig, folder: str) -> Path:
 
 def _made_of_gguf(file: Path, cache: Path, *, tokenizer: bool) -> Path:
     """The folder of a GGUF file, which is read only where it was not before."""
-    from kvern.formats.gguf.folder import gguf_folder_files, gguf_state
+    from kvern.formats.gguf.files import gguf_folder_files, gguf_state
 
     folder = cache / gguf_state(file, tokenizer=tokenizer)
     return folder if folder.is_dir() else _made(gguf_folder_files(file, tokenizer=tokenizer), folder)

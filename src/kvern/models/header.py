@@ -14,21 +14,13 @@ from kvern.io.files import read_at, reason
 
 MOST_HEADER_BYTES = 100 << 20
 MOST_NAME_CHARACTERS = 512
-ITEM_BYTES = {
-    "F64": 8,
-    "F32": 4,
-    "F16": 2,
-    "BF16": 2,
-    "I64": 8,
-    "I32": 4,
-    "I16": 2,
-    "I8": 1,
-    "U8": 1,
-    "BOOL": 1,
-    "F8_E4M3": 1,
-    "F8_E5M2": 1,
-    "F8_E8M0": 1,
+_ITEMS = {
+    8: ("F64", "I64"),
+    4: ("F32", "I32"),
+    2: ("F16", "BF16", "I16"),
+    1: ("I8", "U8", "BOOL", "F8_E4M3", "F8_E5M2", "F8_E8M0"),
 }
+ITEM_BYTES = {dtype: size for size, dtypes in _ITEMS.items() for dtype in dtypes}
 
 Natural = Annotated[int, msgspec.Meta(ge=0)]
 

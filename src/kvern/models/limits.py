@@ -11,70 +11,30 @@ from kvern.spec.mixers import AttentionSpec, DeltaNetSpec, LatentAttentionSpec, 
 from kvern.spec.model import LayerSpec, MlpSpec, ModelSpec, MoeSpec, Rename, RopeSpec
 
 MOST_LAYERS = 1024
-SIZES: Mapping[str, int] = {
-    "num_hidden_layers": MOST_LAYERS,
-    "max_window_layers": MOST_LAYERS,
-    "first_k_dense_replace": MOST_LAYERS,
-    "decoder_sparse_step": MOST_LAYERS,
-    "no_rope_layer_interval": MOST_LAYERS,
-    "hidden_size": 1 << 17,
-    "intermediate_size": 1 << 20,
-    "moe_intermediate_size": 1 << 20,
-    "shared_expert_intermediate_size": 1 << 20,
-    "vocab_size": 1 << 22,
-    "num_attention_heads": 1 << 12,
-    "num_key_value_heads": 1 << 12,
-    "num_global_key_value_heads": 1 << 12,
-    "head_dim": 1 << 12,
-    "q_lora_rank": 1 << 16,
-    "kv_lora_rank": 1 << 16,
-    "index_n_heads": 1 << 12,
-    "index_head_dim": 1 << 12,
-    "index_topk": 1 << 24,
-    "qk_nope_head_dim": 1 << 12,
-    "qk_rope_head_dim": 1 << 12,
-    "v_head_dim": 1 << 12,
-    "global_head_dim": 1 << 12,
-    "num_local_experts": 1 << 12,
-    "n_routed_experts": 1 << 12,
-    "num_experts": 1 << 12,
-    "num_experts_per_tok": 1 << 12,
-    "top_k_experts": 1 << 12,
-    "n_shared_experts": 1 << 12,
-    "linear_num_key_heads": 1 << 12,
-    "linear_num_value_heads": 1 << 12,
-    "linear_key_head_dim": 1 << 12,
-    "linear_value_head_dim": 1 << 12,
-    "linear_conv_kernel_dim": 1 << 8,
-    "conv_L_cache": 1 << 8,
-    "mamba_n_heads": 1 << 12,
-    "mamba_n_groups": 1 << 12,
-    "mamba_d_state": 1 << 12,
-    "mamba_d_conv": 1 << 8,
-    "mamba_d_ssm": 1 << 20,
-    "mamba_expand": 1 << 8,
-    "shared_intermediate_size": 1 << 20,
-    "mamba_num_heads": 1 << 12,
-    "mamba_head_dim": 1 << 12,
-    "ssm_state_size": 1 << 12,
-    "n_groups": 1 << 12,
-    "conv_kernel": 1 << 8,
-    "attention_head_dim": 1 << 12,
-    "moe_shared_expert_intermediate_size": 1 << 20,
-    "moe_latent_size": 1 << 17,
-    "num_dense_layers": MOST_LAYERS,
-    "block_ff_dim": 1 << 20,
-    "block_multiple_of": 1 << 20,
-    "hidden_size_per_layer_input": 1 << 12,
-    "vocab_size_per_layer_input": 1 << 22,
-    "num_kv_shared_layers": MOST_LAYERS,
-    "altup_num_inputs": 1 << 6,
-    "laurel_rank": 1 << 16,
-    "num_mtp_modules": MOST_LAYERS,
-    "num_nextn_predict_layers": MOST_LAYERS,
-    "max_position_embeddings": 1 << 24,
-    "original_max_position_embeddings": 1 << 24,
+_LARGEST: Mapping[int, str] = {
+    1 << 6: "altup_num_inputs",
+    1 << 8: "linear_conv_kernel_dim conv_L_cache mamba_d_conv mamba_expand conv_kernel",
+    MOST_LAYERS: (
+        "num_hidden_layers max_window_layers first_k_dense_replace decoder_sparse_step no_rope_layer_interval "
+        "num_dense_layers num_kv_shared_layers num_mtp_modules num_nextn_predict_layers"
+    ),
+    1 << 12: (
+        "num_attention_heads num_key_value_heads num_global_key_value_heads head_dim index_n_heads index_head_dim "
+        "qk_nope_head_dim qk_rope_head_dim v_head_dim global_head_dim num_local_experts n_routed_experts num_experts "
+        "num_experts_per_tok top_k_experts n_shared_experts linear_num_key_heads linear_num_value_heads "
+        "linear_key_head_dim linear_value_head_dim mamba_n_heads mamba_n_groups mamba_d_state mamba_num_heads "
+        "mamba_head_dim ssm_state_size n_groups attention_head_dim hidden_size_per_layer_input"
+    ),
+    1 << 16: "q_lora_rank kv_lora_rank laurel_rank",
+    1 << 17: "hidden_size moe_latent_size",
+    1 << 20: (
+        "intermediate_size moe_intermediate_size shared_expert_intermediate_size mamba_d_ssm shared_intermediate_size "
+        "moe_shared_expert_intermediate_size block_ff_dim block_multiple_of"
+    ),
+    1 << 22: "vocab_size vocab_size_per_layer_input",
+    1 << 24: "index_topk max_position_embeddings original_max_position_embeddings",
 }
+SIZES = {name: most for most, names in _LARGEST.items() for name in names.split()}
 """The largest allowed value of each; several times that of any existing model."""
 NEEDED = ("num_hidden_layers", "hidden_size", "vocab_size", "num_attention_heads")
 """Settings that must not be null or 0."""

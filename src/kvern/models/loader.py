@@ -7,40 +7,36 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
 
+from kvern.cpu.cores import processes_here, total_memory
 from kvern.errors import ConfigError, CorruptCheckpoint, ModelNotFound
 from kvern.io.files import read_object
+from kvern.io.ray_nodes import MOST_PROCESSES
 from kvern.layers.build import Build
-from kvern.layers.format_choice import linear_methods
-from kvern.layers.linear_format import LinearFormat, LinearMethods
+from kvern.layers.linear_format import LinearFormat, LinearMethods, linear_methods
 from kvern.layers.linear_method import ANY
 from kvern.layers.unquantized import Unquantized
 from kvern.models.checkpoint import read_headers
 from kvern.models.decoder import Decoder
 from kvern.models.embedder import spec_of_folder
-from kvern.models.encoder import Encoder
-from kvern.models.memory import check_memory
-from kvern.models.share import WholeExperts, share_of
-from kvern.models.stages import part_of_stage, tensors_of_stage
 from kvern.models.stored_tensor import StoredTensor, open_map
 from kvern.models.weighted import TensorTarget, WeightedModel
 from kvern.ranks.ranks import ALONE, Ranks
 from kvern.spec.model import ModelSpec, Rename
 
+if TYPE_CHECKING:
+    from kvern.models.encoder import Encoder
+    from kvern.models.share import WholeExperts
+
 Model = TypeVar("Model", bound=WeightedModel)
 
 DTYPES = {
-    "bfloat16": torch.bfloat16,
-    "bf16": torch.bfloat16,
-    "float16": torch.float16,
-    "fp16": torch.float16,
-    "half": torch.float16,
-    "float32": torch.float32,
-    "fp32": torch.float32,
-    "float": torch.float32,
+    **dict.fromkeys(("bfloat16", "bf16"), torch.bfloat16),
+    **dict.fromkeys(("float16", "fp16", "half"), torch.float16),
+    **dict.fromkeys(("float32", "fp32", "float"), torch.float32),
 }
 # Buffers that older checkpoints carry and that follow from the configuration.
 HARMLESS = (
@@ -101,7 +97,7 @@ class LoadOptions:
     deterministic: bool = False
     quantization: str | None = None
     ranks: Ranks = ALONE
-    whole_experts: WholeExperts | None = None
+    whole_experts: "WholeExperts | None" = None
 
 
 def load_model(folder: Path, options: LoadOptions = LoadOptions()) -> Decoder:
@@ -112,12 +108,17 @@ def load_model(folder: Path, options: LoadOptions = LoadOptions()) -> Decoder:
     ranks, is_dummy = options.ranks, options.load_format == "dummy"
     config = read_config(folder)
     whole = spec_of_folder(folder, config)
-    share = share_of(whole, ranks.sharing_experts, options.whole_experts, dp_attention=ranks.dp_attention is not None)
-    spec = part_of_stage(share, ranks.stage)
+    share = _share(whole, options)
     stored = [] if is_dummy else read_headers(folder)
+    spec = share
+    if ranks.stage.layers is not None:
+        from kvern.models.stages import part_of_stage, tensors_of_stage
+
+        spec = part_of_stage(share, ranks.stage)
     linear = stored_methods(config, spec, stored, options.unquantized, options.quantization)
-    names = (llama_name(tensor.name, (*spec.renames, *linear.renames))[0] for tensor in stored)
-    stored = tensors_of_stage(stored, names, whole, ranks.stage)
+    if ranks.stage.layers is not None:
+        names = (llama_name(tensor.name, (*spec.renames, *linear.renames))[0] for tensor in stored)
+        stored = tensors_of_stage(stored, names, whole, ranks.stage)
     dtype = choose_dtype(options.dtype, spec, None if is_dummy else folder)
     build = _build(spec, options, dtype, linear)
     all_stages = None
@@ -126,8 +127,20 @@ def load_model(folder: Path, options: LoadOptions = LoadOptions()) -> Decoder:
     return filled_model(Decoder, spec, build, folder, None if is_dummy else stored, all_stages)
 
 
-def load_encoder(folder: Path, spec: ModelSpec, options: LoadOptions) -> Encoder:
+def _share(whole: ModelSpec, options: LoadOptions) -> ModelSpec:
+    """The share of a model that each of the ranks has. Raises ConfigError."""
+    ranks = options.ranks
+    if ranks.sharing_experts == 1 and options.whole_experts is None:
+        return whole
+    from kvern.models.share import share_of
+
+    return share_of(whole, ranks.sharing_experts, options.whole_experts, dp_attention=ranks.dp_attention is not None)
+
+
+def load_encoder(folder: Path, spec: ModelSpec, options: LoadOptions) -> "Encoder":
     """Build the encoder that `spec` describes and load its weights from `folder`; as `load_model`."""
+    from kvern.models.encoder import Encoder
+
     stored = None if options.load_format == "dummy" else read_headers(folder)
     linear = stored_methods(read_config(folder), spec, stored or [], quantization=options.quantization)
     dtype = choose_dtype(options.dtype, spec, None if stored is None else folder)
@@ -413,3 +426,22 @@ def fill_random(model: WeightedModel) -> None:
     with torch.no_grad():
         for index, module in enumerate(model.loadables()):
             module.fill_random(torch.Generator(model.build.device).manual_seed(index))
+
+
+def check_memory(weight_bytes: int, spec: ModelSpec, build: Build, all_stages: int | None) -> None:
+    """Raises ConfigError if the host's memory does not hold the weights of all ranks that may be there.
+
+    `weight_bytes` are this rank's; `all_stages`, for pipeline stages, is the total of all stages.
+    """
+    here = processes_here(build.ranks.processes)
+    weights = weight_bytes * here
+    if all_stages is not None:
+        weights = min(weights, all_stages)  # stages are uneven: what is too much is noticed by the fullest
+    rotations = 4 * build.max_model_len * sum(rope.dim for rope in {layer.rope for layer in spec.layers} if rope)
+    memory = total_memory()
+    if weights + 2 * rotations > memory:
+        raise ConfigError(
+            f"the weights take {weights / 1e9:.1f} GB, the positions {2 * rotations / 1e9:.1f} GB, and this "
+            f"machine has {memory / 1e9:.1f} GB: use a smaller model, or lower max_model_len"
+            + (", or have fewer ranks on a machine (docs/ray.md)" if MOST_PROCESSES in os.environ else "")
+        )

@@ -11,7 +11,6 @@ from typing import Any
 
 from kvern.errors import KvernError, UnsupportedModel
 from kvern.io.files import reason
-from kvern.models.bad_setting import bad_setting
 from kvern.models.defaults import completed, with_both, without
 from kvern.models.families import own_families
 from kvern.models.limits import Unfit, check_config, check_spec
@@ -70,6 +69,8 @@ def spec_from_config(config: Config) -> ModelSpec:
 
 def _fault(family: Family, config: Config, error: Exception) -> str:
     """A message for an invalid configuration whose reading raised `error`."""
+    from kvern.models.bad_setting import bad_setting
+
     values, text = error.values if isinstance(error, Unfit) else None, reason(error)
     left_out = without(_completed(family, config), config)
     found = bad_setting(left_out, lambda other: _is_readable(family, with_both(config, other)), values or ())

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from kvern.cpu.host_memory import available_memory
+from kvern.cpu.cores import available_memory
 from kvern.errors import ConfigError
 
 NVLINK, PCIE = 250e9, 20e9

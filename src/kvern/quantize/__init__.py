@@ -4,11 +4,9 @@
       calibration.py    texts -> rows of token ids
       checkpoint.py     a model's folder as blocks: names, shapes, and one block's tensors at a time
       blocks.py         Block: one layer on the device with its matrices' inputs; the unit of AWQ and of the walk
-        inputs.py       Inputs: statistics of the activations that a matrix multiplies
-        watched.py      linear layers and experts that record their Inputs
-      scheme.py         Scheme: the stored form of a matrix (bits, groups, symmetric or not)
-      grid.py           Grid: a scheme's scales for one matrix; rounds numbers to codes and back
-      method.py         Method: weights, inputs and a scheme -> Rounded; round_to_nearest.py, gptq.py, awq.py
+        watched.py      linear layers and experts that record Inputs, the statistics of what they multiply
+      scheme.py         Scheme: the stored form of a matrix (bits, groups, symmetric or not); Grid: its scales
+      method.py         Method: weights, inputs and a scheme -> Rounded, to nearest; gptq.py, awq.py
       packing.py        Rounded -> the tensors that a checkpoint holds; the quantization_config
       writer.py         the folder: shards written as tensors come, other files copied, renamed at the end
       statistics.py     figures of each matrix; the report

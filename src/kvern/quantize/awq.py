@@ -16,10 +16,8 @@ from torch import Tensor
 
 from kvern.quantize.blocks import Block
 from kvern.quantize.checkpoint import WEIGHT
-from kvern.quantize.grid import fit
-from kvern.quantize.method import Plan
-from kvern.quantize.round_to_nearest import RoundToNearest
-from kvern.quantize.scheme import Scheme
+from kvern.quantize.method import Plan, RoundToNearest
+from kvern.quantize.scheme import Scheme, fit
 from kvern.spec.mixers import AttentionSpec
 from kvern.spec.model import MoeSpec
 

@@ -23,8 +23,7 @@ from kvern.layers.states import new_states
 from kvern.layers.step_context import Attend, StepContext
 from kvern.models.decoder import Decoder
 from kvern.quantize.checkpoint import WEIGHT, Checkpoint, Piece, load_into
-from kvern.quantize.inputs import Inputs
-from kvern.quantize.watched import places
+from kvern.quantize.watched import Inputs, places
 from kvern.spec.mixers import AttentionSpec, RecurrentSpec
 from kvern.spec.model import LayerSpec, ModelSpec
 

@@ -7,11 +7,9 @@ import torch
 from torch import Tensor
 
 from kvern.quantize.blocks import Block
-from kvern.quantize.grid import Grid, fit
-from kvern.quantize.inputs import Inputs
-from kvern.quantize.method import Plan, Rounded
-from kvern.quantize.round_to_nearest import importance_of
-from kvern.quantize.scheme import Scheme
+from kvern.quantize.method import Plan, Rounded, importance_of
+from kvern.quantize.scheme import Grid, Scheme, fit
+from kvern.quantize.watched import Inputs
 
 DAMPING = 0.01
 """The share of the mean of the Hessian's diagonal that is added to it."""

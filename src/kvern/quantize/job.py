@@ -15,9 +15,8 @@ from kvern.quantize.blocks import Block, Walk
 from kvern.quantize.calibration import Calibration
 from kvern.quantize.checkpoint import Checkpoint, Piece
 from kvern.quantize.gptq import Gptq
-from kvern.quantize.method import Method, Plan
+from kvern.quantize.method import Method, Plan, RoundToNearest
 from kvern.quantize.packing import quantization_config, tensors_of
-from kvern.quantize.round_to_nearest import RoundToNearest
 from kvern.quantize.scheme import Scheme
 from kvern.quantize.statistics import REPORT_NAME, MatrixStatistics, report, statistics_of
 from kvern.quantize.writer import SHARD_BYTES, Writer, check_target, writing

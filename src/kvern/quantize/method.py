@@ -1,4 +1,4 @@
-"""The protocol of the ways to round weights to codes."""
+"""The protocol of the ways to round weights to codes, and rounding to the nearest code."""
 
 from typing import NamedTuple, Protocol
 
@@ -6,9 +6,8 @@ import torch
 from torch import Tensor
 
 from kvern.quantize.blocks import Block
-from kvern.quantize.grid import Grid
-from kvern.quantize.inputs import Inputs
-from kvern.quantize.scheme import Scheme
+from kvern.quantize.scheme import Grid, Scheme, fit
+from kvern.quantize.watched import Inputs
 
 Plan = dict[str, Scheme]
 """Schemes by the matrices' names in the checkpoint; other matrices stay plain."""
@@ -35,3 +34,22 @@ class Method(Protocol):
 
     def round(self, weight: Tensor, inputs: Inputs, scheme: Scheme, scale_dtype: torch.dtype) -> Rounded:
         """The codes of `weight [outputs, inputs]` float32, given statistics of its inputs."""
+
+
+class RoundToNearest:
+    """Rounds to nearest; with few bits, with the range that costs the outputs least by single inputs."""
+
+    products = False
+
+    def prepare(self, block: Block, plan: Plan) -> None:
+        """Nothing to do."""
+
+    def round(self, weight: Tensor, inputs: Inputs, scheme: Scheme, scale_dtype: torch.dtype) -> Rounded:
+        grid = fit(weight, scheme, scale_dtype, importance_of(inputs))
+        return Rounded(grid.encode(weight), grid)
+
+
+def importance_of(inputs: Inputs) -> Tensor | None:
+    """The importance of an error in each column: the mean square of its inputs; None if no row was seen."""
+    squares = inputs.mean_squares
+    return squares if inputs.count and bool(squares.any()) else None

@@ -19,11 +19,10 @@ from torch import Tensor
 from kvern.errors import ConfigError
 from kvern.layers.linear import Linear
 from kvern.models.decoder import Decoder
-from kvern.quantize.assignment import Choice
 from kvern.quantize.blocks import Block, Walk
 from kvern.quantize.checkpoint import WEIGHT, Checkpoint, Piece
-from kvern.quantize.mixed_report import PLAIN, Unit
-from kvern.quantize.round_to_nearest import RoundToNearest
+from kvern.quantize.method import RoundToNearest
+from kvern.quantize.mixed_report import PLAIN, Choice, Unit
 from kvern.quantize.scheme import FP8, GROUPS, INT8, Scheme, int4
 from kvern.quantize.watched import WatchedExperts, WatchedMethod
 

@@ -24,9 +24,9 @@ from torch import Tensor
 
 from kvern.errors import ConfigError, shown
 from kvern.io.files import read_object
-from kvern.quantize.inputs import Inputs
 from kvern.quantize.method import Plan, Rounded
 from kvern.quantize.scheme import named
+from kvern.quantize.watched import Inputs
 
 REPORT_NAME = "quantization_report.json"
 VERSION_KEY, VERSION = "kvern_quantization_report", 1

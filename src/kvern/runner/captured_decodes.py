@@ -14,12 +14,11 @@ from kvern.cpu.capture import Memory, Program, capture
 from kvern.cpu.library import is_recorded
 from kvern.cpu.sampling import RowSampler, read_decodes
 from kvern.device.rows import BatchRows
-from kvern.layers.compiled_linear import CompiledMethod
 from kvern.layers.embedding import LookupTable
 from kvern.layers.rope import positions_alone
 from kvern.layers.step_context import StepContext
-from kvern.models.decoder import Decoder
-from kvern.models.layer_inputs import LayerInputs
+from kvern.layers.unquantized import CompiledMethod
+from kvern.models.decoder import Decoder, LayerInputs
 from kvern.request.step import ScheduledTokens
 
 ALIKE_FROM, ALIKE = 8, 4

@@ -8,7 +8,7 @@ import torch
 from kvern.attention.memory import CacheOptions
 from kvern.attention.torch_sdpa import TorchAttention
 from kvern.config import EngineConfig
-from kvern.cpu.host_memory import total_memory
+from kvern.cpu.cores import total_memory
 from kvern.device.input_batch import build_input_batch
 from kvern.device.rows import BatchRows
 from kvern.errors import ConfigError, UnsupportedModel, in_a_line

@@ -26,7 +26,7 @@ from kvern.drafting.rejection import Drawn
 from kvern.errors import ConfigError
 from kvern.kernels import masks
 from kvern.kernels.launch import capability
-from kvern.layers.tuned_format import TunedLinear
+from kvern.layers.tuned_linear import TunedLinear
 from kvern.layers.tuning import tune
 from kvern.models.decoder import Decoder, LanguageModel
 from kvern.models.weighted import WeightedModel

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from kvern.attention.groups import LayerGroups
-from kvern.cpu.host_memory import available_memory
+from kvern.cpu.cores import available_memory
 from kvern.runner.plan import Plan
 from kvern.spec.model import ModelSpec
 

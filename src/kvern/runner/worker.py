@@ -15,8 +15,7 @@ from kvern.adapters.store import AdapterStore
 from kvern.adapters.targets import Target, targets_of
 from kvern.attention.eight_bit import LARGEST_CODE, EightBit
 from kvern.config import EngineConfig
-from kvern.cpu.cores import cpu_threads
-from kvern.cpu.host_memory import processes_here
+from kvern.cpu.cores import cpu_threads, processes_here
 from kvern.device.measurements import Measurements
 from kvern.drafting.models.choice import read_draft
 from kvern.drafting.models.formats import load_draft_head, read_draft_head, reads_embeddings
@@ -166,7 +165,7 @@ class Worker:
 
     def _unquantized(self) -> LinearFormat:
         """How plain weights are multiplied on a GPU, without memory."""
-        from kvern.layers.tuned_format import TunedLinear
+        from kvern.layers.tuned_linear import TunedLinear
 
         return TunedLinear(torch.device("meta"), self._config.linear_backend)
 

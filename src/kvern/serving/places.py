@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvern.config import EngineConfig
-from kvern.cpu.cores import shares_of_cores
-from kvern.cpu.host_memory import available_memory
+from kvern.cpu.cores import available_memory, shares_of_cores
 from kvern.errors import ConfigError
 from kvern.io.ray_nodes import NodeProcess, check_room, join_cluster
 from kvern.serving.child import EngineChild, EngineProcess

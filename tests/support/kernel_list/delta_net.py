@@ -12,7 +12,7 @@ from kvern.kernels.accepted_drafts import Written, accept_writes
 from kvern.kernels.convolution import Drafts
 from kvern.kernels.delta_net import Gates, Heads
 from kvern.kernels.delta_net_drafts import read_drafts
-from kvern.layers.fused_delta_net import heads_of
+from kvern.layers.recurrent_kernels import heads_of
 from kvern.spec.mixers import DeltaNetSpec
 from kvern.spec.model import ModelSpec
 from tests.support.kernel_list.convolution import (

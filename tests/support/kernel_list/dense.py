@@ -16,10 +16,9 @@ from kvern.kernels.adapted_product import adapted_product
 from kvern.kernels.linear import MatmulShape, MatvecShape, matvec, small_matmul
 from kvern.kernels.norm import add_rms_norm, rms_norm
 from kvern.kernels.rotary import rotate_and_store, rotate_queries
-from kvern.layers.few_rows import matvec_shape
 from kvern.layers.fused_adapters import SHAPES, adapted_shape, joins
 from kvern.layers.linear_method import LinearShape
-from kvern.layers.tuned_linear import Shape, candidates_of
+from kvern.layers.tuned_linear import Shape, candidates_of, matvec_shape
 from kvern.spec.mixers import LatentAttentionSpec
 from kvern.spec.model import LayerSpec, MlpSpec, ModelSpec, MoeSpec
 from tests.support.kernel_list.entry import (
@@ -333,7 +332,7 @@ def _cuts(inputs: Inputs, outputs: int, width: int) -> Iterator[tuple[int, Matve
     """What the tuner may choose for a matrix, and for how many rows."""
     offered: Mapping[int, tuple[Shape, ...]] = {}
     if inputs.hopper:
-        from kvern.layers.hopper_linear import hopper_candidates
+        from kvern.layers.tuned_linear import hopper_candidates
 
         offered = hopper_candidates(LinearShape(outputs, width, inputs.dtype, inputs.device))
     for rows, cuts in (offered or candidates_of(inputs.dtype)).items():

@@ -51,7 +51,7 @@ def _fits(spec: ModelSpec, inputs: Inputs) -> bool:
 
 def _product_launched(spec: ModelSpec, inputs: Inputs) -> Sizes:
     if _fits(spec, inputs):
-        from kvern.layers.hopper_linear import GATED_ALONE, OWN, can_gate
+        from kvern.layers.tuned_linear import GATED_ALONE, OWN, can_gate
 
         quantized = any(kind.part == "gate_proj" for kind in inputs.packed)
         gated = () if quantized else tuple(dict.fromkeys(mlp.activation for mlp in gated_mlps(spec)))
@@ -66,7 +66,7 @@ def _product_launched(spec: ModelSpec, inputs: Inputs) -> Sizes:
 
 def _product_timed(spec: ModelSpec, inputs: Inputs) -> Sizes:
     if _fits(spec, inputs):
-        from kvern.layers.hopper_linear import OWN
+        from kvern.layers.tuned_linear import OWN
 
         for mlp in gated_mlps(spec)[:1]:
             for rows, shapes in OWN.items():

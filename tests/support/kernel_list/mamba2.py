@@ -11,7 +11,7 @@ from kvern.kernels import mamba2
 from kvern.kernels.accepted_drafts import Written, accept_writes
 from kvern.kernels.convolution import Drafts
 from kvern.kernels.mamba2 import StateSizes, Steps
-from kvern.layers.fused_mamba2 import sizes_of
+from kvern.layers.recurrent_kernels import sizes_of
 from kvern.spec.mixers import Mamba2Spec
 from kvern.spec.model import ModelSpec
 from tests.support.kernel_list.convolution import (

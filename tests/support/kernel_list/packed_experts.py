@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from kvern.formats.gguf.types import BY_NAME
+from kvern.formats.gguf.header import BY_NAME
 from kvern.kernels.codes import CODES, readable
 from kvern.kernels.expert_lanes import STEP, LaneWeight, in_lanes, knows_lanes
 from kvern.kernels.moe import ACTIVATIONS

@@ -5,7 +5,7 @@
 
 namespace kvern {
 
-// As `kvern.cpu.activation.KINDS` says them.
+// As `kvern.cpu.rows.ACTIVATIONS` says them.
 enum Activation : int32_t { NO_ACTIVATION = -1, SILU = 0, GELU = 1, GELU_TANH = 2, RELU = 3, RELU2 = 4, CLAMPED_SWIGLU = 5 };
 
 template <int32_t KIND>

@@ -5,7 +5,7 @@
 
 namespace kvern {
 
-// As `kvern.cpu.norm.KINDS` says them.
+// As `kvern.cpu.rows.NORMS` says them.
 enum NormKind : int32_t { RMS = 1, LAYER = 2 };
 
 // `weight` and `bias`, each as long as a row, may be null.

@@ -18,7 +18,7 @@ import torch
 
 from kvern.device.transfer import upload
 from kvern.drafting.rejection import Drawn
-from kvern.models.layer_inputs import LayerInputs
+from kvern.models.decoder import LayerInputs
 from kvern.ranks.ranks import ALONE, Ranks
 from kvern.request.step import ScheduledTokens, SchedulerOutput
 

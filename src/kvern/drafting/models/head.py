@@ -25,8 +25,7 @@ from kvern.layers.module import Identity, Module
 from kvern.layers.norm import Norm
 from kvern.layers.rope import RopeTable, Rotation, positions_alone
 from kvern.layers.step_context import Attend, StepContext
-from kvern.models.decoder import Decoder
-from kvern.models.layer_inputs import LayerInputs
+from kvern.models.decoder import Decoder, LayerInputs
 from kvern.models.weighted import WeightedModel
 from kvern.spec.model import HeadLayerSpec, LayerSpec, MlpSpec, ModelSpec, NormSpec
 

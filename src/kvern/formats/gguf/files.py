@@ -1,12 +1,15 @@
-"""The files of a GGUF model: one, or the several that it is split into. No torch is imported."""
+"""The files of a GGUF model, and those of a model folder that are made of them. No torch is imported."""
 
+import hashlib
+import os
 import re
 from collections.abc import Iterable
 from pathlib import Path
 
 from kvern.errors import CorruptCheckpoint, ModelNotFound, shown
-from kvern.formats.gguf.header import read_gguf_header
-from kvern.formats.gguf.model import GgufModel
+from kvern.formats.gguf.config import config_of
+from kvern.formats.gguf.header import GgufModel, read_gguf_header
+from kvern.formats.gguf.tokenizer import as_text, tokenizer_files
 
 ENDING = ".gguf"
 MOST_FILES = 1000
@@ -66,3 +69,26 @@ def choose(names: Iterable[str], wanted: str, where: str) -> list[str]:
     choice = f"{where}:{next(iter(models), '').rpartition('-')[2] or 'Q4_K_M'}"
     what = f"no, or more than one, GGUF file that ends in {wanted!r:.60}" if wanted else f"{len(models)} GGUF files"
     raise ModelNotFound(f"{where} holds {what}: choose one by its ending, as {choice} ({listed})")
+
+
+def gguf_folder_files(file: Path, *, tokenizer: bool = True) -> dict[str, Path | bytes]:
+    """The files of a model's folder by name: paths of weights, and contents of the others; `tokenizer`: with its files.
+
+    Raises CorruptCheckpoint or UnsupportedModel.
+    """
+    model = read_gguf(file)
+    made = {"config.json": config_of(model)}
+    if tokenizer:
+        made |= tokenizer_files(model.header)
+    return {item.name: item for item in split_files(file)} | {name: as_text(value) for name, value in made.items()}
+
+
+def gguf_state(file: Path, *, tokenizer: bool = True) -> str:
+    """A name for the folder: of another file, or of another kvern that makes it otherwise, it is another name."""
+    state = hashlib.blake2b(repr(tokenizer).encode(), digest_size=16)
+    for source in sorted(Path(__file__).parent.glob("*.py")):
+        state.update(source.read_bytes())
+    for item in split_files(file):
+        status = os.stat(item)
+        state.update(repr((str(item), status.st_size, status.st_mtime_ns)).encode())
+    return state.hexdigest()

@@ -7,8 +7,7 @@
 
 A string is its number of bytes, u64, and UTF-8 text (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md). Counts
 and lengths are limited by the size of the file. Strings and arrays are decoded on demand, so that a vocabulary costs a
-walk over its lengths.
-"""
+walk over its lengths. Types of tensors have the names and numbers of ggml's `ggml_type`."""
 
 import math
 import mmap
@@ -21,8 +20,56 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from kvern.errors import CorruptCheckpoint, KvernError, UnsupportedModel, shown
-from kvern.formats.gguf.types import REFUSED, TYPES, BlockType
 from kvern.io.files import open_regular, reason
+
+
+class BlockType(NamedTuple):
+    """`numbers` of a row, one after another, are stored in `size` bytes."""
+
+    name: str
+    numbers: int
+    size: int
+
+
+PLAIN = {0: BlockType("f32", 1, 4), 1: BlockType("f16", 1, 2), 30: BlockType("bf16", 1, 2)}
+QUANTIZED = {
+    2: BlockType("q4_0", 32, 18),
+    3: BlockType("q4_1", 32, 20),
+    6: BlockType("q5_0", 32, 22),
+    7: BlockType("q5_1", 32, 24),
+    8: BlockType("q8_0", 32, 34),
+    10: BlockType("q2_k", 256, 84),
+    11: BlockType("q3_k", 256, 110),
+    12: BlockType("q4_k", 256, 144),
+    13: BlockType("q5_k", 256, 176),
+    14: BlockType("q6_k", 256, 210),
+    20: BlockType("iq4_nl", 32, 18),
+    23: BlockType("iq4_xs", 256, 136),
+    39: BlockType("mxfp4", 32, 17),
+}
+TYPES = PLAIN | QUANTIZED
+BY_NAME = {item.name: item for item in TYPES.values()}
+REFUSED = {
+    9: "Q8_1",
+    15: "Q8_K",
+    16: "IQ2_XXS",
+    17: "IQ2_XS",
+    18: "IQ3_XXS",
+    19: "IQ1_S",
+    21: "IQ3_S",
+    22: "IQ2_S",
+    24: "I8",
+    25: "I16",
+    26: "I32",
+    27: "I64",
+    28: "F64",
+    29: "IQ1_M",
+    34: "TQ1_0",
+    35: "TQ2_0",
+    40: "NVFP4",
+}
+"""Types that kvern cannot read."""
+
 
 MOST_HEADER_BYTES = 128 << 20
 MOST_VALUES = 1 << 16
@@ -31,19 +78,8 @@ MOST_KEY_BYTES = 512
 MOST_DIMENSIONS = 4
 VERSIONS = (2, 3)
 STRING, ARRAY = 8, 9
-_NUMBERS = {
-    0: struct.Struct("<B"),
-    1: struct.Struct("<b"),
-    2: struct.Struct("<H"),
-    3: struct.Struct("<h"),
-    4: struct.Struct("<I"),
-    5: struct.Struct("<i"),
-    6: struct.Struct("<f"),
-    7: struct.Struct("<?"),
-    10: struct.Struct("<Q"),
-    11: struct.Struct("<q"),
-    12: struct.Struct("<d"),
-}
+_CODES = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+_NUMBERS = {kind: struct.Struct(f"<{code}") for kind, code in _CODES.items()}
 _U32, _U64 = _NUMBERS[4], _NUMBERS[10]
 
 
@@ -279,3 +315,57 @@ def _read_tensor(walk: _Walk, file: Path) -> TensorInfo:
             f"multiple of {block.numbers}"
         )
     return TensorInfo(name, shape, block, file, offset, math.prod(shape) // block.numbers * block.size)
+
+
+MOST_FACTORS = 4096
+
+
+@dataclass(frozen=True)
+class GgufModel:
+    """The header of a model's first file, the tensors of all, and its architecture's values by short name."""
+
+    header: Header
+    tensors: tuple[TensorInfo, ...]
+
+    @property
+    def architecture(self) -> str:
+        return str(self.header.get("general.architecture", str, ""))
+
+    def value(self, name: str, kind: type | tuple[type, ...], default: Any = None) -> Any:
+        return self.header.get(f"{self.architecture}.{name}", kind, default)
+
+    def needed(self, name: str, kind: type) -> Any:
+        value = self.value(name, kind)
+        if value is None:
+            raise CorruptCheckpoint(f"{self.header.file}: {self.architecture}.{name} is missing; download it again")
+        return value
+
+    @property
+    def layers(self) -> int:
+        """The number of layers, without the last ones that only draft."""
+        return int(self.needed("block_count", int) - self.value("nextn_predict_layers", int, 0))
+
+    def tensor(self, name: str) -> TensorInfo | None:
+        return next((tensor for tensor in self.tensors if tensor.name == name), None)
+
+    def has(self, name: str) -> bool:
+        """True if the model or one of its layers has a tensor of this name."""
+        return any(tensor.name == name or tensor.name.endswith(f".{name}") for tensor in self.tensors)
+
+    def rows(self, name: str, dim: int = -2) -> int:
+        """The length of a dimension of the first layer's tensor of this name."""
+        found = next((tensor for tensor in self.tensors if tensor.name.endswith(f".{name}")), None)
+        if found is None or len(found.shape) < -dim:
+            raise CorruptCheckpoint(f"{self.header.file}: there is no tensor {name} of two dimensions")
+        return found.shape[dim]
+
+    def floats(self, name: str) -> list[float] | None:
+        """A short tensor of 32-bit numbers."""
+        tensor = self.tensor(name)
+        if tensor is None:
+            return None
+        if tensor.type.name != "f32" or math.prod(tensor.shape) > MOST_FACTORS:
+            raise CorruptCheckpoint(f"{tensor.file}: the tensor {name} should hold a few 32-bit numbers")
+        with tensor.file.open("rb") as stream:
+            stream.seek(tensor.begin)
+            return [value for (value,) in struct.iter_unpack("<f", stream.read(tensor.nbytes))]

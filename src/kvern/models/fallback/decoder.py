@@ -16,10 +16,10 @@ from transformers.modeling_outputs import MoeModelOutputWithPast
 from kvern.errors import CorruptCheckpoint, in_a_line
 from kvern.layers.states import StepStates
 from kvern.layers.step_context import NO_ADAPTERS, Attend, StepAdapters
+from kvern.models.decoder import LayerInputs
 from kvern.models.fallback.attention import IMPLEMENTATION, Call, PagedAnswer, answered
 from kvern.models.fallback.description import read_config
 from kvern.models.fallback.spec import TransformersSpec
-from kvern.models.layer_inputs import LayerInputs
 
 SHOWN = 5
 

@@ -12,11 +12,13 @@ from kvern.models.describe import (
     read_attention,
     read_layer_types,
     read_mlp,
+    read_moe,
     read_rms_norm,
     read_rope,
+    text_config,
+    text_part,
 )
 from kvern.models.registry import Config
-from kvern.models.text_part import text_config, text_part
 from kvern.spec.model import (
     SANDWICH_NORMS,
     LayerSpec,
@@ -122,13 +124,8 @@ def _layer(config: Config, kind: str, settings: Mapping[str, Any], owner: int | 
 
 
 def _experts(config: Config) -> MoeSpec:
-    return MoeSpec(
-        experts=config["num_experts"],
-        top_k=config["top_k_experts"],
-        width=config["moe_intermediate_size"],
-        activation=read_activation(config),
-        expert_scales=True,
-    )
+    width, top_k = config["moe_intermediate_size"], config["top_k_experts"]
+    return read_moe(config, experts=config["num_experts"], top_k=top_k, width=width, expert_scales=True)
 
 
 def _per_layer(config: Config) -> PerLayerSpec | None:

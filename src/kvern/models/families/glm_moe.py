@@ -6,9 +6,8 @@ from typing import Any
 from kvern.models.describe import (
     describe,
     layers_by_type,
-    read_activation,
-    read_experts,
     read_groups,
+    read_moe,
     read_rms_norm,
     uniform_layers,
 )
@@ -20,11 +19,9 @@ from kvern.spec.model import HeadLayerSpec, LayerSpec, ModelSpec, MoeSpec, Query
 def read_sigmoid_moe(config: Config) -> MoeSpec:
     """Experts with sigmoid scores, within groups if there are any, and shared ones of the same width."""
     groups, top_groups = read_groups(config)
-    return MoeSpec(
-        experts=read_experts(config),
-        top_k=config["num_experts_per_tok"],
+    return read_moe(
+        config,
         width=config["moe_intermediate_size"],
-        activation=read_activation(config),
         scoring="sigmoid",
         groups=groups,
         top_groups=top_groups,

@@ -4,9 +4,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from kvern.errors import UnsupportedModel
-from kvern.models.describe import describe, layers_by_type, read_attention, read_experts, read_layer_types, read_rope
+from kvern.models.describe import describe, layers_by_type, read_attention, read_layer_types, read_moe, read_rope
 from kvern.models.registry import Config
-from kvern.spec.model import SWIGLU_LIMIT, SWIGLU_SLOPE, ModelSpec, MoeSpec, Rename
+from kvern.spec.model import SWIGLU_LIMIT, SWIGLU_SLOPE, ModelSpec, Rename
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -40,13 +40,7 @@ def gpt_oss(config: Config) -> ModelSpec:
             raise UnsupportedModel(
                 f"gpt_oss: {key} is {config[key]!r:.40}; kvern knows {known}, as published models have"
             )
-    moe = MoeSpec(
-        experts=read_experts(config),
-        top_k=config["num_experts_per_tok"],
-        width=config["intermediate_size"],
-        activation="clamped_swiglu",
-        bias=True,
-    )
+    moe = read_moe(config, activation="clamped_swiglu", bias=True)
     kinds = read_layer_types(config, pattern=2)
     ropes = dict.fromkeys(kinds, read_rope(config))
     attention = replace(read_attention(config), sinks=True)

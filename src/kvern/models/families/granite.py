@@ -1,8 +1,8 @@
 """Granite, dense and with experts: Llama with multipliers on embeddings, residuals, attention scores and logits."""
 
-from kvern.models.describe import describe, read_activation, read_attention, read_experts, uniform_layers
+from kvern.models.describe import describe, read_attention, read_moe, uniform_layers
 from kvern.models.registry import Config
-from kvern.spec.model import LayerSpec, ModelSpec, MoeSpec, Rename
+from kvern.spec.model import LayerSpec, ModelSpec, Rename
 
 RENAMES = (
     Rename(r"\.block_sparse_moe\.input_linear\.weight$", ".mlp.experts.gate_up_proj"),
@@ -31,10 +31,4 @@ def granite(config: Config) -> ModelSpec:
 
 def granitemoe(config: Config) -> ModelSpec:
     attention = read_attention(config, scale=config["attention_multiplier"])
-    moe = MoeSpec(
-        experts=read_experts(config),
-        top_k=config["num_experts_per_tok"],
-        width=config["intermediate_size"],
-        activation=read_activation(config),
-    )
-    return describe_granite(config, uniform_layers(config, attention=attention, mlp=moe), RENAMES)
+    return describe_granite(config, uniform_layers(config, attention=attention, mlp=read_moe(config)), RENAMES)

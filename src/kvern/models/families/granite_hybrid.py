@@ -1,7 +1,7 @@
 """Granite 4: Mamba-2 and attention layers, with or without positions, and Granite's multipliers."""
 
 from kvern.errors import UnsupportedModel
-from kvern.models.describe import kinds_of, read_activation, read_attention, read_experts, read_rope
+from kvern.models.describe import kinds_of, read_activation, read_attention, read_moe, read_rope
 from kvern.models.families.granite import RENAMES, describe_granite
 from kvern.models.registry import Config
 from kvern.spec.mixers import AttentionSpec, Mamba2Spec
@@ -61,13 +61,7 @@ def granitemoehybrid(config: Config) -> ModelSpec:
     mlp: MlpSpec | MoeSpec = MlpSpec(width, activation)
     shared = ".mlp."
     if config.get("num_local_experts"):
-        mlp = MoeSpec(
-            experts=read_experts(config),
-            top_k=config["num_experts_per_tok"],
-            width=config["intermediate_size"],
-            activation=activation,
-            shared_width=width,
-        )
+        mlp = read_moe(config, shared_width=width)
         shared = ".mlp.shared_expert."
     layers = tuple(
         LayerSpec(mixers[kind], read_rope(config) if turns and kind == "full_attention" else None, mlp)

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from kvern.models.describe import describe, kinds_of, read_attention, read_experts, read_rope
+from kvern.models.describe import describe, kinds_of, read_attention, read_moe, read_rope
 from kvern.models.registry import Config
 from kvern.spec.mixers import AttentionSpec, ShortConvSpec
 from kvern.spec.model import LayerSpec, MlpSpec, ModelSpec, MoeSpec, NormSpec, QueryKeyNormSpec, Rename
@@ -62,10 +62,10 @@ def lfm2(config: Config) -> ModelSpec:
 
 
 def lfm2_moe(config: Config) -> ModelSpec:
-    moe = MoeSpec(
-        experts=read_experts(config),
-        top_k=config["num_experts_per_tok"],
+    moe = read_moe(
+        config,
         width=config["moe_intermediate_size"],
+        activation="silu",
         scoring="sigmoid",
         corrected=bool(config["use_expert_bias"]),
         renormalize=bool(config["norm_topk_prob"]),

@@ -10,10 +10,11 @@ from kvern.models.describe import (
     read_mlp,
     read_rope,
     rope_settings,
+    text_config,
+    text_part,
     uniform_layers,
 )
 from kvern.models.registry import Config
-from kvern.models.text_part import text_config, text_part
 from kvern.spec.model import ModelSpec, QueryScaling
 
 

@@ -4,16 +4,15 @@ from kvern.errors import UnsupportedModel
 from kvern.models.describe import (
     check_settings,
     describe,
-    read_activation,
-    read_experts,
     read_head_dim,
+    read_moe,
     read_rms_norm,
     read_rope,
     uniform_layers,
 )
 from kvern.models.families.mixtral import RENAMES
 from kvern.models.registry import Config
-from kvern.spec.model import ModelSpec, MoeSpec, QueryKeyNormSpec, Rename
+from kvern.spec.model import ModelSpec, QueryKeyNormSpec, Rename
 
 _AS_PUBLISHED = {
     "scoring_func": "sigmoid",
@@ -29,13 +28,7 @@ def minimax_m2(config: Config) -> ModelSpec:
     check_settings(config, _AS_PUBLISHED)
     if any(kind != 1 for kind in config.get("attn_type_list") or ()):
         raise UnsupportedModel("attn_type_list names layers of linear attention: kvern reads minimax_m2 without them")
-    moe = MoeSpec(
-        experts=read_experts(config),
-        top_k=config["num_experts_per_tok"],
-        width=config["intermediate_size"],
-        activation=read_activation(config),
-        scoring="sigmoid",
-    )
+    moe = read_moe(config, scoring="sigmoid")
     turned = config.get("rotary_dim")
     rope = read_rope(config if turned is None else {**config, "rotary_pct": turned / read_head_dim(config)})
     layers = config["num_hidden_layers"]

@@ -1,8 +1,8 @@
 """Mixtral: Mistral's layers with a mixture of experts."""
 
-from kvern.models.describe import describe, read_activation, read_attention, read_experts, uniform_layers
+from kvern.models.describe import describe, read_attention, read_moe, uniform_layers
 from kvern.models.registry import Config
-from kvern.spec.model import ModelSpec, MoeSpec, Rename
+from kvern.spec.model import ModelSpec, Rename
 
 RENAMES = (
     Rename(r"\.block_sparse_moe\.", ".mlp."),
@@ -13,11 +13,5 @@ RENAMES = (
 
 
 def mixtral(config: Config) -> ModelSpec:
-    moe = MoeSpec(
-        experts=read_experts(config),
-        top_k=config["num_experts_per_tok"],
-        width=config["intermediate_size"],
-        activation=read_activation(config),
-    )
     attention = read_attention(config, window=config.get("sliding_window"))
-    return describe(config, uniform_layers(config, attention=attention, mlp=moe), renames=RENAMES)
+    return describe(config, uniform_layers(config, attention=attention, mlp=read_moe(config)), renames=RENAMES)

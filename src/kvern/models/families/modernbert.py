@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from kvern.errors import UnsupportedModel
 from kvern.models.describe import describe, read_head_dim, read_mlp, read_rope
-from kvern.models.encoder_config import check_encoder, is_classifier
+from kvern.models.families.bert import check_encoder, is_classifier
 from kvern.models.registry import Config
 from kvern.spec.mixers import AttentionSpec
 from kvern.spec.model import PRE_NORMS, EncoderSpec, HeadSpec, LayerSpec, ModelSpec, NormSpec, Rename

@@ -7,8 +7,8 @@ from kvern.models.describe import (
     kinds_of,
     read_activation,
     read_attention,
-    read_experts,
     read_groups,
+    read_moe,
 )
 from kvern.models.families.granite_hybrid import check_steps
 from kvern.models.registry import Config
@@ -66,9 +66,8 @@ def _moe(config: Config) -> MoeSpec:
     if config.get("mlp_bias"):
         raise UnsupportedModel("mlp_bias is true: kvern's experts have no biases")
     groups, top_groups = read_groups(config)
-    return MoeSpec(
-        experts=read_experts(config),
-        top_k=config["num_experts_per_tok"],
+    return read_moe(
+        config,
         width=config["moe_intermediate_size"],
         activation=_activation(config),
         scoring="sigmoid",

@@ -4,15 +4,14 @@ from kvern.errors import UnsupportedModel
 from kvern.models.describe import (
     describe,
     layers_by_type,
-    read_activation,
-    read_experts,
     read_layer_types,
+    read_moe,
     read_rms_norm,
     read_rope,
     uniform_layers,
 )
 from kvern.models.registry import Config
-from kvern.spec.model import POST_NORMS, ModelSpec, MoeSpec, NormSpec, QueryKeyNormSpec
+from kvern.spec.model import POST_NORMS, ModelSpec, NormSpec, QueryKeyNormSpec
 
 
 def _reject_clipping(config: Config) -> None:
@@ -45,12 +44,6 @@ def olmo3(config: Config) -> ModelSpec:
 
 def olmoe(config: Config) -> ModelSpec:
     _reject_clipping(config)
-    moe = MoeSpec(
-        experts=read_experts(config),
-        top_k=config["num_experts_per_tok"],
-        width=config["intermediate_size"],
-        activation=read_activation(config),
-        renormalize=config["norm_topk_prob"],
-    )
+    moe = read_moe(config, renormalize=config["norm_topk_prob"])
     norm = QueryKeyNormSpec(read_rms_norm(config), "row")
     return describe(config, uniform_layers(config, mlp=moe), query_key_norm=norm)

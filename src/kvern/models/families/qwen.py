@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from kvern.errors import UnsupportedModel
-from kvern.models.describe import describe, layers_by_type, read_activation, read_experts, read_rms_norm
+from kvern.models.describe import describe, layers_by_type, read_moe, read_rms_norm
 from kvern.models.registry import Config
 from kvern.spec.model import LayerSpec, ModelSpec, MoeSpec, QueryKeyNormSpec
 
@@ -25,15 +25,10 @@ def _layers(config: Config) -> tuple[LayerSpec, ...]:
     return layers_by_type(_window(config), layers_from(config, config.get("max_window_layers", 0)))
 
 
-def read_moe(config: Config, **fields: object) -> MoeSpec:
-    given: dict[str, object] = {
-        "experts": read_experts(config),
-        "top_k": config["num_experts_per_tok"],
-        "width": config["moe_intermediate_size"],
-        "activation": read_activation(config),
-        "renormalize": config.get("norm_topk_prob", False),
-    }
-    return MoeSpec(**(given | fields))  # type: ignore[arg-type]
+def read_sparse(config: Config, **fields: object) -> MoeSpec:
+    """Qwen's experts, whose weights are renormalised if the configuration says so."""
+    given = {"width": config["moe_intermediate_size"], "renormalize": config.get("norm_topk_prob", False)}
+    return read_moe(config, **(given | fields))
 
 
 def _sparse_layers(config: Config, kinds: Sequence[str], moe: MoeSpec) -> tuple[LayerSpec, ...]:
@@ -64,7 +59,7 @@ def qwen3_classifier(config: Config) -> ModelSpec:
 
 
 def qwen2_moe(config: Config) -> ModelSpec:
-    moe = read_moe(config, shared_width=config["shared_expert_intermediate_size"], shared_gate=True)
+    moe = read_sparse(config, shared_width=config["shared_expert_intermediate_size"], shared_gate=True)
     most, count = config["max_window_layers"], config["num_hidden_layers"]
     older = ["full_attention" if index % 2 or index >= most else "sliding_attention" for index in range(count)]
     layers = _sparse_layers(config, config.get("layer_types") or older, moe)
@@ -73,5 +68,5 @@ def qwen2_moe(config: Config) -> ModelSpec:
 
 def qwen3_moe(config: Config) -> ModelSpec:
     kinds = ["sliding_attention"] * int(config["num_hidden_layers"])
-    layers = _sparse_layers(config, kinds, read_moe(config))
+    layers = _sparse_layers(config, kinds, read_sparse(config))
     return describe(config, layers, query_key_norm=QueryKeyNormSpec(read_rms_norm(config)))

@@ -11,10 +11,11 @@ from kvern.models.describe import (
     read_mlp,
     read_rms_norm,
     read_rope,
+    text_config,
+    text_part,
 )
-from kvern.models.families.qwen import read_moe
+from kvern.models.families.qwen import read_sparse
 from kvern.models.registry import Config
-from kvern.models.text_part import text_config, text_part
 from kvern.spec.mixers import AttentionSpec, DeltaNetSpec
 from kvern.spec.model import HeadLayerSpec, LayerSpec, MlpSpec, ModelSpec, MoeSpec, QueryKeyNormSpec
 
@@ -76,7 +77,7 @@ def _hybrid(config: Config, mlps: list[MlpSpec | MoeSpec], *, grouped: bool) -> 
 
 def _shared_moe(config: Config, *, renormalize: bool) -> MoeSpec:
     width = config["shared_expert_intermediate_size"]
-    return read_moe(config, renormalize=renormalize, shared_width=width, shared_gate=True)
+    return read_sparse(config, renormalize=renormalize, shared_width=width, shared_gate=True)
 
 
 def qwen3_next(config: Config) -> ModelSpec:
