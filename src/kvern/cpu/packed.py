@@ -141,7 +141,9 @@ class GroupsProduct:
     """
 
     def __init__(self, matrix: Groups, outputs: int, rounded: bool) -> None:
-        numbers, self._matrix, self._outputs = matrix.numbers, matrix, outputs
+        numbers = matrix.numbers
+        self._matrix = matrix
+        self._outputs = outputs
         whole = _integers(numbers or ()) if rounded else None
         codes, step = whole or ((), 1.0)
         self._numbers: Tensor | None = torch.tensor(codes, dtype=torch.int8) if codes else None

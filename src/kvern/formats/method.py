@@ -179,7 +179,10 @@ def groups_product(shape: LinearShape, matrix: Groups) -> GroupsProduct:
 
 def packed_product(shape: LinearShape, packed: Packed) -> GroupsProduct | None:
     """The product on a CPU with a matrix that is packed as for GPU kernels; None: no kernel supports it."""
-    code, scale, zero, group = packed.code, packed.scale, packed.zero, packed.group
+    code = packed.code
+    scale = packed.scale
+    zero = packed.zero
+    group = packed.group
     wide = code == "int8"
     if not (wide or code in NUMBERS) or scale is None or packed.outputs_per_scale > 1:
         return None

@@ -42,7 +42,9 @@ class Norm(_NormWeights):
     ) -> None:
         """`dtype`, if there is one, is that of the weights, and PyTorch computes the norm."""
         super().__init__(build.path)
-        self.spec, self.name, self.shape = spec, name, (width,)
+        self.spec = spec
+        self.name = name
+        self.shape = (width,)
         self.epsilon = spec.epsilon
         self.gain = 1.0
         self._ops = build.ops
