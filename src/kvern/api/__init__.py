@@ -1,7 +1,7 @@
 """Bodies of requests and their answers in the formats of each API, without HTTP and without files.
 
 errors        errors as answers: their HTTP status and OpenAI's format
-fields        fields that several APIs take, and checks of a field's type
+fields        fields that several APIs take beside those of `SamplingParams`, which all take; checks of a field's type
 limits        the limits of one request
 conversation  messages, tools and thinking of a chat
 forms         the form of an answer: JSON, a schema, a grammar

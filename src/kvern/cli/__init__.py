@@ -1,9 +1,13 @@
 """The command `kvern`: a file for each command, and how options and flags are read.
 
 `entry.py` starts an engine's process early, `main.py` finds the command, `options.py` makes flags, environment
-variables and keys of files out of the fields of `EngineConfig` and `ServerConfig`, `help.py` prints their docstrings,
-and `vllm_flags.py` is the table of vLLM's flags. To add an option: a field of `EngineConfig`; it is a flag at once.
-Modules imported here are compiled to bytecode once. Above all other packages. Begin with `main.py`.
+variables and keys of files out of the fields of `EngineConfig`, `SamplingOptions` and `ServerConfig`, `help.py` prints
+their docstrings, and `vllm_flags.py` is the table of vLLM's flags. Modules imported here are compiled to bytecode once.
+This package may import every other one, and none imports it. Begin with `main.py`.
+
+To add an option of the engine: a field of `EngineConfig`; of the server: a field of `ServerConfig`; a sampling flag of
+`run` and `chat`: a field of `SamplingOptions` (`options.py`) with the name that it has in `SamplingParams`. Each is a
+flag, an environment variable and a key of files at once.
 """
 
 from kvern.io.bytecode import keep_bytecode

@@ -268,7 +268,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
                 f"n is {self.n}, above beam_width {self.beam_width}: a search has as many answers as beams; lower n or "
                 "raise beam_width"
             )
-        for name, kept in MEANINGLESS_WITH_BEAMS.items():
+        for name, kept in REFUSED_WITH_BEAMS.items():
             if getattr(self, name) not in kept:
                 raise InvalidParameter(
                     f"{name} is {getattr(self, name)} with beam_width {self.beam_width}: beams are not drawn; leave "
@@ -287,7 +287,7 @@ class ResolvedParams(SamplingParams, frozen=True, kw_only=True, omit_defaults=Tr
     repetition_penalty: float = 1.0
 
 
-MEANINGLESS_WITH_BEAMS: dict[str, tuple[float | None, ...]] = {
+REFUSED_WITH_BEAMS: dict[str, tuple[float | None, ...]] = {
     "temperature": (None, 0),
     "top_k": (None, 0, -1),
     "top_p": (None, 1),
@@ -297,7 +297,7 @@ MEANINGLESS_WITH_BEAMS: dict[str, tuple[float | None, ...]] = {
     "xtc_probability": (0,),
     "dynatemp_range": (0,),
 }
-"""Fields about sampling, with their values that have no effect."""
+"""The fields that filter or scale probabilities, with the values that change nothing: beams refuse all others."""
 
 
 LISTS_OF_TEXTS = ("bad_words", "dry_sequence_breakers")

@@ -1,6 +1,8 @@
 """One device of an engine: weights, KV cache, rows, CUDA graphs, and how a step runs.
 
-`executor.py` receives steps, `worker.py` owns what lives on the device, `runner.py` and `device_runner.py` run a step.
+`executor.py` receives steps, and `worker.py` owns what lives on the device. `runner.py` runs a step on a CPU,
+`device_runner.py` on a GPU. `needs.py` lists what a request asks of sampling, and `sampling.py` chooses between PyTorch
+and the kernels for CPUs.
 `tiered.py` has the protocol of KV tiers, `Tier`, and calls it around steps.
 The scheduler (`engine/`) is above and is not imported here.
 """

@@ -7,7 +7,7 @@ from operator import or_
 from kvern.request.step import Fork, NewRequest
 from kvern.sample.constraints import is_constrained
 from kvern.sample.rare_filters import has_rare_filters
-from kvern.sample.sampler import GREEDY_BELOW, filters
+from kvern.sample.sampler import GREEDY_BELOW, has_common_filters
 
 
 class SamplingNeeds:
@@ -20,7 +20,7 @@ class SamplingNeeds:
     """Penalties, biases and bans of tokens: they change the logits."""
     LOGPROBS = 4
     RARE_FILTERS = 8
-    """They look at all probabilities in an order; PyTorch does that."""
+    """The filters of `sample/rare_filters.py`: PyTorch computes them, after the graph."""
     EMBEDDING = 16
     """The hidden state is wanted beside the token."""
     GRAMMAR = 32
@@ -38,7 +38,7 @@ def needs_of(request: NewRequest) -> int:
     params = request.params
     drawn = params.temperature >= GREEDY_BELOW
     asked = {
-        SamplingNeeds.FILTERS: drawn and filters(params),
+        SamplingNeeds.FILTERS: drawn and has_common_filters(params),
         SamplingNeeds.CONSTRAINTS: is_constrained(request),
         SamplingNeeds.LOGPROBS: params.logprobs is not None,
         SamplingNeeds.RARE_FILTERS: drawn and has_rare_filters(params),

@@ -1,4 +1,4 @@
-"""Filters that few requests use: top-n-sigma, XTC and dynamic temperature, with names and meanings of llama.cpp.
+"""Filters that few requests use: top-n-sigma, XTC and dynamic temperature, with llama.cpp's names and meanings.
 
 top_n_sigma          first of all filters: it reads the logits of the whole vocabulary, and a temperature does not
                      change its result
@@ -8,7 +8,7 @@ dynamic temperature  last: it depends on the entropy of the remaining tokens; th
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 
@@ -27,46 +27,40 @@ def has_rare_filters(params: SamplingParams) -> bool:
 
 @dataclass(frozen=True)
 class RareFilters:
-    """Parameters of N rows, [N, 1] float32 each."""
+    """Parameters of N rows, [N, 1] float32 each. The fields have the names of `SamplingParams`."""
 
-    sigmas: torch.Tensor
+    top_n_sigma: torch.Tensor
     xtc_probability: torch.Tensor
     xtc_threshold: torch.Tensor
-    temperature_range: torch.Tensor
-    exponent: torch.Tensor
+    dynatemp_range: torch.Tensor
+    dynatemp_exponent: torch.Tensor
 
     @classmethod
     def of(cls, params: Sequence[SamplingParams], device: torch.device) -> "RareFilters":
         """The parameters of requests, sent to the device in one copy."""
-        numbers = [
-            number
-            for item in params
-            for number in (
-                item.top_n_sigma,
-                item.xtc_probability,
-                item.xtc_threshold,
-                item.dynatemp_range,
-                item.dynatemp_exponent,
-            )
-        ]
-        return cls(*upload(numbers, torch.float32, device).view(-1, 5, 1).unbind(1))
+        names = [field.name for field in fields(cls)]
+        numbers = [getattr(item, name) for item in params for name in names]
+        return cls(*upload(numbers, torch.float32, device).view(-1, len(names), 1).unbind(1))
 
-    def scale(self, logits: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
-        """Applies top_n_sigma and temperatures [N, 1] that are not dynamic to logits [N, vocabulary]."""
+    def before_common(self, logits: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
+        """Logits [N, vocabulary] after top_n_sigma and temperatures [N, 1] that are not dynamic; before top_k."""
         known = logits > float("-inf")
         count = known.sum(-1, keepdim=True)
         mean = logits.masked_fill(~known, 0).sum(-1, keepdim=True) / count
         deviation = ((logits - mean).masked_fill(~known, 0).square().sum(-1, keepdim=True) / count).sqrt()
-        limit = logits.amax(-1, keepdim=True) - self.sigmas * deviation
-        kept = logits.masked_fill((self.sigmas > 0) & (logits < limit), float("-inf"))
-        return kept / torch.where(self.temperature_range > 0, 1.0, temperature)
+        limit = logits.amax(-1, keepdim=True) - self.top_n_sigma * deviation
+        kept = logits.masked_fill((self.top_n_sigma > 0) & (logits < limit), float("-inf"))
+        return kept / torch.where(self.dynatemp_range > 0, 1.0, temperature)
 
-    def reshape(
+    def after_common(
         self, probabilities: torch.Tensor, temperature: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor
     ) -> torch.Tensor:
-        """Probabilities [N, candidates], not normalised, after XTC and dynamic temperature; positions and seeds [N]."""
+        """Returns probabilities [N, candidates] after XTC and dynamic temperature: the place of most new filters.
+
+        The probabilities are those that typical_p left, not normalised; positions and seeds are [N].
+        """
         probabilities = self._without_top_choices(probabilities, seeds, positions)
-        return torch.where(self.temperature_range > 0, self._heated(probabilities, temperature), probabilities)
+        return torch.where(self.dynatemp_range > 0, self._heated(probabilities, temperature), probabilities)
 
     def _without_top_choices(
         self, probabilities: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor
@@ -84,6 +78,6 @@ class RareFilters:
         entropy = -torch.where(shares > 0, shares * shares.log(), 0).sum(-1, keepdim=True)
         most = (shares > 0).sum(-1, keepdim=True).float().log()
         unsure = torch.where(most > 0, entropy / most, 0).clamp_(0, 1)
-        low, high = (temperature - self.temperature_range).clamp_(min=0), temperature + self.temperature_range
-        heat = low + (high - low) * unsure**self.exponent
+        low, high = (temperature - self.dynatemp_range).clamp_(min=0), temperature + self.dynatemp_range
+        heat = low + (high - low) * unsure**self.dynatemp_exponent
         return (shares / shares.amax(-1, keepdim=True)) ** (1 / heat)

@@ -24,7 +24,7 @@ GREEDY_BELOW = 1e-5
 """Temperatures below this select the most probable token, because a division by them would overflow."""
 
 
-def filters(params: ResolvedParams) -> bool:
+def has_common_filters(params: ResolvedParams) -> bool:
     """True if a common filter excludes tokens; `has_rare_filters` answers for the others."""
     return bool(params.top_k) or params.top_p < 1.0 or bool(params.min_p) or params.typical_p < 1.0
 
@@ -79,7 +79,7 @@ def _left(
         slot = slot_index[index]
         temperature = rows.temperature[slot, None]
         rarely = RareFilters.of(asked, logits.device) if rare else None
-        scores = logits[index] / temperature if rarely is None else rarely.scale(logits[index], temperature)
+        scores = logits[index] / temperature if rarely is None else rarely.before_common(logits[index], temperature)
         ids = None
         if few:
             scores, ids = _most_probable(scores, rows.top_k[slot])
@@ -87,7 +87,7 @@ def _left(
             scores, ids = scores.sort(dim=-1, descending=True, stable=True)
         left = _filter(scores, rows, slot, ordered, any(params.typical_p < 1.0 for params in asked))
         if rarely is not None:
-            left = rarely.reshape(left, temperature, rows.seeds[slot], positions[index])
+            left = rarely.after_common(left, temperature, rows.seeds[slot], positions[index])
         yield index, slot, left, ids
 
 
