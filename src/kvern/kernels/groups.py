@@ -5,6 +5,7 @@
 
 from collections.abc import Mapping
 
+PACKAGE = "kvern.kernels."
 MODULES: Mapping[str, tuple[str, ...]] = {
     "activation": ("activation",),
     "adapters": ("adapted_product", "adapters"),
@@ -61,5 +62,11 @@ _GROUP_OF = {name: group for group, names in MODULES.items() for name in names}
 
 
 def group_of(module: str, kernel: str) -> str:
-    """The group of a kernel of a module of `kvern.kernels`."""
-    return _GROUP_OF.get(f"{module}.{kernel}") or _GROUP_OF[module]
+    """The group of a kernel by the full name of its module; kernels of other packages are a group a module.
+
+    Raises KeyError for a kernel of `kvern.kernels` that is in no group.
+    """
+    if not module.startswith(PACKAGE):
+        return module
+    name = module.removeprefix(PACKAGE)
+    return _GROUP_OF.get(f"{name}.{kernel}") or _GROUP_OF[name]

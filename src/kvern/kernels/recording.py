@@ -35,7 +35,7 @@ class Launch(NamedTuple):
     @property
     def group(self) -> str:
         """The kernel's group."""
-        return group_of(self.kernel.fn.__module__.rpartition(".")[2], self.name)
+        return group_of(self.kernel.fn.__module__, self.name)
 
     def compile(self) -> Any:
         """Return the compiled kernel, from Triton's cache if it is there. Raises what Triton's compiler raises."""

@@ -14,6 +14,8 @@ from functools import partial
 import torch
 from triton.compiler.errors import CompilationError
 
+from kvern.errors import ConfigError
+from kvern.kernels.groups import MODULES
 from kvern.kernels.recording import Launch, Launches
 from kvern.runner import ahead
 from kvern.runner.kernel_processes import compile_in_processes
@@ -26,7 +28,8 @@ THREADS = 8
 def broken_groups(models: Sequence[Launches], device: torch.device) -> list[frozenset[str]]:
     """Compile and load every kernel and return, for each model, the groups of which some kernel does not work.
 
-    `models`: what each launches on this device.
+    `models`: what each launches on this device. Raises ConfigError if a kernel of another package does not compile,
+    whose work nothing else does.
     """
     if device.type == "cuda":
         ahead.finish()
@@ -40,6 +43,11 @@ def broken_groups(models: Sequence[Launches], device: torch.device) -> list[froz
         while isinstance(error, CompilationError) and error.__cause__ is not None:  # it says where, and that says why
             error = error.__cause__
         reason = (str(error) or type(error).__name__).splitlines()[0]
+        if group not in MODULES:
+            raise ConfigError(
+                f"{', '.join(names)} of {group} does not compile here ({reason}), and nothing else does its work: "
+                "choose a model whose weights are stored in another format"
+            )
         logger.warning(
             "the kernels for %s do not work here (%s), PyTorch does their work: %s", group, ", ".join(names), reason
         )
