@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from kvern.cli.entry import main
+from kvern.cli.main import main
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
 
