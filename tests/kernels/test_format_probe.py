@@ -11,8 +11,6 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from kvern.layers.format_choice import linear_methods
-from kvern.layers.tuned_format import TunedLinear
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -22,8 +20,9 @@ from kvern.errors import ConfigError
 from kvern.kernels.launch import cdiv
 from kvern.kernels.recording import Launch
 from kvern.layers.build_options import BuildOptions
-from kvern.layers.linear_format import LINEAR_METHODS, LinearFormat, LinearMethods
+from kvern.layers.linear_format import LINEAR_METHODS, LinearFormat, LinearMethods, linear_methods
 from kvern.layers.linear_method import INPUTS, OUTPUTS, LinearMethod, LinearShape, TensorLayout
+from kvern.layers.tuned_linear import TunedLinear
 from kvern.models.loader import read_config
 from kvern.models.registry import spec_from_config
 from kvern.runner.dummy_steps import META
