@@ -9,9 +9,8 @@ import pytest
 from training.adapter import Lesson, save, train
 
 from kvern import LLM, AsyncLLM, SamplingParams
-from kvern.cli.arguments import kvern_arguments
 from kvern.cli.chat import Conversation
-from kvern.cli.main import main
+from kvern.cli.main import kvern_arguments, main
 from kvern.cli.options import adapters_of, read_defaults
 from kvern.cli.run import RunCommand
 from kvern.errors import ConfigError, InvalidAdapter

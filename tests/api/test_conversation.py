@@ -7,11 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvern import LLM
+from kvern.api.chat_fields import read_thinking
 from kvern.api.conversation import plain_messages, template_variables
-from kvern.api.thinking_fields import read_thinking
 from kvern.tools.encoding import Encoding
 from kvern.tools.thinking import THINKING
-from kvern.tools.thought_tokens import ThoughtTokens
+from kvern.tools.thinking_splitter import ThoughtTokens
 
 
 @pytest.mark.parametrize("name", ["reasoning", "reasoning_content", "thinking"])

@@ -8,8 +8,8 @@ import tokenizers
 
 from kvern.errors import InvalidRequest, PromptTooLong
 from kvern.text.tokenizer import Tokenizer
-from kvern.tools import conversation_tokens
-from kvern.tools.conversation_tokens import SHORTEST_PIECE, ConversationEncoder
+from kvern.tools import encoding
+from kvern.tools.encoding import SHORTEST_PIECE, ConversationEncoder
 from tests.support.tiny_tokenizer import CORPUS, byte_level, save, sentencepiece
 
 TEMPLATE = "<|user|>{{ messages[0].content }}</s><|assistant|>"
@@ -58,7 +58,7 @@ def test_what_came_before_is_tokenized_once(tokenizer: Counting) -> None:
 
 
 def test_what_is_kept_is_bounded(tokenizer: Counting, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(conversation_tokens, "MOST_CHARACTERS", 10_000)
+    monkeypatch.setattr(encoding, "MOST_CHARACTERS", 10_000)
     encoder = ConversationEncoder(tokenizer)
     for number in range(40):
         text = f"{number}" + "hello " * 500 + "</s>end"

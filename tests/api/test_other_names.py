@@ -13,8 +13,7 @@ from kvern.api.ollama import CHAT as OLLAMA
 from kvern.api.ollama import read_body
 from kvern.api.other_names import ignored
 from kvern.api.responses import read_response
-from kvern.batch.openai_rows import read_openai_row
-from kvern.batch.requests import RowRules
+from kvern.batch.requests import RowRules, read_openai_row
 from kvern.errors import InvalidParameter, KvernError
 from kvern.request.sampling_params import SamplingParams
 from kvern.text.tokenizer import Tokenizer

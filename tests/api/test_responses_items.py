@@ -22,8 +22,8 @@ from kvern.api.response_reasoning import MOST_BYTES, opened_reasoning, packed_re
 from kvern.api.responses import KNOWN, fail, read_response
 from kvern.errors import InvalidRequest
 from kvern.request.pieces import Arguments, CallBegins, Content, Piece, Reasoning
-from kvern.text.call_messages import UNPARSED
 from kvern.text.content import readable
+from kvern.text.message_forms import UNPARSED
 from tests.support.served import QUESTION, Served, serving
 
 RESPONSE: dict[str, Any] = {"id": f"resp_{'0' * 32}", "tools": [], "include": [], "reasoning": {"summary": None}}

@@ -8,9 +8,9 @@ from kvern.api import embeddings, rerank, scores, text_pairs
 from kvern.api.embeddings import embedding_answer, read_embedding
 from kvern.api.errors import HttpError
 from kvern.api.fields import sampling_params, typed
+from kvern.api.other_names import as_sent, sent_names
 from kvern.api.rerank import read_rerank
 from kvern.api.scores import read_score
-from kvern.api.sent_names import as_sent, sent_names
 from kvern.api.text_pairs import read_pairs
 from kvern.batch.job import failure
 from kvern.batch.readers import Row

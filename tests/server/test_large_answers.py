@@ -15,7 +15,7 @@ from kvern.request.events import MOST_TOLD, TokenEvent, in_parts
 from kvern.request.sampling_params import ResolvedParams
 from kvern.request.step import Logprob
 from kvern.server.config import ServerConfig
-from kvern.server.large_answers import json_parts
+from kvern.server.http import json_parts
 from kvern.text.tokenizer import Tokenizer
 from tests.support.watched_loop import Ask, watched_server
 

@@ -10,7 +10,7 @@ import pytest
 from kvern import LLM, SamplingParams
 from kvern.api.ollama import CHAT, GENERATE, read_body
 from kvern.errors import InvalidRequest
-from kvern.server.handlers.ollama_models import shortened
+from kvern.server.handlers.ollama import shortened
 from tests.support.served import QUESTION, Served, serving
 
 GREEDY = {"temperature": 0, "num_predict": 24}

@@ -13,8 +13,8 @@ from kvern.structured.grammar import Grammars, grammars_of
 from kvern.text.tokenizer import Tokenizer
 from kvern.tools.chat import AnswerReader, PlainParser
 from kvern.tools.formats import FORMATS
-from kvern.tools.grammar import Thought
 from kvern.tools.json_calls import LISTS
+from kvern.tools.thinking import Thought
 from kvern.tools.tool_format import ToolFormat
 from kvern.tools.xml_functions import XmlFunctions
 

@@ -21,7 +21,7 @@ from kvern.tools.chat import PromptOptions
 from kvern.tools.formats import formats_of
 from kvern.tools.harmony import Harmony
 from kvern.tools.thinking import HARMONY
-from kvern.tools.thought_tokens import ThoughtTokens
+from kvern.tools.thinking_splitter import ThoughtTokens
 from tests.support.internals import engine_of
 from tests.support.served import KEY, Served, serving
 from tests.support.tiny_model import make_tiny_model

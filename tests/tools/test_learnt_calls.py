@@ -14,8 +14,8 @@ from kvern.text.chat_template import ChatTemplate
 from kvern.tools.definitions import read_tools
 from kvern.tools.formats import format_of
 from kvern.tools.grammar import GrammarWriter
-from kvern.tools.json_mending import JsonMender
-from kvern.tools.learning import SPECIAL_TOKENS
+from kvern.tools.json_call import JsonMender
+from kvern.tools.thinking import SPECIAL_TOKENS
 from kvern.tools.tool_format import ToolFormat
 from tests.support import call_templates
 from tests.support.tool_calls import calls_of, embedded_grammars, everywhere, read, reader_of, typed, values

@@ -18,8 +18,8 @@ from kvern.text.tokenizer import Tokenizer
 from kvern.tools.chat import Chat, ChatRequest, PromptOptions
 from kvern.tools.definitions import NO_TOOLS, ToolUse, read_tools
 from kvern.tools.formats import format_of
-from kvern.tools.learning import SPECIAL_TOKENS
 from kvern.tools.recipients import Recipients
+from kvern.tools.thinking import SPECIAL_TOKENS
 from tests.support import call_templates
 from tests.support.tool_calls import embedded_grammars
 

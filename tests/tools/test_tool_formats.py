@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 from kvern.config import EngineConfig
 from kvern.tools.chat import AnswerReader
 from kvern.tools.formats import FORMATS, format_of
-from kvern.tools.grammar import Thought
 from kvern.tools.json_calls import HERMES, JsonCalls
-from kvern.tools.thinking import THINKING, beginning_of, thinking_of
+from kvern.tools.thinking import THINKING, Thought, beginning_of, thinking_of
 from kvern.tools.tool_format import ToolFormat
 from tests.support.tool_calls import DIFFERENT, NAMES, XML, calls_of, everywhere, read, reader_of, typed
 

@@ -6,12 +6,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from kvern.api.chat_fields import SWITCHES, read_thinking
 from kvern.api.fields import typed
-from kvern.api.thinking_fields import SWITCHES, read_thinking
 from kvern.errors import InvalidRequest, shown
 from kvern.io.json_work import is_too_much
-from kvern.text.call_messages import arguments_of
 from kvern.text.content import MessageContent, content_of
+from kvern.text.message_forms import arguments_of
 from kvern.tools.chat import DEFAULT_PROMPT, PromptOptions
 from kvern.tools.definitions import NO_TOOLS, ToolUse, read_tools
 from kvern.tools.encoding import Encoding

@@ -6,14 +6,13 @@ from collections.abc import AsyncIterable, AsyncIterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from kvern.api.chat_fields import THINKING_FIELDS
+from kvern.api.chat_fields import THINKING_FIELDS, read_thinking
 from kvern.api.conversation import ChatBody, plain_messages, template_variables
 from kvern.api.errors import HttpError
 from kvern.api.fields import COMMON_FIELDS, CommonFields, read_common, sampling_params, typed
 from kvern.api.message_blocks import BlockEvents, blocks, chat_messages, text
 from kvern.api.message_tools import chat_tool_choice, chat_tools
 from kvern.api.other_names import in_own_words
-from kvern.api.thinking_fields import read_thinking
 from kvern.errors import shown
 from kvern.request.outputs import CompletionOutput, RequestOutput
 from kvern.request.pieces import Message

@@ -10,13 +10,13 @@ from typing import Any
 
 import msgspec
 
+from kvern.api.chat_fields import read_thinking
 from kvern.api.conversation import ChatBody, plain_messages
 from kvern.api.errors import HttpError
 from kvern.api.fields import COMMON_FIELDS, CommonFields, read_common, sampling_params, typed
 from kvern.api.message_blocks import blocks
 from kvern.api.other_names import ignored, in_own_words
 from kvern.api.text_logprobs import finite, tables_at_once
-from kvern.api.thinking_fields import read_thinking
 from kvern.errors import InvalidRequest, shown
 from kvern.io.json_lines import as_json
 from kvern.request.outputs import CompletionOutput, RequestOutput

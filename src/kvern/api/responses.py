@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from kvern.api.chat_fields import THINKING_FIELDS
+from kvern.api.chat_fields import THINKING_FIELDS, ThinkingFields, read_thinking
 from kvern.api.conversation import ChatBody, plain_messages, template_variables
 from kvern.api.errors import HttpError, status_of
 from kvern.api.fields import (
@@ -28,7 +28,6 @@ from kvern.api.response_items import added_tools, input_messages
 from kvern.api.response_output import OutputItems
 from kvern.api.response_tools import ToolList, chat_tool_choice, read_tool_list
 from kvern.api.text_logprobs import finite, tables_at_once
-from kvern.api.thinking_fields import ThinkingFields, read_thinking
 from kvern.errors import shown
 from kvern.io.json_lines import as_json
 from kvern.request.outputs import CompletionOutput, RequestOutput

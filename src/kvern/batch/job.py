@@ -20,11 +20,10 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from kvern.api.sent_names import as_sent, sent_names
+from kvern.api.other_names import as_sent, sent_names
 from kvern.batch.journal import Journal, Totals
-from kvern.batch.openai_rows import is_openai_row, read_openai_row
 from kvern.batch.readers import Reader, Row, checked_ending, content_digest, import_pyarrow, open_reader
-from kvern.batch.requests import BatchRequest, RowRules, merged
+from kvern.batch.requests import BatchRequest, RowRules, is_openai_row, merged, read_openai_row
 from kvern.batch.tables import write_table
 from kvern.errors import BatchFileError, InvalidRequest, KvernError
 from kvern.io.json_lines import json_line

@@ -10,10 +10,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from kvern.server.config import BATCHES
 from kvern.server.service import Service
-from kvern.server.stores.database import BATCHES, DataFolder, default_folder
 
 if TYPE_CHECKING:
+    from kvern.server.stores.database import DataFolder
     from kvern.server.stores.files import Store
     from kvern.server.stores.responses import ResponseStore
 
@@ -79,7 +80,6 @@ class Apis:
         self.service, self.width = service, width
         self.tasks: set[asyncio.Task[None]] = set()
         """Background tasks that the server's shutdown waits for."""
-        self._folder = DataFolder(service.config.data_dir or default_folder(), service.config.disk_reserve)
         self._made: dict[type[Any], Any] = {}
         self._imported: set[str] = set()
 
@@ -98,7 +98,7 @@ class Apis:
 
     async def resume(self) -> None:
         """Continues the batches that an earlier server process left unfinished."""
-        if (self._folder.path / BATCHES).exists():
+        if (self.service.config.data_folder / BATCHES).exists():
             await self._named("batches", "Batches").resume()
 
     async def stop(self) -> None:
@@ -108,7 +108,14 @@ class Apis:
                 await handler.stop()
         if "store" in self.__dict__:
             self.store.close()
-        self._folder.leave()
+        if "_folder" in self.__dict__:
+            self._folder.leave()
+
+    @cached_property
+    def _folder(self) -> "DataFolder":
+        from kvern.server.stores.database import DataFolder
+
+        return DataFolder(self.service.config.data_folder, self.service.config.disk_reserve)
 
     @cached_property
     def store(self) -> "Store":

@@ -1,30 +1,108 @@
-"""The HTTP application: its routes and its error handlers."""
+"""The HTTP application: its routes, its errors with advice, and the chat page that `web/` builds."""
 
 import asyncio
+import difflib
+import mimetypes
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import HTMLResponse, Response
-from starlette.routing import Route
+from starlette.responses import HTMLResponse, PlainTextResponse, Response
+from starlette.routing import Match, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from kvern.api.errors import HttpError
-from kvern.errors import KvernError
+from kvern.errors import KvernError, shown
 from kvern.observe.metrics import engines_text
 from kvern.server.apis import Apis
-from kvern.server.chat_page import page_routes
 from kvern.server.config import ServerConfig
 from kvern.server.gate import Gate
 from kvern.server.http import CLIENT_GONE, PAGE_HEADERS, error_response, is_anthropic, json_response, path_of
 from kvern.server.keys import ApiKey
 from kvern.server.service import Service
-from kvern.server.signposts import Signposts, by_all_names
 from kvern.serving.client import EngineClient
 from kvern.version import __version__
+
+FOLDER = Path(__file__).parent / "page"
+INDEX = "index.html"
+GREETING = "kvern is running: OpenAI's API is at /v1, Anthropic's at /v1/messages, ollama's at /api; /docs lists all\n"
+HEADERS = {
+    "Cache-Control": "no-cache",
+    "Content-Security-Policy": "default-src 'self'; style-src 'self'; object-src 'none'; base-uri 'none'; "
+    "form-action 'none'; frame-ancestors 'none'",
+    "Referrer-Policy": "no-referrer",
+    "X-Content-Type-Options": "nosniff",
+}
+
+
+def page_routes() -> list[Route]:
+    """Returns the routes of `/` and of the files that it loads. The files are read here."""
+    files = sorted(FOLDER.iterdir())
+    others = [Route(f"/{file.name}", _response(file), methods=["GET"]) for file in files if file.name != INDEX]
+    return [Route("/", _greet, methods=["GET"]), *others]
+
+
+async def _greet(request: Request) -> Response:
+    """Answers browsers with the page and other programs with a line of text."""
+    if "text/html" in request.headers.get("accept", ""):
+        return _response(FOLDER / INDEX)
+    return PlainTextResponse(GREETING, headers={"Vary": "Accept"})
+
+
+def _response(file: Path) -> Response:
+    return Response(file.read_bytes(), headers=HEADERS, media_type=mimetypes.guess_type(file.name)[0])
+
+
+EXAMPLES = {
+    "/v1/chat/completions": '{"messages": [{"role": "user", "content": "Hello"}]}',
+    "/v1/completions": '{"prompt": "Once upon a time"}',
+    "/v1/embeddings": '{"input": "Hello"}',
+    "/v1/messages": '{"max_tokens": 64, "messages": [{"role": "user", "content": "Hello"}]}',
+    "/v1/responses": '{"input": "Hello"}',
+    "/api/chat": '{"model": "NAME", "messages": [{"role": "user", "content": "Hello"}]}',
+    "/api/generate": '{"model": "NAME", "prompt": "Hello"}',
+}
+"""Example bodies of routes."""
+COMPARED = 64
+"""The number of characters of a path that are compared with those of routes."""
+
+
+class Signposts:
+    """Answers for paths and methods that these routes do not have."""
+
+    def __init__(self, routes: Sequence[Route]) -> None:
+        self._routes = routes
+
+    async def refused(self, request: Request, error: Exception) -> Response:
+        """Answers 404 and 405 with advice, and OPTIONS."""
+        assert isinstance(error, HTTPException)
+        methods = self._methods(request.scope)
+        path = path_of(request.scope)
+        asked = f"{request.method} {shown(path)}"
+        if not methods:
+            message = f"{asked}: there is no such route{self._nearest(path)}; /docs lists them"
+            return error_response(HttpError(404, message), request.scope)
+        headers = {"allow": ", ".join([*methods, "OPTIONS"])}
+        if request.method == "OPTIONS":
+            return Response(status_code=204, headers=headers)
+        body = f" with a body such as {EXAMPLES[path]}" if path in EXAMPLES else ""
+        message = f"{asked}: this route takes {' and '.join(methods)}{body}; /docs tells its fields"
+        return error_response(HttpError(405, message, headers=headers), request.scope)
+
+    def _methods(self, scope: Scope) -> list[str]:
+        """Returns the methods of all routes with the path."""
+        fitting = [route for route in self._routes if route.matches(scope)[0] is not Match.NONE]
+        return sorted({method for route in fitting for method in route.methods or ()})
+
+    def _nearest(self, path: str) -> str:
+        paths = {route.path for route in self._routes}
+        found = difflib.get_close_matches(path[:COMPARED], sorted(paths), n=2)
+        return f", the nearest are {' and '.join(found)}" if found else ""
+
 
 METRICS_ROUTES = ("/metrics", "/load", "/ready", "/version", "/health", "/ping")
 """Routes that a key with metrics=1 may read."""
@@ -74,7 +152,7 @@ class Server:
             Exception: _broken,
         }
         app = Starlette(routes=routes, exception_handlers=handled)
-        return by_all_names(Gate(_walled(app), self._keys, self.service.users, self.service.config), routes)
+        return Gate(_walled(app), self._keys, self.service.users, self.service.config, routes)
 
     async def stop(self) -> None:
         """Ends background work and releases the data folder."""

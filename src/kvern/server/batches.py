@@ -25,22 +25,21 @@ from kvern.api.batch_rows import answer_row, read_row
 from kvern.api.completions import CHAT, COMPLETIONS
 from kvern.api.embeddings import EMBEDDINGS
 from kvern.api.errors import HttpError, body_of, error_body, status_of
+from kvern.api.other_names import as_sent, sent_names
 from kvern.api.rerank import RERANK
 from kvern.api.scores import SCORE
-from kvern.api.sent_names import as_sent, sent_names
 from kvern.errors import EngineClosed, EngineUnavailable, InvalidRequest, KvernError, ServerBusy, shown
 from kvern.io.json_lines import BYTE_ORDER_MARK, json_line, read_json, wide_encoding
 from kvern.server.bodies import MAX_BODY_BYTES, SMALL_BODY_BYTES, Lane, check_counts, decode_object
 from kvern.server.handlers.files import OUTPUT, PART_BYTES, file_object
+from kvern.server.http import write_large
 from kvern.server.keys import ApiKey
-from kvern.server.large_answers import write_large
+from kvern.server.service import Answerer
 from kvern.server.stores.database import NoRoom
 from kvern.server.stores.files import Object, Store, paths_of_batch
 
 logger = logging.getLogger("kvern")
 
-Answerer = Callable[[dict[str, Any], ApiKey], Awaitable[object]]
-"""Answers a request: from its body, which the answerer may change and empty, to the answer's body."""
 
 ENDPOINTS = (CHAT, COMPLETIONS, EMBEDDINGS, SCORE, RERANK)
 WINDOW_SECONDS = 24 * 3600

@@ -15,7 +15,7 @@ from typing import Any
 from starlette.requests import Request
 
 from kvern.api.errors import HttpError
-from kvern.api.sent_names import sent_names
+from kvern.api.other_names import sent_names
 from kvern.errors import shown
 from kvern.io.json_lines import json_line, read_json
 from kvern.io.json_work import is_too_much

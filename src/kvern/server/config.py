@@ -1,6 +1,7 @@
 """Every option of the HTTP server."""
 
 import json
+import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,6 +10,8 @@ from typing import Literal
 from kvern.config import LONGEST_SECONDS
 from kvern.errors import ConfigError
 
+BATCHES = "kvern.db"
+"""The database of files and batches in the data folder."""
 ORIGIN = re.compile(r"\*|null|[a-z][a-z0-9+.-]*://[^/\s]+")
 
 
@@ -76,6 +79,11 @@ class ServerConfig:
     folder."""
     log_requests: Literal["none", "summary", "prompts"] = "none"
     """Entries of the log for each request: none, a line without its content, or its body as well."""
+
+    @property
+    def data_folder(self) -> Path:
+        """`data_dir`, or kvern's folder among the user's data (XDG base directory specification)."""
+        return self.data_dir or Path(os.environ.get("XDG_DATA_HOME") or Path.home() / ".local" / "share") / "kvern"
 
     def __post_init__(self) -> None:
         for name in ("allowed_origins", "allowed_methods", "allowed_headers"):

@@ -1,4 +1,7 @@
-"""HTTP answers: JSON, errors, and event streams that end when the client leaves."""
+"""HTTP answers: JSON, errors, and event streams that end when the client leaves.
+
+Answers with many log-probabilities are encoded in parts by threads of their own, so that other requests do not wait.
+"""
 
 import asyncio
 import contextlib
@@ -6,6 +9,7 @@ import html
 import http
 import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -14,11 +18,69 @@ from starlette.responses import HTMLResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from kvern.api.errors import anthropic_error, body_of, ollama_error, status_of
-from kvern.api.other_names import ignored
-from kvern.api.sent_names import as_sent
+from kvern.api.other_names import as_sent, ignored
 from kvern.errors import EngineUnavailable, KvernError, ServerBusy
 from kvern.io.json_lines import json_line
-from kvern.server.large_answers import PIECE, in_pieces, json_parts
+
+WRITERS = ThreadPoolExecutor(2, "answers")
+DEPTH = 8
+"""The depth to which objects and lists are split: event, response, items, item, its parts, part, tables, table."""
+PIECE = 1 << 16
+"""The bytes that are sent at once before other tasks have a turn; the last part may exceed it a little."""
+
+T = TypeVar("T")
+Encode = Callable[[object], bytes]
+
+
+async def apart(work: Callable[[], T]) -> T:
+    """Runs `work` in a writer thread. Other threads get a turn every few milliseconds, except during one encoder
+    call."""
+    return await asyncio.get_running_loop().run_in_executor(WRITERS, work)
+
+
+async def write_large(answer: Callable[[], object], encode: Encode = msgspec.json.encode) -> msgspec.Raw:
+    """Returns the JSON of what `answer` returns, both made in a writer thread."""
+    return await apart(lambda: msgspec.Raw(b"".join(json_parts(answer(), encode))))
+
+
+def in_pieces(parts: Iterable[bytes | memoryview]) -> Iterator[bytes]:
+    """Joins small parts and cuts large ones into pieces of at most PIECE bytes."""
+    some, size = list[bytes | memoryview](), 0
+    for part in parts:
+        some.append(part)
+        size += len(part)
+        if size >= PIECE:
+            whole = memoryview(b"".join(some) if len(some) > 1 else part)
+            yield from (bytes(whole[place : place + PIECE]) for place in range(0, size, PIECE))
+            some, size = [], 0
+    if some:
+        yield b"".join(some)
+
+
+def json_parts(value: object, encode: Encode = msgspec.json.encode, depth: int = DEPTH) -> Iterator[bytes]:
+    """Yields the JSON of a value in parts, each encoded in one call. Objects are split if they hold lists; lists,
+    unless they are of numbers."""
+    if depth and isinstance(value, dict) and any(map(_holds_lists, value.values())):
+        before = b"{"
+        for name, item in value.items():
+            yield before + encode(name) + b":"
+            yield from json_parts(item, encode, depth - 1)
+            before = b","
+        yield b"}"
+    elif depth and isinstance(value, list) and value and not isinstance(value[0], int | float):
+        before = b"["
+        for item in value:
+            yield before
+            yield from json_parts(item, encode, depth - 1)
+            before = b","
+        yield b"]"
+    else:
+        yield encode(value)
+
+
+def _holds_lists(value: object) -> bool:
+    return isinstance(value, list) or (isinstance(value, dict) and any(map(_holds_lists, value.values())))
+
 
 CLIENT_GONE = 499
 """The status of a client that left, for the log."""
@@ -28,7 +90,6 @@ LACKS_HEADER = "x-kvern-template-lacks"
 PAGE_HEADERS = {"content-security-policy": "default-src 'none'; style-src 'unsafe-inline'"}
 """Headers of pages that load nothing."""
 
-T = TypeVar("T")
 Lines = Callable[[object], Iterator[bytes]]
 """Writes a value as a line of JSON, in parts."""
 

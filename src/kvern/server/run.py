@@ -19,8 +19,8 @@ from kvern.errors import ConfigError
 from kvern.server.app import Server
 from kvern.server.config import ServerConfig
 from kvern.server.connection import Connection
+from kvern.server.gate import is_loopback
 from kvern.server.keys import read_keys
-from kvern.server.origins import is_loopback
 from kvern.serving.child import EngineProcess
 from kvern.serving.client import EngineClient
 

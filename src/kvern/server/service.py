@@ -1,13 +1,15 @@
-"""The engines of a server, with their admission, and requests to one of them; shared by the handlers of all APIs."""
+"""The engines of a server, by the names of their models and adapters, and requests to one of them, for all handlers."""
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Mapping, Sequence
+import dataclasses
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from msgspec.structs import replace
 
+from kvern.api.conversation import ChatBody
 from kvern.api.errors import HttpError
 from kvern.api.fields import CommonFields
 from kvern.api.limits import check_bounds, check_reported, reported_by
@@ -18,11 +20,45 @@ from kvern.request.request import RequestOptions
 from kvern.request.sampling_params import SamplingParams
 from kvern.server.admission import Admission, KeyLimits
 from kvern.server.config import ServerConfig
-from kvern.server.engines import ServedEngine
+from kvern.server.http import WRITERS
 from kvern.server.keys import ApiKey, users_of
-from kvern.server.large_answers import WRITERS
 from kvern.serving.client import EngineClient
 from kvern.serving.generation import Generation
+from kvern.tools.chat import PromptOptions
+
+
+class ServedEngine:
+    """The engine of one model, for the names of the model and of its adapters."""
+
+    def __init__(self, client: EngineClient, admission: Admission) -> None:
+        self.client = client
+        self.models = client.names
+        self.admission = admission
+
+    @property
+    def names(self) -> list[str]:
+        """The values of `model` for this engine."""
+        return [*self.models, *(adapter.name for adapter in self.client.adapters.names.all())]
+
+    def answers_for(self, name: str) -> bool:
+        """True if the name is the model's, or that of one of its adapters."""
+        return name in self.models or name in self.client.adapters.names
+
+    def adapter_of(self, name: str) -> str | None:
+        """Returns the adapter with this name; None for the model itself."""
+        return None if name in self.models else name
+
+    def entry(self, name: str, created: int) -> dict[str, object]:
+        """Returns a name's entry in OpenAI's list of models, with the sizes of its model."""
+        inputs = self.client.inputs
+        sizes = {"max_model_len": inputs.max_model_len, "vocab_size": inputs.vocab_size}
+        root, parent = (self.models[0], None) if name in self.models else (name, self.models[0])
+        origin: dict[str, object] = {"root": root, "parent": parent, "permission": []}
+        return {"id": name, "object": "model", "created": created, "owned_by": "kvern", **sizes, **origin}
+
+
+Answerer = Callable[[dict[str, Any], ApiKey], Awaitable[object]]
+"""Answers a request: from its body, which the answerer may change and empty, to the answer's body."""
 
 
 @dataclass(frozen=True)
@@ -152,6 +188,10 @@ class Service:
         """Returns the namespace of a request; requests with the same one share cached blocks."""
         owner = key.name if len(self.users) > 1 and not self.config.share_prefix_cache else ""
         return f"{owner}\0{common.cache_salt}".encode() if owner or common.cache_salt else b""
+
+    def prompt_options(self, conversation: ChatBody, common: CommonFields, key: ApiKey) -> PromptOptions:
+        """Returns the options of a conversation's prompt, with the namespace of its cached token ids."""
+        return dataclasses.replace(conversation.options, namespace=self.namespace(common, key))
 
     def ask(
         self,

@@ -1,10 +1,11 @@
 """A conversation on its way: to a prompt with parameters, and from the answer's text to its pieces."""
 
+import functools
 import logging
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvern.errors import InvalidParameter, InvalidRequest, shown
 from kvern.request.pieces import Content, Message, Piece
@@ -14,22 +15,33 @@ from kvern.structured.grammar import Grammars
 from kvern.text.chat_template import check_messages
 from kvern.text.content import readable
 from kvern.text.tokenizer import Tokenizer
-from kvern.tools.conversation_tokens import ConversationEncoder
 from kvern.tools.definitions import NO_TOOLS, ToolUse
-from kvern.tools.encoding import Encoding
-from kvern.tools.formats import formats_of
-from kvern.tools.grammar import GrammarWriter, Thought
-from kvern.tools.harmony import joined_thinking
-from kvern.tools.recipients import Recipients
-from kvern.tools.switches import EFFORT, PLAIN, Switches, enabled_of, switches_of
-from kvern.tools.thinking import Beginning, ThinkingFormat, beginning_of, stop_scope
-from kvern.tools.thinking_splitter import ThinkingSplitter
-from kvern.tools.thought_tokens import ThoughtTokens
+from kvern.tools.encoding import ConversationEncoder, Encoding
+from kvern.tools.thinking import (
+    EFFORT,
+    HARMONY,
+    PLAIN,
+    Beginning,
+    Switches,
+    ThinkingFormat,
+    Thought,
+    beginning_of,
+    enabled_of,
+    stop_scope,
+    switches_of,
+    thinking_of,
+)
+from kvern.tools.thinking_splitter import ThinkingSplitter, ThoughtTokens
 from kvern.tools.tool_format import ToolFormat, ToolParser, ToolSchemas
+
+if TYPE_CHECKING:
+    from kvern.tools.grammar import GrammarWriter
 
 logger = logging.getLogger("kvern")
 CALLED = ({"role": "user"}, {"role": "assistant", "content": "-", "tool_calls": [{}]}, {"role": "tool"})
 """A conversation with all that tools bring along."""
+ADDRESSED, RECIPIENT_MARK = "functionary_v32", ">>>"
+"""The format in which each message of an answer begins with its recipient, and the text before it in a template."""
 PROMPT_END = 32
 """The number of tokens at the end of a prompt that are searched for open thinking."""
 
@@ -159,7 +171,6 @@ class Chat:
         self._encoder = ConversationEncoder(tokenizer)
         self._max_model_len, self._refusal = max_model_len, refusal
         self._grammars = grammars
-        self._writer = GrammarWriter(tokenizer, grammars)
         self._tool_parser = tool_parser
         self._reasoning_parser = reasoning_parser
 
@@ -187,11 +198,13 @@ class Chat:
         thought, lacks = self._held_to(thought, options.variables or {}, definitions is not None)
         lacks += tuple(self._tokenizer.lost_in_template(messages, definitions is not None))
         in_turns = thought is not None and thought.form.in_turns
-        addressed = options.add_generation_prompt and isinstance(self._formats(definitions is not None)[0], Recipients)
+        addressed = options.add_generation_prompt and self._addresses(definitions is not None)
         form = self._format(use) if use.choice != "none" or in_turns or addressed else None
         if form is None and thought is None:
             return ChatRequest(prompt, params, self._tokenizer, lacks=lacks)
-        structured = self._writer.answer(form, use, params.structured, thought)
+        structured = params.structured
+        if form is not None or structured is not None or (thought is not None and thought.budget is not None):
+            structured = self._writer.answer(form, use, params.structured, thought)
         if structured is not params.structured and structured is not None:
             self._check(structured, use)
         exact = params.structured is not None and use.choice != "required"
@@ -214,6 +227,8 @@ class Chat:
         messages = readable(messages)
         thinking = self._thinking(definitions is not None)
         if thinking is not None and thinking.in_turns:
+            from kvern.tools.harmony import joined_thinking
+
             messages = joined_thinking(messages)
         variables = self._switched(messages, definitions, options.variables or {}, options.thinking_budget)
         if not options.continue_final_message:
@@ -280,10 +295,27 @@ class Chat:
         form = self._thinking(tools)
         return form is not None and self._tokenizer.token_to_id(form.end) is not None
 
+    @functools.cached_property
+    def _writer(self) -> "GrammarWriter":
+        from kvern.tools.grammar import GrammarWriter
+
+        return GrammarWriter(self._tokenizer, self._grammars)
+
     def _thinking(self, tools: bool) -> ThinkingFormat | None:
-        return self._formats(tools)[1]
+        found = thinking_of(self._tokenizer.chat_template.source(tools), self._reasoning_parser)
+        return self._formats(tools)[1] if found is HARMONY else found
+
+    def _addresses(self, tools: bool) -> bool:
+        """True if each message of an answer begins with its recipient, also without calls."""
+        if self._tool_parser == ADDRESSED or RECIPIENT_MARK in self._tokenizer.chat_template.source(tools):
+            form, _ = self._formats(tools)
+            return form is not None and form.name == ADDRESSED
+        return False
 
     def _formats(self, tools: bool) -> tuple[ToolFormat | None, ThinkingFormat | None]:
+        """The formats of calls and thinking. They are imported for the first conversation with either."""
+        from kvern.tools.formats import formats_of
+
         return formats_of(self._tokenizer.chat_template.source(tools), self._tool_parser, self._reasoning_parser)
 
     def _format(self, use: ToolUse) -> ToolFormat | None:

@@ -12,7 +12,7 @@ import re
 from typing import Any
 
 from kvern.tools.buffered import BufferedParser
-from kvern.tools.json_mending import WORDS
+from kvern.tools.json_call import WORDS
 from kvern.tools.tool_format import NAME, GrammarPieces, ToolParser, ToolSchemas
 
 HEAD = re.compile(rf"\s*call:({NAME.pattern})(?=\{{)")

@@ -8,7 +8,6 @@ Schemas remain separate grammars, which this grammar references.
 import json
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -20,7 +19,7 @@ from kvern.text.tokenizer import Tokenizer
 from kvern.tools.definitions import ToolUse
 from kvern.tools.harmony import Harmony, free_messages
 from kvern.tools.recipients import MARK, Recipients
-from kvern.tools.thinking import Beginning, ThinkingFormat
+from kvern.tools.thinking import Thought
 from kvern.tools.tool_format import ToolFormat
 from kvern.tools.xml_functions import XmlFunctions
 
@@ -28,15 +27,6 @@ LONGEST_CONTEXT = 1 << 20
 """No model thinks longer, so that no budget beyond needs counting."""
 TEXT = "TEXT: /(?s:.*)/"
 GAP = r"GAP: /[\x20\n\r\t]{1,4}/"
-
-
-@dataclass(frozen=True)
-class Thought:
-    """The thinking before an answer. `budget` is in tokens; None: unlimited."""
-
-    form: ThinkingFormat
-    beginning: Beginning
-    budget: int | None = None
 
 
 class Pieces:

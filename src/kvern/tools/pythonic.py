@@ -15,7 +15,7 @@ from collections.abc import Container, Sequence
 from typing import Any
 
 from kvern.tools.buffered import BufferedParser
-from kvern.tools.json_mending import JsonMender
+from kvern.tools.json_call import JsonMender
 from kvern.tools.tool_format import GrammarPieces, ToolParser, ToolSchemas
 
 HEAD = re.compile(r"\s*([a-zA-Z_][a-zA-Z0-9_.-]{0,127})\(")

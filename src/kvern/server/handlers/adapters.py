@@ -10,8 +10,8 @@ from kvern.api.fields import typed
 from kvern.errors import InvalidRequest, shown
 from kvern.server.apis import Apis
 from kvern.server.bodies import read_object
-from kvern.server.engines import ServedEngine
 from kvern.server.http import json_response, until_gone
+from kvern.server.service import ServedEngine
 
 LONGEST_NAME = 256
 LONGEST_PATH = 1024

@@ -18,7 +18,7 @@ from kvern.api.rerank import RERANK
 from kvern.api.scores import SCORE
 from kvern.errors import shown
 from kvern.server.apis import Apis
-from kvern.server.batches import RUNNING, WINDOW_SECONDS, Answerer, Work
+from kvern.server.batches import RUNNING, WINDOW_SECONDS, Work
 from kvern.server.bodies import Lane, read_object
 from kvern.server.handlers.completions import Completions
 from kvern.server.handlers.embeddings import Embeddings
@@ -27,6 +27,7 @@ from kvern.server.handlers.rerank import Rerank
 from kvern.server.handlers.scores import Scores
 from kvern.server.http import json_response
 from kvern.server.keys import ApiKey
+from kvern.server.service import Answerer
 from kvern.server.stores.files import Object, Store
 
 logger = logging.getLogger("kvern")

@@ -9,22 +9,22 @@ from kvern.api.completion_answers import CompletionWriter
 from kvern.api.completions import known_fields, read_completion
 from kvern.api.fields import merge_extra
 from kvern.server.apis import Apis
-from kvern.server.batches import Answerer
 from kvern.server.bodies import let_go, read_object
 from kvern.server.http import (
     CHUNKS,
     CLIENT_GONE,
     LACKS_HEADER,
     EventStream,
+    apart,
     header_of_names,
     ignored_header,
     json_response,
     path_of,
     until_gone,
+    write_large,
 )
 from kvern.server.keys import ApiKey
-from kvern.server.large_answers import apart, write_large
-from kvern.server.service import Ask
+from kvern.server.service import Answerer, Ask
 
 
 class Completions:
@@ -68,14 +68,13 @@ class Completions:
         merge_extra(body)
         model = self._service.model(body)
         engine, asked = self._service.engine_of(model), read_completion(body, url)
-        chat = None
-        prompts = asked.prompts
-        params = asked.params
-        if asked.conversation is not None:
-            chat = await engine.chat(asked.conversation, params, key, self._service.namespace(asked.common, key))
+        inputs, chat = engine.client.inputs, None
+        prompts, params = asked.prompts, asked.params
+        if (talk := asked.conversation) is not None:
+            options = self._service.prompt_options(talk, asked.common, key)
+            chat = await inputs.chat(talk.messages, params, talk.use, options, key.owner)
             prompts, params = [chat.prompt], chat.params
         elif asked.encoding is not None:
-            encode = engine.client.inputs.encoded
-            prompts = [await encode(prompt, asked.encoding, params.max_tokens) for prompt in prompts]
+            prompts = [await inputs.encoded(prompt, asked.encoding, params.max_tokens) for prompt in prompts]
         ask = self._service.ask(model, asked.common, prompts, params, key)
         return ask, CompletionWriter(asked.options, model, engine.client.tokenizer, chat), asked.stream

@@ -8,8 +8,8 @@ from kvern.api.fields import LONGEST_TIMEOUT, typed
 from kvern.errors import ConfigError, InvalidRequest, shown
 from kvern.server.apis import Apis
 from kvern.server.bodies import read_object
-from kvern.server.engines import ServedEngine
 from kvern.server.http import json_response, until_gone
+from kvern.server.service import ServedEngine
 
 
 class EnginesApi:

@@ -47,12 +47,14 @@ class MessagesApi:
             options = dataclasses.replace(conversation.options, thinking_budget=None)
             conversation = dataclasses.replace(conversation, options=options)
             unused.append("thinking.budget_tokens")
-        chat = await engine.chat(conversation, asked.params, key, service.namespace(asked.common, key))
+        options = service.prompt_options(conversation, asked.common, key)
+        messages, use = conversation.messages, conversation.use
+        chat = await engine.client.inputs.chat(messages, asked.params, use, options, key.owner)
         ask, stream = service.ask(model, asked.common, [chat.prompt], chat.params, key), asked.stream
         left_out = ignored_tools(typed(body, "tools", list, []))
         headers = header_of_names(IGNORED_HEADER, unused) | header_of_names(IGNORED_TOOLS_HEADER, left_out)
         headers |= header_of_names(LACKS_HEADER, chat.lacks)
-        del asked, conversation
+        del asked, conversation, messages, use, options
         let_go(request, body)
         if stream:
             running = await service.start(ask)

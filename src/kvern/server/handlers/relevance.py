@@ -7,9 +7,9 @@ from collections.abc import Awaitable, Callable, Sequence, Sized
 from pathlib import Path
 from typing import TypeVar
 
+from kvern.api.chat_fields import read_thinking
 from kvern.api.errors import HttpError
 from kvern.api.text_pairs import Relevances, TextPairs, probability_of_yes
-from kvern.api.thinking_fields import read_thinking
 from kvern.engine.embedding import check_embeds, cosine
 from kvern.engine.inputs import Prompt
 from kvern.engine.relevance import Classifier, Embeddings, PairClassifier, Way, YesOrNo, sigmoid, way_of

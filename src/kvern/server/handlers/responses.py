@@ -5,7 +5,7 @@ import contextlib
 import functools
 import logging
 import re
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from typing import Any
 
 import msgspec
@@ -15,21 +15,63 @@ from starlette.responses import Response
 from kvern.api.errors import HttpError
 from kvern.api.fields import merge_extra, typed
 from kvern.api.kept_items import kept_items
-from kvern.api.response_items import input_messages
+from kvern.api.response_items import input_messages, referred
+from kvern.api.response_output import response_of
 from kvern.api.responses import KNOWN, ResponseBody, ResponseEvents, complete, read_response
 from kvern.errors import KvernError, shown
 from kvern.io.json_lines import as_json
 from kvern.server.apis import Apis
 from kvern.server.bodies import let_go, read_object
 from kvern.server.handlers.files import page_of
-from kvern.server.handlers.response_references import with_referred_items
-from kvern.server.http import LACKS_HEADER, EventStream, header_of_names, ignored_header, json_response, until_gone
-from kvern.server.large_answers import apart
+from kvern.server.http import (
+    LACKS_HEADER,
+    EventStream,
+    apart,
+    header_of_names,
+    ignored_header,
+    json_response,
+    until_gone,
+)
 from kvern.server.service import Ask, Running
 from kvern.server.stores.event_log import LAST, RUNNING, Event, EventLog, events_of
 from kvern.server.stores.response_memory import Items, Messages, Packed, Record
 from kvern.server.stores.responses import CUT_OFF
 from kvern.tools.chat import ChatRequest
+
+MOST_RESPONSES = 1000
+MOST_BYTES = 16 << 20
+"""The limit of all responses that are read for one request."""
+
+
+async def with_referred_items(value: object, find: Callable[[str], Awaitable[bytes | None]]) -> object:
+    """Returns the input with the items that it refers to. `find` returns a response as JSON, or None.
+
+    A reference stays as it is if it is not found, or occurs a second time. Raises HttpError if too much would be read.
+    """
+    wanted: dict[str, set[str]] = {}
+    for item_id in map(referred, value if isinstance(value, list) else ()):
+        response_id = None if item_id is None else response_of(item_id)
+        if item_id is not None and response_id is not None:
+            wanted.setdefault(response_id, set()).add(item_id)
+    if not wanted or not isinstance(value, list):
+        return value
+    if len(wanted) > MOST_RESPONSES:
+        message = f"input refers to items of {len(wanted)} responses: at most {MOST_RESPONSES}"
+        raise HttpError(400, message, param="input")
+    found: dict[str | None, Any] = {}
+    left = MOST_BYTES
+    for response_id, item_ids in wanted.items():
+        response = await find(response_id)
+        if response is None:
+            continue
+        left -= len(response)
+        if left < 0:
+            message = f"input refers to items of responses of more than {MOST_BYTES} bytes: send the items themselves"
+            raise HttpError(413, message, param="input")
+        output = msgspec.json.decode(response)["output"]
+        found |= {item["id"]: item for item in output if item["id"] in item_ids}
+    return [found.pop(referred(item), item) for item in value]
+
 
 logger = logging.getLogger("kvern")
 
@@ -59,15 +101,16 @@ class Responses:
             if conversation is not None:
                 await self._store.conversations.check_room(key.name, conversation, items)
                 asked.response["conversation"] = {"id": conversation}
-            namespace = self._service.namespace(asked.common, key)
-            chat = await self._service.engine_of(model).chat(asked.conversation, asked.params, key, namespace)
+            inputs, talk = self._service.engine_of(model).client.inputs, asked.conversation
+            options = self._service.prompt_options(talk, asked.common, key)
+            chat = await inputs.chat(talk.messages, asked.params, talk.use, options, key.owner)
             ask = self._service.ask(model, asked.common, [chat.prompt], chat.params, key)
             stream, is_stored = asked.stream, asked.response["store"]
             kept = items if is_stored or conversation is not None else []
             earlier = as_json(before if is_stored else [])
             record = Record(key.name, asked.response, earlier, as_json(kept), conversation)
             headers = ignored_header(body, KNOWN) | header_of_names(LACKS_HEADER, chat.lacks)
-            del asked, before, items, kept
+            del asked, talk, options, before, items, kept
             let_go(request, body)
             if is_stored:
                 self._store.hold(record)

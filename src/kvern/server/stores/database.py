@@ -21,17 +21,8 @@ SQLITE_FULL = (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR)
 T = TypeVar("T")
 
 
-def default_folder() -> Path:
-    """kvern's folder among the user's data (XDG base directory specification)."""
-    return Path(os.environ.get("XDG_DATA_HOME") or Path.home() / ".local" / "share") / "kvern"
-
-
 class NoRoom(HttpError):
     """The disk is full, or the owner's part of it: a later try may succeed."""
-
-
-BATCHES = "kvern.db"
-"""The database of files and batches."""
 
 
 class DataFolder:

@@ -14,7 +14,8 @@ import msgspec
 
 from kvern.api.errors import HttpError
 from kvern.errors import shown
-from kvern.server.stores.database import BATCHES, Database, DataFolder, NoRoom, storage_errors
+from kvern.server.config import BATCHES
+from kvern.server.stores.database import Database, DataFolder, NoRoom, storage_errors
 
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS objects (
