@@ -209,13 +209,13 @@ class Server:
         return HTMLResponse(await asyncio.to_thread(self._page), headers=PAGE_HEADERS)
 
     def _described(self) -> dict[str, Any]:
-        from kvern.server.openapi.document import document
+        from kvern.server.openapi import document
 
         vocab_size = max(engine.client.inputs.vocab_size for engine in self.service.engines)
         return document(self.service.names, vocab_size, bool(self._keys))
 
     def _page(self) -> str:
-        from kvern.server.openapi.page import page
+        from kvern.server.openapi import page
 
         return page(self._described())
 
