@@ -13,12 +13,18 @@ from pydantic import TypeAdapter
 
 from kvern.api.conversation import plain_messages
 from kvern.api.errors import HttpError
-from kvern.api.kept_items import kept_items
 from kvern.api.other_names import ignored
-from kvern.api.response_items import CALLS, PASSED_OVER, input_messages
+from kvern.api.response_items import (
+    CALLS,
+    MOST_BYTES,
+    PASSED_OVER,
+    input_messages,
+    kept_items,
+    opened_reasoning,
+    packed_reasoning,
+)
 from kvern.api.response_items import OUTPUTS as OUTPUT_KINDS
 from kvern.api.response_output import OutputItems
-from kvern.api.response_reasoning import MOST_BYTES, opened_reasoning, packed_reasoning
 from kvern.api.responses import KNOWN, fail, read_response
 from kvern.errors import InvalidRequest
 from kvern.request.pieces import Arguments, CallBegins, Content, Piece, Reasoning

@@ -13,8 +13,8 @@ from kvern.batch.readers import open_reader
 from kvern.cli.options import read_file
 from kvern.errors import BatchFileError, ConfigError
 from kvern.io.json_lines import json_line, read_json
-from kvern.server.batches import check_rows, iter_rows
 from kvern.server.config import ServerConfig
+from kvern.server.handlers.batches import check_rows, iter_rows
 from kvern.server.keys import read_keys
 from tests.support.served import Served
 

@@ -6,7 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from kvern.cli.stderr_relay import StderrRelay
+from kvern.cli.entry import StderrRelay
 from tests.support.served import SMALL, eventually, serving
 
 
@@ -67,7 +67,7 @@ def test_what_is_written_last_is_read() -> None:
 
 
 def test_only_pipes_are_relayed(tmp_path: Path) -> None:
-    script = "from kvern.cli.stderr_relay import relay_stderr; import sys; relay_stderr(); sys.stderr.write('said')"
+    script = "from kvern.cli.entry import relay_stderr; import sys; relay_stderr(); sys.stderr.write('said')"
     file = tmp_path / "stderr"
     with file.open("w") as stderr:
         subprocess.run(

@@ -13,8 +13,7 @@ from prometheus_client import generate_latest
 
 from kvern import LLM
 from kvern.errors import EngineDied
-from kvern.observe.experts import busiest_rows
-from kvern.observe.metrics import Metrics
+from kvern.observe.metrics import Metrics, busiest_rows
 from kvern.ranks.expert_placement import Placement, rank_loads
 from kvern.ranks.ranks import Ranks
 from kvern.runner.ranks.expert_balance import ExpertBalance

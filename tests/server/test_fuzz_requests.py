@@ -11,7 +11,7 @@ import pytest
 
 from kvern import SamplingParams
 from kvern.request.structured_output import StructuredOutput
-from kvern.server.batches import ENDPOINTS
+from kvern.server.handlers.batches import ENDPOINTS
 from tests.support.fuzz_bodies import BODIES
 from tests.support.fuzz_requests import FIXED, Findings, Requests, encoded, places, plain_answer, send
 from tests.support.served import KEY, Served, eventually

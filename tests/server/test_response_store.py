@@ -10,19 +10,19 @@ import msgspec
 import pytest
 
 from kvern.api.errors import HttpError
-from kvern.server.stores.conversations import MOST_CONVERSATIONS
 from kvern.server.stores.database import DataFolder
-from kvern.server.stores.event_log import EventLog, events_of
 from kvern.server.stores.response_memory import (
     MOST_RESPONSE_BYTES,
     MOST_STORED,
     MOST_STORED_BYTES,
+    EventLog,
     Packed,
     Record,
     ResponseMemory,
     as_json,
+    events_of,
 )
-from kvern.server.stores.responses import ResponseStore
+from kvern.server.stores.responses import MOST_CONVERSATIONS, ResponseStore
 
 
 def record(owner: str, name: str, size: int = 0) -> Record:

@@ -14,7 +14,7 @@ import uvicorn
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from kvern.server.connection import Connection
+from kvern.server.run import Connection
 from tests.support.raw_requests import (
     MEGABYTE,
     POST,

@@ -16,8 +16,7 @@ import openai
 import pytest
 
 from kvern import LLM, SamplingParams
-from kvern.server.batches import Answerer
-from kvern.server.handlers.batches import Batches
+from kvern.server.handlers.batches import Answerer, Batches
 from kvern.server.keys import ApiKey
 from kvern.server.stores.database import DataFolder
 from kvern.server.stores.files import Store

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from kvern.api.response_reasoning import packed_reasoning
+from kvern.api.response_items import packed_reasoning
 from tests.support.raw_requests import (
     CHAT,
     CLAUDE,

@@ -5,9 +5,8 @@ import json
 import pytest
 
 from kvern.tools.formats import FORMATS
-from kvern.tools.glm import Glm
 from kvern.tools.nested_tags import MINIMAX_M3
-from kvern.tools.xml_functions import DSML, QWEN3_CODER
+from kvern.tools.xml_functions import DSML, GLM, QWEN3_CODER
 from tests.support.tool_calls import read, reader_of
 from tests.support.xml_calls import PLAN, glm_call, minimax_call, qwen_call
 
@@ -129,7 +128,7 @@ def test_tags_tell_whether_a_value_is_a_string() -> None:
 
 
 def test_texts_between_tags_come_while_they_form() -> None:
-    for form, text in ((QWEN3_CODER, qwen_call(("text", 'He said "n'))), (Glm(), glm_call(("text", 'He said "n')))):
+    for form, text in ((QWEN3_CODER, qwen_call(("text", 'He said "n'))), (GLM, glm_call(("text", 'He said "n')))):
         reader = reader_of(form, tools={"plan": PLAN})
         reader.read(text[: text.index('"n') + 2], False)
         assert reader.message.tool_calls[0].arguments == '{"text": "He said \\"n'

@@ -18,16 +18,15 @@ from kvern.structured.grammar import Grammars, grammars_of
 from kvern.text.tokenizer import Tokenizer
 from kvern.tools.chat import AnswerReader
 from kvern.tools.definitions import read_tools
-from kvern.tools.glm import Glm
 from kvern.tools.grammar import GrammarWriter
 from kvern.tools.tool_format import ToolFormat
-from kvern.tools.xml_functions import MINIMAX, QWEN3_CODER
+from kvern.tools.xml_functions import GLM, MINIMAX, QWEN3_CODER
 from tests.support.tool_calls import read, reader_of
 from tests.support.xml_calls import PLAN, glm_call, minimax_call, qwen_call
 
 FOLDER = Path(kvern.__file__).parent / "embedded" / "kvern-1m"
 MOST_TOKENS = 400
-FORMS = pytest.mark.parametrize("form", [QWEN3_CODER, MINIMAX, Glm()], ids=lambda form: form.name)
+FORMS = pytest.mark.parametrize("form", [QWEN3_CODER, MINIMAX, GLM], ids=lambda form: form.name)
 
 texts: st.SearchStrategy[Any] = st.one_of(
     st.builds(lambda most: {"type": "string", "maxLength": most}, st.integers(0, 4)),

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from kvern.api.chat_fields import SWITCHES, read_thinking
 from kvern.api.fields import typed
 from kvern.errors import InvalidRequest, shown
-from kvern.io.json_work import is_too_much
+from kvern.io.json_lines import is_too_much
 from kvern.text.content import MessageContent, content_of
 from kvern.text.message_forms import arguments_of
 from kvern.tools.chat import DEFAULT_PROMPT, PromptOptions

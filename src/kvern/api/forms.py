@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 
 from kvern.errors import InvalidParameter, shown
-from kvern.io.json_work import is_too_much
+from kvern.io.json_lines import is_too_much
 from kvern.structured.tags import StructuralTag, structural_tags
 
 GUIDED = {

@@ -1,16 +1,56 @@
-"""The input items of /v1/responses, as messages of a conversation."""
+"""The input items of /v1/responses: as messages of a conversation, and as they are stored and listed.
 
-from collections.abc import Iterator, Mapping
+Reasoning that a client keeps and sends back (`encrypted_content`) is packed, not secret: responses show the reasoning
+beside it.
+"""
+
+import base64
+import re
+import uuid
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
 
 from kvern.api.conversation import parts_of, text_of
 from kvern.api.fields import typed
-from kvern.api.response_reasoning import MOST_BYTES, opened_reasoning
 from kvern.api.response_tools import FIXED, INPUT, qualified, read_tool_list
 from kvern.errors import InvalidRequest, shown
 from kvern.text.content import MessageContent
+
+MARK = "kvern1."
+MOST_BYTES = 4 << 20
+"""The limit of all packed reasoning in one request."""
+PART_BYTES = 1 << 18
+"""The bytes that are unpacked at once."""
+
+
+def packed_reasoning(text: str) -> str:
+    """Returns a text in a form that only `opened_reasoning` reads."""
+    return MARK + base64.urlsafe_b64encode(zlib.compress(text.encode(errors="replace"))).decode()
+
+
+def opened_reasoning(content: object, most: int) -> tuple[str | None, int]:
+    """Returns the reasoning, and the number of bytes that were unpacked.
+
+    The reasoning is None if it comes from elsewhere, is broken, or has more than `most` bytes.
+    """
+    if not isinstance(content, str) or not content.startswith(MARK) or len(content) > 2 * most:
+        return None, 0
+    reader = zlib.decompressobj()
+    parts = [b""]
+    size = 0
+    try:
+        packed = base64.urlsafe_b64decode(content[len(MARK) :])
+        while size <= most and (part := reader.decompress(packed, PART_BYTES)):
+            parts.append(part)
+            size += len(part)
+            packed = reader.unconsumed_tail
+        return b"".join(parts).decode() if reader.eof and size <= most else None, size
+    except (ValueError, zlib.error):
+        return None, size + PART_BYTES
+
 
 CALLS = frozenset({"function_call", "custom_tool_call", *FIXED})
 OUTPUTS = frozenset({"tool_search_output", *(f"{call}_output" for call in CALLS if call != "tool_search_call")})
@@ -222,3 +262,52 @@ def _note(part: object) -> str | None:
     """Returns the note that takes the place of a part of a tool's output."""
     kind = part.get("type") if isinstance(part, dict) else None
     return f"[{UNSEEN[kind]}, which this model cannot read]" if isinstance(kind, str) and kind in UNSEEN else None
+
+
+Items = list[dict[str, Any]]
+
+PREFIXES = {
+    "message": "msg",
+    "reasoning": "rs",
+    "function_call": "fc",
+    "function_call_output": "fco",
+    "custom_tool_call": "ctc",
+    "custom_tool_call_output": "ctco",
+}
+"""The prefixes of ids."""
+
+
+def kept_items(value: str | Sequence[dict[str, Any]]) -> Items:
+    """Returns the items of an input that `input_messages` takes, each with a new id."""
+    if isinstance(value, str):
+        value = [{"role": "user", "content": value}]
+    return [_kept(item) for item in value]
+
+
+def _kept(item: dict[str, Any]) -> dict[str, Any]:
+    kind = str(item.get("type") or "message")
+    kept = {**item, "id": f"{PREFIXES.get(kind, 'item')}_{uuid.uuid4().hex}", "type": kind, "status": "completed"}
+    if kind == "local_shell_call_output":
+        kept["call_id"] = item.get("call_id") or item.get("id")
+    if kind == "message" and isinstance(item.get("content"), str):
+        kept["content"] = [_part(item["role"], item["content"])]
+    return kept
+
+
+def _part(role: object, text: str) -> dict[str, Any]:
+    if role == "assistant":
+        return {"type": "output_text", "text": text, "annotations": []}
+    return {"type": "input_text", "text": text}
+
+
+def read_items(value: object) -> Items:
+    """Reads the `items` of a conversation's body. Raises InvalidRequest."""
+    if value is None or value == []:
+        return []
+    try:
+        if not isinstance(value, list):
+            raise InvalidRequest("input must be a list of items")
+        input_messages(value)
+    except InvalidRequest as error:
+        raise InvalidRequest(re.sub(r"^input\b", "items", str(error))) from error
+    return kept_items(value)

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from kvern.api.response_reasoning import packed_reasoning
+from kvern.api.response_items import packed_reasoning
 from kvern.api.response_tools import FIXED, INPUT, OfferedTool, read_tool_list
 from kvern.request.pieces import Arguments, CallBegins, Content, Piece, Reasoning
 

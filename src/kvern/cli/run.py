@@ -63,7 +63,7 @@ class RunCommand:
         from kvern.batch.job import BatchJob
         from kvern.batch.requests import RowRules
         from kvern.observe.drafts import DraftFigures
-        from kvern.observe.experts import busiest_rows
+        from kvern.observe.metrics import busiest_rows
         from kvern.request.events import EngineStatistics
 
         engine, usual = self.engine, EngineConfig()

@@ -23,7 +23,7 @@ POST   /v1/completions                                     completions:Completio
 POST   /v1/chat/completions                                completions:Completions.create
 POST   /v1/embeddings                                      embeddings:Embeddings.create
 POST   /v1/score                                           scores:Scores.create
-POST   /v1/rerank                                          rerank:Rerank.create
+POST   /v1/rerank                                          scores:Rerank.create
 POST   /v1/messages                                        messages:MessagesApi.create
 POST   /v1/messages/count_tokens                           messages:MessagesApi.count_tokens
 POST   /v1/responses                                       responses:Responses.create
@@ -31,14 +31,14 @@ GET    /v1/responses/{response_id}                         responses:Responses.r
 DELETE /v1/responses/{response_id}                         responses:Responses.delete
 POST   /v1/responses/{response_id}/cancel                  responses:Responses.cancel
 GET    /v1/responses/{response_id}/input_items             responses:Responses.input_items
-POST   /v1/conversations                                   conversations:Conversations.create
-GET    /v1/conversations/{conversation_id}                 conversations:Conversations.retrieve
-POST   /v1/conversations/{conversation_id}                 conversations:Conversations.update
-DELETE /v1/conversations/{conversation_id}                 conversations:Conversations.delete
-POST   /v1/conversations/{conversation_id}/items           conversations:Conversations.add_items
-GET    /v1/conversations/{conversation_id}/items           conversations:Conversations.list_items
-GET    /v1/conversations/{conversation_id}/items/{item_id} conversations:Conversations.item
-DELETE /v1/conversations/{conversation_id}/items/{item_id} conversations:Conversations.delete_item
+POST   /v1/conversations                                   responses:Conversations.create
+GET    /v1/conversations/{conversation_id}                 responses:Conversations.retrieve
+POST   /v1/conversations/{conversation_id}                 responses:Conversations.update
+DELETE /v1/conversations/{conversation_id}                 responses:Conversations.delete
+POST   /v1/conversations/{conversation_id}/items           responses:Conversations.add_items
+GET    /v1/conversations/{conversation_id}/items           responses:Conversations.list_items
+GET    /v1/conversations/{conversation_id}/items/{item_id} responses:Conversations.item
+DELETE /v1/conversations/{conversation_id}/items/{item_id} responses:Conversations.delete_item
 POST   /v1/files                                           files:Files.create
 GET    /v1/files                                           files:Files.list
 GET    /v1/files/{file_id}                                 files:Files.retrieve
@@ -48,10 +48,10 @@ POST   /v1/batches                                         batches:Batches.creat
 GET    /v1/batches                                         batches:Batches.list
 GET    /v1/batches/{batch_id}                              batches:Batches.retrieve
 POST   /v1/batches/{batch_id}/cancel                       batches:Batches.cancel
-POST   /v1/load_lora_adapter                               adapters:AdaptersApi.load
-POST   /v1/unload_lora_adapter                             adapters:AdaptersApi.unload
-POST   /v1/add_engine                                      engines:EnginesApi.add
-POST   /v1/remove_engine                                   engines:EnginesApi.remove
+POST   /v1/load_lora_adapter                               admin:AdaptersApi.load
+POST   /v1/unload_lora_adapter                             admin:AdaptersApi.unload
+POST   /v1/add_engine                                      admin:EnginesApi.add
+POST   /v1/remove_engine                                   admin:EnginesApi.remove
 POST   /tokenize                                           tokens:Tokens.tokenize
 POST   /detokenize                                         tokens:Tokens.detokenize
 POST   /api/chat                                           ollama:OllamaApi.answer
@@ -92,9 +92,9 @@ class Apis:
         return handler
 
     def routes(self, without: str = "") -> list[Route]:
-        """The routes of all APIs, except those of the handlers in the module `without`."""
+        """The routes of all APIs, except those of the handler `without`, a module and a class."""
         rows = (line.split() for line in ROUTES.strip().splitlines())
-        return [self._route(*row) for row in rows if row[2].partition(":")[0] != without]
+        return [self._route(*row) for row in rows if row[2].partition(".")[0] != without]
 
     async def resume(self) -> None:
         """Continues the batches that an earlier server process left unfinished."""

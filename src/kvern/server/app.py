@@ -140,7 +140,7 @@ class Server:
             Route("/docs", self.documentation),
             Route("/v1/models", self.list_models),
             Route("/v1/models/{model:path}", self.model),
-            *self.apis.routes(without="engines" if self._figures_of_all else ""),
+            *self.apis.routes(without="admin:EnginesApi" if self._figures_of_all else ""),
             *page_routes(),
         ]
         handled = {

@@ -17,8 +17,7 @@ from starlette.requests import Request
 from kvern.api.errors import HttpError
 from kvern.api.other_names import sent_names
 from kvern.errors import shown
-from kvern.io.json_lines import json_line, read_json
-from kvern.io.json_work import is_too_much
+from kvern.io.json_lines import is_too_much, json_line, read_json
 
 logger = logging.getLogger("kvern.requests")
 

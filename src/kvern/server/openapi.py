@@ -26,7 +26,7 @@ from kvern.api.text_pairs import MOST_PAIRS
 from kvern.api.text_pairs import NAMES as PAIR_NAMES
 from kvern.documentation import field_documents
 from kvern.request.sampling_params import SamplingParams
-from kvern.server.batches import ENDPOINTS
+from kvern.server.handlers.batches import ENDPOINTS
 from kvern.server.handlers.files import MOST_ON_PAGE, OUTPUT, PURPOSES
 from kvern.tools.tool_format import NAME
 from kvern.version import __version__

@@ -12,7 +12,6 @@ from kvern.request.pieces import Message
 from kvern.text.chat_template import ChatTemplate
 from kvern.tools.buffered import BLANKS
 from kvern.tools.gemma import Gemma
-from kvern.tools.glm import Glm
 from kvern.tools.harmony import Harmony
 from kvern.tools.json_calls import HERMES, JSON, LISTS, LLAMA, JsonCalls
 from kvern.tools.marked_json import DeepSeek, KimiK2, Solar
@@ -22,7 +21,7 @@ from kvern.tools.pythonic import Lfm2, Pythonic
 from kvern.tools.recipients import Recipients
 from kvern.tools.thinking import HARMONY, SPECIAL_TOKENS, THINKING, ThinkingFormat, thinking_of
 from kvern.tools.tool_format import IDENTITY, NUMBER, ToolFormat
-from kvern.tools.xml_functions import XML_FORMATS, XmlFunctions
+from kvern.tools.xml_functions import GLM, XML_FORMATS, XmlFunctions
 
 NAMES = ("probe_first", "probe_second")
 IDS = ("probe1234", "probe5678")
@@ -199,7 +198,7 @@ def _without_tail(text: str, tail: str) -> str:
 FORMATS: tuple[ToolFormat, ...] = (
     *XML_FORMATS,
     MINIMAX_M3,
-    Glm(),
+    GLM,
     HERMES,
     Mistral(),
     Mistral(named=True),
@@ -240,7 +239,7 @@ def _spoken(template: str) -> ToolFormat:
     for text in written:
         for form in FORMATS:
             if not isinstance(form, JsonCalls) and text.is_read(form):
-                if isinstance(form, XmlFunctions | Glm):
+                if isinstance(form, XmlFunctions):
                     return form.as_written((text.one, text.two), NAMES)
                 kin = (other for other in FORMATS if other.name == form.name and other.matches(text.one))
                 return next(kin, form)

@@ -8,8 +8,9 @@ import re
 import secrets
 import string
 
-from kvern.tools.buffered import BLANKS, BufferedParser
-from kvern.tools.json_call import JsonArguments, JsonCall
+from kvern.tools.buffered import BLANKS
+from kvern.tools.json_call import JsonArguments
+from kvern.tools.json_calls import NAMED, JsonCalls, JsonCallsParser
 from kvern.tools.tool_format import IDENTITY, NAME, GrammarPieces, ToolParser, ToolSchemas, literal
 
 BEGIN = "[TOOL_CALLS]"
@@ -17,6 +18,7 @@ ARGUMENTS = "[ARGS]"
 CALL_ID = "[CALL_ID]"
 HEAD = re.compile(rf"({NAME.pattern})(?:\[CALL_ID\](\w{{1,64}}))?(?:\[ARGS\])?\s*(?=\{{)")
 LONGEST_HEAD = 256
+LIST = JsonCalls("mistral", f"{BEGIN}[", *NAMED, ", ", "]")
 
 
 def new_id() -> str:
@@ -59,35 +61,27 @@ class Mistral:
         return f'" "? "[" {call} {more} "]"'
 
 
-class MistralParser(BufferedParser):
+class MistralParser(JsonCallsParser):
     """A parser of content, calls in either form, and content."""
 
     new_id = staticmethod(new_id)
 
-    def content_state(self) -> bool:
-        """Reads content up to the marker."""
-        if not self.content_until(BEGIN):
-            return False
-        self.state = self._marked_state
-        return True
+    def __init__(self) -> None:
+        super().__init__(LIST, None)
 
-    def _marked_state(self) -> bool:
-        """Reads the text after the marker, which must be a call."""
+    def _open_state(self) -> bool:
+        """Reads the text after the marker: a list, or the name of a call."""
         text = self.buffer.lstrip(BLANKS)
-        if not text and not self.ended:
-            return False
-        if text.startswith("["):
-            self._list = self.take(self.buffer.index("[") + 1)
-            self._first = True
-            return self._open_call()
+        if self._in_list or not text or text.startswith("["):
+            return super()._open_state()
         found = HEAD.match(text)
-        if found is not None and found.end() <= LONGEST_HEAD:
-            self.buffer = text[found.end() :]
-            self.begin(found[1], found[2] or "")
-            self._arguments = JsonArguments(self)
-            self.state = self._arguments_state
-            return True
-        return (self.ended or "{" in text or len(text) > LONGEST_HEAD) and self.no_call(BEGIN)
+        if found is None or found.end() > LONGEST_HEAD:
+            return (self.ended or "{" in text or len(text) > LONGEST_HEAD) and self.no_call(BEGIN)
+        self.buffer = text[found.end() :]
+        self.begin(found[1], found[2] or "")
+        self._arguments = JsonArguments(self)
+        self.state = self._arguments_state
+        return True
 
     def _arguments_state(self) -> bool:
         if not self._arguments.read():
@@ -95,37 +89,5 @@ class MistralParser(BufferedParser):
         self.state = self.content_state
         return True
 
-    def _open_call(self) -> bool:
-        self._call = JsonCall(self, None)
-        self.state = self._call_state
-        return True
-
-    def _call_state(self) -> bool:
-        result = self._call.read()
-        if result is None and not self.ended:
-            return False
-        if result:
-            self._first = False
-            self.state = self._next_state
-            return True
-        if self._call.begun:
-            if result is None:
-                self._call.end()
-        else:
-            self.content((BEGIN if self._first else "") + self._list)
+    def _close(self) -> None:
         self.state = self.content_state
-        return True
-
-    def _next_state(self) -> bool:
-        """Reads the text after a call of a list."""
-        for sign in ",]":
-            found = self.expect(sign)
-            if found is None:
-                return False
-            if found:
-                self._list = self.take(self.buffer.index(sign) + 1)
-                if sign == ",":
-                    return self._open_call()
-                break
-        self.state = self.content_state
-        return True

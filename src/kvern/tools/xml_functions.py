@@ -1,4 +1,4 @@
-"""Calls between XML tags that name a function, with tags around each parameter: Qwen3-Coder and MiniMax.
+"""Calls between XML tags that name a function, with tags around each parameter: Qwen3-Coder, MiniMax, GLM and others.
 
     <tool_call>                             <minimax:tool_call>
     <function=get_weather>                  <invoke name="get_weather">
@@ -8,7 +8,8 @@
     </function>
     </tool_call>
 
-The outer opening is often forgotten; then only the request's tools count.
+GLM 4.5 and later have <tool_call>get_weather<arg_key>city</arg_key><arg_value>Oslo</arg_value></tool_call>, with line
+breaks or without. The outer opening is often forgotten; then only the request's tools count.
 """
 
 import functools
@@ -50,6 +51,8 @@ class XmlFunctions:
     special: tuple[str, ...] = ()
     """Further texts that may be special tokens."""
     stops: tuple[str, ...] = ()
+    hint: str = ""
+    """A text in templates that render no calls, which identifies this form as its tags do."""
 
     @functools.cached_property
     def marks(self) -> XmlMarks:
@@ -80,19 +83,21 @@ class XmlFunctions:
 
     def matches(self, template: str) -> bool:
         """The template writes earlier calls with these tags."""
-        return all(mark in template for mark in (self.marks.calls[0], self.function[0], self.marks.begin))
+        has_parameter = self.marks.begin in template or bool(self.hint and self.hint in template)
+        return has_parameter and self.marks.calls[0] in template and self.function[0] in template
 
     def as_written(self, texts: Sequence[str], names: Sequence[str]) -> "XmlFunctions":
         """The format with the blanks that a template renders between the tags of calls to these functions."""
         opened, closed = self.outer
         function, head, end = self.function
-        parameter, _, last = self.parameter
+        parameter, key, last = self.parameter
         keys = re.findall(re.escape(parameter) + f"({KEY_IN_TAG})" + re.escape(last[-1]), texts[0])
         last = last.format(keys[-1] if keys else "")
         gaps = self.gaps.seen(
             texts,
             opened=(opened, function),
             head=(names[0] + head, parameter),
+            key=(key.partition("\n")[0], key.partition("\n")[2]),
             parameter=(last, parameter),
             last=(last, end),
             closed=(end, closed),
@@ -134,6 +139,7 @@ class XmlFunctions:
             return ""
         before, behind, _ = self.parameter
         told = kind if self.types == "words" else "true" if kind == "string" else "false"
+        behind = behind.replace("\n", self.gaps.key)
         return before + key + (behind.replace("{}", told) if self.types else behind) + ("\n" if self.lined else "")
 
 
@@ -153,7 +159,12 @@ class XmlFunctionsParser(XmlParser):
         self._headers = (between + before, before) if before else ()
         self._longest = len(behind) + 2 * behind.count(NUMBER)
         behind = re.escape(behind).replace(NUMBER, r"\d{1,9}")
-        self._head = re.compile(rf"\s*{re.escape(self._function)}({NAME.pattern}){behind}")
+        self._following = () if behind else (form.marks.begin, form.marks.call_end, "{")
+        """Texts of which one follows the name, if no tag does."""
+        gap = r"\s*" if self._following else ""
+        if self._following:
+            behind = rf"\s*(?={'|'.join(map(re.escape, self._following))})"
+        self._head = re.compile(rf"\s*{re.escape(self._function)}{gap}({NAME.pattern}){behind}")
 
     def drop(self, marker: str) -> None:
         """Drops a marker; after the outer end the text is outside of calls."""
@@ -197,6 +208,10 @@ class XmlFunctionsParser(XmlParser):
         if len(text) > LONGEST_HEAD or not named.startswith(self._function):
             return len(text) <= LONGEST_HEAD and self._function.startswith(named)
         rest = named[len(self._function) :]
+        if self._following:
+            name = NAME.match(rest.lstrip(BLANKS))
+            rest = rest.lstrip(BLANKS)[0 if name is None else name.end() :].lstrip(BLANKS)
+            return any(mark.startswith(rest) for mark in self._following) if name is not None else not rest
         name = NAME.match(rest)
         return len(rest) - (0 if name is None else name.end()) < self._longest
 
@@ -247,7 +262,18 @@ HY3 = XmlFunctions(
     ("<tool_call:opensource>", "<tool_sep:opensource>", "</tool_call:opensource>"),
     ("<arg_key:opensource>", "</arg_key:opensource>\n<arg_value:opensource>", "</arg_value:opensource>"),
     several_inside=True,
+    gaps=Gaps(key="\n"),
 )
+GLM = XmlFunctions(
+    "glm",
+    ("", ""),
+    (CALL, "", CALL_END),
+    ("<arg_key>", "</arg_key>\n<arg_value>", "</arg_value>"),
+    gaps=Gaps(opened="", key="\n"),
+    stops=("<|observation|>",),
+    hint=f"{CALL}function_name",
+)
+"""GLM 4.5; GLM 4.7 has no line breaks."""
 MINICPM5 = XmlFunctions(
     "minicpm5",
     ("", ""),

@@ -1,36 +1,339 @@
-"""OpenAI's /v1/batches: the handlers."""
+"""OpenAI's /v1/batches: the handlers, and the work of a batch: rows of a file, answered beside other requests.
+
+    status: validating --> in_progress --> finalizing --> completed
+                 |              |
+               failed    cancelling, expired, failed     (answers so far are kept)
+
+A batch survives a restart: each answer is appended to the output file at once, and rows that have an answer are skipped
+then. While the disk is full, or the key's part of it, `paused` in the batch says so.
+"""
 
 import asyncio
+import contextlib
+import dataclasses
+import functools
 import logging
 import time
 import uuid
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, BinaryIO
 
+import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
+from kvern.api.batch_rows import answer_row, read_row
 from kvern.api.completions import CHAT, COMPLETIONS
 from kvern.api.embeddings import EMBEDDINGS
-from kvern.api.errors import HttpError
+from kvern.api.errors import HttpError, body_of, error_body, status_of
 from kvern.api.fields import read_metadata, typed
+from kvern.api.other_names import as_sent, sent_names
 from kvern.api.rerank import RERANK
 from kvern.api.scores import SCORE
-from kvern.errors import shown
+from kvern.errors import EngineClosed, EngineUnavailable, InvalidRequest, KvernError, ServerBusy, shown
+from kvern.io.json_lines import BYTE_ORDER_MARK, json_line, read_json, wide_encoding
 from kvern.server.apis import Apis
-from kvern.server.batches import RUNNING, WINDOW_SECONDS, Work
-from kvern.server.bodies import Lane, read_object
+from kvern.server.bodies import MAX_BODY_BYTES, SMALL_BODY_BYTES, Lane, check_counts, decode_object, read_object
 from kvern.server.handlers.completions import Completions
 from kvern.server.handlers.embeddings import Embeddings
-from kvern.server.handlers.files import page_of
-from kvern.server.handlers.rerank import Rerank
-from kvern.server.handlers.scores import Scores
-from kvern.server.http import json_response
+from kvern.server.handlers.files import OUTPUT, PART_BYTES, file_object, page_of
+from kvern.server.handlers.scores import Rerank, Scores
+from kvern.server.http import json_response, write_large
 from kvern.server.keys import ApiKey
 from kvern.server.service import Answerer
-from kvern.server.stores.files import Object, Store
+from kvern.server.stores.database import NoRoom
+from kvern.server.stores.files import Object, Store, paths_of_batch
 
 logger = logging.getLogger("kvern")
+
+
+ENDPOINTS = (CHAT, COMPLETIONS, EMBEDDINGS, SCORE, RERANK)
+WINDOW_SECONDS = 24 * 3600
+MOST_ROWS = 50_000
+MOST_ERRORS = 100
+"""The number of errors that are reported for a file."""
+RUNNING = ("validating", "in_progress", "finalizing", "cancelling")
+COUNTED_EVERY = 1.0
+"""Seconds between two saves of a batch's counts."""
+PAUSE = 1.0
+"""Seconds until a batch that found the disk full tries again."""
+
+FAULT = "the server has a fault; its log tells more"
+
+
+class Work:
+    """One running batch. `body` is the batch as the API shows it."""
+
+    def __init__(
+        self,
+        store: Store,
+        key: ApiKey,
+        body: Object,
+        answer: Answerer,
+        width: int,
+        places: asyncio.Semaphore,
+        lane: Lane,
+    ) -> None:
+        self.body = body
+        self.key = dataclasses.replace(key, is_batch=True)
+        self._store = store
+        self._answer = answer
+        self._width = width
+        self._places = places
+        self._lane = lane
+        self._reading = asyncio.Lock()
+        self.saved = False
+        """True once the final state is on disk. Until then this object alone knows it."""
+        self._cancelled = asyncio.Event()
+        self._writing = asyncio.Lock()
+        self._output, self._errors = (store.path(name) for name in paths_of_batch(body["id"]))
+        self.task = asyncio.create_task(self._run())
+
+    def cancel(self) -> None:
+        """Ends the batch early; the answers so far are kept."""
+        if self.body["status"] in ("validating", "in_progress"):
+            self._enter("cancelling")
+            self._cancelled.set()
+
+    async def _run(self) -> None:
+        try:
+            end = await self._through()
+            if end != "failed":
+                self._enter("finalizing")
+            await self._keep_files()
+            self._enter(end)
+            await self._until_room(self._save)
+        except HttpError as error:
+            await self._fail(error)
+        except OSError as error:
+            await self._fail(HttpError(507, f"the server cannot store this: {error.strerror or error}", code="storage"))
+        except Exception:
+            logger.exception("batch %s cannot go on", self.body["id"])
+            await self._fail(HttpError(500, FAULT))
+
+    async def _through(self) -> str:
+        """Answers all rows. Returns the status in which the batch ends."""
+        path = self._store.path(self.body["input_file_id"])
+        total, errors = await asyncio.to_thread(check_rows, path, self.body["endpoint"])
+        if errors:
+            self.body["errors"] = {"object": "list", "data": errors}
+            return "failed"
+        self._take_back_files()
+        done = {name for file in (self._output, self._errors) for name in await asyncio.to_thread(answered, file)}
+        failed = len(await asyncio.to_thread(answered, self._errors))
+        self.body["request_counts"] = {"total": total, "completed": len(done) - failed, "failed": failed}
+        if self.body["status"] == "cancelling":
+            return "cancelled"
+        self._enter("in_progress")
+        await self._until_room(self._save)
+        rows = iter_rows(path, done)
+        tasks = [asyncio.create_task(self._worker(rows)) for _ in range(min(self._width, total))]
+        stopper, counter = asyncio.create_task(self._cancelled.wait()), asyncio.create_task(self._count())
+        everything: asyncio.Future[Any] = asyncio.gather(*tasks)
+        either: list[asyncio.Future[Any]] = [everything, stopper]
+        left = max(0.0, self.body["expires_at"] - time.time())
+        try:
+            await asyncio.wait(either, timeout=left, return_when=asyncio.FIRST_COMPLETED)
+            if everything.done():
+                everything.result()
+                return "completed"
+            return "cancelled" if self._cancelled.is_set() else "expired"
+        finally:
+            for task in (*tasks, stopper, counter):
+                task.cancel()
+            await asyncio.gather(*tasks, stopper, counter, everything, return_exceptions=True)
+
+    async def _worker(self, rows: Iterator[bytes]) -> None:
+        while True:
+            async with contextlib.AsyncExitStack() as held:
+                async with self._reading:  # One row of the batch at a time waits for a place.
+                    await held.enter_async_context(self._places)
+                    row = await asyncio.to_thread(next, rows, b"")
+                    if len(row) > SMALL_BODY_BYTES:
+                        await held.enter_async_context(self._lane.room(self.key.name, len(row)))
+                if not row:
+                    return
+                name = msgspec.json.decode(row, type=RowId).custom_id
+                status, answer = await self._answer_row(row)
+                del row
+            request_id = uuid.uuid4().hex
+            line = await write_large(functools.partial(answer_row, name, request_id, status, answer), json_line)
+            del answer
+            await self._until_room(functools.partial(self._write_whole, bytes(line) + b"\n", status == 200))
+
+    async def _write_whole(self, line: bytes, is_answer: bool) -> None:
+        written = asyncio.create_task(self._write(line, is_answer))
+        try:
+            await asyncio.shield(written)
+        except asyncio.CancelledError:
+            with contextlib.suppress(HttpError):
+                await written  # what is in the file is counted
+            raise
+
+    async def _write(self, line: bytes, is_answer: bool) -> None:
+        async with self._writing:
+            await self._store.append(self.key.name, self._output if is_answer else self._errors, line)
+            self.body["request_counts"]["completed" if is_answer else "failed"] += 1
+
+    async def _until_room(self, write: Callable[[], Awaitable[None]]) -> None:
+        """Writes as soon as the disk has room."""
+        while True:
+            try:
+                await write()
+            except NoRoom as error:
+                if self.body.get("paused") is None:
+                    logger.warning("batch %s pauses: %s", self.body["id"], error)
+                self.body["paused"] = error.message
+                await asyncio.sleep(PAUSE)
+            else:
+                self.body["paused"] = None
+                return
+
+    async def _answer_row(self, row: bytes) -> tuple[int, object]:
+        while True:
+            body = (await asyncio.to_thread(read_json, row))["body"]
+            names = sent_names(body)  # read now, because the answerer empties the body
+            try:
+                return 200, await self._answer(body, self.key)
+            except HttpError as error:
+                if error.headers is not None and "retry-after" in error.headers:
+                    await asyncio.sleep(float(error.headers["retry-after"]))
+                    continue
+                return error.status, body_of(as_sent(error, names))
+            except EngineClosed as error:
+                raise asyncio.CancelledError from error  # the server ends: the next server process answers the row
+            except (EngineUnavailable, ServerBusy) as error:
+                await asyncio.sleep(error.seconds)
+            except KvernError as error:
+                return status_of(error), body_of(as_sent(error, names))
+            except Exception:
+                logger.exception("a row of batch %s failed", self.body["id"])
+                return 500, error_body(500, FAULT)
+
+    async def _count(self) -> None:
+        while True:
+            await asyncio.sleep(COUNTED_EVERY)
+            with contextlib.suppress(NoRoom):
+                await self._save()
+
+    def _take_back_files(self) -> None:
+        """Takes back the output files if an earlier server process stopped while it finished the batch."""
+        for path in (self._output, self._errors):
+            kept = self._store.path(f"file-{path.name}")
+            if kept.exists():
+                kept.rename(path)
+
+    async def _keep_files(self) -> None:
+        """Turns the files of answers and of errors into files of the API, unless they are empty."""
+        for path, name in ((self._output, "output"), (self._errors, "error")):
+            if path.exists():
+                file_id = f"file-{path.name}"
+                size = path.stat().st_size
+                path.rename(self._store.path(file_id))
+                body = file_object(file_id, size, f"{self.body['id']}_{name}.jsonl", OUTPUT)
+                await self._until_room(functools.partial(self._store.save, "file", self.key.name, body))
+                self.body[f"{name}_file_id"] = file_id
+
+    async def _fail(self, error: HttpError) -> None:
+        logger.warning("batch %s failed: %s", self.body["id"], error)
+        problem = {"code": error.code or "server_error", "line": None, "message": error.message, "param": error.param}
+        self.body["errors"] = {"object": "list", "data": [problem]}
+        self._enter("failed")
+        for write in (self._keep_files, self._save):
+            with contextlib.suppress(HttpError, OSError):  # the next server tries again
+                await self._until_room(write)
+
+    def _enter(self, status: str) -> None:
+        self.body["status"] = status
+        self.body[f"{status}_at"] = self.body.get(f"{status}_at") or int(time.time())
+
+    async def _save(self) -> None:
+        await self._store.save("batch", self.key.name, self.body)
+        self.saved = self.body["status"] not in RUNNING
+
+
+def check_rows(path: Path, endpoint: str) -> tuple[int, list[Object]]:
+    """Returns the number of rows of an input file, and its errors."""
+    seen: set[str] = set()
+    errors: list[Object] = []
+    number = 0
+    with path.open("rb") as file:
+        for number, line in enumerate(lines_of(file), 1):
+            problem = wide_encoding(line) if number == 1 else None
+            message = row_error(line, endpoint, seen) if problem is None else f"the file is wrong: {problem}"
+            if number > MOST_ROWS:
+                message = f"the file has more than {MOST_ROWS} rows: split it"
+            if message:
+                errors.append({"code": "invalid_row", "line": number, "message": message, "param": None})
+            if problem is not None or len(errors) == MOST_ERRORS or number > MOST_ROWS:
+                break
+    if not number:
+        errors.append({"code": "empty_file", "line": None, "message": "the file holds no request", "param": None})
+    return number, errors
+
+
+def lines_of(file: BinaryIO) -> Iterator[bytes]:
+    """Yields the lines that are not blank. At most one byte more than the limit of a row is read of each."""
+    while line := file.readline(MAX_BODY_BYTES + 1):
+        end = line
+        while not end.endswith(b"\n") and (end := file.readline(PART_BYTES)):
+            pass
+        line = line.removeprefix(BYTE_ORDER_MARK)
+        if line.strip():
+            yield line
+
+
+def row_error(line: bytes, endpoint: str, seen: set[str]) -> str | None:
+    """Returns what is wrong with a row, None if nothing is. Adds its custom_id to `seen`."""
+    if len(line) > MAX_BODY_BYTES:
+        return f"the row has more than {MAX_BODY_BYTES} bytes: send less"
+    try:
+        row = decode_object(line)
+        check_counts(row.get("body"))
+        asked = read_row(row, [endpoint])
+    except HttpError as error:
+        return str(error).replace("the body", "the row", 1)
+    except InvalidRequest as error:
+        return str(error)
+    if asked.custom_id in seen:
+        return f"custom_id {shown(asked.custom_id)} is there twice: make each different"
+    if asked.body.get("stream"):
+        return "stream is set: a batch has no streams"
+    seen.add(asked.custom_id)
+    return None
+
+
+class RowId(msgspec.Struct):
+    """The custom_id of a row or of an answer."""
+
+    custom_id: str
+
+
+def iter_rows(path: Path, done: set[str]) -> Iterator[bytes]:
+    """Yields the rows whose custom_id is not in `done`."""
+    with path.open("rb") as file:
+        for line in lines_of(file):
+            if not done or msgspec.json.decode(line, type=RowId).custom_id not in done:
+                yield line
+
+
+def answered(path: Path) -> list[str]:
+    """Returns the custom_ids in a file of answers. Removes an incomplete last line from the file."""
+    if not path.exists():
+        return []
+    names, size = [], 0
+    with path.open("rb") as file:
+        for line in file:
+            if not line.endswith(b"\n"):
+                break
+            names.append(msgspec.json.decode(line, type=RowId).custom_id)
+            size += len(line)
+    with path.open("r+b") as file:
+        file.truncate(size)
+    return names
+
 
 MOST_UNFINISHED = 16
 """The limit of each key."""
@@ -56,10 +359,9 @@ class Batches:
     def for_server(cls, apis: Apis) -> "Batches":
         """The handlers of a server."""
         completions = apis.get(Completions)
-        scores = apis.get(Scores)
-        rerank = apis.get(Rerank)
         answerers = {path: completions.answerer(path) for path in (CHAT, COMPLETIONS)}
-        answerers |= {EMBEDDINGS: apis.get(Embeddings).answer, SCORE: scores.answer, RERANK: rerank.answer}
+        for path, kind in ((EMBEDDINGS, Embeddings), (SCORE, Scores), (RERANK, Rerank)):
+            answerers[path] = apis.get(kind).answer
         return cls(apis.store, apis.service.users, answerers, apis.width)
 
     async def resume(self) -> None:

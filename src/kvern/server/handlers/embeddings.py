@@ -1,37 +1,21 @@
 """OpenAI's /v1/embeddings: the handler."""
 
 from collections.abc import Callable
-from typing import Any
-
-from starlette.requests import Request
-from starlette.responses import Response
 
 from kvern.api.embeddings import KNOWN, embedding_answer, read_embedding
 from kvern.api.fields import merge_extra
 from kvern.engine.embedding import check_embeds
 from kvern.request.sampling_params import SamplingParams
-from kvern.server.apis import Apis
-from kvern.server.handlers.whole_answers import whole_answer
+from kvern.server.handlers.whole_answers import Body, WholeAnswers
 from kvern.server.keys import ApiKey
 
 
-class Embeddings:
-    """Handler of embeddings."""
+class Embeddings(WholeAnswers):
+    """Handler of /v1/embeddings."""
 
-    def __init__(self, apis: Apis) -> None:
-        self._service = apis.service
+    known = KNOWN
 
-    async def create(self, request: Request) -> Response:
-        """POST /v1/embeddings."""
-        return await whole_answer(request, self.answer, lambda _: KNOWN)
-
-    async def answer(
-        self, body: dict[str, Any], key: ApiKey, has_read: Callable[[], None] = lambda: None
-    ) -> dict[str, Any]:
-        """Returns the body of the answer. Once `body` is read, it is emptied and `has_read` is called.
-
-        Raises HttpError, InvalidRequest or EngineDied.
-        """
+    async def answer(self, body: Body, key: ApiKey, has_read: Callable[[], None] = lambda: None) -> Body:
         merge_extra(body)
         service = self._service
         model = service.model(body)

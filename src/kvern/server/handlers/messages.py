@@ -8,8 +8,7 @@ from starlette.responses import Response
 
 from kvern.api.errors import anthropic_error
 from kvern.api.fields import merge_extra, typed
-from kvern.api.message_tools import ignored_tools
-from kvern.api.messages import KNOWN, message_answer, message_events, read_conversation, read_message
+from kvern.api.messages import KNOWN, ignored_tools, message_answer, message_events, read_conversation, read_message
 from kvern.api.other_names import ignored
 from kvern.server.apis import Apis
 from kvern.server.bodies import let_go, read_object

@@ -1,4 +1,4 @@
-"""OpenAI's /v1/responses: stored conversations, streams, and work in the background."""
+"""OpenAI's /v1/responses and /v1/conversations: stored conversations, streams, and work in the background."""
 
 import asyncio
 import contextlib
@@ -13,9 +13,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from kvern.api.errors import HttpError
-from kvern.api.fields import merge_extra, typed
-from kvern.api.kept_items import kept_items
-from kvern.api.response_items import input_messages, referred
+from kvern.api.fields import merge_extra, read_metadata, typed
+from kvern.api.response_items import input_messages, kept_items, read_items, referred
 from kvern.api.response_output import response_of
 from kvern.api.responses import KNOWN, ResponseBody, ResponseEvents, complete, read_response
 from kvern.errors import KvernError, shown
@@ -33,8 +32,17 @@ from kvern.server.http import (
     until_gone,
 )
 from kvern.server.service import Ask, Running
-from kvern.server.stores.event_log import LAST, RUNNING, Event, EventLog, events_of
-from kvern.server.stores.response_memory import Items, Messages, Packed, Record
+from kvern.server.stores.response_memory import (
+    LAST,
+    RUNNING,
+    Event,
+    EventLog,
+    Items,
+    Messages,
+    Packed,
+    Record,
+    events_of,
+)
 from kvern.server.stores.responses import CUT_OFF
 from kvern.tools.chat import ChatRequest
 
@@ -306,3 +314,58 @@ def ordered(items: list[dict[str, Any]], request: Request) -> list[dict[str, Any
     if order not in ORDERS:
         raise HttpError(400, f"order is {shown(order)}: it must be asc or desc", param="order")
     return items if order == "asc" else items[::-1]
+
+
+class Conversations:
+    """Handlers of conversations and their items."""
+
+    def __init__(self, apis: Apis) -> None:
+        self._store = apis.kept.conversations
+
+    async def create(self, request: Request) -> Response:
+        """POST /v1/conversations."""
+        body = await read_object(request)
+        items, metadata = read_items(body.get("items")), read_metadata(body)
+        return json_response(await self._store.create(request.state.key.name, metadata, items))
+
+    async def retrieve(self, request: Request) -> Response:
+        """GET /v1/conversations/{conversation_id}."""
+        return json_response(await self._store.load(*_named(request)))
+
+    async def update(self, request: Request) -> Response:
+        """POST /v1/conversations/{conversation_id}: replace its metadata."""
+        metadata = read_metadata(await read_object(request))
+        return json_response(await self._store.update(*_named(request), metadata))
+
+    async def delete(self, request: Request) -> Response:
+        """DELETE /v1/conversations/{conversation_id}."""
+        owner, conversation_id = _named(request)
+        await self._store.remove(owner, conversation_id)
+        return json_response({"id": conversation_id, "object": "conversation.deleted", "deleted": True})
+
+    async def add_items(self, request: Request) -> Response:
+        """POST /v1/conversations/{conversation_id}/items."""
+        items = read_items((await read_object(request)).get("items"))
+        if not items:
+            raise HttpError(400, "items is missing: it must be a list of items", param="items")
+        await self._store.add(*_named(request), items)
+        ends = {"first_id": items[0]["id"], "last_id": items[-1]["id"]}
+        return json_response({"object": "list", "data": items, **ends, "has_more": False})
+
+    async def list_items(self, request: Request) -> Response:
+        """GET /v1/conversations/{conversation_id}/items."""
+        items = await self._store.items(*_named(request))
+        return json_response(page_of(ordered(items, request), request))
+
+    async def item(self, request: Request) -> Response:
+        """GET /v1/conversations/{conversation_id}/items/{item_id}."""
+        return json_response(await self._store.item(*_named(request), request.path_params["item_id"]))
+
+    async def delete_item(self, request: Request) -> Response:
+        """DELETE /v1/conversations/{conversation_id}/items/{item_id}."""
+        return json_response(await self._store.remove_item(*_named(request), request.path_params["item_id"]))
+
+
+def _named(request: Request) -> tuple[str, str]:
+    """Returns the owner and the conversation's id."""
+    return request.state.key.name, request.path_params["conversation_id"]

@@ -1,4 +1,4 @@
-"""Routes that load and unload adapters while the server runs, for administrators' API keys."""
+"""Routes for administrators' API keys: load and unload adapters, add and remove engines while the server runs."""
 
 from pathlib import Path
 
@@ -6,8 +6,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from kvern.api.errors import HttpError
-from kvern.api.fields import typed
-from kvern.errors import InvalidRequest, shown
+from kvern.api.fields import LONGEST_TIMEOUT, typed
+from kvern.errors import ConfigError, InvalidRequest, shown
 from kvern.server.apis import Apis
 from kvern.server.bodies import read_object
 from kvern.server.http import json_response, until_gone
@@ -58,8 +58,7 @@ class AdaptersApi:
 
     async def _read(self, request: Request) -> tuple[str, ServedEngine, dict[str, object]]:
         """Returns the adapter's name, the engine of the body's `model`, and the body."""
-        if not request.state.key.admin:
-            raise HttpError(403, "this needs an API key with admin=1", code="permission_denied")
+        check_admin(request)
         if self._folder is None:
             raise HttpError(403, "this server was started without adapter_folder", code="permission_denied")
         body = await read_object(request)
@@ -84,3 +83,46 @@ class AdaptersApi:
             message = f"lora_path is {shown(path)}, which is not below the server's adapter_folder"
             raise HttpError(403, message, param="lora_path", code="permission_denied")
         return folder
+
+
+class EnginesApi:
+    """Handlers of the engine routes. A request whose client leaves before the answer changes nothing."""
+
+    def __init__(self, apis: Apis) -> None:
+        self._service = apis.service
+
+    async def add(self, request: Request) -> Response:
+        """POST /v1/add_engine: start another engine of a model. The answer comes when the engine takes requests."""
+        engine, _ = await self._read(request)
+        try:
+            added = await until_gone(engine.client.replicas.add(), request.receive)
+        except ConfigError as error:
+            raise HttpError(400, f"no engine is added: {error}") from error
+        return json_response({"id": added and added.name, "object": "engine", "model": engine.models[0], "ready": True})
+
+    async def remove(self, request: Request) -> Response:
+        """POST /v1/remove_engine: end `engine`, after `grace_seconds` at most. The answer comes when it has ended."""
+        engine, body = await self._read(request)
+        name = typed(body, "engine", str, "")
+        seconds = typed(body, "grace_seconds", (int, float), self._service.config.grace_seconds)
+        if not 0 <= seconds <= LONGEST_TIMEOUT:
+            message = f"grace_seconds is {shown(seconds)}: it must be a number from 0 to {LONGEST_TIMEOUT:.0f}"
+            raise HttpError(400, message, param="grace_seconds")
+        try:
+            await until_gone(engine.client.replicas.remove(name, seconds), request.receive)
+        except InvalidRequest as error:
+            raise HttpError(400, str(error), param="engine") from error
+        return json_response({"id": name, "object": "engine", "model": engine.models[0], "ready": False})
+
+    async def _read(self, request: Request) -> tuple[ServedEngine, dict[str, object]]:
+        """Returns the engines of the body's `model`, and the body. Raises HttpError if the key is no
+        administrator's."""
+        check_admin(request)
+        body = await read_object(request)
+        return self._service.engine_of(self._service.model(body)), body
+
+
+def check_admin(request: Request) -> None:
+    """Refuses keys of others than administrators. Raises HttpError."""
+    if not request.state.key.admin:
+        raise HttpError(403, "this needs an API key with admin=1", code="permission_denied")
