@@ -1,7 +1,7 @@
 """Tool calls and reasoning: what models write around their answers, read as it arrives and demanded where it must be.
 
 `chat.py` makes a conversation a prompt, parameters and a reader of the answer. `formats.py` finds the format that a
-chat template speaks; each format is a file (`mistral.py`, `glm.py`, ...) with what `tool_format.py` asks for, mostly
+chat template speaks; each format is a file (`mistral.py`, `gemma.py`, ...) with what `tool_format.py` asks for, mostly
 a `BufferedParser` (`buffered.py`). `thinking.py` reads the thinking, `grammar.py` makes one grammar of thinking,
 calls and a structured answer, and `definitions.py` checks the tools of a request.
 
