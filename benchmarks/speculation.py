@@ -32,7 +32,7 @@ from typing import Any
 import torch
 
 from kvern import LLM, RequestOutput, SamplingParams
-from kvern.observe.drafts import DraftFigures
+from kvern.observe.metrics import DraftFigures
 from kvern.request.request import RequestOptions
 
 PLAIN, CONTROL = "none", "none again"

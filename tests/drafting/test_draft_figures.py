@@ -1,7 +1,6 @@
 """What is told of drafts when a run ends."""
 
-from kvern.observe.drafts import DraftFigures
-from kvern.observe.metrics import Metrics, engines_text
+from kvern.observe.metrics import DraftFigures, Metrics, engines_text
 from kvern.request.events import EngineStatistics
 
 

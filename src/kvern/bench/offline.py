@@ -17,7 +17,7 @@ from kvern.engine.core import EngineCore
 from kvern.engine.encoder_core import EncoderCore
 from kvern.engine.engine import Engine
 from kvern.errors import ConfigError
-from kvern.observe.drafts import DraftFigures
+from kvern.observe.metrics import DraftFigures
 from kvern.request.sampling_params import SamplingParams
 from kvern.version import __version__
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import re
 import typing
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from kvern.config import EngineConfig, choices_of
 from kvern.errors import ConfigError
@@ -18,28 +19,30 @@ HUMAN_NUMBER = re.compile(r"(\d+(?:\.\d+)?)([kKmMgG])")
 UNITS = {"k": 10**3, "K": 2**10, "m": 10**6, "M": 2**20, "g": 10**9, "G": 2**30}
 
 
-class Rule(Protocol):
+MANY = 1 << 30
+NOTHING = ("none", "null")
+
+
+class Rule(ABC):
     """The rule of one flag. `takes` is the number of values after it, MANY for any number."""
 
-    @property
-    def takes(self) -> int: ...
+    takes: int
 
+    @abstractmethod
     def options(self, values: Sequence[str], on: bool) -> Options:
         """Returns kvern's options for the flag; `on` is False for --no-FLAG. Raises ConfigError if it is refused."""
 
     def note(self, values: Sequence[str]) -> str | None:
         """Returns a note for the user; None if the flag has its usual effect."""
+        return None
 
+    @abstractmethod
     def help(self) -> str:
         """Returns the rule in a line of help."""
 
 
-MANY = 1 << 30
-NOTHING = ("none", "null")
-
-
 @dataclass(frozen=True)
-class Named:
+class Named(Rule):
     """A flag that kvern names differently, or whose values differ."""
 
     option: str
@@ -49,15 +52,12 @@ class Named:
     def options(self, values: Sequence[str], on: bool) -> Options:
         return [(self.option, self.read(value)) for value in values]
 
-    def note(self, values: Sequence[str]) -> None:
-        return None
-
     def help(self) -> str:
         return f"is kvern's {flag(self.option)}"
 
 
 @dataclass(frozen=True)
-class Partly:
+class Partly(Rule):
     """A flag of which some values are an option's, `idle` ones have no effect for the reason `why`, and others are
     refused."""
 
@@ -78,7 +78,7 @@ class Partly:
 
 
 @dataclass(frozen=True)
-class Switch:
+class Switch(Rule):
     """A flag without value that sets an option, to another value for --no-FLAG."""
 
     option: str
@@ -89,15 +89,12 @@ class Switch:
     def options(self, values: Sequence[str], on: bool) -> Options:
         return [(self.option, self.yes if on else self.no)]
 
-    def note(self, values: Sequence[str]) -> None:
-        return None
-
     def help(self) -> str:
         return f"is kvern's {' '.join(as_arguments(self.option, self.yes))}"
 
 
 @dataclass(frozen=True)
-class Idle:
+class Idle(Rule):
     """A flag without effect, for the reason `why`. With `only`, it has no effect for these values and others are
     refused."""
 
@@ -121,7 +118,7 @@ class Idle:
 
 
 @dataclass(frozen=True)
-class Refused:
+class Refused(Rule):
     """A flag that kvern cannot obey, for the reason `why`."""
 
     why: str
@@ -132,15 +129,12 @@ class Refused:
             raise ConfigError(f"is refused: {self.why}")
         return []
 
-    def note(self, values: Sequence[str]) -> str | None:
-        return None
-
     def help(self) -> str:
         return f"is refused: {self.why}"
 
 
 @dataclass(frozen=True)
-class Backend:
+class Backend(Rule):
     """A flag with a JSON object of which kvern reads one key, `backend`."""
 
     named: Rule
@@ -152,9 +146,6 @@ class Backend:
             if key != "backend" and value:
                 raise ConfigError(f"{key} is refused: kvern reads the backend there and nothing else")
         return self.named.options([str(given["backend"])], on) if "backend" in given else []
-
-    def note(self, values: Sequence[str]) -> None:
-        return None
 
     def help(self) -> str:
         return f"{self.named.help()}, by its key backend"

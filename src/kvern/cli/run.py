@@ -62,8 +62,7 @@ class RunCommand:
         """Run the job and return the exit code: 1 if rows failed. Raises KvernError."""
         from kvern.batch.job import BatchJob
         from kvern.batch.requests import RowRules
-        from kvern.observe.drafts import DraftFigures
-        from kvern.observe.metrics import busiest_rows
+        from kvern.observe.metrics import DraftFigures, busiest_rows
         from kvern.request.events import EngineStatistics
 
         engine, usual = self.engine, EngineConfig()
