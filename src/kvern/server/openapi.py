@@ -32,8 +32,9 @@ from kvern.tools.tool_format import NAME
 from kvern.version import __version__
 
 Schema = dict[str, Any]
-JSON, PLAIN, BINARY, FORM = "application/json", "text/plain", "application/octet-stream", "multipart/form-data"
-EVENTS = "text/event-stream"
+JSON, EVENTS = "application/json", "text/event-stream"
+PLAIN, BINARY = "text/plain", "application/octet-stream"
+FORM = "multipart/form-data"
 ABOUT = (
     "Beside the parameters of each API, bodies may hold kvern's own; fields that would change an answer and are "
     "not known are refused, others ignored and named in the header x-kvern-ignored-fields."
