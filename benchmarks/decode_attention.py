@@ -18,6 +18,7 @@ import torch
 
 from kvern.attention.eight_bit import LARGEST_CODE, codes_of
 from kvern.device.timing import time_calls
+from kvern.kernels.attention_arguments import CachedLayer, Decodes
 from kvern.kernels.attention_decode import decode_attention, decode_shape
 from kvern.kernels.launch import processors
 
@@ -80,7 +81,8 @@ def measure(case: Case, bandwidth: float) -> tuple[int, int, float, float]:
     cut = decode_shape(count, case.kv_heads, HEAD_DIM, processors(device), case.dtype.itemsize)
 
     def attend(cache: torch.Tensor) -> None:
-        decode_attention(query, cache, table, slots, starts, arrived, out, cut, scale=0.088, scales=scales)
+        layer = CachedLayer(cache, 0.088, scales=scales)
+        decode_attention(query, layer, table, Decodes(slots, starts), arrived, out, cut)
 
     attend(caches[0])
     for request in {0, count - 1}:

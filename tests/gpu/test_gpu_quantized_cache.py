@@ -11,7 +11,7 @@ import torch
 from kvern import LLM, RequestOutput, SamplingParams
 from kvern.attention.eight_bit import LARGEST_CODE, codes_of
 from kvern.attention.selection import Shapes, make_queries, reference_attention
-from kvern.attention.triton import TritonKernels
+from kvern.attention.triton import TritonKernels, cached_layer
 from kvern.spec.mixers import AttentionSpec
 from tests.support.internals import engine_of
 
@@ -109,7 +109,7 @@ def test_kernels_read_codes(dtype: torch.dtype, head_dim: int) -> None:
         cache = torch.stack([codes_of(*kind, dtype) for kind in zip(numbers.flatten(1, 2), scales, strict=True)])
         cache = cache.view(numbers.shape)
         out = torch.full_like(query, float("nan"))
-        phase(queries)(0, query, cache, out, scales)
+        phase(queries)(0, query, cached_layer(layer, cache, scales), out)
         expected = reference_attention(queries, query, cache.float() * scales[:, None, None, :, None], layer)
         assert ((out.float() - expected).abs().max() / expected.abs().max()).item() < 0.02
 
@@ -131,10 +131,11 @@ def test_decodes_of_every_cut(dtype: torch.dtype, requests: int, longest: int) -
         cache = torch.stack(codes).view(numbers.shape)
         plain = cache.float() * scales[:, None, None, :, None]
     expected = reference_attention(queries, query, plain, layer)
+    cached = cached_layer(layer, cache, scales if dtype in LARGEST_CODE else None)
     decode, first = kernels.decode(queries), torch.empty_like(query)
     for turn in range(8):
         out = first if turn == 0 else torch.empty_like(query)
         out.fill_(float("nan"))
-        decode(0, query, cache, out, scales if dtype in LARGEST_CODE else None)
+        decode(0, query, cached, out)
         assert torch.equal(out, first), "the order of arrival changes nothing"
     assert ((first.float() - expected).abs().max() / expected.abs().max()).item() < 0.02

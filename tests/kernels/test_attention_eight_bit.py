@@ -13,7 +13,7 @@ import torch
 from kvern import LLM, SamplingParams
 from kvern.attention.eight_bit import LARGEST_CODE, codes_of
 from kvern.attention.selection import Shapes, make_queries, reference_attention
-from kvern.attention.triton import TritonKernels
+from kvern.attention.triton import TritonKernels, cached_layer
 from kvern.kernels.attention_prefill import PrefillShape, prefill_attention
 from kvern.kernels.batch import copy_pool_blocks
 from kvern.kernels.cache_plain import plain_blocks
@@ -67,7 +67,9 @@ def test_a_plan_of_runs_reads_codes(dtype: torch.dtype, deterministic: bool, dev
     kinds = zip(numbers.flatten(1, 2), scales, strict=True)
     cache = torch.stack([codes_of(*kind, dtype) for kind in kinds]).view(numbers.shape)
     out = torch.full_like(query, float("nan"))
-    TritonKernels([layer], device, 8, deterministic, dtype).prefill(queries)(0, query, cache, out, scales)
+    TritonKernels([layer], device, 8, deterministic, dtype).prefill(queries)(
+        0, query, cached_layer(layer, cache, scales), out
+    )
     expected = reference_attention(queries, query, cache.float() * scales[:, None, None, :, None], layer)
     torch.testing.assert_close(out, expected, rtol=2e-3, atol=2e-3)
 
@@ -146,8 +148,9 @@ def test_long_runs_become_plain_for_hopper(monkeypatch: pytest.MonkeyPatch, devi
     """What is planned for the kernel that reads no codes is what the one reads that does."""
     from kvern.attention import hopper
 
-    def stand_in(*tensors: torch.Tensor, processors: int, **options: Any) -> None:
-        prefill_attention(*tensors, PrefillShape(128, 32, 4, 2), **options)
+    def stand_in(*given: Any) -> None:
+        *given, _ = given
+        prefill_attention(*given, PrefillShape(128, 32, 4, 2))
 
     monkeypatch.setattr(hopper, "hopper_prefill", stand_in)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(multi_processor_count=132))
@@ -163,6 +166,6 @@ def test_long_runs_become_plain_for_hopper(monkeypatch: pytest.MonkeyPatch, devi
     assert not planner.pays(replace(queries, known_tiles=queries.tiles)), "in a graph"
     assert not planner.pays(replace(queries, starts=[1 << 23, 0])), "too much memory"
     out = torch.full_like(query, float("nan"))
-    planner.prefill(queries)(0, query, cache, out, scales)
+    planner.prefill(queries)(0, query, cached_layer(layer, cache, scales), out)
     expected = reference_attention(queries, query, cache.float() * scales[:, None, None, :, None], layer)
     torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-4)

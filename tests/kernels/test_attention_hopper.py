@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from tests.support.kernels.attention_batches import attention_reference, give_back, make_batch, make_sinks
+from kvern.kernels.attention_arguments import CachedLayer
+from tests.support.kernels.attention_batches import attention_reference, give_back, make_batch, make_sinks, runs_of
 from tests.support.kernels.references import relative_error
 
 pytestmark = [
@@ -43,23 +44,18 @@ def test_hopper_prefill(
     device = torch.device("cuda")
     counts = [300, 33, 1, 128, 200]
     batch = make_batch(device, [0, 131, 770, 128, 1001], counts, heads, kv_heads, dim, dtype, block_size)
-    tiles = [(request, first) for request, count in enumerate(counts) for first in range(0, count, QUERIES)]
-    requests, firsts = torch.tensor(tiles, dtype=torch.int32, device=device).T.contiguous()
     sinks = make_sinks(heads, sunk, device)
     expected = attention_reference(batch, 0.1, window, softcap, sinks)
     if window is not None:
         give_back(batch, window)
     out = torch.full((len(batch.query) + 1, heads, dim), float("nan"), dtype=dtype, device=device)
     hopper_prefill(
-        *batch,
-        requests,
-        firsts,
+        batch.query,
+        CachedLayer(batch.cache, 0.1, window, softcap, sinks=sinks),
+        batch.table,
+        runs_of(batch, QUERIES),
         out,
         processors=5,  # so that each takes several tiles
-        scale=0.1,
-        window=window,
-        softcap=softcap,
-        sinks=sinks,
     )
     assert out[-1].isnan().all()
     assert relative_error(out[:-1], expected) < 5e-3

@@ -13,6 +13,7 @@ from kvern.attention import paged
 from kvern.attention.eight_bit import LARGEST_CODE, codes_of
 from kvern.attention.flash_attn import FlashAttnKernels, held_blocks
 from kvern.attention.selection import Shapes, make_queries, reference_attention
+from kvern.attention.triton import cached_layer
 from kvern.runner.device_runner import DeviceRunner
 from kvern.spec.mixers import AttentionSpec
 from tests.support.families import make_checkpoint, prompts_with_windows
@@ -120,7 +121,7 @@ def test_flash_attention_reads_no_blocks_that_a_window_passed(requests: list[tup
     expected, out = reference_attention(queries, query, cache, layer), torch.empty_like(query)
     for row, (start, _) in zip(queries.block_table, requests, strict=True):
         cache[:, row[: max(0, start + 1 - 100) // 16].long()] = float("nan")
-    FlashAttnKernels([layer]).prefill(queries)(0, query, cache, out)
+    FlashAttnKernels([layer]).prefill(queries)(0, query, cached_layer(layer, cache), out)
     assert relative_error(out, expected) < 2e-2
 
 

@@ -5,7 +5,7 @@ import torch
 
 from kvern.attention.selection import Shapes, make_queries, reference_attention
 from kvern.attention.split import SplitPrefill
-from kvern.attention.triton import TritonKernels
+from kvern.attention.triton import TritonKernels, cached_layer
 from kvern.spec.mixers import AttentionSpec
 
 LAYER = AttentionSpec(heads=8, kv_heads=2, head_dim=16, scale=0.25)
@@ -39,5 +39,5 @@ def test_they_attend_as_others_do(deterministic: bool, device: torch.device) -> 
     queries, query, cache = make_queries([(1600, 3), (20, 5)], shapes, LAYER)
     kernels = TritonKernels([LAYER], device, 8, deterministic)
     out = torch.full_like(query, float("nan"))
-    kernels.prefill(queries)(0, query, cache, out)
+    kernels.prefill(queries)(0, query, cached_layer(LAYER, cache), out)
     torch.testing.assert_close(out, reference_attention(queries, query, cache, LAYER), rtol=1e-4, atol=1e-4)

@@ -13,6 +13,7 @@ from kvern.spec.mixers import AttentionSpec
 if TYPE_CHECKING:
     from kvern.attention.expanded import ExpandedAttention
     from kvern.device.device_batch import Queries
+    from kvern.kernels.attention_arguments import CachedLayer
 
 __all__ = [
     "Attend",
@@ -64,21 +65,11 @@ class AttentionBackend(Protocol[Batch]):
 class PlannedAttention(Protocol):
     """Attention of one layer, for the T tokens of the `Queries` it was planned for."""
 
-    def __call__(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        cache: torch.Tensor,
-        out: torch.Tensor,
-        scales: torch.Tensor | None = None,
-        sinks: torch.Tensor | None = None,
-    ) -> None:
+    def __call__(self, layer: int, query: torch.Tensor, cached: "CachedLayer", out: torch.Tensor) -> None:
         """`query [T, heads, head_dim]`, whose rows may have gaps, over the layer's cache; `out [T, heads, head_dim]`.
 
-        Of a layer with `value_dim` queries have no gaps, and `out` is as wide.
-
-        `scales [2, kv_heads]`: of a cache in 8 bits. `sinks [heads]` float32: of a layer that has them. Only
-        `TritonKernels` and PyTorch know either.
+        Of a layer with `value_dim` queries have no gaps, and `out` is as wide. Only `TritonKernels` and PyTorch know
+        scales and sinks.
         """
 
 

@@ -15,6 +15,7 @@ import torch
 
 from kvern.device.device_batch import Queries
 from kvern.device.transfer import upload
+from kvern.kernels.attention_arguments import CachedLayer, Runs
 from kvern.kernels.attention_prefill import prefill_attention, prefill_shape
 from kvern.kernels.launch import processors
 from kvern.spec.mixers import AttentionSpec
@@ -97,7 +98,8 @@ class Part:
 class Planned:
     """A part on the device: what the kernel is told, where it finds latents, and the tokens it attends for."""
 
-    arguments: tuple[torch.Tensor, ...]
+    table: torch.Tensor
+    runs: Runs
     places: torch.Tensor
     tokens: Sequence[slice]
 
@@ -138,14 +140,14 @@ class ExpandedRuns:
             values.index_select(0, requests)
             for values in (queries.device_starts, queries.query_start_loc, queries.device_counts)
         )
-        arguments = blocks.view(len(slots), -1), own_slots, starts, tokens, counts, tile_request, tile_first
+        runs = Runs(own_slots, starts, tokens, counts, tile_request, tile_first)
         held = [
             queries.block_table[queries.slots[request], :length]
             for request, length in zip(part.requests, lengths, strict=True)
         ]
         offsets = torch.arange(kernels.block_size, device=device)
         places = (torch.cat(held).long()[:, None] * kernels.block_size + offsets).flatten()
-        return Planned(arguments, places, part.tokens)
+        return Planned(blocks.view(len(slots), -1), runs, places, part.tokens)
 
     def attend(
         self,
@@ -166,6 +168,7 @@ class ExpandedRuns:
         out      [T, heads, v_head_dim]
         """
         spec = self._kernels.spec
+        cached = CachedLayer(self._kernels.cache, spec.scale)
         latent = values.shape[1]
         entries = own.shape[2] + rotated.shape[2]
         for part in self.parts:
@@ -183,6 +186,6 @@ class ExpandedRuns:
                 asked[..., : own.shape[2]] = own[:, heads]
                 asked[..., own.shape[2] : entries] = rotated[:, heads]
                 result = torch.empty_like(asked)
-                self._kernels.attend(asked, self._kernels.cache, *part.arguments, result, scale=spec.scale)
+                self._kernels.attend(asked, cached, part.table, part.runs, result)
                 for tokens in part.tokens:
                     out[tokens, heads] = result[tokens, :, : values.shape[2]]

@@ -8,6 +8,7 @@ import torch
 from kvern.attention.base import PlannedAttention
 from kvern.device.device_batch import Queries
 from kvern.device.transfer import upload
+from kvern.kernels.attention_arguments import CachedLayer
 from kvern.spec.mixers import AttentionSpec
 
 
@@ -47,21 +48,13 @@ class FlashAttnKernels:
         table = queries.block_table.index_select(0, queries.device_slots)
         held: dict[int | None, torch.Tensor] = {None: table}
 
-        def run(
-            layer: int,
-            query: torch.Tensor,
-            cache: torch.Tensor,
-            out: torch.Tensor,
-            scales: torch.Tensor | None = None,
-            sinks: torch.Tensor | None = None,
-        ) -> None:
+        def run(layer: int, query: torch.Tensor, cached: CachedLayer, out: torch.Tensor) -> None:
             spec = self._layers[layer]
             if spec.window is not None and spec.window not in held:
-                held[spec.window] = held_blocks(table, queries.device_starts, spec.window, cache.shape[2])
+                held[spec.window] = held_blocks(table, queries.device_starts, spec.window, cached.cache.shape[2])
             result = self._attend(
                 query,
-                cache[0],
-                cache[1],
+                *cached.cache,
                 cu_seqlens_q=firsts,
                 max_seqlen_q=max(queries.counts),
                 seqused_k=lengths,

@@ -9,6 +9,7 @@ import torch
 from kvern.attention.base import PlannedAttention
 from kvern.device.device_batch import Queries
 from kvern.device.transfer import upload
+from kvern.kernels.attention_arguments import CachedLayer
 from kvern.spec.mixers import AttentionSpec
 
 WORKSPACE_BYTES = 256 << 20
@@ -99,15 +100,8 @@ class FlashInferKernels:
         self._planned = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self._planned.record()
 
-        def run(
-            layer: int,
-            query: torch.Tensor,
-            cache: torch.Tensor,
-            out: torch.Tensor,
-            scales: torch.Tensor | None = None,
-            sinks: torch.Tensor | None = None,
-        ) -> None:
-            wrappers[self._layers[layer]].run(query, (cache[0], cache[1]), out=out)
+        def run(layer: int, query: torch.Tensor, cached: CachedLayer, out: torch.Tensor) -> None:
+            wrappers[self._layers[layer]].run(query, (cached.cache[0], cached.cache[1]), out=out)
 
         return run
 

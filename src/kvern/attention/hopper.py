@@ -10,6 +10,7 @@ import torch
 
 from kvern.attention.base import PlannedAttention
 from kvern.device.device_batch import Queries
+from kvern.kernels.attention_arguments import CachedLayer
 from kvern.kernels.attention_hopper import QUERIES, hopper_fits, hopper_prefill
 from kvern.kernels.cache_plain import plain_blocks
 from kvern.kernels.launch import processors
@@ -39,7 +40,7 @@ class HopperPrefill:
         fits: Collection[int],
         cache_dtype: torch.dtype | None = None,
     ) -> None:
-        self._layers, self.fits = list(layers), fits
+        self.fits = fits
         self._block_size = block_size
         self._codes = cache_dtype is not None and cache_dtype.itemsize == 1
         self._token_bytes = max(4 * layers[index].kv_heads * layers[index].head_dim for index in fits)
@@ -61,38 +62,17 @@ class HopperPrefill:
 
     def prefill(self, queries: Queries) -> PlannedAttention:
         """Plan; `pays` must hold."""
-        tiles = queries.tiles(QUERIES)
-        table, slots = queries.block_table, queries.device_slots
+        runs, table = queries.runs(QUERIES), queries.block_table
         blocks = table
         if self._codes:
-            blocks = table.index_select(0, slots)[:, : self._width(queries)].contiguous()
+            blocks = table.index_select(0, runs.slots)[:, : self._width(queries)].contiguous()
             table = torch.arange(blocks.numel(), dtype=torch.int32, device=blocks.device).view(blocks.shape)
-            slots = torch.arange(len(blocks), dtype=torch.int32, device=blocks.device)
+            runs = runs._replace(slots=torch.arange(len(blocks), dtype=torch.int32, device=blocks.device))
 
-        def run(
-            layer: int,
-            query: torch.Tensor,
-            cache: torch.Tensor,
-            out: torch.Tensor,
-            scales: torch.Tensor | None = None,
-            sinks: torch.Tensor | None = None,
-        ) -> None:
-            spec = self._layers[layer]
-            hopper_prefill(
-                query,
-                cache if scales is None else plain_blocks(cache, scales, blocks.flatten(), query.dtype),
-                table,
-                slots,
-                queries.device_starts,
-                queries.query_start_loc,
-                queries.device_counts,
-                *tiles,
-                out,
-                processors=self._processors,
-                scale=spec.scale,
-                window=spec.window,
-                softcap=spec.softcap,
-                sinks=sinks,
-            )
+        def run(layer: int, query: torch.Tensor, cached: CachedLayer, out: torch.Tensor) -> None:
+            if cached.scales is not None:
+                plain = plain_blocks(cached.cache, cached.scales, blocks.flatten(), query.dtype)
+                cached = cached._replace(cache=plain, scales=None)
+            hopper_prefill(query, cached, table, runs, out, self._processors)
 
         return run

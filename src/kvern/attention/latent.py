@@ -7,6 +7,7 @@ import torch
 from kvern.attention.base import PlannedAttention
 from kvern.attention.expanded import ExpandedAttention
 from kvern.device.device_batch import Queries
+from kvern.kernels.attention_arguments import CachedLayer
 from kvern.kernels.attention_latent import QUERIES, Runs, latent_attention, latent_shape
 from kvern.kernels.launch import processors
 from kvern.spec.mixers import AttentionSpec
@@ -40,24 +41,19 @@ class LatentKernels:
         return self._planned(queries, runs, len(tile_request))
 
     def _planned(self, queries: Queries, runs: Runs | None, tiles: int) -> PlannedAttention:
-        def run(
-            layer: int,
-            query: torch.Tensor,
-            cache: torch.Tensor,
-            out: torch.Tensor,
-            scales: torch.Tensor | None = None,
-            sinks: torch.Tensor | None = None,
-        ) -> None:
+        def run(layer: int, query: torch.Tensor, cached: CachedLayer, out: torch.Tensor) -> None:
             spec = self._layers[layer]
             latent_attention(
                 query,
-                cache,
+                cached.cache,
                 queries.block_table,
                 queries.device_slots,
                 queries.device_starts,
                 runs,
                 out,
-                latent_shape(spec.heads, tiles, runs is None, self._processors, cache.device, cache.element_size()),
+                latent_shape(
+                    spec.heads, tiles, runs is None, self._processors, query.device, cached.cache.element_size()
+                ),
                 scale=spec.scale,
             )
 

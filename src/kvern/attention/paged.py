@@ -10,9 +10,10 @@ from kvern.attention.eight_bit import store_tokens
 from kvern.attention.expanded import ExpandedRuns
 from kvern.attention.groups import LayerGroups
 from kvern.attention.memory import CacheOptions, zero_caches
-from kvern.attention.triton import LONG_CONTEXT
+from kvern.attention.triton import LONG_CONTEXT, cached_layer
 from kvern.device.device_batch import DeviceBatch, Queries
 from kvern.device.transfer import upload
+from kvern.kernels.attention_arguments import CachedLayer
 from kvern.kernels.batch import copy_pool_blocks
 from kvern.request.step import BlockCopy
 
@@ -47,13 +48,17 @@ class PagedAttention:
         self.triton = triton
         self.deterministic = deterministic
         self._eight_bit = cache.eight_bit
-        self.sinks = sinks_of(layers, cache.sinks)
+        self._layers, self._sinks = list(layers), sinks_of(layers, cache.sinks)
         self.value_dims = [layer.value_dim or layer.head_dim for layer in layers]
         self.pools, self.caches = zero_caches(layers, groups, cache.blocks, cache.block_size, cache.dtype, cache.device)
 
     def scales(self, layer: int) -> torch.Tensor | None:
         """[2, kv_heads] float32 of a cache in 8 bits."""
         return None if self._eight_bit is None else self._eight_bit.scales[layer]
+
+    def cached(self, layer: int) -> CachedLayer:
+        """What kernels are told of a layer."""
+        return cached_layer(self._layers[layer], self.caches[layer], self.scales(layer), self._sinks[layer])
 
     def plan(self, batch: DeviceBatch) -> "PagedStep":
         return PagedStep(self, batch)
@@ -114,9 +119,7 @@ class PagedStep:
         return self.over_cache(layer, query)
 
     def over_cache(self, layer: int, query: torch.Tensor, wanted: torch.Tensor | None = None) -> torch.Tensor:
-        cache = self._backend.caches[layer]
-        scales = self.scales(layer)
-        sinks = self._backend.sinks[layer]
+        cached = self._backend.cached(layer)
         if wanted is not None:
             if self._backend.deterministic or len(wanted) > self._backend.triton.max_requests:
                 return self.over_cache(layer, query).index_select(0, wanted)
@@ -125,10 +128,10 @@ class PagedStep:
         out = torch.empty(*query.shape[:2], value_dim, dtype=query.dtype, device=query.device)
         if wanted is not None:  # the last token of a run sees all keys, as a decode does
             table, _ = self._tables[self._backend.tables[layer]]
-            self._backend.triton.decode(self._sampled().over(table))(layer, query, cache, out, scales, sinks)
+            self._backend.triton.decode(self._sampled().over(table))(layer, query, cached, out)
             return out
         for tokens, run in self._runs[self._backend.tables[layer]]:
-            run(layer, query[tokens], cache, out[tokens], scales, sinks)
+            run(layer, query[tokens], cached, out[tokens])
         return out
 
     def _sampled(self) -> Queries:

@@ -7,8 +7,9 @@ import importlib.metadata
 import importlib.util
 import itertools
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -18,7 +19,7 @@ from kvern.attention.eight_bit import LARGEST_CODE
 from kvern.attention.expanded import ExpandedAttention
 from kvern.attention.latent import LatentKernels
 from kvern.attention.paged import Phases
-from kvern.attention.triton import TritonKernels
+from kvern.attention.triton import TritonKernels, cached_layer
 from kvern.config import EngineConfig
 from kvern.device.device_batch import Queries
 from kvern.device.measurements import Measurements
@@ -256,7 +257,7 @@ def _check(kernels: AttentionKernels, shapes: Shapes, index: int) -> str | None:
     for plan, requests in ((kernels.decode, [(0, 1), (77, 1), (290, 1)]), (kernels.prefill, [(0, 70), (131, 33)])):
         queries, query, cache = make_queries(requests, shapes, layer)
         out = torch.full_like(query, float("nan"))
-        plan(queries)(index, query, cache, out)
+        plan(queries)(index, query, cached_layer(layer, cache), out)
         expected = reference_attention(queries, query, cache, layer)
         error = ((out.float() - expected).abs().max() / expected.abs().max()).item()
         if not error < TOLERANCE:
@@ -299,13 +300,9 @@ def _time(kernels: AttentionKernels, shapes: Shapes) -> dict[str, float]:
         queries, query, cache = make_queries(fitting[: shapes.max_requests], shapes, shapes.layers[0])
         run = (kernels.decode if phase == "decode" else kernels.prefill)(queries)
         out = torch.empty_like(query)
-        seconds[name] = time_launches(_call(run, query, cache, out))
+        seconds[name] = time_launches(partial(run, 0, query, cached_layer(shapes.layers[0], cache), out))
         del cache
     return seconds
-
-
-def _call(run: Callable[..., None], *tensors: torch.Tensor) -> Callable[[], None]:
-    return lambda: run(0, *tensors)
 
 
 def _fastest(seconds: Mapping[str, Mapping[str, float]], capturing: Sequence[str]) -> dict[str, str]:

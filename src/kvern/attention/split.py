@@ -6,6 +6,7 @@ import torch
 
 from kvern.attention.base import PlannedAttention
 from kvern.device.device_batch import Queries
+from kvern.kernels.attention_arguments import CachedLayer
 from kvern.kernels.attention_prefill import prefill_shape
 from kvern.kernels.attention_split import split_attention, split_queries, split_shape
 from kvern.spec.mixers import AttentionSpec
@@ -57,44 +58,21 @@ class SplitPrefill:
         """Plan; `pays` must hold."""
         most = FEW if queries.few else max(queries.counts)
         sizes = {self._together(layer, most) for layer in self._layers}
-        tiles = {size: queries.tiles(size) for size in sizes}
+        tiles = {size: queries.runs(size) for size in sizes}
 
-        def run(
-            layer: int,
-            query: torch.Tensor,
-            cache: torch.Tensor,
-            out: torch.Tensor,
-            scales: torch.Tensor | None = None,
-            sinks: torch.Tensor | None = None,
-        ) -> None:
+        def run(layer: int, query: torch.Tensor, cached: CachedLayer, out: torch.Tensor) -> None:
             spec = self._layers[layer]
-            requests, firsts = tiles[self._together(spec, most)]
-            split_attention(
-                query,
-                cache,
-                queries.block_table,
-                queries.device_slots,
-                queries.device_starts,
-                queries.query_start_loc,
-                queries.device_counts,
-                requests,
-                firsts,
-                out,
-                self._arrived,
-                split_shape(
-                    max(1, len(requests) // PADDED) if queries.few else len(requests),
-                    spec.heads // spec.kv_heads,
-                    spec.kv_heads,
-                    spec.head_dim,
-                    most,
-                    self._processors,
-                    self._element_size,
-                ),
-                scale=spec.scale,
-                window=spec.window,
-                softcap=spec.softcap,
-                scales=scales,
-                sinks=sinks,
+            runs = tiles[self._together(spec, most)]
+            count = len(runs.tile_request)
+            shape = split_shape(
+                max(1, count // PADDED) if queries.few else count,
+                spec.heads // spec.kv_heads,
+                spec.kv_heads,
+                spec.head_dim,
+                most,
+                self._processors,
+                self._element_size,
             )
+            split_attention(query, cached, queries.block_table, runs, out, self._arrived, shape)
 
         return run

@@ -8,6 +8,7 @@ import torch
 from kvern.attention.base import PlannedAttention
 from kvern.attention.split import SplitPrefill
 from kvern.device.device_batch import Queries
+from kvern.kernels.attention_arguments import CachedLayer, Decodes
 from kvern.kernels.attention_decode import decode_attention, decode_shape
 from kvern.kernels.attention_prefill import prefill_attention, prefill_shape
 from kvern.kernels.attention_prefix import prefix_members
@@ -21,6 +22,13 @@ MOST_TILES = 1024
 """The most tokens of each request in a step of more requests than decode at once."""
 LONG_CONTEXT = 1024
 """Query tiles are larger where runs of queries see, on average, at least this many keys."""
+
+
+def cached_layer(
+    spec: AttentionSpec, cache: torch.Tensor, scales: torch.Tensor | None = None, sinks: torch.Tensor | None = None
+) -> CachedLayer:
+    """What kernels are told of a layer; `scales` and `sinks` as in `CachedLayer`."""
+    return CachedLayer(cache, spec.scale, spec.window, spec.softcap, scales, sinks)
 
 
 class TritonKernels:
@@ -64,32 +72,13 @@ class TritonKernels:
 
     def decode(self, queries: Queries) -> PlannedAttention:
         requests = len(queries.slots)
+        decodes = Decodes(queries.device_slots, queries.device_starts)
 
-        def run(
-            layer: int,
-            query: torch.Tensor,
-            cache: torch.Tensor,
-            out: torch.Tensor,
-            scales: torch.Tensor | None = None,
-            sinks: torch.Tensor | None = None,
-        ) -> None:
-            spec = self._layers[layer]
-            decode_attention(
-                query,
-                cache,
-                queries.block_table,
-                queries.device_slots,
-                queries.device_starts,
-                self._arrived,
-                out,
-                decode_shape(requests, spec.kv_heads, spec.head_dim, self._processors, cache.element_size()),
-                scale=spec.scale,
-                window=spec.window,
-                softcap=spec.softcap,
-                scales=scales,
-                sinks=sinks,
-                shared=queries.shared if spec.window is None else None,
-            )
+        def run(layer: int, query: torch.Tensor, cached: CachedLayer, out: torch.Tensor) -> None:
+            spec, size = self._layers[layer], cached.cache.element_size()
+            shape = decode_shape(requests, spec.kv_heads, spec.head_dim, self._processors, size)
+            shared = queries.shared if spec.window is None else None
+            decode_attention(query, cached, queries.block_table, decodes, self._arrived, out, shape, shared)
 
         return run
 
@@ -103,15 +92,8 @@ class TritonKernels:
             return hopper
         others = self._tiles(queries)
 
-        def run(
-            layer: int,
-            query: torch.Tensor,
-            cache: torch.Tensor,
-            out: torch.Tensor,
-            scales: torch.Tensor | None = None,
-            sinks: torch.Tensor | None = None,
-        ) -> None:
-            (hopper if layer in fits else others)(layer, query, cache, out, scales, sinks)
+        def run(layer: int, query: torch.Tensor, cached: CachedLayer, out: torch.Tensor) -> None:
+            (hopper if layer in fits else others)(layer, query, cached, out)
 
         return run
 
@@ -121,34 +103,10 @@ class TritonKernels:
         keys = sum(queries.starts) + sum(queries.counts)
         long = keys >= LONG_CONTEXT * requests and not self._deterministic
         shapes = {layer.head_dim: prefill_shape(layer.head_dim, long, self._element_size) for layer in self._layers}
-        tiles = {size: queries.tiles(size) for size in {shape.queries for shape in shapes.values()}}
+        tiles = {size: queries.runs(size) for size in {shape.queries for shape in shapes.values()}}
 
-        def run(
-            layer: int,
-            query: torch.Tensor,
-            cache: torch.Tensor,
-            out: torch.Tensor,
-            scales: torch.Tensor | None = None,
-            sinks: torch.Tensor | None = None,
-        ) -> None:
-            spec = self._layers[layer]
-            shape = shapes[spec.head_dim]
-            prefill_attention(
-                query,
-                cache,
-                queries.block_table,
-                queries.device_slots,
-                queries.device_starts,
-                queries.query_start_loc,
-                queries.device_counts,
-                *tiles[shape.queries],
-                out,
-                shape,
-                scale=spec.scale,
-                window=spec.window,
-                softcap=spec.softcap,
-                scales=scales,
-                sinks=sinks,
-            )
+        def run(layer: int, query: torch.Tensor, cached: CachedLayer, out: torch.Tensor) -> None:
+            shape = shapes[self._layers[layer].head_dim]
+            prefill_attention(query, cached, queries.block_table, tiles[shape.queries], out, shape)
 
         return run

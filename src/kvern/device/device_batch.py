@@ -12,6 +12,7 @@ from kvern.device.input_batch import InputBatch, TableSlots, sampled_tokens
 from kvern.device.row_lists import ListedRows
 from kvern.device.rows import NO_WINDOWS, WindowTables
 from kvern.device.transfer import send, upload
+from kvern.kernels.attention_arguments import Runs
 from kvern.kernels.attention_prefix import SharedPrefix
 from kvern.kernels.batch import read_decodes, read_slots, read_tokens, write_runs
 from kvern.request.step import GrownTable, ScheduledTokens
@@ -140,6 +141,11 @@ class Queries:
         if size not in self.made_tiles:
             self.made_tiles[size] = self._make_tiles(size)
         return self.made_tiles[size]
+
+    def runs(self, size: int) -> Runs:
+        """The requests in `tiles` of at most `size` queries."""
+        of_requests = self.device_slots, self.device_starts, self.query_start_loc, self.device_counts
+        return Runs(*of_requests, *self.tiles(size))
 
     def _make_tiles(self, size: int) -> Tiles:
         tiles = [

@@ -20,8 +20,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from kvern.kernels.attention_arguments import CachedLayer, Runs, scored
 from kvern.kernels.attention_hopper_consumer import consume, items_of, key_tiles, tile_of
-from kvern.kernels.attention_prefill import LOG2_E
 
 QUERIES = 128
 """The queries of one tile: two groups of warps with 64 each, the rows of one product."""
@@ -173,57 +173,36 @@ def hopper_fits(head_dim: int, block_size: int, dtype: torch.dtype) -> bool:
 
 
 def hopper_prefill(
-    query: torch.Tensor,
-    cache: torch.Tensor,
-    block_table: torch.Tensor,
-    slots: torch.Tensor,
-    starts: torch.Tensor,
-    tokens: torch.Tensor,
-    counts: torch.Tensor,
-    tile_request: torch.Tensor,
-    tile_first: torch.Tensor,
-    out: torch.Tensor,
-    *,
-    processors: int,
-    scale: float,
-    window: int | None = None,
-    softcap: float | None = None,
-    sinks: torch.Tensor | None = None,
+    query: torch.Tensor, layer: CachedLayer, table: torch.Tensor, runs: Runs, out: torch.Tensor, processors: int
 ) -> None:
     """Computes `prefill_attention`, with its arguments, in tiles of `QUERIES` queries.
 
     Query and cache have the same dtype of 16 bits, and fit (`hopper_fits`). `processors`: of the device.
     """
     count, heads, head_dim = query.shape
-    _, blocks, block_size, kv_heads, _ = cache.shape
+    _, blocks, block_size, kv_heads, _ = layer.cache.shape
     shape = SHAPES[head_dim]
     rows = blocks * block_size
-    tiles = tile_request.shape[0]
+    tiles = runs.tile_request.shape[0]
     box = math.gcd(block_size, shape.keys)
     width = [heads * head_dim, kv_heads * head_dim]
     _hopper_prefill_kernel[(min(processors, tiles * heads),)](
         TensorDescriptor(query, [count, width[0]], [query.stride(0), 1], [QUERIES // 2, head_dim], SWIZZLED),
-        TensorDescriptor(cache, [2 * rows, width[1]], [width[1], 1], [box, head_dim], SWIZZLED),
-        block_table,
-        slots,
-        starts,
-        tokens,
-        counts,
-        tile_request,
-        tile_first,
+        TensorDescriptor(layer.cache, [2 * rows, width[1]], [width[1], 1], [box, head_dim], SWIZZLED),
+        table,
+        *runs,
         out,
-        sinks,
+        layer.sinks,
         tiles,
-        scale * LOG2_E,
-        (softcap or 0.0) * LOG2_E,
-        block_table.stride(0),
+        *scored(layer),
+        table.stride(0),
         rows,
         heads,
         heads // kv_heads,
         head_dim,
         block_size,
-        window or 0,
-        softcap is not None,
+        layer.window or 0,
+        layer.softcap is not None,
         shape.keys,
         box,
         shape.stages,

@@ -16,9 +16,9 @@ import torch
 import triton
 import triton.language as tl
 
+from kvern.kernels.attention_arguments import LOG2_E
 from kvern.kernels.attention_decode import all_keys
 from kvern.kernels.attention_loop import first_blocks
-from kvern.kernels.attention_prefill import LOG2_E
 from kvern.kernels.launch import Launcher, capability, cdiv, next_power_of_2, overlaps, wait_for_previous
 
 QUERIES = 16

@@ -24,8 +24,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from kvern.kernels.attention_arguments import LOG2_E
 from kvern.kernels.attention_hopper_consumer import opaque
-from kvern.kernels.attention_prefill import LOG2_E
 
 KEYS = 64
 STAGES = 2

@@ -20,23 +20,23 @@ def common_size(block_size, keys):
 
 
 @triton.jit
-def first_tile(position, block_size: tl.constexpr, WINDOW: tl.constexpr, KEYS: tl.constexpr):
+def first_tile(position, SHAPE: tl.constexpr):
     """Returns the start of the tiles of keys for queries from `position` on: the block of the first key that is seen.
 
     What lies before may be another request's by now, and no number: 0 * NaN is NaN.
     """
     begin = 0
-    if WINDOW > 0:
-        size: tl.constexpr = common_size(block_size, KEYS)
-        begin = tl.maximum(position - WINDOW + 1, 0) // size * size
+    if SHAPE.WINDOW > 0:
+        size: tl.constexpr = common_size(SHAPE.block_size, SHAPE.KEYS)
+        begin = tl.maximum(position - SHAPE.WINDOW + 1, 0) // size * size
     return begin
 
 
 @triton.jit
-def first_blocks(table, begin, end, block_size: tl.constexpr, KEYS: tl.constexpr):
+def first_blocks(table, begin, end, SHAPE: tl.constexpr):
     """The blocks of the first tile of keys: [KEYS]."""
-    at = begin + tl.arange(0, KEYS)
-    return tl.load(table + at // block_size, mask=at < end, other=0)
+    at = begin + tl.arange(0, SHAPE.KEYS)
+    return tl.load(table + at // SHAPE.block_size, mask=at < end, other=0)
 
 
 @triton.jit
@@ -46,21 +46,13 @@ def attend(
     begin,
     end,
     position,
-    key_cache,
-    value_cache,
+    pages,
     table,
     kv_head,
     scale,
     softcap,
-    kv_heads: tl.constexpr,
-    head_dim: tl.constexpr,
-    block_size: tl.constexpr,
-    WINDOW: tl.constexpr,
-    SOFTCAP: tl.constexpr,
+    SHAPE: tl.constexpr,
     CAUSAL: tl.constexpr,
-    ROWS: tl.constexpr,
-    DIM: tl.constexpr,
-    KEYS: tl.constexpr,
 ):
     """Attends with queries [ROWS, DIM], as `query_factors`, to the keys from `begin` to before `end`.
 
@@ -72,46 +64,47 @@ def attend(
 
     Returns the highest score and the sum of the weights of each row, and the values, weighted but not divided by it.
     """
-    KIND: tl.constexpr = key_cache.dtype.element_ty
+    keys, vals = pages.keys, pages.vals
+    KIND: tl.constexpr = keys.dtype.element_ty
     PAIRS: tl.constexpr = 2 if KIND.primitive_bitwidth == 8 else 1
     if PAIRS == 2:
-        key_cache = key_cache.to(tl.pointer_type(tl.int16), bitcast=True)
-        value_cache = value_cache.to(tl.pointer_type(tl.int16), bitcast=True)
-        queries, second_queries = tl.split(queries.reshape(ROWS, DIM // 2, 2))
-    column = tl.arange(0, KEYS)
-    maximum = tl.full([ROWS], float("-inf"), tl.float32)
+        keys = keys.to(tl.pointer_type(tl.int16), bitcast=True)
+        vals = vals.to(tl.pointer_type(tl.int16), bitcast=True)
+        queries, second_queries = tl.split(queries.reshape(SHAPE.ROWS, SHAPE.DIM // 2, 2))
+    column = tl.arange(0, SHAPE.KEYS)
+    maximum = tl.full([SHAPE.ROWS], float("-inf"), tl.float32)
     # Where a row's keys are spread over warps, these add up their weights after the loop.
-    SPREAD: tl.constexpr = (ROWS == 16) and (KEYS >= 64)
-    total = tl.zeros([ROWS, KEYS] if SPREAD else [ROWS], tl.float32)
-    entry = tl.arange(0, DIM // PAIRS)
-    gathered = tl.zeros([ROWS, DIM // PAIRS], tl.float32)
+    SPREAD: tl.constexpr = (SHAPE.ROWS == 16) and (SHAPE.KEYS >= 64)
+    total = tl.full([SHAPE.ROWS, SHAPE.KEYS] if SPREAD else [SHAPE.ROWS], 0.0, tl.float32)
+    entry = tl.arange(0, SHAPE.DIM // PAIRS)
+    gathered = tl.full([SHAPE.ROWS, SHAPE.DIM // PAIRS], 0.0, tl.float32)
     second = gathered
-    offset = column % block_size
-    for start in tl.range(begin, end, KEYS):
+    offset = column % SHAPE.block_size
+    for start in tl.range(begin, end, SHAPE.KEYS):
         at = start + column
         known = at < end
-        if KEYS % block_size != 0:
-            offset = at % block_size
-        place = block.to(tl.int64) * (block_size * kv_heads * head_dim // PAIRS)
-        place += (offset * kv_heads + kv_head) * (head_dim // PAIRS)
+        if SHAPE.KEYS % SHAPE.block_size != 0:
+            offset = at % SHAPE.block_size
+        place = block.to(tl.int64) * (SHAPE.block_size * SHAPE.kv_heads * SHAPE.head_dim // PAIRS)
+        place += (offset * SHAPE.kv_heads + kv_head) * (SHAPE.head_dim // PAIRS)
         place = place[:, None] + entry[None, :]
-        inside = known[:, None] & (entry < head_dim // PAIRS)[None, :]
-        key = tl.load(key_cache + place, mask=inside, other=0.0)
-        value = tl.load(value_cache + place, mask=inside, other=0.0)
+        inside = known[:, None] & (entry < SHAPE.head_dim // PAIRS)[None, :]
+        key = tl.load(keys + place, mask=inside, other=0.0)
+        value = tl.load(vals + place, mask=inside, other=0.0)
         # Triton fetches several tiles ahead only if their addresses wait for no other load: the next blocks come here.
-        block = tl.load(table + (at + KEYS) // block_size, mask=at + KEYS < end, other=0)
+        block = tl.load(table + (at + SHAPE.KEYS) // SHAPE.block_size, mask=at + SHAPE.KEYS < end, other=0)
         if PAIRS == 2:
             first_key, second_key = factor_pairs(tl.trans(key), KIND)
             scores = tl.dot(second_queries, second_key, tl.dot(queries, first_key)) * scale
         else:
             scores = tl.dot(queries, tl.trans(key), input_precision="ieee") * scale
-        if SOFTCAP:
+        if SHAPE.SOFTCAP:
             scores = capped(scores, softcap)
         visible = known[None, :]
         if CAUSAL:
             visible = visible & (at[None, :] <= position[:, None])
-        if WINDOW > 0:
-            visible = visible & (at[None, :] > position[:, None] - WINDOW)
+        if SHAPE.WINDOW > 0:
+            visible = visible & (at[None, :] > position[:, None] - SHAPE.WINDOW)
         scores = tl.where(visible, scores, float("-inf"))
         higher = tl.maximum(maximum, tl.max(scores, axis=1))
         higher = tl.where(higher == float("-inf"), 0.0, higher)
@@ -127,25 +120,14 @@ def attend(
             gathered = gathered * shrink[:, None] + tl.dot(weights.to(value.dtype), value, input_precision="ieee")
         maximum = higher
     if PAIRS == 2:
-        gathered = tl.join(gathered, second).reshape(ROWS, DIM)
+        gathered = tl.join(gathered, second).reshape(SHAPE.ROWS, SHAPE.DIM)
     if SPREAD:
         total = tl.sum(total, axis=1)
     return maximum, total, gathered
 
 
 @triton.jit
-def join_parts(
-    partial,
-    partial_sum,
-    place,
-    real,
-    used,
-    stride,
-    head_dim: tl.constexpr,
-    ROWS: tl.constexpr,
-    DIM: tl.constexpr,
-    PARTS: tl.constexpr,
-):
+def join_parts(parts, place, real, used, stride, SHAPE: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr):
     """The mean of `used` parts [ROWS, DIM], weighted by powers of two of their sums, always in the same order.
 
     Returned with the sum of all [ROWS], as those of the parts.
@@ -155,17 +137,20 @@ def join_parts(
     `PARTS` are fetched at a time, so that they wait for memory together.
     """
     part = tl.arange(0, PARTS)
-    dim = tl.arange(0, DIM)
+    dim = tl.arange(0, SHAPE.DIM)
     highest = tl.full([ROWS], float("-inf"), tl.float32)
-    total = tl.zeros([ROWS], tl.float32)
-    mixed = tl.zeros([ROWS, DIM], tl.float32)
+    total = tl.full([ROWS], 0.0, tl.float32)
+    mixed = tl.full([ROWS, SHAPE.DIM], 0.0, tl.float32)
     for first in tl.range(0, used, PARTS):
         at = place[None, :] + ((first + part) * stride)[:, None]
         known = (first + part < used)[:, None] & real[None, :]
-        inside = known[:, :, None] & (dim < head_dim)[None, None, :]
-        sums = tl.load(partial_sum + at, mask=known, other=float("-inf"), cache_modifier=".cg")
+        inside = known[:, :, None] & (dim < SHAPE.head_dim)[None, None, :]
+        sums = tl.load(parts.sums + at, mask=known, other=float("-inf"), cache_modifier=".cg")
         values = tl.load(
-            partial + at[:, :, None] * head_dim + dim[None, None, :], mask=inside, other=0.0, cache_modifier=".cg"
+            parts.means + at[:, :, None] * SHAPE.head_dim + dim[None, None, :],
+            mask=inside,
+            other=0.0,
+            cache_modifier=".cg",
         )
         higher = tl.maximum(highest, tl.max(sums, axis=0))
         higher = tl.where(higher == float("-inf"), 0.0, higher)

@@ -3,16 +3,16 @@
 Its results are parts, which the decode kernel joins with those of each request's own keys.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
+from kvern.kernels.attention_arguments import CachedLayer, Pages, Parts, pages_of, scored, tile_shape
 from kvern.kernels.attention_loop import attend, first_blocks, most_rows
-from kvern.kernels.attention_prefill import LOG2_E
-from kvern.kernels.eight_bit import for_kernels, in_values, padded_dim, query_factors, score_scale
-from kvern.kernels.launch import Launcher, next_power_of_2, overlaps, wait_for_previous
+from kvern.kernels.eight_bit import in_values, query_factors, score_scale
+from kvern.kernels.launch import Launcher, Rows, next_power_of_2, overlaps, rows_of, wait_for_previous
 
 
 class SharedPrefix(NamedTuple):
@@ -55,123 +55,95 @@ def _tile(head_dim: int, element_size: int) -> tuple[int, int, int]:
     return 64 >> wide, 4, 3 - wide + (element_size == 1)
 
 
+class _Batch(NamedTuple):
+    """What the kernel is not compiled for: rows of block tables, tiles of `SharedPrefix`, and all parts of a head."""
+
+    slots: Any
+    members: Any
+    tile_keys: Any
+    parts: Any
+
+
 @Launcher
-@triton.jit(do_not_specialize=["parts"], do_not_specialize_on_alignment=["slots", "members", "tile_keys"])
+@triton.jit(do_not_specialize=["batch"])
 def _prefix_attention_kernel(
-    query: tl.tensor,
-    key_cache: tl.tensor,
-    value_cache: tl.tensor,
-    block_table: tl.tensor,
-    slots: tl.tensor,
-    members: tl.tensor,
-    tile_keys: tl.tensor,
-    partial: tl.tensor,
-    partial_sum: tl.tensor,
-    scales: tl.tensor | None,
+    query: Rows,
+    pages: Pages,
+    batch: _Batch,
+    parts: Parts,
     scale: tl.float32,
     softcap: tl.float32,
-    query_stride: tl.int64,
-    table_stride: tl.int64,
-    parts,
-    kv_heads: tl.constexpr,
-    group: tl.constexpr,
-    head_dim: tl.constexpr,
-    block_size: tl.constexpr,
-    SOFTCAP: tl.constexpr,
+    SHAPE: tl.constexpr,
     GROUP: tl.constexpr,
-    MEMBERS: tl.constexpr,
-    DIM: tl.constexpr,
-    KEYS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     kv_head = tl.program_id(0)
     tile = tl.program_id(1)
     part = tl.program_id(2)
     # The batch's description was written well before the kernel that this one overlaps with.
-    keys = tl.load(tile_keys + tile)
-    row = tl.arange(0, MEMBERS * GROUP)
-    member = tl.load(members + tile * MEMBERS + row // GROUP).to(tl.int64)
-    leader = tl.load(members + tile * MEMBERS)
+    keys = tl.load(batch.tile_keys + tile)
+    MEMBERS: tl.constexpr = SHAPE.ROWS // GROUP
+    row = tl.arange(0, SHAPE.ROWS)
+    member = tl.load(batch.members + tile * MEMBERS + row // GROUP).to(tl.int64)
+    leader = tl.load(batch.members + tile * MEMBERS)
     if OVERLAP:
         wait_for_previous()
     if keys > 0:
-        table = block_table + tl.load(slots + leader).to(tl.int64) * table_stride
-        span = tl.cdiv(tl.cdiv(keys, tl.num_programs(2)), KEYS) * KEYS
+        table = pages.table + tl.load(batch.slots + leader).to(tl.int64) * pages.table_stride
+        span = tl.cdiv(tl.cdiv(keys, tl.num_programs(2)), SHAPE.KEYS) * SHAPE.KEYS
         end = tl.minimum((part + 1) * span, keys)
-        head = kv_head * group + row % GROUP
-        dim = tl.arange(0, DIM)
-        real = (member >= 0) & (row % GROUP < group)
-        inside = real[:, None] & (dim < head_dim)[None, :]
+        head = kv_head * SHAPE.group + row % GROUP
+        dim = tl.arange(0, SHAPE.DIM)
+        real = (member >= 0) & (row % GROUP < SHAPE.group)
+        inside = real[:, None] & (dim < SHAPE.head_dim)[None, :]
         queries = tl.load(
-            query + member[:, None] * query_stride + head[:, None] * head_dim + dim[None, :], mask=inside, other=0.0
+            query.pointer + member[:, None] * query.stride + head[:, None] * SHAPE.head_dim + dim[None, :],
+            mask=inside,
+            other=0.0,
         )
-        queries = query_factors(queries, scales, key_cache.dtype.element_ty)
-        scale = score_scale(scale, scales, kv_head, key_cache.dtype.element_ty)
+        queries = query_factors(queries, pages.scales, pages.keys.dtype.element_ty)
+        scale = score_scale(scale, pages.scales, kv_head, pages.keys.dtype.element_ty)
         # All queries come after the last of these keys.
-        block = first_blocks(table, part * span, end, block_size, KEYS)
+        block = first_blocks(table, part * span, end, SHAPE)
         maximum, total, gathered = attend(
-            queries, block, part * span, end, row, key_cache, value_cache, table, kv_head, scale, softcap, kv_heads,
-            head_dim, block_size, 0, SOFTCAP, False, MEMBERS * GROUP, DIM, KEYS,
-        )  # fmt: skip
+            queries, block, part * span, end, row, pages, table, kv_head, scale, softcap, SHAPE, False
+        )
         divisor = tl.where(total == 0.0, 1.0, total)
-        index = (member * kv_heads * group + head) * parts + part
-        target = partial + index[:, None] * head_dim + dim[None, :]
-        gathered = in_values(gathered / divisor[:, None], scales, kv_head, kv_heads, key_cache.dtype.element_ty)
+        index = (member * SHAPE.kv_heads * SHAPE.group + head) * batch.parts + part
+        target = parts.means + index[:, None] * SHAPE.head_dim + dim[None, :]
+        gathered = in_values(
+            gathered / divisor[:, None], pages.scales, kv_head, SHAPE.kv_heads, pages.keys.dtype.element_ty
+        )
         tl.store(target, gathered, mask=inside)
         sums = tl.where(total == 0.0, float("-inf"), maximum + tl.log2(divisor))
-        tl.store(partial_sum + index, sums, mask=real)
+        tl.store(parts.sums + index, sums, mask=real)
 
 
 def attend_to_prefix(
     query: torch.Tensor,
-    cache: torch.Tensor,
-    block_table: torch.Tensor,
+    layer: CachedLayer,
+    table: torch.Tensor,
     slots: torch.Tensor,
     shared: SharedPrefix,
-    partial: torch.Tensor,
-    partial_sum: torch.Tensor,
-    *,
-    scale: float,
-    softcap: float | None = None,
-    scales: torch.Tensor | None = None,
+    parts: Parts,
 ) -> None:
-    """Write to the first `prefix_parts` parts of each member's `partial` [R, heads, parts, head_dim] and `partial_sum`.
+    """Write to the first `prefix_parts` of each member's `parts` [R, heads, parts, head_dim] and [R, heads, parts].
 
     What comes before is as in `decode_attention`.
     """
-    _, heads, head_dim = query.shape
-    _, _, block_size, kv_heads, _ = cache.shape
-    group = heads // kv_heads
     tiles, members = shared.members.shape
-    splits = prefix_parts(kv_heads, tiles)
+    keys, warps, stages = _tile(query.shape[2], layer.cache.element_size())
+    of_tile = tile_shape(query, layer._replace(window=None), 0, keys)
+    group = max(next_power_of_2(of_tile.group), 16 // members)  # rows of a product, of which there are 16 at least
     overlap = overlaps(query.device)
-    keys, warps, stages = _tile(head_dim, cache.element_size())
-    cache = for_kernels(cache)
-    _prefix_attention_kernel[(kv_heads, tiles, splits)](
-        query,
-        cache[0],
-        cache[1],
-        block_table,
-        slots,
-        shared.members,
-        shared.tile_keys,
-        partial,
-        partial_sum,
-        scales,
-        scale * LOG2_E,
-        (softcap or 0.0) * LOG2_E,
-        query.stride(0),
-        block_table.stride(0),
-        partial_sum.shape[-1],
-        kv_heads,
+    _prefix_attention_kernel[(of_tile.kv_heads, tiles, prefix_parts(of_tile.kv_heads, tiles))](
+        rows_of(query),
+        pages_of(layer._replace(sinks=None), table),
+        _Batch(slots, shared.members, shared.tile_keys, parts.sums.shape[-1]),
+        parts,
+        *scored(layer),
+        of_tile._replace(ROWS=members * group),
         group,
-        head_dim,
-        block_size,
-        softcap is not None,
-        max(next_power_of_2(group), 16 // members),  # rows of a product, of which there are 16 at least
-        members,
-        padded_dim(head_dim, cache),
-        keys,
         overlap,
         num_warps=warps,
         num_stages=stages,

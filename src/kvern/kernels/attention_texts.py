@@ -9,7 +9,8 @@ import torch
 import triton
 import triton.language as tl
 
-from kvern.kernels.attention_prefill import LOG2_E, PrefillShape
+from kvern.kernels.attention_arguments import LOG2_E
+from kvern.kernels.attention_prefill import PrefillShape
 from kvern.kernels.launch import Launcher, Rows, next_power_of_2, rows_of
 
 

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 
 from kvern.attention.eight_bit import LARGEST_CODE
+from kvern.kernels.attention_arguments import CachedLayer, Decodes, Runs
 from kvern.kernels.attention_decode import DecodeShape, decode_attention, decode_shape
 from kvern.kernels.attention_prefill import prefill_attention, prefill_shape
 from kvern.kernels.attention_prefix import SharedPrefix, prefix_members, tiles_for
@@ -43,6 +44,11 @@ def _paged(spec: AttentionSpec, inputs: Inputs, requests: int, keys: int, dtype:
     cache, scales = inputs.cache(dtype or inputs.stored_dtype, *shape)
     table = inputs.zeros(requests, -(-blocks // 16) * 16)[:, :blocks]
     return Paged(cache, scales, table.copy_(inputs.permutation(requests * blocks).view(requests, blocks)))
+
+
+def _layer(spec: AttentionSpec, paged: Paged, sinks: torch.Tensor | None) -> CachedLayer:
+    """What kernels are told of it."""
+    return CachedLayer(paged.cache, spec.scale, spec.window, spec.softcap, paged.scales, sinks)
 
 
 def _sinks(spec: AttentionSpec, inputs: Inputs) -> torch.Tensor | None:
@@ -102,19 +108,13 @@ def _decode(
     launch = partial(
         decode_attention,
         query,
-        cache,
+        _layer(attention, paged, sinks),
         table,
-        inputs.integers(range(requests)),
-        inputs.integers([keys - 1] * requests),
+        Decodes(inputs.integers(range(requests)), inputs.integers([keys - 1] * requests)),
         inputs.zeros(requests * kv_heads),
         out,
         decode_shape(planned, kv_heads, head_dim, inputs.processors, cache.element_size()),
-        scales=scales,
-        sinks=sinks,
-        scale=attention.scale,
-        window=attention.window,
-        softcap=attention.softcap,
-        shared=prefix,
+        prefix,
     )
     moved = 2 * requests * keys * kv_heads * head_dim * cache.element_size()
     kind = "" if scales is None else f" {str(cache.dtype).removeprefix('torch.')}"
@@ -230,30 +230,20 @@ def _runs(
     """Runs of queries in tiles of at most `tile`; `dtype`: of the cache, if it is not that of `inputs`."""
     keys = before + queries
     paged = _paged(attention, inputs, requests, keys, dtype)
-    cache, scales, table = paged
     sinks = _sinks(attention, inputs)
-    given = {name: tensor for name, tensor in (("scales", scales), ("sinks", sinks)) if tensor is not None}
     query = inputs.numbers(requests * queries, attention.heads, attention.head_dim)
     out = torch.empty_like(query)
     firsts = range(0, queries, tile)
     tiles = sorted(((first, request) for request in range(requests) for first in firsts), reverse=True)
-    launch = partial(
-        launch,
-        query,
-        cache,
-        table,
+    runs = Runs(
         inputs.integers(range(requests)),
         inputs.integers([before] * requests),
         inputs.integers(range(0, requests * queries, queries)),
         inputs.integers([queries] * requests),
         inputs.integers(request for _, request in tiles),
         inputs.integers(first for first, _ in tiles),
-        out,
-        scale=attention.scale,
-        window=attention.window,
-        softcap=attention.softcap,
-        **given,
     )
+    launch = partial(launch, query, _layer(attention, paged, sinks), paged.table, runs, out)
     pairs = requests * queries * (before + (queries + 1) / 2)
 
     def reference() -> torch.Tensor:

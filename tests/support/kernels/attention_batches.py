@@ -6,6 +6,7 @@ from unittest import mock
 
 import torch
 
+from kvern.kernels.attention_arguments import CachedLayer, Decodes, Runs
 from kvern.kernels.attention_decode import DecodeShape, decode_attention
 from kvern.kernels.attention_prefill import PrefillShape, prefill_attention
 from kvern.kernels.attention_prefix import SharedPrefix
@@ -107,16 +108,13 @@ def decode(
     with mock.patch.object(torch, "empty", empty):
         decode_attention(
             batch.query,
-            batch.cache,
+            CachedLayer(batch.cache, 0.3, **options),
             batch.table,
-            batch.slots,
-            batch.starts,
+            Decodes(batch.slots, batch.starts),
             arrived,
             out,
             DecodeShape(keys, programs, 4, 2, unsplit),
-            scale=0.3,
-            shared=shared,
-            **options,
+            shared,
         )
     assert not arrived.any()
     assert behind, "parts have another memory"
@@ -124,24 +122,24 @@ def decode(
     return out
 
 
-def tiles_of(batch: Batch, queries: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Requests, and first queries, of tiles of so many queries."""
+def runs_of(batch: Batch, queries: int) -> Runs:
+    """The requests, in tiles of so many queries."""
     counts = batch.counts.tolist()
     tiles = [(index, first) for index, count in enumerate(counts) for first in range(0, count, queries)]
     requests, firsts = torch.tensor(tiles, dtype=torch.int32, device=batch.query.device).T.contiguous()
-    return requests, firsts
+    return Runs(batch.slots, batch.starts, batch.tokens, batch.counts, requests, firsts)
 
 
 def prefill(batch: Batch, **options: Any) -> torch.Tensor:
     """The result of `prefill_attention`."""
     out = torch.full_like(batch.query, float("nan"), memory_format=torch.contiguous_format)
     prefill_attention(
-        *batch,
-        *tiles_of(batch, 16),
+        batch.query,
+        CachedLayer(batch.cache, 0.3, **options),
+        batch.table,
+        runs_of(batch, 16),
         out,
         PrefillShape(16, 16, 4, 2),
-        scale=0.3,
-        **options,
     )
     return out
 
@@ -149,18 +147,17 @@ def prefill(batch: Batch, **options: Any) -> torch.Tensor:
 def split(batch: Batch, splits: int = 1, **options: Any) -> torch.Tensor:
     """The result of `split_attention`; checks that counters are reset."""
     heads, kv_heads = batch.query.shape[1], batch.cache.shape[3]
-    requests, firsts = tiles_of(batch, 32 // next_power_of_2(heads // kv_heads))
-    arrived = torch.zeros(len(requests) * kv_heads, dtype=torch.int32, device=batch.query.device)
+    runs = runs_of(batch, 32 // next_power_of_2(heads // kv_heads))
+    arrived = torch.zeros(len(runs.tile_request) * kv_heads, dtype=torch.int32, device=batch.query.device)
     out = torch.full_like(batch.query, float("nan"), memory_format=torch.contiguous_format)
     split_attention(
-        *batch,
-        requests,
-        firsts,
+        batch.query,
+        CachedLayer(batch.cache, 0.3, **options),
+        batch.table,
+        runs,
         out,
         arrived,
         SplitShape(32, 16, splits, 1000, 16, 4, 2),
-        scale=0.3,
-        **options,
     )
     assert not arrived.any()
     return out
