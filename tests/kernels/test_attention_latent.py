@@ -5,11 +5,12 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from kvern.kernels.attention_latent import QUERIES, LatentShape, Runs, latent_attention, latent_shape
+from kvern.kernels.attention_arguments import CachedLayer, Decodes, Runs
+from kvern.kernels.attention_latent import QUERIES, LatentShape, latent_attention, latent_shape
 from tests.kernels.models import LARGE_MODELS, spec_of
 from tests.support.kernel_list import Call, Inputs
 from tests.support.kernel_list.latent import KERNELS
-from tests.support.kernels.attention_batches import Batch, make_batch
+from tests.support.kernels.attention_batches import Batch, make_batch, runs_of
 from tests.support.kernels.references import relative_error
 
 SIZES = [(5, 20, 8), (16, 32, 16), (40, 24, 4)]
@@ -44,14 +45,9 @@ def reference(batch: Batch, latent: int, scale: float) -> torch.Tensor:
 def attended(batch: Batch, latent: int, shape: LatentShape, scale: float, runs: Runs | None) -> torch.Tensor:
     query = batch.query.contiguous()
     out = torch.full((*query.shape[:2], latent), float("nan"), dtype=query.dtype, device=query.device)
-    latent_attention(query, batch.cache[:1], batch.table, batch.slots, batch.starts, runs, out, shape, scale=scale)
+    requests = runs or Decodes(batch.slots, batch.starts)
+    latent_attention(query, CachedLayer(batch.cache[:1], scale), batch.table, requests, out, shape)
     return out
-
-
-def tiles(batch: Batch) -> Runs:
-    found = [(place, first) for place, count in enumerate(batch.counts.tolist()) for first in range(0, count, QUERIES)]
-    requests, firsts = torch.tensor(found, dtype=torch.int32, device=batch.counts.device).T.contiguous()
-    return Runs(batch.tokens, batch.counts, requests, firsts)
 
 
 @pytest.mark.parametrize(("heads", "latent", "rest"), SIZES)
@@ -67,7 +63,7 @@ def test_decode(device: torch.device, heads: int, latent: int, rest: int, splits
 @pytest.mark.parametrize(("splits", "heads", "latent", "rest"), [(1, *SIZES[1]), (3, *SIZES[0])])
 def test_runs(device: torch.device, splits: int, heads: int, latent: int, rest: int) -> None:
     batch = make_batch(device, [0, 9, 300], [18, 1, 3], heads, 1, latent + rest, torch.float32)
-    found = attended(batch, latent, LatentShape(32, 32, splits, 4, 4, 1), 0.3, tiles(batch))
+    found = attended(batch, latent, LatentShape(32, 32, splits, 4, 4, 1), 0.3, runs_of(batch, QUERIES))
     assert relative_error(found, reference(batch, latent, 0.3)) < 1e-5
 
 

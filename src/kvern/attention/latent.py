@@ -7,8 +7,8 @@ import torch
 from kvern.attention.base import PlannedAttention
 from kvern.attention.expanded import ExpandedAttention
 from kvern.device.device_batch import Queries
-from kvern.kernels.attention_arguments import CachedLayer
-from kvern.kernels.attention_latent import QUERIES, Runs, latent_attention, latent_shape
+from kvern.kernels.attention_arguments import CachedLayer, Decodes, Runs
+from kvern.kernels.attention_latent import QUERIES, latent_attention, latent_shape
 from kvern.kernels.launch import processors
 from kvern.spec.mixers import AttentionSpec
 
@@ -33,28 +33,16 @@ class LatentKernels:
         self.max_requests, self.expanding = max_requests, expanding
 
     def decode(self, queries: Queries) -> PlannedAttention:
-        return self._planned(queries, None, len(queries.slots))
+        return self._planned(queries, Decodes(queries.device_slots, queries.device_starts), len(queries.slots))
 
     def prefill(self, queries: Queries) -> PlannedAttention:
-        tile_request, tile_first = queries.tiles(QUERIES)
-        runs = Runs(queries.query_start_loc, queries.device_counts, tile_request, tile_first)
-        return self._planned(queries, runs, len(tile_request))
+        runs = queries.runs(QUERIES)
+        return self._planned(queries, runs, len(runs.tile_request))
 
-    def _planned(self, queries: Queries, runs: Runs | None, tiles: int) -> PlannedAttention:
+    def _planned(self, queries: Queries, requests: Decodes | Runs, tiles: int) -> PlannedAttention:
         def run(layer: int, query: torch.Tensor, cached: CachedLayer, out: torch.Tensor) -> None:
-            spec = self._layers[layer]
-            latent_attention(
-                query,
-                cached.cache,
-                queries.block_table,
-                queries.device_slots,
-                queries.device_starts,
-                runs,
-                out,
-                latent_shape(
-                    spec.heads, tiles, runs is None, self._processors, query.device, cached.cache.element_size()
-                ),
-                scale=spec.scale,
-            )
+            heads, size = self._layers[layer].heads, cached.cache.element_size()
+            shape = latent_shape(heads, tiles, isinstance(requests, Decodes), self._processors, query.device, size)
+            latent_attention(query, cached, queries.block_table, requests, out, shape)
 
         return run

@@ -10,16 +10,16 @@ products. All scores are kept as powers of two.
 """
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
-from kvern.kernels.attention_arguments import LOG2_E
+from kvern.kernels.attention_arguments import CachedLayer, Decodes, Parts, Runs, empty_parts, scored
 from kvern.kernels.attention_decode import all_keys
 from kvern.kernels.attention_loop import first_blocks
-from kvern.kernels.launch import Launcher, capability, cdiv, next_power_of_2, overlaps, wait_for_previous
+from kvern.kernels.launch import Launcher, Rows, capability, cdiv, next_power_of_2, overlaps, rows_of, wait_for_previous
 
 QUERIES = 16
 """Tokens of a tile of a run."""
@@ -49,101 +49,112 @@ class LatentShape(NamedTuple):
     stages: int
 
 
+class _Batch(NamedTuple):
+    """What kernels are not compiled for: `Runs`, which decodes have without tiles, and how keys are shared out."""
+
+    slots: Any
+    starts: Any
+    tokens: Any
+    counts: Any
+    tile_request: Any
+    tile_first: Any
+    requests: Any
+    splits: Any
+    programs: Any
+
+
+class _TileShape(NamedTuple):
+    """What kernels are compiled for: the layer's sizes, the rows of a tile, and those and the keys of a program.
+
+    `LATENT` and `REST` are the entries of a row, those beyond it of zeros. There is no window.
+    """
+
+    heads: int
+    width: int
+    latent: int
+    block_size: int
+    WINDOW: int
+    TILE_ROWS: int
+    ROWS: int
+    LATENT: int
+    REST: int
+    KEYS: int
+
+
 @Launcher
-@triton.jit(
-    do_not_specialize=["requests", "splits", "programs"],
-    do_not_specialize_on_alignment=["slots", "starts", "tokens", "counts", "tile_request", "tile_first"],
-)
+@triton.jit(do_not_specialize=["batch"])
 def _latent_attention_kernel(
-    query: tl.tensor,
-    cache: tl.tensor,
-    block_table: tl.tensor,
-    slots: tl.tensor,
-    starts: tl.tensor,
-    tokens: tl.tensor,
-    counts: tl.tensor,
-    tile_request: tl.tensor,
-    tile_first: tl.tensor,
-    out: tl.tensor,
-    partial: tl.tensor,
-    partial_sum: tl.tensor,
+    query,
+    cache,
+    table: Rows,
+    batch: _Batch,
+    out,
+    parts: Parts,
     scale: tl.float32,
-    table_stride: tl.int64,
-    requests,
-    splits,
-    programs,
-    heads: tl.constexpr,
-    width: tl.constexpr,
-    latent: tl.constexpr,
-    block_size: tl.constexpr,
+    SHAPE: tl.constexpr,
     DECODE: tl.constexpr,
     SPLIT: tl.constexpr,
-    TILE_ROWS: tl.constexpr,
-    ROWS: tl.constexpr,
-    LATENT: tl.constexpr,
-    REST: tl.constexpr,
-    KEYS: tl.constexpr,
     SPAN: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     tile = tl.program_id(2).to(tl.int64)
     split = tl.program_id(1)
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    row = tl.program_id(0) * SHAPE.ROWS + tl.arange(0, SHAPE.ROWS)
     request = tile
     first = 0
     count = 1
     token = tile
     if not DECODE:
-        request = tl.load(tile_request + tile).to(tl.int64)
-        first = tl.load(tile_first + tile)
-        count = tl.load(counts + request)
-        token = tl.load(tokens + request).to(tl.int64)
+        request = tl.load(batch.tile_request + tile).to(tl.int64)
+        first = tl.load(batch.tile_first + tile)
+        count = tl.load(batch.counts + request)
+        token = tl.load(batch.tokens + request).to(tl.int64)
     # The batch's description was written well before the kernel that this one overlaps with.
-    start = tl.load(starts + request).to(tl.int32)
-    table = block_table + tl.load(slots + request).to(tl.int64) * table_stride
-    real = (row < TILE_ROWS) & (row < (count - first) * heads)
-    position = start + first + row // heads
+    start = tl.load(batch.starts + request).to(tl.int32)
+    own = table.pointer + tl.load(batch.slots + request).to(tl.int64) * table.stride
+    real = (row < SHAPE.TILE_ROWS) & (row < (count - first) * SHAPE.heads)
+    position = start + first + row // SHAPE.heads
     length = tl.max(tl.where(real, position + 1, 0), axis=0)
-    pieces = splits
+    pieces = batch.splits
     if DECODE and SPLIT:
-        fair = tl.cdiv(all_keys(starts, starts, requests, block_size, 0, False, KEYS) * tl.num_programs(0), programs)
-        pieces = tl.minimum(tl.maximum(length // tl.maximum(fair, 1), 1), splits)
-    span = tl.maximum(tl.cdiv(tl.cdiv(length, pieces), KEYS) * KEYS, SPAN)
+        fair = tl.cdiv(all_keys(batch, SHAPE, False) * tl.num_programs(0), batch.programs)
+        pieces = tl.minimum(tl.maximum(length // tl.maximum(fair, 1), 1), batch.splits)
+    span = tl.maximum(tl.cdiv(tl.cdiv(length, pieces), SHAPE.KEYS) * SHAPE.KEYS, SPAN)
     begin = split * span
     end = tl.minimum(begin + span, length)
-    place = (tile * splits + split) * TILE_ROWS + row
+    place = (tile * batch.splits + split) * SHAPE.TILE_ROWS + row
     if begin >= end:
         if OVERLAP:
             wait_for_previous()
         if SPLIT:
-            tl.store(partial_sum + place, float("-inf"), mask=real)
+            tl.store(parts.sums + place, float("-inf"), mask=real)
         return
-    block = first_blocks(table, begin, end, block_size, KEYS)
+    block = first_blocks(own, begin, end, SHAPE)
     if OVERLAP:
         wait_for_previous()
-    column = tl.arange(0, KEYS)
-    entry = tl.arange(0, LATENT)
-    rest = tl.arange(0, REST)
-    in_latent = (entry < latent)[None, :]
-    in_rest = (rest < width - latent)[None, :]
-    asked = (token + first) * heads + row
-    queries = query + asked[:, None] * width
+    column = tl.arange(0, SHAPE.KEYS)
+    entry = tl.arange(0, SHAPE.LATENT)
+    rest = tl.arange(0, SHAPE.REST)
+    in_latent = (entry < SHAPE.latent)[None, :]
+    in_rest = (rest < SHAPE.width - SHAPE.latent)[None, :]
+    asked = (token + first) * SHAPE.heads + row
+    queries = query + asked[:, None] * SHAPE.width
     of_latent = tl.load(queries + entry[None, :], mask=real[:, None] & in_latent, other=0.0)
-    of_rest = tl.load(queries + latent + rest[None, :], mask=real[:, None] & in_rest, other=0.0)
-    maximum = tl.full([ROWS], float("-inf"), tl.float32)
-    total = tl.zeros([ROWS], tl.float32)
-    gathered = tl.zeros([LATENT, ROWS], tl.float32)
-    offset = column % block_size
-    for key in tl.range(begin, end, KEYS):
+    of_rest = tl.load(queries + SHAPE.latent + rest[None, :], mask=real[:, None] & in_rest, other=0.0)
+    maximum = tl.full([SHAPE.ROWS], float("-inf"), tl.float32)
+    total = tl.full([SHAPE.ROWS], 0.0, tl.float32)
+    gathered = tl.full([SHAPE.LATENT, SHAPE.ROWS], 0.0, tl.float32)
+    offset = column % SHAPE.block_size
+    for key in tl.range(begin, end, SHAPE.KEYS):
         at = key + column
         known = at < end
-        if KEYS % block_size != 0:
-            offset = at % block_size
-        rows = cache + (block.to(tl.int64) * (block_size * width) + offset * width)[:, None]
+        if SHAPE.KEYS % SHAPE.block_size != 0:
+            offset = at % SHAPE.block_size
+        rows = cache + (block.to(tl.int64) * (SHAPE.block_size * SHAPE.width) + offset * SHAPE.width)[:, None]
         latents = tl.load(rows + entry[None, :], mask=known[:, None] & in_latent, other=0.0)
-        shared = tl.load(rows + latent + rest[None, :], mask=known[:, None] & in_rest, other=0.0)
+        shared = tl.load(rows + SHAPE.latent + rest[None, :], mask=known[:, None] & in_rest, other=0.0)
         # Triton fetches several tiles ahead only if their addresses wait for no other load: the next blocks come here.
-        block = tl.load(table + (at + KEYS) // block_size, mask=at + KEYS < end, other=0)
+        block = tl.load(own + (at + SHAPE.KEYS) // SHAPE.block_size, mask=at + SHAPE.KEYS < end, other=0)
         scores = tl.dot(latents, tl.trans(of_latent), input_precision="ieee")
         scores = tl.dot(shared, tl.trans(of_rest), scores, input_precision="ieee") * scale
         visible = known[:, None]
@@ -160,71 +171,62 @@ def _latent_attention_kernel(
         maximum = higher
     divisor = tl.where(total == 0.0, 1.0, total)
     gathered = gathered / divisor[None, :]
-    inside = (entry < latent)[:, None] & real[None, :]
+    inside = (entry < SHAPE.latent)[:, None] & real[None, :]
     alone = span >= length
     if SPLIT:  # an infinite sum says that there is nothing to join
-        tl.store(partial + place[None, :] * latent + entry[:, None], gathered, mask=inside & (alone == 0))
+        tl.store(parts.means + place[None, :] * SHAPE.latent + entry[:, None], gathered, mask=inside & (alone == 0))
         sums = tl.where(total == 0.0, float("-inf"), maximum + tl.log2(divisor))
-        tl.store(partial_sum + place, tl.where(alone, float("inf"), sums), mask=real)
-    tl.store(out + asked[None, :] * latent + entry[:, None], gathered.to(out.dtype.element_ty), mask=inside & alone)
+        tl.store(parts.sums + place, tl.where(alone, float("inf"), sums), mask=real)
+    tl.store(
+        out + asked[None, :] * SHAPE.latent + entry[:, None], gathered.to(out.dtype.element_ty), mask=inside & alone
+    )
 
 
 @Launcher
-@triton.jit(
-    do_not_specialize=["splits"],
-    do_not_specialize_on_alignment=["tokens", "counts", "tile_request", "tile_first"],
-)
+@triton.jit(do_not_specialize=["batch"])
 def _join_latents_kernel(
-    partial: tl.tensor,
-    partial_sum: tl.tensor,
-    tokens: tl.tensor,
-    counts: tl.tensor,
-    tile_request: tl.tensor,
-    tile_first: tl.tensor,
-    out: tl.tensor,
-    splits,
-    heads: tl.constexpr,
-    latent: tl.constexpr,
+    parts: Parts,
+    batch: _Batch,
+    out,
+    SHAPE: tl.constexpr,
     DECODE: tl.constexpr,
-    TILE_ROWS: tl.constexpr,
-    LATENT: tl.constexpr,
     PARTS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     row = tl.program_id(0)
     tile = tl.program_id(1).to(tl.int64)
-    asked = tile * heads + row
+    asked = tile * SHAPE.heads + row
     if OVERLAP:
         wait_for_previous()
     if not DECODE:
-        request = tl.load(tile_request + tile).to(tl.int64)
-        first = tl.load(tile_first + tile)
-        if row >= (tl.load(counts + request) - first) * heads:
+        request = tl.load(batch.tile_request + tile).to(tl.int64)
+        first = tl.load(batch.tile_first + tile)
+        if row >= (tl.load(batch.counts + request) - first) * SHAPE.heads:
             return
-        asked = (tl.load(tokens + request).to(tl.int64) + first) * heads + row
+        asked = (tl.load(batch.tokens + request).to(tl.int64) + first) * SHAPE.heads + row
     part = tl.arange(0, PARTS)
-    entry = tl.arange(0, LATENT)
-    place = tile * splits * TILE_ROWS + row
-    if tl.load(partial_sum + place) == float("inf"):
+    entry = tl.arange(0, SHAPE.LATENT)
+    place = tile * batch.splits * SHAPE.TILE_ROWS + row
+    if tl.load(parts.sums + place) == float("inf"):
         return
     highest = float("-inf")
     total = 0.0
-    mixed = tl.zeros([LATENT], tl.float32)
-    for begin in tl.range(0, splits, PARTS):
-        at = place + (begin + part) * TILE_ROWS
-        sums = tl.load(partial_sum + at, mask=begin + part < splits, other=float("-inf"))
+    mixed = tl.full([SHAPE.LATENT], 0.0, tl.float32)
+    for begin in tl.range(0, batch.splits, PARTS):
+        at = place + (begin + part) * SHAPE.TILE_ROWS
+        sums = tl.load(parts.sums + at, mask=begin + part < batch.splits, other=float("-inf"))
         found = sums > float("-inf")
         higher = tl.maximum(highest, tl.max(sums, axis=0))
         if higher > float("-inf"):
-            inside = found[:, None] & (entry < latent)[None, :]
-            values = tl.load(partial + at[:, None] * latent + entry[None, :], mask=inside, other=0.0)
+            inside = found[:, None] & (entry < SHAPE.latent)[None, :]
+            values = tl.load(parts.means + at[:, None] * SHAPE.latent + entry[None, :], mask=inside, other=0.0)
             weight = tl.exp2(sums - higher)
             shrink = tl.exp2(highest - higher)
             mixed = mixed * shrink + tl.sum(values * weight[:, None], axis=0)
             total = total * shrink + tl.sum(weight, axis=0)
             highest = higher
     total = tl.where(total == 0.0, 1.0, total)
-    tl.store(out + asked * latent + entry, (mixed / total).to(out.dtype.element_ty), mask=entry < latent)
+    tl.store(out + asked * SHAPE.latent + entry, (mixed / total).to(out.dtype.element_ty), mask=entry < SHAPE.latent)
 
 
 @functools.cache
@@ -274,129 +276,69 @@ def _turns(programs: int, processors: int) -> int:
     return max(range(1, MOST_TURNS + 1), key=filled)
 
 
-class Runs(NamedTuple):
-    """Runs of queries: of R requests, and cut into tiles of at most `QUERIES` of one's queries.
-
-    tokens, counts             [R] int32: the index of each one's first query among all, and their number
-    tile_request, tile_first   [tiles] int32: request of each tile, and the tile's first query within it
-    """
-
-    tokens: torch.Tensor
-    counts: torch.Tensor
-    tile_request: torch.Tensor
-    tile_first: torch.Tensor
-
-
 def latent_attention(
     query: torch.Tensor,
-    cache: torch.Tensor,
-    block_table: torch.Tensor,
-    slots: torch.Tensor,
-    starts: torch.Tensor,
-    runs: Runs | None,
+    layer: CachedLayer,
+    table: torch.Tensor,
+    requests: Decodes | Runs,
     out: torch.Tensor,
     shape: LatentShape,
-    *,
-    scale: float,
 ) -> None:
     """Causal attention of one query for each of R requests, or of runs of queries, over what the cache holds of them.
 
-    query        [T, heads, width], contiguous
-    cache        [1, blocks, block_size, 1, width], whose rows begin with the latent; their own are there
-    block_table  [slots, max_blocks] int32
-    slots        [R] integers: the row of the block table
-    starts       [R] integers: the position of the first query
-    runs         None: one query each, T = R
-    out          [T, heads, latent], contiguous: sums of latents; only the rows of these requests are written
+    query     [T, heads, width], contiguous
+    layer     a cache [1, blocks, block_size, 1, width], whose rows begin with the latent; their own are there
+    table     [slots, max_blocks] int32: block tables
+    requests  decodes, T = R, or runs in tiles of `QUERIES` queries
+    out       [T, heads, latent], contiguous: sums of latents; only the rows of these requests are written
 
     Moves a row of the cache once for each `shape.rows` queries of a tile: width * itemsize bytes, for
     2 * shape.rows * (width + latent) operations.
     """
     _, heads, width = query.shape
-    latent, block_size = out.shape[2], cache.shape[2]
+    latent, block_size = out.shape[2], layer.cache.shape[2]
     overlap = overlaps(query.device)
-    requests = slots.shape[0]
-    tiles, rows = (requests, heads) if runs is None else (runs.tile_request.shape[0], QUERIES * heads)
-    tokens, counts, tile_request, tile_first = runs or (slots,) * 4
+    count = requests.slots.shape[0]
+    if isinstance(requests, Decodes):
+        decode, tiles, rows = True, count, heads
+        requests = Runs(*requests, *[requests.slots] * 4)
+    else:
+        decode, tiles, rows = False, requests.tile_request.shape[0], QUERIES * heads
     splits, fits = shape.splits, False
-    if runs is None and capability(query.device) == 90:
+    if decode and capability(query.device) == 90:
         from kvern.kernels.attention_latent_hopper import GROUPS, latent_hopper, latent_hopper_fits
 
-        fits = latent_hopper_fits(heads, width, latent, block_size, cache.dtype)
+        fits = latent_hopper_fits(heads, width, latent, block_size, layer.cache.dtype)
         if fits:
-            splits = GROUPS * min(splits, cdiv(2 * shape.programs, requests))
-    partial = partial_sum = out
+            splits = GROUPS * min(splits, cdiv(2 * shape.programs, count))
+    parts = Parts(out, out)
     if splits > 1:
-        partial = torch.empty(tiles, splits, rows, latent, dtype=torch.float32, device=query.device)
-        partial_sum = torch.empty(tiles, splits, rows, dtype=torch.float32, device=query.device)
+        parts = empty_parts(tiles, splits, rows, head_dim=latent, device=query.device)
+    batch = _Batch(*requests, count, splits, shape.programs)
+    rest = max(16, next_power_of_2(width - latent))
     entries = max(16, next_power_of_2(latent))
+    of_tile = _TileShape(heads, width, latent, block_size, 0, rows, shape.rows, entries, rest, shape.keys)
     if fits:
-        latent_hopper(
-            query,
-            cache,
-            block_table,
-            slots,
-            starts,
-            partial,
-            partial_sum,
-            programs=shape.programs,
-            span=SPAN,
-            scale=scale,
-        )
+        latent_hopper(query, layer, table, requests, parts, programs=shape.programs, span=SPAN)
     else:
         _latent_attention_kernel[(cdiv(rows, shape.rows), splits, tiles)](
             query,
-            cache,
-            block_table,
-            slots,
-            starts,
-            tokens,
-            counts,
-            tile_request,
-            tile_first,
+            layer.cache,
+            rows_of(table),
+            batch,
             out,
-            partial,
-            partial_sum,
-            scale * LOG2_E,
-            block_table.stride(0),
-            requests,
-            splits,
-            shape.programs,
-            heads,
-            width,
-            latent,
-            block_size,
-            runs is None,
+            parts,
+            scored(layer)[0],
+            of_tile,
+            decode,
             splits > 1,
-            rows,
-            shape.rows,
-            entries,
-            max(16, next_power_of_2(width - latent)),
-            shape.keys,
             SPAN,
             overlap,
             num_warps=shape.warps,
             num_stages=shape.stages,
             launch_pdl=overlap,
         )
-    if splits == 1:
-        return
-    _join_latents_kernel[(rows, tiles)](
-        partial,
-        partial_sum,
-        tokens,
-        counts,
-        tile_request,
-        tile_first,
-        out,
-        splits,
-        heads,
-        latent,
-        runs is None,
-        rows,
-        entries,
-        JOINED,
-        overlap,
-        num_warps=4,
-        launch_pdl=overlap,
-    )
+    if splits > 1:
+        _join_latents_kernel[(rows, tiles)](
+            parts, batch, out, of_tile, decode, JOINED, overlap, num_warps=4, launch_pdl=overlap
+        )

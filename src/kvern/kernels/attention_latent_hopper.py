@@ -24,7 +24,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from kvern.kernels.attention_arguments import LOG2_E
+from kvern.kernels.attention_arguments import CachedLayer, Parts, Runs, scored
 from kvern.kernels.attention_hopper_consumer import opaque
 
 KEYS = 64
@@ -238,26 +238,22 @@ def latent_hopper_fits(heads: int, width: int, latent: int, block_size: int, dty
 
 def latent_hopper(
     query: torch.Tensor,
-    cache: torch.Tensor,
-    block_table: torch.Tensor,
-    slots: torch.Tensor,
-    starts: torch.Tensor,
-    partial: torch.Tensor,
-    partial_sum: torch.Tensor,
+    layer: CachedLayer,
+    table: torch.Tensor,
+    decodes: Runs,
+    parts: Parts,
     *,
     programs: int,
     span: int,
-    scale: float,
 ) -> None:
     """Computes `latent_attention` for single queries, in parts that are joined later.
 
-    partial      [R, splits * GROUPS, heads, latent] float32
-    partial_sum  [R, splits * GROUPS, heads] float32: of a part without keys -inf, and nothing is written
+    parts  [R, splits * GROUPS, heads, latent] and without the latent; the sum of a part without keys is -inf
     programs, span  how keys are shared out, as in `latent_attention`
     """
     requests, heads, width = query.shape
-    splits = partial.shape[1] // GROUPS
-    _, blocks, block_size, _, _ = cache.shape
+    splits = parts.sums.shape[1] // GROUPS
+    _, blocks, block_size, _, _ = layer.cache.shape
     rows = max(16, 1 << (heads - 1).bit_length())
     box = math.gcd(block_size, KEYS)
     half = LATENT // 2
@@ -270,15 +266,14 @@ def latent_hopper(
     _latent_hopper_kernel[(splits, requests)](
         boxes(query, rows, half),
         boxes(query, rows, REST),
-        boxes(cache, box, half),
-        boxes(cache, box, REST),
-        block_table,
-        slots,
-        starts,
-        partial,
-        partial_sum,
-        scale * LOG2_E,
-        block_table.stride(0),
+        boxes(layer.cache, box, half),
+        boxes(layer.cache, box, REST),
+        table,
+        decodes.slots,
+        decodes.starts,
+        *parts,
+        scored(layer)[0],
+        table.stride(0),
         blocks * block_size,
         requests,
         splits,

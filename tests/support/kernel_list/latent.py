@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from kvern.kernels.attention_latent import QUERIES, LatentShape, Runs, latent_attention, latent_shape
+from kvern.kernels.attention_arguments import CachedLayer, Decodes, Runs
+from kvern.kernels.attention_latent import QUERIES, LatentShape, latent_attention, latent_shape
 from kvern.kernels.store_latents import store_latents
 from kvern.spec.mixers import LatentAttentionSpec
 from kvern.spec.model import LayerSpec, ModelSpec
@@ -29,27 +30,20 @@ def _attend(
     table.copy_(inputs.permutation(requests * blocks).view(requests, blocks))
     query = inputs.numbers(requests * queries, attention.heads, attention.head_dim)
     out = torch.empty_like(query[..., : mixer.kv_lora_rank])
-    runs = None
+    slots, starts = inputs.integers(range(requests)), inputs.integers([keys - queries] * requests)
+    of_requests: Decodes | Runs = Decodes(slots, starts)
     if not is_decode:
         tiles = list(itertools.product(range(requests), range(0, queries, QUERIES)))
-        runs = Runs(
+        of_requests = Runs(
+            slots,
+            starts,
             inputs.integers(range(0, requests * queries, queries)),
             inputs.integers([queries] * requests),
             inputs.integers(request for request, _ in tiles),
             inputs.integers(first for _, first in tiles),
         )
-    launch = partial(
-        latent_attention,
-        query,
-        cache,
-        table,
-        inputs.integers(range(requests)),
-        inputs.integers([keys - queries] * requests),
-        runs,
-        out,
-        _shape(mixer, inputs, planned, is_decode),
-        scale=mixer.scale,
-    )
+    layer, shape = CachedLayer(cache, mixer.scale), _shape(mixer, inputs, planned, is_decode)
+    launch = partial(latent_attention, query, layer, table, of_requests, out, shape)
 
     def launched() -> torch.Tensor:
         launch()
