@@ -268,9 +268,12 @@ def decode_attention(
     overlap = overlaps(query.device)
     helpers = max(1, shape.programs // kv_heads)
     parts = empty_parts((requests + helpers) * kv_heads, group, head_dim=head_dim, device=query.device)
-    prefix, before, shared_keys = parts, 0, decodes.slots
+    prefix = parts
+    shared_keys = decodes.slots
+    before = 0
     if shared is not None:
-        before, shared_keys = prefix_parts(kv_heads, len(shared.members)), shared.keys
+        shared_keys = shared.keys
+        before = prefix_parts(kv_heads, len(shared.members))
         prefix = empty_parts(requests, heads, before, head_dim=head_dim, device=query.device)
         attend_to_prefix(query, layer, table, decodes.slots, shared, prefix)
     deep = stages(query.device, shape.stages, 2 * shape.tile * of_tile.DIM * layer.cache.element_size(), BESIDE)

@@ -299,11 +299,11 @@ def latent_attention(
     latent, block_size = out.shape[2], layer.cache.shape[2]
     overlap = overlaps(query.device)
     count = requests.slots.shape[0]
+    decode = isinstance(requests, Decodes)
     if isinstance(requests, Decodes):
-        decode, tiles, rows = True, count, heads
         requests = Runs(*requests, *[requests.slots] * 4)
-    else:
-        decode, tiles, rows = False, requests.tile_request.shape[0], QUERIES * heads
+    tiles = count if decode else requests.tile_request.shape[0]
+    rows = heads if decode else QUERIES * heads
     splits, fits = shape.splits, False
     if decode and capability(query.device) == 90:
         from kvern.kernels.attention_latent_hopper import GROUPS, latent_hopper, latent_hopper_fits
