@@ -8,7 +8,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from kvern.drafting.models.formats import is_draft_head, load_draft_head
+from kvern.drafting.models.choice import is_draft_head
+from kvern.drafting.models.formats import load_draft_head
 from kvern.errors import CorruptCheckpoint, UnsupportedModel
 from kvern.models.loader import load_model, read_config
 from tests.support.draft_heads import (

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from kvern import LLM, SamplingParams
 from kvern.device.rows import BatchRows
-from kvern.drafting.rejection import Drawn, DrawnDrafts, accept
+from kvern.drafting.rejection import Drawn, DrawnDrafts
 from kvern.request.step import ScheduledTokens
 from kvern.request.structured_output import StructuredOutput
 from kvern.sample import sampler
@@ -57,7 +57,7 @@ def test_tokens_have_the_models_probabilities(seed: int, asked: dict[str, Any]) 
     alone = sampler.sample(logits.expand(DRAWS, -1), rows, [0] * DRAWS, POSITIONS)
     chosen = alone.clone()
     drawn = DrawnDrafts(range(DRAWS), theirs.expand(DRAWS, -1))
-    accept(chosen, logits.expand(DRAWS, -1), rows, [0] * DRAWS, POSITIONS, drawn)
+    drawn.accept(chosen, logits.expand(DRAWS, -1), rows, [0] * DRAWS, POSITIONS)
     assert p_value(alone, own) > 0.001 and p_value(chosen, own) > 0.001
     assert p_value(drafts, theirs[0]) > 0.001
     assert p_value(torch.where(own[drafts] > 0, drafts, own.argmax()), own) < 1e-9, "drafts are no tokens"
@@ -72,7 +72,7 @@ def test_tokens_do_not_know_of_each_other() -> None:
     logits, theirs = logits_of(3), logits_of(53).softmax(-1)
     rows = rows_with(drafts := drawn_from(theirs))
     chosen, drawn = torch.zeros(DRAWS, dtype=torch.int64), DrawnDrafts(range(DRAWS), theirs.expand(DRAWS, -1))
-    accept(chosen, logits.expand(DRAWS, -1), rows, [0] * DRAWS, POSITIONS, drawn)
+    drawn.accept(chosen, logits.expand(DRAWS, -1), rows, [0] * DRAWS, POSITIONS)
     own = sampler.probabilities(logits, rows, [0], torch.tensor([1]))[0]
     before = (chosen == drafts)[:-1]
     for behind in (chosen[1:][before], chosen[1:][~before], chosen[1:][drafts[:-1] == chosen[1:].mode().values]):
@@ -84,10 +84,10 @@ def test_the_same_seed_position_and_draft_give_the_same_token_in_any_step() -> N
     rows = rows_with(drawn_from(theirs))
     together = torch.zeros(40, dtype=torch.int64)
     drawn = DrawnDrafts(range(40), theirs.expand(40, -1))
-    accept(together, logits.expand(40, -1), rows, [0] * 40, POSITIONS[:40], drawn)
+    drawn.accept(together, logits.expand(40, -1), rows, [0] * 40, POSITIONS[:40])
     for place in range(40):
         alone = torch.full((3,), -1)
-        accept(alone, logits.expand(3, -1), rows, [0] * 3, POSITIONS[[0, 0, place]], DrawnDrafts([2], theirs))
+        DrawnDrafts([2], theirs).accept(alone, logits.expand(3, -1), rows, [0] * 3, POSITIONS[[0, 0, place]])
         assert alone.tolist() == [-1, -1, together[place].item()], "other places are left as they are"
 
 
@@ -96,7 +96,7 @@ def test_greedy_tokens_are_the_most_probable_ones() -> None:
     rows = rows_with(drawn_from(theirs), temperature=0.0)
     chosen = torch.zeros(DRAWS, dtype=torch.int64)
     drawn = DrawnDrafts(range(DRAWS), theirs.expand(DRAWS, -1))
-    accept(chosen, logits.expand(DRAWS, -1), rows, [0] * DRAWS, POSITIONS, drawn)
+    drawn.accept(chosen, logits.expand(DRAWS, -1), rows, [0] * DRAWS, POSITIONS)
     assert (chosen == logits.argmax()).all()
 
 
@@ -106,7 +106,7 @@ def test_a_drafter_that_is_the_model_is_always_right() -> None:
     rows = rows_with(drafts := drawn_from(own))
     chosen = torch.zeros(DRAWS, dtype=torch.int64)
     drawn = DrawnDrafts(range(DRAWS), own.expand(DRAWS, -1))
-    accept(chosen, logits.expand(DRAWS, -1), rows, [0] * DRAWS, POSITIONS, drawn)
+    drawn.accept(chosen, logits.expand(DRAWS, -1), rows, [0] * DRAWS, POSITIONS)
     assert torch.equal(chosen, drafts)
 
 
@@ -119,7 +119,7 @@ def test_a_draft_that_nobody_drew_is_accepted_with_its_probability(draft: int) -
     own = sampler.probabilities(logits, rows, [0], torch.tensor([1]))[0]
     alone = sampler.sample(logits.expand(DRAWS, -1), rows, [0] * DRAWS, POSITIONS)
     chosen, sure = alone.clone(), torch.nn.functional.one_hot(drafts, VOCABULARY).float()
-    accept(chosen, logits.expand(DRAWS, -1), rows, [0] * DRAWS, POSITIONS, DrawnDrafts(range(DRAWS), sure))
+    DrawnDrafts(range(DRAWS), sure).accept(chosen, logits.expand(DRAWS, -1), rows, [0] * DRAWS, POSITIONS)
     rest = own.clone().index_fill_(0, torch.tensor([draft]), 0.0)
     for tokens in (alone, chosen):
         assert p_value(tokens, own) > 0.001

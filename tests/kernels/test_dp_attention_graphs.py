@@ -22,9 +22,9 @@ from kvern.request.request import PromptInput, RequestSpec
 from kvern.request.sampling_params import ResolvedParams
 from kvern.runner.decode_graphs import DecodeKind
 from kvern.runner.device_runner import DeviceRunner
-from kvern.runner.executor import DPAttentionExecutor
 from kvern.runner.plan import agree, lay_out
 from kvern.runner.prompt_graphs import PromptKind
+from kvern.runner.ranks.rank_executors import DPAttentionExecutor
 from kvern.runner.ranks.rank_wire import TakeTurn
 from kvern.runner.startup import Startup
 from kvern.runner.step_graphs import PlannedStep

@@ -8,7 +8,7 @@ import torch
 
 from kvern import LLM, SamplingParams
 from kvern.device.device_batch import DeviceRows
-from kvern.drafting.rejection import DrawnDrafts, accept
+from kvern.drafting.rejection import DrawnDrafts
 from kvern.kernels.sampling import sample
 from kvern.request.request import PromptInput, RequestSpec
 from kvern.request.step import NewRequest
@@ -31,7 +31,7 @@ def test_tokens_have_the_models_probabilities(draws: int, device: torch.device) 
     drafts, alone = (sample(each.contiguous(), None, slots, positions, rows) for each in (theirs, logits))
     rows.tokens[0, 1 : draws + 1] = drafts.int()
     chosen = alone.clone()
-    accept(chosen, logits, rows, [0] * draws, positions, DrawnDrafts(range(draws), theirs.softmax(-1)))
+    DrawnDrafts(range(draws), theirs.softmax(-1)).accept(chosen, logits, rows, [0] * draws, positions)
     own, drawn = logits[0].softmax(-1).cpu(), theirs[0].softmax(-1).cpu()
     for tokens, probabilities in ((drafts, drawn), (alone, own), (chosen, own)):
         assert p_value(tokens.cpu(), probabilities) > 0.001

@@ -16,8 +16,7 @@ from kvern.errors import EngineDied
 from kvern.observe.metrics import Metrics, busiest_rows
 from kvern.ranks.expert_placement import Placement, rank_loads
 from kvern.ranks.ranks import Ranks
-from kvern.runner.ranks.expert_balance import ExpertBalance
-from kvern.runner.ranks.expert_moves import Move, moves_between
+from kvern.runner.ranks.experts import ExpertBalance, Move, moves_between
 from kvern.runner.torch_backend import TorchBackend
 from tests.support.expert_requests import OPTIONS, answers
 from tests.support.families import make_checkpoint

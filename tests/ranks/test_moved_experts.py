@@ -20,8 +20,7 @@ from kvern.layers.unquantized import Unquantized
 from kvern.models.decoder import Decoder
 from kvern.models.share import WholeExperts
 from kvern.ranks.ranks import Ranks
-from kvern.runner.ranks.expert_counts import experts_of
-from kvern.runner.ranks.expert_moves import check_moves, move_experts
+from kvern.runner.ranks.experts import check_moves, experts_of, move_experts
 from tests.support.cache_folder import load_kernels
 from tests.support.configs import GPT_OSS
 from tests.support.families import make_checkpoint

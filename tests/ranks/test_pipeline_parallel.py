@@ -21,8 +21,7 @@ from kvern.ranks.expert_placement import first_placement
 from kvern.ranks.ranks import Ranks, ranks_of
 from kvern.ranks.stages import Stage
 from kvern.request.step import SchedulerOutput
-from kvern.runner.ranks.expert_counts import experts_of
-from kvern.runner.ranks.expert_moves import move_experts
+from kvern.runner.ranks.experts import experts_of, move_experts
 from tests.support.divided_families import STAGE_CHANGES
 from tests.support.families import FAMILIES, make_checkpoint, make_config
 from tests.support.gguf_files import folder_of, write_gguf

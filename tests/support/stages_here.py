@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-import kvern.runner.executor
+import kvern.runner.ranks.rank_executors
 from kvern.config import EngineConfig
 from kvern.models.loader import read_config
 from kvern.models.registry import spec_from_config
@@ -99,13 +99,13 @@ class OtherStages:
                     worker.runner.idle()
                     ranks.meet(CPU)
                 case BeginCounting():
-                    worker.expert_counts.reset()
+                    worker.begin_counting()
                 case CountExperts():
-                    worker.expert_counts.read()
+                    worker.count_experts()
                 case AddAdapter() as adapter:
-                    worker.add_adapter(adapter.key, adapter.adapter())
+                    worker.adapters.add(adapter.key, adapter.adapter())
                 case DropAdapter(key):
-                    worker.drop_adapter(key)
+                    worker.adapters.drop(key)
 
     def end(self) -> None:
         pass
@@ -149,7 +149,7 @@ def capture_here(patch: pytest.MonkeyPatch, stages: int) -> list[list[int]]:
         return made
 
     patch.setattr(KernelBackend, "runner", runner)
-    patch.setattr(kvern.runner.executor, "RankProcesses", OtherStages)
-    patch.setattr(kvern.runner.executor, "rank_of", rank_here)
+    patch.setattr(kvern.runner.ranks.rank_executors, "RankProcesses", OtherStages)
+    patch.setattr(kvern.runner.ranks.rank_executors, "rank_of", rank_here)
     patch.setattr(Ranks, "connect", lambda *_, **__: None)
     return replayed

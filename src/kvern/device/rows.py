@@ -214,6 +214,10 @@ class BatchRows:
         assert request is not None, f"row {slot} is empty"
         return request
 
+    def adapter_indices(self, slots: Sequence[int]) -> list[int]:
+        """Indices of the adapters of the requests in these rows; -1: a request uses none."""
+        return [self.request(slot).adapter_index for slot in slots]
+
     def sampled_slots(self, scheduled: Sequence[ScheduledTokens]) -> list[int | None]:
         """The rows that go on with the token sampled for them, None for others: parts of prompts, and beams."""
         return [

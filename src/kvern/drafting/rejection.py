@@ -31,6 +31,27 @@ class DrawnDrafts:
     places: Sequence[int]
     probabilities: torch.Tensor
 
+    def accept(
+        self,
+        chosen: torch.Tensor,
+        logits: torch.Tensor,
+        rows: BatchRows,
+        slots: Sequence[int],
+        positions: torch.Tensor,
+    ) -> None:
+        """Replaces tokens of `chosen` [S] int64 at these drafts: by the draft, or by another token.
+
+        logits     [S, vocabulary], after constraints and masks
+        slots      S rows of the batch
+        positions  [S] int64 positions of the chosen tokens, at which the rows hold the drafts
+        """
+        drafted = [slots[place] for place in self.places]
+        index, slot = upload([*self.places, *drafted], torch.int64, logits.device).view(2, -1)
+        position = positions[index]
+        own = probabilities(logits[index].float(), rows, drafted, position)
+        drafts = rows.tokens[slot, position].long()
+        chosen[index] = verdicts(own, self.probabilities, drafts, rows.seeds[slot], position)
+
 
 class Drawn:
     """The probabilities from which the current drafts of all rows were sampled, kept until the drafts are verified."""
@@ -73,28 +94,6 @@ class Drawn:
                 places += [first + ahead for first, _ in here]
                 found.append(drawn.index_select(0, upload([row for _, row in here], torch.int64, drawn.device)))
         return DrawnDrafts(places, torch.cat(found)) if found else None
-
-
-def accept(
-    chosen: torch.Tensor,
-    logits: torch.Tensor,
-    rows: BatchRows,
-    slots: Sequence[int],
-    positions: torch.Tensor,
-    drawn: DrawnDrafts,
-) -> None:
-    """Replaces tokens of `chosen` [S] int64 at sampled drafts: by the draft, or by another token.
-
-    logits     [S, vocabulary], after constraints and masks
-    slots      S rows of the batch
-    positions  [S] int64 positions of the chosen tokens, at which the rows hold the drafts
-    """
-    index = upload(drawn.places, torch.int64, logits.device)
-    slot = upload([slots[place] for place in drawn.places], torch.int64, logits.device)
-    position, theirs = positions[index], drawn.probabilities
-    own = probabilities(logits[index].float(), rows, [slots[place] for place in drawn.places], position)
-    drafts = rows.tokens[slot, position].long()
-    chosen[index] = verdicts(own, theirs, drafts, rows.seeds[slot], position)
 
 
 def verdicts(

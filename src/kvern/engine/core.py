@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from kvern.adapters.peft import Adapter
     from kvern.request.step import StepResult
     from kvern.runner.executor import Executor
-    from kvern.runner.ranks.expert_counts import LayerCounts
+    from kvern.runner.ranks.experts import LayerCounts
     from kvern.text.tokenizer import Tokenizer
 
 logger = logging.getLogger("kvern")

@@ -16,7 +16,6 @@ from kvern.drafting.models.choice import draft_folder
 from kvern.drafting.proposer import PROPOSERS
 from kvern.engine.cache_extensions import make_extensions
 from kvern.engine.core import EngineCore
-from kvern.engine.encoder_core import EncoderCore
 from kvern.engine.loop import EngineLoop
 from kvern.engine.pace import Pace
 from kvern.engine.policy import POLICIES
@@ -26,12 +25,9 @@ from kvern.engine.step_watch import StepWatch
 from kvern.models.implementation import describe_model
 from kvern.models.loader import read_config
 from kvern.runner.device import resolve_device
-from kvern.runner.encoder_runner import start_encoder
-from kvern.runner.executor import DPAttentionExecutor, Executor, start
+from kvern.runner.executor import Executor, InProcessExecutor, start
 from kvern.runner.plan import Layout
-from kvern.runner.ranks.rank_limits import check_ranks
 from kvern.runner.startup import Startup
-from kvern.serving.homes import Home, HomedCores
 from kvern.spec.model import ModelSpec
 from kvern.text.tokenizer import Tokenizer
 
@@ -63,16 +59,26 @@ def build_core(
     """
     spec = describe_model(folder, read_config(folder), config.model_implementation)
     if config.ranks > 1:
+        from kvern.runner.ranks.rank_limits import check_ranks
+
         check_ranks(config, folder, spec)
     if spec.encoder is not None:
+        from kvern.engine.encoder_core import EncoderCore
+        from kvern.runner.encoder_runner import start_encoder
+
         runner, layout = start_encoder(config, folder, spec, startup)
         sizes = layout.max_batch_tokens, layout.max_batch_requests, layout.depth
         encoder = EncoderCore(runner, config, *sizes, watch)
         return encoder, spec, layout
     draft = draft_folder(config, folder, resolve_device(config).type)
-    executor, layout = start(config, folder, spec, startup, draft, lost)
+    if config.ranks > 1:
+        from kvern.runner.ranks.rank_executors import start_ranks
+
+        executor, layout = start_ranks(config, folder, spec, startup, draft, lost)
+    else:
+        executor, layout = start(config, folder, spec, startup, draft)
     drafting = make_drafting(config, spec, layout, draft)
-    if isinstance(executor, DPAttentionExecutor):
+    if config.enable_dp_attention:
         executor.begin_counting()
         return make_homes(config, folder, layout, executor, drafting, watch), spec, layout
     scheduler = make_scheduler(config, folder, layout, executor.tier)
@@ -90,12 +96,15 @@ def make_homes(
     config: EngineConfig,
     folder: Path,
     layout: Layout,
-    executor: DPAttentionExecutor,
+    executor: InProcessExecutor,
     drafting: Drafting | None,
     watch: StepWatch | None,
-) -> HomedCores:
+) -> EngineLoop:
     """The cores of all ranks, of which this process's is the first."""
-    assert executor.others is not None
+    from kvern.runner.ranks.rank_executors import DPAttentionExecutor
+    from kvern.serving.homes import Home, HomedCores
+
+    assert isinstance(executor, DPAttentionExecutor) and executor.others is not None
     cached = layout.cached_tokens if config.prefix_cache else 0
     homes = [Home(layout.max_batch_requests, cached) for _ in range(config.homes)]
     core = make_home_core(config, folder, layout, executor, drafting)
@@ -103,7 +112,7 @@ def make_homes(
 
 
 def make_home_core(
-    config: EngineConfig, folder: Path, layout: Layout, executor: DPAttentionExecutor, drafting: Drafting | None
+    config: EngineConfig, folder: Path, layout: Layout, executor: InProcessExecutor, drafting: Drafting | None
 ) -> EngineCore:
     """The core of one rank with requests of its own."""
     scheduler = make_scheduler(config, folder, layout, executor.tier)

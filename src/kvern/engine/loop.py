@@ -11,7 +11,7 @@ from kvern.request.request import Progress, RequestSpec
 
 if TYPE_CHECKING:
     from kvern.adapters.peft import Adapter
-    from kvern.runner.ranks.expert_counts import LayerCounts
+    from kvern.runner.ranks.experts import LayerCounts
 
 logger = logging.getLogger("kvern")
 

@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from kvern.cpu.ranks import SharedMemory
 from kvern.device.transfer import upload
-from kvern.ranks.process_group import Meeting, abort, end_with
 from kvern.ranks.stages import WHOLE, Stage
 
 if TYPE_CHECKING:
+    from kvern.cpu.ranks import SharedMemory
     from kvern.kernels.peer_words import PeerMemory
     from kvern.ranks.peer_sums import PeerExchange, PeerSums
+    from kvern.ranks.process_group import Meeting
     from kvern.ranks.shared_norms import SharedNorms
 
 
@@ -102,6 +102,9 @@ class Ranks:
         if self.dp_attention is not None:
             self.dp_attention.connect(place, device, seconds, kernels, ordered=ordered, listener=listener)
             return
+        from kvern.cpu.ranks import SharedMemory
+        from kvern.ranks.process_group import Meeting, end_with
+
         self._ordered = ordered
         own = f"stage-{self.stage.index}"
         shares_memory = "cpu_ranks" in kernels
@@ -311,6 +314,8 @@ class Ranks:
 
     def abort(self) -> list[Thread]:
         """Others have ended: let this GPU wait for them in NCCL no more, in threads that Python's end may find busy."""
+        from kvern.ranks.process_group import abort
+
         inner = [] if self.dp_attention is None else self.dp_attention.ranks.abort()
         return [*inner, *abort(self._groups, awaited=False), *self.stage.abort()]
 

@@ -7,11 +7,12 @@ import weakref
 from collections import deque
 from collections.abc import Sequence
 from threading import Thread
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from kvern.ranks.process_group import Meeting, abort, end_with
+if TYPE_CHECKING:
+    from kvern.ranks.process_group import Meeting
 
 
 class Stage:
@@ -55,14 +56,18 @@ class Stage:
         """Returns whether a table of embeddings is here, which is `tied` to the output layer, or is not."""
         return self.is_first or (self.is_last and (tied or self._embeds))
 
-    def connect(self, meeting: Meeting, name: str) -> None:
+    def connect(self, meeting: "Meeting", name: str) -> None:
         """Meet the other stages, whose processes call their group by the same name."""
         if self.count > 1:
+            from kvern.ranks.process_group import end_with
+
             self._groups.append(meeting.group(name, self.index, self.count))
             weakref.finalize(self, self._sending.clear)  # they hold the group
             end_with(self, self._groups)
 
     def abort(self) -> list[Thread]:
+        from kvern.ranks.process_group import abort
+
         return abort(self._groups, awaited=False)
 
     def send(self, hidden: Tensor) -> None:

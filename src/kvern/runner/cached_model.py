@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Generic, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Generic, NamedTuple, Protocol, TypeVar
 
 from torch import Tensor
 
@@ -10,7 +10,9 @@ from kvern.attention.base import AttentionBackend
 from kvern.device.input_batch import InputBatch
 from kvern.device.rows import BatchRows
 from kvern.request.step import ScheduledTokens, SchedulerOutput
-from kvern.runner.adapters import Adapters
+
+if TYPE_CHECKING:
+    from kvern.adapters.bank import AdapterBank
 
 
 class RowStates(Protocol):
@@ -67,7 +69,7 @@ class CachedModel(Generic[Network, Batch, Rows, States]):
     attention: AttentionBackend[Batch]
     rows: Rows
     block_size: int
-    adapters: Adapters | None = None
+    adapters: "AdapterBank | None" = None
     states: States | None = None
     embeddings: EmbeddingSource | None = None
 
@@ -75,4 +77,4 @@ class CachedModel(Generic[Network, Batch, Rows, States]):
         """Returns whether a request of a step uses an adapter."""
         if self.adapters is None:
             return False
-        return max(self.adapters.indices(self.rows, [item.slot for item in scheduled]), default=-1) >= 0
+        return max(self.rows.adapter_indices([item.slot for item in scheduled]), default=-1) >= 0

@@ -122,7 +122,7 @@ class DecodeKind(StepKind[DecodeShape, DecodeInputs]):
         self._stage = model.decoder.build.ranks.stage
         self._reported = logprobs.empty(len(self._rows.requests), self._rows.device)
         self._grouped: deque[tuple[list[NewRequest], PrefixGroups | None]] = deque(maxlen=self._stage.count)
-        adapts = model.adapters is not None and model.adapters.bank.captures
+        adapts = model.adapters is not None and model.adapters.captures
         self.shapes = list(decode_shapes(self._rows.scratch, prefix_members > 0, adapts, self._stage.is_last))
         self._ends = StageEnds(model.decoder, self.shapes[0].size)
 

@@ -10,7 +10,7 @@ from kvern.errors import ConfigError
 from kvern.layers.build import Build
 from kvern.layers.linear_format import LinearMethods
 from kvern.models.decoder import Decoder
-from kvern.models.encoder import Encoder
+from kvern.models.weighted import WeightedModel
 from kvern.ranks.ranks import ALONE, Ranks
 from kvern.runner.memory import GIGABYTE, DeviceMemory
 from kvern.runner.plan import EIGHT_BIT, LARGEST_HEAD, REQUIRED_KERNELS, largest_head
@@ -182,7 +182,11 @@ def weight_bytes(spec: ModelSpec, dtype: torch.dtype, linear: LinearMethods, ran
     """Bytes of the model's weights, or of a rank's share, from its description and how they are stored."""
     # Tables of rotations are no weights, and arithmetic without data makes PyTorch import its compiler, for seconds.
     layers = tuple(dataclasses.replace(layer, rope=None) for layer in spec.layers)
-    make = Decoder if spec.encoder is None else Encoder
+    make: type[WeightedModel] = Decoder
+    if spec.encoder is not None:
+        from kvern.models.encoder import Encoder
+
+        make = Encoder
     build = Build(dtype, torch.device("meta"), 1, linear=linear, ranks=ranks)
     return make(dataclasses.replace(spec, layers=layers), build).weight_bytes
 

@@ -20,7 +20,6 @@ from kvern.device.device_batch import DeviceBatch, DeviceRows, build_device_batc
 from kvern.device.input_batch import sampled_tokens
 from kvern.drafting.device.drafted_steps import draft_behind
 from kvern.drafting.device.drafter import ComputedStep, Drafter
-from kvern.drafting.rejection import accept
 from kvern.drafting.verification import read_drafts, verify
 from kvern.kernels.batch import write_sampled
 from kvern.kernels.constraints import change
@@ -33,7 +32,6 @@ from kvern.runner.device_states import DeviceStateMemory
 from kvern.runner.loaded_model import LoadedModel
 from kvern.runner.needs import SamplingNeeds
 from kvern.runner.prompt_graphs import PromptKind, size_of, size_of_next
-from kvern.runner.ranks.rank_choice import CHOSEN_BY_FIRST, chosen_by_first
 from kvern.runner.result import Interval, PendingStep, Reported, embeddings
 from kvern.runner.step_graphs import (
     IN_GRAPHS,
@@ -45,7 +43,7 @@ from kvern.runner.step_graphs import (
     capture_one,
 )
 from kvern.runner.step_parts import StepTooLarge
-from kvern.runner.step_runner import StepRunner
+from kvern.runner.step_runner import CHOSEN_BY_FIRST, StepRunner
 from kvern.sample.beams import DeviceCandidates
 from kvern.sample.dry import penalize_repetitions
 from kvern.sample.logprobs import DeviceLogprobs
@@ -109,7 +107,7 @@ class DeviceRunner(StepRunner[Decoder, DeviceBatch, DeviceRows, DeviceStateMemor
         if self._drafter.is_asked(output.scheduled) or self.model.embeddings is not None:
             return None
         adapters = self.model.adapters
-        adapts = None if adapters is None else adapters.bank.captures
+        adapts = None if adapters is None else adapters.captures
         return size_of_next(self._prompts, output, self._rows, adapts=adapts)
 
     def _size(self, scheduled: Sequence[ScheduledTokens]) -> StepSize | None:
@@ -233,16 +231,16 @@ class DeviceRunner(StepRunner[Decoder, DeviceBatch, DeviceRows, DeviceStateMemor
         logits = self._decoder.logits(hidden, upcast=False) if logits is None else logits
         scores = self._scores(logits, step, outputs, everything=drawn is not None)
         verdict = None
-        if needs & SamplingNeeds.PROCESSORS:
+        if needs & SamplingNeeds.PROCESSORS and self._processors is not None:
             verdict = self._processors.apply(scores, rows.tokens, slots, sampled_tokens(scheduled).positions)
         broken, unknown = Restricted({}, [])
         if needs & SamplingNeeds.GRAMMAR:
             broken, unknown = self._grammars.restrict(scores, slots, None, drafts)
         chosen = self._choose(logits, scores, slots, outputs, needs)
         if drawn is not None:
-            accept(chosen, scores, rows, slots, positions, drawn)
+            drawn.accept(chosen, scores, rows, slots, positions)
         if needs & CHOSEN_BY_FIRST:
-            chosen, unknown = chosen_by_first(self._ranks, chosen, unknown)
+            chosen, unknown = self._chosen_by_first(chosen, unknown)
         counts: list[int | None] = []
         logprobs = None
         if needs & SamplingNeeds.LOGPROBS:

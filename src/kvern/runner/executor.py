@@ -1,54 +1,29 @@
-"""Executors of steps, on one device or on several that do the same. The engine core knows nothing below this."""
+"""Executors of steps: the protocol, and the one of a single device. The engine core knows nothing below this."""
 
-import math
-import sys
-import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future
-from functools import partial
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import TYPE_CHECKING, Protocol
 
-from kvern.adapters.peft import Adapter
 from kvern.cache.tier import TierIndex
 from kvern.config import EngineConfig
-from kvern.errors import ConfigError, EngineDied
-from kvern.models.loader import outline_model
-from kvern.models.stages import divide
-from kvern.ranks.lost_ranks import Release
-from kvern.ranks.ranks import DPAttention, Ranks
+from kvern.errors import ConfigError
+from kvern.ranks.ranks import ALONE, Ranks
 from kvern.request.step import ModelRunnerOutput, SchedulerOutput, StepResult
 from kvern.runner.device import resolve_device
+from kvern.runner.loaded_model import Runner
 from kvern.runner.plan import Layout, agree, lay_out
-from kvern.runner.ranks.expert_counts import LayerCounts
-from kvern.runner.ranks.rank_limits import rank_of
-from kvern.runner.ranks.rank_processes import RANKS_DISAGREE, RankProcesses, watched_steps
-from kvern.runner.ranks.rank_tier import NotedTier
-from kvern.runner.ranks.rank_wire import (
-    AddAdapter,
-    BeginCounting,
-    CountExperts,
-    DropAdapter,
-    ForgetSteps,
-    Found,
-    HasFiles,
-    HasRoom,
-    IsHere,
-    IsReady,
-    LoadWeights,
-    PlaceExperts,
-    RankMessage,
-    RunStep,
-    TakeMemory,
-    UseIdleTime,
-)
 from kvern.runner.startup import Startup
-from kvern.runner.step_parts import StepParts, StepTooLarge
-from kvern.runner.tiered import Tier, make_tier, tiered
+from kvern.runner.step_parts import StepParts
 from kvern.runner.worker import Worker
 from kvern.spec.model import ModelSpec
 
-Done = TypeVar("Done")
+if TYPE_CHECKING:
+    from kvern.adapters.peft import Adapter
+    from kvern.runner.ranks.experts import LayerCounts
+    from kvern.runner.tiered import Tier
+
+Execute = Callable[[SchedulerOutput], StepResult]
 
 
 class Executor(Protocol):
@@ -70,7 +45,7 @@ class Executor(Protocol):
         """Make one thing that steps would run faster with, while none runs; whether there are more."""
         ...
 
-    def count_experts(self) -> Callable[[], LayerCounts]:
+    def count_experts(self) -> "Callable[[], LayerCounts]":
         """Begin to read how many tokens each expert has had in all steps so far; what is returned may wait for them."""
         ...
 
@@ -78,11 +53,11 @@ class Executor(Protocol):
         """Begin to make what following this grammar needs; None: it is there."""
         ...
 
-    def read_adapter(self, path: str) -> Adapter:
+    def read_adapter(self, path: str) -> "Adapter":
         """The adapter in a folder, checked; any thread may call this. Raises InvalidAdapter."""
         ...
 
-    def add_adapter(self, key: int, adapter: Adapter) -> None:
+    def add_adapter(self, key: int, adapter: "Adapter") -> None:
         """Keep an adapter that was read, for steps to load."""
         ...
 
@@ -97,13 +72,12 @@ class InProcessExecutor:
     It would run on rows that lack what that one was to bring, and write to blocks of others.
     """
 
-    def __init__(self, worker: Worker, tier: Tier | None = None) -> None:
+    def __init__(self, worker: Worker, tier: "Tier | None" = None) -> None:
         """`tier` keeps blocks that leave the KV cache; None: they are forgotten."""
         self._worker = worker
         self.tier: TierIndex | None = tier
         self._own_tier = tier
-        self._execute = tiered(self._execute_whole, tier, worker.runner)
-        self._parts: StepParts | None = None
+        self._execute = tiered(StepParts(worker.runner.execute).execute, tier, worker.runner)
         self._error: BaseException | None = None
 
     def submit(self, output: SchedulerOutput) -> StepResult:
@@ -120,17 +94,6 @@ class InProcessExecutor:
         failed.set_exception(self._error)
         return failed
 
-    def _execute_whole(self, output: SchedulerOutput) -> StepResult:
-        """Start a step as it is, or in parts once one was too large for the memory of the device."""
-        execute = self._worker.runner.execute
-        if self._parts is None:
-            try:
-                return execute(output)
-            except StepTooLarge as error:
-                self._parts = StepParts(execute)
-                return self._parts.execute_again(output, error)
-        return self._parts.execute(output)
-
     def abandon(self) -> None:
         self._error = None
         if self._own_tier is not None:
@@ -145,210 +108,31 @@ class InProcessExecutor:
 
     def begin_counting(self) -> None:
         """The steps so far, which were for measurements, are no part of `count_experts`."""
-        self._worker.expert_counts.reset()
+        self._worker.begin_counting()
 
-    def count_experts(self) -> Callable[[], LayerCounts]:
-        return self._worker.expert_counts.read()
+    def count_experts(self) -> "Callable[[], LayerCounts]":
+        return self._worker.count_experts()
 
     def prepare(self, grammar: str) -> "Future[None] | None":
-        return self._worker.prepare(grammar)
+        return self._worker.grammars.prepare(grammar)
 
-    def read_adapter(self, path: str) -> Adapter:
-        return self._worker.read_adapter(path)
+    def read_adapter(self, path: str) -> "Adapter":
+        return self._worker.adapters.read(path)
 
-    def add_adapter(self, key: int, adapter: Adapter) -> None:
-        self._worker.add_adapter(key, adapter)
-
-    def drop_adapter(self, key: int) -> None:
-        self._worker.drop_adapter(key)
-
-
-class RankedExecutor(InProcessExecutor):
-    """The first of several ranks, in this process, which sends each step to the others and alone answers.
-
-    A step that fails leaves the ranks in different states, so no other can run.
-    """
-
-    def __init__(self, worker: Worker, others: RankProcesses, ranks: Ranks, tier: Tier | None = None) -> None:
-        super().__init__(worker)
-        # Steps run whole: ranks would cut them in different places.
-        self._execute = watched_steps(tiered(worker.runner.execute, tier, worker.runner, ranks), others)
-        self._others = others
-        self._balance = worker.expert_balance()
-        self._ranks = ranks
-        self._noted = self.tier = None if tier is None else NotedTier(tier, self._begin_all)
-
-    def submit(self, output: SchedulerOutput) -> StepResult:
-        self._announce(output)
-        return self._start(output)
-
-    def _announce(self, output: SchedulerOutput) -> None:
-        """Have the others run a step, before which experts may change their places."""
-        try:
-            due = None if self._balance is None else self._others.watched()(self._balance.due)
-            if self._error is None and due and (placements := due(self.count_experts)):
-                self._on_all(PlaceExperts(placements), partial(self._worker.place_experts, placements))
-        except BaseException as error:
-            self._error = error
-        if self._error is None:
-            self._others.send(RunStep(output, [] if self._noted is None else self._noted.taken()))
-
-    def _on_all(self, message: RankMessage, function: Callable[[], Done]) -> Done:
-        """Call a function after the steps so far; the message has the other ranks do the same."""
-        self._others.send(message)
-        self._begin_all()
-        try:
-            if self._error is not None:
-                raise self._error
-            return self._others.watched()(function)()
-        except BaseException as error:
-            raise self._others.give_up() from error
-
-    def _begin_all(self) -> None:
-        """Begin the steps that were submitted: they are begun."""
-
-    def begin_counting(self) -> None:
-        self._others.send(BeginCounting())
-        super().begin_counting()
-
-    def count_experts(self) -> Callable[[], LayerCounts]:
-        count = super().count_experts  # without stages this rank knows of all rows
-        return self._others.watched()(count() if self._ranks.stage.count == 1 else self._on_all(CountExperts(), count))
-
-    def abandon(self) -> None:
-        cause, self._error = self._error, self._others.give_up()
-        raise self._error from cause
-
-    def forget(self) -> None:
-        self._others.send(ForgetSteps())
-        super().forget()
-
-    def idle(self) -> bool:
-        self._others.send(UseIdleTime())
-        prepares = super().idle()
-        self._ranks.meet(self._worker.device)  # or the first request would wait for what slower ranks have to do yet
-        return prepares
-
-    def add_adapter(self, key: int, adapter: Adapter) -> None:
-        self._others.send(AddAdapter.of(key, adapter))
-        super().add_adapter(key, adapter)
+    def add_adapter(self, key: int, adapter: "Adapter") -> None:
+        self._worker.adapters.add(key, adapter)
 
     def drop_adapter(self, key: int) -> None:
-        self._others.send(DropAdapter(key))
-        super().drop_adapter(key)
-
-
-class StagedExecutor(RankedExecutor):
-    """The last of several stages on CPUs, which begins a step when its result is asked for.
-
-    It has to wait for the stage before, and meanwhile others can begin.
-    """
-
-    _dropped: tuple[int, ...] = ()
-    """Adapters that steps which have not begun may load."""
-    _later: Sequence["_LaterStep"] = ()
-    """Steps of which some have not begun."""
-
-    def submit(self, output: SchedulerOutput) -> StepResult:
-        self._announce(output)
-        dropped, self._dropped = self._dropped, ()
-        step = _LaterStep(partial(self._begin, output, dropped))
-        self._later = [*(other for other in self._later if not other.has_begun), step]
-        return step
-
-    def _begin_all(self) -> None:
-        """A tier is asked behind the steps before, as on the other ranks: they may save and load what it was told."""
-        for step in self._later:
-            step.begin()
-
-    def drop_adapter(self, key: int) -> None:
-        self._others.send(DropAdapter(key))
-        self._dropped += (key,)
-
-    def _begin(self, output: SchedulerOutput, dropped: Iterable[int]) -> StepResult:
-        for key in dropped:
-            self._worker.drop_adapter(key)
-        return self._start(output)
-
-
-class DPAttentionExecutor(InProcessExecutor):
-    """The executor of a rank in DP attention, whose steps are parts of steps of all ranks: one in each turn.
-
-    In a turn the rank starts a step or none, then it ends the turn. If a step fails, no other can run.
-    """
-
-    def __init__(
-        self, worker: Worker, dp_attention: DPAttention, others: RankProcesses | None, tier: Tier | None
-    ) -> None:
-        """`others`: those behind the first, which this one is; None: it is one of them. `tier`: of its own blocks."""
-        super().__init__(worker, tier)
-        self.others = others
-        self._dp_attention = dp_attention
-        self._has_started = False
-        execute = tiered(self._execute_part, tier, worker.runner)
-        self._execute = execute if others is None else watched_steps(execute, others)
-        self._balance = None if others is None else worker.expert_balance()
-
-    def _execute_part(self, output: SchedulerOutput) -> StepResult:
-        self._has_started = True
-        self._dp_attention.agree(output.token_count, self._worker.runner.size(output))
-        return self._worker.runner.execute(output)
-
-    def begin_turn(self) -> None:
-        """Have all ranks place experts anew before the turn that the first is about to call, if that is due."""
-        assert self.others is not None
-        if self._balance and (placements := self.others.watched()(self._balance.due)(self.count_experts)):
-            self.others.send(PlaceExperts(placements))
-            self.others.watched()(self._worker.place_experts)(placements)
-
-    def end_turn(self) -> None:
-        """Take part in the others' step, if this rank has not started its own part of it."""
-        if not self._has_started and self._dp_attention.agree(0, (0, 0, False)):
-            self._worker.runner.assist()
-        self._has_started = False
-
-    def abandon(self) -> None:
-        cause = sys.exception() or self._error  # the first may have come of a step on its way
-        if self.others is None and cause is not None:
-            raise cause
-        self._error = EngineDied(RANKS_DISAGREE) if self.others is None else self.others.give_up()
-        raise self._error from cause
-
-
-class _LaterStep:
-    """A step that begins when its result is asked for."""
-
-    def __init__(self, begin: Callable[[], StepResult]) -> None:
-        self._begin = begin
-        self._step: StepResult | None = None
-
-    @property
-    def has_begun(self) -> bool:
-        return self._step is not None
-
-    def begin(self) -> StepResult:
-        if self._step is None:
-            self._step = self._begin()
-        return self._step
-
-    def result(self) -> ModelRunnerOutput:
-        return self.begin().result()
+        self._worker.adapters.drop(key)
 
 
 def start(
-    config: EngineConfig,
-    folder: Path,
-    spec: ModelSpec,
-    startup: Startup,
-    draft: Path | None = None,
-    lost: Callable[[int], None] | None = None,
+    config: EngineConfig, folder: Path, spec: ModelSpec, startup: Startup, draft: Path | None
 ) -> tuple[InProcessExecutor, Layout]:
-    """The executor of a configuration, with the model in `folder` loaded and its draft, and what it has room for.
+    """The executor of a single rank, with the model in `folder` loaded and its draft, and what it has room for.
 
-    `lost` as in `RankProcesses`. Raises KvernError subclasses.
+    Raises KvernError subclasses.
     """
-    if config.ranks > 1:
-        return _start_ranks(config, folder, spec, startup, draft, lost)
     worker = Worker(config, folder, spec, resolve_device(config), startup, draft)
     plan = agree([worker.probe()], config, spec)
     layout = lay_out([worker.load(plan)], plan, config)
@@ -356,58 +140,23 @@ def start(
     return InProcessExecutor(worker, make_tier(config, layout)), layout
 
 
-def _start_ranks(
-    config: EngineConfig,
-    folder: Path,
-    spec: ModelSpec,
-    startup: Startup,
-    draft: Path | None,
-    lost: Callable[[int], None] | None,
-) -> tuple[InProcessExecutor, Layout]:
-    layers = [range(len(spec.layers))]
-    if config.pipeline_parallel_size > 1:
-        outline = outline_model(folder, config.dtype, config.load_format, config.quantization)
-        layers = divide(outline, config.pipeline_parallel_size)
-    device = resolve_device(config, config.first_rank)
-    ranks = rank_of(config, config.first_rank, layers, draft)
-    worker = Worker(config, folder, spec, device, startup, draft, ranks)
-    release = Release(ranks, device, worker) if device.type == "cuda" else None
-    others = RankProcesses(config, folder, layers, draft, lost, release)
-    try:
-        begun = time.monotonic()
-        findings = worker.probe()
-        took = time.monotonic() - begun
-        with startup.stage("ranks"):
-            others.answers(IsHere, "connected", 0.0)
-            # Another machine may have to load them from the hub, which has time limits of its own.
-            others.answers(HasFiles, "found its files", math.inf if config.executor == "ray" else took)
-            found = others.answers(Found, "looked at its device", took)
-            plan = agree([findings, *(answer.findings for answer in found)], config, spec)
-            others.send(LoadWeights(plan, others.meeting))
-            try:
-                ranks.connect(
-                    others.meeting,
-                    device,
-                    config.rank_timeout,
-                    plan.kernels,
-                    ordered=config.deterministic,
-                    listener=others.listener,
-                )
-            except (OSError, RuntimeError) as error:
-                raise ConfigError(f"the ranks cannot meet: {error}") from error
-        begun = time.monotonic()
-        room = worker.load(plan)
-        answers = others.answers(HasRoom, "loaded its weights", time.monotonic() - begun)
-        layout = lay_out([room, *(answer.room for answer in answers)], plan, config)
-        others.send(TakeMemory(layout))
-        begun = time.monotonic()
-        worker.build(layout)
-        tier = make_tier(config, layout)
-        others.answers(IsReady, "taken its memory", time.monotonic() - begun)
-    except BaseException:
-        others.end()
-        raise
-    if ranks.dp_attention is not None:
-        return DPAttentionExecutor(worker, ranks.dp_attention, others, tier), layout
-    make = StagedExecutor if len(layers) > 1 and device.type == "cpu" else RankedExecutor
-    return make(worker, others, ranks, tier), layout
+def make_tier(config: EngineConfig, layout: Layout) -> "Tier | None":
+    """The tier of the configuration. Raises ConfigError."""
+    if config.kv_tier is None:
+        return None
+    if not config.prefix_cache:
+        raise ConfigError(
+            f"kv_tier {config.kv_tier} needs the prefix cache, which is off: leave kv_tier out, or turn prefix_cache on"
+        )
+    from kvern.runner.tiered import TIERS
+
+    return TIERS.find(config.kv_tier)(config, layout)
+
+
+def tiered(execute: Execute, tier: "Tier | None", runner: Runner, ranks: Ranks = ALONE) -> Execute:
+    """`execute`, beside a tier of the runner's cache if there is one."""
+    if tier is None:
+        return execute
+    from kvern.runner.tiered import TieredSteps
+
+    return TieredSteps(execute, tier, runner.caches, ranks).execute

@@ -2,33 +2,40 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
 from kvern.attention.eight_bit import EightBit
 from kvern.attention.groups import LayerGroups
 from kvern.device.rows import BatchRows
-from kvern.drafting.device.drafter import Drafter
-from kvern.drafting.models.head import DraftHead
-from kvern.drafting.models.medusa_heads import MedusaHeads
 from kvern.layers.linear_format import LinearFormat
 from kvern.models.decoder import Decoder, LanguageModel
 from kvern.models.weighted import WeightedModel
 from kvern.ranks.ranks import ALONE, Ranks
 from kvern.request.step import SchedulerOutput, StepResult
-from kvern.runner.adapters import Adapters
 from kvern.runner.plan import FreeMemory, Layout
-from kvern.runner.processor_rows import ProcessorRows
 from kvern.structured.masks import GrammarRows
+
+if TYPE_CHECKING:
+    from kvern.adapters.bank import AdapterBank
+    from kvern.adapters.store import AdapterStore
+    from kvern.drafting.device.drafter import Drafter
+    from kvern.drafting.models.head import DraftHead
+    from kvern.drafting.models.medusa_heads import MedusaHeads
+    from kvern.runner.processor_rows import ProcessorRows
 
 
 @dataclass(frozen=True)
 class Draft:
-    """A draft model or head, and the backend that runs its steps; Medusa heads have that of the model."""
+    """A draft model or head, and the backend that runs its steps; Medusa heads have that of the model.
 
-    decoder: Decoder | DraftHead | MedusaHeads
+    `most`: the most drafts of a request in a step; None: it makes any number.
+    """
+
+    decoder: "Decoder | DraftHead | MedusaHeads"
     backend: "StepBackend"
+    most: int | None = None
 
 
 @dataclass(frozen=True)
@@ -37,9 +44,12 @@ class LoadedModel:
 
     decoder: LanguageModel
     grammars: GrammarRows
-    processors: ProcessorRows
-    adapters: Adapters | None
+    processors: "ProcessorRows | None"
+    """None: the operator has enabled none."""
+    adapters: "AdapterBank | None"
     """None: the engine has no place for any."""
+    adapter_store: "AdapterStore | None" = None
+    """The weights that steps load to places of `adapters`."""
     eight_bit: EightBit | None = None
     """The scales of a KV cache in 8 bits."""
     draft: Draft | None = None
@@ -110,7 +120,7 @@ class StepBackend(Protocol):
         """The runner over a KV cache of this layout."""
         ...
 
-    def drafter(self, decoder: Decoder | DraftHead | MedusaHeads, layout: Layout, rows: BatchRows) -> Drafter:
+    def drafter(self, decoder: "Decoder | DraftHead | MedusaHeads", layout: Layout, rows: BatchRows) -> "Drafter":
         """A drafter of the model or head of this backend, with a cache over the blocks of another model's layout.
 
         Medusa heads have no cache.

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, islice
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -12,9 +13,11 @@ from kvern.device.transfer import fetch, upload
 from kvern.drafting.verification import GuessedDrafts
 from kvern.models.decoder import LanguageModel
 from kvern.request.step import ModelRunnerOutput, ScheduledTokens, TokenLogprobs
-from kvern.runner.processor_rows import ProcessorVerdict
-from kvern.sample.beams import DeviceCandidates
 from kvern.sample.logprobs import DeviceLogprobs
+
+if TYPE_CHECKING:
+    from kvern.runner.processor_rows import ProcessorVerdict
+    from kvern.sample.beams import DeviceCandidates
 
 Interval = tuple[torch.cuda.Event, torch.cuda.Event]
 """Begin and end of some work of a GPU."""
@@ -91,8 +94,8 @@ class Reported:
     prompt_logprobs: PromptLogprobs | None = None
     embeddings: tuple[Sequence[int], torch.Tensor] | None = None
     broken: dict[int, str] = field(default_factory=dict)
-    candidates: DeviceCandidates | None = None
-    verdict: ProcessorVerdict | None = None
+    candidates: "DeviceCandidates | None" = None
+    verdict: "ProcessorVerdict | None" = None
 
 
 NOTHING_REPORTED = Reported()

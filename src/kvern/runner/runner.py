@@ -2,13 +2,13 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 
 from kvern.device.input_batch import InputBatch, build_input_batch
 from kvern.device.rows import BatchRows
 from kvern.drafting.device.drafter import ComputedStep, Drafter
-from kvern.drafting.rejection import DrawnDrafts, accept
 from kvern.drafting.verification import guessed_drafts, kept_of, verify
 from kvern.models.decoder import LanguageModel
 from kvern.request.step import ScheduledTokens, SchedulerOutput, StepResult
@@ -16,14 +16,16 @@ from kvern.runner.cached_model import CachedModel
 from kvern.runner.captured_decodes import CapturedDecodes, Scored
 from kvern.runner.loaded_model import LoadedModel
 from kvern.runner.needs import SamplingNeeds
-from kvern.runner.processor_rows import ProcessorVerdict
-from kvern.runner.ranks.rank_choice import CHOSEN_BY_FIRST, chosen_by_first
 from kvern.runner.result import PendingStep, PromptLogprobs, Reported, SampledStep, embeddings
 from kvern.runner.sampling import Sampling
 from kvern.runner.state_memory import StateMemory
-from kvern.runner.step_runner import StepRunner
+from kvern.runner.step_runner import CHOSEN_BY_FIRST, StepRunner
 from kvern.sample.beams import DeviceCandidates
 from kvern.structured.masks import Restricted
+
+if TYPE_CHECKING:
+    from kvern.drafting.rejection import DrawnDrafts
+    from kvern.runner.processor_rows import ProcessorVerdict
 
 CHANGES = SamplingNeeds.CONSTRAINTS | SamplingNeeds.REPETITIONS | SamplingNeeds.PROCESSORS | SamplingNeeds.GRAMMAR
 """The demands for which logits are changed."""
@@ -168,7 +170,7 @@ class ModelRunner(StepRunner[LanguageModel, InputBatch, BatchRows, StateMemory])
         drawn = None if self._drafter.drawn is None else self._drafter.drawn.of(scheduled)
         chosen, (broken, unknown) = self._choose(logits, slots, index, positions, needs, drafts, drawn)
         if needs & CHOSEN_BY_FIRST:
-            chosen, unknown = chosen_by_first(self._ranks, chosen, unknown)
+            chosen, unknown = self._chosen_by_first(chosen, unknown)
         kept = None
         if drafted:
             starts = torch.tensor([item.start for item in scheduled], dtype=torch.int32, device=chosen.device)
@@ -193,11 +195,11 @@ class ModelRunner(StepRunner[LanguageModel, InputBatch, BatchRows, StateMemory])
 
     def _constrain(
         self, logits: torch.Tensor, slots: Sequence[int], index: torch.Tensor, positions: torch.Tensor, needs: int
-    ) -> ProcessorVerdict | None:
+    ) -> "ProcessorVerdict | None":
         """Change `logits` [S, vocabulary] in place as the requests ask."""
         if needs & (SamplingNeeds.CONSTRAINTS | SamplingNeeds.REPETITIONS):
             self._sampling.constrain(logits, slots, index, positions)
-        if not needs & SamplingNeeds.PROCESSORS:
+        if not needs & SamplingNeeds.PROCESSORS or self._processors is None:
             return None
         return self._processors.apply(logits, self._rows.tokens, slots, positions.tolist())
 
@@ -209,7 +211,7 @@ class ModelRunner(StepRunner[LanguageModel, InputBatch, BatchRows, StateMemory])
         positions: torch.Tensor,
         needs: int,
         drafts: Sequence[int],
-        drawn: DrawnDrafts | None,
+        drawn: "DrawnDrafts | None",
     ) -> tuple[torch.Tensor, Restricted]:
         """Sample; grammars are asked afterwards, since they mostly allow what a model says, and masks cost more.
 
@@ -225,7 +227,7 @@ class ModelRunner(StepRunner[LanguageModel, InputBatch, BatchRows, StateMemory])
         restricted = self._grammars.restrict(logits, slots, looking, lambda: drafts) if bound else Restricted({}, [])
         chosen = self._sampling.sample(logits, slots, index, positions, needs)
         if drawn is not None:
-            accept(chosen, logits, self._rows, slots, positions, drawn)
+            drawn.accept(chosen, logits, self._rows, slots, positions)
         if not bound:
             return chosen, restricted
         tokens = chosen.tolist()

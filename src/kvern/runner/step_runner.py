@@ -22,8 +22,7 @@ from kvern.models.decoder import Decoder, LanguageModel
 from kvern.request.step import ScheduledTokens, SchedulerOutput
 from kvern.runner.cached_model import CachedModel, RowStates, StepEmbeddings
 from kvern.runner.loaded_model import LoadedModel
-from kvern.runner.needs import RowNeeds
-from kvern.runner.ranks.rank_choice import change_choices
+from kvern.runner.needs import RowNeeds, SamplingNeeds
 from kvern.runner.result import PromptLogprobs, prompt_logprobs, prompt_runs, tokens_wanted
 from kvern.sample.logprobs import DeviceLogprobs
 
@@ -31,6 +30,10 @@ Network = TypeVar("Network", bound=LanguageModel)
 Batch = TypeVar("Batch", bound=InputBatch)
 Rows = TypeVar("Rows", bound=BatchRows)
 States = TypeVar("States", bound=RowStates)
+
+CHOSEN_BY_FIRST = SamplingNeeds.GRAMMAR | SamplingNeeds.PROCESSORS
+"""The demands for which the first rank chooses for all: grammars, as what they allow depends on the time it takes, and
+logits processors, whose code may do anything."""
 
 
 class Computed(NamedTuple):
@@ -58,6 +61,7 @@ class StepRunner(Generic[Network, Batch, Rows, States]):
         self.caches = model.attention.caches
         self._ranks = loaded.ranks
         self._grammars, self._processors = loaded.grammars, loaded.processors
+        self._adapters = loaded.adapter_store
         self._needs = RowNeeds(len(model.rows.requests))
         self._drafter = GuardedDrafter(drafter, ranks=loaded.ranks)
 
@@ -65,13 +69,15 @@ class StepRunner(Generic[Network, Batch, Rows, States]):
         """Let rows, cache, states and adapters be as the step wants them."""
         model, rows = self.model, self._rows
         if model.adapters is not None:
-            model.adapters.load(output.adapters)
+            assert self._adapters is not None
+            for adapter_index, key in output.adapters:
+                model.adapters.load(adapter_index, self._adapters[key])
         model.attention.copy_blocks(output.copies)
         if model.states is not None:
             model.states.prepare(output)
         rows.fork(output.forked)
         rows.join(output.joined)
-        change_choices(self._ranks, output, rows, self._grammars, self._processors, self._needs)
+        self._change_choices(output)
         if self._ranks.stage.is_first:
             rows.draft(output.known)
         rows.grow(output.grown)
@@ -79,6 +85,30 @@ class StepRunner(Generic[Network, Batch, Rows, States]):
         rows.grow_windows([] if windows is None else windows.grown)
         rows.draft(output.drafts)
         self._drafter.prepare(output)
+
+    def _change_choices(self, output: SchedulerOutput) -> None:
+        """Tell what chooses tokens here of the rows that a step let fork and join."""
+        if not self._ranks.stage.is_last or not (output.forked or output.joined):
+            return
+        self._grammars.fork(output.forked)
+        self._needs.fork(output.forked)
+        self._grammars.join(output.joined if self._ranks.rank == 0 else ())
+        self._needs.join(output.joined)
+        if self._processors is not None:
+            self._processors.fork(output.forked, self._rows)
+            self._processors.join(output.joined)
+
+    def _chosen_by_first(self, chosen: Tensor, unknown: list[int]) -> tuple[Tensor, list[int]]:
+        """The first rank's tokens `chosen` [S] int64, and its `unknown` rows; several ranks wait for the device."""
+        if self._ranks.size == 1:
+            return chosen, unknown
+        marked = chosen.clone()
+        if unknown:
+            rows = upload(unknown, torch.int64, chosen.device)
+            marked[rows] = ~marked[rows]
+        marked = self._ranks.first(marked)
+        below = marked < 0
+        return torch.where(below, ~marked, marked), below.nonzero()[:, 0].tolist()
 
     def _compute_layers(
         self,
@@ -99,7 +129,8 @@ class StepRunner(Generic[Network, Batch, Rows, States]):
         wanted = None if drafter.reads_hidden or not self._ranks.drops_rows else tokens_wanted(batch, runs)
         adapters = NO_ADAPTERS
         if model.adapters is not None:
-            adapters = model.adapters.select(self._rows, batch, wanted is not None)
+            sampled = None if wanted is None else self._rows.adapter_indices(batch.sample_slots)
+            adapters = model.adapters.select(self._rows.adapter_indices(batch.slots), batch.counts, sampled)
         attend, inputs = model.attention.plan(batch), drafter.inputs
         tokens: Any = batch.token_ids
         if embeddings is not None:

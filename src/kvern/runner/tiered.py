@@ -8,11 +8,9 @@ from msgspec.structs import replace
 
 from kvern.cache.tier import BlockLoad, BlockSave, TierIndex, TierMessage
 from kvern.config import EngineConfig
-from kvern.errors import ConfigError
 from kvern.plugins import Plugins
-from kvern.ranks.ranks import ALONE, Ranks
+from kvern.ranks.ranks import Ranks
 from kvern.request.step import ModelRunnerOutput, SchedulerOutput, StepResult
-from kvern.runner.loaded_model import Runner
 from kvern.runner.plan import Layout
 
 
@@ -66,27 +64,6 @@ NOT_ENDED = -1
 
 TIERS: Plugins[Callable[[EngineConfig, Layout], Tier]] = Plugins("tier of the KV cache", "kvern.kv_tiers", own={})
 """The tiers by the name that the option `kv_tier` gives; `own` has kvern's as `module:object`."""
-
-
-def make_tier(config: EngineConfig, layout: Layout) -> Tier | None:
-    """The tier of the configuration. Raises ConfigError."""
-    if config.kv_tier is None:
-        return None
-    if not config.prefix_cache:
-        raise ConfigError(
-            f"kv_tier {config.kv_tier} needs the prefix cache, which is off: leave kv_tier out, or turn prefix_cache on"
-        )
-    return TIERS.find(config.kv_tier)(config, layout)
-
-
-def tiered(
-    execute: Callable[[SchedulerOutput], StepResult],
-    tier: Tier | None,
-    runner: Runner,
-    ranks: Ranks = ALONE,
-) -> Callable[[SchedulerOutput], StepResult]:
-    """`execute`, beside a tier of the runner's cache if there is one."""
-    return execute if tier is None else TieredSteps(execute, tier, runner.caches, ranks).execute
 
 
 class TieredSteps:

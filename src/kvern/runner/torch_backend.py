@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from functools import partial
+from typing import TYPE_CHECKING
 
 import msgspec
 import torch
@@ -17,14 +18,6 @@ from kvern.cpu.library import DTYPES
 from kvern.device.input_batch import InputBatch, build_input_batch
 from kvern.device.row_lists import ListedRows
 from kvern.device.rows import NO_WINDOWS, BatchRows
-from kvern.drafting.device.captured_head import CapturedHead
-from kvern.drafting.device.draft_model import DraftModel, HostDraftModel
-from kvern.drafting.device.drafter import Drafter
-from kvern.drafting.device.head_drafter import HeadDrafter
-from kvern.drafting.device.medusa_drafter import MedusaDrafter
-from kvern.drafting.models.head import DraftHead
-from kvern.drafting.models.medusa_heads import MedusaHeads
-from kvern.drafting.rejection import Drawn
 from kvern.layers.unquantized import Unquantized
 from kvern.models.decoder import Decoder, LanguageModel
 from kvern.models.weighted import WeightedModel
@@ -41,6 +34,13 @@ from kvern.runner.state_memory import StateMemory
 from kvern.runner.windows import choose_groups
 from kvern.spec.model import ModelSpec
 from kvern.structured import masks
+
+if TYPE_CHECKING:
+    from kvern.drafting.device.drafter import Drafter
+    from kvern.drafting.device.head_drafter import Choose
+    from kvern.drafting.models.head import DraftHead
+    from kvern.drafting.models.medusa_heads import MedusaHeads
+    from kvern.drafting.rejection import Drawn
 
 
 class TorchBackend:
@@ -84,7 +84,8 @@ class TorchBackend:
         size = layout.block_size
         slots = layout.max_batch_requests
         device = self._memory.device
-        attention, states = self._attention(loaded.decoder, loaded.eight_bit, layout), None
+        attention = self._attention(loaded.decoder, loaded.eight_bit, layout)
+        states = None
         if layout.states:
             states = StateMemory(self._spec, layout.states, slots, getattr(torch, self._plan.dtype), device)
         make_rows = ListedRows if self._compiled else BatchRows
@@ -103,29 +104,52 @@ class TorchBackend:
         sampling = CompiledSampling(rows) if self._compiled else TorchSampling(rows)
         return ModelRunner(model, loaded, sampling, captured, drafter)
 
-    def drafter(self, decoder: Decoder | DraftHead | MedusaHeads, layout: Layout, rows: BatchRows) -> Drafter:
+    def drafter(self, decoder: "Decoder | DraftHead | MedusaHeads", layout: Layout, rows: BatchRows) -> "Drafter":
         """The model or head of this backend as a drafter over another's blocks and rows."""
+        from kvern.drafting.device.draft_model import DraftModel, HostDraftModel
+
         sampling = CompiledSampling(rows) if self._compiled else TorchSampling(rows)
-        drawn = Drawn() if self._rejection else None
-        if isinstance(decoder, MedusaHeads):
-            return MedusaDrafter(decoder, rows, partial(_draw, sampling), drawn)
+        drawn = None
+        if self._rejection:
+            from kvern.drafting.rejection import Drawn
+
+            drawn = Drawn()
+        if not isinstance(decoder, Decoder):
+            return self._head_drafter(decoder, layout, rows, partial(_draw, sampling), drawn)
         layout = msgspec.structs.replace(layout, dtype=self._plan.plain_cache_dtype, window_tables=0)
-        attention = self._attention(decoder, None, layout)
+        attention, size = self._attention(decoder, None, layout), layout.block_size
         captured = None
-        size = layout.block_size
-        if isinstance(decoder, DraftHead):
-            build, draw = partial(_build_batch, rows, size), partial(_draw, sampling)
-            head = None
-            if self._captures and isinstance(attention, CompiledAttention):
-                head = CapturedHead(decoder, attention, rows, size)
-            return HeadDrafter(CachedModel(decoder, attention, rows, size), build, draw, captured=head, drawn=drawn)
         if self._captures and isinstance(attention, CompiledAttention):
             captured = CapturedDecodes(decoder, attention, rows, size, steps="decodes of the draft model")
         model: HostDraftModel = CachedModel(decoder, attention, rows, size)
         return DraftModel(model, layout.max_batch_tokens, sampling, captured, drawn)
 
+    def _head_drafter(
+        self,
+        decoder: "DraftHead | MedusaHeads",
+        layout: Layout,
+        rows: BatchRows,
+        draw: "Choose",
+        drawn: "Drawn | None",
+    ) -> "Drafter":
+        """A head that drafts, or Medusa heads."""
+        from kvern.drafting.device.captured_head import CapturedHead
+        from kvern.drafting.device.head_drafter import HeadDrafter
+        from kvern.drafting.device.medusa_drafter import MedusaDrafter
+        from kvern.drafting.models.medusa_heads import MedusaHeads
+
+        if isinstance(decoder, MedusaHeads):
+            return MedusaDrafter(decoder, rows, draw, drawn)
+        layout = msgspec.structs.replace(layout, dtype=self._plan.plain_cache_dtype, window_tables=0)
+        attention, size = self._attention(decoder, None, layout), layout.block_size
+        captured = None
+        if self._captures and isinstance(attention, CompiledAttention):
+            captured = CapturedHead(decoder, attention, rows, size)
+        build = partial(_build_batch, rows, size)
+        return HeadDrafter(CachedModel(decoder, attention, rows, size), build, draw, captured=captured, drawn=drawn)
+
     def _attention(
-        self, decoder: LanguageModel | DraftHead, eight_bit: EightBit | None, layout: Layout
+        self, decoder: "LanguageModel | DraftHead", eight_bit: EightBit | None, layout: Layout
     ) -> AttentionBackend[InputBatch]:
         dtype = getattr(torch, layout.dtype)
         cache = CacheOptions(

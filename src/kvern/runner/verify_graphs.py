@@ -100,7 +100,7 @@ class VerifyKind(StepKind[VerifyShape, GraphInputs]):
         self._reader = reader
         rows = model.rows
         self._sizes = sorted({*model.attention.tile_sizes, *(() if reader is None else reader.tile_sizes)})
-        adapts = model.adapters is not None and model.adapters.bank.captures
+        adapts = model.adapters is not None and model.adapters.captures
         self._longest = rows.tokens.shape[1] - 1
         shapes = list(verify_shapes(rows.scratch, most, self._longest, adapts))
         self._most_tokens = max((shape.tokens for shape in shapes), default=0)

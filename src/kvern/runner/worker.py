@@ -1,40 +1,29 @@
 """One device of an engine, and all that lives on it: weights, KV cache, rows, adapters, grammars, processors."""
 
-from collections.abc import Mapping
-from concurrent.futures import Future
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 import torch
 
-from kvern.adapters.bank import AdapterBank
-from kvern.adapters.peft import Adapter
-from kvern.adapters.store import AdapterStore
-from kvern.adapters.targets import Target, targets_of
 from kvern.attention.eight_bit import LARGEST_CODE, EightBit
 from kvern.config import EngineConfig
 from kvern.cpu.cores import cpu_threads, processes_here
-from kvern.device.measurements import Measurements
-from kvern.drafting.models.choice import read_draft
-from kvern.drafting.models.formats import load_draft_head, read_draft_head, reads_embeddings
-from kvern.drafting.models.medusa_formats import is_medusa, load_medusa
-from kvern.drafting.models.medusa_heads import MedusaHeads
+from kvern.drafting.models.choice import is_medusa, read_draft, reads_embeddings
 from kvern.errors import ConfigError, InvalidAdapter
 from kvern.layers.linear_format import LinearFormat, LinearMethods
 from kvern.layers.unquantized import Unquantized
-from kvern.models.cache_scales import stored_scales
 from kvern.models.checkpoint import read_headers
 from kvern.models.decoder import Decoder, LanguageModel
 from kvern.models.fallback.spec import TransformersSpec
 from kvern.models.loader import LoadOptions, choose_dtype, load_model, outline_of, read_config, stored_methods
-from kvern.models.share import share_of
+from kvern.models.share import WholeExperts, share_of
 from kvern.models.stages import part_of_stage
 from kvern.ranks.expert_placement import Placement, first_placement
 from kvern.ranks.ranks import ALONE, Ranks
-from kvern.runner.adapters import Adapters
-from kvern.runner.cache_scales import digest, measured_scales
 from kvern.runner.device import (
     check_dtype,
     check_indexers,
@@ -44,7 +33,6 @@ from kvern.runner.device import (
     check_states,
     check_weights_fit,
 )
-from kvern.runner.fallback_check import check_fallback, check_fallback_options
 from kvern.runner.kernel_choice import settle_threads, usable_kernels
 from kvern.runner.loaded_model import Draft, LoadedModel, Runner, StepBackend
 from kvern.runner.memory import DeviceMemory
@@ -57,19 +45,19 @@ from kvern.runner.plan import (
     ProbedDevice,
     resolve_max_model_len,
 )
-from kvern.runner.processor_rows import ProcessorRows
-from kvern.runner.ranks.expert_balance import ExpertBalance
-from kvern.runner.ranks.expert_counts import ExpertCounts, experts_of
-from kvern.runner.ranks.expert_moves import check_moves, move_experts
-from kvern.runner.ranks.rank_limits import whole_experts
 from kvern.runner.startup import Startup
 from kvern.runner.stored import Stored
-from kvern.runner.torch_backend import TorchBackend
 from kvern.runner.windows import report
-from kvern.sample.processors import ProcessorModel, load_processors
 from kvern.spec.model import ModelSpec
 from kvern.structured.masks import GrammarRows
 from kvern.structured.matchers import library_of
+
+if TYPE_CHECKING:
+    from kvern.adapters.bank import AdapterBank
+    from kvern.adapters.store import AdapterStore
+    from kvern.adapters.targets import Target
+    from kvern.runner.processor_rows import ProcessorRows
+    from kvern.runner.ranks.experts import ExpertBalance, ExpertCounts, LayerCounts
 
 MODEL_KERNELS = frozenset({"norm", "rotary", "activation", "few_rows", "moe", "hopper_linear", "quantized", "states"})
 """The kernels that the parts of a model may use, besides kernels of a CPU."""
@@ -100,7 +88,7 @@ class Worker:
         self._config = config
         self._folder = folder
         self.device = device
-        self._whole_experts = whole_experts(config)
+        self._whole_experts = WholeExperts.of(config)
         dp_attention, self._whole = ranks.dp_attention is not None, spec
         self._shared = share_of(spec, ranks.sharing_experts, self._whole_experts, dp_attention=dp_attention)
         self._spec = part_of_stage(self._shared, ranks.stage)
@@ -120,8 +108,12 @@ class Worker:
         check_kernels(self._spec, device)
         dtype = choose_dtype(config.dtype, self._spec, None if config.load_format == "dummy" else self._folder)
         if isinstance(self._spec, TransformersSpec):
+            from kvern.runner.fallback_check import check_fallback_options
+
             check_fallback_options(config, self._spec, dtype, device)
         if config.kv_cache_dtype in EIGHT_BIT and config.load_format != "dummy" and self._spec.layers:
+            from kvern.models.cache_scales import stored_scales
+
             largest = LARGEST_CODE[getattr(torch, EIGHT_BIT[config.kv_cache_dtype])]
             described = read_config(self._folder)
             self._stored_scales = stored_scales(self._folder, described, self._whole, largest, self._ranks)
@@ -152,6 +144,8 @@ class Worker:
         dummy, quantization = self._config.load_format == "dummy", self._config.draft_quantization
         is_head = reads_embeddings(self._config, folder)
         if is_head:
+            from kvern.drafting.models.formats import read_draft_head
+
             head, tensors = read_draft_head(folder, self._spec, self._ranks, dummy=dummy)
             quantization = self._config.quantization if folder == self._folder else quantization
             spec, stored = head.model, tensors or []
@@ -187,16 +181,18 @@ class Worker:
                 settle_threads(config, plan, decoder)
             adapters = self._make_adapters(decoder, "adapters" in plan.kernels)
         library = library_of(self._folder, spec.vocab_size)
-        self._grammars = GrammarRows(library, spec.vocab_size, device, backend.restrict)
-        sizes = spec.vocab_size, plan.max_batch_requests, plan.max_model_len
-        named = config.logits_processors if self._ranks.rank == 0 else ()  # the others take what it chooses
-        processors = ProcessorRows(load_processors(named), ProcessorModel(self._folder, *sizes, device))
+        self.grammars = GrammarRows(library, spec.vocab_size, device, backend.restrict)
+        processors = self._make_processors(plan) if config.logits_processors else None
         draft = None if self._draft is None else self._load_draft(self._draft, plan, model)
-        self._loaded = LoadedModel(model, self._grammars, processors, adapters, draft=draft, ranks=self._ranks)
+        self._loaded = LoadedModel(
+            model, self.grammars, processors, adapters, self._store, draft=draft, ranks=self._ranks
+        )
         if config.rebalance_seconds:
             self._ranks.of_experts.hand_once(device)
         if config.kv_cache_dtype not in EIGHT_BIT:
             return self._room()
+        from kvern.runner.cache_scales import digest
+
         with self._startup.stage("cache scales"):
             eight_bit = self._eight_bit(plan)
         self._loaded = replace(self._loaded, eight_bit=eight_bit)
@@ -208,8 +204,7 @@ class Worker:
         draft = self._loaded.draft
         if draft is None:
             return room
-        most = draft.decoder.count if isinstance(draft.decoder, MedusaHeads) else None
-        return msgspec.structs.replace(room, most_drafts=most, catches_up=isinstance(draft.decoder, Decoder))
+        return msgspec.structs.replace(room, most_drafts=draft.most, catches_up=isinstance(draft.decoder, Decoder))
 
     def _choose_sums(self, plan: Plan) -> None:
         """Have ranks on GPUs of one machine sum, or bring to each other, few rows by a kernel, if that is faster."""
@@ -217,6 +212,7 @@ class Worker:
         kernels = "peer_sum" if ranks.dp_attention is None else "peer_exchange"
         if self.device.type != "cuda" or kernels not in plan.kernels:
             return
+        from kvern.device.measurements import Measurements
         from kvern.runner.ranks.rank_sums import choose_exchange, choose_sums, share_norms
 
         with self._startup.stage("sums"), torch.inference_mode():
@@ -245,6 +241,8 @@ class Worker:
         return Draft(decoder, backend)
 
     def _load_medusa(self, folder: Path, model: LanguageModel) -> Draft:
+        from kvern.drafting.models.medusa_formats import load_medusa
+
         with self._startup.stage("weights"):
             heads = load_medusa(
                 folder,
@@ -253,9 +251,11 @@ class Worker:
                 unquantized=self._backend.unquantized,
             )
         self._backend.tune(heads)
-        return Draft(heads, self._backend)
+        return Draft(heads, self._backend, heads.count)
 
     def _load_head(self, folder: Path, plan: Plan, model: LanguageModel) -> Draft:
+        from kvern.drafting.models.formats import load_draft_head, read_draft_head
+
         config, target = self._config, _with_states(model, folder)
         dummy = config.load_format == "dummy"
         described, _ = read_draft_head(folder, target.spec, self._ranks, dummy=dummy)
@@ -298,6 +298,7 @@ class Worker:
         if not isinstance(self._spec, TransformersSpec):
             return None
         from kvern.models.fallback.decoder import load_fallback
+        from kvern.runner.fallback_check import check_fallback
 
         with self._startup.stage("weights"):
             dtype, dummy = getattr(torch, plan.dtype), self._config.load_format == "dummy"
@@ -313,6 +314,8 @@ class Worker:
             places = zip(stored, self._whole.caching_layers, strict=True)
             found = [scale for scale, place in places if place in layers]
         if any(scale is None for scale in stored):  # also of other stages alone, which then wait for these layers
+            from kvern.runner.cache_scales import measured_scales
+
             loaded, size = self._loaded, self._config.block_size
             make_runner = partial(self._backend.runner, loaded)
             measured = measured_scales(make_runner, self._spec, plan, size, getattr(torch, plan.cache_dtype))
@@ -330,6 +333,8 @@ class Worker:
         while self._ranks.dp_attention is not None and self.runner.idle():
             pass
         if self._config.rebalance_seconds:
+            from kvern.runner.ranks.experts import check_moves, experts_of
+
             check_moves(experts_of(self._loaded.decoder), self._ranks.of_experts)
 
     def expert_placements(self) -> dict[int, Placement]:
@@ -340,64 +345,83 @@ class Worker:
             if moe is not None and moe.placed_over > 1
         }
 
-    def expert_balance(self) -> ExpertBalance | None:
+    def expert_balance(self) -> "ExpertBalance | None":
         """Has experts placed anew between steps; None: they stay where they are."""
         seconds = self._config.rebalance_seconds
-        return ExpertBalance(self.expert_placements(), seconds) if seconds else None
+        if not seconds:
+            return None
+        from kvern.runner.ranks.experts import ExpertBalance
+
+        return ExpertBalance(self.expert_placements(), seconds)
 
     def place_experts(self, placements: Mapping[int, Placement]) -> None:
         """Place the experts of these layers anew, between the same steps on all ranks."""
+        from kvern.runner.ranks.experts import experts_of, move_experts
+
         move_experts(experts_of(self._loaded.decoder), placements, self._ranks.of_experts)
 
     @cached_property
-    def expert_counts(self) -> ExpertCounts:
-        """The counts of the tokens of the experts, once those of this stage are loaded."""
+    def _expert_counts(self) -> "ExpertCounts | None":
+        """The counts of the tokens of the experts, once those of this stage are loaded; None: the model has none."""
+        if all(layer.mixture is None for layer in self._whole.layers):
+            return None
+        from kvern.runner.ranks.experts import ExpertCounts
+
         return ExpertCounts(self._loaded.decoder, self._whole, self._ranks.stage, self.device)
 
-    def prepare(self, grammar: str) -> "Future[None] | None":
-        """Begin to make what following this grammar needs, in a thread; None: it is there."""
-        return self._grammars.prepare(grammar)
+    def begin_counting(self) -> None:
+        """Forget the counts of experts so far: those steps were no request's."""
+        if self._expert_counts is not None:
+            self._expert_counts.reset()
 
-    def read_adapter(self, path: str) -> Adapter:
-        """The adapter in a folder, checked; any thread may call this. Raises InvalidAdapter."""
-        return self._adapters.read(path)
-
-    def add_adapter(self, key: int, adapter: Adapter) -> None:
-        """Keep an adapter that was read, for steps to load."""
-        self._adapters.add(key, adapter)
-
-    def drop_adapter(self, key: int) -> None:
-        """Forget an adapter."""
-        self._adapters.drop(key)
+    def count_experts(self) -> "Callable[[], LayerCounts]":
+        """Begin to read how many tokens each expert has had; what is returned may wait for the steps so far."""
+        return list if self._expert_counts is None else self._expert_counts.read()
 
     @property
-    def _adapters(self) -> AdapterStore:
+    def adapters(self) -> "AdapterStore":
+        """The adapters that steps may load; any thread may read one. Raises InvalidAdapter if there can be none."""
         if self._store is None:
             raise InvalidAdapter("this engine has no place for adapters: set max_adapters")
         return self._store
 
+    def _make_processors(self, plan: Plan) -> "ProcessorRows":
+        from kvern.runner.processor_rows import ProcessorRows
+        from kvern.sample.processors import ProcessorModel, load_processors
+
+        named = self._config.logits_processors if self._ranks.rank == 0 else ()  # the others take what it chooses
+        sizes = self._spec.vocab_size, plan.max_batch_requests, plan.max_model_len
+        return ProcessorRows(load_processors(named), ProcessorModel(self._folder, *sizes, self.device))
+
     def _make_backend(self, plan: Plan, spec: ModelSpec) -> StepBackend:
         if not plan.on_device:
+            from kvern.runner.torch_backend import TorchBackend
+
             return TorchBackend(self._config, spec, plan, self._memory)
         from kvern.runner.kernel_backend import KernelBackend
 
         return KernelBackend(self._config, spec, plan, self._memory, self._startup)
 
-    def _make_adapters(self, decoder: Decoder, kernels: bool) -> Adapters | None:
+    def _make_adapters(self, decoder: Decoder, kernels: bool) -> "AdapterBank | None":
         """Places for adapters in the decoder, and where their weights wait for one; None if there can be none."""
         places, rank = self._config.adapter_places, self._config.max_adapter_rank
         if not places:
             return None
+        from kvern.adapters.bank import AdapterBank
+        from kvern.adapters.store import AdapterStore
+
         bank = AdapterBank(decoder, places, rank, kernels)
         pinned = self.device.type == "cuda"
         readable = None
         if self._ranks.processes > 1:  # in DP attention all that an adapter may change is here
             readable = bank.targets if self._ranks.dp_attention is not None else self._readable_targets(decoder)
         self._store = AdapterStore(decoder.spec, bank.targets, rank, decoder.build.dtype, pinned, readable)
-        return Adapters(bank, self._store)
+        return bank
 
-    def _readable_targets(self, decoder: Decoder) -> Mapping[str, tuple[Target, ...]]:
+    def _readable_targets(self, decoder: Decoder) -> "Mapping[str, tuple[Target, ...]]":
         """The targets that an adapter of the whole model may change, also in layers of other stages."""
+        from kvern.adapters.targets import targets_of
+
         ranks = Ranks(self._ranks.rank, self._ranks.size)
         spec = share_of(self._whole, ranks.size, self._whole_experts)
         return targets_of(outline_of(spec, replace(decoder.build, ranks=ranks)))

@@ -7,7 +7,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from kvern.engine.factory import make_drafting, make_home_core
-from kvern.runner.executor import DPAttentionExecutor
+from kvern.runner.ranks.rank_executors import DPAttentionExecutor
 from kvern.runner.ranks.rank_process import Rank, main
 from kvern.runner.ranks.rank_wire import AddAdapter, PlaceExperts, TakeTurn, TurnTaken, decode_for_rank, encode
 from kvern.serving.homes import take_turn

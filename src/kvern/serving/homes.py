@@ -16,14 +16,14 @@ from kvern.errors import EngineDied
 from kvern.request.events import EngineStatistics, TokenEvent, all_together
 from kvern.request.progress import FinishReason
 from kvern.request.request import Progress, RequestSpec
-from kvern.runner.executor import DPAttentionExecutor
+from kvern.runner.ranks.rank_executors import DPAttentionExecutor
 from kvern.runner.ranks.rank_processes import RANKS_DISAGREE, RankProcesses
 from kvern.runner.ranks.rank_wire import AddAdapter, TakeTurn
 from kvern.serving.prefix_record import PrefixRecord, answer_tokens, piece_keys
 
 if TYPE_CHECKING:
     from kvern.adapters.peft import Adapter
-    from kvern.runner.ranks.expert_counts import LayerCounts
+    from kvern.runner.ranks.experts import LayerCounts
 
 
 def take_turn(core: EngineCore, executor: DPAttentionExecutor, message: TakeTurn) -> list[TokenEvent]:

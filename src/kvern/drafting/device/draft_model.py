@@ -7,6 +7,7 @@ draw alike. It has a cache of its own over the same blocks (`draft_keys.py`).
 """
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -14,7 +15,6 @@ from kvern.device.input_batch import InputBatch, build_input_batch
 from kvern.device.rows import BatchRows
 from kvern.drafting.device.draft_keys import DraftKeys
 from kvern.drafting.device.drafter import ComputedStep
-from kvern.drafting.rejection import Drawn
 from kvern.layers.step_context import NO_ADAPTERS
 from kvern.models.decoder import Decoder
 from kvern.request.step import ScheduledTokens, SchedulerOutput
@@ -22,9 +22,11 @@ from kvern.runner.cached_model import CachedModel
 from kvern.runner.captured_decodes import CapturedDecodes
 from kvern.runner.needs import SamplingNeeds
 from kvern.runner.sampling import Sampling
-from kvern.runner.state_memory import StateMemory
 
-HostDraftModel = CachedModel[Decoder, InputBatch, BatchRows, StateMemory]
+if TYPE_CHECKING:
+    from kvern.drafting.rejection import Drawn
+
+HostDraftModel = CachedModel[Decoder, InputBatch, BatchRows, Any]
 
 
 class DraftModel:
@@ -43,7 +45,7 @@ class DraftModel:
         max_tokens: int,
         sampling: Sampling,
         captured: CapturedDecodes | None = None,
-        drawn: Drawn | None = None,
+        drawn: "Drawn | None" = None,
     ) -> None:
         self._model = model
         self._rows = model.rows

@@ -17,13 +17,13 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
 import torch
 
 from kvern.device.transfer import upload
-from kvern.drafting.rejection import Drawn
 from kvern.models.decoder import LayerInputs
 from kvern.ranks.ranks import ALONE, Ranks
 from kvern.request.step import ScheduledTokens, SchedulerOutput
 
 if TYPE_CHECKING:
     from kvern.device.device_batch import DeviceBatch
+    from kvern.drafting.rejection import Drawn
 
 logger = logging.getLogger("kvern")
 
@@ -134,7 +134,7 @@ class Drafter(Protocol):
 class DrawingDrafter(Drafter, Protocol):
     """One that draws its drafts from probabilities, by which more of them can be accepted."""
 
-    drawn: Drawn | None
+    drawn: "Drawn | None"
     """The probabilities of the drafts that `draft` has written last; None: they do not count for acceptance."""
 
 

@@ -1,13 +1,15 @@
-"""The choice of a draft model: a smaller one with the same vocabulary."""
+"""The choice of a draft model, and what its folder holds: a smaller model, a head, or Medusa heads."""
 
 from pathlib import Path
 
 from kvern.config import EngineConfig
-from kvern.errors import ConfigError
+from kvern.errors import ConfigError, UnsupportedModel
+from kvern.models.checkpoint import read_headers
 from kvern.models.embedder import spec_of_folder
 from kvern.models.folder import model_folder
 from kvern.models.hub import EMBEDDED_FOLDER
 from kvern.models.loader import read_config
+from kvern.models.registry import Config
 from kvern.spec.model import ModelSpec
 from kvern.text.tokenizer import load_backend
 
@@ -65,3 +67,48 @@ def _vocabulary(file: Path) -> dict[str, int] | None:
     """The tokens of a tokenizer, by their ids; None: there is none."""
     tokenizer, _ = load_backend(file)
     return None if tokenizer is None else tokenizer.get_vocab(with_added_tokens=True)
+
+
+def is_medusa(folder: Path) -> bool:
+    """True if a folder holds Medusa heads. Raises ModelNotFound or CorruptCheckpoint."""
+    config = read_config(folder)
+    named = (*(config.get("architectures") or ()), config.get("model_type"))
+    return "medusa_num_heads" in config or any("medusa" in str(name).lower() for name in named)
+
+
+def is_draft_head(folder: Path, *, dummy: bool = False) -> bool:
+    """True if a folder holds a draft head and no whole model; `dummy` reads only its configuration.
+
+    Raises ModelNotFound or CorruptCheckpoint.
+    """
+    config = read_config(folder)
+    named = (*(config.get("architectures") or ()), config.get("model_type"), config.get("speculators_model_type"))
+    if "draft_vocab_size" in config or any("eagle" in str(name).lower() for name in named):
+        return True
+    return not dummy and any(tensor.name == "fc.weight" for tensor in read_headers(folder))
+
+
+def reads_embeddings(config: EngineConfig, draft: Path | None) -> bool:
+    """True if the drafter in the folder `draft` is a head of this kind. Raises as `is_draft_head`."""
+    if draft is None or config.draft_model == OWN_LAYER:
+        return draft is not None
+    return not is_medusa(draft) and is_draft_head(draft, dummy=config.load_format == "dummy")
+
+
+def entries_of(config: Config, layers: int) -> tuple[int, ...]:
+    """The layers, of so many, whose inputs a head of EAGLE-3 begins with; none: it is another, which reads last states.
+
+    Within `eagle_config` layers are numbered by what they give, elsewhere by what they are given. Raises
+    UnsupportedModel.
+    """
+    if "draft_vocab_size" not in config:
+        return ()
+    nested = config.get("eagle_config") or {}
+    if given := nested.get("eagle_aux_hidden_state_layer_ids"):
+        entries = tuple(index + 1 for index in given)
+    else:
+        given = config.get("eagle_aux_hidden_state_layer_ids")
+        entries = tuple(given or (min(2, layers), layers // 2, max(layers - 3, 0)))
+    if not all(0 <= entry <= layers for entry in entries):
+        raise UnsupportedModel(f"eagle_aux_hidden_state_layer_ids {given!r:.60}: the model has {layers} layers")
+    return entries

@@ -10,10 +10,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
-from kvern.config import EngineConfig
-from kvern.drafting.models.choice import OWN_LAYER
+from kvern.drafting.models.choice import entries_of, is_draft_head
 from kvern.drafting.models.head import DraftHead, DraftHeadSpec, Eagle3Spec, make_draft_head
-from kvern.drafting.models.medusa_formats import is_medusa
 from kvern.errors import UnsupportedModel
 from kvern.layers.linear_format import LinearFormat
 from kvern.models.checkpoint import read_headers
@@ -32,25 +30,6 @@ _MIDLAYER = Rename(r"^midlayer\.", "model.layers.0.")
 _COPIES = r"\.layers\.\d+\.(embed_tokens|shared_head\.head)\."
 """Copies of the model's embeddings and output layer."""
 _UNUSED = r"^(t2d$|verifier_)"
-
-
-def is_draft_head(folder: Path, *, dummy: bool = False) -> bool:
-    """True if a folder holds a draft head and no whole model; `dummy` reads only its configuration.
-
-    Raises ModelNotFound or CorruptCheckpoint.
-    """
-    config = read_config(folder)
-    named = (*(config.get("architectures") or ()), config.get("model_type"), config.get("speculators_model_type"))
-    if "draft_vocab_size" in config or any("eagle" in str(name).lower() for name in named):
-        return True
-    return not dummy and any(tensor.name == "fc.weight" for tensor in read_headers(folder))
-
-
-def reads_embeddings(config: EngineConfig, draft: Path | None) -> bool:
-    """True if the drafter in the folder `draft` is a head of this kind. Raises as `is_draft_head`."""
-    if draft is None or config.draft_model == OWN_LAYER:
-        return draft is not None
-    return not is_medusa(draft) and is_draft_head(draft, dummy=config.load_format == "dummy")
 
 
 def load_draft_head(
@@ -161,22 +140,3 @@ def read_eagle(
         own_output=names is None or "lm_head.weight" in names,
         eagle3=eagle3,
     )
-
-
-def entries_of(config: Config, layers: int) -> tuple[int, ...]:
-    """The layers, of so many, whose inputs a head of EAGLE-3 begins with; none: it is another, which reads last states.
-
-    Within `eagle_config` layers are numbered by what they give, elsewhere by what they are given. Raises
-    UnsupportedModel.
-    """
-    if "draft_vocab_size" not in config:
-        return ()
-    nested = config.get("eagle_config") or {}
-    if given := nested.get("eagle_aux_hidden_state_layer_ids"):
-        entries = tuple(index + 1 for index in given)
-    else:
-        given = config.get("eagle_aux_hidden_state_layer_ids")
-        entries = tuple(given or (min(2, layers), layers // 2, max(layers - 3, 0)))
-    if not all(0 <= entry <= layers for entry in entries):
-        raise UnsupportedModel(f"eagle_aux_hidden_state_layer_ids {given!r:.60}: the model has {layers} layers")
-    return entries

@@ -47,13 +47,6 @@ _OUTPUT = r"(lm_head|token_map|\d\.\d+\.weight)"
 """Tensors that are not read if heads use the model's output layer."""
 
 
-def is_medusa(folder: Path) -> bool:
-    """True if a folder holds Medusa heads. Raises ModelNotFound or CorruptCheckpoint."""
-    config = read_config(folder)
-    named = (*(config.get("architectures") or ()), config.get("model_type"))
-    return "medusa_num_heads" in config or any("medusa" in str(name).lower() for name in named)
-
-
 def load_medusa(
     folder: Path,
     target: Decoder,

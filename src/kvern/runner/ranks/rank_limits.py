@@ -6,8 +6,7 @@ from pathlib import Path
 import torch
 
 from kvern.config import EngineConfig
-from kvern.drafting.models.choice import OWN_LAYER
-from kvern.drafting.models.formats import entries_of, reads_embeddings
+from kvern.drafting.models.choice import OWN_LAYER, entries_of, reads_embeddings
 from kvern.errors import ConfigError
 from kvern.layers.build import Build
 from kvern.layers.linear_format import LinearMethods
@@ -64,7 +63,7 @@ def _check_shares(config: EngineConfig, folder: Path, spec: ModelSpec) -> None:
         )
     stored = [] if config.load_format == "dummy" else read_headers(folder)
     linear = stored_methods(read_config(folder), spec, stored, quantization=config.quantization)
-    check_share(spec, size, linear, whole_experts(config), dp_attention=config.enable_dp_attention)
+    check_share(spec, size, linear, WholeExperts.of(config), dp_attention=config.enable_dp_attention)
 
 
 def rank_of(config: EngineConfig, number: int, layers: Sequence[range], draft: Path | None) -> Ranks:
@@ -75,11 +74,6 @@ def rank_of(config: EngineConfig, number: int, layers: Sequence[range], draft: P
     if embeds and draft is not None and len(layers) > 1:
         entries = entries_of(read_config(draft), layers[-1].stop)
     return ranks_of(number, config.tensor_parallel_size, layers, embeds=embeds, entries=entries)
-
-
-def whole_experts(config: EngineConfig) -> WholeExperts | None:
-    """The placement of experts over ranks that the options ask for; None: the widths of experts are cut."""
-    return WholeExperts(config.redundant_experts) if config.enable_expert_parallel else None
 
 
 def check_share(

@@ -28,6 +28,7 @@ from kvern.models.loader import read_config
 from kvern.ranks.ranks import Ranks
 from kvern.request.step import StepResult
 from kvern.runner.device import resolve_device
+from kvern.runner.executor import make_tier, tiered
 from kvern.runner.plan import Layout
 from kvern.runner.ranks.rank_limits import rank_of
 from kvern.runner.ranks.rank_tier import follow
@@ -53,7 +54,7 @@ from kvern.runner.ranks.rank_wire import (
     encode,
 )
 from kvern.runner.startup import Startup
-from kvern.runner.tiered import Tier, make_tier, tiered
+from kvern.runner.tiered import Tier
 from kvern.runner.worker import Worker
 from kvern.spec.model import ModelSpec
 
@@ -148,13 +149,13 @@ def run_steps(socket: "zmq.Socket[bytes]", rank: Rank) -> None:
             case PlaceExperts(placements):
                 rank.worker.place_experts(placements)
             case BeginCounting():
-                rank.worker.expert_counts.reset()
+                rank.worker.begin_counting()
             case CountExperts():
-                rank.worker.expert_counts.read()
+                rank.worker.count_experts()
             case AddAdapter() as message:
-                rank.worker.add_adapter(message.key, message.adapter())
+                rank.worker.adapters.add(message.key, message.adapter())
             case DropAdapter(key):
-                rank.worker.drop_adapter(key)
+                rank.worker.adapters.drop(key)
 
 
 def _end_with(parent: int, address: str) -> None:

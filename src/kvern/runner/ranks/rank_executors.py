@@ -1,0 +1,279 @@
+"""Executors of the first of several ranks: each step is sent to the others, and this process alone answers."""
+
+import math
+import sys
+import time
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
+
+from kvern.adapters.peft import Adapter
+from kvern.config import EngineConfig
+from kvern.errors import ConfigError, EngineDied
+from kvern.models.loader import outline_model
+from kvern.models.stages import divide
+from kvern.ranks.lost_ranks import Release
+from kvern.ranks.ranks import DPAttention, Ranks
+from kvern.request.step import ModelRunnerOutput, SchedulerOutput, StepResult
+from kvern.runner.device import resolve_device
+from kvern.runner.executor import InProcessExecutor, make_tier, tiered
+from kvern.runner.plan import Layout, agree, lay_out
+from kvern.runner.ranks.experts import LayerCounts
+from kvern.runner.ranks.rank_limits import rank_of
+from kvern.runner.ranks.rank_processes import RANKS_DISAGREE, RankProcesses, watched_steps
+from kvern.runner.ranks.rank_tier import NotedTier
+from kvern.runner.ranks.rank_wire import (
+    AddAdapter,
+    BeginCounting,
+    CountExperts,
+    DropAdapter,
+    ForgetSteps,
+    Found,
+    HasFiles,
+    HasRoom,
+    IsHere,
+    IsReady,
+    LoadWeights,
+    PlaceExperts,
+    RankMessage,
+    RunStep,
+    TakeMemory,
+    UseIdleTime,
+)
+from kvern.runner.startup import Startup
+from kvern.runner.tiered import Tier
+from kvern.runner.worker import Worker
+from kvern.spec.model import ModelSpec
+
+Done = TypeVar("Done")
+
+
+class RankedExecutor(InProcessExecutor):
+    """The first of several ranks, in this process, which sends each step to the others and alone answers.
+
+    A step that fails leaves the ranks in different states, so no other can run.
+    """
+
+    def __init__(self, worker: Worker, others: RankProcesses, ranks: Ranks, tier: Tier | None = None) -> None:
+        super().__init__(worker)
+        # Steps run whole: ranks would cut them in different places.
+        self._execute = watched_steps(tiered(worker.runner.execute, tier, worker.runner, ranks), others)
+        self._others = others
+        self._balance = worker.expert_balance()
+        self._ranks = ranks
+        self._noted = self.tier = None if tier is None else NotedTier(tier, self._begin_all)
+
+    def submit(self, output: SchedulerOutput) -> StepResult:
+        self._announce(output)
+        return self._start(output)
+
+    def _announce(self, output: SchedulerOutput) -> None:
+        """Have the others run a step, before which experts may change their places."""
+        try:
+            due = None if self._balance is None else self._others.watched()(self._balance.due)
+            if self._error is None and due and (placements := due(self.count_experts)):
+                self._on_all(PlaceExperts(placements), partial(self._worker.place_experts, placements))
+        except BaseException as error:
+            self._error = error
+        if self._error is None:
+            self._others.send(RunStep(output, [] if self._noted is None else self._noted.taken()))
+
+    def _on_all(self, message: RankMessage, function: Callable[[], Done]) -> Done:
+        """Call a function after the steps so far; the message has the other ranks do the same."""
+        self._others.send(message)
+        self._begin_all()
+        try:
+            if self._error is not None:
+                raise self._error
+            return self._others.watched()(function)()
+        except BaseException as error:
+            raise self._others.give_up() from error
+
+    def _begin_all(self) -> None:
+        """Begin the steps that were submitted: they are begun."""
+
+    def begin_counting(self) -> None:
+        self._others.send(BeginCounting())
+        super().begin_counting()
+
+    def count_experts(self) -> Callable[[], LayerCounts]:
+        count = super().count_experts  # without stages this rank knows of all rows
+        return self._others.watched()(count() if self._ranks.stage.count == 1 else self._on_all(CountExperts(), count))
+
+    def abandon(self) -> None:
+        cause, self._error = self._error, self._others.give_up()
+        raise self._error from cause
+
+    def forget(self) -> None:
+        self._others.send(ForgetSteps())
+        super().forget()
+
+    def idle(self) -> bool:
+        self._others.send(UseIdleTime())
+        prepares = super().idle()
+        self._ranks.meet(self._worker.device)  # or the first request would wait for what slower ranks have to do yet
+        return prepares
+
+    def add_adapter(self, key: int, adapter: Adapter) -> None:
+        self._others.send(AddAdapter.of(key, adapter))
+        super().add_adapter(key, adapter)
+
+    def drop_adapter(self, key: int) -> None:
+        self._others.send(DropAdapter(key))
+        super().drop_adapter(key)
+
+
+class StagedExecutor(RankedExecutor):
+    """The last of several stages on CPUs, which begins a step when its result is asked for.
+
+    It has to wait for the stage before, and meanwhile others can begin.
+    """
+
+    _dropped: tuple[int, ...] = ()
+    """Adapters that steps which have not begun may load."""
+    _later: Sequence["_LaterStep"] = ()
+    """Steps of which some have not begun."""
+
+    def submit(self, output: SchedulerOutput) -> StepResult:
+        self._announce(output)
+        dropped, self._dropped = self._dropped, ()
+        step = _LaterStep(partial(self._begin, output, dropped))
+        self._later = [*(other for other in self._later if not other.has_begun), step]
+        return step
+
+    def _begin_all(self) -> None:
+        """A tier is asked behind the steps before, as on the other ranks: they may save and load what it was told."""
+        for step in self._later:
+            step.begin()
+
+    def drop_adapter(self, key: int) -> None:
+        self._others.send(DropAdapter(key))
+        self._dropped += (key,)
+
+    def _begin(self, output: SchedulerOutput, dropped: Iterable[int]) -> StepResult:
+        for key in dropped:
+            self._worker.adapters.drop(key)
+        return self._start(output)
+
+
+class DPAttentionExecutor(InProcessExecutor):
+    """The executor of a rank in DP attention, whose steps are parts of steps of all ranks: one in each turn.
+
+    In a turn the rank starts a step or none, then it ends the turn. If a step fails, no other can run.
+    """
+
+    def __init__(
+        self, worker: Worker, dp_attention: DPAttention, others: RankProcesses | None, tier: Tier | None
+    ) -> None:
+        """`others`: those behind the first, which this one is; None: it is one of them. `tier`: of its own blocks."""
+        super().__init__(worker, tier)
+        self.others = others
+        self._dp_attention = dp_attention
+        self._has_started = False
+        execute = tiered(self._execute_part, tier, worker.runner)
+        self._execute = execute if others is None else watched_steps(execute, others)
+        self._balance = None if others is None else worker.expert_balance()
+
+    def _execute_part(self, output: SchedulerOutput) -> StepResult:
+        self._has_started = True
+        self._dp_attention.agree(output.token_count, self._worker.runner.size(output))
+        return self._worker.runner.execute(output)
+
+    def begin_turn(self) -> None:
+        """Have all ranks place experts anew before the turn that the first is about to call, if that is due."""
+        assert self.others is not None
+        if self._balance and (placements := self.others.watched()(self._balance.due)(self.count_experts)):
+            self.others.send(PlaceExperts(placements))
+            self.others.watched()(self._worker.place_experts)(placements)
+
+    def end_turn(self) -> None:
+        """Take part in the others' step, if this rank has not started its own part of it."""
+        if not self._has_started and self._dp_attention.agree(0, (0, 0, False)):
+            self._worker.runner.assist()
+        self._has_started = False
+
+    def abandon(self) -> None:
+        cause = sys.exception() or self._error  # the first may have come of a step on its way
+        if self.others is None and cause is not None:
+            raise cause
+        self._error = EngineDied(RANKS_DISAGREE) if self.others is None else self.others.give_up()
+        raise self._error from cause
+
+
+class _LaterStep:
+    """A step that begins when its result is asked for."""
+
+    def __init__(self, begin: Callable[[], StepResult]) -> None:
+        self._begin = begin
+        self._step: StepResult | None = None
+
+    @property
+    def has_begun(self) -> bool:
+        return self._step is not None
+
+    def begin(self) -> StepResult:
+        if self._step is None:
+            self._step = self._begin()
+        return self._step
+
+    def result(self) -> ModelRunnerOutput:
+        return self.begin().result()
+
+
+def start_ranks(
+    config: EngineConfig,
+    folder: Path,
+    spec: ModelSpec,
+    startup: Startup,
+    draft: Path | None,
+    lost: Callable[[int], None] | None,
+) -> tuple[InProcessExecutor, Layout]:
+    """The executor of the first of several ranks, as of `start`; all of them run. `lost`: as in `RankProcesses`."""
+    layers = [range(len(spec.layers))]
+    if config.pipeline_parallel_size > 1:
+        outline = outline_model(folder, config.dtype, config.load_format, config.quantization)
+        layers = divide(outline, config.pipeline_parallel_size)
+    device = resolve_device(config, config.first_rank)
+    ranks = rank_of(config, config.first_rank, layers, draft)
+    worker = Worker(config, folder, spec, device, startup, draft, ranks)
+    release = Release(ranks, device, worker) if device.type == "cuda" else None
+    others = RankProcesses(config, folder, layers, draft, lost, release)
+    try:
+        begun = time.monotonic()
+        findings = worker.probe()
+        took = time.monotonic() - begun
+        with startup.stage("ranks"):
+            others.answers(IsHere, "connected", 0.0)
+            # Another machine may have to load them from the hub, which has time limits of its own.
+            others.answers(HasFiles, "found its files", math.inf if config.executor == "ray" else took)
+            found = others.answers(Found, "looked at its device", took)
+            plan = agree([findings, *(answer.findings for answer in found)], config, spec)
+            others.send(LoadWeights(plan, others.meeting))
+            try:
+                ranks.connect(
+                    others.meeting,
+                    device,
+                    config.rank_timeout,
+                    plan.kernels,
+                    ordered=config.deterministic,
+                    listener=others.listener,
+                )
+            except (OSError, RuntimeError) as error:
+                raise ConfigError(f"the ranks cannot meet: {error}") from error
+        begun = time.monotonic()
+        room = worker.load(plan)
+        answers = others.answers(HasRoom, "loaded its weights", time.monotonic() - begun)
+        layout = lay_out([room, *(answer.room for answer in answers)], plan, config)
+        others.send(TakeMemory(layout))
+        begun = time.monotonic()
+        worker.build(layout)
+        tier = make_tier(config, layout)
+        others.answers(IsReady, "taken its memory", time.monotonic() - begun)
+    except BaseException:
+        others.end()
+        raise
+    if ranks.dp_attention is not None:
+        return DPAttentionExecutor(worker, ranks.dp_attention, others, tier), layout
+    make = StagedExecutor if len(layers) > 1 and device.type == "cpu" else RankedExecutor
+    return make(worker, others, ranks, tier), layout
