@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from kvern import LLM, SamplingParams
 from kvern.cli.main import main
 from kvern.errors import ConfigError
+from kvern.formats.scaled import Rounding, rounded
 from kvern.models.loader import load_model
 from kvern.quantize import mixed, mixed_report
 from kvern.quantize.blocks import Walk
@@ -26,8 +27,8 @@ from kvern.quantize.job import make_method
 from kvern.quantize.mixed import PAGE_NAME, Budget, Mixture, plan_of
 from kvern.quantize.mixed_report import Choice, MixedReport, Unit, frontier, read_report
 from kvern.quantize.report_page import page
-from kvern.quantize.scheme import INT8, fit, int4
-from kvern.quantize.sensitivity import groups_of, measure, round_rows
+from kvern.quantize.scheme import fit, int4
+from kvern.quantize.sensitivity import groups_of, measure
 from kvern.quantize.statistics import REPORT_NAME
 from tests.support.families import make_checkpoint
 from tests.support.model_outputs import logits
@@ -169,10 +170,10 @@ def test_a_loss_is_that_of_the_model_with_one_unit_rounded(model: Path, measured
 
 def test_activations_are_rounded_where_the_format_rounds_them() -> None:
     x = torch.randn(5, 16)
-    rounded = round_rows(x, INT8)
+    close = rounded(x, Rounding("int8"))
     step = x.abs().amax(-1, keepdim=True) / 127
-    assert ((rounded - x).abs() <= step / 2 + 1e-7).all() and not torch.equal(rounded, x)
-    assert not round_rows(torch.zeros(2, 4), INT8).any()
+    assert ((close - x).abs() <= step / 2 + 1e-7).all() and not torch.equal(close, x)
+    assert not rounded(torch.zeros(2, 4), Rounding("int8")).any()
 
 
 def calibration(model: Path) -> Calibration:

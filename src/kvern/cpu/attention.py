@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from kvern.cpu.library import CODE, DTYPES, INTEGER, NUMBER, POINTER, address, close_to, function
+from kvern.cpu.library import CODE, DTYPES, INTEGER, NUMBER, POINTER, address, close_to, fields, function
 
 _attend = function("kvern_attend", POINTER, POINTER, POINTER, INTEGER, POINTER, POINTER, INTEGER)
 
@@ -19,22 +19,10 @@ class _Layer(ctypes.Structure):
     """The struct of this name in `sources/attention.h`."""
 
     _fields_ = [
-        ("keys", POINTER),
-        ("values", POINTER),
-        ("key_scales", POINTER),
-        ("value_scales", POINTER),
-        ("sinks", POINTER),
-        ("heads", INTEGER),
-        ("kv_heads", INTEGER),
-        ("head_dim", INTEGER),
-        ("value_dim", INTEGER),
-        ("block_size", INTEGER),
-        ("window", INTEGER),
-        ("ahead", INTEGER),
-        ("scale", NUMBER),
-        ("softcap", NUMBER),
-        ("cache_dtype", CODE),
-        ("dtype", CODE),
+        *fields("keys values key_scales value_scales sinks", POINTER),
+        *fields("heads kv_heads head_dim value_dim block_size window ahead", INTEGER),
+        *fields("scale softcap", NUMBER),
+        *fields("cache_dtype dtype", CODE),
     ]
 
 

@@ -2,7 +2,8 @@
 
 There is one thread per physical core of one NUMA node, at most as many as the process may use. Threads are not bound to
 cores. The system could not move a bound thread away from a busy core: beside busy processes a second bound thread
-gained nothing."""
+gained nothing.
+"""
 
 import os
 from collections import Counter

@@ -19,6 +19,12 @@ NUMBER = ctypes.c_float
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2, torch.float8_e4m3fn: 3}
 """Codes of the dtypes of tensors, as `sources/numbers.h` has them."""
 
+
+def fields(names: str, kind: Any) -> list[tuple[str, Any]]:
+    """Fields of one argument type of a struct, by their names in a text."""
+    return [(name, kind) for name in names.split()]
+
+
 _loaded: ctypes.CDLL | None = None
 _symbols: dict[str, Callable[..., None]] = {}
 _recorded = False

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kvern.cpu import large_pages
-from kvern.cpu.library import CODE, DTYPES, INTEGER, NUMBER, POINTER, address, close_to, function
+from kvern.cpu.library import CODE, DTYPES, INTEGER, NUMBER, POINTER, address, close_to, fields, function
 
 LANES = 16
 """Outputs whose codes are interleaved."""
@@ -38,10 +38,10 @@ class _Description(ctypes.Structure):
     """`KvernGroups` of `sources/packed_matrix.h`."""
 
     _fields_ = (
-        *((name, POINTER) for name in ("codes", "scale", "zero", "outer", "outer_zero", "factor", "order", "numbers")),
-        *((name, INTEGER) for name in ("inputs", "group", "outer_groups", "run")),
+        *fields("codes scale zero outer outer_zero factor order numbers", POINTER),
+        *fields("inputs group outer_groups run", INTEGER),
         ("step", NUMBER),
-        *((name, CODE) for name in ("wide", "scale_kind", "zero_kind")),
+        *fields("wide scale_kind zero_kind", CODE),
     )
 
 

@@ -10,7 +10,7 @@ from tempfile import TemporaryDirectory
 import torch
 from torch import Tensor
 
-from kvern.cpu.library import CODE, DTYPES, INTEGER, POINTER, close_to, function
+from kvern.cpu.library import CODE, DTYPES, INTEGER, POINTER, close_to, fields, function
 
 _bytes = function("kvern_ranks_bytes", POINTER, INTEGER)
 _sum = function("kvern_ranks_sum", POINTER, POINTER, INTEGER, CODE)
@@ -26,15 +26,7 @@ LOSSES = ("did not come within {} s", "has ended", "computes another step than t
 class _Ranks(ctypes.Structure):
     """The struct of this name in `sources/ranks.cpp`."""
 
-    _fields_ = [
-        ("memory", POINTER),
-        ("rank", INTEGER),
-        ("size", INTEGER),
-        ("pieces", INTEGER),
-        ("nanoseconds", INTEGER),
-        ("lost", INTEGER),
-        ("loss", INTEGER),
-    ]
+    _fields_ = [("memory", POINTER), *fields("rank size pieces nanoseconds lost loss", INTEGER)]
 
 
 class SharedMemory:

@@ -5,7 +5,7 @@ import ctypes
 import torch
 from torch import Tensor
 
-from kvern.cpu.library import CODE, DTYPES, INTEGER, NUMBER, POINTER, address, close_to, function
+from kvern.cpu.library import CODE, DTYPES, INTEGER, NUMBER, POINTER, address, close_to, fields, function
 
 
 class Heads(ctypes.Structure):
@@ -18,21 +18,10 @@ class Heads(ctypes.Structure):
     """
 
     _fields_ = (
-        ("heads", INTEGER),
-        ("kv_heads", INTEGER),
-        ("head_dim", INTEGER),
-        ("rotary_dim", INTEGER),
-        ("query_weight", POINTER),
-        ("query_bias", POINTER),
-        ("key_weight", POINTER),
-        ("key_bias", POINTER),
+        *fields("heads kv_heads head_dim rotary_dim", INTEGER),
+        *fields("query_weight query_bias key_weight key_bias", POINTER),
         ("epsilon", NUMBER),
-        ("norm", CODE),
-        ("whole_row", CODE),
-        ("norm_after", CODE),
-        ("interleaved", CODE),
-        ("norm_values", CODE),
-        ("keys_are_values", CODE),
+        *fields("norm whole_row norm_after interleaved norm_values keys_are_values", CODE),
     )
 
 

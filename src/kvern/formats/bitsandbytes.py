@@ -3,7 +3,8 @@
 An NF4 matrix of O outputs and I inputs is `weight` uint8 [O * I / 2, 1], two inputs in a byte, the high four bits the
 first; `weight.absmax`, a scale for each block; `weight.quant_map` [16], the numbers of the codes; and a
 `weight.quant_state` of JSON. With double quantization absmax is uint8, codes of `weight.nested_quant_map` [256] times
-`weight.nested_absmax`, one for 256 blocks, plus an offset; that is undone once all is loaded."""
+`weight.nested_absmax`, one for 256 blocks, plus an offset; that is undone once all is loaded.
+"""
 
 import json
 from collections.abc import Iterator, Mapping

@@ -4,7 +4,8 @@ Source: `CompressionConfig` and `QuantizationArgs` of the package of that name. 
 "pack-quantized": `weight_packed` int32 [O, I / n] of n codes each, the lowest bits first, in which 0 is the least
 signed number; `weight_scale` [O, groups]; if not symmetric `weight_zero_point` int32 [O / n, groups], packed in the
 same way along outputs; `weight_shape`; with activation ordering `weight_g_idx`. FP4 forms hold the tensors that `fp4`
-reads."""
+reads.
+"""
 
 import re
 from collections.abc import Iterator, Mapping

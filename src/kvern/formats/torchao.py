@@ -3,7 +3,8 @@
 Source: `torchao/prototype/safetensors`, and the configurations of `torchao.quantization` as it writes them. Integers of
 four bits are in the packing "plain" (`Int4Tensor`): `weight` (qdata) int8 [O, I / 2], two signed codes in a byte, the
 low four bits the first; `weight_scale` and `weight_zero_point` [I / group, O]. A weight is code * scale + zero: a zero
-is a weight, not a code. Other packings are in the order of the matrix units of some device."""
+is a weight, not a code. Other packings are in the order of the matrix units of some device.
+"""
 
 from collections.abc import Mapping
 from functools import partial

@@ -10,7 +10,7 @@ from kvern.layers.build import Build
 from kvern.layers.build_options import BuildOptions, Section
 from kvern.layers.heads import HeadNorms, TorchHeads
 from kvern.layers.linear import column, row
-from kvern.layers.loadable import Loadable, copy_shares
+from kvern.layers.loadable import Vector
 from kvern.layers.module import Module
 from kvern.layers.step_context import StepContext, rows_of
 from kvern.spec.model import LayerSpec, ModelSpec, QueryKeyNormSpec
@@ -19,19 +19,12 @@ if TYPE_CHECKING:
     from kvern.kernels.quantize_rows import RowCodes
 
 
-class Sinks(Loadable):
-    """The sinks of a layer, `logits [heads]` float32, which attention backends read; `index` is the layer's."""
+class Sinks(Vector):
+    """The sinks of a layer, `weight [heads]` float32, which attention backends read; `index` is the layer's."""
 
     def __init__(self, index: int, heads: int, build: BuildOptions) -> None:
-        super().__init__(build.path)
-        self.index, self.logits = index, build.empty(heads, dtype=torch.float32)
-        self._share = build.ranks.share(heads)
-
-    def parts(self) -> dict[str, tuple[int, ...]]:
-        return {"sinks": (self._share.whole,)}
-
-    def load(self, part: str, tensor: Tensor, first_row: int = 0) -> None:
-        copy_shares(self.logits, tensor, first_row, [self._share])
+        super().__init__(heads, "sinks", build)
+        self.index = index
 
 
 class Attention(Module):

@@ -5,7 +5,8 @@ The gated delta rule changes a state S [key_dim, value_dim] by each token,
     S <- e^decay S;  delta = beta (value - S^T key);  S <- S + key delta^T;  out = S^T query
 
 one token at a time, or in chunks, within which the deltas of all tokens are the solution of a triangular system (Yang
-et al. 2024, Parallelizing Linear Transformers with the Delta Rule). All in float32; states are changed in place."""
+et al. 2024, Parallelizing Linear Transformers with the Delta Rule). All in float32; states are changed in place.
+"""
 
 from collections.abc import Sequence
 

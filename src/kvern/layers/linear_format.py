@@ -2,7 +2,8 @@
 
 A format is one file with a `LinearFormat` and a function. `linear_methods` finds the function by the `quant_method` of
 the `quantization_config` in config.json: in `FORMATS`, by `LINEAR_METHODS.register`, or by an entry point of the group
-`kvern.linear_methods`."""
+`kvern.linear_methods`.
+"""
 
 import re
 from abc import ABC, abstractmethod

@@ -6,6 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 import torch
 from torch import Tensor
 
+from kvern.layers.build_options import BuildOptions
 from kvern.layers.linear_method import fill_random
 from kvern.layers.module import Module
 from kvern.ranks.ranks import Share, places
@@ -74,3 +75,19 @@ def copy_shares(target: Tensor, tensor: Tensor, first_row: int, shares: Sequence
             copy_rows(target, tensor[begin - first_row : end - first_row], first)
             written.append(slice(first, first + end - begin))
     return written
+
+
+class Vector(Loadable):
+    """`weight [size]` float32, of which this is a rank's share; the checkpoint calls it `name`."""
+
+    def __init__(self, size: int, name: str, build: BuildOptions) -> None:
+        super().__init__(build.path)
+        self.name = name
+        self.weight = build.empty(size, dtype=torch.float32)
+        self._share = build.ranks.share(size)
+
+    def parts(self) -> dict[str, tuple[int, ...]]:
+        return {self.name: (self._share.whole,)}
+
+    def load(self, part: str, tensor: Tensor, first_row: int = 0) -> None:
+        copy_shares(self.weight, tensor, first_row, [self._share])

@@ -6,7 +6,8 @@ The state of each head forgets as a whole:
 
 Heads come in groups that share keys and queries (B and C in the paper). The states of a group's heads lie side by side,
 as one matrix [state_dim, heads of a group * head_dim]. One token at a time, or in chunks, within which tokens attend to
-each other. All in float32; states are changed in place."""
+each other. All in float32; states are changed in place.
+"""
 
 import torch
 import torch.nn.functional as F
@@ -17,27 +18,11 @@ from kvern.layers.build_options import BuildOptions, Section
 from kvern.layers.convolution import Convolution
 from kvern.layers.decays import CHUNK, Decays, within_chunk
 from kvern.layers.linear import column, row
-from kvern.layers.loadable import Loadable, copy_shares
+from kvern.layers.loadable import Vector
 from kvern.layers.module import Module
 from kvern.layers.states import StepStates, advance_states
 from kvern.layers.step_context import StepContext, rows_of
 from kvern.spec.mixers import Mamba2Spec
-
-
-class Vector(Loadable):
-    """`weight [size]` float32, which the checkpoint calls `name`."""
-
-    def __init__(self, size: int, name: str, build: BuildOptions) -> None:
-        super().__init__(build.path)
-        self.name = name
-        self.weight = build.empty(size, dtype=torch.float32)
-        self._share = build.ranks.share(size)
-
-    def parts(self) -> dict[str, tuple[int, ...]]:
-        return {self.name: (self._share.whole,)}
-
-    def load(self, part: str, tensor: Tensor, first_row: int = 0) -> None:
-        copy_shares(self.weight, tensor, first_row, [self._share])
 
 
 class GatedNorm(Vector):

@@ -2,7 +2,8 @@
 
 Products of few rows read all weights and compute little; there the fastest way depends on the shape. Kernels for Hopper
 are fed by TMA, and can activate what gate and up make in the same launch, so that twice as many numbers need not be
-written and read."""
+written and read.
+"""
 
 from bisect import bisect_left
 from collections.abc import Hashable, Mapping

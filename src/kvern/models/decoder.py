@@ -16,7 +16,7 @@ from kvern.layers.embedding import EmbeddedTokens, SharedHead, make_embedding, m
 from kvern.layers.halves import Update, joined
 from kvern.layers.linear import Linear
 from kvern.layers.norm import Norm
-from kvern.layers.rope import RopeTable, positions_alone
+from kvern.layers.rope import positions_alone
 from kvern.layers.step_context import (
     NO_ADAPTERS,
     Attend,
@@ -100,9 +100,7 @@ class Decoder(WeightedModel):
         if spec.encoder is not None:
             raise UnsupportedModel(f"{spec.model_type} is an encoder: this works with models that generate text alone")
         super().__init__(spec, build)
-        ropes = list(dict.fromkeys(layer.rope for layer in spec.layers if layer.rope is not None))
-        self.rope_tables = nn.ModuleList(RopeTable(rope, build) for rope in ropes)
-        self._rope_index = tuple(0 if layer.rope is None else ropes.index(layer.rope) for layer in spec.layers)
+        self._rope_index = self.make_ropes()
         stage = build.ranks.stage
         if stage.has_embeddings(tied=spec.tie_word_embeddings):
             self.embed_tokens = make_embedding(spec.vocab_size, spec.hidden_size, spec.scales.embedding, build)
@@ -240,8 +238,7 @@ class Decoder(WeightedModel):
 
     def _by_rope(self, step: StepContext, positions: Tensor) -> list[StepContext]:
         """The context of layers with each of the model's rotary embeddings."""
-        rotations = [table(positions) for table in self.rope_tables] or [positions_alone(positions)]
-        return [step._replace(rotation=rotation) for rotation in rotations]
+        return [step._replace(rotation=rotation) for rotation in self.rotations(positions)]
 
     def _begin_inputs(self, inputs: LayerInputs | None) -> LayerInputs | None:
         """The inputs that this stage fills: requested ones, or those that it sends on."""

@@ -1,6 +1,7 @@
 """Readers of the settings that most `config.json` files share; a family passes only its own.
 
-`text_part` and `text_config` read the language model of a checkpoint that sees images, too."""
+`text_part` and `text_config` read the language model of a checkpoint that sees images, too.
+"""
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence

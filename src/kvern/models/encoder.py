@@ -15,7 +15,6 @@ from kvern.layers.linear import column, row
 from kvern.layers.linear_format import LinearMethods
 from kvern.layers.module import Identity, Module
 from kvern.layers.norm import Norm
-from kvern.layers.rope import RopeTable, Rotation, positions_alone
 from kvern.layers.step_context import Attend, StepContext
 from kvern.layers.unquantized import Unquantized
 from kvern.models.weighted import WeightedModel
@@ -70,9 +69,7 @@ class Encoder(WeightedModel):
         assert spec.encoder is not None, "the specification of a decoder"
         self.pooling, self.second_type = spec.encoder.pooling, spec.encoder.second_type
         post_norm = spec.encoder.post_norm
-        ropes = list(dict.fromkeys(layer.rope for layer in spec.layers if layer.rope is not None))
-        self.rope_tables = nn.ModuleList(RopeTable(rope, build) for rope in ropes)
-        self._rope_index = tuple(0 if layer.rope is None else ropes.index(layer.rope) for layer in spec.layers)
+        self._rope_index = self.make_ropes()
         self.embeddings = Embeddings(spec, spec.encoder, build)
         make = PostNormLayer if post_norm else _pre_norm_layer
         self.layers = nn.ModuleList(
@@ -89,7 +86,7 @@ class Encoder(WeightedModel):
         With `wanted` [S], indices of tokens, only their states `[S, hidden]` are returned.
         """
         hidden, update = self.embeddings(token_ids, positions, types), None
-        rotations: list[Rotation] = [table(positions) for table in self.rope_tables] or [positions_alone(positions)]
+        rotations = self.rotations(positions)
         for index, layer in enumerate(self.layers):
             last = index + 1 == len(self.layers)
             step = StepContext(rotations[self._rope_index[index]], attend, None, wanted if last else None)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from kvern.config import DEFAULT_MODEL
 from kvern.errors import ModelNotFound
@@ -66,9 +68,10 @@ def resolve_model(
             "give a folder, or a hub id as organisation/name"
         )
     repository, _, ending = name.partition(":")
-    path = Path("") if ending else _download(repository, revision, token, offline, cache_folder, weights)
+    hub = _Hub(repository, revision, token, offline, cache_folder)
+    path = Path("") if ending else hub.download(weights)
     if ending or (weights and not any(path.glob(WEIGHTS)) and not (path / MEDUSA).is_file()):
-        return _download_gguf(repository, ending, revision, token, offline, cache_folder)
+        return hub.download_gguf(ending)
     if not (path / "config.json").is_file():
         raise ModelNotFound(f"model {name!r} has no config.json on the hub: kvern cannot tell what it is")
     return path
@@ -106,92 +109,88 @@ def _chosen(folder: Path, ending: str) -> Path:
     return folder / choose(names, ending, str(folder))[0]
 
 
-def _download(
-    repository: str,
-    revision: str | None,
-    token: str | None,
-    offline: bool | None,
-    cache_folder: str | Path | None,
-    weights: bool,
-    files: tuple[str, ...] = (),
-) -> Path:
-    """The folder of a repository, with all files that a model needs, or with `files`."""
-    import huggingface_hub
-    from huggingface_hub import constants
-    from huggingface_hub.utils import disable_progress_bars  # type: ignore[attr-defined]  # exported by a lazy table
+class _Hub(NamedTuple):
+    """A repository on the hub, and how the hub is asked, see `resolve_model`."""
 
-    if not sys.stderr.isatty():
-        disable_progress_bars()
-    offline = constants.HF_HUB_OFFLINE if offline is None else offline
-    try:
-        path = huggingface_hub.snapshot_download(
-            repository,
-            revision=revision,
-            token=token,
-            cache_dir=cache_folder,
-            local_files_only=offline,
-            allow_patterns=list(files or NEEDED_FILES),
-            ignore_patterns=None if files else [*OTHER_FORMATS, *([] if weights else [WEIGHTS, MEDUSA])],
+    repository: str
+    revision: str | None
+    token: str | None
+    offline: bool | None
+    cache_folder: str | Path | None
+
+    @property
+    def is_offline(self) -> bool:
+        """True if nothing may be downloaded."""
+        from huggingface_hub import constants
+
+        return constants.HF_HUB_OFFLINE if self.offline is None else self.offline
+
+    def download(self, weights: bool = True, files: Sequence[str] = ()) -> Path:
+        """The folder of the repository, with all files that a model needs, or with `files`."""
+        import huggingface_hub
+        from huggingface_hub.utils import disable_progress_bars  # type: ignore[attr-defined]  # by a lazy table
+
+        if not sys.stderr.isatty():
+            disable_progress_bars()
+        try:
+            path = huggingface_hub.snapshot_download(
+                self.repository,
+                revision=self.revision,
+                token=self.token,
+                cache_dir=self.cache_folder,
+                local_files_only=self.is_offline,
+                allow_patterns=list(files or NEEDED_FILES),
+                ignore_patterns=None if files else [*OTHER_FORMATS, *([] if weights else [WEIGHTS, MEDUSA])],
+            )
+        except Exception as error:  # the hub's client raises the errors of its HTTP library, which share no base class
+            raise ModelNotFound(self.explain(error)) from error
+        return Path(path)
+
+    def download_gguf(self, ending: str) -> Path:
+        """The GGUF file of the repository, of which the name has this ending; downloads no other."""
+        import huggingface_hub
+
+        if self.is_offline:
+            return _chosen(self.download(files=("no more of it",)), ending)
+        try:
+            names = huggingface_hub.HfApi(token=self.token).list_repo_files(self.repository, revision=self.revision)
+        except Exception as error:  # as in `download`
+            raise ModelNotFound(self.explain(error)) from error
+        if not any(name.endswith(".gguf") for name in names):
+            raise ModelNotFound(f"model {self.repository!r} has neither safetensors nor GGUF files on the hub")
+        from kvern.formats.gguf.files import choose
+
+        files = choose(names, ending, self.repository)
+        return self.download(files=files) / files[0]
+
+    def explain(self, error: Exception) -> str:
+        """One line that names the failure and a remedy."""
+        from huggingface_hub import constants, errors
+
+        name, at = self.repository, f" at revision {self.revision!r}" if self.revision else ""
+        match error:
+            case errors.GatedRepoError():
+                return (
+                    f"model {name!r} is gated: accept its terms at {constants.ENDPOINT}/{name}, "
+                    "then set HF_TOKEN to a token of that account"
+                )
+            case errors.RepositoryNotFoundError():
+                return (
+                    f"model {name!r} is not on {constants.ENDPOINT}, or it is private: "
+                    "check the spelling, or set HF_TOKEN to a token that may read it"
+                )
+            case errors.RevisionNotFoundError():
+                return f"model {name!r} has no revision {self.revision!r}: name a branch, a tag or a commit of it"
+            case errors.HFValidationError():
+                return f"model {name!r} is no valid hub id (organisation/name) and no folder of that name exists"
+            case errors.LocalEntryNotFoundError() if self.is_offline:
+                return (
+                    f"model {name!r}{at} is not, or only partly, in the cache {constants.HF_HUB_CACHE}, "
+                    "and downloads are off (HF_HUB_OFFLINE): unset it once to download the model"
+                )
+        cause = error.__cause__ or error
+        reason = " ".join(str(cause).split())[:200] or type(cause).__name__
+        return (
+            f"model {name!r}{at} could not be downloaded from {constants.ENDPOINT} ({reason}): "
+            "check the network and HF_ENDPOINT, and try again; what arrived is kept"
         )
-    except Exception as error:  # the hub's client raises the errors of its HTTP library, which share no base class
-        raise ModelNotFound(_explain(error, repository, revision, offline)) from error
-    return Path(path)
-
-
-def _download_gguf(
-    repository: str,
-    ending: str,
-    revision: str | None,
-    token: str | None,
-    offline: bool | None,
-    cache_folder: str | Path | None,
-) -> Path:
-    """The GGUF file of a repository, of which the name has this ending; downloads no other."""
-    import huggingface_hub
-    from huggingface_hub import constants
-
-    if constants.HF_HUB_OFFLINE if offline is None else offline:
-        return _chosen(_download(repository, revision, token, True, cache_folder, True, ("no more of it",)), ending)
-    try:
-        names = huggingface_hub.HfApi(token=token).list_repo_files(repository, revision=revision)
-    except Exception as error:  # as in _download
-        raise ModelNotFound(_explain(error, repository, revision, False)) from error
-    if not any(name.endswith(".gguf") for name in names):
-        raise ModelNotFound(f"model {repository!r} has neither safetensors nor GGUF files on the hub")
-    from kvern.formats.gguf.files import choose
-
-    files = choose(names, ending, repository)
-    return _download(repository, revision, token, False, cache_folder, True, tuple(files)) / files[0]
-
-
-def _explain(error: Exception, repository: str, revision: str | None, offline: bool) -> str:
-    """One line that names the failure and a remedy."""
-    from huggingface_hub import constants, errors
-
-    at = f" at revision {revision!r}" if revision else ""
-    match error:
-        case errors.GatedRepoError():
-            return (
-                f"model {repository!r} is gated: accept its terms at {constants.ENDPOINT}/{repository}, "
-                "then set HF_TOKEN to a token of that account"
-            )
-        case errors.RepositoryNotFoundError():
-            return (
-                f"model {repository!r} is not on {constants.ENDPOINT}, or it is private: "
-                "check the spelling, or set HF_TOKEN to a token that may read it"
-            )
-        case errors.RevisionNotFoundError():
-            return f"model {repository!r} has no revision {revision!r}: name a branch, a tag or a commit of it"
-        case errors.HFValidationError():
-            return f"model {repository!r} is no valid hub id (organisation/name) and no folder of that name exists"
-        case errors.LocalEntryNotFoundError() if offline:
-            return (
-                f"model {repository!r}{at} is not, or only partly, in the cache {constants.HF_HUB_CACHE}, "
-                "and downloads are off (HF_HUB_OFFLINE): unset it once to download the model"
-            )
-    cause = error.__cause__ or error
-    reason = " ".join(str(cause).split())[:200] or type(cause).__name__
-    return (
-        f"model {repository!r}{at} could not be downloaded from {constants.ENDPOINT} ({reason}): "
-        "check the network and HF_ENDPOINT, and try again; what arrived is kept"
-    )

@@ -11,6 +11,7 @@ from kvern.errors import CorruptCheckpoint
 from kvern.layers.attention import Sinks
 from kvern.layers.build import Build
 from kvern.layers.loadable import Loadable
+from kvern.layers.rope import RopeTable, Rotation, positions_alone
 from kvern.spec.model import ModelSpec
 
 
@@ -49,6 +50,16 @@ class WeightedModel(nn.Module):
         super().__init__()
         self.spec, self.build = spec, build
 
+    def make_ropes(self) -> tuple[int, ...]:
+        """Builds a table for each of the layers' rotary embeddings; returns each layer's table, 0 if it has none."""
+        ropes = list(dict.fromkeys(layer.rope for layer in self.spec.layers if layer.rope is not None))
+        self.rope_tables = nn.ModuleList(RopeTable(rope, self.build) for rope in ropes)
+        return tuple(0 if layer.rope is None else ropes.index(layer.rope) for layer in self.spec.layers)
+
+    def rotations(self, positions: Tensor) -> list[Rotation]:
+        """The rotation of `positions [T]` int64 by each table."""
+        return [table(positions) for table in self.rope_tables] or [positions_alone(positions)]
+
     def tensor_targets(self, stored: Collection[str] = ()) -> dict[str, TensorTarget]:
         """The destination of each tensor by its name in a Llama-style checkpoint.
 
@@ -75,7 +86,7 @@ class WeightedModel(nn.Module):
     @property
     def sinks(self) -> dict[int, Tensor]:
         """`[heads]` float32 of each layer with attention sinks, by its place among the layers that attend."""
-        return {module.index: module.logits for module in self.modules() if isinstance(module, Sinks)}
+        return {module.index: module.weight for module in self.modules() if isinstance(module, Sinks)}
 
     @property
     def weight_bytes(self) -> int:

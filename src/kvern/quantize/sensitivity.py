@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from kvern.errors import ConfigError
+from kvern.formats.scaled import Rounding, rounded
 from kvern.layers.linear import Linear
 from kvern.models.decoder import Decoder
 from kvern.quantize.blocks import Block, Walk
@@ -139,7 +140,8 @@ class Variants:
                 for piece in group.pieces:
                     block.tensors[piece.path] = self._rounded(block, piece, scheme)
                 block.load()
-                group.owner.rounding = partial(round_rows, scheme=scheme) if scheme.activations else None
+                how = Rounding("int8" if scheme.kind == "int" else "e4m3")
+                group.owner.rounding = partial(rounded, how=how) if scheme.activations else None
                 self.hidden[group.name, scheme.name] = self.walk.through(block, self.walk.hidden)
                 group.owner.rounding = None
                 block.tensors.update(plain)
@@ -147,17 +149,8 @@ class Variants:
 
     def _rounded(self, block: Block, piece: Piece, scheme: Scheme) -> Tensor:
         checkpoint, inputs = block.checkpoint, block.inputs[piece.path]
-        rounded = self._rounding.round(block.weight(piece.path), inputs, scheme, checkpoint.scale_dtype)
-        return rounded.plain().to(checkpoint.dtype)
-
-
-def round_rows(x: Tensor, scheme: Scheme) -> Tensor:
-    """`x [T, inputs]` in the codes of a scheme, with a scale for each row."""
-    largest = scheme.code_range[1]
-    scale = x.float().abs().amax(-1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny) / largest
-    codes = x.float() / scale
-    codes = codes.round() if scheme.kind == "int" else codes.to(torch.float8_e4m3fn).float()
-    return (codes * scale).to(x.dtype)
+        made = self._rounding.round(block.weight(piece.path), inputs, scheme, checkpoint.scale_dtype)
+        return made.plain().to(checkpoint.dtype)
 
 
 def measure(walk: Walk, progress: Progress) -> list[Unit]:

@@ -8,7 +8,8 @@ Codes and scales together are as large as the blocks. Scales are bytes of the bl
 with four or eight bits of each number, then 32-bit words with the other bits: for each 16 columns, one word with a bit
 for both planes, the low plane first, or two words with two bits, one for each plane. The four bits of q4_k and q6_k are
 in the order of the numbers, two in a byte, as kernels store 4-bit integers; planes are then the even numbers and the
-odd ones."""
+odd ones.
+"""
 
 from collections.abc import Callable
 from functools import cache

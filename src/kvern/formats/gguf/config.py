@@ -1,6 +1,7 @@
 """The config.json of a GGUF file: settings of each architecture under the names that checkpoints use.
 
-Settings that files omit, because llama.cpp knows them, are here. No torch is imported."""
+Settings that files omit, because llama.cpp knows them, are here. No torch is imported.
+"""
 
 import math
 import re
@@ -25,10 +26,10 @@ Values = Callable[[GgufModel, dict[str, Any]], dict[str, Any]]
 
 @dataclass(frozen=True)
 class Architecture:
-    """An architecture; `values` adds its own settings to the common configuration."""
+    """An architecture; `values`, or a function that reads them, are its own settings beside the common ones."""
 
     model_type: str
-    values: Values = lambda model, config: {}
+    values: Values | Mapping[str, Any] = field(default_factory=dict)
     names: Mapping[str, str] = field(default_factory=dict)
     paired: bool = False
     norm_plus_one: bool = False
@@ -104,10 +105,6 @@ def _scored_alone(model: GgufModel) -> dict[str, Any]:
     return _experts(model)
 
 
-def _minimax(model: GgufModel, config: dict[str, Any]) -> dict[str, Any]:
-    return _expert_width(_scored_alone(model))
-
-
 def _sigmoid_experts(model: GgufModel, config: dict[str, Any]) -> dict[str, Any]:
     return _scored_alone(model) | {
         "first_k_dense_replace": model.value("leading_dense_block_count", int, 0),
@@ -133,16 +130,13 @@ def _lfm2(model: GgufModel, config: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _gemma(model: GgufModel, config: dict[str, Any]) -> dict[str, Any]:
-    return {"hidden_activation": "gelu_pytorch_tanh"}
-
-
 def _scaled_gemma(model: GgufModel, config: dict[str, Any], largest: int) -> dict[str, Any]:
     """The largest model of the family scales by the width of all heads together, which files omit."""
     shared = config["hidden_size"] // config["num_attention_heads"]
     scalar = shared if config["num_hidden_layers"] == largest else config["head_dim"]
     scale = model.value("attention.scale", float)
-    return _gemma(model, config) | {
+    return {
+        "hidden_activation": "gelu_pytorch_tanh",
         "query_pre_attn_scalar": 1 / scale / scale if scale else scalar,
         "final_logit_softcapping": model.value("final_logit_softcapping", float),
         "attn_logit_softcapping": model.value("attn_logit_softcapping", float),
@@ -167,21 +161,9 @@ def _gemma3(model: GgufModel, config: dict[str, Any]) -> dict[str, Any]:
     )
 
 
-def _olmo(model: GgufModel, config: dict[str, Any]) -> dict[str, Any]:
-    return {"clip_qkv": model.value("attention.clamp_kqv", float)}
-
-
-def _olmoe(model: GgufModel, config: dict[str, Any]) -> dict[str, Any]:
-    return _expert_width(_experts(model)) | {"norm_topk_prob": False}
-
-
 def _cohere(model: GgufModel, config: dict[str, Any]) -> dict[str, Any]:
     scale = model.value("logit_scale", float, 0.0625)
     return {"logit_scale": scale, "use_qk_norm": model.has("attn_q_norm.weight")}
-
-
-def _cohere2(model: GgufModel, config: dict[str, Any]) -> dict[str, Any]:
-    return _cohere(model, config) | _layer_types(model, 4)
 
 
 def _granite(model: GgufModel, config: dict[str, Any]) -> dict[str, Any]:
@@ -225,26 +207,6 @@ def _gpt_neox(model: GgufModel, config: dict[str, Any]) -> dict[str, Any]:
     return {"hidden_act": "gelu", "use_parallel_residual": parallel, "attention_bias": model.has("attn_qkv.bias")}
 
 
-def _exaone4(model: GgufModel, config: dict[str, Any]) -> dict[str, Any]:
-    return _layer_types(model, 4 if config["sliding_window"] else 1)
-
-
-def _starcoder2(model: GgufModel, config: dict[str, Any]) -> dict[str, Any]:
-    return {"hidden_act": "gelu_pytorch_tanh", "use_bias": model.has("attn_q.bias")}
-
-
-def _phi(model: GgufModel, config: dict[str, Any]) -> dict[str, Any]:
-    return {"hidden_act": "gelu_new"}
-
-
-def _ernie(model: GgufModel, config: dict[str, Any]) -> dict[str, Any]:
-    return {"use_bias": config["attention_bias"]}
-
-
-def _seed_oss(model: GgufModel, config: dict[str, Any]) -> dict[str, Any]:
-    return {"attention_out_bias": model.has("attn_output.bias")}
-
-
 SIGMOID = 2
 """The value of `expert_gating_func` for experts with independent scores."""
 ARCHITECTURES: dict[str, Architecture] = {
@@ -253,23 +215,27 @@ ARCHITECTURES: dict[str, Architecture] = {
     "qwen3": Architecture("qwen3"),
     "qwen2moe": Architecture("qwen2_moe", _qwen_moe),
     "qwen3moe": Architecture("qwen3_moe", _qwen_moe),
-    "gemma": Architecture("gemma", _gemma, norm_plus_one=True),
+    "gemma": Architecture("gemma", {"hidden_activation": "gelu_pytorch_tanh"}, norm_plus_one=True),
     "gemma2": Architecture("gemma2", _gemma2, SANDWICH_NORMS, norm_plus_one=True),
     "gemma3": Architecture("gemma3_text", _gemma3, SANDWICH_NORMS, norm_plus_one=True),
-    "phi2": Architecture("phi", _phi),
+    "phi2": Architecture("phi", {"hidden_act": "gelu_new"}),
     "phi3": Architecture("phi3", fused_gate_up=True),
-    "olmo": Architecture("olmo", _olmo, paired=True),
+    "olmo": Architecture("olmo", lambda model, _: {"clip_qkv": model.value("attention.clamp_kqv", float)}, paired=True),
     "olmo2": Architecture("olmo2", names=POST_NORMS),
-    "olmoe": Architecture("olmoe", _olmoe),
-    "starcoder2": Architecture("starcoder2", _starcoder2),
+    "olmoe": Architecture("olmoe", lambda model, _: _expert_width(_experts(model)) | {"norm_topk_prob": False}),
+    "starcoder2": Architecture(
+        "starcoder2", lambda model, _: {"hidden_act": "gelu_pytorch_tanh", "use_bias": model.has("attn_q.bias")}
+    ),
     "command-r": Architecture("cohere", _cohere),
-    "cohere2": Architecture("cohere2", _cohere2),
+    "cohere2": Architecture("cohere2", lambda model, config: _cohere(model, config) | _layer_types(model, 4)),
     "granite": Architecture("granite", _granite, paired=True),
     "granitemoe": Architecture("granitemoe", _granite, paired=True),
     "stablelm": Architecture("stablelm", _parallel),
     "gptneox": Architecture("gpt_neox", _gpt_neox),
-    "nemotron": Architecture("nemotron", lambda model, config: {"hidden_act": "relu2"}, norm_plus_one=True),
-    "exaone4": Architecture("exaone4", _exaone4, POST_NORMS),
+    "nemotron": Architecture("nemotron", {"hidden_act": "relu2"}, norm_plus_one=True),
+    "exaone4": Architecture(
+        "exaone4", lambda model, config: _layer_types(model, 4 if config["sliding_window"] else 1), POST_NORMS
+    ),
     "glm4": Architecture(
         "glm4",
         names={
@@ -278,14 +244,18 @@ ARCHITECTURES: dict[str, Architecture] = {
         },
         fused_gate_up=True,
     ),
-    "ernie4_5": Architecture("ernie4_5", _ernie),
-    "arcee": Architecture("arcee", lambda model, config: {"hidden_act": "relu2"}, paired=True),
-    "seed_oss": Architecture("seed_oss", _seed_oss, {"post_attention_norm": "post_attention_layernorm"}),
+    "ernie4_5": Architecture("ernie4_5", lambda _, config: {"use_bias": config["attention_bias"]}),
+    "arcee": Architecture("arcee", {"hidden_act": "relu2"}, paired=True),
+    "seed_oss": Architecture(
+        "seed_oss",
+        lambda model, _: {"attention_out_bias": model.has("attn_output.bias")},
+        {"post_attention_norm": "post_attention_layernorm"},
+    ),
     "smollm3": Architecture("smollm3", paired=True),
     "gpt-oss": Architecture("gpt_oss", _gpt_oss, {"post_attention_norm": "post_attention_layernorm"}),
     "glm4moe": Architecture("glm4_moe", _sigmoid_experts, {"post_attention_norm": "post_attention_layernorm"}),
     "dots1": Architecture("dots1", _sigmoid_experts),
-    "minimax-m2": Architecture("minimax_m2", _minimax),
+    "minimax-m2": Architecture("minimax_m2", lambda model, _: _expert_width(_scored_alone(model))),
     "hunyuan-dense": Architecture("hunyuan_v1_dense"),
     "granitehybrid": Architecture("granitemoehybrid", _granite_hybrid, MAMBA_NAMES, paired=True),
     "lfm2": Architecture("lfm2", _lfm2, LFM2_NAMES),
@@ -301,7 +271,8 @@ def config_of(model: GgufModel) -> dict[str, Any]:
     """Raises UnsupportedModel or CorruptCheckpoint."""
     architecture = _architecture(model)
     config = _common(model, architecture.model_type)
-    config |= architecture.values(model, config)
+    own = architecture.values
+    config |= own if isinstance(own, Mapping) else own(model, config)
     parts = stored_parts(model.tensors, layout_of(model))
     config["quantization_config"] = {"quant_method": "gguf", "types": _types(parts)}
     config["dtype"] = _dtype(parts)

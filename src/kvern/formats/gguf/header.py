@@ -7,7 +7,8 @@
 
 A string is its number of bytes, u64, and UTF-8 text (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md). Counts
 and lengths are limited by the size of the file. Strings and arrays are decoded on demand, so that a vocabulary costs a
-walk over its lengths. Types of tensors have the names and numbers of ggml's `ggml_type`."""
+walk over its lengths. Types of tensors have the names and numbers of ggml's `ggml_type`.
+"""
 
 import math
 import mmap

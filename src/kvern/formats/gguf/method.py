@@ -5,7 +5,8 @@ Kernels of a CPU have codes and scales of rows apart:
     q4_0, iq4_nl, mxfp4   codes in pairs, as other formats of four bits have them
     q8_0                  codes
     q4_k                  codes in pairs; scales and minima a byte each: 148 bytes for 144
-    q6_k                  codes and scales a byte each: 274 bytes for 210"""
+    q6_k                  codes and scales a byte each: 274 bytes for 210
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field

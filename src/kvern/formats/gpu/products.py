@@ -2,7 +2,8 @@
 
 For one row a kernel reads the codes and computes little. For more rows weights are decoded inside the product, or in
 runs of rows for cuBLAS; or, where the format rounds activations, activations become 8-bit codes and both operands stay
-quantized, in kernels or in `library_products` of one byte. The tuner times all of them."""
+quantized, in kernels or in `library_products` of one byte. The tuner times all of them.
+"""
 
 import functools
 from bisect import bisect_left

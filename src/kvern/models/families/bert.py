@@ -1,6 +1,7 @@
 """Encoders: BERT (Devlin et al. 2018), RoBERTa (Liu et al. 2019) and XLM-RoBERTa (Conneau et al. 2020).
 
-`check_encoder` and `is_classifier` read what configurations of all encoders share."""
+`check_encoder` and `is_classifier` read what configurations of all encoders share.
+"""
 
 from kvern.errors import UnsupportedModel
 from kvern.models.describe import describe, read_activation, read_head_dim
