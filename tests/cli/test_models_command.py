@@ -75,7 +75,7 @@ def test_no_weight_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     def fail(*given: Any) -> None:
         raise AssertionError("a file was mapped")
 
-    monkeypatch.setattr("kvern.models.stored_tensor.open_map", fail)
+    monkeypatch.setattr("kvern.models.checkpoint.open_map", fail)
     monkeypatch.setattr("kvern.models.loader.open_map", fail)
     assert main(["models", str(folder)]) == 0
 

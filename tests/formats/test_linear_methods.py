@@ -112,7 +112,7 @@ def test_a_missing_tensor_of_a_format_is_named(tmp_path: Path) -> None:
 def test_runs_of_rows_fill_every_tensor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = quantize(make_checkpoint("llama", tmp_path / "model"), tmp_path, ALL).quantized
     expected = load_model(folder).state_dict()
-    monkeypatch.setattr("kvern.models.stored_tensor.RUN_BYTES", 200)
+    monkeypatch.setattr("kvern.models.checkpoint.RUN_BYTES", 200)
     loaded = load_model(folder).state_dict()
     assert all(torch.equal(loaded[name], tensor) for name, tensor in expected.items())
 

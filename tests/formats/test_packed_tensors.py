@@ -109,7 +109,7 @@ def test_logits_of_a_packed_model(
     found, expected = logits(load_model(made.quantized), PROMPT), logits(load_model(made.rounded), PROMPT)
     assert (found - expected).abs().max() < 1e-4
     assert (found - logits(load_model(tmp_path / "model"), PROMPT)).abs().max() > 0.1
-    monkeypatch.setattr("kvern.models.stored_tensor.RUN_BYTES", 300)
+    monkeypatch.setattr("kvern.models.checkpoint.RUN_BYTES", 300)
     assert torch.equal(logits(load_model(made.quantized), PROMPT), found)
 
 

@@ -104,7 +104,7 @@ def test_runs_of_rows_fill_every_tensor(
 ) -> None:
     folder = make("llama", tmp_path, pack, config, num_hidden_layers=1).quantized
     expected = load_model(folder).state_dict()
-    monkeypatch.setattr("kvern.models.stored_tensor.RUN_BYTES", run_bytes)
+    monkeypatch.setattr("kvern.models.checkpoint.RUN_BYTES", run_bytes)
     loaded = load_model(folder).state_dict()
     assert loaded.keys() == expected.keys()
     for name, tensor in expected.items():

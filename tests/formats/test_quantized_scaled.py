@@ -202,7 +202,7 @@ def test_plain_weights_are_quantized_while_they_are_loaded(
     model = make_checkpoint(family, tmp_path / "model")
     packing = Packing(code, round=FP8 if code == "e4m3" else INT8)
     made = quantize(model, tmp_path, packing, {})
-    monkeypatch.setattr("kvern.models.stored_tensor.RUN_BYTES", 2000)
+    monkeypatch.setattr("kvern.models.checkpoint.RUN_BYTES", 2000)
     decoder = load_model(model, LoadOptions(quantization=quantization))
     plain = load_model(made.rounded, LoadOptions(unquantized=reference(packing)))
     assert (logits(decoder, PROMPT) - logits(plain, PROMPT)).abs().max() < 1e-4

@@ -68,7 +68,7 @@ def test_a_cache_of_integers_stays_near(reference: Reference) -> None:
 @pytest.mark.parametrize("options", [{}, {"cpu_kernels": False}], ids=str)
 def test_published_experts(options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In runs of an expert or two."""
-    monkeypatch.setattr("kvern.models.stored_tensor.RUN_BYTES", 4500)
+    monkeypatch.setattr("kvern.models.checkpoint.RUN_BYTES", 4500)
     model = make_checkpoint("gpt_oss", tmp_path / "model", hidden_size=64, intermediate_size=32)
     made = store(model, tmp_path, mxfp4_experts, r"experts\.\w+_proj$", GPT_OSS["quantization_config"])
     with engine(made.quantized, **options) as llm:

@@ -17,7 +17,7 @@ from kvern.config import EngineConfig
 from kvern.errors import ConfigError, CorruptCheckpoint
 from kvern.layers import delta_net, mamba2
 from kvern.layers import states as layer_states
-from kvern.layers.decays import CHUNK
+from kvern.layers.convolution import CHUNK
 from kvern.models.loader import load_model, read_config
 from kvern.models.registry import spec_from_config
 from kvern.request.request import PromptInput, Request, RequestSpec

@@ -50,7 +50,7 @@ def test_shards_with_an_index_load_like_one_file(folder: Path, tmp_path: Path) -
 
 def test_runs_of_rows_load_like_whole_tensors(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = weights(load_model(folder))
-    monkeypatch.setattr("kvern.models.stored_tensor.RUN_BYTES", 500)
+    monkeypatch.setattr("kvern.models.checkpoint.RUN_BYTES", 500)
     runs = weights(load_model(folder))
     assert all(torch.equal(whole[name], runs[name]) for name in whole)
 

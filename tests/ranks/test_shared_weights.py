@@ -127,7 +127,7 @@ def test_codes_of_four_bits_are_shared(name: str, tmp_path: Path) -> None:
 
 def test_experts_as_gpt_oss_publishes_them_are_shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Gate and up in turns, with biases, in runs of an expert or two."""
-    monkeypatch.setattr("kvern.models.stored_tensor.RUN_BYTES", 4500)
+    monkeypatch.setattr("kvern.models.checkpoint.RUN_BYTES", 4500)
     model = make_checkpoint("gpt_oss", tmp_path / "model", hidden_size=64, intermediate_size=64)
     made = store(model, tmp_path, pack_published, r"experts\.\w+_proj$", GPT_OSS["quantization_config"])
     found, expected = logits_of_ranks(made.quantized, 2), logits(load_model(made.rounded), PROMPT)

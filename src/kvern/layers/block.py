@@ -6,7 +6,8 @@ from typing import NamedTuple, cast
 
 from torch import Tensor
 
-from kvern.layers.attention import Attention
+from kvern.errors import UnsupportedModel
+from kvern.layers.attention import Attention, fuses_norm
 from kvern.layers.build import Build
 from kvern.layers.halves import Update, joined
 from kvern.layers.mlp import make_mlp
@@ -32,7 +33,7 @@ Mix = Callable[[Tensor, StepContext], Tensor]
 """The forward pass of a mixer."""
 RECURRENT: Mapping[type, tuple[str, str]] = {
     DeltaNetSpec: ("linear_attn", "kvern.layers.delta_net:DeltaNet"),
-    ShortConvSpec: ("conv", "kvern.layers.short_conv:ShortConv"),
+    ShortConvSpec: ("conv", "kvern.layers.convolution:ShortConv"),
     Mamba2Spec: ("mamba", "kvern.layers.mamba2:Mamba2"),
 }
 """What a Llama-style checkpoint calls mixers with states, and their modules, imported for models that have them."""
@@ -178,3 +179,54 @@ def make_attention(index: int, model: ModelSpec, layer: LayerSpec, build: Build)
     from kvern.layers.indexed_attention import IndexedAttention
 
     return IndexedAttention(index, model, layer.mixer, layer.rope, build)
+
+
+def can_fuse(model: ModelSpec, layer: LayerSpec) -> bool:
+    """Return whether a layer of a model can be a `FusedLayer`."""
+    return (
+        isinstance(layer.mixer, AttentionSpec)
+        and not layer.mixer.gated
+        and model.norm.kind == "rms"
+        and model.norm.weight
+        and set(model.block.norms) == {"attention_in", "mlp_in"}
+        and model.block.scale == 1.0
+        and fuses_norm(model.query_key_norm)
+    )
+
+
+def adds_by_norms(spec: ModelSpec) -> bool:
+    """Return whether a norm adds everything that a model's layers compute to the residual."""
+    return (
+        spec.norm.kind == "rms"
+        and spec.norm.weight
+        and set(spec.block.norms) == {"attention_in", "mlp_in"}
+        and not (spec.block.parallel or spec.augmented)
+    )
+
+
+def sums_late(spec: ModelSpec, build: Build) -> bool:
+    """Return whether norms add up what ranks compute of a model's layers.
+
+    They are kernels, whose results depend on how many rows there are.
+    """
+    return build.ranks.peers is not None and "norm" in build.kernels and not build.deterministic and adds_by_norms(spec)
+
+
+def block_class(spec: ModelSpec, layer: LayerSpec, build: Build) -> type[SequentialLayer]:
+    """The block of one of a model's layers, of few launches where the build has the kernels."""
+    if layer.mixer is None or layer.mlp is None:
+        return MlpLayer if layer.mixer is None else MixerLayer
+    if spec.augmented:
+        if spec.block.parallel or spec.block.scale != 1.0:
+            raise UnsupportedModel(
+                f"{spec.model_type}: inputs, experts and scalars beside parallel blocks or a residual scale"
+            )
+        augmented = "AugmentedLayer" if spec.additions.altup is None else "AltUpLayer"
+        return cast("type[SequentialLayer]", imported(f"kvern.layers.augmented:{augmented}"))
+    if not spec.block.parallel:
+        if "few_rows" in build.kernels and not build.deterministic and can_fuse(spec, layer):
+            return cast("type[SequentialLayer]", imported("kvern.layers.fused:FusedLayer"))
+        return SequentialLayer
+    if spec.block.scale != 1.0 or {"attention_out", "mlp_out"} & set(spec.block.norms):
+        raise UnsupportedModel(f"{spec.model_type}: parallel blocks with norms after their parts or a residual scale")
+    return ParallelLayer if "mlp_in" in spec.block.norms else SharedNormLayer

@@ -7,8 +7,8 @@ from torch import Tensor
 from kvern.cpu.library import DTYPES, address
 from kvern.cpu.rotary import Heads, rotate, rotate_and_store
 from kvern.cpu.rows import NORMS
+from kvern.layers.attention import HeadNorms
 from kvern.layers.build_options import BuildOptions
-from kvern.layers.heads import HeadNorms
 from kvern.layers.norm import HeadNorm, RowNorm, SharedRowNorm
 from kvern.layers.step_context import PagedAttend, StepContext, rows_of
 from kvern.spec.model import LayerSpec, ModelSpec

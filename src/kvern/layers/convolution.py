@@ -1,14 +1,24 @@
-"""A causal convolution of each channel by itself over the last few tokens of a request."""
+"""Parts of layers with states: a causal convolution of each channel over a request's last tokens, and decays.
+
+`ShortConv`, a gated convolution, stands in the place of attention in most layers of LFM2.
+"""
 
 from collections.abc import Sequence
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from kvern.layers.build import Build
 from kvern.layers.build_options import Section
+from kvern.layers.linear import column, row
+from kvern.layers.linear_method import fill_random
 from kvern.layers.loadable import Loadable, copy_shares
+from kvern.layers.module import Module
 from kvern.layers.states import StepStates, advance_states
+from kvern.layers.step_context import StepContext, rows_of
+from kvern.plugins import imported
+from kvern.spec.mixers import ShortConvSpec
 
 
 class Convolution(Loadable):
@@ -71,3 +81,74 @@ class Convolution(Loadable):
             for channels in copy_shares(self.taps.T, tensor[:, 0], first_row, self._shares):
                 if self._scales is not None:
                     self.taps[:, channels].mul_(self._scales[channels])
+
+
+CHUNK = 64
+"""Tokens that are taken together."""
+
+
+class Decays(Loadable):
+    """`[T, heads]` in any dtype -> the tokens' steps and decays `[T, heads]`, float32; `e^decay` of a state is kept.
+
+    Weights are float32: rates [heads] below 0, and [heads] that are added before a step's softplus.
+    """
+
+    def __init__(self, heads: int, build: Build) -> None:
+        super().__init__(build.path)
+        self.rate = build.empty(heads, dtype=torch.float32)
+        self.step = build.empty(heads, dtype=torch.float32)
+        self._share = build.ranks.share(heads)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        steps = F.softplus(x.float() + self.step)
+        return steps, self.rate * steps
+
+    def parts(self) -> dict[str, tuple[int, ...]]:
+        return {"A_log": (self._share.whole,), "dt_bias": (self._share.whole,)}
+
+    def load(self, part: str, tensor: Tensor, first_row: int = 0) -> None:
+        if part == "A_log":
+            copy_shares(self.rate, tensor.float().exp().neg(), first_row, [self._share])
+        else:
+            copy_shares(self.step, tensor, first_row, [self._share])
+
+    def fill_random(self, generator: torch.Generator) -> None:
+        fill_random(self.step, generator)
+        self.rate.fill_(-1.0)
+
+
+def within_chunk(decay: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The factors that are left of earlier tokens after `decay [heads, L]`, the logarithms of each token's factor.
+
+    Returns float32 tensors: `[heads, L, L]`, at token i of what token j <= i added; `[heads, L, 1]`, at each token
+    of the state before the chunk; `[heads, L, 1]`, after the chunk of what each token added.
+    """
+    since = decay.double().cumsum(1)  # of large sums float32 would leave differences few digits
+    between = (since[:, :, None] - since[:, None]).float().tril_().exp_().tril_()
+    return between, since.float().exp_()[..., None], (since[:, -1:] - since).float().exp_()[..., None]
+
+
+class ShortConv(Module):
+    """`hidden [T, hidden] -> [T, hidden]`. `index`: the layer's place among those that have states."""
+
+    def __init__(self, index: int, hidden_size: int, spec: ShortConvSpec, build: Build) -> None:
+        super().__init__()
+        self.index = index
+        channels = [Section(spec.channels)]
+        self.in_proj = column(build, hidden_size, {"in_proj": 3 * channels}, bias=spec.bias)
+        self.conv = Convolution(spec.kernel, channels, "conv", build, bias=spec.bias)
+        self.out_proj = row(build, spec.channels, "out_proj", hidden_size, bias=spec.bias)
+        self._kernels = None
+        if "states" in build.kernels:
+            self._kernels = imported("kvern.layers.recurrent_kernels:StateKernels")(index)
+
+    def forward(self, hidden: Tensor, step: StepContext) -> Tensor:
+        projected = self.in_proj(hidden, step.adapters.rows)
+        if self._kernels is not None:
+            gated = rows_of(self._kernels.advance(step.states, (projected,), self.conv), step.wanted)
+        else:
+            before, after, x = torch.chunk(projected, 3, 1)
+            convolved = self.conv(before * x, step.states, step.states.layers[self.index][0])
+            gated = rows_of(after, step.wanted) * rows_of(convolved, step.wanted).to(hidden.dtype)
+        out: Tensor = self.out_proj(gated, step.adapters.wanted)
+        return out

@@ -16,8 +16,7 @@ from torch import Tensor
 
 from kvern.layers.build import Build
 from kvern.layers.build_options import Section
-from kvern.layers.convolution import Convolution
-from kvern.layers.decays import CHUNK, Decays, within_chunk
+from kvern.layers.convolution import CHUNK, Convolution, Decays, within_chunk
 from kvern.layers.linear import column, row
 from kvern.layers.module import Module
 from kvern.layers.norm import Norm

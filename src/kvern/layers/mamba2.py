@@ -15,8 +15,7 @@ from torch import Tensor
 
 from kvern.layers.build import Build
 from kvern.layers.build_options import BuildOptions, Section
-from kvern.layers.convolution import Convolution
-from kvern.layers.decays import CHUNK, Decays, within_chunk
+from kvern.layers.convolution import CHUNK, Convolution, Decays, within_chunk
 from kvern.layers.linear import column, row
 from kvern.layers.loadable import Vector
 from kvern.layers.module import Module

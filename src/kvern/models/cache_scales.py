@@ -8,10 +8,9 @@ from typing import Any
 import torch
 
 from kvern.errors import CorruptCheckpoint
-from kvern.models.checkpoint import read_headers
+from kvern.models.checkpoint import StoredTensor, open_map, read_headers
 from kvern.models.loader import llama_name
 from kvern.models.share import share_of
-from kvern.models.stored_tensor import StoredTensor, open_map
 from kvern.ranks.ranks import ALONE, Ranks
 from kvern.spec.model import ModelSpec
 

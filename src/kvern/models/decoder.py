@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 from torch import Tensor, nn
 
 from kvern.errors import UnsupportedModel
-from kvern.layers.block import Places, Residual, SequentialLayer
-from kvern.layers.block_choice import block_class, sums_late
+from kvern.layers.block import Places, Residual, SequentialLayer, block_class, sums_late
 from kvern.layers.build import Build
 from kvern.layers.build_options import BuildOptions
 from kvern.layers.embedding import EmbeddedTokens, SharedHead, make_embedding, make_head

@@ -8,11 +8,10 @@ from pathlib import Path
 
 from kvern.errors import InvalidRequest, KvernError, UnsupportedModel
 from kvern.io.files import open_regular, read_object
-from kvern.models.checkpoint import read_headers
+from kvern.models.checkpoint import is_equal, read_headers
 from kvern.models.header import read_entries
 from kvern.models.pooling import POOLING_FILE, read_pooling, read_usual_len
 from kvern.models.registry import Config, spec_from_config
-from kvern.models.stored_tensor import is_equal
 from kvern.spec.model import ModelSpec, Pooling, Rename
 
 logger = logging.getLogger("kvern")

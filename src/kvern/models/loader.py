@@ -19,10 +19,9 @@ from kvern.layers.build import Build
 from kvern.layers.linear_format import LinearFormat, LinearMethods, linear_methods
 from kvern.layers.linear_method import ANY
 from kvern.layers.unquantized import Unquantized
-from kvern.models.checkpoint import read_headers
+from kvern.models.checkpoint import StoredTensor, open_map, read_headers
 from kvern.models.decoder import Decoder
 from kvern.models.embedder import spec_of_folder
-from kvern.models.stored_tensor import StoredTensor, open_map
 from kvern.models.weighted import TensorTarget, WeightedModel
 from kvern.ranks.ranks import ALONE, Ranks
 from kvern.spec.model import ModelSpec, Rename

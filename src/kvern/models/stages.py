@@ -8,9 +8,9 @@ from itertools import accumulate
 from torch import nn
 
 from kvern.errors import ConfigError
+from kvern.models.checkpoint import StoredTensor
 from kvern.models.decoder import Decoder
 from kvern.models.share import of_whole
-from kvern.models.stored_tensor import StoredTensor
 from kvern.ranks.stages import Stage
 from kvern.spec.mixers import AttentionSpec
 from kvern.spec.model import ModelSpec

@@ -6,7 +6,7 @@ import torch
 
 from kvern.errors import CorruptCheckpoint
 from kvern.io.files import open_regular, reason
-from kvern.models.stored_tensor import StoredTensor
+from kvern.models.checkpoint import StoredTensor
 
 
 def read_torch_file(file: Path) -> list[StoredTensor]:

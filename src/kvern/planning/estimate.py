@@ -22,7 +22,7 @@ import torch
 
 from kvern.config import EngineConfig
 from kvern.errors import ConfigError
-from kvern.layers.block_choice import adds_by_norms
+from kvern.layers.block import adds_by_norms
 from kvern.layers.halves import least_rows
 from kvern.layers.linear_format import LinearMethods
 from kvern.layers.unquantized import Unquantized

@@ -15,8 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvern.layers.block import Places, SequentialLayer
-from kvern.layers.block_choice import block_class
+from kvern.layers.block import Places, SequentialLayer, block_class
 from kvern.layers.latent_attention import LatentExpansion
 from kvern.layers.rope import RopeTable, positions_alone
 from kvern.layers.states import new_states

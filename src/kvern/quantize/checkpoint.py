@@ -15,10 +15,9 @@ from kvern.errors import ConfigError, CorruptCheckpoint, UnsupportedModel, shown
 from kvern.layers.build import Build
 from kvern.layers.linear_format import LinearMethods
 from kvern.layers.loadable import Loadable
-from kvern.models.checkpoint import read_headers
+from kvern.models.checkpoint import StoredTensor, open_map, read_headers
 from kvern.models.embedder import spec_of_folder
 from kvern.models.loader import check_fits, choose_dtype, llama_name, outline_of, read_config
-from kvern.models.stored_tensor import StoredTensor, open_map
 from kvern.models.weighted import targets_of
 from kvern.quantize.watched import Watched, places
 from kvern.spec.mixers import AttentionSpec, LatentAttentionSpec

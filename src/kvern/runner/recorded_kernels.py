@@ -31,7 +31,7 @@ from kvern.kernels.launch import processors
 from kvern.kernels.peer_words import PeerMemory, memory_of, row_words_of, rows_kept
 from kvern.kernels.recording import Launches, recording
 from kvern.kernels.shared_norm import await_flags, shared_norm
-from kvern.layers.block_choice import adds_by_norms
+from kvern.layers.block import adds_by_norms
 from kvern.layers.build import Build
 from kvern.layers.linear import Linear
 from kvern.layers.moe import ExpertsBeside, MoE

@@ -10,7 +10,7 @@ from kvern.kernels.peer_exchange import peer_gather, peer_sum_scattered
 from kvern.kernels.peer_sum import coded_peer_sum_norm, peer_sum, peer_sum_norm
 from kvern.kernels.peer_words import PeerMemory, addresses_of, memory_of, row_words_of, rows_kept
 from kvern.kernels.shared_norm import await_flags, shared_norm
-from kvern.layers.block_choice import adds_by_norms
+from kvern.layers.block import adds_by_norms
 from kvern.spec.model import ModelSpec
 from tests.support.kernel_list.dense import normed
 from tests.support.kernel_list.entry import Call, Inputs, Kernel

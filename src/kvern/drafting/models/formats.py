@@ -14,12 +14,11 @@ from kvern.drafting.models.choice import entries_of, is_draft_head
 from kvern.drafting.models.head import DraftHead, DraftHeadSpec, Eagle3Spec, make_draft_head
 from kvern.errors import UnsupportedModel
 from kvern.layers.linear_format import LinearFormat
-from kvern.models.checkpoint import read_headers
+from kvern.models.checkpoint import StoredTensor, read_headers
 from kvern.models.decoder import Decoder
 from kvern.models.loader import filled_model, llama_name, read_config, stored_methods
 from kvern.models.registry import Config, spec_from_config
 from kvern.models.share import share_of
-from kvern.models.stored_tensor import StoredTensor
 from kvern.ranks.ranks import Ranks
 from kvern.spec.mixers import AttentionSpec
 from kvern.spec.model import BlockSpec, HeadLayerSpec, MlpSpec, ModelSpec, MoeSpec, Rename

@@ -14,8 +14,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from kvern.layers.block import Places, make_attention
-from kvern.layers.block_choice import block_class
+from kvern.layers.block import Places, block_class, make_attention
 from kvern.layers.build import Build
 from kvern.layers.embedding import make_embedding, make_head
 from kvern.layers.linear import Linear

@@ -20,12 +20,11 @@ from torch import Tensor
 from kvern.drafting.models.medusa_heads import MedusaHeads, MedusaSpec
 from kvern.errors import UnsupportedModel
 from kvern.layers.linear_format import LinearFormat
-from kvern.models.checkpoint import read_headers
+from kvern.models.checkpoint import StoredTensor, read_headers
 from kvern.models.decoder import Decoder
 from kvern.models.hub import MEDUSA
 from kvern.models.loader import filled_model, llama_name, read_config, stored_methods
 from kvern.models.registry import Config
-from kvern.models.stored_tensor import StoredTensor
 from kvern.models.torch_file import read_torch_file
 from kvern.spec.model import ModelSpec, Rename
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from kvern.formats.gguf.config import layout_of
 from kvern.formats.gguf.files import read_gguf
 from kvern.formats.gguf.names import StoredPart, stored_parts
-from kvern.models.stored_tensor import StoredTensor
+from kvern.models.checkpoint import StoredTensor
 
 DTYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
 

@@ -11,7 +11,7 @@ from kvern.device.measurements import Measurements
 from kvern.device.timing import time_calls
 from kvern.kernels.norm import add_rms_norm
 from kvern.kernels.peer_words import PeerMemory, row_words_of
-from kvern.layers.block_choice import adds_by_norms, can_fuse
+from kvern.layers.block import adds_by_norms, can_fuse
 from kvern.layers.halves import TILE_ROWS, least_rows
 from kvern.ranks.peer_sums import EPSILON, TIMED_ROWS, WAYS, PeerExchange, PeerSums, Way
 from kvern.ranks.ranks import Ranks
