@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvern.cpu.packed import RUN, Groups, GroupsProduct, Int8Product, rounded_in_runs, side_by_side
+from kvern.cpu.check import rounded_in_runs
+from kvern.cpu.packed import RUN, Groups, GroupsProduct, Int8Product, side_by_side
 from kvern.formats.bitsandbytes import Nf4Method
 from kvern.formats.compressed_tensors import PackQuantizedMethod
 from kvern.formats.fp4 import MX, NV, fp4_format

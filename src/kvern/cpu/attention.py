@@ -1,12 +1,12 @@
 """Attention over a paged KV cache, in place."""
 
 import ctypes
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from kvern.cpu.library import CODE, DTYPES, INTEGER, NUMBER, POINTER, address, close_to, fields, function
+from kvern.cpu.library import CODE, DTYPES, INTEGER, NUMBER, POINTER, address, fields, function
 
 _attend = function("kvern_attend", POINTER, POINTER, POINTER, INTEGER, POINTER, POINTER, INTEGER)
 
@@ -114,37 +114,3 @@ class Step:
         self.tensors = (block_table, requests)  # kept alive, because their addresses are used
         self._step = _Step(block_table.data_ptr(), block_table.stride(0), requests.data_ptr(), requests.shape[1])
         self.address = ctypes.addressof(self._step)
-
-
-def check() -> None:
-    """Compare with PyTorch. Raises AssertionError."""
-    generator = torch.Generator().manual_seed(0)
-
-    def random(*shape: int) -> Any:
-        return torch.randn(shape, generator=generator)
-
-    heads = 6
-    kv_heads = 2
-    size = 16
-    starts, counts = [0, 300, 41], [70, 1, 3]
-    table = torch.randperm(60, generator=generator).int().view(3, 20)
-    for dtype, head_dim, value_dim in ((torch.float32, 40, None), (torch.bfloat16, 64, None), (torch.float32, 72, 48)):
-        cache = random(2 if value_dim is None else 1, 60, size, kv_heads, head_dim).to(dtype)
-        query = random(sum(counts), heads, head_dim).to(dtype)
-        forms = ((None, True),) if value_dim is not None else ((None, True), (None, False), (20, False))
-        for window, causal in forms:
-            layer = CachedLayer(cache, None, dtype, AttentionForm(heads, 0.2, window, None, value_dim, causal))
-            found = layer.attend(Step(table, torch.tensor([[0, 1, 2], starts, counts])), query)
-            expected = []
-            for row, start, tokens in zip(table, starts, query.split(counts), strict=True):
-                end = start + len(tokens)
-                stored = cache[:, row.long()].flatten(1, 2)[:, :end].transpose(1, 2).double()
-                key, value = stored[0], stored[-1][..., :value_dim]
-                ahead = torch.arange(end) - torch.arange(start, end)[:, None]
-                hidden = (ahead > 0) & causal | (ahead.abs() >= (window or end))
-                mask = torch.zeros(hidden.shape, dtype=torch.float64).masked_fill(hidden, float("-inf"))
-                attended = torch.nn.functional.scaled_dot_product_attention(
-                    tokens.double().transpose(0, 1)[None], key[None], value[None], mask, scale=0.2, enable_gqa=True
-                )
-                expected.append(attended[0].transpose(0, 1))
-            close_to(found, torch.cat(expected), 1e-5 if dtype == torch.float32 else 1e-2)

@@ -110,14 +110,3 @@ def replayed(name: str) -> int:
 def address(tensor: Tensor | None) -> int | None:
     """The address of a tensor's data; None for None."""
     return None if tensor is None else tensor.data_ptr()
-
-
-def close_to(found: Tensor, expected: Tensor, tolerance: float | None = None) -> None:
-    """Raises AssertionError if results differ by more than `tolerance` times the largest number.
-
-    None: the rounding error of the results' dtype.
-    """
-    largest = expected.abs().max().item()
-    error = (found.double() - expected.double()).abs().max().item() / largest
-    limit = tolerance or 2 * torch.finfo(found.dtype).eps
-    assert error <= limit, f"off by {error:.2g} of the largest number, more than {limit:.2g}"

@@ -6,8 +6,7 @@ import torch
 from torch import Tensor
 
 from kvern.cpu import large_pages
-from kvern.cpu.library import CODE, DTYPES, INTEGER, POINTER, address, close_to, function
-from kvern.cpu.rows import ACTIVATIONS
+from kvern.cpu.library import CODE, DTYPES, INTEGER, POINTER, address, function
 
 _pack = function("kvern_pack_linear", POINTER, POINTER, INTEGER, INTEGER, CODE, CODE)
 _unpack = function(
@@ -123,28 +122,3 @@ def linear_heads(packed: PackedHeads, x: Tensor) -> Tensor:
         DTYPES[x.dtype],
     )  # fmt: skip
     return out
-
-
-def check() -> None:
-    """Compare with PyTorch. Raises AssertionError."""
-    generator = torch.Generator().manual_seed(0)
-    for dtype, tolerance in ((torch.float32, 1e-5), (torch.bfloat16, None)):
-        for rows, outputs, inputs in ((1, 72, 40), (19, 150, 1037), (61, 64, 96)):
-            weight = torch.randn(outputs, inputs, generator=generator).to(dtype)
-            x = torch.randn(rows, inputs, generator=generator).to(dtype)
-            bias = torch.randn(outputs, generator=generator).to(dtype)
-            expected = x.double() @ weight.double().T + bias.double()
-            gate, up = expected.chunk(2, -1)
-            packed, gated = pack(weight), pack(weight, gated=True)
-            assert torch.equal(unpack(packed), weight), "a packed matrix is not what it was"
-            some = unpack(packed, torch.tensor([4, 3, outputs + 4]), 4)
-            assert torch.equal(some, weight[:1].new_zeros(3, inputs).index_copy(0, torch.tensor([0]), weight[:1])), (
-                "rows of a part are others"
-            )
-            close_to(linear(x, packed, bias), expected, tolerance)
-            close_to(linear(x, gated, bias), expected, tolerance)
-            close_to(gated_linear(x, gated, bias, ACTIVATIONS["silu"]), torch.nn.functional.silu(gate) * up, tolerance)
-            weights = torch.randn(3, outputs, inputs, generator=generator).to(dtype)
-            rows_of_heads = torch.randn(rows, 3, inputs + 5, generator=generator).to(dtype)[..., :inputs]
-            expected = torch.einsum("thi,hoi->tho", rows_of_heads.double(), weights.double())
-            close_to(linear_heads(pack_heads(weights), rows_of_heads), expected, tolerance)

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kvern.cpu import large_pages
-from kvern.cpu.library import CODE, DTYPES, INTEGER, NUMBER, POINTER, address, close_to, fields, function
+from kvern.cpu.library import CODE, DTYPES, INTEGER, NUMBER, POINTER, address, fields, function
 
 LANES = 16
 """Outputs whose codes are interleaved."""
@@ -193,50 +193,3 @@ class GroupsProduct:
             *map(at, parts), address(of.order), address(self._numbers), *self._sizes, *self._kinds
         )  # fmt: skip
         return self._of_output.setdefault(first, found)
-
-
-def rounded_in_runs(x: Tensor, run: int) -> Tensor:
-    """The rounded activations, [T, inputs] float64, with one scale for each `run` inputs, computed by PyTorch."""
-    runs = x.float().view(len(x), -1, run)
-    scale = (runs.abs().amax(-1, keepdim=True) / 127).clamp_min(1e-12)
-    return ((runs / scale).round().double() * scale).flatten(-2)
-
-
-def check() -> None:
-    """Compare with PyTorch. Raises AssertionError."""
-    _check_int8()
-    _check_groups()
-
-
-def _check_groups() -> None:
-    generator = torch.Generator().manual_seed(0)
-    outputs, inputs = 83, 192
-    for dtype, rows, group, wide in (
-        (torch.float32, 5, 64, False), (torch.bfloat16, 1, 64, False), (torch.bfloat16, 5, 32, False),
-        (torch.bfloat16, 5, 16, True),
-    ):  # fmt: skip
-        x, bias = (torch.randn(*shape, generator=generator).to(dtype) for shape in ((rows, inputs), (outputs,)))
-        width = inputs if wide else inputs // 2
-        codes = torch.randint(0, 256, (outputs, width), dtype=torch.uint8, generator=generator)
-        scale = (torch.rand(outputs, inputs // group, generator=generator) / 64).half()
-        zero = torch.randint(0, 16, scale.shape, dtype=torch.uint8, generator=generator)
-        numbers = codes.view(torch.int8) if wide else torch.stack((codes & 15, codes >> 4), -1)
-        plain = (numbers.view(*scale.shape, group).double() - zero.unsqueeze(-1)) * scale.unsqueeze(-1)
-        matrix = Groups(
-            side_by_side(codes, STEP), None if wide else range(16), side_by_side(scale), side_by_side(zero), group
-        )
-        rounded = dtype == torch.bfloat16
-        found = GroupsProduct(matrix, outputs, rounded)(x, bias)
-        used = rounded_in_runs(x, min(group, RUN)) if rounded else x.double()
-        close_to(found, used @ plain.flatten(1).t() + bias, None if rounded else 1e-5)
-
-
-def _check_int8() -> None:
-    generator = torch.Generator().manual_seed(0)
-    for dtype, rows, outputs, inputs in ((torch.float32, 9, 83, 102), (torch.bfloat16, 1, 128, 640)):
-        x, bias = (torch.randn(*shape, generator=generator).to(dtype) for shape in ((rows, inputs), (outputs,)))
-        codes = torch.randint(-128, 128, (outputs, inputs), dtype=torch.int8, generator=generator)
-        scale = torch.rand(outputs, 1, generator=generator) / 64
-        expected = rounded_in_runs(x, inputs) @ codes.t().double() * scale.t() + bias
-        found = Int8Product(side_by_side(codes, STEP), side_by_side(scale), outputs)(x, bias)
-        close_to(found, expected)

@@ -3,14 +3,12 @@
 import ctypes
 import mmap
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import torch
 from torch import Tensor
 
-from kvern.cpu.library import CODE, DTYPES, INTEGER, POINTER, close_to, fields, function
+from kvern.cpu.library import CODE, DTYPES, INTEGER, POINTER, fields, function
 
 _bytes = function("kvern_ranks_bytes", POINTER, INTEGER)
 _sum = function("kvern_ranks_sum", POINTER, POINTER, INTEGER, CODE)
@@ -98,22 +96,3 @@ def _find(file: Path, seconds: float) -> mmap.mmap:
         time.sleep(LOOK_SECONDS)
     with file.open("r+b") as opened:
         return mmap.mmap(opened.fileno(), 0)
-
-
-def check() -> None:
-    """Compare with PyTorch, among threads. Raises AssertionError."""
-    size, generator = 3, torch.Generator().manual_seed(0)
-    with TemporaryDirectory() as folder, ThreadPoolExecutor(size) as pool:
-
-        def meet(rank: int) -> SharedMemory:
-            return SharedMemory(Path(folder, "meeting"), rank, size, 60.0)
-
-        ranks = list(pool.map(meet, range(size)))
-        for dtype in (torch.float32, torch.bfloat16):
-            x = torch.randn(size, 300, 389, generator=generator).to(dtype)  # more than a piece
-            for found in pool.map(SharedMemory.sum, ranks, x.clone()):
-                close_to(found, x.double().sum(0))
-            for found in pool.map(SharedMemory.beside, ranks, x, [1100] * size):
-                assert torch.equal(found, torch.cat([*x], -1)[:, :1100]), "rows stand elsewhere"
-            for found in pool.map(SharedMemory.first, ranks, x.clone()):
-                assert torch.equal(found, x[0]), "it is not the first one's"

@@ -2,10 +2,9 @@
 
 import ctypes
 
-import torch
 from torch import Tensor
 
-from kvern.cpu.library import CODE, DTYPES, INTEGER, NUMBER, POINTER, address, close_to, fields, function
+from kvern.cpu.library import CODE, DTYPES, INTEGER, NUMBER, POINTER, address, fields, function
 
 
 class Heads(ctypes.Structure):
@@ -64,28 +63,3 @@ def rotate_and_store(
         ctypes.addressof(heads), qkv.data_ptr(), positions.data_ptr(), slot_mapping.data_ptr(), table.data_ptr(),
         keys, keys + cache.nbytes // 2, address(scales), qkv.shape[0], DTYPES[qkv.dtype], DTYPES[cache.dtype],
     )  # fmt: skip
-
-
-def check() -> None:
-    """Compare with PyTorch. Raises AssertionError."""
-    generator = torch.Generator().manual_seed(0)
-    for dtype, dim in ((torch.float32, 24), (torch.bfloat16, 64)):
-        qkv = torch.randn(9, 5, dim, generator=generator).to(dtype)
-        weight = torch.randn(4, dim, generator=generator)
-        angles = torch.randn(50, dim // 2, generator=generator)
-        cosine, sine = angles.cos().repeat(1, 2), torch.cat((-angles.sin(), angles.sin()), -1)
-        table = torch.stack((cosine, sine), 1).unsqueeze(2).to(dtype)
-        positions, places = torch.arange(3, 12), torch.randperm(16, generator=generator)[:9]
-        cache = torch.full((2, 4, 4, 1, dim), 7.0, dtype=dtype)
-        heads = Heads(3, 1, dim, dim, weight.data_ptr(), None, weight[3:].data_ptr(), None, 1e-5, 1)
-        normal = torch.nn.functional.rms_norm(qkv[:, :4].double(), (dim,), None, 1e-5) * weight.double()
-        turned = table[positions].double().unbind(1)
-        expected = normal * turned[0] + normal.roll(dim // 2, -1) * turned[1]
-        value = qkv[:, 4:].clone()
-        rotate_and_store(heads, qkv, positions, places, table, cache, None)
-        close_to(qkv[:, :3], expected[:, :3])
-        stored = cache.view(2, 16, 1, dim)
-        close_to(stored[0, places], expected[:, 3:])
-        assert torch.equal(stored[1, places], value), "values are stored wrongly"
-        others = torch.ones(16, dtype=torch.bool).index_fill_(0, places, False)
-        assert bool((stored[:, others] == 7).all()), "others are overwritten"

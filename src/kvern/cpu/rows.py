@@ -3,10 +3,9 @@
 from collections.abc import Sequence
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from kvern.cpu.library import CODE, DTYPES, INTEGER, NUMBER, POINTER, address, close_to, function
+from kvern.cpu.library import CODE, DTYPES, INTEGER, NUMBER, POINTER, address, function
 
 NORMS = {"rms": 1, "layer": 2}
 """Codes in `sources/norm.h`."""
@@ -93,50 +92,3 @@ def activate(x: Tensor, kind: int, gated: bool) -> Tensor:
     out = x.new_empty((rows, width))
     _activation(x.data_ptr(), out.data_ptr(), rows, width, kind, gated, DTYPES[x.dtype])
     return out
-
-
-def check() -> None:
-    """Compare with PyTorch. Raises AssertionError."""
-    generator = torch.Generator().manual_seed(0)
-    _check_elementwise(generator)
-    _check_norms(generator)
-    _check_activations(generator)
-
-
-def _check_elementwise(generator: torch.Generator) -> None:
-    for dtype in (torch.float32, torch.bfloat16):
-        x, added = torch.randn(2, 13, 389, generator=generator).to(dtype)
-        close_to(add(x.clone(), added), x.double() + added)
-        close_to(scale(x.clone(), 1.375), x.double() * 1.375)
-        assert torch.equal(widened(x), x.float()), "widened numbers are others"
-        parts = (x, x[:, :7], added)
-        assert torch.equal(beside(parts), torch.cat(parts, -1)), "rows stand elsewhere"
-
-
-def _check_norms(generator: torch.Generator) -> None:
-    for dtype, width in ((torch.float32, 72), (torch.bfloat16, 389)):
-        hidden, update = torch.randn(2, 19, width, generator=generator).to(dtype)
-        weight, bias = torch.randn(2, width, generator=generator)
-        total = hidden + update
-        expected = F.rms_norm(total.double(), (width,), weight.double(), 1e-5)
-        close_to(add_norm(hidden, update, weight, None, 1e-5, NORMS["rms"]), expected)
-        assert torch.equal(hidden, total), "the sum is wrong"
-        expected = F.layer_norm(total.double(), (width,), weight.double(), bias.double(), 1e-5)
-        close_to(add_norm(hidden, None, weight, bias, 1e-5, NORMS["layer"]), expected)
-
-
-def _check_activations(generator: torch.Generator) -> None:
-    for dtype, width in ((torch.float32, 72), (torch.bfloat16, 389)):
-        x = (3 * torch.randn(19, 2 * width, generator=generator)).to(dtype)
-        gate, up = x.double().chunk(2, -1)
-        for kind, expected in (
-            ("silu", F.silu(gate)),
-            ("gelu", F.gelu(gate)),
-            ("gelu_tanh", F.gelu(gate, approximate="tanh")),
-            ("relu", F.relu(gate)),
-            ("relu2", F.relu(gate).square()),
-        ):
-            close_to(activate(x, ACTIVATIONS[kind], True), expected * up)
-            close_to(activate(x[:, :width], ACTIVATIONS[kind], False), expected)
-        gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0)
-        close_to(activate(x, ACTIVATIONS["clamped_swiglu"], True), gate * (1.702 * gate).sigmoid() * (up + 1))

@@ -5,13 +5,12 @@ DRY, rare filters and beams.
 """
 
 import ctypes
-import math
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from kvern.cpu.library import CODE, DTYPES, INTEGER, POINTER, close_to, function
+from kvern.cpu.library import CODE, DTYPES, INTEGER, POINTER, function
 
 _sample = function("kvern_sample", *(POINTER,) * 5, INTEGER, INTEGER, CODE)
 _write = function("kvern_write_tokens", POINTER, INTEGER, *(POINTER,) * 3, INTEGER)
@@ -133,78 +132,3 @@ def logprobs(logits: Tensor, tokens: Tensor, count: int) -> tuple[Tensor, Tensor
         vocabulary, count, DTYPES[logits.dtype],
     )  # fmt: skip
     return own, ranks, ids, best
-
-
-class _ThreeRows:
-    """Three rows, as in `kvern.device.row_lists`, with the text 1 2 2: greedy, sampled, and sampled with top-k 1.
-
-    The prompt is token 1, token 2 is penalized, token 3 is banned in the last row.
-    """
-
-    tokens = torch.tensor([[1, 2, 2, 7]] * 3, dtype=torch.int32)
-    seeds = torch.tensor([5, -6, 7])
-    top_k = torch.tensor([0, 0, 1])
-    changes = torch.tensor([0, 1, 3])
-    prompt_lengths = torch.tensor([1, 1, 1])
-    temperature = torch.tensor([0.0, 0.7, 1.3])
-    top_p, min_p, typical_p = torch.tensor([[1.0, 1.0, 0.9], [0.0, 0.0, 0.1], [1.0, 1.0, 0.8]])
-    repetition, presence, frequency = torch.tensor([[1.0, 2.0, 1.0], [0.0, 0.5, 0.5], [0.0, 0.25, 0.25]])
-    ban = torch.tensor([0, 0, 1, 1000, 0, 0, 3], dtype=torch.int32)
-    """Lists of the last row: no biases, one token that ends, and that only from position 1000 on."""
-    lists = torch.tensor([0, 0, ban.data_ptr()])
-
-
-def check() -> None:
-    """Compare with PyTorch. Raises AssertionError."""
-    generator = torch.Generator().manual_seed(0)
-    slots, positions = torch.arange(3), torch.tensor([3, 3, 3])
-    sampler = RowSampler(_ThreeRows())
-    for dtype, vocabulary in ((torch.float32, 5003), (torch.bfloat16, 4096)):
-        logits = torch.randn(3, vocabulary, generator=generator).to(dtype)
-        greedy, drawn, best = sampler.sample(logits, slots, positions).tolist()
-        highest = logits.argmax(-1).tolist()
-        assert [greedy, best] == [highest[0], highest[2]], "the most probable tokens are wrong"
-        times = torch.tensor([-math.log1p(-_uniform(-6, 3, token)) for token in range(vocabulary)])
-        assert drawn == int((logits[1].double() / 0.7 - times.log()).argmax()), "the draw is wrong"
-        own, ranks, ids, values = logprobs(logits, slots, 5)
-        expected = logits.double().log_softmax(-1)
-        close_to(own, expected[slots, slots], 1e-5)
-        close_to(values, expected.topk(5).values, 1e-5)
-        assert torch.equal(expected.gather(1, ids), expected.topk(5).values), "the most probable tokens are wrong"
-        assert ranks.tolist() == [int((row > row[token]).sum()) + 1 for token, row in enumerate(logits)], "wrong ranks"
-        masks = torch.randint(-(2**31), 2**31, (1, -(-vocabulary // 32)), generator=generator).int()
-        allowed = (masks.view(torch.uint8)[0, :, None] >> torch.arange(8)).flatten()[:vocabulary] & 1
-        masked = logits.clone()
-        restrict(masked, slots[1:2], masks)
-        assert torch.equal(masked[1], logits[1].where(allowed > 0, -torch.inf)), "the mask is wrong"
-    scores = logits.float()
-    changed = scores.clone()
-    sampler.constrain(changed, slots, positions)
-    scores[1, 1:3] = torch.where(scores[1, 1:3] > 0, scores[1, 1:3] / 2, scores[1, 1:3] * 2)
-    scores[1:, 2] -= 0.5 + 2 * 0.25
-    scores[2, 3] = -torch.inf
-    assert torch.allclose(changed, scores), "the constraints are wrong"
-    sampler.write(slots, positions, slots + 20)
-    assert sampler.tokens[:, 3].tolist() == [20, 21, 22], "the tokens stand elsewhere"
-    blocks = torch.tensor([[5, 9], [6, 4], [7, 8]], dtype=torch.int32)
-    inputs = read_decodes(torch.tensor([[2, 0], [3, 1]]), sampler.tokens, blocks, 2)
-    wanted = [[22, 2], [3, 1], [17, 11], [4, 2]]
-    assert [item.tolist() for item in inputs] == wanted, "other tokens or places are read"
-
-
-def _uniform(seed: int, position: int, token: int) -> float:
-    """The number of `kvern.sample.random.uniform`."""
-    golden = 0x9E3779B97F4A7C15
-    wide = 2**64 - 1
-    narrow = 2**32 - 1
-    key = (seed + golden) & wide
-    for added in (0, position * golden):
-        key = (key + added) & wide
-        key = (key ^ key >> 30) * 0xBF58476D1CE4E5B9 & wide
-        key = (key ^ key >> 27) * 0x94D049BB133111EB & wide
-        key ^= key >> 31
-    value = token * 0x9E3779B1 & narrow ^ key & narrow
-    value = (value ^ value >> 16) * 0x7FEB352D & narrow
-    value = (value ^ value >> 15 ^ key >> 32) * 0x846CA68B & narrow
-    value = (value ^ value >> 16) & 0x7FFFFFFF
-    return min((float(torch.tensor(value, dtype=torch.float32)) + 0.5) * 2.0**-31, 1 - 2.0**-24)
