@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kvern.kernels.convolution import PLACES, Runs, silu
+from kvern.kernels.convolution import Runs, silu
 from kvern.kernels.launch import Launcher, capability, cdiv, next_power_of_2, overlaps, wait_for_previous
 
 CHUNK = 64
@@ -21,8 +21,6 @@ VALUES = 32
 """Columns of a state that are a program's which has a token."""
 NORMED = 2048
 """Numbers that are a program's which normalises."""
-OPENED = ["beta", "step"]
-"""Parts of a product's rows, read a number at a time, of which any may come first."""
 LENGTH_FLOOR: tl.constexpr = tl.constexpr(1e-6)
 """Added to the squared lengths of queries and keys, which they are divided by."""
 
@@ -63,8 +61,7 @@ def decay_of(step, rate):
 def _advance_state(
     state,
     inputs,
-    beta,
-    step,
+    gates,
     own_rate,
     own_bias,
     token,
@@ -72,22 +69,21 @@ def _advance_state(
     row,
     column,
     gate_stride,
-    KEY_HEADS: tl.constexpr,
-    VALUE_HEADS: tl.constexpr,
-    KEY_DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
+    HEADS: tl.constexpr,
 ):
     """Some columns of a head's state behind a token, and what it reads of them."""
-    keys: tl.constexpr = KEY_HEADS * KEY_DIM
-    at = inputs + token * (2 * keys + VALUE_HEADS * VALUE_DIM)
-    of_key = (head // (VALUE_HEADS // KEY_HEADS)) * KEY_DIM + row
-    query = tl.load(at + of_key, mask=row < KEY_DIM, other=0.0).to(tl.float32)
-    key = tl.load(at + keys + of_key, mask=row < KEY_DIM, other=0.0).to(tl.float32)
-    value = tl.load(at + 2 * keys + head * VALUE_DIM + column, mask=column < VALUE_DIM, other=0.0).to(tl.float32)
-    query *= tl.rsqrt(tl.sum(query * query, 0) + LENGTH_FLOOR) * KEY_DIM**-0.5
+    keys: tl.constexpr = HEADS.key_heads * HEADS.key_dim
+    at = inputs + token * (2 * keys + HEADS.value_heads * HEADS.value_dim)
+    of_key = (head // (HEADS.value_heads // HEADS.key_heads)) * HEADS.key_dim + row
+    query = tl.load(at + of_key, mask=row < HEADS.key_dim, other=0.0).to(tl.float32)
+    key = tl.load(at + keys + of_key, mask=row < HEADS.key_dim, other=0.0).to(tl.float32)
+    value = tl.load(at + 2 * keys + head * HEADS.value_dim + column, mask=column < HEADS.value_dim, other=0.0).to(
+        tl.float32
+    )
+    query *= tl.rsqrt(tl.sum(query * query, 0) + LENGTH_FLOOR) * HEADS.key_dim**-0.5
     key *= tl.rsqrt(tl.sum(key * key, 0) + LENGTH_FLOOR)
-    written = 1.0 / (1.0 + tl.exp(-tl.load(beta + token * gate_stride + head).to(tl.float32)))
-    kept = tl.exp(decay_of(tl.load(step + token * gate_stride + head).to(tl.float32) + own_bias, own_rate))
+    written = 1.0 / (1.0 + tl.exp(-tl.load(gates.beta + token * gate_stride + head).to(tl.float32)))
+    kept = tl.exp(decay_of(tl.load(gates.step + token * gate_stride + head).to(tl.float32) + own_bias, own_rate))
     state = state * kept
     delta = (value - tl.sum(state * key[:, None], 0)) * written
     state += key[:, None] * delta[None, :]
@@ -95,21 +91,15 @@ def _advance_state(
 
 
 @Launcher
-@triton.jit(do_not_specialize=["gate_stride"], do_not_specialize_on_alignment=[*PLACES, *OPENED])
+@triton.jit(do_not_specialize=["gate_stride"], do_not_specialize_on_alignment=["gates", "states"])
 def _advance_tokens_kernel(
-    inputs: tl.tensor,
-    beta: tl.tensor,
-    step: tl.tensor,
-    rate: tl.tensor,
-    bias: tl.tensor,
-    memory: tl.tensor,
-    states: tl.tensor,
-    out: tl.tensor,
+    inputs,
+    gates: Gates,
+    memory,
+    states,
+    out,
     gate_stride: tl.int64,
-    KEY_HEADS: tl.constexpr,
-    VALUE_HEADS: tl.constexpr,
-    KEY_DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
+    HEADS: tl.constexpr,
     KEYS: tl.constexpr,
     VALUES: tl.constexpr,
     OVERLAP: tl.constexpr,
@@ -119,17 +109,19 @@ def _advance_tokens_kernel(
         wait_for_previous()
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     row, column = tl.arange(0, KEYS), tl.program_id(2) * VALUES + tl.arange(0, VALUES)
-    known, inside = row < KEY_DIM, column < VALUE_DIM
-    place = memory + (tl.load(states + token).to(tl.int64) * VALUE_HEADS + head) * KEY_DIM * VALUE_DIM
-    place = place + row[:, None] * VALUE_DIM + column[None, :]
+    known, inside = row < HEADS.key_dim, column < HEADS.value_dim
+    place = memory + (tl.load(states + token).to(tl.int64) * HEADS.value_heads + head) * HEADS.key_dim * HEADS.value_dim
+    place = place + row[:, None] * HEADS.value_dim + column[None, :]
     both = known[:, None] & inside[None, :]
-    own_rate, own_bias = tl.load(rate + head), tl.load(bias + head)
+    own_rate, own_bias = tl.load(gates.rate + head), tl.load(gates.bias + head)
     state, found = _advance_state(
-        tl.load(place, mask=both, other=0.0), inputs, beta, step, own_rate, own_bias, token, head, row, column,
-        gate_stride, KEY_HEADS, VALUE_HEADS, KEY_DIM, VALUE_DIM,
+        tl.load(place, mask=both, other=0.0), inputs, gates, own_rate, own_bias, token, head, row, column,
+        gate_stride, HEADS,
     )  # fmt: skip
     tl.store(place, state, mask=both)
-    tl.store(out + (token * VALUE_HEADS + head) * VALUE_DIM + column, found.to(out.dtype.element_ty), mask=inside)
+    tl.store(
+        out + (token * HEADS.value_heads + head) * HEADS.value_dim + column, found.to(out.dtype.element_ty), mask=inside
+    )
 
 
 def advance_tokens(
@@ -146,7 +138,7 @@ def advance_tokens(
     keys, overlap = next_power_of_2(heads.key_dim), overlaps(inputs.device)
     values = min(VALUES, next_power_of_2(heads.value_dim))
     _advance_tokens_kernel[(count, heads.value_heads, cdiv(heads.value_dim, values))](
-        inputs, *gates, memory, states, out, gates.beta.stride(0), *heads, keys, values, overlap,
+        inputs, gates, memory, states, out, gates.beta.stride(0), heads, keys, values, overlap,
         num_warps=4, launch_pdl=overlap,
     )  # fmt: skip
     return out
@@ -167,24 +159,18 @@ def unit_of(rows):
 
 
 @Launcher
-@triton.jit(do_not_specialize=["gate_stride", "count", "tokens"], do_not_specialize_on_alignment=[*PLACES, *OPENED])
+@triton.jit(do_not_specialize=["gate_stride", "count", "tokens"], do_not_specialize_on_alignment=["gates", "chunks"])
 def _solve_chunks_kernel(
-    inputs: tl.tensor,
-    beta: tl.tensor,
-    step: tl.tensor,
-    rate: tl.tensor,
-    bias: tl.tensor,
-    chunks: tl.tensor,
-    solved: tl.tensor,
-    scores: tl.tensor,
-    factors: tl.tensor,
+    inputs,
+    gates: Gates,
+    chunks,
+    solved,
+    scores,
+    factors,
     gate_stride: tl.int64,
     count,
     tokens,
-    KEY_HEADS: tl.constexpr,
-    VALUE_HEADS: tl.constexpr,
-    KEY_DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
+    HEADS: tl.constexpr,
     KEYS: tl.constexpr,
     CHUNK: tl.constexpr,
     LEVELS: tl.constexpr,
@@ -201,19 +187,19 @@ def _solve_chunks_kernel(
     place, row = tl.arange(0, CHUNK), tl.arange(0, KEYS)
     token = tl.load(chunks + chunk).to(tl.int64) + place
     inside = place < tl.load(chunks + count + chunk)
-    keys: tl.constexpr = KEY_HEADS * KEY_DIM
-    stride: tl.constexpr = 2 * keys + VALUE_HEADS * VALUE_DIM
+    keys: tl.constexpr = HEADS.key_heads * HEADS.key_dim
+    stride: tl.constexpr = 2 * keys + HEADS.value_heads * HEADS.value_dim
     exact: tl.constexpr = tl.float32 if PRECISION == "ieee" else tl.float16  # no number of a system is above 1
-    of_head = inputs + (head // (VALUE_HEADS // KEY_HEADS)) * KEY_DIM
-    written = tl.load(beta + token * gate_stride + head, mask=inside, other=0.0).to(tl.float32)
+    of_head = inputs + (head // (HEADS.value_heads // HEADS.key_heads)) * HEADS.key_dim
+    written = tl.load(gates.beta + token * gate_stride + head, mask=inside, other=0.0).to(tl.float32)
     written = tl.where(inside, 1.0 / (1.0 + tl.exp(-written)), 0.0)
-    decay = tl.load(step + token * gate_stride + head, mask=inside, other=0.0).to(tl.float32)
-    decay = decay_of(decay + tl.load(bias + head), tl.load(rate + head))
+    decay = tl.load(gates.step + token * gate_stride + head, mask=inside, other=0.0).to(tl.float32)
+    decay = decay_of(decay + tl.load(gates.bias + head), tl.load(gates.rate + head))
     since = tl.cumsum(tl.where(inside, decay, 0.0), 0)
     whole = tl.min(since, 0)  # decays add up downwards
-    key = rows_of(of_head + keys, token, inside, stride, row, KEY_DIM)
-    query = rows_of(of_head, token, inside, stride, row, KEY_DIM)
-    of_key, of_query = unit_of(key), unit_of(query) * KEY_DIM**-0.5
+    key = rows_of(of_head + keys, token, inside, stride, row, HEADS.key_dim)
+    query = rows_of(of_head, token, inside, stride, row, HEADS.key_dim)
+    of_key, of_query = unit_of(key), unit_of(query) * HEADS.key_dim**-0.5
     before = tl.program_id(1).to(tl.int64) * tokens
     at, part = factors + before + token, tl.num_programs(1).to(tl.int64) * tokens
     tl.store(at, tl.exp(since) * of_key, mask=inside)
@@ -243,22 +229,17 @@ def _solve_chunks_kernel(
 
 
 @Launcher
-@triton.jit(do_not_specialize=["tokens"], do_not_specialize_on_alignment=PLACES)
+@triton.jit(do_not_specialize=["tokens"], do_not_specialize_on_alignment=["runs"])
 def _advance_runs_kernel(
-    inputs: tl.tensor,
-    solved: tl.tensor,
-    scores: tl.tensor,
-    factors: tl.tensor,
-    memory: tl.tensor,
-    states: tl.tensor,
-    firsts: tl.tensor,
-    counts: tl.tensor,
-    out: tl.tensor,
+    inputs,
+    solved,
+    scores,
+    factors,
+    memory,
+    runs: Runs,
+    out,
     tokens,
-    KEY_HEADS: tl.constexpr,
-    VALUE_HEADS: tl.constexpr,
-    KEY_DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
+    HEADS: tl.constexpr,
     KEYS: tl.constexpr,
     VALUES: tl.constexpr,
     CHUNK: tl.constexpr,
@@ -275,22 +256,25 @@ def _advance_runs_kernel(
     request, head = tl.program_id(0), tl.program_id(1)
     place, row = tl.arange(0, CHUNK), tl.arange(0, KEYS)
     column = tl.program_id(2) * VALUES + tl.arange(0, VALUES)
-    known, within = row < KEY_DIM, column < VALUE_DIM
-    keys: tl.constexpr = KEY_HEADS * KEY_DIM
-    stride: tl.constexpr = 2 * keys + VALUE_HEADS * VALUE_DIM
+    known, within = row < HEADS.key_dim, column < HEADS.value_dim
+    keys: tl.constexpr = HEADS.key_heads * HEADS.key_dim
+    stride: tl.constexpr = 2 * keys + HEADS.value_heads * HEADS.value_dim
     # Numbers of float16 would overflow: what is written is divided by the lengths of keys.
     operand: tl.constexpr = tl.bfloat16 if inputs.dtype.element_ty == tl.bfloat16 else tl.float32
-    of_query = inputs + (head // (VALUE_HEADS // KEY_HEADS)) * KEY_DIM
-    of_value = inputs + 2 * keys + head * VALUE_DIM + column
-    first, count = tl.load(firsts + request).to(tl.int64), tl.load(counts + request)
-    of_head = memory + (tl.load(states + request).to(tl.int64) * VALUE_HEADS + head) * KEY_DIM * VALUE_DIM
-    of_head = of_head + row[None, :] * VALUE_DIM + column[:, None]
+    of_query = inputs + (head // (HEADS.value_heads // HEADS.key_heads)) * HEADS.key_dim
+    of_value = inputs + 2 * keys + head * HEADS.value_dim + column
+    first, count = tl.load(runs.firsts + request).to(tl.int64), tl.load(runs.counts + request)
+    of_head = (
+        memory
+        + (tl.load(runs.states + request).to(tl.int64) * HEADS.value_heads + head) * HEADS.key_dim * HEADS.value_dim
+    )
+    of_head = of_head + row[None, :] * HEADS.value_dim + column[:, None]
     state = tl.load(of_head, mask=known[None, :] & within[:, None], other=0.0)
     before, part = tl.program_id(1).to(tl.int64) * tokens, tl.num_programs(1).to(tl.int64) * tokens
     for begin in tl.range(0, count, CHUNK, num_stages=STAGES):
         token, inside = first + begin + place, place < count - begin
         both = inside[None, :] & within[:, None]
-        key = rows_of(of_query + keys, token, inside, stride, row, KEY_DIM).to(operand)
+        key = rows_of(of_query + keys, token, inside, stride, row, HEADS.key_dim).to(operand)
         value = tl.load(of_value[:, None] + token[None, :] * stride, mask=both, other=0.0).to(tl.float32)
         system = rows_of(solved + before * CHUNK, token, inside, CHUNK, place, CHUNK).to(operand)
         at = factors + before + token
@@ -300,12 +284,12 @@ def _advance_runs_kernel(
         held = state.to(operand)
         delta = value - tl.dot(held, tl.trans(key), input_precision=PRECISION) * of_state[None, :]
         delta = tl.dot(delta.to(operand), tl.trans(system), input_precision=PRECISION)
-        query = rows_of(of_query, token, inside, stride, row, KEY_DIM).to(operand)
+        query = rows_of(of_query, token, inside, stride, row, HEADS.key_dim).to(operand)
         found = tl.dot(held, tl.trans(query), input_precision=PRECISION) * of_found[None, :]
         score = rows_of(scores + before * CHUNK, token, inside, CHUNK, place, CHUNK).to(operand)
         found = tl.dot(delta.to(operand), tl.trans(score), found, input_precision=PRECISION)
         state = tl.dot((delta * remains[None, :]).to(operand), key, state * kept, input_precision=PRECISION)
-        at = (token[None, :] * VALUE_HEADS + head) * VALUE_DIM + column[:, None]
+        at = (token[None, :] * HEADS.value_heads + head) * HEADS.value_dim + column[:, None]
         tl.store(out + at, found, mask=both)
     tl.store(of_head, state, mask=known[None, :] & within[:, None])
 
@@ -345,16 +329,15 @@ def advance_runs(inputs: torch.Tensor, gates: Gates, memory: torch.Tensor, runs:
     out = torch.empty(tokens, heads.value_heads, heads.value_dim, dtype=torch.float32, device=device)
     precision, overlap = {torch.float32: "ieee", torch.float16: "tf32"}.get(dtype), overlaps(device)
     keys, count = max(16, next_power_of_2(heads.key_dim)), runs.chunks.shape[1]
-    beta, step, rate, bias = gates
     shape = run_shape(dtype, device)
     _solve_chunks_kernel[(count, heads.value_heads)](
-        inputs, beta, step, rate, bias, runs.chunks, solved, scores, factors, beta.stride(0), count, tokens,
-        *heads, keys, CHUNK, CHUNK.bit_length() - 1, precision, overlap, num_warps=shape.solvers, launch_pdl=overlap,
+        inputs, gates, runs.chunks, solved, scores, factors, gates.beta.stride(0), count, tokens,
+        heads, keys, CHUNK, CHUNK.bit_length() - 1, precision, overlap, num_warps=shape.solvers, launch_pdl=overlap,
     )  # fmt: skip
     values = min(shape.values, max(16, next_power_of_2(heads.value_dim)))
     _advance_runs_kernel[(len(runs.states), heads.value_heads, cdiv(heads.value_dim, values))](
-        inputs, solved, scores, factors, memory, runs.states, runs.firsts, runs.counts, out, tokens,
-        *heads, keys, values, CHUNK, shape.stages, precision, overlap, num_warps=4, launch_pdl=overlap,
+        inputs, solved, scores, factors, memory, runs, out, tokens,
+        heads, keys, values, CHUNK, shape.stages, precision, overlap, num_warps=4, launch_pdl=overlap,
     )  # fmt: skip
     return out
 

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from kvern.kernels.accepted_drafts import NOTED, Written
-from kvern.kernels.convolution import PLACES, Drafts, Runs, silu
+from kvern.kernels.convolution import Drafts, Runs, silu
 from kvern.kernels.launch import Launcher, cdiv, next_power_of_2, overlaps, wait_for_previous
 from kvern.spec.mixers import Gating
 
@@ -62,19 +62,18 @@ def _step_length(step, bias):
 
 
 @triton.jit
-def _state_of(
-    memory, state, head, HEADS: tl.constexpr, GROUPS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr
-):
+def _state_of(memory, state, head, SIZES: tl.constexpr):
     """Returns the start of a head's state; its rows are next to those of the other heads of its group."""
-    each: tl.constexpr = HEADS // GROUPS
-    return memory + (state * GROUPS + head // each) * (DIM * each * HEAD_DIM) + head % each * HEAD_DIM
+    each: tl.constexpr = SIZES.heads // SIZES.groups
+    start = head % each * SIZES.head_dim
+    return memory + (state * SIZES.groups + head // each) * (SIZES.state_dim * each * SIZES.head_dim) + start
 
 
 @triton.jit
 def _advance(
     state,
     inputs,
-    step,
+    steps,
     own_rate,
     own_bias,
     own_skip,
@@ -82,44 +81,33 @@ def _advance(
     head,
     row,
     column,
-    scale,
     step_stride,
-    HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    GROUPS: tl.constexpr,
-    STATE_DIM: tl.constexpr,
+    SIZES: tl.constexpr,
 ):
     """Some columns of a head's state behind a token, what it reads of them, its key, what it writes, what it leaves."""
-    known, inside = row < STATE_DIM, column < HEAD_DIM
-    inner: tl.constexpr = HEADS * HEAD_DIM
-    at = inputs + token * (inner + 2 * GROUPS * STATE_DIM)
-    shared = at + inner + head // (HEADS // GROUPS) * STATE_DIM + row
+    known, inside = row < SIZES.state_dim, column < SIZES.head_dim
+    inner: tl.constexpr = SIZES.heads * SIZES.head_dim
+    at = inputs + token * (inner + 2 * SIZES.groups * SIZES.state_dim)
+    shared = at + inner + head // (SIZES.heads // SIZES.groups) * SIZES.state_dim + row
     key = tl.load(shared, mask=known, other=0.0).to(tl.float32)
-    query = tl.load(shared + GROUPS * STATE_DIM, mask=known, other=0.0).to(tl.float32)
-    value = tl.load(at + head * HEAD_DIM + column, mask=inside, other=0.0).to(tl.float32)
-    length = _step_length(tl.load(step + token * step_stride + head).to(tl.float32) * scale, own_bias)
+    query = tl.load(shared + SIZES.groups * SIZES.state_dim, mask=known, other=0.0).to(tl.float32)
+    value = tl.load(at + head * SIZES.head_dim + column, mask=inside, other=0.0).to(tl.float32)
+    length = _step_length(tl.load(steps.step + token * step_stride + head).to(tl.float32) * steps.scale, own_bias)
     kept, written = tl.exp(own_rate * length), value * length
     state = state * kept + key[:, None] * written[None, :]
     return state, tl.sum(state * query[:, None], 0) + value * own_skip, key, written, kept
 
 
 @Launcher
-@triton.jit(do_not_specialize=["step_stride"], do_not_specialize_on_alignment=[*PLACES, "step"])
+@triton.jit(do_not_specialize=["step_stride"], do_not_specialize_on_alignment=["steps", "states"])
 def _advance_tokens_kernel(
-    inputs: tl.tensor,
-    step: tl.tensor,
-    rate: tl.tensor,
-    bias: tl.tensor,
-    skip: tl.tensor,
-    memory: tl.tensor,
-    states: tl.tensor,
-    out: tl.tensor,
-    scale: tl.float32,
+    inputs,
+    steps: Steps,
+    memory,
+    states,
+    out,
     step_stride: tl.int64,
-    HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    GROUPS: tl.constexpr,
-    STATE_DIM: tl.constexpr,
+    SIZES: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     OVERLAP: tl.constexpr,
@@ -129,21 +117,21 @@ def _advance_tokens_kernel(
         wait_for_previous()
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     row, column = tl.arange(0, ROWS), tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
-    known, inside = row < STATE_DIM, column < HEAD_DIM
+    known, inside = row < SIZES.state_dim, column < SIZES.head_dim
     both = known[:, None] & inside[None, :]
-    inner: tl.constexpr = HEADS * HEAD_DIM
-    width: tl.constexpr = inner // GROUPS
-    place = _state_of(memory, tl.load(states + token).to(tl.int64), head, HEADS, GROUPS, HEAD_DIM, STATE_DIM)
+    inner: tl.constexpr = SIZES.heads * SIZES.head_dim
+    width: tl.constexpr = inner // SIZES.groups
+    place = _state_of(memory, tl.load(states + token).to(tl.int64), head, SIZES)
     place = place + row[:, None] * width + column[None, :]
-    own_rate = tl.load(rate + head)
-    own_bias = tl.load(bias + head)
-    own_skip = tl.load(skip + head)
+    own_rate = tl.load(steps.rate + head)
+    own_bias = tl.load(steps.bias + head)
+    own_skip = tl.load(steps.skip + head)
     state, found, _, _, _ = _advance(
-        tl.load(place, mask=both, other=0.0), inputs, step, own_rate, own_bias, own_skip, token, head, row, column,
-        scale, step_stride, HEADS, HEAD_DIM, GROUPS, STATE_DIM,
+        tl.load(place, mask=both, other=0.0), inputs, steps, own_rate, own_bias, own_skip, token, head, row, column,
+        step_stride, SIZES,
     )  # fmt: skip
     tl.store(place, state, mask=both)
-    tl.store(out + token * inner + head * HEAD_DIM + column, found, mask=inside)
+    tl.store(out + token * inner + head * SIZES.head_dim + column, found, mask=inside)
 
 
 def advance_tokens(
@@ -158,36 +146,26 @@ def advance_tokens(
     out = torch.empty(count, sizes.heads * sizes.head_dim, dtype=torch.float32, device=inputs.device)
     rows, overlap = next_power_of_2(sizes.state_dim), overlaps(inputs.device)
     columns = min(COLUMNS, next_power_of_2(sizes.head_dim))
-    step, rate, bias, skip, scale = steps
     _advance_tokens_kernel[(count, sizes.heads, cdiv(sizes.head_dim, columns))](
-        inputs, step, rate, bias, skip, memory, states, out, scale, step.stride(0), *sizes, rows, columns, overlap,
+        inputs, steps, memory, states, out, steps.step.stride(0), sizes, rows, columns, overlap,
         num_warps=max(1, rows // 32), launch_pdl=overlap,
     )  # fmt: skip
     return out
 
 
 @Launcher
-@triton.jit(do_not_specialize=["step_stride"], do_not_specialize_on_alignment=[*PLACES, *NOTED, "step"])
+@triton.jit(do_not_specialize=["step_stride"], do_not_specialize_on_alignment=["steps", "drafts", *NOTED])
 def _read_drafts_kernel(
-    inputs: tl.tensor,
-    step: tl.tensor,
-    rate: tl.tensor,
-    bias: tl.tensor,
-    skip: tl.tensor,
-    memory: tl.tensor,
-    states: tl.tensor,
-    firsts: tl.tensor,
-    counts: tl.tensor,
-    keys: tl.tensor,
-    values: tl.tensor,
-    decays: tl.tensor,
-    out: tl.tensor,
-    scale: tl.float32,
+    inputs,
+    steps: Steps,
+    memory,
+    drafts: Drafts,
+    keys,
+    values,
+    decays,
+    out,
     step_stride: tl.int64,
-    HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    GROUPS: tl.constexpr,
-    STATE_DIM: tl.constexpr,
+    SIZES: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     OVERLAP: tl.constexpr,
@@ -197,29 +175,29 @@ def _read_drafts_kernel(
         wait_for_previous()
     run, head = tl.program_id(0), tl.program_id(1)
     row, column = tl.arange(0, ROWS), tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
-    known, inside = row < STATE_DIM, column < HEAD_DIM
-    inner: tl.constexpr = HEADS * HEAD_DIM
-    width: tl.constexpr = inner // GROUPS
-    place = _state_of(memory, tl.load(states + run).to(tl.int64), head, HEADS, GROUPS, HEAD_DIM, STATE_DIM)
+    known, inside = row < SIZES.state_dim, column < SIZES.head_dim
+    inner: tl.constexpr = SIZES.heads * SIZES.head_dim
+    width: tl.constexpr = inner // SIZES.groups
+    place = _state_of(memory, tl.load(drafts.states + run).to(tl.int64), head, SIZES)
     place = place + row[:, None] * width + column[None, :]
     state = tl.load(place, mask=known[:, None] & inside[None, :], other=0.0)
-    own_rate = tl.load(rate + head)
-    own_bias = tl.load(bias + head)
-    own_skip = tl.load(skip + head)
-    group = head // (HEADS // GROUPS)
+    own_rate = tl.load(steps.rate + head)
+    own_bias = tl.load(steps.bias + head)
+    own_skip = tl.load(steps.skip + head)
+    group = head // (SIZES.heads // SIZES.groups)
     notes_decay = tl.program_id(2) == 0
-    notes_key = notes_decay & (head % (HEADS // GROUPS) == 0)
-    first, count = tl.load(firsts + run).to(tl.int64), tl.load(counts + run)
+    notes_key = notes_decay & (head % (SIZES.heads // SIZES.groups) == 0)
+    first, count = tl.load(drafts.firsts + run).to(tl.int64), tl.load(drafts.counts + run)
     for token in range(first, first + count):
         state, found, key, written, kept = _advance(
-            state, inputs, step, own_rate, own_bias, own_skip, token, head, row, column,
-            scale, step_stride, HEADS, HEAD_DIM, GROUPS, STATE_DIM,
+            state, inputs, steps, own_rate, own_bias, own_skip, token, head, row, column,
+            step_stride, SIZES,
         )  # fmt: skip
-        at = token * inner + head * HEAD_DIM + column
+        at = token * inner + head * SIZES.head_dim + column
         tl.store(out + at, found, mask=inside)
         tl.store(values + at, written, mask=inside)
-        tl.store(decays + token * HEADS + head, kept, mask=notes_decay)
-        tl.store(keys + (token * GROUPS + group) * STATE_DIM + row, key, mask=known & notes_key)
+        tl.store(decays + token * SIZES.heads + head, kept, mask=notes_decay)
+        tl.store(keys + (token * SIZES.groups + group) * SIZES.state_dim + row, key, mask=known & notes_key)
 
 
 def read_drafts(
@@ -239,10 +217,9 @@ def read_drafts(
     """
     rows, overlap = next_power_of_2(sizes.state_dim), overlaps(inputs.device)
     columns = min(COLUMNS, next_power_of_2(sizes.head_dim))
-    step, rate, bias, skip, scale = steps
     _read_drafts_kernel[(len(drafts.states), sizes.heads, cdiv(sizes.head_dim, columns))](
-        inputs, step, rate, bias, skip, memory, drafts.states, drafts.firsts, drafts.counts, *written, read, scale,
-        step.stride(0), *sizes, rows, columns, overlap, num_warps=max(1, rows // 32), launch_pdl=overlap,
+        inputs, steps, memory, drafts, *written, read, steps.step.stride(0), sizes, rows, columns, overlap,
+        num_warps=max(1, rows // 32), launch_pdl=overlap,
     )  # fmt: skip
 
 
@@ -258,24 +235,15 @@ def _product(inputs, factor, PRECISION: tl.constexpr):
 
 
 @Launcher
-@triton.jit(do_not_specialize=["step_stride"], do_not_specialize_on_alignment=[*PLACES, "step"])
+@triton.jit(do_not_specialize=["step_stride"], do_not_specialize_on_alignment=["steps", "runs"])
 def _advance_runs_kernel(
-    inputs: tl.tensor,
-    step: tl.tensor,
-    rate: tl.tensor,
-    bias: tl.tensor,
-    skip: tl.tensor,
-    memory: tl.tensor,
-    states: tl.tensor,
-    firsts: tl.tensor,
-    counts: tl.tensor,
-    out: tl.tensor,
-    scale: tl.float32,
+    inputs,
+    steps: Steps,
+    memory,
+    runs: Runs,
+    out,
     step_stride: tl.int64,
-    HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    GROUPS: tl.constexpr,
-    STATE_DIM: tl.constexpr,
+    SIZES: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     CHUNK: tl.constexpr,
@@ -287,29 +255,29 @@ def _advance_runs_kernel(
         wait_for_previous()
     request, head = tl.program_id(0), tl.program_id(1)
     row, column = tl.arange(0, ROWS), tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
-    known, within = row < STATE_DIM, column < HEAD_DIM
-    inner: tl.constexpr = HEADS * HEAD_DIM
-    width: tl.constexpr = inner // GROUPS
-    stride: tl.constexpr = inner + 2 * GROUPS * STATE_DIM
-    first, count = tl.load(firsts + request).to(tl.int64), tl.load(counts + request)
-    of_head = _state_of(memory, tl.load(states + request).to(tl.int64), head, HEADS, GROUPS, HEAD_DIM, STATE_DIM)
+    known, within = row < SIZES.state_dim, column < SIZES.head_dim
+    inner: tl.constexpr = SIZES.heads * SIZES.head_dim
+    width: tl.constexpr = inner // SIZES.groups
+    stride: tl.constexpr = inner + 2 * SIZES.groups * SIZES.state_dim
+    first, count = tl.load(runs.firsts + request).to(tl.int64), tl.load(runs.counts + request)
+    of_head = _state_of(memory, tl.load(runs.states + request).to(tl.int64), head, SIZES)
     of_head = of_head + row[:, None] * width + column[None, :]
     state = tl.load(of_head, mask=known[:, None] & within[None, :], other=0.0)
     WITHIN: tl.constexpr = "ieee" if PRECISION == "ieee" else "tf32"
-    own_rate = tl.load(rate + head)
-    own_bias = tl.load(bias + head)
-    own_skip = tl.load(skip + head)
+    own_rate = tl.load(steps.rate + head)
+    own_bias = tl.load(steps.bias + head)
+    own_skip = tl.load(steps.skip + head)
     place = tl.arange(0, CHUNK)
     for begin in range(0, count, CHUNK):
         token, inside = first + begin + place, place < count - begin
         at = inputs + token[:, None] * stride
-        shared = at + (inner + head // (HEADS // GROUPS) * STATE_DIM + row)[None, :]
+        shared = at + (inner + head // (SIZES.heads // SIZES.groups) * SIZES.state_dim + row)[None, :]
         both = inside[:, None] & known[None, :]
         key = tl.load(shared, mask=both, other=0.0)
-        query = tl.load(shared + GROUPS * STATE_DIM, mask=both, other=0.0)
+        query = tl.load(shared + SIZES.groups * SIZES.state_dim, mask=both, other=0.0)
         both = inside[:, None] & within[None, :]
-        value = tl.load(at + (head * HEAD_DIM + column)[None, :], mask=both, other=0.0).to(tl.float32)
-        length = tl.load(step + token * step_stride + head, mask=inside, other=0.0).to(tl.float32) * scale
+        value = tl.load(at + (head * SIZES.head_dim + column)[None, :], mask=both, other=0.0).to(tl.float32)
+        length = tl.load(steps.step + token * step_stride + head, mask=inside, other=0.0).to(tl.float32) * steps.scale
         length = tl.where(inside, _step_length(length, own_bias), 0.0)
         since = tl.cumsum(own_rate * length, 0)
         whole = tl.min(since, 0)  # rates are below 0: decays add up downwards
@@ -319,7 +287,7 @@ def _advance_runs_kernel(
         written = value * length[:, None]
         found = _product(query, state, PRECISION) * tl.exp(since)[:, None]
         found += tl.dot(scores, written, input_precision=WITHIN) + value * own_skip
-        tl.store(out + token[:, None] * inner + (head * HEAD_DIM + column)[None, :], found, mask=both)
+        tl.store(out + token[:, None] * inner + (head * SIZES.head_dim + column)[None, :], found, mask=both)
         written *= tl.exp(whole - since)[:, None]
         state = state * tl.exp(whole) + _product(tl.trans(key), written, PRECISION)
     tl.store(of_head, state, mask=known[:, None] & within[None, :])
@@ -337,10 +305,9 @@ def advance_runs(
     columns = max(16, min(COLUMNS, RUN_NUMBERS // rows, next_power_of_2(sizes.head_dim)))
     chunk = CHUNK if rows * inputs.element_size() < 1024 else CHUNK // 2  # two tiles fit 99 KiB of shared memory
     precision, overlap = PRECISIONS[inputs.dtype], overlaps(inputs.device)
-    step, rate, bias, skip, scale = steps
     _advance_runs_kernel[(len(runs.states), sizes.heads, cdiv(sizes.head_dim, columns))](
-        inputs, step, rate, bias, skip, memory, runs.states, runs.firsts, runs.counts, out, scale, step.stride(0),
-        *sizes, rows, columns, chunk, precision, overlap, num_warps=8, num_stages=1, launch_pdl=overlap,
+        inputs, steps, memory, runs, out, steps.step.stride(0), sizes, rows, columns, chunk, precision, overlap,
+        num_warps=8, num_stages=1, launch_pdl=overlap,
     )  # fmt: skip
     return out
 
