@@ -10,7 +10,7 @@ import torch
 from kvern.formats.fp4 import MX, Mxfp4Blocks
 from kvern.formats.groups import GroupedFormat
 from kvern.formats.scaled import ROWS, Block, Code, Rounding, Scaled, ScaledMethod, quantized_rows
-from kvern.kernels import moe_packed, moe_packed_direct, moe_scaled
+from kvern.kernels import moe_packed, moe_scaled
 from kvern.kernels import quantize_rows as rounding_kernels
 from kvern.kernels.moe_packed import packed_experts
 from kvern.kernels.moe_scaled import coded_experts
@@ -115,7 +115,7 @@ def matrices(kind: str, device: torch.device) -> tuple[Packed, Packed, torch.Ten
 )
 def test_every_code(device: torch.device, monkeypatch: pytest.MonkeyPatch, kind: str, path: str) -> None:
     monkeypatch.setattr(moe_packed, "runs_direct", lambda *_: path == "direct")
-    monkeypatch.setattr(moe_packed_direct, "DIRECT_OUTPUTS", 128)  # few programs to interpret
+    monkeypatch.setattr(moe_packed, "DIRECT_OUTPUTS", 128)  # few programs to interpret
     tokens, top_k = 3, 2
     gate_up, down, *plain = matrices(kind, device)
     generator = torch.Generator().manual_seed(4)
@@ -194,7 +194,7 @@ def test_layers_of_kernels_agree_with_those_of_pytorch(
     """One token, and some, of which a format that rounds activations has codes multiplied by codes."""
     if device.type == "cpu":  # Triton's interpreter loses a carry where it rounds to e4m3
         monkeypatch.setattr(rounding_kernels, "quantize_rows", round_by_pytorch)
-    monkeypatch.setattr(moe_packed_direct, "DIRECT_OUTPUTS", 128)
+    monkeypatch.setattr(moe_packed, "DIRECT_OUTPUTS", 128)
     spec = MoeSpec(3, 2, 96 if name.endswith("share") else 128, shared_width=16)
     if name == "mxfp4":  # as gpt-oss has it
         spec = MoeSpec(3, 2, 128, activation="clamped_swiglu", bias=True)
@@ -235,5 +235,5 @@ def test_layers_of_kernels_agree_with_those_of_pytorch(
 @pytest.mark.parametrize("width", [768, 1408, 2880, 14336])
 def test_code_of_few_tokens_does_not_grow_with_the_width(width: int) -> None:
     """A compiler takes minutes for hundreds of copies of a step."""
-    form, together = moe_packed_direct.steps_of_down(_tall("mxfp4", 256, width), width)
+    form, together = moe_packed.steps_of_down(_tall("mxfp4", 256, width), width)
     assert -(-width // form.inputs) * together <= 28

@@ -36,7 +36,7 @@ def _launch(rows: int, activation: str | None) -> None:
     blocks = Alignment(words(8 * rows), words(8), words(8))
     weights = torch.empty(8) if activation is None else None
     stream_lanes(
-        numbers(8, 192), weight, numbers(8, 320), blocks, rows, shape,
+        numbers(8, 192), weight, numbers(8, 320), blocks, shape,
         activation=activation, bias=numbers(outputs), weights=weights, early=activation is None,
     )  # fmt: skip
 

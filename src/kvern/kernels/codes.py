@@ -9,17 +9,16 @@ each is multiplied by the inputs that it belongs to. A number that a code stands
 
 where scale and offset are the same for CHUNK neighbouring columns of a plane. Kernels use
 
-    places(first, CODE, INPUTS, PLANE)          [COLUMNS]: the inputs that the columns of a plane belong to
-    numbers(codes, table, row, first, ...)      a tuple of tiles [rows, COLUMNS] float32, one for each plane
-    scales(codes, scale, zero, row, first, ...) (scale, offset) [rows, COLUMNS / CHUNK] float32, of a plane
-    weights(...)                                a tuple of tiles [rows, COLUMNS] float32: what is multiplied by
-    row_values(x, ...)                          a tuple of the inputs [COLUMNS] float32 of one row, for each plane
+    places(first, PLANE, FORM)                [COLUMNS]: the inputs that the columns of a plane belong to
+    numbers(matrix, row, first, ...)          a tuple of tiles [rows, COLUMNS] float32, one for each plane
+    scales(matrix, row, first, ...)           (scale, offset) [rows, COLUMNS / CHUNK] float32, of a plane
+    weights(matrix, row, first, ...)          a tuple of tiles [rows, COLUMNS] float32: what is multiplied by
+    row_values(x, ...)                        a tuple of the inputs [COLUMNS] float32 of one row, for each plane
 
 `row [rows]` int64 are rows of `codes`, within the matrix: experts in one stack add their first row to them. `first` is
-the input at which the step begins, a multiple of INPUTS, and INPUTS of the code's `block`. EVEN says that no step goes
-beyond the inputs; without it what lies beyond are any finite numbers, and products multiply them by zero. GROUP and PER
-are `Packed.group` and `outputs_per_scale`. `Packed.factor`, and scales of whole rows (`scales_rows`), are left to
-whoever has the sum.
+the input at which the step begins, a multiple of INPUTS, and INPUTS of the code's `block`. `FORM.even` says that no
+step goes beyond the inputs; without it what lies beyond are any finite numbers, and products multiply them by zero.
+`Packed.factor`, and scales of whole rows (`scales_rows`), are left to whoever has the sum.
 
 A matrix of an INTERLEAVED code, as int4, has the even inputs in one plane and the odd ones in the other. A product of
 one row takes pairs of inputs apart in registers (`row_values`); one of several rows has its `x` in planes already: `[T,
@@ -34,7 +33,7 @@ know; those of GGUF's blocks are in `kernels/block_codes.py`.
 """
 
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -120,6 +119,47 @@ def scales_rows(code: str, group: int, inputs: int, zero: torch.Tensor | None) -
     return code in ("e4m3", "int8") and group == inputs and zero is None
 
 
+class Matrix(NamedTuple):
+    """The tensors of a packed matrix as one argument of a kernel; `table` is of `table_of`, others None if missing."""
+
+    codes: Any
+    scale: Any
+    zero: Any
+    table: Any
+    factor: Any
+
+
+class Form(NamedTuple):
+    """What a kernel is compiled for of a packed matrix, and of the steps along its inputs.
+
+    code, group, per   `Packed.code`, `group` and `outputs_per_scale`
+    scales_rows        see `scales_rows`
+    even               no step goes beyond the inputs
+    inputs             of a step
+    chunk              neighbouring columns of a plane with the same scale and offset that are added up together
+    """
+
+    code: str
+    group: int
+    per: int
+    scales_rows: bool
+    even: bool
+    inputs: int
+    chunk: int
+
+
+def matrix_of(weight: Packed) -> Matrix:
+    """Returns a matrix's tensors for kernels."""
+    return Matrix(weight.codes, weight.scale, weight.zero, table_of(weight.codes.device), weight.factor)
+
+
+def form_of(weight: Packed, inputs: int, step: int, most_chunk: int = 1 << 30) -> Form:
+    """Returns the form of a matrix of so many inputs, in steps of `step`."""
+    chunk = min(most_chunk, chunk_of(weight.code, weight.group, step // planes_of(weight.code)))
+    by_rows = scales_rows(weight.code, weight.group, inputs, weight.zero)
+    return Form(weight.code, weight.group, weight.outputs_per_scale, by_rows, inputs % step == 0, step, chunk)
+
+
 @triton.constexpr_function
 def stands_beside(code: str) -> bool:
     """True if scales are stored apart from the codes."""
@@ -133,89 +173,79 @@ def interleaved(code: str) -> bool:
 
 
 @triton.jit
-def places(first, CODE: tl.constexpr, INPUTS: tl.constexpr, PLANE: tl.constexpr):
+def places(first, PLANE: tl.constexpr, FORM: tl.constexpr):
     """The inputs of a plane's columns, from the input `first` on: [COLUMNS]."""
+    CODE: tl.constexpr = FORM.code
     if interleaved(CODE):
-        return first + 2 * tl.arange(0, INPUTS // 2) + PLANE
+        return first + 2 * tl.arange(0, FORM.inputs // 2) + PLANE
     elif stands_beside(CODE):
-        return first + tl.arange(0, INPUTS)
+        return first + tl.arange(0, FORM.inputs)
     else:
-        return block_places(first, CODE, INPUTS, PLANE)
+        return block_places(first, CODE, FORM.inputs, PLANE)
 
 
 @triton.jit
-def numbers(codes, table, row, first, inputs, CODE: tl.constexpr, INPUTS: tl.constexpr, EVEN: tl.constexpr):
-    """Numbers before scale and offset: a tile [rows, COLUMNS] float32 for each plane; `table` is of `table_of`."""
+def numbers(matrix, row, first, inputs, FORM: tl.constexpr):
+    """Numbers before scale and offset: a tile [rows, COLUMNS] float32 for each plane."""
+    CODE: tl.constexpr = FORM.code
+    INPUTS: tl.constexpr = FORM.inputs
     if stands_beside(CODE):
         PLANES: tl.constexpr = planes_of(CODE)
         column = first // PLANES + tl.arange(0, INPUTS // PLANES)
         # the compiler sees that rows of whole steps begin at multiples of 16, and reads as wide
-        width = inputs // INPUTS * (INPUTS // PLANES) if EVEN else inputs // PLANES
-        tile = codes + row[:, None] * width + column[None, :]
+        width = inputs // INPUTS * (INPUTS // PLANES) if FORM.even else inputs // PLANES
+        tile = matrix.codes + row[:, None] * width + column[None, :]
         inside = (column < inputs // PLANES)[None, :]
-        found = tl.load(tile) if EVEN else tl.load(tile, mask=inside, other=0.0)
-        if CODE == "e4m3" and codes.dtype.element_ty == tl.int8:
+        found = tl.load(tile) if FORM.even else tl.load(tile, mask=inside, other=0.0)
+        if CODE == "e4m3" and matrix.codes.dtype.element_ty == tl.int8:
             return (e4m3_of_bits(found),)
         elif PLANES == 1:
             return (found.to(tl.float32),)
         elif CODE == "int4":
             return biased_halves(found)
         elif CODE == "nf4":
-            return nf4_numbers(found, table)
+            return nf4_numbers(found, matrix.table)
         else:
             return small_floats(found)
     else:
-        return block_numbers(codes, table, row, first, inputs, CODE, INPUTS, EVEN)
+        return block_numbers(matrix.codes, matrix.table, row, first, inputs, CODE, INPUTS, FORM.even)
 
 
 @triton.jit
-def scales(
-    codes,
-    scale,
-    zero,
-    row,
-    first,
-    inputs,
-    CODE: tl.constexpr,
-    GROUP: tl.constexpr,
-    PER: tl.constexpr,
-    ZERO: tl.constexpr,
-    INPUTS: tl.constexpr,
-    CHUNK: tl.constexpr,
-    EVEN: tl.constexpr,
-    PLANE: tl.constexpr,
-):
+def scales(matrix, row, first, inputs, PLANE: tl.constexpr, FORM: tl.constexpr):
     """Scale and offset of each CHUNK columns of a plane: two tiles [rows, COLUMNS / CHUNK] float32.
 
-    ZERO: there are zeros. Scales of one byte without a sign are exponents, as MXFP4 has them (E8M0); those with one are
-    the bits of e4m3.
+    Scales of one byte without a sign are exponents, as MXFP4 has them (E8M0); those with one are the bits of e4m3.
     """
+    CODE: tl.constexpr = FORM.code
+    CHUNK: tl.constexpr = FORM.chunk
     if stands_beside(CODE):
         PLANES: tl.constexpr = planes_of(CODE)
-        begin = first + tl.arange(0, INPUTS // PLANES // CHUNK) * (CHUNK * PLANES)
-        place = (row // PER)[:, None] * tl.cdiv(inputs, GROUP) + (begin // GROUP)[None, :]
+        begin = first + tl.arange(0, FORM.inputs // PLANES // CHUNK) * (CHUNK * PLANES)
+        place = (row // FORM.per)[:, None] * tl.cdiv(inputs, FORM.group) + (begin // FORM.group)[None, :]
         known = (begin < inputs)[None, :]
-        if scale.dtype.element_ty == tl.uint8:
-            by = (tl.load(scale + place, mask=known, other=0).to(tl.int32) << 23).to(tl.float32, bitcast=True)
-        elif scale.dtype.element_ty == tl.int8:
-            by = e4m3_of_bits(tl.load(scale + place, mask=known, other=0))
+        if matrix.scale.dtype.element_ty == tl.uint8:
+            exponent = tl.load(matrix.scale + place, mask=known, other=0).to(tl.int32)
+            by = (exponent << 23).to(tl.float32, bitcast=True)
+        elif matrix.scale.dtype.element_ty == tl.int8:
+            by = e4m3_of_bits(tl.load(matrix.scale + place, mask=known, other=0))
         else:
-            by = tl.load(scale + place, mask=known, other=0.0).to(tl.float32)
+            by = tl.load(matrix.scale + place, mask=known, other=0.0).to(tl.float32)
         if CODE == "int4":
             BIAS: tl.constexpr = LOW_BIAS if PLANE == 0 else HIGH_BIAS
-            if ZERO:
-                offset = by * (tl.load(zero + place, mask=known, other=0).to(tl.float32) + BIAS)
+            if matrix.zero is not None:
+                offset = by * (tl.load(matrix.zero + place, mask=known, other=0).to(tl.float32) + BIAS)
             else:
                 offset = by * (BIAS + 8.0)
-        elif ZERO:
-            offset = by * tl.load(zero + place, mask=known, other=0).to(tl.float32)
+        elif matrix.zero is not None:
+            offset = by * tl.load(matrix.zero + place, mask=known, other=0).to(tl.float32)
         else:
             if CODE == "e2m1":
                 by *= SMALL_FLOATS_UNIT
             offset = by * 0.0
         return by, offset
     else:
-        return block_scales(scale, row, first, inputs, CODE, INPUTS, CHUNK, EVEN, PLANE)
+        return block_scales(matrix.scale, row, first, inputs, CODE, FORM.inputs, CHUNK, FORM.even, PLANE)
 
 
 @triton.jit
@@ -230,35 +260,31 @@ def _scaled(tile, by, offset, CHUNK: tl.constexpr):
 
 
 @triton.jit
-def weights(
-    codes,
-    scale,
-    zero,
-    table,
-    row,
-    first,
-    inputs,
-    CODE: tl.constexpr,
-    GROUP: tl.constexpr,
-    PER: tl.constexpr,
-    ZERO: tl.constexpr,
-    SCALES_ROWS: tl.constexpr,
-    INPUTS: tl.constexpr,
-    CHUNK: tl.constexpr,
-    EVEN: tl.constexpr,
-):
-    """The weights of a step: a tile [rows, COLUMNS] float32 for each plane. SCALES_ROWS: without the rows' scales."""
-    tiles = numbers(codes, table, row, first, inputs, CODE, INPUTS, EVEN)
-    if SCALES_ROWS:
+def weights(matrix, row, first, inputs, FORM: tl.constexpr):
+    """The weights of a step: a tile [rows, COLUMNS] float32 for each plane, without scales of whole rows."""
+    tiles = numbers(matrix, row, first, inputs, FORM)
+    if FORM.scales_rows:
         return tiles
     else:
-        by, offset = scales(codes, scale, zero, row, first, inputs, CODE, GROUP, PER, ZERO, INPUTS, CHUNK, EVEN, 0)
-        low = _scaled(tiles[0], by, offset, CHUNK)
-        if planes_of(CODE) == 1:
+        by, offset = scales(matrix, row, first, inputs, 0, FORM)
+        low = _scaled(tiles[0], by, offset, FORM.chunk)
+        if planes_of(FORM.code) == 1:
             return (low,)
         else:
-            by, offset = scales(codes, scale, zero, row, first, inputs, CODE, GROUP, PER, ZERO, INPUTS, CHUNK, EVEN, 1)
-            return low, _scaled(tiles[1], by, offset, CHUNK)
+            by, offset = scales(matrix, row, first, inputs, 1, FORM)
+            return low, _scaled(tiles[1], by, offset, FORM.chunk)
+
+
+@triton.jit
+def times_rows(total, matrix, row, FORM: tl.constexpr):
+    """The sums of rows of the matrix, [rows] or [rows, columns], with what multiplies whole rows."""
+    if FORM.scales_rows:
+        by = tl.load(matrix.scale + row // FORM.per).to(tl.float32)
+        total *= by if len(total.shape) == 1 else by[:, None]
+    if matrix.factor is not None:
+        by = tl.load(matrix.factor + row)
+        total *= by if len(total.shape) == 1 else by[:, None]
+    return total
 
 
 @triton.jit
@@ -279,15 +305,15 @@ def _pairs(x, pair, inputs, EVEN: tl.constexpr):
 
 
 @triton.jit
-def row_values(x, first, inputs, CODE: tl.constexpr, INPUTS: tl.constexpr, EVEN: tl.constexpr):
+def row_values(x, first, inputs, FORM: tl.constexpr):
     """The inputs of one row of contiguous numbers at `x`, for each plane: [COLUMNS] float32, zero beyond the last."""
-    if interleaved(CODE):
-        return _pairs(x, first // 2 + tl.arange(0, INPUTS // 2), inputs, EVEN)
+    if interleaved(FORM.code):
+        return _pairs(x, first // 2 + tl.arange(0, FORM.inputs // 2), inputs, FORM.even)
     else:
-        place = places(first, CODE, INPUTS, 0)
+        place = places(first, 0, FORM)
         low = tl.load(x + place, mask=place < inputs, other=0.0).to(tl.float32)
-        if planes_of(CODE) == 1:
+        if planes_of(FORM.code) == 1:
             return (low,)
         else:
-            place = places(first, CODE, INPUTS, 1)
+            place = places(first, 1, FORM)
             return low, tl.load(x + place, mask=place < inputs, other=0.0).to(tl.float32)

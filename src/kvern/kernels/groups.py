@@ -38,7 +38,6 @@ MODULES: Mapping[str, tuple[str, ...]] = {
     "quantized": (
         "arrange",
         "moe_packed",
-        "moe_packed_direct",
         "moe_scaled",
         "packed_product",
         "plain_weights",

@@ -9,7 +9,8 @@ For one or a few tokens whose experts hardly meet, a program takes the outputs o
 product runs on the matrix units (grouped), reading an expert's weights once for each of its blocks.
 """
 
-from typing import NamedTuple
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import triton
@@ -18,7 +19,10 @@ import triton.language as tl
 from kvern.kernels.activation import activate, activate_gated
 from kvern.kernels.launch import Launcher, overlaps, stages, wait_for_previous
 from kvern.kernels.moe_direct import direct_down, direct_gate_up, inputs_of_step, load_tile, runs_direct
-from kvern.kernels.moe_routing import Alignment, align, route
+from kvern.kernels.moe_routing import Alignment, Product, Routed, align, route, through_blocks
+
+if TYPE_CHECKING:
+    from kvern.kernels.product_hopper import RowScales
 
 __all__ = ["ACTIVATIONS", "fused_experts", "route"]
 
@@ -74,144 +78,54 @@ def rows_of_block(pairs: int, experts: int) -> int:
 
 @Launcher
 @triton.jit(do_not_specialize=["pairs"])
-def _grouped_gate_up_kernel(
-    x: tl.tensor,
-    weight: tl.tensor,
-    bias: tl.tensor | None,
-    sorted_pairs: tl.tensor,
-    block_experts: tl.tensor,
-    out: tl.tensor,
-    pairs,
-    x_stride: tl.int64,
-    hidden: tl.constexpr,
-    width: tl.constexpr,
-    top_k: tl.constexpr,
-    GATED: tl.constexpr,
-    KIND: tl.constexpr,
-    ROWS: tl.constexpr,
-    OUTPUTS: tl.constexpr,
-    INPUTS: tl.constexpr,
-    GROUP: tl.constexpr,
-    OVERLAP: tl.constexpr,
-):
+def _grouped_kernel(
+    x, weight, bias, pair_weights, blocks: Alignment, out, pairs, x_stride: tl.int64, inputs: tl.constexpr,
+    outputs: tl.constexpr, top_k: tl.constexpr, GATED: tl.constexpr, KIND: tl.constexpr, ROWS: tl.constexpr,
+    OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, GROUP: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """The product with gate and up, or up alone, of a token of x for each pair; without a KIND that with down."""
     if OVERLAP:
         wait_for_previous()
-    EVEN: tl.constexpr = hidden % INPUTS == 0
+    EVEN: tl.constexpr = inputs % INPUTS == 0
     block = tl.program_id(1) * GROUP + tl.program_id(0) % GROUP
-    expert = tl.load(block_experts + block).to(tl.int64)
+    expert = tl.load(blocks.experts + block).to(tl.int64)
     if expert < 0:
         return
-    pair = tl.load(sorted_pairs + block * ROWS + tl.arange(0, ROWS))
+    pair = tl.load(blocks.pairs + block * ROWS + tl.arange(0, ROWS))
     live = pair < pairs
     output = tl.program_id(0) // GROUP * OUTPUTS + tl.arange(0, OUTPUTS)
-    known = output < width
+    known = output < outputs
     column = tl.arange(0, INPUTS)
-    x_tile = x + (pair // top_k).to(tl.int64)[:, None] * x_stride + column[None, :]
-    gate_tile = weight + expert * ((2 if GATED else 1) * width * hidden) + (output[None, :] * hidden + column[:, None])
-    up_tile = gate_tile + width * hidden
-    gate = tl.zeros([ROWS, OUTPUTS], tl.float32)
+    if KIND != "":
+        x_tile = x + (pair // top_k).to(tl.int64)[:, None] * x_stride + column[None, :]
+    else:
+        x_tile = x + pair.to(tl.int64)[:, None] * inputs + column[None, :]
+    tile = weight + expert * ((2 if GATED else 1) * outputs * inputs) + (output[None, :] * inputs + column[:, None])
+    up_tile = tile + outputs * inputs
+    total = tl.zeros([ROWS, OUTPUTS], tl.float32)
     up = tl.zeros([ROWS, OUTPUTS], tl.float32)
-    for start in tl.range(0, hidden, INPUTS):
-        inside = start + column < hidden
+    for start in tl.range(0, inputs, INPUTS):
+        inside = start + column < inputs
         values = load_tile(x_tile + start, live[:, None], inside[None, :], EVEN)
-        gate_weights = load_tile(gate_tile + start, known[None, :], inside[:, None], EVEN)
+        weights = load_tile(tile + start, known[None, :], inside[:, None], EVEN)
         if GATED:
             up_weights = load_tile(up_tile + start, known[None, :], inside[:, None], EVEN)
-        gate = tl.dot(values, gate_weights, gate, input_precision="ieee")
+        total = tl.dot(values, weights, total, input_precision="ieee")
         if GATED:
             up = tl.dot(values, up_weights, up, input_precision="ieee")
     if bias is not None:
-        place = bias + expert * (2 * width) + output
-        gate += tl.load(place, mask=known, other=0.0).to(tl.float32)[None, :]
-        up += tl.load(place + width, mask=known, other=0.0).to(tl.float32)[None, :]
-    target = out + pair.to(tl.int64)[:, None] * width + output[None, :]
-    result = (activate_gated(gate, up, KIND) if GATED else activate(gate, KIND)).to(out.dtype.element_ty)
-    tl.store(target, result, mask=live[:, None] & known[None, :])
-
-
-@Launcher
-@triton.jit(do_not_specialize=["pairs"])
-def _grouped_down_kernel(
-    x: tl.tensor,
-    weight: tl.tensor,
-    bias: tl.tensor | None,
-    weights: tl.tensor,
-    sorted_pairs: tl.tensor,
-    block_experts: tl.tensor,
-    out: tl.tensor,
-    pairs,
-    hidden: tl.constexpr,
-    width: tl.constexpr,
-    ROWS: tl.constexpr,
-    OUTPUTS: tl.constexpr,
-    INPUTS: tl.constexpr,
-    GROUP: tl.constexpr,
-    OVERLAP: tl.constexpr,
-):
-    if OVERLAP:
-        wait_for_previous()
-    EVEN: tl.constexpr = width % INPUTS == 0
-    block = tl.program_id(1) * GROUP + tl.program_id(0) % GROUP
-    expert = tl.load(block_experts + block).to(tl.int64)
-    if expert < 0:
-        return
-    pair = tl.load(sorted_pairs + block * ROWS + tl.arange(0, ROWS))
-    live = pair < pairs
-    output = tl.program_id(0) // GROUP * OUTPUTS + tl.arange(0, OUTPUTS)
-    known = output < hidden
-    column = tl.arange(0, INPUTS)
-    x_tile = x + pair.to(tl.int64)[:, None] * width + column[None, :]
-    tile = weight + expert * (hidden * width) + (output[None, :] * width + column[:, None])
-    total = tl.zeros([ROWS, OUTPUTS], tl.float32)
-    for start in tl.range(0, width, INPUTS):
-        inside = start + column < width
-        values = load_tile(x_tile + start, live[:, None], inside[None, :], EVEN)
-        down = load_tile(tile + start, known[None, :], inside[:, None], EVEN)
-        total = tl.dot(values, down, total, input_precision="ieee")
-    if bias is not None:
-        total += tl.load(bias + expert * hidden + output, mask=known, other=0.0).to(tl.float32)[None, :]
-    total *= tl.load(weights + pair, mask=live, other=0.0)[:, None]
-    target = out + pair.to(tl.int64)[:, None] * hidden + output[None, :]
+        place = bias + expert * ((1 if KIND == "" else 2) * outputs) + output
+        total += tl.load(place, mask=known, other=0.0).to(tl.float32)[None, :]
+        if GATED:
+            up += tl.load(place + outputs, mask=known, other=0.0).to(tl.float32)[None, :]
+    if GATED:
+        total = activate_gated(total, up, KIND)
+    elif KIND != "":
+        total = activate(total, KIND)
+    else:
+        total *= tl.load(pair_weights + pair, mask=live, other=0.0)[:, None]
+    target = out + pair.to(tl.int64)[:, None] * outputs + output[None, :]
     tl.store(target, total.to(out.dtype.element_ty), mask=live[:, None] & known[None, :])
-
-
-@Launcher
-@triton.jit
-def _sum_kernel(
-    parts: tl.tensor,
-    add: tl.tensor,
-    out: tl.tensor,
-    places: tl.tensor,
-    weights: tl.tensor,
-    topk_ids: tl.tensor | None,
-    add_stride: tl.int64,
-    hidden: tl.constexpr,
-    top_k: tl.constexpr,
-    ADD: tl.constexpr,
-    SORTED: tl.constexpr,
-    BLOCK: tl.constexpr,
-    OVERLAP: tl.constexpr,
-):
-    if OVERLAP:
-        wait_for_previous()
-    token = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = column < hidden
-    total = tl.zeros([BLOCK], tl.float32)
-    for choice in tl.static_range(top_k):
-        pair = token * top_k + choice
-        known = inside
-        if topk_ids is not None:
-            known = inside & (tl.load(topk_ids + pair) >= 0)
-        if SORTED:
-            place = tl.load(places + pair).to(tl.int64)
-            part = tl.load(parts + place * hidden + column, mask=known, other=0.0).to(tl.float32)
-            total += part * tl.load(weights + pair)
-        else:
-            total += tl.load(parts + pair * hidden + column, mask=known, other=0.0).to(tl.float32)
-    if ADD:
-        total += tl.load(add + token * add_stride + column, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out + token * hidden + column, total.to(out.dtype.element_ty), mask=inside)
 
 
 def fused_experts(
@@ -247,151 +161,98 @@ def fused_experts(
     Moves the weights of each expert that is chosen once, 6 * width * hidden bytes in 16 bits with a gate, if it gets no
     more rows than a block has.
     """
-    tokens, top_k = topk_ids.shape
-    experts, _, width = down.shape
-    topk_ids, weights = topk_ids.contiguous(), weights.contiguous()
-    some = None if of is None else topk_ids
+    routed = Routed.over(x, weights, topk_ids, add, of)
+    (tokens, top_k), (experts, hidden, width) = topk_ids.shape, down.shape
     gate_up_bias, down_bias = biases or (None, None)
     expert_bytes = (gate_up[0].numel() + down[0].numel()) * x.element_size()
     if not deterministic and runs_direct(tokens, top_k, of or experts, expert_bytes):
         gated = torch.empty(tokens * top_k, width, dtype=x.dtype, device=x.device)
-        direct_gate_up(x, gate_up, topk_ids, gated, activation, gate_up_bias)
-        return direct_down(gated, down, weights, topk_ids, add, down_bias)
+        direct_gate_up(x, gate_up, routed.topk_ids, gated, activation, gate_up_bias)
+        return direct_down(gated, down, routed.weights, routed.topk_ids, add, down_bias)
     rows = DETERMINISTIC_ROWS if deterministic else rows_of_block(tokens * top_k, of or experts)
     cut = TILES[rows][tiles]
     if x.element_size() == 4:
         rows, cut = 16, FLOAT32_TILES
-    if hopper and rows == HOPPER_ROWS:
-        from kvern.kernels.product_hopper import experts_products
-
-        blocks = align(topk_ids, experts, rows, HOPPER_GROUP)
-        parts = experts_products(x, gate_up, down, blocks, topk_ids.numel(), top_k, activation, HOPPER_GROUP)
-        return sum_parts(parts, top_k, add, blocks.places, weights, some=some)
-    blocks = align(topk_ids, experts, rows, 1 if hopper else cut.gate_up.group)
-    gated = torch.empty(tokens * top_k, width, dtype=x.dtype, device=x.device)
+    first: Product
+    second: Product
     if hopper:
-        from kvern.kernels.stream_experts_hopper import stream_experts
-
-        parts = torch.empty(tokens * top_k, x.shape[1], dtype=x.dtype, device=x.device)
-        stream_experts(x.contiguous(), gate_up.view(-1, x.shape[1]), gated, blocks, rows, top_k, activation)
-        stream_experts(gated, down.view(-1, width), parts, blocks, rows, weights=weights, early=True)
-    else:
-        _grouped_gate_up(x, gate_up, gate_up_bias, blocks, gated, top_k, activation, rows, cut.gate_up)
-        parts = _grouped_down(gated, down, down_bias, weights, blocks, rows, cut.down)
-    return parts if top_k == 1 and add is None and some is None else sum_parts(parts, top_k, add, some=some)
-
-
-def _stages(x: torch.Tensor, rows: int, tile: Tile) -> int:
-    return stages(x.device, tile.stages, (rows + tile.outputs) * tile.inputs * x.element_size())
+        padded = rows == HOPPER_ROWS
+        first = partial(hopper_product, gate_up.view(-1, hidden), activation=activation, top_k=top_k)
+        second = partial(hopper_product, down.view(-1, width), weights=routed.weights)
+        blocks = align(routed.topk_ids, experts, rows, HOPPER_GROUP if padded else 1)
+        return through_blocks(routed, blocks, width, first, second, padded=padded)
+    first = partial(_grouped, gate_up, gate_up_bias, cut.gate_up, activation=activation, top_k=top_k)
+    second = partial(_grouped, down, down_bias, cut.down, weights=routed.weights)
+    return through_blocks(routed, align(routed.topk_ids, experts, rows, cut.gate_up.group), width, first, second)
 
 
-def _grouped_gate_up(
+def hopper_product(
+    weight: torch.Tensor,
     x: torch.Tensor,
-    gate_up: torch.Tensor,
-    bias: torch.Tensor | None,
     blocks: Alignment,
     out: torch.Tensor,
-    top_k: int,
-    activation: str,
-    rows: int,
-    tile: Tile,
+    *,
+    activation: str | None = None,
+    top_k: int = 0,
+    weights: torch.Tensor | None = None,
+    scales: "RowScales | None" = None,
+    early: bool | None = None,
 ) -> None:
-    (pairs, width), hidden = out.shape, x.shape[1]
+    """A `Product` by the kernels for Hopper GPUs: blocks of `HOPPER_ROWS` are padded, and not multiplied by `weights`.
+
+    weight  [experts * outputs, inputs], with an activation gate and up; codes with `scales`
+    top_k   rows of x are those of tokens, with so many pairs each; 0: one for each row of `out`
+    early   see `stream_experts`; None: if x is what another product made
+    """
+    x = x.contiguous()  # so that rows begin where copies of 16 bytes may
+    if blocks.rows == HOPPER_ROWS:
+        from kvern.kernels.product_hopper import experts_product
+
+        pairs = blocks.places.shape[0]
+        experts_product(x, weight, out, blocks, pairs, HOPPER_GROUP, activation, top_k, scales)
+    else:
+        from kvern.kernels.stream_experts_hopper import stream_experts
+
+        early = not top_k if early is None else early
+        stream_experts(x, weight, out, blocks, max(1, top_k), activation, weights, scales, early)
+
+
+def _grouped(
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    tile: Tile,
+    x: torch.Tensor,
+    blocks: Alignment,
+    out: torch.Tensor,
+    *,
+    activation: str | None = None,
+    top_k: int = 1,
+    weights: torch.Tensor | None = None,
+) -> None:
+    """A `Product`: with an activation that with gate and up, or up alone; else with down, times the pairs' weights."""
+    (pairs, outputs), inputs, rows = out.shape, weight.shape[2], blocks.rows
     overlap = overlaps(x.device)
-    outputs = min(tile.outputs // 2, max(16, triton.next_power_of_2(width)))
-    _grouped_gate_up_kernel[(tile.group * triton.cdiv(width, outputs), blocks.experts.shape[0] // tile.group)](
+    wide = min(tile.outputs // (1 if activation is None else 2), max(16, triton.next_power_of_2(outputs)))
+    _grouped_kernel[(tile.group * triton.cdiv(outputs, wide), blocks.experts.shape[0] // tile.group)](
         x,
-        gate_up,
+        weight,
         bias,
-        blocks.pairs,
-        blocks.experts,
+        weights,
+        blocks,
         out,
         pairs,
         x.stride(0),
-        hidden,
-        width,
-        top_k,
-        gate_up.shape[1] > width,
-        activation,
-        rows,
+        inputs,
         outputs,
-        inputs_of_step(hidden, tile.inputs),
+        top_k,
+        weight.shape[1] > outputs,
+        activation or "",
+        rows,
+        wide,
+        inputs_of_step(inputs, tile.inputs),
         tile.group,
         overlap,
         num_warps=tile.warps,
-        num_stages=_stages(x, rows, tile),
+        num_stages=stages(x.device, tile.stages, (rows + tile.outputs) * tile.inputs * x.element_size()),
         launch_pdl=overlap,
     )
-
-
-def _grouped_down(
-    gated: torch.Tensor,
-    down: torch.Tensor,
-    bias: torch.Tensor | None,
-    weights: torch.Tensor,
-    blocks: Alignment,
-    rows: int,
-    tile: Tile,
-) -> torch.Tensor:
-    pairs, (_, hidden, width) = gated.shape[0], down.shape
-    overlap = overlaps(gated.device)
-    out = torch.empty(pairs, hidden, dtype=gated.dtype, device=gated.device)
-    outputs = min(tile.outputs, max(16, triton.next_power_of_2(hidden)))
-    _grouped_down_kernel[(tile.group * triton.cdiv(hidden, outputs), blocks.experts.shape[0] // tile.group)](
-        gated,
-        down,
-        bias,
-        weights,
-        blocks.pairs,
-        blocks.experts,
-        out,
-        pairs,
-        hidden,
-        width,
-        rows,
-        outputs,
-        inputs_of_step(width, tile.inputs),
-        tile.group,
-        overlap,
-        num_warps=tile.warps,
-        num_stages=_stages(gated, rows, tile),
-        launch_pdl=overlap,
-    )
-    return out
-
-
-def sum_parts(
-    parts: torch.Tensor,
-    top_k: int,
-    add: torch.Tensor | None,
-    places: torch.Tensor | None = None,
-    weights: torch.Tensor | None = None,
-    some: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """`places` of the pairs among the parts, which are then still to be multiplied by `weights`.
-
-    `some`: the `topk_ids`, if those of -1 have no part.
-    """
-    hidden = parts.shape[1]
-    pairs = parts.shape[0] if places is None else places.shape[0]
-    out = torch.empty(pairs // top_k, hidden, dtype=parts.dtype, device=parts.device)
-    block = min(1024, triton.next_power_of_2(hidden))
-    overlap = overlaps(parts.device)
-    _sum_kernel[(pairs // top_k, triton.cdiv(hidden, block))](
-        parts,
-        out if add is None else add,
-        out,
-        parts if places is None else places,
-        parts if weights is None else weights,
-        some,
-        0 if add is None else add.stride(0),
-        hidden,
-        top_k,
-        add is not None,
-        places is not None,
-        block,
-        overlap,
-        num_warps=4,
-        launch_pdl=overlap,
-    )
-    return out

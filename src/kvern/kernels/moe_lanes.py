@@ -9,9 +9,8 @@ import torch
 
 from kvern.kernels.expert_lanes import LaneWeight
 from kvern.kernels.launch import next_power_of_2
-from kvern.kernels.moe import sum_parts
 from kvern.kernels.moe_direct import runs_direct
-from kvern.kernels.moe_routing import Alignment, align
+from kvern.kernels.moe_routing import Alignment, Routed, align, through_blocks
 
 LANE_ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "clamped_swiglu")
 """Activations of gates that the kernel supports."""
@@ -69,22 +68,20 @@ def lane_experts(
     width = gate_up.codes.shape[0] // experts // 2
     if pairs * max(x.shape[1], width) >= MOST_NUMBERS:
         raise ValueError(f"{tokens} tokens in a step are too many for experts in MXFP4; lower max_batch_tokens")
-    x = x.contiguous()
-    topk_ids = topk_ids.int().contiguous()
-    weights = weights.contiguous()
+    routed = Routed.over(x.contiguous(), weights, topk_ids.int(), add, of)
     expert_bytes = (gate_up.codes.nbytes + down.codes.nbytes) // experts
-    some = None if of is None else topk_ids
-    if pairs <= MOST_ALONE and some is None and runs_direct(tokens, top_k, experts, expert_bytes):
-        rows = FEWEST_ROWS
-        shape = ALONE
-        chosen = topk_ids.view(-1)
-        blocks = Alignment(alone(x.device), chosen, chosen)
+    if pairs <= MOST_ALONE and of is None and runs_direct(tokens, top_k, experts, expert_bytes):
+        shape, chosen = ALONE, routed.topk_ids.view(-1)
+        blocks = Alignment(alone(x.device)[: pairs * FEWEST_ROWS], chosen, chosen)
     else:
         rows = rows_of_block(pairs, of or experts)
-        shape, blocks = SHAPES[rows], align(topk_ids, experts, rows)
-    first_bias, second_bias = biases or (None, None)
-    gated = torch.empty(pairs, width, dtype=x.dtype, device=x.device)
-    stream_lanes(x, gate_up, gated, blocks, rows, shape, top_k=top_k, activation=activation, bias=first_bias)
-    parts = torch.empty(pairs, x.shape[1], dtype=x.dtype, device=x.device)
-    stream_lanes(gated, down, parts, blocks, rows, shape, bias=second_bias, weights=weights, early=True)
-    return parts if top_k == 1 and add is None and some is None else sum_parts(parts, top_k, add, some=some)
+        shape, blocks = SHAPES[rows], align(routed.topk_ids, experts, rows)
+    biased = biases or (None, None)
+
+    def first(x: torch.Tensor, blocks: Alignment, out: torch.Tensor) -> None:
+        stream_lanes(x, gate_up, out, blocks, shape, top_k=top_k, activation=activation, bias=biased[0])
+
+    def second(x: torch.Tensor, blocks: Alignment, out: torch.Tensor) -> None:
+        stream_lanes(x, down, out, blocks, shape, bias=biased[1], weights=routed.weights, early=True)
+
+    return through_blocks(routed, blocks, width, first, second)

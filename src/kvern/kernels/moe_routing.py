@@ -1,5 +1,6 @@
-"""Routing of a mixture of experts: the experts of each token, and the blocks of rows that each expert computes."""
+"""Routing of a mixture of experts: each token's experts, blocks of rows of each expert, and their sum."""
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -147,6 +148,11 @@ class Alignment(NamedTuple):
     experts: torch.Tensor
     places: torch.Tensor
 
+    @property
+    def rows(self) -> int:
+        """The rows of a block."""
+        return self.pairs.shape[0] // self.experts.shape[0]
+
 
 def most_blocks(pairs: int, experts: int, rows: int) -> int:
     """The number of blocks that `pairs` need at most: every expert's last block may be all but empty."""
@@ -273,3 +279,103 @@ def align(topk_ids: torch.Tensor, experts: int, rows: int, multiple: int = 1) ->
         launch_pdl=overlap,
     )
     return result
+
+
+@Launcher
+@triton.jit
+def _sum_kernel(
+    parts, add, out, places, weights, topk_ids, add_stride: tl.int64, hidden: tl.constexpr, top_k: tl.constexpr,
+    BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    if OVERLAP:
+        wait_for_previous()
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < hidden
+    total = tl.zeros([BLOCK], tl.float32)
+    for choice in tl.static_range(top_k):
+        pair = token * top_k + choice
+        known = inside
+        if topk_ids is not None:
+            known = inside & (tl.load(topk_ids + pair) >= 0)
+        if places is not None:
+            place = tl.load(places + pair).to(tl.int64)
+            part = tl.load(parts + place * hidden + column, mask=known, other=0.0).to(tl.float32)
+            total += part * tl.load(weights + pair)
+        else:
+            total += tl.load(parts + pair * hidden + column, mask=known, other=0.0).to(tl.float32)
+    if add is not None:
+        total += tl.load(add + token * add_stride + column, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + token * hidden + column, total.to(out.dtype.element_ty), mask=inside)
+
+
+class Routed(NamedTuple):
+    """Rows, and the experts that each goes through.
+
+    x         [T, hidden], rows may have gaps
+    weights   [T, top_k] float32, contiguous
+    topk_ids  [T, top_k] int32 or int64, contiguous; -1 if another rank has the expert
+    add       [T, hidden] that is added to the sum, or None; rows may have gaps
+    of        experts of the mixture, if others have some of them, else None
+    """
+
+    x: torch.Tensor
+    weights: torch.Tensor
+    topk_ids: torch.Tensor
+    add: torch.Tensor | None
+    of: int | None
+
+    @classmethod
+    def over(
+        cls,
+        x: torch.Tensor,
+        weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        add: torch.Tensor | None = None,
+        of: int | None = None,
+    ) -> "Routed":
+        """Returns rows with contiguous weights and ids."""
+        return cls(x, weights.contiguous(), topk_ids.contiguous(), add, of)
+
+
+Product = Callable[[torch.Tensor, Alignment, torch.Tensor], None]
+"""A product of blocks of rows with their experts' weights: `x`, the blocks, and `out [rows, outputs]`."""
+
+
+def through_blocks(
+    routed: Routed, blocks: Alignment, width: int, gate_up: Product, down: Product, *, padded: bool = False
+) -> torch.Tensor:
+    """The sum of x through the experts chosen, whose rows are sorted into blocks: [T, hidden] in the dtype of x.
+
+    gate_up  makes `[pairs, width]` of x
+    down     makes `[pairs, hidden]` of that, times the pairs' weights
+    padded   the rows that they make lie as the blocks' rows, and are not yet multiplied by the weights
+    """
+    x, weights, topk_ids, add, of = routed
+    pairs, top_k = topk_ids.numel(), topk_ids.shape[1]
+    rows = blocks.pairs.shape[0] if padded else pairs
+    gated = torch.empty(rows, width, dtype=x.dtype, device=x.device)
+    gate_up(x, blocks, gated)
+    parts = torch.empty(rows, x.shape[1], dtype=x.dtype, device=x.device)
+    down(gated, blocks, parts)
+    if top_k == 1 and add is None and of is None and not padded:
+        return parts
+    out = torch.empty_like(parts[: pairs // top_k])
+    hidden, overlap = parts.shape[1], overlaps(x.device)
+    block = min(1024, triton.next_power_of_2(hidden))
+    _sum_kernel[(pairs // top_k, triton.cdiv(hidden, block))](
+        parts,
+        add,
+        out,
+        blocks.places if padded else None,
+        weights if padded else None,
+        None if of is None else topk_ids,
+        0 if add is None else add.stride(0),
+        hidden,
+        top_k,
+        block,
+        overlap,
+        num_warps=4,
+        launch_pdl=overlap,
+    )
+    return out

@@ -10,7 +10,8 @@ The matrix units add products of e4m3 in about 14 bits. Sums of a step are added
 """
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from functools import partial
+from typing import NamedTuple
 
 import torch
 import triton
@@ -18,14 +19,11 @@ import triton.language as tl
 
 from kvern.kernels.activation import activate
 from kvern.kernels.launch import Launcher, cdiv, next_power_of_2, overlaps, stages, wait_for_previous
-from kvern.kernels.moe import HOPPER_GROUP, HOPPER_ROWS, Tile, Tiles, rows_of_block, sum_parts
+from kvern.kernels.moe import HOPPER_GROUP, HOPPER_ROWS, Tile, Tiles, hopper_product, rows_of_block
 from kvern.kernels.moe_direct import inputs_of_step
-from kvern.kernels.moe_routing import Alignment, align
+from kvern.kernels.moe_routing import Alignment, Routed, align, through_blocks
 from kvern.kernels.packed import Packed
 from kvern.kernels.quantize_rows import Coding
-
-if TYPE_CHECKING:
-    from kvern.kernels.product_hopper import RowScales
 
 Rounded = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 """`x [T, inputs] ->` codes [T, inputs], and float32 scales [T, n] of runs of inputs / n."""
@@ -67,8 +65,8 @@ class Scales(NamedTuple):
 
 @triton.jit
 def _step(
-    total, values, x_by, codes, scale, row, start, inputs: tl.constexpr, SCALES_GROUP: tl.constexpr,
-    PER: tl.constexpr, WHOLE: tl.constexpr, EVEN: tl.constexpr, INPUTS: tl.constexpr, TURNED: tl.constexpr,
+    total, values, x_by, codes, scale, row, start, inputs: tl.constexpr, FORM: tl.constexpr, EVEN: tl.constexpr,
+    INPUTS: tl.constexpr, TURNED: tl.constexpr,
 ):  # fmt: skip
     """The sums `[ROWS, OUTPUTS]` after a step: rows of x times `row [OUTPUTS]` of the weights. TURNED: transposed."""
     column = start + tl.arange(0, INPUTS)
@@ -77,13 +75,13 @@ def _step(
     SUMS: tl.constexpr = tl.int32 if codes.dtype.element_ty == tl.int8 else tl.float32
     first = tl.trans(weights) if TURNED else values
     second = tl.trans(values) if TURNED else weights
-    if WHOLE and (codes.dtype.element_ty == tl.int8 or values.shape[0] >= 128):
+    if FORM.whole and (codes.dtype.element_ty == tl.int8 or values.shape[0] >= 128):
         total = tl.dot(first, second, total, out_dtype=SUMS)
-    elif WHOLE:
+    elif FORM.whole:
         total += tl.dot(first, second)
     else:
         part = tl.dot(first, second, out_dtype=SUMS).to(tl.float32)
-        by = tl.load(scale + (row // PER) * tl.cdiv(inputs, SCALES_GROUP) + start // SCALES_GROUP)
+        by = tl.load(scale + (row // FORM.per) * tl.cdiv(inputs, FORM.group) + start // FORM.group)
         if TURNED:
             total += part * by[:, None] * x_by[None, :]
         else:
@@ -92,61 +90,39 @@ def _step(
 
 
 @triton.jit
-def _plain(total, x_by, scale, row, PER: tl.constexpr, WHOLE: tl.constexpr, TURNED: tl.constexpr):
+def _plain(total, x_by, scale, row, FORM: tl.constexpr, TURNED: tl.constexpr):
     """The sums `[ROWS, OUTPUTS]`."""
     if TURNED:
         total = tl.trans(total)
-    if WHOLE:
-        total = total.to(tl.float32) * x_by[:, None] * tl.load(scale + row // PER)[None, :]
+    if FORM.whole:
+        total = total.to(tl.float32) * x_by[:, None] * tl.load(scale + row // FORM.per)[None, :]
     return total
 
 
 @Launcher
 @triton.jit(do_not_specialize=["pairs"])
 def _coded_experts_kernel(
-    x: tl.tensor,
-    x_scale: tl.tensor,
-    codes: tl.tensor,
-    scale: tl.tensor,
-    weights: tl.tensor,
-    sorted_pairs: tl.tensor,
-    block_experts: tl.tensor,
-    out: tl.tensor,
-    pairs,
-    scale_stride: tl.int64,
-    run_stride: tl.int64,
-    inputs: tl.constexpr,
-    outputs: tl.constexpr,
-    top_k: tl.constexpr,
-    KIND: tl.constexpr,
-    GATED: tl.constexpr,
-    X_GROUP: tl.constexpr,
-    SCALES_GROUP: tl.constexpr,
-    PER: tl.constexpr,
-    WHOLE: tl.constexpr,
-    EVEN: tl.constexpr,
-    ROWS: tl.constexpr,
-    OUTPUTS: tl.constexpr,
-    INPUTS: tl.constexpr,
-    SIDE_BY_SIDE: tl.constexpr,
-    TURNED: tl.constexpr,
-    OVERLAP: tl.constexpr,
-):
-    """GATED: the product with gate and up, of a token of x for each pair; else with down, of a row for each pair."""
+    x, x_scale, codes, scale, pair_weights, blocks: Alignment, out, pairs, scale_stride: tl.int64,
+    run_stride: tl.int64, inputs: tl.constexpr, outputs: tl.constexpr, top_k: tl.constexpr, KIND: tl.constexpr,
+    FORM: tl.constexpr, EVEN: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr,
+    SIDE_BY_SIDE: tl.constexpr, TURNED: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """The product with gate and up, of a token of x for each pair; without a KIND that with down, of a row for each."""
+    GATED: tl.constexpr = KIND != ""
     if OVERLAP:
         wait_for_previous()
     block = tl.program_id(1) * SIDE_BY_SIDE + tl.program_id(0) % SIDE_BY_SIDE
-    expert = tl.load(block_experts + block).to(tl.int64)
+    expert = tl.load(blocks.experts + block).to(tl.int64)
     if expert < 0:
         return
-    pair = tl.load(sorted_pairs + block * ROWS + tl.arange(0, ROWS))
+    pair = tl.load(blocks.pairs + block * ROWS + tl.arange(0, ROWS))
     live = pair < pairs
     output = tl.program_id(0) // SIDE_BY_SIDE * OUTPUTS + tl.arange(0, OUTPUTS)
-    row = expert * (outputs * (1 + GATED)) + tl.minimum(output, outputs - 1)
+    row = expert * (outputs * (2 if GATED else 1)) + tl.minimum(output, outputs - 1)
     line = pair.to(tl.int64)
     if GATED:
         line = (pair // top_k).to(tl.int64)
-    INTEGERS: tl.constexpr = WHOLE and codes.dtype.element_ty == tl.int8
+    INTEGERS: tl.constexpr = FORM.whole and codes.dtype.element_ty == tl.int8
     total = tl.zeros([OUTPUTS, ROWS] if TURNED else [ROWS, OUTPUTS], tl.int32 if INTEGERS else tl.float32)
     other = total
     x_by = tl.load(x_scale + line * scale_stride, mask=live, other=0.0)
@@ -154,21 +130,16 @@ def _coded_experts_kernel(
         column = start + tl.arange(0, INPUTS)
         mask = live[:, None] if EVEN else live[:, None] & (column < inputs)[None, :]
         values = tl.load(x + line[:, None] * inputs + column[None, :], mask=mask, other=0.0)
-        if not WHOLE:
-            x_by = tl.load(x_scale + line * scale_stride + start // X_GROUP * run_stride, mask=live, other=0.0)
-        total = _step(
-            total, values, x_by, codes, scale, row, start, inputs, SCALES_GROUP, PER, WHOLE, EVEN, INPUTS, TURNED
-        )
+        if not FORM.whole:
+            x_by = tl.load(x_scale + line * scale_stride + start // FORM.x_group * run_stride, mask=live, other=0.0)
+        total = _step(total, values, x_by, codes, scale, row, start, inputs, FORM, EVEN, INPUTS, TURNED)
         if GATED:
-            other = _step(
-                other, values, x_by, codes, scale, row + outputs, start, inputs, SCALES_GROUP, PER, WHOLE, EVEN,
-                INPUTS, TURNED,
-            )  # fmt: skip
-    result = _plain(total, x_by, scale, row, PER, WHOLE, TURNED)
+            other = _step(other, values, x_by, codes, scale, row + outputs, start, inputs, FORM, EVEN, INPUTS, TURNED)
+    result = _plain(total, x_by, scale, row, FORM, TURNED)
     if GATED:
-        result = activate(result, KIND) * _plain(other, x_by, scale, row + outputs, PER, WHOLE, TURNED)
+        result = activate(result, KIND) * _plain(other, x_by, scale, row + outputs, FORM, TURNED)
     else:
-        result *= tl.load(weights + pair, mask=live, other=0.0)[:, None]
+        result *= tl.load(pair_weights + pair, mask=live, other=0.0)[:, None]
     target = out + pair.to(tl.int64)[:, None] * outputs + output[None, :]
     tl.store(target, result.to(out.dtype.element_ty), mask=live[:, None] & (output < outputs)[None, :])
 
@@ -196,27 +167,23 @@ def coded_experts(
     Moves the codes of each expert that is chosen once, if it gets no more rows than a block has.
     """
     (tokens, top_k), width = topk_ids.shape, gate_up.codes.shape[0] // experts // 2
-    topk_ids, weights = topk_ids.contiguous(), weights.contiguous()
-    some = None if of is None else topk_ids
+    routed = Routed.over(x, weights, topk_ids, add, of)
     rows = rows_of_block(tokens * top_k, of or experts)
-    if hopper and rows == ROWS:
-        return _coded_on_hopper(x, gate_up, down, weights, topk_ids, activation, experts, rounded, add, some)
     cut = TILES[rows][tiles]
-    blocks = align(topk_ids, experts, rows, 1 if hopper else cut.gate_up.group)
-    gated = torch.empty(tokens * top_k, width, dtype=x.dtype, device=x.device)
-    parts = torch.empty(tokens * top_k, x.shape[1], dtype=x.dtype, device=x.device)
-    if hopper:
-        from kvern.kernels.stream_experts_hopper import stream_experts
-
-        early = [isinstance(coding, Coding) and coding.late and not coding.group for coding in rounded]
-        codes, scales = _with_scales(rounded[0](x.contiguous()), gate_up)
-        stream_experts(codes, gate_up.codes, gated, blocks, rows, top_k, activation, scales=scales, early=early[0])
-        codes, scales = _with_scales(rounded[1](gated), down)
-        stream_experts(codes, down.codes, parts, blocks, rows, weights=weights, scales=scales, early=early[1])
-    else:
-        _multiply(*rounded[0](x.contiguous()), gate_up, weights, blocks, gated, rows, cut.gate_up, top_k, activation)
-        _multiply(*rounded[1](gated), down, weights, blocks, parts, rows, cut.down, top_k, None)
-    return parts if top_k == 1 and add is None and some is None else sum_parts(parts, top_k, add, some=some)
+    padded = hopper and rows == HOPPER_ROWS
+    group = HOPPER_GROUP if padded else 1 if hopper else cut.gate_up.group
+    first, second = (
+        partial(_multiply, matrix, coding, None if hopper else tile)
+        for matrix, coding, tile in zip((gate_up, down), rounded, cut, strict=True)
+    )
+    return through_blocks(
+        routed,
+        align(routed.topk_ids, experts, rows, group),
+        width,
+        partial(first, activation=activation, top_k=top_k),
+        partial(second, weights=routed.weights),
+        padded=padded,
+    )
 
 
 def hopper_codes(code: str, dtype: torch.dtype, hidden: int, width: int) -> bool:
@@ -224,82 +191,60 @@ def hopper_codes(code: str, dtype: torch.dtype, hidden: int, width: int) -> bool
     return code == "e4m3" and dtype.itemsize == 2 and hidden % 16 == 0 and width % 16 == 0
 
 
-def _with_scales(rounded: tuple[torch.Tensor, torch.Tensor], matrix: Packed) -> "tuple[torch.Tensor, RowScales]":
-    """Codes of x, and their scales beside the matrix's."""
-    from kvern.kernels.product_hopper import RowScales
-
-    assert matrix.scale is not None
-    codes, scales = rounded
-    return codes, RowScales(scales, matrix.scale, matrix.outputs_per_scale)
-
-
-def _coded_on_hopper(
-    x: torch.Tensor,
-    gate_up: Packed,
-    down: Packed,
-    weights: torch.Tensor,
-    topk_ids: torch.Tensor,
-    activation: str,
-    experts: int,
-    rounded: Sequence[Rounded],
-    add: torch.Tensor | None,
-    some: torch.Tensor | None,
-) -> torch.Tensor:
-    from kvern.kernels.product_hopper import experts_product
-
-    pairs, top_k = topk_ids.numel(), topk_ids.shape[1]
-    blocks = align(topk_ids, experts, HOPPER_ROWS, HOPPER_GROUP)
-    codes, scales = _with_scales(rounded[0](x.contiguous()), gate_up)
-    gated = torch.empty(blocks.pairs.shape[0], gate_up.codes.shape[0] // experts // 2, dtype=x.dtype, device=x.device)
-    experts_product(codes, gate_up.codes, gated, blocks, pairs, HOPPER_GROUP, activation, top_k, scales)
-    codes, scales = _with_scales(rounded[1](gated), down)
-    parts = torch.empty(blocks.pairs.shape[0], x.shape[1], dtype=x.dtype, device=x.device)
-    experts_product(codes, down.codes, parts, blocks, pairs, HOPPER_GROUP, scales=scales)
-    return sum_parts(parts, top_k, add, blocks.places, weights, some)
-
-
 def _multiply(
-    x: torch.Tensor,
-    x_scale: torch.Tensor,
     matrix: Packed,
-    weights: torch.Tensor,
+    rounded: Rounded,
+    tile: Tile | None,
+    x: torch.Tensor,
     blocks: Alignment,
     out: torch.Tensor,
-    rows: int,
-    tile: Tile,
-    top_k: int,
-    activation: str | None,
+    *,
+    activation: str | None = None,
+    top_k: int = 0,
+    weights: torch.Tensor | None = None,
 ) -> None:
-    """`activation`: with gate and up; None: with down, times the weights of the pairs."""
+    """A `Product`: with an activation that with gate and up; else with down, times the pairs' weights.
+
+    tile   None: the kernels for Hopper GPUs multiply
+    top_k  as `hopper_product` has it
+    """
     assert matrix.scale is not None
-    (pairs, outputs), inputs = out.shape, x.shape[1]
-    gated = activation is not None
+    codes, x_scale = rounded(x.contiguous())
+    if tile is None:
+        from kvern.kernels.product_hopper import RowScales
+
+        scales = RowScales(x_scale, matrix.scale, matrix.outputs_per_scale)
+        early = isinstance(rounded, Coding) and rounded.late and not rounded.group
+        hopper_product(
+            matrix.codes, codes, blocks, out,
+            activation=activation, top_k=top_k, weights=weights, scales=scales, early=early,
+        )  # fmt: skip
+        return
+    (pairs, outputs), inputs, rows = out.shape, codes.shape[1], blocks.rows
+    halves = 1 if activation is None else 2
     form = Scales.of(x_scale, matrix, inputs)
     overlap = overlaps(x.device)
-    halves = 2 if gated else 1
     # Sums of a step beside those of all take twice the registers.
     wide = min(tile.outputs, 256 if form.whole else 128) // halves
     wide = min(wide, max(16, next_power_of_2(outputs)))
     step = inputs_of_step(inputs, tile.inputs)
     wanted = tile.stages if form.whole or rows < ROWS else tile.stages - 1
     _coded_experts_kernel[(tile.group * cdiv(outputs, wide), blocks.experts.shape[0] // tile.group)](
-        x,
+        codes,
         x_scale,
         matrix.codes,
         matrix.scale,
         weights,
-        blocks.pairs,
-        blocks.experts,
+        blocks,
         out,
         pairs,
         x_scale.stride(0),
         x_scale.stride(1),
         inputs,
         outputs,
-        top_k,
+        max(1, top_k),
         activation or "",
-        gated,
-        *form,
+        form,
         inputs % step == 0,
         rows,
         wide,

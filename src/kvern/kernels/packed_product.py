@@ -11,15 +11,16 @@ import triton.language as tl
 
 from kvern.kernels.activation import activate
 from kvern.kernels.codes import (
-    INTERLEAVED,
-    chunk_of,
+    Matrix,
+    form_of,
+    interleaved,
+    matrix_of,
     numbers,
     places,
     planes_of,
     row_values,
     scales,
-    scales_rows,
-    table_of,
+    times_rows,
     weights,
 )
 from kvern.kernels.launch import Launcher, cdiv, ended, overlaps, stages, wait_for_previous
@@ -45,71 +46,39 @@ def _add_step(total, tile, value, by, offset, CHUNK: tl.constexpr, SCALES_ROWS: 
 
 @triton.jit
 def add_row_step(
-    total,
-    other,
-    squares,
-    x,
-    gain,
-    codes,
-    scale,
-    zero,
-    table,
-    row,
-    ups,
-    start,
-    inputs,
-    CODE: tl.constexpr,
-    GROUP: tl.constexpr,
-    PER: tl.constexpr,
-    ZERO: tl.constexpr,
-    SCALES_ROWS: tl.constexpr,
-    NORM: tl.constexpr,
-    GATED: tl.constexpr,
-    EVEN: tl.constexpr,
-    INPUTS: tl.constexpr,
-    CHUNK: tl.constexpr,
+    total, other, squares, x, gain, matrix, row, ups, start, inputs, FORM: tl.constexpr, GATED: tl.constexpr,
     WAIT: tl.constexpr,
-):
-    """The sums of two runs of rows, the second if GATED, and of the squares of x, after a step."""
-    tiles = numbers(codes, table, row, start, inputs, CODE, INPUTS, EVEN)
+):  # fmt: skip
+    """The sums of two runs of rows, the second if GATED, and of the squares of x if it has a gain, after a step."""
+    tiles = numbers(matrix, row, start, inputs, FORM)
     if GATED:
-        up_tiles = numbers(codes, table, ups, start, inputs, CODE, INPUTS, EVEN)
+        up_tiles = numbers(matrix, ups, start, inputs, FORM)
     if WAIT:
         wait_for_previous()
-    values = row_values(x, start, inputs, CODE, INPUTS, EVEN)
-    if NORM:
-        gains = row_values(gain, start, inputs, CODE, INPUTS, EVEN)
-    for plane in tl.static_range(planes_of(CODE)):
+    values = row_values(x, start, inputs, FORM)
+    if gain is not None:
+        gains = row_values(gain, start, inputs, FORM)
+    for plane in tl.static_range(planes_of(FORM.code)):
         value = values[plane]
-        if NORM:
+        if gain is not None:
             squares += value * value
             value *= gains[plane]
         by, offset = 0.0, 0.0
-        if not SCALES_ROWS:
-            by, offset = scales(
-                codes, scale, zero, row, start, inputs, CODE, GROUP, PER, ZERO, INPUTS, CHUNK, EVEN, plane
-            )
-        total = _add_step(total, tiles[plane], value, by, offset, CHUNK, SCALES_ROWS)
+        if not FORM.scales_rows:
+            by, offset = scales(matrix, row, start, inputs, plane, FORM)
+        total = _add_step(total, tiles[plane], value, by, offset, FORM.chunk, FORM.scales_rows)
         if GATED:
-            if not SCALES_ROWS:
-                by, offset = scales(
-                    codes, scale, zero, ups, start, inputs, CODE, GROUP, PER, ZERO, INPUTS, CHUNK, EVEN, plane
-                )
-            other = _add_step(other, up_tiles[plane], value, by, offset, CHUNK, SCALES_ROWS)
+            if not FORM.scales_rows:
+                by, offset = scales(matrix, ups, start, inputs, plane, FORM)
+            other = _add_step(other, up_tiles[plane], value, by, offset, FORM.chunk, FORM.scales_rows)
     return total, other, squares
 
 
 @triton.jit
-def ended_sums(
-    total, row, known, scale, factor, bias, PER: tl.constexpr, SCALES_ROWS: tl.constexpr, FACTOR: tl.constexpr,
-    BIAS: tl.constexpr,
-):  # fmt: skip
+def ended_sums(total, matrix, row, known, bias, FORM: tl.constexpr):
     """The sums of rows, with what multiplies whole rows, and the bias."""
-    if SCALES_ROWS:
-        total *= tl.load(scale + row // PER).to(tl.float32)
-    if FACTOR:
-        total *= tl.load(factor + row)
-    if BIAS:
+    total = times_rows(total, matrix, row, FORM)
+    if bias is not None:
         total += tl.load(bias + row, mask=known, other=0.0).to(tl.float32)
     return total
 
@@ -117,64 +86,38 @@ def ended_sums(
 @Launcher
 @triton.jit
 def _packed_row_kernel(
-    x: tl.tensor,
-    codes: tl.tensor,
-    scale: tl.tensor,
-    zero: tl.tensor,
-    table: tl.tensor,
-    factor: tl.tensor,
-    bias: tl.tensor,
-    gain: tl.tensor,
-    out: tl.tensor,
-    outputs,
-    inputs,
-    epsilon: tl.float32,
-    CODE: tl.constexpr,
-    GROUP: tl.constexpr,
-    PER: tl.constexpr,
-    ZERO: tl.constexpr,
-    SCALES_ROWS: tl.constexpr,
-    FACTOR: tl.constexpr,
-    BIAS: tl.constexpr,
-    NORM: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    RESIDUAL: tl.constexpr,
-    EVEN: tl.constexpr,
-    OUTPUTS: tl.constexpr,
-    INPUTS: tl.constexpr,
-    CHUNK: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    x, matrix: Matrix, bias, gain, out, outputs, inputs, epsilon: tl.float32, FORM: tl.constexpr,
+    ACTIVATION: tl.constexpr, RESIDUAL: tl.constexpr, OUTPUTS: tl.constexpr, OVERLAP: tl.constexpr,
     UNROLL: tl.constexpr,
-):
+):  # fmt: skip
     GATED: tl.constexpr = ACTIVATION != ""
+    INPUTS: tl.constexpr = FORM.inputs
     output = tl.program_id(0).to(tl.int64) * OUTPUTS + tl.arange(0, OUTPUTS)
     known = output < outputs
     row = tl.minimum(output, outputs - 1)
     ups = row + outputs
-    COLUMNS: tl.constexpr = INPUTS // planes_of(CODE)
-    total = tl.zeros([OUTPUTS, COLUMNS // CHUNK], tl.float32)
-    other = tl.zeros([OUTPUTS, COLUMNS // CHUNK], tl.float32)
-    squares = tl.zeros([COLUMNS], tl.float32)
+    COLUMNS: tl.constexpr = INPUTS // planes_of(FORM.code)
+    total = tl.full([OUTPUTS, COLUMNS // FORM.chunk], 0.0, tl.float32)
+    other = tl.full([OUTPUTS, COLUMNS // FORM.chunk], 0.0, tl.float32)
+    squares = tl.full([COLUMNS], 0.0, tl.float32)
     total, other, squares = add_row_step(
-        total, other, squares, x, gain, codes, scale, zero, table, row, ups, 0, inputs,
-        CODE, GROUP, PER, ZERO, SCALES_ROWS, NORM, GATED, EVEN, INPUTS, CHUNK, OVERLAP,
-    )  # fmt: skip
+        total, other, squares, x, gain, matrix, row, ups, 0, inputs, FORM, GATED, OVERLAP
+    )
     for start in tl.range(INPUTS, inputs, INPUTS, loop_unroll_factor=UNROLL):
         total, other, squares = add_row_step(
-            total, other, squares, x, gain, codes, scale, zero, table, row, ups, start, inputs,
-            CODE, GROUP, PER, ZERO, SCALES_ROWS, NORM, GATED, EVEN, INPUTS, CHUNK, False,
-        )  # fmt: skip
+            total, other, squares, x, gain, matrix, row, ups, start, inputs, FORM, GATED, False
+        )
     result = tl.sum(total, axis=1)
     inverse = 1.0
-    if NORM:
+    if gain is not None:
         inverse = tl.rsqrt(tl.sum(squares, axis=0) / inputs + epsilon)
         result *= inverse
-    result = ended_sums(result, row, known, scale, factor, bias, PER, SCALES_ROWS, FACTOR, BIAS)
+    result = ended_sums(result, matrix, row, known, bias, FORM)
     if GATED:
         up = tl.sum(other, axis=1)
-        if NORM:
+        if gain is not None:
             up *= inverse
-        up = ended_sums(up, ups, known, scale, factor, bias, PER, SCALES_ROWS, FACTOR, BIAS)
+        up = ended_sums(up, matrix, ups, known, bias, FORM)
         result = activate(result, ACTIVATION) * up
     if RESIDUAL:
         result += tl.load(out + output, mask=known, other=0.0).to(tl.float32)
@@ -195,34 +138,19 @@ def packed_row(
     if out is None:
         out = torch.empty(1, outputs, dtype=x.dtype, device=x.device)
     overlap = overlaps(x.device)
-    columns = shape.inputs // planes_of(weight.code)
     _packed_row_kernel[(cdiv(outputs, shape.outputs),)](
         x,
-        weight.codes,
-        x if weight.scale is None else weight.scale,
-        x if weight.zero is None else weight.zero,
-        table_of(x.device),
-        x if weight.factor is None else weight.factor,
-        x if bias is None else bias,
-        x if around.gain is None else around.gain,
+        matrix_of(weight),
+        bias,
+        around.gain,
         out,
         outputs,
         inputs,
         around.epsilon,
-        weight.code,
-        weight.group,
-        weight.outputs_per_scale,
-        weight.zero is not None,
-        scales_rows(weight.code, weight.group, inputs, weight.zero),
-        weight.factor is not None,
-        bias is not None,
-        around.gain is not None,
+        form_of(weight, inputs, shape.inputs, MOST_CHUNK),
         around.activation or "",
         around.residual is not None,
-        inputs % shape.inputs == 0,
         shape.outputs,
-        shape.inputs,
-        min(MOST_CHUNK, chunk_of(weight.code, weight.group, columns)),
         overlap,
         shape.unroll,
         num_warps=shape.warps,
@@ -234,36 +162,10 @@ def packed_row(
 @Launcher
 @triton.jit(do_not_specialize=["rows"])
 def _packed_product_kernel(
-    x: tl.tensor,
-    codes: tl.tensor,
-    scale: tl.tensor,
-    zero: tl.tensor,
-    table: tl.tensor,
-    factor: tl.tensor,
-    bias: tl.tensor,
-    out: tl.tensor,
-    partial: tl.tensor,
-    arrived: tl.tensor,
-    rows,
-    outputs,
-    inputs,
-    x_stride,
-    CODE: tl.constexpr,
-    GROUP: tl.constexpr,
-    PER: tl.constexpr,
-    ZERO: tl.constexpr,
-    SCALES_ROWS: tl.constexpr,
-    FACTOR: tl.constexpr,
-    BIAS: tl.constexpr,
-    APART: tl.constexpr,
-    EVEN: tl.constexpr,
-    SPLITS: tl.constexpr,
-    ROWS: tl.constexpr,
-    OUTPUTS: tl.constexpr,
-    INPUTS: tl.constexpr,
-    CHUNK: tl.constexpr,
-    OVERLAP: tl.constexpr,
-):
+    x, matrix: Matrix, bias, out, partial, arrived, rows, outputs, inputs, x_stride, FORM: tl.constexpr,
+    SPLITS: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    INPUTS: tl.constexpr = FORM.inputs
     if OVERLAP:
         wait_for_previous()
     split = tl.program_id(1)
@@ -276,16 +178,13 @@ def _packed_product_kernel(
     total = tl.zeros([OUTPUTS, ROWS], tl.float32)
     for start in tl.range(split * span, tl.minimum(split * span + span, inputs), INPUTS):
         total = ended(total)
-        tiles = weights(
-            codes, scale, zero, table, line, start, inputs,
-            CODE, GROUP, PER, ZERO, SCALES_ROWS, INPUTS, CHUNK, EVEN,
-        )  # fmt: skip
-        for plane in tl.static_range(planes_of(CODE)):
-            place = places(start, CODE, INPUTS, plane)
+        tiles = weights(matrix, line, start, inputs, FORM)
+        for plane in tl.static_range(planes_of(FORM.code)):
+            place = places(start, plane, FORM)
             inside = place < inputs
-            if APART:
+            if interleaved(FORM.code):  # x has the even inputs before the odd ones
                 place = plane * (inputs // 2) + start // 2 + tl.arange(0, INPUTS // 2)
-            mask = in_rows if EVEN else in_rows & inside[:, None]
+            mask = in_rows if FORM.even else in_rows & inside[:, None]
             values = tl.load(x_tile + place[:, None], mask=mask, other=0.0)
             total = tl.dot(tiles[plane].to(values.dtype), values, total, input_precision="ieee")
     place = row.to(tl.int64)[None, :] * outputs + output[:, None]
@@ -295,11 +194,8 @@ def _packed_product_kernel(
         size = rows.to(tl.int64) * outputs
         last, total = join_splits(total, partial, arrived, place, known, split, size, SPLITS, ROWS, OUTPUTS)
     if last:
-        if SCALES_ROWS:
-            total *= tl.load(scale + line // PER).to(tl.float32)[:, None]
-        if FACTOR:
-            total *= tl.load(factor + line)[:, None]
-        if BIAS:
+        total = times_rows(total, matrix, line, FORM)
+        if bias is not None:
             total += tl.load(bias + line).to(tl.float32)[:, None]
         tl.store(out + place, total.to(out.dtype.element_ty), mask=known)
 
@@ -333,12 +229,8 @@ def packed_product(
     tile_bytes = shape.rows * shape.inputs * size + weight.bytes_of_step(shape.outputs, shape.inputs, inputs)
     _packed_product_kernel[(cdiv(outputs, shape.outputs), shape.splits, cdiv(rows, shape.rows))](
         x,
-        weight.codes,
-        x if weight.scale is None else weight.scale,
-        x if weight.zero is None else weight.zero,
-        table_of(x.device),
-        x if weight.factor is None else weight.factor,
-        x if bias is None else bias,
+        matrix_of(weight),
+        bias,
         out,
         partial,
         counters,
@@ -346,20 +238,10 @@ def packed_product(
         outputs,
         inputs,
         x.stride(0),
-        weight.code,
-        weight.group,
-        weight.outputs_per_scale,
-        weight.zero is not None,
-        scales_rows(weight.code, weight.group, inputs, weight.zero),
-        weight.factor is not None,
-        bias is not None,
-        weight.code in INTERLEAVED,
-        inputs % shape.inputs == 0,
+        form_of(weight, inputs, shape.inputs),
         shape.splits,
         shape.rows,
         shape.outputs,
-        shape.inputs,
-        chunk_of(weight.code, weight.group, columns),
         overlap,
         num_warps=shape.warps,
         num_stages=stages(x.device, shape.stages, tile_bytes, shape.outputs * columns * size),

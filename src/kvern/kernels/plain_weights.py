@@ -7,7 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kvern.kernels.codes import chunk_of, interleaved, places, planes_of, scales_rows, table_of, weights
+from kvern.kernels.codes import Matrix, form_of, interleaved, matrix_of, places, planes_of, times_rows, weights
 from kvern.kernels.launch import Launcher, cdiv, overlaps, wait_for_previous
 from kvern.kernels.packed import Packed
 
@@ -21,55 +21,32 @@ RUN_ROWS = 128
 @Launcher
 @triton.jit(do_not_specialize=["first", "rows"])
 def _plain_weights_kernel(
-    out: tl.tensor,
-    codes: tl.tensor,
-    scale: tl.tensor,
-    zero: tl.tensor,
-    table: tl.tensor,
-    factor: tl.tensor,
-    first,
-    rows,
-    inputs,
-    CODE: tl.constexpr,
-    GROUP: tl.constexpr,
-    PER: tl.constexpr,
-    ZERO: tl.constexpr,
-    SCALES_ROWS: tl.constexpr,
-    FACTOR: tl.constexpr,
-    EVEN: tl.constexpr,
-    OUTPUTS: tl.constexpr,
-    INPUTS: tl.constexpr,
-    CHUNK: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    out, matrix: Matrix, first, rows, inputs, FORM: tl.constexpr, OUTPUTS: tl.constexpr, OVERLAP: tl.constexpr
 ):
+    CODE: tl.constexpr = FORM.code
+    INPUTS: tl.constexpr = FORM.inputs
     row = tl.program_id(1).to(tl.int64) * OUTPUTS + tl.arange(0, OUTPUTS)
     line = tl.minimum(row, rows - 1) + first
     start = tl.program_id(0) * INPUTS
-    tiles = weights(
-        codes, scale, zero, table, line, start, inputs, CODE, GROUP, PER, ZERO, SCALES_ROWS, INPUTS, CHUNK, EVEN
-    )
-    by = tl.full([OUTPUTS], 1.0, tl.float32)
-    if SCALES_ROWS:
-        by = tl.load(scale + line // PER).to(tl.float32)
-    if FACTOR:
-        by *= tl.load(factor + line)
+    tiles = weights(matrix, line, start, inputs, FORM)
+    by = times_rows(tl.full([OUTPUTS], 1.0, tl.float32), matrix, line, FORM)
     if OVERLAP:
         wait_for_previous()  # which may read what is written here
     plain = out + row[:, None] * inputs
     known = (row < rows)[:, None]
     if interleaved(CODE):
         column = start + tl.arange(0, INPUTS)
-        mask = known if EVEN else known & (column < inputs)[None, :]
+        mask = known if FORM.even else known & (column < inputs)[None, :]
         tile = tl.reshape(tl.join(tiles[0], tiles[1]), [OUTPUTS, INPUTS])
-        if FACTOR:
+        if matrix.factor is not None:
             tile *= by[:, None]
         tl.store(plain + column[None, :], tile.to(out.dtype.element_ty), mask=mask)
     else:
         for plane in tl.static_range(planes_of(CODE)):
-            place = places(start, CODE, INPUTS, plane)
-            mask = known if EVEN else known & (place < inputs)[None, :]
+            place = places(start, plane, FORM)
+            mask = known if FORM.even else known & (place < inputs)[None, :]
             tile = tiles[plane]
-            if SCALES_ROWS or FACTOR:
+            if FORM.scales_rows or matrix.factor is not None:
                 tile *= by[:, None]
             tl.store(plain + place[None, :], tile.to(out.dtype.element_ty), mask=mask)
 
@@ -83,24 +60,12 @@ def plain_weights(weight: Packed, first: int, out: torch.Tensor) -> torch.Tensor
     overlap = overlaps(out.device)
     _plain_weights_kernel[(cdiv(inputs, INPUTS), cdiv(rows, OUTPUTS))](
         out,
-        weight.codes,
-        out if weight.scale is None else weight.scale,
-        out if weight.zero is None else weight.zero,
-        table_of(out.device),
-        out if weight.factor is None else weight.factor,
+        matrix_of(weight),
         first,
         rows,
         inputs,
-        weight.code,
-        weight.group,
-        weight.outputs_per_scale,
-        weight.zero is not None,
-        scales_rows(weight.code, weight.group, inputs, weight.zero),
-        weight.factor is not None,
-        inputs % INPUTS == 0,
+        form_of(weight, inputs, INPUTS),
         OUTPUTS,
-        INPUTS,
-        chunk_of(weight.code, weight.group, INPUTS // planes_of(weight.code)),
         overlap,
         num_warps=WARPS,
         launch_pdl=overlap,

@@ -280,34 +280,6 @@ def product(
     return out
 
 
-def experts_products(
-    x: torch.Tensor,
-    gate_up: torch.Tensor,
-    down: torch.Tensor,
-    blocks: Alignment,
-    pairs: int,
-    top_k: int,
-    activation: str,
-    group: int,
-) -> torch.Tensor:
-    """Each row of x through its experts: `[blocks * 128, hidden]` in the order of `blocks.pairs`, not yet weighted.
-
-    x        [T, hidden]
-    gate_up  [experts, 2 * width, hidden]
-    down     [experts, hidden, width]
-    blocks   of 128 rows, a multiple of `group`
-
-    Moves the weights of each expert that is chosen once for each `group` blocks.
-    """
-    _, hidden, width = down.shape
-    x = x.contiguous()  # so that rows begin where copies of 16 bytes may
-    gated = torch.empty(blocks.pairs.shape[0], width, dtype=x.dtype, device=x.device)
-    experts_product(x, gate_up.view(-1, hidden), gated, blocks, pairs, group, activation, top_k)
-    parts = torch.empty(blocks.pairs.shape[0], hidden, dtype=x.dtype, device=x.device)
-    experts_product(gated, down.view(-1, width), parts, blocks, pairs, group)
-    return parts
-
-
 class RowScales(NamedTuple):
     """The scales of codes: `x [T, 1]` and `weight [experts * outputs / per, 1]`, float32."""
 
@@ -327,9 +299,14 @@ def experts_product(
     gathered: int = 0,
     scales: RowScales | None = None,
 ) -> None:
-    """A product of `experts_products`, of its experts' weights `[experts * outputs, inputs]`; `scales`: of codes.
+    """A product of rows with their experts' weights: `out [blocks * 128, outputs]` in the order of `blocks.pairs`.
 
-    `gathered`: rows of x are those of tokens, so many for each; 0: they lie as the blocks' rows.
+    weight    [experts * outputs, inputs], with an activation those of gate, then of up
+    blocks    of 128 rows, a multiple of `group`
+    gathered  rows of x are those of tokens, so many for each; 0: they lie as the blocks' rows
+    scales    of codes
+
+    Moves the weights of each expert that is chosen once for each `group` blocks.
     """
     _launch(x, weight, None, out, activation, pairs, blocks.experts.shape[0], group, blocks, gathered, scales)
 

@@ -16,7 +16,7 @@ import triton.language as tl
 
 from kvern.kernels.activation import activate
 from kvern.kernels.block_codes import six_bits
-from kvern.kernels.codes import scales_rows
+from kvern.kernels.codes import Form, Matrix, matrix_of, scales_rows
 from kvern.kernels.launch import (
     Launcher,
     capability,
@@ -47,80 +47,66 @@ MOST_INPUTS = 1 << 15
 
 
 @triton.jit
-def _fetch(
-    codes, scale, zero, output, first, outputs, inputs, CODE: tl.constexpr, GROUP: tl.constexpr, PER: tl.constexpr,
-    ZERO: tl.constexpr, SCALES_ROWS: tl.constexpr, INPUTS: tl.constexpr, EVEN: tl.constexpr,
-):  # fmt: skip
+def _fetch(matrix, output, first, outputs, inputs, FORM: tl.constexpr):
     """Returns the words of codes `[OUTPUTS, 4 * UNITS]` of rows from `first` on, and the units' scales and zeros.
 
     Of a row beyond the outputs no codes are read.
     """
+    CODE: tl.constexpr = FORM.code
+    INPUTS: tl.constexpr = FORM.inputs
     WIDTH: tl.constexpr = 8 * pieces_of(CODE)
     word = tl.arange(0, INPUTS // WIDTH * 4)
     row = first + tl.minimum(output, outputs - 1)
     known = (output < outputs)[:, None]
-    if not EVEN:
+    if not FORM.even:
         known = known & (word < inputs // WIDTH * 4)[None, :]
     place = row[:, None] * (inputs // WIDTH * 4) + word[None, :]
-    words = tl.load(codes.to(tl.pointer_type(tl.int32)) + place, mask=known, other=0)
+    words = tl.load(matrix.codes.to(tl.pointer_type(tl.int32)) + place, mask=known, other=0)
     by, less = row, row
     if CODE == "q4_k":  # of a block, for each of its units
         place = row[:, None] * (inputs // 256 * 4) + (word // 32 * 4 + word % 4)[None, :]
-        by = tl.load(scale.to(tl.pointer_type(tl.int32)) + place, mask=known, other=0)
-    elif not SCALES_ROWS:
+        by = tl.load(matrix.scale.to(tl.pointer_type(tl.int32)) + place, mask=known, other=0)
+    elif not FORM.scales_rows:
         begin = tl.arange(0, INPUTS // WIDTH) * WIDTH
-        place = (row // PER)[:, None] * tl.cdiv(inputs, GROUP) + (begin // GROUP)[None, :]
-        by = tl.load(scale + place, mask=(begin < inputs)[None, :], other=0.0)
-        if ZERO:
-            less = tl.load(zero + place, mask=(begin < inputs)[None, :], other=0)
+        place = (row // FORM.per)[:, None] * tl.cdiv(inputs, FORM.group) + (begin // FORM.group)[None, :]
+        by = tl.load(matrix.scale + place, mask=(begin < inputs)[None, :], other=0.0)
+        if matrix.zero is not None:
+            less = tl.load(matrix.zero + place, mask=(begin < inputs)[None, :], other=0)
     return words, by, less
 
 
 @triton.jit
-def _result(
-    tile, values, by, low, high, codes, scale, zero, row, inputs, factor, bias, inverse,
-    CODE: tl.constexpr, GROUP: tl.constexpr, PER: tl.constexpr, ZERO: tl.constexpr, SCALES_ROWS: tl.constexpr,
-    FACTOR: tl.constexpr, BIAS: tl.constexpr, INPUTS: tl.constexpr, EVEN: tl.constexpr,
-):  # fmt: skip
+def _result(tile, values, by, low, high, matrix, row, bias, inverse, FORM: tl.constexpr):
     """The products of the rows `[OUTPUTS]` of a tile of `_fetch`."""
+    CODE: tl.constexpr = FORM.code
     words, scaled, less = tile
     first, second = sums_of_units(words, values, CODE)
     total = (first + second * (1.0 if CODE == "e4m3" else 0.0625)) * by[None, :]
     if CODE == "q4_k":
         both, one, two, three = four_words(scaled)
-        wide, deep = six_bits(one, two, three, tl.arange(0, INPUTS // 32)[None, :] % 8)
+        wide, deep = six_bits(one, two, three, tl.arange(0, FORM.inputs // 32)[None, :] % 8)
         total = half_of(both, 0) * wide * total - half_of(both, 16) * deep * (low + high)[None, :]
     else:
-        if ZERO:
+        if matrix.zero is not None:
             total -= less.to(tl.float32) * (low + high)[None, :]
         elif CODE == "int4":
             total -= 8.0 * (low + high)[None, :]
-        if not SCALES_ROWS:
+        if not FORM.scales_rows:
             total *= scaled.to(tl.float32)
-    return ended_sums(
-        tl.sum(total, axis=1) * inverse, row, row >= 0, scale, factor, bias, PER, SCALES_ROWS, FACTOR, BIAS
-    )
+    return ended_sums(tl.sum(total, axis=1) * inverse, matrix, row, row >= 0, bias, FORM)
 
 
 @triton.jit
 def _end_step(
-    tile, up_tile, values, by, low, high, codes, scale, zero, output, outputs, inputs, factor, bias, inverse, out,
-    CODE: tl.constexpr, GROUP: tl.constexpr, PER: tl.constexpr, ZERO: tl.constexpr, SCALES_ROWS: tl.constexpr,
-    FACTOR: tl.constexpr, BIAS: tl.constexpr, INPUTS: tl.constexpr, EVEN: tl.constexpr, ACTIVATION: tl.constexpr,
-    RESIDUAL: tl.constexpr,
+    tile, up_tile, values, by, low, high, matrix, output, outputs, bias, inverse, out, FORM: tl.constexpr,
+    ACTIVATION: tl.constexpr, RESIDUAL: tl.constexpr,
 ):  # fmt: skip
     """Stores the result of a tile."""
     known = output < outputs
     row = tl.minimum(output, outputs - 1)
-    result = _result(
-        tile, values, by, low, high, codes, scale, zero, row, inputs, factor, bias, inverse,
-        CODE, GROUP, PER, ZERO, SCALES_ROWS, FACTOR, BIAS, INPUTS, EVEN,
-    )  # fmt: skip
+    result = _result(tile, values, by, low, high, matrix, row, bias, inverse, FORM)
     if ACTIVATION != "":
-        up = _result(
-            up_tile, values, by, low, high, codes, scale, zero, row + outputs, inputs, factor, bias, inverse,
-            CODE, GROUP, PER, ZERO, SCALES_ROWS, FACTOR, BIAS, INPUTS, EVEN,
-        )  # fmt: skip
+        up = _result(up_tile, values, by, low, high, matrix, row + outputs, bias, inverse, FORM)
         result = activate(result, ACTIVATION) * up
     if RESIDUAL:
         result += tl.load(out + output, mask=known, other=0.0).to(tl.float32)
@@ -130,89 +116,41 @@ def _end_step(
 @Launcher
 @triton.jit
 def _resident_row_kernel(
-    x: tl.tensor,
-    codes: tl.tensor,
-    scale: tl.tensor,
-    zero: tl.tensor,
-    factor: tl.tensor,
-    bias: tl.tensor,
-    gain: tl.tensor,
-    out: tl.tensor,
-    outputs,
-    inputs,
-    step,
-    epsilon: tl.float32,
-    CODE: tl.constexpr,
-    GROUP: tl.constexpr,
-    PER: tl.constexpr,
-    ZERO: tl.constexpr,
-    SCALES_ROWS: tl.constexpr,
-    FACTOR: tl.constexpr,
-    BIAS: tl.constexpr,
-    NORM: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    RESIDUAL: tl.constexpr,
-    EVEN: tl.constexpr,
-    OUTPUTS: tl.constexpr,
-    INPUTS: tl.constexpr,
-    OVERLAP: tl.constexpr,
-):
+    x, matrix: Matrix, bias, gain, out, outputs, inputs, step, epsilon: tl.float32, FORM: tl.constexpr,
+    ACTIVATION: tl.constexpr, RESIDUAL: tl.constexpr, OUTPUTS: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    CODE: tl.constexpr = FORM.code
     GATED: tl.constexpr = ACTIVATION != ""
     output = tl.program_id(0).to(tl.int64) * OUTPUTS + tl.arange(0, OUTPUTS)
-    one = _fetch(
-        codes, scale, zero, output, 0, outputs, inputs,
-        CODE, GROUP, PER, ZERO, SCALES_ROWS, INPUTS, EVEN,
-    )  # fmt: skip
-    two = _fetch(
-        codes, scale, zero, output + step, 0, outputs, inputs,
-        CODE, GROUP, PER, ZERO, SCALES_ROWS, INPUTS, EVEN,
-    )  # fmt: skip
+    one = _fetch(matrix, output, 0, outputs, inputs, FORM)
+    two = _fetch(matrix, output + step, 0, outputs, inputs, FORM)
     one_up, two_up = one, two
     if GATED:
-        one_up = _fetch(
-            codes, scale, zero, output, outputs, outputs, inputs,
-            CODE, GROUP, PER, ZERO, SCALES_ROWS, INPUTS, EVEN,
-        )  # fmt: skip
-        two_up = _fetch(
-            codes, scale, zero, output + step, outputs, outputs, inputs,
-            CODE, GROUP, PER, ZERO, SCALES_ROWS, INPUTS, EVEN,
-        )  # fmt: skip
+        one_up = _fetch(matrix, output, outputs, outputs, inputs, FORM)
+        two_up = _fetch(matrix, output + step, outputs, outputs, inputs, FORM)
     if OVERLAP:
         wait_for_previous()
-    unit = tl.arange(0, INPUTS // (8 * pieces_of(CODE)))
-    values, by, low, high, squares = values_of_units(x, gain, unit, inputs, CODE, NORM, EVEN)
+    unit = tl.arange(0, FORM.inputs // (8 * pieces_of(CODE)))
+    values, by, low, high, squares = values_of_units(x, gain, unit, inputs, CODE, gain is not None, FORM.even)
     inverse = 1.0
-    if NORM:
+    if gain is not None:
         inverse = tl.rsqrt(squares / inputs + epsilon)
     # Where a tile was multiplied, the next but one is fetched into the same registers.
     for _ in tl.range(tl.program_id(0) * OUTPUTS, outputs, 2 * step):
         _end_step(
-            one, one_up, values, by, low, high, codes, scale, zero, output, outputs, inputs, factor, bias, inverse,
-            out, CODE, GROUP, PER, ZERO, SCALES_ROWS, FACTOR, BIAS, INPUTS, EVEN, ACTIVATION, RESIDUAL,
-        )  # fmt: skip
-        one = _fetch(
-            codes, scale, zero, output + 2 * step, 0, outputs, inputs,
-            CODE, GROUP, PER, ZERO, SCALES_ROWS, INPUTS, EVEN,
-        )  # fmt: skip
+            one, one_up, values, by, low, high, matrix, output, outputs, bias, inverse, out, FORM, ACTIVATION, RESIDUAL
+        )
+        one = _fetch(matrix, output + 2 * step, 0, outputs, inputs, FORM)
         if GATED:
-            one_up = _fetch(
-                codes, scale, zero, output + 2 * step, outputs, outputs, inputs,
-                CODE, GROUP, PER, ZERO, SCALES_ROWS, INPUTS, EVEN,
-            )  # fmt: skip
+            one_up = _fetch(matrix, output + 2 * step, outputs, outputs, inputs, FORM)
         _end_step(
-            two, two_up, values, by, low, high, codes, scale, zero, output + step, outputs, inputs, factor, bias,
-            inverse, out, CODE, GROUP, PER, ZERO, SCALES_ROWS, FACTOR, BIAS, INPUTS, EVEN, ACTIVATION, RESIDUAL,
+            two, two_up, values, by, low, high, matrix, output + step, outputs, bias, inverse, out,
+            FORM, ACTIVATION, RESIDUAL,
         )  # fmt: skip
         output += 2 * step
-        two = _fetch(
-            codes, scale, zero, output + step, 0, outputs, inputs,
-            CODE, GROUP, PER, ZERO, SCALES_ROWS, INPUTS, EVEN,
-        )  # fmt: skip
+        two = _fetch(matrix, output + step, 0, outputs, inputs, FORM)
         if GATED:
-            two_up = _fetch(
-                codes, scale, zero, output + step, outputs, outputs, inputs,
-                CODE, GROUP, PER, ZERO, SCALES_ROWS, INPUTS, EVEN,
-            )  # fmt: skip
+            two_up = _fetch(matrix, output + step, outputs, outputs, inputs, FORM)
 
 
 def keeps_row(code: str, group: int, inputs: int, device: torch.device) -> bool:
@@ -247,32 +185,21 @@ def resident_row(
     overlap = overlaps(x.device)
     programs = min(cdiv(outputs, shape.outputs), processors(x.device) * shape.programs)
     whole = next_power_of_2(inputs)
+    scaled = scales_rows(weight.code, weight.group, inputs, weight.zero)
     _resident_row_kernel[(programs,)](
         x,
-        weight.codes,
-        x if weight.scale is None else weight.scale,
-        x if weight.zero is None else weight.zero,
-        x if weight.factor is None else weight.factor,
-        x if bias is None else bias,
-        x if around.gain is None else around.gain,
+        matrix_of(weight),
+        bias,
+        around.gain,
         out,
         outputs,
         inputs,
         programs * shape.outputs,
         around.epsilon,
-        weight.code,
-        weight.group,
-        weight.outputs_per_scale,
-        weight.zero is not None,
-        scales_rows(weight.code, weight.group, inputs, weight.zero),
-        weight.factor is not None,
-        bias is not None,
-        around.gain is not None,
+        Form(weight.code, weight.group, weight.outputs_per_scale, scaled, inputs == whole, whole, 0),
         around.activation or "",
         around.residual is not None,
-        inputs == whole,
         shape.outputs,
-        whole,
         overlap,
         num_warps=shape.warps,
         maxnreg=min(255, PROCESSOR_REGISTERS // (32 * shape.warps * shape.programs) & -8),

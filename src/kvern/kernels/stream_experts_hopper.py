@@ -215,7 +215,6 @@ def stream_experts(
     weight: torch.Tensor,
     out: torch.Tensor,
     blocks: Alignment,
-    rows: int,
     top_k: int = 1,
     activation: str | None = None,
     weights: torch.Tensor | None = None,
@@ -227,13 +226,13 @@ def stream_experts(
     x        [T, inputs], a row for each `top_k` pairs; codes with `scales`
     weight   [experts * outputs, inputs] of the dtype of x; with an activation those of gate, then of up
     out      [pairs, outputs]
-    blocks   of `rows` rows, which `STAGES` knows
+    blocks   of so many rows as `STAGES` knows
     weights  [pairs] float32 that multiply the results, or None
     early    the kernel before lets this one start only when those before it have ended, `align` among them
 
     Moves the weights of each expert that is chosen once for each of its blocks.
     """
-    (pairs, outputs), inputs = out.shape, INPUT_BYTES // x.element_size()
+    (pairs, outputs), inputs, rows = out.shape, INPUT_BYTES // x.element_size(), blocks.rows
     wide = OUTPUTS if activation is None else OUTPUTS // 2
     columns = triton.cdiv(outputs, wide)
     tiles = blocks.experts.shape[0] * columns

@@ -293,7 +293,6 @@ def stream_lanes(
     weight: LaneWeight,
     out: torch.Tensor,
     blocks: Alignment,
-    rows: int,
     shape: LaneShape,
     *,
     top_k: int = 1,
@@ -307,14 +306,14 @@ def stream_lanes(
     x        [T, inputs] bfloat16, a row for each `top_k` pairs
     weight   [experts * outputs, inputs]; with an activation those of gate, then of up
     out      [pairs, outputs]
-    blocks   of `rows` rows, which `SHAPES` knows
+    blocks   of so many rows as `SHAPES` knows
     bias     [experts, outputs], with an activation [experts, 2 * outputs], or None
     weights  [pairs] float32 that multiply the results: without an activation
     early    the kernel before lets this one start only when those before it have ended, `align` among them
 
     Moves the codes and scales of each expert that is chosen once for each of its blocks.
     """
-    (pairs, outputs), inputs = out.shape, x.shape[1]
+    (pairs, outputs), inputs, rows = out.shape, x.shape[1], blocks.rows
     wide = PART.value * shape.parts // (1 if activation is None else 2)
     columns = cdiv(outputs, wide)
     tiles = blocks.experts.shape[0] * columns
