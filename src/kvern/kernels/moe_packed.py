@@ -179,14 +179,15 @@ def _direct_down_kernel(
     token = tl.program_id(1).to(tl.int64)
     output = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
     known = output < hidden
-    COLUMNS: tl.constexpr = FORM.inputs // planes_of(FORM.code)
+    INPUTS: tl.constexpr = FORM.inputs
+    COLUMNS: tl.constexpr = INPUTS // planes_of(FORM.code)
     result = tl.zeros([OUTPUTS], tl.float32)
     for choice in tl.range(0, top_k, loop_unroll_factor=UNROLL):  # codes of some experts come together
         pair = token * top_k + choice
         row = tl.load(topk_ids + pair).to(tl.int64) * hidden + tl.minimum(output, hidden - 1)
         total = tl.full([OUTPUTS, COLUMNS // FORM.chunk], 0.0, tl.float32)
         squares = 0.0
-        for start in tl.static_range(0, width, FORM.inputs):
+        for start in tl.static_range(0, width, INPUTS):
             total, _, squares = add_row_step(
                 total, total, squares, x + pair * width, None, matrix, row, row, start, width, FORM, False, False
             )
