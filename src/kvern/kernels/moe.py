@@ -230,7 +230,8 @@ def _grouped(
     weights: torch.Tensor | None = None,
 ) -> None:
     """A `Product`: with an activation that with gate and up, or up alone; else with down, times the pairs' weights."""
-    (pairs, outputs), inputs, rows = out.shape, weight.shape[2], blocks.rows
+    (pairs, outputs), rows = out.shape, blocks.rows
+    inputs = weight.shape[2]
     overlap = overlaps(x.device)
     wide = min(tile.outputs // (1 if activation is None else 2), max(16, triton.next_power_of_2(outputs)))
     _grouped_kernel[(tile.group * triton.cdiv(outputs, wide), blocks.experts.shape[0] // tile.group)](

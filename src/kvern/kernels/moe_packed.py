@@ -273,7 +273,8 @@ def _grouped(
     x         with an activation rows as they are; else the even columns before the odd ones if the code is interleaved
     to_apart  `out` has its even columns before the odd ones
     """
-    (pairs, outputs), inputs, rows = out.shape, x.shape[1], blocks.rows
+    (pairs, outputs), rows = out.shape, blocks.rows
+    inputs = x.shape[1]
     overlap = overlaps(x.device)
     if activation is not None and matrix.code in INTERLEAVED:
         x = arrange(x, None, "planes")
@@ -358,7 +359,8 @@ def _direct_down(routed: Routed, gated: torch.Tensor, down: Packed, bias: torch.
     """
     overlap = overlaps(gated.device)
     topk_ids, add = routed.topk_ids, routed.add
-    (tokens, top_k), width, hidden = topk_ids.shape, gated.shape[1], routed.x.shape[1]
+    (tokens, top_k), hidden = topk_ids.shape, routed.x.shape[1]
+    width = gated.shape[1]
     out = torch.empty(tokens, hidden, dtype=gated.dtype, device=gated.device)
     outputs = min(DIRECT_OUTPUTS, next_power_of_2(hidden))
     form, together = steps_of_down(down, width)

@@ -220,7 +220,8 @@ def _multiply(
             activation=activation, top_k=top_k, weights=weights, scales=scales, early=early,
         )  # fmt: skip
         return
-    (pairs, outputs), inputs, rows = out.shape, codes.shape[1], blocks.rows
+    (pairs, outputs), rows = out.shape, blocks.rows
+    inputs = codes.shape[1]
     halves = 1 if activation is None else 2
     form = Scales.of(x_scale, matrix, inputs)
     overlap = overlaps(x.device)

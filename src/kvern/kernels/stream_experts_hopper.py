@@ -232,7 +232,8 @@ def stream_experts(
 
     Moves the weights of each expert that is chosen once for each of its blocks.
     """
-    (pairs, outputs), inputs, rows = out.shape, INPUT_BYTES // x.element_size(), blocks.rows
+    (pairs, outputs), rows = out.shape, blocks.rows
+    inputs = INPUT_BYTES // x.element_size()
     wide = OUTPUTS if activation is None else OUTPUTS // 2
     columns = triton.cdiv(outputs, wide)
     tiles = blocks.experts.shape[0] * columns

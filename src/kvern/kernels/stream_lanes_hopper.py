@@ -313,7 +313,8 @@ def stream_lanes(
 
     Moves the codes and scales of each expert that is chosen once for each of its blocks.
     """
-    (pairs, outputs), inputs, rows = out.shape, x.shape[1], blocks.rows
+    (pairs, outputs), rows = out.shape, blocks.rows
+    inputs = x.shape[1]
     wide = PART.value * shape.parts // (1 if activation is None else 2)
     columns = cdiv(outputs, wide)
     tiles = blocks.experts.shape[0] * columns
