@@ -9,6 +9,7 @@ from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
+import torch
 import triton
 from triton.runtime.jit import JITFunction
 
@@ -57,11 +58,13 @@ def recording() -> Iterator[Launches]:
             return launch(self, *arguments, grid=grid, warmup=warmup, **options)
         device = triton.runtime.driver.active.get_current_device()
         *_, binder = self.device_caches[device]
-        _, specialisation, rest = binder(*arguments, **options)
-        form = self._fn_name, f"{specialisation} {rest}"
-        if form not in known:
-            known.add(form)
-            launches[form] = Launch(self, arguments, grid, options)
+        with torch._C.DisableTorchFunction():  # no mode is asked for each tensor's address
+            _, specialisation, rest = binder(*arguments, **options)
+        # Cheaper than a text; numbers and truth values that are equal are different forms.
+        key = id(self), tuple(specialisation), *(type(value) for _, value in specialisation), *rest.items()
+        if key not in known:
+            known.add(key)
+            launches[self._fn_name, f"{specialisation} {rest}"] = Launch(self, arguments, grid, options)
         return None
 
     JITFunction.run = record
