@@ -18,10 +18,9 @@ import time
 from collections.abc import Iterator
 
 from kvern.cache.manager import KVCacheManager
-from kvern.engine.policy import POLICIES
+from kvern.engine.queues import POLICIES
 from kvern.engine.scheduler import Scheduler, SchedulerLimits
-from kvern.engine.step_budget import StepTime
-from kvern.engine.step_costs import StepCosts
+from kvern.engine.step_costs import StepCosts, StepTime
 from kvern.request.request import PromptInput, Request, RequestSpec
 from kvern.request.sampling_params import SamplingParams
 

@@ -23,7 +23,7 @@ from typing import Any
 
 from kvern import LLM, SamplingParams
 from kvern.models.hub import resolve_model
-from kvern.request.structured_output import StructuredOutput
+from kvern.request.sampling_params import StructuredOutput
 from kvern.structured.grammar import grammars_of
 
 BATCH = 64

@@ -16,9 +16,9 @@ from typing import Any
 from kvern.bench.percentile import percentile
 from kvern.bench.serving import arrival_times
 from kvern.cache.manager import KVCacheManager
-from kvern.engine.core import EngineCore
+from kvern.engine.core import CoreTiming, EngineCore
 from kvern.engine.pace import Pace
-from kvern.engine.policy import POLICIES
+from kvern.engine.queues import POLICIES
 from kvern.engine.scheduler import Scheduler, SchedulerLimits
 from kvern.engine.step_costs import StepCosts, load_of
 from kvern.request.request import PromptInput, RequestSpec
@@ -99,7 +99,8 @@ def simulate(
     costs = StepCosts(ROWS, seconds, error * PER_KEY, error * PER_PAIR)
     pace = None if target is None else Pace(costs, target, yields, clock)
     cache = KVCacheManager(40_000, 16)
-    core = EngineCore(Scheduler(SchedulerLimits(8192, 512, 1000), cache, POLICIES["fcfs"]), gpu, 2, pace=pace)
+    scheduler = Scheduler(SchedulerLimits(8192, 512, 1000), cache, POLICIES["fcfs"])
+    core = EngineCore(scheduler, gpu, 2, timing=CoreTiming(pace, clock=clock))
     todo = deque(enumerate(zip(arrivals, inputs, outputs, strict=True)))
     last: dict[str, float] = {}
     arrived: dict[str, float] = {}
@@ -109,10 +110,7 @@ def simulate(
             number, (at, length, answer) = todo.popleft()
             params = SamplingParams(max_tokens=answer).resolved()
             core.add(RequestSpec(str(number), PromptInput([number] * length), params, answer))
-            name = f"{number}#0"
-            request = core.scheduler.get(name)
-            assert request is not None
-            request.queue.arrived_at = arrived[name] = at
+            arrived[f"{number}#0"] = at
         rest = clock.now + core.spare_seconds() if core.has_work else float("inf")
         if todo and todo[0][1][0] <= rest:
             clock.now = max(clock.now, todo[0][1][0])

@@ -22,8 +22,7 @@ if TYPE_CHECKING:
     from kvern.models.registry import register_family
     from kvern.request.outputs import CompletionOutput, RequestOutput
     from kvern.request.request import PromptInput
-    from kvern.request.sampling_params import SamplingParams
-    from kvern.request.structured_output import StructuredOutput
+    from kvern.request.sampling_params import SamplingParams, StructuredOutput
 
 __all__ = [
     "LLM",
@@ -50,7 +49,7 @@ _MODULES = {
     "RequestOutput": "kvern.request.outputs",
     "SamplingParams": "kvern.request.sampling_params",
     "Score": "kvern.engine.scoring",
-    "StructuredOutput": "kvern.request.structured_output",
+    "StructuredOutput": "kvern.request.sampling_params",
     "register_family": "kvern.models.registry",
 }
 

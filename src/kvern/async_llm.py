@@ -7,14 +7,6 @@ from types import TracebackType
 from typing import Any, Self
 
 from kvern.config import EngineConfig
-from kvern.engine.call_arguments import (
-    AdapterChoice,
-    Params,
-    as_conversations,
-    as_prompts,
-    one_adapter_for_each,
-    one_for_each,
-)
 from kvern.engine.inputs import InputProcessor, Messages, Prompt
 from kvern.engine.scoring import Pair, Score, score_of, scored_prompts
 from kvern.errors import RequestFailed
@@ -22,10 +14,20 @@ from kvern.request.events import EngineStatistics
 from kvern.request.outputs import OnError, RequestOutput, check_on_error, checked
 from kvern.request.request import RequestOptions
 from kvern.request.sampling_params import SamplingParams
-from kvern.serving.chats import Tools, chat_request, follow
+from kvern.serving.chats import (
+    AdapterChoice,
+    Params,
+    Tools,
+    as_conversations,
+    as_prompts,
+    chat_request,
+    follow,
+    one_adapter_for_each,
+    one_for_each,
+)
 from kvern.serving.client_thread import ClientThread
-from kvern.serving.generation import Generation
 from kvern.serving.supervisor import LOOK_SECONDS
+from kvern.serving.workload import Generation
 from kvern.spec.model import ModelSpec
 from kvern.text.tokenizer import Tokenizer
 from kvern.tools.chat import ChatRequest

@@ -327,7 +327,7 @@ class EngineConfig:
         return self.pipeline_parallel_size * self.tensor_parallel_size
 
     @property
-    def homes(self) -> int:
+    def dp_attention_size(self) -> int:
         """The number of ranks that have their own requests and KV cache."""
         return self.ranks if self.enable_dp_attention else 1
 

@@ -8,18 +8,9 @@ from types import TracebackType
 from typing import Any, Self
 
 from kvern.config import EngineConfig
-from kvern.engine.call_arguments import (
-    AdapterChoice,
-    Params,
-    as_conversations,
-    as_prompts,
-    one_adapter_for_each,
-    one_for_each,
-)
 from kvern.engine.embedding import check_embeds, embedding_of
 from kvern.engine.engine import Engine
 from kvern.engine.inputs import Messages, Prompt
-from kvern.engine.model_facts import ModelFacts
 from kvern.engine.relevance import PairClassifier, way_of
 from kvern.engine.scoring import Pair, Score, score_of, scored_prompts
 from kvern.errors import EngineDied, InvalidRequest, KvernError, RequestFailed
@@ -27,10 +18,20 @@ from kvern.request.events import EngineStatistics
 from kvern.request.outputs import CompletionOutput, OnError, RequestOutput, check_on_error, checked
 from kvern.request.request import RequestOptions
 from kvern.request.sampling_params import SamplingParams
-from kvern.serving.chats import Tools, chat_request, follow
+from kvern.serving.chats import (
+    AdapterChoice,
+    Params,
+    Tools,
+    as_conversations,
+    as_prompts,
+    chat_request,
+    follow,
+    one_adapter_for_each,
+    one_for_each,
+)
 from kvern.serving.several import SeveralEngines
 from kvern.serving.shared_engine import SharedEngine
-from kvern.spec.model import ModelSpec
+from kvern.spec.model import ModelFacts, ModelSpec
 from kvern.text.tokenizer import Tokenizer
 from kvern.tools.chat import DEFAULT_PROMPT, ChatRequest, PromptOptions
 from kvern.tools.definitions import NO_TOOLS, ToolUse

@@ -16,7 +16,7 @@ from kvern.layers.adapted_linear import AdaptedRows, StackedLinear
 from kvern.layers.build import Build
 from kvern.layers.linear import Linear
 from kvern.models.loader import load_model
-from kvern.request.structured_output import StructuredOutput
+from kvern.request.sampling_params import StructuredOutput
 from tests.support.families import make_checkpoint, reference_logits
 from tests.support.internals import adapters_in_memory, check_integrity, core_of, engine_of
 from tests.support.model_outputs import PROMPT, logits

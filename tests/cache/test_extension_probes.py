@@ -8,7 +8,7 @@ import pytest
 
 from kvern import LLM, SamplingParams
 from kvern.cache.extension import CachedPrefix, CacheExtension, CacheMemory, SequenceEnd
-from kvern.engine.cache_extensions import EXTENSIONS
+from kvern.engine.factory import EXTENSIONS
 from kvern.request.request import Request
 from kvern.request.step import ExtensionMessage, SchedulerOutput
 from kvern.runner.tiered import TIERS
@@ -85,7 +85,7 @@ class Limit(CacheExtension):
 
 def test_an_extension_is_one_file_and_one_registration(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = LLM(tiny_model, **OPTIONS).generate(PROMPTS, PARAMS)
-    monkeypatch.setattr("kvern.engine.cache_extensions.EXTENSIONS", [*EXTENSIONS, lambda config, layout: Limit])
+    monkeypatch.setattr("kvern.engine.factory.EXTENSIONS", [*EXTENSIONS, lambda config, layout: Limit])
     llm = LLM(tiny_model, **OPTIONS)
     for _ in range(2):
         outputs = llm.generate(PROMPTS, PARAMS)

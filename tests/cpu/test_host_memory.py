@@ -8,7 +8,7 @@ import torch
 
 from kvern.config import EngineConfig
 from kvern.errors import ConfigError
-from kvern.io.ray_nodes import MOST_PROCESSES
+from kvern.io.sockets import MOST_PROCESSES
 from kvern.models import loader
 from kvern.models.loader import LoadOptions, load_model, outline_model, read_config
 from kvern.models.registry import spec_from_config

@@ -11,8 +11,8 @@ import torch
 from kvern import LLM, RequestOutput, SamplingParams
 from kvern.models.hub import resolve_model
 from kvern.request.request import PromptInput, RequestSpec
+from kvern.request.sampling_params import StructuredOutput
 from kvern.request.step import NewRequest
-from kvern.request.structured_output import StructuredOutput
 from kvern.structured import masks
 from kvern.structured.grammar import Grammars
 from kvern.structured.masks import GrammarRows

@@ -12,8 +12,8 @@ from safetensors.torch import load_file, save_file
 from kvern import LLM, SamplingParams
 from kvern.device.rows import BatchRows
 from kvern.drafting.rejection import Drawn, DrawnDrafts
+from kvern.request.sampling_params import StructuredOutput
 from kvern.request.step import ScheduledTokens
-from kvern.request.structured_output import StructuredOutput
 from kvern.sample import sampler
 from kvern.sample.random import uniform
 from tests.support.draft_heads import write_eagle, write_medusa

@@ -9,7 +9,7 @@ import pytest
 from kvern import LLM, SamplingParams
 from kvern.errors import ConfigError, InvalidParameter, InvalidRequest, KvernError
 from kvern.request.request import RequestOptions
-from kvern.request.structured_output import StructuredOutput
+from kvern.request.sampling_params import StructuredOutput
 from tests.support.idle import is_idle
 from tests.support.internals import engine_of
 

@@ -13,7 +13,7 @@ import torch
 
 from kvern import LLM, AsyncLLM, RequestOutput, SamplingParams
 from kvern.errors import InvalidParameter
-from kvern.request.structured_output import StructuredOutput
+from kvern.request.sampling_params import StructuredOutput
 from tests.support.families import make_checkpoint
 from tests.support.idle import is_idle
 from tests.support.internals import core_of, engine_of

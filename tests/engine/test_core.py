@@ -1,7 +1,6 @@
 """What the engine core does with requests that wait for something outside of the scheduler."""
 
 import asyncio
-import time
 from concurrent.futures import Future
 from typing import Any
 
@@ -12,7 +11,7 @@ from kvern.request.events import TokenEvent
 from kvern.request.outputs import CompletionOutput, RequestOutput
 from kvern.request.request import TOLD_AT_ONCE, PromptInput, Request, RequestSpec, State
 from kvern.request.sampling_params import SamplingParams
-from kvern.serving.generation import Generation
+from kvern.serving.workload import Generation
 from tests.support.simulated_device import Setup
 from tests.support.simulated_engine import SimulatedEngine
 
@@ -67,11 +66,9 @@ def test_an_adapter_stays_for_a_request_whose_grammar_is_being_prepared() -> Non
     assert request.output_length == 3 and engine.dropped == [1]
 
 
-def test_the_core_rests_while_blocks_are_on_their_way(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_core_rests_while_blocks_are_on_their_way() -> None:
     engine = SimulatedEngine(Setup(tier_blocks=20, tier_delay=4))
     prompt = [0, 1, 2, 0, 1, 2, 0, 1, 2, 0]
-    rests: list[float] = []
-    monkeypatch.setattr(time, "sleep", rests.append)
     for _ in range(2):
         (request,) = engine.add(prompt, 1)
         states = []
@@ -79,7 +76,7 @@ def test_the_core_rests_while_blocks_are_on_their_way(monkeypatch: pytest.Monkey
             engine.step()
             states.append(request.state)
         engine.cache.tree.evict(20)
-    assert len(rests) == states.count(State.LOADING)
+    assert len(engine.rests) == states.count(State.LOADING)
     assert states.count(State.LOADING) > 2
 
 

@@ -10,8 +10,7 @@ import torch
 
 from kvern import EngineConfig
 from kvern.engine.encoder_core import EncoderCore
-from kvern.engine.running_file import RunningFile
-from kvern.engine.step_watch import SHORTEST_SILENCE, StepWatch
+from kvern.engine.step_watch import SHORTEST_SILENCE, RunningFile, StepWatch
 from kvern.errors import InvalidAdapter
 from kvern.request.events import TokenEvent
 from kvern.request.request import PromptInput, RequestSpec

@@ -16,7 +16,7 @@ import pytest
 from kvern import LLM, AsyncLLM, EngineConfig, SamplingParams
 from kvern.errors import ConfigError, InvalidParameter, RequestFailed
 from kvern.llm import FailedRequest
-from kvern.request.structured_output import StructuredOutput
+from kvern.request.sampling_params import StructuredOutput
 from kvern.serving.client import EngineClient
 from tests.support.idle import is_idle
 from tests.support.processors import NAMES, Step, follow, install, installed_package

@@ -6,7 +6,7 @@ import sys
 import pytest
 from hypothesis import settings
 
-from kvern.engine.policy import POLICIES
+from kvern.engine.queues import POLICIES
 from kvern.request.request import Request
 from tests.support.random_lives import SWITCHES, EngineMachine, random_life
 from tests.support.simulated_device import Setup
@@ -157,6 +157,6 @@ def test_samples_share_the_blocks_of_their_prompt(prefix_cache: bool) -> None:
 
 
 def test_decisions_need_no_torch() -> None:
-    modules = "kvern.engine.core, kvern.engine.scheduler, kvern.engine.policy, kvern.cache.manager"
+    modules = "kvern.engine.core, kvern.engine.scheduler, kvern.engine.queues, kvern.cache.manager"
     check = f"import {modules}, sys; assert 'torch' not in sys.modules, 'torch is imported'"
     subprocess.run([sys.executable, "-c", check], check=True)

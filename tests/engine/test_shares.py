@@ -46,7 +46,7 @@ def test_who_has_nothing_running_does_not_wait_for_another_s_streams(depth: int,
 
 
 def test_owners_that_were_long_away_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvern.engine.running.MOST_OWNERS", 2)
+    monkeypatch.setattr("kvern.engine.queues.MOST_OWNERS", 2)
     engine = SimulatedEngine(ROOMY)
     for owner in "abcbd":
         engine.add([1, 2], 2, owner=owner)

@@ -13,8 +13,7 @@ from kvern.bench.serving import arrival_times
 from kvern.config import EngineConfig
 from kvern.engine.engine import Engine
 from kvern.engine.pace import Pace
-from kvern.engine.step_budget import FILLED, LEAST_TILES, OVERTIME, StepBudget, StepTime
-from kvern.engine.step_costs import StepCosts, StepLoad, load_of
+from kvern.engine.step_costs import FILLED, LEAST_TILES, OVERTIME, StepBudget, StepCosts, StepLoad, StepTime, load_of
 from kvern.errors import ConfigError
 from kvern.llm import LLM
 from kvern.observe.metrics import Metrics, engines_text

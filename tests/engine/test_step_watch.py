@@ -4,8 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from kvern.engine.running_file import RunningFile, read_running
-from kvern.engine.step_watch import SHORTEST_SILENCE, TIMES, StepWatch
+from kvern.engine.step_watch import SHORTEST_SILENCE, TIMES, RunningFile, StepWatch, read_running
 
 
 class Watched:

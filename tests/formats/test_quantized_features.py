@@ -24,7 +24,7 @@ from kvern.quantize import job
 from kvern.quantize.calibration import Calibration
 from kvern.quantize.checkpoint import Checkpoint
 from kvern.quantize.scheme import FP8, INT8, Scheme, int4
-from kvern.request.structured_output import StructuredOutput
+from kvern.request.sampling_params import StructuredOutput
 from tests.support.cache_folder import cache_folder
 from tests.support.four_bit_checkpoints import AWQ, GPTQ, LINEAR, of_tests
 from tests.support.gguf_files import write_gguf

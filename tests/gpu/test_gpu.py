@@ -13,7 +13,7 @@ import torch
 
 from kvern import LLM, RequestOutput, SamplingParams
 from kvern.errors import ConfigError
-from kvern.request.structured_output import StructuredOutput
+from kvern.request.sampling_params import StructuredOutput
 from tests.support.families import CPU_ALONE, FAMILIES, make_checkpoint
 from tests.support.gpu_engines import GREEDY, HALVES, SMALL, held_out, steps
 from tests.support.internals import check_integrity, core_of, engine_of, runner_of

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from kvern import LLM, SamplingParams
-from kvern.request.structured_output import StructuredOutput
+from kvern.request.sampling_params import StructuredOutput
 from tests.support.families import make_checkpoint, similar_prompts
 from tests.support.gpu_engines import HALVES, SMALL, held_out, steps
 from tests.support.internals import check_integrity, core_of, engine_of, vocab_size_of

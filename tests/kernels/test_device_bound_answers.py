@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from kvern import LLM, SamplingParams
-from kvern.request.structured_output import StructuredOutput
+from kvern.request.sampling_params import StructuredOutput
 from tests.support.drafting_requests import PROMPTS
 from tests.support.kernels.device_engines import OPTIONS
 from tests.support.outputs import chosen_logprobs, token_ids

@@ -11,7 +11,7 @@ import torch
 
 from kvern import LLM, SamplingParams
 from kvern.errors import ConfigError
-from kvern.request.structured_output import StructuredOutput
+from kvern.request.sampling_params import StructuredOutput
 from kvern.runner.kernel_backend import KernelBackend
 from kvern.runner.step_parts import StepTooLarge
 from tests.support.drafting_requests import PROMPTS

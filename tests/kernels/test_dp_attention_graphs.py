@@ -14,7 +14,7 @@ import kvern.runner.device_runner
 import kvern.runner.prompt_graphs
 import kvern.runner.worker
 from kvern import LLM, EngineConfig, SamplingParams
-from kvern.engine.factory import make_home_core
+from kvern.engine.factory import make_rank_core
 from kvern.models.loader import read_config
 from kvern.models.registry import spec_from_config
 from kvern.ranks.ranks import DPAttention, Ranks
@@ -29,7 +29,7 @@ from kvern.runner.ranks.rank_wire import TakeTurn
 from kvern.runner.startup import Startup
 from kvern.runner.step_graphs import PlannedStep
 from kvern.runner.worker import Worker
-from kvern.serving.homes import take_turn
+from kvern.serving.dp_attention import take_turn
 from tests.support.families import make_checkpoint
 from tests.support.kernel_list import KERNELS
 from tests.support.kernels.device_engines import OPTIONS
@@ -130,7 +130,7 @@ def run_rank(
         decodes, mixed = (RecordedGraphs(kind, RepeatedSteps(capture_again)) for kind in kinds)
         runner.graphs = [decodes, mixed]
         executor = DPAttentionExecutor(worker, dp_attention, None, None)
-        core = make_home_core(config, folder, layout, executor, None)
+        core = make_rank_core(config, folder, layout, executor, None)
         if adapter is not None:
             core.add_adapter(1, core.read_adapter(str(adapter)))
         if texts:

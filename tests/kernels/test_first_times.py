@@ -24,7 +24,7 @@ from kvern.layers.linear_format import LinearMethods
 from kvern.layers.tuned_linear import TunedLinear
 from kvern.models.loader import read_config
 from kvern.models.registry import spec_from_config
-from kvern.request.structured_output import StructuredOutput
+from kvern.request.sampling_params import StructuredOutput
 from kvern.runner.device_steps import GraphOptions, step_kinds
 from kvern.runner.kernel_choice import of_draft
 from kvern.runner.prompt_graphs import PromptKind

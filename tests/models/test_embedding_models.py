@@ -11,10 +11,10 @@ from safetensors.torch import load_file, save_file
 
 from kvern import LLM
 from kvern.engine.embedding import check_embeds
-from kvern.engine.model_facts import ModelFacts
 from kvern.errors import CorruptCheckpoint, InvalidRequest, UnsupportedModel
 from kvern.models.loader import load_model, read_config
 from kvern.models.registry import spec_from_config
+from kvern.spec.model import ModelFacts
 from tests.support.tiny_model import CONFIG, make_tiny_model
 
 TEXTS = ["the quick brown fox", "a lazy dog jumps over it", "fox"]

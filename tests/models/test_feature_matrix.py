@@ -18,7 +18,7 @@ import pytest
 from kvern import LLM
 from kvern.errors import ConfigError
 from kvern.request.request import Request
-from kvern.request.structured_output import StructuredOutput
+from kvern.request.sampling_params import StructuredOutput
 from tests.support.combined_answers import check_same, pieces
 from tests.support.combined_features import (
     ADAPTERS,

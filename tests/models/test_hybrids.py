@@ -21,9 +21,8 @@ from kvern.layers.convolution import CHUNK
 from kvern.models.loader import load_model, read_config
 from kvern.models.registry import spec_from_config
 from kvern.request.request import PromptInput, Request, RequestSpec
-from kvern.request.sampling_params import ResolvedParams
+from kvern.request.sampling_params import ResolvedParams, StructuredOutput
 from kvern.request.step import SchedulerOutput, StepResult
-from kvern.request.structured_output import StructuredOutput
 from kvern.runner.device import check_state_kernels, check_states
 from kvern.runner.executor import InProcessExecutor
 from kvern.runner.memory import bytes_of_state

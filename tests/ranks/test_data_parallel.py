@@ -20,9 +20,9 @@ from kvern.cli.main import main
 from kvern.errors import ConfigError
 from kvern.request.request import PromptInput, RequestSpec
 from kvern.serving.client import EngineClient
-from kvern.serving.generation import Generation
 from kvern.serving.places import gpu_count, places_of, visible_gpus
 from kvern.serving.prefix_record import PIECE_TOKENS, PrefixRecord, piece_keys
+from kvern.serving.workload import Generation
 from tests.support.peft_adapters import make_adapter
 from tests.support.served import ENGINE, KEY, Served, children_of, command_of, eventually, serving
 

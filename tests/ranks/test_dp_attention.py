@@ -41,7 +41,7 @@ pytestmark = [
 ]
 SECONDS = 60.0
 CPU = torch.device("cpu")
-RANK = "kvern.serving.home_process"
+RANK = "kvern.serving.dp_attention_rank"
 FAMILIES = ("mixtral", "qwen3_moe", "qwen2_moe", "granitemoe", "glm4_moe", "dots1", "deepseek_v3", "qwen3_next")
 """With shared experts, behind gates, too; layers without experts; latents; states."""
 OPTIONS: dict[str, Any] = {

@@ -21,7 +21,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from kvern import LLM, SamplingParams
 from kvern.errors import ConfigError
-from kvern.io.ray_nodes import MOST_PROCESSES
+from kvern.io.sockets import MOST_PROCESSES
 from kvern.runner.ranks.rank_processes import MODULE, MODULE_OF_DP_ATTENTION
 from tests.support.families import make_checkpoint
 from tests.support.ray_cluster import RAY, RayCluster, free_port

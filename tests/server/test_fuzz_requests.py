@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from kvern import SamplingParams
-from kvern.request.structured_output import StructuredOutput
+from kvern.request.sampling_params import StructuredOutput
 from kvern.server.handlers.batches import ENDPOINTS
 from tests.support.fuzz_bodies import BODIES
 from tests.support.fuzz_requests import FIXED, Findings, Requests, encoded, places, plain_answer, send

@@ -21,9 +21,9 @@ from kvern.config import EngineConfig
 from kvern.errors import RequestFailed
 from kvern.serving.child import EngineChild
 from kvern.serving.client import EngineClient
-from kvern.serving.generation import Generation
 from kvern.serving.link import EngineLink
 from kvern.serving.wire import AddRequest
+from kvern.serving.workload import Generation
 from tests.support.engine_deaths import LENGTH, PROMPTS, Streams, deadly, with_processors
 from tests.support.served import ENGINE, PATIENCE, SMALL, STORY, Served, child_of, command_of, eventually, serving
 from tests.support.tiny_model import make_tiny_model

@@ -6,7 +6,7 @@ import pytest
 
 from kvern.errors import InvalidParameter
 from kvern.models.hub import resolve_model
-from kvern.request.structured_output import StructuredOutput
+from kvern.request.sampling_params import StructuredOutput
 from kvern.structured.compiler import is_gbnf
 from kvern.structured.grammar import Grammars, grammars_of
 from kvern.text.tokenizer import Tokenizer

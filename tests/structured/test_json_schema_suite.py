@@ -22,7 +22,7 @@ from jsonschema.validators import validator_for
 from kvern import LLM, SamplingParams
 from kvern.errors import InvalidParameter
 from kvern.models.hub import resolve_model
-from kvern.request.structured_output import StructuredOutput
+from kvern.request.sampling_params import StructuredOutput
 from kvern.structured.grammar import Grammars, grammars_of
 from kvern.text.tokenizer import Tokenizer
 from tests.support.internals import engine_of

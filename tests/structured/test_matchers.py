@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from kvern.models.hub import resolve_model
-from kvern.request.structured_output import StructuredOutput
+from kvern.request.sampling_params import StructuredOutput
 from kvern.structured.grammar import Grammars, grammars_of
 from kvern.text.tokenizer import Tokenizer
 

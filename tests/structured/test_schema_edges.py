@@ -12,7 +12,7 @@ import pytest
 from kvern import LLM, SamplingParams
 from kvern.errors import InvalidParameter
 from kvern.models.hub import resolve_model
-from kvern.request.structured_output import StructuredOutput
+from kvern.request.sampling_params import StructuredOutput
 from kvern.structured.grammar import Grammars, grammars_of
 from kvern.structured.llguidance_schema import quotable
 from kvern.text.tokenizer import Tokenizer

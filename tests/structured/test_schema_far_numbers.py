@@ -8,7 +8,7 @@ import pytest
 
 from kvern.errors import InvalidParameter
 from kvern.models.hub import resolve_model
-from kvern.request.structured_output import StructuredOutput
+from kvern.request.sampling_params import StructuredOutput
 from kvern.structured.far_numbers import whole_numbers
 from kvern.structured.grammar import Grammars, grammars_of
 from kvern.text.tokenizer import Tokenizer

@@ -16,7 +16,7 @@ import kvern.structured.matchers
 from kvern import LLM, SamplingParams
 from kvern.api.forms import response_format
 from kvern.errors import InvalidParameter
-from kvern.request.structured_output import StructuredOutput
+from kvern.request.sampling_params import StructuredOutput
 from kvern.structured.tags import StructuralTag, structural_tags
 from tests.support.idle import is_idle
 from tests.support.served import SMALL, Served, eventually, serving

@@ -19,14 +19,15 @@ from kvern import LLM, SamplingParams
 from kvern.config import EngineConfig
 from kvern.errors import InvalidParameter
 from kvern.models.hub import resolve_model
-from kvern.request.structured_output import StructuredOutput
+from kvern.request.sampling_params import StructuredOutput
 from kvern.server.app import Server
 from kvern.server.config import ServerConfig
 from kvern.serving.client import EngineClient
 from kvern.structured import apart, masks, worker
 from kvern.structured.apart import GrammarProcesses
 from kvern.structured.grammar import Grammars
-from kvern.structured.matchers import SPARE_BYTES, Kept, Matchers, size
+from kvern.structured.matchers import SPARE_BYTES, GrammarLibrary, Kept, Matchers, size
+from tests.support.grammars_apart import compiled_apart
 from tests.support.served import SMALL, Served, children_of, command_of, eventually, serving
 
 SOON = 60.0
@@ -158,27 +159,25 @@ def test_the_worker_ends_with_its_server() -> None:
         eventually(lambda: not any(Path(f"/proc/{pid}/cmdline").exists() for pid in processes))
 
 
-class Greedy(Grammars):
+def greedy(structured: StructuredOutput, library: GrammarLibrary) -> str:
     """A compiler that does what a form says to its process."""
-
-    def compile(self, structured: StructuredOutput) -> str:
-        match structured.regex:
-            case "memory":
-                return str(len(b"x" * (4 << 30)))
-            case "crash":
-                os.kill(os.getpid(), signal.SIGSEGV)
-        return super().compile(structured)
+    match structured.regex:
+        case "memory":
+            return str(len(b"x" * (4 << 30)))
+        case "crash":
+            os.kill(os.getpid(), signal.SIGSEGV)
+    return ""
 
 
 @pytest.mark.parametrize("form", ["memory", "crash"])
-def test_a_process_that_dies_costs_its_form(form: str) -> None:
-    folder = resolve_model("kvern-1m")
+def test_a_process_that_dies_costs_its_form(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker, "compile_grammar", greedy)
     ours, theirs = socket.socketpair()
     if (child := os.fork()) == 0:
         ours.close()
         faulthandler.disable()
         try:
-            worker.serve(theirs, Greedy(folder, 4096, (), "llguidance"))
+            worker.serve(theirs, GrammarLibrary(resolve_model("kvern-1m"), 4096))
         finally:
             os._exit(1)
     theirs.close()
@@ -201,7 +200,7 @@ def test_owners_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
 
         async def compile_one(owner: str, form: StructuredOutput) -> None:
             with contextlib.suppress(InvalidParameter):
-                await processes.run(lambda: asyncio.to_thread(grammars.compile, form), owner)
+                await compiled_apart(processes, grammars, form, owner)
             ended.append(owner)
 
         async with asyncio.TaskGroup() as group:

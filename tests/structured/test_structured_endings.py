@@ -9,7 +9,7 @@ import jsonschema
 import pytest
 
 from kvern import LLM, SamplingParams
-from kvern.request.structured_output import StructuredOutput
+from kvern.request.sampling_params import StructuredOutput
 
 RECURSIVE = {
     "$ref": "#/$defs/node",

@@ -8,7 +8,7 @@ import pytest
 from training.exam import is_right, questions, wanted
 
 from kvern import LLM, SamplingParams
-from kvern.request.structured_output import StructuredOutput
+from kvern.request.sampling_params import StructuredOutput
 
 TYPES = {str: {"type": "string", "maxLength": 80}, int: {"type": "integer"}, float: {"type": "number"}}
 

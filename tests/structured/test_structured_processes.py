@@ -15,15 +15,19 @@ import pytest
 import torch
 from llguidance import LLMatcher
 
+from kvern.config import EngineConfig
 from kvern.errors import InvalidParameter, ServerBusy
 from kvern.models.hub import resolve_model
-from kvern.request.structured_output import StructuredOutput
+from kvern.request.sampling_params import StructuredOutput
+from kvern.serving.client_inputs import ClientInputs
 from kvern.structured import apart, masks
 from kvern.structured.apart import GrammarProcesses
 from kvern.structured.compiler import compile_grammar
 from kvern.structured.grammar import Grammars, NotCompiled
 from kvern.structured.masks import GrammarRows
 from kvern.structured.matchers import GrammarLibrary, Matchers
+from kvern.text.tokenizer import Tokenizer
+from tests.support.grammars_apart import compiled_apart
 
 FORM = StructuredOutput(regex="[ab]+")
 
@@ -33,11 +37,8 @@ def grammars_apart(folder: Path | None = None) -> Grammars:
 
 
 async def compiled(processes: GrammarProcesses, grammars: Grammars) -> str:
-    async def work() -> str:
-        return grammars.compile(FORM)
-
     async with asyncio.timeout(240):
-        return await processes.run(work, "owner")
+        return await compiled_apart(processes, grammars, FORM)
 
 
 async def started(processes: GrammarProcesses) -> None:
@@ -61,15 +62,16 @@ def test_what_is_remembered_again_is_counted_once() -> None:
 
 def test_a_form_that_is_always_forgotten_ends() -> None:
     async def told() -> None:
-        grammars = grammars_apart()
-        processes = GrammarProcesses(grammars)
+        grammars, folder = grammars_apart(), resolve_model("kvern-1m")
+        inputs = ClientInputs(EngineConfig("kvern-1m"), folder, Tokenizer(folder))
+        inputs._grammars = GrammarProcesses(grammars)
         grammars.remember(b"form", "known")
 
-        async def work() -> None:
+        def work() -> None:
             raise NotCompiled(b"form")
 
         async with asyncio.timeout(240):
-            await processes.run(work, "owner")
+            await inputs.run(0, work, "owner")
 
     with pytest.raises(ServerBusy, match="too many other forms"):
         asyncio.run(told())

@@ -10,7 +10,7 @@ import pytest
 import tokenizers
 
 from kvern import LLM, SamplingParams
-from kvern.request.structured_output import StructuredOutput
+from kvern.request.sampling_params import StructuredOutput
 from kvern.structured.matchers import within
 
 FORMS: list[dict[str, Any]] = [{"json": True}, {"choice": ["<pad0>", "no"]}, {"regex": "[a-c]{2}|<pad1>"}]

@@ -3,7 +3,7 @@
 from typing import Any
 
 from kvern import SamplingParams
-from kvern.request.structured_output import StructuredOutput
+from kvern.request.sampling_params import StructuredOutput
 
 PROMPTS = [[5, 9, 17, 33, 2, 81], [5, 9, 17, 33, 2, 80, 40, 41, 42, 43, 44, 45], [100] * 10]
 LENGTH: dict[str, Any] = {"max_tokens": 24, "ignore_eos": True}

@@ -3,8 +3,8 @@
 from typing import Any
 
 from kvern import LLM, RequestOutput, SamplingParams
+from kvern.request.sampling_params import StructuredOutput
 from kvern.request.step import ModelRunnerOutput, SchedulerOutput
-from kvern.request.structured_output import StructuredOutput
 from kvern.runner.executor import InProcessExecutor
 from tests.support.internals import core_of, worker_of
 

@@ -18,7 +18,7 @@ from benchmarks.first_time import Step, StepWatch
 
 from kvern import LLM, SamplingParams
 from kvern.drafting.proposer import takes_drafts
-from kvern.request.structured_output import StructuredOutput
+from kvern.request.sampling_params import StructuredOutput
 from tests.support.combined_features import ADAPTERS
 from tests.support.internals import core_of
 

@@ -4,14 +4,14 @@ from typing import Any
 
 from kvern import LLM
 from kvern.engine.core import EngineCore
-from kvern.serving.homes import HomedCores
+from kvern.serving.dp_attention import DPAttentionCore
 from tests.support.internals import core_of
 
 
 def core_here(llm: LLM) -> EngineCore:
     """The engine's, or of ranks with requests of their own the first one's."""
     core: Any = core_of(llm)
-    found: EngineCore = core._core if isinstance(core, HomedCores) else core
+    found: EngineCore = core._core if isinstance(core, DPAttentionCore) else core
     return found
 
 

@@ -20,7 +20,7 @@ from kvern.engine.engine import Engine
 from kvern.engine.factory import build_core
 from kvern.request.request import RequestSpec
 from kvern.runner.startup import Startup
-from kvern.serving.generation import Generation
+from kvern.serving.workload import Generation
 from tests.support.families import reference_logits, similar_prompts
 from tests.support.speculation import AnyLength, Remembered
 

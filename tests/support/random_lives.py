@@ -9,8 +9,8 @@ from typing import Any
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
-from kvern.engine.policy import POLICIES
-from kvern.request.progress import FinishReason
+from kvern.engine.queues import POLICIES
+from kvern.request.request import FinishReason
 from tests.support.simulated_device import STOP_TOKEN, Setup
 from tests.support.simulated_engine import SimulatedEngine
 

@@ -10,7 +10,7 @@ import openai
 
 from kvern import LLM, SamplingParams
 from kvern.request.outputs import RequestOutput
-from kvern.request.structured_output import StructuredOutput
+from kvern.request.sampling_params import StructuredOutput
 from tests.support.served import ENGINE, SMALL, STORY, child_of, children_of, command_of, eventually, serving
 
 RANK = "kvern.runner.ranks.rank_process"

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from kvern import LLM, SamplingParams
-from kvern.request.structured_output import StructuredOutput
+from kvern.request.sampling_params import StructuredOutput
 from tests.support.internals import check_integrity
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)

@@ -9,14 +9,13 @@ from typing import Any
 
 from kvern.cache.states import StatePool
 from kvern.cache.windows import WindowedBlocks
-from kvern.engine.core import EngineCore
+from kvern.engine.core import CoreTiming, EngineCore
 from kvern.engine.pace import Pace
-from kvern.engine.policy import POLICIES
+from kvern.engine.queues import POLICIES
 from kvern.engine.scheduler import Scheduler
 from kvern.engine.step_costs import StepCosts
 from kvern.request.events import TokenEvent
-from kvern.request.progress import FinishReason
-from kvern.request.request import PromptInput, Request, RequestSpec, State
+from kvern.request.request import FinishReason, PromptInput, Request, RequestSpec, State
 from kvern.request.sampling_params import SamplingParams
 from kvern.request.step import (
     ModelRunnerOutput,
@@ -66,6 +65,8 @@ class SimulatedEngine:
         """The drafts that the last planned step leaves in each request's row."""
         self.requests: dict[str, Request] = {}
         self.heard: dict[str, Heard] = {}
+        self.rests: list[float] = []
+        """The seconds of each rest of the core."""
         self.tier = HostTier(setup.tier_blocks) if setup.tier_blocks else None
         self.cache = setup.cache(self.tier)
         self.scheduler = Scheduler(setup.limits, self.cache, POLICIES[setup.policy], setup.adapter_places)
@@ -73,7 +74,9 @@ class SimulatedEngine:
         costs = StepCosts([1, 10], [1.0, 10.0], 0.0, 0.001, tile=1)
         pace = Pace(costs, float(setup.step_rows), False, lambda: self.device.clock) if setup.step_rows else None
         drafting = AnyLength(None if setup.on_device else self, VOCABULARY, setup.drafts) if setup.drafts else None
-        self.core = EngineCore(self.scheduler, self, setup.depth, drafting=drafting, pace=pace)
+        self.core = EngineCore(
+            self.scheduler, self, setup.depth, drafting=drafting, timing=CoreTiming(pace, sleep=self.rests.append)
+        )
         self._waiting_before: dict[Request, bool] = {}
         self._waiting_since: dict[Request, int] = {}
         self._preemptions: dict[Request, int] = {}

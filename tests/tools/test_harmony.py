@@ -16,7 +16,7 @@ from kvern import LLM, SamplingParams
 from kvern.api.conversation import plain_messages
 from kvern.request.outputs import CompletionOutput
 from kvern.request.pieces import Message
-from kvern.request.structured_output import StructuredOutput
+from kvern.request.sampling_params import StructuredOutput
 from kvern.tools.chat import PromptOptions
 from kvern.tools.formats import formats_of
 from kvern.tools.harmony import Harmony

@@ -15,7 +15,7 @@ from kvern import LLM, SamplingParams
 from kvern.errors import InvalidParameter, InvalidRequest
 from kvern.request.outputs import CompletionOutput
 from kvern.request.pieces import Message
-from kvern.request.structured_output import StructuredOutput
+from kvern.request.sampling_params import StructuredOutput
 from kvern.structured.grammar import grammars_of
 from kvern.text.chat_template import ChatTemplate
 from kvern.text.tokenizer import Tokenizer

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from kvern.models.hub import resolve_model
 from kvern.request.pieces import Message
-from kvern.request.sampling_params import SamplingParams
-from kvern.request.structured_output import StructuredOutput
+from kvern.request.sampling_params import SamplingParams, StructuredOutput
 from kvern.text.chat_template import ChatTemplate
 from kvern.text.tokenizer import Tokenizer
 from kvern.tools.chat import Chat, ChatRequest, PromptOptions

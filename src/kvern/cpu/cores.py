@@ -9,7 +9,7 @@ import os
 from collections import Counter
 from pathlib import Path
 
-from kvern.io.ray_nodes import MOST_PROCESSES
+from kvern.io.sockets import MOST_PROCESSES
 
 ROOT = Path("/")
 

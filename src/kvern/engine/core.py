@@ -15,11 +15,10 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from kvern.drafting.drafting import Drafting
-from kvern.engine.beams import BeamSearch, answers
-from kvern.engine.branching import Branching
+from kvern.engine.beams import BeamSearch, Branching, answers
 from kvern.engine.pace import Pace
 from kvern.engine.scheduler import Scheduler
 from kvern.engine.stages import ToldStages
@@ -27,8 +26,7 @@ from kvern.engine.step_watch import StepWatch
 from kvern.engine.trial import Trial, computed, reached
 from kvern.errors import in_a_line
 from kvern.request.events import EngineStatistics, TokenEvent
-from kvern.request.progress import FinishReason
-from kvern.request.request import Progress, Request, RequestSpec, State, cache_namespace, requests_of
+from kvern.request.request import FinishReason, Progress, Request, RequestSpec, State, cache_namespace, requests_of
 from kvern.request.step import OUT_OF_TOKENS, ModelRunnerOutput, SchedulerOutput, StepLost, TokenLogprobs
 
 if TYPE_CHECKING:
@@ -45,13 +43,28 @@ LOADING_SECONDS = 0.001
 """Seconds that an engine rests while all of its requests wait for loads, before it looks again."""
 
 
+class CoreTiming(NamedTuple):
+    """The clocks of a core, so that a simulation may have its own time."""
+
+    pace: Pace | None = None
+    """The seconds that steps with decodes should take; None: however long."""
+    watch: StepWatch | None = None
+    """What is told the ids of a step's requests, before it begins."""
+    clock: Callable[[], float] = time.monotonic
+    """Seconds, from any moment on."""
+    sleep: Callable[[float], None] = time.sleep
+    """Waits for so many seconds."""
+
+
+DEFAULT_TIMING = CoreTiming()
+
+
 class EngineCore:
     """Drives the scheduler and the executor. Not thread-safe: one thread calls it.
 
     The `tokenizer` is called for when beams first end at stop strings. With `prepares` a request is held until the
-    executor is prepared for its grammar; without, its first step waits for that. `note` is told the ids of a step's
-    requests before it begins. `drafting` guesses at tokens for steps to verify; None: nobody does. `pace` says how long
-    steps with decodes should take; None: however long.
+    executor is prepared for its grammar; without, its first step waits for that. `drafting` guesses at tokens for steps
+    to verify; None: nobody does.
     """
 
     def __init__(
@@ -61,16 +74,16 @@ class EngineCore:
         depth: int = 1,
         tokenizer: "Callable[[], Tokenizer] | None" = None,
         prepares: bool = False,
-        watch: StepWatch | None = None,
         drafting: Drafting | None = None,
-        pace: Pace | None = None,
+        timing: CoreTiming = DEFAULT_TIMING,
     ) -> None:
         self.scheduler = scheduler
         self._branching = Branching(scheduler)
         self._prepares = prepares
-        self._watch = watch
         self.drafting = drafting
-        self._pace = Pace() if pace is None else pace
+        self._clock, self._sleep = timing.clock, timing.sleep
+        self._watch = timing.watch
+        self._pace = timing.pace or Pace(clock=timing.clock)
         self._held: dict[str, tuple[Request, Future[None]]] = {}
         """Requests whose grammars are being prepared."""
         self._tokenizer = tokenizer
@@ -123,7 +136,7 @@ class EngineCore:
     def _add(self, request: Request) -> None:
         self._counted.requests += 1
         self._counted.prompt_tokens += request.prompt_length
-        request.queue.arrived_at = time.monotonic()
+        request.queue.arrived_at = self._clock()
         if request.adapter in self._digests:
             request.cache_namespace = cache_namespace(request.spec, self._digests[request.adapter])
         if request.params.beam_width is not None:
@@ -213,7 +226,7 @@ class EngineCore:
                 self._trial.skip()
                 self.scheduler.restrict(self._trial.units)
             elif self._has_steps:
-                time.sleep(LOADING_SECONDS)
+                self._sleep(LOADING_SECONDS)
             return []
         output, requests, future = self._in_flight.popleft()
         self._pace.awaits()
@@ -229,7 +242,7 @@ class EngineCore:
             self._undo(output)
             raise
         if not output.scheduled and not result.reports:
-            time.sleep(LOADING_SECONDS)
+            self._sleep(LOADING_SECONDS)
         self._pace.ended()
         if self._watch is not None:
             self._watch.ended()
@@ -252,7 +265,7 @@ class EngineCore:
         requests = [self.scheduler.by_id[request_id] for request_id in output.request_ids]
         self._stages.tell(output, requests)
         if output.joined:
-            now = time.monotonic()
+            now = self._clock()
             for request in requests:
                 request.queue.begun_at = request.queue.begun_at or now
         if self._watch is not None:

@@ -5,9 +5,9 @@ from pathlib import Path
 import numpy
 import numpy.typing
 
-from kvern.engine.model_facts import ModelFacts
 from kvern.errors import InvalidParameter, InvalidRequest
 from kvern.models.pooling import read_pooling
+from kvern.spec.model import ModelFacts
 
 Vector = numpy.typing.NDArray[numpy.float32]
 LAST_TOKEN = {"lasttoken": "lasttoken"}

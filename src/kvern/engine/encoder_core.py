@@ -22,8 +22,7 @@ from kvern.config import EngineConfig
 from kvern.engine.step_watch import StepWatch
 from kvern.errors import InvalidAdapter, in_a_line
 from kvern.request.events import EngineStatistics, TokenEvent
-from kvern.request.progress import FinishReason
-from kvern.request.request import Progress, PromptInput, RequestSpec
+from kvern.request.request import FinishReason, Progress, PromptInput, RequestSpec
 
 logger = logging.getLogger("kvern")
 

@@ -9,7 +9,6 @@ from kvern.adapters.names import AdapterNames
 from kvern.config import EngineConfig
 from kvern.engine.factory import build_core
 from kvern.engine.inputs import InputProcessor, Prompt, RequestLimits
-from kvern.engine.model_facts import ModelFacts
 from kvern.engine.output import OutputProcessor
 from kvern.errors import ConfigError, InvalidRequest
 from kvern.models.folder import model_folder
@@ -19,6 +18,7 @@ from kvern.request.request import NO_OPTIONS, RequestOptions
 from kvern.request.sampling_params import SamplingParams
 from kvern.runner.startup import Startup
 from kvern.sample.processors import load_processors
+from kvern.spec.model import ModelFacts
 from kvern.text.tokenizer import Tokenizer
 
 logger = logging.getLogger("kvern")
@@ -68,7 +68,7 @@ class Engine:
     @property
     def max_batch_requests(self) -> int:
         """Sequences that run at the same time at most."""
-        return self.config.homes * self.layout.max_batch_requests
+        return self.config.dp_attention_size * self.layout.max_batch_requests
 
     @property
     def request_ids(self) -> list[str]:

@@ -6,21 +6,19 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from kvern.cache.keys import model_identity
-from kvern.cache.manager import KVCacheManager
-from kvern.cache.tier import TierIndex
+from kvern.cache.manager import KVCacheManager, MakeExtension
 from kvern.config import EngineConfig
 from kvern.drafting.drafting import Drafting
 from kvern.drafting.models.choice import draft_folder
 from kvern.drafting.proposer import PROPOSERS
-from kvern.engine.cache_extensions import make_extensions
-from kvern.engine.core import EngineCore
+from kvern.engine.core import CoreTiming, EngineCore
 from kvern.engine.loop import EngineLoop
 from kvern.engine.pace import Pace
-from kvern.engine.policy import POLICIES
+from kvern.engine.queues import POLICIES
 from kvern.engine.scheduler import Scheduler, SchedulerLimits
-from kvern.engine.step_timing import time_steps
 from kvern.engine.step_watch import StepWatch
 from kvern.models.implementation import describe_model
 from kvern.models.loader import read_config
@@ -31,6 +29,11 @@ from kvern.runner.startup import Startup
 from kvern.spec.model import ModelSpec
 from kvern.text.tokenizer import Tokenizer
 
+if TYPE_CHECKING:
+    from kvern.cache.tier import TierIndex
+
+STATES_APART = 512
+"""Tokens of a prompt that a GPU computes in about the time of one more small step."""
 GRAPH_SECONDS = 0.55
 """So long an engine captures the likeliest graphs before it is ready, if it can capture the others when it is idle."""
 DECODE_STEPS = 3
@@ -80,7 +83,7 @@ def build_core(
     drafting = make_drafting(config, spec, layout, draft)
     if config.enable_dp_attention:
         executor.begin_counting()
-        return make_homes(config, folder, layout, executor, drafting, watch), spec, layout
+        return make_dp_attention_core(config, folder, layout, executor, drafting, watch), spec, layout
     scheduler = make_scheduler(config, folder, layout, executor.tier)
     tokenizer = functools.cache(partial(Tokenizer, folder))
     with startup.stage("graphs"):
@@ -88,11 +91,11 @@ def build_core(
     with startup.stage("pace"):
         pace = make_pace(config, executor, layout, streams)
     executor.begin_counting()
-    core = EngineCore(scheduler, executor, layout.depth, tokenizer, prepares, watch, drafting, pace)
+    core = EngineCore(scheduler, executor, layout.depth, tokenizer, prepares, drafting, CoreTiming(pace, watch))
     return core, spec, layout
 
 
-def make_homes(
+def make_dp_attention_core(
     config: EngineConfig,
     folder: Path,
     layout: Layout,
@@ -102,16 +105,16 @@ def make_homes(
 ) -> EngineLoop:
     """The cores of all ranks, of which this process's is the first."""
     from kvern.runner.ranks.rank_executors import DPAttentionExecutor
-    from kvern.serving.homes import Home, HomedCores
+    from kvern.serving.dp_attention import DPAttentionCore, RankRequests
 
     assert isinstance(executor, DPAttentionExecutor) and executor.others is not None
     cached = layout.cached_tokens if config.prefix_cache else 0
-    homes = [Home(layout.max_batch_requests, cached) for _ in range(config.homes)]
-    core = make_home_core(config, folder, layout, executor, drafting)
-    return HomedCores(core, executor, executor.others, homes, config.rank_timeout, watch)
+    ranks = [RankRequests(layout.max_batch_requests, cached) for _ in range(config.dp_attention_size)]
+    core = make_rank_core(config, folder, layout, executor, drafting)
+    return DPAttentionCore(core, executor, executor.others, ranks, config.rank_timeout, watch)
 
 
-def make_home_core(
+def make_rank_core(
     config: EngineConfig, folder: Path, layout: Layout, executor: InProcessExecutor, drafting: Drafting | None
 ) -> EngineCore:
     """The core of one rank with requests of its own."""
@@ -136,7 +139,7 @@ def use_idle_time(executor: Executor, seconds: float) -> None:
         pass
 
 
-def make_scheduler(config: EngineConfig, folder: Path, layout: Layout, tier: TierIndex | None) -> Scheduler:
+def make_scheduler(config: EngineConfig, folder: Path, layout: Layout, tier: "TierIndex | None") -> Scheduler:
     """The scheduler over a KV cache of this layout, for the model in `folder`, whose blocks a tier may keep."""
     limits = SchedulerLimits(
         layout.max_batch_tokens,
@@ -147,7 +150,7 @@ def make_scheduler(config: EngineConfig, folder: Path, layout: Layout, tier: Tie
         config.pipeline_parallel_size,
     )
     what = config.load_format, config.dtype, layout.dtype, layout.block_size
-    share = f"{config.tensor_parallel_size} ranks" if config.tensor_parallel_size > config.homes else None
+    share = f"{config.tensor_parallel_size} ranks" if config.tensor_parallel_size > config.dp_attention_size else None
     stages = f"{config.pipeline_parallel_size} stages" if config.pipeline_parallel_size > 1 else None
     identity = model_identity(folder, *what, *filter(None, [layout.scales, share, stages]))
     extensions = make_extensions(config, layout, tier)
@@ -162,8 +165,43 @@ def make_pace(config: EngineConfig, executor: Executor, layout: Layout, streams:
     target, stages = config.target_itl_seconds, config.pipeline_parallel_size
     if target == 0 or (target is None and not (streams and layout.device == "cuda" and stages == 1)):
         return None
+    from kvern.engine.step_timing import time_steps
+
     timed = time_steps(executor, layout)
     if timed is None:
         return None
     plain, costs = timed
     return Pace(costs, target or DECODE_STEPS * plain, yields=target is None, stages=stages)
+
+
+def windows(config: EngineConfig, layout: Layout) -> MakeExtension | None:
+    """The block tables of layers with a window, if they have some of their own."""
+    if not layout.window_tables:
+        return None
+    from kvern.cache.windows import WindowedBlocks, WindowLimits
+
+    sizes = layout.window, layout.window_tables, layout.max_batch_tokens, layout.positions
+    return partial(WindowedBlocks, WindowLimits(*sizes))
+
+
+def states(config: EngineConfig, layout: Layout) -> MakeExtension | None:
+    """The states of recurrent layers, if the model has some."""
+    if not layout.states:
+        return None
+    from kvern.cache.states import StatePool
+
+    return partial(StatePool, layout.states, STATES_APART if layout.device == "cuda" else 1)
+
+
+EXTENSIONS: list[Callable[[EngineConfig, Layout], MakeExtension | None]] = [windows, states]
+"""Each says how its extension is made for an engine, or None if the engine does not need it."""
+
+
+def make_extensions(config: EngineConfig, layout: Layout, tier: "TierIndex | None") -> list[MakeExtension]:
+    """All extensions of an engine, a tier's last."""
+    found = [made for make in EXTENSIONS if (made := make(config, layout)) is not None]
+    if tier is None:
+        return found
+    from kvern.cache.tier import TierTraffic
+
+    return [*found, partial(TierTraffic, tier)]

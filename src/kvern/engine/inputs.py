@@ -4,24 +4,27 @@ Everything that can be wrong with a request is found here, before it reaches the
 """
 
 import contextlib
+import functools
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
 from kvern.config import EngineConfig
-from kvern.engine.breakers import BreakerFinder
-from kvern.engine.model_facts import ModelFacts
 from kvern.errors import InvalidParameter, InvalidRequest, PromptTooLong, shown
 from kvern.request.request import NO_OPTIONS, PromptInput, RequestOptions, RequestSpec
 from kvern.request.sampling_params import USUAL, ResolvedParams, SamplingParams, check_wide_integer
 from kvern.sample.processors import Processors, check_arguments
+from kvern.spec.model import ModelFacts
 from kvern.structured.grammar import grammars_of
 from kvern.text.tokenizer import Tokenizer, read_json
 from kvern.tools.chat import Chat
 from kvern.tools.encoding import LONGEST_TRUNCATED
+
+if TYPE_CHECKING:
+    from kvern.engine.breakers import BreakerFinder
 
 Prompt = str | Sequence[int] | PromptInput
 Messages = Sequence[Mapping[str, Any]]
@@ -65,7 +68,6 @@ class InputProcessor:
         self._eos_token_ids = frozenset(token for token in tokenizer.eos_token_ids if token < model.vocab_size)
         self.grammars = grammars_of(folder, model.vocab_size, grammars_apart)
         self._defaults = _generation_defaults(folder)
-        self._breakers = BreakerFinder(tokenizer, model.vocab_size)
         self.chat = Chat(
             tokenizer, self.grammars, config.tool_parser, config.reasoning_parser, limits.max_model_len, self._refusal
         )
@@ -117,6 +119,12 @@ class InputProcessor:
             predicted=predicted,
             **msgspec.structs.asdict(msgspec.structs.replace(options, prediction="")),
         )
+
+    @functools.cached_property
+    def _breakers(self) -> "BreakerFinder":
+        from kvern.engine.breakers import BreakerFinder
+
+        return BreakerFinder(self.tokenizer, self.vocab_size)
 
     def check_generates(self) -> None:
         """Raises InvalidRequest for a model that generates no text."""

@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from kvern.errors import in_a_line
 from kvern.request.events import EngineStatistics, TokenEvent
-from kvern.request.progress import FinishReason
-from kvern.request.request import Progress, RequestSpec
+from kvern.request.request import FinishReason, Progress, RequestSpec
 
 if TYPE_CHECKING:
     from kvern.adapters.peft import Adapter

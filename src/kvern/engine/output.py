@@ -6,8 +6,7 @@ from collections.abc import Iterable, Sequence
 from kvern.engine.stop_strings import StopStrings, search_of
 from kvern.request.events import TokenEvent
 from kvern.request.outputs import CompletionOutput, RequestOutput
-from kvern.request.progress import FinishReason
-from kvern.request.request import RequestSpec
+from kvern.request.request import FinishReason, RequestSpec
 from kvern.request.sampling_params import SamplingParams
 from kvern.request.step import Logprob, TokenLogprobs
 from kvern.text.detokenizer import IncrementalDetokenizer

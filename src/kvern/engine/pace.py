@@ -7,8 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-from kvern.engine.step_budget import StepTime
-from kvern.engine.step_costs import StepCosts, StepLoad, load_of
+from kvern.engine.step_costs import StepCosts, StepLoad, StepTime, load_of
 from kvern.request.request import Request
 from kvern.request.step import SchedulerOutput
 

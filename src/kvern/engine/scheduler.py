@@ -19,22 +19,45 @@ An adapter's place on the device is the one thing that others pass by: while a r
 an adapter continue, because they need no such place, and requests with an adapter wait for their turn.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvern.adapters.places import AdapterPlaces
 from kvern.cache.manager import KVCacheManager
 from kvern.drafting.room import Wanted, to_guess, to_verify
-from kvern.engine.forks import PendingForks
-from kvern.engine.policy import Policy
-from kvern.engine.running import RunningRequests, future_siblings
+from kvern.engine.queues import Cause, Policy, RunningRequests, WaitingQueue, future_siblings
 from kvern.engine.shares import Lacking, Shares, by_owners
 from kvern.engine.stages import decodes, in_turn
-from kvern.engine.step_budget import StepBudget, StepTime
-from kvern.engine.step_costs import load_of
-from kvern.engine.waiting import Cause, WaitingQueue
-from kvern.request.progress import FinishReason
-from kvern.request.request import Request, State
-from kvern.request.step import NewRequest, ScheduledTokens, SchedulerOutput
+from kvern.engine.step_costs import StepBudget, StepTime, load_of
+from kvern.request.request import FinishReason, Request, State
+from kvern.request.step import BlockCopy, Fork, NewRequest, ScheduledTokens, SchedulerOutput
+
+
+class PendingForks:
+    """Forks that no step has carried out yet; at most one a row."""
+
+    def __init__(self, block_size: int) -> None:
+        self._block_size = block_size
+        self._forks: dict[int, tuple[Fork, Sequence[BlockCopy], Sequence[int]]] = {}
+
+    def add(self, fork: Fork, copies: Sequence[BlockCopy] = (), blocks: Sequence[int] = ()) -> None:
+        """Let a row fork; `blocks` are the last of its block table if they are not those of the other row."""
+        self._forks[fork.slot] = fork, copies, blocks
+
+    def cancel(self, slot: int) -> bool:
+        """The row's request loses its place; whether what it was forked from has not been copied."""
+        fork, *_ = self._forks.pop(slot, (None,))
+        return fork is not None and fork.source != slot
+
+    def tell(self, output: SchedulerOutput) -> None:
+        """Let a step that was planned do it."""
+        forks = self._forks.values()
+        output.forked = [fork for fork, _, _ in forks]
+        output.copies[:0] = [copied for _, copies, _ in forks for copied in copies]
+        for fork, _, blocks in forks:
+            if blocks:
+                output.grown.append((fork.slot, fork.length // self._block_size, list(blocks)))
+        self._forks.clear()
 
 
 @dataclass(frozen=True)

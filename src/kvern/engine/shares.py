@@ -12,8 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from kvern.cache.manager import KVCacheManager
-from kvern.engine.policy import Policy
-from kvern.engine.running import RunningRequests
+from kvern.engine.queues import Policy, RunningRequests
 from kvern.request.request import Request, State
 
 QUANTUM = 32

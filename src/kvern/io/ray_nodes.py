@@ -23,15 +23,13 @@ import zmq
 
 from kvern.errors import ConfigError, in_a_line
 from kvern.io.bytecode import bytecode_environment
-from kvern.io.sockets import KEY, listen
+from kvern.io.sockets import KEY, MOST_PROCESSES, listen
 
 logger = logging.getLogger("kvern")
 
 NAMESPACE = "kvern"
 GROUP = "KVERN_RAY_GROUP"
 """The variable with the placement group of an engine and its ranks: namespace/name."""
-MOST_PROCESSES = "KVERN_RAY_PROCESSES"
-"""The variable with the number of such processes that a process's node has room for."""
 KILLED = -signal.SIGKILL
 
 

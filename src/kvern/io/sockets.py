@@ -17,6 +17,8 @@ import zmq
 
 KEY = "KVERN_SOCKET_KEY"
 """The variable with a process's key: other users of the machine can read arguments, but not variables."""
+MOST_PROCESSES = "KVERN_RAY_PROCESSES"
+"""The variable of a process on a node of a Ray cluster with the number of such processes that its node has room for."""
 SET_PARENT_DEATH_SIGNAL = 1
 """A constant of prctl(2)."""
 SIOCGIFADDR = 0x8915

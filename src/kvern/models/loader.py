@@ -14,7 +14,7 @@ import torch
 from kvern.cpu.cores import processes_here, total_memory
 from kvern.errors import ConfigError, CorruptCheckpoint, ModelNotFound
 from kvern.io.files import read_object
-from kvern.io.ray_nodes import MOST_PROCESSES
+from kvern.io.sockets import MOST_PROCESSES
 from kvern.layers.build import Build
 from kvern.layers.linear_format import LinearFormat, LinearMethods, linear_methods
 from kvern.layers.linear_method import ANY

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 from msgspec.structs import replace
 
-from kvern.request.progress import FinishReason
+from kvern.request.request import FinishReason
 from kvern.request.step import TokenLogprobs
 
 

@@ -5,7 +5,7 @@ from typing import Literal, get_args
 
 from kvern.errors import InvalidParameter, RequestFailed, shown
 from kvern.request.pieces import Message
-from kvern.request.progress import FinishReason
+from kvern.request.request import FinishReason
 from kvern.request.step import TokenLogprobs
 
 OnError = Literal["raise", "return"]

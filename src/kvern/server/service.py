@@ -23,7 +23,7 @@ from kvern.server.config import ServerConfig
 from kvern.server.http import WRITERS
 from kvern.server.keys import ApiKey, users_of
 from kvern.serving.client import EngineClient
-from kvern.serving.generation import Generation
+from kvern.serving.workload import Generation
 from kvern.tools.chat import PromptOptions
 
 

@@ -1,9 +1,10 @@
 """Conversations as LLM and AsyncLLM take them, and messages that grow with the text of an answer."""
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, cast
 
-from kvern.engine.inputs import Messages
+from kvern.engine.inputs import Messages, Prompt
+from kvern.errors import InvalidRequest
 from kvern.request.outputs import RequestOutput
 from kvern.request.sampling_params import SamplingParams
 from kvern.tools.chat import AnswerReader, Chat, ChatRequest, PromptOptions
@@ -40,3 +41,44 @@ def follow(chat: ChatRequest) -> Callable[[RequestOutput], RequestOutput]:
         return output
 
     return grown
+
+
+Params = SamplingParams | Sequence[SamplingParams] | None
+AdapterChoice = str | Sequence[str | None] | None
+
+
+def as_conversations(messages: Messages | Sequence[Messages]) -> list[Messages]:
+    """One conversation or several, as several."""
+    if not messages:
+        raise InvalidRequest("the conversation is empty: it needs at least one message")
+    return cast("list[Messages]", [messages] if isinstance(messages[0], Mapping) else list(messages))
+
+
+def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """One prompt or several, as several."""
+    if isinstance(prompts, str) or not isinstance(prompts, Iterable):
+        return [prompts]
+    items = list(prompts)
+    if not items:
+        raise InvalidRequest("the prompt is empty: it needs at least one token")
+    if all(isinstance(item, int) for item in items):
+        return [cast("Sequence[int]", items)]
+    return cast("list[Prompt]", items)
+
+
+def one_for_each(params: Params, count: int) -> list[SamplingParams | None]:
+    """One SamplingParams for each of `count` prompts."""
+    if params is None or isinstance(params, SamplingParams):
+        return [params] * count
+    if len(params) != count:
+        raise InvalidRequest(f"there are {count} prompts and {len(params)} sampling parameters: give one, or one each")
+    return list(params)
+
+
+def one_adapter_for_each(adapter: AdapterChoice, count: int) -> list[str | None]:
+    """One adapter's name for each of `count` prompts."""
+    if adapter is None or isinstance(adapter, str):
+        return [adapter] * count
+    if len(adapter) != count:
+        raise InvalidRequest(f"there are {count} prompts and {len(adapter)} adapters: give one, or one each")
+    return list(adapter)

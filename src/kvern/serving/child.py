@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 import zmq
 
-from kvern.engine.running_file import read_running
+from kvern.engine.step_watch import read_running
 from kvern.io.bytecode import bytecode_environment
 
 ORPHAN_SECONDS = 2.0

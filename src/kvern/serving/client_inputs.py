@@ -2,27 +2,34 @@
 
 import asyncio
 import functools
-from collections.abc import Awaitable, Callable, Mapping, Sequence, Sized
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvern.config import EngineConfig
 from kvern.engine.inputs import InputProcessor, Messages, Prompt, RequestLimits
-from kvern.engine.model_facts import ModelFacts
-from kvern.engine.scoring import Pair, ScoredPrompt, scored_prompts
-from kvern.errors import InvalidRequest
-from kvern.request.request import PromptInput, RequestOptions, RequestSpec
+from kvern.errors import InvalidRequest, ServerBusy
+from kvern.request.request import PromptInput
 from kvern.request.sampling_params import SamplingParams
 from kvern.sample.processors import load_processors
 from kvern.serving.wire import Ready
+from kvern.spec.model import ModelFacts
 from kvern.structured.apart import GrammarProcesses
+from kvern.structured.grammar import NotCompiled
 from kvern.text.tokenizer import Tokenizer
 from kvern.tools.chat import ChatRequest, PromptOptions
 from kvern.tools.definitions import ToolUse
 from kvern.tools.encoding import Encoding
 
+if TYPE_CHECKING:
+    from kvern.engine.scoring import Pair, ScoredPrompt
+
 T = TypeVar("T")
+
+MOST_COMPILED = 4
+"""The number of times that one form is compiled for one request if the cache drops it each time."""
 
 LONG_INPUT = 1 << 16
 """Characters or tokens beyond which an input waits for one of `LONG_THREADS`."""
@@ -90,24 +97,12 @@ class ClientInputs:
         """Raises InvalidRequest for a model that generates no text."""
         self.processor.check_generates()
 
-    async def request(
-        self,
-        request_id: str,
-        prompt: Prompt,
-        params: SamplingParams | None,
-        options: RequestOptions,
-    ) -> RequestSpec:
-        """`InputProcessor.request`. Raises InvalidRequest, InvalidParameter or ServerBusy."""
-        size = len(prompt) if isinstance(prompt, Sized) else 0
-        work = functools.partial(self.processor.request, request_id, prompt, params, options)
-        return await self._compiled(lambda: self._in_thread(size, work), options.owner)
-
     async def chat(
         self, messages: Messages, params: SamplingParams, use: ToolUse, options: PromptOptions, owner: str = ""
     ) -> ChatRequest:
         """`Chat.request`. Raises InvalidRequest, InvalidParameter or ServerBusy."""
         work = functools.partial(self.processor.chat.request, messages, params, use, options)
-        return await self._compiled(lambda: self._in_thread(_characters(messages), work), owner)
+        return await self.run(_characters(messages), work, owner)
 
     def can_bound_thinking(self, tools: bool) -> bool:
         """`Chat.can_bound_thinking`."""
@@ -158,8 +153,10 @@ class ClientInputs:
         work = functools.partial(self._tokenizer.decode, token_ids, skip_special_tokens=False)
         return await self._in_thread(len(token_ids), work)
 
-    async def scored_prompts(self, pairs: Sequence[Pair], add_special_tokens: bool) -> list[ScoredPrompt]:
+    async def scored_prompts(self, pairs: "Sequence[Pair]", add_special_tokens: bool) -> "list[ScoredPrompt]":
         """`scored_prompts`. Raises InvalidRequest."""
+        from kvern.engine.scoring import scored_prompts
+
         work = functools.partial(scored_prompts, self._tokenizer, pairs, add_special_tokens, self.max_model_len)
         return await self._in_thread(sum(len(side) for pair in pairs for side in pair), work)
 
@@ -169,9 +166,22 @@ class ClientInputs:
         assert self._processor is not None, "the engine is not ready"
         return self._processor
 
-    async def _compiled(self, work: Callable[[], Awaitable[T]], owner: str) -> T:
-        """Return what `work` does when the grammars that it needs are compiled."""
-        return await (work() if self._grammars is None else self._grammars.run(work, owner))
+    async def run(self, size: int, work: Callable[[], T], owner: str) -> T:
+        """Runs `work` on an input of so many characters or tokens in a thread, with the grammars that it needs.
+
+        Raises what `work` raises, InvalidParameter for a form that takes too much to compile, and ServerBusy.
+        """
+        compiled = Counter[bytes]()
+        while True:
+            try:
+                return await self._in_thread(size, work)
+            except NotCompiled as missing:
+                form = missing.form
+            if compiled[form] == MOST_COMPILED:
+                raise ServerBusy("structured: too many other forms are compiled at the same time: try again later")
+            compiled[form] += 1
+            assert self._grammars is not None, "only grammars that are made apart are not compiled"
+            await self._grammars.compile(form, owner)
 
     def _counted(self, text: str, add_special_tokens: bool) -> list[int]:
         most = max(self.max_model_len, MOST_COUNTED)

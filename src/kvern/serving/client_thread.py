@@ -20,7 +20,7 @@ from kvern.models.implementation import describe_model
 from kvern.models.loader import read_config
 from kvern.request.events import EngineStatistics, all_together
 from kvern.serving.client import EngineClient
-from kvern.serving.process_check import check_process
+from kvern.serving.shared_engine import check_process
 from kvern.spec.model import ModelSpec
 
 T = TypeVar("T")

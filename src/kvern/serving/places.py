@@ -1,4 +1,4 @@
-"""The devices of a model's engines: a GPU each, a share of the processors each, or nodes of a Ray cluster."""
+"""The devices of a model's engines on this machine: a GPU each, or a share of the processors each."""
 
 import dataclasses
 import importlib.util
@@ -11,9 +11,7 @@ from pathlib import Path
 from kvern.config import EngineConfig
 from kvern.cpu.cores import available_memory, shares_of_cores
 from kvern.errors import ConfigError
-from kvern.io.ray_nodes import NodeProcess, check_room, join_cluster
 from kvern.serving.child import EngineChild, EngineProcess
-from kvern.serving.node_engine import EngineOnNode
 
 
 @dataclass(frozen=True)
@@ -40,23 +38,9 @@ class Place:
         return EngineChild(self.environment)
 
 
-@dataclass(frozen=True)
-class RayPlace(Place):
-    """A place on some node of a Ray cluster with so many processors and GPUs for each of the engine's `ranks`."""
-
-    rank_cpus: int = 1
-    rank_gpus: int = 0
-    ranks: int = 1
-
-    def launch(self) -> EngineProcess:
-        return EngineOnNode(NodeProcess(self.rank_cpus, self.rank_gpus, self.ranks))
-
-
 def places_of(config: EngineConfig) -> list[Place]:
     """Returns a place for each engine of `config.data_parallel_size`. Raises ConfigError if there are too few."""
     count = config.data_parallel_size
-    if config.executor == "ray":
-        return [_ray_place(config, count)] * count
     if count == 1:
         return [Place()]
     try:
@@ -67,8 +51,6 @@ def places_of(config: EngineConfig) -> list[Place]:
 
 def place_of(config: EngineConfig, number: int, count: int) -> Place:
     """Returns the place of engine `number` (from 0) of `count`. Raises ConfigError if there is none."""
-    if config.executor == "ray":
-        return _ray_place(config, count)
     each, most = config.ranks, max(number + 1, count)
     gpus = seen_gpus(config)
     if gpus or config.device == "cuda":
@@ -100,18 +82,6 @@ def check_memory(config: EngineConfig, place: Place) -> None:
     needed, free = sum(file.stat().st_size for file in files), available_memory()
     if needed > free:
         raise ConfigError(f"the weights take {needed / 1e9:.1f} GB, and {free / 1e9:.1f} GB of memory are free")
-
-
-def _ray_place(config: EngineConfig, count: int) -> Place:
-    """Returns the place of each of `count` engines: Ray chooses the node."""
-    if config.device == "auto":
-        raise ConfigError("device is auto and executor ray: Ray has to know what an engine takes; give cuda or cpu")
-    cpus = config.threads or 1
-    gpus = int(config.device == "cuda")
-    ranks = config.ranks
-    join_cluster()
-    check_room(count * ranks * cpus, count * ranks * gpus)
-    return RayPlace(rank_cpus=cpus, rank_gpus=gpus, ranks=ranks)
 
 
 def gpu_count() -> int:

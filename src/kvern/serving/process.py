@@ -22,9 +22,7 @@ import zmq
 
 from kvern.config import EngineConfig
 from kvern.engine.loop import EngineLoop, queued
-from kvern.engine.model_facts import ModelFacts
-from kvern.engine.running_file import RunningFile
-from kvern.engine.step_watch import SHORTEST_SILENCE, StepWatch
+from kvern.engine.step_watch import SHORTEST_SILENCE, RunningFile, StepWatch
 from kvern.errors import KvernError, in_a_line
 from kvern.io.sockets import connect
 from kvern.models.folder import folder_here
@@ -46,6 +44,7 @@ from kvern.serving.wire import (
     decode_for_engine,
     encode,
 )
+from kvern.spec.model import ModelFacts
 
 if TYPE_CHECKING:
     from kvern.adapters.peft import Adapter
@@ -108,9 +107,9 @@ def main(address: str, running: str, parent: int) -> int:
     gc.enable()
     gpu = next(iter(layout.gpus), None)
     facts = ModelFacts.of(spec)
-    cached = config.homes * layout.cached_tokens if config.prefix_cache else 0
+    cached = config.dp_attention_size * layout.cached_tokens if config.prefix_cache else 0
     most = layout.max_batch_requests
-    socket.send(encode(Ready(layout.max_model_len, most, str(startup), gpu, facts, cached, config.homes)))
+    socket.send(encode(Ready(layout.max_model_len, most, str(startup), gpu, facts, cached, config.dp_attention_size)))
     try:
         serve(socket, core, parent, watch, counts=config.expert_counts)
     except Exception as error:

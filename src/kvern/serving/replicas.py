@@ -11,25 +11,206 @@ import asyncio
 import contextlib
 import dataclasses
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+import logging
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import msgspec
 
 from kvern.adapters.names import AdapterNames
 from kvern.config import EngineConfig
 from kvern.engine.output import OutputProcessor
-from kvern.errors import EngineDied, InvalidRequest, shown
-from kvern.observe.metrics import Refusals
+from kvern.errors import EngineDied, InvalidRequest, RequestFailed, shown
+from kvern.observe.metrics import Metrics, Refusals
+from kvern.request.events import EngineStatistics, all_together
 from kvern.request.request import RequestSpec
 from kvern.serving.child import EngineProcess
 from kvern.serving.client_adapters import ClientAdapters, EngineAdapters
-from kvern.serving.generation import Generation
-from kvern.serving.places import check_memory, place_of, places_of
-from kvern.serving.prefix_record import piece_keys
-from kvern.serving.replica import Replica
-from kvern.serving.supervisor import Supervisor, until_one_is_available
-from kvern.serving.turns import Turns
-from kvern.serving.wire import Ready
+from kvern.serving.link import EngineLink
+from kvern.serving.places import Place, check_memory, place_of, places_of
+from kvern.serving.prefix_record import PrefixRecord, piece_keys
+from kvern.serving.probation import Probation
+from kvern.serving.supervisor import LONG_LIFE, Death, Supervisor, until_one_is_available
+from kvern.serving.wire import AdapterRead, Events, Ready
+from kvern.serving.workload import Generation, Turns, Workload, generation_id
+
+logger = logging.getLogger("kvern")
+
+TRIAL_SECONDS = 30.0
+"""Seconds of computing after which no request is on trial any more."""
+JUST_BEGUN_SECONDS = 1.0
+
+
+class Recovery:
+    """Ends the request that ends engines; the others go on with the next one, as far as `probation` lets them.
+
+    `has_other`: whether another engine could take requests now.
+    """
+
+    def __init__(
+        self, workload: Workload, probation: Probation, refusals: Refusals, has_other: Callable[[], bool]
+    ) -> None:
+        self._workload = workload
+        self._probation = probation
+        self._refusals = refusals
+        self._has_other = has_other
+        self._heard = 0.0
+        self._unexplained = 0
+        """Deaths since a request was found guilty, or an engine lived long."""
+
+    def heard(self) -> None:
+        """The engine lives: those on trial are innocent after some time of it, since a search is silent to its end."""
+        self._heard = time.monotonic()
+        if self._probation.active and self._heard > self._workload.begun_at + TRIAL_SECONDS:
+            for name in self._probation.on_trial:
+                self._workload.clear(self._workload.running[name])
+
+    def died(self, death: Death) -> bool:
+        """Find out which request ends engines, and end that one; whether the death taught something."""
+        if death.lived > LONG_LIFE:
+            self._unexplained = 0
+        running = self._workload.running
+        outside = death.cause == "outside"
+        names = dict.fromkeys([*map(generation_id, death.running), *self._just_begun()])
+        suspects = [generation for name in names if (generation := running.get(name)) is not None]
+        suspects.sort(key=lambda generation: (generation.progress, -generation.asked))
+        logger.warning("%s; %d requests go on with another", death.reason, len(running))
+        there = bool(suspects)
+        if not self._probation.active and (outside or (death.cause == "silence" and self._has_other())):
+            suspects = self._not_spared(suspects)
+        guilty = self._probation.died([generation.output.request_id for generation in suspects], death.cause)
+        if guilty is not None:
+            self._unexplained = 0
+            message = f"request {guilty} was alone when the engine died and is not tried again: {death.reason}"
+            logger.warning("%s", message)
+            self._refusals.count("crash")
+            self._workload.end(running[guilty], RequestFailed(message))
+        return there
+
+    def _not_spared(self, suspects: list[Generation]) -> list[Generation]:
+        """Returns the requests that stay suspected when the engine was killed, which may have come from outside.
+
+        Requests of a killed engine continue in the next one. If that is killed before a request got on, the request is
+        tried.
+        """
+        staying = [generation for generation in suspects if generation.spared]
+        for generation in suspects:
+            generation.spared = True
+        return staying
+
+    def _just_begun(self) -> list[str]:
+        """Returns requests that may have ended the engine before their first step: those on trial, and the latest.
+
+        The latest count only if no cause was found at the last deaths; those in its last steps are more suspicious.
+        """
+        running = self._workload.running
+        if self._probation.active:
+            return [name for name in self._probation.on_trial if running[name].begun]
+        self._unexplained += 1
+        if self._unexplained <= 1:
+            return []
+        late = self._heard - JUST_BEGUN_SECONDS
+        return [name for name, one in running.items() if not one.progress and one.begun_at > late]
+
+
+class Replica:
+    """An engine in its place. `name` tells it from its siblings: its number, from 0 on."""
+
+    def __init__(
+        self, config: EngineConfig, siblings: "Replicas", place: Place, number: int, process: EngineProcess | None
+    ) -> None:
+        """`process`: of the first engine, if it runs already."""
+        self.name = str(number)
+        self.leaving = False
+        """It gets no new requests, and ends when it has none."""
+        self.metrics = Metrics(config.model_names[0])
+        self._earlier = self._latest = EngineStatistics()
+        self.supervisor = Supervisor(place.config(config), self, place, process)
+        self.adapters = EngineAdapters(self.supervisor)
+        self.record = PrefixRecord()
+        self._siblings = siblings
+        self._probation = Probation()
+        self.workload = Workload(
+            self.supervisor, siblings.outputs, self._probation, siblings.turns, self.metrics, self.record
+        )
+        self._recovery = Recovery(self.workload, self._probation, siblings.refusals, lambda: siblings.has_other(self))
+        self._started = False
+
+    @property
+    def accepts(self) -> bool:
+        """There is an engine that begins with requests at once."""
+        return self.supervisor.is_ready and not self._probation.active and not self.leaving
+
+    @property
+    def stranded(self) -> list[Generation]:
+        """Requests that wait for an engine, or for others' trials, and are not suspected themselves."""
+        suspected = self._probation.suspected
+        return [
+            generation
+            for name, generation in self.workload.running.items()
+            if name not in suspected and not (generation.begun and self.supervisor.is_ready)
+        ]
+
+    @property
+    def statistics(self) -> EngineStatistics:
+        """The statistics of all engines that were here, one after another."""
+        return all_together([self._earlier, self._latest])
+
+    def remember(self, wanted: bool) -> None:
+        """Starts or ends the record of what the engine has cached."""
+        if wanted != self.record.is_kept:
+            self.record.begin(self.supervisor.link.ready.cache_tokens if wanted else 0)
+
+    def hear(self, message: AdapterRead | Events) -> None:
+        """Takes a message of the engine."""
+        if isinstance(message, AdapterRead):
+            self.adapters.hear(message)
+        else:
+            self._latest = message.statistics
+            self.metrics.step(message.statistics, message.seconds)
+            if message.expert_tokens:
+                self.metrics.experts.count(message.expert_tokens)
+            self.workload.deliver(message.events)
+        self._recovery.heard()
+
+    def died(self, death: Death) -> bool:
+        """The engine has ended; returns whether that taught which request may be the cause."""
+        self._earlier = self.statistics.at_the_end()
+        self._latest = EngineStatistics()
+        self.adapters.interrupt(death.reason)
+        self.metrics.engine(ready=False)
+        learnt = self._recovery.died(death)
+        self._siblings.move()
+        return learnt
+
+    def given_up(self) -> None:
+        """Engines do not start here: what is suspected to have ended one may show elsewhere that it did not."""
+        if self._siblings.has_other(self):
+            self._probation.end()
+            self._siblings.move()
+
+    async def prepare(self, link: EngineLink) -> None:
+        """Have a new engine read all adapters that are in use. Raises InvalidAdapter if it is the first engine."""
+        self.adapters.interrupt(EngineDied("the engine was replaced"))
+        lost = await self._siblings.adapters.read_all(self.adapters, link)
+        if lost and not self._started:
+            raise next(iter(lost.values()))
+        self._siblings.adapters.lose(lost)
+        self.workload.lose(lost)
+
+    def resume(self) -> None:
+        """Give a new engine what it may work on now."""
+        self.metrics.engine(ready=True)
+        if self._started:
+            self.metrics.restarted()
+        elif (gpu := self.supervisor.link.ready.gpu) is not None:
+            self.metrics.watch_gpu(gpu)
+        if self.record.is_kept:
+            self.record.begin(self.supervisor.link.ready.cache_tokens)
+        self._started = True
+        self.workload.resume()
+        self._siblings.adapters.resume(self.adapters)
+        self._siblings.move()
 
 
 class Replicas:
@@ -49,7 +230,7 @@ class Replicas:
         self._config = config
         self._replicas = [
             Replica(config, self, place, number, None if number else process)
-            for number, place in enumerate(places_of(config))
+            for number, place in enumerate(_places(config))
         ]
         self._changing = asyncio.Lock()
         self.adapters = ClientAdapters(names, self._engine_adapters, self._adapter_keys)
@@ -103,7 +284,7 @@ class Replicas:
         async with self._changing:
             names, promised = {replica.name for replica in self}, self.ready
             number = next(number for number in itertools.count() if str(number) not in names)
-            place = place_of(self._config, number, len(self) + 1)
+            place = _place(self._config, number, len(self) + 1)
             check_memory(self._config, place)
             config = dataclasses.replace(
                 self._config,
@@ -270,3 +451,19 @@ class Replicas:
         all caches."""
         able = [replica for replica in self if replica.accepts and generation.spec.adapter in replica.adapters.known]
         return min(able, key=lambda one: (one.workload.cost(generation), one.record.added), default=None)
+
+
+def _places(config: EngineConfig) -> Sequence[Place]:
+    """The places of all engines. Raises ConfigError if there are too few."""
+    if config.executor == "ray":
+        return [_place(config, 0, config.data_parallel_size)] * config.data_parallel_size
+    return places_of(config)
+
+
+def _place(config: EngineConfig, number: int, count: int) -> Place:
+    """The place of engine `number` (from 0) of `count`. Raises ConfigError if there is none."""
+    if config.executor == "ray":
+        from kvern.serving.node_engine import ray_place
+
+        return ray_place(config, count)
+    return place_of(config, number, count)

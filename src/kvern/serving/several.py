@@ -18,8 +18,8 @@ from kvern.request.outputs import RequestOutput
 from kvern.request.request import NO_OPTIONS, RequestOptions
 from kvern.request.sampling_params import SamplingParams
 from kvern.serving.client_thread import ClientThread
-from kvern.serving.generation import Generation
 from kvern.serving.supervisor import LOOK_SECONDS
+from kvern.serving.workload import Generation
 from kvern.spec.model import ModelSpec
 from kvern.text.tokenizer import Tokenizer
 

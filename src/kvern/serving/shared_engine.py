@@ -17,7 +17,16 @@ from contextlib import contextmanager, suppress
 from typing import Protocol
 
 from kvern.errors import EngineDied
-from kvern.serving.process_check import check_process
+
+
+def check_process(made_in: int) -> None:
+    """Raises EngineDied in another process than the one in which an engine was made."""
+    if os.getpid() != made_in:
+        raise EngineDied(
+            f"this engine was made in process {made_in}, and this is process {os.getpid()}, which was forked from it: "
+            "threads, locks and devices of an engine do not go along. Make the LLM in the new process, or start that "
+            "with multiprocessing's method 'spawn'"
+        )
 
 
 class SteppedEngine(Protocol):

@@ -8,10 +8,9 @@ from typing import Any
 
 import msgspec
 
-from kvern.engine.model_facts import ModelFacts
 from kvern.request.events import EngineStatistics, TokenEvent
-from kvern.request.progress import FinishReason
-from kvern.request.request import Progress, RequestSpec
+from kvern.request.request import FinishReason, Progress, RequestSpec
+from kvern.spec.model import ModelFacts
 
 
 class WireMessage(msgspec.Struct, tag=True, array_like=True, gc=False):
@@ -75,13 +74,13 @@ class Ready(WireMessage):
     model: ModelFacts = ModelFacts()
     cache_tokens: int = 0
     """The most tokens of finished requests that the prefix cache keeps."""
-    homes: int = 1
+    dp_attention_size: int = 1
     """Ranks that each run `max_batch_requests` sequences, of requests of their own."""
 
     @property
     def sequences(self) -> int:
         """The most sequences that run at the same time."""
-        return self.homes * self.max_batch_requests
+        return self.dp_attention_size * self.max_batch_requests
 
 
 class Failed(WireMessage):

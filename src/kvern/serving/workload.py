@@ -3,18 +3,152 @@
 import asyncio
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+
+import msgspec
 
 from kvern.engine.output import OutputProcessor
 from kvern.errors import KvernError, RequestFailed, in_a_line
-from kvern.observe.metrics import Metrics
+from kvern.observe.metrics import Metrics, RequestTimes
 from kvern.request.events import TokenEvent
-from kvern.serving.generation import Generation
+from kvern.request.outputs import RequestOutput
+from kvern.request.request import Progress, RequestSpec
 from kvern.serving.prefix_record import PrefixRecord, answer_tokens, piece_keys
 from kvern.serving.probation import Probation
 from kvern.serving.supervisor import Supervisor
-from kvern.serving.turns import Turns
-from kvern.serving.wire import FinishRequests
+from kvern.serving.wire import AddRequest, FinishRequests
+
+
+class Generation:
+    """`output` grows, and `news` is set whenever it has. Times are of the monotonic clock.
+
+    With `patient`, `news` is set only at the end.
+    """
+
+    def __init__(
+        self,
+        output: RequestOutput,
+        spec: RequestSpec,
+        news: asyncio.Event,
+        asked: float,
+        patient: bool,
+    ) -> None:
+        self.output = output
+        self.news = news
+        self.patient = patient
+        self.asked = asked
+        self.first = 0.0
+        self.last = 0.0
+        self.error: KvernError | None = None
+        self.begun_at = 0.0
+        """When the present engine got it; 0: it has not."""
+        self.resumed = False
+        """An engine that died had it."""
+        self.spared = False
+        """An engine that had it was killed, for which it was not suspected, and it has not got on since."""
+        self.piece_keys: list[bytes] = []
+        """The keys of its prompt's pieces, by which cached ones are found."""
+        self.tokens = 0
+        """The approximate number of tokens that its engine computes for it."""
+        self.progress = 0
+        """The number of steps of the present engine that brought it on."""
+        self.spec = spec
+
+    @property
+    def most_tokens(self) -> int:
+        """The approximate number of tokens to compute for it if nothing is cached."""
+        return self.spec.prompt_length + answer_tokens(self.spec)
+
+    def times(self, now: float) -> RequestTimes:
+        """Returns its durations if it ends now."""
+        return RequestTimes(now - self.asked, now - self.first if self.first else None)
+
+    def fail(self, error: KvernError) -> None:
+        """Ends it with this error."""
+        self.error = error
+        self.news.set()
+
+    def lost_adapter(self, lost: Mapping[int, Exception]) -> RequestFailed | None:
+        """Why it ends, if its adapter is one of those, by key, that cannot be read any more."""
+        error = None if self.spec.adapter is None else lost.get(self.spec.adapter)
+        return None if error is None else RequestFailed(f"the adapter cannot be read again: {error}")
+
+    @property
+    def begun(self) -> bool:
+        """The present engine has it."""
+        return self.begun_at > 0
+
+    def lose(self) -> None:
+        """The engine that had it is gone."""
+        self.resumed = self.resumed or self.begun
+        self.begun_at = 0.0
+        self.progress = 0
+
+    def message(self) -> AddRequest:
+        """Returns the message with which an engine starts it, or continues it from its present answers.
+
+        If it may be the cause of engines' deaths, every token is reported.
+        """
+        if not any(answer.token_ids for answer in self.output.outputs) and not self.resumed:
+            return AddRequest(self.spec)
+        spec = msgspec.structs.replace(self.spec, whole=False)
+        logprobs = self.output.prompt_logprobs or []
+        reported = max(len(logprobs) - self.spec.params.prompt_logprobs_from, 0) if logprobs else 0
+        if self.spec.params.beam_width is not None:  # nothing of it arrives before all of it
+            return AddRequest(spec, [Progress(0, [], reported)])
+        going_on = (answer for answer in self.output.outputs if answer.finish_reason is None)
+        return AddRequest(
+            spec,
+            [Progress(answer.index, answer.token_ids, 0 if answer.index else reported) for answer in going_on],
+        )
+
+
+def generation_id(request_id: str) -> str:
+    """The generation that an engine's request belongs to: `requests` names its answers and beams after it."""
+    return request_id.partition("#")[0]
+
+
+class Turns:
+    """Hands out turns; the scheduler runs lower ones first.
+
+    A user who asks for much gets turns further and further out, and one who was away gets the present one.
+    """
+
+    def __init__(self) -> None:
+        self._present = 0
+        self._next: dict[str, int] = {}
+        self._waiting: Counter[str] = Counter()
+
+    def waiting(self, owner: str) -> int:
+        """Sequences of this user that have a turn and have not begun."""
+        return self._waiting[owner]
+
+    def take(self, owner: str, count: int) -> int:
+        """The turn of `count` sequences that belong to this user."""
+        turn = max(self._present, self._next.get(owner, 0))
+        self._next[owner] = turn + count
+        self._waiting[owner] += count
+        return turn
+
+    def give_back(self, owner: str, count: int) -> None:
+        """Sequences were ended before they began."""
+        self._leave(owner, count)
+        if owner in self._next:
+            self._next[owner] = max(self._present, self._next[owner] - count)
+
+    def began(self, turn: int, owner: str, count: int) -> None:
+        """Sequences with this turn have begun to run."""
+        self._leave(owner, count)
+        if turn > self._present:
+            self._present = turn
+            self._next = {owner: following for owner, following in self._next.items() if following > turn}
+
+    def _leave(self, owner: str, count: int) -> None:
+        self._waiting[owner] -= count
+        if not self._waiting[owner]:
+            del self._waiting[owner]
+
 
 logger = logging.getLogger("kvern")
 

@@ -5,9 +5,7 @@ import contextlib
 import socket
 import sys
 import time
-from collections import Counter, deque
-from collections.abc import Awaitable, Callable
-from typing import TypeVar
+from collections import deque
 
 import msgspec
 
@@ -20,7 +18,6 @@ from kvern.structured.grammar import (
     Grammars,
     GrammarSetup,
     GrammarVerdict,
-    NotCompiled,
 )
 
 CHILDREN = 2
@@ -31,10 +28,6 @@ LONGEST_SECONDS = 10 * MOST_SECONDS
 """The most seconds for one form, even on a busy machine."""
 LONGEST_START = 60.0
 """Seconds until a child must be ready, of which the first waits for the worker's tokenizer."""
-MOST_TIMES = 4
-"""The number of times that one form is compiled for one request if the cache drops it each time."""
-
-T = TypeVar("T")
 Worker = asyncio.Task[tuple[asyncio.subprocess.Process, socket.socket]]
 """Its start, with its process and the socket that takes the children's."""
 
@@ -73,22 +66,6 @@ class GrammarProcesses:
             self._worker = asyncio.create_task(self._start())
             self._worker.add_done_callback(_look_at)
 
-    async def run(self, work: Callable[[], Awaitable[T]], owner: str) -> T:
-        """Runs `work`, compiling the grammars that it asks for; forms of one `owner` are compiled one by one.
-
-        Raises what `work` raises, InvalidParameter for a form that takes too much, and ServerBusy.
-        """
-        compiled: Counter[bytes] = Counter()
-        while True:
-            try:
-                return await work()
-            except NotCompiled as missing:
-                form = missing.form
-            if compiled[form] == MOST_TIMES:
-                raise ServerBusy("structured: too many other forms are compiled at the same time: try again later")
-            compiled[form] += 1
-            await self._compile(form, owner)
-
     async def close(self) -> None:
         """Ends all processes."""
         for task in self._running:
@@ -98,7 +75,11 @@ class GrammarProcesses:
         if self._worker is not None:
             await _end(self._worker)
 
-    async def _compile(self, form: bytes, owner: str) -> None:
+    async def compile(self, form: bytes, owner: str) -> None:
+        """Compiles a form, which `grammars` knows then; forms of one `owner` are compiled one by one.
+
+        Raises ServerBusy if the turn of this one does not come.
+        """
         try:
             async with asyncio.timeout(LONGEST_WAIT):
                 await self._enter(owner)

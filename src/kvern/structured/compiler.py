@@ -18,7 +18,7 @@ from llguidance import LLMatcher
 from llguidance.gbnf_to_lark import gbnf_to_lark
 
 from kvern.errors import InvalidParameter, shown
-from kvern.request.structured_output import StructuredOutput
+from kvern.request.sampling_params import StructuredOutput
 from kvern.structured.assertions import pointed_at
 from kvern.structured.far_numbers import Unsaid, rules_of
 from kvern.structured.llguidance_schema import held

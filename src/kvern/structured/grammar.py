@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from kvern.errors import InvalidParameter
-from kvern.request.structured_output import StructuredOutput
+from kvern.request.sampling_params import StructuredOutput
 
 if TYPE_CHECKING:
     from kvern.structured.matchers import GrammarLibrary

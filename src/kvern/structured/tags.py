@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 
 from kvern.errors import InvalidParameter, shown
-from kvern.request.structured_output import StructuredOutput
+from kvern.request.sampling_params import StructuredOutput
 
 MOST_TAGS = 256
 

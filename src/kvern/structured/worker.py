@@ -18,7 +18,7 @@ from pathlib import Path
 import msgspec
 
 from kvern.errors import InvalidParameter
-from kvern.request.structured_output import StructuredOutput
+from kvern.request.sampling_params import StructuredOutput
 from kvern.structured.compiler import compile_grammar
 from kvern.structured.grammar import LENGTH, MOST_MEMORY, MOST_SECONDS, READY, GrammarSetup, GrammarVerdict
 from kvern.structured.matchers import GrammarLibrary

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvern.errors import InvalidParameter, InvalidRequest, shown
 from kvern.request.pieces import Content, Message, Piece
-from kvern.request.sampling_params import SamplingParams
-from kvern.request.structured_output import StructuredOutput
+from kvern.request.sampling_params import SamplingParams, StructuredOutput
 from kvern.structured.grammar import Grammars
 from kvern.text.chat_template import check_messages
 from kvern.text.content import readable

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from kvern.errors import InvalidParameter, InvalidRequest
-from kvern.request.structured_output import StructuredOutput
+from kvern.request.sampling_params import StructuredOutput
 from kvern.structured.grammar import Grammars
 from kvern.text.tokenizer import Tokenizer
 from kvern.tools.definitions import ToolUse

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any, Protocol
 
 from kvern.request.pieces import Piece
-from kvern.request.structured_output import StructuredOutput
+from kvern.request.sampling_params import StructuredOutput
 
 LONGEST_NAME = 128
 """Characters, as many as OpenAI's; one of a namespace carries the name of that, too."""

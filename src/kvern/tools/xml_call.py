@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from kvern.request.structured_output import StructuredOutput
+from kvern.request.sampling_params import StructuredOutput
 from kvern.tools.buffered import BLANKS, BufferedParser
 from kvern.tools.json_call import JsonArguments, JsonValue
 from kvern.tools.tool_format import GrammarPieces, ToolSchemas, literal

@@ -21,7 +21,6 @@ import zmq
 from kvern.config import EngineConfig
 from kvern.errors import ConfigError, EngineDied
 from kvern.io.bytecode import bytecode_environment
-from kvern.io.ray_nodes import NodeProcess, join_cluster, own_group
 from kvern.ranks.lost_ranks import Release
 from kvern.request.step import ModelRunnerOutput, SchedulerOutput, StepResult
 from kvern.runner.ranks.rank_wire import Failed, RankMessage, StartRank, TurnTaken, decode_for_first, encode
@@ -43,7 +42,7 @@ FAILED = "a step failed, and the engine cannot go on: "
 RANKS_DISAGREE = f"{FAILED}its ranks do not agree any more"
 
 MODULE = "kvern.runner.ranks.rank_process"
-MODULE_OF_DP_ATTENTION = "kvern.serving.home_process"
+MODULE_OF_DP_ATTENTION = "kvern.serving.dp_attention_rank"
 """The module of ranks in DP attention."""
 
 
@@ -88,6 +87,8 @@ class RankProcesses:
         processes: list[Process] = []
         group = folder = None
         if config.executor == "ray":
+            from kvern.io.ray_nodes import join_cluster, own_group
+
             group = own_group()
             self.listener = sockets.create_server((join_cluster(), 0))
             self.meeting = "tcp://{}:{}".format(*self.listener.getsockname())
@@ -107,6 +108,8 @@ class RankProcesses:
             if folder is not None:
                 processes.append(_child(socket, Path(folder.name, f"rank-{rank}"), module, start))
             else:
+                from kvern.io.ray_nodes import NodeProcess
+
                 bundle = (rank - config.first_rank) % config.ranks  # 0 is this process's
                 process = NodeProcess(config.threads or 1, int(config.device == "cuda"), group=group, bundle=bundle)
                 process.start(socket, module, start)

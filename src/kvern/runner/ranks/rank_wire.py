@@ -17,8 +17,7 @@ import torch
 from kvern.adapters.peft import Adapter, LowRank
 from kvern.ranks.expert_placement import Placement
 from kvern.request.events import EngineStatistics, TokenEvent
-from kvern.request.progress import FinishReason
-from kvern.request.request import Progress, RequestSpec
+from kvern.request.request import FinishReason, Progress, RequestSpec
 from kvern.request.step import SchedulerOutput
 from kvern.runner.plan import FreeMemory, Layout, Plan, ProbedDevice
 

@@ -1,6 +1,6 @@
-"""Requests whose home is one of several ranks, each of which has a scheduler, rows and a KV cache of its own.
+"""The first rank's side of DP attention: each rank has a scheduler, rows and a KV cache of its own.
 
-    add / finish --> Home of the request --TakeTurn--> EngineCore of that rank --TurnTaken--> TokenEvents
+    add / finish --> RankRequests of the request --TakeTurn--> EngineCore of that rank --TurnTaken--> TokenEvents
 
 A turn is one step of all ranks: each schedules for itself, and their experts compute the rows of all. The first rank,
 which is this process, calls the turns, and its own core is asked without messages.
@@ -14,8 +14,7 @@ from kvern.engine.loop import queued
 from kvern.engine.step_watch import StepWatch
 from kvern.errors import EngineDied
 from kvern.request.events import EngineStatistics, TokenEvent, all_together
-from kvern.request.progress import FinishReason
-from kvern.request.request import Progress, RequestSpec
+from kvern.request.request import FinishReason, Progress, RequestSpec
 from kvern.runner.ranks.rank_executors import DPAttentionExecutor
 from kvern.runner.ranks.rank_processes import RANKS_DISAGREE, RankProcesses
 from kvern.runner.ranks.rank_wire import AddAdapter, TakeTurn
@@ -39,7 +38,7 @@ def take_turn(core: EngineCore, executor: DPAttentionExecutor, message: TakeTurn
     return events
 
 
-class Home:
+class RankRequests:
     """The requests of one rank, running and to be sent, and the prefixes that it has cached."""
 
     def __init__(self, sequences: int, cache_tokens: int) -> None:
@@ -128,7 +127,7 @@ class _Asked:
         self.answer: list[int] = []
 
 
-class HomedCores:
+class DPAttentionCore:
     """The cores of all ranks as one: an `EngineLoop`. One thread calls it."""
 
     def __init__(
@@ -136,36 +135,36 @@ class HomedCores:
         core: EngineCore,
         executor: DPAttentionExecutor,
         others: RankProcesses,
-        homes: list[Home],
+        ranks: list[RankRequests],
         seconds: float,
         watch: StepWatch | None = None,
     ) -> None:
-        """`core` and `executor` are the first rank's, the first of the `homes`; `others` answer within so many seconds.
+        """`core` and `executor` are the first rank's, the first of the `ranks`; `others` answer within so many seconds.
 
         `watch` is told the answers that any rank may work on, before it does.
         """
         self._core = core
         self._executor = executor
         self._others = others
-        self._homes = homes
+        self._ranks = ranks
         self._seconds = seconds
         self._watch = watch
         self._is_broken = False
 
     @property
     def has_work(self) -> bool:
-        return any(home.waits for home in self._homes)
+        return any(rank.waits for rank in self._ranks)
 
     def add(self, spec: RequestSpec, progress: Sequence[Progress] = ()) -> None:
-        keys = piece_keys(spec) if any(home.record.is_kept for home in self._homes) else []
-        min(self._homes, key=lambda home: home.cost(spec, keys)).add(spec, progress, keys)
+        keys = piece_keys(spec) if any(rank.record.is_kept for rank in self._ranks) else []
+        min(self._ranks, key=lambda rank: rank.cost(spec, keys)).add(spec, progress, keys)
 
     def finish(
         self, request_ids: Iterable[str], reason: FinishReason = "abort", stop_reason: str | None = None
     ) -> None:
         names = list(request_ids)
-        for home in self._homes:
-            home.finish(names, reason, stop_reason)
+        for rank in self._ranks:
+            rank.finish(names, reason, stop_reason)
 
     def step(self) -> list[TokenEvent]:
         """Have all ranks take a turn. Raises EngineDied if a step of one of them fails, and whatever interrupts it."""
@@ -182,20 +181,20 @@ class HomedCores:
 
     def _turn(self) -> list[TokenEvent]:
         if self._watch is not None:
-            self._watch.began([name for home in self._homes for name in home.answer_ids])
-        first, *others = self._homes
+            self._watch.began([name for rank in self._ranks for name in rank.answer_ids])
+        first, *others = self._ranks
         self._executor.begin_turn()
-        self._others.send_each([home.take() for home in others])
+        self._others.send_each([rank.take() for rank in others])
         own = take_turn(self._core, self._executor, first.take())
         events = first.hear(own, self._core.statistics(), self._core.has_work)
-        for home, taken in zip(others, self._others.turns(self._seconds), strict=True):
-            events += home.hear(taken.events, taken.statistics, taken.has_work)
+        for rank, taken in zip(others, self._others.turns(self._seconds), strict=True):
+            events += rank.hear(taken.events, taken.statistics, taken.has_work)
         if self._watch is not None:
             self._watch.ended()
         return events
 
     def statistics(self) -> EngineStatistics:
-        return all_together([home.statistics for home in self._homes])
+        return all_together([rank.statistics for rank in self._ranks])
 
     def count_experts(self) -> "Callable[[], LayerCounts]":
         return self._core.count_experts()  # each rank's router reads the rows of all
@@ -215,5 +214,5 @@ class HomedCores:
         self._core.add_adapter(key, adapter)
 
     def unload_adapter(self, key: int) -> None:
-        for home in self._homes:  # behind requests that wait for the next turn and use it
-            home.message.unloaded.append(key)
+        for rank in self._ranks:  # behind requests that wait for the next turn and use it
+            rank.message.unloaded.append(key)

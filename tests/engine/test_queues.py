@@ -5,11 +5,9 @@ from collections.abc import Callable, Iterable, Iterator
 import pytest
 
 from kvern.cache.manager import KVCacheManager
-from kvern.engine import waiting
-from kvern.engine.policy import POLICIES, Order, Policy
-from kvern.engine.running import RunningRequests
+from kvern.engine import queues
+from kvern.engine.queues import AGED, LOOKS, POLICIES, Cause, Order, Policy, RunningRequests, WaitingQueue
 from kvern.engine.scheduler import Scheduler
-from kvern.engine.waiting import AGED, LOOKS, Cause, WaitingQueue
 from kvern.request.request import PromptInput, Request, RequestSpec
 from kvern.request.sampling_params import ResolvedParams
 from kvern.request.step import SchedulerOutput, StepResult
@@ -105,7 +103,7 @@ def steps_of_a_life(seed: int, monkeypatch: pytest.MonkeyPatch) -> list[list[tup
 def test_decisions_are_those_of_a_sorted_list(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of samples, beams, adapters, failing steps and aborts in any mixture."""
     if random_setup(seed).policy == "prefix":
-        monkeypatch.setattr(waiting, "LOOKS", 100)  # all keys are computed anew at each step
+        monkeypatch.setattr(queues, "LOOKS", 100)  # all keys are computed anew at each step
     found = steps_of_a_life(seed, monkeypatch)
     monkeypatch.setattr("kvern.engine.scheduler.WaitingQueue", SortedList)
     assert found == steps_of_a_life(seed, monkeypatch)

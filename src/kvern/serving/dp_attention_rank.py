@@ -1,4 +1,4 @@
-"""A rank behind the first, whose requests are its own: `python -m kvern.serving.home_process ADDRESS PARENT`.
+"""A rank of DP attention other than the first: `python -m kvern.serving.dp_attention_rank ADDRESS PARENT`.
 
 It is a rank as any other (`runner/ranks/rank_process.py`), except that it schedules and takes turns instead of steps.
 """
@@ -6,11 +6,11 @@ It is a rank as any other (`runner/ranks/rank_process.py`), except that it sched
 import sys
 from typing import TYPE_CHECKING
 
-from kvern.engine.factory import make_drafting, make_home_core
+from kvern.engine.factory import make_drafting, make_rank_core
 from kvern.runner.ranks.rank_executors import DPAttentionExecutor
 from kvern.runner.ranks.rank_process import Rank, main
 from kvern.runner.ranks.rank_wire import AddAdapter, PlaceExperts, TakeTurn, TurnTaken, decode_for_rank, encode
-from kvern.serving.homes import take_turn
+from kvern.serving.dp_attention import take_turn
 
 if TYPE_CHECKING:
     import zmq
@@ -21,7 +21,7 @@ def run_turns(socket: "zmq.Socket[bytes]", rank: Rank) -> None:
     assert rank.ranks.dp_attention is not None
     executor = DPAttentionExecutor(rank.worker, rank.ranks.dp_attention, None, rank.tier)
     drafting = make_drafting(rank.config, rank.spec, rank.layout, rank.draft)
-    core = make_home_core(rank.config, rank.folder, rank.layout, executor, drafting)
+    core = make_rank_core(rank.config, rank.folder, rank.layout, executor, drafting)
     while True:
         match decode_for_rank(socket.recv()):
             case AddAdapter() as message:
