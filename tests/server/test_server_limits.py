@@ -17,8 +17,8 @@ import openai
 import pytest
 
 from kvern.cli.main import main
-from kvern.server.admission import Admission, KeyLimits
 from kvern.server.keys import ApiKey, client_of
+from kvern.server.service import Admission, KeyLimits
 from kvern.serving.client import EngineClient
 from tests.support.served import KEY, PATIENCE, SMALL, STORY, Served, eventually, serving
 

@@ -12,7 +12,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from kvern import LLM, SamplingParams
-from kvern.api.limits import LONGEST_LISTS, LONGEST_STOP, check_bounds
+from kvern.api.fields import LONGEST_LISTS, LONGEST_STOP, check_bounds
 from kvern.engine.output import OutputProcessor
 from kvern.engine.stop_strings import StopSearch, StopStrings, search_of
 from kvern.request.events import TokenEvent

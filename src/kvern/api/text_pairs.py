@@ -13,8 +13,7 @@ from typing import Any
 
 from kvern.api.completions import read_most_tokens
 from kvern.api.errors import HttpError
-from kvern.api.fields import COMMON_FIELDS, WITHOUT_EFFECT, CommonFields, read_common, typed
-from kvern.api.limits import MOST_SEQUENCES
+from kvern.api.fields import COMMON_FIELDS, MOST_SEQUENCES, WITHOUT_EFFECT, CommonFields, read_common, typed
 from kvern.api.other_names import Refused, check_extras
 from kvern.engine.relevance import sigmoid
 from kvern.engine.scoring import Score

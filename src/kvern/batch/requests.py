@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from kvern.api.batch_rows import answer_row, read_row
-from kvern.api.choices import choice_of
-from kvern.api.completion_answers import details, of_prompt, token_counts
+from kvern.api.completion_answers import choice_of, details, of_prompt, token_counts
 from kvern.api.completions import CHAT, COMPLETIONS, AnswerOptions, check_fields, read_completion
 from kvern.api.conversation import ChatBody
 from kvern.api.fields import sampling_params

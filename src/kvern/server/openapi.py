@@ -15,7 +15,7 @@ import msgspec
 
 from kvern.api.completions import CHAT, COMPLETIONS, MOST_PROMPTS
 from kvern.api.embeddings import EMBEDDINGS
-from kvern.api.limits import MOST_SEQUENCES
+from kvern.api.fields import MOST_SEQUENCES
 from kvern.api.messages import COUNT_TOKENS, MESSAGES
 from kvern.api.ollama import CHAT as OLLAMA_CHAT
 from kvern.api.ollama import GENERATE, LINES
