@@ -3,6 +3,8 @@
 import http.client
 import json
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -256,3 +258,21 @@ def test_origins_methods_headers_and_credentials(guarded: Served) -> None:
     assert ask(guarded, "OPTIONS", "/api/chat", origin="https://evil.example", **wanted)[0] == 403
     status, headers, _ = ask(guarded, "GET", "/v1/models", origin=SITE)
     assert (status, headers["access-control-allow-origin"]) == (401, SITE), "a page may read why it was refused"
+
+
+UNUSED = {
+    "kvern.api.messages",
+    "kvern.api.responses",
+    "kvern.server.handlers.batches",
+    "kvern.server.openapi",
+    "kvern.server.stores",
+    "kvern.tools.formats",
+    "kvern.tools.grammar",
+}
+
+
+def test_a_plain_chat_imports_nothing_for_calls_other_apis_and_what_is_kept() -> None:
+    program = "import sys, kvern.server.app, kvern.server.handlers.completions; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert "kvern.tools.chat" in done.stdout.split()
+    assert set(done.stdout.split()) & UNUSED == set()

@@ -1,5 +1,6 @@
 """Anthropic's /v1/messages and /v1/messages/count_tokens: the handlers."""
 
+import asyncio
 import dataclasses
 import functools
 
@@ -40,15 +41,15 @@ class MessagesApi:
         asked = read_message(body, service.config.strip_billing_header)
         engine, conversation = service.engine_of(model), asked.conversation
         unused = ignored(body, KNOWN)
-        has_budget = conversation.options.thinking_budget is not None
-        if has_budget and not engine.client.inputs.can_bound_thinking(bool(conversation.use.definitions)):
+        inputs, has_budget = engine.client.inputs, conversation.options.thinking_budget is not None
+        if has_budget and not await asyncio.to_thread(inputs.can_bound_thinking, bool(conversation.use.definitions)):
             # agents send a budget by the name of the model, whether or not it can be obeyed
             options = dataclasses.replace(conversation.options, thinking_budget=None)
             conversation = dataclasses.replace(conversation, options=options)
             unused.append("thinking.budget_tokens")
         options = service.prompt_options(conversation, asked.common, key)
         messages, use = conversation.messages, conversation.use
-        chat = await engine.client.inputs.chat(messages, asked.params, use, options, key.owner)
+        chat = await inputs.chat(messages, asked.params, use, options, key.owner)
         ask, stream = service.ask(model, asked.common, [chat.prompt], chat.params, key), asked.stream
         left_out = ignored_tools(typed(body, "tools", list, []))
         headers = header_of_names(IGNORED_HEADER, unused) | header_of_names(IGNORED_TOOLS_HEADER, left_out)
