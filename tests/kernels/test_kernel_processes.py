@@ -13,14 +13,14 @@ from triton.backends.nvidia import driver
 from kvern.config import EngineConfig
 from kvern.layers.linear_format import LinearMethods
 from kvern.layers.tuned_linear import TunedLinear
-from kvern.runner import kernel_processes
+from kvern.runner import kernel_check
 from kvern.runner.dummy_steps import META
 from kvern.runner.recorded_kernels import record_launches
 from kvern.runner.stored import Stored
 from tests.kernels.models import LARGE_MODELS, spec_of
 
 driver.CudaLauncher = lambda *_: None  # is built with the libraries of a GPU
-triton.runtime.driver.set_active(kernel_processes.TargetDriver(GPUTarget("cuda", 90, 32)))
+triton.runtime.driver.set_active(kernel_check.TargetDriver(GPUTarget("cuda", 90, 32)))
 model = Stored(spec_of("llama", LARGE_MODELS), LinearMethods(TunedLinear(META, "auto")))
 
 def norms(config):
@@ -29,7 +29,7 @@ def norms(config):
 
 plain, other = norms(EngineConfig("")), norms(EngineConfig("", block_size=32, cuda_graphs=False))
 other.popitem()
-kernel_processes.compile_in_processes([plain, other])
+kernel_check.compile_in_processes([plain, other])
 
 found = []
 triton.knobs.compilation.listener = lambda *, cache_hit, **_: found.append(cache_hit)
