@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from kvern.attention.selection import Shapes, make_queries, reference_attention
-from kvern.attention.split import SplitPrefill
-from kvern.attention.triton import TritonKernels, cached_layer
+from kvern.attention.triton import SplitPrefill, TritonKernels, cached_layer
 from kvern.spec.mixers import AttentionSpec
 
 LAYER = AttentionSpec(heads=8, kv_heads=2, head_dim=16, scale=0.25)

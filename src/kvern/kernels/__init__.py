@@ -3,7 +3,8 @@
 Each belongs to a group (`groups.py`); `tests/support/kernel_list/` says what it returns. `launch.py` starts kernels.
 Rules: a kernel may start before the kernel before it has ended (programmatic dependent launch), so it calls
 `wait_for_previous` before it reads what that kernel writes; addresses of a loop's next loads must not wait for loads
-of the same turn; a loop whose products take weights out of registers begins each turn with `ended`. Kernels must fit
-99 KiB of shared memory, except those in files that end in `_hopper`, which need compute capability 9.0. Begin with
-`norm.py`, then `attention_decode.py`.
+of the same turn; a loop whose products take weights out of registers begins each turn with `ended`; arguments that
+several kernels share are one NamedTuple (`Launcher`). Kernels must fit 99 KiB of shared memory, except those in files
+that end in `_hopper`, which need compute capability 9.0. Begin with `norm.py`, then `attention_arguments.py` and
+`attention_decode.py`.
 """
