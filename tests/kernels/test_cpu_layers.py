@@ -18,7 +18,8 @@ from kvern.device.rows import BatchRows
 from kvern.layers.attention import make_heads
 from kvern.layers.build import Build
 from kvern.layers.compiled_heads import CompiledHeads
-from kvern.layers.norm import HeadNorm, Norm, RowNorm
+from kvern.layers.head_norms import HeadNorm, RowNorm
+from kvern.layers.norm import Norm
 from kvern.layers.rope import RopeTable, positions_alone
 from kvern.layers.step_context import StepContext
 from kvern.models.loader import LoadOptions, load_model

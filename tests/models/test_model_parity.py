@@ -184,7 +184,7 @@ def test_a_wrong_specification_is_seen(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("family", ["llama", "gemma3", "qwen3", "olmo2"])
 def test_the_norms_of_other_devices_agree_too(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvern.layers.norm._is_on_cpu", lambda build: False)
+    monkeypatch.setattr("kvern.layers.norm.is_on_cpu", lambda build: False)
     folder = make_checkpoint(family, tmp_path)
     decoder = load_model(folder)
     assert all(module.gain == 1.0 for module in decoder.modules() if isinstance(module, Norm))

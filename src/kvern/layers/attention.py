@@ -15,7 +15,7 @@ from kvern.layers.build_options import BuildOptions, Section
 from kvern.layers.linear import column, row
 from kvern.layers.loadable import Vector
 from kvern.layers.module import Identity, Module
-from kvern.layers.norm import Norm, make_query_key_norm
+from kvern.layers.norm import Norm
 from kvern.layers.rope import make_rotate, rows_of_table
 from kvern.layers.step_context import PagedAttend, StepContext, rows_of
 from kvern.plugins import imported
@@ -45,6 +45,8 @@ class HeadNorms(Module):
         self.norm_after: nn.Module = Identity()
         self.norm_values: nn.Module = Identity()
         if model.query_key_norm is not None:
+            from kvern.layers.head_norms import make_query_key_norm
+
             norm = make_query_key_norm(model.query_key_norm, spec, build)
             if model.query_key_norm.after_rope:
                 self.norm_after = norm

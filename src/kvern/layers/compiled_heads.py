@@ -1,6 +1,6 @@
 """The operations between the projections of attention by kernels for CPUs."""
 
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 from torch import Tensor
 
@@ -9,9 +9,11 @@ from kvern.cpu.rotary import Heads, rotate, rotate_and_store
 from kvern.cpu.rows import NORMS
 from kvern.layers.attention import HeadNorms
 from kvern.layers.build_options import BuildOptions
-from kvern.layers.norm import HeadNorm, RowNorm, SharedRowNorm
 from kvern.layers.step_context import PagedAttend, StepContext, rows_of
 from kvern.spec.model import LayerSpec, ModelSpec
+
+if TYPE_CHECKING:
+    from kvern.layers.head_norms import HeadNorm, RowNorm
 
 
 class CompiledHeads(HeadNorms):
@@ -25,7 +27,8 @@ class CompiledHeads(HeadNorms):
         self._attention = layer.attention
         self._rope = layer.rope
         self._norm = model.query_key_norm
-        self._norm_of_ranks = self.norm_before if isinstance(self.norm_before, SharedRowNorm) else None
+        is_shared = self._norm is not None and self._norm.scope == "row" and build.ranks.size > 1
+        self._norm_of_ranks = self.norm_before if is_shared else None
         self._described: Heads | None = None
 
     def _kernel_heads(self) -> Heads:

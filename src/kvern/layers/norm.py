@@ -1,7 +1,7 @@
-"""Norms over the last dimension, and over queries and keys."""
+"""Norms over the last dimension."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -11,23 +11,23 @@ from torch import Tensor, nn
 from kvern.layers.build_options import BuildOptions
 from kvern.layers.halves import Update, joined
 from kvern.layers.linear_method import LinearMethod
-from kvern.layers.loadable import Loadable, copy_shares
-from kvern.layers.module import Module
-from kvern.spec.mixers import AttentionSpec
-from kvern.spec.model import NormSpec, QueryKeyNormSpec
+from kvern.layers.loadable import Loadable
+from kvern.spec.model import NormSpec
 
 if TYPE_CHECKING:
     from kvern.kernels.quantize_rows import RowCodes
 
 
-class _NormWeights(Loadable):
+class NormWeights(Loadable):
+    """The weights of a norm, which are ones in a model of random weights."""
+
     def fill_random(self, generator: torch.Generator) -> None:
         """Ones: rows keep their spread from layer to layer."""
         for name, shape in self.parts().items():
             self.load(name, torch.ones(shape))
 
 
-class Norm(_NormWeights):
+class Norm(NormWeights):
     """A norm of `width` entries whose weights the checkpoint calls `name`.
 
     With `late_sums` it is given a rank's summand of an update, and adds up those of all ranks; for few rows that is
@@ -57,7 +57,7 @@ class Norm(_NormWeights):
                 self._compute, dtype = self._by_any_norm, torch.float32
             elif is_rms and spec.weight and build.ops.norm is not None:
                 self._compute, self._coded = self._by_kernel, build.ops.coded_norm
-            elif is_rms and spec.weight and _is_on_cpu(build):
+            elif is_rms and spec.weight and is_on_cpu(build):
                 self._compute, dtype = self._by_length, torch.float32
                 self.gain = math.sqrt(width)
         self._floor = torch.tensor(math.sqrt(width * spec.epsilon))
@@ -91,7 +91,7 @@ class Norm(_NormWeights):
         """A root-mean-square norm on a CPU; its float32 weights hold the factor sqrt(width)."""
         if update is not None:
             hidden = hidden + update
-        return hidden, _divide_by_length(hidden, self._floor).mul_(self.kernel_weight).to(hidden.dtype)
+        return hidden, divide_by_length(hidden, self._floor).mul_(self.kernel_weight).to(hidden.dtype)
 
     @property
     def kernel_weight(self) -> Tensor:
@@ -141,11 +141,12 @@ class Norm(_NormWeights):
         target.copy_((tensor + self.spec.offset) * self.gain if kind == "weight" else tensor)
 
 
-def _is_on_cpu(build: BuildOptions) -> bool:
+def is_on_cpu(build: BuildOptions) -> bool:
+    """True if a build is for a CPU."""
     return build.device.type == "cpu"
 
 
-def _divide_by_length(x: Tensor, floor: Tensor) -> Tensor:
+def divide_by_length(x: Tensor, floor: Tensor) -> Tensor:
     """`x / sqrt(sum(x^2) + floor^2)` along the last dimension, in float32.
 
     With `floor = sqrt(width * epsilon)` this is a root-mean-square norm over sqrt(width), in half as many operations as
@@ -153,116 +154,3 @@ def _divide_by_length(x: Tensor, floor: Tensor) -> Tensor:
     """
     length = torch.linalg.vector_norm(x, 2, -1, True, dtype=torch.float32)
     return torch.div(x, length.hypot_(floor))
-
-
-class HeadNorm(_NormWeights):
-    """Normalises each head of queries and keys, `[T, heads + kv_heads, head_dim]`, in one pass and in float32."""
-
-    def __init__(self, spec: QueryKeyNormSpec, attention: AttentionSpec, build: BuildOptions) -> None:
-        super().__init__(build.path)
-        self.spec, self.attention = spec.norm, attention
-        self.shape = (attention.head_dim,)
-        self.per_head = spec.scope == "each_head"
-        own = attention.own_kv_heads
-        self.shares = {"q_norm": build.ranks.share(attention.heads), "k_norm": build.ranks.share(own, attention.copies)}
-        self.weight = build.empty(attention.heads + own, attention.head_dim, dtype=torch.float32)
-        self.bias = build.empty(*self.weight.shape, dtype=torch.float32) if spec.norm.bias else None
-        self.floor = torch.tensor(math.sqrt(attention.head_dim * spec.norm.epsilon))
-        divides = spec.norm.kind == "rms" and _is_on_cpu(build) and not build.kernels
-        self.gain = math.sqrt(attention.head_dim) if divides else 1.0
-        self.normalize = self._divide if divides else self._rms if spec.norm.kind == "rms" else self._layer
-
-    def _divide(self, x: Tensor) -> Tensor:
-        return _divide_by_length(x, self.floor)
-
-    def _rms(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x.float(), self.shape, None, self.spec.epsilon)
-
-    def _layer(self, x: Tensor) -> Tensor:
-        return F.layer_norm(x.float(), self.shape, None, None, self.spec.epsilon)
-
-    def forward(self, query_key: Tensor) -> Tensor:
-        normal = self.normalize(query_key).mul_(self.weight)
-        return (normal if self.bias is None else normal.add_(self.bias)).to(query_key.dtype)
-
-    def of_query_and_key(self) -> tuple[Sequence[Tensor | None], Sequence[Tensor | None]]:
-        """Weights of queries and of keys, each `[heads, head_dim]` float32, and biases."""
-        sizes = [self.attention.heads, self.attention.own_kv_heads]
-        biases = (None, None) if self.bias is None else torch.split(self.bias, sizes)
-        return torch.split(self.weight, sizes), biases
-
-    def parts(self) -> dict[str, tuple[int, ...]]:
-        kinds = [kind for kind, _ in self.named_parameters()]
-        heads = {name: share.whole for name, share in self.shares.items() if share.whole}
-        shapes = {name: (count, *self.shape) if self.per_head else self.shape for name, count in heads.items()}
-        return {f"{name}.{kind}": shape for name, shape in shapes.items() for kind in kinds}
-
-    def load(self, part: str, tensor: Tensor, first_row: int = 0) -> None:
-        name, _, kind = part.rpartition(".")
-        heads = self.attention.heads
-        target = self.get_parameter(kind)
-        rows = target[:heads] if name == "q_norm" else target[heads:]
-        tensor = tensor.to(rows)
-        tensor = (tensor + self.spec.offset) * self.gain if kind == "weight" else tensor
-        if self.per_head:
-            copy_shares(rows, tensor, first_row, [self.shares[name]])
-        else:
-            rows.narrow(1, first_row, tensor.shape[0]).copy_(tensor)
-
-
-class RowNorm(Module):
-    """Normalises all heads of the queries together, and all heads of the keys."""
-
-    def __init__(self, spec: QueryKeyNormSpec, attention: AttentionSpec, build: BuildOptions) -> None:
-        super().__init__()
-        self.heads = attention.heads
-        self.q_norm = Norm(spec.norm, attention.heads * attention.head_dim, "q_norm", build)
-        self.k_norm = Norm(spec.norm, attention.kv_heads * attention.head_dim, "k_norm", build)
-
-    def forward(self, query_key: Tensor) -> Tensor:
-        query, key = query_key[:, : self.heads], query_key[:, self.heads :]
-        rows = torch.cat((self.q_norm(query.flatten(1)), self.k_norm(key.flatten(1))), -1)
-        return rows.view(query_key.shape)
-
-    def of_query_and_key(self) -> tuple[Sequence[Tensor | None], Sequence[Tensor | None]]:
-        """Weights of queries and of keys, each `[heads * head_dim]`, and biases."""
-        return (self.q_norm.weight, self.k_norm.weight), (self.q_norm.bias, self.k_norm.bias)
-
-
-class SharedRowNorm(_NormWeights):
-    """The norm of whole rows of which a rank has some heads: ranks exchange the lengths of their parts."""
-
-    def __init__(self, spec: QueryKeyNormSpec, attention: AttentionSpec, build: BuildOptions) -> None:
-        super().__init__(build.path)
-        self.spec = spec.norm
-        self._copies = attention.copies
-        self._ranks = build.ranks
-        self._heads = [attention.heads, attention.kv_heads]
-        sizes = [heads * attention.head_dim for heads in self._heads]
-        self.shares = {"q_norm": build.ranks.share(sizes[0]), "k_norm": build.ranks.share(sizes[1], attention.copies)}
-        self.weight = build.empty(sum(sizes), dtype=torch.float32)
-
-    def forward(self, query_key: Tensor) -> Tensor:
-        x = query_key.float()
-        squares = [part.square().mean((1, 2)) for part in torch.split(x, self._heads, 1)]
-        found = self._ranks.beside(torch.stack(squares, 1))  # queries and keys of one rank, then of the next
-        means = found[:, ::2].mean(1, keepdim=True), found[:, 1 :: 2 * self._copies].mean(1, keepdim=True)
-        scales = [
-            (mean + self.spec.epsilon).rsqrt().expand(-1, heads) for mean, heads in zip(means, self._heads, strict=True)
-        ]
-        return (x * torch.cat(scales, 1)[..., None] * self.weight.view(x.shape[1:])).to(query_key.dtype)
-
-    def parts(self) -> dict[str, tuple[int, ...]]:
-        return {f"{name}.weight": (share.whole,) for name, share in self.shares.items()}
-
-    def load(self, part: str, tensor: Tensor, first_row: int = 0) -> None:
-        name = part.partition(".")[0]
-        queries = len(self.shares["q_norm"].held)
-        rows = self.weight[:queries] if name == "q_norm" else self.weight[queries:]
-        copy_shares(rows, tensor.to(rows) + self.spec.offset, first_row, [self.shares[name]])
-
-
-def make_query_key_norm(spec: QueryKeyNormSpec, attention: AttentionSpec, build: BuildOptions) -> nn.Module:
-    if spec.scope != "row":
-        return HeadNorm(spec, attention, build)
-    return (RowNorm if build.ranks.size == 1 else SharedRowNorm)(spec, attention, build)

@@ -7,7 +7,7 @@ from torch import Tensor
 from kvern.kernels.rotary import rotate_and_store, rotate_queries
 from kvern.layers.attention import HeadNorms
 from kvern.layers.build_options import BuildOptions
-from kvern.layers.norm import HeadNorm
+from kvern.layers.head_norms import HeadNorm
 from kvern.layers.step_context import PagedAttend, StepContext
 from kvern.spec.model import LayerSpec, ModelSpec
 

@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import os
-import sys
-from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 from kvern.config import DEFAULT_MODEL
 from kvern.errors import ModelNotFound
+from kvern.plugins import imported
 
 EMBEDDED_FOLDER = Path(__file__).parent.parent / "embedded"
 WEIGHTS = "*.safetensors"
 GGUF = "*.gguf"
 MEDUSA = "medusa_lm_head.pt"
 """The file name of the heads that Medusa's authors publish."""
-NEEDED_FILES = (WEIGHTS, MEDUSA, "*.json", "tokenizer*", "*.jinja")
-OTHER_FORMATS = ("original/*", "onnx/*", "openvino/*", "*/*.safetensors", "consolidated*")
 
 
 def embedded_models() -> list[Path]:
@@ -56,7 +52,7 @@ def resolve_model(
         return EMBEDDED_FOLDER / name
     stem, _, ending = name.rpartition(":")
     if ending and (folder := Path(stem).expanduser()).is_dir() and stem:
-        return _chosen(folder, ending)
+        return _gguf_in(folder, ending)
     if name.endswith(".gguf"):
         raise ModelNotFound(f"model {name!r}: there is no such file")
     if not name or Path(name).is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
@@ -68,10 +64,10 @@ def resolve_model(
             "give a folder, or a hub id as organisation/name"
         )
     repository, _, ending = name.partition(":")
-    hub = _Hub(repository, revision, token, offline, cache_folder)
-    path = Path("") if ending else hub.download(weights)
+    hub = imported("kvern.models.repository:Repository")(repository, revision, token, offline, cache_folder)
+    path: Path = Path("") if ending else hub.download(weights)
     if ending or (weights and not any(path.glob(WEIGHTS)) and not (path / MEDUSA).is_file()):
-        return hub.download_gguf(ending)
+        return Path(hub.download_gguf(ending))
     if not (path / "config.json").is_file():
         raise ModelNotFound(f"model {name!r} has no config.json on the hub: kvern cannot tell what it is")
     return path
@@ -82,7 +78,7 @@ def _checked(path: Path) -> Path:
     if path.is_dir():
         if any(path.glob(WEIGHTS)) or not any(path.glob(GGUF)):
             return _checked_folder(path)
-        return _chosen(path, "")
+        return _gguf_in(path, "")
     if path.suffix != ".gguf":
         raise ModelNotFound(
             f"model {str(path)!r} is a file: give the folder that holds its config.json, or a file that ends in .gguf"
@@ -101,96 +97,7 @@ def _checked_folder(folder: Path) -> Path:
     return folder
 
 
-def _chosen(folder: Path, ending: str) -> Path:
-    """The GGUF file of a folder, of which the name has this ending."""
-    names = [path.relative_to(folder).as_posix() for pattern in (GGUF, f"*/{GGUF}") for path in folder.glob(pattern)]
-    from kvern.formats.gguf.files import choose
+def _gguf_in(folder: Path, ending: str) -> Path:
+    from kvern.formats.gguf.files import choose_in
 
-    return folder / choose(names, ending, str(folder))[0]
-
-
-class _Hub(NamedTuple):
-    """A repository on the hub, and how the hub is asked, see `resolve_model`."""
-
-    repository: str
-    revision: str | None
-    token: str | None
-    offline: bool | None
-    cache_folder: str | Path | None
-
-    @property
-    def is_offline(self) -> bool:
-        """True if nothing may be downloaded."""
-        from huggingface_hub import constants
-
-        return constants.HF_HUB_OFFLINE if self.offline is None else self.offline
-
-    def download(self, weights: bool = True, files: Sequence[str] = ()) -> Path:
-        """The folder of the repository, with all files that a model needs, or with `files`."""
-        import huggingface_hub
-        from huggingface_hub.utils import disable_progress_bars  # type: ignore[attr-defined]  # by a lazy table
-
-        if not sys.stderr.isatty():
-            disable_progress_bars()
-        try:
-            path = huggingface_hub.snapshot_download(
-                self.repository,
-                revision=self.revision,
-                token=self.token,
-                cache_dir=self.cache_folder,
-                local_files_only=self.is_offline,
-                allow_patterns=list(files or NEEDED_FILES),
-                ignore_patterns=None if files else [*OTHER_FORMATS, *([] if weights else [WEIGHTS, MEDUSA])],
-            )
-        except Exception as error:  # the hub's client raises the errors of its HTTP library, which share no base class
-            raise ModelNotFound(self.explain(error)) from error
-        return Path(path)
-
-    def download_gguf(self, ending: str) -> Path:
-        """The GGUF file of the repository, of which the name has this ending; downloads no other."""
-        import huggingface_hub
-
-        if self.is_offline:
-            return _chosen(self.download(files=("no more of it",)), ending)
-        try:
-            names = huggingface_hub.HfApi(token=self.token).list_repo_files(self.repository, revision=self.revision)
-        except Exception as error:  # as in `download`
-            raise ModelNotFound(self.explain(error)) from error
-        if not any(name.endswith(".gguf") for name in names):
-            raise ModelNotFound(f"model {self.repository!r} has neither safetensors nor GGUF files on the hub")
-        from kvern.formats.gguf.files import choose
-
-        files = choose(names, ending, self.repository)
-        return self.download(files=files) / files[0]
-
-    def explain(self, error: Exception) -> str:
-        """One line that names the failure and a remedy."""
-        from huggingface_hub import constants, errors
-
-        name, at = self.repository, f" at revision {self.revision!r}" if self.revision else ""
-        match error:
-            case errors.GatedRepoError():
-                return (
-                    f"model {name!r} is gated: accept its terms at {constants.ENDPOINT}/{name}, "
-                    "then set HF_TOKEN to a token of that account"
-                )
-            case errors.RepositoryNotFoundError():
-                return (
-                    f"model {name!r} is not on {constants.ENDPOINT}, or it is private: "
-                    "check the spelling, or set HF_TOKEN to a token that may read it"
-                )
-            case errors.RevisionNotFoundError():
-                return f"model {name!r} has no revision {self.revision!r}: name a branch, a tag or a commit of it"
-            case errors.HFValidationError():
-                return f"model {name!r} is no valid hub id (organisation/name) and no folder of that name exists"
-            case errors.LocalEntryNotFoundError() if self.is_offline:
-                return (
-                    f"model {name!r}{at} is not, or only partly, in the cache {constants.HF_HUB_CACHE}, "
-                    "and downloads are off (HF_HUB_OFFLINE): unset it once to download the model"
-                )
-        cause = error.__cause__ or error
-        reason = " ".join(str(cause).split())[:200] or type(cause).__name__
-        return (
-            f"model {name!r}{at} could not be downloaded from {constants.ENDPOINT} ({reason}): "
-            "check the network and HF_ENDPOINT, and try again; what arrived is kept"
-        )
+    return choose_in(folder, ending)

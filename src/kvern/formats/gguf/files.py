@@ -49,6 +49,12 @@ def split_files(file: Path) -> list[Path]:
     return files
 
 
+def choose_in(folder: Path, wanted: str) -> Path:
+    """The first file of one model in a folder, see `choose`."""
+    found = [path for pattern in (f"*{ENDING}", f"*/*{ENDING}") for path in folder.glob(pattern)]
+    return folder / choose([path.relative_to(folder).as_posix() for path in found], wanted, str(folder))[0]
+
+
 def choose(names: Iterable[str], wanted: str, where: str) -> list[str]:
     """Chooses the files of one model in a folder or repository; its name ends with `wanted`, such as "Q4_K_M".
 
