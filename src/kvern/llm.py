@@ -31,7 +31,8 @@ from kvern.serving.chats import (
 )
 from kvern.serving.several import SeveralEngines
 from kvern.serving.shared_engine import SharedEngine
-from kvern.spec.model import ModelFacts, ModelSpec
+from kvern.spec.facts import ModelFacts
+from kvern.spec.model import ModelSpec
 from kvern.text.tokenizer import Tokenizer
 from kvern.tools.chat import DEFAULT_PROMPT, ChatRequest, PromptOptions
 from kvern.tools.definitions import NO_TOOLS, ToolUse

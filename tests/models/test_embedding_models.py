@@ -14,7 +14,7 @@ from kvern.engine.embedding import check_embeds
 from kvern.errors import CorruptCheckpoint, InvalidRequest, UnsupportedModel
 from kvern.models.loader import load_model, read_config
 from kvern.models.registry import spec_from_config
-from kvern.spec.model import ModelFacts
+from kvern.spec.facts import ModelFacts
 from tests.support.tiny_model import CONFIG, make_tiny_model
 
 TEXTS = ["the quick brown fox", "a lazy dog jumps over it", "fox"]

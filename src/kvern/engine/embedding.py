@@ -7,7 +7,7 @@ import numpy.typing
 
 from kvern.errors import InvalidParameter, InvalidRequest
 from kvern.models.pooling import read_pooling
-from kvern.spec.model import ModelFacts
+from kvern.spec.facts import ModelFacts
 
 Vector = numpy.typing.NDArray[numpy.float32]
 LAST_TOKEN = {"lasttoken": "lasttoken"}

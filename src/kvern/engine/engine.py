@@ -18,7 +18,7 @@ from kvern.request.request import NO_OPTIONS, RequestOptions
 from kvern.request.sampling_params import SamplingParams
 from kvern.runner.startup import Startup
 from kvern.sample.processors import load_processors
-from kvern.spec.model import ModelFacts
+from kvern.spec.facts import ModelFacts
 from kvern.text.tokenizer import Tokenizer
 
 logger = logging.getLogger("kvern")

@@ -17,7 +17,7 @@ from kvern.errors import InvalidParameter, InvalidRequest, PromptTooLong, shown
 from kvern.request.request import NO_OPTIONS, PromptInput, RequestOptions, RequestSpec
 from kvern.request.sampling_params import USUAL, ResolvedParams, SamplingParams, check_wide_integer
 from kvern.sample.processors import Processors, check_arguments
-from kvern.spec.model import ModelFacts
+from kvern.spec.facts import ModelFacts
 from kvern.structured.grammar import grammars_of
 from kvern.text.tokenizer import Tokenizer, read_json
 from kvern.tools.chat import Chat

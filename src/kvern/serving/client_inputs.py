@@ -15,7 +15,7 @@ from kvern.request.request import PromptInput
 from kvern.request.sampling_params import SamplingParams
 from kvern.sample.processors import load_processors
 from kvern.serving.wire import Ready
-from kvern.spec.model import ModelFacts
+from kvern.spec.facts import ModelFacts
 from kvern.structured.apart import GrammarProcesses
 from kvern.structured.grammar import NotCompiled
 from kvern.text.tokenizer import Tokenizer

@@ -44,7 +44,7 @@ from kvern.serving.wire import (
     decode_for_engine,
     encode,
 )
-from kvern.spec.model import ModelFacts
+from kvern.spec.facts import ModelFacts
 
 if TYPE_CHECKING:
     from kvern.adapters.peft import Adapter

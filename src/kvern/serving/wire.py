@@ -10,7 +10,7 @@ import msgspec
 
 from kvern.request.events import EngineStatistics, TokenEvent
 from kvern.request.request import FinishReason, Progress, RequestSpec
-from kvern.spec.model import ModelFacts
+from kvern.spec.facts import ModelFacts
 
 
 class WireMessage(msgspec.Struct, tag=True, array_like=True, gc=False):

@@ -24,8 +24,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
-import msgspec
-
 from kvern.spec.mixers import AttentionSpec, LatentAttentionSpec, RecurrentSpec, TwoMixersSpec
 from kvern.spec.rope_scaling import LinearScaling, RopeScaling
 
@@ -423,18 +421,3 @@ class ModelSpec:
     def recurrent(self) -> tuple[RecurrentSpec, ...]:
         """The mixers that have states, in the order of their layers; none in most models."""
         return tuple(mixer for layer in self.layers for mixer in layer.mixers if isinstance(mixer, RecurrentSpec))
-
-
-class ModelFacts(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """The fields of a ModelSpec of these names, and whether it is an encoder's."""
-
-    vocab_size: int = 0
-    generates: bool = True
-    is_classifier: bool = False
-    model_type: str = ""
-    is_encoder: bool = False
-
-    @classmethod
-    def of(cls, spec: ModelSpec) -> "ModelFacts":
-        own = spec.vocab_size, spec.generates, spec.is_classifier, spec.model_type
-        return cls(*own, is_encoder=spec.encoder is not None)

@@ -1,0 +1,25 @@
+"""The facts of a model that requests depend on, for processes that do not build it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import msgspec
+
+if TYPE_CHECKING:
+    from kvern.spec.model import ModelSpec
+
+
+class ModelFacts(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """The fields of a ModelSpec of these names, and whether it is an encoder's."""
+
+    vocab_size: int = 0
+    generates: bool = True
+    is_classifier: bool = False
+    model_type: str = ""
+    is_encoder: bool = False
+
+    @classmethod
+    def of(cls, spec: ModelSpec) -> ModelFacts:
+        own = spec.vocab_size, spec.generates, spec.is_classifier, spec.model_type
+        return cls(*own, is_encoder=spec.encoder is not None)
