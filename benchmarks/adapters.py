@@ -23,7 +23,7 @@ import torch
 from safetensors.torch import save_file
 
 from kvern import SamplingParams
-from kvern.adapters.targets import targets_of
+from kvern.adapters.peft import targets_of
 from kvern.config import EngineConfig
 from kvern.engine.engine import Engine
 from kvern.layers.build import Build

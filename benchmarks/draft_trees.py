@@ -21,7 +21,7 @@ from torch import Tensor
 from kvern import LLM, SamplingParams
 from kvern.draft_training.head import TrainedHead
 from kvern.draft_training.job import entries_of, head_size
-from kvern.drafting.models.medusa_formats import load_medusa
+from kvern.drafting.models.medusa_heads import load_medusa
 from kvern.models.decoder import Decoder, LayerInputs
 from kvern.models.hub import resolve_model
 from kvern.models.loader import LoadOptions, load_model

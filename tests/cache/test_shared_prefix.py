@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvern.runner.shared_prefix import LEAST_KEYS, common_length, find_shared_prefixes, tiles_for
+from kvern.runner.decode_graphs import LEAST_KEYS, common_length, find_shared_prefixes, tiles_for
 
 BLOCK_SIZE = 64
 PREFIX = [7, 3, 9, 1]  # 256 keys

@@ -14,9 +14,9 @@ from kvern.attention.memory import zero_caches
 from kvern.config import EngineConfig
 from kvern.models.implementation import describe_model
 from kvern.models.loader import read_config
+from kvern.runner.memory import choose_groups, report_groups
 from kvern.runner.plan import ProbedDevice, agree
 from kvern.runner.runner import ModelRunner
-from kvern.runner.windows import choose_groups, report
 from kvern.spec.mixers import AttentionSpec
 from tests.support.families import make_checkpoint, prompts_with_windows
 from tests.support.internals import check_integrity
@@ -179,7 +179,7 @@ def test_the_start_says_why_there_is_one_table(options: dict[str, Any], reason: 
     config = EngineConfig(model=str(make_checkpoint("gemma3", tmp_path)), **options)
     spec = describe_model(tmp_path, read_config(tmp_path), "auto")
     plan = agree([ProbedDevice("cpu", "float32")], config, spec)
-    [line] = report(choose_groups(config, spec, plan))
+    [line] = report_groups(choose_groups(config, spec, plan))
     assert reason in line
 
 
@@ -188,5 +188,5 @@ def test_a_draft_model_keeps_all_tokens(tmp_path: Path) -> None:
     spec = describe_model(folder, read_config(folder), "auto")
     for draft, expected in ((None, "keep no more"), (str(folder), "a draft model keeps all tokens")):
         config = EngineConfig(model=str(folder), draft_model=draft)
-        [line] = report(choose_groups(config, spec, agree([ProbedDevice("cpu", "float32")], config, spec)))
+        [line] = report_groups(choose_groups(config, spec, agree([ProbedDevice("cpu", "float32")], config, spec)))
         assert expected in line

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from kvern import LLM, SamplingParams
-from kvern.drafting.models.medusa_formats import load_medusa
+from kvern.drafting.models.medusa_heads import load_medusa
 from kvern.errors import CorruptCheckpoint, UnsupportedModel
 from kvern.models.decoder import Decoder
 from kvern.models.loader import load_model

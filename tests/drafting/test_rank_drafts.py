@@ -10,7 +10,7 @@ import torch
 from kvern import LLM, SamplingParams
 from kvern.drafting.device.drafter import ComputedStep, GuardedDrafter
 from kvern.drafting.models.formats import load_draft_head
-from kvern.drafting.models.medusa_formats import load_medusa
+from kvern.drafting.models.medusa_heads import load_medusa
 from kvern.errors import ConfigError
 from kvern.models.decoder import Decoder
 from kvern.models.loader import LoadOptions, load_model

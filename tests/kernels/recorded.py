@@ -14,8 +14,8 @@ from triton.runtime.jit import JITFunction, create_function_from_signature
 
 import kvern.attention.triton
 from kvern.config import EngineConfig
+from kvern.runner.loaded_model import Stored
 from kvern.runner.recorded_kernels import record_launches
-from kvern.runner.stored import Stored
 
 Specialisation = tuple[str, str]
 """A kernel's name, and what of its arguments and options it is compiled for."""

@@ -10,7 +10,7 @@ from kvern.bench import kernels
 from kvern.config import EngineConfig
 from kvern.layers.linear_format import LinearMethods
 from kvern.layers.tuned_linear import TunedLinear
-from kvern.runner.stored import Stored
+from kvern.runner.loaded_model import Stored
 from tests.kernels.models import TINY_ENCODERS, TINY_MODELS, spec_of
 from tests.kernels.recorded import recorded, zeroed
 

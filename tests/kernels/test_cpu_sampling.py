@@ -8,7 +8,7 @@ from torch import Tensor
 
 from kvern import SamplingParams
 from kvern.cpu.sampling import RowSampler, logprobs, restrict
-from kvern.device.row_lists import ListedRows
+from kvern.device.rows import ListedRows
 from kvern.request.request import PromptInput, RequestSpec
 from kvern.request.step import NewRequest
 from kvern.runner.needs import SamplingNeeds

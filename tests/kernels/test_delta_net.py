@@ -4,12 +4,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from kvern.device.state_runs import runs_of
 from kvern.kernels.accepted_drafts import Written, accept_writes
 from kvern.kernels.convolution import Drafts, Taps, accept_inputs, convolve_drafts, convolve_runs, convolve_tokens
 from kvern.kernels.delta_net import CHUNK, LENGTH_FLOOR, Heads, advance_runs, advance_tokens, gated_norm
 from kvern.kernels.delta_net_drafts import read_drafts
 from kvern.layers import delta_net
+from kvern.runner.device_states import runs_of
 from tests.kernels.recorded import recorded
 from tests.support.kernel_list.convolution import convolved
 from tests.support.kernel_list.delta_net import advanced

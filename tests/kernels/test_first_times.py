@@ -12,7 +12,7 @@ from typing import Any, Literal
 import pytest
 import torch
 
-import kvern.runner.shared_prefix
+import kvern.runner.decode_graphs
 from kvern import LLM, SamplingParams
 from kvern.config import EngineConfig
 from kvern.drafting.device.device_draft_model import DeviceDraftModel
@@ -25,12 +25,12 @@ from kvern.layers.tuned_linear import TunedLinear
 from kvern.models.loader import read_config
 from kvern.models.registry import spec_from_config
 from kvern.request.sampling_params import StructuredOutput
-from kvern.runner.device_steps import GraphOptions, step_kinds
+from kvern.runner.kernel_backend import GraphOptions, step_kinds
 from kvern.runner.kernel_choice import of_draft
+from kvern.runner.loaded_model import Stored
 from kvern.runner.prompt_graphs import PromptKind
 from kvern.runner.startup import Startup
 from kvern.runner.step_graphs import StepGraphs, StepOutputs
-from kvern.runner.stored import Stored
 from kvern.runner.verify_graphs import VerifyKind
 from kvern.runner.worker import Worker
 from tests.kernels.recorded import recorded, recorded_at_start, zeroed
@@ -168,7 +168,7 @@ def test_what_is_launched_was_launched_at_start(
         make_checkpoint(family, folder, **changes)
     monkeypatch.setattr(torch, "empty", zeroed(torch.empty))
     monkeypatch.setattr(torch, "empty_like", zeroed(torch.empty_like))
-    monkeypatch.setattr(kvern.runner.shared_prefix, "LEAST_KEYS", 64)
+    monkeypatch.setattr(kvern.runner.decode_graphs, "LEAST_KEYS", 64)
     with recorded(monkeypatch) as launched:
         llm = on_device(folder, **options)
         use_everything(llm, adapter)
@@ -213,7 +213,7 @@ def test_what_a_draft_model_launches_was_launched_at_start(
     make_checkpoint("qwen3", tmp_path / "draft", **sizes, head_dim=32, num_hidden_layers=2)
     monkeypatch.setattr(torch, "empty", zeroed(torch.empty))
     monkeypatch.setattr(torch, "empty_like", zeroed(torch.empty_like))
-    monkeypatch.setattr(kvern.runner.shared_prefix, "LEAST_KEYS", 64)
+    monkeypatch.setattr(kvern.runner.decode_graphs, "LEAST_KEYS", 64)
     options = OPTIONS | {"draft_model": str(tmp_path / "draft"), "draft_quantization": quantization}
     with recorded(monkeypatch) as launched:
         llm = on_device(tmp_path / "model", **options)

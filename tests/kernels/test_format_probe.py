@@ -27,7 +27,7 @@ from kvern.models.loader import read_config
 from kvern.models.registry import spec_from_config
 from kvern.runner.dummy_steps import META
 from kvern.runner.kernel_check import broken_groups
-from kvern.runner.stored import Stored
+from kvern.runner.loaded_model import Stored
 from tests.kernels.recorded import recorded, recorded_at_start, zeroed
 from tests.support.families import make_checkpoint
 from tests.support.kernels.device_engines import OPTIONS

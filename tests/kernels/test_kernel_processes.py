@@ -16,7 +16,7 @@ from kvern.layers.tuned_linear import TunedLinear
 from kvern.runner import kernel_check
 from kvern.runner.dummy_steps import META
 from kvern.runner.recorded_kernels import record_launches
-from kvern.runner.stored import Stored
+from kvern.runner.loaded_model import Stored
 from tests.kernels.models import LARGE_MODELS, spec_of
 
 driver.CudaLauncher = lambda *_: None  # is built with the libraries of a GPU

@@ -6,10 +6,10 @@ from functools import partial
 import pytest
 import torch
 
-from kvern.device.state_runs import runs_of
 from kvern.kernels import mamba2
 from kvern.kernels.convolution import Taps, convolve_runs, convolve_tokens
 from kvern.kernels.mamba2 import CHUNK, StateSizes, advance_runs, advance_tokens
+from kvern.runner.device_states import runs_of
 from tests.kernels.models import LARGE_MODELS, spec_of
 from tests.support.kernel_list import Inputs, Kernel
 from tests.support.kernel_list import convolution as convolution_list

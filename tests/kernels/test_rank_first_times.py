@@ -19,7 +19,7 @@ from kvern.models.loader import read_config, stored_methods
 from kvern.ranks import peer_sums
 from kvern.ranks.peer_sums import TIMED_ROWS, PeerSums
 from kvern.ranks.ranks import Ranks
-from kvern.runner.stored import Stored
+from kvern.runner.loaded_model import Stored
 from tests.kernels.recorded import recorded, recorded_at_start, zeroed
 from tests.support.families import make_checkpoint
 from tests.support.kernel_list import KERNELS

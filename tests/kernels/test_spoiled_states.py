@@ -5,13 +5,13 @@ from collections.abc import Callable, Sequence
 import pytest
 import torch
 
-from kvern.device.state_runs import runs_of
 from kvern.kernels import delta_net, mamba2
 from kvern.kernels.accepted_drafts import Written, accept_writes
 from kvern.kernels.convolution import Drafts, Taps, accept_inputs, convolve_drafts, convolve_runs, convolve_tokens
 from kvern.kernels.delta_net import Heads
 from kvern.kernels.delta_net_drafts import read_drafts
 from kvern.kernels.mamba2 import StateSizes
+from kvern.runner.device_states import runs_of
 from tests.support.kernel_list.mamba2 import verify
 from tests.support.kernels.state_inputs import KERNEL, Random, steps
 

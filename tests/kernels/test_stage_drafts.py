@@ -15,13 +15,12 @@ from kvern import LLM, SamplingParams
 from kvern.device.device_batch import DeviceRows
 from kvern.drafting.device.device_draft_model import DeviceDraftModel
 from kvern.drafting.device.draft_graphs import DraftGraphs, ModelSteps
-from kvern.drafting.device.drafted_steps import draft_behind
 from kvern.drafting.device.drafter import ComputedStep, GuardedDrafter
 from kvern.drafting.device.head_drafter import HeadDrafter
 from kvern.drafting.device.head_graphs import HeadGraphs
 from kvern.ranks.stages import Stage
 from kvern.request.step import ScheduledTokens, SchedulerOutput
-from kvern.runner.device_runner import DeviceRunner
+from kvern.runner.device_runner import DeviceRunner, draft_behind
 from kvern.runner.result import PendingStep
 from tests.support.draft_heads import add_prediction, write_eagle, write_medusa
 from tests.support.families import make_checkpoint

@@ -11,7 +11,7 @@ import torch
 from kvern import LLM, SamplingParams
 from kvern.models.loader import LoadOptions, load_model
 from kvern.ranks.ranks import Ranks
-from kvern.runner.stage_ends import StageEnds
+from kvern.runner.decode_graphs import StageEnds
 from tests.support.families import make_checkpoint
 from tests.support.kernels.device_engines import OPTIONS
 from tests.support.outputs import token_ids

@@ -6,13 +6,13 @@ from pathlib import Path
 import pytest
 import torch
 
-import kvern.runner.device_steps
+import kvern.runner.kernel_backend
 from kvern import LLM, SamplingParams
 from kvern.device.device_batch import decodes_on_device
 from kvern.kernels.batch import write_sampled
 from kvern.runner.device_runner import DeviceRunner
 from kvern.runner.device_sampling import sample_plain
-from kvern.runner.device_steps import STEP_KINDS, GraphOptions, step_kinds
+from kvern.runner.kernel_backend import STEP_KINDS, GraphOptions, step_kinds
 from kvern.runner.step_graphs import (
     DeviceModel,
     GraphInputs,
@@ -73,7 +73,7 @@ def test_a_new_kind_of_step_is_one_class_and_one_entry(
     prompts = [[5, 9, 17, 33, 2, 81], [7, 8]]
     expected = token_ids(llm.generate(prompts, params))
     monkeypatch.setattr(
-        kvern.runner.device_steps, "STEP_KINDS", [lambda model, options: LonelyKind(model), *STEP_KINDS]
+        kvern.runner.kernel_backend, "STEP_KINDS", [lambda model, options: LonelyKind(model), *STEP_KINDS]
     )
     runner = runner_of(llm)
     assert isinstance(runner, DeviceRunner)

@@ -35,7 +35,7 @@ from kvern.request.request import PromptInput, RequestSpec
 from kvern.request.sampling_params import ResolvedParams
 from kvern.request.step import NewRequest, ScheduledTokens
 from kvern.runner.dummy_steps import LONGEST, META, DummySteps, groups_of
-from kvern.runner.stored import Stored
+from kvern.runner.loaded_model import Stored
 from kvern.spec.mixers import AttentionSpec
 from kvern.spec.model import ModelSpec
 

@@ -109,7 +109,7 @@ class Kernels:
             raise ConfigError(f"the kernels run on a GPU, but {missing_gpu()}")
         from kvern.bench.kernels import CODES, ceilings, measured_kernels
         from kvern.layers.tuned_linear import TunedLinear
-        from kvern.runner.stored import Stored
+        from kvern.runner.loaded_model import Stored
 
         unknown = set(self.codes) - {"all", *CODES}
         if unknown:

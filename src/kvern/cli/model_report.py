@@ -23,6 +23,7 @@ from kvern.runner.memory import (
     MARGIN_BYTES,
     bytes_of_state,
     bytes_of_token,
+    choose_groups,
     host_cache_bytes,
 )
 from kvern.runner.plan import (
@@ -36,7 +37,6 @@ from kvern.runner.plan import (
     sequences_taken,
     states_of_a_request,
 )
-from kvern.runner.windows import choose_groups
 from kvern.spec.model import ModelSpec
 
 EIGHT_BIT = "int8"

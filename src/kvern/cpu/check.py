@@ -199,7 +199,7 @@ def check_int8(generator: torch.Generator) -> None:
 
 
 class _ThreeRows:
-    """Three rows, as in `kvern.device.row_lists`, with the text 1 2 2: greedy, sampled, and sampled with top-k 1.
+    """Three rows, as in `kvern.device.rows`, with the text 1 2 2: greedy, sampled, and sampled with top-k 1.
 
     The prompt is token 1, token 2 is penalized, token 3 is banned in the last row.
     """

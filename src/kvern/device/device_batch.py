@@ -9,8 +9,7 @@ import numpy as np
 import torch
 
 from kvern.device.input_batch import InputBatch, TableSlots, sampled_tokens
-from kvern.device.row_lists import ListedRows
-from kvern.device.rows import NO_WINDOWS, WindowTables
+from kvern.device.rows import NO_WINDOWS, ListedRows, WindowTables
 from kvern.device.transfer import send, upload
 from kvern.kernels.attention_arguments import Runs
 from kvern.kernels.attention_prefix import SharedPrefix

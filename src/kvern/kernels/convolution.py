@@ -25,7 +25,7 @@ PLACES = ["states", "firsts", "counts", "requests", "chunks"]
 
 
 class Runs(NamedTuple):
-    """Longer runs, one behind the other, all int32 (made by `kvern.device.state_runs`).
+    """Longer runs, one behind the other, all int32 (made by `kvern.runner.device_states`).
 
     states, firsts, counts [R]   the state of each, its first token among the T, and how many it has
     requests [T]                 the run that a token belongs to

@@ -4,10 +4,16 @@ A graph pads smaller batches. It owns the rows and positions that it reads, and 
 requests decode, a step is one launch and the host sends nothing. Where sampling takes more than a graph can do, it goes
 on after the graph, from the logits that it leaves, and the token of the graph is overwritten. The graph of a pipeline
 stage begins with the rows that the stage before hands on, or ends with those for the next stage.
+
+    received --> rows --replay--> what the graph leaves --copied--> sent
+
+Graphs hold no messages of stages: rows are received before a replay, once the step before has read its own, and copied
+after it, before the next step may overwrite them. A message takes as long as it takes.
 """
 
 from collections import deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import chain
 from operator import is_
 from typing import NamedTuple
@@ -21,11 +27,11 @@ from kvern.kernels import logprobs
 from kvern.kernels.attention_prefix import SharedPrefix, tiles_for
 from kvern.kernels.batch import write_sampled
 from kvern.layers.rope import positions_alone
+from kvern.layers.stages import ReceivedRows
 from kvern.layers.step_context import NO_ADAPTERS, StepAdapters, StepContext
+from kvern.models.decoder import Decoder
 from kvern.request.step import NewRequest, ScheduledTokens
 from kvern.runner.device_sampling import sample_as_asked, sample_plain
-from kvern.runner.shared_prefix import LEAST_REQUESTS, PrefixGroups, find_shared_prefixes
-from kvern.runner.stage_ends import StageEnds
 from kvern.runner.step_graphs import (
     IN_GRAPHS,
     DeviceModel,
@@ -36,6 +42,85 @@ from kvern.runner.step_graphs import (
     StepKind,
     StepOutputs,
 )
+
+
+class StageEnds:
+    """The ends of the stage that `decoder` is, for steps of at most `most` rows."""
+
+    def __init__(self, decoder: Decoder, most: int) -> None:
+        self._entry, self._stage = decoder.entry, decoder.build.ranks.stage
+        self._rows = self._entry.room(most).zero_() if isinstance(self._entry, ReceivedRows) else None
+
+    def entered(self, token_ids: Tensor) -> Tensor:
+        """The rows that the layers of the stage begin with, `[T, width]`: this is part of a graph."""
+        if isinstance(self._entry, ReceivedRows) and self._rows is not None:
+            # A kernel that waits for the one that describes the batch, as those behind read that before they wait.
+            return self._entry.taken(self._rows[: len(token_ids)].mul(1))
+        embedded: Tensor = self._entry(token_ids)
+        return embedded
+
+    def receive(self, count: int, size: int) -> None:
+        """Have what a graph of `size` rows begins with, the first `count` of them those of the step."""
+        if self._rows is None:
+            return
+        self._stage.receive(self._rows[:count])
+        if count < size:  # they ask for no other experts
+            self._rows[count:size] = self._rows[0]
+
+    def hand_on(self, hidden: Tensor) -> None:
+        """Send rows `hidden [T, ...]`, which are good until the next step, to the stage behind."""
+        self._stage.send(hidden.clone())
+
+
+LEAST_KEYS = 256
+LEAST_REQUESTS = 4
+"""Below, a pass of its own for the prefix costs more than it saves."""
+
+
+@dataclass
+class PrefixGroups:
+    """Tiles of at most `members` requests with a common prefix, as lists for a `SharedPrefix`."""
+
+    members: list[list[int]] = field(default_factory=list)
+    tile_keys: list[int] = field(default_factory=list)
+    keys: list[int] = field(default_factory=list)
+
+
+def common_length(tables: Sequence[list[int]]) -> int:
+    """Returns how many first entries all lists have in common: as many as the least and the greatest of them."""
+    least, greatest = min(tables), max(tables)
+    pairs = enumerate(zip(least, greatest, strict=False))
+    return next((index for index, (a, b) in pairs if a != b), min(len(least), len(greatest)))
+
+
+def find_shared_prefixes(
+    tables: Sequence[list[int]], starts: Sequence[int], block_size: int, members: int
+) -> PrefixGroups | None:
+    """Group decodes by the blocks they begin with. None if no group is worth it.
+
+    tables  the blocks of each request, of which it may have more by now
+    starts  the position of each request's query: what it shares lies before
+    """
+    by_first: dict[int, list[int]] = {}
+    for index, table in enumerate(tables):
+        if table:
+            by_first.setdefault(table[0], []).append(index)
+    groups = PrefixGroups(keys=[0] * len(tables))
+    most = tiles_for(len(tables), members)
+    for requests in sorted(by_first.values(), key=len, reverse=True):
+        needed = -(-len(requests) // members)
+        if len(requests) < LEAST_REQUESTS or len(groups.members) + needed > most:
+            break
+        common = common_length([tables[index] for index in requests])
+        keys = min(common * block_size, min(starts[index] for index in requests) // block_size * block_size)
+        if keys < LEAST_KEYS:
+            continue
+        for first in range(0, len(requests), members):
+            groups.members.append(requests[first : first + members])
+            groups.tile_keys.append(keys)
+        for index in requests:
+            groups.keys[index] = keys
+    return groups if groups.members else None
 
 
 class DecodeShape(NamedTuple):

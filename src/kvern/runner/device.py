@@ -1,6 +1,7 @@
 """Checks of what the device of a machine can do, with errors that say what it cannot."""
 
 import dataclasses
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -71,18 +72,23 @@ def check_states(config: EngineConfig, spec: ModelSpec) -> None:
     if not spec.recurrent:
         return
     refused = {
-        f"kv_tier {config.kv_tier}": config.kv_tier is not None,
-        "deterministic": config.deterministic,
+        f"kv_tier {config.kv_tier}": (
+            config.kv_tier is not None,
+            "a tier keeps blocks and no states: leave kv_tier out",
+        ),
+        "deterministic": (
+            config.deterministic,
+            "a state's last bits depend on how a prompt is cut into steps: leave deterministic off",
+        ),
     }
-    reasons = {
-        "kv_tier": "a tier keeps blocks and no states: leave kv_tier out",
-        "deterministic": "a state's last bits depend on how a prompt is cut into steps: leave deterministic off",
-    }
-    for what, is_asked in refused.items():
+    refuse(refused, f"{spec.model_type}, whose layers keep states")
+
+
+def refuse(refused: Mapping[str, tuple[bool, str]], model: str) -> None:
+    """Raise ConfigError for the first option that is asked for, by its name: (whether it is, why not and a remedy)."""
+    for what, (is_asked, reason) in refused.items():
         if is_asked:
-            raise ConfigError(
-                f"{what} does not go with {spec.model_type}, whose layers keep states: {reasons[what.split()[0]]}"
-            )
+            raise ConfigError(f"{what} does not go with {model}: {reason}")
 
 
 def check_state_kernels(spec: ModelSpec, kernels: frozenset[str], device: torch.device) -> None:
@@ -118,9 +124,7 @@ def check_latents(config: EngineConfig, spec: ModelSpec, device: torch.device) -
             "a latent has no scales: leave kv_cache_dtype auto",
         ),
     }
-    for what, (is_asked, reason) in refused.items():
-        if is_asked:
-            raise ConfigError(f"{what} does not go with {spec.model_type}, which attends to latents: {reason}")
+    refuse(refused, f"{spec.model_type}, which attends to latents")
 
 
 def check_indexers(config: EngineConfig, spec: ModelSpec) -> None:
@@ -159,9 +163,7 @@ def check_encoder(config: EngineConfig, spec: ModelSpec, device: torch.device, *
             "they are for models that generate: leave adapters and max_adapters out",
         ),
     }
-    for what, (is_asked, reason) in refused.items():
-        if is_asked:
-            raise ConfigError(f"{what} does not go with {spec.model_type}, which is an encoder: {reason}")
+    refuse(refused, f"{spec.model_type}, which is an encoder")
 
 
 def check_kernels(spec: ModelSpec, device: torch.device) -> None:

@@ -2,12 +2,15 @@
 
 differences --> rows on the device --> tokens, positions, slot mapping read on the device
                                          |
-             choose   the first kind of graphs (`device_steps.STEP_KINDS`) that has one for the step, or none
+             choose   the first kind of graphs (`kernel_backend.STEP_KINDS`) that has one for the step, or none
              run      the graph, from embedding to sampled token and its log-probabilities; without a graph the model
                       kernel by kernel, decodes first, then runs of prompt tokens
              sample   where a graph did not: for grammars, beams, embeddings, custom code and rare filters
                                          |
 sampled tokens <-- copied to the host after the step, which an event marks as done
+
+A drafter goes on behind a step: with one pipeline stage its drafts stay on the device, and the next step tells what
+they took. With several stages the step's result has them, since the first stage needs them from the host.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,15 +21,16 @@ from torch import Tensor
 
 from kvern.device.device_batch import DeviceBatch, DeviceRows, build_device_batch
 from kvern.device.input_batch import sampled_tokens
-from kvern.drafting.device.drafted_steps import draft_behind
-from kvern.drafting.device.drafter import ComputedStep, Drafter
-from kvern.drafting.verification import read_drafts, verify
+from kvern.device.transfer import upload
+from kvern.drafting.device.drafter import ComputedStep, Drafter, GuardedDrafter
+from kvern.drafting.verification import guessed_drafts, read_drafts, verify
+from kvern.kernels import logprobs
 from kvern.kernels.batch import write_sampled
 from kvern.kernels.constraints import change
 from kvern.kernels.sampling import sample as sample_tokens
 from kvern.models.decoder import Decoder
+from kvern.ranks.stages import Stage
 from kvern.request.step import ScheduledTokens, SchedulerOutput
-from kvern.runner.device_logprobs import listed, reported
 from kvern.runner.device_sampling import sample_plain
 from kvern.runner.device_states import DeviceStateMemory
 from kvern.runner.loaded_model import LoadedModel
@@ -44,11 +48,54 @@ from kvern.runner.step_graphs import (
 )
 from kvern.runner.step_parts import StepTooLarge
 from kvern.runner.step_runner import CHOSEN_BY_FIRST, StepRunner
-from kvern.sample.beams import DeviceCandidates
+from kvern.sample.beams import DeviceCandidates, most_probable
 from kvern.sample.dry import penalize_repetitions
 from kvern.sample.logprobs import DeviceLogprobs
 from kvern.sample.sampler import sample
 from kvern.structured.masks import Restricted
+
+
+def draft_behind(
+    step: PendingStep, computed: ComputedStep, drafter: GuardedDrafter, rows: DeviceRows, stage: Stage
+) -> Interval | None:
+    """Have a drafter that is asked guess behind a step, without waiting for the device.
+
+    Returns when the device did it, if that is for the next step to tell: a step's own result does where it has drafts.
+    """
+    begun = _now(rows.device)
+    drafter.draft(computed)
+    ended = _now(rows.device)
+    interval = None if begun is None or ended is None else (begun, ended)
+    guessed = guessed_drafts(rows, computed.scheduled) if stage.count > 1 else None
+    if guessed is None:
+        return interval
+    step.add_drafts(guessed, interval)
+    return None
+
+
+def _now(device: torch.device) -> torch.cuda.Event | None:
+    """When a GPU comes here with what it was asked for."""
+    if device.type != "cuda":
+        return None
+    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    event.record(torch.cuda.current_stream(device))
+    return event
+
+
+def reported(logits: torch.Tensor, tokens: torch.Tensor, most: int) -> DeviceLogprobs:
+    """Log-probabilities as `token_logprobs` returns them."""
+    found = logprobs.empty(len(tokens), logits.device)
+    slots = torch.zeros(len(tokens), dtype=torch.int32, device=logits.device)
+    logprobs.logprobs(logits, slots, upload([most], torch.int64, logits.device), tokens, found)
+    return DeviceLogprobs.of(found, len(tokens), min(most, logits.shape[-1]))
+
+
+def listed(scores: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The most probable tokens as `most_probable` returns them."""
+    if count > logprobs.WIDTH:
+        return most_probable(scores, count)
+    found = reported(scores, torch.zeros(len(scores), dtype=torch.int64, device=scores.device), count)
+    return found.best, found.best_ids
 
 
 class DeviceRunner(StepRunner[Decoder, DeviceBatch, DeviceRows, DeviceStateMemory]):

@@ -19,7 +19,7 @@ from kvern.models.decoder import Decoder
 from kvern.models.loader import fill_random
 from kvern.request.step import ScheduledTokens
 from kvern.runner.device_states import DeviceStateMemory
-from kvern.runner.stored import Stored
+from kvern.runner.loaded_model import Stored
 from kvern.spec.model import ModelSpec
 
 META = torch.device("meta")

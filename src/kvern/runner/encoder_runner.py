@@ -22,10 +22,10 @@ from kvern.models.loader import LoadOptions, choose_dtype, load_encoder, read_co
 from kvern.request.request import PromptInput
 from kvern.runner.device import check_dtype, check_encoder, check_weights_fit, resolve_device
 from kvern.runner.kernel_choice import settle_threads, usable_kernels
+from kvern.runner.loaded_model import Stored
 from kvern.runner.memory import MARGIN_BYTES, DeviceMemory
 from kvern.runner.plan import CPU_KERNELS, Layout, Plan, ProbedDevice, agree, resolve_max_model_len
 from kvern.runner.startup import Startup
-from kvern.runner.stored import Stored
 from kvern.spec.model import ModelSpec
 
 logger = logging.getLogger("kvern")

@@ -14,6 +14,7 @@ from kvern.device.rows import BatchRows
 from kvern.errors import ConfigError, UnsupportedModel, in_a_line
 from kvern.models.fallback.spec import TransformersSpec
 from kvern.request.step import ScheduledTokens
+from kvern.runner.device import refuse
 from kvern.runner.memory import GIGABYTE
 
 if TYPE_CHECKING:
@@ -93,9 +94,7 @@ def check_fallback_options(
             "in PyTorch a token's results depend on the batch: leave deterministic off",
         ),
     }
-    for what, (is_asked, reason) in refused.items():
-        if is_asked:
-            raise ConfigError(f"{what} does not go with {spec.model_type}, which transformers computes: {reason}")
+    refuse(refused, f"{spec.model_type}, which transformers computes")
     needed, memory = spec.parameters * dtype.itemsize, total_memory()
     if needed > memory:
         raise ConfigError(

@@ -1,10 +1,15 @@
-"""A worker whose batch lives on a GPU: linear layers and attention are timed, the largest steps are measured."""
+"""A worker whose batch lives on a GPU: linear layers and attention are timed, the largest steps are measured.
 
-from collections.abc import Callable, Mapping
+The kinds of steps that are captured as CUDA graphs are registered in `STEP_KINDS`.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from kvern.attention.base import AttentionBackend
 from kvern.attention.eight_bit import EightBit
@@ -14,45 +19,200 @@ from kvern.attention.paged import PagedAttention, Phases
 from kvern.attention.selection import AttentionChoice, Shapes, choose
 from kvern.attention.torch_sdpa import TorchAttention
 from kvern.config import EngineConfig
-from kvern.device.device_batch import DeviceBatch, DeviceRows
+from kvern.device.device_batch import DeviceBatch, DeviceRows, build_device_batch
 from kvern.device.measurements import Measurements
 from kvern.device.rows import NO_WINDOWS, BatchRows
 from kvern.device.timing import time_calls
-from kvern.drafting.device.draft_graphs import MOST_ROWS
-from kvern.drafting.device.drafter import Drafter, DrawingDrafter, ReadingDrafter
+from kvern.drafting.device.device_draft_model import DeviceDraftModel
+from kvern.drafting.device.draft_graphs import MOST_ROWS, DraftGraphs, ModelSteps, draft_runs, padded_rows
+from kvern.drafting.device.drafter import Drafter, DrawingDrafter, ReadingDrafter, StepReader
+from kvern.drafting.device.head_drafter import HeadDrafter, MedusaDrafter
+from kvern.drafting.device.head_graphs import DeviceHead, HeadGraphs
 from kvern.drafting.models.head import DraftHead
 from kvern.drafting.models.medusa_heads import MedusaHeads
 from kvern.drafting.rejection import Drawn
 from kvern.errors import ConfigError
 from kvern.kernels import masks
+from kvern.kernels.batch import write_sampled
 from kvern.kernels.launch import capability
+from kvern.kernels.sampling import sample
 from kvern.layers.tuned_linear import TunedLinear
 from kvern.layers.tuning import tune
 from kvern.models.decoder import Decoder, LanguageModel
 from kvern.models.weighted import WeightedModel
+from kvern.request.request import PromptInput, RequestSpec
+from kvern.request.sampling_params import ResolvedParams
+from kvern.request.step import NewRequest, ScheduledTokens, SchedulerOutput
 from kvern.runner.cached_model import CachedModel
-from kvern.runner.device_drafters import drafting_bytes, make_drafter, medusa_drafter
+from kvern.runner.decode_graphs import DecodeKind
 from kvern.runner.device_runner import DeviceRunner
 from kvern.runner.device_states import DeviceStateMemory
-from kvern.runner.device_steps import GraphOptions, step_kinds
-from kvern.runner.largest_steps import run_largest_steps
 from kvern.runner.loaded_model import LoadedModel
 from kvern.runner.memory import (
+    GRAPH_BYTES,
     DeviceMemory,
     bytes_noted,
     bytes_of_draft,
+    bytes_of_drafting,
+    bytes_of_reading,
     bytes_of_state,
     bytes_of_token,
     cache_bytes,
+    choose_groups,
     report_others,
 )
 from kvern.runner.plan import FreeMemory, Layout, Plan
+from kvern.runner.prompt_graphs import PromptKind, reading_shapes
 from kvern.runner.startup import Startup
 from kvern.runner.step_graphs import DeviceModel, GraphMemory, StepGraphs, StepKind
 from kvern.runner.step_parts import StepTooLarge
-from kvern.runner.windows import choose_groups
+from kvern.runner.verify_graphs import VerifyKind
 from kvern.spec.model import ModelSpec
 from kvern.structured.masks import restrict
+
+
+def run_largest_steps(runner: DeviceRunner, max_tokens: int, kinds: Sequence[StepKind[Any, Any]]) -> int:
+    """Run the largest steps through a cache of one block: PyTorch keeps their memory for the steps to come.
+
+    `max_tokens`: of a step; `kinds`: those that are captured. Returns the bytes that their graphs take besides.
+    """
+    rows = runner.model.rows
+    device = rows.device
+    slots = rows.scratch
+    longest = rows.tokens.shape[1] - 1
+    tokens = min(max_tokens, longest * slots)
+    length = min(longest - 1, tokens)
+    requests = min(slots, -(-tokens // length))
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated(device)
+    params = ResolvedParams(temperature=1.0, top_p=0.9, presence_penalty=0.1, logprobs=0)
+    asked = RequestSpec("", PromptInput([0]), params, 1)
+    joined = [NewRequest(slot, asked, params, 0, [0], []) for slot in range(slots)]
+    prompts = [ScheduledTokens(slot, 0, min(length, tokens - slot * length), 1) for slot in range(requests)]
+    decodes = [ScheduledTokens(slot, 0, 1, 1) for slot in range(slots)]
+    runner.execute(SchedulerOutput(0, joined=joined, scheduled=prompts)).result()
+    torch.cuda.reset_peak_memory_stats(device)
+    for number, step in enumerate([decodes, *(kind.largest_step() for kind in kinds)]):
+        if step:
+            runner.execute(SchedulerOutput(1 + number, scheduled=step)).result()
+    if not kinds:
+        return 0
+    graphs = sum(len(kind.shapes) for kind in kinds)
+    return torch.cuda.max_memory_allocated(device) - before + graphs * GRAPH_BYTES
+
+
+class GraphOptions(NamedTuple):
+    """The steps that graphs are made for.
+
+    max_tokens       the most tokens of a step
+    shares_prefixes  attention reads common prefixes of decodes once
+    drafts           steps may verify drafts
+    verifies         steps that do are captured; their drafter can go on after graphs
+    reader           reads steps within the graphs that verify drafts
+    """
+
+    max_tokens: int
+    shares_prefixes: bool = True
+    drafts: bool = False
+    verifies: bool = True
+    reader: StepReader | None = None
+
+
+MakeKind = Callable[[DeviceModel, GraphOptions], StepKind[Any, Any] | None]
+"""Makes a kind of step for a model; None: the model, or its backend of attention, cannot have it."""
+
+
+def _decodes(model: DeviceModel, options: GraphOptions) -> DecodeKind:
+    return DecodeKind(model, model.attention.prefix_members if options.shares_prefixes else 0)
+
+
+def _prompts(model: DeviceModel, options: GraphOptions) -> PromptKind | None:
+    is_possible = model.attention.reads_device_starts and not model.attention.deterministic
+    return PromptKind(model, options.max_tokens) if is_possible and _is_one_stage(model) else None
+
+
+def _verified_drafts(model: DeviceModel, options: GraphOptions) -> VerifyKind | None:
+    if not (options.drafts and model.attention.reads_device_starts and _is_one_stage(model)):
+        return None
+    captures = options.verifies and model.decoder.build.ranks.dp_attention is None
+    return VerifyKind(model, options.max_tokens, options.reader, captures=captures)
+
+
+def _is_one_stage(model: DeviceModel) -> bool:
+    """Returns whether the model is no pipeline stage: graphs receive rows of another stage for decodes alone."""
+    return model.decoder.build.ranks.stage.count == 1
+
+
+STEP_KINDS: list[MakeKind] = [_decodes, _verified_drafts, _prompts]
+"""The kinds in the order in which they are tried for a step."""
+
+
+def step_kinds(
+    model: DeviceModel, options: GraphOptions, kinds: Iterable[MakeKind] | None = None
+) -> list[StepKind[Any, Any]]:
+    """The kinds of steps of a model whose backend of attention can be captured."""
+    made = (make(model, options) for make in (STEP_KINDS if kinds is None else kinds))
+    return [kind for kind in made if kind is not None]
+
+
+def medusa_drafter(heads: MedusaHeads, rows: DeviceRows, drawn: Drawn | None) -> MedusaDrafter:
+    """Medusa heads as a drafter over the rows of a model. `drawn`: as of `Drafter`s that draw."""
+    return MedusaDrafter(heads, rows, partial(_draw, rows), drawn)
+
+
+def make_drafter(
+    decoder: Decoder | DraftHead,
+    attention: AttentionBackend[DeviceBatch],
+    rows: DeviceRows,
+    block_size: int,
+    max_tokens: int,
+    *,
+    drawn: Drawn | None,
+    cuda_graphs: bool,
+) -> Drafter:
+    """A draft model or head as a drafter over the rows of a model, with a cache of its own.
+
+    `max_tokens`: of a step that reads prompts. `cuda_graphs`: it drafts in graphs, unless what it draws from is kept.
+    """
+    captures = drawn is None and cuda_graphs and attention.captures and rows.device.type == "cuda"
+    if isinstance(decoder, DraftHead):
+        head: DeviceHead = CachedModel(decoder, attention, rows, block_size)
+        in_graphs = HeadGraphs(head, GraphMemory(rows.device)) if captures else None
+        return HeadDrafter(head, partial(_build_batch, rows, block_size), partial(_draw, rows), in_graphs, drawn=drawn)
+    model: DeviceModel = CachedModel(decoder, attention, rows, block_size)
+    if not captures:
+        return DeviceDraftModel(model, max_tokens, drawn=drawn)
+    memory = GraphMemory(rows.device)
+    drafts, prompts = DraftGraphs(ModelSteps(model), rows, memory), None
+    if attention.reads_device_starts and not attention.deterministic:
+        prompts = StepGraphs(PromptKind(model, max_tokens, samples=False), memory)
+    return DeviceDraftModel(model, max_tokens, drafts, prompts)
+
+
+def drafting_bytes(draft: Decoder | DraftHead | MedusaHeads, config: EngineConfig, plan: Plan) -> int:
+    """Bytes that the steps of a draft model or head take beside those of the model."""
+    rows = padded_rows(min(plan.max_batch_requests, MOST_ROWS))
+    captured = config.cuda_graphs and not isinstance(draft, MedusaHeads)
+    steps = sum(run.steps for run in draft_runs(rows)) if captured else 0
+    drawn = MOST_ROWS if config.acceptance == "rejection" else 0
+    size = getattr(torch, plan.dtype).itemsize
+    taken = bytes_of_drafting(draft.spec, size, rows, steps, drawn)
+    if captured and isinstance(draft, Decoder):
+        reading = reading_shapes(plan.max_batch_tokens, plan.max_model_len)
+        taken += bytes_of_reading(draft.spec, size, [shape.prompts for shape in reading])
+    if isinstance(draft, DraftHead) and draft.layer_inputs() is not None:
+        taken += 2 * plan.max_batch_tokens * draft.head.state_size * size  # of two steps, kept and joined
+    return taken
+
+
+def _build_batch(
+    rows: DeviceRows, block_size: int, scheduled: Sequence[ScheduledTokens], starts: Tensor
+) -> DeviceBatch:
+    return build_device_batch(rows, scheduled, block_size, starts)
+
+
+def _draw(rows: DeviceRows, logits: Tensor, slots: Sequence[int], index: Tensor, positions: Tensor) -> None:
+    write_sampled(rows.tokens, index, positions, sample(logits, None, index, positions, rows))
 
 
 class KernelBackend:

@@ -13,9 +13,9 @@ from kvern.errors import ConfigError
 from kvern.layers.linear_method import LinearMethod
 from kvern.models.weighted import WeightedModel
 from kvern.runner.device import check_head_dim
+from kvern.runner.loaded_model import Stored
 from kvern.runner.plan import CPU_KERNELS, RANK_KERNELS, Plan
 from kvern.runner.startup import Startup
-from kvern.runner.stored import Stored
 
 CPU_DTYPES = (torch.float32, torch.bfloat16)
 """The dtypes of models that kernels of a CPU compute."""

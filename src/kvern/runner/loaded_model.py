@@ -2,24 +2,24 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 
 from kvern.attention.eight_bit import EightBit
 from kvern.attention.groups import LayerGroups
 from kvern.device.rows import BatchRows
-from kvern.layers.linear_format import LinearFormat
+from kvern.layers.linear_format import LinearFormat, LinearMethods
 from kvern.models.decoder import Decoder, LanguageModel
 from kvern.models.weighted import WeightedModel
 from kvern.ranks.ranks import ALONE, Ranks
 from kvern.request.step import SchedulerOutput, StepResult
 from kvern.runner.plan import FreeMemory, Layout
+from kvern.spec.model import ModelSpec
 from kvern.structured.masks import GrammarRows
 
 if TYPE_CHECKING:
-    from kvern.adapters.bank import AdapterBank
-    from kvern.adapters.store import AdapterStore
+    from kvern.adapters.bank import AdapterBank, AdapterStore
     from kvern.drafting.device.drafter import Drafter
     from kvern.drafting.models.head import DraftHead
     from kvern.drafting.models.medusa_heads import MedusaHeads
@@ -126,3 +126,15 @@ class StepBackend(Protocol):
         Medusa heads have no cache.
         """
         ...
+
+
+class Stored(NamedTuple):
+    """A model as its steps multiply: what it is made of, how its weights are stored, and who shares it.
+
+    `has_head`: a draft head guesses beside it.
+    """
+
+    spec: ModelSpec
+    methods: LinearMethods
+    ranks: Ranks = ALONE
+    has_head: bool = False

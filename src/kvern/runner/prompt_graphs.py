@@ -23,7 +23,6 @@ from torch import Tensor
 from kvern.device.device_batch import DeviceSamples, captured_batch, runs_in
 from kvern.device.input_batch import sampled_tokens
 from kvern.device.rows import BatchRows
-from kvern.device.state_runs import chunks_of
 from kvern.kernels import delta_net
 from kvern.kernels.attention_latent import QUERIES
 from kvern.kernels.attention_prefill import prefill_shape
@@ -31,6 +30,7 @@ from kvern.kernels.batch import write_sampled
 from kvern.layers.embedding import EmbeddedTokens
 from kvern.request.step import NewRequest, ScheduledTokens, SchedulerOutput
 from kvern.runner.device_sampling import sample_plain
+from kvern.runner.device_states import chunks_of
 from kvern.runner.step_graphs import (
     DeviceModel,
     GraphInputs,

@@ -43,7 +43,7 @@ from kvern.ranks.ranks import DPAttention, Ranks
 from kvern.request.request import PromptInput
 from kvern.request.step import ScheduledTokens
 from kvern.runner.dummy_steps import LONGEST, META, ROWS, DummySteps
-from kvern.runner.stored import Stored
+from kvern.runner.loaded_model import Stored
 
 MOST_DECODES = 128
 """Tokens of a step of decodes alone; a step of more is a run."""

@@ -8,7 +8,7 @@
     idle moments  the others, one at a time; an engine that has none (`LLM`) captures all of them at start
     in a step     none: a step whose graph is missing runs by a larger graph, or kernel by kernel
 
-A new kind of step is a class in a file of its own, and an entry in `device_steps.STEP_KINDS`.
+A new kind of step is a class in a file of its own, and an entry in `kernel_backend.STEP_KINDS`.
 """
 
 import contextlib

@@ -16,8 +16,7 @@ from kvern.config import EngineConfig
 from kvern.cpu import sampling as cpu
 from kvern.cpu.library import DTYPES
 from kvern.device.input_batch import InputBatch, build_input_batch
-from kvern.device.row_lists import ListedRows
-from kvern.device.rows import NO_WINDOWS, BatchRows
+from kvern.device.rows import NO_WINDOWS, BatchRows, ListedRows
 from kvern.layers.unquantized import Unquantized
 from kvern.models.decoder import Decoder, LanguageModel
 from kvern.models.weighted import WeightedModel
@@ -25,13 +24,12 @@ from kvern.request.step import ScheduledTokens
 from kvern.runner.cached_model import CachedModel
 from kvern.runner.captured_decodes import CapturedDecodes
 from kvern.runner.loaded_model import LoadedModel
-from kvern.runner.memory import DeviceMemory, bytes_of_draft, bytes_of_state, bytes_of_token, cache_bytes
+from kvern.runner.memory import DeviceMemory, bytes_of_draft, bytes_of_state, bytes_of_token, cache_bytes, choose_groups
 from kvern.runner.needs import SamplingNeeds
 from kvern.runner.plan import RANK_KERNELS, FreeMemory, Layout, Plan
 from kvern.runner.runner import ModelRunner
 from kvern.runner.sampling import CompiledSampling, Sampling, TorchSampling
 from kvern.runner.state_memory import StateMemory
-from kvern.runner.windows import choose_groups
 from kvern.spec.model import ModelSpec
 from kvern.structured import masks
 
@@ -134,8 +132,7 @@ class TorchBackend:
     ) -> "Drafter":
         """A head that drafts, or Medusa heads."""
         from kvern.drafting.device.captured_head import CapturedHead
-        from kvern.drafting.device.head_drafter import HeadDrafter
-        from kvern.drafting.device.medusa_drafter import MedusaDrafter
+        from kvern.drafting.device.head_drafter import HeadDrafter, MedusaDrafter
         from kvern.drafting.models.medusa_heads import MedusaHeads
 
         if isinstance(decoder, MedusaHeads):

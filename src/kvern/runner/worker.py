@@ -34,8 +34,8 @@ from kvern.runner.device import (
     check_weights_fit,
 )
 from kvern.runner.kernel_choice import settle_threads, usable_kernels
-from kvern.runner.loaded_model import Draft, LoadedModel, Runner, StepBackend
-from kvern.runner.memory import DeviceMemory
+from kvern.runner.loaded_model import Draft, LoadedModel, Runner, StepBackend, Stored
+from kvern.runner.memory import DeviceMemory, report_groups
 from kvern.runner.plan import (
     CPU_KERNELS,
     EIGHT_BIT,
@@ -46,16 +46,13 @@ from kvern.runner.plan import (
     resolve_max_model_len,
 )
 from kvern.runner.startup import Startup
-from kvern.runner.stored import Stored
-from kvern.runner.windows import report
 from kvern.spec.model import ModelSpec
 from kvern.structured.masks import GrammarRows
 from kvern.structured.matchers import library_of
 
 if TYPE_CHECKING:
-    from kvern.adapters.bank import AdapterBank
-    from kvern.adapters.store import AdapterStore
-    from kvern.adapters.targets import Target
+    from kvern.adapters.bank import AdapterBank, AdapterStore
+    from kvern.adapters.peft import Target
     from kvern.runner.processor_rows import ProcessorRows
     from kvern.runner.ranks.experts import ExpertBalance, ExpertCounts, LayerCounts
 
@@ -200,7 +197,7 @@ class Worker:
 
     def _room(self) -> FreeMemory:
         room = self._backend.room(self._loaded)
-        self._startup.report(report(self._backend.groups))
+        self._startup.report(report_groups(self._backend.groups))
         draft = self._loaded.draft
         if draft is None:
             return room
@@ -241,7 +238,7 @@ class Worker:
         return Draft(decoder, backend)
 
     def _load_medusa(self, folder: Path, model: LanguageModel) -> Draft:
-        from kvern.drafting.models.medusa_formats import load_medusa
+        from kvern.drafting.models.medusa_heads import load_medusa
 
         with self._startup.stage("weights"):
             heads = load_medusa(
@@ -407,8 +404,7 @@ class Worker:
         places, rank = self._config.adapter_places, self._config.max_adapter_rank
         if not places:
             return None
-        from kvern.adapters.bank import AdapterBank
-        from kvern.adapters.store import AdapterStore
+        from kvern.adapters.bank import AdapterBank, AdapterStore
 
         bank = AdapterBank(decoder, places, rank, kernels)
         pinned = self.device.type == "cuda"
@@ -420,7 +416,7 @@ class Worker:
 
     def _readable_targets(self, decoder: Decoder) -> "Mapping[str, tuple[Target, ...]]":
         """The targets that an adapter of the whole model may change, also in layers of other stages."""
-        from kvern.adapters.targets import targets_of
+        from kvern.adapters.peft import targets_of
 
         ranks = Ranks(self._ranks.rank, self._ranks.size)
         spec = share_of(self._whole, ranks.size, self._whole_experts)

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from kvern.device.state_runs import runs_of
 from kvern.kernels import convolution
 from kvern.kernels.convolution import Drafts, Runs, Taps
 from kvern.kernels.delta_net import CHUNK
+from kvern.runner.device_states import runs_of
 from kvern.spec.mixers import Mamba2Spec, RecurrentSpec, ShortConvSpec
 from kvern.spec.model import ModelSpec
 from tests.support.kernel_list.entry import Call, Inputs, Kernel

@@ -7,7 +7,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 import triton
 
-from kvern.adapters.targets import linear_layers
+from kvern.adapters.peft import linear_layers
 from kvern.attention.eight_bit import LARGEST_CODE, codes_of
 from kvern.kernels.launch import processors
 from kvern.kernels.linear import NOTHING, Around

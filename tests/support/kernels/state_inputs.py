@@ -2,11 +2,11 @@
 
 import torch
 
-from kvern.device.state_runs import runs_of
 from kvern.kernels.accepted_drafts import TOKENS
 from kvern.kernels.convolution import Drafts
 from kvern.kernels.delta_net import Gates, Heads
 from kvern.kernels.mamba2 import StateSizes, Steps
+from kvern.runner.device_states import runs_of
 from tests.support.kernel_list.convolution import accepted_tokens
 
 KERNEL = 4

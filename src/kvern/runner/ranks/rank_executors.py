@@ -22,7 +22,6 @@ from kvern.runner.plan import Layout, agree, lay_out
 from kvern.runner.ranks.experts import LayerCounts
 from kvern.runner.ranks.rank_limits import rank_of
 from kvern.runner.ranks.rank_processes import RANKS_DISAGREE, RankProcesses, watched_steps
-from kvern.runner.ranks.rank_tier import NotedTier
 from kvern.runner.ranks.rank_wire import (
     AddAdapter,
     BeginCounting,
@@ -35,6 +34,7 @@ from kvern.runner.ranks.rank_wire import (
     IsHere,
     IsReady,
     LoadWeights,
+    NotedTier,
     PlaceExperts,
     RankMessage,
     RunStep,

@@ -31,7 +31,6 @@ from kvern.runner.device import resolve_device
 from kvern.runner.executor import make_tier, tiered
 from kvern.runner.plan import Layout
 from kvern.runner.ranks.rank_limits import rank_of
-from kvern.runner.ranks.rank_tier import follow
 from kvern.runner.ranks.rank_wire import (
     AddAdapter,
     BeginCounting,
@@ -52,6 +51,7 @@ from kvern.runner.ranks.rank_wire import (
     decode_for_rank,
     decode_start,
     encode,
+    follow,
 )
 from kvern.runner.startup import Startup
 from kvern.runner.tiered import Tier

@@ -5,17 +5,21 @@ first rank <-- IsHere, HasFiles, Found, HasRoom, IsReady; Failed in the place of
 
 Ranks in DP attention get TakeTurn in the place of RunStep, and answer each with TurnTaken.
 
-All come in order: an adapter is there before the first step that loads it, and goes behind the last.
+All come in order: an adapter is there before the first step that loads it, and goes after the last.
+
+The tier of the first rank decides for all ranks, each of which keeps its part of the same blocks.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal
 
 import msgspec
 import torch
 
 from kvern.adapters.peft import Adapter, LowRank
+from kvern.cache.tier import TierIndex
 from kvern.ranks.expert_placement import Placement
+from kvern.ranks.ranks import Ranks
 from kvern.request.events import EngineStatistics, TokenEvent
 from kvern.request.request import FinishReason, Progress, RequestSpec
 from kvern.request.step import SchedulerOutput
@@ -193,3 +197,47 @@ decode_for_rank = msgspec.msgpack.Decoder(
     | DropAdapter
 ).decode
 decode_for_first = msgspec.msgpack.Decoder(IsHere | HasFiles | Found | HasRoom | IsReady | TurnTaken | Failed).decode
+
+
+class NotedTier:
+    """A tier that decides for all ranks, and notes what it was asked; `before` is called first each time."""
+
+    def __init__(self, tier: TierIndex, before: Callable[[], None]) -> None:
+        self._tier, self._before = tier, before
+        self._calls: list[TierCall] = []
+
+    def put(self, key: bytes, block: int) -> bool:
+        self._before()
+        self._calls.append(TierCall("put", [key], block))
+        return self._tier.put(key, block)
+
+    def acquire(self, keys: Iterable[bytes]) -> list[bytes]:
+        self._before()
+        found = self._tier.acquire(keys)
+        self._calls.append(TierCall("acquire", found))
+        return found
+
+    def release(self, keys: Sequence[bytes]) -> None:
+        self._before()
+        self._calls.append(TierCall("release", [*keys]))
+        self._tier.release(keys)
+
+    def lose(self, keys: Sequence[bytes]) -> None:
+        self._before()
+        self._calls.append(TierCall("lose", [*keys]))
+        self._tier.lose(keys)
+
+    def taken(self) -> list[TierCall]:
+        """The calls since the last time."""
+        calls, self._calls = self._calls, []
+        return calls
+
+
+def follow(tier: TierIndex, ranks: Ranks, calls: Iterable[TierCall]) -> None:
+    """Ask a rank's tier what the first one's was asked, about the rank's own keys."""
+    for call in calls:
+        keys = [ranks.own(key) for key in call.keys]
+        if call.method == "put":
+            tier.put(keys[0], call.block)
+        else:
+            getattr(tier, call.method)(keys)
