@@ -28,7 +28,7 @@ from kvern.kernels.linear import MatmulShape, join_splits, sum_of_tile
 def _adapted_product_kernel(
     x: tl.tensor,
     weight: tl.tensor,
-    bias: tl.tensor,
+    bias: tl.tensor | None,
     low: tl.tensor,
     adapters: tl.tensor,
     up: tl.tensor,
@@ -43,7 +43,6 @@ def _adapted_product_kernel(
     outputs,
     inputs,
     x_stride,
-    BIAS: tl.constexpr,
     EVEN: tl.constexpr,
     SPLITS: tl.constexpr,
     PARTS: tl.constexpr,
@@ -95,7 +94,7 @@ def _adapted_product_kernel(
                 )  # fmt: skip
                 each = tl.reshape(each, [TOGETHER * CHUNK, ROWS])
                 total = tl.dot(tl.trans(weights), each, total, input_precision="ieee")
-        if BIAS:
+        if bias is not None:
             total += tl.load(bias + output, mask=output < outputs, other=0.0).to(tl.float32)[:, None]
         tl.store(out + place, total.to(out.dtype.element_ty), mask=known)
 
@@ -130,7 +129,7 @@ def adapted_product(
     _adapted_product_kernel[(triton.cdiv(outputs, shape.outputs), shape.splits, triton.cdiv(rows, shape.rows))](
         x,
         weight,
-        x if bias is None else bias,
+        bias,
         low,
         adapters,
         up,
@@ -145,7 +144,6 @@ def adapted_product(
         outputs,
         inputs,
         x.stride(0),
-        bias is not None,
         inputs % shape.inputs == 0,
         shape.splits,
         parts,

@@ -96,14 +96,13 @@ TOP = tl.constexpr(9)
 @triton.jit
 def _scaled_lanes_kernel(
     x: tl.tensor,
-    gain: tl.tensor,
+    gain: tl.tensor | None,
     values: tl.tensor,
     sums: tl.tensor,
     by: tl.tensor,
     inputs,
     x_stride,
     epsilon: tl.float32,
-    NORM: tl.constexpr,
     BLOCK: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
@@ -116,7 +115,7 @@ def _scaled_lanes_kernel(
     source = source_in_lanes(place)
     lanes = tl.load(x + row * x_stride + source, mask=known, other=0.0).to(tl.float32)
     inverse = 1.0
-    if NORM:
+    if gain is not None:
         inverse = tl.rsqrt(tl.sum(plain * plain, axis=0) / inputs + epsilon)
         plain *= tl.load(gain + place, mask=known, other=0.0).to(tl.float32)
         lanes *= tl.load(gain + source, mask=known, other=0.0).to(tl.float32)
@@ -147,12 +146,11 @@ def scaled_lanes(x: torch.Tensor, gain: torch.Tensor | None = None, epsilon: flo
     )
     _scaled_lanes_kernel[(rows,)](
         x,
-        x if gain is None else gain,
+        gain,
         *made,
         inputs,
         x.stride(0),
         epsilon,
-        gain is not None,
         next_power_of_2(inputs),
         overlap,
         num_warps=8,

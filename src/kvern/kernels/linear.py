@@ -102,9 +102,9 @@ NOTHING = Around()
 
 
 @triton.jit
-def _multiply_tile(x, gain, weights, column, inside, squares, NORM: tl.constexpr):
+def _multiply_tile(x, gain, weights, column, inside, squares):
     values = tl.load(x + column, mask=inside, other=0.0).to(tl.float32)
-    if NORM:
+    if gain is not None:
         squares += values * values
         values *= tl.load(gain + column, mask=inside, other=0.0).to(tl.float32)
     return weights.to(tl.float32) * values[None, :], values, squares
@@ -115,14 +115,12 @@ def _multiply_tile(x, gain, weights, column, inside, squares, NORM: tl.constexpr
 def _matvec_kernel(
     x: tl.tensor,
     weight: tl.tensor,
-    bias: tl.tensor,
-    gain: tl.tensor,
+    bias: tl.tensor | None,
+    gain: tl.tensor | None,
     out: tl.tensor,
     outputs,
     inputs,
     epsilon: tl.float32,
-    BIAS: tl.constexpr,
-    NORM: tl.constexpr,
     ACTIVATION: tl.constexpr,
     RESIDUAL: tl.constexpr,
     OUTPUTS: tl.constexpr,
@@ -144,7 +142,7 @@ def _matvec_kernel(
     if OVERLAP:
         wait_for_previous()
     squares = tl.zeros([INPUTS], tl.float32)
-    total, values, squares = _multiply_tile(x, gain, weights, column, inside, squares, NORM)
+    total, values, squares = _multiply_tile(x, gain, weights, column, inside, squares)
     if ACTIVATION != "":
         other = ups.to(tl.float32) * values[None, :]
     for start in tl.range(INPUTS, inputs, INPUTS, num_stages=STAGES, loop_unroll_factor=UNROLL):
@@ -153,21 +151,21 @@ def _matvec_kernel(
         weights = tl.load(tile + start, mask=mask, other=0.0)
         if ACTIVATION != "":
             ups = tl.load(up_tile + start, mask=mask, other=0.0)
-        product, values, squares = _multiply_tile(x, gain, weights, start + column, inside, squares, NORM)
+        product, values, squares = _multiply_tile(x, gain, weights, start + column, inside, squares)
         total += product
         if ACTIVATION != "":
             other += ups.to(tl.float32) * values[None, :]
     result = tl.sum(total, axis=1)
-    if NORM:
+    if gain is not None:
         inverse = tl.rsqrt(tl.sum(squares, axis=0) / inputs + epsilon)
         result *= inverse
-    if BIAS:
+    if bias is not None:
         result += tl.load(bias + output, mask=known, other=0.0).to(tl.float32)
     if ACTIVATION != "":
         up = tl.sum(other, axis=1)
-        if NORM:
+        if gain is not None:
             up *= inverse
-        if BIAS:
+        if bias is not None:
             up += tl.load(bias + outputs + output, mask=known, other=0.0).to(tl.float32)
         result = activate(result, ACTIVATION) * up
     if RESIDUAL:
@@ -195,14 +193,12 @@ def matvec(
     _matvec_kernel[(cdiv(outputs, shape.outputs),)](
         x,
         weight,
-        x if bias is None else bias,
-        x if around.gain is None else around.gain,
+        bias,
+        around.gain,
         out,
         outputs,
         inputs,
         around.epsilon,
-        bias is not None,
-        around.gain is not None,
         around.activation or "",
         around.residual is not None,
         shape.outputs,
@@ -283,7 +279,7 @@ def join_splits(
 def _small_matmul_kernel(
     x: tl.tensor,
     weight: tl.tensor,
-    bias: tl.tensor,
+    bias: tl.tensor | None,
     out: tl.tensor,
     partial: tl.tensor,
     arrived: tl.tensor,
@@ -291,7 +287,6 @@ def _small_matmul_kernel(
     outputs,
     inputs,
     x_stride,
-    BIAS: tl.constexpr,
     EVEN: tl.constexpr,
     SPLITS: tl.constexpr,
     ROWS: tl.constexpr,
@@ -314,7 +309,7 @@ def _small_matmul_kernel(
         size = rows.to(tl.int64) * outputs
         last, total = join_splits(total, partial, arrived, place, known, split, size, SPLITS, ROWS, OUTPUTS)
     if last:
-        if BIAS:
+        if bias is not None:
             total += tl.load(bias + output, mask=output < outputs, other=0.0).to(tl.float32)[:, None]
         tl.store(out + place, total.to(out.dtype.element_ty), mask=known)
 
@@ -346,7 +341,7 @@ def small_matmul(
     _small_matmul_kernel[(cdiv(outputs, shape.outputs), shape.splits, cdiv(rows, shape.rows))](
         x,
         weight,
-        x if bias is None else bias,
+        bias,
         out,
         partial,
         counters,
@@ -354,7 +349,6 @@ def small_matmul(
         outputs,
         inputs,
         x.stride(0),
-        bias is not None,
         inputs % shape.inputs == 0,
         shape.splits,
         shape.rows,

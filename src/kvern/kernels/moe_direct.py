@@ -107,13 +107,12 @@ def _direct_down_kernel(
     bias: tl.tensor | None,
     weights: tl.tensor,
     topk_ids: tl.tensor,
-    add: tl.tensor,
+    add: tl.tensor | None,
     out: tl.tensor,
     add_stride: tl.int64,
     hidden: tl.constexpr,
     width: tl.constexpr,
     top_k: tl.constexpr,
-    ADD: tl.constexpr,
     CHOICES: tl.constexpr,
     OUTPUTS: tl.constexpr,
     INPUTS: tl.constexpr,
@@ -145,7 +144,7 @@ def _direct_down_kernel(
         added = bias + (expert * hidden)[:, None] + output[None, :]
         sums += tl.load(added, mask=taken[:, None] & known[None, :], other=0.0).to(tl.float32)
     result = tl.sum(sums * scale[:, None], axis=0)
-    if ADD:
+    if add is not None:
         result += tl.load(add + token * add_stride + output, mask=known, other=0.0).to(tl.float32)
     tl.store(out + token * hidden + output, result.to(out.dtype.element_ty), mask=known)
 
@@ -213,13 +212,12 @@ def direct_down(
         bias,
         weights,
         topk_ids,
-        out if add is None else add,
+        add,
         out,
         0 if add is None else add.stride(0),
         hidden,
         width,
         top_k,
-        add is not None,
         choices,
         outputs,
         inputs,

@@ -244,10 +244,9 @@ def _scale_products_kernel(
     products: tl.tensor,
     by_row: tl.tensor,
     by_output: tl.tensor,
-    bias: tl.tensor,
+    bias: tl.tensor | None,
     out: tl.tensor,
     outputs,
-    BIASED: tl.constexpr,
     BLOCK: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
@@ -258,7 +257,7 @@ def _scale_products_kernel(
     inside = output < outputs
     result = tl.load(products + row * outputs + output, mask=inside, other=0).to(tl.float32)
     result = result * tl.load(by_row + row) * tl.load(by_output + output, mask=inside, other=0.0)
-    if BIASED:
+    if bias is not None:
         result += tl.load(bias + output, mask=inside, other=0.0).to(tl.float32)
     tl.store(out + row * outputs + output, result.to(out.dtype.element_ty), mask=inside)
 
@@ -271,7 +270,6 @@ def scale_products(
     out = torch.empty(tokens, outputs, dtype=dtype, device=products.device)
     block, overlap = min(1024, next_power_of_2(outputs)), overlaps(products.device)
     _scale_products_kernel[(tokens, cdiv(outputs, block))](
-        products, by_row, by_output, by_row if bias is None else bias, out, outputs, bias is not None, block, overlap,
-        num_warps=4, launch_pdl=overlap,
-    )  # fmt: skip
+        products, by_row, by_output, bias, out, outputs, block, overlap, num_warps=4, launch_pdl=overlap
+    )
     return out

@@ -49,7 +49,7 @@ def _scaled_product_kernel(
     x_scale: tl.tensor,
     codes: tl.tensor,
     scale: tl.tensor,
-    bias: tl.tensor,
+    bias: tl.tensor | None,
     out: tl.tensor,
     rows,
     outputs,
@@ -58,7 +58,6 @@ def _scaled_product_kernel(
     GROUP: tl.constexpr,
     PER: tl.constexpr,
     WHOLE: tl.constexpr,
-    BIAS: tl.constexpr,
     EVEN: tl.constexpr,
     ROWS: tl.constexpr,
     OUTPUTS: tl.constexpr,
@@ -103,7 +102,7 @@ def _scaled_product_kernel(
     if WHOLE:
         by, weight_by = tl.load(x_scale + line), tl.load(scale + weight_line // PER).to(tl.float32)
         result *= by[:, None] * weight_by[None, :]
-    if BIAS:
+    if bias is not None:
         result += tl.load(bias + weight_line).to(tl.float32)[None, :]
     place = row.to(tl.int64)[:, None] * outputs + output[None, :]
     tl.store(out + place, result.to(out.dtype.element_ty), mask=(row < rows)[:, None] & (output < outputs)[None, :])
@@ -139,7 +138,7 @@ def scaled_product(
         x_scale,
         weight.codes,
         weight.scale,
-        x_scale if bias is None else bias,
+        bias,
         out,
         rows,
         outputs,
@@ -148,7 +147,6 @@ def scaled_product(
         weight.group,
         weight.outputs_per_scale,
         whole,
-        bias is not None,
         inputs % shape.inputs == 0,
         shape.rows,
         shape.outputs,
