@@ -242,7 +242,7 @@ def _other_kernels(steps: Mapping[str, Callable[[], object]]) -> Iterator[Measur
     for name, step in steps.items():
         step()  # compiles
         torch.cuda.synchronize()
-        with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as profiler:
             for _ in range(REPEATS):
                 step()
             torch.cuda.synchronize()
