@@ -17,6 +17,7 @@ from kvern import LLM
 from kvern.config import EngineConfig
 from kvern.engine.factory import build_core
 from kvern.errors import ConfigError, EngineDied
+from kvern.io import ray_nodes
 from kvern.models.folder import model_folder
 from kvern.request.outputs import RequestOutput
 from kvern.runner.ranks import rank_processes
@@ -118,9 +119,9 @@ class FarProcess:
 
 @pytest.mark.timeout(300)
 def test_a_rank_on_another_machine_that_never_connects_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rank_processes, "NodeProcess", FarProcess)
-    monkeypatch.setattr(rank_processes, "own_group", object)
-    monkeypatch.setattr(rank_processes, "join_cluster", lambda: "127.0.0.1")
+    monkeypatch.setattr(ray_nodes, "NodeProcess", FarProcess)
+    monkeypatch.setattr(ray_nodes, "own_group", object)
+    monkeypatch.setattr(ray_nodes, "join_cluster", lambda: "127.0.0.1")
     monkeypatch.setattr(rank_processes, "PATIENCE", 1.0)
     config = EngineConfig(**OPTIONS, tensor_parallel_size=2, executor="ray")
     with pytest.raises(ConfigError, match=r"rank 1 has not connected, .* or the network between them"):

@@ -26,7 +26,7 @@ OF_THE_FILE = {"architectures", "dtype", "id2label", "bos_token_id", "eos_token_
 @cache
 def named() -> frozenset[str]:
     """All texts in the modules that read configurations."""
-    modules = [*(MODELS / "families").glob("*.py"), MODELS / "describe.py", MODELS / "encoder_config.py"]
+    modules = [*(MODELS / "families").glob("*.py"), MODELS / "describe.py"]
     trees = [ast.parse(module.read_text()) for module in modules]
     nodes = (node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Constant))
     return frozenset(node.value for node in nodes if isinstance(node.value, str)) - OF_THE_FILE

@@ -49,16 +49,16 @@ class Norm(NormWeights):
         self.gain = 1.0
         self._ops = build.ops
         self._coded: Callable[..., RowCodes] | None = None
-        self._compute: Callable[..., tuple[Tensor, Tensor]] = self._by_torch
+        self._compute: Callable[[Norm, Tensor, Tensor | None], tuple[Tensor, Tensor]] = Norm._by_torch
         is_rms = spec.kind == "rms"
         if dtype is None:
             dtype = torch.float32 if is_rms and spec.offset else None
             if build.ops.any_norm is not None:
-                self._compute, dtype = self._by_any_norm, torch.float32
+                self._compute, dtype = Norm._by_any_norm, torch.float32
             elif is_rms and spec.weight and build.ops.norm is not None:
-                self._compute, self._coded = self._by_kernel, build.ops.coded_norm
+                self._compute, self._coded = Norm._by_kernel, build.ops.coded_norm
             elif is_rms and spec.weight and is_on_cpu(build):
-                self._compute, dtype = self._by_length, torch.float32
+                self._compute, dtype = Norm._by_length, torch.float32
                 self.gain = math.sqrt(width)
         self._floor = torch.tensor(math.sqrt(width * spec.epsilon))
         self.weight = build.empty(width, dtype=dtype) if spec.weight else None
@@ -105,7 +105,7 @@ class Norm(NormWeights):
         return self._coded is not None
 
     def forward(self, x: Tensor) -> Tensor:
-        return self._compute(x, None)[1]
+        return self._compute(self, x, None)[1]
 
     def after(self, hidden: Tensor, update: Update) -> tuple[Tensor, Tensor]:
         """Add `update` to the residual: the new residual and its norm, both `[T, width]`. The old one may be gone."""
@@ -115,7 +115,7 @@ class Norm(NormWeights):
             if update is not None and peers is not None and peers.takes(update):
                 return hidden, peers.sum_norm(update, hidden, self.kernel_weight, self.epsilon)
             update = None if update is None else self._ranks.sum(update)
-        return self._compute(hidden, update)
+        return self._compute(self, hidden, update)
 
     def before(
         self, method: LinearMethod | None, hidden: Tensor, update: Tensor | None
