@@ -5,7 +5,8 @@
     llm = LLM()
     print(llm.generate("Once upon a time", SamplingParams(max_tokens=64))[0].outputs[0].text)
 
-Names are imported when they are first used, so that `import kvern` does not load torch.
+`docs/ARCHITECTURE.md` has the map of the packages and says where to add what; each package's docstring says what is in
+it. Names are imported when they are first used, so that `import kvern` does not load torch.
 """
 
 from importlib import import_module

@@ -20,11 +20,11 @@ from kvern.tools.xml_functions import XmlFunctions
 
 NAMES: dict[str, Any] = {name: {} for name in ("f", "get_weather", "a-b.c")}
 IDS = "[TOOL_CALLS][CALL_ID][ARGS]"
-XML = ("qwen3_coder", "minimax", "glm")
+TYPED_BY_SCHEMA = ("qwen3_coder", "minimax", "glm")
 ELSEWHERE = [
     *LISTS[1:],
     *(form for form in FORMATS if form.name == "mistral" and form.matches(IDS)),
-    *(form for form in FORMATS if isinstance(form, XmlFunctions) and form.name not in XML),
+    *(form for form in FORMATS if isinstance(form, XmlFunctions) and form.name not in TYPED_BY_SCHEMA),
 ]
 DIFFERENT = [form for form in FORMATS if form not in ELSEWHERE]
 """Others differ from these in their marks; see test_learnt_calls.py."""

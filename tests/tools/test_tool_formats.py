@@ -16,7 +16,7 @@ from kvern.tools.formats import FORMATS, format_of
 from kvern.tools.json_calls import HERMES, JsonCalls
 from kvern.tools.thinking import THINKING, Thought, beginning_of, thinking_of
 from kvern.tools.tool_format import ToolFormat
-from tests.support.tool_calls import DIFFERENT, NAMES, XML, calls_of, everywhere, read, reader_of, typed
+from tests.support.tool_calls import DIFFERENT, NAMES, TYPED_BY_SCHEMA, calls_of, everywhere, read, reader_of, typed
 
 BY_NAME = [pytest.param(form, id=f"{form.name}{number}") for number, form in enumerate(DIFFERENT)]
 
@@ -88,9 +88,11 @@ def written(form: ToolFormat, calls: Sequence[tuple[str, dict[str, Any]]]) -> st
             head = "<|tool_call_begin|>functions.{}:{}<|tool_call_argument_begin|>{}<|tool_call_end|>"
             listed = "".join(head.format(name, number, text) for number, (name, text) in enumerate(pairs))
             return f"<|tool_calls_section_begin|>{listed}<|tool_calls_section_end|>"
-        case _:
+        case "gemma4" | "functiongemma":
             begin, end, quote = form.markers  # type: ignore[attr-defined]
             return "".join(f"{begin}call:{name}{gemma(value, quote)}{end}" for name, value in calls)
+        case _:
+            raise NotImplementedError(f"say here how models write calls of the format {form.name}")
 
 
 def qwen(value: dict[str, Any]) -> str:
@@ -132,7 +134,7 @@ def test_whole_calls_arrive_whatever_the_cutting(form: ToolFormat, data: st.Data
         calls = [(name.replace("-", "_").replace(".", "_"), given) for name, given in calls]
         calls = [(name if name in NAMES else "f", given) for name, given in calls]
     tools = NAMES
-    if form.name in XML:
+    if form.name in TYPED_BY_SCHEMA:
         calls, tools = typed(calls)
     if form.name.endswith(("gemma", "gemma4")):
         quote = form.markers[2]

@@ -20,7 +20,7 @@ ESCAPES = '"\\/bfnrtu'
 
 
 class JsonMender:
-    """Repairs a growing text. The joined results of `feed` and `end` do not depend on how the text is cut."""
+    """Repairs a growing text. The joined results of `feed` do not depend on how the text is cut."""
 
     def __init__(self) -> None:
         self._held = ""
@@ -99,7 +99,10 @@ class JsonValue:
         self._quote = ""
 
     def ends(self, text: str) -> bool:
-        """Advances `place` to the end of the value, or of the text; returns whether the value has ended."""
+        """Advances `place` to the end of the value, or of the text; returns whether the value has ended.
+
+        It is not called again after it has returned True.
+        """
         if text[self.start] not in "{[" + self._quotes:
             found = AFTER_SCALAR.search(text, self.place)
             self.place = len(text) if found is None else found.start()

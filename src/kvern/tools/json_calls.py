@@ -5,7 +5,7 @@
     <|tools_prefix|>[{"f": {...}}]<|tools_suffix|>                  Apertus
     {"name": "f", "parameters": {...}}                              Llama 3
 
-A template's own form, with its line breaks and separators, is learnt from its output; see `learning`.
+A template's own form, with its line breaks and separators, is learnt from its output: `learnt_json` in `formats.py`.
 """
 
 import re

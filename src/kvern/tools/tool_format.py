@@ -26,7 +26,11 @@ class GrammarPieces(Protocol):
         ...
 
     def part(self, form: StructuredOutput) -> str:
-        """A reference to a part with a form, such as a JSON schema."""
+        """Returns a reference to a grammar or schema of its own, for `form`.
+
+        A free text must not match the literal that follows it: it excludes a character that begins the literal, or has
+        the literal in its own form.
+        """
         ...
 
     def json(self, schema: Mapping[str, Any] | bool) -> str:
@@ -89,7 +93,10 @@ class ToolFormat(Protocol):
         ...
 
     def matches(self, template: str) -> bool:
-        """A chat template's text speaks this format."""
+        """Returns True if the text of a template describes this format: asked of templates that render no calls.
+
+        It also chooses among instances with one name. Rendered calls are recognised by `parser`.
+        """
         ...
 
     def parser(self, tools: ToolSchemas) -> ToolParser:
