@@ -4,7 +4,8 @@ from copy import copy
 
 from hypothesis import settings
 
-from kvern.cache.states import NO_STATE, StatePool
+from kvern.cache.messages import NO_STATE
+from kvern.cache.states import StatePool
 from kvern.request.request import PromptInput, Request, RequestSpec
 from kvern.request.sampling_params import ResolvedParams
 from tests.support.cache_machines import LIMIT, CacheMachine

@@ -13,9 +13,10 @@ import kvern.engine.core
 import kvern.engine.scheduler
 from kvern.adapters.places import AdapterPlaces
 from kvern.cache.manager import KVCacheManager
+from kvern.cache.messages import BlockSave, StateMessage, TierMessage
 from kvern.cache.radix import RadixCache
-from kvern.cache.states import StateMessage, StatePool
-from kvern.cache.tier import BlockSave, TierMessage, TierTraffic
+from kvern.cache.states import StatePool
+from kvern.cache.tier import TierTraffic
 from kvern.drafting.room import Wanted, to_verify
 from kvern.engine.queues import WaitingQueue
 from kvern.engine.scheduler import Scheduler

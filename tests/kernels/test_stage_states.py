@@ -9,7 +9,7 @@ import torch
 
 import kvern.runner.worker
 from kvern import LLM, SamplingParams
-from kvern.cache.states import StateMessage
+from kvern.cache.messages import StateMessage
 from kvern.config import EngineConfig
 from kvern.device.device_batch import DeviceRows, build_device_batch
 from kvern.drafting.drafting import Drafting

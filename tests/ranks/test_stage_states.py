@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from kvern import LLM, RequestOutput, SamplingParams
-from kvern.cache.states import StateMessage
+from kvern.cache.messages import StateMessage
 from kvern.drafting.drafting import Drafting
 from kvern.models.loader import read_config
 from kvern.models.registry import spec_from_config

@@ -12,10 +12,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvern.cache.block_pool import BlockPool
+from kvern.cache.messages import NO_STATE, BlockLoad, StateMessage, TierMessage, WindowLimits
 from kvern.cache.radix import Node, RadixCache
-from kvern.cache.states import NO_STATE, StateMessage, StatePool
-from kvern.cache.tier import BlockLoad, TierMessage, TierTraffic
-from kvern.cache.windows import WindowedBlocks, WindowLimits
+from kvern.cache.states import StatePool
+from kvern.cache.tier import TierTraffic
+from kvern.cache.windows import WindowedBlocks
 from kvern.request.request import PromptInput, Request, RequestSpec, State
 from kvern.request.sampling_params import ResolvedParams
 from kvern.request.step import ScheduledTokens, SchedulerOutput

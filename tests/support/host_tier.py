@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from kvern.cache.tier import BlockLoad, BlockSave
+from kvern.cache.messages import BlockLoad, BlockSave
 from kvern.config import EngineConfig
 from kvern.runner.plan import Layout
 

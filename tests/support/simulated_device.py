@@ -15,9 +15,10 @@ from dataclasses import dataclass
 from functools import partial
 
 from kvern.cache.manager import KVCacheManager, MakeExtension
-from kvern.cache.states import StateMessage, StatePool
-from kvern.cache.tier import BlockLoad, TierIndex, TierMessage, TierTraffic
-from kvern.cache.windows import WindowedBlocks, WindowLimits, WindowMessage
+from kvern.cache.messages import BlockLoad, StateMessage, TierIndex, TierMessage, WindowLimits, WindowMessage
+from kvern.cache.states import StatePool
+from kvern.cache.tier import TierTraffic
+from kvern.cache.windows import WindowedBlocks
 from kvern.engine.scheduler import SchedulerLimits
 from kvern.request.request import Request
 from kvern.request.step import (

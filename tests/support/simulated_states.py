@@ -3,7 +3,7 @@
 from collections import deque
 from collections.abc import Sequence
 
-from kvern.cache.states import StateMessage
+from kvern.cache.messages import StateMessage
 from kvern.request.step import SchedulerOutput
 
 

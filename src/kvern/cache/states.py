@@ -13,27 +13,12 @@ is a state for each row.
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
 
 from kvern.cache.extension import CachedPrefix, CacheExtension, CacheMemory, SequenceEnd
+from kvern.cache.messages import NO_STATE, StateMessage
 from kvern.cache.radix import Node
 from kvern.request.request import Request
 from kvern.request.step import ExtensionMessage, SchedulerOutput
-
-NO_STATE = -1
-
-
-class StateMessage(ExtensionMessage, frozen=True, array_like=True, gc=False):
-    """The changes of states before a step.
-
-    `copies` has (source, target) pairs, to be copied in this order; a source of NO_STATE means zeros. `given` has
-    (row, state) pairs: the rows of requests that join or fork in this step.
-    """
-
-    extension: ClassVar[str] = "states"
-
-    copies: list[tuple[int, int]]
-    given: list[tuple[int, int]]
 
 
 @dataclass

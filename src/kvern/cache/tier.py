@@ -12,72 +12,22 @@ admitted like any other, and so are all that waited for the same blocks.
 """
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import ClassVar, Protocol
 from weakref import WeakSet
 
 import msgspec
 
 from kvern.cache.extension import CacheExtension, CacheMemory
 from kvern.cache.keys import block_keys
+from kvern.cache.messages import BlockLoad, BlockSave, TierIndex, TierMessage
 from kvern.cache.radix import Node
 from kvern.request.request import Request
 from kvern.request.step import ExtensionMessage, SchedulerOutput
 
-
-class BlockSave(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Keep the keys and values of `block` under `key`."""
-
-    block: int
-    key: bytes
-
-
-class BlockLoad(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Write what is kept under `key` to `block`: one of the blocks of the load of this number, in their order."""
-
-    load: int
-    key: bytes
-    block: int
-
-
-class TierMessage(ExtensionMessage, frozen=True, array_like=True, gc=False):
-    """Blocks to be saved before a step changes any, blocks to be loaded, and the loads that need no more reports."""
-
-    extension: ClassVar[str] = "tier"
-
-    saves: list[BlockSave]
-    loads: list[BlockLoad]
-    ended: list[int]
-
-
 MOST_SAVES = 32
 """Blocks that a step saves at most. The others are saved with later steps, or when they are evicted."""
-
-
-class TierIndex(Protocol):
-    """Decides which blocks are kept, by their content keys.
-
-    The scheduler calls it while it plans a step, so each method returns at once: it answers from an index in memory and
-    asks no disk and no network. The index may be out of date: a key whose bytes are gone is a shorter load.
-    """
-
-    def put(self, key: bytes, block: int) -> bool:
-        """Returns True to have `block`, which is written, saved; False if it is kept already or not wanted."""
-        ...
-
-    def acquire(self, keys: Iterable[bytes]) -> list[bytes]:
-        """Returns the leading keys that are kept, up to the first that is not. They are kept until their release."""
-        ...
-
-    def release(self, keys: Sequence[bytes]) -> None:
-        """Releases keys whose blocks have been loaded, or will not be."""
-        ...
-
-    def lose(self, keys: Sequence[bytes]) -> None:
-        """The steps that were to save these have failed: they are not kept."""
-        ...
 
 
 @dataclass(eq=False)

@@ -19,42 +19,15 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import ClassVar
 
 from kvern.cache.extension import CachedPrefix, CacheExtension, CacheMemory, SequenceEnd
+from kvern.cache.messages import WindowLimits, WindowMessage
 from kvern.cache.radix import Node
 from kvern.request.request import Request
 from kvern.request.step import ExtensionMessage, GrownTable, SchedulerOutput
 
 Blocks = tuple[int, ...]
 """Blocks of the pool, one in each block table of layers with a window."""
-
-
-@dataclass(frozen=True)
-class WindowLimits:
-    """The number of keys that a query sees, its own included, the number of block tables, and the tokens of a step.
-
-    `positions`: in a model whose layers all have a window, how many numbers the blocks of the prefix tree have; nothing
-    is stored there. 0: they are blocks of the same pool.
-    """
-
-    window: int
-    tables: int
-    step_tokens: int
-    positions: int = 0
-
-    @property
-    def held_tokens(self) -> int:
-        """The most tokens that a request holds, beside parts of blocks at both ends."""
-        return 2 * self.window + self.step_tokens
-
-
-class WindowMessage(ExtensionMessage, frozen=True, array_like=True, gc=False):
-    """New entries of the block tables of layers with a window."""
-
-    extension: ClassVar[str] = "windows"
-
-    grown: list[GrownTable]
 
 
 @dataclass

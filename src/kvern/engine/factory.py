@@ -30,7 +30,7 @@ from kvern.spec.model import ModelSpec
 from kvern.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from kvern.cache.tier import TierIndex
+    from kvern.cache.messages import TierIndex
 
 STATES_APART = 512
 """Tokens of a prompt that a GPU computes in about the time of one more small step."""
@@ -178,7 +178,8 @@ def windows(config: EngineConfig, layout: Layout) -> MakeExtension | None:
     """The block tables of layers with a window, if they have some of their own."""
     if not layout.window_tables:
         return None
-    from kvern.cache.windows import WindowedBlocks, WindowLimits
+    from kvern.cache.messages import WindowLimits
+    from kvern.cache.windows import WindowedBlocks
 
     sizes = layout.window, layout.window_tables, layout.max_batch_tokens, layout.positions
     return partial(WindowedBlocks, WindowLimits(*sizes))

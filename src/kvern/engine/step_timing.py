@@ -5,7 +5,7 @@ import statistics
 import time
 from collections import deque
 
-from kvern.cache.windows import WindowMessage
+from kvern.cache.messages import WindowMessage
 from kvern.engine.step_costs import StepCosts
 from kvern.request.request import PromptInput, RequestSpec
 from kvern.request.sampling_params import ResolvedParams

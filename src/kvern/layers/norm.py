@@ -49,7 +49,7 @@ class Norm(NormWeights):
         self.gain = 1.0
         self._ops = build.ops
         self._coded: Callable[..., RowCodes] | None = None
-        self._compute: Callable[[Norm, Tensor, Tensor | None], tuple[Tensor, Tensor]] = Norm._by_torch
+        self._compute: Callable[..., tuple[Tensor, Tensor]] = Norm._by_torch
         is_rms = spec.kind == "rms"
         if dtype is None:
             dtype = torch.float32 if is_rms and spec.offset else None

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from kvern.attention.eight_bit import LARGEST_CODE
-from kvern.cache.states import StateMessage
+from kvern.cache.messages import StateMessage
 from kvern.request.request import PromptInput, RequestSpec
 from kvern.request.sampling_params import ResolvedParams
 from kvern.request.step import NewRequest, ScheduledTokens, SchedulerOutput

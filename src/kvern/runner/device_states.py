@@ -8,7 +8,7 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 import torch
 
-from kvern.cache.states import StateMessage
+from kvern.cache.messages import StateMessage
 from kvern.device.device_batch import DeviceBatch
 from kvern.device.transfer import send, upload
 from kvern.kernels import delta_net

@@ -5,7 +5,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from kvern.cache.tier import TierIndex
+from kvern.cache.messages import TierIndex
 from kvern.config import EngineConfig
 from kvern.errors import ConfigError
 from kvern.ranks.ranks import ALONE, Ranks

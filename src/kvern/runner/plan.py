@@ -14,7 +14,7 @@ from typing import Literal
 
 import msgspec
 
-from kvern.cache.windows import WindowLimits
+from kvern.cache.messages import WindowLimits
 from kvern.config import EngineConfig
 from kvern.errors import ConfigError
 from kvern.spec.model import ModelSpec

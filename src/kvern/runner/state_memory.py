@@ -8,7 +8,7 @@ from itertools import chain
 import torch
 
 from kvern.attention.memory import zero_cache
-from kvern.cache.states import StateMessage
+from kvern.cache.messages import StateMessage
 from kvern.layers.states import StepStates, allocate
 from kvern.request.step import ScheduledTokens, SchedulerOutput
 from kvern.spec.model import ModelSpec

@@ -11,7 +11,7 @@ from typing import Any, Generic, NamedTuple, TypeVar, cast
 import torch
 from torch import Tensor
 
-from kvern.cache.windows import WindowMessage
+from kvern.cache.messages import WindowMessage
 from kvern.device.input_batch import InputBatch
 from kvern.device.rows import BatchRows
 from kvern.device.transfer import upload

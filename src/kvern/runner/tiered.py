@@ -6,7 +6,7 @@ from typing import Protocol
 import torch
 from msgspec.structs import replace
 
-from kvern.cache.tier import BlockLoad, BlockSave, TierIndex, TierMessage
+from kvern.cache.messages import BlockLoad, BlockSave, TierIndex, TierMessage
 from kvern.config import EngineConfig
 from kvern.plugins import Plugins
 from kvern.ranks.ranks import Ranks

@@ -4,7 +4,7 @@ A draft model's cache has the blocks and block tables of the model's, so that ca
 hold for both. But its keys are made only for requests that get drafts: they fall behind, and catch up. No torch.
 """
 
-from kvern.cache.tier import TierMessage
+from kvern.cache.messages import TierMessage
 from kvern.request.step import SchedulerOutput
 
 

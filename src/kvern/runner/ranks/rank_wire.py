@@ -17,7 +17,7 @@ import msgspec
 import torch
 
 from kvern.adapters.peft import Adapter, LowRank
-from kvern.cache.tier import TierIndex
+from kvern.cache.messages import TierIndex
 from kvern.ranks.expert_placement import Placement
 from kvern.ranks.ranks import Ranks
 from kvern.request.events import EngineStatistics, TokenEvent
