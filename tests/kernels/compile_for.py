@@ -22,6 +22,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
 from kvern.kernels.launch import SHARED_MEMORY
+from kvern.runner.kernel_check import TargetDriver
 from tests.kernels.models import LARGE_MODELS, spec_of
 from tests.kernels.overwritten import overwritten
 from tests.support.kernel_list import KERNELS, Inputs, codes, packed_experts, packed_hopper, quantized, ranks, rounding
@@ -33,28 +34,6 @@ QUANTIZED = tuple(
 
 SAMPLED = 2
 """Forms of a kernel."""
-
-
-class TargetDriver:
-    """What Triton asks a driver for while it compiles."""
-
-    def __init__(self, capability: int) -> None:
-        self._target = GPUTarget("cuda", capability, 32)
-
-    def get_current_target(self) -> GPUTarget:
-        return self._target
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_current_stream(self, device: int) -> int:
-        return 0
-
-    def map_python_to_cpp_type(self, kind: str) -> str:
-        return kind
-
-    def get_active_torch_device(self) -> torch.device:
-        return torch.device("cpu")
 
 
 def launches(what: str, dtype: torch.dtype, sample: bool) -> Iterator[tuple[str, Callable[[], object]]]:
@@ -82,7 +61,7 @@ def main() -> int:
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--sample", action="store_true")
     arguments = parser.parse_args()
-    triton.runtime.driver.set_active(TargetDriver(arguments.capability))
+    triton.runtime.driver.set_active(TargetDriver(GPUTarget("cuda", arguments.capability, 32)))
     limit = SHARED_MEMORY[arguments.capability] << 10
     compiled: dict[str, Any] = {}
     forms: dict[JITFunction, list[Any]] = {}

@@ -135,10 +135,11 @@ COMPILED = """
 import torch, triton
 from kvern.kernels.launch import Rows, rows_of
 from kvern.kernels.recording import recording
-from tests.kernels.compile_for import TargetDriver
+from triton.backends.compiler import GPUTarget
+from kvern.runner.kernel_check import TargetDriver
 from tests.support.kernels.copied_rows import Range, Shape, copy
 
-triton.runtime.driver.set_active(TargetDriver(90))
+triton.runtime.driver.set_active(TargetDriver(GPUTarget("cuda", 90, 32)))
 x, out = (torch.empty(4, 64, dtype=torch.bfloat16, device="meta") for _ in range(2))
 with recording() as launches:
     for first, end in ((0, 64), (1, 48), (3, 1), (16, 7)):

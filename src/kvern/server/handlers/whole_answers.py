@@ -1,5 +1,6 @@
 """Routes that never stream: the answer is one object, for a client or for a row of a batch."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
@@ -15,7 +16,7 @@ from kvern.server.keys import ApiKey
 Body = dict[str, Any]
 
 
-class WholeAnswers:
+class WholeAnswers(ABC):
     """The base of handlers of one such route. `known` are the fields that have an effect."""
 
     known: Collection[str] = ()
@@ -35,9 +36,9 @@ class WholeAnswers:
         """Returns the fields that have an effect in this body."""
         return self.known
 
+    @abstractmethod
     async def answer(self, body: Body, key: ApiKey, has_read: Callable[[], None] = lambda: None) -> Body:
         """Returns the body of the answer. Once `body` is read, it is emptied and `has_read` is called.
 
         Raises HttpError, InvalidRequest, EngineDied or DeadlineExceeded.
         """
-        raise NotImplementedError
