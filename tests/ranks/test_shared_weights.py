@@ -57,8 +57,8 @@ def test_codes_of_a_byte_are_shared(name: str, tmp_path: Path) -> None:
 REFUSED = {
     "fp8 by blocks": r"q_proj is stored as fp8 by 16 x 32, W8A8: 16 of its 48 outputs",
     "fp8 by blocks at which no part begins": r"q_proj is stored as fp8 by 128 x 128, W8A8: 128 of its 80 outputs",
-    "fp8 by blocks, of latents": r"q_proj is stored as fp8 by 16 x 16, W8A8: 16 of its 48 outputs",
-    "fp8 by blocks at which no expert begins": r"down_proj is stored as fp8 by 4 x 16, W8A8: 16 of its 24 inputs",
+    "fp8 by blocks, of latents": r"q_b_proj is stored as fp8 by 16 x 32, W8A8: 16 of its 80 outputs",
+    "fp8 by blocks at which no expert begins": r"q_proj is stored as fp8 by 16 x 16, W8A8: 16 of its 48 outputs",
     "fp8 by blocks, of experts called w1, w2, w3": r"down_proj is stored as fp8 by 4 x 16, W8A8: 16 of its 24 inputs",
     "compressed-tensors, blocks": r"q_proj is stored as fp8 by 24 x 16, W8A8: 24 of its 64 outputs",
     "compressed-tensors, weights alone": r"o_proj is stored as int8 by 1 x 16: 16 of its 48 inputs",
