@@ -9,7 +9,8 @@ import pytest
 
 from kvern import LLM, EngineConfig, SamplingParams
 from kvern.errors import ConfigError
-from kvern.models.folder import merged, model_folder
+from kvern.models.changed_folder import merged
+from kvern.models.folder import model_folder
 from kvern.text.tokenizer import Tokenizer
 from tests.support.cache_folder import cache_folder
 from tests.support.tiny_model import CONFIG, make_tiny_model

@@ -13,8 +13,10 @@ ends when `early_stopping` says so or when nothing can go on. The search knows n
 import copy
 import heapq
 from bisect import insort
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
 from typing import NamedTuple
 
 from kvern.engine.scheduler import Scheduler
@@ -98,15 +100,14 @@ class BeamSearch:
     `done` when no beam goes on; `hypotheses` are then the answers, best first.
     """
 
-    def __init__(self, request: Request, tokenizer: Callable[[], Tokenizer] | None = None) -> None:
-        """The `tokenizer` is needed, and called for, to find stop strings."""
+    def __init__(self, request: Request, text: BeamText | None) -> None:
+        """`text`: of the prompt, if the request has stop strings."""
         params = request.params
         assert params.beam_width is not None
         self.width = params.beam_width
         self.name = request.request_id
         """The id of one of its requests, always."""
         self.answer_ids = request.answer_ids
-        text = None if tokenizer is None or not params.stop_strings else _first_text(request, tokenizer())
         self.beams = [Beam(request, text)]
         self.held: set[Request] = set()
         self.hypotheses: list[Hypothesis] = []
@@ -227,12 +228,42 @@ def answers(search: BeamSearch, request: Request) -> list[TokenEvent]:
     return events + [TokenEvent(answer_id, finish_reason="abort", stop_reason=reason) for answer_id in missing]
 
 
-class Branching:
-    """Lets held beams go on."""
+class Beams:
+    """The beam searches of an engine, for the model in `folder`, whose tokenizer finds stop strings."""
 
-    def __init__(self, scheduler: Scheduler) -> None:
+    def __init__(self, scheduler: Scheduler, folder: Path | None) -> None:
         self._scheduler = scheduler
+        self._folder = folder
         self._names = 0
+
+    @cached_property
+    def _tokenizer(self) -> Tokenizer:
+        assert self._folder is not None, "beams with stop strings need the model's tokenizer"
+        return Tokenizer(self._folder)
+
+    def begin(self, request: Request) -> None:
+        """Begin the search of a new request."""
+        text = _first_text(request, self._tokenizer) if request.params.stop_strings else None
+        request.search = BeamSearch(request, text)
+
+    def report(self, request: Request, candidates: BeamCandidates | None, failure: str | None) -> list[TokenEvent]:
+        """Takes the candidates of one beam, or its failure. Returns the answers if that ends its search.
+
+        Once all beams have reported, it chooses which go on.
+        """
+        search = request.search
+        assert isinstance(search, BeamSearch)
+        self._scheduler.hold(request)
+        if not search.report(request, candidates, failure):
+            return []
+        following = search.choose()
+        if not search.done:
+            children = [(continuation.beam.request, continuation.token_id) for continuation in following]
+            search.go_on(following, self.branch(search.requests, children))
+            return []
+        first = search.requests[0]
+        self._scheduler.finish(first, "stop" if search.hypotheses else "abort")
+        return answers(search, first)
 
     def branch(self, members: Sequence[Request], children: Sequence[tuple[Request, int]]) -> list[Request]:
         """Let the held beams `members` go on as `children`: each a member and the token that follows it.

@@ -15,10 +15,11 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
+from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvern.drafting.drafting import Drafting
-from kvern.engine.beams import BeamSearch, Branching, answers
 from kvern.engine.pace import Pace
 from kvern.engine.scheduler import Scheduler
 from kvern.engine.stages import ToldStages
@@ -31,10 +32,10 @@ from kvern.request.step import OUT_OF_TOKENS, ModelRunnerOutput, SchedulerOutput
 
 if TYPE_CHECKING:
     from kvern.adapters.peft import Adapter
+    from kvern.engine.beams import Beams
     from kvern.request.step import StepResult
     from kvern.runner.executor import Executor
     from kvern.runner.ranks.experts import LayerCounts
-    from kvern.text.tokenizer import Tokenizer
 
 logger = logging.getLogger("kvern")
 PREPARING_SECONDS = 0.01
@@ -62,7 +63,7 @@ DEFAULT_TIMING = CoreTiming()
 class EngineCore:
     """Drives the scheduler and the executor. Not thread-safe: one thread calls it.
 
-    The `tokenizer` is called for when beams first end at stop strings. With `prepares` a request is held until the
+    `folder` has the tokenizer for beams that end at stop strings. With `prepares` a request is held until the
     executor is prepared for its grammar; without, its first step waits for that. `drafting` guesses at tokens for steps
     to verify; None: nobody does.
     """
@@ -72,13 +73,12 @@ class EngineCore:
         scheduler: Scheduler,
         executor: "Executor",
         depth: int = 1,
-        tokenizer: "Callable[[], Tokenizer] | None" = None,
+        folder: Path | None = None,
         prepares: bool = False,
         drafting: Drafting | None = None,
         timing: CoreTiming = DEFAULT_TIMING,
     ) -> None:
         self.scheduler = scheduler
-        self._branching = Branching(scheduler)
         self._prepares = prepares
         self.drafting = drafting
         self._clock, self._sleep = timing.clock, timing.sleep
@@ -86,7 +86,7 @@ class EngineCore:
         self._pace = timing.pace or Pace(clock=timing.clock)
         self._held: dict[str, tuple[Request, Future[None]]] = {}
         """Requests whose grammars are being prepared."""
-        self._tokenizer = tokenizer
+        self._folder = folder
         self._digests: dict[int, bytes] = {}
         """The digests of the adapters that requests may use, by their keys."""
         self._unloading: set[int] = set()
@@ -140,7 +140,7 @@ class EngineCore:
         if request.adapter in self._digests:
             request.cache_namespace = cache_namespace(request.spec, self._digests[request.adapter])
         if request.params.beam_width is not None:
-            request.search = BeamSearch(request, self._tokenizer)
+            self._beams.begin(request)
         preparing = None
         if self._prepares and request.spec.grammar is not None:
             preparing = self.executor.prepare(request.spec.grammar)
@@ -150,6 +150,13 @@ class EngineCore:
             self.scheduler.add(request)
         else:
             self._held[request.request_id] = request, preparing
+
+    @cached_property
+    def _beams(self) -> "Beams":
+        """The beam searches, once a request asks for one."""
+        from kvern.engine.beams import Beams
+
+        return Beams(self.scheduler, self._folder)
 
     def _release(self) -> None:
         """Queue the requests whose grammars are prepared; if nothing else is to be done, wait for one a little."""
@@ -341,7 +348,10 @@ class EngineCore:
                 if prompt_logprobs is not None:
                     events.append(TokenEvent(request_id, prompt_logprobs=prompt_logprobs))
                 if token_ids:
-                    events += self._report(request, item.slot, result)
+                    self._counted.generation_tokens += 1
+                    events += self._beams.report(
+                        request, result.candidates.get(item.slot), result.broken.get(item.slot)
+                    )
                 continue
             slot = item.slot
             logprobs = result.logprobs[index]
@@ -392,27 +402,6 @@ class EngineCore:
             self.scheduler.finish(request, "stop", token_id)
         elif full:
             self.scheduler.finish(request, "length")
-
-    def _report(self, request: Request, slot: int, result: ModelRunnerOutput) -> list[TokenEvent]:
-        """Takes the candidates of a beam. Returns the events of the answers if that ends its search."""
-        search = request.search
-        assert isinstance(search, BeamSearch)
-        self._counted.generation_tokens += 1
-        self.scheduler.hold(request)
-        if search.report(request, result.candidates.get(slot), result.broken.get(slot)):
-            return self._continue(search)
-        return []
-
-    def _continue(self, search: BeamSearch) -> list[TokenEvent]:
-        """Choose which beams go on, now that all have reported; the answers, if none does."""
-        following = search.choose()
-        if not search.done:
-            children = [(continuation.beam.request, continuation.token_id) for continuation in following]
-            search.go_on(following, self._branching.branch(search.requests, children))
-            return []
-        request = search.requests[0]
-        self.scheduler.finish(request, "stop" if search.hypotheses else "abort")
-        return answers(search, request)
 
 
 def _queue_seconds(request: Request) -> float:

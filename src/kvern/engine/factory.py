@@ -1,6 +1,5 @@
 """Makes an engine from a configuration: the executor with the model, and the scheduler over what it has room for."""
 
-import functools
 import math
 import time
 from collections.abc import Callable
@@ -27,7 +26,6 @@ from kvern.runner.executor import Executor, InProcessExecutor, start
 from kvern.runner.plan import Layout
 from kvern.runner.startup import Startup
 from kvern.spec.model import ModelSpec
-from kvern.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from kvern.cache.messages import TierIndex
@@ -85,13 +83,12 @@ def build_core(
         executor.begin_counting()
         return make_dp_attention_core(config, folder, layout, executor, drafting, watch), spec, layout
     scheduler = make_scheduler(config, folder, layout, executor.tier)
-    tokenizer = functools.cache(partial(Tokenizer, folder))
     with startup.stage("graphs"):
         use_idle_time(executor, GRAPH_SECONDS if prepares else math.inf)
     with startup.stage("pace"):
         pace = make_pace(config, executor, layout, streams)
     executor.begin_counting()
-    core = EngineCore(scheduler, executor, layout.depth, tokenizer, prepares, drafting, CoreTiming(pace, watch))
+    core = EngineCore(scheduler, executor, layout.depth, folder, prepares, drafting, CoreTiming(pace, watch))
     return core, spec, layout
 
 
@@ -119,8 +116,7 @@ def make_rank_core(
 ) -> EngineCore:
     """The core of one rank with requests of its own."""
     scheduler = make_scheduler(config, folder, layout, executor.tier)
-    tokenizer = functools.cache(partial(Tokenizer, folder))
-    return EngineCore(scheduler, executor, layout.depth, tokenizer, prepares=True, drafting=drafting)
+    return EngineCore(scheduler, executor, layout.depth, folder, prepares=True, drafting=drafting)
 
 
 def make_drafting(config: EngineConfig, spec: ModelSpec, layout: Layout, draft: Path | None) -> Drafting | None:

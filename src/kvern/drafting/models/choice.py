@@ -11,7 +11,6 @@ from kvern.models.hub import EMBEDDED_FOLDER
 from kvern.models.loader import read_config
 from kvern.models.registry import Config
 from kvern.spec.model import ModelSpec
-from kvern.text.tokenizer import load_backend
 
 EMBEDDED_DRAFTS = {"kvern-12m": "kvern-1m"}
 """The draft models of embedded models."""
@@ -65,6 +64,8 @@ def read_draft(draft: Path, folder: Path, spec: ModelSpec, longest: int) -> Mode
 
 def _vocabulary(file: Path) -> dict[str, int] | None:
     """The tokens of a tokenizer, by their ids; None: there is none."""
+    from kvern.text.tokenizer import load_backend
+
     tokenizer, _ = load_backend(file)
     return None if tokenizer is None else tokenizer.get_vocab(with_added_tokens=True)
 
