@@ -12,7 +12,8 @@ from kvern.device.rows import ListedRows
 from kvern.request.request import PromptInput, RequestSpec
 from kvern.request.step import NewRequest
 from kvern.runner.needs import SamplingNeeds
-from kvern.runner.sampling import CompiledSampling, TorchSampling
+from kvern.runner.sampling import CompiledSampling
+from kvern.runner.torch_sampling import TorchSampling
 from kvern.sample.constraints import constrain
 from kvern.sample.logprobs import token_logprobs
 from kvern.sample.random import uniform

@@ -90,7 +90,7 @@ def test_a_token_that_does_not_follow_is_an_error(grammars: Grammars, tokenizer:
 
 
 def test_following_grammars_imports_nothing_that_compiles_them() -> None:
-    """The engine's process imports the library at its start, and no compiler; the server's imports neither."""
+    """The engine's process imports the library for its first grammar, and no compiler; the server's imports neither."""
     code = (
         "import kvern.structured.{0}, sys\n"
         "print([name for name in ('llguidance', 'referencing', 'kvern.structured.schema') if name in sys.modules])"

@@ -23,7 +23,7 @@ from kvern.engine.scheduler import Scheduler
 from kvern.engine.stop_strings import ScopedSearch, StopSearch, StopStrings, search_of
 from kvern.request.events import TokenEvent
 from kvern.request.request import DraftProgress, FinishReason, Request, State
-from kvern.request.step import BeamCandidates, Fork, TokenLogprobs
+from kvern.request.step import BeamCandidates, Fork, ModelRunnerOutput, TokenLogprobs
 from kvern.text.detokenizer import IncrementalDetokenizer
 from kvern.text.tokenizer import Tokenizer
 
@@ -246,15 +246,15 @@ class Beams:
         text = _first_text(request, self._tokenizer) if request.params.stop_strings else None
         request.search = BeamSearch(request, text)
 
-    def report(self, request: Request, candidates: BeamCandidates | None, failure: str | None) -> list[TokenEvent]:
-        """Takes the candidates of one beam, or its failure. Returns the answers if that ends its search.
+    def report(self, request: Request, slot: int, result: ModelRunnerOutput) -> list[TokenEvent]:
+        """Takes what a step found for the beam in row `slot`. Returns the answers if that ends its search.
 
         Once all beams have reported, it chooses which go on.
         """
         search = request.search
         assert isinstance(search, BeamSearch)
         self._scheduler.hold(request)
-        if not search.report(request, candidates, failure):
+        if not search.report(request, result.candidates.get(slot), result.broken.get(slot)):
             return []
         following = search.choose()
         if not search.done:

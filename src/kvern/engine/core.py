@@ -349,13 +349,10 @@ class EngineCore:
                     events.append(TokenEvent(request_id, prompt_logprobs=prompt_logprobs))
                 if token_ids:
                     self._counted.generation_tokens += 1
-                    events += self._beams.report(
-                        request, result.candidates.get(item.slot), result.broken.get(item.slot)
-                    )
+                    events += self._beams.report(request, item.slot, result)
                 continue
             slot = item.slot
             logprobs = result.logprobs[index]
-            unused = 0
             predicted = 0, 0
             if item.sampled > 1:
                 right = len(token_ids) - 1
@@ -366,8 +363,8 @@ class EngineCore:
             reason = result.broken.get(slot) if len(token_ids) == len(result.token_ids[index]) else None
             if reason == OUT_OF_TOKENS:
                 token_ids, logprobs = token_ids[:-1], logprobs and logprobs[:-1]
-            if item.sampled > 1:  # of a token that broke the answer the key is a wrong draft's
-                unused = len(result.token_ids[index]) - len(token_ids) + (reason == OUT_OF_TOKENS)
+            cut = len(result.token_ids[index]) - len(token_ids) + (reason == OUT_OF_TOKENS)
+            unused = cut if item.sampled > 1 else 0  # of a token that broke the answer the key is a wrong draft's
             self._counted.generation_tokens += len(token_ids)
             full = self.scheduler.update(request, token_ids, item.sampled, unused)
             if reason is not None:

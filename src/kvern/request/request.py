@@ -163,6 +163,12 @@ class RequestSpec(RequestOptions, frozen=True, array_like=True, gc=False):
     """The tokens of the predicted output, from which drafts are taken."""
 
     @property
+    def bans_or_biases(self) -> bool:
+        """True if tokens are banned, or more or less probable than the model says."""
+        params = self.params
+        return bool(params.allowed_token_ids or params.logit_bias or self.bad_word_ids or params.min_tokens)
+
+    @property
     def prompt_length(self) -> int:
         """The number of tokens of the prompt."""
         return len(self.prompt.token_ids)

@@ -55,6 +55,8 @@ MAX_LENGTH_PENALTY = 10
 MAX_BIAS = 1e9
 MAX_FACTOR = 1_000_000
 """The limit of temperature and repetition_penalty (and its inverse): products with logits stay finite in float32."""
+GREEDY_BELOW = 1e-5
+"""Temperatures below this select the most probable token, because a division by them would overflow."""
 USUAL: dict[str, float] = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
 """Parameters for which a model may have defaults, with their values if it has none."""
 
@@ -179,6 +181,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     def penalizes_tokens(self) -> bool:
         """True if tokens in the text get another probability."""
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+
+    @property
+    def has_rare_filters(self) -> bool:
+        """True if a filter of `sample/rare_filters.py` is used."""
+        return self.top_n_sigma > 0 or self.xtc_probability > 0 or self.dynatemp_range > 0
 
     @property
     def sequences(self) -> int:
@@ -317,6 +324,16 @@ class ResolvedParams(SamplingParams, frozen=True, kw_only=True, omit_defaults=Tr
     top_p: float = 1.0
     min_p: float = 0.0
     repetition_penalty: float = 1.0
+
+    @property
+    def is_greedy(self) -> bool:
+        """True if the most probable token is chosen."""
+        return self.temperature < GREEDY_BELOW
+
+    @property
+    def has_common_filters(self) -> bool:
+        """True if a common filter excludes tokens; `has_rare_filters` answers for the others."""
+        return bool(self.top_k) or self.top_p < 1.0 or bool(self.min_p) or self.typical_p < 1.0
 
 
 REFUSED_WITH_BEAMS: dict[str, tuple[float | None, ...]] = {

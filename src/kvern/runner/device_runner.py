@@ -52,7 +52,6 @@ from kvern.sample.beams import DeviceCandidates, most_probable
 from kvern.sample.dry import penalize_repetitions
 from kvern.sample.logprobs import DeviceLogprobs
 from kvern.sample.sampler import sample
-from kvern.structured.masks import Restricted
 
 
 def draft_behind(
@@ -280,9 +279,10 @@ class DeviceRunner(StepRunner[Decoder, DeviceBatch, DeviceRows, DeviceStateMemor
         verdict = None
         if needs & SamplingNeeds.PROCESSORS and self._processors is not None:
             verdict = self._processors.apply(scores, rows.tokens, slots, sampled_tokens(scheduled).positions)
-        broken, unknown = Restricted({}, [])
-        if needs & SamplingNeeds.GRAMMAR:
-            broken, unknown = self._grammars.restrict(scores, slots, None, drafts)
+        broken, unknown = dict[int, str](), list[int]()
+        grammars = self._grammars if needs & SamplingNeeds.GRAMMAR else None
+        if grammars is not None:
+            broken, unknown = grammars.restrict(scores, slots, None, drafts)
         chosen = self._choose(logits, scores, slots, outputs, needs)
         if drawn is not None:
             drawn.accept(chosen, scores, rows, slots, positions)
@@ -299,8 +299,8 @@ class DeviceRunner(StepRunner[Decoder, DeviceBatch, DeviceRows, DeviceStateMemor
         kept = self._write(step, outputs, chosen, unknown)
         found = Reported(counts, logprobs, outputs.prompts, states, broken, candidates, verdict)
         pending = PendingStep(scheduled, chosen, found, kept=kept)
-        if needs & SamplingNeeds.GRAMMAR:
-            self._grammars.expect(rows.sampled_slots(scheduled), pending)
+        if grammars is not None:
+            grammars.expect(rows.sampled_slots(scheduled), pending)
         return pending
 
     def _write(

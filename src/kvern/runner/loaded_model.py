@@ -16,7 +16,6 @@ from kvern.ranks.ranks import ALONE, Ranks
 from kvern.request.step import SchedulerOutput, StepResult
 from kvern.runner.plan import FreeMemory, Layout
 from kvern.spec.model import ModelSpec
-from kvern.structured.masks import GrammarRows
 
 if TYPE_CHECKING:
     from kvern.adapters.bank import AdapterBank, AdapterStore
@@ -24,6 +23,7 @@ if TYPE_CHECKING:
     from kvern.drafting.models.head import DraftHead
     from kvern.drafting.models.medusa_heads import MedusaHeads
     from kvern.runner.processor_rows import ProcessorRows
+    from kvern.structured.masks import GrammarRows
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,8 @@ class LoadedModel:
     """Model and state of rows, of which every runner makes use."""
 
     decoder: LanguageModel
-    grammars: GrammarRows
+    grammars: "Callable[[], GrammarRows]"
+    """The matchers of rows, made when a request first has a grammar."""
     processors: "ProcessorRows | None"
     """None: the operator has enabled none."""
     adapters: "AdapterBank | None"

@@ -5,9 +5,6 @@ from functools import reduce
 from operator import or_
 
 from kvern.request.step import Fork, NewRequest
-from kvern.sample.constraints import is_constrained
-from kvern.sample.rare_filters import has_rare_filters
-from kvern.sample.sampler import GREEDY_BELOW, has_common_filters
 
 
 class SamplingNeeds:
@@ -36,12 +33,12 @@ class SamplingNeeds:
 def needs_of(request: NewRequest) -> int:
     """The demands of this request."""
     params = request.params
-    drawn = params.temperature >= GREEDY_BELOW
+    drawn = not params.is_greedy
     asked = {
-        SamplingNeeds.FILTERS: drawn and has_common_filters(params),
-        SamplingNeeds.CONSTRAINTS: is_constrained(request),
+        SamplingNeeds.FILTERS: drawn and params.has_common_filters,
+        SamplingNeeds.CONSTRAINTS: request.spec.bans_or_biases or params.penalizes_tokens,
         SamplingNeeds.LOGPROBS: params.logprobs is not None,
-        SamplingNeeds.RARE_FILTERS: drawn and has_rare_filters(params),
+        SamplingNeeds.RARE_FILTERS: drawn and params.has_rare_filters,
         SamplingNeeds.EMBEDDING: request.spec.embed,
         SamplingNeeds.GRAMMAR: request.spec.grammar is not None,
         SamplingNeeds.BEAMS: params.beam_width is not None,

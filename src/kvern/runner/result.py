@@ -13,11 +13,11 @@ from kvern.device.transfer import fetch, upload
 from kvern.drafting.verification import GuessedDrafts
 from kvern.models.decoder import LanguageModel
 from kvern.request.step import ModelRunnerOutput, ScheduledTokens, TokenLogprobs
-from kvern.sample.logprobs import DeviceLogprobs
 
 if TYPE_CHECKING:
     from kvern.runner.processor_rows import ProcessorVerdict
     from kvern.sample.beams import DeviceCandidates
+    from kvern.sample.logprobs import DeviceLogprobs
 
 Interval = tuple[torch.cuda.Event, torch.cuda.Event]
 """Begin and end of some work of a GPU."""
@@ -44,7 +44,7 @@ class PromptLogprobs:
     """Log-probabilities of all tokens of `runs`, in parts of PROMPT_LOGITS_ROWS, of a step with `places` requests."""
 
     runs: Sequence[PromptRun]
-    parts: list[DeviceLogprobs]
+    parts: "list[DeviceLogprobs]"
     places: int
 
     def entries(self) -> list[list[TokenLogprobs] | None]:
@@ -90,7 +90,7 @@ class Reported:
     """
 
     counts: Sequence[int | None] = ()
-    logprobs: DeviceLogprobs | None = None
+    logprobs: "DeviceLogprobs | None" = None
     prompt_logprobs: PromptLogprobs | None = None
     embeddings: tuple[Sequence[int], torch.Tensor] | None = None
     broken: dict[int, str] = field(default_factory=dict)
@@ -233,7 +233,7 @@ def prompt_logprobs(
     batch: InputBatch,
     runs: Sequence[PromptRun],
     hidden: torch.Tensor,
-    logprobs: Callable[[torch.Tensor, torch.Tensor, int], DeviceLogprobs],
+    logprobs: "Callable[[torch.Tensor, torch.Tensor, int], DeviceLogprobs]",
 ) -> PromptLogprobs | None:
     """Log-probabilities of the tokens of `runs`, from the states `hidden` [T, hidden] of the step; None: no runs.
 

@@ -20,8 +20,6 @@ from kvern.runner.result import PendingStep, PromptLogprobs, Reported, SampledSt
 from kvern.runner.sampling import Sampling
 from kvern.runner.state_memory import StateMemory
 from kvern.runner.step_runner import CHOSEN_BY_FIRST, StepRunner
-from kvern.sample.beams import DeviceCandidates
-from kvern.structured.masks import Restricted
 
 if TYPE_CHECKING:
     from kvern.drafting.rejection import DrawnDrafts
@@ -168,7 +166,7 @@ class ModelRunner(StepRunner[LanguageModel, InputBatch, BatchRows, StateMemory])
         verdict = self._constrain(logits, slots, index, positions, needs)
         drafts = rows.tokens[index, positions].tolist() if drafted and needs & SamplingNeeds.GRAMMAR else []
         drawn = None if self._drafter.drawn is None else self._drafter.drawn.of(scheduled)
-        chosen, (broken, unknown) = self._choose(logits, slots, index, positions, needs, drafts, drawn)
+        chosen, broken, unknown = self._choose(logits, slots, index, positions, needs, drafts, drawn)
         if needs & CHOSEN_BY_FIRST:
             chosen, unknown = self._chosen_by_first(chosen, unknown)
         kept = None
@@ -188,7 +186,11 @@ class ModelRunner(StepRunner[LanguageModel, InputBatch, BatchRows, StateMemory])
         if needs & SamplingNeeds.LOGPROBS:
             counts = [rows.request(slot).params.logprobs for slot in slots]
             logprobs = self._sampling.logprobs(original, chosen, max(count for count in counts if count is not None))
-        candidates = DeviceCandidates(logits, original, rows, slots) if needs & SamplingNeeds.BEAMS else None
+        candidates = None
+        if needs & SamplingNeeds.BEAMS:
+            from kvern.sample.beams import DeviceCandidates
+
+            candidates = DeviceCandidates(logits, original, rows, slots)
         states = embeddings(rows, slots, scored.hidden) if needs & SamplingNeeds.EMBEDDING else None
         reported = Reported(counts, logprobs, prompts, states, broken, candidates, verdict)
         return PendingStep(scheduled, chosen, reported, kept=kept, guessed=guessed)
@@ -212,43 +214,44 @@ class ModelRunner(StepRunner[LanguageModel, InputBatch, BatchRows, StateMemory])
         needs: int,
         drafts: Sequence[int],
         drawn: "DrawnDrafts | None",
-    ) -> tuple[torch.Tensor, Restricted]:
-        """Sample; grammars are asked afterwards, since they mostly allow what a model says, and masks cost more.
+    ) -> tuple[torch.Tensor, dict[int, str], list[int]]:
+        """Sample; returns the tokens, and what `GrammarRows.restrict` does.
 
-        The most probable token of all, or the earliest drawn, is also the one among those allowed, if it is allowed
-        itself. Filters look at all probabilities, and so do drafts that are `drawn`: they need the mask before.
-        `drafts` [S] stand in the places of the tokens that are sampled: grammars are asked about as many as are right,
-        and one more.
+        Grammars are asked afterwards, since they mostly allow what a model says, and masks cost more. The most
+        probable token of all, or the earliest drawn, is also the one among those allowed, if it is allowed itself.
+        Filters look at all probabilities, and so do drafts that are `drawn`: they need the mask before. `drafts` [S]
+        stand in the places of the tokens that are sampled: grammars are asked about as many as are right, and one more.
         """
-        bound = (
-            [row for row, slot in enumerate(slots) if slot in self._grammars] if needs & SamplingNeeds.GRAMMAR else []
-        )
+        broken, unknown = dict[int, str](), list[int]()
+        grammars = self._grammars if needs & SamplingNeeds.GRAMMAR else None
+        bound = [] if grammars is None else [row for row, slot in enumerate(slots) if slot in grammars]
         looking = [row for row in bound if drawn is not None or self._needs[slots[row]] & LOOKS_AT_ALL]
-        restricted = self._grammars.restrict(logits, slots, looking, lambda: drafts) if bound else Restricted({}, [])
+        if grammars is not None and bound:
+            broken, unknown = grammars.restrict(logits, slots, looking, lambda: drafts)
         chosen = self._sampling.sample(logits, slots, index, positions, needs)
         if drawn is not None:
             drawn.accept(chosen, logits, self._rows, slots, positions)
-        if not bound:
-            return chosen, restricted
+        if grammars is None or not bound:
+            return chosen, broken, unknown
         tokens = chosen.tolist()
         going = [row for row in bound if row == 0 or slots[row - 1] != slots[row]]
         going = [row for row in going if self._rows.request(slots[row]).params.beam_width is None]
         while going:
             asked = [tokens[row] for row in going]
-            refused = [going[place] for place in self._grammars.accept([slots[row] for row in going], asked)]
-            restricted.broken.update(self._grammars.broken(slots, going))
+            refused = [going[place] for place in grammars.accept([slots[row] for row in going], asked)]
+            broken.update(grammars.broken(slots, going))
             if refused:
-                restricted.broken.update(self._grammars.restrict(logits, slots, refused).broken)
+                broken.update(grammars.restrict(logits, slots, refused).broken)
                 place, again = torch.tensor(refused, device=logits.device), [slots[row] for row in refused]
                 found = self._sampling.sample(logits[place], again, index[place], positions[place], needs)
                 chosen[place], asked = found, found.tolist()
-                self._grammars.accept(again, asked)
+                grammars.accept(again, asked)
                 for row, token in zip(refused, asked, strict=True):
                     tokens[row] = token
-            stopped = {*restricted.broken, *restricted.unknown}
+            stopped = {*broken, *unknown}
             going = [
                 row + 1
                 for row in going
                 if slots[row + 1 : row + 2] == [slots[row]] and tokens[row] == drafts[row] and row not in stopped
             ]
-        return chosen, restricted
+        return chosen, broken, unknown

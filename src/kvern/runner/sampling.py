@@ -1,7 +1,7 @@
-"""Sampling from the logits of a step, through PyTorch or through kernels of a CPU."""
+"""Sampling from the logits of a step through kernels of a CPU; `torch_sampling.py` does it through PyTorch."""
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
@@ -9,11 +9,9 @@ from torch import Tensor
 from kvern.cpu.sampling import RowSampler, logprobs
 from kvern.device.rows import BatchRows
 from kvern.runner.needs import SamplingNeeds
-from kvern.sample.constraints import constrain
-from kvern.sample.dry import penalize_repetitions
-from kvern.sample.logprobs import DeviceLogprobs, token_logprobs
-from kvern.sample.rare_filters import has_rare_filters
-from kvern.sample.sampler import sample
+
+if TYPE_CHECKING:
+    from kvern.sample.logprobs import DeviceLogprobs
 
 
 class Sampling(Protocol):
@@ -36,32 +34,16 @@ class Sampling(Protocol):
         """Let the rows go on with the tokens [N] int64 that were chosen for them."""
         ...
 
-    def logprobs(self, logits: Tensor, tokens: Tensor, count: int) -> DeviceLogprobs:
+    def logprobs(self, logits: Tensor, tokens: Tensor, count: int) -> "DeviceLogprobs":
         """Log-probabilities as `kvern.sample.logprobs.token_logprobs` returns them."""
         ...
 
 
-class TorchSampling:
-    """Through PyTorch."""
-
-    def __init__(self, rows: BatchRows) -> None:
-        self._rows = rows
-
-    def constrain(self, logits: Tensor, slots: Sequence[int], index: Tensor, positions: Tensor) -> None:
-        constrain(logits, self._rows, slots, positions.tolist())
-
-    def sample(self, logits: Tensor, slots: Sequence[int], index: Tensor, positions: Tensor, needs: int) -> Tensor:
-        return sample(logits, self._rows, slots, positions)
-
-    def write(self, index: Tensor, positions: Tensor, tokens: Tensor) -> None:
-        self._rows.tokens[index, positions] = tokens.int()
-
-    def logprobs(self, logits: Tensor, tokens: Tensor, count: int) -> DeviceLogprobs:
-        return token_logprobs(logits, tokens, count)
-
-
 class CompiledSampling:
-    """Through kernels; rows with DRY or rare filters, and no others, through PyTorch."""
+    """Through kernels; rows with DRY or rare filters, and no others, through PyTorch.
+
+    What few requests ask for is imported for the first of them, in a millisecond or two.
+    """
 
     def __init__(self, rows: BatchRows) -> None:
         self._rows = rows
@@ -72,14 +54,18 @@ class CompiledSampling:
         rows = self._rows
         repeating = [row for row, slot in enumerate(slots) if rows.request(slot).params.penalizes_repetitions]
         if repeating:
+            from kvern.sample.dry import penalize_repetitions
+
             penalize_repetitions(logits, rows, repeating, slots, positions.tolist(), None)
 
     def sample(self, logits: Tensor, slots: Sequence[int], index: Tensor, positions: Tensor, needs: int) -> Tensor:
         chosen = self._sampler.sample(logits, index, positions)
         if needs & SamplingNeeds.RARE_FILTERS:
             params = [self._rows.request(slot).params for slot in slots]
-            rare = [row for row, item in enumerate(params) if has_rare_filters(item)]
+            rare = [row for row, item in enumerate(params) if item.has_rare_filters]
             if rare:  # these rows may be but some of a step's
+                from kvern.sample.sampler import sample
+
                 place, again = torch.tensor(rare), [slots[row] for row in rare]
                 chosen[place] = sample(logits[place], self._rows, again, positions[place])
         return chosen
@@ -87,5 +73,7 @@ class CompiledSampling:
     def write(self, index: Tensor, positions: Tensor, tokens: Tensor) -> None:
         self._sampler.write(index, positions, tokens)
 
-    def logprobs(self, logits: Tensor, tokens: Tensor, count: int) -> DeviceLogprobs:
+    def logprobs(self, logits: Tensor, tokens: Tensor, count: int) -> "DeviceLogprobs":
+        from kvern.sample.logprobs import DeviceLogprobs
+
         return DeviceLogprobs(*logprobs(logits.contiguous(), tokens, count))

@@ -6,7 +6,7 @@ hidden states --> sampled tokens --> rows, the result, and a drafter
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, Generic, NamedTuple, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -24,7 +24,9 @@ from kvern.runner.cached_model import CachedModel, RowStates, StepEmbeddings
 from kvern.runner.loaded_model import LoadedModel
 from kvern.runner.needs import RowNeeds, SamplingNeeds
 from kvern.runner.result import PromptLogprobs, prompt_logprobs, prompt_runs, tokens_wanted
-from kvern.sample.logprobs import DeviceLogprobs
+
+if TYPE_CHECKING:
+    from kvern.sample.logprobs import DeviceLogprobs
 
 Network = TypeVar("Network", bound=LanguageModel)
 Batch = TypeVar("Batch", bound=InputBatch)
@@ -60,7 +62,10 @@ class StepRunner(Generic[Network, Batch, Rows, States]):
         self._rows = model.rows
         self.caches = model.attention.caches
         self._ranks = loaded.ranks
-        self._grammars, self._processors = loaded.grammars, loaded.processors
+        self._processors = loaded.processors
+        self._make_grammars = loaded.grammars
+        # No stage is told of a grammar before the step that begins with it: all that is needed is imported now.
+        self._grammars = loaded.grammars() if loaded.ranks.stage.count > 1 else None
         self._adapters = loaded.adapter_store
         self._needs = RowNeeds(len(model.rows.requests))
         self._drafter = GuardedDrafter(drafter, ranks=loaded.ranks)
@@ -90,10 +95,14 @@ class StepRunner(Generic[Network, Batch, Rows, States]):
         """Tell what chooses tokens here of the rows that a step let fork and join."""
         if not self._ranks.stage.is_last or not (output.forked or output.joined):
             return
-        self._grammars.fork(output.forked)
         self._needs.fork(output.forked)
-        self._grammars.join(output.joined if self._ranks.rank == 0 else ())
         self._needs.join(output.joined)
+        joined = output.joined if self._ranks.rank == 0 else []
+        if self._grammars is None and any(request.spec.grammar is not None for request in joined):
+            self._grammars = self._make_grammars()
+        if self._grammars is not None:
+            self._grammars.fork(output.forked)
+            self._grammars.join(joined)
         if self._processors is not None:
             self._processors.fork(output.forked, self._rows)
             self._processors.join(output.joined)
@@ -114,7 +123,7 @@ class StepRunner(Generic[Network, Batch, Rows, States]):
         self,
         batch: Batch,
         states: Any,
-        logprobs: Callable[[Tensor, Tensor, int], DeviceLogprobs],
+        logprobs: "Callable[[Tensor, Tensor, int], DeviceLogprobs]",
         embeddings: StepEmbeddings | None,
     ) -> Computed | None:
         """Run the model over a batch; None: this is a pipeline stage before the last, which has handed on its rows.
@@ -169,6 +178,7 @@ class StepRunner(Generic[Network, Batch, Rows, States]):
         return False
 
     def abandon(self) -> None:
-        self._grammars.abandon()
+        if self._grammars is not None:
+            self._grammars.abandon()
         if self._rows.device.type == "cuda":
             torch.cuda.synchronize(self._rows.device)

@@ -1,6 +1,6 @@
 """A worker whose steps run through PyTorch: on CPUs, beside their kernels, and on GPUs where Triton does not work."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -11,7 +11,6 @@ from kvern.attention.base import AttentionBackend
 from kvern.attention.compiled import CompiledAttention
 from kvern.attention.eight_bit import EightBit
 from kvern.attention.memory import CacheOptions
-from kvern.attention.torch_sdpa import TorchAttention
 from kvern.config import EngineConfig
 from kvern.cpu import sampling as cpu
 from kvern.cpu.library import DTYPES
@@ -28,10 +27,9 @@ from kvern.runner.memory import DeviceMemory, bytes_of_draft, bytes_of_state, by
 from kvern.runner.needs import SamplingNeeds
 from kvern.runner.plan import RANK_KERNELS, FreeMemory, Layout, Plan
 from kvern.runner.runner import ModelRunner
-from kvern.runner.sampling import CompiledSampling, Sampling, TorchSampling
+from kvern.runner.sampling import CompiledSampling, Sampling
 from kvern.runner.state_memory import StateMemory
 from kvern.spec.model import ModelSpec
-from kvern.structured import masks
 
 if TYPE_CHECKING:
     from kvern.drafting.device.drafter import Drafter
@@ -54,7 +52,15 @@ class TorchBackend:
         # What ranks say to each other without kernels would be missing when a captured step is run again.
         self._captures = self._compiled and (config.tensor_parallel_size == 1 or plan.kernels >= RANK_KERNELS)
         self._rejection = config.acceptance == "rejection"
-        self.restrict = cpu.restrict if self._compiled else masks.restrict
+
+    @property
+    def restrict(self) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]:
+        """The function that masks logits, imported for the first grammar."""
+        if self._compiled:
+            return cpu.restrict
+        from kvern.structured.masks import restrict
+
+        return restrict
 
     def prepare(self, decoder: WeightedModel) -> None:
         """Nothing is chosen."""
@@ -99,14 +105,13 @@ class TorchBackend:
             inputs = None if drafter is None else drafter.inputs
             captured = CapturedDecodes(decoder, attention, rows, size, inputs) if isinstance(decoder, Decoder) else None
         model = CachedModel(decoder, attention, rows, size, loaded.adapters, states)
-        sampling = CompiledSampling(rows) if self._compiled else TorchSampling(rows)
-        return ModelRunner(model, loaded, sampling, captured, drafter)
+        return ModelRunner(model, loaded, self._sampling(rows), captured, drafter)
 
     def drafter(self, decoder: "Decoder | DraftHead | MedusaHeads", layout: Layout, rows: BatchRows) -> "Drafter":
         """The model or head of this backend as a drafter over another's blocks and rows."""
         from kvern.drafting.device.draft_model import DraftModel, HostDraftModel
 
-        sampling = CompiledSampling(rows) if self._compiled else TorchSampling(rows)
+        sampling = self._sampling(rows)
         drawn = None
         if self._rejection:
             from kvern.drafting.rejection import Drawn
@@ -145,6 +150,13 @@ class TorchBackend:
         build = partial(_build_batch, rows, size)
         return HeadDrafter(CachedModel(decoder, attention, rows, size), build, draw, captured=captured, drawn=drawn)
 
+    def _sampling(self, rows: BatchRows) -> Sampling:
+        if self._compiled:
+            return CompiledSampling(rows)
+        from kvern.runner.torch_sampling import TorchSampling
+
+        return TorchSampling(rows)
+
     def _attention(
         self, decoder: "LanguageModel | DraftHead", eight_bit: EightBit | None, layout: Layout
     ) -> AttentionBackend[InputBatch]:
@@ -161,6 +173,8 @@ class TorchBackend:
         )
         if "cpu_attention" in self._plan.kernels and dtype in DTYPES:
             return CompiledAttention(cache, getattr(torch, self._plan.dtype))
+        from kvern.attention.torch_sdpa import TorchAttention
+
         return TorchAttention(cache)
 
 

@@ -47,14 +47,13 @@ from kvern.runner.plan import (
 )
 from kvern.runner.startup import Startup
 from kvern.spec.model import ModelSpec
-from kvern.structured.masks import GrammarRows
-from kvern.structured.matchers import library_of
 
 if TYPE_CHECKING:
     from kvern.adapters.bank import AdapterBank, AdapterStore
     from kvern.adapters.peft import Target
     from kvern.runner.processor_rows import ProcessorRows
     from kvern.runner.ranks.experts import ExpertBalance, ExpertCounts, LayerCounts
+    from kvern.structured.masks import GrammarRows
 
 MODEL_KERNELS = frozenset({"norm", "rotary", "activation", "few_rows", "moe", "hopper_linear", "quantized", "states"})
 """The kernels that the parts of a model may use, besides kernels of a CPU."""
@@ -177,12 +176,10 @@ class Worker:
             if device.type == "cpu" and not plan.on_device:
                 settle_threads(config, plan, decoder)
             adapters = self._make_adapters(decoder, "adapters" in plan.kernels)
-        library = library_of(self._folder, spec.vocab_size)
-        self.grammars = GrammarRows(library, spec.vocab_size, device, backend.restrict)
         processors = self._make_processors(plan) if config.logits_processors else None
         draft = None if self._draft is None else self._load_draft(self._draft, plan, model)
         self._loaded = LoadedModel(
-            model, self.grammars, processors, adapters, self._store, draft=draft, ranks=self._ranks
+            model, lambda: self.grammars, processors, adapters, self._store, draft=draft, ranks=self._ranks
         )
         if config.rebalance_seconds:
             self._ranks.of_experts.hand_once(device)
@@ -194,6 +191,15 @@ class Worker:
             eight_bit = self._eight_bit(plan)
         self._loaded = replace(self._loaded, eight_bit=eight_bit)
         return msgspec.structs.replace(self._room(), scales=digest(eight_bit.scales))
+
+    @cached_property
+    def grammars(self) -> "GrammarRows":
+        """The matchers of rows; what follows grammars is imported when a request first has one."""
+        from kvern.structured.masks import GrammarRows
+        from kvern.structured.matchers import library_of
+
+        size = self._spec.vocab_size
+        return GrammarRows(library_of(self._folder, size), size, self.device, self._backend.restrict)
 
     def _room(self) -> FreeMemory:
         room = self._backend.room(self._loaded)

@@ -15,16 +15,6 @@ from kvern.sample.dry import penalize_repetitions
 BANNED = float("-inf")
 
 
-def is_constrained(request: NewRequest) -> bool:
-    """True if the request has bans, biases or penalties of tokens."""
-    return _bans_or_biases(request) or request.params.penalizes_tokens
-
-
-def _bans_or_biases(request: NewRequest) -> bool:
-    params = request.params
-    return bool(params.allowed_token_ids or params.logit_bias or request.spec.bad_word_ids or params.min_tokens)
-
-
 def constrain(logits: torch.Tensor, rows: BatchRows, slots: Sequence[int], positions: Sequence[int]) -> None:
     """Applies each request's constraints to `logits` [N, vocabulary] in place; `positions` are those to be sampled."""
     repeating = []
@@ -32,7 +22,7 @@ def constrain(logits: torch.Tensor, rows: BatchRows, slots: Sequence[int], posit
         request, tokens = rows.request(slot), rows.tokens[slot, :position]
         if request.params.penalizes_tokens:
             _penalize(logits[row], rows, slot, tokens.long())
-        if _bans_or_biases(request):
+        if request.spec.bans_or_biases:
             _constrain_row(logits[row], request, tokens)
         if request.params.penalizes_repetitions:
             repeating.append(row)

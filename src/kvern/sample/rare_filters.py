@@ -20,11 +20,6 @@ COIN = 2**31 - 1
 """An id that no token has: the random number that decides about XTC is never used to sample a token."""
 
 
-def has_rare_filters(params: SamplingParams) -> bool:
-    """True if the request uses a filter of this module."""
-    return params.top_n_sigma > 0 or params.xtc_probability > 0 or params.dynatemp_range > 0
-
-
 @dataclass(frozen=True)
 class RareFilters:
     """Parameters of N rows, [N, 1] float32 each. The fields have the names of `SamplingParams`."""

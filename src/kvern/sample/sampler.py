@@ -16,17 +16,8 @@ import torch
 
 from kvern.device.rows import BatchRows
 from kvern.device.transfer import upload
-from kvern.request.sampling_params import ResolvedParams
 from kvern.sample.random import uniform
-from kvern.sample.rare_filters import RareFilters, has_rare_filters
-
-GREEDY_BELOW = 1e-5
-"""Temperatures below this select the most probable token, because a division by them would overflow."""
-
-
-def has_common_filters(params: ResolvedParams) -> bool:
-    """True if a common filter excludes tokens; `has_rare_filters` answers for the others."""
-    return bool(params.top_k) or params.top_p < 1.0 or bool(params.min_p) or params.typical_p < 1.0
+from kvern.sample.rare_filters import RareFilters
 
 
 def sample(logits: torch.Tensor, rows: BatchRows, slots: Sequence[int], positions: torch.Tensor) -> torch.Tensor:
@@ -37,7 +28,7 @@ def sample(logits: torch.Tensor, rows: BatchRows, slots: Sequence[int], position
     positions  [N] int64, positions of the tokens that are chosen
     returns    [N] int64 token ids
     """
-    greedy = [rows.request(slot).params.temperature < GREEDY_BELOW for slot in slots]
+    greedy = [rows.request(slot).params.is_greedy for slot in slots]
     if all(greedy):
         return logits.argmax(-1)
     tokens = logits.argmax(-1) if any(greedy) else torch.empty(len(slots), dtype=torch.int64, device=logits.device)
@@ -50,7 +41,7 @@ def sample(logits: torch.Tensor, rows: BatchRows, slots: Sequence[int], position
 
 def probabilities(logits: torch.Tensor, rows: BatchRows, slots: Sequence[int], positions: torch.Tensor) -> torch.Tensor:
     """The probabilities [N, vocabulary] float32, which sum to 1, from which `sample` draws each row's token."""
-    greedy = [rows.request(slot).params.temperature < GREEDY_BELOW for slot in slots]
+    greedy = [rows.request(slot).params.is_greedy for slot in slots]
     found = torch.zeros_like(logits).scatter_(1, logits.argmax(-1, keepdim=True), 1.0)
     for index, _, left, ids in _left(logits, rows, slots, positions, greedy):
         left = left / left.sum(-1, keepdim=True)
@@ -71,7 +62,7 @@ def _left(
         if not greedy[row]:
             params = rows.request(slots[row]).params
             ordered = params.top_p < 1.0 or params.typical_p < 1.0
-            kinds.setdefault((params.top_k > 0, ordered, has_rare_filters(params)), []).append(row)
+            kinds.setdefault((params.top_k > 0, ordered, params.has_rare_filters), []).append(row)
     slot_index = upload(slots, torch.int64, logits.device)
     for (few, ordered, rare), members in kinds.items():
         index = upload(members, torch.int64, logits.device)

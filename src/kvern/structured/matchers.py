@@ -16,10 +16,11 @@ import msgspec
 from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
 
 from kvern.errors import InvalidParameter, KvernError, in_a_line
-from kvern.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     import torch
+
+    from kvern.text.tokenizer import Tokenizer
 
 CHEAP_SECONDS = 0.005
 """The computing time below which a matcher is made anew for each row; slower ones are copied and share their work."""
@@ -54,7 +55,7 @@ class GrammarLibrary:
         if not (self._folder / "tokenizer.json").is_file():
             raise InvalidParameter(f"structured needs a tokenizer, and {self._folder} has no tokenizer.json")
         try:
-            text = within(self._vocab_size, Tokenizer(self._folder).definition())
+            text = within(self._vocab_size, self._read_tokenizer().definition())
             return LLTokenizer(text, n_vocab=self._vocab_size, eos_token=list(self.eos_token_ids))
         except (KvernError, KeyboardInterrupt, SystemExit):
             raise
@@ -65,7 +66,7 @@ class GrammarLibrary:
     @functools.cached_property
     def eos_token_ids(self) -> tuple[int, ...]:
         """Tokens of the tokenizer that end an answer."""
-        tokenizer = Tokenizer(self._folder)
+        tokenizer = self._read_tokenizer()
         found = tuple(token for token in tokenizer.eos_token_ids if token < min(self._vocab_size, tokenizer.vocab_size))
         if not found:
             raise InvalidParameter("structured needs an end-of-sequence token, and this model names none")
@@ -80,8 +81,14 @@ class GrammarLibrary:
     def special_token_ids(self) -> frozenset[int]:
         """Tokens that no text of a grammar matches, only their ids; entries of the table without a token among them."""
         known = range(self.tokenizer.vocab_size)
-        padding = range(Tokenizer(self._folder).vocab_size, self._vocab_size)
+        padding = range(self._read_tokenizer().vocab_size, self._vocab_size)
         return frozenset(token for token in known if self.tokenizer.is_special_token(token)) | frozenset(padding)
+
+    def _read_tokenizer(self) -> "Tokenizer":
+        """The model's tokenizer, which a thread imports and reads for an engine's first grammar."""
+        from kvern.text.tokenizer import Tokenizer
+
+        return Tokenizer(self._folder)
 
     def matcher(self, grammar: str) -> LLMatcher:
         """A matcher at the beginning of an answer that follows a compiled grammar. Several threads may call this."""
