@@ -107,7 +107,7 @@ def load_model(folder: Path, options: LoadOptions = LoadOptions()) -> Decoder:
     ranks, is_dummy = options.ranks, options.load_format == "dummy"
     config = read_config(folder)
     whole = spec_of_folder(folder, config)
-    share = _share(whole, options)
+    share = share_of_ranks(whole, ranks, options.whole_experts)
     stored = [] if is_dummy else read_headers(folder)
     spec = share
     if ranks.stage.layers is not None:
@@ -126,14 +126,13 @@ def load_model(folder: Path, options: LoadOptions = LoadOptions()) -> Decoder:
     return filled_model(Decoder, spec, build, folder, None if is_dummy else stored, all_stages)
 
 
-def _share(whole: ModelSpec, options: LoadOptions) -> ModelSpec:
+def share_of_ranks(whole: ModelSpec, ranks: Ranks, whole_experts: "WholeExperts | None" = None) -> ModelSpec:
     """The share of a model that each of the ranks has. Raises ConfigError."""
-    ranks = options.ranks
-    if ranks.sharing_experts == 1 and options.whole_experts is None:
+    if ranks.sharing_experts == 1 and whole_experts is None:
         return whole
     from kvern.models.share import share_of
 
-    return share_of(whole, ranks.sharing_experts, options.whole_experts, dp_attention=ranks.dp_attention is not None)
+    return share_of(whole, ranks.sharing_experts, whole_experts, dp_attention=ranks.dp_attention is not None)
 
 
 def load_encoder(folder: Path, spec: ModelSpec, options: LoadOptions) -> "Encoder":

@@ -11,7 +11,6 @@ from functools import partial
 
 from torch import Tensor
 
-from kvern.config import EngineConfig
 from kvern.errors import ConfigError
 from kvern.spec.mixers import (
     AttentionSpec,
@@ -29,11 +28,6 @@ class WholeExperts:
     """Expert parallelism: whole experts are placed on ranks, with `redundant` additional copies of some."""
 
     redundant: int = 0
-
-    @classmethod
-    def of(cls, config: EngineConfig) -> "WholeExperts | None":
-        """The placement of experts over ranks that the options ask for; None: the widths of experts are cut."""
-        return cls(config.redundant_experts) if config.enable_expert_parallel else None
 
 
 def share_of(

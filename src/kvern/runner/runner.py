@@ -18,12 +18,12 @@ from kvern.runner.loaded_model import LoadedModel
 from kvern.runner.needs import SamplingNeeds
 from kvern.runner.result import PendingStep, PromptLogprobs, Reported, SampledStep, embeddings
 from kvern.runner.sampling import Sampling
-from kvern.runner.state_memory import StateMemory
 from kvern.runner.step_runner import CHOSEN_BY_FIRST, StepRunner
 
 if TYPE_CHECKING:
     from kvern.drafting.rejection import DrawnDrafts
     from kvern.runner.processor_rows import ProcessorVerdict
+    from kvern.runner.state_memory import StateMemory
 
 CHANGES = SamplingNeeds.CONSTRAINTS | SamplingNeeds.REPETITIONS | SamplingNeeds.PROCESSORS | SamplingNeeds.GRAMMAR
 """The demands for which logits are changed."""
@@ -33,15 +33,12 @@ LOOKS_AT_ALL = SamplingNeeds.FILTERS | SamplingNeeds.RARE_FILTERS | SamplingNeed
 """More than one token's logit decides."""
 
 
-HostModel = CachedModel[LanguageModel, InputBatch, BatchRows, StateMemory]
-
-
-class ModelRunner(StepRunner[LanguageModel, InputBatch, BatchRows, StateMemory]):
+class ModelRunner(StepRunner[LanguageModel, InputBatch, BatchRows, "StateMemory"]):
     """Holds the model, its rows, its KV cache and its states; `execute` is one step."""
 
     def __init__(
         self,
-        model: HostModel,
+        model: "CachedModel[LanguageModel, InputBatch, BatchRows, StateMemory]",
         loaded: LoadedModel,
         sampling: Sampling,
         captured: CapturedDecodes | None = None,

@@ -28,7 +28,6 @@ from kvern.runner.needs import SamplingNeeds
 from kvern.runner.plan import RANK_KERNELS, FreeMemory, Layout, Plan
 from kvern.runner.runner import ModelRunner
 from kvern.runner.sampling import CompiledSampling, Sampling
-from kvern.runner.state_memory import StateMemory
 from kvern.spec.model import ModelSpec
 
 if TYPE_CHECKING:
@@ -91,6 +90,8 @@ class TorchBackend:
         attention = self._attention(loaded.decoder, loaded.eight_bit, layout)
         states = None
         if layout.states:
+            from kvern.runner.state_memory import StateMemory
+
             states = StateMemory(self._spec, layout.states, slots, getattr(torch, self._plan.dtype), device)
         make_rows = ListedRows if self._compiled else BatchRows
         windows = self.groups.windows if layout.window_tables else NO_WINDOWS

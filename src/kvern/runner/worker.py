@@ -19,10 +19,15 @@ from kvern.layers.unquantized import Unquantized
 from kvern.models.checkpoint import read_headers
 from kvern.models.decoder import Decoder, LanguageModel
 from kvern.models.fallback.spec import TransformersSpec
-from kvern.models.loader import LoadOptions, choose_dtype, load_model, outline_of, read_config, stored_methods
-from kvern.models.share import WholeExperts, share_of
-from kvern.models.stages import part_of_stage
-from kvern.ranks.expert_placement import Placement, first_placement
+from kvern.models.loader import (
+    LoadOptions,
+    choose_dtype,
+    load_model,
+    outline_of,
+    read_config,
+    share_of_ranks,
+    stored_methods,
+)
 from kvern.ranks.ranks import ALONE, Ranks
 from kvern.runner.device import (
     check_dtype,
@@ -51,6 +56,7 @@ from kvern.spec.model import ModelSpec
 if TYPE_CHECKING:
     from kvern.adapters.bank import AdapterBank, AdapterStore
     from kvern.adapters.peft import Target
+    from kvern.ranks.expert_placement import Placement
     from kvern.runner.processor_rows import ProcessorRows
     from kvern.runner.ranks.experts import ExpertBalance, ExpertCounts, LayerCounts
     from kvern.structured.masks import GrammarRows
@@ -84,10 +90,17 @@ class Worker:
         self._config = config
         self._folder = folder
         self.device = device
-        self._whole_experts = WholeExperts.of(config)
-        dp_attention, self._whole = ranks.dp_attention is not None, spec
-        self._shared = share_of(spec, ranks.sharing_experts, self._whole_experts, dp_attention=dp_attention)
-        self._spec = part_of_stage(self._shared, ranks.stage)
+        self._whole = spec
+        self._whole_experts = None
+        if config.enable_expert_parallel:
+            from kvern.models.share import WholeExperts
+
+            self._whole_experts = WholeExperts(config.redundant_experts)
+        self._spec = self._shared = share_of_ranks(spec, ranks, self._whole_experts)
+        if ranks.stage.layers is not None:
+            from kvern.models.stages import part_of_stage
+
+            self._spec = part_of_stage(self._shared, ranks.stage)
         self._startup = startup
         processes = processes_here(ranks.processes * config.data_parallel_size)
         self._memory = DeviceMemory(device, config.gpu_memory_share, processes)
@@ -160,7 +173,7 @@ class Worker:
         return TunedLinear(torch.device("meta"), self._config.linear_backend)
 
     def _spec_of_draft(self, folder: Path, longest: int) -> ModelSpec:
-        return share_of(read_draft(folder, self._folder, self._spec, longest), self._ranks.size)
+        return share_of_ranks(read_draft(folder, self._folder, self._spec, longest), self._ranks.of_own_stage())
 
     def load(self, plan: Plan) -> FreeMemory:
         """Load the weights and whatever a batch of the plan's size needs beside its cache. Raises KvernError."""
@@ -340,8 +353,10 @@ class Worker:
 
             check_moves(experts_of(self._loaded.decoder), self._ranks.of_experts)
 
-    def expert_placements(self) -> dict[int, Placement]:
+    def expert_placements(self) -> "dict[int, Placement]":
         """The first placements of all layers of the model whose experts are placed whole."""
+        from kvern.ranks.expert_placement import first_placement
+
         return {
             place: first_placement(moe.experts, moe.placed_over, moe.redundant)
             for place, moe in enumerate(layer.mixture for layer in self._shared.layers)
@@ -357,7 +372,7 @@ class Worker:
 
         return ExpertBalance(self.expert_placements(), seconds)
 
-    def place_experts(self, placements: Mapping[int, Placement]) -> None:
+    def place_experts(self, placements: "Mapping[int, Placement]") -> None:
         """Place the experts of these layers anew, between the same steps on all ranks."""
         from kvern.runner.ranks.experts import experts_of, move_experts
 
@@ -425,7 +440,7 @@ class Worker:
         from kvern.adapters.peft import targets_of
 
         ranks = Ranks(self._ranks.rank, self._ranks.size)
-        spec = share_of(self._whole, ranks.size, self._whole_experts)
+        spec = share_of_ranks(self._whole, ranks, self._whole_experts)
         return targets_of(outline_of(spec, replace(decoder.build, ranks=ranks)))
 
 

@@ -63,7 +63,8 @@ def _check_shares(config: EngineConfig, folder: Path, spec: ModelSpec) -> None:
         )
     stored = [] if config.load_format == "dummy" else read_headers(folder)
     linear = stored_methods(read_config(folder), spec, stored, quantization=config.quantization)
-    check_share(spec, size, linear, WholeExperts.of(config), dp_attention=config.enable_dp_attention)
+    placing = WholeExperts(config.redundant_experts) if config.enable_expert_parallel else None
+    check_share(spec, size, linear, placing, dp_attention=config.enable_dp_attention)
 
 
 def rank_of(config: EngineConfig, number: int, layers: Sequence[range], draft: Path | None) -> Ranks:
