@@ -12,13 +12,13 @@ import openai
 import pytest
 import zmq
 
-import kvern.engine.core
+import kvern.engine.beams
 from kvern import LLM, RequestOutput
 from kvern.engine.beams import BeamSearch
 from kvern.errors import RequestFailed
 from kvern.llm import FailedRequest
 from kvern.request.step import ModelRunnerOutput, SchedulerOutput
-from kvern.runner.executor import InProcessExecutor
+from kvern.runner.executor import Executor
 from kvern.serving.process import serve
 from kvern.serving.wire import (
     AddRequest,
@@ -146,7 +146,7 @@ def test_nothing_runs_behind_a_step_that_could_not_be_started() -> None:
         def abandon(self) -> None:
             self.steps.append(-1)
 
-    executor = InProcessExecutor(SimpleNamespace(runner=Runner()))  # type: ignore[arg-type]
+    executor = Executor(SimpleNamespace(runner=Runner()))  # type: ignore[arg-type]
     steps = [executor.submit(SchedulerOutput(step)) for step in (1, 2, 3)]
     for lost in steps[1:]:
         with pytest.raises(RuntimeError, match="as planned"):
@@ -172,7 +172,7 @@ def test_one_that_cannot_be_queued(tiny_model: Path, monkeypatch: pytest.MonkeyP
         def __init__(self, *arguments: Any) -> None:
             raise LookupError("no such\nbeam")
 
-    monkeypatch.setattr(kvern.engine.core, "BeamSearch", NoSearch)
+    monkeypatch.setattr(kvern.engine.beams, "BeamSearch", NoSearch)
     with LLM(str(tiny_model), **OPTIONS) as llm, zmq.Context() as context:
         here, there = context.socket(zmq.PAIR), context.socket(zmq.PAIR)
         here.bind("inproc://engine")

@@ -24,7 +24,7 @@ from kvern.request.request import PromptInput, Request, RequestSpec
 from kvern.request.sampling_params import ResolvedParams, StructuredOutput
 from kvern.request.step import SchedulerOutput, StepResult
 from kvern.runner.device import check_state_kernels, check_states
-from kvern.runner.executor import InProcessExecutor
+from kvern.runner.executor import Executor
 from kvern.runner.memory import bytes_of_state
 from kvern.runner.plan import FreeMemory, ProbedDevice, agree, lay_out
 from kvern.runner.step_parts import StepTooLarge
@@ -221,7 +221,7 @@ def test_a_step_that_runs_out_of_memory_begins_anew_in_parts(
             return result
 
         monkeypatch.setattr(worker.runner, "execute", small_device)
-        core.executor = InProcessExecutor(worker)
+        core.executor = Executor(worker)
         outputs = llm.generate(prompts, GREEDY)
         assert [output.outputs[0].token_ids for output in outputs] == expected
         assert sizes and max(sizes) <= 3

@@ -5,7 +5,7 @@ from typing import Any
 from kvern import LLM, RequestOutput, SamplingParams
 from kvern.request.sampling_params import StructuredOutput
 from kvern.request.step import ModelRunnerOutput, SchedulerOutput
-from kvern.runner.executor import InProcessExecutor
+from kvern.runner.executor import Executor
 from tests.support.internals import core_of, worker_of
 
 MARKS = {250: 0, 251: 1, 252: 3}
@@ -23,7 +23,7 @@ class FailingRunner:
         core: Any = core_of(llm)
         worker = worker_of(llm)
         self._runner, worker.runner = worker.runner, self
-        core.executor = InProcessExecutor(worker, core.executor.tier)
+        core.executor = Executor(worker, core.executor.tier)
         self._where = where
         self._limits: dict[int, int] = {}
         self.failures = 0

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvern.drafting.drafting import Drafting
+from kvern.engine.loop import EngineLoop
 from kvern.engine.pace import Pace
 from kvern.engine.scheduler import Scheduler
 from kvern.engine.stages import ToldStages
@@ -60,7 +61,7 @@ class CoreTiming(NamedTuple):
 DEFAULT_TIMING = CoreTiming()
 
 
-class EngineCore:
+class EngineCore(EngineLoop):
     """Drives the scheduler and the executor. Not thread-safe: one thread calls it.
 
     `folder` has the tokenizer for beams that end at stop strings. With `prepares` a request is held until the

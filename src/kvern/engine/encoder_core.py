@@ -13,38 +13,22 @@ import heapq
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING
 
-from kvern.adapters.peft import Adapter
 from kvern.config import EngineConfig
+from kvern.engine.loop import EngineLoop
 from kvern.engine.step_watch import StepWatch
 from kvern.errors import InvalidAdapter, in_a_line
 from kvern.request.events import EngineStatistics, TokenEvent
-from kvern.request.request import FinishReason, Progress, PromptInput, RequestSpec
+from kvern.request.request import FinishReason, Progress, RequestSpec
+
+if TYPE_CHECKING:
+    from kvern.adapters.peft import Adapter
+    from kvern.runner.encoder_runner import EncoderRunner, PendingTexts
 
 logger = logging.getLogger("kvern")
-
-
-class PendingTexts(Protocol):
-    """A step that a runner has started."""
-
-    def result(self) -> list[bytes]:
-        """Wait for what the model makes of each text."""
-        ...
-
-
-class TextRunner(Protocol):
-    """Reads texts."""
-
-    def start(self, texts: Sequence[PromptInput]) -> PendingTexts:
-        """Start reading them, in one step."""
-        ...
-
-    def abandon(self) -> None:
-        """Get ready for other steps behind one that raised. Raises if there can be none."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -62,14 +46,14 @@ class RunningStep:
     """A step in flight, begun then by the monotonic clock."""
 
     texts: list[Text]
-    pending: PendingTexts
+    pending: "PendingTexts"
     began: float
     aborted: set[str] = field(default_factory=set)
     """Names of texts that somebody ended meanwhile."""
 
 
-class EncoderCore:
-    """Drives a runner, as `EngineCore` drives an executor. Not thread-safe: one thread calls it.
+class EncoderCore(EngineLoop):
+    """Drives a runner, as `EngineCore` drives an executor.
 
     A step has `most_tokens` at most, but for a single text, and `most_texts`; `depth` of them are in flight at most.
     `note` is told the ids of a step's requests before it begins.
@@ -77,7 +61,7 @@ class EncoderCore:
 
     def __init__(
         self,
-        runner: TextRunner,
+        runner: "EncoderRunner",
         config: EngineConfig,
         most_tokens: int,
         most_texts: int,
@@ -204,23 +188,11 @@ class EncoderCore:
         self._counted.running = sum(len(step.texts) for step in self._running)
         return self._counted
 
-    def count_experts(self) -> Callable[[], list[list[int]]]:
-        """There are none."""
-        return list
-
-    def spare_seconds(self) -> float:
-        """Returns 0: nothing is computed while the next step could wait for further requests."""
-        return 0.0
-
-    def idle(self) -> bool:
-        """There is nothing to be prepared while no step runs."""
-        return False
-
-    def read_adapter(self, path: str) -> Adapter:
+    def read_adapter(self, path: str) -> "Adapter":
         """Raises InvalidAdapter."""
         raise InvalidAdapter("the model is an encoder, which takes no adapters")
 
-    def add_adapter(self, key: int, adapter: Adapter) -> None:
+    def add_adapter(self, key: int, adapter: "Adapter") -> None:
         """None was ever read."""
 
     def unload_adapter(self, key: int) -> None:

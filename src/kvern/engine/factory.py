@@ -22,7 +22,7 @@ from kvern.engine.step_watch import StepWatch
 from kvern.models.implementation import describe_model
 from kvern.models.loader import read_config
 from kvern.runner.device import resolve_device
-from kvern.runner.executor import Executor, InProcessExecutor, start
+from kvern.runner.executor import Executor, start
 from kvern.runner.plan import Layout
 from kvern.runner.startup import Startup
 from kvern.spec.model import ModelSpec
@@ -96,7 +96,7 @@ def make_dp_attention_core(
     config: EngineConfig,
     folder: Path,
     layout: Layout,
-    executor: InProcessExecutor,
+    executor: Executor,
     drafting: Drafting | None,
     watch: StepWatch | None,
 ) -> EngineLoop:
@@ -112,7 +112,7 @@ def make_dp_attention_core(
 
 
 def make_rank_core(
-    config: EngineConfig, folder: Path, layout: Layout, executor: InProcessExecutor, drafting: Drafting | None
+    config: EngineConfig, folder: Path, layout: Layout, executor: Executor, drafting: Drafting | None
 ) -> EngineCore:
     """The core of one rank with requests of its own."""
     scheduler = make_scheduler(config, folder, layout, executor.tier)

@@ -1,8 +1,9 @@
-"""The interface of the cores that drive models, for the engine's process and the Python API."""
+"""The base of the cores that drive models, for the engine's process and the Python API."""
 
 import logging
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from kvern.errors import in_a_line
 from kvern.request.events import EngineStatistics, TokenEvent
@@ -15,55 +16,58 @@ if TYPE_CHECKING:
 logger = logging.getLogger("kvern")
 
 
-class EngineLoop(Protocol):
-    """An `EngineCore`, or the `EncoderCore` of a model that reads texts whole. One thread calls it."""
+class EngineLoop(ABC):
+    """The base of `EngineCore`, of `DPAttentionCore`, and of the `EncoderCore` of a model that reads texts whole.
+
+    It is not thread-safe: one thread calls it.
+    """
 
     @property
+    @abstractmethod
     def has_work(self) -> bool:
         """A call of `step` would do something."""
-        ...
 
+    @abstractmethod
     def add(self, spec: RequestSpec, progress: Sequence[Progress] = ()) -> None:
         """Queue what a user asked in one; `progress` says how far an earlier engine brought which answers."""
-        ...
 
+    @abstractmethod
     def finish(
         self, request_ids: Iterable[str], reason: FinishReason = "abort", stop_reason: str | None = None
     ) -> None:
         """End requests from outside. Ended ones are ignored."""
-        ...
 
+    @abstractmethod
     def step(self) -> list[TokenEvent]:
         """Do the next thing there is to do; what it did for which answers. Raises what breaks the engine itself."""
-        ...
 
+    @abstractmethod
     def statistics(self) -> EngineStatistics:
         """The counters as they stand."""
-        ...
 
     def count_experts(self) -> "Callable[[], LayerCounts]":
         """Begin to read how many tokens each expert of each layer has had; what is returned may wait for the device."""
-        ...
+        return list
 
     def spare_seconds(self) -> float:
-        """Returns how long the next step can wait for further requests."""
-        ...
+        """Returns how long the next step can wait for further requests while the device computes another."""
+        return 0.0
 
     def idle(self) -> bool:
         """Make one thing that steps would run faster with, while none runs; whether there are more."""
-        ...
+        return False
 
+    @abstractmethod
     def read_adapter(self, path: str) -> "Adapter":
         """The adapter in a folder, checked; any thread may call this. Raises InvalidAdapter."""
-        ...
 
+    @abstractmethod
     def add_adapter(self, key: int, adapter: "Adapter") -> None:
         """Let requests use an adapter that was read."""
-        ...
 
+    @abstractmethod
     def unload_adapter(self, key: int) -> None:
         """Forget an adapter, once the requests that use it have ended."""
-        ...
 
 
 def queued(core: EngineLoop, spec: RequestSpec, progress: Sequence[Progress]) -> list[TokenEvent]:

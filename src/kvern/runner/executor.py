@@ -1,9 +1,9 @@
-"""Executors of steps: the protocol, and the one of a single device. The engine core knows nothing below this."""
+"""The executor of steps on a single device. The engine core knows nothing below this."""
 
 from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from kvern.cache.messages import TierIndex
 from kvern.config import EngineConfig
@@ -26,50 +26,11 @@ if TYPE_CHECKING:
 Execute = Callable[[SchedulerOutput], StepResult]
 
 
-class Executor(Protocol):
-    """Runs steps in the order of their submission, and holds what steps need of adapters and grammars."""
+class Executor:
+    """Runs steps in the order of their submission, and holds what steps need of adapters and grammars.
 
-    def submit(self, output: SchedulerOutput) -> StepResult:
-        """Start a step; the result may arrive later, an exception is the result's."""
-        ...
-
-    def abandon(self) -> None:
-        """Forget all steps, one of which failed: every request joins anew. Raises if no other step can run."""
-        ...
-
-    def forget(self) -> None:
-        """Forget all steps, none of which failed: rows and blocks are free again."""
-        ...
-
-    def idle(self) -> bool:
-        """Make one thing that steps would run faster with, while none runs; whether there are more."""
-        ...
-
-    def count_experts(self) -> "Callable[[], LayerCounts]":
-        """Begin to read how many tokens each expert has had in all steps so far; what is returned may wait for them."""
-        ...
-
-    def prepare(self, grammar: str) -> "Future[None] | None":
-        """Begin to make what following this grammar needs; None: it is there."""
-        ...
-
-    def read_adapter(self, path: str) -> "Adapter":
-        """The adapter in a folder, checked; any thread may call this. Raises InvalidAdapter."""
-        ...
-
-    def add_adapter(self, key: int, adapter: "Adapter") -> None:
-        """Keep an adapter that was read, for steps to load."""
-        ...
-
-    def drop_adapter(self, key: int) -> None:
-        """Forget an adapter."""
-        ...
-
-
-class InProcessExecutor:
-    """Starts each step at once, in the calling thread; none after one that could not be started, until `abandon`.
-
-    It would run on rows that lack what that one was to bring, and write to blocks of others.
+    Each begins at once, in the calling thread; none after one that could not be started, until `abandon`: it would run
+    on rows that lack what that one was to bring, and write to blocks of others.
     """
 
     def __init__(self, worker: Worker, tier: "Tier | None" = None) -> None:
@@ -81,6 +42,7 @@ class InProcessExecutor:
         self._error: BaseException | None = None
 
     def submit(self, output: SchedulerOutput) -> StepResult:
+        """Start a step; the result may arrive later, an exception is the result's."""
         return self._start(output)
 
     def _start(self, output: SchedulerOutput) -> StepResult:
@@ -95,15 +57,18 @@ class InProcessExecutor:
         return failed
 
     def abandon(self) -> None:
+        """Forget all steps, one of which failed: every request joins anew. Raises if no other step can run."""
         self._error = None
         if self._own_tier is not None:
             self._own_tier.abandon()
         self.forget()
 
     def forget(self) -> None:
+        """Forget all steps, none of which failed: rows and blocks are free again."""
         self._worker.runner.abandon()
 
     def idle(self) -> bool:
+        """Make one thing that steps would run faster with, while none runs; whether there are more."""
         return self._worker.runner.idle()
 
     def begin_counting(self) -> None:
@@ -111,24 +76,29 @@ class InProcessExecutor:
         self._worker.begin_counting()
 
     def count_experts(self) -> "Callable[[], LayerCounts]":
+        """Begin to read how many tokens each expert has had in all steps so far; what is returned may wait for them."""
         return self._worker.count_experts()
 
     def prepare(self, grammar: str) -> "Future[None] | None":
+        """Begin to make what following this grammar needs; None: it is there."""
         return self._worker.grammars.prepare(grammar)
 
     def read_adapter(self, path: str) -> "Adapter":
+        """The adapter in a folder, checked; any thread may call this. Raises InvalidAdapter."""
         return self._worker.adapters.read(path)
 
     def add_adapter(self, key: int, adapter: "Adapter") -> None:
+        """Keep an adapter that was read, for steps to load."""
         self._worker.adapters.add(key, adapter)
 
     def drop_adapter(self, key: int) -> None:
+        """Forget an adapter."""
         self._worker.adapters.drop(key)
 
 
 def start(
     config: EngineConfig, folder: Path, spec: ModelSpec, startup: Startup, draft: Path | None
-) -> tuple[InProcessExecutor, Layout]:
+) -> tuple[Executor, Layout]:
     """The executor of a single rank, with the model in `folder` loaded and its draft, and what it has room for.
 
     Raises KvernError subclasses.
@@ -137,7 +107,7 @@ def start(
     plan = agree([worker.probe()], config, spec)
     layout = lay_out([worker.load(plan)], plan, config)
     worker.build(layout)
-    return InProcessExecutor(worker, make_tier(config, layout)), layout
+    return Executor(worker, make_tier(config, layout)), layout
 
 
 def make_tier(config: EngineConfig, layout: Layout) -> "Tier | None":

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from kvern.engine.core import EngineCore
-from kvern.engine.loop import queued
+from kvern.engine.loop import EngineLoop, queued
 from kvern.engine.step_watch import StepWatch
 from kvern.errors import EngineDied
 from kvern.request.events import EngineStatistics, TokenEvent, all_together
@@ -127,8 +127,8 @@ class _Asked:
         self.answer: list[int] = []
 
 
-class DPAttentionCore:
-    """The cores of all ranks as one: an `EngineLoop`. One thread calls it."""
+class DPAttentionCore(EngineLoop):
+    """The cores of all ranks as one."""
 
     def __init__(
         self,
@@ -198,13 +198,6 @@ class DPAttentionCore:
 
     def count_experts(self) -> "Callable[[], LayerCounts]":
         return self._core.count_experts()  # each rank's router reads the rows of all
-
-    def spare_seconds(self) -> float:
-        return 0.0
-
-    def idle(self) -> bool:
-        """Nothing can be made beforehand."""
-        return False
 
     def read_adapter(self, path: str) -> "Adapter":
         return self._core.read_adapter(path)

@@ -17,7 +17,7 @@ from kvern.ranks.lost_ranks import Release
 from kvern.ranks.ranks import DPAttention, Ranks
 from kvern.request.step import ModelRunnerOutput, SchedulerOutput, StepResult
 from kvern.runner.device import resolve_device
-from kvern.runner.executor import InProcessExecutor, make_tier, tiered
+from kvern.runner.executor import Executor, make_tier, tiered
 from kvern.runner.plan import Layout, agree, lay_out
 from kvern.runner.ranks.experts import LayerCounts
 from kvern.runner.ranks.rank_limits import rank_of
@@ -49,7 +49,7 @@ from kvern.spec.model import ModelSpec
 Done = TypeVar("Done")
 
 
-class RankedExecutor(InProcessExecutor):
+class RankedExecutor(Executor):
     """The first of several ranks, in this process, which sends each step to the others and alone answers.
 
     A step that fails leaves the ranks in different states, so no other can run.
@@ -157,7 +157,7 @@ class StagedExecutor(RankedExecutor):
         return self._start(output)
 
 
-class DPAttentionExecutor(InProcessExecutor):
+class DPAttentionExecutor(Executor):
     """The executor of a rank in DP attention, whose steps are parts of steps of all ranks: one in each turn.
 
     In a turn the rank starts a step or none, then it ends the turn. If a step fails, no other can run.
@@ -228,7 +228,7 @@ def start_ranks(
     startup: Startup,
     draft: Path | None,
     lost: Callable[[int], None] | None,
-) -> tuple[InProcessExecutor, Layout]:
+) -> tuple[Executor, Layout]:
     """The executor of the first of several ranks, as of `start`; all of them run. `lost`: as in `RankProcesses`."""
     layers = [range(len(spec.layers))]
     if config.pipeline_parallel_size > 1:

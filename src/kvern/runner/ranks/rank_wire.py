@@ -107,7 +107,7 @@ class PlaceExperts(RankMessage):
 
 
 class BeginCounting(RankMessage):
-    """`InProcessExecutor.begin_counting`."""
+    """`Executor.begin_counting`."""
 
 
 class CountExperts(RankMessage):
