@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvern import LLM, RequestOutput, SamplingParams
-from kvern.drafting.drafting import FollowedPrediction
+from kvern.drafting.predictions import FollowedPrediction
 from kvern.errors import InvalidRequest
 from kvern.request.request import RequestOptions
 from tests.support.internals import core_of, engine_of, set_depth, vocab_size_of

@@ -19,7 +19,7 @@ from kvern.layers.linear_method import LinearShape, Part
 from kvern.layers.unquantized import Unquantized, UnquantizedMethod
 from kvern.models.loader import LoadOptions, load_model, read_config
 from kvern.models.registry import spec_from_config
-from kvern.runner.device import weight_bytes
+from kvern.runner.gpu_checks import weight_bytes
 from tests.support.families import change_tensors, make_checkpoint
 from tests.support.model_outputs import PROMPT, logits, methods_by_path
 from tests.support.peft_adapters import make_adapter

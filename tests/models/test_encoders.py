@@ -16,7 +16,7 @@ from kvern.models.embedder import spec_of_folder
 from kvern.models.loader import load_model, read_config
 from kvern.models.registry import spec_from_config
 from kvern.request.request import PromptInput
-from kvern.runner.device import check_encoder
+from kvern.runner.encoder_runner import check_encoder
 from tests.support.encoders import ENCODERS, LENGTH, expected_labels, expected_vector, make_encoder, set_pooling
 from tests.support.internals import engine_of
 

@@ -277,7 +277,7 @@ def test_sizing_a_model_does_not_import_pytorchs_compiler() -> None:
         "import sys, torch\n"
         "from kvern.layers.linear_format import LinearMethods\n"
         "from kvern.layers.unquantized import Unquantized\n"
-        "from kvern.runner.device import weight_bytes\n"
+        "from kvern.runner.gpu_checks import weight_bytes\n"
         "from kvern.models.loader import read_config\n"
         "from kvern.models.hub import resolve_model\n"
         "from kvern.models.registry import spec_from_config\n"

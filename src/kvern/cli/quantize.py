@@ -174,7 +174,8 @@ class QuantizeCommand:
         from kvern.models.hub import resolve_model
         from kvern.quantize import job
         from kvern.quantize.checkpoint import Checkpoint
-        from kvern.runner.device import check_dtype, resolve_device
+        from kvern.runner.device import resolve_device
+        from kvern.runner.gpu_checks import check_dtype
 
         device = resolve_device(EngineConfig(device=self.device))
         checkpoint = Checkpoint(resolve_model(self.model).absolute(), device)

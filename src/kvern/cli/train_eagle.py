@@ -61,7 +61,8 @@ class TrainEagleCommand:
         from kvern.models.loader import LoadOptions, load_model
         from kvern.quantize.calibration import calibration
         from kvern.quantize.writer import check_target, writing
-        from kvern.runner.device import check_dtype, resolve_device
+        from kvern.runner.device import resolve_device
+        from kvern.runner.gpu_checks import check_dtype
         from kvern.text.tokenizer import Tokenizer
 
         folder = resolve_model(self.model).absolute()

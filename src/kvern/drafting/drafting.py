@@ -2,19 +2,16 @@
 
 step --ended--> DraftCosts --propose--> Proposer: as many drafts of each request as pay
                            --wanted---> the device: the same
-
-An answer follows the predicted output that a client sent (OpenAI's API) until another token comes. Then there are no
-drafts until the answer matches it again: in two tokens, or in one at the place where it left.
 """
 
 import logging
 import math
 import time
-from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
-from weakref import WeakKeyDictionary, WeakSet
+from functools import cached_property
+from typing import TYPE_CHECKING, NamedTuple
+from weakref import WeakSet
 
 from kvern.drafting.costs import FORGOTTEN, LONGEST, MOST, MOST_ROWS, DraftCosts, TimedStep
 from kvern.drafting.proposer import Proposer, takes_drafts
@@ -23,79 +20,8 @@ from kvern.errors import shown
 from kvern.request.request import Request, State
 from kvern.request.step import ModelRunnerOutput, ScheduledTokens, SchedulerOutput
 
-READ_AT_ONCE = 4096
-"""The tokens of predicted outputs that are read between two steps: all requests wait for that."""
-
-
-class PredictionProposer:
-    """Drafts for requests with predicted outputs."""
-
-    def __init__(self) -> None:
-        self._followed: WeakKeyDictionary[Request, FollowedPrediction] = WeakKeyDictionary()
-
-    def propose(self, requests: Sequence[Request], most: Sequence[int]) -> list[list[int]]:
-        """Returns drafts for requests with predicted outputs: see `Proposer`."""
-        guesses, left = [], READ_AT_ONCE
-        for request, count in zip(requests, most, strict=True):
-            followed = self._followed.get(request)
-            if followed is None:
-                followed = self._followed[request] = FollowedPrediction(request.spec.predicted)
-            left -= followed.read(left)
-            followed.follow(request.token_ids, request.prompt_length)
-            guesses.append(followed.continued(count))
-        return guesses
-
-
-class FollowedPrediction:
-    """The position of an answer in its predicted output."""
-
-    def __init__(self, token_ids: Sequence[int]) -> None:
-        self._predicted = token_ids
-        self._places: dict[tuple[int, int], list[int]] = {}
-        """For each pair of tokens, the positions after it, ascending."""
-        self._read = 1
-        self._place = 0
-        """The next position; while the answer differs, the position where it left."""
-        self._followed = 0
-        """The number of tokens of the answer so far."""
-        self._lost = 0
-        """The number of its last tokens that are not in the predicted output."""
-
-    def read(self, most: int) -> int:
-        """Reads at most `most` tokens of the predicted output. Returns how many were read."""
-        begin = self._read
-        end = self._read = max(begin, min(len(self._predicted), begin + most))
-        for place in range(begin, end):
-            pair = (self._predicted[place - 1], self._predicted[place])
-            self._places.setdefault(pair, []).append(place + 1)
-        return end - begin
-
-    def follow(self, token_ids: Sequence[int], first: int) -> None:
-        """Follows the answer, which begins at token `first`, to its present end."""
-        for position in range(first + self._followed, len(token_ids)):
-            self._take(token_ids[position], token_ids[position - 1] if position > first else -1)
-        self._followed = len(token_ids) - first
-
-    def _take(self, token: int, before: int) -> None:
-        if self._reads(self._place, token) and self._lost <= 1:  # nothing was left out, or one token was inserted
-            self._place += 1
-        elif self._lost == 1 and self._reads(self._place + 1, token):  # one token was replaced
-            self._place += 2
-        else:
-            places = self._places.get((before, token))
-            if not places:
-                self._lost += 1
-                return
-            self._place = places[min(bisect_left(places, self._place), len(places) - 1)]
-        self._lost = 0
-
-    def _reads(self, place: int, token: int) -> bool:
-        return place < len(self._predicted) and self._predicted[place] == token
-
-    def continued(self, count: int) -> list[int]:
-        """Returns `count` tokens that may follow; none while the answer differs."""
-        return [] if self._lost else list(self._predicted[self._place : self._place + count])
-
+if TYPE_CHECKING:
+    from kvern.drafting.predictions import PredictionProposer
 
 logger = logging.getLogger("kvern")
 
@@ -165,7 +91,6 @@ class Drafting:
         self._costs = DraftCosts()
         if device is not None:
             self._costs = DraftCosts(MOST_ROWS[device], most, on_device=True, catches_up=catches_up)
-        self._predictions = PredictionProposer()
         self._predicted: WeakSet[Request] = WeakSet()
         """Requests whose drafts come from predicted outputs."""
         self.verified_predictions = NOBODY
@@ -307,6 +232,13 @@ class Drafting:
             going, most = self._unpredicted(going, most)
         for request, drafts in zip(going, self._guesses(going, most), strict=True):
             request.drafts.token_ids = drafts
+
+    @cached_property
+    def _predictions(self) -> "PredictionProposer":
+        """The drafts from predicted outputs; in a millisecond they are imported for the first request that has one."""
+        from kvern.drafting.predictions import PredictionProposer
+
+        return PredictionProposer()
 
     def _unpredicted(self, going: Sequence[Request], most: Sequence[int]) -> tuple[list[Request], list[int]]:
         """Drafts from predicted outputs, and returns the requests without one, or whose answers differ from it."""

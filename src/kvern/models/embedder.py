@@ -10,7 +10,6 @@ from kvern.errors import InvalidRequest, KvernError, UnsupportedModel
 from kvern.io.files import open_regular, read_object
 from kvern.models.checkpoint import is_equal, read_headers
 from kvern.models.header import read_entries
-from kvern.models.pooling import POOLING_FILE, read_pooling, read_usual_len
 from kvern.models.registry import Config, spec_from_config
 from kvern.spec.model import ModelSpec, Pooling, Rename
 
@@ -34,6 +33,10 @@ def spec_of_folder(folder: Path, config: Config) -> ModelSpec:
     texts are read from the folder. Raises UnsupportedModel.
     """
     spec = spec_from_config(config)
+    if spec.encoder is None and spec.tie_word_embeddings:
+        return _with_stored_head(folder, spec)
+    from kvern.models.pooling import POOLING_FILE, read_pooling, read_usual_len
+
     if spec.encoder is not None:
         try:
             encoder = replace(spec.encoder, usual_len=read_usual_len(folder))
@@ -42,8 +45,6 @@ def spec_of_folder(folder: Path, config: Config) -> ModelSpec:
         except InvalidRequest as error:
             raise UnsupportedModel(str(error)) from None
         return replace(spec, encoder=encoder)
-    if spec.tie_word_embeddings:
-        return _with_stored_head(folder, spec)
     if not (folder / POOLING_FILE).is_file() or _has_head(folder, spec):
         return spec
     return replace(spec, tie_word_embeddings=True, generates=False)

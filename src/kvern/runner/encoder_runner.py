@@ -20,7 +20,8 @@ from kvern.layers.unquantized import Unquantized
 from kvern.models.encoder import Encoder
 from kvern.models.loader import LoadOptions, choose_dtype, load_encoder, read_config
 from kvern.request.request import PromptInput
-from kvern.runner.device import check_dtype, check_encoder, check_weights_fit, resolve_device
+from kvern.runner.device import refuse, resolve_device
+from kvern.runner.gpu_checks import check_dtype, check_weights_fit
 from kvern.runner.kernel_choice import settle_threads, usable_kernels
 from kvern.runner.loaded_model import Stored
 from kvern.runner.memory import MARGIN_BYTES, DeviceMemory
@@ -130,6 +131,32 @@ def start_encoder(
     else:
         settle_threads(config, plan, encoder)
     return runner, _layout(config, plan, most_tokens)
+
+
+def check_encoder(config: EngineConfig, spec: ModelSpec, device: torch.device, *, quantized: bool = False) -> None:
+    """Raise ConfigError for what kvern cannot do with an encoder, whose checkpoint may be quantized."""
+    on_gpu = device.type != "cpu"
+    refused = {
+        "quantization on a GPU": (
+            on_gpu and (quantized or config.quantization is not None),
+            "there weights are plain: leave quantization out, or use device cpu",
+        ),
+        "deterministic on a GPU": (
+            on_gpu and config.deterministic,
+            "there a text's last bits depend on its step: leave deterministic off, or use device cpu",
+        ),
+        f"proposer {config.proposer}": (config.proposer is not None, "nothing is generated: leave proposer out"),
+        f"kv_tier {config.kv_tier}": (config.kv_tier is not None, "there is no KV cache: leave kv_tier out"),
+        f"kv_cache_dtype {config.kv_cache_dtype}": (
+            config.kv_cache_dtype != "auto",
+            "there is no KV cache: leave kv_cache_dtype auto",
+        ),
+        "adapters": (
+            config.adapter_places > 0,
+            "they are for models that generate: leave adapters and max_adapters out",
+        ),
+    }
+    refuse(refused, f"{spec.model_type}, which is an encoder")
 
 
 def _fitting_tokens(runner: EncoderRunner, memory: DeviceMemory, plan: Plan) -> int:

@@ -12,7 +12,6 @@ from kvern.cpu.ready import build, working_groups
 from kvern.errors import ConfigError
 from kvern.layers.linear_method import LinearMethod
 from kvern.models.weighted import WeightedModel
-from kvern.runner.device import check_head_dim
 from kvern.runner.loaded_model import Stored
 from kvern.runner.plan import CPU_KERNELS, RANK_KERNELS, Plan
 from kvern.runner.startup import Startup
@@ -70,6 +69,7 @@ def usable_kernels(
         return frozenset(), frozenset()
     from kvern.device.measurements import keep_builds
     from kvern.runner.dummy_steps import groups_of
+    from kvern.runner.gpu_checks import check_head_dim
     from kvern.runner.kernel_check import broken_groups
     from kvern.runner.recorded_kernels import record_launches
 

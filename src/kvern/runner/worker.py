@@ -30,13 +30,11 @@ from kvern.models.loader import (
 )
 from kvern.ranks.ranks import ALONE, Ranks
 from kvern.runner.device import (
-    check_dtype,
     check_indexers,
     check_kernels,
     check_latents,
     check_state_kernels,
     check_states,
-    check_weights_fit,
 )
 from kvern.runner.kernel_choice import settle_threads, usable_kernels
 from kvern.runner.loaded_model import Draft, LoadedModel, Runner, StepBackend, Stored
@@ -128,6 +126,8 @@ class Worker:
             self._stored_scales = stored_scales(self._folder, described, self._whole, largest, self._ranks)
         gpu, methods = None, LinearMethods(Unquantized())
         if device.type == "cuda":
+            from kvern.runner.gpu_checks import check_dtype, check_weights_fit
+
             torch.cuda.set_device(device)
             gpu = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
             check_dtype(dtype, device)
