@@ -8,8 +8,7 @@ import pytest
 
 from kvern import LLM
 from kvern.config import EngineConfig
-from kvern.drafting.remote import RemoteProposer
-from kvern.drafting.server import Translation
+from kvern.drafting.remote import RemoteProposer, Translation
 from kvern.models.implementation import describe_model
 from kvern.models.loader import read_config
 from kvern.text.tokenizer import Tokenizer

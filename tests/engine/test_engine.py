@@ -1,6 +1,8 @@
 """LLM on a tiny random model: what goes in, what comes out, and what is left behind."""
 
 import itertools
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -397,3 +399,43 @@ def test_closing_ends_what_runs(tiny_model: Path) -> None:
         kept = next(running)
     assert kept.outputs[0].finish_reason == output.outputs[0].finish_reason == "abort"
     assert is_idle(llm)
+
+
+PLAIN = """
+import sys
+from kvern.config import EngineConfig
+from kvern.engine.factory import build_core
+from kvern.models.folder import model_folder
+from kvern.request.request import PromptInput, RequestSpec
+from kvern.request.sampling_params import SamplingParams
+from kvern.runner.startup import Startup
+
+config = EngineConfig(device="cpu", kv_cache_tokens=256)
+core, _, _ = build_core(config, model_folder(config), Startup())
+core.add(RequestSpec("0", PromptInput([5, 6, 7]), SamplingParams().resolved(), 4))
+while core.has_work:
+    core.step()
+print(*sys.modules)
+"""
+UNUSED = {
+    "jinja2",
+    "llguidance",
+    "kvern.drafting.predictions",
+    "kvern.engine.beams",
+    "kvern.engine.stop_strings",
+    "kvern.models.changed_folder",
+    "kvern.models.share",
+    "kvern.models.stages",
+    "kvern.ranks.expert_placement",
+    "kvern.runner.gpu_checks",
+    "kvern.runner.state_memory",
+    "kvern.structured.masks",
+    "kvern.text.tokenizer",
+    "kvern.tools.thinking",
+}
+
+
+def test_a_plain_request_imports_nothing_for_options_that_it_leaves_out() -> None:
+    done = subprocess.run([sys.executable, "-c", PLAIN], capture_output=True, text=True, check=True)
+    assert "kvern.engine.core" in done.stdout.split()
+    assert set(done.stdout.split()) & UNUSED == set()

@@ -10,22 +10,224 @@ already what follows them. An answer that has not come after as many steps as it
 given up. A server that fails is asked again after a pause, which doubles as long as it does.
 """
 
+import asyncio
 import hashlib
 import logging
+import sys
+import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import aiohttp
+import msgspec
+
 from kvern.config import EngineConfig
-from kvern.drafting.server import DraftedText, DraftServer, Translation
-from kvern.errors import in_a_line
+from kvern.errors import in_a_line, shown
 from kvern.models.folder import model_folder
 from kvern.request.request import Request
 from kvern.spec.model import ModelSpec
 from kvern.text.tokenizer import Tokenizer
+
+CONNECTING_SECONDS = 5.0
+LONGEST_SAID = 200
+"""The most characters of a server's refusal that are shown."""
+BYTES_OF_ROW = 16_384
+"""The most bytes of an answer for each text: a few tokens with JSON around them."""
+MORE_TOKENS = 2
+"""The factor by which a server with other tokens may make more of a text than the model's own."""
+WINDOW = 3072
+"""The tokens at the end of a text that are sent as text: they are decoded each time."""
+TAIL = 8
+"""The tokens before a text answer that are tokenized with it, as the answer alone may have other tokens."""
+
+
+class BadDrafts(Exception):
+    """A draft server answers something else than was asked."""
+
+
+@dataclass(frozen=True)
+class DraftedText:
+    """A text to continue, as token ids; texts with equal `fields` share a body."""
+
+    token_ids: Sequence[int]
+    fields: Mapping[str, Any]
+    """Fields of a body: sampling parameters and the cache salt."""
+
+
+class Translation:
+    """Translation between the tokens of a model and of a server with other tokens, by text."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        """Raises InvalidRequest without a tokenizer's file."""
+        self._tokenizer, self._leading = tokenizer, tokenizer.leading_special_tokens()
+
+    def text(self, token_ids: Sequence[int], most: int) -> str:
+        """Returns the text for the server: the last `most` tokens or up to a third fewer, without leading special
+        tokens.
+
+        The beginning of the text stays the same while it grows, so that the server may have it in its cache.
+        """
+        begins = len(self._leading) if list(token_ids[: len(self._leading)]) == self._leading else 0
+        step = max(1, most // 3)
+        begins = max(begins, -((most - len(token_ids)) // step) * step)
+        return self._tokenizer.decode(token_ids[begins:], skip_special_tokens=False)
+
+    def tokens(self, token_ids: Sequence[int], answer: str) -> list[int]:
+        """Returns the tokens of an answer after these, without the last, which may be part of a longer one."""
+        tail = list(token_ids[-TAIL:])
+        known = self._tokenizer.decode(tail, skip_special_tokens=False)
+        found = self._tokenizer.encode(known + answer, add_special_tokens=False)
+        if found[: len(tail)] != tail:  # the known text was tokenized differently
+            return self._tokenizer.encode(answer, add_special_tokens=False)[:-1]
+        return found[len(tail) : -1]
+
+
+class DraftServer:
+    """The server at `url` with /v1/models and /v1/completions. It must be closed."""
+
+    def __init__(self, url: str, vocab_size: int, translation: Translation | None = None) -> None:
+        """`translation` is for a server with other tokens; None if it has the same token ids."""
+        self._url, self._vocab_size = url.rstrip("/").removesuffix("/v1"), vocab_size
+        self._translation = translation
+        self._loop, self._closing = asyncio.new_event_loop(), asyncio.Event()
+        self._session: aiohttp.ClientSession | None = None
+        self._model: tuple[str, int] | None = None
+        """The model's name, and the tokens of its context; unlimited if a server with other tokens does not report
+        it."""
+        threading.Thread(target=self._run, name="kvern-drafts", daemon=True).start()
+
+    def close(self) -> None:
+        """Cancels all requests and ends the thread."""
+        self._loop.call_soon_threadsafe(self._closing.set)
+
+    def _run(self) -> None:
+        """Runs the thread."""
+        with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
+            runner.run(self._until_closed())
+
+    async def _until_closed(self) -> None:
+        await self._closing.wait()
+        if self._session is not None:
+            await self._session.close()
+
+    def ask(self, texts: Sequence[DraftedText], count: int) -> "Future[list[list[int]]]":
+        """Returns for each text at most `count` tokens that follow it; none for a text that fills the model's context.
+
+        Cancel the future to give up. It raises BadDrafts, aiohttp.ClientError or TimeoutError.
+        """
+        return asyncio.run_coroutine_threadsafe(self._ask(texts, count), self._loop)
+
+    async def _ask(self, texts: Sequence[DraftedText], count: int) -> list[list[int]]:
+        if self._session is None:
+            timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECTING_SECONDS)
+            self._session = aiohttp.ClientSession(timeout=timeout)
+        if self._model is None:
+            unknown = None if self._translation is None else sys.maxsize
+            self._model = _model_of(await self._read("GET", "/v1/models", None, 1), unknown)
+        name, longest = self._model
+        groups: dict[bytes, list[int]] = {}
+        for place, text in enumerate(texts):
+            if self._translation is not None or len(text.token_ids) < longest:
+                groups.setdefault(msgspec.json.encode(text.fields), []).append(place)
+        found = await asyncio.gather(
+            *(self._ask_alike(name, [texts[i] for i in group], count, longest) for group in groups.values())
+        )
+        drafts: list[list[int]] = [[] for _ in texts]
+        for group, answers in zip(groups.values(), found, strict=True):
+            for place, answer in zip(group, answers, strict=True):
+                drafts[place] = answer
+        return drafts
+
+    async def _ask_alike(self, model: str, texts: Sequence[DraftedText], count: int, longest: int) -> list[list[int]]:
+        """Continues texts with equal fields."""
+        translation = self._translation
+        asked = {"model": model, "max_tokens": count, **texts[0].fields}
+        prompt: list[Any]
+        if translation is None:
+            prompt = [list(text.token_ids) for text in texts]
+            asked |= {"ignore_eos": True, "return_token_ids": True}
+        else:  # only fields that every server of completions knows
+            most = min(WINDOW, max(1, longest // MORE_TOKENS - count))
+            prompt = [translation.text(text.token_ids, most) or "\n" for text in texts]  # none without a token
+        asked["prompt"] = prompt
+        choices = _choices(await self._read("POST", "/v1/completions", asked, len(texts)), len(texts))
+        if translation is None:
+            return [self._drafts(choice, count) for choice in choices]
+        return [
+            self._translated(translation, text, choice)[:count] for text, choice in zip(texts, choices, strict=True)
+        ]
+
+    async def _read(self, method: str, path: str, body: object, rows: int) -> Any:
+        assert self._session is not None
+        data = None if body is None else msgspec.json.encode(body)
+        headers = {"Content-Type": "application/json"}
+        most = BYTES_OF_ROW * (rows + 1)
+        async with self._session.request(
+            method, self._url + path, data=data, headers=headers, allow_redirects=False
+        ) as response:
+            content = b""
+            while len(content) <= most and (more := await response.content.read(most)):
+                content += more
+            if response.status != 200:
+                said = content[:LONGEST_SAID].decode(errors="replace")
+                raise BadDrafts(f"{method} {path} is answered by status {response.status}: {said!r}")
+        if len(content) > most:
+            raise BadDrafts(f"{method} {path} is answered by more than {most} bytes")
+        try:
+            return msgspec.json.decode(content)
+        except (msgspec.DecodeError, RecursionError) as error:
+            raise BadDrafts(f"{method} {path} is answered by no JSON: {shown(content[:LONGEST_SAID])}") from error
+
+    def _drafts(self, choice: Mapping[str, Any], count: int) -> list[int]:
+        """Returns the token ids of a choice. Raises BadDrafts."""
+        token_ids = choice.get("token_ids")
+        if not isinstance(token_ids, list) or len(token_ids) > count:
+            raise BadDrafts(f"a choice has token_ids {shown(token_ids)}: it must be a list of {count} at most")
+        for token in token_ids:
+            if type(token) is not int or not 0 <= token < self._vocab_size:
+                raise BadDrafts(f"it guesses {shown(token)}: the model has token ids 0 to {self._vocab_size - 1}")
+        return token_ids
+
+    def _translated(self, translation: Translation, text: DraftedText, choice: Mapping[str, Any]) -> list[int]:
+        """Returns the tokens of a choice's text. Raises BadDrafts."""
+        said = choice.get("text")
+        if not isinstance(said, str):
+            raise BadDrafts(f"a choice has the text {shown(said)}: it must be a string")
+        found = translation.tokens(text.token_ids, said)
+        return found[: next((place for place, token in enumerate(found) if token >= self._vocab_size), None)]
+
+
+def _choices(answer: object, rows: int) -> list[Mapping[str, Any]]:
+    """Returns the choices of an answer in the order of the texts. Raises BadDrafts."""
+    choices = answer.get("choices") if isinstance(answer, dict) else None
+    if not isinstance(choices, list) or len(choices) != rows:
+        raise BadDrafts(f"{rows} texts are answered by {shown(choices)}: it must be a list of {rows} choices")
+    found: dict[int, Mapping[str, Any]] = {}
+    for choice in choices:
+        if not isinstance(choice, dict):
+            raise BadDrafts(f"a choice is {shown(choice)}: it must be an object")
+        index = choice.get("index")
+        if type(index) is not int or not 0 <= index < rows or index in found:
+            raise BadDrafts(f"a choice has the index {shown(index)}: each from 0 to {rows - 1} must come once")
+        found[index] = choice
+    return [found[place] for place in range(rows)]
+
+
+def _model_of(answer: object, unknown: int | None = None) -> tuple[str, int]:
+    """Returns the name of the first listed model, and the tokens of its context, or `unknown`. Raises BadDrafts."""
+    models = answer.get("data") if isinstance(answer, dict) else None
+    first = models[0] if isinstance(models, list) and models else None
+    name, longest = None, unknown
+    if isinstance(first, dict):
+        name, longest = first.get("id"), first.get("max_model_len", unknown)
+    if not isinstance(name, str) or not isinstance(longest, int):
+        raise BadDrafts(f"GET /v1/models is answered by {shown(answer)}: it must name a model and its max_model_len")
+    return name, longest
+
 
 logger = logging.getLogger("kvern")
 
