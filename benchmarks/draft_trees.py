@@ -19,8 +19,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from kvern import LLM, SamplingParams
-from kvern.draft_training.head import TrainedHead
-from kvern.draft_training.job import entries_of, head_size
+from kvern.draft_training.job import TrainedHead, entries_of, head_size
 from kvern.drafting.models.medusa_heads import load_medusa
 from kvern.models.decoder import Decoder, LayerInputs
 from kvern.models.hub import resolve_model

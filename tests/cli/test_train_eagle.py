@@ -8,8 +8,7 @@ import torch
 
 from kvern import LLM, SamplingParams
 from kvern.cli.main import main
-from kvern.draft_training.head import HeadSize, TrainedHead
-from kvern.draft_training.job import Settings, Training, check_model, drafted_tokens
+from kvern.draft_training.job import HeadSize, Settings, TrainedHead, Training, check_model, drafted_tokens
 from kvern.drafting.models.formats import load_draft_head
 from kvern.errors import ConfigError
 from kvern.models.loader import LoadOptions, load_model

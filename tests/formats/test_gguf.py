@@ -15,9 +15,9 @@ import torch
 
 from kvern.config import EngineConfig
 from kvern.errors import CorruptCheckpoint, KvernError, UnsupportedModel
-from kvern.formats.gguf.blocks import NUMBERS
+from kvern.formats.gguf.files import tokenizer_files
 from kvern.formats.gguf.header import QUANTIZED, Header, read_gguf_header
-from kvern.formats.gguf.tokenizer import tokenizer_files
+from kvern.formats.gguf.method import NUMBERS
 from kvern.llm import LLM
 from kvern.models.folder import model_folder
 from kvern.models.hub import resolve_model

@@ -12,7 +12,7 @@ import tokenizers
 
 from kvern.config import EngineConfig
 from kvern.errors import CorruptCheckpoint, UnsupportedModel
-from kvern.formats.gguf.tokenizer import PATTERNS
+from kvern.formats.gguf.files import PATTERNS
 from kvern.models.folder import model_folder
 from kvern.models.hub import resolve_model
 from kvern.text.tokenizer import Tokenizer

@@ -18,9 +18,8 @@ from kvern.quantize import awq, job
 from kvern.quantize.blocks import CausalAttend, Walk
 from kvern.quantize.calibration import Calibration, calibration
 from kvern.quantize.checkpoint import Checkpoint
-from kvern.quantize.gptq import Gptq
-from kvern.quantize.method import Method, Rounded, RoundToNearest
-from kvern.quantize.packing import quantization_config, tensors_of
+from kvern.quantize.job import quantization_config, tensors_of
+from kvern.quantize.method import Gptq, Method, Rounded, RoundToNearest
 from kvern.quantize.scheme import FP8, FP8_BLOCK, INT8, Scheme, fit, int4, named
 from kvern.quantize.statistics import REPORT_NAME, plan_of
 from kvern.quantize.watched import Inputs

@@ -6,9 +6,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kvern.formats.gguf.blocks import NUMBERS, taken_apart
 from kvern.formats.gguf.header import BY_NAME, QUANTIZED
-from kvern.formats.gguf.method import SCALES, GgufMethod
+from kvern.formats.gguf.method import HALF_SCALES, NUMBERS, GgufMethod, taken_apart
 from kvern.formats.method import QuantizedMethod
 from kvern.kernels.packed import E2M1, NF4, Packed
 from kvern.layers.build import Build
@@ -100,7 +99,7 @@ def _blocks(name: str, outputs: int, inputs: int, generator: torch.Generator) ->
     shape = LinearShape(outputs, inputs, torch.float32, torch.device("cpu"))
     method = GgufMethod(shape, BY_NAME[name])
     method.fill_random(generator)
-    for at, scale in SCALES[name]:
+    for at, scale in HALF_SCALES[name]:
         halves = (torch.rand(*method.weight.shape[:2], 1, generator=generator) + 0.5) * scale * 10
         method.weight[..., at : at + 2] = halves.half().view(torch.uint8)
     if name == "mxfp4":

@@ -6,9 +6,8 @@ from functools import partial
 import pytest
 import torch
 
-from kvern.formats.gguf.blocks import put_together, taken_apart
 from kvern.formats.gguf.header import BY_NAME, QUANTIZED
-from kvern.formats.gguf.method import GgufFormat, GgufMethod
+from kvern.formats.gguf.method import GgufFormat, GgufMethod, put_together, taken_apart
 from kvern.kernels.linear import MatmulShape, MatvecShape
 from kvern.kernels.packed import Packed
 from kvern.kernels.packed_product import packed_product, packed_row

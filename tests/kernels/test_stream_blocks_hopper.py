@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from kvern.formats.gguf.blocks import scales_and_minima
+from kvern.formats.gguf.method import scales_and_minima
 from kvern.formats.gpu.candidates import BLOCK_STREAMS, row_shape
 from kvern.formats.gpu.products import counters, multiply_row
 from kvern.kernels.arrange import scaled_lanes

@@ -1,7 +1,7 @@
 """The blocks of GGUF's types, for `kernels/codes.py`.
 
 The blocks of a row are taken apart so that loads are aligned: `codes [outputs, blocks, bytes]` has the bits of the
-numbers, `scale [outputs, blocks, bytes]` what multiplies and what is subtracted (`formats/gguf/blocks.py`). A
+numbers, `scale [outputs, blocks, bytes]` what multiplies and what is subtracted (`formats/gguf/method.py`). A
 block has 32 numbers or 256. But for q8_0, a byte has four bits of two numbers, of the two planes: those of neighbouring
 runs of 16, 32 or 64 inputs; in q4_k and q6_k those of an even input and the odd one behind it. One or two more bits of
 each number stand in words, one or two for 16 columns, and so do those of numbers of two and three bits.

@@ -95,22 +95,6 @@ def _first_given(rope: Mapping[str, Any], config: Config, names: Sequence[str], 
     return next((value for value in values if value is not None), default)
 
 
-def _default(rope: Mapping[str, Any], config: Config) -> RopeScaling:
-    return LinearScaling()
-
-
-def _linear(rope: Mapping[str, Any], config: Config) -> RopeScaling:
-    return LinearScaling(rope["factor"])
-
-
-def _proportional(rope: Mapping[str, Any], config: Config) -> RopeScaling:
-    return Proportional(rope.get("partial_rotary_factor", 1.0), rope.get("factor", 1.0))
-
-
-def _dynamic(rope: Mapping[str, Any], config: Config) -> RopeScaling:
-    return Dynamic(rope["factor"], config["max_position_embeddings"])
-
-
 def _trained_len(rope: Mapping[str, Any], config: Config) -> int:
     """The context before stretching; a value outside the rope parameters (Phi-3) takes precedence."""
     own = rope.get("original_max_position_embeddings", config["max_position_embeddings"])
@@ -141,10 +125,6 @@ def _yarn(rope: Mapping[str, Any], config: Config) -> RopeScaling:
     )
 
 
-def _llama3(rope: Mapping[str, Any], config: Config) -> RopeScaling:
-    return Llama3(rope["factor"], rope["low_freq_factor"], rope["high_freq_factor"], _trained_len(rope, config))
-
-
 def _longrope(rope: Mapping[str, Any], config: Config) -> RopeScaling:
     trained_len, factor = _trained_len(rope, config), _stretch(rope, config)
     attention_factor = rope.get("attention_factor")
@@ -154,12 +134,14 @@ def _longrope(rope: Mapping[str, Any], config: Config) -> RopeScaling:
 
 
 _SCALINGS: dict[str, Callable[[Mapping[str, Any], Config], RopeScaling]] = {
-    "default": _default,
-    "linear": _linear,
-    "proportional": _proportional,
-    "dynamic": _dynamic,
+    "default": lambda rope, config: LinearScaling(),
+    "linear": lambda rope, config: LinearScaling(rope["factor"]),
+    "proportional": lambda rope, _: Proportional(rope.get("partial_rotary_factor", 1.0), rope.get("factor", 1.0)),
+    "dynamic": lambda rope, config: Dynamic(rope["factor"], config["max_position_embeddings"]),
     "yarn": _yarn,
-    "llama3": _llama3,
+    "llama3": lambda rope, config: Llama3(
+        rope["factor"], rope["low_freq_factor"], rope["high_freq_factor"], _trained_len(rope, config)
+    ),
     "longrope": _longrope,
     "su": _longrope,
 }

@@ -1,13 +1,12 @@
 """Quantization of a checkpoint, layer by layer, to a folder that other engines load too.
 
-    job.py              the options, checked before anything is read, and the whole run
+    job.py              the options, checked before anything is read, the whole run, and the codes' stored form
       calibration.py    texts -> rows of token ids
       checkpoint.py     a model's folder as blocks: names, shapes, and one block's tensors at a time
       blocks.py         Block: one layer on the device with its matrices' inputs; the unit of AWQ and of the walk
         watched.py      linear layers and experts that record Inputs, the statistics of what they multiply
       scheme.py         Scheme: the stored form of a matrix (bits, groups, symmetric or not); Grid: its scales
-      method.py         Method: weights, inputs and a scheme -> Rounded, to nearest; gptq.py, awq.py
-      packing.py        Rounded -> the tensors that a checkpoint holds; the quantization_config
+      method.py         Method: weights, inputs and a scheme -> Rounded, to nearest or by GPTQ; awq.py
       writer.py         the folder: shards written as tensors come, other files copied, renamed at the end
       statistics.py     figures of each matrix; the report
 

@@ -1,4 +1,8 @@
-"""The protocol of the ways to round weights to codes, and rounding to the nearest code."""
+"""The ways to round weights to codes: to the nearest code, and GPTQ (Frantar et al. 2022).
+
+GPTQ ("Accurate Post-Training Quantization for Generative Pre-trained Transformers") rounds column by column, and the
+remaining columns compensate for the error.
+"""
 
 from typing import NamedTuple, Protocol
 
@@ -53,3 +57,65 @@ def importance_of(inputs: Inputs) -> Tensor | None:
     """The importance of an error in each column: the mean square of its inputs; None if no row was seen."""
     squares = inputs.mean_squares
     return squares if inputs.count and bool(squares.any()) else None
+
+
+DAMPING = 0.01
+"""The share of the mean of the Hessian's diagonal that is added to it."""
+
+MOST_DAMPING = 10.0
+RUN = 128
+"""Columns whose errors are propagated to the others in one product."""
+
+
+class Gptq(RoundToNearest):
+    """GPTQ. `act_order` rounds columns of large inputs first; groups and scales stay those of adjacent columns."""
+
+    products = True
+
+    def __init__(self, *, act_order: bool = True, damping: float = DAMPING) -> None:
+        self._act_order, self._damping = act_order, damping
+
+    def round(self, weight: Tensor, inputs: Inputs, scheme: Scheme, scale_dtype: torch.dtype) -> Rounded:
+        grid = fit(weight, scheme, scale_dtype, importance_of(inputs))
+        if inputs.products is None or not inputs.count:
+            return Rounded(grid.encode(weight), grid)
+        return Rounded(self._codes(weight, inputs.products / inputs.count, grid), grid)
+
+    def _codes(self, weight: Tensor, hessian: Tensor, grid: Grid) -> Tensor:
+        order = hessian.diagonal().argsort(descending=True) if self._act_order else torch.arange(len(hessian))
+        order = order.to(weight.device)
+        upper = inverse_factor(hessian[order][:, order], self._damping)
+        left, codes = weight[:, order].clone(), torch.empty_like(weight)
+        columns = order.tolist()
+        for first in range(0, len(columns), RUN):
+            last = min(first + RUN, len(columns))
+            errors = torch.empty_like(left[:, first:last])
+            for place in range(first, last):
+                column = left[:, place : place + 1]
+                code = grid.encode(column, columns[place])
+                error = (column - grid.decode(code, columns[place])) / upper[place, place]
+                left[:, place + 1 : last].addmm_(error, upper[place : place + 1, place + 1 : last], alpha=-1)
+                codes[:, columns[place]], errors[:, place - first] = code[:, 0], error[:, 0]
+            left[:, last:].addmm_(errors, upper[first:last, last:], alpha=-1)
+        return codes
+
+
+def inverse_factor(hessian: Tensor, damping: float) -> Tensor:
+    """The upper Cholesky factor of the inverse of the damped Hessian, float32.
+
+    Columns without inputs are independent: they are rounded to the nearest code. A matrix without a factor is damped
+    more.
+    """
+    hessian = hessian.double()
+    diagonal = hessian.diagonal()
+    mean = float(diagonal.mean())
+    diagonal[diagonal == 0] = mean or 1.0
+    while True:
+        damped = hessian.clone()
+        damped.diagonal().add_(damping * (mean or 1.0))
+        factor, failed = torch.linalg.cholesky_ex(damped)
+        if not failed or damping >= MOST_DAMPING:
+            break
+        damping *= 10
+    upper: Tensor = torch.linalg.cholesky(torch.cholesky_inverse(factor), upper=True)
+    return upper.float()

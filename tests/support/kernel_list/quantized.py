@@ -9,9 +9,8 @@ from typing import Any
 
 import torch
 
-from kvern.formats.gguf.blocks import NUMBERS, put_together, taken_apart
 from kvern.formats.gguf.header import BY_NAME
-from kvern.formats.gguf.method import GgufMethod
+from kvern.formats.gguf.method import NUMBERS, GgufMethod, put_together, taken_apart
 from kvern.formats.gpu.candidates import (
     BLOCK_STREAMS,
     PLAIN_RUNS,

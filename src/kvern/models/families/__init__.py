@@ -30,7 +30,7 @@ gpt_neox.gpt_neox       gpt_neox GPTNeoXForCausalLM
 gpt_oss.gpt_oss         gpt_oss GptOssForCausalLM
 granite.granite         granite GraniteForCausalLM
 granite.granitemoe      granitemoe GraniteMoeForCausalLM
-granite_hybrid.granitemoehybrid granitemoehybrid GraniteMoeHybridForCausalLM
+granite.granitemoehybrid granitemoehybrid GraniteMoeHybridForCausalLM
 hunyuan.hunyuan_v1_dense hunyuan_v1_dense HunYuanDenseV1ForCausalLM
 lfm2.lfm2               lfm2 Lfm2ForCausalLM
 lfm2.lfm2_moe           lfm2_moe Lfm2MoeForCausalLM
@@ -44,7 +44,7 @@ llama.helium            helium HeliumForCausalLM
 llama.ernie4_5          ernie4_5 Ernie4_5ForCausalLM
 llama.seed_oss          seed_oss SeedOssForCausalLM
 minimax.minimax_m2      minimax_m2 MiniMaxM2ForCausalLM
-mixtral.mixtral         mixtral MixtralForCausalLM
+llama.mixtral           mixtral MixtralForCausalLM
 modernbert.modernbert   modernbert
 nemotron.nemotron       nemotron NemotronForCausalLM
 nemotron_h.nemotron_h   nemotron_h NemotronHForCausalLM

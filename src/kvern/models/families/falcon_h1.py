@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from kvern.models.describe import check_settings, describe, read_attention, read_mlp, read_rope
-from kvern.models.families.granite_hybrid import read_mamba
+from kvern.models.families.granite import read_mamba
 from kvern.models.registry import Config
 from kvern.spec.mixers import Gating, Mamba2Scales, Mamba2Spec, TwoMixersSpec
 from kvern.spec.model import LayerSpec, ModelSpec, Rename

@@ -1,4 +1,4 @@
-"""Llama 2, 3, 3.1 and 3.2, and models that differ from it in one or two settings."""
+"""Llama 2, 3, 3.1 and 3.2, and models that differ from it in one or two settings or, Mixtral, in experts."""
 
 from dataclasses import replace
 
@@ -6,8 +6,10 @@ from kvern.errors import UnsupportedModel
 from kvern.models.describe import (
     describe,
     layers_by_type,
+    read_attention,
     read_layer_types,
     read_mlp,
+    read_moe,
     read_rope,
     rope_settings,
     text_config,
@@ -15,7 +17,7 @@ from kvern.models.describe import (
     uniform_layers,
 )
 from kvern.models.registry import Config
-from kvern.spec.model import ModelSpec, QueryScaling
+from kvern.spec.model import ModelSpec, QueryScaling, Rename
 
 
 def llama(config: Config) -> ModelSpec:
@@ -79,3 +81,16 @@ def ernie4_5(config: Config) -> ModelSpec:
 def seed_oss(config: Config) -> ModelSpec:
     bias, output_bias = config["attention_bias"], config["attention_out_bias"]
     return describe(config, qkv_bias=bias, output_bias=output_bias)
+
+
+RENAMES = (
+    Rename(r"\.block_sparse_moe\.", ".mlp."),
+    Rename(r"\.w1\.", ".gate_proj."),
+    Rename(r"\.w3\.", ".up_proj."),
+    Rename(r"\.w2\.", ".down_proj."),
+)
+
+
+def mixtral(config: Config) -> ModelSpec:
+    attention = read_attention(config, window=config.get("sliding_window"))
+    return describe(config, uniform_layers(config, attention=attention, mlp=read_moe(config)), renames=RENAMES)

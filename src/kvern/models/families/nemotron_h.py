@@ -10,7 +10,7 @@ from kvern.models.describe import (
     read_groups,
     read_moe,
 )
-from kvern.models.families.granite_hybrid import check_steps
+from kvern.models.families.granite import check_steps
 from kvern.models.registry import Config
 from kvern.spec.mixers import Mamba2Spec
 from kvern.spec.model import Activation, LayerSpec, MlpSpec, ModelSpec, MoeSpec, NormSpec, Rename
