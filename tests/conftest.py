@@ -14,8 +14,8 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is defined, by whichever test imports it first
 
 from kvern import LLM, EngineConfig
-from kvern.cpu.build import BuildError
-from kvern.cpu.ready import build
+from kvern.cpu.build import build
+from kvern.cpu.kernel_library import BuildError
 from kvern.device.measurements import keep_builds
 from tests.support.tiny_model import make_tiny_model
 

@@ -20,7 +20,7 @@ import yaml
 from kvern.cli.main import read_command
 from kvern.cli.serve import ServeCommand
 from kvern.config import EngineConfig
-from kvern.cpu.build import READY_MADE, find_compiler, library_path
+from kvern.cpu.kernel_library import READY_MADE, find_compiler, library_path
 from kvern.cpu.processor import all_isas, usable_isas
 from kvern.observe.metrics import GPU_FIGURES, Metrics, Refusals
 from kvern.server.config import ServerConfig

@@ -14,11 +14,11 @@ import torch
 
 from kvern import LLM, EngineConfig, SamplingParams
 from kvern.cli.options import read_defaults
-from kvern.cpu import build, processor, ready
-from kvern.cpu.build import NATIVE, compile_library, find_compiler, library_path, processor_flags
+from kvern.cpu import build, kernel_library, processor, ready
+from kvern.cpu.build import CHECK_TIMEOUT, compile_library
 from kvern.cpu.check import GROUPS
+from kvern.cpu.kernel_library import NATIVE, find_compiler, library_path, processor_flags
 from kvern.cpu.processor import X86, Isa, chosen_isa, forced_isa, usable_isas
-from kvern.cpu.ready import CHECK_TIMEOUT
 from kvern.errors import ConfigError
 from kvern.layers.build import Build
 from kvern.layers.linear_method import LinearShape
@@ -155,10 +155,10 @@ def test_answers_come_in_every_way_that_this_machine_can_go(
     load_kernels("cpu_sampling", 1)
     real = library_path(EngineConfig().cache_folder, find_compiler())
     monkeypatch.setenv(processor.VARIABLE, name)
-    monkeypatch.setattr(build, "READY_MADE", tmp_path)
+    monkeypatch.setattr(kernel_library, "READY_MADE", tmp_path)
     for isa in usable_isas():
-        shutil.copy(real, build._ready_made(isa.flags))
-    monkeypatch.setattr(ready, "_check", lambda path: dict.fromkeys(GROUPS, ""))
+        shutil.copy(real, kernel_library.ready_made_path(isa.flags))
+    monkeypatch.setattr(build, "_check", lambda path: dict.fromkeys(GROUPS, ""))
     params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
     caplog.set_level(logging.INFO, "kvern")
     with LLM(str(tiny_model), dtype="bfloat16", threads=1, cache_dir=str(tmp_path / "cache")) as llm:

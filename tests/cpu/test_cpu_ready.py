@@ -11,11 +11,13 @@ from pathlib import Path
 import pytest
 
 from kvern import EngineConfig
+from kvern.cpu import build as compiling
 from kvern.cpu import library, ready
-from kvern.cpu.build import find_compiler, library_path
+from kvern.cpu.build import build
 from kvern.cpu.check import GROUPS
 from kvern.cpu.cores import cpu_threads, shares_of_cores
-from kvern.cpu.ready import build, working_groups
+from kvern.cpu.kernel_library import find_compiler, library_path
+from kvern.cpu.ready import working_groups
 from kvern.runner.plan import CPU_KERNELS, RANK_KERNELS
 
 COMPILER = find_compiler()
@@ -32,9 +34,9 @@ esac
 ASK = """
 import sys
 from pathlib import Path
-from kvern.cpu import ready
-ready._check = lambda path: dict.fromkeys(sys.argv[2:], "")
-ready.build(Path(sys.argv[1]))
+from kvern.cpu import build
+build._check = lambda path: dict.fromkeys(sys.argv[2:], "")
+build.build(Path(sys.argv[1]))
 """
 
 ANSWER = """
@@ -86,7 +88,7 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
 @pytest.fixture
 def unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
     """All groups work, and no process looks."""
-    monkeypatch.setattr(ready, "_check", lambda path: dict.fromkeys(GROUPS, ""))
+    monkeypatch.setattr(compiling, "_check", lambda path: dict.fromkeys(GROUPS, ""))
 
 
 @pytest.fixture
@@ -205,7 +207,7 @@ def test_libraries_that_were_not_used_for_longest_are_forgotten(
     machine: Machine, unchecked: None, caplog: pytest.LogCaptureFixture
 ) -> None:
     paths = []
-    for number in range(ready.KEPT):
+    for number in range(compiling.KEPT):
         machine.compile_by(version=f"number {number}")
         build(machine.folder)
         paths.append(machine.path)
@@ -217,7 +219,7 @@ def test_libraries_that_were_not_used_for_longest_are_forgotten(
     build(machine.folder)
     assert paths[0].exists() and machine.path.exists()
     assert not list(paths[1].parent.glob(f"{paths[1].stem}*"))
-    assert len(list(paths[1].parent.glob("*.so"))) == ready.KEPT
+    assert len(list(paths[1].parent.glob("*.so"))) == compiling.KEPT
 
 
 def test_a_build_that_was_killed_does_not_disturb_the_next(machine: Machine, unchecked: None) -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kvern import EngineConfig
-from kvern.cpu.build import BuildError, find_maker
+from kvern.cpu.kernel_library import BuildError, find_maker
 from kvern.cpu.ready import working_groups
 
 

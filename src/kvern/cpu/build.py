@@ -1,4 +1,4 @@
-"""Compilation of the kernels for this processor.
+"""Compilation and checks of the kernels for this processor.
 
     python -m kvern.cpu.build
 
@@ -6,83 +6,103 @@ compiles them for all processors of this architecture, into the package. A start
 container, takes the library that suits its processor from there.
 """
 
-import hashlib
+import fcntl
 import os
-import platform
 import shutil
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from contextlib import suppress
 from pathlib import Path
 
-from kvern.cpu.cores import cpu_threads
-from kvern.cpu.processor import all_isas, chosen_isa, features, usable_isas
+import msgspec
 
-SOURCES = Path(__file__).parent / "sources"
-READY_MADE = Path(__file__).parent / "ready_made"
-"""The folder of libraries that were compiled into the package, if there are any."""
-COMPILERS = ("c++", "g++", "clang++")
-FLAGS = ("-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-fno-math-errno", "-fno-trapping-math", "-Wno-psabi")
-NATIVE = ("-march=native",) if platform.machine() in ("x86_64", "AMD64") else ("-mcpu=native",)
+from kvern.cpu.cores import cpu_threads
+from kvern.cpu.kernel_library import (
+    FLAGS,
+    READY_MADE,
+    SOURCES,
+    BuildError,
+    Compiler,
+    Record,
+    digest_of,
+    find_compiler,
+    find_maker,
+    is_due,
+    library_path,
+    lock_file,
+    processor_flags,
+    read_record,
+    ready_made_path,
+)
+from kvern.cpu.processor import all_isas
+
 TIMEOUT = 300
 """Seconds for one source: more than a slow machine that is busy takes."""
+CHECK_TIMEOUT = 120
+"""Seconds for all checks: far more than a slow machine that is busy takes."""
+KEPT = 8
+"""Libraries in a folder: of compilers, versions of kvern and machines that share it."""
 
 
-class BuildError(Exception):
-    """The kernels cannot be compiled here; the message gives the reason."""
+def build(folder: Path) -> None:
+    """Builds and checks the kernels once; a process that finds another at work waits for its results.
 
-
-@dataclass(frozen=True)
-class Compiler:
-    """A C++ compiler and the line with which it introduces itself."""
-
-    command: str
-    version: str
-
-
-def find_compiler() -> Compiler:
-    """The one that CXX names, else the first of the usual ones. Raises BuildError."""
-    asked = os.environ.get("CXX")
-    for name in (asked,) if asked else COMPILERS:
-        command = shutil.which(name)
-        if command is not None:
-            try:
-                said = subprocess.run([command, "--version"], capture_output=True, text=True, timeout=30, check=True)  # noqa: S603
-            except (OSError, subprocess.SubprocessError):
-                continue
-            return Compiler(command, said.stdout.partition("\n")[0])
-    raise BuildError(f"there is no C++ compiler ({asked or ', '.join(COMPILERS)})")
-
-
-def find_ready_made() -> Path | None:
-    """The library in the package that was compiled for this processor; None: there is none. Raises ConfigError."""
-    path = _ready_made(chosen_isa().flags)
-    return path if path.is_file() else None
-
-
-def find_maker() -> Path | Compiler:
-    """The source of the library: a file in the package, or a compiler. Raises BuildError and ConfigError."""
-    return find_ready_made() or find_compiler()
-
-
-def processor_flags() -> tuple[str, ...]:
-    """The flags of a compiler for the chosen instructions. Raises ConfigError."""
-    flags = chosen_isa().flags
-    return NATIVE if flags == usable_isas()[-1].flags else flags
-
-
-def library_path(folder: Path, maker: Path | Compiler, processor: tuple[str, ...] | None = None) -> Path:
-    """The path of the library made by `maker`, for the current sources and this processor. Raises ConfigError.
-
-    `processor`: compiler flags that select the instruction sets; None: the chosen ones.
+    Raises BuildError without a compiler, OSError where the folder cannot be written to, and ConfigError.
     """
-    if isinstance(maker, Path):
-        parts = [hashlib.sha256(maker.read_bytes()).hexdigest()]
-    else:
-        parts = [maker.command, maker.version, *FLAGS, *(processor or processor_flags())]
-    digest = _digest(*parts, " ".join(sorted(features())) or platform.processor())  # machines may share a folder
-    return folder / "cpu" / f"kernels-{digest}.so"
+    maker = find_maker()
+    path = library_path(folder, maker)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with lock_file(path).open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        record = read_record(path)
+        if record is not None and not is_due(path, record):
+            return
+        try:
+            make_library(path, maker)
+            record = Record(groups=_check(path), digest=digest_of(path))
+        except BuildError as error:
+            record = Record(error=str(error))
+        written = path.with_suffix(f".{os.getpid()}")
+        written.write_bytes(msgspec.json.encode(record))
+        written.replace(path.with_suffix(".json"))
+    _forget_unused(path.parent)
+
+
+def _check(path: Path) -> dict[str, str]:
+    """Checks all groups in a process that may crash; the remaining ones are then checked by another process."""
+    from kvern.cpu.check import GROUPS
+
+    found: dict[str, str] = {}
+    while missing := [name for name in GROUPS if name not in found]:
+        command = [sys.executable, "-m", "kvern.cpu.check", str(path), *missing]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=CHECK_TIMEOUT)  # noqa: S603
+            said, ended = done.stdout, f"its check ended with status {done.returncode}"
+        except subprocess.TimeoutExpired as error:
+            said, ended = _text(error.stdout), f"its check took more than {CHECK_TIMEOUT} s"
+        for line in said.splitlines():
+            name, _, problem = line.partition(" ")
+            found[name] = problem
+        if all(name in found for name in missing):
+            break
+        found[next(name for name in missing if name not in found)] = ended
+    return {name: found[name] for name in GROUPS}
+
+
+def _text(output: str | bytes | None) -> str:
+    return output.decode(errors="replace") if isinstance(output, bytes) else output or ""
+
+
+def _forget_unused(folder: Path) -> None:
+    """Removes the files of all libraries except those that were used last."""
+    used: dict[str, float] = {}
+    with suppress(OSError):  # of another process that removes them
+        for file in folder.glob("kernels-*"):
+            used[file.stem] = max(used.get(file.stem, 0.0), file.stat().st_mtime)
+        for stem in sorted(used, key=used.__getitem__)[:-KEPT]:
+            for file in folder.glob(f"{stem}.*"):
+                shutil.rmtree(file) if file.is_dir() else file.unlink()
 
 
 def make_library(path: Path, maker: Path | Compiler) -> None:
@@ -129,27 +149,13 @@ def _run(command: list[str]) -> None:
         raise BuildError(f"{command[0]} failed with status {done.returncode}: {lines[0]}")
 
 
-def _ready_made(flags: tuple[str, ...]) -> Path:
-    return READY_MADE / f"kernels-{_digest(*FLAGS, *flags)}.so"
-
-
-def _digest(*parts: str) -> str:
-    """A digest of the sources and of `parts`."""
-    digest = hashlib.sha256()
-    for source in sorted(SOURCES.iterdir()):
-        digest.update(source.name.encode() + source.read_bytes())
-    for part in parts:
-        digest.update(part.encode() + b"\n")
-    return digest.hexdigest()[:16]
-
-
 def main() -> None:
     """The command above."""
     READY_MADE.mkdir(exist_ok=True)
     try:
         compiler = find_compiler()
         for isa in all_isas():
-            path = _ready_made(isa.flags)
+            path = ready_made_path(isa.flags)
             if not path.exists():
                 compile_library(path, compiler, isa.flags)
             sys.stdout.write(f"{isa.name}: {path}\n")

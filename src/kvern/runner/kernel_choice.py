@@ -6,9 +6,9 @@ import dataclasses
 import torch
 
 from kvern.config import EngineConfig
-from kvern.cpu.build import BuildError
+from kvern.cpu.kernel_library import BuildError
 from kvern.cpu.processor import chosen_isa
-from kvern.cpu.ready import build, working_groups
+from kvern.cpu.ready import working_groups
 from kvern.errors import ConfigError
 from kvern.layers.linear_method import LinearMethod
 from kvern.models.weighted import WeightedModel
@@ -60,6 +60,8 @@ def usable_kernels(
     if device.type == "cpu" and config.cpu_kernels and dtype in CPU_DTYPES:
         with startup.stage(f"kernels for {isa}"):
             if config.deterministic:  # it cannot do without
+                from kvern.cpu.build import build
+
                 with contextlib.suppress(BuildError, OSError):
                     build(config.cache_folder)
             groups = working_groups(config.cache_folder, torch.get_num_threads())
