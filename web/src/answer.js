@@ -1,49 +1,95 @@
 // One answer: what is sent for it, what comes, and how fast.
 import { chat } from "./server.js";
-import { parameters } from "./settings.jsx";
+import { parameters, settings } from "./settings.js";
 
-/** The messages of a turn: the question, if there was one, the answer with its calls, and their results. */
-function messages({ question, answer, thinking, calls }) {
-  const found = question == null ? [] : [{ role: "user", content: question }];
-  if (!answer && !calls?.length) return found;
-  const said = { role: "assistant", content: answer };
-  if (thinking) said.reasoning_content = thinking;
-  if (calls?.length) said.tool_calls = calls.map(({ id, name, arguments: text }) => ({ id, type: "function", function: { name, arguments: text } }));
-  const results = (calls ?? []).map((call) => ({ role: "tool", tool_call_id: call.id, content: call.result ?? "" }));
-  return [...found, said, ...results];
+const FENCE = /`{3,}/g;
+
+/** A file as the model reads it: its name, and its text between more backticks than it has in a row. */
+function fenced({ name, text }) {
+  const longest = Math.max(2, ...(text.match(FENCE) ?? []).map((marks) => marks.length));
+  const marks = "`".repeat(longest + 1);
+  return `${name}\n${marks}\n${text}\n${marks}`;
 }
 
-/** The body of a request. Settings left empty are not sent: the server's defaults hold. */
-export function body(turns, question, settings, model) {
-  const system = settings.system?.trim() ? [{ role: "system", content: settings.system }] : [];
-  const earlier = turns.filter((turn) => turn.answer || turn.calls?.length).flatMap(messages);
-  const asked = question == null ? [] : [{ role: "user", content: question }];
-  return { ...(model && { model }), messages: [...system, ...earlier, ...asked], ...parameters(settings) };
+const content = ({ files, question }) => [...(files ?? []).map(fenced), question].filter(Boolean).join("\n\n");
+
+/** The messages that a turn asks with: results of calls, and a question. */
+function asked({ question, files, results }) {
+  const told = (results ?? []).map(({ id, result }) => ({ role: "tool", tool_call_id: id, content: result }));
+  return question == null ? told : [...told, { role: "user", content: content({ files, question }) }];
 }
 
-/** Streams an answer to `show`, once a frame, and returns what is to be kept of it. Never raises. */
-export async function stream(content, signal, show) {
-  const begun = performance.now();
-  const said = { answer: "", thinking: "", calls: [] };
-  let [finish, usage, first, last, frame] = [null, null, null, null, null];
-  const draw = () => {
-    frame = null;
-    show({ ...said, calls: [...said.calls] });
-  };
-  const kept = (fields) => {
+function said({ answer, thinking, calls }) {
+  const message = { role: "assistant", content: answer };
+  if (thinking) message.reasoning_content = thinking;
+  if (calls?.length) message.tool_calls = calls.map(({ id, name, arguments: text }) => ({ id, type: "function", function: { name, arguments: text } }));
+  return message;
+}
+
+const isAnswered = (turn) => Boolean(turn.answer || turn.calls?.length);
+
+/**
+ * The body of a request for `turn`, the turns before it being `earlier`. Settings left empty are not sent: the server's
+ * defaults hold. With `goOn` the answer goes on with what the turn has.
+ */
+export function body(earlier, turn, goOn = false) {
+  const { system, ...others } = settings.value;
+  const messages = system.trim() ? [{ role: "system", content: system }] : [];
+  for (const one of earlier.filter(isAnswered)) messages.push(...asked(one), said(one));
+  messages.push(...asked(turn));
+  const how = goOn ? { continue_final_message: true, add_generation_prompt: false } : {};
+  if (goOn) messages.push(said(turn));
+  return { ...(turn.model && { model: turn.model }), messages, ...parameters(others), ...how };
+}
+
+const HIDDEN = 250; // milliseconds: a page that is not seen gets no frames, and its answers grow all the same
+
+/** Runs something in the next frame, or soon where there are none. Returns what cancels it. */
+function soon(run, wait) {
+  let frame = null;
+  const begin = setTimeout(() => (frame = requestAnimationFrame(go)), wait);
+  const late = setTimeout(go, wait + HIDDEN);
+  const cancel = () => {
+    clearTimeout(begin);
+    clearTimeout(late);
     cancelAnimationFrame(frame);
-    return { ...said, finish, figures: figures(usage, begun, first, last), ...fields };
+  };
+  function go() {
+    cancel();
+    run();
+  }
+  return cancel;
+}
+
+const SHARE = 4; // at most one part in so many of the time goes into drawing, so that the page stays quick
+
+/** Streams an answer to `show`, at most once a frame, and returns what is to be kept of it. Never raises. */
+export async function stream(content, signal, turn, show) {
+  const begun = performance.now();
+  const told = { answer: turn.answer, thinking: turn.thinking, calls: [], lacks: "" };
+  let [finish, usage, first, last, cancel, ready] = [null, null, null, null, null, 0];
+  const fields = () => ({ ...told, calls: [...told.calls], finish, figures: figures(usage, begun, first, last) });
+  const draw = () => {
+    cancel = null;
+    const from = performance.now();
+    show(fields());
+    queueMicrotask(() => (ready = from + SHARE * (performance.now() - from))); // the drawing is a microtask, too
+  };
+  const kept = (more) => {
+    cancel?.();
+    return { ...fields(), ...more };
   };
   try {
     for await (const chunk of chat(content, signal)) {
+      told.lacks = chunk.lacks ?? told.lacks;
       usage = chunk.usage ?? usage;
-      const [choice] = chunk.choices;
+      const choice = chunk.choices?.[0];
       if (!choice) continue;
       last = performance.now();
       first ??= last;
-      add(said, choice.delta);
+      add(told, choice.delta);
       finish = choice.finish_reason ?? finish;
-      frame ??= requestAnimationFrame(draw);
+      cancel ??= soon(draw, Math.max(0, ready - performance.now()));
     }
     return kept({ state: "done" });
   } catch (error) {
@@ -51,12 +97,12 @@ export async function stream(content, signal, show) {
   }
 }
 
-function add(said, delta) {
-  said.answer += delta.content ?? "";
-  said.thinking += delta.reasoning_content ?? delta.reasoning ?? "";
+function add(told, delta) {
+  told.answer += delta.content ?? "";
+  told.thinking += delta.reasoning_content ?? delta.reasoning ?? "";
   for (const { index, id, function: piece } of delta.tool_calls ?? []) {
-    const before = said.calls[index] ?? { id, name: piece.name, arguments: "" };
-    said.calls[index] = { ...before, arguments: before.arguments + (piece.arguments ?? "") };
+    const before = told.calls[index] ?? { id, name: piece.name, arguments: "" };
+    told.calls[index] = { ...before, arguments: before.arguments + (piece.arguments ?? "") };
   }
 }
 
@@ -66,6 +112,7 @@ function figures(usage, begun, first, last) {
     first: first && (first - begun) / 1000,
     rate: tokens > 1 && last > first ? ((tokens - 1) * 1000) / (last - first) : null,
     tokens,
+    thought: usage?.completion_tokens_details?.reasoning_tokens,
     prompt: usage?.prompt_tokens,
     cached: usage?.prompt_tokens_details?.cached_tokens,
   };

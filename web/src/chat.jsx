@@ -1,186 +1,140 @@
-// The chat: turns of a question and its answer, and the box that asks the next one.
-import { useEffect, useLayoutEffect, useRef, useState } from "preact/hooks";
-import { body, stream } from "./answer.js";
-import { load, store, useStored } from "./browser.js";
-import { New, Send, Stone, Stop } from "./icons.jsx";
-import { models } from "./server.js";
-import { ModelChoice, Options, OptionsButton } from "./settings.jsx";
+// The chat: the list of conversations, the branch of the open one that is shown, and the box that asks.
+import { useEffect, useLayoutEffect, useMemo, useRef, useState } from "preact/hooks";
+import { ask, isRunning, stop, useGrowing } from "./asking.js";
+import { Composer } from "./composer.jsx";
+import { Close, Down, Stone } from "./icons.jsx";
+import { layout, leaveList, showList } from "./layout.js";
+import { go, library, notify } from "./library.js";
+import { IconButton } from "./parts.jsx";
+import { modelInUse, settings } from "./settings.js";
+import { server } from "./server.js";
+import { Sidebar } from "./sidebar.jsx";
+import { branch, places, versions } from "./tree.js";
 import { Turn } from "./turn.jsx";
 
 const EXAMPLES = ["What is paged attention?", "Tell me a story about a fox.", "What is 17 + 25?"];
 const NEAR_THE_END = 60; // pixels
 
-const settled = (turn) => (turn.state === "running" ? { ...turn, state: "stopped" } : turn);
-
-export function Chat({ shown }) {
-  const [turns, setTurns] = useState(() => load("turns", []).map(settled));
-  const [former, setFormer] = useStored("former", []);
-  const [settings, setSettings] = useStored("settings", {});
-  const [draft, setDraft] = useState("");
-  const [editing, setEditing] = useState(false);
-  const [offered, failure] = useModels();
-  const request = useRef(null);
-  const field = useRef(null);
-  const last = turns.at(-1);
-  const running = last?.state === "running";
-  const model = (offered.find(({ id }) => id === settings.model) ?? offered[0])?.id;
-  useKept(turns, running);
-
+export function Chat({ shown, setShortcuts }) {
+  const { open, turns, leaf, list, notice } = library.use();
+  const { narrow, list: isListed } = layout.use();
+  const covered = narrow && isListed;
+  const [field, search] = [useRef(null), useRef(null)];
+  const shownTurns = useMemo(() => branch(turns, leaf), [turns, leaf]);
+  const all = useMemo(() => places(turns), [turns]);
+  const last = shownTurns.at(-1);
   const focus = () => matchMedia("(pointer: fine)").matches && field.current.focus(); // no keyboard over a phone's page
-  const ask = async (question, earlier) => {
-    const turn = { id: Date.now(), question, answer: "", state: "running", model, structured: Boolean(settings.schema?.trim()) };
-    const change = (fields) => setTurns((all) => all.map((one) => (one.id === turn.id ? { ...one, ...fields } : one)));
-    request.current = new AbortController();
-    setTurns([...earlier, turn]);
-    focus();
-    try {
-      change(await stream(body(earlier, question, settings, model), request.current.signal, change));
-    } catch (error) {
-      change({ state: "failed", error: error.message }); // the settings cannot be sent
-    }
-  };
-  /** The answer goes on after the results of its calls. */
-  const answerCalls = (calls) => ask(null, [...turns.slice(0, -1), { ...last, calls }]);
-  const stop = () => request.current?.abort();
-  const send = () => {
-    if (running || !draft.trim()) return;
-    ask(draft.trim(), editing ? turns.slice(0, -1) : turns);
-    setDraft("");
-    setEditing(false);
-  };
-  const edit = () => {
-    setDraft(last.question);
-    setEditing(true);
-    field.current.focus();
-  };
-  const begin = (next) => {
-    stop();
-    if (turns.length) setFormer(turns.map(settled));
-    setTurns(next);
-    setEditing(false);
+  const begin = () => {
+    go(null);
+    leaveList();
     focus();
   };
-
+  useTitle(list.find(({ id }) => id === open)?.title);
   useEffect(() => {
-    if (!shown) return undefined;
-    const onKeyDown = (event) => {
-      if (event.key !== "Escape") return;
-      if (running) stop();
-      else if (editing) {
-        setEditing(false);
-        setDraft("");
-      }
-    };
-    addEventListener("keydown", onKeyDown);
-    return () => removeEventListener("keydown", onKeyDown);
-  }, [shown, running, editing]);
-  useEffect(() => {
-    if (shown) focus();
-  }, []);
-
-  return (
-    <>
-      <Scroller follow={last?.id}>
-        {turns.length === 0 && <Welcome model={model} former={former} restore={() => begin(former)} ask={(text) => ask(text, [])} />}
-        {turns.map((turn, index) => (
-          <Turn
-            key={turn.id}
-            turn={turn}
-            again={index === turns.length - 1 ? () => ask(turn.question, turns.slice(0, -1)) : null}
-            edit={index === turns.length - 1 ? edit : null}
-            answerCalls={index === turns.length - 1 ? answerCalls : null}
-          />
-        ))}
-      </Scroller>
-      <Announcement turn={last} />
-      <form
-        class="composer"
-        onSubmit={(event) => {
-          event.preventDefault();
-          send();
-        }}
-      >
-        {failure && <p class="failure">{failure}</p>}
-        {editing && <p class="hint">The last question is being edited. Escape leaves it as it was.</p>}
-        <div class="box">
-          <Options settings={settings} setSettings={setSettings} />
-          <Question field={field} draft={draft} setDraft={setDraft} send={send} />
-          <div class="row">
-            <ModelChoice offered={offered} model={model} choose={(name) => setSettings({ ...settings, model: name })} />
-            <OptionsButton settings={settings} setSettings={setSettings} />
-            <button type="button" class="quiet" disabled={turns.length === 0} onClick={() => begin([])}>
-              <New />
-              <span>New conversation</span>
-            </button>
-            {running ? (
-              <button type="button" class="main" aria-label="Stop" title="Stop (Escape)" onClick={stop}>
-                <Stop />
-              </button>
-            ) : (
-              <button type="submit" class="main" aria-label="Send" title="Send (Enter)" disabled={!draft.trim()}>
-                <Send />
-              </button>
-            )}
-          </div>
-        </div>
-        <p class="hint keys">Enter sends, Shift+Enter begins a line, Escape stops.</p>
-      </form>
-    </>
-  );
-}
-
-/** The server's models and adapters, and why there are none. */
-function useModels() {
-  const [state, setState] = useState([[], null]);
-  useEffect(() => {
-    models().then(
-      (found) => setState([found, null]),
-      (error) => setState([[], error.message]),
-    );
-  }, []);
-  return state;
-}
-
-/** Stores the turns when an answer has ended, and when the page goes. */
-function useKept(turns, running) {
-  const newest = useRef(turns);
-  newest.current = turns;
-  useEffect(() => {
-    if (!running) store("turns", turns);
-  }, [turns, running]);
-  useEffect(() => {
-    const keep = () => store("turns", newest.current);
-    addEventListener("pagehide", keep);
-    return () => removeEventListener("pagehide", keep);
-  }, []);
-}
-
-/** Stays at the end while text comes, unless the reader has scrolled up. A new turn goes to the end. */
-function Scroller({ follow, children }) {
-  const box = useRef(null);
-  const atEnd = useRef(true);
-  useLayoutEffect(() => {
-    atEnd.current = true;
-  }, [follow]);
-  useLayoutEffect(() => {
-    if (atEnd.current) box.current.scrollTop = box.current.scrollHeight;
+    if (shown && !covered) focus();
+  }, [open]);
+  useKeys(shown, {
+    begin,
+    stop: () => (covered ? leaveList() : isRunning(last) && stop(last)),
+    search: () => {
+      showList(true);
+      setTimeout(() => search.current.focus());
+    },
+    focus: () => field.current.focus(),
+    setShortcuts,
   });
-  const onScroll = ({ currentTarget: { scrollHeight, scrollTop, clientHeight } }) => {
-    atEnd.current = scrollHeight - scrollTop - clientHeight < NEAR_THE_END;
-  };
   return (
-    <div class="scroller" ref={box} onScroll={onScroll} tabIndex={0} role="region" aria-label="Conversation">
-      <div class="turns">{children}</div>
+    <div class={`views ${isListed ? "with-list" : ""}`}>
+      {isListed && <Sidebar field={search} begin={begin} opened={leaveList} />}
+      {isListed && <div class="shade" onClick={leaveList} />}
+      <div class="talk" inert={covered}>
+        <Scroller follow={`${open} ${leaf}`}>
+          {shownTurns.length === 0 && <Welcome />}
+          {shownTurns.map((turn) => (
+            <Turn key={turn.id} turn={turn} {...versions(all, turn)} isLast={turn === last} />
+          ))}
+        </Scroller>
+        {last && <Announcement key={open} turn={last} />}
+        {notice && <Notice {...notice} />}
+        <Composer turns={shownTurns} field={field} />
+      </div>
     </div>
   );
 }
 
-function Welcome({ model, former, restore, ask }) {
+function useTitle(title) {
+  useEffect(() => {
+    document.title = title ? `${title} – kvern` : "kvern";
+  }, [title]);
+}
+
+function useKeys(shown, keys) {
+  const newest = useRef(keys);
+  newest.current = keys;
+  useEffect(() => {
+    if (!shown) return undefined;
+    const onKeyDown = (event) => {
+      const control = event.ctrlKey || event.metaKey;
+      const key = event.key.toLowerCase();
+      const { begin, stop: end, search, focus, setShortcuts } = newest.current;
+      const run =
+        (event.key === "Escape" && !document.querySelector("dialog[open]") && (event.shiftKey ? focus : end)) ||
+        (control && event.shiftKey && key === "o" && begin) ||
+        (control && !event.shiftKey && key === "k" && search) ||
+        (control && key === "/" && (() => setShortcuts(true)));
+      if (!run) return;
+      event.preventDefault();
+      run();
+    };
+    addEventListener("keydown", onKeyDown);
+    return () => removeEventListener("keydown", onKeyDown);
+  }, [shown]);
+}
+
+/** Stays at the end while text comes, unless the reader has scrolled up. A new turn goes to the end. */
+function Scroller({ follow, children }) {
+  const [box, inside] = [useRef(null), useRef(null)];
+  const atEnd = useRef(true);
+  const [away, setAway] = useState(false);
+  const toEnd = () => (box.current.scrollTop = box.current.scrollHeight);
+  useLayoutEffect(() => {
+    atEnd.current = true;
+    toEnd();
+  }, [follow]);
+  useEffect(() => {
+    const sizes = new ResizeObserver(() => atEnd.current && toEnd());
+    sizes.observe(inside.current);
+    sizes.observe(box.current);
+    return () => sizes.disconnect();
+  }, []);
+  const onScroll = ({ currentTarget: { scrollHeight, scrollTop, clientHeight } }) => {
+    atEnd.current = scrollHeight - scrollTop - clientHeight < NEAR_THE_END;
+    setAway(scrollHeight - scrollTop - clientHeight > clientHeight);
+  };
+  return (
+    <div class="scrolling">
+      <div class="scroller" ref={box} onScroll={onScroll} tabIndex={0} role="region" aria-label="Conversation">
+        <div class="turns" ref={inside}>
+          {children}
+        </div>
+      </div>
+      {away && (
+        <button type="button" class="to-end" aria-label="To the end" title="To the end" onClick={toEnd}>
+          <Down />
+        </button>
+      )}
+    </div>
+  );
+}
+
+function Welcome() {
+  server.use();
+  settings.use();
   return (
     <div class="welcome">
       <Stone />
-      <h2>{model ?? "kvern"}</h2>
-      <p>Ask it something. The conversation stays in this browser.</p>
+      <h2>{modelInUse()?.id ?? "kvern"}</h2>
+      <p>Ask it something. Conversations stay in this browser.</p>
       <div class="examples">
         {EXAMPLES.map((text) => (
           <button key={text} type="button" onClick={() => ask(text)}>
@@ -188,49 +142,43 @@ function Welcome({ model, former, restore, ask }) {
           </button>
         ))}
       </div>
-      {former.length > 0 && (
-        <button type="button" class="quiet" onClick={restore}>
-          Back to the last conversation
+    </div>
+  );
+}
+
+const SHOWN = 20_000; // milliseconds that a notice stays
+
+function Notice({ text, action, id }) {
+  useEffect(() => {
+    const timer = setTimeout(() => notify(null), SHOWN);
+    return () => clearTimeout(timer);
+  }, [id]);
+  return (
+    <div class="notice" role="status">
+      <span>{text}</span>
+      {action && (
+        <button type="button" class="plain" onClick={action.run}>
+          {action.label}
         </button>
       )}
+      <IconButton label="Close the notice" icon={<Close />} onClick={() => notify(null)} />
     </div>
   );
 }
 
 /** What a screen reader says: that an answer is on its way, and the whole of it at its end. */
-function Announcement({ turn }) {
+function Announcement({ turn: stored }) {
+  const turn = useGrowing(stored);
   const [text, setText] = useState("");
-  const before = useRef(turn?.state);
+  const before = useRef(turn.state);
   useEffect(() => {
-    if (turn?.state === "running") setText("The answer is coming.");
-    else if (before.current === "running") setText(turn?.answer ?? "");
-    before.current = turn?.state;
-  }, [turn?.state]);
+    if (turn.state === "running") setText("The answer is coming.");
+    else if (before.current === "running") setText(turn.answer);
+    before.current = turn.state;
+  }, [turn.state]);
   return (
     <div class="unseen" role="status" aria-live="polite">
       {text}
     </div>
-  );
-}
-
-function Question({ field, draft, setDraft, send }) {
-  useLayoutEffect(() => {
-    field.current.style.height = "auto";
-    field.current.style.height = `${field.current.scrollHeight}px`;
-  }, [draft]);
-  return (
-    <textarea
-      ref={field}
-      rows={1}
-      aria-label="Question"
-      placeholder="Ask something"
-      value={draft}
-      onInput={(event) => setDraft(event.currentTarget.value)}
-      onKeyDown={(event) => {
-        if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
-        event.preventDefault();
-        send();
-      }}
-    />
   );
 }

@@ -1,5 +1,6 @@
 // The engine's figures of the last two minutes, read every second while somebody looks.
 import { useEffect, useState } from "preact/hooks";
+import { Facts, Version } from "./facts.jsx";
 import { NONE, number, percent, seconds } from "./format.js";
 import { SECONDS, parse, point, restarted } from "./metrics.js";
 import { metrics } from "./server.js";
@@ -47,16 +48,26 @@ export function Engine({ shown }) {
       const text = await metrics(signal);
       setState((state) => grown(state, parse(text, performance.now() / 1000)));
     } catch (error) {
-      const failure = error.status === 404 ? "This server has no metrics." : error.message;
+      const failure = [403, 404].includes(error.status) ? "This server has no metrics, or they are not for this key: those with admin=1 or metrics=1 may read them." : error.message;
       if (!signal.aborted) setState((state) => ({ ...state, failure }));
     }
   });
   const at = points[pointed] ?? points.at(-1);
-  if (!at) return <p class="note">{failure ?? "Reading the metrics…"}</p>;
+  if (!at)
+    return (
+      <div class="engine">
+        <Facts />
+        <p class={failure ? "failure" : "hint"} role={failure ? "alert" : undefined}>
+          {failure ?? "Reading the metrics…"}
+        </p>
+      </div>
+    );
   const now = points.at(-1).time;
   const ago = Math.round(now - at.time);
   return (
     <div class="engine">
+      <Facts />
+      <h2>Figures</h2>
       <p class={failure ? "failure" : "hint"} role={failure ? "alert" : undefined}>
         {failure ?? (ago ? `${ago} s ago` : "The last two minutes, every second. Latencies and hits are over ten seconds.")}
       </p>
@@ -73,6 +84,7 @@ export function Engine({ shown }) {
           </div>
         ))}
       </dl>
+      <Version />
     </div>
   );
 }

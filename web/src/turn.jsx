@@ -1,48 +1,176 @@
 // One turn: what was asked, what the model thought, said and called, and the results that its calls wait for.
-import { useMemo, useState } from "preact/hooks";
-import { copy } from "./browser.js";
+import { useEffect, useLayoutEffect, useRef, useState } from "preact/hooks";
+import { answerAgain, askInstead, canGoOn, goOn, tellResults, useGrowing } from "./asking.js";
+import { Markdown } from "./content.jsx";
 import { number, seconds } from "./format.js";
-import { Again, Copy, Done, Edit } from "./icons.jsx";
-import { html } from "./markdown.js";
+import { Again, Close, Edit, File, Former, GoOn, Later } from "./icons.jsx";
+import { showBranch } from "./library.js";
+import { CopyButton, IconButton, fit, onEnter } from "./parts.jsx";
+import { memo } from "./state.js";
 
-/** `again`, `edit` and `answerCalls` are there for the last turn. */
-export function Turn({ turn, again, edit, answerCalls }) {
-  const running = turn.state === "running";
-  const calls = turn.calls ?? [];
+/** `questions` and `answers` are the versions of the turn, itself among them; `isLast` of the branch. */
+export const Turn = memo(function Turn({ turn: stored, questions, answers, isLast }) {
+  const turn = useGrowing(stored);
   return (
     <article class="turn">
-      {turn.question != null && (
-        <>
-          <h3 class="unseen">You</h3>
-          <div class="question">{turn.question}</div>
-        </>
-      )}
-      <h3 class="unseen">{turn.model ?? "Answer"}</h3>
-      <div class="answer" aria-busy={running}>
-        {turn.thinking && <Thinking text={turn.thinking} going={running && !turn.answer && calls.length === 0} />}
-        {running && !turn.answer && !turn.thinking && calls.length === 0 && <span class="waiting">…</span>}
-        {turn.structured ? <Structured text={turn.answer} /> : <Markdown text={turn.answer} />}
-        {calls.map((call) => (
-          <Call key={call.id} call={call} />
-        ))}
-        {turn.error && (
-          <p class="failure" role="alert">
-            {turn.error}
-          </p>
-        )}
-      </div>
-      {answerCalls && !running && calls.length > 0 && !turn.error && <Results calls={calls} send={answerCalls} />}
-      {!running && (
+      {turn.results?.map((result) => <Result key={result.id} {...result} />)}
+      {turn.question != null && <Question turn={turn} questions={questions} />}
+      <h2 class="unseen">{turn.model || "Answer"}</h2>
+      <Answer turn={turn} />
+      {isLast && turn.state !== "running" && turn.calls?.length > 0 && !turn.error && <Results turn={turn} />}
+      {turn.state !== "running" && (
         <footer>
           <Figures turn={turn} />
           <span class="actions">
-            {turn.answer && <CopyButton text={turn.answer} />}
-            {edit && turn.question != null && <IconButton label="Edit the question" icon={<Edit />} onClick={edit} />}
-            {again && <IconButton label="Answer again" icon={<Again />} onClick={again} />}
+            <Versions turn={turn} versions={answers} what="answer" />
+            {turn.answer && <CopyButton text={turn.answer} label="Copy the answer" />}
+            {isLast && canGoOn(turn) && <IconButton label="Go on" icon={<GoOn />} onClick={() => goOn(turn)} />}
+            <IconButton label="Answer again" icon={<Again />} onClick={() => answerAgain(turn)} />
           </span>
         </footer>
       )}
     </article>
+  );
+});
+
+function Question({ turn, questions }) {
+  const [editing, setEditing] = useState(false);
+  const button = useRef(null);
+  const was = useRef(false);
+  useEffect(() => {
+    if (was.current && !editing) button.current?.focus();
+    was.current = editing;
+  }, [editing]);
+  return (
+    <>
+      <h2 class="unseen">You</h2>
+      {editing ? (
+        <QuestionForm turn={turn} close={() => setEditing(false)} />
+      ) : (
+        <>
+          <Files files={turn.files} />
+          {turn.question && <div class="question">{turn.question}</div>}
+          <div class="actions of-question">
+            <Versions turn={turn} versions={questions} what="question" />
+            <IconButton ref={button} label="Edit the question" icon={<Edit />} onClick={() => setEditing(true)} />
+            {turn.question && <CopyButton text={turn.question} label="Copy the question" />}
+          </div>
+        </>
+      )}
+    </>
+  );
+}
+
+/** The files that were sent with a question. Each opens to show its text. */
+export function Files({ files, remove = null }) {
+  if (!files?.length) return null;
+  return (
+    <ul class="files" aria-label="Files">
+      {files.map((file, index) => (
+        <li key={index}>
+          <File />
+          <span class="name" title={file.name}>
+            {file.name}
+          </span>
+          <span class="size">{size(file.text.length)}</span>
+          {remove && <IconButton label={`Take ${file.name} away`} icon={<Close />} onClick={() => remove(index)} />}
+        </li>
+      ))}
+    </ul>
+  );
+}
+
+const size = (characters) => (characters < 1000 ? `${characters} characters` : `${number(characters / 1000)} k characters`);
+
+/** The question, edited: what it becomes stands beside what it was. */
+function QuestionForm({ turn, close }) {
+  const [text, setText] = useState(turn.question);
+  const [files, setFiles] = useState(turn.files ?? []);
+  const field = useRef(null);
+  useLayoutEffect(() => fit(field.current), [text]);
+  useLayoutEffect(() => {
+    field.current.focus();
+    field.current.setSelectionRange(text.length, text.length);
+  }, []);
+  const send = () => {
+    if (!text.trim() && !files.length) return;
+    close();
+    askInstead(turn, text.trim(), files);
+  };
+  const onKeyDown = (event) => {
+    if (event.key !== "Escape") return;
+    event.stopPropagation();
+    close();
+  };
+  return (
+    <form
+      class="edited"
+      onKeyDown={onKeyDown}
+      onSubmit={(event) => {
+        event.preventDefault();
+        send();
+      }}
+    >
+      <Files files={files} remove={(index) => setFiles(files.toSpliced(index, 1))} />
+      <textarea
+        ref={field}
+        rows={1}
+        aria-label="The question, edited"
+        value={text}
+        onInput={(event) => setText(event.currentTarget.value)}
+        onKeyDown={onEnter(send)}
+      />
+      <div>
+        <span class="hint">The answers to the former question stay.</span>
+        <button type="button" class="plain" onClick={close}>
+          Cancel
+        </button>
+        <button type="submit" class="filled">
+          Send
+        </button>
+      </div>
+    </form>
+  );
+}
+
+/** Which of several versions is shown, and the way to the others. */
+function Versions({ turn, versions, what }) {
+  if (versions.length < 2) return null;
+  const here = versions.findIndex(({ id }) => id === turn.id);
+  const button = (label, icon, at) => (
+    <IconButton label={`${label} ${what}`} icon={icon} disabled={!versions[at]} onClick={() => showBranch(versions[at])} />
+  );
+  return (
+    <span class="versions" role="group" aria-label={`Versions of the ${what}`}>
+      {button("Former", <Former />, here - 1)}
+      <span>
+        {here + 1}/{versions.length}
+      </span>
+      {button("Later", <Later />, here + 1)}
+    </span>
+  );
+}
+
+function Answer({ turn }) {
+  const running = turn.state === "running";
+  const calls = turn.calls ?? [];
+  const nothing = !turn.answer && !turn.thinking && calls.length === 0;
+  return (
+    <div class="answer" aria-busy={running}>
+      {turn.thinking && <Thinking text={turn.thinking} going={running && !turn.answer && calls.length === 0} />}
+      {running && nothing && <span class="waiting">…</span>}
+      {turn.structured ? <Structured text={turn.answer} /> : <Markdown text={turn.answer} />}
+      {calls.map((call) => (
+        <Call key={call.id} call={call} />
+      ))}
+      {running && turn.elsewhere && <p class="hint">This answer comes in another tab.</p>}
+      {turn.lacks && <p class="hint">{turn.lacks}</p>}
+      {turn.error && (
+        <p class="failure" role="alert">
+          {turn.error}
+        </p>
+      )}
+    </div>
   );
 }
 
@@ -66,33 +194,39 @@ function Call({ call }) {
       <div class="bar">
         calls <b>{call.name}</b>
       </div>
-      <pre>
+      <pre tabIndex={0}>
         <code>{pretty(call.arguments)}</code>
       </pre>
-      {call.result != null && (
-        <>
-          <div class="bar">result</div>
-          <pre>
-            <code>{call.result}</code>
-          </pre>
-        </>
-      )}
+    </div>
+  );
+}
+
+function Result({ name, result }) {
+  return (
+    <div class="call">
+      <div class="bar">
+        result of <b>{name}</b>
+      </div>
+      <pre tabIndex={0}>
+        <code>{result}</code>
+      </pre>
     </div>
   );
 }
 
 /** The page runs no tools: whoever reads it says what they return. */
-function Results({ calls, send }) {
+function Results({ turn }) {
   const [results, setResults] = useState({});
+  const send = (event) => {
+    event.preventDefault();
+    tellResults(
+      turn,
+      turn.calls.map(({ id, name }) => ({ id, name, result: results[id] ?? "" })),
+    );
+  };
   return (
-    <form
-      class="results"
-      onSubmit={(event) => {
-        event.preventDefault();
-        send(calls.map((call) => ({ ...call, result: results[call.id] ?? "" })));
-      }}
-    >
-      {calls.map((call) => (
+    <form class="results" onSubmit={send}>
+      {turn.calls.map((call) => (
         <label key={call.id}>
           Result of {call.name}
           <textarea
@@ -103,7 +237,9 @@ function Results({ calls, send }) {
           />
         </label>
       ))}
-      <button type="submit">Go on</button>
+      <button type="submit" class="plain">
+        Send the results
+      </button>
     </form>
   );
 }
@@ -111,7 +247,7 @@ function Results({ calls, send }) {
 function Structured({ text }) {
   return text ? (
     <div class="call">
-      <pre>
+      <pre tabIndex={0}>
         <code>{pretty(text)}</code>
       </pre>
     </div>
@@ -126,26 +262,15 @@ function pretty(text) {
   }
 }
 
-function Markdown({ text }) {
-  const content = useMemo(() => ({ __html: html(text) }), [text]);
-  const onClick = async ({ target }) => {
-    if (target.tagName !== "BUTTON") return;
-    const done = await copy(target.closest(".code").querySelector("code").textContent);
-    target.textContent = done ? "Copied" : "Select it and copy: the browser refuses";
-    setTimeout(() => (target.textContent = "Copy"), 1500);
-  };
-  return <div class="markdown" onClick={onClick} dangerouslySetInnerHTML={content} />;
-}
-
 const ENDS = { stopped: "stopped", failed: "failed" };
 
 function Figures({ turn }) {
-  const { first, rate, tokens, prompt, cached } = turn.figures ?? {};
+  const { first, rate, tokens, thought, prompt, cached } = turn.figures ?? {};
   const parts = [
     ENDS[turn.state] ?? (turn.finish === "length" && "ended at the limit of tokens"),
     first != null && `first token ${seconds(first)}`,
     rate != null && `${number(rate)} tokens/s`,
-    tokens != null && `${tokens} tokens`,
+    tokens != null && `${tokens} tokens${thought ? `, ${thought} thought` : ""}`,
     prompt != null && `prompt ${prompt}${cached ? `, ${cached} cached` : ""}`,
   ];
   return (
@@ -156,21 +281,3 @@ function Figures({ turn }) {
     </span>
   );
 }
-
-function IconButton({ label, icon, onClick }) {
-  return (
-    <button type="button" class="quiet" aria-label={label} title={label} onClick={onClick}>
-      {icon}
-    </button>
-  );
-}
-
-function CopyButton({ text }) {
-  const [done, setDone] = useState(false);
-  const onClick = async () => {
-    setDone(await copy(text));
-    setTimeout(() => setDone(false), 1500);
-  };
-  return <IconButton label="Copy the answer" icon={done ? <Done /> : <Copy />} onClick={onClick} />;
-}
-

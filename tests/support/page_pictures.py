@@ -1,0 +1,86 @@
+"""Takes the pictures of the chat page that the documentation shows: python -m tests.support.page_pictures"""
+
+from pathlib import Path
+from typing import Any
+
+from playwright.sync_api import Browser, Page, expect, sync_playwright
+
+from tests.support.chat_page import ARGUMENTS, CHROMIUM, address, ask, opened, say
+from tests.support.served import Served, serving
+
+IMAGES = Path(__file__).parents[2] / "docs/images"
+DESKTOP: Any = {"viewport": {"width": 1200, "height": 800}}
+PHONE: Any = {"viewport": {"width": 360, "height": 740}, "device_scale_factor": 2, "has_touch": True, "is_mobile": True}
+TITLES = ("Names for a bakery", "Why is the sky blue?", "A letter to the landlord", "Tell me a story about a fox.")
+ANSWER = r"""Attention weighs all tokens with one softmax:
+
+$$\operatorname{Attention}(Q, K, V) = \operatorname{softmax}\!\left(\frac{Q K^\top}{\sqrt{d}}\right) V$$
+
+| tokens | scores | memory in 16 bits |
+|--:|--:|--:|
+| 1 024 | 1.0 million | 2 MiB |
+| 8 192 | 67 million | 128 MiB |
+
+```python
+def attention(query, key, value):
+    scores = query @ key.T / math.sqrt(query.shape[-1])
+    return softmax(scores) @ value  # one row a token
+```
+"""
+
+
+def conversation(page: Page, question: str, answer: str) -> None:
+    page.evaluate("location.hash = '#chat'")
+    expect(page.locator(".turn")).to_have_count(0)
+    say(page, answer)
+    ask(page, question)
+    expect(page.locator(".figures")).to_have_count(1)
+
+
+def fill(page: Page) -> None:
+    """Conversations for the list, and one with all kinds of content."""
+    for title in TITLES:
+        conversation(page, title, "An answer.")
+    page.evaluate("location.hash = '#chat'")
+    expect(page.locator(".turn")).to_have_count(0)
+    page.unroute("**/v1/chat/completions")
+    ask(page, "What is paged attention?")
+    expect(page.locator(".figures")).to_have_count(1)
+    page.get_by_role("button", name="Answer again").click()
+    expect(page.locator(".versions")).to_contain_text("2/2")
+    say(page, ANSWER)
+    ask(page, "How is it computed?")
+    expect(page.locator(".figures")).to_have_count(2)
+    page.locator("math").first.wait_for()
+
+
+def take(page: Page, name: str) -> None:
+    page.mouse.move(0, 0)
+    page.screenshot(path=IMAGES / f"{name}.png", animations="disabled")
+
+
+def pictures(browser: Browser, server: Served) -> None:
+    with opened(browser, color_scheme="light", **DESKTOP) as context:
+        page = context.new_page()
+        page.goto(address(server))
+        fill(page)
+        take(page, "chat-page")
+        page.emulate_media(color_scheme="dark")
+        take(page, "chat-page-dark")
+    with opened(browser, color_scheme="light", **PHONE) as context:
+        page = context.new_page()
+        page.goto(address(server))
+        fill(page)
+        take(page, "chat-page-phone")
+
+
+def main() -> None:
+    assert CHROMIUM is not None, "Chromium is needed"
+    with serving("--threads", "1") as server, sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=ARGUMENTS)
+        pictures(browser, server)
+        browser.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,77 @@
+// What the server tells of its models and their adapters.
+import { number } from "./format.js";
+import { server } from "./server.js";
+
+const count = (value) => value?.toLocaleString("en");
+
+/** Pairs of a label and a value, of what is known of a model. */
+function factsOf({ id, root, max_model_len: context, vocab_size: vocabulary }, shown) {
+  const { details = {}, capabilities = [], model_info: info = {} } = shown ?? {};
+  const of = (name) => info[`${info["general.architecture"]}.${name}`];
+  const [heads, shared] = [of("attention.head_count"), of("attention.head_count_kv")];
+  const parameters = info["general.parameter_count"];
+  return [
+    ["weights", root !== id && root],
+    ["family", details.family],
+    ["parameters", parameters ? scaled(parameters) : details.parameter_size],
+    ["precision", details.quantization_level],
+    ["format", details.format],
+    ["context", context && `${count(context)} tokens`],
+    ["vocabulary", vocabulary && `${count(vocabulary)} tokens`],
+    ["layers", of("block_count")],
+    ["hidden size", count(of("embedding_length"))],
+    ["attention heads", heads && (shared && shared !== heads ? `${heads}, ${shared} of keys and values` : heads)],
+    ["can", capabilities.join(", ")],
+  ].filter(([, value]) => value);
+}
+
+const SCALES = [
+  [1e9, "billion"],
+  [1e6, "million"],
+];
+
+function scaled(value) {
+  const [size, word] = SCALES.find(([least]) => value >= least) ?? [1, ""];
+  return `${number(value / size)} ${word}`.trim();
+}
+
+export function Facts() {
+  const { models, facts } = server.use();
+  return models
+    .filter(({ parent }) => !parent)
+    .map((model) => (
+      <section key={model.id} class="facts">
+        <h2>{model.id}</h2>
+        <dl>
+          {factsOf(model, facts[model.id]).map(([label, value]) => (
+            <div key={label}>
+              <dt>{label}</dt>
+              <dd>{value}</dd>
+            </div>
+          ))}
+        </dl>
+        <Adapters adapters={models.filter(({ parent }) => parent === model.id || parent === model.root)} />
+      </section>
+    ));
+}
+
+export function Version() {
+  const { version } = server.use();
+  return version && <p class="hint">kvern {version}</p>;
+}
+
+function Adapters({ adapters }) {
+  if (!adapters.length) return null;
+  return (
+    <div class="adapters">
+      <h3>Adapters</h3>
+      <ul>
+        {adapters.map(({ id, root }) => (
+          <li key={id}>
+            {id} {root && root !== id && <small>{root}</small>}
+          </li>
+        ))}
+      </ul>
+    </div>
+  );
+}
