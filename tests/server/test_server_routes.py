@@ -267,7 +267,7 @@ UNUSED = {
     "kvern.server.openapi",
     "kvern.server.stores",
     "kvern.tools.formats",
-    "kvern.tools.grammar",
+    "kvern.tools.answer_grammar",
 }
 
 

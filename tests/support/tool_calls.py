@@ -16,7 +16,7 @@ from kvern.tools.formats import FORMATS
 from kvern.tools.json_calls import LISTS
 from kvern.tools.thinking import Thought
 from kvern.tools.tool_format import ToolFormat
-from kvern.tools.xml_functions import XmlFunctions
+from kvern.tools.xml_form import XmlForm
 
 NAMES: dict[str, Any] = {name: {} for name in ("f", "get_weather", "a-b.c")}
 IDS = "[TOOL_CALLS][CALL_ID][ARGS]"
@@ -24,7 +24,7 @@ TYPED_BY_SCHEMA = ("qwen3_coder", "minimax", "glm")
 ELSEWHERE = [
     *LISTS[1:],
     *(form for form in FORMATS if form.name == "mistral" and form.matches(IDS)),
-    *(form for form in FORMATS if isinstance(form, XmlFunctions) and form.name not in TYPED_BY_SCHEMA),
+    *(form for form in FORMATS if isinstance(form, XmlForm) and form.name not in TYPED_BY_SCHEMA),
 ]
 DIFFERENT = [form for form in FORMATS if form not in ELSEWHERE]
 """Others differ from these in their marks; see test_learnt_calls.py."""

@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvern.text.chat_template import ChatTemplate
+from kvern.tools.answer_grammar import GrammarWriter
 from kvern.tools.definitions import read_tools
 from kvern.tools.formats import format_of
-from kvern.tools.grammar import GrammarWriter
 from kvern.tools.json_call import JsonMender
 from kvern.tools.thinking import SPECIAL_TOKENS
 from kvern.tools.tool_format import ToolFormat

@@ -1,16 +1,15 @@
 """Tool calls and thinking: read from an answer while it streams, and forced by a grammar if the request says so.
 
 `chat.py` turns a conversation into a prompt, parameters and a reader of the answer. `formats.py` has the table of all
-formats, `FORMATS`, and finds the one that a chat template uses. `thinking.py` reads the thinking, `grammar.py` joins
-the grammars of thinking, calls and a structured answer, and `definitions.py` checks the tools of a request.
+formats, `FORMATS`, and finds the one that a chat template uses. `thinking.py` reads the thinking, `answer_grammar.py`
+joins the grammars of thinking, calls and a structured answer, and `definitions.py` checks the tools of a request.
 
-To add a format of tool calls: a class with the members of `ToolFormat` (`tool_format.py`) in a file of its own, an
-instance of it in `FORMATS`, and its name among the choices of `tool_parser` in `kvern/config.py`. Its `parser` reads
-calls as they stream (mostly a `BufferedParser`, `buffered.py`), its `calls` is their grammar, and `matches` recognises
-templates that render no calls. A template that does render them takes the first of `FORMATS` whose parser reads what it
-renders, so special formats stand before general ones. Two kinds need no class: calls that are JSON objects are learnt
-from the template (`json_calls.py`), and calls with a tag around each parameter are an instance of `XmlFunctions`
-(`xml_functions.py`).
+To add a format of tool calls: a subclass of `ToolFormat` (`tool_format.py`) in a file of its own, an instance of it in
+`FORMATS`, and its name among the choices of `tool_parser` in `kvern/config.py`. Its `parser` reads calls as they stream
+(mostly a `BufferedParser`, `buffered.py`), its `calls` is their grammar, and `matches` recognises templates that render
+no calls. A template that does render them takes the first of `FORMATS` whose parser reads what it renders, so special
+formats stand before general ones. Two kinds need no class: calls that are JSON objects are learnt from the template
+(`json_calls.py`), and calls with a tag around each parameter are an instance of `XmlFunctions` (`xml_functions.py`).
 
 Imports text, request and structured; knows nothing of engines. Begin with `tool_format.py`, then `mistral.py`.
 """

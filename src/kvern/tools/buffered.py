@@ -2,7 +2,7 @@
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from kvern.request.pieces import Arguments, CallBegins, Content, Piece
 from kvern.tools.tool_format import new_call_id
@@ -24,8 +24,22 @@ def held_back(text: str, marker: str) -> int:
     return 0
 
 
+def first_mark(text: str, marks: Collection[str], ended: bool) -> tuple[int, str]:
+    """The place of the first of some marks, and that mark; without one the length of the text that begins none, and "".
+
+    `ended`: no text follows, so that no mark can begin.
+    """
+    found = [(place, mark) for mark in marks if (place := text.find(mark)) >= 0]
+    if found:
+        return min(found)
+    kept = 0 if ended else max((held_back(text, mark) for mark in marks), default=0)
+    return len(text) - kept, ""
+
+
 class BufferedParser(ABC):
     """The base class of the parsers of all formats.
+
+    Content is read up to one of `marks` (without any: to the end), which `opening` then is, and `marked_state` follows.
 
     A state is a method that reads from `buffer`, takes what it understands, and returns whether it made progress. It
     may decide only what no further character can change, so that the result does not depend on how the text is cut.
@@ -38,7 +52,10 @@ class BufferedParser(ABC):
     """Closing brackets of which surplus ones may follow a call."""
     new_id: Callable[[], str] = staticmethod(new_call_id)
 
-    def __init__(self) -> None:
+    def __init__(self, *marks: str) -> None:
+        self._marks = marks
+        self.opening = ""
+        """The apparent opening of a call, which becomes content if it is none."""
         self.buffer = ""
         self.ended = False
         self.state: Callable[[], bool] = self.content_state
@@ -48,34 +65,36 @@ class BufferedParser(ABC):
         self._ids: set[str] = set()
         self._after_call = False
 
-    @abstractmethod
     def content_state(self) -> bool:
         """Reads text that is no call."""
+        place, self.opening = first_mark(self.buffer, self._marks, self.ended)
+        self.content(self.take(place))
+        if self.opening:
+            self.take(len(self.opening))
+            self.state = self.marked_state
+        return bool(self.opening)
+
+    @abstractmethod
+    def marked_state(self) -> bool:
+        """Reads the text after a mark."""
 
     def feed(self, text: str) -> list[Piece]:
         """The next characters."""
         self.buffer += text
-        return self._read()
+        while self.state():
+            pass
+        pieces, self._pieces = self._pieces, []
+        return pieces
 
     def finish(self) -> list[Piece]:
         """The text has ended."""
         self.ended = True
-        self._read_into()
+        pieces = self.feed("")
         self.content(self.buffer)
         self.buffer = ""
         if not self._after_call and self._blanks:
             self._pieces.append(Content(self._blanks))
-        pieces, self._pieces = self._pieces, []
-        return pieces
-
-    def _read_into(self) -> None:
-        while self.state():
-            pass
-
-    def _read(self) -> list[Piece]:
-        self._read_into()
-        pieces, self._pieces = self._pieces, []
-        return pieces
+        return [*pieces, *self._pieces]
 
     def take(self, count: int) -> str:
         """Removes and returns the first characters."""
@@ -104,22 +123,10 @@ class BufferedParser(ABC):
             self._blanks = ""
         self._blanks += text[len(kept) :]
 
-    def content_until(self, *markers: str) -> str:
-        """Take content up to the first of some markers, and that, which is returned; empty: none has come yet."""
-        found = [(place, marker) for marker in markers if (place := self.buffer.find(marker)) >= 0]
-        if not found:
-            kept = 0 if self.ended else max(held_back(self.buffer, marker) for marker in markers)
-            self.content(self.take(len(self.buffer) - kept))
-            return ""
-        place, marker = min(found)
-        self.content(self.take(place))
-        self.take(len(marker))
-        return marker
-
-    def no_call(self, opening: str) -> bool:
+    def no_call(self) -> bool:
         """Turns the apparent opening of a call into content, unless the answer ends with it after a call."""
         if not self.ended or not self._calls or self.buffer.strip(BLANKS):
-            self.content(opening)
+            self.content(self.opening)
         self.state = self.content_state
         return True
 

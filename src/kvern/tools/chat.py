@@ -34,7 +34,7 @@ from kvern.tools.thinking_splitter import ThinkingSplitter, ThoughtTokens
 from kvern.tools.tool_format import ToolFormat, ToolParser, ToolSchemas
 
 if TYPE_CHECKING:
-    from kvern.tools.grammar import GrammarWriter
+    from kvern.tools.answer_grammar import GrammarWriter
 
 logger = logging.getLogger("kvern")
 CALLED = ({"role": "user"}, {"role": "assistant", "content": "-", "tool_calls": [{}]}, {"role": "tool"})
@@ -296,7 +296,7 @@ class Chat:
 
     @functools.cached_property
     def _writer(self) -> "GrammarWriter":
-        from kvern.tools.grammar import GrammarWriter
+        from kvern.tools.answer_grammar import GrammarWriter
 
         return GrammarWriter(self._tokenizer, self._grammars)
 

@@ -21,7 +21,7 @@ from kvern.tools.pythonic import Lfm2, Pythonic
 from kvern.tools.recipients import Recipients
 from kvern.tools.thinking import HARMONY, SPECIAL_TOKENS, THINKING, ThinkingFormat, thinking_of
 from kvern.tools.tool_format import IDENTITY, NUMBER, ToolFormat
-from kvern.tools.xml_functions import GLM, XML_FORMATS, XmlFunctions
+from kvern.tools.xml_functions import GLM, XML_FORMATS
 
 NAMES = ("probe_first", "probe_second")
 IDS = ("probe1234", "probe5678")
@@ -239,10 +239,8 @@ def _spoken(template: str) -> ToolFormat:
     for text in written:
         for form in FORMATS:
             if not isinstance(form, JsonCalls) and text.is_read(form):
-                if isinstance(form, XmlFunctions):
-                    return form.as_written((text.one, text.two), NAMES)
                 kin = (other for other in FORMATS if other.name == form.name and other.matches(text.one))
-                return next(kin, form)
+                return next(kin, form).as_written((text.one, text.two), NAMES)
         if (learnt := learnt_json(text)) is not None:
             known = (form for form in FORMATS if isinstance(form, JsonCalls) and form.mark == learnt.mark)
             return replace(learnt, name=next((form.name for form in known if form.middle == learnt.middle), "json"))

@@ -9,11 +9,12 @@ so are Python's words, single quotes, and texts without any quotes.
 
 import json
 import re
+from dataclasses import dataclass
 from typing import Any
 
 from kvern.tools.buffered import BufferedParser
 from kvern.tools.json_call import WORDS
-from kvern.tools.tool_format import NAME, GrammarPieces, ToolParser, ToolSchemas
+from kvern.tools.tool_format import NAME, GrammarPieces, ToolFormat, ToolParser, ToolSchemas
 
 HEAD = re.compile(rf"\s*call:({NAME.pattern})(?=\{{)")
 LONGEST_HEAD = 256
@@ -25,56 +26,61 @@ QUOTED = re.compile(r"'(.*?)'(?=\s*[,}\]])", re.DOTALL)
 DEEPEST = 100
 
 
-class Gemma:
-    """The format of one generation; see ToolFormat."""
+@dataclass(frozen=True)
+class Gemma(ToolFormat):
+    """The format of one generation, by its tokens; see ToolFormat."""
 
-    trigger: str | None
+    name: str
+    begin: str
+    end: str
+    quote: str
+    stop: str
 
-    def __init__(self, name: str, begin: str, end: str, quote: str, stop: str) -> None:
-        self.name = name
-        self.markers = (begin, end, quote)
-        self.stops = (stop,)
-        self.trigger = begin
-        self.opening = begin[0]
+    @property
+    def markers(self) -> tuple[str, ...]:
+        """Texts that may be special tokens and must stay visible."""
+        return (self.begin, self.end, self.quote)
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        """Tokens after which the model waits for a tool's answer."""
+        return (self.stop,)
+
+    @property
+    def trigger(self) -> str:
+        """The beginning of a call."""
+        return self.begin
 
     def matches(self, template: str) -> bool:
         """The template writes earlier calls with these tokens."""
-        return self.markers[0] in template and self.markers[2] in template
+        return self.begin in template and self.quote in template
 
     def parser(self, tools: ToolSchemas) -> ToolParser:
         """The tokens leave no doubt, so that calls of unknown tools are calls, too."""
-        return GemmaParser(*self.markers)
+        return GemmaParser(self)
 
     def calls(self, tools: ToolSchemas, several: bool, write: GrammarPieces) -> str:
         """The grammar of calls with JSON arguments, because a grammar can follow their schema."""
-        begin, end, _ = self.markers
-        one = " | ".join(f"{write.literal(f'call:{name}')} {write.json(schema)}" for name, schema in tools.items())
-        call = f"({one}) {write.literal(end)}"
-        return f"{call} ({write.literal(begin)} {call})*" if several else call
+        one = write.call(tools, lambda name: write.literal(f"call:{name}"))
+        call = f"{one} {write.literal(self.end)}"
+        return f"{call} ({write.literal(self.begin)} {call})*" if several else call
 
 
 class GemmaParser(BufferedParser):
     """A parser of content, a call between tokens, and content."""
 
-    def __init__(self, begin: str, end: str, quote: str) -> None:
-        super().__init__()
-        self._begin = begin
-        self._end = end
-        self._quote = quote
+    def __init__(self, form: Gemma) -> None:
+        super().__init__(form.begin)
+        self._end = form.end
+        self._quote = quote = form.quote
         sign = re.compile(rf'[{{}}]|"|{re.escape(quote)}')
         self._next = {"": sign, '"': IN_JSON, quote: re.compile(re.escape(quote))}
 
-    def content_state(self) -> bool:
-        """Reads content up to the token."""
-        if not self.content_until(self._begin):
-            return False
-        self.state = self._head_state
-        return True
-
-    def _head_state(self) -> bool:
+    def marked_state(self) -> bool:
+        """Reads the name of a call."""
         found = HEAD.match(self.buffer)
         if found is None or found.end() > LONGEST_HEAD:
-            return (self.ended or "{" in self.buffer or len(self.buffer) > LONGEST_HEAD) and self.no_call(self._begin)
+            return (self.ended or "{" in self.buffer or len(self.buffer) > LONGEST_HEAD) and self.no_call()
         self._name, self._start = found[1], found.end()
         self._place = found.end()
         self._depth = 0
@@ -89,7 +95,7 @@ class GemmaParser(BufferedParser):
             longest = len(self._quote)
             if found is None:
                 self._place = max(self._place, len(self.buffer) - longest + 1)
-                return self.ended and self.no_call(self._begin)
+                return self.ended and self.no_call()
             if found[0] in '"\\' and found.end() + longest > len(self.buffer) and not self.ended:
                 return False  # it may be a part of the token that quotes
             self._place = found.end()
@@ -105,7 +111,7 @@ class GemmaParser(BufferedParser):
     def _complete(self) -> bool:
         arguments = written_arguments(self.buffer[self._start : self._place], self._quote)
         if arguments is None:
-            return self.no_call(self._begin)
+            return self.no_call()
         self.begin(self._name)
         self.arguments(arguments)
         self.take(self._place)

@@ -17,10 +17,10 @@ from typing import Any, Literal
 
 from kvern.request.pieces import Content, Reasoning
 from kvern.text.chat_template import check_messages
-from kvern.tools.buffered import BLANKS, BufferedParser, held_back
+from kvern.tools.buffered import BLANKS, BufferedParser, first_mark
 from kvern.tools.json_call import JsonArguments
 from kvern.tools.thinking import HARMONY, REASONING
-from kvern.tools.tool_format import NAME, GrammarPieces, ToolParser, ToolSchemas
+from kvern.tools.tool_format import NAME, GrammarPieces, ToolFormat, ToolParser, ToolSchemas
 
 START = "<|start|>"
 CHANNEL = "<|channel|>"
@@ -45,13 +45,12 @@ BEGUN_HEADER = re.compile(
 Kind = Literal["content", "reasoning", "call"]
 
 
-class Harmony:
+class Harmony(ToolFormat):
     """The format; see ToolFormat. It reads thinking as well."""
 
     name = HARMONY.name
     markers = (START, CHANNEL, CONSTRAIN, MESSAGE, *ENDS)
     stops = (CALL, RETURN)
-    trigger = None
     opening = "<"
 
     def matches(self, template: str) -> bool:
@@ -96,8 +95,9 @@ class HarmonyParser(BufferedParser):
         self._kind: Kind = "content"
         self._written: set[Kind] = set()
         self._separator = ""
+        self.state = self.marked_state
 
-    def content_state(self) -> bool:
+    def marked_state(self) -> bool:
         """A header, or text in its place."""
         window = self.buffer[:LONGEST_HEADER]
         text = window.lstrip(BLANKS)
@@ -125,7 +125,7 @@ class HarmonyParser(BufferedParser):
         blanks = len(self.buffer) - len(self.buffer.lstrip(BLANKS))
         mark = next((mark for mark in (START, CHANNEL) if text.startswith(mark)), "")
         self._write(self.take(blanks + len(mark)))
-        self.state = self._body_state
+        self.state = self.content_state
         return True
 
     def _open(self, header: str) -> None:
@@ -135,7 +135,7 @@ class HarmonyParser(BufferedParser):
         self._next_message("call" if calls else "reasoning" if channel == "analysis" else "content")
         if calls:
             self.begin(name)
-        self.state = self._call_state if calls else self._body_state
+        self.state = self._call_state if calls else self.content_state
 
     def _next_message(self, kind: Kind) -> None:
         self._kind = kind
@@ -145,42 +145,37 @@ class HarmonyParser(BufferedParser):
         """Arguments begin. Marks in the strings of JSON are a part of it."""
         self.buffer = text = self.buffer.lstrip(BLANKS)
         if text.startswith("{"):
-            self._json = JsonArguments(self)
-            self.state = self._arguments_state
+            self.state = JsonArguments(self, self._end_arguments).state
             return True
         if not self.ended and any(mark.startswith(text) for mark in BODY_ENDS if mark != text):
             return False
         if not text or text.startswith(BODY_ENDS):
             self.arguments("{}")
             self._next_message("content")
-        self.state = self._body_state
+        self.state = self.content_state
         return True
 
-    def _arguments_state(self) -> bool:
-        if not self._json.read():
-            return False
+    def _end_arguments(self) -> None:
         self._next_message("content")
         self.state = self._behind_state
-        return True
 
     def _behind_state(self) -> bool:
         """Drops blanks after arguments, which belong to the call."""
         self.buffer = self.buffer.lstrip(BLANKS)
         if not self.buffer:
             return False
-        self.state = self._body_state
+        self.state = self.content_state
         return True
 
-    def _body_state(self) -> bool:
-        found = [(place, mark) for mark in BODY_ENDS if (place := self.buffer.find(mark)) >= 0]
-        kept = 0 if self.ended else max(held_back(self.buffer, mark) for mark in BODY_ENDS)
-        place, mark = min(found, default=(len(self.buffer) - kept, ""))
+    def content_state(self) -> bool:
+        """The text of a message, up to a mark."""
+        place, mark = first_mark(self.buffer, BODY_ENDS, self.ended)
         self._write(self.take(place))
         if mark in ENDS:
             self.take(len(mark))
             self._next_message("content")
         if mark:
-            self.state = self.content_state
+            self.state = self.marked_state
         return bool(mark)
 
     def _write(self, text: str) -> None:

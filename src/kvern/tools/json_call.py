@@ -6,7 +6,7 @@ and JavaScript.
 
 import json
 import re
-from collections.abc import Container
+from collections.abc import Callable, Container
 
 from kvern.tools.buffered import BLANKS, BufferedParser
 from kvern.tools.tool_format import NAME
@@ -128,16 +128,19 @@ class JsonValue:
 
 
 class JsonArguments:
-    """Hands over a call's arguments, JSON at the beginning of a parser's buffer, while they grow."""
+    """Hands over a call's arguments, JSON at the beginning of a parser's buffer, while they grow.
 
-    def __init__(self, parser: BufferedParser) -> None:
-        self._parser = parser
+    `state` is a state of the parser; `then` is called when the arguments have left the buffer, and sets the next.
+    """
+
+    def __init__(self, parser: BufferedParser, then: Callable[[], None]) -> None:
+        self._parser, self._then = parser, then
         self._value = JsonValue(0)
         self._mender = JsonMender()
         self._handed = 0
 
-    def read(self) -> bool:
-        """Reads the arguments; returns True, and takes them from the buffer, when they or the text have ended."""
+    def state(self) -> bool:
+        """Reads on; returns True when the arguments or the text have ended."""
         parser, value = self._parser, self._value
         ended = value.ends(parser.buffer)
         place = value.place if ended or not parser.ended else len(parser.buffer)
@@ -146,6 +149,7 @@ class JsonArguments:
         self._handed = place
         if over:
             parser.take(place)
+            self._then()
         return over
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from kvern.tools.buffered import BLANKS, BufferedParser
 from kvern.tools.json_call import JsonCall
-from kvern.tools.tool_format import GrammarPieces, ToolParser, ToolSchemas, literal
+from kvern.tools.tool_format import GrammarPieces, ToolFormat, ToolParser, ToolSchemas, literal
 
 MARK = re.compile(r"<[^<>\s]{1,64}>|\[[A-Z_/]{1,64}\]")
 WRAPPERS = ("<|python_tag|>", "functools", "```json", "```", "<tool_call>")
@@ -23,7 +23,7 @@ WRAPPER_ENDS = ("```", "</tool_call>")
 
 
 @dataclass(frozen=True)
-class JsonCalls:
+class JsonCalls(ToolFormat):
     """One form; see ToolFormat. A call is `before`, its name, `middle`, its arguments and `after`.
 
     `begin` precedes the first call, `between` separates two, `end` follows the last; without `between` there is one
@@ -78,9 +78,8 @@ class JsonCalls:
 
     def calls(self, tools: ToolSchemas, several: bool, write: GrammarPieces) -> str:
         """The grammar of calls in the template's form."""
-        heads = {name: literal(self.before + name + self.middle, write) for name in tools}
-        one = " | ".join(f"{heads[name]} {write.json(schema)}" for name, schema in tools.items())
-        call = f"({one}) {literal(self.after, write)}"
+        one = write.call(tools, lambda name: literal(self.before + name + self.middle, write))
+        call = f"{one} {literal(self.after, write)}"
         more = f"({literal(self.between, write)} {call})*" if several and self.between is not None else ""
         return f"{literal(self.begin[len(self.mark) :], write)} {call} {more} {literal(self.end, write)}"
 
@@ -90,23 +89,17 @@ class JsonCallsParser(BufferedParser):
 
     def __init__(self, form: JsonCalls, names: Container[str] | None) -> None:
         """`names`: only calls of these functions count; None: of any."""
-        super().__init__()
+        super().__init__(*filter(None, [form.mark]))
         self._form, self._names = form, names
-        self._before = ""
         self._in_list = False
         if not form.mark:
             self.state = self._beginning_state
 
-    def content_state(self) -> bool:
-        """Reads content up to the mark; without a mark all that is left."""
-        if not self._form.mark:
-            self.content(self.take(len(self.buffer)))
-            return False
-        self._before = self.content_until(self._form.mark)
-        if self._before:
-            self._in_list = False
-            self.state = self._open_state
-        return bool(self._before)
+    def marked_state(self) -> bool:
+        """Reads on after the mark."""
+        self._in_list = False
+        self.state = self.open_state
+        return True
 
     def _beginning_state(self) -> bool:
         for wrapper in WRAPPERS:
@@ -114,18 +107,18 @@ class JsonCallsParser(BufferedParser):
             if found is None:
                 return False
             if found:
-                self._before = self.take(self.buffer.index(wrapper) + len(wrapper))
+                self.opening = self.take(self.buffer.index(wrapper) + len(wrapper))
                 break
-        self.state = self._open_state
+        self.state = self.open_state
         return True
 
-    def _open_state(self) -> bool:
-        """Reads up to a possible call; text before it is in `_before`."""
+    def open_state(self) -> bool:
+        """Reads up to a possible call; text before it is in `opening`."""
         text = self.buffer.lstrip(BLANKS)
         if not text and not self.ended:
             return False
         opens = text.startswith("[") and not self._in_list
-        self._before += self.take(len(self.buffer) - len(text) + opens)
+        self.opening += self.take(len(self.buffer) - len(text) + opens)
         if opens:
             self._in_list = True
             return True
@@ -138,14 +131,14 @@ class JsonCallsParser(BufferedParser):
         if result is None and not self.ended:
             return False
         if not self._call.begun:
-            self.no_call(self._before)
+            self.no_call()
         elif result:
             self._in_list = True
             self.state = self._next_state
         else:
             if result is None:
                 self._call.end()
-            self._close()
+            self.close_call()
         return True
 
     def _next_state(self) -> bool:
@@ -154,14 +147,15 @@ class JsonCallsParser(BufferedParser):
         if None in found.values():
             return False
         sign = next((sign for sign in found if found[sign]), "")
-        self._before = self.take(self.buffer.index(sign) + 1) if sign and sign != "{" else ""
+        self.opening = self.take(self.buffer.index(sign) + 1) if sign and sign != "{" else ""
         if sign and sign != "]":
-            self.state = self._open_state
+            self.state = self.open_state
         else:
-            self._close()
+            self.close_call()
         return True
 
-    def _close(self) -> None:
+    def close_call(self) -> None:
+        """Expects the mark after calls, or the end of what wraps them."""
         self.close(*((self._form.end_mark,) if self._form.mark else WRAPPER_ENDS))
 
 

@@ -20,21 +20,20 @@ Only the calls of V3 contain line breaks. A missing opening of a section is acce
 """
 
 import re
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 
 from kvern.tools.buffered import BufferedParser
 from kvern.tools.json_call import JsonArguments
-from kvern.tools.tool_format import NAME, GrammarPieces, ToolParser, ToolSchemas
+from kvern.tools.tool_format import NAME, GrammarPieces, ToolFormat, ToolParser, ToolSchemas
 
 LONGEST_HEAD = 256
 SEPARATOR, FENCE = "<｜tool▁sep｜>", "```"
 ARGUMENTS = "<|tool_call_argument_begin|>"
 
 
-class MarkedJson(ABC):
+class MarkedJson(ToolFormat):
     """A format; see ToolFormat. `section` and `call` are the tokens around them, `inside` the tokens in each call."""
 
-    name: str
     section: tuple[str, str]
     call: tuple[str, str]
     inside: tuple[str, ...]
@@ -42,8 +41,6 @@ class MarkedJson(ABC):
     """The beginning of a call, up to its arguments: `name`, and `id` if it has one."""
     fence = ""
     """The fence that ends the arguments."""
-    stops = ()
-    opening = "<"
 
     @property
     def markers(self) -> tuple[str, ...]:
@@ -70,9 +67,8 @@ class MarkedJson(ABC):
     def calls(self, tools: ToolSchemas, several: bool, write: GrammarPieces) -> str:
         """The grammar of calls in one section."""
         begin, end = map(write.literal, self.call)
-        one = " | ".join(f"{self.before(name, write)} {write.json(schema)}" for name, schema in tools.items())
         behind = write.literal(f"\n{self.fence}") if self.fence else ""
-        call = f"{begin} ({one}) {behind} {end}"
+        call = f"{begin} {write.call(tools, lambda name: self.before(name, write))} {behind} {end}"
         more = f'("\\n"? {call})*' if several else ""
         return f"{call} {more} {write.literal(self.section[1])}"
 
@@ -135,15 +131,13 @@ class MarkedJsonParser(BufferedParser):
     """A parser of content, calls, and content."""
 
     def __init__(self, form: MarkedJson) -> None:
-        super().__init__()
+        super().__init__(form.section[0], form.call[0])
         self._form = form
 
-    def content_state(self) -> bool:
-        """Reads content up to a section or a call."""
-        self._opening = self.content_until(self._form.section[0], self._form.call[0])
-        if self._opening:
-            self.state = self._head_state if self._opening == self._form.call[0] else self._section_state
-        return bool(self._opening)
+    def marked_state(self) -> bool:
+        """Reads on after the token that opens a section, or a call without one."""
+        self.state = self._head_state if self.opening == self._form.call[0] else self._section_state
+        return True
 
     def _section_state(self) -> bool:
         """Reads the start of a section, which only a call may follow."""
@@ -151,8 +145,8 @@ class MarkedJsonParser(BufferedParser):
         if found is None:
             return False
         if not found:
-            return self.no_call(self._opening)
-        self._opening += self.take(self.buffer.index(self._form.call[0]) + len(self._form.call[0]))
+            return self.no_call()
+        self.opening += self.take(self.buffer.index(self._form.call[0]) + len(self._form.call[0]))
         self.state = self._head_state
         return True
 
@@ -165,16 +159,14 @@ class MarkedJsonParser(BufferedParser):
             self.take(found.end())
             groups = found.groupdict()
             self.begin(groups["name"], groups.get("id", ""))
-            self._json = JsonArguments(self)
-            self.state = self._arguments_state
+            if rest.startswith("{"):
+                self.state = JsonArguments(self, self._end_call).state
+            else:
+                self.arguments("{}")
+                self._end_call()
             return True
         certain = self.ended or len(self.buffer) > LONGEST_HEAD or "{" in self.buffer or end in self.buffer
-        return certain and self.no_call(self._opening)
+        return certain and self.no_call()
 
-    def _arguments_state(self) -> bool:
-        if not self.buffer.startswith("{"):
-            self.arguments("{}")
-        elif not self._json.read():
-            return False
+    def _end_call(self) -> None:
         self.close(FENCE, self._form.call[1], self._form.section[1])
-        return True

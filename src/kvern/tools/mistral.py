@@ -11,7 +11,7 @@ import string
 from kvern.tools.buffered import BLANKS
 from kvern.tools.json_call import JsonArguments
 from kvern.tools.json_calls import NAMED, JsonCalls, JsonCallsParser
-from kvern.tools.tool_format import IDENTITY, NAME, GrammarPieces, ToolParser, ToolSchemas, literal
+from kvern.tools.tool_format import IDENTITY, NAME, GrammarPieces, ToolFormat, ToolParser, ToolSchemas, literal
 
 BEGIN = "[TOOL_CALLS]"
 ARGUMENTS = "[ARGS]"
@@ -26,14 +26,12 @@ def new_id() -> str:
     return "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(9))
 
 
-class Mistral:
+class Mistral(ToolFormat):
     """The format in one of its forms, which the template decides; see ToolFormat."""
 
     name = "mistral"
     markers = (BEGIN, ARGUMENTS, CALL_ID)
-    stops = ()
     trigger = BEGIN
-    opening = "["
 
     def __init__(self, named: bool = False, with_ids: bool = False) -> None:
         """`named`: calls begin with their name instead of being a list; `with_ids`: an id follows the name."""
@@ -52,11 +50,10 @@ class Mistral:
         """The grammar of calls in the template's form."""
         if self._named:
             behind = (f"{CALL_ID}{IDENTITY}" if self._with_ids else "") + ARGUMENTS
-            one = " | ".join(f"{literal(name + behind, write)} {write.json(tools[name])}" for name in tools)
-            return f"({one}) ({write.literal(BEGIN)} ({one}))*" if several else f"({one})"
-        heads = {name: write.literal(f'{{"name": {json.dumps(name)}, "arguments": ') for name in tools}
-        one = " | ".join(f"{heads[name]} {write.json(schema)}" for name, schema in tools.items())
-        call = f'({one}) "}}"'
+            one = write.call(tools, lambda name: literal(name + behind, write))
+            return f"{one} ({write.literal(BEGIN)} {one})*" if several else one
+        one = write.call(tools, lambda name: write.literal(f'{{"name": {json.dumps(name)}, "arguments": '))
+        call = f'{one} "}}"'
         more = f'(", " {call})*' if several else ""
         return f'" "? "[" {call} {more} "]"'
 
@@ -69,25 +66,19 @@ class MistralParser(JsonCallsParser):
     def __init__(self) -> None:
         super().__init__(LIST, None)
 
-    def _open_state(self) -> bool:
+    def open_state(self) -> bool:
         """Reads the text after the marker: a list, or the name of a call."""
         text = self.buffer.lstrip(BLANKS)
         if self._in_list or not text or text.startswith("["):
-            return super()._open_state()
+            return super().open_state()
         found = HEAD.match(text)
         if found is None or found.end() > LONGEST_HEAD:
-            return (self.ended or "{" in text or len(text) > LONGEST_HEAD) and self.no_call(BEGIN)
+            return (self.ended or "{" in text or len(text) > LONGEST_HEAD) and self.no_call()
         self.buffer = text[found.end() :]
         self.begin(found[1], found[2] or "")
-        self._arguments = JsonArguments(self)
-        self.state = self._arguments_state
+        self.state = JsonArguments(self, self.close_call).state
         return True
 
-    def _arguments_state(self) -> bool:
-        if not self._arguments.read():
-            return False
-        self.state = self.content_state
-        return True
-
-    def _close(self) -> None:
+    def close_call(self) -> None:
+        """Content follows at once."""
         self.state = self.content_state

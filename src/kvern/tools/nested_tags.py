@@ -12,8 +12,8 @@ from typing import Any
 import msgspec
 
 from kvern.tools.tool_format import ToolParser, ToolSchemas
-from kvern.tools.xml_call import KEY_IN_TAG, Gaps
-from kvern.tools.xml_functions import XmlFunctions, XmlFunctionsParser
+from kvern.tools.xml_call import XmlParser
+from kvern.tools.xml_form import KEY_IN_TAG, Gaps, XmlForm
 from kvern.tools.xml_values import ParameterSchema, written_value
 
 SPACE = "]<]minimax[>["
@@ -23,7 +23,7 @@ ITEM = "item"
 DEEPEST = 100
 
 
-class NestedTags(XmlFunctions):
+class NestedTags(XmlForm):
     """The format; see ToolFormat."""
 
     def parser(self, tools: ToolSchemas) -> ToolParser:
@@ -43,7 +43,7 @@ MINIMAX_M3 = NestedTags(
 )
 
 
-class NestedTagsParser(XmlFunctionsParser):
+class NestedTagsParser(XmlParser):
     """Reads tags within a parameter when it has ended."""
 
     brackets = ""

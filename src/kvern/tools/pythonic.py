@@ -16,7 +16,7 @@ from typing import Any
 
 from kvern.tools.buffered import BufferedParser
 from kvern.tools.json_call import JsonMender
-from kvern.tools.tool_format import GrammarPieces, ToolParser, ToolSchemas
+from kvern.tools.tool_format import GrammarPieces, ToolFormat, ToolParser, ToolSchemas
 
 HEAD = re.compile(r"\s*([a-zA-Z_][a-zA-Z0-9_.-]{0,127})\(")
 LONGEST_HEAD = 256
@@ -30,13 +30,10 @@ ESCAPES = {"'": "\\'", '"': '\\"', "\n": "\\n", "\r": "\\r"}
 SPREAD = re.compile(r"\s*\*\*\s*(\{.*\})\s*", re.DOTALL)
 
 
-class Pythonic:
+class Pythonic(ToolFormat):
     """The format; see ToolFormat."""
 
     name = "pythonic"
-    markers: tuple[str, ...] = ()
-    stops = ()
-    trigger: str | None = None
     opening = "["
 
     def matches(self, template: str) -> bool:
@@ -60,7 +57,6 @@ class Lfm2(Pythonic):
     name = "lfm2"
     markers = ("<|tool_call_start|>", "<|tool_call_end|>")
     trigger = markers[0]
-    opening = "<"
 
     def matches(self, template: str) -> bool:
         """True if the template, which renders no calls, introduces tools in this way."""
@@ -80,36 +76,26 @@ class PythonicParser(BufferedParser):
 
     def __init__(self, names: Container[str] | None, marks: Sequence[str] = ()) -> None:
         """`names`: only calls of these functions count; None: of any."""
-        super().__init__()
-        self._names, self._marks = names, marks
-        self._before = ""
+        super().__init__(*marks[:1])
+        self._names, self._list_ends = names, marks[1:]
         if not marks:
-            self.state = self._beginning_state
+            self.state = self.marked_state
 
-    def content_state(self) -> bool:
-        """Reads content up to the token; without a token all that is left."""
-        if not self._marks:
-            self.content(self.take(len(self.buffer)))
-            return False
-        self._before = self.content_until(self._marks[0])
-        if self._before:
-            self.state = self._beginning_state
-        return bool(self._before)
-
-    def _beginning_state(self) -> bool:
+    def marked_state(self) -> bool:
+        """Reads the bracket that opens a list."""
         found = self.expect("[")
         if found is None:
             return False
         if not found:
-            return self.no_call(self._before)
-        self._before += self.take(self.buffer.index("[") + 1)
+            return self.no_call()
+        self.opening += self.take(self.buffer.index("[") + 1)
         self.state = self._head_state
         return True
 
     def _head_state(self) -> bool:
         found = HEAD.match(self.buffer)
         if found is None or found.end() > LONGEST_HEAD or not self._is_known(found[1]):
-            return (self.ended or "(" in self.buffer or len(self.buffer) > LONGEST_HEAD) and self.no_call(self._before)
+            return (self.ended or "(" in self.buffer or len(self.buffer) > LONGEST_HEAD) and self.no_call()
         self._name, self._start = found[1], found.end()
         self._place = found.end()
         self._depth = 1
@@ -127,7 +113,7 @@ class PythonicParser(BufferedParser):
             found = (IN_TEXT[self._quote] if self._quote else SIGN).search(self.buffer, self._place)
             if found is None or (found[0] == "\\" and found.end() == len(self.buffer)):
                 self._place = len(self.buffer) if found is None else found.start()
-                return self.ended and self.no_call(self._before)
+                return self.ended and self.no_call()
             if found[0] == "\\":
                 self._place = found.end() + 1
             elif not self._quote and found[0] in "'\"":
@@ -152,7 +138,7 @@ class PythonicParser(BufferedParser):
             if arguments is None:
                 arguments = json_arguments(_escaped(written, [(a - self._start, b - self._start) for a, b in texts]))
         if arguments is None:
-            return self.no_call(self._before)
+            return self.no_call()
         self.begin(self._name)
         self.arguments(arguments)
         self.take(self._place)
@@ -171,12 +157,12 @@ class PythonicParser(BufferedParser):
             if found is None:
                 return False
             if found:
-                self._before = self.take(self.buffer.index(sign) + 1)
+                self.opening = self.take(self.buffer.index(sign) + 1)
                 if sign == ",":
                     self.state = self._head_state
                     return True
                 break
-        self.close(*self._marks[1:])
+        self.close(*self._list_ends)
         return True
 
 

@@ -11,19 +11,16 @@ import re
 
 from kvern.tools.buffered import BLANKS, LONGEST_GAP, BufferedParser
 from kvern.tools.json_call import JsonArguments
-from kvern.tools.tool_format import NAME, GrammarPieces, ToolParser, ToolSchemas, literal
+from kvern.tools.tool_format import NAME, GrammarPieces, ToolFormat, ToolParser, ToolSchemas, literal
 
 MARK, ALL = ">>>", "all"
 HEAD = re.compile(rf"({NAME.pattern})\n")
 
 
-class Recipients:
+class Recipients(ToolFormat):
     """The format; see ToolFormat. Answers without calls are in it, too."""
 
     name = "functionary_v32"
-    markers: tuple[str, ...] = ()
-    stops: tuple[str, ...] = ()
-    trigger = None
     opening = ALL[0]
 
     def matches(self, template: str) -> bool:
@@ -36,9 +33,8 @@ class Recipients:
 
     def calls(self, tools: ToolSchemas, several: bool, write: GrammarPieces) -> str:
         """The grammar of messages to tools, without the first mark."""
-        heads = {name: literal(name + "\n", write) for name in tools}
-        one = " | ".join(f"{heads[name]} {write.json(schema)}" for name, schema in tools.items())
-        return f"({one}) ({write.literal(MARK)} ({one}))*" if several else f"({one})"
+        one = write.call(tools, lambda name: literal(name + "\n", write))
+        return f"{one} ({write.literal(MARK)} {one})*" if several else one
 
     def answer(self, said: str, write: GrammarPieces) -> str:
         """A grammar's expression for a message to "all" that matches `said`."""
@@ -50,9 +46,8 @@ class RecipientsParser(BufferedParser):
     """A parser of a turn, message by message."""
 
     def __init__(self, tools: ToolSchemas) -> None:
-        super().__init__()
+        super().__init__(*[MARK] if tools else [])
         self._tools = tools
-        self._mark = ""
         self.state = self._beginning_state
 
     def _beginning_state(self) -> bool:
@@ -61,27 +56,18 @@ class RecipientsParser(BufferedParser):
             return False
         if found:
             self.drop(MARK)
-            self._mark = MARK
-        self.state = self._recipient_state
+            self.opening = MARK
+        self.state = self.marked_state
         return True
 
-    def content_state(self) -> bool:
-        """Reads content up to the next mark; without tools all that is left."""
-        if not self._tools:
-            self.content(self.take(len(self.buffer)))
-            return False
-        self._mark = self.content_until(MARK)
-        if self._mark:
-            self.state = self._recipient_state
-        return bool(self._mark)
-
-    def _recipient_state(self) -> bool:
+    def marked_state(self) -> bool:
+        """Reads a recipient."""
         found = HEAD.match(self.buffer)
         if found is None:
             if not self.ended and (not self.buffer or NAME.fullmatch(self.buffer)):
                 return False
             if self.buffer != ALL:
-                return self.no_call(self._mark)
+                return self.no_call()
             self.buffer += "\n"
             return True
         rest = self.buffer[found.end() :]
@@ -90,22 +76,15 @@ class RecipientsParser(BufferedParser):
         if found[1] != ALL or is_tool:
             if not text and not self.ended and len(rest) < LONGEST_GAP:
                 return False
-            if text.startswith("{") and (is_tool or (self._mark and self._tools)):
+            if text.startswith("{") and (is_tool or (self.opening and self._tools)):
                 self.buffer = text
                 self.begin(found[1])
-                self._arguments = JsonArguments(self)
-                self.state = self._arguments_state
+                self.state = JsonArguments(self, self.close).state
                 return True
         if found[1] != ALL:
-            return self.no_call(self._mark)
-        if self._mark and not self._after_call:
+            return self.no_call()
+        if self.opening and not self._after_call:
             self.content("\n\n")
         self.buffer = rest
         self.state = self.content_state
-        return True
-
-    def _arguments_state(self) -> bool:
-        if not self._arguments.read():
-            return False
-        self.close()
         return True

@@ -17,7 +17,7 @@ import functools
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import jinja2
 import jinja2.meta
@@ -38,16 +38,7 @@ OPENED = re.compile(r"<(?!\|)[^<>/]*(?:think|reason|thought)[^<>/]*>\Z", re.IGNO
 """A mark at the end of a prompt that opens the thinking."""
 
 
-class Marks(NamedTuple):
-    """The marks around thinking; `answer` opens the answer after it, and `wraps` surround the answer."""
-
-    begin: str
-    end: str
-    answer: str = ""
-    wraps: tuple[str, ...] = ()
-
-
-def written_marks(template: str, names: Sequence[str]) -> Marks | None:
+def written_marks(template: str, names: Sequence[str]) -> ThinkingFormat | None:
     """The marks around thinking; `names` are the fields of a message for it. None: the template renders no thinking."""
     said = {"role": "assistant", "content": SAID, **dict.fromkeys(names, THOUGHT)}
     before, thought, rest = _behind_question(template, [said], False).partition(THOUGHT)
@@ -63,14 +54,15 @@ def written_marks(template: str, names: Sequence[str]) -> Marks | None:
             if middle.startswith(end):
                 answer = middle[len(end) :].strip()
                 closes = [closed for closed in _partners(answer) if after.startswith(closed)]
-                return Marks(begin, end, answer, (answer, *closes)) if answer else Marks(begin, end)
+                return ThinkingFormat("learnt", begin, end, answer=answer, wraps=(answer, *closes) if answer else ())
     return None
 
 
-def opened_marks(template: str) -> Marks | None:
+def opened_marks(template: str) -> ThinkingFormat | None:
     """The mark at the end of prompts, if its name says that it opens thinking, and its partner."""
     opened = OPENED.search(_behind_question(template, [], True).rstrip())
-    return None if opened is None else next((Marks(opened[0], end) for end in _partners(opened[0])), None)
+    partners = [] if opened is None else [ThinkingFormat("learnt", opened[0], end) for end in _partners(opened[0])]
+    return next(iter(partners), None)
 
 
 def _partners(mark: str) -> list[str]:
@@ -220,8 +212,7 @@ def thinking_of(template: str, wanted: str) -> ThinkingFormat | None:
     if learnt is None and not known:
         learnt = opened_marks(template)
     if learnt is not None:
-        same = [form for form in THINKING if (form.begin, form.end) == (learnt.begin, learnt.end)]
-        known = same or [ThinkingFormat("learnt", learnt.begin, learnt.end, answer=learnt.answer, wraps=learnt.wraps)]
+        known = [form for form in THINKING if (form.begin, form.end) == (learnt.begin, learnt.end)] or [learnt]
     if not known:
         return None
     wraps = [mark for known_by, marks in WRAPS.items() if known_by in template for mark in marks]

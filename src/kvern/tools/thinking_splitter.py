@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from itertools import accumulate, islice
 
 from kvern.request.pieces import Content, Piece, Reasoning
-from kvern.tools.buffered import BLANKS, held_back
+from kvern.tools.buffered import BLANKS, first_mark, held_back
 from kvern.tools.thinking import Beginning, ThinkingFormat
 from kvern.tools.tool_format import ToolParser
 
@@ -58,16 +58,11 @@ class ThinkingSplitter:
     def _think(self, ended: bool) -> list[Piece]:
         if not self._thoughts.begun and not self._skip_begin_marks(ended):
             return []
-        place, end = min(
-            ((place, end) for end in self._form.ends if (place := self._buffer.find(end)) >= 0), default=(-1, "")
-        )
-        if place < 0:
-            kept = 0 if ended else max(held_back(self._buffer, end) for end in self._form.ends)
-            thought, self._buffer = self._buffer[: len(self._buffer) - kept], self._buffer[len(self._buffer) - kept :]
-            return self._thoughts.add(thought)
+        place, end = first_mark(self._buffer, self._form.ends, ended)
         pieces = self._thoughts.add(self._buffer[:place])
         self._buffer = self._buffer[place + (len(end) if end == self._form.end else 0) :]
-        self._state, self._thought_before = "over", True
+        if end:
+            self._state, self._thought_before = "over", True
         return pieces
 
     def _skip_begin_marks(self, ended: bool) -> bool:

@@ -1,8 +1,10 @@
-"""The protocol of tool-call formats; each format is one file."""
+"""The base class of tool-call formats, and what writes their grammars; each format is one file."""
 
+import json
 import re
 import uuid
-from collections.abc import Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from kvern.request.pieces import Piece
@@ -18,24 +20,37 @@ ToolSchemas = Mapping[str, Mapping[str, Any]]
 """The JSON schemas of the tools' arguments, by tool name."""
 
 
-class GrammarPieces(Protocol):
-    """Writes the elements of a grammar's expressions (Lark)."""
+class GrammarPieces:
+    """Writes the elements of a grammar's expressions (Lark).
 
-    def literal(self, text: str) -> str:
-        """A literal text; special tokens in it become tokens."""
-        ...
+    `literal` writes a literal text, in which special tokens become tokens. Grammars and schemas of their own are
+    collected in `parts`.
+    """
+
+    def __init__(self, literal: Callable[[str], str], parts: dict[str, StructuredOutput]) -> None:
+        self.literal = literal
+        self._parts = parts
+        self._names: dict[str, str] = {}
 
     def part(self, form: StructuredOutput) -> str:
-        """Returns a reference to a grammar or schema of its own, for `form`.
+        """Returns a reference to a grammar or schema of its own, for `form`; equal ones share one name.
 
         A free text must not match the literal that follows it: it excludes a character that begins the literal, or has
         the literal in its own form.
         """
-        ...
+        name = self._names.setdefault(form.grammar or json.dumps(form.json), f"call_{len(self._names)}")
+        self._parts[name] = form
+        return f"@{name}"
 
     def json(self, schema: Mapping[str, Any] | bool) -> str:
         """The reference to JSON that matches a schema."""
-        ...
+        if isinstance(schema, bool):
+            schema = {} if schema else {"not": {}}
+        return self.part(StructuredOutput(json=dict(schema)))
+
+    def call(self, tools: ToolSchemas, head: Callable[[str], str]) -> str:
+        """The expression for a call with JSON arguments; `head` writes what is before those of the tool it is given."""
+        return f"({' | '.join(f'{head(name)} {self.json(schema)}' for name, schema in tools.items())})"
 
 
 IDENTITY, NUMBER = "\x00", "\x01"
@@ -64,48 +79,54 @@ class ToolParser(Protocol):
         ...
 
 
-class ToolFormat(Protocol):
+class ToolFormat(ABC):
     """One format. A call begins with `trigger` anywhere in an answer; None: calls are the whole answer."""
 
-    @property
-    def name(self) -> str:
-        """The value for --tool-parser."""
-        ...
+    name: str
+    """The value for --tool-parser."""
 
     @property
     def markers(self) -> tuple[str, ...]:
         """Texts that may be special tokens and must stay visible."""
-        ...
+        return ()
 
     @property
     def stops(self) -> tuple[str, ...]:
         """Tokens after which the model waits for a tool's answer."""
-        ...
+        return ()
 
     @property
     def trigger(self) -> str | None:
         """The beginning of a call; None: `opening` is the answer's first character."""
-        ...
+        return None
 
     @property
     def opening(self) -> str:
         """The first character of a call."""
-        ...
+        return (self.trigger or "")[:1]
 
+    @abstractmethod
     def matches(self, template: str) -> bool:
         """Returns True if the text of a template describes this format: asked of templates that render no calls.
 
         It also chooses among instances with one name. Rendered calls are recognised by `parser`.
         """
-        ...
 
+    @abstractmethod
     def parser(self, tools: ToolSchemas) -> ToolParser:
         """A parser of an answer to a request with these tools."""
-        ...
 
+    @abstractmethod
     def calls(self, tools: ToolSchemas, several: bool, write: GrammarPieces) -> str:
         """A grammar's expression (Lark) for one call of one of the tools, or one or more, after `trigger`."""
-        ...
+
+    def headed(self, tools: ToolSchemas, write: GrammarPieces) -> str:
+        """A grammar's expression for the header of a message that calls one of the tools; empty: there are none."""
+        return ""
+
+    def as_written(self, texts: Sequence[str], names: Sequence[str]) -> "ToolFormat":
+        """The format with what it learns from a template's rendering of calls to these functions, such as blanks."""
+        return self
 
 
 def new_call_id() -> str:

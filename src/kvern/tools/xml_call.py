@@ -1,26 +1,20 @@
-"""Calls with each parameter between XML tags: a parser of growing text, and grammars.
+"""The parser of calls with each parameter between XML tags.
 
-    content -> head -> between <-> value
-                          |-> body, if all arguments are one JSON object instead
-                          -> closing -> content
-
-A format defines its marks and the beginning of a call; this module does the rest.
+content -> head -> between <-> value
+                      |-> body, if all arguments are one JSON object instead
+                      -> closing -> content
 """
 
 import json
 import re
-from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Callable
 
-from kvern.request.sampling_params import StructuredOutput
 from kvern.tools.buffered import BLANKS, BufferedParser
 from kvern.tools.json_call import JsonArguments, JsonValue
-from kvern.tools.tool_format import GrammarPieces, ToolSchemas, literal
+from kvern.tools.tool_format import NAME, NUMBER, ToolSchemas
+from kvern.tools.xml_form import XmlForm
 from kvern.tools.xml_values import ParameterSchema, written_value
 
-CALL, CALL_END = "<tool_call>", "</tool_call>"
 LONGEST_HEAD = 512
 """The most characters of the opening of a call or parameter."""
 MOST_BLANKS = 64
@@ -28,89 +22,75 @@ MOST_BLANKS = 64
 NO_BLANK = re.compile(rf"[^{BLANKS}]")
 STRINGS = ("string", "true")
 """Attribute values of a parameter's tag that mean a string."""
-KEY_IN_TAG = r"[^<>/\n][^<>\n]{0,255}"
-PLAIN_KEYWORDS = {"type", "properties", "required", "additionalProperties", "$schema", "$id", "$defs", "definitions"}
-PLAIN_KEYWORDS |= {"title", "description", "$comment"}
-"""Keywords of schemas whose parameters can be written independently of each other."""
-
-
-GRAMMAR = "start: VALUE {}\nVALUE: ({}) {}"
-
-
-@dataclass(frozen=True)
-class Gaps:
-    """Blanks of a template between the tags of a call.
-
-    They follow the outer opening, the name, a parameter's name, each parameter, the last parameter (in addition), the
-    end of a call, and separate two calls.
-    """
-
-    opened: str = "\n"
-    head: str = "\n"
-    key: str = ""
-    parameter: str = "\n"
-    last: str = ""
-    closed: str = "\n"
-    calls: str = "\n"
-
-    def seen(self, texts: Sequence[str], **tags: tuple[str, str]) -> "Gaps":
-        """The gaps in a template's rendering: each is between two tags; "" is no tag."""
-        found = {}
-        for name, (left, right) in tags.items():
-            pattern = re.compile(rf"{re.escape(left)}(\s*){re.escape(right)}")
-            places = [match for text in texts if left and right and (match := pattern.search(text))]
-            if places:
-                found[name] = places[-1][1]
-        last = found.get("last", self.parameter + self.last)
-        parameter = found.get("parameter", last)
-        return replace(self, **{**found, "parameter": parameter, "last": last.removeprefix(parameter)})
-
-
-@dataclass(frozen=True)
-class XmlMarks:
-    """The tags of a format.
-
-    calls      openings of a call: of the first one with the outer tags, and of others
-    parameter  the opening of a parameter: its name in the first group, its type in the second if it has one
-    begin      the beginning of that opening
-    end        the end of a parameter; {} stands for its name
-    ends       the ends of a call
-    """
-
-    calls: tuple[str, ...]
-    parameter: re.Pattern[str]
-    begin: str
-    end: str
-    ends: tuple[str, ...]
-    lined: bool
-    """One line break after the opening, and one before the end, do not belong to a value."""
-    forgiving: bool = True
-    """A forgotten end of a value is put up with."""
-
-    @property
-    def following(self) -> tuple[str, ...]:
-        """The texts that may follow a value."""
-        return self.begin, *self.ends, *self.calls
-
-    @property
-    def call_end(self) -> str:
-        """The last of `ends`."""
-        return self.ends[-1]
 
 
 class XmlParser(BufferedParser):
-    """All but how a call begins, which is `content_state`; that calls `opened`."""
+    """A parser of content, a call, and content."""
 
-    def __init__(self, marks: XmlMarks, tools: ToolSchemas) -> None:
-        super().__init__()
-        self._marks = marks
-        self._tools = tools
+    def __init__(self, form: XmlForm, tools: ToolSchemas) -> None:
+        self._form, self._tools = form, tools
+        self._function, behind, _ = form.function
+        self._is_open = not form.outer[0]
+        between, before, self._behind_name = form.header
+        self._headers = (between + before, before) if before else ()
+        super().__init__(form.openings[0], self._function, *self._headers)
+        self._longest = len(behind) + 2 * behind.count(NUMBER)
+        behind = re.escape(behind).replace(NUMBER, r"\d{1,9}")
+        self._following = () if behind else (form.parameter[0], form.ends[-1], "{")
+        """Texts of which one follows the name, if no tag does."""
+        gap = r"\s*" if self._following else ""
+        if self._following:
+            behind = rf"\s*(?={'|'.join(map(re.escape, self._following))})"
+        self._head = re.compile(rf"\s*{re.escape(self._function)}{gap}({NAME.pattern}){behind}")
 
-    @abstractmethod
-    def content_state(self) -> bool: ...
+    def drop(self, marker: str) -> None:
+        """Drops a marker; after the outer end the text is outside of calls."""
+        super().drop(marker)
+        self._is_open = self._is_open and (marker != self._form.ends[-1] or len(self._form.ends) == 1)
 
-    def opened(self, name: str) -> None:
-        """A call has begun, up to its first parameter."""
+    def marked_state(self) -> bool:
+        """Reads on after an opening, or after what may be a header."""
+        self.state = self._header_state if self.opening in self._headers else self._head_state
+        return True
+
+    def _header_state(self) -> bool:
+        """Drops a message header if a call follows."""
+        name = NAME.match(self.buffer)
+        rest = self.buffer if name is None else self.buffer[name.end() :]
+        wanted = self._behind_name + self._form.openings[0]
+        if name is not None and rest.startswith(wanted):
+            self.buffer = rest[len(self._behind_name) :]
+            self.state = self.content_state
+            return True
+        return not (wanted.startswith(rest) and not self.ended) and self.no_call()
+
+    def _head_state(self) -> bool:
+        inner = self.opening == self._function
+        text = self._function + self.buffer if inner else self.buffer
+        found = self._head.match(text)
+        outside = inner and not self._is_open
+        if found is None or found.end() > LONGEST_HEAD or (outside and found[1] not in self._tools):
+            if not self.ended and found is None and self._may_become_head(text):
+                return False
+            return self.no_call()
+        self._is_open = self._is_open or not inner
+        self.buffer = text[found.end() :]
+        self._begin_call(found[1])
+        return True
+
+    def _may_become_head(self, text: str) -> bool:
+        named = text.lstrip(BLANKS)
+        if len(text) > LONGEST_HEAD or not named.startswith(self._function):
+            return len(text) <= LONGEST_HEAD and self._function.startswith(named)
+        rest = named[len(self._function) :]
+        if self._following:
+            name = NAME.match(rest.lstrip(BLANKS))
+            rest = rest.lstrip(BLANKS)[0 if name is None else name.end() :].lstrip(BLANKS)
+            return any(mark.startswith(rest) for mark in self._following) if name is not None else not rest
+        name = NAME.match(rest)
+        return len(rest) - (0 if name is None else name.end()) < self._longest
+
+    def _begin_call(self, name: str) -> None:
         self.begin(name)
         self._schema = self._tools.get(name, {})
         self._given: set[str] = set()
@@ -118,13 +98,12 @@ class XmlParser(BufferedParser):
 
     def _between_state(self) -> bool:
         self.buffer = self.buffer.lstrip(BLANKS)
-        found = self._marks.parameter.match(self.buffer)
+        found = self._form.opened_parameter.match(self.buffer)
         if found is not None and found.end() <= LONGEST_HEAD:
             self.take(found.end())
             self._open_value(found[1].strip(BLANKS), found[2] if found.re.groups > 1 else None)
         elif self.buffer.startswith("{") and not self._given:
-            self._body = JsonArguments(self)
-            self.state = self._body_state
+            self.state = JsonArguments(self, lambda: self.close(*self._form.ends)).state
         elif not self.ended and self._may_go_on():
             return False
         else:
@@ -132,11 +111,11 @@ class XmlParser(BufferedParser):
         return True
 
     def _may_go_on(self) -> bool:
-        if self.buffer.startswith((*self._marks.ends, *self._marks.calls)):
+        if self.buffer.startswith((*self._form.ends, *self._form.openings)):
             return False
-        if self.buffer.startswith(self._marks.begin):
+        if self.buffer.startswith(self._form.parameter[0]):
             return len(self.buffer) <= LONGEST_HEAD
-        return any(mark.startswith(self.buffer) for mark in self._marks.following if mark != self.buffer)
+        return any(mark.startswith(self.buffer) for mark in self._form.following if mark != self.buffer)
 
     def _end_between(self) -> None:
         cut = self.ended and self._may_go_on()
@@ -144,17 +123,17 @@ class XmlParser(BufferedParser):
             self.arguments("}" if self._given else "{}")
         if cut:
             self.buffer = ""
-        self.close(*self._marks.ends)
+        self.close(*self._form.ends)
 
     def _is_whole(self) -> bool:
         """True if all required parameters are there at the end of the text, so that only the call's end is missing."""
         required = self._schema.get("required") or ()
-        return not self.buffer.startswith(self._marks.begin) and self._given.issuperset(required)
+        return not self.buffer.startswith(self._form.parameter[0]) and self._given.issuperset(required)
 
     def _open_value(self, key: str, told: str | None) -> None:
         """Opens a value; of two parameters with one name the first counts. `told`: the type in the tag."""
         self._parameter = schema = ParameterSchema.of(self._schema, key)
-        self._end = self._marks.end.format(key)
+        self._end = self._form.parameter[2].format(key)
         self._types = schema.types()
         self._streams = self._types == {"string"} and schema.text() is not None
         if told is not None:
@@ -170,7 +149,7 @@ class XmlParser(BufferedParser):
     def _line_state(self) -> bool:
         if not self.buffer and not self.ended:
             return False
-        if self._marks.lined and self.buffer.startswith("\n"):
+        if self._form.lined and self.buffer.startswith("\n"):
             self.take(1)
         self.state = self._value_state if self._streams else self._start_state
         return True
@@ -222,7 +201,7 @@ class XmlParser(BufferedParser):
         """True if a line break before the value's end does not belong to it, or might not."""
         if end is None:
             return not self.ended
-        return self._marks.lined or not self.buffer.startswith(self._end, end)
+        return self._form.lined or not self.buffer.startswith(self._end, end)
 
     def _find_end(self) -> int | None:
         """The position of the value's end; None: unknown, but text before `_place` belongs to the value."""
@@ -238,20 +217,20 @@ class XmlParser(BufferedParser):
 
     def _ends_at(self, place: int) -> bool | None:
         """True if a tag ends the value: its own, or one that shows that it is missing; None: undecided."""
-        marks, text = self._marks, self.buffer[place : place + len(self._end) + 2 * MOST_BLANKS]
+        form, text = self._form, self.buffer[place : place + len(self._end) + 2 * MOST_BLANKS]
         if text.startswith(self._end):
-            return self._followed(text[len(self._end) :], marks.following)
-        if not marks.forgiving:
+            return self._followed(text[len(self._end) :], form.following)
+        if not form.forgiving:
             return not self.ended and (None if self._end.startswith(text) else False)
         on_a_line = self.buffer[place - 1] == "\n" if place else self._at_start
-        if text.startswith(marks.call_end) or (on_a_line and text.startswith(marks.begin)):
+        if text.startswith(form.ends[-1]) or (on_a_line and text.startswith(form.parameter[0])):
             return True
-        for mark in marks.ends[:-1]:
+        for mark in form.ends[:-1]:
             if on_a_line and text.startswith(mark):
-                return self._followed(text[len(mark) :], (marks.call_end, *marks.calls))
+                return self._followed(text[len(mark) :], (form.ends[-1], *form.openings))
         if self.ended:
             return False
-        return None if any(mark.startswith(text) for mark in (self._end, *marks.following)) else False
+        return None if any(mark.startswith(text) for mark in (self._end, *form.following)) else False
 
     def _followed(self, text: str, marks: tuple[str, ...]) -> bool | None:
         text = text[: MOST_BLANKS + max(map(len, marks))]
@@ -261,72 +240,3 @@ class XmlParser(BufferedParser):
         if rest.startswith(marks):
             return True
         return (True if self.ended else None) if any(mark.startswith(rest) for mark in marks) else False
-
-    def _body_state(self) -> bool:
-        if not self._body.read():
-            return False
-        self.close(*self._marks.ends)
-        return True
-
-
-def written_tools(
-    tools: ToolSchemas,
-    head: Callable[[str], str],
-    opening: Callable[[str, str], str],
-    marks: XmlMarks,
-    gaps: Gaps,
-    write: GrammarPieces,
-) -> str:
-    """A grammar's expression for a call of one of the tools.
-
-    `head` writes the tag with a tool's name, `opening` the tag with a parameter's name and type.
-    """
-    one = []
-    for name, schema in tools.items():
-        parameters = _written_parameters(schema, opening, marks, gaps, write)
-        inside = f"{write.json(schema)} {write.literal(gaps.parameter)}" if parameters is None else parameters
-        one.append(f"{literal(head(name) + gaps.head, write)} {inside} {write.literal(gaps.last)}")
-    return " | ".join(one)
-
-
-def _written_parameters(
-    schema: Mapping[str, Any],
-    opening: Callable[[str, str], str],
-    marks: XmlMarks,
-    gaps: Gaps,
-    write: GrammarPieces,
-) -> str | None:
-    """A grammar's expression for the parameters of a tool, in the order of its schema.
-
-    None if they depend on each other, have no names or names that no tag can contain, or if there are no tags.
-    """
-    properties, required = schema.get("properties") or {}, set(schema.get("required") or ())
-    if schema.keys() - PLAIN_KEYWORDS or required - properties.keys() or schema.get("type", "object") != "object":
-        return None
-    if not opening("a", "string") or (not properties and schema.get("additionalProperties", True) is not False):
-        return None
-    written = []
-    for key in properties:
-        parameter = ParameterSchema.of(schema, key)
-        alone, text = parameter.standing_alone(), parameter.text()
-        kinds = {"string"} if text is not None else parameter.types() - {"string"} or {"object"}
-        begun = dict.fromkeys(opening(key, kind) for kind in sorted(kinds))
-        tag = marks.parameter.match(next(iter(begun)))
-        if tag is None or tag[1] != key or key.strip() != key or alone is None:
-            return None
-        if alone is not False or key in required:
-            tags = " | ".join(write.literal(each) for each in begun)
-            value = _written_value(text, alone, key, marks, write)
-            written.append(f"(({tags}) {value} {write.literal(gaps.parameter)}){'' if key in required else '?'}")
-    return " ".join(written)
-
-
-def _written_value(text: str | None, schema: Any, key: str, marks: XmlMarks, write: GrammarPieces) -> str:
-    closing = marks.end.format(key)
-    end = write.literal(("\n" if marks.lined else "") + closing)
-    if text is None:
-        return f"{write.json(schema)} {end}"
-    tags = "|".join(re.escape(mark).replace("/", "\\/") for mark in (closing, *marks.following))
-    text = f"({text}) & ~/(?s:.*)({tags})(?s:.*)/"
-    inside, behind = (end, "") if end.startswith('"') else ("", end)
-    return write.part(StructuredOutput(grammar=GRAMMAR.format(behind, text, inside)))

@@ -5,10 +5,8 @@
 Schemas remain separate grammars, which this grammar references.
 """
 
-import json
 import re
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Iterable
 
 import msgspec
 
@@ -20,39 +18,12 @@ from kvern.tools.definitions import ToolUse
 from kvern.tools.harmony import Harmony, free_messages
 from kvern.tools.recipients import MARK, Recipients
 from kvern.tools.thinking import Thought
-from kvern.tools.tool_format import ToolFormat
-from kvern.tools.xml_functions import XmlFunctions
+from kvern.tools.tool_format import GrammarPieces, ToolFormat
 
 LONGEST_CONTEXT = 1 << 20
 """No model thinks longer, so that no budget beyond needs counting."""
 TEXT = "TEXT: /(?s:.*)/"
 GAP = r"GAP: /[\x20\n\r\t]{1,4}/"
-
-
-class Pieces:
-    """The parts of one grammar; see GrammarPieces. They are collected in `parts`."""
-
-    def __init__(self, writer: "GrammarWriter", markers: Iterable[str], parts: dict[str, StructuredOutput]) -> None:
-        self._writer = writer
-        self._markers = markers
-        self._parts = parts
-        self._names: dict[str, str] = {}
-
-    def literal(self, text: str) -> str:
-        """The expression for a text; markers that are single tokens become tokens."""
-        return self._writer.literal(text, self._markers)
-
-    def part(self, form: StructuredOutput) -> str:
-        """The reference to a part by name; equal parts share one name."""
-        name = self._names.setdefault(form.grammar or json.dumps(form.json), f"call_{len(self._names)}")
-        self._parts[name] = form
-        return f"@{name}"
-
-    def json(self, schema: Mapping[str, Any] | bool) -> str:
-        """The reference to a part for a JSON schema."""
-        if isinstance(schema, bool):
-            schema = {} if schema else {"not": {}}
-        return self.part(StructuredOutput(json=dict(schema)))
 
 
 class GrammarWriter:
@@ -136,7 +107,7 @@ class GrammarWriter:
     def _answer(self, form: ToolFormat | None, thought: Thought | None, said: str) -> str:
         """The expression for an answer that matches `said`, with its message header if it is a separate message."""
         if isinstance(form, Recipients):
-            said = form.answer(said, Pieces(self, form.markers, {}))
+            said = form.answer(said, self._pieces(form, {}))
         if thought is None or thought.beginning == "over":
             return said
         return f"{self.literal(thought.form.answer, thought.form.markers)} {said}".lstrip()
@@ -144,14 +115,17 @@ class GrammarWriter:
     def _calls(self, form: ToolFormat, use: ToolUse, parts: dict[str, StructuredOutput]) -> str:
         tools = {tool.name: tool.parameters for tool in use.callable_tools}
         try:
-            return form.calls(tools, use.parallel and use.named is None, Pieces(self, form.markers, parts))
+            return form.calls(tools, use.parallel and use.named is None, self._pieces(form, parts))
         except RecursionError as error:
             raise InvalidRequest("tools: the schema of one is nested too deeply") from error
 
     def _header(self, form: ToolFormat, use: ToolUse) -> str:
         """The expression for the header of a call that is a separate message; it is not part of the trigger."""
         tools = {tool.name: tool.parameters for tool in use.callable_tools}
-        return form.headed(tools, Pieces(self, form.markers, {})) if isinstance(form, XmlFunctions) else ""
+        return form.headed(tools, self._pieces(form, {}))
+
+    def _pieces(self, form: ToolFormat, parts: dict[str, StructuredOutput]) -> GrammarPieces:
+        return GrammarPieces(lambda text: self._literal(form, text), parts)
 
     def _literal(self, form: ToolFormat, text: str) -> str:
         return self.literal(text, form.markers)
