@@ -46,25 +46,15 @@ class Allocation:
         }
         """The members with blocks of each pool, in the order in which they get them."""
 
-    def _available(self, pool: BlockPool) -> int:
+    def available(self, pool: BlockPool) -> int:
         """Blocks of a pool that are free or can be evicted."""
         own = sum(extension.evictable_count for extension in self._extensions if extension.pool is pool)
         return pool.free_count + own + (self._tree.evictable_count if pool is self._pool else 0)
 
     @property
-    def available_count(self) -> int:
-        """See `KVCacheManager.available_count`."""
-        return self._available(self._pool)
-
-    @property
     def growth_count(self) -> int:
         """See `KVCacheManager.growth_count`."""
-        return min(self._available(pool) // self._tables(pool) for pool in self._members)
-
-    @property
-    def usage(self) -> float:
-        """See `KVCacheManager.usage`."""
-        return 1 - self._available(self._memory) / self._memory.capacity
+        return min(self.available(pool) // self._tables(pool) for pool in self._members)
 
     def _tables(self, pool: BlockPool) -> int:
         return sum(self.tables[member] for member in self._members[pool])
@@ -72,7 +62,7 @@ class Allocation:
     def fit(self, needed: Sequence[int], reserve: int = 0) -> bool:
         """True if each member can have as many blocks as it needs, with `reserve` more left for each block table."""
         return all(
-            sum(needed[member] for member in members) + reserve * self._tables(pool) <= self._available(pool)
+            sum(needed[member] for member in members) + reserve * self._tables(pool) <= self.available(pool)
             for pool, members in self._members.items()
         )
 
@@ -176,7 +166,7 @@ class KVCacheManager:
         """
         self.block_size = block_size
         self.prefix_cache = prefix_cache
-        memory = BlockPool(capacity)
+        self._memory = memory = BlockPool(capacity)
         self.pool = BlockPool(positions) if positions else memory
         self.tree = RadixCache(self.pool, block_size, identity)
         parts = CacheMemory(self.pool, memory, self.tree, block_size)
@@ -197,7 +187,7 @@ class KVCacheManager:
     @property
     def available_count(self) -> int:
         """Blocks of the prefix tree's pool that are free or can be made free by eviction."""
-        return self._blocks.available_count
+        return self._blocks.available(self.pool)
 
     @property
     def growth_count(self) -> int:
@@ -207,7 +197,7 @@ class KVCacheManager:
     @property
     def usage(self) -> float:
         """The share of the blocks that running requests hold; what is only cached can be evicted."""
-        return self._blocks.usage
+        return 1 - self._blocks.available(self._memory) / self._memory.capacity
 
     def blocks_for(self, tokens: int) -> int:
         """The number of blocks that hold `tokens` positions."""

@@ -216,7 +216,7 @@ def answers(search: BeamSearch, request: Request) -> list[TokenEvent]:
             cached_tokens=request.answer.cached_tokens,
             finish_reason=found.reason,
             stop_reason=found.stop_reason,
-            queue_seconds=request.queue.begun_at - request.queue.arrived_at,
+            queue_seconds=request.queue.seconds,
             cumulative_logprob=found.total,
         )
         for answer_id, found in zip(search.answer_ids, search.hypotheses, strict=False)

@@ -184,7 +184,7 @@ class EngineCore(EngineLoop):
         if not self._unloading:
             return
         held = {request.adapter for request, _ in self._held.values()}
-        for key in [key for key in self._unloading if key not in held and not self.scheduler.uses_adapter(key)]:
+        for key in self._unloading.difference(held, self.scheduler.adapters.users):
             self._unloading.remove(key)
             self.scheduler.adapters.forget(key)
             self._digests.pop(key, None)
@@ -386,7 +386,7 @@ class EngineCore(EngineLoop):
                     request.answer.cached_tokens,
                     request.answer.finish_reason,
                     request.answer.stop_reason,
-                    _queue_seconds(request) if request.output_length == len(token_ids) else 0.0,
+                    request.queue.seconds if request.output_length == len(token_ids) else 0.0,
                     result.embeddings.get(slot) if request.spec.embed else None,
                     predicted_tokens=predicted,
                 )
@@ -400,11 +400,6 @@ class EngineCore(EngineLoop):
             self.scheduler.finish(request, "stop", token_id)
         elif full:
             self.scheduler.finish(request, "length")
-
-
-def _queue_seconds(request: Request) -> float:
-    """Seconds from the request's arrival to its first step."""
-    return request.queue.begun_at - request.queue.arrived_at
 
 
 def _not_yet_reported(request: Request, start: int, logprobs: list[TokenLogprobs] | None) -> list[TokenLogprobs] | None:

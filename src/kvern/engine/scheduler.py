@@ -101,10 +101,6 @@ class Scheduler:
         """The request of this id, unless it has ended."""
         return self.by_id.get(request_id)
 
-    def uses_adapter(self, key: int) -> bool:
-        """True if some request that has not ended uses the adapter."""
-        return key in self.adapters.users
-
     # Requests come, report and end
 
     def add(self, request: Request) -> None:

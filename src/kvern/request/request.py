@@ -63,6 +63,11 @@ class QueueProgress:
     arrived_at: float = 0.0
     begun_at: float = 0.0
 
+    @property
+    def seconds(self) -> float:
+        """Seconds from the arrival to the first step."""
+        return self.begun_at - self.arrived_at
+
 
 @dataclass(slots=True)
 class DraftProgress:
