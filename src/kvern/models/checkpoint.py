@@ -105,7 +105,7 @@ def read_headers(folder: Path) -> list[StoredTensor]:
     GGUF files.
     """
     if (file := gguf_file(folder)) is not None:
-        return cast("list[StoredTensor]", imported("kvern.formats.gguf.tensors:gguf_tensors")(file))
+        return cast("list[StoredTensor]", imported("kvern.formats.gguf.method:gguf_tensors")(file))
     tensors = [tensor for file in checkpoint_files(folder) for tensor in read_header(file)]
     assigned = shard_names(folder) or {}
     names: dict[str, StoredTensor] = {}

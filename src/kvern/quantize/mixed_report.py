@@ -8,7 +8,7 @@ another and dropping those that another beats in both size and loss (Nemhauser a
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -116,23 +116,18 @@ class Unit:
 
     def smaller(self) -> tuple[str, float] | None:
         """The precision that would save bits at the least loss for each, and that loss a bit; None: none is smaller."""
-        now = self.choice
-        steps = {
-            name: (other.loss - now.loss) / (now.size - other.size)
-            for name, other in self.choices.items()
-            if other.size < now.size
-        }
-        return min(steps.items(), key=lambda step: step[1], default=None)
+        return min(self._losses_a_bit(-1), key=lambda step: step[1], default=None)
 
     def larger(self) -> tuple[str, float] | None:
         """The larger precision with the best loss reduction per bit, and this reduction; None: none is larger."""
+        return max(self._losses_a_bit(1), key=lambda step: step[1], default=None)
+
+    def _losses_a_bit(self, sign: int) -> Iterator[tuple[str, float]]:
+        """The precisions that are smaller (`sign` -1) or larger (1), and the change of loss for each bit."""
         now = self.choice
-        steps = {
-            name: (now.loss - other.loss) / (other.size - now.size)
-            for name, other in self.choices.items()
-            if other.size > now.size
-        }
-        return max(steps.items(), key=lambda step: step[1], default=None)
+        for name, other in self.choices.items():
+            if sign * (other.size - now.size) > 0:
+                yield name, (other.loss - now.loss) / (now.size - other.size)
 
 
 @dataclass(frozen=True)

@@ -76,6 +76,7 @@ MOST_CONTAINED = 64
 MOST_ALTERNATIVES = 256
 DEEPEST = 32
 """The deepest nesting of references and properties that is followed."""
+REFERENCES = ("$ref", "$dynamicRef", "$recursiveRef")
 LONE_REFERENCES = (DRAFT3, DRAFT4, DRAFT6, DRAFT7)
 """Drafts in which keywords beside `$ref` are ignored."""
 
@@ -124,7 +125,8 @@ class Rewriter:
         node, at = self.enter(schema, at, path)
         if "unevaluatedProperties" in node or "unevaluatedItems" in node:
             return closed(self, node, at, path)
-        return all_of([self.plain(node, at, path), *self._applied(node, at, path)])
+        meanings = (self.applied(key, node, at, path) for key in node.keys() & APPLIED.keys())
+        return all_of([self.plain(node, at, path), *itertools.chain.from_iterable(meanings)])
 
     def negated(self, schema: Schema, at: Resolver, path: str) -> PlainSchema:
         """A schema that allows a part of what `schema` excludes; False if none of it can be expressed."""
@@ -205,20 +207,13 @@ class Rewriter:
             return False
         return all_of([made, form]) if form.keys() & made.keys() else {**made, **form}
 
-    def _applied(self, node: Mapping[str, Any], at: Resolver, path: str) -> Iterable[PlainSchema]:
-        """The meanings of the keywords that are alternatives or negations."""
-        for key in self.keywords(node):
-            yield from self.applied(key, node, at, path)
-
-    def keywords(self, node: Mapping[str, Any]) -> Iterable[str]:
-        """The keywords of a node that are alternatives or negations."""
-        return node.keys() & APPLIED.keys()
-
     def applied(self, key: str, node: Mapping[str, Any], at: Resolver, path: str) -> Iterable[PlainSchema]:
-        """The meaning of one keyword of `APPLIED`."""
+        """The meaning of one keyword of `APPLIED`, which are alternatives or negations."""
         return APPLIED[key](self, node, at, f"{path}/{key}")
 
-    def _reference(self, target: str, at: Resolver, path: str, allowed: bool) -> PlainSchema:
+    def reference(self, node: Mapping[str, Any], at: Resolver, path: str, *, allowed: bool) -> PlainSchema:
+        """What the reference at `path` allows, or a part of what it excludes."""
+        target = node[path.rpartition("/")[2]]
         contents, there = self.resolve(target, at, path)
         key = id(contents), allowed
         if key not in self._names:
@@ -240,9 +235,6 @@ class Rewriter:
         return contents, found.resolver
 
     # keywords that are alternatives or negations
-
-    def _ref(self, node: Mapping[str, Any], at: Resolver, path: str) -> Iterable[PlainSchema]:
-        yield self._reference(node[path.rpartition("/")[2]], at, path, True)
 
     def _all_of(self, node: Mapping[str, Any], at: Resolver, path: str) -> Iterable[PlainSchema]:
         yield from (self.said(item, at, f"{path}/{index}") for index, item in enumerate(node["allOf"]))
@@ -267,9 +259,6 @@ class Rewriter:
             for number, other in enumerate(items)
             if number != index and not disjoint(self, items[index], other, at, path)
         ]
-
-    def _not(self, node: Mapping[str, Any], at: Resolver, path: str) -> Iterable[PlainSchema]:
-        yield self.negated(node["not"], at, path)
 
     def _if(self, node: Mapping[str, Any], at: Resolver, path: str) -> Iterable[PlainSchema]:
         if "then" in node or "else" in node:
@@ -347,8 +336,8 @@ class Rewriter:
                         "prefixItems": [*first, other],
                         "minItems": index + 1,
                     }
-            elif key in ("$ref", "$dynamicRef", "$recursiveRef"):
-                yield self._reference(value, at, here, False)
+            elif key in REFERENCES:
+                yield self.reference(node, at, here, allowed=False)
             elif key == "not":
                 yield self.said(value, at, here)
             elif key == "allOf":
@@ -373,13 +362,11 @@ class Rewriter:
 
 
 APPLIED: dict[str, Callable[[Rewriter, Mapping[str, Any], Resolver, str], Iterable[PlainSchema]]] = {
-    "$ref": Rewriter._ref,
-    "$dynamicRef": Rewriter._ref,
-    "$recursiveRef": Rewriter._ref,
+    **dict.fromkeys(REFERENCES, lambda self, node, at, path: [self.reference(node, at, path, allowed=True)]),
     "allOf": Rewriter._all_of,
     "anyOf": Rewriter._any_of,
     "oneOf": Rewriter._one_of,
-    "not": Rewriter._not,
+    "not": lambda self, node, at, path: [self.negated(node["not"], at, path)],
     "if": Rewriter._if,
     "then": lambda *_: (),
     "else": lambda *_: (),
@@ -457,7 +444,7 @@ def _ways(rewriter: Rewriter, schema: Schema, at: Resolver, path: str, depth: in
     own.every_property, own.every_item = "additionalProperties" in node, "items" in node
     own.items = len(node.get("prefixItems", ()))
     factors: list[list[_Alternative]] = [[own]]
-    for key in rewriter.keywords(node):
+    for key in node.keys() & APPLIED.keys():
         value, here = node[key], f"{path}/{key}"
         if key == "allOf":
             factors += [ways(item, f"allOf/{index}") for index, item in enumerate(value)]
@@ -468,7 +455,7 @@ def _ways(rewriter: Rewriter, schema: Schema, at: Resolver, path: str, depth: in
             pairs = ([ways(item, f"oneOf/{index}"), alone[index]] for index, item in enumerate(value))
             choices = (_product(rewriter, pair, path) for pair in pairs)
             factors.append(list(itertools.chain(*choices)))
-        elif key in ("$ref", "$dynamicRef", "$recursiveRef"):
+        elif key in REFERENCES:
             target, there = rewriter.resolve(value, at, here)
             factors.append(_ways(rewriter, target, there, here, depth + 1))
         elif key == "if":
@@ -481,10 +468,9 @@ def _ways(rewriter: Rewriter, schema: Schema, at: Resolver, path: str, depth: in
                 without = just([{"properties": {name: False}}])
                 present = _product(rewriter, [just([{"required": [name]}]), ways(item, f"{key}/{name}")], path)
                 factors.append(without + present)
-        elif key == "contains":
-            own.items = max(own.items, node.get("minContains", 1))
-            factors.append(just(rewriter.applied(key, node, at, path)))
         else:
+            if key == "contains":
+                own.items = max(own.items, node.get("minContains", 1))
             factors.append(just(rewriter.applied(key, node, at, path)))
     return _product(rewriter, factors, path)
 

@@ -11,6 +11,7 @@ Kernels of a CPU have codes and scales of rows apart:
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,13 +19,17 @@ from torch import Tensor, nn
 
 from kvern.cpu.packed import STEP, Groups, GroupsProduct, side_by_side
 from kvern.errors import UnsupportedModel, shown
+from kvern.formats.gguf.config import layout_of
+from kvern.formats.gguf.files import read_gguf
 from kvern.formats.gguf.header import BY_NAME, PLAIN, QUANTIZED, BlockType
+from kvern.formats.gguf.names import StoredPart, stored_parts
 from kvern.formats.groups import pack_pairs, unpack_pairs
 from kvern.formats.method import MIDDLE, CpuProduct, Packed, QuantizedMethod, groups_product
 from kvern.kernels.packed import E2M1, NON_LINEAR
 from kvern.layers.build_options import BuildOptions
 from kvern.layers.linear_format import LinearFormat, LinearMethods
 from kvern.layers.linear_method import OUTPUTS, RANDOM_SPREAD, Axis, LinearMethod, LinearShape, Part, TensorLayout
+from kvern.models.checkpoint import StoredTensor
 
 E2M1_DOUBLED = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 
@@ -448,3 +453,45 @@ def gguf(quantization: Mapping[str, Any], unquantized: LinearFormat) -> LinearMe
         if name not in formats:
             raise UnsupportedModel(f"quantization_config has the GGUF type {shown(name)}; known: {', '.join(formats)}")
     return GgufMethods(unquantized, formats={path: formats[name] for path, name in types.items()})
+
+
+DTYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
+
+
+def gguf_tensors(file: Path) -> list[StoredTensor]:
+    """The tensors of a model whose only or first file is given. Raises CorruptCheckpoint or UnsupportedModel."""
+    model = read_gguf(file)
+    found = [_stored(part) for part in stored_parts(model.tensors, layout_of(model))]
+    return sorted(found, key=lambda tensor: (tensor.file, tensor.begin))
+
+
+def _stored(part: StoredPart) -> StoredTensor:
+    """Blocks are `uint8 [rows, blocks of a row, bytes of a block]`."""
+    block, shape = part.tensor.type, part.shape
+    if block.name not in DTYPES:
+        shape = (*shape[:-1], shape[-1] // block.numbers, block.size)
+    change = _heads_unpaired(part.head_rows) if part.head_rows else _change(part)
+    dtype = DTYPES.get(block.name, torch.uint8)
+    return StoredTensor(part.name, part.tensor.file, dtype, shape, part.begin, change, max(part.head_rows, 1))
+
+
+def _change(part: StoredPart) -> Callable[[Tensor], Tensor] | None:
+    """The change of each row, if any."""
+    return _less_one if part.plus_one else _logarithms if part.rates else None
+
+
+def _heads_unpaired(head_rows: int) -> Callable[[Tensor], Tensor]:
+    """Rows of heads, in which each two neighbours turn together: then the first of all pairs, then the second."""
+
+    def unpaired(rows: Tensor) -> Tensor:
+        return rows.view(-1, head_rows // 2, 2, *rows.shape[1:]).transpose(1, 2).reshape(rows.shape)
+
+    return unpaired
+
+
+def _less_one(rows: Tensor) -> Tensor:
+    return rows - 1
+
+
+def _logarithms(rates: Tensor) -> Tensor:
+    return rates.neg().log()

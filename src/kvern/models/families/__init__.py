@@ -22,8 +22,8 @@ gemma3n.gemma3n_text    gemma3n_text Gemma3nForCausalLM
 gemma3n.gemma3n         gemma3n Gemma3nForConditionalGeneration
 gemma4.gemma4_text      gemma4_text Gemma4ForCausalLM
 gemma4.gemma4           gemma4 Gemma4ForConditionalGeneration
-glm.glm                 glm GlmForCausalLM
-glm.glm4                glm4 Glm4ForCausalLM
+glm_moe.glm             glm GlmForCausalLM
+glm_moe.glm4            glm4 Glm4ForCausalLM
 glm_moe.glm4_moe        glm4_moe Glm4MoeForCausalLM
 glm_moe.dots1           dots1 Dots1ForCausalLM
 gpt_neox.gpt_neox       gpt_neox GPTNeoXForCausalLM
@@ -45,7 +45,7 @@ llama.ernie4_5          ernie4_5 Ernie4_5ForCausalLM
 llama.seed_oss          seed_oss SeedOssForCausalLM
 minimax.minimax_m2      minimax_m2 MiniMaxM2ForCausalLM
 llama.mixtral           mixtral MixtralForCausalLM
-modernbert.modernbert   modernbert
+bert.modernbert         modernbert
 nemotron.nemotron       nemotron NemotronForCausalLM
 nemotron_h.nemotron_h   nemotron_h NemotronHForCausalLM
 olmo.olmo               olmo OlmoForCausalLM
@@ -67,7 +67,7 @@ qwen_hybrid.qwen3_5_moe qwen3_5_moe Qwen3_5MoeForConditionalGeneration
 qwen_vl.qwen2_5_vl      qwen2_vl Qwen2VLForConditionalGeneration qwen2_5_vl Qwen2_5_VLForConditionalGeneration
 qwen_vl.qwen3_vl        qwen3_vl Qwen3VLForConditionalGeneration
 qwen_vl.qwen3_vl_moe    qwen3_vl_moe Qwen3VLMoeForConditionalGeneration
-smollm3.smollm3         smollm3 SmolLM3ForCausalLM
+llama.smollm3           smollm3 SmolLM3ForCausalLM
 stablelm.stablelm       stablelm StableLmForCausalLM
 starcoder2.starcoder2   starcoder2 Starcoder2ForCausalLM
 """

@@ -1,5 +1,9 @@
-"""GLM-4.5 and 4.6, and dots.llm1: dense layers first, then experts with sigmoid scores and a shared expert."""
+"""GLM-4 and GLM-4-0414 (half of each head rotated in pairs), GLM-4.5 and 4.6, and dots.llm1.
 
+The latter begin with dense layers; the others have experts with sigmoid scores and a shared expert.
+"""
+
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -9,11 +13,21 @@ from kvern.models.describe import (
     read_groups,
     read_moe,
     read_rms_norm,
+    read_rope,
     uniform_layers,
 )
 from kvern.models.families.qwen import layers_from
 from kvern.models.registry import Config
-from kvern.spec.model import HeadLayerSpec, LayerSpec, ModelSpec, MoeSpec, QueryKeyNormSpec, Rename
+from kvern.spec.model import (
+    PRE_NORMS,
+    HeadLayerSpec,
+    LayerSpec,
+    ModelSpec,
+    MoeSpec,
+    Placement,
+    QueryKeyNormSpec,
+    Rename,
+)
 
 
 def read_sigmoid_moe(config: Config) -> MoeSpec:
@@ -74,3 +88,15 @@ def dots1(config: Config) -> ModelSpec:
         query_key_norm=QueryKeyNormSpec(read_rms_norm(config)),
         **tensor_names(config),
     )
+
+
+def glm(config: Config, block_norms: Mapping[Placement, str] = PRE_NORMS) -> ModelSpec:
+    layers = uniform_layers(config, rope=read_rope(config, interleaved=True))
+    bias = config["attention_bias"]
+    return describe(config, layers, block_norms=block_norms, qkv_bias=bias, output_bias=False)
+
+
+def glm4(config: Config) -> ModelSpec:
+    """GLM-4-0414: norms after attention and MLP as well."""
+    sandwiched: Mapping[Placement, str] = {"attention_out": "post_self_attn_layernorm", "mlp_out": "post_mlp_layernorm"}
+    return glm(config, {**PRE_NORMS, **sandwiched})

@@ -1,4 +1,4 @@
-"""Llama 2, 3, 3.1 and 3.2, and models that differ from it in one or two settings or, Mixtral, in experts."""
+"""Llama 2, 3, 3.1 and 3.2, and models that differ from it in one or two settings, in experts, or in rotated layers."""
 
 from dataclasses import replace
 
@@ -94,3 +94,19 @@ RENAMES = (
 def mixtral(config: Config) -> ModelSpec:
     attention = read_attention(config, window=config.get("sliding_window"))
     return describe(config, uniform_layers(config, attention=attention, mlp=read_moe(config)), renames=RENAMES)
+
+
+def smollm3(config: Config) -> ModelSpec:
+    """SmolLM3: every fourth layer knows no positions."""
+    count, interval = config["num_hidden_layers"], config["no_rope_layer_interval"]
+    rotated = config.get("no_rope_layers") or [int((index + 1) % interval != 0) for index in range(count)]
+    slides = config.get("use_sliding_window", False) and config.get("sliding_window") is not None
+    older = ["sliding_attention" if slides and not turns else "full_attention" for turns in rotated]
+    kinds = config.get("layer_types") or older
+    rope = read_rope(config)
+    layers = layers_by_type(config, kinds, ropes=dict.fromkeys(kinds, rope))
+    return describe(
+        config,
+        tuple(replace(layer, rope=rope if turns else None) for layer, turns in zip(layers, rotated, strict=True)),
+        tie_word_embeddings=config["tie_word_embeddings"],
+    )
