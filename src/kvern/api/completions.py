@@ -11,7 +11,7 @@ import msgspec
 
 from kvern.api.chat_fields import CHAT_FIELDS
 from kvern.api.conversation import ChatBody, read_chat_body
-from kvern.api.errors import HttpError
+from kvern.api.errors import HttpError, wrong_value
 from kvern.api.fields import COMMON_FIELDS, WITHOUT_EFFECT, CommonFields, read_common, sampling_params, typed
 from kvern.api.forms import STRUCTURED, structured_of
 from kvern.api.other_names import RENAMED, WINDOWS, in_own_words
@@ -226,8 +226,7 @@ def read_encoding(body: Mapping[str, Any], special: bool, side: str = "left") ->
     most = read_most_tokens(body)
     side = typed(body, "truncation_side", str, side)
     if side not in ("left", "right"):
-        message = f"truncation_side is {shown(side)}: it must be left (the end stays) or right (the beginning)"
-        raise HttpError(400, message, param="truncation_side")
+        raise wrong_value("truncation_side", side, "left (the end stays) or right (the beginning)")
     wanted = typed(body, "add_special_tokens", bool, special)
     return None if most is None and wanted == special else Encoding(wanted, most, side == "left")
 
@@ -236,10 +235,7 @@ def read_most_tokens(body: Mapping[str, Any]) -> int | None:
     """Reads `truncate_prompt_tokens`: 1 or more, or ROOM_FOR_ANSWER. Raises HttpError."""
     most: int | None = typed(body, "truncate_prompt_tokens", int, None)
     if most is not None and most != ROOM_FOR_ANSWER and most < 1:
-        message = (
-            f"truncate_prompt_tokens is {most}: it must be 1 or more, or -1 for as many as the context has room for"
-        )
-        raise HttpError(400, message, param="truncate_prompt_tokens")
+        raise wrong_value("truncate_prompt_tokens", most, "1 or more, or -1 for as many as the context has room for")
     return most
 
 
@@ -254,8 +250,7 @@ def _request_id(body: Mapping[str, Any]) -> str | None:
     if request_id is not None and not (
         0 < len(request_id) <= LONGEST_ID and request_id.isascii() and request_id.isprintable()
     ):
-        message = f"request_id is {shown(request_id)}: it must be 1 to {LONGEST_ID} printable ASCII characters"
-        raise HttpError(400, message, param="request_id")
+        raise wrong_value("request_id", request_id, f"1 to {LONGEST_ID} printable ASCII characters")
     return request_id
 
 
@@ -318,6 +313,4 @@ def read_prompts(body: Mapping[str, Any], name: str = "prompt", most: int = MOST
         if len(prompt) > most:
             raise HttpError(400, f"{name} holds {len(prompt)} prompts: at most {most}", param=name)
         return list(prompt)
-    raise HttpError(
-        400, f"{name} is {shown(prompt)}: it must be a text, a list of token ids, or a list of these", param=name
-    )
+    raise wrong_value(name, prompt, "a text, a list of token ids, or a list of these")

@@ -7,12 +7,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from kvern.api.completions import read_encoding, read_prompts
-from kvern.api.errors import HttpError
+from kvern.api.errors import HttpError, wrong_value
 from kvern.api.fields import COMMON_FIELDS, WITHOUT_EFFECT, CommonFields, read_common, typed
 from kvern.api.other_names import Refused, check_extras
 from kvern.engine.embedding import embedding_of
 from kvern.engine.inputs import Prompt
-from kvern.errors import shown
 from kvern.request.outputs import RequestOutput
 from kvern.tools.encoding import Encoding
 
@@ -64,8 +63,7 @@ def read_embedding(body: Mapping[str, Any]) -> EmbeddingBody:
     check_extras(body, FIELDS, REFUSED)
     number_format = typed(body, "encoding_format", str, "float")
     if number_format not in ("float", "base64"):
-        message = f"encoding_format is {shown(number_format)}: it must be float or base64"
-        raise HttpError(400, message, param="encoding_format")
+        raise wrong_value("encoding_format", number_format, "float or base64")
     dimensions = typed(body, "dimensions", int, None)
     if "input" not in body:
         raise HttpError(400, "input is missing: a text, a list of token ids, or a list of these", param="input")

@@ -15,6 +15,7 @@ from kvern.errors import (
     PromptTooLong,
     RequestFailed,
     ServerBusy,
+    shown,
 )
 from kvern.request.sampling_params import SamplingParams
 
@@ -51,6 +52,11 @@ class HttpError(KvernError):
         self.param = param
         self.code = code
         self.headers = headers
+
+
+def wrong_value(name: str, value: object, right: str) -> HttpError:
+    """Returns the refusal of a field's value; `right` says what it must be."""
+    return HttpError(400, f"{name} is {shown(value)}: it must be {right}", param=name)
 
 
 def error_body(status: int, message: str, param: str | None = None, code: str | None = None) -> dict[str, Any]:

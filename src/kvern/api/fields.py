@@ -10,8 +10,8 @@ from typing import Any
 
 import msgspec
 
-from kvern.api.errors import HttpError
-from kvern.errors import InvalidParameter, shown
+from kvern.api.errors import HttpError, wrong_value
+from kvern.errors import InvalidParameter
 from kvern.request.request import RequestOptions
 from kvern.request.sampling_params import MAX_WIDE_INTEGER, SamplingParams
 
@@ -53,9 +53,7 @@ def read_common(body: Mapping[str, Any]) -> CommonFields:
     """Reads the fields of every API. Raises HttpError."""
     timeout = typed(body, "timeout", (int, float), None)
     if timeout is not None and not 0 < timeout <= LONGEST_TIMEOUT:
-        raise HttpError(
-            400, f"timeout is {shown(timeout)}: it must be above 0 and at most {LONGEST_TIMEOUT}", param="timeout"
-        )
+        raise wrong_value("timeout", timeout, f"above 0 and at most {LONGEST_TIMEOUT}")
     salt = typed(body, "cache_salt", str, "")
     if len(salt) > LONGEST_SALT:
         message = f"cache_salt has {len(salt)} characters: at most {LONGEST_SALT}"
@@ -73,10 +71,9 @@ def typed(body: Mapping[str, Any], name: str, kind: type | tuple[type, ...], def
     value = value if float in kinds else whole(value)
     if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
         expected = " or ".join(JSON_NAMES[kind] for kind in kinds)
-        raise HttpError(400, f"{name} is {shown(value)}: it must be {expected}", param=name)
+        raise wrong_value(name, value, f"{expected}")
     if isinstance(value, int) and not -MAX_WIDE_INTEGER - 1 <= value <= MAX_WIDE_INTEGER:
-        message = f"{name} is {shown(value)}: it must be at least -2**63 and below 2**63"
-        raise HttpError(400, message, param=name)
+        raise wrong_value(name, value, "at least -2**63 and below 2**63")
     return value
 
 

@@ -12,7 +12,7 @@ import msgspec
 
 from kvern.api.chat_fields import read_thinking
 from kvern.api.conversation import ChatBody, plain_messages
-from kvern.api.errors import HttpError
+from kvern.api.errors import HttpError, wrong_value
 from kvern.api.fields import COMMON_FIELDS, CommonFields, read_common, sampling_params, typed
 from kvern.api.message_blocks import blocks
 from kvern.api.other_names import ignored, in_own_words
@@ -99,7 +99,7 @@ def _params(body: Mapping[str, Any]) -> SamplingParams:
     form = body.get("format")
     if form not in (None, ""):
         if form != "json" and not isinstance(form, dict):
-            raise HttpError(400, f"format is {shown(form)}: it must be json or a JSON schema", param="format")
+            raise wrong_value("format", form, "json or a JSON schema")
         values["structured"] = {"json": True if form == "json" else form}
     params = sampling_params(SamplingParams(), {**values, "logprobs": typed(body, "top_logprobs", int, 0)})
     return params if typed(body, "logprobs", bool, False) else params.replace(logprobs=None)

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from kvern.api.errors import HttpError
+from kvern.api.errors import HttpError, wrong_value
 from kvern.api.fields import typed
 from kvern.api.other_names import check_extras
 from kvern.api.text_pairs import OF_PAIRS, REFUSED, SHARED, Relevances, TextPairs, read_texts, text_pairs
@@ -37,7 +37,7 @@ def read_rerank(body: Mapping[str, Any]) -> RerankBody:
     documents = read_texts(typed(body, "documents", list, []), "documents")
     top_n = typed(body, "top_n", int, len(documents))
     if top_n < 0:
-        raise HttpError(400, f"top_n is {top_n}: it must be at least 0, which is all", param="top_n")
+        raise wrong_value("top_n", top_n, "at least 0, which is all")
     pairs = text_pairs(body, [(query, document) for document in documents], ("query", "documents"))
     return RerankBody(pairs, top_n or len(documents), typed(body, "return_documents", bool, True))
 

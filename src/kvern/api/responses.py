@@ -11,7 +11,7 @@ import msgspec
 
 from kvern.api.chat_fields import THINKING_FIELDS, ThinkingFields, read_thinking
 from kvern.api.conversation import ChatBody, plain_messages, template_variables
-from kvern.api.errors import HttpError, status_of
+from kvern.api.errors import HttpError, status_of, wrong_value
 from kvern.api.fields import (
     COMMON_FIELDS,
     LONGEST_METADATA,
@@ -89,8 +89,7 @@ def read_response(body: Mapping[str, Any], model: str, earlier: Messages) -> Res
         if body.get(name) not in (None, value):
             raise HttpError(400, f"{name} is {shown(body[name])}: this server does not do that", param=name)
     if body.get("truncation") not in (None, "auto", "disabled"):
-        message = f"truncation is {shown(body['truncation'])}: it must be auto or disabled"
-        raise HttpError(400, message, param="truncation")
+        raise wrong_value("truncation", body["truncation"], "auto or disabled")
     messages = [*earlier, *input_messages(body.get("input"))]
     instructions = typed(body, "instructions", str, None)
     prompt = [{"role": "system", "content": instructions}] * (instructions is not None) + messages
@@ -137,7 +136,7 @@ def _included(body: Mapping[str, Any]) -> list[str]:
     """Returns the known names in `include`."""
     include = typed(body, "include", list, [])
     if not all(isinstance(name, str) for name in include):
-        raise HttpError(400, f"include is {shown(include)}: it must be a list of names", param="include")
+        raise wrong_value("include", include, "a list of names")
     return sorted(INCLUDABLE & set(include))
 
 

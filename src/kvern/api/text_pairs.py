@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvern.api.completions import read_most_tokens
-from kvern.api.errors import HttpError
+from kvern.api.errors import HttpError, wrong_value
 from kvern.api.fields import COMMON_FIELDS, MOST_SEQUENCES, WITHOUT_EFFECT, CommonFields, read_common, typed
 from kvern.api.other_names import Refused, check_extras
 from kvern.engine.relevance import sigmoid
@@ -135,8 +135,7 @@ def text_pairs(body: Mapping[str, Any], pairs: list[tuple[str, str]], names: tup
         raise HttpError(400, message, param=names[1])
     of_document = typed(body, "max_tokens_per_doc", int, None)
     if of_document is not None and of_document < 1:
-        message = f"max_tokens_per_doc is {of_document}: it must be 1 or more"
-        raise HttpError(400, message, param="max_tokens_per_doc")
+        raise wrong_value("max_tokens_per_doc", of_document, "1 or more")
     return TextPairs(pairs, names, instruction, read_most_tokens(body), of_document, read_common(body))
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 from starlette.requests import Request
 from starlette.responses import Response
 
-from kvern.api.errors import HttpError
+from kvern.api.errors import HttpError, wrong_value
 from kvern.api.fields import LONGEST_TIMEOUT, typed
 from kvern.errors import ConfigError, InvalidRequest, shown
 from kvern.server.apis import Apis
@@ -32,8 +32,7 @@ class AdaptersApi:
         name, engine, body = await self._read(request)
         path = typed(body, "lora_path", str, "")
         if not path or not path.isprintable() or len(path) > LONGEST_PATH:
-            message = f"lora_path is {shown(path)}: it must be a folder, {LONGEST_PATH} printable characters at most"
-            raise HttpError(400, message, param="lora_path")
+            raise wrong_value("lora_path", path, f"a folder, {LONGEST_PATH} printable characters at most")
         if name in self._loading:
             raise HttpError(400, f"lora_name {name} is being loaded: choose another name", param="lora_name")
         if any(other.answers_for(name) for other in self._service.engines if other is not engine):
@@ -64,8 +63,7 @@ class AdaptersApi:
         body = await read_object(request)
         name = typed(body, "lora_name", str, "")
         if not 0 < len(name) <= LONGEST_NAME or not name.isprintable():
-            message = f"lora_name is {shown(name)}: it must be a name of 1 to {LONGEST_NAME} printable characters"
-            raise HttpError(400, message, param="lora_name")
+            raise wrong_value("lora_name", name, f"a name of 1 to {LONGEST_NAME} printable characters")
         return name, self._service.engine_of(self._service.model(body)), body
 
     def _allowed(self, path: str) -> Path:
@@ -106,8 +104,7 @@ class EnginesApi:
         name = typed(body, "engine", str, "")
         seconds = typed(body, "grace_seconds", (int, float), self._service.config.grace_seconds)
         if not 0 <= seconds <= LONGEST_TIMEOUT:
-            message = f"grace_seconds is {shown(seconds)}: it must be a number from 0 to {LONGEST_TIMEOUT:.0f}"
-            raise HttpError(400, message, param="grace_seconds")
+            raise wrong_value("grace_seconds", seconds, f"a number from 0 to {LONGEST_TIMEOUT:.0f}")
         try:
             await until_gone(engine.client.replicas.remove(name, seconds), request.receive)
         except InvalidRequest as error:

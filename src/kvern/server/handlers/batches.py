@@ -27,7 +27,7 @@ from starlette.responses import Response
 from kvern.api.batch_rows import answer_row, read_row
 from kvern.api.completions import CHAT, COMPLETIONS
 from kvern.api.embeddings import EMBEDDINGS
-from kvern.api.errors import HttpError, body_of, error_body, status_of
+from kvern.api.errors import HttpError, body_of, error_body, status_of, wrong_value
 from kvern.api.fields import read_metadata, typed
 from kvern.api.other_names import as_sent, sent_names
 from kvern.api.rerank import RERANK
@@ -392,10 +392,9 @@ class Batches:
         key: ApiKey = request.state.key
         endpoint, window = body.get("endpoint"), body.get("completion_window", "24h")
         if not isinstance(endpoint, str) or endpoint not in self._answerers:
-            message = f"endpoint is {shown(endpoint)}: it must be one of {', '.join(self._answerers)}"
-            raise HttpError(400, message, param="endpoint")
+            raise wrong_value("endpoint", endpoint, f"one of {', '.join(self._answerers)}")
         if window != "24h":
-            raise HttpError(400, f"completion_window is {shown(window)}: it must be 24h", param="completion_window")
+            raise wrong_value("completion_window", window, "24h")
         source = await self._store.load("file", key.name, typed(body, "input_file_id", str, ""))
         now = int(time.time())
         times = dict.fromkeys(f"{name}_at" for name in ("in_progress", "finalizing", "completed", "failed", "expired"))

@@ -14,7 +14,7 @@ from starlette.requests import Request
 from starlette.responses import FileResponse, Response
 from starlette.types import Message as ASGIMessage
 
-from kvern.api.errors import HttpError
+from kvern.api.errors import HttpError, wrong_value
 from kvern.errors import shown
 from kvern.server.apis import Apis
 from kvern.server.http import json_response
@@ -66,8 +66,7 @@ class Files:
             if not isinstance(upload, UploadFile):
                 raise HttpError(400, "file is missing: send a multipart form with file and purpose", param="file")
             if purpose not in PURPOSES:
-                message = f"purpose is {shown(purpose)}: it must be one of {', '.join(PURPOSES)}"
-                raise HttpError(400, message, param="purpose")
+                raise wrong_value("purpose", purpose, f"one of {', '.join(PURPOSES)}")
             name = (upload.filename or "file")[:255]
             file_id, size = await self._store.write(owner, parts_of(upload))
         body = file_object(file_id, size, name, purpose)
@@ -83,8 +82,7 @@ class Files:
         found = await self._store.all("file", request.state.key.name)
         purpose = request.query_params.get("purpose")
         if purpose not in (None, *PURPOSES, OUTPUT):
-            message = f"purpose is {shown(purpose)}: it must be one of {', '.join((*PURPOSES, OUTPUT))}"
-            raise HttpError(400, message, param="purpose")
+            raise wrong_value("purpose", purpose, f"one of {', '.join((*PURPOSES, OUTPUT))}")
         return json_response(page_of([body for _, body in found if purpose in (None, body["purpose"])], request))
 
     async def retrieve(self, request: Request) -> Response:
@@ -113,7 +111,7 @@ def page_of(found: list[Object], request: Request) -> Object:
     """Returns a page of `limit` objects after the one named `after`. Raises HttpError."""
     limit, after = request.query_params.get("limit", "20"), request.query_params.get("after")
     if re.fullmatch("[0-9]{1,5}", limit) is None or not 1 <= int(limit) <= MOST_ON_PAGE:
-        raise HttpError(400, f"limit is {shown(limit)}: it must be 1 to {MOST_ON_PAGE}", param="limit")
+        raise wrong_value("limit", limit, f"1 to {MOST_ON_PAGE}")
     if after is not None:
         places = [index for index, body in enumerate(found) if body["id"] == after]
         if not places:

@@ -12,12 +12,12 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from kvern.api.errors import HttpError
+from kvern.api.errors import HttpError, wrong_value
 from kvern.api.fields import merge_extra, read_metadata, typed
 from kvern.api.response_items import input_messages, kept_items, read_items, referred
 from kvern.api.response_output import response_of
 from kvern.api.responses import KNOWN, ResponseBody, ResponseEvents, complete, read_response
-from kvern.errors import KvernError, shown
+from kvern.errors import KvernError
 from kvern.io.json_lines import as_json
 from kvern.server.apis import Apis
 from kvern.server.bodies import let_go, read_object
@@ -152,10 +152,9 @@ class Responses:
         query = request.query_params
         stream, after = query.get("stream", "false"), query.get("starting_after")
         if stream not in ("true", "false"):
-            raise HttpError(400, f"stream is {shown(stream)}: it must be true or false", param="stream")
+            raise wrong_value("stream", stream, "true or false")
         if after is not None and re.fullmatch("[0-9]{1,15}", after) is None:
-            message = f"starting_after is {shown(after)}: it must be the number of an event"
-            raise HttpError(400, message, param="starting_after")
+            raise wrong_value("starting_after", after, "the number of an event")
         if stream == "false":
             return json_response(found.body)
         number = -1 if after is None else int(after)
@@ -303,8 +302,7 @@ def read_conversation_id(body: Mapping[str, Any]) -> str | None:
         raise HttpError(400, message, param="conversation")
     conversation_id = conversation if isinstance(conversation, str) else conversation.get("id")
     if not isinstance(conversation_id, str):
-        message = f"conversation is {shown(conversation)}: it must be the id of a conversation"
-        raise HttpError(400, message, param="conversation")
+        raise wrong_value("conversation", conversation, "the id of a conversation")
     return conversation_id
 
 
@@ -312,7 +310,7 @@ def ordered(items: list[dict[str, Any]], request: Request) -> list[dict[str, Any
     """Returns items in the `order` of the query, newest first by default. Raises HttpError."""
     order = request.query_params.get("order", "desc")
     if order not in ORDERS:
-        raise HttpError(400, f"order is {shown(order)}: it must be asc or desc", param="order")
+        raise wrong_value("order", order, "asc or desc")
     return items if order == "asc" else items[::-1]
 
 
