@@ -4,14 +4,13 @@ from typing import Any
 
 import pytest
 
-from kvern.api import embeddings, rerank, scores, text_pairs
+from kvern.api import embeddings, scores, text_pairs
 from kvern.api.embeddings import embedding_answer, read_embedding
 from kvern.api.errors import HttpError
 from kvern.api.fields import sampling_params, typed
 from kvern.api.other_names import as_sent, sent_names
-from kvern.api.rerank import read_rerank
 from kvern.api.scores import read_score
-from kvern.api.text_pairs import read_pairs
+from kvern.api.text_pairs import read_pairs, read_rerank
 from kvern.batch.job import failure
 from kvern.batch.readers import Row
 from kvern.engine.embedding import embedding_of
@@ -71,7 +70,8 @@ def test_what_asks_for_nothing_is_taken() -> None:
         ("continuations", {"temperature": 1.0}),
     ):
         assert READERS[route](harmless | fields) == READERS[route]({})
-    assert all("colour" not in known for known in (embeddings.KNOWN, rerank.KNOWN, scores.KNOWN, text_pairs.KNOWN))
+    fields = (embeddings.KNOWN, scores.KNOWN, text_pairs.KNOWN, text_pairs.RERANK_KNOWN)
+    assert all("colour" not in known for known in fields)
 
 
 @pytest.mark.parametrize("fields", [{"normalize": False}, {"use_activation": False}, {"normalize": True}, {}])

@@ -13,7 +13,7 @@ import ollama
 import pytest
 
 from kvern import LLM
-from kvern.api.rerank import read_rerank
+from kvern.api.text_pairs import read_rerank
 from kvern.errors import ConfigError
 from kvern.server.config import ServerConfig
 from tests.support.served import KEY, QUESTION, Served, serving

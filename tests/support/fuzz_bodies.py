@@ -5,9 +5,9 @@ from typing import Any
 
 from kvern.api.completions import CHAT
 from kvern.api.messages import COUNT_TOKENS, MESSAGES
-from kvern.api.rerank import RERANK
 from kvern.api.response_items import packed_reasoning
 from kvern.api.scores import SCORE
+from kvern.api.text_pairs import RERANK
 
 Path = tuple[str | int, ...]
 

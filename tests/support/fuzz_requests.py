@@ -18,7 +18,7 @@ from urllib.parse import quote
 
 import msgspec
 
-from kvern.api import messages, ollama, rerank, responses, scores, text_pairs
+from kvern.api import messages, ollama, responses, scores, text_pairs
 from kvern.api.chat_fields import CHAT_FIELDS
 from kvern.api.completions import CHAT, COMPLETIONS, ONLY_VALUES, OWN_FIELDS
 from kvern.api.fields import WITHOUT_EFFECT
@@ -79,7 +79,7 @@ EXTRA_FIELDS: dict[str, frozenset[str]] = {
     messages.MESSAGES: messages.KNOWN,
     ollama.CHAT: ollama.KNOWN,
     ollama.GENERATE: ollama.KNOWN,
-    rerank.RERANK: rerank.KNOWN,
+    text_pairs.RERANK: text_pairs.RERANK_KNOWN,
     scores.SCORE: scores.KNOWN | text_pairs.KNOWN,
 }
 """Fields of a route that its description lacks."""

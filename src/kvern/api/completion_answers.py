@@ -238,11 +238,6 @@ class CompletionWriter:
         """`ChatRequest.lacks`."""
         return () if self._chat is None else self._chat.lacks
 
-    @property
-    def is_large(self) -> bool:
-        """An answer may have many log-probabilities."""
-        return self._options.logprobs is not None or self._options.prompt_logprobs
-
     def answer(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
         """Returns all answers and frees their log-probabilities."""
         options = self._options

@@ -71,7 +71,7 @@ def typed(body: Mapping[str, Any], name: str, kind: type | tuple[type, ...], def
     value = value if float in kinds else whole(value)
     if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
         expected = " or ".join(JSON_NAMES[kind] for kind in kinds)
-        raise wrong_value(name, value, f"{expected}")
+        raise wrong_value(name, value, expected)
     if isinstance(value, int) and not -MAX_WIDE_INTEGER - 1 <= value <= MAX_WIDE_INTEGER:
         raise wrong_value(name, value, "at least -2**63 and below 2**63")
     return value

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 ROUTES = """
 POST   /v1/completions                                     completions:Completions.create
 POST   /v1/chat/completions                                completions:Completions.create
-POST   /v1/embeddings                                      embeddings:Embeddings.create
+POST   /v1/embeddings                                      whole_answers:Embeddings.create
 POST   /v1/score                                           scores:Scores.create
 POST   /v1/rerank                                          scores:Rerank.create
 POST   /v1/messages                                        messages:MessagesApi.create

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import msgspec
+from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response
 from starlette.types import Receive, Scope, Send
 
@@ -181,6 +182,12 @@ async def until_gone(work: Awaitable[T], receive: Receive) -> T | None:
             await leaving
         with contextlib.suppress(asyncio.CancelledError, Exception):
             await working
+
+
+async def whole_answer(request: Request, work: Awaitable[object], headers: Mapping[str, str] | None = None) -> Response:
+    """Answers with the result of `work` as JSON. If the client leaves first, `work` is cancelled."""
+    whole = await until_gone(work, request.receive)
+    return Response(status_code=CLIENT_GONE) if whole is None else json_response(whole, headers=headers)
 
 
 class SentInPieces(Response):

@@ -19,10 +19,9 @@ from kvern.api.fields import MOST_SEQUENCES
 from kvern.api.messages import COUNT_TOKENS, MESSAGES
 from kvern.api.ollama import CHAT as OLLAMA_CHAT
 from kvern.api.ollama import GENERATE, LINES
-from kvern.api.rerank import RERANK
 from kvern.api.responses import LONGEST_NAME, NAMES
 from kvern.api.scores import SCORE
-from kvern.api.text_pairs import MOST_PAIRS
+from kvern.api.text_pairs import MOST_PAIRS, RERANK
 from kvern.api.text_pairs import NAMES as PAIR_NAMES
 from kvern.documentation import field_documents
 from kvern.request.sampling_params import SamplingParams

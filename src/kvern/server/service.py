@@ -24,11 +24,11 @@ from kvern.request.outputs import RequestOutput
 from kvern.request.request import RequestOptions
 from kvern.request.sampling_params import SamplingParams
 from kvern.server.config import ServerConfig
-from kvern.server.http import WRITERS
+from kvern.server.http import WRITERS, write_large
 from kvern.server.keys import ApiKey, users_of
 from kvern.serving.client import EngineClient
 from kvern.serving.workload import Generation
-from kvern.tools.chat import PromptOptions
+from kvern.tools.chat import ChatRequest
 
 RATE_WINDOW = 128
 """The number of a key's last answers from which its rate is estimated."""
@@ -326,9 +326,12 @@ class Service:
         owner = key.name if len(self.users) > 1 and not self.config.share_prefix_cache else ""
         return f"{owner}\0{common.cache_salt}".encode() if owner or common.cache_salt else b""
 
-    def prompt_options(self, conversation: ChatBody, common: CommonFields, key: ApiKey) -> PromptOptions:
-        """Returns the options of a conversation's prompt, with the namespace of its cached token ids."""
-        return dataclasses.replace(conversation.options, namespace=self.namespace(common, key))
+    async def chat(
+        self, model: str, talk: ChatBody, params: SamplingParams, common: CommonFields, key: ApiKey
+    ) -> ChatRequest:
+        """Returns a conversation as a prompt for the model, with a reader of its answer."""
+        options = dataclasses.replace(talk.options, namespace=self.namespace(common, key))
+        return await self.engine_of(model).client.inputs.chat(talk.messages, params, talk.use, options, key.owner)
 
     def ask(
         self,
@@ -401,3 +404,8 @@ class Service:
             raise
         running.close()
         return running
+
+    async def written(self, ask: Ask, write: Callable[[Running], object]) -> object:
+        """Generates like `ended` and returns what `write` makes of the answers; if they are large, as JSON."""
+        running = await self.ended(ask)
+        return await write_large(lambda: write(running)) if ask.is_large else write(running)

@@ -30,16 +30,16 @@ from kvern.api.embeddings import EMBEDDINGS
 from kvern.api.errors import HttpError, body_of, error_body, status_of, wrong_value
 from kvern.api.fields import read_metadata, typed
 from kvern.api.other_names import as_sent, sent_names
-from kvern.api.rerank import RERANK
 from kvern.api.scores import SCORE
+from kvern.api.text_pairs import RERANK
 from kvern.errors import EngineClosed, EngineUnavailable, InvalidRequest, KvernError, ServerBusy, shown
 from kvern.io.json_lines import BYTE_ORDER_MARK, json_line, read_json, wide_encoding
 from kvern.server.apis import Apis
 from kvern.server.bodies import MAX_BODY_BYTES, SMALL_BODY_BYTES, Lane, check_counts, decode_object, read_object
 from kvern.server.handlers.completions import Completions
-from kvern.server.handlers.embeddings import Embeddings
 from kvern.server.handlers.files import OUTPUT, PART_BYTES, file_object, page_of
 from kvern.server.handlers.scores import Rerank, Scores
+from kvern.server.handlers.whole_answers import Embeddings
 from kvern.server.http import json_response, write_large
 from kvern.server.keys import ApiKey
 from kvern.server.service import Answerer

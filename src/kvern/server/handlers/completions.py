@@ -12,16 +12,13 @@ from kvern.server.apis import Apis
 from kvern.server.bodies import let_go, read_object
 from kvern.server.http import (
     CHUNKS,
-    CLIENT_GONE,
     LACKS_HEADER,
     EventStream,
     apart,
     header_of_names,
     ignored_header,
-    json_response,
     path_of,
-    until_gone,
-    write_large,
+    whole_answer,
 )
 from kvern.server.keys import ApiKey
 from kvern.server.service import Answerer, Ask
@@ -44,13 +41,8 @@ class Completions:
         if stream:
             running = await service.start(ask)
             chunks = writer.chunks(running.outputs, running, service.config.stream_interval)
-            return EventStream(chunks, running.leave, headers, CHUNKS, writer.is_large)
-        outputs = await until_gone(service.run(ask), request.receive)
-        if outputs is None:
-            return Response(status_code=CLIENT_GONE)
-        answer = writer.answer
-        whole = await write_large(lambda: answer(outputs)) if writer.is_large else answer(outputs)
-        return json_response(whole, headers=headers)
+            return EventStream(chunks, running.leave, headers, CHUNKS, ask.is_large)
+        return await whole_answer(request, service.written(ask, lambda ended: writer.answer(ended.outputs)), headers)
 
     def answerer(self, url: str) -> Answerer:
         """Returns the answerer of batch rows for one of the routes."""
@@ -59,7 +51,7 @@ class Completions:
             ask, writer, _ = await self._read(body, url, key)
             body.clear()
             outputs = await self._service.run(ask)
-            return await apart(lambda: writer.answer(outputs)) if writer.is_large else writer.answer(outputs)
+            return await apart(lambda: writer.answer(outputs)) if ask.is_large else writer.answer(outputs)
 
         return answer
 
@@ -68,13 +60,13 @@ class Completions:
         merge_extra(body)
         model = self._service.model(body)
         engine, asked = self._service.engine_of(model), read_completion(body, url)
-        inputs, chat = engine.client.inputs, None
+        chat = None
         prompts, params = asked.prompts, asked.params
         if (talk := asked.conversation) is not None:
-            options = self._service.prompt_options(talk, asked.common, key)
-            chat = await inputs.chat(talk.messages, params, talk.use, options, key.owner)
+            chat = await self._service.chat(model, talk, params, asked.common, key)
             prompts, params = [chat.prompt], chat.params
         elif asked.encoding is not None:
-            prompts = [await inputs.encoded(prompt, asked.encoding, params.max_tokens) for prompt in prompts]
+            encoded = engine.client.inputs.encoded
+            prompts = [await encoded(prompt, asked.encoding, params.max_tokens) for prompt in prompts]
         ask = self._service.ask(model, asked.common, prompts, params, key)
         return ask, CompletionWriter(asked.options, model, engine.client.tokenizer, chat), asked.stream

@@ -20,7 +20,7 @@ from kvern.server.http import (
     StreamFormat,
     header_of_names,
     json_response,
-    until_gone,
+    whole_answer,
 )
 
 IGNORED_TOOLS_HEADER = "x-kvern-ignored-tools"
@@ -47,14 +47,12 @@ class MessagesApi:
             options = dataclasses.replace(conversation.options, thinking_budget=None)
             conversation = dataclasses.replace(conversation, options=options)
             unused.append("thinking.budget_tokens")
-        options = service.prompt_options(conversation, asked.common, key)
-        messages, use = conversation.messages, conversation.use
-        chat = await inputs.chat(messages, asked.params, use, options, key.owner)
+        chat = await service.chat(model, conversation, asked.params, asked.common, key)
         ask, stream = service.ask(model, asked.common, [chat.prompt], chat.params, key), asked.stream
         left_out = ignored_tools(typed(body, "tools", list, []))
         headers = header_of_names(IGNORED_HEADER, unused) | header_of_names(IGNORED_TOOLS_HEADER, left_out)
         headers |= header_of_names(LACKS_HEADER, chat.lacks)
-        del asked, conversation, messages, use, options
+        del asked, conversation
         let_go(request, body)
         if stream:
             running = await service.start(ask)
@@ -62,8 +60,8 @@ class MessagesApi:
             events = message_events(output, chat, model, running)
             failed = functools.partial(_failed_event, request.state.request_id)
             return EventStream(events, running.close, headers, StreamFormat(failed=failed))
-        outputs = await until_gone(service.run(ask), request.receive)
-        return json_response({} if outputs is None else message_answer(outputs[0], chat, model), headers=headers)
+        work = service.written(ask, lambda ended: message_answer(ended.outputs[0], chat, model))
+        return await whole_answer(request, work, headers)
 
     async def count_tokens(self, request: Request) -> Response:
         """POST /v1/messages/count_tokens."""

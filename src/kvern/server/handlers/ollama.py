@@ -37,10 +37,10 @@ from kvern.server.http import (
     json_response,
     path_of,
     until_gone,
-    write_large,
+    whole_answer,
 )
 from kvern.server.keys import ApiKey
-from kvern.server.service import Ask, Running, ServedEngine
+from kvern.server.service import Running, ServedEngine
 from kvern.text.tokenizer import read_json
 from kvern.tools.chat import ChatRequest
 from kvern.tools.encoding import Encoding
@@ -208,26 +208,19 @@ class OllamaApi:
             seconds = functools.partial(_seconds, started, began)
             lines = writer.lines(started.outputs[0], started, seconds)
             return EventStream(lines, started.leave, headers, STREAM, ask.is_large)
-        whole = await until_gone(self._whole(ask, writer, began), request.receive)
-        return Response(status_code=CLIENT_GONE) if whole is None else json_response(whole, headers=headers)
+        work = self._service.written(ask, lambda ended: writer.whole(ended.outputs[0], _seconds(ended, began)))
+        return await whole_answer(request, work, headers)
 
     async def _chat(self, asked: OllamaBody, model: str, key: ApiKey) -> ChatRequest | None:
         """Returns the conversation as a prompt with a reader of its answer; None if the text goes to the model as it
         is."""
         if (talk := asked.conversation) is None:
             return None
-        engine = self._service.engine_of(model)
-        options = self._service.prompt_options(talk, asked.common, key)
-        chat = await engine.client.inputs.chat(talk.messages, asked.params, talk.use, options, key.owner)
+        chat = await self._service.chat(model, talk, asked.params, asked.common, key)
         if not asked.context:
             return chat
-        begun = chat.prompt[:1] == [engine.client.tokenizer.bos_token_id]
+        begun = chat.prompt[:1] == [self._service.engine_of(model).client.tokenizer.bos_token_id]
         return dataclasses.replace(chat, prompt=[*asked.context, *chat.prompt[begun:]])
-
-    async def _whole(self, ask: Ask, writer: OllamaWriter, began: float) -> object:
-        started = await self._service.ended(ask)
-        whole = functools.partial(writer.whole, started.outputs[0], _seconds(started, began))
-        return await write_large(whole) if ask.is_large else whole()
 
     async def embed(self, request: Request) -> Response:
         """POST /api/embed (`input`, one or several texts) and the older /api/embeddings (`prompt`).

@@ -109,16 +109,14 @@ class Responses:
             if conversation is not None:
                 await self._store.conversations.check_room(key.name, conversation, items)
                 asked.response["conversation"] = {"id": conversation}
-            inputs, talk = self._service.engine_of(model).client.inputs, asked.conversation
-            options = self._service.prompt_options(talk, asked.common, key)
-            chat = await inputs.chat(talk.messages, asked.params, talk.use, options, key.owner)
+            chat = await self._service.chat(model, asked.conversation, asked.params, asked.common, key)
             ask = self._service.ask(model, asked.common, [chat.prompt], chat.params, key)
             stream, is_stored = asked.stream, asked.response["store"]
             kept = items if is_stored or conversation is not None else []
             earlier = as_json(before if is_stored else [])
             record = Record(key.name, asked.response, earlier, as_json(kept), conversation)
             headers = ignored_header(body, KNOWN) | header_of_names(LACKS_HEADER, chat.lacks)
-            del asked, talk, options, before, items, kept
+            del asked, before, items, kept
             let_go(request, body)
             if is_stored:
                 self._store.hold(record)

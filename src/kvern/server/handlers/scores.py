@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence, 
 from pathlib import Path
 from typing import Any, TypeVar
 
-from kvern.api import rerank, text_pairs
+from kvern.api import text_pairs
 from kvern.api.chat_fields import read_thinking
 from kvern.api.errors import HttpError
 from kvern.api.fields import merge_extra
@@ -231,7 +231,7 @@ class Scores(WholeAnswers):
 class Rerank(WholeAnswers):
     """Handler of /v1/rerank."""
 
-    known = rerank.KNOWN
+    known = text_pairs.RERANK_KNOWN
 
     def __init__(self, apis: Apis) -> None:
         super().__init__(apis)
@@ -239,7 +239,7 @@ class Rerank(WholeAnswers):
 
     async def answer(self, body: Body, key: ApiKey, has_read: Callable[[], None] = lambda: None) -> Body:
         merge_extra(body)
-        model, wanted = self._service.model(body), rerank.read_rerank(body)
+        model, wanted = self._service.model(body), text_pairs.read_rerank(body)
         body.clear()
         has_read()
-        return rerank.rerank_answer(wanted, await self._relevance.of(wanted.asked, model, key), model)
+        return text_pairs.rerank_answer(wanted, await self._relevance.of(wanted.asked, model, key), model)

@@ -1,4 +1,4 @@
-"""Routes that never stream: the answer is one object, for a client or for a row of a batch."""
+"""Routes that never stream: the answer is one object, for a client or for a row of a batch. /v1/embeddings is one."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping
@@ -7,10 +7,13 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
+from kvern.api.embeddings import KNOWN, embedding_answer, read_embedding
 from kvern.api.fields import merge_extra
+from kvern.engine.embedding import check_embeds
+from kvern.request.sampling_params import SamplingParams
 from kvern.server.apis import Apis
 from kvern.server.bodies import read_object
-from kvern.server.http import json_response, strangers_header, until_gone
+from kvern.server.http import strangers_header, whole_answer
 from kvern.server.keys import ApiKey
 
 Body = dict[str, Any]
@@ -30,7 +33,7 @@ class WholeAnswers(ABC):
         merge_extra(body)
         headers = strangers_header(body, self.fields_of(body))
         work = self.answer(body, request.state.key, request.state.held.close)
-        return json_response(await until_gone(work, request.receive), headers=headers)
+        return await whole_answer(request, work, headers)
 
     def fields_of(self, body: Mapping[str, Any]) -> Collection[str]:
         """Returns the fields that have an effect in this body."""
@@ -42,3 +45,25 @@ class WholeAnswers(ABC):
 
         Raises HttpError, InvalidRequest, EngineDied or DeadlineExceeded.
         """
+
+
+class Embeddings(WholeAnswers):
+    """Handler of /v1/embeddings."""
+
+    known = KNOWN
+
+    async def answer(self, body: Body, key: ApiKey, has_read: Callable[[], None] = lambda: None) -> Body:
+        merge_extra(body)
+        service = self._service
+        model = service.model(body)
+        client = service.engine_of(model).client
+        check_embeds(client.inputs.model, client.folder, model)
+        asked = read_embedding(body)
+        prompts = asked.prompts
+        if asked.encoding is not None:
+            encoding = asked.encoding.within(client.inputs.max_model_len - (not client.inputs.model.is_encoder))
+            prompts = [await client.inputs.encoded(prompt, encoding, None) for prompt in prompts]
+        ask = service.ask(model, asked.common, prompts, SamplingParams(), key, embed=True)
+        body.clear()
+        has_read()
+        return embedding_answer(await service.run(ask), model, asked)
