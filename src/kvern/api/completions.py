@@ -14,7 +14,7 @@ from kvern.api.conversation import ChatBody, read_chat_body
 from kvern.api.errors import HttpError, wrong_value
 from kvern.api.fields import COMMON_FIELDS, WITHOUT_EFFECT, CommonFields, read_common, sampling_params, typed
 from kvern.api.forms import STRUCTURED, structured_of
-from kvern.api.other_names import RENAMED, WINDOWS, in_own_words
+from kvern.api.other_names import RENAMED, WINDOWS, Refused, check_refused, in_own_words
 from kvern.engine.inputs import Prompt
 from kvern.errors import InvalidParameter, shown
 from kvern.request.sampling_params import MAX_LOGPROBS, SamplingParams
@@ -56,40 +56,28 @@ OWN_FIELDS = {
     "stream_interval", *STRUCTURED, *CHAT_FIELDS,
 }
 # fmt: on
-ONLY_VALUES: dict[str, tuple[object, ...]] = {
-    "stream": (None, False),
-    "stream_options": (None,),
-    "echo": (None, False),
-    "suffix": (None, ""),
-    "best_of": (None, 1),
-    "modalities": (None, ["text"]),
-    "audio": (None,),
-    "web_search_options": (None,),
-    "functions": (None, []),
-    "function_call": (None, "none", "auto"),
-    "chat_template": (None,),
-    "prompt_embeds": (None,),
-    "kv_transfer_params": (None,),
-    "ec_transfer_params": (None,),
-    "logprob_token_ids": (None,),
-    "repetition_detection": (None,),
-    "watermarking": (None, False),
+_NOT_DONE = "this server does not do that"
+_CACHED = "this server computes prompts itself, or has them in its cache; leave it out"
+_TEMPLATE = (
+    "a template is a program, and this server runs its operator's only; leave it out, or send the prompt as you want "
+    "it to /v1/completions"
+)
+ONLY_VALUES: Refused = {
+    **dict.fromkeys(("stream", "echo", "watermarking"), ((False,), _NOT_DONE)),
+    **dict.fromkeys(("stream_options", "audio", "repetition_detection"), ((), _NOT_DONE)),
+    **dict.fromkeys(("kv_transfer_params", "ec_transfer_params"), ((), _CACHED)),
+    "suffix": (("",), _NOT_DONE),
+    "best_of": ((1,), _NOT_DONE),
+    "modalities": ((["text"],), _NOT_DONE),
+    "functions": (([],), "it is the older name of tools; send tools instead"),
+    "function_call": (("none", "auto"), "it is the older name of tool_choice; send tools and tool_choice instead"),
+    "chat_template": ((), _TEMPLATE),
+    "prompt_embeds": ((), "this server reads tokens, no embeddings; send prompt, a text or a list of token ids"),
+    "web_search_options": ((), "this server searches nothing; give the model a tool that does"),
+    "logprob_token_ids": ((), "ask for top_logprobs, or send the texts to /v1/score"),
 }
-"""Fields of OpenAI and vLLM that are accepted only with these values, which change nothing."""
-REMEDIES = {
-    "functions": "it is the older name of tools; send tools instead",
-    "function_call": "it is the older name of tool_choice; send tools and tool_choice instead",
-    "chat_template": "a template is a program, and this server runs its operator's only; leave it out, or send the "
-    "prompt as you want it to /v1/completions",
-    "prompt_embeds": "this server reads tokens, no embeddings; send prompt, a text or a list of token ids",
-    "kv_transfer_params": "this server computes prompts itself, or has them in its cache; leave it out",
-    "ec_transfer_params": "this server computes prompts itself, or has them in its cache; leave it out",
-    "web_search_options": "this server searches nothing; give the model a tool that does",
-    "logprob_token_ids": "ask for top_logprobs, or send the texts to /v1/score",
-}
-"""Advice in the refusal of these fields."""
-STREAMING = ("stream", "stream_options", "echo", "best_of")
-"""Fields of ONLY_VALUES that the server supports with any value."""
+"""Fields of OpenAI and vLLM with the values that change nothing, and advice. The routes support some of them with any
+value; files of requests do not."""
 FIELDS = frozenset(WITHOUT_EFFECT | OWN_FIELDS | set(ONLY_VALUES) | set(SamplingParams.__struct_fields__))
 KNOWN = FIELDS | set(COMMON_FIELDS)
 
@@ -255,20 +243,17 @@ def _request_id(body: Mapping[str, Any]) -> str | None:
 
 
 def _check_only_values(body: Mapping[str, Any], is_chat: bool) -> None:
-    searching = bool(body.get("use_beam_search"))
-    for name, values in ONLY_VALUES.items():
-        if searching and name == "best_of":
-            continue  # the number of beams
-        if name in body and body[name] not in values and (name not in STREAMING or (is_chat and name == "best_of")):
-            remedy = REMEDIES.get(name, "this server does not do that")
-            raise HttpError(400, f"{name} is {shown(body[name])}: {remedy}", param=name)
+    supported = {"stream", "stream_options", "echo"}
+    if not is_chat or body.get("use_beam_search"):
+        supported.add("best_of")  # of a search it is the number of beams
+    check_refused(body, {name: refusal for name, refusal in ONLY_VALUES.items() if name not in supported})
 
 
 def check_fields(body: Mapping[str, Any]) -> None:
     """Refuses fields that a file of requests cannot use, and unknown ones, by name. Raises InvalidParameter."""
     for name, value in body.items():
         if name in ONLY_VALUES and not (name == "best_of" and body.get("use_beam_search")):
-            if value not in ONLY_VALUES[name]:
+            if value is not None and value not in ONLY_VALUES[name][0]:
                 raise InvalidParameter(f"{name} is {shown(value)}: a batch does not support that; leave it out")
         elif name not in FIELDS and name not in RENAMED and name not in WINDOWS:
             raise InvalidParameter(f"unknown field {name!r} in body: leave it out")

@@ -6,14 +6,16 @@ The limits are higher than any use needs, and low enough for the server.
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
 from kvern.api.errors import HttpError, wrong_value
-from kvern.errors import InvalidParameter
+from kvern.errors import InvalidParameter, InvalidRequest, shown
 from kvern.request.request import RequestOptions
 from kvern.request.sampling_params import MAX_WIDE_INTEGER, SamplingParams
+
+T = TypeVar("T")
 
 COMMON_FIELDS = ("priority", "timeout", "cache_salt")
 """Fields of every API beside its own parameters and those of SamplingParams."""
@@ -28,6 +30,9 @@ LONGEST_SALT = 256
 MOST_METADATA = 16
 LONGEST_METADATA_NAME = 64
 LONGEST_METADATA = 512
+
+PARAMETERS = frozenset(SamplingParams.__struct_fields__) - {"n", "logprobs", "prompt_logprobs", "prompt_logprobs_from"}
+"""Sampling parameters of APIs that give one answer, and ask for log-probabilities in another way."""
 
 JSON_NAMES = {
     int: "a whole number",
@@ -74,6 +79,15 @@ def typed(body: Mapping[str, Any], name: str, kind: type | tuple[type, ...], def
         raise wrong_value(name, value, expected)
     if isinstance(value, int) and not -MAX_WIDE_INTEGER - 1 <= value <= MAX_WIDE_INTEGER:
         raise wrong_value(name, value, "at least -2**63 and below 2**63")
+    return value
+
+
+def inner(values: Mapping[str, Any], name: str, kind: type[T], place: str, right: str) -> T:
+    """Returns a value of this type in an object at `place` of a body; `right` says what it must be. Raises
+    InvalidRequest."""
+    value = values.get(name)
+    if not isinstance(value, kind):
+        raise InvalidRequest(f"{place}.{name} is {shown(value)}: it must be {right}")
     return value
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from kvern.api.chat_fields import THINKING_FIELDS, read_thinking
 from kvern.api.conversation import ChatBody, plain_messages, template_variables
 from kvern.api.errors import HttpError
-from kvern.api.fields import COMMON_FIELDS, CommonFields, read_common, sampling_params, typed
+from kvern.api.fields import COMMON_FIELDS, PARAMETERS, CommonFields, read_common, sampling_params, typed
 from kvern.api.message_blocks import BlockEvents, blocks, chat_messages, text
 from kvern.api.other_names import in_own_words
 from kvern.errors import InvalidRequest, shown
@@ -109,7 +109,6 @@ def chat_tool_choice(choice: Mapping[str, Any], tools: Sequence[Any]) -> tuple[o
 
 MESSAGES = "/v1/messages"
 COUNT_TOKENS = "/v1/messages/count_tokens"
-PARAMETERS = set(SamplingParams.__struct_fields__) - {"n", "logprobs", "prompt_logprobs", "prompt_logprobs_from"}
 # fmt: off
 KNOWN = frozenset({
     "messages", "model", "max_tokens", "system", "stop_sequences", "stream", "tools", "tool_choice", "thinking",

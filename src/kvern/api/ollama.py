@@ -13,7 +13,7 @@ import msgspec
 from kvern.api.chat_fields import read_thinking
 from kvern.api.conversation import ChatBody, plain_messages
 from kvern.api.errors import HttpError, wrong_value
-from kvern.api.fields import COMMON_FIELDS, CommonFields, read_common, sampling_params, typed
+from kvern.api.fields import COMMON_FIELDS, PARAMETERS, CommonFields, read_common, sampling_params, typed
 from kvern.api.message_blocks import blocks
 from kvern.api.other_names import ignored, in_own_words
 from kvern.api.text_logprobs import finite, tables_at_once
@@ -34,8 +34,7 @@ VERSION = "0.12.11"
 """The version of ollama whose API this is: clients check it before they use newer features."""
 LATEST = ":latest"
 """The tag that ollama adds to a model's name without one."""
-PER_ANSWER = {"n", "beam_width", "logprobs", "prompt_logprobs", "prompt_logprobs_from", "structured"}
-OPTIONS = frozenset(SamplingParams.__struct_fields__) - PER_ANSWER
+OPTIONS = PARAMETERS - {"beam_width", "structured"}
 """Sampling parameters that `options` may hold; other options are ignored."""
 REFUSED = {
     "images": "this model takes text only",

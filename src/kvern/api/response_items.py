@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from kvern.api.conversation import parts_of, text_of
-from kvern.api.fields import typed
+from kvern.api.fields import inner, typed
 from kvern.api.response_tools import FIXED, INPUT, qualified, read_tool_list
 from kvern.errors import InvalidRequest, shown
 from kvern.text.content import MessageContent
@@ -186,27 +186,18 @@ class _Reader:
 def _function_name(item: Mapping[str, Any], place: str) -> str:
     if item["type"] in FIXED:
         return FIXED[item["type"]][0]
-    if not isinstance(item.get("name"), str):
-        raise InvalidRequest(f"{place}.name is {shown(item.get('name'))}: it must be the name of a tool")
-    return qualified(item.get("namespace"), item["name"])
+    return qualified(item.get("namespace"), inner(item, "name", str, place, "the name of a tool"))
 
 
 def _arguments(item: Mapping[str, Any], place: str) -> dict[str, Any] | str:
     """Returns the arguments as an object, or as JSON text as the model wrote it."""
     kind = item["type"]
     if kind == "custom_tool_call":
-        if not isinstance(item.get(INPUT), str):
-            raise InvalidRequest(f"{place}.input is {shown(item.get(INPUT))}: it must be a text")
-        return {INPUT: item[INPUT]}
+        return {INPUT: inner(item, INPUT, str, place, "a text")}
     if kind in FIXED:
-        name = FIXED[kind][1]
-        if not isinstance(item.get(name), dict):
-            raise InvalidRequest(f"{place}.{name} is {shown(item.get(name))}: it must be an object")
-        return {part: value for part, value in item[name].items() if (part, value) != ("type", "exec")}
-    text = item.get("arguments")
-    if not isinstance(text, str):
-        raise InvalidRequest(f"{place}.arguments is {shown(text)}: it must be JSON in a text")
-    return text
+        action: dict[str, Any] = inner(item, FIXED[kind][1], dict, place, "an object")
+        return {part: value for part, value in action.items() if (part, value) != ("type", "exec")}
+    return inner(item, "arguments", str, place, "JSON in a text")
 
 
 def _call_id(item: Mapping[str, Any], place: str) -> str:
@@ -246,9 +237,7 @@ def _output(item: Mapping[str, Any], place: str) -> MessageContent:
 
 def _names(item: Mapping[str, Any], place: str) -> Iterator[str]:
     """Yields the names of functions that a search found."""
-    tools = item.get("tools")
-    if not isinstance(tools, list):
-        raise InvalidRequest(f"{place}.tools is {shown(tools)}: it must be a list of tools")
+    tools = inner(item, "tools", list, place, "a list of tools")
     return (tool.function["name"] for tool in read_tool_list(tools).offered)
 
 

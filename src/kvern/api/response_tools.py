@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from kvern.api.fields import inner
 from kvern.errors import InvalidRequest, shown
 from kvern.tools.definitions import MOST_TOOLS
 
@@ -89,40 +90,36 @@ def _read(tools: Sequence[object], where: str) -> ToolList:
     found = ToolList([], [])
     for number, tool in enumerate(tools):
         place = f"{where}[{number}]"
-        if not isinstance(tool, dict) or not isinstance(tool.get("type"), str):
-            raise InvalidRequest(f"{place} is {shown(tool)}: it must be an object with a type")
-        if tool["type"] == "namespace":
-            _add_namespace(found, tool, place)
-        else:
-            _add(found, tool, place)
+        checked = _check_tool(tool, place)
+        add = _add_namespace if checked["type"] == "namespace" else _add
+        add(found, checked, place)
     return found
+
+
+def _check_tool(tool: object, place: str) -> dict[str, Any]:
+    if not isinstance(tool, dict) or not isinstance(tool.get("type"), str):
+        raise InvalidRequest(f"{place} is {shown(tool)}: it must be an object with a type")
+    return tool
 
 
 def _add_namespace(found: ToolList, namespace: Mapping[str, Any], place: str) -> None:
     """Adds the tools of a namespace; its description is put before that of its first tool."""
-    name = namespace.get("name")
-    description = namespace.get("description")
-    tools = namespace.get("tools")
+    name, description = namespace.get("name"), namespace.get("description")
     if not isinstance(name, str) or not name:
         raise InvalidRequest(f"{place}.name is {shown(name)}: it must be the name of the namespace")
-    if not isinstance(tools, list):
-        raise InvalidRequest(f"{place}.tools is {shown(tools)}: it must be a list of tools")
-    for number, tool in enumerate(tools):
-        inner = f"{place}.tools[{number}]"
-        if not isinstance(tool, dict) or not isinstance(tool.get("type"), str):
-            raise InvalidRequest(f"{inner} is {shown(tool)}: it must be an object with a type")
+    for number, tool in enumerate(inner(namespace, "tools", list, place, "a list of tools")):
+        where = f"{place}.tools[{number}]"
+        _check_tool(tool, where)
         if number == 0 and isinstance(description, str) and description:
             own = tool.get("description")
             tool = {**tool, "description": f"{description}\n\n{own}" if isinstance(own, str) else description}
-        _add(found, tool, inner, name)
+        _add(found, tool, where, name)
 
 
 def _add(found: ToolList, tool: Mapping[str, Any], place: str, namespace: str | None = None) -> None:
     kind = tool["type"]
     if kind in ("function", "custom"):
-        name = tool.get("name")
-        if not isinstance(name, str):
-            raise InvalidRequest(f"{place}.name is {shown(name)}: it must be the name of the tool")
+        name = inner(tool, "name", str, place, "the name of the tool")
         fields = {"name": name} if namespace is None else {"name": name, "namespace": namespace}
         function = {part: tool[part] for part in FUNCTION_FIELDS if part in tool}
         if kind == "custom":

@@ -16,6 +16,7 @@ from kvern.api.fields import (
     COMMON_FIELDS,
     LONGEST_METADATA,
     MOST_METADATA,
+    PARAMETERS,
     CommonFields,
     read_common,
     read_metadata,
@@ -23,7 +24,7 @@ from kvern.api.fields import (
     typed,
 )
 from kvern.api.forms import response_format
-from kvern.api.other_names import in_own_words
+from kvern.api.other_names import Refused, check_refused, in_own_words
 from kvern.api.response_items import added_tools, input_messages
 from kvern.api.response_output import OutputItems
 from kvern.api.response_tools import ToolList, chat_tool_choice, read_tool_list
@@ -38,8 +39,7 @@ from kvern.tools.definitions import read_tools
 
 Messages = list[dict[str, Any]]
 
-REFUSED = {"prompt": None, "moderation": None}
-"""Fields that are accepted only with the value that changes nothing."""
+REFUSED: Refused = dict.fromkeys(("prompt", "moderation"), ((), "this server does not do that"))
 WITHOUT_EFFECT = (
     "access_programs", "client_metadata", "context_management", "image", "prompt_cache_options", "stream_options",
 )  # fmt: skip
@@ -57,7 +57,6 @@ INCLUDABLE = frozenset({
 LEFT_OUT, CHOICE_NOTE = "kvern_tools_left_out", "kvern_tool_choice"
 """Entries of a response's metadata: tools that were not offered, and what replaced a choice of one."""
 
-PARAMETERS = set(SamplingParams.__struct_fields__) - {"n", "logprobs", "prompt_logprobs", "prompt_logprobs_from"}
 # fmt: off
 KNOWN = frozenset({
     "input", "instructions", "model", "max_output_tokens", "previous_response_id", "stream", "background", "store",
@@ -85,9 +84,7 @@ def read_response(body: Mapping[str, Any], model: str, earlier: Messages) -> Res
     Raises HttpError, InvalidRequest or InvalidParameter.
     """
     body = _configured(in_own_words(body, KNOWN))
-    for name, value in REFUSED.items():
-        if body.get(name) not in (None, value):
-            raise HttpError(400, f"{name} is {shown(body[name])}: this server does not do that", param=name)
+    check_refused(body, REFUSED)
     if body.get("truncation") not in (None, "auto", "disabled"):
         raise wrong_value("truncation", body["truncation"], "auto or disabled")
     messages = [*earlier, *input_messages(body.get("input"))]
