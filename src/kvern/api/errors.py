@@ -34,8 +34,13 @@ ANTHROPIC_KINDS = {
 """Anthropic's name of each status."""
 
 
+CODES = {403: "permission_denied", 429: "rate_limit_exceeded"}
+"""The codes of statuses that have the same one always."""
+
+
 class HttpError(KvernError):
-    """An error with the HTTP status of its answer. `param` names the field that is wrong."""
+    """An error with the HTTP status of its answer. `param` names the field that is wrong; `code` is that of CODES
+    unless another is given."""
 
     def __init__(
         self,
@@ -50,7 +55,7 @@ class HttpError(KvernError):
         self.status = status
         self.message = message
         self.param = param
-        self.code = code
+        self.code = code or CODES.get(status)
         self.headers = headers
 
 

@@ -247,19 +247,16 @@ class _Thinking(_Item):
 def _call(tool: OfferedTool | None, call_id: str, name: str) -> _Item:
     """Returns the item of a call. A call of a tool that is not offered is a function call."""
     if tool is None:
-        return _FunctionCall({"call_id": call_id, "name": name, "arguments": ""})
-    if tool.item in FIXED:
-        return _FixedCall(tool.item, {"call_id": call_id, **tool.fields})
+        return _FunctionCall("function_call", {"call_id": call_id, "name": name, "arguments": ""})
     fields = {"call_id": call_id, **tool.fields}
+    if tool.item in FIXED:
+        return _FixedCall(tool.item, fields)
     if tool.item == "custom_tool_call":
-        return _CustomCall({**fields, "input": ""})
-    return _FunctionCall({**fields, "arguments": ""})
+        return _CustomCall(tool.item, {**fields, "input": ""})
+    return _FunctionCall("function_call", {**fields, "arguments": ""})
 
 
 class _FunctionCall(_Item):
-    def __init__(self, fields: dict[str, Any]) -> None:
-        super().__init__("function_call", fields)
-
     def add(self, text: str) -> list[Event]:
         super().add(text)
         return [self.tell("function_call_arguments.delta", delta=text)]
@@ -274,10 +271,8 @@ class _CustomCall(_Item):
     """A call with one text, which is decoded from the JSON arguments as they grow. Other arguments are sent
     unchanged."""
 
-    def __init__(self, fields: dict[str, Any]) -> None:
-        super().__init__("custom_tool_call", fields)
-        self._waiting = ""
-        self._begun = False
+    _waiting = ""
+    _begun = False
 
     def add(self, text: str) -> list[Event]:
         self._waiting += text
@@ -316,9 +311,6 @@ def _character(written: str) -> str:
 
 class _FixedCall(_Item):
     """A call with a type of its own. It is sent when it has ended; if it was cut off, as a function call."""
-
-    def __init__(self, kind: str, fields: dict[str, Any]) -> None:
-        super().__init__(kind, fields)
 
     def begin(self) -> list[Event]:
         if self.fields["type"] == "local_shell_call":

@@ -198,7 +198,7 @@ class Server:
         key: ApiKey = request.state.key
         if len(self.service.users) > 1 and not (key.admin or key.metrics):
             message = "the metrics tell what other keys do: read them with an API key with metrics=1 or admin=1"
-            raise HttpError(403, message, code="permission_denied")
+            raise HttpError(403, message)
 
     async def description(self, request: Request) -> Response:
         """The API as an OpenAPI document."""
@@ -247,8 +247,7 @@ def _walled(app: ASGIApp) -> ASGIApp:
     async def walled(scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["state"]["key"].metrics and path_of(scope) not in METRICS_ROUTES:
             message = f"an API key with metrics=1 may only read {', '.join(METRICS_ROUTES)}: use another"
-            refusal = error_response(HttpError(403, message, code="permission_denied"), scope)
-            await refusal(scope, receive, send)
+            await error_response(HttpError(403, message), scope)(scope, receive, send)
         else:
             await app(scope, receive, send)
 

@@ -98,12 +98,8 @@ class Lane:
             turn.set_result(None)
 
 
-def _find_trim() -> Any:
-    """Returns glibc's `malloc_trim`; None with another C library."""
-    return getattr(ctypes.CDLL(None), "malloc_trim", None)
-
-
-MALLOC_TRIM = _find_trim()
+MALLOC_TRIM: Any = getattr(ctypes.CDLL(None), "malloc_trim", None)
+"""glibc's function; None with another C library."""
 
 
 def trim_memory() -> None:
@@ -136,7 +132,8 @@ async def read_object(request: Request) -> dict[str, Any]:
                     is_large = True
                     await _take(request, patience, seconds)
     except TimeoutError as error:
-        raise _too_slow(seconds) from error
+        slow = f"the body did not arrive within {seconds:g} s: send it faster"
+        raise HttpError(408, slow, headers={"connection": "close"}) from error
     if size > MAX_BODY_BYTES:
         raise HttpError(413, f"the body has more than {MAX_BODY_BYTES} bytes: send less at once, or files to /v1/files")
     if (encoding := request.headers.get("content-encoding", "identity")).lower() != "identity":
@@ -172,11 +169,6 @@ async def _take(request: Request, patience: asyncio.Timeout, seconds: float) -> 
         raise HttpError(503, message, headers={"retry-after": "1", "connection": "close"}) from error
     request.state.held.callback(lane.give, owner, size)
     patience.reschedule(asyncio.get_running_loop().time() + seconds)
-
-
-def _too_slow(seconds: float) -> HttpError:
-    headers = {"connection": "close"}
-    return HttpError(408, f"the body did not arrive within {seconds:g} s: send it faster", headers=headers)
 
 
 def _decode_parts(parts: list[bytes]) -> dict[str, Any]:

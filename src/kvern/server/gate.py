@@ -220,7 +220,7 @@ class Gate:
             return error_response(HttpError(400, message), scope), self._default
         refusal = self._origins.refusal(method, path, headers)
         if refusal is not None:
-            return error_response(HttpError(403, refusal, code="permission_denied"), scope), self._default
+            return error_response(HttpError(403, refusal), scope), self._default
         if self._origins.allows(headers.get(b"origin")) and is_preflight(method, headers):
             return Response(status_code=204), self._default
         if not self._keys:

@@ -92,8 +92,7 @@ class Admission:
     def enter(self, key: ApiKey, sequences: int = 0) -> Iterator[None]:
         """Admits a request of `sequences` sequences until the block ends. Raises HttpError 429, 403 or 400."""
         if 0 in (key.concurrent, key.per_minute):
-            message = f"key {key.name} may ask no model: its limit of requests is 0"
-            raise HttpError(403, message, code="permission_denied")
+            raise HttpError(403, f"key {key.name} may ask no model: its limit of requests is 0")
         excess = self._limits.excess(key)
         if excess is not None:
             reason, message, seconds = excess
@@ -154,8 +153,7 @@ class Admission:
     def _refusal(self, reason: str, message: str, seconds: float) -> HttpError:
         self._client.refusals.count(reason)
         retry = max(1, min(LONGEST_RETRY, math.ceil(seconds)))
-        headers = {"retry-after": str(retry)}
-        return HttpError(429, f"{message}: try again in {retry} s", code="rate_limit_exceeded", headers=headers)
+        return HttpError(429, f"{message}: try again in {retry} s", headers={"retry-after": str(retry)})
 
 
 def _subtract(counts: Counter[str], line: str, number: int) -> None:

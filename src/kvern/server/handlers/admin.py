@@ -59,7 +59,7 @@ class AdaptersApi:
         """Returns the adapter's name, the engine of the body's `model`, and the body."""
         check_admin(request)
         if self._folder is None:
-            raise HttpError(403, "this server was started without adapter_folder", code="permission_denied")
+            raise HttpError(403, "this server was started without adapter_folder")
         body = await read_object(request)
         name = typed(body, "lora_name", str, "")
         if not 0 < len(name) <= LONGEST_NAME or not name.isprintable():
@@ -79,7 +79,7 @@ class AdaptersApi:
             raise HttpError(400, f"lora_path is {shown(path)}, which cannot be followed", param="lora_path") from error
         if not folder.is_relative_to(allowed):
             message = f"lora_path is {shown(path)}, which is not below the server's adapter_folder"
-            raise HttpError(403, message, param="lora_path", code="permission_denied")
+            raise HttpError(403, message, param="lora_path")
         return folder
 
 
@@ -122,4 +122,4 @@ class EnginesApi:
 def check_admin(request: Request) -> None:
     """Refuses keys of others than administrators. Raises HttpError."""
     if not request.state.key.admin:
-        raise HttpError(403, "this needs an API key with admin=1", code="permission_denied")
+        raise HttpError(403, "this needs an API key with admin=1")

@@ -450,8 +450,7 @@ class Batches:
         unfinished = sum(work.key.name == key.name for work in self._work.values()) + self._beginning[key.name]
         if unfinished >= MOST_UNFINISHED:
             message = f"key {key.name} has {unfinished} unfinished batches, and may have {MOST_UNFINISHED}"
-            headers = {"retry-after": "60"}
-            raise HttpError(429, f"{message}: wait until one ends", code="rate_limit_exceeded", headers=headers)
+            raise HttpError(429, f"{message}: wait until one ends", headers={"retry-after": "60"})
         self._beginning[key.name] += 1
         try:
             await self._store.save("batch", key.name, body)

@@ -45,7 +45,7 @@ class Files:
         owner = request.state.key.name
         if self._uploads[owner] >= MOST_UPLOADS:
             message = f"key {owner} sends {MOST_UPLOADS} files at the same time: wait until one is there"
-            raise HttpError(429, message, code="rate_limit_exceeded", headers={"retry-after": "1"})
+            raise HttpError(429, message, headers={"retry-after": "1"})
         self._uploads[owner] += 1
         try:
             await self._store.check_upload(owner, int(request.headers.get("content-length", 0)))

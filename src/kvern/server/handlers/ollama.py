@@ -83,8 +83,9 @@ class ModelFiles:
 SHORT = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 
 
+@functools.cache
 def read_files(folder: Path) -> ModelFiles:
-    """Reads the sizes and the configuration of a checkpoint."""
+    """Reads the sizes and the configuration of a checkpoint, once."""
     weights = sorted([*folder.glob("*.safetensors"), *folder.glob("*.gguf")])
     statuses = [file.stat() for file in weights]
     parameters = 0
@@ -308,10 +309,5 @@ def _line(content: object, lines: Lines) -> Iterator[bytes]:
 STREAM = StreamFormat(failed=ollama_error, kind=LINES, frame=_line)
 
 
-@functools.cache
-def _read_once(folder: Path) -> ModelFiles:
-    return read_files(folder)
-
-
 async def _files(folder: Path) -> ModelFiles:
-    return await asyncio.to_thread(_read_once, folder)
+    return await asyncio.to_thread(read_files, folder)

@@ -234,8 +234,7 @@ class ResponseMemory:
         running = self._running.setdefault(record.owner, {})
         if len(running) >= MOST_STORED or self._bytes[record.owner] + record.size > self._most_bytes:
             message = f"key {record.owner} has {len(running)} responses that run, and no more are kept"
-            headers = {"retry-after": "1"}
-            raise HttpError(429, f"{message}: wait, or send store false", code="rate_limit_exceeded", headers=headers)
+            raise HttpError(429, f"{message}: wait, or send store false", headers={"retry-after": "1"})
         running[record.id] = record
         self._bytes[record.owner] += record.size
 
