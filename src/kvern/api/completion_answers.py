@@ -114,7 +114,9 @@ class StreamedChoice:
         self._reader = None if chat is None else chat.reader()
         self._thought = None if chat is None else chat.thought_tokens()
         self._prefix = prefix
-        self._characters = self._tokens = 0
+        self._characters = 0
+        self.tokens = 0
+        """The number of the answer's tokens that have been sent."""
         self._written: dict[str, Any] | None = None
         """Log-probabilities that are encoded for the next chunk."""
         self._tokens_written = 0
@@ -124,7 +126,7 @@ class StreamedChoice:
         """Returns the next chunk's choice, or None if fewer than `interval` tokens are new (one is enough for the
         first)."""
         answer = self._answer
-        waiting = len(answer.token_ids) - self._tokens
+        waiting = len(answer.token_ids) - self.tokens
         if self._ended or (answer.finish_reason is None and waiting < (interval if self._begun else 1)):
             return None
         choice: dict[str, Any] = {"index": self._index}
@@ -143,17 +145,12 @@ class StreamedChoice:
             answer.finish_reason if self._reader is None else finish_reason(answer, self._reader.message)
         )
         if self._options.token_ids:
-            choice["token_ids"] = answer.token_ids[self._tokens :]
-        self._characters, self._tokens = len(answer.text), len(answer.token_ids)
+            choice["token_ids"] = answer.token_ids[self.tokens :]
+        self._characters, self.tokens = len(answer.text), len(answer.token_ids)
         self._begun, self._ended = True, answer.finish_reason is not None
         if self._ended:
             choice["stop_reason"] = answer.stop_reason
         return choice
-
-    @property
-    def tokens(self) -> int:
-        """The number of the answer's tokens that have been sent."""
-        return self._tokens
 
     @property
     def details(self) -> dict[str, Any]:

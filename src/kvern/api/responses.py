@@ -25,7 +25,7 @@ from kvern.api.fields import (
 )
 from kvern.api.forms import response_format
 from kvern.api.other_names import Refused, check_refused, in_own_words
-from kvern.api.response_items import added_tools, input_messages
+from kvern.api.response_items import added_tools, input_messages, kept_items
 from kvern.api.response_output import OutputItems
 from kvern.api.response_tools import ToolList, chat_tool_choice, read_tool_list
 from kvern.api.text_logprobs import finite, tables_at_once
@@ -69,12 +69,13 @@ KNOWN = frozenset({
 
 @dataclass(frozen=True)
 class ResponseBody:
-    """The contents of a body. `response` is the response before its answer."""
+    """The contents of a body. `response` is the response before its answer, `items` the input as it is stored."""
 
     conversation: ChatBody
     params: SamplingParams
     common: CommonFields
     response: dict[str, Any]
+    items: list[dict[str, Any]]
     stream: bool
 
 
@@ -107,7 +108,8 @@ def read_response(body: Mapping[str, Any], model: str, earlier: Messages) -> Res
         raise HttpError(
             400, "background is set and store is false: what is asked for later must be kept", param="store"
         )
-    return ResponseBody(conversation, params, read_common(body), response, stream)
+    items = kept_items(body.get("input") or [])
+    return ResponseBody(conversation, params, read_common(body), response, items, stream)
 
 
 def _configured(body: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -106,6 +106,8 @@ class Apis:
         for handler in self._made.values():
             if hasattr(handler, "stop"):
                 await handler.stop()
+        if "kept" in self.__dict__:
+            await self.kept.stop()
         if "store" in self.__dict__:
             self.store.close()
         if "_folder" in self.__dict__:

@@ -179,10 +179,6 @@ class ServedEngine:
         """True if the name is the model's, or that of one of its adapters."""
         return name in self.models or name in self.client.adapters.names
 
-    def adapter_of(self, name: str) -> str | None:
-        """Returns the adapter with this name; None for the model itself."""
-        return None if name in self.models else name
-
     def entry(self, name: str, created: int) -> dict[str, object]:
         """Returns a name's entry in OpenAI's list of models, with the sizes of its model."""
         inputs = self.client.inputs
@@ -357,7 +353,7 @@ class Service:
             key,
             options,
             deadline=None if timeout is None else asyncio.get_running_loop().time() + timeout,
-            adapter=engine.adapter_of(model),
+            adapter=None if model in engine.models else model,
         )
 
     async def start(self, ask: Ask, patient: bool = False) -> Running:

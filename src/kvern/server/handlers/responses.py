@@ -14,9 +14,9 @@ from starlette.responses import Response
 
 from kvern.api.errors import HttpError, wrong_value
 from kvern.api.fields import merge_extra, read_metadata, typed
-from kvern.api.response_items import input_messages, kept_items, read_items, referred
+from kvern.api.response_items import input_messages, read_items, referred
 from kvern.api.response_output import response_of
-from kvern.api.responses import KNOWN, ResponseBody, ResponseEvents, complete, read_response
+from kvern.api.responses import KNOWN, ResponseEvents, complete, read_response
 from kvern.errors import KvernError
 from kvern.io.json_lines import as_json
 from kvern.server.apis import Apis
@@ -37,7 +37,6 @@ from kvern.server.stores.response_memory import (
     RUNNING,
     Event,
     EventLog,
-    Items,
     Messages,
     Packed,
     Record,
@@ -105,18 +104,18 @@ class Responses:
             if conversation is not None:
                 held.enter_context(self._store.conversations.held(key.name, conversation))
             before = await self._before(key.name, body, conversation)
-            asked, items = await asyncio.to_thread(read_body, body, model, before)
+            asked = await asyncio.to_thread(read_response, body, model, before)  # there may be thousands of items
             if conversation is not None:
-                await self._store.conversations.check_room(key.name, conversation, items)
+                await self._store.conversations.check_room(key.name, conversation, asked.items)
                 asked.response["conversation"] = {"id": conversation}
             chat = await self._service.chat(model, asked.conversation, asked.params, asked.common, key)
             ask = self._service.ask(model, asked.common, [chat.prompt], chat.params, key)
             stream, is_stored = asked.stream, asked.response["store"]
-            kept = items if is_stored or conversation is not None else []
+            kept = asked.items if is_stored or conversation is not None else []
             earlier = as_json(before if is_stored else [])
             record = Record(key.name, asked.response, earlier, as_json(kept), conversation)
             headers = ignored_header(body, KNOWN) | header_of_names(LACKS_HEADER, chat.lacks)
-            del asked, before, items, kept
+            del asked, before, kept
             let_go(request, body)
             if is_stored:
                 self._store.hold(record)
@@ -186,10 +185,6 @@ class Responses:
         response_id = request.path_params["response_id"]
         await self._store.forget(request.state.key.name, response_id)
         return json_response({"id": response_id, "object": "response", "deleted": True})
-
-    async def stop(self) -> None:
-        """Ends all running responses and stores them."""
-        await self._store.stop()
 
     async def _find(self, request: Request) -> Record | Packed:
         return await self._store.find(request.state.key.name, request.path_params["response_id"])
@@ -271,12 +266,6 @@ class Responses:
 def _tell(record: Record, event: Event) -> None:
     if record.log is not None:
         record.log.add(event)
-
-
-def read_body(body: Mapping[str, Any], model: str, before: Messages) -> tuple[ResponseBody, Items]:
-    """Reads the body, and its input as it is stored. Takes long for thousands of items. Raises what `read_response`
-    does."""
-    return read_response(body, model, before), kept_items(body.get("input") or [])
 
 
 def messages_of(found: Record | Packed) -> Messages:
