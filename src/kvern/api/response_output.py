@@ -136,11 +136,6 @@ class OutputItems:
         return events + item.begin()
 
 
-def event(kind: str, **fields: Any) -> Event:
-    """Returns an event; it gets its number when it is sent."""
-    return kind, fields
-
-
 class _Item:
     """An item that grows. `fields` are the item as the API shows it, complete once it has ended."""
 
@@ -153,7 +148,7 @@ class _Item:
 
     def begin(self) -> list[Event]:
         item = {name: list(value) if isinstance(value, list) else value for name, value in self.fields.items()}
-        return [event("response.output_item.added", output_index=self.index, item=item)]
+        return [("response.output_item.added", {"output_index": self.index, "item": item})]
 
     def add(self, text: str) -> list[Event]:
         self._texts.append(text)
@@ -161,15 +156,15 @@ class _Item:
 
     def end(self, status: str) -> list[Event]:
         self.fields["status"] = status
-        return [event("response.output_item.done", output_index=self.index, item=self.fields)]
+        return [("response.output_item.done", {"output_index": self.index, "item": self.fields})]
 
     @property
     def text(self) -> str:
         return "".join(self._texts)
 
     def tell(self, kind: str, **fields: Any) -> Event:
-        """Returns an event of this item."""
-        return event(f"response.{kind}", item_id=self.id, output_index=self.index, **fields)
+        """Returns an event of this item; it gets its number when it is sent."""
+        return f"response.{kind}", {"item_id": self.id, "output_index": self.index, **fields}
 
 
 class _Message(_Item):

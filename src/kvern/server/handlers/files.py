@@ -18,6 +18,7 @@ from kvern.api.errors import HttpError, wrong_value
 from kvern.errors import shown
 from kvern.server.apis import Apis
 from kvern.server.http import json_response
+from kvern.server.stores.database import storage_errors
 from kvern.server.stores.files import Object
 
 MOST_FILE_BYTES = 512 << 20
@@ -56,11 +57,10 @@ class Files:
     async def _receive(self, request: Request, owner: str) -> Object:
         request = Request(request.scope, limited(request))
         try:
-            await request.form(max_files=1, max_fields=10)
+            with storage_errors():  # the form is written to disk while it arrives
+                await request.form(max_files=1, max_fields=10)
         except HTTPException as error:
             raise HttpError(400, f"the form is malformed: {error.detail}") from error
-        except OSError as error:  # the form is written to disk while it arrives
-            raise HttpError(507, f"the server cannot store this: {error.strerror or error}", code="storage") from error
         async with request.form() as form:
             upload, purpose = form.get("file"), form.get("purpose")
             if not isinstance(upload, UploadFile):
