@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from kvern.bench.serving import Sample
+from kvern.bench.workloads import read_rows
 from kvern.errors import ConfigError
 from kvern.models.hub import resolve_model
 from kvern.text.tokenizer import Tokenizer
@@ -119,22 +120,15 @@ def sharegpt_samples(
 
 def custom_samples(path: Path, count: int, output_tokens: int, tokens: Callable[[str], int]) -> list[Sample]:
     """Returns the prompts of a JSONL file: {"prompt": text or ids} or {"messages": [...]}, "output_tokens"."""
-    try:
-        lines = path.read_text(encoding="utf-8-sig").split("\n")
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"dataset {path} cannot be read: {error}") from None
     found = []
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
+    for place, row in read_rows(path, "dataset"):
         try:
-            row = json.loads(line)
             prompt: Any = row["messages"] if "messages" in row else row["prompt"]
             written = int(row.get("output_tokens", output_tokens))
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ConfigError(f'{path}, line {number}: {error!r}; a line is {{"prompt": "text"}}') from None
+            raise ConfigError(f'{place}: {error!r}; a line is {{"prompt": "text"}}') from None
         if not isinstance(prompt, str | list) or not prompt or written < 1:
-            raise ConfigError(f"{path}, line {number}: the prompt must be text or a list, output_tokens at least 1")
+            raise ConfigError(f"{place}: the prompt must be text or a list, output_tokens at least 1")
         found.append(Sample(prompt, written, tokens(prompt) if isinstance(prompt, str) else len(prompt)))
         if len(found) == count:
             break

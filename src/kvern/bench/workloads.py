@@ -7,12 +7,14 @@ is smaller than 2000) up to the vocabulary's size.
 import difflib
 import json
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from kvern.errors import ConfigError
+from kvern.io.files import reason
 
 
 @dataclass(frozen=True)
@@ -106,28 +108,38 @@ def _make(name: str, vocabulary: int) -> Workload:
 
 
 def _read(path: Path, vocabulary: int) -> Workload:
-    try:
-        lines = path.read_text(encoding="utf-8-sig").split("\n")
-    except OSError as error:
-        raise ConfigError(f"workload {path} cannot be read: {error.strerror or error}") from error
     prompts, lengths = [], []
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
+    for place, row in read_rows(path, "workload"):
         try:
-            row = json.loads(line)
             prompt, length = row["prompt_token_ids"], row["max_tokens"]
-        except (ValueError, KeyError, TypeError) as error:
+        except (KeyError, TypeError) as error:
             raise ConfigError(
-                f'{path}, line {number}: {error!r}; a line is {{"prompt_token_ids": [1, 2], "max_tokens": 64}}'
+                f'{place}: {error!r}; a line is {{"prompt_token_ids": [1, 2], "max_tokens": 64}}'
             ) from None
         valid = isinstance(prompt, list) and prompt and all(isinstance(item, int) for item in prompt)
         if not valid or not isinstance(length, int) or length < 1 or max(prompt) >= vocabulary or min(prompt) < 0:
-            raise ConfigError(
-                f"{path}, line {number}: prompt_token_ids must be token ids below {vocabulary}, max_tokens at least 1"
-            )
+            raise ConfigError(f"{place}: prompt_token_ids must be token ids below {vocabulary}, max_tokens at least 1")
         prompts.append(prompt)
         lengths.append(length)
     if not prompts:
         raise ConfigError(f"workload {path} has no requests")
     return Workload(path.stem, prompts, lengths)
+
+
+def read_rows(path: Path, what: str) -> Iterator[tuple[str, Any]]:
+    """Yields the values of a JSONL file, each with its place for messages, in which `what` names the file.
+
+    Raises ConfigError.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8-sig").split("\n")
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{what} {path} cannot be read: {reason(error)}") from None
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except ValueError as error:
+            raise ConfigError(f"{path}, line {number}: it is not JSON: {error}") from None
+        yield f"{path}, line {number}", row

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import json
-import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from kvern.cli.output import check_least, print_tables, say
 from kvern.config import EngineConfig
 from kvern.errors import ConfigError, KvernError
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from kvern.bench.offline import Result
     from kvern.bench.workloads import Workload
     from kvern.engine.engine import Engine
@@ -43,29 +41,23 @@ class Offline:
 
     def execute(self) -> int:
         """Run the workloads, print the table and return the exit code. Raises KvernError."""
-        from kvern.bench.offline import Result, check, describe, run_once
-        from kvern.bench.workloads import resolve
+        from kvern.bench.offline import Result, describe, run_once
         from kvern.planning.prediction import predicted_seconds
 
-        if self.repeat < 1:
-            raise ConfigError(f"repeat is {self.repeat}: it must be at least 1")
-        resolve(self.workload, 2000)  # a wrong name is refused before the model is loaded
-        engine = start(self.engine)
-        workloads = resolve(self.workload, engine.spec.vocab_size)
-        for workload in workloads:
-            check(workload, engine)
+        check_least(self, "repeat")
+        engine, workloads = start_for(self.workload, self.engine)
         results = []
         for workload in workloads:
             runs = []
             for number in range(self.warmup + self.repeat):
                 run = run_once(engine, workload, self.temperature)
-                _say(f"{workload.name}: run {number + 1} of {self.warmup + self.repeat}: {run.seconds:.3f} s")
+                say(f"{workload.name}: run {number + 1} of {self.warmup + self.repeat}: {run.seconds:.3f} s")
                 runs.append(run)
             results.append(Result(workload, runs[self.warmup :]))
         try:
             predicted: list[float] = predicted_seconds(engine, workloads)
         except KvernError as error:  # a model that is not described has no estimate
-            _say(f"nothing is predicted: {error}")
+            say(f"nothing is predicted: {error}")
             predicted = []
         _print(results, predicted)
         if self.json is not None:
@@ -141,7 +133,7 @@ class Kernels:
                     *_rate(found.bytes / found.seconds, bandwidth, 2),
                     *_rate(found.operations / found.seconds, rate, 0),
                 )
-        _print_tables(table)
+        print_tables(table)
         return 0
 
 
@@ -168,16 +160,10 @@ class ProfileCommand:
         """Print the tables and return the exit code. Raises KvernError."""
         from rich.table import Table
 
-        from kvern.bench.offline import check
         from kvern.bench.profile import profile_workload
-        from kvern.bench.workloads import resolve
 
-        if self.steps < 1:
-            raise ConfigError(f"steps is {self.steps}: it must be at least 1")
-        resolve((self.workload,), 2000)
-        engine = start(self.engine)
-        workload: Workload = resolve((self.workload,), engine.spec.vocab_size)[0]
-        check(workload, engine)
+        check_least(self, "steps")
+        engine, (workload, *_) = start_for((self.workload,), self.engine)
         found = profile_workload(engine, workload, self.steps, self.warmup, self.output)
         device = "GPU" if found.on_gpu else "CPU"
         each = 1000 / max(found.steps, 1)
@@ -189,34 +175,27 @@ class ProfileCommand:
         kernels = Table("kernel", "calls", "ms", title="the most expensive kernels")
         for name, calls, seconds in found.kernels[:10]:
             kernels.add_row(name[:70], str(calls), f"{1000 * seconds:.2f}")
-        _print_tables(table, kernels)
+        print_tables(table, kernels)
         if self.output is not None:
-            _say(f"trace: {self.output}")
+            say(f"trace: {self.output}")
         return 0
 
 
-def start(config: EngineConfig) -> Engine:
-    """Starts the engine and prints a line about its start."""
+def start_for(names: tuple[str, ...], config: EngineConfig) -> tuple[Engine, list[Workload]]:
+    """Starts an engine for workloads, prints lines about its start, and returns both. Raises ConfigError."""
+    from kvern.bench.offline import check
+    from kvern.bench.workloads import resolve
     from kvern.engine.engine import Engine
 
+    resolve(names, 2000)  # a wrong name is refused before the model is loaded
     engine = Engine(config)
     for line in engine.startup.reports:
-        _say(line)
-    _say(f"started in {engine.startup}")
-    return engine
-
-
-def _say(text: str) -> None:
-    sys.stderr.write(f"kvern: {text}\n")
-
-
-def _print_tables(*tables: Table) -> None:
-    from rich.console import Console
-
-    for table in tables:
-        for column in table.columns[1:]:
-            column.justify = "right"
-        Console(width=None if sys.stdout.isatty() else 140).print(table)
+        say(line)
+    say(f"started in {engine.startup}")
+    workloads = resolve(names, engine.spec.vocab_size)
+    for workload in workloads:
+        check(workload, engine)
+    return engine, workloads
 
 
 def _print(results: list[Result], predicted: list[float]) -> None:
@@ -260,4 +239,4 @@ def _print(results: list[Result], predicted: list[float]) -> None:
             *([f"{result.drafts.tokens_a_step:.2f}"] if with_drafts else ()),
             *([f"{predicted[number]:.3f}"] if predicted else ()),
         )
-    _print_tables(table)
+    print_tables(table)

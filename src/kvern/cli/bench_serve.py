@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import os
 import random
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from kvern.cli.output import check_least, print_tables, say
 from kvern.config import read_seconds
 from kvern.errors import ConfigError
 
@@ -184,18 +184,14 @@ class ServeBench:
         _print(f"{self.workload or self.dataset_name}, {entry['id']}, seed {seed}", found, metrics, percents)
         for name, part in found.items():
             for kind, error in part["errors"].items():
-                sys.stderr.write(f"kvern: {name}: {error['count']} requests failed: {kind}: {error['first']}\n")
+                say(f"{name}: {error['count']} requests failed: {kind}: {error['first']}")
         if self.save_result or self.result_filename:
             self._save(found, entry["id"], seed, client.url)
         return 0 if any(part["completed"] for part in found.values()) else 1
 
     def _check(self) -> None:
-        for name in ("num_prompts", "max_concurrency", "vocab_size", "random_input_len", "random_output_len"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ConfigError(f"{name} is {value}: it must be at least 1")
-        if self.num_warmups < 0:
-            raise ConfigError(f"num_warmups is {self.num_warmups}: it must be at least 0")
+        check_least(self, "num_prompts", "max_concurrency", "vocab_size", "random_input_len", "random_output_len")
+        check_least(self, "num_warmups", least=0)
         if not 0 <= self.random_range_ratio < 1:
             raise ConfigError(f"random_range_ratio is {self.random_range_ratio:g}: it must be at least 0 and below 1")
         if self.workload and self.max_concurrency:
@@ -318,7 +314,7 @@ class ServeBench:
             path.write_text(json.dumps(report, indent=1, default=str) + "\n", encoding="utf-8")
         except OSError as error:
             raise ConfigError(f"result_filename {path} cannot be written: {error.strerror or error}") from error
-        sys.stderr.write(f"kvern: figures: {path}\n")
+        say(f"figures: {path}")
 
 
 def _named(texts: tuple[str, ...], option: str) -> dict[str, str]:
@@ -355,15 +351,11 @@ def _model_entry(answer: Any, model: str | None) -> dict[str, Any]:
 
 def _print(title: str, parts: dict[str, Any], metrics: list[str], percents: list[float]) -> None:
     """Prints one column for each part."""
-    from rich.console import Console
     from rich.table import Table
 
     from kvern.bench.serving_figures import METRICS
 
-    table = Table(title=f"kvern bench serve: {title}", title_justify="left")
-    table.add_column("")
-    for name in parts:
-        table.add_column(name, justify="right")
+    table = Table("", *parts, title=f"kvern bench serve: {title}", title_justify="left")
 
     def row(label: str, key: str, form: str = ",.2f", end_section: bool = False) -> None:
         values = [part.get(key) for part in parts.values()]
@@ -389,4 +381,4 @@ def _print(title: str, parts: dict[str, Any], metrics: list[str], percents: list
         row(f"{label}, median", f"median_{name}_ms")
         for percent in percents:
             row(f"{label}, p{percent:g}", f"p{percent:g}_{name}_ms", end_section=percent == percents[-1])
-    Console(width=None if sys.stdout.isatty() else 140).print(table)
+    print_tables(table)

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
+from kvern.cli.output import model_table
 from kvern.config import EngineConfig
 from kvern.cpu.cores import available_memory
 from kvern.models.loader import outline_model
@@ -200,7 +200,9 @@ class ModelReport:
         """Prints two tables, and a verdict for each device."""
         console.print(_precision_table(self))
         streams = f"{STREAMS} of {self.stream_tokens:,}"
-        memory = _table("keys and values", "per token", f"context of {self.context:,}", "with the weights", streams)
+        memory = model_table(
+            "keys and values", "per token", f"context of {self.context:,}", "with the weights", streams
+        )
         for dtype in [self.dtype] if self.spec.attends_to_latents else [self.dtype, EIGHT_BIT]:
             cache, name = self.context_bytes(dtype), "8 bits" if dtype == EIGHT_BIT else dtype
             sizes = self.token_bytes(dtype), cache, cache + self.weight_bytes, self.streams_bytes(dtype)
@@ -214,7 +216,7 @@ class ModelReport:
 
 def _precision_table(report: ModelReport) -> Table:
     title = f"{report.model}: {report.parameters:,} parameters, {_size(report.weight_bytes)}"
-    table = _table("layers", "format", "parameters", "share", "bits", "size", title=title)
+    table = model_table("layers", "format", "parameters", "share", "bits", "size", title=title)
     before = ""
     for share in report.shares:
         table.add_row(
@@ -234,7 +236,7 @@ def _precision_table(report: ModelReport) -> Table:
 
 def print_statistics(matrices: Sequence[WeightStatistics], console: Console) -> None:
     """Prints a row for each matrix."""
-    table = _table("matrix", "weights", "spread", "scales", "saturated")
+    table = model_table("matrix", "weights", "spread", "scales", "saturated")
     for item in matrices:
         scales = "" if item.smallest_scale is None else f"{item.smallest_scale:.2g} to {item.largest_scale:.2g}"
         table.add_row(
@@ -245,28 +247,6 @@ def print_statistics(matrices: Sequence[WeightStatistics], console: Console) -> 
             "" if item.saturated is None else f"{item.saturated:.2%}",
         )
     console.print(table)
-
-
-def _table(*names: str, title: str | None = None) -> Table:
-    """Returns a table with words in the first column and in the column `format`, and numbers in the others.
-
-    On a narrow terminal the words are wrapped.
-    """
-    table = Table(
-        box=SIMPLE_HEAD,
-        title=title,
-        title_justify="left",
-        title_style="bold",
-        pad_edge=False,
-        collapse_padding=True,
-    )
-    for index, name in enumerate(names):
-        words = index == 0 or name == "format"
-        if words:
-            table.add_column(name, overflow="fold", min_width=10)
-        else:
-            table.add_column(name, justify="right", no_wrap=True)
-    return table
 
 
 def _size(count: int) -> str:

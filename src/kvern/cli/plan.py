@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
+from kvern.cli.output import WIDTH, check_least, model_table
 from kvern.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -48,9 +49,7 @@ class PlanCommand:
 
     def execute(self) -> int:
         """Prints the plan and returns the exit code: 1 if the model fits in no way. Raises KvernError."""
-        for name in ("requests", "input", "output"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} is {getattr(self, name)}: give 1 or more")
+        check_least(self, "requests", "input", "output")
         from kvern.config import EngineConfig
         from kvern.models.folder import model_folder
         from kvern.models.hub import resolve_model
@@ -76,7 +75,7 @@ class PlanCommand:
         else:
             from rich.console import Console
 
-            console = Console(width=None if sys.stdout.isatty() else 140)
+            console = Console(width=None if sys.stdout.isatty() else WIDTH)
             self._print(console, found, cards)
             if found[0].lacks and self.quantization is None:
                 self._print_smaller(console, folder)
@@ -89,23 +88,23 @@ class PlanCommand:
             console.print(f"kvern quantize --method {method} would make about {size / 1e9:.1f} GB of the weights")
 
     def _print(self, console: Console, found: list[Estimate], cards: list[Card]) -> None:
-        from rich.box import SIMPLE_HEAD
-        from rich.table import Table
-
         from kvern.planning.choice import verdict
         from kvern.planning.hardware import names_of
 
-        table = Table(
+        table = model_table(
+            *(
+                "split",
+                "weights a card",
+                "cache tokens",
+                "batch",
+                "ms/step, 1",
+                "ms/step, batch",
+                "TTFT ms",
+                "tokens/s",
+            ),
             title=f"{self.model} on {names_of(cards)}, {self.requests} requests of {self.input:,} and "
             f"{self.output:,} tokens",
-            box=SIMPLE_HEAD,
-            title_justify="left",
-            title_style="bold",
-            pad_edge=False,
         )
-        table.add_column("split")
-        for name in ("weights a card", "cache tokens", "batch", "ms/step, 1", "ms/step, batch", "TTFT ms", "tokens/s"):
-            table.add_column(name, justify="right", no_wrap=True)
         for item in found:
             numbers = (
                 f"{item.weights / 1e9:.1f} GB",

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
+from kvern.cli.output import check_least, print_figures, say
 from kvern.config import EngineConfig
 from kvern.errors import ConfigError, shown
 
@@ -68,10 +69,8 @@ def make_mixture(
     mixture = Mixture(checkpoint, calibration, make_method("gptq", act_order=settings["act_order"]), settings)
     if told is None:
         tokens = mixture.rows.numel()
-        sys.stderr.write(
-            f"kvern: measuring each precision of each layer over {tokens:,} tokens: about "
-            f"{operations(checkpoint, tokens) / 1e12:,.1f} TFLOP\n"
-        )
+        work = operations(checkpoint, tokens) / 1e12
+        say(f"measuring each precision of each layer over {tokens:,} tokens: about {work:,.1f} TFLOP")
         with work_progress("measuring", "layers", "layers", len(checkpoint.spec.layers)) as progress:
             told = mixture.measure(lambda done, layers: progress(done, done))
     with work_progress("quantizing", "matrices", "million weights", len(checkpoint.matrices)) as progress:
@@ -105,9 +104,9 @@ def print_mixture(report: MixedReport, budget: Budget | None, out: Path) -> None
         soft_wrap=True,
     )
     if budget is not None and not budget.kept_by(report):
-        sys.stderr.write(
-            f"kvern: warning: the mixture loses {loss_of(report):.4g} nats a token, more than the {budget.nats:.4g} of "
-            f"--max-loss, after {MOST_TRIES} tries: give a smaller --max-loss, or --target-bits\n"
+        say(
+            f"warning: the mixture loses {loss_of(report):.4g} nats a token, more than the {budget.nats:.4g} of "
+            f"--max-loss, after {MOST_TRIES} tries: give a smaller --max-loss, or --target-bits"
         )
 
 
@@ -245,10 +244,7 @@ class QuantizeCommand:
         return INT8 if self.method == "int8" else FP8_BLOCK if self.blocks else FP8
 
     def _check(self) -> None:
-        for name in ("calibration_rows", "calibration_tokens"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ConfigError(f"{name} is {value}: it must be at least 1")
+        check_least(self, "calibration_rows", "calibration_tokens")
         for pattern in self.ignore:
             try:
                 re.compile(pattern)
@@ -272,10 +268,8 @@ class QuantizeCommand:
         found = calibration(Tokenizer(checkpoint.folder), self.calibration, rows, length)
         count, tokens = found.rows.shape
         if self.calibration_rows is not None and count < rows:
-            sys.stderr.write(
-                f"kvern: the calibration's text makes {count} rows of {tokens} tokens, not {rows}: give more text with "
-                "--calibration\n"
-            )
+            made = f"{count} rows of {tokens} tokens, not {rows}"
+            say(f"the calibration's text makes {made}: give more text with --calibration")
         return found
 
     def _told(self, scheme: Scheme) -> dict[str, Any]:
@@ -289,27 +283,23 @@ class QuantizeCommand:
 
 def print_table(method: str, result: Result, calibration: Calibration) -> None:
     """Prints the result on stdout."""
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table("", "", title=f"kvern quantize: {method}", title_justify="left", show_header=False)
-    table.columns[1].justify = "right"
     errors = {item.name: item.output_error for item in result.matrices if item.output_error is not None}
-    schemes = dict.fromkeys(item.scheme for item in result.matrices)
-    table.add_row("precision", ", ".join(schemes))
-    table.add_row("layers", f"{len({item.layer for item in result.matrices}):,}")
-    table.add_row("matrices", f"{len(result.matrices):,}")
-    table.add_row("bits per weight", f"{result.bits_per_weight:.3f}")
     rows, length = calibration.rows.shape
-    table.add_row("calibration", f"{rows} x {length} tokens")
+    figures = [
+        ("precision", ", ".join(dict.fromkeys(item.scheme for item in result.matrices))),
+        ("layers", f"{len({item.layer for item in result.matrices}):,}"),
+        ("matrices", f"{len(result.matrices):,}"),
+        ("bits per weight", f"{result.bits_per_weight:.3f}"),
+        ("calibration", f"{rows} x {length} tokens"),
+    ]
     if errors:
         worst = max(errors, key=errors.__getitem__)
-        table.add_row("error of outputs", f"{sum(errors.values()) / len(errors):.2%} on average")
-        table.add_row("", f"{errors[worst]:.2%} at most: {worst}")
-    table.add_row("size before", f"{result.bytes_before / 1e6:,.1f} MB")
-    table.add_row("size after", f"{result.bytes_after / 1e6:,.1f} MB")
-    table.add_row("seconds", f"{result.seconds:.1f}")
-    Console().print(table)
+        figures.append(("error of outputs", f"{sum(errors.values()) / len(errors):.2%} on average"))
+        figures.append(("", f"{errors[worst]:.2%} at most: {worst}"))
+    figures.append(("size before", f"{result.bytes_before / 1e6:,.1f} MB"))
+    figures.append(("size after", f"{result.bytes_after / 1e6:,.1f} MB"))
+    figures.append(("seconds", f"{result.seconds:.1f}"))
+    print_figures(f"kvern quantize: {method}", figures)
 
 
 def print_next(out: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -10,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import tyro
 
 from kvern.cli.options import SamplingOptions
+from kvern.cli.output import print_figures, say
 from kvern.config import DEFAULT_MODEL, EngineConfig
 from kvern.errors import INTERRUPTED
 
@@ -85,12 +85,10 @@ class RunCommand:
             drafts = DraftFigures.between(EngineStatistics(), llm.statistics())
             print_table(result, [*drafts.rows(), *busiest_rows(llm.expert_tokens())])
         if result.interrupted:
-            sys.stderr.write(
-                f"kvern: interrupted: {result.totals.rows} rows are done; the same command goes on from there\n"
-            )
+            say(f"interrupted: {result.totals.rows} rows are done; the same command goes on from there")
             return INTERRUPTED
         if result.totals.failed:
-            sys.stderr.write(f"kvern: {result.totals.failed} rows failed: see {result.errors_path}\n")
+            say(f"{result.totals.failed} rows failed: see {result.errors_path}")
             return FAILED_ROWS
         return 0
 
@@ -112,19 +110,15 @@ def load(engine: EngineConfig) -> LLM:
 
 def print_table(result: BatchResult, figures: Sequence[tuple[str, str]]) -> None:
     """Prints the final table on stdout, with more `figures` of the engine."""
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table("", "this run", title="kvern run", title_justify="left")
-    table.columns[1].justify = "right"
     resumed = result.totals.rows - result.rows
-    table.add_row("requests", f"{result.rows:,}" + (f" (+ {resumed:,} before)" if resumed else ""))
-    table.add_row("prompt tokens", f"{result.prompt_tokens:,}")
-    table.add_row("generated tokens", f"{result.generated_tokens:,}")
-    table.add_row("seconds", f"{result.seconds:.1f}")
-    table.add_row("tokens/s", f"{result.tokens_per_second:,.0f}")
-    table.add_row("prefix-cache hit rate", f"{result.prefix_cache_hit_rate:.1%}")
-    for name, value in figures:
-        table.add_row(name, value)
-    table.add_row("failed rows", f"{result.totals.failed:,}")
-    Console().print(table)
+    rows = [
+        ("requests", f"{result.rows:,}" + (f" (+ {resumed:,} before)" if resumed else "")),
+        ("prompt tokens", f"{result.prompt_tokens:,}"),
+        ("generated tokens", f"{result.generated_tokens:,}"),
+        ("seconds", f"{result.seconds:.1f}"),
+        ("tokens/s", f"{result.tokens_per_second:,.0f}"),
+        ("prefix-cache hit rate", f"{result.prefix_cache_hit_rate:.1%}"),
+        *figures,
+        ("failed rows", f"{result.totals.failed:,}"),
+    ]
+    print_figures("kvern run", rows, "this run")

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
+from kvern.cli.output import check_least, print_figures
 from kvern.config import EngineConfig
 from kvern.errors import ConfigError
 
@@ -90,9 +91,7 @@ class TrainEagleCommand:
         return 0
 
     def _check(self) -> None:
-        for name in ("length", "batch_rows", "drafts", "draft_vocab_size"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} is {getattr(self, name)}: it must be at least 1")
+        check_least(self, "length", "batch_rows", "drafts", "draft_vocab_size")
         for name in ("epochs", "learning_rate"):
             if (value := getattr(self, name)) is not None and not 0 < value < float("inf"):
                 raise ConfigError(f"{name} is {value}: it must be above 0")
@@ -100,15 +99,10 @@ class TrainEagleCommand:
 
 def print_result(result: Result, output: Path) -> None:
     """Prints the result on stdout."""
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table("", "", title="kvern train-eagle", title_justify="left", show_header=False)
-    table.columns[1].justify = "right"
-    table.add_row("loss", f"{result.loss:.3f}")
+    rows = [("loss", f"{result.loss:.3f}")]
     for place, share in enumerate(result.acceptance, 1):
-        table.add_row(f"draft {place} right" + (", if all before are" if place > 1 else ""), f"{share:.1%}")
-    table.add_row(f"tokens a step, {len(result.acceptance)} drafts", f"{result.tokens_of_step:.2f}")
-    table.add_row("seconds", f"{result.seconds:.1f}")
-    Console().print(table)
+        rows.append((f"draft {place} right" + (", if all before are" if place > 1 else ""), f"{share:.1%}"))
+    rows.append((f"tokens a step, {len(result.acceptance)} drafts", f"{result.tokens_of_step:.2f}"))
+    rows.append(("seconds", f"{result.seconds:.1f}"))
+    print_figures("kvern train-eagle", rows)
     sys.stdout.write(f"kvern serve MODEL --draft-model {output}\n")

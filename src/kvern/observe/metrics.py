@@ -1,10 +1,10 @@
 """Metrics for Prometheus. Names and meanings follow vLLM's where it has them, with the prefix `kvern:`."""
 
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
-from typing import Self
+from typing import Any, Self, TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -127,11 +127,21 @@ def busiest_rows(tokens: Sequence[Sequence[int]]) -> list[tuple[str, str]]:
 
 
 logger = logging.getLogger("kvern")
+Family = TypeVar("Family", Counter, Gauge, Histogram)
 
 MILLISECONDS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5)
 SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 0.75, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 60, 120, 240, 480, 960)
 TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000, 200_000)
 SEQUENCES = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
+COUNTED = {
+    "queried_tokens": ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache."),
+    "cached_tokens": ("prefix_cache_hits", "Prompt tokens taken from the prefix cache."),
+    "preemptions": ("num_preemptions", "Times that a running request lost its blocks to others."),
+    "prompt_tokens": ("prompt_tokens", "Tokens of prompts."),
+    "generation_tokens": ("generation_tokens", "Tokens generated."),
+    "prefill_tokens": ("prefill_tokens", "Tokens computed in runs of more than one."),
+}
+"""Counters by the fields of `EngineStatistics` that they follow: name and help."""
 GPU_FIGURES = {
     "gpu_memory_used_bytes": "GPU memory in use, by all processes.",
     "gpu_memory_total_bytes": "GPU memory in all.",
@@ -166,12 +176,7 @@ class Metrics:
         self._waiting = gauge("num_requests_waiting", "Sequences that wait for their first step.")
         self._usage = gauge("kv_cache_usage_perc", "Share of the KV blocks that running requests hold, 0 to 1.")
         self._target = gauge("target_itl_seconds", "What a step with decodes should take at most, 0: no matter what.")
-        self._queries = counter("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.")
-        self._hits = counter("prefix_cache_hits", "Prompt tokens taken from the prefix cache.")
-        self._preemptions = counter("num_preemptions", "Times that a running request lost its blocks to others.")
-        self._prompt_tokens = counter("prompt_tokens", "Tokens of prompts.")
-        self._generation_tokens = counter("generation_tokens", "Tokens generated.")
-        self._prefill_tokens = counter("prefill_tokens", "Tokens computed in runs of more than one.")
+        self._counted = {field: counter(name, text) for field, (name, text) in COUNTED.items()}
         self._drafts = counter("spec_decode_num_draft_tokens", "Drafts that were verified.")
         self._accepted = counter("spec_decode_num_accepted_tokens", "Drafts that were right.")
         self._drafted = counter("spec_decode_num_drafts", "Times that drafts of a request were verified.")
@@ -192,12 +197,7 @@ class Metrics:
         self._answer_length = histogram("request_generation_tokens", "Tokens of one answer.", TOKENS)
         self.experts = ExpertTokens(self._labels)
         self.registry.register(self.experts)
-        self._finished = Counter(
-            "kvern:request_success",
-            "Answers that ended, by reason.",
-            [*self._labels, "finished_reason"],
-            registry=self.registry,
-        )
+        self._finished = self._family(Counter, "request_success", "Answers that ended, by reason.", "finished_reason")
 
     def watch_gpu(self, uuid: str) -> None:
         """Adds memory and utilization of this GPU, if the driver reports them."""
@@ -216,12 +216,8 @@ class Metrics:
         steps = statistics.steps - seen.steps
         if not steps:
             return
-        self._queries.inc(statistics.queried_tokens - seen.queried_tokens)
-        self._hits.inc(statistics.cached_tokens - seen.cached_tokens)
-        self._preemptions.inc(statistics.preemptions - seen.preemptions)
-        self._prompt_tokens.inc(statistics.prompt_tokens - seen.prompt_tokens)
-        self._generation_tokens.inc(statistics.generation_tokens - seen.generation_tokens)
-        self._prefill_tokens.inc(statistics.prefill_tokens - seen.prefill_tokens)
+        for field, total in self._counted.items():
+            total.inc(getattr(statistics, field) - getattr(seen, field))
         drafts = DraftFigures.between(seen, statistics)
         self._drafts.inc(drafts.count)
         self._accepted.inc(drafts.accepted)
@@ -267,22 +263,22 @@ class Metrics:
             self._answer_length.observe(len(answer.token_ids))
 
     def _by_reason(self, name: str, text: str) -> Histogram:
-        labels = [*self._labels, "finished_reason"]
-        return Histogram(f"kvern:{name}", text, labels, registry=self.registry, buckets=SECONDS)
+        return self._family(Histogram, name, text, "finished_reason", buckets=SECONDS)
 
     def _by_position(self, name: str, text: str) -> Counter:
-        labels = [*self._labels, "position"]
-        return Counter(f"kvern:{name}", f"{text}, by their position, from 0 on.", labels, registry=self.registry)
+        return self._family(Counter, name, f"{text}, by their position, from 0 on.", "position")
 
     def _gauge(self, name: str, text: str) -> Gauge:
-        return Gauge(f"kvern:{name}", text, list(self._labels), registry=self.registry).labels(**self._labels)
+        return self._family(Gauge, name, text).labels(**self._labels)
 
     def _counter(self, name: str, text: str) -> Counter:
-        return Counter(f"kvern:{name}", text, list(self._labels), registry=self.registry).labels(**self._labels)
+        return self._family(Counter, name, text).labels(**self._labels)
 
     def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
-        family = Histogram(f"kvern:{name}", text, list(self._labels), registry=self.registry, buckets=buckets)
-        return family.labels(**self._labels)
+        return self._family(Histogram, name, text, buckets=buckets).labels(**self._labels)
+
+    def _family(self, kind: Callable[..., Family], name: str, text: str, *by: str, **more: Any) -> Family:
+        return kind(f"kvern:{name}", text, [*self._labels, *by], registry=self.registry, **more)
 
 
 class Refusals:
@@ -304,54 +300,40 @@ class Refusals:
         self._refused.labels(self._model, reason).inc()
 
 
-class EngineCollector(Collector):
-    """The metrics of several engines: each family once, with the samples of all."""
+class MergedFamilies(Collector):
+    """The metrics of several sources: each family once, with the samples of all. Each source adds its labels."""
 
-    def __init__(self, metrics: Iterable[Metrics | Refusals]) -> None:
-        self._metrics = list(metrics)
+    def __init__(self, sources: Iterable[tuple[Mapping[str, str], Iterable[Metric]]]) -> None:
+        self._sources = list(sources)
 
     def collect(self) -> Iterator[Metric]:
         """Yields all families."""
-        families: dict[str, Metric] = {}
-        for one in self._metrics:
-            labels = {} if one.engine_name is None else {"engine": one.engine_name}
-            for family in one.registry.collect():
-                family.samples = [sample._replace(labels={**sample.labels, **labels}) for sample in family.samples]
-                known = families.setdefault(family.name, family)
-                if known is not family:
-                    known.samples.extend(family.samples)
-        yield from families.values()
+        merged: dict[str, Metric] = {}
+        for labels, families in self._sources:
+            for family in families:
+                samples = [sample._replace(labels={**sample.labels, **labels}) for sample in family.samples]
+                known = merged.setdefault(family.name, family)
+                known.samples = samples if known is family else [*known.samples, *samples]
+        yield from merged.values()
+
+    def text(self) -> bytes:
+        """Returns the families in Prometheus's text format."""
+        registry = CollectorRegistry()
+        registry.register(self)
+        return generate_latest(registry)
 
 
 def engines_text(metrics: Iterable[Metrics | Refusals]) -> bytes:
     """Returns the metrics of several engines in Prometheus's text format."""
-    registry = CollectorRegistry()
-    registry.register(EngineCollector(metrics))
-    return generate_latest(registry)
-
-
-class ServerCollector(Collector):
-    """The metrics of several servers; each has its name as the label `replica`."""
-
-    def __init__(self, texts: Iterable[tuple[str, bytes]]) -> None:
-        self._texts = texts
-
-    def collect(self) -> Iterator[Metric]:
-        """Yields all families."""
-        families: dict[str, Metric] = {}
-        for replica, text in self._texts:
-            for family in text_string_to_metric_families(text.decode()):
-                samples = [sample._replace(labels={**sample.labels, "replica": replica}) for sample in family.samples]
-                known = families.setdefault(family.name, family)
-                known.samples = samples if known is family else [*known.samples, *samples]
-        yield from families.values()
+    named = ((({} if one.engine_name is None else {"engine": one.engine_name}), one.registry) for one in metrics)
+    return MergedFamilies((labels, list(registry.collect())) for labels, registry in named).text()
 
 
 def servers_text(texts: Iterable[tuple[str, bytes]]) -> bytes:
-    """Merges the metrics of several servers, given by name in Prometheus's text format."""
-    registry = CollectorRegistry()
-    registry.register(ServerCollector(texts))
-    return generate_latest(registry)
+    """Merges the metrics of several servers in Prometheus's text format; each has its name as the label `replica`."""
+    return MergedFamilies(
+        ({"replica": replica}, list(text_string_to_metric_families(text.decode()))) for replica, text in texts
+    ).text()
 
 
 class GpuCollector(Collector):

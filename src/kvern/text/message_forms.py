@@ -81,12 +81,19 @@ class SystemPlaces:
         return [*placed, {"role": "user", "content": waiting}] if waiting or not placed else placed
 
 
+def rendered(render: Render, messages: Sequence[Message]) -> str | None:
+    """Returns the prompt; None if the template refuses the messages."""
+    try:
+        return render(messages)
+    except InvalidRequest:
+        return None
+
+
 def _shows(render: Render, roles: str) -> bool:
     """True if the messages of these roles are rendered once each, in order."""
     marks = [f"probe-{number}-{role}" for number, role in enumerate(roles.split())]
-    try:
-        text = render([{"role": mark.rpartition("-")[2], "content": mark} for mark in marks])
-    except InvalidRequest:
+    text = rendered(render, [{"role": mark.rpartition("-")[2], "content": mark} for mark in marks])
+    if text is None:
         return False
     if roles == "system user":
         return marks[0] in text
@@ -223,10 +230,7 @@ class CallForm:
         return hashlib.sha256(identity.encode(errors="replace")).hexdigest()[:9]
 
     def _rendered(self, render: Render, probe: Sequence[Message]) -> str | None:
-        try:
-            return render(self.fit(probe))
-        except InvalidRequest:
-            return None
+        return rendered(render, self.fit(probe))
 
     def _writes(self, render: Render, probe: Sequence[Message]) -> bool:
         """True if names and arguments are rendered, and not in Python's notation."""
@@ -323,7 +327,7 @@ class MessageForms:
     def definitions(self) -> Literal["written", "with a system message", "never"]:
         """When definitions of tools are rendered: FunctionGemma's template does so only with a system message."""
         user, system = ({"role": role, "content": "probe"} for role in ("user", "system"))
-        without, with_it = (_rendered(self._fitted, messages) for messages in ([user], [system, user]))
+        without, with_it = (rendered(self._fitted, messages) for messages in ([user], [system, user]))
         if without is None or PROBED_NAME in without:
             return "written"
         return "with a system message" if PROBED_NAME in (with_it or "") else "never"
@@ -367,12 +371,5 @@ def _in_parts(messages: Sequence[Message], roles: frozenset[str]) -> Sequence[Me
 def _writes(render: Render, role: str, roles: Sequence[str], parts: frozenset[str]) -> bool | None:
     """True if a text of this role is rendered; None if the template refuses the conversation."""
     conversation = [{"role": each, "content": TEXT if each == role else "probe"} for each in roles]
-    text = _rendered(render, _in_parts(conversation, parts))
+    text = rendered(render, _in_parts(conversation, parts))
     return None if text is None else TEXT in text
-
-
-def _rendered(render: Render, messages: Sequence[Message]) -> str | None:
-    try:
-        return render(messages)
-    except InvalidRequest:
-        return None
