@@ -14,14 +14,14 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from kvern.api.other_names import as_sent, sent_names
-from kvern.batch.journal import Journal, Totals
+from kvern.batch.journal import FinishedRow, Journal, Totals
 from kvern.batch.readers import Reader, Row, checked_ending, content_digest, import_pyarrow, open_reader
 from kvern.batch.requests import BatchRequest, RowRules, is_openai_row, merged, read_openai_row
 from kvern.batch.tables import write_table
@@ -87,16 +87,6 @@ class StartedRow:
 
 
 @dataclass
-class FinishedRow:
-    """A row that can be written: the line of its answer or of its error."""
-
-    line: bytes
-    failed: bool = False
-    prompt_tokens: int = 0
-    generated_tokens: int = 0
-
-
-@dataclass
 class BatchJob:
     """A job between two files.
 
@@ -129,7 +119,7 @@ class BatchJob:
             raise BatchFileError(f"output {self.output} is the input itself: choose another name")
         if self.reader.columns is not None:
             self.rules.check_columns(self.reader.columns, f"input {self.source}")
-            self.rules = self.rules.for_tables()
+            self.rules = replace(self.rules, fields_are_parameters=False)
         self._as_lines = ending in (".jsonl", ".ndjson")
         same = {
             "input": content_digest(self.source),
@@ -263,10 +253,7 @@ class BatchJob:
         """Adds the finished rows to the journal up to the first unfinished one."""
         with interrupts_deferred():
             while (finished := self._finished.pop(self._written, None)) is not None:
-                if finished.failed:
-                    self.journal.add_error(finished.line)
-                else:
-                    self.journal.add(finished.line, finished.prompt_tokens, finished.generated_tokens)
+                self.journal.add(finished)
                 self._written += 1
             self.journal.commit_when_due()
 

@@ -17,6 +17,7 @@ import fcntl
 import os
 import time
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,16 @@ class Record(msgspec.Struct):
     finished: bool = False
     done: Totals = Totals()
     synced: Totals = Totals()
+
+
+@dataclass
+class FinishedRow:
+    """A row that can be written: the line of its answer or of its error."""
+
+    line: bytes
+    failed: bool = False
+    prompt_tokens: int = 0
+    generated_tokens: int = 0
 
 
 class Journal:
@@ -125,15 +136,19 @@ class Journal:
                 if self.record.done.error_bytes == 0:
                     self._drop_errors()
 
-    def add(self, line: bytes, prompt_tokens: int, generated_tokens: int) -> None:
-        """Adds the answer of the next row; it is on disk after ``commit``."""
-        self._lines.append(line + b"\n")
-        self._count(prompt_tokens=prompt_tokens, generated_tokens=generated_tokens)
-
-    def add_error(self, line: bytes) -> None:
-        """Adds the next row as a failed one."""
-        self._error_lines.append(line + b"\n")
-        self._count(failed=1)
+    def add(self, row: FinishedRow) -> None:
+        """Adds the next row; it is on disk after ``commit``."""
+        lines = self._error_lines if row.failed else self._lines
+        lines.append(row.line + b"\n")
+        done, size = self.record.done, len(lines[-1])
+        self.record.done = Totals(
+            rows=done.rows + 1,
+            failed=done.failed + row.failed,
+            prompt_tokens=done.prompt_tokens + row.prompt_tokens,
+            generated_tokens=done.generated_tokens + row.generated_tokens,
+            answer_bytes=done.answer_bytes + size * (not row.failed),
+            error_bytes=done.error_bytes + size * row.failed,
+        )
 
     def commit_when_due(self) -> None:
         """Commits unless the last commit was a moment ago: thousands of short rows a second need few commits."""
@@ -183,17 +198,6 @@ class Journal:
                     os.ftruncate(file, length)
                 os.close(file)
         self._answers = self._errors = -1
-
-    def _count(self, failed: int = 0, prompt_tokens: int = 0, generated_tokens: int = 0) -> None:
-        done = self.record.done
-        self.record.done = Totals(
-            rows=done.rows + 1,
-            failed=done.failed + failed,
-            prompt_tokens=done.prompt_tokens + prompt_tokens,
-            generated_tokens=done.generated_tokens + generated_tokens,
-            answer_bytes=done.answer_bytes + (0 if failed else len(self._lines[-1])),
-            error_bytes=done.error_bytes + (len(self._error_lines[-1]) if failed else 0),
-        )
 
     def _intact(self) -> Totals:
         """Returns the newest totals whose bytes are in the files."""

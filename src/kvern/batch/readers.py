@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
 from kvern.errors import BatchFileError
+from kvern.io.files import reason
 from kvern.io.json_lines import BYTE_ORDER_MARK, read_json, wide_encoding
 
 ENDINGS = (".jsonl", ".ndjson", ".csv", ".parquet")
@@ -181,7 +182,7 @@ class ParquetReader:
         try:
             self._file = self._parquet.ParquetFile(path)
         except (arrow.ArrowException, OSError) as error:
-            raise BatchFileError(f"input {path} cannot be read as Parquet: {first_line(error)}") from error
+            raise BatchFileError(f"input {path} cannot be read as Parquet: {reason(error)}") from error
         self._path = path
         self._failures = (arrow.ArrowException, OSError, ValueError)
         self.schema = self._file.schema_arrow
@@ -198,7 +199,7 @@ class ParquetReader:
                     number += 1
                     yield Row(number, values)
         except self._failures as error:
-            raise BatchFileError(f"input {self._path} breaks off after row {number}: {first_line(error)}") from error
+            raise BatchFileError(f"input {self._path} breaks off after row {number}: {reason(error)}") from error
 
 
 def import_pyarrow(module: str) -> Any:
@@ -206,7 +207,3 @@ def import_pyarrow(module: str) -> Any:
         return importlib.import_module(module)
     except ImportError as error:
         raise BatchFileError("Parquet files need pyarrow: pip install 'kvern[parquet]'") from error
-
-
-def first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import hashlib
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -60,6 +60,7 @@ class RowRules:
     chat: bool = False
     system: str | None = None
     fields_are_parameters: bool = True
+    """False for CSV and Parquet, whose other columns are the user's data."""
 
     def check_columns(self, columns: Sequence[str], name: str) -> None:
         """Refuses a table without the column that holds the prompts."""
@@ -98,10 +99,6 @@ class RowRules:
         adapter = values.get("adapter") if self.fields_are_parameters else None
         chat = None if messages is None else ChatBody(messages, read_tools(values.get("tools")))
         return BatchRequest(prompt, chat, params, plain_answer, adapter)
-
-    def for_tables(self) -> RowRules:
-        """Returns the rules for CSV and Parquet, whose other columns are the user's data and never parameters."""
-        return replace(self, fields_are_parameters=False)
 
 
 def split_prompt(value: object, name: str) -> tuple[Prompt | None, list[dict[str, Any]] | None]:

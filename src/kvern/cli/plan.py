@@ -92,16 +92,14 @@ class PlanCommand:
         from kvern.planning.hardware import names_of
 
         table = model_table(
-            *(
-                "split",
-                "weights a card",
-                "cache tokens",
-                "batch",
-                "ms/step, 1",
-                "ms/step, batch",
-                "TTFT ms",
-                "tokens/s",
-            ),
+            "split",
+            "weights a card",
+            "cache tokens",
+            "batch",
+            "ms/step, 1",
+            "ms/step, batch",
+            "TTFT ms",
+            "tokens/s",
             title=f"{self.model} on {names_of(cards)}, {self.requests} requests of {self.input:,} and "
             f"{self.output:,} tokens",
         )

@@ -14,10 +14,10 @@ from kvern.tools.buffered import BLANKS
 from kvern.tools.gemma import Gemma
 from kvern.tools.harmony import Harmony
 from kvern.tools.json_calls import HERMES, JSON, LISTS, LLAMA, JsonCalls
-from kvern.tools.marked_json import DeepSeek, KimiK2, Solar
+from kvern.tools.marked_json import DEEPSEEK, KIMI_K2, SOLAR
 from kvern.tools.mistral import Mistral
 from kvern.tools.nested_tags import MINIMAX_M3
-from kvern.tools.pythonic import Lfm2, Pythonic
+from kvern.tools.pythonic import LFM2, PYTHONIC
 from kvern.tools.recipients import Recipients
 from kvern.tools.thinking import HARMONY, SPECIAL_TOKENS, THINKING, ThinkingFormat, thinking_of
 from kvern.tools.tool_format import IDENTITY, NUMBER, ToolFormat
@@ -205,12 +205,11 @@ FORMATS: tuple[ToolFormat, ...] = (
     Mistral(named=True, with_ids=True),
     Gemma("gemma4", "<|tool_call>", "<tool_call|>", '<|"|>', "<|tool_response>"),
     Gemma("functiongemma", "<start_function_call>", "<end_function_call>", "<escape>", "<start_function_response>"),
-    Pythonic(),
-    Lfm2(),
-    DeepSeek(fenced=True),
-    DeepSeek(fenced=False),
-    KimiK2(),
-    Solar(),
+    PYTHONIC,
+    LFM2,
+    *DEEPSEEK,
+    KIMI_K2,
+    SOLAR,
     Recipients(),
     LLAMA,
     Harmony(),

@@ -9,8 +9,9 @@ so are Python's words, single quotes, and texts without any quotes.
 
 import json
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from kvern.tools.buffered import BufferedParser
 from kvern.tools.json_call import WORDS
@@ -24,6 +25,7 @@ KEY = re.compile(r'[^\s:{}\[\],"]+')
 SCALAR = re.compile(r"[^{}\[\],\"]+")
 QUOTED = re.compile(r"'(.*?)'(?=\s*[,}\]])", re.DOTALL)
 DEEPEST = 100
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -143,14 +145,9 @@ class _Reader:
         if depth > DEEPEST:
             raise ValueError("too deep")
         if self._take("{"):
-            return self._mapping(depth)
+            return dict(self._items("}", lambda: self._entry(depth + 1)))
         if self._take("["):
-            items = []
-            self._blanks()
-            while not self._take("]"):
-                items.append(self.value(depth + 1))
-                self._separator("]")
-            return items
+            return self._items("]", lambda: self.value(depth + 1))
         string = self._string()
         if string is not None:
             return string
@@ -164,24 +161,25 @@ class _Reader:
                 raise
             return word
 
-    def _mapping(self, depth: int) -> dict[str, Any]:
-        found = {}
+    def _entry(self, depth: int) -> tuple[str, Any]:
+        key = self._string()
+        key = self._match(KEY) if key is None else key
         self._blanks()
-        while not self._take("}"):
-            key = self._string()
-            key = self._match(KEY) if key is None else key
-            self._blanks()
-            if not self._take(":"):
-                raise ValueError("no colon")
-            found[key] = self.value(depth + 1)
-            self._separator("}")
-        return found
+        if not self._take(":"):
+            raise ValueError("no colon")
+        return key, self.value(depth)
 
-    def _separator(self, end: str) -> None:
+    def _items(self, end: str, read: Callable[[], T]) -> list[T]:
+        """The values that `read` reads, with commas between them, up to `end`."""
+        found: list[T] = []
         self._blanks()
-        if not self._take(",") and not self._text.startswith(end, self.place):
-            raise ValueError("no comma")
-        self._blanks()
+        while not self._take(end):
+            found.append(read())
+            self._blanks()
+            if not self._take(",") and not self._text.startswith(end, self.place):
+                raise ValueError("no comma")
+            self._blanks()
+        return found
 
     def _string(self) -> str | None:
         if self._take(self._quote):

@@ -20,27 +20,41 @@ Only the calls of V3 contain line breaks. A missing opening of a section is acce
 """
 
 import re
-from abc import abstractmethod
+from dataclasses import dataclass
 
 from kvern.tools.buffered import BufferedParser
 from kvern.tools.json_call import JsonArguments
-from kvern.tools.tool_format import NAME, GrammarPieces, ToolFormat, ToolParser, ToolSchemas
+from kvern.tools.tool_format import (
+    ANY_IDENTITY,
+    NAME,
+    NUMBER,
+    GrammarPieces,
+    ToolFormat,
+    ToolParser,
+    ToolSchemas,
+    literal,
+)
 
 LONGEST_HEAD = 256
-SEPARATOR, FENCE = "<｜tool▁sep｜>", "```"
-ARGUMENTS = "<|tool_call_argument_begin|>"
+FENCE = "```"
 
 
+@dataclass(frozen=True)
 class MarkedJson(ToolFormat):
-    """A format; see ToolFormat. `section` and `call` are the tokens around them, `inside` the tokens in each call."""
+    """A format; see ToolFormat. `section` and `call` are the tokens around them, `inside` the tokens in each call.
 
+    `before` is the beginning of a call, up to its arguments, as the template renders it, with {} for the name. `head`
+    is that beginning as the parser reads it: `name`, and `id` if it has one. `fenced`: arguments end with a fence, and
+    templates of the form have one; None: no template is told apart by that.
+    """
+
+    name: str
     section: tuple[str, str]
     call: tuple[str, str]
     inside: tuple[str, ...]
+    before: str
     head: re.Pattern[str]
-    """The beginning of a call, up to its arguments: `name`, and `id` if it has one."""
-    fence = ""
-    """The fence that ends the arguments."""
+    fenced: bool | None = None
 
     @property
     def markers(self) -> tuple[str, ...]:
@@ -53,78 +67,59 @@ class MarkedJson(ToolFormat):
         return self.section[0]
 
     def matches(self, template: str) -> bool:
-        """The template writes earlier calls with these tokens."""
-        return self.trigger in template
+        """The template writes earlier calls with these tokens, and in the form of this instance."""
+        return self.trigger in template and self.fenced in (None, FENCE in template)
 
     def parser(self, tools: ToolSchemas) -> ToolParser:
         """The tokens leave no doubt, so that calls of unknown tools are calls, too."""
         return MarkedJsonParser(self)
 
-    @abstractmethod
-    def before(self, name: str, write: GrammarPieces) -> str:
-        """A grammar's expression for the head of a call."""
-
     def calls(self, tools: ToolSchemas, several: bool, write: GrammarPieces) -> str:
-        """The grammar of calls in one section."""
+        """The grammar of calls in one section, with any number or id that the template writes."""
         begin, end = map(write.literal, self.call)
-        behind = write.literal(f"\n{self.fence}") if self.fence else ""
-        call = f"{begin} {write.call(tools, lambda name: self.before(name, write))} {behind} {end}"
+        one = write.call(tools, lambda name: literal(self.before.format(name), write))
+        behind = write.literal(f"\n{FENCE}") if self.fenced else ""
+        call = f"{begin} {one} {behind} {end}"
         more = f'("\\n"? {call})*' if several else ""
         return f"{call} {more} {write.literal(self.section[1])}"
 
 
-class DeepSeek(MarkedJson):
-    """DeepSeek's format: V3 with a fence around arguments, or V3.1, by the template; the parser reads both."""
-
-    name = "deepseek"
-    section = ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>")
-    call = ("<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>")
-    inside = (SEPARATOR,)
-    head = re.compile(
-        rf"\s*(?:function{SEPARATOR}(?={NAME.pattern}\s))?(?P<name>{NAME.pattern})(?:\s*{FENCE}json|{SEPARATOR})\s*"
+SEPARATOR = "<｜tool▁sep｜>"
+DEEPSEEK = tuple(
+    MarkedJson(
+        "deepseek",
+        ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"),
+        ("<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"),
+        (SEPARATOR,),
+        f"function{SEPARATOR}{{}}\n{FENCE}json\n" if fenced else f"{{}}{SEPARATOR}",
+        re.compile(
+            rf"\s*(?:function{SEPARATOR}(?={NAME.pattern}\s))?(?P<name>{NAME.pattern})(?:\s*{FENCE}json|{SEPARATOR})\s*"
+        ),
+        fenced,
     )
-
-    def __init__(self, fenced: bool) -> None:
-        self.fence = FENCE if fenced else ""
-
-    def matches(self, template: str) -> bool:
-        """True if the template has the form of this instance."""
-        return super().matches(template) and (FENCE in template) == bool(self.fence)
-
-    def before(self, name: str, write: GrammarPieces) -> str:
-        """The beginning of a call as the template renders it."""
-        return write.literal(f"function{SEPARATOR}{name}\n{FENCE}json\n" if self.fence else f"{name}{SEPARATOR}")
-
-
-class KimiK2(MarkedJson):
-    """Kimi K2's format: calls have ids of the form in which the template renders earlier calls."""
-
-    name = "kimi_k2"
-    section = ("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>")
-    call = ("<|tool_call_begin|>", "<|tool_call_end|>")
-    inside = (ARGUMENTS,)
-    head = re.compile(rf"\s*(?P<id>functions\.(?P<name>{NAME.pattern}):\d{{1,9}})\s*{re.escape(ARGUMENTS)}\s*")
-
-    def before(self, name: str, write: GrammarPieces) -> str:
-        """The beginning of a call, with any number in its id."""
-        return f"{write.literal(f'functions.{name}:')} /[0-9]{{1,4}}/ {write.literal(ARGUMENTS)}"
-
-
-class Solar(MarkedJson):
-    """Solar's format: calls have ids, and the section ends with the answer."""
-
-    name = "solar"
-    section = ("<|tool_calls|>", "")
-    call = ("<|tool_call:begin|>", "<|tool_call:end|>")
-    inside = ("<|tool_call:name|>", "<|tool_call:args|>")
-    head = re.compile(
-        rf"\s*(?P<id>[\w-]{{0,64}}){re.escape(inside[0])}(?P<name>{NAME.pattern})\s*{re.escape(inside[1])}\s*"
-    )
-
-    def before(self, name: str, write: GrammarPieces) -> str:
-        """The beginning of a call, with any id."""
-        named, arguments = self.inside
-        return f"/[a-zA-Z0-9]{{4,16}}/ {write.literal(named + name + arguments)}"
+    for fenced in (True, False)
+)
+"""V3 with a fence around arguments, and V3.1; the parser reads both."""
+ARGUMENTS = "<|tool_call_argument_begin|>"
+KIMI_K2 = MarkedJson(
+    "kimi_k2",
+    ("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),
+    ("<|tool_call_begin|>", "<|tool_call_end|>"),
+    (ARGUMENTS,),
+    f"functions.{{}}:{NUMBER}{ARGUMENTS}",
+    re.compile(rf"\s*(?P<id>functions\.(?P<name>{NAME.pattern}):\d{{1,9}})\s*{re.escape(ARGUMENTS)}\s*"),
+)
+"""Calls have ids of the form in which the template renders earlier calls."""
+NAMED, GIVEN = "<|tool_call:name|>", "<|tool_call:args|>"
+SOLAR = MarkedJson(
+    "solar",
+    ("<|tool_calls|>", ""),
+    ("<|tool_call:begin|>", "<|tool_call:end|>"),
+    (NAMED, GIVEN),
+    f"{ANY_IDENTITY}{NAMED}{{}}{GIVEN}",
+    re.compile(rf"\s*(?P<id>[\w-]{{0,64}}){re.escape(NAMED)}(?P<name>{NAME.pattern})\s*{re.escape(GIVEN)}\s*"),
+)
+"""Calls have ids, and the section ends with the answer."""
 
 
 class MarkedJsonParser(BufferedParser):

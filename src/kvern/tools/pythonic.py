@@ -12,6 +12,7 @@ import json
 import re
 import warnings
 from collections.abc import Container, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from kvern.tools.buffered import BufferedParser
@@ -30,45 +31,48 @@ ESCAPES = {"'": "\\'", '"': '\\"', "\n": "\\n", "\r": "\\r"}
 SPREAD = re.compile(r"\s*\*\*\s*(\{.*\})\s*", re.DOTALL)
 
 
+@dataclass(frozen=True)
 class Pythonic(ToolFormat):
-    """The format; see ToolFormat."""
+    """The format; see ToolFormat. `marks` are the tokens around the list, `hint` is in templates that describe it."""
 
-    name = "pythonic"
-    opening = "["
+    name: str
+    hint: re.Pattern[str]
+    marks: tuple[str, ...] = ()
+
+    @property
+    def markers(self) -> tuple[str, ...]:
+        """Texts that may be special tokens and must stay visible."""
+        return self.marks
+
+    @property
+    def trigger(self) -> str | None:
+        """The token before the list, or None."""
+        return next(iter(self.marks), None)
+
+    @property
+    def opening(self) -> str:
+        """The first character of a call."""
+        return (self.trigger or "[")[0]
 
     def matches(self, template: str) -> bool:
-        """True if the template tells the model to write such calls."""
-        return re.search(r"\[\s*func\w*\(\w+=", template) is not None
+        """True if the template, which renders no calls, tells the model to write such calls."""
+        return self.hint.search(template) is not None
 
     def parser(self, tools: ToolSchemas) -> ToolParser:
-        """A list can also be an answer: only calls of the request's tools count."""
-        return PythonicParser(tools)
+        """Tokens leave no doubt; a list without them can also be an answer: only calls of the request's tools count."""
+        return PythonicParser(None if self.marks else tools, self.marks)
 
     def calls(self, tools: ToolSchemas, several: bool, write: GrammarPieces) -> str:
         """The grammar of calls with `**` and JSON arguments, because a grammar can follow their schema."""
         one = " | ".join(f'{write.literal(name + "(**")} {write.json(schema)} ")"' for name, schema in tools.items())
         more = f'(", " ({one}))*' if several else ""
-        return f'"[" ({one}) {more} "]"'
+        end = "".join(f" {write.literal(mark)}" for mark in self.marks[1:])
+        return f'"[" ({one}) {more} "]"{end}'
 
 
-class Lfm2(Pythonic):
-    """The format between LFM2's tokens; see ToolFormat."""
-
-    name = "lfm2"
-    markers = ("<|tool_call_start|>", "<|tool_call_end|>")
-    trigger = markers[0]
-
-    def matches(self, template: str) -> bool:
-        """True if the template, which renders no calls, introduces tools in this way."""
-        return self.trigger in template or "List of tools: " in template
-
-    def parser(self, tools: ToolSchemas) -> ToolParser:
-        """The tokens leave no doubt, so that calls of unknown tools are calls, too."""
-        return PythonicParser(None, self.markers)
-
-    def calls(self, tools: ToolSchemas, several: bool, write: GrammarPieces) -> str:
-        """The grammar of calls without tokens, then the token that ends them."""
-        return f"{super().calls(tools, several, write)} {write.literal(self.markers[1])}"
+PYTHONIC = Pythonic("pythonic", re.compile(r"\[\s*func\w*\(\w+="))
+LFM2_MARKS = ("<|tool_call_start|>", "<|tool_call_end|>")
+LFM2 = Pythonic("lfm2", re.compile(rf"{re.escape(LFM2_MARKS[0])}|List of tools: "), LFM2_MARKS)
 
 
 class PythonicParser(BufferedParser):

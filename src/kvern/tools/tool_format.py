@@ -53,9 +53,9 @@ class GrammarPieces:
         return f"({' | '.join(f'{head(name)} {self.json(schema)}' for name, schema in tools.items())})"
 
 
-IDENTITY, NUMBER = "\x00", "\x01"
-"""Stand in a form where the template writes a call's id, or its number."""
-WILD = {IDENTITY: "/[a-zA-Z0-9]{9}/", NUMBER: "/[0-9]{1,4}/"}
+IDENTITY, NUMBER, ANY_IDENTITY = "\x00", "\x01", "\x02"
+"""Stand in a form where the template writes a call's id of nine characters, its number, or an id of any length."""
+WILD = {IDENTITY: "/[a-zA-Z0-9]{9}/", NUMBER: "/[0-9]{1,4}/", ANY_IDENTITY: "/[a-zA-Z0-9]{4,16}/"}
 
 
 def literal(text: str, write: GrammarPieces) -> str:
@@ -63,7 +63,7 @@ def literal(text: str, write: GrammarPieces) -> str:
 
     Line breaks are separate literals, because a lexer waits for the longer of two literals with a common beginning.
     """
-    pieces = re.split(f"([{IDENTITY}{NUMBER}]|\\n+)", text)
+    pieces = re.split(f"([{''.join(WILD)}]|\\n+)", text)
     return " ".join(WILD.get(piece) or write.literal(piece) for piece in pieces if piece)
 
 
