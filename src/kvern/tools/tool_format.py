@@ -53,8 +53,12 @@ class GrammarPieces:
         return f"({' | '.join(f'{head(name)} {self.json(schema)}' for name, schema in tools.items())})"
 
 
-IDENTITY, NUMBER, ANY_IDENTITY = "\x00", "\x01", "\x02"
-"""Stand in a form where the template writes a call's id of nine characters, its number, or an id of any length."""
+IDENTITY = "\x00"
+"""Stands in a form where the template writes a call's id of nine characters."""
+NUMBER = "\x01"
+"""Stands where it writes a call's number."""
+ANY_IDENTITY = "\x02"
+"""Stands where it writes an id of any length."""
 WILD = {IDENTITY: "/[a-zA-Z0-9]{9}/", NUMBER: "/[0-9]{1,4}/", ANY_IDENTITY: "/[a-zA-Z0-9]{4,16}/"}
 
 
