@@ -63,7 +63,7 @@ void restrict_row(Number* logits, int64_t vocabulary, const uint32_t* mask) {
     }
 }
 
-// `list`: as `kvern.device.row_lists` makes it.
+// `list`: as `kvern.device.rows.list_of` makes it.
 void apply_list(float* logits, int64_t vocabulary, const int32_t* list, const int32_t* text, int64_t length,
                 int64_t prompt_length) {
     const int32_t allowed = list[0], biases = list[1], ends = list[2], first_end = list[3], words = list[4];

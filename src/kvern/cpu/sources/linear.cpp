@@ -6,13 +6,51 @@
 namespace kvern {
 namespace {
 
+template <class Number>
+void pack(const void* plain, void* packed, Matrix matrix) {
+    constexpr int INPUTS = INPUTS_OF_STEP<Number>;
+    parallel(matrix.columns() / BLOCK, [&](int64_t block) {
+        int64_t stride;
+        Number* to = matrix.begin(static_cast<Number*>(packed), block * BLOCK, &stride);
+        const Number* from = static_cast<const Number*>(plain) + matrix.output(block) * matrix.inputs;
+        const int64_t count = matrix.count(block);
+        for (int64_t input = 0; input < matrix.inputs; input += INPUTS, to += stride) {
+            const size_t bytes = std::min<int64_t>(INPUTS, matrix.inputs - input) * sizeof(Number);
+            Number numbers[BLOCK * INPUTS] = {};
+            for (int64_t lane = 0; lane < count; ++lane) {
+                std::memcpy(numbers + lane * INPUTS, from + lane * matrix.inputs + input, bytes);
+            }
+            std::memcpy(to, numbers, sizeof numbers);
+        }
+    });
+}
+
+template <class Number>
+void unpack(const void* packed, const int64_t* ids, int64_t first, int64_t count, void* plain, Matrix matrix) {
+    constexpr int INPUTS = INPUTS_OF_STEP<Number>;
+    parallel(count, [&](int64_t row) {
+        Number* to = static_cast<Number*>(plain) + row * matrix.inputs;
+        const int64_t output = ids == nullptr ? row : ids[row] - first;
+        if (output < 0 || output >= matrix.outputs) {
+            std::memset(to, 0, matrix.inputs * sizeof(Number));
+            return;
+        }
+        int64_t stride;
+        const int64_t column = matrix.column(output);
+        const Number* from = matrix.begin(static_cast<const Number*>(packed), column, &stride);
+        for (int64_t input = 0; input < matrix.inputs; input += INPUTS, from += stride) {
+            std::memcpy(to + input, from, std::min<int64_t>(INPUTS, matrix.inputs - input) * sizeof(Number));
+        }
+    });
+}
+
 constexpr int PANEL = 8 * TILE;        // rows of a job
 constexpr int64_t CHUNK = 1024;        // inputs after which the other rows of a panel have their turn
 constexpr int GROUPS = 4;              // whose weights a job's rows are multiplied with
 constexpr int64_t JOBS_OF_THREAD = 4;  // at least, if the columns make so many
 
-void copy(const float* from, float* to, int64_t count) { std::memcpy(to, from, count * sizeof *to); }
-[[maybe_unused]] void copy(const BFloat16* from, BFloat16* to, int64_t count) {
+template <class Number>
+void copy(const Number* from, Number* to, int64_t count) {
     std::memcpy(to, from, count * sizeof *to);
 }
 [[maybe_unused]] void copy(const BFloat16* from, float* to, int64_t count) {
@@ -97,26 +135,15 @@ private:
     template <class Result>
     void finish(const float* sums, Result* to, int64_t first_row, int64_t count, int64_t column,
                 int64_t columns) const {
-        if (activation != NO_ACTIVATION) return finish_gated(sums, to, first_row, count, column, columns);
-        for (int64_t block = column / BLOCK; block < (column + columns) / BLOCK; ++block, sums += BLOCK) {
-            const Floats added = bias_of(block);
+        const bool is_gated = activation != NO_ACTIVATION;
+        const int64_t end = (column + columns) / BLOCK, together = is_gated ? 2 : 1;
+        for (int64_t block = column / BLOCK; block < end; block += together, sums += together * BLOCK) {
+            const Floats bias = bias_of(block), up_bias = is_gated ? bias_of(block + 1) : Floats{};
             Result* row = to + first_row * out_stride + matrix.output(block);
             for (int64_t index = 0; index < count; ++index, row += out_stride) {
-                store_some(row, load(sums + index * GROUP) + added, matrix.count(block));
-            }
-        }
-    }
-
-    template <class Result>
-    void finish_gated(const float* sums, Result* to, int64_t first_row, int64_t count, int64_t column,
-                      int64_t columns) const {
-        for (int64_t block = column / BLOCK; block < (column + columns) / BLOCK; block += 2, sums += 2 * BLOCK) {
-            const Floats gate_bias = bias_of(block), up_bias = bias_of(block + 1);
-            Result* row = to + first_row * out_stride + matrix.output(block);
-            for (int64_t index = 0; index < count; ++index, row += out_stride) {
-                const Floats gate = load(sums + index * GROUP) + gate_bias;
-                const Floats up = load(sums + index * GROUP + BLOCK) + up_bias;
-                store_some(row, activated(activation, gate) * up, matrix.count(block));
+                Floats result = load(sums + index * GROUP) + bias;
+                if (is_gated) result = activated(activation, result) * (load(sums + index * GROUP + BLOCK) + up_bias);
+                store_some(row, result, matrix.count(block));
             }
         }
     }
@@ -128,6 +155,24 @@ private:
 
 }  // namespace
 }  // namespace kvern
+
+// packed = plain [outputs, inputs] in the order of `linear_layout.h`.
+KVERN_EXPORT void kvern_pack_linear(const void* plain, void* packed, int64_t outputs, int64_t inputs, int32_t gated,
+                                    int32_t dtype) {
+    using namespace kvern;
+    (dtype == FLOAT32 ? pack<float> : pack<BFloat16>)(plain, packed, Matrix{outputs, inputs, gated});
+}
+
+// plain [count, inputs] = the rows `ids` [count] of a matrix that was packed, whose rows are those from `first` on; zeros
+// where it has none. Without ids its first ones.
+KVERN_EXPORT void kvern_unpack_linear(const void* packed, const int64_t* ids, int64_t first, void* plain, int64_t count,
+                                      int64_t outputs, int64_t inputs, int32_t gated, int32_t dtype) {
+    using namespace kvern;
+    const Matrix matrix{outputs, inputs, gated};
+    (dtype == FLOAT32 ? unpack<float> : unpack<BFloat16>)(packed, ids, first, count, plain, matrix);
+}
+
+KVERN_REPLAYED(kvern_unpack_linear)
 
 // out [rows, outputs] = x [rows, inputs] times the packed matrix, plus bias [outputs] if there is one. With an
 // activation, of a matrix that was packed as gated: out [rows, outputs / 2] = activation(gate) * up.

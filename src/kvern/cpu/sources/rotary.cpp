@@ -123,10 +123,8 @@ void one_token(const Step<Number>& step, int64_t token, Stored* keys, Stored* va
 
 template <class Number, class Stored>
 void all_tokens(const Step<Number>& step, int64_t tokens, void* keys, void* values) {
-    parallel((tokens + ROWS_OF_JOB - 1) / ROWS_OF_JOB, [&](int64_t job) {
-        for (int64_t token = job * ROWS_OF_JOB; token < tokens && token < (job + 1) * ROWS_OF_JOB; ++token) {
-            one_token(step, token, static_cast<Stored*>(keys), static_cast<Stored*>(values));
-        }
+    parallel_for_each(tokens, ROWS_OF_JOB, [&](int64_t token) {
+        one_token(step, token, static_cast<Stored*>(keys), static_cast<Stored*>(values));
     });
 }
 
@@ -147,15 +145,13 @@ KVERN_EXPORT void kvern_rotate_and_store(const kvern::Heads* layer, void* qkv, c
                                          const int64_t* slots, const void* table, void* keys, void* values,
                                          const float* scales, int64_t tokens, int32_t dtype, int32_t stored) {
     using namespace kvern;
-    if (dtype == FLOAT32) {
-        const Step<float> step{*layer, static_cast<float*>(qkv), positions, slots, static_cast<const float*>(table),
-                               scales};
+    const auto run = [&](auto number) {
+        using Number = decltype(number);
+        const Number* angles = static_cast<const Number*>(table);
+        const Step<Number> step{*layer, static_cast<Number*>(qkv), positions, slots, angles, scales};
         rotate_and_store(step, tokens, keys, values, stored);
-    } else {
-        const Step<BFloat16> step{*layer,   static_cast<BFloat16*>(qkv),          positions,
-                                  slots, static_cast<const BFloat16*>(table), scales};
-        rotate_and_store(step, tokens, keys, values, stored);
-    }
+    };
+    dtype == FLOAT32 ? run(float()) : run(BFloat16());
 }
 
 KVERN_REPLAYED(kvern_rotate_and_store)

@@ -19,8 +19,6 @@ constexpr float GREEDY_BELOW = 1e-5f;
 constexpr int UNROLLED = 4;
 constexpr int64_t BLOCK = UNROLLED * LANES;
 
-using Bits = uint32_t __attribute__((vector_size(64)));
-
 uint64_t mixed(uint64_t value) {
     value = (value ^ (value >> 30)) * 0xBF58476D1CE4E5B9u;
     value = (value ^ (value >> 27)) * 0x94D049BB133111EBu;
@@ -38,8 +36,8 @@ public:
     }
 
     // Of tokens, times GOLDEN each: a number in (0, 1] times 2^31.
-    Floats scaled(Bits tokens) const {
-        Bits value = tokens ^ low_;
+    Floats scaled(Words tokens) const {
+        Words value = tokens ^ low_;
         value ^= value >> 16;
         value *= 0x7FEB352Du;
         value ^= value >> 15;
@@ -51,7 +49,7 @@ public:
 
     // The logarithm of the token's time at rate 1.
     double log_time(int64_t token) const {
-        const float scaled_up = scaled(Bits{} + static_cast<uint32_t>(token) * GOLDEN)[0];
+        const float scaled_up = scaled(Words{} + static_cast<uint32_t>(token) * GOLDEN)[0];
         const float number = std::min(scaled_up * 0x1p-31f, 1 - 0x1p-24f);
         return std::log(-std::log1p(-static_cast<double>(number)));
     }
@@ -110,7 +108,7 @@ int64_t draw(const Number* scores, int64_t count, float temperature, const Numbe
     float bar = NOTHING;  // below the best by more than rounding
     int64_t winner = 0;
     const float inverse = 1 / temperature;
-    Bits tokens;
+    Words tokens;
     for (int lane = 0; lane < LANES; ++lane) tokens[lane] = lane * Numbers::GOLDEN;
 
     for (int64_t begin = 0; begin < count; begin += BLOCK, tokens += static_cast<uint32_t>(BLOCK) * Numbers::GOLDEN) {
@@ -126,7 +124,7 @@ int64_t draw(const Number* scores, int64_t count, float temperature, const Numbe
         for (int part = 0; part < UNROLLED; ++part) {
             // A time is never less than its number, whose logarithm is never less than what its bits are as an integer:
             // the exponent, and the mantissa for its own logarithm.
-            const Bits those = tokens + static_cast<uint32_t>(part * LANES) * Numbers::GOLDEN;
+            const Words those = tokens + static_cast<uint32_t>(part * LANES) * Numbers::GOLDEN;
             const Integers bits = (Integers)numbers.scaled(those);
             const Floats logarithms = __builtin_convertvector(bits - ((127 + 31) << 23), Floats) * 0x1p-23f;
             bounds[part] = found[part] * inverse - logarithms * 0.693147182f;

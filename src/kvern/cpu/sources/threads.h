@@ -33,4 +33,12 @@ void parallel(int64_t jobs, const Body& body) {
     run_jobs(jobs, [](const void* given, int64_t index) { (*static_cast<const Body*>(given))(index); }, &body);
 }
 
+// body(index) for each of `count`, so many of them a job.
+template <class Body>
+void parallel_for_each(int64_t count, int64_t of_job, const Body& body) {
+    parallel((count + of_job - 1) / of_job, [&](int64_t job) {
+        for (int64_t index = job * of_job; index < count && index < (job + 1) * of_job; ++index) body(index);
+    });
+}
+
 }  // namespace kvern
