@@ -4,6 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 TOOLS := $(VENV)/.installed-tools
+PAGE := web/node_modules/.package-lock.json
 TORCH := torch==2.13.0
 # Errors alone are shown. Modules are compiled when they are first imported, which is a small part of all there are.
 PIP := PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip install --quiet --quiet --no-compile -c constraints.txt
@@ -25,10 +26,10 @@ smoke: $(INSTALLED)
 # to keep no bytecode.
 CPU_TEST = env -u PYTHONDONTWRITEBYTECODE OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
 
-test: $(TOOLS)
+test: $(TOOLS) $(PAGE)
 	$(CPU_TEST) -m "not gpu and not nightly"
 
-test-all: $(TOOLS)
+test-all: $(TOOLS) $(PAGE)
 	$(CPU_TEST)
 
 # On a machine with an NVIDIA GPU: most tests side by side, then those that look at times or memory. A plugin that is not
@@ -74,5 +75,9 @@ $(TOOLS): $(INSTALLED)
 	$(PIP) -e ".[parquet,test,check]"
 	@touch $@
 
+# What builds the chat page and checks it, where npm is at hand: the tests that need it say so when it is missing.
+$(PAGE): web/package-lock.json
+	-@! command -v npm >/dev/null || (cd web && npm ci --ignore-scripts --silent)
+
 clean:
-	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis examples/answers* examples/.answers* .clients
+	rm -rf $(VENV) web/node_modules build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis examples/answers* examples/.answers* .clients

@@ -12,6 +12,9 @@ from tests.support.served import Served
 TITLES = ("The first question", "The second question", "The third question")
 
 
+CIRCLE = {"id": "a", "title": "x", "turns": [{"id": "b", "parent": "c"}, {"id": "c", "parent": "b"}]}
+
+
 def begin(page: Page, question: str, answer: str) -> None:
     """A conversation of one turn."""
     page.get_by_role("button", name="New conversation").click()
@@ -127,6 +130,7 @@ def test_export_and_import(page: Page, browser: Browser, server: Served, tmp_pat
             ("{", "was not imported"),
             ("{}", "it is no export of this page"),
             (json.dumps(content | {"conversations": [{"title": "x"}]}), "“x” in it has no id or no turns"),
+            (json.dumps(content | {"conversations": [CIRCLE]}), "turns of “x” follow one another in a circle"),
         ):
             chosen.set_input_files({"name": "x.json", "mimeType": "application/json", "buffer": text.encode()})
             expect(other.locator(".notice")).to_contain_text(message)

@@ -106,11 +106,13 @@ function add(told, delta) {
   }
 }
 
+const LEAST = 10; // milliseconds between the first and the last token, below which a rate says nothing
+
 function figures(usage, begun, first, last) {
   const tokens = usage?.completion_tokens;
   return {
     first: first && (first - begun) / 1000,
-    rate: tokens > 1 && last > first ? ((tokens - 1) * 1000) / (last - first) : null,
+    rate: tokens > 1 && last - first > LEAST ? ((tokens - 1) * 1000) / (last - first) : null,
     tokens,
     thought: usage?.completion_tokens_details?.reasoning_tokens,
     prompt: usage?.prompt_tokens,

@@ -81,6 +81,7 @@ export function Composer({ turns, field }) {
         <textarea
           ref={field}
           rows={1}
+          dir="auto"
           aria-label="Question"
           placeholder="Ask something"
           value={draft}

@@ -21,7 +21,7 @@ const Block = memo(function Block(block) {
   const element = useRef(null);
   const content = html(block);
   useLayoutEffect(() => setFormulas(element.current), [content]);
-  return <div ref={element} dangerouslySetInnerHTML={{ __html: content }} />;
+  return <div ref={element} dir="auto" dangerouslySetInnerHTML={{ __html: content }} />;
 });
 
 async function onClick({ target }) {

@@ -9,6 +9,7 @@ export const library = observable({ list: [], open: null, turns: new Map(), leaf
 /** Turns whose answers come in this tab. */
 export const live = new Map();
 
+const [BEFORE, AFTER] = [24, 60]; // characters around what a search has found
 const SAVED = 5000; // milliseconds: a running turn that was not saved for three times as long runs no more
 const FORMAT = "kvern conversations";
 const channel = "BroadcastChannel" in globalThis ? new BroadcastChannel("kvern") : null;
@@ -176,16 +177,21 @@ export function showBranch(turn) {
 
 export async function remove(id) {
   const name = library.value.list.find((one) => one.id === id)?.title;
+  const growing = [...live.values()];
   const removed = await written(database.remove(id));
-  if (removed) await gone(removed, `“${name}” was deleted.`);
+  if (removed) await gone(removed, growing, `“${name}” was deleted.`);
 }
 
 export async function removeAll() {
+  const growing = [...live.values()];
   const removed = await written(database.removeAll());
-  if (removed) await gone(removed, `${count(removed.conversations.length)} deleted.`);
+  if (removed) await gone(removed, growing, `${count(removed.conversations.length)} deleted.`);
 }
 
-async function gone(removed, text) {
+/** Says what was deleted, and can bring it back: turns that were `growing` as far as they had come. */
+async function gone(found, growing, text) {
+  const ended = new Map(growing.map((turn) => [turn.id, { ...turn, state: "stopped" }]));
+  const removed = { ...found, turns: found.turns.map((turn) => ended.get(turn.id) ?? turn) };
   const isOpen = removed.conversations.some((one) => one.id === library.value.open);
   const was = library.value.open;
   await reload();
@@ -218,16 +224,21 @@ export async function search(words) {
     const whole = `${name}\n${text}`.toLowerCase();
     if (!wanted.every((word) => whole.includes(word))) continue;
     const at = text.toLowerCase().indexOf(wanted.find((word) => !name.toLowerCase().includes(word)) ?? "\n");
-    found.set(id, at < 0 ? "" : `${at > 24 ? "…" : ""}${text.slice(Math.max(0, at - 24), at + 60)}`);
+    found.set(id, at < 0 ? "" : extract(text, at));
   }
   return found;
 }
 
-/** Hands over all conversations, or one, as a JSON file. */
-export async function exportAs(id = null) {
+/** What stands around a place of a text, from the beginning of a word. */
+function extract(text, at) {
+  if (at <= BEFORE) return text.slice(0, at + AFTER);
+  return `…${text.slice(at - BEFORE, at).replace(/^\S*\s/, "")}${text.slice(at, at + AFTER)}`;
+}
+
+/** Hands over all conversations as a JSON file. */
+export async function exportAll() {
   const all = await database.everything();
-  const chosen = newestFirst(all.conversations.filter((one) => id === null || one.id === id));
-  const whole = chosen.map((one) => ({ ...one, turns: all.turns.filter((turn) => turn.conversation === one.id) }));
+  const whole = newestFirst(all.conversations).map((one) => ({ ...one, turns: all.turns.filter((turn) => turn.conversation === one.id) }));
   const text = JSON.stringify({ format: FORMAT, version: 1, conversations: whole }, null, 1);
   download(`kvern-${new Date().toISOString().slice(0, 10)}.json`, text, "application/json");
 }
@@ -263,8 +274,18 @@ function read(content) {
       if (!ID.test(turn?.id)) throw new Error(`a turn of “${name}” has no id`);
       found.turns.push({ ...readTurn(turn), conversation: one.id });
     }
+    if (goesRound(turns)) throw new Error(`turns of “${name}” follow one another in a circle`);
   }
   return found;
+}
+
+function goesRound(turns) {
+  const parents = new Map(turns.map(({ id, parent }) => [id, parent]));
+  return turns.some(({ id }) => {
+    let steps = 0;
+    for (let at = id; at != null && steps <= turns.length; at = parents.get(at)) steps += 1;
+    return steps > turns.length;
+  });
 }
 
 const ID = /^\w{1,64}$/;

@@ -10,7 +10,7 @@ export class ServerError extends Error {
 }
 
 const UNREACHABLE = `The server at ${location.host} cannot be reached. Is kvern serve running there? The page tries again by itself.`;
-const KEPT = "What has come is kept: “Go on” goes on with it, “Answer again” begins anew.";
+const KEPT = "What has come is kept.";
 
 /** What can be done about a failure, where the server's own message does not say it. */
 function advice(status, code, retry) {
@@ -71,7 +71,7 @@ async function readFacts(id) {
   if (found) server.change({ facts: { ...server.value.facts, [id]: await found.json() } });
 }
 
-const AGAIN = 3000; // milliseconds
+const AGAIN = 2000; // milliseconds
 let watching = null;
 
 /** Says that the server is away until it is back. */

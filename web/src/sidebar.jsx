@@ -2,7 +2,7 @@
 import { useEffect, useLayoutEffect, useRef, useState } from "preact/hooks";
 import { stopAll } from "./asking.js";
 import { Edit, Export, Import, New, Remove } from "./icons.jsx";
-import { address, exportAs, go, importFrom, library, remove, removeAll, rename, search } from "./library.js";
+import { address, exportAll, go, importFrom, library, remove, removeAll, rename, search } from "./library.js";
 import { IconButton } from "./parts.jsx";
 import { memo } from "./state.js";
 
@@ -108,16 +108,16 @@ const Entry = memo(function Entry({ id, title, isOpen, choose, extract }) {
           choose(id);
         }}
       >
-        <span>{title}</span>
-        {extract && <small>{extract}</small>}
+        <span dir="auto">{title}</span>
+        {extract && <small dir="auto">{extract}</small>}
       </a>
       <IconButton label={`Rename ${title}`} icon={<Edit />} onClick={() => setRenaming(true)} />
       <IconButton
         label={`Delete ${title}`}
         icon={<Remove />}
         onClick={() => {
-          stopAll(id);
           remove(id);
+          stopAll(id);
         }}
       />
     </li>
@@ -157,7 +157,7 @@ function Whole({ empty }) {
   const input = useRef(null);
   return (
     <div class="whole">
-      <button type="button" class="quiet" disabled={empty} onClick={() => exportAs()}>
+      <button type="button" class="quiet" disabled={empty} onClick={exportAll}>
         <Export />
         Export
       </button>
@@ -170,8 +170,8 @@ function Whole({ empty }) {
         icon={<Remove />}
         disabled={empty}
         onClick={() => {
-          stopAll();
           removeAll();
+          stopAll();
         }}
       />
       <input

@@ -33,6 +33,8 @@ export const Turn = memo(function Turn({ turn: stored, questions, answers, isLas
   );
 });
 
+const LONG = 1000; // characters of a question, which may then have to be scrolled
+
 function Question({ turn, questions }) {
   const [editing, setEditing] = useState(false);
   const button = useRef(null);
@@ -49,7 +51,11 @@ function Question({ turn, questions }) {
       ) : (
         <>
           <Files files={turn.files} />
-          {turn.question && <div class="question">{turn.question}</div>}
+          {turn.question && (
+            <div class="question" dir="auto" tabIndex={turn.question.length > LONG ? 0 : undefined}>
+              {turn.question}
+            </div>
+          )}
           <div class="actions of-question">
             <Versions turn={turn} versions={questions} what="question" />
             <IconButton ref={button} label="Edit the question" icon={<Edit />} onClick={() => setEditing(true)} />
@@ -68,11 +74,14 @@ export function Files({ files, remove = null }) {
     <ul class="files" aria-label="Files">
       {files.map((file, index) => (
         <li key={index}>
-          <File />
-          <span class="name" title={file.name}>
-            {file.name}
-          </span>
-          <span class="size">{size(file.text.length)}</span>
+          <details>
+            <summary title={`Show ${file.name}`}>
+              <File />
+              <span class="name">{file.name}</span>
+              <span class="size">{size(file.text.length)}</span>
+            </summary>
+            <pre tabIndex={0}>{file.text}</pre>
+          </details>
           {remove && <IconButton label={`Take ${file.name} away`} icon={<Close />} onClick={() => remove(index)} />}
         </li>
       ))}
@@ -80,7 +89,7 @@ export function Files({ files, remove = null }) {
   );
 }
 
-const size = (characters) => (characters < 1000 ? `${characters} characters` : `${number(characters / 1000)} k characters`);
+const size = (characters) => `${characters.toLocaleString("en")} characters`;
 
 /** The question, edited: what it becomes stands beside what it was. */
 function QuestionForm({ turn, close }) {
@@ -167,7 +176,7 @@ function Answer({ turn }) {
       {turn.lacks && <p class="hint">{turn.lacks}</p>}
       {turn.error && (
         <p class="failure" role="alert">
-          {turn.error}
+          {turn.error} {canGoOn(turn) && "“Go on”, below, goes on with it."}
         </p>
       )}
     </div>
