@@ -7,6 +7,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from playwright.sync_api import Page
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "src/kvern/server/page"
@@ -25,6 +26,14 @@ def test_the_page_loads_nothing_from_outside() -> None:
     assert not re.findall(r"(?:src|href)=[\"']?(?:https?:)?//", markup)
     assert "url(" not in style
     assert "@import" not in style
+
+
+def test_the_browser_is_told_to_load_nothing_from_outside(page: Page) -> None:
+    answer = page.reload()
+    assert answer is not None
+    policy = answer.headers["content-security-policy"]
+    assert policy.startswith("default-src 'self'; style-src 'self';")
+    assert "unsafe" not in policy
 
 
 def test_licences_name_all_that_is_bundled() -> None:

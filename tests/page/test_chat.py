@@ -222,7 +222,7 @@ def test_thoughts_calls_and_their_results(browser: Browser, server: Served) -> N
         with page.expect_response("**/v1/chat/completions") as answered:  # the server takes what the page sends
             page.get_by_role("button", name="Answer again").last.tap()
         assert answered.value.status == 200
-        expect(page.locator(".versions")).to_contain_text("2/2")
+        expect(page.locator(".turn").last.locator(".versions")).to_contain_text("2/2")
 
 
 def test_thinking_can_be_switched_where_the_model_thinks(page: Page) -> None:

@@ -38,11 +38,11 @@ def ask(page: Page, question: str) -> None:
     page.keyboard.press("Enter")
 
 
-def say(page: Page, text: str) -> None:
-    """Let the next answers be this text, as the server would stream it."""
+def say(page: Page, text: str, prompt: int = 30, tokens: int = 12) -> None:
+    """Let the next answers be this text of so many tokens, as the server would stream it."""
 
     def answer(route: Route) -> None:
-        usage = {"prompt_tokens": 30, "completion_tokens": 12, "total_tokens": 42}
+        usage = {"prompt_tokens": prompt, "completion_tokens": tokens, "total_tokens": prompt + tokens}
         chunk = {"choices": [{"index": 0, "delta": {"content": text}, "finish_reason": "stop"}], "usage": usage}
         body = f"data: {json.dumps(chunk)}\n\ndata: [DONE]\n\n"
         route.fulfill(status=200, content_type="text/event-stream", body=body)

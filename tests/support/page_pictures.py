@@ -1,5 +1,7 @@
 """Takes the pictures of the chat page that the documentation shows: python -m tests.support.page_pictures"""
 
+import json
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +11,7 @@ from tests.support.chat_page import ARGUMENTS, CHROMIUM, address, ask, opened, s
 from tests.support.served import Served, serving
 
 IMAGES = Path(__file__).parents[2] / "docs/images"
-DESKTOP: Any = {"viewport": {"width": 1200, "height": 800}}
+DESKTOP: Any = {"viewport": {"width": 1200, "height": 880}}
 PHONE: Any = {"viewport": {"width": 360, "height": 740}, "device_scale_factor": 2, "has_touch": True, "is_mobile": True}
 TITLES = ("Names for a bakery", "Why is the sky blue?", "A letter to the landlord", "Tell me a story about a fox.")
 ANSWER = r"""Attention weighs all tokens with one softmax:
@@ -48,7 +50,7 @@ def fill(page: Page) -> None:
     expect(page.locator(".figures")).to_have_count(1)
     page.get_by_role("button", name="Answer again").click()
     expect(page.locator(".versions")).to_contain_text("2/2")
-    say(page, ANSWER)
+    say(page, ANSWER, 61, 214)
     ask(page, "How is it computed?")
     expect(page.locator(".figures")).to_have_count(2)
     page.locator("math").first.wait_for()
@@ -59,6 +61,17 @@ def take(page: Page, name: str) -> None:
     page.screenshot(path=IMAGES / f"{name}.png", animations="disabled")
 
 
+def busy(server: Served) -> None:
+    """Let the engine answer several requests at once, three times, so that its figures show something."""
+    bodies = [{"prompt": f"Once {number}", "max_tokens": 300, "ignore_eos": True} for number in range(4)]
+    with ThreadPoolExecutor() as pool:
+        for _ in range(3):
+            for status in pool.map(
+                lambda body: server.raw("POST", "/v1/completions", json.dumps(body).encode())[0], bodies
+            ):
+                assert status == 200
+
+
 def pictures(browser: Browser, server: Served) -> None:
     with opened(browser, color_scheme="light", **DESKTOP) as context:
         page = context.new_page()
@@ -66,7 +79,11 @@ def pictures(browser: Browser, server: Served) -> None:
         fill(page)
         take(page, "chat-page")
         page.emulate_media(color_scheme="dark")
-        take(page, "chat-page-dark")
+        page.get_by_role("tab", name="Engine").click()
+        expect(page.locator(".chart")).to_have_count(10)
+        busy(server)
+        page.wait_for_timeout(2500)  # two more readings
+        take(page, "chat-page-engine")
     with opened(browser, color_scheme="light", **PHONE) as context:
         page = context.new_page()
         page.goto(address(server))

@@ -106,13 +106,14 @@ function add(told, delta) {
   }
 }
 
-const LEAST = 10; // milliseconds between the first and the last token, below which a rate says nothing
+const LEAST = 10; // milliseconds that chunks must be spread over, so that their rate says something
 
 function figures(usage, begun, first, last) {
   const tokens = usage?.completion_tokens;
+  const [count, time] = last - first > LEAST ? [tokens - 1, last - first] : [tokens, last - begun];
   return {
     first: first && (first - begun) / 1000,
-    rate: tokens > 1 && last - first > LEAST ? ((tokens - 1) * 1000) / (last - first) : null,
+    rate: tokens > 1 && last ? (count * 1000) / time : null,
     tokens,
     thought: usage?.completion_tokens_details?.reasoning_tokens,
     prompt: usage?.prompt_tokens,

@@ -68,11 +68,10 @@ export const answerAgain = ({ parent, asked, question, files, results }) => answ
 /** The answer goes on after the results of its calls. */
 export const tellResults = (turn, results) => answer({ parent: turn.id, asked: newId(), question: null, files: [], results });
 
-/** Goes on with an answer that broke off, was stopped, or came to the limit of tokens. */
-export function goOn(turn) {
-  const going = { ...turn, state: "running", error: "" };
-  showTurn(going);
-  return run(going, true);
+/** Goes on with an answer that broke off, was stopped, or came to the limit of tokens, in a version of its own. */
+export function goOn({ parent, asked, question, files, results, model, structured, answer: begun }) {
+  const fields = { parent, asked, question, files, results, model, structured };
+  return run(addTurn({ id: newId(), created: Date.now(), ...fields, ...EMPTY, answer: begun }), true);
 }
 
 export const canGoOn = (turn) =>

@@ -26,7 +26,7 @@ export function Composer({ turns, field }) {
   const most = modelInUse()?.max_model_len;
   const overflow = counted != null && counted >= most;
   useLayoutEffect(() => fit(field.current), [draft]);
-  useEffect(() => store("draft", draft, "sessionStorage"), [draft]);
+  useLayoutEffect(() => store("draft", draft, "sessionStorage"), [draft]);
 
   const attach = async (chosen) => {
     setRefused("");

@@ -8,7 +8,6 @@ const count = (value) => value?.toLocaleString("en");
 function factsOf({ id, root, max_model_len: context, vocab_size: vocabulary }, shown) {
   const { details = {}, capabilities = [], model_info: info = {} } = shown ?? {};
   const of = (name) => info[`${info["general.architecture"]}.${name}`];
-  const [heads, shared] = [of("attention.head_count"), of("attention.head_count_kv")];
   const parameters = info["general.parameter_count"];
   return [
     ["weights", root !== id && root],
@@ -20,7 +19,8 @@ function factsOf({ id, root, max_model_len: context, vocab_size: vocabulary }, s
     ["vocabulary", vocabulary && `${count(vocabulary)} tokens`],
     ["layers", of("block_count")],
     ["hidden size", count(of("embedding_length"))],
-    ["attention heads", heads && (shared && shared !== heads ? `${heads}, ${shared} of keys and values` : heads)],
+    ["attention heads", of("attention.head_count")],
+    ["KV heads", of("attention.head_count_kv")],
     ["can", capabilities.join(", ")],
   ].filter(([, value]) => value);
 }

@@ -9,6 +9,7 @@ export class ServerError extends Error {
   }
 }
 
+const AGAIN = 2000; // milliseconds until a server that is away is asked again
 const UNREACHABLE = `The server at ${location.host} cannot be reached. Is kvern serve running there? The page tries again by itself.`;
 const KEPT = "What has come is kept.";
 
@@ -62,6 +63,7 @@ export async function readModels() {
     server.change(await (await request("version")).json());
   } catch (error) {
     server.change({ failure: error.message });
+    if (error.status >= 500) setTimeout(readModels, AGAIN); // it is starting
   }
 }
 
@@ -71,7 +73,6 @@ async function readFacts(id) {
   if (found) server.change({ facts: { ...server.value.facts, [id]: await found.json() } });
 }
 
-const AGAIN = 2000; // milliseconds
 let watching = null;
 
 /** Says that the server is away until it is back. */
