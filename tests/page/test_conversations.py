@@ -100,6 +100,23 @@ def test_edited_questions_and_new_answers_are_versions(page: Page) -> None:
     ]
 
 
+def test_another_version_leaves_the_view_and_the_focus_where_they_are(page: Page) -> None:
+    begin(page, "One?", "first")
+    say(page, "second")
+    page.get_by_role("button", name="Answer again").click()
+    expect(page.locator(".versions")).to_contain_text("2/2")
+    say(page, "a long line\n\n" * 60)
+    ask(page, "And then?")
+    expect(page.locator(".figures")).to_have_count(2)
+    page.get_by_role("button", name="Former answer").press("Enter")
+    expect(page.locator(".versions")).to_contain_text("1/2")
+    later = page.get_by_role("button", name="Later answer")
+    later.press("Enter")
+    expect(page.locator(".figures")).to_have_count(2)
+    expect(later).to_be_focused()
+    assert page.locator(".scroller").evaluate("box => box.scrollTop + box.clientHeight < box.scrollHeight - 500")
+
+
 def test_an_edit_is_left_with_escape(page: Page) -> None:
     begin(page, "One?", "first")
     page.locator(".turn").hover()

@@ -16,7 +16,7 @@ const EXAMPLES = ["What is paged attention?", "Tell me a story about a fox.", "W
 const NEAR_THE_END = 60; // pixels
 
 export function Chat({ shown, setShortcuts }) {
-  const { open, turns, leaf, list, notice } = library.use();
+  const { open, turns, leaf, list, notice, shown: times } = library.use();
   const { narrow, list: isListed } = layout.use();
   const covered = narrow && isListed;
   const [field, search] = [useRef(null), useRef(null)];
@@ -48,14 +48,16 @@ export function Chat({ shown, setShortcuts }) {
       {isListed && <Sidebar field={search} begin={begin} opened={leaveList} />}
       {isListed && <div class="shade" onClick={leaveList} />}
       <div class="talk" inert={covered}>
-        <Scroller follow={`${open} ${leaf}`}>
+        <Scroller follow={times}>
           {shownTurns.length === 0 && <Welcome />}
-          {shownTurns.map((turn) => (
-            <Turn key={turn.id} turn={turn} {...versions(all, turn)} isLast={turn === last} />
+          {shownTurns.map((turn, index) => (
+            <Turn key={`${open} ${index}`} turn={turn} {...versions(all, turn)} isLast={turn === last} />
           ))}
         </Scroller>
         {last && <Announcement key={open} turn={last} />}
-        {notice && <Notice {...notice} />}
+        <div class="notices" role="status">
+          {notice && <Notice {...notice} />}
+        </div>
         <Composer turns={shownTurns} field={field} />
       </div>
     </div>
@@ -91,7 +93,7 @@ function useKeys(shown, keys) {
   }, [shown]);
 }
 
-/** Stays at the end while text comes, unless the reader has scrolled up. A new turn goes to the end. */
+/** Stays at the end while text comes, unless the reader has scrolled up. Goes to the end whenever `follow` changes. */
 function Scroller({ follow, children }) {
   const [box, inside] = [useRef(null), useRef(null)];
   const atEnd = useRef(true);
@@ -154,7 +156,7 @@ function Notice({ text, action, id }) {
     return () => clearTimeout(timer);
   }, [id]);
   return (
-    <div class="notice" role="status">
+    <div class="notice">
       <span>{text}</span>
       {action && (
         <button type="button" class="plain" onClick={action.run}>

@@ -4,8 +4,11 @@ import * as database from "./database.js";
 import { observable } from "./state.js";
 import { branch, newestLeaf } from "./tree.js";
 
-/** `turns` is a Map of the open conversation's turns, `leaf` the last one of the branch that is shown. */
-export const library = observable({ list: [], open: null, turns: new Map(), leaf: null, notice: null, ready: false });
+/**
+ * `turns` is a Map of the open conversation's turns, `leaf` the last one of the branch that is shown, `shown` how often a
+ * conversation was opened or a turn added, at which the view goes to the end.
+ */
+export const library = observable({ list: [], open: null, turns: new Map(), leaf: null, shown: 0, notice: null, ready: false });
 /** Turns whose answers come in this tab. */
 export const live = new Map();
 
@@ -67,7 +70,7 @@ export async function open(id) {
   if (id && !found) notify("This conversation is not in this browser.");
   const turns = found ? await turnsOf(id) : new Map();
   const leaf = turns.has(found?.leaf) ? found.leaf : newestLeaf(turns, null);
-  library.change({ open: found ? id : null, turns, leaf });
+  library.change({ open: found ? id : null, turns, leaf, shown: library.value.shown + 1 });
   if (location.hash.startsWith("#engine")) return;
   history.replaceState(null, "", address(found?.id));
 }
@@ -137,7 +140,8 @@ export function addTurn(turn) {
   }
   const added = { ...turn, conversation: id, saved: now };
   live.set(added.id, added);
-  library.change({ open: id, list, turns: new Map(turns).set(added.id, added), leaf: added.id });
+  const shown = library.value.shown + 1;
+  library.change({ open: id, list, turns: new Map(turns).set(added.id, added), leaf: added.id, shown });
   storeAdded(added, begun ? list[0] : null);
   return added;
 }

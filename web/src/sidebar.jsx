@@ -115,7 +115,9 @@ const Entry = memo(function Entry({ id, title, isOpen, choose, extract }) {
       <IconButton
         label={`Delete ${title}`}
         icon={<Remove />}
-        onClick={() => {
+        onClick={({ currentTarget }) => {
+          const entry = currentTarget.closest("li");
+          (entry.nextElementSibling ?? entry.previousElementSibling)?.querySelector("a")?.focus();
           remove(id);
           stopAll(id);
         }}

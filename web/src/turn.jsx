@@ -147,7 +147,12 @@ function Versions({ turn, versions, what }) {
   if (versions.length < 2) return null;
   const here = versions.findIndex(({ id }) => id === turn.id);
   const button = (label, icon, at) => (
-    <IconButton label={`${label} ${what}`} icon={icon} disabled={!versions[at]} onClick={() => showBranch(versions[at])} />
+    <IconButton
+      label={`${label} ${what}`}
+      icon={icon}
+      aria-disabled={!versions[at]} // it keeps the focus
+      onClick={() => versions[at] && showBranch(versions[at])}
+    />
   );
   return (
     <span class="versions" role="group" aria-label={`Versions of the ${what}`}>
