@@ -16,7 +16,7 @@ const EXAMPLES = ["What is paged attention?", "Tell me a story about a fox.", "W
 const NEAR_THE_END = 60; // pixels
 
 export function Chat({ shown, setShortcuts }) {
-  const { open, turns, leaf, list, notice, shown: times } = library.use();
+  const { open, turns, leaf, list, notice, shown: times, switched } = library.use();
   const { narrow, list: isListed } = layout.use();
   const covered = narrow && isListed;
   const [field, search] = [useRef(null), useRef(null)];
@@ -48,7 +48,7 @@ export function Chat({ shown, setShortcuts }) {
       {isListed && <Sidebar field={search} begin={begin} opened={leaveList} />}
       {isListed && <div class="shade" onClick={leaveList} />}
       <div class="talk" inert={covered}>
-        <Scroller follow={times}>
+        <Scroller follow={times} stay={switched}>
           {shownTurns.length === 0 && <Welcome />}
           {shownTurns.map((turn, index) => (
             <Turn key={`${open} ${index}`} turn={turn} {...versions(all, turn)} isLast={turn === last} />
@@ -93,12 +93,18 @@ function useKeys(shown, keys) {
   }, [shown]);
 }
 
-/** Stays at the end while text comes, unless the reader has scrolled up. Goes to the end whenever `follow` changes. */
-function Scroller({ follow, children }) {
+/**
+ * Stays at the end while text comes, unless the reader has scrolled up. Goes to the end whenever `follow` changes, and is left
+ * where it is when `stay` does.
+ */
+function Scroller({ follow, stay, children }) {
   const [box, inside] = [useRef(null), useRef(null)];
   const atEnd = useRef(true);
   const [away, setAway] = useState(false);
   const toEnd = () => (box.current.scrollTop = box.current.scrollHeight);
+  useLayoutEffect(() => {
+    atEnd.current = false;
+  }, [stay]);
   useLayoutEffect(() => {
     atEnd.current = true;
     toEnd();

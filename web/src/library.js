@@ -6,9 +6,13 @@ import { branch, newestLeaf } from "./tree.js";
 
 /**
  * `turns` is a Map of the open conversation's turns, `leaf` the last one of the branch that is shown, `shown` how often a
- * conversation was opened or a turn added, at which the view goes to the end.
+ * conversation was opened or a turn added, at which the view goes to the end, `switched` how often another version was
+ * chosen, at which it stays where it is.
  */
-export const library = observable({ list: [], open: null, turns: new Map(), leaf: null, shown: 0, notice: null, ready: false });
+export const library = observable({
+  ...{ list: [], open: null, turns: new Map(), leaf: null },
+  ...{ shown: 0, switched: 0, notice: null, ready: false },
+});
 /** Turns whose answers come in this tab. */
 export const live = new Map();
 
@@ -175,7 +179,7 @@ export const rename = (id, text) => text.trim() && changeConversation(id, { titl
 
 export function showBranch(turn) {
   const leaf = newestLeaf(library.value.turns, turn.id);
-  library.change({ leaf });
+  library.change({ leaf, switched: library.value.switched + 1 });
   changeConversation(library.value.open, { leaf });
 }
 

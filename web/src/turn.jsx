@@ -57,9 +57,9 @@ function Question({ turn, questions }) {
             </div>
           )}
           <div class="actions of-question">
-            <Versions turn={turn} versions={questions} what="question" />
             <IconButton ref={button} label="Edit the question" icon={<Edit />} onClick={() => setEditing(true)} />
             {turn.question && <CopyButton text={turn.question} label="Copy the question" />}
+            <Versions turn={turn} versions={questions} what="question" />
           </div>
         </>
       )}
