@@ -161,7 +161,7 @@ class AsyncLLM:
         options = RequestOptions(priority=priority)
 
         async def submit() -> None:
-            submit = self._client.generations.submit
+            submit = self._client.replicas.submit
             given.append(await submit(prompt, params, options, news=news, patient=patient, adapter=adapter))
 
         try:
@@ -178,7 +178,7 @@ class AsyncLLM:
                     raise generation.error
                 yield output
         finally:
-            self._thread.soon(lambda: self._client.generations.abort(given))
+            self._thread.soon(lambda: self._client.replicas.abort(given))
 
     async def _until_told(self, news: "_News") -> None:
         """Wait for news. Raises EngineUnavailable if engines keep dying."""

@@ -30,8 +30,8 @@ async def main():
             news = asyncio.Event()
             params = SamplingParams(temperature=temperature, seed=7, max_tokens=20, ignore_eos=True)
             options = read_common(body).options
-            generation = await client.generations.submit([5, 6, 7], params, options, news=news)
-            async for _ in client.generations.follow([generation], news):
+            generation = await client.replicas.submit([5, 6, 7], params, options, news=news)
+            async for _ in client.replicas.follow([generation], news):
                 pass
             return generation.output.outputs[0].token_ids
         greedy = await answer({}, 0.0)

@@ -294,11 +294,11 @@ def test_a_full_engine_is_passed_by(tiny_model: Path, dies: bool) -> None:
 
 async def begun(client: EngineClient, prompt: list[int]) -> Generation:
     params = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
-    return await client.generations.submit(prompt, params, news=asyncio.Event())
+    return await client.replicas.submit(prompt, params, news=asyncio.Event())
 
 
 async def tokens_of(client: EngineClient, generation: Generation) -> list[int]:
-    async for _ in client.generations.follow([generation], generation.news):
+    async for _ in client.replicas.follow([generation], generation.news):
         pass
     return generation.output.outputs[0].token_ids
 

@@ -166,8 +166,8 @@ async def _raise_once(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
         async def answer(disturb: bool = False) -> list[int]:
             news = asyncio.Event()
-            generation = await client.generations.submit("Once upon a time", params, news=news)
-            async for _ in client.generations.follow([generation], news):
+            generation = await client.replicas.submit("Once upon a time", params, news=news)
+            async for _ in client.replicas.follow([generation], news):
                 if disturb and generation.output.outputs[0].token_ids:
                     disturb = False
                     os.kill(child_of(os.getpid(), ENGINE), signal.SIGKILL)
@@ -193,8 +193,8 @@ PARAMS = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
 
 async def tokens_of(client: EngineClient, prompt: str) -> list[int]:
     news = asyncio.Event()
-    generation = await client.generations.submit(prompt, PARAMS, news=news)
-    async for _ in client.generations.follow([generation], news):
+    generation = await client.replicas.submit(prompt, PARAMS, news=news)
+    async for _ in client.replicas.follow([generation], news):
         pass
     return generation.output.outputs[0].token_ids
 

@@ -130,10 +130,10 @@ class Admission:
         if sequences > most:
             message = f"the request asks for {sequences} sequences, and this server runs and queues {most} at most"
             raise HttpError(400, f"{message}: ask for fewer at once", param="n")
-        excess = self._client.generations.unfinished + self._arriving.total() + sequences - most
+        excess = self._client.replicas.unfinished + self._arriving.total() + sequences - most
         if excess <= 0:
             return
-        waiting = self._client.generations.waiting(key.line) + self._arriving[key.line]
+        waiting = self._client.replicas.turns.waiting(key.line) + self._arriving[key.line]
         if self._users > 1 and waiting + sequences <= self._max_queue // self._users:
             return
         if self._users == 1:
@@ -235,7 +235,7 @@ class Running:
         self._held = held
 
     def __aiter__(self) -> AsyncIterator[None]:
-        return self._ask.engine.client.generations.follow(self._generations, self._news, self._ask.deadline)
+        return self._ask.engine.client.replicas.follow(self._generations, self._news, self._ask.deadline)
 
     @property
     def seconds(self) -> tuple[float, float]:
@@ -365,11 +365,11 @@ class Service:
         generations: list[Generation] = []
         with contextlib.ExitStack() as held:
             held.enter_context(engine.admission.enter(ask.key, ask.sequences))
-            held.callback(engine.client.generations.abort, generations)
+            held.callback(engine.client.replicas.abort, generations)
             reported = 0
             with engine.admission.arriving(ask.key, ask.sequences) as arrived:
                 for prompt, params in zip(ask.prompts, ask.params, strict=True):
-                    generation = await engine.client.generations.submit(
+                    generation = await engine.client.replicas.submit(
                         prompt,
                         params,
                         ask.options,

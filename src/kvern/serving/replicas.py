@@ -10,22 +10,27 @@ else begins with it.
 import asyncio
 import contextlib
 import dataclasses
+import functools
 import itertools
 import logging
+import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence, Sized
 
 import msgspec
 
 from kvern.adapters.names import AdapterNames
 from kvern.config import EngineConfig
+from kvern.engine.inputs import Prompt
 from kvern.engine.output import OutputProcessor
-from kvern.errors import EngineDied, InvalidRequest, RequestFailed, shown
+from kvern.errors import DeadlineExceeded, EngineDied, InvalidRequest, RequestFailed, shown
 from kvern.observe.metrics import Metrics, Refusals
 from kvern.request.events import EngineStatistics, all_together
-from kvern.request.request import RequestSpec
+from kvern.request.request import NO_OPTIONS, RequestOptions, RequestSpec
+from kvern.request.sampling_params import SamplingParams
 from kvern.serving.child import EngineProcess
 from kvern.serving.client_adapters import ClientAdapters, EngineAdapters
+from kvern.serving.client_inputs import ClientInputs
 from kvern.serving.link import EngineLink
 from kvern.serving.places import Place, check_memory, place_of, places_of
 from kvern.serving.prefix_record import PrefixRecord, piece_keys
@@ -214,14 +219,22 @@ class Replica:
 
 
 class Replicas:
-    """The engines of a configuration, one or several, which come and go; with one, nothing is chosen.
+    """The engines of a configuration, one or several, which come and go, and the requests that they are given.
 
-    `process` is the process of the first, if it runs.
+    With one engine, nothing is chosen.
     """
 
     def __init__(
-        self, config: EngineConfig, outputs: OutputProcessor, names: AdapterNames, process: EngineProcess | None
+        self,
+        config: EngineConfig,
+        inputs: ClientInputs,
+        outputs: OutputProcessor,
+        names: AdapterNames,
+        process: EngineProcess | None,
     ) -> None:
+        """`process`: of the first engine, if it runs already."""
+        self._inputs = inputs
+        self._ids = itertools.count()
         self.outputs = outputs
         self.turns = Turns()
         self.refusals = Refusals(config.model_names[0])
@@ -262,6 +275,11 @@ class Replicas:
         if any(replica.supervisor.is_ready for replica in self._staying):
             return None
         return str(self._staying[0].supervisor.unavailable or "the engine is being replaced")
+
+    @property
+    def unfinished(self) -> int:
+        """Answers that have not ended, running or waiting."""
+        return len(self.outputs)
 
     async def start(self) -> None:
         """Start all, at the same time. Raises ConfigError with the reason of one that cannot."""
@@ -339,6 +357,33 @@ class Replicas:
         if len(troubles) == len(self._staying):
             raise troubles[0]
 
+    async def submit(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        options: RequestOptions = NO_OPTIONS,
+        *,
+        news: asyncio.Event,
+        patient: bool = False,
+        adapter: str | None = None,
+    ) -> Generation:
+        """Check a prompt and hand it to an engine, waiting for one if all are being replaced.
+
+        With `patient`, `news` is set only at the end. `adapter` is the name of one that is loaded.
+
+        Raises InvalidRequest, InvalidParameter, ServerBusy or EngineDied.
+        """
+        asked = time.monotonic()
+        request_id = f"{os.getpid()}-{next(self._ids)}"
+        size = len(prompt) if isinstance(prompt, Sized) else 0
+        work = functools.partial(self._inputs.processor.request, request_id, prompt, params, options)
+        checked = await self._inputs.run(size, work, options.owner)
+        text = prompt if isinstance(prompt, str) else None
+        await self.until_available()  # it takes its turn when there is an engine
+        generation = self.prepare(checked, text, news=news, asked=asked, patient=patient, adapter=adapter)
+        await self.give([generation])
+        return generation
+
     async def give(self, generations: Sequence[Generation]) -> None:
         """Give some that were prepared to engines, waiting for one if all are being replaced. Raises EngineDied.
 
@@ -387,6 +432,31 @@ class Replicas:
         """End those that have not ended; their blocks are free after the step that runs."""
         for replica in self:
             replica.workload.abort(generations)
+
+    async def follow(
+        self, generations: Sequence[Generation], news: asyncio.Event, deadline: float | None = None
+    ) -> AsyncIterator[None]:
+        """Wake whenever one of them, all submitted with `news`, has grown, until all have ended. Leaving aborts them.
+
+        Raises EngineDied, RequestFailed, or DeadlineExceeded when the loop's clock passes `deadline` before.
+        """
+        try:
+            while True:
+                try:
+                    async with asyncio.timeout_at(deadline):
+                        await news.wait()
+                except TimeoutError as error:
+                    raise DeadlineExceeded("timeout has passed before the answer was complete: allow more") from error
+                news.clear()
+                for generation in generations:
+                    if generation.error is not None:
+                        raise generation.error
+                finished = all(generation.output.finished for generation in generations)
+                yield
+                if finished:
+                    return
+        finally:
+            self.abort(generations)
 
     def move(self) -> None:
         """Give what waits for an engine, or behind others' trials, to engines that begin with it at once."""
