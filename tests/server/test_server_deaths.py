@@ -16,13 +16,14 @@ from typing import Any
 
 import pytest
 
+import kvern.serving.workload
 from kvern import LLM, SamplingParams
 from kvern.config import EngineConfig
 from kvern.errors import RequestFailed
 from kvern.serving.child import EngineChild
 from kvern.serving.client import EngineClient
 from kvern.serving.link import EngineLink
-from kvern.serving.wire import AddRequest
+from kvern.serving.wire import AddRequest, WireMessage, encode
 from kvern.serving.workload import Generation
 from tests.support.engine_deaths import LENGTH, PROMPTS, Streams, deadly, with_processors
 from tests.support.served import ENGINE, PATIENCE, SMALL, STORY, Served, child_of, command_of, eventually, serving
@@ -205,14 +206,14 @@ def test_who_ends_the_engine_before_any_step_is_found(monkeypatch: pytest.Monkey
     async def run() -> None:
         async with EngineClient(EngineConfig(model="kvern-1m", threads=1, dtype="float32")) as client:
             expected = [await tokens_of(client, prompt) for prompt in PROMPTS[:3]]
-            marked, send = client.tokenizer.encode("I end it"), EngineLink.send
+            marked = client.tokenizer.encode("I end it")
 
-            def deadly(link: EngineLink, message: Any) -> None:
-                send(link, message)
+            def deadly(message: WireMessage) -> bytes:
                 if isinstance(message, AddRequest) and message.spec.prompt.token_ids == marked:
                     os.kill(child_of(os.getpid(), ENGINE), signal.SIGKILL)
+                return encode(message)
 
-            monkeypatch.setattr(EngineLink, "send", deadly)
+            monkeypatch.setattr(kvern.serving.workload, "encode", deadly)
             others = [asyncio.create_task(tokens_of(client, prompt)) for prompt in PROMPTS[:3]]
             with pytest.raises(RequestFailed, match="was alone when the engine died"):
                 await tokens_of(client, "I end it")

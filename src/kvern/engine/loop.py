@@ -70,12 +70,8 @@ class EngineLoop(ABC):
         """Forget an adapter, once the requests that use it have ended."""
 
 
-def queued(core: EngineLoop, spec: RequestSpec, progress: Sequence[Progress]) -> list[TokenEvent]:
-    """Queue what a user asked in one; the events that say why it cannot be: that is the fault of this request alone."""
-    try:
-        core.add(spec, progress)
-    except Exception as error:
-        logger.exception("request %s cannot be queued", spec.request_id)
-        reason = f"it cannot be queued: {in_a_line(error)}"
-        return [TokenEvent(name, finish_reason="abort", stop_reason=reason) for name in spec.answer_ids]
-    return []
+def refused(spec: RequestSpec, error: Exception) -> list[TokenEvent]:
+    """The events that say why a request cannot be queued: that is the fault of this request alone."""
+    logger.error("request %s cannot be queued", spec.request_id, exc_info=error)
+    reason = f"it cannot be queued: {in_a_line(error)}"
+    return [TokenEvent(name, finish_reason="abort", stop_reason=reason) for name in spec.answer_ids]

@@ -10,7 +10,7 @@ from kvern.adapters.names import AdapterNames, NamedAdapter
 from kvern.errors import EngineDied, InvalidAdapter
 from kvern.serving.link import EngineLink
 from kvern.serving.supervisor import Supervisor, until_one_is_available
-from kvern.serving.wire import AdapterRead, LoadAdapter, UnloadAdapter
+from kvern.serving.wire import AdapterRead, LoadAdapter, UnloadAdapter, encode
 
 logger = logging.getLogger("kvern")
 
@@ -66,7 +66,7 @@ class EngineAdapters:
     async def read_all(self, link: EngineLink, adapters: Mapping[int, NamedAdapter]) -> Mapping[int, InvalidAdapter]:
         """Have a new engine read these; those that cannot be read, by key. Raises EngineDied."""
         for adapter in adapters.values():
-            link.send(LoadAdapter(adapter.key, adapter.path))
+            link.socket.send(encode(LoadAdapter(adapter.key, adapter.path)))
         reading, lost = set(adapters), dict[int, InvalidAdapter]()
         if reading:
             with contextlib.suppress(TimeoutError):
@@ -79,7 +79,7 @@ class EngineAdapters:
                         if not reading:
                             break
         for key in reading:
-            link.send(UnloadAdapter(key))
+            link.socket.send(encode(UnloadAdapter(key)))
             lost[key] = InvalidAdapter(f"{adapters[key].path} is not read in {READING_SECONDS * len(adapters):g} s")
         self.known |= set(adapters) - set(lost)
         return lost

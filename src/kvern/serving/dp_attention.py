@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from kvern.engine.core import EngineCore
-from kvern.engine.loop import EngineLoop, queued
+from kvern.engine.loop import EngineLoop, refused
 from kvern.engine.step_watch import StepWatch
 from kvern.errors import EngineDied
 from kvern.request.events import EngineStatistics, TokenEvent, all_together
@@ -27,7 +27,12 @@ if TYPE_CHECKING:
 
 def take_turn(core: EngineCore, executor: DPAttentionExecutor, message: TakeTurn) -> list[TokenEvent]:
     """Do what is asked of a rank, and its part of one step of all ranks; what came of it for which answers."""
-    events = [event for spec, progress in message.added for event in queued(core, spec, progress)]
+    events = []
+    for spec, progress in message.added:
+        try:
+            core.add(spec, progress)
+        except Exception as error:
+            events += refused(spec, error)
     for request_ids, reason, stop_reason in message.finished:
         core.finish(request_ids, reason, stop_reason)
     for key in message.unloaded:

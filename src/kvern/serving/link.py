@@ -1,10 +1,8 @@
 """One engine process and the socket to it."""
 
 import asyncio
-import contextlib
 import dataclasses
 from collections.abc import AsyncIterator
-from typing import Any, cast
 
 import zmq
 import zmq.asyncio
@@ -20,7 +18,6 @@ from kvern.serving.wire import (
     Ready,
     Shutdown,
     Start,
-    WireMessage,
     decode_for_server,
     encode,
 )
@@ -39,7 +36,8 @@ class EngineLink:
         self._longest = longest
         self._silence = longest
         self.ready = Ready(0, 0, "")
-        self._socket = socket
+        self.socket = socket
+        """For messages to the engine, which are sent at once. What is sent to a process that is gone is dropped."""
         self.silent = False
         """It was killed because it gave no sign of life."""
 
@@ -76,19 +74,13 @@ class EngineLink:
             raise
         return link
 
-    def send(self, message: WireMessage) -> None:
-        """Send without waiting. If the process is gone nothing happens: `messages` tells."""
-        content = encode(message)
-        with contextlib.suppress(zmq.ZMQError):
-            cast("asyncio.Future[Any]", self._socket.send(content, zmq.NOBLOCK)).result()
-
     async def messages(self) -> AsyncIterator[Ready | AdapterRead | Events]:
         """Yields the engine's messages. Raises EngineDied if it fails, ends, or is silent for too long and is
         killed."""
         ended = asyncio.create_task(self.process.wait())
         try:
             while True:
-                received = asyncio.ensure_future(self._socket.recv())
+                received = asyncio.ensure_future(self.socket.recv())
                 try:
                     await asyncio.wait({received, ended}, timeout=self._silence, return_when=asyncio.FIRST_COMPLETED)
                     if not received.done():
@@ -112,7 +104,7 @@ class EngineLink:
     async def stop(self) -> None:
         """End the process, by force if it does not end by itself."""
         if self.process.returncode is None:
-            self.send(Shutdown())
+            self.socket.send(encode(Shutdown()))
             try:
                 await asyncio.wait_for(self.process.wait(), SHUTDOWN_SECONDS)
             except TimeoutError:
@@ -122,4 +114,4 @@ class EngineLink:
 
     def close(self) -> None:
         """Say and hear nothing more."""
-        self._socket.close()
+        self.socket.close()

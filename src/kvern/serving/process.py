@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 import zmq
 
 from kvern.config import EngineConfig
-from kvern.engine.loop import EngineLoop, queued
+from kvern.engine.loop import EngineLoop, refused
 from kvern.engine.step_watch import SHORTEST_SILENCE, RunningFile, StepWatch
 from kvern.errors import KvernError, in_a_line
 from kvern.io.sockets import connect
@@ -169,18 +169,21 @@ def serve(
     spoke = counted = time.monotonic()
     reading = core.count_experts() if counts else None
     adapters = AdapterReader(core)
-    refused: list[TokenEvent] = []
+    refusals: list[TokenEvent] = []
     prepares = True
     while os.getppid() == parent:
         idle = READING_SECONDS if adapters.busy else HEARTBEAT_SECONDS
         for _ in range(MOST_MESSAGES):
-            if core.has_work or refused or prepares:
-                idle = 0.0 if refused or not core.has_work else core.spare_seconds()
+            if core.has_work or refusals or prepares:
+                idle = 0.0 if refusals or not core.has_work else core.spare_seconds()
             if not socket.poll(int(1000 * idle)):
                 break
             match decode_for_engine(socket.recv()):
                 case AddRequest(spec, progress):
-                    refused += queued(core, spec, progress)
+                    try:
+                        core.add(spec, progress)
+                    except Exception as error:
+                        refusals += refused(spec, error)
                 case FinishRequests(request_ids, reason, stop_reason):
                     core.finish(request_ids, reason, stop_reason)
                 case LoadAdapter(key, path):
@@ -196,7 +199,7 @@ def serve(
             prepares = core.idle()
         started = time.monotonic()
         worked = core.has_work
-        events, refused = refused + (core.step() if worked else []), []
+        events, refusals = refusals + (core.step() if worked else []), []
         now = time.monotonic()
         rests = worked and not core.has_work
         if events or rests or now - spoke >= HEARTBEAT_SECONDS:

@@ -19,7 +19,7 @@ from kvern.serving.child import EngineProcess
 from kvern.serving.link import EngineLink
 from kvern.serving.places import Place
 from kvern.serving.probation import Cause
-from kvern.serving.wire import AdapterRead, Events, WireMessage
+from kvern.serving.wire import AdapterRead, Events, WireMessage, encode
 
 logger = logging.getLogger("kvern")
 
@@ -137,7 +137,7 @@ class Supervisor:
     def send(self, message: WireMessage) -> None:
         """Sends a message to the engine if one takes requests; a later engine gets what it needs from the owner."""
         if self.is_ready:
-            self.link.send(message)
+            self.link.socket.send(encode(message))
 
     async def _forever(self) -> None:
         alive = True

@@ -17,7 +17,7 @@ from kvern.request.request import Progress, RequestSpec
 from kvern.serving.prefix_record import PrefixRecord, answer_tokens, piece_keys
 from kvern.serving.probation import Probation
 from kvern.serving.supervisor import Supervisor
-from kvern.serving.wire import AddRequest, FinishRequests
+from kvern.serving.wire import AddRequest, FinishRequests, encode
 
 
 class Generation:
@@ -286,7 +286,7 @@ class Workload:
         """Give it to the engine, which takes requests."""
         generation.begun_at = time.monotonic()
         try:
-            self._supervisor.link.send(generation.message())
+            self._supervisor.link.socket.send(encode(generation.message()))
         except Exception as error:
             logger.exception("request %s cannot be sent to the engine", generation.output.request_id)
             self.end(generation, RequestFailed(f"it cannot be sent to the engine: {in_a_line(error)}"))
