@@ -8,7 +8,7 @@ import pytest
 from kvern.api.conversation import template_variables
 from kvern.errors import InvalidRequest
 from kvern.text.chat_template import ChatTemplate
-from kvern.tools.thinking import switches_of
+from kvern.tools.thinking_switches import switches_of
 
 MODE = "{% if thinking_mode is defined %}{% if thinking_mode == 'enabled' %}on{% elif thinking_mode == 'disabled' %}off{% endif %}{% endif %}"  # noqa: E501
 ADAPTIVE = "{% if thinking_mode == 'enabled' %}on{% elif thinking_mode == 'adaptive' %}may{% elif thinking_mode == 'disabled' %}off{% endif %}"  # noqa: E501

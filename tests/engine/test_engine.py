@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from kvern import LLM, PromptInput, SamplingParams
 from kvern.engine.output import Answer
-from kvern.engine.stop_strings import StopStrings
+from kvern.engine.stop_strings import StopSearch, StopStrings
 from kvern.errors import InvalidRequest, RequestFailed
 from kvern.llm import FailedRequest
 from kvern.request.events import TokenEvent
@@ -298,7 +298,7 @@ def test_streamed_text_never_retracts(
     tokens = tokenizer.encode(text)
     assume(tokens)
     params = SamplingParams(stop=stop, include_stop_str_in_output=include, min_tokens=min_tokens)
-    answer = Answer(tokenizer, [5], params, StopStrings(stop), 0)
+    answer = Answer(tokenizer, [5], params, StopSearch(StopStrings(stop)) if stop else None, 0)
     shown, stopped = "", None
     for place, token in enumerate(tokens):
         reason = "length" if ending == "length" and place == len(tokens) - 1 else None

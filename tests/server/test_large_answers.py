@@ -10,7 +10,6 @@ import pytest
 from msgspec.structs import replace
 
 from kvern.engine.output import Answer
-from kvern.engine.stop_strings import StopStrings
 from kvern.request.events import MOST_TOLD, TokenEvent, in_parts
 from kvern.request.sampling_params import ResolvedParams
 from kvern.request.step import Logprob
@@ -67,7 +66,7 @@ def test_tokens_and_their_log_probabilities_come_together(tiny_model: Path) -> N
     tokens = tokenizer.encode("the quick fox jumps over the fox" * 4)
     tables = [{token: Logprob(-place / 8, 1), 9999: Logprob(-9.0, 2)} for place, token in enumerate(tokens)]
     event = TokenEvent("r", tokens, tables, finish_reason="length")
-    whole, parted = (Answer(tokenizer, [5], ResolvedParams(logprobs=1), StopStrings([]), 0) for _ in range(2))
+    whole, parted = (Answer(tokenizer, [5], ResolvedParams(logprobs=1), None, 0) for _ in range(2))
     whole.add(event)
     parted.expect(tables[:3])
     parted.expect(tables[:20])

@@ -15,7 +15,7 @@ from kvern import LLM, RequestOutput, SamplingParams
 from kvern.request.outputs import CompletionOutput
 from kvern.request.request import sample_seed
 from kvern.request.sampling_params import StructuredOutput
-from kvern.tools.definitions import read_tools
+from kvern.tools.checks import read_tools
 from tests.support.combined_answers import CLOSE, check_same
 from tests.support.combined_questions import ARGUMENTS, RECORD, TOOLS
 from tests.support.idle import is_idle

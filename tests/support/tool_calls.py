@@ -14,7 +14,7 @@ from kvern.text.tokenizer import Tokenizer
 from kvern.tools.chat import AnswerReader, PlainParser
 from kvern.tools.formats import FORMATS
 from kvern.tools.json_calls import LISTS
-from kvern.tools.thinking import Thought
+from kvern.tools.thinking_splitter import Thought
 from kvern.tools.tool_format import ToolFormat
 from kvern.tools.xml_form import XmlForm
 

@@ -19,7 +19,8 @@ from kvern.request.events import TokenEvent
 from kvern.request.request import PromptInput, RequestSpec
 from kvern.request.sampling_params import ResolvedParams
 from kvern.text.tokenizer import Tokenizer
-from kvern.tools.thinking import HARMONY, THINKING, Beginning, stop_scope
+from kvern.tools.thinking import HARMONY, THINKING
+from kvern.tools.thinking_splitter import Beginning, Thought
 
 MOST, LONGEST = LONGEST_LISTS["stop"], LONGEST_STOP
 MOST_LINES = 100
@@ -191,7 +192,7 @@ def test_what_is_thought_ends_no_answer(
     """
     place = text.rfind("|" + stop) if end else -1
     text = text[:place] + text[place + 1 :] if end else text
-    search = search_of(StopStrings([stop]), stop_scope(form, beginning))
+    search = search_of(StopStrings([stop]), Thought(form, beginning).stop_scope())
     edges = sorted({0, len(text), *(cut for cut in cuts if cut < len(text))})
     found, shown = None, 0
     for start, stopped in zip(edges, [*edges[1:], None], strict=True):

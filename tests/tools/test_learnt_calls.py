@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from kvern.text.chat_template import ChatTemplate
 from kvern.tools.answer_grammar import GrammarWriter
-from kvern.tools.definitions import read_tools
+from kvern.tools.checks import read_tools
 from kvern.tools.formats import format_of
 from kvern.tools.json_call import JsonMender
 from kvern.tools.thinking import SPECIAL_TOKENS

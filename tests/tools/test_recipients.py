@@ -15,7 +15,8 @@ from kvern.request.sampling_params import SamplingParams, StructuredOutput
 from kvern.text.chat_template import ChatTemplate
 from kvern.text.tokenizer import Tokenizer
 from kvern.tools.chat import Chat, ChatRequest, PromptOptions
-from kvern.tools.definitions import NO_TOOLS, ToolUse, read_tools
+from kvern.tools.checks import read_tools
+from kvern.tools.definitions import NO_TOOLS, ToolUse
 from kvern.tools.formats import format_of
 from kvern.tools.recipients import Recipients
 from kvern.tools.thinking import SPECIAL_TOKENS

@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from kvern.tools.chat import AnswerReader, PlainParser
 from kvern.tools.json_calls import HERMES
-from kvern.tools.thinking import THINKING, Thought, beginning_of, thinking_of
+from kvern.tools.thinking import THINKING, thinking_of
+from kvern.tools.thinking_splitter import Thought, beginning_of
 
 CALL = '<tool_call>{"name": "f", "arguments": {"text": "a <think>b</think>"}}</tool_call>'
 BY_NAME = {form.name: form for form in THINKING}

@@ -11,7 +11,7 @@ import pytest
 from kvern import LLM, SamplingParams
 from kvern.errors import InvalidRequest
 from kvern.request.sampling_params import StructuredOutput
-from kvern.tools.definitions import read_tools
+from kvern.tools.checks import read_tools
 from kvern.tools.formats import format_of
 from kvern.tools.json_calls import JSON
 from kvern.tools.tool_format import ToolFormat

@@ -14,7 +14,8 @@ from kvern.config import EngineConfig
 from kvern.tools.chat import AnswerReader
 from kvern.tools.formats import FORMATS, format_of
 from kvern.tools.json_calls import HERMES, JsonCalls
-from kvern.tools.thinking import THINKING, Thought, beginning_of, thinking_of
+from kvern.tools.thinking import THINKING, thinking_of
+from kvern.tools.thinking_splitter import Thought, beginning_of
 from kvern.tools.tool_format import ToolFormat
 from tests.support.tool_calls import DIFFERENT, NAMES, TYPED_BY_SCHEMA, calls_of, everywhere, read, reader_of, typed
 

@@ -18,7 +18,7 @@ from kvern.structured.grammar import Grammars, grammars_of
 from kvern.text.tokenizer import Tokenizer
 from kvern.tools.answer_grammar import GrammarWriter
 from kvern.tools.chat import AnswerReader
-from kvern.tools.definitions import read_tools
+from kvern.tools.checks import read_tools
 from kvern.tools.tool_format import ToolFormat
 from kvern.tools.xml_functions import GLM, MINIMAX, QWEN3_CODER
 from tests.support.tool_calls import read, reader_of

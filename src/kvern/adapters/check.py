@@ -20,6 +20,7 @@ from typing import Annotated, BinaryIO, TypeVar
 
 import msgspec
 
+from kvern.adapters.names import MOST_SECONDS
 from kvern.config import LARGEST_RANK
 from kvern.errors import InvalidAdapter
 from kvern.io.files import MEBIBYTE, read_at, reason
@@ -161,8 +162,6 @@ MOST_CONFIG_BYTES = MEBIBYTE
 MOST_HEADER_BYTES = 16 * MEBIBYTE
 MOST_MEMORY_BYTES = 1 << 30
 MOST_CPU_SECONDS = 4
-MOST_SECONDS = 30
-"""The longest time for a check, also on a slow disk."""
 
 _TENSOR = re.compile(r"(?:base_model\.model\.)?(?P<module>.+)\.lora_(?P<side>[AB])(?:\.default)?\.weight")
 _FLOATS = frozenset({"F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2"})

@@ -9,6 +9,8 @@ from kvern.errors import InvalidAdapter, InvalidRequest
 NAME = re.compile(r"[\w./:@+-]{1,128}")
 MOST_LOADING = 4
 """The number of adapters that are loaded at the same time: one is read, the others wait."""
+MOST_SECONDS = 30
+"""The longest time for a check of an adapter's files, also on a slow disk."""
 
 
 @dataclass(frozen=True)

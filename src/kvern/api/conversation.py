@@ -13,7 +13,7 @@ from kvern.io.json_lines import is_too_much
 from kvern.text.content import MessageContent, content_of
 from kvern.text.message_forms import arguments_of
 from kvern.tools.chat import DEFAULT_PROMPT, PromptOptions
-from kvern.tools.definitions import NO_TOOLS, ToolUse, read_tools
+from kvern.tools.definitions import NO_TOOLS, ToolUse
 from kvern.tools.encoding import Encoding
 from kvern.tools.thinking import REASONING
 
@@ -41,7 +41,7 @@ def read_chat_body(body: Mapping[str, Any], encoding: Encoding | None = None) ->
     thinking = read_thinking(body)
     continued = typed(body, "continue_final_message", bool, False)
     messages = plain_messages(body.get("messages"))
-    use = read_tools(body.get("tools"), body.get("tool_choice"), body.get("parallel_tool_calls"))
+    use = _tools(body)
     options = PromptOptions(
         thinking_budget=thinking.budget,
         variables=template_variables(body),
@@ -50,6 +50,17 @@ def read_chat_body(body: Mapping[str, Any], encoding: Encoding | None = None) ->
         encoding=encoding,
     )
     return ChatBody(messages, use, options, thinking.include)
+
+
+def _tools(body: Mapping[str, Any]) -> ToolUse:
+    """Returns the tools of a body, checked by a module that is imported for the first with any. Raises
+    InvalidRequest."""
+    tools, choice, parallel = body.get("tools"), body.get("tool_choice"), body.get("parallel_tool_calls")
+    if tools is choice is parallel is None:
+        return NO_TOOLS
+    from kvern.tools.checks import read_tools
+
+    return read_tools(tools, choice, parallel)
 
 
 def template_variables(body: Mapping[str, Any]) -> dict[str, Any]:

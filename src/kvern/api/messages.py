@@ -18,7 +18,7 @@ from kvern.request.outputs import CompletionOutput, RequestOutput
 from kvern.request.pieces import Message
 from kvern.request.sampling_params import SamplingParams
 from kvern.tools.chat import ChatRequest, PromptOptions
-from kvern.tools.definitions import read_tools
+from kvern.tools.checks import read_tools
 
 TEXT: dict[str, Any] = {"type": "string"}
 LINES: dict[str, Any] = {"type": "array", "items": {"type": "integer"}, "minItems": 2, "maxItems": 2}

@@ -24,7 +24,7 @@ from kvern.request.pieces import Content, Message, Piece, Reasoning
 from kvern.request.sampling_params import SamplingParams
 from kvern.text.content import MediaPart
 from kvern.tools.chat import AnswerReader, ChatRequest, PlainParser, PromptOptions
-from kvern.tools.definitions import read_tools
+from kvern.tools.checks import read_tools
 
 CHAT = "/api/chat"
 GENERATE = "/api/generate"

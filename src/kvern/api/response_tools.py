@@ -9,7 +9,7 @@ from typing import Any
 
 from kvern.api.fields import inner
 from kvern.errors import InvalidRequest, shown
-from kvern.tools.definitions import MOST_TOOLS
+from kvern.tools.checks import MOST_TOOLS
 
 FUNCTION_FIELDS = ("name", "description", "parameters", "strict")
 FIXED: dict[str, tuple[str, str]] = {

@@ -35,7 +35,7 @@ from kvern.request.outputs import CompletionOutput, RequestOutput
 from kvern.request.sampling_params import SamplingParams
 from kvern.request.step import Logprob
 from kvern.tools.chat import ChatRequest, PromptOptions
-from kvern.tools.definitions import read_tools
+from kvern.tools.checks import read_tools
 
 Messages = list[dict[str, Any]]
 

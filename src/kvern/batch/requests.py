@@ -27,7 +27,7 @@ from kvern.request.outputs import RequestOutput
 from kvern.request.sampling_params import SamplingParams
 from kvern.text.tokenizer import Tokenizer
 from kvern.tools.chat import ChatRequest
-from kvern.tools.definitions import read_tools
+from kvern.tools.checks import read_tools
 
 if TYPE_CHECKING:
     from kvern.engine.inputs import Prompt

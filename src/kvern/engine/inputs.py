@@ -16,7 +16,6 @@ from kvern.config import EngineConfig
 from kvern.errors import InvalidParameter, InvalidRequest, PromptTooLong, shown
 from kvern.request.request import NO_OPTIONS, PromptInput, RequestOptions, RequestSpec
 from kvern.request.sampling_params import USUAL, ResolvedParams, SamplingParams, check_wide_integer
-from kvern.sample.processors import Processors, check_arguments
 from kvern.spec.facts import ModelFacts
 from kvern.structured.grammar import grammars_of
 from kvern.text.tokenizer import Tokenizer, read_json
@@ -25,6 +24,7 @@ from kvern.tools.encoding import LONGEST_TRUNCATED
 
 if TYPE_CHECKING:
     from kvern.engine.breakers import BreakerFinder
+    from kvern.sample.processors import Processors
 
 Prompt = str | Sequence[int] | PromptInput
 Messages = Sequence[Mapping[str, Any]]
@@ -56,7 +56,7 @@ class InputProcessor:
         folder: Path,
         limits: RequestLimits,
         config: EngineConfig,
-        processors: Processors,
+        processors: "Processors",
         grammars_apart: bool = False,
     ) -> None:
         self.tokenizer = tokenizer
@@ -209,7 +209,10 @@ class InputProcessor:
                     raise InvalidParameter(
                         f"{name} holds token id {token}: the model has ids 0 to {self.vocab_size - 1}"
                     )
-        check_arguments(self._processors, params.logits_processors or {})
+        if params.logits_processors:
+            from kvern.sample.processors import check_arguments
+
+            check_arguments(self._processors, params.logits_processors)
         if params.beam_width is not None and params.beam_width > self._max_batch_requests:
             raise InvalidParameter(
                 f"beam_width is {params.beam_width}, and {self._max_batch_requests} sequences run at the same time at "
@@ -221,6 +224,15 @@ class InputProcessor:
         spellings = (spelling for word in params.bad_words or () for spelling in (word, " " + word))
         encoded = (tuple(self.tokenizer.encode(spelling, add_special_tokens=False)) for spelling in spellings)
         return tuple(dict.fromkeys(ids for ids in encoded if ids and max(ids) < self.vocab_size))
+
+
+def processors_of(config: EngineConfig) -> "Processors":
+    """The logits processors that requests may use, imported now. Raises ConfigError."""
+    if not config.logits_processors:
+        return {}
+    from kvern.sample.processors import load_processors
+
+    return load_processors(config.logits_processors)
 
 
 def _check_that_something_can_be_sampled(

@@ -2,8 +2,8 @@
 
 import logging
 from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
 
-from kvern.engine.stop_strings import StopStrings, search_of
 from kvern.request.events import TokenEvent
 from kvern.request.outputs import CompletionOutput, RequestOutput
 from kvern.request.request import FinishReason, RequestSpec
@@ -12,6 +12,9 @@ from kvern.request.step import Logprob, TokenLogprobs
 from kvern.text.detokenizer import IncrementalDetokenizer
 from kvern.text.tokenizer import Tokenizer
 
+if TYPE_CHECKING:
+    from kvern.engine.stop_strings import ScopedSearch, StopSearch
+
 logger = logging.getLogger("kvern")
 
 
@@ -19,11 +22,17 @@ class Answer:
     """The growing text of one sequence, held back where it may be the beginning of a stop string."""
 
     def __init__(
-        self, tokenizer: Tokenizer, prompt: Sequence[int], params: SamplingParams, stop_strings: StopStrings, index: int
+        self,
+        tokenizer: Tokenizer,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        search: "StopSearch | ScopedSearch | None",
+        index: int,
     ) -> None:
+        """`search` looks for stop strings; None: there are none."""
         self.output = CompletionOutput(index, logprobs=[] if params.logprobs is not None else None)
         self._params = params
-        self._search = search_of(stop_strings, params.stop_scope)
+        self._search = search
         self._eos_token_ids = tokenizer.eos_token_ids
         self._tokenizer = tokenizer
         self._text = ""
@@ -57,7 +66,8 @@ class Answer:
             is_eos = not self._params.ignore_eos and event.stop_reason in self._eos_token_ids
             self.end(event.finish_reason, None if is_eos else event.stop_reason)
         else:
-            self.output.text = self._text[: len(self._text) - self._search.held_back]
+            held_back = 0 if self._search is None else self._search.held_back
+            self.output.text = self._text[: len(self._text) - held_back]
         return None
 
     def expect(self, logprobs: Sequence[TokenLogprobs]) -> None:
@@ -109,7 +119,7 @@ class Answer:
     def _grow(self, piece: str, ended: bool = False) -> str | None:
         """Write more; the stop string that ends in it and began first, if any: the text is cut there."""
         self._text += piece
-        found = self._search.append(piece, ended)
+        found = None if self._search is None else self._search.append(piece, ended)
         if found is None or len(self.output.token_ids) <= self._params.min_tokens > 0:
             return None
         place, stop = found
@@ -136,8 +146,8 @@ class OutputProcessor:
     def add(self, prompt: str | None, spec: RequestSpec) -> RequestOutput:
         """Announce a request, whose prompt was this text."""
         prompt_ids, params = spec.prompt.token_ids, spec.params
-        stop = StopStrings(params.stop_strings)
-        answers = [Answer(self._tokenizer, prompt_ids, params, stop, index) for index in range(params.n)]
+        searches = _searches(params)
+        answers = [Answer(self._tokenizer, prompt_ids, params, search, index) for index, search in enumerate(searches)]
         output = RequestOutput(spec.request_id, prompt, list(prompt_ids), [answer.output for answer in answers])
         if params.prompt_logprobs is not None:
             output.prompt_logprobs = [None] * min(params.prompt_logprobs_from, len(prompt_ids))
@@ -201,3 +211,13 @@ class OutputProcessor:
                 output, answer = self._answers.pop(request_id)
                 answer.end("abort", None)
                 output.finished = all(item.finish_reason is not None for item in output.outputs)
+
+
+def _searches(params: SamplingParams) -> "list[StopSearch | ScopedSearch | None]":
+    """A search for the request's stop strings in each of its answers."""
+    if not params.stop_strings:
+        return [None] * params.n
+    from kvern.engine.stop_strings import StopStrings, search_of
+
+    stop_strings = StopStrings(params.stop_strings)
+    return [search_of(stop_strings, params.stop_scope) for _ in range(params.n)]

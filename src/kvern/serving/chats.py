@@ -8,7 +8,7 @@ from kvern.errors import InvalidRequest
 from kvern.request.outputs import RequestOutput
 from kvern.request.sampling_params import SamplingParams
 from kvern.tools.chat import AnswerReader, Chat, ChatRequest, PromptOptions
-from kvern.tools.definitions import read_tools
+from kvern.tools.checks import read_tools
 
 Tools = Sequence[Mapping[str, Any]] | None
 

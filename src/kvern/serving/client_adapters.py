@@ -5,8 +5,7 @@ import contextlib
 import logging
 from collections.abc import Callable, Mapping, Sequence
 
-from kvern.adapters.check import MOST_SECONDS
-from kvern.adapters.names import AdapterNames, NamedAdapter
+from kvern.adapters.names import MOST_SECONDS, AdapterNames, NamedAdapter
 from kvern.errors import EngineDied, InvalidAdapter
 from kvern.serving.link import EngineLink
 from kvern.serving.supervisor import Supervisor, until_one_is_available

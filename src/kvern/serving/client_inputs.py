@@ -9,14 +9,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvern.config import EngineConfig
-from kvern.engine.inputs import InputProcessor, Messages, Prompt, RequestLimits
+from kvern.engine.inputs import InputProcessor, Messages, Prompt, RequestLimits, processors_of
 from kvern.errors import InvalidRequest, ServerBusy
 from kvern.request.request import PromptInput
 from kvern.request.sampling_params import SamplingParams
-from kvern.sample.processors import load_processors
 from kvern.serving.wire import Ready
 from kvern.spec.facts import ModelFacts
-from kvern.structured.apart import GrammarProcesses
 from kvern.structured.grammar import NotCompiled
 from kvern.text.tokenizer import Tokenizer
 from kvern.tools.chat import ChatRequest, PromptOptions
@@ -25,6 +23,7 @@ from kvern.tools.encoding import Encoding
 
 if TYPE_CHECKING:
     from kvern.engine.scoring import Pair, ScoredPrompt
+    from kvern.structured.apart import GrammarProcesses
 
 T = TypeVar("T")
 
@@ -49,7 +48,7 @@ class ClientInputs:
         self._config = config
         self._folder = folder
         self._tokenizer = tokenizer
-        self._custom = load_processors(config.logits_processors)
+        self._custom = processors_of(config)
         self._long = ThreadPoolExecutor(LONG_THREADS, thread_name_prefix="long-input")
         self._grammars_apart = grammars_apart
         self._grammars: GrammarProcesses | None = None
@@ -66,9 +65,6 @@ class ClientInputs:
             self._custom,
             self._grammars_apart,
         )
-        if self._grammars_apart:
-            self._grammars = GrammarProcesses(self._processor.grammars)
-            self._grammars.start()
 
     async def close(self) -> None:
         """End the processes, and let nothing begin that waits for a thread."""
@@ -180,8 +176,17 @@ class ClientInputs:
             if compiled[form] == MOST_COMPILED:
                 raise ServerBusy("structured: too many other forms are compiled at the same time: try again later")
             compiled[form] += 1
-            assert self._grammars is not None, "only grammars that are made apart are not compiled"
-            await self._grammars.compile(form, owner)
+            await self._grammar_processes().compile(form, owner)
+
+    def _grammar_processes(self) -> "GrammarProcesses":
+        """The processes that compile, which start for the first form."""
+        if self._grammars is None:
+            from kvern.structured.apart import GrammarProcesses
+
+            assert self._grammars_apart, "only grammars that are made apart are not compiled"
+            self._grammars = GrammarProcesses(self.processor.grammars)
+            self._grammars.start()
+        return self._grammars
 
     def _counted(self, text: str, add_special_tokens: bool) -> list[int]:
         most = max(self.max_model_len, MOST_COUNTED)

@@ -17,7 +17,7 @@ from kvern.text.tokenizer import Tokenizer
 from kvern.tools.definitions import ToolUse
 from kvern.tools.harmony import Harmony, free_messages
 from kvern.tools.recipients import MARK, Recipients
-from kvern.tools.thinking import Thought
+from kvern.tools.thinking_splitter import Thought
 from kvern.tools.tool_format import GrammarPieces, ToolFormat
 
 LONGEST_CONTEXT = 1 << 20

@@ -1,4 +1,9 @@
-"""A conversation on its way: to a prompt with parameters, and from the answer's text to its pieces."""
+"""A conversation on its way: to a prompt with parameters, and from the answer's text to its pieces.
+
+What reads thinking and calls is imported for the first model that thinks, or the first request with tools.
+"""
+
+from __future__ import annotations
 
 import functools
 import logging
@@ -16,25 +21,12 @@ from kvern.text.content import readable
 from kvern.text.tokenizer import Tokenizer
 from kvern.tools.definitions import NO_TOOLS, ToolUse
 from kvern.tools.encoding import ConversationEncoder, Encoding
-from kvern.tools.thinking import (
-    EFFORT,
-    HARMONY,
-    PLAIN,
-    Beginning,
-    Switches,
-    ThinkingFormat,
-    Thought,
-    beginning_of,
-    enabled_of,
-    stop_scope,
-    switches_of,
-    thinking_of,
-)
-from kvern.tools.thinking_splitter import ThinkingSplitter, ThoughtTokens
-from kvern.tools.tool_format import ToolFormat, ToolParser, ToolSchemas
+from kvern.tools.thinking import HARMONY, ThinkingFormat, thinking_of
 
 if TYPE_CHECKING:
     from kvern.tools.answer_grammar import GrammarWriter
+    from kvern.tools.thinking_splitter import Beginning, Thought, ThoughtTokens
+    from kvern.tools.tool_format import ToolFormat, ToolParser, ToolSchemas
 
 logger = logging.getLogger("kvern")
 CALLED = ({"role": "user"}, {"role": "assistant", "content": "-", "tool_calls": [{}]}, {"role": "tool"})
@@ -87,7 +79,7 @@ class AnswerReader:
         """`exact`: see ThinkingSplitter."""
         self.message = Message()
         self._parser = parser
-        self._thinking = None if thought is None else ThinkingSplitter(thought.form, thought.beginning, parser, exact)
+        self._thinking = None if thought is None else thought.splitter(parser, exact)
         self._characters = 0
         self._ended = False
 
@@ -140,9 +132,7 @@ class ChatRequest:
 
     def thought_tokens(self) -> ThoughtTokens | None:
         """A counter of one answer's thinking tokens; None if there is no thinking to count."""
-        if self.thought is None or (self.thought.beginning == "over" and self.exact):
-            return None
-        return ThoughtTokens(self.thought.form, self.thought.beginning, self.tokenizer.id_to_bytes, self.exact)
+        return None if self.thought is None else self.thought.counter(self.tokenizer.id_to_bytes, self.exact)
 
     def reasoning_tokens(self, token_ids: Sequence[int]) -> int:
         """The number of thinking tokens of a whole answer."""
@@ -211,7 +201,7 @@ class Chat:
             structured=structured,
             visible_token_ids=self._visible(params, form, thought) or None,
             stop_token_ids=self._stops(params, form) or None,
-            stop_scope=stop_scope(thought.form, thought.beginning, exact) if thought and params.stop_strings else None,
+            stop_scope=thought.stop_scope(exact) if thought and params.stop_strings else None,
         )
         tools = {tool.name: tool.parameters for tool in use.tools}
         return ChatRequest(prompt, params, self._tokenizer, form, tools, thought, exact, lacks)
@@ -250,6 +240,9 @@ class Chat:
         budget: int | None,
     ) -> dict[str, Any]:
         """`variables` with whether and how hard to think under the names that the template reads."""
+        if not variables and budget is None:
+            return {}
+        from kvern.tools.thinking_switches import switches_of
 
         def takes(names: Mapping[str, Any]) -> bool:
             try:
@@ -258,16 +251,18 @@ class Chat:
                 return False
             return True
 
-        return self._switches(definitions is not None).variables(variables, budget, takes)
-
-    def _switches(self, tools: bool) -> Switches:
-        return switches_of(self._tokenizer.chat_template.source(tools))
+        switches = switches_of(self._tokenizer.chat_template.source(definitions is not None))
+        return switches.variables(variables, budget, takes)
 
     def _held_to(
         self, thought: Thought | None, variables: Mapping[str, Any], tools: bool
     ) -> tuple[Thought | None, tuple[str, ...]]:
         """Ends unwanted thinking at once if the template has no switch; also returns wishes it cannot fulfil."""
-        switches, enabled = self._switches(tools), enabled_of(variables)
+        if not variables:
+            return thought, ()
+        from kvern.tools.thinking_switches import EFFORT, PLAIN, enabled_of, switches_of
+
+        switches, enabled = switches_of(self._tokenizer.chat_template.source(tools)), enabled_of(variables)
         lacks = [EFFORT] if variables.get(EFFORT, "none") != "none" and not switches.has_efforts else []
         if enabled is not None and thought is None:
             lacks += [PLAIN[0]] if enabled else []
@@ -295,7 +290,7 @@ class Chat:
         return form is not None and self._tokenizer.token_to_id(form.end) is not None
 
     @functools.cached_property
-    def _writer(self) -> "GrammarWriter":
+    def _writer(self) -> GrammarWriter:
         from kvern.tools.answer_grammar import GrammarWriter
 
         return GrammarWriter(self._tokenizer, self._grammars)
@@ -339,11 +334,15 @@ class Chat:
                 )
         if form is None:
             return None
+        from kvern.tools.thinking_splitter import Thought
+
         return Thought(form, self._beginning(prompt, said, form), budget)
 
     def _beginning(self, prompt: Sequence[int], said: str, form: ThinkingFormat) -> Beginning:
         if said.strip():
             return "inside" if said.rfind(form.begin) > said.rfind(form.end) else "over"
+        from kvern.tools.thinking_splitter import beginning_of
+
         return beginning_of(self._tokenizer.decode(prompt[-PROMPT_END:], skip_special_tokens=False), form)
 
     def _check(self, structured: StructuredOutput, use: ToolUse) -> None:

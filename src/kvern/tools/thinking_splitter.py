@@ -1,16 +1,68 @@
-"""Thinking in an answer: its text apart from the rest, which the parser of calls reads, and its number of tokens."""
+"""The thinking of one answer: its text apart from the rest, which the parser of calls reads, and its tokens."""
 
+from __future__ import annotations
+
+import re
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import accumulate, islice
+from typing import Literal
 
 from kvern.request.pieces import Content, Piece, Reasoning
+from kvern.request.sampling_params import StopScope
 from kvern.tools.buffered import BLANKS, first_mark, held_back
-from kvern.tools.thinking import Beginning, ThinkingFormat
+from kvern.tools.thinking import ThinkingFormat
 from kvern.tools.tool_format import ToolParser
 
+MESSAGE_BEGINS = ("<|start|>", "<|channel|>")
+ANSWER_HEADER = r"<\|channel\|>(?!\s*analysis\b)[^<]{0,200}(?:<\|constrain\|>[^<]{0,200})?<\|message\|>"
+"""The header of HARMONY's messages that are not thinking."""
 QUOTES = "`'\""
 FENCE = "```"
+
+Beginning = Literal["possible", "inside", "over"]
+"""The end of a prompt: before thinking, in the middle of it (the template opened it), or after it (it is off)."""
+
+
+@dataclass(frozen=True)
+class Thought:
+    """The thinking before an answer. `budget` is in tokens; None: unlimited."""
+
+    form: ThinkingFormat
+    beginning: Beginning
+    budget: int | None = None
+
+    def splitter(self, parser: ToolParser, exact: bool) -> ThinkingSplitter:
+        """A reader of one answer, of which `parser` reads the rest."""
+        return ThinkingSplitter(self.form, self.beginning, parser, exact)
+
+    def counter(self, spelled: Callable[[int], bytes], exact: bool) -> ThoughtTokens | None:
+        """A counter of one answer's thinking tokens; None if there is no thinking to count."""
+        if self.beginning == "over" and exact:
+            return None
+        return ThoughtTokens(self.form, self.beginning, spelled, exact)
+
+    def stop_scope(self, exact: bool = False) -> StopScope | None:
+        """The part of an answer in which stop strings count; None: all of it. `exact`: see ThinkingSplitter."""
+        form, beginning = self.form, self.beginning
+        if form.in_turns:
+            return StopScope((form.end, *MESSAGE_BEGINS), ANSWER_HEADER, (), beginning, again=True, quotable=False)
+        if beginning == "over" and exact:
+            return None
+        skipped = (*BLANKS, *filter(None, (form.answer, *form.wraps)))
+        ends = "|".join(map(re.escape, form.ends))
+        return StopScope((form.begin,), ends, skipped, beginning, not exact, quotable=True)
+
+
+def beginning_of(prompt_end: str, form: ThinkingFormat) -> Beginning:
+    """The state of thinking at the end of a prompt, from its last characters."""
+    text = prompt_end.rstrip(BLANKS)
+    if text.endswith(form.begin):
+        return "inside"
+    if text.endswith(form.answer or form.end) or (not form.in_turns and text.endswith(form.end)):
+        return "over"
+    return "inside" if form.always else "possible"
 
 
 class ThinkingSplitter:

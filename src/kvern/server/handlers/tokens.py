@@ -14,7 +14,7 @@ from kvern.api.other_names import Refused, check_refused
 from kvern.server.apis import Apis
 from kvern.server.bodies import let_go, read_object
 from kvern.server.http import json_response
-from kvern.tools.definitions import read_tools
+from kvern.tools.checks import read_tools
 
 MOST_DECODED = 1 << 17
 """The most token ids that are decoded at once if the model's context is shorter."""
