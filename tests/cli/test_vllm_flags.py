@@ -1,6 +1,8 @@
 """Command lines that people know from vLLM, with kvern in vLLM's place."""
 
 import shlex
+import subprocess
+import sys
 import typing
 from pathlib import Path
 from typing import Any
@@ -8,7 +10,7 @@ from typing import Any
 import pytest
 
 from kvern.cli.flag_rules import Named, Switch
-from kvern.cli.main import main, read_command
+from kvern.cli.main import SHARED, main, read_command
 from kvern.cli.options import KINDS, read_defaults
 from kvern.cli.serve import ServeCommand
 from kvern.cli.vllm_flags import VLLM
@@ -331,3 +333,18 @@ def test_documented_commands_give_a_server(line: str) -> None:
             model=MODEL, messages=QUESTION, max_tokens=4, extra_body={"ignore_eos": True}
         )
         assert answer.usage is not None and answer.usage.completion_tokens == 4
+
+
+def test_what_both_have_with_other_values_is_known_without_the_table() -> None:
+    own = {name for kind in KINDS for name in typing.get_type_hints(kind)}
+    assert {name for name in own if name in VLLM or name.removeprefix("no_") in VLLM} == SHARED
+
+
+@pytest.mark.parametrize(("line", "imported"), [("--port 0 --no-prefix-cache", False), ("--dtype float", True)])
+def test_the_table_is_imported_for_a_flag_that_needs_it(line: str, imported: bool) -> None:
+    program = "import os, sys; from kvern.cli.main import read_command; read_command(sys.argv[1:], os.environ)"
+    shown = f"{program}; print('kvern.cli.vllm_flags' in sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", shown, "serve", MODEL, *line.split()], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.split() == [str(imported)]

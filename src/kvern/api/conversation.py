@@ -55,12 +55,11 @@ def read_chat_body(body: Mapping[str, Any], encoding: Encoding | None = None) ->
 def _tools(body: Mapping[str, Any]) -> ToolUse:
     """Returns the tools of a body, checked by a module that is imported for the first with any. Raises
     InvalidRequest."""
-    tools, choice, parallel = body.get("tools"), body.get("tool_choice"), body.get("parallel_tool_calls")
-    if tools is choice is parallel is None:
+    if all(body.get(name) is None for name in ("tools", "tool_choice", "parallel_tool_calls")):
         return NO_TOOLS
     from kvern.tools.checks import read_tools
 
-    return read_tools(tools, choice, parallel)
+    return read_tools(body.get("tools"), body.get("tool_choice"), body.get("parallel_tool_calls"))
 
 
 def template_variables(body: Mapping[str, Any]) -> dict[str, Any]:

@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-import json
 import re
 import typing
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import ClassVar
 
+from kvern.cli.texts import Options, as_arguments, flag, json_object
 from kvern.config import EngineConfig, choices_of
 from kvern.errors import ConfigError
 
-Options = list[tuple[str, str | bool]]
-"""Options of kvern with their values as texts; switches are booleans."""
 HUMAN_NUMBER = re.compile(r"(\d+(?:\.\d+)?)([kKmMgG])")
 UNITS = {"k": 10**3, "K": 2**10, "m": 10**6, "M": 2**20, "g": 10**9, "G": 2**30}
 
 
-MANY = 1 << 30
 NOTHING = ("none", "null")
 
 
@@ -27,6 +24,8 @@ class Rule(ABC):
     """The rule of one flag. `takes` is the number of values after it, MANY for any number."""
 
     takes: int
+    reads_keys: ClassVar[bool] = True
+    """False if keys of the flag's JSON object, as in --FLAG.KEY, are what the flag is."""
 
     @abstractmethod
     def options(self, values: Sequence[str], on: bool) -> Options:
@@ -101,6 +100,7 @@ class Idle(Rule):
     why: str
     takes: int = 0
     only: tuple[str, ...] = ()
+    reads_keys: ClassVar[bool] = False
     silent: bool = False
     """The flag's request holds anyway, so there is no note."""
 
@@ -123,6 +123,7 @@ class Refused(Rule):
 
     why: str
     takes: int = 1
+    reads_keys: ClassVar[bool] = False
 
     def options(self, values: Sequence[str], on: bool) -> Options:
         if on:
@@ -174,18 +175,6 @@ class Speculation(Refused):
         return f"is kvern's {flag('draft_model')} or {flag('proposer')}, by its keys method and model"
 
 
-def flag(option: str) -> str:
-    """Returns an option as a flag."""
-    return f"--{option.replace('_', '-')}"
-
-
-def as_arguments(option: str, value: str | bool) -> list[str]:
-    """Returns an option and its value as arguments of a command line."""
-    if isinstance(value, bool):
-        return [flag(option if value else f"no_{option}")]
-    return [f"{flag(option)}={value}"]  # the value may begin with a dash
-
-
 def human_number(text: str) -> str:
     """Returns a number that may end in k, m, g (thousands) or K, M, G (of 1024)."""
     found = HUMAN_NUMBER.fullmatch(text)
@@ -218,14 +207,3 @@ def adapter(text: str) -> str:
     if not (isinstance(given.get("name"), str) and isinstance(given.get("path"), str)):
         raise ConfigError(f"{text} is refused: it must have a name and a path")
     return f"{given['name']}={given['path']}"
-
-
-def json_object(text: str) -> dict[str, Any]:
-    """Returns the decoded object. Raises ConfigError."""
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{text[:80]!r} is not JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise ConfigError(f"{text[:80]!r} must be a JSON object")
-    return value

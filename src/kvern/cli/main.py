@@ -22,18 +22,20 @@ from functools import reduce
 from importlib import import_module
 from operator import or_
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
-from kvern.cli.flag_rules import MANY, Idle, Options, Refused, Rule, as_arguments, flag, json_object
 from kvern.cli.options import ADAPTER, Defaults, SamplingOptions, adapters_of, converted, read_defaults
-from kvern.cli.vllm_flags import SHORT, VLLM, VLLM_BENCH
+from kvern.cli.texts import MANY, Options, as_arguments, flag, json_object
 from kvern.config import EngineConfig
 from kvern.documentation import field_documents
 from kvern.errors import INTERRUPTED, ConfigError, KvernError
 from kvern.server.config import ServerConfig
 from kvern.version import __version__
+
+if TYPE_CHECKING:
+    from kvern.cli.flag_rules import Rule
 
 GROUPS: dict[type, dict[str, str]] = {
     EngineConfig: {
@@ -145,6 +147,8 @@ def options_of(kind: type, group: str = "Options") -> Iterator[Option]:
 
 def rules_of(options: Sequence[Option]) -> Mapping[str, Rule]:
     """Returns the rules for vLLM's flags that a command with these options takes."""
+    from kvern.cli.vllm_flags import VLLM, VLLM_BENCH
+
     names = {option.name for option in options}
     return VLLM if "max_batch_requests" in names else VLLM_BENCH if "burstiness" in names else {}
 
@@ -188,6 +192,19 @@ def as_typed(value: Any) -> str:
 TEXTS = tuple[str, ...]
 ADAPTERS = "adapters"
 LETTERS = re.compile(r"-[A-Za-z]+")
+SHARED = frozenset(
+    {
+        "attention_backend",
+        "dtype",
+        "generation_config",
+        "kv_cache_dtype",
+        "load_format",
+        "max_model_len",
+        "quantization",
+        "reasoning_parser",
+    }
+)
+"""Options of kvern that vLLM has under the same names with other values."""
 
 
 def kvern_arguments(arguments: Sequence[str], command: str, kind: type) -> tuple[list[str], list[str]]:
@@ -198,7 +215,7 @@ def kvern_arguments(arguments: Sequence[str], command: str, kind: type) -> tuple
     """
     options = list(options_of(kind))
     own = {option.name: option.kind for option in options}
-    rules = rules_of(options)
+    rules = {} if all(_is_own(argument, own) for argument in arguments) else rules_of(options)
     notes: list[str] = []
     found: list[str] = []
     several: dict[str, list[str]] = {}
@@ -211,7 +228,7 @@ def kvern_arguments(arguments: Sequence[str], command: str, kind: type) -> tuple
             continue
         name = name[2:].replace("-", "_")
         positive = name.removeprefix("no_")
-        if isinstance(rules.get(inner := name.partition(".")[0]), Idle | Refused):
+        if (inner := name.partition(".")[0]) in rules and not rules[inner].reads_keys:
             name = positive = inner  # a key of a JSON object that kvern does not read
         written = argument.partition("=")[0]
         if name in rules or positive in rules:
@@ -236,10 +253,23 @@ def kvern_arguments(arguments: Sequence[str], command: str, kind: type) -> tuple
     return found, list(dict.fromkeys(notes))
 
 
+def _is_own(argument: str, own: Mapping[str, Any]) -> bool:
+    """True if an argument is a value, or one of kvern's options that vLLM's rules say nothing of."""
+    if not argument.startswith("-"):
+        return True
+    name = argument.partition("=")[0][2:].replace("-", "_")
+    name = name if name in own else name.removeprefix("no_")
+    return argument.startswith("--") and name in own and name not in SHARED
+
+
 def spelled_out(argument: str) -> str:
     """Returns the argument with vLLM's short flags in full: -tp=2, -O3, -cc.mode=3."""
     letters = LETTERS.match(argument)
-    if letters is None or letters[0] not in SHORT:
+    if letters is None:
+        return argument
+    from kvern.cli.vllm_flags import SHORT
+
+    if letters[0] not in SHORT:
         return argument
     rest = argument[letters.end() :]
     return f"{flag(SHORT[letters[0]])}{'=' if rest[:1].isdigit() else ''}{rest}"

@@ -20,8 +20,7 @@ from typing import Any
 
 import msgspec
 
-from kvern.cli.flag_rules import json_object
-from kvern.cli.vllm_flags import VLLM
+from kvern.cli.texts import json_object
 from kvern.config import EngineConfig, choices_of
 from kvern.cpu.processor import VARIABLE as CPU_ISA
 from kvern.errors import ConfigError
@@ -101,6 +100,8 @@ def read_defaults(arguments: Sequence[str], environment: Mapping[str, str]) -> D
     notes: list[str] = []
     path = config_file(arguments, environment)
     if path is not None:
+        from kvern.cli.vllm_flags import VLLM
+
         for key, value in read_file(path).items():
             name, source = key.replace("-", "_"), f"{path}: {key}"
             if name.removeprefix("no_") in VLLM:
@@ -125,6 +126,8 @@ def read_defaults(arguments: Sequence[str], environment: Mapping[str, str]) -> D
 
 def translated(name: str, value: Any, types: Mapping[str, Any], source: str, notes: list[str]) -> dict[str, Any]:
     """Returns kvern's options for one of vLLM's names in a file, and adds to the notes. Raises ConfigError."""
+    from kvern.cli.vllm_flags import VLLM
+
     rule = VLLM[name.removeprefix("no_")]
     if value is None:
         return {}
@@ -184,6 +187,8 @@ def read_yaml(text: str) -> dict[str, Any]:
 
 def converted(name: str, value: Any, types: Mapping[str, Any], source: str, strict: bool) -> Any:
     if name not in types:
+        from kvern.cli.vllm_flags import VLLM
+
         near = difflib.get_close_matches(name, [*types, *VLLM], n=1)
         hint = f"did you mean {near[0]}?" if near else "kvern run --help lists the options"
         raise ConfigError(f"{source} is no option: {hint}")

@@ -6,7 +6,6 @@ A name that kvern has too is here only if vLLM's values differ.
 from __future__ import annotations
 
 from kvern.cli.flag_rules import (
-    MANY,
     Backend,
     Idle,
     Named,
@@ -20,6 +19,7 @@ from kvern.cli.flag_rules import (
     length,
     one_of,
 )
+from kvern.cli.texts import MANY
 
 ONE = ("1",)
 ONE_DEVICE = "an engine is one device, or the ranks of --tensor-parallel-size and --pipeline-parallel-size"
