@@ -230,7 +230,7 @@ class AsyncLLM:
 
     def chat_prompt(self, messages: Messages, tools: Tools = None, add_generation_prompt: bool = True) -> list[int]:
         """The conversation as token ids, by the model's chat template. Raises InvalidRequest."""
-        return self._inputs.chat_prompt(messages, tools, add_generation_prompt)
+        return self._inputs.tokenizer.chat_prompt_ids(messages, tools, add_generation_prompt)
 
     def statistics(self) -> EngineStatistics:
         """The counters of the engines since the start."""

@@ -327,7 +327,7 @@ class LLM:
 
     def chat_prompt(self, messages: Messages, tools: Tools = None, add_generation_prompt: bool = True) -> list[int]:
         """The conversation as token ids, by the model's chat template. Raises InvalidRequest."""
-        return self._engine.inputs.chat_prompt(messages, tools, add_generation_prompt)
+        return self._engine.inputs.tokenizer.chat_prompt_ids(messages, tools, add_generation_prompt)
 
     def check_generates(self) -> None:
         """Raises InvalidRequest if the model generates no text: it gives embeddings, or judges texts."""

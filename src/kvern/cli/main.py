@@ -19,7 +19,6 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
-from importlib import import_module
 from operator import or_
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -31,6 +30,7 @@ from kvern.cli.texts import MANY, Options, as_arguments, flag, json_object
 from kvern.config import EngineConfig
 from kvern.documentation import field_documents
 from kvern.errors import INTERRUPTED, ConfigError, KvernError
+from kvern.plugins import imported
 from kvern.server.config import ServerConfig
 from kvern.version import __version__
 
@@ -368,8 +368,7 @@ def words_of(arguments: Sequence[str]) -> tuple[str, ...]:
 
 def kind_of(words: tuple[str, ...]) -> type:
     """The class of a command."""
-    module, _, name = COMMANDS[words].partition(":")
-    kind: type = getattr(import_module(module), name)
+    kind: type = imported(COMMANDS[words])
     return kind
 
 

@@ -131,12 +131,6 @@ class InputProcessor:
         if self._refusal is not None:
             raise InvalidRequest(self._refusal)
 
-    def chat_prompt(
-        self, messages: Messages, tools: Sequence[Mapping[str, Any]] | None = None, add_generation_prompt: bool = True
-    ) -> list[int]:
-        """The messages as token ids, by the model's chat template."""
-        return self.tokenizer.chat_prompt_ids(messages, tools, add_generation_prompt)
-
     def pair(self, first: str, second: str) -> PromptInput:
         """Two texts for an encoder that reads them together. Raises InvalidRequest."""
         for text in (first, second):

@@ -124,7 +124,7 @@ class Server:
         self._keys = keys
         self._figures_of_all = figures_of_all
         self.service = Service(clients, config, keys)
-        self.apis = Apis(self.service, width=sum(client.max_batch_requests for client in clients))
+        self.apis = Apis(self.service, width=sum(client.replicas.max_batch_requests for client in clients))
         self.started = int(time.time())
 
     def app(self) -> ASGIApp:

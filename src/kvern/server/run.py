@@ -265,7 +265,7 @@ async def serve(
             application.apis.tasks = http.server_state.tasks  # the shutdown waits for these
             gc.freeze()  # objects of the start live on: the collector need not visit them
             engines = f"{len(client.replicas)} engines, " if len(client.replicas) > 1 else ""
-            say(f"started {engines}in {client.ready.report}")
+            say(f"started {engines}in {client.replicas.ready.report}")
             listener.listen(http.config.backlog)  # readers of the next line may connect
             if not keys and server.uds is None and not is_loopback(server.host):
                 say(f"warning: whoever reaches {server.host} may use this server: give it an api_key")

@@ -126,7 +126,7 @@ class Admission:
             arrived(left)
 
     def _check_queue(self, key: ApiKey, sequences: int) -> None:
-        most = self._max_queue + self._client.max_batch_requests
+        most = self._max_queue + self._client.replicas.max_batch_requests
         if sequences > most:
             message = f"the request asks for {sequences} sequences, and this server runs and queues {most} at most"
             raise HttpError(400, f"{message}: ask for fewer at once", param="n")
@@ -286,7 +286,7 @@ class Service:
     @property
     def trouble(self) -> str | None:
         """The reason why some model has no engine that takes requests at present; None if all have one."""
-        return next((trouble for one in self.engines if (trouble := one.client.trouble) is not None), None)
+        return next((trouble for one in self.engines if (trouble := one.client.replicas.trouble) is not None), None)
 
     @property
     def replicas(self) -> list[dict[str, object]]:

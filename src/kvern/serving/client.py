@@ -15,7 +15,6 @@ from kvern.observe.metrics import Metrics, Refusals
 from kvern.serving.child import EngineProcess
 from kvern.serving.client_inputs import ClientInputs
 from kvern.serving.replicas import Replicas
-from kvern.serving.wire import Ready
 from kvern.text.tokenizer import Tokenizer
 
 
@@ -53,27 +52,12 @@ class EngineClient:
         """All figures."""
         return [*(replica.metrics for replica in self.replicas), self.refusals]
 
-    @property
-    def trouble(self) -> str | None:
-        """Why no engine takes requests at present; None if one does."""
-        return self.replicas.trouble
-
-    @property
-    def max_batch_requests(self) -> int:
-        """Sequences that run at the same time at most, in all engines."""
-        return self.replicas.max_batch_requests
-
-    @property
-    def ready(self) -> Ready:
-        """The reports of the engines after loading the model."""
-        return self.replicas.ready
-
     async def __aenter__(self) -> "EngineClient":
         """Start the processes and wait until the model is loaded. Raises ConfigError with an engine's reason."""
         for name, path in self.config.adapters.items():
             self.adapters.names.add(self.adapters.names.reserve(name, path))
         await self.replicas.start()
-        self.inputs.start(self.ready)
+        self.inputs.start(self.replicas.ready)
         return self
 
     async def __aexit__(self, *error: object) -> None:

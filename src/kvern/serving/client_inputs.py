@@ -89,20 +89,12 @@ class ClientInputs:
         """The facts of the model that requests depend on."""
         return self.processor.model
 
-    def check_generates(self) -> None:
-        """Raises InvalidRequest for a model that generates no text."""
-        self.processor.check_generates()
-
     async def chat(
         self, messages: Messages, params: SamplingParams, use: ToolUse, options: PromptOptions, owner: str = ""
     ) -> ChatRequest:
         """`Chat.request`. Raises InvalidRequest, InvalidParameter or ServerBusy."""
         work = functools.partial(self.processor.chat.request, messages, params, use, options)
         return await self.run(_characters(messages), work, owner)
-
-    def can_bound_thinking(self, tools: bool) -> bool:
-        """`Chat.can_bound_thinking`."""
-        return self.processor.chat.can_bound_thinking(tools)
 
     async def chat_prompt(
         self,

@@ -62,7 +62,7 @@ class SeveralEngines:
     @property
     def max_batch_requests(self) -> int:
         """Sequences that run at the same time at most, in all engines."""
-        return self.client.max_batch_requests
+        return self.client.replicas.max_batch_requests
 
     @property
     def has_work(self) -> bool:

@@ -42,7 +42,8 @@ class MessagesApi:
         engine, conversation = service.engine_of(model), asked.conversation
         unused = ignored(body, KNOWN)
         inputs, has_budget = engine.client.inputs, conversation.options.thinking_budget is not None
-        if has_budget and not await asyncio.to_thread(inputs.can_bound_thinking, bool(conversation.use.definitions)):
+        can_bound = inputs.processor.chat.can_bound_thinking
+        if has_budget and not await asyncio.to_thread(can_bound, bool(conversation.use.definitions)):
             # agents send a budget by the name of the model, whether or not it can be obeyed
             options = dataclasses.replace(conversation.options, thinking_budget=None)
             conversation = dataclasses.replace(conversation, options=options)

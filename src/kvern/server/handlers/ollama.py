@@ -120,7 +120,7 @@ def entry(name: str, engine: ServedEngine, files: ModelFiles) -> dict[str, Any]:
 
 def running(name: str, engine: ServedEngine, files: ModelFiles) -> dict[str, Any]:
     """Returns a model's entry in the list of loaded models."""
-    on_gpu = files.size if engine.client.ready.gpu is not None else 0
+    on_gpu = files.size if engine.client.replicas.ready.gpu is not None else 0
     told = entry(name, engine, files)
     del told["modified_at"]
     return {
