@@ -322,6 +322,9 @@ COMMANDS = {
     ("run",): "kvern.cli.run:RunCommand",
     ("chat",): "kvern.cli.chat:ChatCommand",
     ("serve",): "kvern.cli.serve:ServeCommand",
+    ("pull",): "kvern.cli.hub:PullCommand",
+    ("list",): "kvern.cli.hub:ListCommand",
+    ("rm",): "kvern.cli.hub:RemoveCommand",
     ("engines",): "kvern.cli.engines:EnginesCommand",
     ("models",): "kvern.cli.models:ModelsCommand",
     ("plan",): "kvern.cli.plan:PlanCommand",
@@ -347,6 +350,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         words = words_of(arguments)
         if words and (asked := asked_help(arguments[len(words) :])) is not None:
             return print_help(" ".join(words), kind_of(words), asked)
+        if not words:
+            check_word(arguments)
         command, notes = read_command(arguments, os.environ)
         for note in notes:
             sys.stderr.write(f"kvern: {note}\n")
@@ -364,6 +369,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def words_of(arguments: Sequence[str]) -> tuple[str, ...]:
     """The words of the command that a command line begins with; none if there is no such command."""
     return next((words for words in COMMANDS if tuple(arguments[: len(words)]) == words), ())
+
+
+def check_word(arguments: Sequence[str]) -> None:
+    """Raises ConfigError if a command line begins with a word that is no command, with the nearest ones."""
+    group = [words[1] for words in COMMANDS if len(words) > 1 and [words[0]] == list(arguments[:1])]
+    word = arguments[1:2] if group else arguments[:1]
+    known = group or list(dict.fromkeys(words[0] for words in COMMANDS))
+    if word and not word[0].startswith("-"):
+        near = difflib.get_close_matches(word[0], known, n=1)
+        what = " ".join(["kvern", *arguments[:1]] if group else ["kvern"])
+        hint = f"did you mean {what} {near[0]}?" if near else f"there are {', '.join(known)}"
+        raise ConfigError(f"{what} {word[0]} is no command: {hint}")
 
 
 def kind_of(words: tuple[str, ...]) -> type:

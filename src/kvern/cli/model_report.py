@@ -14,6 +14,7 @@ from rich.table import Table
 from kvern.cli.output import model_table
 from kvern.config import EngineConfig
 from kvern.cpu.cores import available_memory
+from kvern.io.files import as_size
 from kvern.models.loader import outline_model
 from kvern.models.precision import Share, WeightStatistics, shares
 from kvern.quantize.checkpoint import part_without_calibration
@@ -206,16 +207,16 @@ class ModelReport:
         for dtype in [self.dtype] if self.spec.attends_to_latents else [self.dtype, EIGHT_BIT]:
             cache, name = self.context_bytes(dtype), "8 bits" if dtype == EIGHT_BIT else dtype
             sizes = self.token_bytes(dtype), cache, cache + self.weight_bytes, self.streams_bytes(dtype)
-            memory.add_row(name, *map(_size, sizes))
+            memory.add_row(name, *map(as_size, sizes))
         console.print(memory)
         for method, size in self.smaller().items():
-            console.print(f"kvern quantize --method {method} would make about {_size(size)} of the weights")
+            console.print(f"kvern quantize --method {method} would make about {as_size(size)} of the weights")
         for device in self.devices:
             console.print(f"[bold]{device.name}[/]: {self.verdict(device)}", highlight=False)
 
 
 def _precision_table(report: ModelReport) -> Table:
-    title = f"{report.model}: {report.parameters:,} parameters, {_size(report.weight_bytes)}"
+    title = f"{report.model}: {report.parameters:,} parameters, {as_size(report.weight_bytes)}"
     table = model_table("layers", "format", "parameters", "share", "bits", "size", title=title)
     before = ""
     for share in report.shares:
@@ -225,12 +226,12 @@ def _precision_table(report: ModelReport) -> Table:
             f"{share.parameters:,}",
             f"{share.parameters / report.parameters:.1%}",
             f"{share.bits:.2f}",
-            _size(share.nbytes),
+            as_size(share.nbytes),
         )
         before = share.kind
     table.add_section()
     bits = 8 * report.weight_bytes / report.parameters
-    table.add_row("all", "", f"{report.parameters:,}", "100.0%", f"{bits:.2f}", _size(report.weight_bytes))
+    table.add_row("all", "", f"{report.parameters:,}", "100.0%", f"{bits:.2f}", as_size(report.weight_bytes))
     return table
 
 
@@ -247,11 +248,6 @@ def print_statistics(matrices: Sequence[WeightStatistics], console: Console) -> 
             "" if item.saturated is None else f"{item.saturated:.2%}",
         )
     console.print(table)
-
-
-def _size(count: int) -> str:
-    unit, name = next((item for item in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")) if count >= item[0]), (1, "B"))
-    return f"{count / unit:,.{2 if unit == 1e9 else 1 if unit > 1 else 0}f} {name}"
 
 
 def devices() -> Iterator[Device]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -12,24 +13,26 @@ from typing import TYPE_CHECKING
 import tyro
 
 from kvern.errors import ConfigError
+from kvern.io.files import as_size
 
 if TYPE_CHECKING:
     from rich.console import Console
 
 NEXT = """\
+kvern pull NAME     download one of the Hugging Face hub, organisation/name
 kvern chat NAME     talk to one
 kvern serve NAME    OpenAI's and Anthropic's APIs and a chat page, on port 8000
-NAME may also be a folder, or organisation/name of the Hugging Face hub."""
+kvern rm NAME       delete a downloaded one
+NAME may also be a folder or a GGUF file."""
 
 
 @dataclass(frozen=True)
 class ModelsCommand:
-    """List the models on this machine: those inside kvern and those downloaded from the Hugging Face hub. With the name
-    or folder of one, show its precision, the memory that it needs and whether it fits, from the headers of its
-    files."""
+    """Show a model's precision, the memory that it needs and whether it fits, from the headers of its files, which are
+    read from the Hugging Face hub if it is not on this machine. Without a name: list the models of this machine."""
 
     model: tyro.conf.Positional[str | None] = None
-    """Name, folder, GGUF file, or hub id of a downloaded model."""
+    """Name, folder, GGUF file, or hub id."""
     json: bool = False
     """Print the report of the model as JSON."""
     statistics: bool = False
@@ -50,13 +53,7 @@ class ModelsCommand:
             for name in known_families():
                 console.print(name, highlight=False)
             return 0
-        from rich.table import Table
-
-        table = Table("model", "where", "size", "folder")
-        for name, where, size, folder in [*embedded(), *downloaded()]:
-            table.add_row(name, where, f"{size / 1e6:,.0f} MB", str(folder))
-        console.print(table)
-        console.print(NEXT, highlight=False)
+        print_models(console)
         return 0
 
     def _describe(self, model: str, console: Console) -> int:
@@ -68,8 +65,10 @@ class ModelsCommand:
         from kvern.models.hub import resolve_model
         from kvern.models.loader import load_model
         from kvern.models.precision import weight_statistics
+        from kvern.models.repository import outlined_model
 
-        folder = model_folder(EngineConfig(str(resolve_model(model, offline=True))))
+        resolved = resolve_model(model, offline=True) if self.statistics else outlined_model(model, outlines())
+        folder = model_folder(EngineConfig(str(resolved)))
         report = report_of(model, folder)
         matrices = list(weight_statistics(load_model(folder))) if self.statistics else []
         if self.json:
@@ -80,6 +79,24 @@ class ModelsCommand:
         if matrices:
             print_statistics(matrices, console)
         return 0
+
+
+def outlines() -> Path:
+    """Returns the folder for headers of models that are not on this machine."""
+    from kvern.io.bytecode import cache_home
+
+    return Path(os.environ.get("KVERN_CACHE_DIR") or cache_home()) / "outlines"
+
+
+def print_models(console: Console) -> None:
+    """Prints the models on this machine, and what to do with one."""
+    from rich.table import Table
+
+    table = Table("model", "where", "size", "folder")
+    for name, where, size, folder in [*embedded(), *downloaded()]:
+        table.add_row(name, where, as_size(size), str(folder))
+    console.print(table)
+    console.print(NEXT, highlight=False)
 
 
 def embedded() -> Iterator[tuple[str, str, int, Path]]:
@@ -93,15 +110,11 @@ def embedded() -> Iterator[tuple[str, str, int, Path]]:
 
 def downloaded() -> Iterator[tuple[str, str, int, Path]]:
     """Yields the same for safetensors checkpoints and GGUF files in the hub's cache."""
-    from huggingface_hub import CacheNotFound, scan_cache_dir
+    from kvern.cli.hub import cached
 
-    try:
-        cache = scan_cache_dir()
-    except CacheNotFound:
-        return
-    for repository in sorted(cache.repos, key=lambda item: item.repo_id):
+    for repository in cached():
         names = {Path(file.file_name) for revision in repository.revisions for file in revision.files}
-        if repository.repo_type == "model" and any(path.suffix in (".safetensors", ".gguf") for path in names):
+        if any(path.suffix in (".safetensors", ".gguf") for path in names):
             yield repository.repo_id, "downloaded", repository.size_on_disk, repository.repo_path
 
 

@@ -27,7 +27,7 @@ class PlanCommand:
     memory, cache and speed of each way, and the one with the highest rate under a workload."""
 
     model: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="MODEL")]
-    """Name, folder, GGUF file, or hub id of a downloaded model."""
+    """Name, folder, GGUF file, or hub id; of the hub the headers alone are read."""
     hardware: str | None = None
     """Cards to plan for, such as "2x h200". None: those of this machine."""
     requests: int = 64
@@ -50,14 +50,15 @@ class PlanCommand:
     def execute(self) -> int:
         """Prints the plan and returns the exit code: 1 if the model fits in no way. Raises KvernError."""
         check_least(self, "requests", "input", "output")
+        from kvern.cli.models import outlines
         from kvern.config import EngineConfig
         from kvern.models.folder import model_folder
-        from kvern.models.hub import resolve_model
+        from kvern.models.repository import outlined_model
         from kvern.planning.choice import model_of, ranked
         from kvern.planning.estimate import Workload
         from kvern.planning.hardware import parse_hardware, this_machine
 
-        resolved = str(resolve_model(self.model, offline=True))
+        resolved = str(outlined_model(self.model, outlines()))
         config = EngineConfig(resolved, load_format=self.load_format, quantization=self.quantization, dtype=self.dtype)
         folder = model_folder(config)
         model = model_of(config, folder)

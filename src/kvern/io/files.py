@@ -91,3 +91,9 @@ def reason(error: BaseException) -> str:
         return "it takes too much memory"
     text = getattr(error, "strerror", None) or str(error) or type(error).__name__
     return " ".join(text.split())[:300]
+
+
+def as_size(count: int) -> str:
+    """Returns a number of bytes for people, such as 1.52 GB."""
+    unit, name = next((item for item in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")) if count >= item[0]), (1, "B"))
+    return f"{count / unit:,.{2 if unit == 1e9 else 1 if unit > 1 else 0}f} {name}"

@@ -45,6 +45,20 @@ def resolve_model(
         ModelNotFound: there is no such model, or the hub does not deliver it.
     """
     name = os.fspath(model) if model is not None else DEFAULT_MODEL
+    if (found := local_model(name)) is not None:
+        return found
+    repository, _, ending = name.partition(":")
+    hub = imported("kvern.models.repository:Repository")(repository, revision, token, offline, cache_folder)
+    path: Path = Path("") if ending else hub.download(weights)
+    if ending or (weights and not any(path.glob(WEIGHTS)) and not (path / MEDUSA).is_file()):
+        return Path(hub.download_gguf(ending))
+    if not (path / "config.json").is_file():
+        raise ModelNotFound(f"model {name!r} has no config.json on the hub: kvern cannot tell what it is")
+    return path
+
+
+def local_model(name: str) -> Path | None:
+    """Return what `resolve_model` does for a model of this machine; None for a hub id. Raises ModelNotFound."""
     folder = Path(name).expanduser()
     if name and folder.exists():
         return _checked(folder)
@@ -63,14 +77,7 @@ def resolve_model(
             f"model {name!r} is neither a folder nor an embedded model ({known}): "
             "give a folder, or a hub id as organisation/name"
         )
-    repository, _, ending = name.partition(":")
-    hub = imported("kvern.models.repository:Repository")(repository, revision, token, offline, cache_folder)
-    path: Path = Path("") if ending else hub.download(weights)
-    if ending or (weights and not any(path.glob(WEIGHTS)) and not (path / MEDUSA).is_file()):
-        return Path(hub.download_gguf(ending))
-    if not (path / "config.json").is_file():
-        raise ModelNotFound(f"model {name!r} has no config.json on the hub: kvern cannot tell what it is")
-    return path
+    return None
 
 
 def _checked(path: Path) -> Path:

@@ -1,18 +1,69 @@
-"""A repository on the Hugging Face hub, and what is downloaded of it."""
+"""A repository on the Hugging Face hub: its listing, its headers, and what is downloaded of it."""
 
 from __future__ import annotations
 
+import errno
+import os
+import shutil
 import sys
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from kvern.errors import ModelNotFound
-from kvern.formats.gguf.files import choose, choose_in
-from kvern.models.hub import MEDUSA, WEIGHTS
+from kvern.errors import CorruptCheckpoint, ModelNotFound
+from kvern.formats.gguf.files import ENDING, choose, choose_in
+from kvern.formats.gguf.header import read_gguf_header
+from kvern.io.files import read_object
+from kvern.models.hub import MEDUSA, WEIGHTS, local_model, resolve_model
 
 NEEDED_FILES = (WEIGHTS, MEDUSA, "*.json", "tokenizer*", "*.jinja")
 OTHER_FORMATS = ("original/*", "onnx/*", "openvino/*", "*/*.safetensors", "consolidated*")
+FIRST_BYTES = {ENDING: 8 << 20}
+"""The bytes of a file of weights that are read at first, by its ending: a GGUF file begins with the vocabulary."""
+OTHER_FIRST_BYTES = 256 << 10
+MOST_BYTES = 512 << 20
+AT_ONCE = 8
+"""The number of files whose headers are read at once."""
+
+
+class Listing(NamedTuple):
+    """The files of a repository that a model needs, with their bytes, at one commit.
+
+    `licence` is as its card names it, None where it names none.
+    """
+
+    commit: str
+    licence: str | None
+    files: Mapping[str, int]
+
+    @property
+    def total(self) -> int:
+        """Their bytes."""
+        return sum(self.files.values())
+
+
+def outlined_model(model: str, cache: Path) -> Path:
+    """Return what `resolve_model` does; of a model that is not on this machine only headers are read.
+
+    `cache` is the folder for such outlines, which must not be loaded: the weights in them are zeros. Raises
+    ModelNotFound or CorruptCheckpoint.
+    """
+    if (found := local_model(model)) is not None:
+        return found
+    hub = repository_of(model)
+    try:
+        return resolve_model(model, offline=True)
+    except ModelNotFound:
+        if hub.is_offline:
+            raise
+    return hub.outline(hub.listing(model.partition(":")[2]), cache)
+
+
+def repository_of(model: str, revision: str | None = None, cache_folder: str | None = None) -> Repository:
+    """Return the repository that a hub id means."""
+    return Repository(model.partition(":")[0], revision, None, None, cache_folder)
 
 
 class Repository(NamedTuple):
@@ -67,6 +118,95 @@ class Repository(NamedTuple):
         files = choose(names, ending, self.name)
         return self.download(files=files) / files[0]
 
+    def listing(self, ending: str = "") -> Listing:
+        """What a download would fetch; `ending` chooses among GGUF files. Raises ModelNotFound."""
+        import huggingface_hub
+        from huggingface_hub.utils import filter_repo_objects  # type: ignore[attr-defined]  # by a lazy table
+
+        if self.is_offline:
+            raise ModelNotFound(f"model {self.name!r} cannot be looked up: downloads are off (HF_HUB_OFFLINE)")
+        try:
+            info = huggingface_hub.HfApi(token=self.token).model_info(
+                self.name, revision=self.revision, files_metadata=True
+            )
+        except Exception as error:  # as in `download`
+            raise ModelNotFound(self.explain(error)) from error
+        sizes = {item.rfilename: item.size or 0 for item in info.siblings or ()}
+        needed = set(filter_repo_objects(sizes, allow_patterns=[*NEEDED_FILES], ignore_patterns=[*OTHER_FORMATS]))
+        if ending or not any(name.endswith((".safetensors", MEDUSA)) for name in needed):
+            if not any(name.endswith(ENDING) for name in sizes):
+                raise ModelNotFound(f"model {self.name!r} has neither safetensors nor GGUF files on the hub")
+            needed = set(choose(sizes, ending, self.name))
+        licence = info.card_data.get("license") if info.card_data is not None else None
+        files = {name: size for name, size in sizes.items() if name in needed}
+        return Listing(info.sha or "", str(licence) if licence else None, files)
+
+    def config(self, listing: Listing) -> dict[str, Any] | None:
+        """The model's config.json, None where the files to be downloaded have none. Raises what `download` does."""
+        if "config.json" not in listing.files:
+            return None
+        return read_object(self._replace(revision=listing.commit).download(files=("config.json",)) / "config.json")
+
+    def outline(self, listing: Listing, cache: Path) -> Path:
+        """Makes a folder in `cache` that describes the model as its download would, by headers alone.
+
+        A file of weights there is as long as on the hub, takes no space behind its header, and is read by what reads
+        headers. Returns the folder, or the first GGUF file in it. Raises ModelNotFound or CorruptCheckpoint.
+        """
+        weights = [name for name in listing.files if name.endswith((".safetensors", ENDING))]
+        folder = cache / f"{self.name.replace('/', '--')}-{listing.commit}-{len(weights)}-{Path(weights[0]).stem}"
+        if not folder.is_dir():
+            cache.mkdir(parents=True, exist_ok=True)
+            made = Path(tempfile.mkdtemp(dir=cache))
+            try:
+                if not weights[0].endswith(ENDING):
+                    pinned = self._replace(revision=listing.commit)
+                    for path in pinned.download(weights=False).iterdir():
+                        shutil.copy(path, made / path.name)
+                with ThreadPoolExecutor(AT_ONCE) as pool:
+                    list(pool.map(lambda name: self._header(listing, name, made / Path(name).name), weights))
+                os.rename(made, folder)
+            except BaseException:
+                shutil.rmtree(made, ignore_errors=True)
+                raise
+        return folder / Path(weights[0]).name if weights[0].endswith(ENDING) else folder
+
+    def _header(self, listing: Listing, name: str, file: Path) -> None:
+        """Writes the beginning of a file of weights, at least its header, to a sparse file of its length."""
+        size = listing.files[name]
+        has_header = _has_gguf_header if name.endswith(ENDING) else _has_safetensors_header
+        count = FIRST_BYTES.get(Path(name).suffix, OTHER_FIRST_BYTES)
+        while count <= MOST_BYTES:
+            count = min(count, size)
+            file.write_bytes(self._beginning(listing.commit, name, count))
+            os.truncate(file, size)
+            if has_header(file, count) or count == size:  # what is wrong with it, its reader says
+                return
+            count *= 4
+        raise CorruptCheckpoint(f"{name} of {self.name!r} has no header in its first {MOST_BYTES >> 20} MiB")
+
+    def _beginning(self, commit: str, name: str, count: int) -> bytes:
+        import huggingface_hub
+        from huggingface_hub.utils import (  # type: ignore[attr-defined]  # by a lazy table
+            build_hf_headers,
+            get_session,
+            hf_raise_for_status,
+        )
+
+        address = huggingface_hub.hf_hub_url(self.name, name, revision=commit)
+        headers = build_hf_headers(token=self.token) | {"Range": f"bytes=0-{count - 1}"}
+        found = bytearray()
+        try:
+            with get_session().stream("GET", address, headers=headers, timeout=60) as response:
+                hf_raise_for_status(response)
+                for piece in response.iter_bytes():
+                    found += piece
+                    if len(found) >= count:  # a server may send the whole file
+                        break
+        except Exception as error:  # as in `download`
+            raise ModelNotFound(self.explain(error)) from error
+        return bytes(found[:count])
+
     def explain(self, error: Exception) -> str:
         """One line that names the failure and a remedy."""
         from huggingface_hub import constants, errors
@@ -92,9 +232,38 @@ class Repository(NamedTuple):
                     f"model {name!r}{at} is not, or only partly, in the cache {constants.HF_HUB_CACHE}, "
                     "and downloads are off (HF_HUB_OFFLINE): unset it once to download the model"
                 )
+            case errors.HfHubHTTPError():
+                return f"model {name!r}{at}: {constants.ENDPOINT} {_said(error.response.status_code)}"
+            case OSError(errno=errno.ENOSPC):
+                return f"model {name!r}{at}: no space is left in {constants.HF_HUB_CACHE}; what arrived is kept"
+            case errors.LocalEntryNotFoundError() if isinstance(error.__cause__, errors.HfHubHTTPError):
+                return self.explain(error.__cause__)
         cause = error.__cause__ or error
         reason = " ".join(str(cause).split())[:200] or type(cause).__name__
         return (
             f"model {name!r}{at} could not be downloaded from {constants.ENDPOINT} ({reason}): "
             "check the network and HF_ENDPOINT, and try again; what arrived is kept"
         )
+
+
+def _said(status: int) -> str:
+    """What a status of the hub means, and a remedy."""
+    if status in (401, 403):
+        return f"refuses it (status {status}): set HF_TOKEN to a token that may read it, or log in by hf auth login"
+    if status == 429:
+        return "refuses more requests for now (status 429): wait some minutes, or set HF_TOKEN"
+    return f"answers with status {status}: try again later; what arrived is kept"
+
+
+def _has_safetensors_header(file: Path, count: int) -> bool:
+    with file.open("rb") as stream:
+        return 8 + int.from_bytes(stream.read(8), "little") <= count
+
+
+def _has_gguf_header(file: Path, count: int) -> bool:
+    """Whether the first `count` bytes hold the header: what follows them is zeros."""
+    try:
+        header = read_gguf_header(file)
+    except CorruptCheckpoint:
+        return False
+    return min((tensor.begin for tensor in header.tensors), default=0) <= count
