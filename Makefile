@@ -13,7 +13,7 @@ PYTHON := $(shell for python in python3 python3.12 python3.13 python3.11 python;
 	$$python -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$python && break; \
 	done)
 
-.PHONY: demo smoke test test-all test-gpu test-gpu-all check performance install clean
+.PHONY: demo smoke test test-all test-gpu test-gpu-all check performance package install clean
 
 demo: $(INSTALLED)
 	$(BIN)/kvern run examples/requests.jsonl examples/answers.jsonl --overwrite
@@ -54,6 +54,10 @@ check: $(TOOLS)
 # The tables of docs/PERFORMANCE.md, from benchmarks/results/.
 performance: $(INSTALLED)
 	$(BIN)/python -m benchmarks.performance
+
+# What is published, in dist/; the wheel is tried in a new environment.
+package: $(INSTALLED)
+	deploy/package.sh $(BIN)/python
 
 install: $(TOOLS)
 

@@ -1,6 +1,6 @@
-"""The tables of docs/PERFORMANCE.md, made from `benchmarks/results/`.
+"""The tables of docs/PERFORMANCE.md, and the table and the picture of README.md, made from `benchmarks/results/`.
 
-python -m benchmarks.performance            # writes them into the page; `--check` fails if they are not current
+python -m benchmarks.performance            # writes them; `--check` fails if they are not current
 """
 
 from __future__ import annotations
@@ -12,8 +12,12 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.picture import Compared, picture
+
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "PERFORMANCE.md"
+README = ROOT / "README.md"
+PICTURE = ROOT / "docs" / "images" / "compared.svg"
 RESULTS = Path(__file__).parent / "results"
 BEGIN, END = "<!-- python -m benchmarks.performance -->\n", "<!-- the end of the tables -->\n"
 
@@ -116,11 +120,11 @@ def offline() -> Iterator[Sequence[str]]:
 
 def over_http() -> Iterator[Sequence[str]]:
     """Rows of a server and of starts: model, what, kvern, vLLM."""
-    peers, rounds = read("h200/vllm-0.24.json")["figures"]["http"], read("h200/http.json")["http"]
+    peers = read("h200/vllm-0.24.json")["figures"]["http"]
     model = "Llama-3.1-8B over HTTP, 512 in, 128 out"
 
     def middle(load: str, key: str) -> str:
-        return number(statistics.median(each[key] for each in rounds[load]))
+        return number(under_load(load, key))
 
     burst = "512 at once, requests/s"
     yield model, burst, middle("512 at once", "request_throughput"), number(peers[burst])
@@ -128,10 +132,75 @@ def over_http() -> Iterator[Sequence[str]]:
         what = f"16 requests/s, {short} p50 / p99, ms"
         pair = (middle("16 requests/s", f"{edge}_{key}_ms") for edge in ("p50", "p99"))
         yield model, what, " / ".join(pair), " / ".join(number(value) for value in peers[what])
-    start = read("h200/start.json")
-    for what, key in (("nothing cached", "nothing_cached"), ("later", "second_time")):
-        shown = number(statistics.median(start[key]))
-        yield "Llama-3.1-8B", f"start to first token, {what}, s", shown, ""
+    for what, ours, theirs in starts():
+        yield "Llama-3.1-8B", f"start to first token, {what}, s", number(ours), "-".join(map(number, theirs))
+
+
+def starts() -> Iterator[tuple[str, float, list[float]]]:
+    """Seconds to the first token: what the caches hold, kvern's median, vLLM's range."""
+    start, peers = read("h200/start.json"), read("h200/vllm-0.24.json")["figures"]["start"]
+    yield "nothing cached", statistics.median(start["nothing_cached"]), peers["nothing cached, s"]
+    yield "later", statistics.median(start["second_time"]), peers["later, s"]
+
+
+def steps(name: str, *workloads: str) -> Iterator[tuple[float, float]]:
+    """Milliseconds of a step of workloads: kvern's, vLLM's."""
+    peers = read("h200/vllm-0.24.json")["figures"][name]
+    found = {item["workload"]: item for item in read(f"h200/{name}.json")["results"]}
+    for workload in workloads:
+        yield found[workload]["step_milliseconds"], peers[workload]
+
+
+def under_load(load: str, key: str) -> float:
+    """The median of a figure over the rounds of a load over HTTP."""
+    return statistics.median(each[key] for each in read("h200/http.json")["http"][load])
+
+
+def short() -> Iterator[Sequence[str]]:
+    """Rows of README: what, kvern, vLLM."""
+    peers = read("h200/vllm-0.24.json")["figures"]
+    for what, name, workloads in (
+        ("Llama-3.1-8B, a step of 1 / 32 / 256 streams, ms", "llama-8b", ("decode1", "decode32", "decode256")),
+        ("Qwen3-0.6B, a step of one stream, ms", "qwen3-0.6b", ("decode1",)),
+        ("Qwen3-30B-A3B, a step of one stream, ms", "qwen3-30b-a3b", ("decode1",)),
+    ):
+        pairs = zip(*steps(name, *workloads), strict=True)
+        yield what, *(" / ".join(number(value) for value in engine) for engine in pairs)
+    burst = "512 at once, requests/s"
+    ours = number(under_load("512 at once", "request_throughput"))
+    yield "8B over HTTP, 512 requests at once, requests/s", ours, number(peers["http"][burst])
+    ours = number(under_load("16 requests/s", "p99_itl_ms"))
+    theirs = number(peers["http"]["16 requests/s, ITL p50 / p99, ms"][1])
+    yield "8B over HTTP, 16 requests/s: time between tokens, p99, ms", ours, theirs
+    shared = next(
+        item["seconds"] for item in read("h200/llama-8b.json")["results"] if item["workload"] == "shared2048x256"
+    )
+    yield (
+        "8B, 256 requests with the same first 2048 tokens, s",
+        number(shared),
+        number(peers["llama-8b"]["shared2048x256"]),
+    )
+    for what, seconds, theirs_seconds in starts():
+        yield f"8B, start to the first token, {what}, s", number(seconds), "-".join(map(number, theirs_seconds))
+
+
+def drawn() -> str:
+    """docs/images/compared.svg as it has to be."""
+    [(step, step_of_vllm)] = steps("llama-8b", "decode1")
+    late = read("h200/vllm-0.24.json")["figures"]["http"]["16 requests/s, ITL p50 / p99, ms"][1]
+    [_, (_, start, [start_of_vllm])] = starts()
+    return picture(
+        [
+            Compared("Llama-3.1-8B, one stream: time for a token", "ms", step, step_of_vllm),
+            Compared(
+                "16 requests a second: time between tokens, 99th percentile",
+                "ms",
+                under_load("16 requests/s", "p99_itl_ms"),
+                late,
+            ),
+            Compared("From the start of the server to the first token", "s", start, start_of_vllm),
+        ]
+    )
 
 
 def on_cpus() -> Iterator[Sequence[str]]:
@@ -156,23 +225,30 @@ def table(head: Sequence[str], rows: Iterator[Sequence[str]]) -> str:
     return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
 
 
-def page() -> str:
-    """docs/PERFORMANCE.md with the tables as they have to be."""
-    before, _, rest = PAGE.read_text().partition(BEGIN)
+def with_tables(page: Path, tables: Sequence[str]) -> str:
+    """A page with these tables between its marks."""
+    before, _, rest = page.read_text().partition(BEGIN)
     _, _, after = rest.partition(END)
-    parts = (
-        table(["H200", "workload", "kvern", "vLLM 0.24"], (row for rows in (offline(), over_http()) for row in rows)),
-        table(["CPU", "load", "precision", "beside", "1 thread, tokens/s", "2 threads"], on_cpus()),
-    )
-    return f"{before}{BEGIN}\n" + "\n".join(parts) + f"\n{END}{after}"
+    return f"{before}{BEGIN}\n" + "\n".join(tables) + f"\n{END}{after}"
+
+
+def made() -> dict[Path, str]:
+    """All files as they have to be."""
+    offline_and_http = (row for rows in (offline(), over_http()) for row in rows)
+    cpu = table(["CPU", "load", "precision", "beside", "1 thread, tokens/s", "2 threads"], on_cpus())
+    return {
+        PAGE: with_tables(PAGE, [table(["H200", "workload", "kvern", "vLLM 0.24"], offline_and_http), cpu]),
+        README: with_tables(README, [table(["one H200", "kvern", "vLLM 0.24"], short())]),
+        PICTURE: drawn(),
+    }
 
 
 def main() -> None:
-    made = page()
-    if "--check" not in sys.argv[1:]:
-        PAGE.write_text(made)
-    elif made != PAGE.read_text():
-        raise SystemExit("docs/PERFORMANCE.md is not current: make performance")
+    for path, text in made().items():
+        if "--check" not in sys.argv[1:]:
+            path.write_text(text)
+        elif text != path.read_text():
+            raise SystemExit(f"{path.relative_to(ROOT)} is not current: make performance")
 
 
 if __name__ == "__main__":
