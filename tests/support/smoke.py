@@ -54,10 +54,12 @@ def build(cache: Path) -> None:
 
 
 def first_example() -> None:
-    """README's."""
-    match = re.search(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
-    if match is None or len(run(sys.executable, "-c", match[1]).strip()) < 20:
-        raise Smoke("README's first example prints nothing")
+    """README's first example prints what README says that it prints."""
+    match = re.search(r"```python\n(.*?)```\n\n```\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    if match is None:
+        raise Smoke("README has no example with its output")
+    if (said := run(sys.executable, "-c", match[1])) != match[2]:
+        raise Smoke(f"README's first example prints {said!r}, not {match[2]!r}")
 
 
 def asked(url: str, body: dict[str, Any]) -> str:
