@@ -153,7 +153,7 @@ def steps(name: str, *workloads: str) -> Iterator[tuple[float, float]]:
 
 def under_load(load: str, key: str) -> float:
     """The median of a figure over the rounds of a load over HTTP."""
-    return statistics.median(each[key] for each in read("h200/http.json")["http"][load])
+    return float(statistics.median(each[key] for each in read("h200/http.json")["http"][load]))
 
 
 def short() -> Iterator[Sequence[str]]:

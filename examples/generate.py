@@ -2,7 +2,7 @@
 
 from kvern import LLM, SamplingParams
 
-prompts = ["Once upon a time", "The old mill by the river", "What is 17 + 25?"]
+prompts = ["Once upon a time", "The old mill by the river", "Long ago there was a"]
 
 with LLM() as llm:
     for output in llm.generate(prompts, SamplingParams(temperature=0, max_tokens=40)):

@@ -124,6 +124,11 @@ def test_files_whose_parts_are_quantized_in_different_ways(steps: Steps, tmp_pat
         assert found == answers(llm)
 
 
+@pytest.fixture(autouse=True)
+def everything_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "kvern")
+
+
 def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in caplog.records if "not captured" in record.getMessage()]
 

@@ -3,9 +3,6 @@
 import asyncio
 import os
 import re
-import shutil
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,7 +16,7 @@ from kvern.llm import FailedRequest
 from kvern.request.sampling_params import StructuredOutput
 from kvern.serving.client import EngineClient
 from tests.support.idle import is_idle
-from tests.support.processors import NAMES, Step, follow, install, installed_package
+from tests.support.processors import NAMES, Step, follow, install, install_example, installed_package
 from tests.support.served import Served, eventually
 
 OPTIONS: dict[str, Any] = {"max_model_len": 96, "max_batch_requests": 16, "kv_cache_tokens": 4096, "threads": 1}
@@ -237,16 +234,10 @@ def test_async(tiny_model: Path) -> None:
 
 # Over HTTP, with the example, installed as one installs packages
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "kvern-alphabet"
-
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    source, site = (tmp_path_factory.mktemp(name) for name in ("source", "site"))
-    shutil.copytree(EXAMPLE, source, dirs_exist_ok=True)
-    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation", "--no-index"]
-    subprocess.run([*pip, "--target", str(site), str(source)], check=True, timeout=120)
-    with installed_package(site):
+    with installed_package(install_example(tmp_path_factory.mktemp("example"))):
         served = Served(
             "--threads", "1", "--max-model-len", "512", "--logits-processors", "alphabet", "break", "follow"
         )

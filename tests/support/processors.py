@@ -2,7 +2,10 @@
 
 import itertools
 import os
+import shutil
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -39,6 +42,15 @@ def installed_package(folder: Path) -> Iterator[None]:
         root, known = str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")
         patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [str(folder), root, known])))
         yield
+
+
+def install_example(folder: Path) -> Path:
+    """Installs the package in examples/ below a folder, as one installs packages; returns where it is."""
+    source, site = folder / "source", folder / "site"
+    shutil.copytree(Path(__file__).parents[2] / "examples" / "kvern-alphabet", source)
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation", "--no-index"]
+    subprocess.run([*pip, "--target", str(site), str(source)], check=True, timeout=120)
+    return site
 
 
 class Step(msgspec.Struct, forbid_unknown_fields=True):

@@ -149,18 +149,20 @@ class Program:
 
 
 def capture(steps: str, make: Callable[[], Program]) -> Program | None:
-    """The program that `make` captures; None if it cannot be captured, with a warning that gives the reason.
+    """The program that `make` captures; None if it cannot be captured, and the log says why.
 
-    `steps` names the affected steps in the warning. They then run uncaptured: slower, and with the model's own error if
-    it has one.
+    `steps` names the affected steps there. They then run uncaptured: slower, and with the model's own error if it has
+    one. That PyTorch computes a part is no fault: products of processors with matrix tiles are oneDNN's, for instance.
     """
     try:
         with torch.inference_mode():
             return make()
+    except Uncapturable as error:
+        logger.info("%s are not captured: %s", steps, error)
     except Exception as error:
-        reason = str(error) if isinstance(error, Uncapturable) else f"{type(error).__name__}: {error}"
+        reason = f"{type(error).__name__}: {error}"
         logger.warning("%s are not captured, so they are slower: %s", steps, " ".join(reason.split()))
-        return None
+    return None
 
 
 class _Result:
