@@ -83,6 +83,11 @@ class LLM:
         return self.config.model or self._engine.folder.name
 
     @property
+    def max_model_len(self) -> int:
+        """The most tokens of a prompt and its answer."""
+        return self._engine.inputs.max_model_len
+
+    @property
     def tokenizer(self) -> Tokenizer:
         """The model's tokenizer."""
         return self._engine.tokenizer

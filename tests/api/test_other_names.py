@@ -190,3 +190,16 @@ def test_over_http(server: Served, tmp_path: Path) -> None:
         extra = {**body, "extra_body": {"mirostat": 2}}
         status, _, answer = server.raw("POST", path, json.dumps(extra).encode())
         assert status == 400 and "mirostat is 2" in answer["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"), [("temprature", "temperature"), ("maxTokens", "max_tokens"), ("Top-K", "top_k")]
+)
+def test_a_misspelt_parameter_of_a_row_is_refused(name: str, meant: str) -> None:
+    with pytest.raises(InvalidParameter, match=f"'{name}' is no sampling parameter: did you mean {meant}"):
+        RowRules(SamplingParams()).read({"prompt": "hello", name: 1})
+
+
+@pytest.mark.parametrize("name", ["seeds", "label", "n_predict", "steps", "max_tokens"])
+def test_what_is_no_misspelling_is_read(name: str) -> None:
+    RowRules(SamplingParams()).read({"prompt": "hello", name: 1})

@@ -3,6 +3,7 @@
 import json
 import os
 import pty
+import re
 import select
 import signal
 import subprocess
@@ -16,6 +17,7 @@ import pytest
 
 from kvern import LLM, EngineConfig, SamplingParams
 from kvern.cli.chat import Conversation, with_parameter
+from kvern.cli.chat import messages as typed_messages
 from kvern.cli.main import main
 from kvern.cli.options import SamplingOptions, read_defaults
 from kvern.errors import ConfigError, InvalidParameter
@@ -257,6 +259,49 @@ def test_set_reads_any_parameter(name: str, text: str, value: object) -> None:
 def test_set_refuses_wrong_values(name: str, text: str) -> None:
     with pytest.raises(InvalidParameter):
         with_parameter(SamplingParams(), name, text)
+
+
+def test_a_conversation_is_saved_and_goes_on(llm: LLM, tmp_path: Path) -> None:
+    talk, screen = conversation(llm)
+    for line in ("/system be brief", "the fox", f"/save {tmp_path / 'talk.json'}", "/reset", "/show", "/?"):
+        assert talk.take(line)
+    assert "3 messages are in" in screen.text and "/load FILE" in screen.text
+    other, heard = conversation(llm)
+    other.take(f"/load {tmp_path / 'talk.json'}")
+    other.take("/show")
+    assert [message["role"] for message in other.messages] == ["system", "user", "assistant"]
+    assert "system     be brief" in heard.text and re.search(r"context    [1-9]\d* of \d+ tokens", heard.text)
+    (tmp_path / "talk.json").write_text('[{"role": "king", "content": 3}]')
+    for wrong in (tmp_path / "talk.json", tmp_path / "missing.json", ""):
+        other.take(f"/load {wrong}")
+    assert heard.text.count("is no conversation: ") == 3 and len(other.messages) == 3
+    assert not other.take("/bye")
+
+
+def test_a_message_may_have_several_lines() -> None:
+    typed = ["  one ", '"""', "two", "  three", '"""', '"""four"""', "/help", '"""five', "six"]
+    assert list(typed_messages(typed)) == ["one", "two\n  three", "four", "/help", "five\nsix"]
+
+
+def test_a_prompt_of_the_command_line_is_answered_alone(model: Path) -> None:
+    command = [sys.executable, "-m", "kvern", "chat", str(model), "the fox", "--temperature", "0", "--max-tokens", "4"]
+    piped = subprocess.run(command, input="", env=ENVIRONMENT, capture_output=True, text=True, timeout=120)
+    assert (piped.returncode, piped.stderr) == (0, "") and "tokens/s" not in piped.stdout and piped.stdout.strip()
+    refused = subprocess.run(
+        [*command, "--max-model-len", "16"], input="word " * 99, env=ENVIRONMENT, capture_output=True, text=True,
+        timeout=120,
+    )  # fmt: skip
+    assert refused.returncode == 1 and refused.stdout.startswith("error: ")
+
+
+def test_requests_through_a_pipe(model: Path) -> None:
+    rows = '{"prompt": "the fox", "max_tokens": 3}\n{"prompt": 5}\n'
+    command = [sys.executable, "-m", "kvern", "run", "-", "-", "--model", str(model), "--temperature", "0"]
+    result = subprocess.run(command, input=rows, env=ENVIRONMENT, capture_output=True, text=True, timeout=120)
+    assert result.returncode == 1 and "1 rows failed: they stand below" in result.stderr
+    [answer] = map(json.loads, result.stdout.splitlines())
+    assert answer["prompt"] == "the fox" and answer["completion_tokens"] == 3
+    assert "prompt is 5" in result.stderr and "tokens/s" in result.stderr
 
 
 def test_chat_through_a_pipe(model: Path) -> None:

@@ -8,6 +8,7 @@ the answer are refused by name.
 
 from __future__ import annotations
 
+import difflib
 import functools
 import hashlib
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -21,7 +22,7 @@ from kvern.api.completion_answers import choice_of, details, of_prompt, token_co
 from kvern.api.completions import CHAT, COMPLETIONS, AnswerOptions, check_fields, read_completion
 from kvern.api.conversation import ChatBody
 from kvern.api.fields import sampling_params
-from kvern.api.other_names import REFUSED_SAMPLING, check_refused, with_own_names
+from kvern.api.other_names import REFUSED_SAMPLING, RENAMED, check_refused, with_own_names
 from kvern.errors import BatchFileError, InvalidParameter, InvalidRequest, shown
 from kvern.request.outputs import RequestOutput
 from kvern.request.sampling_params import SamplingParams
@@ -91,6 +92,11 @@ class RowRules:
         params = self.params
         if self.fields_are_parameters:
             check_refused(values, REFUSED_SAMPLING)
+            for name in values:
+                if (meant := misspelt(name)) is not None:
+                    raise InvalidParameter(
+                        f"{name!r} is no sampling parameter: did you mean {meant}? Name a column of your own otherwise"
+                    )
             params = sampling_params(params, with_own_names(values, SamplingParams.__struct_fields__))
         if params.n > 1:
             raise InvalidParameter(
@@ -99,6 +105,15 @@ class RowRules:
         adapter = values.get("adapter") if self.fields_are_parameters else None
         chat = None if messages is None else ChatBody(messages, read_tools(values.get("tools")))
         return BatchRequest(prompt, chat, params, plain_answer, adapter)
+
+
+@functools.lru_cache(maxsize=4096)
+def misspelt(name: str) -> str | None:
+    """Returns the sampling parameter that a field's name nearly is; None: it is one, or something else."""
+    fields = SamplingParams.__struct_fields__
+    if name in fields or name in RENAMED:
+        return None
+    return next(iter(difflib.get_close_matches(name.replace("-", "_").lower(), fields, n=1, cutoff=0.9)), None)
 
 
 def split_prompt(value: object, name: str) -> tuple[Prompt | None, list[dict[str, Any]] | None]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -15,32 +15,43 @@ import tyro
 from kvern.api.fields import sampling_params
 from kvern.cli.options import SamplingOptions
 from kvern.cli.run import load
-from kvern.config import EngineConfig
+from kvern.config import DEFAULT_MODEL, EngineConfig
 from kvern.errors import InvalidParameter, KvernError
+from kvern.io.files import read_whole, reason
 from kvern.request.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from kvern.llm import LLM
 
 HELP = """\
-/help              this list
+/help, /?          this list
 /reset             forget the conversation
 /system TEXT       set the system message and forget the conversation; without TEXT: none
 /adapter NAME      answer through an adapter; without NAME: through none
 /set NAME VALUE    set a sampling parameter, as in /set temperature 0.7; without NAME: show all
-/exit              leave, as Ctrl-D does
-Ctrl-C stops an answer."""
-COMMANDS = ("/help", "/reset", "/system", "/adapter", "/set", "/exit")
+/show              show the model, its context, and how much of it the conversation takes
+/save FILE         write the conversation to a JSON file
+/load FILE         go on with a conversation that was saved
+/bye, /exit        leave, as Ctrl-D does
+A message of several lines stands between lines of \"\"\". Ctrl-C stops an answer."""
+COMMANDS = ("/help", "/reset", "/system", "/adapter", "/set", "/show", "/save", "/load", "/bye")
+QUOTES = '"""'
+MOST_SAVED_BYTES = 64 << 20
 # A model's output must not be able to move the cursor or to set colours.
 CONTROL_CHARACTERS = {code: None for code in (*range(32), 127, *range(128, 160)) if code not in (9, 10)}
 
 
 @dataclass(frozen=True)
 class ChatCommand:
-    """Talk to a model. /help lists what can be typed besides messages; Ctrl-C stops an answer, Ctrl-D leaves."""
+    """Talk to a model. /help lists what can be typed besides messages; Ctrl-C stops an answer, Ctrl-D leaves.
+
+    With a PROMPT, the answer alone is printed; what is piped in follows the prompt: kvern chat MODEL "Sum up:" < FILE.
+    """
 
     name: Annotated[tyro.conf.Positional[str | None], tyro.conf.arg(metavar="MODEL")] = None
-    """Folder, Hugging Face id, or the name of an embedded model; the same as --model."""
+    """Folder, GGUF file, Hugging Face id, or the name of an embedded model; the same as --model."""
+    prompt: Annotated[tyro.conf.Positional[str | None], tyro.conf.arg(metavar="PROMPT")] = None
+    """A message to answer. None: messages are typed, or each line of stdin is one."""
     system: str | None = None
     """System message of the conversation."""
     config: Path | None = None
@@ -49,7 +60,10 @@ class ChatCommand:
     engine: EngineConfig = field(default_factory=EngineConfig)
 
     def execute(self) -> int:
-        """Talk until the input ends and return the exit code. Raises KvernError if the model cannot be loaded."""
+        """Talk until the input ends and return the exit code: 1 if a PROMPT is not answered.
+
+        Raises KvernError if the model cannot be loaded.
+        """
         import dataclasses
 
         params = self.sampling.params()
@@ -57,10 +71,34 @@ class ChatCommand:
         llm = load(engine)
         llm.check_generates()
         conversation = Conversation(llm, params, self.system, sys.stdout.write)
-        for line in terminal_lines() if sys.stdin.isatty() and sys.stdout.isatty() else sys.stdin:
-            if not conversation.take(line.strip()):
+        if self.prompt is not None:
+            piped = "" if sys.stdin.isatty() else sys.stdin.read()
+            return int(not conversation.answer("\n\n".join(filter(None, (self.prompt, piped.strip())))))
+        for line in messages(terminal_lines() if sys.stdin.isatty() and sys.stdout.isatty() else sys.stdin):
+            if not conversation.take(line):
                 break
         return 0
+
+
+def messages(lines: Iterable[str]) -> Iterator[str]:
+    """Yields typed messages and commands: lines without blanks around them, or the lines between two of QUOTES."""
+    several: list[str] | None = None
+    for line in lines:
+        text = line.rstrip("\r\n") if several is not None else line.strip()
+        if several is None and text.startswith(QUOTES):
+            several, text = [], text.removeprefix(QUOTES)
+            if not text:
+                continue
+        if several is None:
+            yield text
+            continue
+        ends = text.rstrip().endswith(QUOTES)
+        several.append(text.rstrip().removesuffix(QUOTES) if ends else text)
+        if ends:
+            yield "\n".join(several).strip()
+            several = None
+    if several:
+        yield "\n".join(several).strip()
 
 
 def terminal_lines() -> Iterator[str]:
@@ -98,19 +136,19 @@ class Conversation:
         self.messages = [{"role": "system", "content": self._system}] if self._system else []
 
     def take(self, line: str) -> bool:
-        """Handles one line; returns False to leave."""
-        if line.startswith("/"):
+        """Handles one message or command; returns False to leave."""
+        if line.startswith("/") and "\n" not in line:
             return self._command(line)
-        if line:
-            self._answer(line)
+        if line and (said := self.answer(line)) is not None:
+            self._show(said)
         return True
 
     def _command(self, line: str) -> bool:
         name, _, argument = line.partition(" ")
         match name:
-            case "/exit" | "/quit":
+            case "/bye" | "/exit" | "/quit":
                 return False
-            case "/help":
+            case "/help" | "/?":
                 self._show(HELP)
             case "/reset":
                 self.reset()
@@ -125,6 +163,12 @@ class Conversation:
                 self._choose(argument.strip() or None)
             case "/set":
                 self._set(argument.strip())
+            case "/show":
+                self._describe()
+            case "/save":
+                self._save(argument.strip())
+            case "/load":
+                self._load(argument.strip())
             case _:
                 self._show(f"unknown command {name}: /help lists the commands")
         return True
@@ -149,7 +193,40 @@ class Conversation:
         except InvalidParameter as error:
             self._show(f"error: {error}")
 
-    def _answer(self, text: str) -> None:
+    def _describe(self) -> None:
+        spec, used = self._llm.spec, len(self._llm.chat_prompt(self.messages)) if self.messages else 0
+        self._show(f"model      {self._llm.config.model or DEFAULT_MODEL}")
+        self._show(
+            f"context    {used:,} of {self._llm.max_model_len:,} tokens; the model has {spec.max_position_embeddings:,}"
+        )
+        self._show(f"adapter    {self._adapter or 'none'}; loaded are {', '.join(self._llm.adapters) or 'none'}")
+        self._show(f"system     {self._system or 'no message'}")
+
+    def _save(self, name: str) -> None:
+        if not name:
+            self._show("error: /save needs the name of a file")
+            return
+        try:
+            Path(name).expanduser().write_bytes(msgspec.json.format(msgspec.json.encode(self.messages)))
+            self._show(f"{len(self.messages)} messages are in {name}")
+        except OSError as error:
+            self._show(f"error: {name} cannot be written: {reason(error)}")
+
+    def _load(self, name: str) -> None:
+        try:
+            found = msgspec.json.decode(
+                read_whole(Path(name).expanduser(), MOST_SAVED_BYTES), type=list[dict[str, Any]]
+            )
+            self._llm.chat_prompt(found)
+        except (OSError, ValueError, KvernError) as error:
+            self._show(f"error: {name or '/load'} is no conversation: {reason(error)}")
+            return
+        self.messages = found
+        self._system = found[0].get("content") if found[0].get("role") == "system" else None
+        self._show(f"{len(found)} messages of {name}")
+
+    def answer(self, text: str) -> str | None:
+        """Writes the answer to a message; returns how fast it was. None: there is none, and the reason is shown."""
         self.messages.append({"role": "user", "content": text})
         written, tokens = "", 0
         started = time.perf_counter()
@@ -165,10 +242,11 @@ class Conversation:
         except KvernError as error:
             self.messages.pop()
             self._show(f"error: {error}")
-            return
+            return None
         seconds = time.perf_counter() - started
         self.messages.append({"role": "assistant", "content": written})
-        self._show(f"\n[{tokens} tokens, {tokens / seconds:.1f} tokens/s]")
+        self._write("\n")
+        return f"[{tokens} tokens, {tokens / seconds:.1f} tokens/s]"
 
     def _show(self, text: str) -> None:
         self._write(text + "\n")

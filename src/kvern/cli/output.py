@@ -29,24 +29,27 @@ def check_least(command: Any, *names: str, least: int = 1) -> None:
             raise ConfigError(f"{name} is {value}: it must be at least {least}")
 
 
-def print_tables(*tables: Table) -> None:
+def print_tables(*tables: Table, on_stderr: bool = False) -> None:
     """Prints tables of figures: all columns but the first are aligned to the right."""
     from rich.console import Console
 
     for table in tables:
         for column in table.columns[1:]:
             column.justify = "right"
-        Console(width=None if sys.stdout.isatty() else WIDTH).print(table)
+        stream = sys.stderr if on_stderr else sys.stdout
+        Console(width=None if stream.isatty() else WIDTH, stderr=on_stderr).print(table)
 
 
-def print_figures(title: str, figures: Iterable[tuple[str, str]], heading: str = "") -> None:
+def print_figures(
+    title: str, figures: Iterable[tuple[str, str]], heading: str = "", on_stderr: bool = False
+) -> None:
     """Prints a table of two columns: the names of figures, and their values."""
     from rich.table import Table
 
     table = Table("", heading, title=title, title_justify="left", show_header=bool(heading))
     for name, value in figures:
         table.add_row(name, value)
-    print_tables(table)
+    print_tables(table, on_stderr=on_stderr)
 
 
 def model_table(*names: str, title: str | None = None) -> Table:

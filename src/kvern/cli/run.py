@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import shutil
+import sys
+import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -14,12 +18,14 @@ from kvern.config import DEFAULT_MODEL, EngineConfig
 from kvern.errors import INTERRUPTED
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from kvern.batch.job import BatchResult
     from kvern.llm import LLM
 
 FAILED_ROWS = 1
+STREAM = Path("-")
+"""The name of stdin or stdout in the place of a file."""
 CHANGES_ANSWERS = (
     "adapters",
     "tokenizer",
@@ -38,7 +44,8 @@ class RunCommand:
 
     A JSONL row holds a prompt or messages, and any sampling parameters; OpenAI's batch format is accepted as well.
     Answers keep the order of the input. Rows that cannot be answered go to OUT's .errors.jsonl. If it is stopped, the
-    same command continues where it stopped.
+    same command continues where it stopped. The name - is stdin or stdout, in JSONL; then figures and rows that cannot
+    be answered go to stderr, and nothing is continued.
     """
 
     source: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="IN")]
@@ -60,6 +67,10 @@ class RunCommand:
 
     def execute(self) -> int:
         """Run the job and return the exit code: 1 if rows failed. Raises KvernError."""
+        with job_files(self.source, self.output) as (source, output):
+            return self._run(source, output)
+
+    def _run(self, source: Path, output: Path) -> int:
         from kvern.batch.job import BatchJob
         from kvern.batch.requests import RowRules
         from kvern.observe.metrics import DraftFigures, busiest_rows
@@ -67,8 +78,8 @@ class RunCommand:
 
         engine, usual = self.engine, EngineConfig()
         job = BatchJob(
-            self.source,
-            self.output,
+            source,
+            output,
             RowRules(self.sampling.params(), self.column, self.chat or self.system is not None, self.system),
             identity={
                 "model": model_name(engine),
@@ -83,14 +94,41 @@ class RunCommand:
             llm.check_generates()
             result = job.run(llm)
             drafts = DraftFigures.between(EngineStatistics(), llm.statistics())
-            print_table(result, [*drafts.rows(), *busiest_rows(llm.expert_tokens())])
+            print_table(result, [*drafts.rows(), *busiest_rows(llm.expert_tokens())], self.output == STREAM)
         if result.interrupted:
-            say(f"interrupted: {result.totals.rows} rows are done; the same command goes on from there")
+            again = "" if STREAM in (self.source, self.output) else "; the same command goes on from there"
+            say(f"interrupted: {result.totals.rows} rows are done{again}")
             return INTERRUPTED
         if result.totals.failed:
-            say(f"{result.totals.failed} rows failed: see {result.errors_path}")
+            where = "they stand below" if self.output == STREAM else f"see {result.errors_path}"
+            say(f"{result.totals.failed} rows failed: {where}")
             return FAILED_ROWS
         return 0
+
+
+@contextlib.contextmanager
+def job_files(source: Path, output: Path) -> Iterator[tuple[Path, Path]]:
+    """Yields the files of a job. Temporary ones stand for stdin and stdout, to which answers go when the job ends."""
+    if STREAM not in (source, output):
+        yield source, output
+        return
+    with tempfile.TemporaryDirectory(prefix="kvern-run-") as name:
+        folder = Path(name)
+        if source == STREAM:
+            source = folder / "requests.jsonl"
+            with source.open("wb") as file:
+                shutil.copyfileobj(sys.stdin.buffer, file)
+        if output != STREAM:
+            yield source, output
+            return
+        answers = folder / "answers.jsonl"
+        try:
+            yield source, answers
+        finally:
+            for made, stream in ((answers, sys.stdout), (folder / "answers.errors.jsonl", sys.stderr)):
+                if made.is_file():
+                    stream.flush()
+                    stream.buffer.write(made.read_bytes())
 
 
 def model_name(engine: EngineConfig) -> str:
@@ -108,8 +146,8 @@ def load(engine: EngineConfig) -> LLM:
     return LLM(**{item.name: getattr(engine, item.name) for item in dataclasses.fields(engine)})
 
 
-def print_table(result: BatchResult, figures: Sequence[tuple[str, str]]) -> None:
-    """Prints the final table on stdout, with more `figures` of the engine."""
+def print_table(result: BatchResult, figures: Sequence[tuple[str, str]], on_stderr: bool) -> None:
+    """Prints the final table, with more `figures` of the engine."""
     resumed = result.totals.rows - result.rows
     rows = [
         ("requests", f"{result.rows:,}" + (f" (+ {resumed:,} before)" if resumed else "")),
@@ -121,4 +159,4 @@ def print_table(result: BatchResult, figures: Sequence[tuple[str, str]]) -> None
         *figures,
         ("failed rows", f"{result.totals.failed:,}"),
     ]
-    print_figures("kvern run", rows, "this run")
+    print_figures("kvern run", rows, "this run", on_stderr)
