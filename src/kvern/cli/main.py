@@ -333,6 +333,7 @@ COMMANDS = {
     ("bench", "offline"): "kvern.cli.bench:Offline",
     ("bench", "serve"): "kvern.cli.bench_serve:ServeBench",
     ("bench", "kernels"): "kvern.cli.bench:Kernels",
+    ("completion",): "kvern.cli.completion:CompletionCommand",
     ("profile",): "kvern.cli.bench:ProfileCommand",
 }
 """The commands by their words: a dataclass of options each, imported when a command line has its words."""
