@@ -145,7 +145,7 @@ class TestCompose:
                     mounts[target] = source
                 else:
                     assert source in configuration["volumes"]
-            assert set(service["secrets"]) <= set(configuration["secrets"])
+            assert set(service.get("secrets", ())) <= set(configuration["secrets"])
         provider = yaml.safe_load(text("grafana/provisioning/dashboards/kvern.yml"))["providers"][0]
         assert mounts[provider["options"]["path"] + "/kvern.json"] == "./grafana/kvern.json"
         ignored = (DEPLOY.parent / ".gitignore").read_text(encoding="utf-8").split()
