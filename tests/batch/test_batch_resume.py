@@ -219,7 +219,7 @@ def test_a_full_disk_keeps_what_was_done(start: Start, whole: Path, tmp_path: Pa
     _, errors = process.communicate(timeout=240)
     assert process.returncode == 2
     assert len(errors.splitlines()) == 1
-    assert errors.startswith("kvern: error: File too large while writing")
+    assert errors.startswith("kvern run: error: File too large while writing")
     if output == "out.jsonl":
         done = (tmp_path / output).read_bytes()
         assert 0 < done.count(b"\n") < 100

@@ -269,7 +269,7 @@ def test_requests_that_all_fail_are_counted_and_end_with_one(
 def test_bad_options_are_one_line(bench: Bench, options: tuple[str, ...], reason: str) -> None:
     code, _, said = bench(*options)
     assert code == 2
-    assert said.startswith("kvern: error: ") and reason in said
+    assert said.startswith("kvern bench serve: error: ") and reason in said
     assert said.count("\n") == 1
 
 

@@ -16,7 +16,7 @@ from kvern.layers.linear_format import linear_methods
 from kvern.layers.unquantized import Unquantized
 from kvern.models.loader import outline_model
 from kvern.models.precision import shares
-from kvern.planning.choice import choose, model_of
+from kvern.planning.choice import _share, choose, model_of
 from kvern.planning.estimate import EXPOSED, Model, Split, Workload, estimate, seconds_of, splits
 from kvern.planning.hardware import CARDS, PCIE, Card, check_alike, linked, names_of, parse_hardware, this_machine
 
@@ -252,7 +252,7 @@ def test_bad_workloads_are_refused(folders: dict[str, Path], capsys: pytest.Capt
     arguments = ["plan", str(folders["8b"]), "--load-format", "dummy", "--hardware", "h200"]
     for wrong in (["--requests", "0"], ["--input", "0"], ["--output", "-1"], ["--input", "140000"]):
         assert main([*arguments, *wrong]) == 2
-        assert "kvern: error:" in capsys.readouterr().err
+        assert "kvern plan: error:" in capsys.readouterr().err
 
 
 def test_a_server_takes_what_the_plan_chooses(folders: dict[str, Path]) -> None:
@@ -319,3 +319,7 @@ def test_a_server_plans_where_there_are_several_gpus(
 def test_this_machine_has_a_card_or_a_processor() -> None:
     cards = this_machine()
     assert cards and all(card.memory > 0 and card.bandwidth > 0 and card.rate > 0 for card in cards)
+
+
+def test_a_difference_that_rounds_to_nothing_is_none() -> None:
+    assert [_share(part, "less") for part in (0.0, 0.004, 0.006, 0.5)] == ["as much", "as much", "1% less", "50% less"]

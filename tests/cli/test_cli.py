@@ -113,7 +113,7 @@ def test_bad_input_is_one_line_and_exit_code_2(tmp_path: Path, model: Path, caps
         shown = capsys.readouterr()
         assert shown.out == ""
         assert len(shown.err.splitlines()) == 1, shown.err
-        assert shown.err.startswith("kvern: error: ")
+        assert shown.err.startswith(f"kvern {arguments[0]}") and ": error: " in shown.err
         assert reason in shown.err
         assert not (tmp_path / "out.jsonl").exists()
 

@@ -350,7 +350,7 @@ def test_the_command_refuses_in_a_line(
     arguments = ["quantize", str(model), "--method", "mixed", "--out", str(tmp_path / "out"), *options]
     assert main(arguments) == 2
     lines = capsys.readouterr().err.splitlines()
-    assert message in lines[-1] and lines[-1].startswith("kvern: error: ")
+    assert message in lines[-1] and lines[-1].startswith("kvern quantize: error: ")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model"]
     measured = any("measuring" in line for line in lines)
     assert measured == ("no layer" in message), "what can be known is said before anything is measured"

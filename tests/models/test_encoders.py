@@ -287,7 +287,8 @@ def test_nothing_is_generated_at_the_command_line(
     monkeypatch.chdir(tmp_path)
     Path("in.jsonl").write_text('{"prompt": "a"}')
     assert main([*command, "--model", str(folders["bert"]), "--no-cpu-kernels"]) == 2
-    assert capsys.readouterr().err.startswith("kvern: error: bert is an encoder: it gives embeddings and generates")
+    said = f"kvern {command[0]}: error: bert is an encoder: it gives embeddings and generates"
+    assert capsys.readouterr().err.startswith(said)
     assert not Path("out.jsonl").exists()
 
 

@@ -272,5 +272,5 @@ def test_a_start_that_fails_is_one_line(tmp_path: Path) -> None:
             command = [sys.executable, "-m", "kvern", "serve", *arguments]
             done = subprocess.run(command, capture_output=True, text=True, check=False)
             assert done.returncode == 2
-            assert done.stderr.startswith("kvern: error: ") and said in done.stderr
+            assert done.stderr.startswith("kvern serve: error: ") and said in done.stderr
             assert done.stderr.count("\n") == 1

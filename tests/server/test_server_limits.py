@@ -288,7 +288,7 @@ def test_a_unix_socket(tmp_path: Path) -> None:
 def test_bad_options_are_one_line(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["serve", *arguments]) == 2
     error = capsys.readouterr().err
-    assert error.startswith("kvern: error: ") and said in error and error.count("\n") == 1
+    assert error.startswith("kvern serve: error: ") and said in error and error.count("\n") == 1
 
 
 def test_figures_for_prometheus() -> None:

@@ -358,7 +358,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             sys.stderr.write(f"kvern: {note}\n")
         return int(command.execute())
     except KvernError as error:
-        sys.stderr.write(f"kvern: error: {error}\n")
+        sys.stderr.write(f"{' '.join(('kvern', *words_of(arguments)))}: error: {error}\n")
         return BAD_INPUT
     except KeyboardInterrupt:
         return INTERRUPTED

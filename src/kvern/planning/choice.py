@@ -55,6 +55,11 @@ def model_of(config: EngineConfig, folder: Path) -> Model:
     return Model(outline.spec, str(outline.build.dtype).removeprefix("torch."), shares(outline), outline.build.linear)
 
 
+def _share(part: float, word: str) -> str:
+    """Returns a difference in words; one that rounds to 0 % is none."""
+    return f"{part:.0%} {word}" if part >= 0.005 else "as much"
+
+
 def verdict(found: Sequence[Estimate]) -> str:
     """Returns which split was chosen and why the next lost; `found` is sorted, best first."""
     best = found[0]
@@ -66,8 +71,8 @@ def verdict(found: Sequence[Estimate]) -> str:
     if other.lacks:
         return f"Chosen: {best.split}. With {other.split} {other.lacks}."
     change = other.decode / best.decode - 1
-    steps = f"its steps take {abs(change):.0%} {'longer' if change > 0 else 'less'}, with a batch of {other.batch}"
-    less = f"{1 - other.rate / best.rate:.0%} less: {steps}"
+    taken = _share(abs(change), "longer" if change > 0 else "less")
+    less = f"{_share(1 - other.rate / best.rate, 'less')}: its steps take {taken}, with a batch of {other.batch}"
     return f"Chosen: {best.split}. {str(other.split).capitalize()} would give {less}."
 
 
