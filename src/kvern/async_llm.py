@@ -16,9 +16,11 @@ from kvern.request.request import RequestOptions
 from kvern.request.sampling_params import SamplingParams
 from kvern.serving.chats import (
     AdapterChoice,
+    OneParams,
     Params,
     Tools,
     as_conversations,
+    as_params,
     as_prompts,
     chat_request,
     follow,
@@ -131,7 +133,7 @@ class AsyncLLM:
     async def stream(
         self,
         prompt: Prompt,
-        sampling_params: SamplingParams | None = None,
+        sampling_params: OneParams = None,
         *,
         priority: int = 0,
         adapter: str | None = None,
@@ -140,7 +142,7 @@ class AsyncLLM:
 
         Raises RequestFailed, with the output, if it cannot go on.
         """
-        growing = self._grow(prompt, sampling_params, priority, adapter)
+        growing = self._grow(prompt, as_params(sampling_params), priority, adapter)
         async with contextlib.aclosing(growing) as outputs:
             async for output in outputs:
                 if output.finished:
@@ -195,7 +197,7 @@ class AsyncLLM:
     def stream_chat(
         self,
         messages: Messages,
-        sampling_params: SamplingParams | None = None,
+        sampling_params: OneParams = None,
         *,
         tools: Tools = None,
         adapter: str | None = None,

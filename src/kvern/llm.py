@@ -14,15 +14,18 @@ from kvern.engine.inputs import Messages, Prompt
 from kvern.engine.relevance import PairClassifier, way_of
 from kvern.engine.scoring import Pair, Score, score_of, scored_prompts
 from kvern.errors import EngineDied, InvalidRequest, KvernError, RequestFailed
+from kvern.plugins import imported
 from kvern.request.events import EngineStatistics
 from kvern.request.outputs import CompletionOutput, OnError, RequestOutput, check_on_error, checked
 from kvern.request.request import RequestOptions
 from kvern.request.sampling_params import SamplingParams
 from kvern.serving.chats import (
     AdapterChoice,
+    OneParams,
     Params,
     Tools,
     as_conversations,
+    as_params,
     as_prompts,
     chat_request,
     follow,
@@ -82,6 +85,10 @@ class LLM:
     def _name(self) -> str:
         return self.config.model or self._engine.folder.name
 
+    def get_tokenizer(self) -> Tokenizer:
+        """The model's tokenizer, under the name that vLLM has for it."""
+        return self.tokenizer
+
     @property
     def max_model_len(self) -> int:
         """The most tokens of a prompt and its answer."""
@@ -103,15 +110,24 @@ class LLM:
     ) -> list[RequestOutput]:
         """Answer prompts (texts or lists of token ids), in their order.
 
-        One SamplingParams serves all prompts, a list of them one each; likewise the name of an adapter, None for the
-        model as it is. If any prompt is invalid, none is run. One that fails on its way ends alone: when the others
-        have ended, RequestFailed is raised, whose `outputs` are all. With `on_error="return"` they are returned, and
-        those that failed have a `failure`.
+        One SamplingParams, or a mapping of its fields, serves all prompts, a list of them one each; likewise the name
+        of an adapter, None for the model as it is. If any prompt is invalid, none is run. One that fails on its way
+        ends alone: when the others have ended, RequestFailed is raised, whose `outputs` are all. With
+        `on_error="return"` they are returned, and those that failed have a `failure`.
         """
         several = as_prompts(prompts)
         params = one_for_each(sampling_params, len(several))
         adapters = one_adapter_for_each(adapter, len(several))
         return self._all(several, params, progress, adapters=adapters, on_error=on_error)
+
+    def __call__(self, inputs: Any, **options: Any) -> list[Any]:
+        """Answer a text, a conversation or a list of them as transformers' text-generation pipelines do.
+
+        Returns [{"generated_text": ...}], or a list of these for each of several inputs. `options` are sampling
+        parameters, also `max_new_tokens`, `num_return_sequences`, `do_sample` and `return_full_text`.
+        """
+        generated = imported("kvern.serving.pipeline:generated")
+        return list(generated(inputs, options, self.generate, self.chat))
 
     def embed(
         self, prompts: Prompt | Sequence[Prompt], *, dimensions: int | None = None, progress: bool = False
@@ -219,7 +235,7 @@ class LLM:
         return checked(outputs, on_error)
 
     def stream(
-        self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, adapter: str | None = None
+        self, prompt: Prompt, sampling_params: OneParams = None, *, adapter: str | None = None
     ) -> Generator[RequestOutput]:
         """Yield the same growing output at each new token. Leaving the loop aborts the request.
 
@@ -227,7 +243,7 @@ class LLM:
         """
         request_id = self._next_id()
         with self._shared.held():
-            output = self._engine.add(request_id, prompt, sampling_params, adapter=adapter)
+            output = self._engine.add(request_id, prompt, as_params(sampling_params), adapter=adapter)
         seen = 0
 
         def size() -> int:
@@ -251,7 +267,7 @@ class LLM:
     def stream_chat(
         self,
         messages: Messages,
-        sampling_params: SamplingParams | None = None,
+        sampling_params: OneParams = None,
         *,
         tools: Tools = None,
         adapter: str | None = None,

@@ -40,9 +40,7 @@ def print_tables(*tables: Table, on_stderr: bool = False) -> None:
         Console(width=None if stream.isatty() else WIDTH, stderr=on_stderr).print(table)
 
 
-def print_figures(
-    title: str, figures: Iterable[tuple[str, str]], heading: str = "", on_stderr: bool = False
-) -> None:
+def print_figures(title: str, figures: Iterable[tuple[str, str]], heading: str = "", on_stderr: bool = False) -> None:
     """Prints a table of two columns: the names of figures, and their values."""
     from rich.table import Table
 

@@ -1,5 +1,6 @@
 """Sampling parameters of a request, checked when they are created."""
 
+import difflib
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal, Self
 
@@ -395,3 +396,16 @@ def _check_range(name: str, value: float | None, low: float, high: float) -> Non
         raise InvalidParameter(
             f"{name} is {shown(value)}: it must be a finite number at least {low} and at most {high}"
         )
+
+
+def params_of(values: Mapping[str, Any]) -> SamplingParams:
+    """Returns the parameters that a mapping names. Raises InvalidParameter for a wrong name or value."""
+    for name in values:
+        if name not in SamplingParams.__struct_fields__:
+            near = difflib.get_close_matches(str(name), SamplingParams.__struct_fields__, n=1)
+            hint = f": did you mean {near[0]}?" if near else ""
+            raise InvalidParameter(f"there is no sampling parameter {name!r}{hint}")
+    try:
+        return msgspec.convert(dict(values), SamplingParams)
+    except msgspec.ValidationError as error:
+        raise InvalidParameter(f"{error}") from error

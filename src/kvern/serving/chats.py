@@ -6,17 +6,21 @@ from typing import Any, cast
 from kvern.engine.inputs import Messages, Prompt
 from kvern.errors import InvalidRequest
 from kvern.request.outputs import RequestOutput
-from kvern.request.sampling_params import SamplingParams
+from kvern.request.sampling_params import SamplingParams, params_of
 from kvern.tools.chat import AnswerReader, Chat, ChatRequest, PromptOptions
 from kvern.tools.checks import read_tools
 
 Tools = Sequence[Mapping[str, Any]] | None
+OneParams = SamplingParams | Mapping[str, Any] | None
+"""Sampling parameters, as a mapping too: {"temperature": 0}."""
+Params = OneParams | Sequence[OneParams]
+AdapterChoice = str | Sequence[str | None] | None
 
 
 def chat_request(
     chat: Chat,
     messages: Messages,
-    params: SamplingParams | None,
+    params: OneParams,
     tools: Tools,
     *,
     tool_choice: str | Mapping[str, Any] | None = None,
@@ -25,7 +29,7 @@ def chat_request(
 ) -> ChatRequest:
     """Make a request of a conversation, with the options of `LLM.chat`. Raises InvalidRequest."""
     use = read_tools(tools, tool_choice, parallel_tool_calls)
-    return chat.request(messages, params or SamplingParams(), use, PromptOptions(**options))
+    return chat.request(messages, as_params(params) or SamplingParams(), use, PromptOptions(**options))
 
 
 def follow(chat: ChatRequest) -> Callable[[RequestOutput], RequestOutput]:
@@ -41,10 +45,6 @@ def follow(chat: ChatRequest) -> Callable[[RequestOutput], RequestOutput]:
         return output
 
     return grown
-
-
-Params = SamplingParams | Sequence[SamplingParams] | None
-AdapterChoice = str | Sequence[str | None] | None
 
 
 def as_conversations(messages: Messages | Sequence[Messages]) -> list[Messages]:
@@ -67,12 +67,17 @@ def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
 
 
 def one_for_each(params: Params, count: int) -> list[SamplingParams | None]:
-    """One SamplingParams for each of `count` prompts."""
-    if params is None or isinstance(params, SamplingParams):
-        return [params] * count
+    """One SamplingParams for each of `count` prompts. Raises InvalidParameter, or InvalidRequest for another number."""
+    if params is None or isinstance(params, SamplingParams | Mapping):
+        return [as_params(params)] * count
     if len(params) != count:
         raise InvalidRequest(f"there are {count} prompts and {len(params)} sampling parameters: give one, or one each")
-    return list(params)
+    return [as_params(each) for each in params]
+
+
+def as_params(params: OneParams) -> SamplingParams | None:
+    """The sampling parameters of a mapping. Raises InvalidParameter, which names the nearest parameter."""
+    return params_of(params) if isinstance(params, Mapping) else params
 
 
 def one_adapter_for_each(adapter: AdapterChoice, count: int) -> list[str | None]:
