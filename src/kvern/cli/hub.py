@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
+from kvern.cli.models import cached, print_models
 from kvern.errors import ConfigError, ModelNotFound, UnsupportedModel
 from kvern.io.files import as_size
 
@@ -104,8 +105,6 @@ class ListCommand:
         """Prints the list and returns the exit code."""
         from rich.console import Console
 
-        from kvern.cli.models import print_models
-
         print_models(Console())
         return 0
 
@@ -157,14 +156,3 @@ def _remove_file(repository: CachedRepoInfo, ending: str) -> int:
                 freed += file.size_on_disk
                 file.blob_path.unlink(missing_ok=True)
     return freed
-
-
-def cached() -> list[CachedRepoInfo]:
-    """Returns the models in the hub's cache, by name."""
-    from huggingface_hub import CacheNotFound, scan_cache_dir
-
-    try:
-        found = scan_cache_dir().repos
-    except CacheNotFound:
-        return []
-    return sorted((item for item in found if item.repo_type == "model"), key=lambda item: item.repo_id)
