@@ -50,11 +50,11 @@ async function run(begun, goOn) {
     ended = { state: "failed", error: error.message }; // the settings cannot be sent
   }
   clearInterval(saving);
-  change(ended);
-  live.delete(turn.id);
   requests.delete(turn.id);
+  change(ended);
   showTurn(turn);
   await keepTurn(turn);
+  live.delete(turn.id);
 }
 
 /** Asks after the last turn of the branch that is shown. */

@@ -98,6 +98,15 @@ export const change = (id, fields) =>
     if (found) all.put({ ...found, ...fields });
   });
 
+/** Writes a turn that begins as the leaf of its conversation, which is new or, for null, there. */
+export const begin = (one, conversation) =>
+  writing(async (all, turns) => {
+    const found = conversation ?? (await all.get(one.conversation));
+    if (!found) return;
+    all.put({ ...found, changed: one.saved, leaf: one.id });
+    turns.put(one);
+  });
+
 /** Writes a turn as far as it has come. That of a deleted conversation is left out. */
 export const save = (one) =>
   writing(async (all, turns) => {

@@ -13,7 +13,7 @@ export const library = observable({
   ...{ list: [], open: null, turns: new Map(), leaf: null },
   ...{ shown: 0, switched: 0, notice: null, ready: false },
 });
-/** Turns whose answers come in this tab. */
+/** Turns whose answers come in this tab, until they are stored. */
 export const live = new Map();
 
 const [BEFORE, AFTER] = [24, 60]; // characters around what a search has found
@@ -63,10 +63,11 @@ export async function start() {
 
 // A page that goes has no time for the database: what its answers have become waits in the browser's small storage.
 
-const leave = (turn) => store(`left.${turn.id}`, { ...turn, state: "stopped" });
+const leave = (turn) => store(`left.${turn.id}`, broken(turn));
+const broken = (turn) => ({ ...turn, state: turn.state === "running" ? "stopped" : turn.state });
 
 async function takeUp() {
-  for (const turn of takeAll("left.")) await written(database.save(turn));
+  for (const turn of takeAll("left.")) await written(database.begin(turn, null));
 }
 
 export async function open(id) {
@@ -151,9 +152,8 @@ export function addTurn(turn) {
 }
 
 async function storeAdded(turn, begun) {
-  if (begun) await written(database.add({ conversations: [begun], turns: [turn] }));
-  else await written(database.save(turn));
-  await changeConversation(turn.conversation, { changed: turn.saved, leaf: turn.id });
+  await written(database.begin(turn, begun));
+  await reload();
   tell({ conversation: turn.conversation, turn: turn.id });
 }
 
@@ -198,7 +198,7 @@ export async function removeAll() {
 
 /** Says what was deleted, and can bring it back: turns that were `growing` as far as they had come. */
 async function gone(found, growing, text) {
-  const ended = new Map(growing.map((turn) => [turn.id, { ...turn, state: "stopped" }]));
+  const ended = new Map(growing.map((turn) => [turn.id, broken(turn)]));
   const removed = { ...found, turns: found.turns.map((turn) => ended.get(turn.id) ?? turn) };
   const isOpen = removed.conversations.some((one) => one.id === library.value.open);
   const was = library.value.open;
