@@ -14,14 +14,14 @@ ANSWERED = ("400 (Bad Request)", "net::ERR_FAILED", "net::ERR_CONNECTION_REFUSED
 """What the browser's console says of requests whose failure the page tells in words."""
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def server() -> Iterator[Served]:
     options = ("--threads", "1", "--dtype", "float32", "--max-model-len", "2048")
     with serving("kvern-1m", "--api-key", KEY, *options, "--adapter", f"gull={ADAPTERS['gull']}") as served:
         yield served
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def browser() -> Iterator[Browser]:
     if CHROMIUM is None:
         pytest.skip("there is no Chromium on this machine")

@@ -17,8 +17,8 @@ from kvern.adapters.bank import AdapterBank
 from kvern.adapters.peft import read_adapter
 from kvern.config import EngineConfig
 from kvern.errors import ConfigError, UnsupportedModel
-from kvern.models.embedder import POOLING_FILE
 from kvern.models.loader import load_model
+from kvern.models.pooling import POOLING_FILE
 from kvern.quantize import job
 from kvern.quantize.calibration import Calibration
 from kvern.quantize.checkpoint import Checkpoint
