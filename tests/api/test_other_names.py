@@ -202,4 +202,4 @@ def test_a_misspelt_parameter_of_a_row_is_refused(name: str, meant: str) -> None
 
 @pytest.mark.parametrize("name", ["seeds", "label", "n_predict", "steps", "max_tokens"])
 def test_what_is_no_misspelling_is_read(name: str) -> None:
-    RowRules(SamplingParams()).read({"prompt": "hello", name: 1})
+    assert RowRules(SamplingParams()).read({"prompt": "hello", name: 1}).prompt == "hello"

@@ -1,4 +1,4 @@
-"""What commands print beside answers: notes on stderr, tables on stdout, and checks that they share."""
+"""Notes on stderr, tables, and checks that commands share."""
 
 from __future__ import annotations
 

@@ -119,7 +119,7 @@ class Repository(NamedTuple):
         return self.download(files=files) / files[0]
 
     def listing(self, ending: str = "") -> Listing:
-        """What a download would fetch; `ending` chooses among GGUF files. Raises ModelNotFound."""
+        """Returns the files that a download would fetch; `ending` chooses among GGUF files. Raises ModelNotFound."""
         import huggingface_hub
         from huggingface_hub.utils import filter_repo_objects  # type: ignore[attr-defined]  # by a lazy table
 
@@ -142,7 +142,7 @@ class Repository(NamedTuple):
         return Listing(info.sha or "", str(licence) if licence else None, files)
 
     def config(self, listing: Listing) -> dict[str, Any] | None:
-        """The model's config.json, None where the files to be downloaded have none. Raises what `download` does."""
+        """Returns the model's config.json; None if it is not among the files. Raises what `download` does."""
         if "config.json" not in listing.files:
             return None
         return read_object(self._replace(revision=listing.commit).download(files=("config.json",)) / "config.json")
@@ -247,7 +247,7 @@ class Repository(NamedTuple):
 
 
 def _said(status: int) -> str:
-    """What a status of the hub means, and a remedy."""
+    """Returns the meaning of a status of the hub, and a remedy."""
     if status in (401, 403):
         return f"refuses it (status {status}): set HF_TOKEN to a token that may read it, or log in by hf auth login"
     if status == 429:
@@ -261,7 +261,7 @@ def _has_safetensors_header(file: Path, count: int) -> bool:
 
 
 def _has_gguf_header(file: Path, count: int) -> bool:
-    """Whether the first `count` bytes hold the header: what follows them is zeros."""
+    """Returns whether the first `count` bytes hold the header; zeros follow them."""
     try:
         header = read_gguf_header(file)
     except CorruptCheckpoint:

@@ -212,7 +212,7 @@ class Rewriter:
         return APPLIED[key](self, node, at, f"{path}/{key}")
 
     def reference(self, node: Mapping[str, Any], at: Resolver, path: str, *, allowed: bool) -> PlainSchema:
-        """What the reference at `path` allows, or a part of what it excludes."""
+        """Returns a schema of what the reference at `path` allows, or of a part of what it excludes."""
         target = node[path.rpartition("/")[2]]
         contents, there = self.resolve(target, at, path)
         key = id(contents), allowed
