@@ -10,6 +10,8 @@ hypothesis if it is among the `width` most probable of all beams, the `width` be
 ends when `early_stopping` says so or when nothing can go on. The search knows nothing of blocks and rows.
 """
 
+from __future__ import annotations
+
 import copy
 import heapq
 from bisect import insort
@@ -17,15 +19,17 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from kvern.engine.scheduler import Scheduler
-from kvern.engine.stop_strings import ScopedSearch, StopSearch, StopStrings, search_of
 from kvern.request.events import TokenEvent
 from kvern.request.request import DraftProgress, FinishReason, Request, State
 from kvern.request.step import BeamCandidates, Fork, ModelRunnerOutput, TokenLogprobs
-from kvern.text.detokenizer import IncrementalDetokenizer
-from kvern.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from kvern.engine.stop_strings import ScopedSearch, StopSearch
+    from kvern.text.detokenizer import IncrementalDetokenizer
+    from kvern.text.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)
@@ -39,7 +43,7 @@ class BeamText:
     search: StopSearch | ScopedSearch
     ended: bool = False
 
-    def after(self, token_id: int) -> "BeamText":
+    def after(self, token_id: int) -> BeamText:
         """Returns the text with another token."""
         detokenizer, search = self.detokenizer.fork(), self.search.fork()
         return BeamText(detokenizer, search, search.append(detokenizer.append([token_id])) is not None)
@@ -200,6 +204,9 @@ class BeamSearch:
 
 
 def _first_text(request: Request, tokenizer: Tokenizer) -> BeamText:
+    from kvern.engine.stop_strings import StopStrings, search_of
+    from kvern.text.detokenizer import IncrementalDetokenizer
+
     params, prompt = request.params, request.token_ids[: request.prompt_length]
     kept = frozenset(params.visible_token_ids or ())
     detokenizer = IncrementalDetokenizer(tokenizer, prompt, params.skip_special_tokens, kept)
@@ -238,6 +245,8 @@ class Beams:
 
     @cached_property
     def _tokenizer(self) -> Tokenizer:
+        from kvern.text.tokenizer import Tokenizer
+
         assert self._folder is not None, "beams with stop strings need the model's tokenizer"
         return Tokenizer(self._folder)
 

@@ -15,6 +15,7 @@ from kvern.request.request import PromptInput
 from kvern.request.sampling_params import SamplingParams
 from kvern.serving.wire import Ready
 from kvern.spec.facts import ModelFacts
+from kvern.structured.apart import GrammarProcesses
 from kvern.structured.grammar import NotCompiled
 from kvern.text.tokenizer import Tokenizer
 from kvern.tools.chat import ChatRequest, PromptOptions
@@ -23,7 +24,6 @@ from kvern.tools.encoding import Encoding
 
 if TYPE_CHECKING:
     from kvern.engine.scoring import Pair, ScoredPrompt
-    from kvern.structured.apart import GrammarProcesses
 
 T = TypeVar("T")
 
@@ -65,6 +65,9 @@ class ClientInputs:
             self._custom,
             self._grammars_apart,
         )
+        if self._grammars_apart:  # at the start: for the first request with a grammar it would take 0.3 s
+            self._grammars = GrammarProcesses(self._processor.grammars)
+            self._grammars.start()
 
     async def close(self) -> None:
         """End the processes, and let nothing begin that waits for a thread."""
@@ -168,17 +171,8 @@ class ClientInputs:
             if compiled[form] == MOST_COMPILED:
                 raise ServerBusy("structured: too many other forms are compiled at the same time: try again later")
             compiled[form] += 1
-            await self._grammar_processes().compile(form, owner)
-
-    def _grammar_processes(self) -> "GrammarProcesses":
-        """The processes that compile, which start for the first form."""
-        if self._grammars is None:
-            from kvern.structured.apart import GrammarProcesses
-
-            assert self._grammars_apart, "only grammars that are made apart are not compiled"
-            self._grammars = GrammarProcesses(self.processor.grammars)
-            self._grammars.start()
-        return self._grammars
+            assert self._grammars is not None, "only grammars that are made apart are not compiled"
+            await self._grammars.compile(form, owner)
 
     def _counted(self, text: str, add_special_tokens: bool) -> list[int]:
         most = max(self.max_model_len, MOST_COUNTED)
