@@ -189,7 +189,8 @@ def test_where_nothing_can_follow_an_answer_is_broken_off_with_the_reason(tiny: 
 def test_blanks_are_bounded(tiny: LLM) -> None:
     """A model that loves blanks cannot go on with them."""
     blank = tiny.tokenizer.encode(" ")[0]
-    [output] = tiny.generate([[5, 6]], params({"json": {"type": "array", "maxItems": 1}}, logit_bias={blank: 1000.0}))
+    form = {"json": {"type": "array", "maxItems": 1, "items": {"type": "boolean"}}}
+    [output] = tiny.generate([[5, 6]], params(form, logit_bias={blank: 1000.0}))
     assert output.outputs[0].finish_reason == "stop"
     assert output.outputs[0].text.count(" ") <= 64
 

@@ -121,8 +121,9 @@ def workers(server: Served) -> list[int]:
 def test_who_compiles_gives_way_to_those_who_answer(server: Served) -> None:
     assert ask(server, {"guided_regex": "[ab]{3}"})[0] == 200
     compiling = server.child("kvern.structured.worker")
+    expected = min(19, os.getpriority(os.PRIO_PROCESS, server.engine_pid()) + 10)  # 19: the tests may run at the lowest
     for pid in (compiling, *children_of(compiling)):
-        assert os.getpriority(os.PRIO_PROCESS, pid) > os.getpriority(os.PRIO_PROCESS, server.engine_pid())
+        assert os.getpriority(os.PRIO_PROCESS, pid) == expected
 
 
 def test_a_refusal_is_remembered(server: Served) -> None:
