@@ -7,6 +7,7 @@ import re
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -222,6 +223,32 @@ def test_a_mixture_keeps_to_its_loss(model: Path, tmp_path: Path, monkeypatch: p
     assert 0 < report.measured["loss"] <= np.log(1.02)
     assert report.measured["perplexity"] <= 1.02 * report.measured["plain_perplexity"]
     assert report.bits < 32
+
+
+def test_the_time_is_that_of_measuring_and_of_every_attempt(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = [0.0]
+
+    def takes(seconds: float, name: str) -> None:
+        work = getattr(mixed, name)
+
+        def done(*given: Any, **named: Any) -> Any:
+            clock[0] += seconds
+            return work(*given, **named)
+
+        monkeypatch.setattr(mixed, name, done)
+
+    takes(100, "measure")
+    takes(10, "quantize")
+    takes(1, "measure_folder")
+    monkeypatch.setattr(mixed, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    monkeypatch.setattr(mixed, "loss_of", lambda report: 0.7)
+    made = mixture(model)
+    result, report = made.make(made.measure(), Budget(loss=0.5), tmp_path / "first")
+    assert result.seconds == 100 + mixed.MOST_TRIES * 11
+    assert json.loads((tmp_path / "first" / REPORT_NAME).read_text())["totals"]["seconds"] == result.seconds
+    assert mixture(model).make(report, None, tmp_path / "second")[0].seconds == 11
 
 
 def test_a_report_can_be_edited_and_used_again(model: Path, tmp_path: Path) -> None:

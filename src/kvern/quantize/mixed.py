@@ -2,6 +2,7 @@
 
 import json
 import math
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -97,6 +98,7 @@ class Mixture:
         self.checkpoint, self.calibration = checkpoint, calibration
         self._method, self._settings = method, dict(settings or {})
         self._walk: Walk | None = None
+        self._measuring = 0.0  # seconds
 
     @cached_property
     def rows(self) -> Tensor:
@@ -106,11 +108,14 @@ class Mixture:
 
     def measure(self, progress: Measuring = lambda done, layers: None) -> MixedReport:
         """Measures the loss of each precision of each unit; all choices are plain so far."""
+        started = time.monotonic()
         self._walk = Walk(self.checkpoint, self.rows)
+        units = tuple(measure(self._walk, progress))
+        self._measuring = time.monotonic() - started
         return MixedReport(
             model=self.checkpoint.folder.name,
             plain=str(self.checkpoint.dtype).removeprefix("torch."),
-            units=tuple(measure(self._walk, progress)),
+            units=units,
             calibration={
                 "source": self.calibration.source,
                 "tokens": self.rows.numel(),
@@ -130,9 +135,10 @@ class Mixture:
         """Writes the best mixture under a budget, or with the report's choices if it is None, to the folder `out`.
 
         A mixture with a limited loss is measured, and made again with a smaller sum of losses if it exceeds the limit;
-        the last attempt is kept in any case. Raises ConfigError or CorruptCheckpoint; after any exception nothing of
-        `out` remains.
+        the last attempt is kept in any case. The time of the result is that of `measure` and of all attempts. Raises
+        ConfigError or CorruptCheckpoint; after any exception nothing of `out` remains.
         """
+        started = time.monotonic() - self._measuring
         tightened = 1.0
         check_target(out, self.checkpoint.folder, overwrite, 0)
         with placing(out) as made:
@@ -140,7 +146,8 @@ class Mixture:
                 chosen = report if budget is None else budget.choose(report, tightened)
                 result = self._write(chosen, made, progress)
                 chosen = replace(chosen, measured=measure_folder(made, self._behind_layers(), self.rows))
-                tell(made, chosen)
+                result = replace(result, seconds=time.monotonic() - started)
+                tell(made, chosen, result.seconds)
                 if budget is None or budget.kept_by(chosen):
                     break
                 tightened *= 0.9 * budget.nats / loss_of(chosen)
@@ -191,9 +198,10 @@ def measure_folder(folder: Path, walk: Walk, rows: Tensor) -> dict[str, float]:
     return {"loss": max(0.0, loss), "perplexity": math.exp(means[0]), "plain_perplexity": math.exp(means[1])}
 
 
-def tell(folder: Path, report: MixedReport) -> None:
-    """Adds the measurements to the report in the folder, and writes the page."""
+def tell(folder: Path, report: MixedReport, seconds: float) -> None:
+    """Adds the measurements and the time to the report in the folder, and writes the page."""
     path = folder / REPORT_NAME
     values = json.loads(path.read_text()) | {SECTION: report.as_json()}
+    values["totals"]["seconds"] = round(seconds, 1)
     path.write_text(json.dumps(values, indent=1) + "\n")
     (folder / PAGE_NAME).write_text(page(report))

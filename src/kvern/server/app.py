@@ -1,11 +1,9 @@
-"""The HTTP application: its routes, its errors with advice, and the chat page that `web/` builds."""
+"""The HTTP application: its routes, and its errors with advice."""
 
 import asyncio
 import difflib
-import mimetypes
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 from starlette.applications import Starlette
@@ -23,38 +21,26 @@ from kvern.server.config import ServerConfig
 from kvern.server.gate import Gate
 from kvern.server.http import CLIENT_GONE, PAGE_HEADERS, error_response, is_anthropic, json_response, path_of
 from kvern.server.keys import ApiKey
+from kvern.server.page_files import INDEX, page_files
 from kvern.server.service import Service
 from kvern.serving.client import EngineClient
 from kvern.version import __version__
 
-FOLDER = Path(__file__).parent / "page"
-INDEX = "index.html"
 GREETING = "kvern is running: OpenAI's API is at /v1, Anthropic's at /v1/messages, ollama's at /api; /docs lists all\n"
-HEADERS = {
-    "Cache-Control": "no-cache",
-    "Content-Security-Policy": "default-src 'self'; style-src 'self'; object-src 'none'; base-uri 'none'; "
-    "form-action 'none'; frame-ancestors 'none'",
-    "Referrer-Policy": "no-referrer",
-    "X-Content-Type-Options": "nosniff",
-}
 
 
 def page_routes() -> list[Route]:
-    """Returns the routes of `/` and of the files that it loads. The files are read here."""
-    files = sorted(FOLDER.iterdir())
-    others = [Route(f"/{file.name}", _response(file), methods=["GET"]) for file in files if file.name != INDEX]
-    return [Route("/", _greet, methods=["GET"]), *others]
+    """Returns the routes of `/` and of the files that it loads. `/` is the page for browsers and a line of text for
+    other programs."""
+    files = page_files()
+    index = files.pop(INDEX)
 
+    async def greet(request: Request) -> Response:
+        if "text/html" in request.headers.get("accept", ""):
+            return await index.answer(request)
+        return PlainTextResponse(GREETING, headers={"Vary": "Accept"})
 
-async def _greet(request: Request) -> Response:
-    """Answers browsers with the page and other programs with a line of text."""
-    if "text/html" in request.headers.get("accept", ""):
-        return _response(FOLDER / INDEX)
-    return PlainTextResponse(GREETING, headers={"Vary": "Accept"})
-
-
-def _response(file: Path) -> Response:
-    return Response(file.read_bytes(), headers=HEADERS, media_type=mimetypes.guess_type(file.name)[0])
+    return [Route("/", greet), *(Route(f"/{name}", file.answer) for name, file in files.items())]
 
 
 EXAMPLES = {
