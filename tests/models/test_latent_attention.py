@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from rich.console import Console
 from safetensors.torch import load_file, save_file
 
 from kvern import LLM, SamplingParams
@@ -147,12 +146,11 @@ def test_a_token_takes_one_vector_in_each_layer(folder: Path) -> None:
         assert [cache.shape for cache in executor._worker.runner.caches] == [(1, 32, 4, 1, 28)] * 3
 
 
-def test_what_does_not_go_with_latents_is_not_offered(folder: Path) -> None:
+def test_what_does_not_go_with_latents_is_not_offered(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     report = report_of("latent", folder)
     assert report.smaller()
-    console = Console(record=True, width=200)
-    report.print(console)
-    text = console.export_text()
+    report.print()
+    text = capsys.readouterr().out
     assert "attention keys, values" in text and "8 bits" not in text and "kvern quantize" in text
 
 

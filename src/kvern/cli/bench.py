@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvern.cli.output import check_least, print_tables, say
+from kvern.cli.output import check_least, make_table, print_tables, say
 from kvern.config import EngineConfig
 from kvern.errors import ConfigError, KvernError
 
@@ -89,7 +89,6 @@ class Kernels:
     def execute(self) -> int:
         """Print the table and return the exit code. Raises KvernError."""
         import torch
-        from rich.table import Table
 
         from kvern.layers.linear_format import linear_methods
         from kvern.models.folder import model_folder
@@ -112,7 +111,7 @@ class Kernels:
         plain = TunedLinear(device, self.engine.linear_backend)
         model = Stored(spec, linear_methods(described, plain, self.engine.quantization))
         bandwidth, rate = ceilings(device)
-        table = Table(
+        table = make_table(
             "kernel",
             "shape",
             "us",
@@ -121,7 +120,6 @@ class Kernels:
             "TFLOP/s",
             f"of {rate / 1e12:.0f}",
             title=f"{torch.cuda.get_device_name(device)}, {spec.model_type}",
-            title_justify="left",
         )
         codes = CODES if "all" in self.codes else self.codes
         with torch.inference_mode():
@@ -158,8 +156,6 @@ class ProfileCommand:
 
     def execute(self) -> int:
         """Print the tables and return the exit code. Raises KvernError."""
-        from rich.table import Table
-
         from kvern.bench.profile import profile_workload
 
         check_least(self, "steps")
@@ -167,12 +163,12 @@ class ProfileCommand:
         found = profile_workload(engine, workload, self.steps, self.warmup, self.output)
         device = "GPU" if found.on_gpu else "CPU"
         each = 1000 / max(found.steps, 1)
-        table = Table("part", f"{device} ms a step", "share", title=f"{workload.name}: {found.steps} steps")
+        table = make_table("part", f"{device} ms a step", "share", title=f"{workload.name}: {found.steps} steps")
         for part, seconds in found.parts.items():
             table.add_row(part, f"{each * seconds:.3f}", f"{seconds / found.busy:.1%}" if found.busy else "")
         table.add_row("all of them", f"{each * found.busy:.3f}", "")
         table.add_row("a step, by the clock", f"{each * found.seconds:.3f}", "")
-        kernels = Table("kernel", "calls", "ms", title="the most expensive kernels")
+        kernels = make_table("kernel", "calls", "ms", title="the most expensive kernels")
         for name, calls, seconds in found.kernels[:10]:
             kernels.add_row(name[:70], str(calls), f"{1000 * seconds:.2f}")
         print_tables(table, kernels)
@@ -200,9 +196,7 @@ def start_for(names: tuple[str, ...], config: EngineConfig) -> tuple[Engine, lis
 
 def _print(results: list[Result], predicted: list[float]) -> None:
     """Prints the results; `predicted` has the seconds of each workload as kvern plan estimates them, or is empty."""
-    from rich.table import Table
-
-    table = Table(
+    table = make_table(
         "workload",
         "requests",
         "seconds",
@@ -213,7 +207,6 @@ def _print(results: list[Result], predicted: list[float]) -> None:
         "TTFT ms p50/p99",
         "ITL ms p50/p99",
         title="kvern bench offline",
-        title_justify="left",
     )
     with_drafts = any(result.drafts.count for result in results)
     if with_drafts:

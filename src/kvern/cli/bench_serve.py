@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from kvern.cli.output import check_least, print_tables, say
+from kvern.cli.output import check_least, make_table, print_tables, say
 from kvern.config import read_seconds
 from kvern.errors import ConfigError
 
@@ -351,11 +351,9 @@ def _model_entry(answer: Any, model: str | None) -> dict[str, Any]:
 
 def _print(title: str, parts: dict[str, Any], metrics: list[str], percents: list[float]) -> None:
     """Prints one column for each part."""
-    from rich.table import Table
-
     from kvern.bench.serving_figures import METRICS
 
-    table = Table("", *parts, title=f"kvern bench serve: {title}", title_justify="left")
+    table = make_table("", *parts, title=f"kvern bench serve: {title}")
 
     def row(label: str, key: str, form: str = ",.2f", end_section: bool = False) -> None:
         values = [part.get(key) for part in parts.values()]

@@ -103,9 +103,7 @@ class ListCommand:
 
     def execute(self) -> int:
         """Prints the list and returns the exit code."""
-        from rich.console import Console
-
-        print_models(Console())
+        print_models()
         return 0
 
 

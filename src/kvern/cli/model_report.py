@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from rich.console import Console
 from rich.table import Table
 
-from kvern.cli.output import model_table
+from kvern.cli.output import make_table, print_lines, print_tables
 from kvern.config import EngineConfig
 from kvern.cpu.cores import available_memory
 from kvern.io.files import as_size
@@ -197,27 +196,27 @@ class ModelReport:
             ],
         }
 
-    def print(self, console: Console) -> None:
+    def print(self) -> None:
         """Prints two tables, and a verdict for each device."""
-        console.print(_precision_table(self))
         streams = f"{STREAMS} of {self.stream_tokens:,}"
-        memory = model_table(
-            "keys and values", "per token", f"context of {self.context:,}", "with the weights", streams
-        )
+        memory = make_table("keys and values", "per token", f"context of {self.context:,}", "with the weights", streams)
         for dtype in [self.dtype] if self.spec.attends_to_latents else [self.dtype, EIGHT_BIT]:
             cache, name = self.context_bytes(dtype), "8 bits" if dtype == EIGHT_BIT else dtype
             sizes = self.token_bytes(dtype), cache, cache + self.weight_bytes, self.streams_bytes(dtype)
             memory.add_row(name, *map(as_size, sizes))
-        console.print(memory)
-        for method, size in self.smaller().items():
-            console.print(f"kvern quantize --method {method} would make about {as_size(size)} of the weights")
-        for device in self.devices:
-            console.print(f"[bold]{device.name}[/]: {self.verdict(device)}", highlight=False)
+        print_tables(_precision_table(self), memory)
+        print_lines(
+            *(
+                f"kvern quantize --method {method} would make about {as_size(size)} of the weights"
+                for method, size in self.smaller().items()
+            ),
+            *(f"{device.name}: {self.verdict(device)}" for device in self.devices),
+        )
 
 
 def _precision_table(report: ModelReport) -> Table:
     title = f"{report.model}: {report.parameters:,} parameters, {as_size(report.weight_bytes)}"
-    table = model_table("layers", "format", "parameters", "share", "bits", "size", title=title)
+    table = make_table("layers", "format", "parameters", "share", "bits", "size", title=title)
     before = ""
     for share in report.shares:
         table.add_row(
@@ -235,9 +234,9 @@ def _precision_table(report: ModelReport) -> Table:
     return table
 
 
-def print_statistics(matrices: Sequence[WeightStatistics], console: Console) -> None:
+def print_statistics(matrices: Sequence[WeightStatistics]) -> None:
     """Prints a row for each matrix."""
-    table = model_table("matrix", "weights", "spread", "scales", "saturated")
+    table = make_table("matrix", "weights", "spread", "scales", "saturated")
     for item in matrices:
         scales = "" if item.smallest_scale is None else f"{item.smallest_scale:.2g} to {item.largest_scale:.2g}"
         table.add_row(
@@ -247,7 +246,7 @@ def print_statistics(matrices: Sequence[WeightStatistics], console: Console) -> 
             scales,
             "" if item.saturated is None else f"{item.saturated:.2%}",
         )
-    console.print(table)
+    print_tables(table)
 
 
 def devices() -> Iterator[Device]:

@@ -12,19 +12,20 @@ from typing import TYPE_CHECKING
 
 import tyro
 
+from kvern.cli.output import make_table, print_lines, print_tables
 from kvern.errors import ConfigError
 from kvern.io.files import as_size
 
 if TYPE_CHECKING:
     from huggingface_hub import CachedRepoInfo
-    from rich.console import Console
 
-NEXT = """\
-kvern pull NAME     download one of the Hugging Face hub, organisation/name
-kvern chat NAME     talk to one
-kvern serve NAME    OpenAI's and Anthropic's APIs and a chat page, on port 8000
-kvern rm NAME       delete a downloaded one
-NAME may also be a folder or a GGUF file."""
+NEXT = {
+    "kvern pull NAME": "downloads one of the Hugging Face hub, organisation/name",
+    "kvern chat NAME": "talks to one; NAME may also be a folder or a GGUF file",
+    "kvern serve NAME": "serves OpenAI's and Anthropic's APIs and a chat page, on port 8000",
+    "kvern rm NAME": "deletes a downloaded one",
+}
+"""Commands that take the models of the list."""
 
 
 @dataclass(frozen=True)
@@ -43,21 +44,17 @@ class ModelsCommand:
 
     def execute(self) -> int:
         """Prints the list and returns the exit code."""
-        from rich.console import Console
-
-        console = Console()
         if self.model is not None:
-            return self._describe(self.model, console)
+            return self._describe(self.model)
         if self.json or self.statistics:
             raise ConfigError("--json and --statistics say what one model is: name it")
         if self.families:
-            for name in known_families():
-                console.print(name, highlight=False)
+            print_lines(*known_families())
             return 0
-        print_models(console)
+        print_models()
         return 0
 
-    def _describe(self, model: str, console: Console) -> int:
+    def _describe(self, model: str) -> int:
         from dataclasses import asdict
 
         from kvern.cli.model_report import print_statistics, report_of
@@ -76,9 +73,9 @@ class ModelsCommand:
             told = report.as_json() | ({"matrices": [asdict(item) for item in matrices]} if matrices else {})
             sys.stdout.write(json.dumps(told, indent=1) + "\n")
             return 0
-        report.print(console)
+        report.print()
         if matrices:
-            print_statistics(matrices, console)
+            print_statistics(matrices)
         return 0
 
 
@@ -89,15 +86,15 @@ def outlines() -> Path:
     return Path(os.environ.get("KVERN_CACHE_DIR") or cache_home()) / "outlines"
 
 
-def print_models(console: Console) -> None:
+def print_models() -> None:
     """Prints the models on this machine, and what to do with one."""
-    from rich.table import Table
-
-    table = Table("model", "where", "size", "folder")
+    models = make_table("model", "where", "size", "folder", words=("where", "folder"))
     for name, where, size, folder in [*embedded(), *downloaded()]:
-        table.add_row(name, where, as_size(size), str(folder))
-    console.print(table)
-    console.print(NEXT, highlight=False)
+        models.add_row(name, where, as_size(size), str(folder))
+    following = make_table("next", "", words=("",))
+    for command, what in NEXT.items():
+        following.add_row(command, what)
+    print_tables(models, following)
 
 
 def embedded() -> Iterator[tuple[str, str, int, Path]]:

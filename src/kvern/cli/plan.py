@@ -11,12 +11,11 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
-from kvern.cli.output import WIDTH, check_least, model_table
+from kvern.cli.output import check_least, make_table, print_lines, print_tables
 from kvern.errors import ConfigError
+from kvern.io.files import as_size
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from kvern.planning.estimate import Estimate, Workload
     from kvern.planning.hardware import Card
 
@@ -74,25 +73,22 @@ class PlanCommand:
             told = [dataclasses.asdict(item) for item in found]
             sys.stdout.write(json.dumps({"cards": [card.name for card in cards], "splits": told}, indent=1) + "\n")
         else:
-            from rich.console import Console
-
-            console = Console(width=None if sys.stdout.isatty() else WIDTH)
-            self._print(console, found, cards)
+            self._print(found, cards)
             if found[0].lacks and self.quantization is None:
-                self._print_smaller(console, folder)
+                self._print_smaller(folder)
         return int(bool(found[0].lacks))
 
-    def _print_smaller(self, console: Console, folder: Path) -> None:
+    def _print_smaller(self, folder: Path) -> None:
         from kvern.cli.model_report import report_of
 
         for method, size in report_of(self.model, folder, self.load_format).smaller().items():
-            console.print(f"kvern quantize --method {method} would make about {size / 1e9:.1f} GB of the weights")
+            print_lines(f"kvern quantize --method {method} would make about {size / 1e9:.1f} GB of the weights")
 
-    def _print(self, console: Console, found: list[Estimate], cards: list[Card]) -> None:
+    def _print(self, found: list[Estimate], cards: list[Card]) -> None:
         from kvern.planning.choice import verdict
         from kvern.planning.hardware import names_of
 
-        table = model_table(
+        table = make_table(
             "split",
             "weights a card",
             "cache tokens",
@@ -106,7 +102,7 @@ class PlanCommand:
         )
         for item in found:
             numbers = (
-                f"{item.weights / 1e9:.1f} GB",
+                as_size(int(item.weights)),
                 f"{item.split.data * item.cache_tokens:,}",
                 f"{item.split.data} x {item.batch}",
                 f"{1000 * item.decode_one:.2f}",
@@ -115,10 +111,10 @@ class PlanCommand:
                 f"{item.rate:,.0f}",
             )
             table.add_row(str(item.split), *(numbers if not item.lacks else (numbers[0], *("-",) * 6)))
-        console.print(table)
-        console.print(verdict(found), highlight=False)
+        print_tables(table)
+        print_lines(verdict(found))
         if self.write is not None and not found[0].lacks:
-            console.print(f"kvern serve {self.model} --config {self.write}", highlight=False)
+            print_lines(f"kvern serve {self.model} --config {self.write}")
 
 
 def as_toml(chosen: Estimate, command: PlanCommand, workload: Workload, cards: list[Card]) -> str:

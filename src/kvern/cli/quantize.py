@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
-from kvern.cli.output import check_least, print_figures, say
+from kvern.cli.output import check_least, print_figures, print_lines, say
 from kvern.config import EngineConfig
 from kvern.errors import ConfigError, shown
 
@@ -85,23 +85,18 @@ def make_mixture(
 
 def print_mixture(report: MixedReport, budget: Budget | None, out: Path) -> None:
     """Prints the precisions and the loss of a mixture, and a warning if the loss is more than was allowed."""
-    from rich.console import Console
-
     from kvern.quantize.mixed import MOST_TRIES, PAGE_NAME, loss_of
 
-    console = Console()
     shares = {unit.chosen: 0 for unit in report.units}
     for unit in report.units:
         shares[unit.chosen] += unit.parameters
     parts = ", ".join(f"{name} {count / report.parameters:.0%}" for name, count in shares.items())
     measured = report.measured
     change = measured["perplexity"] / measured["plain_perplexity"] - 1
-    console.print(
-        f"{report.bits:.3f} bits per weight: {parts}\n"
-        f"loss {measured['loss']:.4g} nats a token, perplexity {change:+.2%} on the calibration's text\n"
+    print_lines(
+        f"{report.bits:.3f} bits per weight: {parts}",
+        f"loss {measured['loss']:.4g} nats a token, perplexity {change:+.2%} on the calibration's text",
         f"why each layer has its precision: {out / PAGE_NAME}",
-        highlight=False,
-        soft_wrap=True,
     )
     if budget is not None and not budget.kept_by(report):
         say(
