@@ -147,7 +147,7 @@ def test_of_gguf_files_the_header_alone_is_read(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr("kvern.models.repository.FIRST_BYTES", {".gguf": 40})
     size = file.stat().st_size
     hub = Repository("kvern-tests/tiny", None, None, None, None)
-    found = hub.outline(Listing("c" * 40, None, {"tiny.gguf": size}), tmp_path / "outlines")
+    found = hub.outline(Listing("c" * 40, None, {"tiny.gguf": size}, {}), tmp_path / "outlines")
     expected = read_gguf_header(file)
     header = read_gguf_header(found)
     assert [tensor._replace(file=file) for tensor in header.tensors] == list(expected.tensors)

@@ -155,8 +155,10 @@ def test_errors_are_texts(server: Served, body: dict[str, Any], status: int, sai
 
 
 def test_what_is_not_done_and_what_is_ignored(client: ollama.Client, server: Served) -> None:
-    for call in (client.pull, client.push, client.delete):
-        with pytest.raises(ollama.ResponseError, match="this server has kvern-12m and keeps them"):
+    with pytest.raises(ollama.ResponseError, match="this server has kvern-12m and keeps them"):
+        client.push("llama3")
+    for call in (client.pull, client.delete):
+        with pytest.raises(ollama.ResponseError, match="admin=1: start the server with --api-key-file"):
             call("llama3")
     with pytest.raises(ollama.ResponseError, match="suffix is 'b': this server does not fill gaps"):
         client.generate("kvern-12m", "a", suffix="b")

@@ -36,6 +36,19 @@ class Hub:
     sent: int = 0
     """The bytes of files that were sent."""
     knows_ranges: bool = True
+    sizes: dict[str, int] = field(default_factory=dict)
+    """What it says of files in place of their sizes."""
+    gate: threading.Event = field(default_factory=threading.Event)
+    """While it is not set, files stop in the middle."""
+
+    def __post_init__(self) -> None:
+        self.gate.set()
+
+    def siblings(self) -> list[dict[str, object]]:
+        return [
+            {"rfilename": path, "size": self.sizes.get(path, len(data)), "blobId": hashlib.sha1(data).hexdigest()}
+            for path, data in self.files.items()
+        ]
 
 
 def handler(hub: Hub) -> type[BaseHTTPRequestHandler]:
@@ -49,7 +62,11 @@ def handler(hub: Hub) -> type[BaseHTTPRequestHandler]:
             self.end_headers()
             if self.command == "GET":
                 with contextlib.suppress(ConnectionError):  # a client that has read enough hangs up
-                    self.wfile.write(body)
+                    half = len(body) // 2
+                    self.wfile.write(body[:half])
+                    if "/resolve/" in self.path:
+                        hub.gate.wait()
+                    self.wfile.write(body[half:])
                     hub.sent += len(body) * (status in (200, 206) and "/resolve/" in self.path)
 
         do_HEAD = do_GET  # noqa: N815
@@ -73,9 +90,8 @@ def handler(hub: Hub) -> type[BaseHTTPRequestHandler]:
                         for path, data in hub.files.items()
                     ]
                     return 200, {"Content-Type": "application/json"}, json.dumps(tree).encode()
-                siblings = [{"rfilename": path, "size": len(data)} for path, data in hub.files.items()]
                 card = {"license": "apache-2.0"}
-                info = {"id": "kvern-tests/tiny", "sha": commit, "siblings": siblings, "cardData": card}
+                info = {"id": "kvern-tests/tiny", "sha": commit, "siblings": hub.siblings(), "cardData": card}
                 return 200, {"Content-Type": "application/json"}, json.dumps(info).encode()
             commit, data = parts[3], hub.files["/".join(parts[4:])]
             headers = {"ETag": f'"{hashlib.sha1(data).hexdigest()}"', "X-Repo-Commit": commit}
@@ -102,6 +118,7 @@ def serving_hub() -> Iterator[Hub]:
     try:
         yield state
     finally:
+        state.gate.set()
         server.shutdown()
         thread.join()
         server.server_close()

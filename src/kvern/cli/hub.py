@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-import difflib
-import shutil
 import sys
 import time
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
-from kvern.cli.models import cached, print_models
-from kvern.errors import ConfigError, ModelNotFound, UnsupportedModel
+from kvern.cli.models import print_models
+from kvern.errors import ConfigError, UnsupportedModel
 from kvern.io.files import as_size
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-
-    from huggingface_hub import CachedRepoInfo
 
     from kvern.models.repository import Listing, Repository
 
@@ -60,22 +55,14 @@ class PullCommand:
 
 def told_before(model: str, repository: Repository, listing: Listing) -> list[str]:
     """Returns size, licence, kind and place of a model that is about to be downloaded. Raises ConfigError: no space."""
-    from huggingface_hub import constants
+    from kvern.models.hub_cache import cache_folder, space_for
 
-    cache = Path(constants.HF_HUB_CACHE)
-    missing = max(listing.total - _bytes_here(repository.name, listing.commit), 0)
-    free = shutil.disk_usage(next(path for path in (cache, *cache.parents) if path.exists())).free
-    size = f"{model}: {as_size(listing.total)} in {len(listing.files)} files"
-    if missing > free:
-        raise ConfigError(
-            f"{size}, of which {as_size(missing)} are missing, and {cache} has {as_size(free)} free: free some "
-            "(kvern rm MODEL), or name a folder of another disk in HF_HUB_CACHE"
-        )
-    lines = [f"{size}, licence: {listing.licence or 'its card names none'}"]
+    missing, free = space_for(repository, listing)
+    lines = [f"{model}: {listing.size}, licence: {listing.licence or 'its card names none'}"]
     if (config := repository.config(listing)) is not None:
         lines.append(_kind(config))
     to_come = f"{as_size(missing)} to come" if missing else "nothing is missing"
-    return [*lines, f"into {cache}, which has {as_size(free)} free; {to_come}"]
+    return [*lines, f"into {cache_folder()}, which has {as_size(free)} free; {to_come}"]
 
 
 def _kind(config: Mapping[str, Any]) -> str:
@@ -86,15 +73,6 @@ def _kind(config: Mapping[str, Any]) -> str:
     except UnsupportedModel as error:
         return f"{error}; transformers may compute it on a CPU (docs/models.md)"
     return f"model type {config.get('model_type')}: kvern computes it itself"
-
-
-def _bytes_here(name: str, commit: str) -> int:
-    return sum(
-        revision.size_on_disk
-        for repository in cached()
-        for revision in repository.revisions
-        if (repository.repo_id, revision.commit_hash) == (name, commit)
-    )
 
 
 @dataclass(frozen=True)
@@ -117,40 +95,9 @@ class RemoveCommand:
     def execute(self) -> int:
         """Deletes it and returns the exit code. Raises ModelNotFound if it is not there."""
         from kvern.models.hub import EMBEDDED_FOLDER
+        from kvern.models.hub_cache import remove
 
         if (EMBEDDED_FOLDER / self.model / "config.json").is_file():
             raise ConfigError(f"{self.model} is a part of kvern and is not deleted")
         sys.stdout.write(f"{self.model} is deleted: {as_size(remove(self.model))} are free again\n")
         return 0
-
-
-def remove(model: str) -> int:
-    """Deletes a model from the hub's cache and returns the bytes that this freed. Raises ModelNotFound."""
-    from huggingface_hub import scan_cache_dir
-
-    name, _, ending = model.partition(":")
-    found = {repository.repo_id: repository for repository in cached()}
-    if name not in found:
-        near = difflib.get_close_matches(name, found, n=1)
-        hint = f"did you mean {near[0]}?" if near else "kvern list shows what is there"
-        raise ModelNotFound(f"model {model!r} is not among those that were downloaded: {hint}")
-    if ending:
-        return _remove_file(found[name], ending)
-    strategy = scan_cache_dir().delete_revisions(*(revision.commit_hash for revision in found[name].revisions))
-    strategy.execute()
-    return strategy.expected_freed_size
-
-
-def _remove_file(repository: CachedRepoInfo, ending: str) -> int:
-    from kvern.formats.gguf.files import choose
-
-    files = {file.file_path: file for revision in repository.revisions for file in revision.files}
-    chosen = set(choose({path.name for path in files}, ending, repository.repo_id))
-    freed = 0
-    for path, file in files.items():
-        if path.name in chosen:
-            path.unlink()
-            if not any(other.blob_path == file.blob_path and at.exists() for at, other in files.items() if at != path):
-                freed += file.size_on_disk
-                file.blob_path.unlink(missing_ok=True)
-    return freed

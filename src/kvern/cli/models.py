@@ -8,16 +8,12 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import tyro
 
 from kvern.cli.output import make_table, print_lines, print_tables
 from kvern.errors import ConfigError
 from kvern.io.files import as_size
-
-if TYPE_CHECKING:
-    from huggingface_hub import CachedRepoInfo
 
 NEXT = {
     "kvern pull NAME": "downloads one of the Hugging Face hub, organisation/name",
@@ -108,21 +104,12 @@ def embedded() -> Iterator[tuple[str, str, int, Path]]:
 
 def downloaded() -> Iterator[tuple[str, str, int, Path]]:
     """Yields the same for safetensors checkpoints and GGUF files in the hub's cache."""
+    from kvern.models.hub_cache import cached
+
     for repository in cached():
         names = {Path(file.file_name) for revision in repository.revisions for file in revision.files}
         if any(path.suffix in (".safetensors", ".gguf") for path in names):
             yield repository.repo_id, "downloaded", repository.size_on_disk, repository.repo_path
-
-
-def cached() -> list[CachedRepoInfo]:
-    """Returns the models in the hub's cache, by name."""
-    from huggingface_hub import CacheNotFound, scan_cache_dir
-
-    try:
-        found = scan_cache_dir().repos
-    except CacheNotFound:
-        return []
-    return sorted((item for item in found if item.repo_type == "model"), key=lambda item: item.repo_id)
 
 
 def known_families() -> list[str]:

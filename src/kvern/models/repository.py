@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from kvern.errors import CorruptCheckpoint, ModelNotFound
 from kvern.formats.gguf.files import ENDING, choose, choose_in
 from kvern.formats.gguf.header import read_gguf_header
-from kvern.io.files import read_object
+from kvern.io.files import as_size, read_object
 from kvern.models.hub import MEDUSA, WEIGHTS, local_model, resolve_model
 
 NEEDED_FILES = (WEIGHTS, MEDUSA, "*.json", "tokenizer*", "*.jinja")
@@ -31,17 +31,24 @@ AT_ONCE = 8
 class Listing(NamedTuple):
     """The files of a repository that a model needs, with their bytes, at one commit.
 
-    `licence` is as its card names it, None where it names none.
+    `licence` is as its card names it, None where it names none. `digests` are the names of files in the hub's cache:
+    SHA-256 of large files, SHA-1 of Git's objects for others.
     """
 
     commit: str
     licence: str | None
     files: Mapping[str, int]
+    digests: Mapping[str, str]
 
     @property
     def total(self) -> int:
         """Their bytes."""
         return sum(self.files.values())
+
+    @property
+    def size(self) -> str:
+        """Their bytes and their number, for messages."""
+        return f"{as_size(self.total)} in {len(self.files)} files"
 
 
 def outlined_model(model: str, cache: Path) -> Path:
@@ -139,7 +146,9 @@ class Repository(NamedTuple):
             needed = set(choose(sizes, ending, self.name))
         licence = info.card_data.get("license") if info.card_data is not None else None
         files = {name: size for name, size in sizes.items() if name in needed}
-        return Listing(info.sha or "", str(licence) if licence else None, files)
+        known = ((item.rfilename, item.lfs.sha256 if item.lfs else item.blob_id) for item in info.siblings or ())
+        digests = {name: digest for name, digest in known if name in files and digest}
+        return Listing(info.sha or "", str(licence) if licence else None, files, digests)
 
     def config(self, listing: Listing) -> dict[str, Any] | None:
         """Returns the model's config.json; None if it is not among the files. Raises what `download` does."""

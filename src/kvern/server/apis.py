@@ -62,11 +62,11 @@ GET    /api/tags                                           ollama:OllamaApi.tags
 GET    /api/ps                                             ollama:OllamaApi.loaded
 POST   /api/show                                           ollama:OllamaApi.show
 GET    /api/version                                        ollama:OllamaApi.version
-POST   /api/pull                                           ollama:OllamaApi.refuse
+POST   /api/pull                                           pulls:Pulls.pull
 POST   /api/push                                           ollama:OllamaApi.refuse
 POST   /api/create                                         ollama:OllamaApi.refuse
 POST   /api/copy                                           ollama:OllamaApi.refuse
-DELETE /api/delete                                         ollama:OllamaApi.refuse
+DELETE /api/delete                                         pulls:Pulls.delete
 """
 """Method, path and handler: a module of `kvern.server.handlers`, a class that is made with `Apis`, and a method."""
 HANDLERS = "kvern.server.handlers"

@@ -119,7 +119,8 @@ class EnginesApi:
         return self._service.engine_of(self._service.model(body)), body
 
 
-def check_admin(request: Request) -> None:
-    """Refuses keys of others than administrators. Raises HttpError."""
+def check_admin(request: Request, instead: str = "") -> None:
+    """Refuses keys of others than administrators; `instead` is what such a client may do. Raises HttpError."""
     if not request.state.key.admin:
-        raise HttpError(403, "this needs an API key with admin=1")
+        how = "this needs an API key with admin=1: start the server with --api-key-file and a line NAME:KEY admin=1"
+        raise HttpError(403, f"{how}; {instead}" if instead else how)
