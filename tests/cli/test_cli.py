@@ -93,7 +93,10 @@ def bad_commands(folder: Path, model: Path) -> Iterator[tuple[list[str], str]]:
     (folder / "in.jsonl").write_text('{"prompt": "a"}\n')
     files = [str(folder / "in.jsonl"), str(folder / "out.jsonl")]
     known = ["--model", str(model)]
-    yield ["run", *files, "--model", "missing"], "model 'missing' is neither a folder nor an embedded model"
+    yield (
+        ["run", *files, "--model", "missing"],
+        "model 'missing' is neither a file or folder here nor an embedded model",
+    )
     yield ["run", *files, *known, "--temperature", "-1"], "temperature is -1"
     yield ["run", *files, *known, "--temperature", "nan"], "temperature is nan"
     yield ["run", *files, *known, "--max-tokens", "0"], "max_tokens is 0"
@@ -116,6 +119,27 @@ def test_bad_input_is_one_line_and_exit_code_2(tmp_path: Path, model: Path, caps
         assert shown.err.startswith(f"kvern {arguments[0]}") and ": error: " in shown.err
         assert reason in shown.err
         assert not (tmp_path / "out.jsonl").exists()
+
+
+def test_a_model_without_memory_for_it_is_refused_in_a_line(model: Path) -> None:
+    limited = [
+        "bash",
+        "-c",
+        'ulimit -v 8000000; exec "$@"',
+        "-",
+        sys.executable,
+        "-m",
+        "kvern",
+        "chat",
+        str(model),
+        "a",
+    ]
+    refused = subprocess.run(
+        [*limited, "--kv-cache-tokens", "2000000000", "--cpu-kernels"], env=ENVIRONMENT, capture_output=True, text=True,
+        timeout=120,
+    )  # fmt: skip
+    assert refused.returncode == 2 and refused.stderr.count("\n") == 1, refused.stderr
+    assert "kvern chat: error: the system gives this process too little memory" in refused.stderr
 
 
 def test_run_answers_and_prints_the_table(tmp_path: Path, model: Path) -> None:

@@ -89,7 +89,7 @@ def test_folder_is_taken_as_it_is(tmp_path: Path) -> None:
         ("./missing", "no such folder"),
         ("/missing/model", "no such folder"),
         ("missing/a/b", "no such folder"),
-        ("missing", "neither a folder nor an embedded model"),
+        ("missing", "neither a file or folder here nor an embedded model .* such as Qwen/Qwen3-0.6B"),
         ("missing.gguf", "there is no such file"),
         ("", "no such folder"),
     ],
@@ -101,6 +101,24 @@ def test_what_is_no_model_is_explained(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ModelNotFound, match=reason):
         resolve_model(name)
+
+
+def test_a_misspelt_name_is_answered_with_the_nearest_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for file in ("home/Downloads/Small-Q8_0.gguf", "here/other-Q4_K_M.gguf", "here/checkpoint/config.json"):
+        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / file).touch()
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path / "here")
+    for wrong, meant in (
+        ("Small-Q8_0.gguf", f"{tmp_path}/home/Downloads/Small-Q8_0.gguf"),
+        ("./other-Q4_K.gguf", "other-Q4_K_M.gguf"),
+        ("other-Q4_K_M", "other-Q4_K_M.gguf"),
+        (f"{tmp_path}/here/chekpoint", f"{tmp_path}/here/checkpoint"),
+        ("kvern-12n", "kvern-12m"),
+    ):
+        with pytest.raises(ModelNotFound) as raised:
+            resolve_model(wrong)
+        assert str(raised.value).endswith(f": did you mean {meant}?")
 
 
 @pytest.mark.parametrize("name", [None, "kvern-12m", "kvern-1m"])

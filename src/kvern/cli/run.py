@@ -139,8 +139,14 @@ def model_name(engine: EngineConfig) -> str:
 
 
 def load(engine: EngineConfig) -> LLM:
+    """Returns the loaded model. Raises KvernError; what is wrong with a file is said before PyTorch is imported."""
     import dataclasses
 
+    from kvern.models.folder import model_folder
+    from kvern.models.hub import local_model
+
+    if engine.model is not None and local_model(engine.model) is not None:
+        model_folder(engine)
     from kvern.llm import LLM
 
     return LLM(**{item.name: getattr(engine, item.name) for item in dataclasses.fields(engine)})

@@ -1,8 +1,10 @@
 """Makes an engine from a configuration: the executor with the model, and the scheduler over what it has room for."""
 
+import contextlib
+import errno
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,6 +21,7 @@ from kvern.engine.pace import Pace
 from kvern.engine.queues import POLICIES
 from kvern.engine.scheduler import Scheduler, SchedulerLimits
 from kvern.engine.step_watch import StepWatch
+from kvern.errors import ConfigError
 from kvern.models.implementation import describe_model
 from kvern.models.loader import read_config
 from kvern.runner.device import resolve_device
@@ -38,6 +41,24 @@ DECODE_STEPS = 3
 """The target of the time between tokens, in plain decode steps, if none is given."""
 
 
+@contextlib.contextmanager
+def refused_memory() -> Iterator[None]:
+    """Has the system's refusals of host memory raise ConfigError, with what to do."""
+    try:
+        yield
+    except (MemoryError, OSError, RuntimeError) as error:
+        is_torch = isinstance(error, RuntimeError) and "can't allocate memory" in str(
+            error
+        )  # which has no class for it
+        if not (is_torch or isinstance(error, MemoryError) or getattr(error, "errno", None) == errno.ENOMEM):
+            raise
+        raise ConfigError(
+            "the system gives this process too little memory for the model and its KV cache: close other programs, "
+            "raise the limit (ulimit -v), take a smaller model or fewer bits, or lower --kv-cache-tokens"
+        ) from error
+
+
+@refused_memory()
 def build_core(
     config: EngineConfig,
     folder: Path,

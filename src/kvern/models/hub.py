@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import os
 from pathlib import Path
 
@@ -68,16 +69,33 @@ def local_model(name: str) -> Path | None:
     if ending and (folder := Path(stem).expanduser()).is_dir() and stem:
         return _gguf_in(folder, ending)
     if name.endswith(".gguf"):
-        raise ModelNotFound(f"model {name!r}: there is no such file")
+        raise ModelNotFound(f"model {name!r}: there is no such file{_nearest(name)}")
     if not name or Path(name).is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
-        raise ModelNotFound(f"model {name!r}: there is no such folder")
+        raise ModelNotFound(f"model {name!r}: there is no such folder{_nearest(name)}")
     if "/" not in name:
         known = ", ".join(path.name for path in embedded_models()) or "none"
+        remedy = ": give a folder, a GGUF file, or a hub id as organisation/name, such as Qwen/Qwen3-0.6B"
         raise ModelNotFound(
-            f"model {name!r} is neither a folder nor an embedded model ({known}): "
-            "give a folder, or a hub id as organisation/name"
+            f"model {name!r} is neither a file or folder here nor an embedded model ({known}){_nearest(name) or remedy}"
         )
     return None
+
+
+def _nearest(name: str) -> str:
+    """Returns the end of a message about a wrong name: the model of this machine that is most like it, if one is."""
+    path = Path(name).expanduser()
+    folders = (Path("~/Downloads").expanduser(), Path(), path.parent)
+    found = {item.name: str(item) for folder in folders for item in (*folder.glob(GGUF), *_folders_in(folder))}
+    found |= {item.name: item.name for item in embedded_models() if "/" not in name}
+    near = difflib.get_close_matches(
+        path.name, [*found, *(item.removesuffix(".gguf") for item in found)], n=1, cutoff=0.8
+    )
+    return f": did you mean {found.get(near[0], found.get(f'{near[0]}.gguf'))}?" if near else ""
+
+
+def _folders_in(folder: Path) -> list[Path]:
+    """Returns the folders of models in a folder."""
+    return [file.parent for file in folder.glob("*/config.json")]
 
 
 def _checked(path: Path) -> Path:
