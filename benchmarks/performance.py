@@ -1,24 +1,24 @@
-"""The tables of docs/PERFORMANCE.md, and the table and the picture of README.md, made from `benchmarks/results/`.
+"""The tables of docs/PERFORMANCE.md, the table and the picture of README.md, and figures in other pages (`figures.py`),
+made from `benchmarks/results/`.
 
 python -m benchmarks.performance            # writes them; `--check` fails if they are not current
 """
 
 from __future__ import annotations
 
-import json
 import statistics
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.figures import filled, number, passages, read, under_load
 from benchmarks.picture import Compared, picture
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "PERFORMANCE.md"
 README = ROOT / "README.md"
 PICTURE = ROOT / "docs" / "images" / "compared.svg"
-RESULTS = Path(__file__).parent / "results"
 BEGIN, END = "<!-- python -m benchmarks.performance -->\n", "<!-- the end of the tables -->\n"
 
 MODELS = {
@@ -66,18 +66,6 @@ CASES = (
 """What is compared on a CPU: the load, kvern's precision, and the engine beside it."""
 
 
-def read(name: str) -> Any:
-    """A record in `benchmarks/results/`."""
-    return json.loads((RESULTS / name).read_text())
-
-
-def number(value: float) -> str:
-    """Three or more digits that count: 4.11, 13.4, 39 424."""
-    if value >= 1000:
-        return f"{value:,.0f}".replace(",", " ")
-    return f"{value:.2f}" if value < 10 else f"{value:.1f}"
-
-
 def unit(workload: str) -> str:
     if workload.startswith("decode"):
         return f"{workload}, ms/step"
@@ -110,12 +98,14 @@ def offline() -> Iterator[Sequence[str]]:
             yield model, unit(workload), measured(workload, result), number(beside) if beside else ""
     runs = read("h200/steady.json")["runs"]
     for name, model in STEADY.items():
-        for workload, found in runs[name].items():
-            if workload == "start_seconds":
-                continue
+        processes = [found for process, found in runs.items() if process.partition(", process")[0] == name]
+        for workload in dict.fromkeys(
+            workload for found in processes for workload in found if workload != "start_seconds"
+        ):
             label = "prefill64x4096" if workload == "prefill" else workload
             of = {"decode": "step_ms", "prefill": "prompt_tok_s"}.get(workload.rstrip("0123456789"), "median")
-            yield model, unit(label), number(found[of]), ""
+            middle = statistics.median(found[workload][of] for found in processes if workload in found)
+            yield model, unit(label), number(middle), ""
 
 
 def over_http() -> Iterator[Sequence[str]]:
@@ -149,11 +139,6 @@ def steps(name: str, *workloads: str) -> Iterator[tuple[float, float]]:
     found = {item["workload"]: item for item in read(f"h200/{name}.json")["results"]}
     for workload in workloads:
         yield found[workload]["step_milliseconds"], peers[workload]
-
-
-def under_load(load: str, key: str) -> float:
-    """The median of a figure over the rounds of a load over HTTP."""
-    return float(statistics.median(each[key] for each in read("h200/http.json")["http"][load]))
 
 
 def short() -> Iterator[Sequence[str]]:
@@ -236,11 +221,15 @@ def made() -> dict[Path, str]:
     """All files as they have to be."""
     offline_and_http = (row for rows in (offline(), over_http()) for row in rows)
     cpu = table(["CPU", "load", "precision", "beside", "1 thread, tokens/s", "2 threads"], on_cpus())
-    return {
+    pages = {
         PAGE: with_tables(PAGE, [table(["H200", "workload", "kvern", "vLLM 0.24"], offline_and_http), cpu]),
         README: with_tables(README, [table(["one H200", "kvern", "vLLM 0.24"], short())]),
         PICTURE: drawn(),
     }
+    for passage in passages():
+        path = ROOT / "docs" / passage.page
+        pages[path] = filled(pages.get(path) or path.read_text(), passage)
+    return pages
 
 
 def main() -> None:

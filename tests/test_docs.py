@@ -3,9 +3,13 @@
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
+from benchmarks.figures import Passage, filled
+
+from kvern.models.registry import FAMILIES
 
 ROOT = Path(__file__).parents[1]
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md")), *sorted((ROOT / "examples").rglob("*.md"))]
@@ -56,6 +60,29 @@ def test_files_that_pages_name_exist(page: Path) -> None:
     places = (ROOT, ROOT / "src/kvern", ROOT / "benchmarks", ROOT / "docs")
     lost = [name for name in named if "NAME" not in name and not any((place / name).exists() for place in places)]
     assert not lost
+
+
+def test_a_figure_that_is_no_longer_that_of_its_record_is_mended() -> None:
+    passage = Passage("page.md", "| one | {} ms | {} % |", ["4.11", "39 424"])
+    page = "| head |\n| one | 3.9 ms | 1,234.5-2 % |\n| two | 3.9 ms | 1 % |\n"
+    assert filled(page, passage) == "| head |\n| one | 4.11 ms | 39 424 % |\n| two | 3.9 ms | 1 % |\n"
+    for lost in ("| one | some ms | 1 % |", page + page):
+        with pytest.raises(SystemExit, match=r"docs/page.md has [02] times what"):
+            filled(lost, passage)
+
+
+def test_versions_and_counts_that_pages_name_are_true() -> None:
+    dependencies = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    [bounds] = [found for item in dependencies if (found := re.fullmatch(r"torch>=2\.(\d+),<2\.(\d+)", item))]
+    oldest, newest = int(bounds[1]), int(bounds[2]) - 1
+    assert f"PyTorch 2.{oldest} to 2.{newest} may be installed" in (ROOT / "docs/gpu.md").read_text()
+    assert f"`{bounds[0]}`" in (ROOT / "CHANGELOG.md").read_text()
+    constraints = (ROOT / "constraints.txt").read_text()
+    assert f"of torch 2.{oldest} to 2.{newest}." in constraints
+    [tested] = re.findall(r"^torch==(.+)$", constraints, re.MULTILINE)
+    assert f"TORCH := torch=={tested}\n" in (ROOT / "Makefile").read_text()
+    types = [name for name in FAMILIES.names if not name[0].isupper()]  # the others are names of architectures
+    assert f"[{len(types)} model types](docs/models.md)" in (ROOT / "README.md").read_text()
 
 
 def test_the_performance_tables_are_current() -> None:

@@ -1,0 +1,416 @@
+"""Figures in tables and sentences of docs/ that people write, filled in from `benchmarks/results/`.
+
+A passage is a piece of a page, with {} in the place of each figure. `benchmarks.performance` puts the figures of the
+records there, and `--check` fails where a page has others.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import statistics
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+RESULTS = Path(__file__).parent / "results"
+FIGURE = r"\d[\d.,-]*(?: \d{3})*"
+"""A number, or two of a range: 0.97, 39 424, 10,066, 1.95-2.06."""
+
+
+class Passage(NamedTuple):
+    """A piece of a page of docs/, and the figures that stand in its places {}."""
+
+    page: str
+    text: str
+    figures: Sequence[str]
+
+
+def read(name: str) -> Any:
+    """A record in `benchmarks/results/`."""
+    return json.loads((RESULTS / name).read_text())
+
+
+def number(value: float) -> str:
+    """Three or more digits that count: 4.11, 13.4, 39 424."""
+    if value >= 1000:
+        return f"{value:,.0f}".replace(",", " ")
+    return f"{value:.2f}" if value < 10 else f"{value:.1f}"
+
+
+def filled(text: str, passage: Passage) -> str:
+    """The text of a page with a passage's figures. Raises SystemExit if the passage is not there once."""
+    pattern = re.escape(passage.text).replace(r"\{\}", FIGURE)
+    wanted = passage.text.format(*passage.figures)
+    changed, count = re.subn(pattern, lambda match: wanted, text)
+    if count != 1:
+        raise SystemExit(f"docs/{passage.page} has {count} times what benchmarks/figures.py looks for: {passage.text}")
+    return changed
+
+
+def passages() -> Iterator[Passage]:
+    """All passages with figures of records."""
+    for part in (switches, over_http, agents, attacked, divisions, sums, engines, adapters, quantized):
+        yield from part()
+    for part in (quantized_experts, heads, drafts, forms, clients, workloads):
+        yield from part()
+
+
+def of(name: str, workload: str) -> Any:
+    """The figures of a workload in a file of `kvern bench offline` on an H200."""
+    return next(item for item in read(f"h200/{name}.json")["results"] if item["workload"] == workload)
+
+
+def step(name: str, *numbers: int) -> list[str]:
+    """Milliseconds of a step with so many requests, one figure each."""
+    return [number(of(name, f"decode{count}")["step_milliseconds"]) for count in numbers]
+
+
+def switches() -> Iterator[Passage]:
+    plain, page = "llama-8b", "PERFORMANCE.md"
+    for switch, name in (("cuda_graphs", "no-graphs"), ("overlap", "no-overlap")):
+        text = f"| `{switch}` | decode 1 / 32, ms/step | {{}} / {{}} | {{}} / {{}} |"
+        yield Passage(page, text, [*step(plain, 1, 32), *step(f"{plain}-{name}", 1, 32)])
+    shared = [number(of(name, "shared2048x256")["seconds"]) for name in (plain, f"{plain}-no-shared-prefix")]
+    yield Passage(page, "| `shared_prefix_attention` | shared2048x256, s | {} | {} |", shared)
+    text = "| decode 1 / 32 / 128, ms/step | {} / {} / {} | {} / {} / {} |"
+    yield Passage(page, text, [*step(plain, 1, 32, 128), *step(f"{plain}-deterministic", 1, 32, 128)])
+
+
+def under_load(load: str, key: str) -> float:
+    """The median of a figure over the rounds of a load over HTTP."""
+    return float(statistics.median(each[key] for each in read("h200/http.json")["http"][load]))
+
+
+def over_http() -> Iterator[Passage]:
+    page, peers = "serving.md", read("h200/vllm-0.24.json")["figures"]["http"]
+    burst = under_load("512 at once", "request_throughput")
+    yield Passage(
+        page,
+        "| 512 requests at once, requests/s | {} | {} |",
+        [number(burst), number(peers["512 at once, requests/s"])],
+    )
+    first = under_load("512 at once", "p50_ttft_ms") / 1000
+    yield Passage(page, "| the same, time to first token p50 | {} s |", [f"{first:.1f}"])
+    for what, key in (("time to first token", "ttft"), ("between tokens", "itl")):
+        theirs = peers[f"16 requests/s, {key.upper()} p50 / p99, ms"]
+        pair = [under_load("16 requests/s", f"{edge}_{key}_ms") for edge in ("p50", "p99")]
+        text = f"| 16 requests/s: {what} p50 / p99 | {{}} / {{}} ms | {{}} / {{}} ms |"
+        yield Passage(page, text, [number(value) for value in (*pair, *theirs)])
+    later = [
+        run["request_throughput"]
+        for run in read("h200/everyday-use.json")["http"]["runs"]
+        if run["load"] in ("burst2", "burst3")
+    ]
+    text = "512 at once: the table's record is of one day; bursts of later code gave {} to {} requests/s"
+    yield Passage("PERFORMANCE.md", text, [f"{min(later):.1f}", f"{max(later):.1f}"])
+    rounds = read("h200/steady.json")[
+        "http (512 prompts at once, then 200 at 16/s Poisson; 512 in, 128 out; target 15 ms), in this order"
+    ]
+    poisson = [found for name, found in rounds.items() if name.startswith("poisson")]
+    keys = ("TTFT ms, median", "ITL ms, median", "ITL ms, p99")
+    middle = [number(statistics.median(float(found[key]) for found in poisson)) for key in keys]
+    yield Passage("PERFORMANCE.md", "{} ms (median) and ITL {} / {} ms", middle)
+
+
+def agents() -> Iterator[Passage]:
+    record = read("h200/everyday-use.json")
+    took = {name: f"{value:.0f}" for name, value in record["agent_prompt"]["milliseconds"].items()}
+    for text, names in (
+        ("| 6,000 tokens alone | {} ms |", ("alone",)),
+        ("| the same behind 20,000 cached ones | {} ms |", ("cached",)),
+        ("| the same as token ids, without template and tokenizer | {} ms |", ("ids",)),
+        ("| 26,000 tokens of which all but 19 are cached; 19 tokens alone | {} ms; {} ms |", ("resumed", "short")),
+        ("| 26,000 tokens of which none is cached | {} ms |", ("whole",)),
+    ):
+        yield Passage("serving.md", text, [took[name] for name in names])
+    idle = record["idle"]
+    figures = [f"{100 * idle['before any request']:.2f}", f"{100 * idle['after requests']:.2f}"]
+    yield Passage("benchmarking.md", "before any request / after answers | {} / {} % |", figures)
+
+
+def attacked() -> Iterator[Passage]:
+    record, fuzzed, page = read("soak-attacked-cpu.json"), read("fuzz-cpu.json"), "serving.md"
+    first, last = fuzzed["memory_mib"]
+    yield Passage(page, "| {} requests, no 500,", [number(fuzzed["requests"])])
+    yield Passage(page, "the server had {} MiB at the beginning and {} at the end", [str(first), str(last)])
+    restarts = record["restarts, s"]
+    yield Passage(page, "| {} streams, each identical", [f"{record['honest streams']:,}"])
+    text = "{} of 5 engines came back, in {} to {} s |"
+    yield Passage(page, text, [str(len(restarts)), f"{min(restarts):.1f}", f"{max(restarts):.1f}"])
+    small, quiet = record["small request, attacked, ms"], record["small request, quiet, ms"]
+    without = record["small request, attacked, without those that waited for a restart, ms"]
+    figures = [small["p50"], small["p99"], small["max"]]
+    yield Passage(
+        page,
+        "| {} / {} / {} ms, p99 {} times that without attack ({} ms); {} of {} waited for a restart, "
+        "without them the longest took {} ms |",
+        [
+            *(f"{value:.0f}" for value in figures),
+            f"{record['p99 attacked over quiet']:.1f}",
+            f"{quiet['p99']:.0f}",
+            str(record["small requests that waited for a restart"]),
+            str(small["count"]),
+            f"{without['max']:.0f}",
+        ],
+    )
+    loop = [
+        record[name]["p99"]
+        for name in ("GET /health, quiet, ms", "GET /health, attacked, ms", "delay of the client itself, attacked, ms")
+    ]
+    yield Passage(page, "{} ms quiet, {} ms attacked; the client's own delay {} ms", [f"{value:.0f}" for value in loop])
+
+
+def divisions() -> Iterator[Passage]:
+    """The table of divided models: a step of one and of 32 requests, prompt tokens a second, seconds of mixed256."""
+    table = (
+        ("| Llama-3.1-8B | 1 GPU | {} | {} | {} | {} s |", "llama-8b", "decode1 decode32 prefill64x4096 mixed256"),
+        ("| | tensor 2 | {} (2.6) | 3.23 | | {} s |", "llama-8b-tp2", "decode1 mixed256"),
+        ("| | tensor 4 | {} (1.7) | {} | | {} s |", "llama-8b-tp4", "decode1 decode32 mixed256"),
+        ("| | tensor 8 | {} (1.3) | {} | | {} s |", "llama-8b-tp8", "decode1 decode32 mixed256"),
+        ("| Llama-3.1-70B | tensor 2 | {} (18.2) | {} | {} | |", "llama-70b-tp2", "decode1 decode32 prefill64x4096"),
+        ("| | tensor 4 | {} (10.1) | {} | {} | {} s |", "llama-70b-tp4", "decode1 decode32 prefill64x4096 mixed256"),
+        ("| | tensor 2, pipeline 2 | {} (18.2) | {} | | {} s |", "llama-70b-tp2-pp2", "decode1 decode32 mixed256"),
+        ("| Qwen3-30B-A3B | 1 GPU | | | | {} s |", "qwen3-30b-a3b-mixed256", "mixed256"),
+        ("| | tensor 2, DP attention, whole experts | | | | {} s |", "qwen3-30b-a3b-ep2", "mixed256"),
+        ("| | tensor 4, DP attention, whole experts | | | | {} s |", "qwen3-30b-a3b-ep4", "mixed256"),
+        (
+            "| DeepSeek-V3, 16 layers | tensor 4, DP attention, whole experts | {} | {} | | {} s |",
+            "deepseek-v3-16-layers-ep4",
+            "decode1 decode32 mixed256",
+        ),
+        (
+            "| | tensor 8, DP attention, whole experts | {} | {} | | {} s |",
+            "deepseek-v3-16-layers-ep8",
+            "decode1 decode32 mixed256",
+        ),
+        ("| Qwen3.6-35B-A3B | tensor 4 | {} | {} | | {} s |", "qwen3.6-35b-a3b-tp4", "decode1 decode32 mixed256"),
+    )
+    for text, name, workloads in table:
+        figures = []
+        for workload in workloads.split():
+            found = of(name, workload)
+            rate = found["prompt_tokens"] / found["seconds"]
+            value = {"d": found["step_milliseconds"], "p": rate, "m": found["seconds"]}[workload[0]]
+            figures.append(number(value))
+        yield Passage("parallel.md", text, figures)
+    whole, staged = (
+        [of(name, workload)["seconds"] for workload in ("decode1", "decode32", "mixed256")]
+        for name in ("llama-70b-tp4", "llama-70b-tp2-pp2")
+    )
+    one, many, mixed = (f"{slow / fast:.1f}" for slow, fast in zip(staged, whole, strict=True))
+    text = "two stages of two take {} times as long as tensor 4 for one request, {} times for\n32 and {} times for 256"
+    yield Passage("parallel.md", text, [one, many, mixed])
+    copies = read("h200/ranks.json")["data_parallel"]["two engines of llama-3.1-70b on two cards each"][0]["seconds"]
+    ratios = [of("llama-70b-tp2", "decode1")["seconds"] / whole[0], copies / whole[2]]
+    text = "two copies of two take {} times as long for one request, and {} times for 256"
+    yield Passage("parallel.md", text, [f"{ratio:.1f}" for ratio in ratios])
+    killed = read("h200/ranks.json")["a_rank_is_killed"]["seconds_until_streams_go_on"]
+    yield Passage("parallel.md", "all streams went on after {} s", [f"{killed:.1f}"])
+
+
+def sums() -> Iterator[Passage]:
+    record = read("h200/ranks.json")["sums"]
+    for shape in ("1 x 4096", "32 x 4096", "1 x 8192", "32 x 8192", "128 x 8192", "512 x 8192"):
+        two, four = (record[f"{count} GPUs"][shape] for count in (2, 4))
+        values = [
+            two["nccl + norm"],
+            two["whole + norm"],
+            *(four[f"{way} + norm"] for way in ("nccl", "whole", "parts")),
+        ]
+        yield Passage("parallel.md", f"| {shape} |" + " {} |" * 5, [f"{value:.1f}" for value in values])
+
+
+def engines() -> Iterator[Passage]:
+    record = read("h200/ranks.json")["data_parallel"]
+    two, one, _, ratio = record["two engines of llama-3.1-8b"]
+    page = "data-parallel.md"
+    yield Passage(
+        page,
+        "took {} s for 512 requests, and one\n{} s: {} times",
+        [
+            f"{two['seconds']:.1f}",
+            f"{one['seconds']:.1f}",
+            f"{one['seconds'] / two['seconds']:.2f}",
+        ],
+    )
+    eight = record["eight engines of llama-3.1-8b"][2]["of 8 x one with its share"]
+    shares = [f"{ratio['of 2 x one with its share']:.2f}", f"{eight:.2f}"]
+    yield Passage(page, "Two generated {} times what twice one did with its\nshare, eight {} of", shares)
+    yield Passage("PERFORMANCE.md", "generated {} times what twice one of them did with its share; eight {} of", shares)
+
+
+def adapters() -> Iterator[Passage]:
+    rates = read("h200/adapters.json")["tokens_per_second"]
+    plain = statistics.median(rates["no places for adapters"])
+    for text, name in (
+        ("no places for adapters", "no places for adapters"),
+        ("eight places, none used", "places, none used"),
+        ("one adapter for all", "1 adapter"),
+        ("eight, mixed", "8 adapters mixed"),
+        ("eight, mixed with requests that use none", "8 adapters mixed with none"),
+    ):
+        middle = statistics.median(rates[name])
+        figures = [f"{middle:,.0f}", f"{min(rates[name]):,.0f}-{max(rates[name]):,.0f}", f"{middle / plain:.3f}"]
+        yield Passage("adapters.md", f"| {text} | {{}} ({{}}) | {{}} |", figures)
+
+
+def steady(name: str, workload: str, figure: str) -> str:
+    """A figure of a run in h200/steady.json, marked * in docs/quantization.md."""
+    return number(read("h200/steady.json")["runs"][name][workload][figure])
+
+
+def streamed(name: str, workload: str, figure: str) -> float:
+    """A figure of a run in h200/quantized-streams.json."""
+    return float(read("h200/quantized-streams.json")["runs"][name][workload][figure])
+
+
+def quantized() -> Iterator[Passage]:
+    """Llama-3.1-8B's tables in docs/quantization.md."""
+    page, plain, fp8, awq = "quantization.md", "llama-3.1-8b", "llama-3.1-8b quantization=fp8", "awq-llama"
+    q4, ahead, fp8_ahead = f"{plain}, GGUF Q4_K, head Q6_K", f"{plain}, ahead", f"{plain}, --quantization fp8, ahead"
+    both, step_ms, of_step = f"{fp8},kv_cache_dtype=fp8", "step_ms", "step_milliseconds"
+    one = steady(f"{plain}, process 2", "decode1", step_ms)
+    many = number(streamed(ahead, "decode32", of_step))
+    rates = [streamed(name, "prefill", "prompt_tokens_per_second") for name in (plain, fp8_ahead)]
+    whole, *wholes = (steady(name, "mixed256", "median") for name in (plain, fp8, both, f"{awq}, process 2"))
+    rows = (
+        ("| decode 1, ms a step | {} * | {} * | <= 2.3 |", [one, steady(fp8, "decode1", step_ms)]),
+        ("| decode 32 | {} | {} | <= 3.6 |", [many, number(streamed(fp8_ahead, "decode32", of_step))]),
+        ("| prefill 64 x 4096, tokens/s | {} | {} | >= 65 000 |", [number(rate) for rate in rates]),
+        ("| mixed256 | {} s * | {} s *; {} s * with", [whole, *wholes[:2]]),
+        (
+            "| decode 1, ms a step | {} * | {} * | <= 1.7 | {} |",
+            [one, steady(awq, "decode1", step_ms), number(streamed(q4, "decode1", of_step))],
+        ),
+        (
+            "| decode 32 | {} | {} * | <= 3.4 | {} |",
+            [many, steady(awq, "decode32", step_ms), number(streamed(q4, "decode32", of_step))],
+        ),
+        ("| mixed256 | {} s * | {} s * | | | |", [whole, wholes[2]]),
+    )
+    for text, figures in rows:
+        yield Passage(page, text, figures)
+    for text, workload in (("KV cache: decode 256", "decode256"), ("| 8 x 7500 tokens and 256 answers", "8x7500")):
+        before, after = (
+            streamed(name, workload, "itl_p50_milliseconds") for name in (ahead, f"{plain}, --kv-cache-dtype fp8")
+        )
+        figures = [number(value) for value in (before, after, before / after)]
+        yield Passage(page, f"{text}, time between tokens | {{}} ms | {{}} ms, {{}}x |", figures)
+    figures = [steady(both, workload, "itl_p50_ms") for workload in ("decode256", "8x7500")]
+    yield Passage(page, "| the same two with weights in FP8, too | | {} *; {} ms * |", figures)
+
+
+def quantized_experts() -> Iterator[Passage]:
+    """Qwen3-30B-A3B in the same page."""
+    page, plain, fp8 = "quantization.md", "qwen3-30b-a3b", "qwen3-30b-a3b quantization=fp8"
+    runs = read("h200/steady.json")["runs"]
+    tries = sorted(runs[f"{fp8}{process}"]["decode32"]["step_ms"] for process in ("", ", process 2", ", process 3"))
+    steps = [runs[f"{plain}, process 2"]["decode32"]["step_ms"], tries[1], tries[0], tries[2]]
+    text = "decode 32, ms a step | {} * | {} * ({}-{}, three"
+    yield Passage(page, text, [f"{value:.2f}" for value in steps])
+    rates = [steady(name, "prefill", "prompt_tok_s") for name in (plain, fp8)]
+    yield Passage(page, "| Qwen3-30B-A3B: prefill 64 x 4096, tokens/s | {} * | {} * |", rates)
+
+
+def heads() -> Iterator[Passage]:
+    for run in read("h200/draft-heads.json")["runs"]:
+        times = (run["plain_ms"], run["verify_ms"], run["drafts_ms"])
+        rates = [str(run[f"{kind}_tokens_per_second"]) for kind in ("plain", "drafting")]
+        yield Passage(
+            "speculation.md",
+            f"| {run['requests']} | {run['drafts']} |" + " {} |" * 7,
+            [f"{run['tokens_a_step']:.2f}", *rates, f"{run['ratio']:.2f}", *(f"{time:.2f}" for time in times)],
+        )
+
+
+def drafts() -> Iterator[Passage]:
+    rows = read("h200/draft-models.json")["synthetic_acceptance"]["rows"]
+
+    def tried(draft: str, requests: int, way: str) -> str:
+        found = [row[way] for row in rows if (row["draft"], row["requests"]) == (draft, requests) and way in row]
+        values = [value for item in found for value in (item if isinstance(item, list) else [item])]
+        least, most = (f"{value:.2f}" for value in (min(values), max(values)))
+        return least if least == most else f"{least}-{most}"
+
+    for requests in (1, 32):
+        figures = [tried(draft, requests, way) for way in ("five", "auto") for draft in ("bfloat16", "int4")]
+        yield Passage("speculation.md", f"| {requests} | {{}} | {{}} | {{}} | {{}} |\n", figures)
+    yield Passage("speculation.md", "| 256 | | {} | | {} |", [tried("int4", 256, "five"), f"{rows[4]['auto']:.3f}"])
+
+
+def forms() -> Iterator[Passage]:
+    """Answers with a form beside free ones, without the round that warms up."""
+    rounds = 6
+    card, core = (
+        {
+            name: statistics.median(values[len(values) // rounds :])
+            for name, values in read(file).items()
+            if isinstance(values, list)
+        }
+        for file in ("h200/structured.json", "structured-cpu.json")
+    )
+    page = "structured-output.md"
+    for text, found, names in (
+        ("one H200: a regular expression / a schema | {} % / {} % |", card, ("text: regex", "text: json")),
+        (
+            "one CPU core: a regular expression / a schema with one long text | {} % / {} % |",
+            core,
+            ("text: regex", "text: json"),
+        ),
+        ("64 records, each with its own schema | {} % |", core, ("records: json",)),
+    ):
+        shares = [found[name] / found[f"{name.partition(':')[0]}: free"] for name in names]
+        yield Passage(page, text, [f"{100 * share:.1f}" for share in shares])
+    compiling = [f"{found['compile']:.1f}" for found in (card, core)]
+    yield Passage(page, "compiling | {} ms (H200's host), {} ms (CPU) |", compiling)
+    firsts = [f"{found[name]:.1f}" for found in (card, core) for name in ("first: new", "first: none")]
+    yield Passage(page, "its first token, beside none | {} and {} ms (H200), {} and {} ms (CPU) |", firsts)
+
+
+def clients() -> Iterator[Passage]:
+    """A server on a CPU beside the same work offline."""
+    record, page = read("serving-cpu.json"), "benchmarking.md"
+
+    def share(rounds: Sequence[dict[str, float]], key: str) -> list[str]:
+        values = sorted(each[key] for each in rounds)
+        return [f"{100 * value:.1f}" for value in (statistics.median(values), values[0], values[-1])]
+
+    both, alone = record["offline"], read("serving-cpu-one-thread.json")["offline"]
+    rates = [
+        [f"{statistics.median(each[kind] for each in rounds):,.0f}" for kind in ("http", "offline")]
+        for rounds in (both, alone)
+    ]
+    streamed, at_once, one = share(both, "ratio"), share(both, "at_once_ratio"), share(alone, "ratio")
+    text = "streamed, of the same work offline, engine on both cores | {} of {} tokens/s: {} % | {} % |"
+    spread = [f"{least}-{most}" for _, least, most in (streamed, at_once, one)]
+    yield Passage(page, text, [*rates[0], streamed[0], spread[0]])
+    yield Passage(page, "| the same with answers at once | {} % | {} % |", [at_once[0], spread[1]])
+    text = "`serving-cpu-one-thread.json`) | {} of {} tokens/s: {} % | {} % |"
+    yield Passage(page, text, [*rates[1], one[0], spread[2]])
+    page = "serving.md"
+    whole = [[f"{float(value):.0f}" for value in values] for values in (at_once, streamed)]
+    yield Passage(page, "answers at once, of the same work offline | {} % ({} to {} %) |", whole[0])
+    yield Passage(page, "| the same streamed, a chunk a token | {} % ({} to {} %) |", whole[1])
+    memory = [statistics.median(each[f"{kind}_megabytes"] for each in record["memory"]) for kind in ("idle", "waiting")]
+    yield Passage(page, "of 1000 streams that wait | {} MB; {} MB |", [f"{value:.0f}" for value in memory])
+
+
+def workloads() -> Iterator[Passage]:
+    """The five workloads of `kvern bench serve` on a CPU."""
+    found = read("serving-cpu.json")["workloads"]
+    for text, name in (
+        ("| baseline | one at a time |", "baseline: one at a time"),
+        ("| continuous_batching | arriving |", "continuous_batching: arriving"),
+        ("| paged_attention | all at once |", "paged_attention: all at once"),
+        ("| chunked_prefill | decodes alone |", "chunked_prefill: decodes alone"),
+        ("| | decodes, prompts arriving |", "chunked_prefill: decodes"),
+        ("| | long prompts |", "chunked_prefill: long prompts"),
+        ("| prefix_caching | cold |", "prefix_caching: cold"),
+        ("| | warm |", "prefix_caching: warm"),
+    ):
+        keys = ("request_throughput", "output_throughput", "p50_ttft_ms", "p99_ttft_ms", "p50_itl_ms", "p99_itl_ms")
+        rate, tokens, *times = (statistics.median(each[key] for each in found[name]) for key in keys)
+        cached = statistics.median(each["cached_input_tokens"] / each["total_input_tokens"] for each in found[name])
+        figures = [f"{rate:.2f}", f"{tokens:,.0f}", *(f"{time:,.1f}" for time in times), f"{100 * cached:.0f}"]
+        yield Passage("benchmarking.md", f"{text} {{}} | {{}} | {{}} / {{}} | {{}} / {{}} | {{}} % |", figures)
