@@ -22,7 +22,7 @@ from kvern.cli.serve import ServeCommand
 from kvern.config import EngineConfig
 from kvern.cpu.kernel_library import READY_MADE, find_compiler, library_path
 from kvern.cpu.processor import all_isas, usable_isas
-from kvern.observe.metrics import GPU_FIGURES, Metrics, Refusals
+from kvern.observe.metrics import GPU_FIGURES, KeyFigures, Metrics, Refusals
 from kvern.server.config import ServerConfig
 from tests.support.cache_folder import load_kernels
 from tests.support.served import KEY, Served
@@ -284,7 +284,7 @@ def test_probes(server: Served, tmp_path: Path) -> None:
 
 def metric_samples() -> dict[str, set[str]]:
     """The names of every metric's samples, by the metric's name."""
-    figures = Metrics("model"), Refusals("model")
+    figures = Metrics("model"), Refusals("model"), KeyFigures("model")
     metrics = [(metric.type, metric.name) for one in figures for metric in one.registry.collect()]
     metrics += [("gauge", f"kvern:{name}") for name in GPU_FIGURES]
     return {name: {name + suffix for suffix in SUFFIXES[kind]} for kind, name in metrics}
@@ -295,13 +295,27 @@ def dashboard() -> Any:
     return json.loads(text("grafana/kvern.json"))
 
 
+def test_alerts_parse_and_know_their_metrics() -> None:
+    known = set().union(*metric_samples().values())
+    config = yaml.safe_load(text("prometheus.yml"))
+    mounts = yaml.safe_load(text("compose.yaml"))["services"]["prometheus"]["volumes"]
+    assert [f"./alerts.yml:{file}:ro" for file in config["rule_files"] if f"./alerts.yml:{file}:ro" in mounts]
+    [group] = yaml.safe_load(text("alerts.yml"))["groups"]
+    for rule in group["rules"]:
+        promql_parser.parse(rule["expr"])
+        assert set(re.findall(r"kvern:\w+", rule["expr"])) <= known
+        assert rule["annotations"]["summary"]
+    jobs = {job["job_name"] for job in config["scrape_configs"]}
+    assert {rule["expr"].partition('job="')[2].partition('"')[0] for rule in group["rules"]} - {""} <= jobs
+
+
 class TestDashboard:
     def test_expressions_parse_and_know_their_metrics(self, dashboard: Any) -> None:
         samples, shown = metric_samples(), set()
         for panel in dashboard["panels"]:
             for target in panel.get("targets", []):
                 expression = target["expr"]
-                promql_parser.parse(expression.replace("$__rate_interval", "1m"))
+                promql_parser.parse(expression.replace("$__rate_interval", "1m").replace("$__range", "1h"))
                 names = re.findall(r'(kvern:\w+)\{model_name=~"\$model_name"\}', expression)
                 assert names and len(names) == expression.count("kvern:"), f"not all of one model: {expression}"
                 shown |= set(names)

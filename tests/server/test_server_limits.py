@@ -3,6 +3,7 @@
 import concurrent.futures
 import contextlib
 import json
+import re
 import signal
 import socket
 import ssl
@@ -187,8 +188,26 @@ def test_request_ids_and_logs(tmp_path: Path) -> None:
             client.models.list(extra_headers={"x-request-id": "a" * 200})
         with pytest.raises(openai.BadRequestError):
             client.completions.create(model="kvern-1m", prompt=[secret], stop=secret * 99, max_tokens=1)
+        for path, key, status in (("/health", None, 200), ("/ready", KEY, 200), ("/ready", None, 401)):
+            assert served.raw("GET", path, key=key)[0] == status
+        assert served.raw("GET", "/v1/models", key="wrong")[0] == 401
+        stream = client.completions.create(stream=True, prompt="Once", **LONG)
+        next(iter(stream))
+        stream.close()
+        eventually(lambda: served.figure("http_requests_total", key="alice", status="200") == 2)
+        eventually(lambda: served.figure("key_generation_tokens_total", key="alice") > 1)
+        prompts = served.figure("key_prompt_tokens_total", key="alice")
+        assert served.figure("http_requests_total", key="alice", status="400") == 1
+        assert served.figure("http_requests_total", key="-", status="400") == 1
+        assert served.figure("http_requests_total", key="-", status="401") == 2
     said = log.read_text()
-    assert "mine-1 POST /v1/completions 200 key=alice" in said
+    time = r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d[+-]\d{4}"
+    end = "key=alice from=127.0.0.1 prompt=(\\d+) cached=0 answer=1 finish=length [\\d.]+ s"
+    line = re.search(rf"^{time} kvern: mine-1 POST /v1/completions 200 {end}$", said, re.MULTILINE)
+    assert line is not None and int(line[1]) < prompts
+    assert "finish=abort" in said
+    assert "GET /v1/models 401 key=- from=127.0.0.1 0.00" in said
+    assert "/health" not in said and said.count("/ready") == 1, "probes that succeed are left out"
     assert secret not in said and KEY not in said
     with serving(*SMALL, "--log-requests", "prompts", log=log) as served:
         served.client().completions.create(model="kvern-1m", prompt=secret, max_tokens=1)

@@ -103,9 +103,9 @@ class Served:
         headers = dict(line.lower().split(": ", 1) for line in lines)
         return int(status.split()[1]), headers, json.loads(content) if content else None
 
-    def figure(self, name: str, key: str = KEY, **labels: str) -> float:
+    def figure(self, name: str, secret: str = KEY, **labels: str) -> float:
         """One of the metrics: the sum of those with these labels; 0 if there is none."""
-        head = f"GET /metrics HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nAuthorization: Bearer {key}\r\n\r\n"
+        head = f"GET /metrics HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nx-api-key: {secret}\r\n\r\n"
         with socket.create_connection((self.host, self.port), timeout=PATIENCE) as connection:
             connection.sendall(head.encode())
             data = b""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
@@ -55,7 +57,8 @@ class ServeCommand:
             engine = planned(engine)
         if signals:
             return
-        logging.basicConfig(format="kvern: %(message)s", level=logging.WARNING)
+        stamp = f"{STAMP} " if tells_time() else ""
+        logging.basicConfig(format="%(asctime)skvern: %(message)s", datefmt=stamp, level=logging.WARNING)
         logging.getLogger("kvern.requests").setLevel(logging.INFO)
         uvloop.run(serve(engine, self.server, process, _say, signals))
 
@@ -87,6 +90,15 @@ def planned(engine: EngineConfig) -> EngineConfig:
     return dataclasses.replace(engine, **choice)
 
 
+STAMP = "%Y-%m-%dT%H:%M:%S%z"
+
+
+def tells_time() -> bool:
+    """True if lines begin with the time: not on a terminal, nor in systemd's journal, which knows it."""
+    return not sys.stderr.isatty() and "JOURNAL_STREAM" not in os.environ
+
+
 def _say(text: str) -> None:
-    sys.stderr.write(f"kvern: {text}\n")
+    stamp = time.strftime(f"{STAMP} ") if tells_time() else ""
+    sys.stderr.write(f"{stamp}kvern: {text}\n")
     sys.stderr.flush()

@@ -300,6 +300,31 @@ class Refusals:
         self._refused.labels(self._model, reason).inc()
 
 
+class KeyFigures:
+    """Counts of what each API key asked of a model, over all its engines. `-` is who sent no key that is known."""
+
+    def __init__(self, model: str) -> None:
+        self.registry = CollectorRegistry()
+        self.engine_name = None
+        self._model = model
+        self._requests = self._by_key("http_requests", "HTTP requests but successful probes, by key.", "status")
+        self._prompt = self._by_key("key_prompt_tokens", "Prompt tokens of each key.")
+        self._cached = self._by_key("key_cached_prompt_tokens", "Prompt tokens of each key that were cached.")
+        self._answer = self._by_key("key_generation_tokens", "Generated tokens of each key.")
+
+    def answered(self, key: str, status: int) -> None:
+        """Counts an HTTP request."""
+        self._requests.labels(self._model, key, status).inc()
+
+    def used(self, key: str, prompt: int, cached: int, answer: int) -> None:
+        """Counts tokens of a request that has ended, or whose client has left."""
+        for counter, tokens in ((self._prompt, prompt), (self._cached, cached), (self._answer, answer)):
+            counter.labels(self._model, key).inc(tokens)
+
+    def _by_key(self, name: str, text: str, *by: str) -> Counter:
+        return Counter(f"kvern:{name}", text, ["model_name", "key", *by], registry=self.registry)
+
+
 class MergedFamilies(Collector):
     """The metrics of several sources: each family once, with the samples of all. Each source adds its labels."""
 
@@ -323,7 +348,7 @@ class MergedFamilies(Collector):
         return generate_latest(registry)
 
 
-def engines_text(metrics: Iterable[Metrics | Refusals]) -> bytes:
+def engines_text(metrics: Iterable[Metrics | Refusals | KeyFigures]) -> bytes:
     """Returns the metrics of several engines in Prometheus's text format."""
     named = ((({} if one.engine_name is None else {"engine": one.engine_name}), one.registry) for one in metrics)
     return MergedFamilies((labels, list(registry.collect())) for labels, registry in named).text()

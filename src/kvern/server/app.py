@@ -18,7 +18,7 @@ from kvern.errors import KvernError, shown
 from kvern.observe.metrics import engines_text
 from kvern.server.apis import Apis
 from kvern.server.config import ServerConfig
-from kvern.server.gate import Gate
+from kvern.server.gate import PROBES, Gate
 from kvern.server.http import CLIENT_GONE, PAGE_HEADERS, error_response, is_anthropic, json_response, path_of
 from kvern.server.keys import ApiKey
 from kvern.server.page_files import INDEX, page_files
@@ -90,8 +90,6 @@ class Signposts:
         return f", the nearest are {' and '.join(found)}" if found else ""
 
 
-METRICS_ROUTES = ("/metrics", "/load", "/ready", "/version", "/health", "/ping")
-"""Routes that a key with metrics=1 may read."""
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
@@ -138,7 +136,7 @@ class Server:
             Exception: _broken,
         }
         app = Starlette(routes=routes, exception_handlers=handled)
-        return Gate(_walled(app), self._keys, self.service.users, self.service.config, routes)
+        return Gate(_walled(app), self._keys, self.service, routes)
 
     async def stop(self) -> None:
         """Ends background work and releases the data folder."""
@@ -177,7 +175,8 @@ class Server:
 
     def figures(self) -> bytes:
         """Returns the metrics of this process in Prometheus's text format."""
-        return engines_text([figures for engine in self.service.engines for figures in engine.client.metrics])
+        metrics = (figures for engine in self.service.engines for figures in engine.client.metrics)
+        return engines_text([*metrics, self.service.figures])
 
     def _check_watcher(self, request: Request) -> None:
         """Refuses keys that may not read metrics of several keys: they need admin=1 or metrics=1. Raises HttpError."""
@@ -231,8 +230,8 @@ def _walled(app: ASGIApp) -> ASGIApp:
     """Refuses keys with metrics=1 on every route but those of metrics."""
 
     async def walled(scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["state"]["key"].metrics and path_of(scope) not in METRICS_ROUTES:
-            message = f"an API key with metrics=1 may only read {', '.join(METRICS_ROUTES)}: use another"
+        if scope["type"] == "http" and scope["state"]["key"].metrics and path_of(scope) not in PROBES:
+            message = f"an API key with metrics=1 may only read {', '.join(PROBES)}: use another"
             await error_response(HttpError(403, message), scope)(scope, receive, send)
         else:
             await app(scope, receive, send)

@@ -26,6 +26,8 @@ from kvern.server.bodies import Lane
 from kvern.server.config import ServerConfig
 from kvern.server.http import error_response, is_anthropic, path_of
 from kvern.server.keys import ApiKey, find_key
+from kvern.server.service import Service
+from kvern.server.usage import CURRENT, RequestUsage
 
 PUBLIC = ("/", "/health", "/ping", "/docs", "/openapi.json")
 """Paths that every page may read."""
@@ -119,7 +121,12 @@ def _shown(value: bytes) -> str:
 logger = logging.getLogger("kvern.requests")
 
 OPEN_ROUTES = ("/health", "/ping")
+PROBES = ("/metrics", "/load", "/ready", "/version", "/health", "/ping")
+"""Routes that a key with metrics=1 may read. Log and metrics leave out what programs ask there all the time."""
+NOBODY = "-"
+"""The name in log and metrics of who sent no key that is known."""
 REQUEST_ID = re.compile(rb"[\w.:/+=-]{1,128}")
+CLIENT_ADDRESS = re.compile(r"[0-9a-fA-F.:]{2,45}")
 
 
 VERSIONS = re.compile(r"(?:/v[12])*(?=/)")
@@ -146,25 +153,18 @@ class Gate:
     Paths of the `routes` are known by their names with and without /v1.
 
     The state of each request has its `key`, `request_id`, `body_seconds`, `logs_bodies`, the `lane` of large bodies,
-    and `held`, what is released when the answer begins. `users` are the keys that may ask a model, or one that stands
-    for anyone; the first is used for requests without a key.
+    and `held`, what is released when the answer begins. The key of requests without one is the service's first.
     """
 
-    def __init__(
-        self,
-        app: ASGIApp,
-        keys: Sequence[ApiKey],
-        users: Sequence[ApiKey],
-        config: ServerConfig,
-        routes: Sequence[Route],
-    ) -> None:
+    def __init__(self, app: ASGIApp, keys: Sequence[ApiKey], service: Service, routes: Sequence[Route]) -> None:
         self._app = app
         self._own_name = own_names(routes)
         self._keys = keys
-        self._default = users[0]
-        self._config = config
-        self._origins = Origins(config, bool(keys))
-        self._lane = Lane(len(users))
+        self._default = service.users[0]
+        self._config = service.config
+        self._figures = service.figures
+        self._origins = Origins(service.config, bool(keys))
+        self._lane = Lane(len(service.users))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -195,41 +195,54 @@ class Gate:
         state["request_id"] = request_id.decode()
         app, key = self._find(scope, headers, is_bad_id)
         state.update(
-            key=key,
+            key=key or self._default,
             body_seconds=self._config.request_timeout,
             logs_bodies=self._config.log_requests == "prompts",
             lane=self._lane,
             held=held,
         )
+        usage = RequestUsage()
+        CURRENT.set(usage)
         try:
             await app(scope, receive, answer)
         finally:
             held.close()
-            if self._config.log_requests != "none":
-                path = scope["raw_path"].decode("ascii", "backslashreplace")
-                logger.info(
-                    "%s %s %s %d key=%s %.3f s",
-                    *(request_id.decode(), scope["method"], path, status, key.name, time.monotonic() - began),
-                )
+            self._note(scope, status, NOBODY if key is None else key.name, usage, time.monotonic() - began)
 
-    def _find(self, scope: Scope, headers: dict[bytes, bytes], is_bad_id: bool) -> tuple[ASGIApp, ApiKey]:
-        """Returns the application that answers, and the key of the request."""
+    def _note(self, scope: Scope, status: int, name: str, usage: RequestUsage, seconds: float) -> None:
+        """Counts a request that has ended, and logs it."""
+        if status < 400 and path_of(scope) in PROBES:
+            return
+        self._figures.answered(name, status)
+        if self._config.log_requests != "none":
+            path = scope["raw_path"].decode("ascii", "backslashreplace")
+            asked = scope["state"]["request_id"], scope["method"], path, status, name, client_shown(scope)
+            logger.info("%s %s %s %d key=%s from=%s %s%.3f s", *asked, usage, seconds)
+
+    def _find(self, scope: Scope, headers: dict[bytes, bytes], is_bad_id: bool) -> tuple[ASGIApp, ApiKey | None]:
+        """Returns the application that answers, and the key of the request; None if it has none that is known."""
         path, method = path_of(scope), scope["method"]
         if is_bad_id:
             message = "x-request-id may have 128 letters, digits and . : / + = - _ at most"
-            return error_response(HttpError(400, message), scope), self._default
+            return error_response(HttpError(400, message), scope), None
         refusal = self._origins.refusal(method, path, headers)
         if refusal is not None:
-            return error_response(HttpError(403, refusal), scope), self._default
+            return error_response(HttpError(403, refusal), scope), None
         if self._origins.allows(headers.get(b"origin")) and is_preflight(method, headers):
-            return Response(status_code=204), self._default
+            return Response(status_code=204), None
         if not self._keys:
             return self._app, dataclasses.replace(self._default, client=scope["state"].get("client", ""))
         if path in OPEN_ROUTES:
-            return self._app, self._default
+            return self._app, None
         secret = secret_of(method, headers)
         found = find_key(self._keys, secret)
-        return (_no_key(scope, bool(secret)), self._default) if found is None else (self._app, found)
+        return (_no_key(scope, bool(secret)), None) if found is None else (self._app, found)
+
+
+def client_shown(scope: Scope) -> str:
+    """Returns the address of a client as a proxy that is trusted tells it; `-` for a Unix socket, or if it is none."""
+    address = str((scope.get("client") or ("",))[0])
+    return address if CLIENT_ADDRESS.fullmatch(address) else NOBODY
 
 
 def secret_of(method: str, headers: dict[bytes, bytes]) -> bytes:

@@ -20,12 +20,14 @@ from kvern.api.errors import HttpError
 from kvern.api.fields import CommonFields, check_bounds, check_reported, reported_by
 from kvern.engine.inputs import Prompt
 from kvern.errors import ConfigError, shown
+from kvern.observe.metrics import KeyFigures
 from kvern.request.outputs import RequestOutput
 from kvern.request.request import RequestOptions
 from kvern.request.sampling_params import SamplingParams
 from kvern.server.config import ServerConfig
 from kvern.server.http import WRITERS, write_large
 from kvern.server.keys import ApiKey, users_of
+from kvern.server.usage import UsageCounter
 from kvern.serving.client import EngineClient
 from kvern.serving.workload import Generation
 from kvern.tools.chat import ChatRequest
@@ -265,6 +267,7 @@ class Service:
         self.config = config
         self.users = users_of(keys, config)
         self._limits = limits = KeyLimits()
+        self.figures = KeyFigures(clients[0].names[0])
         self.engines = [
             ServedEngine(client, Admission(client, config.max_queue, len(self.users), limits)) for client in clients
         ]
@@ -365,6 +368,8 @@ class Service:
         generations: list[Generation] = []
         with contextlib.ExitStack() as held:
             held.enter_context(engine.admission.enter(ask.key, ask.sequences))
+            used = UsageCounter(self.figures, ask.key.name)
+            held.callback(lambda: used.add([generation.output for generation in generations]))
             held.callback(engine.client.replicas.abort, generations)
             reported = 0
             with engine.admission.arriving(ask.key, ask.sequences) as arrived:

@@ -1,0 +1,52 @@
+"""The tokens of requests, for the request log and for the metrics of each API key."""
+
+from collections.abc import Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+
+from kvern.observe.metrics import KeyFigures
+from kvern.request.outputs import RequestOutput
+
+
+@dataclass
+class RequestUsage:
+    """The tokens that one HTTP request has used so far, and how its answers ended."""
+
+    prompt: int = 0
+    cached: int = 0
+    """The tokens of the prompt that were cached."""
+    answer: int = 0
+    reasons: set[str] = field(default_factory=set)
+
+    def __str__(self) -> str:
+        """A part of a line of the log: empty for a request that asked no model."""
+        if not self.prompt:
+            return ""
+        reasons = ",".join(sorted(self.reasons)) or "none"
+        return f"prompt={self.prompt} cached={self.cached} answer={self.answer} finish={reasons} "
+
+
+CURRENT: ContextVar[RequestUsage | None] = ContextVar("CURRENT", default=None)
+"""The usage of the HTTP request that is being answered; None for rows of batches that an earlier process left."""
+
+
+class UsageCounter:
+    """Counts what generations have used when they end: for their HTTP request, and for their key."""
+
+    def __init__(self, figures: KeyFigures, key: str) -> None:
+        self._figures = figures
+        self._key = key
+        self._current = CURRENT.get()
+
+    def add(self, outputs: Sequence[RequestOutput]) -> None:
+        """Counts the tokens of prompts and answers, also of those that were left unfinished."""
+        prompt = sum(len(output.prompt_token_ids) for output in outputs)
+        cached = sum(output.cached_tokens for output in outputs)
+        answers = [answer for output in outputs for answer in output.outputs]
+        answered = sum(len(answer.token_ids) for answer in answers)
+        self._figures.used(self._key, prompt, cached, answered)
+        if self._current is not None:
+            self._current.prompt += prompt
+            self._current.cached += cached
+            self._current.answer += answered
+            self._current.reasons.update(answer.finish_reason for answer in answers if answer.finish_reason)
