@@ -1,6 +1,7 @@
 """Tools and thinking through the server, with the official clients: calls, their results, and what is refused."""
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -110,7 +111,63 @@ def test_an_answer_in_json_or_a_call(client: openai.OpenAI) -> None:
     assert demanded.message.tool_calls, "a call that is demanded goes before the form of an answer"
 
 
+CODE: dict[str, Any] = {"name": "run_code", "description": "Runs code."}
+REGEX = {"type": "grammar", "grammar": {"syntax": "regex", "definition": r'print\("[a-z]{1,8}\\n"\)'}}
+CODE_TOOLS: list[Any] = [*TOOLS, {"type": "custom", "custom": {**CODE, "format": REGEX}}]
+CODE_CHOICE: Any = {"type": "custom", "custom": {"name": "run_code"}}
+ALLOWED: Any = {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [CODE_CHOICE]}}
+
+
+@pytest.mark.parametrize("choice", [CODE_CHOICE, ALLOWED], ids=["named", "allowed"])
+def test_custom_tools_take_texts(client: openai.OpenAI, choice: Any) -> None:
+    """Whole and streamed, and back in the conversation."""
+    asked = {**ALL, "messages": QUESTION, "tools": CODE_TOOLS, "seed": 3, "temperature": 0.8, "tool_choice": choice}
+    whole = client.chat.completions.create(**asked).choices[0]
+    [call, *_] = whole.message.tool_calls
+    assert (whole.finish_reason, call.type, call.custom.name) == ("tool_calls", "custom", "run_code")
+    assert re.fullmatch(REGEX["grammar"]["definition"], call.custom.input)
+    deltas = [
+        part
+        for chunk in client.chat.completions.create(**asked, stream=True)
+        for part in chunk.choices[0].delta.tool_calls or ()
+        if part.index == 0
+    ]
+    assert (deltas[0].type, deltas[0].custom["name"], deltas[0].function) == ("custom", "run_code", None)
+    assert "".join(part.custom["input"] for part in deltas) == call.custom.input and len(deltas) > 2
+    result: Any = {"role": "tool", "tool_call_id": call.id, "content": "hello"}
+    once = whole.message.model_copy(update={"tool_calls": [call]})
+    again = client.chat.completions.create(**ALL, messages=[*QUESTION, once, result], tools=CODE_TOOLS, temperature=0)
+    function = {"name": "run_code", "arguments": json.dumps({"input": call.custom.input})}
+    said = {"role": "assistant", "tool_calls": [{"id": call.id, "type": "function", "function": function}]}
+    same = client.chat.completions.create(
+        **ALL, messages=[*QUESTION, said, result], tools=CODE_TOOLS, temperature=0
+    )  # the model sees a call of a function
+    assert (again.choices[0].message, again.usage.prompt_tokens) == (same.choices[0].message, same.usage.prompt_tokens)
+
+
+def test_functions_beside_custom_tools_stay_functions(client: openai.OpenAI) -> None:
+    free = [*TOOLS, {"type": "custom", "custom": CODE}]
+    call = client.chat.completions.create(**ALL, messages=QUESTION, tools=free, tool_choice=NAMED).choices[0]
+    assert [made.type for made in call.message.tool_calls] == ["function"] * len(call.message.tool_calls)
+    lark = {"type": "grammar", "grammar": {"syntax": "lark", "definition": 'start: "a"'}}
+    counts = [
+        client.post(
+            "/../tokenize", cast_to=object, body={"messages": QUESTION, "tools": [{"type": "custom", "custom": tool}]}
+        )
+        for tool in (CODE, {**CODE, "format": {"type": "text"}}, {**CODE, "format": lark})
+    ]
+    assert counts[0] == counts[1] and counts[2]["count"] > counts[0]["count"], "a grammar is described"
+
+
 BAD: list[tuple[dict[str, Any], str]] = [
+    ({"tools": [{"type": "custom"}]}, r"tools\[0\].custom is None: it must be an object"),
+    ({"tools": [{"type": "custom", "custom": {}}]}, r"tools\[0\].custom.name is None"),
+    ({"tools": [{"type": "custom", "custom": {**CODE, "format": {"type": "json"}}}]}, r"tools\[0\].custom.format is"),
+    ({"tools": CODE_TOOLS, "tool_choice": {"type": "custom", "custom": {"name": "f"}}}, "none of the tools"),
+    (
+        {"messages": [{"role": "assistant", "tool_calls": [{"type": "custom", "custom": {"name": "f"}}]}]},
+        r"messages\[0\].tool_calls\[0\].custom.input is None: it must be a text",
+    ),
     ({"tools": [{"type": "function", "function": {}}]}, r"tools\[0\].function.name is None"),
     ({"tools": [{"type": "function"}]}, r"tools\[0\].function is None"),
     ({"tools": ["f"]}, r"tools\[0\] is 'f'"),

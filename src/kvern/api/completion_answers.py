@@ -4,7 +4,7 @@ import asyncio
 import time
 import uuid
 from collections.abc import AsyncIterable, AsyncIterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -18,6 +18,9 @@ from kvern.request.step import TokenLogprobs
 from kvern.text.tokenizer import Tokenizer
 from kvern.tools.chat import ChatRequest
 from kvern.version import __version__
+
+if TYPE_CHECKING:
+    from kvern.api.custom_tools import InputReader
 
 
 def choice_of(
@@ -35,7 +38,7 @@ def choice_of(
             choice["logprobs"]["text_offset"] = [min(place, end) for place in choice["logprobs"]["text_offset"]]
     else:
         message = chat.message(completion.text)
-        choice["message"] = assistant_message(message, options.include_reasoning, options.prefix)
+        choice["message"] = assistant_message(message, options.include_reasoning, options.prefix, options.custom_tools)
         choice["logprobs"] = chat_logprobs(completion, options, tokenizer)
         ended = finish_reason(completion, message)
     choice |= {"finish_reason": ended, "stop_reason": completion.stop_reason}
@@ -112,6 +115,7 @@ class StreamedChoice:
         self._options = options
         self._tokenizer, self._offsets = tokenizer, TextOffsets(tokenizer, options)
         self._reader = None if chat is None else chat.reader()
+        self._deltas = Deltas(options)
         self._thought = None if chat is None else chat.thought_tokens()
         self._prefix = prefix
         self._characters = 0
@@ -131,9 +135,8 @@ class StreamedChoice:
             return None
         choice: dict[str, Any] = {"index": self._index}
         if self._reader is not None:
-            choice["delta"] = delta(
-                self._reader.read(answer.text, answer.finish_reason is not None), self._options.include_reasoning
-            )
+            ended = answer.finish_reason is not None
+            choice["delta"] = self._deltas.next(self._reader.read(answer.text, ended), ended)
             if not choice["delta"] and self._begun and answer.finish_reason is None:
                 return None  # the new text is held back; its log-probabilities go with the next chunk
             if not self._begun:
@@ -195,27 +198,56 @@ def _first(news: dict[str, Any], prefix: str) -> dict[str, Any]:
     return {"role": "assistant", **news, "content": prefix + news.get("content", "")}
 
 
-def delta(pieces: Sequence[Piece], include_reasoning: bool) -> dict[str, Any]:
-    """Returns pieces of an answer in OpenAI's format."""
-    found: dict[str, Any] = {}
-    calls: dict[int, dict[str, Any]] = {}
-    for piece in pieces:
-        match piece:
-            case Content(text):
-                found["content"] = found.get("content", "") + text
-            case Reasoning(text) if include_reasoning:
-                found |= reasoning_fields(found.get("reasoning", "") + text)
-            case CallBegins(index, call_id, name):
-                function = {"name": name, "arguments": ""}
-                calls[index] = {"index": index, "id": call_id, "type": "function", "function": function}
-            case Arguments(index, text):
-                call = calls.setdefault(index, {"index": index, "function": {"arguments": ""}})
-                call["function"]["arguments"] += text
-    if calls:
-        found["tool_calls"] = list(calls.values())
-    return found
+class Deltas:
+    """The pieces of one answer in OpenAI's format."""
+
+    def __init__(self, options: AnswerOptions) -> None:
+        self._options = options
+        self._inputs: dict[int, InputReader] = {}
+        """Of calls of custom tools, whose input is decoded."""
+
+    def next(self, pieces: Sequence[Piece], ended: bool) -> dict[str, Any]:
+        """Returns the next pieces; `ended`: there are no more."""
+        found: dict[str, Any] = {}
+        calls: dict[int, dict[str, Any]] = {}
+        for piece in pieces:
+            match piece:
+                case Content(text):
+                    found["content"] = found.get("content", "") + text
+                case Reasoning(text) if self._options.include_reasoning:
+                    found |= reasoning_fields(found.get("reasoning", "") + text)
+                case CallBegins(index, call_id, name):
+                    kind = self._kind(index, name)
+                    holder = {"name": name, HOLDERS[kind]: ""}
+                    calls[index] = {"index": index, "id": call_id, "type": kind, kind: holder}
+                case Arguments(index, text):
+                    self._grow(calls, index, text)
+        for index, reader in self._inputs.items() if ended else ():
+            self._grow(calls, index, reader.end(), decoded=True)
+        if calls:
+            found["tool_calls"] = list(calls.values())
+        return found
+
+    def _kind(self, index: int, name: str) -> str:
+        if name not in self._options.custom_tools:
+            return "function"
+        from kvern.api.custom_tools import InputReader
+
+        self._inputs[index] = InputReader()
+        return "custom"
+
+    def _grow(self, calls: dict[int, dict[str, Any]], index: int, text: str, decoded: bool = False) -> None:
+        """Adds to the text of a call; nothing if there is no new text."""
+        kind = "custom" if index in self._inputs else "function"
+        if kind == "custom" and not decoded:
+            text = self._inputs[index].add(text)
+        if text:
+            call = calls.setdefault(index, {"index": index, kind: {HOLDERS[kind]: ""}})
+            call[kind][HOLDERS[kind]] += text
 
 
+HOLDERS = {"function": "arguments", "custom": "input"}
+"""The field that holds what the model wrote, for each type of a call."""
 FINGERPRINT = f"kvern-{__version__}"
 """Answers with the same seed are the same under one fingerprint, model and options."""
 

@@ -105,6 +105,8 @@ class AnswerOptions:
     echo: bool = False
     prompt_only: bool = False
     """`max_tokens` is 0: the answer is the echo alone."""
+    custom_tools: frozenset[str] = frozenset()
+    """`ChatBody.custom_tools`."""
     prefix: str = ""
     """The text that the answer to a conversation continues and, with `echo`, repeats."""
     token_ids: bool = False
@@ -192,6 +194,7 @@ def _answer_options(body: Mapping[str, Any], url: str, conversation: ChatBody | 
     return AnswerOptions(
         url,
         include_reasoning=conversation is None or conversation.include_reasoning,
+        custom_tools=frozenset() if conversation is None else conversation.custom_tools,
         include_usage=usage,
         continuous_usage=usage and bool(streaming.get("continuous_usage_stats")),
         echo=echo and conversation is None,

@@ -34,6 +34,8 @@ class ChatBody:
     use: ToolUse = NO_TOOLS
     options: PromptOptions = DEFAULT_PROMPT
     include_reasoning: bool = True
+    custom_tools: frozenset[str] = frozenset()
+    """The names of tools whose calls are shown as texts."""
 
 
 def read_chat_body(body: Mapping[str, Any], encoding: Encoding | None = None) -> ChatBody:
@@ -41,7 +43,7 @@ def read_chat_body(body: Mapping[str, Any], encoding: Encoding | None = None) ->
     thinking = read_thinking(body)
     continued = typed(body, "continue_final_message", bool, False)
     messages = plain_messages(body.get("messages"))
-    use = _tools(body)
+    use, custom = chat_tools(body)
     options = PromptOptions(
         thinking_budget=thinking.budget,
         variables=template_variables(body),
@@ -49,17 +51,22 @@ def read_chat_body(body: Mapping[str, Any], encoding: Encoding | None = None) ->
         continue_final_message=continued,
         encoding=encoding,
     )
-    return ChatBody(messages, use, options, thinking.include)
+    return ChatBody(messages, use, options, thinking.include, custom)
 
 
-def _tools(body: Mapping[str, Any]) -> ToolUse:
-    """Returns the tools of a body, checked by a module that is imported for the first with any. Raises
-    InvalidRequest."""
-    if all(body.get(name) is None for name in ("tools", "tool_choice", "parallel_tool_calls")):
-        return NO_TOOLS
+def chat_tools(body: Mapping[str, Any]) -> tuple[ToolUse, frozenset[str]]:
+    """Returns the tools of a body, and the names of custom ones. Modules that read them are imported for the first.
+
+    Raises InvalidRequest.
+    """
+    tools, choice, parallel = (body.get(name) for name in ("tools", "tool_choice", "parallel_tool_calls"))
+    if tools is choice is parallel is None:
+        return NO_TOOLS, frozenset()
+    from kvern.api.custom_tools import as_functions
     from kvern.tools.checks import read_tools
 
-    return read_tools(body.get("tools"), body.get("tool_choice"), body.get("parallel_tool_calls"))
+    tools, choice, custom = as_functions(tools, choice)
+    return read_tools(tools, choice, parallel), custom
 
 
 def template_variables(body: Mapping[str, Any]) -> dict[str, Any]:
@@ -138,6 +145,10 @@ def _name_reasoning(message: dict[str, Any]) -> None:
 
 def plain_call(call: object, place: str) -> dict[str, Any]:
     """Returns a call whose arguments, a JSON text in OpenAI's format, are an object. Raises InvalidRequest."""
+    if isinstance(call, dict) and call.get("type") == "custom":
+        from kvern.api.custom_tools import as_function_call
+
+        return as_function_call(call, place)
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(call, dict) or not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise InvalidRequest(f"{place} is {shown(call)}: it must be an object with a function that has a name")
@@ -183,15 +194,18 @@ def finish_reason(completion: CompletionOutput, message: Message) -> str | None:
     return "tool_calls" if message.tool_calls and completion.finish_reason == "stop" else completion.finish_reason
 
 
-def assistant_message(message: Message, include_reasoning: bool, prefix: str = "") -> dict[str, Any]:
-    """Returns the answer in OpenAI's format, after a `prefix`. The content is null if there are only calls."""
+def assistant_message(
+    message: Message, include_reasoning: bool, prefix: str = "", custom: frozenset[str] = frozenset()
+) -> dict[str, Any]:
+    """Returns the answer in OpenAI's format, after a `prefix`; calls of `custom` tools are texts. The content is null
+    if there are only calls."""
     content = prefix + message.content
     shown: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
     if message.reasoning and include_reasoning:
         shown |= reasoning_fields(message.reasoning)
     if message.tool_calls:
         shown["content"] = content or None
-        shown["tool_calls"] = [tool_call(call) for call in message.tool_calls]
+        shown["tool_calls"] = [tool_call(call, call.name in custom) for call in message.tool_calls]
     return shown
 
 
@@ -200,6 +214,10 @@ def reasoning_fields(text: str) -> dict[str, str]:
     return {"reasoning_content": text, "reasoning": text}
 
 
-def tool_call(call: ToolCall) -> dict[str, Any]:
+def tool_call(call: ToolCall, is_custom: bool) -> dict[str, Any]:
     """Returns a call in OpenAI's format."""
+    if is_custom:
+        from kvern.api.custom_tools import input_of
+
+        return {"id": call.call_id, "type": "custom", "custom": {"name": call.name, "input": input_of(call.arguments)}}
     return {"id": call.call_id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}

@@ -14,8 +14,9 @@ from typing import Any
 import msgspec
 
 from kvern.api.conversation import parts_of, text_of
+from kvern.api.custom_tools import INPUT
 from kvern.api.fields import inner, typed
-from kvern.api.response_tools import FIXED, INPUT, qualified, read_tool_list
+from kvern.api.response_tools import FIXED, qualified, read_tool_list
 from kvern.errors import InvalidRequest, shown
 from kvern.text.content import MessageContent
 

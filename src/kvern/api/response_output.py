@@ -1,14 +1,14 @@
 """Output items of /v1/responses while they grow, with their events."""
 
-import json
 import re
 from collections.abc import Sequence
 from typing import Any, Literal
 
 import msgspec
 
+from kvern.api.custom_tools import InputReader
 from kvern.api.response_items import packed_reasoning
-from kvern.api.response_tools import FIXED, INPUT, OfferedTool, read_tool_list
+from kvern.api.response_tools import FIXED, OfferedTool, read_tool_list
 from kvern.request.pieces import Arguments, CallBegins, Content, Piece, Reasoning
 
 Event = tuple[str, dict[str, Any]]
@@ -23,14 +23,6 @@ PREFIXES = {
     "tool_search_call": "tsc",
 }
 ITEM_ID = re.compile(r"[a-z]{2,3}_([0-9a-f]{32})_\d{1,6}")
-INPUT_BEGINS = re.compile(rf'\s*\{{\s*"{INPUT}"\s*:\s*"')
-HEX = "[0-9a-fA-F]"
-HIGH, LOW = rf"\\u[dD][89abAB]{HEX}{{2}}", rf"\\u[dD][c-fC-F]{HEX}{{2}}"
-CHARACTER = re.compile(
-    rf'[^"\\]+|{HIGH}{LOW}|{HIGH}(?=[^\\]|\\[^u]|\\u.{{4}})|(?!{HIGH})\\u{HEX}{{4}}|\\u(?={HEX}{{0,3}}(?!{HEX}).)|\\[^u]',
-    re.DOTALL,
-)
-"""A character in a JSON text whose end is certain, or an invalid escape."""
 
 
 class LocalShellAction(msgspec.Struct):
@@ -263,45 +255,23 @@ class _FunctionCall(_Item):
 
 
 class _CustomCall(_Item):
-    """A call with one text, which is decoded from the JSON arguments as they grow. Other arguments are sent
-    unchanged."""
+    """A call with one text."""
 
-    _waiting = ""
-    _begun = False
+    def __init__(self, kind: str, fields: dict[str, Any]) -> None:
+        super().__init__(kind, fields)
+        self._reader = InputReader()
 
     def add(self, text: str) -> list[Event]:
-        self._waiting += text
-        if not self._begun:
-            found = INPUT_BEGINS.match(self._waiting)
-            if found is None:
-                return []
-            self._begun, self._waiting = True, self._waiting[found.end() :]
-        characters, place = [], 0
-        while (found := CHARACTER.match(self._waiting, place)) is not None:
-            characters.append(_character(found[0]))
-            place = found.end()
-        self._waiting = self._waiting[place:]
-        return self._told("".join(characters)) if characters else []
+        return self._told(self._reader.add(text))
 
     def end(self, status: str) -> list[Event]:
-        events = [] if self._begun or not self._waiting else self._told(self._waiting)
+        events = self._told(self._reader.end())
         self.fields["input"] = self.text
         return [*events, self.tell("custom_tool_call_input.done", input=self.text), *super().end(status)]
 
     def _told(self, text: str) -> list[Event]:
         self._texts.append(text)
-        return [self.tell("custom_tool_call_input.delta", delta=text)]
-
-
-def _character(written: str) -> str:
-    """Returns the character of an escape; an invalid escape stays as it is."""
-    if written[0] != "\\":
-        return written
-    try:
-        text: str = json.loads(f'"{written}"')
-    except ValueError:
-        return written
-    return text.encode(errors="replace").decode() if len(text) == 1 else text
+        return [self.tell("custom_tool_call_input.delta", delta=text)] if text else []
 
 
 class _FixedCall(_Item):

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from kvern.api.custom_tools import custom_function
 from kvern.api.fields import inner
 from kvern.errors import InvalidRequest, shown
 from kvern.tools.checks import MOST_TOOLS
@@ -19,9 +20,6 @@ FIXED: dict[str, tuple[str, str]] = {
     "tool_search_call": ("tool_search", "arguments"),
 }
 """Items of calls with a type of their own: the tool, and the field that holds its arguments."""
-INPUT = "input"
-"""The one argument of a custom tool."""
-GRAMMARS = {"lark": "Lark grammar", "regex": "regular expression"}
 
 
 @dataclass(frozen=True)
@@ -123,7 +121,7 @@ def _add(found: ToolList, tool: Mapping[str, Any], place: str, namespace: str | 
         fields = {"name": name} if namespace is None else {"name": name, "namespace": namespace}
         function = {part: tool[part] for part in FUNCTION_FIELDS if part in tool}
         if kind == "custom":
-            function = _custom(tool, place)
+            function = custom_function(tool, place)
         function["name"] = qualified(namespace, name)
         item = "function_call" if kind == "function" else "custom_tool_call"
         found.offered.append(OfferedTool(place, function, item, fields))
@@ -141,35 +139,6 @@ def _is_hosted(tool: Mapping[str, Any]) -> bool:
     """True for a shell in a container of the service."""
     environment = tool.get("environment")
     return isinstance(environment, dict) and environment.get("type") != "local"
-
-
-def _custom(tool: Mapping[str, Any], place: str) -> dict[str, Any]:
-    """Returns a function of one text. A regular expression is enforced, a grammar is only described."""
-    description = tool.get("description") or ""
-    if not isinstance(description, str):
-        raise InvalidRequest(f"{place}.description is {shown(description)}: it must be a text")
-    text: dict[str, Any] = {"type": "string"}
-    form = tool.get("format")
-    syntax = None
-    if form is not None and form != {"type": "text"}:
-        syntax, definition = _grammar(form, f"{place}.format")
-        told = f"The input matches this {GRAMMARS[syntax]}:\n{definition}"
-        description = f"{description}\n\n{told}" if description else told
-        if syntax == "regex":
-            text["pattern"] = f"^(?:{definition})$"
-    parameters = {"type": "object", "properties": {INPUT: text}, "required": [INPUT], "additionalProperties": False}
-    return {"description": description, "parameters": parameters, "strict": syntax == "regex"}
-
-
-def _grammar(form: object, place: str) -> tuple[str, str]:
-    values = form if isinstance(form, dict) else {}
-    syntax, definition = values.get("syntax"), values.get("definition")
-    if values.get("type") != "grammar" or syntax not in ("lark", "regex") or not isinstance(definition, str):
-        raise InvalidRequest(
-            f"{place} is {shown(form)}: it must be of type text, or of type grammar with a syntax (lark or regex) and "
-            "a definition"
-        )
-    return str(syntax), definition
 
 
 def chat_tool_choice(choice: object, tools: ToolList) -> tuple[object, str | None]:

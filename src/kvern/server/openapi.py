@@ -80,6 +80,10 @@ RECORDS = {
     "reasoning": "effort=text? enabled=bool? exclude=bool?",
     "function": "name!=tool_name description=text? parameters=object?",
     "tool": "type!=/function function!=function",
+    "grammar": "syntax!=/lark/regex definition!=text",
+    "grammar_form": "type!=/grammar grammar!=grammar",
+    "custom": "name!=tool_name description=text? format=plain_form|grammar_form?",
+    "custom_tool": "type!=/custom custom!=custom",
     "flat_tool": "type!=/function name!=tool_name description=text? parameters=object?",
     "other_tool": "type!=text",
     "claude_tool": "name!=tool_name input_schema!=object",
@@ -182,7 +186,7 @@ OPERATIONS = (
         "POST /tokenize",
         "Tokenize a text or a conversation.",
         "tokens!=[int] count!=int max_model_len=int",
-        body="model=model? prompt=text? messages=[message]+ tools=[tool]? add_special_tokens=bool? "
+        body="model=model? prompt=text? messages=[message]+ tools=[tool|custom_tool]? add_special_tokens=bool? "
         "add_generation_prompt=bool? continue_final_message=bool? chat_template_kwargs=object? return_token_strs=bool?",
     ),
     Operation("POST /detokenize", "Decode token ids.", "prompt!=text", body="model=model? tokens=[any_token]?"),
@@ -221,7 +225,7 @@ OPERATIONS = (
         f"POST {CHAT}",
         "Answer a conversation.",
         COMPLETED,
-        body=f"{GENERATED} {THINKS} messages!=[message]+ tools=[tool]? {CALLS} add_generation_prompt=bool? "
+        body=f"{GENERATED} {THINKS} messages!=[message]+ tools=[tool|custom_tool]? {CALLS} add_generation_prompt=bool? "
         "continue_final_message=bool? prediction=prediction? max_completion_tokens=count? logprobs=bool? "
         "top_logprobs=few?",
         stream=EVENTS,

@@ -58,7 +58,7 @@ def _tool(definition: object, place: str) -> Tool:
         raise InvalidRequest(f"{place} is {shown(definition)}: it must be an object")
     kind = definition.get("type", "function")
     if kind != "function":
-        raise InvalidRequest(f"{place}.type is {shown(kind)}: this server has tools of type function only")
+        raise InvalidRequest(f"{place}.type is {shown(kind)}: it must be function, or custom in a request for a chat")
     function = definition.get("function")
     if not isinstance(function, Mapping):
         raise InvalidRequest(f"{place}.function is {shown(function)}: it must be an object with a name")

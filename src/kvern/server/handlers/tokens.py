@@ -7,14 +7,13 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from kvern.api.conversation import plain_messages, template_variables
+from kvern.api.conversation import chat_tools, plain_messages, template_variables
 from kvern.api.errors import HttpError
 from kvern.api.fields import typed
 from kvern.api.other_names import Refused, check_refused
 from kvern.server.apis import Apis
 from kvern.server.bodies import let_go, read_object
 from kvern.server.http import json_response
-from kvern.tools.checks import read_tools
 
 MOST_DECODED = 1 << 17
 """The most token ids that are decoded at once if the model's context is shorter."""
@@ -41,7 +40,10 @@ class Tokens:
         engine = self._service.engine_of(self._service.model(body))
         inputs = engine.client.inputs
         continued = typed(body, "continue_final_message", bool, False)
-        variables, tools = template_variables(body), read_tools(typed(body, "tools", list, None)).definitions
+        variables, tools = (
+            template_variables(body),
+            chat_tools({"tools": typed(body, "tools", list, None)})[0].definitions,
+        )
         with engine.admission.enter(request.state.key):
             if "messages" in body:
                 token_ids = await inputs.chat_prompt(
