@@ -81,7 +81,11 @@ def test_containers_without_a_compiler_start_with_the_kernels_of_the_image(tmp_p
     compiler.write_text("#!/bin/sh\n" + script)
     compiler.chmod(0o755)
     [command] = re.findall(r"^RUN (.*python -m kvern.cpu.build)$", text("Dockerfile"), re.MULTILINE)
-    environment = {"PATH": f"{Path(sys.executable).parent}:/bin:/usr/bin", "CXX": str(compiler), "OMP_NUM_THREADS": "1"}
+    bare = tmp_path / "bare" / "python"
+    bare.parent.mkdir()
+    bare.write_text(f'#!/bin/sh\nexec {sys.executable} -S "$@"\n')  # as in the image, no package is installed yet
+    bare.chmod(0o755)
+    environment = {"PATH": f"{bare.parent}:/bin:/usr/bin", "CXX": str(compiler), "OMP_NUM_THREADS": "1"}
     said = subprocess.run(command, shell=True, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert said.returncode == 0, said.stderr
     names = [line.partition(": ")[0] for line in said.stdout.splitlines()]

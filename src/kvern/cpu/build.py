@@ -2,11 +2,12 @@
 
     python -m kvern.cpu.build
 
-compiles them for all processors of this architecture, into the package. A start without a compiler, for example in a
-container, takes the library that suits its processor from there.
+compiles them for all processors of this architecture, into the package. It needs Python and a compiler, and no other
+package. A start without a compiler, for example in a container, takes the library that suits its processor from there.
 """
 
 import fcntl
+import json
 import os
 import shutil
 import subprocess
@@ -14,8 +15,6 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
-
-import msgspec
 
 from kvern.cpu.cores import cpu_threads
 from kvern.cpu.kernel_library import (
@@ -64,7 +63,7 @@ def build(folder: Path) -> None:
         except BuildError as error:
             record = Record(error=str(error))
         written = path.with_suffix(f".{os.getpid()}")
-        written.write_bytes(msgspec.json.encode(record))
+        written.write_text(json.dumps(record._asdict()))
         written.replace(path.with_suffix(".json"))
     _forget_unused(path.parent)
 

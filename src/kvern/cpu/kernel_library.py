@@ -1,15 +1,16 @@
 """The library of kernels for this processor: who makes it, where it is kept, and what a check of it has found."""
 
 import hashlib
+import json
 import os
 import platform
 import shutil
 import subprocess
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-
-import msgspec
+from typing import NamedTuple
 
 from kvern.cpu.processor import chosen_isa, features, usable_isas
 
@@ -92,11 +93,11 @@ def _digest(*parts: str) -> str:
     return digest.hexdigest()[:16]
 
 
-class Record(msgspec.Struct):
+class Record(NamedTuple):
     """Results of a build: the compile error, or the fault of each group, "" if it has none."""
 
     error: str = ""
-    groups: dict[str, str] = {}
+    groups: Mapping[str, str] = {}
     digest: str = ""
     """A digest of the library, which another program may have changed or truncated."""
 
@@ -109,9 +110,11 @@ def lock_file(path: Path) -> Path:
 def read_record(path: Path) -> Record | None:
     """The stored results, unless their library is gone or has changed."""
     try:
-        record = msgspec.json.decode(path.with_suffix(".json").read_bytes(), type=Record)
+        found = json.loads(path.with_suffix(".json").read_bytes())
+        groups = {str(name): str(fault) for name, fault in found["groups"].items()}
+        record = Record(str(found["error"]), groups, str(found["digest"]))
         return record if record.error or record.digest == digest_of(path) else None
-    except (OSError, msgspec.DecodeError):
+    except (OSError, ValueError, TypeError, LookupError, AttributeError):  # damaged, or of another version
         return None
 
 

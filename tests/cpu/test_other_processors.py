@@ -1,0 +1,20 @@
+"""The sources of the CPU kernels for processors that this machine is not: a cross compiler reads them, nothing runs."""
+
+import shutil
+import subprocess
+
+import pytest
+
+from kvern.cpu.kernel_library import FLAGS, SOURCES
+from kvern.cpu.processor import ARM
+
+CROSS = "aarch64-linux-gnu-g++"
+
+
+@pytest.mark.skipif(shutil.which(CROSS) is None, reason=f"there is no {CROSS}: apt-get install g++-aarch64-linux-gnu")
+@pytest.mark.parametrize("source", sorted(SOURCES.glob("*.cpp")), ids=lambda source: source.name)
+def test_kernels_compile_for_arm(source: object) -> None:
+    [neon] = ARM
+    command = [CROSS, *FLAGS, *neon.flags, "-Wall", "-Werror", "-fsyntax-only", str(source)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
