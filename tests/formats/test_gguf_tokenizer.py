@@ -15,6 +15,7 @@ from kvern.errors import CorruptCheckpoint, UnsupportedModel
 from kvern.formats.gguf.files import PATTERNS
 from kvern.models.folder import model_folder
 from kvern.models.hub import resolve_model
+from kvern.text.infill import infill_of
 from kvern.text.tokenizer import Tokenizer
 from tests.support.families import make_checkpoint
 from tests.support.gguf_files import add_tokenizer, write_gguf
@@ -193,3 +194,23 @@ def test_what_makes_no_tokenizer_is_refused(
 
     with pytest.raises(error, match=message):
         tokenizer_of(tmp_path, describe)
+
+
+@pytest.mark.parametrize("names", [("fim_pre", "fim_suf", "fim_mid"), ("prefix", "suffix", "middle")], ids=str)
+def test_tokens_for_filling_gaps_are_those_of_the_header(tmp_path: Path, names: tuple[str, ...]) -> None:
+    """Whatever they are called."""
+    scores = pieces_of_words(20)
+    tokens = list(scores)[-3:]
+
+    def describe(writer: gguf.GGUFWriter) -> None:
+        sentence_piece(scores)(writer)
+        for name, token in zip(names, tokens, strict=True):
+            writer.add_uint32(f"tokenizer.ggml.{name}_token_id", list(scores).index(token))
+
+    found = tokenizer_of(tmp_path, describe)
+    infill = infill_of(found)
+    assert infill is not None
+    before, after, middle = (found.token_to_id(token) for token in tokens)
+    ids = infill.prompt("ab", "ba")
+    assert [token for token in ids if token in (before, after, middle)] == [before, after, middle]
+    assert ids[-1] == middle and set(infill.ends) == {before, after, middle}

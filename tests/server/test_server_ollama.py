@@ -160,7 +160,7 @@ def test_what_is_not_done_and_what_is_ignored(client: ollama.Client, server: Ser
     for call in (client.pull, client.delete):
         with pytest.raises(ollama.ResponseError, match="admin=1: start the server with --api-key-file"):
             call("llama3")
-    with pytest.raises(ollama.ResponseError, match="suffix is 'b': this server does not fill gaps"):
+    with pytest.raises(ollama.ResponseError, match="suffix is 'b': this model's tokenizer has no tokens for"):
         client.generate("kvern-12m", "a", suffix="b")
     with pytest.raises(ollama.ResponseError, match="gives no embeddings"):
         client.embed("kvern-12m", "a")

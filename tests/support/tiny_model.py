@@ -3,6 +3,7 @@ but no sense."""
 
 import json
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 import tokenizers
@@ -34,8 +35,8 @@ CONFIG = {
 }
 
 
-def make_tiny_model(folder: Path) -> Path:
-    """Write the checkpoint into ``folder``, always the same one, and return the folder."""
+def make_tiny_model(folder: Path, special: Sequence[str] = ()) -> Path:
+    """Write the checkpoint into ``folder``, always the same one, and return the folder. ``special``: further tokens."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(CONFIG))
     backend = tokenizers.Tokenizer(models.BPE())
@@ -43,7 +44,10 @@ def make_tiny_model(folder: Path) -> Path:
     backend.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(
-        vocab_size=CONFIG["vocab_size"], special_tokens=SPECIAL, initial_alphabet=alphabet, show_progress=False
+        vocab_size=CONFIG["vocab_size"],
+        special_tokens=[*SPECIAL, *special],
+        initial_alphabet=alphabet,
+        show_progress=False,
     )
     backend.train_from_iterator(["the quick brown fox jumps over the lazy dog"], trainer)
     backend.save(str(folder / "tokenizer.json"))

@@ -141,6 +141,8 @@ class CompletionBody:
     stream: bool
     options: AnswerOptions
     encoding: Encoding | None = None
+    suffix: str = ""
+    """The text after the gap that the answer fills."""
 
 
 def read_completion(body: Mapping[str, Any], url: str, defaults: SamplingParams | None = None) -> CompletionBody:
@@ -184,7 +186,16 @@ def read_completion(body: Mapping[str, Any], url: str, defaults: SamplingParams 
     if is_chat:
         asked = msgspec.structs.replace(common.options, prediction=read_prediction(body))
         common = replace(common, options=asked)
-    return CompletionBody(conversation, prompts, params, common, stream, options, encoding)
+    return CompletionBody(conversation, prompts, params, common, stream, options, encoding, _suffix(body, encoding))
+
+
+def _suffix(body: Mapping[str, Any], encoding: Encoding | None) -> str:
+    """Reads `suffix`. Raises HttpError if another field contradicts it."""
+    suffix: str = typed(body, "suffix", str, "")
+    if suffix and (encoding is not None or body.get("echo")):
+        others = "echo, truncate_prompt_tokens and add_special_tokens"
+        raise HttpError(400, f"suffix is {shown(suffix)}: it does not go with {others}; leave one out", param="suffix")
+    return suffix
 
 
 def _answer_options(body: Mapping[str, Any], url: str, conversation: ChatBody | None, **found: Any) -> AnswerOptions:
@@ -246,7 +257,7 @@ def _request_id(body: Mapping[str, Any]) -> str | None:
 
 
 def _check_only_values(body: Mapping[str, Any], is_chat: bool) -> None:
-    supported = {"stream", "stream_options", "echo"}
+    supported = {"stream", "stream_options", "echo", *(() if is_chat else ("suffix",))}
     if not is_chat or body.get("use_beam_search"):
         supported.add("best_of")  # of a search it is the number of beams
     check_refused(body, {name: refusal for name, refusal in ONLY_VALUES.items() if name not in supported})

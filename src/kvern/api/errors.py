@@ -19,7 +19,7 @@ from kvern.errors import (
 )
 from kvern.request.sampling_params import SamplingParams
 
-NAMED_FIELDS = frozenset({*SamplingParams.__struct_fields__, *CHAT_FIELDS, "dimensions", "input", "top_logprobs"})
+NAMED_FIELDS = {*SamplingParams.__struct_fields__, *CHAT_FIELDS, "dimensions", "input", "suffix", "top_logprobs"}
 
 ANTHROPIC_KINDS = {
     400: "invalid_request_error",

@@ -38,12 +38,11 @@ OPTIONS = PARAMETERS - {"beam_width", "structured"}
 """Sampling parameters that `options` may hold; other options are ignored."""
 REFUSED = {
     "images": "this model takes text only",
-    "suffix": "this server does not fill gaps",
     "template": "the model's own is used",
 }
 KNOWN = frozenset(
     {"model", "name", "messages", "tools", "prompt", "system", "raw", "context", "format", "options", "stream", "think"}
-    | {"logprobs", "top_logprobs", "keep_alive", *REFUSED, *COMMON_FIELDS}
+    | {"suffix", "logprobs", "top_logprobs", "keep_alive", *REFUSED, *COMMON_FIELDS}
 )
 
 
@@ -60,6 +59,8 @@ class OllamaBody:
     common: CommonFields
     stream: bool
     is_empty: bool
+    suffix: str = ""
+    """The text after the gap that the answer fills."""
 
 
 def read_body(body: Mapping[str, Any], url: str) -> OllamaBody:
@@ -70,7 +71,8 @@ def read_body(body: Mapping[str, Any], url: str) -> OllamaBody:
             raise HttpError(400, f"{name} is {shown(body[name])}: {why}; leave it out")
     prompt, context = typed(body, "prompt", str, ""), typed(body, "context", list, [])
     messages = _messages(typed(body, "messages", list, [])) if url == CHAT else []
-    if url == GENERATE and prompt:
+    suffix = _suffix(body, url)
+    if url == GENERATE and prompt and not suffix:
         system = typed(body, "system", str, "")
         messages = [{"role": "system", "content": system}] if system else []
         messages.append({"role": "user", "content": prompt})
@@ -80,7 +82,17 @@ def read_body(body: Mapping[str, Any], url: str) -> OllamaBody:
     if messages and not is_raw:
         conversation = ChatBody(plain_messages(messages), tools, PromptOptions(variables=variables))
     stream = typed(body, "stream", bool, True)
-    return OllamaBody(conversation, prompt, context, _params(body), read_common(body), stream, not messages)
+    is_empty = not messages and not suffix
+    return OllamaBody(conversation, prompt, context, _params(body), read_common(body), stream, is_empty, suffix)
+
+
+def _suffix(body: Mapping[str, Any], url: str) -> str:
+    """Reads `suffix`. Raises HttpError if it does not go with the rest of the body."""
+    suffix: str = typed(body, "suffix", str, "")
+    for name in ("messages", "system", "context") if suffix else ():
+        if body.get(name) or url == CHAT:
+            raise HttpError(400, f"suffix is {shown(suffix)}: {GENERATE} takes it with a prompt alone, without {name}")
+    return suffix
 
 
 def ignored_options(body: Mapping[str, Any]) -> dict[str, Any]:

@@ -220,7 +220,13 @@ OPERATIONS = (
         (403,),
         "model=model? engine!=name grace_seconds=grace",
     ),
-    Operation(f"POST {COMPLETIONS}", "Continue a text.", COMPLETED, body=f"{GENERATED} prompt!=prompts", stream=EVENTS),
+    Operation(
+        f"POST {COMPLETIONS}",
+        "Continue a text, or fill the gap before a suffix.",
+        COMPLETED,
+        body=f"{GENERATED} prompt!=prompts suffix=text?",
+        stream=EVENTS,
+    ),
     Operation(
         f"POST {CHAT}",
         "Answer a conversation.",
@@ -325,7 +331,7 @@ OPERATIONS = (
         f"POST {GENERATE}",
         "Answer a text.",
         "response!=any done!=bool done_reason=text",
-        body=f"{OLLAMA} prompt=text? system=text? raw=bool? context=[int]?",
+        body=f"{OLLAMA} prompt=text? suffix=text? system=text? raw=bool? context=[int]?",
         stream=LINES,
     ),
     Operation(

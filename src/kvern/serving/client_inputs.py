@@ -139,6 +139,26 @@ class ClientInputs:
         work = functools.partial(encoding.encode, self._tokenizer, prompt, self.max_model_len, answer)
         return await self._in_thread(len(prompt), work)
 
+    async def infilled(
+        self, prompts: Sequence[Prompt], suffix: str, params: SamplingParams
+    ) -> tuple[list[Prompt], SamplingParams]:
+        """Prompts that ask for what is missing before `suffix`, and parameters whose answers end there.
+
+        Raises InvalidRequest.
+        """
+        from kvern.text.infill import needed_infill
+
+        infill = needed_infill(self._tokenizer, suffix)
+        found: list[Prompt] = []
+        for prompt in prompts:
+            if not isinstance(prompt, str | list):
+                raise InvalidRequest("suffix goes with a prompt that is a text or a list of token ids")
+            text = prompt if isinstance(prompt, str) else ""
+            self._tokenizer.check_length(text + suffix, self.max_model_len)
+            work = functools.partial(infill.prompt, prompt, suffix)
+            found.append(await self._in_thread(len(prompt) + len(suffix), work))
+        return found, params.replace(stop_token_ids=[*(params.stop_token_ids or ()), *infill.ends])
+
     async def decode(self, token_ids: Sequence[int]) -> str:
         """Token ids as text, special tokens included."""
         work = functools.partial(self._tokenizer.decode, token_ids, skip_special_tokens=False)

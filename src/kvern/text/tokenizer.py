@@ -238,6 +238,10 @@ class Tokenizer:
             return None
         return self._backend.token_to_id(token)
 
+    def named_token(self, name: str) -> str | None:
+        """Returns the special token with a name such as bos_token."""
+        return self._special_tokens.get(name)
+
     def id_to_token(self, token_id: int) -> str:
         """Returns the text of one token alone, U+FFFD if it is only part of a character."""
         if token_id not in self._texts:

@@ -102,6 +102,21 @@ BEGIN_WITH_BOS = IGNORES_MERGES
 WITHOUT_BOS = ("glm4", "chatglm-bpe")
 """Pre-tokenizers without a BOS token, even if the file says otherwise."""
 
+NAMES = {
+    "bos": "bos_token",
+    "eos": "eos_token",
+    "unknown": "unk_token",
+    "padding": "pad_token",
+    "prefix": "prefix_token",
+    "suffix": "suffix_token",
+    "middle": "middle_token",
+    "fim_pre": "prefix_token",
+    "fim_suf": "suffix_token",
+    "fim_mid": "middle_token",
+}
+"""Special tokens of the header by their names in tokenizer_config.json."""
+KINDS = (*NAMES, "eot", "eom")
+
 
 def tokenizer_files(header: Header) -> dict[str, Any]:
     """The JSON of tokenizer.json, tokenizer_config.json, and generation_config.json's ends of an answer.
@@ -123,12 +138,11 @@ def tokenizer_files(header: Header) -> dict[str, Any]:
             f"{header.file}: tokenizer.ggml.model is {shown(kind)}; kvern makes gpt2's and llama's: give --tokenizer, "
             "a folder with a tokenizer.json"
         )
-    ids = {name: _token_id(header, name, len(tokens)) for name in ("bos", "eos", "unknown", "padding", "eot", "eom")}
+    ids = {name: _token_id(header, name, len(tokens)) for name in KINDS}
     special = {kind: tokens[token_id] for kind, token_id in ids.items() if token_id is not None}
     added = list(_added_tokens(tokens, kinds, [ids[name] for name in ("bos", "eos") if ids[name] is not None]))
     around = _around(header, kind, ids, tokens)
-    names = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
-    config: dict[str, Any] = {name: special[kind] for kind, name in names.items() if kind in special}
+    config: dict[str, Any] = {name: special[kind] for kind, name in NAMES.items() if kind in special}
     ends = {index for name in ("eos", "eot", "eom") if (index := ids[name]) is not None}
     ends |= {token["id"] for token in added if token["content"] in ENDINGS}
     return {

@@ -65,6 +65,8 @@ class Completions:
         if (talk := asked.conversation) is not None:
             chat = await self._service.chat(model, talk, params, asked.common, key)
             prompts, params = [chat.prompt], chat.params
+        elif asked.suffix:
+            prompts, params = await engine.client.inputs.infilled(prompts, asked.suffix, params)
         elif asked.encoding is not None:
             encoded = engine.client.inputs.encoded
             prompts = [await encoded(prompt, asked.encoding, params.max_tokens) for prompt in prompts]

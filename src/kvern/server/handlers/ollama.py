@@ -21,6 +21,7 @@ from kvern.api.errors import HttpError, ollama_error
 from kvern.api.fields import read_common, typed
 from kvern.api.ollama import LATEST, LINES, OllamaBody, OllamaWriter, Seconds, nanoseconds, timestamp
 from kvern.engine.embedding import check_embeds, embedding_of
+from kvern.engine.inputs import Prompt
 from kvern.models.header import read_entries
 from kvern.models.pooling import POOLING_FILE
 from kvern.request.sampling_params import SamplingParams
@@ -41,6 +42,7 @@ from kvern.server.http import (
 )
 from kvern.server.keys import ApiKey
 from kvern.server.service import Running, ServedEngine
+from kvern.text.infill import infill_of
 from kvern.text.tokenizer import read_json
 from kvern.tools.chat import ChatRequest
 from kvern.tools.encoding import Encoding
@@ -168,6 +170,7 @@ def capabilities(engine: ServedEngine) -> list[str]:
     can = {
         "completion": not model.is_encoder,
         "embedding": (client.folder / POOLING_FILE).is_file() if not model.is_encoder else not model.is_classifier,
+        "insert": not model.is_encoder and infill_of(client.tokenizer) is not None,
         "tools": tools is not None and "tools" in template,
         "thinking": thinking is not None,
     }
@@ -200,8 +203,12 @@ class OllamaApi:
         writer = OllamaWriter(url, str(shown or model), chat)
         if asked.is_empty:
             return json_response(writer.loaded(), headers=headers)
-        prompt, params = (asked.prompt, asked.params) if chat is None else (chat.prompt, chat.params)
-        ask, stream = self._service.ask(model, asked.common, [prompt], params, key), asked.stream
+        prompts: list[Prompt] = [asked.prompt if chat is None else chat.prompt]
+        params = asked.params if chat is None else chat.params
+        if asked.suffix:
+            inputs = self._service.engine_of(model).client.inputs
+            prompts, params = await inputs.infilled(prompts, asked.suffix, params)
+        ask, stream = self._service.ask(model, asked.common, prompts, params, key), asked.stream
         del asked
         let_go(request, body)
         if stream:
