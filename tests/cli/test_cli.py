@@ -20,6 +20,7 @@ from kvern.cli.chat import Conversation, with_parameter
 from kvern.cli.chat import messages as typed_messages
 from kvern.cli.main import main
 from kvern.cli.options import SamplingOptions, read_defaults
+from kvern.cli.terminal import Wrapped
 from kvern.errors import ConfigError, InvalidParameter
 from tests.support.tiny_model import make_tiny_model
 
@@ -228,12 +229,14 @@ def test_chat_commands(llm: LLM) -> None:
     talk.take("/set max_tokens 2")
     talk.take("/set temperature hot")
     talk.take("/set colour red")
-    assert "max_tokens = 2" in screen.text
+    talk.take("/set")
+    assert "max_tokens = 2" in screen.text and "temperature = 0" in screen.text and "top_k = default" in screen.text
     assert "error: temperature: expected float" in screen.text
     assert "error: no sampling parameter 'colour'" in screen.text
     talk.take("the fox")
     assert "[2 tokens, " in screen.text
-    talk.take("/reset")
+    assert "; cut at max_tokens]" in screen.text
+    talk.take("/clear")
     assert len(talk.messages) == 1
     assert not talk.take("/exit")
 
@@ -243,8 +246,15 @@ def test_chat_survives_a_conversation_that_is_too_long(llm: LLM) -> None:
     talk.take("word " * 600)
     assert "error: " in screen.text
     assert talk.messages == []
+    assert "/reset forgets" not in screen.text
     talk.take("the fox")
     assert len(talk.messages) == 2
+    talk.take("/set max_tokens none")
+    talk.take("/set ignore_eos true")
+    talk.take("the dog")
+    assert f"; cut: the context of {llm.max_model_len} tokens is full, /reset forgets the conversation]" in screen.text
+    talk.take("the cat")
+    assert "; /reset forgets the conversation" in screen.text.splitlines()[-1]
 
 
 class InterruptedLLM:
@@ -305,6 +315,29 @@ def test_a_conversation_is_saved_and_goes_on(llm: LLM, tmp_path: Path) -> None:
 def test_a_message_may_have_several_lines() -> None:
     typed = ["  one ", '"""', "two", "  three", '"""', '"""four"""', "/help", '"""five', "six"]
     assert list(typed_messages(typed)) == ["one", "two\n  three", "four", "/help", "five\nsix"]
+    assert list(typed_messages(['"""one', None, "two"])) == ["two"]
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("a quick brown fox\njumps", "a quick\nbrown fox\njumps"),
+        ("exactly 10 and more", "exactly 10\nand more"),
+        ("a averyverylongword b", "a\naveryverylongword b"),
+        ("```\nif a and b and c:\n```\nand then on", "```\nif a and b and c:\n```\nand then\non"),
+        ("\u732b\u304c\u597d\u304d a b", "\u732b\u304c\u597d\u304d a\nb"),
+        ("ten letter  \nnext", "ten letter\nnext"),
+    ],
+)
+def test_a_terminal_breaks_answers_between_words(text: str, shown: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "10")
+    for size in (1, 3, len(text)):
+        screen = Screen()
+        write = Wrapped(screen.append)
+        for at in range(0, len(text), size):
+            write(text[at : at + size])
+        write("\n")
+        assert screen.text == shown + "\n"
 
 
 def test_a_prompt_of_the_command_line_is_answered_alone(model: Path) -> None:
@@ -337,9 +370,8 @@ def test_chat_through_a_pipe(model: Path) -> None:
         text=True,
         timeout=120,
     )
-    assert (result.returncode, result.stderr) == (0, "")
-    assert "[4 tokens, " in result.stdout
-    assert "[2 tokens, " in result.stdout
+    assert result.returncode == 0 and "tokens/s" not in result.stdout and "max_tokens = 2" in result.stdout
+    assert [line.partition(" tokens")[0] for line in result.stderr.splitlines()] == ["[4", "[2"]
 
 
 @pytest.fixture
@@ -351,7 +383,7 @@ def terminal(model: Path) -> Iterator[tuple["subprocess.Popen[bytes]", int]]:
         stdin=side,
         stdout=side,
         stderr=side,
-        env={**ENVIRONMENT, "TERM": "xterm", "PROMPT_TOOLKIT_NO_CPR": "1"},
+        env={**ENVIRONMENT, "TERM": "xterm", "NO_COLOR": "", "PROMPT_TOOLKIT_NO_CPR": "1"},
         start_new_session=True,
     )
     os.close(side)
@@ -374,10 +406,15 @@ def read_until(controller: int, seen: Callable[[str], bool]) -> str:
 def test_chat_on_a_terminal(terminal: tuple["subprocess.Popen[bytes]", int]) -> None:
     process, controller = terminal
     prompt = "\x1b[?2004h"  # the terminal is told to bracket what is pasted: a line can be typed
+    begun = read_until(controller, lambda shown: prompt in shown)
+    assert f"loading {Path(process.args[5]).name}" in begun.rpartition("\r\x1b[K")[0]  # which is erased
+    os.write(controller, b'"""\r')
+    read_until(controller, lambda shown: "..." in shown)
+    os.write(controller, b"\x03")
     read_until(controller, lambda shown: prompt in shown)
     os.write(controller, b"/set max_tokens 3\r")
     read_until(controller, lambda shown: prompt in shown.partition("max_tokens = 3")[2])
     os.write(controller, b"the fox\r")
-    read_until(controller, lambda shown: prompt in shown.partition("[3 tokens, ")[2])
+    read_until(controller, lambda shown: prompt in shown.partition("\x1b[2m[3 tokens, ")[2])
     os.write(controller, b"\x04")
     assert process.wait(240) == 0

@@ -9,15 +9,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import torch
 
 from kvern import EngineConfig
+from kvern.cli.chat import kernels_to_come
 from kvern.cpu import build as compiling
 from kvern.cpu import library, ready
 from kvern.cpu.build import build
 from kvern.cpu.check import GROUPS
 from kvern.cpu.cores import cpu_threads, shares_of_cores
-from kvern.cpu.kernel_library import find_compiler, library_path
-from kvern.cpu.ready import working_groups
+from kvern.cpu.kernel_library import find_compiler, library_path, read_record
+from kvern.cpu.ready import begin_build, working_groups
 from kvern.runner.plan import CPU_KERNELS, RANK_KERNELS
 
 COMPILER = find_compiler()
@@ -126,10 +128,30 @@ def test_a_first_start_answers_at_once_and_the_next_has_kernels(machine: Machine
     assert machine.builds == 1
 
 
+def test_who_waits_for_kernels_gets_the_process_that_compiles_them(machine: Machine, unchecked: None) -> None:
+    machine.compile_by(fails=True)
+    process = begin_build(machine.folder)
+    assert process is not None and process.wait() == 0
+    record = read_record(machine.path)
+    assert machine.builds == 1 and record is not None and "an error of sources" in record.error
+    assert begin_build(machine.folder) is None
+
+
+def test_a_chat_waits_for_missing_kernels_and_not_for_a_gpu(
+    machine: Machine, begun: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = EngineConfig(cache_dir=str(machine.folder), device="cpu")
+    kernels_to_come(config)
+    assert begun == [config.cache_folder]
+    monkeypatch.setattr("kvern.runner.device.resolve_device", lambda config: torch.device("cuda"))
+    assert kernels_to_come(config) is None and len(begun) == 1
+
+
 def test_without_a_compiler_one_warning_says_what_is_lost(
     machine: Machine, begun: list[Path], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CXX", "/nowhere/c++")
+    assert begin_build(machine.folder) is None
     found, warnings = groups(machine.folder, caplog)
     assert not found and not begun
     (warning,) = warnings

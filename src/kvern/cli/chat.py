@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -14,18 +15,22 @@ import tyro
 
 from kvern.api.fields import sampling_params
 from kvern.cli.options import SamplingOptions
-from kvern.cli.run import load
+from kvern.cli.output import say
+from kvern.cli.run import check_files, load
+from kvern.cli.terminal import Waiting, Wrapped, dim
 from kvern.config import DEFAULT_MODEL, EngineConfig
-from kvern.errors import InvalidParameter, KvernError
+from kvern.errors import InvalidParameter, KvernError, ModelNotFound, PromptTooLong
 from kvern.io.files import read_whole, reason
 from kvern.request.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
+    from subprocess import Popen
+
     from kvern.llm import LLM
 
 HELP = """\
 /help, /?          this list
-/reset             forget the conversation
+/reset, /clear     forget the conversation
 /system TEXT       set the system message and forget the conversation; without TEXT: none
 /adapter NAME      answer through an adapter; without NAME: through none
 /set NAME VALUE    set a sampling parameter, as in /set temperature 0.7; without NAME: show all
@@ -34,7 +39,8 @@ HELP = """\
 /load FILE         go on with a conversation that was saved
 /bye, /exit        leave, as Ctrl-D does
 A message of several lines stands between lines of \"\"\". Ctrl-C stops an answer."""
-COMMANDS = ("/help", "/reset", "/system", "/adapter", "/set", "/show", "/save", "/load", "/bye")
+COMMANDS = ("/help", "/reset", "/clear", "/system", "/adapter", "/set", "/show", "/save", "/load", "/bye")
+COMPILING = "compiling kernels for this CPU, once, for a minute or two; Ctrl-C goes on without them, far more slowly"
 QUOTES = '"""'
 MOST_SAVED_BYTES = 64 << 20
 # A model's output must not be able to move the cursor or to set colours.
@@ -68,9 +74,12 @@ class ChatCommand:
 
         params = self.sampling.params()
         engine = dataclasses.replace(self.engine, model=self.name) if self.name is not None else self.engine
-        llm = load(engine)
+        llm = begun(engine)
         llm.check_generates()
-        conversation = Conversation(llm, params, self.system, sys.stdout.write)
+        if sys.stdout.isatty():
+            conversation = Conversation(llm, params, self.system, Wrapped(sys.stdout.write), note_on_terminal)
+        else:
+            conversation = Conversation(llm, params, self.system, sys.stdout.write, sys.stderr.write)
         if self.prompt is not None:
             piped = "" if sys.stdin.isatty() else sys.stdin.read()
             return int(not conversation.answer("\n\n".join(filter(None, (self.prompt, piped.strip())))))
@@ -80,10 +89,53 @@ class ChatCommand:
         return 0
 
 
-def messages(lines: Iterable[str]) -> Iterator[str]:
-    """Yields typed messages and commands: lines without blanks around them, or the lines between two of QUOTES."""
+def begun(engine: EngineConfig) -> LLM:
+    """Returns the loaded model. A terminal shows what is waited for: the model, and the first time kernels for a CPU.
+
+    Without the kernels a model of some gigabytes would take minutes for an answer. Ctrl-C goes on without them. Raises
+    KvernError.
+    """
+    from kvern.models.hub import resolve_model
+
+    check_files(engine)
+    try:
+        resolve_model(engine.model, engine.revision, offline=True, cache_folder=engine.download_dir)
+    except ModelNotFound:
+        return load(engine)  # which downloads it, and shows how far it is
+    loading = f"loading {Path(engine.model or DEFAULT_MODEL).name}"
+    with Waiting(loading) as waiting:
+        if engine.cpu_kernels and (process := kernels_to_come(engine)) is not None:
+            waiting.show(COMPILING)
+            if not sys.stderr.isatty():
+                say(COMPILING)
+            with contextlib.suppress(KeyboardInterrupt):
+                process.wait()
+            waiting.show(loading)
+        return load(engine)
+
+
+def kernels_to_come(engine: EngineConfig) -> Popen[bytes] | None:
+    """Begins to compile kernels if the model will run on a CPU and they are missing; returns the process."""
+    from kvern.cpu.ready import begin_build
+    from kvern.runner.device import resolve_device
+
+    return begin_build(engine.cache_folder) if resolve_device(engine).type == "cpu" else None
+
+
+def note_on_terminal(text: str) -> None:
+    sys.stdout.write(dim(text))
+
+
+def messages(lines: Iterable[str | None]) -> Iterator[str]:
+    """Yields typed messages and commands: lines without blanks around them, or the lines between two of QUOTES.
+
+    None forgets the lines after the first of QUOTES.
+    """
     several: list[str] | None = None
     for line in lines:
+        if line is None:
+            several = None
+            continue
         text = line.rstrip("\r\n") if several is not None else line.strip()
         if several is None and text.startswith(QUOTES):
             several, text = [], text.removeprefix(QUOTES)
@@ -101,8 +153,8 @@ def messages(lines: Iterable[str]) -> Iterator[str]:
         yield "\n".join(several).strip()
 
 
-def terminal_lines() -> Iterator[str]:
-    """Yields typed lines, with editing and history, until Ctrl-D. Ctrl-C clears the line."""
+def terminal_lines() -> Iterator[str | None]:
+    """Yields typed lines, with editing and history, until Ctrl-D; None after Ctrl-C, which clears the line."""
     from prompt_toolkit import PromptSession
     from prompt_toolkit.completion import WordCompleter
 
@@ -111,24 +163,37 @@ def terminal_lines() -> Iterator[str]:
         completer=WordCompleter(words, sentence=True), complete_while_typing=False
     )
     sys.stdout.write("kvern chat: /help lists the commands, Ctrl-D leaves\n")
+    is_inside = False  # a message of several lines
     while True:
         try:
-            yield session.prompt("> ")
+            line = session.prompt("... " if is_inside else "> ")
         except KeyboardInterrupt:
+            is_inside = False
+            yield None
             continue
         except EOFError:
             return
+        is_inside ^= line.count(QUOTES) % 2 == 1
+        yield line
 
 
 class Conversation:
-    """A conversation that typed lines change. ``write`` shows text to the user."""
+    """A conversation that typed lines change. `write` shows text to the user, and `note` figures of an answer."""
 
-    def __init__(self, llm: LLM, params: SamplingParams, system: str | None, write: Callable[[str], Any]) -> None:
+    def __init__(
+        self,
+        llm: LLM,
+        params: SamplingParams,
+        system: str | None,
+        write: Callable[[str], Any],
+        note: Callable[[str], Any] | None = None,
+    ) -> None:
         self._llm = llm
         self._params = params
         self._system = system
         self._adapter: str | None = None
         self._write = write
+        self._note = note or write
         self.messages: list[dict[str, Any]] = []
         self.reset()
 
@@ -140,7 +205,7 @@ class Conversation:
         if line.startswith("/") and "\n" not in line:
             return self._command(line)
         if line and (said := self.answer(line)) is not None:
-            self._show(said)
+            self._note(f"{said}\n")
         return True
 
     def _command(self, line: str) -> bool:
@@ -150,7 +215,7 @@ class Conversation:
                 return False
             case "/help" | "/?":
                 self._show(HELP)
-            case "/reset":
+            case "/reset" | "/clear":
                 self.reset()
                 self._show("the conversation is forgotten")
             case "/system":
@@ -185,7 +250,7 @@ class Conversation:
         name, _, text = argument.partition(" ")
         if not name:
             values = msgspec.structs.asdict(self._params)
-            self._show("\n".join(f"{key} = {value}" for key, value in values.items()))
+            self._show("\n".join(f"{key} = {'default' if value is None else value}" for key, value in values.items()))
             return
         try:
             self._params = with_parameter(self._params, name, text.strip())
@@ -228,7 +293,7 @@ class Conversation:
     def answer(self, text: str) -> str | None:
         """Writes the answer to a message; returns how fast it was. None: there is none, and the reason is shown."""
         self.messages.append({"role": "user", "content": text})
-        written, tokens = "", 0
+        written, tokens, cut = "", 0, ""
         started = time.perf_counter()
         try:
             for output in self._llm.stream_chat(self.messages, self._params, adapter=self._adapter):
@@ -237,16 +302,26 @@ class Conversation:
                 sys.stdout.flush()
                 written, tokens = answer.text, len(answer.token_ids)
                 output.check()
+                if answer.finish_reason == "length":
+                    cut = self._why_cut(len(output.prompt_token_ids) + tokens)
         except KeyboardInterrupt:
             self._write(" [stopped]")
         except KvernError as error:
             self.messages.pop()
-            self._show(f"error: {error}")
+            again = isinstance(error, PromptTooLong) and any(message["role"] == "user" for message in self.messages)
+            self._show(f"error: {error}{'; /reset forgets the conversation' if again else ''}")
             return None
         seconds = time.perf_counter() - started
         self.messages.append({"role": "assistant", "content": written})
         self._write("\n")
-        return f"[{tokens} tokens, {tokens / seconds:.1f} tokens/s]"
+        return f"[{tokens} tokens, {tokens / seconds:.1f} tokens/s{cut}]"
+
+    def _why_cut(self, tokens: int) -> str:
+        """Returns what ended an answer before its end, at this length of the conversation."""
+        most = self._llm.max_model_len
+        if tokens < most:
+            return "; cut at max_tokens"
+        return f"; cut: the context of {most:,} tokens is full, /reset forgets the conversation"
 
     def _show(self, text: str) -> None:
         self._write(text + "\n")

@@ -138,15 +138,20 @@ def model_name(engine: EngineConfig) -> str:
     return str(Path(engine.model).resolve()) if Path(engine.model).is_dir() else engine.model
 
 
-def load(engine: EngineConfig) -> LLM:
-    """Returns the loaded model. Raises KvernError; what is wrong with a file is said before PyTorch is imported."""
-    import dataclasses
-
+def check_files(engine: EngineConfig) -> None:
+    """Raises KvernError if the model's name or files on this machine are wrong. Imports no PyTorch."""
     from kvern.models.folder import model_folder
     from kvern.models.hub import local_model
 
     if engine.model is not None and local_model(engine.model) is not None:
         model_folder(engine)
+
+
+def load(engine: EngineConfig) -> LLM:
+    """Returns the loaded model. Raises KvernError."""
+    import dataclasses
+
+    check_files(engine)
     from kvern.llm import LLM
 
     return LLM(**{item.name: getattr(engine, item.name) for item in dataclasses.fields(engine)})

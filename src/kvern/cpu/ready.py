@@ -75,12 +75,28 @@ def working_groups(folder: Path, threads: int) -> frozenset[str]:
     return working
 
 
-def _begin(folder: Path) -> None:
+def begin_build(folder: Path) -> "subprocess.Popen[bytes] | None":
+    """Begins to compile the kernels if they are missing and there is a compiler. Returns the process, at low priority.
+
+    Raises ConfigError.
+    """
+    try:
+        maker = find_maker()
+        path = library_path(folder, maker)
+        record = read_record(path)
+        wanted = not isinstance(maker, Path) and (record is None or is_due(path, record))
+        return _begin(folder) if wanted else None
+    except (BuildError, OSError):  # `working_groups` says why
+        return None
+
+
+def _begin(folder: Path) -> "subprocess.Popen[bytes]":
     """Starts a build in a process that outlives this one."""
     command = [sys.executable, "-m", "kvern.cpu.ready", str(folder)]
     nowhere = subprocess.DEVNULL
     process = subprocess.Popen(command, stdin=nowhere, stdout=nowhere, stderr=nowhere, start_new_session=True)  # noqa: S603
     threading.Thread(target=process.wait, name="kernels-build", daemon=True).start()
+    return process
 
 
 def main() -> None:
