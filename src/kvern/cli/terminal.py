@@ -20,7 +20,7 @@ TICK_SECONDS = 1.0
 class Wrapped:
     """Text that comes in pieces, with line breaks between words where a line of the terminal is full.
 
-    A word, with the blank before it, is written when it has ended. Lines between two FENCEs are code and stay as they are.
+    A word, with the blank before it, is written when it has ended. Lines of code between two FENCEs stay as they are.
     """
 
     def __init__(self, write: Callable[[str], Any]) -> None:
