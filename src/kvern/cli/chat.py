@@ -293,7 +293,8 @@ class Conversation:
     def answer(self, text: str) -> str | None:
         """Writes the answer to a message; returns how fast it was. None: there is none, and the reason is shown."""
         self.messages.append({"role": "user", "content": text})
-        written, tokens, cut = "", 0, ""
+        written, tokens = "", 0
+        cut = ""
         started = time.perf_counter()
         try:
             for output in self._llm.stream_chat(self.messages, self._params, adapter=self._adapter):
