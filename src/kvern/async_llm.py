@@ -3,39 +3,47 @@
 import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Literal, Self, Unpack
 
 from kvern.config import EngineConfig
+from kvern.engine.embedding import embedding_of
 from kvern.engine.inputs import InputProcessor, Messages, Prompt
 from kvern.engine.scoring import Pair, Score, score_of, scored_prompts
 from kvern.errors import RequestFailed
+from kvern.options.arguments import engine_config, takes_options
 from kvern.request.events import EngineStatistics
 from kvern.request.outputs import OnError, RequestOutput, check_on_error, checked
 from kvern.request.request import RequestOptions
 from kvern.request.sampling_params import SamplingParams
+from kvern.serving.argument_names import takes_other_names
 from kvern.serving.chats import (
     AdapterChoice,
+    ChatOptions,
     OneParams,
     Params,
+    Prompts,
     Tools,
     as_conversations,
     as_params,
     as_prompts,
+    beam_params,
     chat_request,
+    cut_prompts,
     follow,
     one_adapter_for_each,
     one_for_each,
 )
 from kvern.serving.client_thread import ClientThread
+from kvern.serving.python_api import PythonApi
 from kvern.serving.supervisor import LOOK_SECONDS
 from kvern.serving.workload import Generation
 from kvern.spec.model import ModelSpec
-from kvern.text.tokenizer import Tokenizer
 from kvern.tools.chat import ChatRequest
 
 
-class AsyncLLM:
+class AsyncLLM(PythonApi):
     """A model that serves many coroutines at once, of one event loop or of several in threads; requests share batches.
 
     Arguments as for LLM.
@@ -48,8 +56,9 @@ class AsyncLLM:
     engines keep dying, and EngineClosed after `close`.
     """
 
+    @takes_options(EngineConfig)
     def __init__(self, model: str | None = None, **options: Any) -> None:
-        self._thread = ClientThread(EngineConfig(model=model, **options))
+        self._thread = ClientThread(engine_config(model, options))
         self._client = self._thread.client
 
     @property
@@ -63,26 +72,66 @@ class AsyncLLM:
         return self._thread.spec
 
     @property
-    def tokenizer(self) -> Tokenizer:
-        """The model's tokenizer."""
-        return self._client.tokenizer
-
-    @property
     def _inputs(self) -> InputProcessor:
         return self._client.inputs.processor
 
+    @property
+    def _folder(self) -> Path:
+        return self._client.folder
+
+    @takes_other_names
     async def generate(
         self,
-        prompts: Prompt | Sequence[Prompt],
+        prompts: Prompts,
         sampling_params: Params = None,
         *,
         adapter: AdapterChoice = None,
+        truncate_prompt_tokens: int | None = None,
         on_error: OnError = "raise",
     ) -> list[RequestOutput]:
-        """Answer prompts (texts or lists of token ids), in their order. `on_error` as for `LLM.generate`."""
+        """Answer prompts (texts or lists of token ids), in their order; see LLM.generate."""
         check_on_error(on_error)
-        several = as_prompts(prompts)
+        several = cut_prompts(as_prompts(prompts), truncate_prompt_tokens, self._inputs)
         return checked(await self._all(several, one_for_each(sampling_params, len(several)), adapter), on_error)
+
+    @takes_other_names
+    async def beam_search(
+        self, prompts: Prompts, params: OneParams = None, *, adapter: AdapterChoice = None
+    ) -> list[RequestOutput]:
+        """The `beam_width` most probable answers to each prompt; see LLM.beam_search."""
+        several = as_prompts(prompts)
+        return await self.generate(several, beam_params(params, len(several)), adapter=adapter)
+
+    @takes_other_names
+    async def embed(
+        self, prompts: Prompts, *, dimensions: int | None = None, truncate_prompt_tokens: int | None = None
+    ) -> list[list[float]]:
+        """Prompts as vectors of length 1; see LLM.embed."""
+        self._check_embeds()
+        states = await self._pooled(prompts, truncate_prompt_tokens)
+        return [embedding_of(state, dimensions) for state in states]
+
+    @takes_other_names
+    async def classify(self, prompts: Prompts, *, truncate_prompt_tokens: int | None = None) -> list[dict[str, float]]:
+        """The probability of each label for each prompt; see LLM.classify."""
+        labels = self._labels()
+        return [labels.probabilities(state) for state in await self._pooled(prompts, truncate_prompt_tokens)]
+
+    @takes_other_names
+    async def encode(
+        self,
+        prompts: Prompts,
+        *,
+        pooling_task: Literal["embed", "classify"] = "embed",
+        truncate_prompt_tokens: int | None = None,
+    ) -> list[list[float]]:
+        """The vectors of `embed`, or the probabilities of `classify`; see LLM.encode."""
+        return self._encoded(await self._pooled(prompts, truncate_prompt_tokens), pooling_task)
+
+    async def _pooled(self, prompts: Prompts, most: int | None) -> list[bytes]:
+        several = cut_prompts(as_prompts(prompts), most, self._inputs, ends=False)
+        outputs = checked(await self._all(several, [None] * len(several), None, embed=True))
+        return [output.embedding or b"" for output in outputs]
 
     async def score(
         self, pairs: Sequence[Pair], *, add_special_tokens: bool = True, adapter: AdapterChoice = None
@@ -94,32 +143,36 @@ class AsyncLLM:
         return [score_of(output, item) for output, item in zip(outputs, prompts, strict=True)]
 
     async def _all(
-        self, prompts: Sequence[Prompt], params: Sequence[SamplingParams | None], adapter: AdapterChoice
+        self,
+        prompts: Sequence[Prompt],
+        params: Sequence[SamplingParams | None],
+        adapter: AdapterChoice,
+        embed: bool = False,
     ) -> list[RequestOutput]:
-        adapters = one_adapter_for_each(adapter, len(prompts))
-        tasks = [asyncio.create_task(self._last(*each)) for each in zip(prompts, params, adapters, strict=True)]
+        each = zip(prompts, params, one_adapter_for_each(adapter, len(prompts)), strict=True)
+        options = RequestOptions(embed=embed, namespace=self._namespace)
+        tasks = [asyncio.create_task(self._last(prompt, param, options, name)) for prompt, param, name in each]
         try:
             return await asyncio.gather(*tasks)
         finally:
             for task in tasks:
                 task.cancel()
 
+    @takes_other_names
     async def chat(
         self,
         messages: Messages | Sequence[Messages],
         sampling_params: Params = None,
         *,
         tools: Tools = None,
-        add_generation_prompt: bool = True,
         adapter: AdapterChoice = None,
         on_error: OnError = "raise",
-        **options: Any,
+        **options: Unpack[ChatOptions],
     ) -> list[RequestOutput]:
         """Answer conversations through the model's chat template, with the options of `LLM.chat`."""
         check_on_error(on_error)
         conversations = as_conversations(messages)
         several = one_for_each(sampling_params, len(conversations))
-        options["add_generation_prompt"] = add_generation_prompt
         chats = [
             chat_request(self._inputs.chat, conversation, params, tools, **options)
             for conversation, params in zip(conversations, several, strict=True)
@@ -142,7 +195,8 @@ class AsyncLLM:
 
         Raises RequestFailed, with the output, if it cannot go on.
         """
-        growing = self._grow(prompt, as_params(sampling_params), priority, adapter)
+        options = RequestOptions(priority=priority, namespace=self._namespace)
+        growing = self._grow(prompt, as_params(sampling_params), options, adapter)
         async with contextlib.aclosing(growing) as outputs:
             async for output in outputs:
                 if output.finished:
@@ -153,14 +207,13 @@ class AsyncLLM:
         self,
         prompt: Prompt,
         params: SamplingParams | None,
-        priority: int,
+        options: RequestOptions,
         adapter: str | None,
         patient: bool = False,
     ) -> AsyncGenerator[RequestOutput]:
         """Yield as `stream` does; the last output may be one that failed. With `patient` nothing else is yielded."""
         news = _News()
         given: list[Generation] = []
-        options = RequestOptions(priority=priority)
 
         async def submit() -> None:
             submit = self._client.replicas.submit
@@ -194,6 +247,7 @@ class AsyncLLM:
                 news.clear()
                 return
 
+    @takes_other_names
     def stream_chat(
         self,
         messages: Messages,
@@ -201,7 +255,7 @@ class AsyncLLM:
         *,
         tools: Tools = None,
         adapter: str | None = None,
-        **options: Any,
+        **options: Unpack[ChatOptions],
     ) -> AsyncIterator[RequestOutput]:
         """`stream` for a conversation, with the options of `LLM.chat`; each answer's `message` grows with its text."""
         chat = chat_request(self._inputs.chat, messages, sampling_params, tools, **options)
@@ -230,10 +284,6 @@ class AsyncLLM:
 
         await asyncio.wrap_future(self._thread.submit(unload()))
 
-    def chat_prompt(self, messages: Messages, tools: Tools = None, add_generation_prompt: bool = True) -> list[int]:
-        """The conversation as token ids, by the model's chat template. Raises InvalidRequest."""
-        return self._inputs.tokenizer.chat_prompt_ids(messages, tools, add_generation_prompt)
-
     def statistics(self) -> EngineStatistics:
         """The counters of the engines since the start."""
         return self._thread.statistics()
@@ -250,9 +300,11 @@ class AsyncLLM:
     ) -> None:
         await asyncio.to_thread(self.close)
 
-    async def _last(self, prompt: Prompt, params: SamplingParams | None, adapter: str | None) -> RequestOutput:
+    async def _last(
+        self, prompt: Prompt, params: SamplingParams | None, options: RequestOptions, adapter: str | None
+    ) -> RequestOutput:
         last: RequestOutput | None = None
-        async with contextlib.aclosing(self._grow(prompt, params, 0, adapter, patient=True)) as outputs:
+        async with contextlib.aclosing(self._grow(prompt, params, options, adapter, patient=True)) as outputs:
             async for output in outputs:
                 last = output
         assert last is not None

@@ -22,8 +22,9 @@ A message is one line: what was wrong, its value, the limit, and what to do. The
 code 2; a bad input never shows anything else.
 """
 
+import difflib
 import reprlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 
@@ -144,6 +145,12 @@ class _Shown(reprlib.Repr):
 
 SHOWN_CHARACTERS = 60
 _shown = _Shown()
+
+
+def did_you_mean(name: object, known: Iterable[str]) -> str:
+    """Returns the end of a message about an unknown name: the question whether a similar one was meant, or nothing."""
+    near = difflib.get_close_matches(str(name), sorted(known), n=1)
+    return f": did you mean {near[0]}?" if near else ""
 
 
 def shown(value: object) -> str:

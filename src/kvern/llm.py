@@ -4,45 +4,50 @@ import contextlib
 import itertools
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Literal, Self, Unpack
 
 from kvern.config import EngineConfig
-from kvern.engine.embedding import check_embeds, embedding_of
+from kvern.engine.embedding import embedding_of
 from kvern.engine.engine import Engine
-from kvern.engine.inputs import Messages, Prompt
+from kvern.engine.inputs import InputProcessor, Messages, Prompt
 from kvern.engine.relevance import PairClassifier, way_of
 from kvern.engine.scoring import Pair, Score, score_of, scored_prompts
 from kvern.errors import EngineDied, InvalidRequest, KvernError, RequestFailed
+from kvern.options.arguments import engine_config, takes_options
 from kvern.plugins import imported
 from kvern.request.events import EngineStatistics
 from kvern.request.outputs import CompletionOutput, OnError, RequestOutput, check_on_error, checked
 from kvern.request.request import RequestOptions
 from kvern.request.sampling_params import SamplingParams
+from kvern.serving.argument_names import takes_other_names
 from kvern.serving.chats import (
     AdapterChoice,
+    ChatOptions,
     OneParams,
     Params,
+    Prompts,
     Tools,
     as_conversations,
     as_params,
     as_prompts,
+    beam_params,
     chat_request,
+    cut_prompts,
     follow,
     one_adapter_for_each,
     one_for_each,
 )
+from kvern.serving.python_api import PythonApi
 from kvern.serving.several import SeveralEngines
 from kvern.serving.shared_engine import SharedEngine
-from kvern.spec.facts import ModelFacts
 from kvern.spec.model import ModelSpec
-from kvern.text.tokenizer import Tokenizer
 from kvern.tools.chat import DEFAULT_PROMPT, ChatRequest, PromptOptions
 from kvern.tools.definitions import NO_TOOLS, ToolUse
 
 __all__ = ["LLM", "CompletionOutput", "FailedRequest", "RequestOutput", "Score"]
 
-WHOLE = RequestOptions(whole=True)
 Input = tuple[str, Prompt, SamplingParams | None] | tuple[str, Prompt, SamplingParams | None, str | None]
 
 
@@ -54,18 +59,20 @@ class FailedRequest:
     error: KvernError
 
 
-class LLM:
+class LLM(PythonApi):
     """A model, ready to generate.
 
         llm = LLM()                                  # the model that ships inside kvern
         llm.generate("Once upon a time")[0].outputs[0].text
 
-    Keyword arguments are the fields of EngineConfig. Raises KvernError subclasses. Several threads may use it: their
-    requests share batches. A process forked from this one may not: it gets EngineDied.
+    Keyword arguments are the fields of EngineConfig; vLLM's names for them are taken as well. Raises KvernError
+    subclasses. Several threads may use it: their requests share batches. A process forked from this one may not: it
+    gets EngineDied.
     """
 
+    @takes_options(EngineConfig)
     def __init__(self, model: str | None = None, **options: Any) -> None:
-        config = EngineConfig(model=model, **options)
+        config = engine_config(model, options)
         several = config.data_parallel_size > 1 or config.executor == "ray"
         self._engine = SeveralEngines(config) if several else Engine(config)
         self._shared = SharedEngine(self._engine)
@@ -82,43 +89,44 @@ class LLM:
         return self._engine.spec
 
     @property
-    def _name(self) -> str:
-        return self.config.model or self._engine.folder.name
-
-    def get_tokenizer(self) -> Tokenizer:
-        """The model's tokenizer, under the name that vLLM has for it."""
-        return self.tokenizer
+    def _inputs(self) -> InputProcessor:
+        return self._engine.inputs
 
     @property
-    def max_model_len(self) -> int:
-        """The most tokens of a prompt and its answer."""
-        return self._engine.inputs.max_model_len
+    def _folder(self) -> Path:
+        return self._engine.folder
 
-    @property
-    def tokenizer(self) -> Tokenizer:
-        """The model's tokenizer."""
-        return self._engine.tokenizer
-
+    @takes_other_names
     def generate(
         self,
-        prompts: Prompt | Sequence[Prompt],
+        prompts: Prompts,
         sampling_params: Params = None,
         *,
         adapter: AdapterChoice = None,
+        truncate_prompt_tokens: int | None = None,
         progress: bool = False,
         on_error: OnError = "raise",
     ) -> list[RequestOutput]:
         """Answer prompts (texts or lists of token ids), in their order.
 
         One SamplingParams, or a mapping of its fields, serves all prompts, a list of them one each; likewise the name
-        of an adapter, None for the model as it is. If any prompt is invalid, none is run. One that fails on its way
-        ends alone: when the others have ended, RequestFailed is raised, whose `outputs` are all. With
-        `on_error="return"` they are returned, and those that failed have a `failure`.
+        of an adapter, None for the model as it is. Of each prompt the last `truncate_prompt_tokens` stay, -1: as many
+        as the context holds. If any prompt is invalid, none is run. One that fails on its way ends alone: when the
+        others have ended, RequestFailed is raised, whose `outputs` are all. With `on_error="return"` they are returned,
+        and those that failed have a `failure`.
         """
-        several = as_prompts(prompts)
+        several = cut_prompts(as_prompts(prompts), truncate_prompt_tokens, self._inputs)
         params = one_for_each(sampling_params, len(several))
         adapters = one_adapter_for_each(adapter, len(several))
         return self._all(several, params, progress, adapters=adapters, on_error=on_error)
+
+    @takes_other_names
+    def beam_search(
+        self, prompts: Prompts, params: OneParams = None, *, adapter: AdapterChoice = None, progress: bool = False
+    ) -> list[RequestOutput]:
+        """The `beam_width` most probable answers to each prompt, the best first. Raises as `generate` does."""
+        several = as_prompts(prompts)
+        return self.generate(several, beam_params(params, len(several)), adapter=adapter, progress=progress)
 
     def __call__(self, inputs: Any, **options: Any) -> list[Any]:
         """Answer a text, a conversation or a list of them as transformers' text-generation pipelines do.
@@ -129,29 +137,65 @@ class LLM:
         generated = imported("kvern.serving.pipeline:generated")
         return list(generated(inputs, options, self.generate, self.chat))
 
+    @takes_other_names
     def embed(
-        self, prompts: Prompt | Sequence[Prompt], *, dimensions: int | None = None, progress: bool = False
+        self,
+        prompts: Prompts,
+        *,
+        dimensions: int | None = None,
+        truncate_prompt_tokens: int | None = None,
+        progress: bool = False,
     ) -> list[list[float]]:
         """Prompts as vectors of length 1, of which the first `dimensions` are kept, for models trained for that.
 
-        Raises InvalidRequest for other models, and RequestFailed.
+        Of each prompt the first `truncate_prompt_tokens` are read, -1: as many as the context holds. Raises
+        InvalidRequest for other models, and RequestFailed.
         """
-        check_embeds(ModelFacts.of(self.spec), self._engine.folder, self._name)
-        several = as_prompts(prompts)
+        self._check_embeds()
+        states = self._pooled(as_prompts(prompts), truncate_prompt_tokens, progress)
+        return [embedding_of(state, dimensions) for state in states]
+
+    @takes_other_names
+    def classify(
+        self, prompts: Prompts, *, truncate_prompt_tokens: int | None = None, progress: bool = False
+    ) -> list[dict[str, float]]:
+        """The probability of each label for each prompt, by an encoder that classifies texts.
+
+        `truncate_prompt_tokens` as for `embed`. Raises InvalidRequest for other models, and RequestFailed.
+        """
+        labels = self._labels()
+        states = self._pooled(as_prompts(prompts), truncate_prompt_tokens, progress)
+        return [labels.probabilities(state) for state in states]
+
+    @takes_other_names
+    def encode(
+        self,
+        prompts: Prompts,
+        *,
+        pooling_task: Literal["embed", "classify"] = "embed",
+        truncate_prompt_tokens: int | None = None,
+        progress: bool = False,
+    ) -> list[list[float]]:
+        """`embed`, or the probabilities of `classify` in the order of the labels, under the name that others have."""
+        return self._encoded(self._pooled(as_prompts(prompts), truncate_prompt_tokens, progress), pooling_task)
+
+    def _pooled(self, prompts: Sequence[Prompt], most: int | None, progress: bool) -> list[bytes]:
+        """What the model makes of each prompt, float32 and little-endian."""
+        several = cut_prompts(prompts, most, self._inputs, ends=False)
         outputs = self._all(several, [None] * len(several), progress, embed=True)
-        return [embedding_of(output.embedding or b"", dimensions) for output in outputs]
+        return [output.embedding or b"" for output in outputs]
 
     def relevance(self, pairs: Sequence[tuple[str, str]], *, progress: bool = False) -> list[float]:
         """Returns the relevance of the second text of each pair to the first, by an encoder that reads both together.
 
         Raises InvalidRequest for other models, and RequestFailed.
         """
-        way = way_of(self._engine.folder, self.tokenizer)
+        way = way_of(self._folder, self.tokenizer)
         if not isinstance(way, PairClassifier):
             raise InvalidRequest(
                 f"{self._name} does not judge pairs of texts: use an encoder that does, or compare what embed gives"
             )
-        prompts = [self._engine.inputs.pair(first, second) for first, second in pairs]
+        prompts = [self._inputs.pair(first, second) for first, second in pairs]
         outputs = self._all(prompts, [None] * len(prompts), progress, embed=True)
         return [way.score(output.embedding or b"") for output in outputs]
 
@@ -185,7 +229,7 @@ class LLM:
         check_on_error(on_error)
         outputs: list[RequestOutput] = []
         ids = []
-        options = RequestOptions(embed=embed, whole=True)
+        options = RequestOptions(embed=embed, whole=True, namespace=self._namespace)
         try:
             with self._shared.held():
                 for prompt, param, adapter in zip(prompts, params, adapters or [None] * len(prompts), strict=True):
@@ -200,29 +244,28 @@ class LLM:
     def _next_id(self) -> str:
         return f"request-{next(self._numbers)}"
 
+    @takes_other_names
     def chat(
         self,
         messages: Messages | Sequence[Messages],
         sampling_params: Params = None,
         *,
         tools: Tools = None,
-        add_generation_prompt: bool = True,
         adapter: AdapterChoice = None,
         progress: bool = False,
         on_error: OnError = "raise",
-        **options: Any,
+        **options: Unpack[ChatOptions],
     ) -> list[RequestOutput]:
         """Answer conversations, each a list of {"role": ..., "content": ...}, through the model's chat template.
 
-        `tools` are in OpenAI's form; `options` are `tool_choice` and `parallel_tool_calls` as there, `thinking_budget`
-        (tokens) and `variables` for the template. Each answer's `message` holds content, reasoning and tool calls.
+        `tools` are in OpenAI's form; `options` are those of ChatOptions. Each answer's `message` holds content,
+        reasoning and tool calls.
         `on_error` as for `generate`.
         """
         conversations = as_conversations(messages)
         several = one_for_each(sampling_params, len(conversations))
-        options["add_generation_prompt"] = add_generation_prompt
         chats = [
-            chat_request(self._engine.inputs.chat, conversation, params, tools, **options)
+            chat_request(self._inputs.chat, conversation, params, tools, **options)
             for conversation, params in zip(conversations, several, strict=True)
         ]
         adapters = one_adapter_for_each(adapter, len(chats))
@@ -234,6 +277,7 @@ class LLM:
                 answer.message = chat.message(answer.text)
         return checked(outputs, on_error)
 
+    @takes_other_names
     def stream(
         self, prompt: Prompt, sampling_params: OneParams = None, *, adapter: str | None = None
     ) -> Generator[RequestOutput]:
@@ -243,7 +287,8 @@ class LLM:
         """
         request_id = self._next_id()
         with self._shared.held():
-            output = self._engine.add(request_id, prompt, as_params(sampling_params), adapter=adapter)
+            options = RequestOptions(namespace=self._namespace)
+            output = self._engine.add(request_id, prompt, as_params(sampling_params), options, adapter=adapter)
         seen = 0
 
         def size() -> int:
@@ -264,6 +309,7 @@ class LLM:
         finally:
             self._shared.abort([request_id])
 
+    @takes_other_names
     def stream_chat(
         self,
         messages: Messages,
@@ -271,10 +317,10 @@ class LLM:
         *,
         tools: Tools = None,
         adapter: str | None = None,
-        **options: Any,
+        **options: Unpack[ChatOptions],
     ) -> Iterator[RequestOutput]:
         """`stream` for a conversation, with the options of `chat`; each answer's `message` grows with its text."""
-        chat = chat_request(self._engine.inputs.chat, messages, sampling_params, tools, **options)
+        chat = chat_request(self._inputs.chat, messages, sampling_params, tools, **options)
         return self._followed(chat, adapter)
 
     def _followed(self, chat: ChatRequest, adapter: str | None) -> Iterator[RequestOutput]:
@@ -306,7 +352,7 @@ class LLM:
         options: PromptOptions = DEFAULT_PROMPT,
     ) -> ChatRequest:
         """A conversation as a prompt, parameters, and a reader of the answer. Raises InvalidRequest."""
-        return self._engine.inputs.chat.request(messages, sampling_params, use, options)
+        return self._inputs.chat.request(messages, sampling_params, use, options)
 
     def as_completed(
         self, inputs: Iterable[Input], *, max_in_flight: int | None = None
@@ -331,7 +377,8 @@ class LLM:
                     try:
                         name = adapter[0] if adapter else None
                         with self._shared.held():
-                            alive[request_id] = self._engine.add(request_id, prompt, params, WHOLE, adapter=name)
+                            options = RequestOptions(whole=True, namespace=self._namespace)
+                            alive[request_id] = self._engine.add(request_id, prompt, params, options, adapter=name)
                     except EngineDied:  # no fault of that input
                         raise
                     except KvernError as error:
@@ -346,13 +393,9 @@ class LLM:
         finally:
             self._shared.abort(list(alive))
 
-    def chat_prompt(self, messages: Messages, tools: Tools = None, add_generation_prompt: bool = True) -> list[int]:
-        """The conversation as token ids, by the model's chat template. Raises InvalidRequest."""
-        return self._engine.inputs.tokenizer.chat_prompt_ids(messages, tools, add_generation_prompt)
-
     def check_generates(self) -> None:
         """Raises InvalidRequest if the model generates no text: it gives embeddings, or judges texts."""
-        self._engine.inputs.check_generates()
+        self._inputs.check_generates()
 
     def statistics(self) -> EngineStatistics:
         """Returns the engine's counters since it started."""
@@ -368,9 +411,11 @@ class LLM:
             return self._engine.expert_tokens()
 
     def close(self) -> None:
-        """Abort what runs. The memory goes with the object; engines of their own processes end."""
-        with self._shared.held():
-            self._engine.close()
+        """Abort what runs, free the memory, and end engines of other processes.
+
+        Everything afterwards but `config`, `tokenizer` and another `close` raises EngineClosed.
+        """
+        self._shared.close()
 
     def __enter__(self) -> Self:
         return self

@@ -21,10 +21,10 @@ from ray.serve.experimental.consistent_hash_router import ConsistentHashRouter
 from ray.serve.request_router import PendingRequest, RunningReplica
 from starlette.types import ASGIApp
 
-from kvern.cli.options import converted
 from kvern.config import EngineConfig
 from kvern.errors import ConfigError
 from kvern.observe.metrics import servers_text
+from kvern.options.values import converted
 from kvern.server.app import Server
 from kvern.server.config import ServerConfig
 from kvern.server.keys import read_keys

@@ -11,10 +11,11 @@ from training.adapter import Lesson, save, train
 from kvern import LLM, AsyncLLM, SamplingParams
 from kvern.cli.chat import Conversation
 from kvern.cli.main import kvern_arguments, main
-from kvern.cli.options import adapters_of, read_defaults
+from kvern.cli.options import read_defaults
 from kvern.cli.run import RunCommand
 from kvern.errors import ConfigError, InvalidAdapter
 from kvern.models.hub import resolve_model
+from kvern.options.values import adapters_of
 from tests.support.trained_adapters import ADAPTERS
 
 CAT, SUM = "What is the name of the ship's cat?", "What is 17 + 25?"

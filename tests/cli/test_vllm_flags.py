@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from kvern.cli.flag_rules import Named, Switch
 from kvern.cli.main import SHARED, main, read_command
 from kvern.cli.options import KINDS, read_defaults
 from kvern.cli.serve import ServeCommand
-from kvern.cli.vllm_flags import VLLM
 from kvern.errors import ConfigError
+from kvern.options.rules import Named, Switch
+from kvern.options.vllm import VLLM
 from tests.support.served import QUESTION, serving
 
 MODEL = "kvern-1m"
@@ -343,7 +343,7 @@ def test_what_both_have_with_other_values_is_known_without_the_table() -> None:
 @pytest.mark.parametrize(("line", "imported"), [("--port 0 --no-prefix-cache", False), ("--dtype float", True)])
 def test_the_table_is_imported_for_a_flag_that_needs_it(line: str, imported: bool) -> None:
     program = "import os, sys; from kvern.cli.main import read_command; read_command(sys.argv[1:], os.environ)"
-    shown = f"{program}; print('kvern.cli.vllm_flags' in sys.modules)"
+    shown = f"{program}; print('kvern.options.vllm' in sys.modules)"
     done = subprocess.run(
         [sys.executable, "-c", shown, "serve", MODEL, *line.split()], capture_output=True, text=True, check=True
     )

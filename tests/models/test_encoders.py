@@ -17,7 +17,15 @@ from kvern.models.loader import load_model, read_config
 from kvern.models.registry import spec_from_config
 from kvern.request.request import PromptInput
 from kvern.runner.encoder_runner import check_encoder
-from tests.support.encoders import ENCODERS, LENGTH, expected_labels, expected_vector, make_encoder, set_pooling
+from tests.support.encoders import (
+    ENCODERS,
+    LENGTH,
+    expected_labels,
+    expected_logits,
+    expected_vector,
+    make_encoder,
+    set_pooling,
+)
 from tests.support.internals import engine_of
 
 TOLERANCE = 1e-4
@@ -77,6 +85,32 @@ def test_judgements_are_those_of_transformers(kind: str, kernels: bool, classifi
             assert llm.relevance([pair]) == pytest.approx([sigmoid(label)], abs=TOLERANCE)
         with pytest.raises(InvalidRequest, match="is a classifier and gives no embeddings"):
             llm.embed("fox")
+
+
+@pytest.mark.parametrize("kind", ENCODERS)
+def test_labels_are_those_of_transformers(kind: str, tmp_path: Path) -> None:
+    names = {0: "good", 1: "bad", 2: "neither"}
+    folder = make_encoder(kind, tmp_path / "model", labels=3, id2label=names)
+    given = ["red foxes", "mice and berries are what red foxes eat", "a"]
+    expected = torch.tensor([expected_logits(folder, text) for text in given], dtype=torch.float64)
+    with LLM(str(folder), threads=1) as llm:
+        found = llm.classify(given)
+        assert [list(each) for each in found] == [["good", "bad", "neither"]] * 3
+        exclusive = expected.softmax(-1).tolist()
+        assert [list(each.values()) for each in found] == [pytest.approx(row, abs=TOLERANCE) for row in exclusive]
+        assert llm.encode(given, pooling_task="classify") == [list(each.values()) for each in llm.classify(given)]
+        assert llm.classify(given[1], truncate_prompt_tokens=4) != found[1:2]
+        with pytest.raises(InvalidRequest, match="the model has 3 labels and judges no pairs"):
+            llm.relevance(PAIRS)
+        with pytest.raises(InvalidRequest, match="pooling_task is 'token_embed'"):
+            llm.encode(given, pooling_task="token_embed")  # type: ignore[arg-type]
+    change_config(folder, problem_type="multi_label_classification")
+    with LLM(str(folder), threads=1) as llm:
+        several = [list(each.values()) for each in llm.classify(given)]
+        assert several == [pytest.approx(row, abs=TOLERANCE) for row in expected.sigmoid().tolist()]
+    change_config(folder, problem_type="regression")
+    with LLM(str(folder), threads=1) as llm, pytest.raises(InvalidRequest, match="its numbers are no probabilities"):
+        llm.classify(given)
 
 
 def test_the_second_of_two_texts_is_of_another_kind(classifiers: dict[str, Path]) -> None:
@@ -233,11 +267,6 @@ def test_what_encoders_do_on_cpus_alone(options: dict[str, Any], reason: str, fo
         ("bert", {"is_decoder": True}, "is_decoder is true: bert is supported as an encoder alone"),
         ("bert", {"position_embedding_type": "relative_key"}, "position_embedding_type is 'relative_key'"),
         ("bert", {"architectures": ["BertForTokenClassification"]}, "BertForTokenClassification is not supported"),
-        (
-            "roberta",
-            {"architectures": ["RobertaForSequenceClassification"], "id2label": {"0": "a", "1": "b", "2": "c"}},
-            "id2label names 3 labels",
-        ),
         ("modernbert", {"layer_types": ["chunked_attention"] * 4}, "layer type 'chunked_attention' is unknown"),
         (
             "modernbert",

@@ -124,12 +124,15 @@ def expected_vector(folder: Path, token_ids: list[int], pooling: str = "mean") -
 
 def expected_labels(folder: Path, pairs: Pairs) -> list[float]:
     """The scores of each pair alone by the head."""
+    return [number for pair in pairs for number in expected_logits(folder, *pair)]
+
+
+def expected_logits(folder: Path, *texts: str) -> list[float]:
+    """The head's numbers for a text, or for two that are read together."""
     backend = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
     backend.no_truncation()
-    model, labels = _reference(folder), []
-    for pair in pairs:
-        encoding = backend.encode(*pair)
-        kinds = {"token_type_ids": torch.tensor([encoding.type_ids])} if model.config.model_type == "bert" else {}
-        with torch.inference_mode():
-            labels.append(float(model(torch.tensor([encoding.ids]), **kinds).logits))
-    return labels
+    model, encoding = _reference(folder), backend.encode(*texts)
+    kinds = {"token_type_ids": torch.tensor([encoding.type_ids])} if model.config.model_type == "bert" else {}
+    with torch.inference_mode():
+        logits: list[float] = model(torch.tensor([encoding.ids]), **kinds).logits[0].tolist()
+    return logits

@@ -14,9 +14,10 @@ from kvern.api.conversation import ChatBody, read_chat_body
 from kvern.api.errors import HttpError, wrong_value
 from kvern.api.fields import COMMON_FIELDS, WITHOUT_EFFECT, CommonFields, read_common, sampling_params, typed
 from kvern.api.forms import STRUCTURED, structured_of
-from kvern.api.other_names import RENAMED, WINDOWS, Refused, check_refused, in_own_words
+from kvern.api.other_names import WINDOWS, Refused, check_refused, in_own_words
 from kvern.engine.inputs import Prompt
 from kvern.errors import InvalidParameter, shown
+from kvern.request.other_names import RENAMED
 from kvern.request.sampling_params import MAX_LOGPROBS, SamplingParams
 from kvern.tools.encoding import ROOM_FOR_ANSWER, Encoding
 

@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 
 from kvern.errors import InvalidParameter, shown
-from kvern.io.json_lines import is_too_much
+from kvern.request.other_names import schema_of, structured_fields
 from kvern.structured.tags import StructuralTag, structural_tags
 
 GUIDED = {
@@ -21,8 +21,6 @@ GUIDED = {
     "format": "json",
 }
 """Names in earlier vLLM, llama.cpp, SGLang and ollama for the fields of `structured`."""
-WITHOUT_CHOICE = {"disable_fallback", "disable_any_whitespace", "disable_additional_properties", "json_object"}
-"""Switches of vLLM's `structured_outputs` that change nothing if they are false."""
 RESPONSE_FORMATS = ("text", "json_object", "json_schema", "structural_tag")
 STRUCTURED = {"response_format", "structured_outputs", *GUIDED}
 
@@ -39,7 +37,7 @@ def structured_of(body: Mapping[str, Any]) -> dict[str, Any] | None:
         if name == "format" and body.get(name) == "json":
             asked[name] = {"json": True}
         elif body.get(name) is not None and not (name in ("grammar", "format") and body[name] == ""):
-            asked[name] = {ours: _schema(name, body[name]) if ours == "json" else body[name]}
+            asked[name] = {ours: schema_of(name, body[name]) if ours == "json" else body[name]}
     for name in ("structured_outputs", "structured"):
         if body.get(name) is not None:
             if not isinstance(body[name], dict):
@@ -53,29 +51,11 @@ def structured_of(body: Mapping[str, Any]) -> dict[str, Any] | None:
 
 def _structured(held: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the content of `structured` or of vLLM's `structured_outputs`."""
-    found = {key: value for key, value in held.items() if value is not None}
-    found = {key: value for key, value in found.items() if not (key in WITHOUT_CHOICE and value is False)}
-    if "json" in found:
-        found["json"] = _schema("json", found["json"])
-    if found.get("json_object") is True:
-        del found["json_object"]
-        found.setdefault("json", True)
+    found = structured_fields(held)
     if found.keys() == {"structural_tag"}:
-        tags = _schema("structural_tag", found["structural_tag"])
+        tags = schema_of("structural_tag", found["structural_tag"])
         return response_format({"type": "structural_tag", **(tags if isinstance(tags, dict) else {})}) or {}
     return found
-
-
-def _schema(name: str, value: object) -> object:
-    """Returns a schema that may be given as JSON text."""
-    if not isinstance(value, str):
-        return value
-    if is_too_much(value.encode(errors="replace")):
-        raise InvalidParameter(f"{name} holds more values than fit in one request: send a smaller schema")
-    try:
-        return msgspec.json.decode(value)
-    except (msgspec.DecodeError, RecursionError) as error:
-        raise InvalidParameter(f"{name} is not valid JSON: {error}") from error
 
 
 def response_format(value: object) -> dict[str, Any] | None:

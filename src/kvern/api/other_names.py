@@ -18,29 +18,9 @@ from kvern.api.errors import HttpError, body_of, status_of
 from kvern.api.fields import typed
 from kvern.api.forms import STRUCTURED
 from kvern.errors import KvernError, shown
+from kvern.request.other_names import RENAMED
 from kvern.request.sampling_params import SamplingParams
 
-RENAMED = {
-    "max_completion_tokens": "max_tokens",
-    "max_output_tokens": "max_tokens",
-    "max_new_tokens": "max_tokens",
-    "n_predict": "max_tokens",
-    "num_predict": "max_tokens",
-    "min_new_tokens": "min_tokens",
-    "repeat_penalty": "repetition_penalty",
-    "rep_pen": "repetition_penalty",
-    "stop_sequences": "stop",
-    "stop_sequence": "stop",
-    "stopping_strings": "stop",
-    "no_stop_trim": "include_stop_str_in_output",
-    "typ_p": "typical_p",
-    "typical": "typical_p",
-    "nsigma": "top_n_sigma",
-    "random_seed": "seed",
-    "sampling_seed": "seed",
-    "num_return_sequences": "n",
-}
-"""Names in llama.cpp, ollama, SGLang, TGI, transformers and others, with kvern's names."""
 WINDOWS = {"repeat_last_n": 0, "penalty_last_n": 0, "repetition_penalty_range": None, "rep_pen_range": None}
 """Names for the number of last tokens that penalties look at, with the value that disables penalties. kvern's penalties
 always look at all tokens."""

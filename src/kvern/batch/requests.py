@@ -22,8 +22,9 @@ from kvern.api.completion_answers import choice_of, details, of_prompt, token_co
 from kvern.api.completions import CHAT, COMPLETIONS, AnswerOptions, check_fields, read_completion
 from kvern.api.conversation import ChatBody
 from kvern.api.fields import sampling_params
-from kvern.api.other_names import REFUSED_SAMPLING, RENAMED, check_refused, with_own_names
+from kvern.api.other_names import REFUSED_SAMPLING, check_refused, with_own_names
 from kvern.errors import BatchFileError, InvalidParameter, InvalidRequest, shown
+from kvern.request.other_names import RENAMED
 from kvern.request.outputs import RequestOutput
 from kvern.request.sampling_params import SamplingParams
 from kvern.text.tokenizer import Tokenizer

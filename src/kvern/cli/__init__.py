@@ -2,7 +2,7 @@
 
 `entry.py` starts an engine's process early, `main.py` finds the command and prints help, `options.py` makes flags,
 environment variables and keys of files out of the fields of `EngineConfig`, `SamplingOptions` and `ServerConfig`, whose
-docstrings are the help, and `vllm_flags.py` is the table of vLLM's flags. Modules imported here are compiled to
+docstrings are the help. Modules imported here are compiled to
 bytecode once. This package may import every other one, and none imports it. Begin with `main.py`.
 
 To add an option of the engine: a field of `EngineConfig`; of the server: a field of `ServerConfig`; a sampling flag of

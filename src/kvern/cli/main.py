@@ -25,17 +25,18 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
-from kvern.cli.options import ADAPTER, Defaults, SamplingOptions, adapters_of, converted, read_defaults
-from kvern.cli.texts import MANY, Options, as_arguments, flag, json_object
+from kvern.cli.options import ADAPTER, Defaults, SamplingOptions, read_defaults
 from kvern.config import EngineConfig
 from kvern.documentation import field_documents
 from kvern.errors import INTERRUPTED, ConfigError, KvernError
+from kvern.options.texts import MANY, Options, as_arguments, flag, json_object
+from kvern.options.values import adapters_of, converted
 from kvern.plugins import imported
 from kvern.server.config import ServerConfig
 from kvern.version import __version__
 
 if TYPE_CHECKING:
-    from kvern.cli.flag_rules import Rule
+    from kvern.options.rules import Rule
 
 GROUPS: dict[type, dict[str, str]] = {
     EngineConfig: {
@@ -147,7 +148,7 @@ def options_of(kind: type, group: str = "Options") -> Iterator[Option]:
 
 def rules_of(options: Sequence[Option]) -> Mapping[str, Rule]:
     """Returns the rules for vLLM's flags that a command with these options takes."""
-    from kvern.cli.vllm_flags import VLLM, VLLM_BENCH
+    from kvern.options.vllm import VLLM, VLLM_BENCH
 
     names = {option.name for option in options}
     return VLLM if "max_batch_requests" in names else VLLM_BENCH if "burstiness" in names else {}
@@ -267,7 +268,7 @@ def spelled_out(argument: str) -> str:
     letters = LETTERS.match(argument)
     if letters is None:
         return argument
-    from kvern.cli.vllm_flags import SHORT
+    from kvern.options.vllm import SHORT
 
     if letters[0] not in SHORT:
         return argument

@@ -2,14 +2,12 @@
 
 The fields of ``EngineConfig``, ``SamplingOptions`` and ``ServerConfig`` have one name everywhere: ``--max-tokens``,
 ``KVERN_MAX_TOKENS``, ``max_tokens = 64`` in a TOML file given with ``--config`` (or ``KVERN_CONFIG``), or ``max-tokens:
-64`` in a YAML file. Files may use vLLM's names as well (``vllm_flags.py``).
+64`` in a YAML file. Files may use vLLM's names as well (``kvern.options.vllm``).
 """
 
 from __future__ import annotations
 
 import dataclasses
-import difflib
-import json
 import re
 import tomllib
 import typing
@@ -18,12 +16,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
-from kvern.cli.texts import json_object
-from kvern.config import EngineConfig, choices_of
+from kvern.config import EngineConfig
 from kvern.cpu.processor import VARIABLE as CPU_ISA
 from kvern.errors import ConfigError
+from kvern.options.values import converted, translated
 from kvern.request.sampling_params import SamplingParams
 from kvern.server.config import ServerConfig
 
@@ -100,7 +96,7 @@ def read_defaults(arguments: Sequence[str], environment: Mapping[str, str]) -> D
     notes: list[str] = []
     path = config_file(arguments, environment)
     if path is not None:
-        from kvern.cli.vllm_flags import VLLM
+        from kvern.options.vllm import VLLM
 
         for key, value in read_file(path).items():
             name, source = key.replace("-", "_"), f"{path}: {key}"
@@ -122,32 +118,6 @@ def read_defaults(arguments: Sequence[str], environment: Mapping[str, str]) -> D
     return Defaults(
         EngineConfig(**engine), SamplingOptions(**sampling), ServerConfig(**server), tuple(notes), frozenset(values)
     )
-
-
-def translated(name: str, value: Any, types: Mapping[str, Any], source: str, notes: list[str]) -> dict[str, Any]:
-    """Returns kvern's options for one of vLLM's names in a file, and adds to the notes. Raises ConfigError."""
-    from kvern.cli.vllm_flags import VLLM
-
-    rule = VLLM[name.removeprefix("no_")]
-    if value is None:
-        return {}
-    if not rule.takes and not isinstance(value, bool):
-        raise ConfigError(f"{source} is {value!r}: it must be true or false")
-    on = (value is not False) is not name.startswith("no_")
-    several = value if isinstance(value, list) else [value]
-    texts = [item if isinstance(item, str) else json.dumps(item) for item in several if not isinstance(item, bool)]
-    try:
-        options = rule.options(texts, on)
-    except ConfigError as error:
-        raise ConfigError(f"{source} {error}") from None
-    if on and (note := rule.note(texts)):
-        notes.append(f"{source} {note}")
-    adapters = [str(text) for option, text in options if option == "adapter"]
-    found: dict[str, Any] = {"adapters": adapters_of(",".join(adapters))} if adapters else {}
-    for option, text in options:
-        if option != "adapter" and text != "None":
-            found[option] = text if isinstance(text, bool) else converted(option, text, types, source, strict=False)
-    return found
 
 
 def config_file(arguments: Sequence[str], environment: Mapping[str, str]) -> Path | None:
@@ -183,45 +153,3 @@ def read_yaml(text: str) -> dict[str, Any]:
     if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
         raise ValueError("it must be a mapping of options to values")
     return values
-
-
-def converted(name: str, value: Any, types: Mapping[str, Any], source: str, strict: bool) -> Any:
-    if name not in types:
-        from kvern.cli.vllm_flags import VLLM
-
-        near = difflib.get_close_matches(name, [*types, *VLLM], n=1)
-        hint = f"did you mean {near[0]}?" if near else "kvern run --help lists the options"
-        raise ConfigError(f"{source} is no option: {hint}")
-    if isinstance(value, str) and types[name] == tuple[str, ...]:
-        return (value,)
-    if not strict and types[name] == Mapping[str, str]:
-        return adapters_of(value)
-    if isinstance(value, str) and types[name] == Mapping[str, Any]:
-        return json_object(value)
-    try:
-        return msgspec.convert(value, types[name], strict=strict, dec_hook=as_path)
-    except msgspec.ValidationError as error:
-        choices = tuple(filter(None, choices_of(types[name])))
-        reason = f"{str(error)[:1].lower()}{str(error)[1:].replace('`', '').replace(' | null', '')}"
-        reason = reason if strict else reason.removesuffix(", got str")  # every value of a flag is a text
-        raise ConfigError(
-            f"{source} is {value!r}: {'it must be one of ' + ', '.join(choices) if choices else reason}"
-        ) from error
-
-
-def as_path(kind: type, value: Any) -> Path:
-    """Converts a text to a path for msgspec. Raises ValidationError."""
-    if kind is Path and isinstance(value, str):
-        return Path(value)
-    raise msgspec.ValidationError(f"Expected `str`, got `{type(value).__name__}`")
-
-
-def adapters_of(text: str) -> dict[str, str]:
-    """Reads adapters from NAME=FOLDER,NAME=FOLDER. Raises ConfigError."""
-    pairs = [entry.partition("=") for entry in text.split(",")]
-    for name, equals, folder in pairs:
-        if not (name and equals and folder):
-            raise ConfigError(f"adapter {name + equals + folder!r} is not of the form NAME=FOLDER")
-    if len({name for name, _, _ in pairs}) < len(pairs):
-        raise ConfigError(f"two adapters of {text} have the same name: give each its own")
-    return {name: folder for name, _, folder in pairs}

@@ -38,7 +38,7 @@ class Engine:
                 f"executor is {config.executor}, and this is one engine, in this process: leave it out, or use "
                 "LLM, kvern run or kvern serve"
             )
-        self.startup = Startup()
+        self.startup = Startup(own_process=False)
         self.config = config
         self.folder = folder = model_folder(config)
         self.core, self.spec, self.layout = build_core(config, folder, self.startup, streams=streams)
@@ -144,8 +144,9 @@ class Engine:
             self._outputs.abort(members)
 
     def close(self) -> None:
-        """Abort what runs. The memory goes with the object."""
+        """Abort what runs, and free the memory. Nothing can be run afterwards."""
         self.abort(self.request_ids)
+        del self.core
 
     def statistics(self) -> EngineStatistics:
         """Counted since the start."""

@@ -80,7 +80,11 @@ def way_of(folder: Path, tokenizer: Tokenizer) -> Way:
     config = read_json(folder / "config.json")
     spec = spec_from_config(config) if is_described(config) else None
     if spec is not None and spec.encoder is not None:
-        return PairClassifier(_has_sigmoid(config)) if spec.is_classifier else Embeddings()
+        if (head := spec.encoder.head) is None:
+            return Embeddings()
+        if head.labels > 1:
+            raise InvalidRequest(f"the model has {head.labels} labels and judges no pairs: LLM.classify gives labels")
+        return PairClassifier(_has_sigmoid(config))
     if (folder / POOLING_FILE).is_file():
         return Embeddings()
     if spec is not None and spec.is_classifier:

@@ -46,14 +46,14 @@ class Embeddings(Module):
 
 
 class Head(Module):
-    """The head that scores the states of texts: `[S, hidden]` to `[S, 1]`; its weights are never quantized."""
+    """The head that scores the states of texts: `[S, hidden]` to `[S, labels]`; its weights are never quantized."""
 
     def __init__(self, spec: HeadSpec, width: int, build: Build) -> None:
         super().__init__()
         build = replace(build, path="head", linear=LinearMethods(Unquantized()))
         self.dense = column(build, width, {"dense": width}, bias=spec.dense_bias)
         self.norm = Identity() if spec.norm is None else Norm(spec.norm, width, "norm", build)
-        self.out = row(build, width, "out", 1, bias=True)
+        self.out = row(build, width, "out", spec.labels, bias=True)
         self.activation = ACTIVATIONS[spec.activation]
 
     def forward(self, states: Tensor) -> Tensor:
@@ -95,7 +95,7 @@ class Encoder(WeightedModel):
         return states
 
     def read(self, batch: TextBatch, attend: Attend) -> Tensor:
-        """Embeddings of the texts of a batch, float32 `[S, hidden]`, or scores `[S, 1]` of the head."""
+        """Embeddings of the texts of a batch, float32 `[S, hidden]`, or scores `[S, labels]` of the head."""
         wanted = None if self.pooling == "mean" else batch.starts.long()
         if wanted is not None and self.pooling == "lasttoken":
             wanted = wanted + batch.counts - 1

@@ -1,12 +1,12 @@
 """Sampling parameters of a request, checked when they are created."""
 
-import difflib
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal, Self
 
 import msgspec
 
 from kvern.errors import InvalidParameter, half_pair, shown
+from kvern.request.other_names import own_parameters, structured_fields
 
 KINDS = ("json", "regex", "choice", "grammar")
 MOST_CHOICES = 10_000
@@ -39,6 +39,14 @@ class StructuredOutput(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
             raise InvalidParameter("structured: choice holds an empty text: leave it out")
         if self.parts is not None and (self.grammar is None or any(part.parts for part in self.parts.values())):
             raise InvalidParameter("structured: only a grammar has parts, and they have none themselves")
+
+
+def structured_output(fields: Mapping[str, Any]) -> StructuredOutput:
+    """Returns the form with these fields, those of vLLM's `structured_outputs` too. Raises InvalidParameter."""
+    try:
+        return msgspec.convert(structured_fields(fields), StructuredOutput)
+    except msgspec.ValidationError as error:
+        raise InvalidParameter(f"structured: {error}") from error
 
 
 MAX_LOGPROBS = 100
@@ -78,9 +86,23 @@ class StopScope(msgspec.Struct, frozen=True, array_like=True):
     """`begins` have no effect after a quotation mark or in a block of code."""
 
 
-class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class _OtherNames(msgspec.StructMeta):
+    """Lets SamplingParams take the names of other engines."""
+
+    def __call__(cls, *args: Any, **values: Any) -> Any:  # noqa: N805
+        try:
+            return super().__call__(*args, **values)
+        except TypeError:
+            known = cls.__struct_fields__
+            if all(name in known for name in values):
+                raise
+        return super().__call__(*args, **own_parameters(values, known))
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, metaclass=_OtherNames):
     """Sampling parameters of one request, with the meaning that they have in vLLM and in the OpenAI API.
 
+    Names that they have in other engines, such as `max_new_tokens`, are accepted (`request/other_names.py`).
     Raises InvalidParameter if a value is out of range.
     """
 
@@ -244,6 +266,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             )
         if self.allowed_token_ids is not None and not self.allowed_token_ids:
             raise InvalidParameter("allowed_token_ids is empty and bans everything: name a token or leave it out")
+        form: object = self.structured
+        if isinstance(form, Mapping):
+            msgspec.structs.force_setattr(self, "structured", structured_output(form))
         if self.structured is not None and self.ignore_eos:
             raise InvalidParameter("ignore_eos is true with structured, whose answers end by that: leave one out")
         if self.structured is not None and not isinstance(self.structured, StructuredOutput):
@@ -400,12 +425,7 @@ def _check_range(name: str, value: float | None, low: float, high: float) -> Non
 
 def params_of(values: Mapping[str, Any]) -> SamplingParams:
     """Returns the parameters that a mapping names. Raises InvalidParameter for a wrong name or value."""
-    for name in values:
-        if name not in SamplingParams.__struct_fields__:
-            near = difflib.get_close_matches(str(name), SamplingParams.__struct_fields__, n=1)
-            hint = f": did you mean {near[0]}?" if near else ""
-            raise InvalidParameter(f"there is no sampling parameter {name!r}{hint}")
     try:
-        return msgspec.convert(dict(values), SamplingParams)
+        return msgspec.convert(own_parameters(values, SamplingParams.__struct_fields__), SamplingParams)
     except msgspec.ValidationError as error:
         raise InvalidParameter(f"{error}") from error

@@ -9,11 +9,12 @@ from pathlib import Path
 class Startup:
     """Names the stages of a start, in their order, with their seconds.
 
-    The first is "import": from the start of the process, so far as it is known, to this object.
+    The first stage of a process that does nothing else, `own_process`, is "import": from its start, so far as that is
+    known, to this object. In a program the time counts from this object.
     """
 
-    def __init__(self) -> None:
-        self.stages: dict[str, float] = {"import": process_age()}
+    def __init__(self, own_process: bool = True) -> None:
+        self.stages: dict[str, float] = {"import": process_age()} if own_process else {}
         self.reports: list[str] = []
         """Lines about what was measured and decided."""
 

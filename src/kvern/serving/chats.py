@@ -1,20 +1,39 @@
 """Conversations as LLM and AsyncLLM take them, and messages that grow with the text of an answer."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, cast
+from typing import Any, TypedDict, cast
 
-from kvern.engine.inputs import Messages, Prompt
-from kvern.errors import InvalidRequest
+from kvern.engine.inputs import InputProcessor, Messages, Prompt
+from kvern.errors import InvalidParameter, InvalidRequest, shown
 from kvern.request.outputs import RequestOutput
+from kvern.request.request import PromptInput
 from kvern.request.sampling_params import SamplingParams, params_of
 from kvern.tools.chat import AnswerReader, Chat, ChatRequest, PromptOptions
 from kvern.tools.checks import read_tools
+from kvern.tools.encoding import ROOM_FOR_ANSWER, Encoding
 
 Tools = Sequence[Mapping[str, Any]] | None
 OneParams = SamplingParams | Mapping[str, Any] | None
 """Sampling parameters, as a mapping too: {"temperature": 0}."""
 Params = OneParams | Sequence[OneParams]
+Prompts = Prompt | Mapping[str, Any] | Sequence[Prompt | Mapping[str, Any]]
+"""One prompt or several; as vLLM has them, too: {"prompt": TEXT} or {"prompt_token_ids": IDS}."""
 AdapterChoice = str | Sequence[str | None] | None
+
+
+class ChatOptions(TypedDict, total=False):
+    """Options of `chat` and `stream_chat`."""
+
+    tool_choice: str | Mapping[str, Any] | None
+    parallel_tool_calls: bool
+    thinking_budget: int | None
+    """Most tokens of thinking."""
+    variables: Mapping[str, Any] | None
+    """Further variables of the chat template."""
+    add_generation_prompt: bool
+    """The prompt ends with the header of a new answer, which is the default."""
+    continue_final_message: bool
+    """The answer continues the last message."""
 
 
 def chat_request(
@@ -54,16 +73,54 @@ def as_conversations(messages: Messages | Sequence[Messages]) -> list[Messages]:
     return cast("list[Messages]", [messages] if isinstance(messages[0], Mapping) else list(messages))
 
 
-def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """One prompt or several, as several."""
+def as_prompts(prompts: Prompts) -> list[Prompt]:
+    """One prompt or several, as several. Raises InvalidRequest."""
+    if isinstance(prompts, Mapping):
+        return [_named_prompt(prompts)]
     if isinstance(prompts, str) or not isinstance(prompts, Iterable):
         return [prompts]
-    items = list(prompts)
+    items = [_named_prompt(item) if isinstance(item, Mapping) else item for item in prompts]
     if not items:
         raise InvalidRequest("the prompt is empty: it needs at least one token")
     if all(isinstance(item, int) for item in items):
         return [cast("Sequence[int]", items)]
     return cast("list[Prompt]", items)
+
+
+def _named_prompt(prompt: Mapping[str, Any]) -> Prompt:
+    """The prompt in a mapping as vLLM has it."""
+    found = {name: value for name, value in prompt.items() if value is not None}
+    if found.keys() not in ({"prompt"}, {"prompt_token_ids"}):
+        raise InvalidRequest(f"a prompt has {', '.join(found) or 'nothing'}: give prompt or prompt_token_ids alone")
+    return cast("Prompt", next(iter(found.values())))
+
+
+def cut_prompts(prompts: Sequence[Prompt], most: int | None, inputs: InputProcessor, ends: bool = True) -> list[Prompt]:
+    """Prompts of `most` tokens, of which the last ones stay, or the first if not `ends`; -1: what the context holds.
+
+    Raises InvalidParameter.
+    """
+    if most is None:
+        return list(prompts)
+    if type(most) is not int or (most < 1 and most != ROOM_FOR_ANSWER):
+        raise InvalidParameter(f"truncate_prompt_tokens is {shown(most)}: it must be at least 1, or -1 for what fits")
+    encoding, longest = Encoding(True, most, ends, keeps_special=not ends), inputs.max_model_len
+    return [
+        encoding.encode(inputs.tokenizer, prompt, longest, None)
+        if isinstance(prompt, str)
+        else prompt
+        if isinstance(prompt, PromptInput)
+        else encoding.cut(list(prompt), longest, None)
+        for prompt in prompts
+    ]
+
+
+def beam_params(params: OneParams, prompts: int) -> list[SamplingParams]:
+    """The parameters of a beam search, whose answers are all its beams. Raises InvalidParameter."""
+    found = as_params(params)
+    if found is None or found.beam_width is None:
+        raise InvalidParameter("beam_search needs beam_width, such as {'beam_width': 4, 'max_tokens': 64}")
+    return [found.replace(n=found.beam_width)] * prompts
 
 
 def one_for_each(params: Params, count: int) -> list[SamplingParams | None]:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Protocol
 
-from kvern.errors import EngineDied
+from kvern.errors import EngineClosed, EngineDied
 
 
 def check_process(made_in: int) -> None:
@@ -40,6 +40,10 @@ class SteppedEngine(Protocol):
         """End requests; their outputs keep what they have."""
         ...
 
+    def close(self) -> None:
+        """Abort what runs, and free what the engine holds."""
+        ...
+
 
 class _Follower:
     """A thread that waits while another one makes the steps."""
@@ -59,6 +63,7 @@ class SharedEngine:
         self._engine = engine
         self._steps = 0
         self._process = os.getpid()
+        self._closed = False
         self._free = threading.Condition()
         self._entering = 0
         self._holder: int | None = None
@@ -79,6 +84,7 @@ class SharedEngine:
                 self._entering -= 1
             self._holder = threading.get_ident()
         try:
+            self._check_open()
             yield
         finally:
             self._leave()
@@ -92,6 +98,18 @@ class SharedEngine:
         if self._holder != threading.get_ident():
             with suppress(EngineDied), self.held():
                 pass
+
+    def close(self) -> None:
+        """End the engine, once: everything but `abort` raises EngineClosed then."""
+        if self._closed:
+            return
+        with self.held():
+            self._closed = True
+            self._engine.close()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise EngineClosed("the engine is closed: make another one")
 
     def wait_until(self, done: Callable[[], bool]) -> None:
         """Return when steps have made something true. `done` is also called by other threads, between steps."""
@@ -143,6 +161,7 @@ class SharedEngine:
             self._free.wait_for(lambda: self._holder is None and not self._entering)
             self._holder = threading.get_ident()
         try:
+            self._check_open()
             self._engine.step()
             self._steps += 1
         finally:
@@ -150,7 +169,7 @@ class SharedEngine:
 
     def _leave(self) -> None:
         try:
-            while self._aborted:
+            while self._aborted and not self._closed:
                 self._engine.abort(self._aborted.popleft())
         finally:
             with self._free:

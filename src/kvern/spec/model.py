@@ -227,7 +227,8 @@ class LayerSpec:
 
 @dataclass(frozen=True)
 class HeadSpec:
-    """The head that makes one number of a text's state: `out(norm(activation(dense(x))))`; `out` has a bias.
+    """The head that makes a number for each label of a text's state: `out(norm(activation(dense(x))))`; `out` has a
+    bias.
 
     `norm` is the model's own norm of that place; None: there is none.
     """
@@ -235,6 +236,7 @@ class HeadSpec:
     activation: Literal["tanh", "gelu"]
     dense_bias: bool = True
     norm: NormSpec | None = None
+    labels: int = 1
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 ModernBERT (Warner et al. 2024) has rotated queries and keys, gated MLPs, and local layers.
 
-`check_encoder` and `is_classifier` read what configurations of all encoders share.
+`check_encoder` and `labels_of` read what configurations of all encoders share.
 """
 
 from dataclasses import replace
@@ -28,22 +28,20 @@ TASKS = ("Model", "ForMaskedLM", "ForPreTraining", "ForSequenceClassification")
 
 
 def check_encoder(config: Config) -> None:
-    """Refuses architectures other than embeddings and rerankers. Raises UnsupportedModel."""
+    """Refuses architectures other than embeddings and classifiers. Raises UnsupportedModel."""
     for name in _architectures(config):
         if not name.endswith(TASKS):
-            raise UnsupportedModel(f"{name} is not supported: of encoders those for embeddings and rerankers are")
+            raise UnsupportedModel(f"{name} is not supported: of encoders those for embeddings and classifiers are")
     for name in ("is_decoder", "add_cross_attention"):
         if config.get(name):
             raise UnsupportedModel(f"{name} is true: {config.get('model_type')} is supported as an encoder alone")
 
 
-def is_classifier(config: Config) -> bool:
-    """True if the model is a classifier with one label. Raises UnsupportedModel for several labels."""
+def labels_of(config: Config) -> int:
+    """Returns the number of a classifier's labels; 0 for a model that is none."""
     if not any(name.endswith("ForSequenceClassification") for name in _architectures(config)):
-        return False
-    if (labels := len(config.get("id2label") or "01")) != 1:  # transformers writes no id2label where there are two
-        raise UnsupportedModel(f"id2label names {labels} labels: classifiers of one label, rerankers, are supported")
-    return True
+        return 0
+    return len(config.get("id2label") or "01")  # transformers writes no id2label where there are two
 
 
 def _architectures(config: Config) -> list[str]:
@@ -77,7 +75,7 @@ def _encoder(config: Config, first_position: int, head_renames: tuple[Rename, ..
     check_encoder(config)
     if (kind := config.get("position_embedding_type", "absolute")) != "absolute":
         raise UnsupportedModel(f"position_embedding_type is {kind!r:.60}: learned positions, absolute, are supported")
-    classifies, types = is_classifier(config), config["type_vocab_size"]
+    labels, types = labels_of(config), config["type_vocab_size"]
     heads, head_dim = config["num_attention_heads"], read_head_dim(config)
     attention = AttentionSpec(heads, heads, head_dim, head_dim**-0.5, causal=False)
     mlp = MlpSpec(config["intermediate_size"], read_activation(config), gated=False, bias=True)
@@ -90,17 +88,17 @@ def _encoder(config: Config, first_position: int, head_renames: tuple[Rename, ..
         qkv_bias=True,
         output_bias=True,
         generates=False,
-        renames=(*_RENAMES, *(head_renames if classifies else ())),
-        ignored=_HEADLESS[-1:] if classifies else _HEADLESS,
-        is_classifier=classifies,
+        renames=(*_RENAMES, *(head_renames if labels else ())),
+        ignored=_HEADLESS[-1:] if labels else _HEADLESS,
+        is_classifier=bool(labels),
         encoder=EncoderSpec(
             positions=config["max_position_embeddings"],
             first_position=first_position,
             types=types,
             second_type=1 if marks_second and types > 1 else 0,
             post_norm=True,
-            pooling="cls" if classifies else "mean",
-            head=HeadSpec("tanh") if classifies else None,
+            pooling="cls" if labels else "mean",
+            head=HeadSpec("tanh", labels=labels) if labels else None,
         ),
     )
 
@@ -157,15 +155,15 @@ def _layers(config: Config) -> tuple[LayerSpec, ...]:
     return tuple(layers[kind] for kind in kinds)
 
 
-def _head(config: Config, norm: NormSpec) -> HeadSpec:
+def _head(config: Config, norm: NormSpec, labels: int) -> HeadSpec:
     if (activation := config["classifier_activation"]) != "gelu":
         raise UnsupportedModel(f"classifier_activation is {activation!r:.60}: gelu is supported")
-    return HeadSpec("gelu", bool(config["classifier_bias"]), norm)
+    return HeadSpec("gelu", bool(config["classifier_bias"]), norm, labels)
 
 
 def modernbert(config: Config) -> ModelSpec:
     check_encoder(config)
-    classifies = is_classifier(config)
+    labels = labels_of(config)
     norm = NormSpec("layer", float(config["norm_eps"]), bias=bool(config["norm_bias"]))
     pooling = config["classifier_pooling"]
     if pooling not in ("cls", "mean"):
@@ -177,9 +175,9 @@ def modernbert(config: Config) -> ModelSpec:
         block_norms=PRE_NORMS,
         generates=False,
         renames=_MODERN_RENAMES,
-        ignored=() if classifies else (r"^head\.", r"^decoder\."),
-        is_classifier=classifies,
+        ignored=() if labels else (r"^head\.", r"^decoder\."),
+        is_classifier=bool(labels),
         encoder=EncoderSpec(
-            pooling=pooling if classifies else "mean", head=_head(config, norm) if classifies else None
+            pooling=pooling if labels else "mean", head=_head(config, norm, labels) if labels else None
         ),
     )

@@ -9,9 +9,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from kvern.cli.texts import Options, as_arguments, flag, json_object
 from kvern.config import EngineConfig, choices_of
 from kvern.errors import ConfigError
+from kvern.options.texts import Options, as_arguments, flag, json_object
 
 HUMAN_NUMBER = re.compile(r"(\d+(?:\.\d+)?)([kKmMgG])")
 UNITS = {"k": 10**3, "K": 2**10, "m": 10**6, "M": 2**20, "g": 10**9, "G": 2**30}

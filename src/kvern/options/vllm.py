@@ -5,7 +5,7 @@ A name that kvern has too is here only if vLLM's values differ.
 
 from __future__ import annotations
 
-from kvern.cli.flag_rules import (
+from kvern.options.rules import (
     Backend,
     Idle,
     Named,
@@ -19,14 +19,14 @@ from kvern.cli.flag_rules import (
     length,
     one_of,
 )
-from kvern.cli.texts import MANY
+from kvern.options.texts import MANY
 
 ONE = ("1",)
 ONE_DEVICE = "an engine is one device, or the ranks of --tensor-parallel-size and --pipeline-parallel-size"
 SEVERAL_MACHINES = "engines and ranks on several machines are --executor ray, on a Ray cluster"
 EXPERTS = "copies of experts are --redundant-experts N, and --rebalance-experts SECONDS moves them by their load"
 ONE_PROCESS = "a server is one process, and its engine another"
-NO_CODE = "kvern runs no code from a model's folder: see kvern models --families, or install a package that adds one"
+NO_CODE = "models are computed by code of kvern alone, never by code from their folders; see kvern models --families"
 NO_COMPILER = "nothing is compiled by torch.compile, and CUDA graphs are captured for all sizes; see --no-cuda-graphs"
 TEXT_ALONE = "models read text alone"
 ALWAYS = "it is always so"
@@ -91,7 +91,7 @@ VLLM: dict[str, Rule] = {
     "generation_config": Named("generation_config", lambda text: "none" if text == "vllm" else text),
     "load_format": Named("load_format", one_of("load_format", LOAD_FORMATS, NO_FORMAT)),
     "quantization": Partly("quantization", STORED_FORMATS, "how weights are stored is read from the checkpoint itself"),
-    "trust_remote_code": Refused(NO_CODE, 0),
+    "trust_remote_code": Idle(NO_CODE),
     "tokenizer_mode": Idle("tokenizers come from tokenizer.json", 1, only=("auto", "hf", "fast")),
     "skip_tokenizer_init": Idle("a folder without tokenizer.json serves token ids"),
     "hf_token": Refused("a flag can be seen by all users of the machine: set HF_TOKEN"),

@@ -1,0 +1,97 @@
+"""Names that sampling parameters have in other engines, and the forms of answers as vLLM writes them."""
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import msgspec
+
+from kvern.errors import InvalidParameter, did_you_mean, shown
+from kvern.io.json_lines import is_too_much
+
+RENAMED = {
+    "max_completion_tokens": "max_tokens",
+    "max_output_tokens": "max_tokens",
+    "max_new_tokens": "max_tokens",
+    "n_predict": "max_tokens",
+    "num_predict": "max_tokens",
+    "min_new_tokens": "min_tokens",
+    "repeat_penalty": "repetition_penalty",
+    "rep_pen": "repetition_penalty",
+    "stop_sequences": "stop",
+    "stop_sequence": "stop",
+    "stopping_strings": "stop",
+    "no_stop_trim": "include_stop_str_in_output",
+    "typ_p": "typical_p",
+    "typical": "typical_p",
+    "nsigma": "top_n_sigma",
+    "random_seed": "seed",
+    "sampling_seed": "seed",
+    "num_return_sequences": "n",
+}
+"""Names in llama.cpp, ollama, SGLang, TGI, transformers and others, with kvern's names."""
+IN_PYTHON = {"structured_outputs": "structured", "guided_decoding": "structured"}
+"""Names of vLLM's SamplingParams that are no fields of its HTTP API."""
+_TEXT = "the text is made with the tokens, which are token_ids of the answer; leave it out"
+REFUSED_IN_PYTHON: Mapping[str, tuple[tuple[object, ...], str]] = {
+    "best_of": ((None,), "n answers are all that are drawn; ask for n, and choose by cumulative_logprob"),
+    "detokenize": ((True,), _TEXT),
+    "truncate_prompt_tokens": ((None,), "it is an argument of generate, embed and classify; give it there"),
+    "output_kind": ((None,), "LLM.generate gives whole answers, and LLM.stream growing ones; leave it out"),
+    "extra_args": ((None, {}), "give logits_processors: arguments by the processors' names"),
+    "use_beam_search": ((None, False), "give beam_width, or call beam_search"),
+    "do_sample": ((None, True), "give temperature 0"),
+    "flat_logprobs": ((False,), "log-probabilities are lists of mappings; leave it out"),
+    "spaces_between_special_tokens": ((True, False), ""),
+    "skip_clone": ((True, False), ""),
+}
+"""Names of vLLM's and transformers' parameters with the values that change nothing, and the advice of the refusal."""
+WITHOUT_CHOICE = {"disable_fallback", "disable_any_whitespace", "disable_additional_properties", "json_object"}
+"""Switches of vLLM's `structured_outputs` that change nothing if they are false."""
+
+
+def own_parameters(values: Mapping[str, Any], known: Collection[str]) -> dict[str, Any]:
+    """Returns parameters by the names in `known`. Raises InvalidParameter for a name that means none of them."""
+    found: dict[str, Any] = {}
+    for name, value in values.items():
+        ours = name if name in known else (RENAMED | IN_PYTHON).get(name)
+        if ours is None:
+            _refuse(name, value, known)
+        elif ours in found and found[ours] != value:
+            raise InvalidParameter(f"{ours} is {shown(found[ours])} and {name} {shown(value)}: give one of them")
+        else:
+            found[ours] = value
+    return found
+
+
+def _refuse(name: str, value: object, known: Collection[str]) -> None:
+    """Raises InvalidParameter unless the value of the name changes nothing."""
+    if name not in REFUSED_IN_PYTHON:
+        raise InvalidParameter(f"there is no sampling parameter {name!r}{did_you_mean(name, [*known, *RENAMED])}")
+    nothing, advice = REFUSED_IN_PYTHON[name]
+    if value not in nothing:
+        raise InvalidParameter(f"{name} is {shown(value)}: {advice}")
+
+
+def structured_fields(held: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the fields of StructuredOutput for `structured`, or for vLLM's `structured_outputs`. Raises
+    InvalidParameter."""
+    found = {key: value for key, value in held.items() if value is not None}
+    found = {key: value for key, value in found.items() if not (key in WITHOUT_CHOICE and value is False)}
+    if "json" in found:
+        found["json"] = schema_of("json", found["json"])
+    if found.get("json_object") is True:
+        del found["json_object"]
+        found.setdefault("json", True)
+    return found
+
+
+def schema_of(name: str, value: object) -> object:
+    """Returns a schema that may be given as JSON text. Raises InvalidParameter."""
+    if not isinstance(value, str):
+        return value
+    if is_too_much(value.encode(errors="replace")):
+        raise InvalidParameter(f"{name} holds more values than fit in one request: send a smaller schema")
+    try:
+        return msgspec.json.decode(value)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise InvalidParameter(f"{name} is not valid JSON: {error}") from error
