@@ -182,7 +182,7 @@ def test_documented_commands_are_understood(line: str, expected: dict[str, Any])
             "--eplb-config is refused: copies of experts are --redundant-experts N, and --rebalance-experts SECONDS",
         ),
         ("serve m --node-rank 1", "--node-rank is refused: engines and ranks on several machines are --executor ray"),
-        ("serve m --trust-remote-code", "--trust-remote-code is refused: kvern runs no code from a model's folder"),
+        ("serve m --enable-sleep-mode", "--enable-sleep-mode is refused: a server ends instead"),
         (
             "serve m --kv-cache-dtype fp8_e5m2",
             "8-bit keys and values are e4m3 or integers; kv_cache_dtype is one of auto,",
@@ -284,7 +284,7 @@ def test_texts_of_flags_stand_for_those_of_a_file(tmp_path: Path, count: int) ->
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
-        ("trust-remote-code: true", "trust-remote-code is refused: kvern runs no code"),
+        ("enable-sleep-mode: true", "enable-sleep-mode is refused: a server ends instead"),
         ('enable-prefix-caching: "false"', "enable-prefix-caching is 'false': it must be true or false"),
         ("max-num-seqs: many", "max-num-seqs is 'many': expected int"),
         ("- a", "is not valid YAML: it must be a mapping"),
@@ -323,7 +323,7 @@ def test_help_about_a_word_knows_names_of_vllm(capsys: pytest.CaptureFixture[str
     assert "--max-num-seqs, of vLLM, is kvern's --max-batch-requests" in shown
     assert "Most requests that run at the same time." in shown
     assert main(["serve", "--help=remote"]) == 0
-    assert "--trust-remote-code, of vLLM, is refused: kvern runs no code" in capsys.readouterr().out
+    assert "--trust-remote-code, of vLLM, has no effect: models are computed by code of kvern" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("line", [FIRST_SERVER, pytest.param(SECOND_SERVER, marks=pytest.mark.nightly)])

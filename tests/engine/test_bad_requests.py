@@ -44,7 +44,7 @@ BAD_PARAMETERS: list[tuple[dict[str, Any], str]] = [
     ({"logit_bias": [1]}, "logit_bias is [1]: it must be an object"),
     ({"logit_bias": {5: 1e10}}, "logit_bias of token 5 is 10000000000.0"),
     ({"ignore_eos": "yes"}, "ignore_eos is 'yes': it must be true or false"),
-    ({"structured": {"regex": "a"}}, "structured is {'regex': 'a'}: it must be a StructuredOutput"),
+    ({"structured": "a"}, "structured is 'a': it must be a StructuredOutput"),
     ({"structured": StructuredOutput(json={"maximum": 2**64})}, "structured holds a whole number of more than 64 bits"),
     ({"logits_processors": {"a": {"b": 2**64}}}, "logits_processors holds a whole number of more than 64 bits"),
     ({"stop": {"a" * 10_000: 1}}, "it must be a list"),

@@ -23,7 +23,7 @@ from kvern.request.outputs import RequestOutput
 from kvern.request.request import requests_of, sample_seed
 from kvern.serving.wire import AddRequest, decode_for_engine, encode
 from kvern.text.tokenizer import Tokenizer
-from tests.support.idle import is_idle
+from tests.support.idle import core_here, is_idle
 from tests.support.internals import core_of, engine_of
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
@@ -397,8 +397,10 @@ def test_closing_ends_what_runs(tiny_model: Path) -> None:
         output = next(llm.stream(PROMPTS[0], LONG))
         running = llm.stream(PROMPTS[1], LONG)
         kept = next(running)
+        core = core_here(llm)
     assert kept.outputs[0].finish_reason == output.outputs[0].finish_reason == "abort"
-    assert is_idle(llm)
+    assert not core.has_work
+    assert core.scheduler.cache.available_count == core.scheduler.cache.pool.capacity
 
 
 PLAIN = """
