@@ -323,7 +323,7 @@ def test_help_about_a_word_knows_names_of_vllm(capsys: pytest.CaptureFixture[str
     assert "--max-num-seqs, of vLLM, is kvern's --max-batch-requests" in shown
     assert "Most requests that run at the same time." in shown
     assert main(["serve", "--help=remote"]) == 0
-    assert "--trust-remote-code, of vLLM, has no effect: models are computed by code of kvern" in capsys.readouterr().out
+    assert "--trust-remote-code, of vLLM, has no effect: models are computed by code" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("line", [FIRST_SERVER, pytest.param(SECOND_SERVER, marks=pytest.mark.nightly)])
