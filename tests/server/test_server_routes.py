@@ -5,11 +5,12 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import ollama
+import openai
 import pytest
 
 from kvern import LLM
@@ -276,3 +277,23 @@ def test_a_plain_chat_imports_nothing_for_calls_other_apis_and_what_is_kept() ->
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert "kvern.tools.chat" in done.stdout.split()
     assert set(done.stdout.split()) & UNUSED == set()
+
+
+@pytest.mark.filterwarnings("ignore:deprecated:DeprecationWarning")  # some of the calls in their client
+def test_audio_and_images_are_refused_by_name(server: Served) -> None:
+    """With and without /v1, also while a client still sends a file."""
+    client, file = server.client(), b"RIFF" + bytes(1 << 20)
+    calls: list[tuple[str, Callable[[], object]]] = [
+        ("audio", lambda: client.audio.speech.create(model="tts-1", voice="alloy", input="Hello")),
+        ("audio", lambda: client.audio.transcriptions.create(model="whisper-1", file=("a.wav", file))),
+        ("audio", lambda: client.audio.translations.create(model="whisper-1", file=("a.wav", file))),
+        ("images", lambda: client.images.generate(prompt="A fox")),
+        ("images", lambda: client.images.edit(image=("a.png", file), prompt="A fox")),
+        ("images", lambda: client.images.create_variation(image=("a.png", file))),
+    ]
+    for what, call in calls:
+        with pytest.raises(openai.NotFoundError, match=f"this server has no {what}: kvern-1m reads") as refused:
+            call()
+        assert refused.value.code == "not_supported"
+    status, _, said = server.raw("POST", "/audio/speech", b"{}")
+    assert (status, said["error"]["type"]) == (404, "not_found_error")

@@ -48,6 +48,12 @@ POST   /v1/batches                                         batches:Batches.creat
 GET    /v1/batches                                         batches:Batches.list
 GET    /v1/batches/{batch_id}                              batches:Batches.retrieve
 POST   /v1/batches/{batch_id}/cancel                       batches:Batches.cancel
+POST   /v1/audio/speech                                    absent:Absent.refuse
+POST   /v1/audio/transcriptions                            absent:Absent.refuse
+POST   /v1/audio/translations                              absent:Absent.refuse
+POST   /v1/images/generations                              absent:Absent.refuse
+POST   /v1/images/edits                                    absent:Absent.refuse
+POST   /v1/images/variations                               absent:Absent.refuse
 POST   /v1/load_lora_adapter                               admin:AdaptersApi.load
 POST   /v1/unload_lora_adapter                             admin:AdaptersApi.unload
 POST   /v1/add_engine                                      admin:EnginesApi.add

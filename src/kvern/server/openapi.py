@@ -147,6 +147,7 @@ REFUSALS = (400, 401, 404, 408, 413, 429, 500, 503, 507)
 """Statuses of errors that every operation with a body has."""
 KEPT = (404, 503, 507)
 """Statuses of errors when stored objects are read."""
+SPOKEN, DRAWN = ("speech", "transcriptions", "translations"), ("generations", "edits", "variations")
 READ_ONLY = "Refused: models are chosen when the server starts."
 
 
@@ -288,6 +289,8 @@ OPERATIONS = (
         400,
         query=f"{PAGE} order=/asc/desc",
     ),
+    *(Operation(f"POST /v1/audio/{name}", "Refused: there is no audio.", "", (404,)) for name in SPOKEN),
+    *(Operation(f"POST /v1/images/{name}", "Refused: no images are made.", "", (404,)) for name in DRAWN),
     Operation("POST /v1/conversations", "Create a conversation.", IDENTIFIED, body="metadata=object? items=[object]?"),
     _read("GET /v1/conversations/{conversation_id}", "A conversation.", IDENTIFIED),
     Operation(
