@@ -18,7 +18,7 @@ import pytest
 from kvern import LLM, EngineConfig, SamplingParams
 from kvern.cli.chat import Conversation, with_parameter
 from kvern.cli.chat import messages as typed_messages
-from kvern.cli.main import main
+from kvern.cli.main import COMMANDS, main
 from kvern.cli.options import SamplingOptions, read_defaults
 from kvern.cli.terminal import Wrapped
 from kvern.errors import ConfigError, InvalidParameter
@@ -108,6 +108,12 @@ def bad_commands(folder: Path, model: Path) -> Iterator[tuple[list[str], str]]:
     yield ["chat", "./missing"], "model './missing': there is no such folder"
     yield ["run", *files, "--config", "missing.toml"], "configuration file missing.toml cannot be read"
     yield ["run", *files, "--no-such-flag"], "there is no option --no-such-flag: kvern run --help lists all"
+    yield ["run"], "give IN and OUT: kvern run IN OUT [options]"
+    yield ["run", "model.gguf"], "give OUT: kvern run IN OUT [options]; to talk to a model: kvern chat model.gguf"
+    yield ["pull"], "give MODEL: kvern pull MODEL [options]"
+    yield ["list", "all"], "'all' is too much: the command is kvern list [options]"
+    yield ["chat", str(model), "What", "is", "this?"], "'is' is too much: the command is kvern chat [MODEL] [PROMPT]"
+    yield ["chat", "-x"], "there is no option -x: kvern chat --help lists all"
     yield ["models", "--famlies"], "there is no option --famlies: did you mean --families?"
 
 
@@ -175,11 +181,49 @@ def test_help_and_import_load_nothing_heavy() -> None:
     assert shown.stdout.splitlines()[-1] == "[]"
 
 
-def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("arguments", [["--version"], ["-V"], ["version"]])
+def test_version(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     import kvern
 
-    assert main(["--version"]) == 0
+    assert main(arguments) == 0
     assert capsys.readouterr().out == f"kvern {kvern.__version__}\n"
+
+
+@pytest.mark.parametrize("arguments", [[], ["--help"], ["-h"], ["help"]])
+def test_an_overview_says_how_to_begin(
+    arguments: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "60")
+    assert main(arguments) == 0
+    shown = capsys.readouterr().out
+    assert "kvern chat ./model-Q4_K_M.gguf" in shown and "\n  chat           Talk to a model\n" in shown
+    lines = shown.partition("\n  chat           ")[2].splitlines()
+    assert max(map(len, lines)) <= 60
+    assert all(f"\n  {' '.join(words)} " in shown for words in COMMANDS)
+
+
+def test_help_of_a_command_and_of_a_group(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["help", "chat"]) == main(["chat", "--help"]) == 0
+    first, second = capsys.readouterr().out.split("usage: kvern chat", 2)[1:]
+    assert first == second
+    assert main(["bench"]) == main(["bench", "--help"]) == 0
+    shown = capsys.readouterr().out
+    assert shown.count("usage: kvern bench COMMAND") == 2 and "bench kernels" in shown and "quantize" not in shown
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (["show"], "kvern show is no command: did you mean kvern models?"),
+        (["ls"], "kvern ls is no command: did you mean kvern list?"),
+        (["nonsense"], "kvern nonsense is no command: there are chat, serve, run, "),
+        (["bench", "serv"], "kvern bench serv is no command: did you mean kvern bench serve?"),
+        (["--port", "80"], "--port stands before a command: kvern --help lists them"),
+    ],
+)
+def test_what_is_no_command_is_answered(arguments: list[str], reason: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(arguments) == 2
+    assert reason in capsys.readouterr().err
 
 
 def test_models_lists_what_can_run(

@@ -7,8 +7,10 @@ import io
 import os
 import sys
 from dataclasses import dataclass
+from functools import reduce
+from operator import or_
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import tyro
 
@@ -47,18 +49,33 @@ class CompletionCommand:
 
 def script(shell: Shell) -> str:
     """Returns the script for a shell."""
-    from kvern.cli.main import every_command
-    from kvern.cli.options import read_defaults
-
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed), contextlib.suppress(SystemExit):
         tyro.cli(
-            every_command(read_defaults([], {}), divided=False),
+            every_command(),
             args=["--tyro-print-completion", shell],
             prog="kvern",
             config=(tyro.conf.OmitArgPrefixes,),
         )
     return printed.getvalue()
+
+
+def every_command() -> Any:
+    """The union of all commands."""
+    from kvern.cli.main import COMMANDS, kind_of, with_defaults
+    from kvern.cli.options import read_defaults
+
+    defaults = read_defaults([], {})
+    groups: dict[str, list[Any]] = {}
+    for words in COMMANDS:
+        kind = kind_of(words)
+        leaf = tyro.conf.subcommand(words[-1], default=with_defaults(kind, defaults, divided=False))
+        groups.setdefault(words[0], []).append(Annotated[kind, leaf])
+    found = [
+        parts[0] if len(parts) == 1 else Annotated[reduce(or_, parts), tyro.conf.subcommand(word)]
+        for word, parts in groups.items()
+    ]
+    return reduce(or_, found)
 
 
 def place(shell: Shell) -> Path:

@@ -18,8 +18,6 @@ import typing
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import reduce
-from operator import or_
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -320,9 +318,9 @@ BAD_INPUT = 2
 DIVISION = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size", "enable_expert_parallel")
 Reading = Callable[[tyro.constructors.PrimitiveTypeInfo], tyro.constructors.PrimitiveConstructorSpec[Any] | None]
 COMMANDS = {
-    ("run",): "kvern.cli.run:RunCommand",
     ("chat",): "kvern.cli.chat:ChatCommand",
     ("serve",): "kvern.cli.serve:ServeCommand",
+    ("run",): "kvern.cli.run:RunCommand",
     ("pull",): "kvern.cli.hub:PullCommand",
     ("list",): "kvern.cli.hub:ListCommand",
     ("rm",): "kvern.cli.hub:RemoveCommand",
@@ -338,14 +336,32 @@ COMMANDS = {
     ("profile",): "kvern.cli.bench:ProfileCommand",
 }
 """The commands by their words: a dataclass of options each, imported when a command line has its words."""
-BENCH = "Measure speed: of an engine on workloads (offline), of a running server (serve), or of GPU kernels."
-DESCRIPTION = "An inference engine for large language models, with a small model inside."
+OTHER_WORDS = {
+    "show": "models",
+    "info": "models",
+    "ps": "engines",
+    "download": "pull",
+    "delete": "rm",
+    "start": "serve",
+}
+"""Words of other programs, with the commands that come nearest to them."""
+OVERVIEW = """\
+usage: kvern COMMAND [options]
+
+Runs and serves large language models. A small one ships inside.
+
+  kvern chat                        talk to the model inside
+  kvern chat ./model-Q4_K_M.gguf    or to a GGUF file, a folder, or a model of the Hugging Face hub
+  kvern serve Qwen/Qwen3-0.6B       APIs and a chat page, on http://127.0.0.1:8000
+"""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code: 0, 1 if some work failed, 2 for wrong input, 130 after Ctrl-C."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
-    if arguments in (["--version"], ["-V"]):
+    if arguments[:1] == ["help"]:
+        arguments = [*arguments[1:], "--help"]
+    if arguments in (["--version"], ["-V"], ["version"]):
         sys.stdout.write(f"kvern {__version__}\n")
         return 0
     try:
@@ -354,6 +370,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return print_help(" ".join(words), kind_of(words), asked)
         if not words:
             check_word(arguments)
+            sys.stdout.write(overview(min(WIDEST, shutil.get_terminal_size().columns), *arguments[:1]))
+            return 0
         command, notes = read_command(arguments, os.environ)
         for note in notes:
             sys.stderr.write(f"kvern: {note}\n")
@@ -374,15 +392,49 @@ def words_of(arguments: Sequence[str]) -> tuple[str, ...]:
 
 
 def check_word(arguments: Sequence[str]) -> None:
-    """Raises ConfigError if a command line begins with a word that is no command, with the nearest ones."""
+    """Raises ConfigError if a command line begins with what is no command, with the nearest ones."""
     group = [words[1] for words in COMMANDS if len(words) > 1 and [words[0]] == list(arguments[:1])]
     word = arguments[1:2] if group else arguments[:1]
     known = group or list(dict.fromkeys(words[0] for words in COMMANDS))
-    if word and not word[0].startswith("-"):
-        near = difflib.get_close_matches(word[0], known, n=1)
-        what = " ".join(["kvern", *arguments[:1]] if group else ["kvern"])
-        hint = f"did you mean {what} {near[0]}?" if near else f"there are {', '.join(known)}"
-        raise ConfigError(f"{what} {word[0]} is no command: {hint}")
+    if not word or word[0] in ("-h", "--help"):
+        return
+    what = " ".join(["kvern", *arguments[:1]] if group else ["kvern"])
+    if word[0].startswith("-"):
+        raise ConfigError(f"{word[0]} stands before a command: {what} --help lists them")
+    near = difflib.get_close_matches(word[0], known, n=1) or [OTHER_WORDS[name] for name in word if name in OTHER_WORDS]
+    hint = f"did you mean {what} {near[0]}?" if near else f"there are {', '.join(known)}"
+    raise ConfigError(f"{what} {word[0]} is no command: {hint}")
+
+
+def overview(width: int, group: str = "") -> str:
+    """Returns the help of kvern, or of a group of commands: the first sentence of each command."""
+    commands = {words: kind_of(words) for words in COMMANDS if group in ("", "-h", "--help", words[0])}
+    column = max(len(" ".join(words)) for words in commands) + 4
+    lines = [f"usage: kvern {group} COMMAND [options]\n" if group in {words[0] for words in commands} else OVERVIEW]
+    for words, kind in commands.items():
+        sentence = re.split(r"[.:]\s", inspect.cleandoc(kind.__doc__ or "") + "\n")[0]
+        lines += textwrap.wrap(
+            " ".join(sentence.split()), width, initial_indent=f"  {' '.join(words):{column - 2}}",
+            subsequent_indent=" " * column,
+        )  # fmt: skip
+    return "\n".join([*lines, "\nkvern COMMAND --help shows the options of a command.\n"])
+
+
+def check_words(arguments: Sequence[str], command: str, kind: type) -> None:
+    """Raises ConfigError if a command has too few arguments beside its options, or too many."""
+    known = list(positional(kind))
+    needed = [field.default for field in dataclasses.fields(kind)][: len(known)].count(dataclasses.MISSING)
+    given = [argument for argument in arguments if not argument.startswith("--")]
+    takes = " ".join(["kvern", command, *(f"[{name}]" if optional else name for name, _, optional in known)])
+    if wrong := [word for word in given if re.fullmatch("-[A-Za-z]+", word)]:
+        raise ConfigError(f"there is no option {wrong[0]}: kvern {command} --help lists all")
+    if len(given) < needed:
+        missing = " and ".join(name for name, _, _ in known[len(given) : needed])
+        other = f"; to talk to a model: kvern chat {given[0]}" if command == "run" and given else ""
+        raise ConfigError(f"give {missing}: {takes} [options]{other}")
+    if len(given) > len(known):
+        quotes = ", and a text with blanks stands in quotes" if command == "chat" else ""
+        raise ConfigError(f"{given[len(known)]!r} is too much: the command is {takes} [options]{quotes}")
 
 
 def kind_of(words: tuple[str, ...]) -> type:
@@ -395,21 +447,19 @@ def read_command(arguments: list[str], environment: Mapping[str, str]) -> tuple[
     """The command that a command line gives, and notes for the user. Raises ConfigError, or SystemExit after help."""
     defaults = read_defaults(arguments, environment)
     words = words_of(arguments)
-    notes = list[str]()
-    kind = kind_of(words) if words else None
-    if kind is not None:
-        arguments, notes = kvern_arguments(arguments[len(words) :], " ".join(words), kind)
+    kind = kind_of(words)
+    arguments, notes = kvern_arguments(arguments[len(words) :], " ".join(words), kind)
+    check_words(arguments, " ".join(words), kind)
     divided = any(option in DIVISION for option in [*defaults.given, *options_in(arguments)])
     registry = tyro.constructors.ConstructorRegistry()
     for rule in RULES:
         registry.primitive_rule(rule)
     with registry:
         command = tyro.cli(
-            every_command(defaults, divided) if kind is None else kind,
-            **({} if kind is None else {"default": with_defaults(kind, defaults, divided)}),
-            args=arguments if words else arguments or ["--help"],
+            kind,
+            default=with_defaults(kind, defaults, divided),
+            args=arguments,
             prog=" ".join(["kvern", *words]),
-            description=None if words else DESCRIPTION,
             config=(tyro.conf.OmitArgPrefixes,),
         )
     return command, [*defaults.notes, *notes]
@@ -469,20 +519,6 @@ def with_defaults(kind: type, defaults: Defaults, divided: bool) -> Any:
         elif field.default is field.default_factory is dataclasses.MISSING:
             values[field.name] = tyro.MISSING
     return kind(**values)
-
-
-def every_command(defaults: Defaults, divided: bool) -> Any:
-    """The union of all commands, for the help of `kvern` itself and for words that are no command."""
-    groups: dict[str, list[Any]] = {}
-    for words in COMMANDS:
-        kind = kind_of(words)
-        leaf = tyro.conf.subcommand(words[-1], default=with_defaults(kind, defaults, divided))
-        groups.setdefault(words[0], []).append(Annotated[kind, leaf])
-    found = [
-        parts[0] if len(parts) == 1 else Annotated[reduce(or_, parts), tyro.conf.subcommand(word, description=BENCH)]
-        for word, parts in groups.items()
-    ]
-    return reduce(or_, found)
 
 
 if __name__ == "__main__":
