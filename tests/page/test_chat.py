@@ -264,6 +264,28 @@ def test_adapters_can_be_chosen(page: Page) -> None:
     expect(page.locator(".figures")).to_contain_text("tokens")
 
 
+def test_a_model_of_a_path_is_shown_by_its_last_part(page: Page) -> None:
+    path = "/home/someone/Downloads/model-Q4_K_M.gguf"
+
+    def of_a_file(route: Route) -> None:
+        listed = route.fetch().json()
+        first = listed["data"][0] | {"id": path, "root": path}
+        route.fulfill(json=listed | {"data": [first]})
+
+    page.route("**/v1/models", of_a_file)
+    page.route("**/api/show", lambda route: route.fulfill(json={"capabilities": [], "details": {}, "model_info": {}}))
+    page.route("**/v1/chat/completions", lambda route: route.fulfill(status=400, json={"error": {"message": "no"}}))
+    page.reload()
+    expect(page.get_by_role("heading", name="model-Q4_K_M.gguf")).to_have_text("model-Q4_K_M.gguf")
+    expect(page.get_by_label("Model")).to_have_value(path)
+    with page.expect_request("**/v1/chat/completions") as sent:
+        ask(page, "What is 1 + 1?")
+    assert sent.value.post_data_json["model"] == path
+    page.get_by_role("tab", name="Engine").click()
+    expect(page.locator(".facts h2")).to_have_text("model-Q4_K_M.gguf")
+    expect(page.locator(".facts")).to_contain_text(path)
+
+
 def test_text_files_go_along(page: Page) -> None:
     files: Any = page.get_by_label("Text files", exact=True)
     files.set_input_files({"name": "a.png", "mimeType": "image/png", "buffer": b"\x89PNG\r\n\x00\xff"})

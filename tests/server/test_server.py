@@ -265,7 +265,10 @@ def test_a_start_that_fails_is_one_line(tmp_path: Path) -> None:
         taken.listen()
         port = str(taken.getsockname()[1])
         for arguments, said in (
-            (["--port", port], f"cannot listen on 127.0.0.1:{port}"),
+            (
+                ["--port", port],
+                f"cannot listen on 127.0.0.1:{port}: Address already in use; end the program that has it, or ",
+            ),
             (["--model", str(tmp_path / "none")], "there is no such folder"),
             (["--max-model-len", "99999999"], "max_model_len is 99999999"),
         ):

@@ -2,6 +2,7 @@
 import { useEffect, useLayoutEffect, useMemo, useRef, useState } from "preact/hooks";
 import { ask, isRunning, stop, useGrowing } from "./asking.js";
 import { Composer } from "./composer.jsx";
+import { modelName } from "./format.js";
 import { Close, Down, Stone } from "./icons.jsx";
 import { layout, leaveList, showList } from "./layout.js";
 import { go, library, notify } from "./library.js";
@@ -141,7 +142,7 @@ function Welcome() {
   return (
     <div class="welcome">
       <Stone />
-      <h2>{modelInUse()?.id ?? "kvern"}</h2>
+      <h2>{modelName(modelInUse()?.id) ?? "kvern"}</h2>
       <p>Ask it something. Conversations stay in this browser.</p>
       <div class="examples">
         {EXAMPLES.map((text) => (

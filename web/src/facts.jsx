@@ -1,5 +1,5 @@
 // What the server tells of its models and their adapters.
-import { number } from "./format.js";
+import { modelName, number } from "./format.js";
 import { server } from "./server.js";
 
 const count = (value) => value?.toLocaleString("en");
@@ -10,7 +10,7 @@ function factsOf({ id, root, max_model_len: context, vocab_size: vocabulary }, s
   const of = (name) => info[`${info["general.architecture"]}.${name}`];
   const parameters = info["general.parameter_count"];
   return [
-    ["weights", root !== id && root],
+    ["weights", (root !== id || modelName(id) !== id) && root],
     ["family", details.family],
     ["parameters", parameters ? scaled(parameters) : details.parameter_size],
     ["precision", details.quantization_level],
@@ -41,7 +41,7 @@ export function Facts() {
     .filter(({ parent }) => !parent)
     .map((model) => (
       <section key={model.id} class="facts">
-        <h2>{model.id}</h2>
+        <h2>{modelName(model.id)}</h2>
         <dl>
           {factsOf(model, facts[model.id]).map(([label, value]) => (
             <div key={label}>

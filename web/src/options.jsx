@@ -1,4 +1,5 @@
 // The model, and the panel of settings.
+import { modelName } from "./format.js";
 import { server } from "./server.js";
 import { CHOICES, NUMBERS, TEXTS, countSet, modelInUse, reset, settings, thinks } from "./settings.js";
 
@@ -6,7 +7,7 @@ import { CHOICES, NUMBERS, TEXTS, countSet, modelInUse, reset, settings, thinks 
 export function ModelChoice() {
   const { models } = server.use();
   settings.use();
-  const options = (some) => some.map(({ id }) => <option key={id}>{id}</option>);
+  const options = (some) => some.map(({ id }) => <option key={id} value={id} title={id}>{modelName(id)}</option>);
   const adapters = models.filter(({ parent }) => parent);
   return (
     <select aria-label="Model" value={modelInUse()?.id} onChange={(event) => settings.change({ model: event.currentTarget.value })}>

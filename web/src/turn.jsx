@@ -2,7 +2,7 @@
 import { useEffect, useLayoutEffect, useRef, useState } from "preact/hooks";
 import { answerAgain, askInstead, canGoOn, goOn, tellResults, useGrowing } from "./asking.js";
 import { Markdown } from "./content.jsx";
-import { number, seconds } from "./format.js";
+import { modelName, number, seconds } from "./format.js";
 import { Again, Close, Edit, File, Former, GoOn, Later } from "./icons.jsx";
 import { showBranch } from "./library.js";
 import { CopyButton, IconButton, fit, onEnter } from "./parts.jsx";
@@ -15,7 +15,7 @@ export const Turn = memo(function Turn({ turn: stored, questions, answers, isLas
     <article class="turn">
       {turn.results?.map((result) => <Result key={result.id} {...result} />)}
       {turn.question != null && <Question turn={turn} questions={questions} />}
-      <h2 class="unseen">{turn.model || "Answer"}</h2>
+      <h2 class="unseen">{modelName(turn.model) || "Answer"}</h2>
       <Answer turn={turn} />
       {isLast && turn.state !== "running" && turn.calls?.length > 0 && !turn.error && <Results turn={turn} />}
       {turn.state !== "running" && (

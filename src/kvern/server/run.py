@@ -9,6 +9,7 @@ has `seconds` as well.
 
 import asyncio
 import contextlib
+import errno
 import faulthandler
 import functools
 import gc
@@ -269,7 +270,8 @@ async def serve(
             listener.listen(http.config.backlog)  # readers of the next line may connect
             if not keys and server.uds is None and not is_loopback(server.host):
                 say(f"warning: whoever reaches {server.host} may use this server: give it an api_key")
-            say(f"serving {client.names[0]} on {shown_address(listener, server)}")
+            page = "" if server.uds is not None else " (in a browser: a chat page)"
+            say(f"serving {client.names[0]} on {shown_address(listener, server)}{page}")
             await http.serve(sockets=[listener])
             await application.stop()
 
@@ -309,7 +311,8 @@ def listen(host: str, port: int) -> socket.socket:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
     except OSError as error:
-        raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror or error}") from error
+        other = "; end the program that has it, or choose another --port" if error.errno == errno.EADDRINUSE else ""
+        raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror or error}{other}") from error
     return listener
 
 
