@@ -33,6 +33,12 @@ def read_row(values: Mapping[str, Any], routes: Sequence[str]) -> BatchRow:
     return BatchRow(custom_id, url, body)
 
 
+def message_row(custom_id: str, request_id: str, status: int, body: object) -> dict[str, Any]:
+    """Returns a line of the results of Anthropic's message batches; the request's id is in the body of an error."""
+    result = {"type": "succeeded", "message": body} if status == 200 else {"type": "errored", "error": body}
+    return {"custom_id": custom_id, "result": result}
+
+
 def answer_row(custom_id: str, request_id: str, status: int, body: object) -> dict[str, Any]:
     """Returns the row of an answer."""
     response = {"status_code": status, "request_id": request_id, "body": body}

@@ -26,6 +26,12 @@ POST   /v1/score                                           scores:Scores.create
 POST   /v1/rerank                                          scores:Rerank.create
 POST   /v1/messages                                        messages:MessagesApi.create
 POST   /v1/messages/count_tokens                           messages:MessagesApi.count_tokens
+POST   /v1/messages/batches                                message_batches:MessageBatches.create
+GET    /v1/messages/batches                                message_batches:MessageBatches.list
+GET    /v1/messages/batches/{message_batch_id}             message_batches:MessageBatches.retrieve
+DELETE /v1/messages/batches/{message_batch_id}             message_batches:MessageBatches.delete
+POST   /v1/messages/batches/{message_batch_id}/cancel      message_batches:MessageBatches.cancel
+GET    /v1/messages/batches/{message_batch_id}/results     message_batches:MessageBatches.results
 POST   /v1/responses                                       responses:Responses.create
 GET    /v1/responses/{response_id}                         responses:Responses.retrieve
 DELETE /v1/responses/{response_id}                         responses:Responses.delete

@@ -200,7 +200,7 @@ class Server:
         return document(self.service.names, vocab_size, bool(self._keys))
 
     def _page(self) -> str:
-        from kvern.server.openapi import page
+        from kvern.server.openapi_page import page
 
         return page(self._described())
 

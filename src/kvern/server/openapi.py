@@ -1,4 +1,4 @@
-"""The OpenAPI 3.1 document of the server, at /openapi.json, and the same as a page, at /docs.
+"""The OpenAPI 3.1 document of the server, at /openapi.json.
 
 Bodies and answers are written as words: `name!=type` is a required field, `name=type` another one, and `name=type?` one
 that may be null as well. A type is a name of `TYPES` or of `RECORDS`, `/a/b` (one of these texts), `[type]` (a list),
@@ -6,7 +6,6 @@ that may be null as well. A type is a name of `TYPES` or of `RECORDS`, `/a/b` (o
 """
 
 import functools
-import html
 import re
 from dataclasses import dataclass
 from typing import Any
@@ -27,6 +26,7 @@ from kvern.documentation import field_documents
 from kvern.request.sampling_params import SamplingParams
 from kvern.server.handlers.batches import ENDPOINTS
 from kvern.server.handlers.files import MOST_ON_PAGE, OUTPUT, PURPOSES
+from kvern.server.handlers.message_batches import JSON_LINES
 from kvern.tools.tool_format import NAME
 from kvern.version import __version__
 
@@ -90,6 +90,7 @@ RECORDS = {
     "claude_choice": "type!=/auto/any/tool/none name=text",
     "fitting": "type!=/json_schema schema!=object",
     "output_config": "effort=text? format=fitting?",
+    "batched": "custom_id!=text params!=object",
     "prediction": "type!=/content content!=text|[part]",
     "conversation": "id!=text",
     "text_object": "text!=name",
@@ -122,11 +123,15 @@ OLLAMA = "model=ollama_name? stream=bool? options=ollama_options? format=/json|o
 OLLAMA += "logprobs=bool? top_logprobs=few? keep_alive=any"
 OLLAMA_EMBEDDED = "model=ollama_name? dimensions=count? options=object? truncate=bool?"
 PAGE = "limit=page_size after=text"
+CLAUDE_PAGE = "limit=page_size after_id=text before_id=text"
 
 IDENTIFIED = "id!=text object!=text"
 LISTING = "object!=/list data!=[object]"
 OLLAMA_LISTING = "models!=[ollama_model]"
 COMPLETED = "id!=text object!=any created!=any model!=any choices!=[object] usage!=object"
+TYPED = "id!=text type!=text"
+BATCHED = f"{TYPED} processing_status!=/in_progress/canceling/ended request_counts!=object results_url!=text?"
+PAGED = "data!=[object] has_more!=bool first_id!=text? last_id!=text?"
 EVENT = "event=text data!=text"
 
 REASONS = {
@@ -324,6 +329,23 @@ OPERATIONS = (
     ),
     Operation(f"POST {COUNT_TOKENS}", "Tokens of a conversation.", "input_tokens!=int", body=CLAUDE),
     Operation(
+        f"POST {MESSAGES}/batches",
+        "Begin a batch of messages.",
+        BATCHED,
+        body="requests!=[batched]+",
+    ),
+    _read(f"GET {MESSAGES}/batches", "The batches of this key, newest first.", PAGED, 400, query=CLAUDE_PAGE),
+    _read(f"GET {MESSAGES}/batches/{{message_batch_id}}", "A batch with its state.", BATCHED),
+    _read(f"DELETE {MESSAGES}/batches/{{message_batch_id}}", "Delete a batch that has ended.", TYPED, 400),
+    _read(f"POST {MESSAGES}/batches/{{message_batch_id}}/cancel", "End a batch.", BATCHED, 400),
+    _read(
+        f"GET {MESSAGES}/batches/{{message_batch_id}}/results",
+        "The answers of a batch that has ended, a line for each.",
+        "custom_id!=text result!=object",
+        400,
+        kind=JSON_LINES,
+    ),
+    Operation(
         f"POST {OLLAMA_CHAT}",
         "Answer a conversation.",
         "message!=any done!=bool done_reason=text",
@@ -512,7 +534,7 @@ class Words:
         error = "error!=openai_error"
         if path.startswith("/api/"):
             error = "error!=text"
-        elif path in (MESSAGES, COUNT_TOKENS):
+        elif path.startswith(MESSAGES):
             error = "type!=/error error!=claude_error"
         return {"description": REASONS[status], "content": {JSON: {"schema": self.record(error)}}}
 
@@ -537,48 +559,3 @@ def _nullable(schema: Schema) -> Schema:
     if "anyOf" in schema:
         return {"anyOf": [*schema["anyOf"], *([] if {"type": "null"} in schema["anyOf"] else [{"type": "null"}])]}
     return optional(schema)
-
-
-def page(described: Schema) -> str:
-    """Returns the document as one HTML page without scripts."""
-    parts = []
-    for path, operations in described["paths"].items():
-        for method, operation in operations.items():
-            body = operation.get("requestBody", {}).get("content", {})
-            forms = [content["schema"] for content in body.values()]
-            fields = "".join(_fields(choice) for form in forms for choice in form.get("anyOf", [form]))
-            codes = ", ".join(operation["responses"])
-            parts.append(
-                f"<details><summary><b>{method.upper()}</b> <code>{html.escape(path)}</code> "
-                f"{html.escape(operation['summary'])}</summary>{fields}<p>Answers: {codes}</p></details>"
-            )
-    about = html.escape(described["info"]["description"])
-    return (
-        '<!doctype html><html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width">'
-        "<title>kvern: API</title><style>:root{color-scheme:light dark}body{font:16px/1.5 system-ui;max-width:60rem;"
-        "margin:2rem auto;padding:0 1rem}td,th{text-align:left;vertical-align:top;padding:.2rem 1rem .2rem 0}"
-        "summary{cursor:pointer;padding:.3rem 0}</style>"
-        f"<h1>kvern {html.escape(described['info']['version'])}</h1><p>{about}</p>"
-        f'<p>As a document: <a href="openapi.json">openapi.json</a></p>{"".join(parts)}</html>'
-    )
-
-
-def _fields(schema: Schema) -> str:
-    rows = []
-    for name, field in schema.get("properties", {}).items():
-        need = "required" if name in schema.get("required", ()) else ""
-        text = html.escape(field.get("description", ""))
-        rows.append(f"<tr><td><code>{html.escape(name)}</code><td>{html.escape(kind_of(field))}<td>{need}<td>{text}")
-    return f"<table><tr><th>field<th>type<th><th>{''.join(rows)}</table>" if rows else ""
-
-
-def kind_of(schema: Schema) -> str:
-    """Returns a type in words."""
-    if "enum" in schema:
-        return " or ".join(map(str, schema["enum"]))
-    if "anyOf" in schema:
-        kinds = [kind_of(option) for option in schema["anyOf"] if option != {"type": "null"}]
-        return " or ".join(dict.fromkeys(kinds))
-    if schema.get("type") == "array":
-        return f"list of {kind_of(schema['items'])}"
-    return str(schema.get("type", "anything"))

@@ -1,4 +1,4 @@
-"""OpenAI's /v1/batches: the handlers, and the work of a batch: rows of a file, answered beside other requests.
+"""OpenAI's /v1/batches: the handlers, and the work of every batch: rows of a file, answered beside other requests.
 
     status: validating --> in_progress --> finalizing --> completed
                  |              |
@@ -17,6 +17,7 @@ import time
 import uuid
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -24,11 +25,12 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from kvern.api.batch_rows import answer_row, read_row
+from kvern.api.batch_rows import answer_row, message_row, read_row
 from kvern.api.completions import CHAT, COMPLETIONS
 from kvern.api.embeddings import EMBEDDINGS
-from kvern.api.errors import HttpError, body_of, error_body, status_of, wrong_value
+from kvern.api.errors import HttpError, anthropic_error, body_of, status_of, wrong_value
 from kvern.api.fields import read_metadata, typed
+from kvern.api.messages import MESSAGES
 from kvern.api.other_names import as_sent, sent_names
 from kvern.api.scores import SCORE
 from kvern.api.text_pairs import RERANK
@@ -38,6 +40,7 @@ from kvern.server.apis import Apis
 from kvern.server.bodies import MAX_BODY_BYTES, SMALL_BODY_BYTES, Lane, check_counts, decode_object, read_object
 from kvern.server.handlers.completions import Completions
 from kvern.server.handlers.files import OUTPUT, PART_BYTES, file_object, page_of
+from kvern.server.handlers.messages import MessagesApi
 from kvern.server.handlers.scores import Rerank, Scores
 from kvern.server.handlers.whole_answers import Embeddings
 from kvern.server.http import json_response, write_large
@@ -63,8 +66,26 @@ PAUSE = 1.0
 FAULT = "the server has a fault; its log tells more"
 
 
+@dataclass(frozen=True)
+class BatchKind:
+    """What differs between the batches of two APIs."""
+
+    name: str
+    """The kind of their objects in the store."""
+    row: Callable[[str, str, int, object], object]
+    """Makes a line of an answer, from the row's id, the request's id, the status and the answer's body."""
+    failed: Callable[[Exception, str], object]
+    """Makes the body of an error, with the request's id."""
+    keeps_files: bool
+    """Answers become files of the API."""
+
+
+OPENAI = BatchKind("batch", answer_row, lambda error, _: body_of(error), keeps_files=True)
+ANTHROPIC = BatchKind("message_batch", message_row, anthropic_error, keeps_files=False)
+
+
 class Work:
-    """One running batch. `body` is the batch as the API shows it."""
+    """One running batch. `body` is the batch as OpenAI's API shows it."""
 
     def __init__(
         self,
@@ -77,6 +98,7 @@ class Work:
         lane: Lane,
     ) -> None:
         self.body = body
+        self._kind = ANTHROPIC if body["endpoint"] == MESSAGES else OPENAI
         self.key = dataclasses.replace(key, is_batch=True)
         self._store = store
         self._answer = answer
@@ -156,10 +178,10 @@ class Work:
                 if not row:
                     return
                 name = msgspec.json.decode(row, type=RowId).custom_id
-                status, answer = await self._answer_row(row)
+                request_id = uuid.uuid4().hex
+                status, answer = await self._answer_row(row, request_id)
                 del row
-            request_id = uuid.uuid4().hex
-            line = await write_large(functools.partial(answer_row, name, request_id, status, answer), json_line)
+            line = await write_large(functools.partial(self._kind.row, name, request_id, status, answer), json_line)
             del answer
             await self._until_room(functools.partial(self._write_whole, bytes(line) + b"\n", status == 200))
 
@@ -191,7 +213,7 @@ class Work:
                 self.body["paused"] = None
                 return
 
-    async def _answer_row(self, row: bytes) -> tuple[int, object]:
+    async def _answer_row(self, row: bytes, request_id: str) -> tuple[int, object]:
         while True:
             body = (await asyncio.to_thread(read_json, row))["body"]
             names = sent_names(body)  # read now, because the answerer empties the body
@@ -201,16 +223,16 @@ class Work:
                 if error.headers is not None and "retry-after" in error.headers:
                     await asyncio.sleep(float(error.headers["retry-after"]))
                     continue
-                return error.status, body_of(as_sent(error, names))
+                return error.status, self._kind.failed(as_sent(error, names), request_id)
             except EngineClosed as error:
                 raise asyncio.CancelledError from error  # the server ends: the next server process answers the row
             except (EngineUnavailable, ServerBusy) as error:
                 await asyncio.sleep(error.seconds)
             except KvernError as error:
-                return status_of(error), body_of(as_sent(error, names))
+                return status_of(error), self._kind.failed(as_sent(error, names), request_id)
             except Exception:
                 logger.exception("a row of batch %s failed", self.body["id"])
-                return 500, error_body(500, FAULT)
+                return 500, self._kind.failed(HttpError(500, FAULT), request_id)
 
     async def _count(self) -> None:
         while True:
@@ -228,7 +250,7 @@ class Work:
     async def _keep_files(self) -> None:
         """Turns the files of answers and of errors into files of the API, unless they are empty."""
         for path, name in ((self._output, "output"), (self._errors, "error")):
-            if path.exists():
+            if self._kind.keeps_files and path.exists():
                 file_id = f"file-{path.name}"
                 size = path.stat().st_size
                 path.rename(self._store.path(file_id))
@@ -250,7 +272,7 @@ class Work:
         self.body[f"{status}_at"] = self.body.get(f"{status}_at") or int(time.time())
 
     async def _save(self) -> None:
-        await self._store.save("batch", self.key.name, self.body)
+        await self._store.save(self._kind.name, self.key.name, self.body)
         self.saved = self.body["status"] not in RUNNING
 
 
@@ -335,6 +357,29 @@ def answered(path: Path) -> list[str]:
     return names
 
 
+def new_batch(batch_id: str, endpoint: str, file_id: str, metadata: Object) -> Object:
+    """Returns a batch that begins, as OpenAI's API shows it."""
+    now = int(time.time())
+    states = ("in_progress", "finalizing", "completed", "failed", "expired", "cancelling", "cancelled")
+    return {
+        "id": batch_id,
+        "object": "batch",
+        "endpoint": endpoint,
+        "errors": None,
+        "input_file_id": file_id,
+        "completion_window": "24h",
+        "status": "validating",
+        "output_file_id": None,
+        "error_file_id": None,
+        "created_at": now,
+        "expires_at": now + WINDOW_SECONDS,
+        **dict.fromkeys(f"{state}_at" for state in states),
+        "request_counts": {"total": 0, "completed": 0, "failed": 0},
+        "metadata": metadata,
+        "paused": None,
+    }
+
+
 MOST_UNFINISHED = 16
 """The limit of each key."""
 
@@ -362,6 +407,7 @@ class Batches:
         answerers = {path: completions.answerer(path) for path in (CHAT, COMPLETIONS)}
         for path, kind in ((EMBEDDINGS, Embeddings), (SCORE, Scores), (RERANK, Rerank)):
             answerers[path] = apis.get(kind).answer
+        answerers[MESSAGES] = apis.get(MessagesApi).answer
         return cls(apis.store, apis.service.users, answerers, apis.width)
 
     async def resume(self) -> None:
@@ -369,7 +415,7 @@ class Batches:
         if not self._store.exists:
             return
         try:
-            batches = await self._store.all("batch")
+            batches = [found for kind in (OPENAI, ANTHROPIC) for found in await self._store.all(kind.name)]
         except HttpError as error:
             logger.warning("batches are not continued: %s", error)
             return
@@ -391,38 +437,19 @@ class Batches:
         body = await read_object(request)
         key: ApiKey = request.state.key
         endpoint, window = body.get("endpoint"), body.get("completion_window", "24h")
-        if not isinstance(endpoint, str) or endpoint not in self._answerers:
-            raise wrong_value("endpoint", endpoint, f"one of {', '.join(self._answerers)}")
+        endpoints = [path for path in self._answerers if path in ENDPOINTS]
+        if endpoint not in endpoints:
+            raise wrong_value("endpoint", endpoint, f"one of {', '.join(endpoints)}")
         if window != "24h":
             raise wrong_value("completion_window", window, "24h")
         source = await self._store.load("file", key.name, typed(body, "input_file_id", str, ""))
-        now = int(time.time())
-        times = dict.fromkeys(f"{name}_at" for name in ("in_progress", "finalizing", "completed", "failed", "expired"))
-        batch = {
-            "id": f"batch_{uuid.uuid4().hex}",
-            "object": "batch",
-            "endpoint": endpoint,
-            "errors": None,
-            "input_file_id": source["id"],
-            "completion_window": window,
-            "status": "validating",
-            "output_file_id": None,
-            "error_file_id": None,
-            "created_at": now,
-            "expires_at": now + WINDOW_SECONDS,
-            **times,
-            "cancelling_at": None,
-            "cancelled_at": None,
-            "request_counts": {"total": 0, "completed": 0, "failed": 0},
-            "metadata": read_metadata(body),
-            "paused": None,
-        }
-        await self._begin_new(key, batch)
+        batch = new_batch(f"batch_{uuid.uuid4().hex}", endpoint, source["id"], read_metadata(body))
+        await self.begin(key, batch, OPENAI)
         return json_response(batch)
 
     async def list(self, request: Request) -> Response:
         """GET /v1/batches: a page of `limit` batches after the one named `after`, newest first."""
-        found = [self._now(body) for _, body in await self._store.all("batch", request.state.key.name)]
+        found = [self.now(body) for _, body in await self._store.all("batch", request.state.key.name)]
         return json_response(page_of(found, request))
 
     async def retrieve(self, request: Request) -> Response:
@@ -431,33 +458,38 @@ class Batches:
 
     async def cancel(self, request: Request) -> Response:
         """POST /v1/batches/{batch_id}/cancel."""
-        body = await self._find(request)
-        work = self._work.get(body["id"])
-        if work is None or work.task.done():
-            message = f"batch {body['id']} is {body['status']}: only one that runs can be cancelled"
-            raise HttpError(400, message)
-        work.cancel()
-        return json_response(work.body)
+        return json_response(self.end(await self._find(request)))
 
     async def _find(self, request: Request) -> Object:
         body = await self._store.load("batch", request.state.key.name, request.path_params["batch_id"])
-        return self._now(body)
+        return self.now(body)
 
-    def _now(self, body: Object) -> Object:
-        return self._work[body["id"]].body if body["id"] in self._work else body
-
-    async def _begin_new(self, key: ApiKey, body: Object) -> None:
+    async def begin(self, key: ApiKey, body: Object, kind: BatchKind) -> None:
+        """Begins a new batch. Raises HttpError 429 if the key has too many that have not ended."""
         unfinished = sum(work.key.name == key.name for work in self._work.values()) + self._beginning[key.name]
         if unfinished >= MOST_UNFINISHED:
             message = f"key {key.name} has {unfinished} unfinished batches, and may have {MOST_UNFINISHED}"
             raise HttpError(429, f"{message}: wait until one ends", headers={"retry-after": "60"})
         self._beginning[key.name] += 1
         try:
-            await self._store.save("batch", key.name, body)
-            await self._store.forget_old("batch", key.name)
+            await self._store.save(kind.name, key.name, body)
+            await self._store.forget_old(kind.name, key.name)
             self._begin(key, body)
         finally:
             self._beginning[key.name] -= 1
+
+    def now(self, body: Object) -> Object:
+        """Returns a batch of the store as it is at present."""
+        return self._work[body["id"]].body if body["id"] in self._work else body
+
+    def end(self, body: Object) -> Object:
+        """Cancels a batch and returns it. Raises HttpError if it does not run."""
+        work = self._work.get(body["id"])
+        if work is None or work.task.done():
+            message = f"batch {body['id']} is {body['status']}: only one that runs can be cancelled"
+            raise HttpError(400, message)
+        work.cancel()
+        return work.body
 
     def _begin(self, key: ApiKey, body: Object) -> None:
         answer, places = self._answerers[body["endpoint"]], self._places[key.name]

@@ -109,17 +109,32 @@ class Files:
 
 def page_of(found: list[Object], request: Request) -> Object:
     """Returns a page of `limit` objects after the one named `after`. Raises HttpError."""
-    limit, after = request.query_params.get("limit", "20"), request.query_params.get("after")
+    limit, after = page_size(request), request.query_params.get("after")
+    if after is not None:
+        found = found[place_in(found, after, "after") + 1 :]
+    page = found[:limit]
+    return {"object": "list", "data": page, **ends_of(page), "has_more": len(found) > len(page)}
+
+
+def page_size(request: Request) -> int:
+    """Returns `limit`, by default 20. Raises HttpError."""
+    limit = request.query_params.get("limit", "20")
     if re.fullmatch("[0-9]{1,5}", limit) is None or not 1 <= int(limit) <= MOST_ON_PAGE:
         raise wrong_value("limit", limit, f"1 to {MOST_ON_PAGE}")
-    if after is not None:
-        places = [index for index, body in enumerate(found) if body["id"] == after]
-        if not places:
-            raise HttpError(404, f"there is no {shown(after)} in the list", param="after", code="not_found")
-        found = found[places[0] + 1 :]
-    page = found[: int(limit)]
-    ends = {"first_id": page[0]["id"], "last_id": page[-1]["id"]} if page else {"first_id": None, "last_id": None}
-    return {"object": "list", "data": page, **ends, "has_more": len(found) > len(page)}
+    return int(limit)
+
+
+def place_in(found: list[Object], object_id: str, param: str) -> int:
+    """Returns the place of an object in a list. Raises HttpError 404."""
+    for place, body in enumerate(found):
+        if body["id"] == object_id:
+            return place
+    raise HttpError(404, f"there is no {shown(object_id)} in the list", param=param, code="not_found")
+
+
+def ends_of(page: list[Object]) -> Object:
+    """Returns the ids of the first and the last object."""
+    return {"first_id": page[0]["id"] if page else None, "last_id": page[-1]["id"] if page else None}
 
 
 def file_object(file_id: str, size: int, name: str, purpose: str) -> Object:

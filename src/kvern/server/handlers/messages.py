@@ -3,6 +3,8 @@
 import asyncio
 import dataclasses
 import functools
+from dataclasses import dataclass
+from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -22,8 +24,26 @@ from kvern.server.http import (
     json_response,
     whole_answer,
 )
+from kvern.server.keys import ApiKey
+from kvern.server.service import Ask, Running
+from kvern.tools.chat import ChatRequest
 
 IGNORED_TOOLS_HEADER = "x-kvern-ignored-tools"
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """A request, and how it is answered."""
+
+    ask: Ask
+    chat: ChatRequest
+    model: str
+    headers: dict[str, str]
+    stream: bool
+
+    def written(self, ended: Running) -> object:
+        """Returns the whole answer."""
+        return message_answer(ended.outputs[0], self.chat, self.model)
 
 
 class MessagesApi:
@@ -35,8 +55,26 @@ class MessagesApi:
     async def create(self, request: Request) -> Response | EventStream:
         """POST /v1/messages."""
         body = await read_object(request)
+        asked = await self._read(body, request.state.key)
+        let_go(request, body)
+        if asked.stream:
+            running = await self._service.start(asked.ask)
+            [output] = running.outputs
+            events = message_events(output, asked.chat, asked.model, running)
+            failed = functools.partial(_failed_event, request.state.request_id)
+            return EventStream(events, running.close, asked.headers, StreamFormat(failed=failed))
+        return await whole_answer(request, self._service.written(asked.ask, asked.written), asked.headers)
+
+    async def answer(self, body: dict[str, Any], key: ApiKey) -> object:
+        """Answers a row of a batch."""
+        asked = await self._read(body, key)
+        body.clear()
+        outputs = await self._service.run(asked.ask)
+        return message_answer(outputs[0], asked.chat, asked.model)
+
+    async def _read(self, body: dict[str, Any], key: ApiKey) -> "_Asked":
         merge_extra(body)
-        service, key = self._service, request.state.key
+        service = self._service
         model = service.model(body)
         asked = read_message(body, service.config.strip_billing_header)
         engine, conversation = service.engine_of(model), asked.conversation
@@ -49,20 +87,10 @@ class MessagesApi:
             conversation = dataclasses.replace(conversation, options=options)
             unused.append("thinking.budget_tokens")
         chat = await service.chat(model, conversation, asked.params, asked.common, key)
-        ask, stream = service.ask(model, asked.common, [chat.prompt], chat.params, key), asked.stream
+        ask = service.ask(model, asked.common, [chat.prompt], chat.params, key)
         left_out = ignored_tools(typed(body, "tools", list, []))
         headers = header_of_names(IGNORED_HEADER, unused) | header_of_names(IGNORED_TOOLS_HEADER, left_out)
-        headers |= header_of_names(LACKS_HEADER, chat.lacks)
-        del asked, conversation
-        let_go(request, body)
-        if stream:
-            running = await service.start(ask)
-            [output] = running.outputs
-            events = message_events(output, chat, model, running)
-            failed = functools.partial(_failed_event, request.state.request_id)
-            return EventStream(events, running.close, headers, StreamFormat(failed=failed))
-        work = service.written(ask, lambda ended: message_answer(ended.outputs[0], chat, model))
-        return await whole_answer(request, work, headers)
+        return _Asked(ask, chat, model, headers | header_of_names(LACKS_HEADER, chat.lacks), asked.stream)
 
     async def count_tokens(self, request: Request) -> Response:
         """POST /v1/messages/count_tokens."""

@@ -80,12 +80,14 @@ class Store:
         return [(row[0], dict(msgspec.json.decode(row[1]))) for row in rows]
 
     async def remove(self, owner: str, object_id: str) -> None:
-        """Deletes an object, and the content of the file with its id."""
+        """Deletes an object, the content of the file with its id, and what a batch of its id has written."""
 
         def work(database: sqlite3.Connection) -> int:
             database.execute("DELETE FROM objects WHERE id = ? AND owner = ?", (object_id, owner))
-            size = _size(self.path(object_id))
-            self.path(object_id).unlink(missing_ok=True)
+            paths = [self.path(name) for name in (object_id, *paths_of_batch(object_id))]
+            size = sum(map(_size, paths))
+            for path in paths:
+                path.unlink(missing_ok=True)
             return size
 
         await self._measure(owner)
@@ -93,11 +95,10 @@ class Store:
 
     async def forget_old(self, kind: str, owner: str) -> None:
         """Deletes an owner's objects that are too old to be listed."""
-        sql = (
-            "DELETE FROM objects WHERE id IN (SELECT id FROM objects WHERE kind = ? AND owner = ? "
-            "ORDER BY created DESC LIMIT -1 OFFSET ?)"
-        )
-        await self._database.run(lambda database: database.execute(sql, (kind, owner, MOST_LISTED)))
+        sql = "SELECT id FROM objects WHERE kind = ? AND owner = ? ORDER BY created DESC LIMIT -1 OFFSET ?"
+        rows = await self._database.run(lambda database: database.execute(sql, (kind, owner, MOST_LISTED)).fetchall())
+        for [object_id] in rows:
+            await self.remove(owner, object_id)
 
     async def check_upload(self, owner: str, size: int) -> None:
         """Refuses a file of this size if the owner may not keep it. Raises HttpError."""
@@ -110,10 +111,10 @@ class Store:
         self._check_quota(owner, size)
         self._folder.check_room(size)
 
-    async def write(self, owner: str, parts: AsyncIterator[bytes]) -> tuple[str, int]:
-        """Stores the content of a new file. Returns its id and its size in bytes."""
+    async def write(self, owner: str, parts: AsyncIterator[bytes], file_id: str = "") -> tuple[str, int]:
+        """Stores the content of a new file, or of one with this id. Returns its id and its size in bytes."""
         await self._measure(owner)
-        file_id = f"file-{uuid.uuid4().hex}"
+        file_id = file_id or f"file-{uuid.uuid4().hex}"
         path, size = self.path(file_id), 0
         try:
             with storage_errors(), open(path, "wb", opener=_private) as file:
