@@ -20,6 +20,15 @@ CUSTOM: dict[str, Any] = {
     "name": "code",
     "format": {"type": "grammar", "syntax": "regex", "definition": "[a-z]{1,3}"},
 }
+OFFERED_TEXT: dict[str, Any] = {
+    "type": "custom",
+    "custom": {
+        "name": "code",
+        "description": "a",
+        "format": {"type": "grammar", "grammar": {"syntax": "regex", "definition": "[a-z]{1,3}"}},
+    },
+}
+CALLED_TEXT: dict[str, Any] = {"id": "d", "type": "custom", "custom": {"name": "code", "input": "a"}}
 ITEMS: list[dict[str, Any]] = [
     {"type": "configuration_update", "reasoning": {"effort": "low"}, "text": {"format": {"type": "text"}}},
     {"type": "additional_tools", "role": "developer", "tools": [{"type": "function", **FUNCTION, "name": "g"}]},
@@ -73,12 +82,13 @@ BODIES: dict[str, dict[str, Any]] = {
     CHAT: {
         "messages": [
             {"role": "developer", "content": "a"},
-            {"role": "assistant", "content": None, "reasoning": "a", "tool_calls": [CALLED]},
+            {"role": "assistant", "content": None, "reasoning": "a", "tool_calls": [CALLED, CALLED_TEXT]},
             {"role": "tool", "tool_call_id": "c", "content": [{"type": "text", "text": "a"}]},
+            {"role": "tool", "tool_call_id": "d", "content": "a"},
             {"role": "user", "content": "a"},
         ],
-        "tools": [OFFERED],
-        "tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [OFFERED]}},
+        "tools": [OFFERED, OFFERED_TEXT],
+        "tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [OFFERED, OFFERED_TEXT]}},
         "documents": [{"title": "a", "text": "b"}],
         "chat_template_kwargs": {"a": 1},
         "reasoning": {"effort": "low", "max_tokens": None},
@@ -96,6 +106,7 @@ BODIES: dict[str, dict[str, Any]] = {
     "/v1/conversations": {"items": ITEMS, "metadata": {"a": "b"}},
     MESSAGES: DIALOG,
     COUNT_TOKENS: DIALOG,
+    f"{MESSAGES}/batches": {"requests": [{"custom_id": "a", "params": {**DIALOG, "max_tokens": 1}}]},
     "/api/chat": {
         "stream": False,
         "messages": [

@@ -203,6 +203,7 @@ class Requests:
     def __init__(self, document: Schema, fixed: dict[str, dict[str, Any]]) -> None:
         self._fixed = fixed
         self.bodies: dict[str, Schema] = {}
+        self._methods: dict[str, str] = {}
         self.others: list[tuple[str, str, list[Schema]]] = []
         for path, operations in document["paths"].items():
             for method, operation in operations.items():
@@ -214,7 +215,7 @@ class Requests:
                     first = schema.get("anyOf", [schema])[0]
                     for name in EXTRA_FIELDS.get(path, ()):
                         first["properties"].setdefault(name, {})
-                    self.bodies[path] = schema
+                    self.bodies[path], self._methods[path] = schema, method.upper()
                 elif not content:
                     self.others.append((method.upper(), path, operation["parameters"]))
 
@@ -234,9 +235,9 @@ class Requests:
                 for value in values_for(kinds, thorough):
                     body = self.plain(route)
                     if put(body, schema, path, value):
-                        yield Probe("POST", route, encoded(body), route)
+                        yield Probe(self._methods[route], route, encoded(body), route)
             for value in (*NUMBERS, *TEXTS, *OTHERS):
-                yield Probe("POST", route, encoded(value), route)
+                yield Probe(self._methods[route], route, encoded(value), route)
         yield from self._without_body()
 
     def _without_body(self) -> Iterator[Probe]:
@@ -271,7 +272,7 @@ class Requests:
             for _ in range(chance.choice((2, 2, 3))):
                 path, kinds = chance.choice(found[route])
                 put(body, self.bodies[route], path, self._value(chance, kinds, thorough))
-            yield Probe("POST", route, encoded(body), route)
+            yield Probe(self._methods[route], route, encoded(body), route)
 
     def _value(self, chance: random.Random, kinds: set[str], thorough: bool) -> Any:
         gentle = [value for kind in sorted(kinds) for value in GENTLE.get(kind, ())]
