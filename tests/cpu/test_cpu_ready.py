@@ -3,6 +3,7 @@
 import logging
 import os
 import re
+import resource
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from kvern.cpu import build as compiling
 from kvern.cpu import library, ready
 from kvern.cpu.build import build
 from kvern.cpu.check import GROUPS
-from kvern.cpu.cores import cpu_threads, shares_of_cores
+from kvern.cpu.cores import available_memory, cpu_threads, shares_of_cores, total_memory
 from kvern.cpu.kernel_library import find_compiler, library_path, read_record
 from kvern.cpu.ready import begin_build, working_groups
 from kvern.runner.plan import CPU_KERNELS, RANK_KERNELS
@@ -338,11 +339,47 @@ def test_threads_are_no_more_than_the_control_group_has_time_for(
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr(os, "cpu_count", lambda: 64)
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(64)), raising=False)
+    write_groups(tmp_path, groups, files)
+    assert cpu_threads(tmp_path) == threads
+
+
+def write_groups(root: Path, groups: str, files: dict[str, str]) -> None:
+    """Writes the files of control groups, as the system shows them to a process in `groups`."""
     for name, text in files.items() | {("../../../proc/self/cgroup", groups)}:
-        file = Path(os.path.normpath(tmp_path / "sys/fs/cgroup" / name))
+        file = Path(os.path.normpath(root / "sys/fs/cgroup" / name))
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(text + "\n")
-    assert cpu_threads(tmp_path) == threads
+
+
+GIB = 1 << 30
+V2 = {"memory.max": str(4 * GIB), "memory.current": str(3 * GIB)}
+V1 = {"memory/memory.limit_in_bytes": str(4 * GIB), "memory/memory.usage_in_bytes": str(3 * GIB)}
+
+
+@pytest.mark.parametrize(
+    ("groups", "files", "free", "total"),
+    [
+        ("0::/", V2, 1, 4),
+        ("0::/", V2 | {"memory.stat": f"anon 5\ninactive_file {GIB}"}, 2, 4),
+        ("0::/a", V2 | {"a/memory.max": "max", "a/memory.current": "5"}, 1, 4),
+        ("0::/", V2 | {"memory.current": str(5 * GIB)}, 0, 4),
+        ("5:memory:/docker/1", V1, 1, 4),
+        ("5:memory:/docker/1", V1 | {"memory/memory.stat": f"inactive_file 1\ntotal_inactive_file {GIB}"}, 2, 4),
+        ("0::/", {"memory.max": "max", "memory.current": "5"}, 32, 64),
+    ],
+)
+def test_memory_is_no_more_than_the_control_group_has(
+    groups: str, files: dict[str, str], free: int, total: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "sysconf", {"SC_PHYS_PAGES": 64 * GIB // 4096, "SC_PAGE_SIZE": 4096}.__getitem__)
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    write_groups(tmp_path, groups, files)
+    assert available_memory(tmp_path) == free * GIB
+    (tmp_path / "proc/meminfo").write_text(f"MemTotal: 1 kB\nMemAvailable:   {32 * GIB // 1024} kB\n")
+    assert (available_memory(tmp_path), total_memory(tmp_path)) == (free * GIB, total * GIB)
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (3 * GIB, resource.RLIM_INFINITY))
+    (tmp_path / "proc/self/statm").write_text(f"{2 * GIB // 4096} 1 1 1 0 1 0\n")
+    assert (available_memory(tmp_path), total_memory(tmp_path)) == (min(free, 1) * GIB, 3 * GIB)
 
 
 def test_every_group_has_a_check() -> None:

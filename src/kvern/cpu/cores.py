@@ -6,7 +6,10 @@ gained nothing.
 """
 
 import os
+import re
+import resource
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path("/")
@@ -75,20 +78,26 @@ def _place(root: Path, processor: int) -> tuple[str, str]:
 def _quota(root: Path) -> float:
     """Processors' worth of time that the control groups of this process may use, as containers are given it."""
     limits = [float(os.cpu_count() or 1)]
+    for folder in _groups(root, "cpu"):
+        both = f"{_read(folder / 'cpu.cfs_quota_us')} {_read(folder / 'cpu.cfs_period_us')}"
+        limit, _, period = (_read(folder / "cpu.max") or both).partition(" ")
+        if limit.isdecimal() and period.isdecimal():
+            limits.append(int(limit) / int(period))
+    return min(limits)
+
+
+def _groups(root: Path, controller: str) -> Iterator[Path]:
+    """Yields the folders of the control groups of this process, each of which may have a limit of the controller."""
     for line in _read(root / "proc/self/cgroup").splitlines():
         number, controllers, path = line.split(":", 2)
-        if number != "0" and "cpu" not in controllers.split(","):
+        if number != "0" and controller not in controllers.split(","):
             continue
         mounted = root / "sys/fs/cgroup" / ("" if number == "0" else controllers)
         group = mounted / path.lstrip("/")
-        for folder in (group, *group.parents):  # each of its groups has a limit
+        for folder in (group, *group.parents):
             if not folder.is_relative_to(mounted):
                 break
-            both = f"{_read(folder / 'cpu.cfs_quota_us')} {_read(folder / 'cpu.cfs_period_us')}"
-            limit, _, period = (_read(folder / "cpu.max") or both).partition(" ")
-            if limit.isdecimal() and period.isdecimal():
-                limits.append(int(limit) / int(period))
-    return min(limits)
+            yield folder
 
 
 def _read(path: Path) -> str:
@@ -98,9 +107,24 @@ def _read(path: Path) -> str:
         return ""
 
 
-def total_memory() -> int:
-    """Bytes of memory that the host has."""
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+def total_memory(root: Path = ROOT) -> int:
+    """Bytes of memory that this process may use in all: the host's, or those of a container."""
+    pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return min([pages, *(limit for limit, _ in _memory_limits(root))])
+
+
+def _memory_limits(root: Path) -> Iterator[tuple[int, int]]:
+    """Yields limits of memory in bytes, and what is taken of each: of control groups, and of the address space."""
+    for folder in _groups(root, "memory"):
+        limit = _read(folder / "memory.max") or _read(folder / "memory.limit_in_bytes")
+        taken = _read(folder / "memory.current") or _read(folder / "memory.usage_in_bytes")
+        if limit.isdecimal() and taken.isdecimal():
+            files = re.findall(r"^(?:total_)?inactive_file (\d+)", _read(folder / "memory.stat"), re.MULTILINE)
+            yield int(limit), int(taken) - int(files[-1] if files else 0)  # which are given up for others
+    limit_of_process, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if limit_of_process != resource.RLIM_INFINITY:
+        mapped = _read(root / "proc/self/statm").partition(" ")[0] or "0"
+        yield limit_of_process, int(mapped) * os.sysconf("SC_PAGE_SIZE")
 
 
 def processes_here(count: int) -> int:
@@ -110,11 +134,8 @@ def processes_here(count: int) -> int:
     return min(count, int(os.environ.get(MOST_PROCESSES, count)))
 
 
-def available_memory() -> int:
-    """Bytes of host memory that are available without swapping; half of all memory if unknown."""
-    meminfo = Path("/proc/meminfo")
-    if meminfo.exists():
-        for line in meminfo.read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    return total_memory() // 2
+def available_memory(root: Path = ROOT) -> int:
+    """Bytes of memory that this process may still take without swapping; half of all memory if unknown."""
+    free = re.search(r"^MemAvailable: *(\d+) kB", _read(root / "proc/meminfo"), re.MULTILINE)
+    left = int(free[1]) * 1024 if free else total_memory(root) // 2
+    return max(0, min([left, *(limit - taken for limit, taken in _memory_limits(root))]))
